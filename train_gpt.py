@@ -849,12 +849,17 @@ def plan_batches(shards: Iterable[Shard], batch_tokens: int, num_batches: int) -
     return [Batch(shard, start, batch_tokens) for shard, start in islice(starts, num_batches)]
 
 
+def data_command(cfg: Hyperparameters) -> str:
+    """The command that gets the data of a run."""
+    if cfg.train_files != PRESETS[cfg.preset].train_files:
+        return "python data/pack_text.py FILES ..., or correct --train_files and --val_files"
+    batches_per_shard = max(1, (100_000_000 - 1) // cfg.batch_tokens)  # of FineWeb
+    return DATA_COMMANDS[cfg.preset].format(shards=-(-cfg.num_iterations // batches_per_shard))
+
+
 def plan_data(cfg: Hyperparameters) -> tuple[list[Batch], list[Batch]]:
     """The batches of training and of validation (there one sequence each). Refuses data too short for the run."""
-    fix = "python data/pack_text.py FILES, or correct --train_files and --val_files"
-    if cfg.train_files == PRESETS[cfg.preset].train_files:
-        fineweb_batches_per_shard = max(1, (100_000_000 - 1) // cfg.batch_tokens)
-        fix = DATA_COMMANDS[cfg.preset].format(shards=-(-cfg.num_iterations // fineweb_batches_per_shard))
+    fix = data_command(cfg)
 
     def plan(pattern: str, batch_tokens: int, num_batches: int, flag: str) -> list[Batch]:
         shards = find_shards(pattern, fix)

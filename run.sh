@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Sets up what is missing, checks, and trains: ./run.sh [flags of train_gpt.py]
+#
+#   ./run.sh                                      gpt2, the record configuration, on GPUs; nano elsewhere
+#   ./run.sh --preset nano --num_iterations 300   any flags; --help lists them
+#   NPROC=2 ./run.sh                              two processes instead of as many as fit
+#   PYTHON=python3.12 ./run.sh                    this Python, or an environment made with it
+#
+# Paths in the flags are relative to the repository. Exit codes: 0 trained, 2 something has to be mended first (one line
+# says what), 3 the loss became NaN or infinite, 130 interrupted.
+set -euo pipefail
+cd "$(dirname "$0")"
+source ./environment.sh
+find_python requirements.txt
+
+for flag in "$@"; do
+    if [ "$flag" = --help ] || [ "$flag" = -h ]; then
+        exec "$python" train_gpt.py --help
+    fi
+done
+nproc=$("$python" check.py "$@")
+if [ "$nproc" = 1 ]; then
+    exec "$python" train_gpt.py "$@"
+fi
+# torchrun would set 1 and say so at length; on a CPU train_gpt.py shares out the threads of its preset
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$nproc" train_gpt.py "$@"

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Sets up what is missing and runs the tests: ./test.sh [flags of pytest]
+#
+#   ./test.sh            the fast ones, which need neither a GPU nor the network
+#   ./test.sh -m slow    those that take longer
+#   ./test.sh -m gpu     the self-test of a machine with GPUs: run it before the first training there
+set -euo pipefail
+cd "$(dirname "$0")"
+source ./environment.sh
+find_python requirements.txt tests/requirements.txt
+exec "$python" -m pytest "$@"
