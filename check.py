@@ -50,8 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The number of processes to start for a run with the flags `argv`. Raises UserError."""
     cfg = train_gpt.resolve(train_gpt.parse_args(sys.argv[1:] if argv is None else argv))
     if cfg.device == "cpu" and shutil.which("nvidia-smi"):
-        why = "a CPU build" if torch.version.cuda is None else "built for a newer driver, or the GPU is busy"
-        print(f"note: training on the CPU although there is nvidia-smi: torch {torch.__version__} is {why}", file=sys.stderr)
+        why = "is a CPU build" if torch.version.cuda is None else "cannot use the GPU: is its driver too old?"
+        print(
+            f"note: training on the CPU although there is nvidia-smi: torch {torch.__version__} {why}", file=sys.stderr
+        )
     size = num_processes(cfg)
     train_gpt.check_world(cfg, World(size=size, local_size=size))
     get_data(cfg)

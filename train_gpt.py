@@ -181,19 +181,22 @@ PRESETS = {
         val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
         vocab_size=257,  # bytes
         eot_token=256,
-        num_iterations=600,
-        val_loss_every=150,
+        num_iterations=750,
+        cooldown_frac=0.7,
+        val_loss_every=250,
         batch_tokens=1024,
         train_seq_len=1024,
         val_seq_len=8192,
-        model_dim=128,
-        num_heads=2,
+        model_dim=192,
+        num_heads=3,
         head_dim=64,
-        attention_layout="LSSL",
-        value_embed_layout="0..0",
+        attention_layout="LL",
+        value_embed_layout="00",
         lm_head_fp8=False,
         block_size=64,
         window_tokens=128,
+        muon_lr=0.025,
+        momentum_warmup_steps=100,
         cpu_threads=2,
     ),
 }
@@ -395,7 +398,7 @@ class GatheredMask:
 
 
 def gathered_attention(q: Tensor, k: Tensor, v: Tensor, mask: GatheredMask, scale: float) -> Tensor:
-    """Attention of q, k, v (T, H, D) over the blocks that `mask` names: the cost grows with the window, not with T^2."""
+    """Attention of q, k, v (T, H, D) over the blocks that `mask` names: its cost grows with the window, not as T^2."""
     (T, H, D), (N, M) = q.shape, mask.kv_blocks.shape
     q = q.reshape(N, T // N, H, D).transpose(1, 2)
     k, v = (
@@ -626,9 +629,9 @@ class World:
 def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """About the orthogonal factor U V' of every matrix U S V' in G (..., rows, cols), in `dtype`.
 
-    Five steps of a quintic Newton-Schulz iteration (Keller Jordan, https://kellerjordan.github.io/posts/muon). The
-    coefficients buy a steep slope at 0 with convergence to no better than about [0.7, 1.2], which does no harm: singular
-    values of at least 0.0014 of the Frobenius norm end in [0.65, 1.25]. A zero matrix stays zero.
+    Five steps of a quintic Newton-Schulz iteration (Keller Jordan, https://kellerjordan.github.io/posts/muon). Its
+    coefficients buy a steep slope at 0 with convergence to no better than about [0.7, 1.2], which does no harm:
+    singular values of at least 0.0014 of the Frobenius norm end in [0.65, 1.25]. A zero matrix stays zero.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = G.size(-2) > G.size(-1)
@@ -650,15 +653,15 @@ def as_stack(x: Tensor) -> Tensor:
 class Muon:
     """MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024), sharded over the ranks.
 
-    For parameters (..., rows, cols) that are matrices or batches of them; not for embeddings, heads, vectors. With g the
-    mean gradient of the step, in the lerp form of record 15:
+    For parameters (..., rows, cols) that are matrices or batches of them; not for embeddings, heads, vectors. With g
+    the mean gradient of the step, in the lerp form of record 15:
 
         m <- momentum m + (1 - momentum) g
         p <- p - lr sqrt(max(1, rows / cols)) zeropower(momentum m + (1 - momentum) g)
 
-    so the update's spectral norm is about `lr` times that root. All matrices of one shape, tall ones on their side, are
-    a stack, padded with zeros to equal shares: the 24 of gpt2's MLPs on 8 ranks are 3 on each, for one batched
-    Newton-Schulz. The state of a rank is the momentum of its share. `grad_divisor`: what makes the gradients' sum a mean.
+    so the update's spectral norm is about `lr` times that root. All matrices of one shape, tall ones on their side,
+    are a stack, padded with zeros to equal shares: the 24 of gpt2's MLPs on 8 ranks are 3 on each, for one batched
+    Newton-Schulz. A rank's state is the momentum of its share. `grad_divisor` makes a mean of the gradients' sum.
     """
 
     def __init__(
@@ -713,9 +716,9 @@ class Muon:
 class Adam:
     """Adam (arXiv:1412.6980) sharded over the ranks as in ZeRO-1 (arXiv:1910.02054); the arithmetic is PyTorch's.
 
-    `groups`: named parameters of one precision and their lr. The parameters of a group become views of one flat buffer,
-    of which every rank updates an equal run, whatever their number and sizes; its moments, in the parameters' precision,
-    are the state of a rank. `grad_divisor`: what makes the gradients' sum a mean.
+    `groups`: named parameters of one precision and their lr. A group's parameters become views of one flat buffer, of
+    which every rank updates an equal run, whatever their number and sizes; a rank's state are the moments of its run,
+    in the parameters' precision. `grad_divisor` makes a mean of the gradients' sum.
     """
 
     ALIGNMENT = 16  # elements: kernels want tensors to begin at multiples of 16 bytes
@@ -951,29 +954,27 @@ class Clock:
     """Training time in ms. Stands still while stopped; the device is idle at both edges."""
 
     def __init__(self, device: torch.device):
-        self.device, self.elapsed, self.started = device, 0.0, 0.0
+        self.synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.elapsed, self.started = 0.0, 0.0
 
     def start(self) -> None:
-        self.started = self.now(synchronize=True)
+        self.synchronize()
+        self.started = time.perf_counter()
 
     def stop(self) -> None:
-        self.elapsed += self.now(synchronize=True) - self.started
+        self.synchronize()
+        self.elapsed = self.read()
 
     def read(self) -> float:
-        """The time without waiting for the device: what it is working on is not in it."""
-        return self.elapsed + self.now() - self.started
-
-    def now(self, synchronize: bool = False) -> float:
-        if synchronize and self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return 1000 * time.perf_counter()
+        """The running clock; what the device is still working on is not in it."""
+        return self.elapsed + 1000 * (time.perf_counter() - self.started)
 
 
 class LossWatch:
     """Stops all ranks when the training loss is not finite, without a step that waits for the device.
 
-    The losses, summed over the ranks, travel to the host on their own. Each is looked at `LOSS_LAG` steps later, when it
-    has long been there, and so at the same step on every rank.
+    The losses, summed over the ranks, travel to the host on their own. Each is looked at `LOSS_LAG` steps later, when
+    it has long been there, and so at the same step on every rank.
     """
 
     def __init__(self, plan: Sequence[Batch], device: torch.device):
@@ -998,9 +999,7 @@ class LossWatch:
             if not math.isfinite(self.losses[step]):
                 batch = self.plan[step]
                 where = f"step {step}, data {batch.shard.path} position {batch.start}"
-                raise NonFiniteLoss(
-                    f"loss {self.losses[step]} at {where}: lower the learning rates or try another --seed"
-                )
+                raise NonFiniteLoss(f"loss {self.losses[step]} at {where}: lower the learning rates or change --seed")
 
 
 class RunLog:
@@ -1018,11 +1017,9 @@ class RunLog:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "x", encoding="utf-8")
+            self.file = open(self.path, "x", encoding="utf-8")  # noqa: SIM115
         except FileExistsError:
-            raise UserError(
-                f"{self.path} is the log of another run: choose another --run_id, or leave it out"
-            ) from None
+            raise UserError(f"{self.path} is another run's log: choose another --run_id, or leave it out") from None
         except OSError as error:
             raise UserError(f"{self.path}: {error.strerror}; choose another --log_dir") from None
         if sys.stdout.isatty() and sys.stderr.isatty():
@@ -1107,8 +1104,8 @@ class Result:
 def train_step(model: Callable, sequences: Iterable[tuple[Tensor, Tensor]], window: Tensor) -> Tensor:
     """Forward and backward over this rank's sequences. Returns the sum of their losses.
 
-    Every backward pass is that of one sequence's mean loss, unscaled: the gradients that FP8 has to hold are the same for
-    any number of processes (scaled down first, 65 instead of 25% of them become 0). The optimizers divide the sum.
+    Every backward pass is that of one sequence's mean loss, unscaled: the gradients that FP8 has to hold are the same
+    for any number of processes (scaled down first, 65 instead of 25% of them become 0). The optimizers divide the sum.
     """
     total = torch.zeros((), device=window.device)
     for tokens, targets in sequences:
@@ -1120,7 +1117,7 @@ def train_step(model: Callable, sequences: Iterable[tuple[Tensor, Tensor]], wind
 
 @torch.no_grad()
 def evaluate(gpt: GPT, model: Callable, batches: Iterable, window: Tensor, world: World) -> float:
-    """Mean loss over the validation tokens. Each rank scores its own sequences, be they as many as the others' or not."""
+    """Mean loss over the validation tokens. Each rank scores its own sequences; the others may have more or fewer."""
     gpt.eval()
     total = torch.zeros(2, dtype=torch.float64, device=window.device)
     for [(tokens, targets)] in batches:
@@ -1161,7 +1158,7 @@ def warm_up(gpt: GPT, model: Callable, optimizers: Sequence[Muon | Adam], cfg: H
 
 
 def check_world(cfg: Hyperparameters, world: World) -> None:
-    """Refuses a number of processes that does not divide a step's sequences, or that is larger than that of the GPUs."""
+    """Refuses a number of processes that does not divide a step's sequences, or is larger than that of the GPUs."""
     n = cfg.batch_sequences
     fitting = [size for size in range(1, n + 1) if n % size == 0]
     if world.size not in fitting:

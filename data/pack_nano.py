@@ -11,12 +11,12 @@ import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
-import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from shards import shard_problem, write_shard
+from shards import ArgumentParser, shard_problem, write_shard
 
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
 MIN_DOCUMENT_BYTES = 256
@@ -53,20 +53,28 @@ def split_documents(text: bytes) -> list[bytes]:
     return documents
 
 
-def build_corpus(torch_folder: Path) -> dict[str, list[bytes]]:
-    """Documents of both splits, without doubles, in order of their SHA-1 digest.
+def shuffle_documents(train: Iterable[bytes], val: Iterable[bytes]) -> dict[str, list[bytes]]:
+    """Documents of both splits, without doubles, in order of their SHA-1 digest. Training keeps what both have.
 
     The order is a fixed shuffle: neighbouring documents come from different files, so that any stretch of
     the validation split is a fair sample of all of it.
     """
-    documents: dict[str, dict[bytes, bytes]] = {"train": {}, "val": {}}
+    found = {
+        split: {hashlib.sha1(document).digest(): document for document in documents}
+        for split, documents in (("train", train), ("val", val))
+    }
+    for digest in found["train"]:
+        found["val"].pop(digest, None)
+    return {split: [documents[digest] for digest in sorted(documents)] for split, documents in found.items()}
+
+
+def build_corpus(torch_folder: Path) -> dict[str, list[bytes]]:
+    """The track's documents: those of the torch package's files, each file in one of the splits."""
+    documents: dict[str, list[bytes]] = {"train": [], "val": []}
     for path in corpus_files(torch_folder):
         split = "train" if hashlib.sha1(path.encode()).digest()[0] % VAL_DIVISOR else "val"
-        for document in split_documents((torch_folder / path).read_bytes()):
-            documents[split][hashlib.sha1(document).digest()] = document
-    for digest in documents["train"]:
-        documents["val"].pop(digest, None)
-    return {split: [found[digest] for digest in sorted(found)] for split, found in documents.items()}
+        documents[split] += split_documents((torch_folder / path).read_bytes())
+    return shuffle_documents(**documents)
 
 
 def to_tokens(documents: list[bytes]) -> np.ndarray:
@@ -82,12 +90,12 @@ def to_tokens(documents: list[bytes]) -> np.ndarray:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "nano", help="folder for the shards")
     args = parser.parse_args(argv)
     found = importlib.util.find_spec("torch")  # located, not imported: only its sources are needed
     if found is None or found.origin is None:
-        sys.exit("pack_nano.py: torch is not installed here: pip install -r requirements.txt")
+        parser.error("torch is not installed here: pip install -r requirements.txt")
     version = importlib.metadata.version("torch").split("+")[0]
     paths = {split: args.out / f"nano_{split}_000000.bin" for split in ("train", "val")}
     if version == TRACK_TORCH and all(
@@ -103,8 +111,8 @@ def main(argv: list[str] | None = None) -> None:
         if version != TRACK_TORCH:
             print(f"  packed from torch {version}; the nano track is torch {TRACK_TORCH}: trains, not comparable")
         elif digest != TRACK_SHA256[split]:
-            sys.exit(
-                f"pack_nano.py: {paths[split]} is not the track's {split} shard (sha256 {TRACK_SHA256[split]}): "
+            parser.error(
+                f"{paths[split]} is not the track's {split} shard (sha256 {TRACK_SHA256[split]}): "
                 "the installed torch 2.13.0 has changed sources; reinstall it: "
                 "pip install --force-reinstall --no-deps torch==2.13.0"
             )

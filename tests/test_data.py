@@ -1,4 +1,4 @@
-"""Shards, the plan of a run's batches, and the reader: the same tokens in the same order for any number of processes."""
+"""Shards, the plan of a run's batches, and the reader: the same tokens in the same order for any world size."""
 
 import threading
 from pathlib import Path
