@@ -8,4 +8,5 @@ set -euo pipefail
 cd "$(dirname "$0")"
 source ./environment.sh
 find_python requirements.txt tests/requirements.txt
+export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} # as in run.sh
 exec "$python" -m pytest "$@"

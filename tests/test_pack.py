@@ -350,7 +350,7 @@ def test_enough_text_needs_no_flags(tmp_path, capsys):
     assert "--num_iterations" not in out
     assert "--val_tokens" not in out
     plans = plan_of(out)
-    assert [len(plan) for plan in plans] == [600, 32]
+    assert [len(plan) for plan in plans] == [train_gpt.PRESETS["nano"].num_iterations, 32]
 
 
 def test_many_shards(tmp_path, capsys, monkeypatch):
