@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by run.sh and test.sh. `find_python FILE...` sets $python to one that meets the requirements files: $PYTHON or
 # the python3 on the PATH if they do, else that of .venv, which is made or completed.
 
@@ -10,7 +11,7 @@ sys.exit(sys.version_info < (3, 11) or tuple(map(int, version("torch").split("."
 '
 
 find_python() {
-    local base candidate torch
+    local base candidate file torch requirements=()
     for candidate in "${PYTHON:-python3}" .venv/bin/python; do
         if "$candidate" -c "$probe" "$@" >/dev/null 2>&1; then
             python=$candidate
@@ -43,7 +44,10 @@ find_python() {
         "$python" -m pip --disable-pip-version-check install --quiet --timeout 5 --retries 0 \
             --index-url https://download.pytorch.org/whl/cpu "$torch" >/dev/null 2>&1 || true
     fi
-    if ! "$python" -m pip --disable-pip-version-check install --quiet $(printf -- '--requirement %s ' "$@") >&2; then
+    for file in "$@"; do
+        requirements+=(--requirement "$file")
+    done
+    if ! "$python" -m pip --disable-pip-version-check install --quiet "${requirements[@]}" >&2; then
         echo "${0##*/}: the packages of $* could not be installed: see above; then run $0 again" >&2
         exit 2
     fi
