@@ -181,9 +181,9 @@ PRESETS = {
         val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
         vocab_size=257,  # bytes
         eot_token=256,
-        num_iterations=700,
+        num_iterations=670,
         cooldown_frac=0.7,
-        val_loss_every=250,
+        val_loss_every=200,
         batch_tokens=1024,
         train_seq_len=1024,
         val_seq_len=8192,
@@ -1322,6 +1322,7 @@ def run_as_program() -> int:
             print(f"train_gpt.py: {error}", file=sys.stderr)
         return 3
     except KeyboardInterrupt:
+        print("train_gpt.py: interrupted", file=sys.stderr)
         return 130
 
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from train_gpt import FP8_MAX, GPT, CastedLinear, Fp8Matmul
+from train_gpt import GPT, CastedLinear, Fp8Matmul
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_MAX = torch.finfo(E4M3).max
 X_S, W_S, GRAD_S = GPT.FP8_SCALES
 T, K, V = 80, 48, 112  # tokens, width, rows of the head: few, as the CPU's FP8 kernels do 10 million products a second
 TRAIN_SEQ_LEN = 49_152  # the scale of the gradients is made for it
@@ -131,23 +133,42 @@ def test_numbers_keep_three_bits_forward_and_two_backward():
         assert torch.equal(grad_x * GRAD_S, as_e5m2 * x / 4)
 
 
+class NoCastBeyondTheLargest(TorchDispatchMode):
+    """Refuses casts to e4m3 of numbers beyond its range: they may give NaN, though torch 2.13 on a CPU saturates."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if kwargs.get("dtype") == E4M3:
+            assert args[0].abs().max() <= FP8_MAX, f"a cast to e4m3 of {args[0].abs().max()}"
+        return func(*args, **kwargs)
+
+
+def test_cast_beyond_the_largest_number_is_noticed():
+    with NoCastBeyondTheLargest(), pytest.raises(AssertionError, match="cast to e4m3 of 449"):
+        torch.full((3,), 449.0).to(E4M3)
+
+
 @pytest.mark.parametrize("size", [0.9, 2.0, 1e6])
 def test_weights_beyond_the_largest_number_saturate(size):
-    """e4m3fn has no infinity: a cast beyond 464 is NaN."""
     x, w, grad = training_inputs()
     w[3, 5], w[100, 0], w[V - 1, K - 1] = size, -size, size
     assert size * W_S > FP8_MAX
     largest = FP8_MAX / W_S
-    got = products(x, w, grad)
+    with NoCastBeyondTheLargest():
+        got = products(x, w, grad)
     assert all(t.isfinite().all() for t in got)
     for t, expected in zip(got, products(x, w.clamp(-largest, largest), grad), strict=True):
         assert torch.equal(t, expected)
+    # And not before: x = identity makes the output the weights
+    [[weight]] = products(torch.eye(K).bfloat16(), w, torch.zeros(K, V).bfloat16())[0][5:6, 3:4]
+    assert weight == largest
 
 
 def test_inputs_beyond_the_largest_number_saturate():
     x, w, grad = training_inputs()
     x[0, 0], x[T - 1, 7] = 1e4, -1e4
-    got = products(x, w, grad)
+    with NoCastBeyondTheLargest():
+        got = products(x, w, grad)
     assert all(t.isfinite().all() for t in got)
     for t, expected in zip(got, products(x.clamp(-FP8_MAX / X_S, FP8_MAX / X_S), w, grad), strict=True):
         assert torch.equal(t, expected)
