@@ -38,7 +38,8 @@ def cfg(tiny):
     """The gpt2 preset's structure and windows of 1 to 14 blocks, in 16 and 32 blocks of 8 tokens."""
     lengths = dict(batch_tokens=256, train_seq_len=128, val_seq_len=256, val_tokens=256, window_tokens=112)
     layouts = dict(attention_layout="LSSSLSS-SSSL", value_embed_layout="012......012")
-    return dataclasses.replace(tiny, **lengths, **layouts, num_iterations=14)
+    vocabulary = dict(vocab_size=128, eot_token=127)  # no larger, as FP8 is slow on CPUs
+    return dataclasses.replace(tiny, **lengths, **layouts, **vocabulary, num_iterations=14)
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_all_graphs_are_there_after_the_warm_up(cfg, batches, use_flex: bool, ch
         calls = [node.target for node in graph.graph.nodes if node.op == "call_method"]
         assert "item" not in calls, "a tensor's value in Python breaks no graph, but makes the host wait for the device"
     assert count_calls(training, "autograd_function_apply") == cfg.lm_head_fp8
-    assert count_calls(validation, "autograd_function_apply") == 0
+    assert count_calls(validation, "autograd_function_apply") == count_calls(validation, "scaled_mm") == 0
     assert len(muon_graphs) == len(muon.param_groups)
     num_graphs = len(graphs) + len(muon_graphs)
     assert train_gpt.num_compiled_graphs() == graphs_before + num_graphs

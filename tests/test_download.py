@@ -263,14 +263,14 @@ def test_offline(hub, download, tmp_path):
 
 def test_interrupt_ends_at_once_and_leaves_nothing_half_written(hub, start, tmp_path):
     hub.faults["GET", TRAIN_1] = ["stall"]
-    process = start("1")
+    process = start("1", HF_HUB_DOWNLOAD_TIMEOUT="90")
     deadline = time.monotonic() + 20
     val = tmp_path / "out" / VAL
     while not (hub.asked("GET", TRAIN_1) and val.exists()) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert list((tmp_path / "out").rglob("*.incomplete")), "nothing to clean up: the test tests nothing"
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=5)  # less than the library waits for a stalled server
+    _, err = process.communicate(timeout=45)  # less than the library waits for a stalled server
     assert process.returncode == 130
     assert err.strip() == f"interrupted; to go on: python data/{SCRIPT.name} 1 --out {tmp_path / 'out'}"
     assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL]}

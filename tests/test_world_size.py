@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -48,11 +49,15 @@ SMALL = dict(
 
 
 def free_ports(count: int) -> list[str]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for s in sockets:
-            s.bind(("127.0.0.1", 0))
-        return [str(s.getsockname()[1]) for s in sockets]
+    """Below the ports that systems hand out by themselves: else a connection of one world might take another's."""
+    ports: list[str] = []
+    for port in random.SystemRandom().sample(range(12_000, 32_000), 20_000):
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            ports.append(str(port))
+        if len(ports) == count:
+            break
+    return ports
 
 
 def start(command: Sequence[str], cwd: Path = ROOT) -> subprocess.Popen:
