@@ -51,7 +51,7 @@ from tqdm import tqdm
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024  # the format of llm.c
 HEAD_MULTIPLE = 128  # the head's rows are padded to a multiple of it, for aligned matmul tiles
-FP8_MAX = 448.0  # the largest e4m3 number; a cast beyond it gives NaN
+FP8_MAX = 448.0  # the largest e4m3 number; a cast of more saturates on some devices and gives NaN on others
 LOSS_LAG = 8  # steps after which a training loss is looked at
 READ_AHEAD = 2  # batches that the reader keeps ready
 
@@ -341,7 +341,7 @@ class Rotary(nn.Module):
 
     def forward(self, x_THD: Tensor) -> Tensor:
         cos, sin = (table[: len(x_THD), None, :] for table in (self.cos, self.sin))
-        x1, x2 = at_least_fp32(x_THD).chunk(2, dim=-1)
+        x1, x2 = x_THD.chunk(2, dim=-1)  # the fp32 tables promote bf16
         return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x_THD)
 
 
@@ -631,17 +631,17 @@ def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) 
 
     Five steps of a quintic Newton-Schulz iteration (Keller Jordan, https://kellerjordan.github.io/posts/muon). Its
     coefficients buy a steep slope at 0 with convergence to no better than about [0.7, 1.2], which does no harm:
-    singular values of at least 0.0014 of the Frobenius norm end in [0.65, 1.25]. A zero matrix stays zero.
+    singular values of at least 0.00143 of the Frobenius norm end in [0.65, 1.25]. A zero matrix stays zero.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     is_tall = G.size(-2) > G.size(-1)
-    X = G.mT if is_tall else G
+    X = (G.mT if is_tall else G).reshape(-1, *sorted(G.shape[-2:]))
     X = (X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
     for _ in range(5):
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, B, X, beta=a)
-    return X.mT if is_tall else X
+    return (X.mT if is_tall else X).reshape(G.shape)
 
 
 def as_stack(x: Tensor) -> Tensor:
@@ -783,8 +783,9 @@ def build_optimizers(gpt: GPT, cfg: Hyperparameters, world: World, orthogonalize
     head = [(name, p) for name, p in named if name.startswith("lm_head.")]
     embeds = [(name, p) for name, p in named if "embed" in name]
     scalars = [(name, p) for name, p in named if p.ndim < 2]
-    grouped = sorted(name for name, _ in (*matrices, *head, *embeds, *scalars))
-    assert grouped == sorted(name for name, _ in named), f"not every parameter is in exactly one group: {grouped}"
+    grouped = [name for name, _ in (*matrices, *head, *embeds, *scalars)]
+    misplaced = [name for name, _ in named if grouped.count(name) != 1]
+    assert not misplaced, f"parameters not in exactly one group: {misplaced}"
     muon = Muon(matrices, cfg.muon_lr, cfg.batch_sequences, world, activation_dtype(cfg), orthogonalize)
     groups = ((head, cfg.head_lr), (embeds, cfg.embed_lr), (scalars, cfg.scalar_lr))
     return muon, Adam(groups, (cfg.adam_beta1, cfg.adam_beta2), cfg.adam_eps, cfg.batch_sequences, world)
