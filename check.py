@@ -3,7 +3,7 @@
     python check.py [the flags of train_gpt.py]
 
 `run.sh` calls it: torchrun would turn every refusal into exit code 1 behind a report of its own. On success the last
-line of stdout is the number of processes to start: as many as there are GPUs and as divide a step's sequences, or NPROC.
+line of stdout is how many processes to start: as many as there are GPUs and as divide a step's sequences, or NPROC.
 On a CPU it is one: with both threads it took 0.90 to 0.95 of the time of two with one each (nano, 2 sequences a step,
 3 interleaved pairs of 40 steps). Exit code 2 and one line say what to mend.
 """
