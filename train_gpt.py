@@ -4,9 +4,10 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py     the record configuration on one 8xH100 node
     python train_gpt.py --preset nano                         one process; the default where there is no GPU
 
-The system is record 21 of the NanoGPT speedrun (2025-01-26, https://github.com/KellerJordan/modded-nanogpt):
-1,770 steps of 393,216 FineWeb tokens to a validation loss of 3.28. Both presets go through the same code, on any
-number of processes: the global batch is fixed in tokens, so 1, 2, 4 or 8 of them train the same model.
+ShardedOptimizers: what record 21 of the NanoGPT speedrun computes (2025-01-26), with sharded optimizers: 1,770 steps
+of 393,216 FineWeb tokens to a validation loss of 3.28. The speedrun: https://github.com/KellerJordan/modded-nanogpt.
+Both presets go through the same code, on any number of processes: the global batch is fixed in tokens, so 1, 2, 4 or 8
+of them train the same model.
 
 Reading order: configuration, model, optimizers, data, schedules, run. Start at `main`.
 Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M blocks in a window. "Record n" is record n of
@@ -74,7 +75,7 @@ class NonFiniteLoss(Exception):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Configuration: the only place where a number of the training is chosen. The defaults are record 21.
+# Configuration: the only place where a number of the training is chosen. The defaults are the record.
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,7 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Model: a decoder-only transformer, with what 21 records changed in GPT-2.
+# Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2.
 
 
 class Fp8Matmul(torch.autograd.Function):
@@ -469,7 +470,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model of record 21, in the shape that `cfg` gives it.
+    """The record's model, in the shape that `cfg` gives it.
 
     forward(tokens (T,) int32, targets (T,) int64, window () int32, in blocks) is the mean cross entropy in nats.
     """
@@ -1105,8 +1106,9 @@ class Result:
 def train_step(model: Callable, sequences: Iterable[tuple[Tensor, Tensor]], window: Tensor) -> Tensor:
     """Forward and backward over this rank's sequences. Returns the sum of their losses.
 
-    Every backward pass is that of one sequence's mean loss, unscaled: the gradients that FP8 has to hold are the same
-    for any number of processes (scaled down first, 65 instead of 25% of them become 0). The optimizers divide the sum.
+    Every backward pass is that of one sequence's mean loss, unscaled: the gradients that low precision has to hold are
+    the same for any number of processes (scaled down first, 65 instead of 25% of FP8's became 0). The sum is divided
+    when the optimizers step.
     """
     total = torch.zeros((), device=window.device)
     for tokens, targets in sequences:
@@ -1253,7 +1255,7 @@ def train(
     if cfg.compile:
         compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
         model, orthogonalize = compiled(gpt), compiled(orthogonalize)
-    optimizers = muon, _ = build_optimizers(gpt, cfg, world, orthogonalize)
+    optimizers = muon, *_ = build_optimizers(gpt, cfg, world, orthogonalize)
     warm_up(gpt, model, optimizers, cfg, world)
 
     train_plan, val_plan = plans

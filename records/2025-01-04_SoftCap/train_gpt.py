@@ -1,0 +1,1234 @@
+"""Train a GPT-2-small-sized language model to a fixed validation loss, as fast as the hardware allows.
+
+    ./run.sh                                                  environment, data, checks and launch in one
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     the record configuration on one 8xH100 node
+    python train_gpt.py --preset nano                         one process; the default where there is no GPU
+
+SoftCap: what record 18 of the NanoGPT speedrun computes (2025-01-04): 1,390 steps
+of 524,288 FineWeb tokens to a validation loss of 3.28. The speedrun: https://github.com/KellerJordan/modded-nanogpt.
+Both presets go through the same code, on any number of processes: the global batch is fixed in tokens, so 1, 2, 4 or 8
+of them train the same model.
+
+Reading order: configuration, model, optimizers, data, schedules, run. Start at `main`.
+Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M blocks in a window. "Record n" is record n of
+the speedrun's public history, where an idea entered.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import functools
+import gc
+import glob
+import hashlib
+import json
+import math
+import os
+import platform
+import random
+import resource
+import subprocess
+import sys
+import time
+import typing
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.optim.adam import adam
+from tqdm import tqdm
+
+SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024  # the format of llm.c
+VOCAB_MULTIPLE = 128  # head and embeddings have a multiple of it as rows, for aligned matmul tiles
+LOSS_LAG = 8  # steps after which a training loss is looked at
+READ_AHEAD = 2  # batches that the reader keeps ready
+
+
+# torch 2.13 renames it
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+class UserError(Exception):
+    """Something outside of this script has to change: a flag, a file, the hardware. Exit code 2."""
+
+
+class ShardError(UserError):
+    """A shard that was sound at the start can no longer be read, on this rank."""
+
+
+class NonFiniteLoss(Exception):
+    """The training loss became NaN or infinite. Exit code 3."""
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Configuration: the only place where a number of the training is chosen. The defaults are the record.
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    # data
+    preset: Annotated[str, "gpt2 or nano; by default gpt2 where CUDA is, nano elsewhere"] = "gpt2"
+    train_files: Annotated[str, "glob of the training shards, read in sorted order"] = (
+        "data/fineweb10B/fineweb_train_*.bin"
+    )
+    val_files: Annotated[str, "glob of the validation shards"] = "data/fineweb10B/fineweb_val_*.bin"
+    val_tokens: Annotated[int, "validation tokens, a multiple of val_seq_len"] = 10_485_760
+    val_sha256: Annotated[str, "SHA-256 of the track's validation tokens, where it is known"] = ""
+    vocab_size: Annotated[int, "tokens are 0 ... vocab_size - 1"] = 50257
+    eot_token: Annotated[int, "end of text: the token that opens every document"] = 50256
+    # training
+    num_iterations: Annotated[int, "training steps"] = 1390
+    cooldown_frac: Annotated[float, "part of the run, at its end, over which the learning rates fall"] = 0.4
+    min_lr_frac: Annotated[float, "learning rate at the end, relative to the one before the cooldown"] = 0.0
+    val_loss_every: Annotated[int, "steps between validations; 0: only after the last step"] = 125
+    batch_tokens: Annotated[int, "tokens per step, over all processes"] = 8 * 64 * 1024
+    train_seq_len: Annotated[int, "tokens per training sequence"] = 64 * 1024
+    val_seq_len: Annotated[int, "tokens per validation sequence"] = 64 * 1024
+    # model
+    model_dim: Annotated[int, "width of the residual stream"] = 768
+    num_heads: Annotated[int, "attention heads"] = 6
+    head_dim: Annotated[int, "dimensions per head, a multiple of 4"] = 128
+    attention_layout: Annotated[str, "a letter per layer: L attention, - none"] = "LLLLLLL-LLLL"
+    value_embed_layout: Annotated[str, "a character per layer: digit of its value embedding, or ."] = "012......012"
+    lm_head_softcap: Annotated[float, "logits are squashed into this range on both sides of 0"] = 15.0
+    block_size: Annotated[int, "tokens per block of the attention mask"] = 128
+    window_tokens: Annotated[int, "attention window that the run grows to, rounded down to blocks"] = 1856
+    # optimizers
+    muon_lr: Annotated[float, "Muon, for hidden matrices: spectral norm of an update"] = 0.05
+    muon_momentum: Annotated[float, "Muon: momentum after its warm-up from 0.85"] = 0.95
+    momentum_warmup_steps: Annotated[int, "Muon: steps of that warm-up"] = 300
+    embed_lr: Annotated[float, "Adam: token and value embeddings"] = 0.6
+    head_lr: Annotated[float, "Adam: head"] = 0.008
+    scalar_lr: Annotated[float, "Adam: scalars"] = 0.04
+    adam_beta1: Annotated[float, "Adam: decay of the first moment"] = 0.8
+    adam_beta2: Annotated[float, "Adam: decay of the second moment"] = 0.95
+    adam_eps: Annotated[float, "Adam: added to the root of the second moment"] = 1e-8
+    # machine
+    seed: Annotated[int | None, "random seed; by default a fresh one, printed and logged"] = None
+    device: Annotated[str, "cuda, cpu or auto"] = "auto"
+    dtype: Annotated[str, "bfloat16, float32, float64, or auto: bfloat16 where it is fast"] = "auto"
+    compile: Annotated[bool | None, "use torch.compile; by default on CUDA only"] = None
+    cpu_threads: Annotated[int, "CPU threads over a machine's processes; 0: torch's choice"] = 0
+    # output
+    log_dir: Annotated[str, "folder of the logs"] = "logs"
+    run_id: Annotated[str, "name of the log; by default preset, time and seed"] = ""
+
+    def __post_init__(self) -> None:
+        def require(holds: bool, field: str, expected: str) -> None:
+            if not holds:
+                raise UserError(f"--{field} {getattr(self, field)}: expected {expected}")
+
+        may_be_zero = ("val_loss_every", "momentum_warmup_steps", "cpu_threads", "eot_token", "seed")
+        for field in (field.name for field in dataclasses.fields(self)):
+            value = getattr(self, field)
+            if isinstance(value, float):
+                require(math.isfinite(value) and value >= 0, field, "a finite number of at least 0")
+            elif isinstance(value, int) and not isinstance(value, bool):
+                least = int(field not in may_be_zero)
+                require(value >= least, field, f"a whole number of at least {least}")
+        layers = len(self.attention_layout)
+        require(layers > 0 and layers % 2 == 0, "attention_layout", "an even number of layers, for the U-Net skips")
+        require(set(self.attention_layout) <= set("L-"), "attention_layout", "only the letters L and -")
+        characters = f"{layers} characters, one per letter of attention_layout, each a digit or ."
+        holds = len(self.value_embed_layout) == layers and set(self.value_embed_layout) <= set(".0123456789")
+        require(holds, "value_embed_layout", characters)
+        require(self.head_dim % 4 == 0, "head_dim", "a multiple of 4")
+        require(self.vocab_size <= 2**16, "vocab_size", "at most 65536: tokens are stored in 16 bits")
+        require(self.eot_token < self.vocab_size, "eot_token", f"a token below vocab_size {self.vocab_size}")
+        for field, divisor in (
+            ("train_seq_len", "block_size"),
+            ("val_seq_len", "block_size"),
+            ("batch_tokens", "train_seq_len"),
+            ("val_tokens", "val_seq_len"),
+        ):
+            d = getattr(self, divisor)
+            require(getattr(self, field) % d == 0, field, f"a multiple of --{divisor} {d}")
+        require(0 < self.cooldown_frac <= 1, "cooldown_frac", "more than 0 and at most 1")
+        require(self.lm_head_softcap > 0, "lm_head_softcap", "more than 0")
+        for field in ("adam_beta1", "adam_beta2", "muon_momentum"):
+            require(getattr(self, field) < 1, field, "less than 1")
+        require(self.device in ("auto", "cpu", "cuda"), "device", "cuda, cpu or auto")
+        require(self.dtype in ("auto", "bfloat16", "float32", "float64"), "dtype", "bfloat16, float32, float64 or auto")
+        require(self.run_id == Path(self.run_id).name, "run_id", "a file name without folders")
+
+    @property
+    def batch_sequences(self) -> int:
+        return self.batch_tokens // self.train_seq_len
+
+
+PRESETS = {
+    "gpt2": Hyperparameters(),
+    "nano": Hyperparameters(
+        preset="nano",
+        train_files="data/nano/nano_train_*.bin",
+        val_files="data/nano/nano_val_*.bin",
+        val_tokens=262_144,
+        val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
+        vocab_size=257,  # bytes
+        eot_token=256,
+        num_iterations=700,
+        cooldown_frac=0.7,
+        val_loss_every=300,
+        batch_tokens=1024,
+        train_seq_len=1024,
+        val_seq_len=1024,
+        model_dim=192,
+        num_heads=3,
+        head_dim=64,
+        attention_layout="LL",
+        value_embed_layout="00",
+        block_size=64,
+        window_tokens=160,
+        muon_lr=0.025,
+        momentum_warmup_steps=100,
+        cpu_threads=2,
+    ),
+}
+# The command that gets a preset's data; {shards} is the number of training shards that the run reads.
+DATA_COMMANDS = {"gpt2": "python data/cached_fineweb10B.py {shards}", "nano": "python data/pack_nano.py"}
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    def error(self, message: str) -> typing.NoReturn:
+        raise UserError(f"{message}; --help lists the flags")
+
+
+def parse_args(argv: Sequence[str]) -> Hyperparameters:
+    """The configuration that the flags `argv` ask for: a preset, with a flag for every field."""
+    parser = ArgumentParser(
+        prog="train_gpt.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        argument_default=argparse.SUPPRESS,
+    )
+    for name, hint in typing.get_type_hints(Hyperparameters, include_extras=True).items():
+        kind, text = typing.get_args(hint)
+        kind = next((k for k in typing.get_args(kind) if k is not type(None)), kind)  # X of X | None
+        text += "".join(f" [{preset}: {getattr(cfg, name)}]" for preset, cfg in PRESETS.items())
+        if kind is bool:
+            parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
+        else:
+            choices = PRESETS if name == "preset" else None
+            parser.add_argument(f"--{name}", type=kind, choices=choices, metavar=kind.__name__, help=text)
+    flags = vars(parser.parse_args(argv))
+    preset = flags.get("preset", "gpt2" if torch.cuda.is_available() else "nano")
+    return dataclasses.replace(PRESETS[preset], **flags)
+
+
+def activation_dtype(cfg: Hyperparameters) -> torch.dtype:
+    """Precision of activations, embeddings and Newton-Schulz; the rest is fp32, or fp64 if this is."""
+    if cfg.dtype != "auto":
+        return getattr(torch, cfg.dtype)
+    if is_on_cuda(cfg):
+        return torch.bfloat16
+    # bf16 is 2.1 times as fast as fp32 on a CPU with AVX512-BF16 or AMX, and 3 to 10 times slower on others
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
+def is_on_cuda(cfg: Hyperparameters) -> bool:
+    return cfg.device == "cuda" or (cfg.device == "auto" and torch.cuda.is_available())
+
+
+def resolve(cfg: Hyperparameters) -> Hyperparameters:
+    """Replaces what is left to the machine: device, precision, compilation; and draws a seed."""
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"--device cuda: torch {torch.__version__} sees no GPU; use --device cpu or a CUDA build of torch"
+        )
+    on_cuda = is_on_cuda(cfg)
+    return dataclasses.replace(
+        cfg,
+        device="cuda" if on_cuda else "cpu",
+        dtype=str(activation_dtype(cfg)).removeprefix("torch."),
+        compile=on_cuda if cfg.compile is None else cfg.compile,
+        seed=random.SystemRandom().randrange(2**31) if cfg.seed is None else cfg.seed,
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2.
+
+
+class CastedLinear(nn.Linear):
+    """A linear map without bias: the weight is kept in full precision, the product is in that of the input."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+
+    def reset_parameters(self) -> None:
+        pass  # GPT.init_weights does it for all parameters
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.type_as(x))
+
+
+def norm(x: Tensor) -> Tensor:
+    """RMS norm over the last dimension, without parameters."""
+    return F.rms_norm(x, (x.size(-1),))
+
+
+class Rotary(nn.Module):
+    """Rotary embeddings (arXiv:2104.09864), half-truncated: the second half of the frequencies is 0, base 1024.
+
+    Since record 17 (@YouJiacheng). Positions count from the start of the sequence, not of the document. One fp32
+    table serves all layers. x_THD (T, H, D) -> the same, pairs being D / 2 apart.
+    """
+
+    def __init__(self, head_dim: int, max_seq_len: int):
+        super().__init__()
+        frequencies = (1 / 1024) ** torch.linspace(0, 1, steps=head_dim // 4, dtype=torch.float32)
+        frequencies = torch.cat([frequencies, frequencies.new_zeros(head_dim // 4)])
+        angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), frequencies)
+        self.register_buffer("cos", angles.cos(), persistent=False)
+        self.register_buffer("sin", angles.sin(), persistent=False)
+
+    def forward(self, x_THD: Tensor) -> Tensor:
+        cos, sin = (table[: len(x_THD), None, :] for table in (self.cos, self.sin))
+        x1, x2 = x_THD.chunk(2, dim=-1)  # the fp32 tables promote bf16
+        return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x_THD)
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def document_block_mask(docs: Tensor, window: Tensor, block_size: int) -> BlockMask:
+    """Which tokens see which: causal, within a document, and no further back than a window of blocks.
+
+    docs (T,) numbers each token's document and never falls. A query block sees the nearest `window` key blocks, its own
+    included (windows by block: record 16); window () int32 is a tensor, so that its growth never recompiles.
+    """
+
+    def causal_in_document(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (docs[q] == docs[kv])
+
+    def listed(visible: Tensor) -> tuple[Tensor, Tensor]:
+        order = visible.int().argsort(dim=-1, descending=True, stable=True).int()
+        return visible.sum(-1, dtype=torch.int32)[None, None], order[None, None].contiguous()
+
+    low, high = docs.view(-1, block_size)[:, 0], docs.view(-1, block_size)[:, -1]
+    block = torch.arange(len(low), dtype=torch.int32, device=docs.device)
+    distance = block[:, None] - block[None, :]
+    visible = (distance >= 0) & (distance < window) & (low[:, None] <= high[None, :])
+    full = visible & (distance > 0) & (low[:, None] == high[None, :]) & (high[:, None] == low[None, :])
+    lists = (*listed(visible & ~full), *listed(full))
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=causal_in_document)
+
+
+class GatheredMask:
+    """A BlockMask made ready for attention in plain PyTorch, as FlexAttention has no backward on CPUs.
+
+    kv_blocks (N, M): each query block's key blocks, partial ones first; bias (N, 1, block, M block): 0 where a token
+    sees another, -inf where not. M = `max_blocks` is the largest number that any query block sees.
+    """
+
+    def __init__(self, mask: BlockMask, max_blocks: int, dtype: torch.dtype):
+        num_partial, num_full = mask.kv_num_blocks[0, 0, :, None], mask.full_kv_num_blocks[0, 0, :, None]
+        N, block_size = len(num_partial), mask.BLOCK_SIZE[0]
+        slot = torch.arange(min(max_blocks, N), device=num_partial.device)
+        full = mask.full_kv_indices[0, 0].gather(1, (slot - num_partial).clamp(min=0))
+        self.kv_blocks = torch.where(slot < num_partial, mask.kv_indices[0, 0, :, : len(slot)], full)
+        tokens = torch.arange(N * block_size, device=slot.device).view(N, block_size)
+        q, kv = tokens[:, :, None, None], tokens[self.kv_blocks][:, None]
+        visible = (slot < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, None, q, kv)
+        self.bias = torch.where(visible, 0.0, -torch.inf).to(dtype).flatten(2)[:, None]
+
+
+def gathered_attention(q: Tensor, k: Tensor, v: Tensor, mask: GatheredMask, scale: float) -> Tensor:
+    """Attention of q, k, v (T, H, D) over the blocks that `mask` names: its cost grows with the window, not as T^2."""
+    (T, H, D), (N, M) = q.shape, mask.kv_blocks.shape
+    q = q.reshape(N, T // N, H, D).transpose(1, 2)
+    k, v = (
+        t.reshape(N, -1).index_select(0, mask.kv_blocks.flatten()).view(N, M * (T // N), H, D).transpose(1, 2)
+        for t in (k, v)
+    )
+    # Written out: scaled_dot_product_attention took 2.5 times as long, forward and backward (16 x 64 queries, n = 35)
+    y = torch.softmax((q * scale) @ k.mT + mask.bias, dim=-1) @ v
+    return y.transpose(1, 2).reshape(T, H, D)
+
+
+def flex_kernel_options() -> dict[str, int] | None:
+    """Smaller FlexAttention tiles for GPUs with little shared memory: consumer ones have 99 KB, an H100 227."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    if properties.shared_memory_per_block_optin >= 160 * 1024:
+        return None
+    return dict(BLOCK_M=64, BLOCK_N=64, BLOCK_M1=32, BLOCK_N1=64, BLOCK_M2=64, BLOCK_N2=32)
+
+
+class CausalSelfAttention(nn.Module):
+    """Attention with QK-norm, rotary and value embeddings. x (T, dim) -> the same."""
+
+    def __init__(self, cfg: Hyperparameters):
+        super().__init__()
+        self.num_heads, self.head_dim, self.scale = cfg.num_heads, cfg.head_dim, cfg.head_dim**-0.5
+        self.c_q, self.c_k, self.c_v = (CastedLinear(cfg.model_dim, cfg.num_heads * cfg.head_dim) for _ in range(3))
+        self.lambdas = nn.Parameter(torch.empty(2))
+        self.c_proj = CastedLinear(cfg.num_heads * cfg.head_dim, cfg.model_dim)
+
+    def forward(self, x: Tensor, value_embed: Tensor | None, rotary: Rotary, attend: Callable, mask) -> Tensor:
+        H, D = self.num_heads, self.head_dim
+        q, k, v = (project(x).view(len(x), H, D) for project in (self.c_q, self.c_k, self.c_v))
+        q, k = rotary(norm(q)), rotary(norm(k))  # QK-norm: @Grad62304977
+        v = self.lambdas[0] * v
+        if value_embed is not None:  # after value residuals (arXiv:2410.17897): @KoszarskyB, record 14
+            v = v + self.lambdas[1] * value_embed.view_as(v)
+        return self.c_proj(attend(q, k, v, mask, self.scale).flatten(1))
+
+
+class MLP(nn.Module):
+    """ReLU squared: 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977)."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.c_fc = CastedLinear(dim, 4 * dim)
+        self.c_proj = CastedLinear(4 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(F.relu(self.c_fc(x)).square())
+
+
+class Block(nn.Module):
+    def __init__(self, cfg: Hyperparameters, has_attention: bool):
+        super().__init__()
+        self.attn = CausalSelfAttention(cfg) if has_attention else None
+        self.mlp = MLP(cfg.model_dim)
+        self.lambdas = nn.Parameter(torch.empty(2))
+
+    def forward(self, x: Tensor, x0: Tensor, *attention_inputs) -> Tensor:
+        x = self.lambdas[0] * x + self.lambdas[1] * x0  # the embedding stays at hand: @KoszarskyB, record 9
+        if self.attn is not None:
+            x = x + self.attn(norm(x), *attention_inputs)
+        return x + self.mlp(norm(x))
+
+
+class GPT(nn.Module):
+    """The record's model, in the shape that `cfg` gives it.
+
+    forward(tokens (T,) int32, targets (T,) int64, window () int32, in blocks) is the mean cross entropy in nats.
+    """
+
+    def __init__(self, cfg: Hyperparameters):
+        super().__init__()
+        self.cfg = cfg
+        num_value_embeds = 1 + max((int(digit) for digit in cfg.value_embed_layout if digit != "."), default=-1)
+        value_dim = cfg.num_heads * cfg.head_dim
+        rows = -(-cfg.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        self.embed = nn.Embedding(rows, cfg.model_dim)
+        self.value_embeds = nn.ModuleList(nn.Embedding(rows, value_dim) for _ in range(num_value_embeds))
+        self.blocks = nn.ModuleList(Block(cfg, has_attention=letter != "-") for letter in cfg.attention_layout)
+        self.skip_weights = nn.Parameter(torch.empty(len(self.blocks) // 2))
+        self.lm_head = CastedLinear(cfg.model_dim, rows)
+        self.rotary = Rotary(cfg.head_dim, max(cfg.train_seq_len, cfg.val_seq_len))
+        self.use_flex = is_on_cuda(cfg)
+        self.kernel_options = flex_kernel_options() if self.use_flex and torch.cuda.is_available() else None
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Every parameter, once:
+
+        embeddings          N(0, 1)                              in the precision of the activations
+        c_q, c_k, c_v, c_fc uniform, +- 1 / sqrt(inputs)         fp32, like all that follow
+        c_proj, lm_head     0 (@Grad62304977)
+        lambdas             attention 0.5, 0.5; block 1, 0
+        skip_weights        1
+        """
+        for name, p in self.named_parameters():
+            match name.removesuffix(".weight").split("."):
+                case ["embed"] | ["value_embeds", _]:
+                    p.normal_()
+                case [*_, "c_q" | "c_k" | "c_v" | "c_fc"]:
+                    p.uniform_(-(p.size(-1) ** -0.5), p.size(-1) ** -0.5)
+                case [*_, "c_proj" | "lm_head"]:
+                    p.zero_()
+                case [*_, "attn", "lambdas"]:
+                    p.fill_(0.5)
+                case [*_, "lambdas"]:
+                    p.copy_(torch.tensor([1.0, 0.0]))
+                case ["skip_weights"]:
+                    p.fill_(1)
+                case _:
+                    raise AssertionError(f"no initialization for parameter {name}")
+        dtype = activation_dtype(self.cfg)
+        if dtype == torch.float64:
+            self.double()
+        for embed in (self.embed, *self.value_embeds):
+            embed.to(dtype)
+
+    def forward(self, tokens: Tensor, targets: Tensor, window: Tensor) -> Tensor:
+        mask = self.attention_mask(tokens, window)
+        value_embeds = {str(i): embed(tokens) for i, embed in enumerate(self.value_embeds)}
+        x = x0 = norm(self.embed(tokens))
+        skips: list[Tensor] = []  # U-Net: the later half of the layers adds the outputs of the earlier, last one first
+        for i, block in enumerate(self.blocks):
+            j = i - len(self.blocks) // 2
+            if j >= 0:
+                x = x + self.skip_weights[j] * skips.pop()
+            value_embed = value_embeds.get(self.cfg.value_embed_layout[i])
+            x = block(x, x0, value_embed, self.rotary, self.attend, mask)
+            if j < 0:
+                skips.append(x)
+        # the softcap of Gemma 2 (arXiv:2408.00118); 15 instead of 30 since record 18 (@KoszarskyB)
+        cap = self.cfg.lm_head_softcap
+        logits = at_least_fp32(cap * torch.tanh(self.lm_head(norm(x)) / cap))
+        return F.cross_entropy(logits, targets)
+
+    def attention_mask(self, tokens: Tensor, window: Tensor) -> BlockMask | GatheredMask:
+        docs = (tokens == self.cfg.eot_token).cumsum(0, dtype=torch.int32)
+        mask = document_block_mask(docs, window, self.cfg.block_size)
+        if self.use_flex:
+            return mask
+        return GatheredMask(mask, window_blocks(self.cfg.num_iterations, self.cfg), self.embed.weight.dtype)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | GatheredMask, scale: float) -> Tensor:
+        if not self.use_flex:
+            return gathered_attention(q, k, v, mask, scale)
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        y = flex_attention(q, k, v, block_mask=mask, scale=scale, kernel_options=self.kernel_options)
+        return y[0].transpose(0, 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Optimizers: Muon for the hidden matrices, each updated by one rank; Adam for the rest, the same on every rank.
+
+
+@dataclass
+class Pending:
+    """The result of a collective, to be waited for; until then it keeps the collective's input alive."""
+
+    result: Tensor
+    work: "dist.Work | None" = None
+    source: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.result
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all processes, as torchrun describes it, and what they do together."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+
+    @staticmethod
+    def from_env() -> "World":
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        values = [os.environ.get(name, "") for name in names]
+        if not any(values):
+            return World()
+        if not all(value.isdecimal() for value in values):
+            raise UserError(f"{', '.join(names)} are {values}: launch with torchrun, or unset all four")
+        return World(*map(int, values))
+
+    def all_gather(self, tensor: Tensor, into: Tensor) -> Pending:
+        """The ranks' `tensor` (n, ...) as (size n, ...), in `into`."""
+        if self.size == 1:
+            return Pending(tensor)
+        return Pending(into, all_gather(into, tensor, async_op=True), tensor)
+
+    def all_reduce(self, tensor: Tensor) -> Pending:
+        """The sum of `tensor` over the ranks, in place."""
+        return Pending(tensor, dist.all_reduce(tensor, async_op=True) if self.size > 1 else None)
+
+
+def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """About the orthogonal factor U V' of the matrix U S V' = G (rows, cols), in `dtype`.
+
+    Five steps of a quintic Newton-Schulz iteration (Keller Jordan, https://kellerjordan.github.io/posts/muon). Its
+    coefficients buy a steep slope at 0 with convergence to no better than about [0.7, 1.2], which does no harm:
+    singular values of at least 0.00143 of the Frobenius norm end in [0.65, 1.25]. A zero matrix stays zero.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    is_tall = G.size(-2) > G.size(-1)
+    X = G.mT if is_tall else G
+    X = (X / (X.norm() + 1e-7)).to(dtype)
+    for _ in range(5):
+        A = X @ X.mT
+        B = torch.addmm(A, A, A, beta=b, alpha=c)
+        X = torch.addmm(X, B, X, beta=a)
+    return X.mT if is_tall else X
+
+
+class Muon:
+    """MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024), its work shared out over the ranks.
+
+    For parameters (rows, cols) that are matrices; not for embeddings, heads, vectors. With g the mean gradient of the
+    step, in the lerp form of record 15:
+
+        m <- momentum m + (1 - momentum) g
+        p <- p - lr sqrt(max(1, rows / cols)) zeropower(momentum m + (1 - momentum) g)
+
+    so the update's spectral norm is about `lr` times that root. Parameters of one size are a group: each rank takes
+    every W-th of them, keeps its momentum and computes its update; the updates are gathered into one buffer while the
+    next ones are computed. Of a last round with fewer parameters than ranks some ranks send what nobody reads.
+    """
+
+    def __init__(
+        self,
+        named_params: Iterable[tuple[str, nn.Parameter]],
+        lr: float,
+        world: World,
+        dtype: torch.dtype,
+        orthogonalize: Callable[[Tensor, torch.dtype], Tensor] = zeropower_via_newtonschulz5,
+    ):
+        self.world, self.dtype, self.orthogonalize = world, dtype, orthogonalize
+        sizes: dict[int, dict[str, nn.Parameter]] = {}
+        for name, p in named_params:
+            sizes.setdefault(p.numel(), {})[name] = p
+        self.param_groups: list[dict] = []
+        for numel, members in sizes.items():
+            params, names = list(members.values()), list(members)
+            group = dict(params=params, names=names, lr=lr, initial_lr=lr, momentum=0.95)
+            group["momentum_buffers"] = [torch.zeros_like(p) for p in params[world.rank :: world.size]]
+            group["updates"] = torch.zeros(world.size, numel, dtype=dtype, device=params[0].device)
+            self.param_groups.append(group)
+
+    def state(self) -> dict[str, Tensor]:
+        """This rank's state by name; to restore it, write into the tensors."""
+        return {
+            f"{name}.momentum_buffer": buffer
+            for group in self.param_groups
+            for name, buffer in zip(
+                group["names"][self.world.rank :: self.world.size], group["momentum_buffers"], strict=True
+            )
+        }
+
+    @torch.no_grad()
+    def step(self) -> None:
+        W, rank = self.world.size, self.world.rank
+        for group in self.param_groups:
+            lr, momentum, pending = group["lr"], group["momentum"], None
+            for i in range(0, len(group["params"]), W):
+                members, update = group["params"][i : i + W], group["updates"].new_zeros(group["updates"].size(1))
+                if rank < len(members):
+                    momentum_buffer = group["momentum_buffers"][i // W].lerp_(members[rank].grad, 1 - momentum)
+                    grad = members[rank].grad.lerp_(momentum_buffer, momentum)
+                    update = self.orthogonalize(grad, self.dtype).flatten()
+                if pending is not None:
+                    self.apply(*pending, lr)
+                pending = members, self.world.all_gather(update[None], into=group["updates"])
+            self.apply(*pending, lr)
+
+    @staticmethod
+    def apply(params: Sequence[nn.Parameter], updates: Pending, lr: float) -> None:
+        for p, update in zip(params, updates.wait(), strict=False):
+            p.add_(update.view_as(p), alpha=-lr * max(1, p.size(-2) / p.size(-1)) ** 0.5)
+
+
+class Adam:
+    """Adam (arXiv:1412.6980), the same on every rank; the arithmetic is PyTorch's.
+
+    `groups`: named parameters and their lr. The moments have the parameters' precision.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[tuple[Sequence[tuple[str, nn.Parameter]], float]],
+        betas: tuple[float, float],
+        eps: float,
+    ):
+        self.betas, self.eps = betas, eps
+        self.param_groups: list[dict] = []
+        for named_params, lr in groups:
+            params = [p for _, p in named_params]
+            group = dict(params=params, names=[name for name, _ in named_params], lr=lr, initial_lr=lr)
+            group |= {kind: [torch.zeros_like(p) for p in params] for kind in ("exp_avg", "exp_avg_sq")}
+            group["step"] = [torch.zeros((), dtype=torch.float32, device=p.device) for p in params]
+            self.param_groups.append(group)
+
+    def state(self) -> dict[str, Tensor]:
+        """The state by name; to restore it, write into the tensors."""
+        return {
+            f"{name}.{kind}": tensor
+            for group in self.param_groups
+            for kind in ("exp_avg", "exp_avg_sq", "step")
+            for name, tensor in zip(group["names"], group[kind], strict=True)
+        }
+
+    @torch.no_grad()
+    def step(self) -> None:
+        options = dict(fused=True, amsgrad=False, weight_decay=0.0, maximize=False)
+        options |= dict(beta1=self.betas[0], beta2=self.betas[1], eps=self.eps)
+        for group in self.param_groups:
+            grads = [p.grad for p in group["params"]]
+            moments = group["exp_avg"], group["exp_avg_sq"]
+            adam(group["params"], grads, *moments, [], group["step"], lr=group["lr"], **options)
+
+
+def build_optimizers(gpt: GPT, cfg: Hyperparameters, world: World, orthogonalize: Callable) -> tuple[Muon, Adam]:
+    """Muon for the matrices of the blocks, Adam for head, embeddings and scalars, each with its learning rate."""
+    named = list(gpt.named_parameters())
+    matrices = [(name, p) for name, p in named if name.startswith("blocks.") and p.ndim >= 2]
+    head = [(name, p) for name, p in named if name.startswith("lm_head.")]
+    embeds = [(name, p) for name, p in named if "embed" in name]
+    scalars = [(name, p) for name, p in named if p.ndim < 2]
+    grouped = [name for name, _ in (*matrices, *head, *embeds, *scalars)]
+    misplaced = [name for name, _ in named if grouped.count(name) != 1]
+    assert not misplaced, f"parameters not in exactly one group: {misplaced}"
+    muon = Muon(matrices, cfg.muon_lr, world, activation_dtype(cfg), orthogonalize)
+    groups = ((head, cfg.head_lr), (embeds, cfg.embed_lr), (scalars, cfg.scalar_lr))
+    return muon, Adam(groups, (cfg.adam_beta1, cfg.adam_beta2), cfg.adam_eps)
+
+
+def step_optimizers(optimizers: Sequence[Muon | Adam], cfg: Hyperparameters, world: World) -> None:
+    """An update from the mean gradients: each gradient is summed over the ranks by a collective of its own."""
+    grads = [p.grad for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    for pending in [world.all_reduce(grad) for grad in grads]:
+        pending.wait().div_(cfg.batch_sequences)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Data: which tokens each step trains on is planned before the first one, and is the same for any number of processes.
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of tokens: 256 int32 of header [20240520, 1, number of tokens, 0 ...], then uint16 tokens."""
+
+    path: str
+    num_tokens: int
+    header_sha256: str
+
+
+def find_shards(pattern: str, fix: str) -> list[Shard]:
+    """The shards that `pattern` matches, sorted; each has a sound header and the size that it states.
+
+    `fix`: the command that gets the shards, for the UserError.
+    """
+    shards = []
+    for path in sorted(glob.glob(pattern, recursive=True)):
+        try:
+            with open(path, "rb") as file:
+                header = file.read(SHARD_HEADER_BYTES)
+            size = os.path.getsize(path)
+        except OSError as error:
+            raise UserError(f"{path}: {error.strerror}; get it again: {fix}") from None
+        magic, version, num_tokens = np.frombuffer(header.ljust(12, b"\0"), dtype="<i4", count=3).tolist()
+        expected = SHARD_HEADER_BYTES + 2 * num_tokens
+        if (magic, version) != (SHARD_MAGIC, SHARD_VERSION) or num_tokens < 0:
+            problem = f"not a token shard: begins with {magic}, {version}, not {SHARD_MAGIC}, {SHARD_VERSION}"
+        elif size != expected:
+            problem = f"{size} bytes long, but its header's {num_tokens} tokens make {expected}"
+        else:
+            shards.append(Shard(path, num_tokens, hashlib.sha256(header).hexdigest()))
+            continue
+        raise UserError(f"{path}: {problem}; remove it and get it again: {fix}")
+    if not shards:
+        raise UserError(f"no shards match {pattern} in {os.getcwd()}; get them: {fix}")
+    return shards
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Consecutive tokens of a shard: inputs from `start` on, and one more token for the last target."""
+
+    shard: Shard
+    start: int
+    num_tokens: int
+
+
+def plan_batches(shards: Iterable[Shard], batch_tokens: int, num_batches: int) -> list[Batch]:
+    """At most `num_batches` batches, shard after shard; a rest of a shard too short for one is skipped."""
+    starts = ((shard, start) for shard in shards for start in range(0, shard.num_tokens - batch_tokens, batch_tokens))
+    return [Batch(shard, start, batch_tokens) for shard, start in islice(starts, num_batches)]
+
+
+def data_command(cfg: Hyperparameters) -> str:
+    """The command that gets the data of a run."""
+    if cfg.train_files != PRESETS[cfg.preset].train_files:
+        return "python data/pack_text.py FILES ..., or correct --train_files and --val_files"
+    batches_per_shard = max(1, (100_000_000 - 1) // cfg.batch_tokens)  # of FineWeb
+    return DATA_COMMANDS[cfg.preset].format(shards=-(-cfg.num_iterations // batches_per_shard))
+
+
+def plan_data(cfg: Hyperparameters) -> tuple[list[Batch], list[Batch]]:
+    """The batches of training and of validation (there one sequence each). Refuses data too short for the run."""
+    fix = data_command(cfg)
+
+    def plan(pattern: str, batch_tokens: int, num_batches: int, flag: str) -> list[Batch]:
+        shards = find_shards(pattern, fix)
+        batches = plan_batches(shards, batch_tokens, num_batches)
+        if len(batches) < num_batches:
+            held = f"the {len(shards)} shards of {pattern} hold {len(batches)} batches of {batch_tokens} tokens"
+            raise UserError(f"{held}, the run needs {num_batches}; get more: {fix}; or lower {flag}")
+        return batches
+
+    train_plan = plan(cfg.train_files, cfg.batch_tokens, cfg.num_iterations, "--num_iterations")
+    return train_plan, plan(cfg.val_files, cfg.val_seq_len, cfg.val_tokens // cfg.val_seq_len, "--val_tokens")
+
+
+def read_tokens(batch: Batch, offset: int, out: np.ndarray, vocab_size: int) -> None:
+    """Fills `out` with the batch's uint16 tokens from `offset` on. Read, as a mapped file that shrinks kills us."""
+    path, view = batch.shard.path, memoryview(out).cast("B")
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.seek(SHARD_HEADER_BYTES + 2 * (batch.start + offset))
+            while len(view) and (count := file.readinto(view)):
+                view = view[count:]
+    except OSError as error:
+        raise ShardError(f"{path}: {error.strerror}; it was there when the run started") from None
+    if len(view):
+        raise ShardError(f"{path}: has become shorter than the {batch.shard.num_tokens} tokens of its header")
+    if out.max() >= vocab_size:
+        raise ShardError(
+            f"{path}: holds token {out.max()}, but --vocab_size is {vocab_size}: another tokenizer's shard?"
+        )
+
+
+def read_batches(
+    plan: Iterable[Batch], seq_len: int, sequences: Sequence[int], vocab_size: int, device: torch.device
+) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yields for each batch the (inputs (T,) int32, targets (T,) int64) of its `sequences`, on the device.
+
+    From the first `next` on, a thread reads ahead into pinned buffers, which are used again once copied.
+    """
+    is_cuda = device.type == "cuda"
+    shape = (len(sequences), seq_len + 1)
+    buffers = [torch.empty(shape, dtype=torch.uint16, pin_memory=is_cuda) for _ in range(READ_AHEAD + 1)]
+    copied = [torch.cuda.Event() if is_cuda else None for _ in buffers]
+
+    def read(batch: Batch, slot: int) -> int:
+        if is_cuda:
+            copied[slot].synchronize()  # in the reader's thread: the training loop does not wait
+        for sequence, row in zip(sequences, buffers[slot].numpy(), strict=True):
+            read_tokens(batch, sequence * seq_len, row, vocab_size)
+        return slot
+
+    with ThreadPoolExecutor(max_workers=1) as reader:
+        slots = (reader.submit(read, batch, i % len(buffers)) for i, batch in enumerate(plan))
+        ahead = deque(islice(slots, READ_AHEAD))
+        while ahead:
+            slot = ahead.popleft().result()
+            tokens = buffers[slot].to(device, non_blocking=True).to(torch.int32)
+            if is_cuda:
+                copied[slot].record()
+            ahead.extend(islice(slots, 1))
+            yield [(row[:-1], row[1:].long()) for row in tokens]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Schedules: functions of the step and the configuration.
+
+
+def lr_multiplier(step: int, cfg: Hyperparameters) -> float:
+    """On all learning rates: 1, and over the last `cooldown_frac` of the run linearly down to `min_lr_frac`."""
+    w = min((1 - step / cfg.num_iterations) / cfg.cooldown_frac, 1.0)
+    return w + (1 - w) * cfg.min_lr_frac
+
+
+def muon_momentum(step: int, cfg: Hyperparameters) -> float:
+    """From 0.85 linearly to `muon_momentum` over the first `momentum_warmup_steps`."""
+    w = min(step / cfg.momentum_warmup_steps, 1.0) if cfg.momentum_warmup_steps else 1.0
+    return (1 - w) * 0.85 + w * cfg.muon_momentum
+
+
+def window_blocks(step: int, cfg: Hyperparameters) -> int:
+    """Blocks of the window: from 1 linearly to `window_tokens`, rounded down to whole blocks."""
+    x = step / cfg.num_iterations
+    return int(((1 - x) * cfg.block_size + x * cfg.window_tokens) // cfg.block_size)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Run
+
+
+class Clock:
+    """Training time in ms. Stands still while stopped; the device is idle at both edges."""
+
+    def __init__(self, device: torch.device):
+        self.synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        self.elapsed, self.started = 0.0, 0.0
+
+    def start(self) -> None:
+        self.synchronize()
+        self.started = time.perf_counter()
+
+    def stop(self) -> None:
+        self.synchronize()
+        self.elapsed = self.read()
+
+    def read(self) -> float:
+        """The running clock; what the device is still working on is not in it."""
+        return self.elapsed + 1000 * (time.perf_counter() - self.started)
+
+
+class LossWatch:
+    """Stops all ranks when the training loss is not finite, without a step that waits for the device.
+
+    The losses, summed over the ranks, travel to the host on their own. Each is looked at `LOSS_LAG` steps later, when
+    it has long been there, and so at the same step on every rank.
+    """
+
+    def __init__(self, plan: Sequence[Batch], device: torch.device):
+        self.plan, self.is_cuda = plan, device.type == "cuda"
+        self.losses = torch.zeros(len(plan), pin_memory=self.is_cuda)
+        self.unseen: deque[tuple[int, torch.cuda.Event | None]] = deque()
+
+    def put(self, step: int, loss: Tensor) -> None:
+        self.losses[step].copy_(loss, non_blocking=True)
+        arrived = torch.cuda.Event() if self.is_cuda else None
+        if arrived is not None:
+            arrived.record()
+        self.unseen.append((step, arrived))
+        self.check(LOSS_LAG)
+
+    def check(self, lag: int = 0) -> None:
+        """Raises NonFiniteLoss for all but the last `lag` losses."""
+        while len(self.unseen) > lag:
+            step, arrived = self.unseen.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            if not math.isfinite(self.losses[step]):
+                batch = self.plan[step]
+                where = f"step {step}, data {batch.shard.path} position {batch.start}"
+                raise NonFiniteLoss(f"loss {self.losses[step]} at {where}: lower the learning rates or change --seed")
+
+
+class RunLog:
+    """The log `log_dir`/`run_id`.txt and the console; silent on every rank but 0.
+
+    Form: the script's source, a line of 100 "=", the environment, another such line, then the lines of the steps. On a
+    terminal a progress bar stands for the lines of the steps.
+    """
+
+    RULE = "=" * 100
+
+    def __init__(self, cfg: Hyperparameters, world: World):
+        self.cfg, self.path, self.file, self.bar = cfg, Path(cfg.log_dir) / f"{cfg.run_id}.txt", None, None
+        if world.rank > 0:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = open(self.path, "x", encoding="utf-8")  # noqa: SIM115
+        except FileExistsError:
+            raise UserError(f"{self.path} is another run's log: choose another --run_id, or leave it out") from None
+        except OSError as error:
+            raise UserError(f"{self.path}: {error.strerror}; choose another --log_dir") from None
+        if sys.stdout.isatty() and sys.stderr.isatty():
+            self.bar = tqdm(total=cfg.num_iterations, unit="step", dynamic_ncols=True)
+
+    def write(self, text: str, console: bool = False) -> None:
+        if self.file is not None:
+            print(text, file=self.file, flush=True)
+            if console:
+                tqdm.write(text) if self.bar is not None else print(text, flush=True)
+
+    def step(self, text: str, val_loss: float) -> None:
+        self.write(text, console=self.bar is None)
+        if self.bar is not None:
+            rate = self.cfg.batch_tokens * (self.bar.format_dict["rate"] or 0)
+            self.bar.set_postfix_str(f"{rate:,.0f} tokens/s, val_loss {val_loss:.4f}", refresh=False)
+            self.bar.update()
+
+    def close(self) -> None:
+        for output in (self.bar, self.file):
+            if output is not None:
+                output.close()
+
+
+def describe_machine(cfg: Hyperparameters, world: World) -> str:
+    """Versions and hardware, for the log."""
+
+    def output(*command: str) -> str:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return ""
+
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):
+        info = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next(line.partition(":")[2].strip() for line in info if line.startswith("model name"))
+    git = ("git", "-C", str(Path(__file__).resolve().parent))
+    edited = " and edits" if output(*git, "status", "--porcelain", "--untracked-files=no") else ""
+    lines = [
+        f"Running Python {sys.version}",
+        f"Running PyTorch {torch.__version__} compiled for CUDA {torch.version.cuda}, numpy {np.__version__}",
+        f"commit: {output(*git, 'rev-parse', 'HEAD') or 'unknown'}{edited}",
+        f"cpu: {cpu}, {os.cpu_count()} cores; {world.size} processes, {torch.get_num_threads()} threads each",
+        f"precision: {cfg.dtype}",
+        f"attention: {'FlexAttention' if cfg.device == 'cuda' else 'gathered blocks'}; compiled: {cfg.compile}",
+    ]
+    if cfg.device == "cuda":
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        lines.append(f"gpu: {gpu.name}, {gpu.total_memory // 2**20} MiB, NCCL {torch.cuda.nccl.version()}")
+        lines.append(output("nvidia-smi"))
+    return "\n".join(lines)
+
+
+def describe_data(cfg: Hyperparameters, plans: Iterable[Sequence[Batch]]) -> str:
+    """The shards that the run reads, and the hash of the validation tokens, for the log."""
+    lines, digest = [], hashlib.sha256()
+    for role, plan in zip(("train", "val"), plans, strict=True):
+        for shard in dict.fromkeys(batch.shard for batch in plan):
+            lines.append(f"{role} shard: {shard.path}, {shard.num_tokens} tokens, header sha256 {shard.header_sha256}")
+    for batch in plan:
+        tokens = np.empty(batch.num_tokens, dtype=np.uint16)
+        read_tokens(batch, 0, tokens, cfg.vocab_size)
+        digest.update(tokens)
+    note = " (not the track's: do not compare losses)" if cfg.val_sha256 not in ("", digest.hexdigest()) else ""
+    return "\n".join([*lines, f"validation tokens: {cfg.val_tokens}, sha256 {digest.hexdigest()}{note}"])
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to. val_curve: (step, val_loss, train_time_ms) of every validation."""
+
+    val_loss: float
+    train_time_ms: float
+    num_iterations: int
+    seed: int
+    peak_memory_mib: int
+    recompiles: int
+    log: str
+    val_curve: tuple[tuple[int, float, float], ...]
+
+
+def train_step(model: Callable, sequences: Iterable[tuple[Tensor, Tensor]], window: Tensor) -> Tensor:
+    """Forward and backward over this rank's sequences. Returns the sum of their losses.
+
+    Every backward pass is that of one sequence's mean loss, unscaled: the gradients that low precision has to hold are
+    the same for any number of processes (scaled down first, 65 instead of 25% of FP8's became 0). The sum is divided
+    when the optimizers step.
+    """
+    total = torch.zeros((), device=window.device)
+    for tokens, targets in sequences:
+        loss = model(tokens, targets, window)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+@torch.no_grad()
+def evaluate(gpt: GPT, model: Callable, batches: Iterable, window: Tensor, world: World) -> float:
+    """Mean loss over the validation tokens. Each rank scores its own sequences; the others may have more or fewer."""
+    gpt.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=window.device)
+    for [(tokens, targets)] in batches:
+        total[0] += model(tokens, targets, window) * len(tokens)
+        total[1] += len(tokens)
+    gpt.train()
+    loss, count = world.all_reduce(total).wait().tolist()
+    return loss / count
+
+
+def warm_up(gpt: GPT, model: Callable, optimizers: Sequence[Muon | Adam], cfg: Hyperparameters, world: World) -> None:
+    """Compiles and runs every graph on random tokens, then restores every bit of parameters, optimizers and RNG.
+
+    The readers are not touched: the first real token is read on the clock.
+    """
+    device = gpt.skip_weights.device
+    state = [*gpt.parameters(), *(tensor for optimizer in optimizers for tensor in optimizer.state().values())]
+    saved = [tensor.detach().clone() for tensor in state]
+    cpu_rng, cuda_rng = torch.get_rng_state(), torch.cuda.get_rng_state() if device.type == "cuda" else None
+    window = torch.ones((), dtype=torch.int32, device=device)
+
+    def dummy(seq_len: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(cfg.vocab_size, (seq_len + 1,), device=device)
+        return tokens[:-1].int(), tokens[1:]
+
+    for _ in range(2):
+        train_step(model, [dummy(cfg.train_seq_len)] * min(2, cfg.batch_sequences // world.size), window)
+        step_optimizers(optimizers, cfg, world)
+        gpt.zero_grad(set_to_none=True)
+    evaluate(gpt, model, [[dummy(cfg.val_seq_len)]], window, world)
+
+    with torch.no_grad():
+        for tensor, original in zip(state, saved, strict=True):
+            tensor.copy_(original)
+    torch.set_rng_state(cpu_rng)
+    if cuda_rng is not None:
+        torch.cuda.set_rng_state(cuda_rng)
+
+
+def check_world(cfg: Hyperparameters, world: World) -> None:
+    """Refuses a number of processes that does not divide a step's sequences, or is larger than that of the GPUs."""
+    n = cfg.batch_sequences
+    fitting = [size for size in range(1, n + 1) if n % size == 0]
+    if world.size not in fitting:
+        nearest = [*[size for size in fitting if size < world.size][-1:], *[s for s in fitting if s > world.size][:1]]
+        advice = f"start {' or '.join(map(str, nearest))}, or change --batch_tokens"
+        raise UserError(f"{world.size} processes do not divide the {n} sequences of a step: {advice}")
+    if cfg.device == "cuda" and world.local_size > torch.cuda.device_count():
+        gpus = torch.cuda.device_count()
+        advice = f"--nproc_per_node={max(size for size in fitting if size <= gpus)}"
+        raise UserError(f"{world.local_size} processes, but {gpus} GPUs on this machine: {advice}")
+
+
+def set_up(cfg: Hyperparameters, world: World) -> tuple[Hyperparameters, torch.device]:
+    """Device, threads and process group; and all ranks agree on seed and run id."""
+    if cfg.device == "cuda":
+        device = torch.device("cuda", world.local_rank)
+        torch.cuda.set_device(device)
+        options = dict(backend="nccl", device_id=device)
+    else:
+        device, options = torch.device("cpu"), dict(backend="gloo")
+        if cfg.cpu_threads:
+            torch.set_num_threads(max(1, cfg.cpu_threads // world.local_size))
+        with contextlib.suppress(OSError, AttributeError):
+            # glibc hands large freed blocks back and faults them in anew: 15% of a nano step. Now it keeps them:
+            libc = ctypes.CDLL(None)
+            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
+            libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its maximum
+    run_id = cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{cfg.seed}"
+    agreed = [cfg.seed, run_id]
+    if world.size > 1:
+        # longer than NCCL's 10 minutes: one rank may compile while the others have the result in their caches
+        dist.init_process_group(timeout=timedelta(minutes=30), **options)
+        dist.broadcast_object_list(agreed, src=0)
+    return dataclasses.replace(cfg, seed=agreed[0], run_id=agreed[1]), device
+
+
+def peak_memory_mib(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() // 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def num_compiled_graphs() -> int:
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def main(argv: Sequence[str] | None = None) -> Result:
+    """Trains as the flags say. Raises UserError, NonFiniteLoss or KeyboardInterrupt; the log has it, too."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    argv = sys.argv[1:] if argv is None else list(argv)
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    world = World.from_env()
+    cfg = resolve(parse_args(argv))
+    check_world(cfg, world)
+    plans = plan_data(cfg)
+    cfg, device = set_up(cfg, world)
+    log = RunLog(cfg, world)
+    try:
+        if world.rank == 0:
+            log.write(f"{source}\n{log.RULE}\n{describe_machine(cfg, world)}")
+            log.write(f"flags: {json.dumps(argv)}\nconfiguration: {json.dumps(dataclasses.asdict(cfg))}")
+            log.write(describe_data(cfg, plans))
+            log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
+            log.write(log.RULE)
+        result = train(cfg, world, device, plans, log)
+        if world.rank == 0:
+            log.path.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
+    except (UserError, NonFiniteLoss, KeyboardInterrupt) as error:
+        log.write(f"stopped: {error}" if str(error) else "interrupted: the run is not complete")
+        raise
+    finally:
+        gc.unfreeze()
+        gc.enable()
+        log.close()
+    if world.size > 1:
+        dist.destroy_process_group()
+    return result
+
+
+def train(
+    cfg: Hyperparameters, world: World, device: torch.device, plans: tuple[list[Batch], list[Batch]], log: RunLog
+) -> Result:
+    torch.manual_seed(cfg.seed)
+    gpt = GPT(cfg).to(device)
+    if world.size > 1:
+        for p in gpt.parameters():
+            dist.broadcast(p.detach(), src=0)
+    model: Callable = gpt
+    orthogonalize: Callable = zeropower_via_newtonschulz5
+    if cfg.compile:
+        compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
+        model, orthogonalize = compiled(gpt), compiled(orthogonalize)
+    optimizers = muon, *_ = build_optimizers(gpt, cfg, world, orthogonalize)
+    warm_up(gpt, model, optimizers, cfg, world)
+
+    train_plan, val_plan = plans
+    own_sequences = range(world.rank, cfg.batch_sequences, world.size)
+    batches = read_batches(train_plan, cfg.train_seq_len, own_sequences, cfg.vocab_size, device)
+    clock, watch = Clock(device), LossWatch(train_plan, device)
+    window = torch.ones((), dtype=torch.int32, device=device)
+    val_loss, val_curve, times = math.nan, [], [0.0]
+    graphs = num_compiled_graphs()
+    gc.collect()
+    gc.freeze()
+    gc.disable()  # one collection in the middle of a run was measured at 0.6 s (nanochat issue 477)
+    if world.size > 1:
+        dist.barrier()
+    clock.start()
+    for step in range(cfg.num_iterations + 1):
+        window.fill_(window_blocks(step, cfg))
+        is_last = step == cfg.num_iterations
+        if is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0):
+            clock.stop()
+            watch.check()
+            val_batches = read_batches(val_plan[world.rank :: world.size], cfg.val_seq_len, [0], cfg.vocab_size, device)
+            val_loss = evaluate(gpt, model, val_batches, window, world)
+            val_curve.append((step, val_loss, clock.elapsed))
+            timing = f"train_time:{clock.elapsed:.0f}ms step_avg:{clock.elapsed / max(step, 1):.2f}ms"
+            log.write(f"step:{step}/{cfg.num_iterations} val_loss:{val_loss:.4f} {timing}", console=True)
+            clock.start()
+        if is_last:
+            break
+        loss = world.all_reduce(train_step(model, next(batches), window))
+        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+            group["lr"] = group["initial_lr"] * lr_multiplier(step, cfg)
+        for group in muon.param_groups:
+            group["momentum"] = muon_momentum(step, cfg)
+        step_optimizers(optimizers, cfg, world)
+        gpt.zero_grad(set_to_none=True)
+        watch.put(step, loss.wait())
+        times.append(clock.read())
+        timing = f"train_time:{times[-1]:.0f}ms step_avg:{times[-1] / (step + 1):.2f}ms"
+        log.step(f"step:{step + 1}/{cfg.num_iterations} {timing}", val_loss)
+
+    recompiles, peak = num_compiled_graphs() - graphs, peak_memory_mib(device)
+    for name, batch in ("first", train_plan[0]), ("last", train_plan[-1]):
+        log.write(f"{name} batch: {batch.shard.path} position {batch.start}")
+    log.write(f"recompiles after the clock started: {recompiles}", console=recompiles > 0)
+    ms = np.diff(times)
+    slowest = f"slowest {ms.max():.2f}ms at step {ms.argmax()}"
+    log.write(f"step time: median {np.median(ms):.2f}ms p99 {np.percentile(ms, 99):.2f}ms {slowest}")
+    log.write(f"peak memory: {peak} MiB", console=True)
+    return Result(
+        val_loss, clock.elapsed, cfg.num_iterations, cfg.seed, peak, recompiles, str(log.path), tuple(val_curve)
+    )
+
+
+def run_as_program() -> int:
+    """`main` with one line for what the user can mend, and the exit code for how it ended."""
+    try:
+        main()
+        return 0
+    except UserError as error:
+        # Before the clock all ranks of a machine find the same error: one speaks
+        if isinstance(error, ShardError) or os.environ.get("LOCAL_RANK", "0") == "0":
+            print(f"train_gpt.py: {error}", file=sys.stderr)
+        return 2
+    except NonFiniteLoss as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"train_gpt.py: {error}", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        print("train_gpt.py: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(run_as_program())
