@@ -182,7 +182,7 @@ PRESETS = {
         val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
         vocab_size=257,  # bytes
         eot_token=256,
-        num_iterations=700,
+        num_iterations=680,
         cooldown_frac=0.7,
         val_loss_every=300,
         batch_tokens=1024,
@@ -437,7 +437,7 @@ class CausalSelfAttention(nn.Module):
         qkv = F.linear(x, self.qkv_w.flatten(0, 1).type_as(x)).view(len(x), 3 * H, D)
         qk, v = qkv.split([2 * H, H], dim=1)
         q, k = rotary(norm(qk)).split(H, dim=1)  # QK-norm: @Grad62304977
-        v = self.lambdas[0] * v
+        v = self.lambdas[0] * v  # two free factors: record 15
         if value_embed is not None:  # after value residuals (arXiv:2410.17897): @KoszarskyB, record 14
             v = v + self.lambdas[1] * value_embed.view_as(v)
         return self.c_proj(attend(q, k, v, mask, self.scale).flatten(1))
@@ -475,8 +475,8 @@ class GPT(nn.Module):
     forward(tokens (T,) int32, targets (T,) int64, window () int32, in blocks) is the mean cross entropy in nats.
     """
 
-    # Of the head's input, weight and gradient (record 21). The last fits a mean loss over train_seq_len tokens, which
-    # is what every backward pass sees, whatever the number of processes.
+    # Of the head's input, weight and gradient (weight and gradient: record 21). The last fits a mean loss over
+    # train_seq_len tokens, which is what every backward pass sees, whatever the number of processes.
     FP8_SCALES = (2.0, 2.0**9, 2.0**19)
 
     def __init__(self, cfg: Hyperparameters):
@@ -571,8 +571,8 @@ class GPT(nn.Module):
 #
 # A step has three phases, so that communication overlaps compute: `reduce` launches a reduce-scatter of every gradient;
 # `update` consumes them one by one, while later ones are on their way, and launches the all-gathers; `finish` waits
-# for those. No two collectives share a buffer, and each keeps its own until it is done. One process goes the same way,
-# without collectives.
+# for those. No two collectives under way share a buffer, and each keeps its own until it is done. One process goes the
+# same way, without collectives.
 
 
 @dataclass

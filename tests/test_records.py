@@ -305,7 +305,7 @@ def sections(source: str) -> dict[str, list[str]]:
     ("older", "newer", "changed", "most"),
     [
         (V14, V15, {"Head", "Configuration", "Model", "Optimizers", "Data", "Run"}, 160),
-        (V15, V18, {"Head", "Configuration", "Model", "Optimizers", "Schedules", "Run"}, 150),
+        (V15, V18, {"Head", "Configuration", "Model", "Optimizers", "Schedules", "Run"}, 160),
         (V18, V20, {"Head", "Configuration", "Model", "Optimizers", "Schedules", "Run"}, 170),
         (V20, V21, {"Head", "Configuration", "Model"}, 60),
         (V21, SHARDED, {"Head", "Optimizers", "Run"}, 200),

@@ -144,6 +144,7 @@ class Hyperparameters:
             d = getattr(self, divisor)
             require(getattr(self, field) % d == 0, field, f"a multiple of --{divisor} {d}")
         require(0 < self.cooldown_frac <= 1, "cooldown_frac", "more than 0 and at most 1")
+        require(self.window_tokens >= self.block_size, "window_tokens", f"at least --block_size {self.block_size}")
         require(self.lm_head_softcap > 0, "lm_head_softcap", "more than 0")
         for field in ("adam_beta1", "adam_beta2", "muon_momentum"):
             require(getattr(self, field) < 1, field, "less than 1")
@@ -166,7 +167,7 @@ PRESETS = {
         val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
         vocab_size=257,  # bytes
         eot_token=256,
-        num_iterations=700,
+        num_iterations=720,
         cooldown_frac=0.7,
         val_loss_every=300,
         batch_tokens=1024,
@@ -565,9 +566,13 @@ class Muon:
 
     def state(self) -> dict[str, Tensor]:
         """This rank's state by name; to restore it, write into the tensors."""
-        [group] = self.param_groups
-        own = group["names"][self.world.rank :: self.world.size]
-        return {f"{n}.momentum_buffer": buffer for n, buffer in zip(own, group["momentum_buffers"], strict=True)}
+        return {
+            f"{name}.momentum_buffer": buffer
+            for group in self.param_groups
+            for name, buffer in zip(
+                group["names"][self.world.rank :: self.world.size], group["momentum_buffers"], strict=True
+            )
+        }
 
     @torch.no_grad()
     def step(self) -> None:
@@ -938,8 +943,7 @@ def train_step(model: Callable, sequences: Iterable[tuple[Tensor, Tensor]], wind
     """Forward and backward over this rank's sequences. Returns the sum of their losses.
 
     Every backward pass is that of one sequence's mean loss, unscaled: the gradients that low precision has to hold are
-    the same for any number of processes (scaled down first, 65 instead of 25% of FP8's became 0). The sum is divided
-    when the optimizers step.
+    the same for any number of processes. The sum is divided when the optimizers step.
     """
     total = torch.zeros((), device=window.device)
     for tokens, targets in sequences:

@@ -150,6 +150,7 @@ class Hyperparameters:
             d = getattr(self, divisor)
             require(getattr(self, field) % d == 0, field, f"a multiple of --{divisor} {d}")
         require(0 < self.cooldown_frac <= 1, "cooldown_frac", "more than 0 and at most 1")
+        require(self.window_tokens >= self.block_size, "window_tokens", f"at least --block_size {self.block_size}")
         require(self.lm_head_softcap > 0, "lm_head_softcap", "more than 0")
         for field in ("adam_beta1", "adam_beta2", "muon_momentum"):
             require(getattr(self, field) < 1, field, "less than 1")
@@ -316,7 +317,7 @@ def document_block_mask(docs: Tensor, window: Tensor, block_size: int) -> BlockM
     visible = (distance >= 0) & (distance < blocks_in_window) & (low[:, None] <= high[None, :])
     order = visible.int().argsort(dim=-1, descending=True, stable=True).int()
     count = visible.sum(-1, dtype=torch.int32)
-    # Every block is looked at token by token; those that are visible as a whole are told apart since record 16
+    # Every block is looked at token by token: none is listed as visible as a whole
     lists = (t[None, None].contiguous() for t in (count, order, torch.zeros_like(count), order))
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=causal_in_document_and_window)
 
@@ -608,7 +609,7 @@ class Muon:
         for group in self.param_groups:
             lr, momentum, pending = group["lr"], group["momentum"], None
             for i in range(0, len(group["params"]), W):
-                members, update = group["params"][i : i + W], group["updates"].new_zeros(group["updates"].size(1))
+                members, update = group["params"][i : i + W], torch.empty_like(group["updates"][rank])
                 if rank < len(members):
                     momentum_buffer = group["momentum_buffers"][i // W].lerp_(members[rank].grad, 1 - momentum)
                     grad = members[rank].grad.lerp_(momentum_buffer, momentum)
@@ -997,8 +998,7 @@ def train_step(model: Callable, sequences: Iterable[tuple[Tensor, Tensor]], wind
     """Forward and backward over this rank's sequences. Returns the sum of their losses.
 
     Every backward pass is that of one sequence's mean loss, unscaled: the gradients that low precision has to hold are
-    the same for any number of processes (scaled down first, 65 instead of 25% of FP8's became 0). The sum is divided
-    when the optimizers step.
+    the same for any number of processes. The sum is divided when the optimizers step.
     """
     total = torch.zeros((), device=window.device)
     for tokens, targets in sequences:

@@ -156,6 +156,7 @@ class Hyperparameters:
             d = getattr(self, divisor)
             require(getattr(self, field) % d == 0, field, f"a multiple of --{divisor} {d}")
         require(0 < self.cooldown_frac <= 1, "cooldown_frac", "more than 0 and at most 1")
+        require(self.window_tokens >= self.block_size, "window_tokens", f"at least --block_size {self.block_size}")
         require(self.lm_head_softcap > 0, "lm_head_softcap", "more than 0")
         for field in ("adam_beta1", "adam_beta2", "muon_momentum"):
             require(getattr(self, field) < 1, field, "less than 1")
@@ -311,21 +312,25 @@ def document_block_mask(docs: Tensor, window: Tensor, block_size: int) -> BlockM
 
     docs (T,) numbers each token's document and never falls. A query block sees the nearest `window` key blocks, its own
     included (windows by block: record 16); window () int32 is a tensor, so that its growth never recompiles.
+
+    As document numbers never fall, the key blocks that query block i sees are a range first ... i, and those of them
+    that it sees whole a range whole ... i - 1.
     """
 
     def causal_in_document(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return (q >= kv) & (docs[q] == docs[kv])
 
-    def listed(visible: Tensor) -> tuple[Tensor, Tensor]:
-        order = visible.int().argsort(dim=-1, descending=True, stable=True).int()
-        return visible.sum(-1, dtype=torch.int32)[None, None], order[None, None].contiguous()
-
     low, high = docs.view(-1, block_size)[:, 0], docs.view(-1, block_size)[:, -1]
     block = torch.arange(len(low), dtype=torch.int32, device=docs.device)
-    distance = block[:, None] - block[None, :]
-    visible = (distance >= 0) & (distance < window) & (low[:, None] <= high[None, :])
-    full = visible & (distance > 0) & (low[:, None] == high[None, :]) & (high[:, None] == low[None, :])
-    lists = (*listed(visible & ~full), *listed(full))
+    first = (high[None, :] < low[:, None]).sum(1, dtype=torch.int32)
+    whole = (low[None, :] < low[:, None]).sum(1, dtype=torch.int32)
+    first, whole = (torch.maximum(t, block - window + 1) for t in (first, whole))
+    num_full = torch.where(low == high, block - whole, 0)
+    num_partial = block - first + 1 - num_full
+    i, j = block[:, None], block[None, :]
+    full = (i - 1 - j).clamp(min=0)
+    partial = torch.where(j == 0, i, i - num_full[:, None] - j).clamp(min=0)
+    lists = (t[None, None].contiguous() for t in (num_partial, partial, num_full, full))
     return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block_size, mask_mod=causal_in_document)
 
 
@@ -383,7 +388,7 @@ class CausalSelfAttention(nn.Module):
         H, D = self.num_heads, self.head_dim
         q, k, v = (project(x).view(len(x), H, D) for project in (self.c_q, self.c_k, self.c_v))
         q, k = rotary(norm(q)), rotary(norm(k))  # QK-norm: @Grad62304977
-        v = self.lambdas[0] * v
+        v = self.lambdas[0] * v  # two free factors: record 15
         if value_embed is not None:  # after value residuals (arXiv:2410.17897): @KoszarskyB, record 14
             v = v + self.lambdas[1] * value_embed.view_as(v)
         return self.c_proj(attend(q, k, v, mask, self.scale).flatten(1))
@@ -618,7 +623,7 @@ class Muon:
         for group in self.param_groups:
             lr, momentum, pending = group["lr"], group["momentum"], None
             for i in range(0, len(group["params"]), W):
-                members, update = group["params"][i : i + W], group["updates"].new_zeros(group["updates"].size(1))
+                members, update = group["params"][i : i + W], torch.empty_like(group["updates"][rank])
                 if rank < len(members):
                     momentum_buffer = group["momentum_buffers"][i // W].lerp_(members[rank].grad, 1 - momentum)
                     grad = members[rank].grad.lerp_(momentum_buffer, momentum)
@@ -1008,8 +1013,7 @@ def train_step(model: Callable, sequences: Iterable[tuple[Tensor, Tensor]], wind
     """Forward and backward over this rank's sequences. Returns the sum of their losses.
 
     Every backward pass is that of one sequence's mean loss, unscaled: the gradients that low precision has to hold are
-    the same for any number of processes (scaled down first, 65 instead of 25% of FP8's became 0). The sum is divided
-    when the optimizers step.
+    the same for any number of processes. The sum is divided when the optimizers step.
     """
     total = torch.zeros((), device=window.device)
     for tokens, targets in sequences:

@@ -1,0 +1,236 @@
+"""The command line: python -m records COMMAND --help."""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from records import logs, plots, proof, publish, race, rules
+from records.logs import RECORDS, ToolError
+
+INTRODUCTION = "Prove and compare speedrun records. A record is named by its folder, or a unique part of that."
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def count(text: str) -> int:
+    """A whole number of at least 0."""
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
+    return int(text)
+
+
+def loss(text: str) -> float:
+    """A number in nats."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a loss in nats")
+    return value
+
+
+def command_new(args: argparse.Namespace) -> tuple[dict, str, int]:
+    folder = publish.new_record(args.name, args.logs, args.root, args.date or datetime.date.today().isoformat())
+    waived = f"A record that only makes the same training faster says why in a line '{rules.SYSTEMS_RECORD} ...' there."
+    told = f"{folder}\nWrite what {rules.PLACEHOLDER} ...> asks for in its README.md. {waived}"
+    return dict(record=str(folder)), f"{told}\nThen: python -m records verify {folder.name}", 0
+
+
+def command_diff(args: argparse.Namespace) -> tuple[dict, str, int]:
+    lines, removed, added = publish.diff(logs.read_script(args.a, args.root), logs.read_script(args.b, args.root))
+    counts = f"{removed} lines removed, {added} added"
+    if not args.stat and not args.json:
+        if lines:
+            print("\n".join(lines), flush=True)
+        print(counts, file=sys.stderr)
+    return dict(removed=removed, added=added, diff=[] if args.stat else lines), counts if args.stat else "", 0
+
+
+def command_verify(args: argparse.Namespace) -> tuple[dict, str, int]:
+    if args.against:
+        if len(args.records) != 1:
+            raise ToolError("--against takes one log; name it")
+        found = proof.against_public(logs.read_log(Path(args.records[0])), args.against)
+        points = f"{found['compared']} points" + (f"; {found['lacking']} more it lacks" if found["lacking"] else "")
+        told = f"follows {args.against} within {proof.TOLERANCE} at {points}"
+        if first := found["first"]:
+            losses = f"{first['loss']:.4f}, the curve {first['curve']:.4f}"
+            told = f"leaves {args.against} first at step {first['step']}: {losses} (compared at {points})"
+        return found, told, 1 if found["first"] else 0
+    folders = [logs.find_record(name, args.root) for name in args.records]
+    # Of all records, those without logs claim nothing yet
+    all_folders = logs.record_folders(args.root)
+    silent = [] if folders else [folder.name for folder in all_folders if not logs.log_paths(folder)]
+    checked = folders or [folder for folder in all_folders if folder.name not in silent]
+    verdicts = [rules.check_record(folder) for folder in checked]
+    told = []
+    for verdict in verdicts:
+        told += [f"FAIL {verdict.name}: {failure}" for failure in verdict.failures]
+        told += [f"ok {verdict.name}: {verdict.summary}"] if verdict.ok else []
+        told += [f"note {verdict.name}: {note}" for note in verdict.notes]
+    told += [f"note {name}: has no logs, nothing to verify" for name in silent]
+    found = [vars(verdict) | dict(ok=verdict.ok) for verdict in verdicts]
+    code = 0 if all(verdict.ok for verdict in verdicts) else 1
+    return dict(records=found, without_logs=silent), "\n".join(told) or "no records yet", code
+
+
+def command_stats(args: argparse.Namespace) -> tuple[dict, str, int]:
+    found = logs.read_logs(args.logs, args.root)
+    logs.require_one_experiment(found)
+    target = args.target if args.target is not None else rules.track_of(found[0]).target
+    sample = proof.describe([log.val_loss for log in found], target)
+    needed = None if sample.sd is None else proof.runs_needed(target - sample.mean, sample.sd)
+    p = "no p for one run" if sample.p is None else f"p={sample.p:.2g}"
+    if sample.mean >= target:
+        runs = "never, at this mean"
+    elif sample.sd is None:
+        runs = "unknown from one run"
+    else:
+        runs = f"more than {proof.MAX_RUNS}" if needed is None else f"{needed} in all"
+    power = f"p < {proof.ALPHA} nine times in ten if the true mean and sd are these"
+    told = f"{sample} {p} against {target}\nruns that the target is likely to need ({power}): {runs}\n{proof.PEEKING}"
+    return vars(sample) | dict(target=target, runs_needed=needed, warning=proof.PEEKING), told, 0
+
+
+def command_race(args: argparse.Namespace) -> tuple[dict, str, int]:
+    found = race.race([args.a, args.b], args.pairs, args.warmup, args.seed, args.flags, args.root, args.keep)
+    told = [f"A = {found['a']}, B = {found['b']}, {found['pairs']} pairs; 95% intervals"]
+    for key, label in (("train_time", "train time"), ("step_time", "median step")):
+        figures = found[key]
+        means = f"{figures['a_ms']:.2f} and {figures['b_ms']:.2f} ms"
+        told.append(f"{label} A/B: {figures['ratio']:.4f} ({figures['low']:.4f} to {figures['high']:.4f}), {means}")
+    loss = found["val_loss"]
+    told.append(f"val_loss A - B: {loss['difference']:+.4f} ({loss['low']:+.4f} to {loss['high']:+.4f})")
+    told.append(f"this many pairs find a difference of {found['detectable']:.1%} in train time nine times in ten")
+    return found, "\n".join(told), 0
+
+
+def command_plot(args: argparse.Namespace) -> tuple[dict, str, int]:
+    if args.history == bool(args.records):
+        raise ToolError("name records or logs to plot, or give --history alone")
+    path = args.output or Path("history.png" if args.history else "curves.png")
+    if args.history:
+        found = plots.plot_history(args.root, path)
+    else:
+        curves = plots.curves_of(args.records, args.root)
+        plots.plot_curves(curves, path)
+        found = dict(curves=[vars(curve) for curve in curves])
+    return dict(file=str(path)) | found, str(path), 0
+
+
+def command_table(args: argparse.Namespace) -> tuple[dict, str, int]:
+    differs = publish.rewrite_tables(args.root, args.check)
+    state = "is up to date"
+    if differs:
+        state = "is out of date: run python -m records table" if args.check else "written"
+    path = args.root / "README.md"
+    return dict(file=str(path), differs=differs), f"{path} {state}", 1 if differs and args.check else 0
+
+
+def build_parser() -> ArgumentParser:
+    parser = ArgumentParser(prog="python -m records", description=INTRODUCTION)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(function, text: str, **settings) -> ArgumentParser:
+        name = function.__name__.removeprefix("command_")
+        command = commands.add_parser(
+            name, help=text, description=text.replace("%%", "%"), allow_abbrev=False, **settings
+        )
+        command.add_argument("--json", action="store_true", help="print a JSON document instead")
+        command.add_argument("--root", type=Path, default=RECORDS, help="folder of the records (default: %(default)s)")
+        command.set_defaults(function=function)
+        return command
+
+    new = add(command_new, "Make a record's folder from finished logs of one script.")
+    new.add_argument("name", metavar="NAME")
+    new.add_argument("logs", metavar="LOG", nargs="+")
+    new.add_argument("--date", help="date of the record (default: today)")
+
+    diff = add(command_diff, "Unified diff of two scripts, each named by a record, a log or a file.")
+    diff.add_argument("a", metavar="A")
+    diff.add_argument("b", metavar="B")
+    diff.add_argument("--stat", action="store_true", help="only count the lines")
+
+    verify = add(command_verify, "Check records; exit code 1 if one fails.")
+    verify.add_argument("records", metavar="RECORD", nargs="*", help="default: all that have logs")
+    verify.add_argument(
+        "--against",
+        metavar="recordN",
+        help="instead hold one gpt2 log's curve against that of public record 14, 15, 18, 20 or 21",
+    )
+
+    stats = add(command_stats, "Mean, sd, p, and how many runs the target is likely to need.")
+    stats.add_argument("logs", metavar="LOG", nargs="+", help="logs or records")
+    stats.add_argument("--target", type=loss, help="loss in nats (default: the track's)")
+
+    run = add(
+        command_race,
+        "Run two scripts in turn on this machine: ratio of times and difference of losses, with 95%% intervals.",
+        usage="%(prog)s [options] A B [-- FLAGS ...]",
+        epilog="FLAGS after -- go to both scripts, such as -- --num_iterations 100 --val_loss_every 0.",
+    )
+    run.add_argument("a", metavar="A", help="a record, a log or a script")
+    run.add_argument("b", metavar="B")
+    run.add_argument("--pairs", type=count, default=6, help="runs of each (default: %(default)s)")
+    run.add_argument("--warmup", type=count, default=0, help="runs of each beforehand that do not count (default: 0)")
+    run.add_argument("--seed", type=count, default=1, help="of the first pair; each next one is higher (default: 1)")
+    run.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the logs there")
+
+    plot = add(command_plot, "Validation curves of records or logs, or the history of record times.")
+    plot.add_argument("records", metavar="RECORD", nargs="*", help="records or logs")
+    plot.add_argument("--history", action="store_true", help="the history instead")
+    plot.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="default: curves.png or history.png")
+
+    table = add(command_table, "Rewrite the leaderboards in the records' README.md from the logs.")
+    table.add_argument("--check", action="store_true", help="only say, by exit code 1, whether they are out of date")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 1 a check failed, 2 something has to be mended (one line on stderr says what)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    flags: list[str] = []
+    if argv[:1] == ["race"] and "--" in argv:
+        at = argv.index("--")
+        argv, flags = argv[:at], argv[at + 1 :]
+    try:
+        args = build_parser().parse_args(argv)
+        args.flags = flags
+        found, told, code = args.function(args)
+        text = json.dumps(found, indent=1, default=str) if args.json else told
+        if text:
+            print(text, flush=True)
+        return code
+    except ToolError as error:
+        print(f"python -m records: {error}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        print(f"python -m records: {error}; pip install -r {RECORDS / 'requirements.txt'}", file=sys.stderr)
+        return 2
+    except RecursionError:
+        print("python -m records: a file nests too deeply: name the files of a run", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("python -m records: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"python -m records: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Makes a record's folder, compares scripts, and writes the leaderboards."""
+
+import contextlib
+import datetime
+import difflib
+import re
+import shutil
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+from records.logs import (
+    RECORD_FOLDER,
+    Log,
+    ToolError,
+    log_paths,
+    read_log,
+    read_script,
+    read_text,
+    record_folders,
+    record_logs,
+    require_one_experiment,
+)
+from records.proof import describe, public_history
+from records.rules import TRACKS, track_of
+
+BEGIN = "<!-- leaderboards: python -m records table -->"
+END = "<!-- end of leaderboards -->"
+README = """# {name}: <say in one line what it is>
+
+| | |
+|---|---|
+| track | {track}: mean validation loss of at most {target}, p < 0.01 |
+| validation loss | {sample}{p} |
+| seeds | {seeds} |
+| steps | {steps} |
+| train time | {train_time} |
+| step_avg | {step_avg} |
+| hardware | {hardware} |
+| versions | Python {python}, torch {torch} |
+| script | {diffstat} |
+
+## What changed
+
+<say what the script does that the one before did not>
+
+## Why
+
+<say why it is faster, and how you know: what you measured, what did not work, whose idea it was>
+"""
+
+
+def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:
+    """The unified diff of two (label, script), and how many lines it removes and adds."""
+    lines = list(difflib.unified_diff(a[1].split("\n"), b[1].split("\n"), a[0], b[0], lineterm=""))
+    return lines, *(sum(line.startswith(sign) for line in lines[2:]) for sign in "-+")
+
+
+def mean_and_sd(values: Sequence[float], digits: int, unit: str) -> str:
+    sample = describe(values)
+    sd = "" if sample.sd is None else f", sd {sample.sd:.{digits}f} {unit}"
+    return f"mean {sample.mean:.{digits}f} {unit}{sd}"
+
+
+def new_record(name: str, paths: Sequence[str], root: Path, date: str) -> Path:
+    """Makes the folder from finished logs of one script. Raises ToolError, having made nothing."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
+        raise ToolError(f"{name!r} is no name for a record: take letters, digits, '-' and '.'")
+    try:
+        datetime.date.fromisoformat(date)
+    except ValueError:
+        raise ToolError(f"--date {date!r} is no date: write it as 2026-01-31") from None
+    folder = root / f"{date}_{name}"
+    if not RECORD_FOLDER.fullmatch(folder.name):
+        raise ToolError(f"--date {date!r} is no date: write it as 2026-01-31")
+    if folder.exists():
+        raise ToolError(f"{folder} is there already: choose another name, or remove it first")
+    if len({Path(path).name for path in paths}) < len(paths):
+        raise ToolError("two of the logs have the same file name: rename one")
+    logs = [read_log(Path(path)) for path in paths]
+    require_one_experiment(logs)
+    track = track_of(logs[0])
+    sample = describe([log.val_loss for log in logs], track.target)
+    earlier = [path for path in record_folders(root) if path.name[:10] <= date and (path / "train_gpt.py").is_file()]
+    diffstat = "the first one here"
+    if earlier:
+        _, removed, added = diff(read_script(str(earlier[-1] / "train_gpt.py"), root), (name, logs[0].source))
+        diffstat = f"{removed} lines removed, {added} added against [{earlier[-1].name}](../{earlier[-1].name})"
+    text = README.format(
+        name=name,
+        track=track.name,
+        target=track.target,
+        sample=sample,
+        p="" if sample.p is None else f", p={sample.p:.2g}",
+        seeds=", ".join("not stated" if log.seed is None else str(log.seed) for log in logs),
+        steps=f"{logs[0].num_steps:,}",
+        train_time=mean_and_sd([log.train_time / 1000 for log in logs], 2, "s"),
+        step_avg=mean_and_sd([log.train_time / log.num_steps for log in logs], 2, "ms"),
+        hardware="; ".join(sorted({log.hardware or "not stated" for log in logs})),
+        python=logs[0].python or "not stated",
+        torch=logs[0].torch or "not stated",
+        diffstat=diffstat,
+    )
+    try:
+        folder.mkdir()
+        (folder / "train_gpt.py").write_text(logs[0].source + "\n", encoding="utf-8")
+        (folder / "README.md").write_text(text, encoding="utf-8")
+        for log in logs:
+            for path in (log.path, log.path.with_suffix(".json")):
+                if path.is_file():
+                    shutil.copyfile(path, folder / path.name)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            shutil.rmtree(folder)
+        raise ToolError(f"{folder}: {error.strerror}; make room, or choose another --root") from None
+    return folder
+
+
+def title_of(folder: Path) -> str:
+    """What comes after ": " in the first line of the record's README."""
+    readme = folder / "README.md"
+    first = read_text(readme).partition("\n")[0] if readme.is_file() else ""
+    return first.partition(": ")[2].strip().replace("|", "\\|")
+
+
+def row(folder: Path, logs: list[Log]) -> list[str]:
+    sample = describe([log.val_loss for log in logs], track_of(logs[0]).target)
+    times = describe([log.train_time / 1000 for log in logs])
+    step_times = [log.stated_step_time or log.step_time for log in logs]
+    peaks = [log.peak_mib for log in logs if log.peak_mib is not None]
+    return [
+        f"[{folder.name}]({folder.name})",
+        title_of(folder),
+        f"{logs[0].num_steps:,}",
+        f"{sample.mean:.4f} ({'' if sample.sd is None else f'sd {sample.sd:.4f}, '}n={sample.n})",
+        "" if sample.p is None else f"{sample.p:.1g}",
+        f"{times.mean:.2f}" + ("" if times.sd is None else f" (sd {times.sd:.2f})"),
+        "" if None in step_times else f"{statistics.fmean(step_times):.2f}",
+        f"{max(peaks):,}" if peaks else "",
+        "; ".join(sorted({log.hardware or "not stated" for log in logs})),
+    ]
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def leaderboards(root: Path) -> str:
+    """The tables of all tracks with records, and the public history."""
+    tracks: dict[str, list[list[str]]] = {}
+    for folder in record_folders(root):
+        if log_paths(folder):
+            logs = record_logs(folder)
+            require_one_experiment(logs)
+            tracks.setdefault(track_of(logs[0]).name, []).append(row(folder, logs))
+    head = "record|what|steps|val_loss, mean|p|train time (s)|step time (ms)|peak memory (MiB)|hardware".split("|")
+    parts = []
+    for name in (name for name in TRACKS if name in tracks):
+        parts += [f"### {name}: at most {TRACKS[name].target}, measured here", markdown(head, tracks[name])]
+    public = public_history()
+    source = f"[{public['credit']}]({public['url']})"
+    parts.append(f"### Public history, {public['hardware']}: figures of {source}, not measured here")
+    head = "#|date|name|steps|tokens per step|step_avg (ms)|train time (s)|official time (min)|val_loss".split("|")
+    rows = [
+        [
+            str(r["number"]),
+            r["date"],
+            r["name"],
+            f"{r['steps']:,}",
+            f"{r['tokens_per_step']:,}",
+            f"{r['step_avg_ms']:.2f}",
+            f"{r['train_time_s']:.2f}",
+            f"{r['official_minutes']:g}",
+            f"{r['val_loss']:.4f} ({r['val_loss_of']})",
+        ]
+        for r in public["records"]
+    ]
+    return "\n\n".join([*parts, markdown(head, rows)])
+
+
+def rewrite_tables(root: Path, check_only: bool) -> bool:
+    """Whether README.md had other leaderboards than the logs make; writes theirs unless `check_only`."""
+    path = root / "README.md"
+    text = read_text(path)
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise ToolError(f"{path} lacks the lines {BEGIN} and {END}; put them where the tables go")
+    new = f"{before}{BEGIN}\n\n{leaderboards(root)}\n\n{END}{after}"
+    if new != text and not check_only:
+        try:
+            path.write_text(new, encoding="utf-8")
+        except OSError as error:
+            raise ToolError(f"{path}: {error.strerror}; make it writable") from None
+    return new != text

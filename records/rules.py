@@ -1,0 +1,325 @@
+"""What a record must fulfil. Every failure is one line that says what to do."""
+
+import ast
+import hashlib
+import itertools
+import re
+import struct
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from records.logs import Log, ToolError, log_paths, read_json, read_log, read_text, shown
+from records.proof import ALPHA, describe, runs_needed
+
+SYSTEMS_RECORD = "Systems record:"
+PLACEHOLDER = "<say"
+COMPILER_SETTING = re.compile(r"torch\._(inductor|dynamo)\.config|(TORCHINDUCTOR|TORCHDYNAMO|TORCH_COMPILE)(_\w*)?")
+RUNS_MAY_DIFFER_IN = {"seed", "run_id", "log_dir"}
+
+
+@dataclass(frozen=True)
+class Track:
+    """The target is a mean validation loss in nats; val_sha256 None: no hash is known to this tool yet."""
+
+    name: str
+    target: float
+    val_tokens: int
+    val_sha256: str | None
+    shard_name: str
+    first_shard: int
+    shard_tokens: int
+    num_shards: int
+    max_threads: int | None
+
+    @property
+    def header_sha256(self) -> str:
+        header = [20240520, 1, self.shard_tokens] + [0] * 253
+        return hashlib.sha256(struct.pack("<256i", *header)).hexdigest()
+
+
+TRACKS = {
+    "nano": Track(
+        name="nano",
+        target=1.45,
+        val_tokens=262_144,
+        val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
+        shard_name="nano_train_{:06d}.bin",
+        first_shard=0,
+        shard_tokens=43_564_420,
+        num_shards=1,
+        max_threads=2,
+    ),
+    "gpt2": Track(
+        name="gpt2",
+        target=3.28,
+        val_tokens=10_485_760,
+        val_sha256=None,
+        shard_name="fineweb_train_{:06d}.bin",
+        first_shard=1,
+        shard_tokens=100_000_000,
+        num_shards=103,
+        max_threads=None,
+    ),
+}
+
+
+def track_of(log: Log) -> Track:
+    if log.track not in TRACKS:
+        raise ToolError(f"{log.path}: preset {shown(str(log.track))} is no track; the tracks are {', '.join(TRACKS)}")
+    return TRACKS[log.track]
+
+
+class Names:
+    """Dotted names of a script's expressions, seen through imports, assignments, getattr and partial."""
+
+    def __init__(self, tree: ast.Module):
+        self.known: dict[str, str] = {}
+        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom | ast.Assign))
+        for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
+            if isinstance(node, ast.Assign):
+                name = self.of(node.value)
+                for target in node.targets:
+                    if isinstance(target, ast.Name) and name.split(".")[0] in ("torch", "functools", "os"):
+                        self.known[target.id] = name
+            elif isinstance(node, ast.Import):
+                self.known |= {alias.asname: alias.name for alias in node.names if alias.asname}
+            else:
+                self.known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+
+    def of(self, node: ast.AST) -> str:
+        """ "" where the expression has no name."""
+        match node:
+            case ast.Name():
+                return self.known.get(node.id, node.id)
+            case ast.Attribute():
+                return f"{self.of(node.value)}.{node.attr}"
+            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name)), *_]):
+                return f"{self.of(owner)}.{name}"
+            case ast.Call(args=[function, *_]) if self.of(node.func) == "functools.partial":
+                return self.of(function)
+        return ""
+
+
+def compiler_flags(source: str) -> Iterator[str]:
+    """What a script does to the compiler beyond torch.compile(..., fullgraph=, dynamic=).
+
+    Finds what is written plainly; flags that a script hides, or that are set outside of it, its readers have to find.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+        names = Names(tree)
+        for node in ast.walk(tree):
+            found: list[str] = []
+            match node:
+                case ast.Import():
+                    found = [alias.name for alias in node.names]
+                case ast.ImportFrom():
+                    found = [f"{node.module}.{alias.name}" for alias in node.names]
+                case ast.Attribute() | ast.Call():
+                    found = [names.of(node)]
+                case ast.Constant(value=str(text)) | ast.keyword(arg=str(text)):
+                    found = [text]
+            for name in found:
+                if COMPILER_SETTING.fullmatch(name):
+                    yield f"line {node.lineno} uses {name}"
+            if isinstance(node, ast.Call) and "torch.compile" in (names.of(node.func), names.of(node)):
+                for word in node.keywords:
+                    if word.arg not in ("fullgraph", "dynamic"):
+                        yield f"line {node.lineno} gives the compiler {word.arg or '**'}="
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        yield f"cannot be parsed ({shown(str(error))})"
+
+
+@dataclass
+class Verdict:
+    """What verify found out about a record."""
+
+    name: str
+    summary: str = ""
+    failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+
+def clock_problems(log: Log) -> Iterator[str]:
+    redo = "the clock was edited or went wrong; run it again"
+    for before, line in itertools.pairwise(log.lines):
+        if line.time < before.time:
+            yield f"train_time falls from {before.time:.0f} to {line.time:.0f} ms at step {line.step}: {redo}"
+            return
+    for line in log.lines:
+        divisor = max(line.step, 1)
+        # train_time is rounded to 1 ms, step_avg to 0.01 ms
+        if line.average is None or abs(line.average - line.time / divisor) > 0.5 / divisor + 0.005 + 1e-6:
+            expected = f"train_time makes it {line.time / divisor:.2f}"
+            yield f"step_avg at step {line.step} is {line.average} ms, {expected}: {redo}"
+            return
+    if log.stated_step_time is not None and abs(log.stated_step_time - (log.step_time or log.stated_step_time)) > 2:
+        yield f"states a median step of {log.stated_step_time} ms, its step lines {log.step_time:.2f}: {redo}"
+
+
+def result_problems(log: Log) -> Iterator[str]:
+    """The .json beside the log says the same, if there is one."""
+    path = log.path.with_suffix(".json")
+    if not path.exists():
+        return
+    result = read_json(path)
+    wanted = {"val_loss": (log.val_loss, 5.1e-5), "train_time_ms": (log.train_time, 0.51), "seed": (log.seed, 0)}
+    for key, (stated, tolerance) in wanted.items():
+        value = result.get(key)
+        is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
+        if stated is not None and not (is_number and abs(value - stated) <= tolerance):
+            yield f"{path.name} says {key} {shown(str(value))}, the log {stated}; put the files of one run there"
+
+
+def data_problems(log: Log, track: Track) -> Iterator[str]:
+    """Validation tokens and training stream are the track's."""
+    if log.val_tokens != track.val_tokens:
+        yield f"validates on {log.val_tokens} tokens, the track on {track.val_tokens}; run it without --val_tokens"
+    elif track.val_sha256 not in (None, log.val_sha256):
+        yield f"other validation tokens, sha256 {log.val_sha256}, than the track's; get the track's data, run it again"
+    assert log.configuration is not None
+    per_batch = log.configuration.get("batch_tokens")
+    if not isinstance(per_batch, int) or not 0 < per_batch < track.shard_tokens or log.num_steps < 1:
+        yield "its configuration has no batch_tokens that fit the shards, or no steps; run the track's train_gpt.py"
+        return
+    touched = "the training stream is not the track's"
+    per_shard = len(range(0, track.shard_tokens - per_batch, per_batch))
+    shard, batch = divmod(log.num_steps - 1, per_shard)
+    if shard >= track.num_shards:
+        yield f"{touched}: {log.num_steps} batches of {per_batch} are more than its data, used once; train less"
+        return
+    names = [track.shard_name.format(track.first_shard + i) for i in range(shard + 1)]
+    if [found.name for found in log.train_shards] != names:
+        found_names = ", ".join(shard.name for shard in log.train_shards) or "none"
+        expected = f"{len(names)} from {names[0]} on"
+        yield f"{touched}: shards {shown(found_names)}, expected {expected}; train on those"
+    for found in log.train_shards:
+        if (found.num_tokens, found.header_sha256) != (track.shard_tokens, track.header_sha256):
+            yield f"{touched}: {found.name} has another header or {found.num_tokens} tokens; get the data again"
+    for which, stated, expected in (
+        ("first", log.first_batch, (names[0], 0)),
+        ("last", log.last_batch, (names[-1], batch * per_batch)),
+    ):
+        if stated != expected:
+            at = "not stated" if stated is None else f"{stated[0]} position {stated[1]}"
+            wanted = f"{expected[0]} position {expected[1]}"
+            yield f"{touched}: {which} batch is {at}, in order it is {wanted}; train on all batches in order"
+
+
+def log_problems(log: Log, track: Track, script: str | None) -> Iterator[str]:
+    if script is not None and log.source != script:
+        yield "the script in the log is not the folder's train_gpt.py; put there the one that ran, or run it again"
+    yield from data_problems(log, track)
+    yield from clock_problems(log)
+    yield from result_problems(log)
+    if log.recompiles != 0:
+        count = "does not say how many graphs" if log.recompiles is None else f"{log.recompiles} graphs"
+        yield f"{count} compiled after the clock started; cover them in the warm-up, then run it again"
+    if log.seed is None:
+        yield "states no seed; run the track's train_gpt.py with --seed"
+    if track.max_threads is not None:
+        if log.num_threads is None or log.num_threads > track.max_threads:
+            used = "an unknown number of" if log.num_threads is None else log.num_threads
+            yield f"uses {used} CPU threads, the track at most {track.max_threads}; run it with --cpu_threads 2"
+        if log.has_gpu:
+            yield "ran on a GPU, the track is for CPUs; run it with --device cpu"
+
+
+def comparison_problems(logs: list[Log]) -> Iterator[str]:
+    """The logs are of one experiment, each with a seed of its own; what most of them have is taken for right."""
+    seeds: dict[int, str] = {}
+    for log in logs:
+        if log.seed in seeds:
+            yield f"{log.name}: has seed {log.seed}, as {seeds[log.seed]} has; run one of them with another --seed"
+        elif log.seed is not None:
+            seeds[log.seed] = log.name
+
+    def settings(log: Log) -> dict:
+        stated = {key: value for key, value in (log.configuration or {}).items() if key not in RUNS_MAY_DIFFER_IN}
+        return stated | {"number of steps": log.num_steps}
+
+    def odd_ones(key: Callable) -> Iterator[tuple[Log, Log]]:
+        usual = max(logs, key=lambda log: sum(key(log) == key(other) for other in logs))
+        return ((log, usual) for log in logs if key(log) != key(usual))
+
+    for log, usual in odd_ones(settings):
+        ours, theirs = settings(log), settings(usual)
+        keys = sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key))
+        yield f"{log.name}: configured unlike {usual.name} in {', '.join(keys)}; run all with the same flags"
+    # Where the track's hash is known, each log was held against that
+    if track_of(logs[0]).val_sha256 is None:
+        for log, usual in odd_ones(lambda log: log.val_sha256):
+            yield f"{log.name}: other validation tokens than {usual.name}; run all on the same data"
+
+
+def target_problem(losses: list[float], target: float, is_systems: bool) -> str | None:
+    sample = describe(losses, target)
+    if sample.mean > target:
+        return f"mean {sample.mean:.4f} is above the target {target}; train better or longer"
+    if is_systems or (sample.p is not None and sample.p < ALPHA):
+        return None
+    if sample.p is None or sample.sd is None:
+        return "n too small: one log, the test needs at least 2; run more seeds"
+    needed = runs_needed(target - sample.mean, sample.sd)
+    about = "never enough at this mean" if needed is None else f"about {needed} in all are likely to do"
+    seen = f"mean {sample.mean:.4f} is at most {target}, but p={sample.p:.2g} is not below {ALPHA}"
+    return f"n too small: {seen} at n={sample.n}; run more seeds ({about})"
+
+
+def check_record(folder: Path) -> Verdict:
+    """Every check that the record's files allow."""
+    verdict = Verdict(folder.name)
+    script = readme = None
+    try:
+        script = read_text(folder / "train_gpt.py").rstrip("\n")
+        readme = read_text(folder / "README.md")
+    except ToolError:
+        missing = "train_gpt.py" if script is None else "README.md"
+        verdict.failures.append(f"{missing} is missing or cannot be read; a record has one")
+    if readme is not None and PLACEHOLDER in readme:
+        line = readme[: readme.index(PLACEHOLDER)].count("\n") + 1
+        verdict.failures.append(
+            f"README.md line {line} still has a {PLACEHOLDER} ...> placeholder; write what it asks for"
+        )
+    if script is not None:
+        for problem in sorted(set(compiler_flags(script))):
+            verdict.failures.append(f"train_gpt.py: {problem}; the track allows no compiler flags: take it out")
+    whole = []
+    for path in log_paths(folder):
+        try:
+            log = read_log(path)
+            if log.configuration is None:
+                raise ToolError("states no configuration (the public form?); only its curve can be held: --against")
+            if log.incomplete:
+                raise ToolError(log.incomplete)
+            track = track_of(log)
+            verdict.failures += [f"{log.name}: {problem}" for problem in log_problems(log, track, script)]
+            whole.append(log)
+        except ToolError as error:
+            verdict.failures.append(f"{path.name}: {str(error).removeprefix(f'{path}: ')}")
+    if not log_paths(folder):
+        verdict.failures.append("has no logs; put the .txt of its runs there")
+    if not whole:
+        return verdict
+    verdict.failures += comparison_problems(whole)
+    track = track_of(whole[0])
+    if any(log.track != track.name for log in whole):
+        return verdict
+    losses = [log.val_loss for log in whole]
+    is_systems = any(line.startswith(SYSTEMS_RECORD) for line in (readme or "").splitlines())
+    problem = target_problem(losses, track.target, is_systems)
+    verdict.failures += [problem] if problem else []
+    sample = describe(losses, track.target)
+    p = "p waived: systems record" if is_systems else f"p={sample.p:.2g}" if sample.p is not None else "p unknown"
+    verdict.summary = f"{sample} {p} ({track.name}, {whole[0].num_steps} steps)"
+    if track.val_sha256 is None and verdict.ok:
+        verdict.notes.append(f"the hash of {track.name}'s validation tokens is not known here; its logs agree on one")
+    return verdict
