@@ -24,7 +24,7 @@ from shards import ArgumentParser, write_shard
 SHARD_TOKENS = 100_000_000
 TEXT_EXTENSIONS = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
 # Of the nano preset, in tokens; a test compares them with train_gpt.py, which takes seconds to import
-VAL_SEQ_LEN, VAL_TOKENS, BATCH_TOKENS, NUM_ITERATIONS = 8192, 262_144, 1024, 680
+VAL_SEQ_LEN, VAL_TOKENS, BATCH_TOKENS, NUM_ITERATIONS = 8192, 262_144, 1024, 714
 
 
 class UserError(Exception):

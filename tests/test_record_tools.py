@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-
 import synthetic_logs
 import train_gpt
 from records import proof, race, rules
