@@ -236,9 +236,12 @@ def record_folders(root: Path) -> list[Path]:
 
 
 def find_record(name: str, root: Path) -> Path:
-    """The record of this name, or the only one whose name has it as a part; small and capital letters are one."""
+    """The record of this name, or the only one whose name has it as a part; small and capital letters are one.
+
+    Any folder with logs will do where it is named by its path.
+    """
     path = Path(name)
-    if path.is_dir() and RECORD_FOLDER.fullmatch(path.name):
+    if path.is_dir() and (RECORD_FOLDER.fullmatch(path.name) or log_paths(path)):
         return path
     folders, wanted = record_folders(root), name.lower()
     exact = [folder for folder in folders if folder.name.lower() == wanted]

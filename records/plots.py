@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from records.logs import (
+    RECORD_FOLDER,
     Log,
     ToolError,
     find_record,
@@ -56,7 +57,9 @@ def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
             curves.append(curve_of(Path(name).stem, [read_log(Path(name))]))
         else:
             folder = find_record(name, root)
-            curves.append(curve_of(folder.name, record_logs(folder)))
+            parent = folder.resolve().parent.name
+            label = f"{parent}/{folder.name}" if RECORD_FOLDER.fullmatch(parent) else folder.name
+            curves.append(curve_of(label, record_logs(folder)))
     return curves
 
 
@@ -85,7 +88,7 @@ def new_figure(num_panels: int, width: float, height: float, **settings):
 
 
 def plot_curves(curves: Sequence[Curve], path: Path) -> None:
-    figure, panels = new_figure(2, 5.4, 4.4, sharey=True)
+    figure, panels = new_figure(2, 5.4, 4.8, sharey=True)
     for i, curve in enumerate(curves):
         style = dict(color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], markersize=4, linewidth=1.4)
         for panel, x in zip(panels, (curve.steps, curve.seconds), strict=True):
@@ -98,7 +101,10 @@ def plot_curves(curves: Sequence[Curve], path: Path) -> None:
     panels[0].set_ylabel("validation loss (nats per token)")
     panels[0].set_xlabel("step")
     panels[1].set_xlabel("train time (s)")
-    panels[0].legend(frameon=False, loc="upper right")
+    for panel, x in zip(panels, ("steps", "seconds"), strict=True):
+        panel.set_xlim(left=0.95 * min(getattr(curve, x)[curve.late[0]] for curve in curves))
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=3)
     figure.suptitle("Validation loss: mean of the runs, band from lowest to highest")
     save(figure, path)
 
