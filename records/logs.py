@@ -244,7 +244,7 @@ def find_record(name: str, root: Path) -> Path:
     if path.is_dir() and (RECORD_FOLDER.fullmatch(path.name) or log_paths(path)):
         return path
     folders, wanted = record_folders(root), name.lower()
-    exact = [folder for folder in folders if folder.name.lower() == wanted]
+    exact = [folder for folder in folders if wanted in (folder.name.lower(), folder.name[11:].lower())]
     found = exact or [folder for folder in folders if wanted in folder.name.lower()]
     if len(found) == 1:
         return found[0]

@@ -518,7 +518,8 @@ def test_diff(tool, root, tmp_path):
     assert tool("diff", root / "2026-01-01_ValueEmbed", tmp_path / "log.txt", "--stat")[1].startswith(
         "0 lines removed, 0"
     )
-    code, _, err = tool("diff", "ValueEmbed", "unet")
+    assert tool("diff", "valueembed", "unet", "--stat")[:2] == (0, "0 lines removed, 2 added\n")
+    code, _, err = tool("diff", "Embed", "unet")
     assert code == 2
     assert "is part of 2 names; name one of: 2026-01-01_ValueEmbed, 2026-01-02_UNetValueEmbed" in err
     assert "neither a file nor a record" in tool("diff", "nothing", "unet")[2]
