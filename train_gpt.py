@@ -9,6 +9,8 @@ of 393,216 FineWeb tokens to a validation loss of 3.28. The speedrun: https://gi
 Both presets go through the same code, on any number of processes: the global batch is fixed in tokens, so 1, 2, 4 or 8
 of them train the same model.
 
+Unreleased: newer than its record in checkpoints, faults and what is logged; it trains the same.
+
 Reading order: configuration, model, optimizers, data, schedules, run. Start at `main`.
 Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M blocks in a window. "Record n" is record n of
 the speedrun's public history, where an idea entered.
@@ -18,6 +20,7 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import fcntl
 import functools
 import gc
 import glob
@@ -28,6 +31,8 @@ import os
 import platform
 import random
 import resource
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -128,13 +133,15 @@ class Hyperparameters:
     # output
     log_dir: Annotated[str, "folder of the logs"] = "logs"
     run_id: Annotated[str, "name of the log; by default preset, time and seed"] = ""
+    checkpoint_every: Annotated[int, "steps between checkpoints, which are off the clock; 0: none"] = 0
+    resume: Annotated[str, "folder of a checkpoint, or latest: the newest in log_dir, of run_id if given"] = ""
 
     def __post_init__(self) -> None:
         def require(holds: bool, field: str, expected: str) -> None:
             if not holds:
                 raise UserError(f"--{field} {getattr(self, field)}: expected {expected}")
 
-        may_be_zero = ("val_loss_every", "momentum_warmup_steps", "cpu_threads", "eot_token", "seed")
+        may_be_zero = "val_loss_every momentum_warmup_steps cpu_threads eot_token seed checkpoint_every".split()
         for field in (field.name for field in dataclasses.fields(self)):
             value = getattr(self, field)
             if isinstance(value, float):
@@ -949,6 +956,66 @@ def window_blocks(step: int, cfg: Hyperparameters) -> int:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Checkpoints: off by default and off the clock. One file per rank, in a folder that gets its name when all are on disk.
+
+
+def run_identity(cfg: Hyperparameters, world: World) -> dict:
+    """What a run and its continuation have in common."""
+    free = ("run_id", "log_dir", "checkpoint_every", "resume")
+    identity = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in free}
+    return identity | dict(processes=world.size, script=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
+
+
+def load_checkpoint(cfg: Hyperparameters, world: World) -> dict | None:
+    """What this rank saved in the checkpoint that --resume names; None if that is the latest and there is none."""
+    folder = Path(cfg.resume)
+    if cfg.resume == "latest":
+        found = Path(cfg.log_dir).glob(f"{glob.escape(cfg.run_id) or '*'}.checkpoints/step-*[0-9]")
+        folder = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+        if folder is None:
+            return None
+    try:
+        return torch.load(folder / f"rank{world.rank}.pt", map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged file fails in many ways
+        advice = "name a folder .../step-N that a run of as many processes left, or latest"
+        raise UserError(f"--resume {folder}: {str(error).partition(chr(10))[0][:100]}; {advice}") from None
+
+
+def save_checkpoint(folder: Path, state: dict, world: World, device: torch.device) -> str:
+    """Writes this rank's `state`, then removes older checkpoints. Returns why it failed, or "".
+
+    A kill at any moment leaves the last checkpoint that is whole.
+    """
+    part, failure = folder.with_suffix(".part"), ""
+    try:
+        part.mkdir(parents=True, exist_ok=True)
+        torch.save(state, part / f"rank{world.rank}.pt")
+        sync(part / f"rank{world.rank}.pt", part)
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
+        failure = str(error).partition("\n")[0]
+    flag = torch.tensor([float(bool(failure))], device=device)
+    if world.all_reduce(flag).wait().item():  # and all ranks have written
+        return failure or "another rank could not write its part"
+    if world.local_rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was resumed from before it
+        with contextlib.suppress(FileNotFoundError):  # another node has done it, on a disk that they share
+            os.rename(part, folder)
+        sync(folder.parent)
+    world.all_reduce(flag).wait().item()  # no node lacks the new one when another removes the old ones
+    for path in folder.parent.iterdir():
+        if world.local_rank == 0 and path != folder:
+            shutil.rmtree(path, ignore_errors=True)
+    return ""
+
+
+def sync(*paths: Path) -> None:
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Run
 
 
@@ -1008,30 +1075,39 @@ class RunLog:
     """The log `log_dir`/`run_id`.txt and the console; silent on every rank but 0.
 
     Form: the script's source, a line of 100 "=", the environment, another such line, then the lines of the steps. On a
-    terminal a progress bar stands for the lines of the steps.
+    terminal a progress bar stands for the lines of the steps. A resumed run goes on in its log. A lock that dies with
+    the process keeps others out. A full disk ends the log, not the training.
     """
 
     RULE = "=" * 100
 
     def __init__(self, cfg: Hyperparameters, world: World):
         self.cfg, self.path, self.file, self.bar = cfg, Path(cfg.log_dir) / f"{cfg.run_id}.txt", None, None
+        self.is_full = False
         if world.rank > 0:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "x", encoding="utf-8")  # noqa: SIM115
+            self.file = open(self.path, "a" if cfg.resume else "x", encoding="utf-8")  # noqa: SIM115
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileExistsError:
             raise UserError(f"{self.path} is another run's log: choose another --run_id, or leave it out") from None
+        except BlockingIOError:
+            raise UserError(f"{self.path} is being written by another process: wait for it, or stop it") from None
         except OSError as error:
             raise UserError(f"{self.path}: {error.strerror}; choose another --log_dir") from None
         if sys.stdout.isatty() and sys.stderr.isatty():
             self.bar = tqdm(total=cfg.num_iterations, unit="step", dynamic_ncols=True)
 
     def write(self, text: str, console: bool = False) -> None:
-        if self.file is not None:
-            print(text, file=self.file, flush=True)
-            if console:
-                tqdm.write(text) if self.bar is not None else print(text, flush=True)
+        try:
+            if self.file is not None and not self.is_full:
+                print(text, file=self.file, flush=True)
+        except OSError as error:
+            self.is_full, problem = True, f"{self.path}: {error.strerror}: the log ends here, the training goes on"
+            print(f"train_gpt.py: {problem}", file=sys.stderr)
+        if console and self.file is not None:
+            tqdm.write(text) if self.bar is not None else print(text, flush=True)
 
     def step(self, text: str, val_loss: float) -> None:
         self.write(text, console=self.bar is None)
@@ -1043,7 +1119,8 @@ class RunLog:
     def close(self) -> None:
         for output in (self.bar, self.file):
             if output is not None:
-                output.close()
+                with contextlib.suppress(OSError):  # of a full disk
+                    output.close()
 
 
 def describe_machine(cfg: Hyperparameters, world: World) -> str:
@@ -1131,6 +1208,16 @@ def evaluate(gpt: GPT, model: Callable, batches: Iterable, window: Tensor, world
     return loss / count
 
 
+def effective_settings(step: int, window: Tensor, optimizers: Sequence[Muon | Adam]) -> str:
+    """What a step used, group by group: a schedule that has no effect shows here."""
+    settings = [f"effective at step {step}: window {int(window)} blocks"]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            decay = f"betas {optimizer.betas}" if isinstance(optimizer, Adam) else f"momentum {group['momentum']:.6g}"
+            settings.append(f"{group['names'][0]} and {len(group['names']) - 1} more: lr {group['lr']:.6g} {decay}")
+    return "; ".join(settings)
+
+
 def warm_up(gpt: GPT, model: Callable, optimizers: Sequence[Muon | Adam], cfg: Hyperparameters, world: World) -> None:
     """Compiles and runs every graph on random tokens, then restores every bit of parameters, optimizers and RNG.
 
@@ -1191,6 +1278,8 @@ def set_up(cfg: Hyperparameters, world: World) -> tuple[Hyperparameters, torch.d
             libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its maximum
     run_id = cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{cfg.seed}"
     agreed = [cfg.seed, run_id]
+    if world.size > 1 and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: no rank outlives its launcher
     if world.size > 1:
         # longer than NCCL's 10 minutes: one rank may compile while the others have the result in their caches
         dist.init_process_group(timeout=timedelta(minutes=30), **options)
@@ -1208,6 +1297,10 @@ def num_compiled_graphs() -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
+def num_collections() -> int:
+    return sum(generation["collections"] for generation in gc.get_stats())
+
+
 def main(argv: Sequence[str] | None = None) -> Result:
     """Trains as the flags say. Raises UserError, NonFiniteLoss or KeyboardInterrupt; the log has it, too."""
     source = Path(__file__).read_text(encoding="utf-8")
@@ -1215,21 +1308,36 @@ def main(argv: Sequence[str] | None = None) -> Result:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     world = World.from_env()
-    cfg = resolve(parse_args(argv))
+    cfg = parse_args(argv)
+    checkpoint = load_checkpoint(cfg, world) if cfg.resume else None
+    if checkpoint is not None:
+        seed = checkpoint["identity"]["seed"] if cfg.seed is None else cfg.seed
+        cfg = dataclasses.replace(cfg, seed=seed, run_id=checkpoint["run_id"])
+    cfg = resolve(cfg)
     check_world(cfg, world)
+    if checkpoint is not None:
+        for name, value in run_identity(cfg, world).items():
+            if checkpoint["identity"].get(name) != value:
+                values = f"its run has {checkpoint['identity'].get(name)}, this one {value}"
+                raise UserError(f"--resume {cfg.resume}: another {name}, {values}: start it like that run")
     plans = plan_data(cfg)
     cfg, device = set_up(cfg, world)
     log = RunLog(cfg, world)
     try:
-        if world.rank == 0:
+        if checkpoint is not None:
+            log.write(f"resumed at step {checkpoint['step']}, flags: {json.dumps(argv)}", console=True)
+        elif world.rank == 0:
             log.write(f"{source}\n{log.RULE}\n{describe_machine(cfg, world)}")
             log.write(f"flags: {json.dumps(argv)}\nconfiguration: {json.dumps(dataclasses.asdict(cfg))}")
             log.write(describe_data(cfg, plans))
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
+            if cfg.resume:
+                log.write(f"--resume latest: no checkpoint in {cfg.log_dir}, starting from the beginning", console=True)
             log.write(log.RULE)
-        result = train(cfg, world, device, plans, log)
+        result = train(cfg, world, device, plans, log, checkpoint)
         if world.rank == 0:
-            log.path.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
+            with contextlib.suppress(OSError):  # of a full disk: the console has told it all
+                log.path.with_suffix(".json").write_text(json.dumps(dataclasses.asdict(result), indent=1) + "\n")
     except (UserError, NonFiniteLoss, KeyboardInterrupt) as error:
         log.write(f"stopped: {error}" if str(error) else "interrupted: the run is not complete")
         raise
@@ -1243,10 +1351,12 @@ def main(argv: Sequence[str] | None = None) -> Result:
 
 
 def train(
-    cfg: Hyperparameters, world: World, device: torch.device, plans: tuple[list[Batch], list[Batch]], log: RunLog
+    cfg: Hyperparameters, world: World, device: torch.device, plans: Sequence[list[Batch]], log: RunLog, checkpoint
 ) -> Result:
     torch.manual_seed(cfg.seed)
     gpt = GPT(cfg).to(device)
+    if checkpoint is not None and world.rank == 0:
+        gpt.load_state_dict(checkpoint["model"])
     if world.size > 1:
         for p in gpt.parameters():
             dist.broadcast(p.detach(), src=0)
@@ -1258,20 +1368,34 @@ def train(
     optimizers = muon, *_ = build_optimizers(gpt, cfg, world, orthogonalize)
     warm_up(gpt, model, optimizers, cfg, world)
 
+    clock, start, times, val_loss, val_curve = Clock(device), 0, [0.0], math.nan, []
+    if checkpoint is not None:
+        start, times, clock.elapsed = checkpoint["step"], checkpoint["times"], checkpoint["train_time_ms"]
+        val_curve = [tuple(point) for point in checkpoint["val_curve"]]
+        for optimizer, saved in zip(optimizers, checkpoint["optimizers"], strict=True):
+            for name, tensor in optimizer.state().items():
+                tensor.copy_(saved[name])
+        torch.set_rng_state(checkpoint["rng"])
+    if world.all_reduce(torch.tensor(start, device=device)).wait() != start * world.size:
+        raise UserError("--resume: the nodes have checkpoints of different steps: name one that all of them have")
     train_plan, val_plan = plans
+    if checkpoint is not None and checkpoint["next"] != (at := dataclasses.astuple(train_plan[start])):
+        raise UserError(f"--resume: the shards have changed: goes on with {checkpoint['next']}, here that is {at}")
     own_sequences = range(world.rank, cfg.batch_sequences, world.size)
-    batches = read_batches(train_plan, cfg.train_seq_len, own_sequences, cfg.vocab_size, device)
-    clock, watch = Clock(device), LossWatch(train_plan, device)
+    batches = read_batches(train_plan[start:], cfg.train_seq_len, own_sequences, cfg.vocab_size, device)
+    watch = LossWatch(train_plan, device)
     window = torch.ones((), dtype=torch.int32, device=device)
-    val_loss, val_curve, times = math.nan, [], [0.0]
-    graphs = num_compiled_graphs()
+    every = cfg.checkpoint_every or cfg.num_iterations
+    saves = range(every - 1, cfg.num_iterations - 1, every)  # steps after which one is saved
+    pauses = {0, cfg.num_iterations // 2, cfg.num_iterations - 1, *saves}
     gc.collect()
     gc.freeze()
     gc.disable()  # one collection in the middle of a run was measured at 0.6 s (nanochat issue 477)
     if world.size > 1:
         dist.barrier()
+    graphs, collections = num_compiled_graphs(), num_collections()
     clock.start()
-    for step in range(cfg.num_iterations + 1):
+    for step in range(start, cfg.num_iterations + 1):
         window.fill_(window_blocks(step, cfg))
         is_last = step == cfg.num_iterations
         if is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0):
@@ -1296,14 +1420,31 @@ def train(
         times.append(clock.read())
         timing = f"train_time:{times[-1]:.0f}ms step_avg:{times[-1] / (step + 1):.2f}ms"
         log.step(f"step:{step + 1}/{cfg.num_iterations} {timing}", val_loss)
+        if step in pauses:
+            clock.stop()
+            log.write(effective_settings(step, window, optimizers))
+            if step in saves:
+                watch.check()
+                state = dict(identity=run_identity(cfg, world), run_id=cfg.run_id, step=step + 1, times=times)
+                state |= dict(train_time_ms=clock.elapsed, val_curve=val_curve, rng=torch.get_rng_state())
+                state["next"] = dataclasses.astuple(train_plan[step + 1])
+                state["model"] = gpt.state_dict() if world.rank == 0 else {}  # the others get it from there
+                state["optimizers"] = [optimizer.state() for optimizer in optimizers]
+                folder = log.path.with_suffix(".checkpoints") / f"step-{step + 1:06d}"
+                failure = save_checkpoint(folder, state, world, device)
+                log.write(f"checkpoint: {f'not saved: {failure}' if failure else folder}", console=bool(failure))
+            clock.start()
 
     recompiles, peak = num_compiled_graphs() - graphs, peak_memory_mib(device)
     for name, batch in ("first", train_plan[0]), ("last", train_plan[-1]):
         log.write(f"{name} batch: {batch.shard.path} position {batch.start}")
     log.write(f"recompiles after the clock started: {recompiles}", console=recompiles > 0)
+    log.write(f"garbage collections after the clock started: {num_collections() - collections}")
     ms = np.diff(times)
-    slowest = f"slowest {ms.max():.2f}ms at step {ms.argmax()}"
-    log.write(f"step time: median {np.median(ms):.2f}ms p99 {np.percentile(ms, 99):.2f}ms {slowest}")
+    median, p99 = np.percentile(ms, [50, 99])
+    log.write(f"step time: median {median:.2f}ms p99 {p99:.2f}ms slowest {ms.max():.2f}ms at step {ms.argmax()}")
+    if p99 > 1.5 * median:
+        log.write("step times vary, p99 is over 1.5 times the median: is something else running?", console=True)
     log.write(f"peak memory: {peak} MiB", console=True)
     return Result(
         val_loss, clock.elapsed, cfg.num_iterations, cfg.seed, peak, recompiles, str(log.path), tuple(val_curve)

@@ -10,6 +10,8 @@ command goes on after a failure. Exit codes: 0 all there, 1 something could not 
 
 import argparse
 import contextlib
+import fcntl
+import hashlib
 import os
 import shlex
 import sys
@@ -18,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from huggingface_hub import constants, hf_hub_download
+from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
 from shards import ArgumentParser, shard_problem
@@ -41,13 +43,19 @@ def is_transient(error: Exception) -> bool:
 
     It retries itself: the metadata request (refused, timed out or TRANSIENT_STATUS: 6 times), 408 and 429 of the
     download, and a download that stalls or ends early, which it resumes. It leaves to us: 5xx of the download,
-    connections that are reset, bodies of the wrong length, and what its Xet backend raises.
+    connections that are reset, bodies of the wrong length or content, and what its Xet backend raises.
     """
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in TRANSIENT_STATUS
     if isinstance(error, LocalEntryNotFoundError):  # its 6 metadata requests failed
         return False
     return not (isinstance(error, OSError) and error.errno)  # with an errno: disk full, no permission
+
+
+def sha256(path: Path) -> str:
+    """Which the hub states as the ETag of large files; the library compares no more than the length."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def describe(error: Exception) -> str:
@@ -66,8 +74,16 @@ def fetch(name: str, out: Path) -> str | None:
     for wait in (*RETRY_WAITS, None):
         try:
             path.unlink(missing_ok=True)  # it is not complete, but the library could take it for up to date
+            stated = (
+                None
+                if constants.HF_HUB_OFFLINE
+                else get_hf_file_metadata(hf_hub_url(REPO, name, repo_type="dataset")).etag
+            )
             hf_hub_download(REPO, name, repo_type="dataset", local_dir=out)
             problem = shard_problem(path)
+            if problem is None and stated != (found := sha256(path)):
+                path.unlink()
+                raise OSError(f"its SHA-256 is {found}, {constants.ENDPOINT} states {stated}")
             if problem is None:
                 return None
             path.unlink()
@@ -89,6 +105,16 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 <= args.shards <= MAX_SHARDS:
         parser.error(f"N is {args.shards}: expected 0 to {MAX_SHARDS} training shards")
 
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        lock = open(args.out / ".lock", "w")  # noqa: SIM115  dies with this process
+    except OSError as error:
+        parser.error(f"{error.filename}: {error.strerror}")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"{args.out}: another download is under way there; waiting for it", file=sys.stderr, flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, args.shards + 1))]
     try:
         missing = [name for name in names if not is_complete(args.out / name)]

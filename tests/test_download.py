@@ -38,8 +38,8 @@ class Hub(ThreadingHTTPServer):
     """Serves `files` (name: bytes) as the hub does. `faults[method, name]` are worked off one by one, per request.
 
     A fault is a status code, "cut" (the connection ends after `sent` bytes of the body), "reset" (likewise, with a
-    TCP reset; no answer at all to HEAD), "short" (one byte less, and a length that says so) or "stall" (the body
-    stops after `sent` bytes).
+    TCP reset; no answer at all to HEAD), "short" (one byte less, and a length that says so), "stall" (the body
+    stops after `sent` bytes) or "flip" (the last bit is another one).
     """
 
     daemon_threads = True
@@ -88,6 +88,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.head(fault, {"Content-Length": "0"})
         whole = hub.files[name]
         body = whole[first : len(whole) - (fault == "short")]
+        if fault == "flip":
+            body = body[:-1] + bytes([body[-1] ^ 1])
         headers = {
             "ETag": f'"{hashlib.sha256(whole).hexdigest()}"',
             "X-Repo-Commit": "c0" * 20,
@@ -253,6 +255,37 @@ def test_a_wrong_file_is_removed_and_reported(hub, download, tmp_path, content, 
     hub.files[TRAIN_1] = good
     assert download("1")[0] == 0
     assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL], TRAIN_1: good}
+
+
+def test_a_bit_that_flips_is_fetched_again(hub, download, tmp_path):
+    """The length is right and the header sound: only the hash tells."""
+    hub.faults["GET", TRAIN_1] = ["flip"]
+    code, _, err = download("1")
+    assert code == 0
+    assert "its SHA-256 is" in err[0]
+    assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL], TRAIN_1: hub.files[TRAIN_1]}
+
+
+@pytest.mark.slow
+def test_a_mirror_that_lies_leaves_nothing(hub, download, tmp_path):
+    hub.faults["GET", TRAIN_1] = ["flip"] * 100
+    code, _, err = download("1")
+    assert code == 1
+    assert err[-2].startswith(f"{SCRIPT.name}: {TRAIN_1}: OSError: its SHA-256 is")
+    assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL]}
+
+
+def test_two_downloads_at_once(hub, start, tmp_path):
+    """The second waits for the first, and finds nothing left to do."""
+    hub.files[VAL] = shard(3, 5_000_000)
+    processes = [start("2"), start("2")]
+    outputs = [process.communicate(timeout=60) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    new = sorted(int(re.search(r"(\d+) of them new", out)[1]) for out, _ in outputs)
+    assert new == [0, 3]
+    assert len(hub.asked("GET", VAL)) == 1
+    assert sum("another download is under way" in err for _, err in outputs) == 1
+    assert shards_in(tmp_path / "out") == hub.files
 
 
 def test_offline(hub, download, tmp_path):

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -73,7 +74,7 @@ def test_log_has_the_form_that_tools_for_the_community_read(flags, capsys):
     ):
         assert wanted in environment
     assert re.search(r"validation tokens: 288, sha256 [0-9a-f]{64}\n", environment)
-    lines = steps.splitlines()
+    lines = [line for line in steps.splitlines() if not line.startswith(("effective", "step times vary"))]
     pattern = r"step:(\d+)/4 (?:val_loss:(\d+\.\d{4}) )?train_time:(\d+)ms step_avg:(\d+\.\d\d)ms"
     read = [re.fullmatch(pattern, line) for line in lines[:7]]
     assert [(int(m[1]), m[2] is not None) for m in read] == [
@@ -86,9 +87,10 @@ def test_log_has_the_form_that_tools_for_the_community_read(flags, capsys):
     assert lines[7].endswith("train_000000.bin position 0")
     assert lines[8].endswith("train_000000.bin position 384")
     assert lines[9] == "recompiles after the clock started: 0"
-    assert re.fullmatch(r"step time: median \S+ms p99 \S+ms slowest \S+ms at step [0-3]", lines[10])
-    assert re.fullmatch(r"peak memory: \d+ MiB", lines[11])
-    assert len(lines) == 12
+    assert lines[10] == "garbage collections after the clock started: 0"
+    assert re.fullmatch(r"step time: median \S+ms p99 \S+ms slowest \S+ms at step [0-3]", lines[11])
+    assert re.fullmatch(r"peak memory: \d+ MiB", lines[12])
+    assert len(lines) == 13
 
     stored = json.loads(Path(result.log).with_suffix(".json").read_text())
     assert stored == json.loads(json.dumps(dataclasses.asdict(result)))
@@ -178,6 +180,33 @@ def test_clock_stands_still_during_validation(flags, monkeypatch):
 
     monkeypatch.setattr(train_gpt, "evaluate", slow)
     assert train_gpt.main(flags).train_time_ms < 450  # four steps of some milliseconds, three validations
+
+
+def test_what_the_steps_used_is_logged_at_the_first_middle_and_last(flags):
+    """Learning rate, momentum, betas and window as they were used, not as they were meant."""
+    log = Path(train_gpt.main([*flags, "--num_iterations", "8", "--momentum_warmup_steps", "8"]).log).read_text()
+    lines = re.findall(r"^effective at step (\d+): window (\d+) blocks; (.*)$", log, re.M)
+    assert [(int(step), int(window)) for step, window, _ in lines] == [(0, 1), (4, 2), (7, 4)]
+    for step, _, groups in lines:
+        cfg = dataclasses.replace(train_gpt.PRESETS["nano"], num_iterations=8, momentum_warmup_steps=8)
+        factor = train_gpt.lr_multiplier(int(step), cfg)
+        muon, *_, scalars = groups.split("; ")
+        assert f"lr {0.025 * factor:.6g} momentum {train_gpt.muon_momentum(int(step), cfg):.6g}" in muon
+        assert f"lr {0.04 * factor:.6g} betas (0.8, 0.95)" in scalars
+        assert len(groups.split("; ")) >= 4
+
+
+def test_step_times_that_vary_are_said(flags, monkeypatch, capsys):
+    step, calls = train_gpt.train_step, []
+
+    def sometimes_slow(*args):
+        calls.append(None)
+        time.sleep(0.25 if len(calls) == 20 else 0)
+        return step(*args)
+
+    monkeypatch.setattr(train_gpt, "train_step", sometimes_slow)
+    train_gpt.main([*flags, "--num_iterations", "25"])
+    assert "step times vary, p99 is over 1.5 times the median" in capsys.readouterr().out
 
 
 def test_collector_rests_while_training_and_works_again_afterwards(flags, monkeypatch):
