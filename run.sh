@@ -3,11 +3,12 @@
 #
 #   ./run.sh                                      gpt2, the record configuration, on GPUs; nano elsewhere
 #   ./run.sh --preset nano --num_iterations 300   any flags; --help lists them
+#   ./run.sh --check                              only the checks, with any flags, and what they find
 #   NPROC=2 ./run.sh                              two processes instead of as many as fit
 #   PYTHON=python3.12 ./run.sh                    this Python, or an environment made with it
 #
-# Paths in the flags are relative to the repository. Exit codes: 0 trained, 2 something has to be mended first (one line
-# says what), 3 the loss became NaN or infinite, 130 interrupted.
+# Paths in the flags are relative to the repository. Exit codes: 0 trained, 2 something has to be mended first (a line
+# for each thing says what), 3 the loss became NaN or infinite, 130 interrupted.
 set -euo pipefail
 cd "$(dirname "$0")"
 source ./environment.sh
@@ -16,6 +17,9 @@ find_python requirements.txt
 for flag in "$@"; do
     if [ "$flag" = --help ] || [ "$flag" = -h ]; then
         exec "$python" train_gpt.py --help
+    fi
+    if [ "$flag" = --check ]; then
+        exec "$python" check.py "$@"
     fi
 done
 nproc=$("$python" check.py "$@")

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-import check
 import train_gpt
 from shards import write_shard
 from train_gpt import NonFiniteLoss, UserError, World
@@ -392,49 +391,6 @@ def test_fields_that_other_tools_rely_on():
         "preset train_files val_files val_tokens num_iterations cooldown_frac val_loss_every batch_tokens "
         "train_seq_len val_seq_len lm_head_softcap seed device compile log_dir run_id".split()
     )
-
-
-# check.py, on which run.sh relies
-
-
-def test_check_starts_as_many_processes_as_fit(flags, monkeypatch):
-    assert check.main(flags) == 1
-    cfg = train_gpt.PRESETS["gpt2"]
-    for gpus, expected in ((1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (16, 8)):
-        monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
-        assert check.num_processes(dataclasses.replace(cfg, device="cuda")) == expected
-    monkeypatch.setenv("NPROC", "2")
-    assert check.main(flags) == 2
-    monkeypatch.setenv("NPROC", "3")
-    with pytest.raises(UserError, match="3 processes do not divide the 2 sequences"):
-        check.main(flags)
-    monkeypatch.setenv("NPROC", "two")
-    with pytest.raises(UserError, match="NPROC=two: expected a number"):
-        check.main(flags)
-
-
-def test_check_does_not_fetch_for_somebodys_own_data(flags, monkeypatch):
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a command was run"))
-    with pytest.raises(UserError, match="no shards match mine"):
-        check.main([*flags, "--train_files", "mine/*.bin"])
-
-
-def test_check_gets_the_presets_data_when_it_is_missing(flags, corpus, tmp_path, monkeypatch):
-    """With the packer replaced by one that copies the small corpus into place."""
-    preset = dataclasses.replace(
-        train_gpt.PRESETS["nano"], train_files=f"{tmp_path}/d/train_*.bin", val_files=f"{tmp_path}/d/val_*.bin"
-    )
-    monkeypatch.setitem(train_gpt.PRESETS, "nano", preset)
-    copier = tmp_path / "copy.py"
-    copier.write_text(f"import shutil; shutil.copytree({str(corpus)!r}, {str(tmp_path / 'd')!r})")
-    monkeypatch.setitem(train_gpt.DATA_COMMANDS, "nano", f"python {copier}")
-    own = [flag for flag in flags if not flag.endswith(".bin") and flag not in ("--train_files", "--val_files")]
-    assert check.main(own) == 1
-    assert len(train_gpt.find_shards(preset.train_files, "")) == 2
-    monkeypatch.setitem(train_gpt.DATA_COMMANDS, "nano", "python -c 'raise SystemExit(1)'")
-    shutil.rmtree(tmp_path / "d")
-    with pytest.raises(UserError, match="could not be fetched"):
-        check.main(own)
 
 
 @pytest.mark.slow
