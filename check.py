@@ -383,7 +383,7 @@ def check_disk(run: Run, fetches: bool, found: Findings) -> None:
     """Room for log and checkpoints, and for the data if they are to be fetched; and a log that is not there yet."""
     cfg = run.cfg
     need = 1e5 + 200 * cfg.num_iterations
-    if getattr(cfg, "checkpoint_every", 0):
+    if cfg.checkpoint_every:
         need += 2 * sum(model_bytes(run))  # the last one stays until the next is complete
     wanted = [("logs", Path(cfg.log_dir), need, "choose another --log_dir")]
     if fetches:
@@ -403,7 +403,7 @@ def check_disk(run: Run, fetches: bool, found: Findings) -> None:
                 f"{folder}: {what} need {readable(need)}, {readable(free)} are free; make room, or {fix}"
             )
     log = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
-    if cfg.run_id and os.path.exists(log):
+    if cfg.run_id and not cfg.resume and os.path.exists(log):
         found.problems.append(f"{log} is another run's log: choose another --run_id, or leave it out")
 
 

@@ -541,13 +541,21 @@ def test_room_for_logs_checkpoints_and_data(machine, gpt2, problems, tmp_path, m
     cfg = dataclasses.asdict(train_gpt.PRESETS["gpt2"])
     for every, refused in ((0, False), (100, True)):
         found = check.Findings()
-        run = check.Run(check.load_trainer(8), types.SimpleNamespace(**cfg, checkpoint_every=every), [], 8)
+        run = check.Run(check.load_trainer(8), types.SimpleNamespace(**cfg | dict(checkpoint_every=every)), [], 8)
         check.check_disk(run, False, found)
         assert bool(found.problems) == refused
     assert found.problems[0].startswith("logs: logs need 4.")
     free = 1000
     [line] = problems(*gpt2)
     assert line == f"{tmp_path}/logs: logs need 0.1 MB, 0.0 MB are free; make room, or choose another --log_dir"
+
+
+def test_a_resumed_run_goes_on_in_its_log(flags, problems, tmp_path):
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    (tmp_path / "logs" / "mine.txt").write_text("of the run so far")
+    run = [*flags, "--log_dir", str(tmp_path / "logs"), "--run_id", "mine"]
+    assert len(problems(*run)) == 1
+    assert problems(*run, "--resume", "latest") == []
 
 
 def test_nothing_is_fetched_for_somebodys_own_data(flags, problems, monkeypatch):
