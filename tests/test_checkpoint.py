@@ -23,7 +23,7 @@ from train_gpt import UserError
 
 STEPS = "--num_iterations 12 --val_loss_every 5 --checkpoint_every 4".split()
 # What is called how often: 2 training steps in the warm-up and one validation, then those of the run; 2 checkpoints
-INJECTED = [("step", 5), ("write", 1), ("write", 2), ("rename", 2), ("renamed", 1), ("renamed", 2), ("validation", 3)]
+INJECTED = [("step", 5), ("write", 2), ("rename", 2), ("renamed", 1), ("validation", 3)]
 
 
 def launch(size: int, *command) -> subprocess.Popen:
@@ -71,8 +71,8 @@ def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size):
         text = (logs / f"killed{i}.txt").read_text()
         assert bool(re.search("^resumed at step", text, re.M)) == bool(saved), (moment, count)
         assert bool(re.search("^--resume latest: no checkpoint", text, re.M)) != bool(saved), (moment, count)
-        if moment == "renamed" and count == 2:
-            assert "step-000008" in saved
+        if moment == "renamed":
+            assert saved == ["step-000004"]
         if (moment, count) in (("write", 2), ("rename", 2)):
             assert saved == ["step-000004"], "the last whole checkpoint is not the one that was being written"
 
