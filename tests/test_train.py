@@ -80,7 +80,7 @@ def test_log_has_the_form_that_tools_for_the_community_read(flags, capsys):
         (0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True),
     ]  # fmt: skip
     times = [int(m[3]) for m in read]
-    assert times[0] == 0
+    assert times[0] < 50, "the clock has just started"
     assert times == sorted(times)
     assert lines[7].startswith("first batch: ")
     assert lines[7].endswith("train_000000.bin position 0")
