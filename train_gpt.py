@@ -987,6 +987,8 @@ def save_checkpoint(folder: Path, state: dict, world: World, device: torch.devic
     A kill at any moment leaves the last checkpoint that is whole.
     """
     part, failure = folder.with_suffix(".part"), ""
+    if world.local_rank == 0:  # left by a run that was resumed from before it; later it may be another node's, new
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         part.mkdir(parents=True, exist_ok=True)
         torch.save(state, part / f"rank{world.rank}.pt")
@@ -997,13 +999,12 @@ def save_checkpoint(folder: Path, state: dict, world: World, device: torch.devic
     if world.all_reduce(flag).wait().item():  # and all ranks have written
         return failure or "another rank could not write its part"
     if world.local_rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)  # left by a run that was resumed from before it
         with contextlib.suppress(FileNotFoundError):  # another node has done it, on a disk that they share
             os.rename(part, folder)
         sync(folder.parent)
     world.all_reduce(flag).wait().item()  # no node lacks the new one when another removes the old ones
-    for path in folder.parent.iterdir():
-        if world.local_rank == 0 and path != folder:
+    if world.local_rank == 0:
+        for path in set(folder.parent.iterdir()) - {folder}:
             shutil.rmtree(path, ignore_errors=True)
     return ""
 

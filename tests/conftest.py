@@ -49,18 +49,17 @@ def tiny64(tiny: Hyperparameters) -> Hyperparameters:
     return dataclasses.replace(tiny, dtype="float64")
 
 
+@torch.no_grad()
+def randomize(gpt: torch.nn.Module) -> torch.nn.Module:
+    """Random values in every parameter: at initialization all c_proj and the head are zero, and hide the rest."""
+    for name, p in gpt.named_parameters():
+        if p.ndim < 2:
+            p.uniform_(0.5, 1.5)
+        elif "embed" not in name:
+            p.normal_(std=p.size(-1) ** -0.5)
+    return gpt
+
+
 @pytest.fixture
 def random_gpt() -> Callable[[Hyperparameters], GPT]:
-    """GPT(cfg) with random values in every parameter: at initialization all c_proj and the head are zero."""
-
-    @torch.no_grad()
-    def build(cfg: Hyperparameters) -> GPT:
-        gpt = GPT(cfg)
-        for name, p in gpt.named_parameters():
-            if p.ndim < 2:
-                p.uniform_(0.5, 1.5)
-            elif "embed" not in name:
-                p.normal_(std=p.size(-1) ** -0.5)
-        return gpt
-
-    return build
+    return lambda cfg: randomize(GPT(cfg))

@@ -19,7 +19,7 @@ import train_gpt
 from shards import write_shard
 from test_train import ROOT, corpus, flags, program  # noqa: F401  (fixtures)
 from test_world_size import free_ports, start
-from train_gpt import UserError
+from train_gpt import UserError, World
 
 STEPS = "--num_iterations 12 --val_loss_every 5 --checkpoint_every 4".split()
 # What is called how often: 2 training steps in the warm-up and one validation, then those of the run; 2 checkpoints
@@ -120,6 +120,23 @@ def test_the_time_before_counts(run_flags, saved):
     state["train_time_ms"], state["times"] = 1e6, [1e6 * i / 8 for i in range(9)]
     torch.save(state, saved / "rank0.pt")
     assert 1e6 < train_gpt.main([*run_flags, "--resume", str(saved)]).train_time_ms < 1e6 + 60_000
+
+
+def test_nodes_that_share_a_disk_do_not_remove_each_others_checkpoint(tmp_path, monkeypatch):
+    """The other node gives the folder its name as soon as all have written, before this one gets to it."""
+    folder, all_reduce, calls = tmp_path / "step-000008", World.all_reduce, []
+    (tmp_path / "step-000004").mkdir()
+
+    def other_node_is_faster(world, tensor):
+        calls.append(None)
+        if len(calls) == 1:
+            folder.with_suffix(".part").rename(folder)
+        return all_reduce(world, tensor)
+
+    monkeypatch.setattr(World, "all_reduce", other_node_is_faster)
+    assert train_gpt.save_checkpoint(folder, {"step": 8}, World(), torch.device("cpu")) == ""
+    assert torch.load(folder / "rank0.pt", weights_only=True) == {"step": 8}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000008"]
 
 
 def damage(folder: Path, how: str) -> None:

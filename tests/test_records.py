@@ -20,6 +20,9 @@ from torch.nn.attention import flex_attention as flex_module
 
 import pack_nano
 import train_gpt
+from conftest import randomize
+from test_compile import capturing_compiler, count_calls
+from test_masks import listed_blocks
 from test_world_size import finish, free_ports, start
 
 RECORDS = Path(train_gpt.__file__).parent / "records"
@@ -165,20 +168,9 @@ def test_record_20_is_record_21_but_for_its_numbers():
         assert torch.equal(one, other)
 
 
-@torch.no_grad()
-def randomize(gpt) -> None:
-    """Values in every parameter that let it matter: at initialization all c_proj and the head are zero."""
-    torch.manual_seed(0)
-    for name, p in gpt.named_parameters():
-        if p.ndim < 2:
-            p.uniform_(0.5, 1.5)
-        elif "embed" not in name:
-            p.normal_(std=p.size(-1) ** -0.5)
-
-
 def loss_and_grads(gpt, model: Callable, window: int) -> list[Tensor]:
+    torch.manual_seed(0)
     randomize(gpt)
-    torch.manual_seed(1)
     tokens = torch.randint(256, (65,))
     tokens[[20, 50]] = gpt.cfg.eot_token
     gpt.zero_grad(set_to_none=True)
@@ -212,14 +204,12 @@ def dense(mask, T: int) -> Tensor:
     q, kv = torch.arange(T)[:, None], torch.arange(T)[None, :]
     blocks = torch.zeros(T // block_size, T // block_size, dtype=torch.bool)
     elements = mask.mask_mod(None, None, q, kv)
-    lists = [(mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)]
-    for (counts, indices), is_full in zip(lists, (False, True), strict=True):
-        for row, (count, order) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].tolist(), strict=True)):
-            for column in order[: max(count, 0)]:
-                blocks[row, column] = True
-                if is_full:
-                    part = elements[row * block_size :, column * block_size :][:block_size, :block_size]
-                    assert part.all(), "a block that is not masked has to be visible as a whole"
+    for kind, lists in zip(("partial", "full"), listed_blocks(mask), strict=True):
+        for row, columns in enumerate(lists):
+            blocks[row, columns] = True
+            for column in columns if kind == "full" else ():
+                part = elements[row * block_size :, column * block_size :][:block_size, :block_size]
+                assert part.all(), "a block that is not masked has to be visible as a whole"
     return elements & blocks.repeat_interleave(block_size, 0).repeat_interleave(block_size, 1)
 
 
@@ -269,21 +259,14 @@ def test_each_compiles_as_one_graph_for_every_window(record: ModuleType, use_fle
     torch._dynamo.reset()
     gpt = record.GPT(small(record))
     gpt.use_flex = use_flex
-    graphs: list[torch.fx.GraphModule] = []
-    run = torch._dynamo.lookup_backend("aot_eager")
-
-    def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        graphs.append(graph)
-        return run(graph, inputs)
-
-    model = torch.compile(gpt, fullgraph=True, dynamic=False, backend=backend)
+    graphs, compiled = capturing_compiler()
+    model = compiled(gpt)
     for window in 1, 2, 3:
         actual = loss_and_grads(gpt, model, window)
         if not use_flex:  # eager FlexAttention ignores the lists of blocks
             torch.testing.assert_close(actual, loss_and_grads(gpt, gpt, window), rtol=1e-8, atol=1e-10)
     assert len(graphs) == 1
-    calls = sum("flex_attention" in str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function")
-    assert calls == 2 * use_flex
+    assert count_calls(graphs[0], "flex_attention") == 2 * use_flex
 
 
 # That their differences are their ideas
