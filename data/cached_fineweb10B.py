@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
 from shards import ArgumentParser, shard_problem
 
@@ -48,7 +48,7 @@ def is_transient(error: Exception) -> bool:
     """
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in TRANSIENT_STATUS
-    if isinstance(error, LocalEntryNotFoundError):  # its 6 metadata requests failed
+    if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):  # its 6 metadata requests failed, or none may
         return False
     return not (isinstance(error, OSError) and error.errno)  # with an errno: disk full, no permission
 

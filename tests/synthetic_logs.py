@@ -2,9 +2,8 @@
 
 import hashlib
 import json
+import struct
 from pathlib import Path
-
-from shards import shard_header
 
 RULE = "=" * 100
 SOURCE = "import torch\n\nmodel = torch.compile(torch.nn.Identity(), dynamic=False)\n"
@@ -14,7 +13,7 @@ README = "# Name: one line that says what\n\nText.\n"
 
 
 def header_sha256(num_tokens: int) -> str:
-    return hashlib.sha256(shard_header(num_tokens)).hexdigest()
+    return hashlib.sha256(struct.pack("<256i", 20240520, 1, num_tokens, *[0] * 253)).hexdigest()
 
 
 def log_text(
