@@ -28,11 +28,9 @@ import hashlib
 import json
 import math
 import os
-import platform
 import random
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -152,18 +150,14 @@ class Hyperparameters:
         layers = len(self.attention_layout)
         require(layers > 0 and layers % 2 == 0, "attention_layout", "an even number of layers, for the U-Net skips")
         require(set(self.attention_layout) <= set("LS-"), "attention_layout", "only the letters L, S and -")
-        characters = f"{layers} characters, one per letter of attention_layout, each a digit or ."
         holds = len(self.value_embed_layout) == layers and set(self.value_embed_layout) <= set(".0123456789")
-        require(holds, "value_embed_layout", characters)
+        expected = f"{layers} characters, one per letter of attention_layout, each a digit or ."
+        require(holds, "value_embed_layout", expected)
         require(self.head_dim % 4 == 0, "head_dim", "a multiple of 4")
         require(self.vocab_size <= 2**16, "vocab_size", "at most 65536: tokens are stored in 16 bits")
         require(self.eot_token < self.vocab_size, "eot_token", f"a token below vocab_size {self.vocab_size}")
-        for field, divisor in (
-            ("train_seq_len", "block_size"),
-            ("val_seq_len", "block_size"),
-            ("batch_tokens", "train_seq_len"),
-            ("val_tokens", "val_seq_len"),
-        ):
+        multiples = "train_seq_len/block_size val_seq_len/block_size batch_tokens/train_seq_len val_tokens/val_seq_len"
+        for field, divisor in (pair.split("/") for pair in multiples.split()):
             d = getattr(self, divisor)
             require(getattr(self, field) % d == 0, field, f"a multiple of --{divisor} {d}")
         require(0 < self.cooldown_frac <= 1, "cooldown_frac", "more than 0 and at most 1")
@@ -230,11 +224,9 @@ def parse_args(argv: Sequence[str]) -> Hyperparameters:
         kind, text = typing.get_args(hint)
         kind = next((k for k in typing.get_args(kind) if k is not type(None)), kind)  # X of X | None
         text += "".join(f" [{preset}: {getattr(cfg, name)}]" for preset, cfg in PRESETS.items())
-        if kind is bool:
-            parser.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=text)
-        else:
-            choices = PRESETS if name == "preset" else None
-            parser.add_argument(f"--{name}", type=kind, choices=choices, metavar=kind.__name__, help=text)
+        form = dict(type=kind, metavar=kind.__name__, choices=PRESETS if name == "preset" else None)
+        form = dict(action=argparse.BooleanOptionalAction) if kind is bool else form
+        parser.add_argument(f"--{name}", **form, help=text)
     flags = vars(parser.parse_args(argv))
     preset = flags.get("preset", "gpt2" if torch.cuda.is_available() else "nano")
     return dataclasses.replace(PRESETS[preset], **flags)
@@ -351,10 +343,6 @@ class Rotary(nn.Module):
         cos, sin = (table[: len(x_THD), None, :] for table in (self.cos, self.sin))
         x1, x2 = x_THD.chunk(2, dim=-1)  # the fp32 tables promote bf16
         return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x_THD)
-
-
-def at_least_fp32(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def document_block_mask(docs: Tensor, window: Tensor, block_size: int) -> BlockMask:
@@ -504,14 +492,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Every parameter, once:
-
-        embeddings          N(0, 1)                              in the precision of the activations
-        qkv_w, c_fc         uniform, of std 0.5 / sqrt(inputs)   fp32, like all that follow
-        c_proj, lm_head     0 (@Grad62304977)
-        lambdas             attention 0.5, 0.5; block 1, 0
-        skip_weights        1
-        """
+        """Every parameter, once; embeddings are in the precision of the activations, the rest in fp32."""
         for name, p in self.named_parameters():
             match name.removesuffix(".weight").split("."):
                 case ["embed"] | ["value_embeds", _]:
@@ -520,7 +501,7 @@ class GPT(nn.Module):
                     bound = 3**0.5 * 0.5 * p.size(-1) ** -0.5  # 0.5: a bit better than PyTorch's 3^-0.5 (record 19)
                     p.uniform_(-bound, bound)
                 case [*_, "c_proj" | "lm_head"]:
-                    p.zero_()
+                    p.zero_()  # @Grad62304977
                 case [*_, "attn", "lambdas"]:
                     p.fill_(0.5)
                 case [*_, "lambdas"]:
@@ -551,7 +532,8 @@ class GPT(nn.Module):
         # cap tanh(z / cap) + cap, which is the softcap of Gemma 2 (arXiv:2408.00118) but for a shift that the softmax
         # does not see; 15 instead of 30 since record 18 (@KoszarskyB)
         cap = self.cfg.lm_head_softcap
-        logits = 2 * cap * torch.sigmoid(at_least_fp32(self.lm_head(norm(x))) / (cap / 2))
+        logits = self.lm_head(norm(x))
+        logits = 2 * cap * torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)) / (cap / 2))
         return F.cross_entropy(logits, targets)
 
     def attention_masks(self, tokens: Tensor, window: Tensor) -> dict[str, BlockMask | GatheredMask]:
@@ -609,11 +591,9 @@ class World:
     def from_env() -> "World":
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         values = [os.environ.get(name, "") for name in names]
-        if not any(values):
-            return World()
-        if not all(value.isdecimal() for value in values):
+        if any(values) and not all(value.isdecimal() for value in values):
             raise UserError(f"{', '.join(names)} are {values}: launch with torchrun, or unset all four")
-        return World(*map(int, values))
+        return World(*map(int, values)) if any(values) else World()
 
     def reduce_scatter(self, tensor: Tensor) -> Pending:
         """Of the sum of `tensor` (size n, ...) over the ranks, this rank's (n, ...)."""
@@ -739,7 +719,7 @@ class Adam:
         grad_divisor: int,
         world: World,
     ):
-        self.betas, self.eps, self.grad_divisor, self.world = betas, eps, grad_divisor, world
+        self.eps, self.grad_divisor, self.world = eps, grad_divisor, world
         self.param_groups: list[dict] = []
         for named_params, lr in groups:
             params = [p for _, p in named_params]
@@ -749,7 +729,7 @@ class Adam:
             for p, start in zip(params, starts, strict=False):
                 flat[start : start + p.numel()] = p.detach().view(-1)
                 p.data = flat[start : start + p.numel()].view_as(p)
-            group = dict(params=params, names=[name for name, _ in named_params], lr=lr, initial_lr=lr)
+            group = dict(params=params, names=[name for name, _ in named_params], lr=lr, initial_lr=lr, betas=betas)
             group |= dict(flat=flat, own=flat.view(world.size, -1)[world.rank], grads=grads)
             group["grad_views"] = [grads[a : a + p.numel()].view_as(p) for p, a in zip(params, starts, strict=False)]
             group |= dict(exp_avg=torch.zeros_like(group["own"]), exp_avg_sq=torch.zeros_like(group["own"]))
@@ -770,8 +750,8 @@ class Adam:
     @torch.no_grad()
     def update(self) -> None:
         options = dict(fused=True, amsgrad=False, weight_decay=0.0, maximize=False)
-        options |= dict(beta1=self.betas[0], beta2=self.betas[1], eps=self.eps)
         for group in self.param_groups:
+            options |= dict(beta1=group["betas"][0], beta2=group["betas"][1], eps=self.eps)
             grad = group["pending"].wait().div_(self.grad_divisor)
             own, *state = ([group[kind]] for kind in ("own", "exp_avg", "exp_avg_sq"))
             adam(own, [grad], *state, [], [group["step"]], lr=group["lr"], **options)
@@ -827,20 +807,18 @@ def find_shards(pattern: str, fix: str) -> list[Shard]:
     for path in sorted(glob.glob(pattern, recursive=True)):
         try:
             with open(path, "rb") as file:
-                header = file.read(SHARD_HEADER_BYTES)
-            size = os.path.getsize(path)
+                header, size = file.read(SHARD_HEADER_BYTES), os.path.getsize(path)
         except OSError as error:
             raise UserError(f"{path}: {error.strerror}; get it again: {fix}") from None
         magic, version, num_tokens = np.frombuffer(header.ljust(12, b"\0"), dtype="<i4", count=3).tolist()
-        expected = SHARD_HEADER_BYTES + 2 * num_tokens
+        problem, expected = "", SHARD_HEADER_BYTES + 2 * num_tokens
         if (magic, version) != (SHARD_MAGIC, SHARD_VERSION) or num_tokens < 0:
             problem = f"not a token shard: begins with {magic}, {version}, not {SHARD_MAGIC}, {SHARD_VERSION}"
         elif size != expected:
             problem = f"{size} bytes long, but its header's {num_tokens} tokens make {expected}"
-        else:
-            shards.append(Shard(path, num_tokens, hashlib.sha256(header).hexdigest()))
-            continue
-        raise UserError(f"{path}: {problem}; remove it and get it again: {fix}")
+        if problem:
+            raise UserError(f"{path}: {problem}; remove it and get it again: {fix}")
+        shards.append(Shard(path, num_tokens, hashlib.sha256(header).hexdigest()))
     if not shards:
         raise UserError(f"no shards match {pattern} in {os.getcwd()}; get them: {fix}")
     return shards
@@ -966,19 +944,29 @@ def run_identity(cfg: Hyperparameters, world: World) -> dict:
     return identity | dict(processes=world.size, script=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
 
 
-def load_checkpoint(cfg: Hyperparameters, world: World) -> dict | None:
-    """What this rank saved in the checkpoint that --resume names; None if that is the latest and there is none."""
+def load_checkpoint(cfg: Hyperparameters, world: World) -> tuple[Hyperparameters, dict | None]:
+    """The resolved configuration, and what this rank saved in the checkpoint that --resume names.
+
+    None where that is the latest and there is none. Refuses the checkpoint of another script or configuration.
+    """
     folder = Path(cfg.resume)
     if cfg.resume == "latest":
         found = Path(cfg.log_dir).glob(f"{glob.escape(cfg.run_id) or '*'}.checkpoints/step-*[0-9]")
         folder = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
-        if folder is None:
-            return None
+    if not cfg.resume or folder is None:
+        return resolve(cfg), None
     try:
-        return torch.load(folder / f"rank{world.rank}.pt", map_location="cpu", weights_only=True)
+        saved = torch.load(folder / f"rank{world.rank}.pt", map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file fails in many ways
         advice = "name a folder .../step-N that a run of as many processes left, or latest"
         raise UserError(f"--resume {folder}: {str(error).partition(chr(10))[0][:100]}; {advice}") from None
+    seed = saved["identity"]["seed"] if cfg.seed is None else cfg.seed
+    cfg = resolve(dataclasses.replace(cfg, seed=seed, run_id=saved["run_id"]))
+    for name, value in run_identity(cfg, world).items():
+        if saved["identity"].get(name) != value:
+            values = f"its run has {saved['identity'].get(name)}, this one {value}"
+            raise UserError(f"--resume {cfg.resume}: another {name}, {values}: start it like that run")
+    return cfg, saved
 
 
 def save_checkpoint(folder: Path, state: dict, world: World, device: torch.device) -> str:
@@ -992,7 +980,8 @@ def save_checkpoint(folder: Path, state: dict, world: World, device: torch.devic
     try:
         part.mkdir(parents=True, exist_ok=True)
         torch.save(state, part / f"rank{world.rank}.pt")
-        sync(part / f"rank{world.rank}.pt", part)
+        with open(part / f"rank{world.rank}.pt", "rb") as file:
+            os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
         failure = str(error).partition("\n")[0]
     flag = torch.tensor([float(bool(failure))], device=device)
@@ -1001,19 +990,12 @@ def save_checkpoint(folder: Path, state: dict, world: World, device: torch.devic
     if world.local_rank == 0:
         with contextlib.suppress(FileNotFoundError):  # another node has done it, on a disk that they share
             os.rename(part, folder)
-        sync(folder.parent)
+        os.sync()  # the names, too
     world.all_reduce(flag).wait().item()  # no node lacks the new one when another removes the old ones
     if world.local_rank == 0:
         for path in set(folder.parent.iterdir()) - {folder}:
             shutil.rmtree(path, ignore_errors=True)
     return ""
-
-
-def sync(*paths: Path) -> None:
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1054,10 +1036,7 @@ class LossWatch:
 
     def put(self, step: int, loss: Tensor) -> None:
         self.losses[step].copy_(loss, non_blocking=True)
-        arrived = torch.cuda.Event() if self.is_cuda else None
-        if arrived is not None:
-            arrived.record()
-        self.unseen.append((step, arrived))
+        self.unseen.append((step, torch.cuda.current_stream().record_event() if self.is_cuda else None))
         self.check(LOSS_LAG)
 
     def check(self, lag: int = 0) -> None:
@@ -1067,8 +1046,7 @@ class LossWatch:
             if arrived is not None:
                 arrived.synchronize()
             if not math.isfinite(self.losses[step]):
-                batch = self.plan[step]
-                where = f"step {step}, data {batch.shard.path} position {batch.start}"
+                where = f"step {step}, data {self.plan[step].shard.path} position {self.plan[step].start}"
                 raise NonFiniteLoss(f"loss {self.losses[step]} at {where}: lower the learning rates or change --seed")
 
 
@@ -1082,46 +1060,47 @@ class RunLog:
 
     RULE = "=" * 100
 
-    def __init__(self, cfg: Hyperparameters, world: World):
-        self.cfg, self.path, self.file, self.bar = cfg, Path(cfg.log_dir) / f"{cfg.run_id}.txt", None, None
-        self.is_full = False
-        if world.rank > 0:
-            return
+    def __init__(self, cfg: Hyperparameters, world: World, start: int):
+        self.cfg, self.path, self.file, self.is_full = cfg, Path(cfg.log_dir) / f"{cfg.run_id}.txt", None, False
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = open(self.path, "a" if cfg.resume else "x", encoding="utf-8")  # noqa: SIM115
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except FileExistsError:
-            raise UserError(f"{self.path} is another run's log: choose another --run_id, or leave it out") from None
-        except BlockingIOError:
-            raise UserError(f"{self.path} is being written by another process: wait for it, or stop it") from None
+            if world.rank == 0:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self.file = open(self.path, "a" if cfg.resume else "x", encoding="utf-8")  # noqa: SIM115
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise UserError(f"{self.path}: {error.strerror}; choose another --log_dir") from None
-        if sys.stdout.isatty() and sys.stderr.isatty():
-            self.bar = tqdm(total=cfg.num_iterations, unit="step", dynamic_ncols=True)
+            problem = f": {error.strerror}; choose another --log_dir"
+            if isinstance(error, FileExistsError):
+                problem = " is another run's log: choose another --run_id, or leave it out"
+            elif isinstance(error, BlockingIOError):
+                problem = " is being written by another process: wait for it, or stop it"
+            raise UserError(f"{self.path}{problem}") from None
+        on_terminal = world.rank == 0 and sys.stdout.isatty() and sys.stderr.isatty()
+        span = dict(total=cfg.num_iterations, initial=start, unit="step")
+        self.bar = tqdm(**span, dynamic_ncols=True, disable=not on_terminal)
 
     def write(self, text: str, console: bool = False) -> None:
+        if self.file is None:
+            return
         try:
-            if self.file is not None and not self.is_full:
+            if not self.is_full:
                 print(text, file=self.file, flush=True)
         except OSError as error:
             self.is_full, problem = True, f"{self.path}: {error.strerror}: the log ends here, the training goes on"
             print(f"train_gpt.py: {problem}", file=sys.stderr)
-        if console and self.file is not None:
-            tqdm.write(text) if self.bar is not None else print(text, flush=True)
+        if console:
+            with tqdm.external_write_mode():
+                print(text, flush=True)
 
     def step(self, text: str, val_loss: float) -> None:
-        self.write(text, console=self.bar is None)
-        if self.bar is not None:
+        self.write(text, console=self.bar.disable)
+        if self.bar.update():  # it is time to draw the bar anew
             rate = self.cfg.batch_tokens * (self.bar.format_dict["rate"] or 0)
-            self.bar.set_postfix_str(f"{rate:,.0f} tokens/s, val_loss {val_loss:.4f}", refresh=False)
-            self.bar.update()
+            self.bar.set_postfix_str(f"{rate:,.0f} tokens/s, val_loss {val_loss:.4f}")
 
     def close(self) -> None:
-        for output in (self.bar, self.file):
-            if output is not None:
-                with contextlib.suppress(OSError):  # of a full disk
-                    output.close()
+        self.bar.close()
+        with contextlib.suppress(OSError, AttributeError):  # of a full disk; of another rank than 0
+            self.file.close()
 
 
 def describe_machine(cfg: Hyperparameters, world: World) -> str:
@@ -1132,10 +1111,7 @@ def describe_machine(cfg: Hyperparameters, world: World) -> str:
             return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
         return ""
 
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        info = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next(line.partition(":")[2].strip() for line in info if line.startswith("model name"))
+    cpu = output("sed", "-n", "s/^model name.*: //p", "/proc/cpuinfo").partition("\n")[0] or os.uname().machine
     git = ("git", "-C", str(Path(__file__).resolve().parent))
     edited = " and edits" if output(*git, "status", "--porcelain", "--untracked-files=no") else ""
     lines = [
@@ -1209,29 +1185,18 @@ def evaluate(gpt: GPT, model: Callable, batches: Iterable, window: Tensor, world
     return loss / count
 
 
-def effective_settings(step: int, window: Tensor, optimizers: Sequence[Muon | Adam]) -> str:
-    """What a step used, group by group: a schedule that has no effect shows here."""
-    settings = [f"effective at step {step}: window {int(window)} blocks"]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            decay = f"betas {optimizer.betas}" if isinstance(optimizer, Adam) else f"momentum {group['momentum']:.6g}"
-            settings.append(f"{group['names'][0]} and {len(group['names']) - 1} more: lr {group['lr']:.6g} {decay}")
-    return "; ".join(settings)
-
-
 def warm_up(gpt: GPT, model: Callable, optimizers: Sequence[Muon | Adam], cfg: Hyperparameters, world: World) -> None:
-    """Compiles and runs every graph on random tokens, then restores every bit of parameters, optimizers and RNG.
+    """Compiles and runs every graph on random tokens, then restores every bit of parameters and optimizers.
 
-    The readers are not touched: the first real token is read on the clock.
+    RNG and readers are not touched: the first real token is read on the clock.
     """
     device = gpt.skip_weights.device
     state = [*gpt.parameters(), *(tensor for optimizer in optimizers for tensor in optimizer.state().values())]
     saved = [tensor.detach().clone() for tensor in state]
-    cpu_rng, cuda_rng = torch.get_rng_state(), torch.cuda.get_rng_state() if device.type == "cuda" else None
     window = torch.ones((), dtype=torch.int32, device=device)
 
     def dummy(seq_len: int) -> tuple[Tensor, Tensor]:
-        tokens = torch.randint(cfg.vocab_size, (seq_len + 1,), device=device)
+        tokens = torch.randint(cfg.vocab_size, (seq_len + 1,), device=device, generator=torch.Generator(device))
         return tokens[:-1].int(), tokens[1:]
 
     for _ in range(2):
@@ -1243,9 +1208,6 @@ def warm_up(gpt: GPT, model: Callable, optimizers: Sequence[Muon | Adam], cfg: H
     with torch.no_grad():
         for tensor, original in zip(state, saved, strict=True):
             tensor.copy_(original)
-    torch.set_rng_state(cpu_rng)
-    if cuda_rng is not None:
-        torch.cuda.set_rng_state(cuda_rng)
 
 
 def check_world(cfg: Hyperparameters, world: World) -> None:
@@ -1253,11 +1215,10 @@ def check_world(cfg: Hyperparameters, world: World) -> None:
     n = cfg.batch_sequences
     fitting = [size for size in range(1, n + 1) if n % size == 0]
     if world.size not in fitting:
-        nearest = [*[size for size in fitting if size < world.size][-1:], *[s for s in fitting if s > world.size][:1]]
+        nearest = [size for size in fitting if size < world.size][-1:] + [s for s in fitting if s > world.size][:1]
         advice = f"start {' or '.join(map(str, nearest))}, or change --batch_tokens"
         raise UserError(f"{world.size} processes do not divide the {n} sequences of a step: {advice}")
-    if cfg.device == "cuda" and world.local_size > torch.cuda.device_count():
-        gpus = torch.cuda.device_count()
+    if cfg.device == "cuda" and world.local_size > (gpus := torch.cuda.device_count()):
         advice = f"--nproc_per_node={max(size for size in fitting if size <= gpus)}"
         raise UserError(f"{world.local_size} processes, but {gpus} GPUs on this machine: {advice}")
 
@@ -1275,31 +1236,22 @@ def set_up(cfg: Hyperparameters, world: World) -> tuple[Hyperparameters, torch.d
         with contextlib.suppress(OSError, AttributeError):
             # glibc hands large freed blocks back and faults them in anew: 15% of a nano step. Now it keeps them:
             libc = ctypes.CDLL(None)
-            libc.mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-            libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD, at its maximum
+            libc.mallopt(-1, 2**31 - 1), libc.mallopt(-3, 2**25)  # M_TRIM_THRESHOLD; M_MMAP_THRESHOLD, at its maximum
     run_id = cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{cfg.seed}"
     agreed = [cfg.seed, run_id]
-    if world.size > 1 and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: no rank outlives its launcher
     if world.size > 1:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
         # longer than NCCL's 10 minutes: one rank may compile while the others have the result in their caches
         dist.init_process_group(timeout=timedelta(minutes=30), **options)
         dist.broadcast_object_list(agreed, src=0)
     return dataclasses.replace(cfg, seed=agreed[0], run_id=agreed[1]), device
 
 
-def peak_memory_mib(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() // 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
-
-
-def num_compiled_graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def num_collections() -> int:
-    return sum(generation["collections"] for generation in gc.get_stats())
+def late_events() -> np.ndarray:
+    """What no step should meet: graphs compiled so far, and garbage collections."""
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return np.array([graphs, sum(generation["collections"] for generation in gc.get_stats())])
 
 
 def main(argv: Sequence[str] | None = None) -> Result:
@@ -1309,21 +1261,11 @@ def main(argv: Sequence[str] | None = None) -> Result:
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     world = World.from_env()
-    cfg = parse_args(argv)
-    checkpoint = load_checkpoint(cfg, world) if cfg.resume else None
-    if checkpoint is not None:
-        seed = checkpoint["identity"]["seed"] if cfg.seed is None else cfg.seed
-        cfg = dataclasses.replace(cfg, seed=seed, run_id=checkpoint["run_id"])
-    cfg = resolve(cfg)
+    cfg, checkpoint = load_checkpoint(parse_args(argv), world)
     check_world(cfg, world)
-    if checkpoint is not None:
-        for name, value in run_identity(cfg, world).items():
-            if checkpoint["identity"].get(name) != value:
-                values = f"its run has {checkpoint['identity'].get(name)}, this one {value}"
-                raise UserError(f"--resume {cfg.resume}: another {name}, {values}: start it like that run")
     plans = plan_data(cfg)
     cfg, device = set_up(cfg, world)
-    log = RunLog(cfg, world)
+    log = RunLog(cfg, world, start=checkpoint["step"] if checkpoint else 0)
     try:
         if checkpoint is not None:
             log.write(f"resumed at step {checkpoint['step']}, flags: {json.dumps(argv)}", console=True)
@@ -1366,19 +1308,17 @@ def train(
     if cfg.compile:
         compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
         model, orthogonalize = compiled(gpt), compiled(orthogonalize)
-    optimizers = muon, *_ = build_optimizers(gpt, cfg, world, orthogonalize)
+    optimizers = muon, adam = build_optimizers(gpt, cfg, world, orthogonalize)
+    groups = [*muon.param_groups, *adam.param_groups]
     warm_up(gpt, model, optimizers, cfg, world)
 
     clock, start, times, val_loss, val_curve = Clock(device), 0, [0.0], math.nan, []
     if checkpoint is not None:
-        start, times, clock.elapsed = checkpoint["step"], checkpoint["times"], checkpoint["train_time_ms"]
-        val_curve = [tuple(point) for point in checkpoint["val_curve"]]
-        for optimizer, saved in zip(optimizers, checkpoint["optimizers"], strict=True):
-            for name, tensor in optimizer.state().items():
-                tensor.copy_(saved[name])
+        kept = ("step", "train_time_ms", "times", "val_curve")
+        start, clock.elapsed, times, val_curve = (checkpoint[name] for name in kept)
+        for name, tensor in (muon.state() | adam.state()).items():
+            tensor.copy_(checkpoint["optimizers"][name])
         torch.set_rng_state(checkpoint["rng"])
-    if world.all_reduce(torch.tensor(start, device=device)).wait() != start * world.size:
-        raise UserError("--resume: the nodes have checkpoints of different steps: name one that all of them have")
     train_plan, val_plan = plans
     if checkpoint is not None and checkpoint["next"] != (at := dataclasses.astuple(train_plan[start])):
         raise UserError(f"--resume: the shards have changed: goes on with {checkpoint['next']}, here that is {at}")
@@ -1392,9 +1332,9 @@ def train(
     gc.collect()
     gc.freeze()
     gc.disable()  # one collection in the middle of a run was measured at 0.6 s (nanochat issue 477)
-    if world.size > 1:
-        dist.barrier()
-    graphs, collections = num_compiled_graphs(), num_collections()
+    if world.all_reduce(torch.tensor(start, device=device)).wait() != start * world.size:  # all begin together
+        raise UserError("--resume: the nodes have checkpoints of different steps: name one that all of them have")
+    late = late_events()
     clock.start()
     for step in range(start, cfg.num_iterations + 1):
         window.fill_(window_blocks(step, cfg))
@@ -1411,7 +1351,7 @@ def train(
         if is_last:
             break
         loss = world.all_reduce(train_step(model, next(batches), window))
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        for group in groups:
             group["lr"] = group["initial_lr"] * lr_multiplier(step, cfg)
         for group in muon.param_groups:
             group["momentum"] = muon_momentum(step, cfg)
@@ -1423,33 +1363,37 @@ def train(
         log.step(f"step:{step + 1}/{cfg.num_iterations} {timing}", val_loss)
         if step in pauses:
             clock.stop()
-            log.write(effective_settings(step, window, optimizers))
+            for group in groups:
+                used = {name: value for name, value in group.items() if name in ("lr", "momentum", "betas")}
+                log.write(f"effective at step {step}: window {int(window)}, {'+'.join(group['names'])}: {used}")
             if step in saves:
                 watch.check()
                 state = dict(identity=run_identity(cfg, world), run_id=cfg.run_id, step=step + 1, times=times)
                 state |= dict(train_time_ms=clock.elapsed, val_curve=val_curve, rng=torch.get_rng_state())
                 state["next"] = dataclasses.astuple(train_plan[step + 1])
                 state["model"] = gpt.state_dict() if world.rank == 0 else {}  # the others get it from there
-                state["optimizers"] = [optimizer.state() for optimizer in optimizers]
+                state["optimizers"] = muon.state() | adam.state()
                 folder = log.path.with_suffix(".checkpoints") / f"step-{step + 1:06d}"
                 failure = save_checkpoint(folder, state, world, device)
                 log.write(f"checkpoint: {f'not saved: {failure}' if failure else folder}", console=bool(failure))
             clock.start()
 
-    recompiles, peak = num_compiled_graphs() - graphs, peak_memory_mib(device)
+    recompiles, collections = (late_events() - late).tolist()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() // 2**20
     for name, batch in ("first", train_plan[0]), ("last", train_plan[-1]):
         log.write(f"{name} batch: {batch.shard.path} position {batch.start}")
     log.write(f"recompiles after the clock started: {recompiles}", console=recompiles > 0)
-    log.write(f"garbage collections after the clock started: {num_collections() - collections}")
+    log.write(f"garbage collections after the clock started: {collections}")
     ms = np.diff(times)
     median, p99 = np.percentile(ms, [50, 99])
     log.write(f"step time: median {median:.2f}ms p99 {p99:.2f}ms slowest {ms.max():.2f}ms at step {ms.argmax()}")
     if p99 > 1.5 * median:
         log.write("step times vary, p99 is over 1.5 times the median: is something else running?", console=True)
     log.write(f"peak memory: {peak} MiB", console=True)
-    return Result(
-        val_loss, clock.elapsed, cfg.num_iterations, cfg.seed, peak, recompiles, str(log.path), tuple(val_curve)
-    )
+    outcome = dict(seed=cfg.seed, peak_memory_mib=peak, recompiles=recompiles, log=str(log.path))
+    return Result(val_loss, clock.elapsed, cfg.num_iterations, **outcome, val_curve=tuple(val_curve))
 
 
 def run_as_program() -> int:
@@ -1457,15 +1401,11 @@ def run_as_program() -> int:
     try:
         main()
         return 0
-    except UserError as error:
-        # Before the clock all ranks of a machine find the same error: one speaks
+    except (UserError, NonFiniteLoss) as error:
+        # What all ranks of a machine find alike, one says
         if isinstance(error, ShardError) or os.environ.get("LOCAL_RANK", "0") == "0":
             print(f"train_gpt.py: {error}", file=sys.stderr)
-        return 2
-    except NonFiniteLoss as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"train_gpt.py: {error}", file=sys.stderr)
-        return 3
+        return 3 if isinstance(error, NonFiniteLoss) else 2
     except KeyboardInterrupt:
         print("train_gpt.py: interrupted", file=sys.stderr)
         return 130

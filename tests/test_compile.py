@@ -94,7 +94,7 @@ def test_all_graphs_are_there_after_the_warm_up(cfg, batches, use_flex: bool, ch
     gpt.use_flex = use_flex
     graphs, compiled = capturing_compiler()
     muon_graphs, compiled_muon = capturing_compiler()
-    graphs_before = train_gpt.num_compiled_graphs()
+    graphs_before = train_gpt.late_events()[0]
     model, orthogonalize = compiled(gpt), compiled_muon(train_gpt.zeropower_via_newtonschulz5)
     optimizers = muon, _ = train_gpt.build_optimizers(gpt, cfg, World(), orthogonalize)
     train_gpt.warm_up(gpt, model, optimizers, cfg, World())
@@ -109,7 +109,7 @@ def test_all_graphs_are_there_after_the_warm_up(cfg, batches, use_flex: bool, ch
     assert count_calls(validation, "autograd_function_apply") == count_calls(validation, "scaled_mm") == 0
     assert len(muon_graphs) == len(muon.param_groups)
     num_graphs = len(graphs) + len(muon_graphs)
-    assert train_gpt.num_compiled_graphs() == graphs_before + num_graphs
+    assert train_gpt.late_events()[0] == graphs_before + num_graphs
 
     window = torch.ones((), dtype=torch.int32)
     sequences = batches(cfg.train_seq_len, [0, 1])
@@ -126,7 +126,7 @@ def test_all_graphs_are_there_after_the_warm_up(cfg, batches, use_flex: bool, ch
         gpt.zero_grad(set_to_none=True)
     assert window == 14
     assert len(graphs) + len(muon_graphs) == num_graphs
-    assert train_gpt.num_compiled_graphs() == graphs_before + num_graphs
+    assert train_gpt.late_events()[0] == graphs_before + num_graphs
 
 
 def loss_and_grads(gpt: GPT, model: Callable, seq_len: int, window: int) -> list[torch.Tensor]:

@@ -99,7 +99,7 @@ def test_optimizers_divide_the_parameters_as_the_record(narrow):
         assert members([group]) == sorted(expected_names)
         assert group["lr"] == group["initial_lr"] == lr
     assert all(group["lr"] == group["initial_lr"] == 0.05 for group in muon.param_groups)
-    assert (adam.betas, adam.eps) == ((0.8, 0.95), 1e-10)
+    assert (adam.param_groups[0]["betas"], adam.eps) == ((0.8, 0.95), 1e-10)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Whole runs of the script on a small corpus: result, log, warm-up, clock, exit codes, and what it refuses."""
 
+import ast
 import dataclasses
 import json
 import os
@@ -184,15 +185,18 @@ def test_clock_stands_still_during_validation(flags, monkeypatch):
 def test_what_the_steps_used_is_logged_at_the_first_middle_and_last(flags):
     """Learning rate, momentum, betas and window as they were used, not as they were meant."""
     log = Path(train_gpt.main([*flags, "--num_iterations", "8", "--momentum_warmup_steps", "8"]).log).read_text()
-    lines = re.findall(r"^effective at step (\d+): window (\d+) blocks; (.*)$", log, re.M)
-    assert [(int(step), int(window)) for step, window, _ in lines] == [(0, 1), (4, 2), (7, 4)]
-    for step, _, groups in lines:
-        cfg = dataclasses.replace(train_gpt.PRESETS["nano"], num_iterations=8, momentum_warmup_steps=8)
-        factor = train_gpt.lr_multiplier(int(step), cfg)
-        muon, *_, scalars = groups.split("; ")
-        assert f"lr {0.025 * factor:.6g} momentum {train_gpt.muon_momentum(int(step), cfg):.6g}" in muon
-        assert f"lr {0.04 * factor:.6g} betas (0.8, 0.95)" in scalars
-        assert len(groups.split("; ")) >= 4
+    lines = re.findall(r"^effective at step (\d+): window (\d+), ([^:]*): (.*)$", log, re.M)
+    names = {name for _, _, group, _ in lines for name in group.split("+")}
+    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], num_iterations=8, momentum_warmup_steps=8)
+    assert names == {name for name, _ in train_gpt.GPT(cfg).named_parameters()}
+    for step, window in (0, 1), (4, 2), (7, 4):
+        used = {group: ast.literal_eval(used) for *at, group, used in lines if at == [str(step), str(window)]}
+        factor = train_gpt.lr_multiplier(step, cfg)
+        momentum = train_gpt.muon_momentum(step, cfg)
+        muon = next(group for group in used if "c_fc" in group)
+        assert used[muon] == pytest.approx({"lr": 0.025 * factor, "momentum": momentum})
+        assert used["lm_head.weight"] == {"lr": pytest.approx(0.008 * factor), "betas": (0.8, 0.95)}
+    assert len(lines) == 3 * len(used)
 
 
 def test_step_times_that_vary_are_said(flags, monkeypatch, capsys):
