@@ -1088,12 +1088,11 @@ class RunLog:
             self.is_full, problem = True, f"{self.path}: {error.strerror}: the log ends here, the training goes on"
             print(f"train_gpt.py: {problem}", file=sys.stderr)
         if console:
-            with tqdm.external_write_mode():
-                print(text, flush=True)
+            print(text, flush=True) if self.bar.disable else tqdm.write(text)
 
     def step(self, text: str, val_loss: float) -> None:
         self.write(text, console=self.bar.disable)
-        if self.bar.update():  # it is time to draw the bar anew
+        if not self.bar.disable and self.bar.update():  # it is time to draw the bar anew
             rate = self.cfg.batch_tokens * (self.bar.format_dict["rate"] or 0)
             self.bar.set_postfix_str(f"{rate:,.0f} tokens/s, val_loss {val_loss:.4f}")
 
@@ -1112,7 +1111,7 @@ def describe_machine(cfg: Hyperparameters, world: World) -> str:
         return ""
 
     cpu = output("sed", "-n", "s/^model name.*: //p", "/proc/cpuinfo").partition("\n")[0] or os.uname().machine
-    git = ("git", "-C", str(Path(__file__).resolve().parent))
+    git = ("git", "--no-optional-locks", "-C", str(Path(__file__).resolve().parent))
     edited = " and edits" if output(*git, "status", "--porcelain", "--untracked-files=no") else ""
     lines = [
         f"Running Python {sys.version}",
