@@ -55,7 +55,6 @@ from tqdm import tqdm
 
 SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024  # the format of llm.c
 HEAD_MULTIPLE = 128  # the head's rows are padded to a multiple of it, for aligned matmul tiles
-FP8_MAX = 448.0  # the largest e4m3 number; a cast of more saturates on some devices and gives NaN on others
 LOSS_LAG = 8  # steps after which a training loss is looked at
 READ_AHEAD = 2  # batches that the reader keeps ready
 
@@ -110,6 +109,7 @@ class Hyperparameters:
     attention_scale: Annotated[float, "factor on the attention scores; q and k have unit RMS"] = 0.12
     lm_head_softcap: Annotated[float, "logits are squashed into this range on both sides of 0"] = 15.0
     lm_head_fp8: Annotated[bool, "train the head in FP8 where the device can"] = True
+    lm_head_slice: Annotated[int, "tokens whose logits exist at a time"] = 8192
     block_size: Annotated[int, "tokens per block of the attention mask"] = 128
     window_tokens: Annotated[int, "long window at the end of the run; the short one is half as many blocks"] = 1728
     # optimizers
@@ -195,6 +195,7 @@ PRESETS = {
         attention_layout="LL",
         value_embed_layout="00",
         lm_head_fp8=False,
+        lm_head_slice=1024,
         block_size=64,
         window_tokens=128,
         muon_lr=0.025,
@@ -268,54 +269,88 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
 # Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2.
 
 
-class Fp8Matmul(torch.autograd.Function):
-    """x @ w.T with both factors in FP8, and FP8 gradients (record 19, @YouJiacheng). x (T, K), w (V, K) -> (T, V).
+class HeadLoss(torch.autograd.Function):
+    """The mean cross entropy of `head_loss`, with the gradients that it makes on the way.
 
-    Three products: out = x w' (e4m3 times e4m3), grad_x = g w and grad_w = g' x (e5m2 times e4m3: gradients need range
-    more than precision). The scales are static: x has unit RMS, w saturates at FP8_MAX / w_s, and the gradient of a
-    mean loss over T tokens is at most 1 / T.
+    To recompute the slices in the backward was measured to cost 27 to 41% of head and loss; this costs nothing.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, x_s: float, w_s: float, grad_s: float) -> Tensor:
-        x8 = (x * x_s).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-        w8 = (w * w_s).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-        ctx.save_for_backward(x8, w8)
-        ctx.scales, ctx.dtypes = (x_s, w_s, grad_s), (x.dtype, w.dtype)
-        return scaled_mm(x8, w8.t(), x_s, w_s, x.dtype, use_fast_accum=True)
+    def forward(ctx, *args) -> Tensor:
+        loss, *grads = head_loss(*args, with_grads=True)
+        ctx.save_for_backward(*grads)
+        return loss
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (x8, w8), (x_s, w_s, grad_s), (x_dtype, w_dtype) = ctx.saved_tensors, ctx.scales, ctx.dtypes
-        g8 = (grad * grad_s).to(torch.float8_e5m2)
-        grad_x = scaled_mm(g8, w8.t().contiguous().t(), grad_s, w_s, x_dtype)
-        # As (K, V), then transposed: faster than (V, K) directly (record 19)
-        grad_w = scaled_mm(x8.t().contiguous(), g8.t().contiguous().t(), x_s, grad_s, w_dtype).t()
-        return grad_x, grad_w, None, None, None
+        grad_x, grad_w = ctx.saved_tensors
+        return grad * grad_x, grad * grad_w, None, None, None, None
 
 
-def scaled_mm(a: Tensor, b: Tensor, a_s: float, b_s: float, dtype: torch.dtype, use_fast_accum: bool = False) -> Tensor:
-    """a @ b / (a_s b_s) for FP8 factors, `a` row-major and `b` column-major, as cuBLAS wants them."""
+def head_loss(
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    softcap: float,
+    slice_tokens: int,
+    fp8_scales: tuple[float, float, float] | None,
+    with_grads: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Mean cross entropy of softcapped logits x @ w.T, and its gradients to x (T, K) and w (V, K) if asked for.
+
+    The (T, V) logits never exist whole, but for `slice_tokens` tokens at a time. With `fp8_scales`, of x, w and the
+    logits' gradient, the three products are in FP8 (record 19, @YouJiacheng): e4m3 forward, e5m2 for the gradient,
+    which needs range more than precision. The scales are static: x has unit RMS, w saturates, and the gradient of a
+    mean loss over T tokens is at most 1 / T, T being the tokens of the sequence, not of the slice.
+
+    The cap, cap tanh(z / cap) + cap, is the softcap of Gemma 2 (arXiv:2408.00118) but for a shift that the softmax does
+    not see; 15 instead of 30 since record 18 (@KoszarskyB).
+    """
+    x_s, w_s, grad_s = fp8_scales or (1.0, 1.0, 1.0)
+
+    def quantize(t: Tensor, scale: float, kind: torch.dtype) -> Tensor:
+        if fp8_scales is None:
+            return t.to(x.dtype)
+        limit = torch.finfo(kind).max  # a cast of more saturates on some devices and gives NaN on others
+        return (t * scale).clamp(-limit, limit).to(kind)
+
+    def product(a: Tensor, b: Tensor, a_s: float, b_s: float, dtype: torch.dtype, fast: bool = False) -> Tensor:
+        return (a @ b).to(dtype) if fp8_scales is None else scaled_mm(a, b, a_s, b_s, dtype, fast)
+
+    w_q = quantize(w, w_s, torch.float8_e4m3fn)
+    loss, grads_x, grad_w = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32)), [], None
+    for x_slice, t in zip(x.split(slice_tokens), targets.split(slice_tokens), strict=True):
+        x_q = quantize(x_slice, x_s, torch.float8_e4m3fn)
+        u = torch.sigmoid(product(x_q, w_q.t(), x_s, w_s, x.dtype, fast=True).to(loss.dtype) / (softcap / 2))
+        log_p = F.log_softmax(2 * softcap * u, dim=-1)
+        loss = loss + F.nll_loss(log_p, t, reduction="sum")
+        if with_grads:
+            hits = t[:, None] == torch.arange(len(w), device=t.device)
+            grad = quantize((log_p.exp() - hits.type_as(u)) * (4 * u * (1 - u)) / len(x), grad_s, torch.float8_e5m2)
+            grads_x.append(product(grad, w_q, grad_s, w_s, x.dtype))
+            # As (K, V), then transposed: faster than (V, K) directly (record 19)
+            part = product(x_q.t(), grad, x_s, grad_s, w.dtype).t()
+            grad_w = part if grad_w is None else grad_w + part
+    return loss / len(x), torch.cat(grads_x) if with_grads else None, grad_w
+
+
+def scaled_mm(a: Tensor, b: Tensor, a_s: float, b_s: float, dtype: torch.dtype, use_fast_accum: bool) -> Tensor:
+    """a @ b / (a_s b_s) for FP8 factors, `a` made row-major and `b` column-major, as cuBLAS wants them."""
+    a, b = a.contiguous(), b.t().contiguous().t()
     scale_a, scale_b = (torch.full((), 1 / scale, dtype=torch.float32, device=a.device) for scale in (a_s, b_s))
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype, use_fast_accum=use_fast_accum)
 
 
 class CastedLinear(nn.Linear):
-    """A linear map without bias: the weight is kept in full precision, the product is in that of the input.
+    """A linear map without bias: the weight is kept in full precision, the product is in that of the input."""
 
-    With `fp8_scales` (x, w, grad) it trains in FP8; validation never does.
-    """
-
-    def __init__(self, in_features: int, out_features: int, fp8_scales: tuple[float, float, float] | None = None):
+    def __init__(self, in_features: int, out_features: int):
         super().__init__(in_features, out_features, bias=False)
-        self.fp8_scales = fp8_scales
 
     def reset_parameters(self) -> None:
         pass  # GPT.init_weights does it for all parameters
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fp8_scales is not None and self.training:
-            return Fp8Matmul.apply(x.flatten(0, -2), self.weight, *self.fp8_scales).view(*x.shape[:-1], -1)
         return F.linear(x, self.weight.type_as(x))
 
 
@@ -484,7 +519,7 @@ class GPT(nn.Module):
         self.value_embeds = nn.ModuleList(nn.Embedding(cfg.vocab_size, value_dim) for _ in range(num_value_embeds))
         self.blocks = nn.ModuleList(Block(cfg, has_attention=letter != "-") for letter in cfg.attention_layout)
         self.skip_weights = nn.Parameter(torch.empty(len(self.blocks) // 2))
-        self.lm_head = CastedLinear(cfg.model_dim, head_rows, self.FP8_SCALES if cfg.lm_head_fp8 else None)
+        self.lm_head = CastedLinear(cfg.model_dim, head_rows)
         self.rotary = Rotary(cfg.head_dim, max(cfg.train_seq_len, cfg.val_seq_len))
         self.use_flex = is_on_cuda(cfg)
         self.kernel_options = flex_kernel_options() if self.use_flex and torch.cuda.is_available() else None
@@ -517,6 +552,18 @@ class GPT(nn.Module):
             embed.to(dtype)
 
     def forward(self, tokens: Tensor, targets: Tensor, window: Tensor) -> Tensor:
+        scales = self.FP8_SCALES if self.cfg.lm_head_fp8 and self.training else None  # validation is never in FP8
+        head = (self.lm_head.weight, targets, self.cfg.lm_head_softcap, self.cfg.lm_head_slice, scales)
+        x = self.features(tokens, window)
+        return HeadLoss.apply(x, *head) if torch.is_grad_enabled() else head_loss(x, *head)[0]
+
+    def logits(self, x: Tensor) -> Tensor:
+        """What `head_loss` takes the loss of, for sampling: features (..., dim) -> (..., head_rows), at least fp32."""
+        z, cap = self.lm_head(x), self.cfg.lm_head_softcap
+        return 2 * cap * torch.sigmoid(z.to(torch.promote_types(z.dtype, torch.float32)) / (cap / 2))
+
+    def features(self, tokens: Tensor, window: Tensor) -> Tensor:
+        """The head's input (T, dim)."""
         masks = self.attention_masks(tokens, window)
         value_embeds = {str(i): embed(tokens) for i, embed in enumerate(self.value_embeds)}
         x = x0 = norm(self.embed(tokens))
@@ -529,12 +576,7 @@ class GPT(nn.Module):
             x = block(x, x0, value_embed, self.rotary, self.attend, masks.get(self.cfg.attention_layout[i]))
             if j < 0:
                 skips.append(x)
-        # cap tanh(z / cap) + cap, which is the softcap of Gemma 2 (arXiv:2408.00118) but for a shift that the softmax
-        # does not see; 15 instead of 30 since record 18 (@KoszarskyB)
-        cap = self.cfg.lm_head_softcap
-        logits = self.lm_head(norm(x))
-        logits = 2 * cap * torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)) / (cap / 2))
-        return F.cross_entropy(logits, targets)
+        return norm(x)
 
     def attention_masks(self, tokens: Tensor, window: Tensor) -> dict[str, BlockMask | GatheredMask]:
         """The long and the short mask, by their letter in `attention_layout`."""
