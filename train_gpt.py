@@ -600,10 +600,10 @@ class GPT(nn.Module):
 # ----------------------------------------------------------------------------------------------------------------------
 # Optimizers: Muon for the hidden matrices, Adam for the rest; every rank updates its share.
 #
-# A step has three phases, so that communication overlaps compute: `reduce` launches a reduce-scatter of every gradient;
-# `update` consumes them one by one, while later ones are on their way, and launches the all-gathers; `finish` waits
-# for those. No two collectives under way share a buffer, and each keeps its own until it is done. One process goes the
-# same way, without collectives.
+# A step has three phases, so that communication overlaps compute: `reduce` launches a reduce-scatter of every group's
+# gradients; `update` consumes them one by one, while later ones are on their way, and launches the all-gathers;
+# `finish` waits for those. No two collectives under way share a buffer, and each keeps its own until it is done. One
+# process goes the same way, without collectives.
 
 
 @dataclass
@@ -721,26 +721,23 @@ class Muon:
         return {f"{'+'.join(group['names'])}.momentum_buffer": group["momentum_buffer"] for group in self.param_groups}
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        for group in self.param_groups:
-            torch.cat([as_stack(p.grad) for p in group["params"]], out=group["grads"][: sum(group["counts"])])
-            group["pending"] = self.world.reduce_scatter(group["grads"])
+    def reduce(self, group: dict) -> None:
+        torch.cat([as_stack(p.grad) for p in group["params"]], out=group["grads"][: sum(group["counts"])])
+        group["pending"] = self.world.reduce_scatter(group["grads"])
 
     @torch.no_grad()
-    def update(self) -> None:
-        for group in self.param_groups:
-            grad = group["pending"].wait().div_(self.grad_divisor)
-            momentum_buffer = group["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
-            update = self.orthogonalize(grad.lerp_(momentum_buffer, group["momentum"]), self.dtype)
-            group["pending"] = self.world.all_gather(update)
+    def update(self, group: dict) -> None:
+        grad = group["pending"].wait().div_(self.grad_divisor)
+        momentum_buffer = group["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+        update = self.orthogonalize(grad.lerp_(momentum_buffer, group["momentum"]), self.dtype)
+        group["pending"] = self.world.all_gather(update)
 
     @torch.no_grad()
-    def finish(self) -> None:
-        for group in self.param_groups:
-            updates = group.pop("pending").wait()[: sum(group["counts"])].split(group["counts"])
-            for p, update in zip(group["params"], updates, strict=True):
-                aspect = p.size(-2) / p.size(-1)
-                p.add_((update.mT if aspect > 1 else update).view_as(p), alpha=-group["lr"] * max(1, aspect) ** 0.5)
+    def finish(self, group: dict) -> None:
+        updates = group.pop("pending").wait()[: sum(group["counts"])].split(group["counts"])
+        for p, update in zip(group["params"], updates, strict=True):
+            aspect = p.size(-2) / p.size(-1)
+            p.add_((update.mT if aspect > 1 else update).view_as(p), alpha=-group["lr"] * max(1, aspect) ** 0.5)
 
 
 class Adam:
@@ -784,26 +781,23 @@ class Adam:
         return {f"{'+'.join(group['names'])}.{kind}": group[kind] for group in self.param_groups for kind in kinds}
 
     @torch.no_grad()
-    def reduce(self) -> None:
-        for group in self.param_groups:
-            torch._foreach_copy_(group["grad_views"], [p.grad for p in group["params"]])
-            group["pending"] = self.world.reduce_scatter(group["grads"])
+    def reduce(self, group: dict) -> None:
+        torch._foreach_copy_(group["grad_views"], [p.grad for p in group["params"]])
+        group["pending"] = self.world.reduce_scatter(group["grads"])
 
     @torch.no_grad()
-    def update(self) -> None:
-        options = dict(fused=True, amsgrad=False, weight_decay=0.0, maximize=False)
-        for group in self.param_groups:
-            options |= dict(beta1=group["betas"][0], beta2=group["betas"][1], eps=self.eps)
-            grad = group["pending"].wait().div_(self.grad_divisor)
-            own, *state = ([group[kind]] for kind in ("own", "exp_avg", "exp_avg_sq"))
-            adam(own, [grad], *state, [], [group["step"]], lr=group["lr"], **options)
-            if self.world.size > 1:
-                group["pending"] = self.world.all_gather(grad.copy_(group["own"]), into=group["flat"])
+    def update(self, group: dict) -> None:
+        beta1, beta2 = group["betas"]
+        options = dict(lr=group["lr"], beta1=beta1, beta2=beta2, eps=self.eps, fused=True)
+        grad = group["pending"].wait().div_(self.grad_divisor)
+        own, *state = ([group[kind]] for kind in ("own", "exp_avg", "exp_avg_sq"))
+        adam(own, [grad], *state, [], [group["step"]], **options, amsgrad=False, weight_decay=0.0, maximize=False)
+        if self.world.size > 1:
+            group["pending"] = self.world.all_gather(grad.copy_(group["own"]), into=group["flat"])
 
     @torch.no_grad()
-    def finish(self) -> None:
-        for group in self.param_groups:
-            group.pop("pending").wait()
+    def finish(self, group: dict) -> None:
+        group.pop("pending").wait()
 
 
 def build_optimizers(gpt: GPT, cfg: Hyperparameters, world: World, orthogonalize: Callable) -> tuple[Muon, Adam]:
@@ -822,9 +816,15 @@ def build_optimizers(gpt: GPT, cfg: Hyperparameters, world: World, orthogonalize
 
 
 def step_optimizers(optimizers: Sequence[Muon | Adam]) -> None:
+    """One step of every group of all of them, from the sum of the gradients of this rank's sequences."""
+    # Collectives run one at a time as they were launched, so the groups are taken in that order in every phase, which
+    # has to be the same on all ranks. The biggest first: its update has the other reduce-scatters to hide behind, the
+    # first all-gather is ready when the last of them ends, and what then is left to update is the smallest group.
+    groups = [(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups]
+    groups.sort(key=lambda pair: -pair[1]["grads"].nbytes)
     for phase in ("reduce", "update", "finish"):
-        for optimizer in optimizers:
-            getattr(optimizer, phase)()
+        for optimizer, group in groups:
+            getattr(optimizer, phase)(group)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
