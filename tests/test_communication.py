@@ -126,7 +126,7 @@ def test_a_step_communicates_once_however_many_sequences_a_rank_has(
     monkeypatch.setattr(dist, "barrier", lambda: None)
     world = World(1, 2)
     try:
-        plans, log = train_gpt.plan_data(cfg), train_gpt.RunLog(cfg, world)
+        plans, log = train_gpt.plan_data(cfg), train_gpt.RunLog(cfg, world, start=0)
         train_gpt.train(cfg, world, torch.device("cpu"), plans, log, None)
     finally:
         gc.unfreeze()
