@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from records import logs, plots, proof, publish, race, rules
+from records import logs, masks, plots, proof, publish, race, rules
 from records.logs import RECORDS, ToolError
 
 INTRODUCTION = "Prove and compare speedrun records. A record is named by its folder, or a unique part of that."
@@ -127,6 +127,16 @@ def command_plot(args: argparse.Namespace) -> tuple[dict, str, int]:
     return dict(file=str(path)) | found, str(path), 0
 
 
+def command_mask(args: argparse.Namespace) -> tuple[dict, str, int]:
+    path = args.output or Path("mask.png")
+    found = masks.plot_masks(args.flags, args.step, args.sequence, args.training, path)
+    told = [f"{path}: {found['what']}"]
+    for letter in masks.NAMES:
+        share, full, partial = (found[letter][key] for key in ("share", "full", "partial"))
+        told.append(f"{letter}: {share:.1%} of the causal blocks computed, {full} full, {partial} partial")
+    return dict(file=str(path)) | found, "\n".join(told), 0
+
+
 def command_table(args: argparse.Namespace) -> tuple[dict, str, int]:
     differs = publish.rewrite_tables(args.root, args.check)
     state = "is up to date"
@@ -190,6 +200,17 @@ def build_parser() -> ArgumentParser:
     plot.add_argument("--history", action="store_true", help="the history instead")
     plot.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="default: curves.png or history.png")
 
+    mask = add(
+        command_mask,
+        "Picture of which blocks of keys each block of queries sees, in a sequence of the run's own data.",
+        usage="%(prog)s [options] [-- FLAGS ...]",
+        epilog="FLAGS after -- are those of train_gpt.py, such as -- --preset nano --window_tokens 1728.",
+    )
+    mask.add_argument("--step", type=count, help="whose window (default: the last)")
+    mask.add_argument("--sequence", type=count, default=0, help="which one (default: 0)")
+    mask.add_argument("--training", action="store_true", help="of the batch of that step, not of validation")
+    mask.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="default: mask.png")
+
     table = add(command_table, "Rewrite the leaderboards in the records' README.md from the logs.")
     table.add_argument("--check", action="store_true", help="only say, by exit code 1, whether they are out of date")
     return parser
@@ -199,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 1 a check failed, 2 something has to be mended (one line on stderr says what)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     flags: list[str] = []
-    if argv[:1] == ["race"] and "--" in argv:
+    if argv[:1] in (["race"], ["mask"]) and "--" in argv:
         at = argv.index("--")
         argv, flags = argv[:at], argv[at + 1 :]
     try:

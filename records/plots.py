@@ -65,7 +65,7 @@ def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
 
 def save(figure, path: Path) -> None:
     try:
-        figure.savefig(path, dpi=160)
+        figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ToolError(f"{path}: {reason}; choose another -o FILE.png") from None
@@ -109,15 +109,46 @@ def plot_curves(curves: Sequence[Curve], path: Path) -> None:
     save(figure, path)
 
 
+def settings_of_a_step(log: Log) -> dict:
+    free = ("seed", "num_iterations", "run_id", "log_dir")
+    return {name: value for name, value in (log.configuration or {}).items() if name not in free}
+
+
+def step_times(folder: Path, logs: Sequence[Log]) -> dict[tuple[str | None, int | None], float]:
+    """The median step in ms of a record's runs, by hardware and seed; those in its subfolders may be longer or shorter.
+
+    A median that the log does not state is taken from its step lines.
+    """
+    more = [read_log(path) for path in sorted(folder.glob("*/*.txt"))]
+    runs = [*[log for log in more if settings_of_a_step(log) == settings_of_a_step(logs[0])], *logs]
+    return {(r.hardware, r.seed): r.stated_step_time or r.step_time or r.train_time / r.num_steps for r in runs}
+
+
 def own_history(root: Path) -> dict[str, list[dict]]:
-    """Per track the records with logs, oldest first: name and mean train time in s."""
+    """Per track the records with logs, oldest first: their steps, and how long these take in s.
+
+    Times compare only where scripts took turns on one machine, which runs of the same seeds on the same hardware are
+    taken for. So a step's time is the mean over the runs that a record has in common with the ones before, and these
+    are one `series`; a record that has none in common begins another.
+    """
     history: dict[str, list[dict]] = {}
+    common: dict[str, set[tuple[str | None, int | None]]] = {}
     for folder in record_folders(root):
-        if log_paths(folder):
-            logs = record_logs(folder)
-            require_one_experiment(logs)
-            seconds = statistics.fmean(log.train_time for log in logs) / 1000
-            history.setdefault(logs[0].track or "unknown", []).append(dict(name=folder.name, seconds=seconds))
+        if not log_paths(folder):
+            continue
+        logs = record_logs(folder)
+        require_one_experiment(logs)
+        track, steps, times = logs[0].track or "unknown", logs[0].num_steps, step_times(folder, logs)
+        records = history.setdefault(track, [])
+        shared = common.get(track, set()) & set(times)
+        series = records[-1]["series"] + (not shared) if records else 1
+        common[track] = shared or set(times)
+        step_ms = statistics.fmean(times[run] for run in common[track])
+        seeds = sorted(seed for _, seed in common[track] if seed is not None)
+        records.append(
+            dict(name=folder.name, steps=steps, step_ms=step_ms, seconds=steps * step_ms / 1000)
+            | dict(series=series, seeds=seeds)
+        )
     return history
 
 
@@ -128,22 +159,24 @@ def plot_history(root: Path, path: Path) -> dict:
         dict(name=f"{r['date']} {r['name']} (#{r['number']})", minutes=r["official_minutes"]) for r in public["records"]
     ]
     rows = max([len(theirs), *(len(records) for records in own.values())])
-    figure, panels = new_figure(len(own) + 1, 6.6, 1.6 + 0.4 * rows)
-    titles = [f"{track} track, measured here" for track in own]
-    columns = [
-        ([r["name"].replace("_", " ", 1) for r in records], [r["seconds"] for r in records]) for records in own.values()
-    ]
-    titles.append(f"{public['credit']} on {public['hardware']},\npublished, not measured here")
-    columns.append(([r["name"] for r in theirs], [r["minutes"] for r in theirs]))
-    for i, (panel, title, (names, values)) in enumerate(zip(panels, titles, columns, strict=True)):
-        is_public = i == len(own)
-        bars = panel.barh(names, values, height=0.6, color="0.6" if is_public else COLOURS[i % len(COLOURS)])
-        panel.bar_label(bars, fmt="%.2f", padding=3)
-        panel.margins(x=0.15)
-        panel.grid(False, axis="y")
-        panel.invert_yaxis()
-        panel.set_xlabel("official record time (minutes)" if is_public else "mean train time (s)")
-        panel.set_title(title, fontsize=10)
+    figure, panels = new_figure(len(own) + 1, 6.6, 1.8 + 0.4 * rows)
+    for panel, (track, records) in zip(panels, own.items(), strict=False):
+        draw_bars(panel, [r["name"].replace("_", " ", 1) for r in records], [r["seconds"] for r in records])
+        for bar, record in zip(panel.patches, records, strict=True):
+            bar.set_color(COLOURS[(record["series"] - 1) % len(COLOURS)])
+        note = "bars of one colour were timed in turn, others do not compare" if records[-1]["series"] > 1 else ""
+        panel.set_title(f"{track} track, measured here\n{note}".strip(), fontsize=10)
+        panel.set_xlabel("time to the target (s): steps times median step")
+    draw_bars(panels[-1], [r["name"] for r in theirs], [r["minutes"] for r in theirs])
+    panels[-1].set_title(f"{public['credit']} on {public['hardware']},\npublished, not measured here", fontsize=10)
+    panels[-1].set_xlabel("official record time (minutes)")
     figure.suptitle("History of record times")
     save(figure, path)
     return dict(own=own, public=theirs)
+
+
+def draw_bars(panel, names: Sequence[str], values: Sequence[float]) -> None:
+    panel.bar_label(panel.barh(names, values, height=0.6, color="0.6"), fmt="%.2f", padding=3)
+    panel.margins(x=0.15)
+    panel.grid(False, axis="y")
+    panel.invert_yaxis()

@@ -18,13 +18,14 @@ from records import proof, race, rules
 from records.__main__ import build_parser, main
 from records.logs import RECORDS, read_log
 from records.publish import BEGIN, END
+from shards import write_shard
 from synthetic_logs import SOURCE, log_text, public_text, write_record
 
 ROOT = Path(train_gpt.__file__).parent
 NAME = "2026-01-02_Good"
 LOSSES = (1.431, 1.428, 1.433, 1.430, 1.429)
 EMPTY_TABLES = f"# Records\n\n{BEGIN}\n{END}\n\nMore.\n"
-COMMANDS = ("new", "diff", "verify", "stats", "race", "plot", "table")
+COMMANDS = ("new", "diff", "verify", "stats", "race", "plot", "mask", "table")
 
 
 def good(**settings) -> list[str]:
@@ -573,6 +574,8 @@ def test_every_command_has_help_and_json(tool, root, tmp_path):
     (tmp_path / "log.txt").write_text(log_text())
     (tmp_path / "script.py").write_text(SCRIPT.replace("SLOWNESS", "1.0"))
     script, helper = str(tmp_path / "script.py"), ["--", "--helper", str(Path(__file__).parent)]
+    write_shard(tmp_path / "val.bin", np.zeros(9000, dtype=np.int64))
+    files = ["--val_files", str(tmp_path / "val.bin")]
     argvs = {
         "new": ["Fresh", str(tmp_path / "log.txt")],
         "diff": ["good", script],
@@ -580,6 +583,7 @@ def test_every_command_has_help_and_json(tool, root, tmp_path):
         "stats": ["good"],
         "race": [script, script, "--pairs", "2", *helper],
         "plot": ["good", "-o", str(tmp_path / "figure.png")],
+        "mask": ["-o", str(tmp_path / "mask.png"), "--", "--preset", "nano", *files, "--val_tokens", "8192"],
         "table": [],
     }
     assert set(argvs) == set(COMMANDS)

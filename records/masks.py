@@ -1,0 +1,153 @@
+"""Picture of the attention mask: which blocks of keys each block of queries sees in a sequence of a run's own data."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from records.logs import ToolError
+from records.plots import new_figure, save
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from train_gpt import Hyperparameters
+
+UNSEEN, PARTIAL, FULL = range(3)
+COLOURS = ((0.93, 0.93, 0.93), (0.55, 0.76, 0.90), (0.0, 0.36, 0.62))  # of these three
+DOCUMENT = "#D55E00"
+NAMES = {"L": "long window", "S": "short window"}
+
+
+def listed_blocks(mask: "BlockMask") -> "np.ndarray":
+    """(query blocks, key blocks) of UNSEEN, PARTIAL and FULL, read from the lists of a BlockMask as its kernel does.
+
+    Of each list of key blocks only as many entries count as the query block's number says; what is behind is junk.
+    """
+    import numpy as np
+
+    num_blocks = mask.kv_indices.size(-2)
+    seen = np.full((num_blocks, num_blocks), UNSEEN, dtype=np.uint8)
+    assert mask.full_kv_num_blocks is not None
+    assert mask.full_kv_indices is not None
+    for value, counts, indices in (
+        (PARTIAL, mask.kv_num_blocks, mask.kv_indices),
+        (FULL, mask.full_kv_num_blocks, mask.full_kv_indices),
+    ):
+        for query, (count, keys) in enumerate(zip(counts[0, 0].tolist(), indices[0, 0].numpy(), strict=True)):
+            seen[query, keys[:count]] = value
+    return seen
+
+
+def read_sequence(cfg: "Hyperparameters", step: int, sequence: int, training: bool) -> tuple["Tensor", str]:
+    """The tokens of a sequence, and what it is: one of validation, or of the batch that a training step takes."""
+    import numpy as np
+    import torch
+
+    import train_gpt
+
+    fix = train_gpt.data_command(cfg)
+    if training:
+        plan = train_gpt.plan_batches(train_gpt.find_shards(cfg.train_files, fix), cfg.batch_tokens, step + 1)
+        number, length, position, offset = cfg.batch_sequences, cfg.train_seq_len, step, sequence * cfg.train_seq_len
+        what = f"sequence {sequence} of training step {step}"
+    else:
+        number, length, position, offset = cfg.val_tokens // cfg.val_seq_len, cfg.val_seq_len, sequence, 0
+        plan = train_gpt.plan_batches(train_gpt.find_shards(cfg.val_files, fix), length, sequence + 1)
+        what = f"validation sequence {sequence} at step {step}"
+    if sequence >= number:
+        raise ToolError(f"--sequence {sequence}: there are {number}, 0 to {number - 1}")
+    if position >= len(plan):
+        raise ToolError(f"the shards hold {len(plan)} batches, that of {what} is not there; get more: {fix}")
+    tokens = np.empty(length, dtype=np.uint16)
+    train_gpt.read_tokens(plan[position], offset, tokens, cfg.vocab_size)
+    return torch.from_numpy(tokens.astype(np.int32)), what
+
+
+def block_masks(cfg: "Hyperparameters", tokens: "Tensor", window: int) -> dict[str, "BlockMask"]:
+    """The masks that the model makes for FlexAttention, by their letter in `attention_layout`."""
+    import torch
+
+    import train_gpt
+
+    with torch.device("meta"):  # no parameter is needed
+        gpt = train_gpt.GPT(cfg)
+    gpt.use_flex = True
+    masks = gpt.attention_masks(tokens, torch.tensor(window, dtype=torch.int32))
+    return {letter: mask for letter, mask in masks.items() if not isinstance(mask, train_gpt.GatheredMask)}
+
+
+def plot_masks(flags: Sequence[str], step: int | None, sequence: int, training: bool, path: Path) -> dict[str, Any]:
+    """Draws the masks of a run with these flags of train_gpt.py; returns what the picture shows, in numbers."""
+    import train_gpt
+
+    try:
+        cfg = train_gpt.parse_args(flags)
+        last = cfg.num_iterations - training  # validation has one step more: after the last
+        if step is None:
+            step = last
+        elif step > last:
+            raise ToolError(f"--step {step}: the run's last {'training' if training else 'validation'} is step {last}")
+        tokens, what = read_sequence(cfg, step, sequence, training)
+    except train_gpt.UserError as error:
+        raise ToolError(str(error)) from None
+    starts = (tokens == cfg.eot_token).nonzero().flatten().tolist()
+    window = train_gpt.window_blocks(step, cfg)
+    found: dict[str, Any] = dict(what=what, block_size=cfg.block_size, window_blocks=window)
+    found |= dict(num_tokens=len(tokens), documents=starts)
+    edges = sorted({0, *starts, len(tokens)})
+    figure, panels = new_figure(2, 5.2, 6.0, sharey=True)
+    for panel, (letter, mask) in zip(panels, block_masks(cfg, tokens, window).items(), strict=True):
+        seen = listed_blocks(mask)
+        layers = [i for i, other in enumerate(cfg.attention_layout) if other == letter]
+        partial, full = int((seen == PARTIAL).sum()), int((seen == FULL).sum())
+        share = (partial + full) / (len(seen) * (len(seen) + 1) // 2)
+        found[letter] = dict(layers=layers, partial=partial, full=full, share=share)
+        draw_mask(panel, seen, edges)
+        farthest = int((seen != UNSEEN).sum(1).max())
+        reach = f"at most {plural(farthest, 'block')} = {farthest * cfg.block_size:,} tokens"
+        where = f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}" if layers else "no layer has it"
+        title = f"{letter}, {NAMES[letter]}: {reach} ({where})\n{share:.1%} of the causal blocks computed"
+        panel.set_title(f"{title}: {full:,} full, {partial:,} partial", fontsize=9)
+    panels[0].set_ylabel("query token")
+    add_legend(figure)
+    title = f"Which blocks of {cfg.block_size} keys each block of queries sees: {cfg.preset}, {what}"
+    figure.suptitle(title, fontsize=11)
+    save(figure, path)
+    return found
+
+
+def plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def draw_mask(panel, seen: "np.ndarray", edges: Sequence[int]) -> None:
+    """`seen` as an image of tokens by tokens, and around each document's causal pairs a triangle."""
+    import numpy as np
+
+    colours = np.array(COLOURS)[seen]
+    colours[np.triu_indices(len(seen), 1)] = 1  # the future
+    size = edges[-1]
+    panel.imshow(colours, extent=(0, size, size, 0), interpolation="nearest")
+    for start, end in pairwise(edges):
+        panel.plot([start, start, end, start], [start, end, end, start], color=DOCUMENT, linewidth=0.8)
+    panel.grid(False)
+    panel.set_xlim(0, size)
+    panel.set_ylim(size, 0)
+    panel.set_xlabel("key token")
+    panel.xaxis.set_major_formatter("{x:,.0f}")
+    panel.yaxis.set_major_formatter("{x:,.0f}")
+    panel.locator_params(nbins=5)
+
+
+def add_legend(figure) -> None:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    meanings = ("not seen: skipped", "seen in part: masked token by token", "seen whole: no mask needed")
+    patches = [Patch(facecolor=COLOURS[i], edgecolor="0.6", linewidth=0.5, label=meanings[i]) for i in (FULL, PARTIAL)]
+    patches.append(Patch(facecolor=COLOURS[UNSEEN], edgecolor="0.6", linewidth=0.5, label=meanings[UNSEEN]))
+    handles = [*patches, Line2D([], [], color=DOCUMENT, linewidth=0.8, label="a document's causal pairs")]
+    figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=4, fontsize=9)
