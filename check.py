@@ -29,6 +29,10 @@ import types
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from train_gpt import Hyperparameters
 
 ROOT = Path(__file__).resolve().parent
 # Taken from train_gpt.py, with all that they name
@@ -68,7 +72,7 @@ class Run:
     """A run to check. `trainer`: see load_trainer; `cfg`: its Hyperparameters; `gpus`: those that torch can use."""
 
     trainer: types.ModuleType
-    cfg: object
+    cfg: Hyperparameters
     gpus: Sequence[Gpu]
     processes: int = 1
 
@@ -149,7 +153,8 @@ def list_gpus() -> dict[str, Gpu]:
         if len(values) != 6 or not re.fullmatch(r"\d+\.\d+ \d+[\d.]*", " ".join(values[4:])):
             raise RuntimeError(f"nvidia-smi answers {line!r} when asked for {columns}")
         free = int(values[3]) * 2**20 if values[3].isdecimal() else None
-        gpus[f"{values[0]} {values[1]}"] = Gpu(values[2], free, tuple(map(int, values[4].split("."))), values[5])
+        major, minor = map(int, values[4].split("."))
+        gpus[f"{values[0]} {values[1]}"] = Gpu(values[2], free, (major, minor), values[5])
     return gpus
 
 
@@ -196,7 +201,7 @@ def load_trainer(num_gpus: int) -> types.ModuleType:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     module = types.ModuleType("train_gpt_without_torch", ast.get_docstring(tree))
     cuda = types.SimpleNamespace(is_available=lambda: num_gpus > 0, device_count=lambda: num_gpus)
-    module.torch, module.World = types.SimpleNamespace(cuda=cuda), types.SimpleNamespace
+    vars(module).update(torch=types.SimpleNamespace(cuda=cuda), World=types.SimpleNamespace)
 
     def defined(node: ast.stmt) -> Iterable[str]:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -221,7 +226,7 @@ def load_trainer(num_gpus: int) -> types.ModuleType:
     return module
 
 
-def configure(trainer: types.ModuleType, argv: Sequence[str]) -> tuple[object, list[str]]:
+def configure(trainer: types.ModuleType, argv: Sequence[str]) -> tuple[Hyperparameters, list[str]]:
     """The configuration that the flags ask for, and what is wrong with them: not only the first thing.
 
     A refused flag is left out and the others are read again; what is then refused for the lack of it is not reported.
@@ -231,7 +236,8 @@ def configure(trainer: types.ModuleType, argv: Sequence[str]) -> tuple[object, l
         if argument.startswith("--") or not groups:
             groups.append([])
         groups[-1].append(argument)
-    problems, left_out = [], set()
+    problems: list[str] = []
+    left_out: set[str] = set()
     while True:
         try:
             return trainer.parse_args([argument for group in groups for argument in group]), problems
@@ -416,7 +422,8 @@ def check_data(run: Run, found: Findings, is_whole: bool = True) -> list[str]:
     cfg, fix = run.cfg, run.trainer.data_command(run.cfg)
     preset = run.trainer.PRESETS[cfg.preset]
     is_presets = (cfg.train_files, cfg.val_files) == (preset.train_files, preset.val_files)
-    mendable, held = [], []
+    mendable: list[str] = []
+    held: list[str] = []
     for role, pattern, batch_tokens, num_batches, flag in (
         ("training", cfg.train_files, cfg.batch_tokens, cfg.num_iterations, "num_iterations"),
         ("validation", cfg.val_files, cfg.val_seq_len, cfg.val_tokens // cfg.val_seq_len, "val_tokens"),

@@ -61,9 +61,10 @@ def sha256(path: Path) -> str:
 
 def describe(error: Exception) -> str:
     """The error in one line: its kind, and the first line of its text."""
+    told: BaseException = error
     if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
-        error = error.__cause__  # says what happened; the error itself, only that the file is not here
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        told = error.__cause__  # says what happened; the error itself, only that the file is not here
+    return f"{type(told).__name__}: {str(told).strip().partition(chr(10))[0]}"
 
 
 def fetch(name: str, out: Path) -> str | None:
@@ -92,6 +93,7 @@ def fetch(name: str, out: Path) -> str | None:
                 return f"{name}: {describe(error)}"
             print(f"{name}: {describe(error)}; trying again in {wait} s", file=sys.stderr)
             time.sleep(wait)
+    raise AssertionError("the last attempt returns")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 import argparse
 import datetime
+import io
 import json
 import math
 import os
@@ -72,15 +73,15 @@ def command_verify(args: argparse.Namespace) -> tuple[dict, str, int]:
     silent = [] if folders else [folder.name for folder in all_folders if not logs.log_paths(folder)]
     checked = folders or [folder for folder in all_folders if folder.name not in silent]
     verdicts = [rules.check_record(folder) for folder in checked]
-    told = []
+    lines = []
     for verdict in verdicts:
-        told += [f"FAIL {verdict.name}: {failure}" for failure in verdict.failures]
-        told += [f"ok {verdict.name}: {verdict.summary}"] if verdict.ok else []
-        told += [f"note {verdict.name}: {note}" for note in verdict.notes]
-    told += [f"note {name}: has no logs, nothing to verify" for name in silent]
-    found = [vars(verdict) | dict(ok=verdict.ok) for verdict in verdicts]
+        lines += [f"FAIL {verdict.name}: {failure}" for failure in verdict.failures]
+        lines += [f"ok {verdict.name}: {verdict.summary}"] if verdict.ok else []
+        lines += [f"note {verdict.name}: {note}" for note in verdict.notes]
+    lines += [f"note {name}: has no logs, nothing to verify" for name in silent]
     code = 0 if all(verdict.ok for verdict in verdicts) else 1
-    return dict(records=found, without_logs=silent), "\n".join(told) or "no records yet", code
+    records = [vars(verdict) | dict(ok=verdict.ok) for verdict in verdicts]
+    return dict(records=records, without_logs=silent), "\n".join(lines) or "no records yet", code
 
 
 def command_stats(args: argparse.Namespace) -> tuple[dict, str, int]:
@@ -235,7 +236,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"python -m records: {error}", file=sys.stderr)
         return 2
     except ModuleNotFoundError as error:
-        print(f"python -m records: {error}; pip install -r {RECORDS / 'requirements.txt'}", file=sys.stderr)
+        files = " ".join(f"-r {folder / 'requirements.txt'}" for folder in (RECORDS.parent, RECORDS))
+        print(f"python -m records: {error}; pip install {files}", file=sys.stderr)
         return 2
     except RecursionError:
         print("python -m records: a file nests too deeply: name the files of a run", file=sys.stderr)
@@ -253,5 +255,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(main())

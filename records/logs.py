@@ -197,10 +197,15 @@ def read_log(path: Path) -> Log:
     cpu = find(r"cpu: (.+), \d{1,6} cores; (\d{1,6}) processes, (\d{1,6}) threads each")
     gpu = find(r"gpu: ([^,]+),.*")
     gpus = re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s{2,}", environment, re.MULTILINE)  # nvidia-smi's, in a public log
-    if gpu or gpus:
-        hardware = f"{cpu[2]}x {gpu[1]}" if cpu and gpu else f"{len(gpus) or 1}x {gpus[0] if gpus else gpu[1]}"
-    else:
-        hardware = f"{cpu[1]}, {cpu[2]} processes of {cpu[3]} threads" if cpu else None
+    hardware = None
+    if cpu and gpu:
+        hardware = f"{cpu[2]}x {gpu[1]}"
+    elif gpus:
+        hardware = f"{len(gpus)}x {gpus[0]}"
+    elif gpu:
+        hardware = f"1x {gpu[1]}"
+    elif cpu:
+        hardware = f"{cpu[1]}, {cpu[2]} processes of {cpu[3]} threads"
     tokens = find(r"validation tokens: (\d{1,15}), sha256 ([0-9a-f]{64})(?: .*)?")
     step_time = find(r"step time: median (\d{1,9}\.\d{1,9})ms.*", after)
     shards = SHARD_LINE.finditer(environment)
@@ -284,7 +289,8 @@ def read_script(name: str, root: Path) -> tuple[str, str]:
 
 def require_one_experiment(logs: list[Log]) -> None:
     """Raises ToolError unless the logs are whole runs of one script and number of steps, each with its own seed."""
-    first, seeds = logs[0], {}
+    first = logs[0]
+    seeds: dict[int, Path] = {}
     for log in logs:
         if log.incomplete:
             raise ToolError(f"{log.path}: {log.incomplete}")
@@ -295,6 +301,8 @@ def require_one_experiment(logs: list[Log]) -> None:
             raise ToolError(f"{log.path} has {counts}: name logs of one number of steps")
         if log.track != first.track:
             raise ToolError(f"{log.path} and {first.path} are of different tracks: name logs of one")
-        if log.seed is not None and log.seed in seeds:
+        if log.seed is None:
+            continue
+        if log.seed in seeds:
             raise ToolError(f"{log.path} and {seeds[log.seed]} have the same seed {log.seed}: leave one of them out")
         seeds[log.seed] = log.path

@@ -53,7 +53,8 @@ README = """# {name}: <say in one line what it is>
 def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:
     """The unified diff of two (label, script), and how many lines it removes and adds."""
     lines = list(difflib.unified_diff(a[1].split("\n"), b[1].split("\n"), a[0], b[0], lineterm=""))
-    return lines, *(sum(line.startswith(sign) for line in lines[2:]) for sign in "-+")
+    removed, added = (sum(line.startswith(sign) for line in lines[2:]) for sign in "-+")
+    return lines, removed, added
 
 
 def mean_and_sd(values: Sequence[float], digits: int, unit: str) -> str:
@@ -126,7 +127,7 @@ def title_of(folder: Path) -> str:
 def row(folder: Path, logs: list[Log]) -> list[str]:
     sample = describe([log.val_loss for log in logs], track_of(logs[0]).target)
     times = describe([log.train_time / 1000 for log in logs])
-    step_times = [log.stated_step_time or log.step_time for log in logs]
+    step_times = [time for log in logs if (time := log.stated_step_time or log.step_time) is not None]
     peaks = [log.peak_mib for log in logs if log.peak_mib is not None]
     return [
         f"[{folder.name}]({folder.name})",
@@ -135,7 +136,7 @@ def row(folder: Path, logs: list[Log]) -> list[str]:
         f"{sample.mean:.4f} ({'' if sample.sd is None else f'sd {sample.sd:.4f}, '}n={sample.n})",
         "" if sample.p is None else f"{sample.p:.1g}",
         f"{times.mean:.2f}" + ("" if times.sd is None else f" (sd {times.sd:.2f})"),
-        "" if None in step_times else f"{statistics.fmean(step_times):.2f}",
+        "" if len(step_times) < len(logs) else f"{statistics.fmean(step_times):.2f}",
         f"{max(peaks):,}" if peaks else "",
         "; ".join(sorted({log.hardware or "not stated" for log in logs})),
     ]

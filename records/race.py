@@ -40,13 +40,14 @@ def run_script(script: Path, seed: int, run_id: str, log_dir: Path, flags: Seque
     log = read_log(log_dir / f"{run_id}.txt")
     result = read_json(log.path.with_suffix(".json"))
     loss, time = result.get("val_loss"), result.get("train_time_ms")
-    if not isinstance(loss, float) or not isinstance(time, float) or time <= 0 or (log.step_time or 0) <= 0:
+    step_time = log.step_time or 0.0
+    if not isinstance(loss, float) or not isinstance(time, float) or time <= 0 or step_time <= 0:
         raise ToolError(f"run {run_id} states no val_loss, train_time_ms or step times; race for at least 2 steps")
     if result.get("seed") != seed:
         raise ToolError(
             f"run {run_id} took seed {shown(str(result.get('seed')))}, not {seed}; leave --seed to the race"
         )
-    return Run(seed, loss, time, log.step_time, log.val_sha256)
+    return Run(seed, loss, time, step_time, log.val_sha256)
 
 
 def compare(a: Sequence[Run], b: Sequence[Run]) -> dict:

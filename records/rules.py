@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import itertools
+import math
 import re
 import struct
 import warnings
@@ -125,7 +126,7 @@ def compiler_flags(source: str) -> Iterator[str]:
                     found = [text]
             for name in found:
                 if COMPILER_SETTING.fullmatch(name):
-                    yield f"line {node.lineno} uses {name}"
+                    yield f"line {getattr(node, 'lineno', 0)} uses {name}"
             if isinstance(node, ast.Call) and "torch.compile" in (names.of(node.func), names.of(node)):
                 for word in node.keywords:
                     if word.arg not in ("fullgraph", "dynamic"):
@@ -174,8 +175,8 @@ def result_problems(log: Log) -> Iterator[str]:
     wanted = {"val_loss": (log.val_loss, 5.1e-5), "train_time_ms": (log.train_time, 0.51), "seed": (log.seed, 0)}
     for key, (stated, tolerance) in wanted.items():
         value = result.get(key)
-        is_number = isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63)
-        if stated is not None and not (is_number and abs(value - stated) <= tolerance):
+        number = value if isinstance(value, float) or (isinstance(value, int) and abs(value) < 2**63) else math.nan
+        if stated is not None and not abs(number - stated) <= tolerance:
             yield f"{path.name} says {key} {shown(str(value))}, the log {stated}; put the files of one run there"
 
 
@@ -199,8 +200,7 @@ def data_problems(log: Log, track: Track) -> Iterator[str]:
     names = [track.shard_name.format(track.first_shard + i) for i in range(shard + 1)]
     if [found.name for found in log.train_shards] != names:
         found_names = ", ".join(shard.name for shard in log.train_shards) or "none"
-        expected = f"{len(names)} from {names[0]} on"
-        yield f"{touched}: shards {shown(found_names)}, expected {expected}; train on those"
+        yield f"{touched}: shards {shown(found_names)}, expected {len(names)} from {names[0]} on; train on those"
     for found in log.train_shards:
         if (found.num_tokens, found.header_sha256) != (track.shard_tokens, track.header_sha256):
             yield f"{touched}: {found.name} has another header or {found.num_tokens} tokens; get the data again"
@@ -315,8 +315,8 @@ def check_record(folder: Path) -> Verdict:
         return verdict
     losses = [log.val_loss for log in whole]
     is_systems = any(line.startswith(SYSTEMS_RECORD) for line in (readme or "").splitlines())
-    problem = target_problem(losses, track.target, is_systems)
-    verdict.failures += [problem] if problem else []
+    missed = target_problem(losses, track.target, is_systems)
+    verdict.failures += [missed] if missed else []
     sample = describe(losses, track.target)
     p = "p waived: systems record" if is_systems else f"p={sample.p:.2g}" if sample.p is not None else "p unknown"
     verdict.summary = f"{sample} {p} ({track.name}, {whole[0].num_steps} steps)"
