@@ -130,7 +130,7 @@ def command_plot(args: argparse.Namespace) -> tuple[dict, str, int]:
 
 def command_mask(args: argparse.Namespace) -> tuple[dict, str, int]:
     path = args.output or Path("mask.png")
-    found = masks.plot_masks(args.flags, args.step, args.sequence, args.training, path)
+    found = masks.plot_masks(args.flags, args.step, args.sequence, args.training, args.zoom, path)
     told = [f"{path}: {found['what']}"]
     for letter in masks.NAMES:
         share, full, partial = (found[letter][key] for key in ("share", "full", "partial"))
@@ -210,6 +210,7 @@ def build_parser() -> ArgumentParser:
     mask.add_argument("--step", type=count, help="whose window (default: the last)")
     mask.add_argument("--sequence", type=count, default=0, help="which one (default: 0)")
     mask.add_argument("--training", action="store_true", help="of the batch of that step, not of validation")
+    mask.add_argument("--zoom", type=count, nargs=2, metavar=("FROM", "TO"), help="draw these tokens alone")
     mask.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="default: mask.png")
 
     table = add(command_table, "Rewrite the leaderboards in the records' README.md from the logs.")

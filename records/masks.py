@@ -79,8 +79,13 @@ def block_masks(cfg: "Hyperparameters", tokens: "Tensor", window: int) -> dict[s
     return {letter: mask for letter, mask in masks.items() if not isinstance(mask, train_gpt.GatheredMask)}
 
 
-def plot_masks(flags: Sequence[str], step: int | None, sequence: int, training: bool, path: Path) -> dict[str, Any]:
-    """Draws the masks of a run with these flags of train_gpt.py; returns what the picture shows, in numbers."""
+def plot_masks(
+    flags: Sequence[str], step: int | None, sequence: int, training: bool, zoom: Sequence[int] | None, path: Path
+) -> dict[str, Any]:
+    """Draws the masks of a run with these flags of train_gpt.py; returns what the picture shows, in numbers.
+
+    `zoom`: the tokens from where to where are drawn; the numbers are those of the whole sequence.
+    """
     import train_gpt
 
     try:
@@ -93,12 +98,15 @@ def plot_masks(flags: Sequence[str], step: int | None, sequence: int, training: 
         tokens, what = read_sequence(cfg, step, sequence, training)
     except train_gpt.UserError as error:
         raise ToolError(str(error)) from None
+    begin, end = zoom or (0, len(tokens))
+    if not begin < end <= len(tokens):
+        raise ToolError(f"--zoom {begin} {end}: expected two of the tokens 0 to {len(tokens)}, the smaller one first")
     starts = (tokens == cfg.eot_token).nonzero().flatten().tolist()
     window = train_gpt.window_blocks(step, cfg)
     found: dict[str, Any] = dict(what=what, block_size=cfg.block_size, window_blocks=window)
     found |= dict(num_tokens=len(tokens), documents=starts)
     edges = sorted({0, *starts, len(tokens)})
-    figure, panels = new_figure(2, 5.2, 6.0, sharey=True)
+    figure, panels = new_figure(2, 5.2, 6.15, sharey=True)
     for panel, (letter, mask) in zip(panels, block_masks(cfg, tokens, window).items(), strict=True):
         seen = listed_blocks(mask)
         layers = [i for i, other in enumerate(cfg.attention_layout) if other == letter]
@@ -106,11 +114,13 @@ def plot_masks(flags: Sequence[str], step: int | None, sequence: int, training: 
         share = (partial + full) / (len(seen) * (len(seen) + 1) // 2)
         found[letter] = dict(layers=layers, partial=partial, full=full, share=share)
         draw_mask(panel, seen, edges)
+        panel.set_xlim(begin, end)
+        panel.set_ylim(end, begin)
         farthest = int((seen != UNSEEN).sum(1).max())
         reach = f"at most {plural(farthest, 'block')} = {farthest * cfg.block_size:,} tokens"
         where = f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}" if layers else "no layer has it"
-        title = f"{letter}, {NAMES[letter]}: {reach} ({where})\n{share:.1%} of the causal blocks computed"
-        panel.set_title(f"{title}: {full:,} full, {partial:,} partial", fontsize=9)
+        computed = f"{share:.1%} of the causal blocks computed: {full:,} full, {partial:,} partial"
+        panel.set_title(f"{letter}, {NAMES[letter]}: {reach}\n{where}\n{computed}", fontsize=9)
     panels[0].set_ylabel("query token")
     add_legend(figure)
     title = f"Which blocks of {cfg.block_size} keys each block of queries sees: {cfg.preset}, {what}"
@@ -134,8 +144,6 @@ def draw_mask(panel, seen: "np.ndarray", edges: Sequence[int]) -> None:
     for start, end in pairwise(edges):
         panel.plot([start, start, end, start], [start, end, end, start], color=DOCUMENT, linewidth=0.8)
     panel.grid(False)
-    panel.set_xlim(0, size)
-    panel.set_ylim(size, 0)
     panel.set_xlabel("key token")
     panel.xaxis.set_major_formatter("{x:,.0f}")
     panel.yaxis.set_major_formatter("{x:,.0f}")

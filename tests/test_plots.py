@@ -91,6 +91,17 @@ def test_the_diagonal_is_masked_even_where_a_block_is_a_token(data):
     assert set(np.diag(seen)) == {masks.PARTIAL}
 
 
+def test_zoom_draws_a_part_and_counts_the_whole(data, monkeypatch, capsys):
+    figures, outputs = [], []
+    monkeypatch.setattr(masks, "save", lambda figure, path: figures.append(figure))
+    for arguments in [], ["--zoom", "96", "320"]:
+        assert mask_command(*arguments, "--", *flags(data)) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    limits = [[(panel.get_xlim(), panel.get_ylim()) for panel in figure.axes] for figure in figures]
+    assert limits == [[((0, 512), (512, 0))] * 2, [((96, 320), (320, 96))] * 2]
+
+
 def test_layers_are_named(data, capsys, tmp_path):
     assert mask_command("--json", "-o", tmp_path / "mask.png", "--", *flags(data)) == 0
     found = json.loads(capsys.readouterr().out)
@@ -105,6 +116,8 @@ def test_layers_are_named(data, capsys, tmp_path):
         (["--training", "--step", "5"], "--step 5: the run's last training is step 4"),
         (["--sequence", "2"], "--sequence 2: there are 2, 0 to 1"),
         (["--training", "--sequence", "2"], "--sequence 2: there are 2, 0 to 1"),
+        (["--zoom", "100", "513"], "--zoom 100 513: expected two of the tokens 0 to 512"),
+        (["--zoom", "100", "100"], "--zoom 100 100: expected two"),
         (["--step", "-1"], "'-1' is not a whole number"),
         (["-o", "no/folder/mask.png"], "choose another -o FILE.png"),
         (["--", "--nonsense"], "--nonsense"),
