@@ -7,6 +7,6 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 source ./environment.sh
-find_python requirements.txt tests/requirements.txt records/requirements.txt
+find_python requirements.txt data/requirements.txt tests/requirements.txt records/requirements.txt
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} # as in run.sh
 exec "$python" -m pytest "$@"

@@ -57,6 +57,53 @@ def write_shard(path: Path, tokens: np.ndarray) -> str:
     return digest.hexdigest()
 
 
+class ShardWriter:
+    """Writes documents one after the other into `folder`/`prefix`_000000.bin and so on.
+
+    A document is never cut: a shard is full when the next one would take it over `max_tokens`. While a shard grows its
+    header says 0 tokens, so that one whose writing is interrupted is refused.
+    """
+
+    def __init__(self, folder: Path, prefix: str, eot: int, max_tokens: int) -> None:
+        self.folder, self.prefix, self.eot, self.max_tokens = folder, prefix, eot, max_tokens
+        self.shards: list[tuple[Path, int, int]] = []  # path, documents, tokens; the last may still grow
+        self.file: typing.BinaryIO | None = None
+
+    def write(self, tokens: np.ndarray) -> None:
+        """Appends whole documents: uint16 tokens, with `eot` at the beginning of each one and nowhere else."""
+        starts = np.flatnonzero(tokens == self.eot)
+        ends = np.append(starts[1:], len(tokens))
+        first = 0
+        while first < len(starts):
+            path, num_documents, num_tokens = self.shards[-1] if self.file else self._open()
+            last = int(np.searchsorted(ends, starts[first] + self.max_tokens - num_tokens, side="right"))
+            if last <= first and num_documents:
+                self.close()
+                continue
+            last = max(last, first + 1)  # longer than a shard: gets one of its own
+            written = tokens[starts[first] : ends[last - 1]]
+            self.file.write(np.ascontiguousarray(written, dtype="<u2"))
+            self.shards[-1] = path, num_documents + last - first, num_tokens + len(written)
+            first = last
+
+    def _open(self) -> tuple[Path, int, int]:
+        path = self.folder / f"{self.prefix}_{len(self.shards):06d}.bin"
+        self.file = open(path, "wb")  # noqa: SIM115 (close does it)
+        self.file.write(shard_header(0))
+        self.shards.append((path, 0, 0))
+        return self.shards[-1]
+
+    def close(self) -> None:
+        """Completes the header of the open shard, and syncs it."""
+        if self.file:
+            self.file.seek(0)
+            self.file.write(shard_header(self.shards[-1][2]))
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+            self.file = None
+
+
 def shard_problem(path: Path) -> str | None:
     """None for a complete shard; otherwise what is wrong with the file, in a few words."""
     size = path.stat().st_size

@@ -1,12 +1,17 @@
 """data/shards.py, data/pack_nano.py and data/pack_text.py."""
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
 import os
 import random
 import shlex
+import signal
 import struct
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +24,9 @@ import pack_text
 import shards
 import train_gpt
 
+ROOT = Path(__file__).parent.parent
 SHORT = settings(max_examples=200, deadline=None)
+BYTES, GPT2 = pack_text.TOKENIZERS["bytes"], pack_text.TOKENIZERS["gpt2"]
 
 
 def read_shard(path: Path) -> np.ndarray:
@@ -114,6 +121,32 @@ def test_shard_problem_names_every_damage_to_header_and_size(tmp_path_factory, c
             train_gpt.find_shards(str(path), "")
 
 
+@given(st.lists(st.lists(st.integers(1, 12), max_size=8), max_size=8))
+@settings(max_examples=50, deadline=None)
+def test_a_shard_writer_fills_shards_with_whole_documents(tmp_path_factory, writes):
+    folder = tmp_path_factory.mktemp("shards")
+    writer, expected, room, value = shards.ShardWriter(folder, "own", eot=7, max_tokens=10), [], 0, 100
+    for lengths in writes:
+        documents = []
+        for length in lengths:
+            documents.append([7, *range(value, value + length - 1)])
+            value += length
+            if length > room:
+                expected.append([])
+                room = 10
+            expected[-1] += documents[-1]
+            room -= length
+        writer.write(np.array([token for document in documents for token in document], dtype=np.uint16))
+    if expected:
+        open_shard = folder / f"own_{len(expected) - 1:06d}.bin"
+        assert shards.shard_problem(open_shard), "nobody takes it for complete"
+    writer.close()
+    assert [path for path, _, _ in writer.shards] == sorted(folder.iterdir())
+    found = [read_shard(path).tolist() for path in sorted(folder.iterdir())]
+    assert found == expected
+    assert [(shard.count(7), len(shard)) for shard in found] == [shard[1:] for shard in writer.shards]
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Documents
 
@@ -139,6 +172,38 @@ def test_split_documents(text):
         assert document.endswith(b"\n\n")
         *earlier, _ = document.removesuffix(b"\n\n").split(b"\n\n")
         assert sum(len(piece) + 2 for piece in earlier) < 256, "a document ends as soon as it has 256 bytes"
+
+
+def in_chunks(text: bytes, cuts: list[int]) -> list[bytes]:
+    ends = sorted(min(end, len(text)) for end in cuts)
+    return [text[start:end] for start, end in zip([0, *ends], [*ends, len(text)], strict=True)]
+
+
+def stream(chunks: list[bytes], tokenizer: pack_text.Tokenizer) -> list[bytes]:
+    return list(pack_text.stream_documents(pack_text.unify_newlines(chunks), tokenizer))
+
+
+@given(st.one_of(texts, st.binary(max_size=600)), st.lists(st.integers(0, 3000), max_size=9), st.integers(256, 700))
+@SHORT
+def test_streamed_documents_are_those_of_the_whole_file(text, cuts, longest):
+    whole = pack_nano.split_documents(text.replace(b"\r\n", b"\n"))
+    expected = [document[i : i + longest] for document in whole for i in range(0, len(document), longest)]
+    assert stream(in_chunks(text, cuts), dataclasses.replace(BYTES, max_bytes=longest)) == expected
+
+
+@given(texts, st.lists(st.integers(0, 3000), max_size=9))
+@SHORT
+def test_documents_for_gpt2_are_whole_files_cut_only_where_they_are_long(text, cuts):
+    chunks, text = in_chunks(text, cuts), text.replace(b"\r\n", b"\n")
+    assert stream(chunks, GPT2) == ([text] if text.strip() else [])
+    documents = stream(chunks, dataclasses.replace(GPT2, min_bytes=300, max_bytes=900))
+    joined = b"".join(documents)
+    assert text.startswith(joined)
+    assert not text[len(joined) :].strip(), "only white space at the end is dropped"
+    for before, document in zip([b"", *documents], documents[:-1], strict=False):
+        is_tail = len(before) == 900 and not before.endswith(b"\n\n")
+        assert (document.endswith(b"\n\n") and (len(document) >= 300 or is_tail)) or len(document) == 900
+    assert max(map(len, documents), default=0) <= 900
 
 
 @given(st.lists(st.binary(max_size=20), min_size=1, max_size=20))
@@ -272,15 +337,21 @@ def texts_folder(tmp_path):
 
 def run_pack(capsys, *arguments) -> str:
     pack_text.main([str(argument) for argument in arguments])
-    return capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert err == "", "the progress bar is for terminals"
+    return out
 
 
-def plan_of(out: str) -> tuple[list, list]:
+def shards_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def plan_of(out: str, preset: str = "nano") -> tuple[list, list]:
     """The trainer's plan for the command that the packer printed last."""
     command = shlex.split(out.splitlines()[-1].removeprefix("train on it: "))
     assert command[0] == "./run.sh"
     cfg = train_gpt.parse_args(command[1:])
-    assert cfg.preset == "nano"
+    assert cfg.preset == preset
     return train_gpt.plan_data(cfg)
 
 
@@ -311,6 +382,30 @@ def test_the_same_text_elsewhere_gives_the_same_shards(texts_folder, tmp_path, c
     run_pack(capsys, texts_folder, texts_folder / "0.txt", "--out", tmp_path / "b")
     for name in ("train_000000.bin", "val_000000.bin"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+def test_equal_documents_count_once_and_in_training(texts_folder, tmp_path, capsys):
+    """Against the same thing in memory, with doubles inside of files, between them, and between the splits."""
+    files = {path.relative_to(texts_folder).as_posix(): path for path in sorted(texts_folder.rglob("*.txt"))}
+    for i, path in enumerate(files.values()):
+        path.write_bytes(prose(i % 7, 5000) + b"\r\n\r\n" + prose(100 + i, 20_000) + b"\n\n" + prose(i % 5, 5000))
+    run_pack(capsys, texts_folder, "--val_fraction", 0.3, "--out", tmp_path / "out")
+    documents = {"train": [], "val": []}
+    for name, path in files.items():
+        is_val = int(hashlib.sha1(name.encode()).hexdigest()[:8], 16) < 0.3 * 2**32
+        text = path.read_bytes().replace(b"\r\n", b"\n")
+        documents["val" if is_val else "train"] += pack_nano.split_documents(text)
+    assert set(documents["train"]) & set(documents["val"])
+    assert packed(tmp_path / "out") == pack_nano.shuffle_documents(**documents)
+
+
+def test_neither_workers_nor_buckets_change_the_shards(texts_folder, tmp_path, capsys, monkeypatch):
+    run_pack(capsys, texts_folder, "--workers", 1, "--out", tmp_path / "1")
+    monkeypatch.setattr(pack_text, "BUCKET_BYTES", 10_000)
+    monkeypatch.setattr(pack_text, "BATCH_BYTES", 20_000)
+    for workers in (2, 5):
+        run_pack(capsys, texts_folder, "--workers", workers, "--out", tmp_path / f"{workers}")
+        assert shards_in(tmp_path / f"{workers}") == shards_in(tmp_path / "1")
 
 
 @pytest.mark.parametrize("fraction", [0.0001, 0.05, 0.5, 0.9999])
@@ -355,6 +450,7 @@ def test_enough_text_needs_no_flags(tmp_path, capsys):
 
 def test_many_shards(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pack_text, "SHARD_TOKENS", 20_000)
+    monkeypatch.setitem(pack_text.TOKENIZERS, "bytes", dataclasses.replace(BYTES, max_bytes=19_999))
     text, long = prose(0, 300_000), b"q" * 50_000
     (tmp_path / "book.txt").write_bytes(long + b"\n\n" + text)
     out = run_pack(capsys, tmp_path / "book.txt", "--val_fraction", 0.2, "--out", tmp_path / "out")
@@ -386,6 +482,94 @@ def test_a_second_run_needs_force_and_leaves_no_old_shards(texts_folder, tmp_pat
     assert sorted(path.name for path in folder.iterdir()) == ["train_000000.bin", "val_000000.bin"]
 
 
+def test_train_starts_the_command_that_is_printed(texts_folder, tmp_path, capsys, monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda path, command: started.append((path, command)))
+    out = run_pack(capsys, texts_folder, "--out", tmp_path / "out", "--train")
+    assert started == [(ROOT / "run.sh", shlex.split(out.splitlines()[-1].removeprefix("train on it: ")))]
+
+
+def test_paths_in_the_command_are_those_that_run_sh_takes(texts_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pack_text, "ROOT", tmp_path)
+    monkeypatch.chdir(texts_folder)
+    out = run_pack(capsys, ".", "--out", "../own text")
+    assert "--train_files 'own text/train_*.bin' --val_files 'own text/val_*.bin'" in out
+
+
+# What a process group that packs is told, and its exit code; None: the system kills a worker
+ENDS = {"Ctrl-C": 130, "SIGTERM": 143, "a worker dies": 2, "SIGKILL": -9}
+
+
+@pytest.fixture(scope="module")
+def long_book(tmp_path_factory):
+    path = tmp_path_factory.mktemp("long") / "book.txt"
+    path.write_bytes(prose(0, 100_000_000))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the workers in /proc")
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("stage", ["reading", "packing"])
+def test_interrupted_packing_leaves_nothing(long_book, texts_folder, tmp_path, capsys, end, stage):
+    folder = tmp_path / "out"
+    run_pack(capsys, texts_folder, "--out", folder)
+    before = shards_in(folder)
+    command = [sys.executable, ROOT / "data" / "pack_text.py", long_book, "--out", folder, "--force", "--workers", "2"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not list(folder.glob(".packing-*/" + {"reading": "*.*", "packing": "train_*.bin"}[stage])):
+        assert process.poll() is None
+        time.sleep(0.01)
+    workers = [int(worker) for worker in children.read_text().split()]
+    assert len(workers) == 2
+    match end:
+        case "Ctrl-C":
+            os.killpg(process.pid, signal.SIGINT)
+        case "SIGTERM":
+            process.terminate()
+        case "a worker dies":
+            os.kill(workers[0], signal.SIGKILL)
+        case "SIGKILL":
+            process.kill()
+    error = process.communicate(timeout=20)[1]
+    assert process.returncode == ENDS[end], error
+    expected = {
+        "Ctrl-C": "pack_text.py: interrupted\n",
+        "a worker dies": "pack_text.py: a worker was killed, perhaps because memory ran out: try fewer --workers\n",
+    }
+    assert error == expected.get(end, "")
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers), (
+        "no worker outlives the main process"
+    )
+    if end == "SIGKILL":  # nobody is there to remove them
+        for path in folder.glob(".packing-*"):
+            path.rename(tmp_path / "left")
+    assert shards_in(folder) == before
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_text(tmp_path):
+    """Of the largest process. Measured by a small one in between: a process begins with the peak of its parent."""
+    measure = "import resource, subprocess, sys; subprocess.run(sys.argv[1:], check=True, stdout=subprocess.DEVNULL); "
+    measure += "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
+    peaks = {}
+    for mb in (30, 300):
+        with open(tmp_path / "book.txt", "wb") as file:
+            for i in range(mb):
+                file.write(prose(i, 1_000_000) + b"\n\n")
+        command = [ROOT / "data" / "pack_text.py", tmp_path / "book.txt", "--out", tmp_path / f"{mb}", "--workers", "2"]
+        result = subprocess.run(
+            [sys.executable, "-c", measure, sys.executable, *command], capture_output=True, check=True
+        )
+        peaks[mb] = int(result.stdout) / (1024 if sys.platform == "linux" else 1024**2)
+    print(peaks)
+    assert peaks[300] < peaks[30] + 120, f"MiB: {peaks}"
+
+
 def fails(capsys, *arguments) -> str:
     with pytest.raises(SystemExit) as stop:
         pack_text.main([str(argument) for argument in arguments])
@@ -404,6 +588,8 @@ def test_errors_are_one_line_and_nothing_is_written(texts_folder, tmp_path, caps
     )
     (tmp_path / "blank.txt").write_bytes(b"\n" * 100)
     assert "found no text in 1 files" in fails(capsys, tmp_path / "blank.txt", *out)
+    assert "--workers 0: expected at least 1" in fails(capsys, texts_folder, "--workers", 0, *out)
+    assert "invalid choice: 'bpe'" in fails(capsys, texts_folder, "--tokenizer", "bpe", *out)
     for fraction in ("0", "1", "nan", "-0.5"):
         assert "expected more than 0 and less than 1" in fails(capsys, texts_folder, f"--val_fraction={fraction}", *out)
     assert "invalid float value: 'x'" in fails(capsys, texts_folder, "--val_fraction", "x", *out)
@@ -426,26 +612,123 @@ def test_too_little_text(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("num_tokens", [[8193], [16384], [16385], [8192, 8194], [8193, 16385, 1, 0]])
-def test_flags_count_batches_as_the_trainer_does(num_tokens):
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+@pytest.mark.parametrize(
+    "num_tokens",
+    [[8193], [16384], [16385], [8192, 8194], [8193, 16385, 1, 0], [393_217], [786_433, 9, 786_432], [10**8]],
+)
+def test_flags_count_batches_as_the_trainer_does(num_tokens, name):
+    tokenizer = pack_text.TOKENIZERS[name]
     found = [train_gpt.Shard("", n, "") for n in num_tokens]
-    batches = {length: len(train_gpt.plan_batches(found, length, 600)) for length in (1024, 8192)}
-    flags = pack_text.flags_for({"train": num_tokens, "val": num_tokens})
-    assert flags == f" --num_iterations {batches[1024]} --val_tokens {batches[8192] * 8192}"
+    preset = train_gpt.PRESETS[tokenizer.preset]
+
+    def num_batches(length: int, most: int) -> int:
+        return len(train_gpt.plan_batches(found, length, most))
+
+    if not num_batches(preset.batch_tokens, 1):
+        with pytest.raises(pack_text.UserError, match=r"tokens for train, at least 393,217 are needed; .* as bytes"):
+            pack_text.flags_for({"train": num_tokens, "val": num_tokens}, tokenizer)
+        return
+    flags = pack_text.flags_for({"train": num_tokens, "val": num_tokens}, tokenizer)
+    cfg = train_gpt.parse_args(["--preset", tokenizer.preset, *flags])
+    assert cfg.num_iterations == num_batches(preset.batch_tokens, preset.num_iterations)
+    assert cfg.val_seq_len == preset.val_seq_len
+    most = preset.val_tokens // preset.val_seq_len
+    assert cfg.val_tokens == num_batches(preset.val_seq_len, most) * preset.val_seq_len
+    assert len(flags) == 2 * sum(a != b for a, b in zip(astuple(cfg), astuple(preset), strict=True))
+
+
+def astuple(cfg: train_gpt.Hyperparameters) -> tuple:
+    return dataclasses.astuple(cfg)
+
+
+def test_little_validation_text_gets_shorter_sequences():
+    flags = pack_text.flags_for({"train": [10**9], "val": [150_000, 262_144, 10]}, GPT2)
+    cfg = train_gpt.parse_args(["--preset", "gpt2", *flags])
+    assert (cfg.val_seq_len, cfg.val_tokens, cfg.num_iterations) == (65_536, 2 * 65_536 + 3 * 65_536, 1770)
 
 
 @pytest.mark.parametrize("num_tokens", [[], [8192], [8192, 8192]])
 def test_text_for_no_batch_is_too_little(num_tokens):
     with pytest.raises(pack_text.UserError, match=r"tokens for val, at least 8,193 are needed"):
-        pack_text.flags_for({"train": [9999], "val": num_tokens})
+        pack_text.flags_for({"train": [9999], "val": num_tokens}, BYTES)
 
 
-def test_constants_are_the_nano_presets():
-    nano = train_gpt.PRESETS["nano"]
-    assert (nano.val_seq_len, nano.val_tokens, nano.batch_tokens, nano.num_iterations) == (
-        pack_text.VAL_SEQ_LEN,
-        pack_text.VAL_TOKENS,
-        pack_text.BATCH_TOKENS,
-        pack_text.NUM_ITERATIONS,
-    )
-    assert nano.eot_token == pack_nano.EOT
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_constants_are_the_presets(name):
+    tokenizer = pack_text.TOKENIZERS[name]
+    preset = train_gpt.PRESETS[tokenizer.preset]
+    for field in ("batch_tokens", "num_iterations", "val_tokens"):
+        assert getattr(tokenizer, field) == getattr(preset, field)
+    assert tokenizer.val_seq_lens[0] == preset.val_seq_len
+    assert tokenizer.eot == preset.eot_token
+    assert all(length % preset.block_size == 0 for length in tokenizer.val_seq_lens)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# GPT-2 tokens
+
+
+@pytest.fixture
+def gpt2(monkeypatch):
+    """The encoding, from a vocabulary that was downloaded earlier: the tests need no network."""
+    tiktoken = pytest.importorskip("tiktoken")
+    cache = ROOT.parent / "shared" / "tiktoken_cache"
+    if "TIKTOKEN_CACHE_DIR" not in os.environ:
+        if not cache.is_dir():
+            pytest.skip(
+                "no GPT-2 vocabulary: set TIKTOKEN_CACHE_DIR to a folder that it was, or is to be, downloaded to"
+            )
+        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(cache))
+    return tiktoken.get_encoding("gpt2")
+
+
+def test_gpt2_tokens_give_the_text_back(gpt2, tmp_path, capsys):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    special = "a<|endoftext|>b äöü 漢字 \U0001f600  x = [1, 2]\n\n\tend"
+    texts = {f"{i}.txt": special + f" {i} " + prose(i, 60_000).decode() for i in range(60)}
+    for name, text in texts.items():
+        (folder / name).write_text(text)
+    (folder / "bad.txt").write_bytes(b"before \xff\xfe\r\nafter")
+    texts["bad.txt"] = "before \ufffd\ufffd\nafter"
+    long = "\n\n".join([prose(7, 40_000).decode()] * 4)
+    (folder / "long.txt").write_text(long)
+    out = run_pack(capsys, folder, "--tokenizer", "gpt2", "--out", tmp_path / "out", "--workers", 2)
+    found = {}
+    for split in ("train", "val"):
+        tokens = np.concatenate([read_shard(path) for path in sorted((tmp_path / "out").glob(f"{split}_*.bin"))])
+        assert tokens[0] == 50256
+        found[split] = [gpt2.decode(piece[1:]) for piece in np.split(tokens, np.flatnonzero(tokens == 50256))[1:]]
+        digests = [sha1(text.encode()) for text in found[split] if "\ufffd" not in text]
+        assert digests == sorted(digests)
+    val = {name for name in texts if int(hashlib.sha1(name.encode()).hexdigest()[:8], 16) < 0.05 * 2**32}
+    assert 0 < len(val) < 10
+    for split, expected in (("val", val), ("train", texts.keys() - val)):
+        pieces = [text for text in found[split] if text not in long]
+        assert sorted(pieces) == sorted(texts[name] for name in expected)
+    pieces = [text for text in found["train"] + found["val"] if text in long]
+    assert len(pieces) > 1
+    assert sum(map(len, pieces)) == len(long)
+    train_plan, val_plan = plan_of(out, "gpt2")
+    assert len(train_plan) >= 3
+    assert val_plan
+
+
+def test_one_line_where_tiktoken_is_missing(texts_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    error = fails(capsys, texts_folder, "--tokenizer", "gpt2", "--out", tmp_path / "out")
+    assert "--tokenizer gpt2 needs the package tiktoken: " in error
+    assert error.endswith(f" -m pip install -r {os.path.relpath(ROOT / 'data' / 'requirements.txt')}\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_one_line_where_the_vocabulary_is_missing(texts_folder, tmp_path):
+    pytest.importorskip("tiktoken")
+    offline = dict(os.environ, TIKTOKEN_CACHE_DIR=str(tmp_path / "empty"), HTTPS_PROXY="http://127.0.0.1:9")
+    command = [sys.executable, ROOT / "data" / "pack_text.py", texts_folder, "--tokenizer", "gpt2"]
+    result = subprocess.run([*command, "--out", tmp_path / "out"], env=offline, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert "the GPT-2 vocabulary could not be downloaded (ProxyError): set TIKTOKEN_CACHE_DIR to" in result.stderr
+    assert not (tmp_path / "out").exists()
