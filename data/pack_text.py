@@ -153,9 +153,9 @@ def cut(document: bytes, max_bytes: int) -> Iterator[bytes]:
 # What workers do
 
 
-def start_worker(shared_bytes_read: "multiprocessing.sharedctypes.Synchronized") -> None:
-    global bytes_read  # how far all workers are, for the progress bar; can only be passed when they start
-    bytes_read = shared_bytes_read
+def start_worker(*shared) -> None:
+    global bytes_read, stop  # of all workers, for the progress bar; and whether to stop. Only a start can pass them
+    bytes_read, stop = shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main one ends the others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -169,6 +169,8 @@ def start_worker(shared_bytes_read: "multiprocessing.sharedctypes.Synchronized")
 def read_chunks(path: Path) -> Iterator[bytes]:
     with open(path, "rb") as file:
         while chunk := file.read(CHUNK_BYTES):
+            if stop.is_set():
+                raise KeyboardInterrupt
             yield chunk
             with bytes_read:
                 bytes_read.value += len(chunk)
@@ -215,18 +217,21 @@ def read_records(paths: list[Path]) -> Iterator[tuple[bytes, int, bytes]]:
         path.unlink()
 
 
-def pack_bucket(bucket: int, folder: Path, split: "Split", tokenizer: Tokenizer) -> dict[str, np.ndarray]:
-    """Tokens of the bucket's documents for both splits, without doubles, in order of SHA-1."""
+def pack_bucket(bucket: int, folder: Path, split: "Split", tokenizer: Tokenizer) -> dict[str, Path]:
+    """Tokens of the bucket's documents for both splits, without doubles, in order of SHA-1.
+
+    Files of them: of a worker that dies while it sends more than a few bytes, the main process would wait for the rest.
+    """
     documents: dict[str, dict[bytes, bytes]] = {"train": {}, "val": {}}
     for digest, number, document in read_records(list(folder.glob(f"{bucket}.*"))):
         documents["val" if split.is_val(digest, number) else "train"][digest] = document
     for digest in documents["train"]:
         documents["val"].pop(digest, None)
     encode = encode_gpt2 if tokenizer.preset == "gpt2" else to_tokens
-    return {
-        name: encode([found[digest] for digest in sorted(found)]) if found else np.empty(0, dtype=np.uint16)
-        for name, found in documents.items()
-    }
+    paths = {name: folder / f"{bucket}-{name}" for name, found in documents.items() if found}
+    for name, path in paths.items():
+        encode([documents[name][digest] for digest in sorted(documents[name])]).tofile(path)
+    return paths
 
 
 def load_gpt2():
@@ -333,9 +338,9 @@ def write_shards(args: argparse.Namespace, folder: Path) -> dict[str, ShardWrite
     sizes = {path: path.stat().st_size for path in names}
     total = sum(sizes.values())
     num_buckets = min(max(total // BUCKET_BYTES, 4 * args.workers), MAX_BUCKETS)
-    shared_bytes_read = multiprocessing.Value("q", 0)
+    shared = shared_bytes_read, shared_stop = multiprocessing.Value("q", 0), multiprocessing.Event()
     bar = partial(tqdm, total=total, unit="B", unit_scale=True, disable=None)  # silent where stderr is no terminal
-    with ProcessPoolExecutor(args.workers, initializer=start_worker, initargs=(shared_bytes_read,)) as pool:
+    with ProcessPoolExecutor(args.workers, initializer=start_worker, initargs=shared) as pool:
         try:
             batches = batches_of(sizes, min(BATCH_BYTES, total // (4 * args.workers)))
             pending = {pool.submit(fill_buckets, batch, folder, num_buckets, tokenizer) for batch in batches}
@@ -352,16 +357,17 @@ def write_shards(args: argparse.Namespace, folder: Path) -> dict[str, ShardWrite
             split = choose_split(list(names.values()), found, args.val_fraction)
             writers = {name: ShardWriter(folder, name, tokenizer.eot, SHARD_TOKENS) for name in ("train", "val")}
             futures = (pool.submit(pack_bucket, i, folder, split, tokenizer) for i in range(num_buckets))
-            ahead = deque(itertools.islice(futures, args.workers + 1))  # no more: results wait in memory for their turn
+            ahead = deque(itertools.islice(futures, args.workers + 1))  # no more: they wait on the disk for their turn
             with bar(desc="packing") as progress:
                 while ahead:
-                    for name, tokens in ahead.popleft().result().items():
-                        writers[name].write(tokens)
+                    for name, path in ahead.popleft().result().items():
+                        writers[name].write(np.fromfile(path, dtype=np.uint16))
+                        path.unlink()
                     ahead.extend(itertools.islice(futures, 1))
                     progress.update(total / num_buckets)
         except BaseException:
-            for process in multiprocessing.active_children():  # else the pool would wait for what they are doing
-                process.terminate()
+            shared_stop.set()
+            pool.shutdown(cancel_futures=True)  # and waits for buckets that are being packed, a second or two
             raise
     for writer in writers.values():
         writer.close()
