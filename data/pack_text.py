@@ -410,7 +410,8 @@ def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("inputs", metavar="FILE_OR_FOLDER", nargs="+", type=Path)
     parser.add_argument("--tokenizer", choices=TOKENIZERS, default="bytes", help="[%(default)s]")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "own", help="folder for the shards")
+    default = Path(os.path.relpath(Path(__file__).parent / "own"))
+    parser.add_argument("--out", type=Path, default=default, help="folder for the shards [%(default)s]")
     about = "part of the files for validation; of the documents, where there is one file [%(default)s]"
     parser.add_argument("--val_fraction", type=float, default=0.05, help=about)
     parser.add_argument("--ext", default=TEXT_EXTENSIONS, help="what to take from folders [%(default)s]")

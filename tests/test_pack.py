@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pack_nano
@@ -186,6 +186,7 @@ def stream(chunks: list[bytes], tokenizer: pack_text.Tokenizer) -> list[bytes]:
 
 
 @given(st.one_of(texts, st.binary(max_size=600)), chunk_sizes, st.integers(256, 700))
+@example(b"x" * 300 + b" " * 9, 100, 300)
 @SHORT
 def test_streamed_documents_are_those_of_the_whole_file(text, size, longest):
     whole = pack_nano.split_documents(text.replace(b"\r\n", b"\n"))
@@ -438,6 +439,15 @@ def test_one_file_is_split_by_document_and_the_command_fits_it(tmp_path, capsys)
     train_plan, val_plan = plan_of(out)
     assert len(train_plan) == (tokens["train"] - 1) // 1024 < 700
     assert len(val_plan) == (tokens["val"] - 1) // 8192 < 32
+
+
+@pytest.mark.parametrize(("fraction", "splits"), [(1e-9, [1, 0, 0]), (0.5, [1, 1, 0]), (1 - 1e-9, [1, 1, 0])])
+def test_of_one_file_every_split_gets_a_document(fraction, splits):
+    digests = [bytes([first]) * 20 for first in (0x33, 0x66, 0x99)]
+    split = pack_text.choose_split(["book.txt"], {0: (digests[0], digests[-1])}, fraction)
+    assert [split.is_val(digest, 0) for digest in digests] == splits
+    split = pack_text.choose_split(["book.txt"], {0: (digests[0], digests[0])}, fraction)
+    assert not split.is_val(digests[0], 0), "a single document is for training"
 
 
 def test_enough_text_needs_no_flags(tmp_path, capsys):
