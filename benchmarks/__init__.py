@@ -1,0 +1,1 @@
+"""What is measured, and how: `python -m benchmarks --help`, and README.md beside this file."""
