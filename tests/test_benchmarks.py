@@ -154,16 +154,17 @@ def test_bad_input_gets_one_line(flags, told, tmp_path, monkeypatch, capsys):
     assert len(error.splitlines()) == 1
 
 
-def test_process_of_its_own_ends_at_its_limit_with_all_that_it_started(tmp_path):
+def test_process_of_its_own_ends_at_its_limit_with_all_that_it_started(tmp_path, monkeypatch):
     mark = tmp_path / "mark"
-    child = f"import time; time.sleep(12); open({str(mark)!r}, 'w')"
+    child = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
     script = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
-    with pytest.raises(RuntimeError, match="not done in 10 s"):
-        command.own_process(["-c", script], 10)
-    with pytest.raises(RuntimeError, match="exit code 3: why"):
-        command.own_process(["-c", "import sys; print('why', file=sys.stderr); sys.exit(3)"], 60)
     with pytest.raises(RuntimeError, match="are spent"):
         command.own_process(["-c", ""], 9)
+    monkeypatch.setattr(command, "MIN_SECONDS", 0)
+    with pytest.raises(RuntimeError, match="not done in 1 s"):
+        command.own_process(["-c", script], 1)
+    with pytest.raises(RuntimeError, match="exit code 3: why"):
+        command.own_process(["-c", "import sys; print('why', file=sys.stderr); sys.exit(3)"], 60)
     time.sleep(3)
     assert not mark.exists()
 
@@ -199,9 +200,9 @@ def logits(model, tokens):
 
 def test_a_few_steps_of_the_anchor_lower_the_loss():
     tokens = np.tile(np.arange(50, dtype=np.uint16), 40)
-    _, losses, train_time = anchor_cpu.train(tokens, 30, seed=1)
+    _, losses, train_time = anchor_cpu.train(tokens, 15, seed=1, planned=30)
     assert losses[0] == pytest.approx(math.log(257), abs=0.2)
-    assert np.mean(losses[-5:]) < losses[0] - 1
+    assert losses[-1] < losses[0] - 0.5
     assert train_time > 0
     again = anchor_cpu.train(tokens, 3, seed=1, planned=30)[1]
     assert again == pytest.approx(losses[:3])
