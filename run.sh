@@ -7,6 +7,7 @@
 #   NPROC=2 ./run.sh                              two processes instead of as many as fit
 #   PYTHON=python3.12 ./run.sh                    this Python, or an environment made with it
 #
+# On a CPU the model is saved (--no-save_checkpoint: not), and a sample of what it writes ends the run.
 # Paths in the flags are relative to the repository. Exit codes: 0 trained, 2 something has to be mended first (a line
 # for each thing says what), 3 the loss became NaN or infinite, 130 interrupted.
 set -euo pipefail
@@ -27,7 +28,7 @@ nproc=$("$python" check.py "$@")
 # where something else uses a core, too. With this 0.15, and as fast as before where not.
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
 if [ "$nproc" = 1 ]; then
-    exec "$python" train_gpt.py "$@"
+    exec "$python" sample.py --train "$@" # train_gpt.py, and on a CPU a sample of what the model has learned
 fi
 # torchrun would set 1 and say so at length; on a CPU train_gpt.py shares out the threads of its preset
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

@@ -133,6 +133,7 @@ class Hyperparameters:
     run_id: Annotated[str, "name of the log; by default preset, time and seed"] = ""
     checkpoint_every: Annotated[int, "steps between checkpoints, which are off the clock; 0: none"] = 0
     resume: Annotated[str, "folder of a checkpoint, or latest: the newest in log_dir, of run_id if given"] = ""
+    save_checkpoint: Annotated[bool, "write the final model, which sample.py reads, to LOG_DIR/RUN_ID.pt"] = False
 
     def __post_init__(self) -> None:
         def require(holds: bool, field: str, expected: str) -> None:
@@ -981,7 +982,7 @@ def window_blocks(step: int, cfg: Hyperparameters) -> int:
 
 def run_identity(cfg: Hyperparameters, world: World) -> dict:
     """What a run and its continuation have in common."""
-    free = ("run_id", "log_dir", "checkpoint_every", "resume")
+    free = ("run_id", "log_dir", "checkpoint_every", "resume", "save_checkpoint")
     identity = {name: value for name, value in dataclasses.asdict(cfg).items() if name not in free}
     return identity | dict(processes=world.size, script=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
 
@@ -1011,21 +1012,27 @@ def load_checkpoint(cfg: Hyperparameters, world: World) -> tuple[Hyperparameters
     return cfg, saved
 
 
-def save_checkpoint(folder: Path, state: dict, world: World, device: torch.device) -> str:
+def save(state: dict, path: Path) -> str:
+    """Writes `state` to `path`, down to the disk. Returns why that failed, or ""."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.save(state, path)
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def write_checkpoint(folder: Path, state: dict, world: World, device: torch.device) -> str:
     """Writes this rank's `state`, then removes older checkpoints. Returns why it failed, or "".
 
     A kill at any moment leaves the last checkpoint that is whole.
     """
-    part, failure = folder.with_suffix(".part"), ""
+    part = folder.with_suffix(".part")
     if world.local_rank == 0:  # left by a run that was resumed from before it; later it may be another node's, new
         shutil.rmtree(folder, ignore_errors=True)
-    try:
-        part.mkdir(parents=True, exist_ok=True)
-        torch.save(state, part / f"rank{world.rank}.pt")
-        with open(part / f"rank{world.rank}.pt", "rb") as file:
-            os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
-        failure = str(error).partition("\n")[0]
+    failure = save(state, part / f"rank{world.rank}.pt")
     flag = torch.tensor([float(bool(failure))], device=device)
     if world.all_reduce(flag).wait().item():  # and all ranks have written
         return failure or "another rank could not write its part"
@@ -1038,6 +1045,14 @@ def save_checkpoint(folder: Path, state: dict, world: World, device: torch.devic
         for path in set(folder.parent.iterdir()) - {folder}:
             shutil.rmtree(path, ignore_errors=True)
     return ""
+
+
+def write_model(gpt: GPT, cfg: Hyperparameters, path: Path) -> str:
+    """Writes {"configuration": fields of `cfg`, "model": state dict}, a whole file or none. Returns why not, or ""."""
+    model = {name: tensor.to("cpu", copy=True) for name, tensor in gpt.state_dict().items()}
+    failure = save(dict(configuration=dataclasses.asdict(cfg), model=model), part := path.with_suffix(".pt.part"))
+    part.unlink(missing_ok=True) if failure else os.replace(part, path)
+    return failure
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -1415,7 +1430,7 @@ def train(
                 state["model"] = gpt.state_dict() if world.rank == 0 else {}  # the others get it from there
                 state["optimizers"] = muon.state() | adam.state()
                 folder = log.path.with_suffix(".checkpoints") / f"step-{step + 1:06d}"
-                failure = save_checkpoint(folder, state, world, device)
+                failure = write_checkpoint(folder, state, world, device)
                 log.write(f"checkpoint: {f'not saved: {failure}' if failure else folder}", console=bool(failure))
             clock.start()
 
@@ -1433,6 +1448,9 @@ def train(
     if p99 > 1.5 * median:
         log.write("step times vary, p99 is over 1.5 times the median: is something else running?", console=True)
     log.write(f"peak memory: {peak} MiB", console=True)
+    if cfg.save_checkpoint and world.rank == 0:
+        failure = write_model(gpt, cfg, path := log.path.with_suffix(".pt"))
+        log.write(f"model: {f'not saved: {failure}' if failure else path}", console=True)
     outcome = dict(seed=cfg.seed, peak_memory_mib=peak, recompiles=recompiles, log=str(log.path))
     return Result(val_loss, clock.elapsed, cfg.num_iterations, **outcome, val_curve=tuple(val_curve))
 

@@ -90,8 +90,8 @@ def test_a_checkpoint_changes_nothing_and_is_off_the_clock(run_flags, saved, tmp
     without = train_gpt.main([*run_flags, "--checkpoint_every", "0", "--run_id", "without"])
     whole = result_of(tmp_path / "logs", "whole")
     assert what_it_computed(whole) == what_it_computed(json.loads(json.dumps(vars_of(without))))
-    slow = train_gpt.save_checkpoint
-    monkeypatch.setattr(train_gpt, "save_checkpoint", lambda *args: (time.sleep(1.5), slow(*args))[1])
+    slow = train_gpt.write_checkpoint
+    monkeypatch.setattr(train_gpt, "write_checkpoint", lambda *args: (time.sleep(1.5), slow(*args))[1])
     delayed = train_gpt.main([*run_flags, "--run_id", "delayed"])
     assert delayed.train_time_ms < 1500
 
@@ -134,7 +134,7 @@ def test_nodes_that_share_a_disk_do_not_remove_each_others_checkpoint(tmp_path, 
         return all_reduce(world, tensor)
 
     monkeypatch.setattr(World, "all_reduce", other_node_is_faster)
-    assert train_gpt.save_checkpoint(folder, {"step": 8}, World(), torch.device("cpu")) == ""
+    assert train_gpt.write_checkpoint(folder, {"step": 8}, World(), torch.device("cpu")) == ""
     assert torch.load(folder / "rank0.pt", weights_only=True) == {"step": 8}
     assert [path.name for path in tmp_path.iterdir()] == ["step-000008"]
 

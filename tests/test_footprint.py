@@ -105,7 +105,11 @@ def test_a_step_calls_nothing_but_its_work_and_the_log(flags, monkeypatch):  # n
         *("zeropower_via_newtonschulz5", "lr_multiplier", "muon_momentum", "window_blocks", "read_batches"),
         *("LossWatch.put", "LossWatch.check", "RunLog.step", "RunLog.write", "Clock.read"),
     }
-    own = {name.partition(".<locals>")[0] for name in called[6] if not name.startswith(("GPT", "Block", "Causal", "HeadLoss"))}
+    own = {
+        name.partition(".<locals>")[0]
+        for name in called[6]
+        if not name.startswith(("GPT", "Block", "Causal", "HeadLoss"))
+    }
     model = {
         "CastedLinear.forward",
         "MLP.forward",
@@ -116,5 +120,5 @@ def test_a_step_calls_nothing_but_its_work_and_the_log(flags, monkeypatch):  # n
     }
     model |= {"GatheredMask.__init__", "Hyperparameters.batch_sequences", "head_loss"}
     assert own - work - model == set()
-    assert {"save_checkpoint", "run_identity", "Clock.stop", "Clock.start"} <= called[5]  # after step 6 of 9
+    assert {"write_checkpoint", "run_identity", "Clock.stop", "Clock.start"} <= called[5]  # after step 6 of 9
     assert torch.is_grad_enabled()
