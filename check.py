@@ -386,11 +386,13 @@ def check_time(run: Run, found: Findings) -> None:
 
 
 def check_disk(run: Run, fetches: bool, found: Findings) -> None:
-    """Room for log and checkpoints, and for the data if they are to be fetched; and a log that is not there yet."""
+    """Room for log, checkpoints, model, and for the data if they are to be fetched; and a log that is not there yet."""
     cfg = run.cfg
     need = 1e5 + 200 * cfg.num_iterations
     if cfg.checkpoint_every:
         need += 2 * sum(model_bytes(run))  # the last one stays until the next is complete
+    if cfg.save_checkpoint:
+        need += model_bytes(run)[0]
     wanted = [("logs", Path(cfg.log_dir), need, "choose another --log_dir")]
     if fetches:
         size, shards = NANO_BYTES, run.trainer.data_command(cfg).split()[-1]

@@ -545,6 +545,11 @@ def test_room_for_logs_checkpoints_and_data(machine, gpt2, problems, tmp_path, m
         check.check_disk(run, False, found)
         assert bool(found.problems) == refused
     assert found.problems[0].startswith("logs: logs need 4.")
+    for free, refused in ((10**9, False), (7 * 10**8, True)):  # noqa: B007
+        found = check.Findings()
+        run = check.Run(check.load_trainer(8), types.SimpleNamespace(**cfg | dict(save_checkpoint=True)), [], 8)
+        check.check_disk(run, False, found)
+        assert bool(found.problems) == refused
     free = 1000
     [line] = problems(*gpt2)
     assert line == f"{tmp_path}/logs: logs need 0.1 MB, 0.0 MB are free; make room, or choose another --log_dir"
