@@ -135,7 +135,7 @@ def tokenizer(cfg: Hyperparameters) -> tuple[Callable[[str], list[int]], Callabl
 
         gpt2 = tiktoken.get_encoding("gpt2")
     except ImportError:
-        raise UserError("the model's tokens are GPT-2's: pip install tiktoken") from None
+        raise UserError("the model's tokens are GPT-2's: pip install -r data/requirements.txt") from None
     except Exception as error:  # of the download, in many ways
         raise UserError(f"tiktoken cannot get GPT-2's vocabulary: {one_line(error)}") from None
     return gpt2.encode_ordinary, gpt2.decode_single_token_bytes
