@@ -260,7 +260,7 @@ def test_gpt2_tokens(tiny, monkeypatch):
     with pytest.raises(UserError, match="cannot get GPT-2's vocabulary: no network"):
         sample.tokenizer(cfg)
     monkeypatch.setitem(sys.modules, "tiktoken", None)
-    with pytest.raises(UserError, match="pip install tiktoken"):
+    with pytest.raises(UserError, match="pip install -r data"):
         sample.tokenizer(cfg)
     with pytest.raises(UserError, match="vocab_size 300 with eot_token 256"):
         sample.tokenizer(dataclasses.replace(tiny, vocab_size=300))
