@@ -287,7 +287,8 @@ def parameters(run: Run) -> tuple[int, int, int]:
     rows = -(-cfg.vocab_size // run.trainer.HEAD_MULTIPLE) * run.trainer.HEAD_MULTIPLE
     attention = sum(letter != "-" for letter in cfg.attention_layout)
     blocks = attention * 4 * width * heads + len(cfg.attention_layout) * 8 * width**2
-    return cfg.vocab_size * (width + value_embeds * heads), rows * width, blocks
+    embeddings = cfg.vocab_size * (width + value_embeds * heads) + cfg.bigram_rows * width
+    return embeddings, rows * width, blocks
 
 
 def model_bytes(run: Run) -> tuple[int, int]:

@@ -49,6 +49,7 @@ class Reader(GPT):
         cfg, weight = self.cfg, self.embed.weight
         tables = Rotary(cfg.head_dim, max_tokens).to(weight.device)
         self.position, self.tables = 0, (tables.cos, tables.sin)
+        self.last = torch.tensor([cfg.eot_token], dtype=torch.int32, device=weight.device)
         none = weight.new_empty(0, cfg.num_heads, cfg.head_dim)
         self.kept = deque((none, none) for letter in cfg.attention_layout if letter != "-")  # keys, values; next first
 
@@ -57,6 +58,10 @@ class Reader(GPT):
         x = super().features(tokens, window)
         self.position += len(tokens)
         return x
+
+    def bigram_hashes(self, tokens: Tensor) -> Tensor:
+        before, self.last = self.last, tokens[-1:]
+        return super().bigram_hashes(torch.cat([before, tokens]))[1:]
 
     def attention_masks(self, tokens: Tensor, window: int) -> dict[str, int]:
         return {"L": window, "S": max(1, window // 2)}

@@ -106,6 +106,7 @@ class Hyperparameters:
     head_dim: Annotated[int, "dimensions per head, a multiple of 4"] = 128
     attention_layout: Annotated[str, "a letter per layer: L long window, S short, - no attention"] = "LSSSLSS-SSSL"
     value_embed_layout: Annotated[str, "a character per layer: digit of its value embedding, or ."] = "012......012"
+    bigram_rows: Annotated[int, "rows of the table for pairs of consecutive tokens; 0: none"] = 0
     attention_scale: Annotated[float, "factor on the attention scores; q and k have unit RMS"] = 0.12
     lm_head_softcap: Annotated[float, "logits are squashed into this range on both sides of 0"] = 15.0
     lm_head_fp8: Annotated[bool, "train the head in FP8 where the device can"] = True
@@ -140,7 +141,7 @@ class Hyperparameters:
             if not holds:
                 raise UserError(f"--{field} {getattr(self, field)}: expected {expected}")
 
-        may_be_zero = "val_loss_every momentum_warmup_steps cpu_threads eot_token seed checkpoint_every".split()
+        may_be_zero = "val_loss_every momentum_warmup_steps cpu_threads eot_token seed checkpoint_every bigram_rows".split()
         for field in (field.name for field in dataclasses.fields(self)):
             value = getattr(self, field)
             if isinstance(value, float):
@@ -195,6 +196,7 @@ PRESETS = {
         head_dim=64,
         attention_layout="LL",
         value_embed_layout="00",
+        bigram_rows=16384,
         lm_head_fp8=False,
         lm_head_slice=1024,
         block_size=64,
@@ -322,12 +324,14 @@ def head_loss(
     loss, grads_x, grad_w = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32)), [], None
     for x_slice, t in zip(x.split(slice_tokens), targets.split(slice_tokens), strict=True):
         x_q = quantize(x_slice, x_s, torch.float8_e4m3fn)
-        u = torch.sigmoid(product(x_q, w_q.t(), x_s, w_s, x.dtype, fast=True).to(loss.dtype) / (softcap / 2))
+        z = product(x_q, w_q.t(), x_s, w_s, x.dtype, fast=True)
+        u = z.to(loss.dtype).mul_(2 / softcap).sigmoid_()  # in place: a CPU reads and writes less
         log_p = F.log_softmax(2 * softcap * u, dim=-1)
         loss = loss + F.nll_loss(log_p, t, reduction="sum")
         if with_grads:
             hits = t[:, None] == torch.arange(len(w), device=t.device)
-            grad = quantize((log_p.exp() - hits.type_as(u)) * (4 * u * (1 - u)) / len(x), grad_s, torch.float8_e5m2)
+            dz = log_p.exp_().sub_(hits.to(torch.uint8)).mul_(u.addcmul_(u, u, value=-1)).mul_(4 / len(x))
+            grad = quantize(dz, grad_s, torch.float8_e5m2)
             grads_x.append(product(grad, w_q, grad_s, w_s, x.dtype))
             # As (K, V), then transposed: faster than (V, K) directly (record 19)
             part = product(x_q.t(), grad, x_s, grad_s, w.dtype).t()
@@ -518,6 +522,7 @@ class GPT(nn.Module):
         head_rows = -(-cfg.vocab_size // HEAD_MULTIPLE) * HEAD_MULTIPLE
         self.embed = nn.Embedding(cfg.vocab_size, cfg.model_dim)
         self.value_embeds = nn.ModuleList(nn.Embedding(cfg.vocab_size, value_dim) for _ in range(num_value_embeds))
+        self.bigram_embed = nn.Embedding(cfg.bigram_rows, cfg.model_dim) if cfg.bigram_rows else None
         self.blocks = nn.ModuleList(Block(cfg, has_attention=letter != "-") for letter in cfg.attention_layout)
         self.skip_weights = nn.Parameter(torch.empty(len(self.blocks) // 2))
         self.lm_head = CastedLinear(cfg.model_dim, head_rows)
@@ -536,7 +541,7 @@ class GPT(nn.Module):
                 case [*_, "qkv_w" | "c_fc"]:
                     bound = 3**0.5 * 0.5 * p.size(-1) ** -0.5  # 0.5: a bit better than PyTorch's 3^-0.5 (record 19)
                     p.uniform_(-bound, bound)
-                case [*_, "c_proj" | "lm_head"]:
+                case [*_, "c_proj" | "lm_head" | "bigram_embed"]:
                     p.zero_()  # @Grad62304977
                 case [*_, "attn", "lambdas"]:
                     p.fill_(0.5)
@@ -549,7 +554,7 @@ class GPT(nn.Module):
         dtype = activation_dtype(self.cfg)
         if dtype == torch.float64:
             self.double()
-        for embed in (self.embed, *self.value_embeds):
+        for embed in filter(None, (self.embed, self.bigram_embed, *self.value_embeds)):
             embed.to(dtype)
 
     def forward(self, tokens: Tensor, targets: Tensor, window: Tensor) -> Tensor:
@@ -567,7 +572,10 @@ class GPT(nn.Module):
         """The head's input (T, dim)."""
         masks = self.attention_masks(tokens, window)
         value_embeds = {str(i): embed(tokens) for i, embed in enumerate(self.value_embeds)}
-        x = x0 = norm(self.embed(tokens))
+        x = self.embed(tokens)
+        if self.bigram_embed is not None:
+            x = x + self.bigram_embed(self.bigram_hashes(tokens))
+        x = x0 = norm(x)
         skips: list[Tensor] = []  # U-Net: the later half of the layers adds the outputs of the earlier, last one first
         for i, block in enumerate(self.blocks):
             j = i - len(self.blocks) // 2
@@ -579,11 +587,17 @@ class GPT(nn.Module):
                 skips.append(x)
         return norm(x)
 
+    def bigram_hashes(self, tokens: Tensor) -> Tensor:
+        """For each token (T,) the row that it shares with few other pairs of a token and the one before (record 62)."""
+        before = F.pad(tokens[:-1], (1, 0), value=self.cfg.eot_token)
+        return ((36313 * tokens) ^ (27191 * before)) % self.cfg.bigram_rows
+
     def attention_masks(self, tokens: Tensor, window: Tensor) -> dict[str, BlockMask | GatheredMask]:
         """The long and the short mask, by their letter in `attention_layout`."""
         docs = (tokens == self.cfg.eot_token).cumsum(0, dtype=torch.int32)
         masks: dict[str, BlockMask | GatheredMask] = {}
-        for letter, share in ("L", 1), ("S", 2):
+        for letter in sorted(set(self.cfg.attention_layout) - {"-"}):
+            share = 1 if letter == "L" else 2
             masks[letter] = mask = document_block_mask(docs, window // share, self.cfg.block_size)
             if not self.use_flex:
                 max_blocks = max(1, window_blocks(self.cfg.num_iterations, self.cfg) // share)
