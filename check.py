@@ -302,22 +302,22 @@ def model_bytes(run: Run) -> tuple[int, int]:
 def peak_bytes(run: Run) -> dict[str, float]:
     """Estimated peak memory of a process in training and in validation, by the flag that lowers it.
 
-    The parameters four times (values, gradients, gathered gradients, the warm-up's copy), twice this process's share of
-    the optimizers' state, and for each token of a sequence, in bf16: in training 6 bytes per logit and 32 per layer and
-    dimension, in validation 2 per logit and 16 per dimension. That makes 32.8 and 33.1 GB for gpt2 on 8 GPUs; the
-    record's published peak is 30,724 MiB = 32.2 GB, of which of the two is not known. Nothing else is measured on GPUs.
-    On a CPU: three times as much per token, and 0.4 GB for torch. Measured 0.53, 1.52, 3.36 and 1.73 GB for nano and
-    with 16K and 64K tokens in training and 128K in validation; estimated 0.52, 1.1, 3.3 and 1.9.
+    The parameters four times (values, gradients, gathered gradients, the largest buffers in between), this process's
+    share of the optimizers' state, the logits of a slice at 6 bytes, and for each token of a sequence, in bf16: in
+    training 34 bytes per layer and dimension (15.3 GB for gpt2: the tensors that the compiler's graph of the forward
+    pass keeps for the backward), in validation 48 per dimension. That makes 22 GB for gpt2 on one GPU and 21 on 8, and
+    is not measured on any. On a CPU: about three times as much per token, and 0.4 GB for torch.
     """
     cfg = run.cfg
     values, state = model_bytes(run)
-    fixed, factor, per_score = 4 * values + 2 * state / run.processes, 1 if run.is_bf16 else 2, 0
+    fixed, factor, per_score = 4 * values + state / run.processes, 1 if run.is_bf16 else 2, 0
     if not run.on_cuda:
         fixed, factor = fixed + 0.4e9, 3 * factor
     elif cfg.compile is False:
         per_score = 8 * cfg.num_heads  # FlexAttention that is not compiled writes every score down
-    logits = parameters(run)[1] / cfg.model_dim
-    training, validation = 6 * logits + 32 * cfg.model_dim * len(cfg.attention_layout), 2 * logits + 16 * cfg.model_dim
+    rows, layers = parameters(run)[1] / cfg.model_dim, len(cfg.attention_layout)
+    fixed += 6 * factor * rows * cfg.lm_head_slice
+    training, validation = 34 * cfg.model_dim * layers, 48 * cfg.model_dim
     return {
         "train_seq_len": fixed + (factor * training + per_score * cfg.train_seq_len) * cfg.train_seq_len,
         "val_seq_len": fixed + (factor * validation + per_score * cfg.val_seq_len) * cfg.val_seq_len,

@@ -37,6 +37,7 @@ def tiny() -> Hyperparameters:
         device="cpu",
         attention_layout="LSSL",
         value_embed_layout="0..0",
+        bigram_rows=61,
         dtype="float32",
         compile=False,
         cpu_threads=1,

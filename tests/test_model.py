@@ -235,7 +235,11 @@ def reference_loss(params: dict[str, Tensor], cfg, tokens: Tensor, targets: Tens
             heads.append(torch.softmax(scores.masked_fill(~mask, -torch.inf), dim=-1) @ v[:, h])
         return torch.cat(heads, dim=-1) @ params[f"blocks.{i}.attn.c_proj.weight"].T
 
-    x = x0 = rms_norm(params["embed.weight"][tokens])
+    x = params["embed.weight"][tokens]
+    if cfg.bigram_rows:
+        pairs = zip(tokens.tolist(), [cfg.eot_token, *tokens.tolist()], strict=False)
+        x = x + params["bigram_embed.weight"][[((36313 * b) ^ (27191 * a)) % cfg.bigram_rows for b, a in pairs]]
+    x = x0 = rms_norm(x)
     outputs = {}
     for i in range(12):
         if i >= 6:
@@ -251,10 +255,15 @@ def reference_loss(params: dict[str, Tensor], cfg, tokens: Tensor, targets: Tens
     return (logits.logsumexp(-1) - logits[torch.arange(T), targets]).mean()
 
 
-@pytest.mark.parametrize(("num_tokens", "window"), [(128, 1), (128, 3), (256, 6)])
-def test_forward_and_gradients_are_those_of_the_reference(narrow64, random_gpt, num_tokens: int, window: int):
+@pytest.mark.parametrize(("num_tokens", "window", "bigram_rows"), [(128, 1, 0), (128, 3, 97), (256, 6, 0)])
+def test_forward_and_gradients_are_those_of_the_reference(
+    narrow64, random_gpt, num_tokens: int, window: int, bigram_rows: int
+):
+    narrow64 = dataclasses.replace(narrow64, bigram_rows=bigram_rows)
     gpt = random_gpt(narrow64)
     with torch.no_grad():
+        if bigram_rows:
+            gpt.bigram_embed.weight.normal_()
         gpt.lm_head.weight *= 8  # logits for which the softcap matters
         # Exact tables: to rounding in fp32 they are the model's own, see test_rotary_is_a_complex_rotation
         angles = exact_angles(range(256), narrow64.head_dim)
@@ -271,6 +280,22 @@ def test_forward_and_gradients_are_those_of_the_reference(narrow64, random_gpt, 
         grad = params[name].grad
         assert grad.norm() > 1e-6, f"{name}: the test would not see it"
         assert (p.grad - grad).norm() < 1e-8 * grad.norm(), name
+
+
+def test_bigrams_start_at_zero_and_few_pairs_of_bytes_share_a_row():
+    """At initialization the loss is that of a model without them; 8,192 rows take the pairs of a text apart."""
+    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], dtype="float32", bigram_rows=8192)
+    gpt = GPT(cfg)
+    assert gpt.bigram_embed.weight.shape == (8192, cfg.model_dim)
+    assert not gpt.bigram_embed.weight.any()
+    pairs = torch.cartesian_prod(torch.arange(32, 127), torch.arange(32, 127)).int()  # printable ASCII
+    rows = torch.stack([gpt.bigram_hashes(pair)[1] for pair in pairs])
+    assert rows.min() >= 0
+    assert rows.max() < 8192
+    assert len(rows.unique()) > 0.6 * 8192  # random ones would take 0.67
+    opening = gpt.bigram_hashes(torch.tensor([97], dtype=torch.int32))
+    after_eot = gpt.bigram_hashes(torch.tensor([cfg.eot_token, 97], dtype=torch.int32))
+    assert opening[0] == after_eot[1]
 
 
 def test_unused_value_lambda_has_no_gradient(narrow64, random_gpt):

@@ -268,7 +268,8 @@ def test_every_parameter_is_in_one_group_with_its_learning_rate():
             assert gpt.get_parameter(name) is p
             lrs.setdefault(name, []).append(group["lr"])
     expected = {"lm_head.weight": [0.2], "skip_weights": [0.4]}
-    expected |= {name: [0.3] for name in ("embed.weight", "value_embeds.0.weight", "value_embeds.1.weight")}
+    embeds = ("embed.weight", "bigram_embed.weight", "value_embeds.0.weight", "value_embeds.1.weight")
+    expected |= {name: [0.3] for name in embeds}
     for i in range(4):
         expected |= {f"blocks.{i}.lambdas": [0.4], f"blocks.{i}.mlp.c_fc.weight": [0.1]}
         expected[f"blocks.{i}.mlp.c_proj.weight"] = [0.1]
