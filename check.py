@@ -367,14 +367,14 @@ def check_precision(run: Run, found: Findings) -> None:
 def check_time(run: Run, found: Findings) -> None:
     """Estimates the training time: a preset's, in proportion to the tokens and to the weights in matmuls.
 
-    gpt2: 0.1 s a step on 8 H100, published, and 8 / n times that on n, which is not measured. nano: 0.04 to 0.06 s a
-    step on 2 cores with native bf16, measured; without it twice that.
+    gpt2: 0.1 s a step on 8 H100, published, and 8 / n times that on n, which is not measured. nano: 0.025 s a step
+    on 2 cores with native bf16, measured; without it twice that.
     """
     if run.on_cuda:
         preset, step_seconds = "gpt2", 0.1 * 8 / run.processes
         basis = f"on {run.processes} H100, longer on smaller GPUs"
     else:
-        preset, step_seconds = "nano", 0.05 if has_native_bf16() else 0.1
+        preset, step_seconds = "nano", 0.025 if has_native_bf16() else 0.05
         basis = f"on 2 cores {'with' if has_native_bf16() else 'without'} native bf16"
     work, preset_work = (
         r.cfg.batch_tokens * sum(parameters(r)[1:]) for r in (run, replace(run, cfg=run.trainer.PRESETS[preset]))

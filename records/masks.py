@@ -106,8 +106,9 @@ def plot_masks(
     found: dict[str, Any] = dict(what=what, block_size=cfg.block_size, window_blocks=window)
     found |= dict(num_tokens=len(tokens), documents=starts)
     edges = sorted({0, *starts, len(tokens)})
-    figure, panels = new_figure(2, 5.2, 6.15, sharey=True)
-    for panel, (letter, mask) in zip(panels, block_masks(cfg, tokens, window).items(), strict=True):
+    masks = block_masks(cfg, tokens, window)
+    figure, panels = new_figure(len(masks), 5.2, 6.15, sharey=True)
+    for panel, (letter, mask) in zip(panels, masks.items(), strict=True):
         seen = listed_blocks(mask)
         layers = [i for i, other in enumerate(cfg.attention_layout) if other == letter]
         partial, full = int((seen == PARTIAL).sum()), int((seen == FULL).sum())
@@ -118,7 +119,7 @@ def plot_masks(
         panel.set_ylim(end, begin)
         farthest = int((seen != UNSEEN).sum(1).max())
         reach = f"at most {plural(farthest, 'block')} = {farthest * cfg.block_size:,} tokens"
-        where = f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}" if layers else "no layer has it"
+        where = f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
         computed = f"{share:.1%} of the causal blocks computed: {full:,} full, {partial:,} partial"
         panel.set_title(f"{letter}, {NAMES[letter]}: {reach}\n{where}\n{computed}", fontsize=9)
     panels[0].set_ylabel("query token")

@@ -285,14 +285,20 @@ def test_eight_h100(machine, gpt2, outcome):
     ]
 
 
-def test_two_gpus_with_24_gb_are_told_what_fits(machine, gpt2, problems, outcome):
-    machine(RTX_4090, RTX_4090)
+def test_two_gpus_with_16_gb_are_told_what_fits(machine, gpt2, problems, outcome):
+    small = RTX_4090.replace(RTX_4090.split(", ")[1], "15900")
+    machine(small, small)
     lines = problems(*gpt2)
-    assert [line.partition(" takes about ")[0] for line in lines] == ["training", "validation"]
-    assert all("25.3 GB are free: --" in line for line in lines)
+    assert [line.partition(" takes about ")[0] for line in lines] == ["training"]
+    assert all("16.7 GB are free: --" in line for line in lines)
     fixes = [argument for line in lines for argument in line.rpartition(": ")[2].split()]
-    assert fixes == "--train_seq_len 24576 --val_seq_len 131072".split()
-    code, out, notes = outcome(*gpt2, *fixes)
+    assert fixes == "--train_seq_len 24576".split()
+    assert outcome(*gpt2, *fixes)[0] == 0
+
+
+def test_two_gpus_with_24_gb_train_gpt2(machine, gpt2, outcome):
+    machine(RTX_4090, RTX_4090)
+    code, out, notes = outcome(*gpt2)
     assert (code, out, len(notes)) == (0, ["2"], 2)
     assert "head in training FP8, small attention tiles (NVIDIA GeForce RTX 4090, compute capability 8.9)" in notes[0]
     assert "of training on 2 H100, longer on smaller GPUs (an estimate)" in notes[1]
@@ -483,15 +489,18 @@ def test_precision_on_the_cpu_is_that_of_the_trainer(dtype):
     assert as_run(cfg).is_bf16 == (train_gpt.activation_dtype(cfg) == torch.bfloat16)
 
 
-def test_memory_of_the_record_is_near_what_was_published():
-    published = 30_724 * 2**20
-    for peak in check.peak_bytes(on_h100(8)).values():
-        assert peak == pytest.approx(published, rel=0.04)
+def test_memory_of_gpt2_is_below_that_of_a_gpu_with_24_gb():
+    published = 30_724 * 2**20  # of record 21, whose logits exist whole
+    one, eight = (check.peak_bytes(on_h100(n)) for n in (1, 8))
+    assert max(one.values()) < 24e9 < published
+    assert eight["train_seq_len"] < one["train_seq_len"] < eight["train_seq_len"] + 2e9  # one holds the whole state
+    kept = 15.3e9  # by the compiler's graph of the forward pass
+    assert kept < eight["train_seq_len"] < 1.5 * kept
+    whole = check.peak_bytes(on_h100(8, lm_head_slice=49152))
+    assert whole["train_seq_len"] == pytest.approx(published, rel=0.05)
     shorter = check.peak_bytes(on_h100(8, train_seq_len=24576, val_seq_len=65536))
-    assert shorter["train_seq_len"] < 0.6 * published
-    assert shorter["val_seq_len"] < 0.4 * published
-    fewer = check.peak_bytes(on_h100(1))
-    assert published < fewer["train_seq_len"] < published + 3.5e9  # one process holds the whole state
+    assert shorter["train_seq_len"] < 0.7 * eight["train_seq_len"]
+    assert shorter["val_seq_len"] < 0.6 * eight["val_seq_len"]
 
 
 def test_cpu_without_enough_memory_is_told_what_fits(flags, problems, outcome, monkeypatch):
@@ -508,16 +517,16 @@ def test_cpu_without_enough_memory_is_told_what_fits(flags, problems, outcome, m
 @pytest.mark.parametrize(
     ("preset", "num_gpus", "native", "time"),
     [
-        ("nano", 0, True, "34 seconds of training on 2 cores with native bf16"),
-        ("nano", 0, False, "68 seconds of training on 2 cores without native bf16"),
+        ("nano", 0, True, "16 seconds of training on 2 cores with native bf16"),
+        ("nano", 0, False, "32 seconds of training on 2 cores without native bf16"),
         ("gpt2", 8, True, "3 minutes of training on 8 H100"),
         ("gpt2", 1, True, "24 minutes of training on 1 H100, longer on smaller GPUs"),
-        ("gpt2", 0, True, "50 days of training on 2 cores"),
+        ("gpt2", 0, True, "63 days of training on 2 cores"),
     ],
 )
 def test_training_time(preset, num_gpus, native, time, monkeypatch):
     monkeypatch.setattr(check, "has_native_bf16", lambda: native)
-    steps = {"nano": 680, "gpt2": 1770}[preset]
+    steps = {"nano": 640, "gpt2": 1770}[preset]
     cfg = dataclasses.replace(train_gpt.PRESETS[preset], num_iterations=steps)
     run = check.Run(check.load_trainer(num_gpus), cfg, [], max(num_gpus, 1))
     found = check.Findings()

@@ -46,7 +46,7 @@ def test_all_that_the_tour_names_exists():
             found = re.search(rf"^\s+{quoted.split()[3]}\b", build_parser().format_help(), re.M) is not None
         elif quoted.startswith("--"):
             found = quoted[2:] in flags
-        elif "/" in quoted:
+        elif "/" in quoted or quoted.endswith(".py"):
             found = (ROOT / quoted).exists()
         else:
             found = quoted in known or quoted in defined_tests()

@@ -168,7 +168,8 @@ def test_history_has_every_record_and_the_times_of_the_page(monkeypatch):
     rows = re.findall(
         r"^\| \w+ \| [^|]*\| [\d.]+ \| (\d+) \| ([\d.]+) \|", (RECORDS / "README.md").read_text(), re.MULTILINE
     )
-    assert [f"{width:.1f}" for width in widths[0]] == [seconds for _, seconds in rows]
+    assert [f"{width:.1f}" for width in widths[0]][: len(rows)] == [seconds for _, seconds in rows]
+    assert len(rows) == len(names[0]) - 1  # TokenPairs was timed in another series
 
 
 def test_times_of_different_series_are_told_apart(tmp_path):

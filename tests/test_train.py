@@ -143,7 +143,7 @@ def test_warm_up_leaves_no_trace(flags):
     before, rng, python_rng = bits(), torch.get_rng_state(), np.random.get_state()[1].copy()
     for optimizer in optimizers:
         finish = optimizer.finish
-        optimizer.finish = lambda finish=finish: (finish(), ran.append(bits()))
+        optimizer.finish = lambda group, finish=finish: (finish(group), ran.append(bits()))
     train_gpt.warm_up(gpt, gpt, optimizers, cfg, World())
     assert ran[-1] != before, "warm-up did not train"
     assert bits() == before
@@ -187,15 +187,15 @@ def test_what_the_steps_used_is_logged_at_the_first_middle_and_last(flags):
     log = Path(train_gpt.main([*flags, "--num_iterations", "8", "--momentum_warmup_steps", "8"]).log).read_text()
     lines = re.findall(r"^effective at step (\d+): window (\d+), ([^:]*): (.*)$", log, re.M)
     names = {name for _, _, group, _ in lines for name in group.split("+")}
-    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], num_iterations=8, momentum_warmup_steps=8)
+    cfg = train_gpt.parse_args([*flags, "--num_iterations", "8", "--momentum_warmup_steps", "8"])
     assert names == {name for name, _ in train_gpt.GPT(cfg).named_parameters()}
     for step, window in (0, 1), (4, 2), (7, 4):
         used = {group: ast.literal_eval(used) for *at, group, used in lines if at == [str(step), str(window)]}
         factor = train_gpt.lr_multiplier(step, cfg)
         momentum = train_gpt.muon_momentum(step, cfg)
         muon = next(group for group in used if "c_fc" in group)
-        assert used[muon] == pytest.approx({"lr": 0.025 * factor, "momentum": momentum})
-        assert used["lm_head.weight"] == {"lr": pytest.approx(0.008 * factor), "betas": (0.8, 0.95)}
+        assert used[muon] == pytest.approx({"lr": cfg.muon_lr * factor, "momentum": momentum})
+        assert used["lm_head.weight"] == {"lr": pytest.approx(0.008 * factor), "betas": (cfg.adam_beta1, 0.95)}
     assert len(lines) == 3 * len(used)
 
 

@@ -42,6 +42,7 @@ SMALL = dict(
     num_heads=2,
     head_dim=12,
     attention_layout="LS-S",
+    bigram_rows=61,
     value_embed_layout="0..0",
     block_size=16,
     window_tokens=64,
