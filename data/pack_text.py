@@ -39,6 +39,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -153,14 +154,19 @@ def cut(document: bytes, max_bytes: int) -> Iterator[bytes]:
 # What workers do
 
 
+bytes_read: Any  # of all workers, for the progress bar
+stop: Any  # an event
+
+
 def start_worker(*shared) -> None:
-    global bytes_read, stop  # of all workers, for the progress bar; and whether to stop. Only a start can pass them
+    global bytes_read, stop  # only a start can pass them
     bytes_read, stop = shared
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the main one ends the others
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def end_with_the_main_process() -> None:
-        multiprocessing.parent_process().join()
+        if parent := multiprocessing.parent_process():
+            parent.join()
         os._exit(1)  # it was killed: else workers would wait for tasks for ever
 
     threading.Thread(target=end_with_the_main_process, daemon=True).start()
@@ -183,7 +189,8 @@ def fill_buckets(
 
     Returns the lowest and the highest SHA-1 of every file that has documents.
     """
-    buckets, held, found = defaultdict(bytearray), 0, {}
+    buckets: defaultdict[int, bytearray] = defaultdict(bytearray)
+    held, found = 0, dict[int, tuple[bytes, bytes]]()
 
     def flush() -> None:
         for bucket, records in buckets.items():
@@ -252,7 +259,7 @@ def load_gpt2():
 def encode_gpt2(documents: list[bytes]) -> np.ndarray:
     """uint16 tokens: for each document the end-of-text token, then its text."""
     encoding = load_gpt2()
-    eot, pieces = np.array([encoding.eot_token], dtype=np.uint16), []
+    eot, pieces = np.array([encoding.eot_token], dtype=np.uint16), list[np.ndarray]()
     for document in documents:
         tokens = encoding.encode_to_numpy(document.decode("utf-8", errors="replace"), disallowed_special=())
         pieces += eot, tokens.astype(np.uint16)
@@ -344,7 +351,7 @@ def write_shards(args: argparse.Namespace, folder: Path) -> dict[str, ShardWrite
         try:
             batches = batches_of(sizes, min(BATCH_BYTES, total // (4 * args.workers)))
             pending = {pool.submit(fill_buckets, batch, folder, num_buckets, tokenizer) for batch in batches}
-            found = {}
+            found: dict[int, tuple[bytes, bytes]] = {}
             with bar(desc="reading") as progress:
                 while pending:
                     done, pending = wait(pending, timeout=0.1, return_when=FIRST_EXCEPTION)

@@ -82,6 +82,7 @@ class ShardWriter:
                 continue
             last = max(last, first + 1)  # longer than a shard: gets one of its own
             written = tokens[starts[first] : ends[last - 1]]
+            assert self.file is not None
             self.file.write(np.ascontiguousarray(written, dtype="<u2"))
             self.shards[-1] = path, num_documents + last - first, num_tokens + len(written)
             first = last

@@ -132,7 +132,7 @@ def command_mask(args: argparse.Namespace) -> tuple[dict, str, int]:
     path = args.output or Path("mask.png")
     found = masks.plot_masks(args.flags, args.step, args.sequence, args.training, args.zoom, path)
     told = [f"{path}: {found['what']}"]
-    for letter in masks.NAMES:
+    for letter in filter(found.__contains__, masks.NAMES):
         share, full, partial = (found[letter][key] for key in ("share", "full", "partial"))
         told.append(f"{letter}: {share:.1%} of the causal blocks computed, {full} full, {partial} partial")
     return dict(file=str(path)) | found, "\n".join(told), 0
