@@ -1,10 +1,12 @@
 """Runs train_gpt.main with a SIGKILL for every process of the run at a moment: kill_worker.py MOMENT COUNT [flags]
 
 MOMENT: when; COUNT: at its how manieth time. "step": before a training step; "write": in the middle of a checkpoint's
-file; "rename": all is written, nothing renamed; "renamed": right after; "validation": in the last batch of one.
+file; "rename": all is written, nothing renamed; "renamed": right after; "remove": while an older checkpoint is removed;
+"validation": in the last batch of one.
 """
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -53,7 +55,14 @@ def half_written(state, path) -> None:
     kill_at(count)
 
 
-calls = 0
+def half_removed(path, **options) -> None:
+    if calls + 1 == count:
+        next(Path(path).glob("*.pt")).unlink()
+    kill_at(count)
+    rmtree(path, **options)
+
+
+calls, rmtree = 0, shutil.rmtree
 moment, count, flags = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 whole = torch.save
 if moment == "step":
@@ -64,6 +73,8 @@ elif moment == "rename":
     os.rename = before(os.rename, count)
 elif moment == "renamed":
     os.rename = after(os.rename, count)
+elif moment == "remove":
+    shutil.rmtree = half_removed
 elif moment == "validation":
     train_gpt.evaluate = after(train_gpt.evaluate, count)
 train_gpt.main(flags)

@@ -23,7 +23,7 @@ from train_gpt import UserError, World
 
 STEPS = "--num_iterations 12 --val_loss_every 5 --checkpoint_every 4".split()
 # What is called how often: 2 training steps in the warm-up and one validation, then those of the run; 2 checkpoints
-INJECTED = [("step", 5), ("write", 2), ("rename", 2), ("renamed", 1), ("validation", 3)]
+INJECTED = [("step", 5), ("write", 2), ("rename", 2), ("renamed", 1), ("remove", 3), ("validation", 3)]
 
 
 def launch(size: int, *command) -> subprocess.Popen:

@@ -1074,7 +1074,9 @@ def write_checkpoint(folder: Path, state: dict, world: World, device: torch.devi
     world.all_reduce(flag).wait().item()  # no node lacks the new one when another removes the old ones
     if world.local_rank == 0:
         for path in set(folder.parent.iterdir()) - {folder}:
-            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):  # renamed first: what a kill leaves of it shall not look like one
+                os.rename(path, gone := path.with_suffix(".part"))
+                shutil.rmtree(gone, ignore_errors=True)
     return ""
 
 
