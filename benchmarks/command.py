@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from itertools import cycle
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 import train_gpt
@@ -243,7 +241,7 @@ def measure_all(cfg: Hyperparameters, world: World, effort: Effort, flags: Seque
             )
         trainer.window.fill_(at["last"])
         stage("validation", lambda: measure.validation(trainer, val_plan, effort.validations))
-        found["peak_memory_mib"] = peak_memory_mib(device)
+        found["peak_memory_mib"] = train_gpt.peak_memory_mib(device)
         trainer.window.fill_(at["middle"])
         rates += measure.matmul_tflops(device, dtype, effort.repetitions)
         found["matmul_tflops"] = measure.figure(rates) | dict(dtype=cfg.dtype)
@@ -263,13 +261,6 @@ def measure_all(cfg: Hyperparameters, world: World, effort: Effort, flags: Seque
     found["load_average_after"] = list(os.getloadavg())
     found["seconds"] = time.perf_counter() - began
     return found, profiled[0]
-
-
-def peak_memory_mib(device: torch.device) -> int:
-    """CUDA: allocated by torch; else resident, with Python and torch."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() // 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
 
 
 def window_steps(cfg: Hyperparameters) -> dict[str, int]:
