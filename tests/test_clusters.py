@@ -303,7 +303,8 @@ def test_image_has_all_that_run_and_test_ask_for(tmp_path):
         shutil.copy(ROOT / path, tmp_path / path)
     python = tmp_path / "bin" / "python3"
     python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    refuse = "case $2 in venv | pip) exit 9 ;; esac"  # or a failure would install everything
+    python.write_text(f'#!/bin/sh\n{refuse}\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     env = {"PATH": f"{python.parent}:/usr/bin:/bin"}
     command = f"set -euo pipefail; source ./environment.sh; find_python {shlex.join(sorted(asked))}; echo $python"
@@ -317,4 +318,5 @@ def test_folders_that_the_page_mounts_are_those_of_the_image():
     assert len(mounted) >= 3
     [made] = [line for line in instructions("RUN") if "mkdir" in line]
     folders = re.search(r"mkdir -p (.*?) &&", made)[1].split()
+    assert set(folders) <= set(re.search(r"chmod 1777 (.*)$", made)[1].split())
     assert set(mounted) <= {folder if folder.startswith("/") else f"/train_gpt/{folder}" for folder in folders}
