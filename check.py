@@ -4,7 +4,8 @@
     ./run.sh --check [the flags of train_gpt.py]    the checks alone, and what they found
 
 torchrun would turn every refusal into exit code 1 behind a report of its own. Here it is exit code 2, and a line for
-each problem says what to mend: all at once. torch is not imported; that takes longer than the checks.
+each problem says what to mend: all at once. torch is not imported; that takes longer than the checks. Exit codes: 0
+nothing is in the way, 2 something has to be mended first, 130 interrupted.
 
 On success the last line of stdout is how many processes to start: as many as there are GPUs and as divide a step's
 sequences, or NPROC. On a CPU it is one: with both threads it took 0.90 to 0.95 of the time of two with one each (nano

@@ -6,6 +6,7 @@
 AdamW with a cosine schedule, in fp32, on 2 threads. Validation is that of the nano track: the first 262,144 tokens of
 its validation shard, every position once, here in consecutive contexts of 64. Timed like `train_gpt.py`: some steps of
 warm-up and the validation are off the clock. It shares no code with the trainer.
+Exit codes: 0 trained, 1 no data, 2 bad argument.
 """
 
 import argparse

@@ -30,7 +30,8 @@ validation. Prints a table; writes it, a JSON document and a profile to --out.
 
     python -m benchmarks [--quick] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
     torchrun --standalone --nproc_per_node=8 -m benchmarks       the step with its communication; start-up is left out
-"""
+
+Exit codes: 0 done, 1 a stage failed, 2 something has to be mended, 130 interrupted."""
 SIDE_BUDGET_S = 330  # for starts and the self-test together, in processes of their own; the rest takes about 150 s
 MIN_SECONDS = 10  # nothing of the kind is done in less
 DOCUMENT_TOKENS = 500  # mean, of synthetic data

@@ -5,7 +5,8 @@
 
 From the Hugging Face dataset https://huggingface.co/datasets/kjj0/fineweb10B-gpt2; the library's environment
 variables hold, such as HF_ENDPOINT (a mirror) and HF_HUB_OFFLINE. Complete shards are left alone, so the same
-command goes on after a failure. Exit codes: 0 all there, 1 something could not be fetched, 2 bad argument.
+command goes on after a failure. Exit codes: 0 all there, 1 something could not be fetched, 2 bad argument,
+130 interrupted.
 """
 
 import argparse

@@ -4,7 +4,8 @@
 
 Everybody who can run the trainer has this text already, so nothing is downloaded. With torch 2.13.0 the
 shards are byte for byte the track's; any other torch version packs another corpus, which trains just as
-well but is not comparable, and the packer says so.
+well but is not comparable, and the packer says so. Exit codes: 0 the shards are there, 2 torch is missing or
+its sources have been changed.
 """
 
 import argparse

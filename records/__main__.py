@@ -13,7 +13,10 @@ from pathlib import Path
 from records import logs, masks, plots, proof, publish, race, rules
 from records.logs import RECORDS, ToolError
 
-INTRODUCTION = "Prove and compare speedrun records. A record is named by its folder, or a unique part of that."
+INTRODUCTION = (
+    "Prove and compare speedrun records. A record is named by its folder, or a unique part of that. "
+    "Exit codes: 0 done, 1 a check failed, 2 something has to be mended, 130 interrupted."
+)
 
 
 class ArgumentParser(argparse.ArgumentParser):

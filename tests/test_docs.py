@@ -103,3 +103,12 @@ def test_tools_have_one_version():
     pinned = dict(line.split("==") for line in (ROOT / "tests" / "requirements.txt").read_text().split())
     hooked = re.findall(r"\[ruff==([\d.]+)\]", (ROOT / ".pre-commit-config.yaml").read_text())
     assert hooked == [pinned["ruff"]] * 2
+
+
+def test_every_tool_says_its_exit_codes():
+    """In its module's text, which --help shows; those of train_gpt.py stand in README.md."""
+    tools = ["check.py", "sample.py", *(f"data/{name}.py" for name in ("cached_fineweb10B", "pack_nano", "pack_text"))]
+    tools += [f"benchmarks/{name}.py" for name in ("command", "race_anchor", "anchor_cpu")]
+    silent = [tool for tool in [*tools, "records/__main__.py"] if "Exit codes: 0" not in (ROOT / tool).read_text()]
+    assert not silent
+    assert "Exit codes: 0" in (ROOT / "README.md").read_text()
