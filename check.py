@@ -305,8 +305,8 @@ def peak_bytes(run: Run) -> dict[str, float]:
 
     The parameters four times (values, gradients, gathered gradients, the largest buffers in between), this process's
     share of the optimizers' state, the logits of a slice at 6 bytes, and for each token of a sequence, in bf16: in
-    training 34 bytes per layer and dimension (15.3 GB for gpt2: the tensors that the compiler's graph of the forward
-    pass keeps for the backward), in validation 48 per dimension. That makes 22 GB for gpt2 on one GPU and 21 on 8, and
+    training 31 bytes per layer and dimension (13.7 GB for gpt2: the tensors that the compiler's graph of the forward
+    pass keeps for the backward), in validation 48 per dimension. That makes 21 GB for gpt2 on one GPU and 20 on 8, and
     is not measured on any. On a CPU: about three times as much per token, and 0.4 GB for torch:
     for nano 0.58 GB, measured 0.48.
     """
@@ -319,7 +319,7 @@ def peak_bytes(run: Run) -> dict[str, float]:
         per_score = 8 * cfg.num_heads  # FlexAttention that is not compiled writes every score down
     rows, layers = parameters(run)[1] / cfg.model_dim, len(cfg.attention_layout)
     fixed += 6 * factor * rows * cfg.lm_head_slice
-    training, validation = 34 * cfg.model_dim * layers, 48 * cfg.model_dim
+    training, validation = 31 * cfg.model_dim * layers, 48 * cfg.model_dim
     return {
         "train_seq_len": fixed + (factor * training + per_score * cfg.train_seq_len) * cfg.train_seq_len,
         "val_seq_len": fixed + (factor * validation + per_score * cfg.val_seq_len) * cfg.val_seq_len,

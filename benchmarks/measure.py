@@ -305,7 +305,7 @@ def validation(trainer: Trainer, plan: Sequence[Batch], n: int) -> dict:
         start = time.perf_counter()
         own = plan[world.rank :: world.size]
         batches = train_gpt.read_batches(own, cfg.val_seq_len, [0], cfg.vocab_size, trainer.device)
-        loss = train_gpt.evaluate(trainer.gpt, trainer.model, batches, trainer.window, world)
+        loss = train_gpt.evaluate(trainer.model, batches, trainer.window, world)
         taken.append(time.perf_counter() - start)
         if agree(world, trainer.device, taken[0]) > 5:
             break

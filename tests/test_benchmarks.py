@@ -254,16 +254,23 @@ def pair(anchor: tuple[float, float], trainer: tuple[float, float]) -> dict:
     return dict(seed=1, reached=trainer[0] <= anchor[0], **sides)
 
 
-def test_race_against_the_anchor_claims_a_ratio_only_where_all_reach_its_loss():
-    pairs = [pair((1.6, 80.0), (1.5, 20.0)), pair((1.6, 90.0), (1.6, 30.0)), pair((1.6, 100.0), (1.5, 20.0))]
+def test_race_against_the_anchor_claims_a_ratio_only_where_the_mean_loss_is_lower():
+    pairs = [pair((1.6, 80.0), (1.5, 20.0)), pair((1.6, 90.0), (1.52, 30.0)), pair((1.6, 100.0), (1.5, 20.0))]
     found = race_anchor.summary(pairs)
     assert (found["median_ratio"], found["lowest_ratio"], found["highest_ratio"]) == (4, 3, 5)
     assert found["ratio_95"]["geometric_mean"] == pytest.approx(60 ** (1 / 3))
     assert "no ratio to claim" not in race_anchor.table(pairs, found, [])
+    assert found["reached"]
     missed = copy.deepcopy(pairs)
-    missed[1] = pair((1.6, 90.0), (1.61, 30.0))
-    assert "1 of 3 runs end above" in race_anchor.table(missed, race_anchor.summary(missed), [])
-    assert "ratio_95" not in race_anchor.summary(pairs[:1])
+    missed[1] = pair((1.6, 90.0), (1.61, 30.0))  # -0.1, +0.01, -0.1: lower on average, but not by more than chance
+    found = race_anchor.summary(missed)
+    told = race_anchor.table(missed, found, [])
+    assert not found["reached"]
+    assert "at or below the anchor of their pair: 2 of 3" in told
+    assert "no ratio to claim" in told
+    alone = race_anchor.summary(pairs[:1])
+    assert "ratio_95" not in alone
+    assert not alone["reached"]
 
 
 def test_race_against_the_anchor_alternates_and_ends_with_1_where_one_misses(monkeypatch, tmp_path, capsys):
@@ -284,7 +291,7 @@ def test_race_against_the_anchor_alternates_and_ends_with_1_where_one_misses(mon
     flags = ["--preset", "nano", "--num_iterations", "3"]
     assert order == [("anchor", 7, 9), ("trainer", 7, flags), ("trainer", 8, flags), ("anchor", 8, 9)]
     document = json.loads((tmp_path / "race_anchor.json").read_text())
-    assert (document["reached"], document["pairs"], len(document["runs"])) == (1, 2, 2)
+    assert (document["reached"], document["pairs_at_or_below"], len(document["runs"])) == (False, 1, 2)
     assert race_anchor.main(["--", "--seed", "3"]) == 2
     assert race_anchor.main(["--pairs", "0"]) == 2
     capsys.readouterr()

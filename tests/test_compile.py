@@ -105,7 +105,8 @@ def test_all_graphs_are_there_after_the_warm_up(cfg, batches, use_flex: bool, ch
         assert count_calls(graph, "flex_attention") == use_flex * num_attention_layers
         calls = [node.target for node in graph.graph.nodes if node.op == "call_method"]
         assert "item" not in calls, "a tensor's value in Python breaks no graph, but makes the host wait for the device"
-    assert count_calls(training, "autograd_function_apply") == 1 + len(cfg.attention_layout)  # head, MLPs
+    norms = 2 + len(cfg.attention_layout) + 2 * num_attention_layers  # embedding, head; MLPs; attention
+    assert count_calls(training, "autograd_function_apply") == 1 + len(cfg.attention_layout) + norms  # head, MLPs
     assert count_calls(validation, "autograd_function_apply") == count_calls(validation, "scaled_mm") == 0
     assert len(muon_graphs) == len(muon.param_groups)
     num_graphs = len(graphs) + len(muon_graphs)
@@ -115,7 +116,7 @@ def test_all_graphs_are_there_after_the_warm_up(cfg, batches, use_flex: bool, ch
     sequences = batches(cfg.train_seq_len, [0, 1])
     for step in range(cfg.num_iterations + 1):
         window.fill_(train_gpt.window_blocks(step, cfg))
-        val_loss = train_gpt.evaluate(gpt, model, itertools.islice(batches(cfg.val_seq_len, [0]), 1), window, World())
+        val_loss = train_gpt.evaluate(model, itertools.islice(batches(cfg.val_seq_len, [0]), 1), window, World())
         assert math.isfinite(val_loss)
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = group["initial_lr"] * train_gpt.lr_multiplier(step, cfg)

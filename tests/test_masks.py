@@ -5,7 +5,6 @@ else partial. The visible blocks of either kind are listed nearest first, and a 
 """
 
 import dataclasses
-import functools
 
 import pytest
 import torch
@@ -140,11 +139,8 @@ def test_blocks_with_element_mask_are_the_definition(docs: Tensor, block_size: i
 
 
 @pytest.mark.parametrize("doc_len", [40, 700, 20_000, None], ids=str)
-def test_lists_at_the_length_of_validation(doc_len: int | None, monkeypatch: pytest.MonkeyPatch):
+def test_lists_at_the_length_of_validation(doc_len: int | None):
     """262,144 tokens: the record's rule on whole tensors, its order by sorting a 0/1 mask."""
-    # The transposes of the lists, which are torch's work, take a second each
-    quick = functools.partial(BlockMask.from_kv_blocks, compute_q_blocks=False)
-    monkeypatch.setattr(BlockMask, "from_kv_blocks", quick)
     num_tokens, block_size = 256 * 1024, 128
     docs = random_docs(num_tokens, block_size, doc_len, seed=1)
     low, high = docs[::block_size], docs[block_size - 1 :: block_size]
@@ -155,7 +151,8 @@ def test_lists_at_the_length_of_validation(doc_len: int | None, monkeypatch: pyt
     order = {kind: m.int().argsort(dim=1, stable=True).flip(1) for kind, m in lists.items()}
     num_full, num_partial = is_full.sum(1), (visible & ~is_full).sum(1)
     for window in (0, 1, 7, 14, 5000):
-        mask = build(docs, window, block_size)
+        mask = document_block_mask(docs, torch.tensor(window, dtype=torch.int32), block_size, for_flex=False)
+        assert mask.q_indices is None, "these lists, which are torch's work, take a second each"
         counts = {
             "": torch.minimum(num_partial, (window - num_full).clamp(min=1)),
             "full_": num_full.clamp(max=max(window - 1, 0)),

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import train_gpt
@@ -207,6 +208,32 @@ def test_rotary_rotates_bf16_in_fp32():
 
 def rms_norm(x: Tensor) -> Tensor:
     return x / torch.sqrt((x * x).mean(-1, keepdim=True) + torch.finfo(x.dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_norm_is_that_of_torch_with_its_gradient(dtype: torch.dtype):
+    """The result bit for bit, of zeros too; the gradient to rounding, against double precision."""
+    x = torch.randn(300, 96, dtype=dtype) * torch.logspace(-6, 3, 300)[:, None].to(dtype)
+    x[7] = 0
+    x, grad = x.requires_grad_(), torch.randn(300, 96, dtype=dtype)
+    y = train_gpt.norm(x)
+    assert torch.equal(y, F.rms_norm(x, (96,)))
+    assert y.dtype == dtype
+    (ours,) = torch.autograd.grad(y, x, grad)
+    exact = x.detach().double().requires_grad_()
+    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    (theirs,) = torch.autograd.grad(F.rms_norm(exact, (96,), eps=eps), exact, grad.double())
+    assert ours.dtype == dtype
+    error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    assert error.max() < 2 * torch.finfo(dtype).eps
+
+
+def test_norm_keeps_its_result_and_a_number_per_row():
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = train_gpt.norm(torch.randn(300, 96, dtype=torch.bfloat16, requires_grad=True))
+    assert sorted((t.numel(), t.dtype) for t in kept) == [(300, torch.bfloat16), (300 * 96, torch.bfloat16)]
+    assert any(t.data_ptr() == y.data_ptr() for t in kept)
 
 
 def reference_loss(params: dict[str, Tensor], cfg, tokens: Tensor, targets: Tensor, window: int) -> Tensor:

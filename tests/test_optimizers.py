@@ -284,7 +284,7 @@ def test_optimizers_take_their_settings_from_the_configuration():
     gpt = small_gpt(adam_beta1=0.7, adam_beta2=0.9, adam_eps=1e-5, dtype="bfloat16")
     muon, adam = built(gpt)
     assert (adam.param_groups[0]["betas"], adam.eps) == ((0.7, 0.9), 1e-5)
-    assert muon.grad_divisor == adam.grad_divisor == 3
+    assert [muon.grad_divisor, *(group["divisor"] for group in adam.param_groups)] == [3] * 4
     assert muon.dtype == torch.bfloat16
     kinds = [{p.dtype for p in group["params"]} for group in adam.param_groups]
     assert kinds == [{torch.float32}, {torch.bfloat16}, {torch.float32}]

@@ -64,7 +64,7 @@ def four_steps(argv: Sequence[str], world: World) -> dict:
     for count in (len(val_plan), 3):  # of 3 sequences the fourth rank has none
         own = val_plan[:count][world.rank :: world.size]
         batches = train_gpt.read_batches(own, cfg.val_seq_len, [0], cfg.vocab_size, cpu)
-        val_losses.append(train_gpt.evaluate(gpt, gpt, batches, window, world))
+        val_losses.append(train_gpt.evaluate(gpt, batches, window, world))
     return dict(
         losses=losses,
         val_losses=val_losses,
