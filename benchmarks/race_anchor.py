@@ -76,7 +76,9 @@ def table(pairs: Sequence[dict], found: dict, flags: Sequence[str]) -> str:
         lines.append(
             f"val_loss, trainer - anchor: {loss['difference']:+.4f} (95%: {loss['low']:+.4f} to {loss['high']:+.4f})"
         )
-    lines.append(f"Runs that end at or below the anchor of their pair: {found['pairs_at_or_below']} of {found['pairs']}")
+    lines.append(
+        f"Runs that end at or below the anchor of their pair: {found['pairs_at_or_below']} of {found['pairs']}"
+    )
     if not found["reached"]:
         lines.append("**The mean loss is not below the anchor's by more than chance: no ratio to claim.**")
     return "\n".join(lines)

@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_refused(run_flags, saved, how):
     [
         (["--seed", "6"], "another seed, its run has 5, this one 6"),
         (["--num_iterations", "20"], "another num_iterations, its run has 12, this one 20"),
-        (["--muon_lr", "0.5"], "another muon_lr, its run has 0.035, this one 0.5"),
+        (["--muon_lr", "0.5"], "another muon_lr, its run has 0.06, this one 0.5"),
         (["--cpu_threads", "2"], "another cpu_threads, its run has 1, this one 2"),
     ],
 )
