@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import re
-import shlex
 from pathlib import Path
 
 import train_gpt
@@ -81,21 +80,6 @@ def test_what_the_tour_says_was_measured_stands_on_the_pages_of_the_records():
     intervals = re.findall(r"[-+]?\d\.\d+ \([-+]?\d\.\d+ to [^)]*\)", TOUR)
     assert len(intervals) > 5
     assert [figure for figure in intervals if figure not in pages] == []
-
-
-def test_commands_of_the_documents_are_understood():
-    """python -m records, as it stands in a page, without running it."""
-    pages = ("README.md", "CONTRIBUTING.md", "records/README.md")
-    text = "".join((ROOT / page).read_text() for page in pages)
-    lines = re.findall(r"^ {4}python -m records (.*)$", text, re.MULTILINE)
-    assert len(lines) > 20
-    for line in lines:
-        argv = shlex.split(line, comments=True)
-        if argv == ["--help"]:
-            continue
-        flags = argv[argv.index("--") + 1 :] if "--" in argv else []
-        build_parser().parse_args(argv[: len(argv) - len(flags) - bool(flags)])
-        train_gpt.parse_args(flags)
 
 
 def test_tools_have_one_version():
