@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import json
 import math
 import os
 import re
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import train_gpt
+from records import proof, race
+from records.__main__ import main
 
 ROOT = Path(train_gpt.__file__).parent
 PAGE = (ROOT / "docs" / "example.md").read_text()
@@ -23,6 +26,7 @@ TOO_FEW_STEPS = {
     r"^ok (\S+): .*": r"FAIL \1: mean 9.9 is above the target 1.45; train better or longer",
     r"(is likely to need .*): \d+ in all$": r"\1: never, at this mean",
 }
+UNSTEADY = "step times vary, "  # a line about the machine
 NUMBER = r"[-+]?\d+(?:[.,]\d+)*(?:e[-+]?\d+)?"
 OWN_FOLDERS = shutil.ignore_patterns(".git", ".venv", "logs", "nano", "fineweb10B", "own", "__pycache__", ".*_cache")
 
@@ -109,6 +113,36 @@ def test_the_edit_of_the_page_is_the_idea(tmp_path):
             assert my.lr_multiplier(step, cfg) == pytest.approx(expected, abs=1e-6), step
 
 
+def test_the_figures_of_the_page_are_those_of_its_runs(monkeypatch, capsys):
+    """records/measurements.json has every run; what race and stats make of them stands on the page, and in NOTES.md."""
+    measured = json.loads((ROOT / "records" / "measurements.json").read_text())["sqrt_cooldown"]["runs"]
+    of_my, of_ours = (
+        [race.Run(run["seed"], run["val_loss"], run["train_time_ms"], run["median_step_ms"], None) for run in runs]
+        for runs in (measured["my.py"], measured["train_gpt.py"])
+    )
+    assert [run.seed for run in of_my] == [run.seed for run in of_ours] == list(range(201, 211))
+    found = dict(a="my.py", b="train_gpt.py") | race.compare(of_my, of_ours)
+    monkeypatch.setattr(race, "race", lambda *arguments: found)
+    assert main(["race", "my.py", "train_gpt.py"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for side, runs in ("a", of_my), ("b", of_ours):
+        for pair, run in enumerate(runs[:2]):
+            told = f"val_loss {run.val_loss:.4f}, train time {run.train_time:.0f} ms, step {run.step_time:.2f} ms"
+            lines.append(f"race-pair{pair}-{side}, seed {run.seed}: {told}")
+        sample = proof.describe([round(run.val_loss, 4) for run in runs], 1.45)  # as logs state them
+        lines.append(f"{sample} p={sample.p:.2g} against 1.45")
+    printed = [line for _, _, output in steps_of(PAGE) for line in output]
+    assert [line for line in lines if line not in printed] == []
+
+    sd = proof.describe([a.val_loss - b.val_loss for a, b in zip(of_my, of_ours, strict=True)]).sd
+    gain = proof.detectable(sd, 10)
+    assert f"an sd of {sd:.4f}), so a gain of {gain:.3f} would have shown" in " ".join(PAGE.split())
+    notes = (ROOT / "records" / "NOTES.md").read_text()
+    loss, time = found["val_loss"], found["train_time"]
+    assert f"| {loss['difference']:+.4f} ({loss['low']:+.4f} to {loss['high']:+.4f}) " in notes
+    assert f"| {time['ratio']:.3f} ({time['low']:.3f} to {time['high']:.3f}) | 10 pairs, seeds 201 to 210: " in notes
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_page_do_what_it_says(tmp_path):
     if not (ROOT / "data/nano/nano_val_000000.bin").exists():
@@ -120,7 +154,7 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path):
     for command, code, shown in steps_of(PAGE):
         for old, new in SHORTER.items():
             command = command.replace(old, new)
-        expected = shown
+        expected = [line for line in shown if not line.startswith(UNSTEADY)]
         for old, new in TOO_FEW_STEPS.items():
             expected = [re.sub(old, new, line) for line in expected]
         code = 1 if any(line.startswith("FAIL") for line in expected) else code
