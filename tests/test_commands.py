@@ -26,7 +26,7 @@ ROOT = Path(train_gpt.__file__).parent
 PAGES = ["README.md", "CONTRIBUTING.md", "records/README.md", "benchmarks/README.md"]
 PAGES += [f"docs/{name}.md" for name in ("example", "tour", "reliability")]
 PROGRAM = r"(?:[\w./]*python|pip|torchrun|\./run\.sh|\./test\.sh|\.ci/run|train_gpt\.py)"
-OUTPUT = re.compile(r"step:\d|data/own/|train on it: |def _context|  ")  # of the commands in README.md
+OUTPUT = re.compile(r"step:\d|data/own/|train on it: |def __strate|  ")  # of the commands in README.md
 PLACEHOLDERS = {r"\$\(.*\)": "FOLDER", r"\$r/": "", r"\$s(eed)?\b|\bS\b": "1", r"-k NAME\b": "-k muon"}
 TOOLS = {
     "data/pack_nano.py": pack_nano.main,
@@ -125,6 +125,8 @@ def check_command(text: str, only_read: Callable) -> None:
                 train_gpt.parse_args([flag for flag in flags if flag != "--check"])
         case ["./test.sh", *flags]:
             check_pytest(flags)
+        case ["source", ".venv/bin/activate"]:
+            assert ".venv" in (ROOT / "environment.sh").read_text(), "which makes it"
         case [".ci/run"]:
             assert os.access(ROOT / ".ci" / "run", os.X_OK)
         case ["torchrun", *argv]:
