@@ -172,6 +172,18 @@ def test_commands_of_the_documents_are_understood(page, only_read):
             raise AssertionError(f"{page}: {text}: {error}") from error
 
 
+def test_flags_in_the_text_of_the_documents_are_there():
+    """Those in backticks, alone or with a value: of train_gpt.py, or of a tool."""
+    tools = [ROOT / "check.py", ROOT / "sample.py", *ROOT.glob("data/*.py"), *ROOT.glob("benchmarks/*.py")]
+    tools += ROOT.glob("records/*.py")
+    known = {flag for tool in tools for flag in re.findall(r'"(--[a-z_]+)"', tool.read_text())} | {"--help"}
+    known |= {f"--{name}" for name in train_gpt.Hyperparameters.__slots__}
+    text = " ".join(quoted for page in PAGES for quoted in re.findall(r"`(--[^`]+)`", (ROOT / page).read_text()))
+    flags = set(re.findall(r"(?<!\S)--[a-z][\w-]*", text))
+    assert len(flags) > 20
+    assert {flag for flag in flags if flag.replace("--no-", "--") not in known} == set()
+
+
 @pytest.mark.parametrize(
     "text",
     [

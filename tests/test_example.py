@@ -157,7 +157,7 @@ def test_the_commands_of_the_page_do_what_it_says(tmp_path):
         expected = [line for line in shown if not line.startswith(UNSTEADY)]
         for old, new in TOO_FEW_STEPS.items():
             expected = [re.sub(old, new, line) for line in expected]
-        code = 1 if any(line.startswith("FAIL") for line in expected) else code
+        code = 1 if any(line.startswith("FAIL") and line not in shown for line in expected) else code
         done = subprocess.run(
             ["sh", "-c", command],
             cwd=copy,
