@@ -26,7 +26,7 @@ ROOT = Path(train_gpt.__file__).parent
 PAGES = ["README.md", "CONTRIBUTING.md", "records/README.md", "benchmarks/README.md"]
 PAGES += [f"docs/{name}.md" for name in ("example", "tour", "reliability")]
 PROGRAM = r"(?:[\w./]*python|pip|torchrun|\./run\.sh|\./test\.sh|\.ci/run|train_gpt\.py)"
-OUTPUT = re.compile(r"step:\d|data/own/|train on it: |def __strate|  ")  # of the commands in README.md
+OUTPUT = re.compile(r"step:\d|data/own/|train on it: |def |  ")  # of the commands in README.md
 PLACEHOLDERS = {r"\$\(.*\)": "FOLDER", r"\$r/": "", r"\$s(eed)?\b|\bS\b": "1", r"-k NAME\b": "-k muon"}
 TOOLS = {
     "data/pack_nano.py": pack_nano.main,
