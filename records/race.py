@@ -1,6 +1,5 @@
 """Runs two scripts in turn on this machine, and says by how much they differ."""
 
-import importlib
 import os
 import statistics
 import subprocess
@@ -75,7 +74,8 @@ def race(names: Sequence[str], pairs: int, warmup: int, seed: int, flags: Sequen
     if any(flag.split("=")[0] in ("--seed", "--log_dir", "--run_id") for flag in flags):
         raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out after --")
     scripts = [read_script(name, root) for name in names]
-    importlib.import_module("scipy.stats")  # to miss it now, and not after all runs
+    import scipy.stats  # noqa: F401  to miss it now, and not after all runs
+
     with tempfile.TemporaryDirectory(prefix="race-") as temporary:
         folder = Path(temporary)
         log_dir = (keep or folder / "logs").resolve()

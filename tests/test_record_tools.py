@@ -428,6 +428,15 @@ def test_a_failed_run_ends_the_race_with_its_last_line(tool, tmp_path):
     assert "leave them out" in tool("race", *scripts, "--", "--seed", "1")[2]
 
 
+def test_a_race_misses_scipy_before_the_first_run(tool, tmp_path: Path, monkeypatch):
+    (tmp_path / "script.py").write_text("")
+    monkeypatch.setattr(race, "run_script", lambda *_: pytest.fail("a run for nothing"))
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    code, _, err = tool("race", tmp_path / "script.py", tmp_path / "script.py")
+    assert code == 2
+    assert re.search(r"scipy.*pip install .*requirements\.txt", err)
+
+
 def test_a_race_wants_the_same_validation_tokens_for_both(tool, tmp_path, monkeypatch):
     (tmp_path / "script.py").write_text("pass\n")
 
