@@ -308,7 +308,7 @@ def peak_bytes(run: Run) -> dict[str, float]:
     training 31 bytes per layer and dimension (13.7 GB for gpt2: the tensors that the compiler's graph of the forward
     pass keeps for the backward), in validation 48 per dimension. That makes 21 GB for gpt2 on one GPU and 20 on 8, and
     is not measured on any. On a CPU: about three times as much per token, and 0.4 GB for torch:
-    for nano 0.58 GB, measured 0.48.
+    for nano 0.58 GB, measured 0.46.
     """
     cfg = run.cfg
     values, state = model_bytes(run)

@@ -45,7 +45,7 @@ def summary(pairs: Sequence[dict]) -> dict:
     """What the pairs come to; a ratio is the anchor's time over the trainer's."""
     anchor, trainer = ([pair[side]["train_time_ms"] for pair in pairs] for side in ("anchor", "trainer"))
     ratios = [a / b for a, b in zip(anchor, trainer, strict=True)]
-    found = dict(pairs=len(pairs), pairs_at_or_below=sum(pair["reached"] for pair in pairs), reached=False)
+    found = dict(pairs=len(pairs), pairs_at_or_below=sum(pair["at_or_below"] for pair in pairs), reached=False)
     found |= dict(median_ratio=statistics.median(ratios), lowest_ratio=min(ratios), highest_ratio=max(ratios))
     if len(pairs) > 1:
         found["ratio_95"] = dict(zip(("geometric_mean", "low", "high"), ratio_interval(anchor, trainer), strict=True))
@@ -66,7 +66,7 @@ def table(pairs: Sequence[dict], found: dict, flags: Sequence[str]) -> str:
     for pair in pairs:
         a, b = pair["anchor"], pair["trainer"]
         sides = (f"{side['val_loss']:.4f} | {side['train_time_ms'] / 1000:.1f} s" for side in (a, b))
-        ratio, reached = a["train_time_ms"] / b["train_time_ms"], "yes" if pair["reached"] else "**no**"
+        ratio, reached = a["train_time_ms"] / b["train_time_ms"], "yes" if pair["at_or_below"] else "**no**"
         lines.append(f"| {pair['seed']} | {' | '.join(sides)} | {ratio:.2f} | {reached} |")
     span = f"{found['lowest_ratio']:.2f} to {found['highest_ratio']:.2f}"
     lines += ["", f"Ratio of times, anchor / trainer: median {found['median_ratio']:.2f} ({span})"]
@@ -100,7 +100,7 @@ def race(number: int, seed: int, anchor_steps: int, flags: Sequence[str]) -> lis
                     pair[side] = dict(val_loss=run.val_loss, train_time_ms=run.train_time, step_time_ms=run.step_time)
                 told = f"val_loss {pair[side]['val_loss']:.4f}, train time {pair[side]['train_time_ms'] / 1000:.1f} s"
                 print(f"pair {i + 1} of {number}, seed {seed + i}, {side}: {told}", file=sys.stderr, flush=True)
-            pair["reached"] = pair["trainer"]["val_loss"] <= pair["anchor"]["val_loss"]
+            pair["at_or_below"] = pair["trainer"]["val_loss"] <= pair["anchor"]["val_loss"]
             pairs.append(pair)
     return pairs
 

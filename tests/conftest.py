@@ -1,6 +1,7 @@
 """Shared fixtures: small configurations on the CPU, and models with random values in every parameter."""
 
 import dataclasses
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,10 @@ from train_gpt import GPT, Hyperparameters
 
 # The models here are so small that threads cost more than they save: with two, on a busy machine, four times the time
 torch.set_num_threads(1)
+
+# The background jobs of a shell ignore Ctrl-C, and what they start inherits that: the tests' programs are to hear it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -251,7 +251,7 @@ def pair(anchor: tuple[float, float], trainer: tuple[float, float]) -> dict:
     sides = {
         side: dict(val_loss=loss, train_time_ms=ms) for side, (loss, ms) in dict(anchor=anchor, trainer=trainer).items()
     }
-    return dict(seed=1, reached=trainer[0] <= anchor[0], **sides)
+    return dict(seed=1, at_or_below=trainer[0] <= anchor[0], **sides)
 
 
 def test_race_against_the_anchor_claims_a_ratio_only_where_the_mean_loss_is_lower():

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -140,9 +139,7 @@ def start(hub, tmp_path):
     def popen(*arguments: str, **variables: str) -> subprocess.Popen:
         command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out"), *arguments]
         pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        # Where the tests run in the background of a shell, SIGINT is ignored, and children inherit that
-        hear_interrupts = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        return subprocess.Popen(command, env=env | variables, cwd=tmp_path, preexec_fn=hear_interrupts, **pipes)
+        return subprocess.Popen(command, env=env | variables, cwd=tmp_path, **pipes)
 
     return popen
 

@@ -1,7 +1,6 @@
 """data/shards.py, data/pack_nano.py and data/pack_text.py."""
 
 import dataclasses
-import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -529,8 +528,7 @@ def test_interrupted_packing_leaves_nothing(long_book, texts_folder, tmp_path, c
     run_pack(capsys, texts_folder, "--out", folder)
     before = shards_in(folder)
     command = [sys.executable, ROOT / "data" / "pack_text.py", long_book, "--out", folder, "--force", "--workers", "2"]
-    default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=default)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while not list(folder.glob(".packing-*/" + {"reading": "*.*", "packing": "train_*.bin"}[stage])):
         assert process.poll() is None

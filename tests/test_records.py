@@ -152,40 +152,40 @@ def test_first_losses_are_the_golden_ones(name: str, record: ModuleType, nano_da
     assert [loss for _, loss, _ in curve] == pytest.approx(GOLDEN[name], abs=0.01)
 
 
-def test_sharding_the_optimizers_changes_nothing_else(nano_data: Path, tmp_path: Path):
-    """Record 21 and ours are one training: equal to rounding, after 20 steps in double precision."""
-    flags = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --num_iterations 20 --seed 1 --model_dim 64"
-    data = ["--train_files", f"{nano_data}/nano_train_*.bin", "--val_files", f"{nano_data}/nano_val_*.bin"]
-    data += ["--val_tokens", "8192", "--log_dir", str(tmp_path)]
-    losses = [load(name).main([*flags.split(), *data, "--run_id", name]).val_loss for name in (V21, SHARDED)]
+@pytest.fixture
+def loss_of(nano_data: Path, tmp_path: Path) -> Callable[[str, str], float]:
+    """The loss of a record's nano preset with flags, after 20 steps in double precision."""
+
+    def train(name: str, flags: str) -> float:
+        short = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --num_iterations 20 --seed 1"
+        data = ["--train_files", f"{nano_data}/nano_train_*.bin", "--val_files", f"{nano_data}/nano_val_*.bin"]
+        data += ["--val_tokens", "8192", "--log_dir", str(tmp_path), "--run_id", name]
+        return load(name).main([*short.split(), *data, *flags.split()]).val_loss
+
+    return train
+
+
+def test_sharding_the_optimizers_changes_nothing_else(loss_of):
+    """Record 21 and ours are one training: equal to rounding."""
+    losses = [loss_of(name, "--model_dim 64") for name in (V21, SHARDED)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-9)
     assert losses[0] < 4
 
 
-def test_slices_order_and_relu_squared_change_nothing_but_rounding(nano_data: Path, tmp_path: Path):
-    """TokenPairs without pairs of tokens and the one before it are one training: 20 steps in double precision."""
-    flags = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --num_iterations 20 --seed 1 --model_dim 64"
-    flags += " --num_heads 2 --attention_layout LS --value_embed_layout 01 --block_size 64 --muon_lr 0.025"
+def test_slices_order_and_relu_squared_change_nothing_but_rounding(loss_of):
+    """TokenPairs without pairs of tokens and the one before it are one training."""
+    flags = "--model_dim 64 --num_heads 2 --attention_layout LS --value_embed_layout 01 --block_size 64 --muon_lr 0.025"
     flags += " --momentum_warmup_steps 100 --embed_lr 0.6 --adam_beta1 0.8 --batch_tokens 2048"
-    data = ["--train_files", f"{nano_data}/nano_train_*.bin", "--val_files", f"{nano_data}/nano_val_*.bin"]
-    data += ["--val_tokens", "8192", "--log_dir", str(tmp_path)]
-    ours = ["--bigram_rows", "0", "--lm_head_slice", "300"]
-    before = load(SHARDED).main([*flags.split(), *data, "--run_id", "before"]).val_loss
-    after = load(PAIRS).main([*flags.split(), *data, *ours, "--run_id", "after"]).val_loss
+    before, after = loss_of(SHARDED, flags), loss_of(PAIRS, flags + " --bigram_rows 0 --lm_head_slice 300")
     assert after == pytest.approx(before, abs=1e-9)
     assert after < 4
 
 
-def test_the_norm_written_out_changes_nothing_but_rounding(nano_data: Path, tmp_path: Path):
-    """The last two are one training: 20 steps in double precision, with a head whose rows both pad alike."""
-    flags = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --num_iterations 20 --seed 1 --vocab_size 384"
-    flags += (
-        " --cooldown_frac 0.7 --muon_lr 0.035 --muon_momentum 0.95 --embed_lr 0.4 --head_lr 0.008 --adam_beta2 0.95"
-    )
-    flags += " --batch_tokens 3072 --val_tokens 8192"
-    data = ["--train_files", f"{nano_data}/nano_train_*.bin", "--val_files", f"{nano_data}/nano_val_*.bin"]
-    data += ["--log_dir", str(tmp_path)]
-    before, after = (load(name).main([*flags.split(), *data, "--run_id", name]).val_loss for name in (PAIRS, NORM))
+def test_the_norm_written_out_changes_nothing_but_rounding(loss_of):
+    """TokenPairs and WrittenNorm are one training, with the settings of the former and a head that both pad alike."""
+    flags = "--vocab_size 384 --cooldown_frac 0.7 --muon_lr 0.035 --muon_momentum 0.95 --embed_lr 0.4 --head_lr 0.008"
+    flags += " --adam_beta2 0.95 --batch_tokens 3072"
+    before, after = (loss_of(name, flags) for name in (PAIRS, NORM))
     assert after == pytest.approx(before, abs=1e-9)
     assert after < 4
 

@@ -1,7 +1,6 @@
 """sample.py: its logits are those of training, what it draws, what it prints, and how it ends."""
 
 import dataclasses
-import functools
 import itertools
 import os
 import re
@@ -337,8 +336,7 @@ def test_cuda_is_refused_where_there_is_none(checkpoint, capsys):
 
 def test_a_reader_that_leaves_ends_it_quietly(checkpoint):
     command = [sys.executable, "sample.py", str(checkpoint), "--tokens", "100000", "--top_k", "1", "--prompt", "a"]
-    default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.read(1) == b"a"
     process.stdout.close()
     errors = process.stderr.read().decode()
@@ -349,8 +347,7 @@ def test_a_reader_that_leaves_ends_it_quietly(checkpoint):
 
 def test_ctrl_c(checkpoint):
     command = [sys.executable, "sample.py", str(checkpoint), "--tokens", "1000000", "--top_k", "1", "--prompt", "a"]
-    default = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell's background job ignores it
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=default)
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.read(1) == b"a"
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)

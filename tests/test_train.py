@@ -150,6 +150,7 @@ def test_warm_up_leaves_no_trace(flags):
     assert torch.equal(torch.get_rng_state(), rng)
     assert np.array_equal(np.random.get_state()[1], python_rng)
     assert all(p.grad is None for p in gpt.parameters())
+    assert gpt.training
 
 
 def test_warm_up_does_not_change_the_run(flags, monkeypatch):
