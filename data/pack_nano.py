@@ -1,11 +1,11 @@
-"""Packs the corpus of the nano track: the Python sources of the installed torch package, as bytes.
+"""Pack the corpus of the nano track: the Python sources of the installed torch package, as bytes.
 
-    python data/pack_nano.py            # writes data/nano/nano_{train,val}_000000.bin, about 3 s
+    python data/pack_nano.py            # writes data/nano/nano_{train,val}_000000.bin in about 3 s
 
-Everybody who can run the trainer has this text already, so nothing is downloaded. With torch 2.13.0 the
-shards are byte for byte the track's; any other torch version packs another corpus, which trains just as
-well but is not comparable, and the packer says so. Exit codes: 0 the shards are there, 2 torch is missing or
-its sources have been changed.
+Everybody who can run the trainer already has this text, so nothing is downloaded. With torch 2.13.0 the shards are the
+track's, byte for byte. Another torch version gives another corpus: it trains as well, but its losses are not
+comparable, and the packer says so. Exit codes: 0 the shards are there, 2 torch is missing, its sources have been
+changed, or the shards cannot be written.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from pathlib import Path
 
 import numpy as np
 
-from shards import ArgumentParser, shard_problem, write_shard
+from shards import ArgumentParser, shard_header, write_shard
 
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
 MIN_DOCUMENT_BYTES = 256
-VAL_DIVISOR = 20  # a file is validation where the first byte of SHA-1(path) is divisible by this
+VAL_DIVISOR = 20  # a file is validation if the first byte of SHA-1(path) is divisible by this
 TRACK_TORCH = "2.13.0"
 TRACK_SHA256 = {
     "train": "5292b62244336e34eaa8412a6d99c7635b7826b5b35d873cdab0e32b30e98e13",
@@ -30,18 +30,18 @@ TRACK_SHA256 = {
 
 
 def corpus_files(torch_folder: Path) -> list[str]:
-    """Paths of the corpus relative to the torch package, in POSIX form, sorted."""
+    """List the corpus: sorted POSIX paths relative to the torch package."""
     paths = (path.relative_to(torch_folder).as_posix() for path in torch_folder.rglob("*.py"))
+    # Both exceptions are generated when torch is built, so they differ between builds of one version.
     return sorted(
         path for path in paths if path != "version.py" and not path.startswith("testing/_internal/generated/")
     )
 
 
 def split_documents(text: bytes) -> list[bytes]:
-    """Cuts a file at its double newlines and joins consecutive pieces into documents of at least 256 bytes.
+    """Cut a file at its double newlines and join consecutive pieces into documents of at least 256 bytes.
 
-    Every piece keeps a double newline behind it; a shorter rest at the end is a document too, unless it is
-    only white space.
+    Each piece keeps a double newline at its end. The last document may be shorter, and is dropped if it is blank.
     """
     documents, current = [], b""
     for piece in text.split(b"\n\n"):
@@ -55,10 +55,10 @@ def split_documents(text: bytes) -> list[bytes]:
 
 
 def shuffle_documents(train: Iterable[bytes], val: Iterable[bytes]) -> dict[str, list[bytes]]:
-    """Documents of both splits, without doubles, in order of their SHA-1 digest. Training keeps what both have.
+    """Remove duplicates, from validation also what training has, and sort by SHA-1.
 
-    The order is a fixed shuffle: neighbouring documents come from different files, so that any stretch of
-    the validation split is a fair sample of all of it.
+    The order is a fixed shuffle: neighbouring documents come from different files, so any stretch of the validation
+    split is a fair sample of all of it.
     """
     found = {
         split: {hashlib.sha1(document).digest(): document for document in documents}
@@ -70,7 +70,7 @@ def shuffle_documents(train: Iterable[bytes], val: Iterable[bytes]) -> dict[str,
 
 
 def build_corpus(torch_folder: Path) -> dict[str, list[bytes]]:
-    """The track's documents: those of the torch package's files, each file in one of the splits."""
+    """Collect the track's documents; all documents of a file go to the same split."""
     documents: dict[str, list[bytes]] = {"train": [], "val": []}
     for path in corpus_files(torch_folder):
         split = "train" if hashlib.sha1(path.encode()).digest()[0] % VAL_DIVISOR else "val"
@@ -79,7 +79,7 @@ def build_corpus(torch_folder: Path) -> dict[str, list[bytes]]:
 
 
 def to_tokens(documents: list[bytes]) -> np.ndarray:
-    """uint16 tokens: for each document the end-of-text token, then its bytes."""
+    """Return uint16 tokens: for each document the end-of-text token, then its bytes."""
     lengths = np.array([len(document) + 1 for document in documents])
     tokens = np.empty(lengths.sum(), dtype=np.uint16)
     starts = np.concatenate(([0], lengths.cumsum()[:-1]))
@@ -90,34 +90,39 @@ def to_tokens(documents: list[bytes]) -> np.ndarray:
     return tokens
 
 
+def is_track_shard(path: Path, split: str) -> bool:
+    """Tell whether the file is the nano track's shard for this split."""
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == TRACK_SHA256[split]
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "nano", help="folder for the shards")
     args = parser.parse_args(argv)
-    found = importlib.util.find_spec("torch")  # located, not imported: only its sources are needed
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("torch")  # find, not import: only the sources are needed
+    if spec is None or spec.origin is None:
         parser.error("torch is not installed here: pip install -r requirements.txt")
     version = importlib.metadata.version("torch").split("+")[0]
     paths = {split: args.out / f"nano_{split}_000000.bin" for split in ("train", "val")}
-    if version == TRACK_TORCH and all(
-        path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == TRACK_SHA256[split]
-        for split, path in paths.items()
-    ):
-        print(f"{args.out}: the corpus of the nano track is complete")
-        return
-    for split, documents in build_corpus(Path(found.origin).parent).items():
-        tokens = to_tokens(documents)
-        digest = write_shard(paths[split], tokens)
-        print(f"{paths[split]}: {len(documents):,} documents, {len(tokens):,} tokens, sha256 {digest}")
-        if version != TRACK_TORCH:
-            print(f"  packed from torch {version}; the nano track is torch {TRACK_TORCH}: trains, not comparable")
-        elif digest != TRACK_SHA256[split]:
-            parser.error(
-                f"{paths[split]} is not the track's {split} shard (sha256 {TRACK_SHA256[split]}): "
-                "the installed torch 2.13.0 has changed sources; reinstall it: "
-                "pip install --force-reinstall --no-deps torch==2.13.0"
-            )
-        assert shard_problem(paths[split]) is None
+    try:
+        if all(is_track_shard(path, split) for split, path in paths.items()):
+            print(f"{args.out}: the corpus of the nano track is complete")
+            return
+        for split, documents in build_corpus(Path(spec.origin).parent).items():
+            path, tokens = paths[split], to_tokens(documents)
+            digest = hashlib.sha256(shard_header(len(tokens)) + tokens.astype("<u2").tobytes()).hexdigest()
+            if version == TRACK_TORCH and digest != TRACK_SHA256[split]:  # before it replaces a sound shard
+                parser.error(
+                    f"not written: {path} would not be the track's {split} shard, because the sources of the installed "
+                    f"torch {version} have been changed; reinstall it: "
+                    f"pip install --force-reinstall --no-deps torch=={version}"
+                )
+            write_shard(path, tokens)
+            print(f"{path}: {len(documents):,} documents, {len(tokens):,} tokens, sha256 {digest}")
+            if version != TRACK_TORCH:
+                print(f"  packed from torch {version}; the nano track is torch {TRACK_TORCH}: trains, not comparable")
+    except OSError as error:
+        parser.error(f"{error.filename or args.out}: {error.strerror or error}; fix that, or choose another --out")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""The shard format, written: 256 int32 of header, then the tokens as uint16.
+"""Read and write the shard format: 256 int32 of header, then the tokens as uint16.
 
-The header is [20240520, 1, number of tokens, 0, ...], little-endian; it is the format of the speedrun
-community's FineWeb shards. `train_gpt.py` reads it with code of its own, because it is self-contained.
+The header is [20240520, 1, number of tokens, 0, ...], all little-endian, as in the speedrun community's FineWeb shards.
+train_gpt.py parses it with its own code, because it imports nothing from this repository.
 """
 
 import argparse
-import hashlib
+import errno
+import fcntl
 import os
+import sys
 import tempfile
 import typing
 from pathlib import Path
@@ -18,84 +20,109 @@ HEADER_BYTES = 4 * HEADER_INTS
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """The parser of the scripts beside this one: an error is one line, without the usage, and exit code 2."""
+    """Report an error in one line, without the usage, and exit with code 2."""
 
     def error(self, message: str) -> typing.NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def lock_folder(folder: Path, wait: bool = False) -> typing.BinaryIO:
+    """Create `folder` and lock it until the returned file is closed or this process dies.
+
+    If another process holds the lock, wait for it or raise BlockingIOError. The file itself stays: if each process
+    removed it, two could hold locks on different files of that name.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / ".lock", "wb")  # noqa: SIM115 (the caller closes it)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
+            lock.close()
+            raise
+        print(f"{folder}: this file system has no locks; let only one process write there", file=sys.stderr)
+    return lock
+
+
 def shard_header(num_tokens: int) -> bytes:
-    """The 1,024 header bytes of a shard of `num_tokens` tokens."""
+    """Return the 1,024 header bytes of a shard of `num_tokens` tokens."""
     header = np.zeros(HEADER_INTS, dtype="<i4")
     header[:3] = SHARD_MAGIC, SHARD_VERSION, num_tokens
     return header.tobytes()
 
 
-def write_shard(path: Path, tokens: np.ndarray) -> str:
-    """Writes `tokens` (values below 65,536) to `path` and returns the SHA-256 of the file.
+def shard_problem(path: Path) -> str | None:
+    """Return None for a complete shard, else a few words on what is wrong with it."""
+    if not path.is_file():
+        return "no such file"
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        start = file.read(HEADER_BYTES)
+    if len(start) < HEADER_BYTES:
+        return f"{size} bytes are too few for a shard header"
+    magic, version, num_tokens = np.frombuffer(start, dtype="<i4")[:3].tolist()
+    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
+        return f"header starts with {magic}, {version} instead of {SHARD_MAGIC}, {SHARD_VERSION}"
+    if size != HEADER_BYTES + 2 * num_tokens:
+        return f"{size} bytes, but the header's {num_tokens} tokens need {HEADER_BYTES + 2 * num_tokens}"
+    return None
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    """Write `tokens` (0 ... 65535) to `path`.
 
     The file appears whole or not at all: it is written under a temporary name, synced and renamed.
     """
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < 2**16:
         raise ValueError(f"{path.name}: tokens must be in 0 ... 65535, got {tokens.min()} ... {tokens.max()}")
-    header, body = shard_header(len(tokens)), np.ascontiguousarray(tokens, dtype="<u2")
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(header)
-            file.write(body)
+            file.write(shard_header(len(tokens)))
+            file.write(np.ascontiguousarray(tokens, dtype="<u2"))
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
+        os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner can read
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
-    digest = hashlib.sha256(header)
-    digest.update(body)
-    return digest.hexdigest()
 
 
 class ShardWriter:
-    """Writes documents one after the other into `folder`/`prefix`_000000.bin and so on.
+    """Write documents to `folder`/`prefix`_000000.bin, ..._000001.bin and so on.
 
-    A document is never cut: a shard is full when the next one would take it over `max_tokens`. While a shard grows its
-    header says 0 tokens, so that one whose writing is interrupted is refused.
+    Documents are never cut: one that would take a shard over `max_tokens` starts the next shard. Until a shard is
+    complete its header says 0 tokens, so readers refuse one whose writing was interrupted.
     """
 
     def __init__(self, folder: Path, prefix: str, eot: int, max_tokens: int) -> None:
         self.folder, self.prefix, self.eot, self.max_tokens = folder, prefix, eot, max_tokens
-        self.shards: list[tuple[Path, int, int]] = []  # path, documents, tokens; the last may still grow
+        self.shards: list[tuple[Path, int, int]] = []  # path, documents, tokens; the last one may still grow
         self.file: typing.BinaryIO | None = None
 
     def write(self, tokens: np.ndarray) -> None:
-        """Appends whole documents: uint16 tokens, with `eot` at the beginning of each one and nowhere else."""
-        starts = np.flatnonzero(tokens == self.eot)
-        ends = np.append(starts[1:], len(tokens))
-        first = 0
-        while first < len(starts):
-            path, num_documents, num_tokens = self.shards[-1] if self.file else self._open()
-            last = int(np.searchsorted(ends, starts[first] + self.max_tokens - num_tokens, side="right"))
-            if last <= first and num_documents:
+        """Append whole documents: uint16 tokens, each document beginning with `eot`."""
+        starts = np.flatnonzero(tokens == self.eot).tolist()
+        tokens = np.ascontiguousarray(tokens, dtype="<u2")
+        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=False):
+            if self.file and self.shards[-1][2] + end - start > self.max_tokens:
                 self.close()
-                continue
-            last = max(last, first + 1)  # longer than a shard: gets one of its own
-            written = tokens[starts[first] : ends[last - 1]]
-            assert self.file is not None
-            self.file.write(np.ascontiguousarray(written, dtype="<u2"))
-            self.shards[-1] = path, num_documents + last - first, num_tokens + len(written)
-            first = last
+            file = self.file or self._open()
+            file.write(tokens[start:end])
+            path, num_documents, num_tokens = self.shards[-1]
+            self.shards[-1] = path, num_documents + 1, num_tokens + end - start
 
-    def _open(self) -> tuple[Path, int, int]:
+    def _open(self) -> typing.BinaryIO:
         path = self.folder / f"{self.prefix}_{len(self.shards):06d}.bin"
         self.file = open(path, "wb")  # noqa: SIM115 (close does it)
         self.file.write(shard_header(0))
         self.shards.append((path, 0, 0))
-        return self.shards[-1]
+        return self.file
 
     def close(self) -> None:
-        """Completes the header of the open shard, and syncs it."""
+        """Complete the header of the open shard, if there is one, and sync it."""
         if self.file:
             self.file.seek(0)
             self.file.write(shard_header(self.shards[-1][2]))
@@ -103,18 +130,3 @@ class ShardWriter:
             os.fsync(self.file.fileno())
             self.file.close()
             self.file = None
-
-
-def shard_problem(path: Path) -> str | None:
-    """None for a complete shard; otherwise what is wrong with the file, in a few words."""
-    size = path.stat().st_size
-    with open(path, "rb") as file:
-        start = file.read(HEADER_BYTES)
-    if len(start) < HEADER_BYTES:
-        return f"{size} bytes are no shard header"
-    header = np.frombuffer(start, dtype="<i4")
-    if header[0] != SHARD_MAGIC or header[1] != SHARD_VERSION:
-        return f"header starts with {header[0]}, {header[1]} instead of {SHARD_MAGIC}, {SHARD_VERSION}"
-    if size != HEADER_BYTES + 2 * int(header[2]):
-        return f"{size} bytes, but the header's {header[2]} tokens need {HEADER_BYTES + 2 * int(header[2])}"
-    return None

@@ -1,7 +1,4 @@
-"""data/cached_fineweb10B.py against a local server that speaks the hub's protocol, with faults.
-
-The script runs as users run it, in a process of its own, because huggingface_hub reads HF_ENDPOINT when imported.
-"""
+"""data/cached_fineweb10B.py, run as a process against a local server that speaks the hub's protocol, with faults."""
 
 import hashlib
 import os
@@ -16,12 +13,14 @@ import time
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 import cached_fineweb10B
-from shards import shard_header
+from shards import lock_folder, shard_header
 
 SCRIPT = Path(cached_fineweb10B.__file__)
 VAL, TRAIN_1, TRAIN_2 = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
@@ -29,16 +28,14 @@ CHUNK = 10 * 2**20  # bytes that huggingface_hub 2.4.0 collects before it writes
 
 
 def shard(seed: int, num_tokens: int = 1000) -> bytes:
-    tokens = np.random.default_rng(seed).integers(50257, size=num_tokens, dtype=np.uint16)
-    return shard_header(num_tokens) + tokens.astype("<u2").tobytes()
+    return shard_header(num_tokens) + np.random.default_rng(seed).bytes(2 * num_tokens)
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves `files` (name: bytes) as the hub does. `faults[method, name]` are worked off one by one, per request.
+    """Serve `files` (name: bytes) as the hub does. `faults[method, name]` are used up one by one, per request.
 
-    A fault is a status code, "cut" (the connection ends after `sent` bytes of the body), "reset" (likewise, with a
-    TCP reset; no answer at all to HEAD), "short" (one byte less, and a length that says so), "stall" (the body
-    stops after `sent` bytes) or "flip" (the last bit is another one).
+    A fault is a status code, "cut" or "reset" (the connection ends within the body), "stall" (so does the body, but not
+    the connection), "short" (one byte less, and a length that says so) or "flip" (the last bit is another one).
     """
 
     daemon_threads = True
@@ -46,74 +43,43 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = {VAL: shard(0), TRAIN_1: shard(1), TRAIN_2: shard(2)}
-        self.faults = defaultdict(list)
-        self.sent = 500
-        self.requests = []  # (method, name, first byte asked for)
-        self.closing = threading.Event()
-
-    def asked(self, method: str, name: str) -> list[int]:
-        """The first bytes asked for, request by request."""
-        return [first for m, n, first in self.requests if (m, n) == (method, name)]
-
-    def handle_error(self, request, client_address) -> None:
-        pass  # a client that hangs up is part of the tests
+        self.faults, self.asked = defaultdict(list), defaultdict(list)  # asked: first bytes, request by request
+        self.closing, self.handle_error = threading.Event(), Mock()  # a client that hangs up is part of the tests
 
 
 class Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server: Hub
-
-    def log_message(self, *args) -> None:
-        pass
+    protocol_version, log_message = "HTTP/1.1", Mock()
 
     def do_HEAD(self) -> None:
-        self.answer("HEAD")
-
-    def do_GET(self) -> None:
-        self.answer("GET")
-
-    def answer(self, method: str) -> None:
-        hub = self.server
-        prefix = "/datasets/kjj0/fineweb10B-gpt2/resolve/main/"
-        name = self.path.removeprefix(prefix)
-        span = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        first = int(span[1]) if span else 0
-        hub.requests.append((method, name, first))
-        faults = hub.faults[method, name]
-        fault = faults.pop(0) if faults else None
-        if not self.path.startswith(prefix) or name not in hub.files:
-            return self.head(404, {"X-Error-Code": "EntryNotFound", "Content-Length": "0"})
-        if isinstance(fault, int):
-            return self.head(fault, {"Content-Length": "0"})
-        whole = hub.files[name]
+        hub, method = self.server, self.command
+        name = self.path.removeprefix("/datasets/kjj0/fineweb10B-gpt2/resolve/main/")
+        first = int(self.headers.get("Range", "bytes=0-")[6:-1])
+        hub.asked[method, name].append(first)
+        fault = hub.faults[method, name].pop(0) if hub.faults[method, name] else None
+        whole = hub.files.get(name, b"")
         body = whole[first : len(whole) - (fault == "short")]
-        if fault == "flip":
+        status = fault if isinstance(fault, int) else 206 if first else 200 if name in hub.files else 404
+        if status >= 400:
+            body = b""
+        elif fault == "flip":
             body = body[:-1] + bytes([body[-1] ^ 1])
-        headers = {
-            "ETag": f'"{hashlib.sha256(whole).hexdigest()}"',
-            "X-Repo-Commit": "c0" * 20,
-            "Accept-Ranges": "bytes",
-            "Content-Length": str(len(body)),
-        }
-        if span:
-            headers["Content-Range"] = f"bytes {first}-{first + len(body) - 1}/{first + len(body)}"
         if (method, fault) != ("HEAD", "reset"):
-            self.head(206 if span else 200, headers)
+            self.send_response(status)
+            headers = {"ETag": f'"{hashlib.sha256(whole).hexdigest()}"', "X-Repo-Commit": "c0" * 20}
+            headers |= {"Content-Length": len(body), "Content-Range": f"bytes {first}-{len(whole) - 1}/{len(whole)}"}
+            for header in (headers | ({"X-Error-Code": "EntryNotFound"} if status == 404 else {})).items():
+                self.send_header(*header)
+            self.end_headers()
+        self.close_connection = fault in ("cut", "reset", "stall")
         if method == "GET":
-            self.wfile.write(body[: hub.sent] if fault in ("cut", "reset", "stall") else body)
+            self.wfile.write(body[: len(body) * 7 // 8] if self.close_connection else body)
         if fault == "stall":
             hub.closing.wait()
         if fault == "reset":
             self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             os.close(self.connection.detach())
-        self.close_connection = fault in ("cut", "reset", "stall")
-        return None
 
-    def head(self, status: int, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for header in headers.items():
-            self.send_header(*header)
-        self.end_headers()
+    do_GET = do_HEAD
 
 
 @pytest.fixture
@@ -127,35 +93,20 @@ def hub():
 
 @pytest.fixture
 def start(hub, tmp_path):
-    """Starts the script with the arguments given; its shards go to `tmp_path`/out."""
+    """Return a function that starts the script; its shards go to `tmp_path`/out."""
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith("HF_")}
-    env |= {
-        "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "NO_PROXY": "127.0.0.1",
-    }
-
-    def popen(*arguments: str, **variables: str) -> subprocess.Popen:
-        command = [sys.executable, str(SCRIPT), "--out", str(tmp_path / "out"), *arguments]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen(command, env=env | variables, cwd=tmp_path, **pipes)
-
-    return popen
+    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
+    env |= {"HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, SCRIPT, "--out", tmp_path / "out"]
+    return lambda *arguments, **variables: subprocess.Popen([*command, *arguments], env=env | variables, **pipes)
 
 
-@pytest.fixture
-def download(start):
-    """Runs the script to its end. Returns its exit code, stdout and the lines of stderr."""
-
-    def run(*arguments: str, **variables: str) -> tuple[int, str, list[str]]:
-        process = start(*arguments, **variables)
-        out, err = process.communicate(timeout=60)
-        assert "Traceback" not in err
-        assert "\r" not in err, "a progress bar where there is no terminal"
-        return process.returncode, out, err.splitlines()
-
-    return run
+def end(process: subprocess.Popen) -> tuple[int, str, list[str]]:
+    """Wait for the script. Return its exit code, stdout and the lines of stderr."""
+    out, err = process.communicate(timeout=60)
+    assert not re.search("Traceback|\r", err), "a traceback, or a progress bar where there is no terminal"
+    return process.returncode, out, err.splitlines()
 
 
 def shards_in(folder: Path) -> dict[str, bytes]:
@@ -163,208 +114,100 @@ def shards_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
-def test_fetches_what_is_missing_and_nothing_else(hub, download, tmp_path):
-    code, out, err = download("2")
-    assert (code, err) == (0, [])
-    assert "3 shards complete, 3 of them new" in out
-    assert shards_in(tmp_path / "out") == hub.files
-
-    hub.requests.clear()
-    stats = {path: path.stat() for path in (tmp_path / "out").glob("*.bin")}
-    code, out, err = download("2", HF_HUB_OFFLINE="1")
-    assert (code, err) == (0, [])
-    assert "3 shards complete, 0 of them new" in out
-    assert hub.requests == []
-    assert {path: path.stat() for path in stats} == stats
-
-    # whole, but of other tokens than the hub's: somebody's own, not to be touched
-    own = shard(9, 50)
-    (tmp_path / "out" / TRAIN_1).write_bytes(own)
-    (tmp_path / "out" / TRAIN_2).unlink()
-    assert download("2")[0] == 0
-    assert {name for _, name, _ in hub.requests} == {TRAIN_2}
-    assert shards_in(tmp_path / "out") == hub.files | {TRAIN_1: own}
-
-
-def test_garbage_under_the_final_name_is_replaced(hub, download, tmp_path):
-    download("2")
-    for name, damaged in {VAL: hub.files[VAL][:-2], TRAIN_1: b"garbage", TRAIN_2: b""}.items():
-        path = tmp_path / "out" / name
-        mtime = path.stat().st_mtime
-        path.write_bytes(damaged)
-        os.utime(path, (mtime, mtime))  # now the library's own record says that it is up to date
-    assert download("2")[0] == 0
-    assert shards_in(tmp_path / "out") == hub.files
-
-
-def test_resumes_a_download_that_breaks_off(hub, download, tmp_path):
-    hub.files[VAL] = shard(3, CHUNK // 2 + 1_000_000)
-    hub.sent = CHUNK + 1000
-    hub.faults["GET", VAL] = ["cut"]
-    assert download("0")[0] == 0
-    assert hub.asked("GET", VAL) == [0, CHUNK]
-    assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL]}
-
-
-@pytest.mark.parametrize("method", ["HEAD", "GET"])
-def test_one_fault_per_file_is_survived(hub, download, tmp_path, method):
-    hub.files["fineweb_train_000003.bin"] = shard(3)
-    faults = {(method, name): fault for name, fault in zip(hub.files, [503, 429, "reset", "short"], strict=True)}
-    hub.faults.update({key: [fault] for key, fault in faults.items()})
-    code, out, err = download("3")
-    assert code == 0, err
-    assert "4 shards complete, 4 of them new" in out
-    assert not any(hub.faults[key] for key in faults), "a fault did not happen"
-    assert shards_in(tmp_path / "out") == hub.files
-
-
-def test_what_the_hub_does_not_have_is_reported_and_not_asked_for_again(hub, download, tmp_path):
-    code, _, err = download()
-    assert code == 1
-    absent = [f"fineweb_train_{i:06d}.bin" for i in range(3, 8)]
-    assert [line.split(" (")[0] for line in err[:-1]] == [
-        f"{SCRIPT.name}: {name}: RemoteEntryNotFoundError: 404 Client Error." for name in absent
-    ]
+def test_fetches_what_is_missing_or_damaged_and_nothing_else(hub, start, tmp_path):
     out = tmp_path / "out"
-    assert err[-1] == f"5 of 8 files are missing in {out}; to go on: python data/{SCRIPT.name} 7 --out {out}"
-    assert all(hub.asked("HEAD", name) == [0] for name in absent)
+    assert end(start("2")) == (0, f"{out}: 3 shards complete, 3 of them new\n", [])
     assert shards_in(out) == hub.files
+    hub.asked.clear()
+    assert end(start("2", HF_HUB_OFFLINE="1")) == (0, f"{out}: 3 shards complete, 0 of them new\n", [])
+    (out / TRAIN_2).unlink()
+    code, _, err = end(start("2", HF_HUB_OFFLINE="1"))
+    assert (code, len(err), "offline mode is enabled" in err[0], dict(hub.asked)) == (1, 2, True, {})
+    for name, content in {VAL: hub.files[VAL][:-2], TRAIN_1: shard(9, 50), TRAIN_2: b""}.items():
+        mtime = (out / VAL).stat().st_mtime
+        (out / name).write_bytes(content)
+        os.utime(out / name, (mtime, mtime))  # now the library's own record says that it is up to date
+    assert end(start("2"))[0] == 0
+    assert {name for _, name in hub.asked} == {VAL, TRAIN_2}
+    assert shards_in(out) == hub.files | {TRAIN_1: shard(9, 50)}, "a sound shard of other tokens is not touched"
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"<html>" + bytes(5000), "header starts with 1836345404, 15980 instead of 20240520, 1"),
-        (shard(1)[:-2], "3022 bytes, but the header's 1000 tokens need 3024"),
-        (b"abc", "3 bytes are no shard header"),
-    ],
-    ids=["other content", "truncated on the hub", "tiny"],
-)
-def test_a_wrong_file_is_removed_and_reported(hub, download, tmp_path, content, problem):
-    good, hub.files[TRAIN_1] = hub.files[TRAIN_1], content
-    code, _, err = download("1")
-    assert code == 1
-    endpoint = f"http://127.0.0.1:{hub.server_port}"
-    assert err[0].startswith(f"{SCRIPT.name}: {TRAIN_1}: {endpoint} sent a wrong file: {problem}; removed;")
-    assert len(err) == 2
-    assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL]}
-
-    hub.files[TRAIN_1] = good
-    assert download("1")[0] == 0
-    assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL], TRAIN_1: good}
+def test_one_fault_per_file_is_survived(hub, start, tmp_path):
+    hub.files |= {f"fineweb_train_{i:06d}.bin": shard(i) for i in range(3, 8)}
+    hub.files[VAL] = shard(3, CHUNK // 2 + 1_000_000)
+    faults = ["GET cut", "HEAD 503", "HEAD reset", "GET 503", "GET 429", "GET reset", "GET short", "GET flip"]
+    for name, fault in zip(hub.files, faults, strict=True):
+        method, kind = fault.split()
+        hub.faults[method, name].append(int(kind) if kind.isdigit() else kind)
+    code, _, err = end(start("7"))
+    assert (code, sum("its SHA-256 is" in line for line in err)) == (0, 1), err  # the flipped bit
+    assert not any(hub.faults.values()), "a fault did not happen"
+    assert hub.asked["GET", VAL] == [0, CHUNK], "the download resumes where it was cut"
+    assert shards_in(tmp_path / "out") == hub.files
 
 
-def test_a_bit_that_flips_is_fetched_again(hub, download, tmp_path):
-    """The length is right and the header sound: only the hash tells."""
-    hub.faults["GET", TRAIN_1] = ["flip"]
-    code, _, err = download("1")
-    assert code == 0
-    assert "its SHA-256 is" in err[0]
-    assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL], TRAIN_1: hub.files[TRAIN_1]}
+def test_a_mirror_that_lies_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(cached_fineweb10B, "RETRY_WAITS", (0, 0))
+    monkeypatch.setattr(cached_fineweb10B, "get_hf_file_metadata", Mock(return_value=Mock(etag="0" * 64)))
+    download = Mock(side_effect=lambda repo, name, local_dir, **_: (local_dir / name).write_bytes(shard(0)))
+    monkeypatch.setattr(cached_fineweb10B, "hf_hub_download", download)
+    assert f"{VAL}: OSError: its SHA-256 is" in cached_fineweb10B.fetch(VAL, tmp_path)
+    assert (download.call_count, shards_in(tmp_path)) == (3, {})
+    unreachable = LocalEntryNotFoundError("not here")
+    unreachable.__cause__ = ConnectionError("refused\nmore")
+    assert cached_fineweb10B.describe(unreachable) == "ConnectionError: refused"
 
 
-@pytest.mark.slow
-def test_a_mirror_that_lies_leaves_nothing(hub, download, tmp_path):
-    hub.faults["GET", TRAIN_1] = ["flip"] * 100
-    code, _, err = download("1")
-    assert code == 1
-    assert err[-2].startswith(f"{SCRIPT.name}: {TRAIN_1}: OSError: its SHA-256 is")
-    assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL]}
+def test_a_wrong_file_is_removed_and_reported(hub, start, tmp_path):
+    out, wrong = tmp_path / "out", "header starts with 1836345404, 15980 instead of 20240520, 1; removed;"
+    hub.files = {VAL: shard(0), TRAIN_1: b"<html>" + bytes(5000), TRAIN_2: shard(1)[:-2]}
+    code, _, err = end(start("3"))
+    assert (code, len(err)) == (1, 4)
+    problems = [wrong, "3022 bytes, but the header's 1000 tokens need 3024; removed;", "RemoteEntryNotFoundError: 404"]
+    for i, problem in enumerate(problems):
+        assert err[i].startswith(f"{SCRIPT.name}: fineweb_train_00000{i + 1}.bin: ")
+        assert problem in err[i]
+    assert err[3] == f"3 of 4 files are missing in {out}; to continue: python data/{SCRIPT.name} 3 --out {out}"
+    assert all(asked == [0] for (method, _), asked in hub.asked.items() if method == "GET"), "asked for once"
+    assert shards_in(out) == {VAL: shard(0)}
 
 
 def test_two_downloads_at_once(hub, start, tmp_path):
     """The second waits for the first, and finds nothing left to do."""
-    hub.files[VAL] = shard(3, 5_000_000)
-    processes = [start("2"), start("2")]
-    outputs = [process.communicate(timeout=60) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], outputs
-    new = sorted(int(re.search(r"(\d+) of them new", out)[1]) for out, _ in outputs)
-    assert new == [0, 3]
-    assert len(hub.asked("GET", VAL)) == 1
-    assert sum("another download is under way" in err for _, err in outputs) == 1
+    with lock_folder(tmp_path / "out"):
+        processes = [start("2"), start("2")]
+        lines = [process.stderr.readline() for process in processes]
+        assert all("another download is running there; waiting for it" in line for line in lines)
+        assert not hub.asked
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert sorted(re.search(r"\d+ of them new", out)[0] for out in outputs) == ["0 of them new", "3 of them new"]
+    assert [len(asked) for (method, _), asked in hub.asked.items() if method == "GET"] == [1, 1, 1]
     assert shards_in(tmp_path / "out") == hub.files
 
 
-def test_offline(hub, download, tmp_path):
-    code, _, err = download("1", HF_HUB_OFFLINE="1")
-    assert code == 1
-    assert len(err) == 3
-    assert all("offline mode is enabled" in line for line in err[:2])
-    assert hub.requests == []
-
-
 def test_interrupt_ends_at_once_and_leaves_nothing_half_written(hub, start, tmp_path):
+    out, deadline = tmp_path / "out", time.monotonic() + 20
     hub.faults["GET", TRAIN_1] = ["stall"]
     process = start("1", HF_HUB_DOWNLOAD_TIMEOUT="90")
-    deadline = time.monotonic() + 20
-    val = tmp_path / "out" / VAL
-    while not (hub.asked("GET", TRAIN_1) and val.exists()) and time.monotonic() < deadline:
+    while not ((out / VAL).exists() and list(out.rglob("*.incomplete"))) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert list((tmp_path / "out").rglob("*.incomplete")), "nothing to clean up: the test tests nothing"
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=45)  # less than the library waits for a stalled server
-    assert process.returncode == 130
-    assert err.strip() == f"interrupted; to go on: python data/{SCRIPT.name} 1 --out {tmp_path / 'out'}"
-    assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL]}
+    waiting = start("1")
+    waiting.stderr.readline()
+    for interrupted, message in ((waiting, ""), (process, f"; to continue: python data/{SCRIPT.name} 1 --out {out}")):
+        interrupted.send_signal(signal.SIGINT)
+        _, err = interrupted.communicate(timeout=45)  # less than the library waits for a stalled server
+        assert (interrupted.returncode, err.strip().removeprefix(f"{SCRIPT.name}: ")) == (130, f"interrupted{message}")
+    assert shards_in(out) == {VAL: hub.files[VAL]}
 
 
-@pytest.mark.slow
-def test_gives_up_downloads_that_always_fail(hub, download, tmp_path):
-    hub.faults["GET", VAL] = [503] * 100
-    hub.faults["GET", TRAIN_1] = ["short"] * 100
-    code, _, err = download("2")
-    assert code == 1
-    assert err[-3].startswith(f"{SCRIPT.name}: {VAL}: HfHubHTTPError: Server error '503 Service Unavailable'")
-    assert err[-2].startswith(f"{SCRIPT.name}: {TRAIN_1}: OSError: Consistency check failed: file should be of size")
-    for name in (VAL, TRAIN_1):
-        assert len(hub.asked("GET", name)) == 1 + len(cached_fineweb10B.RETRY_WAITS)
-    assert shards_in(tmp_path / "out") == {TRAIN_2: hub.files[TRAIN_2]}
+ARGUMENTS = {
+    "104": "N is 104: expected 0 to 103",
+    "-1": "N is -1: expected",
+    f"--out={__file__}": "File exists; fix that",
+}
 
 
-@pytest.mark.slow
-def test_resumes_a_download_that_stalls(hub, download, tmp_path):
-    hub.faults["GET", VAL] = ["stall"]
-    assert download("0")[0] == 0
-    assert hub.asked("GET", VAL) == [0, 0]
-    assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL]}
-
-
-@pytest.mark.slow
-def test_gives_up_a_hub_that_does_not_answer(hub, download, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"
-    code, _, err = download("0", HF_ENDPOINT=endpoint)
-    assert code == 1
-    assert err[-2] == f"{SCRIPT.name}: {VAL}: ConnectError: [Errno 111] Connection refused"
-    assert shards_in(tmp_path / "out") == {}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["104"], "N is 104: expected 0 to 103"),
-        (["-1"], "expected 0 to 103"),
-        (["seven"], "invalid int value: 'seven'"),
-        (["1", "2"], "unrecognized arguments: 2"),
-        (["--out", "x" * 300], "File name too long"),
-    ],
-)
-def test_a_bad_argument_is_one_line(capsys, monkeypatch, arguments, words):
-    def reach_out(*args, **kwargs):  # HF_ENDPOINT is not the test's here
-        pytest.fail("began to download")
-
-    monkeypatch.setattr(cached_fineweb10B, "hf_hub_download", reach_out)
-    with pytest.raises(SystemExit) as stop:
-        cached_fineweb10B.main(arguments)
-    assert stop.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    assert words in err
-
-
-def test_record_shards_are_what_the_record_configuration_reads():
-    batch = 8 * 48 * 1024
-    per_shard = (100_000_000 - 1) // batch
-    assert -(-1770 // per_shard) == cached_fineweb10B.RECORD_SHARDS
+@pytest.mark.parametrize("argument", ARGUMENTS)
+def test_a_bad_argument_is_one_line(start, argument):
+    code, out, err = end(start(argument))
+    assert (code, out, len(err), ARGUMENTS[argument] in err[0]) == (2, "", 1, True), err
