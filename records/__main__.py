@@ -125,9 +125,7 @@ def command_plot(args: argparse.Namespace) -> tuple[dict, str, int]:
     if args.history:
         found = plots.plot_history(args.root, path)
     else:
-        curves = plots.curves_of(args.records, args.root)
-        plots.plot_curves(curves, path)
-        found = dict(curves=[vars(curve) for curve in curves])
+        found = plots.plot_curves(plots.curves_of(args.records, args.root), path)
     return dict(file=str(path)) | found, str(path), 0
 
 

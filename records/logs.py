@@ -14,11 +14,15 @@ RECORDS = Path(__file__).resolve().parent
 RECORD_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_.+")
 # Digits are bounded so that no garbage makes a number that int or float cannot hold
 STEP_LINE = re.compile(
-    r"step:(?P<step>\d{1,9})/(?P<total>\d{1,9})(?: train_loss:\S+)?(?: val_loss:(?P<val_loss>\d{1,9}(?:\.\d{1,17})?))?"
+    r"step:(?P<step>\d{1,9})/(?P<total>\d{1,9})(?: train_loss:(?:(?P<train_loss>\d{1,9}(?:\.\d{1,17})?)|nan|inf))?"
+    r"(?: val_loss:(?P<val_loss>\d{1,9}(?:\.\d{1,17})?))?"
     r" train_time:(?P<time>\d{1,12}(?:\.\d{1,9})?)ms step_avg:(?:(?P<average>\d{1,12}(?:\.\d{1,9})?)|nan|inf)ms\s*",
     re.ASCII,
 )
-SHARD_LINE = re.compile(r"(train|val) shard: (.+), (\d{1,12}) tokens, header sha256 ([0-9a-f]{64})", re.ASCII)
+SHARD_LINE = re.compile(
+    r"train shard: (.+), (?:(\d{1,12}) tokens, header sha256 ([0-9a-f]{64})|(\d{4,15}) bytes)", re.ASCII
+)
+HEADER_BYTES, TOKEN_BYTES = 1024, 2
 
 
 class ToolError(Exception):
@@ -30,14 +34,20 @@ def shown(text: str, length: int = 60) -> str:
     return ascii(text if len(text) <= length else text[: length - 3] + "...")
 
 
+def printable(text: str) -> str:
+    """Replace control characters, such as the escape sequences of a terminal."""
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
 @dataclass(frozen=True)
 class Line:
-    """A step line. Times in ms; a line without val_loss is that of a training step."""
+    """A step line, times in ms. Without val_loss it is the line of a training step, which may state train_loss."""
 
     step: int
     total: int
     time: float
     average: float | None
+    train_loss: float | None
     val_loss: float | None
 
 
@@ -45,7 +55,7 @@ class Line:
 class Shard:
     name: str
     num_tokens: int
-    header_sha256: str
+    header_sha256: str | None
 
 
 @dataclass(frozen=True)
@@ -164,8 +174,12 @@ def read_log(path: Path) -> Log:
         found = STEP_LINE.fullmatch(text)
         if found is None:
             raise ToolError(f"{path}: {shown(text)} is no step line: cut short or edited; run it again")
-        average, val_loss = (None if found[key] is None else float(found[key]) for key in ("average", "val_loss"))
-        lines.append(Line(int(found["step"]), int(found["total"]), float(found["time"]), average, val_loss))
+        average, train_loss, val_loss = (
+            None if found[key] is None else float(found[key]) for key in ("average", "train_loss", "val_loss")
+        )
+        lines.append(Line(int(found["step"]), int(found["total"]), float(found["time"]), average, train_loss, val_loss))
+    # A training loss is printed a few steps late, perhaps after the validation of a later step
+    lines.sort(key=lambda line: (line.step, line.val_loss is not None))
     ended = re.search(r"^(?:stopped:|interrupted:|resumed).*", f"{environment}\n{after}", re.MULTILINE)
     if not lines:
         why = shown(ended[0]) if ended else "the run never started, or was cut short"
@@ -181,7 +195,7 @@ def read_log(path: Path) -> Log:
         return (Path(found[1]).name, int(found[2])) if found else None
 
     def text_of(found: re.Match | None) -> str | None:
-        return found[1].strip() if found else None
+        return printable(found[1].strip()) if found else None
 
     def number_of(found: re.Match | None) -> int | None:
         return int(found[1]) if found else None
@@ -194,21 +208,25 @@ def read_log(path: Path) -> Log:
             configuration = None
         if not isinstance(configuration, dict):
             raise ToolError(f"{path}: its configuration line is no JSON object: cut short or edited; run it again")
-    cpu = find(r"cpu: (.+), \d{1,6} cores; (\d{1,6}) processes, (\d{1,6}) threads each")
+    cpu = find(r"cpu: (.+), \d{1,6} cores; (\d{1,6}) processes, (\d{1,6}) threads each")  # until WrittenNorm
+    count = find(r"(?:cpu: .+, \d{1,6} cores; )?(\d{1,6}) processes, (\d{1,6}) threads each(?:; \d{1,6} cores)?")
+    model = cpu or find(r" *Model name: +(.+)")  # of lscpu
     gpu = find(r"gpu: ([^,]+),.*")
-    gpus = re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s{2,}", environment, re.MULTILINE)  # nvidia-smi's, in a public log
+    gpus = re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s{2,}", environment, re.MULTILINE)  # of nvidia-smi
+    device = configuration.get("device") if configuration else None
+    has_gpu = device == "cuda" if device in ("cpu", "cuda") else bool(gpu or gpus)
     hardware = None
-    if cpu and gpu:
-        hardware = f"{cpu[2]}x {gpu[1]}"
-    elif gpus:
-        hardware = f"{len(gpus)}x {gpus[0]}"
-    elif gpu:
-        hardware = f"1x {gpu[1]}"
-    elif cpu:
-        hardware = f"{cpu[1]}, {cpu[2]} processes of {cpu[3]} threads"
+    if has_gpu:
+        number = count[1] if count else len(gpus) or 1
+        hardware = f"{number}x {gpu[1] if gpu else gpus[0] if gpus else 'GPU'}"
+    elif count:
+        hardware = f"{model[1] if model else 'CPU'}, {count[1]} processes of {count[2]} threads"
     tokens = find(r"validation tokens: (\d{1,15}), sha256 ([0-9a-f]{64})(?: .*)?")
     step_time = find(r"step time: median (\d{1,9}\.\d{1,9})ms.*", after)
-    shards = SHARD_LINE.finditer(environment)
+    shards = tuple(
+        Shard(Path(s[1]).name, int(s[2]) if s[2] else (int(s[4]) - HEADER_BYTES) // TOKEN_BYTES, s[3])
+        for s in SHARD_LINE.finditer(environment)
+    )
     return Log(
         path=path,
         source=source.rstrip("\n"),
@@ -217,11 +235,11 @@ def read_log(path: Path) -> Log:
         ended=ended[0] if ended else None,
         python=text_of(find(r"Running Python ([^\s(]+).*")),
         torch=text_of(find(r"Running PyTorch (\S+).*")),
-        hardware=hardware,
-        has_gpu=bool(gpu or gpus),
-        num_threads=int(cpu[2]) * int(cpu[3]) if cpu else None,
-        seed=number_of(find(r"seed: (\d{1,20})\b.*")),
-        train_shards=tuple(Shard(Path(s[2]).name, int(s[3]), s[4]) for s in shards if s[1] == "train"),
+        hardware=hardware and printable(hardware),
+        has_gpu=has_gpu,
+        num_threads=int(count[1]) * int(count[2]) if count else None,
+        seed=number_of(find(r"seed: (\d{1,20})\b.*", f"{environment}\n{after}")),
+        train_shards=shards,
         val_tokens=number_of(tokens),
         val_sha256=tokens[2] if tokens else None,
         first_batch=batch("first"),

@@ -1,5 +1,7 @@
 """Picture of the attention mask: which blocks of keys each block of queries sees in a sequence of a run's own data."""
 
+import dataclasses
+import glob
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from train_gpt import Hyperparameters
 
+HEADER_BYTES = 1024
 UNSEEN, PARTIAL, FULL = range(3)
 COLOURS = ((0.93, 0.93, 0.93), (0.55, 0.76, 0.90), (0.0, 0.36, 0.62))  # of these three
 DOCUMENT = "#D55E00"
@@ -22,9 +25,9 @@ NAMES = {"L": "long window", "S": "short window"}
 
 
 def listed_blocks(mask: "BlockMask") -> "np.ndarray":
-    """(query blocks, key blocks) of UNSEEN, PARTIAL and FULL, read from the lists of a BlockMask as its kernel does.
+    """Read a BlockMask as its kernel does: (query blocks, key blocks) of UNSEEN, PARTIAL and FULL.
 
-    Of each list of key blocks only as many entries count as the query block's number says; what is behind is junk.
+    Each row of indices is valid up to its count; the entries behind that are junk.
     """
     import numpy as np
 
@@ -42,49 +45,48 @@ def listed_blocks(mask: "BlockMask") -> "np.ndarray":
 
 
 def read_sequence(cfg: "Hyperparameters", step: int, sequence: int, training: bool) -> tuple["Tensor", str]:
-    """The tokens of a sequence, and what it is: one of validation, or of the batch that a training step takes."""
+    """Read a sequence of validation, or of the batch of a training step. Return its tokens and what it is."""
     import numpy as np
     import torch
 
-    import train_gpt
-
-    fix = train_gpt.data_command(cfg)
     if training:
-        plan = train_gpt.plan_batches(train_gpt.find_shards(cfg.train_files, fix), cfg.batch_tokens, step + 1)
-        number, length, position, offset = cfg.batch_sequences, cfg.train_seq_len, step, sequence * cfg.train_seq_len
+        files, number, length, batch = cfg.train_files, cfg.batch_tokens // cfg.train_seq_len, cfg.batch_tokens, step
+        part = slice(sequence * cfg.train_seq_len, (sequence + 1) * cfg.train_seq_len)
         what = f"sequence {sequence} of training step {step}"
     else:
-        number, length, position, offset = cfg.val_tokens // cfg.val_seq_len, cfg.val_seq_len, sequence, 0
-        plan = train_gpt.plan_batches(train_gpt.find_shards(cfg.val_files, fix), length, sequence + 1)
+        files, number, length, batch = cfg.val_files, cfg.val_tokens // cfg.val_seq_len, cfg.val_seq_len, sequence
+        part = slice(length)
         what = f"validation sequence {sequence} at step {step}"
     if sequence >= number:
         raise ToolError(f"--sequence {sequence}: there are {number}, 0 to {number - 1}")
-    if position >= len(plan):
-        raise ToolError(f"the shards hold {len(plan)} batches, that of {what} is not there; get more: {fix}")
-    tokens = np.empty(length, dtype=np.uint16)
-    train_gpt.read_tokens(plan[position], offset, tokens, cfg.vocab_size)
-    return torch.from_numpy(tokens.astype(np.int32)), what
+    for path in sorted(glob.glob(files)):
+        tokens = np.fromfile(path, dtype=np.uint16, offset=HEADER_BYTES)
+        starts = range(0, len(tokens) - length, length)  # a batch has one token more, the last target
+        if batch < len(starts):
+            return torch.from_numpy(tokens[starts[batch] :][part].astype(np.int32)), what
+        batch -= len(starts)
+    raise ToolError(f"the shards {files} do not hold {what}; get the data (README.md), or name other shards after --")
 
 
 def block_masks(cfg: "Hyperparameters", tokens: "Tensor", window: int) -> dict[str, "BlockMask"]:
-    """The masks that the model makes for FlexAttention, by their letter in `attention_layout`."""
+    """Build the model's masks for FlexAttention, by their letter in `attention_layout`."""
     import torch
+    from torch.nn.attention.flex_attention import BlockMask
 
     import train_gpt
 
     with torch.device("meta"):  # no parameter is needed
-        gpt = train_gpt.GPT(cfg)
-    gpt.use_flex = True
+        gpt = train_gpt.GPT(dataclasses.replace(cfg, device="cuda", dtype="float32"))
     masks = gpt.attention_masks(tokens, torch.tensor(window, dtype=torch.int32))
-    return {letter: mask for letter, mask in masks.items() if not isinstance(mask, train_gpt.GatheredMask)}
+    return {letter: mask for letter, mask in masks.items() if isinstance(mask, BlockMask)}
 
 
 def plot_masks(
     flags: Sequence[str], step: int | None, sequence: int, training: bool, zoom: Sequence[int] | None, path: Path
 ) -> dict[str, Any]:
-    """Draws the masks of a run with these flags of train_gpt.py; returns what the picture shows, in numbers.
+    """Draw the masks of a run with these flags of train_gpt.py, and return what the picture shows.
 
-    `zoom`: the tokens from where to where are drawn; the numbers are those of the whole sequence.
+    `zoom` limits the picture to a range of tokens; the numbers are those of the whole sequence.
     """
     import train_gpt
 
@@ -103,11 +105,11 @@ def plot_masks(
         raise ToolError(f"--zoom {begin} {end}: expected two of the tokens 0 to {len(tokens)}, the smaller one first")
     starts = (tokens == cfg.eot_token).nonzero().flatten().tolist()
     window = train_gpt.window_blocks(step, cfg)
-    found: dict[str, Any] = dict(what=what, block_size=cfg.block_size, window_blocks=window)
+    found: dict[str, Any] = dict(preset=cfg.preset, what=what, block_size=cfg.block_size, window_blocks=window)
     found |= dict(num_tokens=len(tokens), documents=starts)
     edges = sorted({0, *starts, len(tokens)})
     masks = block_masks(cfg, tokens, window)
-    figure, panels = new_figure(len(masks), 5.2, 6.15, sharey=True)
+    figure, panels = new_figure(len(masks), 5.2, 5.9, sharey=True)
     for panel, (letter, mask) in zip(panels, masks.items(), strict=True):
         seen = listed_blocks(mask)
         layers = [i for i, other in enumerate(cfg.attention_layout) if other == letter]
@@ -119,14 +121,14 @@ def plot_masks(
         panel.set_ylim(end, begin)
         farthest = int((seen != UNSEEN).sum(1).max())
         reach = f"at most {plural(farthest, 'block')} = {farthest * cfg.block_size:,} tokens"
-        where = f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"
-        computed = f"{share:.1%} of the causal blocks computed: {full:,} full, {partial:,} partial"
-        panel.set_title(f"{letter}, {NAMES[letter]}: {reach}\n{where}\n{computed}", fontsize=9)
+        panel.set_title(f"{NAMES[letter]}: {reach}, {share:.1%} of the causal blocks", fontsize=9)
     panels[0].set_ylabel("query token")
     add_legend(figure)
     title = f"Which blocks of {cfg.block_size} keys each block of queries sees: {cfg.preset}, {what}"
     figure.suptitle(title, fontsize=11)
-    save(figure, path)
+    save(figure, path, found)
+    for letter, mask in masks.items():  # too long for the picture's metadata
+        found[letter]["blocks"] = ["".join(map(str, row)) for row in listed_blocks(mask).tolist()]
     return found
 
 
@@ -135,7 +137,7 @@ def plural(count: int, noun: str) -> str:
 
 
 def draw_mask(panel, seen: "np.ndarray", edges: Sequence[int]) -> None:
-    """`seen` as an image of tokens by tokens, and around each document's causal pairs a triangle."""
+    """Draw `seen` over tokens, and a triangle around each document's causal pairs."""
     import numpy as np
 
     colours = np.array(COLOURS)[seen]

@@ -1,5 +1,6 @@
 """Figures: validation curves, and the history of record times."""
 
+import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,9 +64,11 @@ def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
     return curves
 
 
-def save(figure, path: Path) -> None:
+def save(figure, path: Path, found: dict) -> None:
+    """Write the picture; a PNG carries `found`, what it shows, in its metadata, so that a stale one can be told."""
     try:
-        figure.savefig(path, dpi=110)
+        comment = dict(metadata={"Comment": json.dumps(found)}) if path.suffix == ".png" else {}
+        figure.savefig(path, dpi=110, **comment)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ToolError(f"{path}: {reason}; choose another -o FILE.png") from None
@@ -87,7 +90,7 @@ def new_figure(num_panels: int, width: float, height: float, **settings):
     return figure, panels
 
 
-def plot_curves(curves: Sequence[Curve], path: Path) -> None:
+def plot_curves(curves: Sequence[Curve], path: Path) -> dict:
     figure, panels = new_figure(2, 5.4, 4.8, sharey=True)
     for i, curve in enumerate(curves):
         style = dict(color=COLOURS[i % len(COLOURS)], marker=MARKERS[i % len(MARKERS)], markersize=4, linewidth=1.4)
@@ -106,7 +109,9 @@ def plot_curves(curves: Sequence[Curve], path: Path) -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, frameon=False, loc="outside lower center", ncols=3)
     figure.suptitle("Validation loss: mean of the runs, band from lowest to highest")
-    save(figure, path)
+    found = dict(curves=[vars(curve) for curve in curves])
+    save(figure, path, found)
+    return found
 
 
 def settings_of_a_step(log: Log) -> dict:
@@ -171,8 +176,9 @@ def plot_history(root: Path, path: Path) -> dict:
     panels[-1].set_title(f"{public['credit']} on {public['hardware']},\npublished, not measured here", fontsize=10)
     panels[-1].set_xlabel("official record time (minutes)")
     figure.suptitle("History of record times")
-    save(figure, path)
-    return dict(own=own, public=theirs)
+    found = dict(own=own, public=theirs)
+    save(figure, path, found)
+    return found
 
 
 def draw_bars(panel, names: Sequence[str], values: Sequence[float]) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import difflib
+import html
 import re
 import shutil
 import statistics
@@ -14,6 +15,7 @@ from records.logs import (
     Log,
     ToolError,
     log_paths,
+    printable,
     read_log,
     read_script,
     read_text,
@@ -63,6 +65,15 @@ def mean_and_sd(values: Sequence[float], digits: int, unit: str) -> str:
     return f"mean {sample.mean:.{digits}f} {unit}{sd}"
 
 
+def cell(text: str) -> str:
+    """Quote text of a log or a page for a cell of a Markdown table."""
+    return html.escape(printable(text), quote=False).replace("|", "\\|")
+
+
+def hardware_of(logs: Sequence[Log]) -> str:
+    return cell("; ".join(sorted({log.hardware or "not stated" for log in logs})))
+
+
 def new_record(name: str, paths: Sequence[str], root: Path, date: str) -> Path:
     """Makes the folder from finished logs of one script. Raises ToolError, having made nothing."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
@@ -97,9 +108,9 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str) -> Path:
         steps=f"{logs[0].num_steps:,}",
         train_time=mean_and_sd([log.train_time / 1000 for log in logs], 2, "s"),
         step_avg=mean_and_sd([log.train_time / log.num_steps for log in logs], 2, "ms"),
-        hardware="; ".join(sorted({log.hardware or "not stated" for log in logs})),
-        python=logs[0].python or "not stated",
-        torch=logs[0].torch or "not stated",
+        hardware=hardware_of(logs),
+        python=cell(logs[0].python or "not stated"),
+        torch=cell(logs[0].torch or "not stated"),
         diffstat=diffstat,
     )
     try:
@@ -121,7 +132,7 @@ def title_of(folder: Path) -> str:
     """What comes after ": " in the first line of the record's README."""
     readme = folder / "README.md"
     first = read_text(readme).partition("\n")[0] if readme.is_file() else ""
-    return first.partition(": ")[2].strip().replace("|", "\\|")
+    return cell(first.partition(": ")[2].strip())
 
 
 def row(folder: Path, logs: list[Log]) -> list[str]:
@@ -138,7 +149,7 @@ def row(folder: Path, logs: list[Log]) -> list[str]:
         f"{times.mean:.2f}" + ("" if times.sd is None else f" (sd {times.sd:.2f})"),
         "" if len(step_times) < len(logs) else f"{statistics.fmean(step_times):.2f}",
         f"{max(peaks):,}" if peaks else "",
-        "; ".join(sorted({log.hardware or "not stated" for log in logs})),
+        hardware_of(logs),
     ]
 
 

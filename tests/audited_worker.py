@@ -1,64 +1,41 @@
-"""Runs train_gpt.main and notes what it touches: audited_worker.py NOTES [flags]
+"""Run train_gpt.py as a program and note what it touches: audited_worker.py NOTES [flags]
 
-NOTES gets a line of JSON per process: the paths that Python opened for writing, made, renamed or removed, the hosts it
-looked up or connected to, the programs it started, and the peers of the sockets that were open in a training step
-(which C++ libraries opened, too), from /proc.
+NOTES gets a line of JSON: the paths that Python opened for writing, made, renamed or removed, the hosts that it looked
+up or connected to, and the programs that it started.
 """
 
 import json
 import os
-import re
-import socket
-import struct
+import runpy
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-import train_gpt
-
-written, hosts, programs, peers = set(), set(), set(), set()
+SCRIPT = Path(__file__).parent.parent / "train_gpt.py"
+ARGUMENT = {  # which one of an event's to note
+    "hosts": {"socket.getaddrinfo": 0, "socket.gethostbyname": 0, "urllib.Request": 0, "socket.connect": 1},
+    "programs": {"subprocess.Popen": 0, "os.exec": 0, "os.system": 0, "os.posix_spawn": 0},
+    "written": dict.fromkeys([f"os.{name}" for name in ("mkdir", "remove", "rmdir", "chmod")], 0)
+    | dict.fromkeys(["os.rename", "os.link", "os.symlink"], 1),
+}
+notes: dict[str, set[str]] = {kind: set() for kind in ARGUMENT}
 
 
 def audit(event: str, args: tuple) -> None:
-    if event == "open" and isinstance(args[0], (str, bytes)):
+    if event == "open" and isinstance(args[0], str | bytes):
         path, mode, flags = args
         if (mode and set(mode) & set("wax+")) or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            written.add(os.path.abspath(os.fsdecode(path)))
-    elif event in ("os.mkdir", "os.remove", "os.rmdir", "os.truncate", "os.chmod"):
-        written.add(os.path.abspath(os.fsdecode(args[0])))
-    elif event in ("os.rename", "os.link", "os.symlink"):
-        written.update(os.path.abspath(os.fsdecode(path)) for path in args[:2])
-    elif event in ("socket.getaddrinfo", "socket.gethostbyname", "urllib.Request"):
-        hosts.add(str(args[0]))
-    elif event == "socket.connect":
-        hosts.add(str(args[1]))
-    elif event in ("subprocess.Popen", "os.exec", "os.system", "os.posix_spawn"):
-        programs.add(Path(os.fsdecode(args[0])).name)
+            notes["written"].add(os.path.abspath(os.fsdecode(path)))
+    for kind, events in ARGUMENT.items():
+        if event in events:
+            found = args[events[event]]
+            notes[kind].add(os.path.abspath(os.fsdecode(found)) if kind == "written" else str(found))
 
 
-def open_peers() -> set[str]:
-    """The other ends of this process's TCP and UDP sockets; listening ones have none."""
-    own = {os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()}
-    found = set()
-    for kind in ("tcp", "udp", "tcp6", "udp6"):
-        for line in Path(f"/proc/self/net/{kind}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if f"socket:[{fields[9]}]" in own:
-                digits = fields[2].partition(":")[0]
-                words = [struct.pack("=I", int(word, 16)) for word in re.findall(".{8}", digits)]
-                family = socket.AF_INET if len(words) == 1 else socket.AF_INET6
-                found.add(socket.inet_ntop(family, b"".join(words)).removeprefix("::ffff:"))
-    return found - {"0.0.0.0", "::"}
-
-
-def watched(*args):
-    peers.update(open_peers())
-    return step(*args)
-
-
-step, train_gpt.train_step = train_gpt.train_step, watched
+target, sys.argv = sys.argv[1], [str(SCRIPT), *sys.argv[2:]]
 sys.addaudithook(audit)
-train_gpt.main(sys.argv[2:])
-notes = dict(written=sorted(written), hosts=sorted(hosts), programs=sorted(programs), peers=sorted(peers))
-with open(sys.argv[1], "a") as file:
-    file.write(json.dumps(notes) + "\n")
+try:
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+finally:
+    text = json.dumps({kind: sorted(found) for kind, found in notes.items()})
+    with open(target, "a") as file:
+        file.write(text + "\n")

@@ -1,10 +1,14 @@
-"""Logs and records that no run wrote, for the tests of the tools in records/."""
+"""Logs and records that no run wrote, and a small corpus for runs that do."""
 
+import contextlib
 import hashlib
 import json
+import random
+import socket
 import struct
 from pathlib import Path
 
+ROOT = Path(__file__).parent.parent
 RULE = "=" * 100
 SOURCE = "import torch\n\nmodel = torch.compile(torch.nn.Identity(), dynamic=False)\n"
 NANO_VAL = "3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf"
@@ -12,73 +16,40 @@ SHARDS = {"nano": ("data/nano/nano_train_{:06d}.bin", 0, 43_564_420), "gpt2": ("
 README = "# Name: one line that says what\n\nText.\n"
 
 
-def header_sha256(num_tokens: int) -> str:
-    return hashlib.sha256(struct.pack("<256i", 20240520, 1, num_tokens, *[0] * 253)).hexdigest()
-
-
-def log_text(
-    seed: int = 1,
-    val_loss: float = 1.43,
-    steps: int = 20,
-    source: str = SOURCE,
-    preset: str = "nano",
-    step_ms: float = 40.3,
-    val_every: int = 5,
-    curve: dict[int, float] | None = None,
-    val_tokens: int | None = None,
-    val_sha256: str = NANO_VAL,
-    batch_tokens: int = 1024,
-    threads: str = "1 processes, 2 threads",
-    recompiles: int = 0,
-    **configuration,
-) -> str:
-    """Our form, of a whole run whose step k ends at k times step_ms."""
+def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step_ms=40.3, batch_tokens=1024, **more):
+    """Write the log of a whole run, whose step k ends at k times step_ms, in our form or in that until WrittenNorm."""
+    is_old, cpu = more.get("is_old", False), more.get("cpu", "Some Processor")
     pattern, first_shard, shard_tokens = SHARDS[preset]
     starts = range(0, shard_tokens - batch_tokens, batch_tokens)
-    num_shards = (steps - 1) // len(starts) + 1
-    shards = [pattern.format(first_shard + i) for i in range(num_shards)]
-    config = {
-        "preset": preset,
-        "batch_tokens": batch_tokens,
-        "num_iterations": steps,
-        "seed": seed,
-        "run_id": str(seed),
-    }
-    header = header_sha256(shard_tokens)
-    lines = [
-        source,
+    shards = [pattern.format(first_shard + i) for i in range((steps - 1) // len(starts) + 1)]
+    config = dict(preset=preset, batch_tokens=batch_tokens, num_iterations=steps, seed=seed, device="cpu")
+    header = hashlib.sha256(struct.pack("<256i", 20240520, 1, shard_tokens, *[0] * 253)).hexdigest()
+    size = f"{shard_tokens} tokens, header sha256 {header}" if is_old else f"{2 * shard_tokens + 1024} bytes"
+    count = more.get("count", "1 processes, 2 threads each")
+    lines = [source, RULE, "Running Python 3.11.7 (main, May  9 2026) [GCC 12.2.0]"]
+    lines += ["Running PyTorch 2.13.0+cpu compiled for CUDA None, numpy 2.4.6"]
+    lines += [f"cpu: {cpu}, 2 cores; {count}"] if is_old else [f"{count}; 2 cores", "$ lscpu", f"  Model name:   {cpu}"]
+    lines += [f"train shard: {shard}, {size}" for shard in shards] + [f"val shard: nano_val_000000.bin, {size}"]
+    lines += ["flags: []", f"configuration: {json.dumps(config)}"]
+    val_tokens = 262144 if preset == "nano" else 10485760
+    lines += [
+        f"validation tokens: {val_tokens}, sha256 {more.get('val_sha256', NANO_VAL)}",
         RULE,
-        "Running Python 3.11.7 (main, May  9 2026) [GCC 12.2.0]",
-        "Running PyTorch 2.13.0+cpu compiled for CUDA None, numpy 2.4.6",
-        "commit: unknown",
-        f"cpu: Some Processor, 2 cores; {threads} each",
-        "flags: []",
-        f"configuration: {json.dumps(config | configuration)}",
-        *(f"train shard: {shard}, {shard_tokens} tokens, header sha256 {header}" for shard in shards),
-        f"val shard: data/nano/nano_val_000000.bin, 2164840 tokens, header sha256 {'0' * 64}",
-        f"validation tokens: {val_tokens or (262144 if preset == 'nano' else 10485760)}, sha256 {val_sha256}",
-        f"seed: {seed}, log: logs/{seed}.txt",
-        RULE,
+        f"seed: {seed}, log: x",
     ]
-    if curve is None:
-        curve = {step: val_loss + 1 - step / steps for step in [*range(0, steps, val_every), steps]}
+    curve = more.get("curve") or {step: val_loss + 1 - step / steps for step in [*range(0, steps, 5), steps]}
     for step in range(steps + 1):
         timing = f"train_time:{step * step_ms:.0f}ms step_avg:{step_ms if step else 0:.2f}ms"
-        lines += [f"step:{step}/{steps} {timing}"] if step else []
+        lines += [f"step:{step}/{steps} {'' if is_old else 'train_loss:2.5000 '}{timing}"] if step else []
         lines += [f"step:{step}/{steps} val_loss:{curve[step]:.4f} {timing}"] if step in curve else []
-    lines += [
-        f"first batch: {shards[0]} position 0",
-        f"last batch: {shards[-1]} position {starts[(steps - 1) % len(starts)]}",
-        f"recompiles after the clock started: {recompiles}",
-        f"step time: median {step_ms:.2f}ms p99 {step_ms:.2f}ms slowest {step_ms:.2f}ms at step 3",
-        "peak memory: 499 MiB",
-        "",
-    ]
+    lines += [f"first batch: {shards[0]} position 0"]
+    lines += [f"last batch: {shards[-1]} position {starts[(steps - 1) % len(starts)]}"]
+    lines += ["recompiles after the clock started: 0", f"step time: median {step_ms:.2f}ms", "peak memory: 499 MiB", ""]
     return "\n".join(lines)
 
 
 def public_text(curve: dict[int, float], steps: int) -> str:
-    """The public form in its older shape: train losses, and ten steps that are not timed."""
+    """Write a log in the public form of early 2025: the first ten steps are not timed."""
     lines = ["import sys", "print(sys.version)", "", RULE, "Running Python 3.12.7 (main) [GCC 13.2.0]"]
     lines += ["Running PyTorch 2.7.0.dev20250125+cu126 compiled for CUDA 12.6", "Sat Feb  1 00:00:00 2025"]
     lines += [f"|   {i}  NVIDIA H100 80GB HBM3          On  | 00000000:0{i}:00.0 Off |" for i in range(8)]
@@ -99,3 +70,26 @@ def write_record(root: Path, name: str, texts: list[str], source: str = SOURCE, 
     for i, text in enumerate(texts):
         (folder / f"run{i}.txt").write_text(text)
     return folder
+
+
+def write_corpus(folder: Path) -> list[str]:
+    """Write shards of 60,000 bytes of a script that never changes, and return the flags that name them."""
+    import numpy as np
+
+    from shards import write_shard
+
+    text = (ROOT / "records" / "2024-12-04_ValueEmbed" / "train_gpt.py").read_bytes()
+    tokens = np.frombuffer(text * 2, dtype=np.uint8).astype(np.int64)[:60_000]
+    tokens[::500] = 256
+    write_shard(folder / "train.bin", tokens)
+    write_shard(folder / "val.bin", tokens[7_000:17_000])
+    return ["--train_files", str(folder / "train.bin"), "--val_files", str(folder / "val.bin"), "--val_sha256", ""]
+
+
+def free_port() -> str:
+    """Find one below the range that systems hand out by themselves, and in that of docs/train.slurm."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return str(port)
