@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sets up what is missing and runs the tests: ./test.sh [flags of pytest]
+# Set up what is missing and run the tests: ./test.sh [flags of pytest]
 #
 #   ./test.sh            the fast ones, which need neither a GPU nor the network
 #   ./test.sh -m slow    those that take longer
@@ -8,5 +8,4 @@ set -euo pipefail
 cd "$(dirname "$0")"
 source ./environment.sh
 find_python requirements.txt data/requirements.txt tests/requirements.txt records/requirements.txt
-export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} # as in run.sh
 exec "$python" -m pytest "$@"

@@ -1,9 +1,16 @@
-"""Measures train_gpt.py on this machine: python -m benchmarks --help."""
+"""Measure train_gpt.py on this machine: python -m benchmarks --help."""
 
+import contextlib
+import ctypes
 import os
 import sys
 
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as in run.sh, and before torch loads OpenMP
+from benchmarks import ENVIRONMENT
+
+os.environ |= ENVIRONMENT | os.environ  # before torch loads OpenMP
+with contextlib.suppress(AttributeError, OSError):  # the C library has read its variables already; only glibc has these
+    for name, option in dict(MALLOC_TRIM_THRESHOLD_=-1, MALLOC_MMAP_THRESHOLD_=-3).items():
+        ctypes.CDLL(None).mallopt(option, int(os.environ[name]))
 
 from benchmarks.command import main
 

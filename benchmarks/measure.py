@@ -1,27 +1,28 @@
-"""What each figure is. Times are in ms unless a name says otherwise; nothing here writes or prints."""
+"""What each figure is: a median with its 10th and 90th percentiles, n and a unit. Nothing here prints or writes."""
 
 import contextlib
-import dataclasses
 import os
 import time
 import warnings
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 
 import train_gpt
-from train_gpt import GPT, Batch, Hyperparameters, World
+from train_gpt import Batch, GatheredMask, Trainer
+
+Figures = dict[str, dict]  # by name
 
 
-def figure(values: Sequence[float]) -> dict:
-    """The median of n measurements and their 10th and 90th percentile."""
+def figure(values: Sequence[float], unit: str) -> dict:
     low, median, high = np.percentile(values, [10, 50, 90]).tolist()
-    return dict(median=median, p10=low, p90=high, n=len(values))
+    return dict(median=median, p10=low, p90=high, n=len(values), unit=unit)
 
 
 def synchronize(device: torch.device) -> None:
@@ -29,312 +30,216 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-class Spans:
-    """Spans of time by name: on CUDA between two events of the stream, which wait for nothing; else by the clock.
+def mean_over_ranks(trainer: Trainer, value: float) -> float:
+    """Return the mean of the ranks' values. Every rank waits for the others."""
+    total = torch.tensor([value], device=trainer.device)
+    train_gpt.launch(dist.all_reduce, total)()
+    return total.item() / trainer.ranks.world_size
 
-    `only` these are taken, or all. Read them when the device is done.
+
+class Spans:
+    """Time nested spans by name, each without the spans inside it.
+
+    On CUDA the edges are events in the stream, which wait for nothing: read the times when the device is idle.
     """
 
-    def __init__(self, device: torch.device, only: Sequence[str] = ()):
-        self.is_cuda, self.only, self.edges = device.type == "cuda", only, defaultdict(list)
+    def __init__(self, device: torch.device):
+        self.on_cuda, self.open, self.closed = device.type == "cuda", [], []
 
-    def mark(self):
-        if not self.is_cuda:
+    def edge(self):
+        if not self.on_cuda:
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        (event := torch.cuda.Event(enable_timing=True)).record()
         return event
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        if self.only and name not in self.only:
-            yield
-            return
-        start = self.mark()
+        parent, start = self.open[-1] if self.open else None, self.edge()
+        self.open.append(name)
         yield
-        self.edges[name].append((start, self.mark()))
+        self.closed.append((self.open.pop(), parent, start, self.edge()))
 
-    def ms(self, name: str) -> float:
-        return sum(a.elapsed_time(b) if self.is_cuda else 1000 * (b - a) for a, b in self.edges[name])
+    def ms(self) -> Counter:
+        own: Counter = Counter()
+        for name, parent, start, end in self.closed:
+            ms = start.elapsed_time(end) if self.on_cuda else 1000 * (end - start)
+            own[name] += ms
+            own[parent] -= ms
+        del own[None]
+        return own
 
 
-@dataclass(frozen=True)
-class TimedWorld(World):
-    """A World whose collectives, while there is a last one in `spans`, are waited for at once and timed.
+@contextlib.contextmanager
+def instrumented(trainer: Trainer, spans: Spans) -> Iterator[None]:
+    """Time forward pass, optimizers and collectives of the steps taken inside.
 
-    So nothing overlaps them: that is what communication costs, not what it adds to a step.
+    Each collective is waited for at once, so that nothing overlaps it: this is what communication costs, not what it
+    adds to a step.
     """
 
-    spans: list[Spans] = field(default_factory=list, compare=False)
+    def timed(name: str, function: Callable) -> Callable:
+        def call(*args):
+            with spans.span(name):
+                return function(*args)
 
-    def timed(self, collective: Callable, *args, **kwargs):
-        if not self.spans or self.size == 1:
-            return collective(*args, **kwargs)
-        with self.spans[-1].span("communication"):
-            pending = collective(*args, **kwargs)
-            pending.wait()
-        return pending
+        return call
 
-    def reduce_scatter(self, *args, **kwargs):
-        return self.timed(super().reduce_scatter, *args, **kwargs)
+    launch, patch = train_gpt.launch, mock.patch.object
 
-    def all_gather(self, *args, **kwargs):
-        return self.timed(super().all_gather, *args, **kwargs)
+    def collective(*args) -> Callable[[], None]:
+        with spans.span("communication"):
+            launch(*args)()
+        return lambda: None
 
-    def all_reduce(self, *args, **kwargs):
-        return self.timed(super().all_reduce, *args, **kwargs)
-
-
-def agree(world: World, device: torch.device, value: float) -> float:
-    """The mean over the ranks, the same on all of them."""
-    return World.all_reduce(world, torch.tensor([value], device=device)).wait().item() / world.size
+    with (
+        patch(trainer, "model", timed("forward", trainer.model)),
+        patch(train_gpt, "step_optimizers", timed("optimizers", train_gpt.step_optimizers)),
+        patch(train_gpt, "launch", collective),
+    ):
+        yield
 
 
-@dataclass
-class Trainer:
-    """What train_gpt.train builds before its clock starts."""
-
-    cfg: Hyperparameters
-    world: TimedWorld
-    device: torch.device
-    gpt: GPT
-    model: Callable
-    orthogonalize: Callable
-    optimizers: Sequence
-    window: Tensor
-
-    @classmethod
-    def build(cls, cfg: Hyperparameters, world: World, device: torch.device) -> "Trainer":
-        """Without the warm-up."""
-        world = TimedWorld(**dataclasses.asdict(world))
-        torch.manual_seed(cfg.seed)
-        gpt = GPT(cfg).to(device)
-        if world.size > 1:
-            for p in gpt.parameters():
-                dist.broadcast(p.detach(), src=0)
-        model, orthogonalize = gpt, train_gpt.zeropower_via_newtonschulz5
-        if cfg.compile:
-            model, orthogonalize = (torch.compile(f, fullgraph=True, dynamic=False) for f in (model, orthogonalize))
-        optimizers = train_gpt.build_optimizers(gpt, cfg, world, orthogonalize)
-        window = torch.ones((), dtype=torch.int32, device=device)
-        return cls(cfg, world, device, gpt, model, orthogonalize, optimizers, window)
-
-    def warm_up(self) -> None:
-        train_gpt.warm_up(self.gpt, self.model, self.optimizers, self.cfg, self.world)
-
-    def batches(self, plan: Sequence[Batch]) -> Iterator:
-        """This rank's sequences of each batch."""
-        own = range(self.world.rank, self.cfg.batch_sequences, self.world.size)
-        return train_gpt.read_batches(plan, self.cfg.train_seq_len, own, self.cfg.vocab_size, self.device)
-
-    def step(self, batches: Iterator, spans: Spans) -> Sequence[tuple[Tensor, Tensor]]:
-        """A step of the loop in train_gpt.train, but for its log and schedules. Returns the step's sequences."""
-
-        def model(*inputs: Tensor) -> Tensor:
-            with spans.span("forward"):
-                return self.model(*inputs)
-
-        with spans.span("step"):
-            with spans.span("data"):
-                sequences = next(batches)
-            with spans.span("train_step"):
-                loss = train_gpt.train_step(model, sequences, self.window)
-            with spans.span("loss"):
-                loss = self.world.all_reduce(loss)
-            with spans.span("optimizers"):
-                train_gpt.step_optimizers(self.optimizers)
-                self.gpt.zero_grad(set_to_none=True)
-            loss.wait()
-        return sequences
+def read(trainer: Trainer, plan: Iterable[Batch]) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Read this rank's sequences of each batch."""
+    cfg, ranks = trainer.cfg, trainer.ranks
+    own = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
+    return train_gpt.read_batches(plan, own, cfg.train_seq_len, cfg, trainer.device)
 
 
-PARTS = ("data", "forward", "backward", "optimizers", "communication")
+def take_step(trainer: Trainer, batches: Iterator, step: int, parts: bool = False) -> Spans:
+    """Time a step of training number `step`; what the other spans leave of it is the backward pass."""
+    spans = Spans(trainer.device)
+    with instrumented(trainer, spans) if parts else contextlib.nullcontext(), spans.span("backward"):
+        with spans.span("data"):
+            sequences = next(batches)
+        trainer.train_step(step, sequences)
+    return spans
 
 
-def parts_of(spans: Spans) -> dict[str, float]:
-    """The parts of an instrumented step, none of which holds another."""
-    found = {name: spans.ms(name) for name in ("data", "forward", "communication")}
-    found["backward"] = spans.ms("train_step") - found["forward"]
-    found["optimizers"] = spans.ms("loss") + spans.ms("optimizers") - found["communication"]
-    return {name: found[name] for name in PARTS}
-
-
-def step_times(trainer: Trainer, batches: Iterator, window: int, n: int, parts: bool) -> dict:
-    """n steps, and with `parts` as many instrumented ones between them; and the FLOPs of a step of this rank."""
-    trainer.window.fill_(window)
-    whole, instrumented, seen = [], [], []
-    for _ in range(n):
-        whole.append(Spans(trainer.device, only=["step"]))
-        sequences = trainer.step(batches, whole[-1])
-        seen = seen or [tokens for tokens, _ in sequences]
-        if parts:
-            instrumented.append(Spans(trainer.device))
-            trainer.world.spans.append(instrumented[-1])
-            trainer.step(batches, instrumented[-1])
-            trainer.world.spans.clear()
+def whole_steps(trainer: Trainer, batches: Iterator, step: int, n: int) -> list[float]:
+    """Return the ms of n steps as in training."""
+    taken = [take_step(trainer, batches, step) for _ in range(n)]
     synchronize(trainer.device)
-    found = dict(window_blocks=window, whole=figure([spans.ms("step") for spans in whole]))
-    found["flops"] = sum(training_flops(trainer.gpt, tokens, window) for tokens in seen)
-    if parts:
-        each = [parts_of(spans) for spans in instrumented]
-        found["parts"] = {name: figure([step[name] for step in each]) for name in PARTS}
-        found["sum_of_parts"] = sum(part["median"] for part in found["parts"].values())
-        found["sum_over_whole"] = found["sum_of_parts"] / found["whole"]["median"]
-    return found
+    return [spans.ms().total() for spans in taken]
 
 
-def seen_pairs(docs: Tensor, window: int, block_size: int) -> Tensor:
-    """How many (token, token it sees) there are: causal, in its document (docs (T,) never falls), in its window."""
-    position = torch.arange(len(docs), device=docs.device)
-    opens = torch.ones_like(docs, dtype=torch.bool)
-    opens[1:] = docs[1:] != docs[:-1]
-    document = torch.where(opens, position, 0).cummax(0).values
-    windowed = (position // block_size - (max(window, 1) - 1)).clamp(min=0) * block_size
-    return (position - torch.maximum(document, windowed) + 1).sum()
-
-
-def matmul_parameters(gpt: GPT) -> int:
-    """Those that every token is multiplied with: the blocks' matrices and the head, its padding included."""
-    return sum(p.numel() for name, p in gpt.named_parameters() if p.ndim >= 2 and "embed" not in name)
-
-
-def flops_of(gpt: GPT, tokens: int, pairs: dict[str, int]) -> int:
-    """Of forward and backward: 6 per matmul parameter and token, 12 per pair, head and dimension in each layer.
-
-    pairs: how many tokens see how many, by the layer's letter. The backward pass counts twice the forward pass;
-    recomputation does not count.
-    """
-    cfg = gpt.cfg
-    attention = sum(pairs[letter] for letter in cfg.attention_layout if letter != "-")
-    return 6 * matmul_parameters(gpt) * tokens + 12 * cfg.num_heads * cfg.head_dim * attention
-
-
-def training_flops(gpt: GPT, tokens: Tensor, window: int) -> int:
-    """Of a sequence, with the pairs that its documents and the windows leave."""
-    docs = (tokens == gpt.cfg.eot_token).cumsum(0)
-    windows = {"L": window, "S": window // 2}
-    pairs = {letter: int(seen_pairs(docs, blocks, gpt.cfg.block_size)) for letter, blocks in windows.items()}
-    return flops_of(gpt, len(tokens), pairs)
-
-
-def repeat(function: Callable[[], object], device: torch.device, n: int, inner: int = 1) -> list[float]:
-    """Times of a call, n of them, each the mean of `inner`; two calls before do not count."""
-    taken = []
-    for i in range(n + 2):
-        spans = Spans(device)
-        with spans.span("call"):
-            for _ in range(inner):
-                function()
-        if i > 1:
-            taken.append(spans)
-    synchronize(device)
-    return [spans.ms("call") / inner for spans in taken]
-
-
-def matmul_tflops(device: torch.device, dtype: torch.dtype, n: int) -> list[float]:
-    """What a large square matmul attains on this device: what utilization is measured against."""
-    size = 8192 if device.type == "cuda" else 2048
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return [2 * size**3 / ms / 1e9 for ms in repeat(lambda: a @ b, device, n, inner=10 if size > 2048 else 1)]
-
-
-def newton_schulz(trainer: Trainer, n: int) -> list[dict]:
-    """For each shape of hidden matrices, a rank's share of them in one batch, as Muon orthogonalizes them."""
-    shapes: Counter = Counter()
-    for name, p in trainer.gpt.named_parameters():
-        if name.startswith("blocks.") and p.ndim >= 2:
-            shapes[tuple(sorted(p.shape[-2:]))] += p.shape[:-2].numel()
-    found, dtype = [], train_gpt.activation_dtype(trainer.cfg)
-    for (rows, cols), count in shapes.items():
-        share = -(-count // trainer.world.size)
-        stack = torch.randn(share, rows, cols, device=trainer.device)
-        with torch.no_grad():
-            taken = repeat(lambda stack=stack: trainer.orthogonalize(stack, dtype), trainer.device, n)
-        flops = share * 5 * (4 * rows * rows * cols + 2 * rows**3)  # five times X X', A A and B X
-        ms = figure(taken)
-        found.append(dict(shape=[share, rows, cols], ms=ms, flops=flops, tflops=flops / ms["median"] / 1e9))
-    return found
-
-
-def block_mask(trainer: Trainer, tokens: Tensor, window: int, n: int) -> dict:
-    """document_block_mask alone and not compiled, for one training sequence."""
+def steps(trainer: Trainer, batches: Iterator, step: int, n: int, matmul_tflops: float) -> Figures:
+    """Take whole steps and instrumented ones in turn, and compute what the median whole one attains."""
     cfg = trainer.cfg
-    docs = (tokens == cfg.eot_token).cumsum(0, dtype=torch.int32)
-    limit = torch.tensor(window, dtype=torch.int32, device=trainer.device)
-    taken = repeat(lambda: train_gpt.document_block_mask(docs, limit, cfg.block_size), trainer.device, n)
-    return dict(tokens=len(tokens), ms=figure(taken))
+    taken = [take_step(trainer, batches, step, parts) for _ in range(n) for parts in (False, True)]
+    synchronize(trainer.device)
+    times = [spans.ms() for spans in taken]
+    parts = ["data", "forward", "backward", "optimizers", *["communication"] * dist.is_initialized()]
+    found = {f"step: {name}": figure([own[name] for own in times[1::2]], "ms") for name in parts}
+    whole, total = figure([own.total() for own in times[::2]], "ms"), sum(part["median"] for part in found.values())
+    found[f"step: whole, middle window ({train_gpt.window_blocks(step, cfg)} blocks)"] = whole
+    found["sum of the parts / whole"] = figure([total / whole["median"]], "")
+    seconds, tflop = whole["median"] / 1000, step_flops(trainer, next(batches), step) / 1e12
+    found["throughput"] = figure([cfg.batch_tokens / seconds], "tokens/s")
+    found["model FLOPs per step and rank"] = figure([tflop * 1000], "GFLOP")
+    found["attained per rank"] = figure([tflop / seconds], "TFLOP/s")
+    return found | {"utilization, relative to the large matmul": figure([100 * tflop / seconds / matmul_tflops], "%")}
 
 
-def drop_from_cache(paths: Sequence[str]) -> bool:
-    """Asks the kernel to forget what it holds of these files; False where it cannot be asked."""
-    if not hasattr(os, "posix_fadvise"):
-        return False
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        os.close(descriptor)
-    return True
+def attended_pairs(mask: BlockMask | GatheredMask) -> int:
+    """Count the pairs of a token and one that it sees."""
+    if isinstance(mask, GatheredMask):
+        return int((mask.bias == 0).sum())
+    block_size, lists = mask.BLOCK_SIZE[0], zip(mask.kv_indices[0, 0], mask.kv_num_blocks[0, 0].tolist(), strict=True)
+    inside = torch.arange(block_size, device=mask.kv_indices.device)
+    count = mask.full_kv_num_blocks.sum() * block_size**2
+    for block, (indices, num_partial) in enumerate(lists):
+        kv = (indices[:num_partial, None] * block_size + inside).flatten()
+        count += mask.mask_mod(None, None, (block * block_size + inside)[:, None], kv).sum()
+    return int(count)
 
 
-def loader(trainer: Trainer, plan: Sequence[Batch], n: int) -> dict:
-    """Tokens per second of one rank while all of them read and nothing else, from files out of the cache and in it."""
-    tokens = len(plan) * trainer.cfg.batch_tokens // trainer.world.size
-    paths = sorted({batch.shard.path for batch in plan})
-    found: dict = dict(tokens=tokens)
-    for state in ("cold", "warm"):
-        rates = []
-        for _ in range(n):
-            if state == "cold" and not drop_from_cache(paths):
-                break
-            agree(trainer.world, trainer.device, 0.0)  # all ranks have dropped, none has begun
-            start = time.perf_counter()
-            for _ in trainer.batches(plan):
-                pass
-            synchronize(trainer.device)
-            rates.append(tokens / (time.perf_counter() - start))
-        found[f"{state}_tokens_per_s"] = figure(rates) if rates else None
+@torch.no_grad()
+def step_flops(trainer: Trainer, sequences: Sequence[tuple[Tensor, Tensor]], step: int) -> int:
+    """Count the FLOPs of forward and backward pass: 6 per matmul parameter and token, 12 per pair, head and dimension.
+
+    Matmul parameters are those of the blocks and the head, padding included; pairs those that the documents of these
+    sequences and the windows leave. The backward pass counts twice the forward pass; recomputation does not count.
+    """
+    cfg, gpt, total = trainer.cfg, trainer.gpt, 0
+    matmul = sum(p.numel() for name, p in gpt.named_parameters() if p.ndim >= 2 and "embed" not in name)
+    trainer.window_blocks.fill_(train_gpt.window_blocks(step, cfg))
+    for tokens, _ in sequences:
+        masks = gpt.attention_masks(tokens, trainer.window_blocks)
+        pairs = {letter: attended_pairs(mask) for letter, mask in masks.items()}
+        attention = sum(pairs.get(letter, 0) for letter in cfg.attention_layout)
+        total += 6 * matmul * len(tokens) + 12 * cfg.num_heads * cfg.head_dim * attention
+    return total
+
+
+def together(trainer: Trainer, function: Callable[[], object], n: int, prepare=lambda: None) -> list[float]:
+    """Return the ms of n calls that all ranks begin together, from idle device to idle device."""
+    taken = []
+    for _ in range(n):
+        prepare()
+        mean_over_ranks(trainer, 0.0)
+        start = time.perf_counter()
+        function()
+        synchronize(trainer.device)
+        taken.append(1000 * (time.perf_counter() - start))
+    return taken
+
+
+def matmul_tflops(trainer: Trainer, n: int) -> list[float]:
+    """Return the TFLOP/s of a large square matmul: what utilization is measured against."""
+    size = 16384 if trainer.device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=trainer.device).to(getattr(torch, trainer.cfg.dtype)) for _ in range(2))
+    return [2 * size**3 / ms / 1e9 for ms in together(trainer, lambda: a @ b, n)]
+
+
+@torch.no_grad()
+def newton_schulz(trainer: Trainer, n: int) -> Figures:
+    """Orthogonalize a rank's share of each shape of hidden matrices, as Muon does."""
+    found = {}
+    for muon in (optimizer for optimizer in trainer.optimizers if isinstance(optimizer, train_gpt.Muon)):
+        stack = torch.randn_like(muon.grad)
+        ms = together(trainer, lambda muon=muon, stack=stack: muon.orthogonalize(stack, muon.shard.dtype), n)
+        found[f"Newton-Schulz of {' x '.join(map(str, stack.shape))}"] = figure(ms, "ms")
     return found
 
 
-def validation(trainer: Trainer, plan: Sequence[Batch], n: int) -> dict:
-    """All ranks together, reading included."""
-    cfg, world, taken = trainer.cfg, trainer.world, []
-    while len(taken) < n:
-        synchronize(trainer.device)
-        start = time.perf_counter()
-        own = plan[world.rank :: world.size]
-        batches = train_gpt.read_batches(own, cfg.val_seq_len, [0], cfg.vocab_size, trainer.device)
-        loss = train_gpt.evaluate(trainer.model, batches, trainer.window, world)
-        taken.append(time.perf_counter() - start)
-        if agree(world, trainer.device, taken[0]) > 5:
-            break
-    return dict(tokens=len(plan) * cfg.val_seq_len, seconds=figure(taken), loss=loss)
+def loader(trainer: Trainer, plan: Sequence[Batch], n: int) -> Figures:
+    """Read a rank's tokens and nothing else, from files out of the page cache and in it."""
+
+    def drop_from_cache() -> None:
+        for path in {batch.path for batch in plan}:
+            with open(path, "rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    found, tokens = {}, len(plan) * trainer.cfg.batch_tokens / trainer.ranks.world_size
+    states = dict(cold=drop_from_cache, warm=lambda: None)
+    for state in states if hasattr(os, "posix_fadvise") else ["warm"]:
+        taken = together(trainer, lambda: list(map(len, read(trainer, plan))), n, states[state])
+        found[f"loader, {state} files, per rank"] = figure([1000 * tokens / ms for ms in taken], "tokens/s")
+    return found
 
 
-def synchronizations(trainer: Trainer, batches: Iterator) -> dict:
-    """Operations of one step that wait for the device, by the line that asks for them. None is the aim."""
-    synchronize(trainer.device)
+def host_waits(trainer: Trainer, batches: Iterator, step: int) -> Figures:
+    """Count the operations of a step that wait for the device, in all and by line. None is the aim."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            trainer.step(batches, Spans(trainer.device, only=["nothing"]))
+            trainer.train_step(step, next(batches))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    lines = Counter(
-        f"{warning.filename}:{warning.lineno}" for warning in caught if "synchronizing" in str(warning.message)
-    )
-    return dict(count=lines.total(), lines=dict(lines))
+    found = [warning for warning in caught if "synchronizing" in str(warning.message)]
+    lines = Counter(f"host waits at {os.path.basename(warning.filename)}:{warning.lineno}" for warning in found)
+    lines["host waits for the device in a step"] = len(found)
+    return {name: figure([count], "") for name, count in lines.items()}
 
 
-def profile(trainer: Trainer, batches: Iterator, steps: int = 3) -> str:
-    """The 20 operations that took longest themselves, of some steps: kernels where there is CUDA."""
-    kinds = torch.profiler.ProfilerActivity
-    activities = [kinds.CPU, *([kinds.CUDA] if trainer.device.type == "cuda" else [])]
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(steps):
-            trainer.step(batches, Spans(trainer.device, only=["nothing"]))
+def profile(trainer: Trainer, batches: Iterator, step: int) -> str:
+    """Return the 20 operations that take longest in three steps: kernels on CUDA."""
+    on_cuda, kinds = trainer.device.type == "cuda", torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if on_cuda else [])]) as profiler:
+        for _ in range(3):
+            trainer.train_step(step, next(batches))
         synchronize(trainer.device)
-    order = "self_device_time_total" if trainer.device.type == "cuda" else "self_cpu_time_total"
+    order = "self_device_time_total" if on_cuda else "self_cpu_time_total"
     return profiler.key_averages().table(sort_by=order, row_limit=20)

@@ -1,45 +1,72 @@
-"""Starts as train_gpt.py does, up to the end of its first step, and prints what took how long, in seconds, as JSON.
+"""Start as train_gpt.py does, up to the end of its first step, and print the seconds of each part as JSON.
 
     python -m benchmarks.startup TIME_OF_START [flags of train_gpt.py ...]
 
-A process of its own, as imports and compilation happen once in a process.
+This needs a process of its own: a process imports and compiles only once.
 """
 
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
+from benchmarks import ENVIRONMENT, ROOT
+
+
+def own_process(command: Sequence[str], seconds: float | None = None, **environment: str) -> str:
+    """Run Python with these arguments and return its stdout. Raise RuntimeError with a failed one's last line."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        env=ENVIRONMENT | dict(os.environ) | dict(PYTHONPATH=path) | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that its children end with it
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+    except BaseException as error:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise RuntimeError(f"not done in {seconds:.0f} s") from None
+        raise
+    if process.returncode != 0:
+        told = (stderr.strip() or stdout.strip() or "it printed nothing").splitlines()
+        raise RuntimeError(f"exit code {process.returncode}: {told[-1]}")
+    return stdout
+
 
 def main(argv: Sequence[str]) -> None:
-    now = float(argv[0])  # by time.time(), before this process began
-    seconds: dict[str, float] = {}
+    now, seconds = float(argv[0]), {}  # by time.time(), before this process began
+
+    import torch
+
+    import train_gpt
+    from benchmarks.measure import read
 
     def lap(name: str) -> None:
         nonlocal now
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
         before, now = now, time.time()
         seconds[name] = now - before
 
-    import train_gpt
-    from benchmarks.measure import Spans, Trainer, synchronize
-
     lap("interpreter and imports")
-    world = train_gpt.World()
-    cfg = train_gpt.resolve(train_gpt.parse_args(argv[1:]))
-    plans = train_gpt.plan_data(cfg)
-    cfg, device = train_gpt.set_up(cfg, world)
-    train_gpt.describe_data(cfg, plans)
+    cfg, plans, *_ = train_gpt.prepare(argv[1:], train_gpt.Ranks())
     lap("data: plan and hash")
-    trainer = Trainer.build(cfg, world, device)
-    synchronize(device)
+    trainer = train_gpt.Trainer(cfg, train_gpt.Ranks())
     lap("model and optimizers")
     trainer.warm_up()
-    synchronize(device)
-    lap("warm-up")
-    trainer.step(trainer.batches(plans[0][:4]), Spans(device))
-    synchronize(device)
+    lap("warm-up, compilation included")
+    trainer.train_step(0, next(read(trainer, plans["train"])))
     lap("first step")
-    print(json.dumps(seconds))
+    print(json.dumps(seconds | dict(total=sum(seconds.values()))))
 
 
 if __name__ == "__main__":

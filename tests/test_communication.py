@@ -1,185 +1,118 @@
-"""The communication of a step: in what order, beside what compute, how often and how many bytes."""
+"""The communication of a step: when, beside what compute, through which buffers and how many bytes."""
 
 import dataclasses
-import gc
 import math
 from collections import Counter
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-import communication_worker
 import train_gpt
-from communication_worker import Network, own_share, repeat
-from shards import write_shard
-from test_world_size import finish, small_flags, start
-from train_gpt import GPT, Hyperparameters, World
+from test_world_size import SMALL
+from train_gpt import GPT, Ranks
 
-WORKER = Path(communication_worker.__file__)
-GROUPS = 5  # two shapes of matrices; head, embeddings, scalars
-KINDS = ("reduce_scatter", "all_gather")
 # By bytes, as in the gpt2 preset: embeddings, MLPs, head, attention, scalars; so Adam's and Muon's groups alternate
-LIKE_GPT2 = dict(vocab_size=500, eot_token=499)
+LIKE_GPT2 = train_gpt.parse_args([*SMALL, "--dtype", "float32", "--vocab_size", "500", "--eot_token", "499"])
 
 
-def expected_notes() -> list[tuple[str, str, int]]:
-    """A step that overlaps as much as it can: everything is launched as early and waited for as late as possible."""
-    notes = [("launch", "reduce_scatter", k) for k in range(GROUPS)]
-    for k in range(GROUPS):
-        notes += [("wait", "reduce_scatter", k), ("update", "", k), ("launch", "all_gather", k)]
-    return notes + [("wait", "all_gather", k) for k in range(GROUPS)]
+def shared(a: Tensor, b: Tensor) -> bool:
+    """Say whether two tensors without gaps have bytes in common."""
+    return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
+
+
+class Network:
+    """Carry out one collective after the other, for one of several ranks, and measure by a clock of its own.
+
+    A collective takes one unit of time, an update two.
+    """
+
+    def __init__(self, monkeypatch, ranks: Ranks, transfer: type):
+        self.ranks, self.under_way, self.events, self.bytes = ranks, [], [], Counter()
+        self.now, self.free = 0, 0
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        for kind in ("reduce_scatter", "all_gather"):
+            monkeypatch.setattr(train_gpt, kind, lambda *args, kind=kind, **_: self.launch(transfer, kind, *args))
+
+    def launch(self, transfer: type, kind: str, result: Tensor, tensor: Tensor):
+        self.events.append(kind)
+        self.bytes[kind] += max(result.nbytes, tensor.nbytes)
+        self.free = max(self.now, self.free) + 1
+        return transfer(network=self, kind=kind, result=result, tensor=tensor, wait=lambda: None, arrival=self.free)
+
+    def compute(self, update, *args) -> None:
+        self.events.append("update")
+        self.now += 2
+        update(*args)
+
+
+class Transfer:
+    """Stand in for a dist.Work: the result is NaN until `wait`, and the input has to stay as it is."""
+
+    def __init__(self, network: Network, kind: str, result: Tensor, tensor: Tensor, arrival: int, **_):
+        self.network, self.kind, self.result, self.tensor, self.sent = network, kind, result, tensor, tensor.clone()
+        self.arrival = arrival
+        for other in network.under_way:
+            for a, b in (self, other), (other, self):
+                assert not shared(a.result, b.result), f"{kind} writes to the result of one under way"
+                assert not shared(a.result, b.tensor), f"{kind} shares a buffer with one under way"
+        network.under_way.append(self)
+        result.fill_(math.nan)
+        if kind == "all_gather":  # may be in place
+            tensor.copy_(self.sent)
+
+    def wait(self) -> None:
+        network, result, (rank, size, *_) = self.network, self.result, self.network.ranks
+        missing = result.isnan().sum() + (self.tensor.numel() if shared(result, self.tensor) else 0)
+        assert torch.equal(self.tensor, self.sent), f"the input of {self.kind} was written to while it was under way"
+        assert missing == result.numel(), f"the result of {self.kind} was written to before it arrived"
+        if self.kind == "reduce_scatter":  # the others have no gradients
+            result.copy_(self.sent.unflatten(0, (size, -1))[rank])
+        else:  # the others update theirs as we do
+            result.unflatten(0, (size, -1)).copy_(self.sent)
+        network.now = max(network.now, self.arrival)
+        network.under_way.remove(self)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (2, 3), (0, 8), (7, 8)])
+def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, rank, size):
+    """Of a step's 20 units of time 8 are hidden; they are 4 if only gradients, or only updates, travel beside compute.
+
+    The second step finds the buffers of the first.
+    """
+    network, gpt = Network(monkeypatch, Ranks(rank, size), Transfer), GPT(train_gpt.resolve(LIKE_GPT2))
+    optimizers = train_gpt.build_optimizers(gpt, network.ranks)
+    for optimizer in optimizers:
+        optimizer.update_shard = lambda *args, update=optimizer.update_shard: network.compute(update, *args)
+        optimizer.momentum = 0.9
+    for step in range(2):
+        for p in gpt.parameters():
+            p.grad = torch.randn_like(p)
+        train_gpt.step_optimizers(optimizers)
+        assert not network.under_way
+        assert all(p.isfinite().all() for p in gpt.parameters()), "a result was used before it was there"
+        groups = len(optimizers)
+        assert Counter(network.events) == dict(reduce_scatter=groups, update=groups, all_gather=groups)
+        assert network.events.index("update") == groups, "gradients leave before the first update"
+        assert network.now - 12 * step <= 13
+        network.events.clear()
 
 
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_a_step_launches_as_early_and_waits_as_late_as_it_can(monkeypatch, size):
-    """On all ranks alike: all gradients leave before the first is waited for, the biggest first; updates leave before
-    the next gradient is waited for; no update is waited for before all have left.
-
-    The network sees to it that no buffer is in two collectives at a time, or read or written while it is in one.
-    """
-    cfg = train_gpt.parse_args(small_flags(dtype="float32", **LIKE_GPT2))
-    for rank in (0, size - 1):
-        gpt, optimizers = communication_worker.build(cfg, World(rank, size))
-        for step in range(2):  # the second finds the buffers of the first
-            communication_worker.set_gradients(gpt, seed=step)
-            network = Network(own_share, repeat)
-            with monkeypatch.context() as patch:
-                network.attach(optimizers[0], patch.setattr)
-                train_gpt.step_optimizers(optimizers)
-            network.link.shutdown()
-            assert network.notes == expected_notes()
-            assert not network.under_way
-            assert all(p.isfinite().all() for p in gpt.parameters()), "a result was used before it was there"
-            groups = [(g["grads"].nbytes, type(o).__name__) for o in optimizers for g in o.param_groups]
-            groups.sort(reverse=True)
-            assert [owner for _, owner in groups] == ["Adam", "Muon", "Adam", "Muon", "Adam"]
-            gradients, updates = ([network.sizes[kind, k] for k in range(GROUPS)] for kind in KINDS)
-            assert [count for count, _ in gradients] == [count for count, _ in groups]
-            assert [share for _, share in updates] == [share for _, share in gradients], "updates in another order"
-
-
-def overlap(a: list[tuple[float, float]], b: list[tuple[float, float]]) -> float:
-    """Seconds that are in an interval of both."""
-    return sum(max(0.0, min(x[1], y[1]) - max(x[0], y[0])) for x in a for y in b)
-
-
-@pytest.mark.slow
-def test_communication_of_two_processes_hides_behind_compute(tmp_path):
-    """Over a network on which a collective takes 0.1 s, with updates that take 0.2 s.
-
-    In theory a step takes 1.2 s instead of 2.0, and 0.8 of the network's 1.0 s are hidden; 1.6 s and 0.4 s if only the
-    reduce-scatters overlap, or only the all-gathers. Time that a busy machine adds hides as much as before.
-    """
-    flags = small_flags(dtype="float32", log_dir=tmp_path, **LIKE_GPT2)
-    finish([start([WORKER, "2", "0.1", *flags])], timeout=120)
-    for rank in range(2):
-        measured = torch.load(tmp_path / f"rank{rank}of2.pt")
-        assert measured["notes"] == expected_notes()
-        assert measured["same"], "not bit for bit what the step gives without the slow network"
-        busy, computed = measured["busy"], measured["computed"]
-        communication, compute = (sum(end - start for start, end in spans) for spans in (busy, computed))
-        assert communication >= 2 * GROUPS * 0.1
-        assert compute >= GROUPS * 0.2
-        assert overlap(busy, computed) > 0.65 * 2 * GROUPS * 0.1
-        assert measured["seconds"] < 0.75 * (communication + compute)
-
-
-@pytest.fixture
-def calls(monkeypatch) -> list[tuple[str, int]]:
-    """What is called from here on, with the bytes it is given: the collectives, and "backward"."""
-    calls: list[tuple[str, int]] = []
-
-    def reduce_scatter(result, tensor, async_op):
-        calls.append(("reduce_scatter", tensor.nbytes))
-        own_share(result, tensor, async_op)
-
-    def all_gather(result, tensor, async_op):
-        calls.append(("all_gather", result.nbytes))
-        repeat(result, tensor, async_op)
-
-    tensor_backward = torch.Tensor.backward
-
-    def backward(loss):
-        calls.append(("backward", 0))
-        tensor_backward(loss)
-
-    monkeypatch.setattr(train_gpt, "reduce_scatter", reduce_scatter)
-    monkeypatch.setattr(train_gpt, "all_gather", all_gather)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, async_op: calls.append(("all_reduce", tensor.nbytes)))
-    monkeypatch.setattr(torch.Tensor, "backward", backward)
-    return calls
-
-
-@pytest.mark.parametrize("own_sequences", [1, 3])
-def test_a_step_communicates_once_however_many_sequences_a_rank_has(
-    tiny: Hyperparameters, calls, own_sequences, tmp_path, monkeypatch
-):
-    """After the last of them. A whole run as the second of two processes sees it."""
-    for name in ("train", "val"):
-        write_shard(tmp_path / f"{name}.bin", torch.arange(2000).numpy() % 100)
-    files = dict(train_files=f"{tmp_path}/train.bin", val_files=f"{tmp_path}/val.bin", log_dir=str(tmp_path))
-    steps = dict(batch_tokens=2 * own_sequences * tiny.train_seq_len, num_iterations=2, val_loss_every=0)
-    cfg = dataclasses.replace(tiny, **files, **steps)
-    monkeypatch.setattr(dist, "broadcast", lambda tensor, src: None)
-    monkeypatch.setattr(dist, "barrier", lambda: None)
-    world = World(1, 2)
-    try:
-        plans, log = train_gpt.plan_data(cfg), train_gpt.RunLog(cfg, world, start=0)
-        train_gpt.train(cfg, world, torch.device("cpu"), plans, log, None)
-    finally:
-        gc.unfreeze()
-        gc.enable()
-
-    updates = ["reduce_scatter"] * GROUPS + ["all_gather"] * GROUPS
-    warm_up = 2 * (["backward"] * min(2, own_sequences) + updates) + ["all_reduce"]
-    step = ["backward"] * own_sequences + ["all_reduce", *updates]
-    agreement_on_start, validation = ["all_reduce"], ["all_reduce"]
-    assert [kind for kind, _ in calls] == warm_up + agreement_on_start + 2 * step + validation
-    first = len(warm_up) + len(agreement_on_start)
-    assert calls[first + own_sequences] == ("all_reduce", 4), "the loss of a step is one number"
-    assert calls[-1] == ("all_reduce", 16), "loss and tokens of the validation are two"
-
-
-def up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-@pytest.mark.parametrize("size", [2, 3, 8])
-def test_bytes_of_a_step_are_those_of_gradients_and_updates_and_little_padding(calls, size):
-    """Of the gpt2 preset, by the shapes of its parameters; a rank sends and receives (size - 1) / size of them.
-
-    Gradients go in the precision of their parameter, as does what Adam updates; what Muon updates goes in bf16.
-    """
-    cfg = dataclasses.replace(train_gpt.PRESETS["gpt2"], device="cuda")  # in the precision that it has there
+def test_bytes_of_a_step_are_those_of_gradients_and_updates_and_little_padding(monkeypatch, size):
+    """In the gpt2 preset: on 8 ranks 44 matrices of attention are 48. Muon's updates travel in bf16."""
+    cfg = dataclasses.replace(train_gpt.PRESETS["gpt2"], device="cuda", dtype="bfloat16", compile=False)
+    network = Network(monkeypatch, Ranks(size - 1, size), SimpleNamespace)
     with torch.device("meta"):
         gpt = GPT(cfg)
-        shapes = {name: (p.shape, p.itemsize) for name, p in gpt.named_parameters()}
-        optimizers = train_gpt.build_optimizers(gpt, cfg, World(size - 1, size), train_gpt.zeropower_via_newtonschulz5)
-    for p in gpt.parameters():
+        optimizers = train_gpt.build_optimizers(gpt, network.ranks)
+    gradients, updates = 0, 0
+    for name, p in gpt.named_parameters():
         p.grad = torch.empty_like(p)
+        gradients += p.nbytes
+        updates += p.nbytes if "blocks" not in name or p.ndim < 2 else 2 * p.numel()
     train_gpt.step_optimizers(optimizers)
-
-    gradients, updates, sent = 0, 0, Counter()
-    matrices: Counter[tuple[int, ...]] = Counter()
-    flat: Counter[tuple[str, int]] = Counter()
-    for name, (shape, itemsize) in shapes.items():
-        is_muons = name.startswith("blocks.") and len(shape) >= 2
-        gradients += math.prod(shape) * itemsize
-        updates += math.prod(shape) * (2 if is_muons else itemsize)
-        if is_muons:
-            matrices[tuple(sorted(shape[-2:]))] += math.prod(shape[:-2])
-        else:
-            kind = "scalars" if len(shape) < 2 else "head" if "lm_head" in name else "embeddings"
-            flat[kind, itemsize] += up(math.prod(shape), 16)
-    for (rows, cols), count in matrices.items():
-        sent["reduce_scatter", up(count, size) * rows * cols * 4] += 1
-        sent["all_gather", up(count, size) * rows * cols * 2] += 1
-    for (_, itemsize), count in flat.items():
-        for kind in KINDS:
-            sent[kind, up(count, size) * itemsize] += 1
-    assert Counter(calls) == sent
-    assert len(calls) == 2 * GROUPS
-    # on 8 ranks the 44 matrices of attention are 48
-    assert gradients + updates <= sum(count for _, count in calls) < 1.015 * (gradients + updates)
+    assert gradients <= network.bytes["reduce_scatter"] < 1.015 * gradients
+    assert updates <= network.bytes["all_gather"] < 1.015 * updates

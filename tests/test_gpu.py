@@ -1,10 +1,7 @@
-"""The self-test of a machine with GPUs, run before the first training there: ./test.sh -m gpu
-
-Checks what no CPU can: compiled FlexAttention and the FP8 head against plain mathematics, and two steps of the true
-gpt2 preset, compiled, on one GPU and on all of them. Takes some minutes, most of them compilation.
-"""
+"""The self-test of a machine with GPUs, ./test.sh -m gpu: what no CPU can check. It mostly compiles, for minutes."""
 
 import dataclasses
+import gc
 import json
 import math
 import subprocess
@@ -14,42 +11,52 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 
 import train_gpt
 from shards import write_shard
+from train_gpt import Ranks, Trainer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here"),
-]
-SCRIPT = Path(train_gpt.__file__)
+GPT2 = train_gpt.PRESETS["gpt2"]
+HAS_FP8 = not torch.cuda.is_available() or torch.cuda.get_device_capability() >= (8, 9)
+pytestmark = pytest.mark.gpu
 
 
-def random_documents(length: int, mean: int, generator: torch.Generator) -> torch.Tensor:
-    return (torch.rand(length, generator=generator) < 1 / mean).cumsum(0, dtype=torch.int32).cuda()
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()  # else the graphs of one test count towards the limit on recompilations in the next
+
+
+def compiled(function):
+    return torch.compile(function, fullgraph=True, dynamic=False)
+
+
+def run(function, inputs, grad=None) -> tuple[Tensor, ...]:
+    """Return what the function of `inputs` returns, and their gradients."""
+    inputs = [t.detach().clone().requires_grad_() for t in inputs]
+    y = function(*inputs)
+    return y.detach(), *torch.autograd.grad(y, inputs, grad if grad is None else grad.to(y.dtype))
+
+
+def relative_errors(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
+    return [((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(actual, expected, strict=True)]
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 32])
 @pytest.mark.parametrize("mean_document", [40, 700, 10**9])
-def test_flex_attention_equals_dense_forward_and_backward(window, mean_document):
+def test_flex_attention_equals_dense_forward_and_backward(window: int, mean_document: int):
     T, H, D, block, scale = 4096, 6, 128, 128, 0.12
     generator = torch.Generator().manual_seed(window)
-    docs = random_documents(T, mean_document, generator)
-    q, k, v, g = (torch.randn(T, H, D, generator=generator).cuda() for _ in range(4))
-    q, k = (train_gpt.norm(t) for t in (q, k))
+    docs = (torch.rand(T, generator=generator) < 1 / mean_document).cumsum(0, dtype=torch.int32).cuda()
+    q, k, v, grad = (torch.randn(T, H, D, generator=generator).cuda() for _ in range(4))
+    qkv = [train_gpt.norm(q), train_gpt.norm(k), v]
+    window_blocks = torch.tensor(window, dtype=torch.int32, device="cuda")
 
-    class Attend(torch.nn.Module):
-        use_flex, kernel_options = True, train_gpt.flex_kernel_options()
-        attend = train_gpt.GPT.attend
-
-        def forward(self, q, k, v, docs, window):
-            return self.attend(q, k, v, train_gpt.document_block_mask(docs, window, block), scale)
-
-    def run(function, *tensors):
-        tensors = [t.detach().clone().requires_grad_() for t in tensors]
-        y = function(*tensors)
-        y.backward(g.to(y.dtype))
-        return y.float(), *(t.grad.float() for t in tensors)
+    def flex(q, k, v):
+        mask = train_gpt.document_block_mask(docs, window_blocks, block)
+        q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+        return flex_attention(q, k, v, block_mask=mask, scale=scale)[0].transpose(0, 1)
 
     def dense(q, k, v):
         i = torch.arange(T, device="cuda")
@@ -57,18 +64,11 @@ def test_flex_attention_equals_dense_forward_and_backward(window, mean_document)
         scores = torch.einsum("ihd,jhd->hij", q, k) * scale
         return torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
 
-    window_tensor = torch.tensor(window, dtype=torch.int32, device="cuda")
-    compiled = torch.compile(Attend(), fullgraph=True, dynamic=False)
-    expected = run(dense, q, k, v)
-    actual = run(lambda q, k, v: compiled(q, k, v, docs, window_tensor), *(t.bfloat16() for t in (q, k, v)))
-    for name, got, want in zip(("output", "grad q", "grad k", "grad v"), actual, expected, strict=True):
-        error = ((got - want).norm() / want.norm()).item()
-        assert error < 0.015, f"{name}: relative error {error:.4f}; bf16 rounding alone gives about 0.004"
+    errors = relative_errors(run(compiled(flex), [t.bfloat16() for t in qkv], grad), run(dense, qkv, grad))
+    assert max(errors) < 0.015, f"output, grad q, k, v: {errors}; bf16 rounding alone gives about 0.004"
 
 
-@pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="this GPU has no FP8"
-)
+@pytest.mark.skipif(not HAS_FP8, reason="this GPU has no FP8")
 def test_fp8_head_equals_bf16_within_what_fp8_resolves():
     T, K, V, cap = 4096, 768, 50304, 15.0
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -80,115 +80,62 @@ def test_fp8_head_equals_bf16_within_what_fp8_resolves():
         z = torch.nn.functional.linear(x, w.bfloat16()).float()
         return torch.nn.functional.cross_entropy(cap * torch.tanh(z / cap) + cap, targets)
 
-    def head(scales):
-        return lambda x, w: train_gpt.HeadLoss.apply(x, w, targets, cap, T // 4, scales)
+    expected = run(whole, [x, w])
+    fp8 = GPT2.fp8_x_scale, GPT2.fp8_w_scale, 128.0 * T  # the preset's scale is made for gradients of 49,152 tokens
+    for scales, limit in (None, 0.01), (fp8, 0.1):
 
-    def run(function):
-        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-        loss = function(a, b)
-        loss.backward()
-        return loss.detach(), a.grad.float(), b.grad
+        def head(x, w, scales=scales):
+            return train_gpt.HeadLoss.apply(x, w, targets, cap, T // 4, scales, True)
 
-    expected = run(whole)
-    x_s, w_s, _ = train_gpt.GPT.FP8_SCALES
-    for scales, limit in (None, 0.01), ((x_s, w_s, 128.0 * T), 0.1):  # the gradient's scale is made for 49,152 tokens
-        compiled = torch.compile(head(scales), fullgraph=True, dynamic=False)
-        for function in compiled, head(scales):
-            for name, got, want in zip(("loss", "grad x", "grad w"), run(function), expected, strict=True):
-                error = ((got - want).norm() / want.norm()).item()
-                assert error < limit, f"{name}: relative error {error:.3f}; e4m3 and e5m2 rounding gives 0.03 to 0.07"
-
-
-def test_newton_schulz_compiled_in_bf16():
-    G = torch.randn(5, 768, 3072, device="cuda")
-    compiled = torch.compile(train_gpt.zeropower_via_newtonschulz5, fullgraph=True, dynamic=False)
-    singular_values = torch.linalg.svdvals(compiled(G, torch.bfloat16).float())
-    assert singular_values.min() > 0.6
-    assert singular_values.max() < 1.3
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory):
-    """Random text of gpt2's vocabulary, enough for two steps and one validation sequence."""
-    folder = tmp_path_factory.mktemp("shards")
-    cfg = train_gpt.PRESETS["gpt2"]
-    rng = np.random.default_rng(0)
-    for name, length in ("train_000001", 3 * cfg.batch_tokens), ("val_000000", 2 * cfg.val_seq_len):
-        tokens = np.minimum(rng.zipf(1.2, length), cfg.vocab_size - 2)
-        tokens[rng.random(length) < 1 / 700] = cfg.eot_token
-        write_shard(folder / f"{name}.bin", tokens)
-    return folder
-
-
-def train(shards: Path, log_dir: Path, processes: int, *flags: str) -> dict:
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
-    command = [sys.executable, *launcher, str(SCRIPT), "--preset", "gpt2", "--num_iterations", "2", "--seed", "1"]
-    command += [
-        "--train_files",
-        f"{shards}/train_*.bin",
-        "--val_files",
-        f"{shards}/val_*.bin",
-        "--val_tokens",
-        "262144",
-    ]
-    done = subprocess.run([*command, "--log_dir", str(log_dir), *flags], capture_output=True, text=True, timeout=1500)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return json.loads(next(log_dir.glob("*.json")).read_text())
-
-
-@pytest.fixture(scope="module")
-def one_gpu(shards, tmp_path_factory):
-    return train(shards, tmp_path_factory.mktemp("one"), 1)
-
-
-def test_first_validation_loss_is_ln_50304(one_gpu):
-    step, val_loss, _ = one_gpu["val_curve"][0]
-    assert step == 0
-    assert abs(val_loss - math.log(50304)) < 1e-4  # the head is zero: all words are equally likely
-
-
-def test_two_steps_of_gpt2_on_one_gpu(one_gpu):
-    assert one_gpu["val_loss"] < 10.5
-    assert one_gpu["recompiles"] == 0
-
-
-def test_all_gpus_train_as_one_does(one_gpu, shards, tmp_path):
-    fitting = [size for size in (8, 4, 2) if size <= torch.cuda.device_count()]
-    if not fitting:
-        pytest.skip("one GPU only")
-    result = train(shards, tmp_path, fitting[0])
-    assert abs(result["val_loss"] - one_gpu["val_loss"]) < 0.02
-    assert result["recompiles"] == 0
+        for function in compiled(head), head:
+            errors = relative_errors(run(function, [x, w]), expected)
+            assert max(errors) < limit, f"loss, grad x, w: {errors}; rounding to e4m3 and e5m2 gives 0.03 to 0.07"
 
 
 def test_the_step_never_waits_for_the_device():
-    """Forward, backward, optimizers and the loss watch, under CUDA's sync debug mode, which raises at a wait."""
-    cfg = dataclasses.replace(
-        train_gpt.PRESETS["gpt2"], device="cuda", train_seq_len=2048, batch_tokens=4096, val_seq_len=2048,
-        val_tokens=2048, lm_head_fp8=False,
-    )  # fmt: skip
-    device = torch.device("cuda", 0)
-    gpt = train_gpt.GPT(cfg).to(device)
-    model = torch.compile(gpt, fullgraph=True, dynamic=False)
-    optimizers = train_gpt.build_optimizers(gpt, cfg, train_gpt.World(), train_gpt.zeropower_via_newtonschulz5)
-    batch = train_gpt.Batch(train_gpt.Shard("", 0, ""), 0, cfg.batch_tokens)
-    watch = train_gpt.LossWatch([batch] * 8, device)
-    tokens = torch.randint(cfg.vocab_size, (2, 2049), device=device)
-    sequences = [(row[:-1].int(), row[1:]) for row in tokens]
-    window = torch.ones((), dtype=torch.int32, device=device)
-
-    def step(index: int) -> None:
-        window.fill_(1 + index)
-        loss = train_gpt.train_step(model, sequences, window)
-        train_gpt.step_optimizers(optimizers)
-        gpt.zero_grad(set_to_none=True)
-        watch.put(index, loss)
-
-    step(0)
+    """CUDA's sync debug mode raises at a wait."""
+    lengths = dict(train_seq_len=2048, batch_tokens=4096, val_seq_len=2048, val_tokens=2048)
+    trainer = Trainer(train_gpt.resolve(dataclasses.replace(GPT2, **lengths, seed=0, run_id="waits")), Ranks())
+    rows = torch.randint(GPT2.vocab_size, (2, 2049), device="cuda")
+    sequences = [(row[:-1].int(), row[1:]) for row in rows]
+    trainer.train_step(0, sequences)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for index in range(1, 4):
-            step(index)
+        losses = [trainer.train_step(step, sequences).to("cpu", non_blocking=True) for step in range(1, 4)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert all(loss.isfinite() for loss in losses)
+
+
+def write_random_text(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name, length in ("train_000001", 3 * GPT2.batch_tokens), ("val_000000", 2 * GPT2.val_seq_len):
+        tokens = np.minimum(rng.zipf(1.2, length), GPT2.vocab_size - 2)
+        tokens[rng.random(length) < 1 / 700] = GPT2.eot_token
+        write_shard(folder / f"{name}.bin", tokens)
+
+
+def train(folder: Path, processes: int) -> dict:
+    gc.collect()
+    torch.cuda.empty_cache()  # the preset takes most of a GPU
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
+    flags = dict(preset="gpt2", num_iterations=2, seed=1, val_tokens=GPT2.val_seq_len, log_dir=folder)
+    flags |= dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin", run_id=f"on-{processes}")
+    command = [sys.executable, *launcher, train_gpt.__file__, *(f"--{name}={value}" for name, value in flags.items())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads((folder / f"on-{processes}.json").read_text())
+
+
+def test_two_steps_of_gpt2_are_the_same_on_one_gpu_and_on_all(tmp_path: Path):
+    """Random text of gpt2's vocabulary is enough for two steps, and for a validation before and after them."""
+    write_random_text(tmp_path)
+    most = max(size for size in (1, 2, 4, 8) if size <= torch.cuda.device_count())
+    results = [train(tmp_path, size) for size in sorted({1, most})]
+    for result in results:
+        assert abs(result["val_curve"][0][1] - math.log(50304)) < 1e-4, "the head is zero: all words are equally likely"
+        assert result["val_loss"] < 10.5
+        assert abs(result["val_loss"] - results[0]["val_loss"]) < 0.02
+        assert result["recompiles"] == 0

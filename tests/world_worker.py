@@ -1,121 +1,109 @@
-"""The processes that test_world_size.py compares. What they do: four steps from random values, or a whole run.
+"""Run train_gpt.py in processes forked from one that has imported torch, which saves seconds for each."""
 
-    torchrun --standalone --nproc_per_node=W tests/world_worker.py '{"argv": [flags of train_gpt.py]}'
-    python tests/world_worker.py '{"argv": [flags of train_gpt.py], "worlds": [["steps", W, port], ["main", ...], ...]}'
-
-The second form is all processes of several worlds at once, forked from one that has imported torch, to save time; in
-worlds "main" they run train_gpt.main. In the others every rank writes what it came to in four steps to
-rank{r}of{W}.pt in --log_dir: parameters, its shares of the optimizers' state, losses.
-"""
-
-import json
+import contextlib
 import multiprocessing
+import multiprocessing.connection
 import os
+import random
+import re
+import runpy
+import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Sequence
-from datetime import timedelta
+import time
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+from train_gpt import Ranks
 
-import train_gpt
-from train_gpt import GPT, Adam, Hyperparameters, Muon, World
+ROOT = Path(__file__).resolve().parent.parent
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["torch._dynamo", "torch.nn.attention.flex_attention", "torch.distributed", "tqdm"])
 
 
-def build(cfg: Hyperparameters) -> GPT:
-    """A model with random values in every parameter: at initialization only the head would have a gradient.
+def free_port() -> int:
+    """Return a port below those that the system hands out by itself: nothing takes it before it is used."""
+    while True:
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port := random.SystemRandom().randrange(12_000, 32_000)))
+            return port
 
-    Two of its matrices serve two layers each, so that the numbers of matrices of a shape are odd.
+
+class Run:
+    """Start one process for each list of flags in `ranks`. Their output goes to OUT.RANK.out and .err.
+
+    `nodes`: each rank is a machine of its own. `kill`: an event, its number and a rank (see `kill_at`).
     """
-    gpt = GPT(cfg)
-    gpt.blocks[1].mlp.c_fc = gpt.blocks[0].mlp.c_fc
-    gpt.blocks[3].attn.c_proj = gpt.blocks[0].attn.c_proj
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for p in gpt.parameters():
-            values = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-            p.copy_(0.7 + 0.3 * values if p.ndim < 2 else values * p.size(-1) ** -0.5)
-    return gpt
+
+    def __init__(self, ranks, out="", console="", nodes=False, kill=None, target=None, scripts=()):
+        size, self.out, self.processes = len(ranks), out, []
+        shared = dict(WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+        for rank, flags in enumerate(ranks):
+            local = dict(RANK=rank, LOCAL_RANK=0 if nodes else rank, LOCAL_WORLD_SIZE=1 if nodes else size)
+            variables = {name: str(value) for name, value in (shared | local).items() if size > 1}
+            paths = [console or f"{out}.{rank}.{name}" for name in ("out", "err")]
+            moment = kill[:2] if kill and kill[2] == rank else None
+            script = str(scripts[rank]) if scripts else "train_gpt.py"
+            args = (script, [str(flag) for flag in flags], variables, paths, moment, target)
+            self.processes.append(FORKS.Process(target=run_rank, args=args))
+            self.processes[-1].start()
+
+    def wait(self, timeout: float = 60, kill_others: bool = False) -> list[int]:
+        """Return the exit codes. Kill what still runs after `timeout` seconds, or as soon as one has ended."""
+        deadline = time.monotonic() + timeout
+        if kill_others:
+            multiprocessing.connection.wait([process.sentinel for process in self.processes], timeout)
+        for process in self.processes:
+            process.join(0 if kill_others else max(0.0, deadline - time.monotonic()))
+        for process in self.processes:
+            process.kill()
+            process.join()
+        return [process.exitcode for process in self.processes]
+
+    def text(self, name: str, rank: int = 0) -> str:
+        return Path(f"{self.out}.{rank}.{name}").read_text()
 
 
-def four_steps(argv: Sequence[str], world: World) -> dict:
-    """The loop of train_gpt.train, without clock and log."""
-    cfg, cpu = train_gpt.parse_args([*argv, "--num_iterations", "4"]), torch.device("cpu")
-    gpt = build(cfg)
-    optimizers = train_gpt.build_optimizers(gpt, cfg, world, train_gpt.zeropower_via_newtonschulz5)
-    train_plan, val_plan = train_gpt.plan_data(cfg)
-    window = torch.ones((), dtype=torch.int32)
-    sequences = range(world.rank, cfg.batch_sequences, world.size)
-    batches = train_gpt.read_batches(train_plan, cfg.train_seq_len, sequences, cfg.vocab_size, cpu)
-    losses = []
-    for step in range(cfg.num_iterations):
-        window.fill_(train_gpt.window_blocks(step, cfg))
-        losses.append(world.all_reduce(train_gpt.train_step(gpt, next(batches), window)).wait().item())
-        for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-            group["lr"] = group["initial_lr"] * train_gpt.lr_multiplier(step, cfg)
-        for group in optimizers[0].param_groups:
-            group["momentum"] = train_gpt.muon_momentum(step, cfg)
-        train_gpt.step_optimizers(optimizers)
-        gpt.zero_grad(set_to_none=True)
-    val_losses = []
-    for count in (len(val_plan), 3):  # of 3 sequences the fourth rank has none
-        own = val_plan[:count][world.rank :: world.size]
-        batches = train_gpt.read_batches(own, cfg.val_seq_len, [0], cfg.vocab_size, cpu)
-        val_losses.append(train_gpt.evaluate(gpt, batches, window, world))
-    return dict(
-        losses=losses,
-        val_losses=val_losses,
-        params={name: p.detach().clone() for name, p in gpt.named_parameters()},
-        shares={name: value.clone() for optimizer in optimizers for name, value in optimizer.state().items()},
-        layout=layout(*optimizers),
-    )
-
-
-def layout(muon: Muon, adam: Adam) -> dict:
-    """By name of a state, what its shares make when put in a row, without the padding.
-
-    For Muon the number of matrices; for Adam where each parameter starts and how many elements it has.
-    """
-    pieces = {f"{'+'.join(g['names'])}.momentum_buffer": sum(g["counts"]) for g in muon.param_groups}
-    for group in adam.param_groups:
-        for kind in ("exp_avg", "exp_avg_sq"):
-            spans = [(p.storage_offset(), p.numel()) for p in group["params"]]
-            pieces[f"{'+'.join(group['names'])}.{kind}"] = spans
-    return pieces
-
-
-def run_rank(job: dict, kind: str = "steps", **variables: str) -> None:
-    """What this process is to do in the world that `variables`, or else the environment, describes."""
+def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], moment, target) -> None:
+    """Run the script as this process, or else call `target`."""
+    for name in [name for name in os.environ if "RANK" in name or "WORLD_SIZE" in name]:
+        del os.environ[name]
     os.environ.update(variables)
-    torch.set_num_threads(1)
-    world = World.from_env()
-    if kind == "main":
-        train_gpt.main([*job["argv"], "--run_id", f"main{world.size}"])
-        return
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    folder = Path(train_gpt.parse_args(job["argv"]).log_dir)
-    torch.save(four_steps(job["argv"], world), folder / f"rank{world.rank}of{world.size}.pt")
-    dist.destroy_process_group()
+    os.chdir(ROOT)
+    for fd, path in enumerate(paths, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644), fd)
+    if moment:
+        kill_at(*moment)
+    sys.argv = [script, *flags]
+    if target is None:
+        runpy.run_path(script, run_name="__main__")
+    else:
+        torch.set_num_threads(1)
+        target(Ranks(*(int(variables[name.upper()]) for name in Ranks._fields)), *flags)
 
 
-def run_worlds(job: dict) -> int:
-    """All ranks of all `worlds`. Returns the number of those that failed."""
-    processes = []
-    for kind, size, port in job["worlds"]:
-        variables = dict(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        for rank in map(str, range(size)):
-            kwargs = variables | dict(RANK=rank, LOCAL_RANK=rank)
-            fork = multiprocessing.get_context("fork")
-            processes.append(fork.Process(target=run_rank, args=[job, kind], kwargs=kwargs))
-            processes[-1].start()
-    for process in processes:
-        process.join()
-    return sum(process.exitcode != 0 for process in processes)
+def kill_at(event: str, count: int) -> None:
+    """Kill this process before the `count`-th event of Python's audit that concerns a checkpoint.
+
+    At "open" a file is written and not yet renamed: leave only half of it.
+    """
+
+    def hook(name: str, args: tuple) -> None:
+        nonlocal count
+        if name == event and re.search("rank.[.]pt|step-", str(args[0])):
+            count -= 1
+            if count == 0:
+                if event == "open":
+                    os.truncate(args[0], os.path.getsize(args[0]) // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
 
 
-if __name__ == "__main__":
-    job = json.loads(sys.argv[1])
-    sys.exit(run_worlds(job) if "worlds" in job else run_rank(job))
+def program(*command: str) -> subprocess.Popen:
+    """Start a Python program, without the variables of a launcher around us."""
+    inherited = {name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD_SIZE" not in name}
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
+    return subprocess.Popen([sys.executable, *map(str, command)], env=inherited | {"OMP_NUM_THREADS": "1"}, **options)
