@@ -810,7 +810,8 @@ def agree(ranks: Ranks, mine: dict) -> tuple[dict, "dist.Store | None"]:
     told, store, problems = [mine], None, []
     if ranks.world_size > 1:
         try:
-            store, *_ = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timedelta(minutes=1)))
+            # half a minute, which it may take twice
+            store, *_ = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timedelta(seconds=30)))
             store = dist.PrefixStore("train_gpt", store)
             store.set(f"{ranks.rank}", json.dumps(mine))
             told = [json.loads(store.get(f"{rank}")) for rank in range(ranks.world_size)]

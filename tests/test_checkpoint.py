@@ -51,7 +51,7 @@ def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
         if expected is None:
             wait_for(lambda: log.exists() and (moment[:5] != "step:" or f"\n{moment}" in log.read_text()))  # noqa: B023
             time.sleep(random.SystemRandom().random() if moment == "at any time" else 0)
-        codes = run.wait(60 if expected else 0, kill_others=True)
+        codes = run.wait(0 if expected is None else 60, kill_others=True)
         found = steps_of(logs / f"killed{i}.checkpoints")
         assert expected is None or (-signal.SIGKILL in codes and found == expected), moment
         again = [[*own[0], "--resume", "latest"]] * size
@@ -61,14 +61,13 @@ def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
         assert run.wait() == [0] * size, (moment, run.text("err"))
         assert losses(json_of(run_flags, f"killed{i}")) == losses(json_of(run_flags, "whole")), (moment, found)
         assert re.findall(r"^resumed at step (\d+)", run.text("out")) == [str(step) for step in found[-1:]], moment
-        assert steps_of(logs / f"killed{i}.checkpoints") == [8]
+        assert steps_of(logs / f"killed{i}.checkpoints") == (found if 8 in found else [8])
 
 
 def test_a_resumed_run_goes_on_in_its_log_and_on_its_clock(run_flags, saved):
     log = saved.parent.with_suffix(".txt")
     before, whole = log.read_text(), json_of(run_flags, "whole")
-    state = torch.load(saved / "rank0.pt", weights_only=True)
-    torch.save(state | dict(elapsed=1e6), saved / "rank0.pt")
+    torch.save(torch.load(saved / "rank0.pt") | dict(elapsed=1e6), saved / "rank0.pt")
     result = train_gpt.main([*run_flags, "--resume", str(saved)])
     assert losses(result) == losses(whole)
     assert 1e6 < result["train_time_ms"] < 1e6 + 60_000
@@ -142,14 +141,13 @@ def test_flipped_bits_are_noticed_or_do_no_harm(saved):
     assert refused > 80
 
 
-def test_another_configuration_script_or_text_is_refused(run_flags, saved, tmp_path):
+def test_another_configuration_script_or_text_is_refused(run_flags, saved, tmp_path, corpus):  # noqa: F811
     script, resume = tmp_path / "train_gpt.py", [*run_flags, "--resume", str(saved)]
     script.write_text((ROOT / "train_gpt.py").read_text() + "# changed\n")
     run = Run([resume], tmp_path / "run", scripts=[script])
     for name, value in dict(seed="6", num_iterations="20", muon_lr="0.5", cpu_threads="2", dtype="float64").items():
         refuse([*resume, f"--{name}", value], name)
-    text = run_flags[run_flags.index("--val_files") + 1].replace("val_*", "train_000001")
-    refuse([*resume, "--val_files", text], "data")
+    refuse([*resume, "--val_files", f"{corpus}/train_000001.bin"], "data")
     assert (run.wait(), run.text("err").count("\n")) == ([2], 1)
     assert "script" in run.text("err")
 
@@ -185,5 +183,6 @@ def test_no_process_outlives_the_others(run_flags, tmp_path, corpus, victim):  #
     assert len(ranks) == 2
     os.kill(launcher.pid if victim == "launcher" else int(ranks[1].name), signal.SIGKILL)
     launcher.communicate(timeout=40)  # which ends when none holds its pipe
-    assert not any(rank.exists() for rank in ranks)
+    # One that ended may stay in /proc until its new parent asks; then it has no command line
+    assert not any(rank.exists() and (rank / "cmdline").read_bytes() for rank in ranks)
     assert "step:1500/" not in log.read_text()

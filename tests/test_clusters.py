@@ -72,7 +72,7 @@ def test_batch_script_goes_on_after_a_node_is_lost(sbatch, tmp_path):
     assert not run.with_suffix(".json").exists()
     done = sbatch(*flags, **given, SLURM_RESTART_COUNT="1")
     assert (done.returncode, "resumed at step " in done.stdout) == (0, True), done.stdout + done.stderr
-    assert "; 2 processes, " in run.with_suffix(".txt").read_text()
+    assert "\n2 processes, " in run.with_suffix(".txt").read_text()
     alone = [sys.executable, "train_gpt.py", *flags, "--log_dir", tmp_path / "alone", "--run_id", "r"]
     subprocess.run(alone, cwd=ROOT, env=ENVIRONMENT, check=True, timeout=80)
     one, two = (

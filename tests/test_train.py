@@ -230,8 +230,7 @@ def test_number_of_processes_has_to_divide_the_sequences_and_fit_the_gpus(monkey
     with pytest.raises(UserError, match="--preset"):
         train_gpt.parse_args([], world_size=2)
     cfg = dataclasses.replace(train_gpt.PRESETS["nano"], batch_tokens=1024 * 12)
-    for size in (1, 2, 3, 4, 6, 12):
-        train_gpt.check_world(cfg, Ranks(world_size=size))
+    train_gpt.check_world(cfg, Ranks(world_size=6))
     for size, nearest in (5, ".* 4.* 6"), (13, ".* 12"):
         with pytest.raises(UserError, match=f"^{size} processes.* 12 {nearest}"):
             train_gpt.check_world(cfg, Ranks(world_size=size))
@@ -252,8 +251,7 @@ def test_impossible_ranks_are_refused(monkeypatch, ranks):
 
 def test_log_of_another_run_is_not_overwritten(flags, tmp_path):
     train_gpt.main([*flags, "--run_id", "mine"])
-    log = tmp_path / "logs" / "mine.txt"
-    before = log.read_bytes()
+    before = (log := tmp_path / "logs" / "mine.txt").read_bytes()
     with pytest.raises(UserError, match="--run_id"):
         train_gpt.main([*flags, "--run_id", "mine"])
     with log.open() as held:
@@ -311,9 +309,7 @@ def test_flags_lie_over_the_preset_and_each_has_help(capsys):
     assert train_gpt.parse_args([]).preset == ("gpt2" if torch.cuda.is_available() else "nano")
     with pytest.raises(SystemExit):
         train_gpt.parse_args(["--help"])
-    text = capsys.readouterr().out
-    for name in NUMBERS:
-        assert re.search(rf"^ *{name}: .*  # \w", text, re.M), name
+    assert set(re.findall(r"^ +(\w+): .*  # \w", capsys.readouterr().out, re.M)) >= set(NUMBERS)
 
 
 @pytest.mark.slow
@@ -323,4 +319,6 @@ def test_nano_preset_reaches_the_target(tmp_path):
     process.communicate(timeout=600)
     result = json.loads((tmp_path / "nano.json").read_text())
     assert (len(result["train_curve"]), result["val_loss"] <= 1.45) == (580, True)
-    assert "not the track's" not in (tmp_path / "nano.txt").read_text()
+    environment = (tmp_path / "nano.txt").read_text().split("\n" + "=" * 100 + "\n")[1]
+    assert "validation tokens: 262144" in environment
+    assert "not the track's" not in environment
