@@ -815,8 +815,10 @@ def agree(ranks: Ranks, mine: dict) -> tuple[dict, "dist.Store | None"]:
             store = dist.PrefixStore("train_gpt", store)
             store.set(f"{ranks.rank}", json.dumps(mine))
             told = [json.loads(store.get(f"{rank}")) for rank in range(ranks.world_size)]
-            store.set(f"read by {ranks.rank}", "")  # nobody leaves, and takes the store along, before all have read
-            store.wait([f"read by {rank}" for rank in range(ranks.world_size)])
+            for phase in ("read", "left"):  # stay until all have read; rank 0, who may hold the store, is last
+                store.set(f"{phase} {ranks.rank}", "")
+                if phase == "read" or ranks.rank == 0:
+                    store.wait([f"{phase} {rank}" for rank in range(ranks.world_size)])
         except (RuntimeError, ValueError) as error:
             problems = [f"rank {ranks.rank} does not reach the others: {' '.join(str(error).split())[:200]}"]
     who = [f"rank {rank} on {other['host']}" for rank, other in enumerate(told)]
