@@ -19,9 +19,8 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from dataclasses import dataclass, field
+from collections import namedtuple
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent
 PIP = f"{shlex.quote(sys.executable)} -m pip install"
@@ -56,18 +55,14 @@ TFLOPS = {"MIG": 0, "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A
 UTILIZATION, NANO_FLOPS = 0.364, 9.1e10
 
 
-class Gpu(NamedTuple):
-    name: str
-    capability: tuple[int, int]
-    free: int  # bytes
+Gpu = namedtuple("Gpu", "name capability free")  # free: bytes of memory
 
 
-@dataclass
 class Report:
     """Collect problems, and tell facts: on stdout for --check, else as notes on stderr if they matter all the same."""
 
-    is_full: bool
-    problems: list[str] = field(default_factory=list)
+    def __init__(self, is_full: bool):
+        self.is_full, self.problems = is_full, list[str]()
 
     def fact(self, line: str, note: bool = False) -> None:
         if self.is_full or note:
@@ -215,8 +210,8 @@ def examine(argv: list[str], report: Report) -> int:
             report.problems.append(f"torch.compile needs {header}: install Python's headers (apt install python3-dev)")
     for gpu in [min(gpus, key=lambda gpu: gpu.capability)] if gpus else []:
         this = f"{gpu.name} (compute capability {'.'.join(map(str, gpu.capability))})"
-        head = "FP8" if cfg.lm_head_fp8 else cfg.dtype
-        report.fact(f"hardware: {len(gpus)} x {this}: {cfg.dtype}, head in {head}", note=True)
+        kinds = f"{cfg.dtype}, head in {'FP8' if cfg.lm_head_fp8 else cfg.dtype}"
+        report.fact(f"hardware: {len(gpus)} x {this}: {kinds}", note=True)
         if cfg.compile and cfg.dtype == "bfloat16" and gpu.capability < (8, 0):
             report.problems.append(f"{this}: torch.compile needs 8.0 or newer for bfloat16; --dtype float32")
     if is_root:
@@ -247,6 +242,8 @@ def main(argv: list[str] | None = None) -> int:
         processes = examine([flag for flag in argv if flag != "--check"], report)
     except (UserError, OSError) as error:  # the latter: a shard that cannot be read
         report.problems.append(str(error).replace("--nproc_per_node", "NPROC"))
+    except KeyboardInterrupt:  # while data are fetched
+        return 130
     for problem in report.problems:
         print("check.py: " + "".join(c if c.isprintable() else "?" for c in problem), file=sys.stderr)
     if report.problems:
@@ -256,7 +253,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:  # while data are fetched
-        sys.exit(130)
+    sys.exit(main())

@@ -68,7 +68,7 @@ class UserError(Exception):
 
 
 class NonFiniteLoss(Exception):
-    """The training loss is NaN or infinite. Exit code 3."""
+    """Say that the training loss is NaN or infinite. Exit code 3."""
 
 
 # ---- Configuration ---------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
 class HeadLoss(torch.autograd.Function):
-    """The mean cross entropy of softcapped logits x @ w.T, of x (T, K), w (V, K) and targets (T,).
+    """Compute the mean cross entropy of softcapped logits x @ w.T, for x (T, K), w (V, K), targets (T,), in nats.
 
     The logits (T, V) exist for `slice_tokens` tokens at a time; the forward pass computes the gradients, too, as
     recomputing slices cost 27 to 41% of its time. With `fp8_scales`, of x, w and the logits' gradient, the products
@@ -296,7 +296,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class RMSNorm(torch.autograd.Function):
-    """x / rms(x) over the last dimension. Its backward needs its result, which the next matmul keeps anyway, not x."""
+    """Divide x by its RMS over the last dimension. The backward needs the result, not x; the next matmul keeps it."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -315,9 +315,9 @@ norm = RMSNorm.apply
 
 
 class ReluSquared(torch.autograd.Function):
-    """relu(x)^2, 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977).
+    """Square relu(x): 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977).
 
-    Its backward needs its result, which the next matmul keeps anyway (record 87): 3.6 GB less for gpt2.
+    The backward needs the result alone, which the next matmul keeps anyway (record 87): 3.6 GB less for gpt2.
     """
 
     @staticmethod
@@ -333,7 +333,7 @@ class ReluSquared(torch.autograd.Function):
 
 
 class Rotary(nn.Module):
-    """Rotary embeddings (arXiv:2104.09864), half-truncated: the second half of the frequencies is 0 (record 17).
+    """Rotate pairs of dimensions by position (arXiv:2104.09864); the second half of the frequencies is 0 (record 17).
 
     x_THD (T, H, D) -> the same; d and d + D / 2 are a pair. Positions count from the start of the sequence.
     """
@@ -392,7 +392,7 @@ def document_block_mask(doc_ids: Tensor, window_blocks: Tensor, block_size: int,
 
 
 class GatheredMask:
-    """A BlockMask for attention in plain PyTorch: FlexAttention has no backward on CPUs.
+    """Hold a BlockMask for attention in plain PyTorch: FlexAttention has no backward on CPUs.
 
     kv_blocks (N, M): the key blocks of each query block, partial ones first; bias (N, 1, block, M block): 0 where a
     token sees another, -inf where not. M = `max_blocks` is the largest number of blocks that any query block sees.
@@ -421,7 +421,7 @@ class GatheredMask:
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention with QK-norm, rotary and value embeddings. x (T, K) -> the same.
+    """Attend with QK-norm, rotary and value embeddings. x (T, K) -> the same.
 
     The projections to q, k and v are one parameter and one matmul; Muon sees three matrices (record 20).
     """
@@ -465,7 +465,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model of a resolved configuration.
+    """Build the model of a resolved configuration.
 
     forward(tokens (T,) int32, targets (T,) int64, window_blocks () int32) returns the mean cross entropy in nats.
     """
@@ -564,6 +564,7 @@ class ShardedOptimizer:
         self.grads = rows[0].new_zeros(share * ranks.world_size, *rows[0].shape[1:])
         self.grad = self.grads if ranks.world_size == 1 else torch.zeros_like(self.grads[:share])
         self.state = {name: torch.zeros_like(self.grad) for name in self.moments}
+        self.grad_pieces = self.pieces(self.grads)
         self.values = self.place(rows)  # what the ranks exchange
         self.shard = self.values.unflatten(0, (ranks.world_size, share))[ranks.rank]
 
@@ -582,7 +583,7 @@ class ShardedOptimizer:
         return [span[:count] for span, count in zip(spans, self.counts, strict=True)]
 
     def reduce(self) -> None:
-        torch._foreach_copy_(self.pieces(self.grads), [self.as_rows(p.grad) for p in self.params])
+        torch._foreach_copy_(self.grad_pieces, [self.as_rows(p.grad) for p in self.params])
         self.wait = launch(reduce_scatter, self.grad, self.grads)
 
     def update(self) -> None:
@@ -598,7 +599,7 @@ class ShardedOptimizer:
 
 
 class Adam(ShardedOptimizer):
-    """Adam (arXiv:1412.6980) for embeddings, head and scalars: PyTorch's kernel, moments in their precision."""
+    """Step embeddings, head and scalars by Adam (arXiv:1412.6980): PyTorch's kernel, moments in their precision."""
 
     moments = ("exp_avg", "exp_avg_sq")
 
@@ -626,7 +627,7 @@ def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) 
 
 
 class Muon(ShardedOptimizer):
-    """MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024), for hidden matrices of one shape.
+    """Step hidden matrices of one shape by MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024).
 
     With g the mean gradient of the step, in the lerp form of record 15:
 
@@ -795,6 +796,7 @@ def window_blocks(step: int, cfg: Hyperparameters) -> int:
 
 # ---- Run: ranks that agree, log, checkpoints -------------------------------------------------------------------------
 def find_ranks() -> Ranks:
+    """Return what torchrun's environment says, or a single process."""
     texts = [os.environ.get(name.upper(), str(default)) for name, default in Ranks._field_defaults.items()]
     ranks = Ranks(*(int(text) if text.isdecimal() and len(text) < 9 else -1 for text in texts))
     if not (0 <= ranks.rank < ranks.world_size and 0 <= ranks.local_rank < ranks.local_world_size <= ranks.world_size):
@@ -810,7 +812,7 @@ def agree(ranks: Ranks, mine: dict) -> tuple[dict, "dist.Store | None"]:
     told, store, problems = [mine], None, []
     if ranks.world_size > 1:
         try:
-            # half a minute, which it may take twice
+            # connecting was seen to take up to twice this timeout
             store, *_ = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timedelta(seconds=30)))
             store = dist.PrefixStore("train_gpt", store)
             store.set(f"{ranks.rank}", json.dumps(mine))
@@ -844,7 +846,7 @@ class RunLog:
 
     def __init__(self, cfg: Hyperparameters, is_main: bool, progress: dict):
         self.cfg, self.path, self.is_main, self.file = cfg, Path(cfg.log_dir) / f"{cfg.run_id}.txt", is_main, None
-        self.elapsed, self.curves, self.pending, self.said = progress["elapsed"], progress["curves"], deque(), 0.0
+        self.elapsed, self.curves, self.pending, self.last_line = progress["elapsed"], progress["curves"], deque(), 0.0
         self.synchronize = torch.cuda.synchronize if cfg.device == "cuda" else lambda: None
         try:
             if is_main:
@@ -899,17 +901,19 @@ class RunLog:
             step, loss, event = self.pending.popleft()
             if event is not None:
                 event.synchronize()
-            if not loss.isfinite():
+            loss = loss.item()
+            if not np.isfinite(loss):
                 raise NonFiniteLoss(f"train_loss {loss:.4f} at step {step}: lower the learning rates or change --seed")
-            is_due = self.bar.disable and time.monotonic() > self.said + 2
-            self.said = time.monotonic() if is_due else self.said
-            self.point("train_loss", step, loss.item(), self.read_clock(), is_due, self.cfg.batch_tokens)
+            is_due = self.bar.disable and time.monotonic() > self.last_line + 2
+            self.last_line = time.monotonic() if is_due else self.last_line
+            self.point("train_loss", step, loss, self.read_clock(), is_due, self.cfg.batch_tokens)
 
     def point(self, name: str, step: int, loss: float, ms: float, console: bool = True, tokens: int = 0) -> None:
         """Log a loss, and add it to its curve."""
         self.curves[name].append((step, loss, ms))
-        last = {name: f"{curve[-1][1]:.4f}" for name, curve in self.curves.items() if curve}
-        self.bar.set_postfix(step=step, **last, refresh=False)
+        if not self.bar.disable:
+            last = {name: f"{curve[-1][1]:.4f}" for name, curve in self.curves.items() if curve}
+            self.bar.set_postfix(step=step, **last, refresh=False)
         timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         self.write(f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f} {timing}", console, tokens)
 
@@ -1023,17 +1027,19 @@ class Trainer:
         cfg, losses = self.cfg, []
         self.window_blocks.fill_(window_blocks(step, cfg))
         for tokens, targets in sequences:
-            losses.append(self.model(tokens, targets, self.window_blocks))
-            losses[-1].backward()
-        loss = torch.stack(losses).detach().sum() / cfg.batch_sequences
-        wait = launch(dist.all_reduce, loss)
+            loss = self.model(tokens, targets, self.window_blocks)
+            loss.backward()
+            losses.append(loss.detach())
+        mean = torch.stack(losses).sum() / cfg.batch_sequences
+        wait = launch(dist.all_reduce, mean)
+        multiplier, momentum = lr_multiplier(step, cfg), muon_momentum(step, cfg)
         for optimizer in self.optimizers:
-            optimizer.lr, optimizer.step = optimizer.initial_lr * lr_multiplier(step, cfg), step
-            optimizer.momentum = muon_momentum(step, cfg)  # Muon's
+            optimizer.lr, optimizer.step = optimizer.initial_lr * multiplier, step
+            optimizer.momentum = momentum  # only Muon has one
         step_optimizers(self.optimizers)
         self.gpt.zero_grad(set_to_none=True)
         wait()
-        return loss
+        return mean
 
     @torch.no_grad()
     def evaluate(self, step: int, val_plan: Sequence[Batch]) -> float:
@@ -1145,14 +1151,19 @@ def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, d
     return cfg, plans, facts, saved
 
 
+def peak_memory_mib(device: torch.device) -> int:
+    """Return the most that torch allocated on the GPU, or on a CPU that the process, torch included, held."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() // 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
+
+
 def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompiles: int) -> dict:
     """Log the summary, write the result and the model, and say what to try next."""
     cfg, path, (_, val_loss, train_time) = trainer.cfg, log.path, log.curves["val_loss"][-1]
     ms = np.diff([0.0, *(point[2] for point in log.curves["train_loss"])])
     median, p99 = np.percentile(ms, [50, 99])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 2**10  # Linux counts in KiB
-    if trainer.device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated() // 2**20
+    peak = peak_memory_mib(trainer.device)
     result = dict(val_loss=val_loss, target_loss=cfg.target_loss, train_time_ms=train_time, log=str(path))
     result |= dict(num_iterations=cfg.num_iterations, seed=cfg.seed, peak_memory_mib=peak, recompiles=recompiles)
     result |= dict(val_curve=log.curves["val_loss"], train_curve=log.curves["train_loss"])
@@ -1165,7 +1176,8 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
     if log.is_main and cfg.save_checkpoint:
         model = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.gpt.state_dict().items()}
         failure = save(dict(configuration=dataclasses.asdict(cfg), model=model), path.with_suffix(".pt"))
-        log.write(f"model: {failure or path.with_suffix('.pt')}; next: python sample.py", console=True)
+        saved = f"not saved: {failure}" if failure else f"{path.with_suffix('.pt')}; next: python sample.py"
+        log.write(f"model: {saved}", console=True)
     with contextlib.suppress(OSError):  # of a full disk: the console has told it all
         if log.is_main:
             path.with_suffix(".json").write_text(json.dumps(result) + "\n")

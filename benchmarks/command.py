@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import platform
-import resource
 import sys
 import tempfile
 import time
@@ -64,13 +63,6 @@ def startup(name: str, cfg: Hyperparameters, plans: dict, flags: Sequence[str], 
     return {f"{name}: {part}": measure.figure([value], "s") for part, value in seconds.items()}
 
 
-def peak_memory(device: torch.device) -> float:
-    """Return the MiB that torch allocated at most on a GPU; on a CPU those of the process, torch included."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-
-
 def measure_all(
     cfg: Hyperparameters, ranks: Ranks, store: "dist.Store | None", plans: dict, flags: Sequence[str], quick: bool
 ) -> tuple[dict, str]:
@@ -107,7 +99,7 @@ def measure_all(
         stage(title, lambda s, t: {t: measure.figure(measure.whole_steps(trainer, batches, s, n), "ms")}, step, title)
     title = f"validation of {len(plans['val']) * cfg.val_seq_len:,} tokens"
     timed(title, lambda: trainer.evaluate(last + 1, plans["val"]), passes)
-    figures["peak memory"] = measure.figure([peak_memory(trainer.device)], "MiB")
+    figures["peak memory"] = measure.figure([train_gpt.peak_memory_mib(trainer.device)], "MiB")
     rates = measure.matmul_tflops(trainer, calls)
     figures[f"large matmul in {cfg.dtype}"] = measure.figure(rates, "TFLOP/s")
     stage("steps", measure.steps, trainer, batches, middle, n, float(np.median(rates)))

@@ -1,7 +1,6 @@
 """Picture of the attention mask: which blocks of keys each block of queries sees in a sequence of a run's own data."""
 
 import dataclasses
-import glob
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
 
     from train_gpt import Hyperparameters
 
-HEADER_BYTES = 1024
 UNSEEN, PARTIAL, FULL = range(3)
 COLOURS = ((0.93, 0.93, 0.93), (0.55, 0.76, 0.90), (0.0, 0.36, 0.62))  # of these three
 DOCUMENT = "#D55E00"
@@ -46,26 +44,22 @@ def listed_blocks(mask: "BlockMask") -> "np.ndarray":
 
 def read_sequence(cfg: "Hyperparameters", step: int, sequence: int, training: bool) -> tuple["Tensor", str]:
     """Read a sequence of validation, or of the batch of a training step. Return its tokens and what it is."""
-    import numpy as np
     import torch
 
+    import train_gpt
+
     if training:
-        files, number, length, batch = cfg.train_files, cfg.batch_tokens // cfg.train_seq_len, cfg.batch_tokens, step
-        part = slice(sequence * cfg.train_seq_len, (sequence + 1) * cfg.train_seq_len)
+        files, number, length, batch = cfg.train_files, cfg.batch_sequences, cfg.batch_tokens, step
+        offset, seq_len = sequence * cfg.train_seq_len, cfg.train_seq_len
         what = f"sequence {sequence} of training step {step}"
     else:
         files, number, length, batch = cfg.val_files, cfg.val_tokens // cfg.val_seq_len, cfg.val_seq_len, sequence
-        part = slice(length)
-        what = f"validation sequence {sequence} at step {step}"
+        offset, seq_len, what = 0, length, f"validation sequence {sequence} at step {step}"
     if sequence >= number:
         raise ToolError(f"--sequence {sequence}: there are {number}, 0 to {number - 1}")
-    for path in sorted(glob.glob(files)):
-        tokens = np.fromfile(path, dtype=np.uint16, offset=HEADER_BYTES)
-        starts = range(0, len(tokens) - length, length)  # a batch has one token more, the last target
-        if batch < len(starts):
-            return torch.from_numpy(tokens[starts[batch] :][part].astype(np.int32)), what
-        batch -= len(starts)
-    raise ToolError(f"the shards {files} do not hold {what}; get the data (README.md), or name other shards after --")
+    planned = train_gpt.plan_batches(files, length, batch + 1)[batch]
+    tokens = train_gpt.read_tokens(planned, offset, seq_len, cfg.vocab_size)
+    return torch.from_numpy(tokens.astype("int32")), what
 
 
 def block_masks(cfg: "Hyperparameters", tokens: "Tensor", window: int) -> dict[str, "BlockMask"]:
