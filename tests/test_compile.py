@@ -22,7 +22,7 @@ LENGTHS |= dict(num_iterations=14, vocab_size=128, eot_token=127, compile=True) 
 TWO_LAYERS = dict(attention_layout="LS", value_embed_layout="0.", skip_layout=".0")
 GPT2 = dict(attention_layout="LSSSLSS-SSSL", value_embed_layout="012......012", skip_layout="......543210")
 FP8 = dict(lm_head_fp8=True, dtype="bfloat16")
-CASES = [pytest.param(True, TWO_LAYERS | FP8, id="flex-fp8")]
+CASES = [pytest.param(True, TWO_LAYERS | FP8, id="flex-fp8", marks=pytest.mark.slow)]
 CASES += [pytest.param(False, TWO_LAYERS | dict(dtype="float64"), id="gathered", marks=pytest.mark.slow)]
 CASES += [pytest.param(True, GPT2 | FP8, id="flex-fp8-12-layers", marks=pytest.mark.slow)]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -121,6 +122,15 @@ def test_seed_decides_the_run_which_starts_at_the_loss_of_a_guess_and_falls(flag
     at = flags.index("--seed")
     drawn = [train_gpt.main([*flags[:at], *flags[at + 2 :], "--num_iterations", "1"]) for _ in range(2)]
     assert all(drawn[0][name] != drawn[1][name] for name in ("seed", "val_loss"))
+
+
+def test_a_pipe_sees_a_step_every_two_seconds(flags, monkeypatch, capfd):
+    looks = itertools.count()
+    monkeypatch.setattr(time, "monotonic", lambda: next(looks) / 10)  # ten looks at the clock a second
+    result = train_gpt.main([*flags, "--num_iterations", "30"])
+    shown = capfd.readouterr().out.count("train_loss")
+    assert len(result["train_curve"]) == 30
+    assert 1 <= shown <= 3, "of 30 steps, at most two looks each: 3 to 6 seconds"
 
 
 def test_warm_up_restores_every_bit(flags):
