@@ -4,10 +4,8 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py     the record configuration on one 8xH100 node
     python train_gpt.py --preset nano                         a small model on a CPU, in seconds
 
-Unreleased: computes what our record WrittenNorm does, and so what record 21 of the NanoGPT speedrun does (2025-01-26,
+Unreleased: computes what our record WrittenNorm does, and so record 21 of the NanoGPT speedrun (2025-01-26,
 https://github.com/KellerJordan/modded-nanogpt). "Record n" says where an idea entered that history.
-The global batch is fixed: any number of processes that divides its sequences trains the same model.
-
 Reading order: configuration, head, layers, attention, model, optimizers, data, schedules, run. Start at `main`.
 Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary.
 """
@@ -24,7 +22,6 @@ import inspect
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -48,14 +45,14 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.optim.adam import adam
 from tqdm import tqdm
 
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # name the layers in skip_layout
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # number the layers in skip_layout
 READ_AHEAD = 2  # batches that the reader keeps ready
 LOSS_LAG = 8  # look at losses this many steps late, so that no step waits for the GPU
 # Ranges of the numbers in Hyperparameters
 Count = Annotated[int, 1, 2**27]
 Natural = Annotated[int, 0, 2**24]
 Size = Annotated[int, 1, 2**14]
-Number = Annotated[float, 0, 2**20]
+Positive = Annotated[float, 1e-9, 2**20]
 Rate = Annotated[float, 0, 100]
 Decay = Annotated[float, 0, 0.99999]
 # torch 2.13 renames these two
@@ -80,13 +77,13 @@ class Hyperparameters:
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
     val_tokens: Count = 10_485_760  # validation tokens, a multiple of val_seq_len
     val_sha256: str = ""  # SHA-256 of the track's validation tokens, where known; the log marks others
-    target_loss: Number = 3.28  # validation loss to reach; 0: none
-    vocab_size: Count = 50257  # tokens are 0 ... vocab_size - 1, at most 65535
+    target_loss: Annotated[float, 0, 100] = 3.28  # validation loss to reach; 0: none
+    vocab_size: Annotated[int, 1, 2**16] = 50257  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: Natural = 50256  # end of text, opens every document; below vocab_size
     # Training
     num_iterations: Count = 1770  # training steps
-    cooldown_frac: Number = 0.4  # last part of the run, in which learning rates fall; more than 0, at most 1
-    min_lr_frac: Number = 0.1  # learning rate after the last step, relative to the one before the cooldown
+    cooldown_frac: Annotated[float, 1e-9, 1] = 0.4  # last part of the run, in which learning rates fall
+    min_lr_frac: Annotated[float, 0, 100] = 0.1  # learning rate after the last step, relative to the one before that
     val_loss_every: Natural = 125  # steps between validations; 0: only after the last step
     batch_tokens: Count = 8 * 48 * 1024  # tokens per step, over all processes; a multiple of train_seq_len
     train_seq_len: Count = 48 * 1024  # tokens per training sequence, a multiple of block_size
@@ -99,14 +96,14 @@ class Hyperparameters:
     value_embed_layout: str = "012......012"  # per layer: digit of its value embedding, or .
     skip_layout: str = "......543210"  # per layer: the earlier layer (0-9a-z) whose output it adds, or .
     bigram_rows: Natural = 0  # rows of the table for pairs of consecutive tokens; 0: no table
-    rope_base: Number = 1024.0  # base of the rotary frequencies
-    attention_scale: Number = 0.12  # factor on the attention scores; q and k have unit RMS
-    lm_head_softcap: Number = 15.0  # logits are squashed into a range of twice this size; more than 0
+    rope_base: Positive = 1024.0  # base of the rotary frequencies
+    attention_scale: Annotated[float, 0, 2**20] = 0.12  # factor on the attention scores; q and k have unit RMS
+    lm_head_softcap: Positive = 15.0  # logits are squashed into a range of twice this size
     lm_head_slice: Count = 8192  # tokens whose logits exist at a time
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can
-    fp8_x_scale: Number = 2.0  # static FP8 scale of the head's input,
-    fp8_w_scale: Number = 2.0**9  # of its weight,
-    fp8_grad_scale: Number = 2.0**19  # and of the logits' gradient, which shrinks with 1 / train_seq_len
+    fp8_x_scale: Positive = 2.0  # static FP8 scale of the head's input,
+    fp8_w_scale: Positive = 2.0**9  # of its weight,
+    fp8_grad_scale: Positive = 2.0**19  # and of the logits' gradient, which shrinks with 1 / train_seq_len
     block_size: Count = 128  # tokens per block of the attention mask
     window_tokens: Count = 1728  # long window at the end of the run; it grows linearly from one block
     # Optimizers
@@ -119,7 +116,7 @@ class Hyperparameters:
     scalar_lr: Rate = 0.04  # Adam: scalars
     adam_beta1: Decay = 0.8  # decay of the first moment
     adam_beta2: Decay = 0.95  # decay of the second moment
-    adam_eps: Number = 1e-10  # added to the root of the second moment
+    adam_eps: Rate = 1e-10  # added to the root of the second moment
     # Machine
     seed: Annotated[int | None, 0, 2**63 - 1] = None  # random seed; by default a fresh one, printed and logged
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where torch sees a GPU
@@ -131,7 +128,7 @@ class Hyperparameters:
     run_id: str = ""  # name of the log, without folders; by default preset, time and seed
     save_checkpoint: bool = False  # write the final model, which sample.py reads, to LOG_DIR/RUN_ID.pt
     checkpoint_every: Natural = 0  # steps between checkpoints to resume from, off the clock; 0: none
-    resume: str = ""  # folder of a checkpoint, or latest: the newest in log_dir, of run_id if given
+    resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
 
     def __post_init__(self) -> None:
         def require(name: str, holds: bool, expected: str) -> None:
@@ -139,31 +136,27 @@ class Hyperparameters:
                 raise UserError(f"--{name} {str(getattr(self, name))[:100]}: expected {expected}")
 
         for field in dataclasses.fields(self):
-            if get_origin(field.type) is Annotated and (value := getattr(self, field.name)) is not None:
+            value = getattr(self, field.name)
+            if get_origin(field.type) is Annotated and value is not None:
                 low, high = field.type.__metadata__
                 require(field.name, low <= value <= high, f"a number from {low} to {high}")
-        require("head_dim", self.head_dim % 4 == 0, "a multiple of 4")
-        for name in ("train_seq_len", "val_seq_len"):
-            require(name, getattr(self, name) % self.block_size == 0, f"a multiple of block_size {self.block_size}")
-        require("batch_tokens", self.batch_tokens % self.train_seq_len == 0, f"a multiple of {self.train_seq_len}")
-        require("val_tokens", self.val_tokens % self.val_seq_len == 0, f"a multiple of val_seq_len {self.val_seq_len}")
+            if field.type is str:
+                require(field.name, value.isprintable() and len(value) < 1000, "printable characters")
+        multiples = dict(head_dim=4, train_seq_len=self.block_size, val_seq_len=self.block_size)
+        multiples |= dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len)
+        for name, unit in multiples.items():
+            require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
         require("eot_token", self.eot_token < self.vocab_size, f"a token below vocab_size {self.vocab_size}")
-        require("vocab_size", self.vocab_size <= 2**16, "at most 65536: tokens are stored in 16 bits")
-        require("cooldown_frac", 0 < self.cooldown_frac <= 1, "more than 0, at most 1")
-        for name in ("lm_head_softcap", "rope_base", "fp8_x_scale", "fp8_w_scale", "fp8_grad_scale"):
-            require(name, getattr(self, name) > 0, "more than 0")
-        for name in ("train_files", "val_files", "log_dir", "run_id", "resume"):
-            require(name, getattr(self, name).isprintable() and len(getattr(self, name)) < 1000, "printable characters")
         require("run_id", "/" not in self.run_id and len(self.run_id) < 200, "a short name without folders")
-        layers, symbols = len(self.attention_layout), "." + DIGITS
+        layers = len(self.attention_layout)
         require("attention_layout", 0 < layers <= 36 and set(self.attention_layout) <= set("LS-"), "letters L, S and -")
         pairs = zip(self.value_embed_layout, self.attention_layout, strict=False)
-        used = {digit for digit, letter in pairs if letter != "-"} | {"."}
-        holds = len(self.value_embed_layout) == layers and set(self.value_embed_layout) <= used
-        holds = holds and used == set(symbols[:11][: len(used)])
+        used = "".join(sorted({digit for digit, letter in pairs if letter != "-"} - {"."}))
+        holds = len(self.value_embed_layout) == layers and set(self.value_embed_layout) <= {".", *used}
+        holds = holds and DIGITS.startswith(used)
         require("value_embed_layout", holds, f"{layers} characters: . or, where there is attention, a digit, from 0 on")
-        holds = len(self.skip_layout) == layers and all(c in symbols[: i + 1] for i, c in enumerate(self.skip_layout))
-        require("skip_layout", holds, f"{layers} characters, each the digit of an earlier layer or .")
+        holds = [source in "." + DIGITS[:i] for i, source in enumerate(self.skip_layout)]
+        require("skip_layout", all(holds) and len(holds) == layers, f"{layers} digits of earlier layers or .")
 
     @property
     def batch_sequences(self) -> int:
@@ -177,9 +170,9 @@ PRESETS = {
         preset="nano", train_files="data/nano/nano_train_*.bin", val_files="data/nano/nano_val_*.bin",
         val_tokens=262_144, val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
         target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=580, cooldown_frac=0.85, val_loss_every=300,
-        batch_tokens=1024, train_seq_len=1024, val_seq_len=8192,
-        model_dim=128, num_heads=2, head_dim=64, attention_layout="L-", value_embed_layout="0.", skip_layout=".0",
-        bigram_rows=8192, lm_head_slice=1024, lm_head_fp8=False, block_size=32, window_tokens=128,
+        batch_tokens=1024, train_seq_len=1024, val_seq_len=8192, model_dim=128, num_heads=2, head_dim=64,
+        attention_layout="L-", value_embed_layout="0.", skip_layout=".0", bigram_rows=8192,
+        lm_head_slice=1024, lm_head_fp8=False, block_size=32, window_tokens=128,
         muon_lr=0.06, muon_momentum=0.9, momentum_warmup_steps=50, embed_lr=0.25, head_lr=0.006,
         adam_beta1=0.5, adam_beta2=0.9, cpu_threads=2, save_checkpoint=True,
     ),
@@ -189,20 +182,19 @@ PRESETS = {
 
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     """Return a preset with the flags `argv` in place; every field of Hyperparameters is a flag."""
-    gpt2, nano = (dataclasses.asdict(PRESETS[name]).items() for name in ("gpt2", "nano"))
-    changed = ", ".join(f"{name}={value}" for name, value in nano if (name, value) not in gpt2)
+    gpt2, nano = (set(dataclasses.asdict(preset).items()) for preset in PRESETS.values())
+    changes = " ".join(f"{name}={value}" for name, value in sorted(nano - gpt2))
     fields = inspect.getsource(Hyperparameters).partition("\n\n")[0]
-    description = f"{__doc__}\nEvery field is a flag (--no-FIELD for false):\n\n{fields}\n\nnano: {changed}"
-    options = dict(prog="train_gpt.py", usage=argparse.SUPPRESS, argument_default=argparse.SUPPRESS, allow_abbrev=False)
-    options |= dict(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(**options)
+    help_text = f"{__doc__}\nEvery field is a flag (--no-FIELD for false):\n\n{fields}\n\nnano: {changes}"
+    form, hidden = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
+    parser = argparse.ArgumentParser("train_gpt.py", hidden, help_text, formatter_class=form, allow_abbrev=False)
     for field in dataclasses.fields(Hyperparameters):
         kind = field.type
         while get_args(kind) and get_origin(kind) is not Literal:  # as in Annotated[int | None, ...]
             kind = get_args(kind)[0]
-        form = dict(choices=get_args(kind)) if get_origin(kind) is Literal else dict(type=kind)
-        form = dict(action=argparse.BooleanOptionalAction) if kind is bool else form
-        parser.add_argument(f"--{field.name}", **form, help=argparse.SUPPRESS)
+        how = dict(choices=get_args(kind)) if get_origin(kind) is Literal else dict(type=kind)
+        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else how
+        parser.add_argument(f"--{field.name}", **how, help=hidden, default=hidden)
     flags, sees_gpu = vars(parser.parse_args(argv)), torch.cuda.is_available()
     if "preset" not in flags and world_size > 1 and not sees_gpu:
         raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
@@ -219,15 +211,12 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
     seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
-    return dataclasses.replace(
-        cfg,
-        device="cuda" if on_cuda else "cpu",
-        dtype=fast if cfg.dtype == "auto" else cfg.dtype,
-        lm_head_fp8=cfg.lm_head_fp8 and on_cuda and torch.cuda.get_device_capability() >= (8, 9),
-        compile=on_cuda if cfg.compile is None else cfg.compile,
-        seed=seed,
-        run_id=cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{seed}",
-    )
+    dtype, fp8 = fast if cfg.dtype == "auto" else cfg.dtype, cfg.lm_head_fp8 and on_cuda
+    fp8 = fp8 and torch.cuda.get_device_capability() >= (8, 9)
+    compile = on_cuda if cfg.compile is None else cfg.compile
+    run_id = cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{seed}"
+    decided = dict(device="cuda" if on_cuda else "cpu", dtype=dtype, lm_head_fp8=fp8, compile=compile)
+    return dataclasses.replace(cfg, **decided, seed=seed, run_id=run_id)
 
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
@@ -240,7 +229,8 @@ class HeadLoss(torch.autograd.Function):
     The scales are static: x has unit RMS, w saturates, and the gradient of a mean over T tokens is at most 1 / T.
 
     The softcap c tanh(z / c) is that of Gemma 2 (arXiv:2408.00118); c is 15 instead of 30 since record 18
-    (@KoszarskyB). Shifted by c, which the softmax does not see, it is 2 c u with u = sigmoid(2 z / c).
+    (@KoszarskyB). The softmax does not see a shift by -c, which makes it -2 c s with s = sigmoid(-2 z / c): never above
+    0, so exp needs no maximum subtracted.
     """
 
     @staticmethod
@@ -258,25 +248,31 @@ class HeadLoss(torch.autograd.Function):
             a, b = a.contiguous(), b.t().contiguous().t()  # cuBLAS wants row-major by column-major
             return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast)
 
-        w_q = quantize(w, w_s, torch.float8_e4m3fn)
-        loss, grads_x, grad_w = x.new_zeros((), dtype=torch.promote_types(x.dtype, torch.float32)), [], None
+        w_q, losses, grads_x, grad_w = quantize(w, w_s, torch.float8_e4m3fn), [], [], None
         for x_slice, t in zip(x.split(slice_tokens), targets.split(slice_tokens), strict=True):
             x_q = quantize(x_slice, x_s, torch.float8_e4m3fn)
             z = product(x_q, w_q.t(), x_s, w_s, x.dtype, fast=True)
-            u = z.to(loss.dtype).mul_(2 / softcap).sigmoid_()  # in place: a CPU reads and writes less
-            log_p = F.log_softmax(2 * softcap * u, dim=-1)
-            loss = loss + F.nll_loss(log_p, t, reduction="sum")
-            if with_grads:  # d loss / d z = (p - onehot(t)) 4 u (1 - u) / T
-                hits = t[:, None] == torch.arange(len(w), device=t.device)
-                dz = log_p.exp_().sub_(hits.to(torch.uint8)).mul_(u.addcmul_(u, u, value=-1)).mul_(4 / len(x))
-                grad = quantize(dz, grad_s, torch.float8_e5m2)
+            s = (
+                z.to(torch.promote_types(x.dtype, torch.float32)).mul_(-2 / softcap).sigmoid_()
+            )  # in place: faster on CPUs
+            logits = s * (-2 * softcap)
+            # Pick the target's logit inside a sum over the vocabulary: compiled, one kernel then reads z for all that
+            # follows from it, and no slice outlives its turn (10 GB less for gpt2)
+            hits = (t[:, None] == torch.arange(len(w), device=t.device)).to(torch.uint8)
+            target_logit = torch.where(hits > 0, logits, 0).sum(-1)
+            p = logits.exp_()
+            total = p.sum(-1)
+            losses.append(total.log() - target_logit)
+            if with_grads:  # d loss / d z = (p / total - onehot(t)) 4 s (1 - s) / T
+                p.mul_(4 / len(x) / total[:, None]).sub_(hits, alpha=4 / len(x))
+                grad = quantize(p.mul_(s.addcmul_(s, s, value=-1)), grad_s, torch.float8_e5m2)
                 grads_x.append(product(grad, w_q, grad_s, w_s, x.dtype))
                 # As (K, V), then transposed: faster than (V, K) directly (record 19)
                 part = product(x_q.t(), grad, x_s, grad_s, w.dtype).t()
                 grad_w = part if grad_w is None else grad_w + part
         if with_grads:
             ctx.save_for_backward(torch.cat(grads_x), grad_w)
-        return loss / len(x)
+        return torch.cat(losses).sum() / len(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -328,8 +324,7 @@ class ReluSquared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return y.sqrt().mul_(grad).mul_(2)  # 2 relu(x) grad
+        return ctx.saved_tensors[0].sqrt().mul_(grad).mul_(2)  # 2 relu(x) grad
 
 
 class Rotary(nn.Module):
@@ -366,8 +361,8 @@ def document_block_mask(doc_ids: Tensor, window_blocks: Tensor, block_size: int,
     """Return which tokens see which: causal, within a document, no further back than a window of blocks.
 
     doc_ids (T,): the non-decreasing document id of each token. window_blocks () int32: a query block sees the nearest
-    max(window_blocks, 1) key blocks, its own included; it is a tensor, so that its growth never recompiles. `for_flex`:
-    also build FlexAttention's key-major lists.
+    max(window_blocks, 1) key blocks, its own included; as a tensor its growth never recompiles. `for_flex`: also build
+    FlexAttention's key-major lists.
 
     As the ids never decrease, query block i sees blocks first..i, of which it sees whole..i-1 completely. Both are
     listed nearest first, so that a window only limits their counts (windows by block: record 16; two lengths: 20).
@@ -437,13 +432,14 @@ class CausalSelfAttention(nn.Module):
         H, D = self.num_heads, self.head_dim
         qkv = linear(x, self.qkv_w.flatten(0, 1)).view(len(x), 3 * H, D)
         qk, v = qkv.split([2 * H, H], dim=1)
-        q, k = rotary(norm(qk)).split(H, dim=1)  # QK-norm: @Grad62304977
+        # QK-norm: @Grad62304977. Here the input is kept anyway, for v: 1.7 GB less for gpt2 than to keep the result
+        q, k = rotary(F.rms_norm(qk, (D,))).split(H, dim=1)
         v = self.lambdas[0] * v  # two free factors: record 15
         if value_embed is not None:  # after value residuals (arXiv:2410.17897): @KoszarskyB, record 14
             v = v + self.lambdas[1] * value_embed.view_as(v)
         if isinstance(mask, BlockMask):
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-            y = flex_attention(q, k, v, block_mask=mask, scale=self.scale)[0].transpose(0, 1)
+            y = flex_attention(q, k, v, block_mask=mask, scale=self.scale).squeeze(0).transpose(0, 1)
         else:
             y = mask.attend(q, k, v, self.scale)
         return linear(y.flatten(1), self.c_proj)
@@ -472,12 +468,12 @@ class GPT(nn.Module):
 
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
-        self.cfg = cfg
-        K, V, values = cfg.model_dim, cfg.vocab_size, cfg.num_heads * cfg.head_dim
+        self.cfg, K, V = cfg, cfg.model_dim, cfg.vocab_size
         dtype = getattr(torch, cfg.dtype)  # embeddings are in the precision of the activations, the rest in fp32
-        num_value_embeds = 1 + max((int(digit) for digit in cfg.value_embed_layout if digit != "."), default=-1)
+        num_value_embeds = len(set(cfg.value_embed_layout) - {"."})
         self.embed = nn.Embedding(V, K, dtype=dtype)
-        self.value_embeds = nn.ModuleList(nn.Embedding(V, values, dtype=dtype) for _ in range(num_value_embeds))
+        values = (nn.Embedding(V, cfg.num_heads * cfg.head_dim, dtype=dtype) for _ in range(num_value_embeds))
+        self.value_embeds = nn.ModuleList(values)
         self.bigram_embed = nn.Embedding(cfg.bigram_rows, K, dtype=dtype) if cfg.bigram_rows else None
         self.blocks = nn.ModuleList(Block(cfg, has_attention=letter != "-") for letter in cfg.attention_layout)
         self.skips = {i: DIGITS.index(source) for i, source in enumerate(cfg.skip_layout) if source != "."}
@@ -498,7 +494,7 @@ class GPT(nn.Module):
     def features(self, tokens: Tensor, window_blocks: Tensor) -> Tensor:
         """Return the head's input (T, K)."""
         cfg, masks = self.cfg, self.attention_masks(tokens, window_blocks)
-        value_embeds = {str(i): embed(tokens) for i, embed in enumerate(self.value_embeds)}
+        value_embeds = {DIGITS[i]: embed(tokens) for i, embed in enumerate(self.value_embeds)}
         x = self.embed(tokens)
         if self.bigram_embed is not None:
             x = x + self.bigram_embed(self.bigram_hashes(tokens))
@@ -508,9 +504,7 @@ class GPT(nn.Module):
             if i in self.skips:  # U-Net: later layers add the outputs of earlier ones (@brendanh0gan, record 11)
                 x = x + self.skip_weights[list(self.skips).index(i)] * outputs[self.skips[i]]
             value_embed, mask = value_embeds.get(cfg.value_embed_layout[i]), masks.get(cfg.attention_layout[i])
-            x = block(x, x0, value_embed, self.rotary, mask)
-            if i in self.skips.values():
-                outputs[i] = x
+            x = outputs[i] = block(x, x0, value_embed, self.rotary, mask)
         return norm(x)
 
     def bigram_hashes(self, tokens: Tensor) -> Tensor:
@@ -535,9 +529,9 @@ class GPT(nn.Module):
 Ranks = namedtuple("Ranks", "rank world_size local_rank local_world_size", defaults=(0, 1, 0, 1))
 
 
-def launch(collective: Callable, *tensors: Tensor) -> Callable[[], object]:
+def launch(collective: Callable, *args) -> Callable[[], object]:
     """Start a collective, and return what waits for it. With one process there is nothing to do."""
-    return collective(*tensors, async_op=True).wait if dist.is_initialized() else lambda: None
+    return collective(*args, async_op=True).wait if dist.is_initialized() else lambda: None
 
 
 class ShardedOptimizer:
@@ -555,32 +549,35 @@ class ShardedOptimizer:
 
     def __init__(self, params: dict[str, nn.Parameter], lr: float, cfg: Hyperparameters, ranks: Ranks):
         self.name, self.params, self.cfg, self.ranks = "+".join(params), list(params.values()), cfg, ranks
-        self.lr, self.initial_lr, self.step = lr, lr, 0
+        self.initial_lr, self.lr, self.step = lr, lr, 0
         rows = [self.as_rows(p.detach()) for p in self.params]
         assert len({r.dtype for r in rows}) == 1, f"one precision per group: {self.name}"
         self.counts = [len(r) for r in rows]
         self.spans = [count + -count % self.alignment for count in self.counts]
-        share = -(-sum(self.spans) // ranks.world_size)
-        self.grads = rows[0].new_zeros(share * ranks.world_size, *rows[0].shape[1:])
-        self.grad = self.grads if ranks.world_size == 1 else torch.zeros_like(self.grads[:share])
+        self.grads = rows[0].new_zeros(sum(self.spans) + -sum(self.spans) % ranks.world_size, *rows[0].shape[1:])
+        self.grad = self.grads if ranks.world_size == 1 else torch.zeros_like(self.share(self.grads))
         self.state = {name: torch.zeros_like(self.grad) for name in self.moments}
         self.grad_pieces = self.pieces(self.grads)
         self.values = self.place(rows)  # what the ranks exchange
-        self.shard = self.values.unflatten(0, (ranks.world_size, share))[ranks.rank]
+        self.shard = self.share(self.values)
 
     def as_rows(self, x: Tensor) -> Tensor:
         return x.reshape(-1)
+
+    def share(self, buffer: Tensor) -> Tensor:
+        """Return this rank's rows of `buffer`."""
+        return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
+
+    def pieces(self, buffer: Tensor) -> list[Tensor]:
+        """Return each parameter's rows of `buffer`, without the padding."""
+        spans = buffer[: sum(self.spans)].split(self.spans)
+        return [span[:count] for span, count in zip(spans, self.counts, strict=True)]
 
     def place(self, rows: list[Tensor]) -> Tensor:
         values = torch.zeros_like(self.grads)
         for p, r, piece in zip(self.params, rows, self.pieces(values), strict=True):
             p.data = piece.copy_(r).view_as(p)
         return values
-
-    def pieces(self, buffer: Tensor) -> list[Tensor]:
-        """Return each parameter's rows of `buffer`, without the padding."""
-        spans = buffer[: sum(self.spans)].split(self.spans)
-        return [span[:count] for span, count in zip(spans, self.counts, strict=True)]
 
     def reduce(self) -> None:
         torch._foreach_copy_(self.grad_pieces, [self.as_rows(p.grad) for p in self.params])
@@ -591,7 +588,6 @@ class ShardedOptimizer:
         if self.cfg.batch_sequences > 1:
             self.grad.div_(self.cfg.batch_sequences)  # gradients are sums over the sequences
         self.update_shard(self.shard, self.grad)
-        self.step += 1
         self.wait = launch(all_gather, self.values, self.shard)
 
     def gather(self) -> None:
@@ -638,7 +634,7 @@ class Muon(ShardedOptimizer):
     their side: the 24 of gpt2's MLPs on 8 ranks are 3 on each. The ranks exchange updates, which all of them apply.
     """
 
-    moments, alignment, momentum = ("momentum_buffer",), 1, 0.0
+    moments, alignment = ("momentum_buffer",), 1
 
     def __init__(self, *args, orthogonalize: Callable):
         self.orthogonalize = orthogonalize
@@ -652,8 +648,9 @@ class Muon(ShardedOptimizer):
         return torch.zeros_like(self.grads, dtype=getattr(torch, self.cfg.dtype))
 
     def update_shard(self, shard: Tensor, grad: Tensor) -> None:
-        momentum_buffer = self.state["momentum_buffer"].lerp_(grad, 1 - self.momentum)
-        shard.copy_(self.orthogonalize(grad.lerp_(momentum_buffer, self.momentum), shard.dtype))
+        momentum = muon_momentum(self.step, self.cfg)
+        momentum_buffer = self.state["momentum_buffer"].lerp_(grad, 1 - momentum)
+        shard.copy_(self.orthogonalize(grad.lerp_(momentum_buffer, momentum), shard.dtype))
 
     def gather(self) -> None:
         super().gather()
@@ -687,9 +684,10 @@ def build_optimizers(gpt: GPT, ranks: Ranks, orthogonalize=zeropower_via_newtons
 
 
 @torch.no_grad()
-def step_optimizers(optimizers: Sequence[ShardedOptimizer]) -> None:
-    """Step all groups from the sums of the gradients of this rank's sequences, in the same order on all ranks."""
+def step_optimizers(optimizers: Sequence[ShardedOptimizer], step: int) -> None:
+    """Take step `step`, from the sums of the gradients of this rank's sequences, in the same order on all ranks."""
     for optimizer in optimizers:
+        optimizer.step, optimizer.lr = step, optimizer.initial_lr * lr_multiplier(step, optimizer.cfg)
         optimizer.reduce()
     for optimizer in optimizers:
         optimizer.update()
@@ -698,8 +696,7 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer]) -> None:
 
 
 # ---- Data: which tokens each step trains on is planned before the first one, the same for any number of processes ----
-# `num_tokens` inputs of a shard from `start` on, and one more token for the last target; the stamp of the file tells
-# when a shard is replaced during the run
+# `num_tokens` inputs from `start` on, and one more token for the last target; the stamp tells whether the file changes
 Batch = namedtuple("Batch", "path start num_tokens stamp")
 
 
@@ -724,16 +721,13 @@ def plan_batches(pattern: str, batch_tokens: int, num_batches: int) -> list[Batc
     plan: list[Batch] = []
     for path in sorted(glob.glob(pattern, recursive=True)):
         header, stamp = read_shard(path, "<i4", 0, 3)
-        magic, version, num_tokens = header.tolist() if len(header) == 3 else (0, 0, 0)
-        if (magic, version, 1024 + 2 * num_tokens) != (20240520, 1, stamp[1]):
+        if header.tolist() != [20240520, 1, (stamp[1] - 1024) / 2]:
             raise UserError(f"{path}: not a whole shard of tokens; ./run.sh --check says what to do")
-        starts = range(0, num_tokens - batch_tokens, batch_tokens)[: num_batches - len(plan)]
+        starts = range(0, int(header[2]) - batch_tokens, batch_tokens)[: num_batches - len(plan)]
         plan += [Batch(path, start, batch_tokens, stamp) for start in starts]
     if len(plan) < num_batches:
-        found = f"{len(plan)} batches of {batch_tokens} tokens, the run needs {num_batches}"
-        raise UserError(
-            f"{pattern} in {os.getcwd()}: {found}; ./run.sh gets a preset's data, data/pack_text.py packs text"
-        )
+        found = f"{pattern} in {os.getcwd()}: {len(plan)} batches of {batch_tokens} tokens, the run needs {num_batches}"
+        raise UserError(f"{found}; ./run.sh gets a preset's data, data/pack_text.py packs text")
     return plan
 
 
@@ -753,10 +747,8 @@ def read_tokens(batch: Batch, offset: int, count: int, vocab_size: int) -> np.nd
     return tokens
 
 
-def read_batches(
-    plan: Iterable[Batch], sequences: Sequence[int], seq_len: int, cfg: Hyperparameters, device: torch.device
-) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Yield for each batch the (inputs (T,) int32, targets (T,) int64) of its `sequences`, on the device.
+def read_batches(plan, sequences: Sequence[int], seq_len: int, cfg: Hyperparameters, device: torch.device) -> Iterator:
+    """Yield for each batch the [(inputs (T,) int32, targets (T,) int64), ...] of its `sequences`, on the device.
 
     From the first `next` on, a thread reads ahead into pinned memory, so that later steps never wait.
     """
@@ -792,6 +784,107 @@ def muon_momentum(step: int, cfg: Hyperparameters) -> float:
 def window_blocks(step: int, cfg: Hyperparameters) -> int:
     """Return the blocks of the long window: its share of `window_tokens` at this step, rounded up."""
     return max(1, -(-cfg.window_tokens * step // (cfg.num_iterations * cfg.block_size)))
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+class Trainer:
+    """Build model and optimizers, the same on all ranks, and take the steps of a run."""
+
+    def __init__(self, cfg: Hyperparameters, ranks: Ranks, store: "dist.Store | None" = None):
+        self.cfg, self.ranks, on_cuda = cfg, ranks, cfg.device == "cuda"
+        self.device = torch.device("cuda", ranks.local_rank) if on_cuda else torch.device("cpu")
+        if on_cuda:
+            torch.cuda.set_device(self.device)
+        elif cfg.cpu_threads:
+            torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
+        torch.manual_seed(cfg.seed)
+        self.model = self.gpt = GPT(cfg).to(self.device)
+        if store is not None:
+            # longer than NCCL's 10 minutes: one rank may compile while the others have the result in their caches
+            group = dict(store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(minutes=30))
+            dist.init_process_group("nccl" if on_cuda else "gloo", device_id=self.device if on_cuda else None, **group)
+            for p in self.gpt.parameters():
+                dist.broadcast(p.detach(), src=0)
+        orthogonalize = zeropower_via_newtonschulz5
+        if cfg.compile:
+            self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False)
+            orthogonalize = torch.compile(orthogonalize, fullgraph=True, dynamic=False)
+        self.optimizers = build_optimizers(self.gpt, ranks, orthogonalize)
+        self.window_blocks = torch.ones((), dtype=torch.int32, device=self.device)
+
+    def train_step(self, step: int, sequences: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Take a step on this rank's sequences, and return the mean loss over those of all ranks.
+
+        Every backward pass is that of one sequence's mean loss, unscaled, so that low precision has to hold the same
+        gradients for any number of processes (scaled down first, 65 instead of 25% of FP8's became 0).
+        """
+        losses = []
+        self.window_blocks.fill_(window_blocks(step, self.cfg))
+        for tokens, targets in sequences:
+            loss = self.model(tokens, targets, self.window_blocks)
+            loss.backward()
+            losses.append(loss.detach())
+        mean = torch.stack(losses).sum() / self.cfg.batch_sequences
+        wait = launch(dist.all_reduce, mean)
+        step_optimizers(self.optimizers, step)
+        self.gpt.zero_grad(set_to_none=True)
+        wait()
+        return mean
+
+    @torch.no_grad()
+    def evaluate(self, step: int, val_plan: Sequence[Batch]) -> float:
+        """Return the mean loss over the validation tokens. A rank may score more sequences than others, or none."""
+        self.window_blocks.fill_(window_blocks(step, self.cfg))
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        own = val_plan[self.ranks.rank :: self.ranks.world_size]
+        for [(tokens, targets)] in read_batches(own, [0], self.cfg.val_seq_len, self.cfg, self.device):
+            total[0] += self.model(tokens, targets, self.window_blocks) * len(tokens)
+            total[1] += len(tokens)
+        launch(dist.all_reduce, total)()
+        return (total[0] / total[1]).item()
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Compile and run every graph on random tokens, then restore every bit of parameters and optimizers.
+
+        The random number generator and the readers are not touched: the first real token is read on the clock.
+        """
+        cfg, generator = self.cfg, torch.Generator(self.device)
+        trained = [*self.gpt.parameters(), *(shard for o in self.optimizers for shard in o.state.values())]
+        saved = [tensor.to("cpu", copy=True) for tensor in trained]  # not on the GPU's peak
+
+        def dummy(seq_len: int) -> tuple[Tensor, Tensor]:
+            tokens = torch.randint(cfg.vocab_size, (seq_len + 1,), device=self.device, generator=generator)
+            return tokens[:-1].int(), tokens[1:]
+
+        with torch.enable_grad():
+            for _ in range(2):
+                self.train_step(0, [dummy(cfg.train_seq_len)] * min(2, cfg.batch_sequences // self.ranks.world_size))
+        self.model(*dummy(cfg.val_seq_len), self.window_blocks)
+        for tensor, value in zip(trained, saved, strict=True):
+            tensor.copy_(value)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all that a step changes, on every rank: parameters, and the moments gathered from all ranks."""
+        tensors = {name: p.detach() for name, p in self.gpt.named_parameters()}
+        for optimizer in self.optimizers:
+            for name, shard in optimizer.state.items():
+                whole = shard if self.ranks.world_size == 1 else torch.empty_like(optimizer.grads)
+                launch(all_gather, whole, shard)()
+                tensors[f"{optimizer.name} {name}"] = whole
+        return tensors
+
+    @torch.no_grad()
+    def restore(self, saved: dict[str, Tensor]) -> None:
+        """Take over on all ranks what `state` returned, of which only rank 0 needs the file."""
+        whole = self.state()
+        for name, tensor in whole.items():
+            if self.ranks.rank == 0:
+                tensor.copy_(saved[name])
+            launch(dist.broadcast, tensor, 0)()
+        for optimizer in self.optimizers:
+            for name, shard in optimizer.state.items():
+                shard.copy_(optimizer.share(whole[f"{optimizer.name} {name}"]))
 
 
 # ---- Run: ranks that agree, log, checkpoints -------------------------------------------------------------------------
@@ -839,9 +932,8 @@ def agree(ranks: Ranks, mine: dict) -> tuple[dict, "dist.Store | None"]:
 class RunLog:
     """Keep the clock and the curves of a run, write LOG_DIR/RUN_ID.txt and tell the console. Only rank 0 writes.
 
-    The clock is in ms and stands still during validation and checkpoints, with the device idle at both edges. A lock
-    that dies with the process keeps other writers out. A full disk ends the log, and a console that goes away the
-    output; the training goes on.
+    A lock that dies with the process keeps other writers out. A full disk ends the log, and a console that goes away
+    the output; the training goes on.
     """
 
     def __init__(self, cfg: Hyperparameters, is_main: bool, progress: dict):
@@ -851,7 +943,7 @@ class RunLog:
         try:
             if is_main:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                if self.path.exists() and not (cfg.resume and self.path.is_file()):
+                if self.path.exists() and not (cfg.resume and self.path.is_file()):  # a pipe would wait forever
                     raise OSError("there is one of that name")
                 self.file = open(self.path, "a" if cfg.resume else "x", encoding="utf-8")  # noqa: SIM115
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -859,22 +951,27 @@ class RunLog:
             reason = "another process is writing it" if isinstance(error, BlockingIOError) else error
             raise UserError(f"log {self.path}: {reason}; choose another --run_id or --log_dir") from None
         options = dict(total=cfg.num_iterations * cfg.batch_tokens, initial=progress["step"] * cfg.batch_tokens)
-        options["disable"] = not (is_main and os.isatty(1) and os.isatty(2))
-        self.bar = tqdm(unit="tokens", unit_scale=True, dynamic_ncols=True, **options)
+        options |= dict(disable=not (is_main and os.isatty(1) and os.isatty(2)), unit_scale=True, dynamic_ncols=True)
+        self.bar = tqdm(unit="tokens", **options)
 
     def start_clock(self) -> None:
         self.synchronize()
         self.started = time.perf_counter()
 
     def read_clock(self) -> float:
+        """Return the milliseconds of training, without validations and checkpoints."""
         return self.elapsed + 1000 * (time.perf_counter() - self.started)
 
-    def stop_clock(self) -> None:
+    @contextlib.contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """Stop the clock, with the device idle at both edges."""
         self.flush()
         self.synchronize()
         self.elapsed = self.read_clock()
+        yield
+        self.start_clock()
 
-    def write(self, text: str, console: bool = False, tokens: int = 0) -> None:
+    def write(self, text: str, console: bool = False) -> None:
         try:
             if self.file is not None:
                 print(text, file=self.file, flush=True)
@@ -883,9 +980,7 @@ class RunLog:
         try:
             if console and self.is_main:
                 print(text, flush=True) if self.bar.disable else tqdm.write(text)
-            self.bar.update(tokens)
         except OSError:  # the console has gone away: what is left to say goes nowhere
-            self.bar.disable = True
             for stream in (1, 2):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
@@ -901,21 +996,20 @@ class RunLog:
             step, loss, event = self.pending.popleft()
             if event is not None:
                 event.synchronize()
-            loss = loss.item()
-            if not np.isfinite(loss):
+            if not loss.isfinite():
                 raise NonFiniteLoss(f"train_loss {loss:.4f} at step {step}: lower the learning rates or change --seed")
             is_due = self.bar.disable and time.monotonic() > self.last_line + 2
             self.last_line = time.monotonic() if is_due else self.last_line
-            self.point("train_loss", step, loss, self.read_clock(), is_due, self.cfg.batch_tokens)
+            self.point("train_loss", step, loss.item(), self.read_clock(), is_due)
+            self.bar.update(self.cfg.batch_tokens)
 
-    def point(self, name: str, step: int, loss: float, ms: float, console: bool = True, tokens: int = 0) -> None:
+    def point(self, name: str, step: int, loss: float, ms: float, console: bool = True) -> None:
         """Log a loss, and add it to its curve."""
         self.curves[name].append((step, loss, ms))
-        if not self.bar.disable:
-            last = {name: f"{curve[-1][1]:.4f}" for name, curve in self.curves.items() if curve}
-            self.bar.set_postfix(step=step, **last, refresh=False)
+        last = {name: f"{curve[-1][1]:.4f}" for name, curve in self.curves.items() if curve}
+        self.bar.set_postfix(step=step, **last, refresh=False)
         timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-        self.write(f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f} {timing}", console, tokens)
+        self.write(f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f} {timing}", console)
 
     def close(self) -> None:
         self.bar.close()
@@ -966,121 +1060,6 @@ def load(path: Path, *names: str) -> dict:
         raise UserError(f"{path}: not a sound checkpoint: {str(error).partition(chr(10))[0][:100]}") from None
 
 
-def write_checkpoint(folder: Path, state: dict, ranks: Ranks, device: torch.device) -> str:
-    """Write this rank's `state`, then remove older checkpoints. Return why that failed, or "".
-
-    A kill at any moment leaves a checkpoint that is whole.
-    """
-    part = folder.with_suffix(".part")
-    if ranks.local_rank == 0:  # left by a run that was resumed from before it
-        shutil.rmtree(folder, ignore_errors=True)
-    failure = save(state, part / f"rank{ranks.rank}.pt")
-    failures = torch.tensor([float(bool(failure))], device=device)
-    launch(dist.all_reduce, failures)()  # all ranks have written, or one could not
-    if failures.item():
-        return failure or "another rank could not write its part"
-    if ranks.local_rank == 0:
-        with contextlib.suppress(FileNotFoundError):  # another node has done it, on a disk that they share
-            os.rename(part, folder)
-        os.sync()  # the names, too
-    launch(dist.all_reduce, failures)()  # no node lacks the new one when another removes the old ones
-    ours = {folder.parent / path for path in glob.glob("step-*/rank*.pt*", root_dir=folder.parent)}  # nothing else
-    for old in {path.parent for path in ours} - {folder} if ranks.local_rank == 0 else ():
-        with contextlib.suppress(OSError):  # rename first: what a kill leaves of it must not look like one
-            os.rename(old, gone := old.with_suffix(".part"))
-            shutil.rmtree(gone, ignore_errors=True)
-    return ""
-
-
-# ---- Training --------------------------------------------------------------------------------------------------------
-class Trainer:
-    """Build model and optimizers, the same on all ranks, and take the steps of a run."""
-
-    def __init__(self, cfg: Hyperparameters, ranks: Ranks, store: "dist.Store | None" = None):
-        self.cfg, self.ranks, on_cuda = cfg, ranks, cfg.device == "cuda"
-        self.device = torch.device("cuda", ranks.local_rank) if on_cuda else torch.device("cpu")
-        if on_cuda:
-            torch.cuda.set_device(self.device)
-        elif cfg.cpu_threads:
-            torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
-        torch.manual_seed(cfg.seed)
-        self.model = self.gpt = GPT(cfg).to(self.device)
-        if store is not None:
-            # longer than NCCL's 10 minutes: one rank may compile while the others have the result in their caches
-            group = dict(store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(minutes=30))
-            dist.init_process_group("nccl" if on_cuda else "gloo", device_id=self.device if on_cuda else None, **group)
-            for p in self.gpt.parameters():
-                dist.broadcast(p.detach(), src=0)
-        orthogonalize = zeropower_via_newtonschulz5
-        if cfg.compile:
-            self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False)
-            orthogonalize = torch.compile(orthogonalize, fullgraph=True, dynamic=False)
-        self.optimizers = build_optimizers(self.gpt, ranks, orthogonalize)
-        self.window_blocks = torch.ones((), dtype=torch.int32, device=self.device)
-
-    def train_step(self, step: int, sequences: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """Take a step on this rank's sequences, and return the mean loss over those of all ranks.
-
-        Every backward pass is that of one sequence's mean loss, unscaled, so that low precision has to hold the same
-        gradients for any number of processes (scaled down first, 65 instead of 25% of FP8's became 0).
-        """
-        cfg, losses = self.cfg, []
-        self.window_blocks.fill_(window_blocks(step, cfg))
-        for tokens, targets in sequences:
-            loss = self.model(tokens, targets, self.window_blocks)
-            loss.backward()
-            losses.append(loss.detach())
-        mean = torch.stack(losses).sum() / cfg.batch_sequences
-        wait = launch(dist.all_reduce, mean)
-        multiplier, momentum = lr_multiplier(step, cfg), muon_momentum(step, cfg)
-        for optimizer in self.optimizers:
-            optimizer.lr, optimizer.step = optimizer.initial_lr * multiplier, step
-            optimizer.momentum = momentum  # only Muon has one
-        step_optimizers(self.optimizers)
-        self.gpt.zero_grad(set_to_none=True)
-        wait()
-        return mean
-
-    @torch.no_grad()
-    def evaluate(self, step: int, val_plan: Sequence[Batch]) -> float:
-        """Return the mean loss over the validation tokens. A rank may score more sequences than others, or none."""
-        self.window_blocks.fill_(window_blocks(step, self.cfg))
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        own = val_plan[self.ranks.rank :: self.ranks.world_size]
-        for [(tokens, targets)] in read_batches(own, [0], self.cfg.val_seq_len, self.cfg, self.device):
-            total[0] += self.model(tokens, targets, self.window_blocks) * len(tokens)
-            total[1] += len(tokens)
-        launch(dist.all_reduce, total)()
-        return (total[0] / total[1]).item()
-
-    def state(self) -> dict[str, Tensor]:
-        """Return what a step changes on this rank: parameters, and its shards of the optimizers' state."""
-        shards = {f"{o.name}.{key}": value for o in self.optimizers for key, value in o.state.items()}
-        return {name: p.detach() for name, p in self.gpt.named_parameters()} | shards
-
-    def restore(self, saved: dict[str, Tensor]) -> None:
-        for name, tensor in self.state().items():
-            tensor.copy_(saved[name])
-
-    def warm_up(self) -> None:
-        """Compile and run every graph on random tokens, then restore every bit of parameters and optimizers.
-
-        The random number generator and the readers are not touched: the first real token is read on the clock.
-        """
-        cfg, generator = self.cfg, torch.Generator(self.device)
-        saved = {name: tensor.to("cpu", copy=True) for name, tensor in self.state().items()}  # not on the GPU's peak
-
-        def dummy(seq_len: int) -> tuple[Tensor, Tensor]:
-            tokens = torch.randint(cfg.vocab_size, (seq_len + 1,), device=self.device, generator=generator)
-            return tokens[:-1].int(), tokens[1:]
-
-        for _ in range(2):
-            self.train_step(0, [dummy(cfg.train_seq_len)] * min(2, cfg.batch_sequences // self.ranks.world_size))
-        with torch.no_grad():
-            self.model(*dummy(cfg.val_seq_len), self.window_blocks)
-        self.restore(saved)
-
-
 def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: int, facts: dict) -> int:
     """Train from step `start` to the end. Return the number of graphs compiled on the way, which should be 0."""
     cfg, ranks, graphs = trainer.cfg, trainer.ranks, torch._dynamo.utils.counters["stats"]
@@ -1095,30 +1074,29 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
     for step in range(start, cfg.num_iterations + 1):
         is_last = step == cfg.num_iterations
         if is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0):
-            log.stop_clock()
-            log.point("val_loss", step, trainer.evaluate(step, plans["val"]), log.elapsed)
-            log.start_clock()
-        if is_last:
-            break
-        log.loss(step + 1, trainer.train_step(step, next(batches)))
-        if cfg.checkpoint_every and (step + 1) % cfg.checkpoint_every == 0 and step + 1 < cfg.num_iterations:
-            log.stop_clock()
-            state = dict(facts=facts, run_id=cfg.run_id, rng=torch.get_rng_state(), tensors=trainer.state())
-            state |= dict(step=step + 1, elapsed=log.elapsed, curves=log.curves)
-            folder = Path(cfg.log_dir) / f"{cfg.run_id}.checkpoints" / f"step-{step + 1:06d}"
-            failure = write_checkpoint(folder, state, ranks, trainer.device)
-            log.write(f"checkpoint: {f'not saved: {failure}' if failure else folder}", console=bool(failure))
-            log.start_clock()
+            with log.off_the_clock():
+                log.point("val_loss", step, trainer.evaluate(step, plans["val"]), log.elapsed)
+        if cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and start < step < cfg.num_iterations:
+            with log.off_the_clock():
+                state = dict(facts=facts, run_id=cfg.run_id, tensors=trainer.state())
+                state |= dict(step=step, elapsed=log.elapsed, curves=log.curves)
+                if log.is_main:
+                    failure = save(state, log.path.with_suffix(".checkpoint"))
+                    log.write(
+                        f"checkpoint of step {step}: {f'not saved: {failure}' if failure else 'saved'}",
+                        console=bool(failure),
+                    )
+        if not is_last:
+            log.loss(step + 1, trainer.train_step(step, next(batches)))
     return graphs["unique_graphs"] - compiled
 
 
 def check_world(cfg: Hyperparameters, ranks: Ranks) -> None:
     """Refuse a number of processes that does not divide a step's sequences, or is larger than that of the GPUs."""
-    fitting = [n for n in range(1, min(cfg.batch_sequences, 1024) + 1) if cfg.batch_sequences % n == 0]
+    sequences = cfg.batch_sequences
+    fitting = [n for n in range(1, min(sequences, 1024) + 1) if sequences % n == 0]
     if ranks.world_size not in fitting:
-        raise UserError(
-            f"{ranks.world_size} processes do not divide a step's {cfg.batch_sequences} sequences: {fitting} do"
-        )
+        raise UserError(f"{ranks.world_size} processes do not divide a step's {sequences} sequences: {fitting} do")
     if cfg.device == "cuda" and ranks.local_world_size > (gpus := torch.cuda.device_count()):
         raise UserError(f"{ranks.local_world_size} processes on a machine with {gpus} GPUs: lower --nproc_per_node")
 
@@ -1126,16 +1104,14 @@ def check_world(cfg: Hyperparameters, ranks: Ranks) -> None:
 def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, dict, dict]:
     """Return configuration, plans, what all ranks share, and where to go on from: all that can fail on one rank."""
     cfg = parse_args(argv, ranks.world_size)
-    saved = dict(facts={}, rng=None, tensors={}, step=0, elapsed=0.0, curves=dict(train_loss=[], val_loss=[]))
-    folders = [Path(cfg.resume)] if cfg.resume else []
-    if cfg.resume == "latest":
-        found = Path(cfg.log_dir).glob(f"{glob.escape(cfg.run_id) or '*'}.checkpoints/step-*[0-9]")
-        folders = sorted(found, key=lambda folder: folder.stat().st_mtime_ns)[-1:]
-    for folder in folders:
-        saved = load(folder / f"rank{ranks.rank}.pt", *saved, "run_id")
-        seed = saved["facts"].get("--seed") if cfg.seed is None else cfg.seed
-        cfg = dataclasses.replace(cfg, run_id=saved["run_id"], seed=seed)
-    seed, cfg = cfg.seed, resolve(cfg)
+    saved = dict(facts={}, tensors={}, step=0, elapsed=0.0, curves=dict(train_loss=[], val_loss=[]), run_id=cfg.run_id)
+    if cfg.resume and ranks.rank == 0:  # who tells the others
+        found = Path(cfg.log_dir).glob(f"{glob.escape(cfg.run_id) or '*'}.checkpoint")
+        latest = sorted(found, key=lambda path: path.stat().st_mtime_ns)[-1:]
+        for path in latest if cfg.resume == "latest" else [Path(cfg.resume)]:
+            saved = load(path, *saved)
+    given, seed = cfg.seed, saved["facts"].get("--seed", cfg.seed)
+    cfg = resolve(dataclasses.replace(cfg, run_id=saved["run_id"], seed=seed if cfg.seed is None else cfg.seed))
     check_world(cfg, ranks)
     plans, data = plan_data(cfg), hashlib.sha256()
     for batch in (*plans["train"], *plans["val"]):
@@ -1144,10 +1120,10 @@ def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, d
     facts |= dict(torch=str(torch.__version__), numpy=np.__version__)
     free = ("run_id", "log_dir", "train_files", "val_files", "save_checkpoint", "checkpoint_every", "resume")
     facts |= {f"--{name}": value for name, value in dataclasses.asdict(cfg).items() if name not in free}
-    facts |= {"--seed": seed, "data": data.hexdigest()}  # a seed as given: a fresh one is rank 0's
+    facts |= {"--seed": given, "data": data.hexdigest()}  # a fresh seed is rank 0's
     for name, value in saved["facts"].items():
-        if facts.get(name) != value:
-            raise UserError(f"--resume {cfg.resume}: {name} was {value}, here it is {facts.get(name)}: start it alike")
+        if facts[name] not in (value, None):
+            raise UserError(f"--resume {cfg.resume}: {name} was {value}, here it is {facts[name]}: start it alike")
     return cfg, plans, facts, saved
 
 
@@ -1161,21 +1137,19 @@ def peak_memory_mib(device: torch.device) -> int:
 def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompiles: int) -> dict:
     """Log the summary, write the result and the model, and say what to try next."""
     cfg, path, (_, val_loss, train_time) = trainer.cfg, log.path, log.curves["val_loss"][-1]
-    ms = np.diff([0.0, *(point[2] for point in log.curves["train_loss"])])
-    median, p99 = np.percentile(ms, [50, 99])
-    peak = peak_memory_mib(trainer.device)
+    ms, peak = np.diff([0.0, *(ms for _, _, ms in log.curves["train_loss"])]), peak_memory_mib(trainer.device)
     result = dict(val_loss=val_loss, target_loss=cfg.target_loss, train_time_ms=train_time, log=str(path))
     result |= dict(num_iterations=cfg.num_iterations, seed=cfg.seed, peak_memory_mib=peak, recompiles=recompiles)
     result |= dict(val_curve=log.curves["val_loss"], train_curve=log.curves["train_loss"])
-    first, last = plans["train"][0], plans["train"][-1]
-    log.write(f"data: from {first.path} position {first.start} to {last.path} position {last.start}")
-    log.write(f"recompiles after the clock started: {recompiles}", console=recompiles > 0)
+    ends = [f"{batch.path} position {batch.start}" for batch in (plans["train"][0], plans["train"][-1])]
+    log.write(f"data: from {' to '.join(ends)}\nrecompiles after the clock started: {recompiles}", recompiles > 0)
+    median, p99 = np.percentile(ms, [50, 99])
     slowest = f"slowest {ms.max():.2f}ms at step {ms.argmax() + 1}"
     log.write(f"step time: median {median:.2f}ms p99 {p99:.2f}ms {slowest}", console=p99 > 1.5 * median)
     log.write(f"peak memory: {peak} MiB", console=True)
     if log.is_main and cfg.save_checkpoint:
-        model = {name: tensor.to("cpu", copy=True) for name, tensor in trainer.gpt.state_dict().items()}
-        failure = save(dict(configuration=dataclasses.asdict(cfg), model=model), path.with_suffix(".pt"))
+        model = dict(configuration=dataclasses.asdict(cfg), model=trainer.gpt.state_dict())
+        failure = save(model, path.with_suffix(".pt"))
         saved = f"not saved: {failure}" if failure else f"{path.with_suffix('.pt')}; next: python sample.py"
         log.write(f"model: {saved}", console=True)
     with contextlib.suppress(OSError):  # of a full disk: the console has told it all
@@ -1197,23 +1171,22 @@ def main(argv: Sequence[str] | None = None) -> dict:
         try:
             cfg, plans, facts, saved = prepare(argv, ranks)
             log = RunLog(cfg, ranks.rank == 0, saved)
-            mine |= dict(facts=facts | dict(step=saved["step"]), seed=cfg.seed, run_id=cfg.run_id)
+            mine |= dict(facts=facts, seed=cfg.seed, run_id=cfg.run_id, step=saved["step"])
         except UserError as error:
             mine["problem"] = str(error)
         first, store = agree(ranks, mine)
-        cfg = dataclasses.replace(cfg, seed=first["seed"], run_id=first["run_id"])
+        cfg, start = dataclasses.replace(cfg, seed=first["seed"], run_id=first["run_id"]), first["step"]
         trainer = Trainer(cfg, ranks, store)
-        if saved["step"]:
-            log.write(f"resumed at step {saved['step']}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
+        if start:
+            log.write(f"resumed at step {start}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
         else:
             log.write(f"{source}\n{'=' * 100}\n{describe(cfg, ranks, plans) if log.is_main else ''}")
             log.write(f"flags: {json.dumps(argv)}\nconfiguration: {json.dumps(dataclasses.asdict(cfg))}\n{'=' * 100}")
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
         trainer.warm_up()
-        if saved["step"]:
+        if start:
             trainer.restore(saved["tensors"])
-            torch.set_rng_state(saved["rng"])
-        result = report(log, plans, trainer, train(trainer, plans, log, saved["step"], facts | {"--seed": cfg.seed}))
+        return report(log, plans, trainer, train(trainer, plans, log, start, facts | {"--seed": cfg.seed}))
     except (UserError, NonFiniteLoss, KeyboardInterrupt) as error:
         if log is not None:
             log.write(f"stopped: {str(error) or 'interrupted'}")
@@ -1228,9 +1201,6 @@ def main(argv: Sequence[str] | None = None) -> dict:
         gc.enable()
         if log is not None:
             log.close()
-    if store is not None:
-        dist.destroy_process_group()
-    return result
 
 
 if __name__ == "__main__":
@@ -1240,3 +1210,5 @@ if __name__ == "__main__":
     except (UserError, NonFiniteLoss, KeyboardInterrupt) as error:
         print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UserError) else 3 if isinstance(error, NonFiniteLoss) else 130)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -15,12 +15,18 @@ from test_train import corpus, flags, json_of, losses, skip_time, wait_for  # no
 from train_gpt import UserError
 from world_worker import ROOT, Run, program
 
-# A line of the log, or an event of world_worker.kill_at, after which all are killed; its number; the rank that it hits;
-# the steps of the checkpoints that are left, if known. Each checkpoint renames its file and its folder
-FEW = [("step:7/", 0, 0, None), ("open", 2, -1, [4])]
-ALL = [*FEW, ("step:3/", 0, 0, None), ("open", 1, 0, []), ("os.rename", 2, 0, []), ("os.rename", 4, 0, [4])]
-ALL += [("os.rename", 5, 0, [4, 8]), ("os.remove", 1, 0, [8]), ("os.rmdir", 1, 0, [8]), ("step:10/12 val", 0, 0, None)]
-ALL += 2 * [("at any time", 0, 0, None)]
+# A line of the log, or an event of world_worker.kill_at in rank 0, after which all are killed; its number; the step of
+# the checkpoint that is left, if known. At "open" a checkpoint is written but for its name
+FEW = [("step:7/", 0, None), ("open", 2, 4)]
+ALL = [
+    *FEW,
+    ("step:3/", 0, None),
+    ("open", 1, 0),
+    ("os.rename", 1, 0),
+    ("os.rename", 2, 4),
+    ("step:10/12 val", 0, None),
+]
+ALL += 2 * [("at any time", 0, None)]
 
 
 @pytest.fixture
@@ -32,42 +38,48 @@ def run_flags(flags) -> list[str]:  # noqa: F811
 def saved(run_flags, tmp_path) -> Path:
     """Return the last checkpoint of a whole run, after step 8."""
     train_gpt.main([*run_flags, "--run_id", "whole"])
-    return tmp_path / "logs" / "whole.checkpoints" / "step-000008"
+    return tmp_path / "logs" / "whole.checkpoint"
 
 
-def steps_of(checkpoints: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in checkpoints.glob("step-*[0-9]"))
+def step_of(checkpoint: Path) -> int:
+    return torch.load(checkpoint, weights_only=True)["step"] if checkpoint.exists() else 0
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("moments", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
 def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
-    """The few are on two nodes that share a disk."""
-    logs, resumed = tmp_path / "logs", []
-    whole = Run([[*run_flags, "--run_id", "whole"]] * size, tmp_path / "whole")
-    for i, (moment, count, rank, expected) in enumerate(moments):
-        own, log = [[*run_flags, "--run_id", f"killed{i}"]] * size, logs / f"killed{i}.txt"
-        run = Run(own, tmp_path / f"killed{i}", kill=(moment, count, rank % size), nodes=moments is FEW)
+    """The few are on two nodes with disks of their own."""
+    resumed = []
+
+    def start(name: str, run_id: str, *more: str, **options) -> Run:
+        folders = [tmp_path / ("node" if moments is FEW and rank else "logs") for rank in range(size)]
+        argv = [[*run_flags, "--run_id", run_id, "--log_dir", folder, *more] for folder in folders]
+        return Run(argv, tmp_path / name, nodes=moments is FEW, **options)
+
+    whole = start("whole", "whole")
+    for i, (moment, count, expected) in enumerate(moments):
+        run = start(f"killed{i}", f"killed{i}", kill=(moment, count, 0))
+        log = tmp_path / "logs" / f"killed{i}.txt"
         if expected is None:
             wait_for(lambda: log.exists() and (moment[:5] != "step:" or f"\n{moment}" in log.read_text()))  # noqa: B023
             time.sleep(random.SystemRandom().random() if moment == "at any time" else 0)
         codes = run.wait(0 if expected is None else 60, kill_others=True)
-        found = steps_of(logs / f"killed{i}.checkpoints")
-        assert expected is None or (-signal.SIGKILL in codes and found == expected), moment
-        again = [[*own[0], "--resume", "latest"]] * size
-        resumed.append((moment, found, Run(again, tmp_path / f"resumed{i}", nodes=moments is FEW)))
+        found = step_of(log.with_suffix(".checkpoint"))
+        assert expected is None or (codes[0] == -signal.SIGKILL and found == expected), moment
+        resumed.append((moment, log, found, start(f"resumed{i}", f"killed{i}", "--resume", "latest")))
     assert whole.wait() == [0] * size, whole.text("err")
-    for i, (moment, found, run) in enumerate(resumed):
+    for moment, log, found, run in resumed:
         assert run.wait() == [0] * size, (moment, run.text("err"))
-        assert losses(json_of(run_flags, f"killed{i}")) == losses(json_of(run_flags, "whole")), (moment, found)
-        assert re.findall(r"^resumed at step (\d+)", run.text("out")) == [str(step) for step in found[-1:]], moment
-        assert steps_of(logs / f"killed{i}.checkpoints") == (found if 8 in found else [8])
+        assert losses(json_of(run_flags, log.stem)) == losses(json_of(run_flags, "whole")), (moment, found)
+        assert re.findall(r"^resumed at step (\d+)", run.text("out"), re.M) == [str(found)] * bool(found), moment
+        assert {path.suffix for path in log.parent.glob(f"{log.stem}.*")} == {".txt", ".json", ".pt", ".checkpoint"}
+        assert step_of(log.with_suffix(".checkpoint")) == 8
 
 
 def test_a_resumed_run_goes_on_in_its_log_and_on_its_clock(run_flags, saved):
-    log = saved.parent.with_suffix(".txt")
+    log = saved.with_suffix(".txt")
     before, whole = log.read_text(), json_of(run_flags, "whole")
-    torch.save(torch.load(saved / "rank0.pt") | dict(elapsed=1e6), saved / "rank0.pt")
+    torch.save(torch.load(saved) | dict(elapsed=1e6), saved)
     result = train_gpt.main([*run_flags, "--resume", str(saved)])
     assert losses(result) == losses(whole)
     assert 1e6 < result["train_time_ms"] < 1e6 + 60_000
@@ -76,8 +88,8 @@ def test_a_resumed_run_goes_on_in_its_log_and_on_its_clock(run_flags, saved):
 
 
 def test_a_checkpoint_changes_nothing_and_is_off_the_clock(run_flags, monkeypatch, skip_time):  # noqa: F811
-    write = train_gpt.write_checkpoint
-    monkeypatch.setattr(train_gpt, "write_checkpoint", lambda *args: (skip_time(), write(*args))[1])
+    save = train_gpt.save
+    monkeypatch.setattr(train_gpt, "save", lambda *args: (skip_time(), save(*args))[1])
     delayed = train_gpt.main([*run_flags, "--run_id", "delayed"])
     times = [0, *(ms for _, _, ms in delayed["train_curve"]), 1e6]
     assert times == sorted(times)
@@ -92,47 +104,34 @@ def test_the_seed_of_a_resumed_run_is_the_checkpoints(run_flags):
     assert (resumed["seed"], losses(resumed)) == (whole["seed"], losses(whole))
 
 
-def test_only_checkpoints_are_removed(run_flags, tmp_path):
-    """Keep what is beside them, also behind a link that stands for their folder."""
-    elsewhere, logs = tmp_path / "elsewhere", tmp_path / "logs"
-    logs.mkdir()
-    for path in ("thesis/chapter.tex", "notes.txt", "step-1-mine/x", "step-000001.txt", "model.pt"):
-        (elsewhere / path).parent.mkdir(parents=True, exist_ok=True)
-        (elsewhere / path).write_text("mine")
-    (logs / "run.checkpoints").symlink_to(elsewhere)
-    mine = set(elsewhere.rglob("*"))
-    train_gpt.main([*run_flags, "--run_id", "run"])
-    assert set(elsewhere.rglob("*")) == mine | {elsewhere / "step-000008", elsewhere / "step-000008" / "rank0.pt"}
-
-
-def refuse(argv: list[str], pattern: str = r"rank0\.pt") -> None:
+def refuse(argv: list[str], pattern: str = r"whole\.checkpoint") -> None:
     with pytest.raises(UserError, match=pattern) as error:
         train_gpt.main(argv)
     assert "\n" not in str(error.value)
 
 
 def test_a_damaged_or_incomplete_checkpoint_is_refused(run_flags, saved):
-    path, resume = saved / "rank0.pt", [*run_flags, "--resume", "latest"]
-    whole, state = path.read_bytes(), torch.load(path, weights_only=True)
+    resume = [*run_flags, "--resume", "latest"]
+    whole, state = saved.read_bytes(), torch.load(saved, weights_only=True)
     for content in (whole[:-1000], whole[:1000], whole[1000:], b"not a checkpoint", b""):
-        path.write_bytes(content)
+        saved.write_bytes(content)
         refuse(resume)
     for name in state:
-        torch.save({key: value for key, value in state.items() if key != name}, path)
+        torch.save({key: value for key, value in state.items() if key != name}, saved)
         refuse(resume)
-    path.unlink()
-    refuse(resume)
+    saved.unlink()
+    refuse([*run_flags, "--resume", str(saved)])
 
 
 def test_flipped_bits_are_noticed_or_do_no_harm(saved):
-    path, generator, refused = saved / "rank0.pt", random.Random(0), 0
-    whole, expected = path.read_bytes(), train_gpt.load(path, "step", "tensors")
+    generator, refused = random.Random(0), 0
+    whole, expected = saved.read_bytes(), train_gpt.load(saved, "step", "tensors")
     for _ in range(100):
         content = bytearray(whole)
         content[generator.randrange(len(whole))] ^= 1 << generator.randrange(8)
-        path.write_bytes(content)
+        saved.write_bytes(content)
         try:
-            state = train_gpt.load(path, "step", "tensors")
+            state = train_gpt.load(saved, "step", "tensors")
         except UserError:
             refused += 1
         else:  # the bit is in the padding between the tensors
@@ -152,20 +151,14 @@ def test_another_configuration_script_or_text_is_refused(run_flags, saved, tmp_p
     assert "script" in run.text("err")
 
 
-def test_what_fails_on_one_rank_is_named(run_flags, tmp_path):
-    """A checkpoint of two processes is for neither one nor three. Then only the second's file is damaged."""
+def test_another_number_of_processes_is_refused_in_one_line(run_flags, tmp_path):
     run_flags += ["--batch_tokens", "384", "--num_iterations", "10"]
     assert Run([[*run_flags, "--run_id", "two"]] * 2, tmp_path / "two").wait() == [0, 0]
-    path = tmp_path / "logs" / "two.checkpoints" / "step-000008" / "rank1.pt"
-    resume = [*run_flags, "--resume", path.parent]
-    for run in [Run([resume] * size, tmp_path / f"{size}") for size in (1, 3)]:
-        assert set(run.wait()) == {2}
-        assert "processes" in run.text("err")
-    path.write_bytes(path.read_bytes()[:5000])
-    damaged = Run([resume] * 2, tmp_path / "damaged")
-    assert damaged.wait() == [2, 2]
-    assert re.search(r"rank 1 .*rank1\.pt", damaged.text("err"))
-    assert (damaged.text("err").count("\n"), damaged.text("err", 1)) == (1, "")
+    resume = [*run_flags, "--resume", tmp_path / "logs" / "two.checkpoint"]
+    for size, run in [(size, Run([resume] * size, tmp_path / f"{size}")) for size in (1, 3)]:
+        assert run.wait() == [2] * size
+        assert "processes was 2" in run.text("err")
+        assert [run.text("err", rank).count("\n") for rank in range(size)] == [1, 0, 0][:size]
 
 
 @pytest.mark.slow

@@ -86,11 +86,10 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, ra
     optimizers = train_gpt.build_optimizers(gpt, network.ranks)
     for optimizer in optimizers:
         optimizer.update_shard = lambda *args, update=optimizer.update_shard: network.compute(update, *args)
-        optimizer.momentum = 0.9
     for step in range(2):
         for p in gpt.parameters():
             p.grad = torch.randn_like(p)
-        train_gpt.step_optimizers(optimizers)
+        train_gpt.step_optimizers(optimizers, step)
         assert not network.under_way
         assert all(p.isfinite().all() for p in gpt.parameters()), "a result was used before it was there"
         groups = len(optimizers)
@@ -113,6 +112,6 @@ def test_bytes_of_a_step_are_those_of_gradients_and_updates_and_little_padding(m
         p.grad = torch.empty_like(p)
         gradients += p.nbytes
         updates += p.nbytes if "blocks" not in name or p.ndim < 2 else 2 * p.numel()
-    train_gpt.step_optimizers(optimizers)
+    train_gpt.step_optimizers(optimizers, 0)
     assert gradients <= network.bytes["reduce_scatter"] < 1.015 * gradients
     assert updates <= network.bytes["all_gather"] < 1.015 * updates

@@ -27,7 +27,7 @@ def test_nothing_is_written_but_logs_and_no_host_is_reached(tmp_path: Path):
     command += ["--log_dir", logs, "--run_id", "r"]
     subprocess.run([sys.executable, *command], cwd=cwd, env=env, check=True, timeout=120)
     assert [path for folder in folders[:3] for path in folder.rglob("*") if path.is_file()] == []
-    assert {path.relative_to(logs).parts[0] for path in logs.rglob("*")} <= {"r.txt", "r.json", "r.pt", "r.checkpoints"}
+    assert {path.relative_to(logs).parts[0] for path in logs.rglob("*")} <= {"r.txt", "r.json", "r.pt", "r.checkpoint"}
     notes = json.loads((tmp_path / "notes").read_text())
     inside = (logs, temporary, Path("/dev"), Path("/proc"))
     assert [path for path in notes["written"] if not any(map(Path(path).is_relative_to, inside))] == []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import train_gpt
-from train_gpt import GPT, Adam, Hyperparameters, Muon, Ranks, build_optimizers, step_optimizers
+from train_gpt import GPT, Adam, Hyperparameters, Muon, Ranks, build_optimizers, lr_multiplier, step_optimizers
 
 # Groups of one shape: a batch of three and a square matrix; tall and wide ones; a tall one alone
 MUON_GROUPS = [[(3, 16, 16), (16, 16)], [(3, 24, 16), (16, 24)], [(64, 16)]]
@@ -55,13 +55,13 @@ def test_muon_equals_a_reference_that_takes_one_matrix_at_a_time(shapes: list, s
     momentum_buffers = [torch.zeros_like(p) for p in expected]
     muon = Muon(params, 0.05, config(sequences, "float64"), Ranks(), orthogonalize=NS)
     for step in range(6):
-        muon.lr, muon.momentum = 0.05 * (1 - 0.15 * step), 0.85 + 0.02 * step
+        lr, momentum = 0.05 * lr_multiplier(step, muon.cfg), train_gpt.muon_momentum(step, muon.cfg)
         set_gradients(params, step, factor=sequences)
         grads = [p.grad.clone() for p in params.values()]
-        step_optimizers([muon])
+        step_optimizers([muon], step)
         for p, grad, m, want in zip(params.values(), grads, momentum_buffers, expected, strict=True):
-            m.mul_(muon.momentum).add_((1 - muon.momentum) * grad / sequences)
-            want -= muon.lr * reference_update(muon.momentum * m + (1 - muon.momentum) * grad / sequences)
+            m.mul_(momentum).add_((1 - momentum) * grad / sequences)
+            want -= lr * reference_update(momentum * m + (1 - momentum) * grad / sequences)
             torch.testing.assert_close(p.detach(), want, rtol=0, atol=1e-11)
             assert torch.equal(p.grad, grad), "the gradients are left alone"
 
@@ -70,8 +70,8 @@ def test_a_zero_gradient_moves_nothing():
     params = parameters(MUON_GROUPS[0], torch.float32)
     before = [p.detach().clone() for p in params.values()]
     set_gradients(params, 0, factor=0)
-    step_optimizers([Muon(params, 0.05, config(4, "bfloat16"), Ranks(), orthogonalize=NS)])
-    step_optimizers([Adam(params, 0.05, config(4, "bfloat16"), Ranks())])
+    step_optimizers([Muon(params, 0.05, config(4, "bfloat16"), Ranks(), orthogonalize=NS)], 0)
+    step_optimizers([Adam(params, 0.05, config(4, "bfloat16"), Ranks())], 0)
     assert all(map(torch.equal, params.values(), before))
 
 
@@ -83,11 +83,10 @@ def test_muon_in_bf16_agrees_with_torch(shapes: list):
     options = dict(lr=0.02, weight_decay=0.0, momentum=0.9, nesterov=True, ns_steps=5, adjust_lr_fn="original")
     theirs = torch.optim.Muon(others.values(), **options)
     ours = Muon(params, 0.02, config(1, "bfloat16"), Ranks(), orthogonalize=NS)
-    ours.momentum = 0.9
     for step in range(6):
         set_gradients(params, step)
         set_gradients(others, step)
-        step_optimizers([ours])
+        step_optimizers([ours], step)
         theirs.step()
     for p, other, before in zip(params.values(), others.values(), start, strict=True):
         assert (p - other).norm() < 0.05 * (other - before).norm()
@@ -105,10 +104,10 @@ def test_adam_equals_torch(dtype: torch.dtype, shapes: list, sequences: int):
     theirs = torch.optim.Adam(others.values(), **options)
     limit = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 0}[dtype]
     for step in range(6):
-        ours.lr = theirs.param_groups[0]["lr"] = 0.1 * (1 - 0.15 * step)
+        theirs.param_groups[0]["lr"] = 0.1 * lr_multiplier(step, ours.cfg)
         set_gradients(params, step, factor=sequences)
         set_gradients(others, step)
-        step_optimizers([ours])
+        step_optimizers([ours], step)
         theirs.step()
         moments = [ours.pieces(ours.state[kind]) for kind in ours.moments]
         for p, other, *pieces in zip(params.values(), others.values(), *moments, strict=True):
@@ -124,10 +123,10 @@ def test_adams_parameters_are_aligned_views_that_follow_the_module():
     adam = Adam(dict(model.named_parameters()), 0.1, config(1, "float64"), Ranks())
     assert [p.storage_offset() for p in objects] == [0, 48, 64], "multiples of 16 elements"
     state = {name: value.clone() for name, value in model.state_dict().items()}
-    for _ in range(2):
+    for step in range(2):
         assert torch.equal(model(tokens), before)
         model(tokens).square().sum().backward()
-        step_optimizers([adam])
+        step_optimizers([adam], step)
         assert model(tokens).square().sum() < before.square().sum()
         model.load_state_dict(state)
 

@@ -135,17 +135,17 @@ def test_a_pipe_sees_a_step_every_two_seconds(flags, monkeypatch, capfd):
 
 def test_warm_up_restores_every_bit(flags):
     trainer = Trainer(train_gpt.resolve(train_gpt.parse_args(flags)), Ranks())
-    for tensor in trainer.state().values():  # moments that are not zero, as they might be
+    state = trainer.state()
+    for tensor in state.values():  # moments that are not zero, as they might be
         tensor.add_(0.5)
 
     def copies() -> list[torch.Tensor]:
         return [tensor.detach().clone() for tensor in (*trainer.state().values(), *trainer.gpt.buffers())]
 
-    restore, trained, before, generator = trainer.restore, [], copies(), torch.get_rng_state()
-    trainer.restore = lambda saved: (trained.append(copies()), restore(saved))
+    model, trained, before, generator = trainer.model, [], copies(), torch.get_rng_state()
+    trainer.model = lambda *args: (trained.append(copies()), model(*args))[1]
     trainer.warm_up()
-    same = list(map(torch.equal, before, trained[0]))
-    assert not any(same[: len(trainer.state())]), "nothing was trained"
+    assert not any(map(torch.equal, before[: len(state)], trained[-1])), "nothing was trained"
     assert all(map(torch.equal, before, copies()))
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(p.grad is None for p in trainer.gpt.parameters())
@@ -273,11 +273,11 @@ def test_log_of_another_run_is_not_overwritten(flags, tmp_path):
 
 def test_pipes_are_refused(flags, tmp_path):
     """A named pipe as shard, log or checkpoint: opening it would wait forever."""
-    for path in ("shard.bin", "logs/log.txt", "step-000002/rank0.pt"):
+    for path in ("shard.bin", "logs/log.txt", "resume.checkpoint"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         os.mkfifo(tmp_path / path)
     cases = [["--train_files", f"{tmp_path}/shard.bin"], ["--run_id", "log"], ["--run_id", "log", "--resume", "latest"]]
-    cases += [["--resume", f"{tmp_path}/step-000002"]]
+    cases += [["--resume", f"{tmp_path}/resume.checkpoint"]]
     for run in [Run([[*flags, *more]], tmp_path / str(i)) for i, more in enumerate(cases)]:
         assert (run.wait(), run.text("err").count("\n")) == ([2], 1)
 
@@ -294,7 +294,7 @@ def test_full_disk_ends_the_log_and_not_the_training(flags, tmp_path):
         assert f"val_loss {whole['val_loss']:.4f} after" in run.text("out")
         assert run.text("out").count("the log ends here, the training goes on") == (name == "log")
         assert "not saved" in run.text("out")
-        assert not [path for path in (tmp_path / "logs").rglob("*.pt*") if "whole" not in str(path)]
+        assert not [path for path in (tmp_path / "logs").rglob("*.[pc]*") if "whole" not in str(path)]
 
 
 def test_terminal_shows_a_bar_and_may_be_closed(long_flags, tmp_path):

@@ -95,7 +95,7 @@ def test_nodes_that_differ_or_fail_are_named_on_every_node(flags, tmp_path):
         "num_iterations": ([], ["--num_iterations", "5"]),
         "data": [["--train_files", f"{tmp_path}/{seed}.bin"] for seed in (0, 9)],
         "missing.bin": (["--val_files", "missing.bin"], []),
-        "missing": ([], ["--resume", f"{tmp_path}/missing"]),
+        "missing": (["--resume", f"{tmp_path}/missing"], []),
     }
     one_node = Run([[*flags, "--train_files", "missing.bin"]] * 2, tmp_path / "one")
     runs = {}

@@ -5,7 +5,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import random
-import re
 import runpy
 import signal
 import socket
@@ -85,14 +84,14 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
 
 
 def kill_at(event: str, count: int) -> None:
-    """Kill this process before the `count`-th event of Python's audit that concerns a checkpoint.
+    """Kill this process before the `count`-th event of Python's audit that concerns the checkpoint.
 
     At "open" a file is written and not yet renamed: leave only half of it.
     """
 
     def hook(name: str, args: tuple) -> None:
         nonlocal count
-        if name == event and re.search("rank.[.]pt|step-", str(args[0])):
+        if name == event and "checkpoint" in str(args[0]):
             count -= 1
             if count == 0:
                 if event == "open":
