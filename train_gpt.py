@@ -30,7 +30,6 @@ import zipfile
 from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
@@ -64,12 +63,8 @@ class UserError(Exception):
     """Say what the user can mend: a flag, a file, the hardware. Exit code 2."""
 
 
-class NonFiniteLoss(Exception):
-    """Say that the training loss is NaN or infinite. Exit code 3."""
-
-
 # ---- Configuration ---------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Hyperparameters:
     # Data
     preset: Literal["gpt2", "nano"] = "gpt2"  # by default gpt2 where torch sees a GPU, else nano
@@ -148,12 +143,11 @@ class Hyperparameters:
             require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
         require("eot_token", self.eot_token < self.vocab_size, f"a token below vocab_size {self.vocab_size}")
         require("run_id", "/" not in self.run_id and len(self.run_id) < 200, "a short name without folders")
-        layers = len(self.attention_layout)
+        layers, embeds = len(self.attention_layout), set(self.value_embed_layout) - {"."}
         require("attention_layout", 0 < layers <= 36 and set(self.attention_layout) <= set("LS-"), "letters L, S and -")
         pairs = zip(self.value_embed_layout, self.attention_layout, strict=False)
-        used = "".join(sorted({digit for digit, letter in pairs if letter != "-"} - {"."}))
-        holds = len(self.value_embed_layout) == layers and set(self.value_embed_layout) <= {".", *used}
-        holds = holds and DIGITS.startswith(used)
+        used = {digit for digit, letter in pairs if letter != "-"}
+        holds = len(self.value_embed_layout) == layers and embeds == used & set(DIGITS[: len(embeds)])
         require("value_embed_layout", holds, f"{layers} characters: . or, where there is attention, a digit, from 0 on")
         holds = [source in "." + DIGITS[:i] for i, source in enumerate(self.skip_layout)]
         require("skip_layout", all(holds) and len(holds) == layers, f"{layers} digits of earlier layers or .")
@@ -252,9 +246,7 @@ class HeadLoss(torch.autograd.Function):
         for x_slice, t in zip(x.split(slice_tokens), targets.split(slice_tokens), strict=True):
             x_q = quantize(x_slice, x_s, torch.float8_e4m3fn)
             z = product(x_q, w_q.t(), x_s, w_s, x.dtype, fast=True)
-            s = (
-                z.to(torch.promote_types(x.dtype, torch.float32)).mul_(-2 / softcap).sigmoid_()
-            )  # in place: faster on CPUs
+            s = z.to(torch.promote_types(x.dtype, torch.float32)).mul_(-2 / softcap).sigmoid_()  # in place for CPUs
             logits = s * (-2 * softcap)
             # Pick the target's logit inside a sum over the vocabulary: compiled, one kernel then reads z for all that
             # follows from it, and no slice outlives its turn (10 GB less for gpt2)
@@ -311,15 +303,11 @@ norm = RMSNorm.apply
 
 
 class ReluSquared(torch.autograd.Function):
-    """Square relu(x): 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977).
-
-    The backward needs the result alone, which the next matmul keeps anyway (record 87): 3.6 GB less for gpt2.
-    """
+    """Square relu(x): 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977)."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        y = F.relu(x).square_()
-        ctx.save_for_backward(y)
+        ctx.save_for_backward(y := F.relu(x).square_())  # the next matmul keeps y anyway (record 87): -3.6 GB for gpt2
         return y
 
     @staticmethod
@@ -328,15 +316,12 @@ class ReluSquared(torch.autograd.Function):
 
 
 class Rotary(nn.Module):
-    """Rotate pairs of dimensions by position (arXiv:2104.09864); the second half of the frequencies is 0 (record 17).
-
-    x_THD (T, H, D) -> the same; d and d + D / 2 are a pair. Positions count from the start of the sequence.
-    """
+    """Rotate each pair of dimensions d, d + D / 2 by the token's position in its sequence (arXiv:2104.09864)."""
 
     def __init__(self, head_dim: int, max_seq_len: int, base: float):
         super().__init__()
         frequencies = (1 / base) ** torch.linspace(0, 1, steps=head_dim // 4, dtype=torch.float32)
-        angles = torch.outer(torch.arange(max_seq_len), F.pad(frequencies, (0, head_dim // 4)))
+        angles = torch.outer(torch.arange(max_seq_len), F.pad(frequencies, (0, head_dim // 4)))  # half are 0: record 17
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
 
@@ -416,15 +401,12 @@ class GatheredMask:
 
 
 class CausalSelfAttention(nn.Module):
-    """Attend with QK-norm, rotary and value embeddings. x (T, K) -> the same.
-
-    The projections to q, k and v are one parameter and one matmul; Muon sees three matrices (record 20).
-    """
+    """Attend with QK-norm, rotary and value embeddings. x (T, K) -> the same."""
 
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.num_heads, self.head_dim, self.scale = cfg.num_heads, cfg.head_dim, cfg.attention_scale
-        self.qkv_w = uniform_weight(3, cfg.num_heads * cfg.head_dim, cfg.model_dim)
+        self.qkv_w = uniform_weight(3, cfg.num_heads * cfg.head_dim, cfg.model_dim)  # Muon sees three: record 20
         self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
         self.c_proj = nn.Parameter(torch.zeros(cfg.model_dim, cfg.num_heads * cfg.head_dim))
 
@@ -461,23 +443,19 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Build the model of a resolved configuration.
-
-    forward(tokens (T,) int32, targets (T,) int64, window_blocks () int32) returns the mean cross entropy in nats.
-    """
+    """Map tokens (T,) int32, targets (T,) int64 and window_blocks () int32 to the mean cross entropy in nats."""
 
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.cfg, K, V = cfg, cfg.model_dim, cfg.vocab_size
         dtype = getattr(torch, cfg.dtype)  # embeddings are in the precision of the activations, the rest in fp32
-        num_value_embeds = len(set(cfg.value_embed_layout) - {"."})
         self.embed = nn.Embedding(V, K, dtype=dtype)
-        values = (nn.Embedding(V, cfg.num_heads * cfg.head_dim, dtype=dtype) for _ in range(num_value_embeds))
+        values = (nn.Embedding(V, cfg.num_heads * cfg.head_dim, dtype=dtype) for _ in {*cfg.value_embed_layout} - {"."})
         self.value_embeds = nn.ModuleList(values)
         self.bigram_embed = nn.Embedding(cfg.bigram_rows, K, dtype=dtype) if cfg.bigram_rows else None
         self.blocks = nn.ModuleList(Block(cfg, has_attention=letter != "-") for letter in cfg.attention_layout)
-        self.skips = {i: DIGITS.index(source) for i, source in enumerate(cfg.skip_layout) if source != "."}
-        self.skip_weights = nn.Parameter(torch.ones(len(self.skips))) if self.skips else None
+        num_skips = len(cfg.skip_layout.replace(".", ""))
+        self.skip_weights = nn.Parameter(torch.ones(num_skips)) if num_skips else None
         self.lm_head = nn.Parameter(torch.zeros(V + -V % 64, K))  # more rows, for aligned matmul tiles
         self.rotary = Rotary(cfg.head_dim, max(cfg.train_seq_len, cfg.val_seq_len), cfg.rope_base)
         if self.bigram_embed is not None:
@@ -499,12 +477,12 @@ class GPT(nn.Module):
         if self.bigram_embed is not None:
             x = x + self.bigram_embed(self.bigram_hashes(tokens))
         x = x0 = norm(x)
-        outputs: dict[int, Tensor] = {}
+        outputs: dict[str, Tensor] = {}
         for i, block in enumerate(self.blocks):
-            if i in self.skips:  # U-Net: later layers add the outputs of earlier ones (@brendanh0gan, record 11)
-                x = x + self.skip_weights[list(self.skips).index(i)] * outputs[self.skips[i]]
+            if (source := cfg.skip_layout[i]) != ".":  # U-Net: later layers add earlier ones (@brendanh0gan, record 11)
+                x = x + self.skip_weights[i - cfg.skip_layout[:i].count(".")] * outputs[source]
             value_embed, mask = value_embeds.get(cfg.value_embed_layout[i]), masks.get(cfg.attention_layout[i])
-            x = outputs[i] = block(x, x0, value_embed, self.rotary, mask)
+            x = outputs[DIGITS[i]] = block(x, x0, value_embed, self.rotary, mask)
         return norm(x)
 
     def bigram_hashes(self, tokens: Tensor) -> Tensor:
@@ -630,15 +608,16 @@ class Muon(ShardedOptimizer):
         m <- momentum m + (1 - momentum) g
         p <- p - lr sqrt(max(1, rows / cols)) zeropower(momentum m + (1 - momentum) g)
 
-    so the update's spectral norm is about lr times that root. Rows of the buffers are whole matrices, tall ones on
-    their side: the 24 of gpt2's MLPs on 8 ranks are 3 on each. The ranks exchange updates, which all of them apply.
+    Rows of the buffers are whole matrices, tall ones on their side: the 24 of gpt2's MLPs on 8 ranks are 3 on each.
+    The ranks exchange updates, which all of them apply.
     """
 
     moments, alignment = ("momentum_buffer",), 1
 
-    def __init__(self, *args, orthogonalize: Callable):
-        self.orthogonalize = orthogonalize
+    def __init__(self, *args):
         super().__init__(*args)
+        ns = zeropower_via_newtonschulz5
+        self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if self.cfg.compile else ns
 
     def as_rows(self, x: Tensor) -> Tensor:
         x = x.reshape(-1, *x.shape[-2:])
@@ -659,24 +638,23 @@ class Muon(ShardedOptimizer):
             p.add_((update.mT if aspect > 1 else update).view_as(p), alpha=-self.lr * max(1, aspect) ** 0.5)
 
 
-def build_optimizers(gpt: GPT, ranks: Ranks, orthogonalize=zeropower_via_newtonschulz5) -> list[ShardedOptimizer]:
+def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     """Put every parameter into one group, which claims a component of its name. Refuse what none claims, or two."""
-    cfg, named, claimed = gpt.cfg, dict(gpt.named_parameters()), []
+    cfg, named = gpt.cfg, dict(gpt.named_parameters())
 
     def claim(*components: str) -> dict[str, nn.Parameter]:
-        group = {name: p for name, p in named.items() if set(components) & set(name.split("."))}
-        claimed.extend(group)
-        return group
+        return {name: p for name, p in named.items() if set(components) & set(name.split("."))}
 
     stacks: dict[tuple, dict[str, nn.Parameter]] = {}  # Muon's matrices by shape, tall ones on their side
     for name, p in claim("qkv_w", "c_fc", "c_proj").items():
         stacks.setdefault(tuple(sorted(p.shape[-2:])), {})[name] = p
     optimizers = [
-        *(Muon(stack, cfg.muon_lr, cfg, ranks, orthogonalize=orthogonalize) for stack in stacks.values()),
+        *(Muon(stack, cfg.muon_lr, cfg, ranks) for stack in stacks.values()),
         Adam(claim("lm_head"), cfg.head_lr, cfg, ranks),
         Adam(claim("embed", "value_embeds", "bigram_embed"), cfg.embed_lr, cfg, ranks),
         Adam(claim("lambdas", "skip_weights"), cfg.scalar_lr, cfg, ranks),
     ]
+    claimed = "+".join(optimizer.name for optimizer in optimizers).split("+")
     if wrong := [name for name in named if claimed.count(name) != 1]:
         raise ValueError(f"each parameter needs exactly one group in build_optimizers: {', '.join(wrong)}")
     # Largest first: its update overlaps the remaining reduce-scatters, and the last update is the smallest
@@ -696,8 +674,8 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer], step: int) -> None:
 
 
 # ---- Data: which tokens each step trains on is planned before the first one, the same for any number of processes ----
-# `num_tokens` inputs from `start` on, and one more token for the last target; the stamp tells whether the file changes
-Batch = namedtuple("Batch", "path start num_tokens stamp")
+# The tokens of a shard from `start` on; the stamp tells whether the file changes
+Batch = namedtuple("Batch", "path start stamp")
 
 
 def read_shard(path: str, dtype: str, offset: int, count: int) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -723,8 +701,8 @@ def plan_batches(pattern: str, batch_tokens: int, num_batches: int) -> list[Batc
         header, stamp = read_shard(path, "<i4", 0, 3)
         if header.tolist() != [20240520, 1, (stamp[1] - 1024) / 2]:
             raise UserError(f"{path}: not a whole shard of tokens; ./run.sh --check says what to do")
-        starts = range(0, int(header[2]) - batch_tokens, batch_tokens)[: num_batches - len(plan)]
-        plan += [Batch(path, start, batch_tokens, stamp) for start in starts]
+        starts = range(0, int(header[2]) - batch_tokens, batch_tokens)[: num_batches - len(plan)]  # and a last target
+        plan += [Batch(path, start, stamp) for start in starts]
     if len(plan) < num_batches:
         found = f"{pattern} in {os.getcwd()}: {len(plan)} batches of {batch_tokens} tokens, the run needs {num_batches}"
         raise UserError(f"{found}; ./run.sh gets a preset's data, data/pack_text.py packs text")
@@ -748,10 +726,7 @@ def read_tokens(batch: Batch, offset: int, count: int, vocab_size: int) -> np.nd
 
 
 def read_batches(plan, sequences: Sequence[int], seq_len: int, cfg: Hyperparameters, device: torch.device) -> Iterator:
-    """Yield for each batch the [(inputs (T,) int32, targets (T,) int64), ...] of its `sequences`, on the device.
-
-    From the first `next` on, a thread reads ahead into pinned memory, so that later steps never wait.
-    """
+    """Yield for each batch the [(inputs (T,) int32, targets (T,) int64), ...] of its `sequences`, on the device."""
 
     def read(batch: Batch) -> Tensor:
         tokens = torch.empty(len(sequences), seq_len + 1, dtype=torch.uint16, pin_memory=device.type == "cuda")
@@ -759,7 +734,7 @@ def read_batches(plan, sequences: Sequence[int], seq_len: int, cfg: Hyperparamet
             row[:] = read_tokens(batch, sequence * seq_len, seq_len + 1, cfg.vocab_size)
         return tokens
 
-    with ThreadPoolExecutor(max_workers=1) as reader:
+    with ThreadPoolExecutor(max_workers=1) as reader:  # ahead of the steps, from the first `next` on
         futures = (reader.submit(read, batch) for batch in plan)
         ahead = deque(islice(futures, READ_AHEAD))
         while ahead:
@@ -798,31 +773,24 @@ class Trainer:
         elif cfg.cpu_threads:
             torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
         torch.manual_seed(cfg.seed)
-        self.model = self.gpt = GPT(cfg).to(self.device)
+        self.gpt = GPT(cfg).to(self.device)
         if store is not None:
             # longer than NCCL's 10 minutes: one rank may compile while the others have the result in their caches
             group = dict(store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(minutes=30))
             dist.init_process_group("nccl" if on_cuda else "gloo", device_id=self.device if on_cuda else None, **group)
             for p in self.gpt.parameters():
                 dist.broadcast(p.detach(), src=0)
-        orthogonalize = zeropower_via_newtonschulz5
-        if cfg.compile:
-            self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False)
-            orthogonalize = torch.compile(orthogonalize, fullgraph=True, dynamic=False)
-        self.optimizers = build_optimizers(self.gpt, ranks, orthogonalize)
+        self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False, disable=not cfg.compile)
+        self.optimizers = build_optimizers(self.gpt, ranks)
         self.window_blocks = torch.ones((), dtype=torch.int32, device=self.device)
 
     def train_step(self, step: int, sequences: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-        """Take a step on this rank's sequences, and return the mean loss over those of all ranks.
-
-        Every backward pass is that of one sequence's mean loss, unscaled, so that low precision has to hold the same
-        gradients for any number of processes (scaled down first, 65 instead of 25% of FP8's became 0).
-        """
+        """Take a step on this rank's sequences, and return the mean loss over those of all ranks."""
         losses = []
         self.window_blocks.fill_(window_blocks(step, self.cfg))
         for tokens, targets in sequences:
             loss = self.model(tokens, targets, self.window_blocks)
-            loss.backward()
+            loss.backward()  # divided by the number of sequences later: scaled down here, 65 not 25% of FP8's became 0
             losses.append(loss.detach())
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
         wait = launch(dist.all_reduce, mean)
@@ -835,34 +803,26 @@ class Trainer:
     def evaluate(self, step: int, val_plan: Sequence[Batch]) -> float:
         """Return the mean loss over the validation tokens. A rank may score more sequences than others, or none."""
         self.window_blocks.fill_(window_blocks(step, self.cfg))
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
         own = val_plan[self.ranks.rank :: self.ranks.world_size]
         for [(tokens, targets)] in read_batches(own, [0], self.cfg.val_seq_len, self.cfg, self.device):
-            total[0] += self.model(tokens, targets, self.window_blocks) * len(tokens)
-            total[1] += len(tokens)
+            total += self.model(tokens, targets, self.window_blocks)
         launch(dist.all_reduce, total)()
-        return (total[0] / total[1]).item()
+        return total.item() / len(val_plan)
 
-    @torch.no_grad()
     def warm_up(self) -> None:
-        """Compile and run every graph on random tokens, then restore every bit of parameters and optimizers.
-
-        The random number generator and the readers are not touched: the first real token is read on the clock.
-        """
+        """Compile and run every graph on random tokens, and leave no trace: the first real one is read on the clock."""
         cfg, generator = self.cfg, torch.Generator(self.device)
         trained = [*self.gpt.parameters(), *(shard for o in self.optimizers for shard in o.state.values())]
-        saved = [tensor.to("cpu", copy=True) for tensor in trained]  # not on the GPU's peak
-
-        def dummy(seq_len: int) -> tuple[Tensor, Tensor]:
-            tokens = torch.randint(cfg.vocab_size, (seq_len + 1,), device=self.device, generator=generator)
-            return tokens[:-1].int(), tokens[1:]
-
-        with torch.enable_grad():
-            for _ in range(2):
-                self.train_step(0, [dummy(cfg.train_seq_len)] * min(2, cfg.batch_sequences // self.ranks.world_size))
-        self.model(*dummy(cfg.val_seq_len), self.window_blocks)
-        for tensor, value in zip(trained, saved, strict=True):
-            tensor.copy_(value)
+        saved = [tensor.detach().to("cpu", copy=True) for tensor in trained]  # not on the GPU's peak
+        length, options = cfg.train_seq_len + cfg.val_seq_len, dict(device=self.device, generator=generator)
+        tokens = torch.randint(cfg.vocab_size, (length,), **options)
+        train, val = ((tokens[:n].int(), tokens[1 : n + 1]) for n in (cfg.train_seq_len, cfg.val_seq_len))
+        for _ in range(2):
+            self.train_step(0, [train] * min(2, cfg.batch_sequences // self.ranks.world_size))
+        with torch.no_grad():
+            self.model(*val, self.window_blocks)
+            torch._foreach_copy_(trained, saved)
 
     def state(self) -> dict[str, Tensor]:
         """Return all that a step changes, on every rank: parameters, and the moments gathered from all ranks."""
@@ -874,7 +834,6 @@ class Trainer:
                 tensors[f"{optimizer.name} {name}"] = whole
         return tensors
 
-    @torch.no_grad()
     def restore(self, saved: dict[str, Tensor]) -> None:
         """Take over on all ranks what `state` returned, of which only rank 0 needs the file."""
         whole = self.state()
@@ -898,16 +857,12 @@ def find_ranks() -> Ranks:
 
 
 def agree(ranks: Ranks, mine: dict) -> tuple[dict, "dist.Store | None"]:
-    """Return what rank 0 says, and the store through which the ranks meet, within a minute.
-
-    On every rank, raise the problem that any of them has, or name one whose facts are not those of rank 0.
-    """
+    """Return what rank 0 says, and the store through which the ranks meet. Raise everywhere what any rank reports."""
     told, store, problems = [mine], None, []
     if ranks.world_size > 1:
         try:
             # connecting was seen to take up to twice this timeout
-            store, *_ = next(dist.rendezvous("env://", ranks.rank, ranks.world_size, timeout=timedelta(seconds=30)))
-            store = dist.PrefixStore("train_gpt", store)
+            store = dist.PrefixStore("train_gpt", next(dist.rendezvous("env://", timeout=timedelta(seconds=30)))[0])
             store.set(f"{ranks.rank}", json.dumps(mine))
             told = [json.loads(store.get(f"{rank}")) for rank in range(ranks.world_size)]
             for phase in ("read", "left"):  # stay until all have read; rank 0, who may hold the store, is last
@@ -916,12 +871,12 @@ def agree(ranks: Ranks, mine: dict) -> tuple[dict, "dist.Store | None"]:
                     store.wait([f"{phase} {rank}" for rank in range(ranks.world_size)])
         except (RuntimeError, ValueError) as error:
             problems = [f"rank {ranks.rank} does not reach the others: {' '.join(str(error).split())[:200]}"]
-    who = [f"rank {rank} on {other['host']}" for rank, other in enumerate(told)]
-    problems += [f"{who[rank]}: {other['problem']}" for rank, other in enumerate(told) if other["problem"]]
-    for rank, other in enumerate(told if not problems else []):
+    problems += [f"{other['who']}: {other['problem']}" for other in told if other["problem"]]
+    for other in told if not problems else []:
         for name, value in told[0]["facts"].items():
             if other["facts"].get(name) != value:
-                problems += [f"{who[rank]} has {name} {other['facts'].get(name)}, rank 0 has {value}: start them alike"]
+                differs = f"has {name} {other['facts'].get(name)}, rank 0 has {value}"
+                problems += [f"{other['who']} {differs}: start them alike"]
     if problems and ranks.local_rank > 0:
         sys.exit(2)  # one rank per node says it
     if problems:
@@ -930,11 +885,7 @@ def agree(ranks: Ranks, mine: dict) -> tuple[dict, "dist.Store | None"]:
 
 
 class RunLog:
-    """Keep the clock and the curves of a run, write LOG_DIR/RUN_ID.txt and tell the console. Only rank 0 writes.
-
-    A lock that dies with the process keeps other writers out. A full disk ends the log, and a console that goes away
-    the output; the training goes on.
-    """
+    """Keep the clock and the curves of a run, write LOG_DIR/RUN_ID.txt and tell the console. Only rank 0 writes."""
 
     def __init__(self, cfg: Hyperparameters, is_main: bool, progress: dict):
         self.cfg, self.path, self.is_main, self.file = cfg, Path(cfg.log_dir) / f"{cfg.run_id}.txt", is_main, None
@@ -946,7 +897,7 @@ class RunLog:
                 if self.path.exists() and not (cfg.resume and self.path.is_file()):  # a pipe would wait forever
                     raise OSError("there is one of that name")
                 self.file = open(self.path, "a" if cfg.resume else "x", encoding="utf-8")  # noqa: SIM115
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dies with the process
         except OSError as error:
             reason = "another process is writing it" if isinstance(error, BlockingIOError) else error
             raise UserError(f"log {self.path}: {reason}; choose another --run_id or --log_dir") from None
@@ -997,7 +948,7 @@ class RunLog:
             if event is not None:
                 event.synchronize()
             if not loss.isfinite():
-                raise NonFiniteLoss(f"train_loss {loss:.4f} at step {step}: lower the learning rates or change --seed")
+                raise FloatingPointError(f"train_loss {loss:.4f} at step {step}: lower learning rates or change --seed")
             is_due = self.bar.disable and time.monotonic() > self.last_line + 2
             self.last_line = time.monotonic() if is_due else self.last_line
             self.point("train_loss", step, loss.item(), self.read_clock(), is_due)
@@ -1034,7 +985,7 @@ def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]]) 
 
 
 def save(state: dict, path: Path) -> str:
-    """Write `state` to `path`, whole or not at all, down to the disk. Return why that failed, or ""."""
+    """Write `state` to `path`, whole or not at all, down to the disk. Return "saved", or "not saved: " and why."""
     part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1045,8 +996,8 @@ def save(state: dict, path: Path) -> str:
     except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
         with contextlib.suppress(OSError):
             part.unlink()
-        return str(error).partition("\n")[0] or "failed"
-    return ""
+        return f"not saved: {str(error).partition(chr(10))[0]}"
+    return "saved"
 
 
 def load(path: Path, *names: str) -> dict:
@@ -1081,11 +1032,8 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
                 state = dict(facts=facts, run_id=cfg.run_id, tensors=trainer.state())
                 state |= dict(step=step, elapsed=log.elapsed, curves=log.curves)
                 if log.is_main:
-                    failure = save(state, log.path.with_suffix(".checkpoint"))
-                    log.write(
-                        f"checkpoint of step {step}: {f'not saved: {failure}' if failure else 'saved'}",
-                        console=bool(failure),
-                    )
+                    outcome = save(state, log.path.with_suffix(".checkpoint"))
+                    log.write(f"checkpoint of step {step}: {outcome}", console=outcome != "saved")
         if not is_last:
             log.loss(step + 1, trainer.train_step(step, next(batches)))
     return graphs["unique_graphs"] - compiled
@@ -1148,10 +1096,9 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
     log.write(f"step time: median {median:.2f}ms p99 {p99:.2f}ms {slowest}", console=p99 > 1.5 * median)
     log.write(f"peak memory: {peak} MiB", console=True)
     if log.is_main and cfg.save_checkpoint:
-        model = dict(configuration=dataclasses.asdict(cfg), model=trainer.gpt.state_dict())
-        failure = save(model, path.with_suffix(".pt"))
-        saved = f"not saved: {failure}" if failure else f"{path.with_suffix('.pt')}; next: python sample.py"
-        log.write(f"model: {saved}", console=True)
+        model = {name: tensor.cpu() for name, tensor in trainer.gpt.state_dict().items()}
+        outcome = save(dict(configuration=dataclasses.asdict(cfg), model=model), path.with_suffix(".pt"))
+        log.write(f"model {path.with_suffix('.pt')}: {outcome}; next: python sample.py", console=True)
     with contextlib.suppress(OSError):  # of a full disk: the console has told it all
         if log.is_main:
             path.with_suffix(".json").write_text(json.dumps(result) + "\n")
@@ -1162,9 +1109,10 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Train as the flags say, and return the result. Raise UserError, NonFiniteLoss or KeyboardInterrupt."""
-    argv, source, log = sys.argv[1:] if argv is None else list(argv), Path(__file__).read_text(encoding="utf-8"), None
-    ranks, mine = find_ranks(), dict(host=os.uname().nodename, problem="", facts={})
+    """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
+    argv, source = sys.argv[1:] if argv is None else list(argv), Path(__file__).read_text(encoding="utf-8")
+    ranks, log = find_ranks(), None
+    mine = dict(who=f"rank {ranks.rank} on {os.uname().nodename}", problem="", facts={})
     if ranks.world_size > 1 and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
     try:
@@ -1187,7 +1135,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         if start:
             trainer.restore(saved["tensors"])
         return report(log, plans, trainer, train(trainer, plans, log, start, facts | {"--seed": cfg.seed}))
-    except (UserError, NonFiniteLoss, KeyboardInterrupt) as error:
+    except (UserError, FloatingPointError, KeyboardInterrupt) as error:
         if log is not None:
             log.write(f"stopped: {str(error) or 'interrupted'}")
         raise
@@ -1207,8 +1155,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a console that goes away does not end a training
     try:
         main()
-    except (UserError, NonFiniteLoss, KeyboardInterrupt) as error:
+    except (UserError, FloatingPointError, KeyboardInterrupt) as error:
         print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UserError) else 3 if isinstance(error, NonFiniteLoss) else 130)
+        sys.exit(2 if isinstance(error, UserError) else 3 if isinstance(error, FloatingPointError) else 130)
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -13,7 +13,6 @@ from train_gpt import GPT, Adam, Hyperparameters, Muon, Ranks, build_optimizers,
 MUON_GROUPS = [[(3, 16, 16), (16, 16)], [(3, 24, 16), (16, 24)], [(64, 16)]]
 # One element, less than, exactly and more than the alignment; 2-D; a batch
 ADAM_GROUPS = [[(128, 9)], [(37, 11), (5, 3, 7)], [(2,), (1,), (16,), (17,)]]
-NS = train_gpt.zeropower_via_newtonschulz5
 
 
 def config(sequences: int, dtype: str) -> Hyperparameters:
@@ -53,7 +52,7 @@ def test_muon_equals_a_reference_that_takes_one_matrix_at_a_time(shapes: list, s
     params = parameters(shapes)
     expected = [p.detach().clone() for p in params.values()]
     momentum_buffers = [torch.zeros_like(p) for p in expected]
-    muon = Muon(params, 0.05, config(sequences, "float64"), Ranks(), orthogonalize=NS)
+    muon = Muon(params, 0.05, config(sequences, "float64"), Ranks())
     for step in range(6):
         lr, momentum = 0.05 * lr_multiplier(step, muon.cfg), train_gpt.muon_momentum(step, muon.cfg)
         set_gradients(params, step, factor=sequences)
@@ -70,7 +69,7 @@ def test_a_zero_gradient_moves_nothing():
     params = parameters(MUON_GROUPS[0], torch.float32)
     before = [p.detach().clone() for p in params.values()]
     set_gradients(params, 0, factor=0)
-    step_optimizers([Muon(params, 0.05, config(4, "bfloat16"), Ranks(), orthogonalize=NS)], 0)
+    step_optimizers([Muon(params, 0.05, config(4, "bfloat16"), Ranks())], 0)
     step_optimizers([Adam(params, 0.05, config(4, "bfloat16"), Ranks())], 0)
     assert all(map(torch.equal, params.values(), before))
 
@@ -82,7 +81,7 @@ def test_muon_in_bf16_agrees_with_torch(shapes: list):
     start = [p.detach().clone() for p in params.values()]
     options = dict(lr=0.02, weight_decay=0.0, momentum=0.9, nesterov=True, ns_steps=5, adjust_lr_fn="original")
     theirs = torch.optim.Muon(others.values(), **options)
-    ours = Muon(params, 0.02, config(1, "bfloat16"), Ranks(), orthogonalize=NS)
+    ours = Muon(params, 0.02, config(1, "bfloat16"), Ranks())
     for step in range(6):
         set_gradients(params, step)
         set_gradients(others, step)

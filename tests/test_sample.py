@@ -31,7 +31,7 @@ def model(tiny, tmp_path) -> Path:
     cfg = train_gpt.resolve(tiny)
     path = tmp_path / "logs" / "random.pt"
     state = dict(configuration=dataclasses.asdict(cfg), model=randomize(GPT(cfg)).state_dict())
-    assert train_gpt.save(state, path) == ""
+    assert train_gpt.save(state, path) == "saved"
     return path
 
 
