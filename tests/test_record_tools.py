@@ -264,8 +264,8 @@ def test_stats(tool, root, tmp_path):
     assert "never, at this mean" in tool("stats", "good", "--target", "1.43")[1]
     assert "unknown from one run" in tool("stats", folder / "run0.txt")[1]
     odd = {"have the same seed 1": dict(seed=1), "has 21 steps": dict(steps=21), "different scripts": dict(source="")}
-    for message, settings in odd.items():
-        other.write_text(log_text(**dict(seed=9) | settings))
+    for message, change in odd.items():
+        other.write_text(log_text(**dict(seed=9) | change))
         assert message in tool("stats", "good", other)[2]
 
 
