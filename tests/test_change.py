@@ -35,7 +35,6 @@ def train_changed(diff: str, places: set[str], path: Path, cfg: train_gpt.Hyperp
 
 def test_lion(tmp_path, tiny):
     module, trainer = train_changed(LION, {"Lion", "build_optimizers"}, tmp_path / "train_gpt.py", tiny)
-    assert len(re.findall(r"^[+-](?![+-]{2} )", LION, re.M)) <= 25
     [lion] = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, module.Lion)]
     assert set(lion.name.split("+")) == {name for name, _ in trainer.gpt.named_parameters() if "embed" in name}
     assert lion.state["exp_avg"].any()

@@ -201,7 +201,6 @@ def test_learning_rate_schedule():
 def test_momentum_schedule():
     momenta = [muon_momentum(step, GPT2) for step in (0, 75, 150, 299, 300, 1770)]
     assert momenta == pytest.approx([0.85, 0.875, 0.9, 0.85 + 0.1 * 299 / 300, 0.95, 0.95])
-    assert [muon_momentum(step, NANO) for step in (0, 25, 50, 580)] == pytest.approx([0.85, 0.875, 0.9, 0.9])
     assert muon_momentum(0, dataclasses.replace(GPT2, momentum_warmup_steps=0)) == 0.95
     assert muon_momentum(150, dataclasses.replace(GPT2, momentum_warmup_start=0.5)) == pytest.approx(0.725)
 
@@ -209,8 +208,7 @@ def test_momentum_schedule():
 @pytest.mark.parametrize(("cfg", "last"), [(GPT2, 14), (NANO, 4)], ids=["gpt2", "nano"])
 def test_window_schedule(cfg, last: int):
     """Every step has the least window that covers its share of window_tokens, and at least one block."""
-    windows = [window_blocks(step, cfg) for step in range(cfg.num_iterations + 1)]
-    assert (windows[0], windows[-1]) == (1, last)
-    for step, window in enumerate(windows):
-        covered = Fraction(cfg.window_tokens * step, cfg.num_iterations)
-        assert window == min(w for w in range(1, last + 1) if cfg.block_size * w >= covered)
+    for step in range(cfg.num_iterations + 1):
+        share = Fraction(cfg.window_tokens * step, cfg.num_iterations * cfg.block_size)
+        assert window_blocks(step, cfg) == max(1, math.ceil(share)) <= last
+    assert window_blocks(step, cfg) == last

@@ -7,18 +7,17 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import pack_nano
 from records import plots
 from records.__main__ import main
 from records.logs import read_log
 from shards import write_shard
 from synthetic_logs import ROOT, log_text, write_record
+from test_pack import nano
 
 BLOCK, EOT = 16, 256
 
 
-@pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("step", [0, 1, 3, None])
+@pytest.mark.parametrize(("step", "training"), [(1, False), (None, False), (0, True), (3, True), (None, True)])
 def test_mask_equals_a_brute_force(tmp_path, capsys, training, step):
     """In the second sequence of 4,000 bytes, whose documents may be empty or begin at a block's edge."""
     generator = np.random.default_rng(1)
@@ -26,14 +25,12 @@ def test_mask_equals_a_brute_force(tmp_path, capsys, training, step):
     tokens[np.cumsum(generator.integers(1, 200, size=25))] = EOT
     tokens[[5 * BLOCK, 6 * BLOCK - 1, 700, 701, 702]] = EOT
     write_shard(tmp_path / "all.bin", tokens)
-    given = ["--training"] * training + (["--step", str(step)] if step is not None else [])
-    flags = f"--preset nano --train_files {tmp_path}/*.bin --val_files {tmp_path}/*.bin --num_iterations 5"
-    flags += " --val_tokens 1024 --batch_tokens 640 --train_seq_len 320 --val_seq_len 512 --window_tokens 120"
-    flags += f" --block_size {BLOCK} --attention_layout LS"
-    given += ["-o", str(tmp_path / "mask.png"), "--", *flags.split()]
-    assert main(["mask", "--json", "--sequence", "1", *given]) == 0
+    command = "mask --json --sequence 1" + " --training" * training + f" --step {step}" * (step is not None)
+    command += f" -o {tmp_path}/mask.png -- --preset nano --train_files {tmp_path}/*.bin --val_files {tmp_path}/*.bin"
+    command += " --num_iterations 5 --val_tokens 1024 --batch_tokens 640 --train_seq_len 320 --val_seq_len 512"
+    command += f" --window_tokens 120 --block_size {BLOCK} --attention_layout LS"
+    assert main(command.split()) == 0
     found = json.loads(capsys.readouterr().out)
-
     step = 5 - training if step is None else step
     start, length = (640 * step + 320, 320) if training else (512, 512)
     documents, position = np.cumsum(tokens[start : start + length] == EOT), np.arange(length)
@@ -68,7 +65,7 @@ def test_curves_and_series(tmp_path):
 
 
 @pytest.mark.parametrize("picture", ["docs/mask.png", "records/curves.png", "records/history.png"])
-def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeypatch):
+def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, tmp_path_factory, monkeypatch):
     """Each PNG carries what it shows; the pages name the commands."""
     monkeypatch.chdir(ROOT)
     pages = "\n".join((ROOT / page).read_text() for page in ("README.md", "records/README.md"))
@@ -76,8 +73,7 @@ def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeyp
     argv = [str(path) for word in command[0].split() for path in (sorted(ROOT.glob(word)) if "*" in word else [word])]
     flags = command[1].split()
     if "mask" in argv:
-        pack_nano.main(["--out", str(tmp_path)])
-        flags += ["--val_files", f"{tmp_path}/nano_val_*.bin"]
+        flags += ["--val_files", f"{nano(tmp_path_factory.getbasetemp() / 'nano')}/nano_val_*.bin"]
     assert main([*argv, "-o", str(tmp_path / "new.png"), *flags]) == 0
     shipped, new = (json.loads(Image.open(path).text["Comment"]) for path in (ROOT / picture, tmp_path / "new.png"))
     assert shipped == new, "draw it anew"

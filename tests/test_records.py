@@ -16,7 +16,8 @@ import torch
 from records import rules
 from records.__main__ import main
 from records.logs import RECORDS, record_folders
-from synthetic_logs import ROOT, free_port, write_corpus
+from synthetic_logs import ROOT, write_corpus
+from world_worker import free_port
 
 NAMES = [folder.name for folder in record_folders(RECORDS)]
 V14, V15, V18 = "2024-12-04_ValueEmbed", "2024-12-08_UNetValueEmbed", "2025-01-04_SoftCap"
@@ -53,7 +54,7 @@ def loss_of(corpus, tmp_path_factory):
     """Return a function that trains a record's nano preset, made small, and gives the last validation loss."""
 
     @functools.cache
-    def train(name: str, flags: str = "") -> float:
+    def train(name: str, flags: str) -> float:
         logs = tmp_path_factory.mktemp("logs")
         load(name).main([*SHORT.split(), *flags.split(), *corpus, "--log_dir", str(logs), "--run_id", "r"])
         return json.loads((logs / "r.json").read_text())["val_loss"]
@@ -85,7 +86,7 @@ GOLDEN |= {V21: 4.407181, SHARDED: 4.407181, PAIRS: 4.182268, NORM: 4.542300}
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_record_still_trains_what_it_did(name: str, loss_of):
-    loss = loss_of(name)
+    loss = loss_of(name, "")
     assert loss < 5.2, "ln 257 = 5.55 is the loss of no training"
     assert loss == pytest.approx(GOLDEN.get(name, loss), abs=1e-6)
 
@@ -130,4 +131,4 @@ def test_three_processes_train_what_one_does(name: str, corpus, loss_of, tmp_pat
     command = [f"records/{name}/train_gpt.py", *SHORT.split(), *corpus, "--log_dir", str(tmp_path), "--run_id", "r"]
     subprocess.run([sys.executable, *launcher, *command], cwd=ROOT, check=True, timeout=120)
     three = json.loads((tmp_path / "r.json").read_text())["val_loss"]
-    assert three == pytest.approx(loss_of(name), abs=1e-9)
+    assert three == pytest.approx(loss_of(name, ""), abs=1e-9)
