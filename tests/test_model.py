@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from test_masks import dense_mask
+from test_attention import dense_mask
 from train_gpt import GPT, PRESETS, Rotary, lr_multiplier, muon_momentum, norm, resolve, window_blocks
 
 NANO = PRESETS["nano"]
