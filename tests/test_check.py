@@ -66,11 +66,9 @@ def outcome(capfd, corpus):
     """Run check.main: the exit code, the lines of stdout and those of stderr."""
 
     def run(*argv: str, small: bool = True) -> tuple[int, list[str], list[str]]:
-        name = "gpt2" if "gpt2" in argv else "{}_*"
-        files = [f"--{role}_files={corpus}/{name.format(role)}.bin" for role in ("train", "val")]
-        code = check.main([*(SMALL if small else []), *files, *argv])
-        captured = capfd.readouterr()
-        return code, captured.out.splitlines(), captured.err.splitlines()
+        names = ["gpt2", "gpt2"] if "gpt2" in argv else ["train_*", "val_*"]
+        files = f"--train_files={corpus}/{names[0]}.bin", f"--val_files={corpus}/{names[1]}.bin"
+        return check.main([*SMALL * small, *files, *argv]), *map(str.splitlines, capfd.readouterr())
 
     return run
 
@@ -123,9 +121,6 @@ def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tm
     problems = [line for line in errors if line.startswith("check.py: ")]
     parts = ["C compiler", "Python.h", "float32", "--train_seq_len", "--val_seq_len", "lower --num_it", "no shards"]
     assert [part in line for line, part in zip(problems, parts, strict=True)] == [True] * 7
-
-
-# GPUs
 
 
 @pytest.mark.parametrize(
@@ -220,9 +215,6 @@ def test_gpu_that_does_not_work_is_named(machine, outcome, monkeypatch):
     assert "GPU 1 does not work: shape '[3]' is invalid" in outcome("--device", "auto")[2][-1]
 
 
-# Data
-
-
 def test_presets_data_are_fetched_when_they_are_missing(corpus, tmp_path, monkeypatch, capfd):
     """With the packer replaced by one that copies a small corpus into place; --check does not run it."""
     monkeypatch.chdir(tmp_path)
@@ -257,9 +249,6 @@ def test_as_much_of_fineweb_is_fetched_as_the_run_needs(tmp_path, monkeypatch):
         check.check_data(dataclasses.replace(gpt2, num_iterations=103 * 254 + 1), check.Report(False))
 
 
-# As programs
-
-
 def program(*command: str, **env: str) -> subprocess.CompletedProcess:
     env = os.environ | dict(PYTHON=sys.executable) | env
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
@@ -281,8 +270,7 @@ def test_run_sh(corpus, tmp_path):
     done = program("./run.sh", *flags, "--check")
     assert (done.returncode, done.stderr, done.stdout.split("\n")[-2]) == (0, "", "processes: 1")
     done = program("./run.sh", *flags, NPROC="2")
-    assert done.returncode == 0
-    assert "val_loss" in done.stdout
+    assert (done.returncode, "val_loss" in done.stdout) == (0, True)
     assert program("./run.sh", SCRIPT="none.py").stderr == f"run.sh: SCRIPT=none.py: there is no such file in {ROOT}\n"
     script = tmp_path / "own.py"
     script.write_text("import sys, os; print(sys.argv[1:], os.environ['MALLOC_TRIM_THRESHOLD_'])")

@@ -93,14 +93,13 @@ def test_logits_never_exist_whole(with_grads: bool):
         torch.testing.assert_close(loss, in_slices(*inputs())[0], rtol=1e-6, atol=0)
 
 
-def quantized(t: Tensor, scale: float, kind: torch.dtype) -> Tensor:
-    """Return what FP8 leaves of `t`, in float64."""
-    limit = torch.finfo(kind).max
-    return (t * scale).clamp(-limit, limit).to(kind).double() / scale
-
-
 def fp8_by_hand(x: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply quantized factors in float64; round the logits to x's precision."""
+
+    def quantized(t: Tensor, scale: float, kind: torch.dtype) -> Tensor:
+        limit = torch.finfo(kind).max
+        return (t * scale).clamp(-limit, limit).to(kind).double() / scale
+
     x_q, w_q = quantized(x, X_S, E4M3), quantized(w, W_S, E4M3)
     z = (x_q @ w_q.T).to(x.dtype).double().requires_grad_()
     loss = loss_of(z, targets)
