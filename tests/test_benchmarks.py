@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
 from benchmarks import ENVIRONMENT, ROOT, anchor_cpu, command, measure, race_anchor, startup
 from conftest import TINY
-from train_gpt import Ranks, Trainer
+from train_gpt import GPT, Ranks, Trainer
 
 FLAGS = ["--preset=nano", "--quick", *(f"--{name}={value}" for name, value in TINY.items() if name != "compile")]
 START = [f"start: {part}" for part in ("interpreter and imports", "data: plan and hash", "model and optimizers")]
@@ -27,11 +28,6 @@ sum of the parts / whole|throughput|model FLOPs per step and rank|attained per r
 utilization, relative to the large matmul|step: whole, first window (1 blocks)|step: whole, last window (4 blocks)
 peak memory|validation of 256 tokens|loader, cold files, per rank|loader, warm files, per rank|warm-up
 attention masks of 64 tokens, not compiled""".replace("\n", "|").split("|")
-
-
-@pytest.fixture
-def trainer(tiny64) -> Trainer:
-    return Trainer(tiny64, Ranks())
 
 
 @pytest.mark.slow
@@ -94,8 +90,9 @@ def test_spans_leave_out_those_inside(monkeypatch):
     assert spans.ms() == pytest.approx(dict(step=6, optimizers=4, communication=2))
 
 
-def test_instrumented_step_is_the_same_step(tiny64, trainer):
-    other, tokens = Trainer(trainer.cfg, Ranks()), torch.randint(tiny64.vocab_size, (65,))
+def test_instrumented_step_is_the_same_step(tiny64):
+    trainer, other = Trainer(tiny64, Ranks()), Trainer(tiny64, Ranks())
+    tokens = torch.randint(tiny64.vocab_size, (65,))
     sequences, launch = [(tokens[:-1].int(), tokens[1:])] * 2, train_gpt.launch
     for step in range(3):
         found = measure.take_step(trainer, iter([sequences]), step, parts=True).ms()
@@ -120,11 +117,11 @@ def test_flops_equal_those_that_torch_counts(layout, tiny64, monkeypatch):
 
 @pytest.mark.parametrize("rate", [0.0, 0.02, 0.06, 0.3])
 @pytest.mark.parametrize("window", [0, 1, 2, 3, 4])
-def test_attended_pairs_are_those_of_the_dense_mask(window, rate, trainer):
-    cfg, i = trainer.cfg, torch.arange(64)
+def test_attended_pairs_are_those_of_the_dense_mask(window, rate, tiny64):
+    cfg, i = tiny64, torch.arange(64)
     tokens = torch.where(torch.rand(64) < rate, cfg.eot_token, 1).int()
     ids, limit = (tokens == cfg.eot_token).cumsum(0), torch.tensor(window, dtype=torch.int32)
-    masks = trainer.gpt.attention_masks(tokens, limit)
+    masks = GPT(cfg).attention_masks(tokens, limit)
     for letter, blocks in dict(L=window, S=window // 2).items():
         dense = (i[:, None] >= i) & (ids[:, None] == ids) & (i[:, None] // 8 - i // 8 < max(blocks, 1))
         flex = train_gpt.document_block_mask(ids, torch.tensor(blocks, dtype=torch.int32), cfg.block_size)
@@ -168,9 +165,8 @@ def test_race_computes_intervals_within_pairs():
     results = [[dict(zip(("val_loss", "train_time_ms"), side, strict=True)) for side in pair] for pair in values]
     found = race_anchor.summary([dict(anchor=a, trainer=b) for a, b in results])
     logs = np.log([4, 3, 5])
-    half = 4.302653 * logs.std(ddof=1) / 3**0.5  # t for 95%, 2 degrees of freedom
-    expected = dict(mean=60 ** (1 / 3), low=math.exp(logs.mean() - half), high=math.exp(logs.mean() + half))
-    assert found["ratio"] == pytest.approx(expected)
+    low, high = np.exp(stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs)))
+    assert found["ratio"] == pytest.approx(dict(mean=60 ** (1 / 3), low=low, high=high))
     assert found["loss"]["mean"] == pytest.approx(-0.28 / 3)
 
 

@@ -172,9 +172,9 @@ def test_against_names_the_first_deviation(tool, tmp_path):
 
 
 def test_both_forms_are_read(tmp_path):
-    (tmp_path / "own.txt").write_text(log_text(seed=7, val_loss=1.4321))
-    (tmp_path / "public.txt").write_text(public_text({0: 10.8258, 20: 3.2788}, 20))
-    own, public = read_log(tmp_path / "own.txt"), read_log(tmp_path / "public.txt")
+    texts = log_text(seed=7, val_loss=1.4321), public_text({0: 10.8258, 20: 3.2788}, 20)
+    write_record(tmp_path, "both", texts)
+    own, public = (read_log(tmp_path / "both" / f"run{i}.txt") for i in range(2))
     assert (own.seed, own.track, own.num_threads, own.peak_mib, own.has_gpu) == (7, "nano", 2, 499, False)
     assert (own.val_loss, own.train_time, own.num_steps, own.recompiles) == (1.4321, 806, 20, 0)
     assert (own.source, own.first_batch) == (SOURCE.rstrip("\n"), ("nano_train_000000.bin", 0))
@@ -350,11 +350,10 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
 
 def test_table_is_idempotent_checked_and_safe(tool, root):
     readme = root / "README.md"
+    readme.write_text(EMPTY_TABLES)
     write_record(root, NAME, good())
     write_record(root, "2026-01-03_NoRuns", [])
-    hostile = good(cpu="<img src=x>|\x1b[2J")
-    write_record(root, "2026-01-04_Hostile", hostile, readme="# N: <b>|\n")
-    readme.write_text(EMPTY_TABLES)
+    write_record(root, "2026-01-04_Hostile", good(cpu="<img src=x>|\x1b[2J"), readme="# N: <b>|\n")
     assert (tool("table", "--check")[0], readme.read_text()) == (1, EMPTY_TABLES)
     assert tool("table")[0] == 0
     text = readme.read_text()
@@ -414,14 +413,13 @@ def test_mask_equals_a_brute_force(tmp_path, capsys, training, step):
 def test_curves_and_series(tmp_path):
     """Times share a series only where records have runs of one seed on one machine; then those runs are compared."""
 
-    def runs(seeds, step_ms: float, cpu: str = "Some Processor") -> list[str]:
-        return [log_text(seed=seed, val_loss=1.4 + seed / 100, step_ms=step_ms, cpu=cpu) for seed in seeds]
+    def runs(seeds, step_ms: float, cpu: str = "Some Processor", steps: int = 20) -> list[str]:
+        return [log_text(seed=i, val_loss=1.4 + i / 100, step_ms=step_ms, cpu=cpu, steps=steps) for i in seeds]
 
     first = write_record(tmp_path, "2026-01-01_First", runs((1, 2, 3), 40.0))
     write_record(tmp_path, "2026-01-02_Second", runs((7, 8), 90.0))
-    in_turn = [log_text(seed=seed, step_ms=step_ms, steps=10) for seed, step_ms in ((2, 30.0), (3, 34.0))]
-    other = log_text(seed=1, step_ms=1.0, batch_tokens=2048)
-    write_record(tmp_path / "2026-01-02_Second", "in_turn", [*in_turn, other])
+    in_turn = runs([2], 30.0, steps=10) + runs([3], 34.0, steps=10) + [log_text(step_ms=1.0, batch_tokens=2048)]
+    write_record(tmp_path / "2026-01-02_Second", "in_turn", in_turn)
     write_record(tmp_path, "2026-01-03_Third", runs((2, 3), 20.0, "Other"))
     write_record(tmp_path, "2026-01-04_Fourth", runs((3, 4), 10.0, "Other"))
     found = plots.own_history(tmp_path)["nano"]

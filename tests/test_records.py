@@ -20,9 +20,7 @@ from synthetic_logs import ROOT, write_corpus
 from world_worker import free_port
 
 NAMES = [folder.name for folder in record_folders(RECORDS)]
-V14, V15, V18 = "2024-12-04_ValueEmbed", "2024-12-08_UNetValueEmbed", "2025-01-04_SoftCap"
-V20, V21 = "2025-01-16_Sub3Min", "2025-01-26_BatchSize"
-SHARDED, PAIRS, NORM = (f"2026-11-21_{name}" for name in ("ShardedOptimizers", "TokenPairs", "WrittenNorm"))
+V14, V15, V18, V20, V21, SHARDED, PAIRS, NORM, *_ = NAMES
 SHORT = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --seed 1 --num_iterations 8 --model_dim 32 "
 SHORT += "--num_heads 2 --head_dim 16 --block_size 16 --window_tokens 64 --train_seq_len 128 --batch_tokens 768 "
 SHORT += "--val_seq_len 256 --val_tokens 1280"
