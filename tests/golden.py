@@ -40,8 +40,7 @@ def load_numbers(name: str, p: torch.Tensor) -> None:
 
 def load_rotary(gpt: GPT, cfg: Hyperparameters) -> None:
     """Compute the tables in float64."""
-    quarter = cfg.head_dim // 4
-    frequencies = np.array([1024 ** -(i / (quarter - 1)) for i in range(quarter)] + [0.0] * quarter)
+    frequencies = np.pad(np.logspace(0, -1, cfg.head_dim // 4, base=1024), (0, cfg.head_dim // 4))
     angles = np.outer(np.arange(cfg.train_seq_len), frequencies)
     gpt.rotary.cos, gpt.rotary.sin = (torch.from_numpy(f(angles)) for f in (np.cos, np.sin))
 

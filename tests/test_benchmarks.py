@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import train_gpt
 from benchmarks import ENVIRONMENT, ROOT, anchor_cpu, command, measure, race_anchor, startup
 from conftest import TINY
+from test_attention import build, dense_mask
 from train_gpt import GPT, Ranks, Trainer
 
 FLAGS = ["--preset=nano", "--quick", *(f"--{name}={value}" for name, value in TINY.items() if name != "compile")]
@@ -118,13 +119,11 @@ def test_flops_equal_those_that_torch_counts(layout, tiny64, monkeypatch):
 @pytest.mark.parametrize("rate", [0.0, 0.02, 0.06, 0.3])
 @pytest.mark.parametrize("window", [0, 1, 2, 3, 4])
 def test_attended_pairs_are_those_of_the_dense_mask(window, rate, tiny64):
-    cfg, i = tiny64, torch.arange(64)
-    tokens = torch.where(torch.rand(64) < rate, cfg.eot_token, 1).int()
-    ids, limit = (tokens == cfg.eot_token).cumsum(0), torch.tensor(window, dtype=torch.int32)
-    masks = GPT(cfg).attention_masks(tokens, limit)
+    tokens = torch.where(torch.rand(64) < rate, tiny64.eot_token, 1).int()
+    ids = (tokens == tiny64.eot_token).cumsum(0)
+    masks = GPT(tiny64).attention_masks(tokens, torch.tensor(window, dtype=torch.int32))
     for letter, blocks in dict(L=window, S=window // 2).items():
-        dense = (i[:, None] >= i) & (ids[:, None] == ids) & (i[:, None] // 8 - i // 8 < max(blocks, 1))
-        flex = train_gpt.document_block_mask(ids, torch.tensor(blocks, dtype=torch.int32), cfg.block_size)
+        flex, dense = build(ids, blocks, 8), dense_mask(ids, blocks, 8)
         assert measure.attended_pairs(masks[letter]) == measure.attended_pairs(flex) == dense.sum()
 
 

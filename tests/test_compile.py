@@ -68,8 +68,8 @@ def test_all_graphs_are_there_after_the_warm_up(tiny, graphs, tmp_path: Path, ch
     counters = torch._dynamo.utils.counters["stats"]
     compiled, plans = counters["unique_graphs"], train_gpt.plan_data(cfg)
     batches = train_gpt.read_batches(plans["train"], [0, 1], cfg.train_seq_len, cfg, trainer.device)
+    compared = [trainer, plain] if cfg.dtype == "float64" else [trainer]
     for step, batch in enumerate(batches):
-        compared = [trainer, plain] if cfg.dtype == "float64" else [trainer]
         losses = [(t.train_step(step, batch).item(), t.evaluate(step + 1, plans["val"])) for t in compared]
         assert np.isfinite(losses[0]).all()
         assert losses[0] == pytest.approx(losses[-1], rel=1e-10)

@@ -84,15 +84,13 @@ def test_an_environment_that_works_is_kept(start):
     assert finish(start())[0] == 0
     venv, own = start.folder / ".venv", start.folder / ".venv" / "lib" / "own"
     own.mkdir(parents=True)
-    for change in (lambda: (venv / "installed").unlink(), lambda: (venv / "unfinished").touch()):
+    for change in (venv / "installed").unlink, (venv / "unfinished").touch:
         change()
-        assert finish(start()) == (0, READY, "")
-        assert own.exists()
+        assert (*finish(start()), own.exists()) == (0, READY, "", True)
     shutil.rmtree(venv / "bin")
     (venv / "pyvenv.cfg").unlink()
-    code, _, errors = finish(start())
-    assert (code, errors) == (2, "run.sh: .venv is in the way and no Python environment: move it away\n")
-    assert own.exists()
+    message = "run.sh: .venv is in the way and no Python environment: move it away\n"
+    assert (*finish(start()), own.exists()) == (2, "", message, True)
 
 
 def test_two_at_once_make_one_environment(start):

@@ -135,8 +135,7 @@ def test_a_text_ends_with_its_document(tiny, random_gpt):
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
-    code = sample.main([*argv])
-    return code, *capsys.readouterr()
+    return sample.main([*argv]), *capsys.readouterr()
 
 
 def test_text_is_the_same_with_the_same_seed(model, capsys, monkeypatch):
