@@ -36,5 +36,6 @@ sys.addaudithook(audit)
 try:
     runpy.run_path(str(SCRIPT), run_name="__main__")
 finally:
+    text = json.dumps({kind: sorted(found) for kind, found in notes.items()})
     with open(target, "a") as file:
-        file.write(json.dumps({kind: sorted(found) for kind, found in notes.items()}) + "\n")
+        file.write(text + "\n")
