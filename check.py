@@ -53,8 +53,6 @@ STEP_MIB = {"train_seq_len": 25_424, "val_seq_len": 8_910}
 # a step, measured), about half of that on others.
 TFLOPS = {"MIG": 0, "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "4090": 165, "3090": 71}
 UTILIZATION, NANO_FLOPS = 0.364, 9.1e10
-
-
 Gpu = namedtuple("Gpu", "name capability free")  # free: bytes of memory
 
 
@@ -74,11 +72,10 @@ def reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].partition("; ./run.sh")[0][:300]
 
 
-def try_gpu(index: int) -> Gpu:
+def try_gpu(i: int) -> Gpu:
     """Run a kernel. Raise RuntimeError if the GPU is broken, full, or none that this torch was built for."""
-    torch.ones(1, device=f"cuda:{index}").add_(1).item()
-    free, name = torch.cuda.mem_get_info(index)[0], torch.cuda.get_device_name(index)
-    return Gpu(name, torch.cuda.get_device_capability(index), free)
+    torch.ones(1, device=f"cuda:{i}").add_(1).item()
+    return Gpu(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i), torch.cuda.mem_get_info(i)[0])
 
 
 def why_no_gpu() -> tuple[str, bool]:
@@ -92,20 +89,20 @@ def why_no_gpu() -> tuple[str, bool]:
     except (OSError, subprocess.SubprocessError) as error:
         return f"nvidia-smi fails: {reason(error)}", True
     line = next(filter(str.strip, (done.stdout + done.stderr).splitlines()), "No devices")[:200]
-    name, _, driver = line.rpartition(", ")
     if line.startswith("No devices"):
         return "nvidia-smi finds no GPU", False
+    name, _, driver = line.rpartition(", ")
     if not re.fullmatch(r"\d{3}[\d.]*", driver):
         return f"nvidia-smi fails: {line}", True
     # torch 2.13 comes for CUDA 13, which needs driver 580, and for 12.6, which needs 525 (docs.nvidia.com/deploy)
-    number, cuda, version = int(driver[:3]), torch.version.cuda, torch.__version__.partition("+")[0]
-    wheel = "cu130" if number >= 580 else "cu126"
+    wheel, cuda, version = "cu130" if driver >= "580" else "cu126", torch.version.cuda, torch.__version__.split("+")[0]
     install = f"{PIP} --index-url https://download.pytorch.org/whl/{wheel} torch=={version}+{wheel}"
     fix = f"CUDA_VISIBLE_DEVICES={visible} may name none" if visible else "restart the machine or its driver"
+    update = "update the driver to 580 or newer"
     if cuda is None:
-        fix = f"it is a CPU build: {install}" if number >= 525 else f"update the driver to 580 or newer, then {install}"
-    elif number < (580 if cuda >= "13" else 525):
-        fix = f"update the driver to 580 or newer{f', or {install}' if number >= 525 else ''}"
+        fix = f"it is a CPU build: {install}" if driver >= "525" else f"{update}, then {install}"
+    elif driver < ("580" if cuda >= "13" else "525"):
+        fix = f"{update}, or {install}" if driver >= "525" else update
     return f"torch {torch.__version__} cannot use the {name} with driver {driver}: {fix}", True
 
 
@@ -152,23 +149,20 @@ def data_command(cfg: Hyperparameters, files: str) -> str:
 
 
 def check_data(cfg: Hyperparameters, report: Report) -> list[tuple[str, str]]:
-    """Return what is wrong with the shards, each with the command that mends it, if one does."""
-    found = []
-    for files, batch_tokens, batches, flag in (
-        (cfg.train_files, cfg.batch_tokens, cfg.num_iterations, "num_iterations"),
-        (cfg.val_files, cfg.val_seq_len, cfg.val_tokens // cfg.val_seq_len, "val_tokens"),
-    ):
+    """Return what is wrong with the shards and a command mends, with that command; report what none mends."""
+    train, found = (cfg.train_files, cfg.batch_tokens, cfg.num_iterations, "num_iterations"), []
+    val = (cfg.val_files, cfg.val_seq_len, cfg.val_tokens // cfg.val_seq_len, "val_tokens")
+    for files, batch_tokens, batches, flag in train, val:
         command, paths = data_command(cfg, files), sorted(glob.glob(files, recursive=True))
         report.fact(f"data: {len(paths)} shards match {files}")
         fix = f"get it: python {command or 'data/pack_text.py --help'}"
-        problems = [f"{path}: {problem}" for path in paths if (problem := shard_problem(Path(path)))][:5]
+        unsound = [f"{path}: {problem}" for path in paths if (problem := shard_problem(Path(path)))]
+        problems = unsound[:5] if paths else [f"no shards match {files} in {os.getcwd()}"]
         for path in [] if problems else paths:  # the first million tokens tell bytes from GPT-2's
             highest = np.fromfile(path, "<u2", 2**20, offset=1024).max(initial=0)
             if highest >= cfg.vocab_size or 0 < highest <= 256 < cfg.vocab_size - 1:
                 problems = [f"{path}: has tokens up to {highest}, not of {cfg.vocab_size} (--vocab_size)"]
-        if not paths:
-            problems = [f"no shards match {files} in {os.getcwd()}"]
-        elif not problems:
+        if not problems:
             try:
                 train_gpt.plan_batches(files, batch_tokens, batches)
             except UserError as error:
@@ -176,7 +170,8 @@ def check_data(cfg: Hyperparameters, report: Report) -> list[tuple[str, str]]:
                 if flag == "val_tokens" or "fineweb" not in command or int(command.split()[1]) <= len(paths):
                     command, fix = "", f"lower --{flag}"  # there is no more to get
         found += [(f"{problem}; {fix}", command) for problem in problems]
-    return found
+    report.problems += [problem for problem, command in found if not command]
+    return [(problem, command) for problem, command in found if command]
 
 
 def examine(argv: list[str], report: Report) -> int:
@@ -208,7 +203,7 @@ def examine(argv: list[str], report: Report) -> int:
             report.problems.append("torch.compile finds no C compiler: install one (Debian, Ubuntu: apt install g++)")
         if gpus and not (header := Path(sysconfig.get_path("include"), "Python.h")).exists():
             report.problems.append(f"torch.compile needs {header}: install Python's headers (apt install python3-dev)")
-    for gpu in [min(gpus, key=lambda gpu: gpu.capability)] if gpus else []:
+    for gpu in sorted(gpus, key=lambda gpu: gpu.capability)[:1]:
         this = f"{gpu.name} (compute capability {'.'.join(map(str, gpu.capability))})"
         kinds = f"{cfg.dtype}, head in {'FP8' if cfg.lm_head_fp8 else cfg.dtype}"
         report.fact(f"hardware: {len(gpus)} x {this}: {kinds}", note=True)
@@ -217,9 +212,7 @@ def examine(argv: list[str], report: Report) -> int:
     if is_root:
         train_gpt.check_world(cfg, Ranks(0, processes, 0, processes))
         check_memory_and_time(cfg, gpus, processes, report)
-    found = check_data(cfg, report)
-    report.problems += [problem for problem, command in found if not command]
-    for command in dict.fromkeys(command for _, command in found if command):
+    for command in dict.fromkeys(command for _, command in check_data(cfg, report)):
         report.fact(f"data: run.sh gets them: python {command}")
         folder = Path(cfg.train_files).absolute().parent
         free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free / 1e9
@@ -246,10 +239,9 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     for problem in report.problems:
         print("check.py: " + "".join(c if c.isprintable() else "?" for c in problem), file=sys.stderr)
-    if report.problems:
-        return 2
-    print(f"processes: {processes}" if report.is_full else processes)
-    return 0
+    if not report.problems:
+        print(f"processes: {processes}" if report.is_full else processes)
+    return 2 if report.problems else 0
 
 
 if __name__ == "__main__":

@@ -780,7 +780,7 @@ class Trainer:
             dist.init_process_group("nccl" if on_cuda else "gloo", device_id=self.device if on_cuda else None, **group)
             for p in self.gpt.parameters():
                 dist.broadcast(p.detach(), src=0)
-        self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False, disable=not cfg.compile)
+        self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
         self.window_blocks = torch.ones((), dtype=torch.int32, device=self.device)
 
@@ -1089,8 +1089,9 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
     result = dict(val_loss=val_loss, target_loss=cfg.target_loss, train_time_ms=train_time, log=str(path))
     result |= dict(num_iterations=cfg.num_iterations, seed=cfg.seed, peak_memory_mib=peak, recompiles=recompiles)
     result |= dict(val_curve=log.curves["val_loss"], train_curve=log.curves["train_loss"])
-    ends = [f"{batch.path} position {batch.start}" for batch in (plans["train"][0], plans["train"][-1])]
-    log.write(f"data: from {' to '.join(ends)}\nrecompiles after the clock started: {recompiles}", recompiles > 0)
+    for name, batch in dict(first=plans["train"][0], last=plans["train"][-1]).items():
+        log.write(f"{name} batch: {batch.path} position {batch.start}")
+    log.write(f"recompiles after the clock started: {recompiles}", console=recompiles > 0)
     median, p99 = np.percentile(ms, [50, 99])
     slowest = f"slowest {ms.max():.2f}ms at step {ms.argmax() + 1}"
     log.write(f"step time: median {median:.2f}ms p99 {p99:.2f}ms {slowest}", console=p99 > 1.5 * median)

@@ -1,10 +1,7 @@
 """Logs and records that no run wrote, and a small corpus for runs that do."""
 
-import contextlib
 import hashlib
 import json
-import random
-import socket
 import struct
 from pathlib import Path
 
@@ -32,11 +29,8 @@ def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step
     lines += [f"train shard: {shard}, {size}" for shard in shards] + [f"val shard: nano_val_000000.bin, {size}"]
     lines += ["flags: []", f"configuration: {json.dumps(config)}"]
     val_tokens = 262144 if preset == "nano" else 10485760
-    lines += [
-        f"validation tokens: {val_tokens}, sha256 {more.get('val_sha256', NANO_VAL)}",
-        RULE,
-        f"seed: {seed}, log: x",
-    ]
+    lines += [f"validation tokens: {val_tokens}, sha256 {more.get('val_sha256', NANO_VAL)}"]
+    lines += [RULE, f"seed: {seed}, log: x"]
     curve = more.get("curve") or {step: val_loss + 1 - step / steps for step in [*range(0, steps, 5), steps]}
     for step in range(steps + 1):
         timing = f"train_time:{step * step_ms:.0f}ms step_avg:{step_ms if step else 0:.2f}ms"
@@ -84,12 +78,3 @@ def write_corpus(folder: Path) -> list[str]:
     write_shard(folder / "train.bin", tokens)
     write_shard(folder / "val.bin", tokens[7_000:17_000])
     return ["--train_files", str(folder / "train.bin"), "--val_files", str(folder / "val.bin"), "--val_sha256", ""]
-
-
-def free_port() -> str:
-    """Find one below the range that systems hand out by themselves, and in that of docs/train.slurm."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 30_000)
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port))
-            return str(port)

@@ -1,4 +1,4 @@
-"""Gathered attention against dense attention, compiled FlexAttention against it, and no leaks through the model."""
+"""Masks against dense ones, gathered attention against dense attention, FlexAttention against it, and no leaks."""
 
 import dataclasses
 import itertools
@@ -7,13 +7,72 @@ import shutil
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 import train_gpt
-from test_masks import CASES, build, dense_mask, random_docs
-from train_gpt import GPT, CausalSelfAttention, GatheredMask, Rotary
+from train_gpt import GPT, CausalSelfAttention, GatheredMask, Rotary, document_block_mask
 
 SCALE = 0.12
+# tokens, tokens per block, tokens of a typical document; None: documents begin at block edges
+SHAPES = [(48, 4, 2), (48, 4, 6), (48, 4, 30), (48, 4, 10**9), (48, 4, None)]
+SHAPES += [(8, 8, 4), (16, 1, 3), (160, 8, 5), (160, 8, 40), (256, 16, 100)]
+
+
+def random_docs(num_tokens: int, block_size: int, doc_len: int | None, seed: int) -> Tensor:
+    """Count documents as the model does: one up at every end-of-text token."""
+    generator = torch.Generator().manual_seed(seed)
+    chance = 1 / doc_len if doc_len else 0.6 * (torch.arange(num_tokens) % block_size == 0)
+    is_eot = torch.rand(num_tokens, generator=generator) < chance
+    if seed % 2:  # a run of end-of-text tokens, each a document of its own
+        start = int(torch.randint(num_tokens, (), generator=generator))
+        is_eot[start : start + block_size + 2] = True
+    return is_eot.cumsum(0, dtype=torch.int32)
+
+
+SEEDED = itertools.product(SHAPES, range(2))
+CASES = [pytest.param(random_docs(*shape, seed), shape[1], id=f"{shape}-{seed}") for shape, seed in SEEDED]
+
+
+def build(docs: Tensor, window: int, block_size: int) -> BlockMask:
+    return document_block_mask(docs, torch.tensor(window, dtype=torch.int32), block_size)
+
+
+def dense_mask(docs: Tensor, window: int, block_size: int) -> Tensor:
+    """Return (T, T): causal, same document, less than max(window, 1) blocks back."""
+    position = torch.arange(len(docs))
+    block = position // block_size
+    causal = position[:, None] >= position[None, :]
+    near = block[:, None] - block[None, :] < max(window, 1)
+    return causal & near & (docs[:, None] == docs[None, :])
+
+
+def as_dense(mask: BlockMask, kind: str) -> Tensor:
+    """Return which key blocks each query block has in its list."""
+    counts, indices = (getattr(mask, kind + name)[0, 0] for name in ("kv_num_blocks", "kv_indices"))
+    assert all(t.dtype == torch.int32 and t.is_contiguous() for t in (counts, indices))
+    # Kernels and `gather` read entries beyond the counts, too; FlexAttention on a CPU crashes at a count of -1
+    assert min(counts.min(), indices.min()) >= 0
+    assert indices.max() < len(counts)
+    is_listed = torch.arange(len(counts)) < counts[:, None]
+    assert (indices.diff(dim=1)[is_listed[:, 1:]] < 0).all(), "nearest first, none twice"
+    return torch.zeros(is_listed.shape).scatter_add(1, indices.long(), is_listed.float()).bool()
+
+
+@pytest.mark.parametrize(("docs", "block_size"), CASES)
+def test_blocks_with_element_mask_are_the_definition(docs: Tensor, block_size: int):
+    """No block too few, none too many; full where no element of a block before the diagonal is masked."""
+    position = torch.arange(len(docs))
+    for window in range(21):
+        mask, dense = build(docs, window, block_size), dense_mask(docs, window, block_size)
+        partial, full = as_dense(mask, ""), as_dense(mask, "full_")
+        assert partial.diagonal().all(), "every query block has a partial one: itself"
+        blocks = dense.unflatten(1, (-1, block_size)).unflatten(0, (-1, block_size))
+        assert torch.equal(full, blocks.all(1).all(-1).tril(-1))
+        assert torch.equal(partial, blocks.any(1).any(-1) & ~full)
+        in_list = (partial | full).repeat_interleave(block_size, 0).repeat_interleave(block_size, 1)
+        assert torch.equal(in_list & mask.mask_mod(None, None, position[:, None], position[None, :]), dense)
+        assert mask.q_indices is not None, "FlexAttention's backward pass takes the lists by key block"
+        assert torch.equal(mask.q_num_blocks[0, 0].long(), partial.sum(0))
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
 from benchmarks import ENVIRONMENT, ROOT, anchor_cpu, command, measure, race_anchor, startup
 from conftest import TINY
-from train_gpt import Ranks, Trainer
+from test_attention import build, dense_mask
+from train_gpt import GPT, Ranks, Trainer
 
 FLAGS = ["--preset=nano", "--quick", *(f"--{name}={value}" for name, value in TINY.items() if name != "compile")]
 START = [f"start: {part}" for part in ("interpreter and imports", "data: plan and hash", "model and optimizers")]
@@ -27,11 +29,6 @@ sum of the parts / whole|throughput|model FLOPs per step and rank|attained per r
 utilization, relative to the large matmul|step: whole, first window (1 blocks)|step: whole, last window (4 blocks)
 peak memory|validation of 256 tokens|loader, cold files, per rank|loader, warm files, per rank|warm-up
 attention masks of 64 tokens, not compiled""".replace("\n", "|").split("|")
-
-
-@pytest.fixture
-def trainer(tiny64) -> Trainer:
-    return Trainer(tiny64, Ranks())
 
 
 @pytest.mark.slow
@@ -61,12 +58,12 @@ def test_report_is_complete_but_for_a_failed_stage(tiny, tmp_path, monkeypatch, 
     assert "aten::" in (tmp_path / "out/profile.txt").read_text()
     assert found["data"].startswith("SYNTHETIC")
     assert "| Newton-Schulz | FAILED: ZeroDivisionError: division by zero |" in told
-    figures = {name: figure for name, figure in found["figures"].items() if name != "Newton-Schulz"}
-    assert sorted(figures) == sorted([*FIGURES, "start: total"])
-    for name, figure in figures.items():
+    assert found["figures"].pop("Newton-Schulz")
+    assert sorted(found["figures"]) == sorted([*FIGURES, "start: total"])
+    for name, figure in found["figures"].items():
         assert 0 < figure["p10"] <= figure["median"] <= figure["p90"] < math.inf, name
         assert f"| {name} | {command.shown(figure['median'])} {figure['unit']}".strip() in told
-    median = {name: figure["median"] for name, figure in figures.items()}
+    median = {name: figure["median"] for name, figure in found["figures"].items()}
     ms, attained = median["step: whole, middle window (2 blocks)"], median["attained per rank"]
     assert median["throughput"] == pytest.approx(1000 * tiny.batch_tokens / ms)
     assert attained == pytest.approx(median["model FLOPs per step and rank"] / ms)
@@ -94,8 +91,9 @@ def test_spans_leave_out_those_inside(monkeypatch):
     assert spans.ms() == pytest.approx(dict(step=6, optimizers=4, communication=2))
 
 
-def test_instrumented_step_is_the_same_step(tiny64, trainer):
-    other, tokens = Trainer(trainer.cfg, Ranks()), torch.randint(tiny64.vocab_size, (65,))
+def test_instrumented_step_is_the_same_step(tiny64):
+    trainer, other = Trainer(tiny64, Ranks()), Trainer(tiny64, Ranks())
+    tokens = torch.randint(tiny64.vocab_size, (65,))
     sequences, launch = [(tokens[:-1].int(), tokens[1:])] * 2, train_gpt.launch
     for step in range(3):
         found = measure.take_step(trainer, iter([sequences]), step, parts=True).ms()
@@ -120,14 +118,12 @@ def test_flops_equal_those_that_torch_counts(layout, tiny64, monkeypatch):
 
 @pytest.mark.parametrize("rate", [0.0, 0.02, 0.06, 0.3])
 @pytest.mark.parametrize("window", [0, 1, 2, 3, 4])
-def test_attended_pairs_are_those_of_the_dense_mask(window, rate, trainer):
-    cfg, i = trainer.cfg, torch.arange(64)
-    tokens = torch.where(torch.rand(64) < rate, cfg.eot_token, 1).int()
-    ids, limit = (tokens == cfg.eot_token).cumsum(0), torch.tensor(window, dtype=torch.int32)
-    masks = trainer.gpt.attention_masks(tokens, limit)
+def test_attended_pairs_are_those_of_the_dense_mask(window, rate, tiny64):
+    tokens = torch.where(torch.rand(64) < rate, tiny64.eot_token, 1).int()
+    ids = (tokens == tiny64.eot_token).cumsum(0)
+    masks = GPT(tiny64).attention_masks(tokens, torch.tensor(window, dtype=torch.int32))
     for letter, blocks in dict(L=window, S=window // 2).items():
-        dense = (i[:, None] >= i) & (ids[:, None] == ids) & (i[:, None] // 8 - i // 8 < max(blocks, 1))
-        flex = train_gpt.document_block_mask(ids, torch.tensor(blocks, dtype=torch.int32), cfg.block_size)
+        flex, dense = build(ids, blocks, 8), dense_mask(ids, blocks, 8)
         assert measure.attended_pairs(masks[letter]) == measure.attended_pairs(flex) == dense.sum()
 
 
@@ -158,10 +154,9 @@ def test_anchor_learns_causally_and_validates_every_position_once():
     assert (x.grad[0].abs().sum(-1) > 0).tolist() == [True] * 41 + [False] * 23
     tokens, seen = np.random.default_rng(0).integers(257, size=300 * 64 + 5), []
     loss = anchor_cpu.validate(lambda x, y: seen.append((x, y)) or y.double().mean(), tokens, 300 * 64)
-    inputs, targets = (torch.cat(part).flatten().numpy() for part in zip(*seen, strict=True))
-    assert np.array_equal(inputs, tokens[: 300 * 64])
-    assert np.array_equal(targets, tokens[1 : 300 * 64 + 1])
-    assert loss == pytest.approx(targets.mean())
+    pair = [torch.cat(part).flatten().numpy() for part in zip(*seen, strict=True)]
+    assert np.array_equal(pair, [tokens[: 300 * 64], tokens[1 : 300 * 64 + 1]])
+    assert loss == pytest.approx(pair[1].mean())
 
 
 def test_race_computes_intervals_within_pairs():
@@ -169,9 +164,8 @@ def test_race_computes_intervals_within_pairs():
     results = [[dict(zip(("val_loss", "train_time_ms"), side, strict=True)) for side in pair] for pair in values]
     found = race_anchor.summary([dict(anchor=a, trainer=b) for a, b in results])
     logs = np.log([4, 3, 5])
-    half = 4.302653 * logs.std(ddof=1) / 3**0.5  # t for 95%, 2 degrees of freedom
-    expected = dict(mean=60 ** (1 / 3), low=math.exp(logs.mean() - half), high=math.exp(logs.mean() + half))
-    assert found["ratio"] == pytest.approx(expected)
+    low, high = np.exp(stats.t.interval(0.95, 2, logs.mean(), stats.sem(logs)))
+    assert found["ratio"] == pytest.approx(dict(mean=60 ** (1 / 3), low=low, high=high))
     assert found["loss"]["mean"] == pytest.approx(-0.28 / 3)
 
 
@@ -182,12 +176,11 @@ def test_race_alternates_and_its_exit_code_says_whether_the_ratio_counts(losses,
     def own_process(command: list[str]) -> str:
         side, flags = Path(command[0]).stem, dict(zip(command[1::2], command[2::2], strict=True))
         order.append(f"{side} {flags['--seed']}")
-        loss = 1.6 + 0.1 * int(flags["--seed"]) if side == "anchor_cpu" else losses[int(flags["--seed"])]
         if side == "train_gpt":
             assert (flags["--preset"], flags["--num_iterations"]) == ("nano", "3")
-            text = json.dumps(dict(val_loss=loss, train_time_ms=8.0))
-            Path(flags["--log_dir"], f"{flags['--run_id']}.json").write_text(text)
-        return "first line\n" + json.dumps(dict(val_loss=loss, train_time_ms=80.0))
+            result = dict(val_loss=losses[int(flags["--seed"])], train_time_ms=8.0)
+            Path(flags["--log_dir"], f"{flags['--run_id']}.json").write_text(json.dumps(result))
+        return "first line\n" + json.dumps(dict(val_loss=1.6 + 0.1 * int(flags["--seed"]), train_time_ms=80.0))
 
     monkeypatch.setattr(race_anchor, "own_process", own_process)
     out = tmp_path / "race.json"

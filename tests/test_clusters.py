@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from synthetic_logs import ROOT, free_port, write_corpus
+from synthetic_logs import ROOT, write_corpus
+from world_worker import free_port
 
-SHORT = (
-    "--preset nano --device cpu --dtype float64 --cpu_threads 1 --seed 1 --num_iterations 48 --val_loss_every 0 "
-    "--model_dim 32 --num_heads 2 --head_dim 16 --train_seq_len 256 --batch_tokens 1024 --val_seq_len 1024 "
-    "--val_tokens 4096"
-).split()
+SHORT = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --seed 1 --num_iterations 48 --val_loss_every 0 "
+SHORT += "--model_dim 32 --num_heads 2 --head_dim 16 --train_seq_len 256 --batch_tokens 1024 --val_seq_len 1024 "
+SHORT += "--val_tokens 4096"
 # Start the command once per node, in NODES/0 and NODES/1. Kill the last one when a file matches LOSE
 SRUN = r"""#!/bin/bash
 for option in 1 2; do [[ $1 =~ ^--(kill-on-bad-exit=1|cpus-per-task=[0-9]+)$ ]] && shift || exit 9; done
@@ -51,10 +50,10 @@ def sbatch(tmp_path):
         (tmp_path / "bin" / name).chmod(0o755)
 
     def run(*flags: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
-        slurm = dict(SLURM_JOB_ID=str(int(free_port()) - 20_000), SLURM_JOB_NODELIST="node[1-2]")
-        slurm |= dict(SLURM_JOB_NUM_NODES=options["nodes"], SLURM_CPUS_PER_TASK=options["cpus-per-task"])
-        slurm |= dict(SLURM_GPUS_ON_NODE=options["gpus-per-node"], SLURM_SUBMIT_DIR=str(cwd))
+        slurm = dict(SLURM_JOB_ID="1", SLURM_JOB_NODELIST="node[1-2]", SLURM_JOB_NUM_NODES=options["nodes"])
+        slurm |= dict(SLURM_CPUS_PER_TASK=options["cpus-per-task"], SLURM_GPUS_ON_NODE=options["gpus-per-node"])
         own = dict(PATH=f"{tmp_path}/bin:{os.environ['PATH']}", NODES=f"{tmp_path}/nodes", PYTHON=sys.executable)
+        own |= dict(SLURM_SUBMIT_DIR=str(cwd))
         command, env = ["bash", tmp_path / "slurm_script", *flags], ENVIRONMENT | slurm | own | env
         return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=80)
 
@@ -65,8 +64,9 @@ def sbatch(tmp_path):
 def test_batch_script_goes_on_after_a_node_is_lost(sbatch, tmp_path):
     """The same job starts again from the checkpoint on the first node's own disk, and ends as one process does."""
     first, second = (tmp_path / "nodes" / node / "logs" for node in "01")
-    given = dict(NPROC="1", SLURM_JOB_ID=str(int(free_port()) - 20_000))
-    flags = [*SHORT, *write_corpus(tmp_path), "--checkpoint_every", "4"]
+    port = next(port for port in iter(free_port, None) if 20_000 <= port < 30_000)  # the script's are these
+    given = dict(NPROC="1", SLURM_JOB_ID=str(port - 20_000))
+    flags = [*SHORT.split(), *write_corpus(tmp_path), "--checkpoint_every", "4"]
     assert sbatch(*flags, **given, LOSE=f"{first}/*.checkpoint").returncode != 0
     run = first / f"slurm-{given['SLURM_JOB_ID']}"
     assert not run.with_suffix(".json").exists()
@@ -75,9 +75,8 @@ def test_batch_script_goes_on_after_a_node_is_lost(sbatch, tmp_path):
     assert "\n2 processes, " in run.with_suffix(".txt").read_text()
     alone = [sys.executable, "train_gpt.py", *flags, "--log_dir", tmp_path / "alone", "--run_id", "r"]
     subprocess.run(alone, cwd=ROOT, env=ENVIRONMENT, check=True, timeout=80)
-    one, two = (
-        json.loads(path.read_text())["val_loss"] for path in (tmp_path / "alone/r.json", run.with_suffix(".json"))
-    )
+    results = (json.loads(path.read_text()) for path in (tmp_path / "alone/r.json", run.with_suffix(".json")))
+    one, two = (result["val_loss"] for result in results)
     assert one == pytest.approx(two, rel=1e-7)
     assert run.with_suffix(".checkpoint").exists()
     assert not second.exists()
@@ -92,11 +91,13 @@ def test_batch_script_names_what_is_missing(sbatch, tmp_path):
 def test_batch_script_asks_for_the_gpus_that_slurm_gives(sbatch, tmp_path):
     """It asks for gpt2 on GPUs, whatever the node has; flags come last and win."""
     (tmp_path / "bin" / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    plain = sbatch("--seed", "7", SLURM_JOB_ID="123456").stdout.split()
-    assert plain[plain.index("train_gpt.py") + 1 :] == "--preset gpt2 --device cuda --seed 7".split()
-    assert {"--nnodes=2", "--nproc_per_node=4", "--cpus-per-task=16", "--kill-on-bad-exit=1"} <= set(plain)
-    assert "--rdzv_endpoint=127.0.0.1:23456" in plain
-    for form in (["--checkpoint_every", "10"], ["--checkpoint_every=10"]):
-        saved = sbatch(*form, SLURM_JOB_ID="123456").stdout.split()
-        own = "--run_id slurm-123456 --resume latest --preset gpt2 --device cuda".split()
-        assert saved[saved.index("train_gpt.py") + 1 :] == [*own, *form]
+    own = "--run_id slurm-123456 --resume latest --preset gpt2 --device cuda"
+    for flags, expected in {
+        "--seed 7": "--preset gpt2 --device cuda --seed 7",
+        "--checkpoint_every 10": f"{own} --checkpoint_every 10",
+        "--checkpoint_every=10": f"{own} --checkpoint_every=10",
+    }.items():
+        words = sbatch(*flags.split(), SLURM_JOB_ID="123456").stdout.split()
+        assert words[words.index("train_gpt.py") + 1 :] == expected.split()
+        assert {"--nnodes=2", "--nproc_per_node=4", "--cpus-per-task=16", "--kill-on-bad-exit=1"} <= set(words)
+        assert "--rdzv_endpoint=127.0.0.1:23456" in words

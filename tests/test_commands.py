@@ -1,16 +1,26 @@
-"""What the pages name is there: commands and flags (parsed, not run), files, links, tests, names of the script."""
+"""What the pages say holds: commands, files, links, tests, names, the worked changes and the example."""
 
 import argparse
+import ast
+import dataclasses
 import importlib
+import importlib.util
+import os
 import re
 import runpy
 import shlex
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
 from torch.distributed.run import get_args_parser
 
+import pack_nano
+import train_gpt
 from records.__main__ import build_parser
 from records.logs import RECORDS, find_record
 from synthetic_logs import ROOT
@@ -124,3 +134,72 @@ def test_names_in_the_tour_are_in_the_script():
     names = {part for name in names if not FILE.fullmatch(name) for part in name.split(".")}
     assert len(names) > 50
     assert {name for name in names if not name.startswith("test_")} - set(known) == set()
+
+
+SOURCE = (ROOT / "train_gpt.py").read_text()
+LION, GATE, GELU = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "change.md").read_text(), re.M | re.S)
+
+
+def train_changed(diff: str, places: set[str], path: Path, cfg: train_gpt.Hyperparameters):
+    """Apply a diff that touches just these classes and functions, take three steps, and return module and trainer."""
+    path.write_text(SOURCE)
+    subprocess.run(["git", "apply"], input=diff, text=True, cwd=path.parent, check=True)
+    old, new = ({getattr(n, "name", ""): ast.dump(n) for n in ast.parse(s).body} for s in (SOURCE, path.read_text()))
+    assert {name for name, _ in old.items() ^ new.items()} == places
+    spec = importlib.util.spec_from_file_location("changed", path)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    trainer = module.Trainer(module.Hyperparameters(**dataclasses.asdict(cfg)), module.Ranks())
+    rows = torch.randint(cfg.vocab_size, (cfg.batch_sequences, cfg.train_seq_len + 1))
+    losses = [trainer.train_step(step, [(row[:-1].int(), row[1:]) for row in rows]).item() for step in range(3)]
+    assert losses[2] < losses[0] < 6  # and so not NaN
+    return module, trainer
+
+
+def test_lion(tmp_path, tiny):
+    module, trainer = train_changed(LION, {"Lion", "build_optimizers"}, tmp_path / "train_gpt.py", tiny)
+    [lion] = [optimizer for optimizer in trainer.optimizers if isinstance(optimizer, module.Lion)]
+    assert set(lion.name.split("+")) == {name for name, _ in trainer.gpt.named_parameters() if "embed" in name}
+    assert lion.state["exp_avg"].any()
+
+
+def test_gate(tmp_path, tiny, random_gpt):
+    path, places = tmp_path / "train_gpt.py", {"CausalSelfAttention", "build_optimizers"}
+    module, trainer = train_changed(GATE, places, path, tiny)
+    assert all(block.attn.gate_w.any() for block in trainer.gpt.blocks), "they are trained"
+    before, after = random_gpt(tiny), module.GPT(trainer.cfg)
+    assert len(after.load_state_dict(before.state_dict(), strict=False).missing_keys) == len(tiny.attention_layout)
+    inputs = torch.arange(64, dtype=torch.int32), torch.tensor(2, dtype=torch.int32)
+    assert torch.equal(before.features(*inputs), after.features(*inputs)), "they start as 1"
+    with pytest.raises(ValueError, match=r"group in build_optimizers: blocks\.0\.attn\.gate_w"):
+        train_changed(GATE.replace(', "gate_w"', ""), {"CausalSelfAttention"}, path, tiny)
+
+
+def test_gelu(tmp_path, tiny):
+    mlp = train_changed(GELU, {"MLP"}, tmp_path / "train_gpt.py", tiny)[1].gpt.blocks[0].mlp
+    x = torch.randn(5, tiny.model_dim)
+    torch.testing.assert_close(mlp(x), F.gelu(x @ mlp.c_fc.T) @ mlp.c_proj.T)
+    assert not torch.allclose(mlp(x), train_gpt.MLP.forward(mlp, x))
+
+
+@pytest.mark.slow
+def test_commands_of_the_example_run(tmp_path):
+    """Run them in order, with two pairs of 30 steps.
+
+    Verify refuses both times: first a placeholder is left, then a loss that 30 steps leave above the target.
+    """
+    copy = tmp_path / "repository"
+    own = shutil.ignore_patterns(".git", ".venv", "logs", "nano", "fineweb10B", "own", "__pycache__", ".*_cache")
+    shutil.copytree(ROOT, copy, ignore=own)
+    pack_nano.main(["--out", str(copy / "data" / "nano")])
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    (tmp_path / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tmp_path / "python").chmod(0o755)
+    env = os.environ | dict(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}", PYTHONDONTWRITEBYTECODE="1")
+    page = (ROOT / "docs" / "example.md").read_text()
+    page = page.replace("--pairs 10", "--pairs 2").replace("--preset nano", "--preset nano --num_iterations 30")
+    for command in re.findall(r"^ {4}\$ (.*)$", page, re.MULTILINE):
+        done = subprocess.run(["sh", "-c", command], cwd=copy, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == ("records verify" in command), (command, done.stdout, done.stderr)
+    assert len(list((copy / "logs" / "SqrtCooldown").glob("*.txt"))) == 4
+    after = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file() and "logs" not in path.parts[:-1]}
+    assert after == before, "the example leaves the repository as it was"

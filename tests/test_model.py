@@ -1,4 +1,4 @@
-"""Parameters, initial values, every formula of the forward pass, and the schedules, written down a second time."""
+"""Parameters, initial values, every formula of the forward pass, schedules, Newton-Schulz, written a second time."""
 
 import dataclasses
 import math
@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from test_masks import dense_mask
-from train_gpt import GPT, PRESETS, ReluSquared, Rotary, lr_multiplier, muon_momentum, norm, resolve, window_blocks
+from test_attention import dense_mask
+from train_gpt import GPT, PRESETS, Rotary, lr_multiplier, muon_momentum, norm, resolve, window_blocks
+from train_gpt import zeropower_via_newtonschulz5 as zeropower
 
 NANO = PRESETS["nano"]
 GPT2 = resolve(dataclasses.replace(PRESETS["gpt2"], device="cpu", dtype="bfloat16", seed=0, run_id="gpt2"))
-NARROW = dict(batch_tokens=128, train_seq_len=128, val_seq_len=256, val_tokens=256, block_size=32, window_tokens=192)
+NARROW = dict(batch_tokens=128, train_seq_len=128, val_seq_len=256, val_tokens=256, block_size=32, window_tokens=180)
 NARROW |= dict(model_dim=32, num_heads=2, head_dim=16, vocab_size=60, eot_token=59, dtype="float64")
 
 
@@ -55,38 +56,29 @@ def test_initial_values_at_the_width_of_gpt2():
     assert seen == set("embed 0 bigram_embed skip_weights lambdas qkv_w c_proj c_fc lm_head".split())
 
 
-@pytest.mark.parametrize("preset", ["gpt2", "nano"])
-@pytest.mark.parametrize("with_grads", [True, False])
-def test_loss_at_initialization_is_that_of_equal_chances(preset: str, with_grads: bool):
-    """The head is zero, and its rows without a token take part: ln 50304 = 10.8258 for gpt2, ln 320 for nano."""
-    sizes = dict(NARROW, dtype="float32", vocab_size=PRESETS[preset].vocab_size, eot_token=PRESETS[preset].eot_token)
-    cfg = resolve(dataclasses.replace(PRESETS[preset], **sizes, device="cpu"))
-    with torch.set_grad_enabled(with_grads):
-        loss = GPT(cfg)(*random_batch(128, cfg.vocab_size), torch.tensor(1))
-    assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx({"gpt2": 10.8258, "nano": math.log(320)}[preset], abs=1e-4)
-
-
-def exact_angles(num_tokens: int, head_dim: int, base: float = 1024.0) -> Tensor:
+def exact_angles(positions: range, head_dim: int, base: float) -> Tensor:
     """Return (T, head_dim / 2) in float64: head_dim / 4 frequencies from 1 down to 1 / base, then as many zeros."""
-    quarter = head_dim // 4
-    frequencies = [base ** -(i / (quarter - 1)) for i in range(quarter)] + [0.0] * quarter
-    return torch.outer(torch.arange(num_tokens, dtype=torch.float64), torch.tensor(frequencies, dtype=torch.float64))
+    frequencies = torch.logspace(0, -1, head_dim // 4, base=base, dtype=torch.float64)
+    return torch.outer(torch.tensor(positions, dtype=torch.float64), F.pad(frequencies, (0, head_dim // 4)))
+
+
+def rotate(x: Tensor, base: float) -> Tensor:
+    """Rotate pairs of dimensions of x (T, H, D) as complex numbers."""
+    angles = exact_angles(range(len(x)), x.size(-1), base)[:, None]
+    z = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), -angles)
+    return torch.cat([z.real, z.imag], dim=-1)
 
 
 @pytest.mark.parametrize("base", [1024.0, 300.0])
 def test_rotary_is_a_complex_rotation(base: float):
-    T, D = 400, 128
+    T, D = 400, 64
     x, grad = torch.randn(2, T, 3, D, dtype=torch.float64)
-    z = torch.complex(*x.requires_grad_().chunk(2, dim=-1))
-    z = z * torch.polar(torch.ones(T, D // 2, dtype=torch.float64), -exact_angles(T, D, base))[:, None]
-    expected = torch.cat([z.real, z.imag], dim=-1)
     rotary = Rotary(D, 256 * 1024, base)  # the tables are as long as a sequence of validation
-    y = rotary(x)
+    y, expected = rotary(x.requires_grad_()), rotate(x, base)
     # The tables are fp32, and so is the exponent: the angles are right to 2^-20 of themselves
     for got, want in (y, expected), *zip(*(torch.autograd.grad(f, x, grad) for f in (y, expected)), strict=True):
         torch.testing.assert_close(got, want, rtol=0, atol=5 * T * 2**-20)
-    angles = exact_angles(256 * 1024, D, base)[::511]
+    angles = exact_angles(range(0, 256 * 1024, 511), D, base)
     assert torch.all((rotary.cos[::511] - angles.cos()).abs() <= 1e-7 + angles * 2**-20)
     assert torch.equal(y[..., D // 4 : D // 2], x[..., D // 4 : D // 2]), "half of the frequencies are 0"
     assert y.dtype == torch.float64
@@ -113,42 +105,25 @@ def test_norm_is_that_of_torch_with_its_gradient(dtype: torch.dtype):
     assert error.max() < 2 * torch.finfo(dtype).eps
 
 
-def test_relu_squared_is_that_of_autograd():
-    x, grad = torch.randn(2, 300, 96, dtype=torch.float64)
-    x[0] = 0
-    x.requires_grad_()
-    ours, theirs = ReluSquared.apply(x), x.clamp(min=0) ** 2
-    torch.testing.assert_close(ours, theirs, rtol=1e-15, atol=0)
-    torch.testing.assert_close(*(torch.autograd.grad(y, x, grad)[0] for y in (ours, theirs)), rtol=1e-15, atol=0)
-
-
 def reference_loss(params: dict[str, Tensor], cfg, tokens: Tensor, targets: Tensor, window: int) -> Tensor:
     """Compute the loss layer by layer, with dense masks. `params`: those of GPT, by name."""
     T, H, D = len(tokens), cfg.num_heads, cfg.head_dim
     docs = torch.tensor([(tokens[: t + 1] == cfg.eot_token).sum() for t in range(T)])
     masks = {"L": dense_mask(docs, window, cfg.block_size), "S": dense_mask(docs, window // 2, cfg.block_size)}
-    angles = exact_angles(T, D, cfg.rope_base)[:, None]
-    cos, sin = angles.cos(), angles.sin()
 
     def rms_norm(x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:])
 
-    def rotate(x: Tensor) -> Tensor:
-        x1, x2 = x[..., : D // 2], x[..., D // 2 :]
-        return torch.cat([x1 * cos + x2 * sin, -x1 * sin + x2 * cos], dim=-1)
-
     def attention(i: int, x: Tensor) -> Tensor:
         q, k, v = ((x @ w.T).view(T, H, D) for w in params[f"blocks.{i}.attn.qkv_w"])
-        q, k = rotate(rms_norm(q)), rotate(rms_norm(k))
+        q, k = (rotate(rms_norm(t), cfg.rope_base).transpose(0, 1) for t in (q, k))
         lambda_v, lambda_value_embed = params[f"blocks.{i}.attn.lambdas"]
         v = lambda_v * v
         if (table := cfg.value_embed_layout[i]) != ".":
             v = v + lambda_value_embed * params[f"value_embeds.{table}.weight"][tokens].view(T, H, D)
-        heads, hidden = [], ~masks[cfg.attention_layout[i]]
-        for h in range(H):
-            scores = cfg.attention_scale * (q[:, h] @ k[:, h].T)
-            heads.append(torch.softmax(scores.masked_fill(hidden, -torch.inf), dim=-1) @ v[:, h])
-        return torch.cat(heads, dim=-1) @ params[f"blocks.{i}.attn.c_proj"].T
+        scores = (cfg.attention_scale * q @ k.mT).masked_fill(~masks[cfg.attention_layout[i]], -torch.inf)
+        heads = torch.softmax(scores, dim=-1) @ v.transpose(0, 1)
+        return heads.transpose(0, 1).flatten(1) @ params[f"blocks.{i}.attn.c_proj"].T
 
     x = params["embed.weight"][tokens]
     if cfg.bigram_rows:
@@ -168,7 +143,7 @@ def reference_loss(params: dict[str, Tensor], cfg, tokens: Tensor, targets: Tens
         x = x + hidden.clamp(min=0) ** 2 @ params[f"blocks.{i}.mlp.c_proj"].T
         outputs.append(x)
     logits = cfg.lm_head_softcap * torch.tanh(rms_norm(x) @ params["lm_head"].T / cfg.lm_head_softcap)
-    return (logits.logsumexp(-1) - logits[torch.arange(T), targets]).mean()
+    return F.cross_entropy(logits, targets)
 
 
 @pytest.mark.parametrize(
@@ -181,17 +156,13 @@ def reference_loss(params: dict[str, Tensor], cfg, tokens: Tensor, targets: Tens
         pytest.param("--L", "..0", ".0.", 2, dict(bigram_rows=8192, num_heads=3), id="wider-than-the-model"),
     ],
 )
-def test_loss_and_gradients_are_those_of_the_reference(
-    random_gpt, attention: str, values: str, skips: str, window: int, changes: dict
-):
+def test_loss_and_gradients_are_those_of_the_reference(random_gpt, attention, values, skips, window, changes):
     layouts = dict(attention_layout=attention, value_embed_layout=values, skip_layout=skips)
     cfg = dataclasses.replace(GPT2, **NARROW | layouts | changes)
     gpt = random_gpt(cfg)
     gpt.lm_head.data *= 8  # logits for which the softcap matters
-    angles = exact_angles(256, cfg.head_dim, cfg.rope_base)
-    for table, exact in (gpt.rotary.cos, angles.cos()), (gpt.rotary.sin, angles.sin()):
-        torch.testing.assert_close(table, exact, rtol=0, atol=256 * 2**-20)
-        table.copy_(exact)
+    angles = exact_angles(range(256), cfg.head_dim, cfg.rope_base)
+    gpt.rotary.cos, gpt.rotary.sin = angles.cos(), angles.sin()  # the model's own are fp32
     tokens, targets = random_batch(192, cfg.vocab_size - 1)
     tokens[[9, 64, 65, 90]] = cfg.eot_token
     params = {name: p.detach().clone().requires_grad_() for name, p in gpt.named_parameters()}
@@ -219,7 +190,6 @@ def test_learning_rate_schedule():
 def test_momentum_schedule():
     momenta = [muon_momentum(step, GPT2) for step in (0, 75, 150, 299, 300, 1770)]
     assert momenta == pytest.approx([0.85, 0.875, 0.9, 0.85 + 0.1 * 299 / 300, 0.95, 0.95])
-    assert [muon_momentum(step, NANO) for step in (0, 25, 50, 580)] == pytest.approx([0.85, 0.875, 0.9, 0.9])
     assert muon_momentum(0, dataclasses.replace(GPT2, momentum_warmup_steps=0)) == 0.95
     assert muon_momentum(150, dataclasses.replace(GPT2, momentum_warmup_start=0.5)) == pytest.approx(0.725)
 
@@ -227,8 +197,60 @@ def test_momentum_schedule():
 @pytest.mark.parametrize(("cfg", "last"), [(GPT2, 14), (NANO, 4)], ids=["gpt2", "nano"])
 def test_window_schedule(cfg, last: int):
     """Every step has the least window that covers its share of window_tokens, and at least one block."""
-    windows = [window_blocks(step, cfg) for step in range(cfg.num_iterations + 1)]
-    assert (windows[0], windows[-1]) == (1, last)
-    for step, window in enumerate(windows):
-        covered = Fraction(cfg.window_tokens * step, cfg.num_iterations)
-        assert window == min(w for w in range(1, last + 1) if cfg.block_size * w >= covered)
+    for step in range(cfg.num_iterations + 1):
+        share = Fraction(cfg.window_tokens * step, cfg.num_iterations * cfg.block_size)
+        assert window_blocks(step, cfg) == max(1, math.ceil(share)) <= last
+    assert window_blocks(step, cfg) == last
+
+
+# Newton-Schulz makes of each singular value a polynomial of it. The band ends here: 0.0014 of the Frobenius norm comes
+# out as 0.640, 0.001425 as 0.650
+SMALLEST = 0.00143
+# Largest difference to exact arithmetic, twice what was measured over these sizes. In float64 it is that of the 1e-7
+# which is added to the norm; bf16 keeps 8 bits through 15 products
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 0.06}
+STEEPEST = 8.7  # relative errors of a singular value grow at most so much, namely at 1
+
+
+def matrices(rows: int, cols: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
+    """Return U, s, V of matrices U diag(s) V' of norm 1. The least s of "edge" is SMALLEST."""
+    generator, edge = torch.Generator().manual_seed(rows * cols), torch.logspace(0, -2, rows - 1, dtype=torch.float64)
+    kinds = {
+        "edge": torch.cat([edge * (1 - SMALLEST**2) ** 0.5 / edge.norm(), edge.new_tensor([SMALLEST])]),
+        "equal": torch.ones(rows, dtype=torch.float64),
+        "uniform": torch.rand(rows, dtype=torch.float64, generator=generator),
+        "one": torch.eye(rows, dtype=torch.float64)[0],
+    }
+
+    def orthogonal(size: int) -> Tensor:
+        return torch.linalg.qr(torch.randn(size, rows, dtype=torch.float64, generator=generator)).Q
+
+    return {kind: (orthogonal(rows), s / s.norm(), orthogonal(cols)) for kind, s in kinds.items()}
+
+
+def in_exact_arithmetic(s: Tensor) -> Tensor:
+    """Apply five steps to singular values: X <- a X + b X X' X + c X X' X X' X leaves the vectors alone."""
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return s
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("scale", [1e-4, 1, 1e15])
+@pytest.mark.parametrize("size", [(64, 64), (32, 32), (48, 160)], ids=str)
+def test_singular_values_end_in_the_band_and_vectors_stay(size: tuple, scale: float, dtype: torch.dtype):
+    """Each matrix of a stack has its own norm, to which 1e-7 is added; a zero one stays zero, and nothing overflows."""
+    kinds = matrices(*size)
+    stack = [scale * 10**i * (u * s) @ v.T for i, (u, s, v) in enumerate(kinds.values())]
+    g = torch.stack([*stack, torch.zeros(size)]).to(torch.promote_types(dtype, torch.float32))
+    *actual, zero = x = zeropower(g, dtype)
+    assert (x.dtype, x.shape, zero.any()) == (dtype, g.shape, False)
+    for x, (kind, (u, s, v)) in zip(actual, kinds.items(), strict=True):
+        # A matrix of rank 1 has its singular value where the polynomial is steepest, and 0.109 was measured there
+        tolerance = TOLERANCE[dtype] * (4 if kind == "one" else 1) + STEEPEST * 1e-7 * (scale < 1) / scale
+        margin, values = tolerance if dtype == torch.bfloat16 or scale < 1 else 0, torch.linalg.svdvals(x.double())
+        assert values.max() <= 1.25 + margin
+        if kind != "one" and s.min() >= SMALLEST:
+            assert values.min() >= 0.65 - margin
+        expected = in_exact_arithmetic(s).diag()
+        torch.testing.assert_close(u.T @ x.double() @ v, expected, rtol=0, atol=tolerance)

@@ -1,5 +1,6 @@
-"""python -m records: what verify lets through and what not, the statistics, a race, and the other commands."""
+"""python -m records: what verify lets through and what not, the statistics, a race, the other commands, pictures."""
 
+import functools
 import json
 import re
 import shutil
@@ -10,13 +11,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from scipy import stats
 
-from records import proof, race, rules
-from records.__main__ import main
+from records import plots, proof, race, rules
+from records.__main__ import build_parser, main
 from records.logs import read_log
 from records.publish import BEGIN, END
+from shards import write_shard
 from synthetic_logs import NANO_VAL, ROOT, SOURCE, log_text, public_text, write_record
+from test_pack import nano
 
 NAME = "2026-01-02_Good"
 LOSSES = (1.431, 1.428, 1.433, 1.430, 1.429)
@@ -35,8 +39,9 @@ def root(tmp_path) -> Path:
 
 
 @pytest.fixture
-def tool(root, capsys):
+def tool(root, capsys, monkeypatch):
     """Run a command on the records in `root`; return exit code, stdout and stderr."""
+    monkeypatch.setattr("records.__main__.build_parser", functools.cache(build_parser))  # most of a command's time
 
     def run(command: str, *argv: object) -> tuple[int, str, str]:
         try:
@@ -66,19 +71,13 @@ FAULTS = {
     "a step twice": (lambda t: [t[0].replace("step:8/20", "step:7/20"), *t[1:]], r"run0\.txt: .*first at step 8"),
     "resumed": (edit("step:1/20", "resumed at step 1\nstep:1/20"), r"run0\.txt: has the line 'resumed"),
     "interrupted": (edit("first batch", "interrupted: the run\nfirst batch"), r"run0\.txt: has the line 'interrupted"),
-    "other script": (
-        edit("import torch\n", "import torch, sys\n"),
-        r"run0\.txt: the script in the log is not the fold",
-    ),
+    "other script": (edit("import torch\n", "import os\n"), r"run0\.txt: the script in the log is not the folder's"),
     "one seed twice": (lambda t: [*t, log_text(seed=2, val_loss=1.4312)], r"run5\.txt: has seed 2, as run2\.txt has"),
     "no seed": (edit("seed: 0, log", "log"), r"run0\.txt: states no seed"),
     "validation hash": (edit(NANO_VAL, "ab" * 32), r"run0\.txt: other validation tokens, sha256 abab"),
     "validation count": (edit("tokens: 262144", "tokens: 8192"), r"run0\.txt: validates on 8192 tokens, the track on"),
     "other flags": (edit('"preset"', '"muon_lr": 1, "preset"'), r"run0\.txt: configured unlike run1\.txt in muon_lr"),
-    "shard name": (
-        edit("nano_train_000000.bin, 8", "nano_train_000001.bin, 8"),
-        r"run0\.txt: the training stream .* shards",
-    ),
+    "shard name": (edit("000000.bin, 8", "000001.bin, 8"), r"run0\.txt: the training stream .* shards"),
     "shard size": (edit("87129864 bytes", "87129862 bytes"), r"run0\.txt: the training stream .* or 43564419 tokens"),
     "shard header": (lambda t: [OLD.replace("sha256 4", "sha256 5"), *t], r"run0\.txt: .* has another header"),
     "first batch": (edit("position 0", "position 1024"), r"run0\.txt: the training stream .* first batch is .* 1024"),
@@ -173,9 +172,9 @@ def test_against_names_the_first_deviation(tool, tmp_path):
 
 
 def test_both_forms_are_read(tmp_path):
-    (tmp_path / "own.txt").write_text(log_text(seed=7, val_loss=1.4321))
-    (tmp_path / "public.txt").write_text(public_text({0: 10.8258, 20: 3.2788}, 20))
-    own, public = read_log(tmp_path / "own.txt"), read_log(tmp_path / "public.txt")
+    texts = log_text(seed=7, val_loss=1.4321), public_text({0: 10.8258, 20: 3.2788}, 20)
+    write_record(tmp_path, "both", texts)
+    own, public = (read_log(tmp_path / "both" / f"run{i}.txt") for i in range(2))
     assert (own.seed, own.track, own.num_threads, own.peak_mib, own.has_gpu) == (7, "nano", 2, 499, False)
     assert (own.val_loss, own.train_time, own.num_steps, own.recompiles) == (1.4321, 806, 20, 0)
     assert (own.source, own.first_batch) == (SOURCE.rstrip("\n"), ("nano_train_000000.bin", 0))
@@ -230,7 +229,7 @@ def test_garbage_never_gives_a_traceback(tool, root, log, result):
 
 def test_p_is_the_t_test_and_never_nan():
     values = [1.44, 1.445, 1.448]
-    t = (np.mean(values) - 1.45) / (np.std(values, ddof=1) / np.sqrt(3))
+    t = (np.mean(values) - 1.45) / stats.sem(values)
     # Student's t with two degrees of freedom has a distribution function in closed form
     assert proof.p_below(values, 1.45) == pytest.approx(0.5 * (1 + t / np.sqrt(2 + t * t)))
     assert [proof.p_below(v, 1.45) for v in ([1.44], [1.44, 1.44], [1.45, 1.45])] == [None, 0, 1]
@@ -238,13 +237,12 @@ def test_p_is_the_t_test_and_never_nan():
 
 @pytest.mark.parametrize(("gap", "sd"), [(0.0013, 0.0019), (0.02, 0.02), (0.02, 0.006)])
 def test_runs_needed_is_what_simulation_says(gap, sd):
-    def passes(n: int) -> float:
-        draws = np.random.default_rng(n).normal(3.28 - gap, sd, size=(20_000, n))
-        return float(np.mean(stats.ttest_1samp(draws, 3.28, axis=1, alternative="less").pvalue < 0.01))
-
     needed = proof.runs_needed(gap, sd)
-    assert (passes(needed) > 0.89, passes(needed - 1) < 0.91) == (True, True)
-    assert proof.power_below(gap, sd, needed) == pytest.approx(passes(needed), abs=0.01)
+    draws = np.random.default_rng(0).normal(3.28 - gap, sd, size=(20_000, needed))
+    ps = (stats.ttest_1samp(draws[:, :n], 3.28, axis=1, alternative="less").pvalue for n in (needed - 1, needed))
+    fewer, power = (np.mean(p < 0.01) for p in ps)
+    assert (fewer < 0.91, power > 0.89) == (True, True)
+    assert proof.power_below(gap, sd, needed) == pytest.approx(power, abs=0.01)
     edges = (0, 0.01), (-0.1, 0.01), (0.1, 0), (100, 0.001), (1e-9, 0.01)
     assert [proof.runs_needed(*edge) for edge in edges] == [None, None, 2, 2, None]
 
@@ -268,12 +266,9 @@ def test_stats(tool, root, tmp_path):
     assert re.match(re.escape(told).replace(r"\.\*", ".*") + re.escape(proof.PEEKING), tool("stats", "good")[1])
     assert "never, at this mean" in tool("stats", "good", "--target", "1.43")[1]
     assert "unknown from one run" in tool("stats", folder / "run0.txt")[1]
-    for text, message in (
-        (log_text(seed=1), "have the same seed 1"),
-        (log_text(seed=9, steps=21), "has 21 steps"),
-        (log_text(seed=9, source="pass\n"), "are of different scripts"),
-    ):
-        other.write_text(text)
+    odd = {"have the same seed 1": dict(seed=1), "has 21 steps": dict(steps=21), "different scripts": dict(source="")}
+    for message, change in odd.items():
+        other.write_text(log_text(**dict(seed=9) | change))
         assert message in tool("stats", "good", other)[2]
 
 
@@ -295,9 +290,10 @@ log.with_suffix(".json").write_text(json.dumps(dict(val_loss=loss, train_time_ms
 
 @pytest.fixture
 def scripts(tmp_path) -> list[Path]:
-    for name, slowness in ("fast", "1.0"), ("slow", "1.5"), ("other", "9"):
-        (tmp_path / f"{name}.py").write_text(SCRIPT.replace("SLOWNESS", slowness))
-    return [tmp_path / f"{name}.py" for name in ("fast", "slow", "other")]
+    paths = {tmp_path / "fast.py": "1.0", tmp_path / "slow.py": "1.5", tmp_path / "other.py": "9"}
+    for path, slowness in paths.items():
+        path.write_text(SCRIPT.replace("SLOWNESS", slowness))
+    return [*paths]
 
 
 def test_race_alternates_pairs_seeds_and_reads_the_logs(tool, tmp_path, scripts):
@@ -354,11 +350,10 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
 
 def test_table_is_idempotent_checked_and_safe(tool, root):
     readme = root / "README.md"
+    readme.write_text(EMPTY_TABLES)
     write_record(root, NAME, good())
     write_record(root, "2026-01-03_NoRuns", [])
-    hostile = good(cpu="<img src=x>|\x1b[2J")
-    write_record(root, "2026-01-04_Hostile", hostile, readme="# N: <b>|\n")
-    readme.write_text(EMPTY_TABLES)
+    write_record(root, "2026-01-04_Hostile", good(cpu="<img src=x>|\x1b[2J"), readme="# N: <b>|\n")
     assert (tool("table", "--check")[0], readme.read_text()) == (1, EMPTY_TABLES)
     assert tool("table")[0] == 0
     text = readme.read_text()
@@ -384,3 +379,67 @@ def test_every_command_prints_json_and_a_wrong_one_a_line(tool, root, tmp_path, 
     code, out, err = tool(command, "--json", *rest)
     assert code == 2 * (argv in WRONG.split("|")), err
     assert (out, err.count("\n")) == ("", 1) if code else isinstance(json.loads(out), dict)
+
+
+BLOCK, EOT = 16, 256
+
+
+@pytest.mark.parametrize(("step", "training"), [(1, False), (None, False), (0, True), (3, True), (None, True)])
+def test_mask_equals_a_brute_force(tmp_path, capsys, training, step):
+    """In the second sequence of 4,000 bytes, whose documents may be empty or begin at a block's edge."""
+    generator = np.random.default_rng(1)
+    tokens = generator.integers(256, size=4000).astype(np.uint16)
+    tokens[np.cumsum(generator.integers(1, 200, size=25))] = EOT
+    tokens[[5 * BLOCK, 6 * BLOCK - 1, 700, 701, 702]] = EOT
+    write_shard(tmp_path / "all.bin", tokens)
+    command = "mask --json --sequence 1" + " --training" * training + f" --step {step}" * (step is not None)
+    command += f" -o {tmp_path}/mask.png -- --preset nano --train_files {tmp_path}/*.bin --val_files {tmp_path}/*.bin"
+    command += " --num_iterations 5 --val_tokens 1024 --batch_tokens 640 --train_seq_len 320 --val_seq_len 512"
+    command += f" --window_tokens 120 --block_size {BLOCK} --attention_layout LS"
+    assert main(command.split()) == 0
+    found = json.loads(capsys.readouterr().out)
+    step = 5 - training if step is None else step
+    start, length = (640 * step + 320, 320) if training else (512, 512)
+    documents, position = np.cumsum(tokens[start : start + length] == EOT), np.arange(length)
+    query, key = position[:, None], position[None, :]
+    long = max(1, -(-120 * step // (5 * BLOCK)))
+    for letter, window in ("L", long), ("S", max(1, long // 2)):
+        pairs = (query >= key) & (documents[query] == documents[key]) & (query // BLOCK - key // BLOCK < window)
+        blocks = pairs.reshape(length // BLOCK, BLOCK, -1, BLOCK)
+        visible, full = blocks.any((1, 3)), blocks.all((1, 3))
+        assert found[letter]["blocks"] == ["".join(map(str, row)) for row in visible.astype(int) + full]
+
+
+def test_curves_and_series(tmp_path):
+    """Times share a series only where records have runs of one seed on one machine; then those runs are compared."""
+
+    def runs(seeds, step_ms: float, cpu: str = "Some Processor", steps: int = 20) -> list[str]:
+        return [log_text(seed=i, val_loss=1.4 + i / 100, step_ms=step_ms, cpu=cpu, steps=steps) for i in seeds]
+
+    first = write_record(tmp_path, "2026-01-01_First", runs((1, 2, 3), 40.0))
+    write_record(tmp_path, "2026-01-02_Second", runs((7, 8), 90.0))
+    in_turn = runs([2], 30.0, steps=10) + runs([3], 34.0, steps=10) + [log_text(step_ms=1.0, batch_tokens=2048)]
+    write_record(tmp_path / "2026-01-02_Second", "in_turn", in_turn)
+    write_record(tmp_path, "2026-01-03_Third", runs((2, 3), 20.0, "Other"))
+    write_record(tmp_path, "2026-01-04_Fourth", runs((3, 4), 10.0, "Other"))
+    found = plots.own_history(tmp_path)["nano"]
+    assert [(r["series"], r["seeds"]) for r in found] == [(1, [1, 2, 3]), (1, [2, 3]), (2, [2, 3]), (2, [3])]
+    assert [r["seconds"] for r in found] == pytest.approx([20 * 0.040, 20 * 0.032, 20 * 0.020, 20 * 0.010])
+    curve = plots.curve_of("First", [read_log(path) for path in sorted(first.glob("*.txt"))])
+    assert (curve.steps, curve.seconds[-1]) == ([0, 5, 10, 15, 20], 0.8)
+    assert (curve.low[-1], curve.mean[-1], curve.high[-1]) == pytest.approx((1.41, 1.42, 1.43))
+
+
+@pytest.mark.parametrize("picture", ["docs/mask.png", "records/curves.png", "records/history.png"])
+def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, tmp_path_factory, monkeypatch):
+    """Each PNG carries what it shows; the pages name the commands."""
+    monkeypatch.chdir(ROOT)
+    pages = "\n".join((ROOT / page).read_text() for page in ("README.md", "records/README.md"))
+    [command] = set(re.findall(rf"^    python -m records (.*)-o {picture}(.*)$", pages, re.MULTILINE))
+    argv = [str(path) for word in command[0].split() for path in (sorted(ROOT.glob(word)) if "*" in word else [word])]
+    flags = command[1].split()
+    if "mask" in argv:
+        flags += ["--val_files", f"{nano(tmp_path_factory.getbasetemp() / 'nano')}/nano_val_*.bin"]
+    assert main([*argv, "-o", str(tmp_path / "new.png"), *flags]) == 0
+    shipped, new = (json.loads(Image.open(path).text["Comment"]) for path in (ROOT / picture, tmp_path / "new.png"))
+    assert shipped == new, "draw it anew"

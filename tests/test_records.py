@@ -16,17 +16,14 @@ import torch
 from records import rules
 from records.__main__ import main
 from records.logs import RECORDS, record_folders
-from synthetic_logs import ROOT, free_port, write_corpus
+from synthetic_logs import ROOT, write_corpus
+from world_worker import free_port
 
 NAMES = [folder.name for folder in record_folders(RECORDS)]
-V14, V15, V18 = "2024-12-04_ValueEmbed", "2024-12-08_UNetValueEmbed", "2025-01-04_SoftCap"
-V20, V21 = "2025-01-16_Sub3Min", "2025-01-26_BatchSize"
-SHARDED, PAIRS, NORM = (f"2026-11-21_{name}" for name in ("ShardedOptimizers", "TokenPairs", "WrittenNorm"))
-SHORT = (
-    "--preset nano --device cpu --dtype float64 --cpu_threads 1 --seed 1 --num_iterations 8 --model_dim 32 "
-    "--num_heads 2 --head_dim 16 --block_size 16 --window_tokens 64 --train_seq_len 128 --batch_tokens 768 "
-    "--val_seq_len 256 --val_tokens 1280"
-)
+V14, V15, V18, V20, V21, SHARDED, PAIRS, NORM, *_ = NAMES
+SHORT = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --seed 1 --num_iterations 8 --model_dim 32 "
+SHORT += "--num_heads 2 --head_dim 16 --block_size 16 --window_tokens 64 --train_seq_len 128 --batch_tokens 768 "
+SHORT += "--val_seq_len 256 --val_tokens 1280"
 
 
 def script(name: str) -> str:
@@ -53,7 +50,7 @@ def loss_of(corpus, tmp_path_factory):
     """Return a function that trains a record's nano preset, made small, and gives the last validation loss."""
 
     @functools.cache
-    def train(name: str, flags: str = "") -> float:
+    def train(name: str, flags: str) -> float:
         logs = tmp_path_factory.mktemp("logs")
         load(name).main([*SHORT.split(), *flags.split(), *corpus, "--log_dir", str(logs), "--run_id", "r"])
         return json.loads((logs / "r.json").read_text())["val_loss"]
@@ -85,7 +82,7 @@ GOLDEN |= {V21: 4.407181, SHARDED: 4.407181, PAIRS: 4.182268, NORM: 4.542300}
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_record_still_trains_what_it_did(name: str, loss_of):
-    loss = loss_of(name)
+    loss = loss_of(name, "")
     assert loss < 5.2, "ln 257 = 5.55 is the loss of no training"
     assert loss == pytest.approx(GOLDEN.get(name, loss), abs=1e-6)
 
@@ -130,4 +127,4 @@ def test_three_processes_train_what_one_does(name: str, corpus, loss_of, tmp_pat
     command = [f"records/{name}/train_gpt.py", *SHORT.split(), *corpus, "--log_dir", str(tmp_path), "--run_id", "r"]
     subprocess.run([sys.executable, *launcher, *command], cwd=ROOT, check=True, timeout=120)
     three = json.loads((tmp_path / "r.json").read_text())["val_loss"]
-    assert three == pytest.approx(loss_of(name), abs=1e-9)
+    assert three == pytest.approx(loss_of(name, ""), abs=1e-9)
