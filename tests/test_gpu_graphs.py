@@ -24,6 +24,10 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, device="cuda", dtype=dtype)
 
 
+def chain(x, u, v, w):
+    return x @ u @ v @ w
+
+
 def rotate(x, cos, sin):
     (x1, x2), cos, sin = x[:, :12].chunk(2, dim=-1), cos[:1024, None], sin[:1024, None]
     return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).bfloat16()
@@ -41,12 +45,13 @@ def worker() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True), recorder, torch.no_grad():
         table = empty(4096, 64, dtype=torch.float32)
         cases = dict(
-            chain=(lambda x, w: (x @ w) @ w @ w, empty(1024, 512), empty(512, 512)),
+            chain=(chain, empty(1024, 512), empty(512, 1024), empty(1024, 512), empty(512, 256)),
             slices=(lambda x: x[:, :64] + x[:, 64:128], empty(4096, 256)),
             rotate=(rotate, empty(1024, 18, 128), table, table.clone()),
             gather=(F.embedding, empty(1024, dtype=torch.int64), empty(50000, 64)),
             softmax=(lambda x: x.softmax(-1), empty(512, 50304)),
-            in_place=(lambda x: x.add_(1), empty(4096, 512)),
+            broadcast=(lambda x, y: x + y, empty(64, 50304), empty(50304)),
+            in_place=(lambda x, w: (x @ w).relu(), empty(4096, 512), empty(512, 512)),
             too_large=(too_large, empty(1, 1, 512, 256)),
         )
         for name, (function, *inputs) in cases.items():
@@ -67,7 +72,8 @@ BYTES = dict(
     rotate=1024 * 12 * 128 * 2 + 2 * 1024 * 64 * 4 + 1024 * 12 * 128 * 2,
     gather=1024 * 8 + 1024 * 64 * 2 + 1024 * 64 * 2,
     softmax=512 * 50304 * 2 + 512 * 50304 * 2,
-    in_place=4096 * 512 * 2 + 4096 * 512 * 2,
+    broadcast=(64 + 1) * 50304 * 2 + 64 * 50304 * 2,
+    in_place=(4096 * 512 + 512 * 512 + 4096 * 512) * 2 + (4096 * 512 + 4096 * 512) * 2,
 )
 
 
@@ -78,10 +84,11 @@ def test_bytes_of_a_kernel_are_those_of_what_it_touches(seen: dict, name: str):
 
 
 def test_peak_and_flops_of_three_products_in_a_row(seen: dict):
-    """At most two of the results are needed at a time, and the third takes the place of the first."""
-    assert seen["peaks"]["chain"]["buffers"] == 2 * 1024 * 512 * 2
+    """Of the results, (1024, 1024), (1024, 512) and (1024, 256), two are needed at a time."""
+    assert seen["peaks"]["chain"]["buffers"] == (1024 * 1024 + 1024 * 512) * 2
     products = [call for call in seen["calls"] if call["graph"] == "chain"]
-    assert sum(call["flops"] * call["count"] for call in products) == 3 * 2 * 1024 * 512 * 512
+    flops = sum(call["flops"] * call["count"] for call in products)
+    assert flops == 2 * 1024 * (512 * 1024 + 1024 * 512 + 512 * 256)
     assert {call["kind"] for call in products} == {"bfloat16"}
 
 
