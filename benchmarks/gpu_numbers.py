@@ -170,7 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = ["-c", CHILD, str(args.script.resolve()), dtype, "fp8" * args.fp8, *flags]
         document = json.loads(own_process(command, TRITON_INTERPRET="1").splitlines()[-1])
     except RuntimeError as error:
-        parser.exit(2 if "UserError" in str(error) else 1, f"python -m benchmarks gpu_numbers: {error}\n")
+        is_input = "UserError" in str(error) or "exit code 2" in str(error)
+        parser.exit(2 if is_input else 1, f"python -m benchmarks gpu_numbers: {error}\n")
     except KeyboardInterrupt:
         parser.exit(130, "python -m benchmarks gpu_numbers: interrupted\n")
     for row in document["rows"]:

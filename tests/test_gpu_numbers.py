@@ -50,8 +50,16 @@ def arithmetic(a, b, out, N: tl.constexpr):
     x, y = tl.load(a + i), tl.load(b + i)
     tl.store(out + i, x + y)
     tl.store(out + N + i, x * y)
-    tl.store(out + 2 * N + i, tl.where(x < y, x, tl.abs(y)))
+    tl.store(out + 2 * N + i, tl.where(x < y, x, y))
     tl.store(out + 3 * N + i, tl.maximum(x, y))
+    tl.store(out + 4 * N + i, (x + y) * y)
+    tl.store(out + 5 * N + i, tl.load(a + i, i < 100, 3.0))
+
+
+@triton.jit
+def absolute(source, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.abs(tl.load(source + i)))
 
 
 @triton.jit
@@ -99,16 +107,21 @@ def reductions(source, out, M: tl.constexpr, N: tl.constexpr):
     tl.store(out + M + rows, triton_helpers.min2(x, 1))
     tl.store(out + 2 * M + rows, tl.sum(x, 1))
     tl.store(out + 3 * M + rows, triton_helpers.any(x > 2, 1).to(tl.float32))
-    tl.store(out + 4 * M + rows, tl.reduce((scales, x), 1, compose)[1])
+    tl.store(out + 4 * M + rows, tl.reduce((scales, x * x), 1, compose)[1])
     tl.store(out + 5 * M + tl.arange(0, N), triton_helpers.max2(x, 0))
+
+
+@triton.jit
+def total(source, out, N: tl.constexpr):
+    tl.store(out, tl.sum(tl.load(source + tl.arange(0, N)), 0))
 
 
 @triton.jit
 def scan(source, out, M: tl.constexpr, N: tl.constexpr):
     i, j = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
     x = tl.load(source + i * N + j)
-    tl.store(out + i * N + j, tl.associative_scan((x * 0.1 + 1, x), 1, compose)[1])
-    tl.store(out + M * N + i * N + j, tl.associative_scan((x * 0.1 + 1, x), 0, compose)[1])
+    tl.store(out + i * N + j, tl.associative_scan((x * 0.1 + 1, x * x), 1, compose)[1])
+    tl.store(out + M * N + i * N + j, tl.associative_scan((x * 0.1 + 1, x * x), 0, compose)[1])
 
 
 # ---- Checks of the interpreter, each of one mended part --------------------------------------------------------------
@@ -172,11 +185,19 @@ def check_dot_multiplies_numbers_not_bits():
 
 def check_arithmetic_in_bf16_rounds_every_result():
     a, b = (torch.randn(256, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (0, 1))
-    out = torch.empty(4, 256, dtype=torch.bfloat16)
+    out = torch.empty(6, 256, dtype=torch.bfloat16)
     arithmetic[(1,)](a, b, out, N=256)
     x, y = a.double().numpy(), b.double().numpy()
-    exact = [x + y, x * y, np.where(x < y, x, abs(y)), np.maximum(x, y)]
+    exact = [x + y, x * y, np.where(x < y, x, y), np.maximum(x, y), nearest(x + y, "bf16") * y]
+    exact.append(np.where(np.arange(256) < 100, x, 3))
     np.testing.assert_array_equal(out.double().numpy(), [nearest(row, "bf16") for row in exact])
+
+
+def check_absolute_values():
+    for dtype in KINDS.values():
+        x = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        absolute[(1,)](x, out := torch.empty_like(x), N=64)
+        torch.testing.assert_close(out.float(), x.float().abs(), rtol=0, atol=0)
 
 
 def check_an_atomic_addition_heeds_a_mask_of_one_number():
@@ -202,7 +223,7 @@ def check_reductions_and_scans_combine_in_order():
     expected, totals = x.double(), []
     for axis in (1, 0):
         total = torch.zeros(x.size(1 - axis), dtype=torch.float64)
-        steps = [total := total * (part * 0.1 + 1) + part for part in expected.unbind(axis)]
+        steps = [total := total * (part * 0.1 + 1) + part * part for part in expected.unbind(axis)]
         totals.append(torch.stack(steps, axis))
     rows = (
         expected.amax(1),
@@ -223,9 +244,9 @@ def check_reductions_and_scans_combine_in_order():
 def check_what_is_not_mended_raises():
     narrow, wide = torch.ones(8, dtype=torch.bfloat16), torch.ones(8)
     calls = dict(libdevice=lambda: unknown_function[(1,)](wide, wide, N=8))
-    calls["libdevice.rsqrt of bf16"] = lambda: functions[(1,)](narrow, wide, N=8)
+    calls["libdevice.rsqrt of bf16"] = lambda: functions[(1,)](narrow, torch.empty(5, 8), N=8)
     calls["atomic"] = lambda: add_row_atomically[(1,)](torch.tensor([0]), narrow, narrow, 1, N=8)
-    calls["ReduceOps.sum"] = lambda: reductions[(1,)](narrow, wide, M=1, N=8)
+    calls["ReduceOps.sum"] = lambda: total[(1,)](narrow, wide, N=8)
     calls["bitcast"] = lambda: as_integers[(1,)](narrow, torch.empty(8, dtype=torch.int16), BLOCK=8)
     for message, call in calls.items():
         with pytest.raises(Exception, match=f"NotImplementedError.*{message}"):
@@ -244,7 +265,7 @@ def run_checks() -> None:
     for name, check in CHECKS.items():
         try:
             check()
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             outcomes[name] = traceback.format_exc()
     print(json.dumps(outcomes))
 
@@ -271,7 +292,7 @@ def test_the_interpreter(name: str, outcomes: dict[str, str]):
 def test_a_gpu_casts_as_the_interpreter_does(kind: str, form: str):
     """The machine code for compute capability 9.0 rounds to nearest even, and saturates for FP8."""
     signature = dict(source="*fp32", target=f"*{kind}", n="i32", BLOCK="constexpr")
-    source = ASTSource(cast, signature, constexprs={("BLOCK",): 128})
+    source = ASTSource(cast, signature, constexprs=dict(BLOCK=128))
     assert form in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
@@ -284,3 +305,23 @@ def test_generated_kernels_agree_with_the_cpu_path(flags: list[str], tmp_path: P
     names = {row["name"] for row in document["rows"]}
     assert {"loss", "validation", "embed.weight", "value_embeds.0.weight", "bigram_embed.weight"} <= names
     assert document["kernels"] > 50
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing", "told"),
+    [
+        ([], "needs triton==1", "needs triton==1"),
+        (["--fp8", "--dtype=float32"], "", "--fp8: expected --dtype bfloat16"),
+        (["--script=nowhere.py"], "", "--script nowhere.py: no such file"),
+        (["--attention_layout=Q"], "", "--attention_layout Q: expected letters L, S and -"),
+        (["--no_such_flag"], "", "unrecognized arguments: --no_such_flag"),
+    ],
+)
+def test_refusals_are_one_line(flags: list[str], missing: str, told: str, monkeypatch, capsys):
+    monkeypatch.setattr(pretend_gpu, "missing", lambda: missing)
+    with pytest.raises(SystemExit, match="2"):
+        gpu_numbers.main(flags)
+    error = capsys.readouterr().err
+    assert error.startswith("python -m benchmarks gpu_numbers: ")
+    assert error.endswith(f"{told}\n")
+    assert error.count("\n") == 1
