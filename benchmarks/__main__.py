@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import importlib
 import os
 import sys
 
@@ -12,7 +13,9 @@ with contextlib.suppress(AttributeError, OSError):  # the C library has read its
     for name, option in dict(MALLOC_TRIM_THRESHOLD_=-1, MALLOC_MMAP_THRESHOLD_=-3).items():
         ctypes.CDLL(None).mallopt(option, int(os.environ[name]))
 
-from benchmarks.command import main
+# Each a module; without one of them, the benchmarks
+COMMANDS = ("first_gpu_run", "gpu_graphs", "gpu_numbers", "roofline")
 
 if __name__ == "__main__":
-    sys.exit(main())
+    command = sys.argv.pop(1) if sys.argv[1:2] and sys.argv[1] in COMMANDS else "command"
+    sys.exit(importlib.import_module(f"benchmarks.{command}").main())

@@ -2,6 +2,7 @@
 
 import dataclasses
 import signal
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -22,10 +23,21 @@ TINY |= dict(attention_layout="LSSL", value_embed_layout="0..0", skip_layout="..
 TINY |= dict(dtype="float32", device="cpu", compile=False, cpu_threads=1, seed=0, run_id="tiny")
 
 
+def sees_gpu() -> bool:
+    with warnings.catch_warnings():  # torch's, about drivers
+        warnings.simplefilter("ignore")
+        return torch.cuda.is_available()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.markexpr == "gpu" and not sees_gpu():
+        pytest.exit("no GPU that torch can use: ./run.sh --check says why", returncode=2)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():  # skipped here, all are reported in one line
-        pytest.skip(f"torch {torch.__version__} sees no GPU; these tests are for machines with one")
+    if item.get_closest_marker("gpu") and not sees_gpu():
+        pytest.skip("no GPU that torch can use")
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,172 @@
+"""Collect what the first run on a GPU machine shows: docs/first_gpu_run.md."""
+
+import argparse
+import contextlib
+import functools
+import getpass
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+import train_gpt
+from benchmarks import ENVIRONMENT, ROOT
+from check import why_no_gpu
+from train_gpt import Hyperparameters, UserError
+
+INTRODUCTION = """Run what docs/first_gpu_run.md describes, and write all that it shows to one JSON file to send back:
+versions, driver, GPUs, check, self-test, a short run with its log, benchmarks. Names of host and user, their folders
+and IP addresses are left out. A stage that fails is recorded, and the others still run.
+
+    python -m benchmarks first_gpu_run [--out FILE] [flags of train_gpt.py, such as --train_seq_len 24576]
+    python -m benchmarks first_gpu_run --preset nano --device cpu        try it without a GPU
+
+Exit codes: 0 done, 1 a stage failed (the file says how), 2 no GPU or bad input, 130 interrupted."""
+LIMIT = 3600  # seconds for a stage
+MOST = 200_000  # characters of a stage's output, and of each of its files, from the end
+
+
+@functools.cache
+def private() -> list[tuple[str, str]]:
+    """Return patterns of what stays here, each with what stands in its place."""
+    hosts = {platform.node(), *(os.environ.get(name, "") for name in ("HOSTNAME", "HOST", "SLURMD_NODENAME"))}
+    users = {Path.home().name, *(os.environ.get(name, "") for name in ("USER", "LOGNAME", "USERNAME", "SUDO_USER"))}
+    with contextlib.suppress(KeyError, OSError, ImportError):  # a user without a name, as in containers
+        users.add(getpass.getuser())
+    hosts |= {host.partition(".")[0] for host in hosts}
+    paths = {str(ROOT): "REPOSITORY", str(Path.home()): "~", tempfile.gettempdir(): "TMP"}
+    found = [(re.escape(path) + r"(?![\w-])", paths[path]) for path in sorted(paths, key=len, reverse=True)]
+    found += [(r"/(?:home|Users)/[^/\s:'\"]+", "~"), (r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])", "ADDRESS")]
+    for names, new in (hosts - {"localhost"}, "HOST"), (users - {"root"}, "USER"):
+        for name in sorted(filter(lambda name: len(name) > 1, names), key=len, reverse=True):
+            found.append((rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", new))  # no letter or digit beside it
+    return found
+
+
+def scrubbed(value):
+    """Return the strings of a JSON document without what is private."""
+    if isinstance(value, dict):
+        return {name: scrubbed(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [scrubbed(part) for part in value]
+    for pattern, new in private() if isinstance(value, str) else ():
+        value = re.sub(pattern, new, value, flags=re.IGNORECASE)
+    return value
+
+
+def lines(path: Path) -> list[str]:
+    """Return the lines of the end of a text, of a log those behind the script's source."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    return text.partition(f"\n{'=' * 100}\n")[2][-MOST:].splitlines() or text[-MOST:].splitlines()
+
+
+def run_stage(command: Sequence[str], folder: Path, limit: float) -> dict:
+    """Run a command to its end, or for `limit` seconds; return exit code, output, and the files it left in `folder`."""
+    began, output = time.monotonic(), folder / "output"
+    folder.mkdir()
+    environment = ENVIRONMENT | dict(PYTHON=sys.executable) | os.environ
+    stage = dict(command=list(command), exit_code=None, seconds=0.0)
+    try:
+        with open(output, "wb") as file:
+            options = dict(cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(command, start_new_session=True, **options)
+        try:
+            stage["exit_code"] = process.wait(limit)
+        except BaseException as error:  # interrupted, or too long: end it with all that it started
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            stage["problem"] = f"not done in {limit:.0f} s"
+    except OSError as error:
+        stage["problem"] = str(error)
+    stage["seconds"], stage["output"] = round(time.monotonic() - began, 1), lines(output)
+    files = sorted(path for path in folder.rglob("*") if path.suffix in (".txt", ".json", ".md"))
+    return stage | dict(files={path.name: lines(path) for path in files})
+
+
+def stages(cfg: Hyperparameters, flags: list[str], processes: int, folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield the name and the command of each stage, in the order of docs/first_gpu_run.md."""
+    on_cpu, python = cfg.device == "cpu", sys.executable
+    is_default = cfg.num_iterations == train_gpt.PRESETS[cfg.preset].num_iterations
+    short = [*flags, "--num_iterations=100"] if is_default else flags
+    if not on_cpu:
+        yield "nvidia-smi", ["nvidia-smi"]
+        yield "topology", ["nvidia-smi", "topo", "-m"]
+    yield "check", ["./run.sh", "--check", *short]
+    yield "self-test", ["./test.sh", *(["tests/test_gpu.py"] if on_cpu else ["-m", "gpu"])]
+    yield "short run", ["./run.sh", *short, f"--log_dir={folder / 'short run'}", "--run_id=short"]
+    out = f"--out={folder / 'benchmarks'}"
+    yield "benchmarks", [python, "-m", "benchmarks", *(["--quick"] if on_cpu else []), out, *flags]
+    if processes > 1:
+        torchrun = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        yield "benchmarks on all", [*torchrun, "-m", "benchmarks", f"{out} on all", *flags]
+
+
+def versions() -> dict:
+    """Return what the figures depend on, as far as this process knows it."""
+    found = dict(python=platform.python_version(), system=platform.platform(), cuda=torch.version.cuda)
+    for name in ("torch", "triton", "numpy"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    for index in range(torch.cuda.device_count()):
+        found[f"gpu {index}"] = str(torch.cuda.get_device_properties(index))
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"]
+    try:
+        found["commit"] = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        found["commit"] = None
+    return found
+
+
+def collect(cfg: Hyperparameters, flags: list[str], processes: int, out: Path) -> int:
+    """Run all stages, rewrite the file after each, and return the exit code."""
+    document = dict(versions=versions(), flags=flags, stages={})
+    with tempfile.TemporaryDirectory(prefix="first-gpu-run-", ignore_cleanup_errors=True) as folder:
+        for name, command in stages(cfg, flags, processes, Path(folder)):
+            print(f"{name}: {' '.join(command)}", file=sys.stderr, flush=True)
+            document["stages"][name] = stage = run_stage(command, Path(folder) / name, LIMIT)
+            text = json.dumps(scrubbed(document), indent=1, ensure_ascii=False)
+            out.write_text(text + "\n", encoding="utf-8")
+            last = next(filter(str.strip, reversed(stage["output"])), "no output")
+            told = "ok" if stage["exit_code"] == 0 else stage.get("problem", f"FAILED, exit code {stage['exit_code']}")
+            print(f"{name}: {told} after {stage['seconds']} s: {last.strip()[:200]}", flush=True)
+    print(f"look through {out}, and send it back")
+    return int(any(stage["exit_code"] != 0 for stage in document["stages"].values()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code."""
+    options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks first_gpu_run", description=INTRODUCTION, **options)
+    out = Path("logs") / time.strftime("first-gpu-run-%Y%m%d-%H%M%S.json")
+    parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/first-gpu-run-TIME.json")
+    args, flags = parser.parse_known_args(argv)
+    try:
+        cfg = train_gpt.parse_args(flags)
+        if cfg.device == "cpu" and cfg.preset == "gpt2":
+            raise UserError("--device cpu: gpt2 takes a GPU; add --preset nano")
+        if cfg.device != "cpu" and not torch.cuda.is_available():
+            raise UserError(f"{why_no_gpu()[0]}; --preset nano --device cpu tries this without one")
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        gpus = torch.cuda.device_count() if cfg.device != "cpu" else 1
+        processes = next(n for n in range(gpus, 0, -1) if cfg.batch_sequences % n == 0)
+        return collect(cfg, flags, processes, args.out)
+    except (UserError, OSError) as error:
+        print(f"first_gpu_run: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"first_gpu_run: interrupted; {args.out} has what was done", file=sys.stderr)
+        return 130

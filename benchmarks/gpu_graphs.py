@@ -1,0 +1,389 @@
+"""Lower train_gpt.py's graphs for GPUs that are not here, and compile every kernel to machine code."""
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import importlib.metadata
+import importlib.util
+import json
+import math
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from benchmarks import ROOT, pretend_gpu
+from benchmarks.startup import own_process
+
+INTRODUCTION = """Lower the graphs of gpt2 (training, validation, Newton-Schulz) for GPUs that are not here, and compile
+every configuration of every Triton kernel to machine code. Print a table, write it to a JSON file.
+
+    python -m benchmarks gpu_graphs [--arch 90,89,86,80] [--script FILE] [--out FILE] [flags of train_gpt.py]
+
+On Linux, with torch's CPU build and benchmarks/requirements.txt. README.md says what the columns mean.
+Exit codes: 0 done, 1 a graph or a kernel failed, 2 something is missing, 130 interrupted."""
+# The process of one architecture: pretend, then import torch
+CHILD = "import sys; from benchmarks import pretend_gpu; pretend_gpu.install(int(sys.argv[1])); "
+CHILD += "from benchmarks import gpu_graphs; gpu_graphs.child(sys.argv[1:])"
+WORLDS = (8, 1)  # numbers of processes
+GRAPHS = ("train", "validation")
+SPARE = 1500  # MiB that CUDA, its libraries and the allocator need beside the tensors
+SAMPLE = 2**17  # indices of a launch to look at
+WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_")  # do not read what they overwrite
+NO_WORK = ("empty", "detach", "set_", "resize_")
+
+
+# ---- Bytes -----------------------------------------------------------------------------------------------------------
+def elements(t: Tensor) -> int:
+    return math.prod(size for size, stride in zip(t.shape, t.stride(), strict=True) if stride)
+
+
+def accesses(source: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (load, store or atomic_add, pointer, index) for each of a kernel's accesses to memory."""
+    for found in re.finditer(r"tl\.(load|store|atomic_add)\((\w+) \+ \(", source):
+        depth, end = 1, found.end()
+        while depth:
+            depth += {"(": 1, ")": -1}.get(source[end], 0)
+            end += 1
+        yield found[1], found[2], source[found.end() : end - 1]
+
+
+def kernel_bytes(source: str, arguments: dict[str, object]) -> int:
+    """Count the bytes that a launch moves: of each argument every element that it touches, read once, written once.
+
+    The elements are counted in a sample of the launch's indices, and never more than the argument has. Masks are
+    ignored, and what a kernel reads back of its own output is in a cache. Kernels without a numbered range
+    (FlexAttention's) move each argument once, whole.
+    """
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    ranges = {name[: -len("numel")]: n for name, n in arguments.items() if name.endswith("numel")}
+    ranges |= {name: int(n) for name, n in re.findall(r"^    (\w+?)_?numel = (\d+)$", source, re.M)}
+    ranges = {name.rstrip("_"): int(n) for name, n in ranges.items()}
+    if not ranges:
+        return sum(elements(t) * t.itemsize for t in tensors.values())
+    known, scale, room, size = {}, 1.0, SAMPLE, 1
+    for axis, name in enumerate(sorted(ranges)):  # reductions, r0 and r1, come first and whole
+        n = min(ranges[name], max(1, room if name[0] == "r" else round(room ** (1 / (len(ranges) - axis)))))
+        scale, room, size = scale * ranges[name] / n, room // n, size * n
+        index = np.arange(n).reshape([-1 if other == axis else 1 for other in range(len(ranges))])
+        known[f"{name}_index" if name[0] == "r" else f"{name}index"] = index
+    for name, value in re.findall(r"^\s+([xyzr]\w*) = (\(?[\w %/*+()-]+\)?)$", source, re.M):
+        with contextlib.suppress(NameError, SyntaxError):
+            known.setdefault(name, eval(value, {}, known))
+    touched: dict[tuple[str, str], list] = {}
+    for kind, pointer, text in accesses(source):
+        if kind == "load" and pointer.startswith("out_ptr"):
+            continue
+        for way in ("load", "store") if kind == "atomic_add" else (kind,):
+            touched.setdefault((way, pointer), []).append(text)
+    total = 0
+    for (_, pointer), texts in touched.items():
+        addresses, unknown = [], 0
+        for text in set(texts):
+            text = re.sub(r"tl\.broadcast_to\((\w+), \[.*?\]\)", r"\1", text)
+            try:
+                addresses.append(np.ravel(eval(text, {}, known)))
+            except (NameError, SyntaxError):  # it depends on what was loaded: every access may be another element
+                unknown = size
+        t = tensors[pointer]
+        count = max(len(np.unique(np.concatenate(addresses))) if addresses else 0, unknown)
+        total += min(elements(t), round(count * scale)) * t.itemsize
+    return total
+
+
+# ---- What runs -------------------------------------------------------------------------------------------------------
+class Recorder(TorchDispatchMode):
+    """Note what a program on fake CUDA tensors would launch, which kernels it compiles, and the peaks of its memory."""
+
+    def __init__(self, compile_kernels: bool = True):
+        super().__init__()
+        self.compile_kernels, self.world, self.phase, self.graph = compile_kernels, 1, "", ""
+        self.calls: dict[tuple, dict] = {}  # every launch, equal ones together
+        self.kernels: dict[str, dict[str, list]] = {}  # by graph and name: its configurations
+        self.compiled: dict[object, list] = {}
+        self.live: list[tuple[StorageWeakRef, int, bool]] = []
+        self.peaks: dict[str, dict] = {}  # by phase
+        pretend_gpu.pretend_launches(self.precompile, self.launched, self.called)
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # else Dynamo compiles nothing
+
+    @contextlib.contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        before, self.phase = self.phase, phase
+        yield
+        self.phase = before
+
+    def called(self, is_backward: bool, function: Callable):
+        names = dict(train="backward" if is_backward else "forward", optimizers="Newton-Schulz")
+        self.graph = names.get(self.phase, self.phase)
+        self.kernels.setdefault(self.graph, {})
+        try:
+            return function()
+        finally:
+            self.graph = ""
+
+    def precompile(self, kernel) -> None:
+        """Compile a kernel's every configuration; keep registers, stack and shared memory, or the error."""
+        found = self.compiled[kernel] = []
+        for config in kernel.configs if self.compile_kernels else ():
+            entry = dict(config=str(config))
+            found.append(entry)
+            try:
+                entry |= compile_config(kernel, config)
+            except Exception as error:  # whatever it is, it is reported
+                entry["error"] = f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:2000]
+
+    def launched(self, kernel, args: tuple) -> None:
+        name = kernel.fn.__name__
+        self.kernels[self.graph][name] = self.compiled[kernel]
+        arguments = dict(zip(kernel.fn.arg_names, args, strict=False))
+        shapes = tuple((tuple(a.shape), a.stride()) if isinstance(a, Tensor) else a for a in args)
+        if not self.again(key := (self.world, self.phase, self.graph, name, shapes)):
+            self.note(key, "kernel", kernel_bytes(kernel.fn.src, arguments))
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if TracingContext.try_get() is None:
+            if func is not torch.ops.aten._scaled_mm.default:  # for which pretend_gpu throws a result away
+                self.hold(result)
+            self.operation(func, args, kwargs, result)
+        return result
+
+    def hold(self, result) -> None:
+        """Note new storages, and what of all memory is in use now, before anything is freed."""
+        known = {ref.cdata for ref, *_ in self.live if not ref.expired()}
+        for t in tree_leaves(result):
+            if isinstance(t, Tensor) and t.device.type == "cuda":
+                ref = StorageWeakRef(t.untyped_storage())
+                if ref.cdata not in known:
+                    known.add(ref.cdata)
+                    self.live.append((ref, t.untyped_storage().nbytes(), bool(self.graph)))
+        self.live = [entry for entry in self.live if not entry[0].expired()]
+        peak = self.peaks.setdefault(self.phase, dict(buffers=0, total=0))
+        peak["buffers"] = max(peak["buffers"], sum(n for _, n, in_graph in self.live if in_graph))
+        peak["total"] = max(peak["total"], sum(n for _, n, _ in self.live))
+
+    def operation(self, func, args: tuple, kwargs: dict, result) -> None:
+        """Note a call of ATen: its bytes, and the FLOPs of a matmul."""
+        schema, name = func._schema, func._overloadpacket.__name__
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
+        if func.namespace != "aten" or is_view or any(name.removeprefix("new_").startswith(word) for word in NO_WORK):
+            return
+        reads, writes = [], [] if any(r.alias_info for r in schema.returns) else tree_leaves(result)
+        for i, argument in enumerate(schema.arguments):
+            given = tree_leaves(args[i] if i < len(args) else kwargs.get(argument.name))
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            writes += given if is_written else []
+            reads += [] if is_written and (name in WRITES_ONLY or argument.is_out) else given
+        reads, writes = ([t for t in ts if isinstance(t, Tensor) and t.is_cuda] for ts in (reads, writes))
+        if not reads and not writes:
+            return
+        if name.startswith("_foreach") and len({len(tree_leaves(arg)) for arg in args[:2]}) == 1:
+            pairs = list(zip(*(arg for arg in args[:2] if isinstance(arg, (list, tuple))), strict=True))
+            if any(not same_layout(pair) for pair in pairs):  # then it is a loop
+                for pair in pairs:
+                    single = getattr(torch.ops.aten, name.removeprefix("_foreach_")).default
+                    self.operation(single, pair, {}, pair[0])
+                return
+        shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in (*reads, *writes))
+        if self.again(key := (self.world, self.phase, self.graph, name, shapes)):
+            return
+        num_bytes = sum(elements(t) * t.itemsize for t in (*reads, *writes))
+        if func._overloadpacket in flop_registry:
+            flops = flop_registry[func._overloadpacket](*args, out_val=result if writes else None)
+            wide = [t for t in reads if t.ndim > 1]
+            size = "x".join(map(str, (*wide[-2].shape, wide[-1].shape[-1])))
+            self.note(key, str(wide[-2].dtype).removeprefix("torch."), num_bytes, flops, f"{name} {size}")
+        else:
+            layout = "copy" if same_layout([*reads, *writes]) else "strided"
+            self.note(key, layout, num_bytes)
+
+    def again(self, key: tuple) -> bool:
+        if key in self.calls:
+            self.calls[key]["count"] += 1
+        return key in self.calls
+
+    def note(self, key: tuple, kind: str, num_bytes: int, flops: int = 0, name: str = "") -> None:
+        place = dict(zip(("world", "phase", "graph", "name"), key, strict=False))
+        place["name"] = name or place["name"]
+        self.calls[key] = dict(**place, kind=kind, count=1, bytes=num_bytes, flops=flops)
+
+
+def same_layout(tensors: Sequence[Tensor]) -> bool:
+    """Say whether all tensors with several elements lie in memory in one order."""
+    orders = [sorted(range(t.ndim), key=lambda i, t=t: -t.stride(i)) for t in tensors if t.numel() > 1]
+    most = max((len(order) for order in orders), default=0)
+    return len({tuple(order) for order in orders if len(order) == most}) < 2
+
+
+def compile_config(kernel, config) -> dict:
+    import triton
+    import triton.backends.nvidia
+    from torch._inductor.runtime.triton_compat import ASTSource
+    from triton.backends.compiler import GPUTarget
+
+    meta = kernel._create_compile_meta(config)
+    source = ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
+    target, options = GPUTarget("cuda", meta["cc"], 32), kernel._create_compile_options(config, meta)
+    binary = triton.compile(source, target=target, options=options)
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told).groups()
+    return dict(registers=int(registers), stack=int(stack), shared=binary.metadata.shared)
+
+
+# ---- The process of one architecture ---------------------------------------------------------------------------------
+def load_script(path: Path):
+    spec = importlib.util.spec_from_file_location("train_gpt", path)
+    module = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_steps(script, cfg, recorder: Recorder) -> dict[int, dict]:
+    """Take a step as one of WORLDS processes, and score a sequence. Return the peaks of memory."""
+
+    def batch(length: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(cfg.vocab_size, (length + 1,), device="cuda", dtype=torch.int32)
+        return tokens[:-1], tokens[1:].long()
+
+    step_optimizers, memory = script.step_optimizers, {}
+
+    def optimize(*args) -> None:
+        with recorder.during("optimizers"):
+            step_optimizers(*args)
+
+    script.step_optimizers = optimize
+    for world in WORLDS:
+        recorder.world, recorder.peaks = world, {}
+        with recorder.during("setup"), pretend_gpu.building():
+            trainer = script.Trainer(cfg, script.Ranks(0, world, 0, world))
+        with recorder.during("train"):  # the second sequence finds the gradients of the first
+            trainer.train_step(0, [batch(cfg.train_seq_len)] * min(2, cfg.batch_sequences // world))
+        with recorder.during("validation"), torch.no_grad():
+            trainer.model(*batch(cfg.val_seq_len), trainer.window_blocks)
+        memory[world] = {name: peak for name, peak in recorder.peaks.items() if name != "setup"}
+        optimizers = trainer.optimizers
+        memory[world]["communication"] = sum(o.grads.nbytes + o.values.nbytes for o in optimizers)
+        del trainer, optimizers
+        gc.collect()
+    return memory
+
+
+def child(argv: Sequence[str]) -> None:
+    """Print what was found out about one architecture, as a line of JSON."""
+    (arch, path, compile_kernels, *flags), memory, failed = argv, {}, ""
+    recorder, script = Recorder(compile_kernels == "True"), load_script(Path(path))
+    cfg = script.resolve(script.parse_args(["--preset", "gpt2", "--device", "cuda", "--seed", "1", *flags]))
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), recorder:
+            memory = run_steps(script, cfg, recorder)
+    except Exception as error:  # what was found before is worth having
+        failed = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+    device, counters = pretend_gpu.DEVICES[int(arch)], torch._dynamo.utils.counters
+    found = dict(device=device.name, shared_limit=device.shared_limit, memory_mib=device.memory, failed=failed)
+    found |= dict(graph_breaks=dict(counters["graph_break"]), memory=memory, configuration=dataclasses.asdict(cfg))
+    calls = [call for call in recorder.calls.values() if call["phase"] != "setup"]
+    print(json.dumps(found | dict(kernels=recorder.kernels, calls=calls)))
+
+
+# ---- The report ------------------------------------------------------------------------------------------------------
+def measure(arch: int, script: Path, flags: Sequence[str], compile_kernels: bool = True) -> dict:
+    """Return what `child` found out, in a process of its own. Raise RuntimeError if it could not begin."""
+    told = own_process(["-c", CHILD, str(arch), str(script.resolve()), str(compile_kernels), *flags])
+    return json.loads(told.splitlines()[-1])
+
+
+def failures(found: dict) -> list[str]:
+    """Return what keeps the graphs from running on this GPU: a line each."""
+    lines = [found["failed"]] if found["failed"] else []
+    lines += [f"graph break: {reason}" for reason in found["graph_breaks"]]
+    for name, configurations in {n: c for graph in found["kernels"].values() for n, c in graph.items()}.items():
+        for entry in configurations:
+            if "error" in entry:
+                lines.append(f"{name} ({entry['config']}) does not compile: {entry['error']}")
+            elif entry["shared"] > found["shared_limit"]:
+                lines.append(f"{name} ({entry['config']}) needs {entry['shared']:,} bytes of shared memory")
+    return lines
+
+
+def memory_lines(found: dict) -> list[str]:
+    lines = []
+    for world, memory in found["memory"].items():
+        buffers, total = ({name: memory[name][key] / 2**20 for name in GRAPHS} for key in ("buffers", "total"))
+        parts = [f"{name} {buffers[name]:,.0f}, with all else {total[name]:,.0f}" for name in GRAPHS]
+        fits = max(total.values()) + SPARE < found["memory_mib"]
+        verdict = f"This {'fits' if fits else 'DOES NOT FIT'} into {found['memory_mib']:,} with {SPARE:,} to spare"
+        lines.append(f"Processes: {world}. Peak of buffers in MiB: {'; '.join(parts)}. {verdict}")
+    return lines
+
+
+def table(arch: int, found: dict) -> str:
+    limit = found["shared_limit"]
+    lines = [f"## sm_{arch}: {found['device']}, {limit:,} bytes of shared memory per block", ""]
+    lines += ["| graph | launches | kernels | configurations | registers | stack | shared memory | ATen |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    for graph, kernels in found["kernels"].items():
+        calls = [call for call in found["calls"] if call["graph"] == graph and call["world"] == WORLDS[0]]
+        entries = [entry for configurations in kernels.values() for entry in configurations if "error" not in entry]
+        most = {key: max((e[key] for e in entries), default=0) for key in ("registers", "stack", "shared")}
+        aten = Counter()
+        for call in calls:
+            if call["kind"] != "kernel":
+                aten[call["name"].split()[0]] += call["count"]
+        cells = [graph, sum(call["count"] for call in calls), len(kernels), len(entries), most["registers"]]
+        cells += [most["stack"], f"{most['shared']:,}", ", ".join(f"{n} {name}" for name, n in aten.items())]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    lines += ["", *memory_lines(found)]
+    return "\n".join([*lines, "", *(f"FAILED: {line}" for line in failures(found))]).rstrip()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code."""
+    options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_graphs", description=INTRODUCTION, **options)
+    archs = ",".join(map(str, pretend_gpu.DEVICES))
+    parser.add_argument("--arch", default=archs, help="compute capabilities (default: %(default)s)")
+    parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", metavar="FILE")
+    out = Path("logs") / time.strftime("gpu-graphs-%Y%m%d-%H%M%S.json")
+    parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/gpu-graphs-TIME.json")
+    args, flags = parser.parse_known_args(argv)
+    if unknown := set(args.arch.split(",")) - set(archs.split(",")):
+        parser.error(f"--arch {args.arch}: {min(unknown)!r} is none of {archs}")
+    if why := pretend_gpu.missing():
+        parser.error(why)
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
+    document = dict(script=str(args.script), flags=flags, **versions, architectures={})
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        for arch in map(int, args.arch.split(",")):
+            found = document["architectures"][arch] = measure(arch, args.script, flags)
+            print(f"{table(arch, found)}\n", flush=True)
+            args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except (RuntimeError, OSError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        parser.exit(130, "python -m benchmarks gpu_graphs: interrupted\n")
+    print(f"written to {args.out}")
+    return int(any(failures(found) for found in document["architectures"].values()))

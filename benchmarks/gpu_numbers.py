@@ -1,0 +1,186 @@
+"""Compare what the kernels for a GPU compute with what the CPU path computes: loss and gradients of a small model."""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from benchmarks import ROOT, pretend_gpu
+from benchmarks.startup import own_process
+
+INTRODUCTION = """Run the kernels that torch.compile generates for a GPU (compute capability 9.0) on this CPU, by
+Triton's interpreter: loss, validation loss and every gradient of a small model with random parameters, Newton-Schulz.
+Compare them with the eager CPU path in the same precision, and both with that path in float64.
+
+    python -m benchmarks gpu_numbers [--dtype float32|bfloat16] [--fp8] [--script FILE] [--out FILE]
+
+All other flags are those of train_gpt.py. On Linux, with torch's CPU build and benchmarks/requirements.txt; a minute.
+Exit codes: 0 they agree, 1 they do not, 2 bad input or something is missing, 130 interrupted."""
+# The process of a comparison: pretend, then import torch
+CHILD = "from benchmarks import pretend_gpu; pretend_gpu.install(90); "
+CHILD += "import sys; from benchmarks import gpu_numbers; gpu_numbers.child(*sys.argv[1:])"
+# Five blocks of tokens. The third document fills blocks 1 to 3, so that blocks are seen whole and in part, and the
+# windows, of 4 and 2 blocks, cut off both kinds. The last slice of the head is shorter than the others
+SEQ_LEN, DOCUMENTS, WINDOW_BLOCKS = 640, (0, 50, 100, 560), 4
+MODEL = dict(attention_layout="LS-", value_embed_layout="0..", skip_layout="..0", model_dim=64, num_heads=2)
+MODEL |= dict(head_dim=64, bigram_rows=61, vocab_size=500, eot_token=499, lm_head_slice=256, window_tokens=512)
+MODEL |= dict(train_seq_len=SEQ_LEN, val_seq_len=SEQ_LEN, batch_tokens=SEQ_LEN, val_tokens=SEQ_LEN)
+MODEL |= dict(preset="gpt2", device="cuda", seed=1)
+
+
+@torch.no_grad()
+def randomize(gpt: torch.nn.Module) -> torch.nn.Module:
+    """Draw every parameter: those that start at zero hide the rest."""
+    for name, p in gpt.named_parameters():
+        if p.ndim < 2:
+            p.uniform_(0.5, 1.5)
+        else:
+            p.normal_(std=1 if "embed" in name else p.size(-1) ** -0.5)
+    return gpt
+
+
+def results(model: Callable[..., Tensor], params: dict[str, Tensor], inputs: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return the loss, the validation loss and the gradients."""
+    loss = model(*inputs)
+    grads = torch.autograd.grad(loss, list(params.values()))
+    with torch.no_grad():
+        return dict(loss=loss.detach(), validation=model(*inputs)) | dict(zip(params, grads, strict=True))
+
+
+def child(script: str, dtype: str, fp8: str, *flags: str) -> None:
+    """Compare, and print JSON. Triton interprets in this process, which believes in a GPU."""
+    sys.path.insert(0, str(Path(script).parent))
+    import train_gpt
+    from benchmarks import interpret
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    interpret.mend()
+    stand_ins = interpret.StandIns()
+    known = {field.name for field in dataclasses.fields(train_gpt.Hyperparameters)}  # older records lack some
+    small = [f"--{name}={value}" for name, value in MODEL.items() if name in known]
+    cfg = train_gpt.parse_args([*small, f"--dtype={dtype}", "--lm_head_fp8" if fp8 else "--no-lm_head_fp8", *flags])
+    cfg = train_gpt.resolve(cfg)
+    cpu = dataclasses.replace(cfg, device="cpu", compile=False)
+    eager = randomize(train_gpt.GPT(cpu))
+    exact = train_gpt.GPT(dataclasses.replace(cpu, dtype="float64", lm_head_fp8=False))
+    exact.load_state_dict(eager.state_dict())
+    real = {name: t.detach() for name, t in [*eager.named_parameters(), *eager.named_buffers()]}
+    tokens, narrow = torch.randint(cfg.eot_token, (SEQ_LEN + 1,)), getattr(torch, dtype)
+    tokens[list(DOCUMENTS)] = cfg.eot_token
+    inputs = tokens[:-1].int(), tokens[1:], torch.tensor(WINDOW_BLOCKS, dtype=torch.int32)
+
+    def compiled(function: Callable) -> Callable:
+        return torch.compile(function, fullgraph=True, dynamic=False)
+
+    def generated(function: Callable[..., dict[str, Tensor]], *tensors: Tensor) -> dict[str, Tensor]:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            return {name: stand_ins.real(fake) for name, fake in function(*map(stand_ins.fake, tensors)).items()}
+
+    def model_results(*inputs: Tensor) -> dict[str, Tensor]:
+        with pretend_gpu.building():
+            gpt = train_gpt.GPT(cfg)
+        for name, fake in [*gpt.named_parameters(), *gpt.named_buffers()]:
+            stand_ins.add(fake, real[name])
+        return results(compiled(gpt), dict(gpt.named_parameters()), inputs)
+
+    def head(x: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+        with_grads = torch.is_grad_enabled()
+        scales = (cfg.fp8_x_scale, cfg.fp8_w_scale, cfg.fp8_grad_scale) if with_grads and x.dtype == narrow else None
+        return train_gpt.HeadLoss.apply(x, w, targets, cfg.lm_head_softcap, cfg.lm_head_slice, scales, with_grads)
+
+    def head_results(head: Callable, x: Tensor, w: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return results(head, dict(x=x.requires_grad_(), w=w.requires_grad_()), (x, w, targets))
+
+    # Of each part: the results in float64, by the eager CPU path, by the generated kernels
+    parts = {"": [results(gpt, dict(gpt.named_parameters()), inputs) for gpt in (exact, eager)]}
+    parts[""].append(generated(model_results, *inputs))
+    G, orthogonalize = torch.randn(2, 32, 64), train_gpt.zeropower_via_newtonschulz5
+    parts["Newton-Schulz"] = [{"": orthogonalize(G.double(), torch.float64)}, {"": orthogonalize(G, narrow)}]
+    parts["Newton-Schulz"].append(generated(lambda G: {"": compiled(orthogonalize)(G, narrow)}, G))
+    if fp8:  # from the same input the head has to give almost the same numbers: here both round alike
+        x, w = torch.randn(SEQ_LEN, cfg.model_dim).to(narrow), eager.lm_head.detach()
+        pairs = (x.double(), w.double()), (x.clone(), w.clone())
+        parts["head alone: "] = [head_results(head, *pair, inputs[1]) for pair in pairs]
+        parts["head alone: "].append(generated(partial(head_results, compiled(head)), x, w, inputs[1]))
+
+    def apart(a: Tensor, b: Tensor) -> float:
+        return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+    rows = []
+    for part, (in_float64, by_cpu, by_gpu) in parts.items():
+        for name, t in in_float64.items():
+            row = dict(name=part + name, ndim=t.ndim, norm=t.norm().item(), eager=apart(by_cpu[name], t))
+            rows.append(row | dict(generated=apart(by_gpu[name], t), apart=apart(by_gpu[name], by_cpu[name])))
+    print(json.dumps(dict(rows=rows, kernels=len(stand_ins.launched))))
+
+
+def bound(row: dict, rows: Sequence[dict], dtype: str, fp8: bool) -> None:
+    """Add to a row what is bounded, by how much, and whether that holds.
+
+    In float32 the two paths may be 1e-5 apart, or as far as the eager one is off float64: some scalars are small
+    differences of large sums. In low precision both are off float64 by far more than that, at random: the generated
+    kernels may not be worse, by 1.1 for a matrix and by 2 for the worst of the scalars.
+    """
+    if dtype == "float32":
+        what, limit = "apart", max(1e-5, 2 * row["eager"])
+    elif row["name"].startswith("head alone"):
+        what, limit = "apart", 1e-3
+    elif row["ndim"] == 0:
+        what, limit = "apart", 1e-3 if fp8 else 1.5e-4
+    elif row["ndim"] == 1:
+        what, limit = "generated", 2 * max(other["eager"] for other in rows if other["ndim"] == 1)
+    else:
+        what, limit = "generated", 1.1 * row["eager"]
+    row |= dict(bounded=what, limit=limit, agrees=row[what] <= limit)  # False for NaN
+
+
+def table(document: dict) -> str:
+    lines = ["| what | norm | eager CPU | generated | apart | limit |", "|---|---|---|---|---|---|"]
+    for row in document["rows"]:
+        cells = [row["name"], *(f"{row[name]:.2e}" for name in ("norm", "eager", "generated", "apart"))]
+        limit = f"{row['bounded']} {row['limit']:.1e}{'' if row['agrees'] else ': DISAGREES'}"
+        lines.append(f"| {' | '.join([*cells, limit])} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code."""
+    options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_numbers", description=INTRODUCTION, **options)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32, with --fp8 bfloat16")
+    parser.add_argument("--fp8", action="store_true", help="the head in FP8")
+    parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON")
+    args, flags = parser.parse_known_args(argv)
+    dtype, began = args.dtype or ("bfloat16" if args.fp8 else "float32"), time.perf_counter()
+    problem = pretend_gpu.missing() or ("" if args.script.is_file() else f"--script {args.script}: no such file")
+    problem = "--fp8: expected --dtype bfloat16" if args.fp8 and dtype == "float32" else problem
+    if problem:
+        parser.exit(2, f"python -m benchmarks gpu_numbers: {problem}\n")
+    try:
+        command = ["-c", CHILD, str(args.script.resolve()), dtype, "fp8" * args.fp8, *flags]
+        document = json.loads(own_process(command, TRITON_INTERPRET="1").splitlines()[-1])
+    except RuntimeError as error:
+        is_input = "UserError" in str(error) or "exit code 2" in str(error)
+        parser.exit(2 if is_input else 1, f"python -m benchmarks gpu_numbers: {error}\n")
+    except KeyboardInterrupt:
+        parser.exit(130, "python -m benchmarks gpu_numbers: interrupted\n")
+    for row in document["rows"]:
+        bound(row, document["rows"], dtype, args.fp8)
+    agrees, seconds = all(row["agrees"] for row in document["rows"]), round(time.perf_counter() - began)
+    document |= dict(agrees=agrees, script=str(args.script), flags=flags, dtype=dtype, fp8=args.fp8, seconds=seconds)
+    document |= dict(torch=torch.__version__)
+    if args.out:
+        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    told = f"{args.script.name}, {dtype}{', FP8 head' if args.fp8 else ''}: {document['kernels']} kernels, {seconds} s"
+    print(f"{table(document)}\n\n{told}: they {'agree' if agrees else 'DISAGREE'}")
+    return int(not agrees)

@@ -1,0 +1,265 @@
+"""Pretend that one NVIDIA GPU is here: torch's CPU build then lowers graphs for it, and Triton compiles their kernels.
+
+Nothing runs there. Tensors are fake: shapes without data. All of it is for one process, which must not have imported
+torch, and is written for TORCH: each pretence below says what asks for it.
+"""
+
+import contextlib
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+TORCH = "2.13."
+
+
+@dataclass(frozen=True)
+class Device:
+    """Hold what the compiler and the tables ask of a GPU. Sources: CUDA C++ Programming Guide, NVIDIA's data sheets."""
+
+    name: str
+    processors: int
+    threads: int  # resident per multiprocessor
+    shared_limit: int  # bytes of shared memory that a block may ask for
+    memory: int  # MiB, as nvidia-smi says
+    l2_cache: int  # MiB
+
+
+DEVICES = {  # by compute capability
+    90: Device("NVIDIA H100 80GB HBM3", 132, 2048, 232_448, 81_559, 50),
+    89: Device("NVIDIA GeForce RTX 4090", 128, 1536, 101_376, 24_564, 72),
+    86: Device("NVIDIA GeForce RTX 3090", 82, 1536, 101_376, 24_576, 6),
+    80: Device("NVIDIA A100-SXM4-80GB", 108, 2048, 166_912, 81_920, 40),
+}
+
+
+def missing() -> str:
+    """Return what keeps this machine from pretending, and the fix, in a line; "" if nothing does. Imports no torch."""
+    install = "pip install -r benchmarks/requirements.txt"
+    version, has_triton = importlib.metadata.version("torch"), importlib.util.find_spec("triton")
+    wanted = next(line for line in Path(__file__).with_name("requirements.txt").read_text().split() if "triton" in line)
+    if sys.platform != "linux":
+        return f"needs Linux, for which Triton is built; this is {sys.platform}"
+    if not version.startswith(TORCH):
+        return f"is written for torch {TORCH}x, this is {version}: pip install -r requirements.txt"
+    if "+cpu" not in version:
+        cpu_build = f"pip install torch=={version.split('+')[0]} --index-url https://download.pytorch.org/whl/cpu"
+        return f"needs the CPU build of torch, this is {version}: {cpu_build}, in an environment of its own"
+    if not has_triton or wanted != f"triton=={importlib.metadata.version('triton')}":
+        return f"needs {wanted}: {install}"
+    return "" if shutil.which("g++") else "needs a C++ compiler: install g++ (Debian, Ubuntu: apt install g++)"
+
+
+def load_guard() -> None:
+    """Build pretend_guard.cpp, once per version of torch, and load it: torch asks for CUDA's hooks while it starts."""
+    source, torch_folder = Path(__file__).with_name("pretend_guard.cpp"), Path(importlib.util.find_spec("torch").origin)
+    torch_folder, version = torch_folder.parent, importlib.metadata.version("torch")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "speedrun-pretend-gpu"
+    library = cache / f"guard-{version}-{source.stat().st_mtime_ns}.so"
+    if not library.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:  # then renamed: others may build it, too
+            options = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder}/include", f"-L{torch_folder}/lib"]
+            options += [f"-Wl,-rpath,{torch_folder}/lib", "-lc10", "-ltorch_cpu", "-o", f"{folder}/guard.so"]
+            subprocess.run(["g++", source, *options], check=True)
+            os.rename(f"{folder}/guard.so", library)
+    ctypes.CDLL(str(library))
+
+
+def install(arch: int) -> None:
+    """Make this process believe in a GPU of compute capability `arch`, such as 90. Call it before torch is imported."""
+    assert "torch" not in sys.modules, "torch is there already"
+    # Compile here and now: workers and caches would hide kernels from us
+    os.environ |= dict(TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+    load_guard()
+    import torch
+
+    kind = DEVICES[arch]
+    properties = SimpleNamespace(  # for Inductor's heuristics and FlexAttention's tiles
+        name=kind.name, major=arch // 10, minor=arch % 10, multi_processor_count=kind.processors, warp_size=32,
+        max_threads_per_multi_processor=kind.threads, max_threads_per_block=1024, regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152, shared_memory_per_block_optin=kind.shared_limit,
+        shared_memory_per_multiprocessor=kind.shared_limit + 1024, total_memory=kind.memory << 20,
+        L2_cache_size=kind.l2_cache << 20, gcnArchName="", is_integrated=0, is_multi_gpu_board=0,
+    )  # fmt: skip
+    pretend_torch(torch, properties)
+    pretend_dynamo_and_inductor(torch)
+    pretend_triton(torch, arch)
+
+
+def pretend_torch(torch, properties: SimpleNamespace) -> None:
+    """Answer for the driver. Each answer is a function of its own: Dynamo tells functions apart by identity."""
+
+    class device(contextlib.nullcontext):
+        def __init__(self, index):
+            super().__init__()
+            self.idx, self.prev_idx = 0, -1
+
+    class device_guard(device):  # what generated code enters
+        pass
+
+    answers = dict(  # the script asks for some, Dynamo and Inductor for the others
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        is_bf16_supported=lambda including_emulation=True: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        get_device_properties=lambda device=None: properties,
+        get_device_capability=lambda device=None: (properties.major, properties.minor),
+        get_device_name=lambda device=None: properties.name,
+        memory_allocated=lambda device=None: 0,
+        mem_get_info=lambda device=None: (properties.total_memory, properties.total_memory),
+        get_rng_state=lambda device="cuda": torch.zeros(16, dtype=torch.uint8),  # Dynamo saves and restores it
+        set_rng_state=lambda state, device="cuda": None,
+        set_device=lambda device: None,
+        synchronize=lambda device=None: None,
+        manual_seed_all=lambda seed: None,
+        _lazy_init=lambda: None,
+        _exchange_device=lambda index: 0,
+        _maybe_exchange_device=lambda index: 0,
+        device=device,
+        _DeviceGuard=device_guard,
+    )
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, answer)
+    for name in ("current_device", "get_rng_state", "set_rng_state"):  # has imported them by name
+        setattr(torch.cuda.random, name, answers[name])
+    torch._C._cuda_getDevice = lambda: 0
+    torch._C._accelerator_getDeviceIndex = lambda: 0
+    torch._C._cuda_getCurrentRawStream = lambda index: 0
+    torch._C._cuda_exchangeDevice = lambda index: 0
+    torch._C._cuda_maybeExchangeDevice = lambda index: 0
+    torch.accelerator.is_available = lambda: False  # so that Dynamo tracks no streams
+    from torch._dynamo.device_interface import CudaInterface
+
+    CudaInterface.device = device
+    for name in ("current_device", "device_count", "get_device_properties", "memory_allocated", "is_bf16_supported"):
+        setattr(CudaInterface, name, staticmethod(answers[name]))
+    for name in ("set_device", "synchronize"):
+        setattr(CudaInterface, name, staticmethod(answers[name]))
+    CudaInterface.get_raw_stream = staticmethod(lambda index: 0)
+    CudaInterface.exchange_device = CudaInterface.maybe_exchange_device = staticmethod(lambda index: 0)
+
+
+def pretend_dynamo_and_inductor(torch) -> None:
+    """Keep the compiler from making real tensors on the device."""
+    import torch._functorch.config
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    # torch.tensor(..., device="cuda") begins as a real tensor: on the CPU
+    FakeTensorMode.avoid_device_init = property(lambda self: True)
+    # Otherwise the backward graph is compiled within the autograd engine's thread, which has no fake mode
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+
+    class OnCPU(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            cpu, kwargs = torch.device("cpu"), dict(kwargs or {})
+            if "device" in kwargs:
+                kwargs["device"] = cpu
+            return func(*(cpu if isinstance(arg, torch.device) else arg for arg in args), **kwargs)
+
+    def on_cpu(method):
+        def wrapped(self, *args):
+            with OnCPU():
+                return method(self, *args)
+
+        return wrapped
+
+    for name in ("_deduce_value", "_add_peephole_patterns"):  # folds constants by computing one element of them
+        setattr(UniformValueConstantFolder, name, on_cpu(getattr(UniformValueConstantFolder, name)))
+
+
+def pretend_triton(torch, arch: int) -> None:
+    """Give Triton a driver that knows its target; it has ptxas with it."""
+    import triton
+    from torch._inductor.runtime import triton_helpers
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    class Driver(DriverBase):
+        def __init__(self):
+            pass
+
+        @staticmethod
+        def is_active():
+            return True
+
+        def get_current_target(self):
+            return GPUTarget("cuda", arch, 32)
+
+        def get_active_torch_device(self):
+            return torch.device("cuda", 0)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+        def get_device_interface(self):
+            return torch.cuda
+
+        def get_benchmarker(self):
+            raise RuntimeError("no GPU")
+
+        def map_python_to_cpp_type(self, kind):
+            return "void*"
+
+    triton.runtime.driver.set_active(Driver())
+    triton_helpers.set_driver_to_gpu = lambda: None  # every kernel's source calls it: it would look for a real driver
+
+
+def pretend_launches(precompile, launched, called) -> None:
+    """Let generated code run on fake tensors, and tell three functions of it.
+
+    precompile(kernel): a kernel (CachingAutotuner) is to be compiled; launched(kernel, args): it is run;
+    called(is_backward, function) has to call and return function(), a compiled graph.
+    """
+    import torch
+    from torch._inductor.output_code import CompiledFxGraph
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner, DebugAutotuner
+    from torch._inductor.select_algorithm import extern_kernels
+
+    def scaled_mm(a, b, *rest, out, **options):  # with `out` it knows no fake tensors; without it checks layouts
+        result = torch.ops.aten._scaled_mm(a, b, *rest, **options)
+        assert (result.shape, result.stride(), result.dtype) == (out.shape, out.stride(), out.dtype)
+
+    def empty_strided(size, stride, dtype):
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda:0")
+
+    def reinterpret(t, size, stride, offset=0):
+        return torch.as_strided(t, size, stride, t.storage_offset() + offset)
+
+    extern_kernels._scaled_mm = scaled_mm
+    # These are C++ functions that look into the tensors, and generated code takes them from here
+    guards = torch._C._dynamo.guards
+    guards._empty_strided_cuda, guards._reinterpret_tensor = empty_strided, reinterpret
+    guards.assert_size_stride = lambda *args: None
+    CachingAutotuner.precompile = lambda self, *args, **options: precompile(self)
+    CachingAutotuner.run = DebugAutotuner.run = lambda self, *args, **options: launched(self, args)
+    call = CompiledFxGraph.__call__
+    CompiledFxGraph.__call__ = lambda self, inputs: called(
+        bool(self.fx_kwargs["is_backward"]), lambda: call(self, inputs)
+    )
+
+
+@contextlib.contextmanager
+def building():
+    """Build modules on the GPU at once: Module.to cannot move fake parameters."""
+    import torch
+
+    to, torch.nn.Module.to = torch.nn.Module.to, lambda self, *args, **options: self
+    try:
+        with torch.device("cuda"):
+            yield
+    finally:
+        torch.nn.Module.to = to

@@ -1,0 +1,182 @@
+"""Predict the time of a step from the bytes and FLOPs of what it launches, and show what costs most."""
+
+import argparse
+import json
+import math
+import re
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks import ROOT, gpu_graphs, pretend_gpu
+
+INTRODUCTION = """Predict the times of gpt2 on GPUs that are not here: every launch of its graphs and optimizers takes
+as long as its bytes or its FLOPs, whichever takes longer, at the rates below. Print tables, write a JSON file.
+
+    python -m benchmarks roofline [--gpu h100,a100,rtx4090] [--script FILE] [--graphs FILE] [flags of train_gpt.py]
+
+--graphs reads a file that `python -m benchmarks gpu_graphs` wrote instead of lowering anew.
+Exit codes: 0 done, 1 a graph failed, 2 something is missing, 130 interrupted."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Hold a GPU's rates per second, and the shares of them that kernels reach.
+
+    Peaks: NVIDIA's data sheets (H100 SXM, A100 80GB SXM) and the Ada whitepaper (RTX 4090), dense, accumulated in fp32.
+    link: bus bandwidth of large collectives over 8 GPUs, as NCCL reaches it over NVLink or PCIe: assumed. attention,
+    attention_backward: FlashAttention-2's share of the peak (arXiv:2407.08608 for the H100) times the 0.9 and 0.85
+    that FlexAttention reaches of it (arXiv:2412.05496). matmul, memory: assumed, as large cuBLAS products and streaming
+    kernels reach them; strided: copies between two layouts, assumed.
+    """
+
+    arch: int
+    bfloat16: float
+    fp8: float
+    float32: float
+    bandwidth: float
+    link: float
+    attention: float
+    attention_backward: float
+    matmul: float = 0.75
+    memory: float = 0.85
+    strided: float = 0.4
+    launch: float = 2e-6  # seconds of the smallest kernel
+
+
+GPUS = {
+    "h100": Gpu(90, 989e12, 1979e12, 67e12, 3.35e12, 340e9, attention=0.34, attention_backward=0.26),
+    "a100": Gpu(80, 312e12, 312e12, 19.5e12, 2.04e12, 230e9, attention=0.6, attention_backward=0.5),
+    "rtx4090": Gpu(89, 165e12, 330e12, 82.6e12, 1.01e12, 10e9, attention=0.6, attention_backward=0.5),
+}
+DOCUMENT = 690  # tokens of a document on average: FineWeb's sample of 10.2 billion in 14.9 million documents
+PUBLIC = "public record 21 on 8 H100: 94 to 100 ms per step (its logs)"
+
+
+def seconds(call: dict, gpu: Gpu) -> float:
+    """Return the time of one launch."""
+    rate = gpu.bandwidth * (gpu.strided if call["kind"] == "strided" else gpu.memory)
+    peak = gpu.fp8 if call["kind"].startswith("float8") else getattr(gpu, call["kind"], math.inf)
+    return max(gpu.launch, call["bytes"] / rate, call["flops"] / (peak * gpu.matmul))
+
+
+def visible_pairs(cfg: dict, length: int, share: float) -> float:
+    """Return the (query, key) pairs that FlexAttention computes for a sequence, over all layers.
+
+    Windows are `share` of those at the end of the run, documents exponentially distributed with mean DOCUMENT; blocks
+    are computed whole, which adds about one to what a token sees.
+    """
+    total = 0.0
+    for letter in cfg["attention_layout"].replace("-", ""):
+        window = share * cfg["window_tokens"] / (1 if letter == "L" else 2)
+        total += length * (DOCUMENT * (1 - math.exp(-window / DOCUMENT)) + cfg["block_size"])
+    return total
+
+
+def predict(found: dict, gpu: Gpu) -> tuple[dict[str, dict], list[dict]]:
+    """Return each part's launches, GB, TFLOP and ms, and the launches themselves, with their ms, most costly first."""
+    cfg, calls, parts = found["configuration"], [dict(call) for call in found["calls"]], defaultdict(dict)
+    for call in calls:
+        call["ms"] = 1000 * call["count"] * seconds(call, gpu)
+
+    def part(name: str, world: int, phase: str, graph: str, times: float = 1) -> None:
+        own = [c for c in calls if (c["world"], c["phase"], c["graph"]) == (world, phase, graph)]
+        sums = dict(launches=sum(c["count"] for c in own), ms=sum(c["ms"] for c in own))
+        sums |= dict(GB=sum(c["count"] * c["bytes"] for c in own) / 1e9)
+        sums |= dict(TFLOP=sum(c["count"] * c["flops"] for c in own) / 1e12)
+        parts[name] = {key: times * value for key, value in sums.items()}
+
+    def attention(name: str, length: int, flops: float, share: float, efficiency: float) -> None:
+        total = flops * cfg["num_heads"] * cfg["head_dim"] * visible_pairs(cfg, length, share)
+        parts[name] = dict(launches=0, ms=1000 * total / (gpu.bfloat16 * efficiency), GB=0.0, TFLOP=total / 1e12)
+
+    many, few = gpu_graphs.WORLDS
+    sequences = cfg["batch_tokens"] // cfg["train_seq_len"]
+    part("forward", many, "train", "forward")
+    part("backward", many, "train", "backward")
+    attention("FlexAttention forward", cfg["train_seq_len"], 4, 0.5, gpu.attention)
+    attention("FlexAttention backward", cfg["train_seq_len"], 10, 0.5, gpu.attention_backward)
+    sequence = sum(p["ms"] for p in parts.values())
+    for world in gpu_graphs.WORLDS:
+        part(f"outside of graphs, {world}", world, "train", "")
+        part(f"Newton-Schulz, {world}", world, "optimizers", "Newton-Schulz")
+        part(f"optimizers, {world}", world, "optimizers", "")
+    moved = (many - 1) / many * found["memory"][str(many)]["communication"]
+    parts[f"communication, {many}"] = dict(launches=0, ms=1000 * moved / gpu.link, GB=moved / 1e9, TFLOP=0.0)
+    part("validation", many, "validation", "validation")
+    attention("FlexAttention validation", cfg["val_seq_len"], 4, 0.5, gpu.attention)
+    ends = {w: sum(p["ms"] for name, p in parts.items() if name.endswith(f", {w}")) for w in gpu_graphs.WORLDS}
+    # With one process the second of its sequences adds to the gradients, and so do all that follow
+    extra = parts[f"outside of graphs, {few}"]["ms"] - parts[f"outside of graphs, {many}"]["ms"]
+    steps = {many: sequences / many * sequence + ends[many]}
+    steps[few] = sequences * sequence + ends[few] + (sequences - 2) * extra
+    validation = sum(p["ms"] for name, p in parts.items() if "validation" in name)
+    for world, ms in steps.items():
+        parts[f"STEP, processes: {world}"] = dict(launches=0, ms=ms, GB=0.0, TFLOP=0.0)
+    validations = cfg["val_tokens"] / cfg["val_seq_len"]
+    parts[f"VALIDATION, processes: {many}"] = dict(launches=0, ms=validations / many * validation, GB=0.0, TFLOP=0.0)
+    return parts, sorted(calls, key=lambda call: -call["ms"])
+
+
+def readable(name: str) -> str:
+    """Return what a kernel's name says it computes."""
+    return re.sub(r"^triton_(poi|red|per|tem|spl)_fused_?|_\d+$", "", name).strip("_") or name
+
+
+def table(name: str, found: dict, parts: dict[str, dict], calls: list[dict], most: int) -> str:
+    lines = [f"## {name}: {found['device']}", "", "| part | launches | GB | TFLOP | ms |", "|---|---|---|---|---|"]
+    for part, p in parts.items():
+        cells = [f"{p[key]:,.2f}" if p[key] else "" for key in ("GB", "TFLOP", "ms")]
+        lines.append(f"| {part} | {p['launches'] or ''} | {' | '.join(cells)} |")
+    both = parts["forward"]["ms"] + parts["backward"]["ms"]
+    lines += ["", f"Forward and backward of one sequence, without FlexAttention's compute: {both:.2f} ms"]
+    lines += [*gpu_graphs.memory_lines(found), *([PUBLIC] if name == "h100" else [])]
+    lines += ["", "| graph | computes | kind | times | GB each | ms |", "|---|---|---|---|---|---|"]
+    for call in [c for c in calls if c["world"] == gpu_graphs.WORLDS[0] and c["phase"] != "validation"][:most]:
+        cells = [call["graph"] or call["phase"], readable(call["name"])[:90], call["kind"], call["count"]]
+        lines.append(f"| {' | '.join(map(str, cells))} | {call['bytes'] / 1e9:.3f} | {call['ms']:.2f} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Return the exit code."""
+    options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    rates = "\n".join(
+        f"{name}: {', '.join(f'{k} {v:g}' for k, v in asdict(gpu).items())}" for name, gpu in GPUS.items()
+    )
+    introduction = f"{INTRODUCTION}\n\nRates per second:\n{rates}"
+    parser = argparse.ArgumentParser(prog="python -m benchmarks roofline", description=introduction, **options)
+    parser.add_argument("--gpu", default=",".join(GPUS), help="(default: %(default)s)")
+    parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", metavar="FILE")
+    parser.add_argument("--graphs", type=Path, metavar="FILE", help="JSON of gpu_graphs")
+    parser.add_argument("--most", type=int, default=20, help="how many launches to list (default: %(default)s)")
+    out = Path("logs") / time.strftime("roofline-%Y%m%d-%H%M%S.json")
+    parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/roofline-TIME.json")
+    args, flags = parser.parse_known_args(argv)
+    if unknown := set(args.gpu.split(",")) - set(GPUS):
+        parser.error(f"--gpu {args.gpu}: {min(unknown)!r} is none of {','.join(GPUS)}")
+    if not args.graphs and (why := pretend_gpu.missing()):
+        parser.error(why)
+    document = dict(script=str(args.script), flags=flags, document_tokens=DOCUMENT, gpus={})
+    try:
+        known = json.loads(args.graphs.read_text())["architectures"] if args.graphs else {}
+        for name in args.gpu.split(","):
+            gpu = GPUS[name]
+            found = known.get(str(gpu.arch)) or gpu_graphs.measure(gpu.arch, args.script, flags, compile_kernels=False)
+            if found["failed"]:
+                print(f"## {name}\n\nFAILED: {found['failed']}")
+                document["gpus"][name] = dict(failed=found["failed"])
+                continue
+            parts, calls = predict(found, gpu)
+            document["gpus"][name] = dict(rates=asdict(gpu), parts=parts, calls=calls)
+            print(f"{table(name, found, parts, calls, args.most)}\n", flush=True)
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except (RuntimeError, OSError, ValueError, KeyError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        parser.exit(130, "python -m benchmarks roofline: interrupted\n")
+    print(f"written to {args.out}")
+    return int(any("failed" in gpu for gpu in document["gpus"].values()))

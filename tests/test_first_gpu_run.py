@@ -1,0 +1,81 @@
+"""The file that comes back from a first GPU run: whole whatever fails, and without names of host and user."""
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from benchmarks import first_gpu_run
+from conftest import TINY, pytest_configure
+from train_gpt import PRESETS
+
+SECRETS = "gpu-box-17", "marie", "/srv/people", "pierre", "10.20.30.40"
+SHOWN = "GPU-BOX-17, driver 580.65.06, torch 2.13.0, /srv/people/marie/a.bin, torchinductor_marie, Marie\n"
+SHOWN += "/home/pierre/x.bin, gpu-box-17.lab.example:29500, 10.20.30.40:29500, rosemarie, maries"
+CLEAN = ["HOST, driver 580.65.06, torch 2.13.0, ~/a.bin, torchinductor_USER, USER"]
+CLEAN += ["~/x.bin, HOST:29500, ADDRESS:29500, rosemarie, maries"]
+
+
+def test_the_file_is_whole_whatever_fails_and_names_nobody(monkeypatch, tmp_path: Path, capsys):
+    def stages(cfg, flags, processes, folder: Path):
+        yield "fails", ["sh", "-c", f"echo '{SHOWN}' >&2; exit 3"]
+        yield "lacks", ["no-such-program-marie"]
+        yield "hangs", ["sh", "-c", f"(sleep 2; touch {tmp_path}/alive) & echo begun; wait"]
+        log = f"source\n{'=' * 100}\n{SHOWN}\n{'=' * 100}\nstep:0/1"
+        yield "works", ["sh", "-c", f"echo '{log}' > '{folder}/works/short.txt'"]
+
+    monkeypatch.setattr(first_gpu_run, "stages", stages)
+    monkeypatch.setattr(first_gpu_run, "LIMIT", 1)
+    monkeypatch.setattr(first_gpu_run.platform, "node", lambda: "gpu-box-17.lab.example")
+    for name, value in dict(HOME="/srv/people/marie", USER="marie").items():
+        monkeypatch.setenv(name, value)
+    first_gpu_run.private.cache_clear()
+    out = tmp_path / "new/result.json"
+    flags = ["--preset=nano", "--device=cpu", "--train_files=/srv/people/marie/a"]
+    assert first_gpu_run.main([*flags, f"--out={out}"]) == 1
+    first_gpu_run.private.cache_clear()
+    found = json.loads(out.read_text())["stages"]
+    assert [found[name]["exit_code"] for name in ("fails", "lacks", "hangs", "works")] == [3, None, None, 0]
+    assert found["fails"]["output"] == CLEAN
+    assert "no-such-program-USER" in found["lacks"]["problem"]
+    assert (found["hangs"]["problem"], found["hangs"]["output"]) == ("not done in 1 s", ["begun"])
+    assert found["works"]["files"] == {"short.txt": [*CLEAN, "=" * 100, "step:0/1"]}, "a log without its source"
+    text = out.read_text().lower().replace("rosemarie, maries", "")  # words that hold a name are none
+    assert not [secret for secret in SECRETS if secret in text]
+    assert "fails: FAILED, exit code 3" in capsys.readouterr().out
+    time.sleep(1.5)
+    assert not (tmp_path / "alive").exists()
+
+
+def test_without_a_gpu_one_line_says_so(monkeypatch, capsys, tmp_path: Path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(pytest.exit.Exception, match="no GPU that torch can use") as stopped:  # ./test.sh -m gpu
+        pytest_configure(SimpleNamespace(option=SimpleNamespace(markexpr="gpu")))
+    assert stopped.value.returncode == 2
+    assert first_gpu_run.main([f"--out={tmp_path / 'result.json'}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("--preset nano --device cpu tries this without one")
+    assert not list(tmp_path.iterdir())
+
+
+def test_stages_of_eight_gpus(tmp_path: Path):
+    found = dict(first_gpu_run.stages(PRESETS["gpt2"], ["--seed=1"], 8, tmp_path))
+    assert " | ".join(found) == "nvidia-smi | topology | check | self-test | short run | benchmarks | benchmarks on all"
+    assert found["check"] == ["./run.sh", "--check", "--seed=1", "--num_iterations=100"]
+    assert found["self-test"] == ["./test.sh", "-m", "gpu"]
+    assert "--nproc_per_node=8 -m benchmarks --out" in " ".join(found["benchmarks on all"])
+
+
+@pytest.mark.slow
+def test_all_stages_on_a_cpu(tmp_path: Path):
+    flags = [f"--{name}={value}" for name, value in TINY.items() if name not in ("compile", "run_id")]
+    out = tmp_path / "result.json"
+    assert first_gpu_run.main(["--preset=nano", *flags, f"--out={out}"]) == 0, out.read_text()
+    found = json.loads(out.read_text())["stages"]
+    assert set(found) == {"check", "self-test", "short run", "benchmarks"}
+    assert json.loads("".join(found["short run"]["files"]["short.json"]))["num_iterations"] == 8
+    assert any("lscpu" in line for line in found["short run"]["files"]["short.txt"])
+    assert "step: whole" in "".join(found["benchmarks"]["files"]["benchmark.md"])

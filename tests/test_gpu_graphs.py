@@ -1,0 +1,131 @@
+"""Graphs lowered for a GPU that is not here: what is counted is right, and what would fail there is reported."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import flex_attention
+
+from benchmarks import ROOT, gpu_graphs, pretend_gpu, roofline
+from benchmarks.startup import own_process
+
+WHY_NOT = pretend_gpu.missing()
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"gpu_graphs {WHY_NOT}")]
+
+SMALL = "--attention_layout L --value_embed_layout 0 --skip_layout . --model_dim 128 --num_heads 2 --head_dim 64"
+SMALL += " --vocab_size 512 --eot_token 511 --train_seq_len 512 --val_seq_len 512 --batch_tokens 4096"
+SMALL += " --val_tokens 512 --lm_head_slice 512"
+WORKER = "from benchmarks import pretend_gpu; pretend_gpu.install(90); import test_gpu_graphs; test_gpu_graphs.worker()"
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, device="cuda", dtype=dtype)
+
+
+def chain(x, u, v, w):
+    return x @ u @ v @ w
+
+
+def rotate(x, cos, sin):
+    (x1, x2), cos, sin = x[:, :12].chunk(2, dim=-1), cos[:1024, None], sin[:1024, None]
+    return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).bfloat16()
+
+
+def too_large(q):
+    return flex_attention(q, q, q, kernel_options=dict(BLOCK_M=128, BLOCK_N=128, num_stages=5))
+
+
+def worker() -> None:
+    """Compile and run some functions for a GPU that is not here, and print what the recorder saw."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    recorder = gpu_graphs.Recorder()
+    with FakeTensorMode(allow_non_fake_inputs=True), recorder, torch.no_grad():
+        table = empty(4096, 64, dtype=torch.float32)
+        cases = dict(
+            chain=(chain, empty(1024, 512), empty(512, 1024), empty(1024, 512), empty(512, 256)),
+            slices=(lambda x: x[:, :64] + x[:, 64:128], empty(4096, 256)),
+            rotate=(rotate, empty(1024, 18, 128), table, table.clone()),
+            gather=(F.embedding, empty(1024, dtype=torch.int64), empty(50000, 64)),
+            softmax=(lambda x: x.softmax(-1), empty(512, 50304)),
+            broadcast=(lambda x, y: x + y, empty(64, 50304), empty(50304)),
+            in_place=(lambda x, w: (x @ w).relu(), empty(4096, 512), empty(512, 512)),
+            too_large=(too_large, empty(1, 1, 512, 256)),
+        )
+        for name, (function, *inputs) in cases.items():
+            with recorder.during(name):
+                torch.compile(function, fullgraph=True, dynamic=False)(*inputs)
+    calls = [call for call in recorder.calls.values() if call["graph"]]
+    print(json.dumps(dict(calls=calls, peaks=recorder.peaks, kernels=recorder.kernels)))
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict:
+    return json.loads(own_process(["-c", WORKER], PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}").splitlines()[-1])
+
+
+# Bytes by hand: what is read, then what is written
+BYTES = dict(
+    slices=4096 * 128 * 2 + 4096 * 64 * 2,
+    rotate=1024 * 12 * 128 * 2 + 2 * 1024 * 64 * 4 + 1024 * 12 * 128 * 2,
+    gather=1024 * 8 + 1024 * 64 * 2 + 1024 * 64 * 2,
+    softmax=512 * 50304 * 2 + 512 * 50304 * 2,
+    broadcast=(64 + 1) * 50304 * 2 + 64 * 50304 * 2,
+    in_place=(4096 * 512 + 512 * 512 + 4096 * 512) * 2 + (4096 * 512 + 4096 * 512) * 2,
+)
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_of_a_kernel_are_those_of_what_it_touches(seen: dict, name: str):
+    counted = sum(call["bytes"] * call["count"] for call in seen["calls"] if call["graph"] == name)
+    assert counted == pytest.approx(BYTES[name], rel=0.05 if name == "rotate" else 0.001)  # it has masks
+
+
+def test_peak_and_flops_of_three_products_in_a_row(seen: dict):
+    """Of the results, (1024, 1024), (1024, 512) and (1024, 256), two are needed at a time."""
+    assert seen["peaks"]["chain"]["buffers"] == (1024 * 1024 + 1024 * 512) * 2
+    products = [call for call in seen["calls"] if call["graph"] == "chain"]
+    flops = sum(call["flops"] * call["count"] for call in products)
+    assert flops == 2 * 1024 * (512 * 1024 + 1024 * 512 + 512 * 256)
+    assert {call["kind"] for call in products} == {"bfloat16"}
+
+
+def test_kernels_that_need_too_much_shared_memory_or_do_not_compile_are_reported(seen: dict):
+    kernels = seen["kernels"] | dict(other={"broken": [dict(config="c", error="CompilationError: why")]})
+    found = dict(failed="", graph_breaks={}, shared_limit=pretend_gpu.DEVICES[90].shared_limit, kernels=kernels)
+    large, broken = gpu_graphs.failures(found)
+    assert "flex_attention" in large
+    assert "of shared memory" in large
+    assert broken == "broken (c) does not compile: CompilationError: why"
+
+
+def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    out = tmp_path / "graphs.json"
+    assert gpu_graphs.main(["--arch", "90", "--out", str(out), *SMALL.split()]) == 0
+    told = capsys.readouterr().out
+    found = json.loads(out.read_text())["architectures"]["90"]
+    assert set(found["kernels"]) == {"forward", "backward", "Newton-Schulz", "validation"}
+    assert "_scaled_mm" in told
+    assert "DOES NOT FIT" not in told
+    entries = [e for graph in found["kernels"].values() for configs in graph.values() for e in configs]
+    assert all(0 < entry["registers"] <= 255 for entry in entries)
+    # Heads: forward 2 x K x V per token, twice that again for the gradients
+    head = sum(call["flops"] * call["count"] for call in found["calls"] if call["kind"].startswith("float8"))
+    assert head == (1 + 2) * 512 * 3 * 2 * 128 * 512
+    for world in ("8", "1"):
+        assert found["memory"][world]["train"]["total"] > found["memory"][world]["train"]["buffers"] > 2 * 512 * 512
+    assert roofline.main(["--gpu", "h100", "--graphs", str(out), "--out", str(tmp_path / "roofline.json")]) == 0
+    parts = json.loads((tmp_path / "roofline.json").read_text())["gpus"]["h100"]["parts"]
+    assert parts["STEP, processes: 1"]["ms"] > 7 * parts["forward"]["ms"]
+
+
+def test_a_graph_break_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    script, source = tmp_path / "train_gpt.py", (ROOT / "train_gpt.py").read_text()
+    begin = "    def features(self, tokens: Tensor, window_blocks: Tensor) -> Tensor:\n"
+    assert begin in source
+    script.write_text(source.replace(begin, f"{begin}        torch._dynamo.graph_break()\n"))
+    flags = ["--arch", "90", "--script", str(script), "--out", str(tmp_path / "graphs.json"), *SMALL.split()]
+    assert gpu_graphs.main(flags) == 1
+    assert "graph_break" in capsys.readouterr().out

@@ -1,0 +1,327 @@
+"""The kernels for a GPU compute what the CPU path computes: python -m benchmarks gpu_numbers, and Triton's interpreter.
+
+The checks of the interpreter run together in a process of their own, which is told to interpret before it begins.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from benchmarks import gpu_numbers, pretend_gpu
+
+if problem := pretend_gpu.missing():
+    pytest.skip(f"gpu_numbers {problem}", allow_module_level=True)
+
+import triton
+import triton.language as tl
+from torch._inductor.runtime import triton_helpers
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+pytestmark = pytest.mark.slow
+KINDS = dict(bf16=torch.bfloat16, fp8e4nv=torch.float8_e4m3fn, fp8e5=torch.float8_e5m2)
+MANTISSA_BITS = dict(bf16=7, fp8e4nv=3, fp8e5=2)
+UNSIGNED = {1: torch.uint8, 2: torch.uint16}
+
+
+# ---- Kernels ---------------------------------------------------------------------------------------------------------
+@triton.jit
+def cast(source, target, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(target + i, tl.load(source + i, i < n).to(target.dtype.element_ty), i < n)
+
+
+@triton.jit
+def dot(a, b, out, N: tl.constexpr):
+    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    tl.store(out + i * N + j, tl.dot(tl.load(a + i * N + j), tl.load(b + i * N + j)))
+
+
+@triton.jit
+def arithmetic(a, b, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x, y = tl.load(a + i), tl.load(b + i)
+    tl.store(out + i, x + y)
+    tl.store(out + N + i, x * y)
+    tl.store(out + 2 * N + i, tl.where(x < y, x, y))
+    tl.store(out + 3 * N + i, tl.maximum(x, y))
+    tl.store(out + 4 * N + i, (x + y) * y)
+    tl.store(out + 5 * N + i, tl.load(a + i, i < 100, 3.0))
+
+
+@triton.jit
+def absolute(source, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.abs(tl.load(source + i)))
+
+
+@triton.jit
+def add_row_atomically(row, value, out, n, N: tl.constexpr):
+    x, j = tl.program_id(0) + tl.arange(0, 1)[:, None], tl.arange(0, N)[None, :]
+    tl.atomic_add(
+        out + tl.broadcast_to(j + N * tl.load(row + x, x < n, 0), [1, N]), tl.load(value + j, x < n, 0), x < n
+    )
+
+
+@triton.jit
+def as_integers(source, out, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(source + i).to(tl.int16, bitcast=True))
+
+
+@triton.jit
+def functions(source, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(source + i)
+    tl.store(out + i, triton_helpers.libdevice.rsqrt(x))
+    tl.store(out + N + i, triton_helpers.libdevice.exp(x))
+    tl.store(out + 2 * N + i, triton_helpers.libdevice.log1p(x))
+    tl.store(out + 3 * N + i, triton_helpers.libdevice.tanh(x))
+    tl.store(out + 4 * N + i, triton_helpers.libdevice.sqrt(x))
+
+
+@triton.jit
+def unknown_function(source, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, triton_helpers.libdevice.erfinv(tl.load(source + i)))
+
+
+@triton.jit
+def compose(scale, shift, scale_after, shift_after):  # two affine functions: associative, but not commutative
+    return scale * scale_after, shift * scale_after + shift_after
+
+
+@triton.jit
+def reductions(source, out, M: tl.constexpr, N: tl.constexpr):
+    i, j = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    x = tl.load(source + i * N + j)
+    rows, scales = tl.arange(0, M), x * 0.1 + 1
+    tl.store(out + rows, triton_helpers.max2(x, 1))
+    tl.store(out + M + rows, triton_helpers.min2(x, 1))
+    tl.store(out + 2 * M + rows, tl.sum(x, 1))
+    tl.store(out + 3 * M + rows, triton_helpers.any(x > 2, 1).to(tl.float32))
+    tl.store(out + 4 * M + rows, tl.reduce((scales, x * x), 1, compose)[1])
+    tl.store(out + 5 * M + tl.arange(0, N), triton_helpers.max2(x, 0))
+
+
+@triton.jit
+def total(source, out, N: tl.constexpr):
+    tl.store(out, tl.sum(tl.load(source + tl.arange(0, N)), 0))
+
+
+@triton.jit
+def scan(source, out, M: tl.constexpr, N: tl.constexpr):
+    i, j = tl.arange(0, M)[:, None], tl.arange(0, N)[None, :]
+    x = tl.load(source + i * N + j)
+    tl.store(out + i * N + j, tl.associative_scan((x * 0.1 + 1, x * x), 1, compose)[1])
+    tl.store(out + M * N + i * N + j, tl.associative_scan((x * 0.1 + 1, x * x), 0, compose)[1])
+
+
+# ---- Checks of the interpreter, each of one mended part --------------------------------------------------------------
+def values(kind: str) -> np.ndarray:
+    """Return the number of every bit pattern in float64, by the definition of the format."""
+    mantissa, width = MANTISSA_BITS[kind], 16 if kind == "bf16" else 8
+    bits = np.arange(2**width)
+    exponent_bits = width - 1 - mantissa
+    bias, exponent, fraction = 2 ** (exponent_bits - 1) - 1, bits >> mantissa & 2**exponent_bits - 1, bits % 2**mantissa
+    x = np.where(exponent > 0, 2**mantissa + fraction, 2 * fraction) * 2.0 ** (exponent - bias - mantissa)
+    if kind == "fp8e4nv":
+        x[bits % 128 == 127] = np.nan
+    else:
+        x[exponent == 2**exponent_bits - 1] = np.inf
+        x[(exponent == 2**exponent_bits - 1) & (fraction > 0)] = np.nan
+    return np.where(bits >= 2 ** (width - 1), -x, x)
+
+
+def nearest(x: np.ndarray, kind: str) -> np.ndarray:
+    """Round float64 to the nearest number of the format, of two equally near ones to the one with even bits."""
+    numbers = values(kind)[: 2 ** (15 if kind == "bf16" else 7)]
+    numbers = numbers[np.isfinite(numbers)]
+    top = 2 * numbers[-1] - numbers[-2] if kind == "bf16" else np.inf  # what would come next is infinity for bf16
+    grid = np.r_[numbers, top]
+    size = np.minimum(np.abs(x), numbers[-1] if kind != "bf16" else np.inf)
+    above = np.searchsorted(grid, size).clip(1, len(grid) - 1)
+    down, up = size - grid[above - 1], grid[above] - size
+    index = np.where((up < down) | ((up == down) & (above % 2 == 0)), above, above - 1)
+    result = np.where(size >= top, np.inf, np.r_[numbers, np.inf][index])
+    return np.where(np.isnan(x), np.nan, np.copysign(result, x))
+
+
+def run_cast(x: torch.Tensor, dtype: torch.dtype) -> np.ndarray:
+    out = torch.empty(len(x), dtype=dtype)
+    cast[(-(-len(x) // 1024),)](x, out, len(x), BLOCK=1024)
+    return out.to(torch.float64).numpy()
+
+
+def check_casts_round_to_nearest_even_and_fp8_saturates():
+    for kind, dtype in KINDS.items():
+        numbers = values(kind)
+        bits = torch.arange(len(numbers), dtype=torch.int32).to(UNSIGNED[dtype.itemsize])
+        np.testing.assert_array_equal(run_cast(bits.view(dtype), torch.float32), numbers)
+        finite = np.unique(numbers[np.isfinite(numbers)])
+        middles = ((finite[1:] + finite[:-1]) / 2).astype(np.float32)
+        more = np.r_[np.random.default_rng(0).normal(size=5000), 1e-9, 460, 470, 6e4, 1e6, 3.4e38, np.inf, np.nan, 0]
+        near = [np.nextafter(middles, np.float32(sign * np.inf)) for sign in (1, -1)]
+        x = np.concatenate([finite, middles, *near, more, -more]).astype(np.float32)
+        expected, found = nearest(x.astype(np.float64), kind), run_cast(torch.from_numpy(x), dtype)
+        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(np.signbit(found[x == 0]), np.signbit(x[x == 0]))
+
+
+def check_dot_multiplies_numbers_not_bits():
+    for dtype in KINDS.values():
+        a, b = (torch.randn(32, 32, generator=torch.Generator().manual_seed(i)).to(dtype) for i in (0, 1))
+        out = torch.empty(32, 32)
+        dot[(1,)](a, b, out, N=32)
+        torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
+
+
+def check_arithmetic_in_bf16_rounds_every_result():
+    a, b = (torch.randn(256, generator=torch.Generator().manual_seed(i)).bfloat16() for i in (0, 1))
+    out = torch.empty(6, 256, dtype=torch.bfloat16)
+    arithmetic[(1,)](a, b, out, N=256)
+    x, y = a.double().numpy(), b.double().numpy()
+    exact = [x + y, x * y, np.where(x < y, x, y), np.maximum(x, y), nearest(x + y, "bf16") * y]
+    exact.append(np.where(np.arange(256) < 100, x, 3))
+    np.testing.assert_array_equal(out.double().numpy(), [nearest(row, "bf16") for row in exact])
+
+
+def check_absolute_values():
+    for dtype in KINDS.values():
+        x = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
+        absolute[(1,)](x, out := torch.empty_like(x), N=64)
+        torch.testing.assert_close(out.float(), x.float().abs(), rtol=0, atol=0)
+
+
+def check_an_atomic_addition_heeds_a_mask_of_one_number():
+    """Half the lanes of such a mask came from memory behind it."""
+    row, value, out = torch.tensor([1, 1, 0, 0]), torch.rand(64), torch.zeros(2, 64)
+    add_row_atomically[(4,)](row, value, out, 3, N=64)
+    torch.testing.assert_close(out, torch.stack([value, 2 * value]))
+
+
+def check_libdevice_is_numpy():
+    x, out = torch.rand(64, generator=torch.Generator().manual_seed(0)) + 0.1, torch.empty(5, 64)
+    functions[(1,)](x, out, N=64)
+    exact = x.double()
+    exact = torch.stack([exact.rsqrt(), exact.exp(), exact.log1p(), exact.tanh(), exact.sqrt()])
+    torch.testing.assert_close(out.double(), exact, rtol=2e-6, atol=0)
+
+
+def check_reductions_and_scans_combine_in_order():
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    x[3, 4], x[5, 31] = torch.nan, 9
+    out = torch.empty(5 * 16 + 32)
+    reductions[(1,)](x, out, M=16, N=32)
+    expected, totals = x.double(), []
+    for axis in (1, 0):
+        total = torch.zeros(x.size(1 - axis), dtype=torch.float64)
+        steps = [total := total * (part * 0.1 + 1) + part * part for part in expected.unbind(axis)]
+        totals.append(torch.stack(steps, axis))
+    rows = (
+        expected.amax(1),
+        expected.amin(1),
+        expected.sum(1),
+        (expected > 2).any(1),
+        totals[0][:, -1],
+        expected.amax(0),
+    )
+    torch.testing.assert_close(
+        out.double(), torch.cat([r.double() for r in rows]), rtol=1e-5, atol=1e-6, equal_nan=True
+    )
+    out = torch.empty(2, 16, 32)
+    scan[(1,)](x, out, M=16, N=32)
+    torch.testing.assert_close(out.double(), torch.stack(totals), rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+def check_what_is_not_mended_raises():
+    narrow, wide = torch.ones(8, dtype=torch.bfloat16), torch.ones(8)
+    calls = dict(libdevice=lambda: unknown_function[(1,)](wide, wide, N=8))
+    calls["libdevice.rsqrt of bf16"] = lambda: functions[(1,)](narrow, torch.empty(5, 8), N=8)
+    calls["atomic"] = lambda: add_row_atomically[(1,)](torch.tensor([0]), narrow, narrow, 1, N=8)
+    calls["ReduceOps.sum"] = lambda: total[(1,)](narrow, wide, N=8)
+    calls["bitcast"] = lambda: as_integers[(1,)](narrow, torch.empty(8, dtype=torch.int16), BLOCK=8)
+    for message, call in calls.items():
+        with pytest.raises(Exception, match=f"NotImplementedError.*{message}"):
+            call()
+
+
+CHECKS = {name: function for name, function in list(globals().items()) if name.startswith("check_")}
+
+
+def run_checks() -> None:
+    """Print the outcome of each check as JSON."""
+    from benchmarks import interpret
+
+    interpret.mend()
+    outcomes = dict.fromkeys(CHECKS, "")
+    for name, check in CHECKS.items():
+        try:
+            check()
+        except (Exception, pytest.fail.Exception):
+            outcomes[name] = traceback.format_exc()
+    print(json.dumps(outcomes))
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    path = os.pathsep.join([str(Path(__file__).parent), str(gpu_numbers.ROOT)])
+    command = [sys.executable, "-c", "import test_gpu_numbers; test_gpu_numbers.run_checks()"]
+    env = dict(os.environ) | dict(TRITON_INTERPRET="1", PYTHONPATH=path)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_interpreter(name: str, outcomes: dict[str, str]):
+    assert outcomes[name] == ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [("fp8e4nv", "cvt.rn.satfinite.e4m3x2.f32"), ("fp8e5", "cvt.rn.satfinite.e5m2x2.f32"), ("bf16", "cvt.rn.bf16")],
+)
+def test_a_gpu_casts_as_the_interpreter_does(kind: str, form: str):
+    """The machine code for compute capability 9.0 rounds to nearest even, and saturates for FP8."""
+    signature = dict(source="*fp32", target=f"*{kind}", n="i32", BLOCK="constexpr")
+    source = ASTSource(cast, signature, constexprs=dict(BLOCK=128))
+    assert form in triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+# ---- The command -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("flags", [[], ["--fp8"]], ids=["float32", "bfloat16 with an FP8 head"])
+def test_generated_kernels_agree_with_the_cpu_path(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert gpu_numbers.main([*flags, "--out", str(tmp_path / "numbers.json")]) == 0
+    assert capsys.readouterr().out.endswith(": they agree\n")
+    document = json.loads((tmp_path / "numbers.json").read_text())
+    names = {row["name"] for row in document["rows"]}
+    assert {"loss", "validation", "embed.weight", "value_embeds.0.weight", "bigram_embed.weight"} <= names
+    assert document["kernels"] > 50
+
+
+@pytest.mark.parametrize(
+    ("flags", "missing", "told"),
+    [
+        ([], "needs triton==1", "needs triton==1"),
+        (["--fp8", "--dtype=float32"], "", "--fp8: expected --dtype bfloat16"),
+        (["--script=nowhere.py"], "", "--script nowhere.py: no such file"),
+        (["--attention_layout=Q"], "", "--attention_layout Q: expected letters L, S and -"),
+        (["--no_such_flag"], "", "unrecognized arguments: --no_such_flag"),
+    ],
+)
+def test_refusals_are_one_line(flags: list[str], missing: str, told: str, monkeypatch, capsys):
+    monkeypatch.setattr(pretend_gpu, "missing", lambda: missing)
+    with pytest.raises(SystemExit, match="2"):
+        gpu_numbers.main(flags)
+    error = capsys.readouterr().err
+    assert error.startswith("python -m benchmarks gpu_numbers: ")
+    assert error.endswith(f"{told}\n")
+    assert error.count("\n") == 1
