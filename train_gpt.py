@@ -78,11 +78,13 @@ class Hyperparameters:
     # Training
     num_iterations: Count = 1770  # training steps
     cooldown_frac: Annotated[float, 1e-9, 1] = 0.4  # last part of the run, in which learning rates fall
-    min_lr_frac: Annotated[float, 0, 100] = 0.1  # learning rate after the last step, relative to the one before that
+    min_lr_frac: Annotated[float, 0, 100] = (
+        0.1  # learning rate after the last step, relative to the one before the cooldown
+    )
     val_loss_every: Natural = 125  # steps between validations; 0: only after the last step
     batch_tokens: Count = 8 * 48 * 1024  # tokens per step, over all processes; a multiple of train_seq_len
     train_seq_len: Count = 48 * 1024  # tokens per training sequence, a multiple of block_size
-    val_seq_len: Count = 256 * 1024  # tokens per validation sequence, a multiple of block_size; not 64K: -0.0015 loss
+    val_seq_len: Count = 256 * 1024  # tokens per validation sequence, a multiple of block_size; 64K: +0.0015 loss
     # Model
     model_dim: Size = 768  # width of the residual stream
     num_heads: Size = 6  # attention heads
@@ -217,14 +219,15 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
 class HeadLoss(torch.autograd.Function):
     """Compute the mean cross entropy of softcapped logits x @ w.T, for x (T, K), w (V, K), targets (T,), in nats.
 
-    The logits (T, V) exist for `slice_tokens` tokens at a time; the forward pass computes the gradients, too, as
-    recomputing slices cost 27 to 41% of its time. With `fp8_scales`, of x, w and the logits' gradient, the products
-    are in FP8 (record 19, @YouJiacheng): e4m3 forward, e5m2 for the gradient, which needs range more than precision.
-    The scales are static: x has unit RMS, w saturates, and the gradient of a mean over T tokens is at most 1 / T.
+    The logits (T, V) exist for `slice_tokens` tokens at a time; the forward pass computes the gradients, too: computing
+    the slices again in the backward pass took 27 to 41% of the head's time. With `fp8_scales`, of x, w and the logits'
+    gradient, the products are in FP8 (record 19, @YouJiacheng): e4m3 forward, e5m2 for the gradient, which needs range
+    more than precision. They are static: x has unit RMS, w saturates, and the gradient of a mean over T tokens is at
+    most 1 / T.
 
     The softcap c tanh(z / c) is that of Gemma 2 (arXiv:2408.00118); c is 15 instead of 30 since record 18
-    (@KoszarskyB). The softmax does not see a shift by -c, which makes it -2 c s with s = sigmoid(-2 z / c): never above
-    0, so exp needs no maximum subtracted.
+    (@KoszarskyB). A softmax ignores a shift, so the logits here are c tanh(z / c) - c = -2 c sigmoid(-2 z / c): never
+    above 0, so exp needs no maximum subtracted.
     """
 
     @staticmethod
@@ -284,7 +287,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class RMSNorm(torch.autograd.Function):
-    """Divide x by its RMS over the last dimension. The backward needs the result, not x; the next matmul keeps it."""
+    """Divide x by its RMS over the last dimension. The backward needs only the result, which the next matmul keeps."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -346,10 +349,10 @@ def document_block_mask(doc_ids: Tensor, window_blocks: Tensor, block_size: int,
     """Return which tokens see which: causal, within a document, no further back than a window of blocks.
 
     doc_ids (T,): the non-decreasing document id of each token. window_blocks () int32: a query block sees the nearest
-    max(window_blocks, 1) key blocks, its own included; as a tensor its growth never recompiles. `for_flex`: also build
-    FlexAttention's key-major lists.
+    max(window_blocks, 1) key blocks, its own included; a tensor, so that a growing window never recompiles. `for_flex`:
+    also build FlexAttention's key-major lists.
 
-    As the ids never decrease, query block i sees blocks first..i, of which it sees whole..i-1 completely. Both are
+    As the ids never decrease, query block i sees blocks first..i; those from whole to i-1 need no mask. Both kinds are
     listed nearest first, so that a window only limits their counts (windows by block: record 16; two lengths: 20).
     """
 
@@ -414,7 +417,7 @@ class CausalSelfAttention(nn.Module):
         H, D = self.num_heads, self.head_dim
         qkv = linear(x, self.qkv_w.flatten(0, 1)).view(len(x), 3 * H, D)
         qk, v = qkv.split([2 * H, H], dim=1)
-        # QK-norm: @Grad62304977. Here the input is kept anyway, for v: 1.7 GB less for gpt2 than to keep the result
+        # QK-norm (@Grad62304977). F.rms_norm keeps its input, a part of qkv that v keeps alive: 1.7 GB less for gpt2
         q, k = rotary(F.rms_norm(qk, (D,))).split(H, dim=1)
         v = self.lambdas[0] * v  # two free factors: record 15
         if value_embed is not None:  # after value residuals (arXiv:2410.17897): @KoszarskyB, record 14
@@ -519,7 +522,7 @@ class ShardedOptimizer:
     compute: `reduce` launches the reduce-scatter of the gradients, `update` turns this rank's share of their mean into
     new values and launches the all-gather of those, `gather` waits for it. Subclasses define update_shard(shard, grad),
     which writes new values into the shard and may overwrite grad, and name in `moments` the tensors that `state` keeps
-    for a shard. Shares are cut from buffers of rows, padded with zeros: here rows are elements, parameters are views.
+    for a shard. Shares are cut from buffers of rows, padded with zeros: here a row is one element, parameters are views.
     """
 
     moments: tuple[str, ...] = ()
@@ -588,8 +591,8 @@ def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) 
     """Return about the orthogonal factor U V' of every matrix U S V' in G (n, rows, cols), rows <= cols, in `dtype`.
 
     Five steps of a quintic Newton-Schulz iteration (Keller Jordan, https://kellerjordan.github.io/posts/muon). Its
-    coefficients trade convergence, to no better than about [0.7, 1.2], for a steep slope at 0, which does no harm:
-    singular values of at least 0.00143 of the Frobenius norm end in [0.65, 1.25]. A zero matrix stays zero.
+    coefficients do not converge, which does no harm, and in return small singular values grow fast: all of at least
+    0.00143 of the Frobenius norm end in [0.65, 1.25]. A zero matrix stays zero.
     """
     a, b, c = 3.4445, -4.7750, 2.0315
     X = (G / (G.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
@@ -639,7 +642,7 @@ class Muon(ShardedOptimizer):
 
 
 def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
-    """Put every parameter into one group, which claims a component of its name. Refuse what none claims, or two."""
+    """Put every parameter into exactly one group, by the components of its name. Refuse what none claims, or two."""
     cfg, named = gpt.cfg, dict(gpt.named_parameters())
 
     def claim(*components: str) -> dict[str, nn.Parameter]:
@@ -790,7 +793,7 @@ class Trainer:
         self.window_blocks.fill_(window_blocks(step, self.cfg))
         for tokens, targets in sequences:
             loss = self.model(tokens, targets, self.window_blocks)
-            loss.backward()  # divided by the number of sequences later: scaled down here, 65 not 25% of FP8's became 0
+            loss.backward()  # undivided: FP8 sees the same gradients for any number of processes, and fewer become 0
             losses.append(loss.detach())
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
         wait = launch(dist.all_reduce, mean)
@@ -822,7 +825,8 @@ class Trainer:
             self.train_step(0, [train] * min(2, cfg.batch_sequences // self.ranks.world_size))
         with torch.no_grad():
             self.model(*val, self.window_blocks)
-            torch._foreach_copy_(trained, saved)
+            for tensor, value in zip(trained, saved, strict=True):
+                tensor.copy_(value)
 
     def state(self) -> dict[str, Tensor]:
         """Return all that a step changes, on every rank: parameters, and the moments gathered from all ranks."""
@@ -835,7 +839,7 @@ class Trainer:
         return tensors
 
     def restore(self, saved: dict[str, Tensor]) -> None:
-        """Take over on all ranks what `state` returned, of which only rank 0 needs the file."""
+        """Set all ranks to what `state` returned; only rank 0 needs `saved`."""
         whole = self.state()
         for name, tensor in whole.items():
             if self.ranks.rank == 0:
@@ -857,7 +861,10 @@ def find_ranks() -> Ranks:
 
 
 def agree(ranks: Ranks, mine: dict) -> tuple[dict, "dist.Store | None"]:
-    """Return what rank 0 says, and the store through which the ranks meet. Raise everywhere what any rank reports."""
+    """Return what rank 0 says, and the store through which the ranks meet, within a minute.
+
+    Raise on every rank if any has a problem, or facts that are not those of rank 0.
+    """
     told, store, problems = [mine], None, []
     if ranks.world_size > 1:
         try:
@@ -1001,7 +1008,7 @@ def save(state: dict, path: Path) -> str:
 
 
 def load(path: Path, *names: str) -> dict:
-    """Return the `names` of what `save` wrote. Refuse a damaged file: it is a zip archive, with checksums."""
+    """Return the `names` of what `save` wrote. Refuse a damaged file, by the checksums of its zip archive."""
     try:
         if not path.is_file() or zipfile.ZipFile(path).testzip():
             raise OSError("missing or damaged")
@@ -1050,7 +1057,7 @@ def check_world(cfg: Hyperparameters, ranks: Ranks) -> None:
 
 
 def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, dict, dict]:
-    """Return configuration, plans, what all ranks share, and where to go on from: all that can fail on one rank."""
+    """Do all that can fail on one rank. Return configuration, plans, what all ranks share, and where to go on from."""
     cfg = parse_args(argv, ranks.world_size)
     saved = dict(facts={}, tensors={}, step=0, elapsed=0.0, curves=dict(train_loss=[], val_loss=[]), run_id=cfg.run_id)
     if cfg.resume and ranks.rank == 0:  # who tells the others
@@ -1058,17 +1065,17 @@ def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, d
         latest = sorted(found, key=lambda path: path.stat().st_mtime_ns)[-1:]
         for path in latest if cfg.resume == "latest" else [Path(cfg.resume)]:
             saved = load(path, *saved)
-    given, seed = cfg.seed, saved["facts"].get("--seed", cfg.seed)
-    cfg = resolve(dataclasses.replace(cfg, run_id=saved["run_id"], seed=seed if cfg.seed is None else cfg.seed))
+    given, seed = cfg.seed, saved["facts"].get("--seed") if cfg.seed is None else cfg.seed
+    cfg = resolve(dataclasses.replace(cfg, run_id=saved["run_id"], seed=seed))
     check_world(cfg, ranks)
     plans, data = plan_data(cfg), hashlib.sha256()
     for batch in (*plans["train"], *plans["val"]):
         data.update(read_tokens(batch, 0, 16, cfg.vocab_size))
     facts = dict(script=hashlib.sha256(Path(__file__).read_bytes()).hexdigest(), processes=ranks.world_size)
     facts |= dict(torch=str(torch.__version__), numpy=np.__version__)
-    free = ("run_id", "log_dir", "train_files", "val_files", "save_checkpoint", "checkpoint_every", "resume")
-    facts |= {f"--{name}": value for name, value in dataclasses.asdict(cfg).items() if name not in free}
-    facts |= {"--seed": given, "data": data.hexdigest()}  # a fresh seed is rank 0's
+    may_differ = ("run_id", "log_dir", "train_files", "val_files", "save_checkpoint", "checkpoint_every", "resume")
+    facts |= {f"--{name}": value for name, value in dataclasses.asdict(cfg).items() if name not in may_differ}
+    facts |= {"--seed": given, "data": data.hexdigest()}  # without a given seed all take rank 0's
     for name, value in saved["facts"].items():
         if facts[name] not in (value, None):
             raise UserError(f"--resume {cfg.resume}: {name} was {value}, here it is {facts[name]}: start it alike")
@@ -1123,8 +1130,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
             mine |= dict(facts=facts, seed=cfg.seed, run_id=cfg.run_id, step=saved["step"])
         except UserError as error:
             mine["problem"] = str(error)
-        first, store = agree(ranks, mine)
-        cfg, start = dataclasses.replace(cfg, seed=first["seed"], run_id=first["run_id"]), first["step"]
+        agreed, store = agree(ranks, mine)
+        cfg, start = dataclasses.replace(cfg, seed=agreed["seed"], run_id=agreed["run_id"]), agreed["step"]
         trainer = Trainer(cfg, ranks, store)
         if start:
             log.write(f"resumed at step {start}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
