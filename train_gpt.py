@@ -522,7 +522,7 @@ class ShardedOptimizer:
     compute: `reduce` launches the reduce-scatter of the gradients, `update` turns this rank's share of their mean into
     new values and launches the all-gather of those, `gather` waits for it. Subclasses define update_shard(shard, grad),
     which writes new values into the shard and may overwrite grad, and name in `moments` the tensors that `state` keeps
-    for a shard. Shares are cut from buffers of rows, padded with zeros: here a row is one element, parameters are views.
+    for a shard. Shares are cut from buffers of rows, padded with zeros: here a row is an element, parameters are views.
     """
 
     moments: tuple[str, ...] = ()
