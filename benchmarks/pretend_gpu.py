@@ -13,26 +13,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
 TORCH = "2.13."
 
 
-@dataclass(frozen=True)
-class Device:
-    """Hold what the compiler and the tables ask of a GPU. Sources: CUDA C++ Programming Guide, NVIDIA's data sheets."""
-
-    name: str
-    processors: int
-    threads: int  # resident per multiprocessor
-    shared_limit: int  # bytes of shared memory that a block may ask for
-    memory: int  # MiB, as nvidia-smi says
-    l2_cache: int  # MiB
-
-
-DEVICES = {  # by compute capability
+# By compute capability, from the CUDA C++ Programming Guide and NVIDIA's data sheets: multiprocessors, threads of each,
+# bytes of shared memory that a block may have, MiB of memory as nvidia-smi says, MiB of L2 cache
+Device = namedtuple("Device", "name processors threads shared_limit memory l2_cache")
+DEVICES = {
     90: Device("NVIDIA H100 80GB HBM3", 132, 2048, 232_448, 81_559, 50),
     89: Device("NVIDIA GeForce RTX 4090", 128, 1536, 101_376, 24_564, 72),
     86: Device("NVIDIA GeForce RTX 3090", 82, 1536, 101_376, 24_576, 6),
@@ -107,23 +98,14 @@ def pretend_torch(torch, properties: SimpleNamespace) -> None:
 
     answers = dict(  # the script asks for some, Dynamo and Inductor for the others
         is_available=lambda: True,
-        is_initialized=lambda: True,
-        is_bf16_supported=lambda including_emulation=True: True,
         device_count=lambda: 1,
         current_device=lambda: 0,
         get_device_properties=lambda device=None: properties,
         get_device_capability=lambda device=None: (properties.major, properties.minor),
-        get_device_name=lambda device=None: properties.name,
-        memory_allocated=lambda device=None: 0,
-        mem_get_info=lambda device=None: (properties.total_memory, properties.total_memory),
         get_rng_state=lambda device="cuda": torch.zeros(16, dtype=torch.uint8),  # Dynamo saves and restores it
         set_rng_state=lambda state, device="cuda": None,
         set_device=lambda device: None,
-        synchronize=lambda device=None: None,
-        manual_seed_all=lambda seed: None,
         _lazy_init=lambda: None,
-        _exchange_device=lambda index: 0,
-        _maybe_exchange_device=lambda index: 0,
         device=device,
         _DeviceGuard=device_guard,
     )
@@ -131,34 +113,23 @@ def pretend_torch(torch, properties: SimpleNamespace) -> None:
         setattr(torch.cuda, name, answer)
     for name in ("current_device", "get_rng_state", "set_rng_state"):  # has imported them by name
         setattr(torch.cuda.random, name, answers[name])
-    torch._C._cuda_getDevice = lambda: 0
-    torch._C._accelerator_getDeviceIndex = lambda: 0
     torch._C._cuda_getCurrentRawStream = lambda index: 0
-    torch._C._cuda_exchangeDevice = lambda index: 0
-    torch._C._cuda_maybeExchangeDevice = lambda index: 0
-    torch.accelerator.is_available = lambda: False  # so that Dynamo tracks no streams
     from torch._dynamo.device_interface import CudaInterface
 
     CudaInterface.device = device
-    for name in ("current_device", "device_count", "get_device_properties", "memory_allocated", "is_bf16_supported"):
-        setattr(CudaInterface, name, staticmethod(answers[name]))
-    for name in ("set_device", "synchronize"):
+    for name in ("current_device", "device_count", "get_device_properties", "set_device"):
         setattr(CudaInterface, name, staticmethod(answers[name]))
     CudaInterface.get_raw_stream = staticmethod(lambda index: 0)
-    CudaInterface.exchange_device = CudaInterface.maybe_exchange_device = staticmethod(lambda index: 0)
 
 
 def pretend_dynamo_and_inductor(torch) -> None:
     """Keep the compiler from making real tensors on the device."""
-    import torch._functorch.config
     from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
 
     # torch.tensor(..., device="cuda") begins as a real tensor: on the CPU
     FakeTensorMode.avoid_device_init = property(lambda self: True)
-    # Otherwise the backward graph is compiled within the autograd engine's thread, which has no fake mode
-    torch._functorch.config.force_non_lazy_backward_lowering = True
 
     class OnCPU(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -185,36 +156,18 @@ def pretend_triton(torch, arch: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
 
-    class Driver(DriverBase):
-        def __init__(self):
-            pass
+    def nothing(*args):
+        raise RuntimeError("there is no GPU")
 
-        @staticmethod
-        def is_active():
-            return True
-
-        def get_current_target(self):
-            return GPUTarget("cuda", arch, 32)
-
-        def get_active_torch_device(self):
-            return torch.device("cuda", 0)
-
-        def get_current_device(self):
-            return 0
-
-        def get_current_stream(self, device):
-            return 0
-
-        def get_device_interface(self):
-            return torch.cuda
-
-        def get_benchmarker(self):
-            raise RuntimeError("no GPU")
-
-        def map_python_to_cpp_type(self, kind):
-            return "void*"
-
-    triton.runtime.driver.set_active(Driver())
+    methods = dict(
+        __init__=lambda self: None,
+        is_active=staticmethod(lambda: True),
+        get_current_target=lambda self: GPUTarget("cuda", arch, 32),
+        get_active_torch_device=lambda self: torch.device("cuda", 0),
+        get_current_device=lambda self: 0,
+        **dict.fromkeys(("get_benchmarker", "map_python_to_cpp_type"), nothing),  # abstract
+    )
+    triton.runtime.driver.set_active(type("Driver", (DriverBase,), methods)())
     triton_helpers.set_driver_to_gpu = lambda: None  # every kernel's source calls it: it would look for a real driver
 
 
