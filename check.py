@@ -45,14 +45,14 @@ except KeyboardInterrupt:
     sys.exit(130)
 
 FINEWEB_SHARDS, SHARD_TOKENS = 103, 10**8
-# Peak MiB of all buffers of a gpt2 training and validation step, as torch 2.13's compiler lowers them for an H100;
-# parameters, gradients and optimizers come on top. Not measured on a GPU.
-STEP_MIB = {"train_seq_len": 25_424, "val_seq_len": 8_910}
-# Dense bf16 TFLOP/s by a part of the GPU's name (NVIDIA's data sheets). Record 21 made 36.4% of them useful: 6 FLOP per
-# weight and token in the 175.8 s published for 8 H100. nano makes 9.1e10 a second on 2 cores that multiply bf16 (25 ms
-# a step, measured), about half of that on others.
-TFLOPS = {"MIG": 0, "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "4090": 165, "3090": 71}
-UTILIZATION, NANO_FLOPS = 0.364, 9.1e10
+# Peak MiB of all buffers of a gpt2 training and validation step, by `python -m benchmarks gpu_graphs`; parameters,
+# gradients and optimizers come on top
+STEP_MIB = {"train_seq_len": 14_421, "val_seq_len": 8_910}
+# Useful TFLOP/s, 6 FLOP per weight and token, by a part of the GPU's name. H100: from the 175.8 s published for record
+# 21 on 8 of them. A100, 4090: `python -m benchmarks roofline`, less the 8% by which it is too fast for H100s. Others:
+# the H100's share, 36%, of their peak. nano makes 9.1e10 a second on 2 cores that multiply bf16, about half on others.
+TFLOPS = {"MIG": 0, "B200": 819, "H200": 360, "H100 PCIe": 275, "H100": 360, "A100": 149, "4090": 87, "3090": 26}
+NANO_FLOPS = 9.1e10
 Gpu = namedtuple("Gpu", "name capability free")  # free: bytes of memory
 
 
@@ -118,7 +118,7 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
     if gpus:
         free, factor, where = min(gpu.free for gpu in gpus[:processes]), 1, f"{processes} x {gpus[0].name}"
         peaks = [next((peak for part, peak in TFLOPS.items() if part in gpu.name), 0) for gpu in gpus]
-        rate = UTILIZATION * 1e12 * min(peaks) * processes
+        rate = 1e12 * min(peaks) * processes
     else:  # nothing is fused: 3 times the buffers, and 0.4 GB for torch (0.5 GB for nano; measured: 0.46)
         lines = Path("/proc/meminfo").read_text() if os.path.exists("/proc/meminfo") else "MemAvailable: 9999999999"
         free, factor, where = 1024 * int(re.findall(r"MemAvailable: *(\d+)", lines)[0]) // processes, 3, "2 CPU cores"

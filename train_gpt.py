@@ -272,7 +272,8 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_w = ctx.saved_tensors
-        return grad * grad_x, grad * grad_w, None, None, None, None, None
+        # Contiguous as the weight is: else autograd copies it, and adds it up slowly
+        return grad * grad_x, (grad * grad_w).contiguous(), None, None, None, None, None
 
 
 # ---- Layers: each draws its own initial values; outputs (c_proj, lm_head) start at zero (@Grad62304977) --------------

@@ -25,6 +25,7 @@ SMALL = (
 ).split()
 H100 = check.Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 10**9)
 RTX_4090 = check.Gpu("NVIDIA GeForce RTX 4090", (8, 9), 25 * 10**9)
+FULL_4090 = RTX_4090._replace(free=15 * 10**9)
 
 
 @pytest.fixture(scope="session")
@@ -129,7 +130,8 @@ def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tm
         ([H100] * 8, "8", "8 x NVIDIA H100 80GB HBM3 (compute capability 9.0): bfloat16, head in FP8"),
         ([H100] * 3, "2", "head in FP8"),
         ([check.Gpu("A100", (8, 0), 80 * 10**9)], "1", "head in bfloat16"),
-        ([RTX_4090], None, "25.0 GB are free: free some, or train otherwise, with --train_seq_len 24576"),
+        ([RTX_4090], "1", "head in FP8"),
+        ([FULL_4090], None, "15.0 GB are free: free some, or train otherwise, with --train_seq_len 24576"),
         ([H100, H100._replace(free=10**9)], None, "with a smaller model"),
     ],
 )
@@ -141,15 +143,16 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
     code, out, errors = outcome(*GPT2, small=False)
     assert (code, out) == ((0, [expected]) if expected else (2, []))
     assert notes in "\n".join(errors)
-    if gpus == [RTX_4090]:  # what is named helps
+    if gpus == [FULL_4090]:  # what is named helps
         assert outcome(*GPT2, "--train_seq_len", "24576", small=False)[0] == 0
 
 
 @pytest.mark.parametrize(
-    ("gpus", "about"), [([H100] * 8, "3 minutes"), ([H100], "23 minutes"), ([RTX_4090], "2 hours"), ([], "1545 hours")]
+    ("gpus", "about"),
+    [([H100] * 8, "3 minutes"), ([H100], "23 minutes"), ([RTX_4090], "97 minutes"), ([], "1545 hours")],
 )
 def test_estimates_are_those_of_the_machine(machine, capsys, gpus, about):
-    """The times of the preset in the README; its memory does not fit 24 GB."""
+    """Memory is what gpu_graphs counts: 16,481 MiB in training on 8 GPUs, 18,176 on one, to 7%: it fits 24 GB."""
     machine(*gpus)
     cfg = train_gpt.resolve(dataclasses.replace(train_gpt.PRESETS["gpt2"], dtype="bfloat16"))
     report = check.Report(is_full=True)
@@ -158,8 +161,9 @@ def test_estimates_are_those_of_the_machine(machine, capsys, gpus, about):
     train_memory, val_memory = (float(line.split()[5]) for line in memory)
     where = f"{len(gpus)} x {gpus[0].name}" if gpus else "2 CPU cores"
     assert time == f"time: about {about} of training on {where} (estimated)"
-    assert (28.5 < train_memory < 31 and 10 < val_memory < 14) or not gpus
-    assert bool(report.problems) == (gpus == [RTX_4090] or not gpus)
+    counted = [16_481, 10_972] if len(gpus) == 8 else [18_176, 11_911]
+    assert not gpus or [train_memory, val_memory] == pytest.approx([mib * 2**20 / 1e9 for mib in counted], rel=0.07)
+    assert bool(report.problems) == (not gpus)
 
 
 A5000 = b"NVIDIA RTX A5000, %s\n"
