@@ -359,6 +359,19 @@ def table(arch: int, found: dict) -> str:
     return "\n".join([*lines, "", *(f"FAILED: {line}" for line in failures(found))]).rstrip()
 
 
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Return a command's arguments and the flags for the script. Refuse flags that train_gpt.py does not have."""
+    args, flags = parser.parse_known_args(argv)
+    if args.script == ROOT / "train_gpt.py":  # others may have others
+        import train_gpt
+
+        try:
+            train_gpt.parse_args(flags)
+        except train_gpt.UserError as error:
+            parser.error(str(error))
+    return args, flags
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -368,7 +381,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", metavar="FILE")
     out = Path("logs") / time.strftime("gpu-graphs-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/gpu-graphs-TIME.json")
-    args, flags = parser.parse_known_args(argv)
+    args, flags = parse(parser, argv)
     if unknown := set(args.arch.split(",")) - set(archs.split(",")):
         parser.error(f"--arch {args.arch}: {min(unknown)!r} is none of {archs}")
     if why := pretend_gpu.missing():

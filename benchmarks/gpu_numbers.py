@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import ROOT, pretend_gpu
+from benchmarks import ROOT, gpu_graphs, pretend_gpu
 from benchmarks.startup import own_process
 
 INTRODUCTION = """Run the kernels that torch.compile generates for a GPU (compute capability 9.0) on this CPU, by
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fp8", action="store_true", help="the head in FP8")
     parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON")
-    args, flags = parser.parse_known_args(argv)
+    args, flags = gpu_graphs.parse(parser, argv)
     dtype, began = args.dtype or ("bfloat16" if args.fp8 else "float32"), time.perf_counter()
     problem = pretend_gpu.missing() or ("" if args.script.is_file() else f"--script {args.script}: no such file")
     problem = "--fp8: expected --dtype bfloat16" if args.fp8 and dtype == "float32" else problem

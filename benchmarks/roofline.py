@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=20, help="how many launches to list (default: %(default)s)")
     out = Path("logs") / time.strftime("roofline-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/roofline-TIME.json")
-    args, flags = parser.parse_known_args(argv)
+    args, flags = gpu_graphs.parse(parser, argv)
     if unknown := set(args.gpu.split(",")) - set(GPUS):
         parser.error(f"--gpu {args.gpu}: {min(unknown)!r} is none of {','.join(GPUS)}")
     if not args.graphs and (why := pretend_gpu.missing()):

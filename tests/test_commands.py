@@ -103,7 +103,8 @@ def test_commands_of_the_pages_are_understood(understand):
 
 
 WRONG = """python my.py --preset nano --sead 1; ./run.sh --num_iterations x; python data/pack_text.py X --tokenizer y;
-torchrun --nproc_per_node=8 -m benchmarks --sead 1; python -m benchmarks.race_anchor --pairs 5 -- --sead 1;
+torchrun --nproc_per_node=8 -m benchmarks --sead 1; python -m benchmarks roofline --sead 1;
+python -m benchmarks.race_anchor --pairs 5 -- --sead 1;
 torchrun --processes=8 train_gpt.py; python -m records diff Sub3Min NoRecord; python sample.py --prompts x"""
 
 
