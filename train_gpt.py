@@ -78,9 +78,7 @@ class Hyperparameters:
     # Training
     num_iterations: Count = 1770  # training steps
     cooldown_frac: Annotated[float, 1e-9, 1] = 0.4  # last part of the run, in which learning rates fall
-    min_lr_frac: Annotated[float, 0, 100] = (
-        0.1  # learning rate after the last step, relative to the one before the cooldown
-    )
+    min_lr_frac: Rate = 0.1  # learning rate after the last step, relative to the one before the cooldown
     val_loss_every: Natural = 125  # steps between validations; 0: only after the last step
     batch_tokens: Count = 8 * 48 * 1024  # tokens per step, over all processes; a multiple of train_seq_len
     train_seq_len: Count = 48 * 1024  # tokens per training sequence, a multiple of block_size
