@@ -110,9 +110,9 @@ def kernel_bytes(source: str, arguments: dict[str, object]) -> int:
 class Recorder(TorchDispatchMode):
     """Note what a program on fake CUDA tensors would launch, which kernels it compiles, and the peaks of its memory."""
 
-    def __init__(self, compile_kernels: bool = True):
+    def __init__(self, names: str = ""):
         super().__init__()
-        self.compile_kernels, self.world, self.phase, self.graph = compile_kernels, 1, "", ""
+        self.names, self.world, self.phase, self.graph = names, 1, "", ""  # names: a pattern for kernels to compile
         self.calls: dict[tuple, dict] = {}  # every launch, equal ones together
         self.kernels: dict[str, dict[str, list]] = {}  # by graph and name: its configurations
         self.compiled: dict[object, list] = {}
@@ -142,7 +142,7 @@ class Recorder(TorchDispatchMode):
     def precompile(self, kernel) -> None:
         """Compile a kernel's every configuration; keep registers, stack and shared memory, or the error."""
         found = self.compiled[kernel] = []
-        for config in kernel.configs if self.compile_kernels else ():
+        for config in kernel.configs if re.search(self.names, kernel.fn.__name__) else ():
             entry = dict(config=str(config))
             found.append(entry)
             try:
@@ -293,8 +293,8 @@ def run_steps(script, cfg, recorder: Recorder) -> dict[int, dict]:
 
 def child(argv: Sequence[str]) -> None:
     """Print what was found out about one architecture, as a line of JSON."""
-    (arch, path, compile_kernels, *flags), memory, failed = argv, {}, ""
-    recorder, script = Recorder(compile_kernels == "True"), load_script(Path(path))
+    (arch, path, names, *flags), memory, failed = argv, {}, ""
+    recorder, script = Recorder(names), load_script(Path(path))
     cfg = script.resolve(script.parse_args(["--preset", "gpt2", "--device", "cuda", "--seed", "1", *flags]))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), recorder:
@@ -309,10 +309,14 @@ def child(argv: Sequence[str]) -> None:
 
 
 # ---- The report ------------------------------------------------------------------------------------------------------
-def measure(arch: int, script: Path, flags: Sequence[str], compile_kernels: bool = True) -> dict:
-    """Return what `child` found out, in a process of its own. Raise RuntimeError if it could not begin."""
-    told = own_process(["-c", CHILD, str(arch), str(script.resolve()), str(compile_kernels), *flags])
-    return json.loads(told.splitlines()[-1])
+def measure(arch: int, script: Path, flags: Sequence[str], names: str = "") -> dict:
+    """Return what `child` found out, in a process of its own. Raise RuntimeError if it could not begin.
+
+    `names` is a pattern: compile the kernels that have it in their names; "^$" is none, "" all.
+    """
+    told = own_process(["-c", CHILD, str(arch), str(script.resolve()), names, *flags])
+    found = json.loads(told.splitlines()[-1])
+    return found if flags else found | dict(stack_limit=pretend_gpu.DEVICES[arch].stack)
 
 
 def failures(found: dict) -> list[str]:
@@ -325,6 +329,10 @@ def failures(found: dict) -> list[str]:
                 lines.append(f"{name} ({entry['config']}) does not compile: {entry['error']}")
             elif entry["shared"] > found["shared_limit"]:
                 lines.append(f"{name} ({entry['config']}) needs {entry['shared']:,} bytes of shared memory")
+            elif entry["stack"] > found.get("stack_limit", math.inf):
+                lines.append(
+                    f"{name} ({entry['config']}) needs {entry['stack']} bytes of stack: it spills more than before"
+                )
     return lines
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
+import check
 from benchmarks import ROOT, gpu_graphs, pretend_gpu, roofline
 from benchmarks.startup import own_process
 
@@ -92,10 +93,16 @@ def test_peak_and_flops_of_three_products_in_a_row(seen: dict):
     assert {call["kind"] for call in products} == {"bfloat16"}
 
 
-def test_kernels_that_need_too_much_shared_memory_or_do_not_compile_are_reported(seen: dict):
-    kernels = seen["kernels"] | dict(other={"broken": [dict(config="c", error="CompilationError: why")]})
-    found = dict(failed="", graph_breaks={}, shared_limit=pretend_gpu.DEVICES[90].shared_limit, kernels=kernels)
-    large, broken = gpu_graphs.failures(found)
+def test_kernels_that_need_too_much_or_do_not_compile_are_reported(seen: dict):
+    spills = dict(config="c", shared=0, stack=pretend_gpu.DEVICES[90].stack + 8)
+    broken = dict(config="c", error="CompilationError: why")
+    found = dict(failed="", graph_breaks={}, shared_limit=pretend_gpu.DEVICES[90].shared_limit)
+    found |= dict(
+        stack_limit=pretend_gpu.DEVICES[90].stack, kernels=seen["kernels"] | dict(other=dict(broken=[broken]))
+    )
+    found["kernels"]["other"]["spilled"] = [spills]
+    large, broken, spilled = gpu_graphs.failures(found)
+    assert spilled == "spilled (c) needs 56 bytes of stack: it spills more than before"
     assert "flex_attention" in large
     assert "of shared memory" in large
     assert broken == "broken (c) does not compile: CompilationError: why"
@@ -129,3 +136,52 @@ def test_a_graph_break_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture
     flags = ["--arch", "90", "--script", str(script), "--out", str(tmp_path / "graphs.json"), *SMALL.split()]
     assert gpu_graphs.main(flags) == 1
     assert "graph_break" in capsys.readouterr().out
+
+
+def test_gpt2_on_an_h100_is_what_the_pages_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """All of it compiles; memory, also that of a card with 24 GB, and the predicted time are within their bounds."""
+    out = tmp_path / "graphs.json"
+    assert gpu_graphs.main(["--arch", "90", "--out", str(out)]) == 0
+    memory = json.loads(out.read_text())["architectures"]["90"]["memory"]
+    found = {name: round(memory["8"][name]["buffers"] / 2**20) for name in ("train", "validation")}
+    assert found == dict(zip(("train", "validation"), check.STEP_MIB.values(), strict=True))
+    assert found["train"] <= 14_500
+    assert memory["1"]["train"]["total"] / 2**20 + gpu_graphs.SPARE <= pretend_gpu.DEVICES[89].memory
+    assert roofline.main(["--gpu", "h100", "--graphs", str(out), "--out", str(tmp_path / "roofline.json")]) == 0
+    parts = json.loads((tmp_path / "roofline.json").read_text())["gpus"]["h100"]["parts"]
+    assert parts["forward"]["ms"] + parts["backward"]["ms"] < 69
+    told, page = parts["STEP, processes: 8"]["ms"], (ROOT / "README.md").read_text()
+    assert f"| 8 x H100 | {told:.0f} ms | {told * 1770 / 60_000:.1f} min |" in page
+
+
+@pytest.mark.parametrize("arch", [89, 86, 80])
+def test_flex_attention_compiles_for_the_other_gpus(arch: int):
+    """Its kernels alone, for heads like gpt2's: the command compiles all of gpt2."""
+    flags = [*SMALL.split(), "--head_dim=128", "--attention_layout=LS", "--value_embed_layout=..", "--skip_layout=.."]
+    found = gpu_graphs.measure(arch, ROOT / "train_gpt.py", flags, names="flex_attention")
+    assert len([e for graph in found["kernels"].values() for configs in graph.values() for e in configs]) >= 3
+    assert gpu_graphs.failures(found) == []
+
+
+SLICES = "--vocab_size 8192 --eot_token 8191 --train_seq_len 4096 --batch_tokens 32768 --lm_head_slice 512"
+
+
+def test_a_slice_of_the_head_that_outlives_its_turn_is_seen(tmp_path: Path):
+    """The head as it was keeps the logits of all eight slices for its last kernel."""
+    old, source = tmp_path / "train_gpt.py", (ROOT / "train_gpt.py").read_text()
+    begin, end = source.index("            s = z.to("), source.index("                grad = quantize(")
+    old.write_text(
+        source[:begin]
+        + """            u = (z.to(torch.float32) * (2 / softcap)).sigmoid()
+            log_p = F.log_softmax(2 * softcap * u, dim=-1)
+            losses.append(F.nll_loss(log_p, t, reduction="sum")[None])
+            if with_grads:
+                hits = t[:, None] == torch.arange(len(w), device=t.device)
+                p, s = (log_p.exp() - hits.to(torch.uint8)) * 4 / len(x), u
+"""
+        + source[end:]
+    )
+    flags = [*SMALL.split(), *SLICES.split()]
+    new, kept = (gpu_graphs.measure(90, path, flags, "^$") for path in (ROOT / "train_gpt.py", old))
+    new, kept = (found["memory"]["8"]["train"]["buffers"] / 2**20 for found in (new, kept))
+    assert new < 70 < kept  # 62.5 and 78.5

@@ -297,7 +297,7 @@ def test_a_gpu_casts_as_the_interpreter_does(kind: str, form: str):
 
 
 # ---- The command -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("flags", [[], ["--fp8"]], ids=["float32", "bfloat16 with an FP8 head"])
+@pytest.mark.parametrize("flags", [[], ["--dtype=bfloat16"], ["--fp8"]], ids=["float32", "bfloat16", "FP8 head"])
 def test_generated_kernels_agree_with_the_cpu_path(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
     assert gpu_numbers.main([*flags, "--out", str(tmp_path / "numbers.json")]) == 0
     assert capsys.readouterr().out.endswith(": they agree\n")
@@ -305,6 +305,23 @@ def test_generated_kernels_agree_with_the_cpu_path(flags: list[str], tmp_path: P
     names = {row["name"] for row in document["rows"]}
     assert {"loss", "validation", "embed.weight", "value_embeds.0.weight", "bigram_embed.weight"} <= names
     assert document["kernels"] > 50
+
+
+ONE_LAYER = "--attention_layout=S --value_embed_layout=. --skip_layout=. --bigram_rows=0".split()
+FAULTS = {  # on the GPU's path alone
+    "a mask one block too wide": ("(window_blocks - num_full)", "(window_blocks + doc_ids.is_cuda - num_full)", []),
+    "an FP8 scale 5% off": ("(), 1 / scale,", "(), (1.05 if a.is_cuda else 1) / scale,", ["--fp8"]),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_seen(name: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    right, wrong, flags = FAULTS[name]
+    script, source = tmp_path / "train_gpt.py", (gpu_numbers.ROOT / "train_gpt.py").read_text()
+    assert source.count(right) == 1
+    script.write_text(source.replace(right, wrong))
+    assert gpu_numbers.main([*flags, "--script", str(script), *ONE_LAYER]) == 1
+    assert "DISAGREES" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -322,6 +339,6 @@ def test_refusals_are_one_line(flags: list[str], missing: str, told: str, monkey
     with pytest.raises(SystemExit, match="2"):
         gpu_numbers.main(flags)
     error = capsys.readouterr().err
-    assert error.startswith("python -m benchmarks gpu_numbers: ")
+    assert error.startswith(("python -m benchmarks gpu_numbers: ", "train_gpt.py: "))
     assert error.endswith(f"{told}\n")
     assert error.count("\n") == 1
