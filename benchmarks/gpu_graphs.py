@@ -275,7 +275,7 @@ def run_steps(script, cfg, recorder: Recorder) -> dict[int, dict]:
             step_optimizers(*args)
 
     script.step_optimizers = optimize
-    for world in WORLDS:
+    for world in [world for world in WORLDS if cfg.batch_sequences % world == 0]:
         recorder.world, recorder.peaks = world, {}
         with recorder.during("setup"), pretend_gpu.building():
             trainer = script.Trainer(cfg, script.Ranks(0, world, 0, world))
@@ -352,8 +352,9 @@ def table(arch: int, found: dict) -> str:
     lines = [f"## sm_{arch}: {found['device']}, {limit:,} bytes of shared memory per block", ""]
     lines += ["| graph | launches | kernels | configurations | registers | stack | shared memory | ATen |"]
     lines += ["|---|---|---|---|---|---|---|---|"]
+    world = max(map(int, found["memory"]), default=0)
     for graph, kernels in found["kernels"].items():
-        calls = [call for call in found["calls"] if call["graph"] == graph and call["world"] == WORLDS[0]]
+        calls = [call for call in found["calls"] if call["graph"] == graph and call["world"] == world]
         entries = [entry for configurations in kernels.values() for entry in configurations if "error" not in entry]
         most = {key: max((e[key] for e in entries), default=0) for key in ("registers", "stack", "shared")}
         aten = Counter()

@@ -165,6 +165,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in args.gpu.split(","):
             gpu = GPUS[name]
             found = known.get(str(gpu.arch)) or gpu_graphs.measure(gpu.arch, args.script, flags, names="^$")
+            if not found["failed"] and len(found["memory"]) < len(gpu_graphs.WORLDS):
+                found["failed"] = "the step's sequences do not divide by 8: another --batch_tokens"
             if found["failed"]:
                 print(f"## {name}\n\nFAILED: {found['failed']}")
                 document["gpus"][name] = dict(failed=found["failed"])

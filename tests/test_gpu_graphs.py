@@ -157,13 +157,13 @@ def test_gpt2_on_an_h100_is_what_the_pages_say(tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize("arch", [89, 86, 80])
 def test_flex_attention_compiles_for_the_other_gpus(arch: int):
     """Its kernels alone, for heads like gpt2's: the command compiles all of gpt2."""
-    flags = [*SMALL.split(), "--head_dim=128", "--attention_layout=LS", "--value_embed_layout=..", "--skip_layout=.."]
+    flags = [*SMALL.split(), "--head_dim=128", "--batch_tokens=512"]
     found = gpu_graphs.measure(arch, ROOT / "train_gpt.py", flags, names="flex_attention")
     assert len([e for graph in found["kernels"].values() for configs in graph.values() for e in configs]) >= 3
     assert gpu_graphs.failures(found) == []
 
 
-SLICES = "--vocab_size 8192 --eot_token 8191 --train_seq_len 4096 --batch_tokens 32768 --lm_head_slice 512"
+SLICES = "--vocab_size 8192 --eot_token 8191 --train_seq_len 4096 --batch_tokens 4096 --lm_head_slice 512"
 
 
 def test_a_slice_of_the_head_that_outlives_its_turn_is_seen(tmp_path: Path):
@@ -183,5 +183,5 @@ def test_a_slice_of_the_head_that_outlives_its_turn_is_seen(tmp_path: Path):
     )
     flags = [*SMALL.split(), *SLICES.split()]
     new, kept = (gpu_graphs.measure(90, path, flags, "^$") for path in (ROOT / "train_gpt.py", old))
-    new, kept = (found["memory"]["8"]["train"]["buffers"] / 2**20 for found in (new, kept))
+    new, kept = (found["memory"]["1"]["train"]["buffers"] / 2**20 for found in (new, kept))
     assert new < 70 < kept  # 62.5 and 78.5
