@@ -251,13 +251,13 @@ class HeadLoss(torch.autograd.Function):
             logits = s * (-2 * softcap)
             # Pick the target's logit inside a sum over the vocabulary: compiled, one kernel then reads z for all that
             # follows from it, and no slice outlives its turn (10 GB less for gpt2)
-            hits = (t[:, None] == torch.arange(len(w), device=t.device)).to(torch.uint8)
-            target_logit = torch.where(hits > 0, logits, 0).sum(-1)
+            hits = t[:, None] == torch.arange(len(w), device=t.device)
+            target_logit = torch.where(hits, logits, 0).sum(-1)
             p = logits.exp_()
             total = p.sum(-1)
             losses.append(total.log() - target_logit)
             if with_grads:  # d loss / d z = (p / total - onehot(t)) 4 s (1 - s) / T
-                p.mul_(4 / len(x) / total[:, None]).sub_(hits, alpha=4 / len(x))
+                p.mul_(4 / len(x) / total[:, None]).sub_(hits.to(torch.uint8), alpha=4 / len(x))
                 grad = quantize(p.mul_(s.addcmul_(s, s, value=-1)), grad_s, torch.float8_e5m2)
                 grads_x.append(product(grad, w_q, grad_s, w_s, x.dtype))
                 # As (K, V), then transposed: faster than (V, K) directly (record 19)

@@ -369,8 +369,15 @@ def table(arch: int, found: dict) -> str:
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return a command's arguments and the flags for the script. Refuse flags that train_gpt.py does not have."""
+    """Return a command's arguments and the flags for the script. Refuse what cannot be read, written or trained."""
     args, flags = parser.parse_known_args(argv)
+    if not args.script.is_file():
+        parser.error(f"--script {args.script}: no such file")
+    try:
+        if args.out is not None:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {args.out}: {error}")
     if args.script == ROOT / "train_gpt.py":  # others may have others
         import train_gpt
 
@@ -398,7 +405,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     versions = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
     document = dict(script=str(args.script), flags=flags, **versions, architectures={})
     try:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         for arch in map(int, args.arch.split(",")):
             found = document["architectures"][arch] = measure(arch, args.script, flags)
             print(f"{table(arch, found)}\n", flush=True)

@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON")
     args, flags = gpu_graphs.parse(parser, argv)
     dtype, began = args.dtype or ("bfloat16" if args.fp8 else "float32"), time.perf_counter()
-    problem = pretend_gpu.missing() or ("" if args.script.is_file() else f"--script {args.script}: no such file")
+    problem = pretend_gpu.missing()
     problem = "--fp8: expected --dtype bfloat16" if args.fp8 and dtype == "float32" else problem
     if problem:
         parser.exit(2, f"python -m benchmarks gpu_numbers: {problem}\n")
@@ -179,8 +179,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     agrees, seconds = all(row["agrees"] for row in document["rows"]), round(time.perf_counter() - began)
     document |= dict(agrees=agrees, script=str(args.script), flags=flags, dtype=dtype, fp8=args.fp8, seconds=seconds)
     document |= dict(torch=torch.__version__)
-    if args.out:
-        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     told = f"{args.script.name}, {dtype}{', FP8 head' if args.fp8 else ''}: {document['kernels']} kernels, {seconds} s"
     print(f"{table(document)}\n\n{told}: they {'agree' if agrees else 'DISAGREE'}")
+    try:
+        if args.out:
+            args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        parser.exit(2, f"python -m benchmarks gpu_numbers: --out {error}\n")
     return int(not agrees)

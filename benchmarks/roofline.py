@@ -120,6 +120,19 @@ def predict(found: dict, gpu: Gpu) -> tuple[dict[str, dict], list[dict]]:
     return parts, sorted(calls, key=lambda call: -call["ms"])
 
 
+def read_graphs(path: Path, names: Sequence[str]) -> dict:
+    """Return what gpu_graphs wrote. Raise RuntimeError if that is not it, or lacks one of the GPUs."""
+    try:
+        known = json.loads(path.read_text())
+        for name in names:
+            found = known["architectures"][str(GPUS[name].arch)]
+            if not {"failed", "memory", "calls", "configuration"} <= found.keys():
+                raise ValueError(f"{name} is incomplete")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RuntimeError(f"--graphs {path}: not of gpu_graphs for {','.join(names)}: {error}") from None
+    return known
+
+
 def readable(name: str) -> str:
     """Return what a kernel's name says it computes."""
     return re.sub(r"^triton_(poi|red|per|tem|spl)_fused_?|_\d+$", "", name).strip("_") or name
@@ -155,16 +168,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path("logs") / time.strftime("roofline-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/roofline-TIME.json")
     args, flags = gpu_graphs.parse(parser, argv)
-    if unknown := set(args.gpu.split(",")) - set(GPUS):
+    if unknown := set(names := args.gpu.split(",")) - set(GPUS):
         parser.error(f"--gpu {args.gpu}: {min(unknown)!r} is none of {','.join(GPUS)}")
     if not args.graphs and (why := pretend_gpu.missing()):
         parser.error(why)
     document = dict(script=str(args.script), flags=flags, document_tokens=DOCUMENT, gpus={})
     try:
-        known = json.loads(args.graphs.read_text())["architectures"] if args.graphs else {}
-        for name in args.gpu.split(","):
+        known = read_graphs(args.graphs, names) if args.graphs else {}
+        document |= {name: known[name] for name in ("script", "flags") if known}
+        for name in names:
             gpu = GPUS[name]
-            found = known.get(str(gpu.arch)) or gpu_graphs.measure(gpu.arch, args.script, flags, names="^$")
+            if known:
+                found = known["architectures"][str(gpu.arch)]
+            else:
+                found = gpu_graphs.measure(gpu.arch, args.script, flags, names="^$")
             if not found["failed"] and len(found["memory"]) < len(gpu_graphs.WORLDS):
                 found["failed"] = "the step's sequences do not divide by 8: another --batch_tokens"
             if found["failed"]:
@@ -174,9 +191,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             parts, calls = predict(found, gpu)
             document["gpus"][name] = dict(rates=asdict(gpu), parts=parts, calls=calls)
             print(f"{table(name, found, parts, calls, args.most)}\n", flush=True)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except (RuntimeError, OSError, ValueError, KeyError) as error:
+    except (RuntimeError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         parser.exit(130, "python -m benchmarks roofline: interrupted\n")

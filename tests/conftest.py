@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import train_gpt
+from benchmarks.gpu_numbers import randomize
 from train_gpt import GPT, Hyperparameters
 
 torch.set_num_threads(1)  # for models so small threads cost more than they save: on a busy machine four times the time
@@ -55,17 +56,6 @@ def tiny() -> Hyperparameters:
 def tiny64(tiny: Hyperparameters) -> Hyperparameters:
     """Return `tiny` in double precision: what is equal in exact arithmetic is equal to 1e-10."""
     return dataclasses.replace(tiny, dtype="float64")
-
-
-@torch.no_grad()
-def randomize(gpt: torch.nn.Module) -> torch.nn.Module:
-    """Draw random values for every parameter: the ones that start at zero hide the rest."""
-    for name, p in gpt.named_parameters():
-        if p.ndim < 2:
-            p.uniform_(0.5, 1.5)
-        else:
-            p.normal_(std=1 if "embed" in name else p.size(-1) ** -0.5)
-    return gpt
 
 
 @pytest.fixture

@@ -329,7 +329,7 @@ def test_a_fault_is_seen(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         ([], "needs triton==1", "needs triton==1"),
         (["--fp8", "--dtype=float32"], "", "--fp8: expected --dtype bfloat16"),
-        (["--script=nowhere.py"], "", "--script nowhere.py: no such file"),
+        (["--script=nowhere.py"], "", "error: --script nowhere.py: no such file"),
         (["--attention_layout=Q"], "", "--attention_layout Q: expected letters L, S and -"),
         (["--no_such_flag"], "", "unrecognized arguments: --no_such_flag"),
     ],
