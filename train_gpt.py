@@ -767,7 +767,7 @@ def window_blocks(step: int, cfg: Hyperparameters) -> int:
 class Trainer:
     """Build model and optimizers, the same on all ranks, and take the steps of a run."""
 
-    def __init__(self, cfg: Hyperparameters, ranks: Ranks, store: "dist.Store | None" = None):
+    def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         self.cfg, self.ranks, on_cuda = cfg, ranks, cfg.device == "cuda"
         self.device = torch.device("cuda", ranks.local_rank) if on_cuda else torch.device("cpu")
         if on_cuda:
@@ -776,12 +776,8 @@ class Trainer:
             torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
         torch.manual_seed(cfg.seed)
         self.gpt = GPT(cfg).to(self.device)
-        if store is not None:
-            # longer than NCCL's 10 minutes: one rank may compile while the others have the result in their caches
-            group = dict(store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(minutes=30))
-            dist.init_process_group("nccl" if on_cuda else "gloo", device_id=self.device if on_cuda else None, **group)
-            for p in self.gpt.parameters():
-                dist.broadcast(p.detach(), src=0)
+        for p in self.gpt.parameters():
+            launch(dist.broadcast, p.detach(), 0)()
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
         self.window_blocks = torch.ones((), dtype=torch.int32, device=self.device)
@@ -815,8 +811,7 @@ class Trainer:
     def warm_up(self) -> None:
         """Compile and run every graph on random tokens, and leave no trace: the first real one is read on the clock."""
         cfg, generator = self.cfg, torch.Generator(self.device)
-        trained = [*self.gpt.parameters(), *(shard for o in self.optimizers for shard in o.state.values())]
-        saved = [tensor.detach().to("cpu", copy=True) for tensor in trained]  # not on the GPU's peak
+        before = {name: tensor.to("cpu", copy=True) for name, tensor in self.state().items()}  # not on the GPU's peak
         length, options = cfg.train_seq_len + cfg.val_seq_len, dict(device=self.device, generator=generator)
         tokens = torch.randint(cfg.vocab_size, (length,), **options)
         train, val = ((tokens[:n].int(), tokens[1 : n + 1]) for n in (cfg.train_seq_len, cfg.val_seq_len))
@@ -824,8 +819,7 @@ class Trainer:
             self.train_step(0, [train] * min(2, cfg.batch_sequences // self.ranks.world_size))
         with torch.no_grad():
             self.model(*val, self.window_blocks)
-            for tensor, value in zip(trained, saved, strict=True):
-                tensor.copy_(value)
+        self.restore(before)
 
     def state(self) -> dict[str, Tensor]:
         """Return all that a step changes, on every rank: parameters, and the moments gathered from all ranks."""
@@ -859,35 +853,35 @@ def find_ranks() -> Ranks:
     return ranks
 
 
-def agree(ranks: Ranks, mine: dict) -> tuple[dict, "dist.Store | None"]:
-    """Return what rank 0 says, and the store through which the ranks meet, within a minute.
+def agree(ranks: Ranks, mine: list[dict]) -> int:
+    """Join the other ranks within a minute, and return the step at which all start, which rank 0 knows.
 
-    Raise on every rank if any has a problem, or facts that are not those of rank 0.
+    `mine` are this rank's findings, and on rank 0 those of the checkpoint. Raise on every rank if there is a problem
+    in any of them, or a fact that is not that of rank 0.
     """
-    told, store, problems = [mine], None, []
+    told = [mine] * ranks.world_size
     if ranks.world_size > 1:
         try:
-            # connecting was seen to take up to twice this timeout
-            store = dist.PrefixStore("train_gpt", next(dist.rendezvous("env://", timeout=timedelta(seconds=30)))[0])
-            store.set(f"{ranks.rank}", json.dumps(mine))
-            told = [json.loads(store.get(f"{rank}")) for rank in range(ranks.world_size)]
-            for phase in ("read", "left"):  # stay until all have read; rank 0, who may hold the store, is last
-                store.set(f"{phase} {ranks.rank}", "")
-                if phase == "read" or ranks.rank == 0:
-                    store.wait([f"{phase} {rank}" for rank in range(ranks.world_size)])
+            # By default gloo for tensors on CPUs and NCCL for those on GPUs. Connecting takes up to twice this timeout
+            dist.init_process_group(timeout=timedelta(seconds=30))
+            dist.all_gather_object(told, mine)
+            # One rank may compile while the others find the result in their caches
+            dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
         except (RuntimeError, ValueError) as error:
-            problems = [f"rank {ranks.rank} does not reach the others: {' '.join(str(error).split())[:200]}"]
-    problems += [f"{other['who']}: {other['problem']}" for other in told if other["problem"]]
-    for other in told if not problems else []:
-        for name, value in told[0]["facts"].items():
-            if other["facts"].get(name) != value:
-                differs = f"has {name} {other['facts'].get(name)}, rank 0 has {value}"
-                problems += [f"{other['who']} {differs}: start them alike"]
+            mine[0]["problem"] += f"does not reach the others: {' '.join(str(error).split())[:200]}"
+    found = [finding for findings in told for finding in findings]
+    problems = [f"{other['who']}: {other['problem']}" for other in found if other["problem"]]
+    for other in found if not problems else []:
+        differ = [name for name, value in found[0]["facts"].items() if other["facts"].get(name) != value]
+        told_by = ", ".join(
+            f"{name} {other['facts'].get(name)} instead of {found[0]['facts'][name]}" for name in differ
+        )
+        problems += [f"{other['who']} has {told_by}: start all alike"] if differ else []
     if problems and ranks.local_rank > 0:
         sys.exit(2)  # one rank per node says it
     if problems:
-        raise UserError(mine["problem"] or problems[0])
-    return told[0], store
+        raise UserError(mine[0]["problem"] or problems[0])
+    return found[0]["step"]
 
 
 class RunLog:
@@ -900,9 +894,8 @@ class RunLog:
         try:
             if is_main:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                if self.path.exists() and not (cfg.resume and self.path.is_file()):  # a pipe would wait forever
-                    raise OSError("there is one of that name")
-                self.file = open(self.path, "a" if cfg.resume else "x", encoding="utf-8")  # noqa: SIM115
+                goes_on = cfg.resume and not self.path.is_fifo()  # which would wait forever
+                self.file = open(self.path, "a" if goes_on else "x", encoding="utf-8")  # noqa: SIM115
                 fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dies with the process
         except OSError as error:
             reason = "another process is writing it" if isinstance(error, BlockingIOError) else error
@@ -1035,7 +1028,7 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
                 log.point("val_loss", step, trainer.evaluate(step, plans["val"]), log.elapsed)
         if cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and start < step < cfg.num_iterations:
             with log.off_the_clock():
-                state = dict(facts=facts, run_id=cfg.run_id, tensors=trainer.state())
+                state = dict(facts=facts, run_id=cfg.run_id, seed=cfg.seed, tensors=trainer.state())
                 state |= dict(step=step, elapsed=log.elapsed, curves=log.curves)
                 if log.is_main:
                     outcome = save(state, log.path.with_suffix(".checkpoint"))
@@ -1057,28 +1050,24 @@ def check_world(cfg: Hyperparameters, ranks: Ranks) -> None:
 
 def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, dict, dict]:
     """Do all that can fail on one rank. Return configuration, plans, what all ranks share, and where to go on from."""
-    cfg = parse_args(argv, ranks.world_size)
-    saved = dict(facts={}, tensors={}, step=0, elapsed=0.0, curves=dict(train_loss=[], val_loss=[]), run_id=cfg.run_id)
-    if cfg.resume and ranks.rank == 0:  # who tells the others
-        found = Path(cfg.log_dir).glob(f"{glob.escape(cfg.run_id) or '*'}.checkpoint")
+    given = parse_args(argv, ranks.world_size)
+    saved = dict(facts={}, tensors={}, step=0, elapsed=0.0, curves=dict(train_loss=[], val_loss=[]))
+    saved |= dict(run_id=given.run_id, seed=given.seed)
+    if given.resume and ranks.rank == 0:  # who tells the others
+        found = Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")
         latest = sorted(found, key=lambda path: path.stat().st_mtime_ns)[-1:]
-        for path in latest if cfg.resume == "latest" else [Path(cfg.resume)]:
+        for path in latest if given.resume == "latest" else [Path(given.resume)]:
             saved = load(path, *saved)
-    given, seed = cfg.seed, saved["facts"].get("--seed") if cfg.seed is None else cfg.seed
-    cfg = resolve(dataclasses.replace(cfg, run_id=saved["run_id"], seed=seed))
+    cfg = resolve(dataclasses.replace(given, run_id=saved["run_id"], seed=saved["seed"]))
     check_world(cfg, ranks)
     plans, data = plan_data(cfg), hashlib.sha256()
     for batch in (*plans["train"], *plans["val"]):
         data.update(read_tokens(batch, 0, 16, cfg.vocab_size))
-    facts = dict(script=hashlib.sha256(Path(__file__).read_bytes()).hexdigest(), processes=ranks.world_size)
-    facts |= dict(torch=str(torch.__version__), numpy=np.__version__)
     may_differ = ("run_id", "log_dir", "train_files", "val_files", "save_checkpoint", "checkpoint_every", "resume")
-    facts |= {f"--{name}": value for name, value in dataclasses.asdict(cfg).items() if name not in may_differ}
-    facts |= {"--seed": given, "data": data.hexdigest()}  # without a given seed all take rank 0's
-    for name, value in saved["facts"].items():
-        if facts[name] not in (value, None):
-            raise UserError(f"--resume {cfg.resume}: {name} was {value}, here it is {facts[name]}: start it alike")
-    return cfg, plans, facts, saved
+    facts = {f"--{name}": value for name, value in dataclasses.asdict(cfg).items() if name not in may_differ}
+    facts |= {"--seed": given.seed, "data": data.hexdigest(), "processes": ranks.world_size}
+    facts |= dict(script=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
+    return cfg, plans, facts | dict(torch=str(torch.__version__), numpy=np.__version__), saved
 
 
 def peak_memory_mib(device: torch.device) -> int:
@@ -1119,29 +1108,28 @@ def main(argv: Sequence[str] | None = None) -> dict:
     """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
     argv, source = sys.argv[1:] if argv is None else list(argv), Path(__file__).read_text(encoding="utf-8")
     ranks, log = find_ranks(), None
-    mine = dict(who=f"rank {ranks.rank} on {os.uname().nodename}", problem="", facts={})
+    mine = [dict(who=f"rank {ranks.rank} on {os.uname().nodename}", problem="", facts={})]
     if ranks.world_size > 1 and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
     try:
         try:
             cfg, plans, facts, saved = prepare(argv, ranks)
             log = RunLog(cfg, ranks.rank == 0, saved)
-            mine |= dict(facts=facts, seed=cfg.seed, run_id=cfg.run_id, step=saved["step"])
+            mine[0] |= dict(facts=facts, step=saved["step"])
+            mine += [dict(who="the checkpoint", problem="", facts=saved["facts"])] if saved["step"] else []
         except UserError as error:
-            mine["problem"] = str(error)
-        agreed, store = agree(ranks, mine)
-        cfg, start = dataclasses.replace(cfg, seed=agreed["seed"], run_id=agreed["run_id"]), agreed["step"]
-        trainer = Trainer(cfg, ranks, store)
+            mine[0]["problem"] = str(error)
+        start = agree(ranks, mine)
+        trainer = Trainer(cfg, ranks)
         if start:
             log.write(f"resumed at step {start}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
+            trainer.restore(saved["tensors"])
         else:
             log.write(f"{source}\n{'=' * 100}\n{describe(cfg, ranks, plans) if log.is_main else ''}")
             log.write(f"flags: {json.dumps(argv)}\nconfiguration: {json.dumps(dataclasses.asdict(cfg))}\n{'=' * 100}")
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
         trainer.warm_up()
-        if start:
-            trainer.restore(saved["tensors"])
-        return report(log, plans, trainer, train(trainer, plans, log, start, facts | {"--seed": cfg.seed}))
+        return report(log, plans, trainer, train(trainer, plans, log, start, facts))
     except (UserError, FloatingPointError, KeyboardInterrupt) as error:
         if log is not None:
             log.write(f"stopped: {str(error) or 'interrupted'}")

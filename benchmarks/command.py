@@ -63,9 +63,7 @@ def startup(name: str, cfg: Hyperparameters, plans: dict, flags: Sequence[str], 
     return {f"{name}: {part}": measure.figure([value], "s") for part, value in seconds.items()}
 
 
-def measure_all(
-    cfg: Hyperparameters, ranks: Ranks, store: "dist.Store | None", plans: dict, flags: Sequence[str], quick: bool
-) -> tuple[dict, str]:
+def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, flags: Sequence[str], quick: bool) -> tuple[dict, str]:
     """Return all figures and the profile. A stage that fails says why in the place of its figures."""
     began, figures, profiles = time.perf_counter(), {}, []
     calls, passes, min_steps, max_steps = (3, 1, 3, 3) if quick else (20, 3, 5, 50)
@@ -87,7 +85,7 @@ def measure_all(
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
             for name in ("cold start", "start") if cfg.compile else ["start"]:
                 stage(name, startup, name, cfg, plans, flags, cache)
-    trainer = Trainer(cfg, ranks, store)
+    trainer = Trainer(cfg, ranks)
     timed("warm-up", trainer.warm_up, 1)
     batches = measure.read(trainer, cycle(plans["train"]))
     gc.disable()  # as in training
@@ -138,7 +136,8 @@ def table(document: dict) -> str:
 
 def run(flags: Sequence[str], quick: bool, out: Path) -> int:
     ranks, load, began = train_gpt.find_ranks(), f"{os.getloadavg()[0]:.1f}", time.perf_counter()
-    mine = dict(who=f"rank {ranks.rank} on {platform.node()}", problem="", facts=dict(flags=list(flags), quick=quick))
+    facts = dict(flags=list(flags), quick=quick)
+    mine = dict(who=f"rank {ranks.rank} on {platform.node()}", problem="", facts=facts, step=0)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         try:
             cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
@@ -146,12 +145,10 @@ def run(flags: Sequence[str], quick: bool, out: Path) -> int:
             cfg, plans, data = plan(cfg, quick, Path(folder))
             if ranks.rank == 0:
                 out.mkdir(parents=True, exist_ok=True)
-            mine["seed"] = cfg.seed
         except (UserError, OSError) as error:
             mine["problem"] = str(error)
-        first, store = train_gpt.agree(ranks, mine)
-        cfg = dataclasses.replace(cfg, seed=first["seed"])
-        figures, profile = measure_all(cfg, ranks, store, plans, flags, quick)
+        train_gpt.agree(ranks, [mine])
+        figures, profile = measure_all(cfg, ranks, plans, flags, quick)
         lines = (" ".join(line.split()) for line in train_gpt.describe(cfg, ranks, plans).splitlines())
     machine = [line for line in lines if line.startswith(("Running", "Model name:")) or " processes, " in line]
     machine += [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
@@ -166,7 +163,7 @@ def run(flags: Sequence[str], quick: bool, out: Path) -> int:
         for name, text in texts.items():
             (out / name).write_text(text + "\n", encoding="utf-8")
         print(f"{told}\n\nwritten to {out}", flush=True)
-    if store is not None:
+    if dist.is_initialized():
         dist.destroy_process_group()
     return int(any(isinstance(found, str) for found in figures.values()))
 

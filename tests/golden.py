@@ -58,13 +58,12 @@ def figures(name: str, p: torch.Tensor) -> list[float]:
     return [x.mean().item(), x.square().mean().sqrt().item(), (x * weights).mean().item()]
 
 
-def golden_run(ranks: Ranks = Ranks(), store: "torch.distributed.Store | None" = None) -> dict[str, dict]:  # noqa: B008
+def golden_run(ranks: Ranks = Ranks()) -> dict[str, dict]:  # noqa: B008
     """Return for each shape the 20 losses, and the parameters' figures after step 1 and step 20."""
     result = {}
     for shape, changes in SHAPES.items():
         cfg = train_gpt.resolve(dataclasses.replace(train_gpt.PRESETS[shape], **changes, run_id=shape))
-        trainer = Trainer(cfg, ranks, store)
-        store = None  # the process group exists from the first shape on
+        trainer = Trainer(cfg, ranks)
         load_rotary(trainer.gpt, cfg)
         for name, p in trainer.gpt.named_parameters():
             load_numbers(name, p)
