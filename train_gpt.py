@@ -51,7 +51,7 @@ LOSS_LAG = 8  # look at losses this many steps late, so that no step waits for t
 Count = Annotated[int, 1, 2**27]
 Natural = Annotated[int, 0, 2**24]
 Size = Annotated[int, 1, 2**14]
-Positive = Annotated[float, 1e-9, 2**20]
+Positive = Annotated[float, 1e-9, 2**30]
 Rate = Annotated[float, 0, 100]
 Decay = Annotated[float, 0, 0.99999]
 # torch 2.13 renames these two
@@ -163,7 +163,7 @@ PRESETS = {
     "nano": Hyperparameters(
         preset="nano", train_files="data/nano/nano_train_*.bin", val_files="data/nano/nano_val_*.bin",
         val_tokens=262_144, val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
-        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=580, cooldown_frac=0.85, val_loss_every=300,
+        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=600, cooldown_frac=0.85, val_loss_every=300,
         batch_tokens=1024, train_seq_len=1024, val_seq_len=8192, model_dim=128, num_heads=2, head_dim=64,
         attention_layout="L-", value_embed_layout="0.", skip_layout=".0", bigram_rows=8192,
         lm_head_slice=1024, lm_head_fp8=False, block_size=32, window_tokens=128,
@@ -868,7 +868,7 @@ def agree(ranks: Ranks, mine: list[dict]) -> int:
             # One rank may compile while the others find the result in their caches
             dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
         except (RuntimeError, ValueError) as error:
-            mine[0]["problem"] += f"does not reach the others: {' '.join(str(error).split())[:200]}"
+            mine[0]["problem"] += f"rank {ranks.rank} does not reach the others: {' '.join(str(error).split())[:200]}"
     found = [finding for findings in told for finding in findings]
     problems = [f"{other['who']}: {other['problem']}" for other in found if other["problem"]]
     for other in found if not problems else []:

@@ -79,7 +79,7 @@ class Tokenizer:
 
 
 TOKENIZERS = {
-    "bytes": Tokenizer("nano", EOT, MIN_DOCUMENT_BYTES, BUCKET_BYTES, b"\n\n", 1024, 580, 262_144, (8192,)),
+    "bytes": Tokenizer("nano", EOT, MIN_DOCUMENT_BYTES, BUCKET_BYTES, b"\n\n", 1024, 600, 262_144, (8192,)),
     "gpt2": Tokenizer("gpt2", 50256, 2**16, 2**20, b"", 393_216, 1770, 10_485_760, (262_144, 65_536)),
 }
 

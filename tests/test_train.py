@@ -330,7 +330,8 @@ def test_nano_preset_reaches_the_target(tmp_path):
     process = program("train_gpt.py", "--preset", "nano", "--log_dir", tmp_path, "--run_id", "nano")
     process.communicate(timeout=600)
     result = json.loads((tmp_path / "nano.json").read_text())
-    assert (len(result["train_curve"]), result["val_loss"] <= 1.45) == (580, True)
+    assert len(result["train_curve"]) == 600
+    assert result["val_loss"] <= 1.45, "the mean of 600 steps is 1.426, the standard deviation 0.004"
     environment = (tmp_path / "nano.txt").read_text().split("\n" + "=" * 100 + "\n")[1]
     assert "validation tokens: 262144" in environment
     assert "not the track's" not in environment
