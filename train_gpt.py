@@ -872,11 +872,9 @@ def agree(ranks: Ranks, mine: list[dict]) -> int:
     found = [finding for findings in told for finding in findings]
     problems = [f"{other['who']}: {other['problem']}" for other in found if other["problem"]]
     for other in found if not problems else []:
-        differ = [name for name, value in found[0]["facts"].items() if other["facts"].get(name) != value]
-        told_by = ", ".join(
-            f"{name} {other['facts'].get(name)} instead of {found[0]['facts'][name]}" for name in differ
-        )
-        problems += [f"{other['who']} has {told_by}: start all alike"] if differ else []
+        for name, value in found[0]["facts"].items():
+            if (its := other["facts"].get(name)) != value:
+                problems.append(f"{other['who']} has {name} {its} instead of {value}: start all alike")
     if problems and ranks.local_rank > 0:
         sys.exit(2)  # one rank per node says it
     if problems:
