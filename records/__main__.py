@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TextIO
 
 from records import logs, masks, plots, proof, publish, race, rules
 from records.logs import RECORDS, ToolError
@@ -42,8 +43,15 @@ def loss(text: str) -> float:
     return value
 
 
+def say(text: str, stream: TextIO) -> None:
+    """Print without the control characters that names, scripts and logs may hold."""
+    if text:
+        print(logs.printable(text), file=stream, flush=True)
+
+
 def command_new(args: argparse.Namespace) -> tuple[dict, str, int]:
-    folder = publish.new_record(args.name, args.logs, args.root, args.date or datetime.date.today().isoformat())
+    date = args.date or datetime.date.today().isoformat()
+    folder = publish.new_record(args.name, args.logs, args.root, date, args.race)
     waived = f"A record that only makes the same training faster says why in a line '{rules.SYSTEMS_RECORD} ...' there."
     told = f"{folder}\nWrite what {rules.PLACEHOLDER} ...> asks for in its README.md. {waived}"
     return dict(record=str(folder)), f"{told}\nThen: python -m records verify {folder.name}", 0
@@ -53,9 +61,8 @@ def command_diff(args: argparse.Namespace) -> tuple[dict, str, int]:
     lines, removed, added = publish.diff(logs.read_script(args.a, args.root), logs.read_script(args.b, args.root))
     counts = f"{removed} lines removed, {added} added"
     if not args.stat and not args.json:
-        if lines:
-            print("\n".join(lines), flush=True)
-        print(counts, file=sys.stderr)
+        say("\n".join(lines), sys.stdout)
+        say(counts, sys.stderr)
     return dict(removed=removed, added=added, diff=[] if args.stat else lines), counts if args.stat else "", 0
 
 
@@ -70,21 +77,17 @@ def command_verify(args: argparse.Namespace) -> tuple[dict, str, int]:
             losses = f"{first['loss']:.4f}, the curve {first['curve']:.4f}"
             told = f"leaves {args.against} first at step {first['step']}: {losses} (compared at {points})"
         return found, told, 1 if found["first"] else 0
-    folders = [logs.find_record(name, args.root) for name in args.records]
-    # Of all records, those without logs claim nothing yet
-    all_folders = logs.record_folders(args.root)
-    silent = [] if folders else [folder.name for folder in all_folders if not logs.log_paths(folder)]
-    checked = folders or [folder for folder in all_folders if folder.name not in silent]
-    verdicts = [rules.check_record(folder) for folder in checked]
+    before = logs.ranked_before(args.root)
+    folders = [logs.find_record(name, args.root) for name in args.records] or logs.lineage(args.root)
+    verdicts = [rules.check_record(folder, before.get(folder.resolve())) for folder in folders]
     lines = []
     for verdict in verdicts:
         lines += [f"FAIL {verdict.name}: {failure}" for failure in verdict.failures]
         lines += [f"ok {verdict.name}: {verdict.summary}"] if verdict.ok else []
         lines += [f"note {verdict.name}: {note}" for note in verdict.notes]
-    lines += [f"note {name}: has no logs, nothing to verify" for name in silent]
     code = 0 if all(verdict.ok for verdict in verdicts) else 1
     records = [vars(verdict) | dict(ok=verdict.ok) for verdict in verdicts]
-    return dict(records=records, without_logs=silent), "\n".join(lines) or "no records yet", code
+    return dict(records=records), "\n".join(lines) or "no records yet", code
 
 
 def command_stats(args: argparse.Namespace) -> tuple[dict, str, int]:
@@ -105,27 +108,29 @@ def command_stats(args: argparse.Namespace) -> tuple[dict, str, int]:
     return vars(sample) | dict(target=target, runs_needed=needed, warning=proof.PEEKING), told, 0
 
 
+def command_compare(args: argparse.Namespace) -> tuple[dict, str, int]:
+    sides = [logs.read_logs(names, args.root) for names in (args.logs, args.against)]
+    for side in sides:
+        logs.require_one_experiment(side)
+    found = proof.compare(*sides)
+    return found, proof.told(args.logs[0], args.against[0], found), 0
+
+
 def command_race(args: argparse.Namespace) -> tuple[dict, str, int]:
-    found = race.race([args.a, args.b], args.pairs, args.warmup, args.seed, args.flags, args.root, args.keep)
-    told = [f"A = {found['a']}, B = {found['b']}, {found['pairs']} pairs; 95% intervals"]
-    for key, label in (("train_time", "train time"), ("step_time", "median step")):
-        figures = found[key]
-        means = f"{figures['a_ms']:.2f} and {figures['b_ms']:.2f} ms"
-        told.append(f"{label} A/B: {figures['ratio']:.4f} ({figures['low']:.4f} to {figures['high']:.4f}), {means}")
-    loss = found["val_loss"]
-    told.append(f"val_loss A - B: {loss['difference']:+.4f} ({loss['low']:+.4f} to {loss['high']:+.4f})")
-    told.append(f"this many pairs find a difference of {found['detectable']:.1%} in train time nine times in ten")
-    return found, "\n".join(told), 0
+    folders = dict(out=args.out, resume=args.resume)
+    found = race.race(args.scripts, args.pairs, args.seed, args.flags, args.root, **folders)
+    return found, race.told(found), 0
 
 
 def command_plot(args: argparse.Namespace) -> tuple[dict, str, int]:
-    if args.history == bool(args.records):
-        raise ToolError("name records or logs to plot, or give --history alone")
+    if args.history and (args.records or args.anchor):
+        raise ToolError("--history draws all records: give it alone, or leave it out")
     path = args.output or Path("history.png" if args.history else "curves.png")
     if args.history:
         found = plots.plot_history(args.root, path)
     else:
-        found = plots.plot_curves(plots.curves_of(args.records, args.root), path)
+        anchor = plots.read_result(args.anchor) if args.anchor else None
+        found = plots.plot_curves(plots.curves_of(args.records, args.root), anchor, path)
     return dict(file=str(path)) | found, str(path), 0
 
 
@@ -166,6 +171,7 @@ def build_parser() -> ArgumentParser:
     new.add_argument("name", metavar="NAME")
     new.add_argument("logs", metavar="LOG", nargs="+")
     new.add_argument("--date", help="date of the record (default: today)")
+    new.add_argument("--race", type=Path, metavar="FILE", help="race.json against the record before, to be stored, too")
 
     diff = add(command_diff, "Unified diff of two scripts, each named by a record, a log or a file.")
     diff.add_argument("a", metavar="A")
@@ -184,21 +190,32 @@ def build_parser() -> ArgumentParser:
     stats.add_argument("logs", metavar="LOG", nargs="+", help="logs or records")
     stats.add_argument("--target", type=loss, help="loss in nats (default: the track's)")
 
+    compare = add(
+        command_compare,
+        "Compare two sets of logs: ratio of train times and difference of losses, with 95%% intervals.",
+        epilog="Runs are paired by seed where both sets have at least two seeds in common. Times compare only if the "
+        "runs took turns on one machine.",
+    )
+    compare.add_argument("logs", metavar="A", nargs="+", help="logs or records")
+    compare.add_argument("--against", metavar="B", nargs="+", required=True, help="logs or records")
+
     run = add(
         command_race,
-        "Run two scripts in turn on this machine: ratio of times and difference of losses, with 95%% intervals.",
-        usage="%(prog)s [options] A B [-- FLAGS ...]",
-        epilog="FLAGS after -- go to both scripts, such as -- --num_iterations 100 --val_loss_every 0.",
+        "Run scripts in turn on this machine and compare each with the one after it: ratio of train times and "
+        "difference of losses, with 95%% intervals. Name the newest first.",
+        usage="%(prog)s [options] NEWEST OLDER [OLDER ...] [-- FLAGS ...]",
+        epilog="FLAGS after -- go to all scripts, such as -- --num_iterations 100 --val_loss_every 0.",
     )
-    run.add_argument("a", metavar="A", help="a record, a log or a script")
-    run.add_argument("b", metavar="B")
-    run.add_argument("--pairs", type=count, default=6, help="runs of each (default: %(default)s)")
-    run.add_argument("--warmup", type=count, default=0, help="runs of each beforehand that do not count (default: 0)")
-    run.add_argument("--seed", type=count, default=1, help="of the first pair; each next one is higher (default: 1)")
-    run.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the logs there")
+    run.add_argument("scripts", metavar="SCRIPT", nargs="+", help="a record, a log or a script")
+    run.add_argument("--pairs", type=count, default=6, help="rounds, of one run of each script (default: %(default)s)")
+    run.add_argument("--seed", type=count, default=1, help="of the first round; each next one is higher (default: 1)")
+    folder = run.add_mutually_exclusive_group()
+    folder.add_argument("--out", type=Path, metavar="FOLDER", help="of race.json and logs (default: logs/race-TIME)")
+    folder.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with this race, with the same arguments")
 
-    plot = add(command_plot, "Validation curves of records or logs, or the history of record times.")
-    plot.add_argument("records", metavar="RECORD", nargs="*", help="records or logs")
+    plot = add(command_plot, "Loss against train time of records or logs, or the history of record times.")
+    plot.add_argument("records", metavar="RECORD", nargs="*", help="records or logs (default: all ranked records)")
+    plot.add_argument("--anchor", type=Path, metavar="FILE.json", help="also the result of benchmarks/anchor_cpu.py")
     plot.add_argument("--history", action="store_true", help="the history instead")
     plot.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="default: curves.png or history.png")
 
@@ -230,29 +247,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(argv)
         args.flags = flags
         found, told, code = args.function(args)
-        text = json.dumps(found, indent=1, default=str) if args.json else told
-        if text:
-            print(text, flush=True)
+        say(json.dumps(found, indent=1, default=str) if args.json else told, sys.stdout)
         return code
-    except ToolError as error:
-        print(f"python -m records: {error}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        files = " ".join(f"-r {folder / 'requirements.txt'}" for folder in (RECORDS.parent, RECORDS))
-        print(f"python -m records: {error}; pip install {files}", file=sys.stderr)
-        return 2
-    except RecursionError:
-        print("python -m records: a file nests too deeply: name the files of a run", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
-        print("python -m records: interrupted", file=sys.stderr)
-        return 130
+        problem, code = "interrupted", 130
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        print(f"python -m records: {error}", file=sys.stderr)
-        return 2
+    except ModuleNotFoundError as error:
+        files = " ".join(f"-r {folder / 'requirements.txt'}" for folder in (RECORDS.parent, RECORDS))
+        problem, code = f"{error}; pip install {files}", 2
+    except (ToolError, OSError) as error:
+        problem, code = str(error), 2
+    say(f"python -m records: {problem}", sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

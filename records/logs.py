@@ -11,7 +11,7 @@ from pathlib import Path
 
 RULE = "=" * 100
 RECORDS = Path(__file__).resolve().parent
-RECORD_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_.+")
+RECORD_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_[\w.-]+", re.ASCII)
 # Digits are bounded so that no garbage makes a number that int or float cannot hold
 STEP_LINE = re.compile(
     r"step:(?P<step>\d{1,9})/(?P<total>\d{1,9})(?: train_loss:(?:(?P<train_loss>\d{1,9}(?:\.\d{1,17})?)|nan|inf))?"
@@ -19,9 +19,7 @@ STEP_LINE = re.compile(
     r" train_time:(?P<time>\d{1,12}(?:\.\d{1,9})?)ms step_avg:(?:(?P<average>\d{1,12}(?:\.\d{1,9})?)|nan|inf)ms\s*",
     re.ASCII,
 )
-SHARD_LINE = re.compile(
-    r"train shard: (.+), (?:(\d{1,12}) tokens, header sha256 ([0-9a-f]{64})|(\d{4,15}) bytes)", re.ASCII
-)
+SHARD_LINE = re.compile(r"train shard: (.+), (\d{4,15}) bytes", re.ASCII)
 HEADER_BYTES, TOKEN_BYTES = 1024, 2
 
 
@@ -35,8 +33,8 @@ def shown(text: str, length: int = 60) -> str:
 
 
 def printable(text: str) -> str:
-    """Replace control characters, such as the escape sequences of a terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+    """Replace control characters, such as the escape sequences of a terminal, but no line ends and tabs."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
 
 
 @dataclass(frozen=True)
@@ -52,15 +50,8 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Shard:
-    name: str
-    num_tokens: int
-    header_sha256: str | None
-
-
-@dataclass(frozen=True)
 class Log:
-    """A log; `ended` is the line that says that the run was stopped, interrupted or resumed."""
+    """A log; `ended` is the line that says that it was stopped, interrupted or resumed; shards are (name, tokens)."""
 
     path: Path
     source: str
@@ -73,7 +64,7 @@ class Log:
     has_gpu: bool
     num_threads: int | None
     seed: int | None
-    train_shards: tuple[Shard, ...]
+    train_shards: tuple[tuple[str, int], ...]
     val_tokens: int | None
     val_sha256: str | None
     first_batch: tuple[str, int] | None
@@ -208,25 +199,18 @@ def read_log(path: Path) -> Log:
             configuration = None
         if not isinstance(configuration, dict):
             raise ToolError(f"{path}: its configuration line is no JSON object: cut short or edited; run it again")
-    cpu = find(r"cpu: (.+), \d{1,6} cores; (\d{1,6}) processes, (\d{1,6}) threads each")  # until WrittenNorm
-    count = find(r"(?:cpu: .+, \d{1,6} cores; )?(\d{1,6}) processes, (\d{1,6}) threads each(?:; \d{1,6} cores)?")
-    model = cpu or find(r" *Model name: +(.+)")  # of lscpu
-    gpu = find(r"gpu: ([^,]+),.*")
+    count = find(r"(\d{1,6}) processes, (\d{1,6}) threads each, \d{1,6} cores")
+    model = find(r" *Model name: +(.+)")  # of lscpu
     gpus = re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s{2,}", environment, re.MULTILINE)  # of nvidia-smi
     device = configuration.get("device") if configuration else None
-    has_gpu = device == "cuda" if device in ("cpu", "cuda") else bool(gpu or gpus)
+    has_gpu = device == "cuda" if device in ("cpu", "cuda") else bool(gpus)
     hardware = None
     if has_gpu:
-        number = count[1] if count else len(gpus) or 1
-        hardware = f"{number}x {gpu[1] if gpu else gpus[0] if gpus else 'GPU'}"
+        hardware = f"{count[1] if count else len(gpus) or 1}x {gpus[0] if gpus else 'GPU'}"
     elif count:
         hardware = f"{model[1] if model else 'CPU'}, {count[1]} processes of {count[2]} threads"
     tokens = find(r"validation tokens: (\d{1,15}), sha256 ([0-9a-f]{64})(?: .*)?")
     step_time = find(r"step time: median (\d{1,9}\.\d{1,9})ms.*", after)
-    shards = tuple(
-        Shard(Path(s[1]).name, int(s[2]) if s[2] else (int(s[4]) - HEADER_BYTES) // TOKEN_BYTES, s[3])
-        for s in SHARD_LINE.finditer(environment)
-    )
     return Log(
         path=path,
         source=source.rstrip("\n"),
@@ -234,12 +218,15 @@ def read_log(path: Path) -> Log:
         configuration=configuration,
         ended=ended[0] if ended else None,
         python=text_of(find(r"Running Python ([^\s(]+).*")),
-        torch=text_of(find(r"Running PyTorch (\S+).*")),
+        torch=text_of(find(r"Running PyTorch ([^\s,]+).*")),
         hardware=hardware and printable(hardware),
         has_gpu=has_gpu,
         num_threads=int(count[1]) * int(count[2]) if count else None,
         seed=number_of(find(r"seed: (\d{1,20})\b.*", f"{environment}\n{after}")),
-        train_shards=shards,
+        train_shards=tuple(
+            (Path(name).name, (int(size) - HEADER_BYTES) // TOKEN_BYTES)
+            for name, size in SHARD_LINE.findall(environment)
+        ),
         val_tokens=number_of(tokens),
         val_sha256=tokens[2] if tokens else None,
         first_batch=batch("first"),
@@ -251,11 +238,49 @@ def read_log(path: Path) -> Log:
 
 
 def record_folders(root: Path) -> list[Path]:
-    """All records, oldest first."""
+    """Return all records by name."""
     try:
         return sorted(path for path in root.iterdir() if path.is_dir() and RECORD_FOLDER.fullmatch(path.name))
     except OSError as error:
         raise ToolError(f"{root}: {error.strerror}; name the folder of the records with --root") from None
+
+
+def page_row(folder: Path, name: str) -> str | None:
+    """Return the second cell of the row of this name in the table of a record's page, without the link."""
+    page = folder / "README.md"
+    found = re.search(rf"^\| {name} \| (.*) \|$", read_text(page), re.MULTILINE) if page.is_file() else None
+    return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", found[1]) if found else None
+
+
+def lineage(root: Path) -> list[Path]:
+    """Return all records in order. The row "after" of a page names the record before; the first one's has none."""
+    folders, follower = {path.name: path for path in record_folders(root)}, dict[str | None, str]()
+    mend = "mend the row | after | RECORD | of its page"
+    for name, folder in folders.items():
+        before = page_row(folder, "after")
+        if before not in (None, *folders):
+            raise ToolError(f"{name} comes after {shown(str(before))}, which is no record in {root}: {mend}")
+        if before in follower:
+            where = f"come after {before}" if before else "have no row | after |: one record is the first"
+            raise ToolError(f"{follower[before]} and {name} both {where}; {mend}")
+        follower[before] = name
+    order: list[str] = []
+    while name := follower.get(order[-1] if order else None):
+        order.append(name)
+    if astray := sorted(folders.keys() - set(order)):
+        raise ToolError(f"{', '.join(astray)}: come after each other in a circle; {mend}")
+    return [folders[name] for name in order]
+
+
+def ranked_before(root: Path) -> dict[Path, Path | None]:
+    """Map each ranked record, resolved and in order, to the ranked one before."""
+    ranked = [folder.resolve() for folder in lineage(root) if is_ranked(folder)]
+    return dict(zip(ranked, [None, *ranked], strict=False))
+
+
+def is_ranked(folder: Path) -> bool:
+    """Return whether the record is timed: its page's row "track" does not say "not ranked"."""
+    return "not ranked" not in (page_row(folder, "track") or "")
 
 
 def find_record(name: str, root: Path) -> Path:

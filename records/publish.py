@@ -3,10 +3,8 @@
 import contextlib
 import datetime
 import difflib
-import html
 import re
 import shutil
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,16 +12,17 @@ from records.logs import (
     RECORD_FOLDER,
     Log,
     ToolError,
-    log_paths,
+    lineage,
     printable,
+    ranked_before,
     read_log,
     read_script,
     read_text,
-    record_folders,
     record_logs,
     require_one_experiment,
 )
 from records.proof import describe, public_history
+from records.race import FILE, proven, record_race
 from records.rules import TRACKS, track_of
 
 BEGIN = "<!-- leaderboards: python -m records table -->"
@@ -40,7 +39,7 @@ README = """# {name}: <say in one line what it is>
 | step_avg | {step_avg} |
 | hardware | {hardware} |
 | versions | Python {python}, torch {torch} |
-| script | {diffstat} |
+{after}| script | {diffstat} |
 
 ## What changed
 
@@ -67,15 +66,15 @@ def mean_and_sd(values: Sequence[float], digits: int, unit: str) -> str:
 
 def cell(text: str) -> str:
     """Quote text of a log or a page for a cell of a Markdown table."""
-    return html.escape(printable(text), quote=False).replace("|", "\\|")
+    return re.sub(r"[&<>|\\`\[\]\n]", lambda found: f"&#{ord(found[0])};", printable(text))
 
 
 def hardware_of(logs: Sequence[Log]) -> str:
     return cell("; ".join(sorted({log.hardware or "not stated" for log in logs})))
 
 
-def new_record(name: str, paths: Sequence[str], root: Path, date: str) -> Path:
-    """Makes the folder from finished logs of one script. Raises ToolError, having made nothing."""
+def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Path | None) -> Path:
+    """Make the folder from finished logs of one script and its race. Raise ToolError, having made nothing."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise ToolError(f"{name!r} is no name for a record: take letters, digits, '-' and '.'")
     try:
@@ -93,11 +92,16 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str) -> Path:
     require_one_experiment(logs)
     track = track_of(logs[0])
     sample = describe([log.val_loss for log in logs], track.target)
-    earlier = [path for path in record_folders(root) if path.name[:10] <= date and (path / "train_gpt.py").is_file()]
-    diffstat = "the first one here"
-    if earlier:
-        _, removed, added = diff(read_script(str(earlier[-1] / "train_gpt.py"), root), (name, logs[0].source))
-        diffstat = f"{removed} lines removed, {added} added against [{earlier[-1].name}](../{earlier[-1].name})"
+    line = lineage(root)
+    after, diffstat = "", "the first one here"
+    if line:
+        before = line[-1].name
+        _, removed, added = diff(read_script(str(line[-1] / "train_gpt.py"), root), (name, logs[0].source))
+        after = f"| after | [{before}](../{before}) |\n"
+        diffstat = f"{removed} lines removed, {added} added against [{before}](../{before})"
+    ranked = [*ranked_before(root)]
+    if race and ranked:
+        proven(race, logs[0].source, read_text(ranked[-1] / "train_gpt.py").rstrip("\n"))
     text = README.format(
         name=name,
         track=track.name,
@@ -111,6 +115,7 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str) -> Path:
         hardware=hardware_of(logs),
         python=cell(logs[0].python or "not stated"),
         torch=cell(logs[0].torch or "not stated"),
+        after=after,
         diffstat=diffstat,
     )
     try:
@@ -121,6 +126,8 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str) -> Path:
             for path in (log.path, log.path.with_suffix(".json")):
                 if path.is_file():
                     shutil.copyfile(path, folder / path.name)
+        if race:
+            shutil.copyfile(race, folder / FILE)
     except OSError as error:
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)
@@ -135,10 +142,10 @@ def title_of(folder: Path) -> str:
     return cell(first.partition(": ")[2].strip())
 
 
-def row(folder: Path, logs: list[Log]) -> list[str]:
+def row(folder: Path, logs: list[Log], found: dict | None, product: float | None) -> list[str]:
+    """Return a record's row; `found` is its race against the one before, `product` its time in times of the first."""
     sample = describe([log.val_loss for log in logs], track_of(logs[0]).target)
     times = describe([log.train_time / 1000 for log in logs])
-    step_times = [time for log in logs if (time := log.stated_step_time or log.step_time) is not None]
     peaks = [log.peak_mib for log in logs if log.peak_mib is not None]
     return [
         f"[{folder.name}]({folder.name})",
@@ -147,7 +154,8 @@ def row(folder: Path, logs: list[Log]) -> list[str]:
         f"{sample.mean:.4f} ({'' if sample.sd is None else f'sd {sample.sd:.4f}, '}n={sample.n})",
         "" if sample.p is None else f"{sample.p:.1g}",
         f"{times.mean:.2f}" + ("" if times.sd is None else f" (sd {times.sd:.2f})"),
-        "" if len(step_times) < len(logs) else f"{statistics.fmean(step_times):.2f}",
+        "{ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"]) if found else "",
+        "" if product is None else f"{product:.3f}",
         f"{max(peaks):,}" if peaks else "",
         hardware_of(logs),
     ]
@@ -161,12 +169,16 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def leaderboards(root: Path) -> str:
     """The tables of all tracks with records, and the public history."""
     tracks: dict[str, list[list[str]]] = {}
-    for folder in record_folders(root):
-        if log_paths(folder):
-            logs = record_logs(folder)
-            require_one_experiment(logs)
-            tracks.setdefault(track_of(logs[0]).name, []).append(row(folder, logs))
-    head = "record|what|steps|val_loss, mean|p|train time (s)|step time (ms)|peak memory (MiB)|hardware".split("|")
+    product: float | None = 1.0
+    for folder, before in ranked_before(root).items():
+        logs = record_logs(folder)
+        require_one_experiment(logs)
+        found = record_race(folder, before) if before and (folder / FILE).is_file() else None
+        if before:
+            product = product * found["train_time"]["ratio"] if product and found else None
+        tracks.setdefault(track_of(logs[0]).name, []).append(row(folder, logs, found, product))
+    head = "record|what|steps|val_loss, mean|p|train time (s)|times the one before (95%)|times the first"
+    head = f"{head}|peak memory (MiB)|hardware".split("|")
     parts = []
     for name in (name for name in TRACKS if name in tracks):
         parts += [f"### {name}: at most {TRACKS[name].target}, measured here", markdown(head, tracks[name])]
