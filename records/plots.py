@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from records.logs import (
+    Log,
     ToolError,
     find_record,
     ranked_before,
     read_json,
-    read_log,
     record_logs,
     require_one_experiment,
 )
@@ -57,7 +57,7 @@ def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
     curves = []
     for name in names or map(str, ranked_before(root)):
         path = Path(name)
-        logs = [read_log(path)] if path.is_file() else record_logs(path := find_record(name, root))
+        logs = [Log(path)] if path.is_file() else record_logs(path := find_record(name, root))
         label = path.stem if path.is_file() else path.name
         curves.append(curve_of(label, track_of(logs[0]).name, [log.curve for log in logs]))
     return curves

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -48,29 +49,23 @@ def describe(values: Sequence[float], target: float | None = None) -> Sample:
     return Sample(len(values), statistics.fmean(values), sd, None if target is None else p_below(values, target))
 
 
-def power_below(gap: float, sd: float, n: int, alpha: float = ALPHA) -> float:
-    """How often the one-sided test passes with n runs, if the true mean is `gap` below the target."""
+def power_below(gap: float, sd: float, n: int) -> float:
+    """Return how often the one-sided test passes with n runs, if the true mean is `gap` below the target."""
     from scipy.stats import nct, t
 
-    return float(nct.sf(t.isf(alpha, n - 1), n - 1, gap / sd * math.sqrt(n)))
+    return float(nct.sf(t.isf(ALPHA, n - 1), n - 1, gap / sd * math.sqrt(n)))
 
 
-def runs_needed(gap: float, sd: float, alpha: float = ALPHA, power: float = POWER) -> int | None:
-    """The smallest number of runs, at least 2, whose test has this power; None if none up to MAX_RUNS has."""
+def runs_needed(gap: float, sd: float) -> int | None:
+    """Return the smallest number of runs, at least 2, whose test has enough power; None if none up to MAX_RUNS has."""
     if gap <= 0:
         return None
-    if sd == 0:
-        return 2
     high = 2
-    while power_below(gap, sd, high, alpha) < power:
+    while sd and power_below(gap, sd, high) < POWER:
         high *= 2
         if high > MAX_RUNS:
             return None
-    low = high // 2
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power_below(gap, sd, middle, alpha) >= power else (middle, high)
-    return high
+    return bisect_left(range(high), True, lo=max(2, high // 2), key=lambda n: power_below(gap, sd, n) >= POWER)
 
 
 def difference(a: Sequence[float], b: Sequence[float], paired: bool) -> tuple[float, float, float]:
@@ -88,12 +83,16 @@ def difference(a: Sequence[float], b: Sequence[float], paired: bool) -> tuple[fl
 
 
 class Result(Protocol):
-    """What two sets of runs are compared by; times in ms."""
+    """What sets of runs are compared by; times in ms."""
 
-    seed: int | None
-    val_loss: float
-    train_time: float
-    step_time: float | None
+    @property
+    def seed(self) -> int | None: ...
+    @property
+    def val_loss(self) -> float: ...
+    @property
+    def train_time(self) -> float: ...
+    @property
+    def step_time(self) -> float | None: ...
 
 
 def compare(a: Sequence[Result], b: Sequence[Result]) -> dict:
@@ -114,7 +113,8 @@ def compare(a: Sequence[Result], b: Sequence[Result]) -> dict:
         if is_time and not all(value for side in values for value in side):
             continue  # a log that does not state it
         scaled = [[math.log(value) for value in side] for side in values] if is_time else values
-        mean, low, high = (math.exp(min(x, 700)) if is_time else x for x in difference(*scaled, paired))
+        ends = difference(scaled[0], scaled[1], paired)
+        mean, low, high = (math.exp(min(x, 700)) if is_time else x for x in ends)
         found[key] = {"ratio" if is_time else "difference": mean, "low": low, "high": high}
         found[key] = {name: round(value, 6) for name, value in found[key].items()}
         found[key]["means"] = [round(statistics.fmean(side), 6) for side in values]

@@ -9,13 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from records.logs import (
-    RECORD_FOLDER,
     Log,
     ToolError,
     lineage,
     printable,
     ranked_before,
-    read_log,
     read_script,
     read_text,
     record_logs,
@@ -31,15 +29,7 @@ README = """# {name}: <say in one line what it is>
 
 | | |
 |---|---|
-| track | {track}: mean validation loss of at most {target}, p < 0.01 |
-| validation loss | {sample}{p} |
-| seeds | {seeds} |
-| steps | {steps} |
-| train time | {train_time} |
-| step_avg | {step_avg} |
-| hardware | {hardware} |
-| versions | Python {python}, torch {torch} |
-{after}| script | {diffstat} |
+{rows}
 
 ## What changed
 
@@ -58,12 +48,6 @@ def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:
     return lines, removed, added
 
 
-def mean_and_sd(values: Sequence[float], digits: int, unit: str) -> str:
-    sample = describe(values)
-    sd = "" if sample.sd is None else f", sd {sample.sd:.{digits}f} {unit}"
-    return f"mean {sample.mean:.{digits}f} {unit}{sd}"
-
-
 def cell(text: str) -> str:
     """Quote text of a log or a page for a cell of a Markdown table."""
     return re.sub(r"[&<>|\\`\[\]\n]", lambda found: f"&#{ord(found[0])};", printable(text))
@@ -78,54 +62,26 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Pat
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise ToolError(f"{name!r} is no name for a record: take letters, digits, '-' and '.'")
     try:
-        datetime.date.fromisoformat(date)
+        folder = root / f"{datetime.date.fromisoformat(date).isoformat()}_{name}"
     except ValueError:
         raise ToolError(f"--date {date!r} is no date: write it as 2026-01-31") from None
-    folder = root / f"{date}_{name}"
-    if not RECORD_FOLDER.fullmatch(folder.name):
-        raise ToolError(f"--date {date!r} is no date: write it as 2026-01-31")
     if folder.exists():
         raise ToolError(f"{folder} is there already: choose another name, or remove it first")
     if len({Path(path).name for path in paths}) < len(paths):
         raise ToolError("two of the logs have the same file name: rename one")
-    logs = [read_log(Path(path)) for path in paths]
+    logs = [Log(Path(path)) for path in paths]
     require_one_experiment(logs)
-    track = track_of(logs[0])
-    sample = describe([log.val_loss for log in logs], track.target)
-    line = lineage(root)
-    after, diffstat = "", "the first one here"
-    if line:
-        before = line[-1].name
-        _, removed, added = diff(read_script(str(line[-1] / "train_gpt.py"), root), (name, logs[0].source))
-        after = f"| after | [{before}](../{before}) |\n"
-        diffstat = f"{removed} lines removed, {added} added against [{before}](../{before})"
-    ranked = [*ranked_before(root)]
+    line, ranked = lineage(root), [*ranked_before(root)]
     if race and ranked:
-        proven(race, logs[0].source, read_text(ranked[-1] / "train_gpt.py").rstrip("\n"))
-    text = README.format(
-        name=name,
-        track=track.name,
-        target=track.target,
-        sample=sample,
-        p="" if sample.p is None else f", p={sample.p:.2g}",
-        seeds=", ".join("not stated" if log.seed is None else str(log.seed) for log in logs),
-        steps=f"{logs[0].num_steps:,}",
-        train_time=mean_and_sd([log.train_time / 1000 for log in logs], 2, "s"),
-        step_avg=mean_and_sd([log.train_time / log.num_steps for log in logs], 2, "ms"),
-        hardware=hardware_of(logs),
-        python=cell(logs[0].python or "not stated"),
-        torch=cell(logs[0].torch or "not stated"),
-        after=after,
-        diffstat=diffstat,
-    )
+        proven(race, logs[0].source, read_script(str(ranked[-1]), root)[1])
+    text = page_of(name, logs, line[-1] if line else None)
     try:
         folder.mkdir()
         (folder / "train_gpt.py").write_text(logs[0].source + "\n", encoding="utf-8")
         (folder / "README.md").write_text(text, encoding="utf-8")
-        for log in logs:
-            for path in (log.path, log.path.with_suffix(".json")):
-                if path.is_file():
-                    shutil.copyfile(path, folder / path.name)
+        for path in [path for log in logs for path in (log.path, log.path.with_suffix(".json"))]:
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
         if race:
             shutil.copyfile(race, folder / FILE)
     except OSError as error:
@@ -133,6 +89,26 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Pat
             shutil.rmtree(folder)
         raise ToolError(f"{folder}: {error.strerror}; make room, or choose another --root") from None
     return folder
+
+
+def page_of(name: str, logs: Sequence[Log], before: Path | None) -> str:
+    """Return a page that lacks only words."""
+    track = track_of(logs[0])
+    sample = describe([log.val_loss for log in logs], track.target)
+    times = [describe([log.train_time / divisor for log in logs]) for divisor in (1000, logs[0].num_steps)]
+    rows = dict(track=f"{track.name}: mean validation loss of at most {track.target}, p < 0.01")
+    rows["validation loss"] = f"{sample}{'' if sample.p is None else f', p={sample.p:.2g}'}"
+    rows["seeds"] = ", ".join("not stated" if log.seed is None else str(log.seed) for log in logs)
+    rows["steps"] = f"{logs[0].num_steps:,}"
+    for label, unit, found in zip(("train time", "step_avg"), ("s", "ms"), times, strict=True):
+        rows[label] = f"mean {found.mean:.2f} {unit}{'' if found.sd is None else f', sd {found.sd:.2f} {unit}'}"
+    rows["hardware"] = hardware_of(logs)
+    rows["versions"] = f"Python {cell(logs[0].python or 'not stated')}, torch {cell(logs[0].torch or 'not stated')}"
+    if before:
+        link = rows["after"] = f"[{before.name}](../{before.name})"
+        _, removed, added = diff(read_script(str(before), before.parent), (name, logs[0].source))
+        rows["script"] = f"{removed} lines removed, {added} added against {link}"
+    return README.format(name=name, rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()))
 
 
 def title_of(folder: Path) -> str:
@@ -161,8 +137,9 @@ def row(folder: Path, logs: list[Log], found: dict | None, product: float | None
     ]
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+def markdown(head: str, rows: Sequence[Sequence[str]]) -> str:
+    names = head.split("|")
+    lines = [names, ["---"] * len(names), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
@@ -178,28 +155,17 @@ def leaderboards(root: Path) -> str:
             product = product * found["train_time"]["ratio"] if product and found else None
         tracks.setdefault(track_of(logs[0]).name, []).append(row(folder, logs, found, product))
     head = "record|what|steps|val_loss, mean|p|train time (s)|times the one before (95%)|times the first"
-    head = f"{head}|peak memory (MiB)|hardware".split("|")
+    head += "|peak memory (MiB)|hardware"
     parts = []
     for name in (name for name in TRACKS if name in tracks):
         parts += [f"### {name}: at most {TRACKS[name].target}, measured here", markdown(head, tracks[name])]
     public = public_history()
     source = f"[{public['credit']}]({public['url']})"
     parts.append(f"### Public history, {public['hardware']}: figures of {source}, not measured here")
-    head = "#|date|name|steps|tokens per step|step_avg (ms)|train time (s)|official time (min)|val_loss".split("|")
-    rows = [
-        [
-            str(r["number"]),
-            r["date"],
-            r["name"],
-            f"{r['steps']:,}",
-            f"{r['tokens_per_step']:,}",
-            f"{r['step_avg_ms']:.2f}",
-            f"{r['train_time_s']:.2f}",
-            f"{r['official_minutes']:g}",
-            f"{r['val_loss']:.4f} ({r['val_loss_of']})",
-        ]
-        for r in public["records"]
-    ]
+    head = "#|date|name|steps|tokens per step|step_avg (ms)|train time (s)|official time (min)|val_loss"
+    formats = "{number}|{date}|{name}|{steps:,}|{tokens_per_step:,}|{step_avg_ms:.2f}|{train_time_s:.2f}"
+    formats += "|{official_minutes:g}|{val_loss:.4f} ({val_loss_of})"
+    rows = [formats.format(**record).split("|") for record in public["records"]]
     return "\n\n".join([*parts, markdown(head, rows)])
 
 

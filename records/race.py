@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.startup import own_process
 from records import proof
-from records.logs import RECORDS, ToolError, read_json, read_log, read_script, read_text, shown
+from records.logs import RECORDS, Log, ToolError, read_json, read_script, read_text, shown
 from records.proof import compare
 
 FILE = "race.json"
@@ -59,7 +59,7 @@ def run_script(script: Path, flags: Sequence[str], seed: int, run_id: str, log_d
         own_process([str(script), *own, *flags], cwd=RECORDS.parent)
     except RuntimeError as error:
         raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; mend it, then --resume the race") from None
-    log = read_log(log_dir / f"{run_id}.txt")
+    log = Log(log_dir / f"{run_id}.txt")
     result = read_json(log.path.with_suffix(".json"))
     if result.get("seed") != seed:
         raise ToolError(f"run {run_id} took seed {shown(str(result.get('seed')))}, not {seed}; leave it to the race")

@@ -6,18 +6,17 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from records.logs import Log, ToolError, is_ranked, log_paths, read_json, read_log, read_text, shown
+from records.logs import Log, ToolError, differences, is_ranked, log_paths, read_json, read_text, shown
 from records.proof import ALPHA, describe, runs_needed
 from records.race import record_race
 
 SYSTEMS_RECORD = "Systems record:"
 PLACEHOLDER = "<say"
 COMPILER_SETTING = re.compile(r"(torch\.)?(_inductor|_dynamo)(\..*)?|TORCH(INDUCTOR|DYNAMO|_COMPILE)\w*")
-RUNS_MAY_DIFFER_IN = {"seed", "run_id", "log_dir"}
 
 
 @dataclass(frozen=True)
@@ -89,9 +88,8 @@ class Verdict:
     """What verify found out about a record."""
 
     name: str
+    failures: list[str]
     summary: str = ""
-    failures: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -154,13 +152,12 @@ def data_problems(log: Log, track: Track) -> Iterator[str]:
         if tokens != track.shard_tokens:
             yield f"{touched}: {name} has {tokens} tokens, not {track.shard_tokens}; get the data again"
     for which, stated, expected in (
-        ("first", log.first_batch, (names[0], 0)),
-        ("last", log.last_batch, (names[-1], batch * per_batch)),
+        ("first", log.first_batch, f"{names[0]} position 0"),
+        ("last", log.last_batch, f"{names[-1]} position {batch * per_batch}"),
     ):
         if stated != expected:
-            at = "not stated" if stated is None else f"{stated[0]} position {stated[1]}"
-            wanted = f"{expected[0]} position {expected[1]}"
-            yield f"{touched}: {which} batch is {at}, in order it is {wanted}; train on all batches in order"
+            stated = stated or "not stated"
+            yield f"{touched}: {which} batch is {stated}, in order it is {expected}; train on all batches in order"
 
 
 def log_problems(log: Log, track: Track, script: str | None) -> Iterator[str]:
@@ -180,33 +177,6 @@ def log_problems(log: Log, track: Track, script: str | None) -> Iterator[str]:
             yield f"uses {used} CPU threads, the track at most {track.max_threads}; run it with --cpu_threads 2"
         if log.has_gpu:
             yield "ran on a GPU, the track is for CPUs; run it with --device cpu"
-
-
-def comparison_problems(logs: list[Log]) -> Iterator[str]:
-    """The logs are of one experiment, each with a seed of its own; what most of them have is taken for right."""
-    seeds: dict[int, str] = {}
-    for log in logs:
-        if log.seed in seeds:
-            yield f"{log.name}: has seed {log.seed}, as {seeds[log.seed]} has; run one of them with another --seed"
-        elif log.seed is not None:
-            seeds[log.seed] = log.name
-
-    def settings(log: Log) -> dict:
-        stated = {key: value for key, value in (log.configuration or {}).items() if key not in RUNS_MAY_DIFFER_IN}
-        return stated | {"number of steps": log.num_steps}
-
-    def odd_ones(key: Callable) -> Iterator[tuple[Log, Log]]:
-        usual = max(logs, key=lambda log: sum(key(log) == key(other) for other in logs))
-        return ((log, usual) for log in logs if key(log) != key(usual))
-
-    for log, usual in odd_ones(settings):
-        ours, theirs = settings(log), settings(usual)
-        keys = sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key))
-        yield f"{log.name}: configured unlike {usual.name} in {', '.join(keys)}; run all with the same flags"
-    # Where the track's hash is known, each log was held against that
-    if track_of(logs[0]).val_sha256 is None:
-        for log, usual in odd_ones(lambda log: log.val_sha256):
-            yield f"{log.name}: other validation tokens than {usual.name}; run all on the same data"
 
 
 def target_problem(losses: list[float], target: float, is_systems: bool) -> str | None:
@@ -244,14 +214,14 @@ def check_record(folder: Path, before: Path | None) -> Verdict:
     """Check all that the record's files allow. `before`: the ranked record before, which it has to be raced against."""
     path = folder / "train_gpt.py"
     script = read_text(path).rstrip("\n") if path.is_file() else None
-    verdict = Verdict(folder.name, failures=list(page_problems(folder, script)))
+    verdict = Verdict(folder.name, list(page_problems(folder, script)))
     if not is_ranked(folder):
         verdict.summary = "not ranked: script and page"
         return verdict
     whole = []
     for path in log_paths(folder):
         try:
-            log = read_log(path)
+            log = Log(path)
             if log.configuration is None:
                 raise ToolError("states no configuration (the public form?); only its curve can be held: --against")
             if log.incomplete:
@@ -275,7 +245,7 @@ def check_record(folder: Path, before: Path | None) -> Verdict:
 
 def check_together(verdict: Verdict, logs: list[Log], folder: Path) -> None:
     """Check what the logs of a record show together, and sum it up."""
-    verdict.failures += comparison_problems(logs)
+    verdict.failures += differences(logs)
     track = track_of(logs[0])
     if any(log.track != track.name for log in logs):
         return
@@ -286,6 +256,5 @@ def check_together(verdict: Verdict, logs: list[Log], folder: Path) -> None:
     verdict.failures += [missed] if missed else []
     sample = describe(losses, track.target)
     p = "p waived: systems record" if is_systems else f"p={sample.p:.2g}" if sample.p is not None else "p unknown"
-    verdict.summary = f"{sample} {p} ({track.name}, {logs[0].num_steps} steps)"
-    if track.val_sha256 is None and verdict.ok:
-        verdict.notes.append(f"the hash of {track.name}'s validation tokens is not known here; its logs agree on one")
+    note = "" if track.val_sha256 else "; all on the same validation tokens, whose hash this tool does not know"
+    verdict.summary = f"{sample} {p} ({track.name}, {logs[0].num_steps} steps{note})"

@@ -21,7 +21,7 @@ from scipy import stats
 
 from records import plots, proof, race, rules
 from records.__main__ import build_parser, main
-from records.logs import lineage, read_log
+from records.logs import Log, lineage
 from records.publish import BEGIN, END
 from shards import write_shard
 from synthetic_logs import NANO_VAL, ROOT, SOURCE, log_text, public_text, write_record
@@ -79,7 +79,7 @@ FAULTS = {
     "no seed": (edit("seed: 0, log", "log"), r"run0\.txt: states no seed"),
     "validation hash": (edit(NANO_VAL, "ab" * 32), r"run0\.txt: other validation tokens, sha256 abab"),
     "validation count": (edit("tokens: 262144", "tokens: 8192"), r"run0\.txt: validates on 8192 tokens, the track on"),
-    "other flags": (edit('"preset"', '"muon_lr": 1, "preset"'), r"run0\.txt: configured unlike run1\.txt in muon_lr"),
+    "other flags": (edit('"preset"', '"muon_lr": 1, "preset"'), r"run0\.txt: unlike run1\.txt in muon_lr"),
     "shard name": (edit("000000.bin, 8", "000001.bin, 8"), r"run0\.txt: the training stream .* shards"),
     "shard size": (edit("87129864 bytes", "87129862 bytes"), r"run0\.txt: the training stream .* has 43564419 tokens"),
     "first batch": (edit("position 0", "position 1024"), r"run0\.txt: the training stream .* first batch is .* 1024"),
@@ -106,7 +106,7 @@ def test_verify_names_the_fault(tool, root, fault):
     assert change(good()) != good()
     write_record(root, NAME, change(good()))
     code, out, _ = tool("verify", "good")
-    assert (code, out.count("\n")) == (1, 2 if fault == "a GPU" else 1), out
+    assert (code, out.count("\n")) == (1, 1 + (fault in ("a GPU", "validation hash"))), out
     assert re.match(f"FAIL {NAME}: (?:{message})", out), out
 
 
@@ -160,7 +160,7 @@ def test_gpt2_records_agree_on_the_validation_tokens(tool, root):
     folder = write_record(root, NAME, [log_text(seed=i, val_loss=3.27 + 0.001 * i, **gpt2) for i in range(4)])
     assert tool("verify")[0] == 0
     (folder / "run3.txt").write_text(log_text(seed=3, val_loss=3.27, **gpt2, val_sha256="cd" * 32))
-    assert "run3.txt: other validation tokens than run0.txt" in tool("verify")[1]
+    assert "run3.txt: unlike run0.txt in validation tokens" in tool("verify")[1]
 
 
 def test_against_names_the_first_deviation(tool, tmp_path):
@@ -179,11 +179,11 @@ def test_against_names_the_first_deviation(tool, tmp_path):
 def test_both_forms_are_read(tmp_path):
     texts = log_text(seed=7, val_loss=1.4321), public_text({0: 10.8258, 20: 3.2788}, 20)
     write_record(tmp_path, "both", texts)
-    own, public = (read_log(tmp_path / "both" / f"run{i}.txt") for i in range(2))
+    own, public = (Log(tmp_path / "both" / f"run{i}.txt") for i in range(2))
     assert (own.seed, own.track, own.num_threads, own.peak_mib, own.has_gpu) == (7, "nano", 2, 499, False)
     assert (own.val_loss, own.train_time, own.num_steps, own.recompiles) == (1.4321, 806, 20, 0)
-    assert (own.source, own.first_batch) == (SOURCE.rstrip("\n"), ("nano_train_000000.bin", 0))
-    assert (own.curve[5], [line.train_loss for line in own.training]) == ((2.1821, 202), [2.5] * 20)
+    assert (own.source, own.first_batch) == (SOURCE.rstrip("\n"), "nano_train_000000.bin position 0")
+    assert (own.curve[5], len(own.training)) == ((2.1821, 202), 20)
     assert own.step_time == pytest.approx(40.3, abs=0.1), "though lines are rounded to 1 ms"
     assert (public.seed, public.configuration, public.val_sha256, public.recompiles) == (None,) * 4
     assert (public.source, public.incomplete) == ("import sys\nprint(sys.version)", None)
@@ -199,8 +199,8 @@ def test_training_losses_may_come_late_and_need_no_number(tmp_path):
     late = re.findall(r"step:1[45]/20 train_loss.*\n", text)
     validation = re.search(r"step:15/20 val_loss.*\n", text)[0]
     (tmp_path / "log.txt").write_text(text.replace("".join(late), "").replace(validation, validation + "".join(late)))
-    log = read_log(tmp_path / "log.txt")
-    assert (log.incomplete, [line.train_loss for line in log.training[:4]]) == (None, [2.5, 2.5, None, 2.5])
+    log = Log(tmp_path / "log.txt")
+    assert (log.incomplete, len(log.training)) == (None, 20)
     assert not list(rules.clock_problems(log))
 
 
@@ -289,7 +289,7 @@ def test_stats(tool, root, tmp_path):
     assert re.match(re.escape(told).replace(r"\.\*", ".*") + re.escape(proof.PEEKING), tool("stats", "good")[1])
     assert "never, at this mean" in tool("stats", "good", "--target", "1.43")[1]
     assert "unknown from one run" in tool("stats", folder / "run0.txt")[1]
-    odd = {"have the same seed 1": dict(seed=1), "has 21 steps": dict(steps=21), "different scripts": dict(source="")}
+    odd = {"has seed 1, as run1.txt has": dict(seed=1), "number of steps; run": dict(steps=21), "different scripts": dict(source="")}
     for message, change in odd.items():
         other.write_text(log_text(**dict(seed=9) | change))
         assert message in tool("stats", "good", other)[2]
