@@ -120,10 +120,9 @@ def command_verify(args: argparse.Namespace) -> Outcome:
     lines = []
     for verdict in verdicts:
         lines += [f"FAIL {verdict.name}: {failure}" for failure in verdict.failures]
-        lines += [f"ok {verdict.name}: {verdict.summary}"] if verdict.ok else []
-    code = 0 if all(verdict.ok for verdict in verdicts) else 1
-    records = [vars(verdict) | dict(ok=verdict.ok) for verdict in verdicts]
-    return dict(records=records), "\n".join(lines) or "no records yet", code
+        lines += [f"ok {verdict.name}: {verdict.summary}"] if not verdict.failures else []
+    failed = any(verdict.failures for verdict in verdicts)
+    return dict(records=[vars(verdict) for verdict in verdicts]), "\n".join(lines) or "no records yet", int(failed)
 
 
 @command(
@@ -138,12 +137,9 @@ def command_stats(args: argparse.Namespace) -> Outcome:
     sample = proof.describe([log.val_loss for log in found], target)
     needed = None if sample.sd is None else proof.runs_needed(target - sample.mean, sample.sd)
     p = "no p for one run" if sample.p is None else f"p={sample.p:.2g}"
+    runs = "unknown from one run" if sample.sd is None else f"{needed or f'more than {proof.MAX_RUNS}'} in all"
     if sample.mean >= target:
         runs = "never, at this mean"
-    elif sample.sd is None:
-        runs = "unknown from one run"
-    else:
-        runs = f"more than {proof.MAX_RUNS}" if needed is None else f"{needed} in all"
     power = f"p < {proof.ALPHA} nine times in ten if the true mean and sd are these"
     told = f"{sample} {p} against {target}\nruns that the target is likely to need ({power}): {runs}\n{proof.PEEKING}"
     return vars(sample) | dict(target=target, runs_needed=needed, warning=proof.PEEKING), told, 0

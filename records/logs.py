@@ -70,18 +70,16 @@ class Log:
         self.recompiles = self.find(r"recompiles after the clock started: (\d{1,9})", int)
         self.stated_step_time = self.find(r"step time: median (\d{1,9}\.\d{1,9})ms.*", float)
         self.peak_mib = self.find(r"peak memory(?: allocated)?: (\d{1,9}) MiB.*", int)
-        processes, threads = (
-            self.find(rf"{p} processes, {t} threads each, \d{{1,6}} cores", int)
-            for p, t in ((r"(\d{1,6})", r"\d{1,6}"), (r"\d{1,6}", r"(\d{1,6})"))
-        )
-        self.num_threads = None if processes is None else processes * threads
+        count = re.search(r"^(\d{1,6}) processes, (\d{1,6}) threads each, \d{1,6} cores$", self.text, re.MULTILINE)
+        processes, threads = (int(count[1]), int(count[2])) if count else (None, None)
+        self.num_threads = processes and threads and processes * threads
         gpus = re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s{2,}", self.text, re.MULTILINE)  # of nvidia-smi
         device = (self.configuration or {}).get("device")
         self.has_gpu = device == "cuda" if device in ("cpu", "cuda") else bool(gpus)
         self.hardware = None
         if self.has_gpu:
             self.hardware = f"{processes or len(gpus) or 1}x {gpus[0] if gpus else 'GPU'}"
-        elif processes is not None:
+        elif processes:
             model = self.find(r" *Model name: +(.+)")  # of lscpu
             self.hardware = f"{model or 'CPU'}, {processes} processes of {threads} threads"
 

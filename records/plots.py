@@ -6,15 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from records.logs import (
-    Log,
-    ToolError,
-    find_record,
-    ranked_before,
-    read_json,
-    record_logs,
-    require_one_experiment,
-)
+from records.logs import Log, ToolError, find_record, ranked_before, read_json, record_logs, require_one_experiment
 from records.proof import public_history
 from records.rules import TRACKS, track_of
 

@@ -5,7 +5,6 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from records.logs import RECORDS, Log, ToolError, read_json
 
@@ -82,23 +81,11 @@ def difference(a: Sequence[float], b: Sequence[float], paired: bool) -> tuple[fl
     return mean, mean - half, mean + half
 
 
-class Result(Protocol):
-    """What sets of runs are compared by; times in ms."""
-
-    @property
-    def seed(self) -> int | None: ...
-    @property
-    def val_loss(self) -> float: ...
-    @property
-    def train_time(self) -> float: ...
-    @property
-    def step_time(self) -> float | None: ...
-
-
-def compare(a: Sequence[Result], b: Sequence[Result]) -> dict:
+def compare(a: Sequence, b: Sequence) -> dict:
     """Return ratios of times a / b and the difference of losses a - b, with 95% intervals.
 
-    Runs are paired by seed, and those without a partner left out, if the sets share at least two seeds.
+    Runs, which have seed, val_loss, train_time and step_time, are paired by seed, and those without a partner left out,
+    if the sets share at least two seeds.
     """
     by_seed = [{run.seed: run for run in runs if run.seed is not None} for runs in (a, b)]
     seeds = sorted(by_seed[0].keys() & by_seed[1].keys())

@@ -58,7 +58,7 @@ def run_script(script: Path, flags: Sequence[str], seed: int, run_id: str, log_d
     try:
         own_process([str(script), *own, *flags], cwd=RECORDS.parent)
     except RuntimeError as error:
-        raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; mend it, then --resume the race") from None
+        raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; with that mended, --resume the race") from None
     log = Log(log_dir / f"{run_id}.txt")
     result = read_json(log.path.with_suffix(".json"))
     if result.get("seed") != seed:

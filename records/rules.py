@@ -12,7 +12,7 @@ from pathlib import Path
 
 from records.logs import Log, ToolError, differences, is_ranked, log_paths, read_json, read_text, shown
 from records.proof import ALPHA, describe, runs_needed
-from records.race import record_race
+from records.race import FILE, record_race
 
 SYSTEMS_RECORD = "Systems record:"
 PLACEHOLDER = "<say"
@@ -90,10 +90,6 @@ class Verdict:
     name: str
     failures: list[str]
     summary: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return not self.failures
 
 
 def clock_problems(log: Log) -> Iterator[str]:
@@ -234,12 +230,16 @@ def check_record(folder: Path, before: Path | None) -> Verdict:
         verdict.failures.append("has no logs; put the .txt of its runs there")
     if whole:
         check_together(verdict, whole, folder)
-    if before is not None:
-        try:
-            ratio = "{ratio:.3f} ({low:.3f} to {high:.3f})".format(**record_race(folder, before)["train_time"])
+    try:
+        if before is not None:
+            found = record_race(folder, before)
+            ratio = "{ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"])
             verdict.summary += f"; train time {ratio} times {before.name}"
-        except ToolError as error:
-            verdict.failures.append(str(error).removeprefix(f"{folder}{os.sep}"))
+            loss, target = found["val_loss"]["means"][0], track_of(whole[0]).target if whole else math.inf
+            if loss > target:
+                raise ToolError(f"{FILE}: mean loss {loss:.4f} is above the target {target}; race the whole training")
+    except ToolError as error:
+        verdict.failures.append(str(error).removeprefix(f"{folder}{os.sep}"))
     return verdict
 
 

@@ -3,12 +3,30 @@
 import json
 from pathlib import Path
 
+from records import race
+
 ROOT = Path(__file__).parent.parent
 RULE = "=" * 100
 SOURCE = "import torch\n\nmodel = torch.compile(torch.nn.Identity(), dynamic=False)\n"
 NANO_VAL = "3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf"
 SHARDS = {"nano": ("data/nano/nano_train_{:06d}.bin", 0, 43_564_420), "gpt2": ("fineweb_train_{:06d}.bin", 1, 10**8)}
 README = "# Name: one line that says what\n\nText.\n"
+
+# What a race starts: SLOWNESS scales its steps and its loss
+SCRIPT = f"""
+import json, pathlib, sys, zlib
+sys.path[:0] = [{str(ROOT / "tests")!r}]
+from synthetic_logs import log_text
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if "--stop" in flags and pathlib.Path(flags["--stop"]).read_text() == flags["--run_id"]:
+    pathlib.Path(flags["--log_dir"], flags["--run_id"] + ".txt").write_text("cut short")
+    sys.exit("first line\\nstopped")
+seed, log = int(flags["--seed"]), pathlib.Path(flags["--log_dir"]) / (flags["--run_id"] + ".txt")
+assert not log.exists()
+loss, step_ms = 1.4 + 0.001 * seed + SLOWNESS / 100, SLOWNESS * (40 + 0.1 * (zlib.crc32(log.name.encode()) % 5))
+log.write_text(log_text(seed=seed, val_loss=loss, step_ms=step_ms, val_sha256=("cd" if SLOWNESS == 9 else "ab") * 32))
+log.with_suffix(".json").write_text(json.dumps(dict(val_loss=loss, train_time_ms=20 * step_ms, seed=seed)))
+"""
 
 
 def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step_ms=40.3, batch_tokens=1024, **more):
@@ -61,6 +79,20 @@ def write_record(root: Path, name: str, texts: list[str], source=SOURCE, readme=
     for i, text in enumerate(texts):
         (folder / f"run{i}.txt").write_text(text)
     return folder
+
+
+def write_race(path: Path, *sources: str, pairs: int = 5) -> dict:
+    """Write the race of these scripts, each 0.9 times as fast as the one before."""
+    runs = [
+        race.Run(script, seed, 1.4 + 0.001 * seed, (1000.0 + seed) * 0.9**-script)
+        for seed in range(pairs)
+        for script in range(len(sources))
+    ]
+    scripts = [dict(name=f"script {i}", sha256=race.digest(source.rstrip("\n"))) for i, source in enumerate(sources)]
+    document = dict(scripts=scripts, flags=[], pairs=pairs, seed=0, runs=[vars(run) for run in runs])
+    document["comparisons"] = race.comparisons(runs)
+    path.write_text(json.dumps(document))
+    return document
 
 
 def write_corpus(folder: Path) -> list[str]:

@@ -24,7 +24,7 @@ from records.__main__ import build_parser, main
 from records.logs import Log, lineage
 from records.publish import BEGIN, END
 from shards import write_shard
-from synthetic_logs import NANO_VAL, ROOT, SOURCE, log_text, public_text, write_record
+from synthetic_logs import NANO_VAL, ROOT, SCRIPT, SOURCE, log_text, public_text, write_race, write_record
 from test_pack import nano
 
 NAME = "2026-01-02_Good"
@@ -289,27 +289,14 @@ def test_stats(tool, root, tmp_path):
     assert re.match(re.escape(told).replace(r"\.\*", ".*") + re.escape(proof.PEEKING), tool("stats", "good")[1])
     assert "never, at this mean" in tool("stats", "good", "--target", "1.43")[1]
     assert "unknown from one run" in tool("stats", folder / "run0.txt")[1]
-    odd = {"has seed 1, as run1.txt has": dict(seed=1), "number of steps; run": dict(steps=21), "different scripts": dict(source="")}
+    odd = {
+        "has seed 1, as run1.txt has": dict(seed=1),
+        "number of steps; run": dict(steps=21),
+        "different scripts": dict(source=""),
+    }
     for message, change in odd.items():
         other.write_text(log_text(**dict(seed=9) | change))
         assert message in tool("stats", "good", other)[2]
-
-
-# What a race starts: SLOWNESS scales its steps and its loss
-SCRIPT = f"""
-import json, pathlib, sys, zlib
-sys.path[:0] = [{str(ROOT / "tests")!r}]
-from synthetic_logs import log_text
-flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-if "--stop" in flags and pathlib.Path(flags["--stop"]).read_text() == flags["--run_id"]:
-    pathlib.Path(flags["--log_dir"], flags["--run_id"] + ".txt").write_text("cut short")
-    sys.exit("first line\\nstopped")
-seed, log = int(flags["--seed"]), pathlib.Path(flags["--log_dir"]) / (flags["--run_id"] + ".txt")
-assert not log.exists()
-loss, step_ms = 1.4 + 0.001 * seed + SLOWNESS / 100, SLOWNESS * (40 + 0.1 * (zlib.crc32(log.name.encode()) % 5))
-log.write_text(log_text(seed=seed, val_loss=loss, step_ms=step_ms, val_sha256=("cd" if SLOWNESS == 9 else "ab") * 32))
-log.with_suffix(".json").write_text(json.dumps(dict(val_loss=loss, train_time_ms=20 * step_ms, seed=seed)))
-"""
 
 
 @pytest.fixture
@@ -386,20 +373,6 @@ def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, 
     monkeypatch.setattr(race, "run_script", lambda *_: pytest.fail("a run for nothing"))
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     assert re.search(r"scipy.*pip install .*requirements\.txt", tool("race", fast, fast)[2])
-
-
-def write_race(path: Path, *sources: str, pairs: int = 5) -> dict:
-    """Write the race of these scripts, each 0.9 times as fast as the one before."""
-    runs = [
-        race.Run(script, seed, 1.4 + 0.001 * seed, (1000.0 + seed) * 0.9**-script)
-        for seed in range(pairs)
-        for script in range(len(sources))
-    ]
-    scripts = [dict(name=f"script {i}", sha256=race.digest(source.rstrip("\n"))) for i, source in enumerate(sources)]
-    document = dict(scripts=scripts, flags=[], pairs=pairs, seed=0, runs=[vars(run) for run in runs])
-    document["comparisons"] = race.comparisons(runs)
-    path.write_text(json.dumps(document))
-    return document
 
 
 NEWER, NEXT = SOURCE + "# newer\n", "2026-01-01_Next"  # the older by name
