@@ -93,7 +93,7 @@ def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> di
         if anchor and anchor.track == track:
             mine, styles = [*mine, anchor], [*styles, dict(color="0.5", linewidth=1.4, linestyle="--")]
         for curve, style in zip(mine, styles, strict=True):
-            panel.plot(curve.seconds, curve.mean, label=curve.name, **style)
+            panel.plot(curve.seconds, curve.mean, label=curve.name, marker="o", markersize=4, markevery=[-1], **style)
             panel.fill_between(curve.seconds, curve.low, curve.high, color=style["color"], alpha=0.15, linewidth=0)
         target = TRACKS[track].target
         panel.axhline(target, color="0.2", linewidth=0.8, linestyle=":", label=f"target, {target}")
@@ -136,7 +136,7 @@ def plot_history(root: Path, path: Path) -> dict:
         panel.set_title(f"{track} track, measured here", fontsize=10)
         panel.set_xlabel("mean train time (s)")
     draw_bars(panels[-1], [r["name"] for r in theirs], [r["minutes"] for r in theirs])
-    panels[-1].set_title(f"{public['credit']} on {public['hardware']}, published, not measured here", fontsize=10)
+    panels[-1].set_title(f"{public['credit']} on {public['hardware']},\npublished, not measured here", fontsize=10)
     panels[-1].set_xlabel("official record time (minutes)")
     found = dict(own=own, public=theirs)
     save(figure, path, found)

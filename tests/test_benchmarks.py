@@ -144,8 +144,9 @@ def test_process_of_its_own_ends_at_its_limit_with_all_that_it_started(tmp_path)
     assert not (tmp_path / "mark").exists()
 
 
-def test_anchor_learns_causally_and_validates_every_position_once():
-    model, losses, train_time = anchor_cpu.train(np.tile(np.arange(50), 40), 9, seed=1)
+def test_anchor_learns_causally_and_validates_every_position_once(monkeypatch):
+    tokens = np.tile(np.arange(50), 40)
+    model, losses, train_time, _ = anchor_cpu.train(tokens, 9, seed=1)
     assert losses[0] == pytest.approx(math.log(anchor_cpu.VOCAB_SIZE), abs=0.2)
     assert losses[-1] < losses[0] - 0.05
     assert train_time > 0
@@ -157,6 +158,9 @@ def test_anchor_learns_causally_and_validates_every_position_once():
     pair = [torch.cat(part).flatten().numpy() for part in zip(*seen, strict=True)]
     assert np.array_equal(pair, [tokens[: 300 * 64], tokens[1 : 300 * 64 + 1]])
     assert loss == pytest.approx(pair[1].mean())
+    monkeypatch.setattr(anchor_cpu, "validate", lambda model, tokens: float(len(tokens)))
+    *_, again, _, curve = anchor_cpu.train(np.tile(np.arange(50), 40), 9, 1, 4, tokens)
+    assert (again, [point[:2] for point in curve]) == (losses, [(step, len(tokens)) for step in (0, 4, 8)])
 
 
 @pytest.mark.parametrize(("losses", "code"), [((1.4, 1.5), 0), ((1.4, 1.7), 1)])  # the latter lower by chance
