@@ -26,14 +26,14 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def count(text: str) -> int:
-    """A whole number of at least 0."""
+    """Parse a whole number of at least 0."""
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
 def loss(text: str) -> float:
-    """A number in nats."""
+    """Parse a loss in nats."""
     try:
         value = float(text)
     except ValueError:
@@ -245,7 +245,7 @@ def build_parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 a check failed, 2 something has to be mended (one line on stderr says what)."""
+    """Return the exit code: 0 done, 1 a check failed, 2 something has to be mended (one line on stderr says what)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     flags: list[str] = []
     if argv[:1] in (["race"], ["mask"]) and "--" in argv:

@@ -122,13 +122,13 @@ class Log:
 
     @property
     def track(self) -> str | None:
-        """The preset; a log of the public form states none, and the public speedrun has one track."""
+        """Return the preset; a log of the public form states none, and the public speedrun has one track."""
         preset = "gpt2" if self.configuration is None else self.configuration.get("preset")
         return preset if isinstance(preset, str) else None
 
     @cached_property
     def curve(self) -> dict[int, tuple[float, float]]:
-        """Loss, and train time in ms, of the validations, by step."""
+        """Return loss, and train time in ms, of the validations, by step."""
         return {line.step: (line.val_loss, line.time) for line in self.lines if line.val_loss is not None}
 
     @cached_property
@@ -137,7 +137,7 @@ class Log:
 
     @property
     def val_loss(self) -> float:
-        """Of the last validation; only for logs whose `incomplete` is None."""
+        """Return the last validation's loss; only for logs whose `incomplete` is None."""
         return self.curve[self.num_steps][0]
 
     @property
@@ -146,7 +146,7 @@ class Log:
 
     @property
     def step_time(self) -> float | None:
-        """The median ms of a step, from the differences of the step lines; None with fewer than two lines.
+        """Return the median ms of a step, from the differences of the step lines; None with fewer than two lines.
 
         The lines are rounded to 1 ms, so this is the median of grouped data, which tells tenths.
         """
@@ -156,7 +156,7 @@ class Log:
 
     @property
     def incomplete(self) -> str | None:
-        """Why this is not the log of a whole run, or None."""
+        """Say why this is not the log of a whole run, or return None."""
         last, steps = self.lines[-1], [line.step for line in self.training]
         if self.ended is not None:
             return f"has the line {shown(self.ended)}: not one whole run; run it again"
@@ -236,7 +236,7 @@ def is_ranked(folder: Path) -> bool:
 
 
 def find_record(name: str, root: Path) -> Path:
-    """The record of this name, or the only one whose name has it as a part; small and capital letters are one.
+    """Return the record of this name, or the only one whose name has it as a part, in small or capital letters.
 
     Any folder with logs will do where it is named by its path.
     """
@@ -265,7 +265,7 @@ def record_logs(folder: Path) -> list[Log]:
 
 
 def read_logs(names: Iterable[str], root: Path) -> list[Log]:
-    """The logs that `names` name: files, or records with all of theirs."""
+    """Read the logs that `names` name: files, or records with all of theirs."""
     logs = []
     for name in names:
         logs += [Log(Path(name))] if Path(name).is_file() else record_logs(find_record(name, root))
@@ -273,7 +273,7 @@ def read_logs(names: Iterable[str], root: Path) -> list[Log]:
 
 
 def read_script(name: str, root: Path) -> tuple[str, str]:
-    """A label and the script that `name` names: a record's, a log's, or a file's."""
+    """Return a label and the script that `name` names: a record's, a log's, or a file's."""
     path = Path(name)
     if not path.is_file():
         folder = find_record(name, root)

@@ -13,7 +13,7 @@ from records.rules import TRACKS, track_of
 
 @dataclass(frozen=True)
 class Curve:
-    """Over the steps at which all logs validate: mean time in s, and mean, lowest and highest loss."""
+    """Mean time in s, and mean, lowest and highest loss, over the steps at which all logs validate."""
 
     name: str
     track: str
@@ -66,7 +66,7 @@ def save(figure, path: Path, found: dict) -> None:
 
 
 def new_figure(num_panels: int, width: float, height: float, **settings):
-    """`width` inches per panel."""
+    """Return a figure and its panels, each `width` inches wide."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -33,7 +33,7 @@ class Sample:
 
 
 def p_below(values: Sequence[float], target: float) -> float | None:
-    """One-sided one-sample t-test: p of a sample like this if the true mean were `target`. None for fewer than two."""
+    """Return p of the one-sided one-sample t-test for a mean below `target`. None for fewer than two."""
     if len(values) < 2:
         return None
     if min(values) == max(values):
@@ -124,12 +124,12 @@ def told(a: str, b: str, found: dict) -> str:
 
 
 def public_history() -> dict:
-    """records/public.json: the public speedrun's history and curves; not measured here."""
+    """Read records/public.json, the public speedrun's history and curves, which were not measured here."""
     return read_json(RECORDS / "public.json")
 
 
 def against_public(log: Log, name: str) -> dict:
-    """Holds the validations of a gpt2 log against the curve of a public record, such as "record21"."""
+    """Hold the validations of a gpt2 log against the curve of a public record, such as "record21"."""
     curves = {f"record{record['number']}": record["curve"] for record in public_history()["records"]}
     if name not in curves:
         raise ToolError(f"no public curve {name!r}; choose one of {', '.join(curves)}")

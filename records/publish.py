@@ -42,7 +42,7 @@ README = """# {name}: <say in one line what it is>
 
 
 def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:
-    """The unified diff of two (label, script), and how many lines it removes and adds."""
+    """Return the unified diff of two (label, script), and how many lines it removes and adds."""
     lines = list(difflib.unified_diff(a[1].split("\n"), b[1].split("\n"), a[0], b[0], lineterm=""))
     removed, added = (sum(line.startswith(sign) for line in lines[2:]) for sign in "-+")
     return lines, removed, added
@@ -112,7 +112,7 @@ def page_of(name: str, logs: Sequence[Log], before: Path | None) -> str:
 
 
 def title_of(folder: Path) -> str:
-    """What comes after ": " in the first line of the record's README."""
+    """Return what comes after ": " in the first line of the record's README."""
     readme = folder / "README.md"
     first = read_text(readme).partition("\n")[0] if readme.is_file() else ""
     return cell(first.partition(": ")[2].strip())
@@ -144,7 +144,7 @@ def markdown(head: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def leaderboards(root: Path) -> str:
-    """The tables of all tracks with records, and the public history."""
+    """Return the tables of all tracks with records, and of the public history."""
     tracks: dict[str, list[list[str]]] = {}
     product: float | None = 1.0
     for folder, before in ranked_before(root).items():
@@ -170,7 +170,7 @@ def leaderboards(root: Path) -> str:
 
 
 def rewrite_tables(root: Path, check_only: bool) -> bool:
-    """Whether README.md had other leaderboards than the logs make; writes theirs unless `check_only`."""
+    """Write the leaderboards that the logs make, unless `check_only`. Return whether README.md had others."""
     path = root / "README.md"
     text = read_text(path)
     before, begin, rest = text.partition(BEGIN)

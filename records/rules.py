@@ -110,7 +110,7 @@ def clock_problems(log: Log) -> Iterator[str]:
 
 
 def result_problems(log: Log) -> Iterator[str]:
-    """The .json beside the log says the same, if there is one."""
+    """Check that the .json beside the log says the same, if there is one."""
     path = log.path.with_suffix(".json")
     if not path.exists():
         return
@@ -124,7 +124,7 @@ def result_problems(log: Log) -> Iterator[str]:
 
 
 def data_problems(log: Log, track: Track) -> Iterator[str]:
-    """Validation tokens and training stream are the track's."""
+    """Check that validation tokens and training stream are the track's."""
     if log.val_tokens != track.val_tokens:
         yield f"validates on {log.val_tokens} tokens, the track on {track.val_tokens}; run it without --val_tokens"
     elif track.val_sha256 not in (None, log.val_sha256):

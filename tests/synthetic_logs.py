@@ -81,10 +81,10 @@ def write_record(root: Path, name: str, texts: list[str], source=SOURCE, readme=
     return folder
 
 
-def write_race(path: Path, *sources: str, pairs: int = 5) -> dict:
+def write_race(path: Path, *sources: str, pairs: int = 5, val_loss: float = 1.4) -> dict:
     """Write the race of these scripts, each 0.9 times as fast as the one before."""
     runs = [
-        race.Run(script, seed, 1.4 + 0.001 * seed, (1000.0 + seed) * 0.9**-script)
+        race.Run(script, seed, val_loss + 0.001 * seed, (1000.0 + seed) * 0.9**-script)
         for seed in range(pairs)
         for script in range(len(sources))
     ]
