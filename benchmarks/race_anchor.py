@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks import ROOT
 from benchmarks.startup import own_process
 from records import race
-from records.logs import ToolError, read_script
+from records.logs import ToolError, printable, read_script
 
 OWN_FLAGS = ("--preset", "--seed", "--log_dir", "--run_id")
 TRAINER, ANCHOR = ROOT / "train_gpt.py", ROOT / "benchmarks" / "anchor_cpu.py"
@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = race.plan_of(scripts, [*flags, f"--anchor_steps={args.anchor_steps}"], args.pairs, args.seed)
         document = race.in_turn(plan, runners, args.out, args.resume)
     except (ToolError, RuntimeError, OSError, ModuleNotFoundError) as error:
-        parser.error(f"{error}{'; pip install -r records/requirements.txt' * isinstance(error, ModuleNotFoundError)}")
+        install = "; pip install -r records/requirements.txt" * isinstance(error, ModuleNotFoundError)
+        parser.error(printable(f"{error}{install}"))
     except KeyboardInterrupt:
         parser.exit(130, "python -m benchmarks.race_anchor: interrupted\n")
     print(race.told(document))
