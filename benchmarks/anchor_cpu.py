@@ -1,6 +1,6 @@
 """The CPU starting point: a plain GPT on torch.nn, trained as people train a small one on a CPU.
 
-    python benchmarks/anchor_cpu.py [--seed 1]
+    python benchmarks/anchor_cpu.py [--seed 1] [--val_every 100]
 
 4 layers of width 128, 4 heads, a context of 64; 2,000 steps of 12 random windows of the nano track's training shard;
 AdamW with a cosine schedule, in fp32, on 2 threads. Validation is that of the nano track: the first 262,144 tokens of
@@ -73,16 +73,22 @@ def learning_rate(step: int, steps: int) -> float:
     return LR * (step + 1) / (LR_WARMUP + 1) if step < LR_WARMUP else MIN_LR + (LR - MIN_LR) * cosine
 
 
-def train(tokens: np.ndarray, steps: int, seed: int) -> tuple[PlainGPT, list[float], float]:
-    """Return the trained model, the loss of each step, and the train time in ms."""
+def train(
+    tokens: np.ndarray, steps: int, seed: int, val_every: int = 0, val_tokens: np.ndarray | None = None
+) -> tuple[PlainGPT, list[float], float, list[tuple[int, float, float]]]:
+    """Return the trained model, the loss of each step, the train time in ms, and the curve of [step, val_loss, ms]."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     model = PlainGPT()
     matrices, others = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim < 2]
     groups = [dict(params=matrices, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
-    losses, start = [], time.perf_counter()
+    losses, curve, start = [], [], time.perf_counter()
     for step in range(steps):
+        if val_every and step % val_every == 0:
+            elapsed = time.perf_counter() - start
+            curve.append((step, validate(model, val_tokens), 1000 * elapsed))
+            start = time.perf_counter() - elapsed
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
         at = rng.integers(len(tokens) - CONTEXT, size=(BATCH, 1)) + np.arange(CONTEXT + 1)
@@ -93,7 +99,7 @@ def train(tokens: np.ndarray, steps: int, seed: int) -> tuple[PlainGPT, list[flo
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
-    return model, losses, 1000 * (time.perf_counter() - start)
+    return model, losses, 1000 * (time.perf_counter() - start), curve
 
 
 @torch.no_grad()
@@ -109,18 +115,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, **options)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="(default: fresh)")
     parser.add_argument("--steps", type=int, default=2000, help="(default: %(default)s)")
+    parser.add_argument("--val_every", type=int, default=0, help="steps, for a curve (default: at the end alone)")
     args = parser.parse_args()
-    if args.steps < 1 or args.seed < 0:
-        parser.error(f"--steps {args.steps} --seed {args.seed}: expected at least 1 and 0")
+    if args.steps < 1 or args.seed < 0 or args.val_every < 0:
+        parser.error(f"--steps {args.steps} --seed {args.seed} --val_every {args.val_every}: expected at least 1, 0, 0")
     torch.set_num_threads(THREADS)
     try:
         train_tokens, val_tokens = (read_shard(DATA / f"nano_{part}_000000.bin") for part in ("train", "val"))
         train(train_tokens, steps=10, seed=args.seed)  # warm-up, off the clock
-        model, losses, train_time = train(train_tokens, args.steps, args.seed)
+        model, losses, train_time, curve = train(train_tokens, args.steps, args.seed, args.val_every, val_tokens)
         val_loss = validate(model, val_tokens)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     result = dict(val_loss=val_loss, train_loss=float(np.mean(losses[-100:])), train_time_ms=train_time)
+    result |= dict(val_curve=[*curve, (args.steps, val_loss, train_time)])
     print(json.dumps(result | dict(seed=args.seed, steps=args.steps, torch=torch.__version__)))
 
 

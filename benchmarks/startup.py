@@ -5,6 +5,7 @@
 This needs a process of its own: a process imports and compiles only once.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -12,30 +13,56 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks import ENVIRONMENT, ROOT
 
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-def own_process(command: Sequence[str], seconds: float | None = None, **environment: str) -> str:
-    """Run Python with these arguments and return its stdout. Raise RuntimeError with a failed one's last line."""
+
+def own_process(
+    command: Sequence[str], seconds: float | None = None, cwd: Path | None = None, **environment: str
+) -> str:
+    """Run Python with these arguments and return its stdout. Raise RuntimeError with a failed one's last line.
+
+    Ctrl-C, SIGTERM and SIGHUP end the process with all that it started, and raise KeyboardInterrupt here.
+    """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    process = subprocess.Popen(
-        [sys.executable, *command],
-        env=ENVIRONMENT | dict(os.environ) | dict(PYTHONPATH=path) | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # so that its children end with it
-    )
+    process, received = None, []
+
+    def interrupt(number: int, _) -> None:
+        received.append(number)
+        if process is not None and len(received) == 1:
+            raise KeyboardInterrupt
+
+    before = {
+        number: signal.signal(number, interrupt) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN
+    }
     try:
+        process = subprocess.Popen(
+            [sys.executable, *command],
+            cwd=cwd,
+            env=ENVIRONMENT | dict(os.environ) | dict(PYTHONPATH=path) | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # so that its children end with it
+        )
+        if received:  # while the process started, which must not be cut short: it would live on unknown
+            raise KeyboardInterrupt
         stdout, stderr = process.communicate(timeout=seconds)
     except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
         if isinstance(error, subprocess.TimeoutExpired):
             raise RuntimeError(f"not done in {seconds:.0f} s") from None
         raise
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     if process.returncode != 0:
         told = (stderr.strip() or stdout.strip() or "it printed nothing").splitlines()
         raise RuntimeError(f"exit code {process.returncode}: {told[-1]}")

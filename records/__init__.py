@@ -1,6 +1,6 @@
 """The tools with which people prove and compare records: `python -m records --help`.
 
-A record is a folder YYYY-MM-DD_Name here, with README.md, train_gpt.py and the logs *.txt of its runs at its top level.
-Reading order: logs (what is read), proof (statistics), rules (what a record must fulfil), then race, publish, plots
-and masks.
+A record is a folder YYYY-MM-DD_Name here, with README.md, train_gpt.py, the logs *.txt of its runs at its top level and
+the race.json of its race against the record before, which the row "after" of its page names. Reading order: logs (what
+is read), proof (statistics), race, rules (what a record must fulfil), then publish, plots and masks.
 """

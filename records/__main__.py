@@ -7,8 +7,9 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, TextIO
 
 from records import logs, masks, plots, proof, publish, race, rules
 from records.logs import RECORDS, ToolError
@@ -25,14 +26,14 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def count(text: str) -> int:
-    """A whole number of at least 0."""
+    """Parse a whole number of at least 0."""
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
 
 
 def loss(text: str) -> float:
-    """A number in nats."""
+    """Parse a loss in nats."""
     try:
         value = float(text)
     except ValueError:
@@ -42,95 +43,171 @@ def loss(text: str) -> float:
     return value
 
 
-def command_new(args: argparse.Namespace) -> tuple[dict, str, int]:
-    folder = publish.new_record(args.name, args.logs, args.root, args.date or datetime.date.today().isoformat())
+LOGS: dict[str, Any] = dict(nargs="+", metavar="LOG", help="logs or records")
+COMMANDS: list[tuple[Callable, str, tuple, dict]] = []
+Outcome = tuple[dict, str, int]  # the JSON document, the text, the exit code
+
+
+def arg(*names: str, **options) -> tuple:
+    return names, options
+
+
+def command(text: str, *arguments: tuple, **settings: str) -> Callable:
+    """Make a function a command, with these arguments and settings of its parser."""
+
+    def register(function: Callable) -> Callable:
+        COMMANDS.append((function, text, arguments, settings))
+        return function
+
+    return register
+
+
+def say(text: str, stream: TextIO) -> None:
+    """Print without the control characters that names, scripts and logs may hold."""
+    if text:
+        print(logs.printable(text), file=stream, flush=True)
+
+
+@command(
+    "Make a record's folder, after the newest record, from finished logs of one script.",
+    arg("name", metavar="NAME"),
+    arg("logs", metavar="LOG", nargs="+"),
+    arg("--date", help="date of the record (default: today)"),
+    arg("--race", type=Path, metavar="FILE", help="race.json against the record before, to be stored, too"),
+)
+def command_new(args: argparse.Namespace) -> Outcome:
+    date = args.date or datetime.date.today().isoformat()
+    folder = publish.new_record(args.name, args.logs, args.root, date, args.race)
     waived = f"A record that only makes the same training faster says why in a line '{rules.SYSTEMS_RECORD} ...' there."
     told = f"{folder}\nWrite what {rules.PLACEHOLDER} ...> asks for in its README.md. {waived}"
     return dict(record=str(folder)), f"{told}\nThen: python -m records verify {folder.name}", 0
 
 
-def command_diff(args: argparse.Namespace) -> tuple[dict, str, int]:
+@command(
+    "Unified diff of two scripts, each named by a record, a log or a file.",
+    arg("a", metavar="A"),
+    arg("b", metavar="B"),
+    arg("--stat", action="store_true", help="only count the lines"),
+)
+def command_diff(args: argparse.Namespace) -> Outcome:
     lines, removed, added = publish.diff(logs.read_script(args.a, args.root), logs.read_script(args.b, args.root))
     counts = f"{removed} lines removed, {added} added"
     if not args.stat and not args.json:
-        if lines:
-            print("\n".join(lines), flush=True)
-        print(counts, file=sys.stderr)
+        say("\n".join(lines), sys.stdout)
+        say(counts, sys.stderr)
     return dict(removed=removed, added=added, diff=[] if args.stat else lines), counts if args.stat else "", 0
 
 
-def command_verify(args: argparse.Namespace) -> tuple[dict, str, int]:
+@command(
+    "Check records; exit code 1 if one fails.",
+    arg("records", metavar="RECORD", nargs="*", help="default: all"),
+    arg("--against", metavar="recordN", help="instead hold one gpt2 log's curve against that of this public record"),
+)
+def command_verify(args: argparse.Namespace) -> Outcome:
     if args.against:
         if len(args.records) != 1:
             raise ToolError("--against takes one log; name it")
-        found = proof.against_public(logs.read_log(Path(args.records[0])), args.against)
+        found = proof.against_public(logs.Log(Path(args.records[0])), args.against)
         points = f"{found['compared']} points" + (f"; {found['lacking']} more it lacks" if found["lacking"] else "")
         told = f"follows {args.against} within {proof.TOLERANCE} at {points}"
         if first := found["first"]:
             losses = f"{first['loss']:.4f}, the curve {first['curve']:.4f}"
             told = f"leaves {args.against} first at step {first['step']}: {losses} (compared at {points})"
         return found, told, 1 if found["first"] else 0
-    folders = [logs.find_record(name, args.root) for name in args.records]
-    # Of all records, those without logs claim nothing yet
-    all_folders = logs.record_folders(args.root)
-    silent = [] if folders else [folder.name for folder in all_folders if not logs.log_paths(folder)]
-    checked = folders or [folder for folder in all_folders if folder.name not in silent]
-    verdicts = [rules.check_record(folder) for folder in checked]
+    before = logs.ranked_before(args.root)
+    folders = [logs.find_record(name, args.root) for name in args.records] or logs.lineage(args.root)
+    verdicts = [rules.check_record(folder, before.get(folder.resolve())) for folder in folders]
     lines = []
     for verdict in verdicts:
         lines += [f"FAIL {verdict.name}: {failure}" for failure in verdict.failures]
-        lines += [f"ok {verdict.name}: {verdict.summary}"] if verdict.ok else []
-        lines += [f"note {verdict.name}: {note}" for note in verdict.notes]
-    lines += [f"note {name}: has no logs, nothing to verify" for name in silent]
-    code = 0 if all(verdict.ok for verdict in verdicts) else 1
-    records = [vars(verdict) | dict(ok=verdict.ok) for verdict in verdicts]
-    return dict(records=records, without_logs=silent), "\n".join(lines) or "no records yet", code
+        lines += [f"ok {verdict.name}: {verdict.summary}"] if not verdict.failures else []
+    failed = any(verdict.failures for verdict in verdicts)
+    return dict(records=[vars(verdict) for verdict in verdicts]), "\n".join(lines) or "no records yet", int(failed)
 
 
-def command_stats(args: argparse.Namespace) -> tuple[dict, str, int]:
+@command(
+    "Mean, sd, p, and how many runs the target is likely to need.",
+    arg("logs", **LOGS),
+    arg("--target", type=loss, help="loss in nats (default: the track's)"),
+)
+def command_stats(args: argparse.Namespace) -> Outcome:
     found = logs.read_logs(args.logs, args.root)
     logs.require_one_experiment(found)
     target = args.target if args.target is not None else rules.track_of(found[0]).target
     sample = proof.describe([log.val_loss for log in found], target)
     needed = None if sample.sd is None else proof.runs_needed(target - sample.mean, sample.sd)
     p = "no p for one run" if sample.p is None else f"p={sample.p:.2g}"
+    runs = "unknown from one run" if sample.sd is None else f"{needed or f'more than {proof.MAX_RUNS}'} in all"
     if sample.mean >= target:
         runs = "never, at this mean"
-    elif sample.sd is None:
-        runs = "unknown from one run"
-    else:
-        runs = f"more than {proof.MAX_RUNS}" if needed is None else f"{needed} in all"
     power = f"p < {proof.ALPHA} nine times in ten if the true mean and sd are these"
     told = f"{sample} {p} against {target}\nruns that the target is likely to need ({power}): {runs}\n{proof.PEEKING}"
     return vars(sample) | dict(target=target, runs_needed=needed, warning=proof.PEEKING), told, 0
 
 
-def command_race(args: argparse.Namespace) -> tuple[dict, str, int]:
-    found = race.race([args.a, args.b], args.pairs, args.warmup, args.seed, args.flags, args.root, args.keep)
-    told = [f"A = {found['a']}, B = {found['b']}, {found['pairs']} pairs; 95% intervals"]
-    for key, label in (("train_time", "train time"), ("step_time", "median step")):
-        figures = found[key]
-        means = f"{figures['a_ms']:.2f} and {figures['b_ms']:.2f} ms"
-        told.append(f"{label} A/B: {figures['ratio']:.4f} ({figures['low']:.4f} to {figures['high']:.4f}), {means}")
-    loss = found["val_loss"]
-    told.append(f"val_loss A - B: {loss['difference']:+.4f} ({loss['low']:+.4f} to {loss['high']:+.4f})")
-    told.append(f"this many pairs find a difference of {found['detectable']:.1%} in train time nine times in ten")
-    return found, "\n".join(told), 0
+@command(
+    "Compare two sets of logs: ratio of train times and difference of losses, with 95% intervals.",
+    arg("logs", **LOGS),
+    arg("--against", required=True, **LOGS),
+    epilog="Pairs runs by seed if the sets have two seeds in common. Times compare only if the runs took turns.",
+)
+def command_compare(args: argparse.Namespace) -> Outcome:
+    sides = [logs.read_logs(names, args.root) for names in (args.logs, args.against)]
+    for side in sides:
+        logs.require_one_experiment(side)
+    found = proof.compare(*sides)
+    return found, proof.told(args.logs[0], args.against[0], found), 0
 
 
-def command_plot(args: argparse.Namespace) -> tuple[dict, str, int]:
-    if args.history == bool(args.records):
-        raise ToolError("name records or logs to plot, or give --history alone")
+@command(
+    "Run scripts in turn on this machine, and compare times and losses of each with those of the one after it, with "
+    "95% intervals. Name the newest first.",
+    arg("scripts", nargs="+", metavar="SCRIPT", help="a record, a log or a script"),
+    arg("--pairs", type=count, default=6, help="rounds, of one run of each script (default: %(default)s)"),
+    arg("--seed", type=count, default=1, help="of the first round; each next one is higher (default: 1)"),
+    arg("--out", type=Path, metavar="FOLDER", help="for race.json and the logs (default: logs/race-TIME)"),
+    arg("--resume", type=Path, metavar="FOLDER", help="go on with this race, with the same arguments"),
+    usage="%(prog)s [options] NEWEST OLDER [OLDER ...] [-- FLAGS ...]",
+    epilog="FLAGS after -- go to all scripts, such as -- --num_iterations 100 --val_loss_every 0.",
+)
+def command_race(args: argparse.Namespace) -> Outcome:
+    if args.out and args.resume:
+        raise ToolError("--out begins a race, --resume goes on with one: give one of them")
+    found = race.race(args.scripts, args.pairs, args.seed, args.flags, args.root, out=args.out, resume=args.resume)
+    return found, race.told(found), 0
+
+
+@command(
+    "Loss against train time of records or logs, or the history of record times.",
+    arg("records", metavar="RECORD", nargs="*", help="records or logs (default: all ranked records)"),
+    arg("--anchor", type=Path, metavar="FILE", help="JSON of a run that wrote no log, such as the CPU anchor's"),
+    arg("--history", action="store_true", help="the history instead"),
+    arg("-o", "--output", type=Path, metavar="FILE.png", help="default: curves.png or history.png"),
+)
+def command_plot(args: argparse.Namespace) -> Outcome:
+    if args.history and (args.records or args.anchor):
+        raise ToolError("--history draws all records: give it alone, or leave it out")
     path = args.output or Path("history.png" if args.history else "curves.png")
     if args.history:
         found = plots.plot_history(args.root, path)
     else:
-        found = plots.plot_curves(plots.curves_of(args.records, args.root), path)
+        anchor = plots.read_result(args.anchor) if args.anchor else None
+        found = plots.plot_curves(plots.curves_of(args.records, args.root), anchor, path)
     return dict(file=str(path)) | found, str(path), 0
 
 
-def command_mask(args: argparse.Namespace) -> tuple[dict, str, int]:
-    path = args.output or Path("mask.png")
+@command(
+    "Picture of which blocks of keys each block of queries sees, in a sequence of the run's own data.",
+    arg("--step", type=count, help="whose window (default: the last)"),
+    arg("--sequence", type=count, default=0, help="which one (default: 0)"),
+    arg("--training", action="store_true", help="of the batch of that step, not of validation"),
+    arg("--zoom", type=count, nargs=2, metavar=("FROM", "TO"), help="draw these tokens alone"),
+    arg("-o", "--output", type=Path, metavar="FILE.png", default=Path("mask.png"), help="default: mask.png"),
+    usage="%(prog)s [options] [-- FLAGS ...]",
+    epilog="FLAGS after -- are those of train_gpt.py, such as -- --preset nano --window_tokens 1728.",
+)
+def command_mask(args: argparse.Namespace) -> Outcome:
+    path = args.output
     found = masks.plot_masks(args.flags, args.step, args.sequence, args.training, args.zoom, path)
     told = [f"{path}: {found['what']}"]
     for letter in filter(found.__contains__, masks.NAMES):
@@ -139,7 +216,11 @@ def command_mask(args: argparse.Namespace) -> tuple[dict, str, int]:
     return dict(file=str(path)) | found, "\n".join(told), 0
 
 
-def command_table(args: argparse.Namespace) -> tuple[dict, str, int]:
+@command(
+    "Rewrite the leaderboards in the records' README.md from the logs.",
+    arg("--check", action="store_true", help="only say, by exit code 1, whether they are out of date"),
+)
+def command_table(args: argparse.Namespace) -> Outcome:
     differs = publish.rewrite_tables(args.root, args.check)
     state = "is up to date"
     if differs:
@@ -151,76 +232,20 @@ def command_table(args: argparse.Namespace) -> tuple[dict, str, int]:
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser(prog="python -m records", description=INTRODUCTION)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def add(function, text: str, **settings) -> ArgumentParser:
+    for function, text, arguments, settings in COMMANDS:
         name = function.__name__.removeprefix("command_")
-        command = commands.add_parser(
-            name, help=text, description=text.replace("%%", "%"), allow_abbrev=False, **settings
-        )
+        settings |= dict(help=text.replace("%", "%%"), description=text)
+        command = commands.add_parser(name, allow_abbrev=False, **settings)
+        for names, options in arguments:
+            command.add_argument(*names, **options)
         command.add_argument("--json", action="store_true", help="print a JSON document instead")
         command.add_argument("--root", type=Path, default=RECORDS, help="folder of the records (default: %(default)s)")
         command.set_defaults(function=function)
-        return command
-
-    new = add(command_new, "Make a record's folder from finished logs of one script.")
-    new.add_argument("name", metavar="NAME")
-    new.add_argument("logs", metavar="LOG", nargs="+")
-    new.add_argument("--date", help="date of the record (default: today)")
-
-    diff = add(command_diff, "Unified diff of two scripts, each named by a record, a log or a file.")
-    diff.add_argument("a", metavar="A")
-    diff.add_argument("b", metavar="B")
-    diff.add_argument("--stat", action="store_true", help="only count the lines")
-
-    verify = add(command_verify, "Check records; exit code 1 if one fails.")
-    verify.add_argument("records", metavar="RECORD", nargs="*", help="default: all that have logs")
-    verify.add_argument(
-        "--against",
-        metavar="recordN",
-        help="instead hold one gpt2 log's curve against that of public record 14, 15, 18, 20 or 21",
-    )
-
-    stats = add(command_stats, "Mean, sd, p, and how many runs the target is likely to need.")
-    stats.add_argument("logs", metavar="LOG", nargs="+", help="logs or records")
-    stats.add_argument("--target", type=loss, help="loss in nats (default: the track's)")
-
-    run = add(
-        command_race,
-        "Run two scripts in turn on this machine: ratio of times and difference of losses, with 95%% intervals.",
-        usage="%(prog)s [options] A B [-- FLAGS ...]",
-        epilog="FLAGS after -- go to both scripts, such as -- --num_iterations 100 --val_loss_every 0.",
-    )
-    run.add_argument("a", metavar="A", help="a record, a log or a script")
-    run.add_argument("b", metavar="B")
-    run.add_argument("--pairs", type=count, default=6, help="runs of each (default: %(default)s)")
-    run.add_argument("--warmup", type=count, default=0, help="runs of each beforehand that do not count (default: 0)")
-    run.add_argument("--seed", type=count, default=1, help="of the first pair; each next one is higher (default: 1)")
-    run.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the logs there")
-
-    plot = add(command_plot, "Validation curves of records or logs, or the history of record times.")
-    plot.add_argument("records", metavar="RECORD", nargs="*", help="records or logs")
-    plot.add_argument("--history", action="store_true", help="the history instead")
-    plot.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="default: curves.png or history.png")
-
-    mask = add(
-        command_mask,
-        "Picture of which blocks of keys each block of queries sees, in a sequence of the run's own data.",
-        usage="%(prog)s [options] [-- FLAGS ...]",
-        epilog="FLAGS after -- are those of train_gpt.py, such as -- --preset nano --window_tokens 1728.",
-    )
-    mask.add_argument("--step", type=count, help="whose window (default: the last)")
-    mask.add_argument("--sequence", type=count, default=0, help="which one (default: 0)")
-    mask.add_argument("--training", action="store_true", help="of the batch of that step, not of validation")
-    mask.add_argument("--zoom", type=count, nargs=2, metavar=("FROM", "TO"), help="draw these tokens alone")
-    mask.add_argument("-o", "--output", type=Path, metavar="FILE.png", help="default: mask.png")
-
-    table = add(command_table, "Rewrite the leaderboards in the records' README.md from the logs.")
-    table.add_argument("--check", action="store_true", help="only say, by exit code 1, whether they are out of date")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 a check failed, 2 something has to be mended (one line on stderr says what)."""
+    """Return the exit code: 0 done, 1 a check failed, 2 something has to be mended (one line on stderr says what)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     flags: list[str] = []
     if argv[:1] in (["race"], ["mask"]) and "--" in argv:
@@ -230,29 +255,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         args = build_parser().parse_args(argv)
         args.flags = flags
         found, told, code = args.function(args)
-        text = json.dumps(found, indent=1, default=str) if args.json else told
-        if text:
-            print(text, flush=True)
+        say(json.dumps(found, indent=1, default=str) if args.json else told, sys.stdout)
         return code
-    except ToolError as error:
-        print(f"python -m records: {error}", file=sys.stderr)
-        return 2
-    except ModuleNotFoundError as error:
-        files = " ".join(f"-r {folder / 'requirements.txt'}" for folder in (RECORDS.parent, RECORDS))
-        print(f"python -m records: {error}; pip install {files}", file=sys.stderr)
-        return 2
-    except RecursionError:
-        print("python -m records: a file nests too deeply: name the files of a run", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
-        print("python -m records: interrupted", file=sys.stderr)
-        return 130
+        problem, code = "interrupted", 130
     except BrokenPipeError:  # the reader of a pipe, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        print(f"python -m records: {error}", file=sys.stderr)
-        return 2
+    except ModuleNotFoundError as error:
+        files = " ".join(f"-r {folder / 'requirements.txt'}" for folder in (RECORDS.parent, RECORDS))
+        problem, code = f"{error}; pip install {files}", 2
+    except (ToolError, OSError) as error:
+        problem, code = str(error), 2
+    say(f"python -m records: {problem}", sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,28 +1,25 @@
-"""Reads logs, ours and the public speedrun's, and finds records. What a log does not state is None."""
+"""Reads logs, ours and the public speedrun's, and finds records."""
 
 import itertools
 import json
 import re
 import statistics
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import Any, NamedTuple
 
 RULE = "=" * 100
 RECORDS = Path(__file__).resolve().parent
-RECORD_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_.+")
+RECORD_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_[\w.-]+", re.ASCII)
 # Digits are bounded so that no garbage makes a number that int or float cannot hold
 STEP_LINE = re.compile(
-    r"step:(?P<step>\d{1,9})/(?P<total>\d{1,9})(?: train_loss:(?:(?P<train_loss>\d{1,9}(?:\.\d{1,17})?)|nan|inf))?"
-    r"(?: val_loss:(?P<val_loss>\d{1,9}(?:\.\d{1,17})?))?"
-    r" train_time:(?P<time>\d{1,12}(?:\.\d{1,9})?)ms step_avg:(?:(?P<average>\d{1,12}(?:\.\d{1,9})?)|nan|inf)ms\s*",
+    r"step:(\d{1,9})/(\d{1,9})(?: train_loss:(?:\d{1,9}(?:\.\d{1,17})?|nan|inf))?"
+    r"(?: val_loss:(\d{1,9}(?:\.\d{1,17})?))?"
+    r" train_time:(\d{1,12}(?:\.\d{1,9})?)ms step_avg:(?:(\d{1,12}(?:\.\d{1,9})?)|nan|inf)ms\s*",
     re.ASCII,
 )
-SHARD_LINE = re.compile(
-    r"train shard: (.+), (?:(\d{1,12}) tokens, header sha256 ([0-9a-f]{64})|(\d{4,15}) bytes)", re.ASCII
-)
-HEADER_BYTES, TOKEN_BYTES = 1024, 2
+HEADER_BYTES, TOKEN_BYTES = 1024, 2  # of a shard
 
 
 class ToolError(Exception):
@@ -30,61 +27,94 @@ class ToolError(Exception):
 
 
 def shown(text: str, length: int = 60) -> str:
-    """Text of a file for a message: on one line, without control characters, not longer than `length`."""
+    """Quote text of a file in a message: on one line, without control characters, not longer than `length`."""
     return ascii(text if len(text) <= length else text[: length - 3] + "...")
 
 
 def printable(text: str) -> str:
-    """Replace control characters, such as the escape sequences of a terminal."""
-    return "".join(character if character.isprintable() else "?" for character in text)
+    """Replace control characters, such as the escape sequences of a terminal, but no line ends and tabs."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
 
 
-@dataclass(frozen=True)
-class Line:
-    """A step line, times in ms. Without val_loss it is the line of a training step, which may state train_loss."""
+class Line(NamedTuple):
+    """A step line, times in ms; that of a training step has no val_loss."""
 
     step: int
     total: int
+    val_loss: float | None
     time: float
     average: float | None
-    train_loss: float | None
-    val_loss: float | None
 
 
-@dataclass(frozen=True)
-class Shard:
-    name: str
-    num_tokens: int
-    header_sha256: str | None
-
-
-@dataclass(frozen=True)
 class Log:
-    """A log; `ended` is the line that says that the run was stopped, interrupted or resumed."""
+    """A log. What it does not state is None; train_shards are (name, tokens)."""
 
-    path: Path
-    source: str
-    lines: tuple[Line, ...]
-    configuration: dict | None
-    ended: str | None
-    python: str | None
-    torch: str | None
-    hardware: str | None
-    has_gpu: bool
-    num_threads: int | None
-    seed: int | None
-    train_shards: tuple[Shard, ...]
-    val_tokens: int | None
-    val_sha256: str | None
-    first_batch: tuple[str, int] | None
-    last_batch: tuple[str, int] | None
-    recompiles: int | None
-    stated_step_time: float | None
-    peak_mib: int | None
+    def __init__(self, path: Path):
+        """Raise ToolError where the file is no log, or holds a line that no run wrote."""
+        source, *rest = re.split(f"^{RULE}$\n?", read_text(path), flags=re.MULTILINE)
+        if len(rest) < 2:
+            raise ToolError(f"{path}: not a log, or cut short: a log has two lines of 100 '='; name the .txt of a run")
+        self.path, self.name, self.source, self.text = path, path.name, source.rstrip("\n"), "\n".join(rest)
+        self.ended = self.find("((?:stopped:|interrupted:|resumed).*)")  # says that this is not one whole run
+        self.lines = self.read_lines("\n".join(rest[1:]))
+        self.configuration = self.read_configuration()
+        self.python = self.find(r"Running Python ([^\s(]+).*")
+        self.torch = self.find(r"Running PyTorch ([^\s,]+).*")
+        self.seed = self.find(r"seed: (\d{1,20})\b.*", int)
+        shards = re.findall(r"^train shard: (.+), (\d{4,15}) bytes$", self.text, re.MULTILINE | re.ASCII)
+        self.train_shards = [(Path(name).name, (int(size) - HEADER_BYTES) // TOKEN_BYTES) for name, size in shards]
+        self.val_tokens = self.find(r"validation tokens: (\d{1,15}), sha256 [0-9a-f]{64}(?: .*)?", int)
+        self.val_sha256 = self.find(r"validation tokens: \d{1,15}, sha256 ([0-9a-f]{64})(?: .*)?")
+        self.first_batch = self.find(r"first batch: (.+ position \d{1,15})", lambda text: text.split("/")[-1])
+        self.last_batch = self.find(r"last batch: (.+ position \d{1,15})", lambda text: text.split("/")[-1])
+        self.recompiles = self.find(r"recompiles after the clock started: (\d{1,9})", int)
+        self.stated_step_time = self.find(r"step time: median (\d{1,9}\.\d{1,9})ms.*", float)
+        self.peak_mib = self.find(r"peak memory(?: allocated)?: (\d{1,9}) MiB.*", int)
+        count = re.search(r"^(\d{1,6}) processes, (\d{1,6}) threads each, \d{1,6} cores$", self.text, re.MULTILINE)
+        processes, threads = (int(count[1]), int(count[2])) if count else (None, None)
+        self.num_threads = processes and threads and processes * threads
+        gpus = re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s{2,}", self.text, re.MULTILINE)  # of nvidia-smi
+        device = (self.configuration or {}).get("device")
+        self.has_gpu = device == "cuda" if device in ("cpu", "cuda") else bool(gpus)
+        self.hardware = None
+        if self.has_gpu:
+            self.hardware = f"{processes or len(gpus) or 1}x {gpus[0] if gpus else 'GPU'}"
+        elif processes:
+            model = self.find(r" *Model name: +(.+)")  # of lscpu
+            self.hardware = f"{model or 'CPU'}, {processes} processes of {threads} threads"
 
-    @property
-    def name(self) -> str:
-        return self.path.name
+    def find(self, pattern: str, kind: Callable[[str], Any] = str) -> Any:
+        """Return the group of the first line that matches, or None."""
+        found = re.search(f"^{pattern}$", self.text, re.MULTILINE | re.ASCII)
+        return kind(found[1].strip()) if found else None
+
+    def read_lines(self, text: str) -> list[Line]:
+        lines = []
+        for line in text.split("\n"):
+            if line.startswith("step:"):
+                found = STEP_LINE.fullmatch(line)
+                if found is None:
+                    raise ToolError(f"{self.path}: {shown(line)} is no step line: cut short or edited; run it again")
+                loss, average = (None if found[i] is None else float(found[i]) for i in (3, 5))
+                lines.append(Line(int(found[1]), int(found[2]), loss, float(found[4]), average))
+        if not lines:
+            why = shown(self.ended) if self.ended else "the run never started, or was cut short"
+            raise ToolError(f"{self.path}: no step lines ({why}); leave it out")
+        if len({line.total for line in lines}) > 1:
+            raise ToolError(f"{self.path}: its step lines count to different numbers of steps; run it again")
+        # A training loss is printed a few steps late, perhaps after the validation of a later step
+        return sorted(lines, key=lambda line: (line.step, line.val_loss is not None))
+
+    def read_configuration(self) -> dict | None:
+        stated = self.find("configuration: (.*)")
+        if stated is None:
+            return None
+        try:
+            if isinstance(configuration := json.loads(stated), dict):
+                return configuration
+        except (ValueError, RecursionError):
+            pass
+        raise ToolError(f"{self.path}: its configuration line is no JSON object: cut short or edited; run it again")
 
     @property
     def num_steps(self) -> int:
@@ -92,24 +122,22 @@ class Log:
 
     @property
     def track(self) -> str | None:
-        """The preset; a log of the public form states none, and the public speedrun has one track."""
-        if self.configuration is None:
-            return "gpt2"
-        preset = self.configuration.get("preset")
+        """Return the preset; a log of the public form states none, and the public speedrun has one track."""
+        preset = "gpt2" if self.configuration is None else self.configuration.get("preset")
         return preset if isinstance(preset, str) else None
 
     @cached_property
     def curve(self) -> dict[int, tuple[float, float]]:
-        """Loss, and train time in ms, of the validations, by step."""
+        """Return loss, and train time in ms, of the validations, by step."""
         return {line.step: (line.val_loss, line.time) for line in self.lines if line.val_loss is not None}
 
     @cached_property
-    def training(self) -> tuple[Line, ...]:
-        return tuple(line for line in self.lines if line.val_loss is None)
+    def training(self) -> list[Line]:
+        return [line for line in self.lines if line.val_loss is None]
 
     @property
     def val_loss(self) -> float:
-        """Of the last validation; only for logs whose `incomplete` is None."""
+        """Return the last validation's loss; only for logs whose `incomplete` is None."""
         return self.curve[self.num_steps][0]
 
     @property
@@ -118,7 +146,7 @@ class Log:
 
     @property
     def step_time(self) -> float | None:
-        """The median ms of a step, from the differences of the step lines; None with fewer than two lines.
+        """Return the median ms of a step, from the differences of the step lines; None with fewer than two lines.
 
         The lines are rounded to 1 ms, so this is the median of grouped data, which tells tenths.
         """
@@ -128,7 +156,7 @@ class Log:
 
     @property
     def incomplete(self) -> str | None:
-        """Why this is not the log of a whole run, or None."""
+        """Say why this is not the log of a whole run, or return None."""
         last, steps = self.lines[-1], [line.step for line in self.training]
         if self.ended is not None:
             return f"has the line {shown(self.ended)}: not one whole run; run it again"
@@ -139,7 +167,7 @@ class Log:
         if steps != list(range(1, last.total + 1)):
             wrong = next((i for i, step in enumerate(steps, start=1) if step != i), len(steps) + 1)
             return (
-                f"does not have the step lines 1 to {last.total} once and in order, first at step {wrong}; run it again"
+                f"lacks one of the step lines 1 to {last.total}, or has it twice: first at step {wrong}; run it again"
             )
         return None
 
@@ -161,105 +189,54 @@ def read_json(path: Path) -> dict:
     return found
 
 
-def read_log(path: Path) -> Log:
-    """Raises ToolError where the file is no log, or holds a line that no run wrote."""
-    source, *rest = re.split(f"^{RULE}$\n?", read_text(path), flags=re.MULTILINE)
-    if len(rest) < 2:
-        raise ToolError(f"{path}: not a log, or cut short: a log has two lines of 100 '='; name the .txt of a run")
-    environment, after = rest[0], "\n".join(rest[1:])
-    lines = []
-    for text in after.split("\n"):
-        if not text.startswith("step:"):
-            continue
-        found = STEP_LINE.fullmatch(text)
-        if found is None:
-            raise ToolError(f"{path}: {shown(text)} is no step line: cut short or edited; run it again")
-        average, train_loss, val_loss = (
-            None if found[key] is None else float(found[key]) for key in ("average", "train_loss", "val_loss")
-        )
-        lines.append(Line(int(found["step"]), int(found["total"]), float(found["time"]), average, train_loss, val_loss))
-    # A training loss is printed a few steps late, perhaps after the validation of a later step
-    lines.sort(key=lambda line: (line.step, line.val_loss is not None))
-    ended = re.search(r"^(?:stopped:|interrupted:|resumed).*", f"{environment}\n{after}", re.MULTILINE)
-    if not lines:
-        why = shown(ended[0]) if ended else "the run never started, or was cut short"
-        raise ToolError(f"{path}: no step lines ({why}); leave it out")
-    if len({line.total for line in lines}) > 1:
-        raise ToolError(f"{path}: its step lines count to different numbers of steps; run it again")
-
-    def find(pattern: str, text: str = environment) -> re.Match | None:
-        return re.search(f"^{pattern}$", text, re.MULTILINE | re.ASCII)
-
-    def batch(which: str) -> tuple[str, int] | None:
-        found = find(rf"{which} batch: (.+) position (\d{{1,15}})", after)
-        return (Path(found[1]).name, int(found[2])) if found else None
-
-    def text_of(found: re.Match | None) -> str | None:
-        return printable(found[1].strip()) if found else None
-
-    def number_of(found: re.Match | None) -> int | None:
-        return int(found[1]) if found else None
-
-    configuration = None
-    if stated := find("configuration: (.*)"):
-        try:
-            configuration = json.loads(stated[1])
-        except (ValueError, RecursionError):
-            configuration = None
-        if not isinstance(configuration, dict):
-            raise ToolError(f"{path}: its configuration line is no JSON object: cut short or edited; run it again")
-    cpu = find(r"cpu: (.+), \d{1,6} cores; (\d{1,6}) processes, (\d{1,6}) threads each")  # until WrittenNorm
-    count = find(r"(?:cpu: .+, \d{1,6} cores; )?(\d{1,6}) processes, (\d{1,6}) threads each(?:; \d{1,6} cores)?")
-    model = cpu or find(r" *Model name: +(.+)")  # of lscpu
-    gpu = find(r"gpu: ([^,]+),.*")
-    gpus = re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s{2,}", environment, re.MULTILINE)  # of nvidia-smi
-    device = configuration.get("device") if configuration else None
-    has_gpu = device == "cuda" if device in ("cpu", "cuda") else bool(gpu or gpus)
-    hardware = None
-    if has_gpu:
-        number = count[1] if count else len(gpus) or 1
-        hardware = f"{number}x {gpu[1] if gpu else gpus[0] if gpus else 'GPU'}"
-    elif count:
-        hardware = f"{model[1] if model else 'CPU'}, {count[1]} processes of {count[2]} threads"
-    tokens = find(r"validation tokens: (\d{1,15}), sha256 ([0-9a-f]{64})(?: .*)?")
-    step_time = find(r"step time: median (\d{1,9}\.\d{1,9})ms.*", after)
-    shards = tuple(
-        Shard(Path(s[1]).name, int(s[2]) if s[2] else (int(s[4]) - HEADER_BYTES) // TOKEN_BYTES, s[3])
-        for s in SHARD_LINE.finditer(environment)
-    )
-    return Log(
-        path=path,
-        source=source.rstrip("\n"),
-        lines=tuple(lines),
-        configuration=configuration,
-        ended=ended[0] if ended else None,
-        python=text_of(find(r"Running Python ([^\s(]+).*")),
-        torch=text_of(find(r"Running PyTorch (\S+).*")),
-        hardware=hardware and printable(hardware),
-        has_gpu=has_gpu,
-        num_threads=int(count[1]) * int(count[2]) if count else None,
-        seed=number_of(find(r"seed: (\d{1,20})\b.*", f"{environment}\n{after}")),
-        train_shards=shards,
-        val_tokens=number_of(tokens),
-        val_sha256=tokens[2] if tokens else None,
-        first_batch=batch("first"),
-        last_batch=batch("last"),
-        recompiles=number_of(find(r"recompiles after the clock started: (\d{1,9})", after)),
-        stated_step_time=float(step_time[1]) if step_time else None,
-        peak_mib=number_of(find(r"peak memory(?: allocated)?: (\d{1,9}) MiB.*", after)),
-    )
-
-
 def record_folders(root: Path) -> list[Path]:
-    """All records, oldest first."""
+    """Return all records by name."""
     try:
         return sorted(path for path in root.iterdir() if path.is_dir() and RECORD_FOLDER.fullmatch(path.name))
     except OSError as error:
         raise ToolError(f"{root}: {error.strerror}; name the folder of the records with --root") from None
 
 
+def page_row(folder: Path, name: str) -> str | None:
+    """Return the second cell of the row of this name in the table of a record's page, without the link."""
+    page = folder / "README.md"
+    found = re.search(rf"^\| {name} \| (.*) \|$", read_text(page), re.MULTILINE) if page.is_file() else None
+    return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", found[1]) if found else None
+
+
+def lineage(root: Path) -> list[Path]:
+    """Return all records in order. The row "after" of a page names the record before; the first one's has none."""
+    folders, follower = {path.name: path for path in record_folders(root)}, dict[str | None, str]()
+    mend = "mend the row | after | RECORD | of its page"
+    for name, folder in folders.items():
+        before = page_row(folder, "after")
+        if before not in (None, *folders):
+            raise ToolError(f"{name} comes after {shown(str(before))}, which is no record in {root}: {mend}")
+        if before in follower:
+            where = f"come after {before}" if before else "have no row | after |: one record is the first"
+            raise ToolError(f"{follower[before]} and {name} both {where}; {mend}")
+        follower[before] = name
+    order: list[str] = []
+    while (after := order[-1] if order else None) in follower:
+        order.append(follower[after])
+    if astray := sorted(folders.keys() - set(order)):
+        raise ToolError(f"{', '.join(astray)}: come after each other in a circle; {mend}")
+    return [folders[name] for name in order]
+
+
+def ranked_before(root: Path) -> dict[Path, Path | None]:
+    """Map each ranked record, resolved and in order, to the ranked one before."""
+    ranked = [folder.resolve() for folder in lineage(root) if is_ranked(folder)]
+    return dict(zip(ranked, [None, *ranked], strict=False))
+
+
+def is_ranked(folder: Path) -> bool:
+    """Return whether the record is timed: its page's row "track" does not say "not ranked"."""
+    return "not ranked" not in (page_row(folder, "track") or "")
+
+
 def find_record(name: str, root: Path) -> Path:
-    """The record of this name, or the only one whose name has it as a part; small and capital letters are one.
+    """Return the record of this name, or the only one whose name has it as a part, in small or capital letters.
 
     Any folder with logs will do where it is named by its path.
     """
@@ -281,22 +258,22 @@ def log_paths(folder: Path) -> list[Path]:
 
 
 def record_logs(folder: Path) -> list[Log]:
-    logs = [read_log(path) for path in log_paths(folder)]
+    logs = [Log(path) for path in log_paths(folder)]
     if not logs:
         raise ToolError(f"{folder.name} has no logs: name another record, or put the .txt of its runs there")
     return logs
 
 
 def read_logs(names: Iterable[str], root: Path) -> list[Log]:
-    """The logs that `names` name: files, or records with all of theirs."""
+    """Read the logs that `names` name: files, or records with all of theirs."""
     logs = []
     for name in names:
-        logs += [read_log(Path(name))] if Path(name).is_file() else record_logs(find_record(name, root))
+        logs += [Log(Path(name))] if Path(name).is_file() else record_logs(find_record(name, root))
     return logs
 
 
 def read_script(name: str, root: Path) -> tuple[str, str]:
-    """A label and the script that `name` names: a record's, a log's, or a file's."""
+    """Return a label and the script that `name` names: a record's, a log's, or a file's."""
     path = Path(name)
     if not path.is_file():
         folder = find_record(name, root)
@@ -305,22 +282,32 @@ def read_script(name: str, root: Path) -> tuple[str, str]:
     return str(path), (text.split(f"\n{RULE}\n")[0] if f"\n{RULE}\n" in text else text).rstrip("\n")
 
 
+def differences(logs: list[Log]) -> Iterator[str]:
+    """Say where runs are not of one experiment, each with its own seed; what most of them have is taken for right."""
+    seeds: dict[int, str] = {}
+    for log in logs:
+        if log.seed in seeds:
+            yield f"{log.name}: has seed {log.seed}, as {seeds[log.seed]} has; leave one out, or run another --seed"
+        elif log.seed is not None:
+            seeds[log.seed] = log.name
+    settings = []
+    for log in logs:
+        stated = dict(log.configuration or {}) | {"number of steps": log.num_steps, "validation tokens": log.val_sha256}
+        settings.append({key: value for key, value in stated.items() if key not in ("seed", "run_id", "log_dir")})
+    usual = max(range(len(logs)), key=lambda i: settings.count(settings[i]))
+    for log, mine in zip(logs, settings, strict=True):
+        keys = sorted(key for key in mine | settings[usual] if mine.get(key) != settings[usual].get(key))
+        if keys:
+            yield f"{log.name}: unlike {logs[usual].name} in {', '.join(keys)}; run all with the same flags and data"
+
+
 def require_one_experiment(logs: list[Log]) -> None:
-    """Raises ToolError unless the logs are whole runs of one script and number of steps, each with its own seed."""
-    first = logs[0]
-    seeds: dict[int, Path] = {}
+    """Raise ToolError unless the logs are whole runs of one script and configuration, each with its own seed."""
     for log in logs:
         if log.incomplete:
             raise ToolError(f"{log.path}: {log.incomplete}")
-        if log.source != first.source:
-            raise ToolError(f"{log.path} and {first.path} are of different scripts: see `diff`, and name logs of one")
-        if log.num_steps != first.num_steps:
-            counts = f"{log.num_steps} steps, {first.path} has {first.num_steps}"
-            raise ToolError(f"{log.path} has {counts}: name logs of one number of steps")
-        if log.track != first.track:
-            raise ToolError(f"{log.path} and {first.path} are of different tracks: name logs of one")
-        if log.seed is None:
-            continue
-        if log.seed in seeds:
-            raise ToolError(f"{log.path} and {seeds[log.seed]} have the same seed {log.seed}: leave one of them out")
-        seeds[log.seed] = log.path
+        if log.source != logs[0].source:
+            both = f"{log.path} and {logs[0].path}"
+            raise ToolError(f"{both} are of different scripts: see `diff`, and name logs of one")
+    for problem in differences(logs):
+        raise ToolError(problem)

@@ -114,7 +114,7 @@ def plot_masks(
         panel.set_xlim(begin, end)
         panel.set_ylim(end, begin)
         farthest = int((seen != UNSEEN).sum(1).max())
-        reach = f"at most {plural(farthest, 'block')} = {farthest * cfg.block_size:,} tokens"
+        reach = f"at most {farthest} blocks = {farthest * cfg.block_size:,} tokens"
         panel.set_title(f"{NAMES[letter]}: {reach}, {share:.1%} of the causal blocks", fontsize=9)
     panels[0].set_ylabel("query token")
     add_legend(figure)
@@ -124,10 +124,6 @@ def plot_masks(
     for letter, mask in masks.items():  # too long for the picture's metadata
         found[letter]["blocks"] = ["".join(map(str, row)) for row in listed_blocks(mask).tolist()]
     return found
-
-
-def plural(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def draw_mask(panel, seen: "np.ndarray", edges: Sequence[int]) -> None:

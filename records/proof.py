@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,7 +33,7 @@ class Sample:
 
 
 def p_below(values: Sequence[float], target: float) -> float | None:
-    """One-sided one-sample t-test: p of a sample like this if the true mean were `target`. None for fewer than two."""
+    """Return p of the one-sided one-sample t-test for a mean below `target`. None for fewer than two."""
     if len(values) < 2:
         return None
     if min(values) == max(values):
@@ -47,70 +48,88 @@ def describe(values: Sequence[float], target: float | None = None) -> Sample:
     return Sample(len(values), statistics.fmean(values), sd, None if target is None else p_below(values, target))
 
 
-def power_below(gap: float, sd: float, n: int, alpha: float = ALPHA) -> float:
-    """How often the one-sided test passes with n runs, if the true mean is `gap` below the target."""
+def power_below(gap: float, sd: float, n: int) -> float:
+    """Return how often the one-sided test passes with n runs, if the true mean is `gap` below the target."""
     from scipy.stats import nct, t
 
-    return float(nct.sf(t.isf(alpha, n - 1), n - 1, gap / sd * math.sqrt(n)))
+    return float(nct.sf(t.isf(ALPHA, n - 1), n - 1, gap / sd * math.sqrt(n)))
 
 
-def runs_needed(gap: float, sd: float, alpha: float = ALPHA, power: float = POWER) -> int | None:
-    """The smallest number of runs, at least 2, whose test has this power; None if none up to MAX_RUNS has."""
+def runs_needed(gap: float, sd: float) -> int | None:
+    """Return the smallest number of runs, at least 2, whose test has enough power; None if none up to MAX_RUNS has."""
     if gap <= 0:
         return None
-    if sd == 0:
-        return 2
     high = 2
-    while power_below(gap, sd, high, alpha) < power:
+    while sd and power_below(gap, sd, high) < POWER:
         high *= 2
         if high > MAX_RUNS:
             return None
-    low = high // 2
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if power_below(gap, sd, middle, alpha) >= power else (middle, high)
-    return high
+    return bisect_left(range(high), True, lo=max(2, high // 2), key=lambda n: power_below(gap, sd, n) >= POWER)
 
 
-def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Mean, and the ends of the t-interval for it. Needs two values."""
+def difference(a: Sequence[float], b: Sequence[float], paired: bool) -> tuple[float, float, float]:
+    """Return mean(a) - mean(b) and the ends of its 95% t-interval: of pairs, or of two samples (Welch)."""
     from scipy.stats import t
 
-    mean = statistics.fmean(values)
-    half = float(t.isf((1 - confidence) / 2, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+    mean = statistics.fmean(a) - statistics.fmean(b)
+    samples = [[x - y for x, y in zip(a, b, strict=True)]] if paired else [a, b]
+    errors = [statistics.variance(sample) / len(sample) for sample in samples]
+    if sum(errors) == 0:
+        return mean, mean, mean
+    freedom = sum(errors) ** 2 / sum(e**2 / (len(sample) - 1) for e, sample in zip(errors, samples, strict=True))
+    half = float(t.isf(0.025, freedom)) * math.sqrt(sum(errors))
     return mean, mean - half, mean + half
 
 
-def ratio_interval(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
-    """a / b of pairs: the geometric mean, and the 95% interval, of the t-interval on the logarithms."""
-    mean, low, high = interval([math.log(x / y) for x, y in zip(a, b, strict=True)])
-    return math.exp(mean), math.exp(low), math.exp(high)
+def compare(a: Sequence, b: Sequence) -> dict:
+    """Return ratios of times a / b and the difference of losses a - b, with 95% intervals.
+
+    Runs, which have seed, val_loss, train_time and step_time, are paired by seed, and those without a partner left out,
+    if the sets share at least two seeds.
+    """
+    by_seed = [{run.seed: run for run in runs if run.seed is not None} for runs in (a, b)]
+    seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
+    paired = len(seeds) > 1
+    if paired:
+        a, b = ([runs[seed] for seed in seeds] for runs in by_seed)
+    if min(len(a), len(b)) < 2:
+        raise ToolError("an interval needs at least two runs of each; run more seeds")
+    found: dict = dict(n=[len(a), len(b)], seeds=seeds if paired else None)
+    for key in ("train_time", "step_time", "val_loss"):
+        is_time, values = key != "val_loss", [[getattr(run, key) for run in runs] for runs in (a, b)]
+        if is_time and not all(value for side in values for value in side):
+            continue  # a log that does not state it
+        scaled = [[math.log(value) for value in side] for side in values] if is_time else values
+        ends = difference(scaled[0], scaled[1], paired)
+        mean, low, high = (math.exp(min(x, 700)) if is_time else x for x in ends)
+        found[key] = {"ratio" if is_time else "difference": mean, "low": low, "high": high}
+        found[key] = {name: round(value, 6) for name, value in found[key].items()}
+        found[key]["means"] = [round(statistics.fmean(side), 6) for side in values]
+    return found
 
 
-def power_of_pairs(effect: float, sd: float, n: int, alpha: float = 0.05) -> float:
-    """How often the interval of n pairs excludes zero, if their true mean is `effect`."""
-    from scipy.stats import nct, t
-
-    edge, shift = t.isf(alpha / 2, n - 1), abs(effect) / sd * math.sqrt(n)
-    # Beyond 5 the far tail is below 1e-8, and scipy's nan in places
-    far = nct.cdf(-edge, n - 1, shift) if shift < 5 else 0.0
-    return float(nct.sf(edge, n - 1, shift) + far)
-
-
-def detectable(sd: float, n: int, power: float = POWER) -> float:
-    """The smallest true mean that n pairs tell from zero with this power."""
-    from scipy.optimize import brentq
-
-    return sd * float(brentq(lambda effect: power_of_pairs(effect, 1.0, n) - power, 1e-9, 100.0, xtol=1e-6))
+def told(a: str, b: str, found: dict) -> str:
+    """Return a comparison in words."""
+    n, seeds = found["n"], ", ".join(map(str, found["seeds"] or []))
+    how = f"n={n[0]} pairs of one seed ({seeds})" if seeds else f"n={n[0]} and {n[1]}, not paired: no two common seeds"
+    lines = [f"{a} against {b}: {how}; 95% intervals"]
+    for key, label in (("train_time", "train time"), ("step_time", "median step")):
+        if figures := found.get(key):
+            means = "{:.2f} and {:.2f} ms".format(*figures["means"])
+            lines.append("  {}: {ratio:.4f} ({low:.4f} to {high:.4f}) times, {}".format(label, means, **figures))
+    loss = found["val_loss"]
+    means = "{:.4f} and {:.4f}".format(*loss["means"])
+    lines.append("  val_loss: {difference:+.4f} ({low:+.4f} to {high:+.4f}), {}".format(means, **loss))
+    return "\n".join(lines)
 
 
 def public_history() -> dict:
-    """records/public.json: the public speedrun's history and curves; not measured here."""
+    """Read records/public.json, the public speedrun's history and curves, which were not measured here."""
     return read_json(RECORDS / "public.json")
 
 
 def against_public(log: Log, name: str) -> dict:
-    """Holds the validations of a gpt2 log against the curve of a public record, such as "record21"."""
+    """Hold the validations of a gpt2 log against the curve of a public record, such as "record21"."""
     curves = {f"record{record['number']}": record["curve"] for record in public_history()["records"]}
     if name not in curves:
         raise ToolError(f"no public curve {name!r}; choose one of {', '.join(curves)}")

@@ -3,27 +3,24 @@
 import contextlib
 import datetime
 import difflib
-import html
 import re
 import shutil
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 from records.logs import (
-    RECORD_FOLDER,
     Log,
     ToolError,
-    log_paths,
+    lineage,
     printable,
-    read_log,
+    ranked_before,
     read_script,
     read_text,
-    record_folders,
     record_logs,
     require_one_experiment,
 )
 from records.proof import describe, public_history
+from records.race import FILE, proven, record_race
 from records.rules import TRACKS, track_of
 
 BEGIN = "<!-- leaderboards: python -m records table -->"
@@ -32,15 +29,7 @@ README = """# {name}: <say in one line what it is>
 
 | | |
 |---|---|
-| track | {track}: mean validation loss of at most {target}, p < 0.01 |
-| validation loss | {sample}{p} |
-| seeds | {seeds} |
-| steps | {steps} |
-| train time | {train_time} |
-| step_avg | {step_avg} |
-| hardware | {hardware} |
-| versions | Python {python}, torch {torch} |
-| script | {diffstat} |
+{rows}
 
 ## What changed
 
@@ -53,74 +42,48 @@ README = """# {name}: <say in one line what it is>
 
 
 def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:
-    """The unified diff of two (label, script), and how many lines it removes and adds."""
+    """Return the unified diff of two (label, script), and how many lines it removes and adds."""
     lines = list(difflib.unified_diff(a[1].split("\n"), b[1].split("\n"), a[0], b[0], lineterm=""))
     removed, added = (sum(line.startswith(sign) for line in lines[2:]) for sign in "-+")
     return lines, removed, added
 
 
-def mean_and_sd(values: Sequence[float], digits: int, unit: str) -> str:
-    sample = describe(values)
-    sd = "" if sample.sd is None else f", sd {sample.sd:.{digits}f} {unit}"
-    return f"mean {sample.mean:.{digits}f} {unit}{sd}"
-
-
 def cell(text: str) -> str:
     """Quote text of a log or a page for a cell of a Markdown table."""
-    return html.escape(printable(text), quote=False).replace("|", "\\|")
+    return re.sub(r"[&<>|\\`\[\]\n]", lambda found: f"&#{ord(found[0])};", printable(text))
 
 
 def hardware_of(logs: Sequence[Log]) -> str:
     return cell("; ".join(sorted({log.hardware or "not stated" for log in logs})))
 
 
-def new_record(name: str, paths: Sequence[str], root: Path, date: str) -> Path:
-    """Makes the folder from finished logs of one script. Raises ToolError, having made nothing."""
+def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Path | None) -> Path:
+    """Make the folder from finished logs of one script and its race. Raise ToolError, having made nothing."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise ToolError(f"{name!r} is no name for a record: take letters, digits, '-' and '.'")
     try:
-        datetime.date.fromisoformat(date)
+        folder = root / f"{datetime.date.fromisoformat(date).isoformat()}_{name}"
     except ValueError:
         raise ToolError(f"--date {date!r} is no date: write it as 2026-01-31") from None
-    folder = root / f"{date}_{name}"
-    if not RECORD_FOLDER.fullmatch(folder.name):
-        raise ToolError(f"--date {date!r} is no date: write it as 2026-01-31")
     if folder.exists():
         raise ToolError(f"{folder} is there already: choose another name, or remove it first")
     if len({Path(path).name for path in paths}) < len(paths):
         raise ToolError("two of the logs have the same file name: rename one")
-    logs = [read_log(Path(path)) for path in paths]
+    logs = [Log(Path(path)) for path in paths]
     require_one_experiment(logs)
-    track = track_of(logs[0])
-    sample = describe([log.val_loss for log in logs], track.target)
-    earlier = [path for path in record_folders(root) if path.name[:10] <= date and (path / "train_gpt.py").is_file()]
-    diffstat = "the first one here"
-    if earlier:
-        _, removed, added = diff(read_script(str(earlier[-1] / "train_gpt.py"), root), (name, logs[0].source))
-        diffstat = f"{removed} lines removed, {added} added against [{earlier[-1].name}](../{earlier[-1].name})"
-    text = README.format(
-        name=name,
-        track=track.name,
-        target=track.target,
-        sample=sample,
-        p="" if sample.p is None else f", p={sample.p:.2g}",
-        seeds=", ".join("not stated" if log.seed is None else str(log.seed) for log in logs),
-        steps=f"{logs[0].num_steps:,}",
-        train_time=mean_and_sd([log.train_time / 1000 for log in logs], 2, "s"),
-        step_avg=mean_and_sd([log.train_time / log.num_steps for log in logs], 2, "ms"),
-        hardware=hardware_of(logs),
-        python=cell(logs[0].python or "not stated"),
-        torch=cell(logs[0].torch or "not stated"),
-        diffstat=diffstat,
-    )
+    line, ranked = lineage(root), [*ranked_before(root)]
+    if race and ranked:
+        proven(race, logs[0].source, read_script(str(ranked[-1]), root)[1])
+    text = page_of(name, logs, line[-1] if line else None)
     try:
         folder.mkdir()
         (folder / "train_gpt.py").write_text(logs[0].source + "\n", encoding="utf-8")
         (folder / "README.md").write_text(text, encoding="utf-8")
-        for log in logs:
-            for path in (log.path, log.path.with_suffix(".json")):
-                if path.is_file():
-                    shutil.copyfile(path, folder / path.name)
+        for path in [path for log in logs for path in (log.path, log.path.with_suffix(".json"))]:
+            if path.is_file():
+                shutil.copyfile(path, folder / path.name)
+        if race:
+            shutil.copyfile(race, folder / FILE)
     except OSError as error:
         with contextlib.suppress(OSError):
             shutil.rmtree(folder)
@@ -128,17 +91,37 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str) -> Path:
     return folder
 
 
+def page_of(name: str, logs: Sequence[Log], before: Path | None) -> str:
+    """Return a page that lacks only words."""
+    track = track_of(logs[0])
+    sample = describe([log.val_loss for log in logs], track.target)
+    times = [describe([log.train_time / divisor for log in logs]) for divisor in (1000, logs[0].num_steps)]
+    rows = dict(track=f"{track.name}: mean validation loss of at most {track.target}, p < 0.01")
+    rows["validation loss"] = f"{sample}{'' if sample.p is None else f', p={sample.p:.2g}'}"
+    rows["seeds"] = ", ".join("not stated" if log.seed is None else str(log.seed) for log in logs)
+    rows["steps"] = f"{logs[0].num_steps:,}"
+    for label, unit, found in zip(("train time", "step_avg"), ("s", "ms"), times, strict=True):
+        rows[label] = f"mean {found.mean:.2f} {unit}{'' if found.sd is None else f', sd {found.sd:.2f} {unit}'}"
+    rows["hardware"] = hardware_of(logs)
+    rows["versions"] = f"Python {cell(logs[0].python or 'not stated')}, torch {cell(logs[0].torch or 'not stated')}"
+    if before:
+        link = rows["after"] = f"[{before.name}](../{before.name})"
+        _, removed, added = diff(read_script(str(before), before.parent), (name, logs[0].source))
+        rows["script"] = f"{removed} lines removed, {added} added against {link}"
+    return README.format(name=name, rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()))
+
+
 def title_of(folder: Path) -> str:
-    """What comes after ": " in the first line of the record's README."""
+    """Return what comes after ": " in the first line of the record's README."""
     readme = folder / "README.md"
     first = read_text(readme).partition("\n")[0] if readme.is_file() else ""
     return cell(first.partition(": ")[2].strip())
 
 
-def row(folder: Path, logs: list[Log]) -> list[str]:
+def row(folder: Path, logs: list[Log], found: dict | None, product: float | None) -> list[str]:
+    """Return a record's row; `found` is its race against the one before, `product` its time in times of the first."""
     sample = describe([log.val_loss for log in logs], track_of(logs[0]).target)
     times = describe([log.train_time / 1000 for log in logs])
-    step_times = [time for log in logs if (time := log.stated_step_time or log.step_time) is not None]
     peaks = [log.peak_mib for log in logs if log.peak_mib is not None]
     return [
         f"[{folder.name}]({folder.name})",
@@ -147,52 +130,47 @@ def row(folder: Path, logs: list[Log]) -> list[str]:
         f"{sample.mean:.4f} ({'' if sample.sd is None else f'sd {sample.sd:.4f}, '}n={sample.n})",
         "" if sample.p is None else f"{sample.p:.1g}",
         f"{times.mean:.2f}" + ("" if times.sd is None else f" (sd {times.sd:.2f})"),
-        "" if len(step_times) < len(logs) else f"{statistics.fmean(step_times):.2f}",
+        "{ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"]) if found else "",
+        "" if product is None else f"{product:.3f}",
         f"{max(peaks):,}" if peaks else "",
         hardware_of(logs),
     ]
 
 
-def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+def markdown(head: str, rows: Sequence[Sequence[str]]) -> str:
+    names = head.split("|")
+    lines = [names, ["---"] * len(names), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def leaderboards(root: Path) -> str:
-    """The tables of all tracks with records, and the public history."""
+    """Return the tables of all tracks with records, and of the public history."""
     tracks: dict[str, list[list[str]]] = {}
-    for folder in record_folders(root):
-        if log_paths(folder):
-            logs = record_logs(folder)
-            require_one_experiment(logs)
-            tracks.setdefault(track_of(logs[0]).name, []).append(row(folder, logs))
-    head = "record|what|steps|val_loss, mean|p|train time (s)|step time (ms)|peak memory (MiB)|hardware".split("|")
+    product: float | None = 1.0
+    for folder, before in ranked_before(root).items():
+        logs = record_logs(folder)
+        require_one_experiment(logs)
+        found = record_race(folder, before) if before and (folder / FILE).is_file() else None
+        if before:
+            product = product * found["train_time"]["ratio"] if product and found else None
+        tracks.setdefault(track_of(logs[0]).name, []).append(row(folder, logs, found, product))
+    head = "record|what|steps|val_loss, mean|p|train time (s)|times the one before (95%)|times the first"
+    head += "|peak memory (MiB)|hardware"
     parts = []
     for name in (name for name in TRACKS if name in tracks):
         parts += [f"### {name}: at most {TRACKS[name].target}, measured here", markdown(head, tracks[name])]
     public = public_history()
     source = f"[{public['credit']}]({public['url']})"
     parts.append(f"### Public history, {public['hardware']}: figures of {source}, not measured here")
-    head = "#|date|name|steps|tokens per step|step_avg (ms)|train time (s)|official time (min)|val_loss".split("|")
-    rows = [
-        [
-            str(r["number"]),
-            r["date"],
-            r["name"],
-            f"{r['steps']:,}",
-            f"{r['tokens_per_step']:,}",
-            f"{r['step_avg_ms']:.2f}",
-            f"{r['train_time_s']:.2f}",
-            f"{r['official_minutes']:g}",
-            f"{r['val_loss']:.4f} ({r['val_loss_of']})",
-        ]
-        for r in public["records"]
-    ]
+    head = "#|date|name|steps|tokens per step|step_avg (ms)|train time (s)|official time (min)|val_loss"
+    formats = "{number}|{date}|{name}|{steps:,}|{tokens_per_step:,}|{step_avg_ms:.2f}|{train_time_s:.2f}"
+    formats += "|{official_minutes:g}|{val_loss:.4f} ({val_loss_of})"
+    rows = [formats.format(**record).split("|") for record in public["records"]]
     return "\n\n".join([*parts, markdown(head, rows)])
 
 
 def rewrite_tables(root: Path, check_only: bool) -> bool:
-    """Whether README.md had other leaderboards than the logs make; writes theirs unless `check_only`."""
+    """Write the leaderboards that the logs make, unless `check_only`. Return whether README.md had others."""
     path = root / "README.md"
     text = read_text(path)
     before, begin, rest = text.partition(BEGIN)
@@ -201,8 +179,5 @@ def rewrite_tables(root: Path, check_only: bool) -> bool:
         raise ToolError(f"{path} lacks the lines {BEGIN} and {END}; put them where the tables go")
     new = f"{before}{BEGIN}\n\n{leaderboards(root)}\n\n{END}{after}"
     if new != text and not check_only:
-        try:
-            path.write_text(new, encoding="utf-8")
-        except OSError as error:
-            raise ToolError(f"{path}: {error.strerror}; make it writable") from None
+        path.write_text(new, encoding="utf-8")
     return new != text

@@ -1,104 +1,208 @@
-"""Runs two scripts in turn on this machine, and says by how much they differ."""
+"""Runs scripts in turn on this machine and says by how much they differ; writes and reads race.json."""
 
+import datetime
+import functools
+import hashlib
+import json
+import math
 import os
-import statistics
-import subprocess
+import string
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
-from records.logs import RECORDS, ToolError, read_json, read_log, read_script, shown
-from records.proof import detectable, interval, ratio_interval
+from benchmarks.startup import own_process
+from records import proof
+from records.logs import RECORDS, Log, ToolError, read_json, read_script, read_text, shown
+from records.proof import compare
+
+FILE = "race.json"
+MIN_PAIRS = 5  # of a record's race
+PLAN = ("scripts", "flags", "pairs", "seed")
 
 
 @dataclass(frozen=True)
 class Run:
-    """Times in ms; the step time is the median of the step lines."""
+    """A run of the script of this index; times in ms, the step time is the median of the step lines."""
 
+    script: int
     seed: int
     val_loss: float
     train_time: float
-    step_time: float
-    val_sha256: str | None
+    step_time: float | None = None
+    val_sha256: str | None = None
+    hardware: str | None = None
+
+    def __post_init__(self):
+        numbers = (self.val_loss, self.train_time, self.step_time or 1.0)
+        if not (isinstance(self.seed, int) and all(isinstance(x, float) and 0 < x < math.inf for x in numbers)):
+            raise ValueError
 
 
-def run_script(script: Path, seed: int, run_id: str, log_dir: Path, flags: Sequence[str]) -> Run:
-    """Runs it from the repository's root. Raises ToolError with the last line that a failed run wrote to stderr."""
-    command = [sys.executable, str(script), "--seed", str(seed), "--log_dir", str(log_dir), "--run_id", run_id, *flags]
-    # Threads that wait for long with a busy loop take the core from those that work
-    environment = {"GOMP_SPINCOUNT": "10000"} | dict(os.environ)
-    done = subprocess.run(
-        command, cwd=RECORDS.parent, env=environment, capture_output=True, text=True, errors="replace"
-    )
-    if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or ["nothing on stderr"])[-1]
-        raise ToolError(
-            f"run {run_id} failed with exit code {done.returncode}: {shown(last, 300)}; mend it, race again"
-        )
-    log = read_log(log_dir / f"{run_id}.txt")
+# Takes seed, run id and the folder of the logs, and returns the fields of Run after the first two
+Runner = Callable[[int, str, Path], dict]
+
+
+def digest(script: str) -> str:
+    """Return the SHA-256 of the file that holds this script."""
+    return hashlib.sha256(f"{script}\n".encode()).hexdigest()
+
+
+def run_script(script: Path, flags: Sequence[str], seed: int, run_id: str, log_dir: Path) -> dict:
+    """Run a training script in the repository's root, and return its figures as fields of Run."""
+    own = ["--seed", str(seed), "--log_dir", str(log_dir), "--run_id", run_id]
+    try:
+        own_process([str(script), *own, *flags], cwd=RECORDS.parent)
+    except RuntimeError as error:
+        raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; with that mended, --resume the race") from None
+    log = Log(log_dir / f"{run_id}.txt")
     result = read_json(log.path.with_suffix(".json"))
-    loss, time = result.get("val_loss"), result.get("train_time_ms")
-    step_time = log.step_time or 0.0
-    if not isinstance(loss, float) or not isinstance(time, float) or time <= 0 or step_time <= 0:
-        raise ToolError(f"run {run_id} states no val_loss, train_time_ms or step times; race for at least 2 steps")
     if result.get("seed") != seed:
-        raise ToolError(
-            f"run {run_id} took seed {shown(str(result.get('seed')))}, not {seed}; leave --seed to the race"
-        )
-    return Run(seed, loss, time, step_time, log.val_sha256)
+        raise ToolError(f"run {run_id} took seed {shown(str(result.get('seed')))}, not {seed}; leave it to the race")
+    figures = dict(val_loss=result.get("val_loss"), train_time=result.get("train_time_ms"))
+    return figures | dict(step_time=log.step_time or None, val_sha256=log.val_sha256, hardware=log.hardware)
 
 
-def compare(a: Sequence[Run], b: Sequence[Run]) -> dict:
-    """Ratios a / b and the difference of losses a - b, each with its 95% interval; a[i] and b[i] are a pair."""
-    ratios = {}
-    for key in ("train_time", "step_time"):
-        of_a, of_b = ([getattr(run, key) for run in runs] for runs in (a, b))
-        ratios[key] = dict(zip(("ratio", "low", "high"), ratio_interval(of_a, of_b), strict=True))
-        ratios[key] |= {"a_ms": statistics.fmean(of_a), "b_ms": statistics.fmean(of_b)}
-    differences = [x.val_loss - y.val_loss for x, y in zip(a, b, strict=True)]
-    loss = dict(zip(("difference", "low", "high"), interval(differences), strict=True))
-    spread = statistics.stdev(x.train_time / y.train_time for x, y in zip(a, b, strict=True))
-    return dict(pairs=len(a), **ratios, val_loss=loss, detectable=detectable(spread, len(a)))
+def read_race(path: Path) -> tuple[dict, list[Run]]:
+    """Return the document and its runs. Raise ToolError if it is not a race's."""
+    document = read_json(path)
+    try:
+        runs = [Run(**run) for run in document["runs"]]
+        hashes, _, pairs, _ = planned(document)
+        if not isinstance(pairs, int) or any(run.script not in range(len(hashes)) for run in runs):
+            raise ValueError
+    except (KeyError, TypeError, ValueError):
+        raise ToolError(f"{path}: not the {FILE} of a race; take the file that `race` wrote") from None
+    return document, runs
 
 
-def race(names: Sequence[str], pairs: int, warmup: int, seed: int, flags: Sequence[str], root: Path, keep: Path | None):
-    """The comparison of two scripts after `pairs` runs of each, in the order A B B A A B ...
+def plan_of(scripts: Sequence[tuple[str, str]], flags: Sequence[str], pairs: int, seed: int) -> dict:
+    """Return the head of a race's document; scripts are (name, source)."""
+    hashes = [dict(name=name, sha256=digest(source)) for name, source in scripts]
+    return dict(scripts=hashes, flags=[*map(str, flags)], pairs=pairs, seed=seed)
 
-    A drift of the machine's speed that is linear in time cancels in each two pairs. `warmup`: runs of each beforehand
-    that do not count.
+
+def planned(document: dict) -> tuple:
+    """Return what a race is fixed by, in the order of PLAN; a script by its SHA-256."""
+    return [script["sha256"] for script in document["scripts"]], *(document[key] for key in PLAN[1:])
+
+
+def of(script: int, runs: Sequence[Run]) -> list[Run]:
+    return [run for run in runs if run.script == script]
+
+
+def proven(path: Path, newer: str, older: str) -> dict:
+    """Compare two scripts by the runs in a race.json. Raise ToolError if it proves nothing."""
+    if not path.is_file():
+        raise ToolError(f"{path}: is missing; race the script against the record before, and put the {FILE} there")
+    document, runs = read_race(path)
+    hashes, _, pairs, _ = planned(document)
+    for script, whose in ((newer, "this record's"), (older, "the record before's")):
+        if digest(script) not in hashes:
+            raise ToolError(f"{path}: lacks {whose} script, SHA-256 {digest(script)}; race the two as they are")
+    if len(runs) != pairs * len(hashes):
+        raise ToolError(f"{path}: has {len(runs)} runs, not {pairs} of each script; --resume the race")
+    if document.get("comparisons") != comparisons(runs):
+        raise ToolError(f"{path}: its comparisons do not follow from its runs; take the file that `race` wrote")
+    a, b = (of(hashes.index(digest(script)), runs) for script in (newer, older))
+    if len({run.seed for run in a} & {run.seed for run in b}) < MIN_PAIRS:
+        raise ToolError(f"{path}: has fewer than {MIN_PAIRS} pairs of runs of one seed; race with --pairs {MIN_PAIRS}")
+    return compare(a, b)
+
+
+def record_race(folder: Path, before: Path) -> dict:
+    """Compare a record with the one before by its race.json."""
+    return proven(folder / FILE, *(read_text(path / "train_gpt.py").rstrip("\n") for path in (folder, before)))
+
+
+def comparisons(runs: Sequence[Run]) -> list[dict]:
+    """Compare each script with the next one."""
+    sides = [of(script, runs) for script in sorted({run.script for run in runs})]
+    return [compare(a, b) for a, b in pairwise(sides)]
+
+
+def write(path: Path, document: dict) -> None:
+    """Write the file whole or not at all."""
+    beside = path.with_suffix(".part")
+    beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+def begin(plan: dict, out: Path | None, resume: Path | None) -> tuple[Path, dict, list[Run]]:
+    """Start a race in the folder `out`, or read what there is of the one to resume."""
+    if not resume:
+        folder = out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
+        if (folder / FILE).exists():
+            raise ToolError(f"{folder / FILE} is there already: go on with --resume {folder}, or choose another --out")
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder, plan | dict(runs=[], comparisons=[]), []
+    path = resume / FILE
+    document, runs = read_race(path)
+    for key, before, now in zip(PLAN, planned(document), planned(plan), strict=True):
+        if before != now:
+            raise ToolError(f"{path}: was begun with other {key}: resume with the same, or begin a new race with --out")
+    return resume, document, runs
+
+
+def in_turn(plan: dict, runners: Sequence[Runner], out: Path | None, resume: Path | None) -> dict:
+    """Run each script once per round, in the order A B C, C B A, A B C ..., and return the document of the race.
+
+    All runs of a round have one seed. A drift of the machine's speed that is linear in time cancels in two rounds.
     """
-    if pairs < 2:
-        raise ToolError("an interval needs at least --pairs 2")
+    if not 2 <= len(runners) <= 26 or plan["pairs"] < 2:
+        raise ToolError("a race needs 2 to 26 scripts, and for an interval at least --pairs 2")
+    import scipy.stats  # noqa: F401  to miss it now, and not after all runs
+
+    folder, document, runs = begin(plan, out, resume)
+    forwards = range(len(runners))
+    order = [(plan["seed"] + i, j) for i in range(plan["pairs"]) for j in (forwards[::-1] if i % 2 else forwards)]
+    if [(run.seed, run.script) for run in runs] != order[: len(runs)]:
+        raise ToolError(f"{folder / FILE}: its runs are not those of a race in order; begin a new race with --out")
+    print(f"{len(runs)}/{len(order)} runs; if stopped, go on with --resume {folder}", file=sys.stderr, flush=True)
+    left, began = order[len(runs) :], time.monotonic()
+    for done, (seed, script) in enumerate(left, start=1):
+        run_id = f"race-{seed}-{string.ascii_lowercase[script]}"
+        for suffix in (".txt", ".json"):  # of a run that was stopped
+            (folder / f"{run_id}{suffix}").unlink(missing_ok=True)
+        try:
+            run = Run(script, seed, **runners[script](seed, run_id, folder.resolve()))
+        except ValueError:
+            raise ToolError(f"run {run_id} states no val_loss or train_time_ms; mend the script") from None
+        runs.append(run)
+        if len({run.val_sha256 for run in runs} - {None}) > 1:
+            raise ToolError("the scripts validate on different tokens: give all the same data after --")
+        document["runs"].append(vars(run))
+        write(folder / FILE, document)
+        seconds = (time.monotonic() - began) / done * (len(left) - done)
+        told = f"val_loss {run.val_loss:.4f}, train time {run.train_time:.0f} ms"
+        remaining = f"{len(runs)}/{len(order)}, {datetime.timedelta(seconds=round(seconds))} left"
+        print(f"{run_id}: {told}; {remaining}", file=sys.stderr, flush=True)
+    document["comparisons"] = comparisons(runs)
+    write(folder / FILE, document)
+    return document
+
+
+def told(document: dict) -> str:
+    """Return the comparisons in words."""
+    names = [script["name"] for script in document["scripts"]]
+    compared = zip(pairwise(names), document["comparisons"], strict=True)
+    return "\n".join(proof.told(*pair, found) for pair, found in compared)
+
+
+def race(names: Sequence[str], pairs: int, seed: int, flags: Sequence[str], root: Path, **folders: Path | None) -> dict:
+    """Race training scripts, frozen as they are now, with these flags."""
     if any(flag.split("=")[0] in ("--seed", "--log_dir", "--run_id") for flag in flags):
         raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out after --")
     scripts = [read_script(name, root) for name in names]
-    import scipy.stats  # noqa: F401  to miss it now, and not after all runs
-
     with tempfile.TemporaryDirectory(prefix="race-") as temporary:
-        folder = Path(temporary)
-        log_dir = (keep or folder / "logs").resolve()
-        if keep is not None and keep.exists() and not keep.is_dir():
-            raise ToolError(f"{keep} is a file; choose another --keep")
-        paths = []
-        for side, (_, script) in zip("ab", scripts, strict=True):
-            path = folder / side / "train_gpt.py"
+        runners = []
+        for i, (_, source) in enumerate(scripts):
+            path = Path(temporary) / str(i) / "train_gpt.py"
             path.parent.mkdir()
-            path.write_text(script + "\n", encoding="utf-8")
-            paths.append(path)
-        runs: dict[str, list[Run]] = {"a": [], "b": []}
-        tokens: str | None = None
-        for pair in range(-warmup, pairs):
-            for side in "ab" if pair % 2 == 0 else "ba":
-                run_id = f"race-{'warmup' if pair < 0 else 'pair'}{pair if pair >= 0 else pair + warmup}-{side}"
-                run = run_script(paths["ab".index(side)], seed + max(pair, 0), run_id, log_dir, flags)
-                tokens = tokens or run.val_sha256
-                if run.val_sha256 != tokens:
-                    raise ToolError("the two scripts validate on different tokens: give both the same data after --")
-                told = f"val_loss {run.val_loss:.4f}, train time {run.train_time:.0f} ms, step {run.step_time:.2f} ms"
-                print(f"{run_id}, seed {run.seed}: {told}", file=sys.stderr, flush=True)
-                if pair >= 0:
-                    runs[side].append(run)
-        each = {side: [vars(run) for run in found] for side, found in runs.items()}
-        return dict(a=scripts[0][0], b=scripts[1][0]) | compare(runs["a"], runs["b"]) | dict(runs=each)
+            path.write_text(source + "\n", encoding="utf-8")
+            runners.append(functools.partial(run_script, path, flags))
+        return in_turn(plan_of(scripts, flags, pairs, seed), runners, **folders)

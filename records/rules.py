@@ -1,23 +1,22 @@
 """What a record must fulfil. Every failure is one line that says what to do."""
 
 import ast
-import hashlib
 import itertools
 import math
+import os
 import re
-import struct
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from records.logs import Log, ToolError, log_paths, read_json, read_log, read_text, shown
+from records.logs import Log, ToolError, differences, is_ranked, log_paths, read_json, read_text, shown
 from records.proof import ALPHA, describe, runs_needed
+from records.race import FILE, record_race
 
 SYSTEMS_RECORD = "Systems record:"
 PLACEHOLDER = "<say"
-COMPILER_SETTING = re.compile(r"torch\._(inductor|dynamo)\.config|(TORCHINDUCTOR|TORCHDYNAMO|TORCH_COMPILE)(_\w*)?")
-RUNS_MAY_DIFFER_IN = {"seed", "run_id", "log_dir"}
+COMPILER_SETTING = re.compile(r"(torch\.)?(_inductor|_dynamo)(\..*)?|TORCH(INDUCTOR|DYNAMO|_COMPILE)\w*")
 
 
 @dataclass(frozen=True)
@@ -29,40 +28,18 @@ class Track:
     val_tokens: int
     val_sha256: str | None
     shard_name: str
-    first_shard: int
     shard_tokens: int
     num_shards: int
     max_threads: int | None
 
-    @property
-    def header_sha256(self) -> str:
-        header = [20240520, 1, self.shard_tokens] + [0] * 253
-        return hashlib.sha256(struct.pack("<256i", *header)).hexdigest()
+    def shard(self, index: int) -> str:
+        return self.shard_name.format(index + (self.name == "gpt2"))  # FineWeb's shard 0 is the validation's
 
 
+NANO_VAL = "3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf"
 TRACKS = {
-    "nano": Track(
-        name="nano",
-        target=1.45,
-        val_tokens=262_144,
-        val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
-        shard_name="nano_train_{:06d}.bin",
-        first_shard=0,
-        shard_tokens=43_564_420,
-        num_shards=1,
-        max_threads=2,
-    ),
-    "gpt2": Track(
-        name="gpt2",
-        target=3.28,
-        val_tokens=10_485_760,
-        val_sha256=None,
-        shard_name="fineweb_train_{:06d}.bin",
-        first_shard=1,
-        shard_tokens=100_000_000,
-        num_shards=103,
-        max_threads=None,
-    ),
+    "nano": Track("nano", 1.45, 262_144, NANO_VAL, "nano_train_{:06d}.bin", 43_564_420, 1, max_threads=2),
+    "gpt2": Track("gpt2", 3.28, 10_485_760, None, "fineweb_train_{:06d}.bin", 100_000_000, 103, max_threads=None),
 }
 
 
@@ -72,67 +49,38 @@ def track_of(log: Log) -> Track:
     return TRACKS[log.track]
 
 
-class Names:
-    """Dotted names of a script's expressions, seen through imports, assignments, getattr and partial."""
-
-    def __init__(self, tree: ast.Module):
-        self.known: dict[str, str] = {}
-        nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom | ast.Assign))
-        for node in sorted(nodes, key=lambda node: (node.lineno, node.col_offset)):
-            if isinstance(node, ast.Assign):
-                name = self.of(node.value)
-                for target in node.targets:
-                    if isinstance(target, ast.Name) and name.split(".")[0] in ("torch", "functools", "os"):
-                        self.known[target.id] = name
-            elif isinstance(node, ast.Import):
-                self.known |= {alias.asname: alias.name for alias in node.names if alias.asname}
-            else:
-                self.known |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-
-    def of(self, node: ast.AST) -> str:
-        """ "" where the expression has no name."""
-        match node:
-            case ast.Name():
-                return self.known.get(node.id, node.id)
-            case ast.Attribute():
-                return f"{self.of(node.value)}.{node.attr}"
-            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=str(name)), *_]):
-                return f"{self.of(owner)}.{name}"
-            case ast.Call(args=[function, *_]) if self.of(node.func) == "functools.partial":
-                return self.of(function)
-        return ""
-
-
 def compiler_flags(source: str) -> Iterator[str]:
-    """What a script does to the compiler beyond torch.compile(..., fullgraph=, dynamic=).
+    """Yield what a script does to the compiler beyond torch.compile(..., fullgraph=, dynamic=).
 
     Finds what is written plainly; flags that a script hides, or that are set outside of it, its readers have to find.
     """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(source)
-        names = Names(tree)
-        for node in ast.walk(tree):
-            found: list[str] = []
-            match node:
-                case ast.Import():
-                    found = [alias.name for alias in node.names]
-                case ast.ImportFrom():
-                    found = [f"{node.module}.{alias.name}" for alias in node.names]
-                case ast.Attribute() | ast.Call():
-                    found = [names.of(node)]
-                case ast.Constant(value=str(text)) | ast.keyword(arg=str(text)):
-                    found = [text]
-            for name in found:
-                if COMPILER_SETTING.fullmatch(name):
-                    yield f"line {getattr(node, 'lineno', 0)} uses {name}"
-            if isinstance(node, ast.Call) and "torch.compile" in (names.of(node.func), names.of(node)):
-                for word in node.keywords:
-                    if word.arg not in ("fullgraph", "dynamic"):
-                        yield f"line {node.lineno} gives the compiler {word.arg or '**'}="
+            nodes = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         yield f"cannot be parsed ({shown(str(error))})"
+        return
+    # torch.compile has to be called, and torch._dynamo.utils, which counts graphs, is no setting
+    plain = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
+    plain |= {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "utils"}
+    for node in nodes:
+        found = ""
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                text = ast.unparse(node)
+                found = text if re.search(r"\b(_inductor|_dynamo|torch as|torch import .*\bcompile)\b", text) else ""
+            case ast.Attribute(attr="_inductor" | "_dynamo") | ast.Attribute(value=ast.Name("torch"), attr="compile"):
+                found = "" if id(node) in plain else f"torch.{node.attr}"
+            case ast.Constant(value=str(text)) | ast.keyword(arg=str(text)):
+                found = text if COMPILER_SETTING.fullmatch(text) else ""
+            case ast.Call(func=ast.Name("getattr"), args=[_, ast.Constant(value="compile"), *_]):
+                found = "getattr(..., 'compile')"
+            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr="compile")):
+                words = [word.arg or "**" for word in node.keywords if word.arg not in ("fullgraph", "dynamic")]
+                found = f"torch.compile({', '.join(f'{word}=' for word in words)})" if words else ""
+        if found:
+            yield f"line {getattr(node, 'lineno', 0)} uses {found}"
 
 
 @dataclass
@@ -140,13 +88,8 @@ class Verdict:
     """What verify found out about a record."""
 
     name: str
+    failures: list[str]
     summary: str = ""
-    failures: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def ok(self) -> bool:
-        return not self.failures
 
 
 def clock_problems(log: Log) -> Iterator[str]:
@@ -167,7 +110,7 @@ def clock_problems(log: Log) -> Iterator[str]:
 
 
 def result_problems(log: Log) -> Iterator[str]:
-    """The .json beside the log says the same, if there is one."""
+    """Check that the .json beside the log says the same, if there is one."""
     path = log.path.with_suffix(".json")
     if not path.exists():
         return
@@ -181,7 +124,7 @@ def result_problems(log: Log) -> Iterator[str]:
 
 
 def data_problems(log: Log, track: Track) -> Iterator[str]:
-    """Validation tokens and training stream are the track's."""
+    """Check that validation tokens and training stream are the track's."""
     if log.val_tokens != track.val_tokens:
         yield f"validates on {log.val_tokens} tokens, the track on {track.val_tokens}; run it without --val_tokens"
     elif track.val_sha256 not in (None, log.val_sha256):
@@ -197,21 +140,20 @@ def data_problems(log: Log, track: Track) -> Iterator[str]:
     if shard >= track.num_shards:
         yield f"{touched}: {log.num_steps} batches of {per_batch} are more than its data, used once; train less"
         return
-    names = [track.shard_name.format(track.first_shard + i) for i in range(shard + 1)]
-    if [found.name for found in log.train_shards] != names:
-        found_names = ", ".join(shard.name for shard in log.train_shards) or "none"
-        yield f"{touched}: shards {shown(found_names)}, expected {len(names)} from {names[0]} on; train on those"
-    for found in log.train_shards:
-        if found.num_tokens != track.shard_tokens or found.header_sha256 not in (None, track.header_sha256):
-            yield f"{touched}: {found.name} has another header or {found.num_tokens} tokens; get the data again"
+    names = [track.shard(i) for i in range(shard + 1)]
+    if [name for name, _ in log.train_shards] != names:
+        found = shown(", ".join(name for name, _ in log.train_shards) or "none")
+        yield f"{touched}: shards {found}, expected {len(names)} from {names[0]} on; train on those"
+    for name, tokens in log.train_shards:
+        if tokens != track.shard_tokens:
+            yield f"{touched}: {name} has {tokens} tokens, not {track.shard_tokens}; get the data again"
     for which, stated, expected in (
-        ("first", log.first_batch, (names[0], 0)),
-        ("last", log.last_batch, (names[-1], batch * per_batch)),
+        ("first", log.first_batch, f"{names[0]} position 0"),
+        ("last", log.last_batch, f"{names[-1]} position {batch * per_batch}"),
     ):
         if stated != expected:
-            at = "not stated" if stated is None else f"{stated[0]} position {stated[1]}"
-            wanted = f"{expected[0]} position {expected[1]}"
-            yield f"{touched}: {which} batch is {at}, in order it is {wanted}; train on all batches in order"
+            stated = stated or "not stated"
+            yield f"{touched}: {which} batch is {stated}, in order it is {expected}; train on all batches in order"
 
 
 def log_problems(log: Log, track: Track, script: str | None) -> Iterator[str]:
@@ -233,33 +175,6 @@ def log_problems(log: Log, track: Track, script: str | None) -> Iterator[str]:
             yield "ran on a GPU, the track is for CPUs; run it with --device cpu"
 
 
-def comparison_problems(logs: list[Log]) -> Iterator[str]:
-    """The logs are of one experiment, each with a seed of its own; what most of them have is taken for right."""
-    seeds: dict[int, str] = {}
-    for log in logs:
-        if log.seed in seeds:
-            yield f"{log.name}: has seed {log.seed}, as {seeds[log.seed]} has; run one of them with another --seed"
-        elif log.seed is not None:
-            seeds[log.seed] = log.name
-
-    def settings(log: Log) -> dict:
-        stated = {key: value for key, value in (log.configuration or {}).items() if key not in RUNS_MAY_DIFFER_IN}
-        return stated | {"number of steps": log.num_steps}
-
-    def odd_ones(key: Callable) -> Iterator[tuple[Log, Log]]:
-        usual = max(logs, key=lambda log: sum(key(log) == key(other) for other in logs))
-        return ((log, usual) for log in logs if key(log) != key(usual))
-
-    for log, usual in odd_ones(settings):
-        ours, theirs = settings(log), settings(usual)
-        keys = sorted(key for key in ours | theirs if ours.get(key) != theirs.get(key))
-        yield f"{log.name}: configured unlike {usual.name} in {', '.join(keys)}; run all with the same flags"
-    # Where the track's hash is known, each log was held against that
-    if track_of(logs[0]).val_sha256 is None:
-        for log, usual in odd_ones(lambda log: log.val_sha256):
-            yield f"{log.name}: other validation tokens than {usual.name}; run all on the same data"
-
-
 def target_problem(losses: list[float], target: float, is_systems: bool) -> str | None:
     sample = describe(losses, target)
     if sample.mean > target:
@@ -274,52 +189,72 @@ def target_problem(losses: list[float], target: float, is_systems: bool) -> str 
     return f"n too small: {seen} at n={sample.n}; run more seeds ({about})"
 
 
-def check_record(folder: Path) -> Verdict:
-    """Every check that the record's files allow."""
-    verdict = Verdict(folder.name)
-    script = readme = None
-    try:
-        script = read_text(folder / "train_gpt.py").rstrip("\n")
-        readme = read_text(folder / "README.md")
-    except ToolError:
-        missing = "train_gpt.py" if script is None else "README.md"
-        verdict.failures.append(f"{missing} is missing or cannot be read; a record has one")
-    if readme is not None and PLACEHOLDER in readme:
-        line = readme[: readme.index(PLACEHOLDER)].count("\n") + 1
-        verdict.failures.append(
-            f"README.md line {line} still has a {PLACEHOLDER} ...> placeholder; write what it asks for"
-        )
-    if script is not None:
+def page_problems(folder: Path, script: str | None) -> Iterator[str]:
+    """Check what every record has: a script and a written page."""
+    if script is None:
+        yield "train_gpt.py is missing; a record has one"
+    else:
         for problem in sorted(set(compiler_flags(script))):
-            verdict.failures.append(f"train_gpt.py: {problem}; the track allows no compiler flags: take it out")
+            yield f"train_gpt.py: {problem}; the track allows no compiler flags: take it out"
+    page = folder / "README.md"
+    if not page.is_file():
+        yield "README.md is missing; a record has one"
+        return
+    before, placeholder, _ = read_text(page).partition(PLACEHOLDER)
+    if placeholder:
+        line = before.count("\n") + 1
+        yield f"README.md line {line} still has a {PLACEHOLDER} ...> placeholder; write what it asks for"
+
+
+def check_record(folder: Path, before: Path | None) -> Verdict:
+    """Check all that the record's files allow. `before`: the ranked record before, which it has to be raced against."""
+    path = folder / "train_gpt.py"
+    script = read_text(path).rstrip("\n") if path.is_file() else None
+    verdict = Verdict(folder.name, list(page_problems(folder, script)))
+    if not is_ranked(folder):
+        verdict.summary = "not ranked: script and page"
+        return verdict
     whole = []
     for path in log_paths(folder):
         try:
-            log = read_log(path)
+            log = Log(path)
             if log.configuration is None:
                 raise ToolError("states no configuration (the public form?); only its curve can be held: --against")
             if log.incomplete:
                 raise ToolError(log.incomplete)
-            track = track_of(log)
-            verdict.failures += [f"{log.name}: {problem}" for problem in log_problems(log, track, script)]
+            verdict.failures += [f"{log.name}: {problem}" for problem in log_problems(log, track_of(log), script)]
             whole.append(log)
         except ToolError as error:
             verdict.failures.append(f"{path.name}: {str(error).removeprefix(f'{path}: ')}")
     if not log_paths(folder):
         verdict.failures.append("has no logs; put the .txt of its runs there")
-    if not whole:
-        return verdict
-    verdict.failures += comparison_problems(whole)
-    track = track_of(whole[0])
-    if any(log.track != track.name for log in whole):
-        return verdict
-    losses = [log.val_loss for log in whole]
-    is_systems = any(line.startswith(SYSTEMS_RECORD) for line in (readme or "").splitlines())
+    if whole:
+        check_together(verdict, whole, folder)
+    try:
+        if before is not None:
+            found = record_race(folder, before)
+            ratio = "{ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"])
+            verdict.summary += f"; train time {ratio} times {before.name}"
+            loss, target = found["val_loss"]["means"][0], track_of(whole[0]).target if whole else math.inf
+            if loss > target:
+                raise ToolError(f"{FILE}: mean loss {loss:.4f} is above the target {target}; race the whole training")
+    except ToolError as error:
+        verdict.failures.append(str(error).removeprefix(f"{folder}{os.sep}"))
+    return verdict
+
+
+def check_together(verdict: Verdict, logs: list[Log], folder: Path) -> None:
+    """Check what the logs of a record show together, and sum it up."""
+    verdict.failures += differences(logs)
+    track = track_of(logs[0])
+    if any(log.track != track.name for log in logs):
+        return
+    losses = [log.val_loss for log in logs]
+    page = folder / "README.md"
+    is_systems = page.is_file() and any(line.startswith(SYSTEMS_RECORD) for line in read_text(page).splitlines())
     missed = target_problem(losses, track.target, is_systems)
     verdict.failures += [missed] if missed else []
     sample = describe(losses, track.target)
     p = "p waived: systems record" if is_systems else f"p={sample.p:.2g}" if sample.p is not None else "p unknown"
-    verdict.summary = f"{sample} {p} ({track.name}, {whole[0].num_steps} steps)"
-    if track.val_sha256 is None and verdict.ok:
-        verdict.notes.append(f"the hash of {track.name}'s validation tokens is not known here; its logs agree on one")
-    return verdict
+    note = "" if track.val_sha256 else "; all on the same validation tokens, whose hash this tool does not know"
+    verdict.summary = f"{sample} {p} ({track.name}, {logs[0].num_steps} steps{note})"

@@ -1,9 +1,9 @@
 """Logs and records that no run wrote, and a small corpus for runs that do."""
 
-import hashlib
 import json
-import struct
 from pathlib import Path
+
+from records import race
 
 ROOT = Path(__file__).parent.parent
 RULE = "=" * 100
@@ -12,20 +12,34 @@ NANO_VAL = "3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf"
 SHARDS = {"nano": ("data/nano/nano_train_{:06d}.bin", 0, 43_564_420), "gpt2": ("fineweb_train_{:06d}.bin", 1, 10**8)}
 README = "# Name: one line that says what\n\nText.\n"
 
+# What a race starts: SLOWNESS scales its steps and its loss
+SCRIPT = f"""
+import json, pathlib, sys, zlib
+sys.path[:0] = [{str(ROOT / "tests")!r}]
+from synthetic_logs import log_text
+flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if "--stop" in flags and pathlib.Path(flags["--stop"]).read_text() == flags["--run_id"]:
+    pathlib.Path(flags["--log_dir"], flags["--run_id"] + ".txt").write_text("cut short")
+    sys.exit("first line\\nstopped")
+seed, log = int(flags["--seed"]), pathlib.Path(flags["--log_dir"]) / (flags["--run_id"] + ".txt")
+assert not log.exists()
+loss, step_ms = 1.4 + 0.001 * seed + SLOWNESS / 100, SLOWNESS * (40 + 0.1 * (zlib.crc32(log.name.encode()) % 5))
+log.write_text(log_text(seed=seed, val_loss=loss, step_ms=step_ms, val_sha256=("cd" if SLOWNESS == 9 else "ab") * 32))
+log.with_suffix(".json").write_text(json.dumps(dict(val_loss=loss, train_time_ms=20 * step_ms, seed=seed)))
+"""
+
 
 def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step_ms=40.3, batch_tokens=1024, **more):
-    """Write the log of a whole run, whose step k ends at k times step_ms, in our form or in that until WrittenNorm."""
-    is_old, cpu = more.get("is_old", False), more.get("cpu", "Some Processor")
+    """Write the log of a whole run, whose step k ends at k times step_ms."""
+    cpu = more.get("cpu", "Some Processor")
     pattern, first_shard, shard_tokens = SHARDS[preset]
     starts = range(0, shard_tokens - batch_tokens, batch_tokens)
     shards = [pattern.format(first_shard + i) for i in range((steps - 1) // len(starts) + 1)]
     config = dict(preset=preset, batch_tokens=batch_tokens, num_iterations=steps, seed=seed, device="cpu")
-    header = hashlib.sha256(struct.pack("<256i", 20240520, 1, shard_tokens, *[0] * 253)).hexdigest()
-    size = f"{shard_tokens} tokens, header sha256 {header}" if is_old else f"{2 * shard_tokens + 1024} bytes"
-    count = more.get("count", "1 processes, 2 threads each")
+    size = f"{2 * shard_tokens + 1024} bytes"
     lines = [source, RULE, "Running Python 3.11.7 (main, May  9 2026) [GCC 12.2.0]"]
-    lines += ["Running PyTorch 2.13.0+cpu compiled for CUDA None, numpy 2.4.6"]
-    lines += [f"cpu: {cpu}, 2 cores; {count}"] if is_old else [f"{count}; 2 cores", "$ lscpu", f"  Model name:   {cpu}"]
+    lines += ["Running PyTorch 2.13.0+cpu, numpy 2.4.6", "1 processes, 2 threads each, 2 cores"]
+    lines += ["$ lscpu", f"  Model name:   {cpu}"]
     lines += [f"train shard: {shard}, {size}" for shard in shards] + [f"val shard: nano_val_000000.bin, {size}"]
     lines += ["flags: []", f"configuration: {json.dumps(config)}"]
     val_tokens = 262144 if preset == "nano" else 10485760
@@ -34,7 +48,7 @@ def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step
     curve = more.get("curve") or {step: val_loss + 1 - step / steps for step in [*range(0, steps, 5), steps]}
     for step in range(steps + 1):
         timing = f"train_time:{step * step_ms:.0f}ms step_avg:{step_ms if step else 0:.2f}ms"
-        lines += [f"step:{step}/{steps} {'' if is_old else 'train_loss:2.5000 '}{timing}"] if step else []
+        lines += [f"step:{step}/{steps} train_loss:2.5000 {timing}"] if step else []
         lines += [f"step:{step}/{steps} val_loss:{curve[step]:.4f} {timing}"] if step in curve else []
     lines += [f"first batch: {shards[0]} position 0"]
     lines += [f"last batch: {shards[-1]} position {starts[(steps - 1) % len(starts)]}"]
@@ -56,14 +70,29 @@ def public_text(curve: dict[int, float], steps: int) -> str:
     return "\n".join([*lines, "peak memory allocated: 29898 MiB reserved: 44552 MiB", ""])
 
 
-def write_record(root: Path, name: str, texts: list[str], source: str = SOURCE, readme: str = README) -> Path:
+def write_record(root: Path, name: str, texts: list[str], source=SOURCE, readme=README, after: str = "") -> Path:
+    """Write a record's folder; `after` names the record before it."""
     folder = root / name
     folder.mkdir(parents=True)
     (folder / "train_gpt.py").write_text(source)
-    (folder / "README.md").write_text(readme)
+    (folder / "README.md").write_text(readme + f"| after | [{after}](../{after}) |\n" * bool(after))
     for i, text in enumerate(texts):
         (folder / f"run{i}.txt").write_text(text)
     return folder
+
+
+def write_race(path: Path, *sources: str, pairs: int = 5, val_loss: float = 1.4) -> dict:
+    """Write the race of these scripts, each 0.9 times as fast as the one before."""
+    runs = [
+        race.Run(script, seed, val_loss + 0.001 * seed, (1000.0 + seed) * 0.9**-script)
+        for seed in range(pairs)
+        for script in range(len(sources))
+    ]
+    scripts = [dict(name=f"script {i}", sha256=race.digest(source.rstrip("\n"))) for i, source in enumerate(sources)]
+    document = dict(scripts=scripts, flags=[], pairs=pairs, seed=0, runs=[vars(run) for run in runs])
+    document["comparisons"] = race.comparisons(runs)
+    path.write_text(json.dumps(document))
+    return document
 
 
 def write_corpus(folder: Path) -> list[str]:

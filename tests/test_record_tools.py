@@ -2,9 +2,14 @@
 
 import functools
 import json
+import math
+import os
 import re
 import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,15 +21,14 @@ from scipy import stats
 
 from records import plots, proof, race, rules
 from records.__main__ import build_parser, main
-from records.logs import read_log
+from records.logs import Log, lineage
 from records.publish import BEGIN, END
 from shards import write_shard
-from synthetic_logs import NANO_VAL, ROOT, SOURCE, log_text, public_text, write_record
+from synthetic_logs import NANO_VAL, ROOT, SCRIPT, SOURCE, log_text, public_text, write_race, write_record
 from test_pack import nano
 
 NAME = "2026-01-02_Good"
 LOSSES = (1.431, 1.428, 1.433, 1.430, 1.429)
-OLD = log_text(seed=9, is_old=True)
 EMPTY_TABLES = f"# Records\n\n{BEGIN}\n{END}\n\nMore.\n"
 
 
@@ -53,9 +57,8 @@ def tool(root, capsys, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("is_old", [False, True])
-def test_verify_passes_a_good_record(tool, root, is_old):
-    folder = write_record(root, NAME, good(is_old=is_old))
+def test_verify_passes_a_good_record(tool, root):
+    folder = write_record(root, NAME, good())
     (folder / "run0.json").write_text(json.dumps(dict(val_loss=LOSSES[0] + 3e-5, train_time_ms=806.3, seed=0)))
     assert tool("verify")[:2] == (0, f"ok {NAME}: n=5 mean 1.4302 sd 0.0019 p=1.1e-05 (nano, 20 steps)\n")
 
@@ -76,10 +79,9 @@ FAULTS = {
     "no seed": (edit("seed: 0, log", "log"), r"run0\.txt: states no seed"),
     "validation hash": (edit(NANO_VAL, "ab" * 32), r"run0\.txt: other validation tokens, sha256 abab"),
     "validation count": (edit("tokens: 262144", "tokens: 8192"), r"run0\.txt: validates on 8192 tokens, the track on"),
-    "other flags": (edit('"preset"', '"muon_lr": 1, "preset"'), r"run0\.txt: configured unlike run1\.txt in muon_lr"),
+    "other flags": (edit('"preset"', '"muon_lr": 1, "preset"'), r"run0\.txt: unlike run1\.txt in muon_lr"),
     "shard name": (edit("000000.bin, 8", "000001.bin, 8"), r"run0\.txt: the training stream .* shards"),
-    "shard size": (edit("87129864 bytes", "87129862 bytes"), r"run0\.txt: the training stream .* or 43564419 tokens"),
-    "shard header": (lambda t: [OLD.replace("sha256 4", "sha256 5"), *t], r"run0\.txt: .* has another header"),
+    "shard size": (edit("87129864 bytes", "87129862 bytes"), r"run0\.txt: the training stream .* has 43564419 tokens"),
     "first batch": (edit("position 0", "position 1024"), r"run0\.txt: the training stream .* first batch is .* 1024"),
     "last batch": (edit("position 19456", "position 20480"), r"run0\.txt: the training stream .* last batch is"),
     "no last batch": (edit("last batch", "end"), r"run0\.txt: the training stream .* last batch is not stated"),
@@ -104,19 +106,22 @@ def test_verify_names_the_fault(tool, root, fault):
     assert change(good()) != good()
     write_record(root, NAME, change(good()))
     code, out, _ = tool("verify", "good")
-    assert (code, out.count("\n")) == (1, 2 if fault == "a GPU" else 1), out
+    assert (code, out.count("\n")) == (1, 1 + (fault in ("a GPU", "validation hash"))), out
     assert re.match(f"FAIL {NAME}: (?:{message})", out), out
 
 
 COMPILER_FLAGS = """\
-torch._inductor.config.coordinate_descent_tuning = True # uses torch._inductor.config
-import torch._dynamo.config as c; c.x = 1 # uses torch._dynamo.config
-from torch._inductor import config # uses torch._inductor.config
-setattr(getattr(torch._inductor, 'config'), 'x', 1) # uses torch._inductor.config
-f = torch.compile(print, mode='max-autotune') # gives the compiler mode=
-f = torch.compile(print, **settings) # gives the compiler **=
-from torch import compile as c; from functools import partial; d = partial(c, backend='x') # gives the compiler backend=
-import functools; c = functools.partial(torch.compile, dynamic=False); c(1, mode='x') # gives the compiler mode=
+torch._inductor.config.coordinate_descent_tuning = True # uses torch._inductor
+import torch._dynamo.config as c; c.x = 1 # uses import torch._dynamo.config as c
+from torch._inductor import config # uses from torch._inductor import config
+setattr(getattr(torch._dynamo, 'config'), 'x', 1) # uses torch._dynamo
+getattr(torch, '_inductor').config.x = 1 # uses _inductor
+f = torch.compile(print, mode='max-autotune') # uses torch.compile(mode=)
+f = torch.compile(print, **settings) # uses torch.compile(**=)
+from torch import compile as c; c(print, backend='x') # uses from torch import compile as c
+import functools; c = functools.partial(torch.compile, mode='x') # uses torch.compile;
+c = getattr(torch, 'compile') # uses getattr(..., 'compile')
+import torch as t; t.compile(print, mode='x') # uses import torch as t
 os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1' # uses TORCHINDUCTOR_MAX_AUTOTUNE
 def broken(: # cannot be parsed"""
 
@@ -145,8 +150,8 @@ def test_verify_wants_the_page_written_and_the_json_of_the_run(tool, root):
 def test_a_systems_record_needs_no_p_but_the_mean(tool, root):
     readme = "# Name: one line\n\nSystems record: the same training, other kernels.\n"
     write_record(root, NAME, good()[:1], readme=readme)
-    write_record(root, "2026-01-03_Bad", [log_text(val_loss=1.4501)], readme=readme)
-    told = f"ok {NAME}: n=1 mean 1.4310 p waived: systems record (nano, 20 steps)\nFAIL 2026-01-03_Bad: mean 1.4501 is"
+    write_record(root, "2026-01-01_Bad", [log_text(val_loss=1.4501)], readme=readme, after=NAME)
+    told = f"ok {NAME}: n=1 mean 1.4310 p waived: systems record (nano, 20 steps)\nFAIL 2026-01-01_Bad: mean 1.4501 is"
     assert tool("verify")[1].startswith(told)
 
 
@@ -155,7 +160,7 @@ def test_gpt2_records_agree_on_the_validation_tokens(tool, root):
     folder = write_record(root, NAME, [log_text(seed=i, val_loss=3.27 + 0.001 * i, **gpt2) for i in range(4)])
     assert tool("verify")[0] == 0
     (folder / "run3.txt").write_text(log_text(seed=3, val_loss=3.27, **gpt2, val_sha256="cd" * 32))
-    assert "run3.txt: other validation tokens than run0.txt" in tool("verify")[1]
+    assert "run3.txt: unlike run0.txt in validation tokens" in tool("verify")[1]
 
 
 def test_against_names_the_first_deviation(tool, tmp_path):
@@ -174,11 +179,11 @@ def test_against_names_the_first_deviation(tool, tmp_path):
 def test_both_forms_are_read(tmp_path):
     texts = log_text(seed=7, val_loss=1.4321), public_text({0: 10.8258, 20: 3.2788}, 20)
     write_record(tmp_path, "both", texts)
-    own, public = (read_log(tmp_path / "both" / f"run{i}.txt") for i in range(2))
+    own, public = (Log(tmp_path / "both" / f"run{i}.txt") for i in range(2))
     assert (own.seed, own.track, own.num_threads, own.peak_mib, own.has_gpu) == (7, "nano", 2, 499, False)
     assert (own.val_loss, own.train_time, own.num_steps, own.recompiles) == (1.4321, 806, 20, 0)
-    assert (own.source, own.first_batch) == (SOURCE.rstrip("\n"), ("nano_train_000000.bin", 0))
-    assert (own.curve[5], [line.train_loss for line in own.training]) == ((2.1821, 202), [2.5] * 20)
+    assert (own.source, own.first_batch) == (SOURCE.rstrip("\n"), "nano_train_000000.bin position 0")
+    assert (own.curve[5], len(own.training)) == ((2.1821, 202), 20)
     assert own.step_time == pytest.approx(40.3, abs=0.1), "though lines are rounded to 1 ms"
     assert (public.seed, public.configuration, public.val_sha256, public.recompiles) == (None,) * 4
     assert (public.source, public.incomplete) == ("import sys\nprint(sys.version)", None)
@@ -194,8 +199,8 @@ def test_training_losses_may_come_late_and_need_no_number(tmp_path):
     late = re.findall(r"step:1[45]/20 train_loss.*\n", text)
     validation = re.search(r"step:15/20 val_loss.*\n", text)[0]
     (tmp_path / "log.txt").write_text(text.replace("".join(late), "").replace(validation, validation + "".join(late)))
-    log = read_log(tmp_path / "log.txt")
-    assert (log.incomplete, [line.train_loss for line in log.training[:4]]) == (None, [2.5, 2.5, None, 2.5])
+    log = Log(tmp_path / "log.txt")
+    assert (log.incomplete, len(log.training)) == (None, 20)
     assert not list(rules.clock_problems(log))
 
 
@@ -221,7 +226,9 @@ def test_garbage_never_gives_a_traceback(tool, root, log, result):
     (folder / "run0.json").write_bytes(result)
     (root / "README.md").write_text(EMPTY_TABLES)
     against = ("verify", "--against", "record21", files[0])
-    for command in ("verify",), against, ("stats", *files), ("diff", *files), ("new", "Other", files[0]), ("table",):
+    compare = ("compare", files[0], "--against", files[1])
+    others = ("stats", *files), ("diff", *files), compare, ("new", "Other", files[0]), ("table",)
+    for command in ("verify",), against, *others:
         code, _, err = tool(*command)
         assert (code == 2) == err.startswith("python -m records: "), (command, code, err[:300])
         assert code < 2 or err.count("\n") == 1, err[:300]
@@ -247,17 +254,33 @@ def test_runs_needed_is_what_simulation_says(gap, sd):
     assert [proof.runs_needed(*edge) for edge in edges] == [None, None, 2, 2, None]
 
 
-def test_intervals_of_a_race_cover_the_truth_and_have_the_power_computed():
+@pytest.mark.parametrize("paired", [True, False])
+def test_intervals_are_those_of_scipy(paired):
     rng = np.random.default_rng(0)
-    pairs, sd, truth, covered, found = 6, 0.01, 0.013, 0, 0
-    for _ in range(2000):
-        drift = rng.normal(0, 0.05, pairs)
-        log_a, log_b = (np.log(100) + mean + drift + rng.normal(0, sd / np.sqrt(2), pairs) for mean in (truth, 0))
-        _, low, high = proof.ratio_interval(np.exp(log_a), np.exp(log_b))
-        covered, found = covered + (low < np.exp(truth) < high), found + (not low < 1 < high)
-    assert 0.93 < covered / 2000 < 0.97
-    assert found / 2000 == pytest.approx(proof.power_of_pairs(truth, sd, pairs), abs=0.03)
-    assert proof.power_of_pairs(proof.detectable(sd, pairs), sd, pairs) == pytest.approx(0.9, abs=0.001)
+    a, b = rng.normal(0, 1, 6), rng.normal(0.3, 3, 6 if paired else 9)
+    test = stats.ttest_rel(a, b) if paired else stats.ttest_ind(a, b, equal_var=False)
+    assert proof.difference(a, b, paired)[1:] == pytest.approx(test.confidence_interval(0.95))
+    assert proof.difference([2.0, 2.0], [1.0, 1.0], paired) == (1, 1, 1)
+
+
+def test_compare_pairs_by_seed_where_it_can(tool, root, tmp_path):
+    write_record(root, NAME, good())
+    second = write_record(root, "2026-01-03_Next", [], after=NAME)
+    for seed in range(2, 9):
+        text = log_text(seed=seed, val_loss=1.44 + 0.001 * seed, step_ms=20.15 + 0.1 * seed, source="")
+        (second / f"run{seed}.txt").write_text(text)
+    found = json.loads(tool("compare", "next", "--against", "good", "--json")[1])
+    losses = stats.ttest_rel([1.442, 1.443, 1.444], LOSSES[2:])
+    assert (found["n"], found["seeds"]) == ([3, 3], [2, 3, 4])
+    times = stats.ttest_1samp(np.log([407 / 806, 409 / 806, 411 / 806]), 0).confidence_interval()
+    ends = [[found[key][end] for end in ("low", "high")] for key in ("val_loss", "train_time")]
+    assert ends[0] == pytest.approx([*losses.confidence_interval()], abs=1e-6)
+    assert ends[1] == pytest.approx([*np.exp(times)], abs=1e-6)
+    three = [second / f"run{seed}.txt" for seed in (4, 6, 8)]  # one seed in common makes no pairs
+    found = json.loads(tool("compare", *three, "--against", "good", "--json")[1])
+    losses = stats.ttest_ind([1.444, 1.446, 1.448], LOSSES, equal_var=False).confidence_interval()
+    assert (found["n"], found["seeds"], found["val_loss"]["low"]) == ([3, 5], None, pytest.approx(losses[0], abs=1e-6))
+    assert "at least two runs of each" in tool("compare", second / "run8.txt", "--against", "good")[2]
 
 
 def test_stats(tool, root, tmp_path):
@@ -266,26 +289,14 @@ def test_stats(tool, root, tmp_path):
     assert re.match(re.escape(told).replace(r"\.\*", ".*") + re.escape(proof.PEEKING), tool("stats", "good")[1])
     assert "never, at this mean" in tool("stats", "good", "--target", "1.43")[1]
     assert "unknown from one run" in tool("stats", folder / "run0.txt")[1]
-    odd = {"have the same seed 1": dict(seed=1), "has 21 steps": dict(steps=21), "different scripts": dict(source="")}
+    odd = {
+        "has seed 1, as run1.txt has": dict(seed=1),
+        "number of steps; run": dict(steps=21),
+        "different scripts": dict(source=""),
+    }
     for message, change in odd.items():
         other.write_text(log_text(**dict(seed=9) | change))
         assert message in tool("stats", "good", other)[2]
-
-
-# What a race starts: SLOWNESS scales its steps and its loss
-SCRIPT = f"""
-import json, pathlib, sys, zlib
-sys.path[:0] = [{str(ROOT / "tests")!r}]
-from synthetic_logs import log_text
-flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-if flags.get("--fail"):
-    sys.exit("first line\\nlast line")
-seed, log = int(flags["--seed"]), pathlib.Path(flags["--log_dir"]) / (flags["--run_id"] + ".txt")
-log.parent.mkdir(exist_ok=True, parents=True)
-loss, step_ms = 1.4 + 0.001 * seed + SLOWNESS / 100, SLOWNESS * (40 + 0.1 * (zlib.crc32(log.name.encode()) % 5))
-log.write_text(log_text(seed=seed, val_loss=loss, step_ms=step_ms, val_sha256=("cd" if SLOWNESS == 9 else "ab") * 32))
-log.with_suffix(".json").write_text(json.dumps(dict(val_loss=loss, train_time_ms=20 * step_ms, seed=seed)))
-"""
 
 
 @pytest.fixture
@@ -296,23 +307,68 @@ def scripts(tmp_path) -> list[Path]:
     return [*paths]
 
 
-def test_race_alternates_pairs_seeds_and_reads_the_logs(tool, tmp_path, scripts):
+def test_race_takes_turns_and_compares_each_with_the_next(tool, tmp_path, scripts):
     fast, slow, _ = scripts
-    _, out, err = tool("race", "--json", slow, fast, "--pairs", "4", "--warmup", "1", "--keep", tmp_path / "kept")
+    _, out, err = tool("race", "--json", slow, fast, slow, "--pairs", "4", "--out", tmp_path / "race")
     found = json.loads(out)
-    assert 1.4 < found["train_time"]["low"] < 1.5 < found["train_time"]["high"]
-    assert found["step_time"]["ratio"] == pytest.approx(1.5, abs=0.02)
-    assert [found["val_loss"][key] for key in ("difference", "low", "high")] == pytest.approx([0.005] * 3)
-    order = [line.split(",")[0].removeprefix("race-") for line in err.splitlines()]
-    assert order == "warmup0-b warmup0-a pair0-a pair0-b pair1-b pair1-a pair2-a pair2-b pair3-b pair3-a".split()
-    assert [[run["seed"] for run in found["runs"][side]] for side in "ab"] == [[1, 2, 3, 4]] * 2
-    assert len(list((tmp_path / "kept").glob("*.txt"))) == 10
+    first, second = found["comparisons"]
+    assert 1.4 < first["train_time"]["low"] < 1.5 < first["train_time"]["high"]
+    assert first["step_time"]["ratio"] == pytest.approx(1.5, abs=0.02)
+    assert [first["val_loss"][key] for key in ("difference", "low", "high")] == pytest.approx([0.005] * 3)
+    assert second["train_time"]["ratio"] == pytest.approx(1 / 1.5, abs=0.02)
+    order = "1-a 1-b 1-c 2-c 2-b 2-a 3-a 3-b 3-c 4-c 4-b 4-a".split()
+    numbered = [(name, f"{i}/12") for i, name in enumerate(order, start=1)]
+    assert re.findall(r"race-(\d-\w): .* (\d+/12), 0:\d\d:\d\d left", err) == numbered
+    assert [f"{run['seed']}-{'abc'[run['script']]}" for run in found["runs"]] == order
+    assert json.loads((tmp_path / "race" / "race.json").read_text()) == found
+    assert len([*(tmp_path / "race").glob("race-*.txt")]) == 12
 
 
-def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, scripts, monkeypatch):
+def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scripts):
+    fast, slow, _ = scripts
+    folder, stop = tmp_path / "race", tmp_path / "stop"
+    flags = ("--pairs", "3", "--seed", "7", "--", "--stop", stop)
+    argv = ("race", slow, fast, "--out", folder, *flags)
+    stop.write_text("race-8-a")
+    assert "run race-8-a failed: 'exit code 1: stopped'" in tool(*argv)[2]
+    assert len(json.loads((folder / "race.json").read_text())["runs"]) == 3
+    stop.write_text("")
+    assert "is there already: go on with --resume" in tool(*argv)[2]
+    argv = ("race", slow, fast, "--resume", folder, *flags)
+    assert "begun with other flags" in tool(*argv[:-1], "elsewhere")[2]
+    assert "begun with other pairs" in tool(*argv[:6], "4", *argv[7:])[2]
+    slow.write_text(slow.read_text() + "# edited")
+    assert "begun with other scripts" in tool(*argv)[2]
+    slow.write_text(slow.read_text().removesuffix("# edited"))
+    code, out, err = tool(*argv)
+    assert (code, re.findall(r"race-(\d-\w):", err)) == (0, ["8-a", "9-a", "9-b"])
+    assert re.search(r"slow.py against .*fast.py: n=3 pairs of one seed \(7, 8, 9\).*\n  train time: 1\.\d+ \(", out)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_stopped_race_leaves_no_child(tmp_path, number):
+    script = "import os, sys, time; open(sys.argv[-1], 'w').write(str(os.getpid())); time.sleep(60)"
+    (tmp_path / "wait.py").write_text(script)
+    command = f"-m records race {tmp_path}/wait.py {tmp_path}/wait.py --out {tmp_path}/race -- {tmp_path}/pid"
+    options = dict(
+        cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)
+    )
+    racing = subprocess.Popen([sys.executable, *command.split()], **options)
+    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
+        assert racing.poll() is None
+        time.sleep(0.05)
+    racing.send_signal(number)
+    assert "records: interrupted" in racing.communicate(timeout=20)[1]
+    assert racing.returncode == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     fast, _, other = scripts
-    assert "run race-pair0-a failed with exit code 1: 'last line'" in tool("race", fast, fast, "--", "--fail", "1")[2]
     assert "at least --pairs 2" in tool("race", fast, fast, "--pairs", "1")[2]
+    assert "needs 2 to 26 scripts" in tool("race", fast)[2]
     assert "leave them out" in tool("race", fast, fast, "--", "--seed=1")[2]
     assert "validate on different tokens" in tool("race", fast, other)[2]
     monkeypatch.setattr(race, "run_script", lambda *_: pytest.fail("a run for nothing"))
@@ -320,28 +376,81 @@ def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, scripts, monkeypatc
     assert re.search(r"scipy.*pip install .*requirements\.txt", tool("race", fast, fast)[2])
 
 
+NEWER, NEXT = SOURCE + "# newer\n", "2026-01-01_Next"  # the older by name
+
+
+def test_verify_wants_the_race_against_the_record_before(tool, root):
+    write_record(root, NAME, good())
+    write_record(root, "2026-01-02_Idea", [], readme="# Idea: one\n| track | gpt2, not ranked |\n", after=NAME)
+    folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after="2026-01-02_Idea")
+    path = folder / "race.json"
+    document = write_race(path, NEWER, SOURCE)
+    told = f"ok 2026-01-02_Idea: not ranked: script and page\nok {NEXT}: n=5 mean 1.4302 sd 0.0019 p=1.1e-05"
+    assert f"{told} (nano, 20 steps); train time 0.900 (0.900 to 0.900) times {NAME}\n" in tool("verify")[1]
+
+    def fails(change: dict) -> str:
+        path.write_text(json.dumps(document | change))
+        code, out, err = tool("verify", "next")
+        assert (code, out.count("\n"), err) == (1, 1, ""), out + err
+        return out.removeprefix(f"FAIL {NEXT}: race.json: ")
+
+    scripts, runs = document["scripts"], document["runs"]
+    assert fails(dict(scripts=[dict(sha256="ab" * 32), scripts[1]])).startswith("lacks this record's script")
+    assert fails(dict(scripts=[scripts[0], dict(sha256="ab" * 32)])).startswith("lacks the record before's script")
+    assert fails(dict(runs=[runs[0] | dict(train_time=900.0), *runs[1:]])).startswith("its comparisons do not follow")
+    assert fails(dict(comparisons=[])).startswith("its comparisons do not follow")
+    assert fails(dict(runs=runs[:-1])).startswith("has 9 runs, not 5 of each script")
+    for wrong in (None, 1), ([{}], 1), ([*runs[1:], runs[1] | dict(train_time=math.nan)], 5), (runs, "x"):
+        assert fails(dict(zip(("runs", "pairs"), wrong, strict=True))).startswith("not the race.json of a race")
+    write_race(path, NEWER, SOURCE, val_loss=1.5)
+    assert "race.json: mean loss 1.5020 is above the target 1.45; race the whole" in tool("verify", "next")[1]
+    write_race(path, NEWER, SOURCE, pairs=4)
+    assert "fewer than 5 pairs" in tool("verify", "next")[1]
+    path.unlink()
+    assert "race.json: is missing; race the script against" in tool("verify", "next")[1]
+
+
+def test_records_follow_each_other_by_their_pages(tool, root):
+    write_record(root, NAME, good())
+    second = write_record(root, NEXT, good(), after=NAME)
+    assert [path.name for path in lineage(root)] == [NAME, NEXT]
+    third = write_record(root, "2026-01-03_Third", good(), after=NAME)
+    for after, message in {NAME: f"both come after {NAME}", "x\x1b": "comes after 'x\\x1b', which is no"}.items():
+        (third / "README.md").write_text(f"# T: x\n| after | {after} |\n")
+        assert re.match(rf"[^\n]*{re.escape(message)}[^\n]*mend the row \| after \|.*\n$", tool("verify")[2])
+    (second / "README.md").write_text(f"| after | {third.name} |\n")
+    (third / "README.md").write_text(f"| after | {NEXT} |\n")
+    assert f"{NEXT}, {third.name}: come after each other in a circle" in tool("verify")[2]
+    (third / "README.md").write_text("")
+    assert "both have no row | after |" in tool("plot")[2]
+
+
 def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
     write_record(root, "2026-01-01_Before", [], source=SOURCE.replace("dynamic=False", "dynamic=True"))
-    write_record(root, "2026-03-01_Before", [], source="pass\n")
+    write_record(root, "2025-03-01_Before", [], source=NEWER, after="2026-01-01_Before")
     paths = sorted(write_record(tmp_path, "logs", good()).glob("*.txt"))
     paths[0].with_suffix(".json").write_text('{"val_loss": 1.431, "train_time_ms": 806.0, "seed": 0}')
-    argv = ("new", "Fresh", *paths, "--date", "2026-02-03")
+    write_race(tmp_path / "race.json", SOURCE, NEWER)
+    argv = ("new", "Fresh", *paths, "--date", "2026-02-03", "--race", tmp_path / "race.json")
     folder, code = root / "2026-02-03_Fresh", tool(*argv)[0]
-    files = {"README.md", "train_gpt.py", "run0.json", *(path.name for path in paths)}
+    files = {"README.md", "train_gpt.py", "race.json", "run0.json", *(path.name for path in paths)}
     assert (code, (folder / "train_gpt.py").read_text()) == (0, SOURCE)
     assert {path.name for path in folder.iterdir()} == files
     readme = (folder / "README.md").read_text()
     shown = r"n=5 mean 1.4302 sd 0.0019, p=1.1e-05 .*mean 0.81 s, sd 0.00 s .*mean 40.30 ms.*Some Processor, 1 proc.*"
-    shown += r"torch 2.13.0\+cpu .*1 lines removed, 1 added against \[2026-01-01_Before\]"
+    shown += r"torch 2.13.0\+cpu .*\| after \| \[2025-03-01_Before\]\(\.\./2025-03-01_Before\) \|.*"
+    shown += r"1 lines removed, 0 added against \[2025-03-01_Before\]"
     assert re.search(shown, readme, re.S)
     assert tool("verify", "fresh")[0] == 1
     (folder / "README.md").write_text(re.sub("<say.*>", "said", readme))
     assert tool("verify", "fresh")[0] == 0
     assert "is there already" in tool(*argv)[2]
-    assert "is part of 2 names; name one of: 2026-01-01_Before, 2026-03" in tool("diff", "before", "fresh")[2]
+    assert "is part of 2 names; name one of: 2025-03-01_Before, 2026-01" in tool("diff", "before", "fresh")[2]
     assert tool("diff", "01-01_before", folder / "run1.txt", "--stat")[1] == "1 lines removed, 1 added\n"
     for name in "../up", "a/b", "/tmp/x", "..", "", "-rf", "a\nb", "a|b", "<b>", "a b", "\x1b[2J", "$(id)":
         assert tool("new", name, *paths)[0] == 2, name
+    write_race(tmp_path / "race.json", "another", "script")
+    assert "lacks this record's script" in tool("new", "Y", *paths, "--race", tmp_path / "race.json")[2]
     assert "is no date" in tool("new", "X", *paths, "--date", "../../x")[2]
     paths[0].write_text(log_text().replace("first batch", "stopped: loss nan\nfirst batch"))
     assert "has the line 'stopped" in tool("new", "Refused", *paths)[2]
@@ -352,21 +461,31 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     readme = root / "README.md"
     readme.write_text(EMPTY_TABLES)
     write_record(root, NAME, good())
-    write_record(root, "2026-01-03_NoRuns", [])
-    write_record(root, "2026-01-04_Hostile", good(cpu="<img src=x>|\x1b[2J"), readme="# N: <b>|\n")
+    folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after=NAME)
+    write_race(folder / "race.json", "", NEWER, SOURCE)
+    hostile = good(cpu="<img src=x>|\x1b[2J\\|[a](b)", source="\x1b[2J")
+    folder = write_record(root, "2026-01-04_Hostile", hostile, "\x1b[2J", "# N: <b>|\n", after=NEXT)
+    write_race(folder / "race.json", "\x1b[2J", NEWER)
     assert (tool("table", "--check")[0], readme.read_text()) == (1, EMPTY_TABLES)
     assert tool("table")[0] == 0
     text = readme.read_text()
     assert (text[:10], text[-8:]) == (EMPTY_TABLES[:10], EMPTY_TABLES[-8:])
-    cells = "one line that says what | 20 | 1.4302 (sd 0.0019, n=5) | 1e-05 | 0.81 (sd 0.00) | 40.30 | 499 | Some Proc"
-    assert f"| [{NAME}]({NAME}) | {cells}" in text
+    cells = "one line that says what | 20 | 1.4302 (sd 0.0019, n=5) | 1e-05 | 0.81 (sd 0.00)"
+    assert f"| [{NAME}]({NAME}) | {cells} |  | 1.000 | 499 | Some Proc" in text
+    assert f"| [{NEXT}]({NEXT}) | {cells} | 0.900 (0.900 to 0.900) | 0.900 | 499 | Some Proc" in text
+    assert "| 0.81 (sd 0.00) | 0.900 (0.900 to 0.900) | 0.810 |" in text
     assert "| 21 | 2025-01-26 | BatchSize | 1,770 | 393,216 | 100.00 | 176.00 | 2.933 |" in text
-    assert ("&lt;img src=x&gt;\\|?[2J" in text, "&lt;b&gt;\\|" in text, "NoRuns" in text) == (True, True, False)
+    assert "&#60;img src=x&#62;&#124;?&#91;2J&#92;&#124;&#91;a&#93;(b)" in text
+    assert "&#60;b&#62;&#124;" in text
+    shown = tool("diff", "next", "hostile")[1]
+    assert ("+?[2J" in shown, "\x1b" in shown + text) == (True, False)
     assert (tool("table", "--check")[0], tool("table")[0], readme.read_text()) == (0, 0, text)
 
 
-RIGHT = "new Fresh LOG|diff good LOG|verify|stats good|race fast.py fast.py --pairs 2|plot good -o f.png|table"
-WRONG = "verify --nonsense|stats|race a b --pairs -3|new X|verify x|stats x --target nan|plot|plot good -o a/b/c.png"
+RIGHT = "new Fresh LOG|diff good LOG|verify|stats good|race fast.py fast.py --pairs 2|plot|plot --history|table"
+RIGHT += "|compare good --against good|plot LOG --anchor anchor.json"
+WRONG = "verify --nonsense|stats|race a b --pairs -3|new X|verify x|stats x --target nan|plot --history good"
+WRONG += "|plot good -o a/b/c.png|compare good"
 
 
 @pytest.mark.parametrize("argv", [*RIGHT.split("|"), *WRONG.split("|")])
@@ -375,6 +494,7 @@ def test_every_command_prints_json_and_a_wrong_one_a_line(tool, root, tmp_path, 
     write_record(root, NAME, good())
     (root / "README.md").write_text(EMPTY_TABLES)
     (tmp_path / "LOG").write_text(log_text())
+    (tmp_path / "anchor.json").write_text('{"val_curve": [[0, 5.5, 0.0], [9, 1.6, 800.0]]}')
     command, *rest = argv.split()
     code, out, err = tool(command, "--json", *rest)
     assert code == 2 * (argv in WRONG.split("|")), err
@@ -410,24 +530,16 @@ def test_mask_equals_a_brute_force(tmp_path, capsys, training, step):
         assert found[letter]["blocks"] == ["".join(map(str, row)) for row in visible.astype(int) + full]
 
 
-def test_curves_and_series(tmp_path):
-    """Times share a series only where records have runs of one seed on one machine; then those runs are compared."""
-
-    def runs(seeds, step_ms: float, cpu: str = "Some Processor", steps: int = 20) -> list[str]:
-        return [log_text(seed=i, val_loss=1.4 + i / 100, step_ms=step_ms, cpu=cpu, steps=steps) for i in seeds]
-
-    first = write_record(tmp_path, "2026-01-01_First", runs((1, 2, 3), 40.0))
-    write_record(tmp_path, "2026-01-02_Second", runs((7, 8), 90.0))
-    in_turn = runs([2], 30.0, steps=10) + runs([3], 34.0, steps=10) + [log_text(step_ms=1.0, batch_tokens=2048)]
-    write_record(tmp_path / "2026-01-02_Second", "in_turn", in_turn)
-    write_record(tmp_path, "2026-01-03_Third", runs((2, 3), 20.0, "Other"))
-    write_record(tmp_path, "2026-01-04_Fourth", runs((3, 4), 10.0, "Other"))
-    found = plots.own_history(tmp_path)["nano"]
-    assert [(r["series"], r["seeds"]) for r in found] == [(1, [1, 2, 3]), (1, [2, 3]), (2, [2, 3]), (2, [3])]
-    assert [r["seconds"] for r in found] == pytest.approx([20 * 0.040, 20 * 0.032, 20 * 0.020, 20 * 0.010])
-    curve = plots.curve_of("First", [read_log(path) for path in sorted(first.glob("*.txt"))])
-    assert (curve.steps, curve.seconds[-1]) == ([0, 5, 10, 15, 20], 0.8)
-    assert (curve.low[-1], curve.mean[-1], curve.high[-1]) == pytest.approx((1.41, 1.42, 1.43))
+def test_curves_and_history_follow_the_lineage(tmp_path):
+    runs = [log_text(seed=i, val_loss=1.4 + i / 100, step_ms=40.0) for i in (1, 2, 3)]
+    write_record(tmp_path, NAME, runs)
+    write_record(tmp_path, "2026-01-03_Idea", [], readme="# I: x\n| track | gpt2, not ranked |\n", after=NAME)
+    write_record(tmp_path, NEXT, [log_text(step_ms=30.0)], after="2026-01-03_Idea")
+    assert plots.own_history(tmp_path) == dict(nano=[dict(name=NAME, seconds=0.8), dict(name=NEXT, seconds=0.6)])
+    curves = plots.curves_of([], tmp_path)
+    assert [curve.name for curve in curves] == [NAME, NEXT]
+    assert (curves[0].steps, curves[0].seconds[-1]) == ([0, 5, 10, 15, 20], 0.8)
+    assert (curves[0].low[-1], curves[0].mean[-1], curves[0].high[-1]) == pytest.approx((1.41, 1.42, 1.43))
 
 
 @pytest.mark.parametrize("picture", ["docs/mask.png", "records/curves.png", "records/history.png"])
