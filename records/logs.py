@@ -146,11 +146,11 @@ class Log:
 
     @property
     def step_time(self) -> float | None:
-        """Return the median ms of a step, from the differences of the step lines; None with fewer than two lines.
+        """Return the median ms of a step, from the differences of the step lines; None without any.
 
         The lines are rounded to 1 ms, so this is the median of grouped data, which tells tenths.
         """
-        times = [line.time for line in self.training]
+        times = [0.0, *(line.time for line in self.training)]
         gaps = [after - before for before, after in itertools.pairwise(times)]
         return statistics.median_grouped(gaps, 1) if gaps else None
 
