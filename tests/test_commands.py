@@ -176,7 +176,7 @@ def test_names_in_the_tour_are_in_the_script():
 
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
-LION, GATE, GELU = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "change.md").read_text(), re.M | re.S)
+LION, GATE, GELU, *MORE = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "change.md").read_text(), re.M | re.S)
 
 
 def train_changed(diff: str, places: set[str], path: Path, cfg: train_gpt.Hyperparameters):
@@ -219,6 +219,15 @@ def test_gelu(tmp_path, tiny):
     x = torch.randn(5, tiny.model_dim)
     torch.testing.assert_close(mlp(x), F.gelu(x @ mlp.c_fc.T) @ mlp.c_proj.T)
     assert not torch.allclose(mlp(x), train_gpt.MLP.forward(mlp, x))
+
+
+PLACES = "window_blocks, CausalSelfAttention, zeropower_via_newtonschulz5, Hyperparameters Muon, "
+PLACES += "CausalSelfAttention build_optimizers, GPT build_optimizers"
+
+
+@pytest.mark.parametrize(("diff", "places"), list(zip(MORE, PLACES.split(", "), strict=True)))
+def test_other_changes(tmp_path, tiny, diff: str, places: str):
+    train_changed(diff, set(places.split()), tmp_path / "train_gpt.py", tiny)
 
 
 @pytest.mark.slow
