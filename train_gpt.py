@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py     the record configuration on one 8xH100 node
     python train_gpt.py --preset nano                         a small model on a CPU, in seconds
 
-Unreleased: computes what our record WrittenNorm does, and so record 21 of the NanoGPT speedrun (2025-01-26,
+Unreleased: computes what our record TunedNano does, and so record 21 of the NanoGPT speedrun (2025-01-26,
 https://github.com/KellerJordan/modded-nanogpt). "Record n" says where an idea entered that history.
 Reading order: configuration, head, layers, attention, model, optimizers, data, schedules, run. Start at `main`.
 Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary.

@@ -5,11 +5,13 @@ import ast
 import dataclasses
 import importlib
 import importlib.util
+import json
 import os
 import re
 import runpy
 import shlex
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +24,7 @@ from torch.distributed.run import get_args_parser
 import pack_nano
 import train_gpt
 from records.__main__ import build_parser
-from records.logs import RECORDS, find_record
+from records.logs import RECORDS, find_record, record_folders
 from synthetic_logs import ROOT
 
 PAGES = [page for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "records/**/*.md") for page in ROOT.glob(pattern)]
@@ -128,6 +130,42 @@ def test_files_links_tests_and_flags_of_a_page_are_there(page: Path):
     assert flags - known - {"--help"} == set() or page.name == "clusters.md", "which is about others' programs, too"
 
 
+NANO = r"The (\d+) steps of nano end at a mean of ([\d.]+) \(n = (\d+) seeds, sd ([\d.]+), highest ([\d.]+)\)"
+
+
+def figures() -> dict[str, tuple[str, ...]]:
+    """Return patterns of README.md, and what their groups have to be, from the script and the newest record's logs."""
+    found = {r"The script has ([\d,]+) lines": (f"{len(SOURCE.splitlines()):,}",)}
+    for name, preset in train_gpt.PRESETS.items():
+        with torch.device("meta"):
+            gpt = train_gpt.GPT(dataclasses.replace(preset, dtype="bfloat16"))
+        size, tokens = sum(p.numel() for p in gpt.parameters()), preset.num_iterations * preset.batch_tokens
+        row = len(gpt.blocks), f"{size:,}", f"{preset.num_iterations:,}", f"{tokens / 1e6:.3g}", preset.target_loss
+        found[rf"\| {name} \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) M [\w ]+ \| ([\d.]+) \|"] = tuple(map(str, row))
+    for record in record_folders(RECORDS):  # the last one counts
+        logs = [log for path in record.glob("*.json") if "val_loss" in (log := json.loads(path.read_text()))]
+        if len(losses := [log["val_loss"] for log in logs]) > 1:
+            summary = statistics.mean(losses), len(losses), statistics.stdev(losses), max(losses)
+            rounded = (str(x) if isinstance(x, int) else f"{x:.4f}" for x in summary)
+            found[NANO] = (str(logs[0]["num_iterations"]), *rounded)
+    return found
+
+
+def test_figures_of_the_readme_are_those_of_their_sources():
+    page = (ROOT / "README.md").read_text()
+    assert len(page.splitlines()) <= 120
+    text, told = " ".join(page.split()), figures()
+    for pattern, values in told.items():
+        found = re.search(pattern, text)
+        assert getattr(found, "groups", tuple)() == values, pattern
+        for start, _ in found.regs[1:]:  # and a wrong one is noticed
+            wrong = re.search(pattern, f"{text[:start]}{9 - int(text[start])}{text[start + 1 :]}")
+            assert getattr(wrong, "groups", tuple)() != values, pattern
+    if NANO not in told:
+        assert re.search(NANO, text)
+        pytest.skip("no record has logs yet, so mean, sd, n and highest of nano are unchecked")
+
+
 def test_names_in_the_tour_are_in_the_script():
     """Identifiers in backticks, such as `Adam.state`, are words of train_gpt.py, for readers who search for them."""
     known = re.findall(r"\w+", (ROOT / "train_gpt.py").read_text())
@@ -138,7 +176,7 @@ def test_names_in_the_tour_are_in_the_script():
 
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
-LION, GATE, GELU = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "change.md").read_text(), re.M | re.S)
+LION, GATE, GELU, *MORE = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "change.md").read_text(), re.M | re.S)
 
 
 def train_changed(diff: str, places: set[str], path: Path, cfg: train_gpt.Hyperparameters):
@@ -181,6 +219,15 @@ def test_gelu(tmp_path, tiny):
     x = torch.randn(5, tiny.model_dim)
     torch.testing.assert_close(mlp(x), F.gelu(x @ mlp.c_fc.T) @ mlp.c_proj.T)
     assert not torch.allclose(mlp(x), train_gpt.MLP.forward(mlp, x))
+
+
+PLACES = "window_blocks, CausalSelfAttention, zeropower_via_newtonschulz5, Hyperparameters Muon, "
+PLACES += "CausalSelfAttention build_optimizers, GPT build_optimizers"
+
+
+@pytest.mark.parametrize(("diff", "places"), list(zip(MORE, PLACES.split(", "), strict=True)))
+def test_other_changes(tmp_path, tiny, diff: str, places: str):
+    train_changed(diff, set(places.split()), tmp_path / "train_gpt.py", tiny)
 
 
 @pytest.mark.slow
