@@ -218,7 +218,7 @@ FAULTS = {
     "one rate of decay": [("head_decay: Rate = 0.75", "head_decay: Rate = 0.025")],
     "NorMuon on the other axis": [('if "mlp" in self.name', 'if "mlp" not in self.name')],
     "weights of next tokens that do not fade": [("(stage + 1 - parts * step / cfg.scheduled_steps)", "1")],
-    "next tokens across the end": [("weight = ((t >= 0) * weights)", "weight = (torch.ones_like(t) * weights)")],
+    "next tokens across the end": [("shares = (t >= 0) * weights", "shares = torch.ones_like(t) * weights")],
     "fast scalars": [("scalar_beta2: Decay = 0.99", "scalar_beta2: Decay = 0.95")],
     "no shift of the logits": [("= 5.0  # and that shift", "= 0.0  # and that shift")],
 }
