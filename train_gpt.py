@@ -853,8 +853,8 @@ def find_ranks() -> Ranks:
     return ranks
 
 
-def agree(ranks: Ranks, mine: list[dict]) -> int:
-    """Join the other ranks within a minute, and return the step at which all start, which rank 0 knows.
+def agree(ranks: Ranks, mine: list[dict]) -> dict:
+    """Join the other ranks within a minute, and return what rank 0 found.
 
     `mine` are this rank's findings, and on rank 0 those of the checkpoint. Raise on every rank if there is a problem
     in any of them, or a fact that is not that of rank 0.
@@ -868,7 +868,8 @@ def agree(ranks: Ranks, mine: list[dict]) -> int:
             # One rank may compile while the others find the result in their caches
             dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
         except (RuntimeError, ValueError) as error:
-            mine[0]["problem"] += f"rank {ranks.rank} does not reach the others: {' '.join(str(error).split())[:200]}"
+            reason = f"rank {ranks.rank} does not reach the others: {' '.join(str(error).split())[:200]}"
+            mine[0]["problem"] = mine[0]["problem"] or reason
     found = [finding for findings in told for finding in findings]
     problems = [f"{other['who']}: {other['problem']}" for other in found if other["problem"]]
     for other in found if not problems else []:
@@ -879,7 +880,7 @@ def agree(ranks: Ranks, mine: list[dict]) -> int:
         sys.exit(2)  # one rank per node says it
     if problems:
         raise UserError(mine[0]["problem"] or problems[0])
-    return found[0]["step"]
+    return found[0]
 
 
 class RunLog:
@@ -1105,7 +1106,7 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
 def main(argv: Sequence[str] | None = None) -> dict:
     """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
     argv, source = sys.argv[1:] if argv is None else list(argv), Path(__file__).read_text(encoding="utf-8")
-    ranks, log = find_ranks(), None
+    ranks, log, start = find_ranks(), None, None
     mine = [dict(who=f"rank {ranks.rank} on {os.uname().nodename}", problem="", facts={})]
     if ranks.world_size > 1 and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
@@ -1117,7 +1118,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
             mine += [dict(who="the checkpoint", problem="", facts=saved["facts"])] if saved["step"] else []
         except UserError as error:
             mine[0]["problem"] = str(error)
-        start = agree(ranks, mine)
+        start = agree(ranks, mine)["step"]  # which rank 0 knows from the checkpoint
         trainer = Trainer(cfg, ranks)
         if start:
             log.write(f"resumed at step {start}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
@@ -1129,7 +1130,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         trainer.warm_up()
         return report(log, plans, trainer, train(trainer, plans, log, start, facts))
     except (UserError, FloatingPointError, KeyboardInterrupt) as error:
-        if log is not None:
+        if start is not None:  # else the log may be that of the run whose checkpoint was refused
             log.write(f"stopped: {str(error) or 'interrupted'}")
         raise
     except RuntimeError as error:

@@ -137,7 +137,7 @@ def table(document: dict) -> str:
 def run(flags: Sequence[str], quick: bool, out: Path) -> int:
     ranks, load, began = train_gpt.find_ranks(), f"{os.getloadavg()[0]:.1f}", time.perf_counter()
     facts = dict(flags=list(flags), quick=quick)
-    mine = dict(who=f"rank {ranks.rank} on {platform.node()}", problem="", facts=facts, step=0)
+    mine = dict(who=f"rank {ranks.rank} on {platform.node()}", problem="", facts=facts)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         try:
             cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))

@@ -1,4 +1,4 @@
-"""The command line: python -m records COMMAND --help."""
+"""Run the record tools from the command line: python -m records COMMAND --help."""
 
 import argparse
 import datetime

@@ -1,4 +1,4 @@
-"""Reads logs, ours and the public speedrun's, and finds records."""
+"""Read logs, ours and the public speedrun's, and find records."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Picture of the attention mask: which blocks of keys each block of queries sees in a sequence of a run's own data."""
+"""Draw the attention mask: which blocks of keys each block of queries sees in a sequence of a run's own data."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Figures: loss against train time, and the history of record times."""
+"""Draw loss against train time, and the history of record times."""
 
 import json
 import statistics

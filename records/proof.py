@@ -1,4 +1,4 @@
-"""Statistics of runs: is the target reached, how many runs does that need, and how wide is an interval."""
+"""Compute from runs whether the target is reached, how many runs that needs, and how wide an interval is."""
 
 import math
 import statistics

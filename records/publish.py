@@ -1,4 +1,4 @@
-"""Makes a record's folder, compares scripts, and writes the leaderboards."""
+"""Make a record's folder, compare scripts, and write the leaderboards."""
 
 import contextlib
 import datetime

@@ -1,4 +1,4 @@
-"""Runs scripts in turn on this machine and says by how much they differ; writes and reads race.json."""
+"""Run scripts in turn on this machine and say by how much they differ; write and read race.json."""
 
 import datetime
 import functools
@@ -27,7 +27,7 @@ PLAN = ("scripts", "flags", "pairs", "seed")
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the script of this index; times in ms, the step time is the median of the step lines."""
+    """Hold a run of the script of this index; times in ms, the step time is the median of the step lines."""
 
     script: int
     seed: int

@@ -1,4 +1,4 @@
-"""What a record must fulfil. Every failure is one line that says what to do."""
+"""Check what a record must fulfil. Every failure is one line that says what to do."""
 
 import ast
 import itertools

@@ -143,12 +143,14 @@ def test_flipped_bits_are_noticed_or_do_no_harm(saved):
 def test_another_configuration_script_or_text_is_refused(run_flags, saved, tmp_path, corpus):  # noqa: F811
     script, resume = tmp_path / "train_gpt.py", [*run_flags, "--resume", str(saved)]
     script.write_text((ROOT / "train_gpt.py").read_text() + "# changed\n")
+    log = saved.with_suffix(".txt").read_bytes()
     for name, value in dict(seed="6", num_iterations="20", muon_lr="0.5", cpu_threads="2", dtype="float64").items():
         refuse([*resume, f"--{name}", value], name)
     refuse([*resume, "--val_files", f"{corpus}/train_000001.bin"], "data")
     run = Run([resume], tmp_path / "run", scripts=[script])
     assert (run.wait(), run.text("err").count("\n")) == ([2], 1)
     assert "script" in run.text("err")
+    assert saved.with_suffix(".txt").read_bytes() == log
 
 
 def test_another_number_of_processes_is_refused_in_one_line(run_flags, tmp_path):
