@@ -4,8 +4,9 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py     the record configuration on one 8xH100 node
     python train_gpt.py --preset nano                         a small model on a CPU, in seconds
 
-Unreleased: computes what our record TunedNano does, and so record 21 of the NanoGPT speedrun (2025-01-26,
-https://github.com/KellerJordan/modded-nanogpt). "Record n" says where an idea entered that history.
+Unreleased: the mathematics of record 65 of the NanoGPT speedrun (2026-01-30, 1,555 steps,
+https://github.com/KellerJordan/modded-nanogpt), and of a small part of it in nano. "Record n" says where an idea
+entered that history.
 Reading order: configuration, head, layers, attention, model, optimizers, data, schedules, run. Start at `main`.
 Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary.
 """
@@ -20,6 +21,7 @@ import glob
 import hashlib
 import inspect
 import json
+import math
 import os
 import resource
 import signal
@@ -31,7 +33,7 @@ from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
 
@@ -44,7 +46,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.optim.adam import adam
 from tqdm import tqdm
 
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # number the layers in skip_layout
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # number the layers in skip_layout and backout_layer
 READ_AHEAD = 2  # batches that the reader keeps ready
 LOSS_LAG = 8  # look at losses this many steps late, so that no step waits for the GPU
 # Ranges of the numbers in Hyperparameters
@@ -54,6 +56,8 @@ Size = Annotated[int, 1, 2**14]
 Positive = Annotated[float, 1e-9, 2**30]
 Rate = Annotated[float, 0, 100]
 Decay = Annotated[float, 0, 0.99999]
+Counts = Annotated[tuple[int, ...], 1, 2**27]
+Rates = Annotated[tuple[float, ...], 0, 100]
 # torch 2.13 renames these two
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -76,42 +80,71 @@ class Hyperparameters:
     vocab_size: Annotated[int, 1, 2**16] = 50257  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: Natural = 50256  # end of text, opens every document; below vocab_size
     # Training
-    num_iterations: Count = 1770  # training steps
-    cooldown_frac: Annotated[float, 1e-9, 1] = 0.4  # last part of the run, in which learning rates fall
-    min_lr_frac: Rate = 0.1  # learning rate after the last step, relative to the one before the cooldown
-    val_loss_every: Natural = 125  # steps between validations; 0: only after the last step
-    batch_tokens: Count = 8 * 48 * 1024  # tokens per step, over all processes; a multiple of train_seq_len
-    train_seq_len: Count = 48 * 1024  # tokens per training sequence, a multiple of block_size
+    num_iterations: Count = 1555  # training steps: scheduled ones, in stages of equal length, then the extension
+    extension_steps: Natural = 40  # steps of the extension, a stage of its own with the lowest learning rates; 0: none
+    stage_growth: Counts = (1, 2, 3, 3)  # per stage: factor on batch_tokens and train_seq_len
+    lr_factors: Rates = (1.0, 1.52, 1.73, 1.73)  # per stage: factor on learning rates
+    cooldown_frac: Annotated[float, 1e-9, 1] = 0.55  # last part of the scheduled steps, in which learning rates fall
+    min_lr_frac: Rate = 0.1  # factor on learning rates after the last scheduled step
+    next_weights: Rates = (1.0, 0.5, 0.25)  # weights of the next tokens' losses; each stage fades the last one out
+    loss_scale: Positive = 2.0  # factor on a sequence's summed loss, for its gradient
+    tied_frac: Rate = 2 / 3  # part of the scheduled steps in which embedding and head are one table; 0: never
+    val_loss_every: Natural = 250  # steps between validations; 0: only after the last step
+    batch_tokens: Count = 8 * 16 * 1024  # tokens per step at first, over all processes; a multiple of train_seq_len
+    train_seq_len: Count = 16 * 1024  # tokens per training sequence at first, a multiple of block_size
+    max_doc_len: Natural = 2048  # pack sequences from documents, cut after so many tokens; 0: the stream as it is
     val_seq_len: Count = 256 * 1024  # tokens per validation sequence, a multiple of block_size; 64K: +0.0015 loss
     # Model
     model_dim: Size = 768  # width of the residual stream
     num_heads: Size = 6  # attention heads
     head_dim: Size = 128  # dimensions per head, a multiple of 4
-    attention_layout: str = "LSSSLSS-SSSL"  # per layer: L long window, S half of it, - no attention
-    value_embed_layout: str = "012......012"  # per layer: digit of its value embedding, or .
-    skip_layout: str = "......543210"  # per layer: the earlier layer (0-9a-z) whose output it adds, or .
-    bigram_rows: Natural = 0  # rows of the table for pairs of consecutive tokens; 0: no table
+    attention_layout: str = "PSPLSP-SSPL"  # per layer: L long window, S half of it, P also half, - no attention
+    value_embed_layout: str = "01......234"  # per layer: digit of its value embedding, or .
+    skip_layout: str = "......3...."  # per layer: the earlier layer (0-9a-z) whose output it adds, or .
+    skip_init: Annotated[float, -100, 100] = -1.5  # first weight of a skip, which passes a sigmoid
+    backout_layer: str = "7"  # the layer (0-9a-z) half of whose output the head's input gives up at first, or .
+    bigram_rows: Natural = 5 * 50304  # rows of the table for pairs of consecutive tokens; 0: no table
+    resid_lambda_init: Rate = 1.1  # before each layer: first factor on the residual stream,
+    bigram_lambda_init: Rate = 0.1  # and on the table's rows, which it adds
+    gate_inputs: Natural = 12  # channels from which attention, value embeddings, skips and the smear are gated; 0: none
+    value_embed_std: Rate = 0.0  # deviation of the first value embeddings,
+    head_std: Rate = 0.005  # and of the first head
     rope_base: Positive = 1024.0  # base of the rotary frequencies
-    attention_scale: Annotated[float, 0, 2**20] = 0.12  # factor on the attention scores; q and k have unit RMS
-    lm_head_softcap: Positive = 15.0  # logits are squashed into a range of twice this size
+    attention_scale: Annotated[float, 0, 2**20] = 0.1  # first factor on the attention scores; q and k have unit RMS
+    yarn_scale: Rate = 0.2  # its relative growth with the logarithm of the long window
+    yarn_turns: Annotated[float, 1.1, 2**20] = 32.0  # what turns so often in a window keeps its frequency
+    lm_head_softcap: Positive = 15.0  # logits z are squashed to range x sigmoid((z + shift) / half of this)
+    lm_head_range: Positive = 23.0  # that range
+    lm_head_shift: Annotated[float, -100, 100] = 5.0  # and that shift
     lm_head_slice: Count = 8192  # tokens whose logits exist at a time
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can
-    fp8_x_scale: Positive = 2.0  # static FP8 scale of the head's input,
-    fp8_w_scale: Positive = 2.0**9  # of its weight,
-    fp8_grad_scale: Positive = 2.0**19  # and of the logits' gradient, which shrinks with 1 / train_seq_len
+    fp8_x_scale: Positive = 448 / 100  # static FP8 scale of the head's input,
+    fp8_w_scale: Positive = 448 / 1.6  # of its weight,
+    fp8_grad_scale: Positive = 448 / 0.75  # and of the gradient of the summed loss with respect to the logits
     block_size: Count = 128  # tokens per block of the attention mask
-    window_tokens: Count = 1728  # long window at the end of the run; it grows linearly from one block
+    window_tokens: Counts = (384, 896, 1408, 1664)  # per stage: tokens that a long window reaches back
+    final_window_tokens: Natural = 2560  # the same in the last validation; 0: as before
     # Optimizers
-    muon_lr: Rate = 0.05  # Muon, for hidden matrices: spectral norm of an update
+    muon_lr: Rate = 0.023  # Muon, for hidden matrices: spectral norm of an update of attention's
+    c_fc_factor: Rate = 2.0  # factor on it for the first matrix of each MLP,
+    c_proj_factor: Rate = 4.0  # and for the second
     muon_momentum: Decay = 0.95  # momentum after its warm-up
     momentum_warmup_start: Decay = 0.85  # momentum of the first step
     momentum_warmup_steps: Natural = 300  # steps of that warm-up
-    embed_lr: Rate = 0.6  # Adam, for token, value and bigram embeddings
-    head_lr: Rate = 0.008  # Adam: head
-    scalar_lr: Rate = 0.04  # Adam: scalars
-    adam_beta1: Decay = 0.8  # decay of the first moment
-    adam_beta2: Decay = 0.95  # decay of the second moment
+    momentum_cooldown_steps: Natural = 50  # last steps, in which momentum goes back there
+    muon_beta2: Decay = 0.95  # decay of NorMuon's second moment; 0: plain Muon
+    muon_decay: Rate = 1.2  # weight decay, times the squared learning rate, where an update moves a weight towards 0
+    adam_every: Count = 2  # steps that Adam makes one of, from the sum of their gradients
     adam_eps: Rate = 1e-10  # added to the root of the second moment
+    # Adam's groups: learning rate, weight decay as above, decays of the first and the second moment
+    head_adam: Rates = (0.008, 0.75, 0.5, 0.95)  # head, and embedding while they are one table
+    embed_adam: Rates = (0.008, 0.75, 0.5, 0.95)  # embedding
+    table_adam: Rates = (0.6, 0.025, 0.75, 0.95)  # value and bigram embeddings
+    scalar_adam: Rates = (0.04, 0.0, 0.9, 0.99)  # factors but those
+    x0_adam: Rates = (0.04, 0.0, 0.65, 0.95)  # on the embedding in the residual stream
+    gate_adam: Rates = (0.008, 0.005, 0.9, 0.99)  # gates of attention and value embeddings
+    smear_adam: Rates = (8e-5, 0.0, 0.9, 0.99)  # gate of the smear
+    skip_adam: Rates = (4e-4, 0.0, 0.9, 0.99)  # gates of the skips
     # Machine
     seed: Annotated[int | None, 0, 2**63 - 1] = None  # random seed; by default a fresh one, printed and logged
     device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where torch sees a GPU
@@ -134,7 +167,8 @@ class Hyperparameters:
             value = getattr(self, field.name)
             if get_origin(field.type) is Annotated and value is not None:
                 low, high = field.type.__metadata__
-                require(field.name, low <= value <= high, f"a number from {low} to {high}")
+                numbers = value if isinstance(value, tuple) else (value,)
+                require(field.name, all(low <= n <= high for n in numbers), f"a number from {low} to {high}")
             if field.type is str:
                 require(field.name, value.isprintable() and len(value) < 1000, "printable characters")
         multiples = dict(head_dim=4, train_seq_len=self.block_size, val_seq_len=self.block_size)
@@ -144,17 +178,35 @@ class Hyperparameters:
         require("eot_token", self.eot_token < self.vocab_size, f"a token below vocab_size {self.vocab_size}")
         require("run_id", "/" not in self.run_id and len(self.run_id) < 200, "a short name without folders")
         layers, embeds = len(self.attention_layout), set(self.value_embed_layout) - {"."}
-        require("attention_layout", 0 < layers <= 36 and set(self.attention_layout) <= set("LS-"), "letters L, S and -")
+        require("attention_layout", 0 < layers <= 36 and set(self.attention_layout) <= set("LSP-"), "letters LSP-")
+        require("num_heads", self.num_heads % 2 == 0 or "P" not in self.attention_layout, "an even number for pairs")
         pairs = zip(self.value_embed_layout, self.attention_layout, strict=False)
         used = {digit for digit, letter in pairs if letter != "-"}
         holds = len(self.value_embed_layout) == layers and embeds == used & set(DIGITS[: len(embeds)])
         require("value_embed_layout", holds, f"{layers} characters: . or, where there is attention, a digit, from 0 on")
         holds = [source in "." + DIGITS[:i] for i, source in enumerate(self.skip_layout)]
         require("skip_layout", all(holds) and len(holds) == layers, f"{layers} digits of earlier layers or .")
+        holds = len(self.backout_layer) == 1 and self.backout_layer in "." + DIGITS[:layers]
+        require("backout_layer", holds, "the digit of a layer or .")
+        require("next_weights", 0 < len(self.next_weights) <= 8, "1 to 8 weights")
+        require("gate_inputs", self.gate_inputs <= self.model_dim, f"at most model_dim {self.model_dim}")
+        require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
+        stages = len(self.window_tokens)
+        require("window_tokens", stages > (self.extension_steps > 0), "one more stage with an extension")
+        require("stage_growth", len(self.stage_growth) == stages, f"as many stages as window_tokens: {stages}")
+        require("lr_factors", len(self.lr_factors) == stages, f"as many stages as window_tokens: {stages}")
+        require("checkpoint_every", self.checkpoint_every % self.adam_every == 0, f"a multiple of {self.adam_every}")
+        for name in (field.name for field in dataclasses.fields(self) if field.name.endswith("_adam")):
+            betas = getattr(self, name)[2:]
+            require(name, len(betas) == 2 and max(betas) < 1, "rate, decay and two betas below 1")
 
     @property
     def batch_sequences(self) -> int:
         return self.batch_tokens // self.train_seq_len
+
+    @property
+    def scheduled_steps(self) -> int:
+        return self.num_iterations - self.extension_steps
 
 
 # fmt: off
@@ -163,12 +215,17 @@ PRESETS = {
     "nano": Hyperparameters(
         preset="nano", train_files="data/nano/nano_train_*.bin", val_files="data/nano/nano_val_*.bin",
         val_tokens=262_144, val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
-        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=600, cooldown_frac=0.85, val_loss_every=300,
-        batch_tokens=1024, train_seq_len=1024, val_seq_len=8192, model_dim=128, num_heads=2, head_dim=64,
-        attention_layout="L-", value_embed_layout="0.", skip_layout=".0", bigram_rows=8192,
-        lm_head_slice=1024, lm_head_fp8=False, block_size=32, window_tokens=128,
-        muon_lr=0.06, muon_momentum=0.9, momentum_warmup_steps=50, embed_lr=0.25, head_lr=0.006,
-        adam_beta1=0.5, adam_beta2=0.9, cpu_threads=2, save_checkpoint=True,
+        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=600, extension_steps=0, stage_growth=(1,),
+        lr_factors=(1.0,), cooldown_frac=0.85, next_weights=(1.0,), loss_scale=2**-10, tied_frac=0.0,
+        val_loss_every=300, batch_tokens=1024, train_seq_len=1024, max_doc_len=0, val_seq_len=8192,
+        model_dim=128, num_heads=2, head_dim=64, attention_layout="L-", value_embed_layout="0.", skip_layout=".0",
+        skip_init=1.0, backout_layer=".", bigram_rows=8192, resid_lambda_init=1.0, bigram_lambda_init=1.0,
+        gate_inputs=0, value_embed_std=0.5, head_std=0.0, attention_scale=0.12, lm_head_range=30.0, lm_head_shift=0.0,
+        lm_head_slice=1024, lm_head_fp8=False, block_size=32, window_tokens=(96,), final_window_tokens=0,
+        muon_lr=0.06, c_fc_factor=2.0, c_proj_factor=1.0, muon_momentum=0.9, momentum_warmup_steps=50,
+        momentum_cooldown_steps=0, muon_beta2=0.0, muon_decay=0.0, adam_every=1,
+        head_adam=(0.006, 0.0, 0.5, 0.9), embed_adam=(0.25, 0.0, 0.5, 0.9), table_adam=(0.25, 0.0, 0.5, 0.9),
+        scalar_adam=(0.04, 0.0, 0.5, 0.9), x0_adam=(0.04, 0.0, 0.5, 0.9), cpu_threads=2, save_checkpoint=True,
     ),
 }
 # fmt: on
@@ -188,8 +245,10 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
             kind = get_args(kind)[0]
         how = dict(choices=get_args(kind)) if get_origin(kind) is Literal else dict(type=kind)
         how = dict(action=argparse.BooleanOptionalAction) if kind is bool else how
+        how |= dict(nargs="*") if isinstance(field.default, tuple) else {}
         parser.add_argument(f"--{field.name}", **how, help=hidden, default=hidden)
     flags, sees_gpu = vars(parser.parse_args(argv)), torch.cuda.is_available()
+    flags = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
     if "preset" not in flags and world_size > 1 and not sees_gpu:
         raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
     return dataclasses.replace(PRESETS[flags.get("preset", "gpt2" if sees_gpu else "nano")], **flags)
@@ -215,21 +274,25 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
 class HeadLoss(torch.autograd.Function):
-    """Compute the mean cross entropy of softcapped logits x @ w.T, for x (T, K), w (V, K), targets (T,), in nats.
+    """Sum the cross entropy of softcapped logits x @ w.T over x (T, K), w (V, K), targets (T,), in nats.
+
+    Each token predicts several (record 53, @varunneal): weights (n,) are those of its target and of the n - 1 behind.
 
     The logits (T, V) exist for `slice_tokens` tokens at a time; the forward pass computes the gradients, too: computing
     the slices again in the backward pass took 27 to 41% of the head's time. With `fp8_scales`, of x, w and the logits'
     gradient, the products are in FP8 (record 19, @YouJiacheng): e4m3 forward, e5m2 for the gradient, which needs range
-    more than precision. They are static: x has unit RMS, w saturates, and the gradient of a mean over T tokens is at
-    most 1 / T.
+    more than precision. They are static: x has unit RMS, w saturates, and the gradient of a token's loss with respect
+    to a logit is at most 1.
 
     The softcap c tanh(z / c) is that of Gemma 2 (arXiv:2408.00118); c is 15 instead of 30 since record 18
-    (@KoszarskyB). A softmax ignores a shift, so the logits here are c tanh(z / c) - c = -2 c sigmoid(-2 z / c): never
+    (@KoszarskyB), and lopsided since record 54 (@classiclarryd): `cap` is (c, r, d), for r sigmoid((z + d) 2 / c). A
+    softmax ignores a shift, so the logits here are less by r: -r s, with s = sigmoid(-(z + d) 2 / c). They are never
     above 0, so exp needs no maximum subtracted.
     """
 
     @staticmethod
-    def forward(ctx, x, w, targets, softcap, slice_tokens, fp8_scales, with_grads) -> Tensor:
+    def forward(ctx, x, w, targets, weights, cap, slice_tokens, fp8_scales, with_grads) -> Tensor:
+        (softcap, span, shift), wide = cap, torch.promote_types(w.dtype, torch.float32)
         x_s, w_s, grad_s = fp8_scales or (1.0, 1.0, 1.0)
 
         def quantize(t: Tensor, scale: float, kind: torch.dtype) -> Tensor:
@@ -244,37 +307,41 @@ class HeadLoss(torch.autograd.Function):
             return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast)
 
         w_q, losses, grads_x, grad_w = quantize(w, w_s, torch.float8_e4m3fn), [], [], None
-        for x_slice, t in zip(x.split(slice_tokens), targets.split(slice_tokens), strict=True):
+        ahead = torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(len(weights))], dim=1)
+        for x_slice, t in zip(x.split(slice_tokens), ahead.split(slice_tokens), strict=True):
             x_q = quantize(x_slice, x_s, torch.float8_e4m3fn)
-            z = product(x_q, w_q.t(), x_s, w_s, x.dtype, fast=True)
-            s = z.to(torch.promote_types(x.dtype, torch.float32)).mul_(-2 / softcap).sigmoid_()  # in place for CPUs
-            logits = s * (-2 * softcap)
-            target_logit = logits.gather(1, t[:, None])[:, 0]
+            z = product(x_q, w_q.t(), x_s, w_s, x.dtype, fast=True).to(torch.promote_types(x.dtype, torch.float32))
+            s = (z.add_(shift) if shift else z).mul_(-2 / softcap).sigmoid_()  # in place for CPUs
+            logits = s * -span
+            shares = (t >= 0) * weights  # no target behind the sequence's end
+            target_logits = (shares * logits.gather(1, t.clamp(min=0))).sum(-1)
             # Written out instead of log_softmax and nll_loss: compiled, one kernel then reads z for all that follows
             # from it, and no slice outlives its turn (10 GB less for gpt2)
             p = logits.exp_()
-            total = p.sum(-1)
-            losses.append(total.log() - target_logit)
-            if with_grads:  # d loss / d z = (p / total - onehot(t)) 4 s (1 - s) / T
-                hits = t[:, None] == torch.arange(len(w), device=t.device)
-                p.mul_(4 / len(x) / total[:, None]).sub_(hits.to(torch.uint8), alpha=4 / len(x))
+            total, weight = p.sum(-1), shares.sum(-1)
+            losses.append(weight * total.log() - target_logits)
+            if with_grads:  # d loss / d z = (weight p / total - hits) r 2 / c s (1 - s)
+                columns, hits, slope = torch.arange(len(w), device=t.device), 0.0, span * 2 / softcap
+                for k in range(len(weights)):
+                    hits = hits + weights[k] * (t[:, k, None] == columns)
+                p.mul_((slope * weight / total)[:, None]).sub_(hits, alpha=slope)
                 grad = quantize(p.mul_(s.addcmul_(s, s, value=-1)), grad_s, torch.float8_e5m2)
                 grads_x.append(product(grad, w_q, grad_s, w_s, x.dtype))
                 # As (K, V), then transposed: faster than (V, K) directly (record 19)
-                part = product(x_q.t(), grad, x_s, grad_s, w.dtype).t()
+                part = product(x_q.t(), grad, x_s, grad_s, wide).t()
                 grad_w = part if grad_w is None else grad_w + part
         if with_grads:
-            ctx.save_for_backward(torch.cat(grads_x), grad_w)
-        return torch.cat(losses).sum() / len(x)
+            ctx.save_for_backward(torch.cat(grads_x), grad_w.to(w.dtype))
+        return torch.cat(losses).sum()
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_w = ctx.saved_tensors
         # Contiguous as the weight is: else autograd copies it, and adds it up slowly
-        return grad * grad_x, (grad * grad_w).contiguous(), None, None, None, None, None
+        return grad * grad_x, (grad * grad_w).contiguous(), None, None, None, None, None, None
 
 
-# ---- Layers: each draws its own initial values; outputs (c_proj, lm_head) start at zero (@Grad62304977) --------------
+# ---- Layers: each draws its own initial values; outputs of MLPs start at zero (@Grad62304977) -----------------------
 def uniform_weight(*shape: int) -> nn.Parameter:
     """Return a weight (..., out, in) of deviation 0.5 / sqrt(in), a bit better than PyTorch's 3^-0.5 (record 19)."""
     bound = (0.75 / shape[-1]) ** 0.5
@@ -318,19 +385,34 @@ class ReluSquared(torch.autograd.Function):
 
 
 class Rotary(nn.Module):
-    """Rotate each pair of dimensions d, d + D / 2 by the token's position in its sequence (arXiv:2104.09864)."""
+    """Rotate q and k by the token's position (arXiv:2104.09864), half of their dimensions (record 17), and scale q.
 
-    def __init__(self, head_dim: int, max_seq_len: int, base: float):
+    The tables and the scale are tensors, which `set_stage` overwrites: a change never recompiles.
+    """
+
+    def __init__(self, cfg: Hyperparameters):
         super().__init__()
-        frequencies = (1 / base) ** torch.linspace(0, 1, steps=head_dim // 4, dtype=torch.float32)
-        angles = torch.outer(torch.arange(max_seq_len), F.pad(frequencies, (0, head_dim // 4)))  # half are 0: record 17
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        dtype = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
+        length = max(cfg.train_seq_len * max(cfg.stage_growth), cfg.val_seq_len) * (1 + ("P" in cfg.attention_layout))
+        for name, shape in dict(cos=(length, cfg.head_dim // 4), sin=(length, cfg.head_dim // 4), scale=()).items():
+            self.register_buffer(name, torch.empty(shape, dtype=dtype), persistent=False)
+        self.set_stage(0, cfg)
 
-    def forward(self, x_THD: Tensor) -> Tensor:
-        cos, sin = (table[: len(x_THD), None, :] for table in (self.cos, self.sin))
-        x1, x2 = x_THD.chunk(2, dim=-1)  # the fp32 tables promote bf16
-        return torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin], dim=-1).type_as(x_THD)
+    def set_stage(self, stage: int, cfg: Hyperparameters) -> None:
+        frequencies, scale = rotary_frequencies(stage, cfg, self.cos.dtype)
+        angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies.to(self.cos.device))
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+        self.scale.fill_(scale)
+
+    def forward(self, qk_THD: Tensor, slots: int) -> tuple[Tensor, Tensor]:
+        """Return q and k. With two `slots` a token, every other head is at the second of its two positions."""
+        T, _, D = qk_THD.shape
+        cos, sin = (table[: T * slots].view(T, 1, slots, D // 4) for table in (self.cos, self.sin))
+        x1, x2, still = qk_THD.view(T, -1, slots, D).split([D // 4, D // 4, D // 2], dim=-1)
+        x = torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin, still], dim=-1)  # the fp32 tables promote bf16
+        q, k = x.view_as(qk_THD).chunk(2, dim=1)
+        return (q * self.scale).type_as(qk_THD), k.type_as(qk_THD)
 
 
 class MLP(nn.Module):
@@ -344,31 +426,31 @@ class MLP(nn.Module):
 
 
 # ---- Attention: causal, within documents, in sliding windows of blocks -----------------------------------------------
-def document_block_mask(doc_ids: Tensor, window_blocks: Tensor, block_size: int, for_flex: bool = True) -> BlockMask:
-    """Return which tokens see which: causal, within a document, no further back than a window of blocks.
+def document_block_mask(doc_ids: Tensor, window: Tensor, block_size: int, for_flex: bool = True) -> BlockMask:
+    """Return which tokens see which: causal, within a document, no further back than a window of tokens.
 
-    doc_ids (T,): the non-decreasing document id of each token. window_blocks () int32: a query block sees the nearest
-    max(window_blocks, 1) key blocks, its own included; a tensor, so that a growing window never recompiles. `for_flex`:
-    also build FlexAttention's key-major lists.
+    doc_ids (T,): the non-decreasing document id of each token. window () int32: a token sees its own position and
+    `window` before it (record 29); a tensor, so that a change never recompiles. `for_flex`: also build FlexAttention's
+    key-major lists.
 
     As the ids never decrease, query block i sees blocks first..i; those from whole to i-1 need no mask. Both kinds are
-    listed nearest first, so that a window only limits their counts (windows by block: record 16; two lengths: 20).
+    listed nearest first: the partial ones are i and those behind the full ones.
     """
 
     def causal_in_document(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (q >= kv) & (doc_ids[q] == doc_ids[kv])
+        return (q >= kv) & (q - kv <= window) & (doc_ids[q] == doc_ids[kv])
 
     low, high = doc_ids.view(-1, block_size)[:, 0], doc_ids.view(-1, block_size)[:, -1]
     block = torch.arange(len(low), dtype=torch.int32, device=doc_ids.device)
-    first = (high[None, :] < low[:, None]).sum(1, dtype=torch.int32)
-    whole = (low[None, :] < low[:, None]).sum(1, dtype=torch.int32)
-    num_full = torch.where(low == high, block - whole, 0)
+    reach = (window + block_size - 1) // block_size  # blocks back that a block's first token sees some of,
+    whole_reach = (window + 1) // block_size - 1  # and that its last token sees all of
+    first = torch.maximum((high[None, :] < low[:, None]).sum(1, dtype=torch.int32), block - reach)
+    whole = torch.maximum((low[None, :] < low[:, None]).sum(1, dtype=torch.int32), block - whole_reach)
+    num_full = torch.where(low == high, block - whole, 0).clamp(min=0)
     num_partial = block - first + 1 - num_full
     i, j = block[:, None], block[None, :]
     full = (i - 1 - j).clamp(min=0)
     partial = torch.where(j == 0, i, i - num_full[:, None] - j).clamp(min=0)
-    num_partial = torch.minimum(num_partial, (window_blocks - num_full).clamp(min=1))
-    num_full = torch.minimum(num_full, window_blocks - 1).clamp(min=0)
     lists = (t[None, None].contiguous() for t in (num_partial, partial, num_full, full))
     return BlockMask.from_kv_blocks(*lists, block_size, causal_in_document, compute_q_blocks=for_flex)
 
@@ -391,116 +473,165 @@ class GatheredMask:
         visible = (slot < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, None, q, kv)
         self.bias = torch.where(visible, 0.0, -torch.inf).to(dtype).flatten(2)[:, None]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from q to k and v, all (T, H, D). The cost grows with the window, not as T^2."""
         (T, H, D), (N, M) = q.shape, self.kv_blocks.shape
         q = q.reshape(N, T // N, H, D).transpose(1, 2)
         k, v = (t.reshape(N, -1).index_select(0, self.kv_blocks.flatten()) for t in (k, v))
         k, v = (t.view(N, M * (T // N), H, D).transpose(1, 2) for t in (k, v))
         # Written out: scaled_dot_product_attention took 2.5 times as long, forward and backward (16 x 64 queries)
-        y = torch.softmax((q * scale) @ k.mT + self.bias, dim=-1) @ v
+        y = torch.softmax(q @ k.mT + self.bias, dim=-1) @ v
         return y.transpose(1, 2).reshape(T, H, D)
 
 
 class CausalSelfAttention(nn.Module):
-    """Attend with QK-norm, rotary and value embeddings. x (T, K) -> the same."""
+    """Attend with QK-norm, rotary and value embeddings, and gated heads. x (T, K), of unit RMS -> the same shape."""
 
-    def __init__(self, cfg: Hyperparameters):
+    def __init__(self, cfg: Hyperparameters, kind: str, has_value_embed: bool):
         super().__init__()
-        self.num_heads, self.head_dim, self.scale = cfg.num_heads, cfg.head_dim, cfg.attention_scale
-        self.qkv_w = uniform_weight(3, cfg.num_heads * cfg.head_dim, cfg.model_dim)  # Muon sees three: record 20
-        self.lambdas = nn.Parameter(torch.tensor([0.5, 0.5]))
-        self.c_proj = nn.Parameter(torch.zeros(cfg.model_dim, cfg.num_heads * cfg.head_dim))
+        self.cfg, self.kind, H, G = cfg, kind, cfg.num_heads, cfg.gate_inputs
+        self.qkv_w = uniform_weight(3, H * cfg.head_dim, cfg.model_dim)  # Muon sees three: record 20
+        self.c_proj = uniform_weight(cfg.model_dim, H * cfg.head_dim)  # not zero: record 64
+        self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))
+        self.gate = nn.Parameter(torch.zeros(H, G)) if G else None
+        self.value_gate = nn.Parameter(torch.zeros(H, G)) if G and has_value_embed else None
 
     def forward(self, x: Tensor, value_embed: Tensor | None, rotary: Rotary, mask: BlockMask | GatheredMask) -> Tensor:
-        H, D = self.num_heads, self.head_dim
-        qkv = linear(x, self.qkv_w.flatten(0, 1)).view(len(x), 3 * H, D)
+        H, D, slots = self.cfg.num_heads, self.cfg.head_dim, 2 if self.kind == "P" else 1
+        # Learned factors on the weights: records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
+        qkv = linear(x, self.lambdas[0] * self.qkv_w.flatten(0, 1)).view(len(x), 3 * H, D)
         qk, v = qkv.split([2 * H, H], dim=1)
         # QK-norm (@Grad62304977). F.rms_norm keeps its input, a part of qkv that v keeps alive: 1.7 GB less for gpt2
-        q, k = rotary(F.rms_norm(qk, (D,))).split(H, dim=1)
-        v = self.lambdas[0] * v  # two free factors: record 15
+        q, k = rotary(F.rms_norm(qk, (D,)), slots)
+        if self.kind == "L":  # what is not rotated comes from the token before, so a token finds what followed one
+            k = torch.cat([k[..., : D // 2], torch.cat([k[:1], k[:-1]])[..., D // 2 :]], dim=-1)  # like it: record 49
         if value_embed is not None:  # after value residuals (arXiv:2410.17897): @KoszarskyB, record 14
-            v = v + self.lambdas[1] * value_embed.view_as(v)
+            value_embed = value_embed.view_as(v)
+            if self.value_gate is not None:  # record 55 (@classiclarryd)
+                value_embed = 2 * self.gates(x, self.value_gate) * value_embed
+            v = v + value_embed
+        # Paired heads h and h + H / 2 are one of twice the length: each sees both's keys (record 58, @classiclarryd)
+        q, k, v = (t.reshape(len(x) * slots, H // slots, D) for t in (q, k, v))
         if isinstance(mask, BlockMask):
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-            y = flex_attention(q, k, v, block_mask=mask, scale=self.scale).squeeze(0).transpose(0, 1)
+            y = flex_attention(q, k, v, block_mask=mask, scale=1.0).squeeze(0).transpose(0, 1)
         else:
-            y = mask.attend(q, k, v, self.scale)
-        return linear(y.flatten(1), self.c_proj)
+            y = mask.attend(q, k, v)
+        y = y.reshape(len(x), H, D)
+        if self.gate is not None:  # a head may attend to nothing: record 28 (@classiclarryd)
+            y = y * self.gates(x, self.gate)
+        return linear(y.flatten(1), self.lambdas[1] * self.c_proj)
+
+    def gates(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return a factor from 0 to 1 for each token and head (T, H, 1)."""
+        return linear(x[:, : weight.size(1)], weight).sigmoid()[:, :, None]
 
 
 # ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
 class Block(nn.Module):
-    def __init__(self, cfg: Hyperparameters, has_attention: bool):
+    def __init__(self, cfg: Hyperparameters, kind: str, value_embed: str):
         super().__init__()
-        self.attn = CausalSelfAttention(cfg) if has_attention else None
+        self.attn = CausalSelfAttention(cfg, kind, value_embed != ".") if kind != "-" else None
         self.mlp = MLP(cfg.model_dim)
-        self.lambdas = nn.Parameter(torch.tensor([1.0, 0.0]))
+        self.resid_lambda, self.x0_lambda = (nn.Parameter(torch.tensor(v)) for v in (cfg.resid_lambda_init, 0.0))
+        self.bigram_lambda = nn.Parameter(torch.tensor(cfg.bigram_lambda_init)) if cfg.bigram_rows else None
 
-    def forward(self, x: Tensor, x0: Tensor, *attention_inputs) -> Tensor:
-        x = self.lambdas[0] * x + self.lambdas[1] * x0  # the embedding stays at hand: @KoszarskyB, record 9
+    def forward(self, x: Tensor, x0: Tensor, bigram: Tensor | None, *attention_inputs) -> Tensor:
+        x = self.resid_lambda * x + self.x0_lambda * x0  # the embedding stays at hand: @KoszarskyB, record 9
+        if bigram is not None:  # record 62 (@classiclarryd)
+            x = x + self.bigram_lambda * bigram
         if self.attn is not None:
             x = x + self.attn(norm(x), *attention_inputs)
         return x + self.mlp(norm(x))
 
 
 class GPT(nn.Module):
-    """Map tokens (T,) int32, targets (T,) int64 and window_blocks () int32 to the mean cross entropy in nats."""
+    """Map tokens (T,) int32, targets (T,) int64, windows (2,) int32, long and short, and weights to the sum of losses.
+
+    weights (n,): those of the next n tokens, in training.
+    """
 
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
-        self.cfg, K, V = cfg, cfg.model_dim, cfg.vocab_size
-        dtype = getattr(torch, cfg.dtype)  # embeddings are in the precision of the activations, the rest in fp32
-        self.embed = nn.Embedding(V, K, dtype=dtype)
+        self.cfg, K, V, G = cfg, cfg.model_dim, cfg.vocab_size, cfg.gate_inputs
+        dtype = getattr(torch, cfg.dtype)  # tables are in the precision of the activations, the rest in fp32
+        rows, is_tied, num_skips = V + -V % 64, cfg.tied_frac > 0, len(cfg.skip_layout.replace(".", ""))
+        self.embed = nn.Embedding(rows if is_tied else V, K, dtype=dtype)
         values = (nn.Embedding(V, cfg.num_heads * cfg.head_dim, dtype=dtype) for _ in {*cfg.value_embed_layout} - {"."})
         self.value_embeds = nn.ModuleList(values)
         self.bigram_embed = nn.Embedding(cfg.bigram_rows, K, dtype=dtype) if cfg.bigram_rows else None
-        self.blocks = nn.ModuleList(Block(cfg, has_attention=letter != "-") for letter in cfg.attention_layout)
-        num_skips = len(cfg.skip_layout.replace(".", ""))
-        self.skip_weights = nn.Parameter(torch.ones(num_skips)) if num_skips else None
-        self.lm_head = nn.Parameter(torch.zeros(V + -V % 64, K))  # more rows, for aligned matmul tiles
-        self.rotary = Rotary(cfg.head_dim, max(cfg.train_seq_len, cfg.val_seq_len), cfg.rope_base)
-        if self.bigram_embed is not None:
-            nn.init.zeros_(self.bigram_embed.weight)
+        layouts = zip(cfg.attention_layout, cfg.value_embed_layout, strict=True)
+        self.blocks = nn.ModuleList(Block(cfg, *letters) for letters in layouts)
+        self.skip_weights = nn.Parameter(torch.full((num_skips,), cfg.skip_init)) if num_skips else None
+        self.skip_gate = nn.Parameter(torch.zeros(num_skips, G)) if num_skips and G else None
+        self.smear_gate = nn.Parameter(torch.zeros(1, G)) if G else None
+        self.smear_lambda = nn.Parameter(torch.tensor(0.0)) if G else None
+        self.backout_lambda = nn.Parameter(torch.tensor(0.5)) if cfg.backout_layer != "." else None
+        self.lm_head = nn.Parameter(torch.zeros(rows, K, dtype=dtype if is_tied else torch.float32))
+        with torch.no_grad():
+            for embed in self.value_embeds:
+                embed.weight.mul_(cfg.value_embed_std)
+            if self.bigram_embed is not None:
+                self.bigram_embed.weight.zero_()
+            if cfg.head_std:
+                self.lm_head.normal_(0, cfg.head_std)
+            if is_tied:  # Adam keeps them equal
+                self.embed.weight.copy_(self.lm_head)
+        self.rotary = Rotary(cfg)
+        self.widest = [max(attention_windows(step, cfg)[i] for step in range(cfg.num_iterations + 1)) for i in (0, 1)]
         if dtype == torch.float64:
             self.double()
 
-    def forward(self, tokens: Tensor, targets: Tensor, window_blocks: Tensor) -> Tensor:
-        cfg, x = self.cfg, self.features(tokens, window_blocks)
-        with_grads = torch.is_grad_enabled()  # validation is never in FP8
-        fp8_scales = (cfg.fp8_x_scale, cfg.fp8_w_scale, cfg.fp8_grad_scale) if cfg.lm_head_fp8 and with_grads else None
-        return HeadLoss.apply(x, self.lm_head, targets, cfg.lm_head_softcap, cfg.lm_head_slice, fp8_scales, with_grads)
+    def forward(self, tokens: Tensor, targets: Tensor, windows: Tensor, weights: Tensor) -> Tensor:
+        cfg, x = self.cfg, self.features(tokens, windows)
+        with_grads, cap = torch.is_grad_enabled(), (cfg.lm_head_softcap, cfg.lm_head_range, cfg.lm_head_shift)
+        fp8_scales = (cfg.fp8_x_scale, cfg.fp8_w_scale, cfg.fp8_grad_scale)
+        fp8_scales = fp8_scales if cfg.lm_head_fp8 and with_grads else None  # validation is never in FP8
+        return HeadLoss.apply(x, self.lm_head, targets, weights, cap, cfg.lm_head_slice, fp8_scales, with_grads)
 
-    def features(self, tokens: Tensor, window_blocks: Tensor) -> Tensor:
+    def features(self, tokens: Tensor, windows: Tensor) -> Tensor:
         """Return the head's input (T, K)."""
-        cfg, masks = self.cfg, self.attention_masks(tokens, window_blocks)
+        cfg, masks = self.cfg, self.attention_masks(tokens, windows)
         value_embeds = {DIGITS[i]: embed(tokens) for i, embed in enumerate(self.value_embeds)}
+        bigram = self.bigram_embed(self.bigram_hashes(tokens)) if self.bigram_embed is not None else None
         x = self.embed(tokens)
-        if self.bigram_embed is not None:
-            x = x + self.bigram_embed(self.bigram_hashes(tokens))
+        if self.smear_gate is not None:  # some of the token before, of another document too: record 34 (@classiclarryd)
+            gate = linear(x[:, : cfg.gate_inputs], self.smear_gate).sigmoid()
+            x = x + self.smear_lambda * gate * F.pad(x[:-1], (0, 0, 1, 0))
         x = x0 = norm(x)
         outputs: dict[str, Tensor] = {}
         for i, block in enumerate(self.blocks):
             if (source := cfg.skip_layout[i]) != ".":  # U-Net: later layers add earlier ones (@brendanh0gan, record 11)
-                x = x + self.skip_weights[i - cfg.skip_layout[:i].count(".")] * outputs[source]
+                n = i - cfg.skip_layout[:i].count(".")
+                weight = self.skip_weights[n].sigmoid()  # record 32 (@bernard24)
+                if self.skip_gate is not None:  # record 55 (@classiclarryd)
+                    weight = weight * 2 * linear(x0[:, : cfg.gate_inputs], self.skip_gate[n : n + 1]).sigmoid()
+                x = x + weight * outputs[source]
             value_embed, mask = value_embeds.get(cfg.value_embed_layout[i]), masks.get(cfg.attention_layout[i])
-            x = outputs[DIGITS[i]] = block(x, x0, value_embed, self.rotary, mask)
+            x = outputs[DIGITS[i]] = block(x, x0, bigram, value_embed, self.rotary, mask)
+        if self.backout_lambda is not None:  # what served the context, not the prediction (@snimu, @classiclarryd: 40)
+            x = x - self.backout_lambda * outputs[cfg.backout_layer]
         return norm(x)
 
     def bigram_hashes(self, tokens: Tensor) -> Tensor:
-        """Hash (previous token, token) to a row of the table, for tokens (T,) (record 62)."""
-        before = F.pad(tokens[:-1], (1, 0), value=self.cfg.eot_token)
-        return ((36313 * tokens) ^ (27191 * before)) % self.cfg.bigram_rows
+        """Hash (previous token, token) to a row of the table, for tokens (T,) (record 62).
 
-    def attention_masks(self, tokens: Tensor, window_blocks: Tensor) -> dict[str, BlockMask | GatheredMask]:
-        """Return the masks by their letter in the layout: L with the whole window, S with half of it."""
+        The first token's row is the last one, which nothing else gets, and takes its place in the hash of the second.
+        """
+        last = self.cfg.bigram_rows - 1
+        pairs = (36313 * tokens[1:]) ^ (27191 * F.pad(tokens[1:-1], (1, 0), value=last))
+        return F.pad(pairs % last, (1, 0), value=last)
+
+    def attention_masks(self, tokens: Tensor, windows: Tensor) -> dict[str, BlockMask | GatheredMask]:
+        """Return the masks by their letter in the layout: L with the long window, S and P with the short one."""
         cfg, on_cuda, masks = self.cfg, self.cfg.device == "cuda", {}
         doc_ids = (tokens == cfg.eot_token).cumsum(0, dtype=torch.int32)
-        for letter in sorted(set(cfg.attention_layout) - {"-"}):
-            share = 1 if letter == "L" else 2
-            mask = document_block_mask(doc_ids, window_blocks // share, cfg.block_size, for_flex=on_cuda)
-            max_blocks = max(1, -(-cfg.window_tokens // cfg.block_size) // share)
-            masks[letter] = mask if on_cuda else GatheredMask(mask, max_blocks, self.embed.weight.dtype)
+        for letter, window, widest in zip("LSP", (*windows, windows[1]), (*self.widest, self.widest[1]), strict=True):
+            if letter in cfg.attention_layout:
+                ids = doc_ids.repeat_interleave(2) if letter == "P" else doc_ids
+                mask = document_block_mask(ids, window, cfg.block_size, for_flex=on_cuda)
+                max_blocks = 1 - (-widest // cfg.block_size)
+                masks[letter] = mask if on_cuda else GatheredMask(mask, max_blocks, self.embed.weight.dtype)
         return masks
 
 
@@ -522,10 +653,12 @@ class ShardedOptimizer:
     new values and launches the all-gather of those, `gather` waits for it. Subclasses define update_shard(shard, grad),
     which writes new values into the shard and may overwrite grad, and name in `moments` the tensors that `state` keeps
     for a shard. Shares are cut from buffers of rows, padded with zeros: here a row is an element, parameters are views.
+    With `every` = n only each n-th step is one, on the sum of n gradients.
     """
 
     moments: tuple[str, ...] = ()
     alignment = 16  # rows: kernels want tensors to begin at multiples of 16 bytes
+    every = 1
 
     def __init__(self, params: dict[str, nn.Parameter], lr: float, cfg: Hyperparameters, ranks: Ranks):
         self.name, self.params, self.cfg, self.ranks = "+".join(params), list(params.values()), cfg, ranks
@@ -536,7 +669,8 @@ class ShardedOptimizer:
         self.spans = [count + -count % self.alignment for count in self.counts]
         self.grads = rows[0].new_zeros(sum(self.spans) + -sum(self.spans) % ranks.world_size, *rows[0].shape[1:])
         self.grad = self.grads if ranks.world_size == 1 else torch.zeros_like(self.share(self.grads))
-        self.state = {name: torch.zeros_like(self.grad) for name in self.moments}
+        wide = torch.promote_types(self.grad.dtype, torch.float32)
+        self.state = {name: torch.zeros_like(self.grad, dtype=wide) for name in self.moments}
         self.grad_pieces = self.pieces(self.grads)
         self.values = self.place(rows)  # what the ranks exchange
         self.shard = self.share(self.values)
@@ -575,31 +709,76 @@ class ShardedOptimizer:
 
 
 class Adam(ShardedOptimizer):
-    """Step embeddings, head and scalars by Adam (arXiv:1412.6980): PyTorch's kernel, moments in their precision."""
+    """Step tables, head, scalars and gates by Adam (arXiv:1412.6980), with moments in fp32 at least (record 56).
+
+    `settings`: learning rate, weight decay, decays of the two moments. Every other step, on the sum of two gradients
+    (record 39, @classiclarryd), with a cautious weight decay (record 50, @roeeshenberg). Head and embedding begin as
+    equals; until they part both step on the sum of their gradients, and so stay one table, moments included (records
+    51 and 53, @varunneal).
+    """
 
     moments = ("exp_avg", "exp_avg_sq")
 
+    def __init__(self, params: dict[str, nn.Parameter], settings: Sequence[float], cfg: Hyperparameters, ranks: Ranks):
+        lr, self.decay, *self.betas = settings
+        super().__init__(params, lr, cfg, ranks)
+        self.every = cfg.adam_every
+
+    def reduce(self) -> None:
+        if "lm_head" in self.name and self.step - self.every < self.cfg.tied_frac * self.cfg.scheduled_steps:
+            total = torch.stack([p.grad for p in self.params]).sum(0)
+            for p in self.params:
+                p.grad = total
+        super().reduce()
+
     def update_shard(self, shard: Tensor, grad: Tensor) -> None:
-        cfg, step = self.cfg, torch.full((), self.step, dtype=torch.float32, device=grad.device)
-        options = dict(lr=self.lr, beta1=cfg.adam_beta1, beta2=cfg.adam_beta2, eps=cfg.adam_eps, weight_decay=0.0)
-        options |= dict(fused=True, amsgrad=False, maximize=False)
-        adam([shard], [grad], *([self.state[name]] for name in self.moments), [], [step], **options)
+        (beta1, beta2), (m, v), count = self.betas, self.state.values(), self.step // self.every  # updates before
+        p, grad = (t.to(m.dtype) for t in (shard, grad))
+        eps = self.cfg.adam_eps / (1 - beta2 ** (count + 1)) ** 0.5  # added before the correction of the bias
+        options = dict(lr=self.lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
+        step, new = torch.full((), count, dtype=torch.float32, device=p.device), p.clone() if self.decay else p
+        adam([new], [grad], [m], [v], [], [step], fused=True, **options)  # PyTorch's kernel
+        if self.decay:  # the update has the sign of m
+            new -= self.decay * self.lr**2 * p * (m * p > 0)
+        shard.copy_(new)
+
+
+# The coefficients a, b, c of each step
+POLAR_EXPRESS = [
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
 
 
 def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Return about the orthogonal factor U V' of every matrix U S V' in G (n, rows, cols), rows <= cols, in `dtype`.
 
-    Five steps of a quintic Newton-Schulz iteration (Keller Jordan, https://kellerjordan.github.io/posts/muon). Its
-    coefficients do not converge, which does no harm, and in return small singular values grow fast: all of at least
-    0.00143 of the Frobenius norm end in [0.65, 1.25]. A zero matrix stays zero.
+    Five steps of a quintic Newton-Schulz iteration (Keller Jordan, https://kellerjordan.github.io/posts/muon), with the
+    coefficients of the Polar Express, which differ from step to step (arXiv:2505.16932; record 38, @varunneal). A zero
+    matrix stays zero.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315
-    X = (G / (G.norm(dim=(-2, -1), keepdim=True) + 1e-7)).to(dtype)
-    for _ in range(5):  # X <- a X + b (X X') X + c (X X')^2 X
+    X = (G / (1.02 * G.norm(dim=(-2, -1), keepdim=True) + 1e-6)).to(dtype)
+    for a, b, c in POLAR_EXPRESS:  # X <- a X + b (X X') X + c (X X')^2 X
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, B, X, beta=a)
     return X
+
+
+def normalize(updates: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
+    """Even out the rows or columns of each update (n, rows, cols), and keep its norm (NorMuon, arXiv:2510.05491).
+
+    second_moment: the running mean, from 0 on, of the mean squares along the dimension that it has one of; which one is
+    record 41 (@li_zichong) as record 48 mended it (@ChrisJMcCormick).
+    """
+    updates, dim = updates.to(second_moment.dtype), -1 if second_moment.size(-1) == 1 else -2
+    second_moment.lerp_(updates.square().mean(dim, keepdim=True), 1 - beta2)
+    even = updates / second_moment.clamp(min=1e-10).sqrt()
+    norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (updates, even))
+    return even * (norms / new_norms.clamp(min=1e-10))
 
 
 class Muon(ShardedOptimizer):
@@ -608,9 +787,14 @@ class Muon(ShardedOptimizer):
     With g the mean gradient of the step, in the lerp form of record 15:
 
         m <- momentum m + (1 - momentum) g
-        p <- p - lr sqrt(max(1, rows / cols)) zeropower(momentum m + (1 - momentum) g)
+        u <- normalize(zeropower(momentum m + (1 - momentum) g))
+        p <- p - factor lr (u + decay lr p [u p >= 0])
 
-    Rows of the buffers are whole matrices, tall ones on their side: the 24 of gpt2's MLPs on 8 ranks are 3 on each.
+    The factors are the configuration's. The weight decay is cautious: only where the update moves a weight towards 0
+    (record 43, @varunneal).
+
+    Rows of the buffers are whole matrices, tall ones on their side: the 22 of gpt2's MLPs on 8 ranks are 3 on each, and
+    a column is a hidden unit in both matrices of an MLP. NorMuon evens these out, elsewhere the outputs.
     The ranks exchange updates, which all of them apply.
     """
 
@@ -620,6 +804,9 @@ class Muon(ShardedOptimizer):
         super().__init__(*args)
         ns = zeropower_via_newtonschulz5
         self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if self.cfg.compile else ns
+        if self.cfg.muon_beta2:
+            n, rows, cols = self.grad.shape
+            self.state["second_moment"] = self.grad.new_zeros((n, 1, cols) if "mlp" in self.name else (n, rows, 1))
 
     def as_rows(self, x: Tensor) -> Tensor:
         x = x.reshape(-1, *x.shape[-2:])
@@ -629,15 +816,21 @@ class Muon(ShardedOptimizer):
         return torch.zeros_like(self.grads, dtype=getattr(torch, self.cfg.dtype))
 
     def update_shard(self, shard: Tensor, grad: Tensor) -> None:
-        momentum = muon_momentum(self.step, self.cfg)
+        cfg, momentum = self.cfg, muon_momentum(self.step, self.cfg)
         momentum_buffer = self.state["momentum_buffer"].lerp_(grad, 1 - momentum)
-        shard.copy_(self.orthogonalize(grad.lerp_(momentum_buffer, momentum), shard.dtype))
+        update = self.orthogonalize(grad.lerp_(momentum_buffer, momentum), shard.dtype)
+        if cfg.muon_beta2:
+            update = normalize(update, self.state["second_moment"], cfg.muon_beta2)
+        shard.copy_(update)
 
     def gather(self) -> None:
         super().gather()
-        for p, update in zip(self.params, self.pieces(self.values), strict=True):
-            aspect = p.size(-2) / p.size(-1)
-            p.add_((update.mT if aspect > 1 else update).view_as(p), alpha=-self.lr * max(1, aspect) ** 0.5)
+        factors = {"mlp.c_fc": self.cfg.c_fc_factor, "mlp.c_proj": self.cfg.c_proj_factor}
+        for name, p, update in zip(self.name.split("+"), self.params, self.pieces(self.values), strict=True):
+            update = (update.mT if p.size(-2) > p.size(-1) else update).view_as(p)
+            if self.cfg.muon_decay:
+                update = update + self.cfg.muon_decay * self.lr * p * (update * p >= 0)
+            p.add_(update, alpha=-self.lr * factors.get(".".join(name.split(".")[-2:]), 1.0))
 
 
 def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
@@ -650,12 +843,18 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     stacks: dict[tuple, dict[str, nn.Parameter]] = {}  # Muon's matrices by shape, tall ones on their side
     for name, p in claim("qkv_w", "c_fc", "c_proj").items():
         stacks.setdefault(tuple(sorted(p.shape[-2:])), {})[name] = p
-    optimizers = [
-        *(Muon(stack, cfg.muon_lr, cfg, ranks) for stack in stacks.values()),
-        Adam(claim("lm_head"), cfg.head_lr, cfg, ranks),
-        Adam(claim("embed", "value_embeds", "bigram_embed"), cfg.embed_lr, cfg, ranks),
-        Adam(claim("lambdas", "skip_weights"), cfg.scalar_lr, cfg, ranks),
-    ]
+    heads = [("lm_head", "embed")] if cfg.tied_frac else [("lm_head",), ("embed",)]
+    groups = {
+        **dict(zip(heads, (cfg.head_adam, cfg.embed_adam), strict=False)),
+        ("value_embeds", "bigram_embed"): cfg.table_adam,
+        ("lambdas", "resid_lambda", "bigram_lambda", "skip_weights", "smear_lambda", "backout_lambda"): cfg.scalar_adam,
+        ("x0_lambda",): cfg.x0_adam,
+        ("gate", "value_gate"): cfg.gate_adam,
+        ("smear_gate",): cfg.smear_adam,
+        ("skip_gate",): cfg.skip_adam,
+    }
+    adams = [Adam(claim(*names), settings, cfg, ranks) for names, settings in groups.items() if claim(*names)]
+    optimizers = [*(Muon(stack, cfg.muon_lr, cfg, ranks) for stack in stacks.values()), *adams]
     claimed = "+".join(optimizer.name for optimizer in optimizers).split("+")
     if wrong := [name for name in named if claimed.count(name) != 1]:
         raise ValueError(f"each parameter needs exactly one group in build_optimizers: {', '.join(wrong)}")
@@ -665,19 +864,26 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
 
 @torch.no_grad()
 def step_optimizers(optimizers: Sequence[ShardedOptimizer], step: int) -> None:
-    """Take step `step`, from the sums of the gradients of this rank's sequences, in the same order on all ranks."""
-    for optimizer in optimizers:
+    """Take step `step`, from the sums of the gradients of this rank's sequences, in the same order on all ranks.
+
+    The gradients that it used are gone after it; those of an optimizer whose turn it is not wait for more.
+    """
+    due = [optimizer for optimizer in optimizers if (step + 1) % optimizer.every == 0]
+    for optimizer in due:
         optimizer.step, optimizer.lr = step, optimizer.initial_lr * lr_multiplier(step, optimizer.cfg)
         optimizer.reduce()
-    for optimizer in optimizers:
+    for optimizer in due:
         optimizer.update()
-    for optimizer in optimizers:
+    for optimizer in due:
         optimizer.gather()
+        for p in optimizer.params:
+            p.grad = None
 
 
 # ---- Data: which tokens each step trains on is planned before the first one, the same for any number of processes ----
-# The tokens of a shard from `start` on; the stamp tells whether the file changes
-Batch = namedtuple("Batch", "path start stamp")
+# Tokens of a shard from `start` on; the stamp tells whether the file changes. sequences: for each the (pieces, 2)
+# positions in the shard where its pieces begin and end, with the target of its last token
+Batch = namedtuple("Batch", "path start stamp sequences")
 
 
 def read_shard(path: str, dtype: str, offset: int, count: int) -> tuple[np.ndarray, tuple[int, ...]]:
@@ -693,28 +899,53 @@ def read_shard(path: str, dtype: str, offset: int, count: int) -> tuple[np.ndarr
         raise UserError(f"{path}: {error.strerror or error}; ./run.sh --check says what to do") from None
 
 
-def plan_batches(pattern: str, batch_tokens: int, num_batches: int) -> list[Batch]:
-    """Plan consecutive batches, shard after shard in sorted order; drop the tail of a shard shorter than a batch.
+def plan_batches(pattern: str, seq_lens: Sequence[int], num_sequences: int, cfg: Hyperparameters, max_doc_len: int = 0):
+    """Plan a batch of `num_sequences` for each of seq_lens, shard after shard in sorted order; drop a shard's rest.
 
     A shard is 256 int32 of header [20240520, 1, number of tokens, 0 ...], then uint16 tokens: the format of llm.c.
+    With `max_doc_len` a sequence begins with a document (record 26, @classiclarryd), and takes so many tokens at most
+    of each (record 29, @varunneal); the rest of its last document is dropped. Without, the stream is cut as it is.
     """
     plan: list[Batch] = []
     for path in sorted(glob.glob(pattern, recursive=True)):
         header, stamp = read_shard(path, "<i4", 0, 3)
         if header.tolist() != [20240520, 1, (stamp[1] - 1024) / 2]:
             raise UserError(f"{path}: not a whole shard of tokens; ./run.sh --check says what to do")
-        starts = range(0, int(header[2]) - batch_tokens, batch_tokens)[: num_batches - len(plan)]  # and a last target
-        plan += [Batch(path, start, stamp) for start in starts]
-    if len(plan) < num_batches:
-        found = f"{pattern} in {os.getcwd()}: {len(plan)} batches of {batch_tokens} tokens, the run needs {num_batches}"
+        if len(plan) == len(seq_lens):
+            continue
+        size, at = int(header[2]), 0  # `at`: the next token, or the next document
+        if max_doc_len:
+            begins = np.flatnonzero(read_shard(path, "<u2", 1024, size)[0] == cfg.eot_token)
+            documents = np.stack([begins, np.minimum(np.append(begins, size)[1:], begins + max_doc_len)], axis=1)
+            filled = np.append(0, np.cumsum(documents[:, 1] - documents[:, 0]))
+        for seq_len in seq_lens[len(plan) :]:
+            sequences = []
+            for _ in range(num_sequences):
+                if max_doc_len:
+                    end = np.searchsorted(filled, filled[at] + seq_len + 1)  # first document that it does not need
+                    if end == len(filled):
+                        break
+                    sequences.append(pieces := documents[at:end].copy())
+                    pieces[-1, 1] -= filled[end] - filled[at] - seq_len - 1
+                    at = end
+                elif at + seq_len < size:
+                    sequences.append(np.array([[at, at + seq_len + 1]]))
+                    at += seq_len
+            if len(sequences) < num_sequences:
+                break
+            plan.append(Batch(path, int(sequences[0][0, 0]), stamp, sequences))
+    if len(plan) < len(seq_lens):
+        found = f"{pattern} in {os.getcwd()}: tokens for {len(plan)} batches, the run needs {len(seq_lens)}"
         raise UserError(f"{found}; ./run.sh gets a preset's data, data/pack_text.py packs text")
     return plan
 
 
 def plan_data(cfg: Hyperparameters) -> dict[str, list[Batch]]:
     """Return the batches of training, and those of validation, one sequence each."""
-    val_plan = plan_batches(cfg.val_files, cfg.val_seq_len, cfg.val_tokens // cfg.val_seq_len)
-    return dict(train=plan_batches(cfg.train_files, cfg.batch_tokens, cfg.num_iterations), val=val_plan)
+    train_lens = [train_seq_len(step, cfg) for step in range(cfg.num_iterations)]
+    train = plan_batches(cfg.train_files, train_lens, cfg.batch_sequences, cfg, cfg.max_doc_len)
+    val_lens = [cfg.val_seq_len] * (cfg.val_tokens // cfg.val_seq_len)
+    return dict(train=train, val=plan_batches(cfg.val_files, val_lens, 1, cfg))
 
 
 def read_tokens(batch: Batch, offset: int, count: int, vocab_size: int) -> np.ndarray:
@@ -727,14 +958,17 @@ def read_tokens(batch: Batch, offset: int, count: int, vocab_size: int) -> np.nd
     return tokens
 
 
-def read_batches(plan, sequences: Sequence[int], seq_len: int, cfg: Hyperparameters, device: torch.device) -> Iterator:
+def read_batches(plan, sequences: Sequence[int], cfg: Hyperparameters, device: torch.device) -> Iterator:
     """Yield for each batch the [(inputs (T,) int32, targets (T,) int64), ...] of its `sequences`, on the device."""
 
     def read(batch: Batch) -> Tensor:
-        tokens = torch.empty(len(sequences), seq_len + 1, dtype=torch.uint16, pin_memory=device.type == "cuda")
-        for sequence, row in zip(sequences, tokens.numpy(), strict=True):
-            row[:] = read_tokens(batch, sequence * seq_len, seq_len + 1, cfg.vocab_size)
-        return tokens
+        rows = []
+        for pieces in (batch.sequences[i] for i in sequences):
+            first, last = int(pieces[0, 0]), int(pieces[-1, 1])
+            tokens = read_tokens(batch, first - batch.start, last - first, cfg.vocab_size)
+            rows.append(np.concatenate([tokens[begin:end] for begin, end in pieces - first]))
+        tokens = torch.empty(len(rows), len(rows[0]), dtype=torch.uint16, pin_memory=device.type == "cuda")
+        return tokens.copy_(torch.from_numpy(np.stack(rows)))
 
     with ThreadPoolExecutor(max_workers=1) as reader:  # ahead of the steps, from the first `next` on
         futures = (reader.submit(read, batch) for batch in plan)
@@ -746,21 +980,65 @@ def read_batches(plan, sequences: Sequence[int], seq_len: int, cfg: Hyperparamet
 
 
 # ---- Schedules: functions of the step and the configuration ----------------------------------------------------------
+def stage_starts(cfg: Hyperparameters) -> list[int]:
+    """Return the first step of each stage, equal parts of the scheduled ones and the extension, and the end."""
+    parts = len(cfg.window_tokens) - (cfg.extension_steps > 0)
+    starts = [round(cfg.scheduled_steps * i / parts) for i in range(len(cfg.window_tokens))]
+    return [*starts, cfg.num_iterations]
+
+
+def stage_of(step: int, cfg: Hyperparameters) -> int:
+    return sum(step >= start for start in stage_starts(cfg)[1:-1])
+
+
+def train_seq_len(step: int, cfg: Hyperparameters) -> int:
+    """Return the tokens of each sequence of a step: small batches first (record 46, @varunneal)."""
+    return cfg.train_seq_len * cfg.stage_growth[stage_of(step, cfg)]
+
+
 def lr_multiplier(step: int, cfg: Hyperparameters) -> float:
-    """Return the factor on all learning rates: 1, and in the cooldown linearly down to `min_lr_frac`."""
-    w = min((1 - step / cfg.num_iterations) / cfg.cooldown_frac, 1.0)
-    return w + (1 - w) * cfg.min_lr_frac
+    """Return the factor on all learning rates: it rises with the batch, and falls linearly in the cooldown."""
+    start = int(cfg.scheduled_steps - cfg.cooldown_frac * cfg.scheduled_steps)
+    w = min(max(0.0, (cfg.scheduled_steps - step) / (cfg.scheduled_steps - start)), 1.0)
+    return w * cfg.lr_factors[stage_of(step, cfg)] + (1 - w) * cfg.min_lr_frac
+
+
+def next_weights(step: int, cfg: Hyperparameters) -> list[float]:
+    """Return the weights of the losses of the next tokens: one less from stage to stage (record 53, @varunneal)."""
+    stage = stage_of(step, cfg)
+    start, end = stage_starts(cfg)[stage : stage + 2]
+    *first, last = cfg.next_weights[: max(1, len(cfg.next_weights) - stage)]
+    return [*first, last * (end - step) / (end - start)] if first else [last]
 
 
 def muon_momentum(step: int, cfg: Hyperparameters) -> float:
-    """Return Muon's momentum, which rises linearly during its warm-up."""
-    w = min(step / cfg.momentum_warmup_steps, 1.0) if cfg.momentum_warmup_steps else 1.0
+    """Return Muon's momentum, which rises linearly in its warm-up and falls in its cooldown (record 39)."""
+    warmup, cooldown = cfg.momentum_warmup_steps, cfg.momentum_cooldown_steps
+    w = min(step / warmup if warmup else 1.0, (cfg.num_iterations - step) / cooldown if cooldown else 1.0, 1.0)
     return (1 - w) * cfg.momentum_warmup_start + w * cfg.muon_momentum
 
 
-def window_blocks(step: int, cfg: Hyperparameters) -> int:
-    """Return the blocks of the long window: its share of `window_tokens` at this step, rounded up."""
-    return max(1, -(-cfg.window_tokens * step // (cfg.num_iterations * cfg.block_size)))
+def attention_windows(step: int, cfg: Hyperparameters) -> tuple[int, int]:
+    """Return how many tokens before its own a token sees with a long and with a short window: half, in whole blocks."""
+    window = cfg.window_tokens[stage_of(step, cfg)]
+    is_last = step == cfg.num_iterations and cfg.final_window_tokens  # record 33 (@classiclarryd)
+    return cfg.final_window_tokens if is_last else window, window // (2 * cfg.block_size) * cfg.block_size
+
+
+def rotary_frequencies(stage: int, cfg: Hyperparameters, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Return the frequencies (head_dim / 4,) in a stage, and the factor on attention scores.
+
+    When the long window widens, frequencies that turn once in it are stretched with it, those that turn `yarn_turns`
+    times are not, and the factor grows: YaRN (arXiv:2309.00071; record 31, @classiclarryd).
+    """
+    frequencies = (1 / cfg.rope_base) ** torch.linspace(0, 1, steps=cfg.head_dim // 4, dtype=dtype)
+    scale = cfg.attention_scale
+    for old, new in pairwise(cfg.window_tokens[: stage + 1]):
+        turns = old * frequencies / (2 * math.pi)
+        kept = ((turns - 1) / (cfg.yarn_turns - 1)).clamp(0, 1)
+        frequencies = frequencies * (old / new + kept * (1 - old / new))
+        scale *= 1 + cfg.yarn_scale * math.log(new / old)
+    return frequencies, scale
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -780,45 +1058,60 @@ class Trainer:
             launch(dist.broadcast, p.detach(), 0)()
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
-        self.window_blocks = torch.ones((), dtype=torch.int32, device=self.device)
+        self.windows, self.stage = torch.zeros(2, dtype=torch.int32, device=self.device), 0
+        self.weights = torch.ones(len(cfg.next_weights), dtype=self.gpt.rotary.scale.dtype, device=self.device)
+
+    def set_schedules(self, step: int) -> None:
+        """Set windows, weights, rotary tables and attention scale to a step's: tensors, so that nothing recompiles."""
+        for window, tokens in zip(self.windows, attention_windows(step, self.cfg), strict=True):
+            window.fill_(tokens)
+        for weight, value in zip(self.weights, next_weights(step, self.cfg), strict=False):
+            weight.fill_(value)
+        if self.stage != stage_of(step, self.cfg):
+            self.stage = stage_of(step, self.cfg)
+            self.gpt.rotary.set_stage(self.stage, self.cfg)
 
     def train_step(self, step: int, sequences: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         """Take a step on this rank's sequences, and return the mean loss over those of all ranks."""
-        losses = []
-        self.window_blocks.fill_(window_blocks(step, self.cfg))
+        losses, weights = [], self.weights[: len(next_weights(step, self.cfg))]
+        self.set_schedules(step)
         for tokens, targets in sequences:
-            loss = self.model(tokens, targets, self.window_blocks)
-            loss.backward()  # undivided: FP8 sees the same gradients for any number of processes, and fewer become 0
-            losses.append(loss.detach())
+            loss = self.model(tokens, targets, self.windows, weights)
+            # Of the sum, which grows with the batch, as the optimizers' moments remember. Not divided by the number of
+            # sequences: FP8 sees the same gradients for any number of processes, and fewer become 0
+            (self.cfg.loss_scale * loss).backward()
+            losses.append(loss.detach() / len(tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
         wait = launch(dist.all_reduce, mean)
         step_optimizers(self.optimizers, step)
-        self.gpt.zero_grad(set_to_none=True)
         wait()
         return mean
 
     @torch.no_grad()
     def evaluate(self, step: int, val_plan: Sequence[Batch]) -> float:
         """Return the mean loss over the validation tokens. A rank may score more sequences than others, or none."""
-        self.window_blocks.fill_(window_blocks(step, self.cfg))
+        self.set_schedules(step)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         own = val_plan[self.ranks.rank :: self.ranks.world_size]
-        for [(tokens, targets)] in read_batches(own, [0], self.cfg.val_seq_len, self.cfg, self.device):
-            total += self.model(tokens, targets, self.window_blocks)
+        for [(tokens, targets)] in read_batches(own, [0], self.cfg, self.device):
+            total += self.model(tokens, targets, self.windows, torch.ones_like(self.weights[:1]))
         launch(dist.all_reduce, total)()
-        return total.item() / len(val_plan)
+        return total.item() / self.cfg.val_tokens
 
     def warm_up(self) -> None:
         """Compile and run every graph on random tokens, and leave no trace: the first real one is read on the clock."""
         cfg, generator = self.cfg, torch.Generator(self.device)
         before = {name: tensor.to("cpu", copy=True) for name, tensor in self.state().items()}  # not on the GPU's peak
-        length, options = cfg.train_seq_len + cfg.val_seq_len, dict(device=self.device, generator=generator)
-        tokens = torch.randint(cfg.vocab_size, (length,), **options)
-        train, val = ((tokens[:n].int(), tokens[1 : n + 1]) for n in (cfg.train_seq_len, cfg.val_seq_len))
-        for _ in range(2):
-            self.train_step(0, [train] * min(2, cfg.batch_sequences // self.ranks.world_size))
+        stages = {stage_of(step, cfg): step for step in reversed(range(cfg.num_iterations))}  # and their first steps
+        lengths, options = [train_seq_len(step, cfg) for step in stages.values()], dict(device=self.device)
+        tokens = torch.randint(cfg.vocab_size, (max(*lengths, cfg.val_seq_len) + 1,), generator=generator, **options)
+        *trains, val = ((tokens[:n].int(), tokens[1 : n + 1]) for n in (*lengths, cfg.val_seq_len))
+        for first, train in zip(stages.values(), trains, strict=True):
+            for step in range(first, first + max(2, cfg.adam_every)):
+                self.train_step(step, [train] * min(2, cfg.batch_sequences // self.ranks.world_size))
         with torch.no_grad():
-            self.model(*val, self.window_blocks)
+            self.model(*val, self.windows, torch.ones_like(self.weights[:1]))
+        self.gpt.zero_grad(set_to_none=True)
         self.restore(before)
 
     def state(self) -> dict[str, Tensor]:
@@ -853,12 +1146,12 @@ def find_ranks() -> Ranks:
     return ranks
 
 
-def agree(ranks: Ranks, mine: list[dict]) -> dict:
-    """Join the other ranks within a minute, and return what rank 0 found.
+def agree(ranks: Ranks, problem: str, facts: dict, start: int) -> int:
+    """Join the other ranks within a minute, and return rank 0's `start`.
 
-    `mine` are this rank's findings, and on rank 0 those of the checkpoint. Raise on every rank if there is a problem
-    in any of them, or a fact that is not that of rank 0.
+    Raise on every rank if one of them has a problem, or a fact that is not that of rank 0.
     """
+    mine = (f"rank {ranks.rank} on {os.uname().nodename}", problem, facts, start)
     told = [mine] * ranks.world_size
     if ranks.world_size > 1:
         try:
@@ -868,19 +1161,17 @@ def agree(ranks: Ranks, mine: list[dict]) -> dict:
             # One rank may compile while the others find the result in their caches
             dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
         except (RuntimeError, ValueError) as error:
-            reason = f"rank {ranks.rank} does not reach the others: {' '.join(str(error).split())[:200]}"
-            mine[0]["problem"] = mine[0]["problem"] or reason
-    found = [finding for findings in told for finding in findings]
-    problems = [f"{other['who']}: {other['problem']}" for other in found if other["problem"]]
-    for other in found if not problems else []:
-        for name, value in found[0]["facts"].items():
-            if (its := other["facts"].get(name)) != value:
-                problems.append(f"{other['who']} has {name} {its} instead of {value}: start all alike")
-    if problems and ranks.local_rank > 0:
+            problem = problem or f"rank {ranks.rank} does not reach the others: {' '.join(str(error).split())[:200]}"
+    for who, found, its_facts, _ in told:
+        for name, value in told[0][2].items():
+            if (its := its_facts.get(name)) != value:
+                found = found or f"has {name} {its} instead of {value}: start all alike"
+        problem = problem or (found and f"{who}: {found}")
+    if problem and ranks.local_rank > 0:
         sys.exit(2)  # one rank per node says it
-    if problems:
-        raise UserError(mine[0]["problem"] or problems[0])
-    return found[0]
+    if problem:
+        raise UserError(problem)
+    return told[0][3]
 
 
 class RunLog:
@@ -899,7 +1190,8 @@ class RunLog:
         except OSError as error:
             reason = "another process is writing it" if isinstance(error, BlockingIOError) else error
             raise UserError(f"log {self.path}: {reason}; choose another --run_id or --log_dir") from None
-        options = dict(total=cfg.num_iterations * cfg.batch_tokens, initial=progress["step"] * cfg.batch_tokens)
+        self.tokens = [cfg.batch_sequences * train_seq_len(step, cfg) for step in range(cfg.num_iterations)]
+        options = dict(total=sum(self.tokens), initial=sum(self.tokens[: progress["step"]]))
         options |= dict(disable=not (is_main and os.isatty(1) and os.isatty(2)), unit_scale=True, dynamic_ncols=True)
         self.bar = tqdm(unit="tokens", **options)
 
@@ -950,7 +1242,7 @@ class RunLog:
             is_due = self.bar.disable and time.monotonic() > self.last_line + 2
             self.last_line = time.monotonic() if is_due else self.last_line
             self.point("train_loss", step, loss.item(), self.read_clock(), is_due)
-            self.bar.update(self.cfg.batch_tokens)
+            self.bar.update(self.tokens[step - 1])
 
     def point(self, name: str, step: int, loss: float, ms: float, console: bool = True) -> None:
         """Log a loss, and add it to its curve."""
@@ -1013,7 +1305,7 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
     """Train from step `start` to the end. Return the number of graphs compiled on the way, which should be 0."""
     cfg, ranks, graphs = trainer.cfg, trainer.ranks, torch._dynamo.utils.counters["stats"]
     sequences = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
-    batches = read_batches(plans["train"][start:], sequences, cfg.train_seq_len, cfg, trainer.device)
+    batches = read_batches(plans["train"][start:], sequences, cfg, trainer.device)
     gc.collect()
     gc.freeze()
     gc.disable()  # one collection in the middle of a run was measured at 0.6 s (nanochat issue 477)
@@ -1066,7 +1358,11 @@ def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, d
     facts = {f"--{name}": value for name, value in dataclasses.asdict(cfg).items() if name not in may_differ}
     facts |= {"--seed": given.seed, "data": data.hexdigest(), "processes": ranks.world_size}
     facts |= dict(script=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
-    return cfg, plans, facts | dict(torch=str(torch.__version__), numpy=np.__version__), saved
+    facts |= dict(torch=str(torch.__version__), numpy=np.__version__)
+    for name, value in saved["facts"].items():
+        if facts[name] != value:
+            raise UserError(f"the checkpoint has {name} {value} instead of {facts[name]}: resume with the same")
+    return cfg, plans, facts, saved
 
 
 def peak_memory_mib(device: torch.device) -> int:
@@ -1106,19 +1402,16 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
 def main(argv: Sequence[str] | None = None) -> dict:
     """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
     argv, source = sys.argv[1:] if argv is None else list(argv), Path(__file__).read_text(encoding="utf-8")
-    ranks, log, start = find_ranks(), None, None
-    mine = [dict(who=f"rank {ranks.rank} on {os.uname().nodename}", problem="", facts={})]
+    ranks, log, start, problem, facts, saved = find_ranks(), None, None, "", {}, dict(step=0)
     if ranks.world_size > 1 and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
     try:
         try:
             cfg, plans, facts, saved = prepare(argv, ranks)
             log = RunLog(cfg, ranks.rank == 0, saved)
-            mine[0] |= dict(facts=facts, step=saved["step"])
-            mine += [dict(who="the checkpoint", problem="", facts=saved["facts"])] if saved["step"] else []
         except UserError as error:
-            mine[0]["problem"] = str(error)
-        start = agree(ranks, mine)["step"]  # which rank 0 knows from the checkpoint
+            problem, facts = str(error), {}
+        start = agree(ranks, problem, facts, saved["step"])
         trainer = Trainer(cfg, ranks)
         if start:
             log.write(f"resumed at step {start}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
