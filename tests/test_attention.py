@@ -1,16 +1,14 @@
-"""Masks against dense ones, gathered attention against dense attention, FlexAttention against it, and no leaks."""
+"""Masks against dense ones, gathered attention against dense attention, and no leaks."""
 
 import dataclasses
 import itertools
-import shutil
 
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask
 
-import train_gpt
-from train_gpt import GPT, CausalSelfAttention, GatheredMask, Rotary, document_block_mask
+from train_gpt import GPT, GatheredMask, document_block_mask
 
 SCALE = 0.12
 # tokens, tokens per block, tokens of a typical document; None: documents begin at block edges
@@ -81,7 +79,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdim=True), v)
 
 
-@pytest.mark.parametrize("window", [0, 1, 2, 5, 12])
+@pytest.mark.parametrize("window", [0, 2, 5, 12])
 @pytest.mark.parametrize(("docs", "block_size"), CASES)
 def test_gathered_attention_is_dense_attention(docs: Tensor, block_size: int, window: int):
     """A key that is gathered twice, or not at all, changes the result; the window may be narrower than the widest."""
@@ -95,28 +93,6 @@ def test_gathered_attention_is_dense_attention(docs: Tensor, block_size: int, wi
         actual = mask.attend(*qkv, SCALE)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(torch.autograd.grad(actual, qkv, grad), expected_grads, rtol=0, atol=1e-11)
-
-
-@pytest.mark.slow  # 20 s where torch has nothing in its compile cache
-@pytest.mark.skipif(shutil.which("g++") is None, reason="compiling FlexAttention for a CPU takes g++")
-def test_attention_by_compiled_flex_attention_is_the_gathered_one(monkeypatch: pytest.MonkeyPatch):
-    """The BlockMask means the same to FlexAttention, block lists included: eager FlexAttention would ignore them."""
-    # Alone: fused with what follows, FlexAttention's template for CPUs fails
-    monkeypatch.setattr(train_gpt, "flex_attention", torch.compile(flex_attention))
-    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], model_dim=64, head_dim=32, train_seq_len=1024)
-    attention, rotary = CausalSelfAttention(cfg), Rotary(32, 1024, 1024.0)
-    attention.c_proj.data.normal_()
-    attention.qkv_w.data.mul_(2)
-    x, value_embed = torch.randn(2, 1024, 64)
-    for doc_len in 30, 300, 10**9, None:
-        docs, outputs = random_docs(1024, 128, doc_len, seed=0), []
-        for window in 0, 1, 2, 3, 7, 14:
-            mask = build(docs, window, 128)
-            with torch.no_grad():
-                flex = attention(x, value_embed, rotary, mask)
-                outputs.append(attention(x, value_embed, rotary, GatheredMask(mask, 14, torch.float32)))
-            torch.testing.assert_close(flex, outputs[-1], rtol=0, atol=1e-4)
-        assert not torch.allclose(outputs[1], outputs[-1]), "windows that make no difference test nothing"
 
 
 def features(gpt: GPT, tokens: Tensor, window: int) -> Tensor:

@@ -22,29 +22,23 @@ from test_attention import build, dense_mask
 from train_gpt import GPT, Ranks, Trainer
 
 FLAGS = ["--preset=nano", "--quick", *(f"--{name}={value}" for name, value in TINY.items() if name != "compile")]
-START = [f"start: {part}" for part in ("interpreter and imports", "data: plan and hash", "model and optimizers")]
-START += ["start: warm-up, compilation included", "start: first step", "start: total"]
-FIGURES = """step: data|step: forward|step: backward|step: optimizers|step: whole, middle window (2 blocks)
-sum of the parts / whole|throughput|model FLOPs per step and rank|attained per rank|large matmul in float32
-utilization, relative to the large matmul|step: whole, first window (1 blocks)|step: whole, last window (4 blocks)
-peak memory|validation of 256 tokens|loader, cold files, per rank|loader, warm files, per rank|warm-up
-attention masks of 64 tokens, not compiled""".replace("\n", "|").split("|")
+FIGURES = {"step: data", "step: forward", "step: backward", "step: optimizers", "loader, warm files, per rank"}
+MIDDLE, MATMUL = "step: whole, middle window (2 blocks)", "large matmul in float32"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-def test_report_of_the_command_line(processes, tiny, tmp_path):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    program = ["env", f"PYTHONPATH={ROOT}", sys.executable, *(torchrun if processes > 1 else []), "-m", "benchmarks"]
-    done = subprocess.run([*program, *FLAGS], cwd=tmp_path, capture_output=True, text=True)
+def test_report_of_two_processes(tiny, tmp_path):
+    """test_first_gpu_run has one."""
+    program = f"env PYTHONPATH={ROOT} {sys.executable} -m torch.distributed.run --standalone --nproc_per_node=2"
+    command = [*program.split(), "-m", "benchmarks", *FLAGS]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (path,) = tmp_path.glob("logs/benchmark-*/benchmark.json")
     found = json.loads(path.read_text())
-    assert (found["processes"], found["configuration"]["model_dim"]) == (processes, tiny.model_dim)
+    assert (found["processes"], found["configuration"]["model_dim"]) == (2, tiny.model_dim)
     assert ENVIRONMENT.items() <= found["environment"].items()
-    stacks = [f"Newton-Schulz of {16 // processes} x 32 x 32", f"Newton-Schulz of {8 // processes} x 32 x 128"]
-    more = START if processes == 1 else ["step: communication"]
-    assert sorted(found["figures"]) == sorted([*FIGURES, *stacks, *more])
+    stacks = {"Newton-Schulz of 8 x 32 x 32", "Newton-Schulz of 4 x 32 x 128", "step: communication"}
+    assert FIGURES | stacks <= found["figures"].keys()
     assert all(0 < figure["median"] < math.inf for figure in found["figures"].values())
 
 
@@ -59,19 +53,18 @@ def test_report_is_complete_but_for_a_failed_stage(tiny, tmp_path, monkeypatch, 
     assert found["data"].startswith("SYNTHETIC")
     assert "| Newton-Schulz | FAILED: ZeroDivisionError: division by zero |" in told
     assert found["figures"].pop("Newton-Schulz")
-    assert sorted(found["figures"]) == sorted([*FIGURES, "start: total"])
+    assert FIGURES | {"start: total"} <= found["figures"].keys()
     for name, figure in found["figures"].items():
         assert 0 < figure["p10"] <= figure["median"] <= figure["p90"] < math.inf, name
         assert f"| {name} | {command.shown(figure['median'])} {figure['unit']}".strip() in told
     median = {name: figure["median"] for name, figure in found["figures"].items()}
-    ms, attained = median["step: whole, middle window (2 blocks)"], median["attained per rank"]
-    assert median["throughput"] == pytest.approx(1000 * tiny.batch_tokens / ms)
-    assert attained == pytest.approx(median["model FLOPs per step and rank"] / ms)
-    utilization = 100 * attained / median["large matmul in float32"]
-    assert median["utilization, relative to the large matmul"] == pytest.approx(utilization)
+    attained = median["attained per rank"]
+    assert median["throughput"] == pytest.approx(1000 * tiny.batch_tokens / median[MIDDLE])
+    assert attained == pytest.approx(median["model FLOPs per step and rank"] / median[MIDDLE])
+    assert median["utilization, relative to the large matmul"] == pytest.approx(100 * attained / median[MATMUL])
 
 
-RACE = ["race: --pairs 1", "race: --pairs x", "race: -- --seed 3", "race: --anchor_steps 0"]
+RACE = ["race: --pairs 1", "race: -- --seed 3"]
 
 
 @pytest.mark.parametrize("argv", ["--nonsense", "--out", "--val_files none*", "--out /dev/null/x", *RACE])
@@ -116,8 +109,7 @@ def test_flops_equal_those_that_torch_counts(layout, tiny64, monkeypatch):
     assert measure.step_flops(trainer, sequences, 4) == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("rate", [0.0, 0.02, 0.06, 0.3])
-@pytest.mark.parametrize("window", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize(("window", "rate"), [(0, 0.06), (1, 0.3), (2, 0.02), (3, 0.06), (4, 0.0)])
 def test_attended_pairs_are_those_of_the_dense_mask(window, rate, tiny64):
     tokens = torch.where(torch.rand(64) < rate, tiny64.eot_token, 1).int()
     ids = (tokens == tiny64.eot_token).cumsum(0)
@@ -164,23 +156,18 @@ def test_anchor_learns_causally_and_validates_every_position_once(monkeypatch):
 
 
 @pytest.mark.parametrize(("losses", "code"), [((1.4, 1.5), 0), ((1.4, 1.7), 1)])  # the latter lower by chance
-def test_race_alternates_and_its_exit_code_says_whether_the_ratio_counts(losses, code, monkeypatch, tmp_path, capsys):
-    order = []
-
+def test_race_with_the_anchor_says_by_its_exit_code_whether_the_ratio_counts(
+    losses, code, monkeypatch, tmp_path, capsys
+):
     def run_trainer(script: Path, flags: list[str], seed: int, run_id: str, folder: Path) -> dict:
         assert (script.name, flags) == ("train_gpt.py", ["--preset", "nano", "--num_iterations", "3"])
-        order.append(f"trainer {seed}")
         return dict(val_loss=losses[seed], train_time=8.0)
 
     def run_anchor(command: list[str]) -> str:
-        order.append(f"anchor {command[2]}")
         return "first line\n" + json.dumps(dict(val_loss=1.6 + 0.1 * int(command[2]), train_time_ms=80.0))
 
     monkeypatch.setattr(race, "run_script", run_trainer)
     monkeypatch.setattr(race_anchor, "own_process", run_anchor)
     assert race_anchor.main(["--pairs=2", "--seed=0", f"--out={tmp_path}", "--", "--num_iterations", "3"]) == code
-    assert order == ["trainer 0", "anchor 0", "anchor 1", "trainer 1"]
-    runs = json.loads((tmp_path / "race.json").read_text())["runs"]
-    assert [run["val_loss"] for run in runs if run["script"] == 0] == list(losses)
     told = capsys.readouterr().out
     assert ("train time: 0.1000 (0.1000 to 0.1000)" in told, "does not count" in told) == (True, bool(code))

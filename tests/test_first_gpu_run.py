@@ -10,7 +10,6 @@ import torch
 
 from benchmarks import first_gpu_run
 from conftest import TINY, pytest_configure
-from train_gpt import PRESETS
 
 SECRETS = "gpu-box-17", "marie", "/srv/people", "pierre", "10.20.30.40"
 SHOWN = "GPU-BOX-17, driver 580.65.06, torch 2.13.0, /srv/people/marie/a.bin, torchinductor_marie, Marie\n"
@@ -61,14 +60,6 @@ def test_without_a_gpu_one_line_says_so(monkeypatch, capsys, tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_stages_of_eight_gpus(tmp_path: Path):
-    found = dict(first_gpu_run.stages(PRESETS["gpt2"], ["--seed=1"], 8, tmp_path))
-    assert " | ".join(found) == "nvidia-smi | topology | check | self-test | short run | benchmarks | benchmarks on all"
-    assert found["check"] == ["./run.sh", "--check", "--seed=1", "--num_iterations=100"]
-    assert found["self-test"] == ["./test.sh", "-m", "gpu"]
-    assert "--nproc_per_node=8 -m benchmarks --out" in " ".join(found["benchmarks on all"])
-
-
 @pytest.mark.slow
 def test_all_stages_on_a_cpu(tmp_path: Path):
     flags = [f"--{name}={value}" for name, value in TINY.items() if name not in ("compile", "run_id")]
@@ -78,4 +69,5 @@ def test_all_stages_on_a_cpu(tmp_path: Path):
     assert set(found) == {"check", "self-test", "short run", "benchmarks"}
     assert json.loads("".join(found["short run"]["files"]["short.json"]))["num_iterations"] == 8
     assert any("lscpu" in line for line in found["short run"]["files"]["short.txt"])
-    assert "step: whole" in "".join(found["benchmarks"]["files"]["benchmark.md"])
+    table = "".join(found["benchmarks"]["files"]["benchmark.md"])
+    assert all(part in table for part in ("start: first step", "Newton-Schulz of 16 x 32 x 32", "step: whole"))

@@ -1,10 +1,15 @@
-"""What a run touches besides its log: no other file, no network; and no code that was downloaded."""
+"""What a run touches besides its log: no other file, no network, no downloaded code. An import touches nothing."""
 
 import ast
+import contextlib
+import gc
+import io
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from synthetic_logs import ROOT, write_corpus
@@ -15,16 +20,61 @@ SHORT = (
 ).split()
 UNSAFE = "exec eval compile pickle.load pickle.loads np.load numpy.load joblib.load marshal.loads os.system".split()
 
+# Events of Python's audit, and which of their arguments to note
+EVENTS = dict(
+    hosts={"socket.getaddrinfo": 0, "socket.gethostbyname": 0, "urllib.Request": 0, "socket.connect": 1},
+    programs={"subprocess.Popen": 0, "os.exec": 0, "os.system": 0, "os.posix_spawn": 0},
+    written={
+        "os.mkdir": 0,
+        "os.remove": 0,
+        "os.rmdir": 0,
+        "os.chmod": 0,
+        "os.rename": 1,
+        "os.link": 1,
+        "os.symlink": 1,
+    },
+)
+
+
+def run_audited(target: str, *flags: str) -> None:
+    """Import and run train_gpt.py. Write to `target` what it wrote or removed, and the hosts and programs it used."""
+    import torch.distributed
+    import torch.nn.attention.flex_attention  # which may do as they please
+
+    def state() -> tuple:
+        signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        settings = torch.get_num_threads(), torch.get_default_dtype(), torch.random.get_rng_state().tolist()
+        return dict(os.environ), os.getcwd(), signals, settings, gc.isenabled(), threading.active_count()
+
+    def audit(event: str, args: tuple) -> None:
+        if event == "open" and isinstance(args[0], str | bytes):
+            path, mode, flags = args
+            if set(mode or "") & set("wax+") or flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+                notes["written"].add(os.path.abspath(os.fsdecode(path)))
+        for kind, events in EVENTS.items():
+            if event in events:
+                found = args[events[event]]
+                notes[kind].add(os.path.abspath(os.fsdecode(found)) if kind == "written" else str(found))
+
+    before, notes = state(), {kind: set() for kind in EVENTS}
+    sys.addaudithook(audit)
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        import train_gpt
+    assert (state(), told.getvalue(), any(notes.values())) == (before, "", False), "an import touches nothing"
+    assert not torch.cuda.is_initialized()
+    assert not torch.distributed.is_initialized()
+    train_gpt.main(flags)
+    Path(target).write_text(json.dumps({kind: sorted(found) for kind, found in notes.items()}))
+
 
 def test_nothing_is_written_but_logs_and_no_host_is_reached(tmp_path: Path):
-    """Train in a fresh home, temporary folder and working directory."""
+    """Import and train in a fresh home, temporary folder, environment and working directory."""
     home, temporary, cwd, logs = folders = [tmp_path / name for name in ("home", "tmp", "cwd", "logs")]
     for folder in folders[:3]:
         folder.mkdir()
-    env = {name: value for name, value in os.environ.items() if "CACHE" not in name and "RANK" not in name}
-    env |= dict(HOME=str(home), TMPDIR=str(temporary), PYTHONDONTWRITEBYTECODE="1")
-    command = [ROOT / "tests" / "audited_worker.py", tmp_path / "notes", *SHORT, *write_corpus(tmp_path)]
-    command += ["--log_dir", logs, "--run_id", "r"]
+    env = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    env |= dict(HOME=str(home), TMPDIR=str(temporary), PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=str(ROOT))
+    command = [__file__, tmp_path / "notes", *SHORT, *write_corpus(tmp_path), "--log_dir", logs, "--run_id", "r"]
     subprocess.run([sys.executable, *command], cwd=cwd, env=env, check=True, timeout=120)
     assert [path for folder in folders[:3] for path in folder.rglob("*") if path.is_file()] == []
     assert {path.relative_to(logs).parts[0] for path in logs.rglob("*")} <= {"r.txt", "r.json", "r.pt", "r.checkpoint"}
@@ -47,3 +97,7 @@ def test_what_is_downloaded_or_resumed_is_never_executed():
                 if is_unsafe or keywords.keys() & {"allow_pickle", "trust_remote_code", "shell"}:
                     found.append(f"{source.name}:{call.lineno}: {name}")
     assert found == []
+
+
+if __name__ == "__main__":
+    run_audited(*sys.argv[1:])

@@ -1,7 +1,6 @@
 """Graphs lowered for a GPU that is not here: what is counted is right, and what would fail there is reported."""
 
 import json
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -39,23 +38,13 @@ def too_large(q):
     return flex_attention(q, q, q, kernel_options=dict(BLOCK_M=128, BLOCK_N=128, num_stages=5))
 
 
-# As it was until the target's logit moved into the sum over the vocabulary
-OLD_HEAD = """            u = (z.to(torch.float32) * (2 / softcap)).sigmoid()
-            log_p = F.log_softmax(2 * softcap * u, dim=-1)
-            losses = [(losses[0] if losses else 0) + F.nll_loss(log_p, t, reduction="sum")[None]]
-            if with_grads:
-                hits = t[:, None] == torch.arange(len(w), device=t.device)
-                p, s = (log_p.exp() - hits.to(torch.uint8)) * 4 / len(x), u
-"""
-
-
 def worker() -> None:
     """Compile and run some functions for a GPU that is not here, and print what the recorder saw."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     recorder = gpu_graphs.Recorder()
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with tempfile.TemporaryDirectory() as folder, fake, recorder, torch.no_grad():
+    with fake, recorder, torch.no_grad():
         table = empty(4096, 64, dtype=torch.float32)
         cases = dict(
             chain=(chain, empty(1024, 512), empty(512, 1024), empty(1024, 512), empty(512, 256)),
@@ -70,16 +59,6 @@ def worker() -> None:
         for name, (function, *inputs) in cases.items():
             with recorder.during(name):
                 torch.compile(function, fullgraph=True, dynamic=False)(*inputs)
-        recorder.names, source = "^$", (ROOT / "train_gpt.py").read_text()
-        begin, end = source.index("            s = z.to("), source.index("                grad = quantize(")
-        for name, text in {"head": source, "old head": source[:begin] + OLD_HEAD + source[end:]}.items():
-            Path(folder, "train_gpt.py").write_text(text)
-            head = gpu_graphs.load_script(Path(folder, "train_gpt.py")).HeadLoss.apply
-            inputs = empty(4096, 128).requires_grad_(), empty(8192, 128, dtype=torch.float32).requires_grad_()
-            targets = empty(4096, dtype=torch.int64)
-            with recorder.during(name), torch.enable_grad():
-                loss = torch.compile(head, fullgraph=True, dynamic=False)(*inputs, targets, 15.0, 512, None, True)
-                torch.autograd.grad(loss, inputs)
     calls = [call for call in recorder.calls.values() if call["graph"]]
     print(json.dumps(dict(calls=calls, peaks=recorder.peaks, kernels=recorder.kernels)))
 
@@ -183,9 +162,3 @@ def test_flex_attention_compiles_for_the_other_gpus(arch: int):
     found = gpu_graphs.measure(arch, ROOT / "train_gpt.py", flags, names="flex_attention")
     assert len([e for graph in found["kernels"].values() for configs in graph.values() for e in configs]) >= 3
     assert gpu_graphs.failures(found) == []
-
-
-def test_a_slice_of_the_head_that_outlives_its_turn_is_seen(seen: dict):
-    """A slice of z takes 8 MiB. The head as it was keeps all eight for the kernel that comes last."""
-    new, old = (seen["peaks"][name]["buffers"] / 2**20 for name in ("head", "old head"))
-    assert new + 8 * 8 < old

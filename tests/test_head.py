@@ -53,7 +53,7 @@ except (RuntimeError, NotImplementedError) as error:
 needs_fp8 = pytest.mark.skipif(PROBLEM != "", reason=PROBLEM)
 
 
-@pytest.mark.parametrize("slice_tokens", [1, 7, 16, 40, T, 1000])
+@pytest.mark.parametrize("slice_tokens", [7, 16, T, 1000])
 def test_slices_are_the_whole(slice_tokens: int):
     """To rounding in float64, and to the rounding of bf16."""
     x, w, targets = inputs(torch.float64)

@@ -25,9 +25,7 @@ def random_batch(num_tokens: int, vocab_size: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("dtype", "rest"), [("float32", "float32"), ("float64", "float64"), ("bfloat16", "float32")])
-def test_number_and_precision_of_parameters(tiny, dtype: str, rest: str):
-    with torch.device("meta"):
-        assert sum(p.numel() for p in GPT(GPT2).parameters()) == 275_598_388
+def test_precision_of_parameters(tiny, dtype: str, rest: str):
     gpt = GPT(dataclasses.replace(tiny, dtype=dtype))
     for name, tensor in (*gpt.named_parameters(), *gpt.named_buffers()):
         assert tensor.dtype == getattr(torch, dtype if "embed" in name else rest), name
@@ -69,21 +67,13 @@ def rotate(x: Tensor, base: float) -> Tensor:
     return torch.cat([z.real, z.imag], dim=-1)
 
 
-@pytest.mark.parametrize("base", [1024.0, 300.0])
-def test_rotary_is_a_complex_rotation(base: float):
-    T, D = 400, 64
-    x, grad = torch.randn(2, T, 3, D, dtype=torch.float64)
-    rotary = Rotary(D, 256 * 1024, base)  # the tables are as long as a sequence of validation
-    y, expected = rotary(x.requires_grad_()), rotate(x, base)
-    # The tables are fp32, and so is the exponent: the angles are right to 2^-20 of themselves
-    for got, want in (y, expected), *zip(*(torch.autograd.grad(f, x, grad) for f in (y, expected)), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=5 * T * 2**-20)
-    angles = exact_angles(range(0, 256 * 1024, 511), D, base)
-    assert torch.all((rotary.cos[::511] - angles.cos()).abs() <= 1e-7 + angles * 2**-20)
-    assert torch.equal(y[..., D // 4 : D // 2], x[..., D // 4 : D // 2]), "half of the frequencies are 0"
-    assert y.dtype == torch.float64
-    low = x.detach().bfloat16()
-    assert torch.equal(rotary(low), rotary(low.float()).bfloat16()), "rotate in fp32"
+def test_rotary_has_precise_tables_and_works_in_fp32():
+    """The tables are fp32, and so is the exponent: the angles are right to 2^-20 of themselves."""
+    rotary, angles = Rotary(64, 256 * 1024, 300.0), exact_angles(range(0, 256 * 1024, 511), 64, 300.0)
+    for table, exact in (rotary.cos, angles.cos()), (rotary.sin, angles.sin()):
+        assert torch.all((table[::511] - exact).abs() <= 1e-7 + angles * 2**-20)
+    x = torch.randn(400, 3, 64).bfloat16()
+    assert torch.equal(rotary(x), rotary(x.float()).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -150,7 +140,6 @@ def reference_loss(params: dict[str, Tensor], cfg, tokens: Tensor, targets: Tens
     ("attention", "values", "skips", "window", "changes"),
     [
         pytest.param("LSSSLSS-SSSL", "012......012", "......543210", 3, {}, id="gpt2"),
-        pytest.param("LSSSLSS-SSSL", "012......012", "......3.....", 6, {}, id="one-skip"),
         pytest.param("LS-S", "0.11", "..00", 1, dict(bigram_rows=97), id="shared-values-and-source"),
         pytest.param("SL", "..", "..", 6, dict(attention_scale=0.5, rope_base=50.0, lm_head_softcap=5.0), id="none"),
         pytest.param("--L", "..0", ".0.", 2, dict(bigram_rows=8192, num_heads=3), id="wider-than-the-model"),

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +18,14 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
 
-from records import plots, proof, race, rules
+from records import proof, race, rules
 from records.__main__ import build_parser, main
 from records.logs import Log, lineage
 from records.publish import BEGIN, END
 from shards import write_shard
 from synthetic_logs import NANO_VAL, ROOT, SCRIPT, SOURCE, log_text, public_text, write_race, write_record
 from test_pack import nano
+from test_train import wait_for
 
 NAME = "2026-01-02_Good"
 LOSSES = (1.431, 1.428, 1.433, 1.430, 1.429)
@@ -71,9 +71,7 @@ FAULTS = {
     "cut short": (edit("step:20/20 val_loss", "no"), r"run0\.txt: ends at step 20 of 20 without .*: cut short"),
     "cut in a line": (lambda t: [t[0][: t[0].index("step:12/") + 12], *t[1:]], r"run0\.txt: 'step:12/20 t' is no step"),
     "a step missing": (edit("step:7/20", "tep:7/20"), r"run0\.txt: .*first at step 7"),
-    "a step twice": (lambda t: [t[0].replace("step:8/20", "step:7/20"), *t[1:]], r"run0\.txt: .*first at step 8"),
     "resumed": (edit("step:1/20", "resumed at step 1\nstep:1/20"), r"run0\.txt: has the line 'resumed"),
-    "interrupted": (edit("first batch", "interrupted: the run\nfirst batch"), r"run0\.txt: has the line 'interrupted"),
     "other script": (edit("import torch\n", "import os\n"), r"run0\.txt: the script in the log is not the folder's"),
     "one seed twice": (lambda t: [*t, log_text(seed=2, val_loss=1.4312)], r"run5\.txt: has seed 2, as run2\.txt has"),
     "no seed": (edit("seed: 0, log", "log"), r"run0\.txt: states no seed"),
@@ -84,7 +82,6 @@ FAULTS = {
     "shard size": (edit("87129864 bytes", "87129862 bytes"), r"run0\.txt: the training stream .* has 43564419 tokens"),
     "first batch": (edit("position 0", "position 1024"), r"run0\.txt: the training stream .* first batch is .* 1024"),
     "last batch": (edit("position 19456", "position 20480"), r"run0\.txt: the training stream .* last batch is"),
-    "no last batch": (edit("last batch", "end"), r"run0\.txt: the training stream .* last batch is not stated"),
     "step_avg": (edit("train_time:403ms step", "train_time:400ms step"), r"run0\.txt: step_avg at step 10 is 40\.3 ms"),
     "clock falls": (edit("time:403ms", "time:303ms"), r"run0\.txt: train_time falls from 363 to 303 ms at step 10"),
     "median": (edit("median 40.30", "median 30.30"), r"run0\.txt: states a median step of 30\.3 ms"),
@@ -112,7 +109,6 @@ def test_verify_names_the_fault(tool, root, fault):
 
 COMPILER_FLAGS = """\
 torch._inductor.config.coordinate_descent_tuning = True # uses torch._inductor
-import torch._dynamo.config as c; c.x = 1 # uses import torch._dynamo.config as c
 from torch._inductor import config # uses from torch._inductor import config
 setattr(getattr(torch._dynamo, 'config'), 'x', 1) # uses torch._dynamo
 getattr(torch, '_inductor').config.x = 1 # uses _inductor
@@ -127,21 +123,21 @@ def broken(: # cannot be parsed"""
 
 
 @pytest.mark.parametrize("line", COMPILER_FLAGS.splitlines())
-def test_verify_finds_compiler_flags(tool, root, line):
+def test_verify_finds_compiler_flags(line):
     script, message = line.split(" # ")
-    source = f"import os, torch\n{script}\n"
-    write_record(root, NAME, good(source=source), source=source)
-    code, out, _ = tool("verify")
-    assert (code, out.count("\n"), message in out) == (1, 1, True), out
+    [problem] = set(rules.compiler_flags(f"import os, torch\n{script}\n"))
+    assert message in f"{problem};"
 
 
 def test_verify_wants_the_page_written_and_the_json_of_the_run(tool, root):
-    folder = write_record(root, NAME, good(), readme="# Name: one line\n\n<say what>\n")
+    source = "import torch._dynamo\n"
+    folder = write_record(root, NAME, good(source=source), source, "# Name: one line\n\n<say what>\n")
     for run, key in enumerate(("val_loss", "train_time_ms", "seed")):
         found = dict(val_loss=LOSSES[run], train_time_ms=806.0, seed=run) | {key: 7.0}
         (folder / f"run{run}.json").write_text(json.dumps(found))
     code, out, _ = tool("verify")
-    assert (code, out.count("\n"), "README.md line 3 still has a <say" in out) == (1, 4, True)
+    assert (code, out.count("\n"), "README.md line 3 still has a <say" in out) == (1, 5, True)
+    assert "the track allows no compiler flags" in out
     assert re.findall(r"run\d.json says (\w+) '7.0', the log", out) == ["val_loss", "train_time_ms", "seed"]
     (folder / "train_gpt.py").unlink()
     assert "train_gpt.py is missing" in tool("verify")[1]
@@ -181,10 +177,7 @@ def test_both_forms_are_read(tmp_path):
     texts = log_text(seed=7, val_loss=1.4321), public_text({0: 10.8258, 20: 3.2788}, 20)
     write_record(tmp_path, "both", texts)
     own, public = (Log(tmp_path / "both" / f"run{i}.txt") for i in range(2))
-    assert (own.seed, own.track, own.num_threads, own.peak_mib, own.has_gpu) == (7, "nano", 2, 499, False)
-    assert (own.val_loss, own.train_time, own.num_steps, own.recompiles) == (1.4321, 806, 20, 0)
-    assert (own.source, own.first_batch) == (SOURCE.rstrip("\n"), "nano_train_000000.bin position 0")
-    assert (own.curve[5], len(own.training)) == ((2.1821, 202), 20)
+    assert (own.source, own.curve[5], len(own.training)) == (SOURCE.rstrip("\n"), (2.1821, 202), 20)
     assert own.step_time == pytest.approx(40.3, abs=0.1), "though lines are rounded to 1 ms"
     assert (public.seed, public.configuration, public.val_sha256, public.recompiles) == (None,) * 4
     assert (public.source, public.incomplete) == ("import sys\nprint(sys.version)", None)
@@ -286,16 +279,15 @@ def test_compare_pairs_by_seed_where_it_can(tool, root, tmp_path):
 
 def test_stats(tool, root, tmp_path):
     folder, other = write_record(root, NAME, good()), tmp_path / "other.txt"
-    told = "n=5 mean 1.4302 sd 0.0019 p=1.1e-05 against 1.45\nruns that .*: 3 in all\n"
-    assert re.match(re.escape(told).replace(r"\.\*", ".*") + re.escape(proof.PEEKING), tool("stats", "good")[1])
+    found = tool("stats", "good")[1]
+    assert re.match(r"n=5 mean 1\.4302 sd 0\.0019 p=1\.1e-05 against 1\.45\nruns .*: 3 in all\n", found)
     assert "never, at this mean" in tool("stats", "good", "--target", "1.43")[1]
     assert "unknown from one run" in tool("stats", folder / "run0.txt")[1]
-    odd = {
-        "has seed 1, as run1.txt has": dict(seed=1),
-        "number of steps; run": dict(steps=21),
-        "different scripts": dict(source=""),
-    }
-    for message, change in odd.items():
+    for message, change in {
+        "as run1.txt": dict(seed=1),
+        "of steps": dict(steps=21),
+        "scripts": dict(source=""),
+    }.items():
         other.write_text(log_text(**dict(seed=9) | change))
         assert message in tool("stats", "good", other)[2]
 
@@ -322,7 +314,6 @@ def test_race_takes_turns_and_compares_each_with_the_next(tool, tmp_path, script
     assert re.findall(r"race-(\d-\w): .* (\d+/12), 0:\d\d:\d\d left", err) == numbered
     assert [f"{run['seed']}-{'abc'[run['script']]}" for run in found["runs"]] == order
     assert json.loads((tmp_path / "race" / "race.json").read_text()) == found
-    assert len([*(tmp_path / "race").glob("race-*.txt")]) == 12
 
 
 def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scripts):
@@ -346,23 +337,18 @@ def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scr
     assert re.search(r"slow.py against .*fast.py: n=3 pairs of one seed \(7, 8, 9\).*\n  train time: 1\.\d+ \(", out)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_stopped_race_leaves_no_child(tmp_path, number):
-    script = "import os, sys, time; open(sys.argv[-1], 'w').write(str(os.getpid())); time.sleep(60)"
-    (tmp_path / "wait.py").write_text(script)
-    command = f"-m records race {tmp_path}/wait.py {tmp_path}/wait.py --out {tmp_path}/race -- {tmp_path}/pid"
-    options = dict(
-        cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL)
-    )
-    racing = subprocess.Popen([sys.executable, *command.split()], **options)
-    while not ((tmp_path / "pid").exists() and (tmp_path / "pid").read_text()):
-        assert racing.poll() is None
-        time.sleep(0.05)
+    pid, script = tmp_path / "pid", tmp_path / "wait.py"
+    script.write_text("import os, sys, time; open(sys.argv[-1], 'w').write(str(os.getpid())); time.sleep(60)")
+    command = f"{sys.executable} -m records race {script} {script} --out {tmp_path}/race -- {pid}".split()
+    racing = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: pid.exists() and pid.read_text())
     racing.send_signal(number)
     assert "records: interrupted" in racing.communicate(timeout=20)[1]
     assert racing.returncode == 130
     with pytest.raises(ProcessLookupError):
-        os.kill(int((tmp_path / "pid").read_text()), 0)
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, monkeypatch):
@@ -401,8 +387,8 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     assert fails(dict(runs=[runs[0] | dict(train_time=900.0), *runs[1:]])).startswith("its comparisons do not follow")
     assert fails(dict(comparisons=[])).startswith("its comparisons do not follow")
     assert fails(dict(runs=runs[:-1])).startswith("has 9 runs, not 5 of each script")
-    for wrong in (None, 1), ([{}], 1), ([*runs[1:], runs[1] | dict(train_time=math.nan)], 5), (runs, "x"):
-        assert fails(dict(zip(("runs", "pairs"), wrong, strict=True))).startswith("not the race.json of a race")
+    for wrong in dict(runs=None), dict(runs=[{}]), dict(runs=[runs[1] | dict(train_time=math.nan)]), dict(pairs="x"):
+        assert fails(wrong).startswith("not the race.json of a race")
     write_race(path, NEWER, SOURCE, val_loss=1.5)
     assert "race.json: mean loss 1.5020 is above the target 1.45; race the whole" in tool("verify", "next")[1]
     write_race(path, NEWER, SOURCE, pairs=4)
@@ -439,8 +425,7 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
     assert {path.name for path in folder.iterdir()} == files
     readme = (folder / "README.md").read_text()
     shown = r"n=5 mean 1.4302 sd 0.0019, p=1.1e-05 .*mean 0.81 s, sd 0.00 s .*mean 40.30 ms.*Some Processor, 1 proc.*"
-    shown += r"torch 2.13.0\+cpu .*\| after \| \[2025-03-01_Before\]\(\.\./2025-03-01_Before\) \|.*"
-    shown += r"1 lines removed, 0 added against \[2025-03-01_Before\]"
+    shown += r"\| after \| \[2025-03-01_Before\]\(.*1 lines removed, 0 added against \[2025-03-01_Before\]"
     assert re.search(shown, readme, re.S)
     assert tool("verify", "fresh")[0] == 1
     (folder / "README.md").write_text(re.sub("<say.*>", "said", readme))
@@ -448,7 +433,7 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
     assert "is there already" in tool(*argv)[2]
     assert "is part of 2 names; name one of: 2025-03-01_Before, 2026-01" in tool("diff", "before", "fresh")[2]
     assert tool("diff", "01-01_before", folder / "run1.txt", "--stat")[1] == "1 lines removed, 1 added\n"
-    for name in "../up", "a/b", "/tmp/x", "..", "", "-rf", "a\nb", "a|b", "<b>", "a b", "\x1b[2J", "$(id)":
+    for name in "../up", "/tmp/x", "..", "", "-rf", "a\nb", "a|b", "<b>", "a b", "\x1b[2J", "$(id)":
         assert tool("new", name, *paths)[0] == 2, name
     write_race(tmp_path / "race.json", "another", "script")
     assert "lacks this record's script" in tool("new", "Y", *paths, "--race", tmp_path / "race.json")[2]
@@ -483,10 +468,9 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     assert (tool("table", "--check")[0], tool("table")[0], readme.read_text()) == (0, 0, text)
 
 
-RIGHT = "new Fresh LOG|diff good LOG|verify|stats good|race fast.py fast.py --pairs 2|plot|plot --history|table"
-RIGHT += "|compare good --against good|plot LOG --anchor anchor.json"
-WRONG = "verify --nonsense|stats|race a b --pairs -3|new X|verify x|stats x --target nan|plot --history good"
-WRONG += "|plot good -o a/b/c.png|compare good"
+RIGHT = "new Fresh LOG|diff good LOG|verify|stats good|race fast.py fast.py --pairs 2|plot --history|table"
+RIGHT += "|compare good --against good|plot good LOG --anchor anchor.json"
+WRONG = "verify --nonsense|race a b --pairs -3|verify x|stats x --target nan|plot --history good|plot good -o a/b/c.png"
 
 
 @pytest.mark.parametrize("argv", [*RIGHT.split("|"), *WRONG.split("|")])
@@ -505,7 +489,7 @@ def test_every_command_prints_json_and_a_wrong_one_a_line(tool, root, tmp_path, 
 BLOCK, EOT = 16, 256
 
 
-@pytest.mark.parametrize(("step", "training"), [(1, False), (None, False), (0, True), (3, True), (None, True)])
+@pytest.mark.parametrize(("step", "training"), [(1, False), (None, False), (3, True), (None, True)])
 def test_mask_equals_a_brute_force(tmp_path, capsys, training, step):
     """In the second sequence of 4,000 bytes, whose documents may be empty or begin at a block's edge."""
     generator = np.random.default_rng(1)
@@ -529,18 +513,6 @@ def test_mask_equals_a_brute_force(tmp_path, capsys, training, step):
         blocks = pairs.reshape(length // BLOCK, BLOCK, -1, BLOCK)
         visible, full = blocks.any((1, 3)), blocks.all((1, 3))
         assert found[letter]["blocks"] == ["".join(map(str, row)) for row in visible.astype(int) + full]
-
-
-def test_curves_and_history_follow_the_lineage(tmp_path):
-    runs = [log_text(seed=i, val_loss=1.4 + i / 100, step_ms=40.0) for i in (1, 2, 3)]
-    write_record(tmp_path, NAME, runs)
-    write_record(tmp_path, "2026-01-03_Idea", [], readme="# I: x\n| track | gpt2, not ranked |\n", after=NAME)
-    write_record(tmp_path, NEXT, [log_text(step_ms=30.0)], after="2026-01-03_Idea")
-    assert plots.own_history(tmp_path) == dict(nano=[dict(name=NAME, seconds=0.8), dict(name=NEXT, seconds=0.6)])
-    curves = plots.curves_of([], tmp_path)
-    assert [curve.name for curve in curves] == [NAME, NEXT]
-    assert (curves[0].steps, curves[0].seconds[-1]) == ([0, 5, 10, 15, 20], 0.8)
-    assert (curves[0].low[-1], curves[0].mean[-1], curves[0].high[-1]) == pytest.approx((1.41, 1.42, 1.43))
 
 
 @pytest.mark.parametrize("picture", ["docs/mask.png", "records/curves.png", "records/history.png"])

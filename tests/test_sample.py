@@ -20,9 +20,8 @@ import sample
 import train_gpt
 from sample import Reader
 from shards import write_shard
+from synthetic_logs import ROOT
 from train_gpt import GPT, UserError
-
-ROOT = Path(sample.__file__).parent
 
 
 @pytest.fixture
@@ -78,23 +77,20 @@ def test_logits_are_those_of_the_training_forward(tiny64, random_gpt, layout, mo
 
 
 def test_logits_in_bfloat16(tiny, random_gpt):
-    gpt = random_gpt(dataclasses.replace(tiny, dtype="bfloat16"))
-    tokens = torch.randint(256, (128,))
+    gpt, tokens = random_gpt(dataclasses.replace(tiny, dtype="bfloat16")), torch.randint(256, (128,))
     logits = reader_of(gpt, 128).read(tokens.tolist())
-    assert logits.dtype == torch.float32
     torch.testing.assert_close(logits, whole_logits(gpt, tokens)[-1, :257], rtol=0, atol=0.15)
 
 
 def test_a_trained_model_scores_the_validation_text_as_its_run_did(tiny64, tmp_path, monkeypatch):
     """From the flag to the loss: what is written, what is loaded, and every logit."""
-    words = [b"muon ", b"adam ", b"rotary ", b"window ", b"shard ", b"block\n"]
-    text = b"".join(words[i] for i in np.random.default_rng(0).integers(len(words), size=500))
-    tokens = np.frombuffer(text, dtype=np.uint8).astype(np.int64)[: 128 * 14 + 1]
+    tokens = np.arange(128 * 14 + 1) ** 2 % 97
     tokens[::128] = 256  # a validation sequence is a document
     write_shard(tmp_path / "text.bin", tokens)
     files = dict(train_files=f"{tmp_path}/text.bin", val_files=f"{tmp_path}/text.bin", log_dir=str(tmp_path))
     cfg = dataclasses.replace(tiny64, **files, val_sha256="", num_iterations=13, save_checkpoint=True)
     monkeypatch.setitem(train_gpt.PRESETS, "nano", cfg)
+    monkeypatch.setattr(train_gpt.gc, "collect", lambda: 0)  # it takes as long as the run
     result = train_gpt.main(["--preset=nano"])
     gpt, losses = sample.load_model(Path(result["log"]).with_suffix(".pt"), "cpu"), []
     plain = GPT(gpt.cfg)
@@ -142,15 +138,14 @@ def test_text_is_the_same_with_the_same_seed(model, capsys, monkeypatch):
     monkeypatch.chdir(model.parent.parent)
     Path("logs/older.pt").touch()
     os.utime("logs/older.pt", (1, 1))
-    first, again, other, greedy, top_1 = (
-        run(capsys, "--tokens", "40", "--prompt", "naïve \x1b", *options.split())
-        for options in ("--seed 1", "--seed 1", "--seed 2", "--temperature 0", "--top_k 1")
-    )
-    assert (first[0], first[1], greedy[1]) == (0, again[1], top_1[1])
-    assert first[1] != other[1]
-    assert all(text.startswith("naïve \ufffd") for _, text, _ in (first, other, greedy))
-    assert "seed 2]" in other[2]
-    assert re.search(r"seed \d+\]", greedy[2])
+    options = "--seed 1", "--seed 1", "--seed 2", "--temperature 0", "--top_k 1"
+    found = [run(capsys, "--tokens", "40", "--prompt", "naïve \x1b", *option.split()) for option in options]
+    first, again, other, greedy, top_1 = (text for _, text, _ in found)
+    assert (found[0][0], first, greedy) == (0, again, top_1)
+    assert first != other
+    assert all(text.startswith("naïve \ufffd") for text in (first, other, greedy))
+    assert "seed 2]" in found[2][2]
+    assert re.search(r"seed \d+\]", found[3][2])
 
 
 def test_text_is_printed_as_it_comes(capsys):
@@ -204,8 +199,7 @@ ODD = {
         ("older.pt", "only one of it and this train_gpt.py has head_dim, odd"),
         *((f"{name}.pt", "not a model of this train_gpt.py") for name in ODD if name not in ("older", "nan")),
         ("nan.pt", "logits are not finite"),
-        ("random.pt --temperature -1", "--temperature -1.0: expected a number from 0 to 100"),
-        ("random.pt --temperature nan", "--temperature nan: expected a number"),
+        ("random.pt --temperature nan", "--temperature nan: expected a number from 0 to 100"),
         ("random.pt --top_k=-5", "--top_k -5: expected a number"),
         ("random.pt --tokens 1000000000000", "expected a number from 0 to 100000"),
         ("random.pt --seed 18446744073709551616", "expected a number from 0 to 9223372036854775807"),
