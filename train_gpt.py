@@ -51,6 +51,7 @@ READ_AHEAD = 2  # batches that the reader keeps ready
 LOSS_LAG = 8  # look at losses this many steps late, so that no step waits for the GPU
 # Ranges of the numbers in Hyperparameters
 Count = Annotated[int, 1, 2**27]
+Steps = Annotated[int, 1, 2**20]
 Natural = Annotated[int, 0, 2**24]
 Size = Annotated[int, 1, 2**14]
 Positive = Annotated[float, 1e-9, 2**30]
@@ -80,7 +81,7 @@ class Hyperparameters:
     vocab_size: Annotated[int, 1, 2**16] = 50257  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: Natural = 50256  # end of text, opens every document; below vocab_size
     # Training
-    num_iterations: Count = 1555  # training steps: scheduled ones, in stages of equal length, then the extension
+    num_iterations: Steps = 1555  # training steps: scheduled ones, in stages of equal length, then the extension
     extension_steps: Natural = 40  # steps of the extension, a stage of its own with the lowest learning rates; 0: none
     stage_growth: Counts = (1, 2, 3, 3)  # per stage: factor on batch_tokens and train_seq_len
     lr_factors: Rates = (1.0, 1.52, 1.73, 1.73)  # per stage: factor on learning rates
@@ -578,7 +579,7 @@ class GPT(nn.Module):
             if is_tied:  # Adam keeps them equal
                 self.embed.weight.copy_(self.lm_head)
         self.rotary = Rotary(cfg)
-        self.widest = [max(attention_windows(step, cfg)[i] for step in range(cfg.num_iterations + 1)) for i in (0, 1)]
+        self.widest = [max(attention_windows(step, cfg)[i] for step in stage_starts(cfg)) for i in (0, 1)]
         if dtype == torch.float64:
             self.double()
 
