@@ -82,7 +82,7 @@ class Hyperparameters:
     extension_steps: Natural = 40  # steps of the extension, a stage of its own with the lowest learning rates; 0: none
     stage_growth: Counts = (1, 2, 3, 3)  # per stage: factor on batch_tokens and train_seq_len
     lr_factors: Rates = (1.0, 1.52, 1.73, 1.73)  # and on learning rates
-    cooldown_frac: Annotated[float, 1e-9, 1] = 0.55  # last part of the scheduled steps, in which learning rates fall
+    cooldown_frac: Annotated[float, 1e-9, 1] = 834 / 1515  # last part of the scheduled steps: learning rates fall
     min_lr_frac: Rate = 0.1  # factor on learning rates after the last scheduled step
     next_weights: Rates = (1.0, 0.5, 0.25)  # weights of the next tokens' losses; each stage fades the last one out
     tied_frac: Rate = 2 / 3  # part of the scheduled steps in which embedding and head are one table; 0: never
@@ -688,8 +688,7 @@ class ShardedOptimizer:
         self.spans = [count + -count % self.alignment for count in self.counts]
         self.grads = rows[0].new_zeros(sum(self.spans) + -sum(self.spans) % ranks.world_size, *rows[0].shape[1:])
         self.grad = self.grads if ranks.world_size == 1 else torch.zeros_like(self.share(self.grads))
-        wide = torch.promote_types(self.grad.dtype, torch.float32)
-        self.state = {name: torch.zeros_like(self.grad, dtype=wide) for name in self.moments}
+        self.state = {name: torch.zeros_like(self.grad) for name in self.moments}
         self.grad_pieces = self.pieces(self.grads)
         self.values = self.place(rows)  # what the ranks exchange
         self.shard = self.share(self.values)
@@ -728,11 +727,12 @@ class ShardedOptimizer:
 
 
 class Adam(ShardedOptimizer):
-    """Step embeddings, head, scalars and gates by Adam (arXiv:1412.6980), with moments in fp32 (record 56).
+    """Step embeddings, head, scalars and gates by Adam (arXiv:1412.6980).
 
     Every other step, on the sum of two gradients (record 39, @classiclarryd), with a cautious weight decay (record 50,
-    @roeeshenberg). Head and embedding begin as equals; until they part both step on the sum of their gradients, and so
-    stay one table, moments included (records 51 and 53, @varunneal).
+    @roeeshenberg), and where there is one with moments in fp32 (record 56, @ChrisJMcCormick). Head and embedding begin
+    as equals; until they part both step on the sum of their gradients, and so stay one table, moments included (records
+    51 and 53, @varunneal).
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -740,9 +740,11 @@ class Adam(ShardedOptimizer):
     def __init__(self, params: dict[str, nn.Parameter], lr: float, decay: float, betas: tuple[float, float], *args):
         super().__init__(params, lr, *args)
         self.every, self.decay, self.betas = self.cfg.adam_every, decay, betas
+        if decay:  # what is computed in fp32 anyway
+            self.state = {name: m.to(torch.promote_types(m.dtype, torch.float32)) for name, m in self.state.items()}
 
     def reduce(self) -> None:
-        if "lm_head" in self.name and self.step - self.every < round(self.cfg.tied_frac * self.cfg.scheduled_steps):
+        if "lm_head" in self.name and self.step - self.every < self.cfg.tied_frac * self.cfg.scheduled_steps:
             total = torch.stack([p.grad for p in self.params]).sum(0)
             for p in self.params:
                 p.grad = total
@@ -1027,9 +1029,9 @@ def train_seq_len(step: int, cfg: Hyperparameters) -> int:
 
 def lr_multiplier(step: int, cfg: Hyperparameters) -> float:
     """Return the factor on all learning rates: it rises with the batch, and falls linearly in the cooldown."""
-    top, start = cfg.lr_factors[stage_of(step, cfg)], int(cfg.scheduled_steps * (1 - cfg.cooldown_frac))
-    w = min(max(cfg.scheduled_steps - step, 0) / (cfg.scheduled_steps - start), 1.0)
-    return w * top + (1 - w) * cfg.min_lr_frac
+    x = min(step / cfg.scheduled_steps, 1.0)
+    w = min((1 - x) / cfg.cooldown_frac, 1.0)
+    return w * cfg.lr_factors[stage_of(step, cfg)] + (1 - w) * cfg.min_lr_frac
 
 
 def next_weights(step: int, cfg: Hyperparameters) -> list[float]:
