@@ -126,8 +126,9 @@ def figures() -> dict[str, tuple[str, ...]]:
     for name, preset in train_gpt.PRESETS.items():
         with torch.device("meta"):
             gpt = train_gpt.GPT(dataclasses.replace(preset, dtype="bfloat16"))
-        size, tokens = sum(p.numel() for p in gpt.parameters()), preset.num_iterations * preset.batch_tokens
-        row = len(gpt.blocks), f"{size:,}", f"{preset.num_iterations:,}", f"{tokens / 1e6:.3g}", preset.target_loss
+        size, steps = sum(p.numel() for p in gpt.parameters()), range(preset.num_iterations)
+        tokens = preset.batch_sequences * sum(train_gpt.train_seq_len(step, preset) for step in steps)
+        row = len(gpt.blocks), f"{size:,}", f"{len(steps):,}", f"{tokens / 1e6:.3g}", preset.target_loss
         found[rf"\| {name} \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) M [\w ]+ \| ([\d.]+) \|"] = tuple(map(str, row))
     for record in record_folders(RECORDS):  # the last one with logs counts
         if logs := [log for path in record.glob("*.json") if "val_loss" in (log := json.loads(path.read_text()))]:
@@ -153,7 +154,9 @@ def test_names_in_the_tour_are_in_the_script():
 
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
-LION, GATE, *MORE = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs" / "change.md").read_text(), re.M | re.S)
+CHANGES = (ROOT / "docs" / "change.md").read_text()
+DIFFS = re.findall(r"^```diff\n(.*?)^```", CHANGES, re.M | re.S)
+ROWS = re.findall(r"^\| \[.* \| (\d+), (\d+) \| (.*) \|$", CHANGES, re.M)  # lines added and removed, and their places
 
 
 def train_changed(diff: str, places: set[str], path: Path, cfg: train_gpt.Hyperparameters):
@@ -172,25 +175,24 @@ def train_changed(diff: str, places: set[str], path: Path, cfg: train_gpt.Hyperp
     return module, trainer
 
 
-def test_gate(tmp_path, tiny, random_gpt):
-    path, places = tmp_path / "train_gpt.py", {"CausalSelfAttention", "build_optimizers"}
-    module, trainer = train_changed(GATE, places, path, tiny)
-    assert all(block.attn.gate_w.any() for block in trainer.gpt.blocks), "they are trained"
+def test_a_parameter_that_is_neutral_at_the_start(tmp_path, tiny, random_gpt):
+    diff, path, places = DIFFS[1], tmp_path / "train_gpt.py", {"CausalSelfAttention", "build_optimizers"}
+    module, trainer = train_changed(diff, places, path, tiny)
+    learned = [block.attn.sharpness for block in trainer.gpt.blocks]
+    assert all((factor != 1).all() for factor in learned), "they are trained"
     before, after = random_gpt(tiny), module.GPT(trainer.cfg)
-    assert len(after.load_state_dict(before.state_dict(), strict=False).missing_keys) == len(tiny.attention_layout)
-    inputs = torch.arange(64, dtype=torch.int32), torch.tensor(2, dtype=torch.int32)
+    assert len(after.load_state_dict(before.state_dict(), strict=False).missing_keys) == len(learned)
+    inputs = torch.arange(64, dtype=torch.int32), torch.tensor([16, 8], dtype=torch.int32)
     assert torch.equal(before.features(*inputs), after.features(*inputs)), "they start as 1"
-    with pytest.raises(ValueError, match=r"group in build_optimizers: blocks\.0\.attn\.gate_w"):
-        train_changed(GATE.replace(', "gate_w"', ""), {"CausalSelfAttention"}, path, tiny)
+    with pytest.raises(ValueError, match=r"group in build_optimizers: blocks\.0\.attn\.sharpness"):
+        train_changed(diff.replace('("sharpness",)', '("other",)'), places, path, tiny)
 
 
-PLACES = "Lion build_optimizers, MLP, window_blocks, CausalSelfAttention, zeropower_via_newtonschulz5, "
-PLACES += "Hyperparameters Muon, CausalSelfAttention build_optimizers, GPT build_optimizers"
-
-
-@pytest.mark.parametrize(("diff", "places"), list(zip([LION, *MORE], PLACES.split(", "), strict=True)))
-def test_other_changes(tmp_path, tiny, diff: str, places: str):
-    train_changed(diff, set(places.split()), tmp_path / "train_gpt.py", tiny)
+@pytest.mark.parametrize(("diff", "row"), list(zip(DIFFS, ROWS, strict=True)))
+def test_changes(tmp_path, tiny, diff: str, row: tuple[str, str, str]):
+    lines = "".join(line[0] for line in diff.splitlines()[2:])
+    assert row[:2] == (f"{lines.count('+')}", f"{lines.count('-')}")
+    train_changed(diff, set(re.findall(r"`(\w+)`", row[2])), tmp_path / "train_gpt.py", tiny)
 
 
 @pytest.mark.slow
