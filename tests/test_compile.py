@@ -50,7 +50,7 @@ def count_calls(graph: torch.fx.GraphModule, name: str) -> int:
 @pytest.mark.parametrize("changes", [TWO_LAYERS | FP8, TWO_LAYERS | dict(dtype="float64"), GPT2 | FP8])
 def test_all_graphs_are_there_after_the_warm_up(tiny, graphs, tmp_path: Path, changes: dict):
     """Run in small: warm up, then take every step and validate after it. FP8 goes with flex."""
-    write_shard(tmp_path / "shard.bin", np.random.default_rng(0).integers(128, size=8000))
+    write_shard(tmp_path / "shard.bin", np.random.default_rng(0).integers(128, size=20_000))
     files = dict(train_files=f"{tmp_path}/*.bin", val_files=f"{tmp_path}/*.bin")
     cfg = dataclasses.replace(tiny, **LENGTHS | STAGES | changes | files)
     trainer, plain = Trainer(cfg, Ranks()), Trainer(dataclasses.replace(cfg, compile=False), Ranks())
@@ -80,7 +80,7 @@ def test_all_graphs_are_there_after_the_warm_up(tiny, graphs, tmp_path: Path, ch
 
 
 def test_graph_with_flex_attention_is_the_model_with_gathered_attention(tiny64, graphs):
-    """In a window that holds all blocks, as FlexAttention ignores the lists of blocks here: test_attention has them."""
+    """By the mask of elements, as FlexAttention ignores the lists of blocks here: test_attention has them."""
     layers = dict(attention_layout="LP", value_embed_layout="0.", skip_layout="..")
     cfg = dataclasses.replace(tiny64, **LENGTHS | layers | dict(window_tokens=(64,)))
     gathered, flex = GPT(cfg), GPT(dataclasses.replace(cfg, device="cuda"))

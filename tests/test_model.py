@@ -282,13 +282,6 @@ def matrices(rows: int, cols: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     return {kind: (orthogonal(rows), s / s.norm(), orthogonal(cols)) for kind, s in kinds.items()}
 
 
-def in_exact_arithmetic(s: Tensor) -> Tensor:
-    """Apply five steps to singular values: X <- a X + b X X' X + c X X' X X' X leaves the vectors alone."""
-    for a, b, c in POLAR_EXPRESS:
-        s = a * s + b * s**3 + c * s**5
-    return s
-
-
 @pytest.mark.parametrize("dtype", [*TOLERANCE, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [1e-4, 1, 1e15])
 @pytest.mark.parametrize("size", [(64, 64), (32, 32), (48, 160)], ids=str)
@@ -302,8 +295,10 @@ def test_singular_values_end_in_the_band_and_vectors_stay(size: tuple, scale: fl
     for i, (x, (kind, (u, s, v))) in enumerate(zip(actual, kinds.items(), strict=True)):
         values, margin = torch.linalg.svdvals(x.double()), 0.05 if dtype == torch.bfloat16 else 1e-3
         assert values.max() <= BAND[1] + margin
-        if kind != "one":
+        if kind != "one" and s.min() >= SMALLEST:
             assert values.min() >= BAND[0] - margin - 0.01 * (scale < 1)
         if dtype in TOLERANCE:
-            expected = in_exact_arithmetic(s / (1.02 + 1e-6 / (scale * 10**i)))
+            expected = s / (1.02 + 1e-6 / (scale * 10**i))
+            for a, b, c in POLAR_EXPRESS:  # X <- a X + b X X' X + c X X' X X' X leaves the vectors alone
+                expected = a * expected + b * expected**3 + c * expected**5
             torch.testing.assert_close(u.T @ x.double() @ v, expected.diag(), rtol=0, atol=TOLERANCE[dtype])
