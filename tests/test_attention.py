@@ -10,7 +10,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from train_gpt import GPT, GatheredMask, document_block_mask
 
-SCALE = 0.12
 # tokens, tokens per block, tokens of a typical document; None: documents begin at block edges
 SHAPES = [(48, 4, 2), (48, 4, 6), (48, 4, 30), (48, 4, 10**9), (48, 4, None)]
 SHAPES += [(8, 8, 4), (16, 1, 3), (160, 8, 5), (160, 8, 40), (256, 16, 100)]
@@ -35,13 +34,10 @@ def build(docs: Tensor, window: int, block_size: int) -> BlockMask:
     return document_block_mask(docs, torch.tensor(window, dtype=torch.int32), block_size)
 
 
-def dense_mask(docs: Tensor, window: int, block_size: int) -> Tensor:
-    """Return (T, T): causal, same document, less than max(window, 1) blocks back."""
-    position = torch.arange(len(docs))
-    block = position // block_size
-    causal = position[:, None] >= position[None, :]
-    near = block[:, None] - block[None, :] < max(window, 1)
-    return causal & near & (docs[:, None] == docs[None, :])
+def dense_mask(docs: Tensor, window: int) -> Tensor:
+    """Return (T, T): the same document, from `window` tokens back to the token itself."""
+    back = torch.arange(len(docs))[:, None] - torch.arange(len(docs))
+    return (back >= 0) & (back <= window) & (docs[:, None] == docs[None, :])
 
 
 def as_dense(mask: BlockMask, kind: str) -> Tensor:
@@ -60,8 +56,8 @@ def as_dense(mask: BlockMask, kind: str) -> Tensor:
 def test_blocks_with_element_mask_are_the_definition(docs: Tensor, block_size: int):
     """No block too few, none too many; full where no element of a block before the diagonal is masked."""
     position = torch.arange(len(docs))
-    for window in range(21):
-        mask, dense = build(docs, window, block_size), dense_mask(docs, window, block_size)
+    for window in {0, 1, *(n * block_size + i for n in (1, 2, 5) for i in (-1, 0, 1)), len(docs) - 1, 2 * len(docs)}:
+        mask, dense = build(docs, window, block_size), dense_mask(docs, window)
         partial, full = as_dense(mask, ""), as_dense(mask, "full_")
         assert partial.diagonal().all(), "every query block has a partial one: itself"
         blocks = dense.unflatten(1, (-1, block_size)).unflatten(0, (-1, block_size))
@@ -75,29 +71,29 @@ def test_blocks_with_element_mask_are_the_definition(docs: Tensor, block_size: i
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Write down softmax attention of q, k, v (T, H, D)."""
-    weights = (SCALE * torch.einsum("qhd,khd->hqk", q, k)).masked_fill(~mask, -torch.inf).exp()
+    weights = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~mask, -torch.inf).exp()
     return torch.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdim=True), v)
 
 
-@pytest.mark.parametrize("window", [0, 2, 5, 12])
+@pytest.mark.parametrize("window", [0, 7, 8, 30])
 @pytest.mark.parametrize(("docs", "block_size"), CASES)
 def test_gathered_attention_is_dense_attention(docs: Tensor, block_size: int, window: int):
     """A key that is gathered twice, or not at all, changes the result; the window may be narrower than the widest."""
     *qkv, grad = torch.randn(4, len(docs), 3, 16, dtype=torch.float64).unbind()
-    qkv = [(factor * t).requires_grad_() for factor, t in zip((3, 3, 1), qkv, strict=True)]  # uneven weights
-    expected = dense_attention(*qkv, dense_mask(docs, window, block_size))
+    qkv = [(factor * t).requires_grad_() for factor, t in zip((1, 0.5, 1), qkv, strict=True)]  # uneven weights
+    expected = dense_attention(*qkv, dense_mask(docs, window))
     expected_grads = torch.autograd.grad(expected, qkv, grad)
-    for max_blocks in max(window, 1), window + 3:
+    for max_blocks in 1 - (-window // block_size), window + 3:
         mask = GatheredMask(build(docs, window, block_size), max_blocks, torch.float64)
         assert mask.bias.shape == (len(docs) // block_size, 1, block_size, mask.kv_blocks.size(1) * block_size)
-        actual = mask.attend(*qkv, SCALE)
+        actual = mask.attend(*qkv)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(torch.autograd.grad(actual, qkv, grad), expected_grads, rtol=0, atol=1e-11)
 
 
-def features(gpt: GPT, tokens: Tensor, window: int) -> Tensor:
+def features(gpt: GPT, tokens: Tensor, windows: tuple[int, int]) -> Tensor:
     with torch.no_grad():
-        return gpt.features(tokens, torch.tensor(window, dtype=torch.int32))
+        return gpt.features(tokens, torch.tensor(windows, dtype=torch.int32))
 
 
 def different(tokens: Tensor) -> Tensor:
@@ -105,22 +101,28 @@ def different(tokens: Tensor) -> Tensor:
     return (tokens + torch.randint(1, 256, tokens.shape, dtype=tokens.dtype)) % 256
 
 
-@pytest.mark.parametrize("window", [1, 8])
-@pytest.mark.parametrize(("starts", "bigram_rows"), [([0, 128], 61), ([0, 3, 24, 25, 80, 96, 128], 0)])
-def test_no_token_sees_the_future_or_another_document(tiny64, random_gpt, window: int, starts: list, bigram_rows: int):
-    """Documents without bigrams, as an end-of-text token forms a pair with the token before it."""
-    layouts = dict(attention_layout="LSS-SL", value_embed_layout="01..01", skip_layout="...210")  # spread every leak
-    gpt = random_gpt(dataclasses.replace(tiny64, **layouts, window_tokens=64, bigram_rows=bigram_rows))
+# What looks at the token before, whatever its document: bigrams, the smear, the keys of a long window
+LOOKS_BACK = dict(attention_layout="LSP-SL", gate_inputs=12, backout_layer="2")
+STAYS = dict(attention_layout="SSP-SP", gate_inputs=0, bigram_rows=0)
+
+
+@pytest.mark.parametrize("windows", [(9, 5), (64, 32)])
+@pytest.mark.parametrize(
+    ("starts", "changes"), [([0, 128], LOOKS_BACK), ([0, 3, 24, 25, 80, 96, 128], STAYS)], ids=["future", "documents"]
+)
+def test_no_token_sees_the_future_or_another_document(tiny64, random_gpt, windows, starts: list, changes: dict):
+    layouts = dict(value_embed_layout="01..01", skip_layout="...210", window_tokens=(64,))  # spread every leak
+    gpt = random_gpt(dataclasses.replace(tiny64, **layouts | changes))
     tokens, position = torch.randint(256, (128,), dtype=torch.int32), torch.arange(128)
     tokens[starts[1:-1]] = tiny64.eot_token
-    before = features(gpt, tokens, window)
+    before = features(gpt, tokens, windows)
     for start, end in itertools.pairwise(starts):
         for first in {start, (start + end) // 2, (start + end) // 2 + 1, end - 1}:
             may_change = (position >= first) & (position < end)
             changes = may_change & (tokens != tiny64.eot_token)
-            after = features(gpt, torch.where(changes, different(tokens), tokens), window)
+            after = features(gpt, torch.where(changes, different(tokens), tokens), windows)
             assert torch.equal(after[~may_change], before[~may_change])
             assert torch.all(after[changes] != before[changes])
             # Documents that begin elsewhere change the lists of blocks, and with them the order of summation
-            after = features(gpt, tokens.where(position < first, tiny64.eot_token), window)
+            after = features(gpt, tokens.where(position < first, tiny64.eot_token), windows)
             torch.testing.assert_close(after[:first], before[:first], rtol=0, atol=1e-11)

@@ -1,4 +1,4 @@
-"""torch.compile sees one training and one validation graph, and no more while the window grows."""
+"""torch.compile sees a training graph for each length and number of next weights, a validation graph, and no more."""
 
 import dataclasses
 import functools
@@ -14,10 +14,13 @@ from conftest import randomize
 from shards import write_shard
 from train_gpt import GPT, Ranks, Trainer
 
-LENGTHS = dict(batch_tokens=256, train_seq_len=128, val_seq_len=256, val_tokens=256, window_tokens=112)
-LENGTHS |= dict(num_iterations=14, vocab_size=128, eot_token=127, compile=True)  # small, as FP8 is slow on CPUs
-TWO_LAYERS = dict(attention_layout="LS", value_embed_layout="0.", skip_layout=".0")
-GPT2 = dict(attention_layout="LSSSLSS-SSSL", value_embed_layout="012......012", skip_layout="......543210")
+# Small, as FP8 is slow on CPUs. Four stages in 14 steps, with an extension; the tables part in the third
+LENGTHS = dict(batch_tokens=128, train_seq_len=64, val_seq_len=256, val_tokens=256, block_size=8)
+LENGTHS |= dict(num_iterations=14, vocab_size=128, eot_token=127, compile=True, gate_inputs=12)
+STAGES = dict(extension_steps=2, stage_growth=(1, 2, 3, 3), lr_factors=(1.0, 1.5, 1.7, 1.7), adam_every=2)
+STAGES |= dict(window_tokens=(24, 56, 88, 104), final_window_tokens=120, next_weights=(1.0, 0.5, 0.25), tied_frac=2 / 3)
+TWO_LAYERS = dict(attention_layout="LP", value_embed_layout="0.", skip_layout=".0", backout_layer="0")
+GPT2 = {name: getattr(train_gpt.PRESETS["gpt2"], name) for name in TWO_LAYERS}
 FP8 = dict(lm_head_fp8=True, dtype="bfloat16")
 
 
@@ -46,45 +49,48 @@ def count_calls(graph: torch.fx.GraphModule, name: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [TWO_LAYERS | FP8, TWO_LAYERS | dict(dtype="float64"), GPT2 | FP8])
 def test_all_graphs_are_there_after_the_warm_up(tiny, graphs, tmp_path: Path, changes: dict):
-    """Run in small: warm up, then take a step and validate in every window from 1 to 14 blocks. FP8 goes with flex."""
-    write_shard(tmp_path / "shard.bin", np.random.default_rng(0).integers(128, size=4000))
+    """Run in small: warm up, then take every step and validate after it. FP8 goes with flex."""
+    write_shard(tmp_path / "shard.bin", np.random.default_rng(0).integers(128, size=20_000))
     files = dict(train_files=f"{tmp_path}/*.bin", val_files=f"{tmp_path}/*.bin")
-    cfg = dataclasses.replace(tiny, **LENGTHS | changes | files)
+    cfg = dataclasses.replace(tiny, **LENGTHS | STAGES | changes | files)
     trainer, plain = Trainer(cfg, Ranks()), Trainer(dataclasses.replace(cfg, compile=False), Ranks())
     trainer.gpt.cfg = dataclasses.replace(cfg, device="cuda" if cfg.lm_head_fp8 else "cpu")  # what the masks go by
     trainer.warm_up()
-    training, validation = (graph for graph in graphs if count_calls(graph, "embedding"))
+    *trainings, validation = (graph for graph in graphs if count_calls(graph, "embedding"))
+    assert len(trainings) == 3, "three lengths; the extension is as long as the stage before it"
+    assert len(graphs) == 3 + 1 + 2, "Muon has matrices of two shapes"
     layers, attentions = len(cfg.attention_layout), len(cfg.attention_layout.replace("-", ""))
-    for graph in training, validation:
-        assert count_calls(graph, "flex_attention") == cfg.lm_head_fp8 * attentions
     functions = 1 + layers + 2 + layers + attentions  # head, MLPs; norms of embedding, head, MLPs, attention
-    assert count_calls(training, "autograd_function_apply") == functions
-    assert count_calls(validation, "autograd_function_apply") == count_calls(validation, "scaled_mm") == 0
-    assert len(graphs) == 2 + 2, "Muon has matrices of two shapes"
+    for graph in (*trainings, validation):
+        assert count_calls(graph, "flex_attention") == cfg.lm_head_fp8 * attentions
+        assert count_calls(graph, "autograd_function_apply") == (0 if graph is validation else functions)
+    assert count_calls(validation, "scaled_mm") == 0
 
     counters = torch._dynamo.utils.counters["stats"]
     compiled, plans = counters["unique_graphs"], train_gpt.plan_data(cfg)
-    batches = train_gpt.read_batches(plans["train"], [0, 1], cfg.train_seq_len, cfg, trainer.device)
+    batches = train_gpt.read_batches(plans["train"], range(cfg.batch_sequences), cfg, trainer.device)
     compared = [trainer, plain] if cfg.dtype == "float64" else [trainer]
     for step, batch in enumerate(batches):
         losses = [(t.train_step(step, batch).item(), t.evaluate(step + 1, plans["val"])) for t in compared]
         assert np.isfinite(losses[0]).all()
         assert losses[0] == pytest.approx(losses[-1], rel=1e-10)
-    assert (step, trainer.window_blocks) == (13, 14)
-    assert (len(graphs), counters["unique_graphs"]) == (4, compiled)
+    assert (step, trainer.windows.tolist(), trainer.stage) == (13, [120, 48], 3)
+    assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head), "two tables in the end"
+    assert (len(graphs), counters["unique_graphs"]) == (6, compiled)
 
 
 def test_graph_with_flex_attention_is_the_model_with_gathered_attention(tiny64, graphs):
-    """In a window that holds all blocks, as FlexAttention ignores the lists of blocks here: test_attention has them."""
-    layer = dict(attention_layout="L", value_embed_layout="0", skip_layout=".")
-    cfg = dataclasses.replace(tiny64, **LENGTHS | layer | dict(window_tokens=256))
+    """By the mask of elements, as FlexAttention ignores the lists of blocks here: test_attention has them."""
+    layers = dict(attention_layout="LP", value_embed_layout="0.", skip_layout="..")
+    cfg = dataclasses.replace(tiny64, **LENGTHS | layers | dict(window_tokens=(64,)))
     gathered, flex = GPT(cfg), GPT(dataclasses.replace(cfg, device="cuda"))
     flex.load_state_dict(randomize(gathered).state_dict())
     tokens, found = torch.randint(cfg.vocab_size, (129,)), []
     tokens[[20, 50, 51, 90]] = cfg.eot_token
+    inputs = tokens[:-1].int(), tokens[1:], torch.tensor([64, 32], dtype=torch.int32), torch.ones(1).double()
     for gpt, model in (gathered, gathered), (flex, torch.compile(flex, fullgraph=True, dynamic=False)):
-        loss = model(tokens[:-1].int(), tokens[1:], torch.tensor(32, dtype=torch.int32))
+        loss = model(*inputs)
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in gpt.parameters())])
-    assert [count_calls(graph, "flex_attention") for graph in graphs] == [1]
+    assert [count_calls(graph, "flex_attention") for graph in graphs] == [2]
     torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)

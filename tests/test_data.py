@@ -1,5 +1,6 @@
 """The plan of a run's batches, and the reader: the same tokens in the same order for any number of processes."""
 
+import itertools
 import os
 import threading
 from pathlib import Path
@@ -13,10 +14,11 @@ from hypothesis import strategies as st
 import train_gpt
 from shards import write_shard
 from test_train import wait_for
-from train_gpt import UserError
+from train_gpt import Batch, Hyperparameters, UserError, plan_batches
 
 CPU = torch.device("cpu")
-NANO = train_gpt.PRESETS["nano"]  # of a run's configuration the reader looks at vocab_size alone
+NANO = train_gpt.PRESETS["nano"]  # of a run's configuration plan and reader look at vocab_size and eot_token alone
+SMALL = Hyperparameters(vocab_size=9, eot_token=8)
 
 
 def make_shards(folder: Path, *lengths: int, vocab_size: int = 257) -> str:
@@ -31,45 +33,74 @@ def tokens_of(path: str) -> np.ndarray:
     return np.fromfile(path, dtype="<u2", offset=1024).astype(np.int64)
 
 
-def read_all(plan, sequences, seq_len) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [pair for batch in train_gpt.read_batches(plan, sequences, seq_len, NANO, CPU) for pair in batch]
+def read_all(plan: list[Batch], sequences, cfg=NANO) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [pair for batch in train_gpt.read_batches(plan, sequences, cfg, CPU) for pair in batch]
+
+
+def slow_row(documents: list[list[int]], seq_len: int) -> list[int] | None:
+    """Take whole documents until there are seq_len + 1 tokens, and drop the rest of the last one."""
+    row: list[int] = []
+    while documents and len(row) <= seq_len:
+        row += documents.pop(0)
+    return row[: seq_len + 1] if len(row) > seq_len else None
+
+
+def slow_rows(shards: list[list[int]], seq_lens: list[int], num_sequences: int, max_doc_len: int) -> list[list]:
+    """Return the sequences of each batch. A shard that has not enough for all of them gives none."""
+    batches: list[list] = []
+    for tokens in shards:
+        begins = [i for i, token in enumerate(tokens) if token == SMALL.eot_token]
+        documents = [tokens[i:j][:max_doc_len] for i, j in itertools.pairwise([*begins, len(tokens)])]
+        stream = list(tokens)
+        for seq_len in seq_lens[len(batches) :]:
+            rows = []
+            for _ in range(num_sequences):
+                rows.append(slow_row(documents if max_doc_len else [stream], seq_len))
+                del stream[:seq_len]
+            if None in rows:
+                break
+            batches.append(rows)
+    return batches
 
 
 @settings(max_examples=60, deadline=None)
-@given(lengths=st.lists(st.integers(0, 60), max_size=5), size=st.integers(1, 20), count=st.integers(0, 20))
-def test_plan_drops_the_tails_of_shards(tmp_path_factory, lengths, size, count):
-    """A batch needs one token more than it trains on; where a shard has not that many left, the next one begins."""
-    pattern = make_shards(tmp_path_factory.mktemp("shards"), *lengths)
-    expected = []
-    for i, length in enumerate(lengths):
-        expected += [(f"x_{i:06d}.bin", at) for at in range(0, length, size) if at + size + 1 <= length]
-    if count > len(expected):
-        with pytest.raises(UserError, match=f"{len(expected)} .*{count}"):
-            train_gpt.plan_batches(pattern, size, count)
-    else:
-        plan = train_gpt.plan_batches(pattern, size, count)
-        assert [(Path(b.path).name, b.start) for b in plan] == expected[:count]
-
-
-def test_sequences_of_all_ranks_are_one_stream_and_targets_the_next_tokens(tmp_path):
-    plan = train_gpt.plan_batches(make_shards(tmp_path, 700, 650), 96, 13)
-    shards = [torch.from_numpy(tokens_of(path)) for path in sorted(tmp_path.glob("*.bin"))]
-    expected = [tokens[: n * 96 + 1].unfold(0, 9, 8) for tokens, n in zip(shards, (7, 6), strict=True)]
-    whole = read_all(plan, range(12), 8)
-    for (inputs, targets), row in zip(whole, torch.cat(expected), strict=True):
+@given(
+    shards=st.lists(st.lists(st.sampled_from([*range(8), 8, 8, 8]), max_size=60), max_size=4),
+    seq_lens=st.lists(st.integers(1, 20), max_size=6).map(sorted),
+    num_sequences=st.integers(1, 3),
+    max_doc_len=st.sampled_from([0, 0, 1, 4, 100]),
+)
+def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_lens, num_sequences, max_doc_len):
+    """With sequences that grow; where a shard has not enough left, the next one begins."""
+    folder = tmp_path_factory.mktemp("shards")
+    for i, tokens in enumerate(shards):
+        write_shard(folder / f"{i}.bin", np.array(tokens, dtype=np.int64))
+    expected = slow_rows(shards, seq_lens, num_sequences, max_doc_len)
+    args = (f"{folder}/*.bin", seq_lens, num_sequences, SMALL, max_doc_len)
+    if len(expected) < len(seq_lens):
+        with pytest.raises(UserError, match=f"{len(expected)} .*{len(seq_lens)}"):
+            plan_batches(*args)
+        return
+    plan, rows = plan_batches(*args), [row for batch in expected for row in batch]
+    for (inputs, targets), row in zip(read_all(plan, range(num_sequences), SMALL), rows, strict=True):
         assert (inputs.dtype, targets.dtype) == (torch.int32, torch.int64)
-        assert (inputs.tolist(), targets.tolist()) == (row[:-1].tolist(), row[1:].tolist())
+        assert (inputs.tolist(), targets.tolist()) == (row[:-1], row[1:])
+
+
+def test_ranks_have_their_sequences_of_every_batch(tmp_path):
+    plan = plan_batches(make_shards(tmp_path, 700, 650), [4] * 5 + [8] * 8, 12, NANO)
+    whole = read_all(plan, range(12))
     for size, rank in [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (4, 3)]:
-        for own, same in zip(read_all(plan, range(rank, 12, size), 8), whole[rank::size], strict=True):
+        for own, same in zip(read_all(plan, range(rank, 12, size)), whole[rank::size], strict=True):
             assert all(map(torch.equal, own, same))
 
 
 def test_reader_starts_with_the_first_batch_and_later_ones_never_wait(tmp_path, monkeypatch):
     """Batches stay what they are while it reads ahead, in a thread of its own."""
-    plan = train_gpt.plan_batches(make_shards(tmp_path, 2000), 64, 20)
+    plan = plan_batches(make_shards(tmp_path, 2000), [64] * 20, 1, NANO)
     read, thread, readers = train_gpt.read_tokens, threading.current_thread, []
     monkeypatch.setattr(train_gpt, "read_tokens", lambda *args: (readers.append(thread()), read(*args))[1])
-    batches = train_gpt.read_batches(plan, [0], 64, NANO, CPU)
+    batches = train_gpt.read_batches(plan, [0], NANO, CPU)
     assert readers == []
     kept = [next(batches)]
     wait_for(lambda: len(readers) == 1 + train_gpt.READ_AHEAD)
@@ -89,13 +120,13 @@ def test_a_spoiled_shard_is_refused_by_name(tmp_path):
         path.rmdir() if path.is_dir() else path.unlink()
         spoil()
         with pytest.raises(UserError, match=r"^\S*x_000001\.bin[^\n]*$"):
-            train_gpt.plan_batches(pattern, 10, 12)
+            plan_batches(pattern, [10] * 12, 1, NANO)
 
 
 @pytest.mark.parametrize("how", ["removed", "cut", "pipe", "replaced", "rewritten"])
 def test_a_shard_that_changes_while_training_is_noticed(tmp_path, how):
-    plan, path = train_gpt.plan_batches(make_shards(tmp_path, 2000), 64, 30), tmp_path / "x_000000.bin"
-    batches, content = train_gpt.read_batches(plan, [0], 64, NANO, CPU), path.read_bytes()
+    plan, path = plan_batches(make_shards(tmp_path, 2000), [64] * 30, 1, NANO), tmp_path / "x_000000.bin"
+    batches, content = train_gpt.read_batches(plan, [0], NANO, CPU), path.read_bytes()
     spoils = dict(removed=path.unlink, cut=lambda: os.truncate(path, 1200))
     spoils |= dict(pipe=lambda: (path.unlink(), os.mkfifo(path)))
     spoils |= dict(replaced=lambda: (path.rename(tmp_path / "old"), path.write_bytes(content)))
@@ -108,4 +139,4 @@ def test_a_shard_that_changes_while_training_is_noticed(tmp_path, how):
 
 def test_tokens_beyond_the_vocabulary_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"token \d+, .*--vocab_size is 257"):
-        read_all(train_gpt.plan_batches(make_shards(tmp_path, 500, vocab_size=50257), 64, 5), [0], 64)
+        read_all(plan_batches(make_shards(tmp_path, 500, vocab_size=50257), [64] * 5, 1, NANO), [0])

@@ -1,79 +1,100 @@
 """Parameters, initial values, every formula of the forward pass, schedules, Newton-Schulz, written a second time."""
 
 import dataclasses
+import itertools
 import math
-from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import train_gpt
 from test_attention import dense_mask
-from train_gpt import GPT, PRESETS, Rotary, lr_multiplier, muon_momentum, norm, resolve, window_blocks
+from train_gpt import GPT, POLAR_EXPRESS, PRESETS, Rotary, norm, resolve
 from train_gpt import zeropower_via_newtonschulz5 as zeropower
 
 NANO = PRESETS["nano"]
 GPT2 = resolve(dataclasses.replace(PRESETS["gpt2"], device="cpu", dtype="bfloat16", seed=0, run_id="gpt2"))
-NARROW = dict(batch_tokens=128, train_seq_len=128, val_seq_len=256, val_tokens=256, block_size=32, window_tokens=180)
-NARROW |= dict(model_dim=32, num_heads=2, head_dim=16, vocab_size=60, eot_token=59, dtype="float64")
+THREE_STAGES = dict(num_iterations=50, extension_steps=0, window_tokens=(300, 600, 800), final_window_tokens=0)
+THREE_STAGES |= dict(stage_growth=(2, 1, 3), lr_factors=(1.0, 2.0, 1.5), momentum_warmup_steps=0)
 
 
-def random_batch(num_tokens: int, vocab_size: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(vocab_size, (num_tokens + 1,))
-    return tokens[:-1].int(), tokens[1:]
-
-
-@pytest.mark.parametrize(("dtype", "rest"), [("float32", "float32"), ("float64", "float64"), ("bfloat16", "float32")])
-def test_precision_of_parameters(tiny, dtype: str, rest: str):
-    gpt = GPT(dataclasses.replace(tiny, dtype=dtype))
+@pytest.mark.parametrize("tied_frac", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_precision_of_parameters(tiny, dtype: str, tied_frac: float):
+    """Tables are in the precision of the activations; all else, also a head of its own, in fp32 at least."""
+    gpt = GPT(dataclasses.replace(tiny, dtype=dtype, tied_frac=tied_frac))
     for name, tensor in (*gpt.named_parameters(), *gpt.named_buffers()):
-        assert tensor.dtype == getattr(torch, dtype if "embed" in name else rest), name
+        is_table = "embed" in name or (name == "lm_head" and tied_frac)
+        assert tensor.dtype == getattr(torch, dtype if is_table or dtype == "float64" else "float32"), name
 
 
-def test_initial_values_at_the_width_of_gpt2():
+PLAIN = dict(tied_frac=0.0, head_std=0.0, value_embed_std=0.5, gate_inputs=0, skip_init=1.0, resid_lambda_init=1.0)
+CONSTANTS = dict(
+    resid_lambda=1.1, x0_lambda=0, bigram_lambda=0.1, skip_weights=-1.5, smear_lambda=0, backout_lambda=0.5
+)
+CONSTANTS |= dict.fromkeys(["bigram_embed", "mlp.c_proj", "gate", "value_gate", "skip_gate", "smear_gate"], 0)
+NORMAL = dict(embed=0.005, lm_head=0.005, value_embeds=0)
+PLAIN_NORMAL = dict(embed=1, lm_head=0, value_embeds=0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "constants", "normal"),
+    [({}, CONSTANTS, NORMAL), (PLAIN, CONSTANTS | dict(skip_weights=1, resid_lambda=1), PLAIN_NORMAL)],
+    ids=["gpt2", "plain"],
+)
+def test_initial_values_at_the_width_of_gpt2(changes: dict, constants: dict, normal: dict):
     """Check two layers and 1,024 tokens of vocabulary: enough for every kind of parameter."""
-    layouts = dict(attention_layout="LS", value_embed_layout="0.", skip_layout=".0", bigram_rows=100)
-    gpt = GPT(dataclasses.replace(GPT2, **layouts, vocab_size=1024, eot_token=0))
-    seen = set()
+    layouts = dict(attention_layout="LP", value_embed_layout="0.", skip_layout=".0", backout_layer="1", bigram_rows=100)
+    gpt, seen = GPT(dataclasses.replace(GPT2, **layouts | changes, vocab_size=1024, eot_token=0)), set()
     for name, p in gpt.named_parameters():
-        kind, p = name.removesuffix(".weight").rpartition(".")[2], p.detach().float()
+        parts, p = name.removesuffix(".weight").removesuffix(".0").split("."), p.detach().float()
+        kind = "mlp.c_proj" if parts[-2:] == ["mlp", "c_proj"] else parts[-1]
         seen.add(kind)
-        if kind in ("c_proj", "lm_head", "bigram_embed"):
-            assert not p.any()
-        elif kind in ("lambdas", "skip_weights"):
-            assert p.tolist() == ([1] if kind == "skip_weights" else [0.5, 0.5] if "attn" in name else [1, 0])
+        std = normal.get(kind, 0.5 * 768**-0.5)
+        if kind == "lambdas":
+            assert p.tolist() == [0.5, 1]
+        elif kind in constants or std == 0:
+            assert torch.all(p == torch.tensor(constants.get(kind, 0.0))), name
         else:
-            is_normal = "embed" in name
-            std, least, most = (1, 4, 9) if is_normal else (0.5 * 768**-0.5, 0.9999 * 0.03125, 0.03125)
+            least, most = (4 * std, 9 * std) if kind in normal else (0.9999 * 0.03125, 0.03125)
             assert all(least < bound <= most for bound in (p.max(), -p.min()))
             assert abs(p.mean()) < 0.004 * std
             assert abs(p.std() / std - 1) < 0.005
-            assert abs((p / std).pow(4).mean() - (3 if is_normal else 1.8)) < 0.05
+            assert abs((p / std).pow(4).mean() - (3 if kind in normal else 1.8)) < 0.05
             assert abs(p[-1].std() / std - 1) < 0.15, "the last row is like any other"
-    assert seen == set("embed 0 bigram_embed skip_weights lambdas qkv_w c_proj c_fc lm_head".split())
+    gates = {name for name in constants if "gate" in name} | {"smear_lambda"} if changes else set()
+    assert seen == {*constants, *normal, "lambdas", "qkv_w", "c_proj", "c_fc"} - gates
+    assert torch.equal(gpt.embed.weight, gpt.lm_head) == (not changes), "two tables begin as one"
 
 
-def exact_angles(positions: range, head_dim: int, base: float) -> Tensor:
-    """Return (T, head_dim / 2) in float64: head_dim / 4 frequencies from 1 down to 1 / base, then as many zeros."""
-    frequencies = torch.logspace(0, -1, head_dim // 4, base=base, dtype=torch.float64)
-    return torch.outer(torch.tensor(positions, dtype=torch.float64), F.pad(frequencies, (0, head_dim // 4)))
+def frequencies(stage: int, cfg) -> tuple[list[float], float]:
+    """Return the frequencies of the rotary embedding, and the factor on attention scores, one number at a time."""
+    count, scale = cfg.head_dim // 4, cfg.attention_scale
+    freqs = [cfg.rope_base ** (-j / (count - 1)) for j in range(count)]
+    for old, new in itertools.pairwise(cfg.window_tokens[: stage + 1]):
+        kept = [min(max((old * f / (2 * math.pi) - 1) / (cfg.yarn_turns - 1), 0), 1) for f in freqs]
+        freqs = [f * (gamma + (1 - gamma) * old / new) for f, gamma in zip(freqs, kept, strict=True)]
+        scale *= 1 + cfg.yarn_scale * math.log(new / old)
+    return freqs, scale
 
 
-def rotate(x: Tensor, base: float) -> Tensor:
-    """Rotate pairs of dimensions of x (T, H, D) as complex numbers."""
-    angles = exact_angles(range(len(x)), x.size(-1), base)[:, None]
-    z = torch.complex(*x.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), -angles)
-    return torch.cat([z.real, z.imag], dim=-1)
-
-
-def test_rotary_has_precise_tables_and_works_in_fp32():
+@pytest.mark.parametrize("stage", range(4))
+def test_rotary_has_precise_tables_and_works_in_fp32(stage: int):
     """The tables are fp32, and so is the exponent: the angles are right to 2^-20 of themselves."""
-    rotary, angles = Rotary(64, 256 * 1024, 300.0), exact_angles(range(0, 256 * 1024, 511), 64, 300.0)
+    cfg = dataclasses.replace(GPT2, val_seq_len=64 * 1024)
+    rotary, (freqs, scale) = Rotary(cfg), frequencies(stage, cfg)
+    rotary.set_stage(stage, cfg)
+    assert rotary.cos.shape == (128 * 1024, 32), "pairs have two positions a token"
+    angles = torch.outer(torch.arange(0, 128 * 1024, 511, dtype=torch.float64), torch.tensor(freqs).double())
     for table, exact in (rotary.cos, angles.cos()), (rotary.sin, angles.sin()):
         assert torch.all((table[::511] - exact).abs() <= 1e-7 + angles * 2**-20)
-    x = torch.randn(400, 3, 64).bfloat16()
-    assert torch.equal(rotary(x), rotary(x.float()).bfloat16())
+    assert rotary.scale.item() == pytest.approx(scale)
+    x = torch.randn(400, 4, 128).bfloat16()
+    for got, want in zip(rotary(x, 2), rotary(x.float(), 2), strict=True):
+        assert torch.equal(got, want.bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -95,110 +116,154 @@ def test_norm_is_that_of_torch_with_its_gradient(dtype: torch.dtype):
     assert error.max() < 2 * torch.finfo(dtype).eps
 
 
-def reference_loss(params: dict[str, Tensor], cfg, tokens: Tensor, targets: Tensor, window: int) -> Tensor:
+def bigram_row(position: int, tokens: list[int], cfg) -> int:
+    """Hash a token and the one before, in 32 bits with a sign."""
+    last = cfg.bigram_rows - 1
+    if position == 0:
+        return last
+    before = tokens[position - 1] if position > 1 else last
+    products = [
+        (factor * token + 2**31) % 2**32 - 2**31 for factor, token in ((36313, tokens[position]), (27191, before))
+    ]
+    return (products[0] ^ products[1]) % last
+
+
+def reference_loss(params: dict[str, Tensor], cfg, tokens: Tensor, targets: Tensor, stage: int, weights) -> Tensor:
     """Compute the loss layer by layer, with dense masks. `params`: those of GPT, by name."""
-    T, H, D = len(tokens), cfg.num_heads, cfg.head_dim
+    T, H, D, G = len(tokens), cfg.num_heads, cfg.head_dim, cfg.gate_inputs
     docs = torch.tensor([(tokens[: t + 1] == cfg.eot_token).sum() for t in range(T)])
-    masks = {"L": dense_mask(docs, window, cfg.block_size), "S": dense_mask(docs, window // 2, cfg.block_size)}
+    window = cfg.window_tokens[stage]
+    short = window // 2 // cfg.block_size * cfg.block_size
+    masks = dict(L=dense_mask(docs, window), S=dense_mask(docs, short), P=dense_mask(docs.repeat_interleave(2), short))
+    freqs, scale = frequencies(stage, cfg)
 
     def rms_norm(x: Tensor) -> Tensor:
         return F.rms_norm(x, x.shape[-1:])
 
-    def attention(i: int, x: Tensor) -> Tensor:
-        q, k, v = ((x @ w.T).view(T, H, D) for w in params[f"blocks.{i}.attn.qkv_w"])
-        q, k = (rotate(rms_norm(t), cfg.rope_base).transpose(0, 1) for t in (q, k))
-        lambda_v, lambda_value_embed = params[f"blocks.{i}.attn.lambdas"]
-        v = lambda_v * v
+    def rotate(x: Tensor, slots: int) -> Tensor:
+        """Rotate pairs of dimensions of x (T, H, D) as complex numbers, by the positions of tokens and heads."""
+        positions = slots * torch.arange(T)[:, None] + torch.arange(H) % slots
+        angles = positions[:, :, None] * torch.tensor(freqs, dtype=torch.float64)
+        u, w, still = x.split([D // 4, D // 4, D // 2], dim=-1)
+        z = torch.complex(u, w) * torch.polar(torch.ones_like(angles), -angles)
+        return torch.cat([z.real, z.imag, still], dim=-1)
+
+    def attention(i: int, letter: str, x: Tensor) -> Tensor:
+        lambda_in, lambda_out = params[f"blocks.{i}.attn.lambdas"]
+        q, k, v = ((x @ (lambda_in * w).T).view(T, H, D) for w in params[f"blocks.{i}.attn.qkv_w"])
+        slots = 2 if letter == "P" else 1
+        q, k = (rotate(rms_norm(t), slots) for t in (q, k))
+        if letter == "L":  # the half that never rotates is that of the token before
+            k = torch.stack([torch.cat([k[t, :, : D // 2], k[max(t - 1, 0), :, D // 2 :]], dim=-1) for t in range(T)])
         if (table := cfg.value_embed_layout[i]) != ".":
-            v = v + lambda_value_embed * params[f"value_embeds.{table}.weight"][tokens].view(T, H, D)
-        scores = (cfg.attention_scale * q @ k.mT).masked_fill(~masks[cfg.attention_layout[i]], -torch.inf)
-        heads = torch.softmax(scores, dim=-1) @ v.transpose(0, 1)
-        return heads.transpose(0, 1).flatten(1) @ params[f"blocks.{i}.attn.c_proj"].T
+            value_embed = params[f"value_embeds.{table}.weight"][tokens].view(T, H, D)
+            gate = 2 * torch.sigmoid(x[:, :G] @ params[f"blocks.{i}.attn.value_gate"].T) if G else x.new_ones(T, H)
+            v = v + gate[:, :, None] * value_embed
+        # Each stream of a pair has, token by token, a head of the first half and one of the second
+        q, k, v = (torch.stack(t.chunk(slots, dim=1), dim=1).flatten(0, 1).transpose(0, 1) for t in (q, k, v))
+        y = torch.softmax((scale * q @ k.mT).masked_fill(~masks[letter], -torch.inf), dim=-1) @ v
+        y = torch.cat([y[:, slot::slots] for slot in range(slots)]).transpose(0, 1)
+        if G:
+            y = y * torch.sigmoid(x[:, :G] @ params[f"blocks.{i}.attn.gate"].T)[:, :, None]
+        return y.flatten(1) @ (lambda_out * params[f"blocks.{i}.attn.c_proj"]).T
 
     x = params["embed.weight"][tokens]
-    if cfg.bigram_rows:
-        pairs = zip(tokens.tolist(), [cfg.eot_token, *tokens.tolist()], strict=False)
-        x = x + params["bigram_embed.weight"][[((36313 * b) ^ (27191 * a)) % cfg.bigram_rows for b, a in pairs]]
+    if G:
+        gate = torch.sigmoid(x[1:, :G] @ params["smear_gate"].T)
+        x = torch.cat([x[:1], x[1:] + params["smear_lambda"] * gate * x[:-1]])
     x = x0 = rms_norm(x)
     outputs, num_skips = [], 0
     for i, letter in enumerate(cfg.attention_layout):
         if (source := cfg.skip_layout[i]) != ".":
-            x = x + params["skip_weights"][num_skips] * outputs[int(source, 36)]
+            gate = 2 * torch.sigmoid(x0[:, :G] @ params["skip_gate"][num_skips]) if G else x.new_ones(T)
+            x = x + torch.sigmoid(params["skip_weights"][num_skips]) * gate[:, None] * outputs[int(source, 36)]
             num_skips += 1
-        lambda_x, lambda_x0 = params[f"blocks.{i}.lambdas"]
-        x = lambda_x * x + lambda_x0 * x0
+        x = params[f"blocks.{i}.resid_lambda"] * x + params[f"blocks.{i}.x0_lambda"] * x0
+        if cfg.bigram_rows:
+            rows = [bigram_row(t, tokens.tolist(), cfg) for t in range(T)]
+            x = x + params[f"blocks.{i}.bigram_lambda"] * params["bigram_embed.weight"][rows]
         if letter != "-":
-            x = x + attention(i, rms_norm(x))
+            x = x + attention(i, letter, rms_norm(x))
         hidden = rms_norm(x) @ params[f"blocks.{i}.mlp.c_fc"].T
         x = x + hidden.clamp(min=0) ** 2 @ params[f"blocks.{i}.mlp.c_proj"].T
         outputs.append(x)
-    logits = cfg.lm_head_softcap * torch.tanh(rms_norm(x) @ params["lm_head"].T / cfg.lm_head_softcap)
-    return F.cross_entropy(logits, targets)
+    if cfg.backout_layer != ".":
+        x = x - params["backout_lambda"] * outputs[int(cfg.backout_layer, 36)]
+    z = rms_norm(x) @ params["lm_head"].T
+    logits = cfg.lm_head_range * torch.sigmoid((z + cfg.lm_head_shift) * 2 / cfg.lm_head_softcap)
+    losses = [F.cross_entropy(logits[: T - k], targets[k:], reduction="sum") for k in range(len(weights))]
+    return sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
+
+
+# Widths for which a loss takes milliseconds; bigrams whose hash overflows; YaRN that bends and stretches
+NARROW = dict(train_seq_len=192, batch_tokens=192, val_seq_len=192, val_tokens=192, block_size=16, dtype="float64")
+NARROW |= dict(model_dim=32, num_heads=4, head_dim=16, vocab_size=60, eot_token=59, bigram_rows=90_001)
+NARROW |= dict(
+    window_tokens=(60, 130), stage_growth=(1, 1), lr_factors=(1.0, 1.0), yarn_turns=16.0, attention_scale=0.5
+)
+ALL = dict(attention_layout="PLS-LP", value_embed_layout="0.1.01", skip_layout="..0.1.", backout_layer="3")
+LIKE_NANO = dict(attention_layout="L-", value_embed_layout="0.", skip_layout=".0", backout_layer=".", gate_inputs=0)
+WIDE = dict(attention_layout="--S", value_embed_layout="..0", skip_layout=".0.", backout_layer="1", bigram_rows=0)
 
 
 @pytest.mark.parametrize(
-    ("attention", "values", "skips", "window", "changes"),
+    ("stage", "weights", "changes"),
     [
-        pytest.param("LSSSLSS-SSSL", "012......012", "......543210", 3, {}, id="gpt2"),
-        pytest.param("LS-S", "0.11", "..00", 1, dict(bigram_rows=97), id="shared-values-and-source"),
-        pytest.param("SL", "..", "..", 6, dict(attention_scale=0.5, rope_base=50.0, lm_head_softcap=5.0), id="none"),
-        pytest.param("--L", "..0", ".0.", 2, dict(bigram_rows=8192, num_heads=3), id="wider-than-the-model"),
+        pytest.param(1, [1.0, 0.5, 0.2], ALL, id="all"),
+        pytest.param(0, [1.0], LIKE_NANO | dict(num_heads=1, lm_head_shift=0.0, tied_frac=0.0), id="nano"),
+        pytest.param(1, [1.0, 0.3], WIDE | dict(head_dim=24), id="wider-than-the-model"),
     ],
 )
-def test_loss_and_gradients_are_those_of_the_reference(random_gpt, attention, values, skips, window, changes):
-    layouts = dict(attention_layout=attention, value_embed_layout=values, skip_layout=skips)
-    cfg = dataclasses.replace(GPT2, **NARROW | layouts | changes)
+def test_loss_and_gradients_are_those_of_the_reference(random_gpt, stage: int, weights: list[float], changes: dict):
+    cfg = dataclasses.replace(GPT2, **NARROW | changes)
     gpt = random_gpt(cfg)
     gpt.lm_head.data *= 8  # logits for which the softcap matters
-    angles = exact_angles(range(256), cfg.head_dim, cfg.rope_base)
-    gpt.rotary.cos, gpt.rotary.sin = angles.cos(), angles.sin()  # the model's own are fp32
-    tokens, targets = random_batch(192, cfg.vocab_size - 1)
-    tokens[[9, 64, 65, 90]] = cfg.eot_token
+    gpt.rotary.set_stage(stage, cfg)
+    sample = torch.randint(cfg.vocab_size - 1, (193,))
+    sample[[9, 64, 65, 90]] = cfg.eot_token
+    tokens, targets = sample[:-1].int(), sample[1:]
     params = {name: p.detach().clone().requires_grad_() for name, p in gpt.named_parameters()}
-    expected = reference_loss(params, cfg, tokens, targets, window)
-    loss = gpt(tokens, targets, torch.tensor(window, dtype=torch.int32))
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-11)
+    expected = reference_loss(params, cfg, tokens, targets, stage, weights)
+    windows = torch.tensor([cfg.window_tokens[stage], cfg.window_tokens[stage] // 32 * 16], dtype=torch.int32)
+    loss = gpt(tokens, targets, windows, torch.tensor(weights, dtype=torch.float64))
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
     loss.backward()
     expected.backward()
     for name, p in gpt.named_parameters():
         grad = params[name].grad
         assert grad.norm() > 1e-6, f"{name}: the test would not see it"
         assert (p.grad - grad).norm() < 1e-10 * grad.norm(), name
-        if name.endswith("attn.lambdas"):
-            assert (p.grad[1] == 0) == (values[int(name.split(".")[1])] == "."), "unused without a value embedding"
 
 
-def test_learning_rate_schedule():
-    assert {lr_multiplier(step, GPT2) for step in range(1062)} == {1.0}
-    for step in range(1062, 1771):
-        assert lr_multiplier(step, GPT2) == pytest.approx(1 - 0.9 * (step - 1062) / 708)
-    whole = dataclasses.replace(GPT2, cooldown_frac=1.0, min_lr_frac=0.0, num_iterations=4)
-    assert [lr_multiplier(step, whole) for step in range(5)] == pytest.approx([1, 0.75, 0.5, 0.25, 0])
+@pytest.mark.parametrize("cfg", [GPT2, NANO, dataclasses.replace(GPT2, **THREE_STAGES)], ids=["gpt2", "nano", "three"])
+def test_schedules(cfg):
+    """Straight lines between a few points, and stages."""
+    end, n, parts = cfg.scheduled_steps, cfg.num_iterations, len(cfg.window_tokens) - (cfg.extension_steps > 0)
+    borders = [*(round(end * i / parts) for i in range(parts + 1)), n]
+    cooldown = [int(end * (1 - cfg.cooldown_frac) + 1e-9), end]
+    points = [0, cfg.momentum_warmup_steps, n - cfg.momentum_cooldown_steps, n]
+    low, high = cfg.momentum_warmup_start, cfg.muon_momentum
+    for step in range(n):
+        stage = int(np.searchsorted(borders[1:-1], step, side="right")) if step < end else len(cfg.window_tokens) - 1
+        window, first, last = cfg.window_tokens[stage], borders[stage], borders[stage + 1]
+        done = np.interp(step, cooldown, [0, 1])
+        rate = (1 - done) * cfg.lr_factors[stage] + done * cfg.min_lr_frac
+        assert train_gpt.lr_multiplier(step, cfg) == pytest.approx(rate)
+        assert train_gpt.muon_momentum(step, cfg) == pytest.approx(np.interp(step, points, [low, high, high, low]))
+        assert train_gpt.train_seq_len(step, cfg) == cfg.train_seq_len * cfg.stage_growth[stage]
+        short = window // 2 - window // 2 % cfg.block_size
+        assert train_gpt.attention_windows(step, cfg) == (window, short)
+        *weights, fading = cfg.next_weights[: max(len(cfg.next_weights) - stage, 1)]
+        fading = np.interp(step, [first, last], [fading, 0]) if weights else fading
+        assert train_gpt.next_weights(step, cfg) == pytest.approx([*weights, fading])
+    assert train_gpt.attention_windows(n, cfg) == (cfg.final_window_tokens or window, short)
 
 
-def test_momentum_schedule():
-    momenta = [muon_momentum(step, GPT2) for step in (0, 75, 150, 299, 300, 1770)]
-    assert momenta == pytest.approx([0.85, 0.875, 0.9, 0.85 + 0.1 * 299 / 300, 0.95, 0.95])
-    assert muon_momentum(0, dataclasses.replace(GPT2, momentum_warmup_steps=0)) == 0.95
-    assert muon_momentum(150, dataclasses.replace(GPT2, momentum_warmup_start=0.5)) == pytest.approx(0.725)
-
-
-@pytest.mark.parametrize(("cfg", "last"), [(GPT2, 14), (NANO, 4)], ids=["gpt2", "nano"])
-def test_window_schedule(cfg, last: int):
-    """Every step has the least window that covers its share of window_tokens, and at least one block."""
-    for step in range(cfg.num_iterations + 1):
-        share = Fraction(cfg.window_tokens * step, cfg.num_iterations * cfg.block_size)
-        assert window_blocks(step, cfg) == max(1, math.ceil(share)) <= last
-    assert window_blocks(step, cfg) == last
-
-
-# Newton-Schulz makes of each singular value a polynomial of it. The band ends here: 0.0014 of the Frobenius norm comes
-# out as 0.640, 0.001425 as 0.650
-SMALLEST = 0.00143
-# Largest difference to exact arithmetic, twice what was measured over these sizes. In float64 it is that of the 1e-7
-# which is added to the norm; bf16 keeps 8 bits through 15 products
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-5, torch.bfloat16: 0.06}
-STEEPEST = 8.7  # relative errors of a singular value grow at most so much, namely at 1
+# Newton-Schulz makes of each singular value a polynomial of it. From this part of the Frobenius norm on they end in
+# the band: 0.001 comes out as 0.847
+SMALLEST, BAND = 0.0012, (0.8588, 1.1412)
+# Largest difference to exact arithmetic. Relative errors of a singular value grow up to 212 times, namely at 1
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-4}
 
 
 def matrices(rows: int, cols: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
@@ -217,29 +282,23 @@ def matrices(rows: int, cols: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
     return {kind: (orthogonal(rows), s / s.norm(), orthogonal(cols)) for kind, s in kinds.items()}
 
 
-def in_exact_arithmetic(s: Tensor) -> Tensor:
-    """Apply five steps to singular values: X <- a X + b X X' X + c X X' X X' X leaves the vectors alone."""
-    for _ in range(5):
-        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
-    return s
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("dtype", [*TOLERANCE, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [1e-4, 1, 1e15])
 @pytest.mark.parametrize("size", [(64, 64), (32, 32), (48, 160)], ids=str)
 def test_singular_values_end_in_the_band_and_vectors_stay(size: tuple, scale: float, dtype: torch.dtype):
-    """Each matrix of a stack has its own norm, to which 1e-7 is added; a zero one stays zero, and nothing overflows."""
+    """Each matrix of a stack has its own norm, to which 1e-6 is added; a zero one stays zero, and nothing overflows."""
     kinds = matrices(*size)
     stack = [scale * 10**i * (u * s) @ v.T for i, (u, s, v) in enumerate(kinds.values())]
     g = torch.stack([*stack, torch.zeros(size)]).to(torch.promote_types(dtype, torch.float32))
     *actual, zero = x = zeropower(g, dtype)
     assert (x.dtype, x.shape, zero.any()) == (dtype, g.shape, False)
-    for x, (kind, (u, s, v)) in zip(actual, kinds.items(), strict=True):
-        # A matrix of rank 1 has its singular value where the polynomial is steepest, and 0.109 was measured there
-        tolerance = TOLERANCE[dtype] * (4 if kind == "one" else 1) + STEEPEST * 1e-7 * (scale < 1) / scale
-        margin, values = tolerance if dtype == torch.bfloat16 or scale < 1 else 0, torch.linalg.svdvals(x.double())
-        assert values.max() <= 1.25 + margin
+    for i, (x, (kind, (u, s, v))) in enumerate(zip(actual, kinds.items(), strict=True)):
+        values, margin = torch.linalg.svdvals(x.double()), 0.05 if dtype == torch.bfloat16 else 1e-3
+        assert values.max() <= BAND[1] + margin
         if kind != "one" and s.min() >= SMALLEST:
-            assert values.min() >= 0.65 - margin
-        expected = in_exact_arithmetic(s).diag()
-        torch.testing.assert_close(u.T @ x.double() @ v, expected, rtol=0, atol=tolerance)
+            assert values.min() >= BAND[0] - margin - 0.01 * (scale < 1)
+        if dtype in TOLERANCE:
+            expected = s / (1.02 + 1e-6 / (scale * 10**i))
+            for a, b, c in POLAR_EXPRESS:  # X <- a X + b X X' X + c X X' X X' X leaves the vectors alone
+                expected = a * expected + b * expected**3 + c * expected**5
+            torch.testing.assert_close(u.T @ x.double() @ v, expected.diag(), rtol=0, atol=TOLERANCE[dtype])

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,128 +15,167 @@ import train_gpt
 from test_world_size import SMALL
 from train_gpt import GPT, Adam, Hyperparameters, Muon, Ranks, build_optimizers, lr_multiplier, step_optimizers
 
-# Groups of one shape: a batch of three and a square matrix; tall and wide ones; a tall one alone
-MUON_GROUPS = [[(3, 16, 16), (16, 16)], [(3, 24, 16), (16, 24)], [(64, 16)]]
+# Names and shapes of groups of one shape: attention, MLPs, attention of another width than the model's
+ATTENTION = {"0.attn.qkv_w": (3, 16, 16), "0.attn.c_proj": (16, 16), "1.attn.qkv_w": (3, 16, 16)}
+MLPS = {"0.mlp.c_fc": (64, 16), "0.mlp.c_proj": (16, 64), "1.mlp.c_fc": (64, 16)}
+WIDE = {"0.attn.qkv_w": (3, 24, 16), "0.attn.c_proj": (16, 24)}
 # One element, less than, exactly and more than the alignment; 2-D; a batch
-ADAM_GROUP = [(2,), (1,), (16,), (17,), (37, 11), (5, 3, 7), (128, 9)]
+ADAM_GROUP = {str(i): shape for i, shape in enumerate([(2,), (1,), (16,), (17,), (37, 11), (5, 3, 7), (128, 9)])}
+NOR = dict(muon_beta2=0.9, muon_decay=1.2)
+SETTINGS = (0.1, 0.0, 0.8, 0.95)
 
 
-def config(sequences: int, dtype: str) -> Hyperparameters:
-    changes = dict(train_seq_len=64, batch_tokens=64 * sequences, adam_beta1=0.8, adam_beta2=0.95, adam_eps=0.01)
-    return dataclasses.replace(train_gpt.PRESETS["nano"], **changes, dtype=dtype)
+def config(sequences: int, dtype: str, **changes) -> Hyperparameters:
+    small = dict(train_seq_len=64, batch_tokens=64 * sequences, adam_eps=0.01, adam_every=1, muon_beta2=0.0)
+    small |= dict(muon_decay=0.0, c_fc_factor=2.0, c_proj_factor=4.0, block_size=32)
+    return dataclasses.replace(train_gpt.PRESETS["nano"], **small | changes, dtype=dtype)
 
 
-def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
+def parameters(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
     generator = torch.Generator().manual_seed(len(shapes))
-    values = (torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes)
-    return {str(i): nn.Parameter(value) for i, value in enumerate(values)}
+    draw = partial(torch.randn, generator=generator, dtype=torch.float64)
+    return {name: nn.Parameter(draw(shape).to(dtype)) for name, shape in shapes.items()}
 
 
-def set_gradients(params: dict[str, nn.Parameter], step: int, factor: float = 1.0) -> None:
-    """Draw gradients of changing size, the same for equal shapes and steps, whatever the precision."""
+def add_gradients(params: dict[str, nn.Parameter], step: int, factor: float = 1.0) -> list[Tensor]:
+    """Add gradients of changing size, the same for equal shapes and steps, whatever the precision; return the sums."""
     generator = torch.Generator().manual_seed(1000 + step)
     for p in params.values():
         grad = torch.randn(p.shape, generator=generator, dtype=torch.float64) * 10 ** (step % 3 - 1)
-        p.grad = (grad * factor).to(p.dtype)
+        grad = (grad * factor).to(p.dtype)
+        p.grad = grad if p.grad is None else p.grad + grad
+    return [p.grad.clone() for p in params.values()]
 
 
-def reference_update(grad: Tensor) -> Tensor:
-    """Apply Newton-Schulz to each matrix, term by term, without a transposition."""
+def reference_update(name: str, grad: Tensor, squares: Tensor, cfg: Hyperparameters) -> Tensor:
+    """Apply Newton-Schulz and NorMuon to each matrix, term by term, without a transposition."""
     updates = []
-    for x in grad.view(-1, *grad.shape[-2:]):
-        x = x / (x.norm() + 1e-7)
-        for _ in range(5):
+    for x, square in zip(grad.view(-1, *grad.shape[-2:]), squares.view(-1, *grad.shape[-2:]), strict=True):
+        x = x / (1.02 * x.norm() + 1e-6)
+        for a, b, c in train_gpt.POLAR_EXPRESS:
             xxx = x @ x.T @ x
-            x = 3.4445 * x - 4.7750 * xxx + 2.0315 * (xxx @ x.T @ x)
-        updates.append(max(1, x.size(0) / x.size(1)) ** 0.5 * x)
+            x = a * x + b * xxx + c * (xxx @ x.T @ x)
+        if beta2 := cfg.muon_beta2:  # a number for each output, in the last matrix of an MLP for each input
+            square.mul_(beta2).add_((1 - beta2) * x.square().mean(0 if "mlp.c_proj" in name else 1, keepdim=True))
+            even = x / square.sqrt()
+            x = even * x.norm() / even.norm()
+        updates.append(x)
     return torch.stack(updates).view_as(grad)
 
 
-@pytest.mark.parametrize(("shapes", "sequences"), list(zip(MUON_GROUPS, (1, 12, 3), strict=True)), ids=str)
-def test_muon_equals_a_reference_that_takes_one_matrix_at_a_time(shapes: list, sequences: int):
-    params = parameters(shapes)
+@pytest.mark.parametrize(
+    ("shapes", "sequences", "changes"),
+    [(ATTENTION, 1, NOR), (MLPS, 12, NOR), (MLPS, 1, {}), (WIDE, 3, {})],
+    ids=["attention", "MLPs", "plain", "wide"],
+)
+def test_muon_equals_a_reference_that_takes_one_matrix_at_a_time(shapes: dict, sequences: int, changes: dict):
+    params, cfg = parameters(shapes), config(sequences, "float64", **changes)
     expected = [p.detach().clone() for p in params.values()]
-    momentum_buffers = [torch.zeros_like(p) for p in expected]
-    muon = Muon(params, 0.05, config(sequences, "float64"), Ranks())
+    momentum_buffers, squares = ([torch.zeros_like(p) for p in expected] for _ in range(2))
+    muon = Muon(params, 0.05, cfg, Ranks())
     for step in range(6):
-        lr, momentum = 0.05 * lr_multiplier(step, muon.cfg), train_gpt.muon_momentum(step, muon.cfg)
-        set_gradients(params, step, factor=sequences)
-        grads = [p.grad.clone() for p in params.values()]
+        lr, momentum = 0.05 * lr_multiplier(step, cfg), train_gpt.muon_momentum(step, cfg)
+        grads = add_gradients(params, step, factor=sequences)
         step_optimizers([muon], step)
-        for p, grad, m, want in zip(params.values(), grads, momentum_buffers, expected, strict=True):
+        lists = zip(params.items(), grads, momentum_buffers, squares, expected, strict=True)
+        for (name, p), grad, m, square, want in lists:
             m.mul_(momentum).add_((1 - momentum) * grad / sequences)
-            want -= lr * reference_update(momentum * m + (1 - momentum) * grad / sequences)
-            torch.testing.assert_close(p.detach(), want, rtol=0, atol=1e-11)
-            assert torch.equal(p.grad, grad), "the gradients are left alone"
-
-
-@pytest.mark.parametrize("shapes", [[(64, 96), (96, 64)], [(256, 64)]], ids=str)
-def test_muon_in_bf16_agrees_with_torch(shapes: list):
-    """To 5%: bf16 rounds differently when matrices are one stack, and torch normalizes in bf16."""
-    params, others = parameters(shapes, torch.float32), parameters(shapes, torch.float32)
-    start = [p.detach().clone() for p in params.values()]
-    options = dict(lr=0.02, weight_decay=0.0, momentum=0.9, nesterov=True, ns_steps=5, adjust_lr_fn="original")
-    theirs = torch.optim.Muon(others.values(), **options)
-    ours = Muon(params, 0.02, config(1, "bfloat16"), Ranks())
-    for step in range(6):
-        set_gradients(params, step)
-        set_gradients(others, step)
-        step_optimizers([ours], step)
-        theirs.step()
-    for p, other, before in zip(params.values(), others.values(), start, strict=True):
-        assert (p - other).norm() < 0.05 * (other - before).norm()
+            update = reference_update(name, momentum * m + (1 - momentum) * grad / sequences, square, cfg)
+            decay = torch.where(update * want >= 0, cfg.muon_decay * lr * want, 0.0)
+            want -= lr * {"mlp.c_fc": 2.0, "mlp.c_proj": 4.0}.get(name[2:], 1.0) * (update + decay)
+            torch.testing.assert_close(p.detach(), want, rtol=0, atol=1e-10)
+            assert p.grad is None, "the next step adds to nothing"
 
 
 @pytest.mark.parametrize("sequences", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_adam_equals_torch(dtype: torch.dtype, sequences: int):
-    """Sizes that are no multiple of the alignment, and learning rates that change."""
+    """Sizes that are no multiple of the alignment, learning rates that change, moments in fp32 at least."""
+    wide = torch.promote_types(dtype, torch.float32)
     params, others = parameters(ADAM_GROUP, dtype), parameters(ADAM_GROUP, dtype)
-    ours = Adam(params, 0.1, config(sequences, "float32"), Ranks())
-    # fused: bf16 parameters with arithmetic in fp32 in between, as ours. The others: another implementation than ours
-    options = dict(lr=0.1, betas=(0.8, 0.95), eps=0.01, fused=dtype == torch.bfloat16, foreach=False)
-    theirs = torch.optim.Adam(others.values(), **options)
-    limit = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 0}[dtype]
+    others = {name: nn.Parameter(p.to(wide)) for name, p in others.items()}
+    ours = Adam(params, SETTINGS, config(sequences, "float32"), Ranks())
+    # fused where each result is rounded to bf16, as ours. The others: another implementation than ours
+    theirs = torch.optim.Adam(others.values(), betas=(0.8, 0.95), fused=dtype == torch.bfloat16, foreach=False)
+    limit = 1e-13 if dtype == torch.float64 else 2e-6
     for step in range(6):
-        theirs.param_groups[0]["lr"] = 0.1 * lr_multiplier(step, ours.cfg)
-        set_gradients(params, step, factor=sequences)
-        set_gradients(others, step)
+        eps = 0.01 / (1 - 0.95 ** (step + 1)) ** 0.5  # torch adds it after the correction of the bias
+        theirs.param_groups[0].update(lr=0.1 * lr_multiplier(step, ours.cfg), eps=eps)
+        add_gradients(params, step, factor=sequences)
+        for other, grad in zip(others.values(), add_gradients(parameters(ADAM_GROUP, dtype), step), strict=True):
+            other.grad = grad.to(wide)
         step_optimizers([ours], step)
         theirs.step()
         moments = [ours.pieces(ours.state[kind]) for kind in ours.moments]
         for p, other, *pieces in zip(params.values(), others.values(), *moments, strict=True):
-            torch.testing.assert_close(p, other, rtol=limit, atol=limit)
+            other.data.copy_(other.to(dtype))
+            torch.testing.assert_close(p.to(wide), other, rtol=limit, atol=limit)
             for kind, piece in zip(ours.moments, pieces, strict=True):
                 torch.testing.assert_close(piece.view_as(p), theirs.state[other][kind], rtol=limit, atol=limit)
 
 
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_adam_steps_every_other_time_decays_cautiously_and_parts_head_and_embedding(every: int):
+    """Head and embedding are one table, moments included, until a whole step's gradients come from after that."""
+    cfg = config(2, "float64", adam_every=every, num_iterations=18, tied_frac=1 / 3)
+    params, lr = parameters({"lm_head": (5, 8), "embed.weight": (5, 8)}), 0.3
+    params["embed.weight"].data.copy_(params["lm_head"])
+    want, m, v = [params["lm_head"].detach().clone()] * 2, [0.0, 0.0], [0.0, 0.0]
+    adam = Adam(params, (lr, 2.0, 0.5, 0.9), cfg, Ranks())
+    for step in range(18):
+        sums = add_gradients(params, step)
+        step_optimizers([adam], step)
+        if (step + 1) % every:
+            assert all(map(torch.equal, sums, (p.grad for p in params.values())))
+            continue
+        rate, count, is_tied = lr * lr_multiplier(step, cfg), (step + 1) // every, step - every < 6
+        for i, (p, grad) in enumerate(zip(params.values(), sums, strict=True)):
+            grad = (sum(sums) if is_tied else grad) / 2
+            m[i], v[i] = 0.5 * m[i] + 0.5 * grad, 0.9 * v[i] + 0.1 * grad**2
+            update = rate * (1 - 0.9**count) ** 0.5 / (1 - 0.5**count) * m[i] / (v[i].sqrt() + cfg.adam_eps)
+            want[i] = want[i] - update - torch.where(update * want[i] > 0, 2.0 * rate**2 * want[i], 0.0)
+            torch.testing.assert_close(p.detach(), want[i], rtol=0, atol=1e-12)
+        assert torch.equal(*params.values()) == is_tied
+
+
 def test_adams_parameters_are_aligned():
-    params = parameters([(7, 5), (3, 5), (3,)])
-    Adam(params, 0.1, config(1, "float64"), Ranks())
+    params = parameters(dict(a=(7, 5), b=(3, 5), c=(3,)))
+    Adam(params, SETTINGS, config(1, "float64"), Ranks())
     assert [p.storage_offset() for p in params.values()] == [0, 48, 64], "multiples of 16 elements"
 
 
 @pytest.fixture
 def gpt(tiny) -> GPT:
-    lrs = dict(muon_lr=0.1, head_lr=0.2, embed_lr=0.3, scalar_lr=0.4)
-    return GPT(dataclasses.replace(tiny, **lrs, attention_layout="L-SL"))
+    """Return a model with every kind of parameter, and groups that are known by their learning rates."""
+    groups = "head embed table scalar x0 gate smear skip".split()
+    settings = {f"{group}_adam": (0.1 * i, 0.01 * i, 0.5, 0.9) for i, group in enumerate(groups, start=1)}
+    parts = dict(attention_layout="L-PL", gate_inputs=12, backout_layer="2", bigram_rows=61, muon_beta2=0.0)
+    return GPT(dataclasses.replace(tiny, **settings, **parts, tied_frac=0.0, muon_lr=0.9))
 
 
-def test_every_parameter_is_in_one_group_with_its_learning_rate(gpt: GPT):
-    optimizers = build_optimizers(gpt, Ranks())
-    found = [(name, type(o), o.lr, o.initial_lr) for o in optimizers for name in o.name.split("+")]
-    assert [id(gpt.get_parameter(name)) for name, *_ in found] == [id(p) for o in optimizers for p in o.params]
-    lrs, expected = dict(lm_head=0.2, embed=0.3, lambdas=0.4, skip=0.4), []
-    for name, _ in gpt.named_parameters():
-        lr = next((lr for part, lr in lrs.items() if part in name), 0.1)
-        expected.append((name, Muon if lr == 0.1 else Adam, lr, lr))
-    assert sorted(found, key=str) == sorted(expected, key=str)
+GROUPS = dict(lm_head=1, embed=2, value_embeds=3, bigram_embed=3, x0_lambda=5, gate=6, value_gate=6, smear_gate=7)
+GROUPS |= dict.fromkeys("lambdas resid_lambda bigram_lambda skip_weights smear_lambda backout_lambda".split(), 4)
+GROUPS |= dict(skip_gate=8, qkv_w=9, c_fc=9, c_proj=9)
+
+
+@pytest.mark.parametrize("tied_frac", [0.0, 0.5])
+def test_every_parameter_is_in_one_group_with_its_settings(gpt: GPT, tied_frac: float):
+    gpt.cfg = dataclasses.replace(gpt.cfg, tied_frac=tied_frac)
+    optimizers, groups = build_optimizers(gpt, Ranks()), GROUPS | (dict(embed=1) if tied_frac else {})
+    found = {name: o for o in optimizers for name in o.name.split("+")}
+    assert [id(gpt.get_parameter(name)) for name in found] == [id(p) for o in optimizers for p in o.params]
+    assert found.keys() == dict(gpt.named_parameters()).keys()
+    for name, o in found.items():
+        (n,) = {groups[part] for part in name.split(".") if part in groups}
+        assert (type(o), round(o.lr * 10)) == (Muon if n == 9 else Adam, n), name
+        assert n == 9 or [o.decay, *o.betas] == [0.01 * n, 0.5, 0.9]
+    assert len({groups[part] for part in groups}) + 1 == len(optimizers), "one group of Adam's a setting"
     sizes = [o.grads.nbytes for o in optimizers]
     assert sizes == sorted(sizes, reverse=True), "the largest hides the others' communication"
-    assert [o.grads.shape[1:] for o in optimizers if isinstance(o, Muon)] == [(32, 128), (32, 32)], "one per shape"
+    assert {o.grads.shape[1:] for o in optimizers if isinstance(o, Muon)} == {(32, 128), (32, 32)}, "one per shape"
 
 
-@pytest.mark.parametrize("name", "extra blocks.0.gate blocks.1.attn_lambdas bigram_embed.c_proj embed.lambdas".split())
+@pytest.mark.parametrize("name", "extra blocks.0.scale blocks.1.attn_lambdas bigram_embed.c_proj embed.lambdas".split())
 def test_a_parameter_without_exactly_one_group_is_refused_by_name(gpt: GPT, name: str):
     """No group claims the first three; two claim the others."""
     module, _, last = name.rpartition(".")
@@ -146,7 +186,9 @@ def test_a_parameter_without_exactly_one_group_is_refused_by_name(gpt: GPT, name
 
 # ---- Communication: when, beside what compute, through which buffers, how many bytes ---------------------------------
 # By bytes, as in the gpt2 preset: embeddings, MLPs, head, attention, scalars; so Adam's and Muon's groups alternate
-LIKE_GPT2 = train_gpt.parse_args([*SMALL, "--dtype", "float32", "--vocab_size", "500", "--eot_token", "499"])
+LIKE_GPT2 = train_gpt.parse_args(
+    [*SMALL, "--dtype", "float32", "--vocab_size", "500", "--eot_token", "499", "--adam_every", "1"]
+)
 
 
 def shared(a: Tensor, b: Tensor) -> bool:
@@ -205,10 +247,8 @@ class Transfer:
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (2, 3), (7, 8)])
 def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, rank, size):
-    """Of a step's 20 units of time 8 are hidden; they are 4 if only gradients, or only updates, travel beside compute.
-
-    The second step finds the buffers of the first.
-    """
+    """With n groups a step has 4 n units of time, of which 2 n - 2 are hidden: half of these if only gradients, or only
+    updates, travel beside compute. The second step finds the buffers of the first."""
     network, gpt = Network(monkeypatch, Ranks(rank, size), Transfer), GPT(train_gpt.resolve(LIKE_GPT2))
     optimizers = build_optimizers(gpt, network.ranks)
     for optimizer in optimizers:
@@ -222,13 +262,13 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, ra
         groups = len(optimizers)
         assert Counter(network.events) == dict(reduce_scatter=groups, update=groups, all_gather=groups)
         assert network.events.index("update") == groups, "gradients leave before the first update"
-        assert network.now - 12 * step <= 13
+        assert network.now <= (2 * groups + 2) * (step + 1)
         network.events.clear()
 
 
 @pytest.mark.parametrize("size", [3, 8])
 def test_bytes_of_a_step_are_those_of_gradients_and_updates_and_little_padding(monkeypatch, size):
-    """In the gpt2 preset: on 8 ranks 44 matrices of attention are 48. Muon's updates travel in bf16."""
+    """In the gpt2 preset: on 8 ranks 22 matrices of MLPs are 24. Muon's updates travel in bf16."""
     cfg = dataclasses.replace(train_gpt.PRESETS["gpt2"], device="cuda", dtype="bfloat16", compile=False)
     network = Network(monkeypatch, Ranks(size - 1, size), SimpleNamespace)
     with torch.device("meta"):
@@ -238,7 +278,7 @@ def test_bytes_of_a_step_are_those_of_gradients_and_updates_and_little_padding(m
     for name, p in gpt.named_parameters():
         p.grad = torch.empty_like(p)
         gradients += p.nbytes
-        updates += p.nbytes if "blocks" not in name or p.ndim < 2 else 2 * p.numel()
-    step_optimizers(optimizers, 0)
-    assert gradients <= network.bytes["reduce_scatter"] < 1.015 * gradients
-    assert updates <= network.bytes["all_gather"] < 1.015 * updates
+        updates += 2 * p.numel() if "qkv_w" in name or "c_" in name else p.nbytes
+    step_optimizers(optimizers, 1)
+    assert gradients <= network.bytes["reduce_scatter"] < 1.02 * gradients
+    assert updates <= network.bytes["all_gather"] < 1.02 * updates

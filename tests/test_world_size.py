@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import golden
 import train_gpt
 from shards import write_shard
 from test_train import corpus  # noqa: F401  (a fixture)
-from train_gpt import Ranks
 from world_worker import ROOT, Run, free_port, program
 
 SIZES = (2, 4)
@@ -61,23 +59,6 @@ def test_run_is_that_of_one_process(folder, size):
     for name, p in alone.items():
         assert p.dtype == torch.float64 or "rotary" in name
         assert (model[name] - p).abs().max() <= 1e-8 * p.abs().max(), name
-
-
-def keep_golden_run(ranks: Ranks, folder: str) -> None:
-    """Write what golden.py computes as one of several processes."""
-    train_gpt.dist.init_process_group("gloo")
-    Path(f"{folder}/{ranks.rank}.json").write_text(json.dumps(golden.golden_run(ranks)))
-    train_gpt.dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_twenty_steps_give_the_golden_numbers(tmp_path, size):
-    """On every rank, from random values in every parameter. 3 divides neither 44 nor 4 matrices, nor the tables."""
-    run = Run([[tmp_path]] * size, tmp_path / "golden", target=keep_golden_run)
-    assert run.wait(timeout=120) == [0] * size, run.text("err")
-    for rank in range(size):
-        result = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert golden.differences(result, loss_limit=1e-6) == [], "losses are summed in fp32"
 
 
 def test_nodes_that_differ_or_fail_are_named_on_every_node(flags, tmp_path):
