@@ -51,6 +51,7 @@ READ_AHEAD = 2  # batches that the reader keeps ready
 LOSS_LAG = 8  # look at losses this many steps late, so that no step waits for the GPU
 # Ranges of the numbers in Hyperparameters
 Count = Annotated[int, 1, 2**27]
+Steps = Annotated[int, 1, 2**20]
 Natural = Annotated[int, 0, 2**24]
 Size = Annotated[int, 1, 2**14]
 Positive = Annotated[float, 1e-9, 2**30]
@@ -80,7 +81,7 @@ class Hyperparameters:
     vocab_size: Annotated[int, 1, 2**16] = 50257  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: Natural = 50256  # end of text, opens every document; below vocab_size
     # Training
-    num_iterations: Count = 1555  # training steps: scheduled ones, in stages of equal length, then the extension
+    num_iterations: Steps = 1555  # training steps: scheduled ones, in stages of equal length, then the extension
     extension_steps: Natural = 40  # steps of the extension, a stage of its own with the lowest learning rates; 0: none
     stage_growth: Counts = (1, 2, 3, 3)  # per stage: factor on batch_tokens and train_seq_len
     lr_factors: Rates = (1.0, 1.52, 1.73, 1.73)  # per stage: factor on learning rates
@@ -107,8 +108,7 @@ class Hyperparameters:
     resid_lambda_init: Rate = 1.1  # before each layer: first factor on the residual stream,
     bigram_lambda_init: Rate = 0.1  # and on the table's rows, which it adds
     gate_inputs: Natural = 12  # channels from which attention, value embeddings, skips and the smear are gated; 0: none
-    value_embed_std: Rate = 0.0  # deviation of the first value embeddings,
-    head_std: Rate = 0.005  # and of the first head
+    head_std: Rate = 0.005  # deviation of the first head
     rope_base: Positive = 1024.0  # base of the rotary frequencies
     attention_scale: Annotated[float, 0, 2**20] = 0.1  # first factor on the attention scores; q and k have unit RMS
     yarn_scale: Rate = 0.2  # its relative growth with the logarithm of the long window
@@ -132,7 +132,7 @@ class Hyperparameters:
     momentum_warmup_start: Decay = 0.85  # momentum of the first step
     momentum_warmup_steps: Natural = 300  # steps of that warm-up
     momentum_cooldown_steps: Natural = 50  # last steps, in which momentum goes back there
-    muon_beta2: Decay = 0.95  # decay of NorMuon's second moment; 0: plain Muon
+    muon_beta2: Decay = 0.95  # decay of NorMuon's second moment
     muon_decay: Rate = 1.2  # weight decay, times the squared learning rate, where an update moves a weight towards 0
     adam_every: Count = 2  # steps that Adam makes one of, from the sum of their gradients
     adam_eps: Rate = 1e-10  # added to the root of the second moment
@@ -215,15 +215,15 @@ PRESETS = {
     "nano": Hyperparameters(
         preset="nano", train_files="data/nano/nano_train_*.bin", val_files="data/nano/nano_val_*.bin",
         val_tokens=262_144, val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
-        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=600, extension_steps=0, stage_growth=(1,),
+        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=520, extension_steps=0, stage_growth=(1,),
         lr_factors=(1.0,), cooldown_frac=0.85, next_weights=(1.0,), loss_scale=2**-10, tied_frac=0.0,
         val_loss_every=300, batch_tokens=1024, train_seq_len=1024, max_doc_len=0, val_seq_len=8192,
         model_dim=128, num_heads=2, head_dim=64, attention_layout="L-", value_embed_layout="0.", skip_layout=".0",
         skip_init=1.0, backout_layer=".", bigram_rows=8192, resid_lambda_init=1.0, bigram_lambda_init=1.0,
-        gate_inputs=0, value_embed_std=0.5, head_std=0.0, attention_scale=0.12, lm_head_range=30.0, lm_head_shift=0.0,
+        gate_inputs=0, head_std=0.0, attention_scale=0.12, lm_head_range=30.0, lm_head_shift=0.0,
         lm_head_slice=1024, lm_head_fp8=False, block_size=32, window_tokens=(96,), final_window_tokens=0,
-        muon_lr=0.06, c_fc_factor=2.0, c_proj_factor=1.0, muon_momentum=0.9, momentum_warmup_steps=50,
-        momentum_cooldown_steps=0, muon_beta2=0.0, muon_decay=0.0, adam_every=1,
+        muon_lr=0.04, c_proj_factor=1.0, muon_momentum=0.9, momentum_warmup_steps=50,
+        momentum_cooldown_steps=0, muon_decay=0.0, adam_every=1,
         head_adam=(0.006, 0.0, 0.5, 0.9), embed_adam=(0.25, 0.0, 0.5, 0.9), table_adam=(0.25, 0.0, 0.5, 0.9),
         scalar_adam=(0.04, 0.0, 0.5, 0.9), x0_adam=(0.04, 0.0, 0.5, 0.9), cpu_threads=2, save_checkpoint=True,
     ),
@@ -569,16 +569,14 @@ class GPT(nn.Module):
         self.backout_lambda = nn.Parameter(torch.tensor(0.5)) if cfg.backout_layer != "." else None
         self.lm_head = nn.Parameter(torch.zeros(rows, K, dtype=dtype if is_tied else torch.float32))
         with torch.no_grad():
-            for embed in self.value_embeds:
-                embed.weight.mul_(cfg.value_embed_std)
-            if self.bigram_embed is not None:
-                self.bigram_embed.weight.zero_()
+            for table in (*self.value_embeds, *([self.bigram_embed] if cfg.bigram_rows else [])):
+                table.weight.zero_()
             if cfg.head_std:
                 self.lm_head.normal_(0, cfg.head_std)
             if is_tied:  # Adam keeps them equal
                 self.embed.weight.copy_(self.lm_head)
         self.rotary = Rotary(cfg)
-        self.widest = [max(attention_windows(step, cfg)[i] for step in range(cfg.num_iterations + 1)) for i in (0, 1)]
+        self.widest = [max(attention_windows(step, cfg)[i] for step in stage_starts(cfg)) for i in (0, 1)]
         if dtype == torch.float64:
             self.double()
 
@@ -804,9 +802,8 @@ class Muon(ShardedOptimizer):
         super().__init__(*args)
         ns = zeropower_via_newtonschulz5
         self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if self.cfg.compile else ns
-        if self.cfg.muon_beta2:
-            n, rows, cols = self.grad.shape
-            self.state["second_moment"] = self.grad.new_zeros((n, 1, cols) if "mlp" in self.name else (n, rows, 1))
+        n, rows, cols = self.grad.shape
+        self.state["second_moment"] = self.grad.new_zeros((n, 1, cols) if "mlp" in self.name else (n, rows, 1))
 
     def as_rows(self, x: Tensor) -> Tensor:
         x = x.reshape(-1, *x.shape[-2:])
@@ -819,9 +816,7 @@ class Muon(ShardedOptimizer):
         cfg, momentum = self.cfg, muon_momentum(self.step, self.cfg)
         momentum_buffer = self.state["momentum_buffer"].lerp_(grad, 1 - momentum)
         update = self.orthogonalize(grad.lerp_(momentum_buffer, momentum), shard.dtype)
-        if cfg.muon_beta2:
-            update = normalize(update, self.state["second_moment"], cfg.muon_beta2)
-        shard.copy_(update)
+        shard.copy_(normalize(update, self.state["second_moment"], cfg.muon_beta2))
 
     def gather(self) -> None:
         super().gather()
