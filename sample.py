@@ -4,7 +4,7 @@
     python sample.py logs/RUN_ID.pt --prompt "class " --seed 1       this one, and the same text every time
 
 The text goes to stdout, all else to stderr. Exit codes: 0; 2 something has to be mended, one line says what; 130
-interrupted. Keys and values are kept: a token costs one pass over the weights, not one over the text.
+interrupted. For each new token the model reads the whole text, as it does in training.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import os
 import random
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -22,68 +21,13 @@ import torch
 from torch import Tensor
 
 import train_gpt
-from train_gpt import GPT, Hyperparameters, Rotary, UserError
+from train_gpt import GPT, Hyperparameters, UserError
 
-PIECE = 512  # tokens of a prompt that are read at once: bounds the memory of their scores
 SMALL = 10_000_000  # parameters, below which a second thread costs more than it saves (nano, busy machine: 20 times)
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # for terminals
 
 
-class KeyValueCache:
-    """The mask of the layers that share a window: attends to the keys and values of the pieces before, too."""
-
-    def __init__(self, num_layers: int, window_blocks: int, block_size: int):
-        self.window_blocks, self.block_size, self.end = window_blocks, block_size, 0
-        self.kept: deque[tuple[Tensor, ...]] = deque([()] * num_layers)  # keys, values; the next layer's come first
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attend from the new q to what is kept and the new k and v, all (T, H, D), with `end` tokens in all."""
-        if kept := self.kept.popleft():
-            k, v = torch.cat([kept[0], k]), torch.cat([kept[1], v])
-        key = torch.arange(self.end - len(k), self.end, device=q.device)
-        query = key[-len(q) :, None]
-        visible = (key <= query) & (key // self.block_size > query // self.block_size - self.window_blocks)
-        scores = torch.einsum("qhd,khd->hqk", q * scale, k).masked_fill(~visible, -torch.inf)
-        window = self.window_blocks * self.block_size
-        self.kept.append((k[-window:], v[-window:]))
-        return torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), v)
-
-
-class Reader(GPT):
-    """GPT that reads a document piece by piece: features(piece) goes on behind the pieces before."""
-
-    def begin(self, max_tokens: int) -> None:
-        """Forget what was read. The new document will have at most `max_tokens` tokens."""
-        cfg, device = self.cfg, self.embed.weight.device
-        self.table = Rotary(cfg.head_dim, max_tokens, cfg.rope_base).to(device)
-        self.before = torch.tensor([cfg.eot_token], dtype=torch.int32, device=device)
-        window = train_gpt.window_blocks(cfg.num_iterations, cfg)
-        blocks, count = dict(L=window, S=max(1, window // 2)), cfg.attention_layout.count
-        self.caches = {letter: KeyValueCache(count(letter), n, cfg.block_size) for letter, n in blocks.items()}
-
-    def attention_masks(self, tokens: Tensor, window_blocks: Tensor | None) -> dict[str, KeyValueCache]:
-        start = self.caches["L"].end
-        for cache in self.caches.values():
-            cache.end = start + len(tokens)
-        self.rotary.cos, self.rotary.sin = self.table.cos[start:], self.table.sin[start:]
-        return self.caches
-
-    def bigram_hashes(self, tokens: Tensor) -> Tensor:
-        tokens = torch.cat([self.before, tokens])
-        self.before = tokens[-1:]
-        return super().bigram_hashes(tokens)[1:]
-
-    @torch.inference_mode()
-    def read(self, tokens: Sequence[int]) -> Tensor:
-        """Read on, and return the logits (vocab_size,) of the token that comes next."""
-        for piece in torch.tensor(tokens, dtype=torch.int32, device=self.embed.weight.device).split(PIECE):
-            x = self.features(piece, None)[-1]
-        z = train_gpt.linear(x, self.lm_head)[: self.cfg.vocab_size]
-        cap = self.cfg.lm_head_softcap
-        return 2 * cap * torch.sigmoid(z.to(torch.promote_types(z.dtype, torch.float32)) / (cap / 2))
-
-
-def load_model(path: Path, device: str) -> Reader:
+def load_model(path: Path, device: str) -> GPT:
     """Load the model that --save_checkpoint wrote to `path`. Raise UserError if it is none, or another script's."""
     if not path.exists():
         raise UserError(f"{path}: there is no such file; train a model with --save_checkpoint, or name its file")
@@ -96,11 +40,11 @@ def load_model(path: Path, device: str) -> Reader:
         # What was trained in bf16 is sampled in fp32 where that is faster
         dtype = "auto" if cfg.dtype == "bfloat16" else cfg.dtype
         cfg = train_gpt.resolve(dataclasses.replace(cfg, device=device, dtype=dtype))
+        cfg = dataclasses.replace(cfg, device="cpu")  # attention in plain PyTorch, which compiles for no length of text
         with torch.device("meta"):  # the initial values are not needed
-            gpt = Reader(cfg).eval()
-        gpt.load_state_dict(saved["model"], assign=True)
-        for p in gpt.parameters():  # train_gpt.linear casts for every product: here once
-            p.data = p.data.to(device, getattr(torch, cfg.dtype) if p.ndim >= 2 else p.dtype)
+            gpt = GPT(cfg).eval()
+        gpt.to_empty(device=device).load_state_dict(saved["model"])
+        gpt.rotary.set_stage(train_gpt.stage_of(cfg.num_iterations, cfg), cfg)
     except Exception as error:  # odd values fail in many ways
         message = " ".join(str(error).split())[:150]
         raise UserError(f"{path}: not a model of this train_gpt.py, use the one that wrote it: {message}") from None
@@ -135,15 +79,26 @@ def choose(logits: Tensor, temperature: float, top_k: int, rng: torch.Generator)
     return int(tokens[torch.multinomial(p, 1, generator=rng)])
 
 
-def generate(gpt: Reader, prompt: Sequence[int], num_tokens: int, chooser: Callable[[Tensor], int]) -> Iterator[int]:
+@torch.inference_mode()
+def next_logits(gpt: GPT, tokens: Sequence[int]) -> Tensor:
+    """Return the logits (vocab_size,) of the token that follows `tokens`, with the windows of the last validation."""
+    cfg, options = gpt.cfg, dict(dtype=torch.int32, device=gpt.lm_head.device)
+    padding = [cfg.eot_token] * (-len(tokens) % cfg.block_size)  # to whole blocks: no token sees what follows
+    windows = torch.tensor(train_gpt.attention_windows(cfg.num_iterations, cfg), **options)
+    x = gpt.features(torch.tensor([*tokens, *padding], **options), windows)[len(tokens) - 1]
+    z = train_gpt.linear(x, gpt.lm_head)[: cfg.vocab_size]
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    return cfg.lm_head_range * torch.sigmoid((z + cfg.lm_head_shift) * 2 / cfg.lm_head_softcap)
+
+
+def generate(gpt: GPT, prompt: Sequence[int], num_tokens: int, chooser: Callable[[Tensor], int]) -> Iterator[int]:
     """Yield at most `num_tokens` tokens that follow `prompt` at the beginning of a document, until it ends."""
     tokens = [gpt.cfg.eot_token, *prompt]
-    gpt.begin(len(tokens) + num_tokens)
     for _ in range(num_tokens):
-        tokens = [chooser(gpt.read(tokens))]
-        if tokens[0] == gpt.cfg.eot_token:
+        tokens.append(chooser(next_logits(gpt, tokens)))
+        if tokens[-1] == gpt.cfg.eot_token:
             return
-        yield tokens[0]
+        yield tokens[-1]
 
 
 def write(pieces: Iterable[bytes]) -> None:
@@ -178,12 +133,14 @@ def sample(argv: Sequence[str]) -> None:
     if args.checkpoint == "latest":
         path = max(Path("logs").glob("*.pt"), key=lambda path: path.stat().st_mtime_ns, default=Path("logs/*.pt"))
     gpt = load_model(path, args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
-    print(f"{path}, {sum(p.numel() for p in gpt.parameters()):,} parameters", file=sys.stderr)
     suited = "def " if gpt.cfg.train_files == train_gpt.PRESETS["nano"].train_files else "The "
     prompt = suited if args.prompt is None else args.prompt
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     encode, decode = tokenizer(gpt.cfg)
     rng, read, generated = torch.Generator().manual_seed(seed), encode(prompt), []
+    if len(read) + args.tokens > (most := gpt.cfg.val_seq_len):
+        raise UserError(f"--prompt of {len(read)} tokens, --tokens {args.tokens}: the model reads {most} at most")
+    print(f"{path}, {sum(p.numel() for p in gpt.parameters()):,} parameters", file=sys.stderr)
     start = time.perf_counter()
 
     def text() -> Iterator[bytes]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_gpt
-from test_train import corpus, flags, json_of, losses, skip_time, wait_for  # noqa: F401  (fixtures)
+from test_train import corpus, flags, gpt2_flags, json_of, long_flags, losses, skip_time, wait_for  # noqa: F401  (fixtures)
 from train_gpt import UserError
 from world_worker import ROOT, Run, program
 
@@ -30,8 +30,10 @@ ALL += 2 * [("at any time", 0, None)]
 
 
 @pytest.fixture
-def run_flags(flags) -> list[str]:  # noqa: F811
-    return [*flags, *"--num_iterations 12 --val_loss_every 5 --checkpoint_every 4".split()]
+def run_flags(gpt2_flags) -> list[str]:  # noqa: F811
+    """Return flags for a run whose stages begin at steps 0, 5 and 10; embedding and head part at step 7."""
+    more = "--num_iterations 12 --val_loss_every 5 --checkpoint_every 4 --batch_tokens 32 --save_checkpoint"
+    return [*gpt2_flags, *more.split()]
 
 
 @pytest.fixture
@@ -144,8 +146,9 @@ def test_another_configuration_script_or_text_is_refused(run_flags, saved, tmp_p
     script, resume = tmp_path / "train_gpt.py", [*run_flags, "--resume", str(saved)]
     script.write_text((ROOT / "train_gpt.py").read_text() + "# changed\n")
     log = saved.with_suffix(".txt").read_bytes()
-    for name, value in dict(seed="6", num_iterations="20", muon_lr="0.5", cpu_threads="2", dtype="float64").items():
-        refuse([*resume, f"--{name}", value], name)
+    changes = "seed 6", "num_iterations 20", "muon_lr 0.5", "head_adam 0.1 0 0.5 0.9", "cpu_threads 2", "dtype float64"
+    for change in changes:
+        refuse([*resume, *f"--{change}".split()], f"has --{change.partition(' ')[0]} ")
     refuse([*resume, "--val_files", f"{corpus}/train_000001.bin"], "data")
     run = Run([resume], tmp_path / "run", scripts=[script])
     assert (run.wait(), run.text("err").count("\n")) == ([2], 1)
@@ -154,7 +157,7 @@ def test_another_configuration_script_or_text_is_refused(run_flags, saved, tmp_p
 
 
 def test_another_number_of_processes_is_refused_in_one_line(run_flags, tmp_path):
-    run_flags += ["--batch_tokens", "384", "--num_iterations", "10"]
+    run_flags += ["--batch_tokens", "96", "--num_iterations", "10"]
     assert Run([[*run_flags, "--run_id", "two"]] * 2, tmp_path / "two").wait() == [0, 0]
     resume = [*run_flags, "--resume", tmp_path / "logs" / "two.checkpoint"]
     for size in (1, 3):
@@ -166,11 +169,10 @@ def test_another_number_of_processes_is_refused_in_one_line(run_flags, tmp_path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
-def test_no_process_outlives_the_others(run_flags, tmp_path, corpus, victim):  # noqa: F811
+def test_no_process_outlives_the_others(long_flags, tmp_path, victim):  # noqa: F811
     """After a SIGKILL for torchrun, or for one rank, none is left: the log ends, and its lock is free."""
-    long = ["--num_iterations", "1500", "--checkpoint_every", "0", "--train_files", corpus / "long.bin"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    launcher = program(*torchrun, "train_gpt.py", *run_flags, *long, "--run_id", "long")
+    launcher = program(*torchrun, "train_gpt.py", *long_flags, "--run_id", "long")
     log = tmp_path / "logs" / "long.txt"
     wait_for(lambda: log.exists() and "step:9/" in log.read_text())
     ranks = [

@@ -1,7 +1,6 @@
 """sample.py: its logits are those of training, what it draws, what it prints, and how it ends."""
 
 import dataclasses
-import itertools
 import os
 import re
 import signal
@@ -18,90 +17,46 @@ from scipy import stats
 
 import sample
 import train_gpt
-from sample import Reader
-from shards import write_shard
 from synthetic_logs import ROOT
-from train_gpt import GPT, UserError
+from test_train import SMALL, SMALL_GPT2, corpus  # noqa: F401  (a fixture)
+from train_gpt import UserError
 
 
 @pytest.fixture
 def model(tiny, random_gpt, tmp_path) -> Path:
     """A model with random values, of bytes."""
-    path, state = tmp_path / "logs" / "random.pt", dict(configuration=dataclasses.asdict(tiny))
-    assert train_gpt.save(state | dict(model=random_gpt(tiny).state_dict()), path) == "saved"
+    cfg = dataclasses.replace(tiny, val_seq_len=80_000, val_tokens=80_000)
+    path, state = tmp_path / "logs" / "random.pt", dict(configuration=dataclasses.asdict(cfg))
+    assert train_gpt.save(state | dict(model=random_gpt(cfg).state_dict()), path) == "saved"
     return path
 
 
-def reader_of(gpt: GPT, max_tokens: int) -> Reader:
-    reader = Reader(gpt.cfg)
-    reader.load_state_dict(gpt.state_dict())
-    reader.begin(max_tokens)
-    return reader
+@pytest.mark.parametrize("preset", ["nano", "gpt2"])
+def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpus, tmp_path, monkeypatch):  # noqa: F811
+    """From the flag to the loss: what is written, what is loaded, and every logit, with the last windows."""
+    monkeypatch.setattr(train_gpt.gc, "collect", lambda: 0)  # it takes as long as the run
+    files = f"--train_files {corpus}/long.bin --val_files {corpus}/val_*.bin --log_dir {tmp_path} --run_id {preset}"
+    flags = [*(SMALL if preset == "nano" else SMALL_GPT2), *files.split(), "--dtype=float64", "--save_checkpoint"]
+    # No padding of the head, which the softmax of training sees, too
+    result = train_gpt.main([*flags, "--vocab_size=320", "--val_tokens=96", "--final_window_tokens=40"])
+    gpt = sample.load_model(tmp_path / f"{preset}.pt", "cpu")
+    text = torch.from_numpy(np.fromfile(corpus / "val_000000.bin", "<u2", 97, offset=1024).astype(np.int64))
+    logits = torch.stack([sample.next_logits(gpt, text[:n].tolist()) for n in range(1, 97)])
+    assert F.cross_entropy(logits, text[1:]).item() == pytest.approx(result["val_loss"], abs=1e-10)
+    assert result["val_loss"] < 5.6
 
 
 @torch.no_grad()
-def whole_logits(gpt: GPT, tokens: torch.Tensor) -> torch.Tensor:
-    """Read a document at once, at the end of the training, and return the logits of all rows of the head."""
-    window = torch.tensor(train_gpt.window_blocks(gpt.cfg.num_iterations, gpt.cfg), dtype=torch.int32)
-    z = train_gpt.linear(gpt.features(tokens.int(), window), gpt.lm_head)
-    return gpt.cfg.lm_head_softcap * (1 + torch.tanh(z.to(torch.promote_types(z.dtype, torch.float32)) / 15))
-
-
-@pytest.mark.parametrize("layout", ["LSSL", "L--S", "SSSSLL"])
-def test_logits_are_those_of_the_training_forward(tiny64, random_gpt, layout, monkeypatch):
-    """At each position of 16 blocks, with windows of 4 and 2 blocks; token by token and in pieces of any length.
-
-    The document is longer than any sequence of the training.
-    """
-    others = dict(value_embed_layout=f"{'0':.<{len(layout) - 1}}0", skip_layout=f"{'0':.>{len(layout)}}")
-    gpt = random_gpt(dataclasses.replace(tiny64, attention_layout=layout, val_seq_len=64, rope_base=300.0, **others))
-    cfg = gpt.cfg
-    gpt.rotary = train_gpt.Rotary(cfg.head_dim, 128, cfg.rope_base)
-    tokens = torch.randint(256, (129,))
-    tokens[0] = cfg.eot_token
-    expected = whole_logits(gpt, tokens[:-1])
-    assert expected.std() > 0.9, "the test would not see it"
-    loss = gpt(tokens[:-1].int(), tokens[1:], torch.tensor(4, dtype=torch.int32))
-    assert loss.item() == pytest.approx(F.cross_entropy(expected, tokens[1:]).item(), abs=1e-12)
-
-    reader = reader_of(gpt, 128)
-    logits = torch.stack([reader.read([token]) for token in tokens[:-1].tolist()])
-    torch.testing.assert_close(logits, expected[:, :257], rtol=0, atol=1e-10)
-    for size, at in itertools.product((3, 8, 20, 512), (1, 7, 8, 9, 40, 128)):
-        monkeypatch.setattr(sample, "PIECE", size)
-        reader.begin(128)  # forgets the text before
-        torch.testing.assert_close(reader.read(tokens[:at].tolist()), expected[at - 1, :257], rtol=0, atol=1e-10)
-    for letter, blocks in dict(L=4, S=2).items():
-        lengths = [len(keys) for keys, _ in reader.caches[letter].kept]
-        assert lengths == [8 * blocks] * layout.count(letter), "what is kept does not grow with the text"
-
-
-def test_logits_in_bfloat16(tiny, random_gpt):
-    gpt, tokens = random_gpt(dataclasses.replace(tiny, dtype="bfloat16")), torch.randint(256, (128,))
-    logits = reader_of(gpt, 128).read(tokens.tolist())
-    torch.testing.assert_close(logits, whole_logits(gpt, tokens)[-1, :257], rtol=0, atol=0.15)
-
-
-def test_a_trained_model_scores_the_validation_text_as_its_run_did(tiny64, tmp_path, monkeypatch):
-    """From the flag to the loss: what is written, what is loaded, and every logit."""
-    tokens = np.arange(128 * 14 + 1) ** 2 % 97
-    tokens[::128] = 256  # a validation sequence is a document
-    write_shard(tmp_path / "text.bin", tokens)
-    files = dict(train_files=f"{tmp_path}/text.bin", val_files=f"{tmp_path}/text.bin", log_dir=str(tmp_path))
-    cfg = dataclasses.replace(tiny64, **files, val_sha256="", num_iterations=13, save_checkpoint=True)
-    monkeypatch.setitem(train_gpt.PRESETS, "nano", cfg)
-    monkeypatch.setattr(train_gpt.gc, "collect", lambda: 0)  # it takes as long as the run
-    result = train_gpt.main(["--preset=nano"])
-    gpt, losses = sample.load_model(Path(result["log"]).with_suffix(".pt"), "cpu"), []
-    plain = GPT(gpt.cfg)
-    plain.load_state_dict(gpt.state_dict())
-    for document in torch.from_numpy(tokens).unfold(0, 129, 128)[:2]:
-        gpt.begin(128)
-        logits = torch.stack([gpt.read([token]) for token in document[:-1].tolist()])
-        padding = whole_logits(plain, document[:-1])[:, 257:]  # the softmax of training sees the head's padding, too
-        losses.append(F.cross_entropy(torch.cat([logits, padding], dim=1), document[1:]).item())
-    assert result["val_loss"] < 5
-    assert np.mean(losses) == pytest.approx(result["val_loss"], abs=1e-10)
+def test_logits_are_those_of_the_forward_pass(tiny64, random_gpt):
+    """With random values in every parameter, at each position of a text of 16 blocks."""
+    gpt, tokens = random_gpt(tiny64), torch.randint(256, (129,))
+    logits = torch.stack([sample.next_logits(gpt, tokens[:n].tolist()) for n in range(1, 129)])
+    assert logits.std() > 0.9, "the test would not see it"
+    windows = torch.tensor(train_gpt.attention_windows(tiny64.num_iterations, tiny64), dtype=torch.int32)
+    z = train_gpt.linear(gpt.features(tokens[:-1].int(), windows), gpt.lm_head)[:, : tiny64.vocab_size]
+    scale = tiny64.lm_head_softcap
+    expected = tiny64.lm_head_range / (1 + torch.exp(-(z + tiny64.lm_head_shift) * 2 / scale))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 4), (1.0, 100)])
@@ -123,11 +78,10 @@ def test_greedy_and_diverged():
 
 
 def test_a_text_ends_with_its_document(tiny, random_gpt):
-    reader, script = reader_of(random_gpt(tiny), 1), iter([7, 8, tiny.eot_token, 9])
-    assert list(sample.generate(reader, [1, 2], 10, lambda logits: next(script))) == [7, 8]
-    assert reader.caches["L"].end == 5, "the document's first token, the prompt, and what was drawn"
-    assert list(sample.generate(reader, [], 3, lambda logits: 7)) == [7, 7, 7]
-    assert list(sample.generate(reader, [1], 0, lambda logits: 7)) == []
+    gpt, script = random_gpt(tiny), iter([7, 8, tiny.eot_token, 9])
+    assert list(sample.generate(gpt, [1, 2], 10, lambda logits: next(script))) == [7, 8]
+    assert list(sample.generate(gpt, [], 3, lambda logits: 7)) == [7, 7, 7]
+    assert list(sample.generate(gpt, [1], 0, lambda logits: 7)) == []
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -186,7 +140,6 @@ ODD = {
     "layout": lambda cfg, model: cfg.update(attention_layout=5),
     "shape": lambda cfg, model: cfg.update(model_dim=64),
     "lacks": lambda cfg, model: model.pop("lm_head"),
-    "integers": lambda cfg, model: model.update(lm_head=model["lm_head"].int()),
     "nan": lambda cfg, model: model["lm_head"].fill_(torch.nan),
 }
 
@@ -199,6 +152,7 @@ ODD = {
         ("older.pt", "only one of it and this train_gpt.py has head_dim, odd"),
         *((f"{name}.pt", "not a model of this train_gpt.py") for name in ODD if name not in ("older", "nan")),
         ("nan.pt", "logits are not finite"),
+        ("random.pt --prompt ab --tokens 79999", "of 2 tokens, --tokens 79999: the model reads 80000 at most"),
         ("random.pt --temperature nan", "--temperature nan: expected a number from 0 to 100"),
         ("random.pt --top_k=-5", "--top_k -5: expected a number"),
         ("random.pt --tokens 1000000000000", "expected a number from 0 to 100000"),
@@ -228,7 +182,7 @@ def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("reader leaves", 0), ("Ctrl-C", 130)])
 def test_program_ends_without_a_traceback(model, end, code):
-    command = [sys.executable, "sample.py", str(model), *"--tokens 100000 --top_k 1 --prompt a".split()]
+    command = [sys.executable, "sample.py", str(model), *"--tokens 70000 --top_k 1 --prompt a".split()]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout.read(1) == b"a"
     process.stdout.close() if end == "reader leaves" else process.send_signal(signal.SIGINT)

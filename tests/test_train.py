@@ -29,11 +29,24 @@ from world_worker import ROOT, Run, program
 
 SMALL = (
     "--preset nano --device cpu --dtype float32 --cpu_threads 1 --seed 5 --num_iterations 4 --val_loss_every 2 "
-    "--model_dim 32 --num_heads 2 --head_dim 16 --attention_layout LS --value_embed_layout 0. --block_size 16 "
-    "--window_tokens 64 --train_seq_len 64 --batch_tokens 128 --val_seq_len 96 --val_tokens 288"
+    "--model_dim 32 --num_heads 2 --head_dim 16 --attention_layout LS --value_embed_layout 0. --skip_layout .0 "
+    "--backout_layer . --block_size 16 --window_tokens 64 --stage_growth 1 --lr_factors 1 --extension_steps 0 "
+    "--max_doc_len 0 --next_weights 1 --head_std 0 --adam_every 1 --train_seq_len 64 --batch_tokens 128 "
+    "--val_seq_len 96 --val_tokens 288 --val_sha256="
+).split()
+# Every idea of gpt2, in twelve sequences. The stages begin at steps 0, 3 and 6, so step 3 is the second of Adam's pair,
+# and embedding and head part at step 5
+SMALL_GPT2 = (
+    "--preset gpt2 --device cpu --dtype float32 --cpu_threads 1 --seed 5 --num_iterations 8 --val_loss_every 4 "
+    "--extension_steps 2 --stage_growth 1 2 3 --lr_factors 1 1.5 1.7 --window_tokens 32 64 96 "
+    "--final_window_tokens 128 --tied_frac 0.5 --max_doc_len 40 --batch_tokens 192 --train_seq_len 16 --val_seq_len 96 "
+    "--val_tokens 672 --model_dim 24 --num_heads 2 --head_dim 8 --attention_layout PL- --value_embed_layout 01. "
+    "--skip_layout ..0 --backout_layer 1 --bigram_rows 66 --gate_inputs 6 --block_size 16 --lm_head_slice 100 "
+    "--vocab_size 257 --eot_token 256 --momentum_warmup_steps 4 --momentum_cooldown_steps 3 --val_sha256="
 ).split()
 NUMBERS = dataclasses.asdict(train_gpt.PRESETS["gpt2"]) | dict(seed=1)
-NUMBERS = {name: type(value) for name, value in NUMBERS.items() if type(value) in (int, float)}
+NUMBERS = {name: type(value[0] if isinstance(value, tuple) else value) for name, value in NUMBERS.items()}
+NUMBERS = {name: kind for name, kind in NUMBERS.items() if kind in (int, float)}
 
 
 @pytest.fixture(scope="session")
@@ -52,8 +65,13 @@ def corpus(tmp_path_factory) -> Path:
 @pytest.fixture
 def flags(corpus, tmp_path, monkeypatch) -> list[str]:
     monkeypatch.setattr(train_gpt.gc, "collect", lambda: 0)  # it takes as long as such a run
-    data = ["--train_files", f"{corpus}/train_*.bin", "--val_files", f"{corpus}/val_*.bin", "--val_sha256", ""]
+    data = ["--train_files", f"{corpus}/train_*.bin", "--val_files", f"{corpus}/val_*.bin"]
     return [*SMALL, *data, "--log_dir", str(tmp_path / "logs")]
+
+
+@pytest.fixture
+def gpt2_flags(flags, corpus) -> list[str]:
+    return [*SMALL_GPT2, *flags[len(SMALL) :], "--train_files", f"{corpus}/long.bin"]
 
 
 @pytest.fixture
@@ -135,8 +153,8 @@ def test_a_pipe_sees_a_step_every_two_seconds(flags, monkeypatch, capfd):
     assert 1 <= shown <= 3, "of 30 steps, at most two looks each: 3 to 6 seconds"
 
 
-def test_warm_up_restores_every_bit(flags):
-    trainer = Trainer(train_gpt.resolve(train_gpt.parse_args(flags)), Ranks())
+def test_warm_up_restores_every_bit(gpt2_flags):
+    trainer = Trainer(train_gpt.resolve(train_gpt.parse_args(gpt2_flags)), Ranks())
     state = trainer.state()
     for tensor in state.values():  # moments that are not zero, as they might be
         tensor.add_(0.5)
@@ -148,6 +166,7 @@ def test_warm_up_restores_every_bit(flags):
     trainer.model = lambda *args: (trained.append(copies()), model(*args))[1]
     trainer.warm_up()
     assert not any(map(torch.equal, before[: len(state)], trained[-1])), "nothing was trained"
+    trainer.set_schedules(0)
     assert all(map(torch.equal, before, copies()))
     assert torch.equal(torch.get_rng_state(), generator)
     assert all(p.grad is None for p in trainer.gpt.parameters())
@@ -161,8 +180,8 @@ def skip_time(monkeypatch):
     return lambda: skipped.append(None)
 
 
-def test_run_is_the_same_without_warm_up_and_the_clock_stands_still_beside_it(flags, monkeypatch, skip_time):
-    usual = train_gpt.main([*flags, "--run_id", "usual"])
+def test_run_is_the_same_without_warm_up_and_the_clock_stands_still_beside_it(gpt2_flags, monkeypatch, skip_time):
+    usual = train_gpt.main([*gpt2_flags, "--run_id", "usual"])
     evaluate, enabled = Trainer.evaluate, []
 
     def slow(*args) -> float:
@@ -172,7 +191,7 @@ def test_run_is_the_same_without_warm_up_and_the_clock_stands_still_beside_it(fl
 
     monkeypatch.setattr(Trainer, "warm_up", lambda self: skip_time())
     monkeypatch.setattr(Trainer, "evaluate", slow)
-    other = train_gpt.main([*flags, "--run_id", "other"])
+    other = train_gpt.main([*gpt2_flags, "--run_id", "other"])
     assert losses(usual) == losses(other)
     assert other["train_time_ms"] < 1e6
     assert (enabled, train_gpt.gc.isenabled()) == ([False] * 3, True), "a garbage collection may fall into a step"
@@ -215,25 +234,28 @@ def refusal(argv: list[str], capsys) -> str:
 @pytest.mark.parametrize("name", NUMBERS)
 def test_every_number_has_bounds(flags, tmp_path, capsys, monkeypatch, name):
     monkeypatch.setattr(train_gpt.inspect, "getsource", lambda _: "")  # the text of --help, half of the time
-    values = ["1" + "0" * 30, "-1", "nan", "-inf", "five", "", "1e30"]
+    values = ["1" + "0" * 30, "-101", "nan", "-inf", "five", "", "1e30"]
     for value in [*values, "1.5"] if NUMBERS[name] is int else values:
         assert name in refusal([*flags, f"--{name}={value}"], capsys), value
     assert not (tmp_path / "logs").exists()
 
 
-BAD = """preset=gpt3 num_iterations=0 cooldown_frac=0 batch_tokens=100 val_tokens=100 train_seq_len=72 val_seq_len=72
-attention_layout=LX attention_layout= value_embed_layout=012 value_embed_layout=0x skip_layout=.1 head_dim=18
-vocab_size=70000 vocab_size=100 device=tpu dtype=fp8 run_id=../x run_id=\33[31m lm_head_softcap=0 rope_base=0
-train_files=nowhere/*.bin val_files=LICENSE num_iterations=1000 log_dir=LICENSE resume=nowhere"""
-BAD += " device=cuda" * (not torch.cuda.is_available())
+BAD = """preset gpt3;num_iterations 0;cooldown_frac 0;batch_tokens 100;val_tokens 100;train_seq_len 72;val_seq_len 72;
+attention_layout LX;attention_layout ;value_embed_layout 012;value_embed_layout 0x;skip_layout .1;head_dim 18;
+vocab_size 70000;vocab_size 100;device tpu;dtype fp8;run_id ../x;run_id \33[31m;lm_head_softcap 0;rope_base 0;
+train_files nowhere/*.bin;val_files LICENSE;num_iterations 1000;log_dir LICENSE;resume nowhere;backout_layer 2;
+window_tokens;window_tokens 0;window_tokens 32 64;window_tokens 32 x;stage_growth;stage_growth 0;lr_factors 1 1;
+extension_steps 4;next_weights;next_weights 1 1 1 1 1 1 1 1 1;head_adam;head_adam 0.01 0 0.5;
+head_adam 0.01 0 0.5 1;head_adam 0.01 0 0.5 0.9 0.9;gate_inputs 33;num_heads 3 --attention_layout PP;
+checkpoint_every 3 --adam_every 2"""
+BAD += ";device cuda" * (not torch.cuda.is_available())
 
 
-@pytest.mark.parametrize("flag", BAD.split())
+@pytest.mark.parametrize("flag", BAD.replace("\n", "").split(";"))
 def test_bad_input_is_refused_by_name(flags, tmp_path, monkeypatch, capsys, flag):
     monkeypatch.chdir(ROOT)
-    text = refusal([*flags, f"--{flag}"], capsys)
-    name, _, value = flag.partition("=")
-    assert name in text or value in text
+    text = refusal([*flags, *f"--{flag}".split(" ")], capsys)
+    assert flag.split()[0] in text or flag.split()[-1] in text
     assert not (tmp_path / "logs").exists()
 
 
@@ -316,8 +338,9 @@ def test_terminal_shows_a_bar_and_may_be_closed(long_flags, tmp_path):
 
 
 def test_flags_lie_over_the_preset_and_each_has_help(capsys):
-    cfg = train_gpt.parse_args("--preset gpt2 --seed 3 --no-compile --muon_lr 0.1 --log_dir x".split())
-    assert cfg == dataclasses.replace(train_gpt.PRESETS["gpt2"], seed=3, compile=False, muon_lr=0.1, log_dir="x")
+    cfg = train_gpt.parse_args("--preset gpt2 --seed 3 --no-compile --head_adam 0.1 0 0.5 0.9 --log_dir x".split())
+    changes = dict(seed=3, compile=False, head_adam=(0.1, 0.0, 0.5, 0.9), log_dir="x")
+    assert cfg == dataclasses.replace(train_gpt.PRESETS["gpt2"], **changes)
     assert train_gpt.parse_args([]).preset == ("gpt2" if torch.cuda.is_available() else "nano")
     with pytest.raises(SystemExit):
         train_gpt.parse_args(["--help"])
@@ -329,9 +352,9 @@ def test_nano_preset_reaches_the_target(tmp_path):
     """A seed nobody chose, on the track's own text."""
     process = program("train_gpt.py", "--preset", "nano", "--log_dir", tmp_path, "--run_id", "nano")
     process.communicate(timeout=600)
-    result = json.loads((tmp_path / "nano.json").read_text())
-    assert len(result["train_curve"]) == 600
-    assert result["val_loss"] <= 1.45, "the mean of 600 steps is 1.426, the standard deviation 0.004"
+    result, cfg = json.loads((tmp_path / "nano.json").read_text()), train_gpt.PRESETS["nano"]
+    assert len(result["train_curve"]) == cfg.num_iterations
+    assert result["val_loss"] <= cfg.target_loss
     environment = (tmp_path / "nano.txt").read_text().split("\n" + "=" * 100 + "\n")[1]
-    assert "validation tokens: 262144" in environment
+    assert f"validation tokens: {cfg.val_tokens}" in environment
     assert "not the track's" not in environment
