@@ -6,7 +6,6 @@ import math
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
-from benchmarks import ENVIRONMENT, ROOT, anchor_cpu, command, measure, race_anchor, startup
+from benchmarks import ENVIRONMENT, ROOT, anchor_cpu, command, measure, race_anchor
 from conftest import TINY
 from records import race
 from test_attention import build, dense_mask
@@ -122,18 +121,6 @@ def test_attended_pairs_are_those_of_the_dense_mask(window, rate, tiny64):
 def test_environment_is_that_of_environment_sh():
     exported = re.findall(r"export (\w+)=\$\{\w+:-([\w:]+)\}", (ROOT / "environment.sh").read_text())
     assert ENVIRONMENT.items() <= dict(exported).items()
-
-
-@pytest.mark.slow
-def test_process_of_its_own_ends_at_its_limit_with_all_that_it_started(tmp_path):
-    child = f"import time; time.sleep(2); open({str(tmp_path / 'mark')!r}, 'w')"
-    script = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
-    with pytest.raises(RuntimeError, match="not done in 1 s"):
-        startup.own_process(["-c", script], 1)
-    with pytest.raises(RuntimeError, match="exit code 3: 10000"):
-        startup.own_process(["-c", "import os, sys; print(os.environ['GOMP_SPINCOUNT']); sys.exit(3)"])
-    time.sleep(2)
-    assert not (tmp_path / "mark").exists()
 
 
 def test_anchor_learns_causally_and_validates_every_position_once(monkeypatch):
