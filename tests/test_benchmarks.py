@@ -21,7 +21,9 @@ from test_attention import build, dense_mask
 from train_gpt import GPT, Ranks, Trainer
 
 FLAGS = ["--preset=nano", "--quick", *(f"--{name}={value}" for name, value in TINY.items() if name != "compile")]
-FIGURES = {"step: data", "step: forward", "step: backward", "step: optimizers", "loader, warm files, per rank"}
+FIGURES = """step: data|step: forward|step: backward|step: optimizers|step: whole, first window (1 blocks)|peak memory|
+warm-up|validation of 256 tokens|loader, cold files, per rank|attention masks of 64 tokens, not compiled"""
+FIGURES = set(FIGURES.replace("\n", "").split("|"))
 MIDDLE, MATMUL = "step: whole, middle window (2 blocks)", "large matmul in float32"
 
 

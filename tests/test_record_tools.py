@@ -72,6 +72,7 @@ FAULTS = {
     "cut in a line": (lambda t: [t[0][: t[0].index("step:12/") + 12], *t[1:]], r"run0\.txt: 'step:12/20 t' is no step"),
     "a step missing": (edit("step:7/20", "tep:7/20"), r"run0\.txt: .*first at step 7"),
     "resumed": (edit("step:1/20", "resumed at step 1\nstep:1/20"), r"run0\.txt: has the line 'resumed"),
+    "interrupted": (edit("first batch", "interrupted: the run\nfirst batch"), r"run0\.txt: has the line 'interrupted"),
     "other script": (edit("import torch\n", "import os\n"), r"run0\.txt: the script in the log is not the folder's"),
     "one seed twice": (lambda t: [*t, log_text(seed=2, val_loss=1.4312)], r"run5\.txt: has seed 2, as run2\.txt has"),
     "no seed": (edit("seed: 0, log", "log"), r"run0\.txt: states no seed"),
