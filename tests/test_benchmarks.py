@@ -6,7 +6,6 @@ import math
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +14,16 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
-from benchmarks import ENVIRONMENT, ROOT, anchor_cpu, command, measure, race_anchor, startup
+from benchmarks import ENVIRONMENT, ROOT, anchor_cpu, command, measure, race_anchor
 from conftest import TINY
 from records import race
 from test_attention import build, dense_mask
 from train_gpt import GPT, Ranks, Trainer
 
 FLAGS = ["--preset=nano", "--quick", *(f"--{name}={value}" for name, value in TINY.items() if name != "compile")]
-FIGURES = {"step: data", "step: forward", "step: backward", "step: optimizers", "loader, warm files, per rank"}
+FIGURES = """step: data|step: forward|step: backward|step: optimizers|step: whole, first window (1 blocks)|peak memory|
+warm-up|validation of 256 tokens|loader, cold files, per rank|attention masks of 64 tokens, not compiled"""
+FIGURES = set(FIGURES.replace("\n", "").split("|"))
 MIDDLE, MATMUL = "step: whole, middle window (2 blocks)", "large matmul in float32"
 
 
@@ -124,35 +125,20 @@ def test_environment_is_that_of_environment_sh():
     assert ENVIRONMENT.items() <= dict(exported).items()
 
 
-@pytest.mark.slow
-def test_process_of_its_own_ends_at_its_limit_with_all_that_it_started(tmp_path):
-    child = f"import time; time.sleep(2); open({str(tmp_path / 'mark')!r}, 'w')"
-    script = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
-    with pytest.raises(RuntimeError, match="not done in 1 s"):
-        startup.own_process(["-c", script], 1)
-    with pytest.raises(RuntimeError, match="exit code 3: 10000"):
-        startup.own_process(["-c", "import os, sys; print(os.environ['GOMP_SPINCOUNT']); sys.exit(3)"])
-    time.sleep(2)
-    assert not (tmp_path / "mark").exists()
-
-
 def test_anchor_learns_causally_and_validates_every_position_once(monkeypatch):
-    tokens = np.tile(np.arange(50), 40)
-    model, losses, train_time, _ = anchor_cpu.train(tokens, 9, seed=1)
-    assert losses[0] == pytest.approx(math.log(anchor_cpu.VOCAB_SIZE), abs=0.2)
-    assert losses[-1] < losses[0] - 0.05
-    assert train_time > 0
-    x = torch.randn(1, 64, anchor_cpu.WIDTH, requires_grad=True)
-    model.blocks(x)[0, 40].sum().backward()
-    assert (x.grad[0].abs().sum(-1) > 0).tolist() == [True] * 41 + [False] * 23
     tokens, seen = np.random.default_rng(0).integers(257, size=300 * 64 + 5), []
     loss = anchor_cpu.validate(lambda x, y: seen.append((x, y)) or y.double().mean(), tokens, 300 * 64)
     pair = [torch.cat(part).flatten().numpy() for part in zip(*seen, strict=True)]
     assert np.array_equal(pair, [tokens[: 300 * 64], tokens[1 : 300 * 64 + 1]])
     assert loss == pytest.approx(pair[1].mean())
     monkeypatch.setattr(anchor_cpu, "validate", lambda model, tokens: float(len(tokens)))
-    *_, again, _, curve = anchor_cpu.train(np.tile(np.arange(50), 40), 9, 1, 4, tokens)
-    assert (again, [point[:2] for point in curve]) == (losses, [(step, len(tokens)) for step in (0, 4, 8)])
+    model, losses, train_time, curve = anchor_cpu.train(np.tile(np.arange(50), 40), 9, 1, 4, tokens)
+    assert losses[0] == pytest.approx(math.log(anchor_cpu.VOCAB_SIZE), abs=0.2)
+    assert (losses[-1] < losses[0] - 0.05, train_time > 0) == (True, True)
+    assert [point[:2] for point in curve] == [(step, len(tokens)) for step in (0, 4, 8)]
+    x = torch.randn(1, 64, anchor_cpu.WIDTH, requires_grad=True)
+    model.blocks(x)[0, 40].sum().backward()
+    assert (x.grad[0].abs().sum(-1) > 0).tolist() == [True] * 41 + [False] * 23
 
 
 @pytest.mark.parametrize(("losses", "code"), [((1.4, 1.5), 0), ((1.4, 1.7), 1)])  # the latter lower by chance

@@ -25,7 +25,8 @@ import check
 import train_gpt
 from conftest import TINY
 from shards import write_shard
-from test_head import PROBLEM
+from test_attention import SCALE, dense_attention, dense_mask
+from test_head import CAP, PROBLEM, whole
 from train_gpt import GatheredMask, Ranks, Trainer
 
 GPT2, NANO = train_gpt.PRESETS["gpt2"], train_gpt.PRESETS["nano"]
@@ -111,9 +112,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, docs: Tensor, window_blocks: Tens
     """Attend as the model does. What differs between the tests is in tensors: they share one graph."""
     mask = train_gpt.document_block_mask(docs, window_blocks, block)
     if not q.is_cuda:  # FlexAttention has no backward there
-        return GatheredMask(mask, len(docs) // block, q.dtype).attend(q, k, v, 0.12)
+        return GatheredMask(mask, len(docs) // block, q.dtype).attend(q, k, v, SCALE)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    return flex_attention(q, k, v, block_mask=mask, scale=0.12)[0].transpose(0, 1)
+    return flex_attention(q, k, v, block_mask=mask, scale=SCALE)[0].transpose(0, 1)
 
 
 @on_both
@@ -125,13 +126,7 @@ def test_attention_equals_dense_forward_and_backward(window: int, mean_document:
     q, k, v, grad = (torch.randn(T, H, D, generator=generator).to(device) for _ in range(4))
     qkv = [train_gpt.norm(q), train_gpt.norm(k), v]
     settings = dict(docs=docs, window_blocks=torch.tensor(window, dtype=torch.int32, device=device), block=block)
-
-    def dense(q, k, v):
-        i = torch.arange(T, device=device)
-        visible = (i[:, None] >= i) & (docs[:, None] == docs) & (i[:, None] // block - i // block < window)
-        scores = torch.einsum("ihd,jhd->hij", q, k) * 0.12
-        return torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
-
+    dense = functools.partial(dense_attention, mask=dense_mask(docs.cpu(), window, block).to(device))
     function = functools.partial(compiled(attention) if device == "cuda" else attention, **settings)
     errors = relative_errors(run(function, [t.bfloat16() for t in qkv], grad), run(dense, qkv, grad))
     assert max(errors) < 0.015, f"output, grad q, k, v: {errors}; bf16 gives 0.005, a CPU's softmax in it 0.01"
@@ -142,7 +137,7 @@ def test_attention_equals_dense_forward_and_backward(window: int, mean_document:
 def test_head_equals_autograd_of_the_whole(precision: str, device: str):
     if precision == "fp8" and (torch.cuda.get_device_capability() < (8, 9) if device == "cuda" else PROBLEM):
         pytest.skip(PROBLEM or "this GPU has no FP8")
-    T, K, V, cap = (4096, 768, 50304, 15.0) if device == "cuda" else (64, 48, 320, 15.0)
+    T, K, V = (4096, 768, 50304) if device == "cuda" else (64, 48, 320)
     generator = torch.Generator(device).manual_seed(0)
     x = train_gpt.norm(torch.randn(T, K, device=device, generator=generator)).bfloat16()
     w = torch.randn(V, K, device=device, generator=generator) * 0.02
@@ -150,14 +145,10 @@ def test_head_equals_autograd_of_the_whole(precision: str, device: str):
     # The gradient of a mean over T tokens is at most 1 / T
     scales = (GPT2.fp8_x_scale, GPT2.fp8_w_scale, 128.0 * T) if precision == "fp8" else None
 
-    def whole(x, w):
-        z = torch.nn.functional.linear(x, w.bfloat16()).float()
-        return torch.nn.functional.cross_entropy(cap * torch.tanh(z / cap) + cap, targets)
-
     def head(x, w):
-        return train_gpt.HeadLoss.apply(x, w, targets, cap, T // 4, scales, True)
+        return train_gpt.HeadLoss.apply(x, w, targets, CAP, T // 4, scales, True)
 
-    expected, limit = run(whole, [x, w]), 0.05 if scales else 0.01
+    expected, limit = whole(x, w, targets), 0.05 if scales else 0.01
     for function in [head, compiled(head)] if device == "cuda" else [head]:
         errors = relative_errors(run(function, [x, w]), expected)
         assert max(errors) < limit, f"loss, grad x, w: {errors}; bf16 gives 0.001, FP8 0.027"
