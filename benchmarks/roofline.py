@@ -153,8 +153,8 @@ def readable(name: str) -> str:
 def table(name: str, found: dict, parts: dict[str, dict], calls: list[dict], most: int) -> str:
     lines = [f"## {name}: {found['device']}", "", "| part | launches | GB | TFLOP | ms |", "|---|---|---|---|---|"]
     for part, p in parts.items():
-        cells = [f"{p[key]:,.2f}" if p[key] else "" for key in ("GB", "TFLOP", "ms")]
-        lines.append(f"| {part} | {p['launches'] or ''} | {' | '.join(cells)} |")
+        cells = [f"{p['launches']:g}", *(f"{p[key]:,.2f}" for key in ("GB", "TFLOP", "ms"))]
+        lines.append(f"| {part} | {' | '.join(cell if float(cell.replace(',', '')) else '' for cell in cells)} |")
     lines += ["", *gpu_graphs.memory_lines(found), *([PUBLIC] if name == "h100" else [])]
     lines += ["", "| graph | computes | kind | times | GB each | ms |", "|---|---|---|---|---|---|"]
     longest = max(found["stages"], key=lambda stage: stage["tokens"])["phase"]

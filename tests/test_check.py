@@ -31,7 +31,7 @@ def corpus(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("corpus")
     for name in ("train_0", "train_1", "val_0"):
         write_shard(folder / f"{name}.bin", np.arange(1000) % 257)
-    write_shard(folder / "gpt2.bin", np.arange(2 * 393216 + 1) % 50257)
+    write_shard(folder / "gpt2.bin", np.where(np.arange(700_000) % 1000, 5, 50256))
     return folder
 
 
@@ -71,7 +71,7 @@ def outcome(capfd, corpus):
     return run
 
 
-GPT2 = "--preset gpt2 --num_iterations 2 --val_tokens 262144".split()
+GPT2 = "--preset gpt2 --num_iterations 2 --extension_steps 0 --val_tokens 262144".split()
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ GPT2 = "--preset gpt2 --num_iterations 2 --val_tokens 262144".split()
     [
         ("--batch_tokens 1024000000000000", "--batch_tokens 1024000000000000: expected a number"),
         ("--device cuda", "there is no NVIDIA GPU; or train on the CPU: --device cpu"),
-        ("--num_iterations 15", "14 batches of 128 tokens, the run needs 15; lower --num_iterations"),
-        ("--val_tokens 1056", "10 batches of 96 tokens, the run needs 11; lower --val_tokens"),
+        ("--num_iterations 15", "tokens for 14 batches, the run needs 15; lower --num_iterations"),
+        ("--val_tokens 1056", "tokens for 10 batches, the run needs 11; lower --val_tokens"),
         ("--val_files none_*.bin", "get it: python data/pack_text.py"),
         ("--train_files {tmp}/fifo.bin", "{tmp}/fifo.bin: no such file; get it"),
         ("--train_files {tmp}/short.bin", "{tmp}/short.bin: 3023 bytes, but "),
@@ -234,11 +234,12 @@ def test_presets_data_are_fetched_when_they_are_missing(corpus, tmp_path, monkey
 def test_as_much_of_fineweb_is_fetched_as_the_run_needs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpt2 = train_gpt.PRESETS["gpt2"]
-    for steps, shards in ((1, 1), (254, 1), (255, 2), (1770, 7), (103 * 254, 103)):
-        found = check.check_data(dataclasses.replace(gpt2, num_iterations=steps), check.Report(False))
+    even = dataclasses.replace(gpt2, extension_steps=0, stage_growth=(1,) * 4)  # 508 steps train on 2/3 of a shard
+    for cfg, steps, shards in ((even, 1, 1), (even, 508, 1), (even, 509, 2), (gpt2, 1555, 7), (even, 52388, 103)):
+        found = check.check_data(dataclasses.replace(cfg, num_iterations=steps), check.Report(False))
         assert {command for _, command in found} == {f"data/cached_fineweb10B.py {shards}"}
     with pytest.raises(check.UserError, match="needs 104 shards of FineWeb's 103"):
-        check.check_data(dataclasses.replace(gpt2, num_iterations=103 * 254 + 1), check.Report(False))
+        check.check_data(dataclasses.replace(even, num_iterations=52389), check.Report(False))
 
 
 def program(*command: str, **env: str) -> subprocess.CompletedProcess:
