@@ -147,19 +147,18 @@ def test_a_graph_break_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_gpt2_on_an_h100_is_what_the_pages_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """All of it compiles; memory, also that of a card with 24 GB, and the predicted time are within their bounds."""
+    """All of it compiles; check.py knows the memory; the predicted times are those of public record 65 to 25%."""
     out = tmp_path / "graphs.json"
     assert gpu_graphs.main(["--arch", "90", "--out", str(out)]) == 0
     memory = json.loads(out.read_text())["architectures"]["90"]["memory"]
-    found = {name: round(memory["8"][name]["buffers"] / 2**20) for name in ("train", "validation")}
-    assert found == dict(zip(("train", "validation"), check.STEP_MIB.values(), strict=True))
-    assert found["train"] <= 14_500
-    assert memory["1"]["train"]["total"] / 2**20 + gpu_graphs.SPARE <= pretend_gpu.DEVICES[89].memory
+    longest = [round(memory["8"][name]["buffers"] / 2**20) for name in ("train 49152 x 1", "validation")]
+    assert longest == list(check.STEP_MIB.values())
     assert roofline.main(["--gpu", "h100", "--graphs", str(out), "--out", str(tmp_path / "roofline.json")]) == 0
     parts = json.loads((tmp_path / "roofline.json").read_text())["gpus"]["h100"]["parts"]
-    assert parts["forward"]["ms"] + parts["backward"]["ms"] < 69
-    told, page = parts["STEP, processes: 8"]["ms"], (ROOT / "README.md").read_text()
-    assert f"| 8 x H100 | {told:.0f} ms | {told * 1770 / 60_000:.1f} min |" in page
+    public = dict(zip((1, 2, 3, 4), (34.2, 61.2, 87.6, 87.9), strict=True))
+    steps = {stage: parts[f"STEP of stage {stage}, processes: 8"]["ms"] for stage in public}
+    assert steps == pytest.approx(public, rel=0.25)
+    assert parts["RUN, processes: 8"]["ms"] == pytest.approx(96_080, rel=0.25)
 
 
 @pytest.mark.parametrize("arch", [89, 86, 80])
