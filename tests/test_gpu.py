@@ -161,10 +161,10 @@ def test_head_equals_autograd_of_the_whole(precision: str, device: str):
     def head(x, w):
         return train_gpt.HeadLoss.apply(x, w, targets, weights, cap, T // 4, scales, True)
 
-    expected, limit = run(whole, [x, w]), 0.05 if scales else 0.01
+    expected, limit = run(whole, [x, w]), 0.09 if scales else 0.01
     for function in [head, compiled(head)] if device == "cuda" else [head]:
         errors = relative_errors(run(function, [x, w]), expected)
-        assert max(errors) < limit, f"loss, grad x, w: {errors}; bf16 gives 0.001, FP8 0.027"
+        assert max(errors) < limit, f"loss, grad x, w: {errors}; e5m2 gives 0.066, the root mean square of its rounding"
 
 
 class RefuseValues(TorchDispatchMode):
