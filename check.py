@@ -44,14 +44,14 @@ except (ImportError, OSError) as error:  # the latter: a shared library is missi
 except KeyboardInterrupt:
     sys.exit(130)
 
-FINEWEB_SHARDS, SHARD_TOKENS = 103, 10**8
-# Peak MiB of all buffers of a gpt2 training and validation step, by `python -m benchmarks gpu_graphs`; parameters,
-# gradients and optimizers come on top
+FINEWEB_SHARDS, SHARD_TOKENS, PACKING = 103, 10**8, 1.5  # 1.5: tokens for one that packing keeps, assumed
+# Peak MiB of all buffers of a gpt2 training and validation step, by `python -m benchmarks gpu_graphs`, of the script
+# with record 21's mathematics (commit da1978f), whose longest sequences are the same; all else comes on top
 STEP_MIB = {"train_seq_len": 14_421, "val_seq_len": 8_910}
-# Useful TFLOP/s, 6 FLOP per weight and token, by a part of the GPU's name. H100: from the 175.8 s published for record
-# 21 on 8 of them. A100, 4090: `python -m benchmarks roofline`, less the 8% by which it is too fast for H100s. Others:
-# the H100's share, 36%, of their peak. nano makes 9.1e10 a second on 2 cores that multiply bf16, about half on others.
-TFLOPS = {"MIG": 0, "B200": 819, "H200": 360, "H100 PCIe": 275, "H100": 360, "A100": 149, "4090": 87, "3090": 26}
+# Useful TFLOP/s, 6 FLOP per weight and token, by a part of the GPU's name. H100: from the 96.08 s published for record
+# 65 on 8 of them. A100, 4090: `python -m benchmarks roofline`, less the 8% by which it is too fast for H100s. Others:
+# the H100's share, 37%, of their peak. nano makes 9.1e10 a second on 2 cores that multiply bf16, about half on others.
+TFLOPS = {"MIG": 0, "B200": 837, "H200": 368, "H100 PCIe": 281, "H100": 368, "A100": 149, "4090": 87, "3090": 26}
 NANO_FLOPS = 9.1e10
 Gpu = namedtuple("Gpu", "name capability free")  # free: bytes of memory
 
@@ -117,15 +117,15 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
     weights = sum(p.numel() for name, p in gpt.named_parameters() if p.ndim > 1 and "embed" not in name)
     if gpus:
         free, factor, where = min(gpu.free for gpu in gpus[:processes]), 1, f"{processes} x {gpus[0].name}"
-        peaks = [next((peak for part, peak in TFLOPS.items() if part in gpu.name), 0) for gpu in gpus]
-        rate = 1e12 * min(peaks) * processes
+        rate = 1e12 * processes * min(next((n for part, n in TFLOPS.items() if part in gpu.name), 0) for gpu in gpus)
     else:  # nothing is fused: 3 times the buffers, and 0.4 GB for torch (0.5 GB for nano; measured: 0.46)
         lines = Path("/proc/meminfo").read_text() if os.path.exists("/proc/meminfo") else "MemAvailable: 9999999999"
         free, factor, where = 1024 * int(re.findall(r"MemAvailable: *(\d+)", lines)[0]) // processes, 3, "2 CPU cores"
         fixed, rate = fixed + 4 * 10**8, NANO_FLOPS if cfg.dtype == "bfloat16" else NANO_FLOPS / 2
     for name, mib in STEP_MIB.items():  # in proportion to tokens, layers and width
         length, layers = getattr(cfg, name), len(cfg.attention_layout) / len(gpt2.attention_layout)
-        per_token = factor * mib * 2**20 / getattr(gpt2, name) * layers * cfg.model_dim / gpt2.model_dim
+        growth = max(cfg.stage_growth) / max(gpt2.stage_growth) if name == "train_seq_len" else 1
+        per_token = factor * growth * mib * 2**20 / getattr(gpt2, name) * layers * cfg.model_dim / gpt2.model_dim
         need = fixed + length * per_token
         line = f"--{name} {length} takes about {need / 1e9:.1f} GB a process (estimated), {free / 1e9:.1f} GB are free"
         report.fact(f"memory: {line}")
@@ -133,16 +133,17 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
             shorter = (n for n in (length >> i for i in range(1, 9)) if n % cfg.block_size == 0 < n)
             fix = next((f"--{name} {n}" for n in shorter if fixed + n * per_token <= free), "a smaller model")
             report.problems.append(f"{line}: free some, or train otherwise, with {fix}")
-    seconds = 6 * weights * cfg.num_iterations * cfg.batch_tokens / rate if rate else float("inf")
+    tokens = cfg.batch_sequences * sum(train_gpt.train_seq_len(step, cfg) for step in range(cfg.num_iterations))
+    seconds = 6 * weights * tokens / rate if rate else float("inf")
     size, unit = (3600, "hours") if seconds > 7200 else (60, "minutes") if seconds > 120 else (1, "seconds")
     text = "unknown" if not rate else "over a year" if seconds > 3e7 else f"about {max(seconds / size, 1):.0f} {unit}"
     report.fact(f"time: {text} of training on {where} (estimated)", note=seconds > 300)
 
 
-def data_command(cfg: Hyperparameters, files: str) -> str:
-    """Return the command that gets a preset's shards, for gpt2 as many as the run needs, or "" for other files."""
+def data_command(cfg: Hyperparameters, files: str, length: int) -> str:
+    """Return the command that gets a preset's shards, "" for other files. length: the sum of all steps' sequences."""
     gpt2, nano = ((preset.train_files, preset.val_files) for preset in PRESETS.values())
-    shards = -(-cfg.num_iterations // max(1, (SHARD_TOKENS - 1) // cfg.batch_tokens)) if cfg.train_files in gpt2 else 0
+    shards = -int(-PACKING * cfg.batch_sequences * length // SHARD_TOKENS) if cfg.train_files in gpt2 else 0
     if shards > FINEWEB_SHARDS:
         raise UserError(f"--num_iterations {cfg.num_iterations} needs {shards} shards of FineWeb's {FINEWEB_SHARDS}")
     return "data/pack_nano.py" if files in nano else f"data/cached_fineweb10B.py {shards}" if files in gpt2 else ""
@@ -150,10 +151,11 @@ def data_command(cfg: Hyperparameters, files: str) -> str:
 
 def check_data(cfg: Hyperparameters, report: Report) -> list[tuple[str, str]]:
     """Return what is wrong with the shards and a command mends, with that command; report what none mends."""
-    train, found = (cfg.train_files, cfg.batch_tokens, cfg.num_iterations, "num_iterations"), []
-    val = (cfg.val_files, cfg.val_seq_len, cfg.val_tokens // cfg.val_seq_len, "val_tokens")
-    for files, batch_tokens, batches, flag in train, val:
-        command, paths = data_command(cfg, files), sorted(glob.glob(files, recursive=True))
+    lengths, found = [train_gpt.train_seq_len(step, cfg) for step in range(cfg.num_iterations)], []
+    train = (cfg.train_files, "num_iterations", lengths, cfg.batch_sequences, cfg, cfg.max_doc_len)
+    val = (cfg.val_files, "val_tokens", [cfg.val_seq_len] * (cfg.val_tokens // cfg.val_seq_len), 1, cfg)
+    for files, flag, *batches in train, val:
+        command, paths = data_command(cfg, files, sum(lengths)), sorted(glob.glob(files, recursive=True))
         report.fact(f"data: {len(paths)} shards match {files}")
         fix = f"get it: python {command or 'data/pack_text.py --help'}"
         unsound = [f"{path}: {problem}" for path in paths if (problem := shard_problem(Path(path)))]
@@ -164,7 +166,7 @@ def check_data(cfg: Hyperparameters, report: Report) -> list[tuple[str, str]]:
                 problems = [f"{path}: has tokens up to {highest}, not of {cfg.vocab_size} (--vocab_size)"]
         if not problems:
             try:
-                train_gpt.plan_batches(files, batch_tokens, batches)
+                train_gpt.plan_batches(files, *batches)
             except UserError as error:
                 problems = [reason(error)]
                 if flag == "val_tokens" or "fineweb" not in command or int(command.split()[1]) <= len(paths):

@@ -5,7 +5,6 @@ import dataclasses
 import gc
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -36,27 +35,34 @@ DOCUMENT_TOKENS = 500  # about the mean length of random documents
 def plan(cfg: Hyperparameters, quick: bool, folder: Path) -> tuple[Hyperparameters, dict, str]:
     """Return the configuration with its data, the plans, and what the data is.
 
-    Where the preset's own shards are missing, write random ones to `folder`.
+    Of training, plan equally many batches for each stage. Where the preset's own shards are missing, write random ones
+    to `folder`.
     """
-    steps = min(cfg.num_iterations, 16 if quick else max(64, 2**21 // cfg.batch_tokens))
+    steps = 16 if quick else max(64, 2**21 // cfg.batch_tokens)
+    lengths = [train_gpt.train_seq_len(first, cfg) for first in train_gpt.stage_starts(cfg)[:-1]]
+    lengths = [length for length in lengths for _ in range(-(-steps // len(lengths)))]
     val_tokens = min(cfg.val_tokens, 4 * cfg.val_seq_len) if quick else cfg.val_tokens
     patterns, preset = (cfg.train_files, cfg.val_files), train_gpt.PRESETS[cfg.preset]
     what, is_default = " and ".join(patterns), patterns == (preset.train_files, preset.val_files)
     if is_default and not all(any(Path().glob(pattern)) for pattern in patterns):
-        for name, count in dict(train_files=steps * cfg.batch_tokens, val_files=val_tokens).items():
+        train_tokens = int(1.2 * sum(lengths) * cfg.batch_sequences)  # packing drops some
+        for name, count in dict(train_files=train_tokens, val_files=val_tokens).items():
             rng = np.random.default_rng(count)
             opens = rng.random(count + 1) < 1 / DOCUMENT_TOKENS
             tokens = np.where(opens, cfg.eot_token, rng.integers(max(1, cfg.eot_token), size=count + 1))
             write_shard(folder / f"{name}.bin", tokens)
             cfg = dataclasses.replace(cfg, val_sha256="", **{name: str(folder / f"{name}.bin")})
         what = f"SYNTHETIC: random tokens in documents of about {DOCUMENT_TOKENS}, because {what} are not both there"
-    return cfg, train_gpt.plan_data(dataclasses.replace(cfg, num_iterations=steps, val_tokens=val_tokens)), what
+    train = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg, cfg.max_doc_len)
+    val = train_gpt.plan_batches(cfg.val_files, [cfg.val_seq_len] * (val_tokens // cfg.val_seq_len), 1, cfg)
+    return cfg, dict(train=train, val=val), what
 
 
 def startup(name: str, cfg: Hyperparameters, plans: dict, flags: Sequence[str], cache: str) -> measure.Figures:
     """Time a start in a process of its own; `cache` is the folder of what the compiler makes."""
-    flags = [*flags, f"--train_files={cfg.train_files}", f"--num_iterations={len(plans['train'])}"]
-    flags += [f"--val_files={cfg.val_files}", f"--val_tokens={len(plans['val']) * cfg.val_seq_len}"]
+    flags = [*flags, f"--train_files={cfg.train_files}", f"--num_iterations={len(cfg.window_tokens)}"]  # one a stage
+    flags += [f"--extension_steps={min(1, cfg.extension_steps)}", f"--val_files={cfg.val_files}"]
+    flags += [f"--val_tokens={len(plans['val']) * cfg.val_seq_len}"]
     caches = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=str(Path(cache) / "triton"))
     told = own_process(["-m", "benchmarks.startup", str(time.time()), *flags], 240, **caches)
     seconds = json.loads(told.splitlines()[-1])
@@ -87,28 +93,31 @@ def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, flags: Sequence
                 stage(name, startup, name, cfg, plans, flags, cache)
     trainer = Trainer(cfg, ranks)
     timed("warm-up", trainer.warm_up, 1)
-    batches = measure.read(trainer, cycle(plans["train"]))
+    *earlier, last = train_gpt.stage_starts(cfg)[:-1]
+    share = len(plans["train"]) // (len(earlier) + 1)
+    parts = [cycle(plans["train"][i * share : (i + 1) * share]) for i in range(len(earlier) + 1)]
+    *others, batches = (measure.read(trainer, part) for part in parts)
     gc.disable()  # as in training
-    middle, last = cfg.num_iterations // 2, cfg.num_iterations - 1
-    probe = measure.mean_over_ranks(trainer, measure.whole_steps(trainer, batches, middle, 2)[1])
-    n = int(min(max_steps, max(min_steps, 20_000 / probe)))  # about 80 s for all steps
-    for name, step in dict(first=0, last=last).items():
-        title = f"step: whole, {name} window ({train_gpt.window_blocks(step, cfg)} blocks)"
-        stage(title, lambda s, t: {t: measure.figure(measure.whole_steps(trainer, batches, s, n), "ms")}, step, title)
+    probe = measure.mean_over_ranks(trainer, measure.whole_steps(trainer, batches, last, 2)[1])
+    n = int(min(max_steps, max(min_steps, 20_000 / probe)))  # about 40 s, and 20 s for each stage before
+    for step, own in zip(earlier, others, strict=True):
+        title = measure.title(step, cfg)
+        stage(title, lambda s, b, t: {t: measure.figure(measure.whole_steps(trainer, b, s, n), "ms")}, step, own, title)
+        own.close()
     title = f"validation of {len(plans['val']) * cfg.val_seq_len:,} tokens"
-    timed(title, lambda: trainer.evaluate(last + 1, plans["val"]), passes)
+    timed(title, lambda: trainer.evaluate(cfg.num_iterations, plans["val"]), passes)
     figures["peak memory"] = measure.figure([train_gpt.peak_memory_mib(trainer.device)], "MiB")
     rates = measure.matmul_tflops(trainer, calls)
     figures[f"large matmul in {cfg.dtype}"] = measure.figure(rates, "TFLOP/s")
-    stage("steps", measure.steps, trainer, batches, middle, n, float(np.median(rates)))
+    stage("steps", measure.steps, trainer, batches, last, n, float(np.median(rates)))
     stage("Newton-Schulz", measure.newton_schulz, trainer, calls)
-    tokens, blocks = next(batches)[0][0], trainer.window_blocks
+    tokens = next(batches)[0][0]
     title = f"attention masks of {len(tokens):,} tokens, not compiled"
-    timed(title, lambda: trainer.gpt.attention_masks(tokens, blocks), calls)
+    timed(title, lambda: trainer.gpt.attention_masks(tokens, trainer.windows), calls)
     stage("loader", measure.loader, trainer, plans["train"], passes)
     if trainer.device.type == "cuda":
-        stage("host waits", measure.host_waits, trainer, batches, middle)
-    stage("profile", lambda: profiles.append(measure.profile(trainer, batches, middle)) or {})
+        stage("host waits", measure.host_waits, trainer, batches, last)
+    stage("profile", lambda: profiles.append(measure.profile(trainer, batches, last)) or {})
     gc.enable()
     batches.close()
     return figures, "".join(profiles)
@@ -136,8 +145,7 @@ def table(document: dict) -> str:
 
 def run(flags: Sequence[str], quick: bool, out: Path) -> int:
     ranks, load, began = train_gpt.find_ranks(), f"{os.getloadavg()[0]:.1f}", time.perf_counter()
-    facts = dict(flags=list(flags), quick=quick)
-    mine = dict(who=f"rank {ranks.rank} on {platform.node()}", problem="", facts=facts)
+    problem, facts = "", dict(flags=list(flags), quick=quick)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         try:
             cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
@@ -146,8 +154,8 @@ def run(flags: Sequence[str], quick: bool, out: Path) -> int:
             if ranks.rank == 0:
                 out.mkdir(parents=True, exist_ok=True)
         except (UserError, OSError) as error:
-            mine["problem"] = str(error)
-        train_gpt.agree(ranks, [mine])
+            problem = str(error)
+        train_gpt.agree(ranks, problem, facts, 0)
         figures, profile = measure_all(cfg, ranks, plans, flags, quick)
         lines = (" ".join(line.split()) for line in train_gpt.describe(cfg, ranks, plans).splitlines())
     machine = [line for line in lines if line.startswith(("Running", "Model name:")) or " processes, " in line]

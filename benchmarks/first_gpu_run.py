@@ -28,7 +28,7 @@ INTRODUCTION = """Run what docs/first_gpu_run.md describes, and write all that i
 versions, driver, GPUs, check, self-test, a short run with its log, benchmarks. Names of host and user, their folders
 and IP addresses are left out. A stage that fails is recorded, and the others still run.
 
-    python -m benchmarks first_gpu_run [--out FILE] [flags of train_gpt.py, such as --train_seq_len 24576]
+    python -m benchmarks first_gpu_run [--out FILE] [flags of train_gpt.py, such as --train_seq_len 8192]
     python -m benchmarks first_gpu_run --preset nano --device cpu        try it without a GPU
 
 Exit codes: 0 done, 1 a stage failed (the file says how), 2 no GPU or bad input, 130 interrupted."""

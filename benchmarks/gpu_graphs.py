@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -40,8 +41,7 @@ Exit codes: 0 done, 1 a graph or a kernel failed, 2 something is missing, 130 in
 # The process of one architecture: pretend, then import torch
 CHILD = "import sys; from benchmarks import pretend_gpu; pretend_gpu.install(int(sys.argv[1])); "
 CHILD += "from benchmarks import gpu_graphs; gpu_graphs.child(sys.argv[1:])"
-WORLDS = (8, 1)  # numbers of processes
-GRAPHS = ("train", "validation")
+WORLDS = (8, 4, 2, 1)  # numbers of processes
 SPARE = 1500  # MiB that CUDA, its libraries and the allocator need beside the tensors
 SAMPLE = 2**17  # indices of a launch to look at
 WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_")  # do not read what they overwrite
@@ -131,8 +131,9 @@ class Recorder(TorchDispatchMode):
         self.phase = before
 
     def called(self, is_backward: bool, function: Callable):
-        names = dict(train="backward" if is_backward else "forward", optimizers="Newton-Schulz")
-        self.graph = names.get(self.phase, self.phase)
+        kind, _, shape = self.phase.partition(" ")
+        names = dict(train=f"{'backward' if is_backward else 'forward'} {shape}", optimizers="Newton-Schulz")
+        self.graph = names.get(kind, self.phase)
         self.kernels.setdefault(self.graph, {})
         try:
             return function()
@@ -261,33 +262,55 @@ def load_script(path: Path):
     return module
 
 
+def find_stages(script, cfg) -> list[dict]:
+    """Return the stages of a run: steps, tokens and windows. Equal phases have the same graphs."""
+    found = []
+    for first, end in pairwise(script.stage_starts(cfg)):
+        length, predicted = script.train_seq_len(first, cfg), len(script.next_weights(first, cfg))
+        stage = dict(first=first, steps=end - first, tokens=length, windows=script.attention_windows(first, cfg))
+        found.append(stage | dict(phase=f"train {length} x {predicted}"))  # tokens, next tokens
+    return found
+
+
 def run_steps(script, cfg, recorder: Recorder) -> dict[int, dict]:
-    """Take a step as one of WORLDS processes, and score a sequence. Return the peaks of memory."""
+    """Take steps of every stage as one of WORLDS processes, and score a sequence. Return the peaks of memory.
+
+    Of a stage as many steps as Adam makes one of.
+    """
 
     def batch(length: int) -> tuple[Tensor, Tensor]:
         tokens = torch.randint(cfg.vocab_size, (length + 1,), device="cuda", dtype=torch.int32)
         return tokens[:-1], tokens[1:].long()
 
-    step_optimizers, memory = script.step_optimizers, {}
+    step_optimizers, memory, trainer = script.step_optimizers, {}, None
 
     def optimize(*args) -> None:
-        with recorder.during("optimizers"):
+        with recorder.during(f"optimizers {recorder.phase}"):
             step_optimizers(*args)
 
     script.step_optimizers = optimize
+    phases = {stage["phase"]: stage for stage in reversed(find_stages(script, cfg))}
     for world in [world for world in WORLDS if cfg.batch_sequences % world == 0]:
-        recorder.world, recorder.peaks = world, {}
+        recorder.world, recorder.peaks, ranks = world, {}, script.Ranks(0, world, 0, world)
         with recorder.during("setup"), pretend_gpu.building():
-            trainer = script.Trainer(cfg, script.Ranks(0, world, 0, world))
-        with recorder.during("train"):  # the second sequence finds the gradients of the first
-            trainer.train_step(0, [batch(cfg.train_seq_len)] * min(2, cfg.batch_sequences // world))
+            if trainer is None:
+                trainer = script.Trainer(cfg, ranks)
+            else:  # its graphs are the same for all
+                trainer.gpt.zero_grad(set_to_none=True)
+                trainer.ranks, trainer.optimizers = ranks, []
+                gc.collect()
+                trainer.optimizers = script.build_optimizers(trainer.gpt, ranks)
+        for phase, stage in phases.items():
+            with recorder.during("setup"):
+                trainer.set_schedules(stage["first"])
+            for step in range(stage["first"], stage["first"] + cfg.adam_every):
+                with recorder.during(phase):  # the second sequence finds the gradients of the first
+                    trainer.train_step(step, [batch(stage["tokens"])] * min(2, cfg.batch_sequences // world))
         with recorder.during("validation"), torch.no_grad():
-            trainer.model(*batch(cfg.val_seq_len), trainer.window_blocks)
+            trainer.model(*batch(cfg.val_seq_len), trainer.windows, torch.ones_like(trainer.weights[:1]))
         memory[world] = {name: peak for name, peak in recorder.peaks.items() if name != "setup"}
-        optimizers = trainer.optimizers
-        memory[world]["communication"] = sum(o.grads.nbytes + o.values.nbytes for o in optimizers)
-        del trainer, optimizers
-        gc.collect()
+        sent = [(o.grads.nbytes + o.values.nbytes) / o.every for o in trainer.optimizers]
+        memory[world] |= dict(communication=round(sum(sent)))
     return memory
 
 
@@ -301,9 +324,11 @@ def child(argv: Sequence[str]) -> None:
             memory = run_steps(script, cfg, recorder)
     except Exception as error:  # what was found before is worth having
         failed = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+    stages = find_stages(script, cfg)
     device, counters = pretend_gpu.DEVICES[int(arch)], torch._dynamo.utils.counters
     found = dict(device=device.name, shared_limit=device.shared_limit, memory_mib=device.memory, failed=failed)
-    found |= dict(graph_breaks=dict(counters["graph_break"]), memory=memory, configuration=dataclasses.asdict(cfg))
+    found |= dict(graph_breaks=dict(counters["graph_break"]), memory=memory, stages=stages)
+    found |= dict(configuration=dataclasses.asdict(cfg))
     calls = [call for call in recorder.calls.values() if call["phase"] != "setup"]
     print(json.dumps(found | dict(kernels=recorder.kernels, calls=calls)))
 
@@ -339,9 +364,13 @@ def failures(found: dict) -> list[str]:
 def memory_lines(found: dict) -> list[str]:
     lines = []
     for world, memory in found["memory"].items():
-        buffers, total = ({name: memory[name][key] / 2**20 for name in GRAPHS} for key in ("buffers", "total"))
-        parts = [f"{name} {buffers[name]:,.0f}, with all else {total[name]:,.0f}" for name in GRAPHS]
-        fits = max(total.values()) + SPARE < found["memory_mib"]
+        peaks = {name: peak for name, peak in memory.items() if name != "communication"}
+        total = max(peak["total"] for peak in peaks.values()) / 2**20
+        parts = [
+            f"{name} {peak['buffers'] / 2**20:,.0f}, with all else {peak['total'] / 2**20:,.0f}"
+            for name, peak in peaks.items()
+        ]
+        fits = total + SPARE < found["memory_mib"]
         verdict = f"This {'fits' if fits else 'DOES NOT FIT'} into {found['memory_mib']:,} with {SPARE:,} to spare"
         lines.append(f"Processes: {world}. Peak of buffers in MiB: {'; '.join(parts)}. {verdict}")
     return lines

@@ -103,7 +103,7 @@ def read(trainer: Trainer, plan: Iterable[Batch]) -> Iterator[list[tuple[Tensor,
     """Read this rank's sequences of each batch."""
     cfg, ranks = trainer.cfg, trainer.ranks
     own = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
-    return train_gpt.read_batches(plan, own, cfg.train_seq_len, cfg, trainer.device)
+    return train_gpt.read_batches(plan, own, cfg, trainer.device)
 
 
 def take_step(trainer: Trainer, batches: Iterator, step: int, parts: bool = False) -> Spans:
@@ -114,6 +114,11 @@ def take_step(trainer: Trainer, batches: Iterator, step: int, parts: bool = Fals
             sequences = next(batches)
         trainer.train_step(step, sequences)
     return spans
+
+
+def title(step: int, cfg: train_gpt.Hyperparameters) -> str:
+    windows = " and ".join(f"{window:,}" for window in train_gpt.attention_windows(step, cfg))
+    return f"step: whole, stage {train_gpt.stage_of(step, cfg) + 1} (windows of {windows} tokens)"
 
 
 def whole_steps(trainer: Trainer, batches: Iterator, step: int, n: int) -> list[float]:
@@ -132,10 +137,11 @@ def steps(trainer: Trainer, batches: Iterator, step: int, n: int, matmul_tflops:
     parts = ["data", "forward", "backward", "optimizers", *["communication"] * dist.is_initialized()]
     found = {f"step: {name}": figure([own[name] for own in times[1::2]], "ms") for name in parts}
     whole, total = figure([own.total() for own in times[::2]], "ms"), sum(part["median"] for part in found.values())
-    found[f"step: whole, middle window ({train_gpt.window_blocks(step, cfg)} blocks)"] = whole
+    found[title(step, cfg)] = whole
     found["sum of the parts / whole"] = figure([total / whole["median"]], "")
     seconds, tflop = whole["median"] / 1000, step_flops(trainer, next(batches), step) / 1e12
-    found["throughput"] = figure([cfg.batch_tokens / seconds], "tokens/s")
+    tokens = cfg.batch_sequences * train_gpt.train_seq_len(step, cfg)
+    found["throughput"] = figure([tokens / seconds], "tokens/s")
     found["model FLOPs per step and rank"] = figure([tflop * 1000], "GFLOP")
     found["attained per rank"] = figure([tflop / seconds], "TFLOP/s")
     return found | {"utilization, relative to the large matmul": figure([100 * tflop / seconds / matmul_tflops], "%")}
@@ -163,10 +169,11 @@ def step_flops(trainer: Trainer, sequences: Sequence[tuple[Tensor, Tensor]], ste
     """
     cfg, gpt, total = trainer.cfg, trainer.gpt, 0
     matmul = sum(p.numel() for name, p in gpt.named_parameters() if p.ndim >= 2 and "embed" not in name)
-    trainer.window_blocks.fill_(train_gpt.window_blocks(step, cfg))
+    trainer.set_schedules(step)
     for tokens, _ in sequences:
-        masks = gpt.attention_masks(tokens, trainer.window_blocks)
+        masks = gpt.attention_masks(tokens, trainer.windows)
         pairs = {letter: attended_pairs(mask) for letter, mask in masks.items()}
+        pairs["P"] = pairs.get("P", 0) // 2  # of half as many heads
         attention = sum(pairs.get(letter, 0) for letter in cfg.attention_layout)
         total += 6 * matmul * len(tokens) + 12 * cfg.num_heads * cfg.head_dim * attention
     return total
@@ -211,7 +218,8 @@ def loader(trainer: Trainer, plan: Sequence[Batch], n: int) -> Figures:
             with open(path, "rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
-    found, tokens = {}, len(plan) * trainer.cfg.batch_tokens / trainer.ranks.world_size
+    sequences = [pieces for batch in plan for pieces in batch.sequences]
+    found, tokens = {}, sum(np.diff(pieces).sum() - 1 for pieces in sequences) / trainer.ranks.world_size
     states = dict(cold=drop_from_cache, warm=lambda: None)
     for state in states if hasattr(os, "posix_fadvise") else ["warm"]:
         taken = together(trainer, lambda: list(map(len, read(trainer, plan))), n, states[state])

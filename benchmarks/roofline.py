@@ -52,7 +52,7 @@ GPUS = {
     "rtx4090": Gpu(89, 165e12, 330e12, 82.6e12, 1.01e12, 10e9, attention=0.6, attention_backward=0.5),
 }
 DOCUMENT = 690  # tokens of a document on average: FineWeb's sample of 10.2 billion in 14.9 million documents
-PUBLIC = "public record 21 on 8 H100: 94 to 100 ms per step (its logs)"
+PUBLIC = "public record 65 on 8 H100: 34.2, 61.2, 87.6 and 87.9 ms per step by stage, 96.08 s in all (its logs)"
 
 
 def seconds(call: dict, gpu: Gpu) -> float:
@@ -62,16 +62,16 @@ def seconds(call: dict, gpu: Gpu) -> float:
     return max(gpu.launch, call["bytes"] / rate, call["flops"] / (peak * gpu.matmul))
 
 
-def visible_pairs(cfg: dict, length: int, share: float) -> float:
-    """Return the (query, key) pairs that FlexAttention computes for a sequence, over all layers.
+def visible_pairs(cfg: dict, length: int, windows: Sequence[int]) -> float:
+    """Return the (query, key) pairs per head that FlexAttention computes for a sequence, over all layers.
 
-    Windows are `share` of those at the end of the run, documents exponentially distributed with mean DOCUMENT; blocks
-    are computed whole, which adds about one to what a token sees.
+    Documents are exponentially distributed with mean DOCUMENT; blocks are computed whole, which adds about one to what
+    a token sees. A pair of heads is one of twice the length, its documents too.
     """
     total = 0.0
     for letter in cfg["attention_layout"].replace("-", ""):
-        window = share * cfg["window_tokens"] / (1 if letter == "L" else 2)
-        total += length * (DOCUMENT * (1 - math.exp(-window / DOCUMENT)) + cfg["block_size"])
+        window, document = windows[letter != "L"], DOCUMENT * (1 + (letter == "P"))
+        total += length * (document * (1 - math.exp(-window / document)) + cfg["block_size"])
     return total
 
 
@@ -79,44 +79,56 @@ def predict(found: dict, gpu: Gpu) -> tuple[dict[str, dict], list[dict]]:
     """Return each part's launches, GB, TFLOP and ms, and the launches themselves, with their ms, most costly first."""
     cfg, calls, parts = found["configuration"], [dict(call) for call in found["calls"]], defaultdict(dict)
     for call in calls:
+        call["count"] /= 1 if call["phase"] == "validation" else cfg["adam_every"]  # so many steps were taken
         call["ms"] = 1000 * call["count"] * seconds(call, gpu)
 
-    def part(name: str, world: int, phase: str, graph: str, times: float = 1) -> None:
+    def part(name: str, world: int, phase: str, graph: str) -> float:
         own = [c for c in calls if (c["world"], c["phase"], c["graph"]) == (world, phase, graph)]
         sums = dict(launches=sum(c["count"] for c in own), ms=sum(c["ms"] for c in own))
         sums |= dict(GB=sum(c["count"] * c["bytes"] for c in own) / 1e9)
-        sums |= dict(TFLOP=sum(c["count"] * c["flops"] for c in own) / 1e12)
-        parts[name] = {key: times * value for key, value in sums.items()}
+        parts[name] = sums | dict(TFLOP=sum(c["count"] * c["flops"] for c in own) / 1e12)
+        return sums["ms"]
 
-    def attention(name: str, length: int, flops: float, share: float, efficiency: float) -> None:
-        total = flops * cfg["num_heads"] * cfg["head_dim"] * visible_pairs(cfg, length, share)
-        parts[name] = dict(launches=0, ms=1000 * total / (gpu.bfloat16 * efficiency), GB=0.0, TFLOP=total / 1e12)
+    def attention(name: str, length: int, windows: Sequence[int], flops: float, efficiency: float) -> float:
+        total = flops * cfg["num_heads"] * cfg["head_dim"] * visible_pairs(cfg, length, windows)
+        ms = 1000 * total / (gpu.bfloat16 * efficiency)
+        parts[name] = dict(launches=0, ms=ms, GB=0.0, TFLOP=total / 1e12)
+        return ms
 
-    many, few = gpu_graphs.WORLDS
+    def result(name: str, ms: float) -> None:
+        parts[name] = dict(launches=0, ms=ms, GB=0.0, TFLOP=0.0)
+
+    many, few = gpu_graphs.WORLDS[0], gpu_graphs.WORLDS[-1]
     sequences = cfg["batch_tokens"] // cfg["train_seq_len"]
-    part("forward", many, "train", "forward")
-    part("backward", many, "train", "backward")
-    attention("FlexAttention forward", cfg["train_seq_len"], 4, 0.5, gpu.attention)
-    attention("FlexAttention backward", cfg["train_seq_len"], 10, 0.5, gpu.attention_backward)
-    sequence = sum(p["ms"] for p in parts.values())
-    for world in gpu_graphs.WORLDS:
-        part(f"outside of graphs, {world}", world, "train", "")
-        part(f"Newton-Schulz, {world}", world, "optimizers", "Newton-Schulz")
-        part(f"optimizers, {world}", world, "optimizers", "")
     moved = (many - 1) / many * found["memory"][str(many)]["communication"]
+    ends = {}
+    for world in (many, few):
+        ends[world] = part(
+            f"Newton-Schulz, {world}", world, f"optimizers {found['stages'][0]['phase']}", "Newton-Schulz"
+        )
+        ends[world] += part(f"optimizers, {world}", world, f"optimizers {found['stages'][0]['phase']}", "")
     parts[f"communication, {many}"] = dict(launches=0, ms=1000 * moved / gpu.link, GB=moved / 1e9, TFLOP=0.0)
-    part("validation", many, "validation", "validation")
-    attention("FlexAttention validation", cfg["val_seq_len"], 4, 0.5, gpu.attention)
-    ends = {w: sum(p["ms"] for name, p in parts.items() if name.endswith(f", {w}")) for w in gpu_graphs.WORLDS}
-    # With one process the second of its sequences adds to the gradients, and so do all that follow
-    extra = parts[f"outside of graphs, {few}"]["ms"] - parts[f"outside of graphs, {many}"]["ms"]
-    steps = {many: sequences / many * sequence + ends[many]}
-    steps[few] = sequences * sequence + ends[few] + (sequences - 2) * extra
-    validation = sum(p["ms"] for name, p in parts.items() if "validation" in name)
-    for world, ms in steps.items():
-        parts[f"STEP, processes: {world}"] = dict(launches=0, ms=ms, GB=0.0, TFLOP=0.0)
-    validations = cfg["val_tokens"] / cfg["val_seq_len"]
-    parts[f"VALIDATION, processes: {many}"] = dict(launches=0, ms=validations / many * validation, GB=0.0, TFLOP=0.0)
+    ends[many] += parts[f"communication, {many}"]["ms"]
+    runs = dict.fromkeys((many, few), 0.0)
+    for number, stage in enumerate(found["stages"], 1):
+        phase, tokens, windows = stage["phase"], stage["tokens"], stage["windows"]
+        graphs = {name: f"{name} {phase.partition(' ')[2]}" for name in ("forward", "backward")}
+        sequence = sum(part(f"stage {number}: {name}", many, phase, graph) for name, graph in graphs.items())
+        sequence += attention(f"stage {number}: FlexAttention forward", tokens, windows, 4, gpu.attention)
+        sequence += attention(f"stage {number}: FlexAttention backward", tokens, windows, 10, gpu.attention_backward)
+        outside = {w: part(f"stage {number}: outside of graphs, {w}", w, phase, "") for w in (many, few)}
+        # With one process the second of its sequences adds to the gradients, and so do all that follow
+        steps = {many: sequences / many * sequence + outside[many] + ends[many]}
+        steps[few] = sequences * sequence + outside[few] + (sequences - 2) * (outside[few] - outside[many]) + ends[few]
+        for world, ms in steps.items():
+            result(f"STEP of stage {number}, processes: {world}", ms)
+            runs[world] += stage["steps"] * ms
+    for world, ms in runs.items():
+        result(f"RUN, processes: {world}", ms)
+    validation = part("validation", many, "validation", "validation")
+    windows = found["stages"][-1]["windows"]
+    validation += attention("FlexAttention validation", cfg["val_seq_len"], windows, 4, gpu.attention)
+    result(f"VALIDATION, processes: {many}", cfg["val_tokens"] / cfg["val_seq_len"] / many * validation)
     return parts, sorted(calls, key=lambda call: -call["ms"])
 
 
@@ -126,7 +138,7 @@ def read_graphs(path: Path, names: Sequence[str]) -> dict:
         known = json.loads(path.read_text())
         for name in names:
             found = known["architectures"][str(GPUS[name].arch)]
-            if not {"failed", "memory", "calls", "configuration"} <= found.keys():
+            if not {"failed", "memory", "calls", "configuration", "stages"} <= found.keys():
                 raise ValueError(f"{name} is incomplete")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RuntimeError(f"--graphs {path}: not of gpu_graphs for {','.join(names)}: {error}") from None
@@ -141,14 +153,13 @@ def readable(name: str) -> str:
 def table(name: str, found: dict, parts: dict[str, dict], calls: list[dict], most: int) -> str:
     lines = [f"## {name}: {found['device']}", "", "| part | launches | GB | TFLOP | ms |", "|---|---|---|---|---|"]
     for part, p in parts.items():
-        cells = [f"{p[key]:,.2f}" if p[key] else "" for key in ("GB", "TFLOP", "ms")]
-        lines.append(f"| {part} | {p['launches'] or ''} | {' | '.join(cells)} |")
-    both = parts["forward"]["ms"] + parts["backward"]["ms"]
-    lines += ["", f"Forward and backward of one sequence, without FlexAttention's compute: {both:.2f} ms"]
-    lines += [*gpu_graphs.memory_lines(found), *([PUBLIC] if name == "h100" else [])]
+        cells = [f"{p['launches']:g}", *(f"{p[key]:,.2f}" for key in ("GB", "TFLOP", "ms"))]
+        lines.append(f"| {part} | {' | '.join(cell if float(cell.replace(',', '')) else '' for cell in cells)} |")
+    lines += ["", *gpu_graphs.memory_lines(found), *([PUBLIC] if name == "h100" else [])]
     lines += ["", "| graph | computes | kind | times | GB each | ms |", "|---|---|---|---|---|---|"]
-    for call in [c for c in calls if c["world"] == gpu_graphs.WORLDS[0] and c["phase"] != "validation"][:most]:
-        cells = [call["graph"] or call["phase"], readable(call["name"])[:90], call["kind"], call["count"]]
+    longest = max(found["stages"], key=lambda stage: stage["tokens"])["phase"]
+    for call in [c for c in calls if c["world"] == gpu_graphs.WORLDS[0] and c["phase"].endswith(longest)][:most]:
+        cells = [call["graph"] or call["phase"], readable(call["name"])[:90], call["kind"], f"{call['count']:g}"]
         lines.append(f"| {' | '.join(map(str, cells))} | {call['bytes'] / 1e9:.3f} | {call['ms']:.2f} |")
     return "\n".join(lines)
 

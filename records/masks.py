@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 UNSEEN, PARTIAL, FULL = range(3)
 COLOURS = ((0.93, 0.93, 0.93), (0.55, 0.76, 0.90), (0.0, 0.36, 0.62))  # of these three
 DOCUMENT = "#D55E00"
-NAMES = {"L": "long window", "S": "short window"}
+NAMES = {"L": "long window", "S": "short window", "P": "paired heads, short window"}
 
 
 def listed_blocks(mask: "BlockMask") -> "np.ndarray":
@@ -48,21 +48,21 @@ def read_sequence(cfg: "Hyperparameters", step: int, sequence: int, training: bo
 
     import train_gpt
 
-    if training:
-        files, number, length, batch = cfg.train_files, cfg.batch_sequences, cfg.batch_tokens, step
-        offset, seq_len = sequence * cfg.train_seq_len, cfg.train_seq_len
-        what = f"sequence {sequence} of training step {step}"
-    else:
-        files, number, length, batch = cfg.val_files, cfg.val_tokens // cfg.val_seq_len, cfg.val_seq_len, sequence
-        offset, seq_len, what = 0, length, f"validation sequence {sequence} at step {step}"
+    number = cfg.batch_sequences if training else cfg.val_tokens // cfg.val_seq_len
     if sequence >= number:
         raise ToolError(f"--sequence {sequence}: there are {number}, 0 to {number - 1}")
-    planned = train_gpt.plan_batches(files, length, batch + 1)[batch]
-    tokens = train_gpt.read_tokens(planned, offset, seq_len, cfg.vocab_size)
-    return torch.from_numpy(tokens.astype("int32")), what
+    if training:
+        lengths = [train_gpt.train_seq_len(earlier, cfg) for earlier in range(step + 1)]
+        plan = train_gpt.plan_batches(cfg.train_files, lengths, number, cfg, cfg.max_doc_len)
+        own, what = sequence, f"sequence {sequence} of training step {step}"
+    else:
+        plan = train_gpt.plan_batches(cfg.val_files, [cfg.val_seq_len] * (sequence + 1), 1, cfg)
+        own, what = 0, f"validation sequence {sequence} at step {step}"
+    [[(tokens, _)]] = train_gpt.read_batches(plan[-1:], [own], cfg, torch.device("cpu"))
+    return tokens, what
 
 
-def block_masks(cfg: "Hyperparameters", tokens: "Tensor", window: int) -> dict[str, "BlockMask"]:
+def block_masks(cfg: "Hyperparameters", tokens: "Tensor", windows: Sequence[int]) -> dict[str, "BlockMask"]:
     """Build the model's masks for FlexAttention, by their letter in `attention_layout`."""
     import torch
     from torch.nn.attention.flex_attention import BlockMask
@@ -71,7 +71,7 @@ def block_masks(cfg: "Hyperparameters", tokens: "Tensor", window: int) -> dict[s
 
     with torch.device("meta"):  # no parameter is needed
         gpt = train_gpt.GPT(dataclasses.replace(cfg, device="cuda", dtype="float32"))
-    masks = gpt.attention_masks(tokens, torch.tensor(window, dtype=torch.int32))
+    masks = gpt.attention_masks(tokens, torch.tensor(windows, dtype=torch.int32))
     return {letter: mask for letter, mask in masks.items() if isinstance(mask, BlockMask)}
 
 
@@ -98,11 +98,11 @@ def plot_masks(
     if not begin < end <= len(tokens):
         raise ToolError(f"--zoom {begin} {end}: expected two of the tokens 0 to {len(tokens)}, the smaller one first")
     starts = (tokens == cfg.eot_token).nonzero().flatten().tolist()
-    window = train_gpt.window_blocks(step, cfg)
-    found: dict[str, Any] = dict(preset=cfg.preset, what=what, block_size=cfg.block_size, window_blocks=window)
+    windows = train_gpt.attention_windows(step, cfg)
+    found: dict[str, Any] = dict(preset=cfg.preset, what=what, block_size=cfg.block_size, windows=list(windows))
     found |= dict(num_tokens=len(tokens), documents=starts)
     edges = sorted({0, *starts, len(tokens)})
-    masks = block_masks(cfg, tokens, window)
+    masks = block_masks(cfg, tokens, windows)
     figure, panels = new_figure(len(masks), 5.2, 5.9, sharey=True)
     for panel, (letter, mask) in zip(panels, masks.items(), strict=True):
         seen = listed_blocks(mask)
@@ -114,7 +114,8 @@ def plot_masks(
         panel.set_xlim(begin, end)
         panel.set_ylim(end, begin)
         farthest = int((seen != UNSEEN).sum(1).max())
-        reach = f"at most {farthest} blocks = {farthest * cfg.block_size:,} tokens"
+        of_tokens = farthest * cfg.block_size // (1 + (letter == "P"))  # two slots a token
+        reach = f"at most {farthest} blocks = {of_tokens:,} tokens"
         panel.set_title(f"{NAMES[letter]}: {reach}, {share:.1%} of the causal blocks", fontsize=9)
     panels[0].set_ylabel("query token")
     add_legend(figure)

@@ -25,8 +25,7 @@ import check
 import train_gpt
 from conftest import TINY
 from shards import write_shard
-from test_attention import SCALE, dense_attention, dense_mask
-from test_head import CAP, PROBLEM, whole
+from test_head import PROBLEM
 from train_gpt import GatheredMask, Ranks, Trainer
 
 GPT2, NANO = train_gpt.PRESETS["gpt2"], train_gpt.PRESETS["nano"]
@@ -40,7 +39,7 @@ def documents(tmp_path: Path):
 
     def write(cfg: train_gpt.Hyperparameters) -> dict[str, str]:
         rng = np.random.default_rng(0)
-        for name, length in ("train_000001", 4 * cfg.batch_tokens), ("val_000000", cfg.val_tokens + cfg.val_seq_len):
+        for name, length in ("train_000001", 8 * cfg.batch_tokens), ("val_000000", cfg.val_tokens + cfg.val_seq_len):
             tokens = np.minimum(rng.zipf(1.2, length), cfg.vocab_size - 2)
             tokens[rng.random(length) < 1 / 700] = cfg.eot_token
             write_shard(tmp_path / f"{name}.bin", tokens)
@@ -62,7 +61,7 @@ def shortened(cfg: train_gpt.Hyperparameters, memory: float) -> train_gpt.Hyperp
 @pytest.mark.slow
 def test_sequences_are_shortened_to_what_fits():
     assert shortened(GPT2, 75e9) == GPT2
-    assert shortened(GPT2, 8e9).train_seq_len in [GPT2.train_seq_len // cut for cut in (2, 4, 8)]
+    assert shortened(GPT2, 14e9).train_seq_len in [GPT2.train_seq_len // cut for cut in (2, 4, 8)]
 
 
 # First, while this process holds nothing on the GPU: the runs may need most of it
@@ -71,7 +70,8 @@ def test_two_steps_are_the_same_on_one_gpu_and_on_all(device: str, documents, tm
     """Random text of the preset's vocabulary is enough for two steps, and for a validation before and after them."""
     if device == "cuda":
         gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-        cfg = shortened(dataclasses.replace(GPT2, val_tokens=GPT2.val_seq_len), 0.95 * min(gpus))
+        cfg = dataclasses.replace(GPT2, val_tokens=GPT2.val_seq_len, extension_steps=0)
+        cfg = shortened(cfg, 0.95 * min(gpus))
         sizes = {1, max(size for size in (1, 2, 4, 8) if size <= len(gpus))}
     else:
         cfg, sizes = dataclasses.replace(NANO, batch_tokens=2048, val_tokens=NANO.val_seq_len, cpu_threads=1), {1, 2}
@@ -87,7 +87,7 @@ def test_two_steps_are_the_same_on_one_gpu_and_on_all(device: str, documents, tm
         results.append(json.loads((tmp_path / f"on-{size}.json").read_text()))
     uniform = math.log(cfg.vocab_size + -cfg.vocab_size % 64)
     for result in results:
-        assert abs(result["val_curve"][0][1] - uniform) < 1e-4, "the head is zero: all words are equally likely"
+        assert abs(result["val_curve"][0][1] - uniform) < 10 * cfg.head_std + 1e-4, "all words are about equally likely"
         assert result["val_loss"] < uniform - 0.3
         assert abs(result["val_loss"] - results[0]["val_loss"]) < 0.02
         assert result["recompiles"] == 0
@@ -108,25 +108,31 @@ def relative_errors(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) ->
     return [((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(actual, expected, strict=True)]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, docs: Tensor, window_blocks: Tensor, block: int) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, docs: Tensor, window: Tensor, block: int) -> Tensor:
     """Attend as the model does. What differs between the tests is in tensors: they share one graph."""
-    mask = train_gpt.document_block_mask(docs, window_blocks, block)
+    mask = train_gpt.document_block_mask(docs, window, block)
     if not q.is_cuda:  # FlexAttention has no backward there
-        return GatheredMask(mask, len(docs) // block, q.dtype).attend(q, k, v, SCALE)
+        return GatheredMask(mask, len(docs) // block, q.dtype).attend(q, k, v)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    return flex_attention(q, k, v, block_mask=mask, scale=SCALE)[0].transpose(0, 1)
+    return flex_attention(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
 
 
 @on_both
-@pytest.mark.parametrize(("window", "mean_document"), [(1, 700), (2, 40), (5, 10**9), (32, 700)])
+@pytest.mark.parametrize(("window", "mean_document"), [(100, 700), (256, 40), (650, 10**9), (4096, 700)])
 def test_attention_equals_dense_forward_and_backward(window: int, mean_document: int, device: str):
     T, H, D, block = (4096, 6, 128, 128) if device == "cuda" else (512, 2, 32, 16)
     generator = torch.Generator().manual_seed(window)
     docs = (torch.rand(T, generator=generator) < 1 / mean_document).cumsum(0, dtype=torch.int32).to(device)
     q, k, v, grad = (torch.randn(T, H, D, generator=generator).to(device) for _ in range(4))
-    qkv = [train_gpt.norm(q), train_gpt.norm(k), v]
-    settings = dict(docs=docs, window_blocks=torch.tensor(window, dtype=torch.int32, device=device), block=block)
-    dense = functools.partial(dense_attention, mask=dense_mask(docs.cpu(), window, block).to(device))
+    qkv = [0.12 * train_gpt.norm(q), train_gpt.norm(k), v]
+    settings = dict(docs=docs, window=torch.tensor(window, dtype=torch.int32, device=device), block=block)
+
+    def dense(q, k, v):
+        i = torch.arange(T, device=device)
+        visible = (i[:, None] >= i) & (docs[:, None] == docs) & (i[:, None] - i <= window)
+        scores = torch.einsum("ihd,jhd->hij", q, k)
+        return torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
     function = functools.partial(compiled(attention) if device == "cuda" else attention, **settings)
     errors = relative_errors(run(function, [t.bfloat16() for t in qkv], grad), run(dense, qkv, grad))
     assert max(errors) < 0.015, f"output, grad q, k, v: {errors}; bf16 gives 0.005, a CPU's softmax in it 0.01"
@@ -140,18 +146,25 @@ def test_head_equals_autograd_of_the_whole(precision: str, device: str):
     T, K, V = (4096, 768, 50304) if device == "cuda" else (64, 48, 320)
     generator = torch.Generator(device).manual_seed(0)
     x = train_gpt.norm(torch.randn(T, K, device=device, generator=generator)).bfloat16()
-    w = torch.randn(V, K, device=device, generator=generator) * 0.02
+    w = (torch.randn(V, K, device=device, generator=generator) * 0.02).bfloat16()
     targets = torch.randint(V, (T,), device=device, generator=generator)
-    # The gradient of a mean over T tokens is at most 1 / T
-    scales = (GPT2.fp8_x_scale, GPT2.fp8_w_scale, 128.0 * T) if precision == "fp8" else None
+    weights = torch.tensor([1.0, 0.5, 0.25], device=device)
+    softcap, span, shift = cap = GPT2.lm_head_softcap, GPT2.lm_head_range, GPT2.lm_head_shift
+    scales = (GPT2.fp8_x_scale, GPT2.fp8_w_scale, GPT2.fp8_grad_scale) if precision == "fp8" else None
+
+    def whole(x, w):
+        logits = span * torch.sigmoid((torch.nn.functional.linear(x, w).float() + shift) * 2 / softcap)
+        ahead = torch.stack([torch.nn.functional.pad(targets[k:], (0, k), value=-1) for k in range(3)])
+        rows = [torch.nn.functional.cross_entropy(logits, t, ignore_index=-1, reduction="sum") for t in ahead]
+        return weights @ torch.stack(rows)
 
     def head(x, w):
-        return train_gpt.HeadLoss.apply(x, w, targets, CAP, T // 4, scales, True)
+        return train_gpt.HeadLoss.apply(x, w, targets, weights, cap, T // 4, scales, True)
 
-    expected, limit = whole(x, w, targets), 0.05 if scales else 0.01
+    expected, limit = run(whole, [x, w]), 0.09 if scales else 0.01
     for function in [head, compiled(head)] if device == "cuda" else [head]:
         errors = relative_errors(run(function, [x, w]), expected)
-        assert max(errors) < limit, f"loss, grad x, w: {errors}; bf16 gives 0.001, FP8 0.027"
+        assert max(errors) < limit, f"loss, grad x, w: {errors}; e5m2 gives 0.066, the root mean square of its rounding"
 
 
 class RefuseValues(TorchDispatchMode):
@@ -183,14 +196,16 @@ def waits_raise(device: str) -> Iterator[None]:
 
 @on_both
 def test_a_step_and_its_data_never_wait_for_the_device(device: str, documents):
-    lengths = dict(train_seq_len=2048, batch_tokens=4096, val_seq_len=2048, val_tokens=2048, seed=0)
-    cfg = dataclasses.replace(GPT2, **lengths) if device == "cuda" else dataclasses.replace(NANO, **TINY)
-    cfg = train_gpt.resolve(dataclasses.replace(cfg, **documents(cfg), num_iterations=3, run_id="waits"))
+    one_graph = dict(train_seq_len=2048, batch_tokens=4096, val_seq_len=2048, val_tokens=2048, seed=0)
+    one_graph |= dict(stage_growth=(1,) * 4, next_weights=(1.0,), extension_steps=0)
+    cfg = dataclasses.replace(GPT2, **one_graph) if device == "cuda" else dataclasses.replace(NANO, **TINY)
+    cfg = train_gpt.resolve(dataclasses.replace(cfg, **documents(cfg), num_iterations=4, run_id="waits"))
     trainer, plan = Trainer(cfg, Ranks()), train_gpt.plan_data(cfg)["train"]
-    batches = train_gpt.read_batches(plan, range(cfg.batch_sequences), cfg.train_seq_len, cfg, trainer.device)
-    trainer.train_step(0, next(batches))
+    batches = train_gpt.read_batches(plan, range(cfg.batch_sequences), cfg, trainer.device)
+    for step in (0, 1):
+        trainer.train_step(step, next(batches))
     with waits_raise(device):
-        losses = [trainer.train_step(step, next(batches)).to("cpu", non_blocking=True) for step in (1, 2)]
+        losses = [trainer.train_step(step, next(batches)).to("cpu", non_blocking=True) for step in (2, 3)]
     if device == "cuda":
         torch.cuda.synchronize()
     assert all(loss.isfinite() for loss in losses)

@@ -15,7 +15,8 @@ from benchmarks.startup import own_process
 WHY_NOT = pretend_gpu.missing()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"gpu_graphs {WHY_NOT}")]
 
-SMALL = "--attention_layout L --value_embed_layout 0 --skip_layout . --model_dim 128 --num_heads 2 --head_dim 64"
+SMALL = "--attention_layout L --value_embed_layout 0 --skip_layout . --backout_layer . --bigram_rows 0"
+SMALL += " --stage_growth 1 1 1 1 --next_weights 1 0.5 --model_dim 128 --num_heads 2 --head_dim 64"
 SMALL += " --vocab_size 512 --eot_token 511 --train_seq_len 512 --val_seq_len 512 --batch_tokens 4096"
 SMALL += " --val_tokens 512 --lm_head_slice 512"
 WORKER = "from benchmarks import pretend_gpu; pretend_gpu.install(90); import test_gpu_graphs; test_gpu_graphs.worker()"
@@ -114,24 +115,30 @@ def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path, caps
     assert gpu_graphs.main(["--arch", "90", "--out", str(out), *SMALL.split()]) == 0
     told = capsys.readouterr().out
     found = json.loads(out.read_text())["architectures"]["90"]
-    assert set(found["kernels"]) == {"forward", "backward", "Newton-Schulz", "validation"}
+    graphs = {f"{name} 512 x {n}" for name in ("forward", "backward") for n in (1, 2)}
+    assert set(found["kernels"]) == graphs | {"Newton-Schulz", "validation"}
     assert "_scaled_mm" in told
     assert "DOES NOT FIT" not in told
     entries = [e for graph in found["kernels"].values() for configs in graph.values() for e in configs]
     assert all(0 < entry["registers"] <= 255 for entry in entries)
-    # Heads: forward 2 x K x V per token, twice that again for the gradients
+    # Heads: forward 2 x K x V per token, twice that again for the gradients; two steps of both kinds, of one sequence
+    # with 8 processes and of two with 4, 2, 1
     head = sum(call["flops"] * call["count"] for call in found["calls"] if call["kind"].startswith("float8"))
-    assert head == (1 + 2) * 512 * 3 * 2 * 128 * 512
-    for world in ("8", "1"):
-        assert found["memory"][world]["train"]["total"] > found["memory"][world]["train"]["buffers"] > 2 * 512 * 512
+    assert head == 2 * 2 * (1 + 3 * 2) * 512 * 3 * 2 * 128 * 512
+    for world in ("8", "4", "2", "1"):
+        peak = found["memory"][world]["train 512 x 2"]
+        assert peak["total"] > peak["buffers"] > 2 * 512 * 512
     assert roofline.main(["--gpu", "h100", "--graphs", str(out), "--out", str(tmp_path / "roofline.json")]) == 0
     parts = json.loads((tmp_path / "roofline.json").read_text())["gpus"]["h100"]["parts"]
-    assert parts["STEP, processes: 1"]["ms"] > 7 * parts["forward"]["ms"]
+    assert parts["STEP of stage 1, processes: 1"]["ms"] > 7 * parts["stage 1: forward"]["ms"]
+    steps = [parts[f"STEP of stage {n}, processes: 8"]["ms"] for n in (1, 2, 3, 4)]
+    run = sum(stage["steps"] * ms for stage, ms in zip(found["stages"], steps, strict=True))
+    assert parts["RUN, processes: 8"]["ms"] == pytest.approx(run)
 
 
 def test_a_graph_break_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     script, source = tmp_path / "train_gpt.py", (ROOT / "train_gpt.py").read_text()
-    begin = "    def features(self, tokens: Tensor, window_blocks: Tensor) -> Tensor:\n"
+    begin = "    def features(self, tokens: Tensor, windows: Tensor) -> Tensor:\n"
     assert begin in source
     script.write_text(source.replace(begin, f"{begin}        torch._dynamo.graph_break()\n"))
     flags = ["--arch", "90", "--script", str(script), "--out", str(tmp_path / "graphs.json"), *SMALL.split()]
@@ -140,19 +147,18 @@ def test_a_graph_break_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_gpt2_on_an_h100_is_what_the_pages_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """All of it compiles; memory, also that of a card with 24 GB, and the predicted time are within their bounds."""
+    """All of it compiles; check.py knows the memory; the predicted times are those of public record 65 to 25%."""
     out = tmp_path / "graphs.json"
     assert gpu_graphs.main(["--arch", "90", "--out", str(out)]) == 0
     memory = json.loads(out.read_text())["architectures"]["90"]["memory"]
-    found = {name: round(memory["8"][name]["buffers"] / 2**20) for name in ("train", "validation")}
-    assert found == dict(zip(("train", "validation"), check.STEP_MIB.values(), strict=True))
-    assert found["train"] <= 14_500
-    assert memory["1"]["train"]["total"] / 2**20 + gpu_graphs.SPARE <= pretend_gpu.DEVICES[89].memory
+    longest = [round(memory["8"][name]["buffers"] / 2**20) for name in ("train 49152 x 1", "validation")]
+    assert longest == list(check.STEP_MIB.values())
     assert roofline.main(["--gpu", "h100", "--graphs", str(out), "--out", str(tmp_path / "roofline.json")]) == 0
     parts = json.loads((tmp_path / "roofline.json").read_text())["gpus"]["h100"]["parts"]
-    assert parts["forward"]["ms"] + parts["backward"]["ms"] < 69
-    told, page = parts["STEP, processes: 8"]["ms"], (ROOT / "README.md").read_text()
-    assert f"| 8 x H100 | {told:.0f} ms | {told * 1770 / 60_000:.1f} min |" in page
+    public = dict(zip((1, 2, 3, 4), (34.2, 61.2, 87.6, 87.9), strict=True))
+    steps = {stage: parts[f"STEP of stage {stage}, processes: 8"]["ms"] for stage in public}
+    assert steps == pytest.approx(public, rel=0.25)
+    assert parts["RUN, processes: 8"]["ms"] == pytest.approx(96_080, rel=0.25)
 
 
 @pytest.mark.parametrize("arch", [89, 86, 80])
