@@ -425,7 +425,7 @@ class MLP(nn.Module):
         return linear(ReluSquared.apply(linear(x, self.c_fc)), self.c_proj)
 
 
-# ---- Attention: causal, within documents, in sliding windows of blocks -----------------------------------------------
+# ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
 def document_block_mask(doc_ids: Tensor, window: Tensor, block_size: int, for_flex: bool = True) -> BlockMask:
     """Return which tokens see which: causal, within a document, no further back than a window of tokens.
 
@@ -792,7 +792,7 @@ class Muon(ShardedOptimizer):
     (record 43, @varunneal).
 
     Rows of the buffers are whole matrices, tall ones on their side: the 22 of gpt2's MLPs on 8 ranks are 3 on each, and
-    a column is a hidden unit in both matrices of an MLP. NorMuon evens these out, elsewhere the outputs.
+    a column is a hidden unit in both matrices of an MLP. NorMuon evens these out, elsewhere the rows, in gpt2 outputs.
     The ranks exchange updates, which all of them apply.
     """
 

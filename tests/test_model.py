@@ -31,13 +31,13 @@ def test_precision_of_parameters(tiny, dtype: str, tied_frac: float):
         assert tensor.dtype == getattr(torch, dtype if is_table or dtype == "float64" else "float32"), name
 
 
-PLAIN = dict(tied_frac=0.0, head_std=0.0, value_embed_std=0.5, gate_inputs=0, skip_init=1.0, resid_lambda_init=1.0)
+PLAIN = dict(tied_frac=0.0, head_std=0.0, gate_inputs=0, skip_init=1.0, resid_lambda_init=1.0)
 CONSTANTS = dict(
     resid_lambda=1.1, x0_lambda=0, bigram_lambda=0.1, skip_weights=-1.5, smear_lambda=0, backout_lambda=0.5
 )
 CONSTANTS |= dict.fromkeys(["bigram_embed", "mlp.c_proj", "gate", "value_gate", "skip_gate", "smear_gate"], 0)
 NORMAL = dict(embed=0.005, lm_head=0.005, value_embeds=0)
-PLAIN_NORMAL = dict(embed=1, lm_head=0, value_embeds=0.5)
+PLAIN_NORMAL = dict(embed=1, lm_head=0, value_embeds=0)
 
 
 @pytest.mark.parametrize(

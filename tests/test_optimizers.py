@@ -21,12 +21,12 @@ MLPS = {"0.mlp.c_fc": (64, 16), "0.mlp.c_proj": (16, 64), "1.mlp.c_fc": (64, 16)
 WIDE = {"0.attn.qkv_w": (3, 24, 16), "0.attn.c_proj": (16, 24)}
 # One element, less than, exactly and more than the alignment; 2-D; a batch
 ADAM_GROUP = {str(i): shape for i, shape in enumerate([(2,), (1,), (16,), (17,), (37, 11), (5, 3, 7), (128, 9)])}
-NOR = dict(muon_beta2=0.9, muon_decay=1.2)
+DECAY = dict(muon_decay=1.2)
 SETTINGS = (0.1, 0.0, 0.8, 0.95)
 
 
 def config(sequences: int, dtype: str, **changes) -> Hyperparameters:
-    small = dict(train_seq_len=64, batch_tokens=64 * sequences, adam_eps=0.01, adam_every=1, muon_beta2=0.0)
+    small = dict(train_seq_len=64, batch_tokens=64 * sequences, adam_eps=0.01, adam_every=1, muon_beta2=0.9)
     small |= dict(muon_decay=0.0, c_fc_factor=2.0, c_proj_factor=4.0, block_size=32)
     return dataclasses.replace(train_gpt.PRESETS["nano"], **small | changes, dtype=dtype)
 
@@ -55,17 +55,16 @@ def reference_update(name: str, grad: Tensor, squares: Tensor, cfg: Hyperparamet
         for a, b, c in train_gpt.POLAR_EXPRESS:
             xxx = x @ x.T @ x
             x = a * x + b * xxx + c * (xxx @ x.T @ x)
-        if beta2 := cfg.muon_beta2:  # a number for each output, in the last matrix of an MLP for each input
-            square.mul_(beta2).add_((1 - beta2) * x.square().mean(0 if "mlp.c_proj" in name else 1, keepdim=True))
-            even = x / square.sqrt()
-            x = even * x.norm() / even.norm()
-        updates.append(x)
+        # A number for each hidden unit of an MLP, the longer side, elsewhere for each of the shorter one: the outputs
+        mean = x.square().mean(0 if (x.size(0) > x.size(1)) != ("mlp" in name) else 1, keepdim=True)
+        even = x / square.mul_(cfg.muon_beta2).add_((1 - cfg.muon_beta2) * mean).sqrt()
+        updates.append(even * x.norm() / even.norm())
     return torch.stack(updates).view_as(grad)
 
 
 @pytest.mark.parametrize(
     ("shapes", "sequences", "changes"),
-    [(ATTENTION, 1, NOR), (MLPS, 12, NOR), (MLPS, 1, {}), (WIDE, 3, {})],
+    [(ATTENTION, 1, DECAY), (MLPS, 12, DECAY), (MLPS, 1, {}), (WIDE, 3, {})],
     ids=["attention", "MLPs", "plain", "wide"],
 )
 def test_muon_equals_a_reference_that_takes_one_matrix_at_a_time(shapes: dict, sequences: int, changes: dict):
@@ -149,7 +148,7 @@ def gpt(tiny) -> GPT:
     """Return a model with every kind of parameter, and groups that are known by their learning rates."""
     groups = "head embed table scalar x0 gate smear skip".split()
     settings = {f"{group}_adam": (0.1 * i, 0.01 * i, 0.5, 0.9) for i, group in enumerate(groups, start=1)}
-    parts = dict(attention_layout="L-PL", gate_inputs=12, backout_layer="2", bigram_rows=61, muon_beta2=0.0)
+    parts = dict(attention_layout="L-PL", gate_inputs=12, backout_layer="2", bigram_rows=61)
     return GPT(dataclasses.replace(tiny, **settings, **parts, tied_frac=0.0, muon_lr=0.9))
 
 
