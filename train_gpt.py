@@ -134,7 +134,7 @@ class Hyperparameters:
     momentum_cooldown_steps: Natural = 50  # last steps, in which momentum goes back there
     muon_beta2: Decay = 0.95  # decay of NorMuon's second moment
     muon_decay: Rate = 1.2  # weight decay, times the squared learning rate, where an update moves a weight towards 0
-    adam_every: Count = 2  # steps that Adam makes one of, from the sum of their gradients
+    adam_every: Annotated[int, 1, 16] = 2  # steps that Adam makes one of, from the sum of their gradients
     adam_eps: Rate = 1e-10  # added to the root of the second moment
     # Adam's groups: learning rate, weight decay as above, decays of the first and the second moment
     head_adam: Rates = (0.008, 0.75, 0.5, 0.95)  # head, and embedding while they are one table
@@ -165,6 +165,7 @@ class Hyperparameters:
 
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            require(field.name, isinstance(value, tuple) == isinstance(field.default, tuple), "a value")  # not =--
             if get_origin(field.type) is Annotated and value is not None:
                 low, high = field.type.__metadata__
                 numbers = value if isinstance(value, tuple) else (value,)
@@ -188,11 +189,13 @@ class Hyperparameters:
         require("skip_layout", all(holds) and len(holds) == layers, f"{layers} digits of earlier layers or .")
         holds = len(self.backout_layer) == 1 and self.backout_layer in "." + DIGITS[:layers]
         require("backout_layer", holds, "the digit of a layer or .")
-        require("next_weights", 0 < len(self.next_weights) <= 8, "1 to 8 weights")
+        most = min(8, self.train_seq_len)
+        require("next_weights", 0 < len(self.next_weights) <= most, f"1 to {most} weights")
+        require("bigram_rows", self.bigram_rows != 1, "0, or at least 2: the last one is the first token's")
         require("gate_inputs", self.gate_inputs <= self.model_dim, f"at most model_dim {self.model_dim}")
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         stages = len(self.window_tokens)
-        require("window_tokens", stages > (self.extension_steps > 0), "one more stage with an extension")
+        require("window_tokens", stages > (self.extension_steps > 0), "a stage, and one more with extension_steps")
         require("stage_growth", len(self.stage_growth) == stages, f"as many stages as window_tokens: {stages}")
         require("lr_factors", len(self.lr_factors) == stages, f"as many stages as window_tokens: {stages}")
         require("checkpoint_every", self.checkpoint_every % self.adam_every == 0, f"a multiple of {self.adam_every}")
@@ -1114,7 +1117,8 @@ class Trainer:
         tensors = {name: p.detach() for name, p in self.gpt.named_parameters()}
         for optimizer in self.optimizers:
             for name, shard in optimizer.state.items():
-                whole = shard if self.ranks.world_size == 1 else torch.empty_like(optimizer.grads)
+                rows = len(optimizer.grads)
+                whole = shard if self.ranks.world_size == 1 else shard.new_empty(rows, *shard.shape[1:])
                 launch(all_gather, whole, shard)()
                 tensors[f"{optimizer.name} {name}"] = whole
         return tensors
@@ -1355,8 +1359,8 @@ def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, d
     facts |= dict(script=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
     facts |= dict(torch=str(torch.__version__), numpy=np.__version__)
     for name, value in saved["facts"].items():
-        if facts[name] != value:
-            raise UserError(f"the checkpoint has {name} {value} instead of {facts[name]}: resume with the same")
+        if (now := facts.get(name)) != value:
+            raise UserError(f"the checkpoint has {name} {value} instead of {now}: resume with the same")
     return cfg, plans, facts, saved
 
 

@@ -70,8 +70,8 @@ def install(arch: int) -> None:
     assert "torch" not in sys.modules, "torch is there already"
     # Compile here and now: workers and caches would hide kernels from us
     os.environ |= dict(TORCHINDUCTOR_COMPILE_THREADS="1", TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
-    # The compiler would time whether to pad the gates' products, of 12 inputs, as it does not know the GPU's rates; with
-    # an H100's it pads none, as these products wait for memory (torch._inductor.fx_passes.pad_mm, is_mm_compute_bound)
+    # The compiler would time whether to pad the gates' products, of 12 inputs, as it does not know the GPU's rates; an
+    # H100's make it pad none, as these products wait for memory (torch._inductor.fx_passes.pad_mm, is_mm_compute_bound)
     os.environ["TORCHINDUCTOR_SHAPE_PADDING"] = "0"
     load_guard()
     import torch
