@@ -19,12 +19,11 @@ from train_gpt import Hyperparameters, Ranks, Trainer, UserError
 
 INTRODUCTION = """Measure step time and memory of the nano architecture on this machine against sequence length, window,
 width and number of processes, each point in processes of its own. Predict gpt2's step on H100s by the roofline. Print
-tables with fitted exponents; write scaling.json, measured.png and predicted.png to a folder.
+tables with fitted exponents; write scaling.json and pictures to a folder.
 
     python -m benchmarks scaling [--passes N] [--graphs FILE] [--out FOLDER] [flags of train_gpt.py]
 Exit codes: 0 done, 2 bad input, or a point failed, 130 interrupted."""
-# Else a step is one sequence of 1,024 tokens, width 128, window 128; "both" is a window as long as the sequence. Each
-# process has one thread, or a second one could only take what the first has
+# Else a step is one sequence of 1,024 tokens, width and window are 128; "both": the window is as long as the sequence
 AXES = {
     "sequence": {n: dict(train_seq_len=n, batch_tokens=n) for n in (512, 1024, 2048, 4096, 8192, 16384)},
     "both": {n: dict(train_seq_len=n, batch_tokens=n, window_tokens=n) for n in (256, 512, 1024, 2048, 4096)},
@@ -62,8 +61,7 @@ def point(flags: Sequence[str]) -> dict:
             taken.append([time.perf_counter(), time.process_time()] - start)
         return dict(zip(("wall", "cpu"), (1000 * np.array(taken[2:])).T.tolist(), strict=True))
 
-    found = dict(rank=ranks.rank, device=cfg.device, dtype=cfg.dtype)
-    found |= dict(step=timed(lambda: trainer.train_step(step, sequences)))  # leaves the window open
+    found = dict(rank=ranks.rank, device=cfg.device, step=timed(lambda: trainer.train_step(step, sequences)))
     found |= dict(memory=train_gpt.peak_memory_mib(trainer.device) - before)
     found |= dict(mask=timed(lambda: trainer.gpt.attention_masks(sequences[0][0], trainer.window_blocks)))
     mask = trainer.gpt.attention_masks(sequences[0][0], trainer.window_blocks)[cfg.attention_layout[0]]
@@ -75,7 +73,7 @@ def point(flags: Sequence[str]) -> dict:
 
 def measure_point(axis: str, value: int, flags: Sequence[str]) -> dict:
     processes = value if axis == "processes" else 1
-    fields = dict(seed=1, cpu_threads=processes, **AXES[axis][value])
+    fields = dict(seed=1, cpu_threads=processes, **AXES[axis][value])  # a thread each: else more share what one has
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [*(torchrun if processes > 1 else []), "-m", "benchmarks.scaling", "--preset=nano"]
     return json.loads(own_process([*command, *(f"--{k}={v}" for k, v in fields.items()), *flags]).splitlines()[-1])
@@ -131,7 +129,8 @@ def report(curves: dict[str, dict], fits: dict[str, dict]) -> str:
         names = [f"{name} ({figure['unit']})" for name, figure in next(iter(curve.values())).items()]
         lines += [f"| {' | '.join([axis, *names])} |", "|---" * (1 + len(names)) + "|"]
         for value, figures in curve.items():
-            cells = ["{median:,.4g} ({p10:,.4g} to {p90:,.4g})".format(**figure) for figure in figures.values()]
+            form = "{median:,.4g}" + " ({p10:,.4g} to {p90:,.4g})" * (axis in AXES)
+            cells = [form.format(**figure) for figure in figures.values()]
             lines.append(f"| {value} | {' | '.join(cells)} |")
         cells = [f"{f['exponent']:.2f}" + (f" ± {f['error']:.2f}" if f["error"] else "") for f in fits[axis].values()]
         lines += [f"| exponent | {' | '.join(cells)} |", ""]
@@ -143,12 +142,13 @@ def draw(curves: dict[str, dict], fits: dict[str, dict], path: Path) -> None:
 
     figure, panels = new_figure(len(curves), 3.4, 4)
     for panel, (axis, curve) in zip(panels, curves.items(), strict=True):
-        for (name, f), marker in zip(fits[axis].items(), "os^Dv", strict=True):
+        for (name, f), marker in zip(fits[axis].items(), "os^D", strict=False):
             medians, unit = [figures[name]["median"] for figures in curve.values()], curve[min(curve)][name]["unit"]
             color, label = "#0072B2" if unit == "ms" else "0.6", f"{name} ({unit}): {f['exponent']:.2f}"
             panel.plot(list(curve), medians, marker, color=color, markersize=4, label=label)
             panel.plot(list(curve), [f["factor"] * n ** f["exponent"] for n in curve], color=color, linewidth=1)
         panel.set(title=axis, xscale="log", yscale="log", xticks=list(curve), xticklabels=list(curve))
+        panel.minorticks_off()
         panel.legend(frameon=False, fontsize=8)
     save(figure, path, dict(curves=curves, fits=fits))
 
@@ -158,8 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks scaling", description=INTRODUCTION, **options)
     parser.add_argument("--passes", type=int, choices=range(1, 100), metavar="N", default=3, help="(default: 3)")
     parser.add_argument("--graphs", type=Path, metavar="FILE", help="JSON of gpu_graphs, else gpt2 is lowered anew")
-    out = Path(time.strftime("logs/scaling-%Y%m%d-%H%M%S"))
-    parser.add_argument("--out", type=Path, metavar="FOLDER", default=out, help="default: logs/scaling-TIME")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path(time.strftime("logs/scaling-%Y%m%d-%H%M%S")))
     args, flags = parser.parse_known_args(argv)
     try:
         cfg = train_gpt.resolve(train_gpt.parse_args(["--preset=nano", *flags]))
@@ -182,10 +181,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for axis, curve in curves.items():
             fits[axis] = {name: fit({n: f[name]["median"] for n, f in curve.items()}) for name in curve[min(curve)]}
         machine = f"torch {torch.__version__} {cfg.device} {cfg.dtype}, {os.cpu_count()} cores, load {os.getloadavg()}"
-        (args.out / "scaling.json").write_text(json.dumps(dict(machine=machine, **groups, fits=fits), indent=1) + "\n")
+        document = dict(machine=machine, **groups, fits=fits, traffic=traffic(GPT2, 8))
+        (args.out / "scaling.json").write_text(json.dumps(document, indent=1) + "\n")
         print(f"{machine}\n\n{report(curves, fits)}")
         for name in filter(groups.get, groups):
-            draw(groups[name], fits, args.out / f"{name}.png")
+            draw(groups[name], fits, args.out / f"scaling_{name}.png")
     except (RuntimeError, OSError, UserError, ImportError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
