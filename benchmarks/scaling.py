@@ -156,7 +156,7 @@ def draw(curves: dict[str, dict], fits: dict[str, dict], path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(prog="python -m benchmarks scaling", description=INTRODUCTION, **options)
-    parser.add_argument("--passes", type=int, choices=range(1, 100), metavar="N", default=3, help="(default: 3)")
+    parser.add_argument("--passes", type=int, choices=range(1, 10), metavar="N", default=3, help="(default: 3)")
     parser.add_argument("--graphs", type=Path, metavar="FILE", help="JSON of gpu_graphs, else gpt2 is lowered anew")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=Path(time.strftime("logs/scaling-%Y%m%d-%H%M%S")))
     args, flags = parser.parse_known_args(argv)
