@@ -45,9 +45,9 @@ except KeyboardInterrupt:
     sys.exit(130)
 
 FINEWEB_SHARDS, SHARD_TOKENS, PACKING = 103, 10**8, 1.5  # 1.5: tokens for one that packing keeps, assumed
-# Peak MiB of all buffers of a gpt2 training and validation step, by `python -m benchmarks gpu_graphs`, of the script
-# with record 21's mathematics (commit da1978f), whose longest sequences are the same; all else comes on top
-STEP_MIB = {"train_seq_len": 14_421, "val_seq_len": 8_910}
+# Peak MiB of all buffers of gpt2's longest training step, by `python -m benchmarks gpu_graphs`, and of its validation
+# (as at commit da1978f, with record 21's mathematics); parameters, gradients and optimizers come on top
+STEP_MIB = {"train_seq_len": 15_205, "val_seq_len": 8_910}
 # Useful TFLOP/s, 6 FLOP per weight and token, by a part of the GPU's name. H100: from the 96.08 s published for record
 # 65 on 8 of them. A100, 4090: `python -m benchmarks roofline`, less the 8% by which it is too fast for H100s. Others:
 # the H100's share, 37%, of their peak. nano makes 9.1e10 a second on 2 cores that multiply bf16, about half on others.
