@@ -397,7 +397,7 @@ class Rotary(nn.Module):
         super().__init__()
         dtype = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
         length = max(cfg.train_seq_len * max(cfg.stage_growth), cfg.val_seq_len) * (1 + ("P" in cfg.attention_layout))
-        for name, shape in dict(cos=(length, cfg.head_dim // 4), sin=(length, cfg.head_dim // 4), scale=()).items():
+        for name, shape in dict(cos=(length, cfg.head_dim // 4), sin=(length, cfg.head_dim // 4), scale=(1,)).items():
             self.register_buffer(name, torch.empty(shape, dtype=dtype), persistent=False)
         self.set_stage(0, cfg)
 
