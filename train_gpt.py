@@ -187,8 +187,8 @@ class Hyperparameters:
         require("value_embed_layout", holds, f"{layers} characters: . or, where there is attention, a digit, from 0 on")
         holds = [source in "." + DIGITS[:i] for i, source in enumerate(self.skip_layout)]
         require("skip_layout", all(holds) and len(holds) == layers, f"{layers} digits of earlier layers or .")
-        holds = len(self.backout_layer) == 1 and self.backout_layer in "." + DIGITS[:layers]
-        require("backout_layer", holds, "the digit of a layer or .")
+        holds = len(self.backout_layer) == 1 and self.backout_layer in "." + DIGITS[: layers - 1]
+        require("backout_layer", holds, "the digit of a layer before the last, or .")
         most = min(8, self.train_seq_len)
         require("next_weights", 0 < len(self.next_weights) <= most, f"1 to {most} weights")
         require("bigram_rows", self.bigram_rows != 1, "0, or at least 2: the last one is the first token's")
@@ -1007,7 +1007,7 @@ def next_weights(step: int, cfg: Hyperparameters) -> list[float]:
     stage = stage_of(step, cfg)
     start, end = stage_starts(cfg)[stage : stage + 2]
     *first, last = cfg.next_weights[: max(1, len(cfg.next_weights) - stage)]
-    return [*first, last * (end - step) / (end - start)] if first else [last]
+    return [*first, last * (end - step) / max(1, end - start)] if first else [last]
 
 
 def muon_momentum(step: int, cfg: Hyperparameters) -> float:

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from test_communication import LIKE_GPT2, Network
 
 import train_gpt
 from benchmarks import roofline, scaling
 from conftest import TINY
-from test_communication import LIKE_GPT2, Network
 from train_gpt import GPT, Ranks
 
 
