@@ -111,7 +111,8 @@ def test_files_links_tests_and_flags_of_a_page_are_there(page: Path):
     assert [name for name in files if not any((folder / name).exists() for folder in (page.parent, ROOT))] == []
     tests = "".join(path.read_text() for path in ROOT.glob("tests/test_*.py"))
     assert [word for word in words if re.fullmatch(r"test_\w+", word) and f"def {word}(" not in tests] == []
-    sources = "".join(path.read_text() for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern))
+    paths = [path for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern)]
+    sources = "".join(path.read_text() for path in (*paths, *page.parent.glob("train_gpt.py")))
     flags = {flag for text in quoted(page) for flag in re.findall(r"(?<!\S)--[a-z]\w*", text) if text.startswith("--")}
     known = {flag for flag in flags if re.search(rf'"{flag}"|^    {flag[2:].removeprefix("no-")}: ', sources, re.M)}
     assert flags - known - {"--help"} == set() or page.name == "clusters.md", "which is about others' programs, too"

@@ -318,10 +318,13 @@ def test_too_little_text(tokenizer, train, val, expected):
 
 def test_constants_are_the_presets():
     for tokenizer in (BYTES, GPT2):
-        preset, fields = train_gpt.PRESETS[tokenizer.preset], ("batch_tokens", "num_iterations", "val_tokens")
+        preset, fields = train_gpt.PRESETS[tokenizer.preset], ("num_iterations", "val_tokens")
         assert [getattr(tokenizer, field) for field in fields] == [getattr(preset, field) for field in fields]
         assert (tokenizer.val_seq_lens[0], tokenizer.eot) == (preset.val_seq_len, preset.eot_token)
-    assert -(-GPT2.num_iterations // ((10**8 - 1) // GPT2.batch_tokens)) == cached_fineweb10B.RECORD_SHARDS
+        lengths = [train_gpt.train_seq_len(step, preset) for step in range(preset.num_iterations)]
+        needed = preset.batch_sequences * sum(lengths) * (1.5 if preset.max_doc_len else 1)
+        assert needed <= tokenizer.batch_tokens * preset.num_iterations < 1.01 * needed
+    assert -(-needed // 10**8) == cached_fineweb10B.RECORD_SHARDS
 
 
 def test_gpt2_tokens_give_the_text_back(tmp_path, capsys, monkeypatch):

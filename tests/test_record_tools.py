@@ -505,9 +505,8 @@ def test_mask_equals_a_brute_force(tmp_path, capsys, training, step):
     start, length = (640 * step + 320, 320) if training else (512, 512)
     documents, position = np.cumsum(tokens[start : start + length] == EOT), np.arange(length)
     query, key = position[:, None], position[None, :]
-    long = max(1, -(-120 * step // (5 * BLOCK)))
-    for letter, window in ("L", long), ("S", max(1, long // 2)):
-        pairs = (query >= key) & (documents[query] == documents[key]) & (query // BLOCK - key // BLOCK < window)
+    for letter, window in ("L", 120), ("S", 48):
+        pairs = (query >= key) & (documents[query] == documents[key]) & (query - key <= window)
         blocks = pairs.reshape(length // BLOCK, BLOCK, -1, BLOCK)
         visible, full = blocks.any((1, 3)), blocks.all((1, 3))
         assert found[letter]["blocks"] == ["".join(map(str, row)) for row in visible.astype(int) + full]
