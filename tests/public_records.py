@@ -1,8 +1,9 @@
 """Hold a record's script against numbers computed from the public record that it equals, in golden.npz beside it.
 
-`python tests/public_records.py FOLDER SOURCE` cuts that file from SOURCE, which the public script gave and whose .json
+`python tests/public_records.py FOLDER SOURCE [TEST]` cuts it from SOURCE, which the public script gave and whose .json
 describes it: parameters after optimizer steps become what `digest` makes of them, and so do gradients that lack such
-figures. The .json's indices of entries are added, and names get a slash.
+figures. Sums over the rows and columns of a gradient are added up again, with the weights of `project`. The .json's
+indices of entries are added, and names get a slash. With a test's module, `shrink` follows.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ import importlib
 import json
 import re
 import sys
+import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -32,9 +34,22 @@ def digest(x: np.ndarray) -> np.ndarray:
     return np.array([x.sum(), np.linalg.norm(x), x.ravel() @ np.cos(np.arange(x.size)), *samples])
 
 
+def project(sums: np.ndarray, states: int) -> np.ndarray:
+    """Return for each of some states sums of a gradient's sums, times cos(i)."""
+    return sums.reshape(states, -1) @ np.cos(np.arange(sums.size // states))
+
+
 def like(p: Tensor, values: np.ndarray) -> Tensor:
     """Return what of a public tensor is in ours: scalars have a dimension there, tables of embeddings unread rows."""
     return torch.from_numpy(values).flatten()[: p.numel()].view_as(p)
+
+
+def add_values(tensors: list[Tensor], values: np.ndarray) -> None:
+    """Add values, in order, to tensors that may have more at the end."""
+    values = torch.from_numpy(values.astype(np.float64)).flatten()
+    for tensor in tensors:
+        tensor.detach().view(-1)[: len(values)] += values[: tensor.numel()]
+        values = values[tensor.numel() :]
 
 
 class PublicRecord:
@@ -112,10 +127,50 @@ class PublicRecord:
             values = np.append(values, self.numbers[f"param/{self.role(name)}"].flat[values.size :])
         np.testing.assert_allclose(digest(values)[known], want[known], rtol=0, atol=1e-8 * want[1], err_msg=key)
 
-    def compare_documents(self, tokens: Tensor, key: str, *row: int) -> None:
+    def compare_documents(self, tokens: Tensor, key: str, *row: int, eot: int = VOCAB_SIZE - 1) -> None:
         """Check that the end-of-text tokens tell the documents of cu_seqlens, where an empty one may be the last."""
-        document, starts = (tokens == VOCAB_SIZE - 1).cumsum(0) - 1, self.numbers[key][row]
+        document, starts = (tokens == eot).cumsum(0) - 1, self.numbers[key][row]
         assert np.array_equal(document, np.searchsorted(starts, np.arange(len(tokens)), side="right") - 1), key
+
+
+class StackedRecord(PublicRecord):
+    """A public record that keeps scalars of all layers in one array, and one of whose parameters has another order.
+
+    `place` gives the public name of a parameter and its layer; `reorder` the public order of its values, or back ours.
+    """
+
+    def __init__(self, name: str, place: Callable, reorder: Callable, shards: dict[str, str]):
+        super().__init__(name, lambda name: place(name)[0], shards)
+        self.place, self.reorder = place, reorder
+        self.order = [key[6:] for key in self.numbers if key.startswith("param/")]
+
+    def part(self, name: str, array: np.ndarray, size: int) -> np.ndarray:
+        """Return a view of what ours is of a public array: a row of one for all layers, or the rows with tokens."""
+        key, i = self.place(name)
+        return (array.reshape(11, -1)[i] if key.endswith("lambdas") else array.reshape(-1))[:size]
+
+    def public(self, tensors: dict[str, Tensor], unread: float) -> dict[str, np.ndarray]:
+        """Return our values by public names; what only the public record has is `unread` times its first value."""
+        arrays = {key: np.array(unread * self.numbers[f"param/{key}"].astype(np.float64)) for key in self.order}
+        for name, tensor in tensors.items():
+            values = self.reorder(name, tensor.detach().numpy(), public=True)
+            self.part(name, arrays[self.role(name)], values.size)[:] = values.flatten()
+        return arrays
+
+    def load_parameters(self, gpt: nn.Module, is_tied: bool = False) -> None:
+        assert {self.role(name) for name, _ in gpt.named_parameters()} == set(self.order)
+        for name, p in gpt.named_parameters():
+            values = self.part(name, self.numbers[f"param/{self.role(name)}"].astype(np.float64), p.numel())
+            p.detach().copy_(torch.from_numpy(self.reorder(name, values, public=False)).view_as(p))
+        if is_tied:
+            gpt.embed.weight.detach().copy_(gpt.lm_head)
+
+    def expect(self, key: str, row, found, scale: float | None = None) -> None:
+        """Compare to 1e-8 of a scale: by default, of the public numbers' largest."""
+        want = self.numbers[key][row]
+        assert np.shape(found) == want.shape, key
+        scale = np.abs(want).max() if scale is None else scale
+        np.testing.assert_allclose(found, want, rtol=0, atol=1e-8 * scale, err_msg=f"{key} {row}")
 
 
 def join_run(ranks: tuple, test: str, folder: str) -> None:
@@ -126,23 +181,57 @@ def join_run(ranks: tuple, test: str, folder: str) -> None:
 
 
 def cut(folder: str, source: str) -> None:
-    kept, digests = {}, {}
+    kept, digests, about = {}, {}, json.loads(Path(source).with_suffix(".json").read_text())
+    scales = about.get("param_scale_log2", {})
     for key, array in np.load(source).items():
         key = re.sub(r"^(opt.?\.(?:grad|after)|\w+\.grad(?=\.)|pack\.\w+(?=\.)|\w+)\.", r"\1/", key)
-        rows = slice(VOCAB_SIZE if "embed" in key else None)
+        rows = slice(VOCAB_SIZE if "embed" in key and "opt/" not in key else None)
         if "/digest/" in key and array.ndim == 1:
             digests[key] = np.pad(array, (0, 13), constant_values=np.nan)
         elif re.match(r"stage./grad|optimizer/./param", key):
             digests[key] = digest(array[rows])
-        elif key.startswith(("optA.after", "optB.after")):
+        elif key.startswith("token_loss"):
+            continue  # the script gives sums
+        elif key.startswith("grad/") and ":" in key:
+            kept[key] = array[:, :16] if key.endswith("sample") else project(array, len(array))
+        elif key.startswith("param/") and key[6:] in scales:
+            kept[key] = (array * 2.0 ** -scales[key[6:]]).astype(np.float16)
+        elif key.startswith(("optA.after", "optB.after", "opt/from")):
             digests |= {f"{key}/{t}": digest(after[rows] if after.ndim else after) for t, after in enumerate(array)}
         elif ".grad/" not in key or key.startswith("opt.grad"):
             kept[key] = array
-    indices = json.loads(Path(source).with_suffix(".json").read_text()).get("run", {}).get("digest_indices", {})
+    indices = about.get("run", {}).get("digest_indices", {})
     kept |= {f"run/indices/{name}": np.array(values) for name, values in indices.items()}
-    names, rows = zip(*digests.items(), strict=True)
-    np.savez_compressed(f"{folder}/golden.npz", **kept, digest_names=names, digests=np.stack(rows))
+    save(folder, kept, digests)
+
+
+def save(folder: str | Path, kept: dict[str, np.ndarray], digests: dict[str, np.ndarray]) -> None:
+    np.savez_compressed(f"{folder}/golden.npz", **kept, digest_names=[*digests], digests=np.stack([*digests.values()]))
+
+
+def shrink(test: str) -> None:
+    """Do a test's checks, then compute the numbers anew whose parameters take too much, at a quarter of the width.
+
+    These are the script's then, from when it gave the public ones: states and run. A check that fails leaves all as is.
+    """
+    module = importlib.import_module(test)
+    record, numbers = module.RECORD, module.RECORD.numbers
+    for check in module.CHECKS:
+        check(module.SCRIPT, Path(tempfile.mkdtemp()))
+    for name in record.order:  # hidden matrices are doubled, as their inputs are a quarter
+        array = numbers[f"param/{name}"]
+        kept = array[tuple(slice(n // (4 if n in (module.DIM, 4 * module.DIM) else 1)) for n in array.shape)]
+        numbers[f"param/{name}"] = kept * np.float16(1 + ("blocks" in name and "gate" not in name))
+    module.DIM //= 4
+    for sizes in module.SMALL, module.RUN:
+        sizes |= dict(model_dim=module.DIM, head_dim=module.DIM // 6)
+    record.expect = lambda key, row, found, scale=None: numbers[key].__setitem__(row, found)
+    for check in module.check_states, module.check_run:
+        check(module.SCRIPT, Path(tempfile.mkdtemp()))
+    save(record.folder, numbers, {key: numbers.pop(key) for key in [*numbers] if key.startswith("opt/from")})
 
 
 if __name__ == "__main__":
-    cut(*sys.argv[1:])
+    cut(*sys.argv[1:3])
+    for test in sys.argv[3:]:
+        shrink(test)
