@@ -195,15 +195,19 @@ PRESETS = {
     "nano": Hyperparameters(
         preset="nano", train_files="data/nano/nano_train_*.bin", val_files="data/nano/nano_val_*.bin",
         val_tokens=262_144, val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
-        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=600, extension_steps=0, stage_growth=(1,),
-        lr_rises=(), lr_factors=(1.0,), cooldown_frac=0.85, val_loss_every=300, batch_tokens=1024, train_seq_len=1024,
-        max_doc_len=0, val_seq_len=8192, model_dim=128, num_heads=2, head_dim=64, attention_layout="L-",
-        value_embed_layout="0.", skip_layout=".0", skip_init=1.0, skip_sigmoid=False, backout_layer=".",
-        lambda_init=1.0, gate_inputs=0, bigram_rows=8192, attention_scale=0.12, lm_head_slice=1024, lm_head_fp8=False,
-        loss_reduction="mean", block_size=32, window_tokens=(128,), final_window_tokens=0, block_windows=True,
-        muon_lr=0.06, muon_momentum=0.9, momentum_warmup_steps=50, momentum_cooldown_steps=0,
-        muon_polynomial="newton-schulz", muon_beta2=0.0, muon_decay=0.0, embed_lr=0.25, head_lr=0.006, adam_every=1,
-        adam_beta1=0.5, adam_beta2=0.9, adam_eps=1e-10, adam_eps_corrected=True, cpu_threads=2,
+        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=600, cooldown_frac=0.85, val_loss_every=300,
+        batch_tokens=1024, train_seq_len=1024, val_seq_len=8192, model_dim=128, num_heads=2, head_dim=64,
+        attention_layout="L-", value_embed_layout="0.", skip_layout=".0", bigram_rows=8192,
+        lm_head_slice=1024, lm_head_fp8=False, block_size=32, window_tokens=(128,),
+        muon_lr=0.06, muon_momentum=0.9, momentum_warmup_steps=50, embed_lr=0.25, head_lr=0.006,
+        adam_beta1=0.5, adam_beta2=0.9, cpu_threads=2,
+        # Without these ideas of gpt2
+        max_doc_len=0,
+        extension_steps=0, attention_scale=0.12, final_window_tokens=0, block_windows=True,
+        skip_init=1.0, skip_sigmoid=False, backout_layer=".", lambda_init=1.0, gate_inputs=0,
+        muon_polynomial="newton-schulz", muon_beta2=0.0, muon_decay=0.0,
+        stage_growth=(1,), lr_rises=(), lr_factors=(1.0,), loss_reduction="mean", momentum_cooldown_steps=0,
+        adam_every=1, adam_eps=1e-10, adam_eps_corrected=True,
     ),
 }
 # fmt: on
