@@ -136,7 +136,8 @@ class PublicRecord:
 class StackedRecord(PublicRecord):
     """A public record that keeps scalars of all layers in one array, and one of whose parameters has another order.
 
-    `place` gives the public name of a parameter and its layer; `reorder` the public order of its values, or back ours.
+    `place` gives the public name of a parameter and its layer; `reorder` the public order of its values, or back ours,
+    which depends on how many `angles` the table of the model's rotary embeddings has.
     """
 
     def __init__(self, name: str, place: Callable, reorder: Callable, shards: dict[str, str]):
@@ -153,15 +154,16 @@ class StackedRecord(PublicRecord):
         """Return our values by public names; what only the public record has is `unread` times its first value."""
         arrays = {key: np.array(unread * self.numbers[f"param/{key}"].astype(np.float64)) for key in self.order}
         for name, tensor in tensors.items():
-            values = self.reorder(name, tensor.detach().numpy(), public=True)
+            values = self.reorder(name, tensor.detach().numpy(), public=True, angles=self.angles)
             self.part(name, arrays[self.role(name)], values.size)[:] = values.flatten()
         return arrays
 
     def load_parameters(self, gpt: nn.Module, is_tied: bool = False) -> None:
         assert {self.role(name) for name, _ in gpt.named_parameters()} == set(self.order)
+        self.angles = gpt.rotary.cos.size(1)
         for name, p in gpt.named_parameters():
             values = self.part(name, self.numbers[f"param/{self.role(name)}"].astype(np.float64), p.numel())
-            p.detach().copy_(torch.from_numpy(self.reorder(name, values, public=False)).view_as(p))
+            p.detach().copy_(torch.from_numpy(self.reorder(name, values, public=False, angles=self.angles)).view_as(p))
         if is_tied:
             gpt.embed.weight.detach().copy_(gpt.lm_head)
 

@@ -1,4 +1,7 @@
-"""A record that only carries ideas of gpt2 is, without them, the record before: one training, to rounding."""
+"""A record that only carries ideas of gpt2 is, without them, the record before: one training, to rounding.
+
+One of them carries no idea, but another form: its presets are those of the record before.
+"""
 
 import dataclasses
 import itertools
@@ -9,7 +12,7 @@ from unittest import mock
 import pytest
 
 from synthetic_logs import write_corpus
-from test_records import NAMES, TUNED, load
+from test_records import TUNED, UNTIMED, load
 
 SMALL = dict(vocab_size=257, eot_token=256, model_dim=16, num_heads=2, head_dim=8, block_size=8, max_doc_len=40)
 SMALL |= dict(train_seq_len=64, batch_tokens=64, val_seq_len=128, val_tokens=128, num_iterations=12, val_loss_every=0)
@@ -20,11 +23,12 @@ BOTH = dict(CautiousAdam=dict(muon_beta2=0.0, gate_inputs=0), VeSkipGates=dict(g
 # Settings that turn an idea off, other than nano's
 WITHOUT = dict(SteppedWindows=dict(window_tokens=(108,)), BatchSizeSchedule=dict(stage_growth=(1, 1, 1, 1)))
 WITHOUT |= dict(CautiousAdam=dict(scalar_beta1=0.65, scalar_beta2=0.95))
+*IDEAS, FORM = itertools.pairwise([TUNED, *UNTIMED])
 
 
-def small(m: ModuleType, folder: Path, **changes):
-    """Return the preset gpt2 with what of SMALL it has, and with windows of a sixteenth."""
-    preset, windows = m.PRESETS["gpt2"], m.PRESETS["gpt2"].window_tokens
+def small(m: ModuleType, folder: Path, preset: str = "gpt2", **changes):
+    """Return a preset with what of SMALL it has, and with windows of a sixteenth."""
+    preset, windows = m.PRESETS[preset], m.PRESETS[preset].window_tokens
     windows = tuple(tokens // 16 for tokens in windows) if isinstance(windows, tuple) else windows // 16
     changes |= dict(train_files=f"{folder}/train.bin", val_files=f"{folder}/val.bin", window_tokens=windows)
     known = {name: value for name, value in (SMALL | changes).items() if hasattr(preset, name)}
@@ -39,7 +43,7 @@ def losses(m: ModuleType, cfg) -> list[float]:
     return [loss for curve in log.curves.values() for _, loss, _ in curve]
 
 
-@pytest.mark.parametrize(("older", "newer"), [*itertools.pairwise(NAMES[NAMES.index(TUNED) :])])
+@pytest.mark.parametrize(("older", "newer"), IDEAS)
 def test_without_its_ideas_a_record_is_the_one_before(older: str, newer: str, tmp_path: Path):
     write_corpus(tmp_path)
     before, after, idea = load(older), load(newer), newer[11:]
@@ -48,3 +52,11 @@ def test_without_its_ideas_a_record_is_the_one_before(older: str, newer: str, tm
     expected = losses(before, cfg)
     assert losses(after, after.Hyperparameters(**without)) == pytest.approx(expected, abs=1e-9)
     assert expected[11] < expected[0] - 0.5
+
+
+@pytest.mark.parametrize(("preset", "changes"), [("gpt2", {}), ("nano", dict(extension_steps=0))])
+def test_another_form_is_the_same_training(preset: str, changes: dict, tmp_path: Path):
+    write_corpus(tmp_path)
+    before, after = (losses(m, small(m, tmp_path, preset, **changes)) for m in map(load, FORM))
+    assert after == pytest.approx(before, abs=1e-9)
+    assert before[11] < before[0] - 0.5
