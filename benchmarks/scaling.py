@@ -45,9 +45,10 @@ def point(flags: Sequence[str]) -> dict:
     """Return the ms of steps, of an attention layer and its backward, of its mask; MiB beyond Python's and torch's."""
     ranks = train_gpt.find_ranks()
     cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
-    train_gpt.agree(ranks, [dict(who=f"rank {ranks.rank}", problem="", facts={})])
+    train_gpt.agree(ranks, "", {}, 0)
     before = train_gpt.peak_memory_mib(torch.device("cpu")) if cfg.device == "cpu" else 0
     trainer, step = Trainer(cfg, ranks), cfg.num_iterations - 1
+    trainer.set_schedules(step)
     tokens = torch.randint(cfg.eot_token, (cfg.train_seq_len + 1,), device=trainer.device)  # in one document
     sequences = [(tokens[:-1].int(), tokens[1:].long())] * (cfg.batch_sequences // ranks.world_size)
 
@@ -63,8 +64,8 @@ def point(flags: Sequence[str]) -> dict:
 
     found = dict(rank=ranks.rank, device=cfg.device, step=timed(lambda: trainer.train_step(step, sequences)))
     found |= dict(memory=train_gpt.peak_memory_mib(trainer.device) - before)
-    found |= dict(mask=timed(lambda: trainer.gpt.attention_masks(sequences[0][0], trainer.window_blocks)))
-    mask = trainer.gpt.attention_masks(sequences[0][0], trainer.window_blocks)[cfg.attention_layout[0]]
+    found |= dict(mask=timed(lambda: trainer.gpt.attention_masks(sequences[0][0], trainer.windows)))
+    mask = trainer.gpt.attention_masks(sequences[0][0], trainer.windows)[cfg.attention_layout[0]]
     layer, rotary = trainer.gpt.blocks[0].attn, trainer.gpt.rotary
     layer = torch.compile(layer, fullgraph=True, dynamic=False) if cfg.compile else layer
     x = torch.randn(cfg.train_seq_len, cfg.model_dim, device=trainer.device).to(getattr(torch, cfg.dtype))
@@ -73,10 +74,11 @@ def point(flags: Sequence[str]) -> dict:
 
 def measure_point(axis: str, value: int, flags: Sequence[str]) -> dict:
     processes = value if axis == "processes" else 1
-    fields = dict(seed=1, cpu_threads=processes, **AXES[axis][value])  # a thread each: else more share what one has
+    fields = dict(seed=1, cpu_threads=processes, window_tokens=128)  # a thread each: else more share what one has
+    flags = [*(f"--{name}={number}" for name, number in (fields | AXES[axis][value]).items()), *flags]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
     command = [*(torchrun if processes > 1 else []), "-m", "benchmarks.scaling", "--preset=nano"]
-    return json.loads(own_process([*command, *(f"--{k}={v}" for k, v in fields.items()), *flags]).splitlines()[-1])
+    return json.loads(own_process([*command, *flags]).splitlines()[-1])
 
 
 def summarize(raw: Sequence[dict]) -> measure.Figures:
@@ -97,22 +99,25 @@ def fit(curve: dict[float, float]) -> dict:
 
 
 def traffic(cfg: Hyperparameters, world: int) -> dict[str, list[int]]:
-    """Return the bytes of gradients and of updates that each group exchanges; a rank sends (world - 1) / world."""
+    """Return the bytes of gradients and of updates a step of each group, of which a rank sends (world - 1) / world."""
     with torch.device("meta"):
         optimizers = train_gpt.build_optimizers(train_gpt.GPT(cfg), Ranks(0, world))
-    return {f"{type(o).__name__} {o.name.split('+')[0]} ...": [o.grads.nbytes, o.values.nbytes] for o in optimizers}
+    moved = {f"{type(o).__name__} {o.name.split('+')[0]} ...": (o.grads.nbytes, o.values.nbytes) for o in optimizers}
+    return {name: [n // o.every for n in sizes] for (name, sizes), o in zip(moved.items(), optimizers, strict=True)}
 
 
 def predict(found: dict, nodes: int, local: int) -> measure.Figures:
-    """Return the parts of gpt2's step on `nodes` of `local` GPUs, nothing hidden, and the MB that each of them sends.
+    """Return the parts of gpt2's longest step on `nodes` of `local` GPUs, nothing hidden, and the MB that each sends.
 
     With w processes optimizers take c + d / w, as the graphs of 1 and 8 say. Each byte leaves each node once, in rings.
     """
-    gpu, world, (many, few) = roofline.GPUS["h100"], nodes * local, gpu_graphs.WORLDS
+    gpu, world, (many, *_, few) = roofline.GPUS["h100"], nodes * local, gpu_graphs.WORLDS
     ms, own = {name: p["ms"] for name, p in roofline.predict(found, gpu)[0].items()}, GPT2.batch_sequences // world
-    adding = ms[f"outside of graphs, {few}"] - ms[f"outside of graphs, {many}"]  # a sequence's gradients to others'
-    sequence = sum(ms[f"{kind}{way}"] for kind in ("", "FlexAttention ") for way in ("forward", "backward"))
-    optimizers = ms[f"outside of graphs, {many}"]
+    stage = f"stage {len(found['stages'])}: "
+    outside = {w: ms[f"{stage}outside of graphs, {w}"] for w in (many, few)}
+    adding = outside[few] - outside[many]  # a sequence's gradients to others'
+    sequence = sum(ms[f"{stage}{kind}{way}"] for kind in ("", "FlexAttention ") for way in ("forward", "backward"))
+    optimizers = outside[many]
     for name in ("Newton-Schulz", "optimizers"):
         divided = (ms[f"{name}, {few}"] - ms[f"{name}, {many}"]) * many / (many - few)
         optimizers += ms[f"{name}, {few}"] - divided + divided / world

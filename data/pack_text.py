@@ -45,9 +45,8 @@ LINE_BYTES = 2**20  # longer lines are read in parts
 NUM_BUCKETS = 200  # all are open at once: macOS lets a process open 256 files
 BUFFER_BYTES = 2**17  # text that goes to a bucket at a time
 BATCH_DOCUMENTS = 32  # encoded at a time
-# How text becomes documents: their least size, but for a file's last one, and their largest; what ends every file. Then
-# what the preset needs, as train_gpt.py says, whose import takes seconds: gpt2 on average, with 1.5 tokens for each that
-# packing keeps; shorter val_seq_lens are for less text
+# How text becomes documents: least size, but for a file's last one, and largest; what ends a file. Then what the preset
+# needs, as train_gpt.py says (1.5 tokens for each that gpt2's packing keeps); shorter val_seq_lens are for less text
 Tokenizer = namedtuple(
     "Tokenizer", "preset eot min_bytes max_bytes file_end batch_tokens num_iterations val_tokens val_seq_lens"
 )

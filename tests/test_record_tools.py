@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
 
+import pack_nano
 from records import proof, race, rules
 from records.__main__ import build_parser, main
 from records.logs import Log, lineage
 from records.publish import BEGIN, END
 from shards import write_shard
 from synthetic_logs import NANO_VAL, ROOT, SCRIPT, SOURCE, log_text, public_text, write_race, write_record
-from test_pack import nano
 from test_train import wait_for
 
 NAME = "2026-01-02_Good"
@@ -513,7 +513,7 @@ def test_mask_equals_a_brute_force(tmp_path, capsys, training, step):
 
 
 @pytest.mark.parametrize("picture", ["docs/mask.png", "records/curves.png", "records/history.png"])
-def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, tmp_path_factory, monkeypatch):
+def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeypatch):
     """Each PNG carries what it shows; the pages name the commands."""
     monkeypatch.chdir(ROOT)
     pages = "\n".join((ROOT / page).read_text() for page in ("README.md", "records/README.md"))
@@ -521,7 +521,8 @@ def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, tmp_pat
     argv = [str(path) for word in command[0].split() for path in (sorted(ROOT.glob(word)) if "*" in word else [word])]
     flags = command[1].split()
     if "mask" in argv:
-        flags += ["--val_files", f"{nano(tmp_path_factory.getbasetemp() / 'nano')}/nano_val_*.bin"]
+        pack_nano.main(["--out", str(tmp_path / "nano")])
+        flags += ["--val_files", f"{tmp_path}/nano/nano_val_*.bin"]
     assert main([*argv, "-o", str(tmp_path / "new.png"), *flags]) == 0
     shipped, new = (json.loads(Image.open(path).text["Comment"]) for path in (ROOT / picture, tmp_path / "new.png"))
     assert shipped == new, "draw it anew"

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_communication import LIKE_GPT2, Network
 
 import train_gpt
 from benchmarks import roofline, scaling
 from conftest import TINY
+from test_optimizers import LIKE_GPT2, Network
 from train_gpt import GPT, Ranks
 
 
@@ -48,13 +48,16 @@ def test_traffic_is_that_of_the_collectives(monkeypatch, size):
 
 
 def test_prediction_is_the_roofline_where_that_has_one():
-    keys = [("train", g) for g in ("", "forward", "backward")] + [("optimizers", g) for g in ("", "Newton-Schulz")]
+    stage = dict(phase="train 49152", tokens=49152, windows=(1664, 768), steps=40)
+    keys = [(stage["phase"], g) for g in ("", "forward 49152", "backward 49152")]
+    keys += [(f"optimizers {stage['phase']}", g) for g in ("", "Newton-Schulz")]
     calls = [dict(world=w, phase=p, graph=g, kind="kernel", count=1, flops=0) for w in (8, 1) for p, g in keys]
     calls = [call | dict(bytes=10**8 * (i + 2) ** 2) for i, call in enumerate(calls)]
     sizes = sum(map(sum, scaling.traffic(scaling.GPT2, 8).values()))
     found = dict(calls=calls, configuration=dataclasses.asdict(scaling.GPT2), memory={"8": dict(communication=sizes)})
+    found["stages"] = [stage]
     parts, _ = roofline.predict(found, roofline.GPUS["h100"])
     one, eight, nodes = (scaling.predict(found, *cluster) for cluster in ((1, 1), (1, 8), (8, 1)))
-    assert one["step"]["median"] == pytest.approx(parts["STEP, processes: 1"]["ms"])
-    assert eight["step"]["median"] == pytest.approx(parts["STEP, processes: 8"]["ms"])
+    for world, figures in (1, one), (8, eight):
+        assert figures["step"]["median"] == pytest.approx(parts[f"STEP of stage 1, processes: {world}"]["ms"])
     assert nodes["communication"]["median"] == pytest.approx(7 / 8 * sizes / 50e6)
