@@ -165,6 +165,7 @@ class Hyperparameters:
 
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            require(field.name, isinstance(value, tuple) == isinstance(field.default, tuple), "a value")  # not =--
             if get_origin(field.type) is Annotated and value is not None:
                 low, high = field.type.__metadata__
                 numbers = value if isinstance(value, tuple) else (value,)
@@ -185,13 +186,15 @@ class Hyperparameters:
         require("value_embed_layout", holds, f"{layers} characters: . or, where there is attention, a digit, from 0 on")
         holds = [source in "." + DIGITS[:i] for i, source in enumerate(self.skip_layout)]
         require("skip_layout", all(holds) and len(holds) == layers, f"{layers} digits of earlier layers or .")
-        holds = len(self.backout_layer) == 1 and self.backout_layer in "." + DIGITS[:layers]
-        require("backout_layer", holds, "the digit of a layer or .")
-        require("next_weights", 0 < len(self.next_weights) <= 8, "1 to 8 weights")
+        holds = len(self.backout_layer) == 1 and self.backout_layer in "." + DIGITS[: layers - 1]
+        require("backout_layer", holds, "the digit of a layer before the last, or .")
+        most = min(8, self.train_seq_len)
+        require("next_weights", 0 < len(self.next_weights) <= most, f"1 to {most} weights")
+        require("bigram_rows", self.bigram_rows != 1, "0, or at least 2: the last one is the first token's")
         require("gate_inputs", self.gate_inputs <= self.model_dim, f"at most model_dim {self.model_dim}")
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         stages = len(self.window_tokens)
-        require("window_tokens", stages > (self.extension_steps > 0), "one more stage with an extension")
+        require("window_tokens", stages > (self.extension_steps > 0), "a stage, and one more with extension_steps")
         for name in ("stage_growth", "lr_factors"):
             require(name, len(getattr(self, name)) == stages, f"as many stages as window_tokens: {stages}")
         for name in (field.name for field in dataclasses.fields(self) if field.name.endswith("_adam")):
@@ -722,12 +725,12 @@ class ShardedOptimizer:
 
 
 class Adam(ShardedOptimizer):
-    """Step tables, head, scalars and gates by Adam (arXiv:1412.6980), with fp32 moments where they decay (record 56).
+    """Step tables, head, scalars and gates by Adam (arXiv:1412.6980).
 
     `settings`: learning rate, weight decay, decays of the two moments. Every other step, on the sum of two gradients
-    (record 39, @classiclarryd), with a cautious weight decay (record 50, @roeeshenberg). Head and embedding begin as
-    equals; until they part both step on the sum of their gradients, and so stay one table, moments included (records
-    51 and 53, @varunneal).
+    (record 39, @classiclarryd), with a cautious weight decay (record 50, @roeeshenberg), and where there is one with
+    moments in fp32 (record 56, @ChrisJMcCormick). Head and embedding begin as equals; until they part both step on the
+    sum of their gradients, and so stay one table, moments included (records 51 and 53, @varunneal).
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -736,7 +739,7 @@ class Adam(ShardedOptimizer):
         lr, self.decay, *self.betas = settings
         super().__init__(params, lr, cfg, ranks)
         self.every = cfg.adam_every
-        if self.decay:  # what is computed in fp32 anyway
+        if self.decay:  # nano's tables, in bf16, would step 5 times slower
             self.state = {name: m.to(torch.promote_types(m.dtype, torch.float32)) for name, m in self.state.items()}
 
     def reduce(self) -> None:
@@ -1028,7 +1031,7 @@ def next_weights(step: int, cfg: Hyperparameters) -> list[float]:
     stage = stage_of(step, cfg)
     start, end = stage_starts(cfg)[stage : stage + 2]
     *first, last = cfg.next_weights[: max(1, len(cfg.next_weights) - stage)]
-    return [*first, last * (end - step) / (end - start)] if first else [last]
+    return [*first, last * (end - step) / max(1, end - start)] if first else [last]
 
 
 def muon_momentum(step: int, cfg: Hyperparameters) -> float:
