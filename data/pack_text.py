@@ -21,7 +21,6 @@ import argparse
 import glob
 import hashlib
 import os
-import pickle
 import shlex
 import shutil
 import signal
@@ -161,7 +160,8 @@ def fill_buckets(paths: Collection[Path], folder: Path, tokenizer: Tokenizer) ->
                     digest = hashlib.sha1(document).digest()
                     lowest, highest = found.get(number, (digest, digest))
                     found[number] = min(lowest, digest), max(highest, digest)
-                    pickle.dump((digest, number, document), buckets[int.from_bytes(digest[:4]) * len(buckets) >> 32])
+                    head = digest + number.to_bytes(8) + len(document).to_bytes(8)
+                    buckets[int.from_bytes(digest[:4]) * len(buckets) >> 32].write(head + document)
                     progress.update(len(document))
     for bucket in buckets:
         bucket.close()
@@ -188,9 +188,9 @@ def pack(args: argparse.Namespace) -> list[str]:
             for path in tqdm(sorted(folder.glob("bucket-*")), desc="packing", unit="bucket", disable=None):
                 splits: dict[str, set[bytes]] = {"train": set(), "val": set()}
                 with open(path, "rb") as file:
-                    while file.peek():
-                        digest, number, document = pickle.load(file)
-                        splits["val" if is_val(digest, number) else "train"].add(document)
+                    while head := file.read(36):
+                        split = "val" if is_val(head[:20], int.from_bytes(head[20:28])) else "train"
+                        splits[split].add(file.read(int.from_bytes(head[28:])))
                 for split, documents in shuffle_documents(**splits).items():
                     for start in range(0, len(documents), BATCH_DOCUMENTS):
                         writers[split].write(encode(documents[start : start + BATCH_DOCUMENTS]))

@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import shlex
+import signal
 import shutil
 import statistics
 import subprocess
@@ -62,6 +63,7 @@ def understand(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
             patch.setattr(sys, "argv", ["program", *argv])
+            patch.setattr(signal, "signal", lambda *_: None)  # a script ignores SIGHUP, and so would our children
             with pytest.raises(Understood):
                 program()
 

@@ -47,7 +47,7 @@ PLAIN_NORMAL = dict(embed=1, lm_head=0, value_embeds=0)
 )
 def test_initial_values_at_the_width_of_gpt2(changes: dict, constants: dict, normal: dict):
     """Check two layers and 1,024 tokens of vocabulary: enough for every kind of parameter."""
-    layouts = dict(attention_layout="LP", value_embed_layout="0.", skip_layout=".0", backout_layer="1", bigram_rows=100)
+    layouts = dict(attention_layout="LP", value_embed_layout="0.", skip_layout=".0", backout_layer="0", bigram_rows=100)
     gpt, seen = GPT(dataclasses.replace(GPT2, **layouts | changes, vocab_size=1024, eot_token=0)), set()
     for name, p in gpt.named_parameters():
         parts, p = name.removesuffix(".weight").removesuffix(".0").split("."), p.detach().float()

@@ -81,7 +81,7 @@ class Hyperparameters:
     num_iterations: Steps = 1555  # training steps: scheduled ones, in stages of equal length, then the extension
     extension_steps: Natural = 40  # steps of the extension, a stage of its own with the lowest learning rates; 0: none
     stage_growth: Counts = (1, 2, 3, 3)  # per stage: factor on batch_tokens and train_seq_len
-    lr_factors: Rates = (1.0, 1.52, 1.73, 1.73)  # per stage: factor on learning rates
+    lr_factors: Rates = (1.0, 1.52, 1.73, 1.73)  # and on learning rates
     cooldown_frac: Annotated[float, 1e-9, 1] = 0.55  # last part of the scheduled steps, in which learning rates fall
     min_lr_frac: Rate = 0.1  # factor on learning rates after the last scheduled step
     next_weights: Rates = (1.0, 0.5, 0.25)  # weights of the next tokens' losses; each stage fades the last one out
@@ -96,16 +96,16 @@ class Hyperparameters:
     model_dim: Size = 768  # width of the residual stream
     num_heads: Size = 6  # attention heads
     head_dim: Size = 128  # dimensions per head, a multiple of 4
-    attention_layout: str = "PSPLSP-SSPL"  # per layer: L long window, S half of it, P also half, - no attention
+    attention_layout: str = "PSPLSP-SSPL"  # per layer: L long window, S half of it, P the same and paired heads, - none
     value_embed_layout: str = "01......234"  # per layer: digit of its value embedding, or .
     skip_layout: str = "......3...."  # per layer: the earlier layer (0-9a-z) whose output it adds, or .
     skip_init: Annotated[float, -100, 100] = -1.5  # first weight of a skip, which passes a sigmoid
     backout_layer: str = "7"  # the layer (0-9a-z) half of whose output the head's input gives up at first, or .
-    bigram_rows: Natural = 5 * 50304  # rows of the table for pairs of consecutive tokens; 0: no table
-    resid_lambda_init: Rate = 1.1  # before each layer: first factor on the residual stream,
-    bigram_lambda_init: Rate = 0.1  # and on the table's rows, which it adds
+    resid_lambda_init: Rate = 1.1  # first factor on the residual stream before each layer
     gate_inputs: Natural = 12  # channels from which attention, value embeddings, skips and the smear are gated; 0: none
     head_std: Rate = 0.005  # deviation of the first head
+    bigram_rows: Natural = 5 * 50304  # rows of the table for pairs of consecutive tokens; 0: no table
+    bigram_lambda_init: Rate = 0.1  # first factor on their embeddings before each layer
     rope_base: Positive = 1024.0  # base of the rotary frequencies
     attention_scale: Annotated[float, 0, 2**20] = 0.1  # first factor on the attention scores; q and k have unit RMS
     yarn_scale: Rate = 0.2  # its relative growth with the logarithm of the long window
@@ -166,15 +166,14 @@ class Hyperparameters:
                 require(field.name, all(low <= n <= high for n in numbers), f"a number from {low} to {high}")
             if field.type is str:
                 require(field.name, value.isprintable() and len(value) < 1000, "printable characters")
-        multiples = dict(head_dim=4, train_seq_len=self.block_size, val_seq_len=self.block_size)
-        multiples |= dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len)
+        multiples = dict(head_dim=4, num_heads=1 + ("P" in self.attention_layout), val_tokens=self.val_seq_len)
+        multiples |= dict(batch_tokens=self.train_seq_len, train_seq_len=self.block_size, val_seq_len=self.block_size)
         for name, unit in multiples.items():
             require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
         require("eot_token", self.eot_token < self.vocab_size, f"a token below vocab_size {self.vocab_size}")
         require("run_id", "/" not in self.run_id and len(self.run_id) < 200, "a short name without folders")
         layers, embeds = len(self.attention_layout), set(self.value_embed_layout) - {"."}
-        require("attention_layout", 0 < layers <= 36 and set(self.attention_layout) <= set("LSP-"), "letters LSP-")
-        require("num_heads", self.num_heads % 2 == 0 or "P" not in self.attention_layout, "an even number for pairs")
+        require("attention_layout", 0 < layers <= 36 and {*self.attention_layout} <= {*"LSP-"}, "letters L, S, P and -")
         pairs = zip(self.value_embed_layout, self.attention_layout, strict=False)
         used = {digit for digit, letter in pairs if letter != "-"}
         holds = len(self.value_embed_layout) == layers and embeds == used & set(DIGITS[: len(embeds)])
@@ -190,8 +189,8 @@ class Hyperparameters:
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         stages = len(self.window_tokens)
         require("window_tokens", stages > (self.extension_steps > 0), "a stage, and one more with extension_steps")
-        require("stage_growth", len(self.stage_growth) == stages, f"as many stages as window_tokens: {stages}")
-        require("lr_factors", len(self.lr_factors) == stages, f"as many stages as window_tokens: {stages}")
+        for name in ("stage_growth", "lr_factors"):
+            require(name, len(getattr(self, name)) == stages, f"as many stages as window_tokens: {stages}")
         for name in (field.name for field in dataclasses.fields(self) if field.name.endswith("_adam")):
             betas = getattr(self, name)[2:]
             require(name, len(betas) == 2 and max(betas) < 1, "rate, decay and two betas below 1")
@@ -402,12 +401,12 @@ class Rotary(nn.Module):
         self.scale.fill_(scale)
 
     def forward(self, qk_THD: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-        """Return q and k. With two `slots` a token, every other head is at the second of its two positions."""
+        """Return q and k. With two `slots` a token, the second of each two heads is at the odd position."""
         T, _, D = qk_THD.shape
         cos, sin = (table[: T * slots].view(T, 1, slots, D // 4) for table in (self.cos, self.sin))
         x1, x2, still = qk_THD.view(T, -1, slots, D).split([D // 4, D // 4, D // 2], dim=-1)
-        x = torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin, still], dim=-1)  # the fp32 tables promote bf16
-        q, k = x.view_as(qk_THD).chunk(2, dim=1)
+        rotated = torch.cat([x1 * cos + x2 * sin, x2 * cos - x1 * sin, still], dim=-1)  # the fp32 tables promote bf16
+        q, k = rotated.view_as(qk_THD).chunk(2, dim=1)
         return (q * self.scale).type_as(qk_THD), k.type_as(qk_THD)
 
 
@@ -430,7 +429,7 @@ def document_block_mask(doc_ids: Tensor, window: Tensor, block_size: int, for_fl
     key-major lists.
 
     As the ids never decrease, query block i sees blocks first..i; those from whole to i-1 need no mask. Both kinds are
-    listed nearest first: the partial ones are i and those behind the full ones.
+    listed nearest first: the partial ones are i and those behind the full ones (two lengths of windows: record 20).
     """
 
     def causal_in_document(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -501,11 +500,10 @@ class CausalSelfAttention(nn.Module):
         q, k = rotary(F.rms_norm(qk, (D,)), slots)
         if self.kind == "L":  # what is not rotated comes from the token before, so a token finds what followed one
             k = torch.cat([k[..., : D // 2], torch.cat([k[:1], k[:-1]])[..., D // 2 :]], dim=-1)  # like it: record 49
-        if value_embed is not None:  # after value residuals (arXiv:2410.17897): @KoszarskyB, record 14
-            value_embed = value_embed.view_as(v)
-            if self.value_gate is not None:  # record 55 (@classiclarryd)
-                value_embed = 2 * self.gates(x, self.value_gate) * value_embed
-            v = v + value_embed
+        if self.value_gate is not None:  # record 55 (@classiclarryd)
+            v = v + 2 * self.gates(x, self.value_gate) * value_embed.view_as(v)
+        elif value_embed is not None:  # after value residuals (arXiv:2410.17897): @KoszarskyB, record 14
+            v = v + value_embed.view_as(v)
         # Paired heads h and h + H / 2 are one of twice the length: each sees both's keys (record 58, @classiclarryd)
         q, k, v = (t.reshape(len(x) * slots, H // slots, D) for t in (q, k, v))
         if isinstance(mask, BlockMask):
@@ -529,13 +527,13 @@ class Block(nn.Module):
         super().__init__()
         self.attn = CausalSelfAttention(cfg, kind, value_embed != ".") if kind != "-" else None
         self.mlp = MLP(cfg.model_dim)
-        self.resid_lambda, self.x0_lambda = (nn.Parameter(torch.tensor(v)) for v in (cfg.resid_lambda_init, 0.0))
+        self.resid_lambda, self.x0_lambda = (nn.Parameter(torch.tensor(init)) for init in (cfg.resid_lambda_init, 0.0))
         self.bigram_lambda = nn.Parameter(torch.tensor(cfg.bigram_lambda_init)) if cfg.bigram_rows else None
 
-    def forward(self, x: Tensor, x0: Tensor, bigram: Tensor | None, *attention_inputs) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, pairs: Tensor | None, *attention_inputs) -> Tensor:
         x = self.resid_lambda * x + self.x0_lambda * x0  # the embedding stays at hand: @KoszarskyB, record 9
-        if bigram is not None:  # record 62 (@classiclarryd)
-            x = x + self.bigram_lambda * bigram
+        if self.bigram_lambda is not None:  # and that of the last two tokens: @classiclarryd, record 62
+            x = x + self.bigram_lambda * pairs
         if self.attn is not None:
             x = x + self.attn(norm(x), *attention_inputs)
         return x + self.mlp(norm(x))
@@ -549,19 +547,20 @@ class GPT(nn.Module):
 
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
-        self.cfg, K, V, G = cfg, cfg.model_dim, cfg.vocab_size, cfg.gate_inputs
+        self.cfg, K, V = cfg, cfg.model_dim, cfg.vocab_size
         dtype = getattr(torch, cfg.dtype)  # tables are in the precision of the activations, the rest in fp32
-        rows, is_tied, num_skips = V + -V % 64, cfg.tied_frac > 0, len(cfg.skip_layout.replace(".", ""))
+        rows, is_tied, gate_inputs = V + -V % 64, cfg.tied_frac > 0, cfg.gate_inputs  # aligned for matmul tiles
         self.embed = nn.Embedding(rows if is_tied else V, K, dtype=dtype)
         values = (nn.Embedding(V, cfg.num_heads * cfg.head_dim, dtype=dtype) for _ in {*cfg.value_embed_layout} - {"."})
         self.value_embeds = nn.ModuleList(values)
         self.bigram_embed = nn.Embedding(cfg.bigram_rows, K, dtype=dtype) if cfg.bigram_rows else None
         layouts = zip(cfg.attention_layout, cfg.value_embed_layout, strict=True)
         self.blocks = nn.ModuleList(Block(cfg, *letters) for letters in layouts)
+        num_skips = len(cfg.skip_layout.replace(".", ""))
         self.skip_weights = nn.Parameter(torch.full((num_skips,), cfg.skip_init)) if num_skips else None
-        self.skip_gate = nn.Parameter(torch.zeros(num_skips, G)) if num_skips and G else None
-        self.smear_gate = nn.Parameter(torch.zeros(1, G)) if G else None
-        self.smear_lambda = nn.Parameter(torch.tensor(0.0)) if G else None
+        self.skip_gate = nn.Parameter(torch.zeros(num_skips, gate_inputs)) if num_skips and gate_inputs else None
+        self.smear_gate = nn.Parameter(torch.zeros(1, gate_inputs)) if gate_inputs else None
+        self.smear_lambda = nn.Parameter(torch.tensor(0.0)) if gate_inputs else None
         self.backout_lambda = nn.Parameter(torch.tensor(0.5)) if cfg.backout_layer != "." else None
         self.lm_head = nn.Parameter(torch.zeros(rows, K, dtype=dtype if is_tied else torch.float32))
         with torch.no_grad():
@@ -587,8 +586,8 @@ class GPT(nn.Module):
         """Return the head's input (T, K)."""
         cfg, masks = self.cfg, self.attention_masks(tokens, windows)
         value_embeds = {DIGITS[i]: embed(tokens) for i, embed in enumerate(self.value_embeds)}
-        bigram = self.bigram_embed(self.bigram_hashes(tokens)) if self.bigram_embed is not None else None
         x = self.embed(tokens)
+        pairs = self.bigram_embed(self.bigram_hashes(tokens)) if self.bigram_embed is not None else None
         if self.smear_gate is not None:  # some of the token before, of another document too: record 34 (@classiclarryd)
             gate = linear(x[:, : cfg.gate_inputs], self.smear_gate).sigmoid()
             x = x + self.smear_lambda * gate * F.pad(x[:-1], (0, 0, 1, 0))
@@ -602,29 +601,30 @@ class GPT(nn.Module):
                     weight = weight * 2 * linear(x0[:, : cfg.gate_inputs], self.skip_gate[n : n + 1]).sigmoid()
                 x = x + weight * outputs[source]
             value_embed, mask = value_embeds.get(cfg.value_embed_layout[i]), masks.get(cfg.attention_layout[i])
-            x = outputs[DIGITS[i]] = block(x, x0, bigram, value_embed, self.rotary, mask)
+            x = outputs[DIGITS[i]] = block(x, x0, pairs, value_embed, self.rotary, mask)
         if self.backout_lambda is not None:  # what served the context, not the prediction (@snimu, @classiclarryd: 40)
             x = x - self.backout_lambda * outputs[cfg.backout_layer]
         return norm(x)
 
     def bigram_hashes(self, tokens: Tensor) -> Tensor:
-        """Hash (previous token, token) to a row of the table, for tokens (T,) (record 62).
+        """Hash (previous token, token) to a row of the table, for tokens (T,) (record 62, @classiclarryd).
 
-        The first token's row is the last one, which nothing else gets, and takes its place in the hash of the second.
+        The first position has the last row. The record writes that number over the first token, too, so the second
+        position's hash is made from it, and wraps in int32.
         """
         last = self.cfg.bigram_rows - 1
-        pairs = (36313 * tokens[1:]) ^ (27191 * F.pad(tokens[1:-1], (1, 0), value=last))
-        return F.pad(pairs % last, (1, 0), value=last)
+        tokens = F.pad(tokens[1:], (1, 0), value=last)
+        return F.pad(((36313 * tokens[1:]) ^ (27191 * tokens[:-1])) % last, (1, 0), value=last)
 
     def attention_masks(self, tokens: Tensor, windows: Tensor) -> dict[str, BlockMask | GatheredMask]:
         """Return the masks by their letter in the layout: L with the long window, S and P with the short one."""
         cfg, on_cuda, masks = self.cfg, self.cfg.device == "cuda", {}
         doc_ids = (tokens == cfg.eot_token).cumsum(0, dtype=torch.int32)
-        for letter, window, widest in zip("LSP", (*windows, windows[1]), (*self.widest, self.widest[1]), strict=True):
+        for letter, i in dict(L=0, S=1, P=1).items():
             if letter in cfg.attention_layout:
-                ids = doc_ids.repeat_interleave(2) if letter == "P" else doc_ids
-                mask = document_block_mask(ids, window, cfg.block_size, for_flex=on_cuda)
-                max_blocks = 1 - (-widest // cfg.block_size)
+                ids = doc_ids.repeat_interleave(2) if letter == "P" else doc_ids  # P's windows are in slots
+                mask = document_block_mask(ids, windows[i], cfg.block_size, for_flex=on_cuda)
+                max_blocks = 1 - (-self.widest[i] // cfg.block_size)
                 masks[letter] = mask if on_cuda else GatheredMask(mask, max_blocks, self.embed.weight.dtype)
         return masks
 
@@ -1072,9 +1072,9 @@ class Trainer:
         self.set_schedules(step)
         for tokens, targets in sequences:
             loss = self.model(tokens, targets, self.windows, weights)
-            # Of the sum, which grows with the batch, as the optimizers' moments remember. Not divided by the number of
-            # sequences: FP8 sees the same gradients for any number of processes, and fewer become 0
-            (self.cfg.loss_scale * loss).backward()
+            # Undivided: FP8 sees the same gradients for any number of processes, and fewer become 0. The sum grows with
+            # the batch, and the optimizers' moments remember
+            (loss * self.cfg.loss_scale).backward()
             losses.append(loss.detach() / len(tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
         wait = launch(dist.all_reduce, mean)
