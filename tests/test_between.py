@@ -23,9 +23,7 @@ BOTH = dict(CautiousAdam=dict(muon_beta2=0.0, gate_inputs=0), VeSkipGates=dict(g
 # Settings that turn an idea off, other than nano's
 WITHOUT = dict(SteppedWindows=dict(window_tokens=(108,)), BatchSizeSchedule=dict(stage_growth=(1, 1, 1, 1)))
 WITHOUT |= dict(CautiousAdam=dict(scalar_beta1=0.65, scalar_beta2=0.95))
-*IDEAS, _, _, FORM, _ = itertools.pairwise(
-    [TUNED, *UNTIMED]
-)  # settings of the milestone 55 end with the next two; nano ends with the last
+*IDEAS, _, _, FORM, _ = itertools.pairwise([TUNED, *UNTIMED])  # the last is nano's
 
 
 def small(m: ModuleType, folder: Path, preset: str = "gpt2", **changes):

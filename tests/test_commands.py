@@ -10,8 +10,8 @@ import os
 import re
 import runpy
 import shlex
-import signal
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
