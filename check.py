@@ -166,7 +166,7 @@ def check_data(cfg: Hyperparameters, report: Report) -> list[tuple[str, str]]:
                 problems = [f"{path}: has tokens up to {highest}, not of {cfg.vocab_size} (--vocab_size)"]
         if not problems:
             try:
-                train_gpt.plan_batches(files, *batches)
+                train_gpt.plan_batches(files, *batches)  # type: ignore[arg-type]
             except UserError as error:
                 problems = [reason(error)]
                 if flag == "val_tokens" or "fineweb" not in command or int(command.split()[1]) <= len(paths):
