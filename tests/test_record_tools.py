@@ -340,7 +340,8 @@ def test_a_stopped_race_leaves_no_child(tmp_path, number):
     pid, script = tmp_path / "pid", tmp_path / "wait.py"
     script.write_text("import os, sys, time; open(sys.argv[-1], 'w').write(str(os.getpid())); time.sleep(60)")
     command = f"{sys.executable} -m records race {script} {script} --out {tmp_path}/race -- {pid}".split()
-    racing = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    heed = functools.partial(signal.signal, number, signal.SIG_DFL)  # though these tests may run under nohup
+    racing = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
     wait_for(lambda: pid.exists() and pid.read_text())
     racing.send_signal(number)
     assert "records: interrupted" in racing.communicate(timeout=20)[1]
