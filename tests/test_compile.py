@@ -17,7 +17,9 @@ from train_gpt import GPT, Ranks, Trainer
 # Small, as FP8 is slow on CPUs. Four stages in 14 steps, with an extension; the tables part in the third
 LENGTHS = dict(batch_tokens=128, train_seq_len=64, val_seq_len=256, val_tokens=256, block_size=8)
 LENGTHS |= dict(num_iterations=14, vocab_size=128, eot_token=127, compile=True, gate_inputs=12)
-STAGES = dict(extension_steps=2, stage_growth=(1, 2, 3, 3), lr_factors=(1.0, 1.5, 1.7, 1.7), adam_every=2)
+STAGES = dict(
+    head_std=0.005, extension_steps=2, stage_growth=(1, 2, 3, 3), lr_factors=(1.0, 1.5, 1.7, 1.7), adam_every=2
+)
 STAGES |= dict(window_tokens=(24, 56, 88, 104), final_window_tokens=120, next_weights=(1.0, 0.5, 0.25), tied_frac=2 / 3)
 TWO_LAYERS = dict(attention_layout="LP", value_embed_layout="0.", skip_layout=".0", backout_layer="0")
 GPT2 = {name: getattr(train_gpt.PRESETS["gpt2"], name) for name in TWO_LAYERS}
