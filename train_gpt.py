@@ -192,6 +192,7 @@ class Hyperparameters:
         require("next_weights", 0 < len(self.next_weights) <= most, f"1 to {most} weights")
         require("bigram_rows", self.bigram_rows != 1, "0, or at least 2: the last one is the first token's")
         require("gate_inputs", self.gate_inputs <= self.model_dim, f"at most model_dim {self.model_dim}")
+        require("tied_frac", not self.tied_frac or self.head_std > 0, "0, as --head_std 0 makes the table all zeros")
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         stages = len(self.window_tokens)
         require("window_tokens", stages > (self.extension_steps > 0), "a stage, and one more with extension_steps")

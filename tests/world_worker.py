@@ -13,6 +13,10 @@ import sys
 import time
 from pathlib import Path
 
+import torch
+
+from train_gpt import Ranks
+
 ROOT = Path(__file__).resolve().parent.parent
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch._dynamo", "torch.nn.attention.flex_attention", "torch.distributed", "tqdm"])
@@ -32,7 +36,7 @@ class Run:
     `nodes`: each rank is a machine of its own. `kill`: an event, its number and a rank (see `kill_at`).
     """
 
-    def __init__(self, ranks, out="", console="", nodes=False, kill=None, scripts=()):
+    def __init__(self, ranks, out="", console="", nodes=False, kill=None, target=None, scripts=()):
         size, self.out, self.processes = len(ranks), out, []
         shared = dict(WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
         for rank, flags in enumerate(ranks):
@@ -41,7 +45,7 @@ class Run:
             paths = [console or f"{out}.{rank}.{name}" for name in ("out", "err")]
             moment = kill[:2] if kill and kill[2] == rank else None
             script = str(scripts[rank]) if scripts else "train_gpt.py"
-            args = (script, [str(flag) for flag in flags], variables, paths, moment)
+            args = (script, [str(flag) for flag in flags], variables, paths, moment, target)
             self.processes.append(FORKS.Process(target=run_rank, args=args))
             self.processes[-1].start()
 
@@ -61,8 +65,8 @@ class Run:
         return Path(f"{self.out}.{rank}.{name}").read_text()
 
 
-def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], moment) -> None:
-    """Run the script as this process."""
+def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], moment, target) -> None:
+    """Run the script as this process, or else call `target`."""
     for name in [name for name in os.environ if "RANK" in name or "WORLD_SIZE" in name]:
         del os.environ[name]
     os.environ.update(variables)
@@ -72,7 +76,11 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
     if moment:
         kill_at(*moment)
     sys.argv = [script, *flags]
-    runpy.run_path(script, run_name="__main__")
+    if target is None:
+        runpy.run_path(script, run_name="__main__")
+    else:
+        torch.set_num_threads(1)
+        target(Ranks(*(int(variables[name.upper()]) for name in Ranks._fields)), *flags)
 
 
 def kill_at(event: str, count: int) -> None:
