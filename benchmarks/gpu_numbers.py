@@ -108,7 +108,7 @@ def child(script: str, dtype: str, fp8: str, *flags: str) -> None:
     G, orthogonalize = torch.randn(2, 32, 64), train_gpt.zeropower_via_newtonschulz5
     parts["Newton-Schulz"] = [{"": orthogonalize(G.double(), torch.float64)}, {"": orthogonalize(G, narrow)}]
     parts["Newton-Schulz"].append(generated(lambda G: {"": compiled(orthogonalize)(G, narrow)}, G))
-    if fp8:  # from the same input the head has to give almost the same numbers: here both round alike
+    if fp8:  # from the same input the head has to give almost the same numbers
         x, w = torch.randn(SEQ_LEN, cfg.model_dim).to(narrow), eager.lm_head.detach()
         pairs = (x.double(), w.double()), (x.clone(), w.clone())
         parts["head alone: "] = [head_results(head, *pair, inputs[1], *weights) for pair in pairs]
@@ -129,19 +129,20 @@ def bound(row: dict, rows: Sequence[dict], dtype: str, fp8: bool) -> None:
     """Add to a row what is bounded, by how much, and whether that holds.
 
     In float32 the two paths may be 1e-5 apart. In low precision both are off float64 by far more than that, at random:
-    the generated kernels may not be worse, by 1.1 for a matrix. The gradient of a scalar is a sum of positive and
-    negative terms (once 37,000 times as large as the sum): it may be off by twice the eager path's worst.
+    the generated kernels may not be worse, by 1.1 for a matrix, by 1.3 for the few numbers of a gate. The gradient of a
+    scalar is a sum of positive and negative terms (once 37,000 times as large as the sum): it may be off by twice the
+    eager path's worst. Before a cast to FP8 eager code rounds the product with the scale, generated code does not: 2%.
     """
     what, limit, losses = "apart", 1e-5, ("loss", "validation")
     if row["name"].startswith("head alone"):
-        limit = 1e-3
+        limit = 3e-2 if fp8 and row["ndim"] == 2 else 1e-3
     elif row["name"] in losses:
         limit = limit if dtype == "float32" else 1e-3 if fp8 else 1.5e-4
     elif row["ndim"] < 2:
         worst = max(other["eager"] for other in rows if other["ndim"] < 2 and other["name"] not in losses)
         what, limit = "generated", max(limit, 2 * worst)
     elif dtype != "float32":
-        what, limit = "generated", 1.1 * row["eager"]
+        what, limit = "generated", (1.3 if row["name"].endswith("gate") else 1.1) * row["eager"]
     row |= dict(bounded=what, limit=limit, agrees=row[what] <= limit)  # False for NaN
 
 

@@ -25,7 +25,7 @@ THREE_STAGES |= dict(stage_growth=(2, 1, 3), lr_factors=(1.0, 2.0, 1.5), momentu
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 def test_precision_of_parameters(tiny, dtype: str, tied_frac: float):
     """Tables are in the precision of the activations; all else, also a head of its own, in fp32 at least."""
-    gpt = GPT(dataclasses.replace(tiny, dtype=dtype, tied_frac=tied_frac))
+    gpt = GPT(dataclasses.replace(tiny, dtype=dtype, tied_frac=tied_frac, head_std=tied_frac))
     for name, tensor in (*gpt.named_parameters(), *gpt.named_buffers()):
         is_table = "embed" in name or (name == "lm_head" and tied_frac)
         assert tensor.dtype == getattr(torch, dtype if is_table or dtype == "float64" else "float32"), name

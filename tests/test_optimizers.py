@@ -27,7 +27,7 @@ SETTINGS = (0.1, 0.0, 0.8, 0.95)
 
 def config(sequences: int, dtype: str, **changes) -> Hyperparameters:
     small = dict(train_seq_len=64, batch_tokens=64 * sequences, adam_eps=0.01, adam_every=1, muon_beta2=0.9)
-    small |= dict(muon_decay=0.0, c_fc_factor=2.0, c_proj_factor=4.0, block_size=32)
+    small |= dict(muon_decay=0.0, c_fc_factor=2.0, c_proj_factor=4.0, block_size=32, head_std=0.005)
     return dataclasses.replace(train_gpt.PRESETS["nano"], **small | changes, dtype=dtype)
 
 
@@ -145,7 +145,7 @@ def gpt(tiny) -> GPT:
     """Return a model with every kind of parameter, and groups that are known by their learning rates."""
     groups = "head embed table scalar x0 gate smear skip".split()
     settings = {f"{group}_adam": (0.1 * i, 0.01 * i, 0.5, 0.9) for i, group in enumerate(groups, start=1)}
-    parts = dict(attention_layout="L-PL", gate_inputs=12, backout_layer="2", bigram_rows=61)
+    parts = dict(attention_layout="L-PL", gate_inputs=12, backout_layer="2", bigram_rows=61, head_std=0.005)
     return GPT(dataclasses.replace(tiny, **settings, **parts, tied_frac=0.0, muon_lr=0.9))
 
 
