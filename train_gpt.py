@@ -736,13 +736,13 @@ class Adam(ShardedOptimizer):
 
     def update_shard(self, shard: Tensor, grad: Tensor) -> None:
         (beta1, beta2), (m, v), count = self.betas, self.state.values(), self.step // self.every  # updates before
-        p, grad = (t.to(m.dtype) for t in (shard, grad))
         eps = self.cfg.adam_eps / (1 - beta2 ** (count + 1)) ** 0.5  # added before the correction of the bias
         options = dict(lr=self.lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
-        step, new = torch.full((), count, dtype=torch.float32, device=p.device), p.clone() if self.decay else p
-        adam([new], [grad], [m], [v], [], [step], fused=True, **options)  # PyTorch's kernel
+        step = torch.full((), count, dtype=torch.float32, device=grad.device)
+        new = shard.to(m.dtype, copy=self.decay > 0)
+        adam([new], [grad.to(m.dtype)], [m], [v], [], [step], fused=True, **options)  # PyTorch's kernel
         if self.decay:  # the update has the sign of m
-            new -= self.decay * self.lr**2 * p * (m * p > 0)
+            new.addcmul_(shard, m * shard > 0, value=-self.decay * self.lr**2)
         shard.copy_(new)
 
 
@@ -809,6 +809,8 @@ class Muon(ShardedOptimizer):
         self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if self.cfg.compile else ns
         n, rows, cols = self.grad.shape
         self.state["second_moment"] = self.grad.new_zeros((n, 1, cols) if "mlp" in self.name else (n, rows, 1))
+        factors = {"mlp.c_fc": self.cfg.c_fc_factor, "mlp.c_proj": self.cfg.c_proj_factor}
+        self.factors = [factors.get(".".join(name.split(".")[-2:]), 1.0) for name in self.name.split("+")]
 
     def as_rows(self, x: Tensor) -> Tensor:
         x = x.reshape(-1, *x.shape[-2:])
@@ -825,12 +827,11 @@ class Muon(ShardedOptimizer):
 
     def gather(self) -> None:
         super().gather()
-        factors = {"mlp.c_fc": self.cfg.c_fc_factor, "mlp.c_proj": self.cfg.c_proj_factor}
-        for name, p, update in zip(self.name.split("+"), self.params, self.pieces(self.values), strict=True):
+        for p, update, factor in zip(self.params, self.pieces(self.values), self.factors, strict=True):
             update = (update.mT if p.size(-2) > p.size(-1) else update).view_as(p)
             if self.cfg.muon_decay:
                 update = update + self.cfg.muon_decay * self.lr * p * (update * p >= 0)
-            p.add_(update, alpha=-self.lr * factors.get(".".join(name.split(".")[-2:]), 1.0))
+            p.add_(update, alpha=-self.lr * factor)
 
 
 def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
