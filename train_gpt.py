@@ -236,10 +236,8 @@ PRESETS = {
 
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     """Return a preset with the flags `argv` in place; every field of Hyperparameters is a flag."""
-    gpt2, nano = (set(dataclasses.asdict(preset).items()) for preset in PRESETS.values())
-    changes = " ".join(f"{name}={value}" for name, value in sorted(nano - gpt2))
     fields = inspect.getsource(Hyperparameters).partition("\n\n")[0]
-    help_text = f"{__doc__}\nEvery field is a flag (--no-FIELD for false):\n\n{fields}\n\nnano: {changes}"
+    help_text = f"{__doc__}\nEvery field is a flag (--no-FIELD for false); nano has others (PRESETS):\n\n{fields}"
     form, hidden = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
     parser = argparse.ArgumentParser("train_gpt.py", hidden, help_text, formatter_class=form, allow_abbrev=False)
     for field in dataclasses.fields(Hyperparameters):
@@ -345,10 +343,14 @@ class HeadLoss(torch.autograd.Function):
 
 
 # ---- Layers: each draws its own initial values; outputs of MLPs start at zero (@Grad62304977) -----------------------
-def uniform_weight(*shape: int) -> nn.Parameter:
-    """Return a weight (..., out, in) of deviation 0.5 / sqrt(in), a bit better than PyTorch's 3^-0.5 (record 19)."""
-    bound = (0.75 / shape[-1]) ** 0.5
+def uniform_weight(inputs: int, *shape: int) -> nn.Parameter:
+    """Return a weight of deviation 0.5 / sqrt(inputs), a bit better than PyTorch's 3^-0.5 (record 19)."""
+    bound = (0.75 / inputs) ** 0.5
     return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
+
+
+def zero_table(rows: int, dim: int, dtype: torch.dtype) -> nn.Embedding:
+    return nn.Embedding.from_pretrained(torch.zeros(rows, dim, dtype=dtype), freeze=False)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -421,11 +423,11 @@ class Rotary(nn.Module):
 class MLP(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
-        self.c_fc = uniform_weight(4 * dim, dim)
+        self.c_fc = uniform_weight(dim, dim, 4 * dim)  # (in, out), of one shape with (out, in) c_proj: Muon stacks them
         self.c_proj = nn.Parameter(torch.zeros(dim, 4 * dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(ReluSquared.apply(linear(x, self.c_fc)), self.c_proj)
+        return linear(ReluSquared.apply(linear(x, self.c_fc.mT)), self.c_proj)
 
 
 # ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
@@ -492,9 +494,9 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, cfg: Hyperparameters, kind: str, has_value_embed: bool):
         super().__init__()
-        self.cfg, self.kind, H, G = cfg, kind, cfg.num_heads, cfg.gate_inputs
-        self.qkv_w = uniform_weight(3, H * cfg.head_dim, cfg.model_dim)  # Muon sees three: record 20
-        self.c_proj = uniform_weight(cfg.model_dim, H * cfg.head_dim)  # not zero: record 64
+        self.cfg, self.kind, H, G, K = cfg, kind, cfg.num_heads, cfg.gate_inputs, cfg.model_dim
+        self.qkv_w = uniform_weight(K, 3, H * cfg.head_dim, K)  # Muon sees three: record 20
+        self.c_proj = uniform_weight(H * cfg.head_dim, K, H * cfg.head_dim)  # not zero: record 64
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))
         self.gate = nn.Parameter(torch.zeros(H, G)) if G else None
         self.value_gate = nn.Parameter(torch.zeros(H, G)) if G and has_value_embed else None
@@ -559,9 +561,9 @@ class GPT(nn.Module):
         dtype = getattr(torch, cfg.dtype)  # tables are in the precision of the activations, the rest in fp32
         rows, is_tied, gate_inputs = V + -V % 64, cfg.tied_frac > 0, cfg.gate_inputs  # aligned for matmul tiles
         self.embed = nn.Embedding(rows if is_tied else V, K, dtype=dtype)
-        values = (nn.Embedding(V, cfg.num_heads * cfg.head_dim, dtype=dtype) for _ in {*cfg.value_embed_layout} - {"."})
-        self.value_embeds = nn.ModuleList(values)
-        self.bigram_embed = nn.Embedding(cfg.bigram_rows, K, dtype=dtype) if cfg.bigram_rows else None
+        num_values, width = len({*cfg.value_embed_layout} - {"."}), cfg.num_heads * cfg.head_dim
+        self.value_embeds = nn.ModuleList(zero_table(V, width, dtype) for _ in range(num_values))
+        self.bigram_embed = zero_table(cfg.bigram_rows, K, dtype) if cfg.bigram_rows else None
         layouts = zip(cfg.attention_layout, cfg.value_embed_layout, strict=True)
         self.blocks = nn.ModuleList(Block(cfg, *letters) for letters in layouts)
         num_skips = len(cfg.skip_layout.replace(".", ""))
@@ -570,14 +572,10 @@ class GPT(nn.Module):
         self.smear_gate = nn.Parameter(torch.zeros(1, gate_inputs)) if gate_inputs else None
         self.smear_lambda = nn.Parameter(torch.tensor(0.0)) if gate_inputs else None
         self.backout_lambda = nn.Parameter(torch.tensor(0.5)) if cfg.backout_layer != "." else None
-        self.lm_head = nn.Parameter(torch.zeros(rows, K, dtype=dtype if is_tied else torch.float32))
-        with torch.no_grad():
-            for table in (*self.value_embeds, *([self.bigram_embed] if cfg.bigram_rows else [])):
-                table.weight.zero_()
-            if cfg.head_std:
-                self.lm_head.normal_(0, cfg.head_std)
-            if is_tied:  # Adam keeps them equal
-                self.embed.weight.copy_(self.lm_head)
+        head = torch.empty(rows, K, dtype=dtype if is_tied else torch.float32)
+        self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
+        if is_tied:  # Adam keeps them equal
+            self.embed.weight.data.copy_(head)
         self.rotary = Rotary(cfg)
         self.widest = [max(attention_windows(step, cfg)[i] for step in stage_starts(cfg)) for i in (0, 1)]
         if dtype == torch.float64:
@@ -648,36 +646,35 @@ def launch(collective: Callable, *args) -> Callable[[], object]:
 
 
 class ShardedOptimizer:
-    """Update a group of parameters of one precision, every rank an equal share of their elements.
+    """Update a group of parameters of one precision, every rank an equal share of their rows.
 
     A step has three phases, which `step_optimizers` runs for all groups in turn, so that communication overlaps
     compute: `reduce` launches the reduce-scatter of the gradients, `update` turns this rank's share of their mean into
-    new values and launches the all-gather of those, `gather` waits for it. Subclasses define update_shard(shard, grad),
+    new values and launches the all-gather of those, `wait` waits for it. Subclasses define update_shard(shard, grad),
     which writes new values into the shard and may overwrite grad, and name in `moments` the tensors that `state` keeps
-    for a shard. Shares are cut from buffers of rows, padded with zeros: here a row is an element, parameters are views.
+    for a shard. Parameters are views of one buffer of rows, which have `row_dims` dimensions, padded with zeros.
     With `every` = n only each n-th step is one, on the sum of n gradients.
     """
 
     moments: tuple[str, ...] = ()
-    alignment = 16  # rows: kernels want tensors to begin at multiples of 16 bytes
+    row_dims = 0  # rows are elements,
+    alignment = 16  # and a parameter takes a multiple of 16: kernels want tensors to begin at multiples of 16 bytes
     every = 1
 
     def __init__(self, params: dict[str, nn.Parameter], lr: float, cfg: Hyperparameters, ranks: Ranks):
         self.name, self.params, self.cfg, self.ranks = "+".join(params), list(params.values()), cfg, ranks
         self.initial_lr, self.lr, self.step = lr, lr, 0
-        rows = [self.as_rows(p.detach()) for p in self.params]
+        rows = [p.detach().reshape(-1, *p.shape[p.dim() - self.row_dims :]) for p in self.params]
         assert len({r.dtype for r in rows}) == 1, f"one precision per group: {self.name}"
         self.counts = [len(r) for r in rows]
         self.spans = [count + -count % self.alignment for count in self.counts]
         self.grads = rows[0].new_zeros(sum(self.spans) + -sum(self.spans) % ranks.world_size, *rows[0].shape[1:])
-        self.grad = self.grads if ranks.world_size == 1 else torch.zeros_like(self.share(self.grads))
-        self.state = {name: torch.zeros_like(self.grad) for name in self.moments}
-        self.grad_pieces = self.pieces(self.grads)
-        self.values = self.place(rows)  # what the ranks exchange
+        self.values = torch.zeros_like(self.grads)
+        for p, r, piece in zip(self.params, rows, self.pieces(self.values), strict=True):
+            p.data = piece.copy_(r).view_as(p)
         self.shard = self.share(self.values)
-
-    def as_rows(self, x: Tensor) -> Tensor:
-        return x.reshape(-1)
+        self.grad = self.grads if ranks.world_size == 1 else torch.zeros_like(self.shard)
+        self.state = {name: torch.zeros_like(self.grad) for name in self.moments}
 
     def share(self, buffer: Tensor) -> Tensor:
         """Return this rank's rows of `buffer`."""
@@ -688,14 +685,9 @@ class ShardedOptimizer:
         spans = buffer[: sum(self.spans)].split(self.spans)
         return [span[:count] for span, count in zip(spans, self.counts, strict=True)]
 
-    def place(self, rows: list[Tensor]) -> Tensor:
-        values = torch.zeros_like(self.grads)
-        for p, r, piece in zip(self.params, rows, self.pieces(values), strict=True):
-            p.data = piece.copy_(r).view_as(p)
-        return values
-
     def reduce(self) -> None:
-        torch._foreach_copy_(self.grad_pieces, [self.as_rows(p.grad) for p in self.params])
+        pieces = self.pieces(self.grads)
+        torch._foreach_copy_(pieces, [p.grad.view_as(piece) for p, piece in zip(self.params, pieces, strict=True)])
         self.wait = launch(reduce_scatter, self.grad, self.grads)
 
     def update(self) -> None:
@@ -704,9 +696,6 @@ class ShardedOptimizer:
             self.grad.div_(self.cfg.batch_sequences)  # gradients are sums over the sequences
         self.update_shard(self.shard, self.grad)
         self.wait = launch(all_gather, self.values, self.shard)
-
-    def gather(self) -> None:
-        self.wait()
 
 
 class Adam(ShardedOptimizer):
@@ -757,7 +746,7 @@ POLAR_EXPRESS = [
 
 
 def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return about the orthogonal factor U V' of every matrix U S V' in G (n, rows, cols), rows <= cols, in `dtype`.
+    """Return about the orthogonal factor U V' of every matrix U S V' in G (n, rows, cols), in `dtype`.
 
     Five steps of a quintic Newton-Schulz iteration (Keller Jordan, https://kellerjordan.github.io/posts/muon), with the
     coefficients of the Polar Express, which differ from step to step (arXiv:2505.16932; record 38, @varunneal). A zero
@@ -796,12 +785,11 @@ class Muon(ShardedOptimizer):
     The factors are the configuration's. The weight decay is cautious: only where the update moves a weight towards 0
     (record 43, @varunneal).
 
-    Rows of the buffers are whole matrices, tall ones on their side: the 22 of gpt2's MLPs on 8 ranks are 3 on each, and
-    a column is a hidden unit in both matrices of an MLP. NorMuon evens these out, elsewhere the rows, in gpt2 outputs.
-    The ranks exchange updates, which all of them apply.
+    A row is a whole matrix: the 22 of gpt2's MLPs on 8 ranks are 3 on each. Those have a column for each hidden unit,
+    which NorMuon evens out; elsewhere it evens out the rows, one for each output.
     """
 
-    moments, alignment = ("momentum_buffer",), 1
+    moments, row_dims, alignment = ("momentum_buffer",), 2, 1
 
     def __init__(self, *args):
         super().__init__(*args)
@@ -810,28 +798,19 @@ class Muon(ShardedOptimizer):
         n, rows, cols = self.grad.shape
         self.state["second_moment"] = self.grad.new_zeros((n, 1, cols) if "mlp" in self.name else (n, rows, 1))
         factors = {"mlp.c_fc": self.cfg.c_fc_factor, "mlp.c_proj": self.cfg.c_proj_factor}
-        self.factors = [factors.get(".".join(name.split(".")[-2:]), 1.0) for name in self.name.split("+")]
-
-    def as_rows(self, x: Tensor) -> Tensor:
-        x = x.reshape(-1, *x.shape[-2:])
-        return x.mT if x.size(-2) > x.size(-1) else x
-
-    def place(self, rows: list[Tensor]) -> Tensor:
-        return torch.zeros_like(self.grads, dtype=getattr(torch, self.cfg.dtype))
+        by_row = self.grads.new_ones(len(self.grads), 1, 1)
+        for name, piece in zip(self.name.split("+"), self.pieces(by_row), strict=True):
+            piece.fill_(factors.get(".".join(name.split(".")[-2:]), 1.0))
+        self.factors = self.share(by_row)
 
     def update_shard(self, shard: Tensor, grad: Tensor) -> None:
         cfg, momentum = self.cfg, muon_momentum(self.step, self.cfg)
         momentum_buffer = self.state["momentum_buffer"].lerp_(grad, 1 - momentum)
-        update = self.orthogonalize(grad.lerp_(momentum_buffer, momentum), shard.dtype)
-        shard.copy_(normalize(update, self.state["second_moment"], cfg.muon_beta2))
-
-    def gather(self) -> None:
-        super().gather()
-        for p, update, factor in zip(self.params, self.pieces(self.values), self.factors, strict=True):
-            update = (update.mT if p.size(-2) > p.size(-1) else update).view_as(p)
-            if self.cfg.muon_decay:
-                update = update + self.cfg.muon_decay * self.lr * p * (update * p >= 0)
-            p.add_(update, alpha=-self.lr * factor)
+        update = self.orthogonalize(grad.lerp_(momentum_buffer, momentum), getattr(torch, cfg.dtype))
+        update = normalize(update, self.state["second_moment"], cfg.muon_beta2)
+        if cfg.muon_decay:
+            update.add_(shard * (update * shard >= 0), alpha=cfg.muon_decay * self.lr)
+        shard.addcmul_(self.factors, update, value=-self.lr)
 
 
 def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
@@ -841,9 +820,9 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     def claim(*components: str) -> dict[str, nn.Parameter]:
         return {name: p for name, p in named.items() if set(components) & set(name.split("."))}
 
-    stacks: dict[tuple, dict[str, nn.Parameter]] = {}  # Muon's matrices by shape, tall ones on their side
+    stacks: dict[tuple, dict[str, nn.Parameter]] = {}  # Muon's matrices by shape
     for name, p in claim("qkv_w", "c_fc", "c_proj").items():
-        stacks.setdefault(tuple(sorted(p.shape[-2:])), {})[name] = p
+        stacks.setdefault(p.shape[-2:], {})[name] = p
     heads = [("lm_head", "embed")] if cfg.tied_frac else [("lm_head",), ("embed",)]
     groups = {
         **dict(zip(heads, (cfg.head_adam, cfg.embed_adam), strict=False)),
@@ -876,7 +855,7 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer], step: int) -> None:
     for optimizer in due:
         optimizer.update()
     for optimizer in due:
-        optimizer.gather()
+        optimizer.wait()
         for p in optimizer.params:
             p.grad = None
 
@@ -1153,21 +1132,20 @@ def agree(ranks: Ranks, problem: str, facts: dict, start: int) -> int:
 
     Raise on every rank if one of them has a problem, or a fact that is not that of rank 0.
     """
-    mine = (f"rank {ranks.rank} on {os.uname().nodename}", problem, facts, start)
-    told = [mine] * ranks.world_size
+    told = [(f"rank {ranks.rank} on {os.uname().nodename}", problem, facts, start)] * ranks.world_size
     if ranks.world_size > 1:
         try:
             # By default gloo for tensors on CPUs and NCCL for those on GPUs. Connecting takes up to twice this timeout
             dist.init_process_group(timeout=timedelta(seconds=30))
-            dist.all_gather_object(told, mine)
+            dist.all_gather_object(told, told[0])
             # One rank may compile while the others find the result in their caches
             dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
         except (RuntimeError, ValueError) as error:
             problem = problem or f"rank {ranks.rank} does not reach the others: {' '.join(str(error).split())[:200]}"
-    for who, found, its_facts, _ in told:
+    for who, found, its, _ in told:
         for name, value in told[0][2].items():
-            if (its := its_facts.get(name)) != value:
-                found = found or f"has {name} {its} instead of {value}: start all alike"
+            if its.get(name) != value:
+                found = found or f"has {name} {its.get(name)} instead of {value}: start all alike"
         problem = problem or (found and f"{who}: {found}")
     if problem and ranks.local_rank > 0:
         sys.exit(2)  # one rank per node says it
@@ -1193,9 +1171,9 @@ class RunLog:
             reason = "another process is writing it" if isinstance(error, BlockingIOError) else error
             raise UserError(f"log {self.path}: {reason}; choose another --run_id or --log_dir") from None
         self.tokens = [cfg.batch_sequences * train_seq_len(step, cfg) for step in range(cfg.num_iterations)]
-        options = dict(total=sum(self.tokens), initial=sum(self.tokens[: progress["step"]]))
-        options |= dict(disable=not (is_main and os.isatty(1) and os.isatty(2)), unit_scale=True, dynamic_ncols=True)
-        self.bar = tqdm(unit="tokens", **options)
+        total, done = sum(self.tokens), sum(self.tokens[: progress["step"]])
+        is_terminal = is_main and os.isatty(1) and os.isatty(2)
+        self.bar = tqdm(None, None, total, disable=not is_terminal, initial=done, unit="tokens", unit_scale=True)
 
     def start_clock(self) -> None:
         self.synchronize()

@@ -45,8 +45,9 @@ def like(p: Tensor, values: np.ndarray) -> Tensor:
 
 
 def add_values(tensors: list[Tensor], values: np.ndarray) -> None:
-    """Add values, in order, to tensors that may have more at the end."""
-    values = torch.from_numpy(values.astype(np.float64)).flatten()
+    """Add values, in order, to tensors that may have more at the end, or to one that is transposed."""
+    values = torch.from_numpy(values.astype(np.float64))
+    values = (values.T if tensors[0].shape == values.shape[::-1] != values.shape else values).flatten()
     for tensor in tensors:
         tensor.detach().view(-1)[: len(values)] += values[: tensor.numel()]
         values = values[tensor.numel() :]

@@ -184,7 +184,7 @@ def reference_loss(params: dict[str, Tensor], cfg, tokens: Tensor, targets: Tens
             x = x + params[f"blocks.{i}.bigram_lambda"] * params["bigram_embed.weight"][rows]
         if letter != "-":
             x = x + attention(i, letter, rms_norm(x))
-        hidden = rms_norm(x) @ params[f"blocks.{i}.mlp.c_fc"].T
+        hidden = rms_norm(x) @ params[f"blocks.{i}.mlp.c_fc"]
         x = x + hidden.clamp(min=0) ** 2 @ params[f"blocks.{i}.mlp.c_proj"].T
         outputs.append(x)
     if cfg.backout_layer != ".":

@@ -27,7 +27,12 @@ def place(name: str) -> tuple[str, int]:
 
 
 def rotary_order(name: str, values: np.ndarray, public: bool, angles: int) -> np.ndarray:
-    """Reorder the dimensions of queries and keys: pairs that rotate are neighbours in public, here `angles` apart."""
+    """Reorder the dimensions of queries and keys: pairs that rotate are neighbours in public, here `angles` apart.
+
+    In the root script, which has half as many angles as VeFused, the first matrix of an MLP is transposed.
+    """
+    if name.endswith("c_fc") and angles < DIM // 12:
+        return values.reshape((DIM, 4 * DIM) if public else (4 * DIM, DIM)).T.copy()
     if not name.endswith("qkv_w"):
         return values
     pair, D = np.arange(DIM // 24), DIM // 6
@@ -104,7 +109,9 @@ def check_optimizers(m: types.ModuleType, folder: Path) -> None:
                 m.step_optimizers(trainer.optimizers, t)
             for key, ours in members.items():
                 shape = NUMBERS[f"opt/init/{key}"].shape
-                values = np.concatenate([p.detach().numpy().ravel() for p in ours])[: np.prod(shape)].reshape(shape)
+                values = [p.detach().numpy() for p in ours]
+                values = [values[0].T] if values[0].shape == shape[::-1] != shape else values
+                values = np.concatenate([x.ravel() for x in values])[: np.prod(shape)].reshape(shape)
                 key = f"opt/from{first}/{key}/{t}"
                 RECORD.expect(key, ..., digest(values), NUMBERS[key][1])
 
