@@ -1,4 +1,4 @@
-"""The figures of the benchmarks, their report, the race against the CPU starting point, and that model."""
+"""The figures of the benchmarks, their report, the race against the CPU starting point, that model, and scaling."""
 
 import dataclasses
 import json
@@ -14,13 +14,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
-from benchmarks import ENVIRONMENT, ROOT, anchor_cpu, command, measure, race_anchor
-from conftest import TINY
+from benchmarks import ENVIRONMENT, ROOT, anchor_cpu, command, measure, race_anchor, roofline, scaling
+from conftest import TINY_FLAGS
 from records import race
 from test_attention import build, dense_mask
 from train_gpt import GPT, Ranks, Trainer
 
-FLAGS = ["--preset=nano", "--quick", *(f"--{name}={value}" for name, value in TINY.items() if name != "compile")]
+FLAGS = ["--quick", *TINY_FLAGS]
 FIGURES = {"step: data", "step: forward", "step: backward", "step: optimizers", "loader, warm files, per rank"}
 WHOLE, MATMUL = "step: whole, stage 1 (windows of 96 and 48 tokens)", "large matmul in float32"
 
@@ -61,17 +61,6 @@ def test_report_is_complete_but_for_a_failed_stage(tiny, tmp_path, monkeypatch, 
     assert median["throughput"] == pytest.approx(1000 * tiny.batch_tokens / median[WHOLE])
     assert attained == pytest.approx(median["model FLOPs per step and rank"] / median[WHOLE])
     assert median["utilization, relative to the large matmul"] == pytest.approx(100 * attained / median[MATMUL])
-
-
-RACE = ["race: --pairs 1", "race: -- --seed 3"]
-
-
-@pytest.mark.parametrize("argv", ["--nonsense", "--out", "--val_files none*", "--out /dev/null/x", *RACE])
-def test_bad_input_gets_one_line_and_code_2(argv, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        (race_anchor if argv in RACE else command).main(argv.removeprefix("race: ").split())
-    (error,) = capsys.readouterr().err.splitlines()
-    assert "exit code" not in error  # of a run that should not have begun
 
 
 def test_spans_leave_out_those_inside(monkeypatch):
@@ -156,3 +145,36 @@ def test_race_with_the_anchor_says_by_its_exit_code_whether_the_ratio_counts(
     assert race_anchor.main(["--pairs=2", "--seed=0", f"--out={tmp_path}", "--", "--num_iterations", "3"]) == code
     told = capsys.readouterr().out
     assert ("train time: 0.1000 (0.1000 to 0.1000)" in told, "does not count" in told) == (True, bool(code))
+
+
+def test_fit_recovers_planted_exponents_and_their_errors():
+    values, random = [2.0**i for i in range(4, 10)], np.random.default_rng(0).normal
+    assert scaling.fit({x: 3 * x**1.7 for x in values} | {1: 0}) == pytest.approx(dict(exponent=1.7, error=0, factor=3))
+    assert scaling.fit({1: 8, 2: 4}) == dict(exponent=pytest.approx(-1), error=None, factor=pytest.approx(8))
+    fits = [scaling.fit({x: x**0.5 * np.exp(random(scale=0.1)) for x in values}) for _ in range(400)]
+    errors = [f["error"] for f in fits]
+    assert np.std([f["exponent"] for f in fits]) == pytest.approx(np.sqrt(np.mean(np.square(errors))), rel=0.1)
+
+
+def test_a_point_runs(monkeypatch):
+    found = scaling.summarize([scaling.point(TINY_FLAGS)] * 2)
+    assert (list(found), found["step"]["n"]) == (["step", "attention", "mask", "memory", "clock"], 12)
+    assert found["attention"]["median"] > 0
+    monkeypatch.setattr(scaling, "own_process", lambda command: f"a warning\n[{len(command)}]")
+    assert scaling.measure_point("processes", 2, ["--seed=2"])[0] - scaling.measure_point("width", 64, [])[0] == 4
+
+
+def test_prediction_is_the_roofline_where_that_has_one():
+    stage = dict(phase="train 49152", tokens=49152, windows=(1664, 768), steps=40)
+    keys = [(stage["phase"], g) for g in ("", "forward 49152", "backward 49152")]
+    keys += [(f"optimizers {stage['phase']}", g) for g in ("", "Newton-Schulz")]
+    calls = [dict(world=w, phase=p, graph=g, kind="kernel", count=1, flops=0) for w in (8, 1) for p, g in keys]
+    calls = [call | dict(bytes=10**8 * (i + 2) ** 2) for i, call in enumerate(calls)]
+    sizes = sum(map(sum, scaling.traffic(scaling.GPT2, 8).values()))
+    found = dict(calls=calls, configuration=dataclasses.asdict(scaling.GPT2), memory={"8": dict(communication=sizes)})
+    found["stages"] = [stage]
+    parts, _ = roofline.predict(found, roofline.GPUS["h100"])
+    one, eight, nodes = (scaling.predict(found, *cluster) for cluster in ((1, 1), (1, 8), (8, 1)))
+    for world, figures in (1, one), (8, eight):
+        assert figures["step"]["median"] == pytest.approx(parts[f"STEP of stage 1, processes: {world}"]["ms"])
+    assert nodes["communication"]["median"] == pytest.approx(7 / 8 * sizes / 50e6)

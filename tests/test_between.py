@@ -11,8 +11,9 @@ from unittest import mock
 
 import pytest
 
+from public_records import load
 from synthetic_logs import write_corpus
-from test_records import TUNED, UNTIMED, load
+from test_records import TUNED, UNTIMED
 
 SMALL = dict(vocab_size=257, eot_token=256, model_dim=16, num_heads=2, head_dim=8, block_size=8, max_doc_len=40)
 SMALL |= dict(train_seq_len=64, batch_tokens=64, val_seq_len=128, val_tokens=128, num_iterations=12, val_loss_every=0)

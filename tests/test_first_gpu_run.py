@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import first_gpu_run
-from conftest import TINY, pytest_configure
+from conftest import TINY_FLAGS, pytest_configure
 
 SECRETS = "gpu-box-17", "marie", "/srv/people", "pierre", "10.20.30.40"
 SHOWN = "GPU-BOX-17, driver 580.65.06, torch 2.13.0, /srv/people/marie/a.bin, torchinductor_marie, Marie\n"
@@ -62,9 +62,8 @@ def test_without_a_gpu_one_line_says_so(monkeypatch, capsys, tmp_path: Path):
 
 @pytest.mark.slow
 def test_all_stages_on_a_cpu(tmp_path: Path):
-    flags = [f"--{name}={value}" for name, value in TINY.items() if name not in ("compile", "run_id")]
     out = tmp_path / "result.json"
-    assert first_gpu_run.main(["--preset=nano", *flags, f"--out={out}"]) == 0, out.read_text()
+    assert first_gpu_run.main([*TINY_FLAGS, f"--out={out}"]) == 0, out.read_text()
     found = json.loads(out.read_text())["stages"]
     assert set(found) == {"check", "self-test", "short run", "benchmarks"}
     assert json.loads("".join(found["short run"]["files"]["short.json"]))["num_iterations"] == 8

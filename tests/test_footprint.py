@@ -7,12 +7,12 @@ import io
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
 
 from synthetic_logs import ROOT, write_corpus
+from world_worker import FORKS
 
 SHORT = (
     "--preset nano --device cpu --dtype float32 --cpu_threads 1 --num_iterations 4 --model_dim 32 --num_heads 2 "
@@ -21,25 +21,22 @@ SHORT = (
 UNSAFE = "exec eval compile pickle.load pickle.loads np.load numpy.load joblib.load marshal.loads os.system".split()
 
 # Events of Python's audit, and which of their arguments to note
-EVENTS = dict(
-    hosts={"socket.getaddrinfo": 0, "socket.gethostbyname": 0, "urllib.Request": 0, "socket.connect": 1},
-    programs={"subprocess.Popen": 0, "os.exec": 0, "os.system": 0, "os.posix_spawn": 0},
-    written={
-        "os.mkdir": 0,
-        "os.remove": 0,
-        "os.rmdir": 0,
-        "os.chmod": 0,
-        "os.rename": 1,
-        "os.link": 1,
-        "os.symlink": 1,
-    },
-)
+HOSTS = {"socket.getaddrinfo": 0, "socket.gethostbyname": 0, "urllib.Request": 0, "socket.connect": 1}
+PROGRAMS = {"subprocess.Popen": 0, "os.exec": 0, "os.system": 0, "os.posix_spawn": 0}
+WRITTEN = dict.fromkeys(("os.mkdir", "os.remove", "os.rmdir", "os.chmod"), 0)
+EVENTS = dict(hosts=HOSTS, programs=PROGRAMS, written=WRITTEN | {"os.rename": 1, "os.link": 1, "os.symlink": 1})
 
 
-def run_audited(target: str, *flags: str) -> None:
-    """Import and run train_gpt.py. Write to `target` what it wrote or removed, and the hosts and programs it used."""
+def run_audited(cwd: Path, env: dict[str, str], notes_path: Path, flags: list[str]) -> None:
+    """Import and run train_gpt.py. Write down what it wrote or removed, and the hosts and programs it used."""
     import torch.distributed
     import torch.nn.attention.flex_attention  # which may do as they please
+
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.dont_write_bytecode = True
+    assert "train_gpt" not in sys.modules
 
     def state() -> tuple:
         signals = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
@@ -64,7 +61,7 @@ def run_audited(target: str, *flags: str) -> None:
     assert not torch.cuda.is_initialized()
     assert not torch.distributed.is_initialized()
     train_gpt.main(flags)
-    Path(target).write_text(json.dumps({kind: sorted(found) for kind, found in notes.items()}))
+    notes_path.write_text(json.dumps({kind: sorted(found) for kind, found in notes.items()}))
 
 
 def test_nothing_is_written_but_logs_and_no_host_is_reached(tmp_path: Path):
@@ -73,9 +70,12 @@ def test_nothing_is_written_but_logs_and_no_host_is_reached(tmp_path: Path):
     for folder in folders[:3]:
         folder.mkdir()
     env = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-    env |= dict(HOME=str(home), TMPDIR=str(temporary), PYTHONDONTWRITEBYTECODE="1", PYTHONPATH=str(ROOT))
-    command = [__file__, tmp_path / "notes", *SHORT, *write_corpus(tmp_path), "--log_dir", logs, "--run_id", "r"]
-    subprocess.run([sys.executable, *command], cwd=cwd, env=env, check=True, timeout=120)
+    env |= dict(HOME=str(home), TMPDIR=str(temporary))
+    flags = [*SHORT, *write_corpus(tmp_path), "--log_dir", str(logs), "--run_id", "r"]
+    process = FORKS.Process(target=run_audited, args=(cwd, env, tmp_path / "notes", flags))
+    process.start()
+    process.join(timeout=120)
+    assert process.exitcode == 0
     assert [path for folder in folders[:3] for path in folder.rglob("*") if path.is_file()] == []
     assert {path.relative_to(logs).parts[0] for path in logs.rglob("*")} <= {"r.txt", "r.json", "r.pt", "r.checkpoint"}
     notes = json.loads((tmp_path / "notes").read_text())
@@ -97,7 +97,3 @@ def test_what_is_downloaded_or_resumed_is_never_executed():
                 if is_unsafe or keywords.keys() & {"allow_pickle", "trust_remote_code", "shell"}:
                     found.append(f"{source.name}:{call.lineno}: {name}")
     assert found == []
-
-
-if __name__ == "__main__":
-    run_audited(*sys.argv[1:])

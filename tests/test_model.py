@@ -32,19 +32,13 @@ def test_precision_of_parameters(tiny, dtype: str, tied_frac: float):
 
 
 PLAIN = dict(tied_frac=0.0, head_std=0.0, gate_inputs=0, skip_init=1.0, resid_lambda_init=1.0)
-CONSTANTS = dict(
-    resid_lambda=1.1, x0_lambda=0, bigram_lambda=0.1, skip_weights=-1.5, smear_lambda=0, backout_lambda=0.5
-)
-CONSTANTS |= dict.fromkeys(["bigram_embed", "mlp.c_proj", "gate", "value_gate", "skip_gate", "smear_gate"], 0)
-NORMAL = dict(embed=0.005, lm_head=0.005, value_embeds=0)
-PLAIN_NORMAL = dict(embed=1, lm_head=0, value_embeds=0)
+FIRST = dict(resid_lambda=1.1, x0_lambda=0, bigram_lambda=0.1, skip_weights=-1.5, smear_lambda=0, backout_lambda=0.5)
+FIRST |= dict.fromkeys("bigram_embed value_embeds mlp.c_proj gate value_gate skip_gate smear_gate".split(), 0)
+LIKE_GPT2 = ({}, FIRST, dict(embed=0.005, lm_head=0.005))
+LIKE_PLAIN = (PLAIN, FIRST | dict(skip_weights=1, resid_lambda=1, lm_head=0), dict(embed=1))
 
 
-@pytest.mark.parametrize(
-    ("changes", "constants", "normal"),
-    [({}, CONSTANTS, NORMAL), (PLAIN, CONSTANTS | dict(skip_weights=1, resid_lambda=1), PLAIN_NORMAL)],
-    ids=["gpt2", "plain"],
-)
+@pytest.mark.parametrize(("changes", "constants", "normal"), [LIKE_GPT2, LIKE_PLAIN], ids=["gpt2", "plain"])
 def test_initial_values_at_the_width_of_gpt2(changes: dict, constants: dict, normal: dict):
     """Check two layers and 1,024 tokens of vocabulary: enough for every kind of parameter."""
     layouts = dict(attention_layout="LP", value_embed_layout="0.", skip_layout=".0", backout_layer="0", bigram_rows=100)
@@ -53,18 +47,15 @@ def test_initial_values_at_the_width_of_gpt2(changes: dict, constants: dict, nor
         parts, p = name.removesuffix(".weight").removesuffix(".0").split("."), p.detach().float()
         kind = "mlp.c_proj" if parts[-2:] == ["mlp", "c_proj"] else parts[-1]
         seen.add(kind)
-        std = normal.get(kind, 0.5 * 768**-0.5)
         if kind == "lambdas":
             assert p.tolist() == [0.5, 1]
-        elif kind in constants or std == 0:
-            assert torch.all(p == torch.tensor(constants.get(kind, 0.0))), name
+        elif kind in constants:
+            assert torch.all(p == torch.tensor(constants[kind], dtype=torch.float32)), name
         else:
-            least, most = (4 * std, 9 * std) if kind in normal else (0.9999 * 0.03125, 0.03125)
-            assert all(least < bound <= most for bound in (p.max(), -p.min()))
-            assert abs(p.mean()) < 0.004 * std
-            assert abs(p.std() / std - 1) < 0.005
-            assert abs((p / std).pow(4).mean() - (3 if kind in normal else 1.8)) < 0.05
-            assert abs(p[-1].std() / std - 1) < 0.15, "the last row is like any other"
+            std, kurtosis = (normal[kind], 3) if kind in normal else (0.5 * 768**-0.5, 1.8)  # 1.8: uniform
+            for x in p / std, p[-1:] / std:
+                moments, limit = [x.pow(n).mean().item() for n in (1, 2, 4)], 0.05 if len(x) > 1 else 0.6
+                assert moments == pytest.approx([0, 1, kurtosis], abs=limit), name
     gates = {name for name in constants if "gate" in name} | {"smear_lambda"} if changes else set()
     assert seen == {*constants, *normal, "lambdas", "qkv_w", "c_proj", "c_fc"} - gates
     assert torch.equal(gpt.embed.weight, gpt.lm_head) == (not changes), "two tables begin as one"
@@ -122,10 +113,8 @@ def bigram_row(position: int, tokens: list[int], cfg) -> int:
     if position == 0:
         return last
     before = tokens[position - 1] if position > 1 else last
-    products = [
-        (factor * token + 2**31) % 2**32 - 2**31 for factor, token in ((36313, tokens[position]), (27191, before))
-    ]
-    return (products[0] ^ products[1]) % last
+    a, b = ((product + 2**31) % 2**32 - 2**31 for product in (36313 * tokens[position], 27191 * before))
+    return (a ^ b) % last
 
 
 def reference_loss(params: dict[str, Tensor], cfg, tokens: Tensor, targets: Tensor, stage: int, weights) -> Tensor:
@@ -198,9 +187,8 @@ def reference_loss(params: dict[str, Tensor], cfg, tokens: Tensor, targets: Tens
 # Widths for which a loss takes milliseconds; bigrams whose hash overflows; YaRN that bends and stretches
 NARROW = dict(train_seq_len=192, batch_tokens=192, val_seq_len=192, val_tokens=192, block_size=16, dtype="float64")
 NARROW |= dict(model_dim=32, num_heads=6, head_dim=16, vocab_size=60, eot_token=59, bigram_rows=90_001)
-NARROW |= dict(
-    window_tokens=(60, 130), stage_growth=(1, 1), lr_factors=(1.0, 1.0), yarn_turns=16.0, attention_scale=0.5
-)
+NARROW |= dict(window_tokens=(60, 130), stage_growth=(1, 1), lr_factors=(1.0, 1.0), yarn_turns=16.0)
+NARROW |= dict(attention_scale=0.5)
 ALL = dict(attention_layout="PLS-LP", value_embed_layout="0.1.01", skip_layout="..0.1.", backout_layer="3")
 LIKE_NANO = dict(attention_layout="L-", value_embed_layout="0.", skip_layout=".0", backout_layer=".", gate_inputs=0)
 WIDE = dict(attention_layout="--S", value_embed_layout="..0", skip_layout=".0.", backout_layer="1", bigram_rows=0)
@@ -283,8 +271,8 @@ def matrices(rows: int, cols: int) -> dict[str, tuple[Tensor, Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("dtype", [*TOLERANCE, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("scale", [1e-4, 1, 1e15])
-@pytest.mark.parametrize("size", [(64, 64), (32, 32), (48, 160)], ids=str)
+@pytest.mark.parametrize("scale", [1e-4, 1e15])
+@pytest.mark.parametrize("size", [(64, 64), (48, 160)], ids=str)
 def test_singular_values_end_in_the_band_and_vectors_stay(size: tuple, scale: float, dtype: torch.dtype):
     """Each matrix of a stack has its own norm, to which 1e-6 is added; a zero one stays zero, and nothing overflows."""
     kinds = matrices(*size)

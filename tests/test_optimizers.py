@@ -6,12 +6,14 @@ from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import train_gpt
+from benchmarks import scaling
 from test_world_size import SMALL
 from train_gpt import GPT, Adam, Hyperparameters, Muon, Ranks, build_optimizers, lr_multiplier, step_optimizers
 
@@ -19,10 +21,7 @@ from train_gpt import GPT, Adam, Hyperparameters, Muon, Ranks, build_optimizers,
 ATTENTION = {"0.attn.qkv_w": (3, 16, 16), "0.attn.c_proj": (16, 16), "1.attn.qkv_w": (3, 16, 16)}
 MLPS = {"0.mlp.c_fc": (16, 64), "0.mlp.c_proj": (16, 64), "1.mlp.c_fc": (16, 64)}
 WIDE = {"0.attn.qkv_w": (3, 24, 16), "1.attn.qkv_w": (3, 24, 16)}
-# One element, less than, exactly and more than the alignment; 2-D; a batch
-ADAM_GROUP = {str(i): shape for i, shape in enumerate([(2,), (1,), (16,), (17,), (37, 11), (5, 3, 7), (128, 9)])}
 DECAY = dict(muon_decay=1.2)
-SETTINGS = (0.1, 0.0, 0.8, 0.95)
 
 
 def config(sequences: int, dtype: str, **changes) -> Hyperparameters:
@@ -86,37 +85,13 @@ def test_muon_equals_a_reference_that_takes_one_matrix_at_a_time(shapes: dict, s
             assert p.grad is None, "the next step adds to nothing"
 
 
-@pytest.mark.parametrize("sequences", [1, 4])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_adam_equals_torch(dtype: torch.dtype, sequences: int):
-    """Sizes that are no multiple of the alignment, and learning rates that change."""
-    params, others = parameters(ADAM_GROUP, dtype), parameters(ADAM_GROUP, dtype)
-    ours = Adam(params, SETTINGS, config(sequences, "float32"), Ranks())
-    # fused where each result is rounded to bf16, as ours. The others: another implementation than ours
-    theirs = torch.optim.Adam(others.values(), betas=(0.8, 0.95), fused=dtype == torch.bfloat16, foreach=False)
-    limit = 1e-13 if dtype == torch.float64 else 2e-6
-    for step in range(6):
-        eps = 0.01 / (1 - 0.95 ** (step + 1)) ** 0.5  # torch adds it after the correction of the bias
-        theirs.param_groups[0].update(lr=0.1 * lr_multiplier(step, ours.cfg), eps=eps)
-        add_gradients(params, step, factor=sequences)
-        for other, grad in zip(others.values(), add_gradients(parameters(ADAM_GROUP, dtype), step), strict=True):
-            other.grad = grad
-        step_optimizers([ours], step)
-        theirs.step()
-        moments = [ours.pieces(ours.state[kind]) for kind in ours.moments]
-        for p, other, *pieces in zip(params.values(), others.values(), *moments, strict=True):
-            torch.testing.assert_close(p, other, rtol=limit, atol=limit)
-            for kind, piece in zip(ours.moments, pieces, strict=True):
-                torch.testing.assert_close(piece.view_as(p), theirs.state[other][kind], rtol=limit, atol=limit)
-
-
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_adam_steps_every_other_time_decays_cautiously_and_parts_head_and_embedding(every: int):
+@pytest.mark.parametrize(("every", "dtype"), [(1, torch.float64), (2, torch.float64), (2, torch.bfloat16)])
+def test_adam_steps_every_other_time_decays_cautiously_and_parts_head_and_embedding(every: int, dtype: torch.dtype):
     """Head and embedding are one table, moments included, until a whole step's gradients come from after that."""
     cfg = config(2, "float64", adam_every=every, num_iterations=18, tied_frac=1 / 3)
-    params, lr = parameters({"lm_head": (5, 8), "embed.weight": (5, 8)}), 0.3
+    params, lr = parameters({"lm_head": (5, 7), "embed.weight": (5, 7)}, dtype), 0.3
     params["embed.weight"].data.copy_(params["lm_head"])
-    want, m, v = [params["lm_head"].detach().clone()] * 2, [0.0, 0.0], [0.0, 0.0]
+    want, m, v = [params["lm_head"].detach().double()] * 2, [0.0, 0.0], [0.0, 0.0]
     adam = Adam(params, (lr, 2.0, 0.5, 0.9), cfg, Ranks())
     for step in range(18):
         sums = add_gradients(params, step)
@@ -126,18 +101,13 @@ def test_adam_steps_every_other_time_decays_cautiously_and_parts_head_and_embedd
             continue
         rate, count, is_tied = lr * lr_multiplier(step, cfg), (step + 1) // every, step - every < 6
         for i, (p, grad) in enumerate(zip(params.values(), sums, strict=True)):
-            grad = (sum(sums) if is_tied else grad) / 2
+            grad = ((sum(sums) if is_tied else grad) / 2).double()
             m[i], v[i] = 0.5 * m[i] + 0.5 * grad, 0.9 * v[i] + 0.1 * grad**2
             update = rate * (1 - 0.9**count) ** 0.5 / (1 - 0.5**count) * m[i] / (v[i].sqrt() + cfg.adam_eps)
             want[i] = want[i] - update - torch.where(update * want[i] > 0, 2.0 * rate**2 * want[i], 0.0)
-            torch.testing.assert_close(p.detach(), want[i], rtol=0, atol=1e-12)
+            want[i] = want[i].to(dtype).double()
+            torch.testing.assert_close(p.detach().double(), want[i], rtol=2 * torch.finfo(dtype).eps, atol=1e-12)
         assert torch.equal(*params.values()) == is_tied
-
-
-def test_adams_parameters_are_aligned():
-    params = parameters(dict(a=(7, 5), b=(3, 5), c=(3,)))
-    Adam(params, SETTINGS, config(1, "float64"), Ranks())
-    assert [p.storage_offset() for p in params.values()] == [0, 48, 64], "multiples of 16 elements"
 
 
 @pytest.fixture
@@ -165,10 +135,7 @@ def test_every_parameter_is_in_one_group_with_its_settings(gpt: GPT, tied_frac: 
         (n,) = {groups[part] for part in name.split(".") if part in groups}
         assert (type(o), round(o.lr * 10)) == (Muon if n == 9 else Adam, n), name
         assert n == 9 or [o.decay, *o.betas] == [0.01 * n, 0.5, 0.9]
-    assert len({groups[part] for part in groups}) + 1 == len(optimizers), "one group of Adam's a setting"
-    sizes = [o.grads.nbytes for o in optimizers]
-    assert sizes == sorted(sizes, reverse=True), "the largest hides the others' communication"
-    assert {o.grads.shape[1:] for o in optimizers if isinstance(o, Muon)} == {(32, 128), (32, 32)}, "one per shape"
+    assert len({*groups.values()}) + 1 == len(optimizers), "one group of Adam's a setting, one of Muon's a shape"
 
 
 @pytest.mark.parametrize("name", "extra blocks.0.scale blocks.1.attn_lambdas bigram_embed.c_proj embed.lambdas".split())
@@ -182,9 +149,8 @@ def test_a_parameter_without_exactly_one_group_is_refused_by_name(gpt: GPT, name
 
 # ---- Communication: when, beside what compute, through which buffers, how many bytes ---------------------------------
 # By bytes, as in the gpt2 preset: embeddings, MLPs, head, attention, scalars; so Adam's and Muon's groups alternate
-LIKE_GPT2 = train_gpt.parse_args(
-    [*SMALL, "--dtype", "float32", "--vocab_size", "500", "--eot_token", "499", "--adam_every", "1"]
-)
+MORE = "--dtype float32 --vocab_size 500 --eot_token 499 --adam_every 1"
+LIKE_GPT2 = train_gpt.parse_args([*SMALL, *MORE.split()])
 
 
 def shared(a: Tensor, b: Tensor) -> bool:
@@ -264,15 +230,18 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, ra
 
 @pytest.mark.parametrize("size", [3, 8])
 def test_bytes_of_a_step_are_those_of_gradients_and_values_and_little_padding(monkeypatch, size):
-    """In the gpt2 preset: on 8 ranks 22 matrices of MLPs are 24."""
+    """In the gpt2 preset: on 8 ranks 22 matrices of MLPs are 24. Adam waits at step 0."""
     cfg = dataclasses.replace(train_gpt.PRESETS["gpt2"], device="cuda", dtype="bfloat16", compile=False)
-    network = Network(monkeypatch, Ranks(size - 1, size), SimpleNamespace)
+    network, total = Network(monkeypatch, Ranks(size - 1, size), SimpleNamespace), 0
     with torch.device("meta"):
         gpt = GPT(cfg)
         optimizers = build_optimizers(gpt, network.ranks)
-    for p in gpt.parameters():
-        p.grad = torch.empty_like(p)
-    step_optimizers(optimizers, 1)
-    total = sum(p.nbytes for p in gpt.parameters())
+    for step in range(2):
+        for name, p in gpt.named_parameters():
+            p.grad = torch.empty_like(p)
+            total += p.nbytes * ("qkv_w" in name or "c_" in name or step)
+        step_optimizers(optimizers, step)
     for name in "reduce_scatter", "all_gather":
-        assert total <= network.bytes[name] < 1.02 * total
+        assert total <= network.bytes[name] < 1.04 * total
+    told = np.sum([*scaling.traffic(cfg, size).values()], axis=0)
+    assert [2 * n for n in told] == [network.bytes[kind] for kind in ("reduce_scatter", "all_gather")]

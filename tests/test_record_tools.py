@@ -29,6 +29,7 @@ from test_train import wait_for
 
 NAME = "2026-01-02_Good"
 LOSSES = (1.431, 1.428, 1.433, 1.430, 1.429)
+SYSTEMS = "# Name: x\n\nSystems record: other kernels.\n"
 EMPTY_TABLES = f"# Records\n\n{BEGIN}\n{END}\n\nMore.\n"
 
 
@@ -57,22 +58,14 @@ def tool(root, capsys, monkeypatch):
     return run
 
 
-def test_verify_passes_a_good_record(tool, root):
-    folder = write_record(root, NAME, good())
-    (folder / "run0.json").write_text(json.dumps(dict(val_loss=LOSSES[0] + 3e-5, train_time_ms=806.3, seed=0)))
-    assert tool("verify")[:2] == (0, f"ok {NAME}: n=5 mean 1.4302 sd 0.0019 p=1.1e-05 (nano, 20 steps)\n")
-
-
 def edit(old: str, new: str):
     return lambda texts: [texts[0].replace(old, new), *texts[1:]]
 
 
 FAULTS = {
     "cut short": (edit("step:20/20 val_loss", "no"), r"run0\.txt: ends at step 20 of 20 without .*: cut short"),
-    "cut in a line": (lambda t: [t[0][: t[0].index("step:12/") + 12], *t[1:]], r"run0\.txt: 'step:12/20 t' is no step"),
     "a step missing": (edit("step:7/20", "tep:7/20"), r"run0\.txt: .*first at step 7"),
     "resumed": (edit("step:1/20", "resumed at step 1\nstep:1/20"), r"run0\.txt: has the line 'resumed"),
-    "interrupted": (edit("first batch", "interrupted: the run\nfirst batch"), r"run0\.txt: has the line 'interrupted"),
     "other script": (edit("import torch\n", "import os\n"), r"run0\.txt: the script in the log is not the folder's"),
     "one seed twice": (lambda t: [*t, log_text(seed=2, val_loss=1.4312)], r"run5\.txt: has seed 2, as run2\.txt has"),
     "no seed": (edit("seed: 0, log", "log"), r"run0\.txt: states no seed"),
@@ -144,12 +137,14 @@ def test_verify_wants_the_page_written_and_the_json_of_the_run(tool, root):
     assert "train_gpt.py is missing" in tool("verify")[1]
 
 
-def test_a_systems_record_needs_no_p_but_the_mean(tool, root):
-    readme = "# Name: one line\n\nSystems record: the same training, other kernels.\n"
-    write_record(root, NAME, good()[:1], readme=readme)
-    write_record(root, "2026-01-01_Bad", [log_text(val_loss=1.4501)], readme=readme, after=NAME)
-    told = f"ok {NAME}: n=1 mean 1.4310 p waived: systems record (nano, 20 steps)\nFAIL 2026-01-01_Bad: mean 1.4501 is"
-    assert tool("verify")[1].startswith(told)
+def test_verify_passes_a_good_record_and_a_systems_record_by_its_mean(tool, root):
+    folder = write_record(root, NAME, good())
+    (folder / "run0.json").write_text(json.dumps(dict(val_loss=LOSSES[0] + 3e-5, train_time_ms=806.3, seed=0)))
+    assert tool("verify")[:2] == (0, f"ok {NAME}: n=5 mean 1.4302 sd 0.0019 p=1.1e-05 (nano, 20 steps)\n")
+    for loss, told in (1.431, f"ok {NAME}: n=1"), (1.4501, f"FAIL {NAME}: mean 1.4501 is"):
+        shutil.rmtree(folder)
+        write_record(root, NAME, [log_text(val_loss=loss)], readme=SYSTEMS)
+        assert tool("verify")[1].startswith(told)
 
 
 def test_gpt2_records_agree_on_the_validation_tokens(tool, root):
@@ -182,21 +177,9 @@ def test_both_forms_are_read(tmp_path):
     assert own.step_time == pytest.approx(40.3, abs=0.1), "though lines are rounded to 1 ms"
     assert (public.seed, public.configuration, public.val_sha256, public.recompiles) == (None,) * 4
     assert (public.source, public.incomplete) == ("import sys\nprint(sys.version)", None)
-    assert (public.python, public.torch) == ("3.12.7", "2.7.0.dev20250125+cu126")
-    assert (public.hardware, public.peak_mib) == ("8x NVIDIA H100 80GB HBM3", 29898)
+    assert (public.torch, public.hardware) == ("2.7.0.dev20250125+cu126", "8x NVIDIA H100 80GB HBM3")
     assert public.curve == {0: (10.8258, 0), 20: (3.2788, 1000)}
     assert [line.average for line in public.training[8:12]] == [None, None, 100, 100]
-
-
-def test_training_losses_may_come_late_and_need_no_number(tmp_path):
-    """Lines of steps 14 and 15 behind the validation at step 15, and a loss that is not finite."""
-    text = log_text().replace("step:3/20 train_loss:2.5000", "step:3/20 train_loss:nan")
-    late = re.sub(r"((?:step:1[45]/20 train.*\n){2})(step:15/20 val.*\n)", r"\2\1", text)
-    assert late != text
-    (tmp_path / "log.txt").write_text(late)
-    log = Log(tmp_path / "log.txt")
-    assert (log.incomplete, len(log.training)) == (None, 20)
-    assert not list(rules.clock_problems(log))
 
 
 TEXT = (log_text() + "\n").encode()
@@ -211,7 +194,7 @@ LOGS = st.one_of(
 RESULTS = st.sampled_from([b"{}", b"", b"\xff", b"[" * 20_000, b'{"val_loss": ' + b"9" * 999 + b"}"])
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(log=LOGS, result=RESULTS)
 def test_garbage_never_gives_a_traceback(tool, root, log, result):
     shutil.rmtree(root)
@@ -276,18 +259,12 @@ def test_compare_pairs_by_seed_where_it_can(tool, root, tmp_path):
 
 
 def test_stats(tool, root, tmp_path):
-    folder, other = write_record(root, NAME, good()), tmp_path / "other.txt"
-    found = tool("stats", "good")[1]
-    assert re.match(r"n=5 mean 1\.4302 sd 0\.0019 p=1\.1e-05 against 1\.45\nruns .*: 3 in all\n", found)
-    assert "never, at this mean" in tool("stats", "good", "--target", "1.43")[1]
-    assert "unknown from one run" in tool("stats", folder / "run0.txt")[1]
-    for message, change in {
-        "as run1.txt": dict(seed=1),
-        "of steps": dict(steps=21),
-        "scripts": dict(source=""),
-    }.items():
-        other.write_text(log_text(**dict(seed=9) | change))
-        assert message in tool("stats", "good", other)[2]
+    write_record(root, NAME, good())
+    assert tool("stats", "good")[1].startswith("n=5 mean 1.4302 sd 0.0019 p=1.1e-05 against 1.45\n")
+    other = {"as run1.txt": dict(seed=1), "of steps": dict(seed=9, steps=21), "scripts": dict(seed=9, source="")}
+    for message, change in other.items():
+        (tmp_path / "other.txt").write_text(log_text(**change))
+        assert message in tool("stats", "good", tmp_path / "other.txt")[2]
 
 
 @pytest.fixture
@@ -430,9 +407,9 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
     (folder / "README.md").write_text(re.sub("<say.*>", "said", readme))
     assert tool("verify", "fresh")[0] == 0
     assert "is there already" in tool(*argv)[2]
-    assert "is part of 2 names; name one of: 2025-03-01_Before, 2026-01" in tool("diff", "before", "fresh")[2]
+    assert "is part of 2 names" in tool("diff", "before", "fresh")[2]
     assert tool("diff", "01-01_before", folder / "run1.txt", "--stat")[1] == "1 lines removed, 1 added\n"
-    for name in "../up", "/tmp/x", "..", "", "-rf", "a\nb", "a|b", "<b>", "a b", "\x1b[2J", "$(id)":
+    for name in "../up", "", "-rf", "a\nb", "<b>":
         assert tool("new", name, *paths)[0] == 2, name
     write_race(tmp_path / "race.json", "another", "script")
     assert "lacks this record's script" in tool("new", "Y", *paths, "--race", tmp_path / "race.json")[2]
@@ -467,13 +444,12 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     assert (tool("table", "--check")[0], tool("table")[0], readme.read_text()) == (0, 0, text)
 
 
-RIGHT = "new Fresh LOG|diff good LOG|verify|stats good|race fast.py fast.py --pairs 2|plot --history|table"
-RIGHT += "|compare good --against good|plot good LOG --anchor anchor.json"
-WRONG = "verify --nonsense|race a b --pairs -3|verify x|stats x --target nan|plot --history good|plot good -o a/b/c.png"
+COMMANDS = "new Fresh LOG|diff good LOG|verify|stats good|race fast.py fast.py --pairs 2|plot --history|table"
+COMMANDS += "|compare good --against good|plot good LOG --anchor anchor.json"
 
 
-@pytest.mark.parametrize("argv", [*RIGHT.split("|"), *WRONG.split("|")])
-def test_every_command_prints_json_and_a_wrong_one_a_line(tool, root, tmp_path, scripts, monkeypatch, argv):
+@pytest.mark.parametrize("argv", COMMANDS.split("|"))
+def test_every_command_prints_json(tool, root, tmp_path, scripts, monkeypatch, argv):
     monkeypatch.chdir(tmp_path)
     write_record(root, NAME, good())
     (root / "README.md").write_text(EMPTY_TABLES)
@@ -481,14 +457,13 @@ def test_every_command_prints_json_and_a_wrong_one_a_line(tool, root, tmp_path, 
     (tmp_path / "anchor.json").write_text('{"val_curve": [[0, 5.5, 0.0], [9, 1.6, 800.0]]}')
     command, *rest = argv.split()
     code, out, err = tool(command, "--json", *rest)
-    assert code == 2 * (argv in WRONG.split("|")), err
-    assert (out, err.count("\n")) == ("", 1) if code else isinstance(json.loads(out), dict)
+    assert (code, isinstance(json.loads(out), dict)) == (0, True), err
 
 
 BLOCK, EOT = 16, 256
 
 
-@pytest.mark.parametrize(("step", "training"), [(1, False), (None, False), (3, True), (None, True)])
+@pytest.mark.parametrize(("step", "training"), [(None, False), (3, True)])
 def test_mask_equals_a_brute_force(tmp_path, capsys, training, step):
     """In the second sequence of 4,000 bytes, whose documents may be empty or begin at a block's edge."""
     generator = np.random.default_rng(1)

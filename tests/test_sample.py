@@ -46,19 +46,6 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     assert result["val_loss"] < 5.6
 
 
-@torch.no_grad()
-def test_logits_are_those_of_the_forward_pass(tiny64, random_gpt):
-    """With random values in every parameter, at each position of a text of 16 blocks."""
-    gpt, tokens = random_gpt(tiny64), torch.randint(256, (129,))
-    logits = torch.stack([sample.next_logits(gpt, tokens[:n].tolist()) for n in range(1, 129)])
-    assert logits.std() > 0.9, "the test would not see it"
-    windows = torch.tensor(train_gpt.attention_windows(tiny64.num_iterations, tiny64), dtype=torch.int32)
-    z = train_gpt.linear(gpt.features(tokens[:-1].int(), windows), gpt.lm_head)[:, : tiny64.vocab_size]
-    scale = tiny64.lm_head_softcap
-    expected = tiny64.lm_head_range / (1 + torch.exp(-(z + tiny64.lm_head_shift) * 2 / scale))
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
-
-
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 4), (1.0, 100)])
 def test_tokens_come_as_often_as_the_softmax_says(temperature, top_k):
     logits, rng = torch.tensor([2.0, 0.5, 3.0, 1.0, -1.0, 2.5, 0.0]), torch.Generator().manual_seed(0)
@@ -69,15 +56,10 @@ def test_tokens_come_as_often_as_the_softmax_says(temperature, top_k):
     assert stats.chisquare(seen[kept], 4000 * p / p.sum()).pvalue > 0.001
 
 
-def test_greedy_and_diverged():
+def test_greedy_and_the_end_of_a_document(tiny, random_gpt):
     logits, rng = torch.tensor([2.0, 0.5, 3.0, 2.999]), torch.Generator()
     for options in (0.0, 0), (5.0, 1), (1e-300, 0):
         assert {sample.choose(logits, *options, rng) for _ in range(20)} == {2}
-    with pytest.raises(UserError, match="not finite"):
-        sample.choose(torch.tensor([1.0, torch.nan]), 1.0, 0, rng)
-
-
-def test_a_text_ends_with_its_document(tiny, random_gpt):
     gpt, script = random_gpt(tiny), iter([7, 8, tiny.eot_token, 9])
     assert list(sample.generate(gpt, [1, 2], 10, lambda logits: next(script))) == [7, 8]
     assert list(sample.generate(gpt, [], 3, lambda logits: 7)) == [7, 7, 7]
@@ -136,8 +118,7 @@ def test_tokenizers(tiny, monkeypatch):
 
 ODD = {
     "older": lambda cfg, model: (cfg.pop("head_dim"), cfg.update(odd=1)),
-    "type": lambda cfg, model: cfg.update(model_dim="many"),
-    "layout": lambda cfg, model: cfg.update(attention_layout=5),
+    "type": lambda cfg, model: cfg.update(attention_layout=5),
     "shape": lambda cfg, model: cfg.update(model_dim=64),
     "lacks": lambda cfg, model: model.pop("lm_head"),
     "nan": lambda cfg, model: model["lm_head"].fill_(torch.nan),
@@ -154,8 +135,6 @@ ODD = {
         ("nan.pt", "logits are not finite"),
         ("random.pt --prompt ab --tokens 79999", "of 2 tokens, --tokens 79999: the model reads 80000 at most"),
         ("random.pt --temperature nan", "--temperature nan: expected a number from 0 to 100"),
-        ("random.pt --top_k=-5", "--top_k -5: expected a number"),
-        ("random.pt --tokens 1000000000000", "expected a number from 0 to 100000"),
         ("random.pt --seed 18446744073709551616", "expected a number from 0 to 9223372036854775807"),
         pytest.param("random.pt --device cuda", "sees no GPU", marks=pytest.mark.skipif("torch.cuda.is_available()")),
     ],

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 
-from train_gpt import Ranks
-
 ROOT = Path(__file__).resolve().parent.parent
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch._dynamo", "torch.nn.attention.flex_attention", "torch.distributed", "tqdm"])
@@ -79,6 +77,8 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
     if target is None:
         runpy.run_path(script, run_name="__main__")
     else:
+        from train_gpt import Ranks  # not before: test_footprint watches the import
+
         torch.set_num_threads(1)
         target(Ranks(*(int(variables[name.upper()]) for name in Ranks._fields)), *flags)
 
