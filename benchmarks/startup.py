@@ -8,6 +8,7 @@ This needs a process of its own: a process imports and compiles only once.
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,10 +21,22 @@ from benchmarks import ENVIRONMENT, ROOT
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def last_words(text: str) -> str:
+    """Return the last line that a failed process printed, or under torchrun the rank that failed first."""
+    lines, (before, report, after) = text.splitlines(), text.partition("] failed (exitcode: ")
+    if report:
+        *lines, line = before.splitlines()
+        rank = f"[rank{after.partition('local_rank: ')[2].split()[0]}]: "  # begins each line of its traceback
+        own = [line for line in lines if line.startswith(rank)]
+        own = own or [line for line in lines if not re.match(r"\[rank|[WE]\d{4} ", line)]  # the latter are torchrun's
+        lines = own or [line + report + after.partition("\n")[0]]
+    return lines[-1]
+
+
 def own_process(
     command: Sequence[str], seconds: float | None = None, cwd: Path | None = None, **environment: str
 ) -> str:
-    """Run Python with these arguments and return its stdout. Raise RuntimeError with a failed one's last line.
+    """Run Python with these arguments and return its stdout. Raise RuntimeError with a failed one's last words.
 
     Ctrl-C, SIGTERM and SIGHUP end the process with all that it started, and raise KeyboardInterrupt here.
     """
@@ -54,9 +67,12 @@ def own_process(
         stdout, stderr = process.communicate(timeout=seconds)
     except BaseException as error:
         if process is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            # torchrun's ranks are in sessions of their own; it ends them when told, after 30 s by force
+            for number, patience in ((signal.SIGTERM, 40), (signal.SIGKILL, None)):
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(process.pid, number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=patience)
         if isinstance(error, subprocess.TimeoutExpired):
             raise RuntimeError(f"not done in {seconds:.0f} s") from None
         raise
@@ -64,8 +80,8 @@ def own_process(
         for number, handler in before.items():
             signal.signal(number, handler)
     if process.returncode != 0:
-        told = (stderr.strip() or stdout.strip() or "it printed nothing").splitlines()
-        raise RuntimeError(f"exit code {process.returncode}: {told[-1]}")
+        told = last_words(stderr.strip() or stdout.strip() or "it printed nothing")
+        raise RuntimeError(f"exit code {process.returncode}: {told}")
     return stdout
 
 

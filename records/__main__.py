@@ -165,6 +165,7 @@ def command_compare(args: argparse.Namespace) -> Outcome:
     arg("scripts", nargs="+", metavar="SCRIPT", help="a record, a log or a script"),
     arg("--pairs", type=count, default=6, help="rounds, of one run of each script (default: %(default)s)"),
     arg("--seed", type=count, default=1, help="of the first round; each next one is higher (default: 1)"),
+    arg("--nproc_per_node", type=count, default=1, metavar="N", help="processes of each run; above 1 with torchrun"),
     arg("--out", type=Path, metavar="FOLDER", help="for race.json and the logs (default: logs/race-TIME)"),
     arg("--resume", type=Path, metavar="FOLDER", help="go on with this race, with the same arguments"),
     usage="%(prog)s [options] NEWEST OLDER [OLDER ...] [-- FLAGS ...]",
@@ -173,7 +174,8 @@ def command_compare(args: argparse.Namespace) -> Outcome:
 def command_race(args: argparse.Namespace) -> Outcome:
     if args.out and args.resume:
         raise ToolError("--out begins a race, --resume goes on with one: give one of them")
-    found = race.race(args.scripts, args.pairs, args.seed, args.flags, args.root, out=args.out, resume=args.resume)
+    numbers, folders = (args.pairs, args.seed, args.nproc_per_node), dict(out=args.out, resume=args.resume)
+    found = race.race(args.scripts, *numbers, args.flags, args.root, **folders)
     return found, race.told(found), 0
 
 

@@ -22,7 +22,7 @@ from records.proof import compare
 
 FILE = "race.json"
 MIN_PAIRS = 5  # of a record's race
-PLAN = ("scripts", "flags", "pairs", "seed")
+PLAN = ("scripts", "flags", "pairs", "seed", "nproc_per_node")
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,12 @@ def digest(script: str) -> str:
     return hashlib.sha256(f"{script}\n".encode()).hexdigest()
 
 
-def run_script(script: Path, flags: Sequence[str], seed: int, run_id: str, log_dir: Path) -> dict:
+def run_script(script: Path, flags: Sequence[str], nproc: int, seed: int, run_id: str, log_dir: Path) -> dict:
     """Run a training script in the repository's root, and return its figures as fields of Run."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
     own = ["--seed", str(seed), "--log_dir", str(log_dir), "--run_id", run_id]
     try:
-        own_process([str(script), *own, *flags], cwd=RECORDS.parent)
+        own_process([*torchrun, str(script), *own, *flags], cwd=RECORDS.parent)
     except RuntimeError as error:
         raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; with that mended, --resume the race") from None
     log = Log(log_dir / f"{run_id}.txt")
@@ -72,7 +73,7 @@ def read_race(path: Path) -> tuple[dict, list[Run]]:
     document = read_json(path)
     try:
         runs = [Run(**run) for run in document["runs"]]
-        hashes, _, pairs, _ = planned(document)
+        hashes, _, pairs, *_ = planned(document)
         if not isinstance(pairs, int) or any(run.script not in range(len(hashes)) for run in runs):
             raise ValueError
     except (KeyError, TypeError, ValueError):
@@ -80,14 +81,15 @@ def read_race(path: Path) -> tuple[dict, list[Run]]:
     return document, runs
 
 
-def plan_of(scripts: Sequence[tuple[str, str]], flags: Sequence[str], pairs: int, seed: int) -> dict:
+def plan_of(scripts: Sequence[tuple[str, str]], flags: Sequence[str], pairs: int, seed: int, nproc: int = 1) -> dict:
     """Return the head of a race's document; scripts are (name, source)."""
     hashes = [dict(name=name, sha256=digest(source)) for name, source in scripts]
-    return dict(scripts=hashes, flags=[*map(str, flags)], pairs=pairs, seed=seed)
+    return dict(scripts=hashes, flags=[*map(str, flags)], pairs=pairs, seed=seed, nproc_per_node=nproc)
 
 
 def planned(document: dict) -> tuple:
     """Return what a race is fixed by, in the order of PLAN; a script by its SHA-256."""
+    document = dict(nproc_per_node=1) | document  # which older files do not name
     return [script["sha256"] for script in document["scripts"]], *(document[key] for key in PLAN[1:])
 
 
@@ -100,7 +102,7 @@ def proven(path: Path, newer: str, older: str) -> dict:
     if not path.is_file():
         raise ToolError(f"{path}: is missing; race the script against the record before, and put the {FILE} there")
     document, runs = read_race(path)
-    hashes, _, pairs, _ = planned(document)
+    hashes, _, pairs, *_ = planned(document)
     for script, whose in ((newer, "this record's"), (older, "the record before's")):
         if digest(script) not in hashes:
             raise ToolError(f"{path}: lacks {whose} script, SHA-256 {digest(script)}; race the two as they are")
@@ -193,7 +195,9 @@ def told(document: dict) -> str:
     return "\n".join(proof.told(*pair, found) for pair, found in compared)
 
 
-def race(names: Sequence[str], pairs: int, seed: int, flags: Sequence[str], root: Path, **folders: Path | None) -> dict:
+def race(
+    names: Sequence[str], pairs: int, seed: int, nproc: int, flags: Sequence[str], root: Path, **folders: Path | None
+) -> dict:
     """Race training scripts, frozen as they are now, with these flags."""
     if any(flag.split("=")[0] in ("--seed", "--log_dir", "--run_id") for flag in flags):
         raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out after --")
@@ -204,5 +208,5 @@ def race(names: Sequence[str], pairs: int, seed: int, flags: Sequence[str], root
             path = Path(temporary) / str(i) / "train_gpt.py"
             path.parent.mkdir()
             path.write_text(source + "\n", encoding="utf-8")
-            runners.append(functools.partial(run_script, path, flags))
-        return in_turn(plan_of(scripts, flags, pairs, seed), runners, **folders)
+            runners.append(functools.partial(run_script, path, flags, nproc))
+        return in_turn(plan_of(scripts, flags, pairs, seed, nproc), runners, **folders)

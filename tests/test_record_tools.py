@@ -24,7 +24,7 @@ from records.__main__ import build_parser, main
 from records.logs import Log, lineage
 from records.publish import BEGIN, END
 from shards import write_shard
-from synthetic_logs import NANO_VAL, ROOT, SCRIPT, SOURCE, log_text, public_text, write_race, write_record
+from synthetic_logs import NANO_VAL, ROOT, SCRIPT, SOURCE, log_text, public_text, write_corpus, write_race, write_record
 from test_train import wait_for
 
 NAME = "2026-01-02_Good"
@@ -502,3 +502,56 @@ def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeyp
     assert main([*argv, "-o", str(tmp_path / "new.png"), *flags]) == 0
     shipped, new = (json.loads(Image.open(path).text["Comment"]) for path in (ROOT / picture, tmp_path / "new.png"))
     assert shipped == new, "draw it anew"
+
+
+def test_a_race_goes_on_with_as_many_processes(tool, tmp_path, scripts):
+    path, argv = tmp_path / "race" / "race.json", ("race", scripts[0], scripts[0], "--pairs", "2")
+    assert tool(*argv, "--out", path.parent)[0] == 0
+    document = json.loads(path.read_text())
+    assert document.pop("nproc_per_node") == 1
+    path.write_text(json.dumps(document | dict(runs=document["runs"][:3])))  # as older versions wrote it
+    assert "begun with other nproc_per_node" in tool(*argv, "--resume", path.parent, "--nproc_per_node", "2")[2]
+    assert tool(*argv, "--resume", path.parent)[0] == 0
+
+
+@pytest.mark.slow
+def test_a_race_of_two_processes(tool, tmp_path):
+    flags = "--preset nano --device cpu --num_iterations 2 --model_dim 32 --num_heads 2 --head_dim 16 "
+    flags += "--val_tokens 1024 --val_seq_len 1024 --train_seq_len 256 --batch_tokens 1024"
+    script, out = ROOT / "train_gpt.py", tmp_path / "race"
+    argv = ("race", script, script, "--pairs", "2", "--nproc_per_node", "2", "--out", out, "--")
+    assert tool(*argv, *write_corpus(tmp_path), *flags.split())[0] == 0
+    assert ["\n2 processes, 1 threads each" in path.read_text() for path in out.glob("*.txt")] == [True] * 4
+    assert json.loads((out / "race.json").read_text())["nproc_per_node"] == 2
+
+
+FAILURES = {  # what rank 1 does and what is told; rank 0 waits for it, and loses it
+    "sys.exit('train_gpt.py: mend this')": "exit code 1: train_gpt.py: mend this",
+    "raise ValueError('mend this')": r"exit code 1: \[rank1\]: ValueError: mend this",
+    "os.kill(os.getpid(), 9)": r"exit code 1: .*failed \(exitcode: -9\) local_rank: 1",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_race_tells_what_the_rank_said_that_failed(tool, tmp_path, failure):
+    script = tmp_path / "fails.py"
+    begin = "import os, sys\nfrom torch.distributed import *\ninit_process_group('gloo')\n"
+    script.write_text(f"{begin}if get_rank():\n    {failure}\nbarrier()")
+    told = tool("race", script, script, "--nproc_per_node", "2", "--out", tmp_path / "race")[2]
+    assert re.search(rf"run race-1-a failed: ['\"]{FAILURES[failure]}", told), told
+
+
+@pytest.mark.slow
+def test_a_stopped_race_leaves_no_rank(tmp_path):
+    script = tmp_path / "wait.py"
+    script.write_text("import os, sys, time; open(f'{sys.argv[-1]}/{os.getpid()}.pid', 'w').close(); time.sleep(60)")
+    command = f"{sys.executable} -m records race {script} {script} --nproc_per_node 2 --out {tmp_path} -- {tmp_path}"
+    racing = subprocess.Popen(command.split(), cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: len([*tmp_path.glob("*.pid")]) == 2)
+    racing.send_signal(signal.SIGINT)
+    assert "records: interrupted" in racing.communicate(timeout=20)[1]
+    assert racing.returncode == 130
+    for path in tmp_path.glob("*.pid"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.stem), 0)
