@@ -504,14 +504,18 @@ def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeyp
     assert shipped == new, "draw it anew"
 
 
-def test_a_race_goes_on_with_as_many_processes(tool, tmp_path, scripts):
-    path, argv = tmp_path / "race" / "race.json", ("race", scripts[0], scripts[0], "--pairs", "2")
-    assert tool(*argv, "--out", path.parent)[0] == 0
+def test_a_race_goes_on_from_its_first_run_with_as_many_processes(tool, tmp_path, scripts):
+    path, stop = tmp_path / "race" / "race.json", tmp_path / "stop"
+    stop.write_text("race-1-a")
+    argv, flags = ("race", scripts[0], scripts[0], "--pairs", "2"), ("--", "--stop", stop)
+    assert "run race-1-a failed" in tool(*argv, "--out", path.parent, *flags)[2]
+    stop.write_text("")
     document = json.loads(path.read_text())
     assert document.pop("nproc_per_node") == 1
-    path.write_text(json.dumps(document | dict(runs=document["runs"][:3])))  # as older versions wrote it
-    assert "begun with other nproc_per_node" in tool(*argv, "--resume", path.parent, "--nproc_per_node", "2")[2]
-    assert tool(*argv, "--resume", path.parent)[0] == 0
+    path.write_text(json.dumps(document))  # as older versions wrote it
+    argv += "--resume", path.parent
+    assert "begun with other nproc_per_node" in tool(*argv, "--nproc_per_node", "2", *flags)[2]
+    assert tool(*argv, *flags)[0] == 0
 
 
 @pytest.mark.slow
