@@ -7,7 +7,7 @@
 The last line of output is the command that trains on the shards, with flags that fit the amount of text. Each file goes
 to training or validation by the hash of its name; a single file is split by document. A document is
 - bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 8 MiB. What many files
-  repeat (a licence, a quoted mail) then counts once, and the model's window of 128 bytes loses little.
+  repeat (a licence, a quoted mail) then counts once, and the model's window of 96 bytes loses little.
 - gpt2: a file. One over 64 KiB is cut at its next blank line, or after 1 MiB: ten times the model's window, yet a step
   still mixes two dozen documents. Bytes that are not UTF-8 become U+FFFD; names of special tokens are ordinary text.
 
@@ -207,7 +207,7 @@ def pack(args: argparse.Namespace) -> list[str]:
         print(f"{args.out / path.name}: {num_documents:,} documents, {num_tokens:,} tokens")
     out = args.out.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")  # run.sh changes to ROOT
     train, val = (f"{glob.escape(out)}/{split}_*.bin" for split in ("train", "val"))
-    return ["--preset", tokenizer.preset, "--train_files", train, "--val_files", val, *fitting]
+    return ["--preset", tokenizer.preset, "--train_files", train, "--val_files", val, "--target_loss", "0", *fitting]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -202,7 +202,7 @@ def test_one_file_is_split_by_document_into_many_shards_and_trained_on(tmp_path,
     out = run(capsys, pack_text.main, tmp_path / "book", "--val_fraction", 0.2, "--out", folder, "--train")
     command = shlex.split(out.splitlines()[-1])[3:]
     os.execv.assert_called_once_with(tmp_path / "run.sh", command)
-    assert command[:3] == ["./run.sh", "--preset", "nano"]
+    assert command[:3] + command[7:9] == ["./run.sh", "--preset", "nano", "--target_loss", "0"]
     for split, pattern in (("train", command[4]), ("val", command[6])):
         sizes = {f"{folder.name}/{path.name}": path.stat().st_size for path in folder.glob(f"{split}_*.bin")}
         assert set(glob.glob(pattern, root_dir=tmp_path)) == sizes.keys()
