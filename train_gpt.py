@@ -4,9 +4,9 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py     the record configuration on one 8xH100 node
     python train_gpt.py --preset nano                         a small model on a CPU, in seconds
 
-Unreleased: the mathematics of record 65 of the NanoGPT speedrun (2026-01-30, 1,555 steps,
-https://github.com/KellerJordan/modded-nanogpt), and of a small part of it in nano. "Record n" says where an idea
-entered that history.
+Unreleased. The preset gpt2 has the mathematics of record 65 of the NanoGPT speedrun (2026-01-30, 1,555 steps,
+https://github.com/KellerJordan/modded-nanogpt), nano a small part of it. "Record n" credits the record of that history
+in which an idea first appeared.
 Reading order: configuration, head, layers, attention, model, optimizers, data, schedules, run. Start at `main`.
 Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary.
 """
@@ -46,10 +46,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.optim.adam import adam
 from tqdm import tqdm
 
-DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # number the layers in skip_layout and backout_layer
+DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # layer numbers in skip_layout and backout_layer
 READ_AHEAD = 2  # batches that the reader keeps ready
 LOSS_LAG = 8  # look at losses this many steps late, so that no step waits for the GPU
-# Ranges of the numbers in Hyperparameters
+# Types of the fields of Hyperparameters, with the lowest and the highest value
 Count = Annotated[int, 1, 2**27]
 Steps = Annotated[int, 1, 2**20]
 Natural = Annotated[int, 0, 2**24]
@@ -59,13 +59,13 @@ Rate = Annotated[float, 0, 100]
 Decay = Annotated[float, 0, 0.99999]
 Counts = Annotated[tuple[int, ...], 1, 2**27]
 Rates = Annotated[tuple[float, ...], 0, 100]
-# torch 2.13 renames these two
+# Renamed in torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class UserError(Exception):
-    """Say what the user can mend: a flag, a file, the hardware. Exit code 2."""
+    """An error that the user can mend, in a flag, a file or the hardware. Exit code 2."""
 
 
 # ---- Configuration ---------------------------------------------------------------------------------------------------
@@ -82,66 +82,66 @@ class Hyperparameters:
     eot_token: Natural = 50256  # end of text, opens every document; below vocab_size
     # Training
     num_iterations: Steps = 1555  # training steps: scheduled ones, in stages of equal length, then the extension
-    extension_steps: Natural = 40  # steps of the extension, a stage of its own with the lowest learning rates; 0: none
+    extension_steps: Natural = 40  # steps of the extension, a last stage at the lowest learning rates; 0: none
     stage_growth: Counts = (1, 2, 3, 3)  # per stage: factor on batch_tokens and train_seq_len
-    lr_factors: Rates = (1.0, 1.52, 1.73, 1.73)  # and on learning rates
+    lr_factors: Rates = (1.0, 1.52, 1.73, 1.73)  # per stage: factor on learning rates
     cooldown_frac: Annotated[float, 1e-9, 1] = 0.55  # last part of the scheduled steps, in which learning rates fall
-    min_lr_frac: Rate = 0.1  # factor on learning rates after the last scheduled step
-    next_weights: Rates = (1.0, 0.5, 0.25)  # weights of the next tokens' losses; each stage fades the last one out
-    loss_scale: Positive = 2.0  # factor on a sequence's summed loss, for its gradient
-    tied_frac: Rate = 2 / 3  # part of the scheduled steps in which embedding and head are one table; 0: never
+    min_lr_frac: Rate = 0.1  # factor on learning rates at the end of the cooldown and in the extension
+    next_weights: Rates = (1.0, 0.5, 0.25)  # losses of the next tokens; each stage fades the last one out
+    loss_scale: Positive = 2.0  # factor on the summed loss of a sequence before the backward pass
+    tied_frac: Rate = 2 / 3  # first part of the scheduled steps, in which embedding and head are tied; 0: never
     val_loss_every: Natural = 250  # steps between validations; 0: only after the last step
     batch_tokens: Count = 8 * 16 * 1024  # tokens per step at first, over all processes; a multiple of train_seq_len
     train_seq_len: Count = 16 * 1024  # tokens per training sequence at first, a multiple of block_size
-    max_doc_len: Natural = 2048  # pack sequences from documents, cut after so many tokens; 0: the stream as it is
-    val_seq_len: Count = 256 * 1024  # tokens per validation sequence, a multiple of block_size; 64K: +0.0015 loss
+    max_doc_len: Natural = 2048  # tokens used of a document; sequences begin with one. 0: cut the stream as it is
+    val_seq_len: Count = 256 * 1024  # tokens per validation sequence, a multiple of block_size
     # Model
     model_dim: Size = 768  # width of the residual stream
     num_heads: Size = 6  # attention heads
     head_dim: Size = 128  # dimensions per head, a multiple of 4
-    attention_layout: str = "PSPLSP-SSPL"  # per layer: L long window, S half of it, P the same and paired heads, - none
+    attention_layout: str = "PSPLSP-SSPL"  # per layer: L long window, S short, P short with paired heads, - none
     value_embed_layout: str = "01......234"  # per layer: digit of its value embedding, or .
     skip_layout: str = "......3...."  # per layer: the earlier layer (0-9a-z) whose output it adds, or .
-    skip_init: Annotated[float, -100, 100] = -1.5  # first weight of a skip, which passes a sigmoid
-    backout_layer: str = "7"  # the layer (0-9a-z) half of whose output the head's input gives up at first, or .
+    skip_init: Annotated[float, -100, 100] = -1.5  # first weight of a skip, before a sigmoid
+    backout_layer: str = "7"  # layer (0-9a-z) whose output is subtracted before the head, half of it at first, or .
     resid_lambda_init: Rate = 1.1  # first factor on the residual stream before each layer
-    gate_inputs: Natural = 12  # channels from which attention, value embeddings, skips and the smear are gated; 0: none
-    head_std: Rate = 0.005  # deviation of the first head
-    bigram_rows: Natural = 5 * 50304  # rows of the table for pairs of consecutive tokens; 0: no table
-    bigram_lambda_init: Rate = 0.1  # first factor on their embeddings before each layer
+    gate_inputs: Natural = 12  # channels that feed the gates; 0: none of attention, value embeddings, skips, smear
+    head_std: Rate = 0.005  # standard deviation of the head at the start
+    bigram_rows: Natural = 5 * 50304  # rows of the hashed table for pairs of consecutive tokens; 0: no table
+    bigram_lambda_init: Rate = 0.1  # first factor on the pairs' embeddings before each layer
     rope_base: Positive = 1024.0  # base of the rotary frequencies
     attention_scale: Annotated[float, 0, 2**20] = 0.1  # first factor on the attention scores; q and k have unit RMS
-    yarn_scale: Rate = 0.2  # its relative growth with the logarithm of the long window
-    yarn_turns: Annotated[float, 1.1, 2**20] = 32.0  # what turns so often in a window keeps its frequency
-    lm_head_softcap: Positive = 15.0  # logits z are squashed to range x sigmoid((z + shift) / half of this)
-    lm_head_range: Positive = 23.0  # that range
-    lm_head_shift: Annotated[float, -100, 100] = 5.0  # and that shift
+    yarn_scale: Rate = 0.2  # growth of that factor with the logarithm of the long window (YaRN)
+    yarn_turns: Annotated[float, 1.1, 2**20] = 32.0  # YaRN keeps frequencies that turn so often in a window
+    lm_head_softcap: Positive = 15.0  # c in the softcap r sigmoid((z + d) 2 / c) of the logits z
+    lm_head_range: Positive = 23.0  # r in it
+    lm_head_shift: Annotated[float, -100, 100] = 5.0  # d in it
     lm_head_slice: Count = 8192  # tokens whose logits exist at a time
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can
-    fp8_x_scale: Positive = 448 / 100  # static FP8 scale of the head's input,
-    fp8_w_scale: Positive = 448 / 1.6  # of its weight,
-    fp8_grad_scale: Positive = 448 / 0.75  # and of the gradient of the summed loss with respect to the logits
+    fp8_x_scale: Positive = 448 / 100  # static FP8 scale of the head's input
+    fp8_w_scale: Positive = 448 / 1.6  # static FP8 scale of the head's weight
+    fp8_grad_scale: Positive = 448 / 0.75  # static FP8 scale of the gradient of the summed loss by the logits
     block_size: Count = 128  # tokens per block of the attention mask
     window_tokens: Counts = (384, 896, 1408, 1664)  # per stage: tokens that a long window reaches back
-    final_window_tokens: Natural = 2560  # the same in the last validation; 0: as before
+    final_window_tokens: Natural = 2560  # long window in the last validation; 0: as in training
     # Optimizers
-    muon_lr: Rate = 0.023  # Muon, for hidden matrices: spectral norm of an update of attention's
-    c_fc_factor: Rate = 2.0  # factor on it for the first matrix of each MLP,
-    c_proj_factor: Rate = 4.0  # and for the second
+    muon_lr: Rate = 0.023  # Muon, for hidden matrices: an update has about this spectral norm
+    c_fc_factor: Rate = 2.0  # factor on muon_lr for the first matrix of each MLP
+    c_proj_factor: Rate = 4.0  # factor on muon_lr for the second
     muon_momentum: Decay = 0.95  # momentum after its warm-up
-    momentum_warmup_start: Decay = 0.85  # momentum of the first step
-    momentum_warmup_steps: Natural = 300  # steps of that warm-up
-    momentum_cooldown_steps: Natural = 50  # last steps, in which momentum goes back there
+    momentum_warmup_start: Decay = 0.85  # momentum of the first step, and after the cooldown
+    momentum_warmup_steps: Natural = 300  # first steps, in which momentum rises
+    momentum_cooldown_steps: Natural = 50  # last steps, in which momentum falls
     muon_beta2: Decay = 0.95  # decay of NorMuon's second moment
-    muon_decay: Rate = 1.2  # weight decay, times the squared learning rate, where an update moves a weight towards 0
-    adam_every: Annotated[int, 1, 16] = 2  # steps that Adam makes one of, from the sum of their gradients
+    muon_decay: Rate = 1.2  # cautious weight decay, times the squared learning rate
+    adam_every: Annotated[int, 1, 16] = 2  # Adam steps once in so many steps, on the sum of their gradients
     adam_eps: Rate = 1e-10  # added to the root of the second moment
-    # Adam's groups: learning rate, weight decay as above, decays of the first and the second moment
-    head_adam: Rates = (0.008, 0.75, 0.5, 0.95)  # head, and embedding while they are one table
+    # Groups of Adam: learning rate, weight decay as Muon's, beta1, beta2
+    head_adam: Rates = (0.008, 0.75, 0.5, 0.95)  # head; also the embedding while they are tied
     embed_adam: Rates = (0.008, 0.75, 0.5, 0.95)  # embedding
     table_adam: Rates = (0.6, 0.025, 0.75, 0.95)  # value and bigram embeddings
-    scalar_adam: Rates = (0.04, 0.0, 0.9, 0.99)  # factors but those
-    x0_adam: Rates = (0.04, 0.0, 0.65, 0.95)  # on the embedding in the residual stream
+    scalar_adam: Rates = (0.04, 0.0, 0.9, 0.99)  # all factors but x0_lambda
+    x0_adam: Rates = (0.04, 0.0, 0.65, 0.95)  # x0_lambda: factors on the embedding before each layer
     gate_adam: Rates = (0.008, 0.005, 0.9, 0.99)  # gates of attention and value embeddings
     smear_adam: Rates = (8e-5, 0.0, 0.9, 0.99)  # gate of the smear
     skip_adam: Rates = (4e-4, 0.0, 0.9, 0.99)  # gates of the skips
@@ -159,49 +159,51 @@ class Hyperparameters:
     resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
 
     def __post_init__(self) -> None:
+        """Refuse values that cannot be trained with, in one line that names the flag."""
+
         def require(name: str, holds: bool, expected: str) -> None:
             if not holds:
                 raise UserError(f"--{name} {str(getattr(self, name))[:100]}: expected {expected}")
 
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            require(field.name, isinstance(value, tuple) == isinstance(field.default, tuple), "a value")  # not =--
+            value, is_tuple = getattr(self, field.name), isinstance(field.default, tuple)
+            require(field.name, isinstance(value, tuple) == is_tuple, "a value")  # argparse makes "=--" an empty list
             if get_origin(field.type) is Annotated and value is not None:
                 low, high = field.type.__metadata__
-                numbers = value if isinstance(value, tuple) else (value,)
+                numbers = value if is_tuple else (value,)
                 require(field.name, all(low <= n <= high for n in numbers), f"a number from {low} to {high}")
             if field.type is str:
                 require(field.name, value.isprintable() and len(value) < 1000, "printable characters")
+            if field.name.endswith("_adam"):
+                require(field.name, len(value) == 4 and max(value[2:]) < 1, "rate, decay and two betas below 1")
+
         multiples = dict(head_dim=4, num_heads=1 + ("P" in self.attention_layout), val_tokens=self.val_seq_len)
         multiples |= dict(batch_tokens=self.train_seq_len, train_seq_len=self.block_size, val_seq_len=self.block_size)
+        multiples |= dict(checkpoint_every=self.adam_every)
         for name, unit in multiples.items():
             require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
         require("eot_token", self.eot_token < self.vocab_size, f"a token below vocab_size {self.vocab_size}")
         require("run_id", "/" not in self.run_id and len(self.run_id) < 200, "a short name without folders")
-        layers, embeds = len(self.attention_layout), set(self.value_embed_layout) - {"."}
-        require("attention_layout", 0 < layers <= 36 and {*self.attention_layout} <= {*"LSP-"}, "letters L, S, P and -")
-        pairs = zip(self.value_embed_layout, self.attention_layout, strict=False)
-        used = {digit for digit, letter in pairs if letter != "-"}
-        holds = len(self.value_embed_layout) == layers and embeds == used & set(DIGITS[: len(embeds)])
-        require("value_embed_layout", holds, f"{layers} characters: . or, where there is attention, a digit, from 0 on")
-        holds = [source in "." + DIGITS[:i] for i, source in enumerate(self.skip_layout)]
-        require("skip_layout", all(holds) and len(holds) == layers, f"{layers} digits of earlier layers or .")
-        holds = len(self.backout_layer) == 1 and self.backout_layer in "." + DIGITS[: layers - 1]
-        require("backout_layer", holds, "the digit of a layer before the last, or .")
+        require("bigram_rows", self.bigram_rows != 1, "0, or at least 2")
+        require("gate_inputs", self.gate_inputs <= self.model_dim, f"at most model_dim {self.model_dim}")
+        require("tied_frac", not self.tied_frac or self.head_std > 0, "0 with --head_std 0: one table, all zeros")
+        require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         most = min(8, self.train_seq_len)
         require("next_weights", 0 < len(self.next_weights) <= most, f"1 to {most} weights")
-        require("bigram_rows", self.bigram_rows != 1, "0, or at least 2: the last one is the first token's")
-        require("gate_inputs", self.gate_inputs <= self.model_dim, f"at most model_dim {self.model_dim}")
-        require("tied_frac", not self.tied_frac or self.head_std > 0, "0, as --head_std 0 makes the table all zeros")
-        require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         stages = len(self.window_tokens)
         require("window_tokens", stages > (self.extension_steps > 0), "a stage, and one more with extension_steps")
         for name in ("stage_growth", "lr_factors"):
             require(name, len(getattr(self, name)) == stages, f"as many stages as window_tokens: {stages}")
-        require("checkpoint_every", self.checkpoint_every % self.adam_every == 0, f"a multiple of {self.adam_every}")
-        for name in (field.name for field in dataclasses.fields(self) if field.name.endswith("_adam")):
-            betas = getattr(self, name)[2:]
-            require(name, len(betas) == 2 and max(betas) < 1, "rate, decay and two betas below 1")
+
+        letters, embeds, skips = self.attention_layout, self.value_embed_layout, self.skip_layout
+        layers = len(letters)
+        require("attention_layout", 0 < layers <= len(DIGITS) and {*letters} <= {*"LSP-"}, "letters L, S, P and -")
+        used = {embed for embed, letter in zip(embeds, letters, strict=False) if letter != "-"} - {"."}
+        holds = len(embeds) == layers and {*embeds} - {"."} == used == {*DIGITS[: len(used)]}
+        require("value_embed_layout", holds, f"{layers} characters: . or, where there is attention, a digit, from 0 on")
+        holds = len(skips) == layers and all(source in "." + DIGITS[:i] for i, source in enumerate(skips))
+        require("skip_layout", holds, f"{layers} digits of earlier layers or .")
+        require("backout_layer", self.backout_layer in [".", *DIGITS[: layers - 1]], "a layer before the last, or .")
 
     @property
     def batch_sequences(self) -> int:
@@ -235,19 +237,19 @@ PRESETS = {
 
 
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
-    """Return a preset with the flags `argv` in place; every field of Hyperparameters is a flag."""
+    """Return a preset, changed by the flags in `argv`; every field of Hyperparameters is a flag."""
     fields = inspect.getsource(Hyperparameters).partition("\n\n")[0]
     help_text = f"{__doc__}\nEvery field is a flag (--no-FIELD for false); nano has others (PRESETS):\n\n{fields}"
     form, hidden = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
     parser = argparse.ArgumentParser("train_gpt.py", hidden, help_text, formatter_class=form, allow_abbrev=False)
     for field in dataclasses.fields(Hyperparameters):
         kind = field.type
-        while get_args(kind) and get_origin(kind) is not Literal:  # as in Annotated[int | None, ...]
+        while get_args(kind) and get_origin(kind) is not Literal:  # int of Annotated[int | None, ...]
             kind = get_args(kind)[0]
-        how = dict(choices=get_args(kind)) if get_origin(kind) is Literal else dict(type=kind)
-        how = dict(action=argparse.BooleanOptionalAction) if kind is bool else how
-        how |= dict(nargs="*") if isinstance(field.default, tuple) else {}
-        parser.add_argument(f"--{field.name}", **how, help=hidden, default=hidden)
+        options = dict(choices=get_args(kind)) if get_origin(kind) is Literal else dict(type=kind)
+        options = dict(action=argparse.BooleanOptionalAction) if kind is bool else options
+        options |= dict(nargs="*") if isinstance(field.default, tuple) else {}
+        parser.add_argument(f"--{field.name}", **options, help=hidden, default=hidden)  # absent unless given
     flags, sees_gpu = vars(parser.parse_args(argv)), torch.cuda.is_available()
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
     if "preset" not in flags and world_size > 1 and not sees_gpu:
@@ -258,37 +260,40 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
 def resolve(cfg: Hyperparameters) -> Hyperparameters:
     """Decide what `cfg` leaves open: device, precision, FP8, compilation, seed, name of the run."""
     sees_gpu = torch.cuda.is_available()
-    on_cuda = cfg.device == "cuda" or (cfg.device == "auto" and sees_gpu)
+    on_cuda = sees_gpu if cfg.device == "auto" else cfg.device == "cuda"
     if on_cuda and not sees_gpu:
         raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU; ./run.sh --check says why")
     # A CPU with AVX512-BF16 or AMX multiplies bf16 2.1 times as fast as fp32, others 3 to 10 times slower
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
     seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
-    dtype, fp8 = fast if cfg.dtype == "auto" else cfg.dtype, cfg.lm_head_fp8 and on_cuda
-    fp8 = fp8 and torch.cuda.get_device_capability() >= (8, 9)
-    compile = on_cuda if cfg.compile is None else cfg.compile
-    run_id = cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{seed}"
-    decided = dict(device="cuda" if on_cuda else "cpu", dtype=dtype, lm_head_fp8=fp8, compile=compile)
-    return dataclasses.replace(cfg, **decided, seed=seed, run_id=run_id)
+    return dataclasses.replace(
+        cfg,
+        device="cuda" if on_cuda else "cpu",
+        dtype=fast if cfg.dtype == "auto" else cfg.dtype,
+        lm_head_fp8=cfg.lm_head_fp8 and on_cuda and torch.cuda.get_device_capability() >= (8, 9),
+        compile=on_cuda if cfg.compile is None else cfg.compile,
+        seed=seed,
+        run_id=cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{seed}",
+    )
 
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
 class HeadLoss(torch.autograd.Function):
-    """Sum the cross entropy of softcapped logits x @ w.T over x (T, K), w (V, K), targets (T,), in nats.
+    """Return the summed cross entropy, in nats, of softcapped logits z = x @ w.T, for x (T, K), w (V, K), targets (T,).
 
-    Each token predicts several (record 53, @varunneal): weights (n,) are those of its target and of the n - 1 behind.
+    weights (n,): each token predicts the next n with these weights on their losses (record 53, @varunneal).
 
-    The logits (T, V) exist for `slice_tokens` tokens at a time; the forward pass computes the gradients, too: computing
-    the slices again in the backward pass took 27 to 41% of the head's time. With `fp8_scales`, of x, w and the logits'
-    gradient, the products are in FP8 (record 19, @YouJiacheng): e4m3 forward, e5m2 for the gradient, which needs range
-    more than precision. They are static: x has unit RMS, w saturates, and the gradient of a token's loss with respect
-    to a logit is at most 1.
+    Only `slice_tokens` rows of the logits (T, V) exist at a time. The forward pass computes the gradients of a slice as
+    well, as computing its logits again in the backward pass took 27 to 41% of the head's time.
 
-    The softcap c tanh(z / c) is that of Gemma 2 (arXiv:2408.00118); c is 15 instead of 30 since record 18
-    (@KoszarskyB), and lopsided since record 54 (@classiclarryd): `cap` is (c, r, d), for r sigmoid((z + d) 2 / c). A
-    softmax ignores a shift, so the logits here are less by r: -r s, with s = sigmoid(-(z + d) 2 / c). They are never
-    above 0, so exp needs no maximum subtracted.
+    fp8_scales of x, w and the logits' gradient, or None: multiply in FP8 (record 19, @YouJiacheng), e4m3 forward and
+    e5m2 for the gradient, which needs range more than precision. Static scales do: x has unit RMS, w saturates, and the
+    gradient of a token's loss by a logit is at most 1.
+
+    cap (c, r, d): the softcap r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15
+    since record 18 (@KoszarskyB), lopsided since record 54 (@classiclarryd). A softmax ignores a shift, so the logits
+    are computed less r: -r s, with s = sigmoid(-(z + d) 2 / c). None is above 0, so exp needs no maximum subtracted.
     """
 
     @staticmethod
@@ -338,13 +343,13 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_w = ctx.saved_tensors
-        # Contiguous as the weight is: else autograd copies it, and adds it up slowly
+        # grad_w is a transpose; autograd accumulates slowly unless it is as contiguous as the weight
         return grad * grad_x, (grad * grad_w).contiguous(), None, None, None, None, None, None
 
 
-# ---- Layers: each draws its own initial values; outputs of MLPs start at zero (@Grad62304977) -----------------------
+# ---- Layers: each draws its own initial values; MLPs begin with zero outputs (@Grad62304977) ------------------------
 def uniform_weight(inputs: int, *shape: int) -> nn.Parameter:
-    """Return a weight of deviation 0.5 / sqrt(inputs), a bit better than PyTorch's 3^-0.5 (record 19)."""
+    """Return a weight of standard deviation 0.5 / sqrt(inputs); PyTorch's is 0.58 / sqrt(inputs) (record 19)."""
     bound = (0.75 / inputs) ** 0.5
     return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
 
@@ -354,11 +359,16 @@ def zero_table(rows: int, dim: int, dtype: torch.dtype) -> nn.Embedding:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.type_as(x))  # weights are kept in full precision
+    return F.linear(x, weight.type_as(x))  # weights are fp32, activations bf16
+
+
+def gates(x: Tensor, weight: Tensor) -> Tensor:
+    """Return factors from 0 to 1 for each token, from its first channels."""
+    return linear(x[:, : weight.size(1)], weight).sigmoid()
 
 
 class RMSNorm(torch.autograd.Function):
-    """Divide x by its RMS over the last dimension. The backward needs only the result, which the next matmul keeps."""
+    """Divide x by its RMS over the last dimension. Save the result, which the next matmul saves anyway, and not x."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
@@ -377,11 +387,11 @@ norm = RMSNorm.apply
 
 
 class ReluSquared(torch.autograd.Function):
-    """Square relu(x): 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977)."""
+    """Return relu(x)^2: 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977)."""
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(y := F.relu(x).square_())  # the next matmul keeps y anyway (record 87): -3.6 GB for gpt2
+        ctx.save_for_backward(y := F.relu(x).square_())  # as the next matmul does (record 87): -3.6 GB for gpt2
         return y
 
     @staticmethod
@@ -390,9 +400,9 @@ class ReluSquared(torch.autograd.Function):
 
 
 class Rotary(nn.Module):
-    """Rotate q and k by the token's position (arXiv:2104.09864), half of their dimensions (record 17), and scale q.
+    """Rotate half of the dimensions of q and k by the token's position (arXiv:2104.09864; record 17), and scale q.
 
-    The tables and the scale are tensors, which `set_stage` overwrites: a change never recompiles.
+    Tables and scale are tensors that `set_stage` overwrites, so that nothing recompiles.
     """
 
     def __init__(self, cfg: Hyperparameters):
@@ -411,7 +421,7 @@ class Rotary(nn.Module):
         self.scale.fill_(scale)
 
     def forward(self, qk_THD: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-        """Return q and k. With two `slots` a token, the second of each two heads is at the odd position."""
+        """Return q and k (T, H, D). slots: positions per token, 2 with paired heads, the second head at the odd one."""
         T, _, D = qk_THD.shape
         cos, sin = (table[: T * slots].view(T, 1, slots, D // 4) for table in (self.cos, self.sin))
         x1, x2, still = qk_THD.view(T, -1, slots, D).split([D // 4, D // 4, D // 2], dim=-1)
@@ -423,7 +433,7 @@ class Rotary(nn.Module):
 class MLP(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
-        self.c_fc = uniform_weight(dim, dim, 4 * dim)  # (in, out), of one shape with (out, in) c_proj: Muon stacks them
+        self.c_fc = uniform_weight(dim, dim, 4 * dim)  # (in, out), the shape of c_proj, (out, in): Muon stacks both
         self.c_proj = nn.Parameter(torch.zeros(dim, 4 * dim))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -432,14 +442,13 @@ class MLP(nn.Module):
 
 # ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
 def document_block_mask(doc_ids: Tensor, window: Tensor, block_size: int, for_flex: bool = True) -> BlockMask:
-    """Return which tokens see which: causal, within a document, no further back than a window of tokens.
+    """Return the mask of causal attention within documents and a sliding window (records 20 and 29).
 
-    doc_ids (T,): the non-decreasing document id of each token. window () int32: a token sees its own position and
-    `window` before it (record 29); a tensor, so that a change never recompiles. `for_flex`: also build FlexAttention's
-    key-major lists.
+    doc_ids (T,): non-decreasing document id of each token. window () int32: how many tokens before itself a token sees;
+    a tensor, so that a change never recompiles. for_flex: also build the key-major lists of FlexAttention's backward.
 
-    As the ids never decrease, query block i sees blocks first..i; those from whole to i-1 need no mask. Both kinds are
-    listed nearest first: the partial ones are i and those behind the full ones (two lengths of windows: record 20).
+    Query block i sees the key blocks first..i. If i is within one document, every token of i sees all of the blocks
+    whole..i - 1: they are full and need no mask. The others are partial. Both lists go from near to far.
     """
 
     def causal_in_document(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -447,8 +456,8 @@ def document_block_mask(doc_ids: Tensor, window: Tensor, block_size: int, for_fl
 
     low, high = doc_ids.view(-1, block_size)[:, 0], doc_ids.view(-1, block_size)[:, -1]
     block = torch.arange(len(low), dtype=torch.int32, device=doc_ids.device)
-    reach = (window + block_size - 1) // block_size  # blocks back that a block's first token sees some of,
-    whole_reach = (window + 1) // block_size - 1  # and that its last token sees all of
+    reach = (window + block_size - 1) // block_size  # the first token of a block sees into this many before it,
+    whole_reach = (window + 1) // block_size - 1  # and the last one sees this many entirely
     first = torch.maximum((high[None, :] < low[:, None]).sum(1, dtype=torch.int32), block - reach)
     whole = torch.maximum((low[None, :] < low[:, None]).sum(1, dtype=torch.int32), block - whole_reach)
     num_full = torch.where(low == high, block - whole, 0).clamp(min=0)
@@ -463,8 +472,8 @@ def document_block_mask(doc_ids: Tensor, window: Tensor, block_size: int, for_fl
 class GatheredMask:
     """Hold a BlockMask for attention in plain PyTorch: FlexAttention has no backward on CPUs.
 
-    kv_blocks (N, M): the key blocks of each query block, partial ones first; bias (N, 1, block, M block): 0 where a
-    token sees another, -inf where not. M = `max_blocks` is the largest number of blocks that any query block sees.
+    kv_blocks (N, M): the key blocks of each query block, partial ones first. bias (N, 1, block, M block): 0 where a
+    token sees another, -inf where not. max_blocks: M, the most that any query block sees with the widest window.
     """
 
     def __init__(self, mask: BlockMask, max_blocks: int, dtype: torch.dtype):
@@ -490,12 +499,12 @@ class GatheredMask:
 
 
 class CausalSelfAttention(nn.Module):
-    """Attend with QK-norm, rotary and value embeddings, and gated heads. x (T, K), of unit RMS -> the same shape."""
+    """Map x (T, K), of unit RMS, to (T, K): attention with QK-norm, rotary, value embeddings and gated heads."""
 
     def __init__(self, cfg: Hyperparameters, kind: str, has_value_embed: bool):
         super().__init__()
         self.cfg, self.kind, H, G, K = cfg, kind, cfg.num_heads, cfg.gate_inputs, cfg.model_dim
-        self.qkv_w = uniform_weight(K, 3, H * cfg.head_dim, K)  # Muon sees three: record 20
+        self.qkv_w = uniform_weight(K, 3, H * cfg.head_dim, K)  # three matrices for Muon: record 20
         self.c_proj = uniform_weight(H * cfg.head_dim, K, H * cfg.head_dim)  # not zero: record 64
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))
         self.gate = nn.Parameter(torch.zeros(H, G)) if G else None
@@ -506,15 +515,16 @@ class CausalSelfAttention(nn.Module):
         # Learned factors on the weights: records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
         qkv = linear(x, self.lambdas[0] * self.qkv_w.flatten(0, 1)).view(len(x), 3 * H, D)
         qk, v = qkv.split([2 * H, H], dim=1)
-        # QK-norm (@Grad62304977). F.rms_norm keeps its input, a part of qkv that v keeps alive: 1.7 GB less for gpt2
+        # QK-norm (@Grad62304977). F.rms_norm saves its input, which v keeps alive anyway: 1.7 GB less than `norm`
         q, k = rotary(F.rms_norm(qk, (D,)), slots)
-        if self.kind == "L":  # what is not rotated comes from the token before, so a token finds what followed one
-            k = torch.cat([k[..., : D // 2], torch.cat([k[:1], k[:-1]])[..., D // 2 :]], dim=-1)  # like it: record 49
+        if self.kind == "L":  # unrotated half from the token before: what followed a token like this one? (record 49)
+            k = torch.cat([k[..., : D // 2], torch.cat([k[:1], k[:-1]])[..., D // 2 :]], dim=-1)
         if self.value_gate is not None:  # record 55 (@classiclarryd)
-            v = v + 2 * self.gates(x, self.value_gate) * value_embed.view_as(v)
+            v = v + 2 * gates(x, self.value_gate)[:, :, None] * value_embed.view_as(v)
         elif value_embed is not None:  # after value residuals (arXiv:2410.17897): @KoszarskyB, record 14
             v = v + value_embed.view_as(v)
-        # Paired heads h and h + H / 2 are one of twice the length: each sees both's keys (record 58, @classiclarryd)
+        # Heads h and h + H / 2 of a pair alternate in one sequence of 2 T slots, and see the keys of both (record 58,
+        # @classiclarryd)
         q, k, v = (t.reshape(len(x) * slots, H // slots, D) for t in (q, k, v))
         if isinstance(mask, BlockMask):
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -523,12 +533,8 @@ class CausalSelfAttention(nn.Module):
             y = mask.attend(q, k, v)
         y = y.reshape(len(x), H, D)
         if self.gate is not None:  # a head may attend to nothing: record 28 (@classiclarryd)
-            y = y * self.gates(x, self.gate)
+            y = y * gates(x, self.gate)[:, :, None]
         return linear(y.flatten(1), self.lambdas[1] * self.c_proj)
-
-    def gates(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Return a factor from 0 to 1 for each token and head (T, H, 1)."""
-        return linear(x[:, : weight.size(1)], weight).sigmoid()[:, :, None]
 
 
 # ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
@@ -542,7 +548,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, x0: Tensor, pairs: Tensor | None, *attention_inputs) -> Tensor:
         x = self.resid_lambda * x + self.x0_lambda * x0  # the embedding stays at hand: @KoszarskyB, record 9
-        if self.bigram_lambda is not None:  # and that of the last two tokens: @classiclarryd, record 62
+        if self.bigram_lambda is not None:  # and so does that of the last two tokens: @classiclarryd, record 62
             x = x + self.bigram_lambda * pairs
         if self.attn is not None:
             x = x + self.attn(norm(x), *attention_inputs)
@@ -550,16 +556,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Map tokens (T,) int32, targets (T,) int64, windows (2,) int32, long and short, and weights to the sum of losses.
+    """Map tokens (T,) int32 and targets (T,) int64 to the sum of losses.
 
-    weights (n,): those of the next n tokens, in training.
+    windows (2,) int32: the long and the short one. weights (n,): of the losses of the next n tokens.
     """
 
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.cfg, K, V = cfg, cfg.model_dim, cfg.vocab_size
         dtype = getattr(torch, cfg.dtype)  # tables are in the precision of the activations, the rest in fp32
-        rows, is_tied, gate_inputs = V + -V % 64, cfg.tied_frac > 0, cfg.gate_inputs  # aligned for matmul tiles
+        is_tied, gate_inputs = cfg.tied_frac > 0, cfg.gate_inputs
+        rows = V + -V % 64  # aligned for matmul tiles
         self.embed = nn.Embedding(rows if is_tied else V, K, dtype=dtype)
         num_values, width = len({*cfg.value_embed_layout} - {"."}), cfg.num_heads * cfg.head_dim
         self.value_embeds = nn.ModuleList(zero_table(V, width, dtype) for _ in range(num_values))
@@ -574,7 +581,7 @@ class GPT(nn.Module):
         self.backout_lambda = nn.Parameter(torch.tensor(0.5)) if cfg.backout_layer != "." else None
         head = torch.empty(rows, K, dtype=dtype if is_tied else torch.float32)
         self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
-        if is_tied:  # Adam keeps them equal
+        if is_tied:  # Adam keeps both equal
             self.embed.weight.data.copy_(head)
         self.rotary = Rotary(cfg)
         self.widest = [max(attention_windows(step, cfg)[i] for step in stage_starts(cfg)) for i in (0, 1)]
@@ -595,8 +602,7 @@ class GPT(nn.Module):
         x = self.embed(tokens)
         pairs = self.bigram_embed(self.bigram_hashes(tokens)) if self.bigram_embed is not None else None
         if self.smear_gate is not None:  # some of the token before, of another document too: record 34 (@classiclarryd)
-            gate = linear(x[:, : cfg.gate_inputs], self.smear_gate).sigmoid()
-            x = x + self.smear_lambda * gate * F.pad(x[:-1], (0, 0, 1, 0))
+            x = x + self.smear_lambda * gates(x, self.smear_gate) * F.pad(x[:-1], (0, 0, 1, 0))
         x = x0 = norm(x)
         outputs: dict[str, Tensor] = {}
         for i, block in enumerate(self.blocks):
@@ -604,19 +610,19 @@ class GPT(nn.Module):
                 n = i - cfg.skip_layout[:i].count(".")
                 weight = self.skip_weights[n].sigmoid()  # record 32 (@bernard24)
                 if self.skip_gate is not None:  # record 55 (@classiclarryd)
-                    weight = weight * 2 * linear(x0[:, : cfg.gate_inputs], self.skip_gate[n : n + 1]).sigmoid()
+                    weight = weight * 2 * gates(x0, self.skip_gate[n : n + 1])
                 x = x + weight * outputs[source]
             value_embed, mask = value_embeds.get(cfg.value_embed_layout[i]), masks.get(cfg.attention_layout[i])
             x = outputs[DIGITS[i]] = block(x, x0, pairs, value_embed, self.rotary, mask)
-        if self.backout_lambda is not None:  # what served the context, not the prediction (@snimu, @classiclarryd: 40)
+        if self.backout_lambda is not None:  # what served later layers only (@snimu, @classiclarryd, record 40)
             x = x - self.backout_lambda * outputs[cfg.backout_layer]
         return norm(x)
 
     def bigram_hashes(self, tokens: Tensor) -> Tensor:
-        """Hash (previous token, token) to a row of the table, for tokens (T,) (record 62, @classiclarryd).
+        """Hash (previous token, token) to a row of the table, for tokens (T,) int32 (record 62, @classiclarryd).
 
-        The first position has the last row. The record writes that number over the first token, too, so the second
-        position's hash is made from it, and wraps in int32.
+        The first position has the last row. As in the record, the number of that row replaces the first token, so it
+        goes into the second position's hash as well, where the product overflows int32 and wraps.
         """
         last = self.cfg.bigram_rows - 1
         tokens = F.pad(tokens[1:], (1, 0), value=last)
@@ -628,7 +634,7 @@ class GPT(nn.Module):
         doc_ids = (tokens == cfg.eot_token).cumsum(0, dtype=torch.int32)
         for letter, i in dict(L=0, S=1, P=1).items():
             if letter in cfg.attention_layout:
-                ids = doc_ids.repeat_interleave(2) if letter == "P" else doc_ids  # P's windows are in slots
+                ids = doc_ids.repeat_interleave(2) if letter == "P" else doc_ids  # two slots per token
                 mask = document_block_mask(ids, windows[i], cfg.block_size, for_flex=on_cuda)
                 max_blocks = 1 - (-self.widest[i] // cfg.block_size)
                 masks[letter] = mask if on_cuda else GatheredMask(mask, max_blocks, self.embed.weight.dtype)
@@ -636,36 +642,36 @@ class GPT(nn.Module):
 
 
 # ---- Optimizers: every rank updates its share of each group of parameters, as in ZeRO-1 (arXiv:1910.02054) -----------
-# This process among all of them, as torchrun's environment describes it
+# The place of this process among all, in torchrun's terms
 Ranks = namedtuple("Ranks", "rank world_size local_rank local_world_size", defaults=(0, 1, 0, 1))
 
 
 def launch(collective: Callable, *args) -> Callable[[], object]:
-    """Start a collective, and return what waits for it. With one process there is nothing to do."""
+    """Start a collective and return a function that waits for it. With one process there is nothing to do."""
     return collective(*args, async_op=True).wait if dist.is_initialized() else lambda: None
 
 
 class ShardedOptimizer:
     """Update a group of parameters of one precision, every rank an equal share of their rows.
 
-    A step has three phases, which `step_optimizers` runs for all groups in turn, so that communication overlaps
-    compute: `reduce` launches the reduce-scatter of the gradients, `update` turns this rank's share of their mean into
-    new values and launches the all-gather of those, `wait` waits for it. Subclasses define update_shard(shard, grad),
-    which writes new values into the shard and may overwrite grad, and name in `moments` the tensors that `state` keeps
-    for a shard. Parameters are views of one buffer of rows, which have `row_dims` dimensions, padded with zeros.
-    With `every` = n only each n-th step is one, on the sum of n gradients.
+    A step has three phases. `step_optimizers` runs each for all groups, so that communication overlaps compute:
+    `reduce` launches the reduce-scatter of the gradients, `update` turns this rank's share of their mean into new
+    values and launches the all-gather of those, and `wait` waits for it.
+
+    A subclass defines update_shard(shard, grad), which writes new values into the shard and may overwrite grad, and
+    lists in `moments` what `state` keeps for the shard. Parameters become views of one buffer, padded with zeros.
     """
 
     moments: tuple[str, ...] = ()
-    row_dims = 0  # rows are elements,
-    alignment = 16  # and a parameter takes a multiple of 16: kernels want tensors to begin at multiples of 16 bytes
-    every = 1
+    row_dims = 0  # dimensions of a row, the unit that is shared out: 0, an element
+    alignment = 16  # a parameter takes a multiple of so many rows: kernels want addresses that divide by 16
+    every = 1  # step once in so many steps, on the sum of their gradients
 
     def __init__(self, params: dict[str, nn.Parameter], lr: float, cfg: Hyperparameters, ranks: Ranks):
-        self.name, self.params, self.cfg, self.ranks = "+".join(params), list(params.values()), cfg, ranks
+        self.names, self.params, self.cfg, self.ranks = list(params), list(params.values()), cfg, ranks
         self.initial_lr, self.lr, self.step = lr, lr, 0
         rows = [p.detach().reshape(-1, *p.shape[p.dim() - self.row_dims :]) for p in self.params]
-        assert len({r.dtype for r in rows}) == 1, f"one precision per group: {self.name}"
+        assert len({r.dtype for r in rows}) == 1, f"one precision per group: {self.names}"
         self.counts = [len(r) for r in rows]
         self.spans = [count + -count % self.alignment for count in self.counts]
         self.grads = rows[0].new_zeros(sum(self.spans) + -sum(self.spans) % ranks.world_size, *rows[0].shape[1:])
@@ -699,12 +705,11 @@ class ShardedOptimizer:
 
 
 class Adam(ShardedOptimizer):
-    """Step tables, head, scalars and gates by Adam (arXiv:1412.6980).
+    """Adam (arXiv:1412.6980), for tables, head, scalars and gates. settings: learning rate, weight decay, beta1, beta2.
 
-    `settings`: learning rate, weight decay, decays of the two moments. Every other step, on the sum of two gradients
-    (record 39, @classiclarryd), with a cautious weight decay (record 50, @roeeshenberg), and where there is one with
-    moments in fp32 (record 56, @ChrisJMcCormick). Head and embedding begin as equals; until they part both step on the
-    sum of their gradients, and so stay one table, moments included (records 51 and 53, @varunneal).
+    It steps every other time, on the sum of two gradients (record 39, @classiclarryd), with a cautious weight decay
+    (record 50, @roeeshenberg) and, where there is one, moments in fp32 (record 56, @ChrisJMcCormick). Head and
+    embedding begin equal, and stay so while both step on the sum of their gradients (records 51 and 53, @varunneal).
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -717,25 +722,26 @@ class Adam(ShardedOptimizer):
             self.state = {name: m.to(torch.promote_types(m.dtype, torch.float32)) for name, m in self.state.items()}
 
     def reduce(self) -> None:
-        if "lm_head" in self.name and self.step - self.every < self.cfg.tied_frac * self.cfg.scheduled_steps:
+        if "lm_head" in self.names and self.step - self.every < self.cfg.tied_frac * self.cfg.scheduled_steps:
             total = torch.stack([p.grad for p in self.params]).sum(0)
             for p in self.params:
                 p.grad = total
         super().reduce()
 
     def update_shard(self, shard: Tensor, grad: Tensor) -> None:
-        (beta1, beta2), (m, v), count = self.betas, self.state.values(), self.step // self.every  # updates before
-        eps = self.cfg.adam_eps / (1 - beta2 ** (count + 1)) ** 0.5  # added before the correction of the bias
+        (beta1, beta2), (m, v) = self.betas, self.state.values()
+        count = self.step // self.every  # updates before this one
+        eps = self.cfg.adam_eps / (1 - beta2 ** (count + 1)) ** 0.5  # the records add it before the bias correction
         options = dict(lr=self.lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
         step = torch.full((), count, dtype=torch.float32, device=grad.device)
         new = shard.to(m.dtype, copy=self.decay > 0)
         adam([new], [grad.to(m.dtype)], [m], [v], [], [step], fused=True, **options)  # PyTorch's kernel
-        if self.decay:  # the update has the sign of m
+        if self.decay:  # cautious: only where the update, which has the sign of m, moves a weight towards 0
             new.addcmul_(shard, m * shard > 0, value=-self.decay * self.lr**2)
         shard.copy_(new)
 
 
-# The coefficients a, b, c of each step
+# The coefficients a, b, c of each Newton-Schulz step
 POLAR_EXPRESS = [
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -746,11 +752,10 @@ POLAR_EXPRESS = [
 
 
 def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return about the orthogonal factor U V' of every matrix U S V' in G (n, rows, cols), in `dtype`.
+    """Approximate U V' for every matrix U S V' of G (n, rows, cols), in `dtype`. A zero matrix stays zero.
 
     Five steps of a quintic Newton-Schulz iteration (Keller Jordan, https://kellerjordan.github.io/posts/muon), with the
-    coefficients of the Polar Express, which differ from step to step (arXiv:2505.16932; record 38, @varunneal). A zero
-    matrix stays zero.
+    coefficients of the Polar Express, which differ from step to step (arXiv:2505.16932; record 38, @varunneal).
     """
     X = (G / (1.02 * G.norm(dim=(-2, -1), keepdim=True) + 1e-6)).to(dtype)
     for a, b, c in POLAR_EXPRESS:  # X <- a X + b (X X') X + c (X X')^2 X
@@ -763,8 +768,8 @@ def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) 
 def normalize(updates: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
     """Even out the rows or columns of each update (n, rows, cols), and keep its norm (NorMuon, arXiv:2510.05491).
 
-    second_moment: the running mean, from 0 on, of the mean squares along the dimension that it has one of; which one is
-    record 41 (@li_zichong) as record 48 mended it (@ChrisJMcCormick).
+    second_moment: running mean of the mean square of each row (n, rows, 1) or column (n, 1, cols), from 0 on
+    (record 41, @li_zichong; which of the two: record 48, @ChrisJMcCormick).
     """
     updates, dim = updates.to(second_moment.dtype), -1 if second_moment.size(-1) == 1 else -2
     second_moment.lerp_(updates.square().mean(dim, keepdim=True), 1 - beta2)
@@ -774,7 +779,7 @@ def normalize(updates: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
 
 
 class Muon(ShardedOptimizer):
-    """Step hidden matrices of one shape by MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024).
+    """MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024), for hidden matrices of one shape.
 
     With g the mean gradient of the step, in the lerp form of record 15:
 
@@ -782,11 +787,10 @@ class Muon(ShardedOptimizer):
         u <- normalize(zeropower(momentum m + (1 - momentum) g))
         p <- p - factor lr (u + decay lr p [u p >= 0])
 
-    The factors are the configuration's. The weight decay is cautious: only where the update moves a weight towards 0
-    (record 43, @varunneal).
+    The weight decay is cautious: only where the update moves a weight towards 0 (record 43, @varunneal).
 
-    A row is a whole matrix: the 22 of gpt2's MLPs on 8 ranks are 3 on each. Those have a column for each hidden unit,
-    which NorMuon evens out; elsewhere it evens out the rows, one for each output.
+    A row is a whole matrix: of the 22 in gpt2's MLPs, each of 8 ranks has 3, with padding. `normalize` works on the
+    columns of MLPs, one for each hidden unit, and else on rows, one for each output.
     """
 
     moments, row_dims, alignment = ("momentum_buffer",), 2, 1
@@ -796,10 +800,10 @@ class Muon(ShardedOptimizer):
         ns = zeropower_via_newtonschulz5
         self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if self.cfg.compile else ns
         n, rows, cols = self.grad.shape
-        self.state["second_moment"] = self.grad.new_zeros((n, 1, cols) if "mlp" in self.name else (n, rows, 1))
+        self.state["second_moment"] = self.grad.new_zeros((n, 1, cols) if "mlp" in self.names[-1] else (n, rows, 1))
         factors = {"mlp.c_fc": self.cfg.c_fc_factor, "mlp.c_proj": self.cfg.c_proj_factor}
         by_row = self.grads.new_ones(len(self.grads), 1, 1)
-        for name, piece in zip(self.name.split("+"), self.pieces(by_row), strict=True):
+        for name, piece in zip(self.names, self.pieces(by_row), strict=True):
             piece.fill_(factors.get(".".join(name.split(".")[-2:]), 1.0))
         self.factors = self.share(by_row)
 
@@ -814,7 +818,7 @@ class Muon(ShardedOptimizer):
 
 
 def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
-    """Put every parameter into exactly one group, by the components of its name. Refuse what none claims, or two."""
+    """Put every parameter into exactly one group, by a component of its name."""
     cfg, named = gpt.cfg, dict(gpt.named_parameters())
 
     def claim(*components: str) -> dict[str, nn.Parameter]:
@@ -835,19 +839,16 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     }
     adams = [Adam(claim(*names), settings, cfg, ranks) for names, settings in groups.items() if claim(*names)]
     optimizers = [*(Muon(stack, cfg.muon_lr, cfg, ranks) for stack in stacks.values()), *adams]
-    claimed = "+".join(optimizer.name for optimizer in optimizers).split("+")
+    claimed = [name for optimizer in optimizers for name in optimizer.names]
     if wrong := [name for name in named if claimed.count(name) != 1]:
         raise ValueError(f"each parameter needs exactly one group in build_optimizers: {', '.join(wrong)}")
-    # Largest first: its update overlaps the remaining reduce-scatters, and the last update is the smallest
+    # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
     return sorted(optimizers, key=lambda optimizer: -optimizer.grads.nbytes)
 
 
 @torch.no_grad()
 def step_optimizers(optimizers: Sequence[ShardedOptimizer], step: int) -> None:
-    """Take step `step`, from the sums of the gradients of this rank's sequences, in the same order on all ranks.
-
-    The gradients that it used are gone after it; those of an optimizer whose turn it is not wait for more.
-    """
+    """Take a step on the gradients, summed over this rank's sequences, and clear those that were used."""
     due = [optimizer for optimizer in optimizers if (step + 1) % optimizer.every == 0]
     for optimizer in due:
         optimizer.step, optimizer.lr = step, optimizer.initial_lr * lr_multiplier(step, optimizer.cfg)
@@ -860,9 +861,9 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer], step: int) -> None:
             p.grad = None
 
 
-# ---- Data: which tokens each step trains on is planned before the first one, the same for any number of processes ----
-# Tokens of a shard from `start` on; the stamp tells whether the file changes. sequences: for each the (pieces, 2)
-# positions in the shard where its pieces begin and end, with the target of its last token
+# ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
+# Sequences from one shard, the first of which begins at token `start`; `stamp` tells whether the file changes. Each
+# sequence is an array (pieces, 2): where its pieces begin and end in the shard, the last target included
 Batch = namedtuple("Batch", "path start stamp sequences")
 
 
@@ -879,40 +880,44 @@ def read_shard(path: str, dtype: str, offset: int, count: int) -> tuple[np.ndarr
         raise UserError(f"{path}: {error.strerror or error}; ./run.sh --check says what to do") from None
 
 
+def cut_pieces(begins: np.ndarray, ends: np.ndarray, seq_lens: Iterable[int], from_start: bool) -> Iterator[np.ndarray]:
+    """Yield sequences of these lengths, and a token more as the last target, from consecutive pieces of a shard.
+
+    Neighbours share that token; with `from_start` each begins a piece, and the rest of its last one is dropped.
+    """
+    filled, at = np.append(0, np.cumsum(ends - begins)), 0  # tokens in the pieces before each; tokens before a sequence
+    for seq_len in seq_lens:
+        if (end := at + seq_len + 1) > filled[-1]:
+            return
+        first, last = np.searchsorted(filled, at, "right") - 1, np.searchsorted(filled, end)
+        pieces = np.stack([begins[first:last], ends[first:last]], axis=1)
+        pieces[0, 0] += at - filled[first]
+        pieces[-1, 1] -= filled[last] - end
+        yield pieces
+        at = filled[last] if from_start else at + seq_len
+
+
 def plan_batches(pattern: str, seq_lens: Sequence[int], num_sequences: int, cfg: Hyperparameters, max_doc_len: int = 0):
-    """Plan a batch of `num_sequences` for each of seq_lens, shard after shard in sorted order; drop a shard's rest.
+    """Plan a batch of `num_sequences` for each of seq_lens, shard after shard, and drop the rest of each shard.
 
     A shard is 256 int32 of header [20240520, 1, number of tokens, 0 ...], then uint16 tokens: the format of llm.c.
-    With `max_doc_len` a sequence begins with a document (record 26, @classiclarryd), and takes so many tokens at most
-    of each (record 29, @varunneal); the rest of its last document is dropped. Without, the stream is cut as it is.
+    Without `max_doc_len` it is one piece. With it, its documents are the pieces (record 26, @classiclarryd), and only
+    their first tokens are used (record 29, @varunneal).
     """
     plan: list[Batch] = []
     for path in sorted(glob.glob(pattern, recursive=True)):
+        if len(plan) == len(seq_lens):
+            break
         header, stamp = read_shard(path, "<i4", 0, 3)
         if header.tolist() != [20240520, 1, (stamp[1] - 1024) / 2]:
             raise UserError(f"{path}: not a whole shard of tokens; ./run.sh --check says what to do")
-        if len(plan) == len(seq_lens):
-            continue
-        size, at = int(header[2]), 0  # `at`: the next token, or the next document
+        begins, ends = np.array([0]), header[2:].astype(np.int64)
         if max_doc_len:
-            begins = np.flatnonzero(read_shard(path, "<u2", 1024, size)[0] == cfg.eot_token)
-            documents = np.stack([begins, np.minimum(np.append(begins, size)[1:], begins + max_doc_len)], axis=1)
-            filled = np.append(0, np.cumsum(documents[:, 1] - documents[:, 0]))
-        for seq_len in seq_lens[len(plan) :]:
-            sequences = []
-            for _ in range(num_sequences):
-                if max_doc_len:
-                    end = np.searchsorted(filled, filled[at] + seq_len + 1)  # first document that it does not need
-                    if end == len(filled):
-                        break
-                    sequences.append(pieces := documents[at:end].copy())
-                    pieces[-1, 1] -= filled[end] - filled[at] - seq_len - 1
-                    at = end
-                elif at + seq_len < size:
-                    sequences.append(np.array([[at, at + seq_len + 1]]))
-                    at += seq_len
-            if len(sequences) < num_sequences:
-                break
+            begins = np.flatnonzero(read_shard(path, "<u2", 1024, ends[0])[0] == cfg.eot_token)
+            ends = np.minimum(np.append(begins[1:], ends), begins + max_doc_len)
+        lens = (seq_len for seq_len in seq_lens[len(plan) :] for _ in range(num_sequences))
+        cut = cut_pieces(begins, ends, lens, from_start=max_doc_len > 0)
+        while len(sequences := list(islice(cut, num_sequences))) == num_sequences:
             plan.append(Batch(path, int(sequences[0][0, 0]), stamp, sequences))
     if len(plan) < len(seq_lens):
         found = f"{pattern} in {os.getcwd()}: tokens for {len(plan)} batches, the run needs {len(seq_lens)}"
@@ -921,16 +926,16 @@ def plan_batches(pattern: str, seq_lens: Sequence[int], num_sequences: int, cfg:
 
 
 def plan_data(cfg: Hyperparameters) -> dict[str, list[Batch]]:
-    """Return the batches of training, and those of validation, one sequence each."""
+    """Return the batches of training and those of validation, which are one sequence each."""
     train_lens = [train_seq_len(step, cfg) for step in range(cfg.num_iterations)]
     train = plan_batches(cfg.train_files, train_lens, cfg.batch_sequences, cfg, cfg.max_doc_len)
     val_lens = [cfg.val_seq_len] * (cfg.val_tokens // cfg.val_seq_len)
     return dict(train=train, val=plan_batches(cfg.val_files, val_lens, 1, cfg))
 
 
-def read_tokens(batch: Batch, offset: int, count: int, vocab_size: int) -> np.ndarray:
-    """Return `count` of the batch's uint16 tokens from `offset` on."""
-    tokens, stamp = read_shard(batch.path, "<u2", 1024 + 2 * (batch.start + offset), count)
+def read_tokens(batch: Batch, begin: int, count: int, vocab_size: int) -> np.ndarray:
+    """Return `count` uint16 tokens of the batch's shard from `begin` on."""
+    tokens, stamp = read_shard(batch.path, "<u2", 1024 + 2 * begin, count)
     if stamp != batch.stamp or len(tokens) < count:
         raise UserError(f"{batch.path}: has changed since the run was planned: start again, and leave it alone")
     if tokens.max() >= vocab_size:
@@ -945,10 +950,10 @@ def read_batches(plan, sequences: Sequence[int], cfg: Hyperparameters, device: t
         rows = []
         for pieces in (batch.sequences[i] for i in sequences):
             first, last = int(pieces[0, 0]), int(pieces[-1, 1])
-            tokens = read_tokens(batch, first - batch.start, last - first, cfg.vocab_size)
+            tokens = read_tokens(batch, first, last - first, cfg.vocab_size)
             rows.append(np.concatenate([tokens[begin:end] for begin, end in pieces - first]))
-        tokens = torch.empty(len(rows), len(rows[0]), dtype=torch.uint16, pin_memory=device.type == "cuda")
-        return tokens.copy_(torch.from_numpy(np.stack(rows)))
+        tokens = torch.from_numpy(np.stack(rows))
+        return tokens.pin_memory() if device.type == "cuda" else tokens
 
     with ThreadPoolExecutor(max_workers=1) as reader:  # ahead of the steps, from the first `next` on
         futures = (reader.submit(read, batch) for batch in plan)
@@ -961,7 +966,7 @@ def read_batches(plan, sequences: Sequence[int], cfg: Hyperparameters, device: t
 
 # ---- Schedules: functions of the step and the configuration ----------------------------------------------------------
 def stage_starts(cfg: Hyperparameters) -> list[int]:
-    """Return the first step of each stage, equal parts of the scheduled ones and the extension, and the end."""
+    """Return the first step of each stage (equal parts of the scheduled steps, then the extension), and the end."""
     parts = len(cfg.window_tokens) - (cfg.extension_steps > 0)
     starts = [round(cfg.scheduled_steps * i / parts) for i in range(len(cfg.window_tokens))]
     return [*starts, cfg.num_iterations]
@@ -999,17 +1004,17 @@ def muon_momentum(step: int, cfg: Hyperparameters) -> float:
 
 
 def attention_windows(step: int, cfg: Hyperparameters) -> tuple[int, int]:
-    """Return how many tokens before its own a token sees with a long and with a short window: half, in whole blocks."""
+    """Return the tokens that a long window reaches back, and a short one: half of that, in whole blocks."""
     window = cfg.window_tokens[stage_of(step, cfg)]
     is_last = step == cfg.num_iterations and cfg.final_window_tokens  # record 33 (@classiclarryd)
     return cfg.final_window_tokens if is_last else window, window // (2 * cfg.block_size) * cfg.block_size
 
 
 def rotary_frequencies(stage: int, cfg: Hyperparameters, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Return the frequencies (head_dim / 4,) in a stage, and the factor on attention scores.
+    """Return a stage's rotary frequencies (head_dim / 4,) and factor on attention scores.
 
-    When the long window widens, frequencies that turn once in it are stretched with it, those that turn `yarn_turns`
-    times are not, and the factor grows: YaRN (arXiv:2309.00071; record 31, @classiclarryd).
+    YaRN (arXiv:2309.00071; record 31, @classiclarryd): when the long window grows from old to new tokens, frequencies
+    of at most one turn in the old window shrink by old / new, those of `yarn_turns` or more stay, and the factor grows.
     """
     frequencies = (1 / cfg.rope_base) ** torch.linspace(0, 1, steps=cfg.head_dim // 4, dtype=dtype)
     scale = cfg.attention_scale
@@ -1042,7 +1047,7 @@ class Trainer:
         self.weights = torch.ones(len(cfg.next_weights), dtype=self.gpt.rotary.scale.dtype, device=self.device)
 
     def set_schedules(self, step: int) -> None:
-        """Set windows, weights, rotary tables and attention scale to a step's: tensors, so that nothing recompiles."""
+        """Overwrite windows, weights, rotary tables and attention scale with a step's. Nothing recompiles."""
         for window, tokens in zip(self.windows, attention_windows(step, self.cfg), strict=True):
             window.fill_(tokens)
         for weight, value in zip(self.weights, next_weights(step, self.cfg), strict=False):
@@ -1057,8 +1062,8 @@ class Trainer:
         self.set_schedules(step)
         for tokens, targets in sequences:
             loss = self.model(tokens, targets, self.windows, weights)
-            # Undivided: FP8 sees the same gradients for any number of processes, and fewer become 0. The sum grows with
-            # the batch, and the optimizers' moments remember
+            # A sum over tokens, as in the record: gradients grow with train_seq_len. Only the optimizers divide by the
+            # number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
             (loss * self.cfg.loss_scale).backward()
             losses.append(loss.detach() / len(tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
@@ -1079,30 +1084,34 @@ class Trainer:
         return total.item() / self.cfg.val_tokens
 
     def warm_up(self) -> None:
-        """Compile and run every graph on random tokens, and leave no trace: the first real one is read on the clock."""
+        """Compile and run every graph on random tokens, then restore all: the first real batch is read on the clock."""
         cfg, generator = self.cfg, torch.Generator(self.device)
         before = {name: tensor.to("cpu", copy=True) for name, tensor in self.state().items()}  # not on the GPU's peak
-        stages = {stage_of(step, cfg): step for step in reversed(range(cfg.num_iterations))}  # and their first steps
-        lengths, options = [train_seq_len(step, cfg) for step in stages.values()], dict(device=self.device)
-        tokens = torch.randint(cfg.vocab_size, (max(*lengths, cfg.val_seq_len) + 1,), generator=generator, **options)
-        *trains, val = ((tokens[:n].int(), tokens[1 : n + 1]) for n in (*lengths, cfg.val_seq_len))
-        for first, train in zip(stages.values(), trains, strict=True):
-            for step in range(first, first + max(2, cfg.adam_every)):
-                self.train_step(step, [train] * min(2, cfg.batch_sequences // self.ranks.world_size))
+
+        def random_sequence(length: int) -> tuple[Tensor, Tensor]:
+            tokens = torch.randint(cfg.vocab_size, (length + 1,), generator=generator, device=self.device)
+            return tokens[:-1].int(), tokens[1:]
+
+        for start in stage_starts(cfg)[:-1]:
+            # A second sequence adds its gradients to those of the first, by kernels of their own
+            count = min(2, cfg.batch_sequences // self.ranks.world_size)
+            sequences = [random_sequence(train_seq_len(start, cfg))] * count
+            for step in range(start, start + max(2, cfg.adam_every)):
+                self.train_step(step, sequences)
         with torch.no_grad():
-            self.model(*val, self.windows, torch.ones_like(self.weights[:1]))
+            self.model(*random_sequence(cfg.val_seq_len), self.windows, torch.ones_like(self.weights[:1]))
         self.gpt.zero_grad(set_to_none=True)
         self.restore(before)
 
     def state(self) -> dict[str, Tensor]:
-        """Return all that a step changes, on every rank: parameters, and the moments gathered from all ranks."""
+        """Return all that a step changes: parameters, and the optimizers' moments, gathered from all ranks."""
         tensors = {name: p.detach() for name, p in self.gpt.named_parameters()}
         for optimizer in self.optimizers:
             for name, shard in optimizer.state.items():
                 rows = len(optimizer.grads)
                 whole = shard if self.ranks.world_size == 1 else shard.new_empty(rows, *shard.shape[1:])
                 launch(all_gather, whole, shard)()
-                tensors[f"{optimizer.name} {name}"] = whole
+                tensors[f"{optimizer.names[0]} {name}"] = whole
         return tensors
 
     def restore(self, saved: dict[str, Tensor]) -> None:
@@ -1114,7 +1123,7 @@ class Trainer:
             launch(dist.broadcast, tensor, 0)()
         for optimizer in self.optimizers:
             for name, shard in optimizer.state.items():
-                shard.copy_(optimizer.share(whole[f"{optimizer.name} {name}"]))
+                shard.copy_(optimizer.share(whole[f"{optimizer.names[0]} {name}"]))
 
 
 # ---- Run: ranks that agree, log, checkpoints -------------------------------------------------------------------------
@@ -1142,10 +1151,10 @@ def agree(ranks: Ranks, problem: str, facts: dict, start: int) -> int:
             dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
         except (RuntimeError, ValueError) as error:
             problem = problem or f"rank {ranks.rank} does not reach the others: {' '.join(str(error).split())[:200]}"
-    for who, found, its, _ in told:
+    for who, found, its_facts, _ in told:
         for name, value in told[0][2].items():
-            if its.get(name) != value:
-                found = found or f"has {name} {its.get(name)} instead of {value}: start all alike"
+            if its_facts.get(name) != value:
+                found = found or f"has {name} {its_facts.get(name)} instead of {value}: start all alike"
         problem = problem or (found and f"{who}: {found}")
     if problem and ranks.local_rank > 0:
         sys.exit(2)  # one rank per node says it
@@ -1158,8 +1167,9 @@ class RunLog:
     """Keep the clock and the curves of a run, write LOG_DIR/RUN_ID.txt and tell the console. Only rank 0 writes."""
 
     def __init__(self, cfg: Hyperparameters, is_main: bool, progress: dict):
-        self.cfg, self.path, self.is_main, self.file = cfg, Path(cfg.log_dir) / f"{cfg.run_id}.txt", is_main, None
-        self.elapsed, self.curves, self.pending, self.last_line = progress["elapsed"], progress["curves"], deque(), 0.0
+        self.cfg, self.is_main, self.file, self.path = cfg, is_main, None, Path(cfg.log_dir) / f"{cfg.run_id}.txt"
+        self.elapsed, self.curves = progress["elapsed"], progress["curves"]  # ms until the clock last stopped
+        self.pending, self.last_line = deque(), 0.0  # losses on their way to the host, time of the last line in a pipe
         self.synchronize = torch.cuda.synchronize if cfg.device == "cuda" else lambda: None
         try:
             if is_main:
@@ -1180,7 +1190,7 @@ class RunLog:
         self.started = time.perf_counter()
 
     def read_clock(self) -> float:
-        """Return the milliseconds of training, without validations and checkpoints."""
+        """Return the milliseconds of training so far, without validations and checkpoints."""
         return self.elapsed + 1000 * (time.perf_counter() - self.started)
 
     @contextlib.contextmanager
@@ -1206,17 +1216,18 @@ class RunLog:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
     def loss(self, step: int, loss: Tensor) -> None:
-        """Take the loss of a step, which travels to the host on its own, and log those that have long arrived."""
-        event = torch.cuda.current_stream().record_event() if loss.is_cuda else None
-        self.pending.append((step, loss.to("cpu", non_blocking=True), event))
+        """Send the loss of a step to the host without waiting, and log those that were sent some steps ago."""
+        on_host = loss.to("cpu", non_blocking=True)
+        arrived = torch.cuda.current_stream().record_event() if loss.is_cuda else None
+        self.pending.append((step, on_host, arrived))
         self.flush(lag=LOSS_LAG if loss.is_cuda else 0)
 
     def flush(self, lag: int = 0) -> None:
         """Log the losses of all but the last `lag` steps; a pipe sees one every two seconds."""
         while len(self.pending) > lag:
-            step, loss, event = self.pending.popleft()
-            if event is not None:
-                event.synchronize()
+            step, loss, arrived = self.pending.popleft()
+            if arrived is not None:
+                arrived.synchronize()
             if not loss.isfinite():
                 raise FloatingPointError(f"train_loss {loss:.4f} at step {step}: lower learning rates or change --seed")
             is_due = self.bar.disable and time.monotonic() > self.last_line + 2
@@ -1248,14 +1259,14 @@ def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]]) 
             lines += [f"$ {command}", subprocess.run(command.split(), **options).stdout.strip()]
     for name, plan in plans.items():
         lines += [f"{name} shard: {path}, {size} bytes" for path, size in {b.path: b.stamp[1] for b in plan}.items()]
-    tokens = b"".join(read_tokens(b, 0, cfg.val_seq_len, cfg.vocab_size).tobytes() for b in plans["val"])
+    tokens = b"".join(read_tokens(b, b.start, cfg.val_seq_len, cfg.vocab_size).tobytes() for b in plans["val"])
     val_sha256 = hashlib.sha256(tokens).hexdigest()
     note = "" if cfg.val_sha256 in ("", val_sha256) else " (not the track's: do not compare losses)"
     return "\n".join([*lines, f"validation tokens: {cfg.val_tokens}, sha256 {val_sha256}{note}"])
 
 
 def save(state: dict, path: Path) -> str:
-    """Write `state` to `path`, whole or not at all, down to the disk. Return "saved", or "not saved: " and why."""
+    """Write `state` to `path`, whole or not at all, through to the disk. Return "saved", or "not saved: " and why."""
     part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -1266,7 +1277,7 @@ def save(state: dict, path: Path) -> str:
     except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
         with contextlib.suppress(OSError):
             part.unlink()
-        return f"not saved: {str(error).partition(chr(10))[0]}"
+        return "not saved: " + str(error).partition("\n")[0]
     return "saved"
 
 
@@ -1282,7 +1293,7 @@ def load(path: Path, *names: str) -> dict:
 
 
 def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: int, facts: dict) -> int:
-    """Train from step `start` to the end. Return the number of graphs compiled on the way, which should be 0."""
+    """Train from step `start` to the end. Return the number of graphs that were compiled on the clock: 0, or a bug."""
     cfg, ranks, graphs = trainer.cfg, trainer.ranks, torch._dynamo.utils.counters["stats"]
     sequences = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
     batches = read_batches(plans["train"][start:], sequences, cfg, trainer.device)
@@ -1320,28 +1331,28 @@ def check_world(cfg: Hyperparameters, ranks: Ranks) -> None:
 
 
 def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, dict, dict]:
-    """Do all that can fail on one rank. Return configuration, plans, what all ranks share, and where to go on from."""
+    """Do all that can fail on a rank alone. Return configuration, plans, facts that ranks share, and the checkpoint."""
     given = parse_args(argv, ranks.world_size)
-    saved = dict(facts={}, tensors={}, step=0, elapsed=0.0, curves=dict(train_loss=[], val_loss=[]))
-    saved |= dict(run_id=given.run_id, seed=given.seed)
-    if given.resume and ranks.rank == 0:  # who tells the others
+    saved = dict(run_id=given.run_id, seed=given.seed, facts={}, tensors={}, step=0, elapsed=0.0)
+    saved |= dict(curves=dict(train_loss=[], val_loss=[]))
+    if given.resume and ranks.rank == 0:  # the other ranks get step and tensors from rank 0
         found = Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")
-        latest = sorted(found, key=lambda path: path.stat().st_mtime_ns)[-1:]
-        for path in latest if given.resume == "latest" else [Path(given.resume)]:
+        latest = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+        if path := latest if given.resume == "latest" else Path(given.resume):
             saved = load(path, *saved)
     cfg = resolve(dataclasses.replace(given, run_id=saved["run_id"], seed=saved["seed"]))
     check_world(cfg, ranks)
     plans, data = plan_data(cfg), hashlib.sha256()
     for batch in (*plans["train"], *plans["val"]):
-        data.update(read_tokens(batch, 0, 16, cfg.vocab_size))
+        data.update(read_tokens(batch, batch.start, 16, cfg.vocab_size))
     may_differ = ("run_id", "log_dir", "train_files", "val_files", "save_checkpoint", "checkpoint_every", "resume")
     facts = {f"--{name}": value for name, value in dataclasses.asdict(cfg).items() if name not in may_differ}
     facts |= {"--seed": given.seed, "data": data.hexdigest(), "processes": ranks.world_size}
     facts |= dict(script=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
     facts |= dict(torch=str(torch.__version__), numpy=np.__version__)
     for name, value in saved["facts"].items():
-        if (now := facts.get(name)) != value:
-            raise UserError(f"the checkpoint has {name} {value} instead of {now}: resume with the same")
+        if facts.get(name) != value:
+            raise UserError(f"the checkpoint has {name} {value} instead of {facts.get(name)}: resume with the same")
     return cfg, plans, facts, saved
 
 
@@ -1381,30 +1392,30 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
 
 def main(argv: Sequence[str] | None = None) -> dict:
     """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
-    argv, source = sys.argv[1:] if argv is None else list(argv), Path(__file__).read_text(encoding="utf-8")
-    ranks, log, start, problem, facts, saved = find_ranks(), None, None, "", {}, dict(step=0)
+    argv, ranks = sys.argv[1:] if argv is None else list(argv), find_ranks()
     if ranks.world_size > 1 and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
     try:
-        try:
-            cfg, plans, facts, saved = prepare(argv, ranks)
-            log = RunLog(cfg, ranks.rank == 0, saved)
-        except UserError as error:
-            problem, facts = str(error), {}
-        start = agree(ranks, problem, facts, saved["step"])
+        cfg, plans, facts, saved = prepare(argv, ranks)
+        log = RunLog(cfg, ranks.rank == 0, saved)
+    except UserError as error:
+        agree(ranks, str(error), {}, 0)  # raises, on all ranks
+        raise
+    start = agree(ranks, "", facts, saved["step"])
+    try:
         trainer = Trainer(cfg, ranks)
         if start:
             log.write(f"resumed at step {start}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
             trainer.restore(saved["tensors"])
         else:
-            log.write(f"{source}\n{'=' * 100}\n{describe(cfg, ranks, plans) if log.is_main else ''}")
+            log.write(f"{Path(__file__).read_text(encoding='utf-8')}\n{'=' * 100}")
+            log.write(describe(cfg, ranks, plans) if log.is_main else "")
             log.write(f"flags: {json.dumps(argv)}\nconfiguration: {json.dumps(dataclasses.asdict(cfg))}\n{'=' * 100}")
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
         trainer.warm_up()
         return report(log, plans, trainer, train(trainer, plans, log, start, facts))
     except (UserError, FloatingPointError, KeyboardInterrupt) as error:
-        if start is not None:  # else the log may be that of the run whose checkpoint was refused
-            log.write(f"stopped: {str(error) or 'interrupted'}")
+        log.write(f"stopped: {str(error) or 'interrupted'}")
         raise
     except RuntimeError as error:
         if "memory" not in str(error):
@@ -1414,8 +1425,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     finally:
         gc.unfreeze()
         gc.enable()
-        if log is not None:
-            log.close()
+        log.close()
 
 
 if __name__ == "__main__":

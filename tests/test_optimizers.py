@@ -128,7 +128,7 @@ GROUPS |= dict(skip_gate=8, qkv_w=9, c_fc=9, c_proj=9)
 def test_every_parameter_is_in_one_group_with_its_settings(gpt: GPT, tied_frac: float):
     gpt.cfg = dataclasses.replace(gpt.cfg, tied_frac=tied_frac)
     optimizers, groups = build_optimizers(gpt, Ranks()), GROUPS | (dict(embed=1) if tied_frac else {})
-    found = {name: o for o in optimizers for name in o.name.split("+")}
+    found = {name: o for o in optimizers for name in o.names}
     assert [id(gpt.get_parameter(name)) for name in found] == [id(p) for o in optimizers for p in o.params]
     assert found.keys() == dict(gpt.named_parameters()).keys()
     for name, o in found.items():
