@@ -1230,8 +1230,8 @@ class RunLog:
                 arrived.synchronize()
             if not loss.isfinite():
                 raise FloatingPointError(f"train_loss {loss:.4f} at step {step}: lower learning rates or change --seed")
-            is_due = self.bar.disable and time.monotonic() > self.last_line + 2
-            self.last_line = time.monotonic() if is_due else self.last_line
+            if is_due := self.bar.disable and time.monotonic() > self.last_line + 2:
+                self.last_line = time.monotonic()
             self.point("train_loss", step, loss.item(), self.read_clock(), is_due)
             self.bar.update(self.tokens[step - 1])
 
@@ -1298,30 +1298,29 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
     sequences = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
     batches = read_batches(plans["train"][start:], sequences, cfg, trainer.device)
     gc.collect()
-    gc.freeze()
     gc.disable()  # one collection in the middle of a run was measured at 0.6 s (nanochat issue 477)
     launch(dist.all_reduce, torch.zeros(1, device=trainer.device))()  # all begin together
     compiled = graphs["unique_graphs"]
     log.start_clock()
     for step in range(start, cfg.num_iterations + 1):
         is_last = step == cfg.num_iterations
-        if is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0):
-            with log.off_the_clock():
-                log.point("val_loss", step, trainer.evaluate(step, plans["val"]), log.elapsed)
-        if cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and start < step < cfg.num_iterations:
+        if cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and start < step and not is_last:
             with log.off_the_clock():
                 state = dict(facts=facts, run_id=cfg.run_id, seed=cfg.seed, tensors=trainer.state())
                 state |= dict(step=step, elapsed=log.elapsed, curves=log.curves)
                 if log.is_main:
                     outcome = save(state, log.path.with_suffix(".checkpoint"))
                     log.write(f"checkpoint of step {step}: {outcome}", console=outcome != "saved")
+        if is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0):  # after a checkpoint of this step, too
+            with log.off_the_clock():
+                log.point("val_loss", step, trainer.evaluate(step, plans["val"]), log.elapsed)
         if not is_last:
             log.loss(step + 1, trainer.train_step(step, next(batches)))
     return graphs["unique_graphs"] - compiled
 
 
 def check_world(cfg: Hyperparameters, ranks: Ranks) -> None:
-    """Refuse a number of processes that does not divide a step's sequences, or is larger than that of the GPUs."""
+    """Refuse a number of processes that does not divide a step's sequences, or that exceeds the number of GPUs."""
     sequences = cfg.batch_sequences
     fitting = [n for n in range(1, min(sequences, 1024) + 1) if sequences % n == 0]
     if ranks.world_size not in fitting:
@@ -1357,7 +1356,7 @@ def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, d
 
 
 def peak_memory_mib(device: torch.device) -> int:
-    """Return the most that torch allocated on the GPU, or on a CPU that the process, torch included, held."""
+    """Return the most memory that torch allocated on the GPU, or that the whole process held on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() // 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
@@ -1423,7 +1422,6 @@ def main(argv: Sequence[str] | None = None) -> dict:
         advice = "lower --train_seq_len, --val_seq_len, --lm_head_slice or the size of the model"
         raise UserError(f"{str(error).partition(chr(10))[0][:200]}: {advice}") from None
     finally:
-        gc.unfreeze()
         gc.enable()
         log.close()
 
