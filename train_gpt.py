@@ -188,8 +188,7 @@ class Hyperparameters:
         require("gate_inputs", self.gate_inputs <= self.model_dim, f"at most model_dim {self.model_dim}")
         require("tied_frac", not self.tied_frac or self.head_std > 0, "0 with --head_std 0: one table, all zeros")
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
-        most = min(8, self.train_seq_len)
-        require("next_weights", 0 < len(self.next_weights) <= most, f"1 to {most} weights")
+        require("next_weights", 0 < len(self.next_weights) <= min(8, self.train_seq_len), "1 to 8 weights")
         stages = len(self.window_tokens)
         require("window_tokens", stages > (self.extension_steps > 0), "a stage, and one more with extension_steps")
         for name in ("stage_growth", "lr_factors"):
@@ -267,15 +266,11 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
     seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
-    return dataclasses.replace(
-        cfg,
-        device="cuda" if on_cuda else "cpu",
-        dtype=fast if cfg.dtype == "auto" else cfg.dtype,
-        lm_head_fp8=cfg.lm_head_fp8 and on_cuda and torch.cuda.get_device_capability() >= (8, 9),
-        compile=on_cuda if cfg.compile is None else cfg.compile,
-        seed=seed,
-        run_id=cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{seed}",
-    )
+    decided = dict(device="cuda" if on_cuda else "cpu", dtype=fast if cfg.dtype == "auto" else cfg.dtype, seed=seed)
+    decided["lm_head_fp8"] = cfg.lm_head_fp8 and on_cuda and torch.cuda.get_device_capability() >= (8, 9)
+    decided["compile"] = on_cuda if cfg.compile is None else cfg.compile
+    decided["run_id"] = cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{seed}"
+    return dataclasses.replace(cfg, **decided)
 
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
@@ -352,10 +347,6 @@ def uniform_weight(inputs: int, *shape: int) -> nn.Parameter:
     """Return a weight of standard deviation 0.5 / sqrt(inputs); PyTorch's is 0.58 / sqrt(inputs) (record 19)."""
     bound = (0.75 / inputs) ** 0.5
     return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
-
-
-def zero_table(rows: int, dim: int, dtype: torch.dtype) -> nn.Embedding:
-    return nn.Embedding.from_pretrained(torch.zeros(rows, dim, dtype=dtype), freeze=False)
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -523,8 +514,7 @@ class CausalSelfAttention(nn.Module):
             v = v + 2 * gates(x, self.value_gate)[:, :, None] * value_embed.view_as(v)
         elif value_embed is not None:  # after value residuals (arXiv:2410.17897): @KoszarskyB, record 14
             v = v + value_embed.view_as(v)
-        # Heads h and h + H / 2 of a pair alternate in one sequence of 2 T slots, and see the keys of both (record 58,
-        # @classiclarryd)
+        # Paired heads h and h + H / 2 alternate in one sequence of 2 T slots and share keys (record 58, @classiclarryd)
         q, k, v = (t.reshape(len(x) * slots, H // slots, D) for t in (q, k, v))
         if isinstance(mask, BlockMask):
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -543,15 +533,16 @@ class Block(nn.Module):
         super().__init__()
         self.attn = CausalSelfAttention(cfg, kind, value_embed != ".") if kind != "-" else None
         self.mlp = MLP(cfg.model_dim)
-        self.resid_lambda, self.x0_lambda = (nn.Parameter(torch.tensor(init)) for init in (cfg.resid_lambda_init, 0.0))
+        self.resid_lambda = nn.Parameter(torch.tensor(cfg.resid_lambda_init))
+        self.x0_lambda = nn.Parameter(torch.tensor(0.0))
         self.bigram_lambda = nn.Parameter(torch.tensor(cfg.bigram_lambda_init)) if cfg.bigram_rows else None
 
-    def forward(self, x: Tensor, x0: Tensor, pairs: Tensor | None, *attention_inputs) -> Tensor:
+    def forward(self, x: Tensor, x0: Tensor, pairs: Tensor | None, value_embed: Tensor | None, rotary, mask) -> Tensor:
         x = self.resid_lambda * x + self.x0_lambda * x0  # the embedding stays at hand: @KoszarskyB, record 9
         if self.bigram_lambda is not None:  # and so does that of the last two tokens: @classiclarryd, record 62
             x = x + self.bigram_lambda * pairs
         if self.attn is not None:
-            x = x + self.attn(norm(x), *attention_inputs)
+            x = x + self.attn(norm(x), value_embed, rotary, mask)
         return x + self.mlp(norm(x))
 
 
@@ -569,8 +560,10 @@ class GPT(nn.Module):
         rows = V + -V % 64  # aligned for matmul tiles
         self.embed = nn.Embedding(rows if is_tied else V, K, dtype=dtype)
         num_values, width = len({*cfg.value_embed_layout} - {"."}), cfg.num_heads * cfg.head_dim
-        self.value_embeds = nn.ModuleList(zero_table(V, width, dtype) for _ in range(num_values))
-        self.bigram_embed = zero_table(cfg.bigram_rows, K, dtype) if cfg.bigram_rows else None
+        tables = [torch.zeros(V, width, dtype=dtype) for _ in range(num_values)]
+        self.value_embeds = nn.ModuleList(nn.Embedding.from_pretrained(table, freeze=False) for table in tables)
+        table = torch.zeros(cfg.bigram_rows, K, dtype=dtype)
+        self.bigram_embed = nn.Embedding.from_pretrained(table, freeze=False) if cfg.bigram_rows else None
         layouts = zip(cfg.attention_layout, cfg.value_embed_layout, strict=True)
         self.blocks = nn.ModuleList(Block(cfg, *letters) for letters in layouts)
         num_skips = len(cfg.skip_layout.replace(".", ""))
@@ -827,9 +820,9 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     stacks: dict[tuple, dict[str, nn.Parameter]] = {}  # Muon's matrices by shape
     for name, p in claim("qkv_w", "c_fc", "c_proj").items():
         stacks.setdefault(p.shape[-2:], {})[name] = p
-    heads = [("lm_head", "embed")] if cfg.tied_frac else [("lm_head",), ("embed",)]
+    heads = {("lm_head",): cfg.head_adam, ("embed",): cfg.embed_adam}
     groups = {
-        **dict(zip(heads, (cfg.head_adam, cfg.embed_adam), strict=False)),
+        **({("lm_head", "embed"): cfg.head_adam} if cfg.tied_frac else heads),
         ("value_embeds", "bigram_embed"): cfg.table_adam,
         ("lambdas", "resid_lambda", "bigram_lambda", "skip_weights", "smear_lambda", "backout_lambda"): cfg.scalar_adam,
         ("x0_lambda",): cfg.x0_adam,
@@ -952,8 +945,8 @@ def read_batches(plan, sequences: Sequence[int], cfg: Hyperparameters, device: t
             first, last = int(pieces[0, 0]), int(pieces[-1, 1])
             tokens = read_tokens(batch, first, last - first, cfg.vocab_size)
             rows.append(np.concatenate([tokens[begin:end] for begin, end in pieces - first]))
-        tokens = torch.from_numpy(np.stack(rows))
-        return tokens.pin_memory() if device.type == "cuda" else tokens
+        whole = torch.from_numpy(np.stack(rows))
+        return whole.pin_memory() if device.type == "cuda" else whole
 
     with ThreadPoolExecutor(max_workers=1) as reader:  # ahead of the steps, from the first `next` on
         futures = (reader.submit(read, batch) for batch in plan)
@@ -1028,7 +1021,7 @@ def rotary_frequencies(stage: int, cfg: Hyperparameters, dtype: torch.dtype) -> 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 class Trainer:
-    """Build model and optimizers, the same on all ranks, and take the steps of a run."""
+    """Hold model and optimizers, the same on all ranks, and take the steps of a run."""
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         self.cfg, self.ranks, on_cuda = cfg, ranks, cfg.device == "cuda"
