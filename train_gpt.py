@@ -87,7 +87,7 @@ class Hyperparameters:
     lr_factors: Rates = (1.0, 1.52, 1.73, 1.73)  # per stage: factor on learning rates
     cooldown_frac: Annotated[float, 1e-9, 1] = 0.55  # last part of the scheduled steps, in which learning rates fall
     min_lr_frac: Rate = 0.1  # factor on learning rates at the end of the cooldown and in the extension
-    next_weights: Rates = (1.0, 0.5, 0.25)  # losses of the next tokens; each stage fades the last one out
+    next_weights: Rates = (1.0, 0.5, 0.25)  # weights of the next tokens in the loss; each stage fades the last one out
     loss_scale: Positive = 2.0  # factor on the summed loss of a sequence before the backward pass
     tied_frac: Rate = 2 / 3  # first part of the scheduled steps, in which embedding and head are tied; 0: never
     val_loss_every: Natural = 250  # steps between validations; 0: only after the last step
@@ -114,8 +114,8 @@ class Hyperparameters:
     yarn_scale: Rate = 0.2  # growth of that factor with the logarithm of the long window (YaRN)
     yarn_turns: Annotated[float, 1.1, 2**20] = 32.0  # YaRN keeps frequencies that turn so often in a window
     lm_head_softcap: Positive = 15.0  # c in the softcap r sigmoid((z + d) 2 / c) of the logits z
-    lm_head_range: Positive = 23.0  # r in it
-    lm_head_shift: Annotated[float, -100, 100] = 5.0  # d in it
+    lm_head_range: Positive = 23.0  # r in the softcap
+    lm_head_shift: Annotated[float, -100, 100] = 5.0  # d in the softcap
     lm_head_slice: Count = 8192  # tokens whose logits exist at a time
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can
     fp8_x_scale: Positive = 448 / 100  # static FP8 scale of the head's input
@@ -127,7 +127,7 @@ class Hyperparameters:
     # Optimizers
     muon_lr: Rate = 0.023  # Muon, for hidden matrices: an update has about this spectral norm
     c_fc_factor: Rate = 2.0  # factor on muon_lr for the first matrix of each MLP
-    c_proj_factor: Rate = 4.0  # factor on muon_lr for the second
+    c_proj_factor: Rate = 4.0  # factor on muon_lr for the second matrix of each MLP
     muon_momentum: Decay = 0.95  # momentum after its warm-up
     momentum_warmup_start: Decay = 0.85  # momentum of the first step, and after the cooldown
     momentum_warmup_steps: Natural = 300  # first steps, in which momentum rises
@@ -140,7 +140,7 @@ class Hyperparameters:
     head_adam: Rates = (0.008, 0.75, 0.5, 0.95)  # head; also the embedding while they are tied
     embed_adam: Rates = (0.008, 0.75, 0.5, 0.95)  # embedding
     table_adam: Rates = (0.6, 0.025, 0.75, 0.95)  # value and bigram embeddings
-    scalar_adam: Rates = (0.04, 0.0, 0.9, 0.99)  # all factors but x0_lambda
+    scalar_adam: Rates = (0.04, 0.0, 0.9, 0.99)  # all scalar factors but x0_lambda
     x0_adam: Rates = (0.04, 0.0, 0.65, 0.95)  # x0_lambda: factors on the embedding before each layer
     gate_adam: Rates = (0.008, 0.005, 0.9, 0.99)  # gates of attention and value embeddings
     smear_adam: Rates = (8e-5, 0.0, 0.9, 0.99)  # gate of the smear
@@ -311,10 +311,10 @@ class HeadLoss(torch.autograd.Function):
         ahead = torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(len(weights))], dim=1)
         for x_slice, t in zip(x.split(slice_tokens), ahead.split(slice_tokens), strict=True):
             x_q = quantize(x_slice, x_s, torch.float8_e4m3fn)
-            z = product(x_q, w_q.t(), x_s, w_s, x.dtype, fast=True).to(torch.promote_types(x.dtype, torch.float32))
-            s = (z.add_(shift) if shift else z).mul_(-2 / softcap).sigmoid_()  # in place for CPUs
+            z = product(x_q, w_q.t(), x_s, w_s, x.dtype, fast=True).to(wide)
+            s = (z.add_(shift) if shift else z).mul_(-2 / softcap).sigmoid_()  # in place, as eager CPUs gain by it
             logits = s * -span
-            shares = (t >= 0) * weights  # no target behind the sequence's end
+            shares = (t >= 0) * weights  # none for targets beyond the end of the sequence
             target_logits = (shares * logits.gather(1, t.clamp(min=0))).sum(-1)
             # Written out instead of log_softmax and nll_loss: compiled, one kernel then reads z for all that follows
             # from it, and no slice outlives its turn (10 GB less for gpt2)
@@ -342,7 +342,7 @@ class HeadLoss(torch.autograd.Function):
         return grad * grad_x, (grad * grad_w).contiguous(), None, None, None, None, None, None
 
 
-# ---- Layers: each draws its own initial values; MLPs begin with zero outputs (@Grad62304977) ------------------------
+# ---- Layers: each draws its own initial values; MLPs begin with zero outputs (@Grad62304977) -------------------------
 def uniform_weight(inputs: int, *shape: int) -> nn.Parameter:
     """Return a weight of standard deviation 0.5 / sqrt(inputs); PyTorch's is 0.58 / sqrt(inputs) (record 19)."""
     bound = (0.75 / inputs) ** 0.5
@@ -1315,7 +1315,7 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
 def check_world(cfg: Hyperparameters, ranks: Ranks) -> None:
     """Refuse a number of processes that does not divide a step's sequences, or that exceeds the number of GPUs."""
     sequences = cfg.batch_sequences
-    fitting = [n for n in range(1, min(sequences, 1024) + 1) if sequences % n == 0]
+    fitting = [n for n in range(1, 1025) if sequences % n == 0]
     if ranks.world_size not in fitting:
         raise UserError(f"{ranks.world_size} processes do not divide a step's {sequences} sequences: {fitting} do")
     if cfg.device == "cuda" and ranks.local_world_size > (gpus := torch.cuda.device_count()):
