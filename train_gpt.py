@@ -1385,6 +1385,7 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
 def main(argv: Sequence[str] | None = None) -> dict:
     """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
     argv, ranks = sys.argv[1:] if argv is None else list(argv), find_ranks()
+    source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
     if ranks.world_size > 1 and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
     try:
@@ -1400,8 +1401,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
             log.write(f"resumed at step {start}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
             trainer.restore(saved["tensors"])
         else:
-            log.write(f"{Path(__file__).read_text(encoding='utf-8')}\n{'=' * 100}")
-            log.write(describe(cfg, ranks, plans) if log.is_main else "")
+            log.write(f"{source}\n{'=' * 100}\n{describe(cfg, ranks, plans) if log.is_main else ''}")
             log.write(f"flags: {json.dumps(argv)}\nconfiguration: {json.dumps(dataclasses.asdict(cfg))}\n{'=' * 100}")
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
         trainer.warm_up()
