@@ -84,7 +84,7 @@ EQUAL = [
     (V21, SHARDED, "", ""),
     (SHARDED, PAIRS, f"{PAIR_FLAGS} --adam_beta1 0.8", "--bigram_rows 0 --lm_head_slice 100"),
     (PAIRS, TUNED, f"{TUNED_FLAGS} --adam_beta2 0.95", ""),
-    *((TUNED, name, "", "") for name in UNTIMED[:-1]),  # nano takes none of their ideas
+    *(pytest.param(TUNED, name, "", "", marks=pytest.mark.slow) for name in UNTIMED[:-1]),  # nano takes none of them
 ]
 
 
