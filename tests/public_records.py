@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from shards import write_shard
 from world_worker import ROOT, Run
 
+# Our names of the schedules, by those of the public numbers
+NAMES = dict(lr="lr_multiplier", mtp="mtp_weights", attn_scale="attention_scale", adam_step="adam_steps")
+NAMES |= dict(yarn_freq="rotary_frequencies", window_long_tokens="window_long", window_short_tokens="window_short")
 VOCAB_SIZE = 120  # rows of the public tables of embeddings that ours have, too
 
 
@@ -121,6 +124,32 @@ class PublicRecord:
             want = self.numbers[f"{family}/{name}"]
             assert np.shape(value) == want.shape, f"{family}/{name}"
             np.testing.assert_allclose(value, want, rtol=1e-10, atol=0, err_msg=f"{family}/{name}")
+
+    def compare_schedules(self, m: types.ModuleType, folder: Path, **families: dict) -> None:
+        """Compare all schedules of some families of numbers, each with its changes of the preset."""
+        for family, changes in families.items():
+            cfg = self.config(m, folder, **changes)
+            steps, stages = range(cfg.num_iterations), [m.stage_of(s, cfg) for s in range(cfg.num_iterations + 1)]
+            freqs, scales = zip(*(m.rotary_frequencies(i, cfg, torch.float64) for i in range(4)), strict=True)
+            long, short = zip(*(m.attention_windows(s, cfg) for s in range(len(stages))), strict=True)
+            found = {name: [getattr(m, name)(s, cfg) for s in steps] for name in ("lr_multiplier", "muon_momentum")}
+            found |= dict(stage=stages[:-1], batch_tokens=[8 * m.train_seq_len(s, cfg) for s in steps])
+            found |= dict(max_doc_len=[cfg.max_doc_len for _ in steps], window_long=long, window_short=short)
+            found |= dict(adam_steps=[s % cfg.adam_every == 1 for s in steps], rotary_frequencies=torch.stack(freqs))
+            found |= dict(attention_scale=[scales[stage] for stage in stages])
+            if hasattr(m, "next_weights"):
+                weights = [m.next_weights(s, cfg) for s in steps]
+                found |= dict(mtp_count=[*map(len, weights)], mtp_weights=[w + [0] * (3 - len(w)) for w in weights])
+                if family != "schedule_logged":  # whose tables part two steps earlier
+                    found |= dict(tied=[s - 1 - s % 2 < cfg.tied_frac * cfg.scheduled_steps for s in steps])
+            wants = {k.partition("/")[2]: want for k, want in self.numbers.items() if k.startswith(f"{family}/")}
+            wants = {NAMES.get(name, name): want for name, want in wants.items() if NAMES.get(name, name) in found}
+            assert len(wants) > 8 or family == "run"
+            for name, want in wants.items():
+                n = len(stages) - (family == "sched")  # VeSkipGates' last windows lack those of the last validation
+                n = min(n, len(want), len(found[name]))
+                want = want[:n, : freqs[0].numel()] if name == "rotary_frequencies" else want[:n]  # then zeros
+                np.testing.assert_allclose(found[name][:n], want, rtol=1e-12, atol=1e-15, err_msg=name)
 
     def compare_digests(self, form: str, arrays: dict[str, np.ndarray]) -> set[str]:
         """Compare to 1e-8 of the norm, and return the names. A run's have no samples, and go over unread rows, too."""

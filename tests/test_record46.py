@@ -32,15 +32,7 @@ SCRIPT = RECORD.script
 
 
 def check_schedules(m: types.ModuleType, folder: Path) -> None:
-    cfg, steps = RECORD.config(m, folder, device="cpu", seed=0), range(2160)
-    windows = np.array([m.attention_windows(s, cfg) for s in range(2161)])
-    rotary = [m.rotary_frequencies(stage, cfg, torch.float64) for stage in range(4)]
-    found = {name: [getattr(m, name)(s, cfg) for s in steps] for name in ("lr_multiplier", "muon_momentum")}
-    found |= dict(batch_tokens=[8 * m.train_seq_len(s, cfg) for s in steps], max_doc_len=[cfg.max_doc_len] * 2160)
-    found |= dict(stage=[m.stage_of(s, cfg) for s in steps], adam_steps=[s % cfg.adam_every == 1 for s in steps])
-    found |= dict(window_long_tokens=windows[:, 0], window_short_tokens=windows[:, 1])
-    found |= dict(attention_scale=[rotary[m.stage_of(s, cfg)][1] for s in range(2161)])
-    RECORD.compare("schedule", **found, rotary_frequencies=[np.pad(f.numpy(), (0, 32)) for f, _ in rotary])
+    RECORD.compare_schedules(m, folder, schedule=dict(device="cpu", seed=0), run=RUN)
 
 
 def check_optimizers(m: types.ModuleType, folder: Path) -> None:
@@ -105,10 +97,7 @@ def check_run(m: types.ModuleType, folder: Path, ranks=None) -> None:
         losses += [trainer.train_step(step, next(batches)).item()] if step < 12 else []
         compared += len(RECORD.compare_digests(f"run/{step}/digest/{{}}", RECORD.public(trainer.gpt, 1.0)))
     assert compared == 246
-    found = {name: [getattr(m, name)(s, cfg) for s in range(12)] for name in ("lr_multiplier", "muon_momentum")}
-    windows = np.array([m.attention_windows(s, cfg) for s in range(13)]) // cfg.block_size
-    RECORD.compare("run", **found, train_loss_mean=losses, val_loss=validations)
-    RECORD.compare("run", window_long_blocks=windows[:, 0], window_short_blocks=windows[:, 1])
+    RECORD.compare("run", train_loss_mean=losses, val_loss=validations)
 
 
 def check_first_values_and_rates(m: types.ModuleType, folder: Path) -> None:

@@ -42,26 +42,11 @@ def gradients(gpt, is_tied: bool) -> dict[str, np.ndarray]:
 
 
 def check_schedules(m: types.ModuleType, folder: Path) -> None:
-    for family, changes in dict(sched=dict(device="cpu", seed=0), run=RUN).items():
-        cfg = RECORD.config(m, folder, **changes)
-        N, rotary = cfg.num_iterations, [m.rotary_frequencies(stage, cfg, torch.float64) for stage in range(4)]
-        weights = [m.next_weights(s, cfg) for s in range(N)]
-        windows = np.array([m.attention_windows(s, cfg) for s in range(N + 1)])
-        found = {name: [getattr(m, name)(s, cfg) for s in range(N)] for name in ("lr_multiplier", "muon_momentum")}
-        found |= dict(batch_tokens=[8 * m.train_seq_len(s, cfg) for s in range(N)], mtp_count=[len(w) for w in weights])
-        found |= dict(mtp_weights=[w + [0] * (3 - len(w)) for w in weights], max_doc_len=[cfg.max_doc_len] * N)
-        found |= dict(adam_steps=[s % cfg.adam_every == 1 for s in range(N)])
-        found |= dict(tied=[s - 1 - s % 2 < cfg.tied_frac * cfg.scheduled_steps for s in range(N)])
-        found |= dict(window_long=windows[:, 0], window_short=windows[:, 1])
-        found |= dict(attention_scale=[rotary[m.stage_of(s, cfg)][1] for s in range(N + 1)])
-        for name, values in found.items():
-            if (want := NUMBERS.get(f"{family}/{name}")) is not None:
-                last = N if family == "sched" else N + 1  # sched's last windows are those before the last validation's
-                np.testing.assert_allclose(values[:last], want[:last], rtol=1e-12, atol=1e-15, err_msg=name)
-        RECORD.compare(family, rotary_frequencies=np.stack([f for f, _ in rotary]))
-        if family == "sched":
-            RECORD.compare(family, final_val_windows=windows[-1, ::-1])
-            assert [m.stage_of(s, cfg) for s in NUMBERS["sched/stage_starts"]] == [0, 1, 2, 3]
+    full = dict(device="cpu", seed=0)
+    RECORD.compare_schedules(m, folder, sched=full, run=RUN)
+    cfg = RECORD.config(m, folder, **full)
+    RECORD.compare("sched", final_val_windows=m.attention_windows(1845, cfg)[::-1])
+    assert [m.stage_of(s, cfg) for s in NUMBERS["sched/stage_starts"]] == [0, 1, 2, 3]
 
 
 def check_optimizers(m: types.ModuleType, folder: Path) -> None:

@@ -298,12 +298,15 @@ def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scr
     argv = ("race", slow, fast, "--out", folder, *flags)
     stop.write_text("race-8-a")
     assert "run race-8-a failed: 'exit code 1: stopped'" in tool(*argv)[2]
-    assert len(json.loads((folder / "race.json").read_text())["runs"]) == 3
+    document = json.loads((folder / "race.json").read_text())
+    assert (len(document["runs"]), document.pop("nproc_per_node")) == (3, 1)
+    (folder / "race.json").write_text(json.dumps(document))  # as older versions wrote it
     stop.write_text("")
     assert "is there already: go on with --resume" in tool(*argv)[2]
     argv = ("race", slow, fast, "--resume", folder, *flags)
     assert "begun with other flags" in tool(*argv[:-1], "elsewhere")[2]
     assert "begun with other pairs" in tool(*argv[:6], "4", *argv[7:])[2]
+    assert "begun with other nproc_per_node" in tool(*argv[:5], "--nproc_per_node", "2", *argv[5:])[2]
     slow.write_text(slow.read_text() + "# edited")
     assert "begun with other scripts" in tool(*argv)[2]
     slow.write_text(slow.read_text().removesuffix("# edited"))
@@ -312,19 +315,24 @@ def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scr
     assert re.search(r"slow.py against .*fast.py: n=3 pairs of one seed \(7, 8, 9\).*\n  train time: 1\.\d+ \(", out)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_stopped_race_leaves_no_child(tmp_path, number):
-    pid, script = tmp_path / "pid", tmp_path / "wait.py"
-    script.write_text("import os, sys, time; open(sys.argv[-1], 'w').write(str(os.getpid())); time.sleep(60)")
-    command = f"{sys.executable} -m records race {script} {script} --out {tmp_path}/race -- {pid}".split()
+TWO = pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 1), (signal.SIGHUP, 1), TWO])
+def test_a_stopped_race_leaves_no_process(tmp_path, number, processes):
+    script = tmp_path / "wait.py"
+    script.write_text("import os, sys, time; open(f'{sys.argv[-1]}/{os.getpid()}.pid', 'w').close(); time.sleep(60)")
+    command = f"-m records race {script} {script} --nproc_per_node {processes} --out {tmp_path}/race -- {tmp_path}"
     heed = functools.partial(signal.signal, number, signal.SIG_DFL)  # though these tests may run under nohup
-    racing = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
-    wait_for(lambda: pid.exists() and pid.read_text())
+    options = dict(cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    racing = subprocess.Popen([sys.executable, *command.split()], **options)
+    wait_for(lambda: len([*tmp_path.glob("*.pid")]) == processes)
     racing.send_signal(number)
     assert "records: interrupted" in racing.communicate(timeout=20)[1]
     assert racing.returncode == 130
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+    for path in tmp_path.glob("*.pid"):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(path.stem), 0)
 
 
 def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, monkeypatch):
@@ -504,16 +512,6 @@ def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeyp
     assert shipped == new, "draw it anew"
 
 
-def test_a_race_goes_on_with_as_many_processes(tool, tmp_path, scripts):
-    path, argv = tmp_path / "race" / "race.json", ("race", scripts[0], scripts[0], "--pairs", "2")
-    assert tool(*argv, "--out", path.parent)[0] == 0
-    document = json.loads(path.read_text())
-    assert document.pop("nproc_per_node") == 1
-    path.write_text(json.dumps(document | dict(runs=document["runs"][:3])))  # as older versions wrote it
-    assert "begun with other nproc_per_node" in tool(*argv, "--resume", path.parent, "--nproc_per_node", "2")[2]
-    assert tool(*argv, "--resume", path.parent)[0] == 0
-
-
 @pytest.mark.slow
 def test_a_race_of_two_processes(tool, tmp_path):
     flags = "--preset nano --device cpu --num_iterations 2 --model_dim 32 --num_heads 2 --head_dim 16 "
@@ -540,18 +538,3 @@ def test_a_race_tells_what_the_rank_said_that_failed(tool, tmp_path, failure):
     script.write_text(f"{begin}if get_rank():\n    {failure}\nbarrier()")
     told = tool("race", script, script, "--nproc_per_node", "2", "--out", tmp_path / "race")[2]
     assert re.search(rf"run race-1-a failed: ['\"]{FAILURES[failure]}", told), told
-
-
-@pytest.mark.slow
-def test_a_stopped_race_leaves_no_rank(tmp_path):
-    script = tmp_path / "wait.py"
-    script.write_text("import os, sys, time; open(f'{sys.argv[-1]}/{os.getpid()}.pid', 'w').close(); time.sleep(60)")
-    command = f"{sys.executable} -m records race {script} {script} --nproc_per_node 2 --out {tmp_path} -- {tmp_path}"
-    racing = subprocess.Popen(command.split(), cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: len([*tmp_path.glob("*.pid")]) == 2)
-    racing.send_signal(signal.SIGINT)
-    assert "records: interrupted" in racing.communicate(timeout=20)[1]
-    assert racing.returncode == 130
-    for path in tmp_path.glob("*.pid"):
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(path.stem), 0)
