@@ -179,7 +179,6 @@ def test_both_forms_are_read(tmp_path):
     assert (public.source, public.incomplete) == ("import sys\nprint(sys.version)", None)
     assert (public.torch, public.hardware) == ("2.7.0.dev20250125+cu126", "8x NVIDIA H100 80GB HBM3")
     assert public.curve == {0: (10.8258, 0), 20: (3.2788, 1000)}
-    assert [line.average for line in public.training[8:12]] == [None, None, 100, 100]
 
 
 TEXT = (log_text() + "\n").encode()
@@ -513,14 +512,11 @@ def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeyp
 
 
 @pytest.mark.slow
-def test_a_race_of_two_processes(tool, tmp_path):
+def test_a_run_of_two_processes(tmp_path):
     flags = "--preset nano --device cpu --num_iterations 2 --model_dim 32 --num_heads 2 --head_dim 16 "
     flags += "--val_tokens 1024 --val_seq_len 1024 --train_seq_len 256 --batch_tokens 1024"
-    script, out = ROOT / "train_gpt.py", tmp_path / "race"
-    argv = ("race", script, script, "--pairs", "2", "--nproc_per_node", "2", "--out", out, "--")
-    assert tool(*argv, *write_corpus(tmp_path), *flags.split())[0] == 0
-    assert ["\n2 processes, 1 threads each" in path.read_text() for path in out.glob("*.txt")] == [True] * 4
-    assert json.loads((out / "race.json").read_text())["nproc_per_node"] == 2
+    race.run_script(ROOT / "train_gpt.py", [*write_corpus(tmp_path), *flags.split()], 2, 1, "r", tmp_path)
+    assert "\n2 processes, 1 threads each" in (tmp_path / "r.txt").read_text()
 
 
 FAILURES = {  # what rank 1 does and what is told; rank 0 waits for it, and loses it
