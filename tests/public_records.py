@@ -104,13 +104,6 @@ class PublicRecord:
         if is_tied:
             gpt.embed.weight.detach().copy_(gpt.lm_head)
 
-    def add_gradients(self, gpt: nn.Module, grads: dict[str, np.ndarray]) -> None:
-        """Add gradients, by public names, to those that are there; parameters without one have zeros."""
-        for name, p in gpt.named_parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            if (grad := grads.get(self.place(name)[0])) is not None:
-                p.grad += torch.from_numpy(self.part(name, grad, p.numel())).view_as(p)
-
     def tokens(self, key: str) -> Tensor:
         return torch.from_numpy(self.numbers[key].astype(np.int64))
 
