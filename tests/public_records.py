@@ -77,7 +77,7 @@ class PublicRecord:
         """Let each of `size` processes do `check_run` of a test's module."""
         self.config(self.script, folder)
         run = Run([[test, folder]] * size, folder / "run", target=join_run)
-        assert run.wait(timeout=200) == [0] * size, run.text("err")
+        assert run.wait(timeout=400) == [0] * size, run.text("err")
 
     def part(self, name: str, array: np.ndarray, size: int) -> np.ndarray:
         """Return a view of what ours is of a public array: a row of one for all layers, or the rows with tokens."""
@@ -106,11 +106,6 @@ class PublicRecord:
 
     def tokens(self, key: str) -> Tensor:
         return torch.from_numpy(self.numbers[key].astype(np.int64))
-
-    def family(self, form: str, row=...) -> dict[str, np.ndarray]:
-        """Return the arrays whose keys are of a form, by public names of parameters."""
-        keys = {name: form.format(name) for name in self.order}
-        return {name: self.numbers[key][row] for name, key in keys.items() if key in self.numbers}
 
     def compare(self, family: str, **found) -> None:
         for name, value in found.items():
@@ -146,7 +141,7 @@ class PublicRecord:
 
     def compare_digests(self, form: str, arrays: dict[str, np.ndarray]) -> set[str]:
         """Compare to 1e-8 of the norm, and return the names. A run's have no samples, and go over unread rows, too."""
-        wants = {name: want for name, want in self.family(form).items() if name in arrays}
+        wants = {name: self.numbers[key] for name in arrays if (key := form.format(name)) in self.numbers}
         for name, want in wants.items():
             known = ~np.isnan(want)
             x = arrays[name][:VOCAB_SIZE] if "embed" in name and known.all() else arrays[name]
