@@ -137,11 +137,11 @@ def write(path: Path, document: dict) -> None:
 def begin(plan: dict, out: Path | None, resume: Path | None) -> tuple[Path, dict, list[Run]]:
     """Start a race in the folder `out`, or read what there is of the one to resume."""
     if not resume:
-        folder = out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
-        if (folder / FILE).exists():
-            raise ToolError(f"{folder / FILE} is there already: go on with --resume {folder}, or choose another --out")
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder, plan | dict(runs=[], comparisons=[]), []
+        resume = out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
+        if (resume / FILE).exists():
+            raise ToolError(f"{resume / FILE} is there already: go on with --resume {resume}, or choose another --out")
+        resume.mkdir(parents=True, exist_ok=True)
+        write(resume / FILE, plan | dict(runs=[], comparisons=[]))  # so that a first run can fail, too
     path = resume / FILE
     document, runs = read_race(path)
     for key, before, now in zip(PLAN, planned(document), planned(plan), strict=True):

@@ -293,15 +293,15 @@ def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scr
     fast, slow, _ = scripts
     folder, stop = tmp_path / "race", tmp_path / "stop"
     flags = ("--pairs", "3", "--seed", "7", "--", "--stop", stop)
-    argv = ("race", slow, fast, "--out", folder, *flags)
-    stop.write_text("race-8-a")
-    assert "run race-8-a failed: 'exit code 1: stopped'" in tool(*argv)[2]
-    document = json.loads((folder / "race.json").read_text())
-    assert (len(document["runs"]), document.pop("nproc_per_node")) == (3, 1)
-    (folder / "race.json").write_text(json.dumps(document))  # as older versions wrote it
+    new, argv = (("race", slow, fast, option, folder, *flags) for option in ("--out", "--resume"))
+    for name, command, done in ("race-7-a", new, 0), ("race-8-a", argv, 3):
+        stop.write_text(name)
+        assert f"run {name} failed: 'exit code 1: stopped'" in tool(*command)[2]
+        document = json.loads((folder / "race.json").read_text())
+        assert (len(document["runs"]), document.pop("nproc_per_node", 1)) == (done, 1)
+        (folder / "race.json").write_text(json.dumps(document))  # as older versions wrote it
     stop.write_text("")
-    assert "is there already: go on with --resume" in tool(*argv)[2]
-    argv = ("race", slow, fast, "--resume", folder, *flags)
+    assert "is there already: go on with --resume" in tool(*new)[2]
     assert "begun with other flags" in tool(*argv[:-1], "elsewhere")[2]
     assert "begun with other pairs" in tool(*argv[:6], "4", *argv[7:])[2]
     assert "begun with other nproc_per_node" in tool(*argv[:5], "--nproc_per_node", "2", *argv[5:])[2]
