@@ -22,7 +22,7 @@ TINY = dict(num_iterations=8, batch_tokens=128, train_seq_len=64, val_seq_len=12
 TINY |= dict(extension_steps=0, model_dim=32, num_heads=2, head_dim=16, bigram_rows=61)
 TINY |= dict(attention_layout="LSSL", value_embed_layout="0..0", skip_layout="..10")
 TINY |= dict(dtype="float32", device="cpu", compile=False, cpu_threads=1, seed=0, run_id="tiny")
-TINY_FLAGS = ["--preset=nano", *(f"--{k}={v}" for k, v in TINY.items() if k not in ("compile", "run_id"))]
+TINY_FLAGS = ["--preset=nano", *(f"--{k}={v}" for k, v in TINY.items() if k not in ("compile", "run_id", "seed"))]
 ONE_STAGE = dict(window_tokens=(32,), stage_growth=(1,), lr_factors=(1.0,))
 
 

@@ -24,6 +24,9 @@ from torch import Tensor, nn
 from shards import write_shard
 from world_worker import ROOT, Run
 
+# Our names of the schedules, by those of the public numbers
+NAMES = dict(lr="lr_multiplier", mtp="mtp_weights", attn_scale="attention_scale", adam_step="adam_steps")
+NAMES |= dict(yarn_freq="rotary_frequencies", window_long_tokens="window_long", window_short_tokens="window_short")
 VOCAB_SIZE = 120  # rows of the public tables of embeddings that ours have, too
 
 
@@ -74,7 +77,7 @@ class PublicRecord:
         """Let each of `size` processes do `check_run` of a test's module."""
         self.config(self.script, folder)
         run = Run([[test, folder]] * size, folder / "run", target=join_run)
-        assert run.wait(timeout=200) == [0] * size, run.text("err")
+        assert run.wait(timeout=400) == [0] * size, run.text("err")
 
     def part(self, name: str, array: np.ndarray, size: int) -> np.ndarray:
         """Return a view of what ours is of a public array: a row of one for all layers, or the rows with tokens."""
@@ -101,20 +104,8 @@ class PublicRecord:
         if is_tied:
             gpt.embed.weight.detach().copy_(gpt.lm_head)
 
-    def add_gradients(self, gpt: nn.Module, grads: dict[str, np.ndarray]) -> None:
-        """Add gradients, by public names, to those that are there; parameters without one have zeros."""
-        for name, p in gpt.named_parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            if (grad := grads.get(self.place(name)[0])) is not None:
-                p.grad += torch.from_numpy(self.part(name, grad, p.numel())).view_as(p)
-
     def tokens(self, key: str) -> Tensor:
         return torch.from_numpy(self.numbers[key].astype(np.int64))
-
-    def family(self, form: str, row=...) -> dict[str, np.ndarray]:
-        """Return the arrays whose keys are of a form, by public names of parameters."""
-        keys = {name: form.format(name) for name in self.order}
-        return {name: self.numbers[key][row] for name, key in keys.items() if key in self.numbers}
 
     def compare(self, family: str, **found) -> None:
         for name, value in found.items():
@@ -122,9 +113,35 @@ class PublicRecord:
             assert np.shape(value) == want.shape, f"{family}/{name}"
             np.testing.assert_allclose(value, want, rtol=1e-10, atol=0, err_msg=f"{family}/{name}")
 
+    def compare_schedules(self, m: types.ModuleType, folder: Path, **families: dict) -> None:
+        """Compare all schedules of some families of numbers, each with its changes of the preset."""
+        for family, changes in families.items():
+            cfg = self.config(m, folder, **changes)
+            steps, stages = range(cfg.num_iterations), [m.stage_of(s, cfg) for s in range(cfg.num_iterations + 1)]
+            freqs, scales = zip(*(m.rotary_frequencies(i, cfg, torch.float64) for i in range(4)), strict=True)
+            long, short = zip(*(m.attention_windows(s, cfg) for s in range(len(stages))), strict=True)
+            found = {name: [getattr(m, name)(s, cfg) for s in steps] for name in ("lr_multiplier", "muon_momentum")}
+            found |= dict(stage=stages[:-1], batch_tokens=[8 * m.train_seq_len(s, cfg) for s in steps])
+            found |= dict(max_doc_len=[cfg.max_doc_len for _ in steps], window_long=long, window_short=short)
+            found |= dict(adam_steps=[s % cfg.adam_every == 1 for s in steps], rotary_frequencies=torch.stack(freqs))
+            found |= dict(attention_scale=[scales[stage] for stage in stages])
+            if hasattr(m, "next_weights"):
+                weights = [m.next_weights(s, cfg) for s in steps]
+                found |= dict(mtp_count=[*map(len, weights)], mtp_weights=[w + [0] * (3 - len(w)) for w in weights])
+                if family != "schedule_logged":  # whose tables part two steps earlier
+                    found |= dict(tied=[s - 1 - s % 2 < cfg.tied_frac * cfg.scheduled_steps for s in steps])
+            wants = {k.partition("/")[2]: want for k, want in self.numbers.items() if k.startswith(f"{family}/")}
+            wants = {NAMES.get(name, name): want for name, want in wants.items() if NAMES.get(name, name) in found}
+            assert len(wants) > 8 or family == "run"
+            for name, want in wants.items():
+                n = len(stages) - (family == "sched")  # VeSkipGates' last windows lack those of the last validation
+                n = min(n, len(want), len(found[name]))
+                want = want[:n, : freqs[0].numel()] if name == "rotary_frequencies" else want[:n]  # then zeros
+                np.testing.assert_allclose(found[name][:n], want, rtol=1e-12, atol=1e-15, err_msg=name)
+
     def compare_digests(self, form: str, arrays: dict[str, np.ndarray]) -> set[str]:
         """Compare to 1e-8 of the norm, and return the names. A run's have no samples, and go over unread rows, too."""
-        wants = {name: want for name, want in self.family(form).items() if name in arrays}
+        wants = {name: self.numbers[key] for name in arrays if (key := form.format(name)) in self.numbers}
         for name, want in wants.items():
             known = ~np.isnan(want)
             x = arrays[name][:VOCAB_SIZE] if "embed" in name and known.all() else arrays[name]

@@ -26,19 +26,15 @@ WHOLE, MATMUL = "step: whole, stage 1 (windows of 96 and 48 tokens)", "large mat
 
 
 @pytest.mark.slow
-def test_report_of_two_processes(tiny, tmp_path):
+def test_report_of_two_processes(tmp_path):
     """test_first_gpu_run has one."""
-    program = f"env PYTHONPATH={ROOT} {sys.executable} -m torch.distributed.run --standalone --nproc_per_node=2"
-    command = [*program.split(), "-m", "benchmarks", *FLAGS]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    torchrun = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node=2 -m benchmarks".split()
+    done = subprocess.run([*torchrun, *FLAGS, f"--out={tmp_path}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (path,) = tmp_path.glob("logs/benchmark-*/benchmark.json")
-    found = json.loads(path.read_text())
-    assert (found["processes"], found["configuration"]["model_dim"]) == (2, tiny.model_dim)
-    assert ENVIRONMENT.items() <= found["environment"].items()
+    found = json.loads((tmp_path / "benchmark.json").read_text())
+    assert (found["processes"], ENVIRONMENT.items() <= found["environment"].items()) == (2, True)
     stacks = {"Newton-Schulz of 8 x 32 x 32", "Newton-Schulz of 4 x 32 x 128", "step: communication"}
     assert FIGURES | stacks <= found["figures"].keys()
-    assert all(0 < figure["median"] < math.inf for figure in found["figures"].values())
 
 
 def test_report_is_complete_but_for_a_failed_stage(tiny, tmp_path, monkeypatch, capsys):
@@ -50,6 +46,8 @@ def test_report_is_complete_but_for_a_failed_stage(tiny, tmp_path, monkeypatch, 
     assert (tmp_path / "out/benchmark.md").read_text().strip() in told
     assert "aten::" in (tmp_path / "out/profile.txt").read_text()
     assert found["data"].startswith("SYNTHETIC")
+    exported = re.findall(r"export (\w+)=\$\{\w+:-([\w:]+)\}", (ROOT / "environment.sh").read_text())
+    assert ENVIRONMENT.items() <= dict(exported).items()
     assert "| Newton-Schulz | FAILED: ZeroDivisionError: division by zero |" in told
     assert found["figures"].pop("Newton-Schulz")
     assert FIGURES | {"start: total"} <= found["figures"].keys()
@@ -106,11 +104,6 @@ def test_attended_pairs_are_those_of_the_dense_mask(window, rate, tiny64):
     for letter, back in windows.items():
         flex, dense = build(ids, back, 8), dense_mask(ids, back)
         assert measure.attended_pairs(masks[letter]) == measure.attended_pairs(flex) == dense.sum()
-
-
-def test_environment_is_that_of_environment_sh():
-    exported = re.findall(r"export (\w+)=\$\{\w+:-([\w:]+)\}", (ROOT / "environment.sh").read_text())
-    assert ENVIRONMENT.items() <= dict(exported).items()
 
 
 def test_anchor_learns_causally_and_validates_every_position_once(monkeypatch):

@@ -15,6 +15,7 @@ from public_records import load
 from synthetic_logs import write_corpus
 from test_records import TUNED, UNTIMED
 
+pytestmark = pytest.mark.slow  # these scripts are frozen
 SMALL = dict(vocab_size=257, eot_token=256, model_dim=16, num_heads=2, head_dim=8, block_size=8, max_doc_len=40)
 SMALL |= dict(train_seq_len=64, batch_tokens=64, val_seq_len=128, val_tokens=128, num_iterations=12, val_loss_every=0)
 SMALL |= dict(extension_steps=3, final_window_tokens=120, momentum_warmup_steps=4, momentum_cooldown_steps=3)

@@ -9,12 +9,11 @@ import sys
 
 import pytest
 
+from conftest import TINY_FLAGS
 from synthetic_logs import ROOT, write_corpus
 from world_worker import free_port
 
-SHORT = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --seed 1 --num_iterations 48 --val_loss_every 0 "
-SHORT += "--model_dim 32 --num_heads 2 --head_dim 16 --train_seq_len 256 --batch_tokens 1024 --val_seq_len 1024 "
-SHORT += "--val_tokens 4096"
+SHORT = [*TINY_FLAGS, "--dtype=float64", "--num_iterations=48", "--val_loss_every=0", "--seed=1"]
 # Start the command once per node, in NODES/0 and NODES/1. Kill the last one when a file matches LOSE
 SRUN = r"""#!/bin/bash
 for option in 1 2; do [[ $1 =~ ^--(kill-on-bad-exit=1|cpus-per-task=[0-9]+)$ ]] && shift || exit 9; done
@@ -64,7 +63,7 @@ def test_batch_script_goes_on_after_a_node_is_lost(sbatch, tmp_path):
     first, second = (tmp_path / "nodes" / node / "logs" for node in "01")
     port = next(port for port in iter(free_port, None) if 20_000 <= port < 30_000)  # the script's are these
     given = dict(NPROC="1", SLURM_JOB_ID=str(port - 20_000))
-    flags = [*SHORT.split(), *write_corpus(tmp_path), "--checkpoint_every", "4"]
+    flags = [*SHORT, *write_corpus(tmp_path), "--checkpoint_every", "4"]
     assert sbatch(*flags, **given, LOSE=f"{first}/*.checkpoint").returncode != 0
     run = first / f"slurm-{given['SLURM_JOB_ID']}"
     assert not run.with_suffix(".json").exists()
@@ -86,7 +85,6 @@ def test_batch_script_asks_for_the_gpus_that_slurm_gives(sbatch, tmp_path):
     own = "--run_id slurm-123456 --resume latest --preset gpt2 --device cuda"
     for flags, expected in {
         "--seed 7": "--preset gpt2 --device cuda --seed 7",
-        "--checkpoint_every 10": f"{own} --checkpoint_every 10",
         "--checkpoint_every=10": f"{own} --checkpoint_every=10",
     }.items():
         words = sbatch(*flags.split(), SLURM_JOB_ID="123456").stdout.split()

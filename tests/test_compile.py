@@ -17,12 +17,11 @@ from train_gpt import GPT, Ranks, Trainer
 # Small, as FP8 is slow on CPUs. Four stages in 14 steps, with an extension; the tables part in the third
 LENGTHS = dict(batch_tokens=128, train_seq_len=64, val_seq_len=256, val_tokens=256, block_size=8)
 LENGTHS |= dict(num_iterations=14, vocab_size=128, eot_token=127, compile=True, gate_inputs=12)
-STAGES = dict(
-    head_std=0.005, extension_steps=2, stage_growth=(1, 2, 3, 3), lr_factors=(1.0, 1.5, 1.7, 1.7), adam_every=2
-)
-STAGES |= dict(window_tokens=(24, 56, 88, 104), final_window_tokens=120, next_weights=(1.0, 0.5, 0.25), tied_frac=2 / 3)
+STAGES = dict(head_std=0.005, extension_steps=2, stage_growth=(1, 2, 3, 3), lr_factors=(1.0, 1.5, 1.7, 1.7))
+STAGES |= dict(adam_every=2, window_tokens=(24, 56, 88, 104), final_window_tokens=120, tied_frac=2 / 3)
+STAGES |= dict(next_weights=(1.0, 0.5, 0.25))
 TWO_LAYERS = dict(attention_layout="LP", value_embed_layout="0.", skip_layout=".0", backout_layer="0")
-GPT2 = {name: getattr(train_gpt.PRESETS["gpt2"], name) for name in TWO_LAYERS}
+ALL_KINDS = dict(attention_layout="LP-S", value_embed_layout="0..1", skip_layout="...0", backout_layer="1")
 FP8 = dict(lm_head_fp8=True, dtype="bfloat16")
 
 
@@ -49,7 +48,7 @@ def count_calls(graph: torch.fx.GraphModule, name: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [TWO_LAYERS | FP8, TWO_LAYERS | dict(dtype="float64"), GPT2 | FP8])
+@pytest.mark.parametrize("changes", [TWO_LAYERS | dict(dtype="float64"), ALL_KINDS | FP8])
 def test_all_graphs_are_there_after_the_warm_up(tiny, graphs, tmp_path: Path, changes: dict):
     """Run in small: warm up, then take every step and validate after it. FP8 goes with flex."""
     write_shard(tmp_path / "shard.bin", np.random.default_rng(0).integers(128, size=20_000))
@@ -81,18 +80,19 @@ def test_all_graphs_are_there_after_the_warm_up(tiny, graphs, tmp_path: Path, ch
     assert (len(graphs), counters["unique_graphs"]) == (6, compiled)
 
 
-def test_graph_with_flex_attention_is_the_model_with_gathered_attention(tiny64, graphs):
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_flex_attention_is_gathered_attention(tiny64, monkeypatch):
     """By the mask of elements, as FlexAttention ignores the lists of blocks here: test_attention has them."""
+    monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
     layers = dict(attention_layout="LP", value_embed_layout="0.", skip_layout="..")
     cfg = dataclasses.replace(tiny64, **LENGTHS | layers | dict(window_tokens=(64,)))
     gathered, flex = GPT(cfg), GPT(dataclasses.replace(cfg, device="cuda"))
     flex.load_state_dict(randomize(gathered).state_dict())
     tokens, found = torch.randint(cfg.vocab_size, (129,)), []
     tokens[[20, 50, 51, 90]] = cfg.eot_token
-    inputs = tokens[:-1].int(), tokens[1:], torch.tensor([64, 32], dtype=torch.int32), torch.ones(1).double()
-    for gpt, model in (gathered, gathered), (flex, torch.compile(flex, fullgraph=True, dynamic=False)):
-        loss = model(*inputs)
+    for gpt in gathered, flex:
+        windows = torch.tensor([64, 32], dtype=torch.int32)
+        loss = gpt(tokens[:-1].int(), tokens[1:], windows, torch.ones(1, dtype=torch.float64))
         loss.backward()
         found.append([loss.detach(), *(p.grad for p in gpt.parameters())])
-    assert count_calls(graphs[-1], "flex_attention") == 2
     torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)

@@ -68,5 +68,4 @@ def test_all_stages_on_a_cpu(tmp_path: Path):
     assert set(found) == {"check", "self-test", "short run", "benchmarks"}
     assert json.loads("".join(found["short run"]["files"]["short.json"]))["num_iterations"] == 8
     assert any("lscpu" in line for line in found["short run"]["files"]["short.txt"])
-    table = "".join(found["benchmarks"]["files"]["benchmark.md"])
-    assert all(part in table for part in ("start: first step", "Newton-Schulz of 16 x 32 x 32", "step: whole"))
+    assert "start: first step" in "".join(found["benchmarks"]["files"]["benchmark.md"])

@@ -14,10 +14,6 @@ from pathlib import Path
 from synthetic_logs import ROOT, write_corpus
 from world_worker import FORKS
 
-SHORT = (
-    "--preset nano --device cpu --dtype float32 --cpu_threads 1 --num_iterations 4 --model_dim 32 --num_heads 2 "
-    "--head_dim 16 --train_seq_len 128 --batch_tokens 256 --val_seq_len 256 --val_tokens 1024 --checkpoint_every 2"
-).split()
 UNSAFE = "exec eval compile pickle.load pickle.loads np.load numpy.load joblib.load marshal.loads os.system".split()
 
 # Events of Python's audit, and which of their arguments to note
@@ -66,12 +62,15 @@ def run_audited(cwd: Path, env: dict[str, str], notes_path: Path, flags: list[st
 
 def test_nothing_is_written_but_logs_and_no_host_is_reached(tmp_path: Path):
     """Import and train in a fresh home, temporary folder, environment and working directory."""
+    from conftest import TINY_FLAGS  # which imports train_gpt
+
     home, temporary, cwd, logs = folders = [tmp_path / name for name in ("home", "tmp", "cwd", "logs")]
     for folder in folders[:3]:
         folder.mkdir()
     env = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
     env |= dict(HOME=str(home), TMPDIR=str(temporary))
-    flags = [*SHORT, *write_corpus(tmp_path), "--log_dir", str(logs), "--run_id", "r"]
+    more = ["--checkpoint_every", "2", "--log_dir", str(logs), "--run_id", "r"]
+    flags = [*TINY_FLAGS, *write_corpus(tmp_path), *more]
     process = FORKS.Process(target=run_audited, args=(cwd, env, tmp_path / "notes", flags))
     process.start()
     process.join(timeout=120)

@@ -159,19 +159,44 @@ def shared(a: Tensor, b: Tensor) -> bool:
 
 
 class Network:
-    """Carry out one collective after the other, for one of several ranks. One takes a unit of time, an update two."""
+    """Carry out one collective after the other, for one of several ranks. One takes a unit of time, an update two.
 
-    def __init__(self, monkeypatch, ranks: Ranks, transfer: type):
+    With `checks`, a result is NaN until it is waited for, and the input has to stay as it is.
+    """
+
+    def __init__(self, monkeypatch, ranks: Ranks, checks: bool):
         self.ranks, self.under_way, self.events, self.bytes, self.now, self.free = ranks, [], [], Counter(), 0, 0
         monkeypatch.setattr(dist, "is_initialized", lambda: True)
         for kind in ("reduce_scatter", "all_gather"):
-            monkeypatch.setattr(train_gpt, kind, lambda *args, kind=kind, **_: self.launch(transfer, kind, *args))
+            monkeypatch.setattr(train_gpt, kind, lambda *args, kind=kind, **_: self.launch(checks, kind, *args))
 
-    def launch(self, transfer: type, kind: str, result: Tensor, tensor: Tensor):
+    def launch(self, checks: bool, kind: str, result: Tensor, tensor: Tensor) -> SimpleNamespace:
         self.events.append(kind)
         self.bytes[kind] += max(result.nbytes, tensor.nbytes)
-        self.free = max(self.now, self.free) + 1
-        return transfer(network=self, kind=kind, result=result, tensor=tensor, wait=lambda: None, arrival=self.free)
+        self.free = arrival = max(self.now, self.free) + 1
+        if not checks:
+            return SimpleNamespace(wait=lambda: None)
+        sent, buffers, (rank, size, *_) = tensor.clone(), (result, tensor), self.ranks
+        for others in self.under_way:
+            for (written, _), pair in (buffers, others), (others, buffers):
+                assert not any(shared(written, t) for t in pair), f"{kind} shares a buffer with one under way"
+        self.under_way.append(buffers)
+        result.fill_(math.nan)
+        if kind == "all_gather":  # may be in place
+            tensor.copy_(sent)
+
+        def wait() -> None:
+            missing = result.isnan().sum() + (tensor.numel() if shared(result, tensor) else 0)
+            assert torch.equal(tensor, sent), f"the input of {kind} was written to while it was under way"
+            assert missing == result.numel(), f"the result of {kind} was written to before it arrived"
+            if kind == "reduce_scatter":  # the others have no gradients
+                result.copy_(sent.unflatten(0, (size, -1))[rank])
+            else:  # the others update theirs as we do
+                result.unflatten(0, (size, -1)).copy_(sent)
+            self.now = max(self.now, arrival)
+            self.under_way[:] = [pair for pair in self.under_way if pair is not buffers]
+
+        return SimpleNamespace(wait=wait)
 
     def compute(self, update, *args) -> None:
         self.events.append("update")
@@ -179,39 +204,11 @@ class Network:
         update(*args)
 
 
-class Transfer:
-    """Stand in for a dist.Work: the result is NaN until `wait`, and the input has to stay as it is."""
-
-    def __init__(self, network: Network, kind: str, result: Tensor, tensor: Tensor, arrival: int, **_):
-        self.network, self.kind, self.result, self.tensor, self.sent = network, kind, result, tensor, tensor.clone()
-        self.arrival = arrival
-        for other in network.under_way:
-            for a, b in (self, other), (other, self):
-                assert not shared(a.result, b.result), f"{kind} writes to the result of one under way"
-                assert not shared(a.result, b.tensor), f"{kind} shares a buffer with one under way"
-        network.under_way.append(self)
-        result.fill_(math.nan)
-        if kind == "all_gather":  # may be in place
-            tensor.copy_(self.sent)
-
-    def wait(self) -> None:
-        network, result, (rank, size, *_) = self.network, self.result, self.network.ranks
-        missing = result.isnan().sum() + (self.tensor.numel() if shared(result, self.tensor) else 0)
-        assert torch.equal(self.tensor, self.sent), f"the input of {self.kind} was written to while it was under way"
-        assert missing == result.numel(), f"the result of {self.kind} was written to before it arrived"
-        if self.kind == "reduce_scatter":  # the others have no gradients
-            result.copy_(self.sent.unflatten(0, (size, -1))[rank])
-        else:  # the others update theirs as we do
-            result.unflatten(0, (size, -1)).copy_(self.sent)
-        network.now = max(network.now, self.arrival)
-        network.under_way.remove(self)
-
-
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (2, 3), (7, 8)])
 def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, rank, size):
     """With n groups a step has 4 n units of time, of which 2 n - 2 are hidden: half of these if only gradients, or only
     updates, travel beside compute. The second step finds the buffers of the first."""
-    network, gpt = Network(monkeypatch, Ranks(rank, size), Transfer), GPT(train_gpt.resolve(LIKE_GPT2))
+    network, gpt = Network(monkeypatch, Ranks(rank, size), checks=True), GPT(train_gpt.resolve(LIKE_GPT2))
     optimizers = build_optimizers(gpt, network.ranks)
     for optimizer in optimizers:
         optimizer.update_shard = lambda *args, update=optimizer.update_shard: network.compute(update, *args)
@@ -232,7 +229,7 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, ra
 def test_bytes_of_a_step_are_those_of_gradients_and_values_and_little_padding(monkeypatch, size):
     """In the gpt2 preset: on 8 ranks 22 matrices of MLPs are 24. Adam waits at step 0."""
     cfg = dataclasses.replace(train_gpt.PRESETS["gpt2"], device="cuda", dtype="bfloat16", compile=False)
-    network, total = Network(monkeypatch, Ranks(size - 1, size), SimpleNamespace), 0
+    network, total = Network(monkeypatch, Ranks(size - 1, size), checks=False), 0
     with torch.device("meta"):
         gpt = GPT(cfg)
         optimizers = build_optimizers(gpt, network.ranks)

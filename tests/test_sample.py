@@ -77,11 +77,8 @@ def test_text_is_the_same_with_the_same_seed(model, capsys, monkeypatch):
     options = "--seed 1", "--seed 1", "--seed 2", "--temperature 0", "--top_k 1"
     found = [run(capsys, "--tokens", "40", "--prompt", "naïve \x1b", *option.split()) for option in options]
     first, again, other, greedy, top_1 = (text for _, text, _ in found)
-    assert (found[0][0], first, greedy) == (0, again, top_1)
-    assert first != other
-    assert all(text.startswith("naïve \ufffd") for text in (first, other, greedy))
-    assert "seed 2]" in found[2][2]
-    assert re.search(r"seed \d+\]", found[3][2])
+    assert (first == again != other, greedy == top_1, first.startswith("naïve \ufffd")) == (True, True, True)
+    assert re.search(r"seed 2\](?s:.)*seed \d+\]", found[2][2] + found[3][2])
 
 
 def test_text_is_printed_as_it_comes(capsys):
