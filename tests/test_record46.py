@@ -7,10 +7,11 @@ import re
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from public_records import PublicRecord, check_table
+from public_records import PublicRecord, check_table, step_as
 
 SMALL = dict(vocab_size=120, eot_token=119, num_heads=2, head_dim=12, model_dim=24, block_size=16, train_seq_len=512)
 SMALL |= dict(batch_tokens=512, val_seq_len=1024, val_tokens=1024, window_tokens=(48, 112, 176, 208))
@@ -27,11 +28,44 @@ def place(name: str) -> tuple[str, int]:
 
 SHARDS = {name: f"packing/{name}" for name in ("train_shard_0", "train_shard_1", "train_shard_2", "val_shard")}
 RECORD = PublicRecord("2025-11-29_BatchSizeSchedule", place, SHARDS)
-SCRIPT = RECORD.script
+SCRIPT, NUMBERS = RECORD.script, RECORD.numbers
 
 
 def check_schedules(m: types.ModuleType, folder: Path) -> None:
     RECORD.compare_schedules(m, folder, schedule=dict(device="cpu", seed=0), run=RUN)
+
+
+def check_optimizers(m: types.ModuleType, folder: Path) -> None:
+    """Take six steps from step 698 on with given gradients, the moments being zero before; Adam counts from 1."""
+    trainer = m.Trainer(RECORD.config(m, folder, **SMALL), m.Ranks())
+    RECORD.load_parameters(trainer.gpt)
+    params = {place(name)[0]: p for name, p in trainer.gpt.named_parameters()}
+    params = {key: p for key, p in params.items() if f"optimizer/0/grad/{key}" in NUMBERS}
+    assert len(params) == 13
+    for t, step in enumerate(NUMBERS["optimizer/steps"]):
+        for p in trainer.gpt.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        for key, p in params.items():
+            grad = NUMBERS[f"optimizer/{t}/grad/{key}"].astype(np.float64)
+            p.grad += torch.from_numpy(grad).flatten()[: p.numel()].view_as(p)
+        before = {key: p.detach().clone() for key, p in params.items()}
+        step_as(m, trainer, t, step)
+        compared = RECORD.compare_digests(f"optimizer/{t}/param/{{}}", RECORD.public(trainer.gpt, 1.0))
+        assert all(torch.equal(p, before[key]) for key, p in params.items() if key not in compared), "Adam waits"
+
+
+def check_packing(m: types.ModuleType, folder: Path) -> None:
+    cfg = RECORD.config(m, folder, **RUN)
+    plans, cpu = m.plan_data(cfg), torch.device("cpu")
+    for step, batch in enumerate(m.read_batches(plans["train"], range(8), cfg, cpu)):
+        inputs, targets = (torch.stack(rows) for rows in zip(*batch, strict=True))
+        RECORD.compare(f"packing/{step}", inputs=inputs, targets=targets)
+        for rank, tokens in enumerate(inputs):
+            RECORD.compare_documents(tokens, f"packing/{step}/cu_seqlens", rank)
+    assert step == 11
+    validation = torch.stack([tokens for [(tokens, _)] in m.read_batches(plans["val"], [0], cfg, cpu)])
+    RECORD.compare("packing/val0", inputs=validation[:8])
+    RECORD.compare("packing/val1", inputs=validation[8:])
 
 
 def check_stages(m: types.ModuleType, folder: Path) -> None:
@@ -78,7 +112,7 @@ def check_first_values_and_rates(m: types.ModuleType, folder: Path) -> None:
     check_table(m, RECORD.config(m, folder, **SMALL), first, std, adam, muon | dict(smear_gate=1))
 
 
-CHECKS = [check_schedules, check_stages, check_run, check_first_values_and_rates]
+CHECKS = [check_schedules, check_optimizers, check_packing, check_stages, check_run, check_first_values_and_rates]
 
 
 @pytest.mark.slow
