@@ -43,7 +43,7 @@ CHILD = "import sys; from benchmarks import pretend_gpu; pretend_gpu.install(int
 CHILD += "from benchmarks import gpu_graphs; gpu_graphs.child(sys.argv[1:])"
 WORLDS = (8, 4, 2, 1)  # numbers of processes
 SPARE = 1500  # MiB that CUDA, its libraries and the allocator need beside the tensors
-SAMPLE = 2**17  # indices of a launch to look at
+SAMPLE = 2**15  # indices of a launch to look at
 WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_")  # do not read what they overwrite
 NO_WORK = ("empty", "detach", "set_", "resize_")
 
