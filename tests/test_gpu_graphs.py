@@ -133,6 +133,7 @@ def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path, caps
     assert roofline.main(["--gpu", "h100", "--graphs", str(out), "--out", str(tmp_path / "roofline.json")]) == 0
     parts = json.loads((tmp_path / "roofline.json").read_text())["gpus"]["h100"]["parts"]
     assert parts["STEP of stage 1, processes: 1"]["ms"] > 7 * parts["stage 1: forward"]["ms"]
+    assert f"| forward 512 x 2 | {parts['stage 1: forward']['launches']:g} |" in told  # of one sequence
     steps = [parts[f"STEP of stage {n}, processes: 8"]["ms"] for n in (1, 2, 3, 4)]
     run = sum(stage["steps"] * ms for stage, ms in zip(found["stages"], steps, strict=True))
     assert parts["RUN, processes: 8"]["ms"] == pytest.approx(run)
