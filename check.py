@@ -45,12 +45,14 @@ except KeyboardInterrupt:
     sys.exit(130)
 
 FINEWEB_SHARDS, SHARD_TOKENS, PACKING = 103, 10**8, 1.5  # 1.5: tokens for one that packing keeps, assumed
-# Peak MiB of all buffers of gpt2's longest training step, by `python -m benchmarks gpu_graphs`, and of its validation
-# (as at commit da1978f, with record 21's mathematics); parameters, gradients and optimizers come on top
-STEP_MIB = {"train_seq_len": 15_205, "val_seq_len": 8_910}
+# MiB that gpt2 needs beside parameters, gradients and optimizers, by `python -m benchmarks gpu_graphs`, in its longest
+# step and in its validation: what a slice of the head's logits takes, and what grows with the sequence
+BUFFER_MIB = {"train_seq_len": (1_763, 12_686), "val_seq_len": (0, 5_599)}
+SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the free memory is looked at
 # Useful TFLOP/s, 6 FLOP per weight and token, by a part of the GPU's name. H100: from the 96.08 s published for record
-# 65 on 8 of them. A100, 4090: `python -m benchmarks roofline`, less the 8% by which it is too fast for H100s. Others:
-# the H100's share, 37%, of their peak. nano makes 9.1e10 a second on 2 cores that multiply bf16, about half on others.
+# 65 on 8 of them. 4090: `python -m benchmarks roofline`; A100: the same for record 21, less the 8% by which it was too
+# fast for H100s. Others: the H100's share, 37%, of their peak. nano makes 9.1e10 a second on 2 cores that multiply
+# bf16, about half on others.
 TFLOPS = {"MIG": 0, "B200": 837, "H200": 368, "H100 PCIe": 281, "H100": 368, "A100": 149, "4090": 87, "3090": 26}
 NANO_FLOPS = 9.1e10
 Gpu = namedtuple("Gpu", "name capability free")  # free: bytes of memory
@@ -117,21 +119,24 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
     weights = sum(p.numel() for name, p in gpt.named_parameters() if p.ndim > 1 and "embed" not in name)
     if gpus:
         free, factor, where = min(gpu.free for gpu in gpus[:processes]), 1, f"{processes} x {gpus[0].name}"
+        fixed += SPARE_MIB * 2**20
         rate = 1e12 * processes * min(next((n for part, n in TFLOPS.items() if part in gpu.name), 0) for gpu in gpus)
     else:  # nothing is fused: 3 times the buffers, and 0.4 GB for torch (0.5 GB for nano; measured: 0.46)
         lines = Path("/proc/meminfo").read_text() if os.path.exists("/proc/meminfo") else "MemAvailable: 9999999999"
         free, factor, where = 1024 * int(re.findall(r"MemAvailable: *(\d+)", lines)[0]) // processes, 3, "2 CPU cores"
         fixed, rate = fixed + 4 * 10**8, NANO_FLOPS if cfg.dtype == "bfloat16" else NANO_FLOPS / 2
-    for name, mib in STEP_MIB.items():  # in proportion to tokens, layers and width
+    for name, (slice_mib, length_mib) in BUFFER_MIB.items():
         length, layers = getattr(cfg, name), len(cfg.attention_layout) / len(gpt2.attention_layout)
         growth = max(cfg.stage_growth) / max(gpt2.stage_growth) if name == "train_seq_len" else 1
-        per_token = factor * growth * mib * 2**20 / getattr(gpt2, name) * layers * cfg.model_dim / gpt2.model_dim
-        need = fixed + length * per_token
+        per_token = factor * growth * length_mib * 2**20 / getattr(gpt2, name) * layers * cfg.model_dim / gpt2.model_dim
+        logits = cfg.lm_head_slice * cfg.vocab_size / (gpt2.lm_head_slice * gpt2.vocab_size)
+        base = fixed + factor * logits * slice_mib * 2**20
+        need = base + length * per_token
         line = f"--{name} {length} takes about {need / 1e9:.1f} GB a process (estimated), {free / 1e9:.1f} GB are free"
         report.fact(f"memory: {line}")
         if need > free:
             shorter = (n for n in (length >> i for i in range(1, 9)) if n % cfg.block_size == 0 < n)
-            fix = next((f"--{name} {n}" for n in shorter if fixed + n * per_token <= free), "a smaller model")
+            fix = next((f"--{name} {n}" for n in shorter if base + n * per_token <= free), "a smaller model")
             report.problems.append(f"{line}: free some, or train otherwise, with {fix}")
     tokens = cfg.batch_sequences * sum(train_gpt.train_seq_len(step, cfg) for step in range(cfg.num_iterations))
     seconds = 6 * weights * tokens / rate if rate else float("inf")

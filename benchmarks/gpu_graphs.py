@@ -43,7 +43,7 @@ CHILD = "import sys; from benchmarks import pretend_gpu; pretend_gpu.install(int
 CHILD += "from benchmarks import gpu_graphs; gpu_graphs.child(sys.argv[1:])"
 WORLDS = (8, 4, 2, 1)  # numbers of processes
 SPARE = 1500  # MiB that CUDA, its libraries and the allocator need beside the tensors
-SAMPLE = 2**17  # indices of a launch to look at
+SAMPLE = 2**15  # indices of a launch to look at
 WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_")  # do not read what they overwrite
 NO_WORK = ("empty", "detach", "set_", "resize_")
 
@@ -116,6 +116,7 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[tuple, dict] = {}  # every launch, equal ones together
         self.kernels: dict[str, dict[str, list]] = {}  # by graph and name: its configurations
         self.compiled: dict[object, list] = {}
+        self.bytes: dict[tuple, int] = {}  # of a kernel with arguments of these shapes
         self.live: list[tuple[StorageWeakRef, int, bool]] = []
         self.peaks: dict[str, dict] = {}  # by phase
         pretend_gpu.pretend_launches(self.precompile, self.launched, self.called)
@@ -141,7 +142,7 @@ class Recorder(TorchDispatchMode):
             self.graph = ""
 
     def precompile(self, kernel) -> None:
-        """Compile a kernel's every configuration; keep registers, stack and shared memory, or the error."""
+        """Compile a kernel's every configuration; keep what it needs, or the error."""
         found = self.compiled[kernel] = []
         for config in kernel.configs if re.search(self.names, kernel.fn.__name__) else ():
             entry = dict(config=str(config))
@@ -157,7 +158,9 @@ class Recorder(TorchDispatchMode):
         arguments = dict(zip(kernel.fn.arg_names, args, strict=False))
         shapes = tuple((tuple(a.shape), a.stride()) if isinstance(a, Tensor) else a for a in args)
         if not self.again(key := (self.world, self.phase, self.graph, name, shapes)):
-            self.note(key, "kernel", kernel_bytes(kernel.fn.src, arguments))
+            if (kernel, shapes) not in self.bytes:
+                self.bytes[kernel, shapes] = kernel_bytes(kernel.fn.src, arguments)
+            self.note(key, "kernel", self.bytes[kernel, shapes])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -250,8 +253,23 @@ def compile_config(kernel, config) -> dict:
         file.write(binary.asm["cubin"])
         file.flush()
         told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", told).groups()
-    return dict(registers=int(registers), stack=int(stack), shared=binary.metadata.shared)
+    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", told).groups())
+    spills = spilled(binary.asm["ptx"], meta["cc"], options) if stack else 0
+    return dict(registers=registers, stack=stack, spills=spills, shared=binary.metadata.shared)
+
+
+def spilled(ptx: str, capability: int, options: dict) -> int:
+    """Return the bytes that a thread stores for want of registers, as ptxas says: a stack may hold other things."""
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(capability).path, "-v", "--regAllocOptLevel=2", file.name, "-o", "/dev/null"]  # as Triton
+        command += [f"--gpu-name={sm_arch_from_capability(capability)}"]
+        command += [] if options.get("enable_fp_fusion", True) else ["--fmad=false"]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return max(map(int, re.findall(r"(\d+) bytes spill stores", told)))
 
 
 # ---- The process of one architecture ---------------------------------------------------------------------------------
@@ -301,9 +319,10 @@ def run_steps(script, cfg, recorder: Recorder) -> dict[int, dict]:
                 gc.collect()
                 trainer.optimizers = script.build_optimizers(trainer.gpt, ranks)
         for phase, stage in phases.items():
+            first = -(-stage["first"] // cfg.adam_every) * cfg.adam_every  # its gradients find none of Adam's waiting
             with recorder.during("setup"):
-                trainer.set_schedules(stage["first"])
-            for step in range(stage["first"], stage["first"] + cfg.adam_every):
+                trainer.set_schedules(first)
+            for step in range(first, first + cfg.adam_every):
                 with recorder.during(phase):  # the second sequence finds the gradients of the first
                     trainer.train_step(step, [batch(stage["tokens"])] * min(2, cfg.batch_sequences // world))
         with recorder.during("validation"), torch.no_grad():
@@ -341,24 +360,27 @@ def measure(arch: int, script: Path, flags: Sequence[str], names: str = "") -> d
     """
     told = own_process(["-c", CHILD, str(arch), str(script.resolve()), names, *flags])
     found = json.loads(told.splitlines()[-1])
-    return found if flags else found | dict(stack_limit=pretend_gpu.DEVICES[arch].stack)
+    return found if flags else found | dict(spill_limit=pretend_gpu.DEVICES[arch].spills)
+
+
+def least_spills(configurations: Sequence[dict]) -> int:
+    """Return what a kernel spills at least: of several configurations the compiler drops those that spill much."""
+    return min((entry["spills"] for entry in configurations if "spills" in entry), default=0)
 
 
 def failures(found: dict) -> list[str]:
     """Return what keeps the graphs from running on this GPU: a line each."""
     lines = [found["failed"]] if found["failed"] else []
     lines += [f"graph break: {reason}" for reason in found["graph_breaks"]]
-    for name, configurations in {n: c for graph in found["kernels"].values() for n, c in graph.items()}.items():
+    for name, configurations in (kernel for graph in found["kernels"].values() for kernel in graph.items()):
         for entry in configurations:
             if "error" in entry:
                 lines.append(f"{name} ({entry['config']}) does not compile: {entry['error']}")
             elif entry["shared"] > found["shared_limit"]:
                 lines.append(f"{name} ({entry['config']}) needs {entry['shared']:,} bytes of shared memory")
-            elif entry["stack"] > found.get("stack_limit", math.inf):
-                lines.append(
-                    f"{name} ({entry['config']}) needs {entry['stack']} bytes of stack: it spills more than before"
-                )
-    return lines
+        if (spills := least_spills(configurations)) > found.get("spill_limit", math.inf):
+            lines.append(f"{name} spills at least {spills} bytes: more than any kernel before")
+    return list(dict.fromkeys(lines))
 
 
 def memory_lines(found: dict) -> list[str]:
@@ -379,19 +401,22 @@ def memory_lines(found: dict) -> list[str]:
 def table(arch: int, found: dict) -> str:
     limit = found["shared_limit"]
     lines = [f"## sm_{arch}: {found['device']}, {limit:,} bytes of shared memory per block", ""]
-    lines += ["| graph | launches | kernels | configurations | registers | stack | shared memory | ATen |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
-    world = max(map(int, found["memory"]), default=0)
+    lines += ["| graph | launches | kernels | configurations | registers | stack | spills | shared memory | ATen |"]
+    lines += ["|---|---|---|---|---|---|---|---|---|"]
+    world, every = max(map(int, found["memory"]), default=0), found["configuration"]["adam_every"]
     for graph, kernels in found["kernels"].items():
         calls = [call for call in found["calls"] if call["graph"] == graph and call["world"] == world]
         entries = [entry for configurations in kernels.values() for entry in configurations if "error" not in entry]
         most = {key: max((e[key] for e in entries), default=0) for key in ("registers", "stack", "shared")}
+        times = len({call["phase"] for call in calls}) * (1 if graph == "validation" else every)  # that it ran
         aten = Counter()
         for call in calls:
             if call["kind"] != "kernel":
                 aten[call["name"].split()[0]] += call["count"]
-        cells = [graph, sum(call["count"] for call in calls), len(kernels), len(entries), most["registers"]]
-        cells += [most["stack"], f"{most['shared']:,}", ", ".join(f"{n} {name}" for name, n in aten.items())]
+        launches = sum(call["count"] for call in calls) // max(1, times)
+        cells = [graph, launches, len(kernels), len(entries), most["registers"]]
+        cells += [most["stack"], max(map(least_spills, kernels.values()), default=0), f"{most['shared']:,}"]
+        cells += [", ".join(f"{n // times} {name}" for name, n in aten.items())]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", *memory_lines(found)]
     return "\n".join([*lines, "", *(f"FAILED: {line}" for line in failures(found))]).rstrip()

@@ -152,10 +152,12 @@ def test_estimates_are_those_of_the_machine(machine, capsys, gpus, about):
     where = f"{len(gpus)} x {gpus[0].name}" if gpus else "2 CPU cores"
     assert time == f"time: about {about} of training on {where} (estimated)"
     tables, matrices, n = 463_421_184, 22 * 3072 * 768 + 40 * 768**2, len(gpus)
-    fixed = 3 * 2 * tables + (3 * 4 + 2) * matrices  # weights, gradients, their buffers; the updates of matrices
+    fixed = 3 * 2 * tables + 3 * 4 * matrices  # weights, gradients, their buffers
     fixed += (8 * tables + 4 * matrices + (2 * tables + 4 * matrices) * (n > 1)) / max(1, n)
-    counted = [fixed + mib * 2**20 for mib in check.STEP_MIB.values()]
-    assert not gpus or [train_memory, val_memory] == pytest.approx([size / 1e9 for size in counted], rel=0.02)
+    counted = [fixed + (sum(mib) + check.SPARE_MIB) * 2**20 for mib in check.BUFFER_MIB.values()]
+    assert not gpus or [train_memory, val_memory] == pytest.approx([size / 1e9 for size in counted], rel=0.01)
+    lowered = {8: 18_342, 1: 21_789}.get(n, 0)  # MiB of all tensors, by benchmarks gpu_graphs
+    assert not lowered or 900 < train_memory * 1e9 / 2**20 - lowered < 1400
     assert bool(report.problems) == (not gpus)
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import flex_attention
 
+import check
+import train_gpt
 from benchmarks import ROOT, gpu_graphs, pretend_gpu, roofline
 from benchmarks.startup import own_process
 
@@ -95,15 +97,16 @@ def test_peak_and_flops_of_three_products_in_a_row(seen: dict):
 
 
 def test_kernels_that_need_too_much_or_do_not_compile_are_reported(seen: dict):
-    spills = dict(config="c", shared=0, stack=pretend_gpu.DEVICES[90].stack + 8)
+    limit = pretend_gpu.DEVICES[90].spills
+    spills, chosen = ([dict(config="c", shared=0, spills=n) for n in least] for least in ((limit + 8, 900), (0, 900)))
     broken = dict(config="c", error="CompilationError: why")
-    found = dict(failed="", graph_breaks={}, shared_limit=pretend_gpu.DEVICES[90].shared_limit)
-    found |= dict(
-        stack_limit=pretend_gpu.DEVICES[90].stack, kernels=seen["kernels"] | dict(other=dict(broken=[broken]))
-    )
-    found["kernels"]["other"]["spilled"] = [spills]
-    large, broken, spilled = gpu_graphs.failures(found)
-    assert spilled == "spilled (c) needs 56 bytes of stack: it spills more than before"
+    found = dict(failed="", graph_breaks={}, shared_limit=pretend_gpu.DEVICES[90].shared_limit, spill_limit=limit)
+    found |= dict(kernels=seen["kernels"] | dict(other=dict(broken=[broken], spilled=spills, chosen=chosen)))
+    found["kernels"]["third"] = dict(broken=[])  # another kernel of that name
+    large, spilling, broken, spilled = gpu_graphs.failures(found)
+    assert "flex_attention" in spilling  # the large one, as ptxas says
+    assert "spills at least" in spilling
+    assert spilled == f"spilled spills at least {limit + 8} bytes: more than any kernel before"
     assert "flex_attention" in large
     assert "of shared memory" in large
     assert broken == "broken (c) does not compile: CompilationError: why"
@@ -130,9 +133,22 @@ def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path, caps
     assert roofline.main(["--gpu", "h100", "--graphs", str(out), "--out", str(tmp_path / "roofline.json")]) == 0
     parts = json.loads((tmp_path / "roofline.json").read_text())["gpus"]["h100"]["parts"]
     assert parts["STEP of stage 1, processes: 1"]["ms"] > 7 * parts["stage 1: forward"]["ms"]
+    assert f"| forward 512 x 2 | {parts['stage 1: forward']['launches']:g} |" in told  # of one sequence
     steps = [parts[f"STEP of stage {n}, processes: 8"]["ms"] for n in (1, 2, 3, 4)]
     run = sum(stage["steps"] * ms for stage, ms in zip(found["stages"], steps, strict=True))
     assert parts["RUN, processes: 8"]["ms"] == pytest.approx(run)
+
+
+def test_longest_step_of_gpt2_lowers_for_an_h100_and_takes_what_the_check_says(capsys: pytest.CaptureFixture[str]):
+    """At full size, for one process and one sequence; of its kernels compile those that spill."""
+    flags = "--stage_growth 3 3 3 3 --next_weights 1 --batch_tokens 16384 --val_seq_len 512 --val_tokens 512".split()
+    found = gpu_graphs.measure(90, ROOT / "train_gpt.py", flags, names="tem_fused_flex_attention_backward")
+    assert gpu_graphs.failures(found | dict(spill_limit=pretend_gpu.DEVICES[90].spills)) == []
+    assert any(map(len, found["kernels"]["backward 49152 x 1"].values()))
+    cfg = train_gpt.resolve(train_gpt.parse_args(["--preset", "gpt2", *flags]))
+    check.check_memory_and_time(cfg, [check.Gpu("", (9, 0), 10**12)], 1, check.Report(is_full=True))
+    estimated = float(capsys.readouterr().out.split()[5]) * 1e9 - check.SPARE_MIB * 2**20
+    assert found["memory"]["1"]["train 49152 x 1"]["total"] == pytest.approx(estimated, rel=0.03)
 
 
 def test_a_graph_break_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
