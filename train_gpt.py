@@ -308,7 +308,8 @@ class HeadLoss(torch.autograd.Function):
             return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast)
 
         w_q, losses, grads_x, grad_w = quantize(w, w_s, torch.float8_e4m3fn), [], [], None
-        ahead = torch.stack([F.pad(targets[k:], (0, k), value=-1) for k in range(len(weights))], dim=1)
+        # (T, n): windows of the targets, not copies, which the compiler would write out with the logits of every slice
+        ahead = F.pad(targets, (0, len(weights) - 1), value=-1).as_strided((len(targets), len(weights)), (1, 1))
         for x_slice, t in zip(x.split(slice_tokens), ahead.split(slice_tokens), strict=True):
             x_q = quantize(x_slice, x_s, torch.float8_e4m3fn)
             z = product(x_q, w_q.t(), x_s, w_s, x.dtype, fast=True).to(wide)
