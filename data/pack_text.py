@@ -50,7 +50,7 @@ Tokenizer = namedtuple(
     "Tokenizer", "preset eot min_bytes max_bytes file_end batch_tokens num_iterations val_tokens val_seq_lens"
 )
 TOKENIZERS = {
-    "bytes": Tokenizer("nano", EOT, MIN_DOCUMENT_BYTES, 2**23, b"\n\n", 1024, 520, 262_144, (8192,)),
+    "bytes": Tokenizer("nano", EOT, MIN_DOCUMENT_BYTES, 2**23, b"\n\n", 1024, 560, 262_144, (8192,)),
     "gpt2": Tokenizer("gpt2", 50256, 2**16, 2**20, b"", 400_000, 1555, 10_485_760, (262_144, 65_536)),
 }
 
