@@ -56,8 +56,10 @@ def run_script(script: Path, flags: Sequence[str], nproc: int, seed: int, run_id
     """Run a training script in the repository's root, and return its figures as fields of Run."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
     own = ["--seed", str(seed), "--log_dir", str(log_dir), "--run_id", run_id]
+    # What torchrun would choose, without its warning
+    threads = dict(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")) if torchrun else {}
     try:
-        own_process([*torchrun, str(script), *own, *flags], cwd=RECORDS.parent)
+        own_process([*torchrun, str(script), *own, *flags], None, RECORDS.parent, **threads)
     except RuntimeError as error:
         raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; with that mended, --resume the race") from None
     log = Log(log_dir / f"{run_id}.txt")
