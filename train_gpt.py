@@ -65,7 +65,7 @@ all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class UserError(Exception):
-    """An error that the user can mend, in a flag, a file or the hardware. Exit code 2."""
+    """Say what the user can mend: a flag, a file, the hardware. Exit code 2."""
 
 
 # ---- Configuration ---------------------------------------------------------------------------------------------------
@@ -658,7 +658,7 @@ class ShardedOptimizer:
 
     moments: tuple[str, ...] = ()
     row_dims = 0  # dimensions of a row, the unit that is shared out: 0, an element
-    alignment = 16  # a parameter takes a multiple of so many rows: kernels want addresses that divide by 16
+    alignment = 16  # a parameter takes a multiple of so many rows: kernels want addresses that are multiples of 16
     every = 1  # step once in so many steps, on the sum of their gradients
 
     def __init__(self, params: dict[str, nn.Parameter], lr: float, cfg: Hyperparameters, ranks: Ranks):
@@ -669,6 +669,7 @@ class ShardedOptimizer:
         self.counts = [len(r) for r in rows]
         self.spans = [count + -count % self.alignment for count in self.counts]
         self.grads = rows[0].new_zeros(sum(self.spans) + -sum(self.spans) % ranks.world_size, *rows[0].shape[1:])
+        self.grad_pieces = self.pieces(self.grads)
         self.values = torch.zeros_like(self.grads)
         for p, r, piece in zip(self.params, rows, self.pieces(self.values), strict=True):
             p.data = piece.copy_(r).view_as(p)
@@ -686,8 +687,8 @@ class ShardedOptimizer:
         return [span[:count] for span, count in zip(spans, self.counts, strict=True)]
 
     def reduce(self) -> None:
-        pieces = self.pieces(self.grads)
-        torch._foreach_copy_(pieces, [p.grad.view_as(piece) for p, piece in zip(self.params, pieces, strict=True)])
+        grads = [p.grad.view_as(piece) for p, piece in zip(self.params, self.grad_pieces, strict=True)]
+        torch._foreach_copy_(self.grad_pieces, grads)
         self.wait = launch(reduce_scatter, self.grad, self.grads)
 
     def update(self) -> None:
@@ -699,7 +700,7 @@ class ShardedOptimizer:
 
 
 class Adam(ShardedOptimizer):
-    """Adam (arXiv:1412.6980), for tables, head, scalars and gates. settings: learning rate, weight decay, beta1, beta2.
+    """Step tables, head, scalars and gates by Adam (arXiv:1412.6980). settings: learning rate, decay, beta1, beta2.
 
     It steps every other time, on the sum of two gradients (record 39, @classiclarryd), with a cautious weight decay
     (record 50, @roeeshenberg) and, where there is one, moments in fp32 (record 56, @ChrisJMcCormick). Head and
@@ -773,7 +774,7 @@ def normalize(updates: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
 
 
 class Muon(ShardedOptimizer):
-    """MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024), for hidden matrices of one shape.
+    """Step hidden matrices of one shape by MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024).
 
     With g the mean gradient of the step, in the lerp form of record 15:
 
@@ -807,7 +808,7 @@ class Muon(ShardedOptimizer):
         update = self.orthogonalize(grad.lerp_(momentum_buffer, momentum), getattr(torch, cfg.dtype))
         update = normalize(update, self.state["second_moment"], cfg.muon_beta2)
         if cfg.muon_decay:
-            update.add_(shard * (update * shard >= 0), alpha=cfg.muon_decay * self.lr)
+            update.addcmul_(shard, update * shard >= 0, value=cfg.muon_decay * self.lr)
         shard.addcmul_(self.factors, update, value=-self.lr)
 
 

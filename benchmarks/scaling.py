@@ -99,7 +99,7 @@ def fit(curve: dict[float, float]) -> dict:
 
 
 def traffic(cfg: Hyperparameters, world: int) -> dict[str, list[int]]:
-    """Return the bytes of gradients and of updates a step of each group, of which a rank sends (world - 1) / world."""
+    """Return the bytes of gradients and of values a step of each group, of which a rank sends (world - 1) / world."""
     with torch.device("meta"):
         optimizers = train_gpt.build_optimizers(train_gpt.GPT(cfg), Ranks(0, world))
     moved = {f"{type(o).__name__} {o.names[0]} ...": (o.grads.nbytes, o.values.nbytes) for o in optimizers}

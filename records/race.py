@@ -138,18 +138,18 @@ def write(path: Path, document: dict) -> None:
 
 def begin(plan: dict, out: Path | None, resume: Path | None) -> tuple[Path, dict, list[Run]]:
     """Start a race in the folder `out`, or read what there is of the one to resume."""
+    folder = resume or out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
+    path = folder / FILE
     if not resume:
-        resume = out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
-        if (resume / FILE).exists():
-            raise ToolError(f"{resume / FILE} is there already: go on with --resume {resume}, or choose another --out")
-        resume.mkdir(parents=True, exist_ok=True)
-        write(resume / FILE, plan | dict(runs=[], comparisons=[]))  # so that a first run can fail, too
-    path = resume / FILE
+        if path.exists():
+            raise ToolError(f"{path} is there already: go on with --resume {folder}, or choose another --out")
+        folder.mkdir(parents=True, exist_ok=True)
+        write(path, plan | dict(runs=[], comparisons=[]))  # so that a race can go on whose first run fails
     document, runs = read_race(path)
     for key, before, now in zip(PLAN, planned(document), planned(plan), strict=True):
         if before != now:
             raise ToolError(f"{path}: was begun with other {key}: resume with the same, or begin a new race with --out")
-    return resume, document, runs
+    return folder, document, runs
 
 
 def in_turn(plan: dict, runners: Sequence[Runner], out: Path | None, resume: Path | None) -> dict:
@@ -201,6 +201,8 @@ def race(
     names: Sequence[str], pairs: int, seed: int, nproc: int, flags: Sequence[str], root: Path, **folders: Path | None
 ) -> dict:
     """Race training scripts, frozen as they are now, with these flags."""
+    if nproc < 1:
+        raise ToolError(f"--nproc_per_node {nproc}: a run needs at least 1 process")
     if any(flag.split("=")[0] in ("--seed", "--log_dir", "--run_id") for flag in flags):
         raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out after --")
     scripts = [read_script(name, root) for name in names]
