@@ -145,14 +145,15 @@ class Log:
         return self.lines[-1].time
 
     @property
-    def step_time(self) -> float | None:
-        """Return the median ms of a step, from the differences of the step lines; None without any.
-
-        The lines are rounded to 1 ms, so this is the median of grouped data, which tells tenths.
-        """
+    def step_times(self) -> list[float]:
+        """Return the ms of each step, as differences of step lines, which are rounded to 1 ms."""
         times = [0.0, *(line.time for line in self.training)]
-        gaps = [after - before for before, after in itertools.pairwise(times)]
-        return statistics.median_grouped(gaps, 1) if gaps else None
+        return [after - before for before, after in itertools.pairwise(times)]
+
+    @property
+    def step_time(self) -> float | None:
+        """Return the median ms of a step, that of grouped data, which tells tenths; None without step lines."""
+        return statistics.median_grouped(self.step_times, 1) if self.step_times else None
 
     @property
     def incomplete(self) -> str | None:

@@ -79,9 +79,8 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Pat
         folder.mkdir()
         (folder / "train_gpt.py").write_text(logs[0].source + "\n", encoding="utf-8")
         (folder / "README.md").write_text(text, encoding="utf-8")
-        for path in [path for log in logs for path in (log.path, log.path.with_suffix(".json"))]:
-            if path.is_file():
-                shutil.copyfile(path, folder / path.name)
+        for log in logs:
+            shutil.copyfile(log.path, folder / log.name)
         if race:
             shutil.copyfile(race, folder / FILE)
     except OSError as error:

@@ -62,7 +62,7 @@ def run_script(script: Path, flags: Sequence[str], nproc: int, seed: int, run_id
         own_process([*torchrun, str(script), *own, *flags], None, RECORDS.parent, **threads)
     except RuntimeError as error:
         raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; with that mended, --resume the race") from None
-    log = Log(log_dir / f"{run_id}.txt")
+    log = Log(RECORDS.parent / log_dir / f"{run_id}.txt")
     result = read_json(log.path.with_suffix(".json"))
     if result.get("seed") != seed:
         raise ToolError(f"run {run_id} took seed {shown(str(result.get('seed')))}, not {seed}; leave it to the race")
@@ -167,13 +167,15 @@ def in_turn(plan: dict, runners: Sequence[Runner], out: Path | None, resume: Pat
     if [(run.seed, run.script) for run in runs] != order[: len(runs)]:
         raise ToolError(f"{folder / FILE}: its runs are not those of a race in order; begin a new race with --out")
     print(f"{len(runs)}/{len(order)} runs; if stopped, go on with --resume {folder}", file=sys.stderr, flush=True)
+    log_dir, root = folder.resolve(), RECORDS.parent
+    log_dir = log_dir.relative_to(root) if log_dir.is_relative_to(root) else log_dir  # a log names no home folder
     left, began = order[len(runs) :], time.monotonic()
     for done, (seed, script) in enumerate(left, start=1):
         run_id = f"race-{seed}-{string.ascii_lowercase[script]}"
         for suffix in (".txt", ".json"):  # of a run that was stopped
             (folder / f"{run_id}{suffix}").unlink(missing_ok=True)
         try:
-            run = Run(script, seed, **runners[script](seed, run_id, folder.resolve()))
+            run = Run(script, seed, **runners[script](seed, run_id, log_dir))
         except ValueError:
             raise ToolError(f"run {run_id} states no val_loss or train_time_ms; mend the script") from None
         runs.append(run)
