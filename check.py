@@ -208,8 +208,11 @@ def examine(argv: list[str], report: Report) -> int:
     if cfg.compile:  # Triton builds a Python module in C, a CPU's kernels are C++
         if not any(map(shutil.which, (os.environ.get("CC" if gpus else "CXX") or "g++", "gcc" if gpus else "clang++"))):
             report.problems.append("torch.compile finds no C compiler: install one (Debian, Ubuntu: apt install g++)")
-        if gpus and not (header := Path(sysconfig.get_path("include"), "Python.h")).exists():
-            report.problems.append(f"torch.compile needs {header}: install Python's headers (apt install python3-dev)")
+        # As Triton does: Debian's posix_local names a folder where its headers are not
+        scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+        if gpus and not (header := Path(sysconfig.get_path("include", scheme), "Python.h")).exists():
+            package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+            report.problems.append(f"torch.compile needs {header}: install Python's headers (apt install {package})")
     for gpu in sorted(gpus, key=lambda gpu: gpu.capability)[:1]:
         this = f"{gpu.name} (compute capability {'.'.join(map(str, gpu.capability))})"
         kinds = f"{cfg.dtype}, head in {'FP8' if cfg.lm_head_fp8 else cfg.dtype}"

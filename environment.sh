@@ -53,7 +53,7 @@ torch_index() {
         echo cpu
         return
     fi
-    driver=$(timeout 20 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1) || return 0
+    driver=$(timeout 20 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n 1p) || return 0
     case ${driver%%.*} in
     52[5-9] | 5[3-7]?) echo cu126 ;;
     esac

@@ -35,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import Annotated, Literal, get_args, get_origin
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -51,7 +51,6 @@ READ_AHEAD = 2  # batches that the reader keeps ready
 LOSS_LAG = 8  # look at losses this many steps late, so that no step waits for the GPU
 # Types of the fields of Hyperparameters, with the lowest and the highest value
 Count = Annotated[int, 1, 2**27]
-Steps = Annotated[int, 1, 2**20]
 Natural = Annotated[int, 0, 2**24]
 Size = Annotated[int, 1, 2**14]
 Positive = Annotated[float, 1e-9, 2**30]
@@ -81,7 +80,7 @@ class Hyperparameters:
     vocab_size: Annotated[int, 1, 2**16] = 50257  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: Natural = 50256  # end of text, opens every document; below vocab_size
     # Training
-    num_iterations: Steps = 1555  # training steps: scheduled ones, in stages of equal length, then the extension
+    num_iterations: Annotated[int, 1, 2**20] = 1555  # steps: stages of equal length, then the extension
     extension_steps: Natural = 40  # steps of the extension, a last stage at the lowest learning rates; 0: none
     stage_growth: Counts = (1, 2, 3, 3)  # per stage: factor on batch_tokens and train_seq_len
     lr_factors: Rates = (1.0, 1.52, 1.73, 1.73)  # per stage: factor on learning rates
@@ -117,7 +116,7 @@ class Hyperparameters:
     lm_head_range: Positive = 23.0  # r in the softcap
     lm_head_shift: Annotated[float, -100, 100] = 5.0  # d in the softcap
     lm_head_slice: Count = 8192  # tokens whose logits exist at a time
-    lm_head_fp8: bool = True  # train the head in FP8 where the GPU can
+    lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never is
     fp8_x_scale: Positive = 448 / 100  # static FP8 scale of the head's input
     fp8_w_scale: Positive = 448 / 1.6  # static FP8 scale of the head's weight
     fp8_grad_scale: Positive = 448 / 0.75  # static FP8 scale of the gradient of the summed loss by the logits
@@ -189,10 +188,8 @@ class Hyperparameters:
         require("tied_frac", not self.tied_frac or self.head_std > 0, "0 with --head_std 0: one table, all zeros")
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         require("next_weights", 0 < len(self.next_weights) <= min(8, self.train_seq_len), "1 to 8 weights")
-        stages = len(self.window_tokens)
-        require("window_tokens", stages > (self.extension_steps > 0), "a stage, and one more with extension_steps")
-        for name in ("stage_growth", "lr_factors"):
-            require(name, len(getattr(self, name)) == stages, f"as many stages as window_tokens: {stages}")
+        holds = len(self.stage_growth) == len(self.lr_factors) == len(self.window_tokens) > (self.extension_steps > 0)
+        require("window_tokens", holds, "as many stages as stage_growth and lr_factors, 2 or more with extension_steps")
 
         letters, embeds, skips = self.attention_layout, self.value_embed_layout, self.skip_layout
         layers = len(letters)
@@ -213,7 +210,6 @@ class Hyperparameters:
         return self.num_iterations - self.extension_steps
 
 
-# fmt: off
 PRESETS = {
     "gpt2": Hyperparameters(),
     "nano": Hyperparameters(
@@ -229,10 +225,10 @@ PRESETS = {
         muon_lr=0.04, c_proj_factor=1.0, muon_momentum=0.9, momentum_warmup_steps=50,
         momentum_cooldown_steps=0, muon_decay=0.0, adam_every=1,
         head_adam=(0.006, 0.0, 0.5, 0.9), embed_adam=(0.25, 0.0, 0.5, 0.9), table_adam=(0.25, 0.0, 0.5, 0.9),
-        scalar_adam=(0.04, 0.0, 0.5, 0.9), x0_adam=(0.04, 0.0, 0.5, 0.9), cpu_threads=2, save_checkpoint=True,
+        scalar_adam=(0.04, 0.0, 0.5, 0.9), x0_adam=(0.04, 0.0, 0.5, 0.9),
+        device="cpu", cpu_threads=2, save_checkpoint=True,
     ),
-}
-# fmt: on
+}  # fmt: skip
 
 
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
@@ -241,15 +237,14 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     help_text = f"{__doc__}\nEvery field is a flag (--no-FIELD for false); nano has others (PRESETS):\n\n{fields}"
     form, hidden = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
     parser = argparse.ArgumentParser("train_gpt.py", hidden, help_text, formatter_class=form, allow_abbrev=False)
-    for field in dataclasses.fields(Hyperparameters):
-        kind = field.type
-        while get_args(kind) and get_origin(kind) is not Literal:  # int of Annotated[int | None, ...]
-            kind = get_args(kind)[0]
-        options = dict(choices=get_args(kind)) if get_origin(kind) is Literal else dict(type=kind)
+    for name, hint in get_type_hints(Hyperparameters).items():  # without the bounds
+        kind, *others = get_args(hint) or [hint]  # int of int | None and of tuple[int, ...]
+        options = dict(choices=[kind, *others]) if get_origin(hint) is Literal else dict(type=kind)
         options = dict(action=argparse.BooleanOptionalAction) if kind is bool else options
-        options |= dict(nargs="*") if isinstance(field.default, tuple) else {}
-        parser.add_argument(f"--{field.name}", **options, help=hidden, default=hidden)  # absent unless given
-    flags, sees_gpu = vars(parser.parse_args(argv)), torch.cuda.is_available()
+        options |= dict(nargs="*") if get_origin(hint) is tuple else {}
+        parser.add_argument(f"--{name}", **options, help=hidden, default=hidden)  # absent unless given
+    flags = vars(parser.parse_args(argv))
+    sees_gpu = torch.cuda.is_available() and flags.get("device") != "cpu"
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
     if "preset" not in flags and world_size > 1 and not sees_gpu:
         raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
@@ -258,10 +253,11 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
 
 def resolve(cfg: Hyperparameters) -> Hyperparameters:
     """Decide what `cfg` leaves open: device, precision, FP8, compilation, seed, name of the run."""
-    sees_gpu = torch.cuda.is_available()
-    on_cuda = sees_gpu if cfg.device == "auto" else cfg.device == "cuda"
-    if on_cuda and not sees_gpu:
+    on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    if cfg.device == "cuda" and not on_cuda:
         raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU; ./run.sh --check says why")
+    if on_cuda and cfg.block_size % 128:
+        raise UserError(f"--block_size {cfg.block_size}: FlexAttention takes multiples of 128 on a GPU")
     # A CPU with AVX512-BF16 or AMX multiplies bf16 2.1 times as fast as fp32, others 3 to 10 times slower
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
@@ -392,10 +388,7 @@ class ReluSquared(torch.autograd.Function):
 
 
 class Rotary(nn.Module):
-    """Rotate half of the dimensions of q and k by the token's position (arXiv:2104.09864; record 17), and scale q.
-
-    Tables and scale are tensors that `set_stage` overwrites, so that nothing recompiles.
-    """
+    """Rotate half of the dimensions of q and k by the token's position (arXiv:2104.09864; record 17), and scale q."""
 
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
@@ -406,8 +399,10 @@ class Rotary(nn.Module):
         self.set_stage(0, cfg)
 
     def set_stage(self, stage: int, cfg: Hyperparameters) -> None:
+        """Overwrite tables and scale, which are tensors so that nothing recompiles."""
         frequencies, scale = rotary_frequencies(stage, cfg, self.cos.dtype)
-        angles = torch.outer(torch.arange(len(self.cos), device=self.cos.device), frequencies.to(self.cos.device))
+        positions = torch.arange(len(self.cos), device=self.cos.device)
+        angles = torch.outer(positions, frequencies.to(self.cos.device, non_blocking=True))
         self.cos.copy_(angles.cos())
         self.sin.copy_(angles.sin())
         self.scale.fill_(scale)
@@ -583,11 +578,10 @@ class GPT(nn.Module):
             self.double()
 
     def forward(self, tokens: Tensor, targets: Tensor, windows: Tensor, weights: Tensor) -> Tensor:
-        cfg, x = self.cfg, self.features(tokens, windows)
-        with_grads, cap = torch.is_grad_enabled(), (cfg.lm_head_softcap, cfg.lm_head_range, cfg.lm_head_shift)
-        fp8_scales = (cfg.fp8_x_scale, cfg.fp8_w_scale, cfg.fp8_grad_scale)
-        fp8_scales = fp8_scales if cfg.lm_head_fp8 and with_grads else None  # validation is never in FP8
-        return HeadLoss.apply(x, self.lm_head, targets, weights, cap, cfg.lm_head_slice, fp8_scales, with_grads)
+        cfg, x, with_grads = self.cfg, self.features(tokens, windows), torch.is_grad_enabled()
+        cap = (cfg.lm_head_softcap, cfg.lm_head_range, cfg.lm_head_shift)
+        scales = (cfg.fp8_x_scale, cfg.fp8_w_scale, cfg.fp8_grad_scale) if cfg.lm_head_fp8 and with_grads else None
+        return HeadLoss.apply(x, self.lm_head, targets, weights, cap, cfg.lm_head_slice, scales, with_grads)
 
     def features(self, tokens: Tensor, windows: Tensor) -> Tensor:
         """Return the head's input (T, K)."""
@@ -1043,10 +1037,9 @@ class Trainer:
 
     def set_schedules(self, step: int) -> None:
         """Overwrite windows, weights, rotary tables and attention scale with a step's. Nothing recompiles."""
-        for window, tokens in zip(self.windows, attention_windows(step, self.cfg), strict=True):
-            window.fill_(tokens)
-        for weight, value in zip(self.weights, next_weights(step, self.cfg), strict=False):
-            weight.fill_(value)
+        values = (*attention_windows(step, self.cfg), *next_weights(step, self.cfg))
+        for scalar, value in zip((*self.windows, *self.weights), values, strict=False):
+            scalar.fill_(value)
         if self.stage != stage_of(step, self.cfg):
             self.stage = stage_of(step, self.cfg)
             self.gpt.rotary.set_stage(self.stage, self.cfg)
@@ -1081,7 +1074,9 @@ class Trainer:
     def warm_up(self) -> None:
         """Compile and run every graph on random tokens, then restore all: the first real batch is read on the clock."""
         cfg, generator = self.cfg, torch.Generator(self.device)
-        before = {name: tensor.to("cpu", copy=True) for name, tensor in self.state().items()}  # not on the GPU's peak
+        state = self.state()  # rank 0 keeps it, beside the GPU's peak
+        before = {name: t.to("cpu", copy=True) for name, t in state.items()} if self.ranks.rank == 0 else {}
+        del state
 
         def random_sequence(length: int) -> tuple[Tensor, Tensor]:
             tokens = torch.randint(cfg.vocab_size, (length + 1,), generator=generator, device=self.device)
@@ -1103,8 +1098,7 @@ class Trainer:
         tensors = {name: p.detach() for name, p in self.gpt.named_parameters()}
         for optimizer in self.optimizers:
             for name, shard in optimizer.state.items():
-                rows = len(optimizer.grads)
-                whole = shard if self.ranks.world_size == 1 else shard.new_empty(rows, *shard.shape[1:])
+                whole = shard.new_empty(len(optimizer.grads), *shard.shape[1:]) if self.ranks.world_size > 1 else shard
                 launch(all_gather, whole, shard)()
                 tensors[f"{optimizer.names[0]} {name}"] = whole
         return tensors
@@ -1132,18 +1126,16 @@ def find_ranks() -> Ranks:
 
 
 def agree(ranks: Ranks, problem: str, facts: dict, start: int) -> int:
-    """Join the other ranks within a minute, and return rank 0's `start`.
-
-    Raise on every rank if one of them has a problem, or a fact that is not that of rank 0.
-    """
-    told = [(f"rank {ranks.rank} on {os.uname().nodename}", problem, facts, start)] * ranks.world_size
+    """Join the others within a minute, return rank 0's `start`; raise on all if one has a problem or other facts."""
+    told = [(f"rank {ranks.rank} on {os.uname().nodename}", problem, facts, start)]
     if ranks.world_size > 1:
-        try:
-            # By default gloo for tensors on CPUs and NCCL for those on GPUs. Connecting takes up to twice this timeout
-            dist.init_process_group(timeout=timedelta(seconds=30))
-            dist.all_gather_object(told, told[0])
-            # One rank may compile while the others find the result in their caches
-            dist.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
+        try:  # through the store, as the ranks may not even agree on a device for collectives
+            store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=30)))
+            store.set(f"facts {ranks.rank}", json.dumps(told[0]))
+            told = [json.loads(store.get(f"facts {rank}")) for rank in range(ranks.world_size)]
+            store.set(f"seen {ranks.rank}", "")
+            if ranks.rank == 0:  # with whom the store may end
+                store.wait([f"seen {rank}" for rank in range(ranks.world_size)])
         except (RuntimeError, ValueError) as error:
             problem = problem or f"rank {ranks.rank} does not reach the others: {' '.join(str(error).split())[:200]}"
     for who, found, its_facts, _ in told:
@@ -1151,10 +1143,14 @@ def agree(ranks: Ranks, problem: str, facts: dict, start: int) -> int:
             if its_facts.get(name) != value:
                 found = found or f"has {name} {its_facts.get(name)} instead of {value}: start all alike"
         problem = problem or (found and f"{who}: {found}")
-    if problem and ranks.local_rank > 0:
-        sys.exit(2)  # one rank per node says it
     if problem:
-        raise UserError(problem)
+        raise UserError(problem) if ranks.local_rank == 0 else SystemExit(2)  # one rank per node says it
+    if ranks.world_size > 1:
+        backend = "nccl" if facts["--device"] == "cuda" else "gloo"
+        patience = timedelta(minutes=30)  # one rank may compile while the others find the result in their caches
+        store.set_timeout(patience)
+        place = dict(rank=ranks.rank, world_size=ranks.world_size)
+        dist.init_process_group(backend, store=store, timeout=patience, **place)
     return told[0][3]
 
 
@@ -1165,7 +1161,7 @@ class RunLog:
         self.cfg, self.is_main, self.file, self.path = cfg, is_main, None, Path(cfg.log_dir) / f"{cfg.run_id}.txt"
         self.elapsed, self.curves = progress["elapsed"], progress["curves"]  # ms until the clock last stopped
         self.pending, self.last_line = deque(), 0.0  # losses on their way to the host, time of the last line in a pipe
-        self.synchronize = torch.cuda.synchronize if cfg.device == "cuda" else lambda: None
+        self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
         try:
             if is_main:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -1181,7 +1177,7 @@ class RunLog:
         self.bar = tqdm(None, None, total, disable=not is_terminal, initial=done, unit="tokens", unit_scale=True)
 
     def start_clock(self) -> None:
-        self.synchronize()
+        self.device.synchronize()
         self.started = time.perf_counter()
 
     def read_clock(self) -> float:
@@ -1192,7 +1188,7 @@ class RunLog:
     def off_the_clock(self) -> Iterator[None]:
         """Stop the clock, with the device idle at both edges."""
         self.flush()
-        self.synchronize()
+        self.device.synchronize()
         self.elapsed = self.read_clock()
         yield
         self.start_clock()
@@ -1212,8 +1208,8 @@ class RunLog:
 
     def loss(self, step: int, loss: Tensor) -> None:
         """Send the loss of a step to the host without waiting, and log those that were sent some steps ago."""
-        on_host = loss.to("cpu", non_blocking=True)
-        arrived = torch.cuda.current_stream().record_event() if loss.is_cuda else None
+        on_host, arrived = loss.to("cpu", non_blocking=True), self.device.Event()
+        arrived.record()
         self.pending.append((step, on_host, arrived))
         self.flush(lag=LOSS_LAG if loss.is_cuda else 0)
 
@@ -1221,8 +1217,7 @@ class RunLog:
         """Log the losses of all but the last `lag` steps; a pipe sees one every two seconds."""
         while len(self.pending) > lag:
             step, loss, arrived = self.pending.popleft()
-            if arrived is not None:
-                arrived.synchronize()
+            arrived.synchronize()
             if not loss.isfinite():
                 raise FloatingPointError(f"train_loss {loss:.4f} at step {step}: lower learning rates or change --seed")
             if is_due := self.bar.disable and time.monotonic() > self.last_line + 2:
@@ -1287,7 +1282,7 @@ def load(path: Path, *names: str) -> dict:
         raise UserError(f"{path}: not a sound checkpoint: {str(error).partition(chr(10))[0][:100]}") from None
 
 
-def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: int, facts: dict) -> int:
+def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: int, saved: dict) -> int:
     """Train from step `start` to the end. Return the number of graphs that were compiled on the clock: 0, or a bug."""
     cfg, ranks, graphs = trainer.cfg, trainer.ranks, torch._dynamo.utils.counters["stats"]
     sequences = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
@@ -1301,10 +1296,9 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
         is_last = step == cfg.num_iterations
         if cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and start < step and not is_last:
             with log.off_the_clock():
-                state = dict(facts=facts, run_id=cfg.run_id, seed=cfg.seed, tensors=trainer.state())
-                state |= dict(step=step, elapsed=log.elapsed, curves=log.curves)
+                saved |= dict(step=step, elapsed=log.elapsed, curves=log.curves, tensors=trainer.state())
                 if log.is_main:
-                    outcome = save(state, log.path.with_suffix(".checkpoint"))
+                    outcome = save(saved, log.path.with_suffix(".checkpoint"))
                     log.write(f"checkpoint of step {step}: {outcome}", console=outcome != "saved")
         if is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0):  # after a checkpoint of this step, too
             with log.off_the_clock():
@@ -1316,16 +1310,15 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
 
 def check_world(cfg: Hyperparameters, ranks: Ranks) -> None:
     """Refuse a number of processes that does not divide a step's sequences, or that exceeds the number of GPUs."""
-    sequences = cfg.batch_sequences
-    fitting = [n for n in range(1, 1025) if sequences % n == 0]
+    fitting = [n for n in range(1, 1025) if cfg.batch_sequences % n == 0]
     if ranks.world_size not in fitting:
-        raise UserError(f"{ranks.world_size} processes do not divide a step's {sequences} sequences: {fitting} do")
+        raise UserError(f"{ranks.world_size} processes do not divide {cfg.batch_sequences} sequences: {fitting} do")
     if cfg.device == "cuda" and ranks.local_world_size > (gpus := torch.cuda.device_count()):
         raise UserError(f"{ranks.local_world_size} processes on a machine with {gpus} GPUs: lower --nproc_per_node")
 
 
-def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, dict, dict]:
-    """Do all that can fail on a rank alone. Return configuration, plans, facts that ranks share, and the checkpoint."""
+def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, dict]:
+    """Do all that can fail on a rank alone. Return configuration, plans, and what a checkpoint holds."""
     given = parse_args(argv, ranks.world_size)
     saved = dict(run_id=given.run_id, seed=given.seed, facts={}, tensors={}, step=0, elapsed=0.0)
     saved |= dict(curves=dict(train_loss=[], val_loss=[]))
@@ -1336,18 +1329,17 @@ def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, d
             saved = load(path, *saved)
     cfg = resolve(dataclasses.replace(given, run_id=saved["run_id"], seed=saved["seed"]))
     check_world(cfg, ranks)
-    plans, data = plan_data(cfg), hashlib.sha256()
-    for batch in (*plans["train"], *plans["val"]):
-        data.update(read_tokens(batch, batch.start, 16, cfg.vocab_size))
+    plans = plan_data(cfg)
+    data = b"".join(read_tokens(b, b.start, 16, cfg.vocab_size).tobytes() for b in plans["train"] + plans["val"])
     may_differ = ("run_id", "log_dir", "train_files", "val_files", "save_checkpoint", "checkpoint_every", "resume")
     facts = {f"--{name}": value for name, value in dataclasses.asdict(cfg).items() if name not in may_differ}
-    facts |= {"--seed": given.seed, "data": data.hexdigest(), "processes": ranks.world_size}
+    facts |= {"--seed": given.seed, "data": hashlib.sha256(data).hexdigest(), "processes": ranks.world_size}
     facts |= dict(script=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
     facts |= dict(torch=str(torch.__version__), numpy=np.__version__)
     for name, value in saved["facts"].items():
         if facts.get(name) != value:
             raise UserError(f"the checkpoint has {name} {value} instead of {facts.get(name)}: resume with the same")
-    return cfg, plans, facts, saved
+    return cfg, plans, saved | dict(facts=facts, run_id=cfg.run_id, seed=cfg.seed)
 
 
 def peak_memory_mib(device: torch.device) -> int:
@@ -1391,12 +1383,11 @@ def main(argv: Sequence[str] | None = None) -> dict:
     if ranks.world_size > 1 and sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
     try:
-        cfg, plans, facts, saved = prepare(argv, ranks)
+        cfg, plans, saved = prepare(argv, ranks)
         log = RunLog(cfg, ranks.rank == 0, saved)
     except UserError as error:
         agree(ranks, str(error), {}, 0)  # raises, on all ranks
-        raise
-    start = agree(ranks, "", facts, saved["step"])
+    start = agree(ranks, "", saved["facts"], saved["step"])
     try:
         trainer = Trainer(cfg, ranks)
         if start:
@@ -1407,12 +1398,12 @@ def main(argv: Sequence[str] | None = None) -> dict:
             log.write(f"flags: {json.dumps(argv)}\nconfiguration: {json.dumps(dataclasses.asdict(cfg))}\n{'=' * 100}")
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
         trainer.warm_up()
-        return report(log, plans, trainer, train(trainer, plans, log, start, facts))
+        return report(log, plans, trainer, train(trainer, plans, log, start, saved))
     except (UserError, FloatingPointError, KeyboardInterrupt) as error:
         log.write(f"stopped: {str(error) or 'interrupted'}")
         raise
     except RuntimeError as error:
-        if "memory" not in str(error):
+        if not any(words in str(error) for words in ("out of memory", "allocate memory")):
             raise
         advice = "lower --train_seq_len, --val_seq_len, --lm_head_slice or the size of the model"
         raise UserError(f"{str(error).partition(chr(10))[0][:200]}: {advice}") from None

@@ -60,11 +60,11 @@ def plan(cfg: Hyperparameters, quick: bool, folder: Path) -> tuple[Hyperparamete
 
 def startup(name: str, cfg: Hyperparameters, plans: dict, flags: Sequence[str], cache: str) -> measure.Figures:
     """Time a start in a process of its own; `cache` is the folder of what the compiler makes."""
-    flags = [*flags, f"--train_files={cfg.train_files}", f"--num_iterations={len(cfg.window_tokens)}"]  # one a stage
-    flags += [f"--extension_steps={min(1, cfg.extension_steps)}", f"--val_files={cfg.val_files}"]
+    flags = [*flags, f"--train_files={cfg.train_files}", f"--num_iterations={2 * len(cfg.window_tokens)}"]
+    flags += [f"--extension_steps={min(2, cfg.extension_steps)}", f"--val_files={cfg.val_files}"]
     flags += [f"--val_tokens={len(plans['val']) * cfg.val_seq_len}"]
     caches = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=str(Path(cache) / "triton"))
-    told = own_process(["-m", "benchmarks.startup", str(time.time()), *flags], 240, **caches)
+    told = own_process(["-m", "benchmarks.startup", str(time.time()), *flags], 1200, **caches)
     seconds = json.loads(told.splitlines()[-1])
     return {f"{name}: {part}": measure.figure([value], "s") for part, value in seconds.items()}
 
@@ -150,6 +150,7 @@ def run(flags: Sequence[str], quick: bool, out: Path) -> int:
         try:
             cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
             train_gpt.check_world(cfg, ranks)
+            facts["--device"] = cfg.device
             cfg, plans, data = plan(cfg, quick, Path(folder))
             if ranks.rank == 0:
                 out.mkdir(parents=True, exist_ok=True)

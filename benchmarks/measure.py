@@ -121,19 +121,27 @@ def title(step: int, cfg: train_gpt.Hyperparameters) -> str:
     return f"step: whole, stage {train_gpt.stage_of(step, cfg) + 1} (windows of {windows} tokens)"
 
 
+def take_steps(trainer: Trainer, batches: Iterator, step: int, n: int, parts: Sequence[bool]) -> list[Counter]:
+    """Return the ms of n steps for each of `parts`, in turn: means over a step that Adam takes and those it leaves out.
+
+    A median of single steps would be that of one kind.
+    """
+    every = trainer.cfg.adam_every
+    taken = [[take_step(trainer, batches, step + i, p) for i in range(every)] for _ in range(n) for p in parts]
+    synchronize(trainer.device)
+    sums = [sum((spans.ms() for spans in cycle), Counter()) for cycle in taken]
+    return [Counter({name: ms / every for name, ms in total.items()}) for total in sums]
+
+
 def whole_steps(trainer: Trainer, batches: Iterator, step: int, n: int) -> list[float]:
     """Return the ms of n steps as in training."""
-    taken = [take_step(trainer, batches, step) for _ in range(n)]
-    synchronize(trainer.device)
-    return [spans.ms().total() for spans in taken]
+    return [own.total() for own in take_steps(trainer, batches, step, n, [False])]
 
 
 def steps(trainer: Trainer, batches: Iterator, step: int, n: int, matmul_tflops: float) -> Figures:
     """Take whole steps and instrumented ones in turn, and compute what the median whole one attains."""
     cfg = trainer.cfg
-    taken = [take_step(trainer, batches, step, parts) for _ in range(n) for parts in (False, True)]
-    synchronize(trainer.device)
-    times = [spans.ms() for spans in taken]
+    times = take_steps(trainer, batches, step, n, [False, True])
     parts = ["data", "forward", "backward", "optimizers", *["communication"] * dist.is_initialized()]
     found = {f"step: {name}": figure([own[name] for own in times[1::2]], "ms") for name in parts}
     whole, total = figure([own.total() for own in times[::2]], "ms"), sum(part["median"] for part in found.values())
@@ -202,10 +210,10 @@ def matmul_tflops(trainer: Trainer, n: int) -> list[float]:
 @torch.no_grad()
 def newton_schulz(trainer: Trainer, n: int) -> Figures:
     """Orthogonalize a rank's share of each shape of hidden matrices, as Muon does."""
-    found = {}
+    found, dtype = {}, getattr(torch, trainer.cfg.dtype)
     for muon in (optimizer for optimizer in trainer.optimizers if isinstance(optimizer, train_gpt.Muon)):
         stack = torch.randn_like(muon.grad)
-        ms = together(trainer, lambda muon=muon, stack=stack: muon.orthogonalize(stack, muon.shard.dtype), n)
+        ms = together(trainer, lambda muon=muon, stack=stack: muon.orthogonalize(stack, dtype), n)
         found[f"Newton-Schulz of {' x '.join(map(str, stack.shape))}"] = figure(ms, "ms")
     return found
 
@@ -236,7 +244,7 @@ def host_waits(trainer: Trainer, batches: Iterator, step: int) -> Figures:
             trainer.train_step(step, next(batches))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found = [warning for warning in caught if "synchronizing" in str(warning.message)]
+    found = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
     lines = Counter(f"host waits at {os.path.basename(warning.filename)}:{warning.lineno}" for warning in found)
     lines["host waits for the device in a step"] = len(found)
     return {name: figure([count], "") for name, count in lines.items()}

@@ -27,7 +27,7 @@ TRAINER, ANCHOR = ROOT / "train_gpt.py", ROOT / "benchmarks" / "anchor_cpu.py"
 def run_anchor(steps: int, seed: int, run_id: str, folder: Path) -> dict:
     """Run the anchor, keep its result, and return the figures of the race."""
     told = own_process([str(ANCHOR), "--seed", str(seed), "--steps", str(steps)]).splitlines()[-1]
-    (folder / f"{run_id}.json").write_text(told + "\n", encoding="utf-8")
+    (ROOT / folder / f"{run_id}.json").write_text(told + "\n", encoding="utf-8")
     result = json.loads(told)
     return dict(val_loss=result["val_loss"], train_time=result["train_time_ms"])
 
