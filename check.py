@@ -190,7 +190,8 @@ def examine(argv: list[str], report: Report) -> int:
     if not re.fullmatch("[0-9]{1,4}", wish):
         raise UserError(f"NPROC={wish}: expected a number of processes")
     cfg, gpus = train_gpt.parse_args(argv), []
-    if cfg.device != "cpu" and not torch.cuda.is_available():
+    is_for_cpu = cfg.device == "cpu" and any(flag.startswith(("--preset", "--device")) for flag in argv)
+    if not is_for_cpu and not torch.cuda.is_available():
         why, is_problem = why_no_gpu()
         if is_problem or cfg.device == "cuda":
             raise UserError(f"{why}; or train on the CPU: --device cpu")
@@ -208,10 +209,9 @@ def examine(argv: list[str], report: Report) -> int:
     if cfg.compile:  # Triton builds a Python module in C, a CPU's kernels are C++
         if not any(map(shutil.which, (os.environ.get("CC" if gpus else "CXX") or "g++", "gcc" if gpus else "clang++"))):
             report.problems.append("torch.compile finds no C compiler: install one (Debian, Ubuntu: apt install g++)")
-        # As Triton does: Debian's posix_local names a folder where its headers are not
-        scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+        scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # where Debian has its headers
         if gpus and not (header := Path(sysconfig.get_path("include", scheme), "Python.h")).exists():
-            package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+            package = "python{}.{}-dev".format(*sys.version_info)
             report.problems.append(f"torch.compile needs {header}: install Python's headers (apt install {package})")
     for gpu in sorted(gpus, key=lambda gpu: gpu.capability)[:1]:
         this = f"{gpu.name} (compute capability {'.'.join(map(str, gpu.capability))})"

@@ -256,14 +256,13 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     if cfg.device == "cuda" and not on_cuda:
         raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU; ./run.sh --check says why")
-    if on_cuda and cfg.block_size % 128:
-        raise UserError(f"--block_size {cfg.block_size}: FlexAttention takes multiples of 128 on a GPU")
     # A CPU with AVX512-BF16 or AMX multiplies bf16 2.1 times as fast as fp32, others 3 to 10 times slower
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
     seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
     decided = dict(device="cuda" if on_cuda else "cpu", dtype=fast if cfg.dtype == "auto" else cfg.dtype, seed=seed)
-    decided["lm_head_fp8"] = cfg.lm_head_fp8 and on_cuda and torch.cuda.get_device_capability() >= (8, 9)
+    has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9)  # with matmuls of multiples of 16
+    decided["lm_head_fp8"] = cfg.lm_head_fp8 and has_fp8 and cfg.model_dim % 16 == cfg.lm_head_slice % 16 == 0
     decided["compile"] = on_cuda if cfg.compile is None else cfg.compile
     decided["run_id"] = cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{seed}"
     return dataclasses.replace(cfg, **decided)
@@ -1130,7 +1129,7 @@ def agree(ranks: Ranks, problem: str, facts: dict, start: int) -> int:
     told = [(f"rank {ranks.rank} on {os.uname().nodename}", problem, facts, start)]
     if ranks.world_size > 1:
         try:  # through the store, as the ranks may not even agree on a device for collectives
-            store, *_ = next(dist.rendezvous("env://", timeout=timedelta(seconds=30)))
+            store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=1)))
             store.set(f"facts {ranks.rank}", json.dumps(told[0]))
             told = [json.loads(store.get(f"facts {rank}")) for rank in range(ranks.world_size)]
             store.set(f"seen {ranks.rank}", "")
@@ -1282,6 +1281,15 @@ def load(path: Path, *names: str) -> dict:
         raise UserError(f"{path}: not a sound checkpoint: {str(error).partition(chr(10))[0][:100]}") from None
 
 
+def save_checkpoint(trainer: Trainer, log: RunLog, step: int, saved: dict) -> None:
+    """Save what `prepare` returned, as of this step. Among several ranks each holds all moments until this returns."""
+    tensors = trainer.state()
+    if log.is_main:
+        progress = dict(step=step, elapsed=log.elapsed, curves=log.curves, tensors=tensors)
+        outcome = save(saved | progress, log.path.with_suffix(".checkpoint"))
+        log.write(f"checkpoint of step {step}: {outcome}", console=outcome != "saved")
+
+
 def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: int, saved: dict) -> int:
     """Train from step `start` to the end. Return the number of graphs that were compiled on the clock: 0, or a bug."""
     cfg, ranks, graphs = trainer.cfg, trainer.ranks, torch._dynamo.utils.counters["stats"]
@@ -1296,10 +1304,7 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
         is_last = step == cfg.num_iterations
         if cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and start < step and not is_last:
             with log.off_the_clock():
-                saved |= dict(step=step, elapsed=log.elapsed, curves=log.curves, tensors=trainer.state())
-                if log.is_main:
-                    outcome = save(saved, log.path.with_suffix(".checkpoint"))
-                    log.write(f"checkpoint of step {step}: {outcome}", console=outcome != "saved")
+                save_checkpoint(trainer, log, step, saved)
         if is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0):  # after a checkpoint of this step, too
             with log.off_the_clock():
                 log.point("val_loss", step, trainer.evaluate(step, plans["val"]), log.elapsed)
@@ -1309,12 +1314,14 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
 
 
 def check_world(cfg: Hyperparameters, ranks: Ranks) -> None:
-    """Refuse a number of processes that does not divide a step's sequences, or that exceeds the number of GPUs."""
+    """Refuse processes that do not divide a step's sequences or exceed the GPUs, and blocks that GPUs cannot attend."""
     fitting = [n for n in range(1, 1025) if cfg.batch_sequences % n == 0]
     if ranks.world_size not in fitting:
         raise UserError(f"{ranks.world_size} processes do not divide {cfg.batch_sequences} sequences: {fitting} do")
     if cfg.device == "cuda" and ranks.local_world_size > (gpus := torch.cuda.device_count()):
         raise UserError(f"{ranks.local_world_size} processes on a machine with {gpus} GPUs: lower --nproc_per_node")
+    if cfg.device == "cuda" and cfg.block_size % 128:
+        raise UserError(f"--block_size {cfg.block_size}: FlexAttention takes multiples of 128 on a GPU")
 
 
 def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, dict]:
@@ -1392,7 +1399,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         trainer = Trainer(cfg, ranks)
         if start:
             log.write(f"resumed at step {start}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
-            trainer.restore(saved["tensors"])
+            trainer.restore(saved.pop("tensors"))
         else:
             log.write(f"{source}\n{'=' * 100}\n{describe(cfg, ranks, plans) if log.is_main else ''}")
             log.write(f"flags: {json.dumps(argv)}\nconfiguration: {json.dumps(dataclasses.asdict(cfg))}\n{'=' * 100}")

@@ -249,7 +249,7 @@ def test_number_of_processes_has_to_divide_the_sequences_and_fit_the_gpus(monkey
         with pytest.raises(UserError, match=f"^{size} processes.* 12 {nearest}"):
             train_gpt.check_world(cfg, Ranks(world_size=size))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    cfg = dataclasses.replace(cfg, device="cuda", batch_tokens=1024 * 8)
+    cfg = dataclasses.replace(cfg, device="cuda", batch_tokens=1024 * 8, block_size=128)
     train_gpt.check_world(cfg, Ranks(world_size=8, local_world_size=2))
     with pytest.raises(UserError, match=r"8 processes.* 3 GPUs"):
         train_gpt.check_world(cfg, Ranks(world_size=8, local_world_size=8))
@@ -261,6 +261,29 @@ def test_impossible_ranks_are_refused(monkeypatch, ranks):
         monkeypatch.setenv(name.upper(), value)
     with pytest.raises(UserError, match="LOCAL_WORLD_SIZE"):
         train_gpt.main([])
+
+
+def test_gpus_take_blocks_of_128_and_leave_nano_to_the_cpu(monkeypatch):
+    """FlexAttention's kernels have tiles of up to 128 tokens."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    presets = {"": "gpt2 cuda", "--preset nano": "nano cpu", "--device cpu": "nano cpu"}
+    for flags, expected in presets.items():
+        cfg = train_gpt.resolve(train_gpt.parse_args(flags.split()))
+        assert f"{cfg.preset} {cfg.device}" == expected
+    with pytest.raises(UserError, match="--block_size 32"):
+        train_gpt.check_world(train_gpt.parse_args(["--preset", "nano", "--device", "cuda"]), Ranks())
+
+
+@pytest.mark.parametrize(("text", "is_memory"), [("CUDA out of memory", True), ("illegal memory access", False)])
+def test_only_lack_of_memory_is_told_as_such(flags, monkeypatch, text, is_memory):
+    def fail(*_):
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(train_gpt.Trainer, "train_step", fail)
+    with pytest.raises(UserError if is_memory else RuntimeError, match="--train_seq_len" if is_memory else text):
+        train_gpt.main(flags)
 
 
 def test_log_of_another_run_is_not_overwritten(flags, tmp_path):
