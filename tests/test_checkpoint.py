@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_gpt
-from test_train import corpus, flags, gpt2_flags, json_of, long_flags, losses, skip_time, wait_for  # noqa: F401  (fixtures)
+from test_train import corpus, flags, gpt2_flags, json_of, long_flags, losses, wait_for  # noqa: F401  (fixtures)
 from train_gpt import UserError
 from world_worker import ROOT, Run, program
 
@@ -81,15 +81,6 @@ def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_fla
     assert 1e6 < result["train_time_ms"] < 1e6 + 60_000
     assert log.read_text().startswith(before)
     assert re.match(r"resumed at step 8.*\nstep:8/12 val", log.read_text().removeprefix(before))
-
-
-def test_a_checkpoint_changes_nothing_and_is_off_the_clock(run_flags, monkeypatch, skip_time):  # noqa: F811
-    save = train_gpt.save
-    monkeypatch.setattr(train_gpt, "save", lambda *args: (skip_time(), save(*args))[1])
-    delayed = train_gpt.main([*run_flags, "--run_id", "delayed"])
-    times = [0, *(ms for _, _, ms in delayed["train_curve"]), 1e6]
-    assert times == sorted(times)
-    assert losses(train_gpt.main([*run_flags, "--checkpoint_every", "0"])) == losses(delayed)
 
 
 def refuse(argv: list[str], pattern: str = r"whole\.checkpoint") -> None:

@@ -28,10 +28,6 @@ def make_shards(folder: Path, *lengths: int, vocab_size: int = 257) -> str:
     return f"{folder}/x_*.bin"
 
 
-def tokens_of(path: str) -> np.ndarray:
-    return np.fromfile(path, dtype="<u2", offset=1024).astype(np.int64)
-
-
 def read_all(plan: list[Batch], sequences, cfg=NANO) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [pair for batch in train_gpt.read_batches(plan, sequences, cfg, CPU) for pair in batch]
 

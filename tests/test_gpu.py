@@ -25,7 +25,8 @@ import check
 import train_gpt
 from conftest import TINY
 from shards import write_shard
-from test_head import PROBLEM
+from test_attention import dense_attention, dense_mask
+from test_head import PROBLEM, whole
 from train_gpt import GatheredMask, Ranks, Trainer
 
 GPT2, NANO = train_gpt.PRESETS["gpt2"], train_gpt.PRESETS["nano"]
@@ -116,17 +117,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, docs: Tensor, window: Tensor, blo
 def test_attention_equals_dense_forward_and_backward(window: int, mean_document: int, device: str):
     T, H, D, block = (4096, 6, 128, 128) if device == "cuda" else (512, 2, 32, 16)
     generator = torch.Generator().manual_seed(window)
-    docs = (torch.rand(T, generator=generator) < 1 / mean_document).cumsum(0, dtype=torch.int32).to(device)
+    docs = (torch.rand(T, generator=generator) < 1 / mean_document).cumsum(0, dtype=torch.int32)
+    dense = functools.partial(dense_attention, mask=dense_mask(docs, window).to(device))
     q, k, v, grad = (torch.randn(T, H, D, generator=generator).to(device) for _ in range(4))
     qkv = [0.12 * train_gpt.norm(q), train_gpt.norm(k), v]
-    settings = dict(docs=docs, window=torch.tensor(window, dtype=torch.int32, device=device), block=block)
-
-    def dense(q, k, v):
-        i = torch.arange(T, device=device)
-        visible = (i[:, None] >= i) & (docs[:, None] == docs) & (i[:, None] - i <= window)
-        scores = torch.einsum("ihd,jhd->hij", q, k)
-        return torch.einsum("hij,jhd->ihd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
-
+    settings = dict(docs=docs.to(device), window=torch.tensor(window, dtype=torch.int32, device=device), block=block)
     function = functools.partial(compiled(attention) if device == "cuda" else attention, **settings)
     errors = relative_errors(run(function, [t.bfloat16() for t in qkv], grad), run(dense, qkv, grad))
     assert max(errors) < 0.015, f"output, grad q, k, v: {errors}; bf16 gives 0.005, a CPU's softmax in it 0.01"
@@ -143,19 +138,13 @@ def test_head_equals_autograd_of_the_whole(precision: str, device: str):
     w = (torch.randn(V, K, device=device, generator=generator) * 0.02).bfloat16()
     targets = torch.randint(V, (T,), device=device, generator=generator)
     weights = torch.tensor([1.0, 0.5, 0.25], device=device)
-    softcap, span, shift = cap = GPT2.lm_head_softcap, GPT2.lm_head_range, GPT2.lm_head_shift
+    cap = GPT2.lm_head_softcap, GPT2.lm_head_range, GPT2.lm_head_shift
     scales = (GPT2.fp8_x_scale, GPT2.fp8_w_scale, GPT2.fp8_grad_scale) if precision == "fp8" else None
-
-    def whole(x, w):
-        logits = span * torch.sigmoid((torch.nn.functional.linear(x, w).float() + shift) * 2 / softcap)
-        ahead = torch.stack([torch.nn.functional.pad(targets[k:], (0, k), value=-1) for k in range(3)])
-        rows = [torch.nn.functional.cross_entropy(logits, t, ignore_index=-1, reduction="sum") for t in ahead]
-        return weights @ torch.stack(rows)
 
     def head(x, w):
         return train_gpt.HeadLoss.apply(x, w, targets, weights, cap, T // 4, scales, True)
 
-    expected, limit = run(whole, [x, w]), 0.09 if scales else 0.01
+    expected, limit = whole(x, w, targets, weights, cap), 0.09 if scales else 0.01
     for function in [head, compiled(head)] if device == "cuda" else [head]:
         errors = relative_errors(run(function, [x, w]), expected)
         assert max(errors) < limit, f"loss, grad x, w: {errors}; e5m2 gives 0.066, the root mean square of its rounding"

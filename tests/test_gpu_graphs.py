@@ -50,7 +50,6 @@ def worker() -> None:
         table = empty(4096, 64, dtype=torch.float32)
         cases = dict(
             chain=(chain, empty(1024, 512), empty(512, 1024), empty(1024, 512), empty(512, 256)),
-            slices=(lambda x: x[:, :64] + x[:, 64:128], empty(4096, 256)),
             rotate=(rotate, empty(1024, 18, 128), table, table.clone()),
             gather=(F.embedding, empty(1024, dtype=torch.int64), empty(50000, 64)),
             softmax=(lambda x: x.softmax(-1), empty(512, 50304)),
@@ -72,7 +71,6 @@ def seen() -> dict:
 
 # Bytes by hand: what is read, then what is written
 BYTES = dict(
-    slices=4096 * 128 * 2 + 4096 * 64 * 2,
     rotate=1024 * 12 * 128 * 2 + 2 * 1024 * 64 * 4 + 1024 * 12 * 128 * 2,
     gather=1024 * 8 + 1024 * 64 * 2 + 1024 * 64 * 2,
     softmax=512 * 50304 * 2 + 512 * 50304 * 2,

@@ -38,18 +38,17 @@ def in_slices(x: Tensor, w: Tensor, targets: Tensor, slice_tokens: int = T, scal
     return with_gradients(lambda x, w: factor * HeadLoss.apply(x, w, *rest), x, w)
 
 
-def loss_of(z: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    logits = RANGE * torch.sigmoid((z + SHIFT) * 2 / SOFTCAP)
-    nexts = [
-        (weight, F.cross_entropy(logits[: T - k], targets[k:], reduction="sum")) for k, weight in enumerate(weights)
-    ]
-    return sum(weight * loss for weight, loss in nexts)
+def loss_of(z: Tensor, targets: Tensor, weights: Tensor, cap: tuple[float, float, float] = CAP) -> Tensor:
+    softcap, span, shift = cap
+    logits = span * torch.sigmoid((z + shift) * 2 / softcap)
+    losses = [F.cross_entropy(logits[: len(z) - k], targets[k:], reduction="sum") for k in range(len(weights))]
+    return weights.to(z.dtype) @ torch.stack(losses)
 
 
-def whole(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor = THREE) -> tuple[Tensor, Tensor, Tensor]:
+def whole(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor = THREE, cap=CAP) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the same from all logits (T, V), with the gradients of autograd."""
-    weights = weights.to(w.dtype)
-    return with_gradients(lambda x, w: loss_of(F.linear(x, w.type_as(x)).to(w.dtype), targets, weights), x, w)
+    wide = torch.promote_types(w.dtype, torch.float32)
+    return with_gradients(lambda x, w: loss_of(F.linear(x, w.type_as(x)).to(wide), targets, weights, cap), x, w)
 
 
 PROBLEM, ones = "", torch.ones(16, 16)

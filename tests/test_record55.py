@@ -2,15 +2,15 @@
 
 import dataclasses
 import re
-import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from public_records import PublicRecord, check_table, step_as
+from public_records import PublicRecord, check_first_values, step_as
 
+pytestmark = pytest.mark.slow
 SMALL = dict(vocab_size=120, eot_token=119, num_heads=3, head_dim=8, model_dim=24, block_size=16, train_seq_len=512)
 SMALL |= dict(batch_tokens=512, val_seq_len=512, val_tokens=512, window_tokens=(48, 112, 176, 208))
 SMALL |= dict(final_window_tokens=320, dtype="float64", device="cpu", compile=False, seed=0, run_id="small")
@@ -41,19 +41,19 @@ def gradients(gpt, is_tied: bool) -> dict[str, np.ndarray]:
     return found
 
 
-def check_schedules(m: types.ModuleType, folder: Path) -> None:
+def test_schedules(tmp_path: Path):
     full = dict(device="cpu", seed=0)
-    RECORD.compare_schedules(m, folder, sched=full, run=RUN)
-    cfg = RECORD.config(m, folder, **full)
-    RECORD.compare("sched", final_val_windows=m.attention_windows(1845, cfg)[::-1])
-    assert [m.stage_of(s, cfg) for s in NUMBERS["sched/stage_starts"]] == [0, 1, 2, 3]
+    RECORD.compare_schedules(SCRIPT, tmp_path, sched=full)
+    windows = SCRIPT.attention_windows(1845, RECORD.config(SCRIPT, tmp_path, **full))
+    RECORD.compare("sched", final_val_windows=windows[::-1])
 
 
-def check_optimizers(m: types.ModuleType, folder: Path) -> None:
+def test_optimizers(tmp_path: Path):
     """Take six steps from step 0 on, and six across the untying; moments are zero before, and Adam counts from 1."""
     for run, first in dict(optA=0, optB=1202).items():
-        cfg = RECORD.config(m, folder, **SMALL)
-        trainer = m.Trainer(dataclasses.replace(cfg, tied_frac=cfg.tied_frac - first / cfg.scheduled_steps), m.Ranks())
+        cfg = RECORD.config(SCRIPT, tmp_path, **SMALL)
+        cfg = dataclasses.replace(cfg, tied_frac=cfg.tied_frac - first / cfg.scheduled_steps)
+        trainer = SCRIPT.Trainer(cfg, SCRIPT.Ranks())
         RECORD.load_parameters(trainer.gpt, is_tied=True)
         for t in range(6):
             for name, p in trainer.gpt.named_parameters():
@@ -61,38 +61,35 @@ def check_optimizers(m: types.ModuleType, folder: Path) -> None:
                 is_unused = name == "embed.weight" and first + t <= 1205
                 grad = torch.zeros_like(p) if is_unused or not grads.any() else RECORD.part(name, grads, p.numel())
                 p.grad = torch.as_tensor(grad).view_as(p) + (0 if p.grad is None else p.grad)
-            step_as(m, trainer, t, first + t)
+            step_as(SCRIPT, trainer, t, first + t)
             found = RECORD.public(trainer.gpt, 1.0)
             if first + t < 1205:  # one table, which the public record keeps as its head
                 del found["embed.weight"]
             assert RECORD.compare_digests(f"{run}.after/{{}}/{t}", found)
 
 
-def check_packing(m: types.ModuleType, folder: Path) -> None:
-    cfg, cpu = RECORD.config(m, folder, **RUN), torch.device("cpu")
-    lengths, families = [128] * 3 + [256] * 3 + [384] * 8, [f"pack.stage{k}" for k in (1, 2, 3, 4)]
-    plan = m.plan_batches(cfg.train_files, lengths, 8, cfg, max_doc_len=64)
-    batches = [[torch.stack(rows) for rows in zip(*b, strict=True)] for b in m.read_batches(plan, range(8), cfg, cpu)]
-    for step, (inputs, targets) in enumerate(batches[:12]):
-        for name, rows in dict(inputs=inputs, targets=targets).items():
-            assert np.array_equal(rows, NUMBERS[f"{families[step // 3]}/{name}"][step % 3])
-        for rank, tokens in enumerate(inputs):
-            RECORD.compare_documents(tokens, f"{families[step // 3]}/cu_seqlens", step % 3, rank)
-    RECORD.compare("pack.after_switch", inputs=batches[13][0], targets=batches[13][1])
-    validation = list(m.read_batches(m.plan_data(cfg)["val"], [0], cfg, cpu))
-    for name, rows in zip(("inputs", "targets"), zip(*(pair for [pair] in validation), strict=True), strict=True):
-        RECORD.compare("pack.val", **{name: torch.stack(rows).view(2, 8, 512)})
+def test_packing(tmp_path: Path):
+    """Compare the batches of three steps of each stage, and one from the second shard."""
+    cfg, lengths = RECORD.config(SCRIPT, tmp_path, **RUN), [128] * 3 + [256] * 3 + [384] * 8
+    plan = SCRIPT.plan_batches(cfg.train_files, lengths, 8, cfg, max_doc_len=64)
+    for step, batch in enumerate(SCRIPT.read_batches(plan, range(8), cfg, torch.device("cpu"))):
+        family = f"pack.stage{step // 3 + 1}" if step < 12 else "pack.after_switch"
+        for name, rows in zip(("inputs", "targets"), zip(*batch, strict=True), strict=True):
+            want = NUMBERS[f"{family}/{name}"]
+            assert step == 12 or np.array_equal(torch.stack(rows), want[step % 3] if step < 12 else want)
+    assert step == 13
 
 
-def check_states(m: types.ModuleType, folder: Path) -> None:
+def test_states(tmp_path: Path):
     """Compare training and validation losses, and every gradient, from random parameters."""
-    trainer = m.Trainer(RECORD.config(m, folder, **SMALL), m.Ranks())
+    trainer = SCRIPT.Trainer(RECORD.config(SCRIPT, tmp_path, **SMALL), SCRIPT.Ranks())
     for state, step in STATES.items():
         is_tied, is_training = step <= 1205, not state.startswith("val")
         RECORD.load_parameters(trainer.gpt, is_tied)
         trainer.set_schedules(step)
         batch = [RECORD.tokens(f"{'train' if is_training else 'val'}/{name}") for name in ("inputs", "targets")]
-        weights = trainer.weights[: len(m.next_weights(step, trainer.cfg))] if is_training else torch.ones(1).double()
+        count = len(SCRIPT.next_weights(step, trainer.cfg)) if is_training else 1
+        weights = trainer.weights[:count] if is_training else torch.ones(1).double()
         scale = 1 if is_training else 1 / 512
         loss = scale * trainer.gpt(*batch, trainer.windows, weights)
         RECORD.compare(state, loss=loss.item())
@@ -105,52 +102,26 @@ def check_states(m: types.ModuleType, folder: Path) -> None:
         trainer.gpt.zero_grad()
 
 
-def check_run(m: types.ModuleType, folder: Path, ranks=None) -> None:
-    """Train from data to the last validation, after a warm-up, as one of any number of processes."""
-    cfg, ranks = RECORD.config(m, folder, **RUN), ranks or m.Ranks()
-    trainer, plans, losses, validations = m.Trainer(cfg, ranks), m.plan_data(cfg), [], []
-    trainer.warm_up()
-    RECORD.load_parameters(trainer.gpt, is_tied=True)
-    batches = m.read_batches(plans["train"], range(ranks.rank, 8, ranks.world_size), cfg, trainer.device)
-
-    def compare(step: int, norms: list[float]) -> None:
-        if ranks.world_size == 1:
-            np.testing.assert_allclose(norms, np.nan_to_num(NUMBERS["run/grad_norm"][step]), rtol=1e-8, atol=1e-10)
-
-    with RECORD.watch_norms(m, trainer.gpt, lambda step: gradients(trainer.gpt, step <= 9), compare):
-        for step in range(16):
-            validations += [trainer.evaluate(step, plans["val"])] if step in NUMBERS["run/val_steps"] else []
-            if step < 15:
-                losses.append(trainer.train_step(step, batch := next(batches)).item())
-                rows = NUMBERS[f"run/{step}/inputs"][ranks.rank :: ranks.world_size]
-                assert np.array_equal(torch.stack([tokens for tokens, _ in batch]), rows)
-                for key, x in RECORD.public(trainer.gpt, 1.0).items():
-                    want, entries = NUMBERS[f"run/digest/{key}"][step], x.flat[NUMBERS[f"run/indices/{key}"]]
-                    if key != "embed.weight" or step >= 9:
-                        found = [x.sum(), np.linalg.norm(x), *entries]
-                        np.testing.assert_allclose(found, want, rtol=0, atol=1e-8 * want[1], err_msg=f"{step} {key}")
-    RECORD.compare("run", train_loss_per_token=losses, val_loss=validations)
+def train(m, folder: Path, ranks) -> None:
+    losses = []
+    for trainer, step, loss in RECORD.run(m, folder, ranks, "run/{}/inputs", **RUN):
+        losses.append(loss)
+        if ranks.world_size == 1 and step % 2 == 0:
+            RECORD.compare_norms(step, gradients(trainer.gpt, is_tied=step <= 9))
+        for key, x in RECORD.public(trainer.gpt, 1.0).items():
+            want, entries = NUMBERS[f"run/digest/{key}"][step], x.flat[NUMBERS[f"run/indices/{key}"]]
+            if key != "embed.weight" or step >= 9:
+                found = [x.sum(), np.linalg.norm(x), *entries]
+                np.testing.assert_allclose(found, want, rtol=0, atol=1e-8 * want[1], err_msg=f"{step} {key}")
+    RECORD.compare("run", train_loss_per_token=losses)
 
 
-def check_first_values_and_rates(m: types.ModuleType, folder: Path) -> None:
-    slow, fast, first = (0.9, 0.99), (0.65, 0.95), dict(attn=[0.5, 1], skip_weights=[-1.5], resid_lambda=1.1)
-    adam = {"embed|lm_head": (0.008, fast, 150), "value_embeds": (0.6, fast, 5), "x0_lambda": (0.04, fast, 0)}
-    adam |= {"resid_lambda|lambdas|skip_weights|smear_lambda|backout_lambda": (0.04, slow, 0)}
-    adam |= {"smear_gate": (8e-5, fast, 0), "skip_gate": (4e-4, fast, 0)}
-    muon = {"qkv_w": 2, "attn.c_proj": 2, "c_fc": 2, "mlp.c_proj": 4, "gate": 1, "value_gate": 1}
+@pytest.mark.parametrize("size", [1, 8])
+def test_any_number_of_processes_runs_the_same(size: int, tmp_path: Path):
+    RECORD.run_in_processes(__name__, tmp_path, size)
+
+
+def test_first_values(tmp_path: Path):
+    first = dict(attn=[0.5, 1], skip_weights=[-1.5], resid_lambda=1.1, backout_lambda=0.5)
     std = dict(embed=0.005, lm_head=0.005, qkv_w=1 / 24**0.5, c_fc=0.5 / 24**0.5)
-    check_table(m, RECORD.config(m, folder, **SMALL), first | dict(backout_lambda=0.5), std, adam, muon)
-
-
-CHECKS = [check_schedules, check_optimizers, check_packing, check_states, check_run, check_first_values_and_rates]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", CHECKS)
-def test_numbers_are_those_of_the_public_record(check, tmp_path: Path):
-    check(SCRIPT, tmp_path)
-
-
-@pytest.mark.slow
-def test_eight_processes_run_the_same(tmp_path: Path):
-    RECORD.run_in_processes(__name__, tmp_path, 8)
+    check_first_values(SCRIPT, RECORD.config(SCRIPT, tmp_path, **SMALL), first, std)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -133,47 +134,24 @@ def test_seed_decides_the_run_which_starts_at_the_loss_of_a_guess_and_falls(flag
     assert all(drawn[0][name] != drawn[1][name] for name in ("seed", "val_loss"))
 
 
-def test_warm_up_restores_every_bit(gpt2_flags):
-    trainer = Trainer(train_gpt.resolve(train_gpt.parse_args(gpt2_flags)), Ranks())
-    state = trainer.state()
-    for tensor in state.values():  # moments that are not zero, as they might be
-        tensor.add_(0.5)
-
-    def copies() -> list[torch.Tensor]:
-        return [tensor.detach().clone() for tensor in (*trainer.state().values(), *trainer.gpt.buffers())]
-
-    model, trained, before, generator = trainer.model, [], copies(), torch.get_rng_state()
-    trainer.model = lambda *args: (trained.append(copies()), model(*args))[1]
-    trainer.warm_up()
-    assert not any(map(torch.equal, before[: len(state)], trained[-1])), "nothing was trained"
-    trainer.set_schedules(0)
-    assert all(map(torch.equal, before, copies()))
-    assert torch.equal(torch.get_rng_state(), generator)
-    assert all(p.grad is None for p in trainer.gpt.parameters())
-
-
-@pytest.fixture
-def skip_time(monkeypatch):
-    """Return a function that sets the clock forward by 1,000 seconds."""
-    clock, skipped = time.perf_counter, []
-    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1000 * len(skipped))
-    return lambda: skipped.append(None)
-
-
-def test_run_is_the_same_without_warm_up_and_the_clock_stands_still_beside_it(gpt2_flags, monkeypatch, skip_time):
+def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags, monkeypatch):
+    """Leave out the warm-up and write checkpoints, and let each of these and each validation take 1,000 seconds."""
     usual = train_gpt.main([*gpt2_flags, "--run_id", "usual"])
-    evaluate, enabled = Trainer.evaluate, []
+    clock, evaluate, save, enabled, skipped = time.perf_counter, Trainer.evaluate, train_gpt.save, [], []
 
     def slow(*args) -> float:
-        skip_time()
+        skipped.append("validation")
         enabled.append(train_gpt.gc.isenabled())
         return evaluate(*args)
 
-    monkeypatch.setattr(Trainer, "warm_up", lambda self: skip_time())
+    monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1000 * len(skipped))
+    monkeypatch.setattr(Trainer, "warm_up", lambda self: skipped.append("warm-up"))
     monkeypatch.setattr(Trainer, "evaluate", slow)
-    other = train_gpt.main([*gpt2_flags, "--run_id", "other"])
+    monkeypatch.setattr(train_gpt, "save", lambda *args: (skipped.append("checkpoint"), save(*args))[1])
+    other = train_gpt.main([*gpt2_flags, "--run_id", "other", "--checkpoint_every", "2"])
     assert losses(usual) == losses(other)
     assert other["train_time_ms"] < 1e6
+    assert Counter(skipped) == {"warm-up": 1, "validation": 3, "checkpoint": 3}
     assert (enabled, train_gpt.gc.isenabled()) == ([False] * 3, True), "a garbage collection may fall into a step"
 
 

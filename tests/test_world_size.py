@@ -82,7 +82,6 @@ def test_nodes_that_differ_or_fail_are_named_on_every_node(flags, tmp_path):
     changed.write_text((ROOT / "train_gpt.py").read_text() + "# changed\n")
     cases = {
         "script": ([], []),
-        "head_adam": ([], ["--head_adam", "0.01", "0", "0.5", "0.9"]),
         "num_iterations": ([], ["--num_iterations", "5"]),
         "data": [["--train_files", f"{tmp_path}/{seed}.bin"] for seed in (0, 9)],
         "missing.bin": (["--val_files", "missing.bin"], []),
