@@ -137,16 +137,20 @@ def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path, caps
     assert parts["RUN, processes: 8"]["ms"] == pytest.approx(run)
 
 
-def test_longest_step_of_gpt2_lowers_for_an_h100_and_takes_what_the_check_says(capsys: pytest.CaptureFixture[str]):
+def test_longest_step_and_validation_of_gpt2_lower_and_take_what_the_check_says(capsys: pytest.CaptureFixture[str]):
     """At full size, for one process and one sequence; of its kernels compile those that spill."""
-    flags = "--stage_growth 3 3 3 3 --next_weights 1 --batch_tokens 16384 --val_seq_len 512 --val_tokens 512".split()
+    flags = "--stage_growth 3 3 3 3 --next_weights 1 --batch_tokens 16384 --val_tokens 262144".split()
     found = gpu_graphs.measure(90, ROOT / "train_gpt.py", flags, names="tem_fused_flex_attention_backward")
     assert gpu_graphs.failures(found | dict(spill_limit=pretend_gpu.DEVICES[90].spills)) == []
     assert any(map(len, found["kernels"]["backward 49152 x 1"].values()))
     cfg = train_gpt.resolve(train_gpt.parse_args(["--preset", "gpt2", *flags]))
     check.check_memory_and_time(cfg, [check.Gpu("", (9, 0), 10**12)], 1, check.Report(is_full=True))
-    estimated = float(capsys.readouterr().out.split()[5]) * 1e9 - check.SPARE_MIB * 2**20
-    assert found["memory"]["1"]["train 49152 x 1"]["total"] == pytest.approx(estimated, rel=0.03)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("memory:")]
+    for name, line in zip(("train 49152 x 1", "validation"), lines, strict=True):
+        estimated = float(line[5]) * 1e9 - check.SPARE_MIB * 2**20
+        # Validation has no gradients, which the check counts
+        share = found["memory"]["1"][name]["total"] / estimated
+        assert (0.97 if "train" in name else 0.9) < share < 1.03, name
 
 
 def test_a_graph_break_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
