@@ -1,6 +1,7 @@
 """The figures of the benchmarks, their report, the race against the CPU starting point, that model, and scaling."""
 
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -43,8 +44,6 @@ def test_report_is_complete_but_for_a_failed_stage(tiny, tmp_path, monkeypatch, 
     monkeypatch.setattr(measure, "newton_schulz", lambda *_: 1 / 0)
     assert command.main([*FLAGS, "--out=out"]) == 1
     told, found = capsys.readouterr().out, json.loads((tmp_path / "out/benchmark.json").read_text())
-    assert (tmp_path / "out/benchmark.md").read_text().strip() in told
-    assert "aten::" in (tmp_path / "out/profile.txt").read_text()
     assert found["data"].startswith("SYNTHETIC")
     exported = re.findall(r"export (\w+)=\$\{\w+:-([\w:]+)\}", (ROOT / "environment.sh").read_text())
     assert ENVIRONMENT.items() <= dict(exported).items()
@@ -61,23 +60,16 @@ def test_report_is_complete_but_for_a_failed_stage(tiny, tmp_path, monkeypatch, 
     assert median["utilization, relative to the large matmul"] == pytest.approx(100 * attained / median[MATMUL])
 
 
-def test_spans_leave_out_those_inside(monkeypatch):
-    readings = iter([0, 1, 2, 4, 7, 12])
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(readings) / 1000)
-    spans = measure.Spans(torch.device("cpu"))
-    with spans.span("step"), spans.span("optimizers"), spans.span("communication"):
-        pass
-    assert spans.ms() == pytest.approx(dict(step=6, optimizers=4, communication=2))
-
-
-def test_instrumented_step_is_the_same_step(tiny64):
+def test_instrumented_step_is_the_same_step_and_spans_leave_out_those_inside(tiny64, monkeypatch):
     trainer, other = Trainer(tiny64, Ranks()), Trainer(tiny64, Ranks())
     tokens = torch.randint(tiny64.vocab_size, (65,))
-    sequences, launch = [(tokens[:-1].int(), tokens[1:])] * 2, train_gpt.launch
+    sequences, launch, readings = [(tokens[:-1].int(), tokens[1:])] * 2, train_gpt.launch, itertools.count()
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(readings) / 1000)  # each reading takes 1 ms
+    n = 1 + 2 * len(trainer.optimizers)  # collectives: the loss, and the gradients and values of each group
     for step in range(3):
         found = measure.take_step(trainer, iter([sequences]), step, parts=True).ms()
         other.train_step(step, sequences)
-        assert sorted(found) == ["backward", "communication", "data", "forward", "optimizers"]
+        assert found == pytest.approx(dict(data=1, forward=2, backward=6, optimizers=n, communication=n))
     assert all(torch.equal(p, q) for p, q in zip(trainer.gpt.parameters(), other.gpt.parameters(), strict=True))
     assert (train_gpt.launch, trainer.model) == (launch, trainer.gpt)
 
@@ -106,38 +98,32 @@ def test_attended_pairs_are_those_of_the_dense_mask(window, rate, tiny64):
         assert measure.attended_pairs(masks[letter]) == measure.attended_pairs(flex) == dense.sum()
 
 
-def test_anchor_learns_causally_and_validates_every_position_once(monkeypatch):
+def test_anchor_learns_causally_and_validates_every_position_once():
     tokens, seen = np.random.default_rng(0).integers(257, size=300 * 64 + 5), []
     loss = anchor_cpu.validate(lambda x, y: seen.append((x, y)) or y.double().mean(), tokens, 300 * 64)
     pair = [torch.cat(part).flatten().numpy() for part in zip(*seen, strict=True)]
     assert np.array_equal(pair, [tokens[: 300 * 64], tokens[1 : 300 * 64 + 1]])
     assert loss == pytest.approx(pair[1].mean())
-    monkeypatch.setattr(anchor_cpu, "validate", lambda model, tokens: float(len(tokens)))
-    model, losses, train_time, curve = anchor_cpu.train(np.tile(np.arange(50), 40), 9, 1, 4, tokens)
+    model, losses, *_ = anchor_cpu.train(np.tile(np.arange(50), 40), 9, 1)
     assert losses[0] == pytest.approx(math.log(anchor_cpu.VOCAB_SIZE), abs=0.2)
-    assert (losses[-1] < losses[0] - 0.05, train_time > 0) == (True, True)
-    assert [point[:2] for point in curve] == [(step, len(tokens)) for step in (0, 4, 8)]
+    assert losses[-1] < losses[0] - 0.05
     x = torch.randn(1, 64, anchor_cpu.WIDTH, requires_grad=True)
     model.blocks(x)[0, 40].sum().backward()
     assert (x.grad[0].abs().sum(-1) > 0).tolist() == [True] * 41 + [False] * 23
 
 
 @pytest.mark.parametrize(("losses", "code"), [((1.4, 1.5), 0), ((1.4, 1.7), 1)])  # the latter lower by chance
-def test_race_with_the_anchor_says_by_its_exit_code_whether_the_ratio_counts(
-    losses, code, monkeypatch, tmp_path, capsys
-):
+def test_race_with_the_anchor_says_by_its_exit_code_whether_the_ratio_counts(losses, code, monkeypatch, tmp_path):
     def run_trainer(script: Path, flags: list[str], seed: int, run_id: str, folder: Path) -> dict:
         assert (script.name, flags) == ("train_gpt.py", ["--preset", "nano", "--num_iterations", "3"])
         return dict(val_loss=losses[seed], train_time=8.0)
 
-    def run_anchor(command: list[str]) -> str:
-        return "first line\n" + json.dumps(dict(val_loss=1.6 + 0.1 * int(command[2]), train_time_ms=80.0))
-
+    anchor = [f"first line\n{json.dumps(dict(val_loss=loss, train_time_ms=80.0))}" for loss in (1.6, 1.7)]
     monkeypatch.setattr(race, "run_script", run_trainer)
-    monkeypatch.setattr(race_anchor, "own_process", run_anchor)
+    monkeypatch.setattr(race_anchor, "own_process", lambda command: anchor[int(command[2])])
     assert race_anchor.main(["--pairs=2", "--seed=0", f"--out={tmp_path}", "--", "--num_iterations", "3"]) == code
-    told = capsys.readouterr().out
-    assert ("train time: 0.1000 (0.1000 to 0.1000)" in told, "does not count" in told) == (True, bool(code))
+    (found,) = json.loads((tmp_path / "race.json").read_text())["comparisons"]
+    assert found["train_time"]["ratio"] == found["train_time"]["high"] == 0.1
 
 
 def test_fit_recovers_planted_exponents_and_their_errors():

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -214,12 +215,11 @@ def test_presets_data_are_fetched_when_they_are_missing(corpus, tmp_path, monkey
     copy = f"shutil.copy(f'{corpus}/{{role}}_0.bin', f'data/nano/nano_{{role}}_0.bin')"
     packer.write_text(f"import shutil\nprint('packing')\nfor role in ('train', 'val'):\n    {copy}")
     assert (check.main([*SMALL, "--check"]), "run.sh gets them: python data" in capfd.readouterr().out) == (0, True)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=9**7))
-    assert check.main(SMALL) == 2
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=9**7))
+        assert check.main(SMALL) == 2
     assert "the data need 0.1 GB, 0.0 GB are free: make room" in capfd.readouterr().err
     assert not [*tmp_path.glob("data/nano/*")]
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
     assert check.main(SMALL) == 0
     assert capfd.readouterr() == ("1\n", "getting the data: python data/pack_nano.py\npacking\n")
     (tmp_path / "data/nano/nano_train_0.bin").write_text("damaged")
@@ -239,9 +239,9 @@ def test_as_much_of_fineweb_is_fetched_as_the_run_needs(tmp_path, monkeypatch):
         check.check_data(dataclasses.replace(even, num_iterations=52389), check.Report(False))
 
 
-def program(*command: str, **env: str) -> subprocess.CompletedProcess:
+def program(*command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
     env = os.environ | dict(PYTHON=sys.executable) | env
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
 
 
 def test_missing_package_and_old_python_are_one_line(tmp_path):
@@ -287,7 +287,7 @@ esac
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a script that needs the environment, in a folder with spaces in its name."""
+    """Run a script that needs the environment, in a folder with spaces in its name: exit code, stdout and stderr."""
     folder = tmp_path / "a clone"
     (folder / "base" / "bin").mkdir(parents=True)
     shutil.copy(ROOT / "environment.sh", folder)
@@ -297,18 +297,13 @@ def start(tmp_path):
     python.chmod(0o755)
     script = "set -euo pipefail; source ./environment.sh; find_python requirements.txt; echo $python $GOMP_SPINCOUNT"
 
-    def run(**env: str) -> subprocess.Popen:
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        env = os.environ | dict(PYTHON=str(python), LOG=str(tmp_path / "log"), FAULT="", GOMP_SPINCOUNT="") | env
-        return subprocess.Popen(["bash", "-c", script, "run.sh"], cwd=folder, env=env, **pipes)
+    def run(**env: str) -> tuple[int, str, str]:
+        env = dict(PYTHON=str(python), LOG=str(tmp_path / "log"), FAULT="", GOMP_SPINCOUNT="") | env
+        done = program("bash", "-c", script, "run.sh", cwd=folder, **env)
+        return done.returncode, done.stdout, done.stderr
 
     run.folder, run.log = folder, tmp_path / "log"
     return run
-
-
-def finish(process: subprocess.Popen) -> tuple[int, str, str]:
-    out, errors = process.communicate(timeout=30)
-    return process.returncode, out, errors
 
 
 READY = ".venv/bin/python 10000\n"
@@ -327,43 +322,40 @@ def test_an_environment_that_was_interrupted_is_rebuilt(start, fault):
     subprocess.run(["sh", "-c", FAULTS[fault]], cwd=start.folder, check=True)
     venv = start.folder / ".venv"
     if not FAULTS[fault]:
-        assert finish(start(FAULT=fault))[0] != 0
+        assert start(FAULT=fault)[0] != 0
         assert (venv / "unfinished").exists()
-    code, out, errors = finish(start())
+    code, out, errors = start()
     assert (code, out, "making the environment" in errors) == (0, READY, True), errors
-    assert finish(start()) == (0, READY, "")
+    assert start() == (0, READY, "")
     assert not {"lib", "unfinished"} & {path.name for path in venv.iterdir()}
 
 
 def test_an_environment_that_works_is_kept(start):
     """It lacks a package, or it was only marked; neither what it holds nor anything in its place is removed."""
-    assert finish(start(PYTHON="/nowhere")) == (2, "", "run.sh: PYTHON=/nowhere is not Python 3.11 or newer\n")
-    assert finish(start())[0] == 0
+    assert start(PYTHON="/nowhere") == (2, "", "run.sh: PYTHON=/nowhere is not Python 3.11 or newer\n")
+    assert start()[0] == 0
     venv, own = start.folder / ".venv", start.folder / ".venv" / "lib" / "own"
     own.mkdir(parents=True)
     for change in (venv / "installed").unlink, (venv / "unfinished").touch:
         change()
-        assert (*finish(start()), own.exists()) == (0, READY, "", True)
+        assert (*start(), own.exists()) == (0, READY, "", True)
     shutil.rmtree(venv / "bin")
     (venv / "pyvenv.cfg").unlink()
     message = "run.sh: .venv is in the way and no Python environment: move it away\n"
-    assert (*finish(start()), own.exists()) == (2, "", message, True)
+    assert (*start(), own.exists()) == (2, "", message, True)
 
 
 def test_two_at_once_make_one_environment(start):
-    runs = [start(PIP="0.3") for _ in range(3)]
-    assert [finish(run)[:2] for run in runs] == [(0, READY)] * 3
+    with ThreadPoolExecutor() as pool:
+        assert [run[:2] for run in pool.map(lambda _: start(PIP="0.3"), range(3))] == [(0, READY)] * 3
     log = start.log.read_text()
     assert (log.count("-m venv"), log.count("install")) == (1, 2), "torch, then the files"
 
 
-INDICES = {"535.1": ["cu126"], "580.65.06": [], "470.1": [], "": []}
-
-
-@pytest.mark.parametrize("driver", INDICES)
-def test_torch_suits_the_driver(start, driver):
+@pytest.mark.parametrize(("driver", "wheels"), [("535.1", ["cu126"]), ("580.65.06", []), ("470.1", []), ("", [])])
+def test_torch_suits_the_driver(start, driver, wheels):
     smi = start.folder / "base" / "bin" / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\necho {driver}\n")
     smi.chmod(0o755)
-    assert finish(start(PATH=f"{smi.parent}:{os.environ['PATH']}"))[0] == 0
-    assert re.findall(r"/whl/(\w+)", start.log.read_text()) == INDICES[driver]
+    assert start(PATH=f"{smi.parent}:{os.environ['PATH']}")[0] == 0
+    assert re.findall(r"/whl/(\w+)", start.log.read_text()) == wheels

@@ -23,7 +23,6 @@ from records import proof, race, rules
 from records.__main__ import build_parser, main
 from records.logs import lineage
 from records.publish import BEGIN, END
-from shards import write_shard
 from synthetic_logs import NANO_VAL, ROOT, SCRIPT, SOURCE, log_text, public_text, write_race, write_record
 from test_train import wait_for
 
@@ -196,18 +195,6 @@ def test_garbage_never_gives_a_traceback(tool, root, log, result):
         assert code < 2 or err.count("\n") == 1, err[:300]
 
 
-@pytest.mark.parametrize(("gap", "sd"), [(0.0013, 0.0019), (0.02, 0.02), (0.02, 0.006)])
-def test_runs_needed_is_what_simulation_says(gap, sd):
-    needed = proof.runs_needed(gap, sd)
-    draws = np.random.default_rng(0).normal(3.28 - gap, sd, size=(20_000, needed))
-    ps = (stats.ttest_1samp(draws[:, :n], 3.28, axis=1, alternative="less").pvalue for n in (needed - 1, needed))
-    fewer, power = (np.mean(p < 0.01) for p in ps)
-    assert (fewer < 0.91, power > 0.89) == (True, True)
-    assert proof.power_below(gap, sd, needed) == pytest.approx(power, abs=0.01)
-    edges = (0, 0.01), (-0.1, 0.01), (0.1, 0), (100, 0.001), (1e-9, 0.01)
-    assert [proof.runs_needed(*edge) for edge in edges] == [None, None, 2, 2, None]
-
-
 def test_compare_pairs_by_seed_where_it_can(tool, root, tmp_path):
     write_record(root, NAME, good())
     second = write_record(root, "2026-01-03_Next", [], after=NAME)
@@ -228,6 +215,8 @@ def test_compare_pairs_by_seed_where_it_can(tool, root, tmp_path):
 def test_stats(tool, root, tmp_path):
     write_record(root, NAME, good())
     assert tool("stats", "good")[1].startswith("n=5 mean 1.4302 sd 0.0019 p=1.1e-05 against 1.45\n")
+    for target, runs in {"1.4315": "32 in all", "1.4302001": "more than 1000000 in all", "1.43": "never,"}.items():
+        assert f"if the true mean and sd are these): {runs}" in tool("stats", "good", "--target", target)[1]
     other = {"as run1.txt": dict(seed=1), "of steps": dict(seed=9, steps=21), "scripts": dict(seed=9, source="")}
     for message, change in other.items():
         (tmp_path / "other.txt").write_text(log_text(**change))
@@ -407,31 +396,6 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     shown = tool("diff", "next", "hostile")[1]
     assert ("+?[2J" in shown, "\x1b" in shown + text) == (True, False)
     assert (tool("table", "--check")[0], tool("table")[0], readme.read_text()) == (0, 0, text)
-
-
-BLOCK, EOT = 16, 256
-
-
-def test_mask_of_a_training_step_equals_a_brute_force(tmp_path, capsys):
-    """In the second sequence of the batch, whose documents may be empty or begin at a block's edge."""
-    generator = np.random.default_rng(1)
-    tokens = generator.integers(256, size=4000).astype(np.uint16)
-    tokens[np.cumsum(generator.integers(1, 200, size=25))] = EOT
-    tokens[[5 * BLOCK, 6 * BLOCK - 1, 700, 701, 702]] = EOT
-    write_shard(tmp_path / "all.bin", tokens)
-    command = f"mask --json --sequence 1 --training --step 3 -o {tmp_path}/mask.png -- --preset nano"
-    command += f" --train_files {tmp_path}/*.bin --val_files {tmp_path}/*.bin --num_iterations 5 --val_tokens 1024"
-    command += " --batch_tokens 640 --train_seq_len 320 --val_seq_len 512"
-    command += f" --window_tokens 120 --block_size {BLOCK} --attention_layout LS"
-    assert main(command.split()) == 0
-    found = json.loads(capsys.readouterr().out)
-    documents, position = np.cumsum(tokens[640 * 3 + 320 :][:320] == EOT), np.arange(320)
-    query, key = position[:, None], position[None, :]
-    for letter, window in ("L", 120), ("S", 48):
-        pairs = (query >= key) & (documents[query] == documents[key]) & (query - key <= window)
-        blocks = pairs.reshape(320 // BLOCK, BLOCK, -1, BLOCK)
-        visible, full = blocks.any((1, 3)), blocks.all((1, 3))
-        assert found[letter]["blocks"] == ["".join(map(str, row)) for row in visible.astype(int) + full]
 
 
 @pytest.mark.parametrize("picture", ["docs/mask.png", "records/curves.png", "records/history.png"])
