@@ -58,10 +58,7 @@ def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step
 
 def public_text(curve: dict[int, float], steps: int) -> str:
     """Write a log in the public form of early 2025: the first ten steps are not timed."""
-    lines = ["import sys", "print(sys.version)", "", RULE, "Running Python 3.12.7 (main) [GCC 13.2.0]"]
-    lines += ["Running PyTorch 2.7.0.dev20250125+cu126 compiled for CUDA 12.6", "Sat Feb  1 00:00:00 2025"]
-    lines += [f"|   {i}  NVIDIA H100 80GB HBM3          On  | 00000000:0{i}:00.0 Off |" for i in range(8)]
-    lines += [RULE]
+    lines = ["import sys", RULE, "Running Python 3.12.7 (main) [GCC 13.2.0]", RULE]
     for step in range(steps + 1):
         timed = step - 10
         timing = f"train_time:{100 * max(timed, 0)}ms step_avg:{'100.00' if timed > 0 else 'nan'}ms"

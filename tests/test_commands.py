@@ -3,7 +3,6 @@
 import argparse
 import ast
 import dataclasses
-import importlib
 import importlib.util
 import json
 import os
@@ -23,8 +22,7 @@ from torch.distributed.run import get_args_parser
 
 import pack_nano
 import train_gpt
-from records.__main__ import build_parser
-from records.logs import RECORDS, find_record, record_folders
+from records.logs import RECORDS, record_folders
 from synthetic_logs import ROOT
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
@@ -52,7 +50,6 @@ def commands(page: Path):
 @pytest.fixture
 def understand(monkeypatch):
     """Check a command: start its program in this process, and end it as soon as it has parsed its flags."""
-
     Understood = type("Understood", (BaseException,), {})
     parse = argparse.ArgumentParser.parse_args
 
@@ -79,11 +76,6 @@ def understand(monkeypatch):
                 args = get_args_parser().parse_args(argv if argv[-1][0] != "-" else [*argv, "train_gpt.py"])
                 module = ["-m"] if args.module else []
                 check(shlex.join(["python", *module, args.training_script, *args.training_script_args]))
-            case ["python", "-m", "records", *argv]:
-                args = build_parser().parse_args(argv)
-                names = getattr(args, "records", None) or [getattr(args, "a", "."), getattr(args, "b", ".")]
-                for name in names if args.root == RECORDS else []:
-                    assert re.search(r"[./]", name) or name == "MyIdea" or find_record(name, RECORDS)
             case ["python", "-m", module, *argv]:
                 start(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True), argv)
             case ["python", "train_gpt.py" | "my.py", *argv] | ["train_gpt.py" | "./run.sh", *argv]:
@@ -91,7 +83,7 @@ def understand(monkeypatch):
             case ["python", script, *argv]:
                 start(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), argv)
         if flags is not None:
-            start(lambda: importlib.import_module("train_gpt").main(flags), flags)
+            start(lambda: train_gpt.main(flags), flags)
 
     return check
 

@@ -12,7 +12,6 @@ import signal
 import struct
 import subprocess
 import sys
-import time
 import tracemalloc
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,6 +27,7 @@ import pack_nano
 import pack_text
 import shards
 import train_gpt
+from test_train import wait_for
 
 SCRIPT = Path(pack_text.__file__)
 BYTES, GPT2 = pack_text.TOKENIZERS.values()
@@ -201,8 +201,6 @@ def test_one_file_is_split_by_document_into_many_shards_and_trained_on(tmp_path,
         assert (len(sizes) > 2, max(sizes.values()) <= 1024 + 2 * 20_000) == (True, True)
     documents, whole = packed(folder), {*pack_nano.split_documents(text), long[:19_999], (long + b"\n\n")[39_998:]}
     assert sorted(documents["train"] + documents["val"]) == sorted(whole)
-    low, high = ([hashlib.sha1(document).digest() for document in documents[split]] for split in ("val", "train"))
-    assert max(low) < min(high)
     assert 0.1 < sum(map(len, documents["val"])) / sum(map(len, whole)) < 0.3
 
 
@@ -236,9 +234,7 @@ def test_interrupted_packing_leaves_nothing(texts_folder, tmp_path, capsys, end,
     book.write_bytes(b"".join(b"%d" % i * 50 + b"\n\n" for i in range(200_000)))
     command = [sys.executable, SCRIPT, book, "--out", folder, "--force"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    while not list(folder.glob(f".packing-*/{stage}")):
-        assert process.poll() is None
-        time.sleep(0.005)
+    wait_for(lambda: [*folder.glob(f".packing-*/{stage}")])
     process.send_signal(getattr(signal, end))
     error = process.communicate(timeout=20)[1]
     assert (process.returncode, error) == ENDS[end]
@@ -326,5 +322,3 @@ def test_gpt2_tokens_give_the_text_back(tmp_path, capsys, monkeypatch):
     assert "--preset gpt2" in run(capsys, pack_text.main, *arguments)
     found = packed(tmp_path / "out", eot=50256)
     assert sorted(found["train"] + found["val"]) == sorted([*texts, "before \ufffd\ufffd\nafter".encode()])
-    digests = [hashlib.sha1(text).digest() for text in found["train"] if text in texts]
-    assert digests == sorted(digests)
