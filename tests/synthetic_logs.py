@@ -31,7 +31,6 @@ log.with_suffix(".json").write_text(json.dumps(dict(val_loss=loss, train_time_ms
 
 def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step_ms=40.3, batch_tokens=1024, **more):
     """Write the log of a whole run, whose step k ends at k times step_ms."""
-    cpu = more.get("cpu", "Some Processor")
     pattern, first_shard, shard_tokens = SHARDS[preset]
     starts = range(0, shard_tokens - batch_tokens, batch_tokens)
     shards = [pattern.format(first_shard + i) for i in range((steps - 1) // len(starts) + 1)]
@@ -39,7 +38,7 @@ def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step
     size = f"{2 * shard_tokens + 1024} bytes"
     lines = [source, RULE, "Running Python 3.11.7 (main, May  9 2026) [GCC 12.2.0]"]
     lines += ["Running PyTorch 2.13.0+cpu, numpy 2.4.6", "1 processes, 2 threads each, 2 cores"]
-    lines += ["$ lscpu", f"  Model name:   {cpu}"]
+    lines += ["$ lscpu", f"  Model name:   {more.get('cpu', 'Some Processor')}"]
     lines += [f"train shard: {shard}, {size}" for shard in shards] + [f"val shard: nano_val_000000.bin, {size}"]
     lines += ["flags: []", f"configuration: {json.dumps(config)}"]
     val_tokens = 262144 if preset == "nano" else 10485760

@@ -146,11 +146,9 @@ def test_estimates_are_those_of_the_machine(machine, capsys, gpus, about):
     cfg = train_gpt.resolve(dataclasses.replace(train_gpt.PRESETS["gpt2"], dtype="bfloat16"))
     report = check.Report(is_full=True)
     check.check_memory_and_time(cfg, gpus, max(1, len(gpus)), report)
-    train_memory, _, time = capsys.readouterr().out.splitlines()
+    *_, time = capsys.readouterr().out.splitlines()
     where = f"{len(gpus)} x {gpus[0].name}" if gpus else "2 CPU cores"
     assert time == f"time: about {about} of training on {where} (estimated)"
-    lowered = {8: 18_342, 1: 21_789}.get(len(gpus) if H100 in gpus else 0)  # MiB of all tensors, by gpu_graphs
-    assert not lowered or 900 < float(train_memory.split()[5]) * 1e9 / 2**20 - lowered < 1400
     assert bool(report.problems) == (not gpus)
 
 
@@ -165,7 +163,6 @@ A5000 = b"NVIDIA RTX A5000, %s\n"
         (A5000 % b"535.183.01", "13.0", "update the driver to 580 or newer, or ", ["cu126"]),
         (A5000 % b"580.65.06", "13.0", "restart the machine", []),
         (A5000 % b"580.65.06", None, "it is a CPU build", ["cu130"]),
-        (A5000 % b"535.1", None, "it is a CPU build", ["cu126"]),
         (A5000 % b"535.1", "12.6", "restart the machine", []),
         (A5000 % b"[N/A]", "13.0", "nvidia-smi fails: NVIDIA RTX A5000, [N/A]", []),
         (b"NVIDIA-SMI has failed\nbecause", "13.0", "nvidia-smi fails: NVIDIA-SMI has failed; or", []),
@@ -193,18 +190,14 @@ def test_machine_whose_gpus_are_hidden_or_none_trains_on_the_cpu(machine, outcom
     assert "CUDA_VISIBLE_DEVICES=7 may name none" in outcome("--device", "auto")[2][0]
 
 
-def test_nvidia_smi_that_hangs_is_not_waited_for(machine, monkeypatch):
-    machine(prints=b"")
-    Path(shutil.which("nvidia-smi")).write_text("#!/bin/sh\nexec sleep 60\n")
+def test_gpu_or_nvidia_smi_that_does_not_work_is_named(machine, outcome, monkeypatch):
+    machine(H100, H100, prints=b"")
+    monkeypatch.setattr(check, "try_gpu", lambda index: H100 if index == 0 else torch.zeros(2).reshape(3))
+    assert "GPU 1 does not work: shape '[3]' is invalid" in outcome("--device", "auto")[2][-1]
+    Path(shutil.which("nvidia-smi")).write_text("#!/bin/sh\nexec sleep 60\n")  # it is not waited for
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *a, timeout, **options: run(*a, timeout=timeout / 100, **options))
     assert "timed out" in check.why_no_gpu()[0]
-
-
-def test_gpu_that_does_not_work_is_named(machine, outcome, monkeypatch):
-    machine(H100, H100)
-    monkeypatch.setattr(check, "try_gpu", lambda index: H100 if index == 0 else torch.zeros(2).reshape(3))
-    assert "GPU 1 does not work: shape '[3]' is invalid" in outcome("--device", "auto")[2][-1]
 
 
 def test_presets_data_are_fetched_when_they_are_missing(corpus, tmp_path, monkeypatch, capfd):

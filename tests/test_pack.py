@@ -6,7 +6,6 @@ import importlib.metadata
 import importlib.util
 import io
 import os
-import random
 import shlex
 import signal
 import struct
@@ -137,8 +136,8 @@ def test_another_or_a_changed_torch_is_noticed(tmp_path, monkeypatch, capsys):
 
 def prose(seed: int, size: int) -> bytes:
     """Make about `size` bytes in paragraphs."""
-    rng = random.Random(seed)
-    return b"\n\n".join(rng.randbytes(rng.randint(20, 200)).hex().encode() for _ in range(size // 222))
+    rng = np.random.default_rng(seed)
+    return b"\n\n".join(rng.bytes(rng.integers(20, 201)).hex().encode() for _ in range(size // 222))
 
 
 @pytest.fixture

