@@ -18,7 +18,6 @@ from conftest import TINY_FLAGS
 from test_attention import build, dense_mask
 from train_gpt import GPT, Ranks, Trainer
 
-FLAGS = ["--quick", *TINY_FLAGS]
 FIGURES = {"step: data", "step: forward", "step: backward", "step: optimizers", "loader, warm files, per rank"}
 WHOLE, MATMUL = "step: whole, stage 1 (windows of 96 and 48 tokens)", "large matmul in float32"
 
@@ -27,7 +26,7 @@ def test_report_is_complete_but_for_a_failed_stage(tiny, tmp_path, monkeypatch, 
     monkeypatch.chdir(tmp_path)  # where there is no data
     monkeypatch.setattr(command, "own_process", lambda *_, **__: '{"total": 1.0}')
     monkeypatch.setattr(measure, "newton_schulz", lambda *_: 1 / 0)
-    assert command.main([*FLAGS, "--out=out"]) == 1
+    assert command.main(["--quick", *TINY_FLAGS, "--out=out"]) == 1
     told, found = capsys.readouterr().out, json.loads((tmp_path / "out/benchmark.json").read_text())
     assert found["data"].startswith("SYNTHETIC")
     exported = re.findall(r"export (\w+)=\$\{\w+:-([\w:]+)\}", (ROOT / "environment.sh").read_text())

@@ -47,6 +47,7 @@ def commands(page: Path):
         yield from filter(COMMAND.match, map(str.strip, line.split("&&")))
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules:RuntimeWarning")  # what these tests have imported
 def test_commands_of_the_pages_are_understood(monkeypatch):
     """Start each program in this process, and end it as soon as it has parsed its flags."""
     Understood, parse = type("Understood", (BaseException,), {}), argparse.ArgumentParser.parse_args

@@ -63,12 +63,11 @@ def test_without_a_gpu_one_line_says_so(monkeypatch, capsys, tmp_path: Path):
 def test_all_stages_on_a_cpu(monkeypatch, tmp_path: Path):
     """With the benchmarks of two processes, as on a machine with two GPUs."""
     monkeypatch.setattr(first_gpu_run, "ENVIRONMENT", {})  # the benchmarks set it themselves
-    out = tmp_path / "result.json"
-    assert first_gpu_run.collect(train_gpt.parse_args(TINY_FLAGS), TINY_FLAGS, 2, out) == 0, out.read_text()
+    out, flags = tmp_path / "result.json", [*TINY_FLAGS, "--train_seq_len=512", "--batch_tokens=1024"]  # fewer to load
+    assert first_gpu_run.collect(train_gpt.parse_args(flags), flags, 2, out) == 0, out.read_text()
     found = json.loads(out.read_text())["stages"]
     assert set(found) == {"check", "self-test", "short run", "benchmarks", "benchmarks on all"}
     assert json.loads("".join(found["short run"]["files"]["short.json"]))["num_iterations"] == 8
-    assert "start: first step" in "".join(found["benchmarks"]["files"]["benchmark.md"])
     both = json.loads("".join(found["benchmarks on all"]["files"]["benchmark.json"]))
     assert (both["processes"], ENVIRONMENT.items() <= both["environment"].items()) == (2, True)
     assert {"step: communication", "Newton-Schulz of 8 x 32 x 32"} <= both["figures"].keys()

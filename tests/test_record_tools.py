@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
@@ -175,6 +175,7 @@ RESULTS = st.sampled_from([b"{}", b"", b"\xff", b"[" * 20_000, b'{"val_loss": ' 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(log=LOGS, result=RESULTS)
+@example(log=TEXT.replace(b"seed: 1", b"seed: " + b"9" * 5000), result=b"{}")
 def test_garbage_never_gives_a_traceback(tool, root, log, result):
     shutil.rmtree(root)
     folder = write_record(root, NAME, good()[:2])
@@ -200,7 +201,7 @@ def test_compare_pairs_by_seed_where_it_can(tool, root, tmp_path):
     assert (found["n"], found["seeds"]) == ([3, 3], [2, 3, 4])
     times = stats.ttest_1samp(np.log([407 / 806, 409 / 806, 411 / 806]), 0).confidence_interval()
     assert [found["train_time"][end] for end in ("low", "high")] == pytest.approx([*np.exp(times)], abs=1e-6)
-    assert found["step_time"]["means"] == pytest.approx([20.45, 40.3], abs=0.05), "though lines are rounded to 1 ms"
+    assert found["step_time"]["means"] == pytest.approx([20.45, 40.3], abs=0.1), "though lines are rounded to 1 ms"
     three = [second / f"run{seed}.txt" for seed in (4, 6, 8)]  # one seed in common makes no pairs
     found = json.loads(tool("compare", *three, "--against", "good", "--json")[1])
     losses = stats.ttest_ind([1.444, 1.446, 1.448], LOSSES, equal_var=False).confidence_interval()
