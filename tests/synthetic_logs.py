@@ -31,7 +31,6 @@ log.with_suffix(".json").write_text(json.dumps(dict(val_loss=loss, train_time_ms
 
 def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step_ms=40.3, batch_tokens=1024, **more):
     """Write the log of a whole run, whose step k ends at k times step_ms."""
-    cpu = more.get("cpu", "Some Processor")
     pattern, first_shard, shard_tokens = SHARDS[preset]
     starts = range(0, shard_tokens - batch_tokens, batch_tokens)
     shards = [pattern.format(first_shard + i) for i in range((steps - 1) // len(starts) + 1)]
@@ -39,7 +38,7 @@ def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step
     size = f"{2 * shard_tokens + 1024} bytes"
     lines = [source, RULE, "Running Python 3.11.7 (main, May  9 2026) [GCC 12.2.0]"]
     lines += ["Running PyTorch 2.13.0+cpu, numpy 2.4.6", "1 processes, 2 threads each, 2 cores"]
-    lines += ["$ lscpu", f"  Model name:   {cpu}"]
+    lines += ["$ lscpu", f"  Model name:   {more.get('cpu', 'Some Processor')}"]
     lines += [f"train shard: {shard}, {size}" for shard in shards] + [f"val shard: nano_val_000000.bin, {size}"]
     lines += ["flags: []", f"configuration: {json.dumps(config)}"]
     val_tokens = 262144 if preset == "nano" else 10485760
@@ -58,10 +57,7 @@ def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step
 
 def public_text(curve: dict[int, float], steps: int) -> str:
     """Write a log in the public form of early 2025: the first ten steps are not timed."""
-    lines = ["import sys", "print(sys.version)", "", RULE, "Running Python 3.12.7 (main) [GCC 13.2.0]"]
-    lines += ["Running PyTorch 2.7.0.dev20250125+cu126 compiled for CUDA 12.6", "Sat Feb  1 00:00:00 2025"]
-    lines += [f"|   {i}  NVIDIA H100 80GB HBM3          On  | 00000000:0{i}:00.0 Off |" for i in range(8)]
-    lines += [RULE]
+    lines = ["import sys", RULE, "Running Python 3.12.7 (main) [GCC 13.2.0]", RULE]
     for step in range(steps + 1):
         timed = step - 10
         timing = f"train_time:{100 * max(timed, 0)}ms step_avg:{'100.00' if timed > 0 else 'nan'}ms"

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -86,22 +87,21 @@ GPT2 = "--preset gpt2 --num_iterations 2 --extension_steps 0 --val_tokens 262144
         ("--train_files {tmp}/short.bin", "{tmp}/short.bin: 3023 bytes, but "),
         ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has tokens up to 50256, not of 257"),
         ("--vocab_size 50257", ".bin: has tokens up to 256, not of 50257"),
+        *((f"NPROC={wish}", f"NPROC={wish}: expected") for wish in ("-1", "9" * 9)),
+        ("NPROC=3", "3 processes do not"),
     ],
 )
-def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, argv, message):
+def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, monkeypatch, argv, message):
     (tmp_path / "short.bin").write_bytes((corpus / "train_0.bin").read_bytes()[:-1])
     os.mkfifo(tmp_path / "fifo.bin")
     argv, message = (text.format(tmp=tmp_path, corpus=corpus) for text in (argv, message))
+    if argv.startswith("NPROC="):
+        monkeypatch.setenv(*argv.split("="))
+        argv = ""
     code, out, errors = outcome(*argv.split())
     assert (code, out, len(errors)) == (2, [], 1 + (argv == "--vocab_size 50257"))
     assert errors[0].startswith("check.py: ")
     assert message in errors[0]
-
-
-@pytest.mark.parametrize("wish", ["-1", "9" * 9, "3"])
-def test_number_of_processes_that_makes_no_sense_is_refused(outcome, monkeypatch, wish):
-    monkeypatch.setenv("NPROC", wish)
-    assert ("3 processes do not" if wish == "3" else f"NPROC={wish}") in outcome()[2][0]
 
 
 def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tmp_path):
@@ -142,22 +142,13 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
     [([H100] * 8, "96 seconds"), ([H100], "13 minutes"), ([RTX_4090], "54 minutes"), ([], "863 hours")],
 )
 def test_estimates_are_those_of_the_machine(machine, capsys, gpus, about):
-    """Beside the buffers of a step: weights, gradients, and what the optimizers share out among the processes."""
     machine(*gpus)
     cfg = train_gpt.resolve(dataclasses.replace(train_gpt.PRESETS["gpt2"], dtype="bfloat16"))
     report = check.Report(is_full=True)
     check.check_memory_and_time(cfg, gpus, max(1, len(gpus)), report)
-    *memory, time = capsys.readouterr().out.splitlines()
-    train_memory, val_memory = (float(line.split()[5]) for line in memory)
+    *_, time = capsys.readouterr().out.splitlines()
     where = f"{len(gpus)} x {gpus[0].name}" if gpus else "2 CPU cores"
     assert time == f"time: about {about} of training on {where} (estimated)"
-    tables, matrices, n = 463_421_184, 22 * 3072 * 768 + 40 * 768**2, len(gpus)
-    fixed = 3 * 2 * tables + 3 * 4 * matrices  # weights, gradients, their buffers
-    fixed += (8 * tables + 4 * matrices + (2 * tables + 4 * matrices) * (n > 1)) / max(1, n)
-    counted = [fixed + (sum(mib) + check.SPARE_MIB) * 2**20 for mib in check.BUFFER_MIB.values()]
-    assert not gpus or [train_memory, val_memory] == pytest.approx([size / 1e9 for size in counted], rel=0.01)
-    lowered = {8: 18_342, 1: 21_789}.get(n, 0)  # MiB of all tensors, by benchmarks gpu_graphs
-    assert not lowered or 900 < train_memory * 1e9 / 2**20 - lowered < 1400
     assert bool(report.problems) == (not gpus)
 
 
@@ -172,7 +163,6 @@ A5000 = b"NVIDIA RTX A5000, %s\n"
         (A5000 % b"535.183.01", "13.0", "update the driver to 580 or newer, or ", ["cu126"]),
         (A5000 % b"580.65.06", "13.0", "restart the machine", []),
         (A5000 % b"580.65.06", None, "it is a CPU build", ["cu130"]),
-        (A5000 % b"535.1", None, "it is a CPU build", ["cu126"]),
         (A5000 % b"535.1", "12.6", "restart the machine", []),
         (A5000 % b"[N/A]", "13.0", "nvidia-smi fails: NVIDIA RTX A5000, [N/A]", []),
         (b"NVIDIA-SMI has failed\nbecause", "13.0", "nvidia-smi fails: NVIDIA-SMI has failed; or", []),
@@ -200,18 +190,14 @@ def test_machine_whose_gpus_are_hidden_or_none_trains_on_the_cpu(machine, outcom
     assert "CUDA_VISIBLE_DEVICES=7 may name none" in outcome("--device", "auto")[2][0]
 
 
-def test_nvidia_smi_that_hangs_is_not_waited_for(machine, monkeypatch):
-    machine(prints=b"")
-    Path(shutil.which("nvidia-smi")).write_text("#!/bin/sh\nexec sleep 60\n")
+def test_gpu_or_nvidia_smi_that_does_not_work_is_named(machine, outcome, monkeypatch):
+    machine(H100, H100, prints=b"")
+    monkeypatch.setattr(check, "try_gpu", lambda index: H100 if index == 0 else torch.zeros(2).reshape(3))
+    assert "GPU 1 does not work: shape '[3]' is invalid" in outcome("--device", "auto")[2][-1]
+    Path(shutil.which("nvidia-smi")).write_text("#!/bin/sh\nexec sleep 60\n")  # it is not waited for
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", lambda *a, timeout, **options: run(*a, timeout=timeout / 100, **options))
     assert "timed out" in check.why_no_gpu()[0]
-
-
-def test_gpu_that_does_not_work_is_named(machine, outcome, monkeypatch):
-    machine(H100, H100)
-    monkeypatch.setattr(check, "try_gpu", lambda index: H100 if index == 0 else torch.zeros(2).reshape(3))
-    assert "GPU 1 does not work: shape '[3]' is invalid" in outcome("--device", "auto")[2][-1]
 
 
 def test_presets_data_are_fetched_when_they_are_missing(corpus, tmp_path, monkeypatch, capfd):
@@ -222,12 +208,11 @@ def test_presets_data_are_fetched_when_they_are_missing(corpus, tmp_path, monkey
     copy = f"shutil.copy(f'{corpus}/{{role}}_0.bin', f'data/nano/nano_{{role}}_0.bin')"
     packer.write_text(f"import shutil\nprint('packing')\nfor role in ('train', 'val'):\n    {copy}")
     assert (check.main([*SMALL, "--check"]), "run.sh gets them: python data" in capfd.readouterr().out) == (0, True)
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=9**7))
-    assert check.main(SMALL) == 2
+    with monkeypatch.context() as full:
+        full.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=9**7))
+        assert check.main(SMALL) == 2
     assert "the data need 0.1 GB, 0.0 GB are free: make room" in capfd.readouterr().err
     assert not [*tmp_path.glob("data/nano/*")]
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
     assert check.main(SMALL) == 0
     assert capfd.readouterr() == ("1\n", "getting the data: python data/pack_nano.py\npacking\n")
     (tmp_path / "data/nano/nano_train_0.bin").write_text("damaged")
@@ -247,9 +232,9 @@ def test_as_much_of_fineweb_is_fetched_as_the_run_needs(tmp_path, monkeypatch):
         check.check_data(dataclasses.replace(even, num_iterations=52389), check.Report(False))
 
 
-def program(*command: str, **env: str) -> subprocess.CompletedProcess:
+def program(*command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
     env = os.environ | dict(PYTHON=sys.executable) | env
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60)
 
 
 def test_missing_package_and_old_python_are_one_line(tmp_path):
@@ -295,7 +280,7 @@ esac
 
 @pytest.fixture
 def start(tmp_path):
-    """Start a script that needs the environment, in a folder with spaces in its name."""
+    """Run a script that needs the environment, in a folder with spaces in its name: exit code, stdout and stderr."""
     folder = tmp_path / "a clone"
     (folder / "base" / "bin").mkdir(parents=True)
     shutil.copy(ROOT / "environment.sh", folder)
@@ -305,18 +290,13 @@ def start(tmp_path):
     python.chmod(0o755)
     script = "set -euo pipefail; source ./environment.sh; find_python requirements.txt; echo $python $GOMP_SPINCOUNT"
 
-    def run(**env: str) -> subprocess.Popen:
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        env = os.environ | dict(PYTHON=str(python), LOG=str(tmp_path / "log"), FAULT="", GOMP_SPINCOUNT="") | env
-        return subprocess.Popen(["bash", "-c", script, "run.sh"], cwd=folder, env=env, **pipes)
+    def run(**env: str) -> tuple[int, str, str]:
+        env = dict(PYTHON=str(python), LOG=str(tmp_path / "log"), FAULT="", GOMP_SPINCOUNT="") | env
+        done = program("bash", "-c", script, "run.sh", cwd=folder, **env)
+        return done.returncode, done.stdout, done.stderr
 
     run.folder, run.log = folder, tmp_path / "log"
     return run
-
-
-def finish(process: subprocess.Popen) -> tuple[int, str, str]:
-    out, errors = process.communicate(timeout=30)
-    return process.returncode, out, errors
 
 
 READY = ".venv/bin/python 10000\n"
@@ -335,46 +315,40 @@ def test_an_environment_that_was_interrupted_is_rebuilt(start, fault):
     subprocess.run(["sh", "-c", FAULTS[fault]], cwd=start.folder, check=True)
     venv = start.folder / ".venv"
     if not FAULTS[fault]:
-        assert finish(start(FAULT=fault))[0] != 0
+        assert start(FAULT=fault)[0] != 0
         assert (venv / "unfinished").exists()
-    code, out, errors = finish(start())
+    code, out, errors = start()
     assert (code, out, "making the environment" in errors) == (0, READY, True), errors
-    assert finish(start()) == (0, READY, "")
+    assert start() == (0, READY, "")
     assert not {"lib", "unfinished"} & {path.name for path in venv.iterdir()}
 
 
 def test_an_environment_that_works_is_kept(start):
     """It lacks a package, or it was only marked; neither what it holds nor anything in its place is removed."""
-    assert finish(start())[0] == 0
+    assert start(PYTHON="/nowhere") == (2, "", "run.sh: PYTHON=/nowhere is not Python 3.11 or newer\n")
+    assert start()[0] == 0
     venv, own = start.folder / ".venv", start.folder / ".venv" / "lib" / "own"
     own.mkdir(parents=True)
     for change in (venv / "installed").unlink, (venv / "unfinished").touch:
         change()
-        assert (*finish(start()), own.exists()) == (0, READY, "", True)
+        assert (*start(), own.exists()) == (0, READY, "", True)
     shutil.rmtree(venv / "bin")
     (venv / "pyvenv.cfg").unlink()
     message = "run.sh: .venv is in the way and no Python environment: move it away\n"
-    assert (*finish(start()), own.exists()) == (2, "", message, True)
+    assert (*start(), own.exists()) == (2, "", message, True)
 
 
 def test_two_at_once_make_one_environment(start):
-    runs = [start(PIP="0.3"), start(PIP="0.3"), start(PIP="0.3")]
-    assert [finish(run)[:2] for run in runs] == [(0, READY)] * 3
+    with ThreadPoolExecutor() as pool:
+        assert [run[:2] for run in pool.map(lambda _: start(PIP="0.3"), range(3))] == [(0, READY)] * 3
     log = start.log.read_text()
     assert (log.count("-m venv"), log.count("install")) == (1, 2), "torch, then the files"
 
 
-def test_python_that_is_named_and_no_python_is_refused(start):
-    assert finish(start(PYTHON="/nowhere")) == (2, "", "run.sh: PYTHON=/nowhere is not Python 3.11 or newer\n")
-
-
-INDICES = {"535.1": ["cu126"], "580.65.06": [], "470.1": [], "": []}
-
-
-@pytest.mark.parametrize("driver", INDICES)
-def test_torch_suits_the_driver(start, driver):
+@pytest.mark.parametrize(("driver", "wheels"), [("535.1", ["cu126"]), ("580.65.06", []), ("470.1", []), ("", [])])
+def test_torch_suits_the_driver(start, driver, wheels):
     smi = start.folder / "base" / "bin" / "nvidia-smi"
     smi.write_text(f"#!/bin/sh\necho {driver}\n")
     smi.chmod(0o755)
-    assert finish(start(PATH=f"{smi.parent}:{os.environ['PATH']}"))[0] == 0
-    assert re.findall(r"/whl/(\w+)", start.log.read_text()) == INDICES[driver]
+    assert start(PATH=f"{smi.parent}:{os.environ['PATH']}")[0] == 0
+    assert re.findall(r"/whl/(\w+)", start.log.read_text()) == wheels

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import first_gpu_run
+import train_gpt
+from benchmarks import ENVIRONMENT, first_gpu_run
 from conftest import TINY_FLAGS, pytest_configure
 
 SECRETS = "gpu-box-17", "marie", "/srv/people", "pierre", "10.20.30.40"
@@ -29,17 +30,15 @@ def test_the_file_is_whole_whatever_fails_and_names_nobody(monkeypatch, tmp_path
     monkeypatch.setattr(first_gpu_run, "stages", stages)
     monkeypatch.setattr(first_gpu_run, "LIMIT", 1)
     monkeypatch.setattr(first_gpu_run.platform, "node", lambda: "gpu-box-17.lab.example")
-    for name, value in dict(HOME="/srv/people/marie", USER="marie").items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", "/srv/people/marie")
+    monkeypatch.setenv("USER", "marie")
     first_gpu_run.private.cache_clear()
     out = tmp_path / "new/result.json"
-    flags = ["--preset=nano", "--device=cpu", "--train_files=/srv/people/marie/a"]
-    assert first_gpu_run.main([*flags, f"--out={out}"]) == 1
+    assert first_gpu_run.main(["--preset=nano", "--device=cpu", "--train_files=/srv/people/marie", f"--out={out}"]) == 1
     first_gpu_run.private.cache_clear()
     found = json.loads(out.read_text())["stages"]
     assert [found[name]["exit_code"] for name in ("fails", "lacks", "hangs", "works")] == [3, None, None, 0]
-    assert found["fails"]["output"] == CLEAN
-    assert "no-such-program-USER" in found["lacks"]["problem"]
+    assert (found["fails"]["output"], "no-such-program-USER" in found["lacks"]["problem"]) == (CLEAN, True)
     assert (found["hangs"]["problem"], found["hangs"]["output"]) == ("not done in 1 s", ["begun"])
     assert found["works"]["files"] == {"short.txt": [*CLEAN, "=" * 100, "step:0/1"]}, "a log without its source"
     text = out.read_text().lower().replace("rosemarie, maries", "")  # words that hold a name are none
@@ -61,11 +60,14 @@ def test_without_a_gpu_one_line_says_so(monkeypatch, capsys, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_all_stages_on_a_cpu(tmp_path: Path):
-    out = tmp_path / "result.json"
-    assert first_gpu_run.main([*TINY_FLAGS, f"--out={out}"]) == 0, out.read_text()
+def test_all_stages_on_a_cpu(monkeypatch, tmp_path: Path):
+    """With the benchmarks of two processes, as on a machine with two GPUs."""
+    monkeypatch.setattr(first_gpu_run, "ENVIRONMENT", {})  # the benchmarks set it themselves
+    out, flags = tmp_path / "result.json", [*TINY_FLAGS, "--train_seq_len=512", "--batch_tokens=1024"]  # fewer to load
+    assert first_gpu_run.collect(train_gpt.parse_args(flags), flags, 2, out) == 0, out.read_text()
     found = json.loads(out.read_text())["stages"]
-    assert set(found) == {"check", "self-test", "short run", "benchmarks"}
+    assert set(found) == {"check", "self-test", "short run", "benchmarks", "benchmarks on all"}
     assert json.loads("".join(found["short run"]["files"]["short.json"]))["num_iterations"] == 8
-    assert any("lscpu" in line for line in found["short run"]["files"]["short.txt"])
-    assert "start: first step" in "".join(found["benchmarks"]["files"]["benchmark.md"])
+    both = json.loads("".join(found["benchmarks on all"]["files"]["benchmark.json"]))
+    assert (both["processes"], ENVIRONMENT.items() <= both["environment"].items()) == (2, True)
+    assert {"step: communication", "Newton-Schulz of 8 x 32 x 32"} <= both["figures"].keys()

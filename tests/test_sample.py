@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -56,10 +55,7 @@ def test_tokens_come_as_often_as_the_softmax_says(temperature, top_k):
     assert stats.chisquare(seen[kept], 4000 * p / p.sum()).pvalue > 0.001
 
 
-def test_greedy_and_the_end_of_a_document(tiny, random_gpt):
-    logits, rng = torch.tensor([2.0, 0.5, 3.0, 2.999]), torch.Generator()
-    for options in (0.0, 0), (5.0, 1), (1e-300, 0):
-        assert {sample.choose(logits, *options, rng) for _ in range(20)} == {2}
+def test_a_text_ends_with_its_document(tiny, random_gpt):
     gpt, script = random_gpt(tiny), iter([7, 8, tiny.eot_token, 9])
     assert list(sample.generate(gpt, [1, 2], 10, lambda logits: next(script))) == [7, 8]
     assert list(sample.generate(gpt, [], 3, lambda logits: 7)) == [7, 7, 7]
@@ -74,11 +70,11 @@ def test_text_is_the_same_with_the_same_seed(model, capsys, monkeypatch):
     monkeypatch.chdir(model.parent.parent)
     Path("logs/older.pt").touch()
     os.utime("logs/older.pt", (1, 1))
-    options = "--seed 1", "--seed 1", "--seed 2", "--temperature 0", "--top_k 1"
-    found = [run(capsys, "--tokens", "40", "--prompt", "naïve \x1b", *option.split()) for option in options]
-    first, again, other, greedy, top_1 = (text for _, text, _ in found)
-    assert (first == again != other, greedy == top_1, first.startswith("naïve \ufffd")) == (True, True, True)
-    assert re.search(r"seed 2\](?s:.)*seed \d+\]", found[2][2] + found[3][2])
+    options = "--seed 1", "--seed 1", "--seed 2", "--temperature 0", "--temperature 1e-300", "--top_k 1"
+    found = [run(capsys, "--tokens", "30", "--prompt", "naïve \x1b", *option.split()) for option in options]
+    first, again, other, *greedy = (text for _, text, _ in found)
+    assert (first == again != other, len({*greedy}), first.startswith("naïve \ufffd")) == (True, 1, True)
+    assert found[2][2].endswith("seed 2]\n"), "a fresh seed is told, too"
 
 
 def test_text_is_printed_as_it_comes(capsys):
@@ -91,8 +87,7 @@ def test_text_is_printed_as_it_comes(capsys):
             seen.append(capsys.readouterr().out)
 
     sample.write(pieces())
-    assert seen[:9] == ["", "é", "", "", "€", "", "", "", "😀"]
-    assert seen[9:] == ["\ufffd", "\ufffd", "[", "\ufffd", "\ufffd", "\t", "z", "\n", "", ""]
+    assert seen == ["", "é", "", "", "€", "", "", "", "😀", *"\ufffd\ufffd[\ufffd\ufffd\tz\n", "", ""]
     assert capsys.readouterr().out == "\ufffd\n"
 
 
