@@ -158,7 +158,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         cfg = train_gpt.parse_args(flags)
         if cfg.device == "cpu" and cfg.preset == "gpt2":
             raise UserError("--device cpu: gpt2 takes a GPU; add --preset nano")
-        if cfg.device != "cpu" and not torch.cuda.is_available():
+        is_for_cpu = cfg.device == "cpu" and any(flag.startswith(("--preset", "--device")) for flag in flags)
+        if not is_for_cpu and not torch.cuda.is_available():
             raise UserError(f"{why_no_gpu()[0]}; --preset nano --device cpu tries this without one")
         args.out.parent.mkdir(parents=True, exist_ok=True)
         gpus = torch.cuda.device_count() if cfg.device != "cpu" else 1

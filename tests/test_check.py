@@ -44,6 +44,8 @@ def machine(tmp_path, monkeypatch):
     program = tmp_path / "bin" / "nvidia-smi"
     program.parent.mkdir()
     monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    which = shutil.which  # not this machine's own
+    monkeypatch.setattr(shutil, "which", lambda name: which(name) if name != program.name or program.exists() else None)
 
     def invent(*gpus: check.Gpu, prints: bytes | None = None, code: int = 0, cuda: str | None = "13.0") -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
@@ -107,7 +109,7 @@ def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, m
 def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tmp_path):
     machine(check.Gpu("Tesla T4", (7, 5), 10**9))
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(check.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(check.sysconfig, "get_path", lambda *_: str(tmp_path))
     write_shard(tmp_path / "gpt2.bin", np.arange(300_000) % 50257)
     _, _, errors = outcome(*GPT2, f"--val_files={tmp_path}/none", f"--train_files={tmp_path}/gpt2.bin", small=False)
     problems = [line for line in errors if line.startswith("check.py: ")]
@@ -128,7 +130,7 @@ def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tm
 def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expected, notes):
     machine(*gpus)
     (tmp_path / "Python.h").touch()
-    monkeypatch.setattr(check.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(check.sysconfig, "get_path", lambda *_: str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda name: name)
     code, out, errors = outcome(*GPT2, small=False)
     assert (code, out) == ((0, [expected]) if expected else (2, []))
@@ -338,17 +340,23 @@ def test_an_environment_that_works_is_kept(start):
     assert (*start(), own.exists()) == (2, "", message, True)
 
 
+def with_driver(start, version: str) -> dict:
+    """Return the variables of a machine with this NVIDIA driver."""
+    smi = start.folder / "base" / "bin" / "nvidia-smi"
+    smi.write_text(f"#!/bin/sh\necho {version}\n")
+    smi.chmod(0o755)
+    return dict(PATH=f"{smi.parent}:{os.environ['PATH']}")
+
+
 def test_two_at_once_make_one_environment(start):
+    variables = with_driver(start, "535.1")
     with ThreadPoolExecutor() as pool:
-        assert [run[:2] for run in pool.map(lambda _: start(PIP="0.3"), range(3))] == [(0, READY)] * 3
+        assert [run[:2] for run in pool.map(lambda _: start(PIP="0.3", **variables), range(3))] == [(0, READY)] * 3
     log = start.log.read_text()
     assert (log.count("-m venv"), log.count("install")) == (1, 2), "torch, then the files"
 
 
 @pytest.mark.parametrize(("driver", "wheels"), [("535.1", ["cu126"]), ("580.65.06", []), ("470.1", []), ("", [])])
 def test_torch_suits_the_driver(start, driver, wheels):
-    smi = start.folder / "base" / "bin" / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\necho {driver}\n")
-    smi.chmod(0o755)
-    assert start(PATH=f"{smi.parent}:{os.environ['PATH']}")[0] == 0
+    assert start(**with_driver(start, driver))[0] == 0
     assert re.findall(r"/whl/(\w+)", start.log.read_text()) == wheels

@@ -74,6 +74,8 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
     if moment:
         kill_at(*moment)
     sys.argv = [script, *flags]
+    init = torch.distributed.init_process_group  # to which records name no backend; a CUDA build would take NCCL
+    torch.distributed.init_process_group = lambda *backend, **options: init(*(backend or ["gloo"]), **options)
     if target is None:
         runpy.run_path(script, run_name="__main__")
     else:
