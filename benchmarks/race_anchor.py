@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"{taken[0]} belongs to the race: leave it out after --")
     flags = ["--preset", "nano", *args.flags]
     scripts = [read_script(str(path), ROOT / "records") for path in (TRAINER, ANCHOR)]
-    runners = [functools.partial(race.run_script, TRAINER, flags), functools.partial(run_anchor, args.anchor_steps)]
+    runners = [functools.partial(race.run_script, TRAINER, flags, 1), functools.partial(run_anchor, args.anchor_steps)]
     try:
         plan = race.plan_of(scripts, [*flags, f"--anchor_steps={args.anchor_steps}"], args.pairs, args.seed)
         document = race.in_turn(plan, runners, args.out, args.resume)

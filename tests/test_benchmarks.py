@@ -13,8 +13,9 @@ from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
-from benchmarks import ENVIRONMENT, ROOT, anchor_cpu, command, measure, scaling
+from benchmarks import ENVIRONMENT, ROOT, anchor_cpu, command, measure, race_anchor, scaling
 from conftest import TINY_FLAGS
+from synthetic_logs import SCRIPT
 from test_attention import build, dense_mask
 from train_gpt import GPT, Ranks, Trainer
 
@@ -90,6 +91,18 @@ def test_anchor_learns_causally_and_validates_every_position_once():
     x = torch.randn(1, 64, anchor_cpu.WIDTH, requires_grad=True)
     model.blocks(x)[0, 40].sum().backward()
     assert (x.grad[0].abs().sum(-1) > 0).tolist() == [True] * 41 + [False] * 23
+
+
+@pytest.mark.parametrize(("anchor_loss", "code"), [(1.5, 0), (1.4116, 1)])  # the latter is higher by chance
+def test_race_with_the_anchor_says_by_its_exit_code_whether_the_ratio_counts(anchor_loss, code, monkeypatch, tmp_path):
+    """The trainer, a stand-in, ends at 1.411 and 1.412."""
+    result = f"print('{json.dumps(dict(val_loss=anchor_loss, train_time_ms=8000.0))}')"
+    for name, source in dict(TRAINER=SCRIPT.replace("SLOWNESS", "1.0"), ANCHOR=result).items():
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.setattr(race_anchor, name, tmp_path / f"{name}.py")
+    assert race_anchor.main(["--pairs=2", f"--out={tmp_path}/race"]) == code
+    (found,) = json.loads((tmp_path / "race" / "race.json").read_text())["comparisons"]
+    assert found["train_time"]["ratio"] == pytest.approx(0.1, rel=0.02)
 
 
 def test_fit_is_that_of_scipy_and_leaves_zeros_out():
