@@ -30,7 +30,7 @@ def run_audited(cwd: Path, env: dict[str, str], notes_path: Path, flags: list[st
     os.chdir(cwd)
     sys.dont_write_bytecode = True
     assert "train_gpt" not in sys.modules
-    notes = {kind: set() for kind in EVENTS}
+    before, notes = dict(os.environ), {kind: set() for kind in EVENTS}
 
     def audit(event: str, args: tuple) -> None:
         if event == "open" and isinstance(args[0], str | bytes):
@@ -45,7 +45,7 @@ def run_audited(cwd: Path, env: dict[str, str], notes_path: Path, flags: list[st
     sys.addaudithook(audit)
     with contextlib.redirect_stdout(io.StringIO()) as told:
         import train_gpt
-    assert (told.getvalue(), any(notes.values())) == ("", False), "an import touches nothing"
+    assert (dict(os.environ), told.getvalue(), any(notes.values())) == (before, "", False), "an import touches nothing"
     assert not torch.cuda.is_initialized()
     train_gpt.main(flags)
     notes_path.write_text(json.dumps({kind: sorted(found) for kind, found in notes.items()}))
