@@ -49,10 +49,8 @@ FINEWEB_SHARDS, SHARD_TOKENS, PACKING = 103, 10**8, 1.5  # 1.5: tokens for one t
 # step and in its validation: what a slice of the head's logits takes, and what grows with the sequence
 BUFFER_MIB = {"train_seq_len": (1_763, 12_686), "val_seq_len": (0, 5_599)}
 SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the free memory is looked at
-# Useful TFLOP/s, 6 FLOP per weight and token, by a part of the GPU's name. H100: from the 96.08 s published for record
-# 65 on 8 of them. 4090: `python -m benchmarks roofline`; A100: the same for record 21, less the 8% by which it was too
-# fast for H100s. Others: the H100's share, 37%, of their peak. nano makes 9.1e10 a second on 2 cores that multiply
-# bf16, about half on others.
+# Useful TFLOP/s, 6 FLOP per weight and token, by a part of the GPU's name. H100: from record 65's published 96.08 s.
+# 4090 and A100: by the roofline. Others: 37% of their peak, as the H100. nano makes 9.1e10 FLOP/s on 2 cores with bf16.
 TFLOPS = {"MIG": 0, "B200": 837, "H200": 368, "H100 PCIe": 281, "H100": 368, "A100": 149, "4090": 87, "3090": 26}
 NANO_FLOPS = 9.1e10
 Gpu = namedtuple("Gpu", "name capability free")  # free: bytes of memory
@@ -191,9 +189,9 @@ def examine(argv: list[str], report: Report) -> int:
         raise UserError(f"NPROC={wish}: expected a number of processes")
     cfg, gpus = train_gpt.parse_args(argv), []
     is_for_cpu = cfg.device == "cpu" and any(flag.startswith(("--preset", "--device")) for flag in argv)
-    if not is_for_cpu and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         why, is_problem = why_no_gpu()
-        if is_problem or cfg.device == "cuda":
+        if cfg.device == "cuda" or (is_problem and not is_for_cpu):
             raise UserError(f"{why}; or train on the CPU: --device cpu")
         report.fact(f"hardware: {os.cpu_count()} CPU cores, {why}", note="NVIDIA" not in why)
     for index in range(torch.cuda.device_count() if cfg.device != "cpu" and torch.cuda.is_available() else 0):
@@ -211,12 +209,11 @@ def examine(argv: list[str], report: Report) -> int:
             report.problems.append("torch.compile finds no C compiler: install one (Debian, Ubuntu: apt install g++)")
         scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # where Debian has its headers
         if gpus and not (header := Path(sysconfig.get_path("include", scheme), "Python.h")).exists():
-            package = "python{}.{}-dev".format(*sys.version_info)
-            report.problems.append(f"torch.compile needs {header}: install Python's headers (apt install {package})")
+            report.problems.append(f"torch.compile needs {header}: apt install python3.{sys.version_info.minor}-dev")
     for gpu in sorted(gpus, key=lambda gpu: gpu.capability)[:1]:
         this = f"{gpu.name} (compute capability {'.'.join(map(str, gpu.capability))})"
-        kinds = f"{cfg.dtype}, head in {'FP8' if cfg.lm_head_fp8 else cfg.dtype}"
-        report.fact(f"hardware: {len(gpus)} x {this}: {kinds}", note=True)
+        head = f"{cfg.dtype}, head in {'FP8' if cfg.lm_head_fp8 else cfg.dtype}"
+        report.fact(f"hardware: {len(gpus)} x {this}: {head}", note=True)
         if cfg.compile and cfg.dtype == "bfloat16" and gpu.capability < (8, 0):
             report.problems.append(f"{this}: torch.compile needs 8.0 or newer for bfloat16; --dtype float32")
     if is_root:
