@@ -105,10 +105,12 @@ class Hyperparameters:
     backout_layer: str = "7"  # layer (0-9a-z) whose output is subtracted before the head, half of it at first, or .
     resid_lambda_init: Rate = 1.1  # first factor on the residual stream before each layer
     gate_inputs: Natural = 12  # channels that feed the gates; 0: none of attention, value embeddings, skips, smear
+    embed_mean: Annotated[float, -100, 100] = 0.0  # mean of the embedding at the start, unless it is tied
     head_std: Rate = 0.005  # standard deviation of the head at the start
     bigram_rows: Natural = 5 * 50304  # rows of the hashed table for pairs of consecutive tokens; 0: no table
     bigram_lambda_init: Rate = 0.1  # first factor on the pairs' embeddings before each layer
     rope_base: Positive = 1024.0  # base of the rotary frequencies
+    local_heads: Natural = 0  # heads that begin without their unrotated half; q and k begin equal. 0: at random
     attention_scale: Annotated[float, 0, 2**20] = 0.1  # first factor on the attention scores; q and k have unit RMS
     yarn_scale: Rate = 0.2  # growth of that factor with the logarithm of the long window (YaRN)
     yarn_turns: Annotated[float, 1.1, 2**20] = 32.0  # YaRN keeps frequencies that turn so often in a window
@@ -215,14 +217,14 @@ PRESETS = {
     "nano": Hyperparameters(
         preset="nano", train_files="data/nano/nano_train_*.bin", val_files="data/nano/nano_val_*.bin",
         val_tokens=262_144, val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
-        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=560, extension_steps=0, stage_growth=(1,),
+        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=310, extension_steps=0, stage_growth=(1,),
         lr_factors=(1.0,), cooldown_frac=0.85, next_weights=(1.0,), loss_scale=2**-10, tied_frac=0.0,
-        val_loss_every=300, batch_tokens=1024, train_seq_len=1024, max_doc_len=0, val_seq_len=8192,
+        val_loss_every=155, batch_tokens=1024, train_seq_len=1024, max_doc_len=0, val_seq_len=8192,
         model_dim=128, num_heads=2, head_dim=64, attention_layout="L-", value_embed_layout="0.", skip_layout=".0",
         skip_init=1.0, backout_layer=".", bigram_rows=8192, resid_lambda_init=1.0, bigram_lambda_init=1.0,
-        gate_inputs=0, head_std=0.0, attention_scale=0.12, lm_head_range=30.0, lm_head_shift=0.0,
-        lm_head_slice=1024, lm_head_fp8=False, block_size=32, window_tokens=(96,), final_window_tokens=0,
-        muon_lr=0.04, c_proj_factor=1.0, muon_momentum=0.9, momentum_warmup_steps=50,
+        gate_inputs=0, embed_mean=0.5, head_std=0.0, local_heads=1, attention_scale=0.12, lm_head_range=30.0,
+        lm_head_shift=0.0, lm_head_slice=1024, lm_head_fp8=False, block_size=64, window_tokens=(256,),
+        final_window_tokens=0, muon_lr=0.06, c_proj_factor=1.0, muon_momentum=0.9, momentum_warmup_steps=50,
         momentum_cooldown_steps=0, muon_decay=0.0, adam_every=1,
         head_adam=(0.006, 0.0, 0.5, 0.9), embed_adam=(0.25, 0.0, 0.5, 0.9), table_adam=(0.25, 0.0, 0.5, 0.9),
         scalar_adam=(0.04, 0.0, 0.5, 0.9), x0_adam=(0.04, 0.0, 0.5, 0.9),
@@ -492,6 +494,10 @@ class CausalSelfAttention(nn.Module):
         self.cfg, self.kind, H, G, K = cfg, kind, cfg.num_heads, cfg.gate_inputs, cfg.model_dim
         self.qkv_w = uniform_weight(K, 3, H * cfg.head_dim, K)  # three matrices for Muon: record 20
         self.c_proj = uniform_weight(H * cfg.head_dim, K, H * cfg.head_dim)  # not zero: record 64
+        if cfg.local_heads:  # a token finds those like it, or those nearby: mimetic initialization (arXiv:2305.09828)
+            q, k, _ = self.qkv_w.data.view(3, H, cfg.head_dim, K)
+            q[: cfg.local_heads, cfg.head_dim // 2 :] = 0
+            k.copy_(q)
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))
         self.gate = nn.Parameter(torch.zeros(H, G)) if G else None
         self.value_gate = nn.Parameter(torch.zeros(H, G)) if G and has_value_embed else None
@@ -554,6 +560,7 @@ class GPT(nn.Module):
         is_tied, gate_inputs = cfg.tied_frac > 0, cfg.gate_inputs
         rows = V + -V % 64  # aligned for matmul tiles
         self.embed = nn.Embedding(rows if is_tied else V, K, dtype=dtype)
+        self.embed.weight.data += cfg.embed_mean
         num_values, width = len({*cfg.value_embed_layout} - {"."}), cfg.num_heads * cfg.head_dim
         tables = [torch.zeros(V, width, dtype=dtype) for _ in range(num_values)]
         self.value_embeds = nn.ModuleList(nn.Embedding.from_pretrained(table, freeze=False) for table in tables)

@@ -7,7 +7,7 @@
 The last line of output is the command that trains on the shards, with flags that fit the amount of text. Each file goes
 to training or validation by the hash of its name; a single file is split by document. A document is
 - bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 8 MiB. What many files
-  repeat (a licence, a quoted mail) then counts once, and the model's window of 96 bytes loses little.
+  repeat (a licence, a quoted mail) then counts once, and the model's window of 256 bytes loses little.
 - gpt2: a file. One over 64 KiB is cut at its next blank line, or after 1 MiB: ten times the model's window, yet a step
   still mixes two dozen documents. Bytes that are not UTF-8 become U+FFFD; names of special tokens are ordinary text.
 
@@ -50,7 +50,7 @@ Tokenizer = namedtuple(
     "Tokenizer", "preset eot min_bytes max_bytes file_end batch_tokens num_iterations val_tokens val_seq_lens"
 )
 TOKENIZERS = {
-    "bytes": Tokenizer("nano", EOT, MIN_DOCUMENT_BYTES, 2**23, b"\n\n", 1024, 560, 262_144, (8192,)),
+    "bytes": Tokenizer("nano", EOT, MIN_DOCUMENT_BYTES, 2**23, b"\n\n", 1024, 310, 262_144, (8192,)),
     "gpt2": Tokenizer("gpt2", 50256, 2**16, 2**20, b"", 400_000, 1555, 10_485_760, (262_144, 65_536)),
 }
 

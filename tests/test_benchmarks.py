@@ -20,7 +20,7 @@ from test_attention import build, dense_mask
 from train_gpt import GPT, Ranks, Trainer
 
 FIGURES = {"step: data", "step: forward", "step: backward", "step: optimizers", "loader, warm files, per rank"}
-WHOLE, MATMUL = "step: whole, stage 1 (windows of 96 and 48 tokens)", "large matmul in float32"
+WHOLE, MATMUL = "step: whole, stage 1 (windows of 256 and 128 tokens)", "large matmul in float32"
 
 
 def test_report_is_complete_but_for_a_failed_stage(tiny, tmp_path, monkeypatch, capsys):

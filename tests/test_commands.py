@@ -4,7 +4,6 @@ import argparse
 import ast
 import dataclasses
 import importlib.util
-import json
 import os
 import re
 import runpy
@@ -22,7 +21,8 @@ from torch.distributed.run import get_args_parser
 
 import pack_nano
 import train_gpt
-from records.logs import RECORDS, record_folders
+from records.logs import RECORDS, lineage, log_paths, record_logs
+from records.publish import leaderboards
 from synthetic_logs import ROOT
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
@@ -126,11 +126,10 @@ def figures() -> dict[str, tuple[str, ...]]:
         tokens = preset.batch_sequences * sum(train_gpt.train_seq_len(step, preset) for step in steps)
         row = len(gpt.blocks), f"{size:,}", f"{len(steps):,}", f"{tokens / 1e6:.3g}", preset.target_loss
         found[rf"\| {name} \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) M [\w ]+ \| ([\d.]+) \|"] = tuple(map(str, row))
-    for record in record_folders(RECORDS):  # the last one with logs counts
-        if logs := [log for path in record.glob("*.json") if "val_loss" in (log := json.loads(path.read_text()))]:
-            losses = [log["val_loss"] for log in logs]
-            mean, sd, highest = (f"{figure(losses):.4f}" for figure in (statistics.mean, statistics.stdev, max))
-            found[NANO] = (str(logs[0]["num_iterations"]), mean, str(len(logs)), sd, highest)
+    logs = record_logs(next(folder for folder in reversed(lineage(RECORDS)) if log_paths(folder)))
+    losses = [log.val_loss for log in logs]
+    mean, sd, highest = (f"{figure(losses):.4f}" for figure in (statistics.mean, statistics.stdev, max))
+    found[NANO] = (str(logs[0].num_steps), mean, str(len(logs)), sd, highest)
     return found
 
 
@@ -138,6 +137,11 @@ def test_figures_of_the_readme_are_those_of_their_sources():
     text = " ".join((ROOT / "README.md").read_text().split())
     for pattern, values in figures().items():
         assert getattr(re.search(pattern, text), "groups", tuple)() == values, pattern
+    table = re.findall(r"\| \[(\w+)\]\(records/\S+\) \| [^|]* \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", text)
+    rows = [re.split(r"[| ]+", row) for row in leaderboards(RECORDS).split("\n### Public")[0].splitlines()]
+    for name, *cells in table:
+        assert [row for row in rows if f"_{name}]" in " ".join(row[:3]) and {*cells} <= {*row}], name
+    assert len(table) == 3
 
 
 CHANGES = (ROOT / "docs" / "change.md").read_text()

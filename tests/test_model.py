@@ -62,6 +62,21 @@ def test_initial_values_at_the_width_of_gpt2(changes: dict, constants: dict, nor
     assert torch.equal(gpt.embed.weight, gpt.lm_head) == (not changes), "two tables begin as one"
 
 
+def test_heads_begin_as_one_that_sees_itself_and_one_that_copies():
+    """Let token s have the value e_s: then token t gets as its channel s what it attends to s."""
+    cfg = dataclasses.replace(NANO, dtype="float32", train_seq_len=64, block_size=32)
+    gpt, tokens = GPT(cfg), torch.randperm(256)[:32].repeat(2).int()
+    assert gpt.embed.weight.mean().item() == pytest.approx(0.5, abs=0.03)
+    attn, values = gpt.blocks[0].attn, torch.eye(64).repeat(1, 2)
+    attn.qkv_w.data[2], attn.c_proj.data = 0, torch.eye(128)
+    masks = gpt.attention_masks(tokens, torch.tensor([64, 0], dtype=torch.int32))
+    local, copy = attn(norm(gpt.embed(tokens)), values, gpt.rotary, masks["L"]).view(64, 2, 64).unbind(1)
+    later = torch.arange(32, 64)  # each saw its token 32 before, and what followed it 31 before
+    weights = [[head[later, later - n].mean().item() for n in range(32)] for head in (local, copy)]
+    assert weights[0][0] > 0.7 > 0.02 > max(weights[0][1:]), "itself"
+    assert weights[1][31] > 10 * max(weights[1][1:31]) > 0.05, "what followed"
+
+
 def frequencies(stage: int, cfg) -> tuple[list[float], float]:
     """Return the frequencies of the rotary embedding, and the factor on attention scores, one number at a time."""
     count, scale = cfg.head_dim // 4, cfg.attention_scale

@@ -18,7 +18,7 @@ from world_worker import Run
 
 NAMES = [folder.name for folder in lineage(RECORDS)]
 UNTIMED = [name for name in NAMES if not is_ranked(RECORDS / name)]  # they only carry ideas of gpt2
-V14, V15, V18, V20, V21, SHARDED, PAIRS, TUNED, *_ = (name for name in NAMES if name not in UNTIMED)
+V14, V15, V18, V20, V21, SHARDED, PAIRS, TUNED, START = (name for name in NAMES if name not in UNTIMED)
 SHORT = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --seed 1 --num_iterations 8 --model_dim 32 "
 SHORT += "--num_heads 2 --head_dim 16 --block_size 16 --window_tokens 64 --train_seq_len 128 --batch_tokens 768 "
 SHORT += "--val_seq_len 256 --val_tokens 1280"
@@ -85,6 +85,7 @@ EQUAL = [
     (SHARDED, PAIRS, f"{PAIR_FLAGS} --adam_beta1 0.8", "--bigram_rows 0 --lm_head_slice 100"),
     (PAIRS, TUNED, f"{TUNED_FLAGS} --adam_beta2 0.95", ""),
     *(pytest.param(TUNED, name, "", "", marks=pytest.mark.slow) for name in UNTIMED[:-1]),  # nano takes none of them
+    (UNTIMED[-1], START, "--muon_lr 0.04", "--local_heads 0 --embed_mean 0"),
 ]
 
 

@@ -250,7 +250,7 @@ def test_gpus_take_blocks_of_128_and_leave_nano_to_the_cpu(monkeypatch):
     for flags, expected in presets.items():
         cfg = train_gpt.resolve(train_gpt.parse_args(flags.split()))
         assert f"{cfg.preset} {cfg.device}" == expected
-    with pytest.raises(UserError, match="--block_size 32"):
+    with pytest.raises(UserError, match="--block_size 64"):
         train_gpt.check_world(train_gpt.parse_args(["--preset", "nano", "--device", "cuda"]), Ranks())
 
 
