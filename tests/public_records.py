@@ -155,11 +155,11 @@ class PublicRecord:
         scale = np.abs(want).max() if scale is None else scale
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-8 * scale, err_msg=f"{key} {row}")
 
-    def run(self, m, folder: Path, ranks, batches: str, loss: str, gradients=None, **changes) -> Iterator[tuple]:
+    def run(self, m, folder: Path, ranks, batches: str, loss: str, gradients_at=None, **changes) -> Iterator[tuple]:
         """Train from data to the last validation, after a warm-up, as one of any number of processes.
 
         Compare the tokens of every step and its loss, by their public names, and the validations. A single process
-        keeps `gradients` after an even step, as Adam waits: compare their norms. Yield step and model.
+        keeps gradients after an even step, as Adam waits: compare the norms. Yield step and model.
         """
         cfg, validations, losses = self.config(m, folder, **changes), [], []
         trainer, plans, own = m.Trainer(cfg, ranks), m.plan_data(cfg), range(ranks.rank, 8, ranks.world_size)
@@ -169,8 +169,8 @@ class PublicRecord:
             validations += [trainer.evaluate(step, plans["val"])] if step in self.numbers["run/val_steps"] else []
             assert np.array_equal(torch.stack([row for row, _ in batch]), self.numbers[batches.format(step)][own])
             losses.append(trainer.train_step(step, batch).item())
-            if gradients and ranks.world_size == 1 and step % 2 == 0:
-                found = np.array([np.linalg.norm(g) / 8 for g in gradients(trainer.gpt).values()])
+            if gradients_at and ranks.world_size == 1 and step % 2 == 0:
+                found = np.array([np.linalg.norm(g) / 8 for g in gradients_at(trainer.gpt, step).values()])
                 kept = found > 0
                 assert kept.any()
                 want = self.numbers["run/grad_norm"][step][kept]

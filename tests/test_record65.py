@@ -153,7 +153,8 @@ def test_packing(m: types.ModuleType, tmp_path: Path):
 
 
 def train(m: types.ModuleType, folder: Path, ranks) -> None:
-    for step, gpt in RECORD.run(m, folder, ranks, "run/{}/tokens", "loss_per_token", RECORD.gradients, **RUN):
+    names, gradients_at = ("run/{}/tokens", "loss_per_token"), lambda gpt, _: RECORD.gradients(gpt)
+    for step, gpt in RECORD.run(m, folder, ranks, *names, gradients_at, **RUN):
         for key, x in RECORD.public(gpt, 1.0).items():
             found = [x.sum(), norm := np.linalg.norm(x), *x.flat[7919 * np.arange(1, 9) % x.size]]
             RECORD.expect(f"run/digest/{key}", step, found, norm)
