@@ -1,5 +1,6 @@
 """Checkpoints: a run that is killed and resumed ends as the run that was not, to the last bit."""
 
+import json
 import os
 import random
 import re
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 import train_gpt
-from test_train import flags, gpt2_flags, json_of, long_flags, losses, refusal, wait_for  # noqa: F401  (fixtures)
+from test_train import flags, gpt2_flags, long_flags, losses, refusal, wait_for  # noqa: F401  (fixtures)
 from train_gpt import UserError
 from world_worker import ROOT, Run, program
 
@@ -64,7 +65,8 @@ def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
     assert whole.wait() == [0] * size, whole.text("err")
     for moment, log, found, run in resumed:
         assert run.wait() == [0] * size, (moment, run.text("err"))
-        assert losses(json_of(run_flags, log.stem)) == losses(json_of(run_flags, "whole")), (moment, found)
+        ends = [losses(json.loads(log.with_name(f"{name}.json").read_text())) for name in (log.stem, "whole")]
+        assert ends[0] == ends[1], (moment, found)
         assert re.findall(r"^resumed at step (\d+)", run.text("out"), re.M) == [str(found)] * bool(found), moment
         assert {path.suffix for path in log.parent.glob(f"{log.stem}.*")} == {".txt", ".json", ".pt", ".checkpoint"}
         assert step_of(log.with_suffix(".checkpoint")) == 8
@@ -137,7 +139,6 @@ def test_another_number_of_processes_is_refused_in_one_line(run_flags, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_no_process_outlives_the_others(long_flags, tmp_path, victim):  # noqa: F811
-    """After a SIGKILL for torchrun, or for one rank, none is left: the log ends, and its lock is free."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     launcher = program(*torchrun, "train_gpt.py", *long_flags, "--run_id", "long")
     log = tmp_path / "logs" / "long.txt"

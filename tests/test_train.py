@@ -68,10 +68,6 @@ def losses(result: dict) -> list[tuple[int, float]]:
     return [(step, loss) for name in ("train_curve", "val_curve") for step, loss, _ in result[name]]
 
 
-def json_of(flags: list[str], run_id: str) -> dict:
-    return json.loads((Path(flags[flags.index("--log_dir") + 1]) / f"{run_id}.json").read_text())
-
-
 def wait_for(condition, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
