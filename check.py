@@ -50,9 +50,8 @@ FINEWEB_SHARDS, SHARD_TOKENS, PACKING = 103, 10**8, 1.5  # 1.5: tokens for one t
 BUFFER_MIB = {"train_seq_len": (1_763, 12_686), "val_seq_len": (0, 5_599)}
 SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the free memory is looked at
 # Useful TFLOP/s, 6 FLOP per weight and token, by a part of the GPU's name. H100: from record 65's published 96.08 s.
-# 4090 and A100: by the roofline. Others: 37% of their peak, as the H100. nano makes 9.1e10 FLOP/s on 2 cores with bf16.
+# 4090 and A100: by the roofline. Others: 37% of their peak, as the H100.
 TFLOPS = {"MIG": 0, "B200": 837, "H200": 368, "H100 PCIe": 281, "H100": 368, "A100": 149, "4090": 87, "3090": 26}
-NANO_FLOPS = 9.1e10
 Gpu = namedtuple("Gpu", "name capability free")  # free: bytes of memory
 
 
@@ -122,7 +121,7 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
     else:  # nothing is fused: 3 times the buffers, and 0.4 GB for torch (0.5 GB for nano; measured: 0.46)
         lines = Path("/proc/meminfo").read_text() if os.path.exists("/proc/meminfo") else "MemAvailable: 9999999999"
         free, factor, where = 1024 * int(re.findall(r"MemAvailable: *(\d+)", lines)[0]) // processes, 3, "2 CPU cores"
-        fixed, rate = fixed + 4 * 10**8, NANO_FLOPS if cfg.dtype == "bfloat16" else NANO_FLOPS / 2
+        fixed, rate = fixed + 4 * 10**8, 9.1e10 / (1 if cfg.dtype == "bfloat16" else 2)  # nano's, measured with bf16
     for name, (slice_mib, length_mib) in BUFFER_MIB.items():
         length, layers = getattr(cfg, name), len(cfg.attention_layout) / len(gpt2.attention_layout)
         growth = max(cfg.stage_growth) / max(gpt2.stage_growth) if name == "train_seq_len" else 1
@@ -143,22 +142,18 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
     report.fact(f"time: {text} of training on {where} (estimated)", note=seconds > 300)
 
 
-def data_command(cfg: Hyperparameters, files: str, length: int) -> str:
-    """Return the command that gets a preset's shards, "" for other files. length: the sum of all steps' sequences."""
-    gpt2, nano = ((preset.train_files, preset.val_files) for preset in PRESETS.values())
-    shards = -int(-PACKING * cfg.batch_sequences * length // SHARD_TOKENS) if cfg.train_files in gpt2 else 0
-    if shards > FINEWEB_SHARDS:
-        raise UserError(f"--num_iterations {cfg.num_iterations} needs {shards} shards of FineWeb's {FINEWEB_SHARDS}")
-    return "data/pack_nano.py" if files in nano else f"data/cached_fineweb10B.py {shards}" if files in gpt2 else ""
-
-
 def check_data(cfg: Hyperparameters, report: Report) -> list[tuple[str, str]]:
     """Return what is wrong with the shards and a command mends, with that command; report what none mends."""
     lengths, found = [train_gpt.train_seq_len(step, cfg) for step in range(cfg.num_iterations)], []
+    gpt2, nano = ((preset.train_files, preset.val_files) for preset in PRESETS.values())
+    shards = -int(-PACKING * cfg.batch_sequences * sum(lengths) // SHARD_TOKENS) if cfg.train_files in gpt2 else 0
+    if shards > FINEWEB_SHARDS:
+        raise UserError(f"--num_iterations {cfg.num_iterations} needs {shards} shards of FineWeb's {FINEWEB_SHARDS}")
+    commands = dict.fromkeys(gpt2, f"data/cached_fineweb10B.py {shards}") | dict.fromkeys(nano, "data/pack_nano.py")
     train = (cfg.train_files, "num_iterations", lengths, cfg.batch_sequences, cfg, cfg.max_doc_len)
     val = (cfg.val_files, "val_tokens", [cfg.val_seq_len] * (cfg.val_tokens // cfg.val_seq_len), 1, cfg)
     for files, flag, *batches in train, val:
-        command, paths = data_command(cfg, files, sum(lengths)), sorted(glob.glob(files, recursive=True))
+        command, paths = commands.get(files, ""), sorted(glob.glob(files, recursive=True))
         report.fact(f"data: {len(paths)} shards match {files}")
         fix = f"get it: python {command or 'data/pack_text.py --help'}"
         unsound = [f"{path}: {problem}" for path in paths if (problem := shard_problem(Path(path)))]

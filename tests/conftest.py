@@ -4,12 +4,15 @@ import dataclasses
 import signal
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import train_gpt
 from benchmarks.gpu_numbers import randomize
+from shards import write_shard
 from train_gpt import GPT, Hyperparameters
 
 torch.set_num_threads(1)  # for models so small threads cost more than they save: on a busy machine four times the time
@@ -41,6 +44,20 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not sees_gpu():
         pytest.skip("no GPU that torch can use")
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    """Write two training shards and a validation shard of words, as bytes, a long training shard, and one for gpt2."""
+    folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
+    words = [b"muon ", b"adam ", b"rotary ", b"window ", b"shard ", b"block\n"]
+    for name, count in dict(train_000000=400, train_000001=400, val_000000=400, long=50_000).items():
+        text = b"".join(words[i] for i in rng.integers(len(words), size=count))
+        tokens = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
+        tokens[rng.random(len(tokens)) < 0.01] = 256
+        write_shard(folder / f"{name}.bin", tokens)
+    write_shard(folder / "gpt2.bin", np.where(np.arange(700_000) % 1000, 5, 50256))
+    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -155,27 +155,29 @@ class PublicRecord:
         scale = np.abs(want).max() if scale is None else scale
         np.testing.assert_allclose(found, want, rtol=0, atol=1e-8 * scale, err_msg=f"{key} {row}")
 
-    def run(self, m: types.ModuleType, folder: Path, ranks, batches: str, **changes) -> Iterator[tuple]:
+    def run(self, m, folder: Path, ranks, batches: str, loss: str, gradients_at=None, **changes) -> Iterator[tuple]:
         """Train from data to the last validation, after a warm-up, as one of any number of processes.
 
-        Compare the tokens of every step, called `batches` in public, and the validations. Yield trainer, step and loss.
+        Compare the tokens of every step and its loss, by their public names, and the validations. A single process
+        keeps gradients after an even step, as Adam waits: compare the norms. Yield step and model.
         """
-        cfg, validations = self.config(m, folder, **changes), []
+        cfg, validations, losses = self.config(m, folder, **changes), [], []
         trainer, plans, own = m.Trainer(cfg, ranks), m.plan_data(cfg), range(ranks.rank, 8, ranks.world_size)
         trainer.warm_up()
         self.load_parameters(trainer.gpt, is_tied=hasattr(cfg, "tied_frac"))
         for step, batch in enumerate(m.read_batches(plans["train"], own, cfg, trainer.device)):
             validations += [trainer.evaluate(step, plans["val"])] if step in self.numbers["run/val_steps"] else []
             assert np.array_equal(torch.stack([row for row, _ in batch]), self.numbers[batches.format(step)][own])
-            yield trainer, step, trainer.train_step(step, batch).item()
-        self.compare("run", val_loss=[*validations, trainer.evaluate(cfg.num_iterations, plans["val"])])
-
-    def compare_norms(self, step: int, gradients: dict[str, np.ndarray]) -> None:
-        """Compare the norms of the gradients that a single process keeps after an even step: Adam waits."""
-        found = np.array([np.linalg.norm(g) / 8 for g in gradients.values()])
-        kept = found > 0
-        assert kept.any()
-        np.testing.assert_allclose(found[kept], self.numbers["run/grad_norm"][step][kept], rtol=1e-8, atol=1e-10)
+            losses.append(trainer.train_step(step, batch).item())
+            if gradients_at and ranks.world_size == 1 and step % 2 == 0:
+                found = np.array([np.linalg.norm(g) / 8 for g in gradients_at(trainer.gpt, step).values()])
+                kept = found > 0
+                assert kept.any()
+                want = self.numbers["run/grad_norm"][step][kept]
+                np.testing.assert_allclose(found[kept], want, rtol=1e-8, atol=1e-10)
+            yield step, trainer.gpt
+        validations.append(trainer.evaluate(cfg.num_iterations, plans["val"]))
+        self.compare("run", val_loss=validations, **{loss: losses})
 
 
 def step_as(m: types.ModuleType, trainer, step: int, shown: int) -> None:

@@ -26,16 +26,6 @@ RTX_4090 = check.Gpu("NVIDIA GeForce RTX 4090", (8, 9), 25 * 10**9)
 FULL_4090 = RTX_4090._replace(free=18 * 10**9)
 
 
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
-    """Two training shards and one of validation for SMALL, and one of each for two steps of gpt2."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for name in ("train_0", "train_1", "val_0"):
-        write_shard(folder / f"{name}.bin", np.arange(1000) % 257)
-    write_shard(folder / "gpt2.bin", np.where(np.arange(700_000) % 1000, 5, 50256))
-    return folder
-
-
 @pytest.fixture(autouse=True)
 def machine(tmp_path, monkeypatch):
     """Invent what torch sees and what nvidia-smi, a program on the PATH, prints; at first there is neither."""
@@ -82,11 +72,11 @@ GPT2 = "--preset gpt2 --num_iterations 2 --extension_steps 0 --val_tokens 262144
     [
         ("--batch_tokens 1024000000000000", "--batch_tokens 1024000000000000: expected a number"),
         ("--device cuda", "there is no NVIDIA GPU; or train on the CPU: --device cpu"),
-        ("--num_iterations 15", "tokens for 14 batches, the run needs 15; lower --num_iterations"),
-        ("--val_tokens 1056", "tokens for 10 batches, the run needs 11; lower --val_tokens"),
+        ("--num_iterations 37", "tokens for 36 batches, the run needs 37; lower --num_iterations"),
+        ("--val_tokens 2496", "tokens for 25 batches, the run needs 26; lower --val_tokens"),
         ("--val_files none_*.bin", "get it: python data/pack_text.py"),
         ("--train_files {tmp}/fifo.bin", "{tmp}/fifo.bin: no such file; get it"),
-        ("--train_files {tmp}/short.bin", "{tmp}/short.bin: 3023 bytes, but "),
+        ("--train_files {tmp}/short.bin", "{tmp}/short.bin: 5849 bytes, but "),
         ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has tokens up to 50256, not of 257"),
         ("--vocab_size 50257", ".bin: has tokens up to 256, not of 50257"),
         *((f"NPROC={wish}", f"NPROC={wish}: expected") for wish in ("-1", "9" * 9)),
@@ -94,7 +84,7 @@ GPT2 = "--preset gpt2 --num_iterations 2 --extension_steps 0 --val_tokens 262144
     ],
 )
 def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, monkeypatch, argv, message):
-    (tmp_path / "short.bin").write_bytes((corpus / "train_0.bin").read_bytes()[:-1])
+    (tmp_path / "short.bin").write_bytes((corpus / "val_000000.bin").read_bytes()[:-1])
     os.mkfifo(tmp_path / "fifo.bin")
     argv, message = (text.format(tmp=tmp_path, corpus=corpus) for text in (argv, message))
     if argv.startswith("NPROC="):
@@ -207,7 +197,7 @@ def test_presets_data_are_fetched_when_they_are_missing(corpus, tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     packer = tmp_path / "data" / "pack_nano.py"
     (tmp_path / "data" / "nano").mkdir(parents=True)
-    copy = f"shutil.copy(f'{corpus}/{{role}}_0.bin', f'data/nano/nano_{{role}}_0.bin')"
+    copy = f"shutil.copy(f'{corpus}/{{role}}_000000.bin', f'data/nano/nano_{{role}}_0.bin')"
     packer.write_text(f"import shutil\nprint('packing')\nfor role in ('train', 'val'):\n    {copy}")
     assert (check.main([*SMALL, "--check"]), "run.sh gets them: python data" in capfd.readouterr().out) == (0, True)
     with monkeypatch.context() as full:
@@ -340,23 +330,16 @@ def test_an_environment_that_works_is_kept(start):
     assert (*start(), own.exists()) == (2, "", message, True)
 
 
-def with_driver(start, version: str) -> dict:
-    """Return the variables of a machine with this NVIDIA driver."""
-    smi = start.folder / "base" / "bin" / "nvidia-smi"
-    smi.write_text(f"#!/bin/sh\necho {version}\n")
-    smi.chmod(0o755)
-    return dict(PATH=f"{smi.parent}:{os.environ['PATH']}")
-
-
-def test_two_at_once_make_one_environment(start):
-    variables = with_driver(start, "535.1")
+def test_two_at_once_make_one_environment(start, machine):
+    machine(prints=b"535.1")
     with ThreadPoolExecutor() as pool:
-        assert [run[:2] for run in pool.map(lambda _: start(PIP="0.3", **variables), range(3))] == [(0, READY)] * 3
+        assert [run[:2] for run in pool.map(lambda _: start(PIP="0.3"), range(3))] == [(0, READY)] * 3
     log = start.log.read_text()
     assert (log.count("-m venv"), log.count("install")) == (1, 2), "torch, then the files"
 
 
-@pytest.mark.parametrize(("driver", "wheels"), [("535.1", ["cu126"]), ("580.65.06", []), ("470.1", []), ("", [])])
-def test_torch_suits_the_driver(start, driver, wheels):
-    assert start(**with_driver(start, driver))[0] == 0
+@pytest.mark.parametrize(("driver", "wheels"), [(b"535.1", ["cu126"]), (b"580.65.06", []), (b"470.1", []), (b"", [])])
+def test_torch_suits_the_driver(start, machine, driver, wheels):
+    machine(prints=driver)
+    assert start()[0] == 0
     assert re.findall(r"/whl/(\w+)", start.log.read_text()) == wheels

@@ -164,7 +164,6 @@ def test_a_wrong_file_is_removed_and_reported(hub, start, tmp_path):
 
 
 def test_two_downloads_at_once(hub, start, tmp_path):
-    """The second waits for the first, and finds nothing left to do."""
     with lock_folder(tmp_path / "out"):
         processes = [start("2"), start("2")]
         lines = [process.stderr.readline() for process in processes]

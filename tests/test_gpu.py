@@ -31,22 +31,18 @@ from train_gpt import GatheredMask, Ranks, Trainer
 
 GPT2, NANO = train_gpt.PRESETS["gpt2"], train_gpt.PRESETS["nano"]
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
 on_both = pytest.mark.parametrize("device", ["cpu", CUDA])
 
 
-@pytest.fixture
-def documents(tmp_path: Path):
-    """Return a function that writes shards of random text: frequent words and rare ones, in documents of about 700."""
-
-    def write(cfg: train_gpt.Hyperparameters) -> dict[str, str]:
-        rng = np.random.default_rng(0)
-        for name, length in ("train_000001", 8 * cfg.batch_tokens), ("val_000000", cfg.val_tokens + cfg.val_seq_len):
-            tokens = np.minimum(rng.zipf(1.2, length), cfg.vocab_size - 2)
-            tokens[rng.random(length) < 1 / 700] = cfg.eot_token
-            write_shard(tmp_path / f"{name}.bin", tokens)
-        return dict(train_files=f"{tmp_path}/train_*.bin", val_files=f"{tmp_path}/val_*.bin", val_sha256="")
-
-    return write
+def write_documents(folder: Path, cfg: train_gpt.Hyperparameters) -> dict[str, str]:
+    """Write shards of random text: frequent words and rare ones, in documents of about 700. Return settings."""
+    rng = np.random.default_rng(0)
+    for name, length in ("train_000001", 8 * cfg.batch_tokens), ("val_000000", cfg.val_tokens + cfg.val_seq_len):
+        tokens = np.minimum(rng.zipf(1.2, length), cfg.vocab_size - 2)
+        tokens[rng.random(length) < 1 / 700] = cfg.eot_token
+        write_shard(folder / f"{name}.bin", tokens)
+    return dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin", val_sha256="")
 
 
 def shortened(cfg: train_gpt.Hyperparameters, memory: float) -> train_gpt.Hyperparameters:
@@ -61,7 +57,7 @@ def shortened(cfg: train_gpt.Hyperparameters, memory: float) -> train_gpt.Hyperp
 
 # First, while this process holds nothing on the GPU: the runs may need most of it
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.slow), CUDA])
-def test_two_steps_are_the_same_on_one_gpu_and_on_all(device: str, documents, tmp_path: Path):
+def test_two_steps_are_the_same_on_one_gpu_and_on_all(device: str, tmp_path: Path):
     """Random text of the preset's vocabulary is enough for two steps, and for a validation before and after them."""
     if device == "cuda":
         gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
@@ -70,7 +66,8 @@ def test_two_steps_are_the_same_on_one_gpu_and_on_all(device: str, documents, tm
         sizes = {1, max(size for size in (1, 2, 4, 8) if size <= len(gpus))}
     else:
         cfg, sizes = dataclasses.replace(NANO, batch_tokens=2048, val_tokens=NANO.val_seq_len, cpu_threads=1), {1, 2}
-    cfg, results = dataclasses.replace(cfg, **documents(cfg), num_iterations=2, seed=1, log_dir=str(tmp_path)), []
+    files, results = write_documents(tmp_path, cfg), []
+    cfg = dataclasses.replace(cfg, **files, num_iterations=2, seed=1, log_dir=str(tmp_path))
     default = dataclasses.asdict(train_gpt.PRESETS[cfg.preset])
     flags = [f"--{name}={value}" for name, value in dataclasses.asdict(cfg).items() if value != default[name]]
     flags += [f"--preset={cfg.preset}", f"--device={device}"]
@@ -86,10 +83,6 @@ def test_two_steps_are_the_same_on_one_gpu_and_on_all(device: str, documents, tm
         assert result["val_loss"] < uniform - 0.3
         assert abs(result["val_loss"] - results[0]["val_loss"]) < 0.02
         assert result["recompiles"] == 0
-
-
-def compiled(function):
-    return torch.compile(function, fullgraph=True, dynamic=False)
 
 
 def run(function, inputs, grad=None) -> tuple[Tensor, ...]:
@@ -178,11 +171,12 @@ def waits_raise(device: str) -> Iterator[None]:
 
 
 @on_both
-def test_a_step_and_its_data_never_wait_for_the_device(device: str, documents):
+def test_a_step_and_its_data_never_wait_for_the_device(device: str, tmp_path: Path):
     one_graph = dict(train_seq_len=2048, batch_tokens=4096, val_seq_len=2048, val_tokens=2048, seed=0)
     one_graph |= dict(stage_growth=(1,) * 4, next_weights=(1.0,), extension_steps=0)
     cfg = dataclasses.replace(GPT2, **one_graph) if device == "cuda" else dataclasses.replace(NANO, **TINY)
-    cfg = train_gpt.resolve(dataclasses.replace(cfg, **documents(cfg), num_iterations=4, run_id="waits"))
+    files = write_documents(tmp_path, cfg)
+    cfg = train_gpt.resolve(dataclasses.replace(cfg, **files, num_iterations=4, run_id="waits"))
     trainer, plan = Trainer(cfg, Ranks()), train_gpt.plan_data(cfg)["train"]
     batches = train_gpt.read_batches(plan, range(cfg.batch_sequences), cfg, trainer.device)
     for step in (0, 1):

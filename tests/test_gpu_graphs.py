@@ -1,5 +1,6 @@
 """Graphs lowered for a GPU that is not here: what is counted is right, and what would fail there is reported."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -21,14 +22,7 @@ SMALL += " --stage_growth 1 1 1 1 --next_weights 1 0.5 --model_dim 128 --num_hea
 SMALL += " --vocab_size 512 --eot_token 511 --train_seq_len 512 --val_seq_len 512 --batch_tokens 4096"
 SMALL += " --val_tokens 512 --lm_head_slice 512"
 WORKER = "from benchmarks import pretend_gpu; pretend_gpu.install(90); import test_gpu_graphs; test_gpu_graphs.worker()"
-
-
-def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.empty(shape, device="cuda", dtype=dtype)
-
-
-def chain(x, u, v, w):
-    return x @ u @ v @ w
+empty = functools.partial(torch.empty, device="cuda", dtype=torch.bfloat16)
 
 
 def rotate(x, cos, sin):
@@ -49,7 +43,7 @@ def worker() -> None:
     with fake, recorder, torch.no_grad():
         table = empty(4096, 64, dtype=torch.float32)
         cases = dict(
-            chain=(chain, empty(1024, 512), empty(512, 1024), empty(1024, 512), empty(512, 256)),
+            chain=(lambda x, u, v, w: x @ u @ v @ w, *map(empty, (1024, 512, 1024, 512), (512, 1024, 512, 256))),
             rotate=(rotate, empty(1024, 18, 128), table, table.clone()),
             gather=(F.embedding, empty(1024, dtype=torch.int64), empty(50000, 64)),
             softmax=(lambda x: x.softmax(-1), empty(512, 50304)),

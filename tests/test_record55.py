@@ -103,17 +103,13 @@ def test_states(tmp_path: Path):
 
 
 def train(m, folder: Path, ranks) -> None:
-    losses = []
-    for trainer, step, loss in RECORD.run(m, folder, ranks, "run/{}/inputs", **RUN):
-        losses.append(loss)
-        if ranks.world_size == 1 and step % 2 == 0:
-            RECORD.compare_norms(step, gradients(trainer.gpt, is_tied=step <= 9))
-        for key, x in RECORD.public(trainer.gpt, 1.0).items():
+    names, gradients_at = ("run/{}/inputs", "train_loss_per_token"), lambda gpt, step: gradients(gpt, step <= 9)
+    for step, gpt in RECORD.run(m, folder, ranks, *names, gradients_at, **RUN):
+        for key, x in RECORD.public(gpt, 1.0).items():
             want, entries = NUMBERS[f"run/digest/{key}"][step], x.flat[NUMBERS[f"run/indices/{key}"]]
             if key != "embed.weight" or step >= 9:
                 found = [x.sum(), np.linalg.norm(x), *entries]
                 np.testing.assert_allclose(found, want, rtol=0, atol=1e-8 * want[1], err_msg=f"{step} {key}")
-    RECORD.compare("run", train_loss_per_token=losses)
 
 
 @pytest.mark.parametrize("size", [1, 8])

@@ -24,7 +24,6 @@ import torch
 
 import train_gpt
 from conftest import TINY_FLAGS
-from shards import write_shard
 from train_gpt import Ranks, Trainer, UserError
 from world_worker import ROOT, Run, program
 
@@ -44,19 +43,6 @@ SMALL_GPT2 = (
 NUMBERS = dataclasses.asdict(train_gpt.PRESETS["gpt2"]) | dict(seed=1)
 NUMBERS = {name: type(value[0] if isinstance(value, tuple) else value) for name, value in NUMBERS.items()}
 NUMBERS = {name: kind for name, kind in NUMBERS.items() if kind in (int, float)}
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory) -> Path:
-    """Write two training shards and a validation shard of words, as bytes, and a long training shard."""
-    folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
-    words = [b"muon ", b"adam ", b"rotary ", b"window ", b"shard ", b"block\n"]
-    for name, count in dict(train_000000=400, train_000001=400, val_000000=400, long=50_000).items():
-        text = b"".join(words[i] for i in rng.integers(len(words), size=count))
-        tokens = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
-        tokens[rng.random(len(tokens)) < 0.01] = 256
-        write_shard(folder / f"{name}.bin", tokens)
-    return folder
 
 
 @pytest.fixture
@@ -80,10 +66,6 @@ def long_flags(flags, corpus) -> list[str]:
 def losses(result: dict) -> list[tuple[int, float]]:
     """Return steps and losses of a result, or of its JSON, without the times."""
     return [(step, loss) for name in ("train_curve", "val_curve") for step, loss, _ in result[name]]
-
-
-def json_of(flags: list[str], run_id: str) -> dict:
-    return json.loads((Path(flags[flags.index("--log_dir") + 1]) / f"{run_id}.json").read_text())
 
 
 def wait_for(condition, seconds: float = 60) -> None:

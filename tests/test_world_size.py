@@ -12,7 +12,7 @@ import torch
 import test_train
 import train_gpt
 from shards import write_shard
-from test_train import SMALL_GPT2, corpus  # noqa: F401  (a fixture)
+from test_train import SMALL_GPT2
 from world_worker import ROOT, Run
 
 SIZES = (2, 3, 4)
@@ -23,14 +23,14 @@ SMALL = [*test_train.SMALL, *MORE.split(), "--momentum_warmup_steps", "3"]
 
 
 @pytest.fixture(scope="module")
-def flags(corpus, tmp_path_factory) -> list[str]:  # noqa: F811
+def flags(corpus, tmp_path_factory) -> list[str]:
     """Return flags for two shards with tails that are dropped, and for logs."""
     data = ["--train_files", f"{corpus}/train_*.bin", "--val_files", f"{corpus}/val_*.bin"]
     return [*SMALL, *data, "--log_dir", str(tmp_path_factory.mktemp("worlds"))]
 
 
 @pytest.fixture(scope="module", params=["nano", "gpt2"])
-def folder(flags, corpus, request) -> Path:  # noqa: F811
+def folder(flags, corpus, request) -> Path:
     """Run the script with one process and with each of SIZES; their logs are world1.txt, world2.txt, ..."""
     folder = Path(flags[-1]) / request.param
     if request.param == "gpt2":
@@ -60,7 +60,6 @@ def test_ranks_agree_without_collectives_and_then_name_their_backend(monkeypatch
 
 @pytest.mark.parametrize("size", SIZES)
 def test_run_is_that_of_one_process(folder, size):
-    """Compare curves and parameters in double precision."""
     expected, got = (json.loads((folder / f"world{n}.json").read_text()) for n in (1, size))
     assert f"{size} processes, " in (folder / f"world{size}.txt").read_text()
     for curve in "val_curve", "train_curve":
