@@ -187,6 +187,7 @@ class Hyperparameters:
         require("run_id", "/" not in self.run_id and len(self.run_id) < 200, "a short name without folders")
         require("bigram_rows", self.bigram_rows != 1, "0, or at least 2")
         require("gate_inputs", self.gate_inputs <= self.model_dim, f"at most model_dim {self.model_dim}")
+        require("local_heads", self.local_heads <= self.num_heads, f"at most num_heads {self.num_heads}")
         require("tied_frac", not self.tied_frac or self.head_std > 0, "0 with --head_std 0: one table, all zeros")
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         require("next_weights", 0 < len(self.next_weights) <= min(8, self.train_seq_len), "1 to 8 weights")
@@ -494,7 +495,7 @@ class CausalSelfAttention(nn.Module):
         self.cfg, self.kind, H, G, K = cfg, kind, cfg.num_heads, cfg.gate_inputs, cfg.model_dim
         self.qkv_w = uniform_weight(K, 3, H * cfg.head_dim, K)  # three matrices for Muon: record 20
         self.c_proj = uniform_weight(H * cfg.head_dim, K, H * cfg.head_dim)  # not zero: record 64
-        if cfg.local_heads:  # a token finds those like it, or those nearby: mimetic initialization (arXiv:2305.09828)
+        if cfg.local_heads:  # equal weights, so that a token attends to its likes from the start (arXiv:2305.09828)
             q, k, _ = self.qkv_w.data.view(3, H, cfg.head_dim, K)
             q[: cfg.local_heads, cfg.head_dim // 2 :] = 0
             k.copy_(q)
