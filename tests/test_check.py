@@ -144,6 +144,19 @@ def test_estimates_are_those_of_the_machine(machine, capsys, gpus, about):
     assert bool(report.problems) == (not gpus)
 
 
+def test_estimated_memory_is_that_of_the_lowered_graphs(capsys):
+    """The page has the MiB of 8, 4, 2 and 1 processes; validation's are estimated from two summands only."""
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    cfg = train_gpt.resolve(dataclasses.replace(train_gpt.PRESETS["gpt2"], dtype="bfloat16"))
+    for kind, row, tolerance in ((0, "with all else", 0.02), (1, "validation, with all else", 0.11)):
+        table = re.search(rf"^\| {row} \|((?: [\d,]+ \|){{4}})$", page, re.M)[1]
+        for processes, mib in zip((8, 4, 2, 1), re.findall(r"[\d,]+", table), strict=True):
+            check.check_memory_and_time(cfg, [H100] * processes, processes, check.Report(is_full=True))
+            told = re.findall(r"about ([\d.]+) GB", capsys.readouterr().out)[kind]
+            real = (int(mib.replace(",", "")) + check.SPARE_MIB) * 2**20 / 1e9
+            assert float(told) == pytest.approx(real, rel=tolerance)
+
+
 A5000 = b"NVIDIA RTX A5000, %s\n"
 
 
@@ -153,6 +166,7 @@ A5000 = b"NVIDIA RTX A5000, %s\n"
         (A5000 % b"470.57.02", "13.0", "update the driver to 580", []),
         (A5000 % b"470.57.02", None, "update the driver to 580 or newer, then ", ["cu126"]),
         (A5000 % b"535.183.01", "13.0", "update the driver to 580 or newer, or ", ["cu126"]),
+        (A5000 % b"525.60.13", None, "it is a CPU build", ["cu126"]),
         (A5000 % b"580.65.06", "13.0", "restart the machine", []),
         (A5000 % b"580.65.06", None, "it is a CPU build", ["cu130"]),
         (A5000 % b"535.1", "12.6", "restart the machine", []),
@@ -222,6 +236,10 @@ def test_as_much_of_fineweb_is_fetched_as_the_run_needs(tmp_path, monkeypatch):
         assert {command for _, command in found} == {f"data/cached_fineweb10B.py {shards}"}
     with pytest.raises(check.UserError, match="needs 104 shards of FineWeb's 103"):
         check.check_data(dataclasses.replace(even, num_iterations=52389), check.Report(False))
+    (tmp_path / "data" / "fineweb10B").mkdir(parents=True)
+    write_shard(tmp_path / "data/fineweb10B/fineweb_val_000000.bin", np.arange(300_000) % 50257)
+    check.check_data(gpt2, report := check.Report(False))  # there is one shard of validation and no more
+    assert "for 1 batches, the run needs 40; lower --val_tokens" in report.problems[0]
 
 
 def program(*command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess:
@@ -338,7 +356,9 @@ def test_two_at_once_make_one_environment(start, machine):
     assert (log.count("-m venv"), log.count("install")) == (1, 2), "torch, then the files"
 
 
-@pytest.mark.parametrize(("driver", "wheels"), [(b"535.1", ["cu126"]), (b"580.65.06", []), (b"470.1", []), (b"", [])])
+@pytest.mark.parametrize(
+    ("driver", "wheels"), [(b"525.60.13", ["cu126"]), (b"580.65.06", []), (b"470.1", []), (b"", [])]
+)
 def test_torch_suits_the_driver(start, machine, driver, wheels):
     machine(prints=driver)
     assert start()[0] == 0

@@ -75,6 +75,27 @@ def wait_for(condition, seconds: float = 60) -> None:
         time.sleep(0.005)
 
 
+LOOK = """
+import gc, numpy, os, signal, sys, torch, torch.distributed as dist, torch.nn.attention.flex_attention
+def look():
+    random = torch.get_rng_state().sum(), numpy.random.get_state()[1].sum()
+    handlers = [signal.getsignal(number) for number in signal.valid_signals()]
+    around = dict(os.environ), os.getcwd(), os.listdir()
+    return random, handlers, around, torch.get_num_threads(), gc.isenabled(), dist.is_initialized()
+torch.set_num_threads(3)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+before = look()
+import train_gpt
+sys.exit(before != look() or torch.cuda.is_initialized())
+"""
+
+
+def test_import_changes_nothing(tmp_path):
+    env = dict(PATH=os.environ["PATH"], PYTHONPATH=str(ROOT))  # without what this import has left in os.environ
+    told = subprocess.run([sys.executable, "-c", LOOK], cwd=tmp_path, env=env, stdout=-1)
+    assert (told.returncode, told.stdout) == (0, b"")
+
+
 def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
     """A copy of the script gives the same as `train_gpt.py | head -1`: the console goes away, the run ends well."""
     command = shlex.join([sys.executable, shutil.copy(ROOT / "train_gpt.py", tmp_path), *flags, "--run_id", "copy"])
