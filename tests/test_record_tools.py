@@ -18,6 +18,7 @@ from PIL import Image
 from scipy import stats
 
 import pack_nano
+from conftest import TINY_FLAGS
 from records import proof, race, rules
 from records.__main__ import build_parser, main
 from records.logs import lineage
@@ -397,6 +398,24 @@ def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeyp
     assert main(argv) == 0
     shipped, new = (json.loads(Image.open(path).text["Comment"]) for path in (ROOT / picture, tmp_path / "new.png"))
     assert shipped == new, "draw it anew"
+
+
+def test_mask_is_of_the_sequence_that_was_asked_for(tool, corpus, tmp_path):
+    def mask(asked: str) -> tuple[int, str, str]:
+        files = f"--train_files={corpus}/train_*.bin", f"--val_files={corpus}/val_*.bin"
+        return tool("mask", "--json", "-o", tmp_path / "mask.png", *asked.split(), "--", *TINY_FLAGS, *files)
+
+    for asked in "--step 9", "--training --step 8", "--sequence 2", "--zoom 9 9", "--zoom 0 129":
+        code, _, told = mask(asked)
+        assert (code, asked.removeprefix("--training ") in told) == (2, True), told
+    assert not (tmp_path / "mask.png").exists()
+    shards = [np.fromfile(corpus / f"{name}_000000.bin", "<u2", offset=1024) for name in ("train", "val")]
+    for asked, shard, begin, end in (
+        ("--training --step 3 --sequence 1 --zoom 9 60", shards[0], 3 * 128 + 64, 3 * 128 + 128),
+        ("--step 2 --sequence 1", shards[1], 128, 256),
+        ("", shards[1], 0, 128),
+    ):
+        assert json.loads(mask(asked)[1])["documents"] == np.flatnonzero(shard[begin:end] == 256).tolist(), asked
 
 
 FAILURES = {  # what rank 1 does and what is told; rank 0 waits for it, and loses it
