@@ -21,7 +21,7 @@ from torch.distributed.run import get_args_parser
 
 import pack_nano
 import train_gpt
-from records.logs import RECORDS, lineage, log_paths, record_logs
+from records.logs import RECORDS, find_record, lineage, log_paths, ranked_before, record_logs
 from records.publish import leaderboards
 from synthetic_logs import ROOT
 
@@ -142,6 +142,14 @@ def test_figures_of_the_readme_are_those_of_their_sources():
     for name, *cells in table:
         assert [row for row in rows if f"_{name}]" in " ".join(row[:3]) and {*cells} <= {*row}], name
     assert len(table) == 3
+
+
+@pytest.mark.parametrize("page", ["docs/submit.md", "records/README.md"])
+def test_a_new_record_starts_from_the_newest_script_and_races_the_newest_ranked_record(page: str):
+    text, newest, ranked = (ROOT / page).read_text(), lineage(RECORDS)[-1].name, [*ranked_before(RECORDS)][-1].name
+    assert re.findall(r"cp records/(\S+)/train_gpt\.py my\.py", text) == [newest]
+    assert [find_record(name, RECORDS).name for name in re.findall(r"race my\.py (\S+)", text)] == [ranked]
+    assert {find_record(name, RECORDS).name for name in re.findall(r"diff (\S+) MyIdea", text)} <= {newest}
 
 
 CHANGES = (ROOT / "docs" / "change.md").read_text()
