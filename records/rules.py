@@ -124,8 +124,14 @@ def data_problems(log: Log, track: Track) -> Iterator[str]:
         return
     touched = "the training stream is not the track's"
     per_shard = len(range(0, track.shard_tokens - per_batch, per_batch))
-    shard, batch = divmod(log.num_steps - 1, per_shard)
-    if shard >= track.num_shards:
+    shard, last = divmod(log.num_steps - 1, per_shard)
+    last *= per_batch
+    if log.configuration.get("max_doc_len") or log.configuration.get("stage_growth") not in (None, [1]):
+        # Documents or growing batches decide where a batch begins: the log's word counts if no token was used twice
+        shard, last = len(log.train_shards) - 1, int((log.last_batch or "0").split()[-1])
+        if not (log.num_steps - 1) * per_batch - shard * track.shard_tokens <= last < track.shard_tokens:
+            yield f"{touched}: the last batch cannot begin at position {last} of shard {shard + 1}; run it again"
+    if not 0 <= shard < track.num_shards:
         yield f"{touched}: {log.num_steps} batches of {per_batch} are more than its data, used once; train less"
         return
     names = [track.shard(i) for i in range(shard + 1)]
@@ -137,7 +143,7 @@ def data_problems(log: Log, track: Track) -> Iterator[str]:
             yield f"{touched}: {name} has {tokens} tokens, not {track.shard_tokens}; get the data again"
     for which, stated, expected in (
         ("first", log.first_batch, f"{names[0]} position 0"),
-        ("last", log.last_batch, f"{names[-1]} position {batch * per_batch}"),
+        ("last", log.last_batch, f"{names[-1]} position {last}"),
     ):
         if stated != expected:
             stated = stated or "not stated"

@@ -21,7 +21,7 @@ import pack_nano
 from conftest import TINY_FLAGS
 from records import proof, race, rules
 from records.__main__ import build_parser, main
-from records.logs import lineage
+from records.logs import Log, lineage
 from records.publish import BEGIN, END
 from synthetic_logs import NANO_VAL, ROOT, SCRIPT, SOURCE, log_text, public_text, write_race, write_record
 from test_train import wait_for
@@ -145,6 +145,15 @@ def test_verify_passes_a_good_record_and_a_systems_record_by_its_mean(tool, root
         shutil.rmtree(folder)
         write_record(root, NAME, [log_text(val_loss=loss)], readme=SYSTEMS)
         assert tool("verify")[1].startswith(told)
+
+
+def test_last_position_of_a_packed_run_is_bounded(tmp_path):
+    """The 509 batches before it take at least 393,216 tokens each, so it begins in the third shard, at 146,944."""
+    text = log_text(**GPT2).replace('"preset"', '"stage_growth": [1, 2], "max_doc_len": 2048, "preset"')
+    for position, problems in ((146_944, 0), (10**8 - 1, 0), (146_943, 1), (10**8, 1)):
+        (tmp_path / "log.txt").write_text(text.replace("position 393216", f"position {position}"))
+        found = list(rules.data_problems(Log(tmp_path / "log.txt"), rules.TRACKS["gpt2"]))
+        assert [f"position {position} of shard 3" in problem for problem in found] == [True] * problems
 
 
 def test_against_names_the_first_deviation(tool, tmp_path):
