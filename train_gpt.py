@@ -5,8 +5,8 @@
     python train_gpt.py --preset nano                         a small model on a CPU, in seconds
 
 Unreleased. The preset gpt2 has the mathematics of record 65 of the NanoGPT speedrun (2026-01-30, 1,555 steps,
-https://github.com/KellerJordan/modded-nanogpt), nano a small part of it. "Record n" credits the record of that history
-in which an idea first appeared.
+https://github.com/KellerJordan/modded-nanogpt), nano a part of it and heads that begin with what they would have to
+find. "Record n" credits the record of that history in which an idea first appeared.
 Reading order: configuration, head, layers, attention, model, optimizers, data, schedules, run. Start at `main`.
 Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary.
 """
@@ -104,16 +104,16 @@ class Hyperparameters:
     skip_init: Annotated[float, -100, 100] = -1.5  # first weight of a skip, before a sigmoid
     backout_layer: str = "7"  # layer (0-9a-z) whose output is subtracted before the head, half of it at first, or .
     resid_lambda_init: Rate = 1.1  # first factor on the residual stream before each layer
-    gate_inputs: Natural = 12  # channels that feed the gates; 0: none of attention, value embeddings, skips, smear
-    embed_mean: Annotated[float, -100, 100] = 0.0  # mean of the embedding at the start, unless it is tied
+    gate_inputs: Natural = 12  # channels that feed gates of heads, value embeddings, skips, smear; 0: no gates
+    embed_mean: Annotated[float, -100, 100] = 0.0  # mean of the untied embedding at first: for scores by position alone
     head_std: Rate = 0.005  # standard deviation of the head at the start
     bigram_rows: Natural = 5 * 50304  # rows of the hashed table for pairs of consecutive tokens; 0: no table
     bigram_lambda_init: Rate = 0.1  # first factor on the pairs' embeddings before each layer
     rope_base: Positive = 1024.0  # base of the rotary frequencies
-    local_heads: Natural = 0  # heads that begin without their unrotated half; q and k begin equal. 0: at random
+    local_heads: Natural = 0  # heads that begin without their unrotated half; k of all begins as q. 0: at random
     attention_scale: Annotated[float, 0, 2**20] = 0.1  # first factor on the attention scores; q and k have unit RMS
     yarn_scale: Rate = 0.2  # growth of that factor with the logarithm of the long window (YaRN)
-    yarn_turns: Annotated[float, 1.1, 2**20] = 32.0  # YaRN keeps frequencies that turn so often in a window
+    yarn_turns: Annotated[float, 1.1, 2**20] = 32.0  # YaRN keeps frequencies of at least so many turns in a window
     lm_head_softcap: Positive = 15.0  # c in the softcap r sigmoid((z + d) 2 / c) of the logits z
     lm_head_range: Positive = 23.0  # r in the softcap
     lm_head_shift: Annotated[float, -100, 100] = 5.0  # d in the softcap
@@ -191,8 +191,9 @@ class Hyperparameters:
         require("tied_frac", not self.tied_frac or self.head_std > 0, "0 with --head_std 0: one table, all zeros")
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         require("next_weights", 0 < len(self.next_weights) <= min(8, self.train_seq_len), "1 to 8 weights")
-        holds = len(self.stage_growth) == len(self.lr_factors) == len(self.window_tokens) > (self.extension_steps > 0)
-        require("window_tokens", holds, "as many stages as stage_growth and lr_factors, 2 or more with extension_steps")
+        stages = {len(self.stage_growth), len(self.lr_factors), len(self.window_tokens)}
+        holds = (self.extension_steps > 0) < min(stages) == max(stages) < 8  # torch.compile makes 8 graphs at most
+        require("window_tokens", holds, "1 to 7 stages, as in stage_growth and lr_factors; 2 with extension_steps")
 
         letters, embeds, skips = self.attention_layout, self.value_embed_layout, self.skip_layout
         layers = len(letters)
@@ -275,14 +276,14 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
 class HeadLoss(torch.autograd.Function):
     """Return the summed cross entropy, in nats, of softcapped logits z = x @ w.T, for x (T, K), w (V, K), targets (T,).
 
-    weights (n,): each token predicts the next n with these weights on their losses (record 53, @varunneal).
+    weights (n,): of the losses of the next n tokens, multi-token prediction (record 53, @varunneal).
 
     Only `slice_tokens` rows of the logits (T, V) exist at a time. The forward pass computes the gradients of a slice as
     well, as computing its logits again in the backward pass took 27 to 41% of the head's time.
 
     fp8_scales of x, w and the logits' gradient, or None: multiply in FP8 (record 19, @YouJiacheng), e4m3 forward and
     e5m2 for the gradient, which needs range more than precision. Static scales do: x has unit RMS, w saturates, and the
-    gradient of a token's loss by a logit is at most 1.
+    gradient of a token's loss by a logit is below 1.4 in gpt2.
 
     cap (c, r, d): the softcap r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15
     since record 18 (@KoszarskyB), lopsided since record 54 (@classiclarryd). A softmax ignores a shift, so the logits
@@ -381,7 +382,7 @@ class ReluSquared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        ctx.save_for_backward(y := F.relu(x).square_())  # as the next matmul does (record 87): -3.6 GB for gpt2
+        ctx.save_for_backward(y := F.relu(x).square_())  # the next matmul saves it anyway (record 87): -3.6 GB
         return y
 
     @staticmethod
@@ -410,7 +411,7 @@ class Rotary(nn.Module):
         self.scale.fill_(scale)
 
     def forward(self, qk_THD: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-        """Return q and k (T, H, D). slots: positions per token, 2 with paired heads, the second head at the odd one."""
+        """Return q and k (T, H, D). slots: positions per token, 2 with paired heads, then odd heads take the second."""
         T, _, D = qk_THD.shape
         cos, sin = (table[: T * slots].view(T, 1, slots, D // 4) for table in (self.cos, self.sin))
         x1, x2, still = qk_THD.view(T, -1, slots, D).split([D // 4, D // 4, D // 2], dim=-1)
@@ -517,6 +518,7 @@ class CausalSelfAttention(nn.Module):
         elif value_embed is not None:  # after value residuals (arXiv:2410.17897): @KoszarskyB, record 14
             v = v + value_embed.view_as(v)
         # Paired heads h and h + H / 2 alternate in one sequence of 2 T slots and share keys (record 58, @classiclarryd)
+        # But rotary goes by odd and even h: of three pairs, the middle one has its positions in reverse, as there
         q, k, v = (t.reshape(len(x) * slots, H // slots, D) for t in (q, k, v))
         if isinstance(mask, BlockMask):
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -577,7 +579,7 @@ class GPT(nn.Module):
         self.backout_lambda = nn.Parameter(torch.tensor(0.5)) if cfg.backout_layer != "." else None
         head = torch.empty(rows, K, dtype=dtype if is_tied else torch.float32)
         self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
-        if is_tied:  # Adam keeps both equal
+        if is_tied:  # Adam keeps both equal until tied_frac
             self.embed.weight.data.copy_(head)
         self.rotary = Rotary(cfg)
         self.widest = [max(attention_windows(step, cfg)[i] for step in stage_starts(cfg)) for i in (0, 1)]
@@ -658,7 +660,7 @@ class ShardedOptimizer:
     """
 
     moments: tuple[str, ...] = ()
-    row_dims = 0  # dimensions of a row, the unit that is shared out: 0, an element
+    row_dims = 0  # dimensions of a row, the unit that the ranks share out; 0: a single number
     alignment = 16  # a parameter takes a multiple of so many rows: kernels want addresses that are multiples of 16
     every = 1  # step once in so many steps, on the sum of their gradients
 
@@ -703,9 +705,9 @@ class ShardedOptimizer:
 class Adam(ShardedOptimizer):
     """Step tables, head, scalars and gates by Adam (arXiv:1412.6980). settings: learning rate, decay, beta1, beta2.
 
-    It steps every other time, on the sum of two gradients (record 39, @classiclarryd), with a cautious weight decay
-    (record 50, @roeeshenberg) and, where there is one, moments in fp32 (record 56, @ChrisJMcCormick). Head and
-    embedding begin equal, and stay so while both step on the sum of their gradients (records 51 and 53, @varunneal).
+    It steps every other time, on the sum of two gradients (record 39, @classiclarryd). With a weight decay, which is
+    cautious (record 50, @roeeshenberg), its moments are in fp32 (record 56, @ChrisJMcCormick). Head and embedding begin
+    equal, and stay so while both step on the sum of their gradients (records 51 and 53, @varunneal).
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -820,9 +822,9 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     def claim(*components: str) -> dict[str, nn.Parameter]:
         return {name: p for name, p in named.items() if set(components) & set(name.split("."))}
 
-    stacks: dict[tuple, dict[str, nn.Parameter]] = {}  # Muon's matrices by shape
+    stacks: dict[tuple, dict[str, nn.Parameter]] = {}  # Muon's matrices, by shape
     for name, p in claim("qkv_w", "c_fc", "c_proj").items():
-        stacks.setdefault(p.shape[-2:], {})[name] = p
+        stacks.setdefault((p.shape[-2:], "mlp" in name), {})[name] = p
     heads = {("lm_head",): cfg.head_adam, ("embed",): cfg.embed_adam}
     groups = {
         **({("lm_head", "embed"): cfg.head_adam} if cfg.tied_frac else heads),
@@ -1000,9 +1002,9 @@ def muon_momentum(step: int, cfg: Hyperparameters) -> float:
 
 
 def attention_windows(step: int, cfg: Hyperparameters) -> tuple[int, int]:
-    """Return the tokens that a long window reaches back, and a short one: half of that, in whole blocks."""
+    """Return how many tokens a long window reaches back, and a short one: half as many, in whole blocks."""
     window = cfg.window_tokens[stage_of(step, cfg)]
-    is_last = step == cfg.num_iterations and cfg.final_window_tokens  # record 33 (@classiclarryd)
+    is_last = step == cfg.num_iterations and cfg.final_window_tokens  # only the long one: record 33 (@classiclarryd)
     return cfg.final_window_tokens if is_last else window, window // (2 * cfg.block_size) * cfg.block_size
 
 
@@ -1081,9 +1083,7 @@ class Trainer:
     def warm_up(self) -> None:
         """Compile and run every graph on random tokens, then restore all: the first real batch is read on the clock."""
         cfg, generator = self.cfg, torch.Generator(self.device)
-        state = self.state()  # rank 0 keeps it, beside the GPU's peak
-        before = {name: t.to("cpu", copy=True) for name, t in state.items()} if self.ranks.rank == 0 else {}
-        del state
+        before = {name: t.to("cpu", copy=True) for name, t in self.state().items() if self.ranks.rank == 0}
 
         def random_sequence(length: int) -> tuple[Tensor, Tensor]:
             tokens = torch.randint(cfg.vocab_size, (length + 1,), generator=generator, device=self.device)

@@ -136,6 +136,8 @@ def test_every_parameter_is_in_one_group_with_its_settings(gpt: GPT, tied_frac: 
         assert (type(o), round(o.lr * 10)) == (Muon if n == 9 else Adam, n), name
         assert n == 9 or [o.decay, *o.betas] == [0.01 * n, 0.5, 0.9]
     assert len({*groups.values()}) + 1 == len(optimizers), "one group of Adam's a setting, one of Muon's a shape"
+    wide = build_optimizers(GPT(dataclasses.replace(gpt.cfg, head_dim=64)), Ranks())  # attention as wide as MLPs
+    assert all(len({"mlp" in name for name in o.names}) == 1 for o in wide if isinstance(o, Muon)), "NorMuon differs"
 
 
 @pytest.mark.parametrize("name", "extra blocks.0.scale blocks.1.attn_lambdas bigram_embed.c_proj embed.lambdas".split())
