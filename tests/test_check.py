@@ -131,7 +131,7 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
 
 @pytest.mark.parametrize(
     ("gpus", "about"),
-    [([H100] * 8, "96 seconds"), ([H100], "13 minutes"), ([RTX_4090], "54 minutes"), ([], "863 hours")],
+    [([H100] * 8, "111 seconds"), ([H100], "15 minutes"), ([RTX_4090], "63 minutes"), ([], "863 hours")],
 )
 def test_estimates_are_those_of_the_machine(machine, capsys, gpus, about):
     machine(*gpus)
