@@ -4,7 +4,6 @@ import argparse
 import datetime
 import io
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -30,17 +29,6 @@ def count(text: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return int(text)
-
-
-def loss(text: str) -> float:
-    """Parse a loss in nats."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a loss in nats")
-    return value
 
 
 LOGS: dict[str, Any] = dict(nargs="+", metavar="LOG", help="logs or records")
@@ -87,15 +75,12 @@ def command_new(args: argparse.Namespace) -> Outcome:
     "Unified diff of two scripts, each named by a record, a log or a file.",
     arg("a", metavar="A"),
     arg("b", metavar="B"),
-    arg("--stat", action="store_true", help="only count the lines"),
 )
 def command_diff(args: argparse.Namespace) -> Outcome:
     lines, removed, added = publish.diff(logs.read_script(args.a, args.root), logs.read_script(args.b, args.root))
-    counts = f"{removed} lines removed, {added} added"
-    if not args.stat and not args.json:
-        say("\n".join(lines), sys.stdout)
-        say(counts, sys.stderr)
-    return dict(removed=removed, added=added, diff=[] if args.stat else lines), counts if args.stat else "", 0
+    if not args.json:
+        say(f"{removed} lines removed, {added} added", sys.stderr)
+    return dict(removed=removed, added=added, diff=lines), "\n".join(lines), 0
 
 
 @command(
@@ -128,12 +113,11 @@ def command_verify(args: argparse.Namespace) -> Outcome:
 @command(
     "Mean, sd, p, and how many runs the target is likely to need.",
     arg("logs", **LOGS),
-    arg("--target", type=loss, help="loss in nats (default: the track's)"),
 )
 def command_stats(args: argparse.Namespace) -> Outcome:
     found = logs.read_logs(args.logs, args.root)
     logs.require_one_experiment(found)
-    target = args.target if args.target is not None else rules.track_of(found[0]).target
+    target = rules.track_of(found[0]).target
     sample = proof.describe([log.val_loss for log in found], target)
     needed = None if sample.sd is None else proof.runs_needed(target - sample.mean, sample.sd)
     p = "no p for one run" if sample.p is None else f"p={sample.p:.2g}"
@@ -203,14 +187,13 @@ def command_plot(args: argparse.Namespace) -> Outcome:
     arg("--step", type=count, help="whose window (default: the last)"),
     arg("--sequence", type=count, default=0, help="which one (default: 0)"),
     arg("--training", action="store_true", help="of the batch of that step, not of validation"),
-    arg("--zoom", type=count, nargs=2, metavar=("FROM", "TO"), help="draw these tokens alone"),
     arg("-o", "--output", type=Path, metavar="FILE.png", default=Path("mask.png"), help="default: mask.png"),
     usage="%(prog)s [options] [-- FLAGS ...]",
     epilog="FLAGS after -- are those of train_gpt.py, such as -- --preset nano --window_tokens 1728.",
 )
 def command_mask(args: argparse.Namespace) -> Outcome:
     path = args.output
-    found = masks.plot_masks(args.flags, args.step, args.sequence, args.training, args.zoom, path)
+    found = masks.plot_masks(args.flags, args.step, args.sequence, args.training, path)
     told = [f"{path}: {found['what']}"]
     for letter in filter(found.__contains__, masks.NAMES):
         share, full, partial = (found[letter][key] for key in ("share", "full", "partial"))
@@ -224,9 +207,8 @@ def command_mask(args: argparse.Namespace) -> Outcome:
 )
 def command_table(args: argparse.Namespace) -> Outcome:
     differs = publish.rewrite_tables(args.root, args.check)
-    state = "is up to date"
-    if differs:
-        state = "is out of date: run python -m records table" if args.check else "written"
+    wrong = "is out of date: run python -m records table" if args.check else "written"
+    state = wrong if differs else "is up to date"
     path = args.root / "README.md"
     return dict(file=str(path), differs=differs), f"{path} {state}", 1 if differs and args.check else 0
 

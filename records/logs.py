@@ -167,9 +167,7 @@ class Log:
             return f"ends at step {last.step} of {last.total} without the last validation: cut short; run it again"
         if steps != list(range(1, last.total + 1)):
             wrong = next((i for i, step in enumerate(steps, start=1) if step != i), len(steps) + 1)
-            return (
-                f"lacks one of the step lines 1 to {last.total}, or has it twice: first at step {wrong}; run it again"
-            )
+            return f"lacks a step line of 1 to {last.total}, or has it twice: first at step {wrong}; run it again"
         return None
 
 

@@ -75,13 +75,8 @@ def block_masks(cfg: "Hyperparameters", tokens: "Tensor", windows: Sequence[int]
     return {letter: mask for letter, mask in masks.items() if isinstance(mask, BlockMask)}
 
 
-def plot_masks(
-    flags: Sequence[str], step: int | None, sequence: int, training: bool, zoom: Sequence[int] | None, path: Path
-) -> dict[str, Any]:
-    """Draw the masks of a run with these flags of train_gpt.py, and return what the picture shows.
-
-    `zoom` limits the picture to a range of tokens; the numbers are those of the whole sequence.
-    """
+def plot_masks(flags: Sequence[str], step: int | None, sequence: int, training: bool, path: Path) -> dict[str, Any]:
+    """Draw the masks of a run with these flags of train_gpt.py, and return what the picture shows."""
     import train_gpt
 
     try:
@@ -94,9 +89,6 @@ def plot_masks(
         tokens, what = read_sequence(cfg, step, sequence, training)
     except train_gpt.UserError as error:
         raise ToolError(str(error)) from None
-    begin, end = zoom or (0, len(tokens))
-    if not begin < end <= len(tokens):
-        raise ToolError(f"--zoom {begin} {end}: expected two of the tokens 0 to {len(tokens)}, the smaller one first")
     starts = (tokens == cfg.eot_token).nonzero().flatten().tolist()
     windows = train_gpt.attention_windows(step, cfg)
     found: dict[str, Any] = dict(preset=cfg.preset, what=what, block_size=cfg.block_size, windows=list(windows))
@@ -111,8 +103,6 @@ def plot_masks(
         share = (partial + full) / (len(seen) * (len(seen) + 1) // 2)
         found[letter] = dict(layers=layers, partial=partial, full=full, share=share)
         draw_mask(panel, seen, edges)
-        panel.set_xlim(begin, end)
-        panel.set_ylim(end, begin)
         farthest = int((seen != UNSEEN).sum(1).max())
         of_tokens = farthest * cfg.block_size // (1 + (letter == "P"))  # two slots a token
         reach = f"at most {farthest} blocks = {of_tokens:,} tokens"

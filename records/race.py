@@ -43,10 +43,6 @@ class Run:
             raise ValueError
 
 
-# Takes seed, run id and the folder of the logs, and returns the fields of Run after the first two
-Runner = Callable[[int, str, Path], dict]
-
-
 def digest(script: str) -> str:
     """Return the SHA-256 of the file that holds this script."""
     return hashlib.sha256(f"{script}\n".encode()).hexdigest()
@@ -152,10 +148,11 @@ def begin(plan: dict, out: Path | None, resume: Path | None) -> tuple[Path, dict
     return folder, document, runs
 
 
-def in_turn(plan: dict, runners: Sequence[Runner], out: Path | None, resume: Path | None) -> dict:
+def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None, resume: Path | None) -> dict:
     """Run each script once per round, in the order A B C, C B A, A B C ..., and return the document of the race.
 
     All runs of a round have one seed. A drift of the machine's speed that is linear in time cancels in two rounds.
+    A runner takes seed, run id and the folder of the logs, and returns the fields of Run after the first two.
     """
     if not 2 <= len(runners) <= 26 or plan["pairs"] < 2:
         raise ToolError("a race needs 2 to 26 scripts, and for an interval at least --pairs 2")
