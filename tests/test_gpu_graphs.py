@@ -157,7 +157,7 @@ def test_a_graph_break_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "graph_break" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arch", [89, 86, 80])
+@pytest.mark.parametrize("arch", [89, 80])  # 86 has the shared memory of the one and the instructions of the other
 def test_flex_attention_compiles_for_the_other_gpus(arch: int):
     """Its kernels alone, for heads like gpt2's: the command compiles all of gpt2."""
     flags = [*SMALL.split(), "--head_dim=128", "--batch_tokens=512"]
