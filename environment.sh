@@ -111,6 +111,8 @@ find_python() { # FILE...
     meets "$python" "$@" && return
     python=.venv/bin/python
     if [ -e .venv/unfinished ] || ! meets "$python" "$@"; then
+        trap 'exit 130' INT # pip ends with 1 when it is interrupted, as if it had failed
         make_environment "$@" 9<environment.sh
+        trap - INT
     fi
 }

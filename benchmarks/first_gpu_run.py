@@ -83,7 +83,8 @@ def run_stage(command: Sequence[str], folder: Path, limit: float) -> dict:
         try:
             stage["exit_code"] = process.wait(limit)
         except BaseException as error:  # interrupted, or too long: end it with all that it started
-            os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
