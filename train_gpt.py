@@ -276,7 +276,7 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
 class HeadLoss(torch.autograd.Function):
     """Return the summed cross entropy, in nats, of softcapped logits z = x @ w.T, for x (T, K), w (V, K), targets (T,).
 
-    weights (n,): of the losses of the next n tokens, multi-token prediction (record 53, @varunneal).
+    weights (n,): those of the losses of the next n tokens (multi-token prediction: record 53, @varunneal).
 
     Only `slice_tokens` rows of the logits (T, V) exist at a time. The forward pass computes the gradients of a slice as
     well, as computing its logits again in the backward pass took 27 to 41% of the head's time.
@@ -411,7 +411,7 @@ class Rotary(nn.Module):
         self.scale.fill_(scale)
 
     def forward(self, qk_THD: Tensor, slots: int) -> tuple[Tensor, Tensor]:
-        """Return q and k (T, H, D). slots: positions per token, 2 with paired heads, then odd heads take the second."""
+        """Return q and k (T, H, D). slots: positions per token, 2 with paired heads; odd heads take the second."""
         T, _, D = qk_THD.shape
         cos, sin = (table[: T * slots].view(T, 1, slots, D // 4) for table in (self.cos, self.sin))
         x1, x2, still = qk_THD.view(T, -1, slots, D).split([D // 4, D // 4, D // 2], dim=-1)
@@ -496,7 +496,7 @@ class CausalSelfAttention(nn.Module):
         self.cfg, self.kind, H, G, K = cfg, kind, cfg.num_heads, cfg.gate_inputs, cfg.model_dim
         self.qkv_w = uniform_weight(K, 3, H * cfg.head_dim, K)  # three matrices for Muon: record 20
         self.c_proj = uniform_weight(H * cfg.head_dim, K, H * cfg.head_dim)  # not zero: record 64
-        if cfg.local_heads:  # equal weights, so that a token attends to its likes from the start (arXiv:2305.09828)
+        if cfg.local_heads:  # equal q and k: a token attends to those like it from the start (arXiv:2305.09828)
             q, k, _ = self.qkv_w.data.view(3, H, cfg.head_dim, K)
             q[: cfg.local_heads, cfg.head_dim // 2 :] = 0
             k.copy_(q)

@@ -128,10 +128,10 @@ def data_problems(log: Log, track: Track) -> Iterator[str]:
     last *= per_batch
     if log.configuration.get("max_doc_len") or log.configuration.get("stage_growth") not in (None, [1]):
         # Documents or growing batches decide where a batch begins: the log's word counts if no token was used twice
-        shard, last = len(log.train_shards) - 1, int((log.last_batch or "0").split()[-1])
+        shard, last = max(len(log.train_shards), 1) - 1, int((log.last_batch or "0").split()[-1])
         if not (log.num_steps - 1) * per_batch - shard * track.shard_tokens <= last < track.shard_tokens:
             yield f"{touched}: the last batch cannot begin at position {last} of shard {shard + 1}; run it again"
-    if not 0 <= shard < track.num_shards:
+    if shard >= track.num_shards:
         yield f"{touched}: {log.num_steps} batches of {per_batch} are more than its data, used once; train less"
         return
     names = [track.shard(i) for i in range(shard + 1)]
