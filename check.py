@@ -187,7 +187,7 @@ def examine(argv: list[str], report: Report) -> int:
     if not torch.cuda.is_available():
         why, is_problem = why_no_gpu()
         if cfg.device == "cuda" or (is_problem and not is_for_cpu):
-            raise UserError(f"{why}; or train on the CPU: --device cpu")
+            raise UserError(f"{why}; or train nano on the CPU: --preset nano --device cpu")
         report.fact(f"hardware: {os.cpu_count()} CPU cores, {why}", note="NVIDIA" not in why)
     for index in range(torch.cuda.device_count() if cfg.device != "cpu" and torch.cuda.is_available() else 0):
         try:

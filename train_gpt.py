@@ -563,7 +563,7 @@ class GPT(nn.Module):
         is_tied, gate_inputs = cfg.tied_frac > 0, cfg.gate_inputs
         rows = V + -V % 64  # aligned for matmul tiles
         self.embed = nn.Embedding(rows if is_tied else V, K, dtype=dtype)
-        self.embed.weight.data += cfg.embed_mean
+        self.embed.weight.data += cfg.embed_mean  # a part that all tokens share lets scores go by position alone
         num_values, width = len({*cfg.value_embed_layout} - {"."}), cfg.num_heads * cfg.head_dim
         tables = [torch.zeros(V, width, dtype=dtype) for _ in range(num_values)]
         self.value_embeds = nn.ModuleList(nn.Embedding.from_pretrained(table, freeze=False) for table in tables)
@@ -1380,8 +1380,8 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
     log.write(f"peak memory: {peak} MiB", console=True)
     if log.is_main and cfg.save_checkpoint:
         model = {name: tensor.cpu() for name, tensor in trainer.gpt.state_dict().items()}
-        outcome = save(dict(configuration=dataclasses.asdict(cfg), model=model), path.with_suffix(".pt"))
-        log.write(f"model {path.with_suffix('.pt')}: {outcome}; next: python sample.py", console=True)
+        outcome = save(dict(configuration=dataclasses.asdict(cfg), model=model), pt := path.with_suffix(".pt"))
+        log.write(f"model {pt}: {outcome}{'; next: python sample.py' * (outcome == 'saved')}", console=True)
     with contextlib.suppress(OSError):  # of a full disk: the console has told it all
         if log.is_main:
             path.with_suffix(".json").write_text(json.dumps(result) + "\n")

@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -62,6 +63,11 @@ def scrubbed(value):
     for pattern, new in private() if isinstance(value, str) else ():
         value = re.sub(pattern, new, value, flags=re.IGNORECASE)
     return value
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    with contextlib.suppress(OSError):  # the terminal has gone away
+        print(text, file=file, flush=True)
 
 
 def lines(path: Path) -> list[str]:
@@ -137,14 +143,14 @@ def collect(cfg: Hyperparameters, flags: list[str], processes: int, out: Path) -
     document = dict(versions=versions(), flags=flags, stages={})
     with tempfile.TemporaryDirectory(prefix="first-gpu-run-", ignore_cleanup_errors=True) as folder:
         for name, command in stages(cfg, flags, processes, Path(folder)):
-            print(f"{name}: {' '.join(command)}", file=sys.stderr, flush=True)
+            say(f"{name}: {' '.join(command)}", sys.stderr)
             document["stages"][name] = stage = run_stage(command, Path(folder) / name, LIMIT)
             text = json.dumps(scrubbed(document), indent=1, ensure_ascii=False)
             out.write_text(text + "\n", encoding="utf-8")
             last = next(filter(str.strip, reversed(stage["output"])), "no output")
             told = "ok" if stage["exit_code"] == 0 else stage.get("problem", f"FAILED, exit code {stage['exit_code']}")
-            print(f"{name}: {told} after {stage['seconds']} s: {last.strip()[:200]}", flush=True)
-    print(f"look through {out}, and send it back")
+            say(f"{name}: {told} after {stage['seconds']} s: {last.strip()[:200]}")
+    say(f"look through {out}, and send it back")
     return int(any(stage["exit_code"] != 0 for stage in document["stages"].values()))
 
 
@@ -155,6 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path("logs") / time.strftime("first-gpu-run-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/first-gpu-run-TIME.json")
     args, flags = parser.parse_known_args(argv)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nor does that end the hour that this may take
     try:
         cfg = train_gpt.parse_args(flags)
         if cfg.device == "cpu" and cfg.preset == "gpt2":

@@ -96,7 +96,7 @@ def stream_documents(file: BinaryIO, tokenizer: Tokenizer) -> Iterator[bytes]:
             document, searched, is_tail = bytearray(), 0, False
 
 
-def load_gpt2(workers: int) -> Callable[[list[bytes]], np.ndarray]:
+def load_gpt2() -> Callable[[list[bytes]], np.ndarray]:
     """Return what turns documents into GPT-2 tokens; tiktoken downloads the vocabulary on first use."""
     try:
         import tiktoken
@@ -108,7 +108,7 @@ def load_gpt2(workers: int) -> Callable[[list[bytes]], np.ndarray]:
     except (OSError, ValueError) as error:  # OSError includes those of requests; ValueError: unexpected content
         fix = "set TIKTOKEN_CACHE_DIR to a folder that has it from an earlier download, perhaps on another machine"
         raise RuntimeError(f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}): {fix}") from None
-    pool = ThreadPoolExecutor(workers)
+    pool = ThreadPoolExecutor(os.cpu_count())
 
     def encode(document: bytes) -> np.ndarray:
         tokens = encoding.encode_to_numpy(document.decode(errors="replace"), disallowed_special=())  # without the GIL
@@ -136,10 +136,13 @@ def flags_for(num_tokens: dict[str, list[int]], tokenizer: Tokenizer) -> list[st
     lengths = dict(train=tokenizer.batch_tokens, val=val_seq_len)
     # Batches as the trainer counts them: within one shard, with one more token for the last target
     counts = {split: sum(max(n - 1, 0) // length for n in num_tokens[split]) for split, length in lengths.items()}
+    is_split, total = all(map(sum, num_tokens.values())), sum(map(sum, num_tokens.values()))
     for split in (split for split, count in counts.items() if not count):
         held = f"{sum(num_tokens[split]):,} tokens for {split}, at least {lengths[split] + 1:,} are needed"
         fewer = ", or leave out --tokenizer gpt2: the nano preset needs less" if tokenizer.preset == "gpt2" else ""
-        raise RuntimeError(f"too little text: {held}; give more text, or change --val_fraction{fewer}")
+        low, high = (lengths["val"] + 1) / total, 1 - (lengths["train"] + 1) / total  # what would do, about
+        fraction = f", or try --val_fraction {min(2 * low, (low + high) / 2):.2g}" if is_split and low < high else ""
+        raise RuntimeError(f"too little text: {held}; give more text{fraction}{fewer}")
     fitting = {
         "--num_iterations": (counts["train"], tokenizer.num_iterations),
         "--val_seq_len": (val_seq_len, tokenizer.val_seq_lens[0]),
@@ -170,9 +173,9 @@ def fill_buckets(paths: Collection[Path], folder: Path, tokenizer: Tokenizer) ->
 
 def pack(args: argparse.Namespace) -> list[str]:
     """Write the shards and return the trainer's flags for them."""
-    files = find_files(args.inputs, {f".{extension.strip().lstrip('.').lower()}" for extension in args.ext.split(",")})
+    files = find_files(args.inputs, {f".{end.strip().lstrip('.')}".lower().rstrip(".") for end in args.ext.split(",")})
     tokenizer = TOKENIZERS[args.tokenizer]
-    encode = load_gpt2(args.workers) if args.tokenizer == "gpt2" else to_tokens  # if this fails, then before the work
+    encode = load_gpt2() if args.tokenizer == "gpt2" else to_tokens  # if this fails, then before the work
     with lock_folder(args.out):
         for killed in args.out.glob(".packing-*"):  # left behind by a killed packer, because we hold the lock
             shutil.rmtree(killed, ignore_errors=True)
@@ -218,15 +221,12 @@ def main(argv: list[str] | None = None) -> None:
     add("--out", type=Path, default=own, help="folder for the shards [%(default)s]")
     add("--val_fraction", type=float, default=0.05, help="part of the files for validation [%(default)s]")
     extensions = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
-    add("--ext", default=extensions, help="files to take from folders [%(default)s]")
-    add("--workers", type=int, default=os.cpu_count(), help="threads for GPT-2 tokens [%(default)s]")
+    add("--ext", default=extensions, help="files to take from folders, '' for those without an ending [%(default)s]")
     add("--force", action="store_true", help="replace all train_*.bin and val_*.bin in --out")
     add("--train", action="store_true", help="then train on the shards")
     args = parser.parse_args(argv)
     if not 0 < args.val_fraction < 1:
         parser.error(f"--val_fraction {args.val_fraction}: expected more than 0 and less than 1")
-    if not 1 <= args.workers <= 1024:
-        parser.error(f"--workers {args.workers}: expected 1 to 1024")
     try:
         flags = pack(args)
     except RuntimeError as error:

@@ -72,6 +72,8 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Pat
     logs = [Log(Path(path)) for path in paths]
     require_one_experiment(logs)
     line, ranked = lineage(root), [*ranked_before(root)]
+    if taken := [path.name for path in line if path.name.partition("_")[2].lower() == name.lower()]:
+        raise ToolError(f"{taken[0]} has that name: choose another")
     if race and ranked:
         proven(race, logs[0].source, read_script(str(ranked[-1]), root)[1])
     text = page_of(name, logs, line[-1] if line else None)

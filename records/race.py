@@ -22,6 +22,7 @@ from records.proof import compare
 
 FILE = "race.json"
 MIN_PAIRS = 5  # of a record's race
+BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
 PLAN = ("scripts", "flags", "pairs", "seed", "nproc_per_node")
 
 
@@ -57,7 +58,8 @@ def run_script(script: Path, flags: Sequence[str], nproc: int, seed: int, run_id
     try:
         own_process([*torchrun, str(script), *own, *flags], None, RECORDS.parent, **threads)
     except RuntimeError as error:
-        raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; with that mended, --resume the race") from None
+        fix = "with that mended, --resume the race; with other flags, begin a new one"
+        raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; {fix}") from None
     log = Log(RECORDS.parent / log_dir / f"{run_id}.txt")
     result = read_json(log.path.with_suffix(".json"))
     if result.get("seed") != seed:
@@ -167,6 +169,8 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
     log_dir, root = folder.resolve(), RECORDS.parent
     log_dir = log_dir.relative_to(root) if log_dir.is_relative_to(root) else log_dir  # a log names no home folder
     left, began = order[len(runs) :], time.monotonic()
+    if left and (load := os.getloadavg()[0]) > BUSY:
+        print(f"the load of the last minute is {load:.1f}: times mean little if anything else runs", file=sys.stderr)
     for done, (seed, script) in enumerate(left, start=1):
         run_id = f"race-{seed}-{string.ascii_lowercase[script]}"
         for suffix in (".txt", ".json"):  # of a run that was stopped

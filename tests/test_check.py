@@ -71,7 +71,7 @@ GPT2 = "--preset gpt2 --num_iterations 2 --extension_steps 0 --val_tokens 262144
     ("argv", "message"),
     [
         ("--batch_tokens 1024000000000000", "--batch_tokens 1024000000000000: expected a number"),
-        ("--device cuda", "there is no NVIDIA GPU; or train on the CPU: --device cpu"),
+        ("--device cuda", "there is no NVIDIA GPU; or train nano on the CPU: --preset nano --device cpu"),
         ("--num_iterations 37", "tokens for 36 batches, the run needs 37; lower --num_iterations"),
         ("--val_tokens 2496", "tokens for 25 batches, the run needs 26; lower --val_tokens"),
         ("--val_files none_*.bin", "get it: python data/pack_text.py"),
@@ -178,7 +178,7 @@ def test_gpu_that_torch_cannot_use_is_a_problem(machine, outcome, prints, cuda, 
     for small in (True, False):
         code, out, [line] = outcome("--device", "auto", small=small)
         assert (code, out, part in line, re.findall(r"whl/(\w+) torch==", line)) == (2, [], True, wheel)
-        assert line.endswith("; or train on the CPU: --device cpu")
+        assert line.endswith("; or train nano on the CPU: --preset nano --device cpu")
     assert b"failed" not in prints or outcome()[0] == 0  # --device cpu
 
 

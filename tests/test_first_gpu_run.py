@@ -1,9 +1,12 @@
 """The file that comes back from a first GPU run: whole whatever fails, and without names of host and user."""
 
 import json
+import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -33,8 +36,11 @@ def test_the_file_is_whole_whatever_fails_and_names_nobody(monkeypatch, tmp_path
     monkeypatch.setenv("HOME", "/srv/people/marie")
     monkeypatch.setenv("USER", "marie")
     first_gpu_run.private.cache_clear()
+    monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=OSError)))  # the terminal has gone away
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     out = tmp_path / "new/result.json"
     assert first_gpu_run.main(["--preset=nano", "--device=cpu", "--train_files=/srv/people/marie", f"--out={out}"]) == 1
+    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
     first_gpu_run.private.cache_clear()
     found = json.loads(out.read_text())["stages"]
     assert [found[name]["exit_code"] for name in ("fails", "lacks", "hangs", "works")] == [3, None, None, 0]

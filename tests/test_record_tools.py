@@ -234,8 +234,9 @@ def scripts(tmp_path) -> list[Path]:
     return [*paths]
 
 
-def test_race_takes_turns_and_compares_each_with_the_next(tool, tmp_path, scripts):
+def test_race_takes_turns_and_compares_each_with_the_next(tool, tmp_path, scripts, monkeypatch):
     fast, slow, _ = scripts
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0, 0))
     _, out, err = tool("race", "--json", slow, fast, slow, "--pairs", "4", "--out", tmp_path / "race")
     found = json.loads(out)
     first, second = found["comparisons"]
@@ -243,6 +244,7 @@ def test_race_takes_turns_and_compares_each_with_the_next(tool, tmp_path, script
     assert first["step_time"]["ratio"] == pytest.approx(1.5, abs=0.02)
     assert [first["val_loss"][key] for key in ("difference", "low", "high")] == pytest.approx([0.005] * 3)
     assert second["train_time"]["ratio"] == pytest.approx(1 / 1.5, abs=0.02)
+    assert "load of the last minute is 1.5" in err
     order = "1-a 1-b 1-c 2-c 2-b 2-a 3-a 3-b 3-c 4-c 4-b 4-a".split()
     assert re.findall(r"race-(\d-\w): .*/12, 0:\d\d:\d\d left", err) == order
     assert [f"{run['seed']}-{'abc'[run['script']]}" for run in found["runs"]] == order
@@ -312,7 +314,8 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     path = folder / "race.json"
     document = write_race(path, NEWER, SOURCE)
     told = f"ok 2026-01-02_Idea: not ranked: script and page\nok {NEXT}: n=5 mean 1.4302 sd 0.0019 p=1.1e-05"
-    assert f"{told} (nano, 20 steps); train time 0.900 (0.900 to 0.900) times {NAME}\n" in tool("verify")[1]
+    told += f" (nano, 20 steps); train time 0.900 (0.900 to 0.900) times {NAME}, loss +0.0000\n"
+    assert told in tool("verify")[1]
     scripts, runs, other = document["scripts"], document["runs"], dict(sha256="ab" * 32)
     for problem, *changes in (
         ("lacks this record's script", dict(scripts=[other, scripts[1]])),
@@ -329,6 +332,12 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
             assert out.startswith(f"FAIL {NEXT}: race.json: {problem}"), out
     write_race(path, NEWER, SOURCE, val_loss=1.5)
     assert "race.json: mean loss 1.5020 is above the target 1.45; race the whole" in tool("verify", "next")[1]
+    write_race(path, SOURCE, NEWER)
+    not_faster = f"not shown to be faster than {NAME}: train time 1.111 (1.111 to 1.111); race more"
+    assert not_faster in tool("verify", "next")[1]
+    with (folder / "README.md").open("a") as page:
+        page.write("\nPublic record 9 (2026-01-01).\n")
+    assert tool("verify", "next")[0] == 0, "which repeats history"
     write_race(path, NEWER, SOURCE, pairs=4)
     assert "fewer than 5 pairs" in tool("verify", "next")[1]
     path.unlink()
@@ -367,7 +376,7 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
     assert "is there already" in tool(*argv)[2]
     counts = json.loads(tool("diff", "01-01_before", folder / "run1.txt", "--json")[1])
     assert (counts["removed"], counts["added"]) == (1, 1)
-    for name in "../up", "", "-rf", "a\nb", "<b>":
+    for name in "../up", "", "-rf", "a\nb", "<b>", "before":
         assert tool("new", name, *paths)[0] == 2, name
     assert "is no date" in tool("new", "X", *paths, "--date", "../../x")[2]
     paths[0].write_text(log_text().replace("first batch", "stopped: loss nan\nfirst batch"))

@@ -4,8 +4,9 @@
     torchrun --standalone --nproc_per_node=8 records/NAME/train_gpt.py     the record configuration on 8xH100
     python records/NAME/train_gpt.py --preset nano                         a small model on a CPU, in seconds
 
-NanoVeFused: what record 65 of the NanoGPT speedrun (2026-01-30, https://github.com/KellerJordan/modded-nanogpt)
-computes, and nano in the same forms. "Record n" says where an idea entered that history.
+HeadStart: what record 65 of the NanoGPT speedrun (2026-01-30, https://github.com/KellerJordan/modded-nanogpt) computes,
+and nano in the same forms, with heads that begin as what they would have to become. "Record n" says where an idea
+entered that history.
 Reading order: configuration, head, layers, attention, model, optimizers, data, schedules, run. Start at `main`.
 Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary.
 """
@@ -103,12 +104,12 @@ class Hyperparameters:
     backout_layer: str = "7"  # the layer (0-9a-z) half of whose output the head's input gives up at first, or .
     resid_lambda_init: Rate = 1.1  # first factor on the residual stream before each layer
     gate_inputs: Natural = 12  # channels from which attention, value embeddings, skips and the smear are gated; 0: none
-    embed_mean: Annotated[float, -100, 100] = 0.0  # mean of the embedding at the start, unless it is tied
+    embed_mean: Annotated[float, -100, 100] = 0.0  # mean of the untied embedding at first: for scores by position alone
     head_std: Rate = 0.005  # deviation of the first head
     bigram_rows: Natural = 5 * 50304  # rows of the table for pairs of consecutive tokens; 0: no table
     bigram_lambda_init: Rate = 0.1  # first factor on their embeddings before each layer
     rope_base: Positive = 1024.0  # base of the rotary frequencies
-    local_heads: Natural = 0  # heads that begin without their unrotated half; q and k begin equal. 0: at random
+    local_heads: Natural = 0  # heads that begin without their unrotated half; k of all begins as q. 0: at random
     attention_scale: Annotated[float, 0, 2**20] = 0.1  # first factor on the attention scores; q and k have unit RMS
     yarn_scale: Rate = 0.2  # its relative growth with the logarithm of the long window
     yarn_turns: Annotated[float, 1.1, 2**20] = 32.0  # what turns so often in a window keeps its frequency
@@ -489,7 +490,7 @@ class CausalSelfAttention(nn.Module):
         self.cfg, self.kind, H, G = cfg, kind, cfg.num_heads, cfg.gate_inputs
         self.qkv_w = uniform_weight(3, H * cfg.head_dim, cfg.model_dim)  # Muon sees three: record 20
         self.c_proj = uniform_weight(cfg.model_dim, H * cfg.head_dim)  # not zero: record 64
-        if cfg.local_heads:  # a token finds those like it, or those nearby: mimetic initialization (arXiv:2305.09828)
+        if cfg.local_heads:  # equal q and k: a token attends to those like it from the start (arXiv:2305.09828)
             q, k, _ = self.qkv_w.data.view(3, H, cfg.head_dim, cfg.model_dim)
             q[: cfg.local_heads, cfg.head_dim // 2 :] = 0
             k.copy_(q)
@@ -557,7 +558,7 @@ class GPT(nn.Module):
         dtype = getattr(torch, cfg.dtype)  # tables are in the precision of the activations, the rest in fp32
         rows, is_tied, gate_inputs = V + -V % 64, cfg.tied_frac > 0, cfg.gate_inputs  # aligned for matmul tiles
         self.embed = nn.Embedding(rows if is_tied else V, K, dtype=dtype)
-        self.embed.weight.data += cfg.embed_mean
+        self.embed.weight.data += cfg.embed_mean  # a part that all tokens share lets scores go by position alone
         values = (nn.Embedding(V, cfg.num_heads * cfg.head_dim, dtype=dtype) for _ in {*cfg.value_embed_layout} - {"."})
         self.value_embeds = nn.ModuleList(values)
         self.bigram_embed = nn.Embedding(cfg.bigram_rows, K, dtype=dtype) if cfg.bigram_rows else None
