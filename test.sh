@@ -8,4 +8,5 @@ set -euo pipefail
 cd "$(dirname "$0")"
 source ./environment.sh
 find_python requirements.txt data/requirements.txt tests/requirements.txt records/requirements.txt
+[ $# -gt 0 ] || set -- --numprocesses 2 --dist loadfile # all: two files at a time; a few start sooner without
 exec "$python" -m pytest "$@"

@@ -194,11 +194,7 @@ def command_plot(args: argparse.Namespace) -> Outcome:
 def command_mask(args: argparse.Namespace) -> Outcome:
     path = args.output
     found = masks.plot_masks(args.flags, args.step, args.sequence, args.training, path)
-    told = [f"{path}: {found['what']}"]
-    for letter in filter(found.__contains__, masks.NAMES):
-        share, full, partial = (found[letter][key] for key in ("share", "full", "partial"))
-        told.append(f"{letter}: {share:.1%} of the causal blocks computed, {full} full, {partial} partial")
-    return dict(file=str(path)) | found, "\n".join(told), 0
+    return dict(file=str(path)) | found, f"{path}: {found['what']}", 0
 
 
 @command(

@@ -126,9 +126,8 @@ def own_history(root: Path) -> dict[str, list[dict]]:
 
 def plot_history(root: Path, path: Path) -> dict:
     own, public = own_history(root), public_history()
-    theirs = [
-        dict(name=f"{r['date']} {r['name']} (#{r['number']})", minutes=r["official_minutes"]) for r in public["records"]
-    ]
+    name = "{date} {name} (#{number})".format
+    theirs = [dict(name=name(**record), minutes=record["official_minutes"]) for record in public["records"]]
     rows = max([len(theirs), *(len(records) for records in own.values())])
     figure, panels = new_figure(len(own) + 1, 6.6, 1.8 + 0.4 * rows)
     for panel, (track, records) in zip(panels, own.items(), strict=False):

@@ -151,8 +151,8 @@ def data_problems(log: Log, track: Track) -> Iterator[str]:
             yield f"{touched}: {which} batch is {stated}, in order it is {expected}; train on all batches in order"
 
 
-def log_problems(log: Log, track: Track, script: str | None) -> Iterator[str]:
-    if script is not None and log.source != script:
+def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
+    if script and log.source != script:
         yield "the script in the log is not the folder's train_gpt.py; put there the one that ran, or run it again"
     yield from data_problems(log, track)
     yield from clock_problems(log)
@@ -183,33 +183,26 @@ def target_problem(losses: list[float], target: float, is_systems: bool) -> str 
     return f"n too small: {seen} at n={sample.n}; run more seeds ({about})"
 
 
-def page_problems(folder: Path, script: str | None) -> Iterator[str]:
+def page_problems(page: str, script: str) -> Iterator[str]:
     """Check what every record has: a script and a written page."""
-    if script is None:
+    if not script:
         yield "train_gpt.py is missing; a record has one"
     else:
         for problem in sorted(set(compiler_flags(script))):
             yield f"train_gpt.py: {problem}; the track allows no compiler flags: take it out"
-    page = folder / "README.md"
-    if not page.is_file():
+    if not page:
         yield "README.md is missing; a record has one"
-        return
-    before, placeholder, _ = read_text(page).partition(PLACEHOLDER)
+    before, placeholder, _ = page.partition(PLACEHOLDER)
     if placeholder:
         line = before.count("\n") + 1
         yield f"README.md line {line} still has a {PLACEHOLDER} ...> placeholder; write what it asks for"
 
 
-def page_says(folder: Path, start: str) -> bool:
-    page = folder / "README.md"
-    return page.is_file() and any(line.startswith(start) for line in read_text(page).splitlines())
-
-
 def check_record(folder: Path, before: Path | None) -> Verdict:
     """Check all that the record's files allow. `before`: the ranked record before, which it has to be raced against."""
-    path = folder / "train_gpt.py"
-    script = read_text(path).rstrip("\n") if path.is_file() else None
-    verdict = Verdict(folder.name, list(page_problems(folder, script)))
+    files = (folder / name for name in ("train_gpt.py", "README.md"))
+    script, page = (read_text(path).rstrip("\n") if path.is_file() else "" for path in files)
+    verdict = Verdict(folder.name, list(page_problems(page, script)))
     if not is_ranked(folder):
         verdict.summary = "not ranked: script and page"
         return verdict
@@ -228,13 +221,13 @@ def check_record(folder: Path, before: Path | None) -> Verdict:
     if not log_paths(folder):
         verdict.failures.append("has no logs; put the .txt of its runs there")
     if whole:
-        check_together(verdict, whole, folder)
+        check_together(verdict, whole, f"\n{SYSTEMS_RECORD}" in page)
     try:
         if before is not None:
             found = record_race(folder, before)
             ratio = "train time {ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"])
             verdict.summary += f"; {ratio} times {before.name}, loss {found['val_loss']['difference']:+.4f}"
-            if found["train_time"]["high"] >= 1 and not page_says(folder, PUBLIC_RECORD):
+            if found["train_time"]["high"] >= 1 and f"\n{PUBLIC_RECORD}" not in page:
                 faster = f"{FILE}: not shown to be faster than {before.name}"
                 raise ToolError(f"{faster}: {ratio}; race more pairs, or say 'not ranked' in the row | track |")
             loss, target = found["val_loss"]["means"][0], track_of(whole[0]).target if whole else math.inf
@@ -245,14 +238,13 @@ def check_record(folder: Path, before: Path | None) -> Verdict:
     return verdict
 
 
-def check_together(verdict: Verdict, logs: list[Log], folder: Path) -> None:
+def check_together(verdict: Verdict, logs: list[Log], is_systems: bool) -> None:
     """Check what the logs of a record show together, and sum it up."""
     verdict.failures += differences(logs)
     track = track_of(logs[0])
     if any(log.track != track.name for log in logs):
         return
     losses = [log.val_loss for log in logs]
-    is_systems = page_says(folder, SYSTEMS_RECORD)
     missed = target_problem(losses, track.target, is_systems)
     verdict.failures += [missed] if missed else []
     sample = describe(losses, track.target)

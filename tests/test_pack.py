@@ -247,7 +247,7 @@ ERRORS = {
     "texts absent.txt": "absent.txt: No such file or directory; fix that",
     "texts --ext md": "no text in 0 files",
     "blank.txt": "no text in 1 files",
-    "long.txt": "too little text: 0 tokens for val, at least 8,193 are needed; give more text",
+    "long.txt": "too little text: 0 tokens for val, at least 8,193 are needed; give more text\n",
     "pipe": "pipe: not a regular file",
     "piped": "piped/x.txt: not a regular file",
     "outer": "outer/shut: Permission denied; fix that",
