@@ -5,7 +5,7 @@
     python train_gpt.py --preset nano                         a small model on a CPU, in seconds
 
 Unreleased. The preset gpt2 has the mathematics of record 65 of the NanoGPT speedrun (2026-01-30, 1,555 steps,
-https://github.com/KellerJordan/modded-nanogpt), nano a part of it and heads that begin with what they would have to
+https://github.com/KellerJordan/modded-nanogpt), nano uses part of it, and its heads begin with what they would have to
 find. "Record n" credits the record of that history in which an idea first appeared.
 Reading order: configuration, head, layers, attention, model, optimizers, data, schedules, run. Start at `main`.
 Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary.

@@ -22,8 +22,7 @@ TORCH = "2.13."
 
 # By compute capability, from the CUDA C++ Programming Guide and NVIDIA's data sheets: multiprocessors, threads of each,
 # bytes of shared memory that a block may have, MiB of memory as nvidia-smi says, MiB of L2 cache; last the most bytes
-# that a thread of any kernel of gpt2 was seen to spill, FlexAttention's backward (before 9.0 only FlexAttention's were
-# compiled; 8.6: of a small model). A kernel that spills more is a failure
+# that a thread of any kernel of gpt2 was seen to spill: FlexAttention's backward. More is a failure
 Device = namedtuple("Device", "name processors threads shared_limit memory l2_cache spills")
 DEVICES = {
     90: Device("NVIDIA H100 80GB HBM3", 132, 2048, 232_448, 81_559, 50, 68),
