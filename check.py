@@ -129,7 +129,7 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
         logits = cfg.lm_head_slice * cfg.vocab_size / (gpt2.lm_head_slice * gpt2.vocab_size)
         base = fixed + factor * logits * slice_mib * 2**20
         need = base + length * per_token
-        line = f"--{name} {length} takes about {need / 1e9:.1f} GB a process (estimated), {free / 1e9:.1f} GB are free"
+        line = f"--{name} {length} takes {need / 2**30:.1f} GiB a process (estimated), {free / 2**30:.1f} are free"
         report.fact(f"memory: {line}")
         if need > free:
             shorter = (n for n in (length >> i for i in range(1, 9)) if n % cfg.block_size == 0 < n)
@@ -187,7 +187,7 @@ def examine(argv: list[str], report: Report) -> int:
     if not torch.cuda.is_available():
         why, is_problem = why_no_gpu()
         if cfg.device == "cuda" or (is_problem and not is_for_cpu):
-            raise UserError(f"{why}; or train nano on the CPU: --preset nano --device cpu")
+            raise UserError(f"{why}; nano trains on the CPU: --preset nano --device cpu")
         report.fact(f"hardware: {os.cpu_count()} CPU cores, {why}", note="NVIDIA" not in why)
     for index in range(torch.cuda.device_count() if cfg.device != "cpu" and torch.cuda.is_available() else 0):
         try:

@@ -5,15 +5,14 @@
     python data/pack_text.py FILES_OR_FOLDERS... --tokenizer gpt2    # needs: pip install -r data/requirements.txt
 
 The last line of output is the command that trains on the shards, with flags that fit the amount of text. Each file goes
-to training or validation by the hash of its name; a single file is split by document. A document is
-- bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 8 MiB. What many files
+to training or validation by the hash of its name; fewer than 20 files are split by document. A document is
+- bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 64 KiB. What many files
   repeat (a licence, a quoted mail) then counts once, and the model's window of 256 bytes loses little.
 - gpt2: a file. One over 64 KiB is cut at its next blank line, or after 1 MiB: ten times the model's window, yet a step
   still mixes two dozen documents. Bytes that are not UTF-8 become U+FFFD; names of special tokens are ordinary text.
 
-Equal documents count once; one that both splits have stays in training. Documents are sorted by SHA-1, a fixed shuffle
-after which any stretch is a fair sample, in buckets on disk, one by one: less than 0.3 GB of memory is enough for 20 GB
-of text. The disk needs room for three times the text.
+Equal documents count once; one that both splits have stays in training. Documents are sorted by SHA-1, a fixed shuffle,
+in buckets on disk: 0.3 GB of memory is enough for 20 GB of text. The disk needs room for three times the text.
 Exit codes: 0 packed, 2 something has to be fixed first, 130 interrupted: older shards are as they were.
 """
 
@@ -44,13 +43,14 @@ LINE_BYTES = 2**20  # longer lines are read in parts
 NUM_BUCKETS = 200  # all are open at once: macOS lets a process open 256 files
 BUFFER_BYTES = 2**17  # text that goes to a bucket at a time
 BATCH_DOCUMENTS = 32  # encoded at a time
+MANY_FILES = 20  # are split by file, fewer by document: a file is then too much or too little for validation
 # How text becomes documents: least size, but for a file's last one, and largest; what ends a file. Then what the preset
 # needs, as train_gpt.py says (1.5 tokens for each that gpt2's packing keeps); shorter val_seq_lens are for less text
 Tokenizer = namedtuple(
     "Tokenizer", "preset eot min_bytes max_bytes file_end batch_tokens num_iterations val_tokens val_seq_lens"
 )
 TOKENIZERS = {
-    "bytes": Tokenizer("nano", EOT, MIN_DOCUMENT_BYTES, 2**23, b"\n\n", 1024, 310, 262_144, (8192,)),
+    "bytes": Tokenizer("nano", EOT, MIN_DOCUMENT_BYTES, 2**16, b"\n\n", 1024, 310, 262_144, (8192,)),
     "gpt2": Tokenizer("gpt2", 50256, 2**16, 2**20, b"", 400_000, 1555, 10_485_760, (262_144, 65_536)),
 }
 
@@ -118,15 +118,16 @@ def load_gpt2() -> Callable[[list[bytes]], np.ndarray]:
 
 
 def choose_split(names: list[str], found: dict[int, tuple[bytes, bytes]], val_fraction: float) -> Callable:
-    """Choose the files with the lowest SHA-1 of their names, or from a single file the documents with the lowest SHA-1.
+    """Choose the files with the lowest SHA-1 of their names, or where they are few the documents with the lowest SHA-1.
 
     `found` has the lowest and highest SHA-1 in each file with documents. Both splits get at least one file or document.
     """
+    by_file = len(found) >= MANY_FILES
     hashes = {number: hashlib.sha1(os.fsencode(names[number])).digest() + number.to_bytes(8) for number in found}
-    candidates = tuple(hashes.values()) if len(found) > 1 else next(iter(found.values()))
+    candidates = hashes.values() if by_file else {edge for edges in found.values() for edge in edges}
     end = min(int(val_fraction * 2**160), 2**160 - 1).to_bytes(20)
     end = min(max(end, min(candidates) + b"\0"), max(candidates))  # that + \0 is just above the lowest
-    return lambda digest, number: (hashes[number] if len(found) > 1 else digest) < end
+    return lambda digest, number: (hashes[number] if by_file else digest) < end
 
 
 def flags_for(num_tokens: dict[str, list[int]], tokenizer: Tokenizer) -> list[str]:
@@ -136,12 +137,11 @@ def flags_for(num_tokens: dict[str, list[int]], tokenizer: Tokenizer) -> list[st
     lengths = dict(train=tokenizer.batch_tokens, val=val_seq_len)
     # Batches as the trainer counts them: within one shard, with one more token for the last target
     counts = {split: sum(max(n - 1, 0) // length for n in num_tokens[split]) for split, length in lengths.items()}
-    is_split, total = all(map(sum, num_tokens.values())), sum(map(sum, num_tokens.values()))
     for split in (split for split, count in counts.items() if not count):
-        held = f"{sum(num_tokens[split]):,} tokens for {split}, at least {lengths[split] + 1:,} are needed"
+        held = f"{sum(num_tokens[split]):,} tokens for {split} (documents count once), {lengths[split] + 1:,} needed"
         fewer = ", or leave out --tokenizer gpt2: the nano preset needs less" if tokenizer.preset == "gpt2" else ""
-        low, high = (lengths["val"] + 1) / total, 1 - (lengths["train"] + 1) / total  # what would do, about
-        fraction = f", or try --val_fraction {min(2 * low, (low + high) / 2):.2g}" if is_split and low < high else ""
+        share = (lengths["val"] + 1) / sum(map(sum, num_tokens.values()))  # what validation needs of all
+        fraction = f", or try --val_fraction {min(2, (1 / share + 1) / 2) * share:.2g}" if share < 0.9 else ""
         raise RuntimeError(f"too little text: {held}; give more text{fraction}{fewer}")
     fitting = {
         "--num_iterations": (counts["train"], tokenizer.num_iterations),

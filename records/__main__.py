@@ -183,17 +183,15 @@ def command_plot(args: argparse.Namespace) -> Outcome:
 
 
 @command(
-    "Picture of which blocks of keys each block of queries sees, in a sequence of the run's own data.",
-    arg("--step", type=count, help="whose window (default: the last)"),
+    "Picture of which blocks of keys each block of queries sees in a sequence of the last validation.",
     arg("--sequence", type=count, default=0, help="which one (default: 0)"),
-    arg("--training", action="store_true", help="of the batch of that step, not of validation"),
     arg("-o", "--output", type=Path, metavar="FILE.png", default=Path("mask.png"), help="default: mask.png"),
     usage="%(prog)s [options] [-- FLAGS ...]",
     epilog="FLAGS after -- are those of train_gpt.py, such as -- --preset nano --window_tokens 1728.",
 )
 def command_mask(args: argparse.Namespace) -> Outcome:
     path = args.output
-    found = masks.plot_masks(args.flags, args.step, args.sequence, args.training, path)
+    found = masks.plot_masks(args.flags, args.sequence, path)
     return dict(file=str(path)) | found, f"{path}: {found['what']}", 0
 
 

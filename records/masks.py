@@ -42,24 +42,18 @@ def listed_blocks(mask: "BlockMask") -> "np.ndarray":
     return seen
 
 
-def read_sequence(cfg: "Hyperparameters", step: int, sequence: int, training: bool) -> tuple["Tensor", str]:
-    """Read a sequence of validation, or of the batch of a training step. Return its tokens and what it is."""
+def read_sequence(cfg: "Hyperparameters", sequence: int) -> "Tensor":
+    """Return the tokens of a validation sequence."""
     import torch
 
     import train_gpt
 
-    number = cfg.batch_sequences if training else cfg.val_tokens // cfg.val_seq_len
+    number = cfg.val_tokens // cfg.val_seq_len
     if sequence >= number:
         raise ToolError(f"--sequence {sequence}: there are {number}, 0 to {number - 1}")
-    if training:
-        lengths = [train_gpt.train_seq_len(earlier, cfg) for earlier in range(step + 1)]
-        plan = train_gpt.plan_batches(cfg.train_files, lengths, number, cfg, cfg.max_doc_len)
-        own, what = sequence, f"sequence {sequence} of training step {step}"
-    else:
-        plan = train_gpt.plan_batches(cfg.val_files, [cfg.val_seq_len] * (sequence + 1), 1, cfg)
-        own, what = 0, f"validation sequence {sequence} at step {step}"
-    [[(tokens, _)]] = train_gpt.read_batches(plan[-1:], [own], cfg, torch.device("cpu"))
-    return tokens, what
+    plan = train_gpt.plan_batches(cfg.val_files, [cfg.val_seq_len] * (sequence + 1), 1, cfg)
+    [[(tokens, _)]] = train_gpt.read_batches(plan[-1:], [0], cfg, torch.device("cpu"))
+    return tokens
 
 
 def block_masks(cfg: "Hyperparameters", tokens: "Tensor", windows: Sequence[int]) -> dict[str, "BlockMask"]:
@@ -75,22 +69,17 @@ def block_masks(cfg: "Hyperparameters", tokens: "Tensor", windows: Sequence[int]
     return {letter: mask for letter, mask in masks.items() if isinstance(mask, BlockMask)}
 
 
-def plot_masks(flags: Sequence[str], step: int | None, sequence: int, training: bool, path: Path) -> dict[str, Any]:
-    """Draw the masks of a run with these flags of train_gpt.py, and return what the picture shows."""
+def plot_masks(flags: Sequence[str], sequence: int, path: Path) -> dict[str, Any]:
+    """Draw the masks of the last validation of a run with these flags, and return what the picture shows."""
     import train_gpt
 
     try:
         cfg = train_gpt.parse_args(flags)
-        last = cfg.num_iterations - training  # validation has one step more: after the last
-        if step is None:
-            step = last
-        elif step > last:
-            raise ToolError(f"--step {step}: the run's last {'training' if training else 'validation'} is step {last}")
-        tokens, what = read_sequence(cfg, step, sequence, training)
+        tokens, step = read_sequence(cfg, sequence), cfg.num_iterations
     except train_gpt.UserError as error:
         raise ToolError(str(error)) from None
     starts = (tokens == cfg.eot_token).nonzero().flatten().tolist()
-    windows = train_gpt.attention_windows(step, cfg)
+    windows, what = train_gpt.attention_windows(step, cfg), f"validation sequence {sequence} at step {step}"
     found: dict[str, Any] = dict(preset=cfg.preset, what=what, block_size=cfg.block_size, windows=list(windows))
     found |= dict(num_tokens=len(tokens), documents=starts)
     edges = sorted({0, *starts, len(tokens)})

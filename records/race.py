@@ -22,6 +22,8 @@ from records.proof import compare
 
 FILE = "race.json"
 MIN_PAIRS = 5  # of a record's race
+# Flags of such a race: others would change the training of the record before, too
+SAME_TRAINING = {f"--{name}" for name in "preset device val_loss_every cpu_threads train_files val_files".split()}
 BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
 PLAN = ("scripts", "flags", "pairs", "seed", "nproc_per_node")
 
@@ -58,7 +60,7 @@ def run_script(script: Path, flags: Sequence[str], nproc: int, seed: int, run_id
     try:
         own_process([*torchrun, str(script), *own, *flags], None, RECORDS.parent, **threads)
     except RuntimeError as error:
-        fix = "with that mended, --resume the race; with other flags, begin a new one"
+        fix = "with that mended, --resume the race; with other flags or scripts, begin a new one"
         raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; {fix}") from None
     log = Log(RECORDS.parent / log_dir / f"{run_id}.txt")
     result = read_json(log.path.with_suffix(".json"))
@@ -102,7 +104,9 @@ def proven(path: Path, newer: str, older: str) -> dict:
     if not path.is_file():
         raise ToolError(f"{path}: is missing; race the script against the record before, and put the {FILE} there")
     document, runs = read_race(path)
-    hashes, _, pairs, *_ = planned(document)
+    hashes, flags, pairs, *_ = planned(document)
+    if others := {flag.split("=")[0] for flag in flags if flag.startswith("--")} - SAME_TRAINING:
+        raise ToolError(f"{path}: was run with {', '.join(sorted(others))}; put settings into the script, race without")
     for script, whose in ((newer, "this record's"), (older, "the record before's")):
         if digest(script) not in hashes:
             raise ToolError(f"{path}: lacks {whose} script, SHA-256 {digest(script)}; race the two as they are")
@@ -179,6 +183,7 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
             run = Run(script, seed, **runners[script](seed, run_id, log_dir))
         except ValueError:
             raise ToolError(f"run {run_id} states no val_loss or train_time_ms; mend the script") from None
+        (folder / f"{run_id}.pt").unlink(missing_ok=True)  # the model is of no use here
         runs.append(run)
         if len({run.val_sha256 for run in runs} - {None}) > 1:
             raise ToolError("the scripts validate on different tokens: give all the same data after --")
@@ -190,6 +195,10 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
         print(f"{run_id}: {told}; {remaining}", file=sys.stderr, flush=True)
     document["comparisons"] = comparisons(runs)
     write(folder / FILE, document)
+    for name, times in ((document["scripts"][j]["name"], [r.train_time for r in of(j, runs)]) for j in forwards):
+        if max(times) > 2 * min(times):
+            told = f"{name} took {min(times):.0f} to {max(times):.0f} ms: something else ran, so race again"
+            print(told, file=sys.stderr)
     return document
 
 

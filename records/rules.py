@@ -229,7 +229,7 @@ def check_record(folder: Path, before: Path | None) -> Verdict:
             verdict.summary += f"; {ratio} times {before.name}, loss {found['val_loss']['difference']:+.4f}"
             if found["train_time"]["high"] >= 1 and f"\n{PUBLIC_RECORD}" not in page:
                 faster = f"{FILE}: not shown to be faster than {before.name}"
-                raise ToolError(f"{faster}: {ratio}; race more pairs, or say 'not ranked' in the row | track |")
+                raise ToolError(f"{faster}: {ratio}; race more pairs on a quiet machine, or it is no record")
             loss, target = found["val_loss"]["means"][0], track_of(whole[0]).target if whole else math.inf
             if loss > target:
                 raise ToolError(f"{FILE}: mean loss {loss:.4f} is above the target {target}; race the whole training")

@@ -23,7 +23,10 @@ if "--stop" in flags and pathlib.Path(flags["--stop"]).read_text() == flags["--r
     sys.exit("first line\\nstopped")
 seed, log = int(flags["--seed"]), pathlib.Path(flags["--log_dir"]) / (flags["--run_id"] + ".txt")
 assert not log.exists()
-loss, step_ms = 1.4 + 0.001 * seed + SLOWNESS / 100, SLOWNESS * (40 + 0.1 * (zlib.crc32(log.name.encode()) % 5))
+disturbed = 3 if "--stop" in flags and seed == 9 else 1
+step_ms = disturbed * SLOWNESS * (40 + 0.1 * (zlib.crc32(log.name.encode()) % 5))
+loss = 1.4 + 0.001 * seed + SLOWNESS / 100
+log.with_suffix(".pt").touch()
 log.write_text(log_text(seed=seed, val_loss=loss, step_ms=step_ms, val_sha256=("cd" if SLOWNESS == 9 else "ab") * 32))
 log.with_suffix(".json").write_text(json.dumps(dict(val_loss=loss, train_time_ms=20 * step_ms, seed=seed)))
 """

@@ -71,7 +71,7 @@ GPT2 = "--preset gpt2 --num_iterations 2 --extension_steps 0 --val_tokens 262144
     ("argv", "message"),
     [
         ("--batch_tokens 1024000000000000", "--batch_tokens 1024000000000000: expected a number"),
-        ("--device cuda", "there is no NVIDIA GPU; or train nano on the CPU: --preset nano --device cpu"),
+        ("--device cuda", "there is no NVIDIA GPU; nano trains on the CPU: --preset nano --device cpu"),
         ("--num_iterations 37", "tokens for 36 batches, the run needs 37; lower --num_iterations"),
         ("--val_tokens 2496", "tokens for 25 batches, the run needs 26; lower --val_tokens"),
         ("--val_files none_*.bin", "get it: python data/pack_text.py"),
@@ -113,7 +113,7 @@ def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tm
         ([H100] * 8, "8", "8 x NVIDIA H100 80GB HBM3 (compute capability 9.0): bfloat16, head in FP8"),
         ([RTX_4090] * 3, "2", "head in FP8"),
         ([check.Gpu("A100", (8, 0), 80 * 10**9)], "1", "head in bfloat16"),
-        ([FULL_4090], None, "18.0 GB are free: free some, or train otherwise, with --train_seq_len 8192"),
+        ([FULL_4090], None, "16.8 are free: free some, or train otherwise, with --train_seq_len 8192"),
         ([H100, H100._replace(free=10**9)], None, "with a smaller model"),
     ],
 )
@@ -150,8 +150,8 @@ def test_estimated_memory_is_that_of_the_lowered_graphs(capsys):
     cfg = train_gpt.resolve(dataclasses.replace(train_gpt.PRESETS["gpt2"], dtype="bfloat16"))
     for processes, mib in zip((8, 4, 2, 1), re.findall(r"[\d,]+", table), strict=True):
         check.check_memory_and_time(cfg, [H100] * processes, processes, check.Report(is_full=True))
-        told = re.search(r"about ([\d.]+) GB", capsys.readouterr().out)[1]
-        assert float(told) == pytest.approx((int(mib.replace(",", "")) + check.SPARE_MIB) * 2**20 / 1e9, rel=0.02)
+        told = re.search(r"takes ([\d.]+) GiB", capsys.readouterr().out)[1]
+        assert float(told) == pytest.approx((int(mib.replace(",", "")) + check.SPARE_MIB) / 1024, rel=0.02)
 
 
 A5000 = b"NVIDIA RTX A5000, %s\n"
@@ -168,7 +168,7 @@ A5000 = b"NVIDIA RTX A5000, %s\n"
         (A5000 % b"580.65.06", None, "it is a CPU build", ["cu130"]),
         (A5000 % b"535.1", "12.6", "restart the machine", []),
         (A5000 % b"[N/A]", "13.0", "nvidia-smi fails: NVIDIA RTX A5000, [N/A]", []),
-        (b"NVIDIA-SMI has failed\nbecause", "13.0", "nvidia-smi fails: NVIDIA-SMI has failed; or", []),
+        (b"NVIDIA-SMI has failed\nbecause", "13.0", "nvidia-smi fails: NVIDIA-SMI has failed; nano", []),
         (b"\x1b[31mGPU\xff, 535.1\n", "13.0", "cannot use the ?[31mGPU\ufffd with driver 535.1", ["cu126"]),
     ],
 )
@@ -178,7 +178,7 @@ def test_gpu_that_torch_cannot_use_is_a_problem(machine, outcome, prints, cuda, 
     for small in (True, False):
         code, out, [line] = outcome("--device", "auto", small=small)
         assert (code, out, part in line, re.findall(r"whl/(\w+) torch==", line)) == (2, [], True, wheel)
-        assert line.endswith("; or train nano on the CPU: --preset nano --device cpu")
+        assert line.endswith("; nano trains on the CPU: --preset nano --device cpu")
     assert b"failed" not in prints or outcome()[0] == 0  # --device cpu
 
 

@@ -179,8 +179,13 @@ def test_every_split_gets_a_file_or_document(fraction):
     is_val = pack_text.choose_split(["a"], {0: (low, high)}, fraction)
     assert (is_val(low, 0), is_val(high, 0)) == (True, False)
     assert not pack_text.choose_split(["a"], {0: (low, low)}, fraction)(low, 0), "a single document is for training"
-    is_val = pack_text.choose_split(["a", "empty", "not UTF-8 \udcff"], dict.fromkeys((0, 2), (low, high)), fraction)
-    assert is_val(low, 0) != is_val(low, 2)
+    few = {0: (low, high), 1: (b"\x22" * 20, low), 2: (high, b"\xaa" * 20)}
+    is_val = pack_text.choose_split(["a"] * 3, few, fraction)
+    assert (is_val(b"\x22" * 20, 1), is_val(b"\xaa" * 20, 2)) == (True, False), "of a few files, by document, too"
+    many = pack_text.MANY_FILES
+    names = ["empty", "not UTF-8 \udcff", *map(str, range(2, many + 1))]
+    is_val = pack_text.choose_split(names, dict.fromkeys(range(1, many + 1), (low, high)), fraction)
+    assert len({(is_val(low, i), is_val(high, i)) for i in range(1, many + 1)} & {(True, True), (False, False)}) == 2
 
 
 def test_one_file_is_split_by_document_into_many_shards_and_trained_on(tmp_path, capsys, monkeypatch):
@@ -201,6 +206,11 @@ def test_one_file_is_split_by_document_into_many_shards_and_trained_on(tmp_path,
     documents, whole = packed(folder), {*pack_nano.split_documents(text), long[:19_999], (long + b"\n\n")[39_998:]}
     assert sorted(documents["train"] + documents["val"]) == sorted(whole)
     assert 0.1 < sum(map(len, documents["val"])) / sum(map(len, whole)) < 0.3
+
+
+def test_one_long_line_is_enough(tmp_path, capsys):
+    (tmp_path / "line.txt").write_bytes(b"one long line " * 30_000)
+    assert "train on it: " in run(capsys, pack_text.main, tmp_path / "line.txt", "--out", tmp_path / "out")
 
 
 def test_a_second_run_needs_force_and_leaves_no_old_shards(texts_folder, tmp_path, capsys):
@@ -247,7 +257,7 @@ ERRORS = {
     "texts absent.txt": "absent.txt: No such file or directory; fix that",
     "texts --ext md": "no text in 0 files",
     "blank.txt": "no text in 1 files",
-    "long.txt": "too little text: 0 tokens for val, at least 8,193 are needed; give more text\n",
+    "long.txt": "too little text: 0 tokens for val (documents count once), 8,193 needed; give more text, or try",
     "pipe": "pipe: not a regular file",
     "piped": "piped/x.txt: not a regular file",
     "outer": "outer/shut: Permission denied; fix that",
@@ -271,7 +281,7 @@ def test_errors_are_one_line_and_nothing_is_written(texts_folder, tmp_path, caps
     for name in ("bare", "piped", "outer/shut"):
         Path(name).mkdir(parents=True)
     Path("blank.txt").write_bytes(b"\n" * 100)
-    Path("long.txt").write_bytes(b"one long line " * 10_000)
+    Path("long.txt").write_bytes(b"one long line " * 3_000)  # which is one document
     os.mkfifo("pipe")
     os.mkfifo("bare/pipe")
     Path("piped/x.txt").symlink_to("../pipe")
@@ -285,9 +295,9 @@ def test_errors_are_one_line_and_nothing_is_written(texts_folder, tmp_path, caps
         (BYTES, [2048, 2049, 1, 0], [16384, 8192, 16385], "--num_iterations 3 --val_tokens 24576"),
         (BYTES, [600 * 1024 + 1], [262_145], ""),
         (GPT2, [10**9], [150_000, 262_144, 10], "--val_seq_len 65536 --val_tokens 327680"),
-        (BYTES, [9999], [8192, 8192], "16,384 tokens for val, at least 8,193 are needed.*try --val_fraction 0.62"),
-        (BYTES, [1024], [9999], "1,024 tokens for train, at least 1,025 are needed.*try --val_fraction 0.83"),
-        (GPT2, [10**9], [65_536], "at least 65,537 are needed; .*, or try --val_fraction 0.00013, or leave out"),
+        (BYTES, [9999], [8192, 8192], "16,384 tokens for val .* 8,193 needed; .*try --val_fraction 0.62"),
+        (BYTES, [1024], [9999], "1,024 tokens for train .* 1,025 needed; .*try --val_fraction 0.87"),
+        (GPT2, [10**9], [65_536], "65,537 needed; give more text, or try --val_fraction 0.00013, or leave"),
     ],
 )
 def test_too_little_text(tokenizer, train, val, expected):
