@@ -131,7 +131,7 @@ def sample(argv: Sequence[str]) -> None:
             raise UserError(f"--{name} {str(value)[:50]}: expected a number from 0 to {high}")
     path = Path(args.checkpoint)
     if args.checkpoint == "latest":
-        path = max(Path("logs").glob("*.pt"), key=lambda path: path.stat().st_mtime_ns, default=Path("logs/*.pt"))
+        path = max(Path("logs").glob("*.pt"), key=lambda path: path.lstat().st_mtime_ns, default=Path("logs/*.pt"))
     gpt = load_model(path, args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
     suited = "def " if gpt.cfg.train_files == train_gpt.PRESETS["nano"].train_files else "The "
     prompt = suited if args.prompt is None else args.prompt

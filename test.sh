@@ -5,7 +5,7 @@
 #   ./test.sh -m slow    those that take longer
 #   ./test.sh -m gpu     the self-test of a machine with GPUs: run it before the first training there
 set -euo pipefail
-cd "$(dirname "$0")"
+CDPATH='' cd -- "$(dirname -- "$0")"
 source ./environment.sh
 find_python requirements.txt data/requirements.txt tests/requirements.txt records/requirements.txt
 [ $# -gt 0 ] || set -- --numprocesses 2 --dist loadfile # all: two files at a time; a few start sooner without

@@ -1225,8 +1225,6 @@ class RunLog:
         while len(self.pending) > lag:
             step, loss, arrived = self.pending.popleft()
             arrived.synchronize()
-            if not loss.isfinite():
-                raise FloatingPointError(f"train_loss {loss:.4f} at step {step}: lower learning rates or change --seed")
             if is_due := self.bar.disable and time.monotonic() > self.last_line + 2:
                 self.last_line = time.monotonic()
             self.point("train_loss", step, loss.item(), self.read_clock(), is_due)
@@ -1234,6 +1232,8 @@ class RunLog:
 
     def point(self, name: str, step: int, loss: float, ms: float, console: bool = True) -> None:
         """Log a loss, and add it to its curve."""
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"{name} {loss:.4f} at step {step}: lower learning rates or change --seed")
         self.curves[name].append((step, loss, ms))
         last = {name: f"{curve[-1][1]:.4f}" for name, curve in self.curves.items() if curve}
         self.bar.set_postfix(step=step, **last, refresh=False)
@@ -1339,7 +1339,7 @@ def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, d
     saved |= dict(curves=dict(train_loss=[], val_loss=[]))
     if given.resume and ranks.rank == 0:  # the other ranks get step and tensors from rank 0
         found = Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")
-        latest = max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
+        latest = max(found, key=lambda path: path.lstat().st_mtime_ns, default=None)
         if path := latest if given.resume == "latest" else Path(given.resume):
             saved = load(path, *saved)
     cfg = resolve(dataclasses.replace(given, run_id=saved["run_id"], seed=saved["seed"]))

@@ -201,11 +201,11 @@ def pack(args: argparse.Namespace) -> list[str]:
             for writer in writers.values():
                 writer.close()
             fitting = flags_for({split: [n for _, _, n in w.shards] for split, w in writers.items()}, tokenizer)
-            for path in old:
-                path.unlink()
-            shards = writers["train"].shards + writers["val"].shards  # in this order: no trainer starts without val
+            shards = writers["train"].shards + writers["val"].shards
             for path, _, _ in shards:
                 os.replace(path, args.out / path.name)
+            for path in {*old} - {args.out / path.name for path, _, _ in shards}:  # last: no failure loses both
+                path.unlink()
     for path, num_documents, num_tokens in shards:
         print(f"{args.out / path.name}: {num_documents:,} documents, {num_tokens:,} tokens")
     out = args.out.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")  # run.sh changes to ROOT

@@ -173,6 +173,8 @@ class Log:
 
 def read_text(path: Path) -> str:
     try:
+        if path.exists() and not path.is_file():  # reading a pipe or a device might never end
+            raise OSError(0, "not a regular file")
         return path.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n")
     except OSError as error:
         raise ToolError(f"{path}: {error.strerror}; name a log, a script or a record") from None

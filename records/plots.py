@@ -2,26 +2,16 @@
 
 import json
 import statistics
+from collections import namedtuple
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from records.logs import Log, ToolError, find_record, ranked_before, read_json, record_logs, require_one_experiment
 from records.proof import public_history
 from records.rules import TRACKS, track_of
 
-
-@dataclass(frozen=True)
-class Curve:
-    """Mean time in s, and mean, lowest and highest loss, over the steps at which all logs validate."""
-
-    name: str
-    track: str
-    steps: list[int]
-    seconds: list[float]
-    mean: list[float]
-    low: list[float]
-    high: list[float]
+# Lists over the steps at which all logs validate: mean time in s; mean, lowest and highest loss
+Curve = namedtuple("Curve", "name track steps seconds mean low high")
 
 
 def curve_of(name: str, track: str, curves: Sequence[dict[int, tuple[float, float]]]) -> Curve:
@@ -108,7 +98,7 @@ def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> di
         panel.set_ylabel(f"validation loss (nats per {'byte' if track == 'nano' else 'token'})")
         panel.set_title(f"{track}: mean of the runs, band from lowest to highest", fontsize=10)
         panel.legend(frameon=False, fontsize=9)
-    found = dict(curves=[vars(curve) for curve in [*curves, *([anchor] if anchor else [])]])
+    found = dict(curves=[curve._asdict() for curve in [*curves, *([anchor] if anchor else [])]])
     save(figure, path, found)
     return found
 

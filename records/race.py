@@ -1,6 +1,7 @@
 """Run scripts in turn on this machine and say by how much they differ; write and read race.json."""
 
 import datetime
+import fcntl
 import functools
 import hashlib
 import json
@@ -14,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import IO
 
 from benchmarks.startup import own_process
 from records import proof
@@ -110,6 +112,7 @@ def proven(path: Path, newer: str, older: str) -> dict:
     for script, whose in ((newer, "this record's"), (older, "the record before's")):
         if digest(script) not in hashes:
             raise ToolError(f"{path}: lacks {whose} script, SHA-256 {digest(script)}; race the two as they are")
+    checked_order(path, document, runs)
     if len(runs) != pairs * len(hashes):
         raise ToolError(f"{path}: has {len(runs)} runs, not {pairs} of each script; --resume the race")
     if document.get("comparisons") != comparisons(runs):
@@ -125,6 +128,22 @@ def record_race(folder: Path, before: Path) -> dict:
     return proven(folder / FILE, *(read_text(path / "train_gpt.py").rstrip("\n") for path in (folder, before)))
 
 
+def checked_order(path: Path, document: dict, runs: Sequence[Run]) -> list[tuple[int, int]]:
+    """Return seed and script of all runs, in the order A B C, C B A, A B C ...; all of a round have one seed.
+
+    Raise ToolError unless `runs` are the first of them, on the same tokens and one kind of machine.
+    """
+    forwards, first = range(len(document["scripts"])), document["seed"]
+    rounds = [forwards[::-1] if i % 2 else forwards for i in range(document["pairs"])]
+    order = [(first + i, script) for i, scripts in enumerate(rounds) for script in scripts]
+    if [(run.seed, run.script) for run in runs] != order[: len(runs)]:
+        raise ToolError(f"{path}: its runs are not those of a race in order; begin a new race with --out")
+    for what in ("val_sha256", "hardware"):
+        if len({getattr(run, what) for run in runs} - {None}) > 1:
+            raise ToolError(f"{path}: its runs differ in {what}: race with the same data, on one machine")
+    return order
+
+
 def comparisons(runs: Sequence[Run]) -> list[dict]:
     """Compare each script with the next one."""
     sides = [of(script, runs) for script in sorted({run.script for run in runs})]
@@ -138,37 +157,40 @@ def write(path: Path, document: dict) -> None:
     os.replace(beside, path)
 
 
-def begin(plan: dict, out: Path | None, resume: Path | None) -> tuple[Path, dict, list[Run]]:
-    """Start a race in the folder `out`, or read what there is of the one to resume."""
+def begin(plan: dict, out: Path | None, resume: Path | None) -> tuple[Path, dict, list[Run], IO]:
+    """Start a race in the folder `out`, or read what there is of the one to resume. The last result is its lock."""
     folder = resume or out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
     path = folder / FILE
     if not resume:
         if path.exists():
             raise ToolError(f"{path} is there already: go on with --resume {folder}, or choose another --out")
         folder.mkdir(parents=True, exist_ok=True)
+    try:
+        fcntl.flock(lock := open(folder / ".lock", "w"), fcntl.LOCK_EX | fcntl.LOCK_NB)  # noqa: SIM115
+    except OSError as error:
+        reason = "another process is racing there" if isinstance(error, BlockingIOError) else error.strerror
+        raise ToolError(f"{folder}: {reason}; choose another folder") from None
+    if not resume:
         write(path, plan | dict(runs=[], comparisons=[]))  # so that a race can go on whose first run fails
     document, runs = read_race(path)
     for key, before, now in zip(PLAN, planned(document), planned(plan), strict=True):
         if before != now:
             raise ToolError(f"{path}: was begun with other {key}: resume with the same, or begin a new race with --out")
-    return folder, document, runs
+    return folder, document, runs, lock
 
 
 def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None, resume: Path | None) -> dict:
-    """Run each script once per round, in the order A B C, C B A, A B C ..., and return the document of the race.
+    """Run each script once per round, and return the document of the race.
 
-    All runs of a round have one seed. A drift of the machine's speed that is linear in time cancels in two rounds.
+    Every other round is in reverse: a drift of the machine's speed that is linear in time cancels in two of them.
     A runner takes seed, run id and the folder of the logs, and returns the fields of Run after the first two.
     """
-    if not 2 <= len(runners) <= 26 or plan["pairs"] < 2:
-        raise ToolError("a race needs 2 to 26 scripts, and for an interval at least --pairs 2")
+    if not (2 <= len(runners) <= 26 and 2 <= plan["pairs"] <= 1000):
+        raise ToolError("a race needs 2 to 26 scripts, and for an interval --pairs from 2 to 1000")
     import scipy.stats  # noqa: F401  to miss it now, and not after all runs
 
-    folder, document, runs = begin(plan, out, resume)
-    forwards = range(len(runners))
-    order = [(plan["seed"] + i, j) for i in range(plan["pairs"]) for j in (forwards[::-1] if i % 2 else forwards)]
-    if [(run.seed, run.script) for run in runs] != order[: len(runs)]:
-        raise ToolError(f"{folder / FILE}: its runs are not those of a race in order; begin a new race with --out")
+    folder, document, runs, _lock = begin(plan, out, resume)
+    order = checked_order(folder / FILE, document, runs)
     print(f"{len(runs)}/{len(order)} runs; if stopped, go on with --resume {folder}", file=sys.stderr, flush=True)
     log_dir, root = folder.resolve(), RECORDS.parent
     log_dir = log_dir.relative_to(root) if log_dir.is_relative_to(root) else log_dir  # a log names no home folder
@@ -185,8 +207,7 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
             raise ToolError(f"run {run_id} states no val_loss or train_time_ms; mend the script") from None
         (folder / f"{run_id}.pt").unlink(missing_ok=True)  # the model is of no use here
         runs.append(run)
-        if len({run.val_sha256 for run in runs} - {None}) > 1:
-            raise ToolError("the scripts validate on different tokens: give all the same data after --")
+        checked_order(folder / FILE, document, runs)
         document["runs"].append(vars(run))
         write(folder / FILE, document)
         seconds = (time.monotonic() - began) / done * (len(left) - done)
@@ -195,10 +216,10 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
         print(f"{run_id}: {told}; {remaining}", file=sys.stderr, flush=True)
     document["comparisons"] = comparisons(runs)
     write(folder / FILE, document)
-    for name, times in ((document["scripts"][j]["name"], [r.train_time for r in of(j, runs)]) for j in forwards):
-        if max(times) > 2 * min(times):
-            told = f"{name} took {min(times):.0f} to {max(times):.0f} ms: something else ran, so race again"
-            print(told, file=sys.stderr)
+    for i, script in enumerate(document["scripts"]):
+        low, *_, high = sorted(run.train_time for run in of(i, runs))
+        if high > 2 * low:
+            print(f"{script['name']} took {low:.0f} to {high:.0f} ms: something else ran; race again", file=sys.stderr)
     return document
 
 
@@ -213,8 +234,8 @@ def race(
     names: Sequence[str], pairs: int, seed: int, nproc: int, flags: Sequence[str], root: Path, **folders: Path | None
 ) -> dict:
     """Race training scripts, frozen as they are now, with these flags."""
-    if nproc < 1:
-        raise ToolError(f"--nproc_per_node {nproc}: a run needs at least 1 process")
+    if not 1 <= nproc <= 1024:
+        raise ToolError(f"--nproc_per_node {nproc}: a run takes 1 to 1024 processes")
     if any(flag.split("=")[0] in ("--seed", "--log_dir", "--run_id") for flag in flags):
         raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out after --")
     scripts = [read_script(name, root) for name in names]

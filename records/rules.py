@@ -7,13 +7,14 @@ import os
 import re
 import statistics
 import warnings
+from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from records.logs import Log, ToolError, differences, is_ranked, log_paths, read_text, shown
 from records.proof import ALPHA, describe, runs_needed
-from records.race import FILE, record_race
+from records.race import FILE, read_race, record_race
 
 # Lines of a page that begin so: the record needs no p; it repeats history, so it need not be faster on nano
 SYSTEMS_RECORD, PUBLIC_RECORD = "Systems record:", "Public record "
@@ -21,23 +22,8 @@ PLACEHOLDER = "<say"
 COMPILER_SETTING = re.compile(r"(torch\.)?(_inductor|_dynamo)(\..*)?|TORCH(INDUCTOR|DYNAMO|_COMPILE)\w*")
 
 
-@dataclass(frozen=True)
-class Track:
-    """The target is a mean validation loss in nats; val_sha256 None: no hash is known to this tool yet."""
-
-    name: str
-    target: float
-    val_tokens: int
-    val_sha256: str | None
-    shard_name: str
-    shard_tokens: int
-    num_shards: int
-    max_threads: int | None
-
-    def shard(self, index: int) -> str:
-        return self.shard_name.format(index + (self.name == "gpt2"))  # FineWeb's shard 0 is the validation's
-
-
+# target: a mean validation loss in nats; val_sha256 None: no hash is known to this tool yet
+Track = namedtuple("Track", "name target val_tokens val_sha256 shard_name shard_tokens num_shards max_threads")
 NANO_VAL = "3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf"
 TRACKS = {
     "nano": Track("nano", 1.45, 262_144, NANO_VAL, "nano_train_{:06d}.bin", 43_564_420, 1, max_threads=2),
@@ -135,7 +121,7 @@ def data_problems(log: Log, track: Track) -> Iterator[str]:
     if shard >= track.num_shards:
         yield f"{touched}: {log.num_steps} batches of {per_batch} are more than its data, used once; train less"
         return
-    names = [track.shard(i) for i in range(shard + 1)]
+    names = [track.shard_name.format(i + (track.name == "gpt2")) for i in range(shard + 1)]  # FineWeb's 0: validation
     if [name for name, _ in log.train_shards] != names:
         found = shown(", ".join(name for name, _ in log.train_shards) or "none")
         yield f"{touched}: shards {found}, expected {len(names)} from {names[0]} on; train on those"
@@ -233,6 +219,11 @@ def check_record(folder: Path, before: Path | None) -> Verdict:
             loss, target = found["val_loss"]["means"][0], track_of(whole[0]).target if whole else math.inf
             if loss > target:
                 raise ToolError(f"{FILE}: mean loss {loss:.4f} is above the target {target}; race the whole training")
+            runs = read_race(folder / FILE)[1]
+            for log in whole:
+                same = (run for run in runs if run.seed == log.seed and abs(run.train_time - log.train_time) < 1)
+                if not any(abs(run.val_loss - log.val_loss) < 1e-4 for run in same):
+                    raise ToolError(f"{FILE}: {log.name} is the log of none of its runs; put the race's own logs there")
     except ToolError as error:
         verdict.failures.append(str(error).removeprefix(f"{folder}{os.sep}"))
     return verdict

@@ -1,6 +1,7 @@
 """Logs and records that no run wrote, and a small corpus for runs that do."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from records import race
@@ -10,6 +11,7 @@ RULE = "=" * 100
 SOURCE = "import torch\n\nmodel = torch.compile(torch.nn.Identity(), dynamic=False)\n"
 NANO_VAL = "3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf"
 SHARDS = {"nano": ("data/nano/nano_train_{:06d}.bin", 0, 43_564_420), "gpt2": ("fineweb_train_{:06d}.bin", 1, 10**8)}
+LOSSES = (1.431, 1.428, 1.433, 1.430, 1.429)  # by seed
 README = "# Name: one line that says what\n\nText.\n"
 
 # What a race starts: SLOWNESS scales its steps and its loss
@@ -80,15 +82,13 @@ def write_record(root: Path, name: str, texts: list[str], source=SOURCE, readme=
     return folder
 
 
-def write_race(path: Path, *sources: str, pairs: int = 5, val_loss: float = 1.4) -> dict:
-    """Write the race of these scripts, each 0.9 times as fast as the one before."""
-    runs = [
-        race.Run(script, seed, val_loss + 0.001 * seed, (1000.0 + seed) * 0.9**-script)
-        for seed in range(pairs)
-        for script in range(len(sources))
-    ]
+def write_race(path: Path, *sources: str, losses: Sequence[float] = LOSSES, ratio=0.9, ms=806.0) -> dict:
+    """Write the race of these scripts, each in `ratio` of the time of the next, the first in that of `log_text`."""
     scripts = [dict(name=f"script {i}", sha256=race.digest(source.rstrip("\n"))) for i, source in enumerate(sources)]
-    document = dict(scripts=scripts, flags=[], pairs=pairs, seed=0, runs=[vars(run) for run in runs])
+    document = dict(scripts=scripts, flags=[], pairs=len(losses), seed=0)
+    order = race.checked_order(path, document, [])
+    runs = [race.Run(script, seed, losses[seed], ms * ratio**-script) for seed, script in order]
+    document["runs"] = [vars(run) for run in runs]
     document["comparisons"] = race.comparisons(runs)
     path.write_text(json.dumps(document))
     return document

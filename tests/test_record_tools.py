@@ -1,5 +1,6 @@
 """python -m records: what verify lets through and what not, the statistics, a race, the other commands, pictures."""
 
+import fcntl
 import functools
 import json
 import os
@@ -23,11 +24,10 @@ from records import proof, race, rules
 from records.__main__ import build_parser, main
 from records.logs import Log, lineage
 from records.publish import BEGIN, END
-from synthetic_logs import NANO_VAL, ROOT, SCRIPT, SOURCE, log_text, public_text, write_race, write_record
+from synthetic_logs import LOSSES, NANO_VAL, ROOT, SCRIPT, SOURCE, log_text, public_text, write_race, write_record
 from test_train import wait_for
 
 NAME = "2026-01-02_Good"
-LOSSES = (1.431, 1.428, 1.433, 1.430, 1.429)
 SYSTEMS = "# Name: x\n\nSystems record: other kernels.\n"
 EMPTY_TABLES = f"# Records\n\n{BEGIN}\n{END}\n\nMore.\n"
 
@@ -297,10 +297,16 @@ def test_a_stopped_race_leaves_no_process(tmp_path, number, processes):
 def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fast, _, other = scripts
-    assert "at least --pairs 2" in tool("race", fast, fast, "--pairs", "1")[2]
+    assert "--pairs from 2 to 1000" in tool("race", fast, fast, "--pairs", "1")[2]
     assert "needs 2 to 26 scripts" in tool("race", fast)[2]
     assert "leave them out" in tool("race", fast, fast, "--", "--seed=1")[2]
-    assert "validate on different tokens" in tool("race", fast, other)[2]
+    assert "its runs differ in val_sha256: race with the same data" in tool("race", fast, other)[2]
+    os.mkfifo(tmp_path / "pipe")
+    assert "pipe: not a regular file; name a log" in tool("verify", "--against", "record21", tmp_path / "pipe")[2]
+    assert "1 to 1024 processes" in tool("race", fast, fast, "--nproc_per_node", "9999")[2]
+    with open(tmp_path / ".lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert "another process is racing there; choose another" in tool("race", fast, fast, "--out", tmp_path)[2]
     monkeypatch.setattr(race, "run_script", lambda *_: pytest.fail("a run for nothing"))
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     assert re.search(r"scipy.*pip install .*requirements\.txt", tool("race", fast, fast)[2])
@@ -324,6 +330,11 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
         ("lacks the record before's script", dict(scripts=[scripts[0], other])),
         ("its comparisons do not follow", dict(runs=[runs[0] | dict(train_time=900.0), *runs[1:]])),
         ("has 9 runs, not 5 of each script", dict(runs=runs[:-1])),
+        ("its runs are not those of a race in order", dict(runs=[*runs[:8], runs[0], runs[9]])),
+        (
+            "its runs differ in hardware: race",
+            dict(runs=[*runs[:8], *(runs[i] | dict(hardware=f"{i}") for i in (8, 9))]),
+        ),
         ("was run with --muon_lr, --seq; put", dict(flags=["--preset", "nano", "--muon_lr=-1", "--seq", "-8"])),
         ("not the race.json of a race", dict(runs=None), dict(runs=[{}]), dict(pairs="x")),
         ("not the race.json of a race", dict(runs=[runs[1] | dict(train_time=float("nan"))])),
@@ -333,15 +344,18 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
             code, out, err = tool("verify", "next")
             assert (code, out.count("\n"), err) == (1, 1, ""), out + err
             assert out.startswith(f"FAIL {NEXT}: race.json: {problem}"), out
-    write_race(path, NEWER, SOURCE, val_loss=1.5)
-    assert "race.json: mean loss 1.5020 is above the target 1.45; race the whole" in tool("verify", "next")[1]
-    write_race(path, SOURCE, NEWER)
-    not_faster = f"not shown to be faster than {NAME}: train time 1.111 (1.111 to 1.111); race more"
+    write_race(path, NEWER, SOURCE, losses=[1.5] * 5)
+    assert "race.json: mean loss 1.5000 is above the target 1.45; race the whole" in tool("verify", "next")[1]
+    for other in dict(losses=[1.4] * 5), dict(losses=LOSSES[::-1]), dict(ms=807.1):
+        write_race(path, NEWER, SOURCE, **other)
+        assert "race.json: run0.txt is the log of none of its runs" in tool("verify", "next")[1], other
+    write_race(path, NEWER, SOURCE, ratio=1.1)
+    not_faster = f"not shown to be faster than {NAME}: train time 1.100 (1.100 to 1.100); race more"
     assert not_faster in tool("verify", "next")[1]
     with (folder / "README.md").open("a") as page:
         page.write("\nPublic record 9 (2026-01-01).\n")
     assert tool("verify", "next")[0] == 0, "which repeats history"
-    write_race(path, NEWER, SOURCE, pairs=4)
+    write_race(path, NEWER, SOURCE, losses=LOSSES[1:])
     assert "fewer than 5 pairs" in tool("verify", "next")[1]
     path.unlink()
     assert "race.json: is missing; race the script against" in tool("verify", "next")[1]

@@ -69,7 +69,9 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 def test_text_is_the_same_with_the_same_seed(model, capsys, monkeypatch):
     monkeypatch.chdir(model.parent.parent)
     Path("logs/older.pt").touch()
-    os.utime("logs/older.pt", (1, 1))
+    Path("logs/gone.pt").symlink_to("nowhere")
+    for name in ("older", "gone"):
+        os.utime(f"logs/{name}.pt", (1, 1), follow_symlinks=False)
     options = "--seed 1", "--seed 1", "--seed 2", "--temperature 0", "--temperature 1e-300", "--top_k 1"
     found = [run(capsys, "--tokens", "30", "--prompt", "naïve \x1b", *option.split()) for option in options]
     first, again, other, *greedy = (text for _, text, _ in found)

@@ -143,6 +143,7 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
         unknown=(2, 1, [*flags, "--num_iteration", "5"], "unrecognized arguments: --num_iteration 5"),
         short=(2, 1, [*flags, "--num_iterations", "1000"], r"train_\*\.bin.* 1000"),
         diverged=(3, 2, [*long_flags, "--adam_eps", "0"], "train_loss nan at step 2"),
+        ended=(3, 1, [*flags, "--num_iterations=1", "--val_loss_every=0", "--adam_eps=0"], "val_loss nan at step 1"),
         stopped=(130, 1, long_flags, "interrupted"),
     )
     runs = {name: Run([[*argv, "--run_id", name]] * n, tmp_path / name) for name, (_, n, argv, _) in endings.items()}
@@ -259,12 +260,13 @@ def test_log_of_another_run_is_not_overwritten(flags, tmp_path):
 
 
 def test_pipes_are_refused(flags, tmp_path):
-    """A named pipe as shard, log or checkpoint: opening it would wait forever."""
+    """A named pipe as shard, log or checkpoint: opening it would wait forever. And a link to nowhere."""
     for path in ("shard.bin", "logs/log.txt", "resume.checkpoint"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         os.mkfifo(tmp_path / path)
     cases = [["--train_files", f"{tmp_path}/shard.bin"], ["--run_id", "log"], ["--run_id", "log", "--resume", "latest"]]
-    cases += [["--resume", f"{tmp_path}/resume.checkpoint"]]
+    (tmp_path / "logs" / "gone.checkpoint").symlink_to("nowhere")
+    cases += [["--resume", f"{tmp_path}/resume.checkpoint"], ["--resume", "latest"]]
     for run in [Run([[*flags, *more]], tmp_path / str(i)) for i, more in enumerate(cases)]:
         assert (run.wait(), run.text("err").count("\n")) == ([2], 1)
 
