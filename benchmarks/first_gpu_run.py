@@ -162,6 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/first-gpu-run-TIME.json")
     args, flags = parser.parse_known_args(argv)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nor does that end the hour that this may take
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the stage, too
     try:
         cfg = train_gpt.parse_args(flags)
         if cfg.device == "cpu" and cfg.preset == "gpt2":

@@ -6,6 +6,7 @@ This needs a process of its own: a process imports and compiles only once.
 """
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -31,6 +32,12 @@ def last_words(text: str) -> str:
         own = own or [line for line in lines if not re.match(r"\[rank|[WE]\d{4} ", line)]  # the latter are torchrun's
         lines = own or [line + report + after.partition("\n")[0]]
     return lines[-1]
+
+
+def end_with_parent() -> None:
+    """Let this process get SIGTERM when its parent is killed, on Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def own_process(
@@ -61,6 +68,7 @@ def own_process(
             text=True,
             errors="replace",
             start_new_session=True,  # so that its children end with it
+            preexec_fn=end_with_parent,
         )
         if received:  # while the process started, which must not be cut short: it would live on unknown
             raise KeyboardInterrupt

@@ -37,10 +37,10 @@ def test_the_file_is_whole_whatever_fails_and_names_nobody(monkeypatch, tmp_path
     monkeypatch.setenv("USER", "marie")
     first_gpu_run.private.cache_clear()
     monkeypatch.setattr(sys, "stderr", Mock(write=Mock(side_effect=OSError)))  # the terminal has gone away
-    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    before = [(n, signal.signal(n, signal.SIG_DFL)) for n in (signal.SIGHUP, signal.SIGTERM)]
     out = tmp_path / "new/result.json"
     assert first_gpu_run.main(["--preset=nano", "--device=cpu", "--train_files=/srv/people/marie", f"--out={out}"]) == 1
-    assert signal.signal(signal.SIGHUP, before) == signal.SIG_IGN
+    assert [signal.signal(*usual) for usual in before] == [signal.SIG_IGN, signal.default_int_handler]
     first_gpu_run.private.cache_clear()
     found = json.loads(out.read_text())["stages"]
     assert [found[name]["exit_code"] for name in ("fails", "lacks", "hangs", "works")] == [3, None, None, 0]
