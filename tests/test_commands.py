@@ -22,6 +22,7 @@ from torch.distributed.run import get_args_parser
 import pack_nano
 import train_gpt
 from records.logs import RECORDS, find_record, lineage, log_paths, ranked_before, record_logs
+from records.proof import public_history
 from records.publish import leaderboards
 from synthetic_logs import ROOT
 
@@ -113,6 +114,8 @@ def test_files_links_tests_and_flags_of_a_page_are_there(page: Path):
         assert {name for name in names if not name.startswith("test_")} - set(re.findall(r"\w+", SOURCE)) == set()
 
 
+ANCHOR = re.compile(r"^\| \d+ \| (1\.\d+) \| [\d.]+ s \| (1\.\d+) \|", re.M)
+RATIO = r"takes ([\d.]+) of the anchor's time \(95%: ([\d.]+) to ([\d.]+)\)"
 NANO = r"The (\d+) steps of nano end at a mean of ([\d.]+) \(n = (\d+) seeds, sd ([\d.]+), highest ([\d.]+)\)"
 
 
@@ -130,6 +133,19 @@ def figures() -> dict[str, tuple[str, ...]]:
     losses = [log.val_loss for log in logs]
     mean, sd, highest = (f"{figure(losses):.4f}" for figure in (statistics.mean, statistics.stdev, max))
     found[NANO] = (str(logs[0].num_steps), mean, str(len(logs)), sd, highest)
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    means = [statistics.mean(map(float, column)) for column in zip(*ANCHOR.findall(page), strict=True)]
+    ratio, *ends = re.search(RATIO, page).groups()
+    found[r"ends at (1\.\d+); 140 steps of nano end at (1\.\d+) in (0\.\d+) of"] = *(f"{x:.4f}" for x in means), ratio
+    found[r"95% interval (0\.\d+) to (0\.\d+), n = 5 pairs"] = tuple(ends)
+    mib = re.search(r"\| and 1,500 for CUDA \| ([\d,]+) \|.* ([\d,]+) \|", page).groups()
+    gib = (f"{int(text.replace(',', '')) / 1024:.1f}" for text in mib)
+    found[r"Each GPU needs ([\d.]+) GiB, one alone ([\d.]+)\."] = (*gib,)
+    run = re.search(r"calibrated (\d+ s); the public record measured ([\d.]+)\.", page).groups()
+    found[r"gives (\d+ s) of training on 8 H100; record 65 took ([\d.]+) s\."] = run
+    (record,) = (r for r in public_history()["records"] if r["number"] == 65)
+    assert run[1] == f"{record['train_time_s']:.2f}"
+    found[r"which trained in ([\d.]+) minutes on 8xH100"] = (f"{record['official_minutes']:.2f}",)
     return found
 
 

@@ -425,10 +425,10 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
 
 @pytest.mark.parametrize("picture", ["docs/mask.png", "records/curves.png", "records/history.png"])
 def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeypatch):
-    """Each PNG carries what it shows; the page names the commands."""
+    """Each PNG carries what it shows."""
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "records" / "README.md").read_text()
-    [(argv, flags)] = re.findall(rf"^    python -m records (.*) -o {picture}(.*)$", page, re.MULTILINE)
+    script = (ROOT / "records" / "draw.sh").read_text()
+    [(argv, flags)] = re.findall(rf"^python -m records (.*) -o {picture}(.*)$", script, re.MULTILINE)
     argv = [*argv.split(), "-o", str(tmp_path / "new.png"), *flags.split()]
     if "mask" in argv:
         pack_nano.main(["--out", str(tmp_path / "nano")])
@@ -436,6 +436,13 @@ def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeyp
     assert main(argv) == 0
     shipped, new = (json.loads(Image.open(path).text["Comment"]) for path in (ROOT / picture, tmp_path / "new.png"))
     assert shipped == new, "draw it anew"
+
+
+def test_pictures_of_scaling_show_its_figures():
+    found = json.loads((ROOT / "docs" / "scaling.json").read_text())
+    for name in "measured", "predicted":
+        shown = json.loads(Image.open(ROOT / "docs" / f"scaling_{name}.png").text["Comment"])
+        assert shown == dict(curves=found[name], fits=found["fits"])
 
 
 def test_mask_is_of_the_sequence_that_was_asked_for(tool, corpus, tmp_path):

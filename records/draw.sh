@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Draw the pictures of the pages anew: records/draw.sh, in an environment with records/requirements.txt
+set -euo pipefail
+CDPATH='' cd -- "$(dirname -- "$0")/.."
+python -m records plot --anchor records/anchor.json -o records/curves.png
+python -m records plot --history -o records/history.png
+python -m records mask --sequence 20 -o docs/mask.png -- --preset nano --window_tokens 1728 --attention_layout LS
