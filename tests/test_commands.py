@@ -4,6 +4,7 @@ import argparse
 import ast
 import dataclasses
 import importlib.util
+import math
 import os
 import re
 import runpy
@@ -21,6 +22,7 @@ from torch.distributed.run import get_args_parser
 
 import pack_nano
 import train_gpt
+from cached_fineweb10B import RECORD_SHARDS
 from records.logs import RECORDS, find_record, lineage, log_paths, ranked_before, record_logs
 from records.proof import public_history
 from records.publish import leaderboards
@@ -116,6 +118,7 @@ def test_files_links_tests_and_flags_of_a_page_are_there(page: Path):
 
 ANCHOR = re.compile(r"^\| \d+ \| (1\.\d+) \| [\d.]+ s \| (1\.\d+) \|", re.M)
 RATIO = r"takes ([\d.]+) of the anchor's time \(95%: ([\d.]+) to ([\d.]+)\)"
+LINE = r"step:(\d+)/(\d+) val_loss:([\d.]+) train_time:(\d+)ms step_avg:([\d.]+)ms"
 NANO = r"The (\d+) steps of nano end at a mean of ([\d.]+) \(n = (\d+) seeds, sd ([\d.]+), highest ([\d.]+)\)"
 
 
@@ -127,8 +130,14 @@ def figures() -> dict[str, tuple[str, ...]]:
             gpt = train_gpt.GPT(dataclasses.replace(preset, dtype="bfloat16"))
         size, steps = sum(p.numel() for p in gpt.parameters()), range(preset.num_iterations)
         tokens = preset.batch_sequences * sum(train_gpt.train_seq_len(step, preset) for step in steps)
-        row = len(gpt.blocks), f"{size:,}", f"{len(steps):,}", f"{tokens / 1e6:.3g}", preset.target_loss
-        found[rf"\| {name} \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) M [\w ]+ \| ([\d.]+) \|"] = tuple(map(str, row))
+        row = f"{len(gpt.blocks)}", f"{size:,}", f"{len(steps):,}", f"{tokens / 1e6:.3g}", f"{preset.target_loss}"
+        found[rf"\| {name} \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) M [\w ]+ \| ([\d.]+) \|"] = row
+        found[r"validation loss of ([\d.]+) " + dict(nano="nats", gpt2="on FineWeb")[name]] = row[-1:]
+        if name == "gpt2":
+            parts = (sum(p.numel() for p in part) for part in (gpt.blocks.parameters(), [gpt.lm_head]))
+            found[r"its layers have (\d+) M, its head (\d+) M"] = tuple(f"{part / 1e6:.0f}" for part in parts)
+    found[r"downloads ([\d.]+) GB of FineWeb"] = (f"{0.2 * (1 + RECORD_SHARDS):.1f}",)
+    found[r"The script has ([\d,]+) lines"] = (f"{len(SOURCE.splitlines()):,}",)
     logs = record_logs(next(folder for folder in reversed(lineage(RECORDS)) if log_paths(folder)))
     losses = [log.val_loss for log in logs]
     mean, sd, highest = (f"{figure(losses):.4f}" for figure in (statistics.mean, statistics.stdev, max))
@@ -158,6 +167,10 @@ def test_figures_of_the_readme_are_those_of_their_sources():
     for name, *cells in table:
         assert [row for row in rows if f"_{name}]" in " ".join(row[:3]) and {*cells} <= {*row}], name
     assert len(table) == 3
+    steps, lines = train_gpt.PRESETS["nano"].num_iterations, re.findall(LINE, text)
+    assert [line[:2] for line in lines] == [(f"{step}", f"{steps}") for step in (0, steps // 2, steps)]
+    assert float(lines[0][2]) == round(math.log(320), 4), "a head of zeros, with 320 rows"
+    assert all(float(average) == round(int(time) / int(step), 2) for step, _, _, time, average in lines[1:])
 
 
 @pytest.mark.parametrize("page", ["docs/submit.md", "records/README.md"])
