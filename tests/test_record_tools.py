@@ -345,8 +345,14 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
             code, out, err = tool("verify", "next")
             assert (code, out.count("\n"), err) == (1, 1, ""), out + err
             assert out.startswith(f"FAIL {NEXT}: race.json: {problem}"), out
-    write_race(path, NEWER, SOURCE, losses=[1.5] * 5)
-    assert "race.json: mean loss 1.5000 is above the target 1.45; race the whole" in tool("verify", "next")[1]
+    document = write_race(path, NEWER, SOURCE)
+    for run in document["runs"]:
+        run["val_loss"] -= 0.002 * run["script"]
+    document["comparisons"] = race.comparisons([race.Run(**run) for run in document["runs"]])
+    path.write_text(json.dumps(document))
+    assert f"ends above {NAME}: spent margin is no gain; take more steps" in tool("verify", "next")[1]
+    write_race(path, NEWER, SOURCE, losses=[*LOSSES, 1.47])
+    assert "has 6 runs, the folder 5 sound logs: leave none out" in tool("verify", "next")[1]
     for other in dict(losses=[1.4] * 5), dict(losses=LOSSES[::-1]), dict(ms=807.1):
         write_race(path, NEWER, SOURCE, **other)
         assert "race.json: run0.txt is the log of none of its runs" in tool("verify", "next")[1], other
