@@ -8,5 +8,5 @@ set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "$0")"
 source ./environment.sh
 find_python requirements.txt data/requirements.txt tests/requirements.txt records/requirements.txt
-[ $# -gt 0 ] || set -- --numprocesses 2 --dist loadfile # all: two files at a time; a few start sooner without
+[ $# -gt 0 ] || set -- --numprocesses 2 --dist loadfile # two files at a time; a few tests start sooner alone
 exec "$python" -m pytest "$@"

@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path("logs") / time.strftime("first-gpu-run-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/first-gpu-run-TIME.json")
     args, flags = parser.parse_known_args(argv)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nor does that end the hour that this may take
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal does not end the hour that this may take
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the stage, too
     try:
         cfg = train_gpt.parse_args(flags)

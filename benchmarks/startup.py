@@ -19,6 +19,7 @@ from pathlib import Path
 
 from benchmarks import ENVIRONMENT, ROOT
 
+LIBC = ctypes.CDLL(None)  # here, as a process that has just been forked should not load libraries
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -37,7 +38,7 @@ def last_words(text: str) -> str:
 def end_with_parent() -> None:
     """Let this process get SIGTERM when its parent is killed, on Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def own_process(

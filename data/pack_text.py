@@ -118,9 +118,9 @@ def load_gpt2() -> Callable[[list[bytes]], np.ndarray]:
 
 
 def choose_split(names: list[str], found: dict[int, tuple[bytes, bytes]], val_fraction: float) -> Callable:
-    """Choose the files with the lowest SHA-1 of their names, or where they are few the documents with the lowest SHA-1.
+    """Choose the files whose names have the lowest SHA-1, of few files the documents that have; at least one each.
 
-    `found` has the lowest and highest SHA-1 in each file with documents. Both splits get at least one file or document.
+    `found` has the lowest and highest SHA-1 in each file with documents.
     """
     by_file = len(found) >= MANY_FILES
     hashes = {number: hashlib.sha1(os.fsencode(names[number])).digest() + number.to_bytes(8) for number in found}
@@ -138,11 +138,11 @@ def flags_for(num_tokens: dict[str, list[int]], tokenizer: Tokenizer) -> list[st
     # Batches as the trainer counts them: within one shard, with one more token for the last target
     counts = {split: sum(max(n - 1, 0) // length for n in num_tokens[split]) for split, length in lengths.items()}
     for split in (split for split, count in counts.items() if not count):
-        held = f"{sum(num_tokens[split]):,} tokens for {split} (documents count once), {lengths[split] + 1:,} needed"
+        held = f"{sum(num_tokens[split]):,} tokens for {split}, {lengths[split] + 1:,} needed"
         fewer = ", or leave out --tokenizer gpt2: the nano preset needs less" if tokenizer.preset == "gpt2" else ""
-        share = (lengths["val"] + 1) / sum(map(sum, num_tokens.values()))  # what validation needs of all
-        fraction = f", or try --val_fraction {min(2, (1 / share + 1) / 2) * share:.2g}" if share < 0.9 else ""
-        raise RuntimeError(f"too little text: {held}; give more text{fraction}{fewer}")
+        need = (lengths["val"] + 1) / sum(map(sum, num_tokens.values()))  # what validation needs of all
+        hint = f", or try --val_fraction {min(2 * need, (1 + need) / 2):.2g}" if num_tokens["val"] and need < 1 else ""
+        raise RuntimeError(f"too little text: {held} (equal documents count once); give more text{hint}{fewer}")
     fitting = {
         "--num_iterations": (counts["train"], tokenizer.num_iterations),
         "--val_seq_len": (val_seq_len, tokenizer.val_seq_lens[0]),

@@ -75,7 +75,7 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Pat
     if taken := [path.name for path in line if path.name.partition("_")[2].lower() == name.lower()]:
         raise ToolError(f"{taken[0]} has that name: choose another")
     if race and ranked:
-        proven(race, logs[0].source, read_script(str(ranked[-1]), root)[1])
+        proven(race, logs[0].source, read_script(str(ranked[-1]), root)[1], logs)
     text = page_of(name, logs, line[-1] if line else None)
     try:
         folder.mkdir()

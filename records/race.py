@@ -101,8 +101,8 @@ def of(script: int, runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if run.script == script]
 
 
-def proven(path: Path, newer: str, older: str) -> dict:
-    """Compare two scripts by the runs in a race.json. Raise ToolError if it proves nothing."""
+def proven(path: Path, newer: str, older: str, logs: Sequence[Log] | None = None) -> dict:
+    """Compare two scripts by the runs in a race.json. Raise ToolError if it proves nothing, or not by these logs."""
     if not path.is_file():
         raise ToolError(f"{path}: is missing; race the script against the record before, and put the {FILE} there")
     document, runs = read_race(path)
@@ -120,12 +120,19 @@ def proven(path: Path, newer: str, older: str) -> dict:
     a, b = (of(hashes.index(digest(script)), runs) for script in (newer, older))
     if len({run.seed for run in a} & {run.seed for run in b}) < MIN_PAIRS:
         raise ToolError(f"{path}: has fewer than {MIN_PAIRS} pairs of runs of one seed; race with --pairs {MIN_PAIRS}")
+    if logs is not None and len(logs) != len(a):
+        raise ToolError(f"{path}: has {len(a)} runs of the script, there are {len(logs)} sound logs: leave none out")
+    for log in logs or ():
+        same = (run for run in a if run.seed == log.seed and abs(run.train_time - log.train_time) < 1)
+        if not any(abs(run.val_loss - log.val_loss) < 1e-4 for run in same):
+            raise ToolError(f"{path}: {log.name} is the log of none of its runs; take the race's own logs")
     return compare(a, b)
 
 
-def record_race(folder: Path, before: Path) -> dict:
+def record_race(folder: Path, before: Path, logs: Sequence[Log] | None = None) -> dict:
     """Compare a record with the one before by its race.json."""
-    return proven(folder / FILE, *(read_text(path / "train_gpt.py").rstrip("\n") for path in (folder, before)))
+    newer, older = (read_text(path / "train_gpt.py").rstrip("\n") for path in (folder, before))
+    return proven(folder / FILE, newer, older, logs)
 
 
 def checked_order(path: Path, document: dict, runs: Sequence[Run]) -> list[tuple[int, int]]:

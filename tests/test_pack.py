@@ -257,7 +257,7 @@ ERRORS = {
     "texts absent.txt": "absent.txt: No such file or directory; fix that",
     "texts --ext md": "no text in 0 files",
     "blank.txt": "no text in 1 files",
-    "long.txt": "too little text: 0 tokens for val (documents count once), 8,193 needed; give more text, or try",
+    "long.txt": "too little text: 0 tokens for val, 8,193 needed (equal documents count once); give more text\n",
     "pipe": "pipe: not a regular file",
     "piped": "piped/x.txt: not a regular file",
     "outer": "outer/shut: Permission denied; fix that",
@@ -295,9 +295,9 @@ def test_errors_are_one_line_and_nothing_is_written(texts_folder, tmp_path, caps
         (BYTES, [2048, 2049, 1, 0], [16384, 8192, 16385], "--num_iterations 3 --val_tokens 24576"),
         (BYTES, [600 * 1024 + 1], [262_145], ""),
         (GPT2, [10**9], [150_000, 262_144, 10], "--val_seq_len 65536 --val_tokens 327680"),
-        (BYTES, [9999], [8192, 8192], "16,384 tokens for val .* 8,193 needed; .*try --val_fraction 0.62"),
-        (BYTES, [1024], [9999], "1,024 tokens for train .* 1,025 needed; .*try --val_fraction 0.87"),
-        (GPT2, [10**9], [65_536], "65,537 needed; give more text, or try --val_fraction 0.00013, or leave"),
+        (BYTES, [9999], [8192, 8192], "16,384 tokens for val, 8,193 needed .*try --val_fraction 0.62"),
+        (BYTES, [1024], [9999], "1,024 tokens for train, 1,025 needed .*try --val_fraction 0.87"),
+        (GPT2, [10**9], [65_536], "65,537 needed .*; give more text, or try --val_fraction 0.00013, or leave"),
     ],
 )
 def test_too_little_text(tokenizer, train, val, expected):

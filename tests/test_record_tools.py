@@ -352,7 +352,7 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     path.write_text(json.dumps(document))
     assert f"ends above {NAME}: spent margin is no gain; take more steps" in tool("verify", "next")[1]
     write_race(path, NEWER, SOURCE, losses=[*LOSSES, 1.47])
-    assert "has 6 runs, the folder 5 sound logs: leave none out" in tool("verify", "next")[1]
+    assert "has 6 runs of the script, there are 5 sound logs: leave none out" in tool("verify", "next")[1]
     for other in dict(losses=[1.4] * 5), dict(losses=LOSSES[::-1]), dict(ms=807.1):
         write_race(path, NEWER, SOURCE, **other)
         assert "race.json: run0.txt is the log of none of its runs" in tool("verify", "next")[1], other
@@ -387,6 +387,7 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
     paths = sorted(write_record(tmp_path, "logs", good()).glob("*.txt"))
     write_race(tmp_path / "race.json", SOURCE, NEWER)
     argv = ("new", "Fresh", *paths, "--date", "2026-02-03", "--race", tmp_path / "race.json")
+    assert "has 5 runs of the script, there are 4" in tool("new", "Fresh", *paths[1:], *argv[-2:])[2]
     folder, code = root / "2026-02-03_Fresh", tool(*argv)[0]
     files = {"README.md", "train_gpt.py", "race.json", *(path.name for path in paths)}
     assert (code, (folder / "train_gpt.py").read_text()) == (0, SOURCE)
