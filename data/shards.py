@@ -33,7 +33,7 @@ def lock_folder(folder: Path, wait: bool = False) -> typing.BinaryIO:
     removed it, two could hold locks on different files of that name.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / ".lock", "wb")  # noqa: SIM115 (the caller closes it)
+    lock = open(folder / ".lock", "ab")  # noqa: SIM115 (the caller closes it)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:

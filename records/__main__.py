@@ -190,9 +190,8 @@ def command_plot(args: argparse.Namespace) -> Outcome:
     epilog="FLAGS after -- are those of train_gpt.py, such as -- --preset nano --window_tokens 1728.",
 )
 def command_mask(args: argparse.Namespace) -> Outcome:
-    path = args.output
-    found = masks.plot_masks(args.flags, args.sequence, path)
-    return dict(file=str(path)) | found, f"{path}: {found['what']}", 0
+    found = masks.plot_masks(args.flags, args.sequence, args.output)
+    return dict(file=str(args.output)) | found, f"{args.output}: {found['what']}", 0
 
 
 @command(

@@ -75,11 +75,12 @@ def plot_masks(flags: Sequence[str], sequence: int, path: Path) -> dict[str, Any
 
     try:
         cfg = train_gpt.parse_args(flags)
-        tokens, step = read_sequence(cfg, sequence), cfg.num_iterations
+        tokens = read_sequence(cfg, sequence)
     except train_gpt.UserError as error:
         raise ToolError(str(error)) from None
     starts = (tokens == cfg.eot_token).nonzero().flatten().tolist()
-    windows, what = train_gpt.attention_windows(step, cfg), f"validation sequence {sequence} at step {step}"
+    windows = train_gpt.attention_windows(cfg.num_iterations, cfg)
+    what = f"validation sequence {sequence} at step {cfg.num_iterations}"
     found: dict[str, Any] = dict(preset=cfg.preset, what=what, block_size=cfg.block_size, windows=list(windows))
     found |= dict(num_tokens=len(tokens), documents=starts)
     edges = sorted({0, *starts, len(tokens)})
@@ -98,8 +99,9 @@ def plot_masks(flags: Sequence[str], sequence: int, path: Path) -> dict[str, Any
         panel.set_title(f"{NAMES[letter]}: {reach}, {share:.1%} of the causal blocks", fontsize=9)
     panels[0].set_ylabel("query token")
     add_legend(figure)
-    title = f"Which blocks of {cfg.block_size} keys each block of queries sees: {cfg.preset}, {what}"
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(
+        f"Blocks of {cfg.block_size} keys that each block of queries sees: {cfg.preset}, {what}", fontsize=11
+    )
     save(figure, path, found)
     for letter, mask in masks.items():  # too long for the picture's metadata
         found[letter]["blocks"] = ["".join(map(str, row)) for row in listed_blocks(mask).tolist()]
@@ -128,7 +130,6 @@ def add_legend(figure) -> None:
     from matplotlib.patches import Patch
 
     meanings = ("not seen: skipped", "seen in part: masked token by token", "seen whole: no mask needed")
-    patches = [Patch(facecolor=COLOURS[i], edgecolor="0.6", linewidth=0.5, label=meanings[i]) for i in (FULL, PARTIAL)]
-    patches.append(Patch(facecolor=COLOURS[UNSEEN], edgecolor="0.6", linewidth=0.5, label=meanings[UNSEEN]))
+    patches = [Patch(facecolor=COLOURS[i], edgecolor="0.6", linewidth=0.5, label=meanings[i]) for i in range(3)][::-1]
     handles = [*patches, Line2D([], [], color=DOCUMENT, linewidth=0.8, label="a document's causal pairs")]
     figure.legend(handles=handles, frameon=False, loc="outside lower center", ncols=4, fontsize=9)

@@ -1,7 +1,6 @@
 """Run scripts in turn on this machine and say by how much they differ; write and read race.json."""
 
 import datetime
-import fcntl
 import functools
 import hashlib
 import json
@@ -23,7 +22,7 @@ from records.logs import RECORDS, Log, ToolError, read_json, read_script, read_t
 from records.proof import compare
 
 FILE = "race.json"
-MIN_PAIRS = 5  # of a record's race
+MIN_PAIRS, MAX_PAIRS = 5, 1000  # of a record's race, and of any
 # Flags of such a race: others would change the training of the record before, too
 SAME_TRAINING = {f"--{name}" for name in "preset device val_loss_every cpu_threads train_files val_files".split()}
 BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
@@ -77,8 +76,9 @@ def read_race(path: Path) -> tuple[dict, list[Run]]:
     document = read_json(path)
     try:
         runs = [Run(**run) for run in document["runs"]]
-        hashes, _, pairs, *_ = planned(document)
-        if not isinstance(pairs, int) or any(run.script not in range(len(hashes)) for run in runs):
+        hashes, flags, pairs, seed, _ = planned(document)
+        types = {type(pairs), type(seed)} == {int} and {str} >= {*map(type, flags)}
+        if not types or pairs > MAX_PAIRS or any(run.script not in range(len(hashes)) for run in runs):
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise ToolError(f"{path}: not the {FILE} of a race; take the file that `race` wrote") from None
@@ -168,15 +168,17 @@ def begin(plan: dict, out: Path | None, resume: Path | None) -> tuple[Path, dict
     """Start a race in the folder `out`, or read what there is of the one to resume. The last result is its lock."""
     folder = resume or out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
     path = folder / FILE
-    if not resume:
-        if path.exists():
-            raise ToolError(f"{path} is there already: go on with --resume {folder}, or choose another --out")
-        folder.mkdir(parents=True, exist_ok=True)
+    if resume and not path.is_file():
+        raise ToolError(f"{path}: no such file; name the folder of a race")
+    if not resume and path.exists():
+        raise ToolError(f"{path} is there already: go on with --resume {folder}, or choose another --out")
+    sys.path.append(str(RECORDS.parent / "data"))
+    from shards import lock_folder
+
     try:
-        fcntl.flock(lock := open(folder / ".lock", "w"), fcntl.LOCK_EX | fcntl.LOCK_NB)  # noqa: SIM115
-    except OSError as error:
-        reason = "another process is racing there" if isinstance(error, BlockingIOError) else error.strerror
-        raise ToolError(f"{folder}: {reason}; choose another folder") from None
+        lock = lock_folder(folder)
+    except BlockingIOError:
+        raise ToolError(f"{folder}: another process is racing there; choose another folder") from None
     if not resume:
         write(path, plan | dict(runs=[], comparisons=[]))  # so that a race can go on whose first run fails
     document, runs = read_race(path)
@@ -192,8 +194,8 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
     Every other round is in reverse: a drift of the machine's speed that is linear in time cancels in two of them.
     A runner takes seed, run id and the folder of the logs, and returns the fields of Run after the first two.
     """
-    if not (2 <= len(runners) <= 26 and 2 <= plan["pairs"] <= 1000):
-        raise ToolError("a race needs 2 to 26 scripts, and for an interval --pairs from 2 to 1000")
+    if not (2 <= len(runners) <= 26 and 2 <= plan["pairs"] <= MAX_PAIRS):
+        raise ToolError(f"a race needs 2 to 26 scripts, and for an interval --pairs from 2 to {MAX_PAIRS}")
     import scipy.stats  # noqa: F401  to miss it now, and not after all runs
 
     folder, document, runs, _lock = begin(plan, out, resume)

@@ -224,9 +224,12 @@ def test_a_second_run_needs_force_and_leaves_no_old_shards(texts_folder, tmp_pat
     assert "too little text" in fails(capsys, pack_text.main, texts_folder / "0.txt", "--out", folder, "--force")
     assert contents(folder) == before
     (folder / ".packing-killed").mkdir()
+    (folder / ".lock").unlink()
+    (folder / ".lock").symlink_to(texts_folder / "0.txt")  # which locking does not empty
     with shards.lock_folder(folder):
         assert "packing there: wait" in fails(capsys, pack_text.main, texts_folder, "--out", folder, "--force")
         assert (folder / ".packing-killed").exists(), "it may be the other packer's"
+    assert (texts_folder / "0.txt").stat().st_size > 0
     run(capsys, pack_text.main, texts_folder, "--out", folder, "--force")
     assert sorted(contents(folder)) == ["train_000000.bin", "val_000000.bin"]
 

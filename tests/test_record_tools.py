@@ -304,6 +304,7 @@ def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, 
     assert "its runs differ in val_sha256: race with the same data" in tool("race", fast, other)[2]
     os.mkfifo(tmp_path / "pipe")
     assert "pipe: not a regular file; name a log" in tool("verify", "--against", "record21", tmp_path / "pipe")[2]
+    assert "race.json: no such file; name the folder" in tool("race", fast, fast, "--resume", tmp_path / "no")[2]
     assert "1 to 1024 processes" in tool("race", fast, fast, "--nproc_per_node", "9999")[2]
     with open(tmp_path / ".lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -337,7 +338,8 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
             dict(runs=[*runs[:8], *(runs[i] | dict(hardware=f"{i}") for i in (8, 9))]),
         ),
         ("was run with --muon_lr, --seq; put", dict(flags=["--preset", "nano", "--muon_lr=-1", "--seq", "-8"])),
-        ("not the race.json of a race", dict(runs=None), dict(runs=[{}]), dict(pairs="x")),
+        ("not the race.json of a race", dict(runs=None), dict(runs=[{}]), dict(pairs="x"), dict(pairs=10**9)),
+        ("not the race.json of a race", dict(seed="x"), dict(flags=5), dict(flags=[5])),
         ("not the race.json of a race", dict(runs=[runs[1] | dict(train_time=float("nan"))])),
     ):
         for change in changes:

@@ -71,6 +71,7 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
     os.chdir(ROOT)
     for fd, path in enumerate(paths, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644), fd)
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # as in a process of its own
     if moment:
         kill_at(*moment)
     sys.argv = [script, *flags]
