@@ -99,9 +99,7 @@ def plot_masks(flags: Sequence[str], sequence: int, path: Path) -> dict[str, Any
         panel.set_title(f"{NAMES[letter]}: {reach}, {share:.1%} of the causal blocks", fontsize=9)
     panels[0].set_ylabel("query token")
     add_legend(figure)
-    figure.suptitle(
-        f"Blocks of {cfg.block_size} keys that each block of queries sees: {cfg.preset}, {what}", fontsize=11
-    )
+    figure.suptitle(f"Blocks of {cfg.block_size} keys that each query block sees: {cfg.preset}, {what}", fontsize=11)
     save(figure, path, found)
     for letter, mask in masks.items():  # too long for the picture's metadata
         found[letter]["blocks"] = ["".join(map(str, row)) for row in listed_blocks(mask).tolist()]
