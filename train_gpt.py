@@ -68,94 +68,99 @@ class UserError(Exception):
 
 
 # ---- Configuration ---------------------------------------------------------------------------------------------------
+def both(gpt2, nano):
+    """Return a field of Hyperparameters: its values in the two presets."""
+    return dataclasses.field(default=gpt2, metadata=dict(nano=nano))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    # Data
-    preset: Literal["gpt2", "nano"] = "gpt2"  # by default gpt2 where torch sees a GPU, else nano
-    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # glob of the training shards, read in sorted order
-    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # glob of the validation shards
-    val_tokens: Count = 10_485_760  # validation tokens, a multiple of val_seq_len
-    val_sha256: str = ""  # SHA-256 of the track's validation tokens, where known; the log marks others
-    target_loss: Annotated[float, 0, 100] = 3.28  # validation loss to reach; 0: none
-    vocab_size: Annotated[int, 1, 2**16] = 50257  # tokens are 0 ... vocab_size - 1, stored in 16 bits
-    eot_token: Natural = 50256  # end of text, opens every document; below vocab_size
+    # Data. Shards are read in sorted order; the log marks validation tokens with another SHA-256 than val_sha256
+    preset: Literal["gpt2", "nano"] = both("gpt2", "nano")  # by default gpt2 where torch sees a GPU, else nano
+    train_files: str = both("data/fineweb10B/fineweb_train_*.bin", "data/nano/nano_train_*.bin")  # glob for training
+    val_files: str = both("data/fineweb10B/fineweb_val_*.bin", "data/nano/nano_val_*.bin")  # glob for validation
+    val_tokens: Count = both(10_485_760, 262_144)  # validation tokens, a multiple of val_seq_len
+    val_sha256: str = both("", "3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf")  # where known
+    target_loss: Annotated[float, 0, 100] = both(3.28, 1.45)  # validation loss to reach; 0: none
+    vocab_size: Annotated[int, 1, 2**16] = both(50257, 257)  # tokens are 0 ... vocab_size - 1, stored in 16 bits
+    eot_token: Natural = both(50256, 256)  # end of text, opens every document; below vocab_size
     # Training
-    num_iterations: Annotated[int, 1, 2**20] = 1555  # steps: stages of equal length, then the extension
-    extension_steps: Natural = 40  # steps of the extension, a last stage at the lowest learning rates; 0: none
-    stage_growth: Counts = (1, 2, 3, 3)  # per stage: factor on batch_tokens and train_seq_len
-    lr_factors: Rates = (1.0, 1.52, 1.73, 1.73)  # per stage: factor on learning rates
-    cooldown_frac: Annotated[float, 1e-9, 1] = 0.55  # last part of the scheduled steps, in which learning rates fall
+    num_iterations: Annotated[int, 1, 2**20] = both(1555, 310)  # steps: stages of equal length, then the extension
+    extension_steps: Natural = both(40, 0)  # steps of the extension, a last stage at the lowest learning rates; 0: none
+    stage_growth: Counts = both((1, 2, 3, 3), (1,))  # per stage: factor on batch_tokens and train_seq_len
+    lr_factors: Rates = both((1.0, 1.52, 1.73, 1.73), (1.0,))  # per stage: factor on learning rates
+    cooldown_frac: Annotated[float, 1e-9, 1] = both(0.55, 0.85)  # last part of the scheduled steps, with falling rates
     min_lr_frac: Rate = 0.1  # factor on learning rates at the end of the cooldown and in the extension
-    next_weights: Rates = (1.0, 0.5, 0.25)  # weights of the next tokens in the loss; each stage fades the last one out
-    loss_scale: Positive = 2.0  # factor on the summed loss of a sequence before the backward pass
-    tied_frac: Rate = 2 / 3  # first part of the scheduled steps, in which embedding and head are tied; 0: never
-    val_loss_every: Natural = 250  # steps between validations; 0: only after the last step
-    batch_tokens: Count = 8 * 16 * 1024  # tokens per step at first, over all processes; a multiple of train_seq_len
-    train_seq_len: Count = 16 * 1024  # tokens per training sequence at first, a multiple of block_size
-    max_doc_len: Natural = 2048  # tokens used of a document; sequences begin with one. 0: cut the stream as it is
-    val_seq_len: Count = 256 * 1024  # tokens per validation sequence, a multiple of block_size
+    next_weights: Rates = both((1.0, 0.5, 0.25), (1.0,))  # of the next tokens in the loss; each stage fades one out
+    loss_scale: Positive = both(2.0, 2**-10)  # factor on the summed loss of a sequence before the backward pass
+    tied_frac: Rate = both(2 / 3, 0.0)  # first part of the scheduled steps, with embedding and head tied; 0: never
+    val_loss_every: Natural = both(250, 155)  # steps between validations; 0: only after the last step
+    batch_tokens: Count = both(8 * 16 * 1024, 1024)  # tokens per step at first, in all; a multiple of train_seq_len
+    train_seq_len: Count = both(16 * 1024, 1024)  # tokens per training sequence at first, a multiple of block_size
+    max_doc_len: Natural = both(2048, 0)  # tokens used of a document, sequences begin with one; 0: the stream as it is
+    val_seq_len: Count = both(256 * 1024, 8192)  # tokens per validation sequence, a multiple of block_size
     # Model
-    model_dim: Size = 768  # width of the residual stream
-    num_heads: Size = 6  # attention heads
-    head_dim: Size = 128  # dimensions per head, a multiple of 4
-    attention_layout: str = "PSPLSP-SSPL"  # per layer: L long window, S short, P short with paired heads, - none
-    value_embed_layout: str = "01......234"  # per layer: digit of its value embedding, or .
-    skip_layout: str = "......3...."  # per layer: the earlier layer (0-9a-z) whose output it adds, or .
-    skip_init: Annotated[float, -100, 100] = -1.5  # first weight of a skip, before a sigmoid
-    backout_layer: str = "7"  # layer (0-9a-z) whose output is subtracted before the head, half of it at first, or .
-    resid_lambda_init: Rate = 1.1  # first factor on the residual stream before each layer
-    gate_inputs: Natural = 12  # channels that feed gates of heads, value embeddings, skips, smear; 0: no gates
-    embed_mean: Annotated[float, -100, 100] = 0.0  # mean of the untied embedding at first: for scores by position alone
-    head_std: Rate = 0.005  # standard deviation of the head at the start
-    bigram_rows: Natural = 5 * 50304  # rows of the hashed table for pairs of consecutive tokens; 0: no table
-    bigram_lambda_init: Rate = 0.1  # first factor on the pairs' embeddings before each layer
+    model_dim: Size = both(768, 128)  # width of the residual stream
+    num_heads: Size = both(6, 2)  # attention heads
+    head_dim: Size = both(128, 64)  # dimensions per head, a multiple of 4
+    attention_layout: str = both("PSPLSP-SSPL", "L-")  # per layer: L long window, S short, P short, head pairs, - none
+    value_embed_layout: str = both("01......234", "0.")  # per layer: digit of its value embedding, or .
+    skip_layout: str = both("......3....", ".0")  # per layer: the earlier layer (0-9a-z) whose output it adds, or .
+    skip_init: Annotated[float, -100, 100] = both(-1.5, 1.0)  # first weight of a skip, before a sigmoid
+    backout_layer: str = both("7", ".")  # layer (0-9a-z) of which half, at first, is subtracted before the head, or .
+    resid_lambda_init: Rate = both(1.1, 1.0)  # first factor on the residual stream before each layer
+    gate_inputs: Natural = both(12, 0)  # channels that feed gates of heads, value embeddings, skips, smear; 0: no gates
+    embed_mean: Annotated[float, -100, 100] = both(0.0, 0.5)  # mean of the untied embedding at first
+    head_std: Rate = both(0.005, 0.0)  # standard deviation of the head at the start
+    bigram_rows: Natural = both(5 * 50304, 8192)  # rows of the hashed table for pairs of adjacent tokens; 0: no table
+    bigram_lambda_init: Rate = both(0.1, 1.0)  # first factor on the pairs' embeddings before each layer
     rope_base: Positive = 1024.0  # base of the rotary frequencies
-    local_heads: Natural = 0  # heads that begin without their unrotated half; k of all begins as q. 0: at random
-    attention_scale: Annotated[float, 0, 2**20] = 0.1  # first factor on the attention scores; q and k have unit RMS
+    local_heads: Natural = both(0, 1)  # heads that begin without an unrotated half; all k begin as q. 0: at random
+    attention_scale: Annotated[float, 0, 2**20] = both(0.1, 0.12)  # first factor on scores; q, k have unit RMS
     yarn_scale: Rate = 0.2  # growth of that factor with the logarithm of the long window (YaRN)
     yarn_turns: Annotated[float, 1.1, 2**20] = 32.0  # YaRN keeps frequencies of at least so many turns in a window
     lm_head_softcap: Positive = 15.0  # c in the softcap r sigmoid((z + d) 2 / c) of the logits z
-    lm_head_range: Positive = 23.0  # r in the softcap
-    lm_head_shift: Annotated[float, -100, 100] = 5.0  # d in the softcap
-    lm_head_slice: Count = 8192  # tokens whose logits exist at a time
-    lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never is
+    lm_head_range: Positive = both(23.0, 30.0)  # r in the softcap
+    lm_head_shift: Annotated[float, -100, 100] = both(5.0, 0.0)  # d in the softcap
+    lm_head_slice: Count = both(8192, 1024)  # tokens whose logits exist at a time
+    lm_head_fp8: bool = both(True, False)  # train the head in FP8 where the GPU can; validation never is
     fp8_x_scale: Positive = 448 / 100  # static FP8 scale of the head's input
     fp8_w_scale: Positive = 448 / 1.6  # static FP8 scale of the head's weight
     fp8_grad_scale: Positive = 448 / 0.75  # static FP8 scale of the gradient of the summed loss by the logits
-    block_size: Count = 128  # tokens per block of the attention mask
-    window_tokens: Counts = (384, 896, 1408, 1664)  # per stage: tokens that a long window reaches back
-    final_window_tokens: Natural = 2560  # long window in the last validation; 0: as in training
+    block_size: Count = both(128, 64)  # tokens per block of the attention mask
+    window_tokens: Counts = both((384, 896, 1408, 1664), (256,))  # per stage: tokens that a long window reaches back
+    final_window_tokens: Natural = both(2560, 0)  # long window in the last validation; 0: as in training
     # Optimizers
-    muon_lr: Rate = 0.023  # Muon, for hidden matrices: an update has about this spectral norm
+    muon_lr: Rate = both(0.023, 0.06)  # Muon, for hidden matrices: an update has about this spectral norm
     c_fc_factor: Rate = 2.0  # factor on muon_lr for the first matrix of each MLP
-    c_proj_factor: Rate = 4.0  # factor on muon_lr for the second matrix of each MLP
-    muon_momentum: Decay = 0.95  # momentum after its warm-up
+    c_proj_factor: Rate = both(4.0, 1.0)  # factor on muon_lr for the second matrix of each MLP
+    muon_momentum: Decay = both(0.95, 0.9)  # momentum after its warm-up
     momentum_warmup_start: Decay = 0.85  # momentum of the first step, and after the cooldown
-    momentum_warmup_steps: Natural = 300  # first steps, in which momentum rises
-    momentum_cooldown_steps: Natural = 50  # last steps, in which momentum falls
+    momentum_warmup_steps: Natural = both(300, 50)  # first steps, in which momentum rises
+    momentum_cooldown_steps: Natural = both(50, 0)  # last steps, in which momentum falls
     muon_beta2: Decay = 0.95  # decay of NorMuon's second moment
-    muon_decay: Rate = 1.2  # cautious weight decay, times the squared learning rate
-    adam_every: Annotated[int, 1, 16] = 2  # Adam steps once in so many steps, on the sum of their gradients
+    muon_decay: Rate = both(1.2, 0.0)  # cautious weight decay, times the squared learning rate
+    adam_every: Annotated[int, 1, 16] = both(2, 1)  # Adam steps once in so many steps, on the sum of their gradients
     adam_eps: Rate = 1e-10  # added to the root of the second moment
     # Groups of Adam: learning rate, weight decay as Muon's, beta1, beta2
-    head_adam: Rates = (0.008, 0.75, 0.5, 0.95)  # head; also the embedding while they are tied
-    embed_adam: Rates = (0.008, 0.75, 0.5, 0.95)  # embedding
-    table_adam: Rates = (0.6, 0.025, 0.75, 0.95)  # value and bigram embeddings
-    scalar_adam: Rates = (0.04, 0.0, 0.9, 0.99)  # all scalar factors but x0_lambda
-    x0_adam: Rates = (0.04, 0.0, 0.65, 0.95)  # x0_lambda: factors on the embedding before each layer
+    head_adam: Rates = both((0.008, 0.75, 0.5, 0.95), (0.006, 0.0, 0.5, 0.9))  # head, embedding while tied
+    embed_adam: Rates = both((0.008, 0.75, 0.5, 0.95), (0.25, 0.0, 0.5, 0.9))  # embedding
+    table_adam: Rates = both((0.6, 0.025, 0.75, 0.95), (0.25, 0.0, 0.5, 0.9))  # value and bigram embeddings
+    scalar_adam: Rates = both((0.04, 0.0, 0.9, 0.99), (0.04, 0.0, 0.5, 0.9))  # all scalar factors but x0_lambda
+    x0_adam: Rates = both((0.04, 0.0, 0.65, 0.95), (0.04, 0.0, 0.5, 0.9))  # x0_lambda, factors on the embedding
     gate_adam: Rates = (0.008, 0.005, 0.9, 0.99)  # gates of attention and value embeddings
     smear_adam: Rates = (8e-5, 0.0, 0.9, 0.99)  # gate of the smear
     skip_adam: Rates = (4e-4, 0.0, 0.9, 0.99)  # gates of the skips
     # Machine
     seed: Annotated[int | None, 0, 2**63 - 1] = None  # random seed; by default a fresh one, printed and logged
-    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where torch sees a GPU
+    device: Literal["auto", "cuda", "cpu"] = both("auto", "cpu")  # auto: cuda where torch sees a GPU
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
     compile: bool | None = None  # use torch.compile; by default on CUDA only
-    cpu_threads: Annotated[int, 0, 1024] = 0  # CPU threads over all processes of a machine; 0: torch's choice
+    cpu_threads: Annotated[int, 0, 1024] = both(0, 2)  # CPU threads over all processes of a machine; 0: torch's choice
     # Output
     log_dir: str = "logs"  # folder of the logs
     run_id: str = ""  # name of the log, without folders; by default preset, time and seed
-    save_checkpoint: bool = False  # write the final model, which sample.py reads, to LOG_DIR/RUN_ID.pt
+    save_checkpoint: bool = both(False, True)  # write the final model, which sample.py reads, to LOG_DIR/RUN_ID.pt
     checkpoint_every: Natural = 0  # steps between checkpoints to resume from, off the clock; 0: none
     resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
 
@@ -214,31 +219,14 @@ class Hyperparameters:
         return self.num_iterations - self.extension_steps
 
 
-PRESETS = {
-    "gpt2": Hyperparameters(),
-    "nano": Hyperparameters(
-        preset="nano", train_files="data/nano/nano_train_*.bin", val_files="data/nano/nano_val_*.bin",
-        val_tokens=262_144, val_sha256="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf",
-        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=310, extension_steps=0, stage_growth=(1,),
-        lr_factors=(1.0,), cooldown_frac=0.85, next_weights=(1.0,), loss_scale=2**-10, tied_frac=0.0,
-        val_loss_every=155, batch_tokens=1024, train_seq_len=1024, max_doc_len=0, val_seq_len=8192,
-        model_dim=128, num_heads=2, head_dim=64, attention_layout="L-", value_embed_layout="0.", skip_layout=".0",
-        skip_init=1.0, backout_layer=".", bigram_rows=8192, resid_lambda_init=1.0, bigram_lambda_init=1.0,
-        gate_inputs=0, embed_mean=0.5, head_std=0.0, local_heads=1, attention_scale=0.12, lm_head_range=30.0,
-        lm_head_shift=0.0, lm_head_slice=1024, lm_head_fp8=False, block_size=64, window_tokens=(256,),
-        final_window_tokens=0, muon_lr=0.06, c_proj_factor=1.0, muon_momentum=0.9, momentum_warmup_steps=50,
-        momentum_cooldown_steps=0, muon_decay=0.0, adam_every=1,
-        head_adam=(0.006, 0.0, 0.5, 0.9), embed_adam=(0.25, 0.0, 0.5, 0.9), table_adam=(0.25, 0.0, 0.5, 0.9),
-        scalar_adam=(0.04, 0.0, 0.5, 0.9), x0_adam=(0.04, 0.0, 0.5, 0.9),
-        device="cpu", cpu_threads=2, save_checkpoint=True,
-    ),
-}  # fmt: skip
+NANO = {field.name: field.metadata["nano"] for field in dataclasses.fields(Hyperparameters) if field.metadata}
+PRESETS = {"gpt2": Hyperparameters(), "nano": Hyperparameters(**NANO)}
 
 
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     """Return a preset, changed by the flags in `argv`; every field of Hyperparameters is a flag."""
     fields = inspect.getsource(Hyperparameters).partition("\n\n")[0]
-    help_text = f"{__doc__}\nEvery field is a flag (--no-FIELD for false); nano has others (PRESETS):\n\n{fields}"
+    help_text = f"{__doc__}\nEvery field is a flag (--no-FIELD for false); both: gpt2's value, nano's:\n\n{fields}"
     form, hidden = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
     parser = argparse.ArgumentParser("train_gpt.py", hidden, help_text, formatter_class=form, allow_abbrev=False)
     for name, hint in get_type_hints(Hyperparameters).items():  # without the bounds
