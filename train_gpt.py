@@ -47,8 +47,6 @@ from torch.optim.adam import adam
 from tqdm import tqdm
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # layer numbers in skip_layout and backout_layer
-READ_AHEAD = 2  # batches that the reader keeps ready
-LOSS_LAG = 8  # look at losses this many steps late, so that no step waits for the GPU
 # Types of the fields of Hyperparameters, with the lowest and the highest value
 Count = Annotated[int, 1, 2**27]
 Natural = Annotated[int, 0, 2**24]
@@ -943,7 +941,7 @@ def read_batches(plan, sequences: Sequence[int], cfg: Hyperparameters, device: t
 
     with ThreadPoolExecutor(max_workers=1) as reader:  # ahead of the steps, from the first `next` on
         futures = (reader.submit(read, batch) for batch in plan)
-        ahead = deque(islice(futures, READ_AHEAD))
+        ahead = deque(islice(futures, 2))  # batches that are kept ready
         while ahead:
             tokens = ahead.popleft().result().to(device, non_blocking=True).to(torch.int32)
             ahead.extend(islice(futures, 1))
@@ -1202,11 +1200,11 @@ class RunLog:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
 
     def loss(self, step: int, loss: Tensor) -> None:
-        """Send the loss of a step to the host without waiting, and log those that were sent some steps ago."""
+        """Send the loss of a step to the host without waiting, and log those that were sent 8 steps ago."""
         on_host, arrived = loss.to("cpu", non_blocking=True), self.device.Event()
         arrived.record()
         self.pending.append((step, on_host, arrived))
-        self.flush(lag=LOSS_LAG if loss.is_cuda else 0)
+        self.flush(lag=8 if loss.is_cuda else 0)
 
     def flush(self, lag: int = 0) -> None:
         """Log the losses of all but the last `lag` steps; a pipe sees one every two seconds."""

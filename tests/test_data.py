@@ -89,7 +89,7 @@ def test_reader_starts_with_the_first_batch_and_reads_ahead(tmp_path, monkeypatc
     batches = train_gpt.read_batches(plan, [0], NANO, CPU)
     assert reads == []
     next(batches)
-    wait_for(lambda: len(reads) == 1 + train_gpt.READ_AHEAD)
+    wait_for(lambda: len(reads) == 3)  # the first, and two ahead
 
 
 def test_a_spoiled_shard_is_refused_by_name(tmp_path):
