@@ -50,7 +50,6 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # layer numbers in skip_layout 
 # Types of the fields of Hyperparameters, with the lowest and the highest value
 Count = Annotated[int, 1, 2**27]
 Natural = Annotated[int, 0, 2**24]
-Size = Annotated[int, 1, 2**14]
 Positive = Annotated[float, 1e-9, 2**30]
 Rate = Annotated[float, 0, 100]
 Decay = Annotated[float, 0, 0.99999]
@@ -98,9 +97,9 @@ class Hyperparameters:
     max_doc_len: Natural = both(2048, 0)  # tokens used of a document, sequences begin with one; 0: the stream as it is
     val_seq_len: Count = both(256 * 1024, 8192)  # tokens per validation sequence, a multiple of block_size
     # Model
-    model_dim: Size = both(768, 128)  # width of the residual stream
-    num_heads: Size = both(6, 2)  # attention heads
-    head_dim: Size = both(128, 64)  # dimensions per head, a multiple of 4
+    model_dim: Count = both(768, 128)  # width of the residual stream
+    num_heads: Count = both(6, 2)  # attention heads
+    head_dim: Count = both(128, 64)  # dimensions per head, a multiple of 4
     attention_layout: str = both("PSPLSP-SSPL", "L-")  # per layer: L long window, S short, P short, head pairs, - none
     value_embed_layout: str = both("01......234", "0.")  # per layer: digit of its value embedding, or .
     skip_layout: str = both("......3....", ".0")  # per layer: the earlier layer (0-9a-z) whose output it adds, or .
@@ -170,12 +169,12 @@ class Hyperparameters:
                 raise UserError(f"--{name} {str(getattr(self, name))[:100]}: expected {expected}")
 
         for field in dataclasses.fields(self):
-            value, is_tuple = getattr(self, field.name), isinstance(field.default, tuple)
-            require(field.name, isinstance(value, tuple) == is_tuple, "a value")  # argparse makes "=--" an empty list
+            value = getattr(self, field.name)
+            values = value if isinstance(value, tuple) else (value,)  # argparse makes "=--" an empty list
+            require(field.name, 0 < len(values) < 8, "1 to 7 values")  # torch.compile makes 8 graphs at most
             if get_origin(field.type) is Annotated and value is not None:
                 low, high = field.type.__metadata__
-                numbers = value if is_tuple else (value,)
-                require(field.name, all(low <= n <= high for n in numbers), f"a number from {low} to {high}")
+                require(field.name, all(low <= n <= high for n in values), f"a number from {low} to {high}")
             if field.type is str:
                 require(field.name, value.isprintable() and len(value) < 1000, "printable characters")
             if field.name.endswith("_adam"):
@@ -193,10 +192,9 @@ class Hyperparameters:
         require("local_heads", self.local_heads <= self.num_heads, f"at most num_heads {self.num_heads}")
         require("tied_frac", not self.tied_frac or self.head_std > 0, "0 with --head_std 0: one table, all zeros")
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
-        require("next_weights", 0 < len(self.next_weights) <= min(8, self.train_seq_len), "1 to 8 weights")
         stages = {len(self.stage_growth), len(self.lr_factors), len(self.window_tokens)}
-        holds = (self.extension_steps > 0) < min(stages) == max(stages) < 8  # torch.compile makes 8 graphs at most
-        require("window_tokens", holds, "1 to 7 stages, as in stage_growth and lr_factors; 2 with extension_steps")
+        holds = len(stages) == 1 and min(stages) > (self.extension_steps > 0)
+        require("window_tokens", holds, "as many stages as in stage_growth and lr_factors; 2 with extension_steps")
 
         letters, embeds, skips = self.attention_layout, self.value_embed_layout, self.skip_layout
         layers = len(letters)
