@@ -206,13 +206,8 @@ class Hyperparameters:
         require("skip_layout", holds, f"{layers} digits of earlier layers or .")
         require("backout_layer", self.backout_layer in [".", *DIGITS[: layers - 1]], "a layer before the last, or .")
 
-    @property
-    def batch_sequences(self) -> int:
-        return self.batch_tokens // self.train_seq_len
-
-    @property
-    def scheduled_steps(self) -> int:
-        return self.num_iterations - self.extension_steps
+    batch_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)
+    scheduled_steps = property(lambda self: self.num_iterations - self.extension_steps)
 
 
 NANO = {field.name: field.metadata["nano"] for field in dataclasses.fields(Hyperparameters) if field.metadata}
