@@ -164,7 +164,7 @@ def check_data(cfg: Hyperparameters, report: Report) -> list[tuple[str, str]]:
                 problems = [f"{path}: has tokens up to {highest}, not of {cfg.vocab_size} (--vocab_size)"]
         if not problems:
             try:
-                train_gpt.plan_batches(files, *batches)  # type: ignore[arg-type]
+                train_gpt.plan_batches(files, *batches)
             except UserError as error:
                 problems = [reason(error)]
                 if flag == "val_tokens" or "fineweb" not in command or int(command.split()[1]) <= len(paths):
