@@ -188,7 +188,6 @@ class Hyperparameters:
         require("run_id", "/" not in self.run_id and len(self.run_id) < 200, "a short name without folders")
         require("bigram_rows", self.bigram_rows != 1, "0, or at least 2")
         require("gate_inputs", self.gate_inputs <= self.model_dim, f"at most model_dim {self.model_dim}")
-        require("local_heads", self.local_heads <= self.num_heads, f"at most num_heads {self.num_heads}")
         require("tied_frac", not self.tied_frac or self.head_std > 0, "0 with --head_std 0: one table, all zeros")
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         stages = {len(self.stage_growth), len(self.lr_factors), len(self.window_tokens)}

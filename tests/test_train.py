@@ -186,7 +186,7 @@ vocab_size 70000;vocab_size 100;device tpu;dtype fp8;run_id ../x;run_id \33[31m;
 train_files nowhere/*.bin;val_files LICENSE;num_iterations 1000;log_dir LICENSE;resume nowhere;backout_layer 2;
 window_tokens;window_tokens 0;window_tokens 32 64;window_tokens 32 x;stage_growth;stage_growth 0;lr_factors 1 1;
 extension_steps 4;next_weights;next_weights 1 1 1 1 1 1 1 1 1;head_adam;head_adam 0.01 0 0.5;
-head_adam 0.01 0 0.5 1;head_adam 0.01 0 0.5 0.9 0.9;gate_inputs 33;local_heads 3;num_heads 3 --attention_layout PP;
+head_adam 0.01 0 0.5 1;head_adam 0.01 0 0.5 0.9 0.9;gate_inputs 33;num_heads 3 --attention_layout PP;
 checkpoint_every 3 --adam_every 2;bigram_rows 1;adam_every 17;attention_layout=--;extension_steps 1;
 tied_frac 0.5 --head_std 0;window_tokens{8} --stage_growth{8} --lr_factors{8}""".replace("{8}", " 8" * 8)
 BAD += ";device cuda" * (not torch.cuda.is_available())
