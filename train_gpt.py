@@ -1142,11 +1142,12 @@ class RunLog:
     """Keep the clock and the curves of a run, write LOG_DIR/RUN_ID.txt and tell the console. Only rank 0 writes."""
 
     def __init__(self, cfg: Hyperparameters, is_main: bool, progress: dict):
-        self.cfg, self.is_main, self.file, self.path = cfg, is_main, None, Path(cfg.log_dir) / f"{cfg.run_id}.txt"
+        self.cfg, self.is_main, self.path = cfg, is_main, Path(cfg.log_dir) / f"{cfg.run_id}.txt"
         self.elapsed, self.curves = progress["elapsed"], progress["curves"]  # ms until the clock last stopped
         self.pending, self.last_line = deque(), 0.0  # losses on their way to the host, time of the last line in a pipe
         self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
         try:
+            self.file = open(os.devnull, "w")  # noqa: SIM115
             if is_main:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 goes_on = cfg.resume and not self.path.is_fifo()  # which would wait forever
@@ -1178,17 +1179,13 @@ class RunLog:
         self.start_clock()
 
     def write(self, text: str, console: bool = False) -> None:
-        try:
-            if self.file is not None:
-                print(text, file=self.file, flush=True)
-        except OSError as error:
-            self.file, text, console = None, f"{self.path}: {error}: the log ends here, the training goes on", True
-        try:
-            if console and self.is_main:
-                print(text, flush=True) if self.bar.disable else tqdm.write(text)
-        except OSError:  # the console has gone away: what is left to say goes nowhere
-            for stream in (1, 2):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+        for stream in [self.file, sys.stdout] if console and self.is_main else [self.file]:
+            try:
+                with tqdm.external_write_mode(stream):  # above the bar
+                    print(text, file=stream, flush=True)
+            except OSError as error:  # the disk is full or the console has gone away: the rest goes nowhere
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                self.write(f"{stream.name}: {error}: it ends here, the training goes on", console=True)
 
     def loss(self, step: int, loss: Tensor) -> None:
         """Send the loss of a step to the host without waiting, and log those that were sent 8 steps ago."""
@@ -1216,11 +1213,6 @@ class RunLog:
         self.bar.set_postfix(step=step, **last, refresh=False)
         timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         self.write(f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f} {timing}", console)
-
-    def close(self) -> None:
-        self.bar.close()
-        if self.file is not None:
-            self.file.close()
 
 
 def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]]) -> str:
@@ -1401,7 +1393,9 @@ def main(argv: Sequence[str] | None = None) -> dict:
         raise UserError(f"{str(error).partition(chr(10))[0][:200]}: {advice}") from None
     finally:
         gc.enable()
-        log.close()
+        log.bar.close()
+        log.file.close()
+
 
 
 if __name__ == "__main__":
