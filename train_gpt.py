@@ -1057,25 +1057,25 @@ class Trainer:
         launch(dist.all_reduce, total)()
         return total.item() / self.cfg.val_tokens
 
-    def warm_up(self) -> None:
-        """Compile and run every graph on random tokens, then restore all: the first real batch is read on the clock."""
-        cfg, generator = self.cfg, torch.Generator(self.device)
+    def warm_up(self, saved: dict[str, Tensor] | None = None) -> None:
+        """Compile and run every graph on made-up tokens: the clock has the real ones. End in `saved` or as before."""
+        cfg = self.cfg
         before = {name: t.to("cpu", copy=True) for name, t in self.state().items() if self.ranks.rank == 0}
 
-        def random_sequence(length: int) -> tuple[Tensor, Tensor]:
-            tokens = torch.randint(cfg.vocab_size, (length + 1,), generator=generator, device=self.device)
+        def sequence(length: int) -> tuple[Tensor, Tensor]:
+            tokens = torch.arange(length + 1, device=self.device) % cfg.vocab_size
             return tokens[:-1].int(), tokens[1:]
 
         for start in stage_starts(cfg)[:-1]:
             # A second sequence adds its gradients to those of the first, by kernels of their own
             count = min(2, cfg.batch_sequences // self.ranks.world_size)
-            sequences = [random_sequence(train_seq_len(start, cfg))] * count
+            sequences = [sequence(train_seq_len(start, cfg))] * count
             for step in range(start, start + max(2, cfg.adam_every)):
                 self.train_step(step, sequences)
         with torch.no_grad():
-            self.model(*random_sequence(cfg.val_seq_len), self.windows, torch.ones_like(self.weights[:1]))
+            self.model(*sequence(cfg.val_seq_len), self.windows, torch.ones_like(self.weights[:1]))
         self.gpt.zero_grad(set_to_none=True)
-        self.restore(before)
+        self.restore(saved or before)
 
     def state(self) -> dict[str, Tensor]:
         """Return all that a step changes: parameters, and the optimizers' moments, gathered from all ranks."""
@@ -1109,9 +1109,9 @@ def find_ranks() -> Ranks:
     return ranks
 
 
-def agree(ranks: Ranks, problem: str, facts: dict, start: int) -> int:
-    """Join the others within a minute, return rank 0's `start`; raise on all if one has a problem or other facts."""
-    told = [(f"rank {ranks.rank} on {os.uname().nodename}", problem, facts, start)]
+def agree(ranks: Ranks, problem: str, facts: dict) -> None:
+    """Join the other ranks within a minute. Raise on all if one has a problem, or other facts than rank 0."""
+    told = [(f"rank {ranks.rank} on {os.uname().nodename}: " * (ranks.world_size > 1), problem, facts)]
     if ranks.world_size > 1:
         try:  # through the store, as the ranks may not even agree on a device for collectives
             store, *_ = next(dist.rendezvous("env://", timeout=timedelta(minutes=1)))
@@ -1121,29 +1121,27 @@ def agree(ranks: Ranks, problem: str, facts: dict, start: int) -> int:
             if ranks.rank == 0:  # with whom the store may end
                 store.wait([f"seen {rank}" for rank in range(ranks.world_size)])
         except (RuntimeError, ValueError) as error:
-            problem = problem or f"rank {ranks.rank} does not reach the others: {' '.join(str(error).split())[:200]}"
-    for who, found, its_facts, _ in told:
+            problem = problem or f"does not reach the others: {' '.join(str(error).split())[:200]}"
+            told = [(f"rank {ranks.rank} ", problem, facts)]
+    for who, problem, its_facts in told:
         for name, value in told[0][2].items():
             if its_facts.get(name) != value:
-                found = found or f"has {name} {its_facts.get(name)} instead of {value}: start all alike"
-        problem = problem or (found and f"{who}: {found}")
-    if problem:
-        raise UserError(problem) if ranks.local_rank == 0 else SystemExit(2)  # one rank per node says it
+                problem = problem or f"has {name} {its_facts.get(name)} instead of {value}: start all alike"
+        if problem:  # one rank per node says it
+            raise UserError(who + problem) if ranks.local_rank == 0 else SystemExit(2)
     if ranks.world_size > 1:
         backend = "nccl" if facts["--device"] == "cuda" else "gloo"
         patience = timedelta(minutes=30)  # one rank may compile while the others find the result in their caches
         store.set_timeout(patience)
-        place = dict(rank=ranks.rank, world_size=ranks.world_size)
-        dist.init_process_group(backend, store=store, timeout=patience, **place)
-    return told[0][3]
+        dist.init_process_group(backend, store=store, timeout=patience, rank=ranks.rank, world_size=ranks.world_size)
 
 
 class RunLog:
     """Keep the clock and the curves of a run, write LOG_DIR/RUN_ID.txt and tell the console. Only rank 0 writes."""
 
-    def __init__(self, cfg: Hyperparameters, is_main: bool, progress: dict):
+    def __init__(self, cfg: Hyperparameters, is_main: bool, saved: dict):
         self.cfg, self.is_main, self.path = cfg, is_main, Path(cfg.log_dir) / f"{cfg.run_id}.txt"
-        self.elapsed, self.curves = progress["elapsed"], progress["curves"]  # ms until the clock last stopped
+        self.saved, self.curves = saved, saved["curves"]  # what a checkpoint holds, without the tensors
         self.pending, self.last_line = deque(), 0.0  # losses on their way to the host, time of the last line in a pipe
         self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
         try:
@@ -1157,26 +1155,25 @@ class RunLog:
             reason = "another process is writing it" if isinstance(error, BlockingIOError) else error
             raise UserError(f"log {self.path}: {reason}; choose another --run_id or --log_dir") from None
         self.tokens = [cfg.batch_sequences * train_seq_len(step, cfg) for step in range(cfg.num_iterations)]
-        total, done = sum(self.tokens), sum(self.tokens[: progress["step"]])
+        total, done = sum(self.tokens), sum(self.tokens[: saved["step"]])
         is_terminal = is_main and os.isatty(1) and os.isatty(2)
         self.bar = tqdm(None, None, total, disable=not is_terminal, initial=done, unit="tokens", unit_scale=True)
 
-    def start_clock(self) -> None:
+    def start_clock(self, ms: float) -> None:
         self.device.synchronize()
-        self.started = time.perf_counter()
+        self.started = time.perf_counter() - ms / 1000
 
     def read_clock(self) -> float:
         """Return the milliseconds of training so far, without validations and checkpoints."""
-        return self.elapsed + 1000 * (time.perf_counter() - self.started)
+        return 1000 * (time.perf_counter() - self.started)
 
     @contextlib.contextmanager
-    def off_the_clock(self) -> Iterator[None]:
-        """Stop the clock, with the device idle at both edges."""
+    def off_the_clock(self) -> Iterator[float]:
+        """Stop the clock, with the device idle at both edges, and give its time."""
         self.flush()
         self.device.synchronize()
-        self.elapsed = self.read_clock()
-        yield
-        self.start_clock()
+        yield (ms := self.read_clock())
+        self.start_clock(ms)
 
     def write(self, text: str, console: bool = False) -> None:
         for stream in [self.file, sys.stdout] if console and self.is_main else [self.file]:
@@ -1214,6 +1211,21 @@ class RunLog:
         timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         self.write(f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f} {timing}", console)
 
+    def save(self, suffix: str, state: dict, note: str) -> None:
+        """Write `state` beside the log, whole or not at all, through to the disk, and say how it went."""
+        path, part = self.path.with_suffix(suffix), self.path.with_suffix(f"{suffix}.part")
+        try:
+            if self.is_main:
+                torch.save(state, part)
+                with open(part, "rb") as file:
+                    os.fsync(file.fileno())
+                os.replace(part, path)
+            self.write(f"{path}: saved; {note}", console=True)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
+            with contextlib.suppress(OSError):
+                part.unlink()
+            self.write(f"{path}: not saved: {str(error).partition(chr(10))[0]}", console=True)
+
 
 def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]]) -> str:
     """Return versions, hardware, shards and the hash of the validation tokens, for the log."""
@@ -1231,22 +1243,6 @@ def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]]) 
     return "\n".join([*lines, f"validation tokens: {cfg.val_tokens}, sha256 {val_sha256}{note}"])
 
 
-def save(state: dict, path: Path) -> str:
-    """Write `state` to `path`, whole or not at all, through to the disk. Return "saved", or "not saved: " and why."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(state, part)
-        with open(part, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
-        with contextlib.suppress(OSError):
-            part.unlink()
-        return "not saved: " + str(error).partition("\n")[0]
-    return "saved"
-
-
 def load(path: Path, *names: str) -> dict:
     """Return the `names` of what `save` wrote. Refuse a damaged file, by the checksums of its zip archive."""
     try:
@@ -1258,33 +1254,26 @@ def load(path: Path, *names: str) -> dict:
         raise UserError(f"{path}: not a sound checkpoint: {str(error).partition(chr(10))[0][:100]}") from None
 
 
-def save_checkpoint(trainer: Trainer, log: RunLog, step: int, saved: dict) -> None:
-    """Save what `prepare` returned, as of this step. Among several ranks each holds all moments until this returns."""
-    tensors = trainer.state()
-    if log.is_main:
-        progress = dict(step=step, elapsed=log.elapsed, curves=log.curves, tensors=tensors)
-        outcome = save(saved | progress, log.path.with_suffix(".checkpoint"))
-        log.write(f"checkpoint of step {step}: {outcome}", console=outcome != "saved")
-
-
-def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: int, saved: dict) -> int:
-    """Train from step `start` to the end. Return the number of graphs that were compiled on the clock: 0, or a bug."""
+def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog) -> int:
+    """Train to the end. Return the number of graphs that were compiled on the clock: 0, or a bug."""
     cfg, ranks, graphs = trainer.cfg, trainer.ranks, torch._dynamo.utils.counters["stats"]
-    sequences = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
-    batches = read_batches(plans["train"][start:], sequences, cfg, trainer.device)
     gc.collect()
     gc.disable()  # one collection in the middle of a run was measured at 0.6 s (nanochat issue 477)
-    launch(dist.all_reduce, torch.zeros(1, device=trainer.device))()  # all begin together
-    compiled = graphs["unique_graphs"]
-    log.start_clock()
+    start = torch.tensor(log.saved["step"], device=trainer.device)
+    launch(dist.all_reduce, start)()  # all begin together, at rank 0's step: the others have 0
+    start, compiled = int(start), graphs["unique_graphs"]
+    sequences = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
+    batches = read_batches(plans["train"][start:], sequences, cfg, trainer.device)
+    log.start_clock(log.saved["elapsed"])
     for step in range(start, cfg.num_iterations + 1):
         is_last = step == cfg.num_iterations
         if cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and start < step and not is_last:
-            with log.off_the_clock():
-                save_checkpoint(trainer, log, step, saved)
+            with log.off_the_clock() as ms:
+                log.saved |= dict(step=step, elapsed=ms)
+                log.save(".checkpoint", log.saved | dict(tensors=trainer.state()), f"step {step}")
         if is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0):  # after a checkpoint of this step, too
-            with log.off_the_clock():
-                log.point("val_loss", step, trainer.evaluate(step, plans["val"]), log.elapsed)
+            with log.off_the_clock() as ms:
+                log.point("val_loss", step, trainer.evaluate(step, plans["val"]), ms)
         if not is_last:
             log.loss(step + 1, trainer.train_step(step, next(batches)))
     return graphs["unique_graphs"] - compiled
@@ -1347,10 +1336,9 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
     slowest = f"slowest {ms.max():.2f}ms at step {ms.argmax() + 1}"
     log.write(f"step time: median {median:.2f}ms p99 {p99:.2f}ms {slowest}", console=p99 > 1.5 * median)
     log.write(f"peak memory: {peak} MiB", console=True)
-    if log.is_main and cfg.save_checkpoint:
-        model = {name: tensor.cpu() for name, tensor in trainer.gpt.state_dict().items()}
-        outcome = save(dict(configuration=dataclasses.asdict(cfg), model=model), pt := path.with_suffix(".pt"))
-        log.write(f"model {pt}: {outcome}{'; next: python sample.py' * (outcome == 'saved')}", console=True)
+    if cfg.save_checkpoint:
+        model = dict(configuration=dataclasses.asdict(cfg), model=trainer.gpt.state_dict())
+        log.save(".pt", model, "next: python sample.py")
     with contextlib.suppress(OSError):  # of a full disk: the console has told it all
         if log.is_main:
             path.with_suffix(".json").write_text(json.dumps(result) + "\n")
@@ -1370,19 +1358,18 @@ def main(argv: Sequence[str] | None = None) -> dict:
         cfg, plans, saved = prepare(argv, ranks)
         log = RunLog(cfg, ranks.rank == 0, saved)
     except UserError as error:
-        agree(ranks, str(error), {}, 0)  # raises, on all ranks
-    start = agree(ranks, "", saved["facts"], saved["step"])
+        agree(ranks, str(error), {})  # raises, on all ranks
+    agree(ranks, "", saved["facts"])
     try:
         trainer = Trainer(cfg, ranks)
-        if start:
-            log.write(f"resumed at step {start}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
-            trainer.restore(saved.pop("tensors"))
+        if saved["step"]:
+            log.write(f"resumed at step {saved['step']}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
         else:
             log.write(f"{source}\n{'=' * 100}\n{describe(cfg, ranks, plans) if log.is_main else ''}")
             log.write(f"flags: {json.dumps(argv)}\nconfiguration: {json.dumps(dataclasses.asdict(cfg))}\n{'=' * 100}")
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
-        trainer.warm_up()
-        return report(log, plans, trainer, train(trainer, plans, log, start, saved))
+        trainer.warm_up(saved.pop("tensors"))
+        return report(log, plans, trainer, train(trainer, plans, log))
     except (UserError, FloatingPointError, KeyboardInterrupt) as error:
         log.write(f"stopped: {str(error) or 'interrupted'}")
         raise
@@ -1395,7 +1382,6 @@ def main(argv: Sequence[str] | None = None) -> dict:
         gc.enable()
         log.bar.close()
         log.file.close()
-
 
 
 if __name__ == "__main__":

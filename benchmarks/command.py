@@ -156,7 +156,7 @@ def run(flags: Sequence[str], quick: bool, out: Path) -> int:
                 out.mkdir(parents=True, exist_ok=True)
         except (UserError, OSError) as error:
             problem = str(error)
-        train_gpt.agree(ranks, problem, facts, 0)
+        train_gpt.agree(ranks, problem, facts)
         figures, profile = measure_all(cfg, ranks, plans, flags, quick)
         lines = (" ".join(line.split()) for line in train_gpt.describe(cfg, ranks, plans).splitlines())
     machine = [line for line in lines if line.startswith(("Running", "Model name:")) or " processes, " in line]

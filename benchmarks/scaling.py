@@ -45,7 +45,7 @@ def point(flags: Sequence[str]) -> dict:
     """Return the ms of steps, of an attention layer and its backward, of its mask; MiB beyond Python's and torch's."""
     ranks = train_gpt.find_ranks()
     cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
-    train_gpt.agree(ranks, "", {"--device": cfg.device}, 0)
+    train_gpt.agree(ranks, "", {"--device": cfg.device})
     before = train_gpt.peak_memory_mib(torch.device("cpu")) if cfg.device == "cpu" else 0
     trainer, step = Trainer(cfg, ranks), cfg.num_iterations - 1
     trainer.set_schedules(step)

@@ -26,7 +26,8 @@ def model(tiny, random_gpt, tmp_path) -> Path:
     """A model with random values, of bytes."""
     cfg = dataclasses.replace(tiny, val_seq_len=80_000, val_tokens=80_000)
     path, state = tmp_path / "logs" / "random.pt", dict(configuration=dataclasses.asdict(cfg))
-    assert train_gpt.save(state | dict(model=random_gpt(cfg).state_dict()), path) == "saved"
+    path.parent.mkdir()
+    torch.save(state | dict(model=random_gpt(cfg).state_dict()), path)
     return path
 
 

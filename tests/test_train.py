@@ -24,7 +24,7 @@ import torch
 
 import train_gpt
 from conftest import TINY_FLAGS
-from train_gpt import Ranks, Trainer, UserError
+from train_gpt import Ranks, RunLog, Trainer, UserError
 from world_worker import ROOT, Run, program
 
 SMALL = "--seed 5 --num_iterations 4 --val_loss_every 2 --val_seq_len 96 --val_tokens 288 --val_sha256= "
@@ -119,7 +119,7 @@ def test_seed_decides_the_run_which_starts_at_the_loss_of_a_guess_and_falls(flag
 def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags, monkeypatch):
     """Leave out the warm-up and write checkpoints, and let each of these and each validation take 1,000 seconds."""
     usual = train_gpt.main([*gpt2_flags, "--run_id", "usual"])
-    clock, evaluate, save, enabled, skipped = time.perf_counter, Trainer.evaluate, train_gpt.save, [], []
+    clock, evaluate, save, enabled, skipped = time.perf_counter, Trainer.evaluate, RunLog.save, [], []
 
     def slow(*args) -> float:
         skipped.append("validation")
@@ -127,9 +127,9 @@ def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags
         return evaluate(*args)
 
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1000 * len(skipped))
-    monkeypatch.setattr(Trainer, "warm_up", lambda self: skipped.append("warm-up"))
+    monkeypatch.setattr(Trainer, "warm_up", lambda *_: skipped.append("warm-up"))
     monkeypatch.setattr(Trainer, "evaluate", slow)
-    monkeypatch.setattr(train_gpt, "save", lambda *args: (skipped.append("checkpoint"), save(*args))[1])
+    monkeypatch.setattr(RunLog, "save", lambda *args: (skipped.append("checkpoint"), save(*args))[1])
     other = train_gpt.main([*gpt2_flags, "--run_id", "other", "--checkpoint_every", "2"])
     assert losses(usual) == losses(other)
     assert other["train_time_ms"] < 1e6

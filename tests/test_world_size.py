@@ -50,11 +50,11 @@ def folder(flags, corpus, request) -> Path:
 def test_ranks_agree_without_collectives_and_then_name_their_backend(monkeypatch, device, backend):
     """On GPUs PyTorch's default is NCCL alone, which cannot gather objects before each rank has a device."""
     store, facts, begun = torch.distributed.HashStore(), {"--device": device}, []
-    store.set("facts 1", json.dumps(["rank 1 on b", "", facts, 0]))
+    store.set("facts 1", json.dumps(["rank 1 on b", "", facts]))
     store.set("seen 1", "")
     monkeypatch.setattr(torch.distributed, "rendezvous", lambda *_, **__: iter([(store, 0, 2)]))
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda *names, **_: begun.extend(names))
-    assert train_gpt.agree(train_gpt.Ranks(0, 2, 0, 2), "", facts, 7) == 7
+    train_gpt.agree(train_gpt.Ranks(0, 2, 0, 2), "", facts)
     assert begun == [backend]
 
 
