@@ -1067,9 +1067,7 @@ class Trainer:
             return tokens[:-1].int(), tokens[1:]
 
         for start in stage_starts(cfg)[:-1]:
-            # A second sequence adds its gradients to those of the first, by kernels of their own
-            count = min(2, cfg.batch_sequences // self.ranks.world_size)
-            sequences = [sequence(train_seq_len(start, cfg))] * count
+            sequences = [sequence(train_seq_len(start, cfg))] * (cfg.batch_sequences // self.ranks.world_size)
             for step in range(start, start + max(2, cfg.adam_every)):
                 self.train_step(step, sequences)
         with torch.no_grad():
@@ -1167,13 +1165,10 @@ class RunLog:
         """Return the milliseconds of training so far, without validations and checkpoints."""
         return 1000 * (time.perf_counter() - self.started)
 
-    @contextlib.contextmanager
-    def off_the_clock(self) -> Iterator[float]:
-        """Stop the clock, with the device idle at both edges, and give its time."""
+    def stop_clock(self) -> float:
         self.flush()
-        self.device.synchronize()
-        yield (ms := self.read_clock())
-        self.start_clock(ms)
+        self.device.synchronize()  # idle at both edges
+        return self.read_clock()
 
     def write(self, text: str, console: bool = False) -> None:
         for stream in [self.file, sys.stdout] if console and self.is_main else [self.file]:
@@ -1205,8 +1200,8 @@ class RunLog:
         """Log a loss, and add it to its curve."""
         if not math.isfinite(loss):
             raise FloatingPointError(f"{name} {loss:.4f} at step {step}: lower learning rates or change --seed")
-        self.curves[name].append((step, loss, ms))
-        last = {name: f"{curve[-1][1]:.4f}" for name, curve in self.curves.items() if curve}
+        self.curves.setdefault(name, []).append((step, loss, ms))
+        last = {name: f"{curve[-1][1]:.4f}" for name, curve in self.curves.items()}
         self.bar.set_postfix(step=step, **last, refresh=False)
         timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         self.write(f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f} {timing}", console)
@@ -1267,13 +1262,16 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog) -> int:
     log.start_clock(log.saved["elapsed"])
     for step in range(start, cfg.num_iterations + 1):
         is_last = step == cfg.num_iterations
-        if cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and start < step and not is_last:
-            with log.off_the_clock() as ms:
+        saves = cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and start < step and not is_last
+        validates = is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0)
+        if saves or validates:
+            ms = log.stop_clock()
+            if saves:
                 log.saved |= dict(step=step, elapsed=ms)
                 log.save(".checkpoint", log.saved | dict(tensors=trainer.state()), f"step {step}")
-        if is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0):  # after a checkpoint of this step, too
-            with log.off_the_clock() as ms:
+            if validates:  # a run that resumes here does so, too
                 log.point("val_loss", step, trainer.evaluate(step, plans["val"]), ms)
+            log.start_clock(ms)
         if not is_last:
             log.loss(step + 1, trainer.train_step(step, next(batches)))
     return graphs["unique_graphs"] - compiled
@@ -1293,12 +1291,11 @@ def check_world(cfg: Hyperparameters, ranks: Ranks) -> None:
 def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, dict]:
     """Do all that can fail on a rank alone. Return configuration, plans, and what a checkpoint holds."""
     given = parse_args(argv, ranks.world_size)
-    saved = dict(run_id=given.run_id, seed=given.seed, facts={}, tensors={}, step=0, elapsed=0.0)
-    saved |= dict(curves=dict(train_loss=[], val_loss=[]))
+    saved = dict(run_id=given.run_id, seed=given.seed, facts={}, tensors={}, step=0, elapsed=0.0, curves={})
     if given.resume and ranks.rank == 0:  # the other ranks get step and tensors from rank 0
         found = Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")
-        latest = max(found, key=lambda path: path.lstat().st_mtime_ns, default=None)
-        if path := latest if given.resume == "latest" else Path(given.resume):
+        newest = sorted(found, key=lambda path: path.lstat().st_mtime_ns)[-1:]
+        for path in newest if given.resume == "latest" else [Path(given.resume)]:
             saved = load(path, *saved)
     cfg = resolve(dataclasses.replace(given, run_id=saved["run_id"], seed=saved["seed"]))
     check_world(cfg, ranks)
@@ -1306,9 +1303,9 @@ def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, d
     data = b"".join(read_tokens(b, b.start, 16, cfg.vocab_size).tobytes() for b in plans["train"] + plans["val"])
     may_differ = ("run_id", "log_dir", "train_files", "val_files", "save_checkpoint", "checkpoint_every", "resume")
     facts = {f"--{name}": value for name, value in dataclasses.asdict(cfg).items() if name not in may_differ}
-    facts |= {"--seed": given.seed, "data": hashlib.sha256(data).hexdigest(), "processes": ranks.world_size}
-    facts |= dict(script=hashlib.sha256(Path(__file__).read_bytes()).hexdigest())
-    facts |= dict(torch=str(torch.__version__), numpy=np.__version__)
+    facts |= {"--seed": given.seed, "processes": ranks.world_size, "data": hashlib.sha256(data).hexdigest()}
+    script = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    facts |= dict(script=script, torch=str(torch.__version__), numpy=np.__version__)
     for name, value in saved["facts"].items():
         if facts.get(name) != value:
             raise UserError(f"the checkpoint has {name} {value} instead of {facts.get(name)}: resume with the same")
@@ -1342,8 +1339,8 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
     with contextlib.suppress(OSError):  # of a full disk: the console has told it all
         if log.is_main:
             path.with_suffix(".json").write_text(json.dumps(result) + "\n")
-    verdict = "reached" if val_loss <= cfg.target_loss else "not reached"
-    verdict = f"; target {cfg.target_loss} {verdict}" if cfg.target_loss else ""
+    reached = "reached" if val_loss <= cfg.target_loss else "not reached"
+    verdict = f"; target {cfg.target_loss} {reached}" if cfg.target_loss else ""
     log.write(f"val_loss {val_loss:.4f} after {train_time / 1000:.2f} s{verdict}; log: {path}", console=True)
     return result
 
@@ -1370,14 +1367,13 @@ def main(argv: Sequence[str] | None = None) -> dict:
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
         trainer.warm_up(saved.pop("tensors"))
         return report(log, plans, trainer, train(trainer, plans, log))
-    except (UserError, FloatingPointError, KeyboardInterrupt) as error:
-        log.write(f"stopped: {str(error) or 'interrupted'}")
+    except BaseException as error:
+        reason = str(error).partition("\n")[0][:200] or "interrupted"
+        log.write(f"stopped: {reason}")
+        if "out of memory" in str(error) or "allocate memory" in str(error):
+            advice = "lower --train_seq_len, --val_seq_len, --lm_head_slice or the size of the model"
+            raise UserError(f"{reason}: {advice}") from None
         raise
-    except RuntimeError as error:
-        if not any(words in str(error) for words in ("out of memory", "allocate memory")):
-            raise
-        advice = "lower --train_seq_len, --val_seq_len, --lm_head_slice or the size of the model"
-        raise UserError(f"{str(error).partition(chr(10))[0][:200]}: {advice}") from None
     finally:
         gc.enable()
         log.bar.close()
