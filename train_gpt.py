@@ -1003,7 +1003,7 @@ def rotary_frequencies(stage: int, cfg: Hyperparameters, dtype: torch.dtype) -> 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 class Trainer:
-    """Hold model and optimizers, the same on all ranks, and take the steps of a run."""
+    """Hold model and optimizers, the same on all ranks from `warm_up` on, and take the steps of a run."""
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         self.cfg, self.ranks, on_cuda = cfg, ranks, cfg.device == "cuda"
@@ -1014,8 +1014,6 @@ class Trainer:
             torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
         torch.manual_seed(cfg.seed)
         self.gpt = GPT(cfg).to(self.device)
-        for p in self.gpt.parameters():
-            launch(dist.broadcast, p.detach(), 0)()
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
         self.windows, self.stage = torch.zeros(2, dtype=torch.int32, device=self.device), 0
