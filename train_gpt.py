@@ -1364,7 +1364,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
         trainer.warm_up(saved.pop("tensors"))
         return report(log, plans, trainer, train(trainer, plans, log))
     except BaseException as error:
-        reason = str(error).partition("\n")[0][:200] or "interrupted"
+        reason = str(error).partition("\n")[0][:200] or type(error).__name__
         log.write(f"stopped: {reason}")
         if "out of memory" in str(error) or "allocate memory" in str(error):
             advice = "lower --train_seq_len, --val_seq_len, --lm_head_slice or the size of the model"
