@@ -1326,8 +1326,7 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
         log.write(f"{name} batch: {batch.path} position {batch.start}")
     log.write(f"recompiles after the clock started: {recompiles}", console=recompiles > 0)
     median, p99 = np.percentile(ms, [50, 99])
-    slowest = f"slowest {ms.max():.2f}ms at step {ms.argmax() + 1}"
-    log.write(f"step time: median {median:.2f}ms p99 {p99:.2f}ms {slowest}", console=p99 > 1.5 * median)
+    log.write(f"step time: median {median:.2f}ms p99 {p99:.2f}ms", console=p99 > 1.5 * median)
     log.write(f"peak memory: {peak} MiB", console=True)
     if cfg.save_checkpoint:
         model = dict(configuration=dataclasses.asdict(cfg), model=trainer.gpt.state_dict())
