@@ -1057,19 +1057,18 @@ class Trainer:
 
     def warm_up(self, saved: dict[str, Tensor] | None = None) -> None:
         """Compile and run every graph on made-up tokens: the clock has the real ones. End in `saved` or as before."""
-        cfg = self.cfg
         before = {name: t.to("cpu", copy=True) for name, t in self.state().items() if self.ranks.rank == 0}
 
         def sequence(length: int) -> tuple[Tensor, Tensor]:
-            tokens = torch.arange(length + 1, device=self.device) % cfg.vocab_size
+            tokens = torch.arange(length + 1, device=self.device) % self.cfg.vocab_size
             return tokens[:-1].int(), tokens[1:]
 
-        for start in stage_starts(cfg)[:-1]:
-            sequences = [sequence(train_seq_len(start, cfg))] * (cfg.batch_sequences // self.ranks.world_size)
-            for step in range(start, start + max(2, cfg.adam_every)):
-                self.train_step(step, sequences)
+        for start in stage_starts(self.cfg)[:-1]:
+            count = self.cfg.batch_sequences // self.ranks.world_size
+            for step in range(start, start + max(2, self.cfg.adam_every)):
+                self.train_step(step, [sequence(train_seq_len(step, self.cfg))] * count)
         with torch.no_grad():
-            self.model(*sequence(cfg.val_seq_len), self.windows, torch.ones_like(self.weights[:1]))
+            self.model(*sequence(self.cfg.val_seq_len), self.windows, torch.ones_like(self.weights[:1]))
         self.gpt.zero_grad(set_to_none=True)
         self.restore(saved or before)
 
