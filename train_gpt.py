@@ -794,29 +794,26 @@ class Muon(ShardedOptimizer):
 
 def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     """Put every parameter into exactly one group, by a component of its name."""
-    cfg, named = gpt.cfg, dict(gpt.named_parameters())
-
-    def claim(*components: str) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in named.items() if set(components) & set(name.split("."))}
-
-    stacks: dict[tuple, dict[str, nn.Parameter]] = {}  # Muon's matrices, by shape
-    for name, p in claim("qkv_w", "c_fc", "c_proj").items():
-        stacks.setdefault((p.shape[-2:], "mlp" in name), {})[name] = p
-    heads = {("lm_head",): cfg.head_adam, ("embed",): cfg.embed_adam}
-    groups = {
-        **({("lm_head", "embed"): cfg.head_adam} if cfg.tied_frac else heads),
-        ("value_embeds", "bigram_embed"): cfg.table_adam,
-        ("lambdas", "resid_lambda", "bigram_lambda", "skip_weights", "smear_lambda", "backout_lambda"): cfg.scalar_adam,
-        ("x0_lambda",): cfg.x0_adam,
-        ("gate", "value_gate"): cfg.gate_adam,
-        ("smear_gate",): cfg.smear_adam,
-        ("skip_gate",): cfg.skip_adam,
-    }
-    adams = [Adam(claim(*names), settings, cfg, ranks) for names, settings in groups.items() if claim(*names)]
-    optimizers = [*(Muon(stack, cfg.muon_lr, cfg, ranks) for stack in stacks.values()), *adams]
-    claimed = [name for optimizer in optimizers for name in optimizer.names]
-    if wrong := [name for name in named if claimed.count(name) != 1]:
-        raise ValueError(f"each parameter needs exactly one group in build_optimizers: {', '.join(wrong)}")
+    cfg, is_tied = gpt.cfg, gpt.cfg.tied_frac > 0
+    table = [
+        (Muon, cfg.muon_lr, "qkv_w c_fc c_proj"),
+        (Adam, cfg.head_adam, "lm_head embed" if is_tied else "lm_head"),
+        (Adam, cfg.embed_adam, "" if is_tied else "embed"),
+        (Adam, cfg.table_adam, "value_embeds bigram_embed"),
+        (Adam, cfg.scalar_adam, "lambdas resid_lambda bigram_lambda skip_weights smear_lambda backout_lambda"),
+        (Adam, cfg.x0_adam, "x0_lambda"),
+        (Adam, cfg.gate_adam, "gate value_gate"),
+        (Adam, cfg.smear_adam, "smear_gate"),
+        (Adam, cfg.skip_adam, "skip_gate"),
+    ]
+    groups: dict[tuple, dict[str, nn.Parameter]] = {}
+    for name, p in gpt.named_parameters():
+        claims = [row for row in table if {*row[2].split()} & {*name.split(".")}]
+        if len(claims) != 1:
+            raise ValueError(f"each parameter needs exactly one group in build_optimizers: {name}")
+        stack = (p.shape[-2:], "mlp" in name) if claims[0][0] is Muon else None  # matrices of one shape
+        groups.setdefault((*claims[0], stack), {})[name] = p
+    optimizers = [kind(params, settings, cfg, ranks) for (kind, settings, *_), params in groups.items()]
     # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
     return sorted(optimizers, key=lambda optimizer: -optimizer.grads.nbytes)
 
