@@ -628,31 +628,25 @@ def launch(collective: Callable, *args) -> Callable[[], object]:
 class ShardedOptimizer:
     """Update a group of parameters of one precision, every rank an equal share of their rows.
 
-    A step has three phases. `step_optimizers` runs each for all groups, so that communication overlaps compute:
-    `reduce` launches the reduce-scatter of the gradients, `update` turns this rank's share of their mean into new
-    values and launches the all-gather of those, and `wait` waits for it.
-
-    A subclass defines update_shard(shard, grad), which writes new values into the shard and may overwrite grad, and
-    lists in `moments` what `state` keeps for the shard. Parameters become views of one buffer, padded with zeros.
+    A subclass defines update_shard(shard, grad, step, lr), which writes new values into the shard and may overwrite
+    grad, and lists in `moments` what `state` keeps for the shard. Parameters become views of one buffer, each from a
+    row on, padded with zeros. row: its shape; by default 16 numbers, as kernels want addresses that are multiples of 16
     """
 
     moments: tuple[str, ...] = ()
-    row_dims = 0  # dimensions of a row, the unit that the ranks share out; 0: a single number
-    alignment = 16  # a parameter takes a multiple of so many rows: kernels want addresses that are multiples of 16
     every = 1  # step once in so many steps, on the sum of their gradients
 
-    def __init__(self, params: dict[str, nn.Parameter], lr: float, cfg: Hyperparameters, ranks: Ranks):
-        self.names, self.params, self.cfg, self.ranks = list(params), list(params.values()), cfg, ranks
-        self.initial_lr, self.lr, self.step = lr, lr, 0
-        rows = [p.detach().reshape(-1, *p.shape[p.dim() - self.row_dims :]) for p in self.params]
-        assert len({r.dtype for r in rows}) == 1, f"one precision per group: {self.names}"
-        self.counts = [len(r) for r in rows]
-        self.spans = [count + -count % self.alignment for count in self.counts]
-        self.grads = rows[0].new_zeros(sum(self.spans) + -sum(self.spans) % ranks.world_size, *rows[0].shape[1:])
-        self.grad_pieces = self.pieces(self.grads)
-        self.values = torch.zeros_like(self.grads)
-        for p, r, piece in zip(self.params, rows, self.pieces(self.values), strict=True):
-            p.data = piece.copy_(r).view_as(p)
+    def __init__(self, params: dict[str, nn.Parameter], lr: float, cfg: Hyperparameters, ranks: Ranks, row=(16,)):
+        self.names, self.params, self.lr, self.cfg, self.ranks = [*params], [*params.values()], lr, cfg, ranks
+        assert len({p.dtype for p in self.params}) == 1, f"one precision per group: {self.names}"
+        self.counts = counts = [-(-p.numel() // math.prod(row)) for p in self.params]  # rows of each, rounded up
+        counts[-1] += -sum(counts) % ranks.world_size
+        self.grads, self.values = (self.params[0].new_zeros(sum(counts), *row) for _ in range(2))
+        self.grad_views = []
+        for p, *parts in zip(self.params, self.grads.split(counts), self.values.split(counts), strict=True):
+            grad, value = (part.flatten()[: p.numel()].view_as(p) for part in parts)
+            self.grad_views.append(grad)
+            p.data = value.copy_(p.detach())
         self.shard = self.share(self.values)
         self.grad = self.grads if ranks.world_size == 1 else torch.zeros_like(self.shard)
         self.state = {name: torch.zeros_like(self.grad) for name in self.moments}
@@ -661,22 +655,20 @@ class ShardedOptimizer:
         """Return this rank's rows of `buffer`."""
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
-    def pieces(self, buffer: Tensor) -> list[Tensor]:
-        """Return each parameter's rows of `buffer`, without the padding."""
-        spans = buffer[: sum(self.spans)].split(self.spans)
-        return [span[:count] for span, count in zip(spans, self.counts, strict=True)]
-
-    def reduce(self) -> None:
-        grads = [p.grad.view_as(piece) for p, piece in zip(self.params, self.grad_pieces, strict=True)]
-        torch._foreach_copy_(self.grad_pieces, grads)
-        self.wait = launch(reduce_scatter, self.grad, self.grads)
-
-    def update(self) -> None:
-        self.wait()
+    def phases(self, step: int) -> Iterator[None]:
+        """Take a step, and pause while gradients and new values travel, for other groups to compute meanwhile."""
+        torch._foreach_copy_(self.grad_views, [p.grad for p in self.params])
+        for p in self.params:
+            p.grad = None
+        wait = launch(reduce_scatter, self.grad, self.grads)
+        yield
+        wait()
         if self.cfg.batch_sequences > 1:
             self.grad.div_(self.cfg.batch_sequences)  # gradients are sums over the sequences
-        self.update_shard(self.shard, self.grad)
-        self.wait = launch(all_gather, self.values, self.shard)
+        self.update_shard(self.shard, self.grad, step, self.lr * lr_multiplier(step, self.cfg))
+        wait = launch(all_gather, self.values, self.shard)
+        yield
+        wait()
 
 
 class Adam(ShardedOptimizer):
@@ -696,23 +688,23 @@ class Adam(ShardedOptimizer):
         if self.decay:  # nano's tables, in bf16, would step 5 times slower
             self.state = {name: m.to(torch.promote_types(m.dtype, torch.float32)) for name, m in self.state.items()}
 
-    def reduce(self) -> None:
-        if "lm_head" in self.names and self.step - self.every < self.cfg.tied_frac * self.cfg.scheduled_steps:
+    def phases(self, step: int) -> Iterator[None]:
+        if "lm_head" in self.names and step - self.every < self.cfg.tied_frac * self.cfg.scheduled_steps:
             total = torch.stack([p.grad for p in self.params]).sum(0)
             for p in self.params:
                 p.grad = total
-        super().reduce()
+        return super().phases(step)
 
-    def update_shard(self, shard: Tensor, grad: Tensor) -> None:
+    def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr: float) -> None:
         (beta1, beta2), (m, v) = self.betas, self.state.values()
-        count = self.step // self.every  # updates before this one
+        count = step // self.every  # updates before this one
         eps = self.cfg.adam_eps / (1 - beta2 ** (count + 1)) ** 0.5  # the records add it before the bias correction
-        options = dict(lr=self.lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
-        step = torch.full((), count, dtype=torch.float32, device=grad.device)
+        options = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
+        counts = [torch.full((), count, dtype=torch.float32, device=grad.device)]
         new = shard.to(m.dtype, copy=self.decay > 0)
-        adam([new], [grad.to(m.dtype)], [m], [v], [], [step], fused=True, **options)  # PyTorch's kernel
+        adam([new], [grad.to(m.dtype)], [m], [v], [], counts, fused=True, **options)  # PyTorch's kernel
         if self.decay:  # cautious: only where the update, which has the sign of m, moves a weight towards 0
-            new.addcmul_(shard, m * shard > 0, value=-self.decay * self.lr**2)
+            new.addcmul_(shard, m * shard > 0, value=-self.decay * lr**2)
         shard.copy_(new)
 
 
@@ -740,56 +732,47 @@ def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) 
     return X
 
 
-def normalize(updates: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
-    """Even out the rows or columns of each update (n, rows, cols), and keep its norm (NorMuon, arXiv:2510.05491).
-
-    second_moment: running mean of the mean square of each row (n, rows, 1) or column (n, 1, cols), from 0 on
-    (record 41, @li_zichong; which of the two: record 48, @ChrisJMcCormick).
-    """
-    updates, dim = updates.to(second_moment.dtype), -1 if second_moment.size(-1) == 1 else -2
-    second_moment.lerp_(updates.square().mean(dim, keepdim=True), 1 - beta2)
-    even = updates / second_moment.clamp(min=1e-10).sqrt()
-    norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (updates, even))
-    return even * (norms / new_norms.clamp(min=1e-10))
-
-
 class Muon(ShardedOptimizer):
     """Step hidden matrices of one shape by MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024).
 
     With g the mean gradient of the step, in the lerp form of record 15:
 
         m <- momentum m + (1 - momentum) g
-        u <- normalize(zeropower(momentum m + (1 - momentum) g))
+        u <- zeropower(momentum m + (1 - momentum) g)
+        v <- beta2 v + (1 - beta2) mean(u^2)
+        u <- u / sqrt(v), with the norm that u had
         p <- p - factor lr (u + decay lr p [u p >= 0])
 
-    The weight decay is cautious: only where the update moves a weight towards 0 (record 43, @varunneal).
+    The means of u^2, which even out neurons, are over the columns of MLPs, one for each hidden unit, and else over
+    rows, one for each output (NorMuon, arXiv:2510.05491; record 41, @li_zichong, and 48, @ChrisJMcCormick). The weight
+    decay is cautious: only where the update moves a weight towards 0 (record 43, @varunneal).
 
-    A row is a whole matrix: of the 22 in gpt2's MLPs, each of 8 ranks has 3, with padding. `normalize` works on the
-    columns of MLPs, one for each hidden unit, and else on rows, one for each output.
+    A row that ranks share out is a whole matrix: of the 22 in gpt2's MLPs, each of 8 ranks has 3, with padding.
     """
 
-    moments, row_dims, alignment = ("momentum_buffer",), 2, 1
+    moments = ("momentum_buffer",)
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, params: dict[str, nn.Parameter], *args):
+        super().__init__(params, *args, row=next(iter(params.values())).shape[-2:])
         ns = zeropower_via_newtonschulz5
         self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if self.cfg.compile else ns
-        n, rows, cols = self.grad.shape
-        self.state["second_moment"] = self.grad.new_zeros((n, 1, cols) if "mlp" in self.names[-1] else (n, rows, 1))
-        factors = {"mlp.c_fc": self.cfg.c_fc_factor, "mlp.c_proj": self.cfg.c_proj_factor}
-        by_row = self.grads.new_ones(len(self.grads), 1, 1)
-        for name, piece in zip(self.names, self.pieces(by_row), strict=True):
-            piece.fill_(factors.get(".".join(name.split(".")[-2:]), 1.0))
-        self.factors = self.share(by_row)
+        self.dim = -2 if "mlp" in self.names[0] else -1
+        self.state["second_moment"] = self.grad.sum(self.dim, keepdim=True)
+        factors = dict(c_fc=self.cfg.c_fc_factor, c_proj=self.cfg.c_proj_factor)
+        by_row = np.repeat([factors.get(name.partition("mlp.")[2], 1.0) for name in self.names], self.counts)
+        self.factors = self.share(self.grads.new_tensor(by_row)[:, None, None])
 
-    def update_shard(self, shard: Tensor, grad: Tensor) -> None:
-        cfg, momentum = self.cfg, muon_momentum(self.step, self.cfg)
-        momentum_buffer = self.state["momentum_buffer"].lerp_(grad, 1 - momentum)
-        update = self.orthogonalize(grad.lerp_(momentum_buffer, momentum), getattr(torch, cfg.dtype))
-        update = normalize(update, self.state["second_moment"], cfg.muon_beta2)
+    def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr: float) -> None:
+        cfg, momentum, (momentum_buffer, second_moment) = self.cfg, muon_momentum(step, self.cfg), self.state.values()
+        momentum_buffer.lerp_(grad, 1 - momentum)
+        update = self.orthogonalize(grad.lerp_(momentum_buffer, momentum), getattr(torch, cfg.dtype)).to(grad.dtype)
+        second_moment.lerp_(update.square().mean(self.dim, keepdim=True), 1 - cfg.muon_beta2)
+        even = update / second_moment.clamp(min=1e-10).sqrt()
+        norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, even))
+        update = even * (norms / new_norms.clamp(min=1e-10))
         if cfg.muon_decay:
-            update.addcmul_(shard, update * shard >= 0, value=cfg.muon_decay * self.lr)
-        shard.addcmul_(self.factors, update, value=-self.lr)
+            update.addcmul_(shard, update * shard >= 0, value=cfg.muon_decay * lr)
+        shard.addcmul_(self.factors, update, value=-lr)
 
 
 def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
@@ -821,16 +804,10 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
 @torch.no_grad()
 def step_optimizers(optimizers: Sequence[ShardedOptimizer], step: int) -> None:
     """Take a step on the gradients, summed over this rank's sequences, and clear those that were used."""
-    due = [optimizer for optimizer in optimizers if (step + 1) % optimizer.every == 0]
-    for optimizer in due:
-        optimizer.step, optimizer.lr = step, optimizer.initial_lr * lr_multiplier(step, optimizer.cfg)
-        optimizer.reduce()
-    for optimizer in due:
-        optimizer.update()
-    for optimizer in due:
-        optimizer.wait()
-        for p in optimizer.params:
-            p.grad = None
+    due = [optimizer.phases(step) for optimizer in optimizers if (step + 1) % optimizer.every == 0]
+    for _ in range(3):  # each phase in all groups, then the next one: communication overlaps compute
+        for phases in due:
+            next(phases, None)
 
 
 # ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
