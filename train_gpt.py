@@ -821,37 +821,20 @@ def read_shard(path: str, dtype: str, offset: int, count: int) -> tuple[np.ndarr
     try:
         if not os.path.isfile(path):  # opening a pipe would wait forever
             raise OSError("not a regular file")
-        with open(path, "rb") as file:  # not mmap: a truncated mapped file raises SIGBUS
-            status = os.fstat(file.fileno())
-            file.seek(offset)
-            return np.fromfile(file, dtype, count), (status.st_ino, status.st_size, status.st_mtime_ns)
+        numbers = np.fromfile(path, dtype, count, offset=offset)  # not mmap: a truncated mapped file raises SIGBUS
+        status = os.stat(path)
+        return numbers, (status.st_ino, status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; ./run.sh --check says what to do") from None
-
-
-def cut_pieces(begins: np.ndarray, ends: np.ndarray, seq_lens: Iterable[int], from_start: bool) -> Iterator[np.ndarray]:
-    """Yield sequences of these lengths, and a token more as the last target, from consecutive pieces of a shard.
-
-    Neighbours share that token; with `from_start` each begins a piece, and the rest of its last one is dropped.
-    """
-    filled, at = np.append(0, np.cumsum(ends - begins)), 0  # tokens in the pieces before each; tokens before a sequence
-    for seq_len in seq_lens:
-        if (end := at + seq_len + 1) > filled[-1]:
-            return
-        first, last = np.searchsorted(filled, at, "right") - 1, np.searchsorted(filled, end)
-        pieces = np.stack([begins[first:last], ends[first:last]], axis=1)
-        pieces[0, 0] += at - filled[first]
-        pieces[-1, 1] -= filled[last] - end
-        yield pieces
-        at = filled[last] if from_start else at + seq_len
 
 
 def plan_batches(pattern: str, seq_lens: Sequence[int], num_sequences: int, cfg: Hyperparameters, max_doc_len: int = 0):
     """Plan a batch of `num_sequences` for each of seq_lens, shard after shard, and drop the rest of each shard.
 
     A shard is 256 int32 of header [20240520, 1, number of tokens, 0 ...], then uint16 tokens: the format of llm.c.
-    Without `max_doc_len` it is one piece. With it, its documents are the pieces (record 26, @classiclarryd), and only
-    their first tokens are used (record 29, @varunneal).
+    Without `max_doc_len` it is one piece, and a sequence begins with the last target of the one before. With it, its
+    documents are the pieces (record 26, @classiclarryd), only their first tokens are used (record 29, @varunneal), and
+    each sequence begins with one: the rest of the last one is dropped.
     """
     plan: list[Batch] = []
     for path in sorted(glob.glob(pattern, recursive=True)):
@@ -864,10 +847,18 @@ def plan_batches(pattern: str, seq_lens: Sequence[int], num_sequences: int, cfg:
         if max_doc_len:
             begins = np.flatnonzero(read_shard(path, "<u2", 1024, ends[0])[0] == cfg.eot_token)
             ends = np.minimum(np.append(begins[1:], ends), begins + max_doc_len)
-        lens = (seq_len for seq_len in seq_lens[len(plan) :] for _ in range(num_sequences))
-        cut = cut_pieces(begins, ends, lens, from_start=max_doc_len > 0)
-        while len(sequences := list(islice(cut, num_sequences))) == num_sequences:
-            plan.append(Batch(path, int(sequences[0][0, 0]), stamp, sequences))
+        before = np.append(0, np.cumsum(ends - begins))  # tokens in the pieces before each, and in all
+        at, sequences = 0, []  # tokens before a sequence; those of a batch
+        while len(plan) < len(seq_lens) and (end := at + seq_lens[len(plan)] + 1) <= before[-1]:
+            first, last = np.searchsorted(before, at, "right") - 1, np.searchsorted(before, end)
+            pieces = np.stack([begins[first:last], ends[first:last]], axis=1)
+            pieces[0, 0] += at - before[first]
+            pieces[-1, 1] -= before[last] - end
+            sequences.append(pieces)
+            at = before[last] if max_doc_len else end - 1
+            if len(sequences) == num_sequences:
+                plan.append(Batch(path, int(sequences[0][0, 0]), stamp, sequences))
+                sequences = []
     if len(plan) < len(seq_lens):
         found = f"{pattern} in {os.getcwd()}: tokens for {len(plan)} batches, the run needs {len(seq_lens)}"
         raise UserError(f"{found}; ./run.sh gets a preset's data, data/pack_text.py packs text")
