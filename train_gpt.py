@@ -630,15 +630,17 @@ class ShardedOptimizer:
 
     A subclass defines update_shard(shard, grad, step, lr), which writes new values into the shard and may overwrite
     grad, and lists in `moments` what `state` keeps for the shard. Parameters become views of one buffer, each from a
-    row on, padded with zeros. row: its shape; by default 16 numbers, as kernels want addresses that are multiples of 16
+    row on, padded with zeros.
     """
 
     moments: tuple[str, ...] = ()
+    by_matrix = False  # a row is a whole matrix, or else 16 numbers: kernels want addresses that are multiples of 16
     every = 1  # step once in so many steps, on the sum of their gradients
 
-    def __init__(self, params: dict[str, nn.Parameter], lr: float, cfg: Hyperparameters, ranks: Ranks, row=(16,)):
+    def __init__(self, params: dict[str, nn.Parameter], lr: float, cfg: Hyperparameters, ranks: Ranks):
         self.names, self.params, self.lr, self.cfg, self.ranks = [*params], [*params.values()], lr, cfg, ranks
         assert len({p.dtype for p in self.params}) == 1, f"one precision per group: {self.names}"
+        row = self.params[0].shape[-2:] if self.by_matrix else (16,)
         self.counts = counts = [-(-p.numel() // math.prod(row)) for p in self.params]  # rows of each, rounded up
         counts[-1] += -sum(counts) % ranks.world_size
         self.grads, self.values = (self.params[0].new_zeros(sum(counts), *row) for _ in range(2))
@@ -708,8 +710,7 @@ class Adam(ShardedOptimizer):
         shard.copy_(new)
 
 
-# The coefficients a, b, c of each Newton-Schulz step
-POLAR_EXPRESS = [
+POLAR_EXPRESS = [  # a, b, c of each Newton-Schulz step
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -746,14 +747,13 @@ class Muon(ShardedOptimizer):
     The means of u^2, which even out neurons, are over the columns of MLPs, one for each hidden unit, and else over
     rows, one for each output (NorMuon, arXiv:2510.05491; record 41, @li_zichong, and 48, @ChrisJMcCormick). The weight
     decay is cautious: only where the update moves a weight towards 0 (record 43, @varunneal).
-
-    A row that ranks share out is a whole matrix: of the 22 in gpt2's MLPs, each of 8 ranks has 3, with padding.
     """
 
     moments = ("momentum_buffer",)
+    by_matrix = True  # of the 22 in gpt2's MLPs, each of 8 ranks has 3, with padding
 
-    def __init__(self, params: dict[str, nn.Parameter], *args):
-        super().__init__(params, *args, row=next(iter(params.values())).shape[-2:])
+    def __init__(self, *args):
+        super().__init__(*args)
         ns = zeropower_via_newtonschulz5
         self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if self.cfg.compile else ns
         self.dim = -2 if "mlp" in self.names[0] else -1
