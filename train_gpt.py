@@ -654,7 +654,6 @@ class ShardedOptimizer:
         self.state = {name: torch.zeros_like(self.grad) for name in self.moments}
 
     def share(self, buffer: Tensor) -> Tensor:
-        """Return this rank's rows of `buffer`."""
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
     def phases(self, step: int) -> Iterator[None]:
