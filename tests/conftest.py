@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import train_gpt
+from benchmarks import ROOT
 from benchmarks.gpu_numbers import randomize
 from shards import write_shard
 from train_gpt import GPT, Hyperparameters
@@ -48,7 +49,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """Write two training shards and a validation shard of words, as bytes, a long training shard, and one for gpt2."""
+    """Write two training shards and a validation shard of words, as bytes, a long training shard, and one for gpt2.
+
+    And two of a script that never changes, on which records have golden losses.
+    """
     folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
     words = [b"muon ", b"adam ", b"rotary ", b"window ", b"shard ", b"block\n"]
     for name, count in dict(train_000000=400, train_000001=400, val_000000=400, long=50_000).items():
@@ -57,7 +61,16 @@ def corpus(tmp_path_factory) -> Path:
         tokens[rng.random(len(tokens)) < 0.01] = 256
         write_shard(folder / f"{name}.bin", tokens)
     write_shard(folder / "gpt2.bin", np.where(np.arange(700_000) % 1000, 5, 50256))
+    script = np.fromfile(ROOT / "records" / "2024-12-04_ValueEmbed" / "train_gpt.py", dtype=np.uint8).astype(int)
+    tokens = np.where(np.arange(60_000) % 500, np.resize(script, 60_000), 256)
+    write_shard(folder / "script.bin", tokens)
+    write_shard(folder / "script_val.bin", tokens[7_000:17_000])
     return folder
+
+
+@pytest.fixture(scope="session")
+def script_flags(corpus) -> list[str]:
+    return [f"--train_files={corpus}/script.bin", f"--val_files={corpus}/script_val.bin", "--val_sha256="]
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Logs and records that no run wrote, and a small corpus for runs that do."""
+"""Logs and records that no run wrote."""
 
 import json
 from collections.abc import Sequence
@@ -92,17 +92,3 @@ def write_race(path: Path, *sources: str, losses: Sequence[float] = LOSSES, rati
     document["comparisons"] = race.comparisons(runs)
     path.write_text(json.dumps(document))
     return document
-
-
-def write_corpus(folder: Path) -> list[str]:
-    """Write shards of 60,000 bytes of a script that never changes, and return the flags that name them."""
-    import numpy as np
-
-    from shards import write_shard
-
-    text = (ROOT / "records" / "2024-12-04_ValueEmbed" / "train_gpt.py").read_bytes()
-    tokens = np.frombuffer(text * 2, dtype=np.uint8).astype(np.int64)[:60_000]
-    tokens[::500] = 256
-    write_shard(folder / "train.bin", tokens)
-    write_shard(folder / "val.bin", tokens[7_000:17_000])
-    return ["--train_files", str(folder / "train.bin"), "--val_files", str(folder / "val.bin"), "--val_sha256", ""]

@@ -12,7 +12,6 @@ from unittest import mock
 import pytest
 
 from public_records import load
-from synthetic_logs import write_corpus
 from test_records import TUNED, UNTIMED
 
 pytestmark = pytest.mark.slow  # these scripts are frozen
@@ -32,7 +31,7 @@ def small(m: ModuleType, folder: Path, **changes):
     """Return the preset gpt2 with what of SMALL it has, and with windows of a sixteenth."""
     preset, windows = m.PRESETS["gpt2"], m.PRESETS["gpt2"].window_tokens
     windows = tuple(tokens // 16 for tokens in windows) if isinstance(windows, tuple) else windows // 16
-    changes |= dict(train_files=f"{folder}/train.bin", val_files=f"{folder}/val.bin", window_tokens=windows)
+    changes |= dict(train_files=f"{folder}/script.bin", val_files=f"{folder}/script_val.bin", window_tokens=windows)
     known = {name: value for name, value in (SMALL | changes).items() if hasattr(preset, name)}
     return m.resolve(dataclasses.replace(preset, **known))
 
@@ -46,19 +45,17 @@ def losses(m: ModuleType, cfg) -> list[float]:
 
 
 @pytest.mark.parametrize(("older", "newer"), IDEAS)
-def test_without_its_ideas_a_record_is_the_one_before(older: str, newer: str, tmp_path: Path):
-    write_corpus(tmp_path)
+def test_without_its_ideas_a_record_is_the_one_before(older: str, newer: str, corpus: Path):
     before, after, idea = load(older), load(newer), newer[11:]
-    cfg = small(before, tmp_path, **BOTH.get(idea, {}))
+    cfg = small(before, corpus, **BOTH.get(idea, {}))
     without = dataclasses.asdict(after.PRESETS["nano"]) | dataclasses.asdict(cfg) | WITHOUT.get(idea, {})
     expected = losses(before, cfg)
     assert losses(after, after.Hyperparameters(**without)) == pytest.approx(expected, abs=1e-9)
     assert expected[11] < expected[0] - 0.5
 
 
-def test_another_form_is_the_same_training(tmp_path: Path):
+def test_another_form_is_the_same_training(corpus: Path):
     """With gpt2's ideas: test_records.py has nano's."""
-    write_corpus(tmp_path)
-    before, after = (losses(m, small(m, tmp_path)) for m in map(load, FORM))
+    before, after = (losses(m, small(m, corpus)) for m in map(load, FORM))
     assert after == pytest.approx(before, rel=0, abs=1e-12)
     assert before[11] < before[0] - 0.5

@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from conftest import TINY_FLAGS
-from synthetic_logs import ROOT, write_corpus
-from world_worker import free_port
+from world_worker import ROOT, free_port
 
 SHORT = [*TINY_FLAGS, "--dtype=float64", "--num_iterations=48", "--val_loss_every=0", "--seed=1"]
 # Start the command once per node, in NODES/0 and NODES/1. Kill the last one when a file matches LOSE
@@ -58,12 +57,12 @@ def sbatch(tmp_path):
 
 
 @pytest.mark.slow
-def test_batch_script_goes_on_after_a_node_is_lost(sbatch, tmp_path):
+def test_batch_script_goes_on_after_a_node_is_lost(sbatch, script_flags, tmp_path):
     """The same job starts again from the checkpoint on the first node's own disk, and ends as one process does."""
     first, second = (tmp_path / "nodes" / node / "logs" for node in "01")
     port = next(port for port in iter(free_port, None) if 20_000 <= port < 30_000)  # the script's are these
     given = dict(NPROC="1", SLURM_JOB_ID=str(port - 20_000))
-    flags = [*SHORT, *write_corpus(tmp_path), "--checkpoint_every", "4"]
+    flags = [*SHORT, *script_flags, "--checkpoint_every", "4"]
     assert sbatch(*flags, **given, LOSE=f"{first}/*.checkpoint").returncode != 0
     run = first / f"slurm-{given['SLURM_JOB_ID']}"
     assert not run.with_suffix(".json").exists()

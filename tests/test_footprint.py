@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from synthetic_logs import write_corpus
 from world_worker import FORKS
 
 # Events of Python's audit, and which of their arguments to note
@@ -60,7 +59,7 @@ def run_audited(cwd: Path, env: dict[str, str], notes_path: Path, flags: list[st
     notes_path.write_text(json.dumps({kind: sorted(found) for kind, found in notes.items()}))
 
 
-def test_nothing_is_written_but_logs_and_no_host_is_reached(tmp_path: Path):
+def test_nothing_is_written_but_logs_and_no_host_is_reached(script_flags, tmp_path: Path):
     """Import and train in a fresh home, temporary folder, environment and working directory."""
     from conftest import TINY_FLAGS  # which imports train_gpt
 
@@ -68,7 +67,7 @@ def test_nothing_is_written_but_logs_and_no_host_is_reached(tmp_path: Path):
     for folder in folders[:3]:
         folder.mkdir()
     env = dict(PATH=os.environ["PATH"], HOME=str(home), TMPDIR=str(temporary))
-    flags = [*TINY_FLAGS, *write_corpus(tmp_path), "--checkpoint_every=2", f"--log_dir={logs}", "--run_id=r"]
+    flags = [*TINY_FLAGS, *script_flags, "--checkpoint_every=2", f"--log_dir={logs}", "--run_id=r"]
     process = FORKS.Process(target=run_audited, args=(cwd, env, tmp_path / "notes", flags))
     process.start()
     process.join(timeout=120)

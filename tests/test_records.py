@@ -12,8 +12,7 @@ import pytest
 from public_records import load
 from records import rules
 from records.logs import RECORDS, is_ranked, lineage
-from synthetic_logs import ROOT, write_corpus
-from world_worker import Run
+from world_worker import ROOT, Run
 
 NAMES = [folder.name for folder in lineage(RECORDS)]
 UNTIMED = [name for name in NAMES if not is_ranked(RECORDS / name)]  # they only carry ideas of gpt2
@@ -28,18 +27,13 @@ def script(name: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> list[str]:
-    return write_corpus(tmp_path_factory.mktemp("corpus"))
-
-
-@pytest.fixture(scope="module")
-def loss_of(corpus, tmp_path_factory):
+def loss_of(script_flags, tmp_path_factory):
     """Return a function that trains a record's nano preset, made small, and gives the last validation loss."""
 
     @functools.cache
     def train(name: str, flags: str) -> float:
         logs = tmp_path_factory.mktemp("logs")
-        load(name).main([*SHORT.split(), *flags.split(), *corpus, "--log_dir", str(logs), "--run_id", "r"])
+        load(name).main([*SHORT.split(), *flags.split(), *script_flags, "--log_dir", str(logs), "--run_id", "r"])
         return json.loads((logs / "r.json").read_text())["val_loss"]
 
     return train
@@ -93,9 +87,9 @@ def test_neighbours_are_one_training(older: str, newer: str, both: str, more: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [V14, V21, NAMES[-1]])
-def test_three_processes_train_what_one_does(name: str, corpus, loss_of, tmp_path: Path):
+def test_three_processes_train_what_one_does(name: str, script_flags, loss_of, tmp_path: Path):
     """6 sequences a step, 5 of validation, and matrices whose number 3 does not divide."""
-    flags = [*SHORT.split(), *corpus, "--log_dir", tmp_path, "--run_id", "r"]
+    flags = [*SHORT.split(), *script_flags, "--log_dir", tmp_path, "--run_id", "r"]
     run = Run([flags] * 3, tmp_path / "run", scripts=[RECORDS / name / "train_gpt.py"] * 3)
     assert run.wait(timeout=400) == [0] * 3, run.text("err")
     three = json.loads((tmp_path / "r.json").read_text())["val_loss"]
