@@ -26,7 +26,7 @@ import train_gpt
 from conftest import TINY
 from shards import write_shard
 from test_attention import dense_attention, dense_mask
-from test_head import PROBLEM, whole
+from test_head import PROBLEM, whole, with_gradients
 from train_gpt import GatheredMask, Ranks, Trainer
 
 GPT2, NANO = train_gpt.PRESETS["gpt2"], train_gpt.PRESETS["nano"]
@@ -85,13 +85,6 @@ def test_two_steps_are_the_same_on_one_gpu_and_on_all(device: str, tmp_path: Pat
         assert result["recompiles"] == 0
 
 
-def run(function, inputs, grad=None) -> tuple[Tensor, ...]:
-    """Return what the function of `inputs` returns, and their gradients."""
-    inputs = [t.detach().clone().requires_grad_() for t in inputs]
-    y = function(*inputs)
-    return y.detach(), *torch.autograd.grad(y, inputs, grad if grad is None else grad.to(y.dtype))
-
-
 def relative_errors(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> list[float]:
     return [((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(actual, expected, strict=True)]
 
@@ -116,7 +109,8 @@ def test_attention_equals_dense_forward_and_backward(window: int, mean_document:
     qkv = [0.12 * train_gpt.norm(q), train_gpt.norm(k), v]
     settings = dict(docs=docs.to(device), window=torch.tensor(window, dtype=torch.int32, device=device), block=block)
     function = functools.partial(compiled(attention) if device == "cuda" else attention, **settings)
-    errors = relative_errors(run(function, [t.bfloat16() for t in qkv], grad), run(dense, qkv, grad))
+    actual = with_gradients(function, *(t.bfloat16() for t in qkv), grad=grad)
+    errors = relative_errors(actual, with_gradients(dense, *qkv, grad=grad))
     assert max(errors) < 0.015, f"output, grad q, k, v: {errors}; bf16 gives 0.005, a CPU's softmax in it 0.01"
 
 
@@ -139,7 +133,7 @@ def test_head_equals_autograd_of_the_whole(precision: str, device: str):
 
     expected, limit = whole(x, w, targets, weights, cap), 0.09 if scales else 0.01
     for function in [head, compiled(head)] if device == "cuda" else [head]:
-        errors = relative_errors(run(function, [x, w]), expected)
+        errors = relative_errors(with_gradients(function, x, w), expected)
         assert max(errors) < limit, f"loss, grad x, w: {errors}; e5m2 gives 0.066, the root mean square of its rounding"
 
 

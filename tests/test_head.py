@@ -26,11 +26,11 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]
     return x, w.to(torch.promote_types(dtype, torch.float32)), torch.randint(V, (T,), generator=generator)
 
 
-def with_gradients(loss_of: Callable, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
-    loss = loss_of(x, w)
-    loss.backward()
-    return loss.detach(), x.grad, w.grad
+def with_gradients(function: Callable, *inputs: Tensor, grad: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return what the function of `inputs` returns, and their gradients."""
+    inputs = [t.detach().clone().requires_grad_() for t in inputs]
+    y = function(*inputs)
+    return y.detach(), *torch.autograd.grad(y, inputs, grad if grad is None else grad.to(y.dtype))
 
 
 def in_slices(x: Tensor, w: Tensor, targets: Tensor, slice_tokens: int = T, scales=None, weights=THREE, factor=1.0):
@@ -45,7 +45,7 @@ def loss_of(z: Tensor, targets: Tensor, weights: Tensor, cap: tuple[float, float
     return weights.to(z.dtype) @ torch.stack(losses)
 
 
-def whole(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor = THREE, cap=CAP) -> tuple[Tensor, Tensor, Tensor]:
+def whole(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor = THREE, cap=CAP) -> tuple[Tensor, ...]:
     """Compute the same from all logits (T, V), with the gradients of autograd."""
     wide = torch.promote_types(w.dtype, torch.float32)
     return with_gradients(lambda x, w: loss_of(F.linear(x, w.type_as(x)).to(wide), targets, weights, cap), x, w)
