@@ -37,12 +37,6 @@ def cast(source, target, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def dot(a, b, out, N: tl.constexpr):
-    i, j = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
-    tl.store(out + i * N + j, tl.dot(tl.load(a + i * N + j), tl.load(b + i * N + j)))
-
-
-@triton.jit
 def arithmetic(a, b, out, N: tl.constexpr):
     i = tl.arange(0, N)
     x, y = tl.load(a + i), tl.load(b + i)
@@ -124,14 +118,6 @@ def check_casts_round_to_nearest_even_and_fp8_saturates():
             found = run_cast(sign * x, dtype)
             np.testing.assert_array_equal(found, sign * expected)
             assert torch.equal(found.signbit()[:-1], (sign * x).signbit()[:-1]), "zeros have signs"
-
-
-def check_dot_multiplies_numbers_not_bits():
-    for dtype in NARROW:
-        a, b = (torch.randn(32, 32, generator=torch.Generator().manual_seed(i)).to(dtype) for i in (0, 1))
-        out = torch.empty(32, 32)
-        dot[(1,)](a, b, out, N=32)
-        torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
 
 
 def check_arithmetic_in_bf16_rounds_every_result():
