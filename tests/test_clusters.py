@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+import train_gpt
 from conftest import TINY_FLAGS
-from world_worker import ROOT, free_port
+from world_worker import ENVIRONMENT, ROOT, free_port
 
 SHORT = [*TINY_FLAGS, "--dtype=float64", "--num_iterations=48", "--val_loss_every=0", "--seed=1"]
 # Start the command once per node, in NODES/0 and NODES/1. Kill the last one when a file matches LOSE
@@ -26,7 +27,6 @@ exit "${code:-0}"
 SCONTROL = """#!/bin/sh
 [ "$*" = "show hostnames node[1-2]" ] && printf '127.0.0.%s\\n' 1 2
 """
-ENVIRONMENT = {name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD_SIZE" not in name}
 
 
 @pytest.fixture
@@ -69,10 +69,8 @@ def test_batch_script_goes_on_after_a_node_is_lost(sbatch, script_flags, tmp_pat
     done = sbatch(*flags, **given, SLURM_RESTART_COUNT="1")
     assert (done.returncode, "resumed at step " in done.stdout) == (0, True), done.stdout + done.stderr
     assert "\n2 processes, " in run.with_suffix(".txt").read_text()
-    alone = [sys.executable, "train_gpt.py", *flags, "--log_dir", tmp_path / "alone", "--run_id", "r"]
-    subprocess.run(alone, cwd=ROOT, env=ENVIRONMENT, check=True, timeout=80)
-    one, two = (json.loads(path.read_text()) for path in (tmp_path / "alone/r.json", run.with_suffix(".json")))
-    assert one["val_loss"] == pytest.approx(two["val_loss"], rel=1e-7)
+    alone = train_gpt.main([*flags, "--log_dir", str(tmp_path / "alone")])
+    assert json.loads(run.with_suffix(".json").read_text())["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-7)
     assert run.with_suffix(".checkpoint").exists()
     assert not second.exists()
 

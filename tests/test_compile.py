@@ -15,8 +15,7 @@ from shards import write_shard
 from train_gpt import GPT, Ranks, Trainer
 
 # Small, as FP8 is slow on CPUs. Four stages in 14 steps, with an extension; the tables part in the third
-LENGTHS = dict(batch_tokens=128, train_seq_len=64, val_seq_len=256, val_tokens=256, block_size=8)
-LENGTHS |= dict(num_iterations=14, vocab_size=128, eot_token=127, compile=True, gate_inputs=12)
+LENGTHS = dict(val_seq_len=256, num_iterations=14, vocab_size=128, eot_token=127, compile=True, gate_inputs=12)
 STAGES = dict(head_std=0.005, extension_steps=2, stage_growth=(1, 2, 3, 3), lr_factors=(1.0, 1.5, 1.7, 1.7))
 STAGES |= dict(adam_every=2, window_tokens=(24, 56, 88, 104), final_window_tokens=120, tied_frac=2 / 3)
 STAGES |= dict(next_weights=(1.0, 0.5, 0.25))

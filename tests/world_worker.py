@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+# Without the variables of a launcher around us
+ENVIRONMENT = {name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD_SIZE" not in name}
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch._dynamo", "torch.nn.attention.flex_attention", "torch.distributed", "tqdm"])
 
@@ -105,7 +107,5 @@ def kill_at(event: str, count: int) -> None:
 
 
 def program(*command: str) -> subprocess.Popen:
-    """Start a Python program, without the variables of a launcher around us."""
-    inherited = {name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD_SIZE" not in name}
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-    return subprocess.Popen([sys.executable, *map(str, command)], env=inherited | {"OMP_NUM_THREADS": "1"}, **options)
+    return subprocess.Popen([sys.executable, *command], env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"}, **options)
