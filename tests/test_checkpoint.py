@@ -5,6 +5,8 @@ import os
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,7 +16,7 @@ import torch
 import train_gpt
 from test_train import flags, gpt2_flags, long_flags, losses, refusal, wait_for  # noqa: F401  (fixtures)
 from train_gpt import UserError
-from world_worker import ROOT, Run, program
+from world_worker import ENVIRONMENT, ROOT, Run
 
 # A line of the log, or an event of world_worker.kill_at in rank 0, after which all are killed; its number; the step of
 # the checkpoint that is left, if known. At "open" a checkpoint is written but for its name
@@ -140,8 +142,9 @@ def test_another_number_of_processes_is_refused_in_one_line(run_flags, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_no_process_outlives_the_others(long_flags, tmp_path, victim):  # noqa: F811
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    launcher = program(*torchrun, "train_gpt.py", *long_flags, "--run_id", "long")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, env=ENVIRONMENT)
+    launcher = subprocess.Popen([*torchrun, "train_gpt.py", *long_flags, "--run_id", "long"], **options)
     log = tmp_path / "logs" / "long.txt"
     wait_for(lambda: log.exists() and "step:9/" in log.read_text())
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()

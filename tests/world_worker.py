@@ -8,7 +8,6 @@ import random
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -104,8 +103,3 @@ def kill_at(event: str, count: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
-
-
-def program(*command: str) -> subprocess.Popen:
-    options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
-    return subprocess.Popen([sys.executable, *command], env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"}, **options)
