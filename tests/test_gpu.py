@@ -4,14 +4,12 @@ On a CPU the same tests run with small sizes, not compiled. Only a GPU shows the
 waits of the host for the device, NCCL, and whether gpt2 fits.
 """
 
-import contextlib
 import dataclasses
 import functools
 import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,11 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import check
 import train_gpt
-from conftest import TINY
 from shards import write_shard
 from test_attention import dense_attention, dense_mask
 from test_head import PROBLEM, whole, with_gradients
@@ -137,46 +133,25 @@ def test_head_equals_autograd_of_the_whole(precision: str, device: str):
         assert max(errors) < limit, f"loss, grad x, w: {errors}; e5m2 gives 0.066, the root mean square of its rounding"
 
 
-class RefuseValues(TorchDispatchMode):
-    """Refuse the operations for whose result a host would have to wait."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"):
-            raise RuntimeError(f"a step waits for {name}")
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def waits_raise(device: str) -> Iterator[None]:
-    """Raise at a wait for the device; CUDA's own mode knows copies and streams, not torch.cuda.synchronize."""
-    if device == "cpu":
-        with RefuseValues():
-            yield
-        return
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchronizing"):  # the mode is at work
-            torch.ones(1, device=device).item()
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@on_both
-def test_a_step_and_its_data_never_wait_for_the_device(device: str, tmp_path: Path):
+@pytest.mark.gpu
+def test_a_step_and_its_data_never_wait_for_the_device(tmp_path: Path):
+    """CUDA's mode knows copies and streams, not torch.cuda.synchronize. test_gpu_graphs takes steps without values."""
     one_graph = dict(train_seq_len=2048, batch_tokens=4096, val_seq_len=2048, val_tokens=2048, seed=0)
     one_graph |= dict(stage_growth=(1,) * 4, next_weights=(1.0,), extension_steps=0)
-    cfg = dataclasses.replace(GPT2, **one_graph) if device == "cuda" else dataclasses.replace(NANO, **TINY)
+    cfg = dataclasses.replace(GPT2, **one_graph)
     files = write_documents(tmp_path, cfg)
     cfg = train_gpt.resolve(dataclasses.replace(cfg, **files, num_iterations=4, run_id="waits"))
     trainer, plan = Trainer(cfg, Ranks()), train_gpt.plan_data(cfg)["train"]
     batches = train_gpt.read_batches(plan, range(cfg.batch_sequences), cfg, trainer.device)
     for step in (0, 1):
         trainer.train_step(step, next(batches))
-    with waits_raise(device):
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError, match="synchronizing"):  # the mode is at work
+            torch.ones(1, device="cuda").item()
         losses = [trainer.train_step(step, next(batches)).to("cpu", non_blocking=True) for step in (2, 3)]
-    if device == "cuda":
-        torch.cuda.synchronize()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
     assert all(loss.isfinite() for loss in losses)
