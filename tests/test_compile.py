@@ -10,9 +10,8 @@ import torch
 from torch.nn.attention import flex_attention as flex_module
 
 import train_gpt
-from conftest import randomize
 from shards import write_shard
-from train_gpt import GPT, Ranks, Trainer
+from train_gpt import Ranks, Trainer
 
 # Small, as FP8 is slow on CPUs. Four stages in 14 steps, with an extension; the tables part in the third
 LENGTHS = dict(val_seq_len=256, num_iterations=14, vocab_size=128, eot_token=127, compile=True, gate_inputs=12)
@@ -49,12 +48,15 @@ def count_calls(graph: torch.fx.GraphModule, name: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [TWO_LAYERS | dict(dtype="float64"), ALL_KINDS | FP8])
 def test_all_graphs_are_there_after_the_warm_up(tiny, graphs, tmp_path: Path, changes: dict):
-    """Run in small: warm up, then take every step and validate after it. FP8 goes with flex."""
+    """Run in small: warm up, then take every step, validate after it, and compare with attention that is gathered.
+
+    Where that is not compiled. In float64 flex goes by its mask of elements: test_attention has the lists of blocks.
+    """
     write_shard(tmp_path / "shard.bin", np.random.default_rng(0).integers(128, size=20_000))
     files = dict(train_files=f"{tmp_path}/*.bin", val_files=f"{tmp_path}/*.bin")
     cfg = dataclasses.replace(tiny, **LENGTHS | STAGES | changes | files)
     trainer, plain = Trainer(cfg, Ranks()), Trainer(dataclasses.replace(cfg, compile=False), Ranks())
-    trainer.gpt.cfg = dataclasses.replace(cfg, device="cuda" if cfg.lm_head_fp8 else "cpu")  # what the masks go by
+    trainer.gpt.cfg = dataclasses.replace(cfg, device="cpu" if cfg.lm_head_fp8 else "cuda")  # what the masks go by
     trainer.warm_up()
     *trainings, validation = (graph for graph in graphs if count_calls(graph, "embedding"))
     assert len(trainings) == 3, "three lengths; the extension is as long as the stage before it"
@@ -62,36 +64,16 @@ def test_all_graphs_are_there_after_the_warm_up(tiny, graphs, tmp_path: Path, ch
     layers, attentions = len(cfg.attention_layout), len(cfg.attention_layout.replace("-", ""))
     functions = 1 + layers + 2 + layers + attentions  # head, MLPs; norms of embedding, head, MLPs, attention
     for graph in (*trainings, validation):
-        assert count_calls(graph, "flex_attention") == cfg.lm_head_fp8 * attentions
+        assert count_calls(graph, "flex_attention") == (not cfg.lm_head_fp8) * attentions
         assert count_calls(graph, "autograd_function_apply") == (0 if graph is validation else functions)
     assert count_calls(validation, "scaled_mm") == 0
 
     counters = torch._dynamo.utils.counters["stats"]
     compiled, plans = counters["unique_graphs"], train_gpt.plan_data(cfg)
     batches = train_gpt.read_batches(plans["train"], range(cfg.batch_sequences), cfg, trainer.device)
-    compared = [trainer, plain] if cfg.dtype == "float64" else [trainer]
     for step, batch in enumerate(batches):
-        losses = [(t.train_step(step, batch).item(), t.evaluate(step + 1, plans["val"])) for t in compared]
-        assert np.isfinite(losses[0]).all()
-        assert losses[0] == pytest.approx(losses[-1], rel=1e-10)
+        losses = [(t.train_step(step, batch).item(), t.evaluate(step + 1, plans["val"])) for t in (trainer, plain)]
+        assert losses[0] == pytest.approx(losses[1], rel=0.02 if cfg.lm_head_fp8 else 1e-10)
     assert (step, trainer.windows.tolist(), trainer.stage) == (13, [120, 48], 3)
     assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head), "two tables in the end"
     assert (len(graphs), counters["unique_graphs"]) == (6, compiled)
-
-
-@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
-def test_flex_attention_is_gathered_attention(tiny64, monkeypatch):
-    """By the mask of elements, as FlexAttention ignores the lists of blocks here: test_attention has them."""
-    monkeypatch.setattr(flex_module, "_validate_device", lambda *tensors: None)
-    layers = dict(attention_layout="LP", value_embed_layout="0.", skip_layout="..")
-    cfg = dataclasses.replace(tiny64, **LENGTHS | layers | dict(window_tokens=(64,)))
-    gathered, flex = GPT(cfg), GPT(dataclasses.replace(cfg, device="cuda"))
-    flex.load_state_dict(randomize(gathered).state_dict())
-    tokens, found = torch.randint(cfg.vocab_size, (129,)), []
-    tokens[[20, 50, 51, 90]] = cfg.eot_token
-    for gpt in gathered, flex:
-        windows = torch.tensor([64, 32], dtype=torch.int32)
-        loss = gpt(tokens[:-1].int(), tokens[1:], windows, torch.ones(1, dtype=torch.float64))
-        loss.backward()
-        found.append([loss.detach(), *(p.grad for p in gpt.parameters())])
-    torch.testing.assert_close(*found, rtol=1e-8, atol=1e-10)
