@@ -57,15 +57,15 @@ def add_row_atomically(row, value, out, n, N: tl.constexpr):
 
 
 @triton.jit
-def as_integers(source, out, BLOCK: tl.constexpr):
-    i = tl.arange(0, BLOCK)
-    tl.store(out + i, tl.load(source + i).to(tl.int16, bitcast=True))
-
-
-@triton.jit
-def rsqrt(source, out, N: tl.constexpr):
-    i = tl.arange(0, N)
-    tl.store(out + i, triton_helpers.libdevice.rsqrt(tl.load(source + i)))
+def not_mended(source, out, NAME: tl.constexpr):
+    i = tl.arange(0, 8)
+    x = tl.load(source + i)
+    if NAME == "bitcast":
+        tl.store(out + i, x.to(tl.int16, bitcast=True))
+    elif NAME == "sum":
+        tl.store(out, tl.sum(x, 0))
+    else:
+        tl.store(out + i, triton_helpers.libdevice.rsqrt(x))
 
 
 @triton.jit
@@ -86,11 +86,6 @@ def reductions(source, out, scans, M: tl.constexpr, N: tl.constexpr):
     tl.store(out + 5 * M + tl.arange(0, N), triton_helpers.max2(x, 0))
     tl.store(scans + i * N + j, tl.associative_scan((scales, x * x), 1, compose)[1])
     tl.store(scans + M * N + i * N + j, tl.associative_scan((scales, x * x), 0, compose)[1])
-
-
-@triton.jit
-def total(source, out, N: tl.constexpr):
-    tl.store(out, tl.sum(tl.load(source + tl.arange(0, N)), 0))
 
 
 # ---- Checks of the interpreter, each of one mended part --------------------------------------------------------------
@@ -155,11 +150,11 @@ def check_reductions_and_scans_combine_in_order():
 
 
 def check_what_is_not_mended_raises():
-    narrow, wide = torch.ones(8, dtype=torch.bfloat16), torch.ones(8)
-    calls = {"libdevice.rsqrt of bf16": lambda: rsqrt[(1,)](narrow, wide, N=8)}
+    narrow, integers = torch.ones(8, dtype=torch.bfloat16), torch.empty(8, dtype=torch.int16)
+    calls = {"libdevice.rsqrt of bf16": lambda: not_mended[(1,)](narrow, torch.ones(8), NAME="rsqrt")}
     calls["atomic"] = lambda: add_row_atomically[(1,)](torch.tensor([0]), narrow, narrow, 1, N=8)
-    calls["ReduceOps.sum"] = lambda: total[(1,)](narrow, wide, N=8)
-    calls["bitcast"] = lambda: as_integers[(1,)](narrow, torch.empty(8, dtype=torch.int16), BLOCK=8)
+    calls["ReduceOps.sum"] = lambda: not_mended[(1,)](narrow, torch.ones(8), NAME="sum")
+    calls["bitcast"] = lambda: not_mended[(1,)](narrow, integers, NAME="bitcast")
     for message, call in calls.items():
         with pytest.raises(Exception, match=f"NotImplementedError.*{message}"):
             call()
