@@ -302,10 +302,7 @@ def test_terminal_shows_a_bar_and_may_be_closed(long_flags, tmp_path):
     assert log.with_suffix(".json").exists()
 
 
-def test_flags_lie_over_the_preset_and_each_has_help(capsys):
-    cfg = train_gpt.parse_args("--preset gpt2 --seed 3 --no-compile --head_adam 0.1 0 0.5 0.9 --log_dir x".split())
-    changes = dict(seed=3, compile=False, head_adam=(0.1, 0.0, 0.5, 0.9), log_dir="x")
-    assert cfg == dataclasses.replace(train_gpt.PRESETS["gpt2"], **changes)
+def test_preset_suits_the_machine_and_each_flag_has_help(capsys):
     assert train_gpt.parse_args([]).preset == ("gpt2" if torch.cuda.is_available() else "nano")
     with pytest.raises(SystemExit):
         train_gpt.parse_args(["--help"])
