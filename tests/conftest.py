@@ -49,7 +49,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """Write shards of words as bytes: two for training, one for validation, a long one. One for gpt2, two of a script."""
+    """Write shards of words as bytes: two for training, one for validation, one long. One for gpt2, two of a script."""
     folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
     words = [b"muon ", b"adam ", b"rotary ", b"window ", b"shard ", b"block\n"]
     for name, count in dict(train_000000=400, train_000001=400, val_000000=400, long=50_000).items():
