@@ -1,6 +1,6 @@
 """The self-test of a machine with GPUs, ./test.sh -m gpu. It mostly compiles, for minutes.
 
-On a CPU the same tests run with small sizes, not compiled. Only a GPU shows the generated kernels, FP8 on tensor cores,
+On CPUs all but the last run, too, small and not compiled. Only a GPU shows the generated kernels, FP8 on tensor cores,
 waits of the host for the device, NCCL, and whether gpt2 fits.
 """
 
