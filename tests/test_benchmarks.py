@@ -136,7 +136,6 @@ def test_prediction_joins_the_graphs_of_one_and_eight_processes(monkeypatch):
     assert found["communication"] == pytest.approx(list(1000 * np.array(sent) / rates))
 
 
-# ---- What comes back from a first GPU run: whole whatever fails, and without names of host and user ------------------
 SECRETS = "gpu-box-17", "marie", "/srv/people", "pierre", "10.20.30.40"
 SHOWN = "GPU-BOX-17, driver 580.65.06, torch 2.13.0, /srv/people/marie/a.bin, torchinductor_marie, Marie\n"
 SHOWN += "/home/pierre/x.bin, gpu-box-17.lab.example:29500, 10.20.30.40:29500, rosemarie, maries"
