@@ -1137,7 +1137,8 @@ class RunLog:
                 with tqdm.external_write_mode(stream):  # above the bar
                     print(text, file=stream, flush=True)
             except OSError as error:  # the disk is full or the console has gone away: the rest goes nowhere
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                for fd in [self.file.fileno()] if stream is self.file else [1, 2]:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
                 self.write(f"{stream.name}: {error}: it ends here, the training goes on", console=True)
 
     def loss(self, step: int, loss: Tensor) -> None:

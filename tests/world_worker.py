@@ -80,6 +80,7 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
     torch.distributed.init_process_group = lambda *backend, **options: init(*(backend or ["gloo"]), **options)
     if target is None:
         runpy.run_path(script, run_name="__main__")
+        sys.stderr.flush()  # where a process of its own would end with code 120
     else:
         from train_gpt import find_ranks  # not before: test_footprint watches the import
 
