@@ -5,8 +5,8 @@
     python train_gpt.py --preset nano                         a small model on a CPU, in seconds
 
 Unreleased. The preset gpt2 has the mathematics of record 65 of the NanoGPT speedrun (2026-01-30, 1,555 steps,
-https://github.com/KellerJordan/modded-nanogpt), nano uses part of it, and its heads begin with what they would have to
-find. "Record n" credits the record of that history in which an idea first appeared.
+https://github.com/KellerJordan/modded-nanogpt), nano uses part of it, and its attention heads begin with weights that
+they would otherwise have to learn. "Record n" credits the record of that history in which an idea first appeared.
 Reading order: configuration, head, layers, attention, model, optimizers, data, schedules, run. Start at `main`.
 Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary.
 """
@@ -50,6 +50,7 @@ DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"  # layer numbers in skip_layout 
 # Types of the fields of Hyperparameters, with the lowest and the highest value
 Count = Annotated[int, 1, 2**27]
 Natural = Annotated[int, 0, 2**24]
+Size = Annotated[int, 1, 2**14]
 Positive = Annotated[float, 1e-9, 2**30]
 Rate = Annotated[float, 0, 100]
 Decay = Annotated[float, 0, 0.99999]
@@ -66,7 +67,7 @@ class UserError(Exception):
 
 # ---- Configuration ---------------------------------------------------------------------------------------------------
 def both(gpt2, nano):
-    """Return a field of Hyperparameters: its values in the two presets."""
+    """Return a field with its value in gpt2 and its value in nano."""
     return dataclasses.field(default=gpt2, metadata=dict(nano=nano))
 
 
@@ -77,7 +78,7 @@ class Hyperparameters:
     train_files: str = both("data/fineweb10B/fineweb_train_*.bin", "data/nano/nano_train_*.bin")  # glob for training
     val_files: str = both("data/fineweb10B/fineweb_val_*.bin", "data/nano/nano_val_*.bin")  # glob for validation
     val_tokens: Count = both(10_485_760, 262_144)  # validation tokens, a multiple of val_seq_len
-    val_sha256: str = both("", "3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf")  # where known
+    val_sha256: str = both("", "3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf")  # if known
     target_loss: Annotated[float, 0, 100] = both(3.28, 1.45)  # validation loss to reach; 0: none
     vocab_size: Annotated[int, 1, 2**16] = both(50257, 257)  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: Natural = both(50256, 256)  # end of text, opens every document; below vocab_size
@@ -88,23 +89,23 @@ class Hyperparameters:
     lr_factors: Rates = both((1.0, 1.52, 1.73, 1.73), (1.0,))  # per stage: factor on learning rates
     cooldown_frac: Annotated[float, 1e-9, 1] = both(0.55, 0.85)  # last part of the scheduled steps, with falling rates
     min_lr_frac: Rate = 0.1  # factor on learning rates at the end of the cooldown and in the extension
-    next_weights: Rates = both((1.0, 0.5, 0.25), (1.0,))  # of the next tokens in the loss; each stage fades one out
+    next_weights: Rates = both((1.0, 0.5, 0.25), (1.0,))  # weights of the next tokens' losses; each stage fades one out
     loss_scale: Positive = both(2.0, 2**-10)  # factor on the summed loss of a sequence before the backward pass
     tied_frac: Rate = both(2 / 3, 0.0)  # first part of the scheduled steps, with embedding and head tied; 0: never
     val_loss_every: Natural = both(250, 155)  # steps between validations; 0: only after the last step
     batch_tokens: Count = both(8 * 16 * 1024, 1024)  # tokens per step at first, in all; a multiple of train_seq_len
     train_seq_len: Count = both(16 * 1024, 1024)  # tokens per training sequence at first, a multiple of block_size
-    max_doc_len: Natural = both(2048, 0)  # tokens used of a document, sequences begin with one; 0: the stream as it is
+    max_doc_len: Natural = both(2048, 0)  # tokens used of each document, which open sequences; 0: the stream
     val_seq_len: Count = both(256 * 1024, 8192)  # tokens per validation sequence, a multiple of block_size
     # Model
-    model_dim: Count = both(768, 128)  # width of the residual stream
-    num_heads: Count = both(6, 2)  # attention heads
-    head_dim: Count = both(128, 64)  # dimensions per head, a multiple of 4
-    attention_layout: str = both("PSPLSP-SSPL", "L-")  # per layer: L long window, S short, P short, head pairs, - none
+    model_dim: Size = both(768, 128)  # width of the residual stream
+    num_heads: Size = both(6, 2)  # attention heads
+    head_dim: Size = both(128, 64)  # dimensions per head, a multiple of 4
+    attention_layout: str = both("PSPLSP-SSPL", "L-")  # per layer: L long window, S short, P paired heads, - none
     value_embed_layout: str = both("01......234", "0.")  # per layer: digit of its value embedding, or .
     skip_layout: str = both("......3....", ".0")  # per layer: the earlier layer (0-9a-z) whose output it adds, or .
     skip_init: Annotated[float, -100, 100] = both(-1.5, 1.0)  # first weight of a skip, before a sigmoid
-    backout_layer: str = both("7", ".")  # layer (0-9a-z) of which half, at first, is subtracted before the head, or .
+    backout_layer: str = both("7", ".")  # layer (0-9a-z) subtracted before the head, half of it at first, or .
     resid_lambda_init: Rate = both(1.1, 1.0)  # first factor on the residual stream before each layer
     gate_inputs: Natural = both(12, 0)  # channels that feed gates of heads, value embeddings, skips, smear; 0: no gates
     embed_mean: Annotated[float, -100, 100] = both(0.0, 0.5)  # mean of the untied embedding at first
@@ -112,7 +113,7 @@ class Hyperparameters:
     bigram_rows: Natural = both(5 * 50304, 8192)  # rows of the hashed table for pairs of adjacent tokens; 0: no table
     bigram_lambda_init: Rate = both(0.1, 1.0)  # first factor on the pairs' embeddings before each layer
     rope_base: Positive = 1024.0  # base of the rotary frequencies
-    local_heads: Natural = both(0, 1)  # heads that begin without an unrotated half; all k begin as q. 0: at random
+    local_heads: Natural = both(0, 1)  # heads whose unrotated half begins at 0; k begins as q in all. 0: at random
     attention_scale: Annotated[float, 0, 2**20] = both(0.1, 0.12)  # first factor on scores; q, k have unit RMS
     yarn_scale: Rate = 0.2  # growth of that factor with the logarithm of the long window (YaRN)
     yarn_turns: Annotated[float, 1.1, 2**20] = 32.0  # YaRN keeps frequencies of at least so many turns in a window
@@ -192,7 +193,7 @@ class Hyperparameters:
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         stages = {len(self.stage_growth), len(self.lr_factors), len(self.window_tokens)}
         holds = len(stages) == 1 and min(stages) > (self.extension_steps > 0)
-        require("window_tokens", holds, "as many stages as in stage_growth and lr_factors; 2 with extension_steps")
+        require("window_tokens", holds, "as many stages as stage_growth and lr_factors, 2 or more with extension_steps")
 
         letters, embeds, skips = self.attention_layout, self.value_embed_layout, self.skip_layout
         layers = len(letters)
@@ -215,7 +216,7 @@ PRESETS = {"gpt2": Hyperparameters(), "nano": Hyperparameters(**NANO)}
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     """Return a preset, changed by the flags in `argv`; every field of Hyperparameters is a flag."""
     fields = inspect.getsource(Hyperparameters).partition("\n\n")[0]
-    help_text = f"{__doc__}\nEvery field is a flag (--no-FIELD for false); both: gpt2's value, nano's:\n\n{fields}"
+    help_text = f"{__doc__}\nEach field is a flag (--no-FIELD for false); both(a, b): a in gpt2, b in nano:\n\n{fields}"
     form, hidden = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
     parser = argparse.ArgumentParser("train_gpt.py", hidden, help_text, formatter_class=form, allow_abbrev=False)
     for name, hint in get_type_hints(Hyperparameters).items():  # without the bounds
@@ -284,7 +285,7 @@ class HeadLoss(torch.autograd.Function):
             return torch._scaled_mm(a, b, *scales, out_dtype=dtype, use_fast_accum=fast)
 
         w_q, losses, grads_x, grad_w = quantize(w, w_s, torch.float8_e4m3fn), [], [], None
-        # (T, n): windows of the targets, not copies, which the compiler would write out with the logits of every slice
+        # (T, n): views of the targets; the compiler would write copies out anew for every slice
         ahead = F.pad(targets, (0, len(weights) - 1), value=-1).as_strided((len(targets), len(weights)), (1, 1))
         for x_slice, t in zip(x.split(slice_tokens), ahead.split(slice_tokens), strict=True):
             x_q = quantize(x_slice, x_s, torch.float8_e4m3fn)
@@ -495,7 +496,7 @@ class CausalSelfAttention(nn.Module):
         elif value_embed is not None:  # after value residuals (arXiv:2410.17897): @KoszarskyB, record 14
             v = v + value_embed.view_as(v)
         # Paired heads h and h + H / 2 alternate in one sequence of 2 T slots and share keys (record 58, @classiclarryd)
-        # But rotary goes by odd and even h: of three pairs, the middle one has its positions in reverse, as there
+        # But rotary goes by odd and even h: as in the record, the middle of three pairs has its positions in reverse
         q, k, v = (t.reshape(len(x) * slots, H // slots, D) for t in (q, k, v))
         if isinstance(mask, BlockMask):
             q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
@@ -629,12 +630,12 @@ class ShardedOptimizer:
     """Update a group of parameters of one precision, every rank an equal share of their rows.
 
     A subclass defines update_shard(shard, grad, step, lr), which writes new values into the shard and may overwrite
-    grad, and lists in `moments` what `state` keeps for the shard. Parameters become views of one buffer, each from a
-    row on, padded with zeros.
+    grad, and lists in `moments` what `state` keeps for the shard. Each parameter becomes a view of one buffer, which
+    begins with a row. Zeros fill its last row.
     """
 
     moments: tuple[str, ...] = ()
-    by_matrix = False  # a row is a whole matrix, or else 16 numbers: kernels want addresses that are multiples of 16
+    by_matrix = False  # a row is a matrix, or else 16 numbers, as kernels want addresses that are multiples of 16
     every = 1  # step once in so many steps, on the sum of their gradients
 
     def __init__(self, params: dict[str, nn.Parameter], lr: float, cfg: Hyperparameters, ranks: Ranks):
@@ -657,7 +658,7 @@ class ShardedOptimizer:
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
     def phases(self, step: int) -> Iterator[None]:
-        """Take a step, and pause while gradients and new values travel, for other groups to compute meanwhile."""
+        """Take a step. Pause while gradients travel, and while new values do: other groups compute meanwhile."""
         torch._foreach_copy_(self.grad_views, [p.grad for p in self.params])
         for p in self.params:
             p.grad = None
@@ -686,7 +687,7 @@ class Adam(ShardedOptimizer):
         lr, self.decay, *self.betas = settings
         super().__init__(params, lr, cfg, ranks)
         self.every = cfg.adam_every
-        if self.decay:  # nano's tables, in bf16, would step 5 times slower
+        if self.decay:  # not for nano's bf16 tables, which would step 5 times slower
             self.state = {name: m.to(torch.promote_types(m.dtype, torch.float32)) for name, m in self.state.items()}
 
     def phases(self, step: int) -> Iterator[None]:
@@ -694,7 +695,7 @@ class Adam(ShardedOptimizer):
             total = torch.stack([p.grad for p in self.params]).sum(0)
             for p in self.params:
                 p.grad = total
-        return super().phases(step)
+        yield from super().phases(step)
 
     def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr: float) -> None:
         (beta1, beta2), (m, v) = self.betas, self.state.values()
@@ -756,7 +757,7 @@ class Muon(ShardedOptimizer):
         ns = zeropower_via_newtonschulz5
         self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if self.cfg.compile else ns
         self.dim = -2 if "mlp" in self.names[0] else -1
-        self.state["second_moment"] = self.grad.sum(self.dim, keepdim=True)
+        self.state["second_moment"] = self.grad.sum(self.dim, keepdim=True)  # zeros
         factors = dict(c_fc=self.cfg.c_fc_factor, c_proj=self.cfg.c_proj_factor)
         by_row = np.repeat([factors.get(name.partition("mlp.")[2], 1.0) for name in self.names], self.counts)
         self.factors = self.share(self.grads.new_tensor(by_row)[:, None, None])
@@ -833,7 +834,7 @@ def plan_batches(pattern: str, seq_lens: Sequence[int], num_sequences: int, cfg:
     A shard is 256 int32 of header [20240520, 1, number of tokens, 0 ...], then uint16 tokens: the format of llm.c.
     Without `max_doc_len` it is one piece, and a sequence begins with the last target of the one before. With it, its
     documents are the pieces (record 26, @classiclarryd), only their first tokens are used (record 29, @varunneal), and
-    each sequence begins with one: the rest of the last one is dropped.
+    each sequence begins with a document: the rest of the one before is dropped.
     """
     plan: list[Batch] = []
     for path in sorted(glob.glob(pattern, recursive=True)):
@@ -847,7 +848,7 @@ def plan_batches(pattern: str, seq_lens: Sequence[int], num_sequences: int, cfg:
             begins = np.flatnonzero(read_shard(path, "<u2", 1024, ends[0])[0] == cfg.eot_token)
             ends = np.minimum(np.append(begins[1:], ends), begins + max_doc_len)
         before = np.append(0, np.cumsum(ends - begins))  # tokens in the pieces before each, and in all
-        at, sequences = 0, []  # tokens before a sequence; those of a batch
+        at, sequences = 0, []  # tokens before the next sequence; the sequences of the batch so far
         while len(plan) < len(seq_lens) and (end := at + seq_lens[len(plan)] + 1) <= before[-1]:
             first, last = np.searchsorted(before, at, "right") - 1, np.searchsorted(before, end)
             pieces = np.stack([begins[first:last], ends[first:last]], axis=1)
@@ -1020,8 +1021,9 @@ class Trainer:
         return total.item() / self.cfg.val_tokens
 
     def warm_up(self, saved: dict[str, Tensor] | None = None) -> None:
-        """Compile and run every graph on made-up tokens: the clock has the real ones. End in `saved` or as before."""
-        before = {name: t.to("cpu", copy=True) for name, t in self.state().items() if self.ranks.rank == 0}
+        """Compile and run all graphs on made-up tokens: real ones wait for the clock. End in `saved` or as before."""
+        is_needed = self.ranks.rank == 0 and not saved
+        before = {name: t.to("cpu", copy=True) for name, t in self.state().items() if is_needed}
 
         def sequence(length: int) -> tuple[Tensor, Tensor]:
             tokens = torch.arange(length + 1, device=self.device) % self.cfg.vocab_size
@@ -1081,7 +1083,7 @@ def agree(ranks: Ranks, problem: str, facts: dict) -> None:
                 store.wait([f"seen {rank}" for rank in range(ranks.world_size)])
         except (RuntimeError, ValueError) as error:
             problem = problem or f"does not reach the others: {' '.join(str(error).split())[:200]}"
-            told = [(f"rank {ranks.rank} ", problem, facts)]
+            told = [(f"rank {ranks.rank}: ", problem, facts)]
     for who, problem, its_facts in told:
         for name, value in told[0][2].items():
             if its_facts.get(name) != value:
@@ -1127,8 +1129,9 @@ class RunLog:
         return 1000 * (time.perf_counter() - self.started)
 
     def stop_clock(self) -> float:
+        """Wait for the device, and return the milliseconds so far."""
         self.flush()
-        self.device.synchronize()  # idle at both edges
+        self.device.synchronize()
         return self.read_clock()
 
     def write(self, text: str, console: bool = False) -> None:
@@ -1229,7 +1232,7 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog) -> int:
             if saves:
                 log.saved |= dict(step=step, elapsed=ms)
                 log.save(".checkpoint", log.saved | dict(tensors=trainer.state()), f"step {step}")
-            if validates:  # a run that resumes here does so, too
+            if validates:  # after saving: a run that resumes here validates, too
                 log.point("val_loss", step, trainer.evaluate(step, plans["val"]), ms)
             log.start_clock(ms)
         if not is_last:
@@ -1238,7 +1241,7 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog) -> int:
 
 
 def check_world(cfg: Hyperparameters, ranks: Ranks) -> None:
-    """Refuse processes that do not divide a step's sequences or exceed the GPUs, and blocks that GPUs cannot attend."""
+    """Refuse processes that do not divide a step's sequences or exceed the GPUs, and blocks that are wrong for GPUs."""
     fitting = [n for n in range(1, 1025) if cfg.batch_sequences % n == 0]
     if ranks.world_size not in fitting:
         raise UserError(f"{ranks.world_size} processes do not divide {cfg.batch_sequences} sequences: {fitting} do")
@@ -1253,8 +1256,8 @@ def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict, d
     given = parse_args(argv, ranks.world_size)
     saved = dict(run_id=given.run_id, seed=given.seed, facts={}, tensors={}, step=0, elapsed=0.0, curves={})
     if given.resume and ranks.rank == 0:  # the other ranks get step and tensors from rank 0
-        found = Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")
-        newest = sorted(found, key=lambda path: path.lstat().st_mtime_ns)[-1:]
+        names = glob.glob(f"{glob.escape(given.run_id) or '*'}.checkpoint", root_dir=given.log_dir)
+        newest = sorted((Path(given.log_dir, name) for name in names), key=lambda path: path.lstat().st_mtime_ns)[-1:]
         for path in newest if given.resume == "latest" else [Path(given.resume)]:
             saved = load(path, *saved)
     cfg = resolve(dataclasses.replace(given, run_id=saved["run_id"], seed=saved["seed"]))
