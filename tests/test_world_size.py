@@ -111,4 +111,4 @@ def test_node_that_does_not_come_is_waited_for_a_minute(flags, tmp_path):
     run = Run([[*flags, "--no-such-flag"], flags, flags], tmp_path / "run", nodes=True, scripts=[script] * 3)
     assert run.wait(timeout=30) == [2, 2, 2]
     assert time.monotonic() < start + 20
-    assert "rank 1 does not reach the others" in run.text("err", 1)
+    assert "rank 1: does not reach the others" in run.text("err", 1)
