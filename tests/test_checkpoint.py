@@ -80,7 +80,9 @@ def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_fla
     log = Path(whole["log"])
     before, saved = log.read_text(), log.with_suffix(".checkpoint")
     torch.save(torch.load(saved) | dict(elapsed=1e6), saved)
-    result = train_gpt.main([*run_flags, "--resume", str(saved)])
+    saved.with_name("older.checkpoint").touch()
+    os.utime(saved.with_name("older.checkpoint"), (1, 1))
+    result = train_gpt.main([*run_flags, "--resume", "latest"])
     assert (result["seed"], losses(result)) == (whole["seed"], losses(whole))
     assert 1e6 < result["train_time_ms"] < 1e6 + 60_000
     assert log.read_text().startswith(before)

@@ -111,7 +111,8 @@ def test_a_shard_that_changes_while_training_is_noticed(tmp_path, how):
     spoils = dict(removed=path.unlink, cut=lambda: os.truncate(path, 1200))
     spoils |= dict(pipe=lambda: (path.unlink(), os.mkfifo(path)))
     spoils |= dict(replaced=lambda: (path.rename(tmp_path / "old"), path.write_bytes(content)))
-    spoils |= dict(rewritten=lambda: path.write_bytes(content[:1024] + content[1024:][::-1]))
+    other = content[:1024] + np.frombuffer(content, "<u2", offset=1024)[::-1].tobytes()  # as sound as the first
+    spoils |= dict(rewritten=lambda: (path.write_bytes(other), os.utime(path, ns=(9, 9))))
     next(batches)
     spoils[how]()
     with pytest.raises(UserError, match=r"x_000000\.bin"):

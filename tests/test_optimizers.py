@@ -235,6 +235,8 @@ def test_bytes_of_a_step_are_those_of_gradients_and_values_and_little_padding(mo
     with torch.device("meta"):
         gpt = GPT(cfg)
         optimizers = build_optimizers(gpt, network.ranks)
+    sizes = [optimizer.grads.nbytes for optimizer in optimizers]
+    assert sizes == sorted(sizes, reverse=True), "the largest computes while others communicate"
     for step in range(2):
         for name, p in gpt.named_parameters():
             p.grad = torch.empty_like(p)

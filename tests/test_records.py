@@ -1,6 +1,7 @@
 """The scripts of records/: each still trains what it did, and equals its neighbours where it says so."""
 
 import ast
+import dataclasses
 import functools
 import json
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import train_gpt
 from public_records import load
 from records import rules
 from records.logs import RECORDS, is_ranked, lineage
@@ -44,6 +46,12 @@ def test_root_script_is_the_newest_record_or_says_unreleased():
     assert not list(rules.compiler_flags(root))
     is_marked = "unreleased" in ast.get_docstring(ast.parse(root)).lower()
     assert is_marked == (root != script(NAMES[-1]))
+
+
+def test_presets_of_the_root_are_those_of_the_newest_record():
+    for name, preset in load(NAMES[-1]).PRESETS.items():
+        theirs, ours = dataclasses.asdict(preset), dataclasses.asdict(train_gpt.PRESETS[name])
+        assert {field for field in theirs if theirs[field] != ours[field]} <= {"device", "val_loss_every"}
 
 
 def test_scripts_import_nothing_of_this_repository():

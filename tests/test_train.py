@@ -30,11 +30,11 @@ from world_worker import ENVIRONMENT, ROOT, Run
 SMALL = "--seed 5 --num_iterations 4 --val_loss_every 2 --val_seq_len 96 --val_tokens 288 --val_sha256= "
 SMALL += "--block_size 16 --window_tokens 64 --attention_layout LS --value_embed_layout 0. --skip_layout .0"
 SMALL = [*TINY_FLAGS, *SMALL.split()]
-# Every idea of gpt2, in twelve sequences. The stages begin at steps 0, 3 and 6, so step 3 is the second of Adam's pair,
-# and embedding and head part at step 5
+# Every idea of gpt2, in twelve sequences. The stages begin at steps 0, 2 and 5, so step 5 is the second of Adam's pair;
+# there embedding and head part, and the warm-up ends between two steps of Adam
 SMALL_GPT2 = (
     "--preset gpt2 --device cpu --dtype float32 --cpu_threads 1 --seed 5 --num_iterations 8 --val_loss_every 4 "
-    "--extension_steps 2 --stage_growth 1 2 3 --lr_factors 1 1.5 1.7 --window_tokens 32 64 96 "
+    "--extension_steps 3 --stage_growth 1 2 3 --lr_factors 1 1.5 1.7 --window_tokens 32 64 96 "
     "--final_window_tokens 128 --tied_frac 0.5 --max_doc_len 40 --batch_tokens 192 --train_seq_len 16 --val_seq_len 96 "
     "--val_tokens 672 --model_dim 24 --num_heads 2 --head_dim 8 --attention_layout PL- --value_embed_layout 01. "
     "--skip_layout ..0 --backout_layer 1 --bigram_rows 66 --gate_inputs 6 --block_size 16 --lm_head_slice 100 "
@@ -104,9 +104,10 @@ def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
     assert losses(json.loads((tmp_path / "logs" / "copy.json").read_text())) == losses(result)
 
 
-def test_seed_decides_the_run_which_starts_at_the_loss_of_a_guess_and_falls(flags):
+def test_seed_decides_the_run_which_starts_at_the_loss_of_a_guess_and_falls(flags, capsys):
     flags += ["--num_iterations", "30"]
     first, again = (train_gpt.main([*flags, "--run_id", name]) for name in ("first", "again"))
+    assert re.findall(r"^step:(\d+)/30 train_loss", capsys.readouterr().out, re.M) == ["25", "25"], "signs of life"
     assert losses(first) == losses(again)
     for curve in ("train_curve", "val_curve"):
         assert first[curve][0][1] == pytest.approx(np.log(320), abs=1e-4)  # 257 tokens, padded to 320
