@@ -794,7 +794,7 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
         claims = [row for row in table if {*row[2].split()} & {*name.split(".")}]
         if len(claims) != 1:
             raise ValueError(f"each parameter needs exactly one group in build_optimizers: {name}")
-        stack = (p.shape[-2:], "mlp" in name) if claims[0][0] is Muon else None  # matrices of one shape
+        stack = (p.shape[-2:], "mlp" in name) if claims[0][0].by_matrix else None  # matrices of one shape
         groups.setdefault((*claims[0], stack), {})[name] = p
     optimizers = [kind(params, settings, cfg, ranks) for (kind, settings, *_), params in groups.items()]
     # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
@@ -1031,7 +1031,7 @@ class Trainer:
 
         for start in stage_starts(self.cfg)[:-1]:
             count = self.cfg.batch_sequences // self.ranks.world_size
-            for step in range(start, start + max(2, self.cfg.adam_every)):
+            for step in range(start, start + self.cfg.adam_every):
                 self.train_step(step, [sequence(train_seq_len(step, self.cfg))] * count)
         with torch.no_grad():
             self.model(*sequence(self.cfg.val_seq_len), self.windows, torch.ones_like(self.weights[:1]))

@@ -145,7 +145,7 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
         short=(2, 1, [*flags, "--num_iterations", "1000"], r"train_\*\.bin.* 1000"),
         diverged=(3, 2, [*long_flags, "--adam_eps", "0"], "train_loss nan at step 2"),
         ended=(3, 1, [*flags, "--num_iterations=1", "--val_loss_every=0", "--adam_eps=0"], "val_loss nan at step 1"),
-        stopped=(130, 1, long_flags, "[Ii]nterrupt"),
+        stopped=(130, 1, long_flags, "interrupted$|^stopped: KeyboardInterrupt$"),
     )
     runs = {name: Run([[*argv, "--run_id", name]] * n, tmp_path / name) for name, (_, n, argv, _) in endings.items()}
     log = tmp_path / "logs" / "stopped.txt"
