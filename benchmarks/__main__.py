@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 
-from benchmarks import ENVIRONMENT
+from records.process import ENVIRONMENT
 
 os.environ |= ENVIRONMENT | os.environ  # before torch loads OpenMP
 with contextlib.suppress(AttributeError, OSError):  # the C library has read its variables already; only glibc has these
@@ -14,7 +14,7 @@ with contextlib.suppress(AttributeError, OSError):  # the C library has read its
         ctypes.CDLL(None).mallopt(option, int(os.environ[name]))
 
 # Each a module; without one of them, the benchmarks
-COMMANDS = ("first_gpu_run", "gpu_graphs", "gpu_numbers", "roofline", "scaling")
+COMMANDS = ("first_gpu_run", "scaling")
 
 if __name__ == "__main__":
     command = sys.argv.pop(1) if sys.argv[1:2] and sys.argv[1] in COMMANDS else "command"

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from benchmarks import ENVIRONMENT, measure
-from benchmarks.startup import own_process
+from benchmarks import measure
+from records.process import ENVIRONMENT, own_process
 from shards import write_shard
 from train_gpt import Hyperparameters, Ranks, Trainer, UserError
 

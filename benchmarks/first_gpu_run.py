@@ -21,8 +21,8 @@ from typing import TextIO
 import torch
 
 import train_gpt
-from benchmarks import ENVIRONMENT, ROOT
 from check import why_no_gpu
+from records.process import ENVIRONMENT, ROOT
 from train_gpt import Hyperparameters, UserError
 
 INTRODUCTION = """Run what docs/first_gpu_run.md describes, and write all that it shows to one JSON file to send back:

@@ -15,10 +15,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import ROOT
-from benchmarks.startup import own_process
 from records import race
 from records.logs import ToolError, printable, read_script
+from records.process import ROOT, own_process
 
 OWN_FLAGS = ("--preset", "--seed", "--log_dir", "--run_id")
 TRAINER, ANCHOR = ROOT / "train_gpt.py", ROOT / "benchmarks" / "anchor_cpu.py"

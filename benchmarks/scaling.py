@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 import train_gpt
-from benchmarks import ROOT, gpu_graphs, measure, pretend_gpu, roofline
-from benchmarks.startup import own_process
+from benchmarks import measure
+from gpu_proof import gpu_graphs, pretend_gpu, roofline
+from records.process import ROOT, own_process
 from train_gpt import Hyperparameters, Ranks, Trainer, UserError
 
 INTRODUCTION = """Measure step time and memory of the nano architecture on this machine against sequence length, window,

@@ -5,93 +5,10 @@
 This needs a process of its own: a process imports and compiles only once.
 """
 
-import contextlib
-import ctypes
 import json
-import os
-import re
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
-
-from benchmarks import ENVIRONMENT, ROOT
-
-LIBC = ctypes.CDLL(None)  # here, as a process that has just been forked should not load libraries
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def last_words(text: str) -> str:
-    """Return the last line that a failed process printed, or under torchrun the rank that failed first."""
-    lines, (before, report, after) = text.splitlines(), text.partition("] failed (exitcode: ")
-    if report:
-        *lines, line = before.splitlines()
-        rank = f"[rank{after.partition('local_rank: ')[2].split()[0]}]: "  # begins each line of its traceback
-        own = [line for line in lines if line.startswith(rank)]
-        own = own or [line for line in lines if not re.match(r"\[rank|[WE]\d{4} ", line)]  # the latter are torchrun's
-        lines = own or [line + report + after.partition("\n")[0]]
-    return lines[-1]
-
-
-def end_with_parent() -> None:
-    """Let this process get SIGTERM when its parent is killed, on Linux."""
-    if sys.platform == "linux":
-        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def own_process(
-    command: Sequence[str], seconds: float | None = None, cwd: Path | None = None, **environment: str
-) -> str:
-    """Run Python with these arguments and return its stdout. Raise RuntimeError with a failed one's last words.
-
-    Ctrl-C, SIGTERM and SIGHUP end the process with all that it started, and raise KeyboardInterrupt here.
-    """
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    process, received = None, []
-
-    def interrupt(number: int, _) -> None:
-        received.append(number)
-        if process is not None and len(received) == 1:
-            raise KeyboardInterrupt
-
-    before = {
-        number: signal.signal(number, interrupt) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=cwd,
-            env=ENVIRONMENT | dict(os.environ) | dict(PYTHONPATH=path) | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # so that its children end with it
-            preexec_fn=end_with_parent,
-        )
-        if received:  # while the process started, which must not be cut short: it would live on unknown
-            raise KeyboardInterrupt
-        stdout, stderr = process.communicate(timeout=seconds)
-    except BaseException as error:
-        if process is not None:
-            # torchrun's ranks are in sessions of their own; it ends them when told, after 30 s by force
-            for number, patience in ((signal.SIGTERM, 40), (signal.SIGKILL, None)):
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    os.killpg(process.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.communicate(timeout=patience)
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise RuntimeError(f"not done in {seconds:.0f} s") from None
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if process.returncode != 0:
-        told = last_words(stderr.strip() or stdout.strip() or "it printed nothing")
-        raise RuntimeError(f"exit code {process.returncode}: {told}")
-    return stdout
 
 
 def main(argv: Sequence[str]) -> None:

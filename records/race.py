@@ -16,9 +16,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
-from benchmarks.startup import own_process
 from records import proof
 from records.logs import RECORDS, Log, ToolError, read_json, read_script, read_text, shown
+from records.process import own_process
 from records.proof import compare
 
 FILE = "race.json"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import train_gpt
-from benchmarks import ROOT
-from benchmarks.gpu_numbers import randomize
+from gpu_proof.randomize import randomize
+from records.process import ROOT
 from shards import write_shard
 from train_gpt import GPT, Hyperparameters
 

@@ -14,12 +14,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy import stats
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
-from benchmarks import ENVIRONMENT, ROOT, anchor_cpu, command, first_gpu_run, measure, race_anchor, scaling
+from benchmarks import anchor_cpu, command, first_gpu_run, measure, race_anchor, scaling
 from conftest import TINY_FLAGS, pytest_configure
+from records.process import ENVIRONMENT, ROOT
 from synthetic_logs import SCRIPT
 from test_attention import build, dense_mask
 from train_gpt import GPT, Ranks, Trainer
@@ -134,6 +136,13 @@ def test_prediction_joins_the_graphs_of_one_and_eight_processes(monkeypatch):
     link = scaling.roofline.GPUS["h100"].link
     rates = np.array([link, link, link, 2 * scaling.NETWORK])
     assert found["communication"] == pytest.approx(list(1000 * np.array(sent) / rates))
+
+
+def test_pictures_of_scaling_show_its_figures():
+    found = json.loads((ROOT / "benchmarks" / "scaling.json").read_text())
+    for name in "measured", "predicted":
+        shown = json.loads(Image.open(ROOT / "benchmarks" / f"scaling_{name}.png").text["Comment"])
+        assert shown == dict(curves=found[name], fits=found["fits"])
 
 
 SECRETS = "gpu-box-17", "marie", "/srv/people", "pierre", "10.20.30.40"

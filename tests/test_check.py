@@ -144,7 +144,7 @@ def test_estimates_are_those_of_the_machine(capsys, gpus, about):
 
 
 def test_estimated_memory_is_that_of_the_lowered_graphs(capsys):
-    page = (ROOT / "benchmarks" / "README.md").read_text()
+    page = (ROOT / "gpu_proof" / "README.md").read_text()
     table = re.search(r"^\| with all else \|((?: [\d,]+ \|){4})$", page, re.M)[1]  # MiB
     for processes, mib in zip((8, 4, 2, 1), re.findall(r"[\d,]+", table), strict=True):
         check.check_memory_and_time(BF16, [H100] * processes, processes, check.Report(is_full=True))

@@ -29,7 +29,11 @@ from records.publish import leaderboards
 from synthetic_logs import ROOT
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
-PAGES = [page for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "records/**/*.md") for page in ROOT.glob(pattern)]
+PAGES = [
+    page
+    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "gpu_proof/*.md", "records/**/*.md")
+    for page in ROOT.glob(pattern)
+]
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )?(?:[\w./]*python|torchrun|\./run\.sh|train_gpt\.py)(?: [^=]|$)")
 FILE = re.compile(r"(?:\./)?\w[\w./-]*\.(?:py|sh|md|json|txt|slurm|toml|png)")
 MADE_BY_RUNS = re.compile(r"my\.py|profile\.txt|logs/.*|data/(nano|own|fineweb10B)/.*")
@@ -147,6 +151,7 @@ def figures() -> dict[str, tuple[str, ...]]:
     ratio, *ends = re.search(RATIO, page).groups()
     found[r"ends at (1\.\d+); 140 steps of nano end at (1\.\d+) in (0\.\d+) of"] = *(f"{x:.4f}" for x in means), ratio
     found[r"95% interval (0\.\d+) to (0\.\d+), n = 5 pairs"] = tuple(ends)
+    page = (ROOT / "gpu_proof" / "README.md").read_text()
     mib = re.search(r"\| and 1,500 for CUDA \| ([\d,]+) \|.* ([\d,]+) \|", page).groups()
     gib = (f"{int(text.replace(',', '')) / 1024:.1f}" for text in mib)
     found[r"Each GPU needs ([\d.]+) GiB, one alone ([\d.]+)\."] = (*gib,)

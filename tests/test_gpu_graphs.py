@@ -11,8 +11,8 @@ from torch.nn.attention.flex_attention import flex_attention
 
 import check
 import train_gpt
-from benchmarks import ROOT, gpu_graphs, pretend_gpu, roofline
-from benchmarks.startup import own_process
+from gpu_proof import gpu_graphs, pretend_gpu, roofline
+from records.process import ROOT, own_process
 
 WHY_NOT = pretend_gpu.missing()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"gpu_graphs {WHY_NOT}")]
@@ -21,7 +21,7 @@ SMALL = "--preset gpt2 --attention_layout L --value_embed_layout 0 --skip_layout
 SMALL += " --stage_growth 1 1 1 1 --next_weights 1 0.5 --model_dim 128 --num_heads 2 --head_dim 64"
 SMALL += " --vocab_size 512 --eot_token 511 --train_seq_len 512 --val_seq_len 512 --batch_tokens 4096"
 SMALL += " --val_tokens 512 --lm_head_slice 512"
-WORKER = "from benchmarks import pretend_gpu; pretend_gpu.install(90); import test_gpu_graphs; test_gpu_graphs.worker()"
+WORKER = "from gpu_proof import pretend_gpu; pretend_gpu.install(90); import test_gpu_graphs; test_gpu_graphs.worker()"
 empty = functools.partial(torch.empty, device="cuda", dtype=torch.bfloat16)
 
 

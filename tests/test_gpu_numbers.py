@@ -1,4 +1,4 @@
-"""The kernels for a GPU compute what the CPU path computes: python -m benchmarks gpu_numbers, and Triton's interpreter.
+"""The kernels for a GPU compute what the CPU path computes: python -m gpu_proof gpu_numbers, and Triton's interpreter.
 
 The checks of the interpreter run together in a process of their own, which is told to interpret before it begins.
 """
@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import ROOT, gpu_numbers, pretend_gpu
+from gpu_proof import gpu_numbers, pretend_gpu
+from records.process import ROOT
 
 if problem := pretend_gpu.missing():
     pytest.skip(f"gpu_numbers {problem}", allow_module_level=True)
@@ -162,7 +163,7 @@ def check_what_is_not_mended_raises():
 
 
 def run_checks() -> None:
-    from benchmarks import interpret
+    from gpu_proof import interpret
 
     interpret.mend()
     for check in [function for name, function in globals().items() if name.startswith("check_")]:

@@ -10,14 +10,15 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from benchmarks import ROOT, gpu_graphs, pretend_gpu
+from gpu_proof import gpu_graphs, pretend_gpu
+from records.process import ROOT
 
 INTRODUCTION = """Predict the times of gpt2 on GPUs that are not here: every launch of its graphs and optimizers takes
 as long as its bytes or its FLOPs, whichever takes longer, at the rates below. Print tables, write a JSON file.
 
-    python -m benchmarks roofline [--gpu h100,a100,rtx4090] [--script FILE] [--graphs FILE] [flags of train_gpt.py]
+    python -m gpu_proof roofline [--gpu h100,a100,rtx4090] [--script FILE] [--graphs FILE] [flags of train_gpt.py]
 
---graphs reads a file that `python -m benchmarks gpu_graphs` wrote instead of lowering anew.
+--graphs reads a file that `python -m gpu_proof gpu_graphs` wrote instead of lowering anew.
 Exit codes: 0 done, 1 a graph failed, 2 something is missing, 130 interrupted."""
 
 
@@ -171,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{name}: {', '.join(f'{k} {v:g}' for k, v in asdict(gpu).items())}" for name, gpu in GPUS.items()
     )
     introduction = f"{INTRODUCTION}\n\nRates per second:\n{rates}"
-    parser = argparse.ArgumentParser(prog="python -m benchmarks roofline", description=introduction, **options)
+    parser = argparse.ArgumentParser(prog="python -m gpu_proof roofline", description=introduction, **options)
     parser.add_argument("--gpu", default=",".join(GPUS), help="(default: %(default)s)")
     parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", metavar="FILE")
     parser.add_argument("--graphs", type=Path, metavar="FILE", help="JSON of gpu_graphs")
@@ -206,6 +207,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        parser.exit(130, "python -m benchmarks roofline: interrupted\n")
+        parser.exit(130, "python -m gpu_proof roofline: interrupted\n")
     print(f"written to {args.out}")
     return int(any("failed" in gpu for gpu in document["gpus"].values()))

@@ -34,7 +34,7 @@ DEVICES = {
 
 def missing() -> str:
     """Return what keeps this machine from pretending, and the fix, in a line; "" if nothing does. Imports no torch."""
-    install = "pip install -r benchmarks/requirements.txt"
+    install = "pip install -r gpu_proof/requirements.txt"
     version, has_triton = importlib.metadata.version("torch"), importlib.util.find_spec("triton")
     wanted = next(line for line in Path(__file__).with_name("requirements.txt").read_text().split() if "triton" in line)
     if sys.platform != "linux":

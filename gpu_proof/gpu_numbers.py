@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from benchmarks import ROOT, gpu_graphs, pretend_gpu
-from benchmarks.startup import own_process
+from gpu_proof import gpu_graphs, pretend_gpu
+from gpu_proof.randomize import randomize
+from records.process import ROOT, own_process
 
 INTRODUCTION = """Run the kernels that torch.compile generates for a GPU (compute capability 9.0) on this CPU, by
 Triton's interpreter: loss, validation loss and every gradient of a small model with random parameters, Newton-Schulz.
 Compare them with the eager CPU path in the same precision, and both with that path in float64.
 
-    python -m benchmarks gpu_numbers [--dtype float32|bfloat16] [--fp8] [--script FILE] [--out FILE]
+    python -m gpu_proof gpu_numbers [--dtype float32|bfloat16] [--fp8] [--script FILE] [--out FILE]
 
-All other flags are those of train_gpt.py. On Linux, with torch's CPU build and benchmarks/requirements.txt; a minute.
+All other flags are those of train_gpt.py. On Linux, with torch's CPU build and gpu_proof/requirements.txt; a minute.
 Exit codes: 0 they agree, 1 they do not, 2 bad input or something is missing, 130 interrupted."""
 # The process of a comparison: pretend, then import torch
-CHILD = "from benchmarks import pretend_gpu; pretend_gpu.install(90); "
-CHILD += "import sys; from benchmarks import gpu_numbers; gpu_numbers.child(*sys.argv[1:])"
+CHILD = "from gpu_proof import pretend_gpu; pretend_gpu.install(90); "
+CHILD += "import sys; from gpu_proof import gpu_numbers; gpu_numbers.child(*sys.argv[1:])"
 # Five blocks of tokens. The third document fills blocks 1 to 3, so that blocks are seen whole and in part, and both
 # windows cut off both kinds. The last slice of the head is shorter than the others
 SEQ_LEN, DOCUMENTS, WINDOWS, WEIGHTS = 640, (0, 50, 100, 560), (440, 190), (1.0, 0.5, 0.2)
@@ -35,17 +36,6 @@ MODEL |= dict(num_heads=2, head_dim=64, bigram_rows=61, vocab_size=500, eot_toke
 MODEL |= dict(window_tokens=512, stage_growth=1, lr_factors=1, extension_steps=0)
 MODEL |= dict(train_seq_len=SEQ_LEN, val_seq_len=SEQ_LEN, batch_tokens=SEQ_LEN, val_tokens=SEQ_LEN)
 MODEL |= dict(preset="gpt2", device="cuda", seed=1)
-
-
-@torch.no_grad()
-def randomize(gpt: torch.nn.Module) -> torch.nn.Module:
-    """Draw every parameter: those that start at zero hide the rest."""
-    for name, p in gpt.named_parameters():
-        if p.ndim < 2:
-            p.uniform_(0.5, 1.5)
-        else:
-            p.normal_(std=1 if "embed" in name else p.size(-1) ** -0.5)
-    return gpt
 
 
 def results(model: Callable[..., Tensor], params: dict[str, Tensor], inputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -61,7 +51,7 @@ def child(script: str, dtype: str, fp8: str, *flags: str) -> None:
     """Compare, and print JSON. Triton interprets in this process, which believes in a GPU."""
     sys.path.insert(0, str(Path(script).parent))
     import train_gpt
-    from benchmarks import interpret
+    from gpu_proof import interpret
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -158,7 +148,7 @@ def table(document: dict) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_numbers", description=INTRODUCTION, **options)
+    parser = argparse.ArgumentParser(prog="python -m gpu_proof gpu_numbers", description=INTRODUCTION, **options)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32, with --fp8 bfloat16")
     parser.add_argument("--fp8", action="store_true", help="the head in FP8")
     parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
@@ -168,15 +158,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     problem = pretend_gpu.missing()
     problem = "--fp8: expected --dtype bfloat16" if args.fp8 and dtype == "float32" else problem
     if problem:
-        parser.exit(2, f"python -m benchmarks gpu_numbers: {problem}\n")
+        parser.exit(2, f"python -m gpu_proof gpu_numbers: {problem}\n")
     try:
         command = ["-c", CHILD, str(args.script.resolve()), dtype, "fp8" * args.fp8, *flags]
         document = json.loads(own_process(command, TRITON_INTERPRET="1").splitlines()[-1])
     except RuntimeError as error:
         is_input = "UserError" in str(error) or "exit code 2" in str(error)
-        parser.exit(2 if is_input else 1, f"python -m benchmarks gpu_numbers: {error}\n")
+        parser.exit(2 if is_input else 1, f"python -m gpu_proof gpu_numbers: {error}\n")
     except KeyboardInterrupt:
-        parser.exit(130, "python -m benchmarks gpu_numbers: interrupted\n")
+        parser.exit(130, "python -m gpu_proof gpu_numbers: interrupted\n")
     for row in document["rows"]:
         bound(row, document["rows"], dtype, args.fp8)
     agrees, seconds = all(row["agrees"] for row in document["rows"]), round(time.perf_counter() - began)
@@ -188,5 +178,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.out:
             args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        parser.exit(2, f"python -m benchmarks gpu_numbers: --out {error}\n")
+        parser.exit(2, f"python -m gpu_proof gpu_numbers: --out {error}\n")
     return int(not agrees)

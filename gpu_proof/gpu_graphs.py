@@ -28,19 +28,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from benchmarks import ROOT, pretend_gpu
-from benchmarks.startup import own_process
+from gpu_proof import pretend_gpu
+from records.process import ROOT, own_process
 
 INTRODUCTION = """Lower the graphs of gpt2 (training, validation, Newton-Schulz) for GPUs that are not here, and compile
 every configuration of every Triton kernel to machine code. Print a table, write it to a JSON file.
 
-    python -m benchmarks gpu_graphs [--arch 90,89,86,80] [--script FILE] [--out FILE] [flags of train_gpt.py]
+    python -m gpu_proof gpu_graphs [--arch 90,89,86,80] [--script FILE] [--out FILE] [flags of train_gpt.py]
 
-On Linux, with torch's CPU build and benchmarks/requirements.txt. README.md says what the columns mean.
+On Linux, with torch's CPU build and gpu_proof/requirements.txt. README.md says what the columns mean.
 Exit codes: 0 done, 1 a graph or a kernel failed, 2 something is missing, 130 interrupted."""
 # The process of one architecture: pretend, then import torch
-CHILD = "import sys; from benchmarks import pretend_gpu; pretend_gpu.install(int(sys.argv[1])); "
-CHILD += "from benchmarks import gpu_graphs; gpu_graphs.child(sys.argv[1:])"
+CHILD = "import sys; from gpu_proof import pretend_gpu; pretend_gpu.install(int(sys.argv[1])); "
+CHILD += "from gpu_proof import gpu_graphs; gpu_graphs.child(sys.argv[1:])"
 WORLDS = (8, 4, 2, 1)  # numbers of processes
 SPARE = 1500  # MiB that CUDA, its libraries and the allocator need beside the tensors
 SAMPLE = 2**15  # indices of a launch to look at
@@ -445,7 +445,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_graphs", description=INTRODUCTION, **options)
+    parser = argparse.ArgumentParser(prog="python -m gpu_proof gpu_graphs", description=INTRODUCTION, **options)
     archs = ",".join(map(str, pretend_gpu.DEVICES))
     parser.add_argument("--arch", default=archs, help="compute capabilities (default: %(default)s)")
     parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", metavar="FILE")
@@ -466,6 +466,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RuntimeError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        parser.exit(130, "python -m benchmarks gpu_graphs: interrupted\n")
+        parser.exit(130, "python -m gpu_proof gpu_graphs: interrupted\n")
     print(f"written to {args.out}")
     return int(any(failures(found) for found in document["architectures"].values()))

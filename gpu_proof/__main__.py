@@ -1,0 +1,12 @@
+"""Show what train_gpt.py would do on a GPU that is not here: python -m gpu_proof COMMAND --help."""
+
+import argparse
+import importlib
+import sys
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m gpu_proof", description=__doc__)
+    parser.add_argument("command", choices=("gpu_graphs", "gpu_numbers", "roofline"), help="each has its own --help")
+    command = parser.parse_known_args(sys.argv[1:2])[0].command
+    sys.argv.pop(1)
+    sys.exit(importlib.import_module(f"gpu_proof.{command}").main())
