@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from records import logs, masks, plots, proof, publish, race, rules
+from records import logs, plots, proof, publish, race, rules
 from records.logs import RECORDS, ToolError
 
 INTRODUCTION = (
@@ -183,18 +183,6 @@ def command_plot(args: argparse.Namespace) -> Outcome:
 
 
 @command(
-    "Picture of which blocks of keys each block of queries sees in a sequence of the last validation.",
-    arg("--sequence", type=count, default=0, help="which one (default: 0)"),
-    arg("-o", "--output", type=Path, metavar="FILE.png", default=Path("mask.png"), help="default: mask.png"),
-    usage="%(prog)s [options] [-- FLAGS ...]",
-    epilog="FLAGS after -- are those of train_gpt.py, such as -- --preset nano --window_tokens 1728.",
-)
-def command_mask(args: argparse.Namespace) -> Outcome:
-    found = masks.plot_masks(args.flags, args.sequence, args.output)
-    return dict(file=str(args.output)) | found, f"{args.output}: {found['what']}", 0
-
-
-@command(
     "Rewrite the leaderboards in the records' README.md from the logs.",
     arg("--check", action="store_true", help="only say, by exit code 1, whether they are out of date"),
 )
@@ -225,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code: 0 done, 1 a check failed, 2 something has to be mended (one line on stderr says what)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     flags: list[str] = []
-    if argv[:1] in (["race"], ["mask"]) and "--" in argv:
+    if argv[:1] == ["race"] and "--" in argv:
         at = argv.index("--")
         argv, flags = argv[:at], argv[at + 1 :]
     try:

@@ -4,4 +4,3 @@ set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "$0")/.."
 python -m records plot --anchor records/anchor.json -o records/curves.png
 python -m records plot --history -o records/history.png
-python -m records mask --sequence 20 -o docs/mask.png -- --preset nano --window_tokens 1728 --attention_layout LS

@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
 
-import pack_nano
-from conftest import TINY_FLAGS
 from records import proof, race, rules
 from records.__main__ import build_parser, main
 from records.logs import Log, lineage
@@ -432,34 +430,16 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     assert (tool("table", "--check")[0], tool("table")[0], readme.read_text()) == (0, 0, text)
 
 
-@pytest.mark.parametrize("picture", ["docs/mask.png", "records/curves.png", "records/history.png"])
+@pytest.mark.parametrize("picture", ["records/curves.png", "records/history.png"])
 def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeypatch):
     """Each PNG carries what it shows."""
     monkeypatch.chdir(ROOT)
     script = (ROOT / "records" / "draw.sh").read_text()
     [(argv, flags)] = re.findall(rf"^python -m records (.*) -o {picture}(.*)$", script, re.MULTILINE)
     argv = [*argv.split(), "-o", str(tmp_path / "new.png"), *flags.split()]
-    if "mask" in argv:
-        pack_nano.main(["--out", str(tmp_path / "nano")])
-        argv += ["--val_files", f"{tmp_path}/nano/nano_val_*.bin"]
     assert main(argv) == 0
     shipped, new = (json.loads(Image.open(path).text["Comment"]) for path in (ROOT / picture, tmp_path / "new.png"))
     assert shipped == new, "draw it anew"
-
-
-def test_pictures_of_scaling_show_its_figures():
-    found = json.loads((ROOT / "docs" / "scaling.json").read_text())
-    for name in "measured", "predicted":
-        shown = json.loads(Image.open(ROOT / "docs" / f"scaling_{name}.png").text["Comment"])
-        assert shown == dict(curves=found[name], fits=found["fits"])
-
-
-def test_mask_is_of_the_sequence_that_was_asked_for(tool, corpus, tmp_path):
-    argv = ("--json", "-o", tmp_path / "mask.png", "--", *TINY_FLAGS, f"--val_files={corpus}/val_*.bin")
-    code, _, told = tool("mask", "--sequence", "2", *argv)
-    assert (code, "--sequence 2: there are 2" in told, (tmp_path / "mask.png").exists()) == (2, True, False)
-    documents = np.flatnonzero(np.fromfile(corpus / "val_000000.bin", "<u2", 128, offset=1024 + 2 * 128) == 256)
-    assert json.loads(tool("mask", "--sequence", "1", *argv)[1])["documents"] == documents.tolist()
 
 
 FAILURES = {  # what rank 1 does and what is told; rank 0 waits for it, and loses it
