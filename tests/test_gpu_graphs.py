@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._guards import TracingContext
 from torch.nn.attention.flex_attention import flex_attention
 
 import check
@@ -34,6 +35,18 @@ def too_large(q):
     return flex_attention(q, q, q, kernel_options=dict(BLOCK_M=128, BLOCK_N=128, num_stages=5))
 
 
+@torch.library.custom_op("test::column_major", mutates_args=())
+def column_major(x: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("it has no data")
+
+
+@column_major.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    """Promise the compiler rows, and return columns."""
+    strides = (x.size(1), 1) if TracingContext.try_get() else (1, x.size(0))
+    return x.new_empty_strided(x.shape, strides)
+
+
 def worker() -> None:
     """Compile and run some functions for a GPU that is not here, and print what the recorder saw."""
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -54,8 +67,13 @@ def worker() -> None:
         for name, (function, *inputs) in cases.items():
             with recorder.during(name):
                 torch.compile(function, fullgraph=True, dynamic=False)(*inputs)
+        try:
+            torch.compile(lambda x: column_major(x) + 1)(empty(64, 128))
+            layout = "nothing was noticed"
+        except AssertionError as error:
+            layout = str(error)
     calls = [call for call in recorder.calls.values() if call["graph"]]
-    print(json.dumps(dict(calls=calls, peaks=recorder.peaks, kernels=recorder.kernels)))
+    print(json.dumps(dict(calls=calls, peaks=recorder.peaks, kernels=recorder.kernels, layout=layout)))
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +104,11 @@ def test_peak_and_flops_of_three_products_in_a_row(seen: dict):
     flops = sum(call["flops"] * call["count"] for call in products)
     assert flops == 2 * 1024 * (512 * 1024 + 1024 * 512 + 512 * 256)
     assert {call["kind"] for call in products} == {"bfloat16"}
+
+
+def test_a_layout_that_the_compiler_did_not_expect_is_reported(seen: dict):
+    assert "column_major" in seen["layout"]
+    assert seen["layout"].endswith("expected (size, stride) [(64, 128), (128, 1)], found [(64, 1), (128, 64)]")
 
 
 def test_kernels_that_need_too_much_or_do_not_compile_are_reported(seen: dict):
