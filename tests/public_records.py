@@ -1,17 +1,19 @@
 """Hold a record's script against numbers computed from the public record that it equals, in golden.npz beside it.
 
-They are what the public script gave in float64. Of most gradients, and of parameters after optimizer steps, the file
-keeps what `digest` makes of them, or sums over rows and columns with the weights of `project`. Public tables of
-embeddings have rows that no token reads. The numbers of VeFused's states and run were then computed anew, by the script
-itself, from when it gave the public ones: its parameters are the first quarter of the width of the public ones, hidden
-matrices doubled, as their inputs are a quarter.
+Every number there is what the public script gave in float64, at its own size. Of large arrays the file keeps what
+`digest` makes of them, samples, or their sums over rows and columns, in turn summed with the weights of `project`.
+Public tables of embeddings have rows that no token reads. VeFused's parameters were drawn from a seed and rounded: the
+file has the seed, and what a new draw misses (make_golden.py). NumPy may one day draw other numbers: a checksum tells.
 """
 
 import dataclasses
 import importlib
 import importlib.util
+import os
+import re
 import sys
 import types
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -51,31 +53,46 @@ def project(sums: np.ndarray) -> float:
     return sums.ravel() @ np.cos(np.arange(sums.size))
 
 
+def norm(x: np.ndarray) -> float:
+    return np.sqrt(np.square(x).sum())  # not by BLAS, whose threads would fight over the cores
+
+
 class PublicRecord:
     """The script of a record and the public numbers.
 
     `place` gives the public name of a parameter, and its layer where a public array has the scalars of all 11; `shards`
-    files and names. `reorder` gives the public order of a parameter's values, or back ours, which depends on how many
-    `angles` the table of the model's rotary embeddings has.
+    files and names. `reorder` gives the public order of a parameter's values, or back ours.
     """
 
-    def __init__(self, name: str, place: Callable, shards: dict[str, str], reorder: Callable = lambda _, x, **__: x):
+    def __init__(self, name: str, place: Callable, shards: dict[str, str], reorder: Callable = lambda _, x, public: x):
         self.place, self.shards, self.reorder, self.script = place, shards, reorder, load(name)
         self.numbers = dict(np.load(ROOT / "records" / name / "golden.npz"))
-        self.numbers |= zip(self.numbers.pop("digest_names"), self.numbers.pop("digests"), strict=True)
+        self.numbers |= zip(self.numbers.pop("digest_names", ()), self.numbers.pop("digests", ()), strict=True)
         self.order = [key[6:] for key in self.numbers if key.startswith("param/")]
+        self.params = {key: self.numbers[f"param/{key}"].astype(np.float64) for key in self.order}
+        if "seed" in self.numbers:
+            rng = np.random.default_rng(int(self.numbers["seed"]))
+            for x, spread in zip(self.params.values(), self.numbers["spreads"], strict=True):
+                x += np.rint(spread * rng.standard_normal(x.shape)).clip(-127, 127)
+            checksum = zlib.crc32(np.concatenate([*map(np.ravel, self.params.values())]).astype(np.int8))
+            assert checksum == self.numbers["checksum"], "NumPy draws other numbers than it did"
+            for x, unit in zip(self.params.values(), self.numbers["units"], strict=True):
+                x *= unit
 
-    def config(self, m: types.ModuleType, folder: Path, **changes):
+    def config(self, folder: Path, **changes):
         """Return the preset gpt2 with changes, and with the shards of the run in small in `folder`."""
         for name, key in self.shards.items():
             if not (folder / f"{name}.bin").exists():
                 write_shard(folder / f"{name}.bin", self.numbers[key])
         files = dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin", log_dir=str(folder))
-        return m.resolve(dataclasses.replace(m.PRESETS["gpt2"], **files, **changes))
+        return self.script.resolve(dataclasses.replace(self.script.PRESETS["gpt2"], **files, **changes))
+
+    def trainer(self, folder: Path, **changes):
+        return self.script.Trainer(self.config(folder, **changes), self.script.Ranks())
 
     def run_in_processes(self, test: str, folder: Path, size: int) -> None:
-        """Let each of `size` processes do `train` of a test's module."""
-        self.config(self.script, folder)
+        """Let each of `size` processes do the run of a test's module, with the arguments in RUN."""
+        self.config(folder)
         run = Run([[test, folder]] * size, folder / "run", target=join_run)
         assert run.wait(timeout=400) == [0] * size, run.text("err")
 
@@ -86,37 +103,47 @@ class PublicRecord:
 
     def public(self, gpt: nn.Module, unread: float, value: Callable = lambda p: p) -> dict[str, np.ndarray]:
         """Return `value` of our parameters by public names; what only those have is `unread` times its first value."""
-        arrays = {key: np.array(unread * self.numbers[f"param/{key}"].astype(np.float64)) for key in self.order}
+        arrays = {key: np.array(unread * x) for key, x in self.params.items()}
         for name, p in gpt.named_parameters():
-            values = self.reorder(name, value(p).detach().numpy(), public=True, angles=gpt.rotary.cos.size(1))
+            values = self.reorder(name, value(p).detach().numpy(), public=True)
             self.part(name, arrays[self.place(name)[0]], values.size)[:] = values.flatten()
         return arrays
 
-    def gradients(self, gpt: nn.Module) -> dict[str, np.ndarray]:
-        return self.public(gpt, 0.0, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+    def gradients(self, gpt: nn.Module, is_one_table: bool = False) -> dict[str, np.ndarray]:
+        """Return all gradients. `is_one_table`: the public record keeps tied tables as its head alone."""
+        found = self.public(gpt, 0.0, lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
+        if is_one_table:
+            found["lm_head.weight"] += found["embed.weight"]
+            found["embed.weight"] *= 0
+        return found
 
     def load_parameters(self, gpt: nn.Module, is_tied: bool = False) -> None:
         assert {self.place(name)[0] for name, _ in gpt.named_parameters()} == set(self.order)
         for name, p in gpt.named_parameters():
-            values = self.part(name, self.numbers[f"param/{self.place(name)[0]}"].astype(np.float64), p.numel())
-            values = self.reorder(name, values, public=False, angles=gpt.rotary.cos.size(1))
-            p.detach().copy_(torch.from_numpy(values).view_as(p))
+            values = self.part(name, self.params[self.place(name)[0]], p.numel())
+            p.detach().copy_(torch.from_numpy(self.reorder(name, values, public=False)).view_as(p))
         if is_tied:
             gpt.embed.weight.detach().copy_(gpt.lm_head)
 
     def tokens(self, key: str) -> Tensor:
         return torch.from_numpy(self.numbers[key].astype(np.int64))
 
+    def expect(self, key: str, found, row=..., scale: float | None = None) -> None:
+        """Compare to 1e-8 of a scale, or each number to 1e-10 of itself."""
+        want = self.numbers[key][row]
+        assert np.shape(found) == want.shape, key
+        rtol, atol = (1e-10, 0) if scale is None else (0, 1e-8 * scale)
+        np.testing.assert_allclose(found, want, rtol=rtol, atol=atol, err_msg=f"{key} {row}")
+
     def compare(self, family: str, **found) -> None:
         for name, value in found.items():
-            want = self.numbers[f"{family}/{name}"]
-            assert np.shape(value) == want.shape, f"{family}/{name}"
-            np.testing.assert_allclose(value, want, rtol=1e-10, atol=0, err_msg=f"{family}/{name}")
+            self.expect(f"{family}/{name}", value)
 
-    def compare_schedules(self, m: types.ModuleType, folder: Path, **families: dict) -> None:
+    def compare_schedules(self, folder: Path, **families: dict) -> None:
         """Compare all schedules of some families of numbers, each with its changes of the preset."""
+        m = self.script
         for family, changes in families.items():
-            cfg = self.config(m, folder, **changes)
+            cfg = self.config(folder, **changes)
             steps, stages = range(cfg.num_iterations), [m.stage_of(s, cfg) for s in range(cfg.num_iterations + 1)]
             freqs, scales = zip(*(m.rotary_frequencies(i, cfg, torch.float64) for i in range(4)), strict=True)
             long, short = zip(*(m.attention_windows(s, cfg) for s in range(len(stages))), strict=True)
@@ -148,59 +175,115 @@ class PublicRecord:
             np.testing.assert_allclose(digest(x)[known], want[known], rtol=0, atol=1e-8 * want[1], err_msg=name)
         return {*wants}
 
-    def expect(self, key: str, row, found, scale: float | None = None) -> None:
-        """Compare to 1e-8 of a scale: by default, of the public numbers' largest."""
-        want = self.numbers[key][row]
-        assert np.shape(found) == want.shape, key
-        scale = np.abs(want).max() if scale is None else scale
-        np.testing.assert_allclose(found, want, rtol=0, atol=1e-8 * scale, err_msg=f"{key} {row}")
+    def compare_gradients(self, gpt: nn.Module, row: int) -> None:
+        """Compare all norms, small gradients whole, and samples and sums of large ones, with those of a row."""
+        for i, (key, g) in enumerate(self.gradients(gpt).items()):
+            found = {f"grad/{key}": g}
+            if f"grad/{key}" not in self.numbers:
+                found = {f"grad/{key}:rows": project(g.sum(-1)), f"grad/{key}:cols": project(g.sum(-2))}
+                found[f"grad/{key}:sample"] = g.flat[7919 * np.arange(16) % g.size]
+            scale = self.numbers["grad_norm"][row, i]
+            self.expect("grad_norm", norm(g), (row, i), scale)
+            for name, value in found.items():
+                self.expect(name, value, row, scale)
 
-    def run(self, m, folder: Path, ranks, batches: str, loss: str, gradients_at=None, **changes) -> Iterator[tuple]:
-        """Train from data to the last validation, after a warm-up, as one of any number of processes.
+    def states(self, trainer, steps: dict[str, int], last_tied: int) -> Iterator[tuple]:
+        """Yield the names of states and their losses: sums, in training, and else means."""
+        for state, step in steps.items():
+            kind = "val" if state.startswith("val") else "train"
+            self.load_parameters(trainer.gpt, is_tied=step <= last_tied)
+            trainer.set_schedules(step)
+            tokens, targets = (self.tokens(f"{kind}/{name}") for name in ("inputs", "targets"))
+            weights = trainer.weights[: len(self.script.next_weights(step, trainer.cfg))]
+            weights = torch.ones(1).double() if kind == "val" else weights
+            loss = trainer.gpt(tokens.int(), targets, trainer.windows, weights)
+            yield state, loss / len(tokens) if kind == "val" else loss
+            trainer.gpt.zero_grad()
 
-        Compare the tokens of every step and its loss, by their public names, and the validations. A single process
-        keeps gradients after an even step, as Adam waits: compare the norms. Yield step and model.
+    def step(self, trainer, step: int, shown: int) -> None:
+        """Step the optimizers with learning rate and momentum of step `shown`."""
+        now = {name: getattr(self.script, name)(shown, trainer.cfg) for name in ("lr_multiplier", "muon_momentum")}
+        with mock.patch.multiple(self.script, **{name: lambda *_, value=value: value for name, value in now.items()}):
+            self.script.step_optimizers(trainer.optimizers, step)
+
+    def compare_steps(self, trainer, first: int, patterns: dict[str, str]) -> None:
+        """Take six steps from step `first` on, with given gradients; moments are zero before, and Adam counts from 1.
+
+        `patterns`: of names of our parameters that stand, one after the other, for each public array.
         """
-        cfg, validations, losses = self.config(m, folder, **changes), [], []
+        params = dict(trainer.gpt.named_parameters())
+        members = {key: [p for n, p in params.items() if re.fullmatch(kind, n)] for key, kind in patterns.items()}
+        for key, ours in members.items():
+            set_values(ours, self.numbers[f"opt/init/{key}"])
+        for t in range(6):
+            grads = {p: torch.zeros_like(p) for p in params.values()}
+            for key, ours in members.items():
+                set_values([grads[p] for p in ours], self.numbers[f"opt/grad/{key}"][t])
+            for p, grad in grads.items():
+                p.grad = grad if p.grad is None else p.grad + grad
+            self.step(trainer, t, first + t)
+            for key, ours in members.items():
+                values = np.concatenate([p.detach().numpy().ravel() for p in ours])
+                key, size = f"opt/from{first}/{key}", self.numbers[f"opt/init/{key}"].size
+                self.expect(key, digest(values[:size]), t, self.numbers[key][t, 1])
+
+    def run(self, folder: Path, ranks, batches: str, loss: str, one_table_until: int = -1, **changes) -> None:
+        """Train from data to the last validation, as one of any number of processes.
+
+        Compare tokens and loss of every step, by their public names, parameters after it, and the validations. A single
+        process keeps gradients after an even step, as Adam waits: compare the norms. Eight do without the warm-up.
+        """
+        m, cfg, validations, losses, compared = self.script, self.config(folder, **changes), [], [], 0
         trainer, plans, own = m.Trainer(cfg, ranks), m.plan_data(cfg), range(ranks.rank, 8, ranks.world_size)
-        trainer.warm_up()
+        if ranks.world_size < 8:
+            trainer.warm_up()
         self.load_parameters(trainer.gpt, is_tied=hasattr(cfg, "tied_frac"))
         for step, batch in enumerate(m.read_batches(plans["train"], own, cfg, trainer.device)):
             validations += [trainer.evaluate(step, plans["val"])] if step in self.numbers["run/val_steps"] else []
             assert np.array_equal(torch.stack([row for row, _ in batch]), self.numbers[batches.format(step)][own])
             losses.append(trainer.train_step(step, batch).item())
-            if gradients_at and ranks.world_size == 1 and step % 2 == 0:
-                found = np.array([np.linalg.norm(g) / 8 for g in gradients_at(trainer.gpt, step).values()])
-                kept = found > 0
-                assert kept.any()
-                want = self.numbers["run/grad_norm"][step][kept]
-                np.testing.assert_allclose(found[kept], want, rtol=1e-8, atol=1e-10)
-            yield step, trainer.gpt
+            if "run/grad_norm" in self.numbers and ranks.world_size == 1 and step % 2 == 0:
+                grads = self.gradients(trainer.gpt, is_one_table=step <= one_table_until)
+                found = {i: norm(g) / 8 for i, g in enumerate(grads.values()) if g.any()}
+                self.expect("run/grad_norm", [*found.values()], (step, [*found]))
+            arrays = self.public(trainer.gpt, 1.0)
+            if step < one_table_until:
+                del arrays["embed.weight"]
+            compared += len(self.compare_digests(f"run/{step}/digest/{{}}", arrays))
+            for key in [key for key in arrays if f"run/digest/{key}" in self.numbers]:
+                x, want = arrays[key], self.numbers[f"run/digest/{key}"][step]
+                found = [x.sum(), norm(x), *x.flat[self.numbers[f"run/indices/{key}"]]]
+                self.expect(f"run/digest/{key}", found, step, want[1])
+                compared += 1
+        assert compared >= 3 * len(self.order)
         validations.append(trainer.evaluate(cfg.num_iterations, plans["val"]))
         self.compare("run", val_loss=validations, **{loss: losses})
 
-
-def step_as(m: types.ModuleType, trainer, step: int, shown: int) -> None:
-    """Step the optimizers with learning rate and momentum of step `shown`."""
-    now = {name: getattr(m, name)(shown, trainer.cfg) for name in ("lr_multiplier", "muon_momentum")}
-    with mock.patch.multiple(m, **{name: lambda *_, value=value: value for name, value in now.items()}):
-        m.step_optimizers(trainer.optimizers, step)
-
-
-def check_first_values(m: types.ModuleType, cfg, first: dict, std: dict) -> None:
-    """Check the first values of all parameters: those of scalars, the deviations of matrices. They are 0 by default."""
-    for name, p in m.GPT(cfg).named_parameters():
-        kind = name.removesuffix(".weight").rpartition(".")[2]
-        if p.ndim < 2:
-            assert p.tolist() == pytest.approx(first.get("attn" if "attn" in name else kind, 0)), name
-        else:
-            (rms,) = [v for k, v in std.items() if f".{k}." in f".{name}."] or [0]
-            assert p.square().mean().sqrt().item() == pytest.approx(rms, rel=0.05), name
+    def check_first_values(self, cfg, first: dict, std: dict) -> None:
+        """Check first values of all parameters: those of scalars, deviations of matrices. They are 0 by default."""
+        for name, p in self.script.GPT(cfg).named_parameters():
+            kind = name.removesuffix(".weight").rpartition(".")[2]
+            if p.ndim < 2:
+                assert p.tolist() == pytest.approx(first.get("attn" if "attn" in name else kind, 0)), name
+            else:
+                (rms,) = [v for k, v in std.items() if f".{k}." in f".{name}."] or [0]
+                assert p.square().mean().sqrt().item() == pytest.approx(rms, rel=0.05), name
 
 
-def join_run(ranks: tuple, test: str, folder: str) -> None:
+def set_values(tensors: list[Tensor], values: np.ndarray) -> None:
+    """Write values, in order, to tensors that may have more at the end: those are zero."""
+    values = torch.from_numpy(values.astype(np.float64)).flatten()
+    for tensor in tensors:
+        tensor.detach().zero_().view(-1)[: len(values)] = values[: tensor.numel()]
+        values = values[tensor.numel() :]
+    assert not len(values)
+
+
+def join_run(test: str, folder: str) -> None:
     """Be one of the processes of a run."""
     module = importlib.import_module(test)
-    module.train(module.SCRIPT, Path(folder), module.SCRIPT.Ranks(*ranks))
+    defaults = module.RECORD.script.Ranks._field_defaults.items()
+    ranks = module.RECORD.script.Ranks(*(int(os.environ.get(name.upper(), value)) for name, value in defaults))
+    module.RECORD.run(Path(folder), ranks, **module.RUN)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

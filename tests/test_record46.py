@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from public_records import PublicRecord, check_first_values, step_as
+from public_records import PublicRecord
 
 pytestmark = pytest.mark.slow
 SMALL = dict(vocab_size=120, eot_token=119, num_heads=2, head_dim=12, model_dim=24, block_size=16, train_seq_len=512)
@@ -19,6 +19,7 @@ SMALL |= dict(final_window_tokens=320, dtype="float64", device="cpu", compile=Fa
 RUN = SMALL | dict(num_iterations=12, extension_steps=3, block_size=4, window_tokens=(12, 28, 44, 52))
 RUN |= dict(final_window_tokens=80, max_doc_len=64, train_seq_len=192, batch_tokens=8 * 192, val_seq_len=576)
 RUN |= dict(val_tokens=2 * 8 * 576, momentum_warmup_steps=4, momentum_cooldown_steps=3)
+RUN |= dict(batches="packing/{}/inputs", loss="train_loss_mean")
 
 
 def place(name: str) -> tuple[str, int]:
@@ -32,12 +33,12 @@ SCRIPT, NUMBERS = RECORD.script, RECORD.numbers
 
 
 def test_schedules(tmp_path: Path):
-    RECORD.compare_schedules(SCRIPT, tmp_path, schedule=dict(device="cpu", seed=0))
+    RECORD.compare_schedules(tmp_path, schedule=dict(device="cpu", seed=0))
 
 
 def test_optimizers(tmp_path: Path):
     """Take six steps from step 698 on with given gradients, the moments being zero before; Adam counts from 1."""
-    trainer = SCRIPT.Trainer(RECORD.config(SCRIPT, tmp_path, **SMALL), SCRIPT.Ranks())
+    trainer = RECORD.trainer(tmp_path, **SMALL)
     RECORD.load_parameters(trainer.gpt)
     params = {place(name)[0]: p for name, p in trainer.gpt.named_parameters()}
     params = {key: p for key, p in params.items() if f"optimizer/0/grad/{key}" in NUMBERS}
@@ -49,14 +50,14 @@ def test_optimizers(tmp_path: Path):
             grad = NUMBERS[f"optimizer/{t}/grad/{key}"].astype(np.float64)
             p.grad += torch.from_numpy(grad).flatten()[: p.numel()].view_as(p)
         before = {key: p.detach().clone() for key, p in params.items()}
-        step_as(SCRIPT, trainer, t, step)
+        RECORD.step(trainer, t, step)
         compared = RECORD.compare_digests(f"optimizer/{t}/param/{{}}", RECORD.public(trainer.gpt, 1.0))
         assert all(torch.equal(p, before[key]) for key, p in params.items() if key not in compared), "Adam waits"
 
 
 def test_stages(tmp_path: Path):
     """Compare losses, every gradient and validations, from random parameters."""
-    trainer = SCRIPT.Trainer(RECORD.config(SCRIPT, tmp_path, **SMALL), SCRIPT.Ranks())
+    trainer = RECORD.trainer(tmp_path, **SMALL)
     gpt, rotary, windows = trainer.gpt, trainer.gpt.rotary, trainer.windows
     RECORD.load_parameters(gpt)
     for step, family in {0: "stage1", 707: "stage2", 1414: "stage3", 2120: "stage4", 2160: "final"}.items():
@@ -74,13 +75,6 @@ def test_stages(tmp_path: Path):
             gpt.zero_grad()
 
 
-def train(m, folder: Path, ranks) -> None:
-    compared = 0
-    for step, gpt in RECORD.run(m, folder, ranks, "packing/{}/inputs", "train_loss_mean", **RUN):
-        compared += len(RECORD.compare_digests(f"run/{step}/digest/{{}}", RECORD.public(gpt, 1.0)))
-    assert compared == 246
-
-
 @pytest.mark.parametrize("size", [1, 8])
 def test_any_number_of_processes_runs_the_same(size: int, tmp_path: Path):
     RECORD.run_in_processes(__name__, tmp_path, size)
@@ -89,4 +83,4 @@ def test_any_number_of_processes_runs_the_same(size: int, tmp_path: Path):
 def test_first_values(tmp_path: Path):
     first = dict(skip_weights=[-1.5], backout_lambda=0.5, lambdas=[1.1, 0], attn=[0.5, 0.5])
     std = dict(embed=1, value_embeds=1, qkv_w=0.5 / 24**0.5, c_fc=0.5 / 24**0.5)
-    check_first_values(SCRIPT, RECORD.config(SCRIPT, tmp_path, **SMALL), first, std)
+    RECORD.check_first_values(RECORD.config(tmp_path, **SMALL), first, std)

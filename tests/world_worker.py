@@ -82,10 +82,8 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
         runpy.run_path(script, run_name="__main__")
         sys.stderr.flush()  # where a process of its own would end with code 120
     else:
-        from train_gpt import find_ranks  # not before: test_footprint watches the import
-
         torch.set_num_threads(1)
-        target(find_ranks(), *flags)
+        target(*flags)
 
 
 def kill_at(event: str, count: int) -> None:
