@@ -52,6 +52,7 @@ SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the f
 # Useful TFLOP/s, 6 FLOP per weight and token, by a part of the GPU's name. H100, 4090 and A100: by the roofline,
 # calibrated (gpu_proof/README.md). Others: 32% of their peak, as the H100.
 TFLOPS = {"MIG": 0, "B200": 723, "H200": 318, "H100 PCIe": 243, "H100": 318, "A100": 128, "4090": 75, "3090": 22}
+LAYERS = "0123456789abcdefghijklmnopqrstuvwxyz"  # as skip_layout names them
 Gpu = namedtuple("Gpu", "name capability free")  # free: bytes of memory
 
 
@@ -105,12 +106,36 @@ def why_no_gpu() -> tuple[str, bool]:
     return f"torch {torch.__version__} cannot use the {name} with driver {driver}: {fix}", True
 
 
+def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> list[str]:
+    """Return what train_gpt.py leaves to torch's own errors, or would not notice."""
+    layers, values, sequences, block = cfg.attention_layout, cfg.value_embed_layout, cfg.batch_sequences, cfg.mask_block
+    digits, bare = {*values} - {"."}, {value for layer, value in zip(layers, values, strict=True) if layer == "-"}
+    is_late = any(source not in "." + LAYERS[:i] for i, source in enumerate(cfg.skip_layout))
+    gates = [name for name in vars(Hyperparameters) if name.endswith("gate_inputs")]
+    rules = [
+        ("value_embed_layout", digits != {*LAYERS[: len(digits)]}, "digits from 0 on, none left out"),
+        ("value_embed_layout", not bare <= {"."}, f". where attention_layout {layers} has -"),
+        ("skip_layout", is_late, ". or the number of an earlier layer, 0-9a-z"),
+        ("backout_layer", cfg.backout_layer >= len(layers), f"less than {len(layers)}, the number of layers"),
+        ("num_heads", "P" in layers and cfg.num_heads % 2, f"an even number with attention_layout {layers}"),
+        ("head_dim", cfg.head_dim % 4, "a multiple of 4"),
+        ("bigram_rows", cfg.bigram_rows == 1, "0, or at least 2"),
+        ("mask_block", gpus and block % 128, "a multiple of 128 on a GPU"),
+        *((name, getattr(cfg, name) > cfg.model_dim, f"at most model_dim {cfg.model_dim}") for name in gates),
+        *((name, getattr(cfg, name) % block, f"a multiple of mask_block {block}") for name in BUFFER_MIB),
+    ]
+    found = [f"--{name} {getattr(cfg, name)}: expected {expected}" for name, is_wrong, expected in rules if is_wrong]
+    if sequences % processes or 0 < len(gpus) < processes:
+        found.append(f"NPROC={processes}: {sequences} sequences a step, {len(gpus) or 'no'} GPUs: another number")
+    return found
+
+
 def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report) -> None:
     """Estimate both, from the model itself, built on no device, and gpt2's buffers and speed. Compare free memory."""
     with torch.device("meta"):
         gpt, gpt2 = train_gpt.GPT(cfg), PRESETS["gpt2"]
         optimizers = train_gpt.build_optimizers(gpt, Ranks(0, processes, 0, processes))
-    tensors = [t for o in optimizers for t in (*o.params, o.grads, o.grad, o.values, *o.state.values())]
+    tensors = [t for o in optimizers for t in (*o.params, o.grad_buffer, o.grad_shard, *o.state.values())]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}  # some share one
     fixed = sum(storages.values()) + sum(p.nbytes for p in gpt.parameters())  # and their gradients
     weights = sum(p.numel() for name, p in gpt.named_parameters() if p.ndim > 1 and "embed" not in name)
@@ -124,7 +149,7 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
         fixed, rate = fixed + 4 * 10**8, 9.1e10 / (1 if cfg.dtype == "bfloat16" else 2)  # nano's, measured with bf16
     for name, (slice_mib, length_mib) in BUFFER_MIB.items():
         length, layers = getattr(cfg, name), len(cfg.attention_layout) / len(gpt2.attention_layout)
-        growth = max(cfg.stage_growth) / max(gpt2.stage_growth) if name == "train_seq_len" else 1
+        growth = max(cfg.batch_factors) / max(gpt2.batch_factors) if name == "train_seq_len" else 1
         per_token = factor * growth * length_mib * 2**20 / getattr(gpt2, name) * layers * cfg.model_dim / gpt2.model_dim
         logits = cfg.lm_head_slice * cfg.vocab_size / (gpt2.lm_head_slice * gpt2.vocab_size)
         base = fixed + factor * logits * slice_mib * 2**20
@@ -132,7 +157,7 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
         line = f"--{name} {length} takes {need / 2**30:.1f} GiB a process (estimated), {free / 2**30:.1f} are free"
         report.fact(f"memory: {line}")
         if need > free:
-            shorter = (n for n in (length >> i for i in range(1, 9)) if n % cfg.block_size == 0 < n)
+            shorter = (n for n in (length >> i for i in range(1, 9)) if n % cfg.mask_block == 0 < n)
             fix = next((f"--{name} {n}" for n in shorter if base + n * per_token <= free), "a smaller model")
             report.problems.append(f"{line}: free some, or train otherwise, with {fix}")
     tokens = cfg.batch_sequences * sum(train_gpt.train_seq_len(step, cfg) for step in range(cfg.num_iterations))
@@ -171,6 +196,8 @@ def check_data(cfg: Hyperparameters, report: Report) -> list[tuple[str, str]]:
                     command, fix = "", f"lower --{flag}"  # there is no more to get
         found += [(f"{problem}; {fix}", command) for problem in problems]
     report.problems += [problem for problem, command in found if not command]
+    if not found:
+        train_gpt.plan_data(cfg)  # refuses a file in both
     return [(problem, command) for problem, command in found if command]
 
 
@@ -212,8 +239,9 @@ def examine(argv: list[str], report: Report) -> int:
         if cfg.compile and cfg.dtype == "bfloat16" and gpu.capability < (8, 0):
             report.problems.append(f"{this}: torch.compile needs 8.0 or newer for bfloat16; --dtype float32")
     if is_root:
-        train_gpt.check_world(cfg, Ranks(0, processes, 0, processes))
-        check_memory_and_time(cfg, gpus, processes, report)
+        report.problems += (found := contradictions(cfg, gpus, processes))
+        if not found:
+            check_memory_and_time(cfg, gpus, processes, report)
     for command in dict.fromkeys(command for _, command in check_data(cfg, report)):
         report.fact(f"data: run.sh gets them: python {command}")
         folder = Path(cfg.train_files).absolute().parent
@@ -236,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         processes = examine([flag for flag in argv if flag != "--check"], report)
     except (UserError, OSError) as error:  # the latter: a shard that cannot be read
-        report.problems.append(str(error).replace("--nproc_per_node", "NPROC"))
+        report.problems.append(str(error))
     except KeyboardInterrupt:  # while data are fetched
         return 130
     for problem in report.problems:

@@ -10,6 +10,7 @@ interrupted. For each new token the model reads the whole text, as it does in tr
 import argparse
 import codecs
 import dataclasses
+import json
 import os
 import random
 import sys
@@ -33,10 +34,11 @@ def load_model(path: Path, device: str) -> GPT:
         raise UserError(f"{path}: there is no such file; train a model with --save_checkpoint, or name its file")
     saved = train_gpt.load(path, "configuration", "model")
     try:
+        configuration = json.loads(saved["configuration"])
         fields = {field.name for field in dataclasses.fields(Hyperparameters)}
-        if differing := fields ^ saved["configuration"].keys():
+        if differing := fields ^ configuration.keys():
             raise UserError(f"only one of it and this train_gpt.py has {', '.join(sorted(map(str, differing)))}")
-        cfg = Hyperparameters(**saved["configuration"])
+        cfg = Hyperparameters(**configuration)
         # What was trained in bf16 is sampled in fp32 where that is faster
         dtype = "auto" if cfg.dtype == "bfloat16" else cfg.dtype
         cfg = train_gpt.resolve(dataclasses.replace(cfg, device=device, dtype=dtype))
@@ -83,12 +85,12 @@ def choose(logits: Tensor, temperature: float, top_k: int, rng: torch.Generator)
 def next_logits(gpt: GPT, tokens: Sequence[int]) -> Tensor:
     """Return the logits (vocab_size,) of the token that follows `tokens`, with the windows of the last validation."""
     cfg, options = gpt.cfg, dict(dtype=torch.int32, device=gpt.lm_head.device)
-    padding = [cfg.eot_token] * (-len(tokens) % cfg.block_size)  # to whole blocks: no token sees what follows
+    padding = [cfg.eot_token] * (-len(tokens) % cfg.mask_block)  # to whole blocks: no token sees what follows
     windows = torch.tensor(train_gpt.attention_windows(cfg.num_iterations, cfg), **options)
     x = gpt.features(torch.tensor([*tokens, *padding], **options), windows)[len(tokens) - 1]
     z = train_gpt.linear(x, gpt.lm_head)[: cfg.vocab_size]
     z = z.to(torch.promote_types(z.dtype, torch.float32))
-    return cfg.lm_head_range * torch.sigmoid((z + cfg.lm_head_shift) * 2 / cfg.lm_head_softcap)
+    return cfg.softcap_range * torch.sigmoid((z + cfg.softcap_shift) * 2 / cfg.lm_head_softcap)
 
 
 def generate(gpt: GPT, prompt: Sequence[int], num_tokens: int, chooser: Callable[[Tensor], int]) -> Iterator[int]:

@@ -144,21 +144,23 @@ def table(document: dict) -> str:
 
 
 def run(flags: Sequence[str], quick: bool, out: Path) -> int:
-    ranks, load, began = train_gpt.find_ranks(), f"{os.getloadavg()[0]:.1f}", time.perf_counter()
+    ranks, load, began = train_gpt.init_distributed(), f"{os.getloadavg()[0]:.1f}", time.perf_counter()
     problem, facts = "", dict(flags=list(flags), quick=quick)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         try:
             cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
-            train_gpt.check_world(cfg, ranks)
+            if cfg.batch_sequences % ranks.world_size:
+                raise UserError(f"{ranks.world_size} processes do not divide {cfg.batch_sequences} sequences")
             facts["--device"] = cfg.device
             cfg, plans, data = plan(cfg, quick, Path(folder))
             if ranks.rank == 0:
                 out.mkdir(parents=True, exist_ok=True)
         except (UserError, OSError) as error:
             problem = str(error)
-        train_gpt.agree(ranks, problem, facts)
+        train_gpt.check_same(ranks, problem, facts)
         figures, profile = measure_all(cfg, ranks, plans, flags, quick)
-        lines = (" ".join(line.split()) for line in train_gpt.describe(cfg, ranks, plans).splitlines())
+        hashes = {"training tokens": "", "validation tokens": ""}  # which the report leaves out
+        lines = (" ".join(line.split()) for line in train_gpt.describe(cfg, ranks, plans, hashes).splitlines())
     machine = [line for line in lines if line.startswith(("Running", "Model name:")) or " processes, " in line]
     machine += [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
     document = dict(machine=machine, processes=ranks.world_size, data=data, flags=" ".join(flags))

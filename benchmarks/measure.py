@@ -33,7 +33,7 @@ def synchronize(device: torch.device) -> None:
 def mean_over_ranks(trainer: Trainer, value: float) -> float:
     """Return the mean of the ranks' values. Every rank waits for the others."""
     total = torch.tensor([value], device=trainer.device)
-    train_gpt.launch(dist.all_reduce, total)()
+    train_gpt.start_collective(dist.all_reduce, total)()
     return total.item() / trainer.ranks.world_size
 
 
@@ -84,17 +84,17 @@ def instrumented(trainer: Trainer, spans: Spans) -> Iterator[None]:
 
         return call
 
-    launch, patch = train_gpt.launch, mock.patch.object
+    start, patch = train_gpt.start_collective, mock.patch.object
 
     def collective(*args) -> Callable[[], None]:
         with spans.span("communication"):
-            launch(*args)()
+            start(*args)()
         return lambda: None
 
     with (
         patch(trainer, "model", timed("forward", trainer.model)),
         patch(train_gpt, "step_optimizers", timed("optimizers", train_gpt.step_optimizers)),
-        patch(train_gpt, "launch", collective),
+        patch(train_gpt, "start_collective", collective),
     ):
         yield
 
@@ -212,7 +212,7 @@ def newton_schulz(trainer: Trainer, n: int) -> Figures:
     """Orthogonalize a rank's share of each shape of hidden matrices, as Muon does."""
     found, dtype = {}, getattr(torch, trainer.cfg.dtype)
     for muon in (optimizer for optimizer in trainer.optimizers if isinstance(optimizer, train_gpt.Muon)):
-        stack = torch.randn_like(muon.grad)
+        stack = torch.randn_like(muon.grad_shard)
         ms = together(trainer, lambda muon=muon, stack=stack: muon.orthogonalize(stack, dtype), n)
         found[f"Newton-Schulz of {' x '.join(map(str, stack.shape))}"] = figure(ms, "ms")
     return found

@@ -44,9 +44,9 @@ NETWORK = 50e9  # bytes per second of a GPU to other nodes: a DGX H100 has 400 G
 
 def point(flags: Sequence[str]) -> dict:
     """Return the ms of steps, of an attention layer and its backward, of its mask; MiB beyond Python's and torch's."""
-    ranks = train_gpt.find_ranks()
+    ranks = train_gpt.init_distributed()
     cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
-    train_gpt.agree(ranks, "", {"--device": cfg.device})
+    train_gpt.check_same(ranks, "", {"--device": cfg.device})
     before = train_gpt.peak_memory_mib(torch.device("cpu")) if cfg.device == "cpu" else 0
     trainer, step = Trainer(cfg, ranks), cfg.num_iterations - 1
     trainer.set_schedules(step)
@@ -103,7 +103,7 @@ def traffic(cfg: Hyperparameters, world: int) -> dict[str, list[int]]:
     """Return the bytes of gradients and of values a step of each group, of which a rank sends (world - 1) / world."""
     with torch.device("meta"):
         optimizers = train_gpt.build_optimizers(train_gpt.GPT(cfg), Ranks(0, world))
-    moved = {f"{type(o).__name__} {o.names[0]} ...": (o.grads.nbytes, o.values.nbytes) for o in optimizers}
+    moved = {f"{type(o).__name__} {o.names[0]} ...": (o.grad_buffer.nbytes, o.param_buffer.nbytes) for o in optimizers}
     return {name: [n // o.every for n in sizes] for (name, sizes), o in zip(moved.items(), optimizers, strict=True)}
 
 

@@ -44,6 +44,10 @@ CHILD += "from gpu_proof import gpu_graphs; gpu_graphs.child(sys.argv[1:])"
 WORLDS = (8, 4, 2, 1)  # numbers of processes
 SPARE = 1500  # MiB that CUDA, its libraries and the allocator need beside the tensors
 SAMPLE = 2**15  # indices of a launch to look at
+# What scripts up to record HeadStart call otherwise
+OLD_NAMES = dict(mtp_weights="next_weights", grad_buffer="grads", param_buffer="values", batch_factors="stage_growth")
+OLD_NAMES |= dict(softcap_range="lm_head_range", softcap_shift="lm_head_shift", mask_block="block_size")
+OLD_NAMES |= dict(fp8_scales=("fp8_x_scale", "fp8_w_scale", "fp8_grad_scale"))
 WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_")  # do not read what they overwrite
 NO_WORK = ("empty", "detach", "set_", "resize_")
 
@@ -280,11 +284,17 @@ def load_script(path: Path):
     return module
 
 
+def named(holder, name: str):
+    """Return an attribute of a script, of its configuration or of an optimizer, by its new name or its old ones."""
+    old = name if hasattr(holder, name) else OLD_NAMES[name]
+    return getattr(holder, old) if isinstance(old, str) else tuple(getattr(holder, part) for part in old)
+
+
 def find_stages(script, cfg) -> list[dict]:
     """Return the stages of a run: steps, tokens and windows. Equal phases have the same graphs."""
     found = []
-    for first, end in pairwise(script.stage_starts(cfg)):
-        length, predicted = script.train_seq_len(first, cfg), len(script.next_weights(first, cfg))
+    for first, end in pairwise(sorted({*script.stage_starts(cfg), cfg.num_iterations})):
+        length, predicted = script.train_seq_len(first, cfg), len(named(script, "mtp_weights")(first, cfg))
         stage = dict(first=first, steps=end - first, tokens=length, windows=script.attention_windows(first, cfg))
         found.append(stage | dict(phase=f"train {length} x {predicted}"))  # tokens, next tokens
     return found
@@ -328,8 +338,8 @@ def run_steps(script, cfg, recorder: Recorder) -> dict[int, dict]:
         with recorder.during("validation"), torch.no_grad():
             trainer.model(*batch(cfg.val_seq_len), trainer.windows, torch.ones_like(trainer.weights[:1]))
         memory[world] = {name: peak for name, peak in recorder.peaks.items() if name != "setup"}
-        sent = [(o.grads.nbytes + o.values.nbytes) / o.every for o in trainer.optimizers]
-        memory[world] |= dict(communication=round(sum(sent)))
+        buffers = [(named(o, name), o.every) for o in trainer.optimizers for name in ("grad_buffer", "param_buffer")]
+        memory[world] |= dict(communication=round(sum(buffer.nbytes / every for buffer, every in buffers)))
     return memory
 
 

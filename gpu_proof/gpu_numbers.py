@@ -31,9 +31,9 @@ CHILD += "import sys; from gpu_proof import gpu_numbers; gpu_numbers.child(*sys.
 # Five blocks of tokens. The third document fills blocks 1 to 3, so that blocks are seen whole and in part, and both
 # windows cut off both kinds. The last slice of the head is shorter than the others
 SEQ_LEN, DOCUMENTS, WINDOWS, WEIGHTS = 640, (0, 50, 100, 560), (440, 190), (1.0, 0.5, 0.2)
-MODEL = dict(attention_layout="LSP-", value_embed_layout="0.1.", skip_layout="...0", backout_layer="1", model_dim=64)
+MODEL = dict(attention_layout="LSP-", value_embed_layout="0.1.", skip_layout="...0", backout_layer=1, model_dim=64)
 MODEL |= dict(num_heads=2, head_dim=64, bigram_rows=61, vocab_size=500, eot_token=499, lm_head_slice=256)
-MODEL |= dict(window_tokens=512, stage_growth=1, lr_factors=1, extension_steps=0)
+MODEL |= dict(window_tokens=512, batch_factors=1, lr_factors=1, extension_steps=0)
 MODEL |= dict(train_seq_len=SEQ_LEN, val_seq_len=SEQ_LEN, batch_tokens=SEQ_LEN, val_tokens=SEQ_LEN)
 MODEL |= dict(preset="gpt2", device="cuda", seed=1)
 
@@ -57,7 +57,8 @@ def child(script: str, dtype: str, fp8: str, *flags: str) -> None:
     torch.manual_seed(0)
     interpret.mend()
     stand_ins = interpret.StandIns()
-    small = [f"--{name}={value}" for name, value in MODEL.items()]
+    fields = {field.name for field in dataclasses.fields(train_gpt.Hyperparameters)}
+    small = [f"--{name if name in fields else gpu_graphs.OLD_NAMES[name]}={value}" for name, value in MODEL.items()]
     cfg = train_gpt.parse_args([*small, f"--dtype={dtype}", "--lm_head_fp8" if fp8 else "--no-lm_head_fp8", *flags])
     cfg = train_gpt.resolve(cfg)
     cpu = dataclasses.replace(cfg, device="cpu", compile=False)
@@ -85,9 +86,10 @@ def child(script: str, dtype: str, fp8: str, *flags: str) -> None:
         return results(compiled(gpt), dict(gpt.named_parameters()), inputs)
 
     def head(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        with_grads, cap = torch.is_grad_enabled(), (cfg.lm_head_softcap, cfg.lm_head_range, cfg.lm_head_shift)
-        scales = (cfg.fp8_x_scale, cfg.fp8_w_scale, cfg.fp8_grad_scale) if with_grads and x.dtype == narrow else None
-        return train_gpt.HeadLoss.apply(x, w, targets, weights, cap, cfg.lm_head_slice, scales, with_grads)
+        with_grads, given = torch.is_grad_enabled(), partial(gpu_graphs.named, cfg)
+        softcap = cfg.lm_head_softcap, given("softcap_range"), given("softcap_shift")
+        scales = given("fp8_scales") if with_grads and x.dtype == narrow else None
+        return train_gpt.HeadLoss.apply(x, w, targets, weights, softcap, cfg.lm_head_slice, scales, with_grads)
 
     def head_results(head: Callable, x: Tensor, w: Tensor, *rest: Tensor) -> dict[str, Tensor]:
         return results(head, dict(x=x.requires_grad_(), w=w.requires_grad_()), (x, w, *rest))

@@ -69,10 +69,10 @@ def visible_pairs(cfg: dict, length: int, windows: Sequence[int]) -> float:
     Documents are exponentially distributed with mean DOCUMENT; blocks are computed whole, which adds about one to what
     a token sees. A pair of heads is one of twice the length, its documents too.
     """
-    total = 0.0
+    total, block = 0.0, cfg.get("mask_block") or cfg[gpu_graphs.OLD_NAMES["mask_block"]]
     for letter in cfg["attention_layout"].replace("-", ""):
         window, document = windows[letter != "L"], DOCUMENT * (1 + (letter == "P"))
-        total += length * (document * (1 - math.exp(-window / document)) + cfg["block_size"])
+        total += length * (document * (1 - math.exp(-window / document)) + block)
     return total
 
 

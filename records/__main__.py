@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from records import logs, plots, proof, publish, race, rules
 from records.logs import RECORDS, ToolError
@@ -31,7 +31,6 @@ def count(text: str) -> int:
     return int(text)
 
 
-LOGS: dict[str, Any] = dict(nargs="+", metavar="LOG", help="logs or records")
 COMMANDS: list[tuple[Callable, str, tuple, dict]] = []
 Outcome = tuple[dict, str, int]  # the JSON document, the text, the exit code
 
@@ -66,9 +65,9 @@ def say(text: str, stream: TextIO) -> None:
 def command_new(args: argparse.Namespace) -> Outcome:
     date = args.date or datetime.date.today().isoformat()
     folder = publish.new_record(args.name, args.logs, args.root, date, args.race)
-    waived = f"A record that only makes the same training faster says why in a line '{rules.SYSTEMS_RECORD} ...' there."
-    told = f"{folder}\nWrite what {rules.PLACEHOLDER} ...> asks for in its README.md. {waived}"
-    return dict(record=str(folder)), f"{told}\nThen: python -m records verify {folder.name}", 0
+    verdict = rules.verify(folder, args.root)
+    told = f"{folder}\nWhat is left to do, as `python -m records verify {folder.name}` says:\n{verdict}"
+    return dict(record=str(folder)) | vars(verdict), told, 0
 
 
 @command(
@@ -77,7 +76,7 @@ def command_new(args: argparse.Namespace) -> Outcome:
     arg("b", metavar="B"),
 )
 def command_diff(args: argparse.Namespace) -> Outcome:
-    lines, removed, added = publish.diff(logs.read_script(args.a, args.root), logs.read_script(args.b, args.root))
+    lines, removed, added = logs.diff(logs.read_script(args.a, args.root), logs.read_script(args.b, args.root))
     if not args.json:
         say(f"{removed} lines removed, {added} added", sys.stderr)
     return dict(removed=removed, added=added, diff=lines), "\n".join(lines), 0
@@ -99,20 +98,16 @@ def command_verify(args: argparse.Namespace) -> Outcome:
             losses = f"{first['loss']:.4f}, the curve {first['curve']:.4f}"
             told = f"leaves {args.against} first at step {first['step']}: {losses} (compared at {points})"
         return found, told, 1 if found["first"] else 0
-    before = logs.ranked_before(args.root)
-    folders = [logs.find_record(name, args.root) for name in args.records] or logs.lineage(args.root)
-    verdicts = [rules.check_record(folder, before.get(folder.resolve())) for folder in folders]
-    lines = []
-    for verdict in verdicts:
-        lines += [f"FAIL {verdict.name}: {failure}" for failure in verdict.failures]
-        lines += [f"ok {verdict.name}: {verdict.summary}"] if not verdict.failures else []
+    verdicts = [rules.verify(logs.find_record(name, args.root), args.root) for name in args.records]
+    verdicts = verdicts or [rules.verify(folder, args.root) for folder in logs.lineage(args.root)]
     failed = any(verdict.failures for verdict in verdicts)
-    return dict(records=[vars(verdict) for verdict in verdicts]), "\n".join(lines) or "no records yet", int(failed)
+    text = "\n".join(map(str, verdicts)) or "no records yet"
+    return dict(records=[vars(verdict) for verdict in verdicts]), text, int(failed)
 
 
 @command(
     "Mean, sd, p, and how many runs the target is likely to need.",
-    arg("logs", **LOGS),
+    arg("logs", nargs="+", metavar="LOG", help="logs or records"),
 )
 def command_stats(args: argparse.Namespace) -> Outcome:
     found = logs.read_logs(args.logs, args.root)
@@ -127,20 +122,6 @@ def command_stats(args: argparse.Namespace) -> Outcome:
     power = f"p < {proof.ALPHA} nine times in ten if the true mean and sd are these"
     told = f"{sample} {p} against {target}\nruns that the target is likely to need ({power}): {runs}\n{proof.PEEKING}"
     return vars(sample) | dict(target=target, runs_needed=needed, warning=proof.PEEKING), told, 0
-
-
-@command(
-    "Compare two sets of logs: ratio of train times and difference of losses, with 95% intervals.",
-    arg("logs", **LOGS),
-    arg("--against", required=True, **LOGS),
-    epilog="Pairs runs by seed if the sets have two seeds in common. Times compare only if the runs took turns.",
-)
-def command_compare(args: argparse.Namespace) -> Outcome:
-    sides = [logs.read_logs(names, args.root) for names in (args.logs, args.against)]
-    for side in sides:
-        logs.require_one_experiment(side)
-    found = proof.compare(*sides)
-    return found, proof.told(args.logs[0], args.against[0], found), 0
 
 
 @command(

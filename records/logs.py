@@ -1,10 +1,11 @@
 """Read logs, ours and the public speedrun's, and find records."""
 
+import difflib
 import itertools
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -225,10 +226,10 @@ def lineage(root: Path) -> list[Path]:
     return [folders[name] for name in order]
 
 
-def ranked_before(root: Path) -> dict[Path, Path | None]:
-    """Map each ranked record, resolved and in order, to the ranked one before."""
-    ranked = [folder.resolve() for folder in lineage(root) if is_ranked(folder)]
-    return dict(zip(ranked, [None, *ranked], strict=False))
+def rivals(line: Sequence[Path]) -> list[tuple[str, str]]:
+    """Return name and script of those that a record after `line` may race: the newest ranked one, and the newest."""
+    ranked = [folder for folder in line if is_ranked(folder)]
+    return [read_script(str(folder), folder.parent) for folder in dict.fromkeys([*ranked[-1:], *line[-1:]])]
 
 
 def is_ranked(folder: Path) -> bool:
@@ -281,6 +282,13 @@ def read_script(name: str, root: Path) -> tuple[str, str]:
         return folder.name, read_text(folder / "train_gpt.py").rstrip("\n")
     text = read_text(path)
     return str(path), (text.split(f"\n{RULE}\n")[0] if f"\n{RULE}\n" in text else text).rstrip("\n")
+
+
+def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:
+    """Return the unified diff of two (label, script), and how many lines it removes and adds."""
+    lines = list(difflib.unified_diff(a[1].split("\n"), b[1].split("\n"), a[0], b[0], lineterm=""))
+    removed, added = (sum(line.startswith(sign) for line in lines[2:]) for sign in "-+")
+    return lines, removed, added
 
 
 def differences(logs: list[Log]) -> Iterator[str]:

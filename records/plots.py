@@ -6,7 +6,7 @@ from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
 
-from records.logs import Log, ToolError, find_record, ranked_before, read_json, record_logs, require_one_experiment
+from records.logs import Log, ToolError, find_record, is_ranked, lineage, read_json, record_logs, require_one_experiment
 from records.proof import public_history
 from records.rules import TRACKS, track_of
 
@@ -37,7 +37,7 @@ def read_result(path: Path) -> Curve:
 def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
     """Read the curves of records and logs; without names, of all ranked records."""
     curves = []
-    for name in names or map(str, ranked_before(root)):
+    for name in names or map(str, filter(is_ranked, lineage(root))):
         path = Path(name)
         logs = [Log(path)] if path.is_file() else record_logs(path := find_record(name, root))
         label = path.stem if path.is_file() else path.name
@@ -106,7 +106,7 @@ def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> di
 def own_history(root: Path) -> dict[str, list[dict]]:
     """Return per track the ranked records in order, and their mean train time."""
     history: dict[str, list[dict]] = {}
-    for folder in ranked_before(root):
+    for folder in filter(is_ranked, lineage(root)):
         logs = record_logs(folder)
         require_one_experiment(logs)
         seconds = statistics.fmean(log.train_time for log in logs) / 1000

@@ -67,40 +67,31 @@ def runs_needed(gap: float, sd: float) -> int | None:
     return bisect_left(range(high), True, lo=max(2, high // 2), key=lambda n: power_below(gap, sd, n) >= POWER)
 
 
-def difference(a: Sequence[float], b: Sequence[float], paired: bool) -> tuple[float, float, float]:
-    """Return mean(a) - mean(b) and the ends of its 95% t-interval: of pairs, or of two samples (Welch)."""
+def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
+    """Return the mean of a - b, by pairs, and the ends of its 95% t-interval."""
     from scipy.stats import t
 
-    mean = statistics.fmean(a) - statistics.fmean(b)
-    samples = [[x - y for x, y in zip(a, b, strict=True)]] if paired else [a, b]
-    errors = [statistics.variance(sample) / len(sample) for sample in samples]
-    if sum(errors) == 0:
-        return mean, mean, mean
-    freedom = sum(errors) ** 2 / sum(e**2 / (len(sample) - 1) for e, sample in zip(errors, samples, strict=True))
-    half = float(t.isf(0.025, freedom)) * math.sqrt(sum(errors))
+    pairs = [x - y for x, y in zip(a, b, strict=True)]
+    mean, error = statistics.fmean(a) - statistics.fmean(b), statistics.stdev(pairs) / math.sqrt(len(pairs))
+    half = float(t.isf(0.025, len(pairs) - 1)) * error
     return mean, mean - half, mean + half
 
 
 def compare(a: Sequence, b: Sequence) -> dict:
     """Return ratios of times a / b and the difference of losses a - b, with 95% intervals.
 
-    Runs, which have seed, val_loss, train_time and step_time, are paired by seed, and those without a partner left out,
-    if the sets share at least two seeds.
+    Runs have seed, val_loss, train_time and step_time, and are paired by seed.
     """
-    by_seed = [{run.seed: run for run in runs if run.seed is not None} for runs in (a, b)]
+    by_seed = [{run.seed: run for run in runs} for runs in (a, b)]
     seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
-    paired = len(seeds) > 1
-    if paired:
-        a, b = ([runs[seed] for seed in seeds] for runs in by_seed)
-    if min(len(a), len(b)) < 2:
-        raise ToolError("an interval needs at least two runs of each; run more seeds")
-    found: dict = dict(n=[len(a), len(b)], seeds=seeds if paired else None)
+    a, b = ([runs[seed] for seed in seeds] for runs in by_seed)
+    found: dict = dict(n=[len(a), len(b)], seeds=seeds)
     for key in ("train_time", "step_time", "val_loss"):
         is_time, values = key != "val_loss", [[getattr(run, key) for run in runs] for runs in (a, b)]
         if is_time and not all(value for side in values for value in side):
             continue  # a log that does not state it
         scaled = [[math.log(value) for value in side] for side in values] if is_time else values
-        ends = difference(scaled[0], scaled[1], paired)
+        ends = difference(*scaled)
         mean, low, high = (math.exp(min(x, 700)) if is_time else x for x in ends)
         found[key] = {"ratio" if is_time else "difference": mean, "low": low, "high": high}
         found[key] = {name: round(value, 6) for name, value in found[key].items()}
@@ -110,9 +101,8 @@ def compare(a: Sequence, b: Sequence) -> dict:
 
 def told(a: str, b: str, found: dict) -> str:
     """Return a comparison in words."""
-    n, seeds = found["n"], ", ".join(map(str, found["seeds"] or []))
-    how = f"n={n[0]} pairs of one seed ({seeds})" if seeds else f"n={n[0]} and {n[1]}, not paired: no two common seeds"
-    lines = [f"{a} against {b}: {how}; 95% intervals"]
+    seeds = ", ".join(map(str, found["seeds"]))
+    lines = [f"{a} against {b}: n={found['n'][0]} pairs of one seed ({seeds}); 95% intervals"]
     for key, label in (("train_time", "train time"), ("step_time", "median step")):
         if figures := found.get(key):
             means = "{:.2f} and {:.2f} ms".format(*figures["means"])

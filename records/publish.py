@@ -1,8 +1,6 @@
 """Make a record's folder, compare scripts, and write the leaderboards."""
 
-import contextlib
 import datetime
-import difflib
 import re
 import shutil
 from collections.abc import Sequence
@@ -11,16 +9,17 @@ from pathlib import Path
 from records.logs import (
     Log,
     ToolError,
+    diff,
+    is_ranked,
     lineage,
     printable,
-    ranked_before,
     read_script,
     read_text,
     record_logs,
     require_one_experiment,
 )
 from records.proof import describe, public_history
-from records.race import FILE, proven, record_race
+from records.race import FILE, record_race
 from records.rules import TRACKS, track_of
 
 BEGIN = "<!-- leaderboards: python -m records table -->"
@@ -41,13 +40,6 @@ README = """# {name}: <say in one line what it is>
 """
 
 
-def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:
-    """Return the unified diff of two (label, script), and how many lines it removes and adds."""
-    lines = list(difflib.unified_diff(a[1].split("\n"), b[1].split("\n"), a[0], b[0], lineterm=""))
-    removed, added = (sum(line.startswith(sign) for line in lines[2:]) for sign in "-+")
-    return lines, removed, added
-
-
 def cell(text: str) -> str:
     """Quote text of a log or a page for a cell of a Markdown table."""
     return re.sub(r"[&<>|\\`\[\]\n]", lambda found: f"&#{ord(found[0])};", printable(text))
@@ -58,7 +50,7 @@ def hardware_of(logs: Sequence[Log]) -> str:
 
 
 def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Path | None) -> Path:
-    """Make the folder from finished logs of one script and its race. Raise ToolError, having made nothing."""
+    """Make the folder from finished logs of one script and its race, once nothing of this is known to be wrong."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise ToolError(f"{name!r} is no name for a record: take letters, digits, '-' and '.'")
     try:
@@ -71,24 +63,17 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Pat
         raise ToolError("two of the logs have the same file name: rename one")
     logs = [Log(Path(path)) for path in paths]
     require_one_experiment(logs)
-    line, ranked = lineage(root), [*ranked_before(root)]
+    line = lineage(root)
     if taken := [path.name for path in line if path.name.partition("_")[2].lower() == name.lower()]:
         raise ToolError(f"{taken[0]} has that name: choose another")
-    if race and ranked:
-        proven(race, logs[0].source, read_script(str(ranked[-1]), root)[1], logs)
     text = page_of(name, logs, line[-1] if line else None)
-    try:
-        folder.mkdir()
-        (folder / "train_gpt.py").write_text(logs[0].source + "\n", encoding="utf-8")
-        (folder / "README.md").write_text(text, encoding="utf-8")
-        for log in logs:
-            shutil.copyfile(log.path, folder / log.name)
-        if race:
-            shutil.copyfile(race, folder / FILE)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            shutil.rmtree(folder)
-        raise ToolError(f"{folder}: {error.strerror}; make room, or choose another --root") from None
+    folder.mkdir()
+    (folder / "train_gpt.py").write_text(logs[0].source + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(text, encoding="utf-8")
+    for log in logs:
+        shutil.copyfile(log.path, folder / log.name)
+    if race:
+        shutil.copyfile(race, folder / FILE)
     return folder
 
 
@@ -97,7 +82,7 @@ def page_of(name: str, logs: Sequence[Log], before: Path | None) -> str:
     track = track_of(logs[0])
     sample = describe([log.val_loss for log in logs], track.target)
     times = [describe([log.train_time / divisor for log in logs]) for divisor in (1000, logs[0].num_steps)]
-    rows = dict(track=f"{track.name}: mean validation loss of at most {track.target}, p < 0.01")
+    rows = dict(kind="idea", track=f"{track.name}: mean validation loss of at most {track.target}, p < 0.01")
     rows["validation loss"] = f"{sample}{'' if sample.p is None else f', p={sample.p:.2g}'}"
     rows["seeds"] = ", ".join("not stated" if log.seed is None else str(log.seed) for log in logs)
     rows["steps"] = f"{logs[0].num_steps:,}"
@@ -119,8 +104,8 @@ def title_of(folder: Path) -> str:
     return cell(first.partition(": ")[2].strip())
 
 
-def row(folder: Path, logs: list[Log], found: dict | None, product: float | None) -> list[str]:
-    """Return a record's row; `found` is its race against the one before, `product` its time in times of the first."""
+def row(folder: Path, logs: list[Log], ratio: str, product: float | None) -> list[str]:
+    """Return a record's row; `ratio` is its race's, `product` its train time in times of the first's."""
     sample = describe([log.val_loss for log in logs], track_of(logs[0]).target)
     times = describe([log.train_time / 1000 for log in logs])
     peaks = [log.peak_mib for log in logs if log.peak_mib is not None]
@@ -131,7 +116,7 @@ def row(folder: Path, logs: list[Log], found: dict | None, product: float | None
         f"{sample.mean:.4f} ({'' if sample.sd is None else f'sd {sample.sd:.4f}, '}n={sample.n})",
         "" if sample.p is None else f"{sample.p:.1g}",
         f"{times.mean:.2f}" + ("" if times.sd is None else f" (sd {times.sd:.2f})"),
-        "{ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"]) if found else "",
+        ratio,
         "" if product is None else f"{product:.3f}",
         f"{max(peaks):,}" if peaks else "",
         hardware_of(logs),
@@ -147,14 +132,22 @@ def markdown(head: str, rows: Sequence[Sequence[str]]) -> str:
 def leaderboards(root: Path) -> str:
     """Return the tables of all tracks with records, and of the public history."""
     tracks: dict[str, list[list[str]]] = {}
-    product: float | None = 1.0
-    for folder, before in ranked_before(root).items():
-        logs = record_logs(folder)
+    newest: dict[str, tuple[str, float | None]] = {}  # of each track: its name, and its time in times of the first
+    for i, folder in enumerate(line := lineage(root)):
+        if not is_ranked(folder):
+            continue
+        logs, ratio = record_logs(folder), ""
         require_one_experiment(logs)
-        found = record_race(folder, before) if before and (folder / FILE).is_file() else None
-        if before:
-            product = product * found["train_time"]["ratio"] if product and found else None
-        tracks.setdefault(track_of(logs[0]).name, []).append(row(folder, logs, found, product))
+        track = track_of(logs[0]).name
+        before, product = newest.get(track, ("", 1.0))
+        if i > 0:
+            rival, found = record_race(folder, line[:i])
+            ratio = "{ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"])
+            ratio += f", against {rival}" * (rival != before)
+            if before:
+                product = product * found["train_time"]["ratio"] if product and rival == before else None
+        tracks.setdefault(track, []).append(row(folder, logs, ratio, product))
+        newest[track] = folder.name, product
     head = "record|what|steps|val_loss, mean|p|train time (s)|times the one before (95%)|times the first"
     head += "|peak memory (MiB)|hardware"
     parts = []

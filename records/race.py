@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import IO
 
 from records import proof
-from records.logs import RECORDS, Log, ToolError, read_json, read_script, read_text, shown
+from records.logs import RECORDS, Log, ToolError, diff, lineage, read_json, read_script, rivals, shown
 from records.process import own_process
 from records.proof import compare
 
 FILE = "race.json"
 MIN_PAIRS, MAX_PAIRS = 5, 1000  # of a record's race, and of any
+MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 # Flags of such a race: others would change the training of the record before, too
 SAME_TRAINING = {f"--{name}" for name in "preset device val_loss_every cpu_threads train_files val_files".split()}
 BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
@@ -101,38 +102,51 @@ def of(script: int, runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if run.script == script]
 
 
-def proven(path: Path, newer: str, older: str, logs: Sequence[Log] | None = None) -> dict:
-    """Compare two scripts by the runs in a race.json. Raise ToolError if it proves nothing, or not by these logs."""
-    if not path.is_file():
-        raise ToolError(f"{path}: is missing; race the script against the record before, and put the {FILE} there")
-    document, runs = read_race(path)
-    hashes, flags, pairs, *_ = planned(document)
+def obstacle(plan: dict, rivals: Sequence[tuple[str, str]]) -> str | None:
+    """Say why no record can come of a race with this plan against one of `rivals` (name, source), or return None."""
+    hashes, flags, pairs, *_ = planned(plan)
     if others := {flag.split("=")[0] for flag in flags if flag.startswith("--")} - SAME_TRAINING:
-        raise ToolError(f"{path}: was run with {', '.join(sorted(others))}; put settings into the script, race without")
-    for script, whose in ((newer, "this record's"), (older, "the record before's")):
-        if digest(script) not in hashes:
-            raise ToolError(f"{path}: lacks {whose} script, SHA-256 {digest(script)}; race the two as they are")
+        return f"flags {', '.join(sorted(others))}: put settings into the script, race without"
+    if rivals and not any(digest(source) in hashes for _, source in rivals):
+        return f"not the script of {' or '.join(name for name, _ in rivals)}: race against it as it is"
+    return f"fewer than {MIN_PAIRS} pairs: race with --pairs {MIN_PAIRS}" if pairs < MIN_PAIRS else None
+
+
+def too_different(newer: tuple[str, str], older: tuple[str, str]) -> str | None:
+    """Say that more lines change than an idea may, or return None."""
+    changed = sum(diff(older, newer)[1:])
+    told = f"{changed} lines change against {older[0]}, for an idea at most {MAX_CHANGED}: take out what it can spare"
+    return told if changed > MAX_CHANGED else None
+
+
+def record_race(folder: Path, line: Sequence[Path], logs: Sequence[Log] | None = None) -> tuple[str, dict]:
+    """Compare a record with one of those before it, `line`, by its race.json, and return that one's name, too.
+
+    Raise ToolError if the race proves nothing, or not by these logs.
+    """
+    path, before, (_, newer) = folder / FILE, rivals(line), read_script(str(folder), folder.parent)
+    if not path.is_file():
+        raise ToolError(f"{path}: is missing; race the script against {before[-1][0]}, and put the {FILE} there")
+    document, runs = read_race(path)
+    hashes, _, pairs, *_ = planned(document)
+    if digest(newer) not in hashes:
+        raise ToolError(f"{path}: lacks this record's script, SHA-256 {digest(newer)}; race it as it is")
+    if problem := obstacle(document, before):
+        raise ToolError(f"{path}: {problem}")
+    name, older = next(rival for rival in before if digest(rival[1]) in hashes)
     checked_order(path, document, runs)
     if len(runs) != pairs * len(hashes):
         raise ToolError(f"{path}: has {len(runs)} runs, not {pairs} of each script; --resume the race")
     if document.get("comparisons") != comparisons(runs):
         raise ToolError(f"{path}: its comparisons do not follow from its runs; take the file that `race` wrote")
     a, b = (of(hashes.index(digest(script)), runs) for script in (newer, older))
-    if len({run.seed for run in a} & {run.seed for run in b}) < MIN_PAIRS:
-        raise ToolError(f"{path}: has fewer than {MIN_PAIRS} pairs of runs of one seed; race with --pairs {MIN_PAIRS}")
     if logs is not None and len(logs) != len(a):
         raise ToolError(f"{path}: has {len(a)} runs of the script, there are {len(logs)} sound logs: leave none out")
     for log in logs or ():
         same = (run for run in a if run.seed == log.seed and abs(run.train_time - log.train_time) < 1)
         if not any(abs(run.val_loss - log.val_loss) < 1e-4 for run in same):
             raise ToolError(f"{path}: {log.name} is the log of none of its runs; take the race's own logs")
-    return compare(a, b)
-
-
-def record_race(folder: Path, before: Path, logs: Sequence[Log] | None = None) -> dict:
-    """Compare a record with the one before by its race.json."""
-    newer, older = (read_text(path / "train_gpt.py").rstrip("\n") for path in (folder, before))
-    return proven(folder / FILE, newer, older, logs)
+    return name, compare(a, b)
 
 
 def checked_order(path: Path, document: dict, runs: Sequence[Run]) -> list[tuple[int, int]]:
@@ -248,6 +262,13 @@ def race(
     if any(flag.split("=")[0] in ("--seed", "--log_dir", "--run_id") for flag in flags):
         raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out after --")
     scripts = [read_script(name, root) for name in names]
+    plan = plan_of(scripts, flags, pairs, seed, nproc)
+    before = rivals(lineage(root))
+    problem = obstacle(plan, before) or (before and too_different(scripts[0], before[-1]))
+    if len({source for _, source in scripts}) < len(scripts):
+        print("two of these scripts are the same: they differ by chance alone", file=sys.stderr)
+    elif problem:
+        print(f"no record can come of this race: {problem}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="race-") as temporary:
         runners = []
         for i, (_, source) in enumerate(scripts):
@@ -255,4 +276,4 @@ def race(
             path.parent.mkdir()
             path.write_text(source + "\n", encoding="utf-8")
             runners.append(functools.partial(run_script, path, flags, nproc))
-        return in_turn(plan_of(scripts, flags, pairs, seed, nproc), runners, **folders)
+        return in_turn(plan, runners, **folders)

@@ -12,13 +12,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from records.logs import Log, ToolError, differences, is_ranked, log_paths, read_text, shown
-from records.proof import ALPHA, describe, runs_needed
-from records.race import FILE, record_race
+from records.logs import (
+    RECORDS,
+    Log,
+    ToolError,
+    differences,
+    is_ranked,
+    lineage,
+    log_paths,
+    page_row,
+    read_script,
+    read_text,
+    shown,
+)
+from records.proof import ALPHA, describe, public_history, runs_needed
+from records.race import FILE, record_race, too_different
 
-# Lines of a page that begin so: the record needs no p; it repeats history, so it need not be faster on nano
-SYSTEMS_RECORD, PUBLIC_RECORD = "Systems record:", "Public record "
-PLACEHOLDER = "<say"
+PLACEHOLDER = re.compile("<say[^>]*>?")
 COMPILER_SETTING = re.compile(r"(torch\.)?(_inductor|_dynamo)(\..*)?|TORCH(INDUCTOR|DYNAMO|_COMPILE)\w*")
 
 
@@ -78,6 +88,10 @@ class Verdict:
     name: str
     failures: list[str]
     summary: str = ""
+
+    def __str__(self) -> str:
+        failures = [f"FAIL {self.name}: {failure}" for failure in self.failures]
+        return "\n".join(failures or [f"ok {self.name}: {self.summary}"])
 
 
 def clock_problems(log: Log) -> Iterator[str]:
@@ -155,11 +169,11 @@ def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
             yield "ran on a GPU, the track is for CPUs; run it with --device cpu"
 
 
-def target_problem(losses: list[float], target: float, is_systems: bool) -> str | None:
+def target_problem(losses: list[float], target: float, is_form: bool) -> str | None:
     sample = describe(losses, target)
     if sample.mean > target:
         return f"mean {sample.mean:.4f} is above the target {target}; train better or longer"
-    if is_systems or (sample.p is not None and sample.p < ALPHA):
+    if is_form or (sample.p is not None and sample.p < ALPHA):
         return None
     if sample.p is None or sample.sd is None:
         return "n too small: one log, the test needs at least 2; run more seeds"
@@ -167,6 +181,19 @@ def target_problem(losses: list[float], target: float, is_systems: bool) -> str 
     about = "never enough at this mean" if needed is None else f"about {needed} in all are likely to do"
     seen = f"mean {sample.mean:.4f} is at most {target}, but p={sample.p:.2g} is not below {ALPHA}"
     return f"n too small: {seen} at n={sample.n}; run more seeds ({about})"
+
+
+def kind_problems(folder: Path, kind: str, before: Path | None) -> Iterator[str]:
+    """Check the row "kind" of a page: an idea, a public record, or a form, which carries no idea."""
+    numbers = [record["number"] for record in public_history()["records"]]
+    if kind.startswith("form"):
+        if not any((RECORDS.parent / name).is_file() for name in re.findall(r"tests/test_\w+\.py", kind)):
+            yield "README.md: its row kind names no test that is there; name the one that shows this form to be equal"
+        return
+    if kind not in ("idea", *(f"public record {number}" for number in numbers)):
+        yield "README.md: has no row | kind | idea |, or form and the test that shows it, or public record N; write one"
+    if before and (problem := too_different(*(read_script(str(path), path.parent) for path in (folder, before)))):
+        yield f"train_gpt.py: {problem}"
 
 
 def page_problems(page: str, script: str) -> Iterator[str]:
@@ -178,19 +205,22 @@ def page_problems(page: str, script: str) -> Iterator[str]:
             yield f"train_gpt.py: {problem}; the track allows no compiler flags: take it out"
     if not page:
         yield "README.md is missing; a record has one"
-    before, placeholder, _ = page.partition(PLACEHOLDER)
-    if placeholder:
-        line = before.count("\n") + 1
-        yield f"README.md line {line} still has a {PLACEHOLDER} ...> placeholder; write what it asks for"
+    for number, line in enumerate(page.split("\n"), start=1):
+        for placeholder in PLACEHOLDER.findall(line):
+            yield f"README.md line {number}: write what {shown(placeholder)} asks for"
 
 
-def check_record(folder: Path, before: Path | None) -> Verdict:
-    """Check all that the record's files allow. `before`: the ranked record before, which it has to be raced against."""
+def verify(folder: Path, root: Path) -> Verdict:
+    """Check all that the files of a record allow."""
+    line = [*itertools.takewhile(lambda other: not other.samefile(folder), lineage(root))]  # the records before it
     files = (folder / name for name in ("train_gpt.py", "README.md"))
     script, page = (read_text(path).rstrip("\n") if path.is_file() else "" for path in files)
     verdict = Verdict(folder.name, list(page_problems(page, script)))
+    kind = page_row(folder, "kind") or ""
+    if page and script:
+        verdict.failures += kind_problems(folder, kind, line[-1] if line else None)
     if not is_ranked(folder):
-        verdict.summary = "not ranked: script and page"
+        verdict.summary = f"not ranked: script and page; {kind.partition(':')[0]}"
         return verdict
     whole = []
     for path in log_paths(folder):
@@ -207,31 +237,31 @@ def check_record(folder: Path, before: Path | None) -> Verdict:
     if not log_paths(folder):
         verdict.failures.append("has no logs; put the .txt of its runs there")
     if whole:
-        check_together(verdict, whole, f"\n{SYSTEMS_RECORD}" in page)
+        check_together(verdict, whole, kind.startswith("form"))
     try:
-        if before is not None:
-            found = record_race(folder, before, whole)
+        if line:
+            name, found = record_race(folder, line, whole)
             ratio = "train time {ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"])
-            verdict.summary += f"; {ratio} times {before.name}, loss {found['val_loss']['difference']:+.4f}"
-            if f"\n{PUBLIC_RECORD}" not in page:
+            verdict.summary += f"; {ratio} times {name}, loss {found['val_loss']['difference']:+.4f}"
+            if kind == "idea":  # a public record gained elsewhere, a form has none
                 if found["train_time"]["high"] >= 1:
-                    raise ToolError(f"{FILE}: not shown to be faster than {before.name}: {ratio}; race more pairs")
+                    raise ToolError(f"{FILE}: not shown to be faster than {name}: {ratio}; race more pairs")
                 if found["val_loss"]["low"] > 0:
-                    raise ToolError(f"{FILE}: ends above {before.name}: spent margin is no gain; take more steps")
+                    raise ToolError(f"{FILE}: ends above {name}: spent margin is no gain; take more steps")
     except ToolError as error:
         verdict.failures.append(str(error).removeprefix(f"{folder}{os.sep}"))
     return verdict
 
 
-def check_together(verdict: Verdict, logs: list[Log], is_systems: bool) -> None:
+def check_together(verdict: Verdict, logs: list[Log], is_form: bool) -> None:
     """Check what the logs of a record show together, and sum it up."""
     verdict.failures += differences(logs)
     track = track_of(logs[0])
     if any(log.track != track.name for log in logs):
         return
     losses = [log.val_loss for log in logs]
-    verdict.failures += filter(None, [target_problem(losses, track.target, is_systems)])
+    verdict.failures += filter(None, [target_problem(losses, track.target, is_form)])
     sample = describe(losses, track.target)
-    p = "p waived: systems record" if is_systems else f"p={sample.p:.2g}" if sample.p is not None else "p unknown"
+    p = "p waived: a form" if is_form else f"p={sample.p:.2g}" if sample.p is not None else "p unknown"
     note = "" if track.val_sha256 else "; all on the same validation tokens, whose hash this tool does not know"
     verdict.summary = f"{sample} {p} ({track.name}, {logs[0].num_steps} steps{note})"

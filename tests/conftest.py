@@ -22,12 +22,12 @@ torch.set_num_threads(1)  # for models so small threads cost more than they save
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TINY = dict(num_iterations=8, batch_tokens=128, train_seq_len=64, val_seq_len=128, val_tokens=256, block_size=8)
+TINY = dict(num_iterations=8, batch_tokens=128, train_seq_len=64, val_seq_len=128, val_tokens=256, mask_block=8)
 TINY |= dict(extension_steps=0, model_dim=32, num_heads=2, head_dim=16, bigram_rows=61)
 TINY |= dict(attention_layout="LSSL", value_embed_layout="0..0", skip_layout="..10")
 TINY |= dict(dtype="float32", device="cpu", compile=False, cpu_threads=1, seed=0, run_id="tiny")
 TINY_FLAGS = ["--preset=nano", *(f"--{k}={v}" for k, v in TINY.items() if k not in ("compile", "run_id", "seed"))]
-ONE_STAGE = dict(window_tokens=(32,), stage_growth=(1,), lr_factors=(1.0,))
+ONE_STAGE = dict(window_tokens=(32,), batch_factors=(1,), lr_factors=(1.0,))
 
 
 def sees_gpu() -> bool:

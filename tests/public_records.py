@@ -9,7 +9,6 @@ file has the seed, and what a new draw misses (make_golden.py). NumPy may one da
 import dataclasses
 import importlib
 import importlib.util
-import os
 import re
 import sys
 import types
@@ -279,11 +278,9 @@ def set_values(tensors: list[Tensor], values: np.ndarray) -> None:
     assert not len(values)
 
 
-def join_run(test: str, folder: str) -> None:
+def join_run(ranks: list[int], test: str, folder: str) -> None:
     """Be one of the processes of a run."""
     module = importlib.import_module(test)
-    defaults = module.RECORD.script.Ranks._field_defaults.items()
-    ranks = module.RECORD.script.Ranks(*(int(os.environ.get(name.upper(), value)) for name, value in defaults))
-    module.RECORD.run(Path(folder), ranks, **module.RUN)
+    module.RECORD.run(Path(folder), module.RECORD.script.Ranks(*ranks), **module.RUN)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -12,7 +12,7 @@ SOURCE = "import torch\n\nmodel = torch.compile(torch.nn.Identity(), dynamic=Fal
 NANO_VAL = "3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf"
 SHARDS = {"nano": ("data/nano/nano_train_{:06d}.bin", 0, 43_564_420), "gpt2": ("fineweb_train_{:06d}.bin", 1, 10**8)}
 LOSSES = (1.431, 1.428, 1.433, 1.430, 1.429)  # by seed
-README = "# Name: one line that says what\n\nText.\n"
+README = "# Name: one line that says what\n\n| kind | idea |\n"
 
 # What a race starts: SLOWNESS scales its steps and its loss
 SCRIPT = f"""
@@ -27,9 +27,11 @@ seed, log = int(flags["--seed"]), pathlib.Path(flags["--log_dir"]) / (flags["--r
 assert not log.exists()
 disturbed = 3 if "--stop" in flags and seed == 9 else 1
 step_ms = disturbed * SLOWNESS * (40 + 0.1 * (zlib.crc32(log.name.encode()) % 5))
-loss = 1.4 + 0.001 * seed + SLOWNESS / 100
+loss = 1.4 + 0.001 * (seed % 100) + SLOWNESS / 100
 log.with_suffix(".pt").touch()
-log.write_text(log_text(seed=seed, val_loss=loss, step_ms=step_ms, val_sha256=("cd" if SLOWNESS == 9 else "ab") * 32))
+own = dict(source=pathlib.Path(__file__).read_text().rstrip("\\n"))
+own |= dict(val_sha256="cd" * 32) if SLOWNESS == 9 else dict()
+log.write_text(log_text(seed=seed, val_loss=loss, step_ms=step_ms, **own))
 log.with_suffix(".json").write_text(json.dumps(dict(val_loss=loss, train_time_ms=20 * step_ms, seed=seed)))
 """
 

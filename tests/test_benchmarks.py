@@ -54,7 +54,7 @@ def test_report_is_complete_but_for_a_failed_stage(tiny, tmp_path, monkeypatch, 
 def test_instrumented_step_is_the_same_step_and_spans_leave_out_those_inside(tiny64, monkeypatch):
     trainer, other = Trainer(tiny64, Ranks()), Trainer(tiny64, Ranks())
     tokens = torch.randint(tiny64.vocab_size, (65,))
-    sequences, launch, readings = [(tokens[:-1].int(), tokens[1:])] * 2, train_gpt.launch, itertools.count()
+    sequences, start, readings = [(tokens[:-1].int(), tokens[1:])] * 2, train_gpt.start_collective, itertools.count()
     monkeypatch.setattr(measure.time, "perf_counter", lambda: next(readings) / 1000)  # each reading takes 1 ms
     n = 1 + 2 * len(trainer.optimizers)  # collectives: the loss, and the gradients and values of each group
     for step in range(3):
@@ -62,7 +62,7 @@ def test_instrumented_step_is_the_same_step_and_spans_leave_out_those_inside(tin
         other.train_step(step, sequences)
         assert found == pytest.approx(dict(data=1, forward=2, backward=6, optimizers=n, communication=n))
     assert all(torch.equal(p, q) for p, q in zip(trainer.gpt.parameters(), other.gpt.parameters(), strict=True))
-    assert (train_gpt.launch, trainer.model) == (launch, trainer.gpt)
+    assert (train_gpt.start_collective, trainer.model) == (start, trainer.gpt)
 
 
 @pytest.mark.parametrize("layout", ["LSSL", "L-PL"])

@@ -54,12 +54,14 @@ def machine(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def outcome(capfd, corpus):
+def outcome(capfd, corpus, tmp_path):
     """Run check.main: the exit code, the lines of stdout and those of stderr."""
 
     def run(*argv: str, small: bool = True) -> tuple[int, list[str], list[str]]:
-        names = ["gpt2", "gpt2"] if "gpt2" in argv else ["train_*", "val_*"]
-        files = f"--train_files={corpus}/{names[0]}.bin", f"--val_files={corpus}/{names[1]}.bin"
+        files = f"--train_files={corpus}/train_*.bin", f"--val_files={corpus}/val_*.bin"
+        if "gpt2" in argv:
+            val = shutil.copy(corpus / "gpt2.bin", tmp_path / "gpt2_val.bin")
+            files = f"--train_files={corpus}/gpt2.bin", f"--val_files={val}"
         return check.main([*SMALL * small, *files, *argv]), *map(str.splitlines, capfd.readouterr())
 
     return run
@@ -81,7 +83,19 @@ GPT2 = "--preset gpt2 --num_iterations 2 --extension_steps 0 --val_tokens 262144
         ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has tokens up to 50256, not of 257"),
         ("--vocab_size 50257", ".bin: has tokens up to 256, not of 50257"),
         *((f"NPROC={wish}", f"NPROC={wish}: expected") for wish in ("-1", "9" * 9)),
-        ("NPROC=3", "3 processes do not"),
+        ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: another"),
+        ("--train_files {corpus}/val_000000.bin", "val_000000.bin: to train and to validate"),
+        ("--value_embed_layout 1.", "--value_embed_layout 1.: expected digits from 0 on"),
+        ("--value_embed_layout 0x", "--value_embed_layout 0x: expected digits"),
+        ("--value_embed_layout 00 --attention_layout L-", "expected . where attention_layout L- has -"),
+        ("--skip_layout .1", "--skip_layout .1: expected . or the number of an earlier layer"),
+        ("--backout_layer 2", "--backout_layer 2: expected less than 2"),
+        ("--num_heads 3 --attention_layout PP", "--num_heads 3: expected an even number"),
+        ("--head_dim 18", "--head_dim 18: expected a multiple of 4"),
+        ("--bigram_rows 1", "--bigram_rows 1: expected 0, or at least 2"),
+        *((f"--{name}_gate_inputs 33", "expected at most model_dim 32") for name in "head value skip smear".split()),
+        ("--train_seq_len 72 --batch_tokens 144", "--train_seq_len 72: expected a multiple of mask_block 16"),
+        ("--val_seq_len 72 --val_tokens 288", "--val_seq_len 72: expected a multiple of mask_block 16"),
     ],
 )
 def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, monkeypatch, argv, message):
@@ -128,6 +142,15 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
     assert notes in "\n".join(errors)
     if gpus == [FULL_4090]:  # what is named helps
         assert outcome(*GPT2, "--train_seq_len", "8192", small=False)[0] == 0
+
+
+def test_processes_and_blocks_have_to_suit_the_gpus(machine, outcome, monkeypatch):
+    """Two processes on a GPU wait for each other forever; FlexAttention's kernels have tiles of up to 128 tokens."""
+    machine(H100, H100)
+    monkeypatch.setenv("NPROC", "4")
+    errors = "\n".join(outcome(*GPT2, "--mask_block=64", "--no-compile", small=False)[2])
+    assert "--mask_block 64: expected a multiple of 128 on a GPU" in errors
+    assert "NPROC=4: 8 sequences a step, 2 GPUs: another" in errors
 
 
 @pytest.mark.parametrize(
@@ -225,7 +248,7 @@ def test_presets_data_are_fetched_when_they_are_missing(corpus, tmp_path, monkey
 def test_as_much_of_fineweb_is_fetched_as_the_run_needs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpt2 = train_gpt.PRESETS["gpt2"]
-    even = dataclasses.replace(gpt2, extension_steps=0, stage_growth=(1,) * 4)  # 508 steps train on 2/3 of a shard
+    even = dataclasses.replace(gpt2, extension_steps=0, batch_factors=(1,) * 4)  # 508 steps train on 2/3 of a shard
     for cfg, steps, shards in ((even, 1, 1), (even, 508, 1), (even, 509, 2), (gpt2, 1555, 7), (even, 52388, 103)):
         found = check.check_data(dataclasses.replace(cfg, num_iterations=steps), check.Report(False))
         assert {command for _, command in found} == {f"data/cached_fineweb10B.py {shards}"}

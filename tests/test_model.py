@@ -1,11 +1,13 @@
-"""Parameters, initial values, every formula of the forward pass, schedules, Newton-Schulz, written a second time."""
+"""What is true of any model here: which tokens an output depends on, gradients, precision, schedules, Newton-Schulz.
+
+The formulas themselves are held by the frozen records, with numbers of the public scripts: an idea may change them.
+"""
 
 import dataclasses
 import functools
-import itertools
+import inspect
 import math
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,13 +15,18 @@ from torch import Tensor
 
 import train_gpt
 from test_attention import dense_mask
-from train_gpt import GPT, POLAR_EXPRESS, PRESETS, Rotary, norm, resolve
+from train_gpt import GPT, POLAR_EXPRESS, PRESETS, Rotary, norm, rotary_frequencies
 from train_gpt import zeropower_via_newtonschulz5 as zeropower
 
-NANO = PRESETS["nano"]
-GPT2 = resolve(dataclasses.replace(PRESETS["gpt2"], device="cpu", dtype="bfloat16", seed=0, run_id="gpt2"))
-THREE_STAGES = dict(num_iterations=50, extension_steps=0, window_tokens=(300, 600, 800), final_window_tokens=0)
-THREE_STAGES |= dict(stage_growth=(2, 1, 3), lr_factors=(1.0, 2.0, 1.5), momentum_warmup_steps=0)
+# Two stages and the last validation, with windows of their own; YaRN bends the frequencies
+STAGES = dict(batch_factors=(1, 1), lr_factors=(1.0, 1.0), window_tokens=(20, 36), final_window_tokens=50)
+STAGES |= dict(num_iterations=8, extension_steps=0, yarn_turns=1.5)
+PLAIN = dict(value_embed_layout=".", skip_layout=".", key_offset=False, bigram_rows=0)
+# Every part of gpt2; bigrams whose hash overflows; logits that the softcap bends
+DEEP = dict(attention_layout="PLS-LP", value_embed_layout="0.1.01", skip_layout="..0.1.", backout_layer=3)
+DEEP |= dict.fromkeys(["head_gate_inputs", "value_gate_inputs", "skip_gate_inputs", "smear_gate_inputs"], 6)
+DEEP |= dict(bigram_rows=90_001, head_std=0.3, lm_head_softcap=3.0, softcap_shift=1.0, lm_head_slice=24)
+DOCUMENTS = [0, 5, 6, 11]  # where they begin; the last is longer than the windows
 
 
 @pytest.mark.parametrize("tied_frac", [0.0, 0.5])
@@ -32,235 +39,159 @@ def test_precision_of_parameters(tiny, dtype: str, tied_frac: float):
         assert tensor.dtype == getattr(torch, dtype if is_table or dtype == "float64" else "float32"), name
 
 
-PLAIN = dict(tied_frac=0.0, head_std=0.0, gate_inputs=0, skip_init=1.0, resid_lambda_init=1.0)
-FIRST = dict(resid_lambda=1.1, x0_lambda=0, bigram_lambda=0.1, skip_weights=-1.5, smear_lambda=0, backout_lambda=0.5)
-FIRST |= dict.fromkeys("bigram_embed value_embeds mlp.c_proj gate value_gate skip_gate smear_gate".split(), 0)
-LIKE_GPT2 = ({}, FIRST, dict(embed=0.005, lm_head=0.005))
-LIKE_PLAIN = (PLAIN, FIRST | dict(skip_weights=1, resid_lambda=1, lm_head=0), dict(embed=1))
+def text(cfg) -> Tensor:
+    """Return a training sequence and its last target, of a few documents."""
+    tokens = torch.randint(cfg.eot_token, (cfg.train_seq_len + 1,))
+    tokens[DOCUMENTS] = cfg.eot_token
+    return tokens
 
 
-@pytest.mark.parametrize(("changes", "constants", "normal"), [LIKE_GPT2, LIKE_PLAIN], ids=["gpt2", "plain"])
-def test_initial_values_at_the_width_of_gpt2(changes: dict, constants: dict, normal: dict):
-    """Check two layers and 1,024 tokens of vocabulary: enough for every kind of parameter."""
-    layouts = dict(attention_layout="LP", value_embed_layout="0.", skip_layout=".0", backout_layer="0", bigram_rows=100)
-    gpt, seen = GPT(dataclasses.replace(GPT2, **layouts | changes, vocab_size=1024, eot_token=0)), set()
+@torch.no_grad()
+def dependence(gpt: GPT, tokens: Tensor, windows: Tensor) -> Tensor:
+    """Return (T, T): does the output at a token depend on another, by the change of one token after the other?"""
+    before, columns = gpt.features(tokens, windows), []
+    for place in range(len(tokens)):
+        changed = tokens.clone()
+        changed[place] = (changed[place] + 1) % gpt.cfg.eot_token
+        columns.append((gpt.features(changed, windows) - before).abs().amax(1) > 1e-11)
+    return torch.stack(columns, dim=1)
+
+
+@pytest.mark.parametrize("step", [0, 4, 8])
+@pytest.mark.parametrize("letter", "LSP-")
+def test_a_layer_sees_its_window_of_its_document(tiny64, random_gpt, letter: str, step: int):
+    """Each of two paired heads has a slot for each token, so the window reaches half as many tokens."""
+    gpt = random_gpt(cfg := dataclasses.replace(tiny64, **STAGES | PLAIN, attention_layout=letter))
+    long, short = train_gpt.attention_windows(step, cfg)
+    tokens = text(cfg)[:-1].int()
+    seen = dependence(gpt, tokens, torch.tensor([long, short], dtype=torch.int32))
+    docs, is_inside = (tokens == cfg.eot_token).cumsum(0), tokens != cfg.eot_token
+    expected = dense_mask(docs, {"L": long, "S": short, "P": (short + 1) // 2, "-": 0}[letter])
+    assert torch.equal(seen[:, is_inside], expected[:, is_inside])
+    assert long > short > 0
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_no_output_depends_on_later_tokens_or_other_documents(tiny64, random_gpt, is_strict: bool):
+    """Keys, bigrams and the smear look at the token before, which may end another document, unless they are off."""
+    off = dict(key_offset=False, bigram_rows=0, smear_gate_inputs=0) if is_strict else {}
+    gpt = random_gpt(cfg := dataclasses.replace(tiny64, **STAGES | DEEP | off))
+    tokens, windows = text(cfg)[:-1].int(), torch.tensor(train_gpt.attention_windows(8, cfg), dtype=torch.int32)
+    seen, docs = dependence(gpt, tokens, windows), (tokens == cfg.eot_token).cumsum(0)
+    in_document = dense_mask(docs, len(docs))
+    assert not (seen & ~(in_document if is_strict else torch.ones_like(seen).tril())).any()
+    assert torch.equal(seen & in_document, in_document), "through six layers a token sees its whole document"
+
+
+def test_gradients_are_those_of_the_loss(tiny64, random_gpt):
+    """Compare with the change of the loss as each parameter takes a small step to either side."""
+    gpt = random_gpt(cfg := dataclasses.replace(tiny64, **STAGES | DEEP))
+    gpt.rotary.set_stage(1, cfg)
+    sample, weights = text(cfg), torch.tensor([1.0, 0.5, 0.2], dtype=torch.float64)
+    inputs = (sample[:-1].int(), sample[1:], torch.tensor([36, 16], dtype=torch.int32), weights)
+    gpt(*inputs).backward()
     for name, p in gpt.named_parameters():
-        parts, p = name.removesuffix(".weight").removesuffix(".0").split("."), p.detach().float()
-        kind = "mlp.c_proj" if parts[-2:] == ["mlp", "c_proj"] else parts[-1]
-        seen.add(kind)
-        if kind == "lambdas":
-            assert p.tolist() == [0.5, 1]
-        elif kind in constants:
-            assert torch.all(p == torch.tensor(constants[kind], dtype=torch.float32)), name
-        else:
-            std, kurtosis = (normal[kind], 3) if kind in normal else (0.5 * 768**-0.5, 1.8)  # 1.8: uniform
-            for x in p / std, p[-1:] / std:
-                moments, limit = [x.pow(n).mean().item() for n in (1, 2, 4)], 0.05 if len(x) > 1 else 0.6
-                assert moments == pytest.approx([0, 1, kurtosis], abs=limit), name
-    gates = {name for name in constants if "gate" in name} | {"smear_lambda"} if changes else set()
-    assert seen == {*constants, *normal, "lambdas", "qkv_w", "c_proj", "c_fc"} - gates
-    assert torch.equal(gpt.embed.weight, gpt.lm_head) == (not changes), "two tables begin as one"
+        direction = torch.randn_like(p) + p.grad / p.grad.norm()
+        losses, values = [], p.detach().clone()
+        with torch.no_grad():
+            for size in (1e-5, -1e-5):
+                p.copy_(values + size * direction)
+                losses.append(gpt(*inputs).item())
+            p.copy_(values)
+        slope = (p.grad * direction).sum().item()
+        assert abs(slope) > 1e-4, f"{name}: the test would not see it"
+        assert (losses[0] - losses[1]) / 2e-5 == pytest.approx(slope, rel=1e-5, abs=1e-6 * p.grad.norm().item()), name
 
 
-def test_heads_begin_as_one_that_sees_itself_and_one_that_copies():
-    """Let token s have the value e_s: then token t gets as its channel s what it attends to s."""
-    cfg = dataclasses.replace(NANO, dtype="float32", train_seq_len=64, block_size=32)
-    gpt, tokens = GPT(cfg), torch.randperm(256)[:32].repeat(2).int()
-    assert gpt.embed.weight.mean().item() == pytest.approx(0.5, abs=0.03)
-    attn, values = gpt.blocks[0].attn, torch.eye(64).repeat(1, 2)
-    attn.qkv_w.data[2], attn.c_proj.data = 0, torch.eye(128)
-    masks = gpt.attention_masks(tokens, torch.tensor([64, 0], dtype=torch.int32))
-    local, copy = attn(norm(gpt.embed(tokens)), values, gpt.rotary, masks["L"]).view(64, 2, 64).unbind(1)
-    later = torch.arange(32, 64)  # each saw its token 32 before, and what followed it 31 before
-    weights = [[head[later, later - n].mean().item() for n in range(32)] for head in (local, copy)]
-    assert weights[0][0] > 0.7 > 0.02 > max(weights[0][1:]), "itself"
-    assert weights[1][31] > 10 * max(weights[1][1:31]) > 0.05, "what followed"
+ONE_INPUT = ["ctx", "x"]  # functions of a tensor with a derivative by hand: the norm, and what MLPs use
+FUNCTIONS = [f for f in vars(train_gpt).values() if inspect.isclass(f) and issubclass(f, torch.autograd.Function)]
+FUNCTIONS = [f for f in FUNCTIONS if [*inspect.signature(f.forward).parameters] == ONE_INPUT]
 
 
-def frequencies(stage: int, cfg) -> tuple[list[float], float]:
-    """Return the frequencies of the rotary embedding, and the factor on attention scores, one number at a time."""
-    count, scale = cfg.head_dim // 4, cfg.attention_scale
-    freqs = [cfg.rope_base ** (-j / (count - 1)) for j in range(count)]
-    for old, new in itertools.pairwise(cfg.window_tokens[: stage + 1]):
-        kept = [min(max((old * f / (2 * math.pi) - 1) / (cfg.yarn_turns - 1), 0), 1) for f in freqs]
-        freqs = [f * (gamma + (1 - gamma) * old / new) for f, gamma in zip(freqs, kept, strict=True)]
-        scale *= 1 + cfg.yarn_scale * math.log(new / old)
-    return freqs, scale
-
-
-@pytest.mark.parametrize("stage", range(4))
-def test_rotary_has_precise_tables_and_works_in_fp32(stage: int):
-    """The tables are fp32, and so is the exponent: the angles are right to 2^-20 of themselves."""
-    cfg = dataclasses.replace(GPT2, val_seq_len=64 * 1024)
-    rotary, (freqs, scale) = Rotary(cfg), frequencies(stage, cfg)
-    rotary.set_stage(stage, cfg)
-    assert rotary.cos.shape == (128 * 1024, 32), "pairs have two positions a token"
-    angles = torch.outer(torch.arange(0, 128 * 1024, 511, dtype=torch.float64), torch.tensor(freqs).double())
-    for table, exact in (rotary.cos, angles.cos()), (rotary.sin, angles.sin()):
-        assert torch.all((table[::511] - exact).abs() <= 1e-7 + angles * 2**-20)
-    assert rotary.scale.item() == pytest.approx(scale)
-    x = torch.randn(400, 4, 128).bfloat16()
-    for got, want in zip(rotary(x, 2), rotary(x.float(), 2), strict=True):
-        assert torch.equal(got, want.bfloat16())
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_derivatives_by_hand_are_right_to_rounding(function):
+    x, grad = torch.randn(2, 300, 96, dtype=torch.float64)
+    torch.autograd.gradcheck(function.apply, x[:4].clone().requires_grad_())
+    for dtype in torch.bfloat16, torch.float32:
+        rounded = x.to(dtype).requires_grad_()
+        exact = rounded.detach().double().requires_grad_()
+        ys = function.apply(rounded), function.apply(exact)
+        grads = [
+            torch.autograd.grad(y, x, grad.to(dtype).type_as(y))[0] for y, x in zip(ys, (rounded, exact), strict=True)
+        ]
+        for got, want in ys, grads:
+            error = (got.double() - want).norm(dim=-1) / want.norm(dim=-1)
+            assert error.max() < 2 * torch.finfo(dtype).eps
+            assert got.dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_norm_is_that_of_torch_with_its_gradient(dtype: torch.dtype):
-    """Expect the result bit for bit, of zeros too; the gradient to rounding, against double precision."""
-    x = torch.randn(300, 96, dtype=dtype) * torch.logspace(-6, 3, 300)[:, None].to(dtype)
+def test_norm_is_that_of_torch_bit_for_bit_and_keeps_its_result(dtype: torch.dtype):
+    """Of zeros, too. The next matmul keeps the result anyway: the input as well would cost memory."""
+    x, kept = torch.randn(300, 96, dtype=dtype) * torch.logspace(-6, 3, 300)[:, None].to(dtype), []
     x[7] = 0
-    x, grad, kept = x.requires_grad_(), torch.randn(300, 96, dtype=dtype), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = norm(x)
+        y = norm(x.requires_grad_())
     assert torch.equal(y, F.rms_norm(x, (96,)))
-    assert {t.data_ptr() for t in kept if t.numel() > 300} == {y.data_ptr()}, "keep the result, not the input"
-    (ours,) = torch.autograd.grad(y, x, grad)
-    assert y.dtype == ours.dtype == dtype
-    exact = x.detach().double().requires_grad_()
-    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    (theirs,) = torch.autograd.grad(F.rms_norm(exact, (96,), eps=eps), exact, grad.double())
-    error = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
-    assert error.max() < 2 * torch.finfo(dtype).eps
+    assert {t.data_ptr() for t in kept if t.numel() > 300} == {y.data_ptr()}
 
 
-def bigram_row(position: int, tokens: list[int], cfg) -> int:
-    """Hash a token and the one before, in 32 bits with a sign."""
-    last = cfg.bigram_rows - 1
-    if position == 0:
-        return last
-    before = tokens[position - 1] if position > 1 else last
-    a, b = ((product + 2**31) % 2**32 - 2**31 for product in (36313 * tokens[position], 27191 * before))
-    return (a ^ b) % last
+@pytest.mark.parametrize("stage", [0, 1])
+def test_rotary_turns_by_the_position_in_precise_tables(tiny, stage: int):
+    """The angles are right to 2^-20 of themselves, for 128K positions; scores depend on distances alone."""
+    cfg = dataclasses.replace(
+        tiny,
+        **STAGES,
+        dtype="bfloat16",
+        head_dim=64,
+        val_seq_len=2**16,
+        val_tokens=2**16,
+        **dict(PLAIN, attention_layout="P"),
+    )
+    rotary, freqs = Rotary(cfg), rotary_frequencies(stage, cfg, torch.float64)[0]
+    rotary.set_stage(stage, cfg)
+    angles = torch.outer(torch.arange(0, 128 * 1024, 511, dtype=torch.float64), freqs)
+    for table, exact in (rotary.cos, angles.cos()), (rotary.sin, angles.sin()):
+        assert (table.dtype, len(table)) == (torch.float32, 128 * 1024), "pairs have two positions a token"
+        assert torch.all((table[::511] - exact).abs() <= 1e-7 + angles * 2**-20)
+    x = torch.randn(400, 4, 64).bfloat16()
+    for got, want in zip(rotary(x, 2), rotary(x.float(), 2), strict=True):
+        assert torch.equal(got, want.bfloat16()), "it computes in fp32"
+    q, k = (t[:, 0] for t in rotary(torch.randn(2, 64).repeat(400, 1, 1), 1))
+    scores = (q @ k.T)[[0, 100, 300], [99, 199, 399]]
+    assert scores == pytest.approx(scores[[0, 0, 0]].tolist(), abs=1e-3)
+    assert len({*(q @ k.T)[0].tolist()}) == 400
+    assert q.norm(dim=1).max() / q.norm(dim=1).min() < 1 + 1e-5
 
 
-def reference_loss(params: dict[str, Tensor], cfg, tokens: Tensor, targets: Tensor, stage: int, weights) -> Tensor:
-    """Compute the loss layer by layer, with dense masks. `params`: those of GPT, by name."""
-    T, H, D, G = len(tokens), cfg.num_heads, cfg.head_dim, cfg.gate_inputs
-    docs = torch.tensor([(tokens[: t + 1] == cfg.eot_token).sum() for t in range(T)])
-    window = cfg.window_tokens[stage]
-    short = window // 2 // cfg.block_size * cfg.block_size
-    masks = dict(L=dense_mask(docs, window), S=dense_mask(docs, short), P=dense_mask(docs.repeat_interleave(2), short))
-    freqs, scale = frequencies(stage, cfg)
-
-    def rms_norm(x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:])
-
-    def rotate(x: Tensor, slots: int) -> Tensor:
-        """Rotate pairs of dimensions of x (T, H, D) as complex numbers, by the positions of tokens and heads."""
-        positions = slots * torch.arange(T)[:, None] + torch.arange(H) % slots
-        angles = positions[:, :, None] * torch.tensor(freqs, dtype=torch.float64)
-        u, w, still = x.split([D // 4, D // 4, D // 2], dim=-1)
-        z = torch.complex(u, w) * torch.polar(torch.ones_like(angles), -angles)
-        return torch.cat([z.real, z.imag, still], dim=-1)
-
-    def attention(i: int, letter: str, x: Tensor) -> Tensor:
-        lambda_in, lambda_out = params[f"blocks.{i}.attn.lambdas"]
-        q, k, v = ((x @ (lambda_in * w).T).view(T, H, D) for w in params[f"blocks.{i}.attn.qkv_w"])
-        slots = 2 if letter == "P" else 1
-        q, k = (rotate(rms_norm(t), slots) for t in (q, k))
-        if letter == "L":  # the half that never rotates is that of the token before
-            k = torch.stack([torch.cat([k[t, :, : D // 2], k[max(t - 1, 0), :, D // 2 :]], dim=-1) for t in range(T)])
-        if (table := cfg.value_embed_layout[i]) != ".":
-            value_embed = params[f"value_embeds.{table}.weight"][tokens].view(T, H, D)
-            gate = 2 * torch.sigmoid(x[:, :G] @ params[f"blocks.{i}.attn.value_gate"].T) if G else x.new_ones(T, H)
-            v = v + gate[:, :, None] * value_embed
-        # Each stream of a pair has, token by token, a head of the first half and one of the second
-        q, k, v = (torch.stack(t.chunk(slots, dim=1), dim=1).flatten(0, 1).transpose(0, 1) for t in (q, k, v))
-        y = torch.softmax((scale * q @ k.mT).masked_fill(~masks[letter], -torch.inf), dim=-1) @ v
-        y = torch.cat([y[:, slot::slots] for slot in range(slots)]).transpose(0, 1)
-        if G:
-            y = y * torch.sigmoid(x[:, :G] @ params[f"blocks.{i}.attn.gate"].T)[:, :, None]
-        return y.flatten(1) @ (lambda_out * params[f"blocks.{i}.attn.c_proj"]).T
-
-    x = params["embed.weight"][tokens]
-    if G:
-        gate = torch.sigmoid(x[1:, :G] @ params["smear_gate"].T)
-        x = torch.cat([x[:1], x[1:] + params["smear_lambda"] * gate * x[:-1]])
-    x = x0 = rms_norm(x)
-    outputs, num_skips = [], 0
-    for i, letter in enumerate(cfg.attention_layout):
-        if (source := cfg.skip_layout[i]) != ".":
-            gate = 2 * torch.sigmoid(x0[:, :G] @ params["skip_gate"][num_skips]) if G else x.new_ones(T)
-            x = x + torch.sigmoid(params["skip_weights"][num_skips]) * gate[:, None] * outputs[int(source, 36)]
-            num_skips += 1
-        x = params[f"blocks.{i}.resid_lambda"] * x + params[f"blocks.{i}.x0_lambda"] * x0
-        if cfg.bigram_rows:
-            rows = [bigram_row(t, tokens.tolist(), cfg) for t in range(T)]
-            x = x + params[f"blocks.{i}.bigram_lambda"] * params["bigram_embed.weight"][rows]
-        if letter != "-":
-            x = x + attention(i, letter, rms_norm(x))
-        hidden = rms_norm(x) @ params[f"blocks.{i}.mlp.c_fc"]
-        x = x + hidden.clamp(min=0) ** 2 @ params[f"blocks.{i}.mlp.c_proj"].T
-        outputs.append(x)
-    if cfg.backout_layer != ".":
-        x = x - params["backout_lambda"] * outputs[int(cfg.backout_layer, 36)]
-    z = rms_norm(x) @ params["lm_head"].T
-    logits = cfg.lm_head_range * torch.sigmoid((z + cfg.lm_head_shift) * 2 / cfg.lm_head_softcap)
-    losses = [F.cross_entropy(logits[: T - k], targets[k:], reduction="sum") for k in range(len(weights))]
-    return sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
-
-
-# Widths for which a loss takes milliseconds; bigrams whose hash overflows; YaRN that bends and stretches
-NARROW = dict(train_seq_len=192, batch_tokens=192, val_seq_len=192, val_tokens=192, block_size=16, dtype="float64")
-NARROW |= dict(model_dim=32, num_heads=6, head_dim=16, vocab_size=60, eot_token=59, bigram_rows=90_001)
-NARROW |= dict(window_tokens=(60, 130), stage_growth=(1, 1), lr_factors=(1.0, 1.0), yarn_turns=16.0)
-NARROW |= dict(attention_scale=0.5)
-ALL = dict(attention_layout="PLS-LP", value_embed_layout="0.1.01", skip_layout="..0.1.", backout_layer="3")
-LIKE_NANO = dict(attention_layout="L-", value_embed_layout="0.", skip_layout=".0", backout_layer=".", gate_inputs=0)
-WIDE = dict(attention_layout="--S", value_embed_layout="..0", skip_layout=".0.", backout_layer="1", bigram_rows=0)
-
-
-@pytest.mark.parametrize(
-    ("stage", "weights", "changes"),
-    [
-        pytest.param(1, [1.0, 0.5, 0.2], ALL, id="all"),
-        pytest.param(0, [1.0], LIKE_NANO | dict(num_heads=1, lm_head_shift=0.0, tied_frac=0.0), id="nano"),
-        pytest.param(1, [1.0, 0.3], WIDE | dict(head_dim=24), id="no-bigrams"),
-    ],
-)
-def test_loss_and_gradients_are_those_of_the_reference(random_gpt, stage: int, weights: list[float], changes: dict):
-    cfg = dataclasses.replace(GPT2, **NARROW | changes)
-    gpt = random_gpt(cfg)
-    gpt.lm_head.data *= 8  # logits for which the softcap matters
-    gpt.rotary.set_stage(stage, cfg)
-    sample = torch.randint(cfg.vocab_size - 1, (193,))
-    sample[[9, 64, 65, 90]] = cfg.eot_token
-    tokens, targets = sample[:-1].int(), sample[1:]
-    params = {name: p.detach().clone().requires_grad_() for name, p in gpt.named_parameters()}
-    expected = reference_loss(params, cfg, tokens, targets, stage, weights)
-    windows = torch.tensor([cfg.window_tokens[stage], cfg.window_tokens[stage] // 32 * 16], dtype=torch.int32)
-    loss = gpt(tokens, targets, windows, torch.tensor(weights, dtype=torch.float64))
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    loss.backward()
-    expected.backward()
-    for name, p in gpt.named_parameters():
-        grad = params[name].grad
-        assert grad.norm() > 1e-6, f"{name}: the test would not see it"
-        assert (p.grad - grad).norm() < 1e-10 * grad.norm(), name
-
-
-@pytest.mark.parametrize("cfg", [GPT2, NANO, dataclasses.replace(GPT2, **THREE_STAGES)], ids=["gpt2", "nano", "three"])
-def test_schedules(cfg):
-    """Straight lines between a few points, and stages."""
-    end, n, parts = cfg.scheduled_steps, cfg.num_iterations, len(cfg.window_tokens) - (cfg.extension_steps > 0)
-    borders = [*(round(end * i / parts) for i in range(parts + 1)), n]
-    cooldown = [int(end * (1 - cfg.cooldown_frac) + 1e-9), end]
-    points = [0, cfg.momentum_warmup_steps, n - cfg.momentum_cooldown_steps, n]
-    low, high = cfg.momentum_warmup_start, cfg.muon_momentum
-    for step in range(n):
-        stage = int(np.searchsorted(borders[1:-1], step, side="right")) if step < end else len(cfg.window_tokens) - 1
-        window, first, last = cfg.window_tokens[stage], borders[stage], borders[stage + 1]
-        done = np.interp(step, cooldown, [0, 1])
-        rate = (1 - done) * cfg.lr_factors[stage] + done * cfg.min_lr_frac
-        assert train_gpt.lr_multiplier(step, cfg) == pytest.approx(rate)
-        assert train_gpt.muon_momentum(step, cfg) == pytest.approx(np.interp(step, points, [low, high, high, low]))
-        assert train_gpt.train_seq_len(step, cfg) == cfg.train_seq_len * cfg.stage_growth[stage]
-        short = window // 2 - window // 2 % cfg.block_size
-        assert train_gpt.attention_windows(step, cfg) == (window, short)
-        *weights, fading = cfg.next_weights[: max(len(cfg.next_weights) - stage, 1)]
-        fading = np.interp(step, [first, last], [fading, 0]) if weights else fading
-        assert train_gpt.next_weights(step, cfg) == pytest.approx([*weights, fading])
-    assert train_gpt.attention_windows(n, cfg) == (cfg.final_window_tokens or window, short)
+@pytest.mark.parametrize("preset", PRESETS)
+def test_schedules_do_what_training_and_warm_up_rely_on(preset: str):
+    """A graph is compiled in the warm-up for each length and number of weights, and the masks for the widest window."""
+    cfg = PRESETS[preset]
+    steps, starts = range(cfg.num_iterations), train_gpt.stage_starts(cfg)
+    assert (starts[0], starts[-1]) == (0, cfg.num_iterations)
+    assert [train_gpt.stage_of(step, cfg) for step in starts[:-1]] == [*range(len(starts) - 1)]
+    lengths, weights = ([f(step, cfg) for step in steps] for f in (train_gpt.train_seq_len, train_gpt.mtp_weights))
+    graphs = [*zip(lengths, map(len, weights), strict=True)]
+    assert {*graphs} == {graphs[start] for start in starts[:-1]}
+    assert lengths == sorted(lengths)
+    assert all(n % cfg.mask_block == 0 for n in lengths)
+    assert all(w[0] == 1 and [*w] == sorted(w, reverse=True) and w[-1] > 0 for w in weights), "the next token counts"
+    long, short = zip(*(train_gpt.attention_windows(step, cfg) for step in range(cfg.num_iterations + 1)), strict=True)
+    assert [*long] == sorted(long)
+    assert all(0 <= s <= w and s % cfg.mask_block == 0 for w, s in zip(long, short, strict=True))
+    assert {*long} == {long[start] for start in starts}
+    rates, momenta = ([f(step, cfg) for step in steps] for f in (train_gpt.lr_multiplier, train_gpt.muon_momentum))
+    assert 0 < rates[-1] < max(rates) / 2
+    assert min(rates) == rates[-1]
+    assert all(math.isfinite(rate) for rate in rates)
+    assert all(0 <= momentum < 1 for momentum in momenta)
+    tied = [train_gpt.is_tied(step, cfg) for step in steps]
+    assert tied == sorted(tied, reverse=True), "what has parted stays apart"
+    for stage in range(1, len(starts) - 1):
+        (old, _), (new, scale) = (train_gpt.rotary_frequencies(i, cfg, torch.float64) for i in (stage - 1, stage))
+        assert (new <= old).all()
+        assert scale > 0
 
 
 # Newton-Schulz makes of each singular value a polynomial of it. From this part of the Frobenius norm on they end in

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import train_gpt
 from benchmarks import scaling
-from test_world_size import SMALL
-from train_gpt import GPT, Adam, Hyperparameters, Muon, Ranks, build_optimizers, lr_multiplier, step_optimizers
+from train_gpt import GPT, AdamGroup, Muon, MuonGroup, Ranks, TiedAdam, build_optimizers, step_optimizers
 
 # Names and shapes of groups of one shape: attention, MLPs, attention of another width than the model's: tall matrices
 ATTENTION = {"0.attn.qkv_w": (3, 16, 16), "0.attn.c_proj": (16, 16), "1.attn.qkv_w": (3, 16, 16)}
@@ -24,9 +23,9 @@ WIDE = {"0.attn.qkv_w": (3, 24, 16), "1.attn.qkv_w": (3, 24, 16)}
 DECAY = dict(muon_decay=1.2)
 
 
-def config(sequences: int, dtype: str, **changes) -> Hyperparameters:
+def config(sequences: int, dtype: str, **changes) -> train_gpt.Hyperparameters:
     small = dict(train_seq_len=64, batch_tokens=64 * sequences, adam_eps=0.01, adam_every=1, muon_beta2=0.9)
-    small |= dict(muon_decay=0.0, c_fc_factor=2.0, c_proj_factor=4.0, block_size=32, head_std=0.005)
+    small |= dict(muon_decay=0.0, mask_block=32, head_std=0.005)
     return dataclasses.replace(train_gpt.PRESETS["nano"], **small | changes, dtype=dtype)
 
 
@@ -46,7 +45,7 @@ def add_gradients(params: dict[str, nn.Parameter], step: int, factor: float = 1.
     return [p.grad.clone() for p in params.values()]
 
 
-def reference_update(name: str, grad: Tensor, squares: Tensor, cfg: Hyperparameters) -> Tensor:
+def reference_update(grad: Tensor, squares: Tensor, mean_dim: int, beta2: float) -> Tensor:
     """Apply Newton-Schulz and NorMuon to each matrix, term by term."""
     updates = []
     for x, square in zip(grad.view(-1, *grad.shape[-2:]), squares.view(-1, *grad.shape[-2:]), strict=True):
@@ -54,52 +53,59 @@ def reference_update(name: str, grad: Tensor, squares: Tensor, cfg: Hyperparamet
         for a, b, c in train_gpt.POLAR_EXPRESS:
             xxx = x @ x.T @ x
             x = a * x + b * xxx + c * (xxx @ x.T @ x)
-        # A number for each hidden unit of an MLP, a column, elsewhere for each output, a row
-        mean = x.square().mean(0 if "mlp" in name else 1, keepdim=True)
-        even = x / square.mul_(cfg.muon_beta2).add_((1 - cfg.muon_beta2) * mean).sqrt()
+        mean = x.square().mean(mean_dim, keepdim=True)
+        even = x / square.mul_(beta2).add_((1 - beta2) * mean).sqrt()
         updates.append(even * x.norm() / even.norm())
     return torch.stack(updates).view_as(grad)
 
 
 @pytest.mark.parametrize(
-    ("shapes", "sequences", "changes"),
-    [(ATTENTION, 1, DECAY), (MLPS, 12, DECAY), (MLPS, 1, {}), (WIDE, 3, {})],
+    ("shapes", "sequences", "changes", "mean_dim"),
+    [(ATTENTION, 1, DECAY, -1), (MLPS, 12, DECAY, -2), (MLPS, 1, {}, -2), (WIDE, 3, {}, -1)],
     ids=["attention", "MLPs", "plain", "wide"],
 )
-def test_muon_equals_a_reference_that_takes_one_matrix_at_a_time(shapes: dict, sequences: int, changes: dict):
+def test_muon_equals_a_reference_that_takes_one_matrix_at_a_time(shapes, sequences, changes, mean_dim):
     params, cfg = parameters(shapes), config(sequences, "float64", **changes)
+    for factor, p in enumerate(params.values()):
+        p.lr_factor = 1.0 + factor
     expected = [p.detach().clone() for p in params.values()]
     momentum_buffers, squares = ([torch.zeros_like(p) for p in expected] for _ in range(2))
-    muon = Muon(params, 0.05, cfg, Ranks())
+    muon = Muon(params, MuonGroup(0.05, mean_dim), cfg, Ranks())
     for step in range(6):
-        lr, momentum = 0.05 * lr_multiplier(step, cfg), train_gpt.muon_momentum(step, cfg)
+        lr, momentum = 0.05 * train_gpt.lr_multiplier(step, cfg), train_gpt.muon_momentum(step, cfg)
         grads = add_gradients(params, step, factor=sequences)
         step_optimizers([muon], step)
-        lists = zip(params.items(), grads, momentum_buffers, squares, expected, strict=True)
-        for (name, p), grad, m, square, want in lists:
+        lists = zip(params.values(), grads, momentum_buffers, squares, expected, strict=True)
+        for p, grad, m, square, want in lists:
             m.mul_(momentum).add_((1 - momentum) * grad / sequences)
-            update = reference_update(name, momentum * m + (1 - momentum) * grad / sequences, square, cfg)
+            update = reference_update(
+                momentum * m + (1 - momentum) * grad / sequences, square, mean_dim, cfg.muon_beta2
+            )
             decay = torch.where(update * want >= 0, cfg.muon_decay * lr * want, 0.0)
-            want -= lr * {"mlp.c_fc": 2.0, "mlp.c_proj": 4.0}.get(name[2:], 1.0) * (update + decay)
+            want -= lr * p.lr_factor * (update + decay)
             torch.testing.assert_close(p.detach(), want, rtol=0, atol=1e-10)
             assert p.grad is None, "the next step adds to nothing"
 
 
 @pytest.mark.parametrize(("every", "dtype"), [(1, torch.float64), (2, torch.float64), (2, torch.bfloat16)])
 def test_adam_steps_every_other_time_decays_cautiously_and_parts_head_and_embedding(every: int, dtype: torch.dtype):
-    """Head and embedding are one table, moments included, until a whole step's gradients come from after that."""
+    """Head and embedding are one table, moments included, as long as they are tied."""
     cfg = config(2, "float64", adam_every=every, num_iterations=18, tied_frac=1 / 3)
     params, lr = parameters({"lm_head": (5, 7), "embed.weight": (5, 7)}, dtype), 0.3
     params["embed.weight"].data.copy_(params["lm_head"])
     want, m, v = [params["lm_head"].detach().double()] * 2, [0.0, 0.0], [0.0, 0.0]
-    adam = Adam(params, (lr, 2.0, 0.5, 0.9), cfg, Ranks())
+    adam = TiedAdam(params, AdamGroup(lr, 2.0, 0.5, 0.9), cfg, Ranks())
     for step in range(18):
         sums = add_gradients(params, step)
         step_optimizers([adam], step)
         if (step + 1) % every:
             assert all(map(torch.equal, sums, (p.grad for p in params.values())))
             continue
-        rate, count, is_tied = lr * lr_multiplier(step, cfg), (step + 1) // every, step - every < 6
+        rate, count, is_tied = (
+            lr * train_gpt.lr_multiplier(step, cfg),
+            (step + 1) // every,
+            train_gpt.is_tied(step, cfg),
+        )
         for i, (p, grad) in enumerate(zip(params.values(), sums, strict=True)):
             grad = ((sum(sums) if is_tied else grad) / 2).double()
             m[i], v[i] = 0.5 * m[i] + 0.5 * grad, 0.9 * v[i] + 0.1 * grad**2
@@ -112,37 +118,26 @@ def test_adam_steps_every_other_time_decays_cautiously_and_parts_head_and_embedd
 
 @pytest.fixture
 def gpt(tiny) -> GPT:
-    """Return a model with every kind of parameter, and groups that are known by their learning rates."""
-    groups = "head embed table scalar x0 gate smear skip".split()
-    settings = {f"{group}_adam": (0.1 * i, 0.01 * i, 0.5, 0.9) for i, group in enumerate(groups, start=1)}
-    parts = dict(attention_layout="L-PL", gate_inputs=12, backout_layer="2", bigram_rows=61, head_std=0.005)
-    return GPT(dataclasses.replace(tiny, **settings, **parts, tied_frac=0.0, muon_lr=0.9))
-
-
-GROUPS = dict(lm_head=1, embed=2, value_embeds=3, bigram_embed=3, x0_lambda=5, gate=6, value_gate=6, smear_gate=7)
-GROUPS |= dict.fromkeys("lambdas resid_lambda bigram_lambda skip_weights smear_lambda backout_lambda".split(), 4)
-GROUPS |= dict(skip_gate=8, qkv_w=9, c_fc=9, c_proj=9)
+    """Return a model with every kind of parameter."""
+    gates = dict.fromkeys(["head_gate_inputs", "value_gate_inputs", "skip_gate_inputs", "smear_gate_inputs"], 12)
+    return GPT(dataclasses.replace(tiny, **gates, attention_layout="L-PL", backout_layer=2, head_std=0.005))
 
 
 @pytest.mark.parametrize("tied_frac", [0.0, 0.5])
-def test_every_parameter_is_in_one_group_with_its_settings(gpt: GPT, tied_frac: float):
+def test_every_parameter_is_in_one_group_of_its_kind(gpt: GPT, tied_frac: float):
+    """Muon's groups are stacks of matrices; head and embedding are together while they can be tied."""
     gpt.cfg = dataclasses.replace(gpt.cfg, tied_frac=tied_frac)
-    optimizers, groups = build_optimizers(gpt, Ranks()), GROUPS | (dict(embed=1) if tied_frac else {})
+    optimizers = build_optimizers(gpt, Ranks())
     found = {name: o for o in optimizers for name in o.names}
     assert [id(gpt.get_parameter(name)) for name in found] == [id(p) for o in optimizers for p in o.params]
     assert found.keys() == dict(gpt.named_parameters()).keys()
-    for name, o in found.items():
-        (n,) = {groups[part] for part in name.split(".") if part in groups}
-        assert (type(o), round(o.lr * 10)) == (Muon if n == 9 else Adam, n), name
-        assert n == 9 or [o.decay, *o.betas] == [0.01 * n, 0.5, 0.9]
-    assert len({*groups.values()}) + 1 == len(optimizers), "one group of Adam's a setting, one of Muon's a shape"
-    wide = build_optimizers(GPT(dataclasses.replace(gpt.cfg, head_dim=64)), Ranks())  # attention as wide as MLPs
-    assert all(len({"mlp" in name for name in o.names}) == 1 for o in wide if isinstance(o, Muon)), "NorMuon differs"
+    assert all(len({p.shape[-2:] for p in o.params}) == 1 for o in optimizers if o.by_matrix)
+    assert (found["lm_head"] is found["embed.weight"]) == (tied_frac > 0)
 
 
-@pytest.mark.parametrize("name", "extra blocks.0.scale blocks.1.attn_lambdas bigram_embed.c_proj embed.lambdas".split())
+@pytest.mark.parametrize("name", "extra blocks.0.scale blocks.1.attn_lambdas embed.lambdas".split())
 def test_a_parameter_without_exactly_one_group_is_refused_by_name(gpt: GPT, name: str):
-    """No group claims the first three; two claim the others."""
+    """No group claims the first three; two claim the last."""
     module, _, last = name.rpartition(".")
     gpt.get_submodule(module).register_parameter(last, nn.Parameter(torch.zeros(3, 3)))
     with pytest.raises(ValueError, match=rf"exactly one group in build_optimizers: {name}$"):
@@ -150,11 +145,6 @@ def test_a_parameter_without_exactly_one_group_is_refused_by_name(gpt: GPT, name
 
 
 # ---- Communication: when, beside what compute, through which buffers, how many bytes ---------------------------------
-# By bytes, as in the gpt2 preset: embeddings, MLPs, head, attention, scalars; so Adam's and Muon's groups alternate
-MORE = "--dtype float32 --vocab_size 500 --eot_token 499 --adam_every 1"
-LIKE_GPT2 = train_gpt.parse_args([*SMALL, *MORE.split()])
-
-
 def shared(a: Tensor, b: Tensor) -> bool:
     """Say whether two tensors without gaps have bytes in common."""
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
@@ -207,10 +197,10 @@ class Network:
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (2, 3), (7, 8)])
-def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, rank, size):
+def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, gpt, rank, size):
     """With n groups a step has 4 n units of time, of which 2 n - 2 are hidden: half of these if only gradients, or only
     updates, travel beside compute. The second step finds the buffers of the first."""
-    network, gpt = Network(monkeypatch, Ranks(rank, size), checks=True), GPT(train_gpt.resolve(LIKE_GPT2))
+    network = Network(monkeypatch, Ranks(rank, size), checks=True)
     optimizers = build_optimizers(gpt, network.ranks)
     for optimizer in optimizers:
         optimizer.update_shard = lambda *args, update=optimizer.update_shard: network.compute(update, *args)
@@ -229,18 +219,19 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, ra
 
 @pytest.mark.parametrize("size", [3, 8])
 def test_bytes_of_a_step_are_those_of_gradients_and_values_and_little_padding(monkeypatch, size):
-    """In the gpt2 preset: on 8 ranks 22 matrices of MLPs are 24. Adam waits at step 0."""
+    """In the preset gpt2: on 8 ranks 22 matrices of MLPs are 24. What steps every other time waits at step 0."""
     cfg = dataclasses.replace(train_gpt.PRESETS["gpt2"], device="cuda", dtype="bfloat16", compile=False)
     network, total = Network(monkeypatch, Ranks(size - 1, size), checks=False), 0
     with torch.device("meta"):
         gpt = GPT(cfg)
         optimizers = build_optimizers(gpt, network.ranks)
-    sizes = [optimizer.grads.nbytes for optimizer in optimizers]
+    sizes = [optimizer.grad_buffer.nbytes for optimizer in optimizers]
     assert sizes == sorted(sizes, reverse=True), "the largest computes while others communicate"
     for step in range(2):
-        for name, p in gpt.named_parameters():
-            p.grad = torch.empty_like(p)
-            total += p.nbytes * ("qkv_w" in name or "c_" in name or step)
+        for optimizer in optimizers:
+            for p in optimizer.params:
+                p.grad = torch.empty_like(p)
+                total += p.nbytes * ((step + 1) % optimizer.every == 0)
         step_optimizers(optimizers, step)
     for name in "reduce_scatter", "all_gather":
         assert total <= network.bytes[name] < 1.04 * total

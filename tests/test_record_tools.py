@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,11 +23,22 @@ from records import proof, race, rules
 from records.__main__ import build_parser, main
 from records.logs import Log, lineage
 from records.publish import BEGIN, END
-from synthetic_logs import LOSSES, NANO_VAL, ROOT, SCRIPT, SOURCE, log_text, public_text, write_race, write_record
+from synthetic_logs import (
+    LOSSES,
+    NANO_VAL,
+    README,
+    ROOT,
+    SCRIPT,
+    SOURCE,
+    log_text,
+    public_text,
+    write_race,
+    write_record,
+)
 from test_train import wait_for
 
 NAME = "2026-01-02_Good"
-SYSTEMS = "# Name: x\n\nSystems record: other kernels.\n"
+FORM = "# Name: x\n\n| kind | form: tests/test_records.py |\n"
 EMPTY_TABLES = f"# Records\n\n{BEGIN}\n{END}\n\nMore.\n"
 
 
@@ -127,21 +139,23 @@ def test_verify_finds_compiler_flags(line):
 
 def test_verify_wants_a_written_page_and_a_script(tool, root):
     source = "import torch._dynamo\n"
-    folder = write_record(root, NAME, good(source=source), source, "# Name: one line\n\n<say what>\n")
+    folder = write_record(root, NAME, good(source=source), source, f"{README}\n<say what>, <say who>\n<say why>\n")
     code, out, _ = tool("verify")
-    assert (code, out.count("\n"), "README.md line 3 still has a <say" in out) == (1, 2, True)
+    assert (code, out.count("\n")) == (1, 4)
+    asked = [("5", "<say what>"), ("5", "<say who>"), ("6", "<say why>")]
+    assert re.findall(r"README\.md line (\d+): write what '(.*)' asks for", out) == asked
     assert "the track allows no compiler flags" in out
     (folder / "train_gpt.py").unlink()
     assert "train_gpt.py is missing" in tool("verify")[1]
 
 
-def test_verify_passes_a_good_record_and_a_systems_record_by_its_mean(tool, root):
+def test_verify_passes_a_good_record_and_a_form_by_its_mean(tool, root):
     folder = write_record(root, NAME, good())
     (folder / "run0.json").write_text(json.dumps(dict(val_loss=LOSSES[0] + 3e-5, train_time_ms=806.3, seed=0)))
     assert tool("verify")[:2] == (0, f"ok {NAME}: n=5 mean 1.4302 sd 0.0019 p=1.1e-05 (nano, 20 steps)\n")
     for loss, told in (1.431, f"ok {NAME}: n=1"), (1.4501, f"FAIL {NAME}: mean 1.4501 is"):
         shutil.rmtree(folder)
-        write_record(root, NAME, [log_text(val_loss=loss)], readme=SYSTEMS)
+        write_record(root, NAME, [log_text(val_loss=loss)], readme=FORM)
         assert tool("verify")[1].startswith(told)
 
 
@@ -188,28 +202,21 @@ def test_garbage_never_gives_a_traceback(tool, root, log, result):
     (folder / "run0.json").write_bytes(result)
     (root / "README.md").write_text(EMPTY_TABLES)
     commands = [("verify",), ("verify", "--against", "record21", files[0]), ("new", "Other", files[0]), ("table",)]
-    commands += [("stats", *files), ("diff", *files), ("compare", files[0], "--against", files[1])]
+    commands += [("stats", *files), ("diff", *files)]
     for command in commands:
         code, _, err = tool(*command)
         assert (code == 2) == err.startswith("python -m records: "), (command, code, err[:300])
         assert code < 2 or err.count("\n") == 1, err[:300]
 
 
-def test_compare_pairs_by_seed_where_it_can(tool, root, tmp_path):
-    write_record(root, NAME, good())
-    second = write_record(root, "2026-01-03_Next", [], after=NAME)
-    for seed in range(2, 9):
-        text = log_text(seed=seed, val_loss=1.44 + 0.001 * seed, step_ms=20.15 + 0.1 * seed, source="")
-        (second / f"run{seed}.txt").write_text(text)
-    found = json.loads(tool("compare", "next", "--against", "good", "--json")[1])
-    assert (found["n"], found["seeds"]) == ([3, 3], [2, 3, 4])
-    times = stats.ttest_1samp(np.log([407 / 806, 409 / 806, 411 / 806]), 0).confidence_interval()
+def test_runs_are_compared_by_pairs_of_one_seed():
+    newer = [race.Run(0, seed, loss, ms) for seed, loss, ms in ((1, 1.44, 401.0), (2, 1.43, 409.0), (3, 1.42, 405.0))]
+    older = [race.Run(1, seed, loss, 806.0) for seed, loss in ((3, 1.46), (2, 1.45), (1, 1.43))]
+    found = proof.compare(newer, older)
+    times = stats.ttest_1samp(np.log([401 / 806, 409 / 806, 405 / 806]), 0).confidence_interval()
+    losses = stats.ttest_1samp([0.01, -0.02, -0.04], 0).confidence_interval()
     assert [found["train_time"][end] for end in ("low", "high")] == pytest.approx([*np.exp(times)], abs=1e-6)
-    assert found["step_time"]["means"] == pytest.approx([20.45, 40.3], abs=0.1), "though lines are rounded to 1 ms"
-    three = [second / f"run{seed}.txt" for seed in (4, 6, 8)]  # one seed in common makes no pairs
-    found = json.loads(tool("compare", *three, "--against", "good", "--json")[1])
-    losses = stats.ttest_ind([1.444, 1.446, 1.448], LOSSES, equal_var=False).confidence_interval()
-    assert (found["n"], found["seeds"], found["val_loss"]["low"]) == ([3, 5], None, pytest.approx(losses[0], abs=1e-6))
+    assert [found["val_loss"][end] for end in ("low", "high")] == pytest.approx([*losses], abs=1e-6)
 
 
 def test_stats(tool, root, tmp_path):
@@ -312,22 +319,66 @@ def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, 
     assert re.search(r"scipy.*pip install .*requirements\.txt", tool("race", fast, fast)[2])
 
 
+def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp_path, scripts, monkeypatch):
+    monkeypatch.setattr(race, "in_turn", lambda *_, **__: dict(scripts=[], comparisons=[]))
+    fast, slow, other = scripts
+    write_record(root, NAME, [], slow.read_text())
+    (tmp_path / "long.py").write_text(fast.read_text() + 199 * "# line\n")
+    for argv, problem in (
+        ((fast, fast, slow), "two of these scripts are the same"),
+        ((fast, other), f"no record can come of this race: not the script of {NAME}: race against it"),
+        ((fast, slow, "--pairs", "4"), "no record can come of this race: fewer than 5 pairs"),
+        ((fast, slow, "--", "--muon_lr=1"), "no record can come of this race: flags --muon_lr: put"),
+        ((tmp_path / "long.py", slow), f"no record can come of this race: 205 lines change against {NAME}, for an"),
+    ):
+        said = tool("race", *argv)[2]
+        assert (said.startswith(problem), said.count("\n")) == (True, 1), said
+    assert tool("race", fast, slow, "--", "--preset", "nano")[2] == ""
+
+
+def test_the_commands_of_submit_lead_to_a_record(tool, root, tmp_path, scripts, monkeypatch):
+    """Run them in order, from a copy of the root's script, which is the newest record's, to what verify accepts."""
+    monkeypatch.chdir(tmp_path)
+    fast, slow, _ = (path.read_text() for path in scripts)
+    write_record(root, NAME, good(source=slow.rstrip("\n")), slow)
+    Path("train_gpt.py").write_text(slow)
+    page = (ROOT / "docs" / "submit.md").read_text().partition("## 5.")[0]
+    left = []
+    for command in re.findall(r"^ {4}(cp train_gpt.py my.py|python -m records .*)", page, re.MULTILINE):
+        match shlex.split(command):
+            case ["cp", *_]:
+                Path("my.py").write_text(fast)  # with the idea
+            case [*_, "MyIdea"] if "verify" in command:
+                (readme,) = root.glob("*_MyIdea/README.md")
+                left = [line for line in tool("verify", "MyIdea")[1].splitlines() if "<say" not in line]
+                readme.write_text(re.sub("<say.*>", "said", readme.read_text()))
+                assert tool("verify", "MyIdea")[:1] == (0,)
+            case [_, _, _, name, *words] if "--nproc_per_node" not in words:  # of which gpt2 has more
+                paths = [path for word in words for path in (sorted(tmp_path.glob(word)) if "*" in word else [word])]
+                code, _, said = tool(name, *paths)
+                assert (code, "no record can" in said) == (0, False), (command, said)
+    assert (left, Path("my.py").exists(), "ok " in tool("verify")[1]) == ([], True, True)
+
+
 NEWER, NEXT = SOURCE + "# newer\n", "2026-01-01_Next"  # the older by name
 
 
 def test_verify_wants_the_race_against_the_record_before(tool, root):
     write_record(root, NAME, good())
-    write_record(root, "2026-01-02_Idea", [], readme="# Idea: one\n| track | gpt2, not ranked |\n", after=NAME)
+    idea = dict(source=f"{SOURCE}# of gpt2\n", readme=f"{README}| track | gpt2, not ranked |\n")
+    write_record(root, "2026-01-02_Idea", [], **idea, after=NAME)
     folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after="2026-01-02_Idea")
     path = folder / "race.json"
+    write_race(path, NEWER, idea["source"])
+    assert "times 2026-01-02_Idea, loss" in tool("verify")[1], "the newest one, though it is not ranked"
     document = write_race(path, NEWER, SOURCE)
-    told = f"ok 2026-01-02_Idea: not ranked: script and page\nok {NEXT}: n=5 mean 1.4302 sd 0.0019 p=1.1e-05"
+    told = f"ok 2026-01-02_Idea: not ranked: script and page; idea\nok {NEXT}: n=5 mean 1.4302 sd 0.0019 p=1.1e-05"
     told += f" (nano, 20 steps); train time 0.900 (0.900 to 0.900) times {NAME}, loss +0.0000\n"
     assert told in tool("verify")[1]
     scripts, runs, other = document["scripts"], document["runs"], dict(sha256="ab" * 32)
     for problem, *changes in (
         ("lacks this record's script", dict(scripts=[other, scripts[1]])),
-        ("lacks the record before's script", dict(scripts=[scripts[0], other])),
+        (f"not the script of {NAME} or 2026-01-02_Idea: race", dict(scripts=[scripts[0], other])),
         ("its comparisons do not follow", dict(runs=[runs[0] | dict(train_time=900.0), *runs[1:]])),
         ("has 9 runs, not 5 of each script", dict(runs=runs[:-1])),
         ("its runs are not those of a race in order", dict(runs=[*runs[:8], runs[0], runs[9]])),
@@ -335,7 +386,7 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
             "its runs differ in hardware: race",
             dict(runs=[*runs[:8], *(runs[i] | dict(hardware=f"{i}") for i in (8, 9))]),
         ),
-        ("was run with --muon_lr, --seq; put", dict(flags=["--preset", "nano", "--muon_lr=-1", "--seq", "-8"])),
+        ("flags --muon_lr, --seq: put", dict(flags=["--preset", "nano", "--muon_lr=-1", "--seq", "-8"])),
         ("not the race.json of a race", dict(runs=None), dict(runs=[{}]), dict(pairs="x"), dict(pairs=10**9)),
         ("not the race.json of a race", dict(seed="x"), dict(flags=5), dict(flags=[5])),
         ("not the race.json of a race", dict(runs=[runs[1] | dict(train_time=float("nan"))])),
@@ -359,13 +410,36 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     write_race(path, NEWER, SOURCE, ratio=1.1)
     not_faster = f"not shown to be faster than {NAME}: train time 1.100 (1.100 to 1.100); race more"
     assert not_faster in tool("verify", "next")[1]
-    with (folder / "README.md").open("a") as page:
-        page.write("\nPublic record 9 (2026-01-01).\n")
-    assert tool("verify", "next")[0] == 0, "which repeats history"
+    page = (folder / "README.md").read_text()
+    for kind in "public record 46", "form: tests/test_records.py":
+        (folder / "README.md").write_text(page.replace("| idea |", f"| {kind} |"))
+        assert tool("verify", "next")[0] == 0, "which need not gain here"
     write_race(path, NEWER, SOURCE, losses=LOSSES[1:])
     assert "fewer than 5 pairs" in tool("verify", "next")[1]
     path.unlink()
     assert "race.json: is missing; race the script against" in tool("verify", "next")[1]
+
+
+def test_a_page_says_what_kind_of_record_it_is(tool, root):
+    """An idea changes at most 200 lines; a form may change more, and names a test that is there."""
+    write_record(root, NAME, good())
+    most, more = (SOURCE + "# line\n" * count for count in (200, 201))
+    folder = write_record(root, NEXT, [], most, f"{README}| track | not ranked |\n", after=NAME)
+    assert tool("verify", "next")[0] == 0
+    (folder / "train_gpt.py").write_text(more)
+    assert f"201 lines change against {NAME}, for an idea at most 200" in tool("verify", "next")[1]
+    page = (folder / "README.md").read_text()
+    for kind, wrong in {
+        "form: no idea; [`tests/test_records.py`](../../tests/test_records.py) shows it": None,
+        "form": "names no test",
+        "form: tests/test_nothing.py": "names no test",
+        "public record 45": "has no row",
+        "public record 46": "201 lines",
+        "ideas": "has no row",
+    }.items():
+        (folder / "README.md").write_text(page.replace("| idea |", f"| {kind} |"))
+        code, out, _ = tool("verify", "next")
+        assert (code, wrong is None or wrong in out) == (int(wrong is not None), True), out
 
 
 def test_records_follow_each_other_by_their_pages(tool, root):
@@ -387,17 +461,19 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
     paths = sorted(write_record(tmp_path, "logs", good()).glob("*.txt"))
     write_race(tmp_path / "race.json", SOURCE, NEWER)
     argv = ("new", "Fresh", *paths, "--date", "2026-02-03", "--race", tmp_path / "race.json")
-    assert "has 5 runs of the script, there are 4" in tool("new", "Fresh", *paths[1:], *argv[-2:])[2]
-    folder, code = root / "2026-02-03_Fresh", tool(*argv)[0]
+    folder, (code, told, _) = root / "2026-02-03_Fresh", tool(*argv)
     files = {"README.md", "train_gpt.py", "race.json", *(path.name for path in paths)}
     assert (code, (folder / "train_gpt.py").read_text()) == (0, SOURCE)
     assert {path.name for path in folder.iterdir()} == files
     readme = (folder / "README.md").read_text()
     shown = r"n=5 mean 1.4302 sd .*\| after \| \[2025-03-01_Before\]\(.*1 lines removed, 0 added against \[2025-03-01_B"
     assert re.search(shown, readme, re.S)
-    assert tool("verify", "fresh")[0] == 1
+    code, left, _ = tool("verify", "fresh")
+    assert (code, left.count("<say"), told.endswith(left)) == (1, 3, True)
     (folder / "README.md").write_text(re.sub("<say.*>", "said", readme))
     assert tool("verify", "fresh")[0] == 0
+    assert "has 5 runs of the script, there are 4" in tool("new", "Four", *paths[1:], *argv[-2:])[1]
+    shutil.rmtree(next(root.glob("*_Four")))
     assert "is there already" in tool(*argv)[2]
     counts = json.loads(tool("diff", "01-01_before", folder / "run1.txt", "--json")[1])
     assert (counts["removed"], counts["added"]) == (1, 1)
@@ -428,6 +504,12 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     shown = tool("diff", "next", "hostile")[1]
     assert ("+?[2J" in shown, "\x1b" in shown + text) == (True, False)
     assert (tool("table", "--check")[0], tool("table")[0], readme.read_text()) == (0, 0, text)
+    write_record(root, "2026-01-05_Form", [], NEWER + "#", f"{FORM}| track | not ranked yet |\n", after=folder.name)
+    follower = write_record(root, "2026-01-06_Six", good(source="six"), "six", after="2026-01-05_Form")
+    write_race(follower / "race.json", "six", NEWER + "#")
+    assert tool("table")[0] == 0
+    (new,) = set(readme.read_text().splitlines()) - set(text.splitlines())
+    assert re.search(r"_Six\) \|.* 0\.900 \(0\.900 to 0\.900\), against 2026-01-05_Form \|  \| 499", new)
 
 
 @pytest.mark.parametrize("picture", ["records/curves.png", "records/history.png"])

@@ -1,7 +1,5 @@
 """The scripts of records/: each still trains what it did, and equals its neighbours where it says so."""
 
-import ast
-import dataclasses
 import functools
 import json
 import re
@@ -10,15 +8,13 @@ from pathlib import Path
 
 import pytest
 
-import train_gpt
 from public_records import load
-from records import rules
-from records.logs import RECORDS, is_ranked, lineage
+from records.logs import RECORDS, diff, is_ranked, lineage, read_script
 from world_worker import ROOT, Run
 
 NAMES = [folder.name for folder in lineage(RECORDS)]
-UNTIMED = [name for name in NAMES if not is_ranked(RECORDS / name)]  # they only carry ideas of gpt2
-V14, V15, V18, V20, V21, SHARDED, PAIRS, TUNED, START = (name for name in NAMES if name not in UNTIMED)
+V14, V15, V18, V20, V21, SHARDED, PAIRS, TUNED, START, *_ = (name for name in NAMES if is_ranked(RECORDS / name))
+UNTIMED = NAMES[NAMES.index(TUNED) + 1 : NAMES.index(START)]  # the last is nano's, the others only gpt2's
 SHORT = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --seed 1 --num_iterations 8 --model_dim 32 "
 SHORT += "--num_heads 2 --head_dim 16 --block_size 16 --window_tokens 64 --train_seq_len 128 --batch_tokens 768 "
 SHORT += "--val_seq_len 256 --val_tokens 1280"
@@ -41,17 +37,9 @@ def loss_of(script_flags, tmp_path_factory):
     return train
 
 
-def test_root_script_is_the_newest_record_or_says_unreleased():
-    root = (ROOT / "train_gpt.py").read_text(encoding="utf-8")
-    assert not list(rules.compiler_flags(root))
-    is_marked = "unreleased" in ast.get_docstring(ast.parse(root)).lower()
-    assert is_marked == (root != script(NAMES[-1]))
-
-
-def test_presets_of_the_root_are_those_of_the_newest_record():
-    for name, preset in load(NAMES[-1]).PRESETS.items():
-        theirs, ours = dataclasses.asdict(preset), dataclasses.asdict(train_gpt.PRESETS[name])
-        assert {field for field in theirs if theirs[field] != ours[field]} <= {"device", "val_loss_every"}
+def test_the_root_is_the_newest_record_and_at_most_100_changed_lines():
+    _, removed, added = diff(read_script(NAMES[-1], RECORDS), read_script(str(ROOT / "train_gpt.py"), RECORDS))
+    assert removed + added <= 100
 
 
 def test_scripts_import_nothing_of_this_repository():
@@ -94,7 +82,7 @@ def test_neighbours_are_one_training(older: str, newer: str, both: str, more: st
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [V14, V21, NAMES[-1]])
+@pytest.mark.parametrize("name", [V14, V21, START])
 def test_three_processes_train_what_one_does(name: str, script_flags, loss_of, tmp_path: Path):
     """6 sequences a step, 5 of validation, and matrices whose number 3 does not divide."""
     flags = [*SHORT.split(), *script_flags, "--log_dir", tmp_path, "--run_id", "r"]

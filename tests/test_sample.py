@@ -1,6 +1,7 @@
 """sample.py: its logits are those of training, what it draws, what it prints, and how it ends."""
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from train_gpt import UserError
 def model(tiny, random_gpt, tmp_path) -> Path:
     """A model with random values, of bytes."""
     cfg = dataclasses.replace(tiny, val_seq_len=80_000, val_tokens=80_000)
-    path, state = tmp_path / "logs" / "random.pt", dict(configuration=dataclasses.asdict(cfg))
+    path, state = tmp_path / "logs" / "random.pt", dict(configuration=json.dumps(dataclasses.asdict(cfg)))
     path.parent.mkdir()
     torch.save(state | dict(model=random_gpt(cfg).state_dict()), path)
     return path
@@ -141,8 +142,8 @@ def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeyp
     Path("LICENSE").write_text("not a model")
     torch.save([1], "list.pt")
     if change := ODD.get(argv.removesuffix(".pt")):
-        change(saved["configuration"], saved["model"])
-        torch.save(saved, argv)
+        change(cfg := json.loads(saved["configuration"]), saved["model"])
+        torch.save(saved | dict(configuration=json.dumps(cfg)), argv)
     code, text, errors = run(capsys, *argv.split())
     is_late = "finite" in message
     assert (code, text.strip(), errors.count("\n")) == (2, "def" * is_late, 1 + is_late)

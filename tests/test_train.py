@@ -24,25 +24,28 @@ import torch
 
 import train_gpt
 from conftest import TINY_FLAGS
+from shards import write_shard
 from train_gpt import Ranks, RunLog, Trainer, UserError
 from world_worker import ENVIRONMENT, ROOT, Run
 
 SMALL = "--seed 5 --num_iterations 4 --val_loss_every 2 --val_seq_len 96 --val_tokens 288 --val_sha256= "
-SMALL += "--block_size 16 --window_tokens 64 --attention_layout LS --value_embed_layout 0. --skip_layout .0"
+SMALL += "--mask_block 16 --window_tokens 64 --attention_layout LS --value_embed_layout 0. --skip_layout .0"
 SMALL = [*TINY_FLAGS, *SMALL.split()]
 # Every idea of gpt2, in twelve sequences. The stages begin at steps 0, 2 and 5, so step 5 is the second of Adam's pair;
 # there embedding and head part, and the warm-up ends between two steps of Adam
 SMALL_GPT2 = (
     "--preset gpt2 --device cpu --dtype float32 --cpu_threads 1 --seed 5 --num_iterations 8 --val_loss_every 4 "
-    "--extension_steps 3 --stage_growth 1 2 3 --lr_factors 1 1.5 1.7 --window_tokens 32 64 96 "
+    "--extension_steps 3 --batch_factors 1 2 3 --lr_factors 1 1.5 1.7 --window_tokens 32 64 96 "
     "--final_window_tokens 128 --tied_frac 0.5 --max_doc_len 40 --batch_tokens 192 --train_seq_len 16 --val_seq_len 96 "
     "--val_tokens 672 --model_dim 24 --num_heads 2 --head_dim 8 --attention_layout PL- --value_embed_layout 01. "
-    "--skip_layout ..0 --backout_layer 1 --bigram_rows 66 --gate_inputs 6 --block_size 16 --lm_head_slice 100 "
-    "--vocab_size 257 --eot_token 256 --momentum_warmup_steps 4 --momentum_cooldown_steps 3 --val_sha256="
+    "--skip_layout ..0 --backout_layer 1 --bigram_rows 66 --head_gate_inputs 6 --value_gate_inputs 6 "
+    "--skip_gate_inputs 6 --smear_gate_inputs 6 --mask_block 16 --lm_head_slice 100 --vocab_size 257 --eot_token 256 "
+    "--momentum_warmup_steps 4 --momentum_cooldown_steps 3 --val_sha256="
 ).split()
 NUMBERS = dataclasses.asdict(train_gpt.PRESETS["gpt2"]) | dict(seed=1)
 NUMBERS = {name: type(value[0] if isinstance(value, tuple) else value) for name, value in NUMBERS.items()}
 NUMBERS = {name: kind for name, kind in NUMBERS.items() if kind in (int, float)}
+GROUPS = [name for name, hint in train_gpt.Hyperparameters.__annotations__.items() if hint is train_gpt.AdamField]
 
 
 @pytest.fixture
@@ -76,10 +79,6 @@ def wait_for(condition, seconds: float = 60) -> None:
 
 
 def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
-    """A copy of the script gives the same as `train_gpt.py | head -1`: the console goes away, the run ends well."""
-    command = shlex.join([sys.executable, shutil.copy(ROOT / "train_gpt.py", tmp_path), *flags, "--run_id", "copy"])
-    copy = subprocess.Popen(["bash", "-o", "pipefail", "-c", f"{command} | head -1"], stdout=-1, stderr=-1, text=True)
-    flags += ["--log_dir", f"{tmp_path}/form"]
     result = train_gpt.main([*flags, "--run_id", "form", "--target_loss", "5.5"])
     log = Path(result["log"])
     source, environment, steps = log.read_text().split("=" * 100 + "\n")
@@ -99,9 +98,18 @@ def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
     assert json.loads(log.with_suffix(".json").read_text()) == json.loads(json.dumps(result))
     assert {path.name for path in log.parent.iterdir()} == {"form.txt", "form.json", "form.pt"}
     assert re.search("(?s)^.{,1400} reached", capsys.readouterr().out), "the console sees a few lines"
-    out, err = copy.communicate(timeout=60)
-    assert (copy.returncode, out.count("\n"), err) == (0, 1, "")
-    assert losses(json.loads((tmp_path / "logs" / "copy.json").read_text())) == losses(result)
+
+
+def test_console_that_goes_away_does_not_end_the_run(flags, tmp_path):
+    """Of a copy of the script, elsewhere, in a program of its own."""
+    runs, copy = {}, shutil.copy(ROOT / "train_gpt.py", tmp_path)
+    for name, elsewhere in dict(pipe="| head -1", full="1>/dev/full", closed="1>&- 2>&-").items():
+        command = f"{shlex.join([sys.executable, copy, *flags, '--run_id', name])} {elsewhere}"
+        runs[name] = subprocess.Popen(["bash", "-o", "pipefail", "-c", command], stdout=-1, stderr=-1, text=True)
+    for name, run in runs.items():
+        out, err = run.communicate(timeout=60)
+        assert (run.returncode, out.count("\n"), err) == (0, name == "pipe", ""), name
+        assert (tmp_path / "logs" / f"{name}.json").exists()
 
 
 def test_seed_decides_the_run_which_starts_at_the_loss_of_a_guess_and_falls(flags, capsys):
@@ -177,19 +185,20 @@ def refusal(argv: list[str], capsys) -> str:
 def test_every_number_has_bounds(flags, tmp_path, capsys, monkeypatch, name):
     monkeypatch.setattr(train_gpt.inspect, "getsource", lambda _: "")  # the text of --help, half of the time
     for value in ("1" + "0" * 30, "-101", "nan", "five", "1.5" if NUMBERS[name] is int else "1e30"):
-        assert name in refusal([*flags, f"--{name}={value}"], capsys), value
+        for i in range(4 if name in GROUPS else 1):
+            values = ["0.5"] * i + [value] + ["0.5"] * (3 - i) * (name in GROUPS)
+            assert name in refusal([*flags, f"--{name}", *values], capsys), values
     assert not (tmp_path / "logs").exists()
 
 
-BAD = """preset gpt3;num_iterations 0;cooldown_frac 0;batch_tokens 100;val_tokens 100;train_seq_len 72;val_seq_len 72;
-attention_layout LX;attention_layout ;value_embed_layout 012;value_embed_layout 0x;skip_layout .1;head_dim 18;
-vocab_size 70000;vocab_size 100;device tpu;dtype fp8;run_id ../x;run_id \33[31m;lm_head_softcap 0;rope_base 0;
-train_files nowhere/*.bin;val_files LICENSE;num_iterations 1000;log_dir LICENSE;resume nowhere;backout_layer 2;
-window_tokens;window_tokens 0;window_tokens 32 64;window_tokens 32 x;stage_growth;stage_growth 0;lr_factors 1 1;
-extension_steps 4;next_weights;next_weights 1 1 1 1 1 1 1 1 1;head_adam;head_adam 0.01 0 0.5;
-head_adam 0.01 0 0.5 1;head_adam 0.01 0 0.5 0.9 0.9;gate_inputs 33;num_heads 3 --attention_layout PP;
-checkpoint_every 3 --adam_every 2;bigram_rows 1;adam_every 17;attention_layout=--;extension_steps 1;
-tied_frac 0.5 --head_std 0;window_tokens{8} --stage_growth{8} --lr_factors{8}""".replace("{8}", " 8" * 8)
+BAD = """preset gpt3;num_iterations 0;cooldown_frac 0;batch_tokens 100;val_tokens 100;
+attention_layout LX;attention_layout ;value_embed_layout 012;skip_layout .1.;vocab_size 70000;vocab_size 100;
+vocab_size 256 --eot_token 255;device tpu;dtype fp8;lm_head_softcap 0;rope_base 0;
+train_files nowhere/*.bin;val_files LICENSE;num_iterations 1000;log_dir LICENSE;resume nowhere;
+window_tokens;window_tokens 0;window_tokens 32 64;window_tokens 32 x;batch_factors;batch_factors 0;lr_factors 1 1;
+extension_steps 4;mtp_weights;mtp_weights 1 1 1 1 1 1 1 1 1;head_adam;head_adam 0.01 0 0.5;
+head_adam 0.01 0 0.5 1;head_adam 0.01 0 0.5 0.9 0.9;checkpoint_every 3 --adam_every 2;adam_every 17;extension_steps 1;
+tied_frac 0.5 --head_std 0;window_tokens{8} --batch_factors{8} --lr_factors{8}""".replace("{8}", " 8" * 8)
 BAD += ";device cuda" * (not torch.cuda.is_available())
 
 
@@ -201,20 +210,15 @@ def test_bad_input_is_refused_by_name(flags, tmp_path, monkeypatch, capsys, flag
     assert not (tmp_path / "logs").exists()
 
 
-def test_number_of_processes_has_to_divide_the_sequences_and_fit_the_gpus(monkeypatch):
+def test_number_of_processes_has_to_divide_the_sequences(flags, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="--preset"):
         train_gpt.parse_args([], world_size=2)
-    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], batch_tokens=1024 * 12)
-    train_gpt.check_world(cfg, Ranks(world_size=6))
-    for size, nearest in (5, ".* 4.* 6"), (13, ".* 12"):
-        with pytest.raises(UserError, match=f"^{size} processes.* 12 {nearest}"):
-            train_gpt.check_world(cfg, Ranks(world_size=size))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    cfg = dataclasses.replace(cfg, device="cuda", batch_tokens=1024 * 8, block_size=128)
-    train_gpt.check_world(cfg, Ranks(world_size=8, local_world_size=2))
-    with pytest.raises(UserError, match=r"8 processes.* 3 GPUs"):
-        train_gpt.check_world(cfg, Ranks(world_size=8, local_world_size=8))
+    flags += ["--batch_tokens", "768", "--num_iterations", "1"]
+    train_gpt.prepare(flags, Ranks(5, 6, 5, 6))
+    for size in 5, 24:
+        with pytest.raises(UserError, match=rf"^{size} processes .* 12 sequences: \[1, 2, 3, 4, 6, 12\]"):
+            train_gpt.prepare(flags, Ranks(0, size, 0, size))
 
 
 @pytest.mark.parametrize("ranks", "2,2,0,1 -1,2,0,1 0,0,0,1 0,2,1,1 0,2,0,3 0,2,0,x 0,9e9,0,1".split())
@@ -225,39 +229,41 @@ def test_impossible_ranks_are_refused(monkeypatch, ranks):
         train_gpt.main([])
 
 
-def test_gpus_take_blocks_of_128_and_leave_nano_to_the_cpu(monkeypatch):
-    """FlexAttention's kernels have tiles of up to 128 tokens."""
+def test_gpus_are_for_gpt2_and_leave_nano_to_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    presets = {"": "gpt2 cuda", "--preset nano": "nano cpu", "--device cpu": "nano cpu"}
-    for flags, expected in presets.items():
+    for flags, expected in {"": "gpt2 cuda", "--preset nano": "nano cpu", "--device cpu": "nano cpu"}.items():
         cfg = train_gpt.resolve(train_gpt.parse_args(flags.split()))
         assert f"{cfg.preset} {cfg.device}" == expected
-    with pytest.raises(UserError, match="--block_size 64"):
-        train_gpt.check_world(train_gpt.parse_args(["--preset", "nano", "--device", "cuda"]), Ranks())
 
 
-@pytest.mark.parametrize(("text", "is_memory"), [("CUDA out of memory", True), ("illegal memory access", False)])
-def test_only_lack_of_memory_is_told_as_such(flags, monkeypatch, text, is_memory):
-    def fail(*_):
-        raise RuntimeError(text)
+@pytest.mark.parametrize("suffix", [".txt", ".json", ".pt", ".checkpoint"])
+def test_log_of_another_run_is_not_overwritten(flags, tmp_path, suffix):
+    """Nor any other file of its name, also where --resume finds no checkpoint and would begin anew."""
+    path = (tmp_path / "logs" / "mine").with_suffix(suffix)
+    path.parent.mkdir()
+    path.write_text("mine")
+    new, resumed = [*flags, "--run_id", "mine"], [*flags, "--run_id", "mine", "--resume", "latest"]
+    with pytest.raises(UserError, match=f"mine{suffix} is there already.*--run_id"):
+        train_gpt.main(new)
+    with path.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)  # a log without a checkpoint is of a run that was killed early: it may go on
+        expected = {".txt": "another process", ".checkpoint": "not a sound checkpoint"}.get(suffix, "there already")
+        with pytest.raises(UserError, match=expected):
+            train_gpt.main(resumed)
+    assert [(path, path.read_text()) for path in path.parent.iterdir()] == [(path, "mine")]
 
-    monkeypatch.setattr(train_gpt.Trainer, "train_step", fail)
-    with pytest.raises(UserError if is_memory else RuntimeError, match="--train_seq_len" if is_memory else text):
-        train_gpt.main(flags)
 
-
-def test_log_of_another_run_is_not_overwritten(flags, tmp_path):
-    train_gpt.main([*flags, "--run_id", "mine"])
-    before = (log := tmp_path / "logs" / "mine.txt").read_bytes()
-    with pytest.raises(UserError, match="--run_id"):
-        train_gpt.main([*flags, "--run_id", "mine"])
-    with log.open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another process"):
-            train_gpt.main([*flags, "--run_id", "mine", "--resume", "latest"])
-    assert log.read_bytes() == before
+def test_text_that_would_spoil_the_run_is_refused_before_it_starts(flags, corpus, tmp_path, capsys):
+    """Another tokenizer's token as the last target of the run or of its validation; one file for both."""
+    for name, count in dict(train=4 * 128 + 1, val=288 + 1).items():
+        tokens = np.fromfile(corpus / "long.bin", "<u2", 1000, offset=1024).astype(int)
+        tokens[count - 1] = 257
+        write_shard(tmp_path / f"{name}.bin", tokens)
+        assert f"{name}.bin: has token 257" in refusal([*flags, f"--{name}_files={tmp_path}/{name}.bin"], capsys)
+    (tmp_path / "link.bin").symlink_to(corpus / "val_000000.bin")
+    assert "val_000000.bin: to train and to val" in refusal([*flags, f"--train_files={tmp_path}/link.bin"], capsys)
+    assert not (tmp_path / "logs").exists()
 
 
 def test_pipes_are_refused(flags, tmp_path):
@@ -282,7 +288,6 @@ def test_full_disk_ends_the_log_and_not_the_training(flags, tmp_path):
         resource.prlimit(run.processes[0].pid, resource.RLIMIT_FSIZE, (size, size))
         assert run.wait() == [0], run.text("err")
         assert f"val_loss {whole['val_loss']:.4f} after" in run.text("out")
-        assert run.text("out").count("it ends here, the training goes on") == (name == "log")
         assert ("not saved" in run.text("out"), "next: python sample" in run.text("out")) == (True, False)
         assert not [path for path in (tmp_path / "logs").rglob("*.[pc]*") if "whole" not in str(path)]
 
@@ -292,11 +297,12 @@ def test_terminal_shows_a_bar_and_may_be_closed(long_flags, tmp_path):
     termios.tcsetwinsize(theirs, (24, 200))
     run = Run([[*long_flags, "--num_iterations", "100", "--run_id", "closed"]], console=os.ttyname(theirs))
     log, seen = tmp_path / "logs" / "closed.txt", b""
-    while b"train_loss=" not in seen:
+    while not re.search(rb"step \d+ train \d", seen):
         assert select.select([ours], [], [], 30)[0], seen
         seen += os.read(ours, 10_000)
     os.close(theirs)
     os.close(ours)
+    os.kill(run.processes[0].pid, signal.SIGHUP)  # as the shell in it would
     at = len(log.read_text())
     assert run.wait() == [0]
     assert log.read_text().count("\nstep:", at) > 20, "it was closed after the run"
@@ -307,7 +313,9 @@ def test_preset_suits_the_machine_and_each_flag_has_help(capsys):
     assert train_gpt.parse_args([]).preset == ("gpt2" if torch.cuda.is_available() else "nano")
     with pytest.raises(SystemExit):
         train_gpt.parse_args(["--help"])
-    assert set(re.findall(r"^ +(\w+): .*  # \w", capsys.readouterr().out, re.M)) >= set(NUMBERS)
+    text = capsys.readouterr().out  # a comment is beside its field or above it
+    told = {*re.findall(r"^ +(\w+): .*  # \w", text, re.M), *re.findall(r"^ +# .*\n +(\w+): ", text, re.M)}
+    assert {*NUMBERS} - told <= {*GROUPS}
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+os.environ.pop("PYTHONUNBUFFERED", None)  # buffers are part of what is tested
 # Without the variables of a launcher around us
 ENVIRONMENT = {name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD_SIZE" not in name}
 FORKS = multiprocessing.get_context("forkserver")
@@ -72,7 +73,7 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
     os.chdir(ROOT)
     for fd, path in enumerate(paths, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644), fd)
-    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # as in a process of its own
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
     if moment:
         kill_at(*moment)
     sys.argv = [script, *flags]
@@ -80,16 +81,16 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
     torch.distributed.init_process_group = lambda *backend, **options: init(*(backend or ["gloo"]), **options)
     if target is None:
         runpy.run_path(script, run_name="__main__")
-        sys.stderr.flush()  # where a process of its own would end with code 120
     else:
         torch.set_num_threads(1)
-        target(*flags)
+        alone = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
+        target([int(variables.get(name, value)) for name, value in alone.items()], *flags)
 
 
 def kill_at(event: str, count: int) -> None:
     """Kill this process before the `count`-th event of Python's audit that concerns the checkpoint.
 
-    At "open" a file is written and not yet renamed: leave only half of it.
+    At "open" it begins to be written: leave some of it.
     """
 
     def hook(name: str, args: tuple) -> None:
@@ -98,7 +99,7 @@ def kill_at(event: str, count: int) -> None:
             count -= 1
             if count == 0:
                 if event == "open":
-                    os.truncate(args[0], os.path.getsize(args[0]) // 2)
+                    Path(args[0]).write_bytes(b"PK" * 1000)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(hook)
