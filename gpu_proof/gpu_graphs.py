@@ -317,6 +317,7 @@ def run_steps(script, cfg, recorder: Recorder) -> dict[int, dict]:
             step_optimizers(*args)
 
     script.step_optimizers = optimize
+    script.dist.init_process_group = lambda **_: None  # the Trainer of older scripts calls it
     phases = {stage["phase"]: stage for stage in reversed(find_stages(script, cfg))}
     for world in [world for world in WORLDS if cfg.batch_sequences % world == 0]:
         recorder.world, recorder.peaks, ranks = world, {}, script.Ranks(0, world, 0, world)
