@@ -204,6 +204,8 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, gp
     optimizers = build_optimizers(gpt, network.ranks)
     for optimizer in optimizers:
         optimizer.update_shard = lambda *args, update=optimizer.update_shard: network.compute(update, *args)
+    own = [optimizer.param_buffer.unflatten(0, (size, -1))[rank] for optimizer in optimizers]
+    assert [o.param_shard.data_ptr() for o in optimizers] == [rows.data_ptr() for rows in own]
     for step in range(2):
         for p in gpt.parameters():
             p.grad = torch.randn_like(p)
