@@ -23,7 +23,7 @@ SMALL |= dict(vocab_size=257, eot_token=256, lm_head_slice=50)
 SMALL |= dict(device="cpu", dtype="float64", compile=False, cpu_threads=1, seed=1)
 # As in gpt2, attention is as wide as the model: VeFused lays tall matrices on their side, and NorMuon's means with them
 WIDTHS = dict(nano=dict(model_dim=32, num_heads=2, head_dim=16), gpt2=dict(model_dim=48, num_heads=6, head_dim=8))
-NANO = WIDTHS["nano"] | dict(window_tokens=(24,), bigram_rows=101)
+NANO = WIDTHS["nano"] | dict(window_tokens=(24,), bigram_rows=101, cooldown_frac=0.83)
 GPT2 = WIDTHS["gpt2"] | dict(window_tokens=(24, 56, 88, 104), batch_factors=(1, 2, 3, 3), final_window_tokens=160)
 GPT2 |= dict(cooldown_frac=0.6)  # of 15 steps they are whole: the form rounds them up
 GPT2 |= dict(bigram_rows=330, max_doc_len=40, extension_steps=5, momentum_warmup_steps=4, momentum_cooldown_steps=3)
@@ -59,8 +59,9 @@ def in_older_order(preset: str, name: str, values: Tensor) -> Tensor:
 def train(ranks: tuple, name: str, preset: str, folder: str) -> None:
     """Train from the parameters in `folder` as one of the processes. Rank 0 saves losses and parameters there."""
     m = script(name)
-    ranks = m.init_distributed() if name == FORM else m.Ranks(*ranks)
-    cfg, reorder = config(m, preset, folder), name != FORM
+    cfg, ranks, reorder = config(m, preset, folder), m.Ranks(*ranks), name != FORM
+    if ranks.world_size > 1:
+        m.init_distributed()
     trainer, plans, losses = m.Trainer(cfg, ranks), m.plan_data(cfg), []
     trainer.warm_up()
     params = dict(trainer.gpt.named_parameters())
@@ -73,7 +74,7 @@ def train(ranks: tuple, name: str, preset: str, folder: str) -> None:
     if ranks.rank == 0:
         values = {key: p.detach() if reorder else in_older_order(preset, key, p.detach()) for key, p in params.items()}
         torch.save(dict(losses=losses, params=values), f"{folder}/{preset} {name} {ranks.world_size}.pt")
-    if torch.distributed.is_initialized():
+    if ranks.world_size > 1:
         torch.distributed.destroy_process_group()
 
 
@@ -91,11 +92,13 @@ def test_the_form_trains_as_the_record_before(preset: str, tmp_path: Path):
     if gpt.cfg.tied_frac:
         values["embed.weight"] = values["lm_head"]
     torch.save({key: p.detach() for key, p in values.items()}, tmp_path / f"{preset}.pt")
-    runs = [(BEFORE[preset], 1), *((FORM, size) for size in (1, 2, 3))]
-    started = [Run([[name, preset, tmp_path]] * n, tmp_path / f"{name}{n}", target=train) for name, n in runs]
-    for run, (_, size) in zip(started, runs, strict=True):
+    runs = {size: Run([[FORM, preset, tmp_path]] * size, tmp_path / f"{size}", target=train) for size in (2, 3)}
+    for name in BEFORE[preset], FORM:
+        train(form.Ranks(), name, preset, tmp_path)
+    for size, run in runs.items():
         assert run.wait(timeout=300) == [0] * size, run.text("err")
-    expected, *results = (torch.load(tmp_path / f"{preset} {name} {size}.pt") for name, size in runs)
+    files = [f"{preset} {BEFORE[preset]} 1.pt", *(f"{preset} {FORM} {size}.pt" for size in (1, 2, 3))]
+    expected, *results = (torch.load(tmp_path / file) for file in files)
     assert len(expected["losses"]) == STEPS + 1
     for result in results:
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-12)

@@ -120,7 +120,9 @@ def test_adam_steps_every_other_time_decays_cautiously_and_parts_head_and_embedd
 def gpt(tiny) -> GPT:
     """Return a model with every kind of parameter."""
     gates = dict.fromkeys(["head_gate_inputs", "value_gate_inputs", "skip_gate_inputs", "smear_gate_inputs"], 12)
-    return GPT(dataclasses.replace(tiny, **gates, attention_layout="L-PL", backout_layer=2, head_std=0.005))
+    return GPT(
+        dataclasses.replace(tiny, **gates, attention_layout="L-PL", backout_layer=2, head_std=0.005, head_dim=24)
+    )
 
 
 @pytest.mark.parametrize("tied_frac", [0.0, 0.5])
