@@ -819,8 +819,8 @@ class HeadLoss(torch.autograd.Function):
         x_scale, w_scale, grad_scale = fp8_scales or (1.0, 1.0, 1.0)
         low, grad_low = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
         w_q = quantize(w, w_scale, low)
-        # (T, n): the next n targets of each token. With unfold or stack the compiler would make them anew in each slice
-        # and keep every slice's gradient in fp32 (3.1 GB more, by the compiled graph of 16,384 tokens)
+        # (T, n): the next n targets of each token. With unfold the compiler would make them anew in each slice and keep
+        # every slice's gradient in fp32 (3.1 GB more, by the compiled graph of 16,384 tokens)
         next_targets = F.pad(targets, (0, len(weights) - 1), value=-1).as_strided((len(targets), len(weights)), (1, 1))
         losses, grads_x, grad_w = [], [], None
         for x_slice, t in zip(x.split(slice_tokens), next_targets.split(slice_tokens), strict=True):
