@@ -1246,7 +1246,8 @@ class RunLog:
 
     def open(self):
         """Create the log, or go on with it. Refuse to if another run has written, or is writing, under its name."""
-        theirs = [".json"] + [".pt"] * (not self.saved.step) + [".txt", ".checkpoint"] * (not self.cfg.resume)
+        theirs = [".json"] if self.cfg.resume else [".json", ".txt", ".checkpoint"]
+        theirs += [] if self.saved.step else [".pt"]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             for path in map(self.path.with_suffix, theirs):
