@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import difflib
 import fcntl
 import gc
 import glob
@@ -33,6 +34,7 @@ from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -49,6 +51,14 @@ from tqdm import tqdm
 
 class UserError(Exception):
     """An error that the user can fix; exits with code 2."""
+
+    code = 2
+
+
+class AlreadyComplete(UserError):
+    """A run to resume that has ended: nothing is left to do, and a job that was started again has not failed."""
+
+    code = 0
 
 
 # ---- Configuration: one field, one flag, one comment -----------------------------------------------------------------
@@ -75,9 +85,9 @@ def both(gpt2, nano):
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hyperparameters:
     # Data. Shards are read in sorted order; the log marks validation tokens with another SHA-256 than val_sha256
-    preset: Literal["gpt2", "nano"] = both("gpt2", nano="nano")  # by default gpt2 where torch sees a GPU, else nano
-    train_files: str = both("data/fineweb10B/fineweb_train_*.bin", nano="data/nano/nano_train_*.bin")  # glob
-    val_files: str = both("data/fineweb10B/fineweb_val_*.bin", nano="data/nano/nano_val_*.bin")  # glob
+    preset: Literal["gpt2", "nano"] = both("gpt2", nano="nano")  # model and all settings; by default gpt2 on a GPU
+    train_files: str = both("data/fineweb10B/fineweb_train_*.bin", nano="data/nano/nano_train_*.bin")  # shards: a glob
+    val_files: str = both("data/fineweb10B/fineweb_val_*.bin", nano="data/nano/nano_val_*.bin")  # a glob
     val_tokens: Count = both(10_485_760, nano=262_144)  # validation tokens, a multiple of val_seq_len
     val_sha256: str = both("", nano="e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33")  # "": unknown
     target_loss: Rate = both(3.28, nano=1.45)  # validation loss to reach; 0: none
@@ -137,7 +147,7 @@ class Hyperparameters:
     lm_head_fp8: bool = both(True, nano=False)  # train the head in FP8 where the GPU can; validation never is
     fp8_scales: Scales = (448 / 100, 448 / 1.6, 448 / 0.75)  # of the head's input, its weight, the logits' gradient
     # Optimizers
-    muon_lr: Rate = both(0.023, nano=0.06)  # Muon, for hidden matrices: an update has about this spectral norm
+    muon_lr: Rate = both(0.023, nano=0.06)  # learning rate of Muon, for hidden matrices; the spectral norm of an update
     c_fc_factor: Rate = 2.0  # factor on muon_lr for the first matrix of each MLP
     c_proj_factor: Rate = both(4.0, nano=1.0)  # factor on muon_lr for the second matrix of each MLP
     muon_momentum: Decay = both(0.95, nano=0.9)  # momentum after its warm-up
@@ -198,6 +208,7 @@ class Hyperparameters:
         counts = {len(self.batch_factors), len(self.lr_factors), len(self.window_tokens)}
         holds = len(counts) == 1 and min(counts) > (self.extension_steps > 0)
         require("window_tokens", holds, "as many as batch_factors and lr_factors, 2 or more with extension_steps")
+        require("run_id", "/" not in self.run_id, "a name without folders; --log_dir names one")
         layers, letters = len(self.attention_layout), {*self.attention_layout}
         require("attention_layout", layers > 0 and letters <= {*"LSP-"}, "letters L, S, P and -")
         for name in ("value_embed_layout", "skip_layout"):
@@ -215,14 +226,24 @@ def refuse(message: str) -> NoReturn:
     raise UserError(message)
 
 
+def help_text() -> str:
+    """Return what --help prints: first the flags that people change, then the source of all fields."""
+    fields = inspect.getsource(Hyperparameters).partition("    def ")[0]
+    comments = {line.split(":")[0].strip(): line.partition("  # ")[2] for line in fields.splitlines()}
+    often = "preset num_iterations val_loss_every seed train_files val_files muon_lr run_id checkpoint_every resume"
+    lines = ["Flags that people change:", *(f"  --{name:17} {comments[name]}" for name in often.split())]
+    return "\n".join([*lines, "All flags, one a field (--no-FIELD: false); both(a, nano=b): a in gpt2", fields])
+
+
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     """Return a preset, changed by the flags in `argv`; every field of Hyperparameters is a flag."""
-    fields = inspect.getsource(Hyperparameters).partition("    def ")[0]
-    help_text = f"{__doc__}\nEach field is a flag (--no-FIELD for false); both(a, nano=b): a in gpt2:\n\n{fields}"
-    form, hidden = argparse.RawDescriptionHelpFormatter, argparse.SUPPRESS
-    parser = argparse.ArgumentParser("train_gpt.py", hidden, help_text, formatter_class=form, allow_abbrev=False)
+    if {"-h", "--help"} & {*argv}:
+        print(help_text())
+        sys.exit()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = refuse  # type: ignore[method-assign]  # instead of exiting: other ranks have to hear of it
-    for name, hint in get_type_hints(Hyperparameters).items():  # without the bounds
+    hints = get_type_hints(Hyperparameters)  # without the bounds
+    for name, hint in hints.items():
         kind, *others = get_args(hint) or [hint]  # int of int | None and of tuple[int, ...]
         options = dict(choices=[kind, *others]) if get_origin(hint) is Literal else dict(type=kind)
         if kind is bool:
@@ -231,8 +252,12 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
             options = dict(type=float, nargs=4)
         elif get_origin(hint) is tuple:
             options |= dict(nargs="+")
-        parser.add_argument(f"--{name}", **options, help=hidden, default=hidden)  # absent unless given
-    flags = vars(parser.parse_args(argv))
+        parser.add_argument(f"--{name}", **options, default=argparse.SUPPRESS)  # absent unless given
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        nearest = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], hints, cutoff=0.4)
+        raise UserError(f"{unknown[0]}: no such flag; see --{', --'.join(nearest or ['help'])}")
+    flags = vars(known)
     sees_gpu = torch.cuda.is_available() and flags.get("device") != "cpu"
     if "preset" not in flags and world_size > 1 and not sees_gpu:
         raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
@@ -280,6 +305,8 @@ def find_documents(path: str, cfg: Hyperparameters, max_doc_len: int) -> list[tu
     if not max_doc_len:
         return [(0, num_tokens)]
     begins = np.flatnonzero(read_shard(path, "<u2", num_tokens, 1024) == cfg.eot_token)
+    if not len(begins):
+        raise UserError(f"{path}: no --eot_token {cfg.eot_token} begins a document; --max_doc_len 0 needs none")
     ends = np.minimum(np.append(begins, num_tokens)[1:], begins + max_doc_len)
     return list(zip(begins.tolist(), ends.tolist(), strict=True))
 
@@ -1185,7 +1212,7 @@ def init_distributed() -> Ranks:
     return ranks
 
 
-def check_same(ranks: Ranks, problem: str, facts: dict) -> dict:
+def check_same(ranks: Ranks, problem: UserError | None, facts: dict) -> dict:
     """Return the facts of rank 0. Raise on all ranks if one has a problem, or knows another fact than rank 0."""
     everyone = [own := (os.uname().nodename, problem, facts)] * ranks.world_size
     if ranks.world_size > 1:
@@ -1194,10 +1221,10 @@ def check_same(ranks: Ranks, problem: str, facts: dict) -> dict:
     for rank, (host, problem, its_facts) in enumerate(everyone):
         for name, value in expected.items():
             if not problem and its_facts.get(name, value) != value:
-                problem = f"has {name} {its_facts[name]} instead of {value}: start all alike"
+                problem = UserError(f"has {name} {its_facts[name]} instead of {value}: start all alike")
         if problem:  # one rank per node says it
             who = f"rank {rank} on {host}: " if ranks.world_size > 1 else ""
-            raise UserError(who + problem) if ranks.local_rank == 0 else SystemExit(2)
+            raise type(problem)(f"{who}{problem}") if ranks.local_rank == 0 else SystemExit(problem.code)
     return expected
 
 
@@ -1222,6 +1249,8 @@ def load_checkpoint(given: Hyperparameters) -> Saved:
     if given.resume == "latest":
         paths = Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")
         path = max(paths, key=lambda path: path.lstat().st_mtime_ns, default=None)
+        if path and path.with_suffix(".json").exists():
+            raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
     if not path:
         return Saved(given.run_id, given.seed, facts={}, step=0, ms=0.0, curves={}, tensors={})
     saved = Saved(**load(path, *Saved._fields))
@@ -1301,18 +1330,18 @@ class RunLog:
         timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         self.write(f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f} {timing}", console)
 
-    def save(self, suffix: str, state: dict, note: str) -> None:
-        """Write `state` beside the log, whole or not at all, through to the disk, and say how it went."""
+    def save(self, suffix: str, write: Callable, note: str) -> None:
+        """Let `write` fill a file beside the log, whole or not at all, through to the disk, and say how it went."""
         path, part = self.path.with_suffix(suffix), self.path.with_suffix(f"{suffix}.part")
         try:
             if self.is_main:
                 part.unlink(missing_ok=True)  # of a run that was killed, or a link to anywhere
                 with open(part, "xb") as file:
-                    torch.save(state, file)
+                    write(file)
                     file.flush()
                     os.fsync(file.fileno())
                 os.replace(part, path)
-            self.write(f"{path}: saved; {note}", console=True)
+            self.write(f"{path}: saved; {note}", console=suffix != ".json")
         except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
             with contextlib.suppress(OSError):
                 part.unlink()
@@ -1378,9 +1407,11 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
         if saves or validates:
             log.flush()
             ms = log.read_clock()
+            log.bar.set_description_str("saving" if saves else "validating")
             if saves:
                 log.saved = log.saved._replace(step=step, ms=ms, curves=log.curves)
-                log.save(".checkpoint", log.saved._replace(tensors=trainer.state())._asdict(), f"step {step}")
+                state = log.saved._replace(tensors=trainer.state())._asdict()
+                log.save(".checkpoint", partial(torch.save, state), f"step {step}")
             if validates:  # after saving: a run that resumes here validates, too
                 log.point("val_loss", step, trainer.evaluate(step, plans["val"]), ms)
             log.start_clock(ms)
@@ -1409,12 +1440,11 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
     log.write(f"step time: median {np.median(step_ms):.2f}ms\npeak memory: {peak} MiB")
     if cfg.save_checkpoint:
         model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict())
-        log.save(".pt", model, "next: python sample.py")
-    if log.is_main:
-        with contextlib.suppress(OSError), open(path.with_suffix(".json"), "x") as file:  # the console tells it, too
-            file.write(json.dumps(result) + "\n")
-    reached = f"; target {cfg.target_loss} {'reached' if val_loss <= cfg.target_loss else 'not reached'}"
-    text = f"val_loss {val_loss:.4f} after {train_time / 1000:.2f} s{reached * (cfg.target_loss > 0)}"
+        log.save(".pt", partial(torch.save, model), "next: python sample.py")
+    log.save(".json", lambda file: file.write(json.dumps(result).encode() + b"\n"), "the result")
+    text = f"val_loss {val_loss:.4f} after {train_time / 1000:.2f} s"
+    if cfg.target_loss and cfg.val_sha256 in ("", log.saved.facts["validation tokens"]):  # or else another text
+        text += f"; target {cfg.target_loss} {'reached' if val_loss <= cfg.target_loss else 'not reached'}"
     log.write(f"{text}; peak memory {peak} MiB; log: {path}", console=True)
     return result
 
@@ -1428,8 +1458,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
         cfg, plans, saved = prepare(argv, ranks)
         log = RunLog(cfg, ranks.rank == 0, saved)
     except UserError as error:
-        check_same(ranks, str(error), {})  # raises, on all ranks
-    facts = check_same(ranks, "", saved.facts | (dict(start=saved.step) if ranks.rank == 0 else {}))
+        check_same(ranks, error, {})  # raises, on all ranks
+    facts = check_same(ranks, None, saved.facts | (dict(start=saved.step) if ranks.rank == 0 else {}))
     try:
         trainer = Trainer(cfg, ranks)
         if saved.step:
@@ -1442,7 +1472,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
         trainer.warm_up(saved.tensors)
         return report(log, plans, trainer, train(trainer, plans, log, facts["start"]))
     except BaseException as error:
-        log.write(f"stopped: {first_line(error)}")
+        resume = f"; to go on, add --resume {log.path.with_suffix('.checkpoint')}" if log.saved.step else ""
+        log.write(f"stopped: {first_line(error)}{resume}", console=bool(resume))
         raise
     finally:
         gc.enable()
@@ -1462,7 +1493,7 @@ if __name__ == "__main__":
         if dist.is_initialized():
             dist.destroy_process_group()
     except (UserError, FloatingPointError, KeyboardInterrupt) as error:
-        code = 2 if isinstance(error, UserError) else 3 if isinstance(error, FloatingPointError) else 130
+        code = error.code if isinstance(error, UserError) else 3 if isinstance(error, FloatingPointError) else 130
         with contextlib.suppress(OSError):
             print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
     for stream in (sys.stdout, sys.stderr):

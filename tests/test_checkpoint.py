@@ -91,8 +91,17 @@ def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_fla
     assert re.match(r"resumed at step 8.*\nstep:8/12 val", log.read_text().removeprefix(before))
 
 
+def test_a_run_that_has_ended_is_left_alone(run_flags, saved, tmp_path):
+    before = {path: path.read_bytes() for path in saved.parent.iterdir()}
+    run = Run([[*run_flags, "--resume", "latest"]] * 2, tmp_path / "again")
+    assert run.wait() == [0, 0]
+    assert "whole.json: this run is already complete" in run.text("err")
+    assert {path: path.read_bytes() for path in saved.parent.iterdir()} == before
+
+
 def test_a_damaged_or_incomplete_checkpoint_is_refused(run_flags, saved, capsys):
     resume = [*run_flags, "--resume", "latest"]
+    saved.with_suffix(".json").unlink()  # as if the run had not ended
     whole, state = saved.read_bytes(), torch.load(saved, weights_only=True)
     for content in (whole[:-1000], whole[:1000], whole[1000:], b"not a checkpoint", b""):
         saved.write_bytes(content)
