@@ -1270,7 +1270,7 @@ class RunLog:
         self.file = self.open() if is_main else open(os.devnull, "w")  # noqa: SIM115
         self.tokens = [cfg.batch_sequences * train_seq_len(step, cfg) for step in range(cfg.num_iterations)]
         options = dict(total=sum(self.tokens), initial=sum(self.tokens[: saved.step]), unit="tok", unit_scale=True)
-        options |= dict(bar_format="{desc} |{bar}| {rate_fmt} {remaining} left", dynamic_ncols=True)
+        options |= dict(desc="starting", bar_format="{desc} |{bar}| {rate_fmt} {remaining} left", dynamic_ncols=True)
         self.bar = tqdm(**options, disable=not (is_main and os.isatty(1) and os.isatty(2)))
 
     def open(self):
@@ -1293,6 +1293,7 @@ class RunLog:
 
     def start_clock(self, ms: float) -> None:
         self.device.synchronize()
+        self.bar.unpause()
         self.started = time.perf_counter() - ms / 1000
 
     def read_clock(self) -> float:
@@ -1407,12 +1408,13 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
         if saves or validates:
             log.flush()
             ms = log.read_clock()
-            log.bar.set_description_str("saving" if saves else "validating")
             if saves:
+                log.bar.set_description_str("saving")
                 log.saved = log.saved._replace(step=step, ms=ms, curves=log.curves)
                 state = log.saved._replace(tensors=trainer.state())._asdict()
                 log.save(".checkpoint", partial(torch.save, state), f"step {step}")
             if validates:  # after saving: a run that resumes here validates, too
+                log.bar.set_description_str("validating")
                 log.point("val_loss", step, trainer.evaluate(step, plans["val"]), ms)
             log.start_clock(ms)
         if not is_last:
