@@ -89,7 +89,7 @@ class Hyperparameters:
     train_files: str = both("data/fineweb10B/fineweb_train_*.bin", nano="data/nano/nano_train_*.bin")  # shards: a glob
     val_files: str = both("data/fineweb10B/fineweb_val_*.bin", nano="data/nano/nano_val_*.bin")  # a glob
     val_tokens: Count = both(10_485_760, nano=262_144)  # validation tokens, a multiple of val_seq_len
-    val_sha256: str = both("", nano="e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33")  # "": unknown
+    val_sha256: str = both("", nano="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf")  # "": unknown
     target_loss: Rate = both(3.28, nano=1.45)  # validation loss to reach; 0: none
     vocab_size: Annotated[int, 1, 2**16] = both(50257, nano=257)  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: Natural = both(50256, nano=256)  # end of text, opens every document; below vocab_size
