@@ -1,13 +1,15 @@
 """Draw loss against train time, and the history of record times."""
 
 import json
+import math
 import statistics
 from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
 
-from records.logs import Log, ToolError, find_record, is_ranked, lineage, read_json, record_logs, require_one_experiment
+from records.logs import Log, ToolError, find_record, is_ranked, lineage, read_json, record_logs
 from records.proof import public_history
+from records.publish import ranked
 from records.rules import TRACKS, track_of
 
 # Lists over the steps at which all logs validate: mean time in s; mean, lowest and highest loss
@@ -83,34 +85,44 @@ def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> di
         if anchor and anchor.track == track:
             mine, styles = [*mine, anchor], [*styles, dict(color="0.5", linewidth=1.4, linestyle="--")]
         for curve, style in zip(mine, styles, strict=True):
-            panel.plot(curve.seconds, curve.mean, label=curve.name, marker="o", markersize=4, markevery=[-1], **style)
+            panel.plot(curve.seconds, curve.mean, marker="o", markersize=4, markevery=[-1], **style)
             panel.fill_between(curve.seconds, curve.low, curve.high, color=style["color"], alpha=0.15, linewidth=0)
         target = TRACKS[track].target
-        panel.axhline(target, color="0.2", linewidth=0.8, linestyle=":", label=f"target, {target}")
+        panel.axhline(target, color="0.2", linewidth=0.8, linestyle=":")
         # The first fifth of a run, which falls steeply, may leave the picture at the top
         points = [(curve.steps[-1], *point) for curve in mine for point in zip(curve.steps, curve.high, strict=True)]
         high = max(loss for last, step, loss in points if step >= 0.2 * last)
         low = min([target, *(min(curve.low) for curve in mine)])
-        margin = 0.05 * (high - low) or 0.05
-        panel.set_ylim(low - margin, high + margin)
-        panel.set_xlim(left=0)
+        height = high - low or 0.05
+        panel.set_ylim(low - 0.3 * height, high + 0.05 * height)  # below the ends there is room for the names
+        width = max(curve.seconds[-1] for curve in mine) or 1.0
+        panel.set_xlim(0, 1.05 * width)
+        panel.annotate(f"target {target} ", (1.05 * width, target), ha="right", va="bottom", fontsize=8, color="0.2")
+        name_ends(panel, mine, [style["color"] for style in styles], low - 0.08 * height, 0.022 * width)
         panel.set_xlabel("train time (s)")
         panel.set_ylabel(f"validation loss (nats per {'byte' if track == 'nano' else 'token'})")
         panel.set_title(f"{track}: mean of the runs, band from lowest to highest", fontsize=10)
-        panel.legend(frameon=False, fontsize=9)
     found = dict(curves=[curve._asdict() for curve in [*curves, *([anchor] if anchor else [])]])
     save(figure, path, found)
     return found
 
 
+def name_ends(panel, curves: Sequence[Curve], colors: Sequence, y: float, distance: float) -> None:
+    """Write the name of each curve below its end, at least `distance` right of the name before."""
+    x = -math.inf
+    for curve, color in sorted(zip(curves, colors, strict=True), key=lambda pair: pair[0].seconds[-1]):
+        x = max(x + distance, curve.seconds[-1])
+        style = dict(rotation=40, ha="right", va="top", rotation_mode="anchor", fontsize=8, color=color)
+        name = curve.name.partition("_")[2] or curve.name
+        line = dict(arrowstyle="-", linewidth=0.6, color=color)
+        panel.annotate(name, (curve.seconds[-1], curve.mean[-1]), (x, y), arrowprops=line, **style)
+
+
 def own_history(root: Path) -> dict[str, list[dict]]:
-    """Return per track the ranked records in order, and their mean train time."""
+    """Return per track the ranked records in order, and their train time in times of the first's."""
     history: dict[str, list[dict]] = {}
-    for folder in filter(is_ranked, lineage(root)):
-        logs = record_logs(folder)
-        require_one_experiment(logs)
-        seconds = statistics.fmean(log.train_time for log in logs) / 1000
-        history.setdefault(track_of(logs[0]).name, []).append(dict(name=folder.name, seconds=seconds))
+    for track, folder, _, _, times in ranked(root):
+        history.setdefault(track, []).append(dict(name=folder.name, times=times or math.nan))
     return history
 
 
@@ -121,9 +133,9 @@ def plot_history(root: Path, path: Path) -> dict:
     rows = max([len(theirs), *(len(records) for records in own.values())])
     figure, panels = new_figure(len(own) + 1, 6.6, 1.8 + 0.4 * rows)
     for panel, (track, records) in zip(panels, own.items(), strict=False):
-        draw_bars(panel, [record["name"].replace("_", " ", 1) for record in records], [r["seconds"] for r in records])
-        panel.set_title(f"{track} track, measured here", fontsize=10)
-        panel.set_xlabel("mean train time (s)")
+        draw_bars(panel, [record["name"].replace("_", " ", 1) for record in records], [r["times"] for r in records])
+        panel.set_title(f"{track} track, measured here: each raced against the one before", fontsize=10)
+        panel.set_xlabel("train time, in times of the first record's")
     draw_bars(panels[-1], [r["name"] for r in theirs], [r["minutes"] for r in theirs])
     panels[-1].set_title(f"{public['credit']} on {public['hardware']},\npublished, not measured here", fontsize=10)
     panels[-1].set_xlabel("official record time (minutes)")
@@ -133,7 +145,7 @@ def plot_history(root: Path, path: Path) -> dict:
 
 
 def draw_bars(panel, names: Sequence[str], values: Sequence[float]) -> None:
-    panel.bar_label(panel.barh(names, values, height=0.6, color="#0072B2"), fmt="%.2f", padding=3)
+    panel.bar_label(panel.barh(names, values, height=0.6, color="#0072B2"), fmt="%.3g", padding=3)
     panel.margins(x=0.15)
     panel.grid(False, axis="y")
     panel.invert_yaxis()

@@ -3,7 +3,7 @@
 import datetime
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from records.logs import (
@@ -129,10 +129,9 @@ def markdown(head: str, rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def leaderboards(root: Path) -> str:
-    """Return the tables of all tracks with records, and of the public history."""
-    tracks: dict[str, list[list[str]]] = {}
-    newest: dict[str, tuple[str, float | None]] = {}  # of each track: its name, and its time in times of the first
+def ranked(root: Path) -> Iterator[tuple[str, Path, list[Log], str, float | None]]:
+    """Yield each ranked record: track, folder, logs, its race's ratio, and its train time in times of the first's."""
+    newest: dict[str, tuple[str, float | None]] = {}  # of each track
     for i, folder in enumerate(line := lineage(root)):
         if not is_ranked(folder):
             continue
@@ -146,8 +145,15 @@ def leaderboards(root: Path) -> str:
             ratio += f", against {rival}" * (rival != before)
             if before:
                 product = product * found["train_time"]["ratio"] if product and rival == before else None
-        tracks.setdefault(track, []).append(row(folder, logs, ratio, product))
         newest[track] = folder.name, product
+        yield track, folder, logs, ratio, product
+
+
+def leaderboards(root: Path) -> str:
+    """Return the tables of all tracks with records, and of the public history."""
+    tracks: dict[str, list[list[str]]] = {}
+    for track, folder, logs, ratio, product in ranked(root):
+        tracks.setdefault(track, []).append(row(folder, logs, ratio, product))
     head = "record|what|steps|val_loss, mean|p|train time (s)|times the one before (95%)|times the first"
     head += "|peak memory (MiB)|hardware"
     parts = []
