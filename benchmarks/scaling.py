@@ -34,6 +34,8 @@ AXES = {
     "width": {n: dict(model_dim=n, num_heads=n // 64) for n in (64, 128, 256, 512)},
     "processes": {n: dict(batch_tokens=8 * 1024) for n in (1, 2, 4, 8)},
 }
+LABELS = dict(sequence="tokens of a sequence", both="tokens of sequence and window", window="tokens of the window")
+LABELS |= dict(width="model width, one head for 64")
 GPT2 = dataclasses.replace(train_gpt.PRESETS["gpt2"], device="cuda", dtype="bfloat16", compile=False)
 CLUSTERS = {  # nodes, and GPUs of each; a step is 8 sequences, so 8 GPUs are the most
     "GPUs of one node, predicted": {n: (1, n) for n in (1, 2, 4, 8)},
@@ -146,16 +148,18 @@ def report(curves: dict[str, dict], fits: dict[str, dict]) -> str:
 def draw(curves: dict[str, dict], fits: dict[str, dict], path: Path) -> None:
     from records.plots import new_figure, save  # needs matplotlib
 
-    figure, panels = new_figure(len(curves), 3.4, 4)
+    figure, panels = new_figure(len(curves), 3.2, 3.2)
     for panel, (axis, curve) in zip(panels, curves.items(), strict=True):
         for (name, f), marker in zip(fits[axis].items(), "os^D", strict=False):
             medians, unit = [figures[name]["median"] for figures in curve.values()], curve[min(curve)][name]["unit"]
             color, label = "#0072B2" if unit == "ms" else "0.6", f"{name} ({unit}): {f['exponent']:.2f}"
             panel.plot(list(curve), medians, marker, color=color, markersize=4, label=label)
             panel.plot(list(curve), [f["factor"] * n ** f["exponent"] for n in curve], color=color, linewidth=1)
-        panel.set(title=axis, xscale="log", yscale="log", xticks=list(curve), xticklabels=list(curve))
+        panel.set(xlabel=LABELS.get(axis, axis), xscale="log", yscale="log", xticks=list(curve), xticklabels=list(curve))
         panel.minorticks_off()
-        panel.legend(frameon=False, fontsize=8)
+        panel.tick_params(labelsize=7)
+        above = dict(ncols=2, loc="lower left", bbox_to_anchor=(-0.1, 1), columnspacing=0.8, handlelength=1)
+        panel.legend(frameon=False, fontsize=7, **above)
     save(figure, path, dict(curves=curves, fits=fits))
 
 

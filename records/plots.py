@@ -57,15 +57,16 @@ def save(figure, path: Path, found: dict) -> None:
         raise ToolError(f"{path}: {reason}; choose another -o FILE.png") from None
 
 
-def new_figure(num_panels: int, width: float, height: float, **settings):
-    """Return a figure and its panels, each `width` inches wide."""
+def new_figure(num_panels: int, width: float, height: float):
+    """Return a figure and its panels, three in a row, each of so many inches."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width * num_panels, height), layout="constrained")
-    panels = figure.subplots(1, num_panels, squeeze=False, **settings)[0]
+    rows, columns = -(-num_panels // 3), min(num_panels, 3)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    panels = [figure.add_subplot(rows, columns, i + 1) for i in range(num_panels)]
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(color="0.9", linewidth=0.6)
