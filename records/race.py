@@ -10,7 +10,7 @@ import string
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -53,6 +53,19 @@ def digest(script: str) -> str:
     return hashlib.sha256(f"{script}\n".encode()).hexdigest()
 
 
+def figures_of(log: Log) -> dict:
+    """Return the fields of Run that a log states; what the run wrote elsewhere does not count."""
+    figures = dict(val_loss=log.val_loss, train_time=log.train_time, step_time=log.step_time or None)
+    return figures | dict(val_sha256=log.val_sha256, hardware=log.hardware)
+
+
+def unlike(run: Run, log: Log) -> str:
+    """Name what the run's own log says otherwise, or return ""."""
+    stated = vars(run) | dict(val_loss=round(run.val_loss, 4), train_time=round(run.train_time))  # as logs round them
+    figures = figures_of(log) | dict(seed=log.seed)
+    return ", ".join(name for name, value in figures.items() if stated[name] != value)
+
+
 def run_script(script: Path, flags: Sequence[str], nproc: int, seed: int, run_id: str, log_dir: Path) -> dict:
     """Run a training script in the repository's root, and return its figures as fields of Run."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
@@ -65,11 +78,11 @@ def run_script(script: Path, flags: Sequence[str], nproc: int, seed: int, run_id
         fix = "with that mended, --resume the race; with other flags or scripts, begin a new one"
         raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; {fix}") from None
     log = Log(RECORDS.parent / log_dir / f"{run_id}.txt")
-    result = read_json(log.path.with_suffix(".json"))
-    if result.get("seed") != seed:
-        raise ToolError(f"run {run_id} took seed {shown(str(result.get('seed')))}, not {seed}; leave it to the race")
-    figures = dict(val_loss=result.get("val_loss"), train_time=result.get("train_time_ms"))
-    return figures | dict(step_time=log.step_time or None, val_sha256=log.val_sha256, hardware=log.hardware)
+    if log.incomplete:
+        raise ToolError(f"{log.path}: {log.incomplete}")
+    if log.seed != seed:
+        raise ToolError(f"run {run_id} took seed {log.seed}, not {seed}; leave it to the race")
+    return figures_of(log)
 
 
 def read_race(path: Path) -> tuple[dict, list[Run]]:
@@ -104,12 +117,30 @@ def of(script: int, runs: Sequence[Run]) -> list[Run]:
 
 def obstacle(plan: dict, rivals: Sequence[tuple[str, str]]) -> str | None:
     """Say why no record can come of a race with this plan against one of `rivals` (name, source), or return None."""
-    hashes, flags, pairs, *_ = planned(plan)
+    hashes, flags, pairs, _, nproc = planned(plan)
+    given = dict(pairwise(" ".join(flags).replace("=", " ").split()))
+    preset, machine = given.get("--preset"), (given.get("--device", "cpu"), given.get("--cpu_threads", "2"))
+    if preset not in (None, "nano", "gpt2"):
+        return f"preset {shown(preset)} is no track: race with --preset nano or gpt2"
+    if preset == "nano" and (nproc > 2 or machine not in (("cpu", "1"), ("cpu", "2"))):
+        return "the nano track is for 2 threads of a CPU: race with --device cpu and one process"
     if others := {flag.split("=")[0] for flag in flags if flag.startswith("--")} - SAME_TRAINING:
         return f"flags {', '.join(sorted(others))}: put settings into the script, race without"
     if rivals and not any(digest(source) in hashes for _, source in rivals):
         return f"not the script of {' or '.join(name for name, _ in rivals)}: race against it as it is"
     return f"fewer than {MIN_PAIRS} pairs: race with --pairs {MIN_PAIRS}" if pairs < MIN_PAIRS else None
+
+
+def used_seeds(plan: dict, paths: Iterable[Path]) -> str | None:
+    """Say that one of these races had one of the planned seeds, or return None."""
+    for path in paths:
+        try:
+            theirs = {run.seed for run in read_race(path)[1]}
+        except ToolError:
+            continue
+        if theirs & {*range(plan["seed"], plan["seed"] + plan["pairs"])}:
+            return f"its seeds are not fresh, as {path} has some: race with --seed {max(theirs) + 1} or higher"
+    return None
 
 
 def too_different(newer: tuple[str, str], older: tuple[str, str]) -> str | None:
@@ -171,6 +202,10 @@ def comparisons(runs: Sequence[Run]) -> list[dict]:
     return [compare(a, b) for a, b in pairwise(sides)]
 
 
+def run_id_of(seed: int, script: int) -> str:
+    return f"race-{seed}-{string.ascii_lowercase[script]}"
+
+
 def write(path: Path, document: dict) -> None:
     """Write the file whole or not at all."""
     beside = path.with_suffix(".part")
@@ -214,6 +249,10 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
 
     folder, document, runs, _lock = begin(plan, out, resume)
     order = checked_order(folder / FILE, document, runs)
+    for run in runs:  # of a race that goes on
+        log = folder / f"{run_id_of(run.seed, run.script)}.txt"
+        if log.is_file() and (wrong := unlike(run, Log(log))):
+            raise ToolError(f"{folder / FILE}: {log.name} says otherwise in {wrong}; begin a new race with --out")
     print(f"{len(runs)}/{len(order)} runs; if stopped, go on with --resume {folder}", file=sys.stderr, flush=True)
     log_dir, root = folder.resolve(), RECORDS.parent
     log_dir = log_dir.relative_to(root) if log_dir.is_relative_to(root) else log_dir  # a log names no home folder
@@ -221,13 +260,13 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
     if left and (load := os.getloadavg()[0]) > BUSY:
         print(f"the load of the last minute is {load:.1f}: times mean little if anything else runs", file=sys.stderr)
     for done, (seed, script) in enumerate(left, start=1):
-        run_id = f"race-{seed}-{string.ascii_lowercase[script]}"
+        run_id = run_id_of(seed, script)
         for suffix in (".txt", ".json"):  # of a run that was stopped
             (folder / f"{run_id}{suffix}").unlink(missing_ok=True)
         try:
             run = Run(script, seed, **runners[script](seed, run_id, log_dir))
         except ValueError:
-            raise ToolError(f"run {run_id} states no val_loss or train_time_ms; mend the script") from None
+            raise ToolError(f"run {run_id} states no loss or no time above 0; let it train more steps") from None
         (folder / f"{run_id}.pt").unlink(missing_ok=True)  # the model is of no use here
         runs.append(run)
         checked_order(folder / FILE, document, runs)
@@ -264,7 +303,9 @@ def race(
     scripts = [read_script(name, root) for name in names]
     plan = plan_of(scripts, flags, pairs, seed, nproc)
     before = rivals(lineage(root))
-    problem = obstacle(plan, before) or (before and too_different(scripts[0], before[-1]))
+    folder = folders["resume"] or folders["out"] or Path("logs/new")
+    others = sorted({*folder.parent.glob(f"*/{FILE}"), *root.glob(f"*/{FILE}")} - {folder / FILE})
+    problem = obstacle(plan, before) or (before and too_different(scripts[0], before[-1])) or used_seeds(plan, others)
     if len({source for _, source in scripts}) < len(scripts):
         print("two of these scripts are the same: they differ by chance alone", file=sys.stderr)
     elif problem:

@@ -14,7 +14,7 @@ SHARDS = {"nano": ("data/nano/nano_train_{:06d}.bin", 0, 43_564_420), "gpt2": ("
 LOSSES = (1.431, 1.428, 1.433, 1.430, 1.429)  # by seed
 README = "# Name: one line that says what\n\n| kind | idea |\n"
 
-# What a race starts: SLOWNESS scales its steps and its loss
+# What a race starts: SLOWNESS scales its steps and its loss. Only the log states them, the JSON lies
 SCRIPT = f"""
 import json, pathlib, sys, zlib
 sys.path[:0] = [{str(ROOT / "tests")!r}]
@@ -32,7 +32,7 @@ log.with_suffix(".pt").touch()
 own = dict(source=pathlib.Path(__file__).read_text().rstrip("\\n"))
 own |= dict(val_sha256="cd" * 32) if SLOWNESS == 9 else dict()
 log.write_text(log_text(seed=seed, val_loss=loss, step_ms=step_ms, **own))
-log.with_suffix(".json").write_text(json.dumps(dict(val_loss=loss, train_time_ms=20 * step_ms, seed=seed)))
+log.with_suffix(".json").write_text(json.dumps(dict(val_loss=1, train_time_ms=1, seed=1)))
 """
 
 

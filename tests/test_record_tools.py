@@ -83,7 +83,7 @@ FAULTS = {
     "validation count": (edit("tokens: 262144", "tokens: 8192"), r"run0\.txt: validates on 8192 tokens, the track on"),
     "other flags": (edit('"preset"', '"muon_lr": 1, "preset"'), r"run0\.txt: unlike run1\.txt in muon_lr"),
     "shard name": (edit("000000.bin, 8", "000001.bin, 8"), r"run0\.txt: the training stream .* shards"),
-    "shard size": (edit("87129864 bytes", "87129862 bytes"), r"run0\.txt: the training stream .* has 43564419 tokens"),
+    "shard size": (edit("87024782 bytes", "87024780 bytes"), r"run0\.txt: the training stream .* has 43511878 tokens"),
     "first batch": (edit("position 0", "position 1024"), r"run0\.txt: the training stream .* first batch is .* 1024"),
     "last batch": (edit("position 19456", "position 20480"), r"run0\.txt: the training stream .* last batch is"),
     "step_avg": (edit("train_time:403ms step", "train_time:400ms step"), r"run0\.txt: step_avg at step 10 is 40\.3 ms"),
@@ -268,6 +268,9 @@ def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scr
         document = json.loads((folder / "race.json").read_text())
         assert len(document["runs"]) == done
     stop.write_text("")
+    (folder / "race.json").write_text(json.dumps(document | dict(runs=[document["runs"][0] | dict(val_loss=1.0)])))
+    assert "race.json: race-7-a.txt says otherwise in val_loss; begin" in tool(*argv)[2]
+    (folder / "race.json").write_text(json.dumps(document))
     assert "is there already: go on with --resume" in tool(*new)[2]
     others = dict(flags=(*argv[:-1], "elsewhere"), pairs=(*argv[:6], "4", *argv[7:]), scripts=("race", fast, *argv[2:]))
     others["nproc_per_node"] = *argv[:5], "--nproc_per_node", "2", *argv[5:]
@@ -324,16 +327,22 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
     fast, slow, other = scripts
     write_record(root, NAME, [], slow.read_text())
     (tmp_path / "long.py").write_text(fast.read_text() + 199 * "# line\n")
+    (tmp_path / "a").mkdir()
+    write_race(tmp_path / "a" / "race.json", "", "")  # of seeds 0 to 4
     for argv, problem in (
         ((fast, fast, slow), "two of these scripts are the same"),
         ((fast, other), f"no record can come of this race: not the script of {NAME}: race against it"),
         ((fast, slow, "--pairs", "4"), "no record can come of this race: fewer than 5 pairs"),
         ((fast, slow, "--", "--muon_lr=1"), "no record can come of this race: flags --muon_lr: put"),
+        ((fast, slow, "--", "--preset=x"), "no record can come of this race: preset 'x' is no track"),
+        ((fast, slow, "--", "--preset", "nano", "--device=cuda"), "no record can come of this race: the nano track is"),
+        ((fast, slow, "--seed", "3", "--out", tmp_path / "b"), "no record can come of this race: its seeds are not"),
         ((tmp_path / "long.py", slow), f"no record can come of this race: 205 lines change against {NAME}, for an"),
     ):
         said = tool("race", *argv)[2]
         assert (said.startswith(problem), said.count("\n")) == (True, 1), said
-    assert tool("race", fast, slow, "--", "--preset", "nano")[2] == ""
+    fresh = ("--seed", "5", "--out", tmp_path / "b")
+    assert tool("race", fast, slow, *fresh, "--", "--preset", "nano")[2] == ""
 
 
 def test_the_commands_of_submit_lead_to_a_record(tool, root, tmp_path, scripts, monkeypatch):
