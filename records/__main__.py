@@ -112,7 +112,11 @@ def command_verify(args: argparse.Namespace) -> Outcome:
 def command_stats(args: argparse.Namespace) -> Outcome:
     found = logs.read_logs(args.logs, args.root)
     logs.require_one_experiment(found)
-    target = rules.track_of(found[0]).target
+    track = rules.track_of(found[0])
+    for log in found:
+        if log.configuration and (problem := rules.validation_problem(log, track)):
+            raise ToolError(f"{log.path}: {problem}")
+    target = track.target
     sample = proof.describe([log.val_loss for log in found], target)
     needed = None if sample.sd is None else proof.runs_needed(target - sample.mean, sample.sd)
     p = "no p for one run" if sample.p is None else f"p={sample.p:.2g}"

@@ -56,9 +56,11 @@ class Log:
         if len(rest) < 2:
             raise ToolError(f"{path}: not a log, or cut short: a log has two lines of 100 '='; name the .txt of a run")
         self.path, self.name, self.source, self.text = path, path.name, source.rstrip("\n"), "\n".join(rest)
-        self.ended = self.find("((?:stopped:|interrupted:|resumed).*)")  # says that this is not one whole run
+        ended = re.search(r"^(?:stopped:|interrupted:|resumed).*", self.text, re.MULTILINE)
+        self.ended = ended and ended[0].strip()  # says that this is not one whole run
         self.lines = self.read_lines("\n".join(rest[1:]))
-        self.configuration = self.read_configuration()
+        self.configuration: dict | None = self.read_object("configuration", dict)
+        self.flags: list | None = self.read_object("flags", list)
         self.python = self.find(r"Running Python ([^\s(]+).*")
         self.torch = self.find(r"Running PyTorch ([^\s,]+).*")
         self.seed = self.find(r"seed: (\d{1,20})\b.*", int)
@@ -67,6 +69,8 @@ class Log:
         self.val_tokens = self.find(r"validation tokens: (\d{1,15}), sha256 [0-9a-f]{64}(?: .*)?", int)
         self.val_sha256 = self.find(r"validation tokens: \d{1,15}, sha256 ([0-9a-f]{64})(?: .*)?")
         self.first_batch = self.find(r"first batch: (.+ position \d{1,15})", lambda text: text.split("/")[-1])
+        self.training_tokens = self.find(r"training tokens: (\d{1,15}, sha256 [0-9a-f]{64})")
+        self.summary = self.find(r"(val_loss \d{1,9}\.\d{4} after \d{1,9}\.\d\d s);.*")
         self.last_batch = self.find(r"last batch: (.+ position \d{1,15})", lambda text: text.split("/")[-1])
         self.recompiles = self.find(r"recompiles after the clock started: (\d{1,9})", int)
         self.stated_step_time = self.find(r"step time: median (\d{1,9}\.\d{1,9})ms.*", float)
@@ -81,13 +85,15 @@ class Log:
         if self.has_gpu:
             self.hardware = f"{processes or len(gpus) or 1}x {gpus[0] if gpus else 'GPU'}"
         elif processes:
-            model = self.find(r" *Model name: +(.+)")  # of lscpu
-            self.hardware = f"{model or 'CPU'}, {processes} processes of {threads} threads"
+            models = re.findall(r"^ *Model name: +(.+)", self.text, re.MULTILINE)  # of lscpu, for each kind of core
+            self.hardware = f"{models[0].strip() if models else 'CPU'}, {processes} processes of {threads} threads"
 
     def find(self, pattern: str, kind: Callable[[str], Any] = str) -> Any:
-        """Return the group of the first line that matches, or None."""
-        found = re.search(f"^{pattern}$", self.text, re.MULTILINE | re.ASCII)
-        return kind(found[1].strip()) if found else None
+        """Return the group of the line that matches, or None. Raise ToolError if there are several that differ."""
+        found = {text.strip(): None for text in re.findall(f"^{pattern}$", self.text, re.MULTILINE | re.ASCII)}
+        if len(found) > 1:
+            raise ToolError(f"{self.path}: states both {' and '.join(map(shown, [*found][:2]))}: edited; run it again")
+        return kind(*found) if found else None
 
     def read_lines(self, text: str) -> list[Line]:
         lines = []
@@ -106,16 +112,21 @@ class Log:
         # A training loss is printed a few steps late, perhaps after the validation of a later step
         return sorted(lines, key=lambda line: (line.step, line.val_loss is not None))
 
-    def read_configuration(self) -> dict | None:
-        stated = self.find("configuration: (.*)")
+    def read_object(self, name: str, kind: type) -> Any:
+        stated = self.find(f"{name}: (.*)")
         if stated is None:
             return None
         try:
-            if isinstance(configuration := json.loads(stated), dict):
-                return configuration
+            if isinstance(found := json.loads(stated), kind):
+                return found
         except (ValueError, RecursionError):
             pass
-        raise ToolError(f"{self.path}: its configuration line is no JSON object: cut short or edited; run it again")
+        raise ToolError(f"{self.path}: its {name} line is no JSON {kind.__name__}: cut short or edited; run it again")
+
+    def number(self, name: str) -> int:
+        """Return a whole number of the configuration, or 0."""
+        value = (self.configuration or {}).get(name)
+        return value if isinstance(value, int) else 0
 
     @property
     def num_steps(self) -> int:
@@ -294,7 +305,11 @@ def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:
 def differences(logs: list[Log]) -> Iterator[str]:
     """Say where runs are not of one experiment, each with its own seed; what most of them have is taken for right."""
     seeds: dict[int, str] = {}
+    losses: dict[tuple[str, ...], str] = {}
     for log in logs:
+        curve = tuple(re.findall(r"^step:\S+ train_loss:(\S+)", log.text, re.MULTILINE))
+        if curve and losses.setdefault(curve, log.name) != log.name and log.seed not in seeds:
+            yield f"{log.name}: has all training losses of {losses[curve]}, so it is the same run; leave one out"
         if log.seed in seeds:
             yield f"{log.name}: has seed {log.seed}, as {seeds[log.seed]} has; leave one out, or run another --seed"
         elif log.seed is not None:
@@ -303,7 +318,7 @@ def differences(logs: list[Log]) -> Iterator[str]:
     for log in logs:
         stated = dict(log.configuration or {}) | {"number of steps": log.num_steps, "validation tokens": log.val_sha256}
         settings.append({key: value for key, value in stated.items() if key not in ("seed", "run_id", "log_dir")})
-    usual = max(range(len(logs)), key=lambda i: settings.count(settings[i]))
+    usual = max(range(len(logs)), key=lambda i: settings.count(settings[i]), default=0)
     for log, mine in zip(logs, settings, strict=True):
         keys = sorted(key for key in mine | settings[usual] if mine.get(key) != settings[usual].get(key))
         if keys:

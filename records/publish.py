@@ -19,7 +19,7 @@ from records.logs import (
     require_one_experiment,
 )
 from records.proof import describe, public_history
-from records.race import FILE, record_race
+from records.race import FILE, OLDER, older_logs, record_race
 from records.rules import TRACKS, track_of
 
 BEGIN = "<!-- leaderboards: python -m records table -->"
@@ -67,6 +67,7 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Pat
     if taken := [path.name for path in line if path.name.partition("_")[2].lower() == name.lower()]:
         raise ToolError(f"{taken[0]} has that name: choose another")
     text = page_of(name, logs, line[-1] if line else None)
+    others = older_logs(race, line) if race else {}
     folder.mkdir()
     (folder / "train_gpt.py").write_text(logs[0].source + "\n", encoding="utf-8")
     (folder / "README.md").write_text(text, encoding="utf-8")
@@ -74,6 +75,9 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Pat
         shutil.copyfile(log.path, folder / log.name)
     if race:
         shutil.copyfile(race, folder / FILE)
+    for file, text in others.items():
+        (folder / OLDER).mkdir(exist_ok=True)
+        (folder / OLDER / file).write_text(text, encoding="utf-8")
     return folder
 
 

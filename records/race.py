@@ -17,12 +17,26 @@ from pathlib import Path
 from typing import IO
 
 from records import proof
-from records.logs import RECORDS, Log, ToolError, diff, lineage, read_json, read_script, rivals, shown
+from records.logs import (
+    RECORDS,
+    RULE,
+    Log,
+    ToolError,
+    diff,
+    lineage,
+    log_paths,
+    read_json,
+    read_script,
+    read_text,
+    rivals,
+    shown,
+)
 from records.process import own_process
 from records.proof import compare
 
-FILE = "race.json"
+FILE, OLDER = "race.json", "older"  # the latter: the folder of the older script's logs, beside the record's own
 MIN_PAIRS, MAX_PAIRS = 5, 1000  # of a record's race, and of any
+MAX_SCRIPTS = 26  # a letter each
 MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 # Flags of such a race: others would change the training of the record before, too
 SAME_TRAINING = {f"--{name}" for name in "preset device val_loss_every cpu_threads train_files val_files".split()}
@@ -91,8 +105,8 @@ def read_race(path: Path) -> tuple[dict, list[Run]]:
     try:
         runs = [Run(**run) for run in document["runs"]]
         hashes, flags, pairs, seed, _ = planned(document)
-        types = {type(pairs), type(seed)} == {int} and {str} >= {*map(type, flags)}
-        if not types or pairs > MAX_PAIRS or any(run.script not in range(len(hashes)) for run in runs):
+        sound = {type(pairs), type(seed)} == {int} and {str} >= {*map(type, flags)} and pairs <= MAX_PAIRS
+        if not sound or len(hashes) > MAX_SCRIPTS or any(run.script not in range(len(hashes)) for run in runs):
             raise ValueError
     except (KeyError, TypeError, ValueError):
         raise ToolError(f"{path}: not the {FILE} of a race; take the file that `race` wrote") from None
@@ -150,16 +164,18 @@ def too_different(newer: tuple[str, str], older: tuple[str, str]) -> str | None:
     return told if changed > MAX_CHANGED else None
 
 
-def record_race(folder: Path, line: Sequence[Path], logs: Sequence[Log] | None = None) -> tuple[str, dict]:
+def record_race(
+    folder: Path, line: Sequence[Path], logs: Sequence[Log] | None = None, others: Sequence[Log] = ()
+) -> tuple[str, dict]:
     """Compare a record with one of those before it, `line`, by its race.json, and return that one's name, too.
 
-    Raise ToolError if the race proves nothing, or not by these logs.
+    Raise ToolError if the race proves nothing, or not by these logs: the record's own, and others of the script before.
     """
     path, before, (_, newer) = folder / FILE, rivals(line), read_script(str(folder), folder.parent)
     if not path.is_file():
         raise ToolError(f"{path}: is missing; race the script against {before[-1][0]}, and put the {FILE} there")
     document, runs = read_race(path)
-    hashes, _, pairs, *_ = planned(document)
+    hashes, flags, pairs, *_ = planned(document)
     if digest(newer) not in hashes:
         raise ToolError(f"{path}: lacks this record's script, SHA-256 {digest(newer)}; race it as it is")
     if problem := obstacle(document, before):
@@ -173,11 +189,38 @@ def record_race(folder: Path, line: Sequence[Path], logs: Sequence[Log] | None =
     a, b = (of(hashes.index(digest(script)), runs) for script in (newer, older))
     if logs is not None and len(logs) != len(a):
         raise ToolError(f"{path}: has {len(a)} runs of the script, there are {len(logs)} sound logs: leave none out")
-    for log in logs or ():
-        same = (run for run in a if run.seed == log.seed and abs(run.train_time - log.train_time) < 1)
-        if not any(abs(run.val_loss - log.val_loss) < 1e-4 for run in same):
-            raise ToolError(f"{path}: {log.name} is the log of none of its runs; take the race's own logs")
+    if logs is not None:
+        check_runs(path, a, logs, flags, "the folder")
+        others = [*others, *map(Log, log_paths(folder.parent / name))]
+        others = [log for log in others if log.source in (older, digest(older)) and not log.incomplete]
+        check_runs(path, b, others, flags, f"its folder {OLDER}, nor in {name}")
     return name, compare(a, b)
+
+
+def older_logs(race: Path, line: Sequence[Path]) -> dict[str, str]:
+    """Return name and text of the logs beside `race` of the script before, without those that its record has already.
+
+    The script in them, which its record has, gives way to its SHA-256.
+    """
+    hashes = planned(read_race(race)[0])[0]
+    for name, script in rivals(line):
+        if digest(script) in hashes:
+            paths = race.parent.glob(run_id_of("*", hashes.index(digest(script))) + ".txt")
+            theirs = {path.name: read_text(path) for path in line[0].parent.glob(f"{name}/*.txt")}
+            found = {path.name: text for path in sorted(paths) if (text := read_text(path)) != theirs.get(path.name)}
+            return {name: digest(script) + text[text.find(f"\n{RULE}\n") :] for name, text in found.items()}
+    return {}
+
+
+def check_runs(path: Path, runs: Sequence[Run], logs: Sequence[Log], flags: Sequence[str], where: str) -> None:
+    """Raise ToolError unless each of the race's runs has a log that says the same."""
+    for run in runs:
+        run_id = run_id_of(run.seed, run.script)
+        said = [unlike(run, log) for log in logs if (log.flags or [])[4:] == ["--run_id", run_id, *flags]]
+        if "" not in said:
+            lacks = f"no sound log of its run {run_id}, with the race's flags, is in {where}"
+            lacks = f"the log of its run {run_id} says otherwise in {said[0]}" if said else lacks
+            raise ToolError(f"{path}: {lacks}; take the files that `race` left")
 
 
 def checked_order(path: Path, document: dict, runs: Sequence[Run]) -> list[tuple[int, int]]:
@@ -202,7 +245,7 @@ def comparisons(runs: Sequence[Run]) -> list[dict]:
     return [compare(a, b) for a, b in pairwise(sides)]
 
 
-def run_id_of(seed: int, script: int) -> str:
+def run_id_of(seed: int | str, script: int) -> str:
     return f"race-{seed}-{string.ascii_lowercase[script]}"
 
 
@@ -243,8 +286,8 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
     Every other round is in reverse: a drift of the machine's speed that is linear in time cancels in two of them.
     A runner takes seed, run id and the folder of the logs, and returns the fields of Run after the first two.
     """
-    if not (2 <= len(runners) <= 26 and 2 <= plan["pairs"] <= MAX_PAIRS):
-        raise ToolError(f"a race needs 2 to 26 scripts, and for an interval --pairs from 2 to {MAX_PAIRS}")
+    if not (2 <= len(runners) <= MAX_SCRIPTS and 2 <= plan["pairs"] <= MAX_PAIRS):
+        raise ToolError(f"a race needs 2 to {MAX_SCRIPTS} scripts, and for an interval --pairs from 2 to {MAX_PAIRS}")
     import scipy.stats  # noqa: F401  to miss it now, and not after all runs
 
     folder, document, runs, _lock = begin(plan, out, resume)

@@ -1,11 +1,14 @@
 """Check what a record must fulfil. Every failure is one line that says what to do."""
 
 import ast
+import functools
+import hashlib
 import itertools
 import math
 import os
 import re
 import statistics
+import sys
 import warnings
 from collections import namedtuple
 from collections.abc import Iterator
@@ -13,7 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from records.logs import (
+    HEADER_BYTES,
     RECORDS,
+    TOKEN_BYTES,
     Log,
     ToolError,
     differences,
@@ -26,7 +31,7 @@ from records.logs import (
     shown,
 )
 from records.proof import ALPHA, describe, public_history, runs_needed
-from records.race import FILE, record_race, too_different
+from records.race import FILE, OLDER, SAME_TRAINING, record_race, too_different
 
 PLACEHOLDER = re.compile("<say[^>]*>?")
 COMPILER_SETTING = re.compile(r"(torch\.)?(_inductor|_dynamo)(\..*)?|TORCH(INDUCTOR|DYNAMO|_COMPILE)\w*")
@@ -112,23 +117,81 @@ def clock_problems(log: Log) -> Iterator[str]:
         yield f"states a median step of {log.stated_step_time} ms, its step lines {median:.2f}: {redo}"
 
 
+def contradictions(log: Log) -> Iterator[str]:
+    """Hold what a log states more than once against each other."""
+    redo, config = "edited, or of two runs; run it again", log.configuration or {}
+    for what, stated in dict(seed=log.seed, num_iterations=log.num_steps).items():
+        if stated not in (None, config.get(what)):
+            yield f"its {what} is {stated}, in its configuration {shown(str(config.get(what)))}: {redo}"
+    words = [word for flag in log.flags or [] for word in str(flag).split("=", 1)]
+    for flag, value in zip(words[::2], words[1::2], strict=False):
+        if flag not in (*SAME_TRAINING, "--seed", "--log_dir", "--run_id"):
+            yield f"has the flag {shown(flag)}: put settings into the script, run it without"
+        elif value not in ("auto", configured := str(config.get(flag[2:], value))):
+            yield f"has {flag} {shown(value)}, in its configuration {shown(configured)}: {redo}"
+    every = log.number("val_loss_every")
+    if {*log.curve} != {log.num_steps, *(step for step in range(log.num_steps) if every and step % every == 0)}:
+        yield f"validates not every {every} steps, as its configuration says: {redo}"
+    loss, seconds = re.findall(r"[\d.]+", log.summary or "0 0")
+    if float(loss) != log.val_loss or abs(float(seconds) - log.train_time / 1000) > 0.0056:
+        found = f"{log.val_loss:.4f} after {log.train_time / 1000:.2f} s"
+        yield f"ends with {log.summary or 'no summary'}, its step lines with {found}: {redo}"
+
+
+@functools.cache
+def nano_shard() -> bytes:
+    """Return the tokens of the nano track's training shard, or nothing if data/nano lacks it."""
+    path = RECORDS.parent / "data" / "nano" / TRACKS["nano"].shard_name.format(0)
+    sys.path.append(str(RECORDS.parent / "data"))
+    from pack_nano import is_track_shard
+
+    return path.read_bytes()[HEADER_BYTES:] if is_track_shard(path, "train") else b""
+
+
+def is_packed(log: Log) -> bool:
+    """Return whether documents or growing batches decide where a batch begins."""
+    config = log.configuration or {}
+    return bool(config.get("max_doc_len") or config.get("stage_growth") not in (None, [1]))
+
+
+def training_tokens(log: Log) -> str | None:
+    """Return what a log should state of its training tokens, or None where this tool cannot know."""
+    length, total = log.number("train_seq_len"), log.number("batch_tokens") * log.num_steps
+    shard = nano_shard() if log.track == "nano" and not is_packed(log) else b""
+    if length < 1 or not 0 < total * TOKEN_BYTES < len(shard):
+        return None
+    size, digest = length * TOKEN_BYTES, hashlib.sha256()
+    for begin in range(0, total * TOKEN_BYTES, size):  # each sequence with its last target, which begins the next one
+        digest.update(shard[begin : begin + size + TOKEN_BYTES])
+    return f"{total}, sha256 {digest.hexdigest()}"
+
+
+def validation_problem(log: Log, track: Track) -> str | None:
+    """Say that the losses are of other tokens than the target, or return None."""
+    if log.val_tokens != track.val_tokens:
+        return f"validates on {log.val_tokens} tokens, the track on {track.val_tokens}; run it without --val_tokens"
+    if track.val_sha256 not in (None, log.val_sha256):
+        return f"other validation tokens, sha256 {log.val_sha256}, than the track's; get the track's data, run it again"
+    return None
+
+
 def data_problems(log: Log, track: Track) -> Iterator[str]:
     """Check that validation tokens and training stream are the track's."""
-    if log.val_tokens != track.val_tokens:
-        yield f"validates on {log.val_tokens} tokens, the track on {track.val_tokens}; run it without --val_tokens"
-    elif track.val_sha256 not in (None, log.val_sha256):
-        yield f"other validation tokens, sha256 {log.val_sha256}, than the track's; get the track's data, run it again"
-    assert log.configuration is not None
-    per_batch = log.configuration.get("batch_tokens")
-    if not isinstance(per_batch, int) or not 0 < per_batch < track.shard_tokens or log.num_steps < 1:
+    yield from filter(None, [validation_problem(log, track)])
+    per_batch = log.number("batch_tokens")
+    if not 0 < per_batch < track.shard_tokens or log.num_steps < 1:
         yield "its configuration has no batch_tokens that fit the shards, or no steps; run the track's train_gpt.py"
         return
     touched = "the training stream is not the track's"
+    if log.training_tokens or "training tokens: " in log.source:  # older scripts do not state them
+        if log.training_tokens is None:
+            yield "states no training tokens; run the script as it is"
+        elif (expected := training_tokens(log)) not in (None, log.training_tokens):
+            yield f"{touched}: its tokens are {log.training_tokens}, in order they are {expected}; get the data again"
     per_shard = len(range(0, track.shard_tokens - per_batch, per_batch))
     shard, last = divmod(log.num_steps - 1, per_shard)
     last *= per_batch
-    if log.configuration.get("max_doc_len") or log.configuration.get("stage_growth") not in (None, [1]):
-        # Documents or growing batches decide where a batch begins: the log's word counts if no token was used twice
+    if is_packed(log):  # the log's word counts if no token was used twice
         shard, last = max(len(log.train_shards), 1) - 1, int((log.last_batch or "0").split()[-1])
         if not (log.num_steps - 1) * per_batch - shard * track.shard_tokens <= last < track.shard_tokens:
             yield f"{touched}: the last batch cannot begin at position {last} of shard {shard + 1}; run it again"
@@ -155,6 +218,7 @@ def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
     if script and log.source != script:
         yield "the script in the log is not the folder's train_gpt.py; put there the one that ran, or run it again"
     yield from data_problems(log, track)
+    yield from contradictions(log)
     yield from clock_problems(log)
     if log.recompiles != 0:
         count = "does not say how many graphs" if log.recompiles is None else f"{log.recompiles} graphs"
@@ -162,8 +226,9 @@ def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
     if log.seed is None:
         yield "states no seed; run the track's train_gpt.py with --seed"
     if track.max_threads is not None:
-        if log.num_threads is None or log.num_threads > track.max_threads:
-            used = "an unknown number of" if log.num_threads is None else log.num_threads
+        used = max(log.num_threads or 0, log.number("cpu_threads"))
+        if log.num_threads is None or used > track.max_threads:
+            used = "an unknown number of" if log.num_threads is None else used
             yield f"uses {used} CPU threads, the track at most {track.max_threads}; run it with --cpu_threads 2"
         if log.has_gpu:
             yield "ran on a GPU, the track is for CPUs; run it with --device cpu"
@@ -185,13 +250,14 @@ def target_problem(losses: list[float], target: float, is_form: bool) -> str | N
 
 def kind_problems(folder: Path, kind: str, before: Path | None) -> Iterator[str]:
     """Check the row "kind" of a page: an idea, a public record, or a form, which carries no idea."""
-    numbers = [record["number"] for record in public_history()["records"]]
+    numbers = [record["number"] for record in public_history()["records"] if folder.name.startswith(record["date"])]
     if kind.startswith("form"):
         if not any((RECORDS.parent / name).is_file() for name in re.findall(r"tests/test_\w+\.py", kind)):
             yield "README.md: its row kind names no test that is there; name the one that shows this form to be equal"
         return
     if kind not in ("idea", *(f"public record {number}" for number in numbers)):
-        yield "README.md: has no row | kind | idea |, or form and the test that shows it, or public record N; write one"
+        wanted = "| kind | idea |, or form and the test that shows it, or public record N of the folder's date"
+        yield f"README.md: has no row {wanted}; write one"
     if before and (problem := too_different(*(read_script(str(path), path.parent) for path in (folder, before)))):
         yield f"train_gpt.py: {problem}"
 
@@ -222,25 +288,15 @@ def verify(folder: Path, root: Path) -> Verdict:
     if not is_ranked(folder):
         verdict.summary = f"not ranked: script and page; {kind.partition(':')[0]}"
         return verdict
-    whole = []
-    for path in log_paths(folder):
-        try:
-            log = Log(path)
-            if log.configuration is None:
-                raise ToolError("states no configuration (the public form?); only its curve can be held: --against")
-            if log.incomplete:
-                raise ToolError(log.incomplete)
-            verdict.failures += [f"{log.name}: {problem}" for problem in log_problems(log, track_of(log), script)]
-            whole.append(log)
-        except ToolError as error:
-            verdict.failures.append(f"{path.name}: {str(error).removeprefix(f'{path}: ')}")
+    whole, others = whole_logs(verdict, folder, script), whole_logs(verdict, folder / OLDER, "")
+    verdict.failures += differences(others)
     if not log_paths(folder):
         verdict.failures.append("has no logs; put the .txt of its runs there")
     if whole:
         check_together(verdict, whole, kind.startswith("form"))
     try:
         if line:
-            name, found = record_race(folder, line, whole)
+            name, found = record_race(folder, line, whole, others)
             ratio = "train time {ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"])
             verdict.summary += f"; {ratio} times {name}, loss {found['val_loss']['difference']:+.4f}"
             if kind == "idea":  # a public record gained elsewhere, a form has none
@@ -251,6 +307,24 @@ def verify(folder: Path, root: Path) -> Verdict:
     except ToolError as error:
         verdict.failures.append(str(error).removeprefix(f"{folder}{os.sep}"))
     return verdict
+
+
+def whole_logs(verdict: Verdict, folder: Path, script: str) -> list[Log]:
+    """Return the folder's logs of whole runs, and add what is wrong with each log to the verdict."""
+    whole = []
+    for path in log_paths(folder):
+        try:
+            log = Log(path)
+            if log.configuration is None:
+                raise ToolError("states no configuration (the public form?); only its curve can be held: --against")
+            if log.incomplete:
+                raise ToolError(log.incomplete)
+            name = f"{OLDER}/{log.name}" if folder.name == OLDER else log.name
+            verdict.failures += [f"{name}: {problem}" for problem in log_problems(log, track_of(log), script)]
+            whole.append(log)
+        except ToolError as error:
+            verdict.failures.append(f"{path.name}: {str(error).removeprefix(f'{path}: ')}")
+    return whole
 
 
 def check_together(verdict: Verdict, logs: list[Log], is_form: bool) -> None:
@@ -264,4 +338,6 @@ def check_together(verdict: Verdict, logs: list[Log], is_form: bool) -> None:
     sample = describe(losses, track.target)
     p = "p waived: a form" if is_form else f"p={sample.p:.2g}" if sample.p is not None else "p unknown"
     note = "" if track.val_sha256 else "; all on the same validation tokens, whose hash this tool does not know"
+    if any(log.training_tokens and training_tokens(log) is None for log in logs):
+        note += "; training tokens not checked" + ": first run python data/pack_nano.py" * (track.name == "nano")
     verdict.summary = f"{sample} {p} ({track.name}, {logs[0].num_steps} steps{note})"

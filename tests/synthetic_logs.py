@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from records import race
+from records.logs import Log
 
 ROOT = Path(__file__).parent.parent
 RULE = "=" * 100
@@ -29,7 +30,8 @@ disturbed = 3 if "--stop" in flags and seed == 9 else 1
 step_ms = disturbed * SLOWNESS * (40 + 0.1 * (zlib.crc32(log.name.encode()) % 5))
 loss = 1.4 + 0.001 * (seed % 100) + SLOWNESS / 100
 log.with_suffix(".pt").touch()
-own = dict(source=pathlib.Path(__file__).read_text().rstrip("\\n"))
+own = dict(flags=sys.argv[1:], source=pathlib.Path(__file__).read_text().rstrip("\\n"))
+own |= dict(every=int(flags.get("--val_loss_every", 5)))
 own |= dict(val_sha256="cd" * 32) if SLOWNESS == 9 else dict()
 log.write_text(log_text(seed=seed, val_loss=loss, step_ms=step_ms, **own))
 log.with_suffix(".json").write_text(json.dumps(dict(val_loss=1, train_time_ms=1, seed=1)))
@@ -42,23 +44,26 @@ def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step
     starts = range(0, shard_tokens - batch_tokens, batch_tokens)
     shards = [pattern.format(first_shard + i) for i in range((steps - 1) // len(starts) + 1)]
     config = dict(preset=preset, batch_tokens=batch_tokens, num_iterations=steps, seed=seed, device="cpu")
+    config["val_loss_every"] = every = more.get("every", 5)
     size = f"{2 * shard_tokens + 1024} bytes"
     lines = [source, RULE, "Running Python 3.11.7 (main, May  9 2026) [GCC 12.2.0]"]
     lines += ["Running PyTorch 2.13.0+cpu, numpy 2.4.6", "1 processes, 2 threads each, 2 cores"]
     lines += ["$ lscpu", f"  Model name:   {more.get('cpu', 'Some Processor')}"]
     lines += [f"train shard: {shard}, {size}" for shard in shards] + [f"val shard: nano_val_000000.bin, {size}"]
-    lines += ["flags: []", f"configuration: {json.dumps(config)}"]
+    flags = more.get("flags") or f"--seed {seed} --log_dir x --run_id race-{seed}-{more.get('side', 'a')}".split()
+    lines += [f"flags: {json.dumps(flags)}", f"configuration: {json.dumps(config)}"]
     val_tokens = 262144 if preset == "nano" else 10485760
     lines += [f"validation tokens: {val_tokens}, sha256 {more.get('val_sha256', NANO_VAL)}"]
     lines += [RULE, f"seed: {seed}, log: x"]
-    curve = more.get("curve") or {step: val_loss + 1 - step / steps for step in [*range(0, steps, 5), steps]}
+    curve = more.get("curve") or {step: val_loss + 1 - step / steps for step in [*range(0, steps, every), steps]}
     for step in range(steps + 1):
         timing = f"train_time:{step * step_ms:.0f}ms step_avg:{step_ms if step else 0:.2f}ms"
-        lines += [f"step:{step}/{steps} train_loss:2.5000 {timing}"] if step else []
+        lines += [f"step:{step}/{steps} train_loss:{2.5 + seed / 1000:.4f} {timing}"] if step else []
         lines += [f"step:{step}/{steps} val_loss:{curve[step]:.4f} {timing}"] if step in curve else []
     lines += [f"first batch: {shards[0]} position 0"]
     lines += [f"last batch: {shards[-1]} position {starts[(steps - 1) % len(starts)]}"]
-    lines += ["recompiles after the clock started: 0", f"step time: median {step_ms:.2f}ms", "peak memory: 499 MiB", ""]
+    lines += ["recompiles after the clock started: 0", f"step time: median {step_ms:.2f}ms", "peak memory: 499 MiB"]
+    lines += [f"val_loss {curve[steps]:.4f} after {steps * step_ms / 1000:.2f} s; target 1.45 reached; log: x", ""]
     return "\n".join(lines)
 
 
@@ -84,12 +89,23 @@ def write_record(root: Path, name: str, texts: list[str], source=SOURCE, readme=
     return folder
 
 
-def write_race(path: Path, *sources: str, losses: Sequence[float] = LOSSES, ratio=0.9, ms=806.0) -> dict:
-    """Write the race of these scripts, each in `ratio` of the time of the next, the first in that of `log_text`."""
+def write_race(path: Path, *sources: str, losses: Sequence[float] = LOSSES, ratio=0.9, ms=806.0, drop=0.0) -> dict:
+    """Write the race of these scripts, each in `ratio` of the time of the next, the first in that of `log_text`.
+
+    Each ends `drop` above the next. The logs of all but the first lie in older/.
+    """
     scripts = [dict(name=f"script {i}", sha256=race.digest(source.rstrip("\n"))) for i, source in enumerate(sources)]
     document = dict(scripts=scripts, flags=[], pairs=len(losses), seed=0)
     order = race.checked_order(path, document, [])
-    runs = [race.Run(script, seed, losses[seed], ms * ratio**-script) for seed, script in order]
+    runs = []
+    for seed, script in order:
+        more = dict(source=sources[script].rstrip("\n"), side="abc"[script], step_ms=ms * ratio**-script / 20)
+        log = path.parent / "older" / f"{race.run_id_of(seed, script)}.txt"
+        log.parent.mkdir(exist_ok=True)
+        log.write_text(log_text(seed, losses[seed] - drop * script, **more))
+        runs.append(race.Run(script, seed, **race.figures_of(Log(log))))
+        if script == 0:
+            log.unlink()
     document["runs"] = [vars(run) for run in runs]
     document["comparisons"] = race.comparisons(runs)
     path.write_text(json.dumps(document))

@@ -1,5 +1,6 @@
 """python -m records: what verify lets through and what not, the statistics, a race, the other commands, pictures."""
 
+import dataclasses
 import fcntl
 import functools
 import json
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
 
+import train_gpt
 from records import proof, race, rules
 from records.__main__ import build_parser, main
 from records.logs import Log, lineage
@@ -103,6 +105,21 @@ FAULTS = {
     ),
     "one run": (lambda t: t[:1], r"n too small: one log, the test needs at least 2"),
     "no logs": (lambda t: [], "has no logs"),
+    "two seeds": (edit("seed: 0, log", "seed: 0, log\nseed: 9, log"), r"run0\.txt: states both '0' and '9'"),
+    "seed": (edit("seed: 0, log", "seed: 7, log"), r"run0\.txt: its seed is 7, in its configuration '0': edited"),
+    "flag": (edit('"--seed", "0"', '"--seed", "7"'), r"run0\.txt: has --seed '7', in its configuration '0': edited"),
+    "own flag": (edit('"--seed"', '"--muon_lr=1", "--seed"'), r"run0\.txt: has the flag '--muon_lr': put settings"),
+    "summary": (edit("1.4310 after", "1.4300 after"), r"run0\.txt: ends with val_loss 1\.4300 after 0\.81 s, its step"),
+    "its time": (
+        edit("after 0.81", "after 0.71"),
+        r"run0\.txt: ends with .* lines with 1\.4310 after 0\.81 s",
+    ),
+    "validations": (lambda t: [re.sub("step:5/20 val.*", "", t[0]), *t[1:]], r"run0\.txt: validates not every 5 steps"),
+    "its threads": (edit('"device"', '"cpu_threads": 8, "device"'), r"run0\.txt: uses 8 CPU threads"),
+    "one run twice": (
+        lambda t: [*t, re.sub(r"(seed\W+|race-)0\b", r"\g<1>8", t[0])],
+        r"run5\.txt: has all training losses of run0\.txt, so it is the same run; leave one out",
+    ),
 }
 
 
@@ -112,7 +129,7 @@ def test_verify_names_the_fault(tool, root, fault):
     assert change(good()) != good()
     write_record(root, NAME, change(good()))
     code, out, _ = tool("verify", "good")
-    assert (code, out.count("\n")) == (1, 1 + (fault in ("a GPU", "validation hash"))), out
+    assert (code, out.count("\n")) == (1, 1 + (fault in ("a GPU", "validation hash", "its threads"))), out
     assert re.match(f"FAIL {NAME}: (?:{message})", out), out
 
 
@@ -226,9 +243,32 @@ def test_stats(tool, root, tmp_path):
     for target, runs in {1.4315: 32, 1.4302001: None, 1.43: None}.items():
         assert proof.runs_needed(target - sample.mean, sample.sd) == runs
     other = {"as run1.txt": dict(seed=1), "of steps": dict(seed=9, steps=21), "scripts": dict(seed=9, source="")}
+    other["in validation tokens"] = dict(seed=9, val_sha256="ab" * 32)
     for message, change in other.items():
         (tmp_path / "other.txt").write_text(log_text(**change))
         assert message in tool("stats", "good", tmp_path / "other.txt")[2]
+    (tmp_path / "other.txt").write_text(log_text(val_sha256="ab" * 32))
+    assert "other validation tokens, sha256 abab" in tool("stats", tmp_path / "other.txt")[2]
+
+
+def test_verify_computes_the_hash_of_the_training_tokens(tmp_path, monkeypatch):
+    """The script's own hash, of 5 batches of two sequences, is the one wanted."""
+    tokens = np.random.default_rng(0).integers(257, size=99).astype("<u2")
+    (tmp_path / "shard.bin").write_bytes(bytes(1024) + tokens.tobytes())
+    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], train_seq_len=8, batch_tokens=16)
+    sequences = [np.array([[i, i + 9]]) for i in range(0, 80, 8)]
+    digest = train_gpt.hash_tokens([train_gpt.Batch(str(tmp_path / "shard.bin"), sequences)], cfg, targets=True)
+    monkeypatch.setattr(rules, "nano_shard", tokens.tobytes)
+    stated = f"training tokens: 80, sha256 {digest}\nvalidation tokens"
+    text = log_text(steps=5, batch_tokens=16).replace('"preset"', '"train_seq_len": 8, "preset"')
+    for change, problem in (
+        (stated, ""),
+        (stated.replace(digest, "ab" * 32), f"its tokens are 80, sha256 abab.*, in order they are 80, sha256 {digest}"),
+        ("validation tokens", "states no training tokens"),
+    ):
+        (tmp_path / "log.txt").write_text(f'"training tokens: "{text.replace("validation tokens", change)}')
+        found = [*rules.data_problems(Log(tmp_path / "log.txt"), rules.TRACKS["nano"])]
+        assert (len(found), bool(re.search(problem, "".join(found)))) == (bool(problem), True), found
 
 
 @pytest.fixture
@@ -405,24 +445,37 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
             code, out, err = tool("verify", "next")
             assert (code, out.count("\n"), err) == (1, 1, ""), out + err
             assert out.startswith(f"FAIL {NEXT}: race.json: {problem}"), out
-    document = write_race(path, NEWER, SOURCE)
-    for run in document["runs"]:
-        run["val_loss"] -= 0.002 * run["script"]
-    document["comparisons"] = race.comparisons([race.Run(**run) for run in document["runs"]])
-    path.write_text(json.dumps(document))
+    write_race(path, NEWER, SOURCE, drop=0.002)
     assert f"ends above {NAME}: spent margin is no gain; take more steps" in tool("verify", "next")[1]
     write_race(path, NEWER, SOURCE, losses=[*LOSSES, 1.47])
     assert "has 6 runs of the script, there are 5 sound logs: leave none out" in tool("verify", "next")[1]
-    for other in dict(losses=[1.4] * 5), dict(losses=LOSSES[::-1]), dict(ms=807.1):
+    for what, other in dict(val_loss=dict(losses=[1.4] * 5), train_time=dict(ms=807.1)).items():
         write_race(path, NEWER, SOURCE, **other)
-        assert "race.json: run0.txt is the log of none of its runs" in tool("verify", "next")[1], other
+        assert f"race.json: the log of its run race-0-a says otherwise in {what}" in tool("verify", "next")[1]
+    document = write_race(path, NEWER, SOURCE)
+    document["runs"][1]["train_time"] *= 2  # the older script's
+    document["comparisons"] = race.comparisons([race.Run(**run) for run in document["runs"]])
+    path.write_text(json.dumps(document))
+    assert "race.json: the log of its run race-0-b says otherwise in train_time;" in tool("verify", "next")[1]
+    path.write_text(json.dumps(document | dict(flags=["--preset", "nano"])))
+    assert "race.json: no sound log of its run race-0-a, with the race's flags, is in" in tool("verify", "next")[1]
+    write_race(path, NEWER, SOURCE)
+    (folder / "older" / "race-3-b.txt").rename(root / NAME / "race-3-b.txt")
+    assert tool("verify", "next")[0] == 0, "the older record has it"
+    (root / NAME / "race-3-b.txt").unlink()
+    assert (
+        f"no sound log of its run race-3-b, with the race's flags, is in its folder older, nor in {NAME}"
+        in tool("verify", "next")[1]
+    )
     write_race(path, NEWER, SOURCE, ratio=1.1)
     not_faster = f"not shown to be faster than {NAME}: train time 1.100 (1.100 to 1.100); race more"
     assert not_faster in tool("verify", "next")[1]
     page = (folder / "README.md").read_text()
-    for kind in "public record 46", "form: tests/test_records.py":
+    for kind, name in ("public record 46", "2025-11-29_Next"), ("form: tests/test_records.py", NEXT):
         (folder / "README.md").write_text(page.replace("| idea |", f"| {kind} |"))
+        folder.rename(root / name)
         assert tool("verify", "next")[0] == 0, "which need not gain here"
+        (root / name).rename(folder)
     write_race(path, NEWER, SOURCE, losses=LOSSES[1:])
     assert "fewer than 5 pairs" in tool("verify", "next")[1]
     path.unlink()
@@ -443,7 +496,7 @@ def test_a_page_says_what_kind_of_record_it_is(tool, root):
         "form": "names no test",
         "form: tests/test_nothing.py": "names no test",
         "public record 45": "has no row",
-        "public record 46": "201 lines",
+        "public record 46": "of the folder's date",
         "ideas": "has no row",
     }.items():
         (folder / "README.md").write_text(page.replace("| idea |", f"| {kind} |"))
@@ -469,9 +522,12 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
     write_record(root, "2025-03-01_Before", [], source=NEWER, after="2026-01-01_Before")
     paths = sorted(write_record(tmp_path, "logs", good()).glob("*.txt"))
     write_race(tmp_path / "race.json", SOURCE, NEWER)
+    for path in (tmp_path / "older").iterdir():
+        path.rename(tmp_path / path.name)
     argv = ("new", "Fresh", *paths, "--date", "2026-02-03", "--race", tmp_path / "race.json")
     folder, (code, told, _) = root / "2026-02-03_Fresh", tool(*argv)
-    files = {"README.md", "train_gpt.py", "race.json", *(path.name for path in paths)}
+    files = {"README.md", "train_gpt.py", "race.json", "older", *(path.name for path in paths)}
+    assert Log(folder / "older" / "race-3-b.txt").source == race.digest(NEWER.rstrip("\n"))
     assert (code, (folder / "train_gpt.py").read_text()) == (0, SOURCE)
     assert {path.name for path in folder.iterdir()} == files
     readme = (folder / "README.md").read_text()
@@ -499,10 +555,10 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     readme.write_text(EMPTY_TABLES)
     write_record(root, NAME, good())
     folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after=NAME)
-    write_race(folder / "race.json", "", NEWER, SOURCE)
+    write_race(folder / "race.json", "", NEWER, SOURCE, ms=810.0)
     hostile = good(cpu="<img src=x>|\x1b[2J\\|[a](b)", source="\x1b[2J")
     folder = write_record(root, "2026-01-04_Hostile", hostile, "\x1b[2J", "# N: <b>|\n", after=NEXT)
-    write_race(folder / "race.json", "\x1b[2J", NEWER)
+    write_race(folder / "race.json", "\x1b[2J", NEWER, ms=810.0)
     assert (tool("table", "--check")[0], readme.read_text()) == (1, EMPTY_TABLES)
     assert tool("table")[0] == 0
     text = readme.read_text()
@@ -515,7 +571,7 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     assert (tool("table", "--check")[0], tool("table")[0], readme.read_text()) == (0, 0, text)
     write_record(root, "2026-01-05_Form", [], NEWER + "#", f"{FORM}| track | not ranked yet |\n", after=folder.name)
     follower = write_record(root, "2026-01-06_Six", good(source="six"), "six", after="2026-01-05_Form")
-    write_race(follower / "race.json", "six", NEWER + "#")
+    write_race(follower / "race.json", "six", NEWER + "#", ms=810.0)
     assert tool("table")[0] == 0
     (new,) = set(readme.read_text().splitlines()) - set(text.splitlines())
     assert re.search(r"_Six\) \|.* 0\.900 \(0\.900 to 0\.900\), against 2026-01-05_Form \|  \| 499", new)
