@@ -9,8 +9,6 @@
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000}
 export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-2147483647}
 export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432}
-# Memory on GPUs: segments that grow are not left too small for the next tensor
-[ -n "${PYTORCH_CUDA_ALLOC_CONF:-}" ] || export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 
 # Exit with 0 if the packages of the requirements files are installed
 probe='

@@ -1455,6 +1455,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
     """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
     argv = sys.argv[1:] if argv is None else list(argv)
     source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
+    # Segments of GPU memory that grow waste less of it. torch reads this when CUDA starts, not when it is imported
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     ranks = init_distributed()
     try:
         cfg, plans, saved = prepare(argv, ranks)

@@ -8,7 +8,8 @@ import sys
 
 from records.process import ENVIRONMENT
 
-os.environ |= ENVIRONMENT | os.environ  # before torch loads OpenMP
+# Before torch loads OpenMP; the last as the script's own `main` does
+os.environ |= ENVIRONMENT | dict(PYTORCH_ALLOC_CONF="expandable_segments:True") | os.environ
 with contextlib.suppress(AttributeError, OSError):  # the C library has read its variables already; only glibc has these
     for name, option in dict(MALLOC_TRIM_THRESHOLD_=-1, MALLOC_MMAP_THRESHOLD_=-3).items():
         ctypes.CDLL(None).mallopt(option, int(os.environ[name]))

@@ -11,10 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What environment.sh exports: short spinning of OpenMP's threads, freed memory that stays with the process, GPU memory
-# in segments that grow
+# What environment.sh exports: short spinning of OpenMP's threads, freed memory that stays with the process
 ENVIRONMENT = dict(GOMP_SPINCOUNT="10000", MALLOC_TRIM_THRESHOLD_="2147483647", MALLOC_MMAP_THRESHOLD_="33554432")
-ENVIRONMENT["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 LIBC = ctypes.CDLL(None)  # here, as a process that has just been forked should not load libraries
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

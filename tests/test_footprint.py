@@ -56,6 +56,7 @@ def run_audited(cwd: Path, env: dict[str, str], notes_path: Path, flags: list[st
     assert (look(), told.getvalue(), any(notes.values())) == (before, "", False), "an import touches nothing"
     assert not torch.cuda.is_initialized()
     train_gpt.main(flags)
+    assert torch._C._accelerator_getAllocatorSettings() == "expandable_segments:True"  # read when first needed
     notes_path.write_text(json.dumps({kind: sorted(found) for kind, found in notes.items()}))
 
 
