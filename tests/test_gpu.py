@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
 
 import check
 import train_gpt
@@ -107,10 +106,8 @@ def relative_errors(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) ->
 def attention(q: Tensor, k: Tensor, v: Tensor, docs: Tensor, window: Tensor, block: int) -> Tensor:
     """Attend as the model does. What differs between the tests is in tensors: they share one graph."""
     mask = train_gpt.document_block_mask(docs, window, block)
-    if not q.is_cuda:  # FlexAttention has no backward there
-        return GatheredMask(mask, len(docs) // block, q.dtype).attend(q, k, v)
-    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    return flex_attention(q, k, v, block_mask=mask, scale=1.0)[0].transpose(0, 1)
+    mask = mask if q.is_cuda else GatheredMask(mask, len(docs) // block, q.dtype)
+    return train_gpt.attend(q, k, v, mask, heads_per_pair=1)
 
 
 @on_both
