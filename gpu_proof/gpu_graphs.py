@@ -339,8 +339,10 @@ def run_steps(script, cfg, recorder: Recorder) -> dict[int, dict]:
         with recorder.during("validation"), torch.no_grad():
             trainer.model(*batch(cfg.val_seq_len), trainer.windows, torch.ones_like(trainer.weights[:1]))
         memory[world] = {name: peak for name, peak in recorder.peaks.items() if name != "setup"}
-        buffers = [(named(o, name), o.every) for o in trainer.optimizers for name in ("grad_buffer", "param_buffer")]
-        memory[world] |= dict(communication=round(sum(buffer.nbytes / every for buffer, every in buffers)))
+        nbytes = sum(
+            (named(o, "grad_buffer").nbytes + named(o, "param_buffer").nbytes) / o.every for o in trainer.optimizers
+        )
+        memory[world] |= dict(communication=round(nbytes))
     return memory
 
 
