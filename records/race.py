@@ -191,6 +191,8 @@ def record_race(
         raise ToolError(f"{path}: has {len(a)} runs of the script, there are {len(logs)} sound logs: leave none out")
     if logs is not None:
         check_runs(path, a, logs, flags, "the folder")
+        if len(others) > len(b):
+            raise ToolError(f"{path}: has {len(b)} runs of {name}, {OLDER} has {len(others)} logs: leave no round out")
         others = [*others, *map(Log, log_paths(folder.parent / name))]
         others = [log for log in others if log.source in (older, digest(older)) and not log.incomplete]
         if any(log.training_tokens for log in logs) or {run.seed for run in b} <= {log.seed for log in others}:

@@ -1,6 +1,7 @@
 """Logs and records that no run wrote."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -97,6 +98,7 @@ def write_race(path: Path, *sources: str, losses: Sequence[float] = LOSSES, rati
     scripts = [dict(name=f"script {i}", sha256=race.digest(source.rstrip("\n"))) for i, source in enumerate(sources)]
     document = dict(scripts=scripts, flags=[], pairs=len(losses), seed=0)
     order = race.checked_order(path, document, [])
+    shutil.rmtree(path.parent / "older", ignore_errors=True)
     runs = []
     for seed, script in order:
         more = dict(source=sources[script].rstrip("\n"), side="abc"[script], step_ms=ms * ratio**-script / 20)

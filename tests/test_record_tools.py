@@ -460,6 +460,9 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     path.write_text(json.dumps(document | dict(flags=["--preset", "nano"])))
     assert "race.json: no sound log of its run race-0-a, with the race's flags, is in" in tool("verify", "next")[1]
     write_race(path, NEWER, SOURCE)
+    (folder / "older" / "cut.txt").write_text(log_text(5))
+    assert f"has 5 runs of {NAME}, older has 6 logs: leave no round out" in tool("verify", "next")[1]
+    (folder / "older" / "cut.txt").unlink()
     (folder / "older" / "race-3-b.txt").rename(root / NAME / "race-3-b.txt")
     assert tool("verify", "next")[0] == 0, "the older record has it"
     (root / NAME / "race-3-b.txt").unlink()
