@@ -1159,12 +1159,14 @@ class Trainer:
         """Run every graph once on dummy tokens, then restore all state, or load `saved`. Rank 0 has the state."""
         is_kept = self.ranks.rank == 0 and not saved
         before = {name: t.to("cpu", copy=True) for name, t in self.state().items() if is_kept}
-        tokens = torch.arange(len(self.gpt.rotary.cos) + 1, device=self.device) % self.cfg.vocab_size
+        tokens = (torch.arange(len(self.gpt.rotary.cos) + 1) % self.cfg.vocab_size).to(torch.uint16)
+        tokens = tokens.pin_memory() if self.device.type == "cuda" else tokens  # the way of `read_batches`
+        tokens = tokens.to(self.device).to(torch.int32)
         for start in stage_starts(self.cfg)[:-1]:
             length, count = train_seq_len(start, self.cfg), self.cfg.batch_sequences // self.ranks.world_size
             for step in range(start, start + self.cfg.adam_every):
-                self.train_step(step, [(tokens[:length].int(), tokens[1 : length + 1])] * count)
-        self.score(tokens[: self.cfg.val_seq_len].int(), tokens[1 : self.cfg.val_seq_len + 1])
+                self.train_step(step, [(tokens[:length], tokens[1 : length + 1].long())] * count)
+        self.score(tokens[: self.cfg.val_seq_len], tokens[1 : self.cfg.val_seq_len + 1].long())
         self.gpt.zero_grad(set_to_none=True)
         self.restore(saved or before)
 
