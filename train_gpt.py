@@ -1220,7 +1220,10 @@ def check_same(ranks: Ranks, problem: UserError | None, facts: dict) -> dict:
     """Return the facts of rank 0. Raise on all ranks if one has a problem, or knows another fact than rank 0."""
     everyone = [own := (os.uname().nodename, problem, facts)] * ranks.world_size
     if ranks.world_size > 1:
-        dist.all_gather_object(everyone, own)
+        try:
+            dist.all_gather_object(everyone, own)
+        except RuntimeError as error:  # rank 0 may load for long, but not for 30 minutes
+            raise UserError(f"rank {ranks.rank} waits for the others in vain: {first_line(error)}") from None
     expected = everyone[0][2]
     for rank, (host, problem, its_facts) in enumerate(everyone):
         for name, value in expected.items():
