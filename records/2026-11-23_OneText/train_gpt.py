@@ -637,7 +637,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | GatheredMask, head
         return mask.attend(q, k, v).reshape(T, H, D)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     warps = dict(bwd_num_warps=8)  # as on an H100; with the 4 of other GPUs the backward pass spills its registers
-    y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=warps)
+    y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=warps)  # type: ignore[call-overload]
     return y.squeeze(0).transpose(0, 1).reshape(T, H, D)
 
 
