@@ -104,7 +104,8 @@ def train(
 
 @torch.no_grad()
 def validate(model: nn.Module, tokens: np.ndarray, count: int = VAL_TOKENS) -> float:
-    """Return the mean loss of predicting tokens 1 ... count, each once, in consecutive contexts."""
+    """Return the mean loss of predicting tokens 1 ... count, or all, each once, in consecutive contexts."""
+    count = min(count, (len(tokens) - 1) // CONTEXT * CONTEXT)
     tokens = torch.from_numpy(tokens[: count + 1].astype(np.int64))
     inputs, targets = tokens[:-1].view(-1, CONTEXT).split(256), tokens[1:].view(-1, CONTEXT).split(256)
     return sum(model(x, y).item() * y.numel() for x, y in zip(inputs, targets, strict=True)) / count
@@ -116,12 +117,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="(default: fresh)")
     parser.add_argument("--steps", type=int, default=2000, help="(default: %(default)s)")
     parser.add_argument("--val_every", type=int, default=0, help="steps, for a curve (default: at the end alone)")
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of other shards, for race_anchor --text")
     args = parser.parse_args()
     if args.steps < 1 or args.seed < 0 or args.val_every < 0:
         parser.error(f"--steps {args.steps} --seed {args.seed} --val_every {args.val_every}: expected at least 1, 0, 0")
     torch.set_num_threads(THREADS)
     try:
-        train_tokens, val_tokens = (read_shard(DATA / f"nano_{part}_000000.bin") for part in ("train", "val"))
+        train_tokens, val_tokens = (read_shard(args.data / f"nano_{part}_000000.bin") for part in ("train", "val"))
         train(train_tokens, steps=10, seed=args.seed)  # warm-up, off the clock
         model, losses, train_time, curve = train(train_tokens, args.steps, args.seed, args.val_every, val_tokens)
         val_loss = validate(model, val_tokens)
