@@ -37,24 +37,20 @@ BATCH_TOKENS, VAL_SEQ_LEN, VAL_TOKENS = 1024, 8192, 262_144  # of nano
 
 def pack(path: Path, folder: Path) -> tuple[list[str], str]:
     """Write the shards of a text to `folder`. Return the trainer's flags for them, and the text's SHA-256."""
-    if not path.is_file():  # reading a pipe or a device might never end
-        raise ToolError(f"--text {path}: not there, or not a regular file; name a text")
-    if (size := path.stat().st_size) not in TEXT_BYTES:
-        raise ToolError(f"--text {path}: {size:,} bytes; name a text of {TEXT_BYTES[0]:,} to {TEXT_BYTES[-1]:,}")
+    if not (path.is_file() and path.stat().st_size in TEXT_BYTES):  # reading a pipe or a device might never end
+        raise ToolError(f"--text {path}: expected a regular file of {TEXT_BYTES[0]:,} to {TEXT_BYTES[-1]:,} bytes")
     text = path.read_bytes()
     cut = len(text) * 9 // 10
     documents = shuffle_documents(split_documents(text[:cut]), split_documents(text[cut:]))
-    held, least = [sum(map(len, part)) for part in documents.values()], [BATCH_TOKENS * STEPS[-1], VAL_SEQ_LEN]
-    if held[0] < least[0] or held[1] < least[1]:
-        told = "{:,} bytes to train and {:,} to validate, needed {:,} and {:,}".format(*held, *least)
-        raise ToolError(f"--text {path}: without repeated documents {told}; name a longer text")
-    count = min(VAL_TOKENS, held[1] // VAL_SEQ_LEN * VAL_SEQ_LEN)
-    flags = [f"--val_tokens={count}"]
-    for split, part in documents.items():
-        shard = folder / f"nano_{split}_000000.bin"
-        write_shard(shard, to_tokens(part)[: count + 1 if split == "val" else None])  # the anchor takes all of it
-        flags.append(f"--{split}_files={glob.escape(str(shard))}")
-    return flags, hashlib.sha256(text).hexdigest()
+    train, val = (sum(map(len, part)) for part in documents.values())
+    if train < BATCH_TOKENS * STEPS[-1] or val < VAL_SEQ_LEN:
+        told = f"{train:,} bytes for training and {val:,} for validation, as equal documents count once"
+        raise ToolError(f"--text {path}: has only {told}; name a longer text")
+    count = min(VAL_TOKENS, val // VAL_SEQ_LEN * VAL_SEQ_LEN)
+    for split, end in ("train", None), ("val", count + 1):  # the anchor validates on all that is there
+        write_shard(folder / f"nano_{split}_000000.bin", to_tokens(documents[split])[:end])
+    files = [f"--{split}_files={glob.escape(str(folder))}/nano_{split}_000000.bin" for split in documents]
+    return [f"--val_tokens={count}", *files], hashlib.sha256(text).hexdigest()
 
 
 def run_anchor(flags: Sequence[str], seed: int, run_id: str, folder: Path) -> dict:
@@ -65,44 +61,45 @@ def run_anchor(flags: Sequence[str], seed: int, run_id: str, folder: Path) -> di
     return dict(val_loss=result["val_loss"], train_time=result["train_time_ms"])
 
 
-def find_steps(flags: Sequence[str], anchor: Callable[..., dict], first_seed: int, folder: Path) -> tuple[int, dict]:
-    """Return the fewest steps that suffice, and the losses of all trials, by steps."""
-    seeds = range(first_seed + race.MAX_PAIRS, first_seed + race.MAX_PAIRS + TRIALS)  # none of the race's own
-    trials = dict(anchor=(loss := anchor(seeds[0], "anchor", folder)["val_loss"]))
+def find_steps(flags: Sequence[str], anchor: Callable[..., dict], first_seed: int, folder: Path) -> tuple[str, dict]:
+    """Return the flag of the fewest steps that suffice, and the losses of all trials by steps."""
+    seeds = [first_seed + race.MAX_PAIRS + i for i in range(TRIALS)]  # none of the race's own
+    loss = anchor(seeds[0], "anchor", folder)["val_loss"]
+    trials = dict(anchor=[loss])
 
     def suffices(steps: int) -> bool:
-        run = functools.partial(race.run_script, TRAINER, [*flags, f"--num_iterations={steps}"], 1)
-        trials[steps] = [run(seed, f"{steps}-{seed}", folder)["val_loss"] for seed in seeds]
-        told = f"{steps} steps: mean loss {fmean(trials[steps]):.4f}, the anchor's {loss:.4f} less {MARGIN}"
+        runner = functools.partial(race.run_script, TRAINER, [*flags, f"--num_iterations={steps}"], 1)
+        trials[steps] = [runner(seed, f"{steps}-{seed}", folder)["val_loss"] for seed in seeds]
+        told = f"trial of {steps} steps: mean loss {fmean(trials[steps]):.4f}, the anchor's {loss:.4f}"
         print(told, file=sys.stderr, flush=True)
         return fmean(trials[steps]) <= loss - MARGIN
 
     index = bisect_left(STEPS, True, key=suffices)
     if index == len(STEPS):
         sys.exit(f"nano does not pass the anchor in {STEPS[-1]} steps: no ratio counts")
-    return STEPS[index], trials
+    return f"--num_iterations={STEPS[index]}", trials
 
 
 def run(args: argparse.Namespace, folder: Path) -> dict:
     """Race as the arguments say, with shards and trials in `folder`, and return the document."""
     import scipy.stats  # noqa: F401  to miss it now, and not after the trials
 
-    flags, data, anchor_flags = ["--preset", "nano", "--val_loss_every", "0", *args.flags], [], []
-    stated, steps, trials = [f"--anchor_steps={args.anchor_steps}"], [], {}
-    if args.text:
-        data, sha256 = pack(args.text, folder)
-        anchor_flags, stated = [f"--data={folder}"], [*stated, f"--text={sha256}"]
-    scripts = [read_script(str(path), ROOT / "records") for path in (TRAINER, ANCHOR)]
-    anchor = functools.partial(run_anchor, [f"--steps={args.anchor_steps}", *anchor_flags])
+    flags = ["--preset", "nano", "--val_loss_every", "0", *args.flags]
+    data, text = pack(args.text, folder) if args.text else ([], "nano")
+    source = [f"--data={folder}"] if args.text else []
+    anchor = functools.partial(run_anchor, [f"--steps={args.anchor_steps}", *source])
+    scripts, trials = [read_script(str(path), ROOT / "records") for path in (TRAINER, ANCHOR)], {}
     if not any(flag.startswith("--num_iterations") for flag in args.flags):
-        if args.resume:  # with the steps that trials found
-            steps = race.read_race(args.resume / race.FILE)[0]["flags"][-1:]
+        if args.resume:
+            flags += race.read_race(args.resume / race.FILE)[0]["flags"][-1:]  # what the trials found
         else:
-            found, trials = find_steps([*flags, *data], anchor, args.seed, folder)
-            steps = [f"--num_iterations={found}"]
-    plan = race.plan_of(scripts, [*flags, *stated, *steps], args.pairs, args.seed) | dict(trials=trials)
-    trainer = functools.partial(race.run_script, TRAINER, [*flags, *data, *steps], 1)
-    return race.in_turn(plan, [trainer, anchor], args.out, args.resume)
+            found, trials = find_steps([*data, *flags], anchor, args.seed, folder)
+            flags.append(found)
+    trainer = functools.partial(race.run_script, TRAINER, [*data, *flags], 1)
+    plan = race.plan_of(
+        scripts, [f"--anchor_steps={args.anchor_steps}", f"--text={text}", *flags], args.pairs, args.seed
+    )
+    return race.in_turn(plan | dict(trials=trials), [trainer, anchor], args.out, args.resume)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -117,8 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder.add_argument("--resume", type=Path, metavar="FOLDER", help="go on with this race, with the same arguments")
     parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags of train_gpt.py")
     args = parser.parse_args(argv)
-    if args.pairs < 2 or args.anchor_steps < 1 or args.seed < 0:
-        parser.error("expected --pairs of at least 2, --anchor_steps of at least 1, --seed of at least 0")
+    if not 2 <= args.pairs <= race.MAX_PAIRS or args.anchor_steps < 1 or args.seed < 0:
+        parser.error(f"expected 2 to {race.MAX_PAIRS} --pairs, --anchor_steps of at least 1, --seed of at least 0")
     if taken := [flag for flag in args.flags if flag.split("=")[0] in OWN_FLAGS]:
         parser.error(f"{taken[0]} belongs to the race: leave it out after --")
     if args.out and (args.out / race.FILE).exists():  # to say it now, and not after the trials

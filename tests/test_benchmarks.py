@@ -101,16 +101,46 @@ def test_anchor_learns_causally_and_validates_every_position_once():
     assert (x.grad[0].abs().sum(-1) > 0).tolist() == [True] * 41 + [False] * 23
 
 
-@pytest.mark.parametrize(("anchor_loss", "code"), [(1.5, 0), (1.4116, 1)])  # the latter is higher by chance
-def test_race_with_the_anchor_says_by_its_exit_code_whether_the_ratio_counts(anchor_loss, code, monkeypatch, tmp_path):
-    """The trainer, a stand-in, ends at 1.411 and 1.412."""
-    result = f"print('{json.dumps(dict(val_loss=anchor_loss, train_time_ms=8000.0))}')"
-    for name, source in dict(TRAINER=SCRIPT.replace("SLOWNESS", "1.0"), ANCHOR=result).items():
+TEXT = b"".join(b"%08d\n\n" % i for i in range(100_000))
+TEXT = TEXT[:900_000] + TEXT[900_000:].translate(bytes.maketrans(b"0123456789", b"abcdefghij"))
+GIVEN = "--num_iterations=100"
+
+
+@pytest.mark.parametrize(("loss", "given", "code"), [(1.5, [], 0), (1.5, ["--text"], 0), (1.4116, ["--", GIVEN], 1)])
+def test_race_with_the_anchor_finds_the_steps_and_says_whether_the_ratio_counts(
+    loss, given, code, monkeypatch, tmp_path
+):
+    """The trainer, a stand-in, ends at 1.401 or 1.402 plus 1 / steps. The last case is higher by chance."""
+    shards = "assert len({*pathlib.Path(sys.argv[-1][7:]).glob('*.bin')}) == 2\n" * ("--text" in given)
+    result = f"import pathlib, sys\n{shards}print('{json.dumps(dict(val_loss=loss, train_time_ms=8000.0))}')"
+    trainer = SCRIPT.replace("SLOWNESS / 100", "1 / int(sys.argv[-1].split('=')[1])").replace("SLOWNESS", "1.0")
+    for name, source in dict(TRAINER=trainer, ANCHOR=result).items():
         (tmp_path / f"{name}.py").write_text(source)
         monkeypatch.setattr(race_anchor, name, tmp_path / f"{name}.py")
-    assert race_anchor.main(["--pairs=2", f"--out={tmp_path}/race"]) == code
-    (found,) = json.loads((tmp_path / "race" / "race.json").read_text())["comparisons"]
-    assert found["train_time"]["ratio"] == pytest.approx(0.1, rel=0.02)
+    (tmp_path / "text").write_bytes(TEXT)
+    monkeypatch.setattr(race_anchor, "STEPS", range(10, 41, 10))
+    monkeypatch.setattr(race_anchor.tempfile, "tempdir", str(tmp_path))
+    given = [f"--text={tmp_path}/text" if flag == "--text" else flag for flag in given]
+    assert race_anchor.main(["--pairs=2", f"--out={tmp_path}/race", *given]) == code
+    document = json.loads((tmp_path / "race" / "race.json").read_text())
+    assert document["comparisons"][0]["train_time"]["ratio"] == pytest.approx(0.1, rel=0.02)
+    assert document["flags"][-1] == (GIVEN if GIVEN in given else "--num_iterations=20")
+    assert race_anchor.main(["--pairs=2", f"--resume={tmp_path}/race", *given]) == code, "with the steps found before"
+    assert not [*tmp_path.glob("race-anchor-*")]
+
+
+def test_race_with_the_anchor_packs_the_last_tenth_of_a_text_for_validation(tmp_path, capsys):
+    (tmp_path / "text").write_bytes(TEXT)
+    flags, _ = race_anchor.pack(tmp_path / "text", tmp_path)
+    train, val = (anchor_cpu.read_shard(tmp_path / f"nano_{part}_000000.bin") for part in ("train", "val"))
+    assert flags[0] == f"--val_tokens={12 * 8192}" == f"--val_tokens={len(val) - 1}"
+    assert ({*train}, {*val}) == ({*b"0123456789\n", 256}, {*b"abcdefghij\n", 256})
+    (tmp_path / "short").write_bytes(TEXT[:-1])
+    (tmp_path / "equal").write_bytes(b"\0" * 10**6)
+    for bad in "short", "equal", "missing", "":  # the last is the folder
+        with pytest.raises(SystemExit, match="2"):
+            race_anchor.main([f"--text={tmp_path / bad}"])
+    assert capsys.readouterr().err.count("--text") == 4
 
 
 def test_fit_is_that_of_scipy_and_leaves_zeros_out():
