@@ -106,14 +106,15 @@ TEXT = TEXT[:900_000] + TEXT[900_000:].translate(bytes.maketrans(b"0123456789", 
 GIVEN = "--num_iterations=100"
 
 
-@pytest.mark.parametrize(("loss", "given", "code"), [(1.5, [], 0), (1.5, ["--text"], 0), (1.4116, ["--", GIVEN], 1)])
+@pytest.mark.parametrize(("loss", "given", "code"), [(1.51, [], 0), (1.51, ["--text"], 0), (1.4116, ["--", GIVEN], 1)])
 def test_race_with_the_anchor_finds_the_steps_and_says_whether_the_ratio_counts(
     loss, given, code, monkeypatch, tmp_path
 ):
     """The trainer, a stand-in, ends at 1.401 or 1.402 plus 1 / steps. The last case is higher by chance."""
     shards = "assert len({*pathlib.Path(sys.argv[-1][7:]).glob('*.bin')}) == 2\n" * ("--text" in given)
     result = f"import pathlib, sys\n{shards}print('{json.dumps(dict(val_loss=loss, train_time_ms=8000.0))}')"
-    trainer = SCRIPT.replace("SLOWNESS / 100", "1 / int(sys.argv[-1].split('=')[1])").replace("SLOWNESS", "1.0")
+    trainer = f"import sys\nassert ('--val_tokens=98304' in sys.argv) == {'--text' in given}\n" + SCRIPT
+    trainer = trainer.replace("SLOWNESS / 100", "1 / int(sys.argv[-1].split('=')[1])").replace("SLOWNESS", "1.0")
     for name, source in dict(TRAINER=trainer, ANCHOR=result).items():
         (tmp_path / f"{name}.py").write_text(source)
         monkeypatch.setattr(race_anchor, name, tmp_path / f"{name}.py")
@@ -129,7 +130,8 @@ def test_race_with_the_anchor_finds_the_steps_and_says_whether_the_ratio_counts(
     assert not [*tmp_path.glob("race-anchor-*")]
 
 
-def test_race_with_the_anchor_packs_the_last_tenth_of_a_text_for_validation(tmp_path, capsys):
+def test_race_with_the_anchor_packs_the_last_tenth_of_a_text_for_validation(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(race_anchor, "find_steps", None)
     (tmp_path / "text").write_bytes(TEXT)
     flags, _ = race_anchor.pack(tmp_path / "text", tmp_path)
     train, val = (anchor_cpu.read_shard(tmp_path / f"nano_{part}_000000.bin") for part in ("train", "val"))
