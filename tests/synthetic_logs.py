@@ -32,7 +32,7 @@ step_ms = disturbed * SLOWNESS * (40 + 0.1 * (zlib.crc32(log.name.encode()) % 5)
 loss = 1.4 + 0.001 * (seed % 100) + SLOWNESS / 100
 log.with_suffix(".pt").touch()
 own = dict(flags=sys.argv[1:], source=pathlib.Path(__file__).read_text().rstrip("\\n"))
-own |= dict(every=int(flags.get("--val_loss_every", 5)))
+own |= dict(every=int(flags.get("--val_loss_every", 5)) or 20)
 own |= dict(val_sha256="cd" * 32) if SLOWNESS == 9 else dict()
 log.write_text(log_text(seed=seed, val_loss=loss, step_ms=step_ms, **own))
 log.with_suffix(".json").write_text(json.dumps(dict(val_loss=1, train_time_ms=1, seed=1)))

@@ -138,7 +138,7 @@ def test_race_with_the_anchor_packs_the_last_tenth_of_a_text_for_validation(monk
     assert flags[0] == f"--val_tokens={12 * 8192}" == f"--val_tokens={len(val) - 1}"
     assert ({*train}, {*val}) == ({*b"0123456789\n", 256}, {*b"abcdefghij\n", 256})
     (tmp_path / "short").write_bytes(TEXT[:-1])
-    (tmp_path / "equal").write_bytes(b"\0" * 10**6)
+    (tmp_path / "equal").write_bytes(b"\n" * 10**6)
     for bad in "short", "equal", "missing", "":  # the last is the folder
         with pytest.raises(SystemExit, match="2"):
             race_anchor.main([f"--text={tmp_path / bad}"])
