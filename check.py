@@ -11,6 +11,7 @@ from __future__ import annotations  # lets an old Python get as far as the line 
 
 import glob
 import importlib.metadata
+import math
 import os
 import re
 import shlex
@@ -33,11 +34,10 @@ try:
     versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "huggingface_hub", "tqdm")}
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
         raise ImportError(f"torch {torch.__version__} is older than 2.11")
+    sys.path[:0] = [str(ROOT), str(ROOT / "data")]  # first, or what PYTHONPATH has under these names would be taken
     import train_gpt
-    from train_gpt import PRESETS, Hyperparameters, Ranks, UserError
-
-    sys.path.append(str(ROOT / "data"))
     from shards import shard_problem
+    from train_gpt import PRESETS, Hyperparameters, Ranks, UserError
 except (ImportError, OSError) as error:  # the latter: a shared library is missing
     print(f"check.py: {' '.join(str(error).split())}; packages: {PIP} -r requirements.txt", file=sys.stderr)
     sys.exit(2)
@@ -121,12 +121,15 @@ def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> lis
         ("head_dim", cfg.head_dim % 4, "a multiple of 4"),
         ("bigram_rows", cfg.bigram_rows == 1, "0, or at least 2"),
         ("mask_block", gpus and block % 128, "a multiple of 128 on a GPU"),
+        ("adam_every", cfg.adam_every > cfg.num_iterations, "at most num_iterations, or the head is never trained"),
         *((name, getattr(cfg, name) > cfg.model_dim, f"at most model_dim {cfg.model_dim}") for name in gates),
         *((name, getattr(cfg, name) % block, f"a multiple of mask_block {block}") for name in BUFFER_MIB),
     ]
     found = [f"--{name} {getattr(cfg, name)}: expected {expected}" for name, is_wrong, expected in rules if is_wrong]
     if sequences % processes or 0 < len(gpus) < processes:
-        found.append(f"NPROC={processes}: {sequences} sequences a step, {len(gpus) or 'no'} GPUs: another number")
+        told = f"NPROC={processes}: {sequences} sequences a step, {len(gpus) or 'no'} GPUs: another number"
+        fitting = math.lcm(sequences, processes) * cfg.train_seq_len
+        found.append(told + f", or --preset {cfg.preset} --batch_tokens {fitting}" * (not gpus))
     return found
 
 
@@ -194,6 +197,9 @@ def check_data(cfg: Hyperparameters, report: Report) -> list[tuple[str, str]]:
                 problems = [reason(error)]
                 if flag == "val_tokens" or "fineweb" not in command or int(command.split()[1]) <= len(paths):
                     command, fix = "", f"lower --{flag}"  # there is no more to get
+                is_cut = flag == "num_iterations" and cfg.max_doc_len > 0
+                if is_cut and not any(train_gpt.find_documents(path, cfg, cfg.max_doc_len) for path in paths):
+                    problems, fix = [f"{files}: no token {cfg.eot_token} begins a document"], "--max_doc_len 0"
         found += [(f"{problem}; {fix}", command) for problem in problems]
     report.problems += [problem for problem, command in found if not command]
     if not found:
@@ -224,13 +230,15 @@ def examine(argv: list[str], report: Report) -> int:
             report.problems.append(f"GPU {index} does not work: {reason(error)}: {fix}")
     if report.problems:
         return 0
-    cfg = train_gpt.resolve(train_gpt.parse_args(argv, int(wish) if is_root else 1))
+    cfg = train_gpt.resolve(cfg)
     processes = int(wish) or next(n for n in range(max(1, len(gpus)), 0, -1) if cfg.batch_sequences % n == 0)
     if cfg.compile:  # Triton builds a Python module in C, a CPU's kernels are C++
-        if not any(map(shutil.which, (os.environ.get("CC" if gpus else "CXX") or "g++", "gcc" if gpus else "clang++"))):
-            report.problems.append("torch.compile finds no C compiler: install one (Debian, Ubuntu: apt install g++)")
+        variable, usual = ("CC", "gcc clang") if gpus else ("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        if not any(map(shutil.which, names := [os.environ[variable]] if variable in os.environ else usual.split())):
+            missing = f"torch.compile finds no C compiler, {' or '.join(names)} ({variable})"
+            report.problems.append(f"{missing}: install one (Debian, Ubuntu: apt install g++)")
         scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # where Debian has its headers
-        if gpus and not (header := Path(sysconfig.get_path("include", scheme), "Python.h")).exists():
+        if not (header := Path(sysconfig.get_path("include", scheme), "Python.h")).exists():
             report.problems.append(f"torch.compile needs {header}: apt install python3.{sys.version_info.minor}-dev")
     for gpu in sorted(gpus, key=lambda gpu: gpu.capability)[:1]:
         this = f"{gpu.name} (compute capability {'.'.join(map(str, gpu.capability))})"
@@ -241,6 +249,7 @@ def examine(argv: list[str], report: Report) -> int:
     if is_root:
         report.problems += (found := contradictions(cfg, gpus, processes))
         if not found:
+            train_gpt.parse_args(argv, processes)  # refuses to choose a preset for several without a GPU
             check_memory_and_time(cfg, gpus, processes, report)
     for command in dict.fromkeys(command for _, command in check_data(cfg, report)):
         report.fact(f"data: run.sh gets them: python {command}")

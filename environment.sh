@@ -45,13 +45,16 @@ is_whole() {
 # The wheels of torch for this machine: the default ones need CUDA 13 and so driver 580, and bring gigabytes of CUDA
 # that are useless without an NVIDIA GPU
 torch_index() {
-    local driver
+    local driver='' proc=/proc/driver/nvidia/version # where nvidia-smi is missing, as in some containers
     [ "$(uname -s)" = Linux ] || return 0
-    if ! command -v nvidia-smi >/dev/null 2>&1; then
+    if command -v nvidia-smi >/dev/null 2>&1; then
+        driver=$(timeout 20 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n 1p) ||
+            return 0
+    elif [ -e "$proc" ]; then
+        driver=$(sed -nE '1s/.* ([0-9]{3}\.[0-9.]+) .*/\1/p' "$proc")
+    else
         echo cpu
-        return
     fi
-    driver=$(timeout 20 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n 1p) || return 0
     case ${driver%%.*} in
     52[5-9] | 5[3-7]?) echo cu126 ;;
     esac

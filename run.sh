@@ -11,7 +11,7 @@
 # Paths are relative to the repository. Exit codes: 0 trained, 2 something has to be mended first (a line for each
 # thing says what), 3 the loss became NaN or infinite, 130 interrupted; with several processes torchrun makes it 1.
 set -euo pipefail
-CDPATH='' cd -- "$(dirname -- "$0")"
+CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")" # it may be started through a link
 source ./environment.sh
 script=${SCRIPT:-train_gpt.py}
 [ -f "$script" ] || fail "SCRIPT=$script: there is no such file in $PWD"

@@ -24,11 +24,14 @@ from pathlib import Path
 from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-from shards import ArgumentParser, lock_folder, shard_problem
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # first, or a `shards` on PYTHONPATH would be taken
+
+from shards import HEADER_BYTES, ArgumentParser, lock_folder, path_argument, shard_problem
 
 REPO = "kjj0/fineweb10B-gpt2"
 RECORD_SHARDS = 7  # enough for the gpt2 preset, which takes seconds to import; a test compares them
 MAX_SHARDS = 103
+SHARD_TOKENS = 100_000_000  # of each shard but the last
 DEFAULT_OUT = Path(__file__).parent / "fineweb10B"
 THREADS = 8  # downloads at once
 RETRY_WAITS = (1, 4, 16)  # seconds
@@ -75,11 +78,14 @@ def fetch(name: str, out: Path) -> str | None:
             etag = get_hf_file_metadata(hf_hub_url(REPO, name, repo_type="dataset")).etag
             hf_hub_download(REPO, name, repo_type="dataset", local_dir=out)
             problem = shard_problem(path)
+            is_sha256 = re.fullmatch("[0-9a-f]{64}", etag or "")  # some mirrors give another ETag
+            tokens = (path.stat().st_size - HEADER_BYTES) // 2
+            if not (problem or is_sha256) and tokens != SHARD_TOKENS and str(MAX_SHARDS) not in name:
+                problem = f"{tokens:,} tokens instead of {SHARD_TOKENS:,}"
             if problem is not None:
                 path.unlink()
                 fix = "removed; if it comes again, try another HF_ENDPOINT"
                 return f"{name}: {constants.ENDPOINT} sent a wrong file: {problem}; {fix}"
-            is_sha256 = re.fullmatch("[0-9a-f]{64}", etag or "")  # some mirrors give another ETag
             if is_sha256 and etag != (found := sha256(path)):
                 path.unlink()
                 raise OSError(f"its SHA-256 is {found}, {constants.ENDPOINT} states {etag}")
@@ -96,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     about = f"training shards, 0 to {MAX_SHARDS} [{RECORD_SHARDS}]"
     parser.add_argument("shards", metavar="N", nargs="?", type=int, default=RECORD_SHARDS, help=about)
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the shards")
+    parser.add_argument("--out", type=path_argument, default=DEFAULT_OUT, help="folder for the shards")
     args = parser.parse_args(argv)
     if not 0 <= args.shards <= MAX_SHARDS:
         parser.error(f"N is {args.shards}: expected 0 to {MAX_SHARDS} training shards")

@@ -12,13 +12,17 @@ import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
-from shards import ArgumentParser, shard_header, write_shard
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # first, or a `shards` on PYTHONPATH would be taken
 
+from shards import ArgumentParser, path_argument, shard_header, write_shard
+
+DEFAULT_OUT = Path(__file__).parent / "nano"
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
 MIN_DOCUMENT_BYTES = 256
 VAL_DIVISOR = 20  # a file is validation if the first byte of SHA-1(path) is divisible by this
@@ -97,7 +101,7 @@ def is_track_shard(path: Path, split: str) -> bool:
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "nano", help="folder for the shards")
+    parser.add_argument("--out", type=path_argument, default=DEFAULT_OUT, help="folder for the shards")
     args = parser.parse_args(argv)
     spec = importlib.util.find_spec("torch")  # find, not import: only the sources are needed
     if spec is None or spec.origin is None:

@@ -3,28 +3,33 @@
     python data/pack_text.py FILES_OR_FOLDERS...                     # writes data/own/train_000000.bin ..., val_...
     python data/pack_text.py FILES_OR_FOLDERS... --train             # and trains on them
     python data/pack_text.py FILES_OR_FOLDERS... --tokenizer gpt2    # needs: pip install -r data/requirements.txt
+    python data/pack_text.py FILES_OR_FOLDERS... --train -- --num_iterations 600    # flags of train_gpt.py, after --
 
-The last line of output is the command that trains on the shards, with flags that fit the amount of text. Each file goes
-to training or validation by the hash of its name; fewer than 20 files are split by document. A document is
-- bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 64 KiB. What many files
+The last line of output is the command that trains on the shards. Where they hold less than the preset's run takes, its
+flags shorten steps, stages and validation, and first the batch, so that 40 steps remain. Each file goes to training or
+validation by the hash of its name; fewer than 20 files are split by document. A document is
+- bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 2,048. What many files
   repeat (a licence, a quoted mail) then counts once, and the model's window of 256 bytes loses little.
-- gpt2: a file. One over 64 KiB is cut at its next blank line, or after 1 MiB: ten times the model's window, yet a step
-  still mixes two dozen documents. Bytes that are not UTF-8 become U+FFFD; names of special tokens are ordinary text.
+- gpt2: a piece of at least 8 KiB that ends at a blank line, cut after 16 KiB and where it exceeds --max_doc_len tokens,
+  because training drops what follows. Bytes that are not UTF-8 become U+FFFD; names of special tokens are plain text.
 
 Equal documents count once; one that both splits have stays in training. Documents are sorted by SHA-1, a fixed shuffle,
-in buckets on disk: 0.3 GB of memory is enough for 20 GB of text. The disk needs room for three times the text.
+in buckets on disk: memory does not grow with the text. The disk needs room for three times the text.
 Exit codes: 0 packed, 2 something has to be fixed first, 130 interrupted: older shards are as they were.
 """
 
 import argparse
+import dataclasses
 import glob
 import hashlib
+import math
 import os
 import shlex
 import shutil
 import signal
 import sys
 import tempfile
+from bisect import bisect_left
 from collections import namedtuple
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +39,13 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from pack_nano import EOT, MIN_DOCUMENT_BYTES, shuffle_documents, to_tokens
-from shards import ArgumentParser, ShardWriter, lock_folder
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # both first, or what PYTHONPATH has under these names
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # would be taken
+
+import train_gpt
+from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, shuffle_documents, to_tokens
+from shards import ArgumentParser, ShardWriter, lock_folder, path_argument
+from train_gpt import Hyperparameters, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARD_TOKENS = 100_000_000
@@ -44,14 +54,11 @@ NUM_BUCKETS = 200  # all are open at once: macOS lets a process open 256 files
 BUFFER_BYTES = 2**17  # text that goes to a bucket at a time
 BATCH_DOCUMENTS = 32  # encoded at a time
 MANY_FILES = 20  # are split by file, fewer by document: a file is then too much or too little for validation
-# How text becomes documents: least size, but for a file's last one, and largest; what ends a file. Then what the preset
-# needs, as train_gpt.py says (1.5 tokens for each that gpt2's packing keeps); shorter val_seq_lens are for less text
-Tokenizer = namedtuple(
-    "Tokenizer", "preset eot min_bytes max_bytes file_end batch_tokens num_iterations val_tokens val_seq_lens"
-)
+MIN_STEPS = 40  # the least that have one in each stage of gpt2 and in its extension
+Tokenizer = namedtuple("Tokenizer", "preset min_bytes max_bytes file_end")  # sizes of documents; what ends a file
 TOKENIZERS = {
-    "bytes": Tokenizer("nano", EOT, MIN_DOCUMENT_BYTES, 2**16, b"\n\n", 1024, 310, 262_144, (8192,)),
-    "gpt2": Tokenizer("gpt2", 50256, 2**16, 2**20, b"", 400_000, 1555, 10_485_760, (262_144, 65_536)),
+    "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, b"\n\n"),
+    "gpt2": Tokenizer("gpt2", 2**13, 2**14, b""),
 }
 
 
@@ -75,29 +82,29 @@ def find_files(arguments: Iterable[Path], extensions: set[str]) -> dict[Path, st
 def stream_documents(file: BinaryIO, tokenizer: Tokenizer) -> Iterator[bytes]:
     """Cut a file into documents like `pack_nano.split_documents`, holding only one document in memory.
 
-    A document ends at the first double newline after `min_bytes`; longer ones are cut every `max_bytes`. Windows
-    newlines become \\n first, or a file from there would have no double newlines.
+    A document ends at the first double newline after `min_bytes`; after `max_bytes` the next one begins, without a
+    character cut in two. Windows newlines become \\n first, or a file from there would have no double newlines.
     """
-    document, searched, is_tail, line = bytearray(), 0, False, b"\n"  # is_tail: of a document longer than max_bytes
+    document, searched, line = bytearray(), 0, b"\n"
     while line:
         line = file.readline(LINE_BYTES)
         document += line or tokenizer.file_end
         if line and document.endswith(b"\r\n"):
             document[-2:] = b"\n"
         may_end = not line or document.endswith(b"\n\n", searched)  # double newlines do not overlap
-        is_end = may_end and (is_tail or len(document) >= tokenizer.min_bytes or (not line and document.strip()))
         searched = len(document) if may_end else searched
-        while len(document) > tokenizer.max_bytes:
-            yield bytes(document[: tokenizer.max_bytes])
-            del document[: tokenizer.max_bytes]
-            searched, is_tail = 0, True
-        if is_end:
+        while len(document) > (end := tokenizer.max_bytes):
+            end = next((i for i in range(end, end - 4, -1) if document[i] & 0xC0 != 0x80), end)  # one begins there
+            yield bytes(document[:end])
+            del document[:end]
+            searched = max(0, searched - end)
+        if may_end and (len(document) >= tokenizer.min_bytes or (not line and document.strip())):
             yield bytes(document)
-            document, searched, is_tail = bytearray(), 0, False
+            document, searched = bytearray(), 0
 
 
-def load_gpt2() -> Callable[[list[bytes]], np.ndarray]:
-    """Return what turns documents into GPT-2 tokens; tiktoken downloads the vocabulary on first use."""
+def load_gpt2(max_doc_len: int) -> Callable[[list[bytes]], np.ndarray]:
+    """Return what turns text into documents of GPT-2 tokens; tiktoken downloads the vocabulary on first use."""
     try:
         import tiktoken
 
@@ -108,11 +115,11 @@ def load_gpt2() -> Callable[[list[bytes]], np.ndarray]:
     except (OSError, ValueError) as error:  # OSError includes those of requests; ValueError: unexpected content
         fix = "set TIKTOKEN_CACHE_DIR to a folder that has it from an earlier download, perhaps on another machine"
         raise RuntimeError(f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}): {fix}") from None
-    pool = ThreadPoolExecutor(os.cpu_count())
+    pool, step = ThreadPoolExecutor(os.cpu_count()), max(max_doc_len or 2**27, 2) - 1  # with end of text max_doc_len
 
     def encode(document: bytes) -> np.ndarray:
         tokens = encoding.encode_to_numpy(document.decode(errors="replace"), disallowed_special=())  # without the GIL
-        return np.insert(tokens, 0, encoding.eot_token).astype(np.uint16)
+        return np.insert(tokens, range(0, len(tokens), step), encoding.eot_token).astype(np.uint16)
 
     return lambda documents: np.concatenate(list(pool.map(encode, documents)))
 
@@ -130,25 +137,62 @@ def choose_split(names: list[str], found: dict[int, tuple[bytes, bytes]], val_fr
     return lambda digest, number: (hashes[number] if by_file else digest) < end
 
 
-def flags_for(num_tokens: dict[str, list[int]], tokenizer: Tokenizer) -> list[str]:
-    """Return the flags that fit the preset to shards of these sizes, none if they hold all that it needs."""
-    fitting_lens = [n for n in tokenizer.val_seq_lens if n < max(num_tokens["val"], default=0)]
-    val_seq_len = [*fitting_lens, tokenizer.val_seq_lens[-1]][0]
-    lengths = dict(train=tokenizer.batch_tokens, val=val_seq_len)
-    # Batches as the trainer counts them: within one shard, with one more token for the last target
-    counts = {split: sum(max(n - 1, 0) // length for n in num_tokens[split]) for split, length in lengths.items()}
-    for split in (split for split, count in counts.items() if not count):
-        held = f"{sum(num_tokens[split]):,} tokens for {split}, {lengths[split] + 1:,} needed"
-        fewer = ", or leave out --tokenizer gpt2: the nano preset needs less" if tokenizer.preset == "gpt2" else ""
-        need = (lengths["val"] + 1) / sum(map(sum, num_tokens.values()))  # what validation needs of all
-        hint = f", or try --val_fraction {min(2 * need, (1 + need) / 2):.2g}" if num_tokens["val"] and need < 1 else ""
-        raise RuntimeError(f"too little text: {held} (equal documents count once); give more text{hint}{fewer}")
-    fitting = {
-        "--num_iterations": (counts["train"], tokenizer.num_iterations),
-        "--val_seq_len": (val_seq_len, tokenizer.val_seq_lens[0]),
-        "--val_tokens": (counts["val"] * val_seq_len, tokenizer.val_tokens),
-    }
-    return [part for flag, (fits, preset) in fitting.items() if fits < preset for part in (flag, str(fits))]
+def shorten(cfg: Hyperparameters, num_iterations: int) -> Hyperparameters:
+    """Return `cfg` with fewer steps. The extension shrinks with them, and each stage that is left has a step."""
+    extension = cfg.extension_steps * num_iterations // cfg.num_iterations
+    stages = len(cfg.window_tokens) - (cfg.extension_steps > extension == 0)
+    fields = ("batch_factors", "lr_factors", "window_tokens")
+    parts = {name: getattr(cfg, name)[: min(stages, num_iterations)] for name in fields}
+    return dataclasses.replace(cfg, num_iterations=num_iterations, extension_steps=extension, **parts)
+
+
+def seq_lens(cfg: Hyperparameters) -> list[int]:
+    return [train_gpt.train_seq_len(step, cfg) for step in range(cfg.num_iterations)]
+
+
+def most(limit: int, plan: Callable[[int], object]) -> int:
+    """Return the highest number up to `limit` that the trainer can plan; 0 if none."""
+
+    def lacks_tokens(number: int) -> bool:
+        try:
+            plan(number)
+        except UserError:
+            return True
+        return False
+
+    return bisect_left(range(1, limit + 1), True, key=lacks_tokens) if lacks_tokens(limit) else limit
+
+
+def too_little(split: str, held: list[int], needed: int, part: float) -> RuntimeError:
+    """Return an error that says how much text is missing, if a split gets such a part of it."""
+    told = f"{sum(held):,} tokens for {split}, {needed:,} needed (equal documents count once)"
+    more = math.ceil((needed - sum(held)) / part)
+    return RuntimeError(f"too little text: {told}: add text of some {more:,} tokens")
+
+
+def fit(cfg: Hyperparameters, num_tokens: dict[str, list[int]], val_fraction: float) -> Hyperparameters:
+    """Return `cfg` with no more training and validation than its shards, of `num_tokens` each, hold."""
+
+    def plan_steps(n: int) -> None:
+        train_gpt.plan_batches(cfg.train_files, seq_lens(shorten(cfg, n)), cfg.batch_sequences, cfg, cfg.max_doc_len)
+
+    def plan_val(n: int) -> None:
+        train_gpt.plan_batches(cfg.val_files, [val_seq_len] * n, 1, cfg)
+
+    is_preset = cfg.batch_tokens == train_gpt.PRESETS[cfg.preset].batch_tokens  # else it was asked for
+    enough = min(MIN_STEPS, cfg.num_iterations)
+    while (steps := most(cfg.num_iterations, plan_steps)) < enough and is_preset and cfg.batch_sequences % 2 == 0:
+        cfg = dataclasses.replace(cfg, batch_tokens=cfg.batch_tokens // 2)
+    if steps < (least := min(cfg.adam_every, cfg.num_iterations)):  # the head would never be trained
+        # A sequence takes its length and a last target; if it starts with a document, it may drop the rest of the last
+        needed = cfg.batch_sequences * sum(n + max(cfg.max_doc_len, 1) for n in seq_lens(shorten(cfg, least)))
+        raise too_little("train", num_tokens["train"], needed, 1 - val_fraction)
+    blocks = (max(num_tokens["val"], default=1) - 1) // cfg.mask_block
+    if not blocks:
+        raise too_little("val", num_tokens["val"], cfg.mask_block + 1, val_fraction)
+    val_seq_len = min(cfg.val_seq_len, blocks * cfg.mask_block)
+    val_tokens = val_seq_len * most(cfg.val_tokens // val_seq_len, plan_val)
+    return dataclasses.replace(shorten(cfg, steps), val_seq_len=val_seq_len, val_tokens=val_tokens)
 
 
 def fill_buckets(paths: Collection[Path], folder: Path, tokenizer: Tokenizer) -> dict[int, tuple[bytes, bytes]]:
@@ -175,7 +219,8 @@ def pack(args: argparse.Namespace) -> list[str]:
     """Write the shards and return the trainer's flags for them."""
     files = find_files(args.inputs, {f".{end.strip().lstrip('.')}".lower().rstrip(".") for end in args.ext.split(",")})
     tokenizer = TOKENIZERS[args.tokenizer]
-    encode = load_gpt2() if args.tokenizer == "gpt2" else to_tokens  # if this fails, then before the work
+    cfg = train_gpt.parse_args(["--preset", tokenizer.preset, *args.flags])  # if this or the next fails, then now
+    encode = load_gpt2(cfg.max_doc_len) if args.tokenizer == "gpt2" else to_tokens
     with lock_folder(args.out):
         for killed in args.out.glob(".packing-*"):  # left behind by a killed packer, because we hold the lock
             shutil.rmtree(killed, ignore_errors=True)
@@ -187,7 +232,8 @@ def pack(args: argparse.Namespace) -> list[str]:
             if not (found := fill_buckets(files, folder, tokenizer)):
                 raise RuntimeError(f"no text in {len(files)} files: name files, or folders with {args.ext} (--ext)")
             is_val = choose_split(list(files.values()), found, args.val_fraction)
-            writers = {split: ShardWriter(folder, split, tokenizer.eot, SHARD_TOKENS) for split in ("train", "val")}
+            eot = train_gpt.PRESETS[tokenizer.preset].eot_token
+            writers = {split: ShardWriter(folder, split, eot, SHARD_TOKENS) for split in ("train", "val")}
             for path in tqdm(sorted(folder.glob("bucket-*")), desc="packing", unit="bucket", disable=None):
                 splits: dict[str, set[bytes]] = {"train": set(), "val": set()}
                 with open(path, "rb") as file:
@@ -200,36 +246,47 @@ def pack(args: argparse.Namespace) -> list[str]:
                 path.unlink()
             for writer in writers.values():
                 writer.close()
-            fitting = flags_for({split: [n for _, _, n in w.shards] for split, w in writers.items()}, tokenizer)
+            num_tokens = {split: [n for _, _, n in writer.shards] for split, writer in writers.items()}
+            here = {f"{split}_files": f"{glob.escape(name)}/{split}_*.bin" for split in writers}
+            cfg = dataclasses.replace(cfg, **here)
+            fitted = fit(cfg, num_tokens, args.val_fraction)
             shards = writers["train"].shards + writers["val"].shards
             for path, _, _ in shards:
                 os.replace(path, args.out / path.name)
             for path in {*old} - {args.out / path.name for path, _, _ in shards}:  # last: no failure loses both
                 path.unlink()
-    for path, num_documents, num_tokens in shards:
-        print(f"{args.out / path.name}: {num_documents:,} documents, {num_tokens:,} tokens")
+    for path, number, tokens in shards:
+        print(f"{args.out / path.name}: {number:,} documents, {tokens:,} tokens")
+    used = dict(train=fitted.batch_sequences * sum(seq_lens(fitted)), val=fitted.val_tokens)
+    parts = (f"{used[split] / sum(num_tokens[split]):.1%} of the {split} tokens" for split in used)
+    print(f"the run uses {' and '.join(parts)} ({fitted.num_iterations} steps)")
+    changed = {name: value for name, value in dataclasses.asdict(fitted).items() if value != getattr(cfg, name)}
+    fitting = [w for name, v in changed.items() for w in (f"--{name}", *map(str, v if isinstance(v, tuple) else [v]))]
     out = args.out.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")  # run.sh changes to ROOT
     train, val = (f"{glob.escape(out)}/{split}_*.bin" for split in ("train", "val"))
-    return ["--preset", tokenizer.preset, "--train_files", train, "--val_files", val, "--target_loss", "0", *fitting]
+    files = ["--train_files", train, "--val_files", val]
+    return ["--preset", tokenizer.preset, *files, "--target_loss", "0", *args.flags, *fitting]
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, own = parser.add_argument, os.path.relpath(ROOT / "data/own")
-    add("inputs", metavar="FILE_OR_FOLDER", nargs="+", type=Path)
+    add("inputs", metavar="FILE_OR_FOLDER", nargs="+", type=path_argument)
     add("--tokenizer", choices=TOKENIZERS, default="bytes", help="[%(default)s]")
-    add("--out", type=Path, default=own, help="folder for the shards [%(default)s]")
+    add("--out", type=path_argument, default=own, help="folder for the shards [%(default)s]")
     add("--val_fraction", type=float, default=0.05, help="part of the files for validation [%(default)s]")
     extensions = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
     add("--ext", default=extensions, help="files to take from folders, '' for those without an ending [%(default)s]")
     add("--force", action="store_true", help="replace all train_*.bin and val_*.bin in --out")
-    add("--train", action="store_true", help="then train on the shards")
-    args = parser.parse_args(argv)
+    add("--train", action="store_true", help="then train on the shards; after -- with other flags of train_gpt.py")
+    argv = sys.argv[1:] if argv is None else argv
+    end = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[:end], argparse.Namespace(flags=argv[end + 1 :]))
     if not 0 < args.val_fraction < 1:
         parser.error(f"--val_fraction {args.val_fraction}: expected more than 0 and less than 1")
     try:
         flags = pack(args)
-    except RuntimeError as error:
+    except (RuntimeError, UserError) as error:
         parser.error(str(error))
     except BlockingIOError:
         parser.error(f"{args.out}: another process is packing there: wait for it, or choose another --out")

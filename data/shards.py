@@ -26,6 +26,13 @@ class ArgumentParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
 
+def path_argument(text: str) -> Path:
+    """Return the path of an argument; not '', an unset variable, which would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("'': expected a path")
+    return Path(text)
+
+
 def lock_folder(folder: Path, wait: bool = False) -> typing.BinaryIO:
     """Create `folder` and lock it until the returned file is closed or this process dies.
 

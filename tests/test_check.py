@@ -83,7 +83,10 @@ GPT2 = "--preset gpt2 --num_iterations 2 --extension_steps 0 --val_tokens 262144
         ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has tokens up to 50256, not of 257"),
         ("--vocab_size 50257", ".bin: has tokens up to 256, not of 50257"),
         *((f"NPROC={wish}", f"NPROC={wish}: expected") for wish in ("-1", "9" * 9)),
-        ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: another"),
+        ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: another number, or --preset nano --batch_tokens 384"),
+        ("CXX=/none --compile", "torch.compile finds no C compiler, /none (CXX): install one"),
+        ("--adam_every 4 --num_iterations 3", "--adam_every 4: expected at most num_iterations"),
+        ("--max_doc_len 9 --eot_token 255", "no token 255 begins a document; --max_doc_len 0"),
         ("--train_files {corpus}/val_000000.bin", "val_000000.bin: to train and to validate"),
         ("--value_embed_layout 1.", "--value_embed_layout 1.: expected digits from 0 on"),
         ("--value_embed_layout 0x", "--value_embed_layout 0x: expected digits"),
@@ -102,13 +105,21 @@ def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, m
     (tmp_path / "short.bin").write_bytes((corpus / "val_000000.bin").read_bytes()[:-1])
     os.mkfifo(tmp_path / "fifo.bin")
     argv, message = (text.format(tmp=tmp_path, corpus=corpus) for text in (argv, message))
-    if argv.startswith("NPROC="):
-        monkeypatch.setenv(*argv.split("="))
-        argv = ""
+    variable, is_set, rest = argv.partition("=")
+    if is_set and variable.isupper():
+        value, _, argv = rest.partition(" ")
+        monkeypatch.setenv(variable, value)
     code, out, errors = outcome(*argv.split())
     assert (code, out, len(errors)) == (2, [], 1 + (argv == "--vocab_size 50257"))
     assert errors[0].startswith("check.py: ")
     assert message in errors[0]
+
+
+def test_processes_on_a_cpu_need_a_preset_and_a_batch(outcome, monkeypatch):
+    monkeypatch.setenv("NPROC", "2")
+    message = "check.py: NPROC=2: 1 sequences a step, no GPUs: another number, or --preset nano --batch_tokens 2048"
+    assert outcome(small=False)[2][0] == message
+    assert "say --preset nano" in outcome("--batch_tokens=2048", small=False)[2][0]
 
 
 def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tmp_path):
@@ -279,7 +290,9 @@ def test_run_sh(corpus, tmp_path):
     flags = [*SMALL, f"--train_files={corpus}/train_*.bin", f"--val_files={corpus}/val_*.bin", f"--log_dir={tmp_path}"]
     done = program("./run.sh", *flags, "--foo", "3")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    done = program("./run.sh", *flags, NPROC="2")
+    (tmp_path / "run").symlink_to(ROOT / "run.sh")
+    (tmp_path / "shards.py").write_text("not ours")
+    done = program(tmp_path / "run", *flags, cwd=tmp_path, NPROC="2", PYTHONSAFEPATH="1", PYTHONPATH=str(tmp_path))
     assert (done.returncode, "val_loss" in done.stdout) == (0, True)
     assert program("./run.sh", SCRIPT="none.py").stderr == f"run.sh: SCRIPT=none.py: there is no such file in {ROOT}\n"
     script = tmp_path / "own.py"
@@ -312,7 +325,8 @@ def start(tmp_path):
     """Run a script that needs the environment, in a folder with spaces in its name: exit code, stdout and stderr."""
     folder = tmp_path / "a clone"
     (folder / "base" / "bin").mkdir(parents=True)
-    shutil.copy(ROOT / "environment.sh", folder)
+    text = (ROOT / "environment.sh").read_text()
+    (folder / "environment.sh").write_text(text.replace("/proc/driver/nvidia/version", f"'{tmp_path}/driver'"))
     (folder / "requirements.txt").write_text("torch==2.13.0\n")
     python = folder / "base" / "bin" / "python3.12"
     python.write_text(PYTHON)
@@ -375,8 +389,20 @@ def test_two_at_once_make_one_environment(start, machine):
     assert (log.count("-m venv"), log.count("install")) == (1, 2), "torch, then the files"
 
 
-@pytest.mark.parametrize(("driver", "wheels"), [(b"525.60", ["cu126"]), (b"580.65", []), (b"470.1", []), (b"", [])])
-def test_torch_suits_the_driver(start, machine, driver, wheels):
-    machine(prints=driver)
+DRIVERS = {b"525.60": ["cu126"], b"580.65": [], b"470.1": [], b"": []}
+
+
+@pytest.mark.parametrize("has_smi", [True, False])
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_torch_suits_the_driver(start, machine, tmp_path, driver, has_smi):
+    """Its version is what nvidia-smi prints, or else the kernel's file says."""
+    line = b"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  %s  Release Build\nGCC version: 12.2.0 x\n"
+    machine(prints=driver if has_smi else None)
+    (tmp_path / "driver").write_bytes(line % driver)
     assert start()[0] == 0
-    assert re.findall(r"/whl/(\w+)", start.log.read_text()) == wheels
+    assert re.findall(r"/whl/(\w+)", start.log.read_text()) == DRIVERS[driver]
+    if not has_smi:
+        (tmp_path / "driver").unlink()
+        shutil.rmtree(start.folder / ".venv")
+        assert start()[0] == 0
+        assert "/whl/cpu" in start.log.read_text()
