@@ -155,7 +155,8 @@ def draw(curves: dict[str, dict], fits: dict[str, dict], path: Path) -> None:
             color, label = "#0072B2" if unit == "ms" else "0.6", f"{name} ({unit}): {f['exponent']:.2f}"
             panel.plot(list(curve), medians, marker, color=color, markersize=4, label=label)
             panel.plot(list(curve), [f["factor"] * n ** f["exponent"] for n in curve], color=color, linewidth=1)
-        panel.set(xlabel=LABELS.get(axis, axis), xscale="log", yscale="log", xticks=list(curve), xticklabels=list(curve))
+        panel.set(xlabel=LABELS.get(axis, axis), xscale="log", yscale="log")
+        panel.set_xticks(list(curve), list(curve))
         panel.minorticks_off()
         panel.tick_params(labelsize=7)
         above = dict(ncols=2, loc="lower left", bbox_to_anchor=(-0.1, 1), columnspacing=0.8, handlelength=1)
