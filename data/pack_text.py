@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # both first, or w
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # would be taken
 
 import train_gpt
-from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, shuffle_documents, to_tokens
+from pack_nano import MIN_DOCUMENT_BYTES, shuffle_documents, to_tokens
 from shards import ArgumentParser, ShardWriter, lock_folder, path_argument
 from train_gpt import Hyperparameters, UserError
 
@@ -57,7 +57,7 @@ MANY_FILES = 20  # are split by file, fewer by document: a file is then too much
 MIN_STEPS = 40  # the least that have one in each stage of gpt2 and in its extension
 Tokenizer = namedtuple("Tokenizer", "preset min_bytes max_bytes file_end")  # sizes of documents; what ends a file
 TOKENIZERS = {
-    "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, b"\n\n"),
+    "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, 2048, b"\n\n"),
     "gpt2": Tokenizer("gpt2", 2**13, 2**14, b""),
 }
 
@@ -247,8 +247,8 @@ def pack(args: argparse.Namespace) -> list[str]:
             for writer in writers.values():
                 writer.close()
             num_tokens = {split: [n for _, _, n in writer.shards] for split, writer in writers.items()}
-            here = {f"{split}_files": f"{glob.escape(name)}/{split}_*.bin" for split in writers}
-            cfg = dataclasses.replace(cfg, **here)
+            here = glob.escape(name)
+            cfg = dataclasses.replace(cfg, train_files=f"{here}/train_*.bin", val_files=f"{here}/val_*.bin")
             fitted = fit(cfg, num_tokens, args.val_fraction)
             shards = writers["train"].shards + writers["val"].shards
             for path, _, _ in shards:
@@ -264,8 +264,8 @@ def pack(args: argparse.Namespace) -> list[str]:
     fitting = [w for name, v in changed.items() for w in (f"--{name}", *map(str, v if isinstance(v, tuple) else [v]))]
     out = args.out.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")  # run.sh changes to ROOT
     train, val = (f"{glob.escape(out)}/{split}_*.bin" for split in ("train", "val"))
-    files = ["--train_files", train, "--val_files", val]
-    return ["--preset", tokenizer.preset, *files, "--target_loss", "0", *args.flags, *fitting]
+    shown = ["--train_files", train, "--val_files", val]
+    return ["--preset", tokenizer.preset, *shown, "--target_loss", "0", *args.flags, *fitting]
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -281,7 +281,7 @@ ERRORS = {
     "page.txt": "text: 0 tokens for val, 65 needed (equal documents count once): add text of some 1,300 tokens\n",
     "note.txt": "text: 703 tokens for train, 1,025 needed (equal documents count once): add text of some 339 tokens\n",
     "''": "argument FILE_OR_FOLDER: '': expected a path",
-    "texts -- --num_iteration 3": "unrecognized arguments: --num_iteration 3",
+    "texts -- --num_iteration 3": "--num_iteration: no such flag",
     "pipe": "pipe: not a regular file",
     "piped": "piped/x.txt: not a regular file",
     "outer": "outer/shut: Permission denied; fix that",
