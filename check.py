@@ -195,11 +195,11 @@ def check_data(cfg: Hyperparameters, report: Report) -> list[tuple[str, str]]:
                 train_gpt.plan_batches(files, *batches)
             except UserError as error:
                 problems = [reason(error)]
+                if "tokens for" not in problems[0]:  # they are enough, but wrong
+                    found.append((problems[0], ""))
+                    continue
                 if flag == "val_tokens" or "fineweb" not in command or int(command.split()[1]) <= len(paths):
                     command, fix = "", f"lower --{flag}"  # there is no more to get
-                is_cut = flag == "num_iterations" and cfg.max_doc_len > 0
-                if is_cut and not any(train_gpt.find_documents(path, cfg, cfg.max_doc_len) for path in paths):
-                    problems, fix = [f"{files}: no token {cfg.eot_token} begins a document"], "--max_doc_len 0"
         found += [(f"{problem}; {fix}", command) for problem in problems]
     report.problems += [problem for problem, command in found if not command]
     if not found:
