@@ -84,7 +84,7 @@ def test_gathered_attention_is_dense_attention(docs: Tensor, mask_block: int, wi
     expected_grads = torch.autograd.grad(expected, qkv, grad)
     for max_blocks in 1 - (-window // mask_block), window + 3:
         mask = GatheredMask(build(docs, window, mask_block), max_blocks, torch.float64)
-        assert mask.bias.shape == (len(docs) // mask_block, 1, mask_block, mask.kv_blocks.size(1) * mask_block)
+        assert mask.bias.shape == (len(docs) // mask_block, mask_block, mask.kv_blocks.size(1) * mask_block)
         actual = mask.attend(*qkv)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(torch.autograd.grad(actual, qkv, grad), expected_grads, rtol=0, atol=1e-11)
