@@ -204,4 +204,4 @@ def test_flex_attention_compiles_for_the_other_gpus(arch: int):
     flags = [*SMALL.split(), "--head_dim=128", "--batch_tokens=512"]
     found = gpu_graphs.measure(arch, ROOT / "train_gpt.py", flags, names="flex_attention")
     assert len([e for graph in found["kernels"].values() for configs in graph.values() for e in configs]) >= 3
-    assert gpu_graphs.failures(found) == []
+    assert gpu_graphs.failures(found | dict(spill_limit=pretend_gpu.DEVICES[arch].spills)) == []
