@@ -195,9 +195,6 @@ def check_data(cfg: Hyperparameters, report: Report) -> list[tuple[str, str]]:
                 train_gpt.plan_batches(files, *batches)
             except UserError as error:
                 problems = [reason(error)]
-                if "tokens for" not in problems[0]:  # they are enough, but wrong
-                    found.append((problems[0], ""))
-                    continue
                 if flag == "val_tokens" or "fineweb" not in command or int(command.split()[1]) <= len(paths):
                     command, fix = "", f"lower --{flag}"  # there is no more to get
         found += [(f"{problem}; {fix}", command) for problem in problems]

@@ -305,8 +305,6 @@ def find_documents(path: str, cfg: Hyperparameters, max_doc_len: int) -> list[tu
     if not max_doc_len:
         return [(0, num_tokens)]
     begins = np.flatnonzero(read_shard(path, "<u2", num_tokens, 1024) == cfg.eot_token)
-    if not len(begins):
-        raise UserError(f"{path}: no --eot_token {cfg.eot_token} begins a document; --max_doc_len 0 needs none")
     ends = np.minimum(np.append(begins, num_tokens)[1:], begins + max_doc_len)
     return list(zip(begins.tolist(), ends.tolist(), strict=True))
 
@@ -340,6 +338,7 @@ def plan_batches(pattern: str, seq_lens: Sequence[int], num_sequences: int, cfg:
             documents = deque(find_documents(path, cfg, max_doc_len))
         else:
             found = f"{pattern} in {os.getcwd()}: tokens for {len(plan)} batches, the run needs {len(seq_lens)}"
+            found += f"; documents begin with --eot_token {cfg.eot_token}" * (max_doc_len > 0)
             raise UserError(f"{found}; ./run.sh gets a preset's data, data/pack_text.py packs text")
     return plan
 

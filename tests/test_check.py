@@ -86,7 +86,7 @@ GPT2 = "--preset gpt2 --num_iterations 2 --extension_steps 0 --val_tokens 262144
         ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: another number, or --preset nano --batch_tokens 384"),
         ("CXX=/none --compile", "torch.compile finds no C compiler, /none (CXX): install one"),
         ("--adam_every 4 --num_iterations 3", "--adam_every 4: expected at most num_iterations"),
-        ("--max_doc_len 9 --eot_token 255", "no --eot_token 255 begins a document; --max_doc_len 0"),
+        ("--max_doc_len 9 --eot_token 255", "documents begin with --eot_token 255"),
         ("--train_files {corpus}/val_000000.bin", "val_000000.bin: to train and to validate"),
         ("--value_embed_layout 1.", "--value_embed_layout 1.: expected digits from 0 on"),
         ("--value_embed_layout 0x", "--value_embed_layout 0x: expected digits"),

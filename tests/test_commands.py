@@ -33,7 +33,7 @@ PAGES = [
 ]
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )?(?:[\w./]*python|torchrun|\./run\.sh|train_gpt\.py)(?: [^=]|$)")
 FILE = re.compile(r"(?:\./)?\w[\w./-]*\.(?:py|sh|md|json|txt|slurm|toml|png)")
-MADE_BY_RUNS = re.compile(r"my\.py|profile\.txt|logs/.*|data/(nano|own|fineweb10B)/.*")
+MADE_BY_RUNS = re.compile(r"my\.py|profile\.txt|race\.json|logs/.*|data/(nano|own|fineweb10B)/.*")
 
 
 def quoted(page: Path) -> list[str]:
@@ -55,14 +55,20 @@ def commands(page: Path):
 def test_commands_of_the_pages_are_understood(monkeypatch):
     """Start each program in this process, and end it as soon as it has parsed its flags."""
     Understood, parse = type("Understood", (BaseException,), {}), argparse.ArgumentParser.parse_args
+    parse_flags = train_gpt.parse_args
 
     def parse_and_end(self, *args, **settings):
         parse(self, *args, **settings)
         raise Understood
 
+    def parse_flags_and_end(*args):
+        parse_flags(*args)
+        raise Understood
+
     def start(program, argv: list[str]) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
+            patch.setattr(train_gpt, "parse_args", parse_flags_and_end)
             patch.setattr(sys, "argv", ["program", *argv])
             patch.setattr(signal, "signal", lambda *_: None)  # a script ignores SIGHUP, and so would our children
             with pytest.raises(Understood):
@@ -86,7 +92,7 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
             case ["python", script, *argv]:
                 start(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), argv)
         if flags is not None:
-            start(lambda: train_gpt.main(flags), flags)
+            train_gpt.parse_args(flags)
 
     found = {text: page for page in PAGES for text in commands(page)}
     assert len(found) > 50
