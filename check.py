@@ -150,21 +150,35 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
         lines = Path("/proc/meminfo").read_text() if os.path.exists("/proc/meminfo") else "MemAvailable: 9999999999"
         free, factor, where = 1024 * int(re.findall(r"MemAvailable: *(\d+)", lines)[0]) // processes, 3, "2 CPU cores"
         fixed, rate = fixed + 4 * 10**8, 9.1e10 / (1 if cfg.dtype == "bfloat16" else 2)  # nano's, measured with bf16
-    for name, (slice_mib, length_mib) in BUFFER_MIB.items():
-        length, layers = getattr(cfg, name), len(cfg.attention_layout) / len(gpt2.attention_layout)
-        growth = max(cfg.batch_factors) / max(gpt2.batch_factors) if name == "train_seq_len" else 1
-        per_token = factor * growth * length_mib * 2**20 / getattr(gpt2, name) * layers * cfg.model_dim / gpt2.model_dim
+
+    def need(name: str, length: int) -> float:
+        (slice_mib, length_mib), layers = BUFFER_MIB[name], cfg.attention_layout
+        longest, kept = (max(cfg.batch_factors), layers) if name == "train_seq_len" else (1, "L")
+        growth = longest / max(gpt2.batch_factors) if name == "train_seq_len" else 1
+        size = len(layers) * cfg.model_dim / (len(gpt2.attention_layout) * gpt2.model_dim)
         logits = cfg.lm_head_slice * cfg.vocab_size / (gpt2.lm_head_slice * gpt2.vocab_size)
-        base = fixed + factor * logits * slice_mib * 2**20
-        need = base + length * per_token
-        line = f"--{name} {length} takes {need / 2**30:.1f} GiB a process (estimated), {free / 2**30:.1f} are free"
+        buffers = logits * slice_mib + growth * size * length_mib * length / getattr(gpt2, name)
+        # A CPU holds numbers for every query and each key that its block sees: of the mask, or scores, keys and values.
+        # Measured: 18 to 69 bytes in four runs of 17 to 268 million pairs (1 or 2 layers, 2 or 4 heads); here 20 to 64
+        reach = cfg.mask_block * (1 - -max(*cfg.window_tokens, cfg.final_window_tokens) // cfg.mask_block)
+        pairs = longest * length * min(reach, longest * length)
+        numbers = cfg.num_heads * (2 + len(kept.replace("-", "")) * (1 + 2 * cfg.head_dim / cfg.mask_block))
+        per_pair = 0 if gpus else max(18, numbers * gpt.embed.weight.itemsize)
+        return fixed + factor * buffers * 2**20 + pairs * per_pair
+
+    for name in BUFFER_MIB:
+        length = getattr(cfg, name)
+        mem = need(name, length)
+        line = f"--{name} {length} takes {mem / 2**30:.1f} GiB a process (estimated), {free / 2**30:.1f} are free"
         report.fact(f"memory: {line}")
-        if need > free:
+        if mem > free:
             shorter = (n for n in (length >> i for i in range(1, 9)) if n % cfg.mask_block == 0 < n)
-            fix = next((f"--{name} {n}" for n in shorter if base + n * per_token <= free), "a smaller model")
+            fix = next((f"--{name} {n}" for n in shorter if need(name, n) <= free), "a smaller model")
             report.problems.append(f"{line}: free some, or train otherwise, with {fix}")
     tokens = cfg.batch_sequences * sum(train_gpt.train_seq_len(step, cfg) for step in range(cfg.num_iterations))
     seconds = 6 * weights * tokens / rate if rate else float("inf")
+    if not gpus:  # what a layer takes at least: 0.18 of a step of nano, by 16 and 64 layers of width 16
+        seconds = max(seconds, 1e-5 * tokens * len(cfg.attention_layout))
     size, unit = (3600, "hours") if seconds > 7200 else (60, "minutes") if seconds > 120 else (1, "seconds")
     text = "unknown" if not rate else "over a year" if seconds > 3e7 else f"about {max(seconds / size, 1):.0f} {unit}"
     report.fact(f"time: {text} of training on {where} (estimated)", note=seconds > 300)

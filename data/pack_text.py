@@ -5,9 +5,9 @@
     python data/pack_text.py FILES_OR_FOLDERS... --tokenizer gpt2    # needs: pip install -r data/requirements.txt
     python data/pack_text.py FILES_OR_FOLDERS... --train -- --num_iterations 600    # flags of train_gpt.py, after --
 
-The last line of output is the command that trains on the shards. Where they hold less than the preset's run takes, its
-flags shorten steps, stages and validation, and first the batch, so that 40 steps remain. Each file goes to training or
-validation by the hash of its name; fewer than 20 files are split by document. A document is
+The last line of output is the command that trains on the shards. If they hold less than the preset's run takes, its
+flags lower steps, stages and validation to what is there, and halve the batch while there are fewer than 40 steps. Each
+file goes to training or validation by the hash of its name; fewer than 20 files are split by document. A document is
 - bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 2,048. What many files
   repeat (a licence, a quoted mail) then counts once, and the model's window of 256 bytes loses little.
 - gpt2: a piece of at least 8 KiB that ends at a blank line, cut after 16 KiB and where it exceeds --max_doc_len tokens,

@@ -177,6 +177,19 @@ def test_estimates_are_those_of_the_machine(capsys, gpus, about):
     assert bool(report.problems) == (not gpus)
 
 
+def test_estimates_on_a_cpu_count_attention_and_narrow_layers(capsys):
+    """A run of the former took 1.8 GiB; a layer takes some 10 ms, however narrow it is."""
+    long = dict(train_seq_len=8192, batch_tokens=8192, window_tokens=(8192,))
+    deep = dict(model_dim=16, num_heads=1, head_dim=16, attention_layout="L" * 64, num_iterations=40)
+    deep |= dict(value_embed_layout="." * 64, skip_layout="." * 64)
+    for changes in long, deep:
+        cfg = dataclasses.replace(train_gpt.PRESETS["nano"], dtype="bfloat16", **changes)
+        check.check_memory_and_time(cfg, [], 1, check.Report(is_full=True))
+    told = capsys.readouterr().out
+    assert float(re.search(r"8192 takes ([\d.]+) GiB", told)[1]) == pytest.approx(1.8, rel=0.1)
+    assert "time: about 26 seconds" in told
+
+
 def test_estimated_memory_is_that_of_the_lowered_graphs(capsys):
     """To 10%: an idea may give an optimizer a moment more or less than the graphs of the page had."""
     page = (ROOT / "gpu_proof" / "README.md").read_text()
