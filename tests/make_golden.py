@@ -13,9 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from public_records import digest, project
+from public_records import digest, draw, project
 
-KEPT = r"(train|val)/(inputs|targets)|(grad_norm|loss|block_rms|block_sample)|(opt|grad|schedule\w*|hash)/.*"
+KEPT = r"(train1?|val)/(inputs|targets|bigram|sign)|(grad_norm|loss|block_rms|\w+_sample|\w+_table)"
+KEPT += r"|(opt|grad|schedule\w*|hash|token_loss)/.*"
 KEPT += r"|pack/(shard\d|.*/(inputs|targets|bigram))|run/(\w*shard\d?|\d+/inputs|digest/.*)"
 KEPT += r"|run/(grad_norm|loss_per_token|val_steps|val_loss)"
 
@@ -25,7 +26,7 @@ def main(public: str, seed: str, folder: str) -> None:
     rng, params, kept = np.random.default_rng(int(seed)), [], dict(seed=int(seed), spreads=[])
     for key in about["param_names"]:
         x = numbers[f"param/{key}"].astype(np.int16)
-        drawn = rng.standard_normal(x.shape)
+        drawn = draw(rng, int(seed), x.shape)
         kept["spreads"].append((x * drawn).sum() / (drawn * drawn).sum() if x.size > 1000 else 0)  # small ones: whole
         kept[f"param/{key}"] = x - np.rint(kept["spreads"][-1] * drawn).clip(-127, 127).astype(np.int16)
         params.append(x.ravel())

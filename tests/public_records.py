@@ -2,8 +2,9 @@
 
 Every number there is what the public script gave in float64, at its own size. Of large arrays the file keeps what
 `digest` makes of them, samples, or their sums over rows and columns, in turn summed with the weights of `project`.
-Public tables of embeddings have rows that no token reads. VeFused's parameters were drawn from a seed and rounded: the
-file has the seed, and what a new draw misses (make_golden.py). NumPy may one day draw other numbers: a checksum tells.
+Public tables of embeddings have rows that no token reads. From VeFused on, parameters were drawn from a seed and
+rounded: the file has the seed, and what a new draw misses (make_golden.py). NumPy may one day draw other numbers: a
+checksum tells.
 """
 
 import dataclasses
@@ -52,6 +53,11 @@ def project(sums: np.ndarray) -> float:
     return sums.ravel() @ np.cos(np.arange(sums.size))
 
 
+def draw(rng: np.random.Generator, seed: int, shape: tuple) -> np.ndarray:
+    """Draw what public parameters were made of: BigramsSignTrick's are uniform."""
+    return rng.integers(-50, 51, shape) if seed == 8301 else rng.standard_normal(shape)
+
+
 def norm(x: np.ndarray) -> float:
     return np.sqrt(np.square(x).sum())  # not by BLAS, whose threads would fight over the cores
 
@@ -59,12 +65,13 @@ def norm(x: np.ndarray) -> float:
 class PublicRecord:
     """The script of a record and the public numbers.
 
-    `place` gives the public name of a parameter, and its layer where a public array has the scalars of all 11; `shards`
-    files and names. `reorder` gives the public order of a parameter's values, or back ours.
+    `place` gives the public name of a parameter, and where it begins there, or its layer where a public array has the
+    scalars of all 11; `shards` files and names. `reorder` gives the public order of a parameter's values, or back ours.
     """
 
     def __init__(self, name: str, place: Callable, shards: dict[str, str], reorder: Callable = lambda _, x, public: x):
         self.place, self.shards, self.reorder, self.script = place, shards, reorder, load(name)
+        self.rtol = 1e-10  # of what is compared with each number
         self.numbers = dict(np.load(ROOT / "records" / name / "golden.npz"))
         self.numbers |= zip(self.numbers.pop("digest_names", ()), self.numbers.pop("digests", ()), strict=True)
         self.order = [key[6:] for key in self.numbers if key.startswith("param/")]
@@ -72,7 +79,7 @@ class PublicRecord:
         if "seed" in self.numbers:
             rng = np.random.default_rng(int(self.numbers["seed"]))
             for x, spread in zip(self.params.values(), self.numbers["spreads"], strict=True):
-                x += np.rint(spread * rng.standard_normal(x.shape)).clip(-127, 127)
+                x += np.rint(spread * draw(rng, self.numbers["seed"], x.shape)).clip(-127, 127)
             checksum = zlib.crc32(np.concatenate([*map(np.ravel, self.params.values())]).astype(np.int8))
             assert checksum == self.numbers["checksum"], "NumPy draws other numbers than it did"
             for x, unit in zip(self.params.values(), self.numbers["units"], strict=True):
@@ -83,6 +90,9 @@ class PublicRecord:
         for name, key in self.shards.items():
             if not (folder / f"{name}.bin").exists():
                 write_shard(folder / f"{name}.bin", self.numbers[key])
+        if "prefix_table" in self.numbers:
+            self.numbers["prefix_table"][:VOCAB_SIZE].astype("<u2").tofile(folder / "prefixes")  # -1 is 65535
+            changes = dict(prefix_file=f"{folder}/prefixes") | changes
         files = dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin", log_dir=str(folder))
         return self.script.resolve(dataclasses.replace(self.script.PRESETS["gpt2"], **files, **changes))
 
@@ -98,7 +108,8 @@ class PublicRecord:
     def part(self, name: str, array: np.ndarray, size: int) -> np.ndarray:
         """Return a view of what ours is of a public array: a row of one for all layers, or the rows with tokens."""
         key, i = self.place(name)
-        return (array.reshape(11, -1)[i] if key.endswith("_lambdas") else array.reshape(-1))[:size]
+        start = i * (array.size // 11) if key.endswith(("_lambdas", "_alphas")) else i
+        return array.reshape(-1)[start : start + size]
 
     def public(self, gpt: nn.Module, unread: float, value: Callable = lambda p: p) -> dict[str, np.ndarray]:
         """Return `value` of our parameters by public names; what only those have is `unread` times its first value."""
@@ -120,18 +131,23 @@ class PublicRecord:
         assert {self.place(name)[0] for name, _ in gpt.named_parameters()} == set(self.order)
         for name, p in gpt.named_parameters():
             values = self.part(name, self.params[self.place(name)[0]], p.numel())
-            p.detach().copy_(torch.from_numpy(self.reorder(name, values, public=False)).view_as(p))
+            p.detach().copy_(torch.from_numpy(self.reorder(name, values, public=False)).reshape(p.shape))
         if is_tied:
             gpt.embed.weight.detach().copy_(gpt.lm_head)
+
+    def set_constants(self, trainer) -> None:
+        """Set the public signs of the small model, which are no parameters."""
+        if "sign_table" in self.numbers:
+            trainer.gpt.signs.copy_(torch.from_numpy(self.numbers["sign_table"]))
 
     def tokens(self, key: str) -> Tensor:
         return torch.from_numpy(self.numbers[key].astype(np.int64))
 
     def expect(self, key: str, found, row=..., scale: float | None = None) -> None:
-        """Compare to 1e-8 of a scale, or each number to 1e-10 of itself."""
+        """Compare to 1e-8 of a scale, or each number to 1e-10 of itself, or what `rtol` says."""
         want = self.numbers[key][row]
         assert np.shape(found) == want.shape, key
-        rtol, atol = (1e-10, 0) if scale is None else (0, 1e-8 * scale)
+        rtol, atol = (self.rtol, 0) if scale is None else (0, 1e-8 * scale)
         np.testing.assert_allclose(found, want, rtol=rtol, atol=atol, err_msg=f"{key} {row}")
 
     def compare(self, family: str, **found) -> None:
@@ -148,11 +164,14 @@ class PublicRecord:
             long, short = zip(*(m.attention_windows(s, cfg) for s in range(len(stages))), strict=True)
             found = {name: [getattr(m, name)(s, cfg) for s in steps] for name in ("lr_multiplier", "muon_momentum")}
             found |= dict(stage=stages[:-1], batch_tokens=[8 * m.train_seq_len(s, cfg) for s in steps])
-            found |= dict(max_doc_len=[cfg.max_doc_len for _ in steps], window_long=long, window_short=short)
+            cuts = cfg.max_doc_len if isinstance(cfg.max_doc_len, tuple) else [cfg.max_doc_len] * 4
+            found |= dict(max_doc_len=[cuts[i] for i in stages[:-1]], window_long=long, window_short=short)
             found |= dict(adam_steps=[s % cfg.adam_every == 1 for s in steps], rotary_frequencies=torch.stack(freqs))
             found |= dict(attention_scale=[scales[stage] for stage in stages])
-            if hasattr(m, "next_weights"):
-                weights = [m.next_weights(s, cfg) for s in steps]
+            if hasattr(m, "prefix_weights"):
+                found |= dict(prefix_weight=[sum(m.prefix_weights(s, cfg)) for s in steps])
+            if next_weights := getattr(m, "mtp_weights", getattr(m, "next_weights", None)):
+                weights = [next_weights(s, cfg) for s in steps]
                 found |= dict(mtp_count=[*map(len, weights)], mtp_weights=[w + [0] * (3 - len(w)) for w in weights])
                 if family != "schedule_logged":  # whose tables part two steps earlier
                     found |= dict(tied=[s - 1 - s % 2 < cfg.tied_frac * cfg.scheduled_steps for s in steps])
@@ -190,14 +209,65 @@ class PublicRecord:
         """Yield the names of states and their losses: sums, in training, and else means."""
         for state, step in steps.items():
             kind = "val" if state.startswith("val") else "train"
+            kind += "1" * (f"{kind}1/inputs" in self.numbers and state == "s1")  # with shorter documents
             self.load_parameters(trainer.gpt, is_tied=step <= last_tied)
             trainer.set_schedules(step)
             tokens, targets = (self.tokens(f"{kind}/{name}") for name in ("inputs", "targets"))
-            weights = trainer.weights[: len(self.script.next_weights(step, trainer.cfg))]
+            weights = trainer.weights
+            if hasattr(self.script, "next_weights"):
+                weights = weights[: len(self.script.next_weights(step, trainer.cfg))]
             weights = torch.ones(1).double() if kind == "val" else weights
+            if hasattr(self.script, "next_targets") and kind != "val":
+                prefixes = trainer.prefixes if self.script.prefix_weights(step, trainer.cfg) else None
+                targets = self.script.next_targets(targets, trainer.num_next, prefixes)
             loss = trainer.gpt(tokens.int(), targets, trainer.windows, weights)
             yield state, loss / len(tokens) if kind == "val" else loss
             trainer.gpt.zero_grad()
+
+    def compare_states(self, trainer, steps: dict[str, int], last_tied: int, nets: str) -> None:
+        """Compare losses, also of each token, the stream between layers, what nets make, and every gradient."""
+        outputs, made, losses, row, module = [], [], [], 0, self.script
+        self.set_constants(trainer)
+        for part in trainer.gpt.modules():
+            if type(part).__name__ == "Block":
+                part.register_forward_hook(lambda *result: outputs.append(result[2].detach().numpy()))
+            if "w2" in dict(part.named_parameters(recurse=False)):
+                part.register_forward_hook(lambda net, inputs, _: made.append(made_by(net, inputs)))
+        plain = module.softcapped_cross_entropy
+
+        def with_losses(*inputs):
+            losses.append((result := plain(*inputs))[0])
+            return result
+
+        with mock.patch.object(module, "softcapped_cross_entropy", with_losses):
+            for case, (state, loss) in enumerate(self.states(trainer, steps, last_tied)):
+                self.expect("loss", loss.item(), case)
+                self.expect(f"token_loss/{state}", torch.cat(losses), ..., 1)
+                self.expect("block_rms", [np.sqrt(np.square(x).mean()) for x in outputs], (case, slice(11)))
+                self.expect("block_sample", [x[[0, 384, 767], :8] for x in outputs], (case, slice(11)), 1)
+                self.expect(nets, torch.cat(made, -1)[[0, 384, 767]].detach(), case, 1)
+                for kept in outputs, made, losses:
+                    kept.clear()
+                if not state.startswith("val"):
+                    loss.backward()
+                    self.compare_gradients(trainer.gpt, row)
+                    row += 1
+
+    def compare_packing(self, folder: Path, cfg, real: dict, lengths: list[int]) -> None:
+        """Compare the batches of three steps of each stage with their bigrams, and the hashes of a real size."""
+        m, key = self.script, {"hash/signs", "hash/sign_rows"} & {*self.numbers}
+        real, tokens = types.SimpleNamespace(cfg=dataclasses.replace(cfg, **real)), self.tokens("hash/inputs").int()
+        assert np.array_equal(m.GPT.bigram_hashes(real, tokens), self.numbers["hash/rows"])
+        assert np.array_equal(m.GPT.sign_hashes(real, tokens), self.numbers[key.pop()])
+        lengths, cuts = [length for length in lengths for _ in range(3)], [28] * 3 + [64] * 6
+        plan = m.plan_batches(f"{folder}/pack_*.bin", lengths, 8, cfg, cuts)
+        for step, batch in enumerate(m.read_batches(plan, range(8), cfg, torch.device("cpu"))):
+            for rank, (tokens, targets) in enumerate(batch):
+                hashes = m.GPT.bigram_hashes(types.SimpleNamespace(cfg=cfg), tokens)
+                for name, found in dict(inputs=tokens, targets=targets, bigram=hashes).items():
+                    key = f"pack/stage{step // 3 + 1}/{name}"
+                    assert np.array_equal(found, self.numbers[key][step % 3, rank]), key
+        assert step == 8
 
     def step(self, trainer, step: int, shown: int) -> None:
         """Step the optimizers with learning rate and momentum of step `shown`."""
@@ -212,19 +282,26 @@ class PublicRecord:
         """
         params = dict(trainer.gpt.named_parameters())
         members = {key: [p for n, p in params.items() if re.fullmatch(kind, n)] for key, kind in patterns.items()}
+        public = {
+            f"opt/{kind}/{key}": self.numbers[f"opt/{kind}/{key}"] for key in members for kind in ("init", "grad")
+        }
         for key, ours in members.items():
-            set_values(ours, self.numbers[f"opt/init/{key}"])
+            if ours[0].shape[::-1] == public[f"opt/init/{key}"].shape != ours[0].shape:  # ours is transposed
+                public |= {name: x.swapaxes(-1, -2) for name, x in public.items() if name.endswith(f"/{key}")}
+            set_values(ours, public[f"opt/init/{key}"])
         for t in range(6):
             grads = {p: torch.zeros_like(p) for p in params.values()}
             for key, ours in members.items():
-                set_values([grads[p] for p in ours], self.numbers[f"opt/grad/{key}"][t])
+                set_values([grads[p] for p in ours], public[f"opt/grad/{key}"][t])
             for p, grad in grads.items():
                 p.grad = grad if p.grad is None else p.grad + grad
             self.step(trainer, t, first + t)
             for key, ours in members.items():
-                values = np.concatenate([p.detach().numpy().ravel() for p in ours])
-                key, size = f"opt/from{first}/{key}", self.numbers[f"opt/init/{key}"].size
-                self.expect(key, digest(values[:size]), t, self.numbers[key][t, 1])
+                init, values = public[f"opt/init/{key}"], np.concatenate([p.detach().numpy().ravel() for p in ours])
+                values = values[: init.size].reshape(init.shape)
+                values = values if init.flags.c_contiguous else values.T
+                key = f"opt/from{first}/{key}"
+                self.expect(key, digest(values), t, self.numbers[key][t, 1])
 
     def run(self, folder: Path, ranks, batches: str, loss: str, one_table_until: int = -1, **changes) -> None:
         """Train from data to the last validation, as one of any number of processes.
@@ -233,7 +310,10 @@ class PublicRecord:
         process keeps gradients after an even step, as Adam waits: compare the norms. Eight do without the warm-up.
         """
         m, cfg, validations, losses, compared = self.script, self.config(folder, **changes), [], [], 0
+        if ranks.world_size > 1 and hasattr(m, "init_distributed"):  # else the Trainer does
+            m.init_distributed()
         trainer, plans, own = m.Trainer(cfg, ranks), m.plan_data(cfg), range(ranks.rank, 8, ranks.world_size)
+        self.set_constants(trainer)
         if ranks.world_size < 8:
             trainer.warm_up()
         self.load_parameters(trainer.gpt, is_tied=hasattr(cfg, "tied_frac"))
@@ -269,9 +349,14 @@ class PublicRecord:
                 assert p.square().mean().sqrt().item() == pytest.approx(rms, rel=0.05), name
 
 
+def made_by(net: nn.Module, inputs: tuple) -> Tensor:
+    """Return all factors that a net has made (T, n)."""
+    return torch.cat([inputs[-1][layer][kind] for kind, layer in net.keys])[..., 0].mT
+
+
 def set_values(tensors: list[Tensor], values: np.ndarray) -> None:
     """Write values, in order, to tensors that may have more at the end: those are zero."""
-    values = torch.from_numpy(values.astype(np.float64)).flatten()
+    values = torch.as_tensor(values.astype(np.float64)).flatten()
     for tensor in tensors:
         tensor.detach().zero_().view(-1)[: len(values)] = values[: tensor.numel()]
         values = values[tensor.numel() :]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 import train_gpt
 from public_records import load
 from shards import write_shard
+from test_records import NAMES
 from world_worker import ROOT, Run
 
 FORM, BEFORE = "2026-11-23_OneText", dict(nano="2026-11-23_HeadStart", gpt2="2026-01-30_VeFused")
@@ -38,6 +40,10 @@ def config(m: types.ModuleType, preset: str, folder: str):
     """Return a preset in small, with the shards in `folder`."""
     fields = SMALL | dict(nano=NANO, gpt2=GPT2)[preset]
     fields |= dict(train_files=f"{folder}/train.bin", val_files=f"{folder}/val.bin")
+    if isinstance(m.PRESETS[preset].max_doc_len, tuple):
+        fields |= dict(max_doc_len=(fields.get("max_doc_len", 0),) * len(fields["window_tokens"]))
+    if hasattr(m.PRESETS[preset], "dc_keys"):
+        fields |= dict(dc_keys=8)
     fields = {name if hasattr(m.PRESETS[preset], name) else OLDER[name]: value for name, value in fields.items()}
     return m.resolve(dataclasses.replace(m.PRESETS[preset], **fields))
 
@@ -114,3 +120,59 @@ def test_tables_part_where_the_public_ones_do():
         cfg = types.SimpleNamespace(tied_frac=train_gpt.PRESETS["gpt2"].tied_frac, scheduled_steps=steps)
         last = round(2 * steps / 3) | 1
         assert [train_gpt.is_tied(step, cfg) for step in (0, last, last + 1)] == [True, True, False]
+
+
+LATE, SIGNS, GATES, PREFIXES = "LateAttention", "BigramsSignTrick", "GateNets", "FP8DownProjection"
+# Settings that turn an idea off in gpt2, and those of both records where it has no switch
+WITHOUT = {LATE: dict(source_layout="", two_lambdas=False, heads_per_matrix=6, max_doc_len=(40,) * 4)}
+WITHOUT[LATE] |= dict(resid_adam=[0.04, 0.0, 0.65, 0.95])
+WITHOUT |= {SIGNS: dict(mudd_layers="", xsa_layout="", sign_rows=0, bigram_dim=0)}
+WITHOUT |= {GATES: dict(gate_layer=0, gate_layout="", dc_layout=""), PREFIXES: dict(prefix_file="")}
+BOTH = {LATE: dict(value_gate_inputs=0, scalar_adam=[0.04, 0.0, 0.65, 0.95], x0_adam=[0.04, 0.0, 0.65, 0.95])}
+BOTH |= {SIGNS: dict(backout_layer=-1, mtp_weights=(1.0,), bigram_rows=0), PREFIXES: {}}
+BOTH |= {GATES: dict(head_gate_inputs=0, skip_gate_inputs=0, xsa_layout="", bigram_rows=0)}
+LINE = [name for name in NAMES if name[11:] in (FORM[11:], *WITHOUT)]
+
+
+def without_ideas(m: types.ModuleType, before, idea: str):
+    """Return the newer script's presets with what the older one has, and its own ideas off."""
+    fields = dataclasses.asdict(before) | WITHOUT[idea] | dict(run_id="small")
+    presets = dataclasses.asdict(m.PRESETS[before.preset])
+    return m.resolve(m.Hyperparameters(**{name: fields.get(name, value) for name, value in presets.items()}))
+
+
+def losses(m: types.ModuleType, cfg, values: dict[str, Tensor]) -> list[float]:
+    """Train from given values, and return the losses of all steps and of the last validation."""
+    trainer, plans, found = m.Trainer(cfg, m.Ranks()), m.plan_data(cfg), []
+    for name, p in trainer.gpt.named_parameters():
+        p.detach().copy_(values[name].view_as(p))
+    for step, batch in enumerate(m.read_batches(plans["train"], range(cfg.batch_sequences), cfg, trainer.device)):
+        found.append(trainer.train_step(step, batch).item())
+    return [*found, trainer.evaluate(STEPS, plans["val"])]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preset", BEFORE)
+@pytest.mark.parametrize(("older", "newer"), pairwise(LINE))
+def test_without_its_ideas_a_record_is_the_one_before(older: str, newer: str, preset: str, tmp_path: Path):
+    """These are ideas of gpt2: nano has none of them."""
+    rng, idea = np.random.default_rng(0), newer[11:]
+    for name, count in dict(train=60_000, val=9_000).items():
+        write_shard(tmp_path / f"{name}.bin", np.where(rng.random(count) < 0.02, 256, rng.integers(256, size=count)))
+    before, after = load(older), load(newer)
+    cfg = dataclasses.replace(config(before, preset, tmp_path), **(BOTH[idea] if preset == "gpt2" else {}))
+    torch.manual_seed(0)
+    values = {
+        name: torch.randn_like(p) * (0.3 if p.ndim > 1 else 0.1) for name, p in before.GPT(cfg).named_parameters()
+    }
+    values = {name: value + (value.ndim < 2) for name, value in values.items()}
+    values["embed.weight"] = values["lm_head"] if cfg.tied_frac else values["embed.weight"]
+    renamed = dict(values)
+    for name, value in values.items():  # as from LateAttention on
+        if name.endswith("qkv_w"):
+            renamed[name.replace("qkv_w", "qk_w")], renamed[name.replace("qkv_w", "v_w")] = value.split([2, 1])
+        renamed[name.replace("resid_lambda", "resid_lambdas")] = value
+    same = config(after, preset, tmp_path) if preset == "nano" else without_ideas(after, cfg, idea)
+    expected = losses(before, cfg, values)
+    np.testing.assert_allclose(losses(after, same, renamed), expected, rtol=1e-12)
+    assert expected[0] > expected[-1] + 0.1
