@@ -110,13 +110,16 @@ def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> lis
     """Return what train_gpt.py leaves to torch's own errors, or would not notice."""
     layers, values, sequences, block = cfg.attention_layout, cfg.value_embed_layout, cfg.batch_sequences, cfg.mask_block
     digits, bare = {*values} - {"."}, {value for layer, value in zip(layers, values, strict=True) if layer == "-"}
-    is_late = any(source not in "." + LAYERS[:i] for i, source in enumerate(cfg.skip_layout))
+    late = {
+        name: any(source not in "." + LAYERS[:i] for i, source in enumerate(getattr(cfg, name)))
+        for name in ("skip_layout", "source_layout")
+    }
     gates = [name for name in vars(Hyperparameters) if name.endswith("gate_inputs")]
     rules = [
         ("value_embed_layout", digits != {*LAYERS[: len(digits)]}, "digits from 0 on, none left out"),
         ("value_embed_layout", not bare <= {"."}, f". where attention_layout {layers} has -"),
-        ("skip_layout", is_late, ". or the number of an earlier layer, 0-9a-z"),
-        ("backout_layer", cfg.backout_layer >= len(layers), f"less than {len(layers)}, the number of layers"),
+        *((name, is_late, ". or the number of an earlier layer, 0-9a-z") for name, is_late in late.items()),
+        ("mudd_layers", not {*cfg.mudd_layers} <= {*LAYERS[: len(layers) - 1]}, "numbers of layers before the last"),
         ("num_heads", "P" in layers and cfg.num_heads % 2, f"an even number with attention_layout {layers}"),
         ("head_dim", cfg.head_dim % 4, "a multiple of 4"),
         ("bigram_rows", cfg.bigram_rows == 1, "0, or at least 2"),
@@ -192,7 +195,8 @@ def check_data(cfg: Hyperparameters, report: Report) -> list[tuple[str, str]]:
     if shards > FINEWEB_SHARDS:
         raise UserError(f"--num_iterations {cfg.num_iterations} needs {shards} shards of FineWeb's {FINEWEB_SHARDS}")
     commands = dict.fromkeys(gpt2, f"data/cached_fineweb10B.py {shards}") | dict.fromkeys(nano, "data/pack_nano.py")
-    train = (cfg.train_files, "num_iterations", lengths, cfg.batch_sequences, cfg, cfg.max_doc_len)
+    cuts = [cfg.max_doc_len[train_gpt.stage_of(step, cfg)] for step in range(cfg.num_iterations)]
+    train = (cfg.train_files, "num_iterations", lengths, cfg.batch_sequences, cfg, cuts)
     val = (cfg.val_files, "val_tokens", [cfg.val_seq_len] * (cfg.val_tokens // cfg.val_seq_len), 1, cfg)
     for files, flag, *batches in train, val:
         command, paths = commands.get(files, ""), sorted(glob.glob(files, recursive=True))

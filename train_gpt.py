@@ -4,7 +4,7 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py     the record configuration on one 8xH100 node
     python train_gpt.py --preset nano                         a small model on a CPU, in seconds
 
-The preset gpt2 has the mathematics of record 65 of the NanoGPT speedrun (2026-01-30, 1,555 steps,
+The preset gpt2 has the mathematics of record 89 of the NanoGPT speedrun (2026-07-17, 1,285 steps,
 https://github.com/KellerJordan/modded-nanogpt). nano uses part of it, and its attention heads begin with weights that
 they would otherwise have to learn. "Record n" credits the record of that history in which an idea first appeared.
 The file follows a token: configuration, data, schedules, layers, attention, model, head, optimizers, training, run.
@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -71,6 +71,7 @@ Rate = Annotated[float, 0, 100]
 Signed = Annotated[float, -100, 100]
 Decay = Annotated[float, 0, 0.99999]
 Counts = Annotated[tuple[int, ...], 1, 2**27]
+Naturals = Annotated[tuple[int, ...], 0, 2**24]
 Rates = Annotated[tuple[float, ...], 0, 100]
 Scales = Annotated[tuple[float, ...], 1e-9, 2**30]
 AdamGroup = namedtuple("AdamGroup", "lr decay beta1 beta2")  # the decay is cautious, as Muon's
@@ -94,41 +95,51 @@ class Hyperparameters:
     vocab_size: Annotated[int, 1, 2**16] = both(50257, nano=257)  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: Natural = both(50256, nano=256)  # end of text, opens every document; below vocab_size
     # Training
-    num_iterations: Annotated[int, 1, 2**20] = both(1555, nano=310)  # steps: equal stages, then the extension
-    extension_steps: Natural = both(40, nano=0)  # steps of a last stage, at the lowest learning rates; 0: none
+    num_iterations: Annotated[int, 1, 2**20] = both(1285, nano=310)  # steps: equal stages, then the extension
+    extension_steps: Natural = both(15, nano=0)  # steps of a last stage, at the lowest learning rates; 0: none
     val_loss_every: Natural = both(250, nano=155)  # steps between validations; 0: only after the last step
     batch_tokens: Count = both(8 * 16 * 1024, nano=1024)  # tokens of a first step, a multiple of train_seq_len
     train_seq_len: Count = both(16 * 1024, nano=1024)  # tokens of a first training sequence, a multiple of mask_block
     val_seq_len: Count = both(256 * 1024, nano=8192)  # tokens of a validation sequence, a multiple of mask_block
-    # Cut documents here (record 29, @varunneal) and start sequences at documents (26, @classiclarryd); 0: plain stream
-    max_doc_len: Natural = both(2048, nano=0)
-    cooldown_frac: Annotated[float, 1e-9, 1] = both(0.55, nano=0.85)  # last part of the stages, with falling rates
-    min_lr_frac: Rate = 0.1  # factor on learning rates at the end of the cooldown and in the extension
+    cooldown_frac: Annotated[float, 1e-9, 1] = both(0.6, nano=0.85)  # last part of the stages, with falling rates
+    min_lr_frac: Rate = both(0.15, nano=0.1)  # factor on learning rates at the end of the cooldown and in the extension
     tied_frac: Rate = both(2 / 3, nano=0.0)  # first part of the stages, with embedding and head tied; 0: never
-    grad_factor: Positive = both(2.0, nano=2**-10)  # factor on a sequence's summed loss before the backward pass
+    grad_factor: Positive = both(1.0, nano=2**-10)  # factor on a sequence's summed loss before the backward pass
     # What changes from stage to stage; the last value is that of the extension, if there is one
     batch_factors: Counts = both((1, 2, 3, 3), nano=(1,))  # factor on batch_tokens and train_seq_len
+    max_doc_len: Naturals = both((896, 2048, 2048, 2048), nano=(0,))  # where documents are cut; 0: plain stream
     lr_factors: Rates = both((1.0, 1.52, 1.73, 1.73), nano=(1.0,))  # factor on learning rates
     window_tokens: Counts = both((384, 896, 1408, 1664), nano=(256,))  # tokens that a long window reaches back
     final_window_tokens: Natural = both(2560, nano=0)  # long window in the last validation; 0: as in training
     mtp_weights: Rates = both((1.0, 0.5, 0.25), nano=(1.0,))  # of the losses of tokens +1, +2, +3; the last fades to 0
+    prefix_file: str = both("data/gpt2_prefixes.bin", nano="")  # for each token the longest that begins it; "": none
+    prefix_weight: Rate = 0.25  # of the loss of that token as the next one; it fades in the second stage
     # Model
     model_dim: Size = both(768, nano=128)  # width of the residual stream
     num_heads: Size = both(6, nano=2)  # attention heads
     head_dim: Size = both(128, nano=64)  # dimensions per head, a multiple of 4
     attention_layout: str = both("PSPLSP-SSPL", nano="L-")  # per layer: L long window, S short, P paired heads, - none
-    value_embed_layout: str = both("01......234", nano="0.")  # per layer: digit of its value embedding, or .
+    source_layout: str = both("........777", nano="")  # per layer: earlier layer whose output attention reads, or .
+    xsa_layout: str = both(".x.xx..x...", nano="")  # per layer: x if heads leave out some of a token's value, or .
+    gate_layout: str = both("...x......x", nano="")  # per layer: x if the output of each head has a factor, or .
+    dc_layout: str = both("..........x", nano="")  # per layer: x if heads mix what they see near by, or .
+    dc_keys: Count = 112  # how near: so many tokens, at most mask_block + 1
+    gate_layer: Natural = both(4, nano=0)  # before this layer and the first a net makes factors for each token; 0: none
+    value_embed_layout: str = both(".01.....234", nano="0.")  # per layer: digit of its value embedding, or .
+    value_embed_std: Rate = both(0.01, nano=0.0)  # standard deviation of the value embeddings at first
     skip_layout: str = both("......3....", nano=".0")  # per layer: earlier layer (0-9a-z) whose output it adds, or .
     skip_init: Signed = both(-1.5, nano=1.0)  # first weight of a skip, before a sigmoid
-    backout_layer: Annotated[int, -1, 99] = both(7, nano=-1)  # the head gets less of this layer's output; -1: none
-    resid_lambda_init: Rate = both(1.1, nano=1.0)  # first factor on the residual stream before each layer
-    head_gate_inputs: Natural = both(12, nano=0)  # channels that decide how much of a head's output counts; 0: all
-    value_gate_inputs: Natural = both(12, nano=0)  # the same for value embeddings
-    skip_gate_inputs: Natural = both(12, nano=0)  # the same for skips
+    mudd_layers: str = both("73", nano="")  # layers that the head reads, and of them the last layer the first; "": none
+    # Factors on stream and output of attention and of MLP, and what is added between these (record 73, @sisovicm)
+    two_lambdas: bool = both(True, nano=False)
+    resid_lambda_init: Rate = both(1.1**0.5, nano=1.0)  # first factor on the residual stream
+    # Channels that decide how much of a value embedding counts, half of them the embedding's; 0: all of it does
+    value_gate_inputs: Natural = both(12, nano=0)
     smear_gate_inputs: Natural = both(12, nano=0)  # the same for the embedding of the token before; 0: no smear
     embed_mean: Signed = both(0.0, nano=0.5)  # mean of the untied embedding at first
-    bigram_rows: Natural = both(5 * 50304, nano=8192)  # rows of the hashed table for bigrams of tokens; 0: no table
-    bigram_lambda_init: Rate = both(0.1, nano=1.0)  # first factor on the bigram embeddings before each layer
+    bigram_rows: Natural = both(15 * 25152, nano=8192)  # rows of the hashed table for bigrams of tokens; 0: no table
+    bigram_lambda_init: Rate = both(0.05, nano=1.0)  # first factor on the bigram embeddings in each layer
+    sign_rows: Natural = both(8192, nano=0)  # rows of the table of signs for bigrams that share a row; 0: no table
     # Attention
     mask_block: Count = both(128, nano=64)  # tokens per block of the attention mask
     rope_base: Positive = 1024.0  # base of the rotary frequencies
@@ -154,7 +165,8 @@ class Hyperparameters:
     momentum_warmup_start: Decay = 0.85  # momentum of the first step, and after the cooldown
     momentum_warmup_steps: Natural = both(300, nano=50)  # first steps, in which momentum rises
     momentum_cooldown_steps: Natural = both(50, nano=0)  # last steps, in which momentum falls
-    muon_beta2: Decay = 0.95  # decay of NorMuon's second moment
+    heads_per_matrix: Size = 2  # heads whose queries, or keys, are one matrix for Muon (record 80, @samacqua)
+    muon_beta2: Decay = both(0.9, nano=0.95)  # decay of NorMuon's second moment
     muon_decay: Rate = both(1.2, nano=0.0)  # cautious weight decay, times the squared learning rate
     adam_every: Annotated[int, 1, 16] = both(2, nano=1)  # run Adam every so many steps, on accumulated gradients
     adam_eps: Rate = 1e-10  # added to the root of the second moment
@@ -163,10 +175,12 @@ class Hyperparameters:
     embed_adam: AdamField = both(AdamGroup(0.008, 0.75, 0.5, 0.95), nano=AdamGroup(0.25, 0.0, 0.5, 0.9))
     table_adam: AdamField = both(AdamGroup(0.6, 0.025, 0.75, 0.95), nano=AdamGroup(0.25, 0.0, 0.5, 0.9))
     scalar_adam: AdamField = both(AdamGroup(0.04, 0.0, 0.9, 0.99), nano=AdamGroup(0.04, 0.0, 0.5, 0.9))
-    x0_adam: AdamField = both(AdamGroup(0.04, 0.0, 0.65, 0.95), nano=AdamGroup(0.04, 0.0, 0.5, 0.9))
-    gate_adam: AdamField = AdamGroup(0.008, 0.005, 0.9, 0.99)  # gates of heads and value embeddings
+    resid_adam: AdamField = both(AdamGroup(0.04, 0.0, 0.9, 0.95), nano=AdamGroup(0.04, 0.0, 0.5, 0.9))
+    x0_adam: AdamField = both(AdamGroup(0.008, 0.0, 0.9, 0.95), nano=AdamGroup(0.04, 0.0, 0.5, 0.9))
+    net_adam: AdamField = AdamGroup(8e-4, 0.005, 0.9, 0.99)
+    mudd_adam: AdamField = AdamGroup(0.002, 0.005, 0.9, 0.99)
+    gate_adam: AdamField = AdamGroup(0.008, 0.005, 0.9, 0.99)
     smear_adam: AdamField = AdamGroup(8e-5, 0.0, 0.9, 0.99)
-    skip_adam: AdamField = AdamGroup(4e-4, 0.0, 0.9, 0.99)
     # Machine
     seed: Annotated[int | None, 0, 2**63 - 1] = None  # random seed; by default a fresh one, printed and logged
     device: Literal["auto", "cuda", "cpu"] = both("auto", nano="cpu")  # auto: cuda where torch sees a GPU
@@ -205,14 +219,16 @@ class Hyperparameters:
         require("eot_token", self.eot_token < self.vocab_size, f"a token below vocab_size {self.vocab_size}")
         require("tied_frac", not self.tied_frac or self.head_std > 0, "0 with --head_std 0: one table, all zeros")
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
-        counts = {len(self.batch_factors), len(self.lr_factors), len(self.window_tokens)}
+        counts = {*map(len, (self.batch_factors, self.max_doc_len, self.lr_factors, self.window_tokens))}
         holds = len(counts) == 1 and min(counts) > (self.extension_steps > 0)
-        require("window_tokens", holds, "as many as batch_factors and lr_factors, 2 or more with extension_steps")
+        require("window_tokens", holds, "as many as the other values by stage, 2 or more with extension_steps")
         require("run_id", "/" not in self.run_id, "a name without folders; --log_dir names one")
         layers, letters = len(self.attention_layout), {*self.attention_layout}
         require("attention_layout", layers > 0 and letters <= {*"LSP-"}, "letters L, S, P and -")
-        for name in ("value_embed_layout", "skip_layout"):
-            require(name, len(getattr(self, name)) == layers, f"a character for each of {layers} layers")
+        for name in [name for name in self.__slots__ if name.endswith("_layout")]:
+            require(name, len(getattr(self, name)) in (0, layers), f"a character for each of {layers} layers, or none")
+        require("gate_layer", self.gate_layer < layers, f"less than {layers}, the number of layers")
+        require("dc_keys", self.dc_keys <= self.mask_block + 1 or "x" not in self.dc_layout, "at most mask_block + 1")
 
     batch_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)
     scheduled_steps = property(lambda self: self.num_iterations - self.extension_steps)  # those of the equal stages
@@ -295,50 +311,55 @@ def read_shard(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
         raise UserError(f"{path}: {error.strerror or error}; ./run.sh --check says what to do") from None
 
 
-def find_documents(path: str, cfg: Hyperparameters, max_doc_len: int) -> list[tuple[int, int]]:
-    """Return where a shard's documents begin and end, cut to `max_doc_len` (record 29, @varunneal); 0: all is one."""
+def find_documents(path: str, cfg: Hyperparameters, is_stream: bool) -> list[tuple[int, int]]:
+    """Return where a shard's documents begin and end; of a stream all is one."""
     # The format of llm.c: a header of 256 int32 [20240520, 1, number of tokens, 0 ...], then uint16 tokens
     header = read_shard(path, "<i4", 3, 0).tolist()
     num_tokens = (os.path.getsize(path) - 1024) // 2
     if header != [20240520, 1, num_tokens]:
         raise UserError(f"{path}: not a whole shard of tokens; ./run.sh --check says what to do")
-    if not max_doc_len:
+    if is_stream:
         return [(0, num_tokens)]
     begins = np.flatnonzero(read_shard(path, "<u2", num_tokens, 1024) == cfg.eot_token)
-    ends = np.minimum(np.append(begins, num_tokens)[1:], begins + max_doc_len)
-    return list(zip(begins.tolist(), ends.tolist(), strict=True))
+    return list(pairwise([*begins.tolist(), num_tokens]))
 
 
-def cut_sequence(documents: deque[tuple[int, int]], length: int, is_stream: bool) -> np.ndarray | None:
-    """Take a sequence of `length` tokens from the front of `documents`; None if they have fewer."""
+def cut_sequence(documents: deque[tuple[int, int]], length: int, max_doc_len: int) -> np.ndarray | None:
+    """Take a sequence of `length` tokens from the front of `documents`; None if they have fewer.
+
+    Documents are cut to max_doc_len (record 29, @varunneal), and sequences begin with one (26, @classiclarryd).
+    """
     pieces = []
     while length and documents:
         begin, end = documents.popleft()
-        cut = min(end, begin + length)
+        cut = min(end, begin + length, begin + (max_doc_len or length))
         pieces.append((begin, cut))
         length -= cut - begin
-        if is_stream:  # the next sequence begins with the last target of this one, else with a document (record 26)
+        if not max_doc_len:  # the next sequence begins with the last target of this one, else with a document
             documents.appendleft((cut - 1, end))
             break
     return np.array(pieces) if length == 0 else None
 
 
-def plan_batches(pattern: str, seq_lens: Sequence[int], num_sequences: int, cfg: Hyperparameters, max_doc_len: int = 0):
-    """Plan a batch of `num_sequences` for each of seq_lens, shard after shard; the rest of each shard is dropped."""
+def plan_batches(pattern: str, seq_lens, num_sequences: int, cfg: Hyperparameters, max_doc_len=(0,)) -> list[Batch]:
+    """Plan a batch of `num_sequences` for each of seq_lens, shard after shard; the rest of each shard is dropped.
+
+    max_doc_len: where documents are cut in each batch; the last is for all others, too. 0: not at all, as a stream.
+    """
     paths, path = deque(sorted(glob.glob(pattern, recursive=True))), ""
     documents: deque[tuple[int, int]] = deque()  # those of the shard at `path` that are left
     plan: list[Batch] = []
     while len(plan) < len(seq_lens):
-        length = seq_lens[len(plan)] + 1
-        sequences = [cut_sequence(documents, length, max_doc_len == 0) for _ in range(num_sequences)]
+        length, longest = seq_lens[len(plan)] + 1, max_doc_len[min(len(plan), len(max_doc_len) - 1)]
+        sequences = [cut_sequence(documents, length, longest) for _ in range(num_sequences)]
         if sequences[-1] is not None:
             plan.append(Batch(path, sequences))
         elif paths:
             path = paths.popleft()
-            documents = deque(find_documents(path, cfg, max_doc_len))
+            documents = deque(find_documents(path, cfg, max_doc_len[0] == 0))
         else:
             found = f"{pattern} in {os.getcwd()}: tokens for {len(plan)} batches, the run needs {len(seq_lens)}"
-            found += f"; documents begin with --eot_token {cfg.eot_token}" * (max_doc_len > 0)
+            found += f"; documents begin with --eot_token {cfg.eot_token}" * (max_doc_len[0] > 0)
             raise UserError(f"{found}; ./run.sh gets a preset's data, data/pack_text.py packs text")
     return plan
 
@@ -346,7 +367,8 @@ def plan_batches(pattern: str, seq_lens: Sequence[int], num_sequences: int, cfg:
 def plan_data(cfg: Hyperparameters) -> dict[str, list[Batch]]:
     """Return the batches of training and those of validation, which are one sequence each."""
     train_lens = [train_seq_len(step, cfg) for step in range(cfg.num_iterations)]
-    train = plan_batches(cfg.train_files, train_lens, cfg.batch_sequences, cfg, cfg.max_doc_len)
+    doc_lens = [cfg.max_doc_len[stage_of(step, cfg)] for step in range(cfg.num_iterations)]
+    train = plan_batches(cfg.train_files, train_lens, cfg.batch_sequences, cfg, doc_lens)
     val_lens = [cfg.val_seq_len] * (cfg.val_tokens // cfg.val_seq_len)
     plans = dict(train=train, val=plan_batches(cfg.val_files, val_lens, 1, cfg))
     paths = ({os.path.realpath(batch.path) for batch in plan} for plan in plans.values())
@@ -365,6 +387,16 @@ def read_sequence(path: str, pieces: np.ndarray, vocab_size: int) -> np.ndarray:
     if tokens.max() >= vocab_size:
         raise UserError(f"{path}: has token {tokens.max()}, --vocab_size is {vocab_size}: another tokenizer's?")
     return tokens
+
+
+def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
+    """Return for each token the longest other token that its bytes begin with, or -1 (data/gpt2_prefixes.py)."""
+    table = read_shard(cfg.prefix_file, "<u2", 2**16, 0).astype(np.int64) if cfg.prefix_file else np.empty(0, np.int64)
+    if len(table) != (cfg.vocab_size if cfg.prefix_file else 0):
+        raise UserError(
+            f"--prefix_file {cfg.prefix_file}: not of {cfg.vocab_size} tokens: --prefix_file '' goes without"
+        )
+    return np.where(table < cfg.vocab_size, table, -1)
 
 
 def hash_tokens(plan: Sequence[Batch], cfg: Hyperparameters, targets: bool) -> str:
@@ -425,6 +457,14 @@ def mtp_weights(step: int, cfg: Hyperparameters) -> list[float]:
     start, end = stage_starts(cfg)[stage : stage + 2]
     *first, last = cfg.mtp_weights[: max(1, len(cfg.mtp_weights) - stage)]
     return [*first, last * (end - step) / max(1, end - start)] if first else [last]
+
+
+def prefix_weights(step: int, cfg: Hyperparameters) -> list[float]:
+    """Return the weight of the loss of the next token's prefix, if any: it fades in stage 2 (record 88, @jvarho)."""
+    stage = stage_of(step, cfg)
+    start, end = stage_starts(cfg)[stage : stage + 2]
+    left = 1.0 if stage == 0 else (end - step) / max(1, end - start)
+    return [cfg.prefix_weight * left] if cfg.prefix_file and stage < 2 else []
 
 
 def is_tied(step: int, cfg: Hyperparameters) -> bool:
@@ -641,68 +681,171 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | GatheredMask, head
     return y.squeeze(0).transpose(0, 1).reshape(T, H, D)
 
 
-class CausalSelfAttention(nn.Module):
-    """Map x (T, K), of unit RMS, to (T, K): attention with QK-norm, rotary, value embeddings and gated heads."""
+def mix_heads(q, k, v, doc_ids: Tensor, factors: Tensor, keys: int, block: int) -> Tensor:
+    """Return what all heads get of what they see together (T, H, D): w_h sum_g (u_g P_g) v_h.
 
-    def __init__(self, cfg: Hyperparameters, letter: str, has_value_embed: bool):
+    P_g is the softmax of head g's scores over the last `keys` tokens of the document. factors (2 H, T, 1): u, which
+    loses its RMS, and w. A part of DCMHA (arXiv:2405.08553): record 85 (@Lisennlp).
+    """
+    H, D = q.shape[1:]
+    u, w = factors.transpose(0, 1).chunk(2, dim=1)
+    q, k, v, u, w = (t.reshape(-1, block, H, t.size(-1)).transpose(1, 2) for t in (q, k, v, u, w))
+    ids = (doc_ids + 1).view(-1, 1, block, 1)  # 0: none, before the first block
+    k, v, key_ids = (torch.cat([F.pad(t[:-1], (0, 0) * 3 + (1, 0)), t], dim=2) for t in (k, v, ids))  # two blocks
+    distance = torch.arange(block, device=q.device)[:, None] - torch.arange(-block, block, device=q.device)
+    visible = (distance >= 0) & (distance < keys) & (ids == key_ids.mT)
+    maps = torch.softmax((q @ k.mT).masked_fill(~visible, -torch.inf), dim=-1)
+    wide = u.to(torch.promote_types(u.dtype, torch.float32))
+    u = (wide * (wide.square().mean(1, keepdim=True) + 1e-6).rsqrt()).type_as(u)
+    return (w * ((u * maps).sum(1, keepdim=True) @ v)).transpose(1, 2).reshape(-1, H, D)
+
+
+class CausalSelfAttention(nn.Module):
+    """Map x (T, K), of unit RMS, to (T, K): attention with QK-norm, rotary and value embeddings."""
+
+    def __init__(self, cfg: Hyperparameters, letter: str, has_value_gate: bool):
         super().__init__()
         H, D, K = cfg.num_heads, cfg.head_dim, cfg.model_dim
-        self.num_heads, self.head_dim, self.heads_per_pair = H, D, 2 if letter == "P" else 1
-        self.has_key_offset = letter == "L" and cfg.key_offset
-        self.qkv_w = uniform_weight(K, 3, H * D, K)  # three matrices for Muon: record 20
+        self.cfg, self.heads_per_pair, self.has_key_offset = cfg, 1 + (letter == "P"), letter == "L" and cfg.key_offset
+        rows = math.gcd(H, cfg.heads_per_matrix) * D
+        self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
+        self.v_w = uniform_weight(K, H * D, K)
         self.c_proj = uniform_weight(H * D, K, H * D)  # not zero: record 64
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
-        self.gate = nn.Parameter(torch.zeros(H, cfg.head_gate_inputs)) if cfg.head_gate_inputs else None
-        num_inputs = cfg.value_gate_inputs if has_value_embed else 0
-        self.value_gate = nn.Parameter(torch.zeros(H, num_inputs)) if num_inputs else None
-        q, k, _ = self.qkv_w.data.view(3, H, D, K)
+        has_value_gate &= cfg.value_gate_inputs > 0
+        self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs)) if has_value_gate else None
+        q, k = self.qk_w.data.view(2, H, D, K)
         q[: cfg.local_heads, D // 2 :] = k[: cfg.local_heads, D // 2 :] = 0
         if cfg.equal_qk:  # a token attends to those like it from the start (arXiv:2305.09828)
             k.copy_(q)
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, rotary: Rotary, mask: BlockMask | GatheredMask) -> Tensor:
-        T, H, D = len(x), self.num_heads, self.head_dim
-        qkv = linear(x, self.lambdas[0] * self.qkv_w.flatten(0, 1)).view(T, 3 * H, D)
-        qk, v = qkv.split([2 * H, H], dim=1)
+    def forward(self, x: Tensor, value_embed: Tensor | None, rotary: Rotary, mask, f: dict) -> Tensor:
+        """Attend, with the factors f that nets make for each token; those of heads are (H, T, 1)."""
+        T, H, D = len(x), self.cfg.num_heads, self.cfg.head_dim
+        qkv_w = torch.cat([self.qk_w.flatten(0, 1), self.lambdas[0] * self.v_w])
+        qk, v = linear(x, qkv_w).view(T, 3 * H, D).split([2 * H, H], dim=1)
         # QK-norm (@Grad62304977). F.rms_norm saves its input, which v keeps alive anyway: 1.7 GB less (compiled graph)
         q, k = rotary(F.rms_norm(qk, (D,)), self.heads_per_pair)
         if self.has_key_offset:  # half of a key is the token before's: what followed a token like this one? (record 49)
             own, shifted = k.split(D // 2, dim=-1)
             k = torch.cat([own, torch.cat([shifted[:1], shifted[:-1]])], dim=-1)
         if value_embed is not None:  # after value residuals (arXiv:2410.17897): record 14 (@KoszarskyB)
-            value_embed = value_embed.view_as(v)
-            if self.value_gate is not None:  # record 55 (@classiclarryd)
-                value_embed = 2 * gates(x, self.value_gate)[:, :, None] * value_embed
-            v = v + value_embed
+            added = value_embed.view_as(v)
+            if self.value_gate is not None:  # record 55 (@classiclarryd); the embedding decides, too: 70 (@photon_mz)
+                n = self.value_gate.size(1) // 2
+                decides = torch.cat([x[:, :n], value_embed[:, :n]], dim=-1)
+                added = 2 * gates(decides, self.value_gate)[:, :, None] * added
+            elif "value_gate" in f:  # one for either half of the heads
+                added = f["value_gate"].transpose(0, 1).repeat_interleave(H // 2, dim=1) * added
+            v = v + added
+        if "value" in f:
+            v = v + f["value"].view_as(v)
         y = attend(q, k, v, mask, self.heads_per_pair)
-        if self.gate is not None:  # a head may attend to nothing: record 28 (@classiclarryd)
-            y = y * gates(x, self.gate)[:, :, None]
+        if "dc" in f:
+            doc_ids = (f["tokens"] == self.cfg.eot_token).cumsum(0)
+            y = y + mix_heads(q, k, v, doc_ids, f["dc"], self.cfg.dc_keys, self.cfg.mask_block)
+        if "xsa" in f:  # a head leaves out what its output shares with the token's own value: record 82 (@_djdumpling)
+            share = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
+            y = y - f["xsa"].transpose(0, 1).tanh() * share * v
+        if "gate" in f:  # a head may attend to nothing: record 28 (@classiclarryd)
+            y = y * f["gate"].transpose(0, 1)
         return linear(y.flatten(1), self.lambdas[1] * self.c_proj)
 
 
 # ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
-class Block(nn.Module):
-    def __init__(self, cfg: Hyperparameters, letter: str, has_value_embed: bool):
-        super().__init__()
-        self.attn = CausalSelfAttention(cfg, letter, has_value_embed) if letter != "-" else None
-        self.mlp = MLP(cfg)
-        self.resid_lambda = nn.Parameter(torch.tensor(cfg.resid_lambda_init))
-        self.x0_lambda = nn.Parameter(torch.tensor(0.0))
-        self.bigram_lambda = nn.Parameter(torch.tensor(cfg.bigram_lambda_init)) if cfg.bigram_rows else None
+class FactorNet(nn.Module):
+    """Make factors for each token of the stream x (T, K). first: what they begin with, by kind and layer.
 
-    def forward(self, x: Tensor, x0: Tensor, bigrams: Tensor | None, value_embed: Tensor | None, rotary, mask):
-        x = self.resid_lambda * x + self.x0_lambda * x0  # the embedding stays at hand: @KoszarskyB, record 9
-        if self.bigram_lambda is not None:  # and so does that of the last two tokens: @classiclarryd, record 62
-            x = x + self.bigram_lambda * bigrams
+    Multiway dynamic dense connections (MUDD, arXiv:2502.12170; record 81) and gates (85): both by @Lisennlp.
+    """
+
+    def __init__(self, cfg: Hyperparameters, first: dict[tuple[str, int], list[float]]):
+        super().__init__()
+        self.keys, self.sizes = [*first], [*map(len, first.values())]
+        self.w1 = nn.Parameter(torch.empty(64, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5)
+        self.w2 = nn.Parameter(torch.zeros(sum(self.sizes), 64))
+        self.b2 = nn.Parameter(torch.tensor([*chain(*first.values())]) / 0.1)
+
+    def forward(self, x: Tensor, scale: Tensor | float, factors: Sequence[dict]) -> None:
+        """Write each kind, (n, T, 1), to the factors of its layer."""
+        made = scale * (linear(F.gelu(linear(x, self.w1)), self.w2) + self.b2.type_as(x))
+        for (kind, layer), piece in zip(self.keys, made.mT[:, :, None].split(self.sizes), strict=True):
+            factors[layer][kind] = piece
+
+
+def numbers(layout: str) -> dict[int, int]:
+    """Return what a layout has for some layers: 0-9, then a-z."""
+    return {layer: int(letter, 36) for layer, letter in enumerate(layout) if letter != "."}
+
+
+def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
+    return sum(factor * source for factor, source in zip(factors, sources, strict=True))  # type: ignore[return-value]
+
+
+class Block(nn.Module):
+    """Add attention to the stream and then the MLP, with factors of its own where no net makes them."""
+
+    def __init__(self, cfg: Hyperparameters, attn: CausalSelfAttention | None, has_lambdas: bool, has_embeds: bool):
+        super().__init__()
+        self.attn, self.mlp, self.two_lambdas = attn, MLP(cfg), cfg.two_lambdas
+        first = torch.full((1 + cfg.two_lambdas,), cfg.resid_lambda_init)
+        self.resid_lambdas = nn.Parameter(first) if has_lambdas else None
+        self.post_lambdas = nn.Parameter(torch.ones(2)) if has_lambdas and cfg.two_lambdas else None
+        self.x0_lambda = nn.Parameter(torch.tensor(0.0)) if has_embeds else None
+        first = torch.tensor(cfg.bigram_lambda_init)
+        self.bigram_lambda = nn.Parameter(first) if has_embeds and cfg.bigram_rows else None
+
+    def lambdas(self) -> dict:
+        """Return the factors (stream, attention), (x0, bigrams), (stream, MLP)."""
+        lambdas = dict(embeds=(self.x0_lambda, self.bigram_lambda))
+        if self.post_lambdas is not None:
+            lambdas["attn"], lambdas["mlp"] = zip(self.resid_lambdas, self.post_lambdas, strict=True)
+        return lambdas
+
+    def forward(self, x, source, x0, bigrams, value_embed, rotary, mask, f: dict) -> Tensor:
+        """Return the new stream. source: what attention reads. f: all factors."""
+        if self.attn is not None or not self.two_lambdas:
+            x0_factor, bigram_factor = f["embeds"]
+            added = x0_factor * x0  # the embedding stays at hand: @KoszarskyB, record 9
+            if bigrams is not None:  # and so does that of the last two tokens: @classiclarryd, record 62
+                added = added + bigram_factor * bigrams
+        if not self.two_lambdas:
+            x = self.resid_lambdas * x + added
+            if self.attn is not None:
+                x = x + self.attn(norm(x), value_embed, rotary, mask, f)
+            return x + self.mlp(norm(x))
         if self.attn is not None:
-            x = x + self.attn(norm(x), value_embed, rotary, mask)
-        return x + self.mlp(norm(x))
+            resid, post = f["attn"]
+            x = resid * x + post * self.attn(norm(source), value_embed, rotary, mask, f) + added
+        resid, post = f["mlp"]
+        return resid * x + post * self.mlp(norm(x))
+
+
+def first_factors(cfg: Hyperparameters) -> dict[str, dict[tuple[str, int], list[float]]]:
+    """Return for each net what it makes, by kind and layer: the first values of these factors."""
+    H, last, lambdas = cfg.num_heads, len(cfg.attention_layout) - 1, [cfg.resid_lambda_init, 1.0]
+    embeds, nets = [0.0, cfg.bigram_lambda_init], {}
+    if cfg.mudd_layers:
+        kinds = dict(values=[0.0] * 3, stream=[0.0] * 3, value_gate=[2.0] * 2)
+        kinds |= dict(attn=lambdas, embeds=embeds, mlp=lambdas) if cfg.two_lambdas else dict(embeds=embeds)
+        nets["last"] = {(kind, last): values for kind, values in kinds.items()}
+        # The head gets less of what served later layers only: record 40 (@snimu, @classiclarryd)
+        more = [0.0] * (("0" in cfg.value_embed_layout) + len(cfg.mudd_layers) - 1)
+        nets["out"] = {("out", last): [0.0, -0.5, 0.0, *more]}
+    if cfg.gate_layer:
+        with_embeds = cfg.attention_layout[: last + (not cfg.mudd_layers)].replace("-", ".")
+        table = dict(xsa=(cfg.xsa_layout, [0.0] * H), gate=(cfg.gate_layout, [0.25] * H), embeds=(with_embeds, embeds))
+        table |= dict(skip=(cfg.skip_layout, [0.5]), dc=(cfg.dc_layout, [1.0] * H + [0.0] * H))
+        every = {(kind, layer): first for kind, (layout, first) in table.items() for layer in numbers(layout)}
+        nets["early"] = {key: first for key, first in every.items() if key[1] < cfg.gate_layer}
+        nets["mid"] = {key: first for key, first in every.items() if key[1] >= cfg.gate_layer}
+    return nets
 
 
 class GPT(nn.Module):
-    """Map tokens (T,) int32 and targets (T,) int64 to the sum of losses.
+    """Map tokens (T,) int32 and targets (T, n) int64 to the sum of losses.
 
-    windows (2,) int32: the long and the short one. weights (n,): of the losses of the next n tokens.
+    windows (2,) int32: the long and the short one. weights (n,): of the losses of the targets.
     """
 
     def __init__(self, cfg: Hyperparameters):
@@ -714,22 +857,29 @@ class GPT(nn.Module):
         self.embed = nn.Embedding(padded if is_tied_first else V, K, dtype=dtype)
         self.embed.weight.data += cfg.embed_mean  # a part that all tokens share lets scores go by position alone
         # For some layers: the number of the table of value embeddings; the source and the number of the skip
-        self.value_tables = {layer: int(n) for layer, n in enumerate(cfg.value_embed_layout) if n != "."}
-        skips = [(layer, int(source, 36)) for layer, source in enumerate(cfg.skip_layout) if source != "."]
+        self.value_tables, self.sources = numbers(cfg.value_embed_layout), numbers(cfg.source_layout)
+        skips = numbers(cfg.skip_layout).items()
         self.skips = {layer: (source, n) for n, (layer, source) in enumerate(skips)}
         num_tables, width = len({*self.value_tables.values()}), cfg.num_heads * cfg.head_dim
-        tables = [torch.zeros(V, width, dtype=dtype) for _ in range(num_tables)]
+        tables = [torch.empty(V, width, dtype=dtype).normal_(0, cfg.value_embed_std) for _ in range(num_tables)]
         self.value_embeds = nn.ModuleList(nn.Embedding.from_pretrained(table, freeze=False) for table in tables)
         table = torch.zeros(cfg.bigram_rows, K, dtype=dtype)
         self.bigram_embed = nn.Embedding.from_pretrained(table, freeze=False) if cfg.bigram_rows else None
-        blocks = [Block(cfg, letter, layer in self.value_tables) for layer, letter in enumerate(cfg.attention_layout)]
-        self.blocks = nn.ModuleList(blocks)
+        if cfg.sign_rows:  # a constant, the same in all runs
+            signs = torch.randint(2, (cfg.sign_rows, K), generator=torch.Generator().manual_seed(83), device="cpu")
+            self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
+        made, self.mudd_layers = first_factors(cfg), [int(layer, 36) for layer in cfg.mudd_layers]
+        self.nets = nn.ModuleDict({name: FactorNet(cfg, first) for name, first in made.items()})
+        self.gate_scale = nn.Parameter(torch.tensor(0.1)) if cfg.gate_layer else None
+        self.blocks, by_nets = nn.ModuleList(), {*chain(*made.values())}
+        for layer, letter in enumerate(cfg.attention_layout):
+            has_value_gate = layer in self.value_tables and ("value_gate", layer) not in by_nets
+            attn = CausalSelfAttention(cfg, letter, has_value_gate) if letter != "-" else None
+            has_embeds = ("embeds", layer) not in by_nets and (attn is not None or not cfg.two_lambdas)
+            self.blocks.append(Block(cfg, attn, ("attn", layer) not in by_nets, has_embeds))
         self.skip_weights = nn.Parameter(torch.full((len(skips),), cfg.skip_init)) if skips else None
-        has_skip_gate = skips and cfg.skip_gate_inputs
-        self.skip_gate = nn.Parameter(torch.zeros(len(skips), cfg.skip_gate_inputs)) if has_skip_gate else None
         self.smear_gate = nn.Parameter(torch.zeros(1, cfg.smear_gate_inputs)) if cfg.smear_gate_inputs else None
         self.smear_lambda = nn.Parameter(torch.tensor(0.0)) if cfg.smear_gate_inputs else None
-        self.backout_lambda = nn.Parameter(torch.tensor(0.5)) if cfg.backout_layer >= 0 else None
         head = torch.empty(padded, K, dtype=dtype if is_tied_first else torch.float32)
         self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
         if is_tied_first:  # TiedAdam keeps both equal while `is_tied`
@@ -742,6 +892,7 @@ class GPT(nn.Module):
         cfg, x, with_grads = self.cfg, self.features(tokens, windows), torch.is_grad_enabled()
         softcap = (cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift)
         scales = cfg.fp8_scales if cfg.lm_head_fp8 and with_grads else None
+        targets = targets.view(len(x), -1)
         return HeadLoss.apply(x, self.lm_head, targets, weights, softcap, cfg.lm_head_slice, scales, with_grads)
 
     def features(self, tokens: Tensor, windows: Tensor) -> Tensor:
@@ -749,25 +900,50 @@ class GPT(nn.Module):
         cfg, masks = self.cfg, self.attention_masks(tokens, windows)
         tables = [embed(tokens) for embed in self.value_embeds]
         value_embeds = {layer: tables[n] for layer, n in self.value_tables.items()}
-        bigrams = self.bigram_embed(self.bigram_hashes(tokens)) if self.bigram_embed is not None else None
+        bigrams = self.bigrams(tokens) if self.bigram_embed is not None else None
         x = self.embed(tokens)
         if self.smear_gate is not None:  # some of the token before, of another document too: record 34 (@classiclarryd)
             before = F.pad(x[:-1], (0, 0, 1, 0))
             x = x + self.smear_lambda * gates(x, self.smear_gate) * before
         x = x0 = norm(x)
         outputs: list[Tensor] = []
-        for layer, block in enumerate(self.blocks):
+        factors = [block.lambdas() | dict(tokens=tokens) for block in self.blocks]
+        if cfg.gate_layer:
+            self.nets["early"](x, self.gate_scale, factors)
+        if cfg.two_lambdas and bigrams is not None and self.blocks[0].attn is not None:
+            x = x + factors[0]["embeds"][1] * bigrams
+        first, last = x, len(factors) - 1
+        for layer, (block, f) in enumerate(zip(self.blocks, factors, strict=True)):
+            if cfg.gate_layer and layer == cfg.gate_layer:
+                self.nets["mid"](x, self.gate_scale, factors)
             if layer in self.skips:  # U-Net: later layers add earlier ones (record 11, @brendanh0gan)
                 source, n = self.skips[layer]
                 weight = self.skip_weights[n].sigmoid()  # record 32 (@bernard24)
-                if self.skip_gate is not None:  # record 55 (@classiclarryd)
-                    weight = weight * 2 * gates(x0, self.skip_gate[n : n + 1])
-                x = x + weight * outputs[source]
-            x = block(x, x0, bigrams, value_embeds.get(layer), self.rotary, masks.get(cfg.attention_layout[layer]))
+                x = x + (weight * f["skip"][0] if "skip" in f else weight) * outputs[source]
+            if self.mudd_layers and layer == last:  # it mixes the first stream, an early output and its own stream
+                sources = [first, outputs[self.mudd_layers[0]], x]
+                self.nets["last"](x, 0.1, factors)
+                f["value"] = mix(f["values"], sources)
+                x, x0 = x + mix(f["stream"], sources), first  # with bigrams, as in the record
+            read = outputs[self.sources[layer]] if layer in self.sources else x  # record 77 (@classiclarryd)
+            embeds = x0, bigrams if layer or not cfg.two_lambdas else None, value_embeds.get(layer)
+            x = block(x, read, *embeds, self.rotary, masks.get(cfg.attention_layout[layer]), f)
             outputs.append(x)
-        if self.backout_lambda is not None:  # what served later layers only: record 40 (@snimu, @classiclarryd)
-            x = x - self.backout_lambda * outputs[cfg.backout_layer]
+        if self.mudd_layers:
+            self.nets["out"](x, 0.1, factors)
+            sources += tables[:1] + [outputs[layer] for layer in self.mudd_layers[1:]]
+            x = x + mix(factors[last]["out"], sources)
         return norm(x)
+
+    def bigrams(self, tokens: Tensor) -> Tensor:
+        """Return the bigram embeddings (T, K)."""
+        bigrams = self.bigram_embed(self.bigram_hashes(tokens))
+        if self.cfg.sign_rows:  # bigrams that share a row interfere less: record 83 (@TrianX)
+            bigrams = bigrams * self.signs[self.sign_hashes(tokens)].type_as(bigrams)
+        return bigrams
+
+    def sign_hashes(self, tokens: Tensor) -> Tensor:
+        return F.pad((tokens[1:] ^ tokens[:-1]) % self.cfg.sign_rows, (1, 0))
 
     def bigram_hashes(self, tokens: Tensor) -> Tensor:
         """Hash (previous token, token) to a row of the table, for tokens (T,) int32; the first has the last row."""
@@ -804,11 +980,17 @@ def matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool = 
     return torch._scaled_mm(a, b, inverse, one, out_dtype=dtype, use_fast_accum=fast)
 
 
+def next_targets(targets: Tensor, num: int, prefixes: Tensor | None = None) -> Tensor:
+    """Return for each token the next `num` (T, n), -2 beyond the end, and the prefix of the first, or -1 for none."""
+    columns = F.pad(targets, (0, num - 1), value=-2).unfold(0, num, 1)
+    return columns if prefixes is None else torch.cat([columns, prefixes[targets, None]], dim=1)
+
+
 def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softcap: tuple, with_grad: bool):
     """Return the losses (T,) of logits z (T, V), which it overwrites, in nats, and their gradient by z or None.
 
-    targets (T, n): the next n tokens, -1 beyond the end. weights (n,): of their losses. softcap (c, r, d): a logit
-    becomes r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18
+    targets (T, n): -1 or, beyond the end, -2 for none. weights (n,): of their losses. softcap (c, r, d): a logit is
+    r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18
     (@KoszarskyB), lopsided since record 54 (@classiclarryd). A softmax ignores a shift, so the logits are computed less
     r: -r s, with s = sigmoid(-(z + d) 2 / c). None is above 0, so exp needs no maximum subtracted. Written out: with
     log_softmax and nll_loss, compiled, slices outlive their turn (10 GB more, by the compiled graph of gpt2).
@@ -819,11 +1001,12 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
     shares = (targets >= 0) * weights
     target_logits = (shares * logits.gather(1, targets.clamp(min=0))).sum(-1)
     exps = logits.exp_()
-    total, weight = exps.sum(-1), shares.sum(-1)
-    losses = weight * total.log() - target_logits
+    total = exps.sum(-1)
+    losses = shares.sum(-1) * total.log() - target_logits
     if not with_grad:
         return losses, None
     columns = torch.arange(z.size(1), device=z.device)
+    weight = ((targets != -1) * weights).sum(-1)  # as in the record, its gradient counts targets beyond the end, too
     d_logits = exps.mul_((weight / total)[:, None])  # weight softmax(logits), less the weights of the targets
     for k in range(len(weights)):
         d_logits.sub_(weights[k] * (targets[:, k, None] == columns))
@@ -831,7 +1014,7 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
 
 
 class HeadLoss(torch.autograd.Function):
-    """Return the summed `softcapped_cross_entropy` of z = x @ w.T, for x (T, K), w (V, K), targets (T,).
+    """Return the summed `softcapped_cross_entropy` of z = x @ w.T, for x (T, K), w (V, K), targets (T, n).
 
     Only `slice_tokens` rows of the logits (T, V) exist at a time. The forward pass computes the gradients of a slice as
     well, as computing its logits again in the backward pass took 27 to 41% of the head's time.
@@ -846,11 +1029,8 @@ class HeadLoss(torch.autograd.Function):
         x_scale, w_scale, grad_scale = fp8_scales or (1.0, 1.0, 1.0)
         low, grad_low = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
         w_q = quantize(w, w_scale, low)
-        # (T, n): the next n targets of each token. With unfold the compiler would make them anew in each slice and keep
-        # every slice's gradient in fp32 (3.1 GB more, by the compiled graph of 16,384 tokens)
-        next_targets = F.pad(targets, (0, len(weights) - 1), value=-1).as_strided((len(targets), len(weights)), (1, 1))
         losses, grads_x, grad_w = [], [], None
-        for x_slice, t in zip(x.split(slice_tokens), next_targets.split(slice_tokens), strict=True):
+        for x_slice, t in zip(x.split(slice_tokens), targets.split(slice_tokens), strict=True):
             x_q = quantize(x_slice, x_scale, low)
             z = matmul(x_q, w_q.t(), x_scale * w_scale, x.dtype, fast=True)
             loss, grad_z = softcapped_cross_entropy(z.to(wide), t, weights, softcap, with_grads)
@@ -1016,9 +1196,9 @@ class Muon(ShardedOptimizer):
         u <- u / sqrt(v), with the norm that u had
         p <- p - factor lr (u + decay lr p [u p >= 0])
 
-    The means of u^2, which even out neurons, are over columns, one for each output, or over rows, one for each hidden
-    unit of an MLP (NorMuon, arXiv:2510.05491; record 41, @li_zichong, and 48, @ChrisJMcCormick). The factor is the
-    `lr_factor` of a weight, or 1. The weight decay is cautious, only towards 0 (record 43, @varunneal).
+    The means of u^2, which even out neurons, are over columns, or over rows where these are fewer, as there is one for
+    each hidden unit of an MLP (NorMuon, arXiv:2510.05491; record 41, @li_zichong, and 48, @ChrisJMcCormick). The factor
+    is the `lr_factor` of a weight, or 1. The weight decay is cautious, only towards 0 (record 43, @varunneal).
     """
 
     moments = ("momentum_buffer",)
@@ -1027,7 +1207,8 @@ class Muon(ShardedOptimizer):
     def __init__(self, params: dict[str, nn.Parameter], settings, cfg: Hyperparameters, ranks: Ranks):
         super().__init__(params, settings, cfg, ranks)
         shape = [*self.grad_shard.shape]
-        shape[settings.mean_dim] = 1
+        self.mean_dim = -1 if shape[-2] >= shape[-1] else -2
+        shape[self.mean_dim] = 1
         self.state["second_moment"] = self.grad_shard.new_zeros(shape)
         factors = self.grad_buffer.new_ones(len(self.grad_buffer), 1, 1)
         for rows, p in zip(factors.split(self.rows_per_param), self.params, strict=True):
@@ -1042,7 +1223,7 @@ class Muon(ShardedOptimizer):
         momentum_buffer.lerp_(grad, 1 - momentum)
         nesterov = grad.lerp_(momentum_buffer, momentum)
         update = self.orthogonalize(nesterov, getattr(torch, cfg.dtype)).to(grad.dtype)
-        second_moment.lerp_(update.square().mean(self.settings.mean_dim, keepdim=True), 1 - cfg.muon_beta2)
+        second_moment.lerp_(update.square().mean(self.mean_dim, keepdim=True), 1 - cfg.muon_beta2)
         even = update / second_moment.clamp(min=1e-10).sqrt()
         norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, even))
         update = even * (norms / new_norms.clamp(min=1e-10))
@@ -1051,7 +1232,7 @@ class Muon(ShardedOptimizer):
         shard.addcmul_(self.factors, update, value=-lr)
 
 
-MuonGroup = namedtuple("MuonGroup", "lr mean_dim")  # mean_dim: NorMuon's means are over columns, -1, or rows, -2
+MuonGroup = namedtuple("MuonGroup", "lr")
 # Which optimizer steps the parameters that have one of `names` in their name, with which settings
 Group = namedtuple("Group", "optimizer names settings")
 
@@ -1060,14 +1241,17 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     """Put every parameter into exactly one group."""
     cfg = gpt.cfg
     table = [
-        Group(Muon, "qkv_w attn.c_proj", MuonGroup(cfg.muon_lr, mean_dim=-1)),
-        Group(Muon, "c_fc mlp.c_proj", MuonGroup(cfg.muon_lr, mean_dim=-2)),
+        Group(Muon, "qk_w v_w attn.c_proj c_fc mlp.c_proj", MuonGroup(cfg.muon_lr)),
         Group(Adam, "value_embeds bigram_embed", cfg.table_adam),
-        Group(Adam, "lambdas resid_lambda bigram_lambda skip_weights smear_lambda backout_lambda", cfg.scalar_adam),
-        Group(Adam, "x0_lambda", cfg.x0_adam),
-        Group(Adam, "gate value_gate", cfg.gate_adam),
+        Group(Adam, "attn.lambdas skip_weights smear_lambda", cfg.scalar_adam),
+        Group(Adam, "resid_lambdas", cfg.resid_adam),
+        Group(Adam, "post_lambdas x0_lambda bigram_lambda", cfg.x0_adam),
+        Group(Adam, "early.w1 early.w2 mid.w1 mid.w2", cfg.net_adam),
+        Group(Adam, "early.b2 mid.b2 gate_scale", cfg.net_adam._replace(decay=0.0)),
+        Group(Adam, "last.w1 last.w2 out.w1 out.w2", cfg.mudd_adam),
+        Group(Adam, "last.b2 out.b2", cfg.mudd_adam._replace(decay=0.0)),
+        Group(Adam, "value_gate", cfg.gate_adam),
         Group(Adam, "smear_gate", cfg.smear_adam),
-        Group(Adam, "skip_gate", cfg.skip_adam),
     ]
     untied = [Group(Adam, "lm_head", cfg.head_adam), Group(Adam, "embed", cfg.embed_adam)]
     table += [Group(TiedAdam, "lm_head embed", cfg.head_adam)] if cfg.tied_frac else untied
@@ -1110,12 +1294,14 @@ class Trainer:
         self.gpt = GPT(cfg).to(self.device)
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
+        self.prefixes = torch.from_numpy(read_prefixes(cfg)).to(self.device)
         self.stage = 0
         self.set_schedules(0)
 
     def set_schedules(self, step: int) -> None:
         """Set windows, weights of the losses, rotary tables and attention scale to a step's. Nothing recompiles."""
         windows, weights = attention_windows(step, self.cfg), mtp_weights(step, self.cfg)
+        self.num_next, weights = len(weights), weights + prefix_weights(step, self.cfg)
         self.windows = torch.tensor(windows, dtype=torch.int32).to(self.device, non_blocking=True)
         self.weights = torch.tensor(weights, dtype=self.gpt.rotary.scale.dtype).to(self.device, non_blocking=True)
         if self.stage != stage_of(step, self.cfg):
@@ -1126,8 +1312,10 @@ class Trainer:
         """Take a step on this rank's sequences, and return the mean loss over those of all ranks."""
         losses = []
         self.set_schedules(step)
+        prefixes = self.prefixes if prefix_weights(step, self.cfg) else None
         for tokens, targets in sequences:
-            loss = self.model(tokens, targets, self.windows, self.weights)
+            columns = next_targets(targets, self.num_next, prefixes)  # not in the graph, which would keep more of them
+            loss = self.model(tokens, columns, self.windows, self.weights)
             # A sum over tokens, as in the record: gradients grow with train_seq_len. Only the optimizers divide by the
             # number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
             (loss * self.cfg.grad_factor).backward()
@@ -1390,6 +1578,7 @@ def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict[st
     facts |= {"processes": ranks.world_size, "torch": str(torch.__version__), "numpy": np.__version__}
     facts["script"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
     facts["training tokens"] = hash_tokens(plans["train"], cfg, targets=True)
+    facts["prefixes"] = hashlib.sha256(read_prefixes(cfg)).hexdigest()
     facts["validation tokens"] = hash_tokens(plans["val"], cfg, targets=False)
     for name, value in saved.facts.items():
         if facts.get(name) != value:

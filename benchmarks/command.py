@@ -53,7 +53,7 @@ def plan(cfg: Hyperparameters, quick: bool, folder: Path) -> tuple[Hyperparamete
             write_shard(folder / f"{name}.bin", tokens)
             cfg = dataclasses.replace(cfg, val_sha256="", **{name: str(folder / f"{name}.bin")})
         what = f"SYNTHETIC: random tokens in documents of about {DOCUMENT_TOKENS}, because {what} are not both there"
-    train = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg, cfg.max_doc_len)
+    train = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg, cfg.max_doc_len[-1:])
     val = train_gpt.plan_batches(cfg.val_files, [cfg.val_seq_len] * (val_tokens // cfg.val_seq_len), 1, cfg)
     return cfg, dict(train=train, val=val), what
 

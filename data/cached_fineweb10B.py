@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # first, or a `shards`
 from shards import HEADER_BYTES, ArgumentParser, lock_folder, path_argument, shard_problem
 
 REPO = "kjj0/fineweb10B-gpt2"
-RECORD_SHARDS = 7  # enough for the gpt2 preset, which takes seconds to import; a test compares them
+RECORD_SHARDS = 6  # enough for the gpt2 preset, which takes seconds to import; a test compares them
 MAX_SHARDS = 103
 SHARD_TOKENS = 100_000_000  # of each shard but the last
 DEFAULT_OUT = Path(__file__).parent / "fineweb10B"

@@ -174,7 +174,9 @@ def fit(cfg: Hyperparameters, num_tokens: dict[str, list[int]], val_fraction: fl
     """Return `cfg` with no more training and validation than its shards, of `num_tokens` each, hold."""
 
     def plan_steps(n: int) -> None:
-        train_gpt.plan_batches(cfg.train_files, seq_lens(shorten(cfg, n)), cfg.batch_sequences, cfg, cfg.max_doc_len)
+        short = shorten(cfg, n)
+        cuts = [cfg.max_doc_len[train_gpt.stage_of(step, short)] for step in range(n)]
+        train_gpt.plan_batches(cfg.train_files, seq_lens(short), cfg.batch_sequences, cfg, cuts)
 
     def plan_val(n: int) -> None:
         train_gpt.plan_batches(cfg.val_files, [val_seq_len] * n, 1, cfg)
@@ -185,7 +187,7 @@ def fit(cfg: Hyperparameters, num_tokens: dict[str, list[int]], val_fraction: fl
         cfg = dataclasses.replace(cfg, batch_tokens=cfg.batch_tokens // 2)
     if steps < (least := min(cfg.adam_every, cfg.num_iterations)):  # the head would never be trained
         # A sequence takes its length and a last target; if it starts with a document, it may drop the rest of the last
-        needed = cfg.batch_sequences * sum(n + max(cfg.max_doc_len, 1) for n in seq_lens(shorten(cfg, least)))
+        needed = cfg.batch_sequences * sum(n + max(*cfg.max_doc_len, 1) for n in seq_lens(shorten(cfg, least)))
         raise too_little("train", num_tokens["train"], needed, 1 - val_fraction)
     blocks = (max(num_tokens["val"], default=1) - 1) // cfg.mask_block
     if not blocks:
@@ -220,7 +222,7 @@ def pack(args: argparse.Namespace) -> list[str]:
     files = find_files(args.inputs, {f".{end.strip().lstrip('.')}".lower().rstrip(".") for end in args.ext.split(",")})
     tokenizer = TOKENIZERS[args.tokenizer]
     cfg = train_gpt.parse_args(["--preset", tokenizer.preset, *args.flags])  # if this or the next fails, then now
-    encode = load_gpt2(cfg.max_doc_len) if args.tokenizer == "gpt2" else to_tokens
+    encode = load_gpt2(max(cfg.max_doc_len)) if args.tokenizer == "gpt2" else to_tokens
     with lock_folder(args.out):
         for killed in args.out.glob(".packing-*"):  # left behind by a killed packer, because we hold the lock
             shutil.rmtree(killed, ignore_errors=True)

@@ -31,7 +31,9 @@ CHILD += "import sys; from gpu_proof import gpu_numbers; gpu_numbers.child(*sys.
 # Five blocks of tokens. The third document fills blocks 1 to 3, so that blocks are seen whole and in part, and both
 # windows cut off both kinds. The last slice of the head is shorter than the others
 SEQ_LEN, DOCUMENTS, WINDOWS, WEIGHTS = 640, (0, 50, 100, 560), (440, 190), (1.0, 0.5, 0.2)
-MODEL = dict(attention_layout="LSP-", value_embed_layout="0.1.", skip_layout="...0", backout_layer=1, model_dim=64)
+MODEL = dict(attention_layout="LSPL", value_embed_layout="0.1.", skip_layout="...0", model_dim=64, max_doc_len=2048)
+MODEL |= dict(source_layout="...1", xsa_layout=".x..", gate_layout="...x", dc_layout="...x", dc_keys=100, gate_layer=2)
+MODEL |= dict(mudd_layers="10", sign_rows=31, prefix_file="")
 MODEL |= dict(num_heads=2, head_dim=64, bigram_rows=61, vocab_size=500, eot_token=499, lm_head_slice=256)
 MODEL |= dict(window_tokens=512, batch_factors=1, lr_factors=1, extension_steps=0)
 MODEL |= dict(train_seq_len=SEQ_LEN, val_seq_len=SEQ_LEN, batch_tokens=SEQ_LEN, val_tokens=SEQ_LEN)
@@ -58,7 +60,8 @@ def child(script: str, dtype: str, fp8: str, *flags: str) -> None:
     interpret.mend()
     stand_ins = interpret.StandIns()
     fields = {field.name for field in dataclasses.fields(train_gpt.Hyperparameters)}
-    small = [f"--{name if name in fields else gpu_graphs.OLD_NAMES[name]}={value}" for name, value in MODEL.items()]
+    known = {name: name if name in fields else gpu_graphs.OLD_NAMES.get(name) for name in MODEL}
+    small = [f"--{known[name]}={value}" for name, value in MODEL.items() if known[name]]
     cfg = train_gpt.parse_args([*small, f"--dtype={dtype}", "--lm_head_fp8" if fp8 else "--no-lm_head_fp8", *flags])
     cfg = train_gpt.resolve(cfg)
     cpu = dataclasses.replace(cfg, device="cpu", compile=False)
@@ -69,7 +72,8 @@ def child(script: str, dtype: str, fp8: str, *flags: str) -> None:
     tokens, narrow = torch.randint(cfg.eot_token, (SEQ_LEN + 1,)), getattr(torch, dtype)
     tokens[list(DOCUMENTS)] = cfg.eot_token
     weights = torch.tensor(WEIGHTS), torch.ones(1)
-    inputs = tokens[:-1].int(), tokens[1:], torch.tensor(WINDOWS, dtype=torch.int32), *weights
+    columns = getattr(train_gpt, "next_targets", lambda targets, num: targets)
+    inputs = tokens[:-1].int(), columns(tokens[1:], len(WEIGHTS)), torch.tensor(WINDOWS, dtype=torch.int32), *weights
 
     def compiled(function: Callable) -> Callable:
         return torch.compile(function, fullgraph=True, dynamic=False)

@@ -228,8 +228,8 @@ def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
     if track.max_threads is not None:
         used = max(log.num_threads or 0, log.number("cpu_threads"))
         if log.num_threads is None or used > track.max_threads:
-            used = "an unknown number of" if log.num_threads is None else used
-            yield f"uses {used} CPU threads, the track at most {track.max_threads}; run it with --cpu_threads 2"
+            told = "an unknown number of" if log.num_threads is None else used
+            yield f"uses {told} CPU threads, the track at most {track.max_threads}; run it with --cpu_threads 2"
         if log.has_gpu:
             yield "ran on a GPU, the track is for CPUs; run it with --device cpu"
 

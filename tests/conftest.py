@@ -57,6 +57,7 @@ def corpus(tmp_path_factory) -> Path:
         tokens = np.frombuffer(text, dtype=np.uint8).astype(np.int64)
         tokens[rng.random(len(tokens)) < 0.01] = 256
         write_shard(folder / f"{name}.bin", tokens)
+    np.where(np.arange(257) % 3, 65535, np.arange(257) // 2).astype("<u2").tofile(folder / "prefixes")
     write_shard(folder / "gpt2.bin", np.where(np.arange(700_000) % 1000, 5, 50256))
     # It never changes: records have golden losses on it
     script = np.fromfile(ROOT / "records" / "2024-12-04_ValueEmbed" / "train_gpt.py", dtype=np.uint8).astype(int)

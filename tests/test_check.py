@@ -92,11 +92,11 @@ GPT2 = "--preset gpt2 --num_iterations 2 --extension_steps 0 --val_tokens 262144
         ("--value_embed_layout 0x", "--value_embed_layout 0x: expected digits"),
         ("--value_embed_layout 00 --attention_layout L-", "expected . where attention_layout L- has -"),
         ("--skip_layout .1", "--skip_layout .1: expected . or the number of an earlier layer"),
-        ("--backout_layer 2", "--backout_layer 2: expected less than 2"),
+        ("--mudd_layers 1", "--mudd_layers 1: expected numbers of layers before the last"),
         ("--num_heads 3 --attention_layout PP", "--num_heads 3: expected an even number"),
         ("--head_dim 18", "--head_dim 18: expected a multiple of 4"),
         ("--bigram_rows 1", "--bigram_rows 1: expected 0, or at least 2"),
-        *((f"--{name}_gate_inputs 33", "expected at most model_dim 32") for name in "head value skip smear".split()),
+        *((f"--{name}_gate_inputs 33", "expected at most model_dim 32") for name in "value smear".split()),
         ("--train_seq_len 72 --batch_tokens 144", "--train_seq_len 72: expected a multiple of mask_block 16"),
         ("--val_seq_len 72 --val_tokens 288", "--val_seq_len 72: expected a multiple of mask_block 16"),
     ],
@@ -274,7 +274,7 @@ def test_as_much_of_fineweb_is_fetched_as_the_run_needs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     gpt2 = train_gpt.PRESETS["gpt2"]
     even = dataclasses.replace(gpt2, extension_steps=0, batch_factors=(1,) * 4)  # 508 steps train on 2/3 of a shard
-    for cfg, steps, shards in ((even, 1, 1), (even, 508, 1), (even, 509, 2), (gpt2, 1555, 7), (even, 52388, 103)):
+    for cfg, steps, shards in ((even, 1, 1), (even, 508, 1), (even, 509, 2), (gpt2, 1285, 6), (even, 52388, 103)):
         found = check.check_data(dataclasses.replace(cfg, num_iterations=steps), check.Report(False))
         assert {command for _, command in found} == {f"data/cached_fineweb10B.py {shards}"}
     with pytest.raises(check.UserError, match="needs 104 shards of FineWeb's 103"):

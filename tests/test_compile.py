@@ -15,12 +15,13 @@ from train_gpt import Ranks, Trainer
 
 # Small, as FP8 is slow on CPUs. Four stages in 14 steps, with an extension; the tables part in the third
 LENGTHS = dict(val_seq_len=256, num_iterations=14, vocab_size=128, eot_token=127, compile=True)
-LENGTHS |= dict(head_gate_inputs=12, value_gate_inputs=12, skip_gate_inputs=12, smear_gate_inputs=12)
+LENGTHS |= dict(value_gate_inputs=12, smear_gate_inputs=12, sign_rows=8, two_lambdas=True, max_doc_len=(0, 0, 0, 0))
 STAGES = dict(head_std=0.005, extension_steps=2, batch_factors=(1, 2, 3, 3), lr_factors=(1.0, 1.5, 1.7, 1.7))
 STAGES |= dict(adam_every=2, window_tokens=(24, 56, 88, 104), final_window_tokens=120, tied_frac=2 / 3)
 STAGES |= dict(mtp_weights=(1.0, 0.5, 0.25))
-TWO_LAYERS = dict(attention_layout="LP", value_embed_layout="0.", skip_layout=".0", backout_layer=0)
-ALL_KINDS = dict(attention_layout="LP-S", value_embed_layout="0..1", skip_layout="...0", backout_layer=1)
+TWO_LAYERS = dict(attention_layout="LP", value_embed_layout="0.", skip_layout=".0", mudd_layers="0", gate_layer=1)
+ALL_KINDS = dict(attention_layout="LP-S", value_embed_layout="0..1", skip_layout="...0", mudd_layers="10", gate_layer=2)
+ALL_KINDS |= dict(source_layout="...1", xsa_layout="x...", gate_layout="x..x", dc_layout="...x", dc_keys=8)
 FP8 = dict(lm_head_fp8=True, dtype="bfloat16")
 
 

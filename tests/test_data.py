@@ -72,7 +72,7 @@ def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_len
     for i, tokens in enumerate(shards):
         write_shard(folder / f"{i}.bin", np.array(tokens, dtype=np.int64))
     expected = slow_rows(shards, seq_lens, num_sequences, max_doc_len)
-    options = (num_sequences, SMALL, max_doc_len)
+    options = (num_sequences, SMALL, [max_doc_len])
     if len(expected) < len(seq_lens):
         with pytest.raises(UserError, match=f"{len(expected)} .*{len(seq_lens)}"):
             plan_batches(f"{folder}/*.bin", seq_lens, *options)
@@ -122,7 +122,7 @@ def test_the_hash_is_of_the_tokens_that_are_read_in_order(tmp_path, max_doc_len)
     """Training reads the last target of a sequence, too."""
     path = tmp_path / "x_0.bin"
     write_shard(path, np.where(np.arange(60) % 13, np.arange(60) % 7, SMALL.eot_token))
-    plan = plan_batches(str(path), [6, 6, 10], 1, SMALL, max_doc_len)
+    plan = plan_batches(str(path), [6, 6, 10], 1, SMALL, [max_doc_len])
     for targets in True, False:
         rows = [torch.cat([x, y[-1:]]) if targets else x for x, y in read_all(plan, [0], SMALL)]
         expected = hashlib.sha256(torch.cat(rows).numpy().astype("<u2").tobytes()).hexdigest()

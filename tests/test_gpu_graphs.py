@@ -18,7 +18,8 @@ from records.process import ROOT, own_process
 WHY_NOT = pretend_gpu.missing()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"gpu_graphs {WHY_NOT}")]
 
-SMALL = "--preset gpt2 --attention_layout L --value_embed_layout 0 --skip_layout . --backout_layer -1 --bigram_rows 0"
+SMALL = "--preset gpt2 --attention_layout L --value_embed_layout 0 --skip_layout= --source_layout= --xsa_layout= "
+SMALL += "--gate_layout= --dc_layout= --gate_layer 0 --mudd_layers= --bigram_rows 0 --prefix_file="
 SMALL += " --batch_factors 1 1 1 1 --mtp_weights 1 0.5 --model_dim 128 --num_heads 2 --head_dim 64"
 SMALL += " --vocab_size 512 --eot_token 511 --train_seq_len 512 --val_seq_len 512 --batch_tokens 4096"
 SMALL += " --val_tokens 512 --lm_head_slice 512"
@@ -39,7 +40,9 @@ def too_large(q):
 def head(x, w, targets, weights):
     gpt2 = train_gpt.PRESETS["gpt2"]
     softcap = gpt2.lm_head_softcap, gpt2.softcap_range, gpt2.softcap_shift
-    return train_gpt.HeadLoss.apply(x, w, targets, weights, softcap, len(x) // 2, gpt2.fp8_scales, True)
+    return train_gpt.HeadLoss.apply(
+        x, w, train_gpt.next_targets(targets, 3), weights, softcap, len(x) // 2, gpt2.fp8_scales, True
+    )
 
 
 @torch.library.custom_op("test::column_major", mutates_args=())

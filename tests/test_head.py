@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train_gpt import HeadLoss
+from train_gpt import HeadLoss, next_targets
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**13
@@ -34,7 +34,14 @@ def with_gradients(function: Callable, *inputs: Tensor, grad: Tensor | None = No
 
 
 def in_slices(x: Tensor, w: Tensor, targets: Tensor, slice_tokens: int = T, scales=None, weights=THREE, factor=1.0):
-    rest = (targets, weights.to(torch.promote_types(w.dtype, torch.float32)), CAP, slice_tokens, scales, True)
+    rest = (
+        next_targets(targets, len(weights)),
+        weights.to(torch.promote_types(w.dtype, torch.float32)),
+        CAP,
+        slice_tokens,
+        scales,
+        True,
+    )
     return with_gradients(lambda x, w: factor * HeadLoss.apply(x, w, *rest), x, w)
 
 
@@ -42,7 +49,8 @@ def loss_of(z: Tensor, targets: Tensor, weights: Tensor, cap: tuple[float, float
     softcap, span, shift = cap
     logits = span * torch.sigmoid((z + shift) * 2 / softcap)
     losses = [F.cross_entropy(logits[: len(z) - k], targets[k:], reduction="sum") for k in range(len(weights))]
-    return weights.to(z.dtype) @ torch.stack(losses)
+    beyond = torch.stack([logits[len(z) - k :].logsumexp(-1).sum() for k in range(len(weights))])  # gradients count it
+    return weights.to(z.dtype) @ (torch.stack(losses) + beyond - beyond.detach())
 
 
 def whole(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor = THREE, cap=CAP) -> tuple[Tensor, ...]:
@@ -97,7 +105,7 @@ def test_logits_never_exist_whole(with_grads: bool):
     expected = 20 * in_slices(*inputs(), weights=ONE)[0]
     for slice_tokens, size in (len(x), len(x) * V), (T, max(x.numel() * with_grads, T * V)):
         with Watch() as watch:
-            loss = HeadLoss.apply(x, w, targets, ONE, CAP, slice_tokens, None, with_grads)
+            loss = HeadLoss.apply(x, w, targets[:, None], ONE, CAP, slice_tokens, None, with_grads)
         assert watch.size == size
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
@@ -153,12 +161,12 @@ def test_the_model_takes_fp8_in_training_only(tiny, random_gpt):
     scales = (3.0, 100.0, 900.0)
     cap = dict(lm_head_softcap=SOFTCAP, softcap_range=RANGE, softcap_shift=SHIFT)
     tokens, windows = torch.randint(tiny.vocab_size, (tiny.train_seq_len + 1,)), torch.tensor([16, 8]).int()
-    batch = tokens[:-1].int(), tokens[1:], windows, THREE
+    batch = tokens[:-1].int(), next_targets(tokens[1:], 3), windows, THREE
     plain = random_gpt(dataclasses.replace(tiny, **cap, dtype="bfloat16", lm_head_slice=24))
     fp8 = random_gpt(dataclasses.replace(plain.cfg, lm_head_fp8=True, fp8_scales=scales))
     fp8.load_state_dict(plain.state_dict())
     x, w = plain.features(batch[0], windows).detach(), plain.lm_head.detach()
-    expected, _, grad_w = in_slices(x, w, batch[1], 24, scales)
+    expected, _, grad_w = in_slices(x, w, tokens[1:], 24, scales)
     loss = fp8(*batch)
     loss.backward()
     assert loss == expected != plain(*batch)

@@ -20,11 +20,12 @@ from train_gpt import zeropower_via_newtonschulz5 as zeropower
 
 # Two stages and the last validation, with windows of their own; YaRN bends the frequencies
 STAGES = dict(batch_factors=(1, 1), lr_factors=(1.0, 1.0), window_tokens=(20, 36), final_window_tokens=50)
-STAGES |= dict(num_iterations=8, extension_steps=0, yarn_turns=1.5)
+STAGES |= dict(max_doc_len=(0, 0), num_iterations=8, extension_steps=0, yarn_turns=1.5)
 PLAIN = dict(value_embed_layout=".", skip_layout=".", key_offset=False, bigram_rows=0)
 # Every part of gpt2; bigrams whose hash overflows; logits that the softcap bends
-DEEP = dict(attention_layout="PLS-LP", value_embed_layout="0.1.01", skip_layout="..0.1.", backout_layer=3)
-DEEP |= dict.fromkeys(["head_gate_inputs", "value_gate_inputs", "skip_gate_inputs", "smear_gate_inputs"], 6)
+DEEP = dict(attention_layout="PLS-LS", value_embed_layout="0.1.01", skip_layout="..0.1.", mudd_layers="31")
+DEEP |= dict(source_layout="....33", xsa_layout=".xx...", gate_layout=".x...x", dc_layout=".....x", dc_keys=8)
+DEEP |= dict(gate_layer=2, two_lambdas=True, sign_rows=7, value_gate_inputs=6, smear_gate_inputs=6)
 DEEP |= dict(bigram_rows=90_001, head_std=0.3, lm_head_softcap=3.0, softcap_shift=1.0, lm_head_slice=24)
 DOCUMENTS = [0, 5, 6, 11]  # where they begin; the last is longer than the windows
 
@@ -88,7 +89,8 @@ def test_gradients_are_those_of_the_loss(tiny64, random_gpt):
     gpt = random_gpt(cfg := dataclasses.replace(tiny64, **STAGES | DEEP))
     gpt.rotary.set_stage(1, cfg)
     sample, weights = text(cfg), torch.tensor([1.0, 0.5, 0.2], dtype=torch.float64)
-    inputs = (sample[:-1].int(), sample[1:], torch.tensor([36, 16], dtype=torch.int32), weights)
+    targets = train_gpt.next_targets(sample[1:], 3).clamp(min=-1)  # beyond the end the gradient is another, on purpose
+    inputs = (sample[:-1].int(), targets, torch.tensor([36, 16], dtype=torch.int32), weights)
     gpt(*inputs).backward()
     for name, p in gpt.named_parameters():
         direction = torch.randn_like(p) + p.grad / p.grad.norm()

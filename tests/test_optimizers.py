@@ -17,9 +17,10 @@ from benchmarks import scaling
 from train_gpt import GPT, AdamGroup, Muon, MuonGroup, Ranks, TiedAdam, build_optimizers, step_optimizers
 
 # Names and shapes of groups of one shape: attention, MLPs, attention of another width than the model's: tall matrices
-ATTENTION = {"0.attn.qkv_w": (3, 16, 16), "0.attn.c_proj": (16, 16), "1.attn.qkv_w": (3, 16, 16)}
+ATTENTION = {"0.attn.v_w": (16, 16), "0.attn.c_proj": (16, 16), "1.attn.v_w": (16, 16)}
+PAIRS = {"0.attn.qk_w": (6, 8, 16), "1.attn.qk_w": (6, 8, 16)}
 MLPS = {"0.mlp.c_fc": (16, 64), "0.mlp.c_proj": (16, 64), "1.mlp.c_fc": (16, 64)}
-WIDE = {"0.attn.qkv_w": (3, 24, 16), "1.attn.qkv_w": (3, 24, 16)}
+WIDE = {"0.attn.qk_w": (3, 24, 16), "1.attn.qk_w": (3, 24, 16)}
 DECAY = dict(muon_decay=1.2)
 
 
@@ -61,8 +62,8 @@ def reference_update(grad: Tensor, squares: Tensor, mean_dim: int, beta2: float)
 
 @pytest.mark.parametrize(
     ("shapes", "sequences", "changes", "mean_dim"),
-    [(ATTENTION, 1, DECAY, -1), (MLPS, 12, DECAY, -2), (MLPS, 1, {}, -2), (WIDE, 3, {}, -1)],
-    ids=["attention", "MLPs", "plain", "wide"],
+    [(ATTENTION, 1, DECAY, -1), (MLPS, 12, DECAY, -2), (MLPS, 1, {}, -2), (WIDE, 3, {}, -1), (PAIRS, 3, DECAY, -2)],
+    ids=["attention", "MLPs", "plain", "wide", "pairs"],
 )
 def test_muon_equals_a_reference_that_takes_one_matrix_at_a_time(shapes, sequences, changes, mean_dim):
     params, cfg = parameters(shapes), config(sequences, "float64", **changes)
@@ -70,7 +71,7 @@ def test_muon_equals_a_reference_that_takes_one_matrix_at_a_time(shapes, sequenc
         p.lr_factor = 1.0 + factor
     expected = [p.detach().clone() for p in params.values()]
     momentum_buffers, squares = ([torch.zeros_like(p) for p in expected] for _ in range(2))
-    muon = Muon(params, MuonGroup(0.05, mean_dim), cfg, Ranks())
+    muon = Muon(params, MuonGroup(0.05), cfg, Ranks())
     for step in range(6):
         lr, momentum = 0.05 * train_gpt.lr_multiplier(step, cfg), train_gpt.muon_momentum(step, cfg)
         grads = add_gradients(params, step, factor=sequences)
@@ -119,10 +120,9 @@ def test_adam_steps_every_other_time_decays_cautiously_and_parts_head_and_embedd
 @pytest.fixture
 def gpt(tiny) -> GPT:
     """Return a model with every kind of parameter."""
-    gates = dict.fromkeys(["head_gate_inputs", "value_gate_inputs", "skip_gate_inputs", "smear_gate_inputs"], 12)
-    return GPT(
-        dataclasses.replace(tiny, **gates, attention_layout="L-PL", backout_layer=2, head_std=0.005, head_dim=24)
-    )
+    every = dict(value_gate_inputs=12, smear_gate_inputs=12, sign_rows=8, two_lambdas=True, gate_layer=2)
+    every |= dict(attention_layout="L-PL", mudd_layers="1", xsa_layout="x...", gate_layout="...x", dc_layout="...x")
+    return GPT(dataclasses.replace(tiny, **every, dc_keys=8, head_std=0.005, head_dim=24))
 
 
 @pytest.mark.parametrize("tied_frac", [0.0, 0.5])
@@ -137,7 +137,7 @@ def test_every_parameter_is_in_one_group_of_its_kind(gpt: GPT, tied_frac: float)
     assert (found["lm_head"] is found["embed.weight"]) == (tied_frac > 0)
 
 
-@pytest.mark.parametrize("name", "extra blocks.0.scale blocks.1.attn_lambdas embed.lambdas".split())
+@pytest.mark.parametrize("name", "extra blocks.0.scale blocks.1.attn_lambdas embed.resid_lambdas".split())
 def test_a_parameter_without_exactly_one_group_is_refused_by_name(gpt: GPT, name: str):
     """No group claims the first three; two claim the last."""
     module, _, last = name.rpartition(".")

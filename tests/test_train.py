@@ -36,10 +36,12 @@ SMALL = [*TINY_FLAGS, *SMALL.split()]
 SMALL_GPT2 = (
     "--preset gpt2 --device cpu --dtype float32 --cpu_threads 1 --seed 5 --num_iterations 8 --val_loss_every 4 "
     "--extension_steps 3 --batch_factors 1 2 3 --lr_factors 1 1.5 1.7 --window_tokens 32 64 96 "
-    "--final_window_tokens 128 --tied_frac 0.5 --max_doc_len 40 --batch_tokens 192 --train_seq_len 16 --val_seq_len 96 "
-    "--val_tokens 672 --model_dim 24 --num_heads 2 --head_dim 8 --attention_layout PL- --value_embed_layout 01. "
-    "--skip_layout ..0 --backout_layer 1 --bigram_rows 66 --head_gate_inputs 6 --value_gate_inputs 6 "
-    "--skip_gate_inputs 6 --smear_gate_inputs 6 --mask_block 16 --lm_head_slice 100 --vocab_size 257 --eot_token 256 "
+    "--final_window_tokens 128 --tied_frac 0.5 --max_doc_len 20 40 40 --batch_tokens 192 --train_seq_len 16 "
+    "--val_seq_len 96 --val_tokens 672 --model_dim 24 --num_heads 2 --head_dim 12 --attention_layout PL-L "
+    "--value_embed_layout 01.0 --skip_layout ..0. --source_layout ...1 --xsa_layout .x.. --gate_layout .x.x "
+    "--dc_layout ...x --dc_keys 9 --gate_layer 2 --mudd_layers 10 --bigram_rows 66 --sign_rows 16 "
+    "--value_gate_inputs 6 --smear_gate_inputs 6 --prefix_file= --mask_block 16 --lm_head_slice 100 "
+    "--vocab_size 257 --eot_token 256 "
     "--momentum_warmup_steps 4 --momentum_cooldown_steps 3 --val_sha256="
 ).split()
 NUMBERS = dataclasses.asdict(train_gpt.PRESETS["gpt2"]) | dict(seed=1)
@@ -57,7 +59,8 @@ def flags(corpus, tmp_path, monkeypatch) -> list[str]:
 
 @pytest.fixture
 def gpt2_flags(flags, corpus) -> list[str]:
-    return [*SMALL_GPT2, *flags[len(SMALL) :], "--train_files", f"{corpus}/long.bin"]
+    files = ["--train_files", f"{corpus}/long.bin", "--prefix_file", f"{corpus}/prefixes"]
+    return [*SMALL_GPT2, *flags[len(SMALL) :], *files]
 
 
 @pytest.fixture
@@ -197,7 +200,8 @@ train_files nowhere/*.bin;val_files LICENSE;num_iterations 1000;log_dir LICENSE;
 window_tokens;window_tokens 0;window_tokens 32 64;window_tokens 32 x;batch_factors;batch_factors 0;lr_factors 1 1;
 extension_steps 4;mtp_weights;mtp_weights 1 1 1 1 1 1 1 1 1;head_adam;head_adam 0.01 0 0.5;
 head_adam 0.01 0 0.5 1;head_adam 0.01 0 0.5 0.9 0.9;checkpoint_every 3 --adam_every 2;adam_every 17;extension_steps 1;
-tied_frac 0.5 --head_std 0;window_tokens{8} --batch_factors{8} --lr_factors{8}""".replace("{8}", " 8" * 8)
+tied_frac 0.5 --head_std 0;xsa_layout x;gate_layer 2;dc_keys 99 --dc_layout .x;prefix_file nowhere;prefix_file LICENSE;
+max_doc_len 9 9;window_tokens{8} --batch_factors{8} --lr_factors{8} --max_doc_len{8}""".replace("{8}", " 8" * 8)
 BAD += ";device cuda" * (not torch.cuda.is_available())
 
 

@@ -34,6 +34,7 @@ def folder(flags, corpus, request) -> Path:
     folder = Path(flags[-1]) / request.param
     if request.param == "gpt2":
         flags = [*SMALL_GPT2, *flags[len(SMALL) :], "--train_files", f"{corpus}/long.bin", "--dtype", "float64"]
+        flags += ["--prefix_file", f"{corpus}/prefixes"]
     flags = [*flags, "--save_checkpoint", "--log_dir", str(folder)]
     folder.mkdir()
     runs = {size: Run([[*flags, "--run_id", f"world{size}"]] * size, folder / f"world{size}") for size in SIZES}
@@ -68,7 +69,7 @@ def test_run_is_that_of_one_process(folder, size):
     alone, model = (torch.load(folder / f"world{n}.pt")["model"] for n in (1, size))
     assert not torch.equal(alone["lm_head"], alone["embed.weight"][: len(alone["lm_head"])]), "they part in gpt2"
     for name, p in alone.items():
-        assert p.dtype == torch.float64
+        assert p.dtype == (torch.int8 if name == "signs" else torch.float64)
         assert (model[name] - p).abs().max() <= 1e-8 * p.abs().max(), name
 
 
