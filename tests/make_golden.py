@@ -23,10 +23,11 @@ KEPT += r"|run/(grad_norm|loss_per_token|val_steps|val_loss)"
 
 def main(public: str, seed: str, folder: str) -> None:
     numbers, about = np.load(f"{public}.npz"), json.loads(Path(f"{public}.json").read_text(encoding="utf-8"))
-    rng, params, kept = np.random.default_rng(int(seed)), [], dict(seed=int(seed), spreads=[])
+    rng, params, kept = np.random.default_rng(int(seed)), [], dict(seed=int(seed), spreads=[], bounds=[])
     for key in about["param_names"]:
         x = numbers[f"param/{key}"].astype(np.int16)
-        drawn = draw(rng, int(seed), x.shape)
+        kept["bounds"].append(np.abs(x).max() if x.size > 1000 else 50)
+        drawn = draw(rng, int(seed), x.shape, kept["bounds"][-1])
         kept["spreads"].append((x * drawn).sum() / (drawn * drawn).sum() if x.size > 1000 else 0)  # small ones: whole
         kept[f"param/{key}"] = x - np.rint(kept["spreads"][-1] * drawn).clip(-127, 127).astype(np.int16)
         params.append(x.ravel())

@@ -53,9 +53,9 @@ def project(sums: np.ndarray) -> float:
     return sums.ravel() @ np.cos(np.arange(sums.size))
 
 
-def draw(rng: np.random.Generator, seed: int, shape: tuple) -> np.ndarray:
-    """Draw what public parameters were made of: BigramsSignTrick's are uniform."""
-    return rng.integers(-50, 51, shape) if seed == 8301 else rng.standard_normal(shape)
+def draw(rng: np.random.Generator, seed: int, shape: tuple, bound: int = 50) -> np.ndarray:
+    """Draw what public parameters were made of: BigramsSignTrick's are uniform, up to a bound."""
+    return rng.integers(-bound, bound + 1, shape) if seed == 8301 else rng.standard_normal(shape)
 
 
 def norm(x: np.ndarray) -> float:
@@ -77,9 +77,10 @@ class PublicRecord:
         self.order = [key[6:] for key in self.numbers if key.startswith("param/")]
         self.params = {key: self.numbers[f"param/{key}"].astype(np.float64) for key in self.order}
         if "seed" in self.numbers:
-            rng = np.random.default_rng(int(self.numbers["seed"]))
-            for x, spread in zip(self.params.values(), self.numbers["spreads"], strict=True):
-                x += np.rint(spread * draw(rng, self.numbers["seed"], x.shape)).clip(-127, 127)
+            rng, spreads = np.random.default_rng(int(self.numbers["seed"])), self.numbers["spreads"]
+            bounds = self.numbers.get("bounds", [50] * len(spreads))
+            for x, spread, bound in zip(self.params.values(), spreads, bounds, strict=True):
+                x += np.rint(spread * draw(rng, self.numbers["seed"], x.shape, bound)).clip(-127, 127)
             checksum = zlib.crc32(np.concatenate([*map(np.ravel, self.params.values())]).astype(np.int8))
             assert checksum == self.numbers["checksum"], "NumPy draws other numbers than it did"
             for x, unit in zip(self.params.values(), self.numbers["units"], strict=True):
