@@ -115,11 +115,13 @@ def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> lis
         for name in ("skip_layout", "source_layout")
     }
     gates = [name for name in vars(Hyperparameters) if name.endswith("gate_inputs")]
+    width = cfg.num_heads * cfg.head_dim
     rules = [
         ("value_embed_layout", digits != {*LAYERS[: len(digits)]}, "digits from 0 on, none left out"),
         ("value_embed_layout", not bare <= {"."}, f". where attention_layout {layers} has -"),
         *((name, is_late, ". or the number of an earlier layer, 0-9a-z") for name, is_late in late.items()),
         ("mudd_layers", not {*cfg.mudd_layers} <= {*LAYERS[: len(layers) - 1]}, "numbers of layers before the last"),
+        ("mudd_layers", cfg.mudd_layers and width != cfg.model_dim, f"model_dim {width}, of all heads together"),
         ("num_heads", "P" in layers and cfg.num_heads % 2, f"an even number with attention_layout {layers}"),
         ("head_dim", cfg.head_dim % 4, "a multiple of 4"),
         ("bigram_rows", cfg.bigram_rows == 1, "0, or at least 2"),

@@ -157,6 +157,7 @@ class Hyperparameters:
     lm_head_slice: Count = both(8192, nano=1024)  # tokens whose logits exist at a time
     lm_head_fp8: bool = both(True, nano=False)  # train the head in FP8 where the GPU can; validation never is
     fp8_scales: Scales = (448 / 100, 448 / 1.6, 448 / 0.75)  # of the head's input, its weight, the logits' gradient
+    mlp_fp8: bool = both(True, nano=False)  # the same for the forward passes of MLPs
     # Optimizers
     muon_lr: Rate = both(0.023, nano=0.06)  # learning rate of Muon, for hidden matrices; the spectral norm of an update
     c_fc_factor: Rate = 2.0  # factor on muon_lr for the first matrix of each MLP
@@ -221,7 +222,7 @@ class Hyperparameters:
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         counts = {*map(len, (self.batch_factors, self.max_doc_len, self.lr_factors, self.window_tokens))}
         holds = len(counts) == 1 and min(counts) > (self.extension_steps > 0)
-        require("window_tokens", holds, "as many as the other values by stage, 2 or more with extension_steps")
+        require("window_tokens", holds, "as many as batch_factors, max_doc_len, lr_factors; over 1 with an extension")
         require("run_id", "/" not in self.run_id, "a name without folders; --log_dir names one")
         layers, letters = len(self.attention_layout), {*self.attention_layout}
         require("attention_layout", layers > 0 and letters <= {*"LSP-"}, "letters L, S, P and -")
@@ -290,8 +291,10 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
     seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
     decided = dict(device="cuda" if on_cuda else "cpu", dtype=fast if cfg.dtype == "auto" else cfg.dtype, seed=seed)
-    has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9)  # with matmuls of multiples of 16
-    decided["lm_head_fp8"] = cfg.lm_head_fp8 and has_fp8 and cfg.model_dim % 16 == cfg.lm_head_slice % 16 == 0
+    # With matmuls of multiples of 16
+    has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9) and cfg.model_dim % 16 == 0
+    decided["mlp_fp8"] = cfg.mlp_fp8 and has_fp8
+    decided["lm_head_fp8"] = cfg.lm_head_fp8 and has_fp8 and cfg.lm_head_slice % 16 == 0
     decided["run_id"] = cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{seed}"
     return dataclasses.replace(cfg, **decided, compile=on_cuda if cfg.compile is None else cfg.compile)
 
@@ -391,11 +394,11 @@ def read_sequence(path: str, pieces: np.ndarray, vocab_size: int) -> np.ndarray:
 
 def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
     """Return for each token the longest other token that its bytes begin with, or -1 (data/gpt2_prefixes.py)."""
-    table = read_shard(cfg.prefix_file, "<u2", 2**16, 0).astype(np.int64) if cfg.prefix_file else np.empty(0, np.int64)
-    if len(table) != (cfg.vocab_size if cfg.prefix_file else 0):
-        raise UserError(
-            f"--prefix_file {cfg.prefix_file}: not of {cfg.vocab_size} tokens: --prefix_file '' goes without"
-        )
+    if not cfg.prefix_file:
+        return np.empty(0, np.int64)
+    table = read_shard(cfg.prefix_file, "<u2", 2**16, 0).astype(np.int64)
+    if len(table) != cfg.vocab_size:
+        raise UserError(f"--prefix_file {cfg.prefix_file}: not of {cfg.vocab_size} tokens; --prefix_file= goes without")
     return np.where(table < cfg.vocab_size, table, -1)
 
 
@@ -551,6 +554,40 @@ class ReluSquared(torch.autograd.Function):
         return ctx.saved_tensors[0].sqrt().mul_(grad).mul_(2)  # 2 relu(x) grad
 
 
+def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Return scale * t in FP8. Beyond its limit a cast saturates on some devices and gives NaN on others."""
+    limit = torch.finfo(dtype).max
+    return (t * scale).clamp(-limit, limit).to(dtype) if dtype.itemsize == 1 else t.to(dtype)
+
+
+def matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """Return a @ b, or in FP8 a @ b / scale. fast: sum up in less than fp32."""
+    if a.dtype.itemsize > 1:
+        return (a @ b).to(dtype)
+    a, b = a.contiguous(), b.t().contiguous().t()  # cuBLAS wants row-major by column-major
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    return torch._scaled_mm(a, b, one / scale, one, out_dtype=dtype, use_fast_accum=fast)
+
+
+class FP8Linear(torch.autograd.Function):
+    """Return x @ w.T, in FP8 forward and not backward (records 84, @sisovicm, and 89, @Mister-dev-oss and others).
+
+    x_max, and w's largest number, become 448, the largest of e4m3. Larger ones saturate.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor, x_max: Tensor | float) -> Tensor:
+        ctx.save_for_backward(x, w)
+        x_scale, w_scale = 448 / x_max, 448 / w.abs().amax().float().clamp(min=1e-12)
+        x_q, w_q = quantize(x, x_scale, torch.float8_e4m3fn), quantize(w, w_scale, torch.float8_e4m3fn)
+        return matmul(x_q, w_q.t(), x_scale * w_scale, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        return grad @ w, grad.t() @ x, None
+
+
 class MLP(nn.Module):
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
@@ -559,9 +596,21 @@ class MLP(nn.Module):
         self.c_proj = nn.Parameter(torch.zeros(K, 4 * K))
         for weight, factor in (self.c_fc, cfg.c_fc_factor), (self.c_proj, cfg.c_proj_factor):
             weight.lr_factor = factor  # type: ignore[attr-defined]  # for Muon
+        self.fp8 = cfg.mlp_fp8
+        # The largest hidden unit of the step before, in all sequences, and so far of this one
+        self.register_buffer("hidden_max", torch.ones(2), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(ReluSquared.apply(linear(x, self.c_fc.mT)), self.c_proj)
+        fp8, c_fc = self.fp8 and torch.is_grad_enabled(), self.c_fc.mT
+        # At unit RMS no input is larger than the root of the width
+        x = FP8Linear.apply(x, c_fc.type_as(x), x.size(1) ** 0.5) if fp8 else linear(x, c_fc)
+        x = ReluSquared.apply(x)
+        if not fp8:
+            return linear(x, self.c_proj)
+        before, now = self.hidden_max.clamp(min=1e-12)
+        self.hidden_max[1] = torch.maximum(now, x.detach().amax())
+        # Room to grow since the step before: to find the largest of x first would take another pass
+        return FP8Linear.apply(x, self.c_proj.type_as(x), 1.8 * before)
 
 
 class Rotary(nn.Module):
@@ -965,21 +1014,6 @@ class GPT(nn.Module):
 
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
-def quantize(t: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Return scale * t in FP8. Beyond its limit a cast saturates on some devices and gives NaN on others."""
-    limit = torch.finfo(dtype).max
-    return (t * scale).clamp(-limit, limit).to(dtype) if dtype.itemsize == 1 else t.to(dtype)
-
-
-def matmul(a: Tensor, b: Tensor, scale: float, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """Return a @ b, or in FP8 a @ b / scale. fast: sum up in less than fp32."""
-    if a.dtype.itemsize > 1:
-        return (a @ b).to(dtype)
-    a, b = a.contiguous(), b.t().contiguous().t()  # cuBLAS wants row-major by column-major
-    inverse, one = (torch.full((), x, dtype=torch.float32, device=a.device) for x in (1 / scale, 1.0))
-    return torch._scaled_mm(a, b, inverse, one, out_dtype=dtype, use_fast_accum=fast)
-
-
 def next_targets(targets: Tensor, num: int, prefixes: Tensor | None = None) -> Tensor:
     """Return for each token the next `num` (T, n), -2 beyond the end, and the prefix of the first, or -1 for none."""
     columns = F.pad(targets, (0, num - 1), value=-2).unfold(0, num, 1)
@@ -1321,9 +1355,13 @@ class Trainer:
             (loss * self.cfg.grad_factor).backward()
             losses.append(loss.detach() / len(tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
-        wait = start_collective(dist.all_reduce, mean)
+        buffers = [block.mlp.hidden_max for block in self.gpt.blocks]
+        largest = torch.stack(buffers)[:, 1].contiguous()
+        waits = [start_collective(dist.all_reduce, mean), start_collective(dist.all_reduce, largest, dist.ReduceOp.MAX)]
         step_optimizers(self.optimizers, step)
-        wait()
+        for wait in waits:
+            wait()
+        torch._foreach_copy_(buffers, [*F.pad(largest[:, None], (0, 1))])
         return mean
 
     @torch.no_grad()
@@ -1357,8 +1395,9 @@ class Trainer:
         self.restore(saved or before)
 
     def state(self) -> dict[str, Tensor]:
-        """Return all that a step changes: parameters, and the optimizers' moments, gathered from all ranks."""
+        """Return all that a step changes: parameters, FP8 maxima, and moments, gathered from all ranks."""
         tensors = {name: p.detach() for name, p in self.gpt.named_parameters()}
+        tensors |= {name: t for name, t in self.gpt.named_buffers() if "hidden_max" in name}
         for optimizer in self.optimizers:
             for name, shard in optimizer.state.items():
                 whole = shard

@@ -141,7 +141,7 @@ def shorten(cfg: Hyperparameters, num_iterations: int) -> Hyperparameters:
     """Return `cfg` with fewer steps. The extension shrinks with them, and each stage that is left has a step."""
     extension = cfg.extension_steps * num_iterations // cfg.num_iterations
     stages = len(cfg.window_tokens) - (cfg.extension_steps > extension == 0)
-    fields = ("batch_factors", "lr_factors", "window_tokens")
+    fields = ("batch_factors", "max_doc_len", "lr_factors", "window_tokens")
     parts = {name: getattr(cfg, name)[: min(stages, num_iterations)] for name in fields}
     return dataclasses.replace(cfg, num_iterations=num_iterations, extension_steps=extension, **parts)
 

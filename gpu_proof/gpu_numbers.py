@@ -31,13 +31,14 @@ CHILD += "import sys; from gpu_proof import gpu_numbers; gpu_numbers.child(*sys.
 # Five blocks of tokens. The third document fills blocks 1 to 3, so that blocks are seen whole and in part, and both
 # windows cut off both kinds. The last slice of the head is shorter than the others
 SEQ_LEN, DOCUMENTS, WINDOWS, WEIGHTS = 640, (0, 50, 100, 560), (440, 190), (1.0, 0.5, 0.2)
-MODEL = dict(attention_layout="LSPL", value_embed_layout="0.1.", skip_layout="...0", model_dim=64, max_doc_len=2048)
+MODEL = dict(attention_layout="LSPL", value_embed_layout="0.1.", skip_layout="...0", model_dim=128, max_doc_len=2048)
 MODEL |= dict(source_layout="...1", xsa_layout=".x..", gate_layout="...x", dc_layout="...x", dc_keys=100, gate_layer=2)
 MODEL |= dict(mudd_layers="10", sign_rows=31, prefix_file="")
 MODEL |= dict(num_heads=2, head_dim=64, bigram_rows=61, vocab_size=500, eot_token=499, lm_head_slice=256)
 MODEL |= dict(window_tokens=512, batch_factors=1, lr_factors=1, extension_steps=0)
 MODEL |= dict(train_seq_len=SEQ_LEN, val_seq_len=SEQ_LEN, batch_tokens=SEQ_LEN, val_tokens=SEQ_LEN)
 MODEL |= dict(preset="gpt2", device="cuda", seed=1)
+FP8 = {"lm_head_fp8", "mlp_fp8"}  # what may be in FP8
 
 
 def results(model: Callable[..., Tensor], params: dict[str, Tensor], inputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -62,11 +63,11 @@ def child(script: str, dtype: str, fp8: str, *flags: str) -> None:
     fields = {field.name for field in dataclasses.fields(train_gpt.Hyperparameters)}
     known = {name: name if name in fields else gpu_graphs.OLD_NAMES.get(name) for name in MODEL}
     small = [f"--{known[name]}={value}" for name, value in MODEL.items() if known[name]]
-    cfg = train_gpt.parse_args([*small, f"--dtype={dtype}", "--lm_head_fp8" if fp8 else "--no-lm_head_fp8", *flags])
-    cfg = train_gpt.resolve(cfg)
+    small += [f"--{'' if fp8 else 'no-'}{name}" for name in FP8 & fields]
+    cfg = train_gpt.resolve(train_gpt.parse_args([*small, f"--dtype={dtype}", *flags]))
     cpu = dataclasses.replace(cfg, device="cpu", compile=False)
     eager = randomize(train_gpt.GPT(cpu))
-    exact = train_gpt.GPT(dataclasses.replace(cpu, dtype="float64", lm_head_fp8=False))
+    exact = train_gpt.GPT(dataclasses.replace(cpu, dtype="float64", **dict.fromkeys(FP8 & fields, False)))
     exact.load_state_dict(eager.state_dict())
     real = {name: t.detach() for name, t in [*eager.named_parameters(), *eager.named_buffers()]}
     tokens, narrow = torch.randint(cfg.eot_token, (SEQ_LEN + 1,)), getattr(torch, dtype)
@@ -156,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(prog="python -m gpu_proof gpu_numbers", description=INTRODUCTION, **options)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32, with --fp8 bfloat16")
-    parser.add_argument("--fp8", action="store_true", help="the head in FP8")
+    parser.add_argument("--fp8", action="store_true", help="head and MLPs in FP8")
     parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON")
     args, flags = gpu_graphs.parse(parser, argv)
@@ -178,7 +179,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     agrees, seconds = all(row["agrees"] for row in document["rows"]), round(time.perf_counter() - began)
     document |= dict(agrees=agrees, script=str(args.script), flags=flags, dtype=dtype, fp8=args.fp8, seconds=seconds)
     document |= dict(torch=torch.__version__)
-    told = f"{args.script.name}, {dtype}{', FP8 head' if args.fp8 else ''}: {document['kernels']} kernels, {seconds} s"
+    told = f"{args.script.name}, {dtype}{', FP8' if args.fp8 else ''}: {document['kernels']} kernels, {seconds} s"
     print(f"{table(document)}\n\n{told}: they {'agree' if agrees else 'DISAGREE'}")
     try:
         if args.out:

@@ -22,7 +22,7 @@ STAGES |= dict(mtp_weights=(1.0, 0.5, 0.25))
 TWO_LAYERS = dict(attention_layout="LP", value_embed_layout="0.", skip_layout=".0", mudd_layers="0", gate_layer=1)
 ALL_KINDS = dict(attention_layout="LP-S", value_embed_layout="0..1", skip_layout="...0", mudd_layers="10", gate_layer=2)
 ALL_KINDS |= dict(source_layout="...1", xsa_layout="x...", gate_layout="x..x", dc_layout="...x", dc_keys=8)
-FP8 = dict(lm_head_fp8=True, dtype="bfloat16")
+FP8 = dict(lm_head_fp8=True, mlp_fp8=True, dtype="bfloat16")
 
 
 @pytest.fixture

@@ -191,7 +191,7 @@ ONE_LAYER = "--attention_layout=S --value_embed_layout= --skip_layout= --source_
 ONE_LAYER = f"{ONE_LAYER}--dc_layout= --gate_layer=0 --mudd_layers= --bigram_rows=0".split()
 FAULTS = {  # on the GPU's path alone
     "a window one token too wide": ("(q - kv <= window)", "(q - kv <= window + doc_ids.is_cuda)", []),
-    "an FP8 scale 5% off": ("(1 / scale, 1.0)", "((1.05 if a.is_cuda else 1) / scale, 1.0)", ["--fp8"]),
+    "an FP8 scale 5% off": ("one / scale, one,", "(1.05 if a.is_cuda else 1) * one / scale, one,", ["--fp8"]),
 }
 
 

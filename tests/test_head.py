@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from train_gpt import HeadLoss, next_targets
+import train_gpt
+from train_gpt import FP8Linear, HeadLoss, next_targets
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**13
@@ -110,12 +111,14 @@ def test_logits_never_exist_whole(with_grads: bool):
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
+def quantized(t: Tensor, scale: float | Tensor, kind: torch.dtype) -> Tensor:
+    """Return what FP8 makes of numbers, in float64."""
+    limit = torch.finfo(kind).max
+    return (t * scale).clamp(-limit, limit).to(kind).double() / scale
+
+
 def fp8_by_hand(x: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply quantized factors in float64; round the logits to x's precision."""
-
-    def quantized(t: Tensor, scale: float, kind: torch.dtype) -> Tensor:
-        limit = torch.finfo(kind).max
-        return (t * scale).clamp(-limit, limit).to(kind).double() / scale
 
     x_q, w_q = quantized(x, X_S, E4M3), quantized(w, W_S, E4M3)
     z = (x_q @ w_q.T).to(x.dtype).double().requires_grad_()
@@ -173,3 +176,33 @@ def test_the_model_takes_fp8_in_training_only(tiny, random_gpt):
     assert torch.equal(fp8.lm_head.grad, grad_w)
     with torch.no_grad():
         assert fp8(*batch) == plain(*batch)
+
+
+@needs_fp8
+def test_mlps_take_fp8_in_training_forward_only(tiny, monkeypatch):
+    """Products are exact but for quantization. Hidden units may be 1.8 times the largest of the step before."""
+    x, w, _ = inputs()
+    for x_max in K**0.5, torch.tensor(0.9):  # the second saturates
+        args, grad = (x, w.bfloat16()), torch.randn(T, V)
+        y, *grads = with_gradients(lambda x, w, x_max=x_max: FP8Linear.apply(x, w, x_max), *args, grad=grad)
+        plain, *want = with_gradients(F.linear, *args, grad=grad)
+        torch.testing.assert_close(grads, want)
+        expected = quantized(x, 448 / x_max, E4M3) @ quantized(args[1], 448 / args[1].abs().max().float(), E4M3).T
+        assert (y - expected).norm() <= 3e-3 * expected.norm() < 0.2 * (y - plain).norm()
+    cfg = dataclasses.replace(tiny, dtype="bfloat16", mlp_fp8=True, batch_tokens=2 * tiny.train_seq_len)
+    trainer, calls, multiply = train_gpt.Trainer(cfg, train_gpt.Ranks()), [], FP8Linear.apply
+    tokens = torch.randint(cfg.vocab_size, (2, cfg.train_seq_len + 1))
+    monkeypatch.setattr(
+        FP8Linear, "apply", lambda x, w, x_max: calls.append((x.amax(), x_max)) or multiply(x, w, x_max)
+    )
+    for step in range(2):
+        trainer.train_step(step, [(row[:-1].int(), row[1:]) for row in tokens])
+    largest, limits = torch.tensor([[float(n) for n in call] for call in calls[1::2]]).view(2, 2, -1, 2).unbind(-1)  # step, sequence, layer
+    assert (limits[0] == 1.8).all()
+    torch.testing.assert_close(limits[1], 1.8 * largest[0].amax(0).expand(2, -1))
+    trainer.warm_up()
+    for block, now in zip(trainer.gpt.blocks, largest[1].amax(0), strict=True):
+        assert block.mlp.hidden_max.tolist() == [now, 0]
+    calls.clear()
+    trainer.score(tokens[0, :-1].int(), tokens[0, 1:])
+    assert not calls, "not in validation"

@@ -286,7 +286,7 @@ def test_full_disk_ends_the_log_and_not_the_training(flags, tmp_path):
     more = ["--num_iterations", "6", "--checkpoint_every", "2", "--run_id"]
     whole = train_gpt.main([*flags, *more, "whole"])
     first_lines = len(Path(whole["log"]).read_text().partition("step:1/")[0])
-    for name, size in ("log", first_lines), ("checkpoints", 2 * first_lines):
+    for name, size in ("log", first_lines), ("checkpoints", first_lines * 6 // 5):
         run = Run([[*flags, *more, name]], tmp_path / name)
         resource.prlimit(run.processes[0].pid, resource.RLIMIT_FSIZE, (size, size))
         assert run.wait() == [0], run.text("err")

@@ -219,7 +219,7 @@ class Hyperparameters:
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         counts = {*map(len, (self.batch_factors, self.max_doc_len, self.lr_factors, self.window_tokens))}
         holds = len(counts) == 1 and min(counts) > (self.extension_steps > 0)
-        require("window_tokens", holds, "as many as the other values by stage, 2 or more with extension_steps")
+        require("window_tokens", holds, "as many as batch_factors, max_doc_len, lr_factors; over 1 with an extension")
         require("run_id", "/" not in self.run_id, "a name without folders; --log_dir names one")
         layers, letters = len(self.attention_layout), {*self.attention_layout}
         require("attention_layout", layers > 0 and letters <= {*"LSP-"}, "letters L, S, P and -")
