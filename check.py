@@ -259,8 +259,8 @@ def examine(argv: list[str], report: Report) -> int:
             report.problems.append(f"torch.compile needs {header}: apt install python3.{sys.version_info.minor}-dev")
     for gpu in sorted(gpus, key=lambda gpu: gpu.capability)[:1]:
         this = f"{gpu.name} (compute capability {'.'.join(map(str, gpu.capability))})"
-        head = f"{cfg.dtype}, head in {'FP8' if cfg.lm_head_fp8 else cfg.dtype}"
-        report.fact(f"hardware: {len(gpus)} x {this}: {head}", note=True)
+        fp8 = " and ".join(["head"] * cfg.lm_head_fp8 + ["MLPs"] * cfg.mlp_fp8) or "nothing"
+        report.fact(f"hardware: {len(gpus)} x {this}: {cfg.dtype}, {fp8} in FP8", note=True)
         if cfg.compile and cfg.dtype == "bfloat16" and gpu.capability < (8, 0):
             report.problems.append(f"{this}: torch.compile needs 8.0 or newer for bfloat16; --dtype float32")
     if is_root:

@@ -24,6 +24,7 @@ from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, ScanOps, T
 NARROW = dict(bf16=torch.bfloat16, fp8e4nv=torch.float8_e4m3fn, fp8e5=torch.float8_e5m2)  # by Triton's names
 LIBDEVICE = {name: getattr(np, name) for name in ("sqrt", "exp", "log", "log1p", "tanh", "sin", "cos")}
 LIBDEVICE["rsqrt"] = lambda x: 1 / np.sqrt(x)
+LIBDEVICE["erf"] = lambda x: torch.erf(torch.from_numpy(np.array(x))).numpy()
 
 
 # ---- Narrow numbers --------------------------------------------------------------------------------------------------

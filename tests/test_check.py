@@ -136,9 +136,9 @@ def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tm
 @pytest.mark.parametrize(
     ("gpus", "expected", "notes"),
     [
-        ([H100] * 8, "8", "8 x NVIDIA H100 80GB HBM3 (compute capability 9.0): bfloat16, head in FP8"),
-        ([RTX_4090] * 3, "2", "head in FP8"),
-        ([check.Gpu("A100", (8, 0), 80 * 10**9)], "1", "head in bfloat16"),
+        ([H100] * 8, "8", "8 x NVIDIA H100 80GB HBM3 (compute capability 9.0): bfloat16, head and MLPs in FP8"),
+        ([RTX_4090] * 3, "2", "head and MLPs in FP8"),
+        ([check.Gpu("A100", (8, 0), 80 * 10**9)], "1", "bfloat16, nothing in FP8"),
         ([FULL_4090], None, "17.7 are free: free some, or train otherwise, with --train_seq_len 8192"),
         ([H100, H100._replace(free=10**9)], None, "with a smaller model"),
     ],

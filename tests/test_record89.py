@@ -72,6 +72,6 @@ def test_prefixes_of_gpt2_are_the_public_ones():
     assert hashlib.sha256(table).hexdigest() == public
 
 
-@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_any_number_of_processes_runs_the_same(size: int, tmp_path: Path):
     RECORD.run_in_processes(__name__, tmp_path, size)
