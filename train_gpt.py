@@ -871,7 +871,11 @@ class Block(nn.Module):
 
 
 def first_factors(cfg: Hyperparameters) -> dict[str, dict[tuple[str, int], list[float]]]:
-    """Return for each net what it makes, by kind and layer: the first values of these factors."""
+    """Return for each net what it makes, by kind and layer: the first values of these factors.
+
+    attn, mlp: on the stream and on what is added. embeds: on x0 and bigrams. skip. For each head: xsa, gate, and u and
+    w of dc. values, stream, out: on the sources that the last layer's values, its stream and the head's input mix.
+    """
     H, last, lambdas = cfg.num_heads, len(cfg.attention_layout) - 1, [cfg.resid_lambda_init, 1.0]
     embeds, nets = [0.0, cfg.bigram_lambda_init], {}
     if cfg.mudd_layers:
@@ -1355,14 +1359,19 @@ class Trainer:
             (loss * self.cfg.grad_factor).backward()
             losses.append(loss.detach() / len(tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
+        wait = start_collective(dist.all_reduce, mean)
+        step_optimizers(self.optimizers, step)
+        wait()
+        if self.cfg.mlp_fp8:
+            self.share_hidden_max()
+        return mean
+
+    def share_hidden_max(self) -> None:
+        """Let all ranks go by the largest hidden units of this step, in any sequence."""
         buffers = [block.mlp.hidden_max for block in self.gpt.blocks]
         largest = torch.stack(buffers)[:, 1].contiguous()
-        waits = [start_collective(dist.all_reduce, mean), start_collective(dist.all_reduce, largest, dist.ReduceOp.MAX)]
-        step_optimizers(self.optimizers, step)
-        for wait in waits:
-            wait()
+        start_collective(dist.all_reduce, largest, dist.ReduceOp.MAX)()
         torch._foreach_copy_(buffers, [*F.pad(largest[:, None], (0, 1))])
-        return mean
 
     @torch.no_grad()
     def score(self, tokens: Tensor, targets: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ alone. The file is in the repository: this command shows where it comes from, an
 
 import hashlib
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ def longest_prefixes(tokens: list[bytes]) -> np.ndarray:
 
 
 def main() -> None:
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
     encoding = tiktoken.get_encoding("gpt2")
     tokens = [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)]
     table = np.append(longest_prefixes(tokens), np.uint16(NONE))

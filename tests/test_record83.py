@@ -86,6 +86,17 @@ def test_packing(tmp_path: Path):
     RECORD.compare_packing(tmp_path, cfg, dict(bigram_rows=15 * 50304, sign_rows=8192), [256, 512, 768])
 
 
+ROOT_11, B2 = 1.1**0.5, {"nets.out.b2": [0, -5, 0, 0, 0]}
+B2["nets.last.b2"] = [*[0] * 6, 20, 20, 10 * ROOT_11, 10, 0, 0.5, 10 * ROOT_11, 10]
+FIRST = B2 | dict(attn=[0.5, 1], skip_weights=-1.5, resid_lambdas=ROOT_11, post_lambdas=1)
+STD = dict(embed=0.005, lm_head=0.005, value_embeds=0.01, w1=(3 * 96) ** -0.5)
+STD |= dict.fromkeys(["qk_w", "v_w", "attn.c_proj", "c_fc"], 0.5 * 96**-0.5)
+
+
+def test_first_values(tmp_path: Path):
+    RECORD.check_first_values(RECORD.config(tmp_path, **SMALL), FIRST | dict(bigram_lambda=0.05), STD)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_any_number_of_processes_runs_the_same(size: int, tmp_path: Path):
     RECORD.run_in_processes(__name__, tmp_path, size)

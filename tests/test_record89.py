@@ -72,6 +72,12 @@ def test_prefixes_of_gpt2_are_the_public_ones():
     assert hashlib.sha256(table).hexdigest() == public
 
 
+def test_first_values(tmp_path: Path):
+    first = {"nets.early.b2": [*[0] * 12, *[2.5] * 6, *[0, 0.5] * 4], "gate_scale": 0.1} | test_record83.FIRST
+    first["nets.mid.b2"] = [*[0] * 12, *[2.5] * 6, *[0, 0.5] * 5, 5, *[10] * 6, *[0] * 6]
+    RECORD.check_first_values(RECORD.config(tmp_path, **SMALL), first, test_record83.STD)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_any_number_of_processes_runs_the_same(size: int, tmp_path: Path):
     RECORD.run_in_processes(__name__, tmp_path, size)

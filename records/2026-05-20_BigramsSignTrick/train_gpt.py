@@ -779,7 +779,11 @@ class Block(nn.Module):
 
 
 def first_factors(cfg: Hyperparameters) -> dict[str, dict[tuple[str, int], list[float]]]:
-    """Return for each net what it makes, by kind and layer: the first values of these factors."""
+    """Return for each net what it makes, by kind and layer: the first values of these factors.
+
+    attn, mlp: on the stream and on what is added. embeds: on x0 and bigrams. values, stream, out: on the sources that
+    the last layer's values, its stream and the head's input mix.
+    """
     last, lambdas = len(cfg.attention_layout) - 1, [cfg.resid_lambda_init, 1.0]
     embeds, nets = [0.0, cfg.bigram_lambda_init], {}
     if cfg.mudd_layers:
