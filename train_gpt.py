@@ -1619,7 +1619,7 @@ def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict[st
     if ranks.world_size not in divisors:
         raise UserError(f"{ranks.world_size} processes do not divide {cfg.batch_sequences} sequences: {divisors} do")
     plans = plan_data(cfg)
-    may_differ = ("run_id", "log_dir", "train_files", "val_files", "save_checkpoint", "checkpoint_every", "resume")
+    may_differ = "run_id log_dir train_files val_files prefix_file save_checkpoint checkpoint_every resume".split()
     fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
     # What all ranks have to agree on, and a checkpoint with them
     facts = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ}

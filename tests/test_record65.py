@@ -1,12 +1,10 @@
 """VeFused is equal in mathematics to public record 65: every number that we have of it, to 1e-8 or better."""
 
 import dataclasses
-import types
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from public_records import PublicRecord
 from test_record55 import place
@@ -62,35 +60,12 @@ def test_optimizers(first: int, tmp_path: Path):
 
 
 def test_states(tmp_path: Path):
-    """Compare losses, the stream between layers, and every gradient, from random parameters."""
-    trainer, outputs, row = RECORD.trainer(tmp_path, **SMALL), [], 0
-    for block in trainer.gpt.blocks:
-        block.register_forward_hook(lambda *result: outputs.append(result[2].detach().numpy()))
-    for case, (state, loss) in enumerate(RECORD.states(trainer, STATES, last_tied=1011)):
-        RECORD.expect("loss", loss.item(), case)
-        RECORD.expect("block_rms", [np.sqrt(np.square(x).mean()) for x in outputs], case)
-        RECORD.expect("block_sample", [x[[0, 384, 767], :8] for x in outputs], case, 1)
-        outputs.clear()
-        if not state.startswith("val"):
-            loss.backward()
-            RECORD.compare_gradients(trainer.gpt, row)
-            row += 1
+    RECORD.compare_states(RECORD.trainer(tmp_path, **SMALL), STATES, last_tied=1011)
 
 
 def test_packing(tmp_path: Path):
-    """Compare the batches of three steps of each stage, with the rows of their token pairs."""
     cfg = RECORD.config(tmp_path, **SMALL | dict(vocab_size=200, eot_token=199, bigram_rows=1280))
-    real, lengths = dataclasses.replace(cfg, bigram_rows=251520), [256] * 3 + [512] * 3 + [768] * 3
-    hashes = SCRIPT.GPT.bigram_hashes(types.SimpleNamespace(cfg=real), RECORD.tokens("hash/inputs").int())
-    assert np.array_equal(hashes, NUMBERS["hash/rows"])
-    plan = SCRIPT.plan_batches(f"{tmp_path}/pack_*.bin", lengths, 8, cfg, max_doc_len=64)
-    for step, batch in enumerate(SCRIPT.read_batches(plan, range(8), cfg, torch.device("cpu"))):
-        key = f"pack/stage{step // 3 + 1}"
-        for rank, (tokens, targets) in enumerate(batch):
-            hashes = SCRIPT.GPT.bigram_hashes(types.SimpleNamespace(cfg=cfg), tokens)
-            for name, found in dict(inputs=tokens, targets=targets, bigram=hashes).items():
-                assert np.array_equal(found, NUMBERS[f"{key}/{name}"][step % 3, rank]), f"{key} {name}"
-    assert step == 8
+    RECORD.compare_packing(tmp_path, cfg, dict(bigram_rows=251520), [256, 512, 768], cuts=64)
 
 
 @pytest.mark.parametrize("size", [1, 2, 8])
