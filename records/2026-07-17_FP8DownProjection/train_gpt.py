@@ -1368,7 +1368,7 @@ class Trainer:
 
     def share_hidden_max(self) -> None:
         """Let all ranks go by the largest hidden units of this step, in any sequence."""
-        buffers = [block.mlp.hidden_max for block in self.gpt.blocks]
+        buffers = [t for name, t in self.gpt.named_buffers() if "hidden_max" in name]
         largest = torch.stack(buffers)[:, 1].contiguous()
         start_collective(dist.all_reduce, largest, dist.ReduceOp.MAX)()
         torch._foreach_copy_(buffers, [*F.pad(largest[:, None], (0, 1))])
