@@ -151,7 +151,8 @@ def nano_shard() -> bytes:
 def is_packed(log: Log) -> bool:
     """Return whether documents or growing batches decide where a batch begins."""
     config = log.configuration or {}
-    return bool(config.get("max_doc_len") or config.get("stage_growth") not in (None, [1]))
+    factors = config.get("batch_factors", config.get("stage_growth"))  # as older scripts call them
+    return config.get("max_doc_len") not in (None, 0, [0]) or factors not in (None, [1])
 
 
 def training_tokens(log: Log) -> str | None:

@@ -176,9 +176,10 @@ def test_verify_passes_a_good_record_and_a_form_by_its_mean(tool, root):
         assert tool("verify")[1].startswith(told)
 
 
-def test_last_position_of_a_packed_run_is_bounded(tmp_path):
+@pytest.mark.parametrize("settings", ['"stage_growth": [1, 2]', '"batch_factors": [1, 2]', '"max_doc_len": [896]'])
+def test_last_position_of_a_packed_run_is_bounded(tmp_path, settings):
     """The 509 batches before it take at least 393,216 tokens each, so it begins in the third shard, at 146,944."""
-    text = log_text(**GPT2).replace('"preset"', '"stage_growth": [1, 2], "max_doc_len": 2048, "preset"')
+    text = log_text(**GPT2).replace('"preset"', f'{settings}, "preset"')
     for position, problems in ((146_944, 0), (10**8 - 1, 0), (146_943, 1), (10**8, 1)):
         (tmp_path / "log.txt").write_text(text.replace("position 393216", f"position {position}"))
         found = list(rules.data_problems(Log(tmp_path / "log.txt"), rules.TRACKS["gpt2"]))
