@@ -25,6 +25,7 @@ import train_gpt
 from train_gpt import GPT, Hyperparameters, UserError
 
 SMALL = 10_000_000  # parameters, below which a second thread costs more than it saves (nano, busy machine: 20 times)
+CHECKPOINT_HELP = "a file that --save_checkpoint wrote, or latest: of logs/"
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # for terminals
 
 
@@ -55,6 +56,14 @@ def load_model(path: Path, device: str) -> GPT:
     return gpt
 
 
+def find_model(name: str, device: str) -> tuple[Path, GPT]:
+    """Load the model of this name, or with `latest` the newest in logs/, to this device or with `auto` the best."""
+    path = Path(name)
+    if name == "latest":
+        path = max(Path("logs").glob("*.pt"), key=lambda path: path.lstat().st_mtime_ns, default=Path("logs/*.pt"))
+    return path, load_model(path, device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+
+
 def tokenizer(cfg: Hyperparameters) -> tuple[Callable[[str], list[int]], Callable[[int], bytes]]:
     """Return how text becomes tokens and a token bytes, known by vocab_size and eot_token."""
     if (cfg.vocab_size, cfg.eot_token) == (257, 256):
@@ -81,16 +90,25 @@ def choose(logits: Tensor, temperature: float, top_k: int, rng: torch.Generator)
     return int(tokens[torch.multinomial(p, 1, generator=rng)])
 
 
-@torch.inference_mode()
-def next_logits(gpt: GPT, tokens: Sequence[int]) -> Tensor:
-    """Return the logits (vocab_size,) of the token that follows `tokens`, with the windows of the last validation."""
+def features(gpt: GPT, tokens: Sequence[int]) -> Tensor:
+    """Return the head's input (T, K) for these tokens, with the windows of the last validation."""
     cfg, options = gpt.cfg, dict(dtype=torch.int32, device=gpt.lm_head.device)
     padding = [cfg.eot_token] * (-len(tokens) % cfg.mask_block)  # to whole blocks: no token sees what follows
     windows = torch.tensor(train_gpt.attention_windows(cfg.num_iterations, cfg), **options)
-    x = gpt.features(torch.tensor([*tokens, *padding], **options), windows)[len(tokens) - 1]
-    z = train_gpt.linear(x, gpt.lm_head)[: cfg.vocab_size]
+    return gpt.features(torch.tensor([*tokens, *padding], **options), windows)[: len(tokens)]
+
+
+def logits_of(gpt: GPT, x: Tensor) -> Tensor:
+    """Return the logits (..., vocab_size) of the tokens that follow, for the head's input x (..., K)."""
+    cfg, z = gpt.cfg, train_gpt.linear(x, gpt.lm_head)[..., : gpt.cfg.vocab_size]
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     return cfg.softcap_range * torch.sigmoid((z + cfg.softcap_shift) * 2 / cfg.lm_head_softcap)
+
+
+@torch.inference_mode()
+def next_logits(gpt: GPT, tokens: Sequence[int]) -> Tensor:
+    """Return the logits (vocab_size,) of the token that follows `tokens`."""
+    return logits_of(gpt, features(gpt, tokens)[-1])
 
 
 def generate(gpt: GPT, prompt: Sequence[int], num_tokens: int, chooser: Callable[[Tensor], int]) -> Iterator[int]:
@@ -120,7 +138,7 @@ def sample(argv: Sequence[str]) -> None:
     form = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, usage=argparse.SUPPRESS)
     parser = argparse.ArgumentParser(prog="sample.py", description=__doc__, **form)
     add = parser.add_argument
-    add("checkpoint", nargs="?", default="latest", help="a file that --save_checkpoint wrote, or latest: of logs/")
+    add("checkpoint", nargs="?", default="latest", help=CHECKPOINT_HELP)
     add("--prompt", metavar="TEXT", help="what to go on from [def for nano]")
     add("--tokens", type=int, metavar="N", default=300, help="the most tokens to add [%(default)s]")
     add("--temperature", type=float, metavar="X", default=0.8, help="0: the likeliest token always [%(default)s]")
@@ -131,10 +149,7 @@ def sample(argv: Sequence[str]) -> None:
     for name, high in dict(tokens=100_000, temperature=100, top_k=2**16, seed=2**63 - 1).items():
         if (value := getattr(args, name)) is not None and not 0 <= value <= high:
             raise UserError(f"--{name} {str(value)[:50]}: expected a number from 0 to {high}")
-    path = Path(args.checkpoint)
-    if args.checkpoint == "latest":
-        path = max(Path("logs").glob("*.pt"), key=lambda path: path.lstat().st_mtime_ns, default=Path("logs/*.pt"))
-    gpt = load_model(path, args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+    path, gpt = find_model(args.checkpoint, args.device)
     suited = "def " if gpt.cfg.train_files == train_gpt.PRESETS["nano"].train_files else "The "
     prompt = suited if args.prompt is None else args.prompt
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
@@ -157,16 +172,21 @@ def sample(argv: Sequence[str]) -> None:
     print(f"[{len(generated)} tokens{end}; {rate}, seed {seed}]", file=sys.stderr)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def run(program: str, action: Callable[[Sequence[str]], object], argv: Sequence[str]) -> int:
+    """Do what the flags say, and return the exit code; what can be mended, and Ctrl-C, get one line."""
     try:
         if sys.stdout is not None:
             sys.stdout.reconfigure(encoding="utf-8")
-        sample(sys.argv[1:] if argv is None else argv)
+        action(argv)
         return 0
     except (UserError, KeyboardInterrupt) as error:
         message = "".join(c if c.isprintable() else "?" for c in str(error)) or "interrupted"
-        print(f"sample.py: {message}", file=sys.stderr)
+        print(f"{program}: {message}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run("sample.py", sample, sys.argv[1:] if argv is None else argv)
 
 
 if __name__ == "__main__":

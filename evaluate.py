@@ -1,0 +1,183 @@
+"""Score a model that a run with --save_checkpoint wrote: on HellaSwag, on choices of your own, on any text.
+
+    python evaluate.py --hellaswag                             the newest model in logs/, 10,042 questions
+    python evaluate.py logs/RUN_ID.pt --choices FILE.jsonl     a question a line: ctx, endings, label (0: the first)
+    python evaluate.py logs/RUN_ID.pt --text FILE              bits per byte, which models of all tokens share
+
+An answer is the ending whose tokens have the lowest mean loss after the context and a space. The result, a JSON object,
+goes to stdout, all else to stderr. Exit codes: 0; 2 something has to be mended, one line says what; 130 interrupted.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+import sample
+from train_gpt import GPT, UserError, first_line
+
+HELLASWAG = dict(repo_id="Rowan/hellaswag", filename="data/validation-00000-of-00001.parquet", repo_type="dataset")
+HELLASWAG |= dict(revision="218ec52e09a7e7462a5400043bb9a69a41d06b76")
+LENGTH = 4096  # tokens that the model reads at a time, or val_seq_len: in plain PyTorch attention takes memory
+OVERLAP = 1024  # tokens of a long text that the model reads again, before those to be scored
+SLICE = 512  # tokens whose logits exist at a time
+# Smear, bigrams and key offset give a token something of the one before it, even of another document, and the first two
+# of a sequence have bigrams of their own. The fourth of four documents that are one token each is the same anywhere
+RUN_UP = 4  # end-of-text tokens before a document's others
+Document = tuple[list[int], int]  # tokens, and how many of them are only context
+
+
+def pack(documents: Sequence[Document], length: int) -> Iterator[Sequence[Document]]:
+    """Yield as many documents in turn as fit into a sequence of `length` tokens, with their run-ups."""
+    begin = used = 0
+    for end, (tokens, _) in enumerate(documents):
+        used += RUN_UP + len(tokens)
+        if used > length and end > begin:
+            yield documents[begin:end]
+            begin, used = end, RUN_UP + len(tokens)
+    yield documents[begin:]
+
+
+@torch.inference_mode()
+def score(gpt: GPT, documents: Sequence[Document], length: int, name: str) -> list[float]:
+    """Return the summed loss of each document's tokens, without those of its context, in nats."""
+    found: list[float] = []
+    options = dict(total=sum(RUN_UP + len(tokens) for tokens, _ in documents), unit="tok", unit_scale=True)
+    with tqdm(**options, desc=name, disable=None) as bar:
+        for packed in pack(documents, length):
+            read: list[int] = []
+            places: list[Tensor] = []  # of the tokens to score, for each document
+            for tokens, context in packed:
+                read += [gpt.cfg.eot_token] * RUN_UP + tokens
+                places.append(torch.arange(len(read) - len(tokens) + context, len(read)))
+            x, losses = sample.features(gpt, read), []
+            targets = torch.tensor(read, device=x.device)
+            for some in torch.cat(places).to(x.device).split(SLICE):
+                logits = sample.logits_of(gpt, x[some - 1]).double()
+                losses.append(F.cross_entropy(logits, targets[some], reduction="none").cpu())
+            found += [part.sum().item() for part in torch.cat(losses).split([len(place) for place in places])]
+            bar.update(len(read))
+            if not math.isfinite(sum(found)):
+                raise UserError("the model's losses are not finite: its training diverged")
+    return found
+
+
+def parse_question(question: object, where: str) -> tuple[str, list[str], int]:
+    """Return context, endings and the number of the right one."""
+    try:
+        ctx, endings, label = (question[name] for name in ("ctx", "endings", "label"))  # type: ignore[index]
+        endings, label = list(endings), int(label)
+        if isinstance(ctx, str) and {*map(type, endings)} == {str} and 0 <= label < len(endings) > 1:
+            return ctx, endings, label
+    except (KeyError, TypeError, ValueError):
+        pass
+    raise UserError(f"{where}: expected ctx, a text, endings, two or more texts, and label, the right one's number")
+
+
+def read_text(path: Path) -> str:
+    try:
+        if not path.is_file():  # reading a pipe or a device might never end
+            raise OSError(0, "no such file")
+        if text := path.read_bytes().decode():
+            return text
+        raise UserError(f"{path}: is empty")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: {getattr(error, 'strerror', 'is not text in UTF-8')}") from None
+
+
+def read_questions(path: Path) -> Iterator[tuple[str, list[str], int]]:
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if line.strip():
+            try:
+                question = json.loads(line)
+            except (ValueError, RecursionError):
+                question = None
+            yield parse_question(question, f"{path} line {number}")
+
+
+def hellaswag() -> Iterator[tuple[str, list[str], int]]:
+    """Fetch the questions of HellaSwag's validation set (arXiv:1905.07830). The hub has them as Parquet."""
+    try:
+        from huggingface_hub import hf_hub_download
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(f"{error}: pip install pyarrow huggingface_hub, or give --choices FILE.jsonl") from None
+    try:
+        path = hf_hub_download(**HELLASWAG)
+        questions = parquet.read_table(path, columns=["ctx", "endings", "label"]).to_pylist()
+    except Exception as error:  # a download fails in many ways
+        raise UserError(f"HellaSwag cannot be fetched: {first_line(error)}; or give --choices FILE.jsonl") from None
+    return (parse_question(question, f"HellaSwag {i}") for i, question in enumerate(questions))
+
+
+def answer(gpt: GPT, questions: Sequence[tuple[str, list[str], int]], length: int, name: str) -> dict:
+    """Return how many questions the model answers rightly."""
+    encode, _ = sample.tokenizer(gpt.cfg)
+    documents: list[Document] = []
+    for number, (ctx, endings, _) in enumerate(questions, start=1):
+        context = encode(ctx)
+        documents += [([*context, *encode(f" {ending}")], len(context)) for ending in endings]
+        if (longest := max(len(tokens) for tokens, _ in documents[-len(endings) :])) > length - RUN_UP:
+            raise UserError(
+                f"{name}: question {number} has {longest} tokens, the model reads {length - RUN_UP} at most"
+            )
+    losses = iter(score(gpt, documents, length, name))
+    sizes, right = iter(len(tokens) - context for tokens, context in documents), 0
+    for _, endings, label in questions:
+        means = [next(losses) / next(sizes) for _ in endings]
+        right += means.index(min(means)) == label
+    n, chance = len(questions), sum(1 / len(endings) for _, endings, _ in questions)
+    error = (right * (n - right) / n) ** 0.5 / n
+    return dict(questions=n, right=right, accuracy=right / n, standard_error=error, chance=chance / n)
+
+
+def compress(gpt: GPT, text: str, length: int, name: str) -> dict:
+    """Return the model's bits per byte of a text, which it reads in pieces that overlap."""
+    tokens = sample.tokenizer(gpt.cfg)[0](text)
+    overlap = min(OVERLAP, length // 4)
+    starts = range(0, len(tokens), step := length - RUN_UP - overlap)
+    documents = [(tokens[max(0, i - overlap) : i + step], min(i, overlap)) for i in starts]
+    nats = sum(score(gpt, documents, length, name))
+    size = len(text.encode())
+    return dict(bytes=size, tokens=len(tokens), bits_per_byte=nats / math.log(2) / size, loss=nats / len(tokens))
+
+
+def evaluate(argv: Sequence[str]) -> None:
+    form = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(prog="evaluate.py", description=__doc__, **form)
+    add = parser.add_argument
+    add("checkpoint", nargs="?", default="latest", help=sample.CHECKPOINT_HELP)
+    add("--hellaswag", action="store_true", help="fetch its validation questions; needs pyarrow")
+    add("--choices", type=Path, metavar="FILE", action="append", default=[], help="questions in JSON lines; repeatable")
+    add("--text", type=Path, metavar="FILE", action="append", default=[], help="any text in UTF-8; repeatable")
+    add("--limit", type=int, metavar="N", help="only the first N questions of each set")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[%(default)s]")
+    args = parser.parse_args(argv)
+    if args.limit is not None and args.limit < 1:
+        raise UserError(f"--limit {args.limit}: expected a number of at least 1")
+    if not (args.hellaswag or args.choices or args.text):
+        raise UserError("nothing to score: give --hellaswag, --choices FILE or --text FILE")
+    texts = {str(path): read_text(path) for path in args.text}
+    sets = {str(path): list(read_questions(path))[: args.limit] for path in args.choices}
+    if args.hellaswag:
+        sets["HellaSwag"] = list(hellaswag())[: args.limit]
+    if empty := [name for name, questions in sets.items() if not questions]:
+        raise UserError(f"{empty[0]}: has no questions")
+    path, gpt = sample.find_model(args.checkpoint, args.device)
+    length, start = min(LENGTH, gpt.cfg.val_seq_len), time.perf_counter()
+    found = dict(model=str(path), parameters=sum(p.numel() for p in gpt.parameters()), dtype=gpt.cfg.dtype)
+    found["choices"] = {name: answer(gpt, questions, length, name) for name, questions in sets.items()}
+    found["texts"] = {name: compress(gpt, text, length, name) for name, text in texts.items()}
+    print(json.dumps(found | dict(seconds=round(time.perf_counter() - start, 1)), indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(sample.run("evaluate.py", evaluate, sys.argv[1:]))
