@@ -75,6 +75,7 @@ def parse_question(question: object, where: str) -> tuple[str, list[str], int]:
     try:
         ctx, endings, label = (question[name] for name in ("ctx", "endings", "label"))  # type: ignore[index]
         endings, label = list(endings), int(label)
+        "".join((ctx, *endings)).encode()  # half a surrogate pair is no text
         if isinstance(ctx, str) and {*map(type, endings)} == {str} and 0 <= label < len(endings) > 1:
             return ctx, endings, label
     except (KeyError, TypeError, ValueError):
@@ -122,13 +123,12 @@ def answer(gpt: GPT, questions: Sequence[tuple[str, list[str], int]], length: in
     """Return how many questions the model answers rightly."""
     encode, _ = sample.tokenizer(gpt.cfg)
     documents: list[Document] = []
+    most = length - RUN_UP
     for number, (ctx, endings, _) in enumerate(questions, start=1):
         context = encode(ctx)
         documents += [([*context, *encode(f" {ending}")], len(context)) for ending in endings]
-        if (longest := max(len(tokens) for tokens, _ in documents[-len(endings) :])) > length - RUN_UP:
-            raise UserError(
-                f"{name}: question {number} has {longest} tokens, the model reads {length - RUN_UP} at most"
-            )
+        if (longest := max(len(tokens) for tokens, _ in documents[-len(endings) :])) > most:
+            raise UserError(f"{name}: question {number} has {longest} tokens, the model reads {most} at most")
     losses = iter(score(gpt, documents, length, name))
     sizes, right = iter(len(tokens) - context for tokens, context in documents), 0
     for _, endings, label in questions:

@@ -2,6 +2,7 @@
 
     python sample.py                                                 the newest model in logs/
     python sample.py logs/RUN_ID.pt --prompt "class " --seed 1       this one, and the same text every time
+    python sample.py logs/RUN_ID.pt --export FOLDER                  write it as safetensors and JSON: docs/weights.md
 
 The text goes to stdout, all else to stderr. Exit codes: 0; 2 something has to be mended, one line says what; 130
 interrupted. For each new token the model reads the whole text, as it does in training.
@@ -25,15 +26,38 @@ import train_gpt
 from train_gpt import GPT, Hyperparameters, UserError
 
 SMALL = 10_000_000  # parameters, below which a second thread costs more than it saves (nano, busy machine: 20 times)
-CHECKPOINT_HELP = "a file that --save_checkpoint wrote, or latest: of logs/"
+CHECKPOINT_HELP = "a file that --save_checkpoint wrote, an --export FOLDER, or latest: of logs/"
+EXPORTED = "model.safetensors", "config.json"
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # for terminals
+
+
+def read_model(path: Path) -> dict:
+    """Return configuration (JSON) and tensors of a file that --save_checkpoint wrote, or of an --export FOLDER."""
+    if not path.exists():
+        raise UserError(f"{path}: there is no such file; train a model with --save_checkpoint, or name its file")
+    if not path.is_dir():
+        return train_gpt.load(path, "configuration", "model")
+    try:
+        described = json.loads((path / EXPORTED[1]).read_text(encoding="utf-8"))
+        tensors = safetensors().load_file(path / EXPORTED[0])
+        return dict(configuration=json.dumps(described["configuration"]), model=tensors)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file fails in many ways
+        raise UserError(f"{path}: not what --export wrote: {train_gpt.first_line(error)}") from None
+
+
+def safetensors():
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise UserError("safetensors, the format of the weights, is missing: pip install safetensors") from None
+    return safetensors.torch
 
 
 def load_model(path: Path, device: str) -> GPT:
     """Load the model that --save_checkpoint wrote to `path`. Raise UserError if it is none, or another script's."""
-    if not path.exists():
-        raise UserError(f"{path}: there is no such file; train a model with --save_checkpoint, or name its file")
-    saved = train_gpt.load(path, "configuration", "model")
+    saved = read_model(path)
     try:
         configuration = json.loads(saved["configuration"])
         fields = {field.name for field in dataclasses.fields(Hyperparameters)}
@@ -54,6 +78,29 @@ def load_model(path: Path, device: str) -> GPT:
     if sum(p.numel() for p in gpt.parameters()) < SMALL:
         torch.set_num_threads(1)
     return gpt
+
+
+def export(gpt: GPT, path: Path, folder: Path) -> None:
+    """Write tensors and configuration of the model at `path` to a new folder, and read them back to the same logits."""
+    cfg, saved, save = gpt.cfg, read_model(path), safetensors().save
+    stage = train_gpt.stage_of(cfg.num_iterations, cfg)
+    frequencies, scale = train_gpt.rotary_frequencies(stage, cfg, gpt.rotary.cos.dtype)
+    inference = dict(attention_scale=scale, rotary_frequencies=frequencies.tolist())
+    inference["long_window"], inference["short_window"] = train_gpt.attention_windows(cfg.num_iterations, cfg)
+    described = dict(configuration=json.loads(saved["configuration"]), inference=inference)
+    try:
+        folder.mkdir(parents=True)
+        tensors = {name: tensor.clone() for name, tensor in saved["model"].items()}  # which share their storage
+        (folder / EXPORTED[0]).write_bytes(save(tensors, dict(format="pt")))
+        (folder / EXPORTED[1]).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
+    except FileExistsError:
+        raise UserError(f"--export {folder}: is there already, choose another folder") from None
+    except Exception as error:  # a full disk is an error of safetensors
+        raise UserError(f"--export {folder}: {train_gpt.first_line(error)}") from None
+    tokens = [i % cfg.vocab_size for i in range(min(300, cfg.val_seq_len))]
+    if not torch.equal(next_logits(gpt, tokens), next_logits(load_model(folder, gpt.lm_head.device.type), tokens)):
+        raise UserError(f"--export {folder}: read back, its logits are not those of {path}")
+    print(f"{folder}: {' and '.join(EXPORTED)}, read back to the logits of {path}", file=sys.stderr)
 
 
 def find_model(name: str, device: str) -> tuple[Path, GPT]:
@@ -144,12 +191,15 @@ def sample(argv: Sequence[str]) -> None:
     add("--temperature", type=float, metavar="X", default=0.8, help="0: the likeliest token always [%(default)s]")
     add("--top_k", type=int, metavar="K", default=50, help="only the K likeliest tokens; 0: all [%(default)s]")
     add("--seed", type=int, metavar="N", help="the same text again [a fresh one, printed at the end]")
+    add("--export", type=Path, metavar="FOLDER", help="write the model as safetensors and JSON instead")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[%(default)s]")
     args = parser.parse_args(argv)
     for name, high in dict(tokens=100_000, temperature=100, top_k=2**16, seed=2**63 - 1).items():
         if (value := getattr(args, name)) is not None and not 0 <= value <= high:
             raise UserError(f"--{name} {str(value)[:50]}: expected a number from 0 to {high}")
     path, gpt = find_model(args.checkpoint, args.device)
+    if args.export:
+        return export(gpt, path, args.export)
     suited = "def " if gpt.cfg.train_files == train_gpt.PRESETS["nano"].train_files else "The "
     prompt = suited if args.prompt is None else args.prompt
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed

@@ -4,8 +4,8 @@ import dataclasses
 import json
 import math
 import sys
-import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,10 +22,9 @@ QUESTIONS = [("ab", ["cd", "c"], 0), ("", ["b\n" * 20, "abc", "xyz"], 1), ("f" *
 
 @pytest.mark.parametrize("preset", ["nano", "gpt2"])
 def test_packed_documents_score_as_one_at_a_time(preset, tiny64, random_gpt, monkeypatch):
-    """Smear, bigrams and key offset cross documents, but not the tokens before one. A long text is cut."""
+    """Smear, bigrams and key offset cross documents. A long text is cut into pieces of 40 tokens, 10 of them again."""
     cfg = train_gpt.resolve(train_gpt.parse_args([*SMALL_GPT2, "--dtype=float64"])) if preset == "gpt2" else tiny64
     gpt = random_gpt(dataclasses.replace(cfg, window_tokens=(1000,) * len(cfg.window_tokens), final_window_tokens=1000))
-    gpt.rotary.set_stage(0, gpt.cfg)
     documents = [([*ctx.encode(), *end.encode()], len(ctx)) for ctx, ends, _ in QUESTIONS for end in ends]
 
     def alone(tokens: list[int], context: int) -> float:
@@ -46,82 +45,59 @@ def test_packed_documents_score_as_one_at_a_time(preset, tiny64, random_gpt, mon
         assert (evaluate.score(gpt, documents, 96, "") == expected) == (run_up == 4)
 
 
-@pytest.fixture
-def successors(monkeypatch) -> types.SimpleNamespace:
-    """A model by which each byte has the next higher one behind it with p = 1/2, else one of 512."""
-    rows = (
-        torch.full((513, 513), 0.5 / 512).log().scatter(1, torch.arange(1, 514).remainder(513)[:, None], math.log(0.5))
-    )
+def test_answers_and_bits_by_hand(monkeypatch):
+    """The byte after a byte costs 1 bit, any other 10, so does the space before an ending. The mean decides."""
+    successor = torch.arange(1, 514).remainder(513)[:, None]
+    rows = torch.full((513, 513), 0.5 / 512).log().scatter(1, successor, math.log(0.5))
     monkeypatch.setattr(sample, "features", lambda gpt, tokens: torch.tensor(tokens))
     monkeypatch.setattr(sample, "logits_of", lambda gpt, x: rows[x])
-    return types.SimpleNamespace(cfg=types.SimpleNamespace(eot_token=256, vocab_size=257))
-
-
-def test_answers_and_bits_by_hand(successors):
-    """A successor costs 1 bit, any other byte 10, a space before an ending, too. The mean decides, not the sum."""
-    assert evaluate.compress(successors, "abcd", 96, "")["bits_per_byte"] == pytest.approx((10 + 1 + 1 + 1) / 4)
-    questions = [
-        ("x", ["abcdef", "z"], 0),
-        ("x", ["ace", "abc"], 1),
-        ("x", ["ace", "abc"], 0),
-        ("\x1f", ["!", "!b"], 0),
-    ]
-    found = evaluate.answer(successors, questions, 96, "")
-    assert found == dict(
-        questions=4, right=3, accuracy=0.75, standard_error=pytest.approx(0.2165, abs=1e-4), chance=0.5
-    )
-
-
-def run(capsys, *argv: str) -> tuple[int, str, str]:
-    return sample.run("evaluate.py", evaluate.evaluate, argv), *capsys.readouterr()
-
-
-def test_program_scores_files_and_hellaswag(model, tmp_path, capsys, monkeypatch):  # noqa: F811
-    """From the flags to JSON; the hub has Parquet, with labels as text."""
-    lines = [dict(ctx=ctx, endings=endings, label=label) for ctx, endings, label in QUESTIONS]
-    (tmp_path / "q.jsonl").write_text("\n\n".join(map(json.dumps, lines)) + "\n")
-    (tmp_path / "t.txt").write_bytes("naïve\r\n".encode())
-    monkeypatch.chdir(tmp_path)
-    found = json.loads(run(capsys, "--choices", "q.jsonl", "--text", "t.txt")[1])
-    assert (found["choices"]["q.jsonl"]["questions"], found["texts"]["t.txt"]["bytes"]) == (3, 8)
-    table = types.SimpleNamespace(to_pylist=lambda: [line | dict(label=str(line["label"])) for line in lines])
-    parquet = types.SimpleNamespace(read_table=lambda path, columns: table)
-    monkeypatch.setitem(sys.modules, "pyarrow", types.SimpleNamespace(parquet=parquet))
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda **of: of["filename"])
-    hub = json.loads(run(capsys, "--hellaswag", "--limit", "2")[1])["choices"]["HellaSwag"]
-    assert hub["questions"] == 2
-    monkeypatch.setattr(parquet, "read_table", lambda path, columns: 1 / 0)
-    assert (
-        "evaluate.py: HellaSwag cannot be fetched: division by zero; or give --choices" in run(capsys, "--hellaswag")[2]
-    )
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install pyarrow" in run(capsys, "--hellaswag")[2]
+    gpt = SimpleNamespace(cfg=SimpleNamespace(eot_token=256, vocab_size=257))
+    assert evaluate.compress(gpt, "abcd", 96, "")["bits_per_byte"] == pytest.approx((10 + 1 + 1 + 1) / 4)
+    questions = [("x", ["abcdef", "z"], 0), ("x", ["ace", "abc"], 1), ("x", ["ace", "abc"], 0), ("@", ["!x", "!"], 1)]
+    found, error = evaluate.answer(gpt, questions, 96, ""), pytest.approx((0.75 * 0.25 / 4) ** 0.5)
+    assert found == dict(questions=4, right=3, accuracy=0.75, standard_error=error, chance=0.5)
 
 
 BAD = ["{", "[" * 20_000, "[1]", '{"ctx": 5}', '{"ctx": "", "endings": ["b"], "label": 0}']
 BAD += [f'{{"ctx": "a", "endings": ["b", "c"], "label": {label}}}' for label in ("2", "NaN", "-1", '"x"')]
+BAD += ['{"ctx": "\\ud800", "endings": ["b", "c"], "label": 0}']
 
 
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        ("", "nothing to score: give --hellaswag"),
-        ("--text nowhere", "nowhere: no such file"),
-        ("--text .", ".: no such file"),
-        ("--text empty", "empty: is empty"),
-        ("--choices blank", "blank: has no questions"),
-        ("--text logs/random.pt", "logs/random.pt: is not text in UTF-8"),
-        ("--choices long --limit 1", "long: question 1 has 5000 tokens, the model reads 4092 at most"),
-        ("--choices long --limit 0", "--limit 0: expected a number of at least 1"),
-        ("logs/nowhere.pt --choices long", "logs/nowhere.pt: there is no such file"),
-        *((f"--choices bad{i}", f"bad{i} line 2: expected ctx, a text, endings") for i in range(len(BAD))),
-    ],
-)
-def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeypatch, argv, message):  # noqa: F811
+def test_program_scores_files_and_hellaswag_or_says_what_is_wrong(model, capsys, monkeypatch):  # noqa: F811
+    """From the flags to JSON, or one line and code 2. The hub has Parquet, with labels as text."""
     monkeypatch.chdir(model.parent.parent)
-    for name, text in (dict(empty="", blank="\n \n") | {f"bad{i}": f"\n{text}" for i, text in enumerate(BAD)}).items():
-        Path(name).write_text(text)
-    Path("long").write_text(json.dumps(dict(ctx="a" * 4997, endings=["b", "bc"], label=0)))
-    code, out, err = run(capsys, *argv.split())
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert err.startswith(f"evaluate.py: {message}"), err
+    lines = [dict(ctx=ctx, endings=endings, label=str(label)) for ctx, endings, label in QUESTIONS]
+    files = {f"bad{i}": f"\n{text}" for i, text in enumerate(BAD)} | dict(empty="", blank="\n \n", text="naïve\r\n")
+    files["long"] = json.dumps(dict(ctx="a" * 4997, endings=["b", "bc"], label=0))
+    for name, text in (files | dict(good="\n\n".join(map(json.dumps, lines)))).items():
+        Path(name).write_bytes(text.encode())
+
+    def run(argv: str) -> tuple[int, str, str]:
+        return sample.run("evaluate.py", evaluate.evaluate, argv.split()), *capsys.readouterr()
+
+    found = json.loads(run("--choices good --text text")[1])
+    assert (found["choices"]["good"]["questions"], found["texts"]["text"]["bytes"]) == (3, 8)
+    table = SimpleNamespace(to_pylist=lambda: lines)
+    parquet = SimpleNamespace(read_table=lambda path, columns: table)
+    monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda **of: of["filename"])
+    assert json.loads(run("--hellaswag --limit 2")[1])["choices"]["HellaSwag"]["questions"] == 2
+    parquet.read_table = lambda path, columns: 1 / 0
+    wrong = {"--hellaswag": "HellaSwag cannot be fetched: division by zero; or give --choices"}
+    wrong |= {
+        "--text nowhere": "nowhere: no such file",
+        "--text .": ".: no such file",
+        "--text empty": "empty: is empty",
+    }
+    wrong |= {"": "nothing to score: give --hellaswag", "--text logs/random.pt": "logs/random.pt: is not text in UTF-8"}
+    wrong |= {"logs/no.pt --text text": "logs/no.pt: there is no such", "--choices blank": "blank: has no questions"}
+    wrong |= {
+        "--choices long": "long: question 1 has 5000 tokens, the model reads 4092",
+        "--choices x --limit 0": "--limit",
+    }
+    wrong |= {f"--choices bad{i}": f"bad{i} line 2: expected ctx, a text, endings" for i in range(len(BAD))}
+    for argv, message in wrong.items():
+        code, out, err = run(argv)
+        assert (code, out, err.count("\n"), err[: len(message) + 13]) == (2, "", 1, f"evaluate.py: {message}")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install pyarrow" in run("--hellaswag")[2]

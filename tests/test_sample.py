@@ -125,7 +125,8 @@ ODD = {
     ("argv", "message"),
     [
         *((name, f"{name}: there is no such file") for name in ("nowhere.pt", "latest")),
-        *((f, f"{f}: not a sound checkpoint: ") for f in ". LICENSE fifo.pt list.pt".split()),
+        *((f, f"{f}: not a sound checkpoint: ") for f in "LICENSE fifo.pt list.pt".split()),
+        (".", ".: not what --export wrote: [Errno 2] No such file"),
         ("older.pt", "only one of it and this train_gpt.py has head_dim, odd"),
         *((f"{name}.pt", "not a model of this train_gpt.py") for name in ODD if name not in ("older", "nan")),
         ("nan.pt", "logits are not finite"),
@@ -149,6 +150,30 @@ def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeyp
     assert (code, text.strip(), errors.count("\n")) == (2, "def" * is_late, 1 + is_late)
     assert message.replace("latest", "logs/*.pt") in errors.splitlines()[-1]
     assert len(errors) < 300
+
+
+@pytest.mark.parametrize("preset", ["nano", "gpt2"])
+def test_exported_weights_give_the_logits_by_the_lines_of_the_page(preset, tiny64, random_gpt, tmp_path, capsys):
+    """docs/weights.md has a whole loader. Windows, the extension's frequencies and three heads are not the first's."""
+    cfg = train_gpt.parse_args([*SMALL_GPT2, "--dtype=float64", "--attention_layout=PLS", "--final_window_tokens=40"])
+    cfg = tiny64 if preset == "nano" else train_gpt.resolve(cfg)
+    saved = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=random_gpt(cfg).state_dict())
+    torch.save(saved, tmp_path / "model.pt")
+    argv = [str(tmp_path / "model.pt"), "--export", str(tmp_path / "out")]
+    assert run(capsys, *argv)[:2] == (0, "")
+    lines = (ROOT / "docs" / "weights.md").read_text().partition("```python\n")[2].partition("```")[0]
+    exec(lines, page := {})  # noqa: S102
+    text = torch.randint(cfg.vocab_size, (90,), dtype=torch.int32)
+    text[[0, 40]] = cfg.eot_token
+    found = page["logits"](text, *page["load"](tmp_path / "out", torch.float64))
+    gpt = sample.load_model(tmp_path / "out", "cpu")
+    expected = torch.stack([sample.next_logits(gpt, text[:n].tolist()) for n in (3, 60, 90)])
+    torch.testing.assert_close(
+        found[[2, 59, 89]], expected, rtol=0, atol=1e-9, msg="let docs/weights.md follow train_gpt.py"
+    )
+    assert "is there already, choose another folder" in run(capsys, *argv)[2]
+    (tmp_path / "out" / "model.safetensors").write_bytes(b"x" * 99)
+    assert "out: not what --export wrote: " in run(capsys, str(tmp_path / "out"))[2]
 
 
 @pytest.mark.slow
