@@ -153,18 +153,44 @@ def command_race(args: argparse.Namespace) -> Outcome:
     arg("records", metavar="RECORD", nargs="*", help="records or logs (default: all ranked records)"),
     arg("--anchor", type=Path, metavar="FILE", help="JSON of a run that wrote no log, such as the CPU anchor's"),
     arg("--history", action="store_true", help="the history instead"),
+    arg("--follow", action="store_true", help="logs: draw anew whenever one has grown, until all runs are over"),
     arg("-o", "--output", type=Path, metavar="FILE.png", help="default: curves.png or history.png"),
 )
 def command_plot(args: argparse.Namespace) -> Outcome:
     if args.history and (args.records or args.anchor):
         raise ToolError("--history draws all records: give it alone, or leave it out")
+    if args.follow and (args.history or not args.records):
+        raise ToolError("--follow draws logs: name some, without --history")
     path = args.output or Path("history.png" if args.history else "curves.png")
+    anchor, found = plots.read_result(args.anchor) if args.anchor else None, {}
     if args.history:
         found = plots.plot_history(args.root, path)
+    elif args.follow:
+        for growing in logs.follow([*map(Path, args.records)]):
+            if all(log.curve for log in growing):
+                found = plots.plot_curves([plots.curve_of_logs([log]) for log in growing], anchor, path)
+                say(f"{path}: step {', '.join(str(max(log.curve)) for log in growing)}", sys.stderr)
+        if not found:
+            raise ToolError(f"{args.records[0]}: no validation yet, and its run is over; nothing to draw")
     else:
-        anchor = plots.read_result(args.anchor) if args.anchor else None
         found = plots.plot_curves(plots.curves_of(args.records, args.root), anchor, path)
     return dict(file=str(path)) | found, str(path), 0
+
+
+@command(
+    "Print a JSON line for each step line of a log, for dashboards; a resumed run repeats some steps.",
+    arg("log", type=Path, metavar="LOG"),
+    arg("--follow", action="store_true", help="go on as it grows, until the run is over"),
+)
+def command_jsonl(args: argparse.Namespace) -> Outcome:
+    told: list[logs.Line] = []
+    for [log] in logs.follow([args.log]) if args.follow else [[logs.Log(args.log, grows=True)]]:
+        same = log.written[: len(told)] == told  # if not, it is another run's
+        for line in log.written[same * len(told) :]:
+            losses = dict(train_loss=line.train_loss, val_loss=line.val_loss)
+            say(json.dumps(dict(step=line.step, **losses, train_time_ms=line.time)), sys.stdout)
+        told = log.written
+    return {}, "", 0
 
 
 @command(
@@ -188,7 +214,10 @@ def build_parser() -> ArgumentParser:
         command = commands.add_parser(name, allow_abbrev=False, **settings)
         for names, options in arguments:
             command.add_argument(*names, **options)
-        command.add_argument("--json", action="store_true", help="print a JSON document instead")
+        if name == "jsonl":
+            command.set_defaults(json=False)  # it prints nothing else
+        else:
+            command.add_argument("--json", action="store_true", help="print a JSON document instead")
         command.add_argument("--root", type=Path, default=RECORDS, help="folder of the records (default: %(default)s)")
         command.set_defaults(function=function)
     return parser

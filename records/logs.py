@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import statistics
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ RECORDS = Path(__file__).resolve().parent
 RECORD_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_[\w.-]+", re.ASCII)
 # Digits are bounded so that no garbage makes a number that int or float cannot hold
 STEP_LINE = re.compile(
-    r"step:(\d{1,9})/(\d{1,9})(?: train_loss:(?:\d{1,9}(?:\.\d{1,17})?|nan|inf))?"
+    r"step:(\d{1,9})/(\d{1,9})(?: train_loss:(?:(\d{1,9}(?:\.\d{1,17})?)|nan|inf))?"
     r"(?: val_loss:(\d{1,9}(?:\.\d{1,17})?))?"
     r" train_time:(\d{1,12}(?:\.\d{1,9})?)ms step_avg:(?:(\d{1,12}(?:\.\d{1,9})?)|nan|inf)ms\s*",
     re.ASCII,
@@ -45,14 +46,17 @@ class Line(NamedTuple):
     val_loss: float | None
     time: float
     average: float | None
+    train_loss: float | None
 
 
 class Log:
     """A log. What it does not state is None; train_shards are (name, tokens)."""
 
-    def __init__(self, path: Path):
-        """Raise ToolError where the file is no log, or holds a line that no run wrote."""
-        source, *rest = re.split(f"^{RULE}$\n?", read_text(path), flags=re.MULTILINE)
+    def __init__(self, path: Path, grows: bool = False):
+        """Raise ToolError where the file is no log, or holds a line that no run wrote. grows: it may lack its end."""
+        self.grows, text = grows, read_text(path)
+        text = text[: text.rfind("\n") + 1] if grows else text  # the last line may be half written
+        source, *rest = re.split(f"^{RULE}$\n?", text, flags=re.MULTILINE)
         if len(rest) < 2:
             raise ToolError(f"{path}: not a log, or cut short: a log has two lines of 100 '='; name the .txt of a run")
         self.path, self.name, self.source, self.text = path, path.name, source.rstrip("\n"), "\n".join(rest)
@@ -83,7 +87,7 @@ class Log:
         self.has_gpu = device == "cuda" if device in ("cpu", "cuda") else bool(gpus)
         self.hardware = None
         if self.has_gpu:
-            self.hardware = f"{processes or len(gpus) or 1}x {gpus[0] if gpus else 'GPU'}"
+            self.hardware = f"{processes or len(gpus) or 1}x {' or '.join(dict.fromkeys(gpus)) or 'GPU'}"
         elif processes:
             models = re.findall(r"^ *Model name: +(.+)", self.text, re.MULTILINE)  # of lscpu, for each kind of core
             self.hardware = f"{models[0].strip() if models else 'CPU'}, {processes} processes of {threads} threads"
@@ -100,15 +104,18 @@ class Log:
         for line in text.split("\n"):
             if line.startswith("step:"):
                 found = STEP_LINE.fullmatch(line)
+                if found is None and self.grows:  # cut off by a kill, before the run was resumed
+                    continue
                 if found is None:
                     raise ToolError(f"{self.path}: {shown(line)} is no step line: cut short or edited; run it again")
-                loss, average = (None if found[i] is None else float(found[i]) for i in (3, 5))
-                lines.append(Line(int(found[1]), int(found[2]), loss, float(found[4]), average))
-        if not lines:
+                train_loss, loss, average = (None if found[i] is None else float(found[i]) for i in (3, 4, 6))
+                lines.append(Line(int(found[1]), int(found[2]), loss, float(found[5]), average, train_loss))
+        if not (lines or self.grows):
             why = shown(self.ended) if self.ended else "the run never started, or was cut short"
             raise ToolError(f"{self.path}: no step lines ({why}); leave it out")
         if len({line.total for line in lines}) > 1:
             raise ToolError(f"{self.path}: its step lines count to different numbers of steps; run it again")
+        self.written = lines  # in the order of the file
         # A training loss is printed a few steps late, perhaps after the validation of a later step
         return sorted(lines, key=lambda line: (line.step, line.val_loss is not None))
 
@@ -168,6 +175,12 @@ class Log:
         return statistics.median_grouped(self.step_times, 1) if self.step_times else None
 
     @property
+    def is_over(self) -> bool:
+        """Return whether the run has ended, or stopped and not been resumed."""
+        ends = re.findall(r"^val_loss \d.* after|^stopped:|^interrupted:|resumed at step", self.text, re.MULTILINE)
+        return ends[-1:] not in ([], ["resumed at step"])
+
+    @property
     def incomplete(self) -> str | None:
         """Say why this is not the log of a whole run, or return None."""
         last, steps = self.lines[-1], [line.step for line in self.training]
@@ -181,6 +194,26 @@ class Log:
             wrong = next((i for i, step in enumerate(steps, start=1) if step != i), len(steps) + 1)
             return f"lacks a step line of 1 to {last.total}, or has it twice: first at step {wrong}; run it again"
         return None
+
+
+def follow(paths: Sequence[Path], seconds: float = 1.0) -> Iterator[list[Log]]:
+    """Yield the logs whenever one has changed, until all runs are over. Raise ToolError if one is no log, or gone."""
+    seen, failed = None, False
+    while True:
+        stats = [path.stat() if path.is_file() else None for path in paths]
+        now = [stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
+        if now != seen or failed:
+            try:
+                yield (logs := [Log(path, grows=True) for path in paths])
+                if all(log.is_over for log in logs):
+                    return
+                failed = False
+            except ToolError:
+                if failed:  # for longer than a run takes to write the head of its log
+                    raise
+                failed = True
+        seen = now
+        time.sleep(seconds)
 
 
 def read_text(path: Path) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from records.logs import Log, ToolError, find_record, is_ranked, lineage, read_json, record_logs
 from records.proof import public_history
 from records.publish import ranked
-from records.rules import TRACKS, track_of
+from records.rules import TRACKS, board_of, board_order
 
 # Lists over the steps at which all logs validate: mean time in s; mean, lowest and highest loss
 Curve = namedtuple("Curve", "name track steps seconds mean low high")
@@ -36,14 +36,18 @@ def read_result(path: Path) -> Curve:
     return curve_of(path.stem, "nano", [curve])
 
 
+def curve_of_logs(logs: Sequence[Log], name: str = "") -> Curve:
+    return curve_of(name or logs[0].path.stem, board_of(logs[0]), [log.curve for log in logs])
+
+
 def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
     """Read the curves of records and logs; without names, of all ranked records."""
     curves = []
     for name in names or map(str, filter(is_ranked, lineage(root))):
         path = Path(name)
-        logs = [Log(path)] if path.is_file() else record_logs(path := find_record(name, root))
-        label = path.stem if path.is_file() else path.name
-        curves.append(curve_of(label, track_of(logs[0]).name, [log.curve for log in logs]))
+        is_log = path.is_file()
+        logs = [Log(path)] if is_log else record_logs(path := find_record(name, root))
+        curves.append(curve_of_logs(logs, "" if is_log else path.name))
     return curves
 
 
@@ -51,7 +55,8 @@ def save(figure, path: Path, found: dict) -> None:
     """Write the picture; a PNG carries `found`, what it shows, in its metadata, so that a stale one can be told."""
     try:
         comment = dict(metadata={"Comment": json.dumps(found)}) if path.suffix == ".png" else {}
-        figure.savefig(path, dpi=110, **comment)
+        figure.savefig(part := path.with_name(f".{path.name}"), dpi=110, format=path.suffix[1:] or "png", **comment)
+        part.replace(path)  # a viewer never sees half a picture
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
         raise ToolError(f"{path}: {reason}; choose another -o FILE.png") from None
@@ -78,7 +83,7 @@ def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> di
     """Draw loss against train time, one panel for each track, the newest curve darkest and the anchor in grey."""
     from matplotlib import colormaps
 
-    tracks = [name for name in TRACKS if any(curve.track == name for curve in curves)]
+    tracks = sorted({curve.track for curve in curves}, key=board_order)
     figure, panels = new_figure(len(tracks), 8.4, 5.2)
     for panel, track in zip(panels, tracks, strict=True):
         mine = [curve for curve in curves if curve.track == track]
@@ -88,7 +93,7 @@ def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> di
         for curve, style in zip(mine, styles, strict=True):
             panel.plot(curve.seconds, curve.mean, marker="o", markersize=4, markevery=[-1], **style)
             panel.fill_between(curve.seconds, curve.low, curve.high, color=style["color"], alpha=0.15, linewidth=0)
-        target = TRACKS[track].target
+        target = TRACKS[track.split()[0]].target
         panel.axhline(target, color="0.2", linewidth=0.8, linestyle=":")
         # The first fifth of a run, which falls steeply, may leave the picture at the top
         points = [(curve.steps[-1], *point) for curve in mine for point in zip(curve.steps, curve.high, strict=True)]

@@ -20,7 +20,7 @@ from records.logs import (
 )
 from records.proof import describe, public_history
 from records.race import FILE, OLDER, older_logs, record_race
-from records.rules import TRACKS, track_of
+from records.rules import TRACKS, board_of, board_order, track_of
 
 BEGIN = "<!-- leaderboards: python -m records table -->"
 END = "<!-- end of leaderboards -->"
@@ -83,10 +83,10 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Pat
 
 def page_of(name: str, logs: Sequence[Log], before: Path | None) -> str:
     """Return a page that lacks only words."""
-    track = track_of(logs[0])
+    track, board = track_of(logs[0]), cell(board_of(logs[0]))
     sample = describe([log.val_loss for log in logs], track.target)
     times = [describe([log.train_time / divisor for log in logs]) for divisor in (1000, logs[0].num_steps)]
-    rows = dict(kind="idea", track=f"{track.name}: mean validation loss of at most {track.target}, p < 0.01")
+    rows = dict(kind="idea", track=f"{board}: mean validation loss of at most {track.target}, p < 0.01")
     rows["validation loss"] = f"{sample}{'' if sample.p is None else f', p={sample.p:.2g}'}"
     rows["seeds"] = ", ".join("not stated" if log.seed is None else str(log.seed) for log in logs)
     rows["steps"] = f"{logs[0].num_steps:,}"
@@ -134,35 +134,36 @@ def markdown(head: str, rows: Sequence[Sequence[str]]) -> str:
 
 
 def ranked(root: Path) -> Iterator[tuple[str, Path, list[Log], str, float | None]]:
-    """Yield each ranked record: track, folder, logs, its race's ratio, and its train time in times of the first's."""
-    newest: dict[str, tuple[str, float | None]] = {}  # of each track
+    """Yield each ranked record: leaderboard, folder, logs, its race's ratio, its train time in times of the first's."""
+    newest: dict[str, tuple[str, float | None]] = {}  # of each leaderboard
     for i, folder in enumerate(line := lineage(root)):
         if not is_ranked(folder):
             continue
         logs, ratio = record_logs(folder), ""
         require_one_experiment(logs)
-        track = track_of(logs[0]).name
-        before, product = newest.get(track, ("", 1.0))
+        board = board_of(logs[0])
+        before, product = newest.get(board, ("", 1.0))
         if i > 0:
             rival, found = record_race(folder, line[:i])
             ratio = "{ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"])
             ratio += f", against {rival}" * (rival != before)
             if before:
                 product = product * found["train_time"]["ratio"] if product and rival == before else None
-        newest[track] = folder.name, product
-        yield track, folder, logs, ratio, product
+        newest[board] = folder.name, product
+        yield board, folder, logs, ratio, product
 
 
 def leaderboards(root: Path) -> str:
-    """Return the tables of all tracks with records, and of the public history."""
-    tracks: dict[str, list[list[str]]] = {}
-    for track, folder, logs, ratio, product in ranked(root):
-        tracks.setdefault(track, []).append(row(folder, logs, ratio, product))
+    """Return the tables of all tracks and machines with records, and of the public history."""
+    boards: dict[str, list[list[str]]] = {}
+    for board, folder, logs, ratio, product in ranked(root):
+        boards.setdefault(board, []).append(row(folder, logs, ratio, product))
     head = "record|what|steps|val_loss, mean|p|train time (s)|times the one before (95%)|times the first"
     head += "|peak memory (MiB)|hardware"
     parts = []
-    for name in (name for name in TRACKS if name in tracks):
-        parts += [f"### {name}: at most {TRACKS[name].target}, measured here", markdown(head, tracks[name])]
+    for board in sorted(boards, key=board_order):
+        target = TRACKS[board.split()[0]].target
+        parts += [f"### {cell(board)}: at most {target}, measured here", markdown(head, boards[board])]
     public = public_history()
     source = f"[{public['credit']}]({public['url']})"
     parts.append(f"### Public history, {public['hardware']}: figures of {source}, not measured here")

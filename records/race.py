@@ -138,6 +138,8 @@ def obstacle(plan: dict, rivals: Sequence[tuple[str, str]]) -> str | None:
         return f"preset {shown(preset)} is no track: race with --preset nano or gpt2"
     if preset == "nano" and (nproc > 2 or machine not in (("cpu", "1"), ("cpu", "2"))):
         return "the nano track is for 2 threads of a CPU: race with --device cpu and one process"
+    if preset != "nano" and (nproc not in (1, 8) or (preset and given.get("--device") == "cpu")):
+        return "gpt2's tracks are 8xH100 and one GPU: race with --nproc_per_node 8 or 1, without --device cpu"
     if others := {flag.split("=")[0] for flag in flags if flag.startswith("--")} - SAME_TRAINING:
         return f"flags {', '.join(sorted(others))}: put settings into the script, race without"
     if rivals and not any(digest(source) in hashes for _, source in rivals):

@@ -52,6 +52,25 @@ def track_of(log: Log) -> Track:
     return TRACKS[log.track]
 
 
+def board_of(log: Log) -> str:
+    """Name the leaderboard of a log: its track and, as gpt2 has one for each kind of machine, the hardware."""
+    if track_of(log).name == "nano":
+        return "nano"
+    is_node = re.match(r"8x NVIDIA H100\b", log.hardware or "")
+    return "gpt2 on 8xH100" if is_node else f"gpt2 on {log.hardware or 'unknown hardware'}"
+
+
+def board_order(board: str) -> tuple[bool, bool, str]:
+    return board != "nano", board != "gpt2 on 8xH100", board
+
+
+def hardware_problem(log: Log) -> str | None:
+    """Say that no track is for the hardware of a log of gpt2, or return None."""
+    if log.track != "gpt2" or re.match(r"gpt2 on (8xH100$|1x NVIDIA (?!.* or NVIDIA))", board := board_of(log)):
+        return None
+    return f"ran {board.removeprefix('gpt2 ')}; gpt2's tracks are 8xH100, and one GPU that the log names: run it there"
+
+
 def compiler_flags(source: str) -> Iterator[str]:
     """Yield what a script does to the compiler beyond torch.compile(..., fullgraph=, dynamic=).
 
@@ -218,6 +237,7 @@ def data_problems(log: Log, track: Track) -> Iterator[str]:
 def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
     if script and log.source != script:
         yield "the script in the log is not the folder's train_gpt.py; put there the one that ran, or run it again"
+    yield from filter(None, [hardware_problem(log)])
     yield from data_problems(log, track)
     yield from contradictions(log)
     yield from clock_problems(log)
@@ -341,4 +361,6 @@ def check_together(verdict: Verdict, logs: list[Log], is_form: bool) -> None:
     note = "" if track.val_sha256 else "; all on the same validation tokens, whose hash this tool does not know"
     if any(log.training_tokens and training_tokens(log) is None for log in logs):
         note += "; training tokens not checked" + ": first run python data/pack_nano.py" * (track.name == "nano")
-    verdict.summary = f"{sample} {p} ({track.name}, {logs[0].num_steps} steps{note})"
+    if len(boards := {board_of(log) for log in logs}) > 1:
+        verdict.failures.append(f"its logs are of {' and '.join(sorted(boards))}: run all on one kind of machine")
+    verdict.summary = f"{sample} {p} ({board_of(logs[0])}, {logs[0].num_steps} steps{note})"

@@ -44,11 +44,14 @@ def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step
     pattern, first_shard, shard_tokens = SHARDS[preset]
     starts = range(0, shard_tokens - batch_tokens, batch_tokens)
     shards = [pattern.format(first_shard + i) for i in range((steps - 1) // len(starts) + 1)]
-    config = dict(preset=preset, batch_tokens=batch_tokens, num_iterations=steps, seed=seed, device="cpu")
+    gpus = more.get("gpus", ["NVIDIA H100 80GB HBM3"] * 8 if preset == "gpt2" else [])
+    device = "cuda" if gpus else "cpu"
+    config = dict(preset=preset, batch_tokens=batch_tokens, num_iterations=steps, seed=seed, device=device)
     config["val_loss_every"] = every = more.get("every", 5)
     size = f"{2 * shard_tokens + 1024} bytes"
     lines = [source, RULE, "Running Python 3.11.7 (main, May  9 2026) [GCC 12.2.0]"]
-    lines += ["Running PyTorch 2.13.0+cpu, numpy 2.4.6", "1 processes, 2 threads each, 2 cores"]
+    lines += ["Running PyTorch 2.13.0+cpu, numpy 2.4.6", f"{len(gpus) or 1} processes, 2 threads each, 2 cores"]
+    lines += [f"|   {i}  {gpu:<30} On  |   00000000:2D:00.0 Off |    0 |" for i, gpu in enumerate(gpus)]
     lines += ["$ lscpu", f"  Model name:   {more.get('cpu', 'Some Processor')}"]
     lines += [f"train shard: {shard}, {size}" for shard in shards] + [f"val shard: nano_val_000000.bin, {size}"]
     flags = more.get("flags") or f"--seed {seed} --log_dir x --run_id race-{seed}-{more.get('side', 'a')}".split()

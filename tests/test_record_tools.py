@@ -103,6 +103,10 @@ FAULTS = {
         lambda t: [log_text(seed=i, val_loss=3.27 + i / 1000, val_sha256="ab"[i == 3] * 64, **GPT2) for i in range(4)],
         r"run3\.txt: unlike run0\.txt in validation tokens;",
     ),
+    "hardware": (
+        lambda t: [log_text(seed=i, val_loss=3.27, **GPT2, gpus=["NVIDIA A100-SXM4-80GB"] * i) for i in (1, 2)],
+        r"run1\.txt: ran on 2x NVIDIA A100-SXM4-80GB; gpt2's tracks are 8xH100, and one GPU",
+    ),
     "one run": (lambda t: t[:1], r"n too small: one log, the test needs at least 2"),
     "no logs": (lambda t: [], "has no logs"),
     "two seeds": (edit("seed: 0, log", "seed: 0, log\nseed: 9, log"), r"run0\.txt: states both '0' and '9'"),
@@ -129,7 +133,7 @@ def test_verify_names_the_fault(tool, root, fault):
     assert change(good()) != good()
     write_record(root, NAME, change(good()))
     code, out, _ = tool("verify", "good")
-    assert (code, out.count("\n")) == (1, 1 + (fault in ("a GPU", "validation hash", "its threads"))), out
+    assert (code, out.count("\n")) == (1, 1 + (fault in ("a GPU", "validation hash", "its threads", "hardware"))), out
     assert re.match(f"FAIL {NAME}: (?:{message})", out), out
 
 
@@ -386,10 +390,14 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
     assert tool("race", fast, slow, *fresh, "--", "--preset", "nano")[2] == ""
 
 
-def test_the_commands_of_submit_lead_to_a_record(tool, root, tmp_path, scripts, monkeypatch):
+@pytest.mark.parametrize("track", ["nano", "gpt2 on 1x NVIDIA GeForce RTX 4090"])
+def test_the_commands_of_submit_lead_to_a_record(tool, root, tmp_path, scripts, monkeypatch, track):
     """Run them in order, from a copy of the root's script, which is the newest record's, to what verify accepts."""
     monkeypatch.chdir(tmp_path)
     fast, slow, _ = (path.read_text() for path in scripts)
+    if track != "nano":
+        on_gpu = "log_text(preset='gpt2', batch_tokens=393216, gpus=['NVIDIA GeForce RTX 4090'], s"
+        fast, slow = (text.replace("loss = 1.4", "loss = 3.2").replace("log_text(s", on_gpu) for text in (fast, slow))
     write_record(root, NAME, good(source=slow.rstrip("\n")), slow)
     Path("train_gpt.py").write_text(slow)
     page = (ROOT / "docs" / "submit.md").read_text().partition("## 5.")[0]
@@ -403,11 +411,15 @@ def test_the_commands_of_submit_lead_to_a_record(tool, root, tmp_path, scripts, 
                 left = [line for line in tool("verify", "MyIdea")[1].splitlines() if "<say" not in line]
                 readme.write_text(re.sub("<say.*>", "said", readme.read_text()))
                 assert tool("verify", "MyIdea")[:1] == (0,)
-            case [_, _, _, name, *words] if "--nproc_per_node" not in words:  # of which gpt2 has more
+            case [_, _, _, "race", *words] if "--nproc_per_node" in words or ("nano" in words) != (track == "nano"):
+                pass  # of another track
+            case [_, _, _, name, *words]:
                 paths = [path for word in words for path in (sorted(tmp_path.glob(word)) if "*" in word else [word])]
                 code, _, said = tool(name, *paths)
                 assert (code, "no record can" in said) == (0, False), (command, said)
-    assert (left, Path("my.py").exists(), "ok " in tool("verify")[1]) == ([], True, True)
+    assert (left, Path("my.py").exists(), f"({track}, 20 steps" in tool("verify")[1]) == ([], True, True)
+    (root / "README.md").write_text(EMPTY_TABLES)
+    assert (tool("table")[0], f"### {track}: at most " in (root / "README.md").read_text()) == (0, True)
 
 
 NEWER, NEXT = SOURCE + "# newer\n", "2026-01-01_Next"  # the older by name
@@ -591,6 +603,43 @@ def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeyp
     assert main(argv) == 0
     shipped, new = (json.loads(Image.open(path).text["Comment"]) for path in (ROOT / picture, tmp_path / "new.png"))
     assert shipped == new, "draw it anew"
+
+
+def test_a_growing_log_is_followed_to_its_end(tool, tmp_path, monkeypatch):
+    """As JSON lines and as a picture: half a line, a resumed run, another run's log; a log that goes, and no log."""
+    path, text, other = tmp_path / "log.txt", log_text(), log_text(seed=2)
+    head, half, more = (text[: text.index(part) + 20] for part in ("=\nseed: 1", "step:7/20", "step:9/20"))
+    resumed = f"{half}resumed at step 5, log: x\n{text[text.index('step:6/20') :]}"
+    stopped = f"{half}\nstopped: interrupted\n"
+    for states, shown, code in (
+        ([head, half, more, text], [text], 0),
+        ([text.replace("2.5010", "nan")], [text], 0),
+        ([half, stopped + "resumed at step 5, log: x\n", resumed], [resumed], 0),
+        ([stopped], [stopped], 0),
+        ([half, "import", half, other], [half, other], 0),
+        ([half, None, None], [half], 2),
+        (["\0\ufffd" * 999] * 2, [], 2),
+    ):
+        for command in ("jsonl", path, "--follow"), ("plot", path, "--follow", "-o", tmp_path / "x.png"):
+            script = iter(states)
+
+            def change(_=0, script=script):
+                state = next(script)
+                path.write_text(state) if state else path.unlink()
+
+            change()
+            monkeypatch.setattr("records.logs.time.sleep", change)
+            found, out, err = tool(*command)
+            assert (found, "python -m records: " in err, [*script]) == (code, code > 0, []), err
+            steps = [int(step) for text in shown for step in re.findall(r"^step:(\d+)/20 .*ms$", text, re.MULTILINE)]
+            assert command[0] == "plot" or [json.loads(line)["step"] for line in out.splitlines()] == steps
+    path.write_text(text.replace("2.5010", "nan", 1))
+    first = dict(step=0, train_loss=None, val_loss=2.43, train_time_ms=0.0)
+    lines = [first, dict(step=1, train_loss=None, val_loss=None, train_time_ms=40.0)]
+    assert [json.loads(line) for line in tool("jsonl", path)[1].splitlines()[:2]] == lines
+    path.write_text(head + "\nstopped: x\n")
+    assert "log.txt: no validation yet" in tool("plot", path, "--follow")[2]
+    assert "--follow draws logs: name some" in tool("plot", "--follow")[2]
 
 
 FAILURES = {  # what rank 1 does and what is told; rank 0 waits for it, and loses it
