@@ -86,6 +86,8 @@ def export(gpt: GPT, path: Path, folder: Path) -> None:
     stage = train_gpt.stage_of(cfg.num_iterations, cfg)
     frequencies, scale = train_gpt.rotary_frequencies(stage, cfg, gpt.rotary.cos.dtype)
     inference = dict(attention_scale=scale, rotary_frequencies=frequencies.tolist())
+    nets = train_gpt.first_factors(cfg).items()
+    inference["nets"] = {net: [[*place, len(first)] for place, first in made.items()] for net, made in nets}
     inference["long_window"], inference["short_window"] = train_gpt.attention_windows(cfg.num_iterations, cfg)
     described = dict(configuration=json.loads(saved["configuration"]), inference=inference)
     try:

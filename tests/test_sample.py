@@ -155,7 +155,7 @@ def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeyp
 @pytest.mark.parametrize("preset", ["nano", "gpt2"])
 def test_exported_weights_give_the_logits_by_the_lines_of_the_page(preset, tiny64, random_gpt, tmp_path, capsys):
     """docs/weights.md has a whole loader. Windows, the extension's frequencies and three heads are not the first's."""
-    cfg = train_gpt.parse_args([*SMALL_GPT2, "--dtype=float64", "--attention_layout=PLS", "--final_window_tokens=40"])
+    cfg = train_gpt.parse_args([*SMALL_GPT2, "--dtype=float64", "--final_window_tokens=40"])
     cfg = tiny64 if preset == "nano" else train_gpt.resolve(cfg)
     saved = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=random_gpt(cfg).state_dict())
     torch.save(saved, tmp_path / "model.pt")
