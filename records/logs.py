@@ -54,12 +54,11 @@ class Log:
 
     def __init__(self, path: Path, grows: bool = False):
         """Raise ToolError where the file is no log, or holds a line that no run wrote. grows: it may lack its end."""
-        self.grows, text = grows, read_text(path)
-        text = text[: text.rfind("\n") + 1] if grows else text  # the last line may be half written
-        source, *rest = re.split(f"^{RULE}$\n?", text, flags=re.MULTILINE)
+        source, *rest = re.split(f"^{RULE}$\n?", read_text(path), flags=re.MULTILINE)
         if len(rest) < 2:
             raise ToolError(f"{path}: not a log, or cut short: a log has two lines of 100 '='; name the .txt of a run")
         self.path, self.name, self.source, self.text = path, path.name, source.rstrip("\n"), "\n".join(rest)
+        self.grows = grows
         ended = re.search(r"^(?:stopped:|interrupted:|resumed).*", self.text, re.MULTILINE)
         self.ended = ended and ended[0].strip()  # says that this is not one whole run
         self.lines = self.read_lines("\n".join(rest[1:]))
@@ -104,7 +103,7 @@ class Log:
         for line in text.split("\n"):
             if line.startswith("step:"):
                 found = STEP_LINE.fullmatch(line)
-                if found is None and self.grows:  # cut off by a kill, before the run was resumed
+                if found is None and self.grows:  # half written, or cut off by a kill before the run was resumed
                     continue
                 if found is None:
                     raise ToolError(f"{self.path}: {shown(line)} is no step line: cut short or edited; run it again")
