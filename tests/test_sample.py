@@ -153,7 +153,9 @@ def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeyp
 
 
 @pytest.mark.parametrize("preset", ["nano", "gpt2"])
-def test_exported_weights_give_the_logits_by_the_lines_of_the_page(preset, tiny64, random_gpt, tmp_path, capsys):
+def test_exported_weights_give_the_logits_by_the_lines_of_the_page(
+    preset, tiny64, random_gpt, tmp_path, capsys, monkeypatch
+):
     """docs/weights.md has a whole loader. Windows, the extension's frequencies and three heads are not the first's."""
     cfg = train_gpt.parse_args([*SMALL_GPT2, "--dtype=float64", "--final_window_tokens=40"])
     cfg = tiny64 if preset == "nano" else train_gpt.resolve(cfg)
@@ -174,6 +176,8 @@ def test_exported_weights_give_the_logits_by_the_lines_of_the_page(preset, tiny6
     assert "is there already, choose another folder" in run(capsys, *argv)[2]
     (tmp_path / "out" / "model.safetensors").write_bytes(b"x" * 99)
     assert "out: not what --export wrote: " in run(capsys, str(tmp_path / "out"))[2]
+    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
+    assert "is missing: pip install safetensors" in run(capsys, *argv[:2], str(tmp_path / "other"))[2]
 
 
 @pytest.mark.slow
