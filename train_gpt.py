@@ -608,7 +608,8 @@ class MLP(nn.Module):
         if not fp8:
             return linear(x, self.c_proj)
         before, now = self.hidden_max.clamp(min=1e-12)
-        self.hidden_max[1] = torch.maximum(now, x.detach().amax())
+        # By rows first: the compiler then finds it where it computes x, and does not read x once more
+        self.hidden_max[1] = torch.maximum(now, x.detach().amax(1).amax())
         # Room to grow since the step before: to find the largest of x first would take another pass
         return FP8Linear.apply(x, self.c_proj.type_as(x), 1.8 * before)
 
@@ -638,11 +639,14 @@ class Rotary(nn.Module):
         """Return q and k (T, H, D) from both (T, 2 H, D), rotated to position t, in pairs 2 t + h % 2 for head h."""
         # Odd and even heads, as in the record, though `attend` pairs h and h + H / 2: the middle pair of 3 is reversed
         T, _, D = qk.shape
-        cos, sin = (t[: T * heads_per_pair].view(T, 1, heads_per_pair, 1, D // 4) for t in (self.cos, self.sin))
-        pairs, still = qk.view(T, -1, heads_per_pair, 4, D // 4).chunk(2, dim=-2)
-        x1, x2 = pairs.unbind(-2)
-        rotated = pairs * cos + torch.stack([x2, -x1], dim=-2) * sin  # the fp32 tables promote bf16
-        q, k = torch.cat([rotated, still], dim=-2).view_as(qk).chunk(2, dim=1)
+        cos, sin = (t[: T * heads_per_pair].view(T, 1, heads_per_pair, D // 4) for t in (self.cos, self.sin))
+
+        def rotate(x: Tensor) -> Tensor:
+            x1, x2, *still = x.view(T, -1, heads_per_pair, 4, D // 4).unbind(-2)
+            # The fp32 tables promote bf16
+            return torch.stack([x1 * cos + x2 * sin, x2 * cos - x1 * sin, *still], dim=-2).view_as(x)
+
+        q, k = map(rotate, qk.chunk(2, dim=1))  # apart, or the compiled graph stores in fp32 what both are cut from
         return (q * self.scale).type_as(qk), k.type_as(qk)
 
 
@@ -738,15 +742,15 @@ def mix_heads(q, k, v, doc_ids: Tensor, factors: Tensor, keys: int, block: int) 
     """
     H, D = q.shape[1:]
     u, w = factors.transpose(0, 1).chunk(2, dim=1)
-    q, k, v, u, w = (t.reshape(-1, block, H, t.size(-1)).transpose(1, 2) for t in (q, k, v, u, w))
-    ids = (doc_ids + 1).view(-1, 1, block, 1)  # 0: none, before the first block
+    q, k, u = (t.reshape(-1, block, H, t.size(-1)).transpose(1, 2) for t in (q, k, u))
+    ids, v = (doc_ids + 1).view(-1, 1, block, 1), v.reshape(-1, 1, block, H * D)  # 0: none, before the first block
     k, v, key_ids = (torch.cat([F.pad(t[:-1], (0, 0) * 3 + (1, 0)), t], dim=2) for t in (k, v, ids))  # two blocks
     distance = torch.arange(block, device=q.device)[:, None] - torch.arange(-block, block, device=q.device)
     visible = (distance >= 0) & (distance < keys) & (ids == key_ids.mT)
     maps = torch.softmax((q @ k.mT).masked_fill(~visible, -torch.inf), dim=-1)
     wide = u.to(torch.promote_types(u.dtype, torch.float32))
     u = (wide * (wide.square().mean(1, keepdim=True) + 1e-6).rsqrt()).type_as(u)
-    return (w * ((u * maps).sum(1, keepdim=True) @ v)).transpose(1, 2).reshape(-1, H, D)
+    return w * ((u * maps).sum(1, keepdim=True) @ v).view(-1, H, D)
 
 
 class CausalSelfAttention(nn.Module):

@@ -566,11 +566,14 @@ class Rotary(nn.Module):
         """Return q and k (T, H, D) from both (T, 2 H, D), rotated to position t, in pairs 2 t + h % 2 for head h."""
         # Odd and even heads, as in the record, though `attend` pairs h and h + H / 2: the middle pair of 3 is reversed
         T, _, D = qk.shape
-        cos, sin = (t[: T * heads_per_pair].view(T, 1, heads_per_pair, 1, D // 4) for t in (self.cos, self.sin))
-        pairs, still = qk.view(T, -1, heads_per_pair, 4, D // 4).chunk(2, dim=-2)
-        x1, x2 = pairs.unbind(-2)
-        rotated = pairs * cos + torch.stack([x2, -x1], dim=-2) * sin  # the fp32 tables promote bf16
-        q, k = torch.cat([rotated, still], dim=-2).view_as(qk).chunk(2, dim=1)
+        cos, sin = (t[: T * heads_per_pair].view(T, 1, heads_per_pair, D // 4) for t in (self.cos, self.sin))
+
+        def rotate(x: Tensor) -> Tensor:
+            x1, x2, *still = x.view(T, -1, heads_per_pair, 4, D // 4).unbind(-2)
+            # The fp32 tables promote bf16
+            return torch.stack([x1 * cos + x2 * sin, x2 * cos - x1 * sin, *still], dim=-2).view_as(x)
+
+        q, k = map(rotate, qk.chunk(2, dim=1))  # apart, or the compiled graph stores in fp32 what both are cut from
         return (q * self.scale).type_as(qk), k.type_as(qk)
 
 
