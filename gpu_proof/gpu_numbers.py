@@ -30,7 +30,7 @@ CHILD = "from gpu_proof import pretend_gpu; pretend_gpu.install(90); "
 CHILD += "import sys; from gpu_proof import gpu_numbers; gpu_numbers.child(*sys.argv[1:])"
 # Five blocks of tokens. The third document fills blocks 1 to 3, so that blocks are seen whole and in part, and both
 # windows cut off both kinds. The last slice of the head is shorter than the others
-SEQ_LEN, DOCUMENTS, WINDOWS, WEIGHTS = 640, (0, 50, 100, 560), (440, 190), (1.0, 0.5, 0.2)
+SEQ_LEN, DOCUMENTS, WINDOWS, WEIGHTS = 640, (0, 50, 100, 560), (440, 190), (1.0, 0.5, 0.2, 0.3)
 MODEL = dict(attention_layout="LSPL", value_embed_layout="0.1.", skip_layout="...0", model_dim=128, max_doc_len=2048)
 MODEL |= dict(source_layout="...1", xsa_layout=".x..", gate_layout="...x", dc_layout="...x", dc_keys=100, gate_layer=2)
 MODEL |= dict(mudd_layers="10", sign_rows=31, prefix_file="")
@@ -72,9 +72,11 @@ def child(script: str, dtype: str, fp8: str, *flags: str) -> None:
     real = {name: t.detach() for name, t in [*eager.named_parameters(), *eager.named_buffers()]}
     tokens, narrow = torch.randint(cfg.eot_token, (SEQ_LEN + 1,)), getattr(torch, dtype)
     tokens[list(DOCUMENTS)] = cfg.eot_token
-    weights = torch.tensor(WEIGHTS), torch.ones(1)
-    columns = getattr(train_gpt, "next_targets", lambda targets, num: targets)
-    inputs = tokens[:-1].int(), columns(tokens[1:], len(WEIGHTS)), torch.tensor(WINDOWS, dtype=torch.int32), *weights
+    weights, columns = (torch.tensor(WEIGHTS), torch.ones(1)), lambda targets: targets
+    if hasattr(train_gpt, "read_prefixes"):  # the last weight is theirs; a fifth of the tokens have none
+        prefixes = torch.randint(-cfg.vocab_size // 4, cfg.vocab_size, (cfg.vocab_size,)).clamp(min=-1)
+        columns = partial(train_gpt.next_targets, num=len(WEIGHTS) - 1, prefixes=prefixes)
+    inputs = tokens[:-1].int(), columns(tokens[1:]), torch.tensor(WINDOWS, dtype=torch.int32), *weights
 
     def compiled(function: Callable) -> Callable:
         return torch.compile(function, fullgraph=True, dynamic=False)
