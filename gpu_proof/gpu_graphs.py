@@ -47,7 +47,7 @@ SAMPLE = 2**15  # indices of a launch to look at
 # What scripts up to record HeadStart call otherwise
 OLD_NAMES = dict(mtp_weights="next_weights", grad_buffer="grads", param_buffer="values", batch_factors="stage_growth")
 OLD_NAMES |= dict(softcap_range="lm_head_range", softcap_shift="lm_head_shift", mask_block="block_size")
-OLD_NAMES |= dict(fp8_scales=("fp8_x_scale", "fp8_w_scale", "fp8_grad_scale"))
+OLD_NAMES |= dict(zeropower_via_newtonschulz5="zeropower", fp8_scales=("fp8_x_scale", "fp8_w_scale", "fp8_grad_scale"))
 WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_")  # do not read what they overwrite
 NO_WORK = ("empty", "detach", "set_", "resize_")
 
@@ -324,7 +324,8 @@ def run_steps(script, cfg, recorder: Recorder) -> dict[int, dict]:
         with recorder.during("setup"), pretend_gpu.building():
             if trainer is None:
                 trainer = script.Trainer(cfg, ranks)
-            else:  # its graphs are the same for all
+            else:  # its graphs are the same for all; Newton-Schulz has other shapes, over 8 in all
+                torch._dynamo.reset_code(named(script, "zeropower_via_newtonschulz5").__code__)
                 trainer.gpt.zero_grad(set_to_none=True)
                 trainer.ranks, trainer.optimizers = ranks, []
                 gc.collect()
