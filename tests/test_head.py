@@ -192,7 +192,7 @@ def test_mlps_take_fp8_in_training_forward_only(tiny, monkeypatch):
     cfg = dataclasses.replace(tiny, dtype="bfloat16", mlp_fp8=True, batch_tokens=2 * tiny.train_seq_len)
     trainer, calls, multiply = train_gpt.Trainer(cfg, train_gpt.Ranks()), [], FP8Linear.apply
     tokens = torch.randint(cfg.vocab_size, (2, cfg.train_seq_len + 1))
-    record = lambda x, w, x_max: calls.append([float(x.amax()), float(x_max)]) or multiply(x, w, x_max)  # noqa: E731
+    record = lambda x, w, x_max: calls.append([float(x.detach().amax()), float(x_max)]) or multiply(x, w, x_max)  # noqa: E731
     monkeypatch.setattr(FP8Linear, "apply", record)
     for step in range(2):
         trainer.train_step(step, [(row[:-1].int(), row[1:]) for row in tokens])

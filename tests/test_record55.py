@@ -86,7 +86,7 @@ def test_states(tmp_path: Path):
             np.testing.assert_allclose(found, want, rtol=0, atol=1e-8 * want[0])
 
 
-@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("size", [8])
 def test_any_number_of_processes_runs_the_same(size: int, tmp_path: Path):
     RECORD.run_in_processes(__name__, tmp_path, size)
 

@@ -68,7 +68,7 @@ def test_packing(tmp_path: Path):
     RECORD.compare_packing(tmp_path, cfg, dict(bigram_rows=251520), [256, 512, 768], cuts=64)
 
 
-@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("size", [8])
 def test_any_number_of_processes_runs_the_same(size: int, tmp_path: Path):
     RECORD.run_in_processes(__name__, tmp_path, size)
 

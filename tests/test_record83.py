@@ -97,6 +97,6 @@ def test_first_values(tmp_path: Path):
     RECORD.check_first_values(RECORD.config(tmp_path, **SMALL), FIRST | dict(bigram_lambda=0.05), STD)
 
 
-@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("size", [8])
 def test_any_number_of_processes_runs_the_same(size: int, tmp_path: Path):
     RECORD.run_in_processes(__name__, tmp_path, size)
