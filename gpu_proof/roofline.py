@@ -53,7 +53,7 @@ GPUS = {
     "rtx4090": Gpu(89, 165e12, 330e12, 82.6e12, 1.01e12, 10e9, attention=0.6, attention_backward=0.5),
 }
 DOCUMENT = 690  # tokens of a document on average: FineWeb's sample of 10.2 billion in 14.9 million documents
-PUBLIC = "Calibrated: times 1.16. Public record 65 on 8 H100: 34.2, 61.2, 87.6, 87.9 ms by stage, 96.08 s in all"
+PUBLIC = "Calibrated: times 1.16. Public record 89 on 8 H100: 73.8 s; record 85, by stage: 32.4, 58.1, 84.0, 84.4 ms"
 
 
 def seconds(call: dict, gpu: Gpu) -> float:
