@@ -137,9 +137,9 @@ def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tm
     ("gpus", "expected", "notes"),
     [
         ([H100] * 8, "8", "8 x NVIDIA H100 80GB HBM3 (compute capability 9.0): bfloat16, head and MLPs in FP8"),
-        ([RTX_4090] * 3, "2", "head and MLPs in FP8"),
+        ([H100] * 3, "2", "head and MLPs in FP8"),
         ([check.Gpu("A100", (8, 0), 80 * 10**9)], "1", "bfloat16, nothing in FP8"),
-        ([FULL_4090], None, "17.7 are free: free some, or train otherwise, with --train_seq_len 8192"),
+        ([FULL_4090], None, "17.7 are free: free some, or train otherwise, with --train_seq_len 4096"),
         ([H100, H100._replace(free=10**9)], None, "with a smaller model"),
     ],
 )
@@ -152,7 +152,7 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
     assert (code, out) == ((0, [expected]) if expected else (2, []))
     assert notes in "\n".join(errors)
     if gpus == [FULL_4090]:  # what is named helps
-        assert outcome(*GPT2, "--train_seq_len", "8192", small=False)[0] == 0
+        assert outcome(*GPT2, "--train_seq_len", "4096", small=False)[0] == 0
 
 
 def test_processes_and_blocks_have_to_suit_the_gpus(machine, outcome, monkeypatch):
