@@ -23,7 +23,7 @@ from world_worker import ROOT
 
 H100 = check.Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 10**9)
 RTX_4090 = check.Gpu("NVIDIA GeForce RTX 4090", (8, 9), 25 * 10**9)
-FULL_4090 = RTX_4090._replace(free=19 * 10**9)
+FULL_4090 = RTX_4090._replace(free=205 * 10**8)
 BF16 = dataclasses.replace(train_gpt.PRESETS["gpt2"], dtype="bfloat16")
 
 
@@ -139,7 +139,7 @@ def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tm
         ([H100] * 8, "8", "8 x NVIDIA H100 80GB HBM3 (compute capability 9.0): bfloat16, head and MLPs in FP8"),
         ([H100] * 3, "2", "head and MLPs in FP8"),
         ([check.Gpu("A100", (8, 0), 80 * 10**9)], "1", "bfloat16, nothing in FP8"),
-        ([FULL_4090], None, "17.7 are free: free some, or train otherwise, with --train_seq_len 4096"),
+        ([FULL_4090], None, "19.1 are free: free some, or train otherwise, with --train_seq_len 8192"),
         ([H100, H100._replace(free=10**9)], None, "with a smaller model"),
     ],
 )
@@ -152,7 +152,7 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
     assert (code, out) == ((0, [expected]) if expected else (2, []))
     assert notes in "\n".join(errors)
     if gpus == [FULL_4090]:  # what is named helps
-        assert outcome(*GPT2, "--train_seq_len", "4096", small=False)[0] == 0
+        assert outcome(*GPT2, "--train_seq_len", "8192", small=False)[0] == 0
 
 
 def test_processes_and_blocks_have_to_suit_the_gpus(machine, outcome, monkeypatch):
