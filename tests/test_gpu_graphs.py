@@ -174,6 +174,7 @@ def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path, caps
     assert parts["RUN, processes: 8"]["ms"] == pytest.approx(run)
 
 
+@pytest.mark.proof
 def test_longest_step_and_validation_of_gpt2_lower_and_take_what_the_check_says(capsys: pytest.CaptureFixture[str]):
     """At full size, for one process and one sequence; of its kernels compile those that spill."""
     flags = "--batch_factors 3 3 3 3 --mtp_weights 1 --prefix_file= --batch_tokens 16384 --val_tokens 262144".split()

@@ -177,6 +177,7 @@ def test_the_interpreter():
 
 
 # ---- The command -----------------------------------------------------------------------------------------------------
+@pytest.mark.proof
 @pytest.mark.parametrize("flags", [[], ["--fp8"]], ids=["float32", "bfloat16 with FP8 head"])
 def test_generated_kernels_agree_with_the_cpu_path(flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture):
     assert gpu_numbers.main([*flags, "--out", str(tmp_path / "numbers.json")]) == 0
