@@ -153,7 +153,7 @@ def losses(m: types.ModuleType, cfg, values: dict[str, Tensor]) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", BEFORE)
-@pytest.mark.parametrize(("older", "newer"), pairwise(LINE))
+@pytest.mark.parametrize(("older", "newer"), [*pairwise(LINE)])
 def test_without_its_ideas_a_record_is_the_one_before(older: str, newer: str, preset: str, tmp_path: Path):
     """These are ideas of gpt2: nano has none of them."""
     rng, idea = np.random.default_rng(0), newer[11:]
