@@ -63,7 +63,7 @@ def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
             time.sleep(random.SystemRandom().random() if moment == "at any time" else 0)
         codes = run.wait(0 if expected is None else 60, kill_others=True)
         found = step_of(log.with_suffix(".checkpoint"))
-        assert expected is None or (codes[0] == -signal.SIGKILL and found == expected), moment
+        assert expected is None or (codes[0] == -signal.SIGKILL and found == expected), (moment, run.text("err"))
         resumed.append((moment, log, found, start(f"resumed{i}", f"killed{i}", "--resume", "latest")))
     assert whole.wait() == [0] * size, whole.text("err")
     for moment, log, found, run in resumed:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import pytest
 
 import train_gpt
 from conftest import TINY_FLAGS
-from world_worker import ENVIRONMENT, ROOT, free_port
+from world_worker import ENVIRONMENT, ROOT
 
 SHORT = [*TINY_FLAGS, "--dtype=float64", "--num_iterations=48", "--val_loss_every=0", "--seed=1"]
 # Start the command once per node, in NODES/0 and NODES/1. Kill the last one when a file matches LOSE
@@ -60,8 +61,7 @@ def sbatch(tmp_path):
 def test_batch_script_goes_on_after_a_node_is_lost(sbatch, script_flags, tmp_path):
     """The same job starts again from the checkpoint on the first node's own disk, and ends as one process does."""
     first, second = (tmp_path / "nodes" / node / "logs" for node in "01")
-    port = next(port for port in iter(free_port, None) if 20_000 <= port < 30_000)  # the script's are these
-    given = dict(NPROC="1", SLURM_JOB_ID=str(port - 20_000))
+    given = dict(NPROC="1", SLURM_JOB_ID=str(random.SystemRandom().randrange(10_000)))  # the port is 20,000 above it
     flags = [*SHORT, *script_flags, "--checkpoint_every", "4"]
     assert sbatch(*flags, **given, LOSE=f"{first}/*.checkpoint").returncode != 0
     run = first / f"slurm-{given['SLURM_JOB_ID']}"

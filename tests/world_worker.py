@@ -1,18 +1,16 @@
 """Run train_gpt.py in processes forked from one that has imported torch, which saves seconds for each."""
 
-import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
-import random
 import runpy
 import signal
-import socket
 import sys
 import time
 from pathlib import Path
 
 import torch
+import torch.distributed
 
 ROOT = Path(__file__).resolve().parent.parent
 os.environ.pop("PYTHONUNBUFFERED", None)  # buffers are part of what is tested
@@ -20,14 +18,6 @@ os.environ.pop("PYTHONUNBUFFERED", None)  # buffers are part of what is tested
 ENVIRONMENT = {name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD_SIZE" not in name}
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["torch._dynamo", "torch.nn.attention.flex_attention", "torch.distributed", "tqdm"])
-
-
-def free_port() -> int:
-    """Return a port below those that the system hands out by itself: nothing takes it before it is used."""
-    while True:
-        with socket.socket() as s, contextlib.suppress(OSError):
-            s.bind(("127.0.0.1", port := random.SystemRandom().randrange(12_000, 32_000)))
-            return port
 
 
 class Run:
@@ -38,7 +28,10 @@ class Run:
 
     def __init__(self, ranks, out="", console="", nodes=False, kill=None, target=None, scripts=()):
         size, self.out, self.processes = len(ranks), out, []
-        shared = dict(WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
+        # Serve the store that the ranks meet at, as torchrun does: a port looked for and let go can be taken
+        self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = dict(WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=self.store.port)
+        shared |= dict(TORCHELASTIC_USE_AGENT_STORE=True)
         for rank, flags in enumerate(ranks):
             local = dict(RANK=rank, LOCAL_RANK=0 if nodes else rank, LOCAL_WORLD_SIZE=1 if nodes else size)
             variables = {name: str(value) for name, value in (shared | local).items() if size > 1}
