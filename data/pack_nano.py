@@ -25,11 +25,12 @@ from shards import ArgumentParser, path_argument, shard_header, write_shard
 DEFAULT_OUT = Path(__file__).parent / "nano"
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
 MIN_DOCUMENT_BYTES = 256
+MAX_DOCUMENT_BYTES = 2048
 VAL_DIVISOR = 20  # a file is validation if the first byte of SHA-1(path) is divisible by this
 TRACK_TORCH = "2.13.0"
 TRACK_SHA256 = {
-    "train": "5292b62244336e34eaa8412a6d99c7635b7826b5b35d873cdab0e32b30e98e13",
-    "val": "7ae01962c367985c81f9b24274edb9d25135bc712ed11165c07c8ef96716d8ba",
+    "train": "c468b0dbbe20b2eb747b07e8c3667cf914c15c64686145fc1bf28cc8d3614497",
+    "val": "1d93c563f7bdc2254d348b95a472178782ace4b2344bc11b31fc6ce035444802",
 }
 
 
@@ -43,9 +44,10 @@ def corpus_files(torch_folder: Path) -> list[str]:
 
 
 def split_documents(text: bytes) -> list[bytes]:
-    """Cut a file at its double newlines and join consecutive pieces into documents of at least 256 bytes.
+    """Cut a file at its double newlines and join consecutive pieces into documents of 256 to 2,048 bytes.
 
-    Each piece keeps a double newline at its end. The last document may be shorter, and is dropped if it is blank.
+    Each piece keeps a double newline at its end. A longer document is cut; its last part is dropped if it is shorter
+    than 256 bytes. The last document of the file may be shorter, too, and is dropped if it is blank.
     """
     documents, current = [], b""
     for piece in text.split(b"\n\n"):
@@ -55,7 +57,13 @@ def split_documents(text: bytes) -> list[bytes]:
             current = b""
     if current.strip():
         documents.append(current)
-    return documents
+    return [part for document in documents for part in cut_document(document)]
+
+
+def cut_document(document: bytes) -> list[bytes]:
+    """Cut a document into parts of 2,048 bytes: one long list would fill many training steps in a row."""
+    parts = [document[i : i + MAX_DOCUMENT_BYTES] for i in range(0, len(document), MAX_DOCUMENT_BYTES)]
+    return parts[:-1] if len(parts) > 1 and len(parts[-1]) < MIN_DOCUMENT_BYTES else parts
 
 
 def shuffle_documents(train: Iterable[bytes], val: Iterable[bytes]) -> dict[str, list[bytes]]:

@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # both first, or w
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # would be taken
 
 import train_gpt
-from pack_nano import MIN_DOCUMENT_BYTES, shuffle_documents, to_tokens
+from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, shuffle_documents, to_tokens
 from shards import ArgumentParser, ShardWriter, lock_folder, path_argument
 from train_gpt import Hyperparameters, UserError
 
@@ -57,7 +57,7 @@ MANY_FILES = 20  # are split by file, fewer by document: a file is then too much
 MIN_STEPS = 40  # the least that have one in each stage of gpt2 and in its extension
 Tokenizer = namedtuple("Tokenizer", "preset min_bytes max_bytes file_end")  # sizes of documents; what ends a file
 TOKENIZERS = {
-    "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, 2048, b"\n\n"),
+    "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, b"\n\n"),
     "gpt2": Tokenizer("gpt2", 2**13, 2**14, b""),
 }
 

@@ -7,7 +7,7 @@ from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
 
-from records.logs import Log, ToolError, find_record, is_ranked, lineage, read_json, record_logs
+from records.logs import Log, ToolError, find_record, is_ranked, lineage, log_paths, read_json, record_logs
 from records.proof import public_history
 from records.publish import ranked
 from records.rules import TRACKS, board_of, board_order
@@ -41,13 +41,20 @@ def curve_of_logs(logs: Sequence[Log], name: str = "") -> Curve:
 
 
 def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
-    """Read the curves of records and logs; without names, of all ranked records."""
+    """Read the curves of records and logs; without names, of all ranked records.
+
+    Where a record has logs in a folder `curve`, they give its losses, on the clock of its race.
+    """
     curves = []
     for name in names or map(str, filter(is_ranked, lineage(root))):
         path = Path(name)
         is_log = path.is_file()
         logs = [Log(path)] if is_log else record_logs(path := find_record(name, root))
-        curves.append(curve_of_logs(logs, "" if is_log else path.name))
+        curve = curve_of_logs(logs, "" if is_log else path.name)
+        if more := [Log(log) for log in log_paths(path / "curve")]:  # runs that validated often, at other times
+            scale, curve = curve.seconds[-1], curve_of_logs(more, path.name)
+            curve = curve._replace(seconds=[x * scale / curve.seconds[-1] for x in curve.seconds])
+        curves.append(curve)
     return curves
 
 

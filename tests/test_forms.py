@@ -122,14 +122,15 @@ def test_tables_part_where_the_public_ones_do():
         assert [train_gpt.is_tied(step, cfg) for step in (0, last, last + 1)] == [True, True, False]
 
 
-LATE, SIGNS, GATES, PREFIXES = "LateAttention", "BigramsSignTrick", "GateNets", "FP8DownProjection"
+LATE, SIGNS, GATES = "LateAttention", "BigramsSignTrick", "GateNets"
+PREFIXES, FLOATS = "FP8DownProjection", "Float32Steps"
 # Settings that turn an idea off in gpt2, and those of both records where it has no switch
 WITHOUT = {LATE: dict(source_layout="", two_lambdas=False, heads_per_matrix=6, max_doc_len=(40,) * 4)}
 WITHOUT[LATE] |= dict(resid_adam=[0.04, 0.0, 0.65, 0.95])
 WITHOUT |= {SIGNS: dict(mudd_layers="", xsa_layout="", sign_rows=0, bigram_dim=0)}
-WITHOUT |= {GATES: dict(gate_layer=0, gate_layout="", dc_layout=""), PREFIXES: dict(prefix_file="")}
+WITHOUT |= {GATES: dict(gate_layer=0, gate_layout="", dc_layout=""), PREFIXES: dict(prefix_file=""), FLOATS: {}}
 BOTH = {LATE: dict(value_gate_inputs=0, scalar_adam=[0.04, 0.0, 0.65, 0.95], x0_adam=[0.04, 0.0, 0.65, 0.95])}
-BOTH |= {SIGNS: dict(backout_layer=-1, mtp_weights=(1.0,), bigram_rows=0), PREFIXES: {}}
+BOTH |= {SIGNS: dict(backout_layer=-1, mtp_weights=(1.0,), bigram_rows=0), PREFIXES: {}, FLOATS: {}}
 BOTH |= {GATES: dict(head_gate_inputs=0, skip_gate_inputs=0, xsa_layout="", bigram_rows=0)}
 LINE = [name for name in NAMES if name[11:] in (FORM[11:], *WITHOUT)]
 
@@ -155,7 +156,7 @@ def losses(m: types.ModuleType, cfg, values: dict[str, Tensor]) -> list[float]:
 @pytest.mark.parametrize("preset", BEFORE)
 @pytest.mark.parametrize(("older", "newer"), [*pairwise(LINE)])
 def test_without_its_ideas_a_record_is_the_one_before(older: str, newer: str, preset: str, tmp_path: Path):
-    """These are ideas of gpt2: nano has none of them."""
+    """These are ideas of gpt2, or change no mathematics: nano has none of them."""
     rng, idea = np.random.default_rng(0), newer[11:]
     for name, count in dict(train=60_000, val=9_000).items():
         write_shard(tmp_path / f"{name}.bin", np.where(rng.random(count) < 0.02, 256, rng.integers(256, size=count)))

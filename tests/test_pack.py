@@ -126,8 +126,8 @@ def test_nano_is_the_corpus_of_the_track_and_packed_once(tmp_path, capsys):
     (tmp_path / "nano_val_000000.bin").write_bytes(b"damaged")
     run(capsys, pack_nano.main, "--out", tmp_path)
     assert {name: hashlib.sha256(content).hexdigest() for name, content in contents(tmp_path).items()} == {
-        "nano_train_000000.bin": "5292b62244336e34eaa8412a6d99c7635b7826b5b35d873cdab0e32b30e98e13",
-        "nano_val_000000.bin": "7ae01962c367985c81f9b24274edb9d25135bc712ed11165c07c8ef96716d8ba",
+        "nano_train_000000.bin": "c468b0dbbe20b2eb747b07e8c3667cf914c15c64686145fc1bf28cc8d3614497",
+        "nano_val_000000.bin": "1d93c563f7bdc2254d348b95a472178782ace4b2344bc11b31fc6ce035444802",
     }
     before = {path: path.stat() for path in tmp_path.iterdir()}
     assert "complete" in run(capsys, pack_nano.main, "--out", tmp_path)

@@ -90,14 +90,14 @@ class Hyperparameters:
     train_files: str = both("data/fineweb10B/fineweb_train_*.bin", nano="data/nano/nano_train_*.bin")  # shards: a glob
     val_files: str = both("data/fineweb10B/fineweb_val_*.bin", nano="data/nano/nano_val_*.bin")  # a glob
     val_tokens: Count = both(10_485_760, nano=262_144)  # validation tokens, a multiple of val_seq_len
-    val_sha256: str = both("", nano="3dedcd4e56e9f6d188eb07c5347f5c44f84bc9cc7e98ccea3eb898c7bfd415bf")  # "": unknown
+    val_sha256: str = both("", nano="e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33")  # "": unknown
     target_loss: Rate = both(3.28, nano=1.45)  # validation loss to reach; 0: none
     vocab_size: Annotated[int, 1, 2**16] = both(50257, nano=257)  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: Natural = both(50256, nano=256)  # end of text, opens every document; below vocab_size
     # Training
-    num_iterations: Annotated[int, 1, 2**20] = both(1285, nano=310)  # steps: equal stages, then the extension
+    num_iterations: Annotated[int, 1, 2**20] = both(1285, nano=225)  # steps: equal stages, then the extension
     extension_steps: Natural = both(15, nano=0)  # steps of a last stage, at the lowest learning rates; 0: none
-    val_loss_every: Natural = both(250, nano=155)  # steps between validations; 0: only after the last step
+    val_loss_every: Natural = both(250, nano=115)  # steps between validations; 0: only after the last step
     batch_tokens: Count = both(8 * 16 * 1024, nano=1024)  # tokens of a first step, a multiple of train_seq_len
     train_seq_len: Count = both(16 * 1024, nano=1024)  # tokens of a first training sequence, a multiple of mask_block
     val_seq_len: Count = both(256 * 1024, nano=8192)  # tokens of a validation sequence, a multiple of mask_block
