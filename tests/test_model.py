@@ -40,6 +40,18 @@ def test_precision_of_parameters(tiny, dtype: str, tied_frac: float):
         assert tensor.dtype == getattr(torch, dtype if is_table or dtype == "float64" else "float32"), name
 
 
+@pytest.mark.parametrize("ideas", [{}, DEEP], ids=["nano", "all"])
+def test_products_are_in_the_precision_of_the_activations(tiny, random_gpt, monkeypatch, ideas: dict):
+    """A factor of shape (1,) in fp32 once made fp32 of nano's stream, and bf16 brought nothing."""
+    cfg, seen = train_gpt.resolve(dataclasses.replace(tiny, dtype="bfloat16", **ideas)), []
+    linear, attend = train_gpt.linear, train_gpt.attend
+    monkeypatch.setattr(train_gpt, "linear", lambda x, w: seen.append(x.dtype) or linear(x, w))
+    monkeypatch.setattr(train_gpt, "attend", lambda *qkv: seen.extend(t.dtype for t in qkv[:3]) or attend(*qkv))
+    windows = torch.tensor([16, 8], dtype=torch.int32)
+    assert random_gpt(cfg).features(text(cfg)[:-1], windows).dtype == torch.bfloat16
+    assert {*seen} == {torch.bfloat16} and len(seen) > 7
+
+
 def text(cfg) -> Tensor:
     """Return a training sequence and its last target, of a few documents."""
     tokens = torch.randint(cfg.eot_token, (cfg.train_seq_len + 1,))
