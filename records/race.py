@@ -40,6 +40,7 @@ MAX_SCRIPTS = 26  # a letter each
 MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 # Flags of such a race: others would change the training of the record before, too
 SAME_TRAINING = {f"--{name}" for name in "preset device val_loss_every cpu_threads train_files val_files".split()}
+ON_ONE_GPU = {"--train_seq_len"}  # for gpt2 on one GPU, where the preset's sequences may not fit
 BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
 PLAN = ("scripts", "flags", "pairs", "seed", "nproc_per_node")
 
@@ -140,7 +141,8 @@ def obstacle(plan: dict, rivals: Sequence[tuple[str, str]]) -> str | None:
         return "the nano track is for 2 threads of a CPU: race with --device cpu and one process"
     if preset != "nano" and (nproc not in (1, 8) or (preset and given.get("--device") == "cpu")):
         return "gpt2's tracks are 8xH100 and one GPU: race with --nproc_per_node 8 or 1, without --device cpu"
-    if others := {flag.split("=")[0] for flag in flags if flag.startswith("--")} - SAME_TRAINING:
+    allowed = SAME_TRAINING | (ON_ONE_GPU if preset != "nano" and nproc == 1 else set())
+    if others := {flag.split("=")[0] for flag in flags if flag.startswith("--")} - allowed:
         return f"flags {', '.join(sorted(others))}: put settings into the script, race without"
     if rivals and not any(digest(source) in hashes for _, source in rivals):
         return f"not the script of {' or '.join(name for name, _ in rivals)}: race against it as it is"

@@ -31,7 +31,7 @@ from records.logs import (
     shown,
 )
 from records.proof import ALPHA, describe, public_history, runs_needed
-from records.race import FILE, OLDER, SAME_TRAINING, record_race, too_different
+from records.race import FILE, OLDER, ON_ONE_GPU, SAME_TRAINING, record_race, too_different
 
 PLACEHOLDER = re.compile("<say[^>]*>?")
 COMPILER_SETTING = re.compile(r"(torch\.)?(_inductor|_dynamo)(\..*)?|TORCH(INDUCTOR|DYNAMO|_COMPILE)\w*")
@@ -142,9 +142,11 @@ def contradictions(log: Log) -> Iterator[str]:
     for what, stated in dict(seed=log.seed, num_iterations=log.num_steps).items():
         if stated not in (None, config.get(what)):
             yield f"its {what} is {stated}, in its configuration {shown(str(config.get(what)))}: {redo}"
+    allowed = {*SAME_TRAINING, "--seed", "--log_dir", "--run_id"}
+    allowed |= set() if board_of(log) in ("nano", "gpt2 on 8xH100") else ON_ONE_GPU
     words = [word for flag in log.flags or [] for word in str(flag).split("=", 1)]
     for flag, value in zip(words[::2], words[1::2], strict=False):
-        if flag not in (*SAME_TRAINING, "--seed", "--log_dir", "--run_id"):
+        if flag not in allowed:
             yield f"has the flag {shown(flag)}: put settings into the script, run it without"
         elif value not in ("auto", configured := str(config.get(flag[2:], value))):
             yield f"has {flag} {shown(value)}, in its configuration {shown(configured)}: {redo}"

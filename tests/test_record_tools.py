@@ -197,7 +197,9 @@ def test_against_names_the_first_deviation(tool, tmp_path):
 
     (record,) = (record for record in proof.public_history()["records"] if record["number"] == 21)
     curve = {int(step): loss for step, loss in record["curve"].items()}
-    assert against(public_text(curve, 1770)) == (0, "follows record21 within 0.05 at 16 points\n")
+    assert against(public_text(curve, 1770)) == (0, "follows record21 within 0.05 at 16 points, within 0.01 at its end\n")
+    code, told = against(public_text(curve | {1770: curve[1770] + 0.0101}, 1770))
+    assert code == 1 and told.startswith("leaves record21 first at step 1770:")
     off = {step: loss + (0.0501 if step >= 750 else 0.0499) for step, loss in curve.items() if step != 500}
     told = "leaves record21 first at step 750: 3.6531, the curve 3.6030 (compared at 15 points; 1 more it lacks)\n"
     assert against(log_text(preset="gpt2", steps=1770, batch_tokens=393216, curve=off)) == (1, told)
@@ -379,6 +381,7 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
         ((fast, other), f"no record can come of this race: not the script of {NAME}: race against it"),
         ((fast, slow, "--pairs", "4"), "no record can come of this race: fewer than 5 pairs"),
         ((fast, slow, "--", "--muon_lr=1"), "no record can come of this race: flags --muon_lr: put"),
+        ((fast, slow, "--nproc_per_node", "8", "--", "--train_seq_len=8192"), "no record can come of this race: flags"),
         ((fast, slow, "--", "--preset=x"), "no record can come of this race: preset 'x' is no track"),
         ((fast, slow, "--", "--preset", "nano", "--device=cuda"), "no record can come of this race: the nano track is"),
         ((fast, slow, "--seed", "3", "--out", tmp_path / "b"), "no record can come of this race: its seeds are not"),
@@ -387,7 +390,15 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
         said = tool("race", *argv)[2]
         assert (said.startswith(problem), said.count("\n")) == (True, 1), said
     fresh = ("--seed", "5", "--out", tmp_path / "b")
-    assert tool("race", fast, slow, *fresh, "--", "--preset", "nano")[2] == ""
+    for flags in ("--preset", "nano"), ("--train_seq_len", "8192"):  # gpt2 on one GPU may shorten sequences
+        assert tool("race", fast, slow, *fresh, "--", *flags)[2] == ""
+
+
+def test_on_one_gpu_alone_a_log_may_have_shorter_sequences(tmp_path):
+    for count, refused in (1, 0), (8, 1):
+        gpus, flags = ["NVIDIA H100 80GB HBM3"] * count, ["--train_seq_len", "8192"]
+        (tmp_path / "log.txt").write_text(log_text(preset="gpt2", gpus=gpus, flags=flags))
+        assert sum("has the flag" in told for told in rules.contradictions(Log(tmp_path / "log.txt"))) == refused
 
 
 @pytest.mark.parametrize("track", ["nano", "gpt2 on 1x NVIDIA GeForce RTX 4090"])
