@@ -37,12 +37,13 @@ PLACEHOLDER = re.compile("<say[^>]*>?")
 COMPILER_SETTING = re.compile(r"(torch\.)?(_inductor|_dynamo)(\..*)?|TORCH(INDUCTOR|DYNAMO|_COMPILE)\w*")
 
 
-# target: a mean validation loss in nats; val_sha256 None: no hash is known to this tool yet
-Track = namedtuple("Track", "name target val_tokens val_sha256 shard_name shard_tokens num_shards max_threads")
+# target: a mean validation loss in nats; val_sha256 None: no hash is known to this tool yet. slack: how far the interval
+# of a loss difference may begin above 0; on nano all scripts have the fewest steps, so little margin is left to spend
+Track = namedtuple("Track", "name target slack val_tokens val_sha256 shard_name shard_tokens num_shards max_threads")
 NANO_VAL = "e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33"
 TRACKS = {
-    "nano": Track("nano", 1.45, 262_144, NANO_VAL, "nano_train_{:06d}.bin", 43_511_879, 1, max_threads=2),
-    "gpt2": Track("gpt2", 3.28, 10_485_760, None, "fineweb_train_{:06d}.bin", 100_000_000, 103, max_threads=None),
+    "nano": Track("nano", 1.45, 0.005, 262_144, NANO_VAL, "nano_train_{:06d}.bin", 43_511_879, 1, max_threads=2),
+    "gpt2": Track("gpt2", 3.28, 0.0, 10_485_760, None, "fineweb_train_{:06d}.bin", 100_000_000, 103, max_threads=None),
 }
 
 
@@ -325,7 +326,7 @@ def verify(folder: Path, root: Path) -> Verdict:
             if kind == "idea":  # a public record gained elsewhere, a form has none
                 if found["train_time"]["high"] >= 1:
                     raise ToolError(f"{FILE}: not shown to be faster than {name}: {ratio}; race more pairs")
-                if found["val_loss"]["low"] > 0:
+                if whole and found["val_loss"]["low"] > track_of(whole[0]).slack:
                     raise ToolError(f"{FILE}: ends above {name}: spent margin is no gain; take more steps")
     except ToolError as error:
         verdict.failures.append(str(error).removeprefix(f"{folder}{os.sep}"))
