@@ -1,6 +1,7 @@
 """Read logs, ours and the public speedrun's, and find records."""
 
 import difflib
+import hashlib
 import itertools
 import json
 import re
@@ -49,6 +50,16 @@ class Line(NamedTuple):
     train_loss: float | None
 
 
+def digest(script: str) -> str:
+    """Return the SHA-256 of the file that holds this script."""
+    return hashlib.sha256(f"{script}\n".encode()).hexdigest()
+
+
+def without_script(text: str, script: str) -> str:
+    """Return the text of a log of this script with its SHA-256 in its place, as records keep it."""
+    return digest(script) + text[text.find(f"\n{RULE}\n") :]
+
+
 class Log:
     """A log. What it does not state is None; train_shards are (name, tokens)."""
 
@@ -58,6 +69,10 @@ class Log:
         if len(rest) < 2:
             raise ToolError(f"{path}: not a log, or cut short: a log has two lines of 100 '='; name the .txt of a run")
         self.path, self.name, self.source, self.text = path, path.name, source.rstrip("\n"), "\n".join(rest)
+        beside = path.with_name("train_gpt.py")  # a record's log may state its script's SHA-256 only
+        if re.fullmatch("[0-9a-f]{64}", self.source) and beside.is_file():
+            script = read_text(beside).rstrip("\n")
+            self.source = script if digest(script) == self.source else self.source
         self.grows = grows
         ended = re.search(r"^(?:stopped:|interrupted:|resumed).*", self.text, re.MULTILINE)
         self.ended = ended and ended[0].strip()  # says that this is not one whole run

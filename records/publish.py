@@ -17,6 +17,7 @@ from records.logs import (
     read_text,
     record_logs,
     require_one_experiment,
+    without_script,
 )
 from records.proof import describe, public_history
 from records.race import FILE, OLDER, older_logs, record_race
@@ -72,7 +73,7 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Pat
     (folder / "train_gpt.py").write_text(logs[0].source + "\n", encoding="utf-8")
     (folder / "README.md").write_text(text, encoding="utf-8")
     for log in logs:
-        shutil.copyfile(log.path, folder / log.name)
+        (folder / log.name).write_text(without_script(read_text(log.path), log.source), encoding="utf-8")
     if race:
         shutil.copyfile(race, folder / FILE)
     for file, text in others.items():

@@ -2,7 +2,6 @@
 
 import datetime
 import functools
-import hashlib
 import json
 import math
 import os
@@ -19,10 +18,10 @@ from typing import IO
 from records import proof
 from records.logs import (
     RECORDS,
-    RULE,
     Log,
     ToolError,
     diff,
+    digest,
     lineage,
     log_paths,
     read_json,
@@ -30,6 +29,7 @@ from records.logs import (
     read_text,
     rivals,
     shown,
+    without_script,
 )
 from records.process import own_process
 from records.proof import compare
@@ -61,11 +61,6 @@ class Run:
         numbers = (self.val_loss, self.train_time, self.step_time or 1.0)
         if not (isinstance(self.seed, int) and all(isinstance(x, float) and 0 < x < math.inf for x in numbers)):
             raise ValueError
-
-
-def digest(script: str) -> str:
-    """Return the SHA-256 of the file that holds this script."""
-    return hashlib.sha256(f"{script}\n".encode()).hexdigest()
 
 
 def figures_of(log: Log) -> dict:
@@ -213,9 +208,9 @@ def older_logs(race: Path, line: Sequence[Path]) -> dict[str, str]:
     for name, script in rivals(line):
         if digest(script) in hashes:
             paths = race.parent.glob(run_id_of("*", hashes.index(digest(script))) + ".txt")
-            theirs = {path.name: read_text(path) for path in line[0].parent.glob(f"{name}/*.txt")}
-            found = {path.name: text for path in sorted(paths) if (text := read_text(path)) != theirs.get(path.name)}
-            return {name: digest(script) + text[text.find(f"\n{RULE}\n") :] for name, text in found.items()}
+            theirs = {without_script(read_text(path), script) for path in line[0].parent.glob(f"{name}/*.txt")}
+            found = {path.name: without_script(read_text(path), script) for path in sorted(paths)}
+            return {name: text for name, text in found.items() if text not in theirs}
     return {}
 
 

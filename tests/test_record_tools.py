@@ -197,7 +197,10 @@ def test_against_names_the_first_deviation(tool, tmp_path):
 
     (record,) = (record for record in proof.public_history()["records"] if record["number"] == 21)
     curve = {int(step): loss for step, loss in record["curve"].items()}
-    assert against(public_text(curve, 1770)) == (0, "follows record21 within 0.05 at 16 points, within 0.01 at its end\n")
+    assert against(public_text(curve, 1770)) == (
+        0,
+        "follows record21 within 0.05 at 16 points, within 0.01 at its end\n",
+    )
     code, told = against(public_text(curve | {1770: curve[1770] + 0.0101}, 1770))
     assert code == 1 and told.startswith("leaves record21 first at step 1770:")
     off = {step: loss + (0.0501 if step >= 750 else 0.0499) for step, loss in curve.items() if step != 500}
