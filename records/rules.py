@@ -37,8 +37,8 @@ PLACEHOLDER = re.compile("<say[^>]*>?")
 COMPILER_SETTING = re.compile(r"(torch\.)?(_inductor|_dynamo)(\..*)?|TORCH(INDUCTOR|DYNAMO|_COMPILE)\w*")
 
 
-# target: a mean validation loss in nats; val_sha256 None: no hash is known to this tool yet. slack: how far the interval
-# of a loss difference may begin above 0; on nano all scripts have the fewest steps, so little margin is left to spend
+# target: a mean validation loss in nats; val_sha256 None: no hash is known to this tool yet. slack: how far above 0 the
+# interval of a loss difference may begin; scripts of nano end near the target, so there is little margin to spend
 Track = namedtuple("Track", "name target slack val_tokens val_sha256 shard_name shard_tokens num_shards max_threads")
 NANO_VAL = "e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33"
 TRACKS = {
