@@ -60,6 +60,13 @@ def without_script(text: str, script: str) -> str:
     return digest(script) + text[text.find(f"\n{RULE}\n") :]
 
 
+def script_of(log: Path, text: str) -> str:
+    """Return the script that a log begins with. A record's log states its SHA-256, and the script lies beside it."""
+    text, beside = text.rstrip("\n"), log.with_name("train_gpt.py")
+    script = read_text(beside).rstrip("\n") if re.fullmatch("[0-9a-f]{64}", text) and beside.is_file() else text
+    return script if digest(script) == text else text
+
+
 class Log:
     """A log. What it does not state is None; train_shards are (name, tokens)."""
 
@@ -68,11 +75,7 @@ class Log:
         source, *rest = re.split(f"^{RULE}$\n?", read_text(path), flags=re.MULTILINE)
         if len(rest) < 2:
             raise ToolError(f"{path}: not a log, or cut short: a log has two lines of 100 '='; name the .txt of a run")
-        self.path, self.name, self.source, self.text = path, path.name, source.rstrip("\n"), "\n".join(rest)
-        beside = path.with_name("train_gpt.py")  # a record's log may state its script's SHA-256 only
-        if re.fullmatch("[0-9a-f]{64}", self.source) and beside.is_file():
-            script = read_text(beside).rstrip("\n")
-            self.source = script if digest(script) == self.source else self.source
+        self.path, self.name, self.source, self.text = path, path.name, script_of(path, source), "\n".join(rest)
         self.grows = grows
         ended = re.search(r"^(?:stopped:|interrupted:|resumed).*", self.text, re.MULTILINE)
         self.ended = ended and ended[0].strip()  # says that this is not one whole run
@@ -339,7 +342,7 @@ def read_script(name: str, root: Path) -> tuple[str, str]:
         folder = find_record(name, root)
         return folder.name, read_text(folder / "train_gpt.py").rstrip("\n")
     text = read_text(path)
-    return str(path), (text.split(f"\n{RULE}\n")[0] if f"\n{RULE}\n" in text else text).rstrip("\n")
+    return str(path), script_of(path, text.split(f"\n{RULE}\n")[0])
 
 
 def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:
