@@ -59,7 +59,7 @@ def corpus(tmp_path_factory) -> Path:
         write_shard(folder / f"{name}.bin", tokens)
     np.where(np.arange(257) % 3, 65535, np.arange(257) // 2).astype("<u2").tofile(folder / "prefixes")
     write_shard(folder / "gpt2.bin", np.where(np.arange(700_000) % 1000, 5, 50256))
-    # It never changes: records have golden losses on it
+    # It seldom changes: records have golden losses on it
     script = np.fromfile(ROOT / "records" / "2024-12-04_ValueEmbed" / "train_gpt.py", dtype=np.uint8).astype(int)
     tokens = np.where(np.arange(60_000) % 500, np.resize(script, 60_000), 256)
     write_shard(folder / "script.bin", tokens)

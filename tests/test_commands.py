@@ -154,7 +154,7 @@ def figures() -> dict[str, tuple[str, ...]]:
     means = [statistics.mean(map(float, column)) for column in zip(*ANCHOR.findall(page), strict=True)]
     ratio, *ends = re.search(RATIO, page).groups()
     shares = (f"1/{1 / float(part):.0f}" for part in (ratio, *ends))
-    found[r"ends at (1\.\d+)\. nano passes .*: 140 steps end at (1\.\d+)\."] = (*(f"{x:.4f}" for x in means),)
+    found[r"ends at (1\.\d+)\. nano passes .*: 120 steps end at (1\.\d+)\."] = (*(f"{x:.4f}" for x in means),)
     found[r"that loss in (1/\d+) of the time \(95%: (1/\d+) to (1/\d+), n = 5 pairs\)"] = (*shares,)
     page = (ROOT / "gpu_proof" / "README.md").read_text()
     mib = re.search(r"\| and 1,500 for CUDA \| ([\d,]+) \|.* ([\d,]+) \|", page).groups()
