@@ -114,7 +114,7 @@ def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> di
         name_ends(panel, mine, [style["color"] for style in styles], low - 0.08 * height, 0.022 * width)
         panel.set_xlabel("train time (s)")
         panel.set_ylabel(f"validation loss (nats per {'byte' if track == 'nano' else 'token'})")
-        panel.set_title(f"{track}: mean of the runs, band from lowest to highest", fontsize=10)
+        panel.set_title(f"{track}: validation loss against train time, as far as the target", fontsize=10)
     found = dict(curves=[curve._asdict() for curve in [*curves, *([anchor] if anchor else [])]])
     save(figure, path, found)
     return found
