@@ -130,7 +130,7 @@ WITHOUT[LATE] |= dict(resid_adam=[0.04, 0.0, 0.65, 0.95])
 WITHOUT |= {SIGNS: dict(mudd_layers="", xsa_layout="", sign_rows=0, bigram_dim=0)}
 WITHOUT |= {GATES: dict(gate_layer=0, gate_layout="", dc_layout=""), PREFIXES: dict(prefix_file=""), ROLES: {}}
 BOTH = {LATE: dict(value_gate_inputs=0, scalar_adam=[0.04, 0.0, 0.65, 0.95], x0_adam=[0.04, 0.0, 0.65, 0.95])}
-BOTH |= {SIGNS: dict(backout_layer=-1, mtp_weights=(1.0,), bigram_rows=0), PREFIXES: {}, ROLES: {}}
+BOTH |= {SIGNS: dict(backout_layer=-1, mtp_weights=(1.0,), bigram_rows=0), PREFIXES: {}, ROLES: dict(prefix_file="")}
 BOTH |= {GATES: dict(head_gate_inputs=0, skip_gate_inputs=0, xsa_layout="", bigram_rows=0)}
 LINE = [name for name in NAMES if name[11:] in (FORM[11:], *WITHOUT)]
 

@@ -80,6 +80,7 @@ def test_two_steps_are_the_same_on_one_gpu_and_on_all(device: str, tmp_path: Pat
         sizes = {1, max(size for size in (1, 2, 4, 8) if size <= len(gpus))}
     else:
         cfg, sizes = dataclasses.replace(NANO, batch_tokens=2048, val_tokens=NANO.val_seq_len, cpu_threads=1), {1, 2}
+        cfg = dataclasses.replace(cfg, val_loss_every=2)
     files, results = write_documents(tmp_path, cfg), []
     cfg = dataclasses.replace(cfg, **files, num_iterations=2, seed=1, log_dir=str(tmp_path))
     default = dataclasses.asdict(train_gpt.PRESETS[cfg.preset])
