@@ -1,6 +1,6 @@
 """Download FineWeb in GPT-2 tokens: the validation shard and the first N training shards, 100 M tokens each.
 
-    python data/cached_fineweb10B.py            # what the gpt2 preset reads: 8 files, 1.6 GB
+    python data/cached_fineweb10B.py            # what the gpt2 preset reads: 7 files, 1.4 GB
     python data/cached_fineweb10B.py 103        # everything: 104 files, 21 GB
 
 The source is the Hugging Face dataset https://huggingface.co/datasets/kjj0/fineweb10B-gpt2; the environment variables
