@@ -93,7 +93,8 @@ def command_verify(args: argparse.Namespace) -> Outcome:
             raise ToolError("--against takes one log; name it")
         found = proof.against_public(logs.Log(Path(args.records[0])), args.against)
         points = f"{found['compared']} points" + (f"; {found['lacking']} more it lacks" if found["lacking"] else "")
-        told = f"follows {args.against} within {proof.TOLERANCE} at {points}, within {proof.AT_THE_END} at its end"
+        at_end = f", within {proof.AT_THE_END} at its end" if found["ends"] else ""
+        told = f"follows {args.against} within {proof.TOLERANCE} at {points}{at_end}"
         if first := found["first"]:
             losses = f"{first['loss']:.4f}, the curve {first['curve']:.4f}"
             told = f"leaves {args.against} first at step {first['step']}: {losses} (compared at {points})"

@@ -63,8 +63,11 @@ def without_script(text: str, script: str) -> str:
 def script_of(log: Path, text: str) -> str:
     """Return the script that a log begins with. A record's log states its SHA-256, and the script lies beside it."""
     text, beside = text.rstrip("\n"), log.with_name("train_gpt.py")
-    script = read_text(beside).rstrip("\n") if re.fullmatch("[0-9a-f]{64}", text) and beside.is_file() else text
-    return script if digest(script) == text else text
+    if re.fullmatch("[0-9a-f]{64}", text) and beside.is_file():
+        script = read_text(beside).rstrip("\n")
+        if digest(script) == text:
+            return script
+    return text
 
 
 class Log:

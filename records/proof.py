@@ -132,4 +132,5 @@ def against_public(log: Log, name: str) -> dict:
     allowed = {points[-1][0]: AT_THE_END}
     off = next((point for point in common if abs(point[1] - point[2]) > allowed.get(point[0], TOLERANCE)), None)
     deviation = None if off is None else dict(zip(("step", "loss", "curve"), off, strict=True))
-    return dict(log=str(log.path), curve=name, compared=len(common), lacking=len(points) - len(common), first=deviation)
+    found = dict(log=str(log.path), curve=name, compared=len(common), lacking=len(points) - len(common))
+    return found | dict(first=deviation, ends=points[-1][0] in log.curve)

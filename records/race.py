@@ -136,7 +136,8 @@ def obstacle(plan: dict, rivals: Sequence[tuple[str, str]]) -> str | None:
         return "the nano track is for 2 threads of a CPU: race with --device cpu and one process"
     if preset != "nano" and (nproc not in (1, 8) or (preset and given.get("--device") == "cpu")):
         return "gpt2's tracks are 8xH100 and one GPU: race with --nproc_per_node 8 or 1, without --device cpu"
-    allowed = SAME_TRAINING | (ON_ONE_GPU if preset != "nano" and nproc == 1 else set())
+    is_one_gpu = preset != "nano" and nproc == 1
+    allowed = SAME_TRAINING | ON_ONE_GPU if is_one_gpu else SAME_TRAINING
     if others := {flag.split("=")[0] for flag in flags if flag.startswith("--")} - allowed:
         return f"flags {', '.join(sorted(others))}: put settings into the script, race without"
     if rivals and not any(digest(source) in hashes for _, source in rivals):

@@ -203,6 +203,8 @@ def test_against_names_the_first_deviation(tool, tmp_path):
     )
     code, told = against(public_text(curve | {1770: curve[1770] + 0.0101}, 1770))
     assert (code, told[:40]) == (1, "leaves record21 first at step 1770: 3.28")
+    code, told = against(public_text({step: loss for step, loss in curve.items() if step < 1770}, 1770))
+    assert (code, told) == (0, "follows record21 within 0.05 at 15 points; 1 more it lacks\n")
     off = {step: loss + (0.0501 if step >= 750 else 0.0499) for step, loss in curve.items() if step != 500}
     told = "leaves record21 first at step 750: 3.6531, the curve 3.6030 (compared at 15 points; 1 more it lacks)\n"
     assert against(log_text(preset="gpt2", steps=1770, batch_tokens=393216, curve=off)) == (1, told)
@@ -560,6 +562,8 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
     assert Log(folder / "older" / "race-3-b.txt").source == race.digest(NEWER.rstrip("\n"))
     assert (code, (folder / "train_gpt.py").read_text()) == (0, SOURCE)
     assert {path.name for path in folder.iterdir()} == files
+    stated = (folder / "run0.txt").read_text().split("\n")[0]
+    assert (stated, Log(folder / "run0.txt").source) == (race.digest(SOURCE.rstrip("\n")), SOURCE.rstrip("\n"))
     readme = (folder / "README.md").read_text()
     shown = r"n=5 mean 1.4302 sd .*\| after \| \[2025-03-01_Before\]\(.*1 lines removed, 0 added against \[2025-03-01_B"
     assert re.search(shown, readme, re.S)
