@@ -290,10 +290,23 @@ def lineage(root: Path) -> list[Path]:
     return [folders[name] for name in order]
 
 
-def rivals(line: Sequence[Path]) -> list[tuple[str, str]]:
-    """Return name and script of those that a record after `line` may race: the newest ranked one, and the newest."""
-    ranked = [folder for folder in line if is_ranked(folder)]
+def rivals(line: Sequence[Path], board: str) -> list[tuple[str, str]]:
+    """Return name and script of those that a record after `line` may race: the newest on its board, and the newest."""
+    ranked = [folder for folder in line if is_on_board(folder, board)]
     return [read_script(str(folder), folder.parent) for folder in dict.fromkeys([*ranked[-1:], *line[-1:]])]
+
+
+def board_of(log: Log) -> str:
+    """Name the leaderboard of a log: its track and, as gpt2 has one for each kind of machine, the hardware."""
+    if log.track != "gpt2":
+        return str(log.track)
+    is_node = re.match(r"8x NVIDIA H100\b", log.hardware or "")
+    return "gpt2 on 8xH100" if is_node else f"gpt2 on {log.hardware or 'unknown hardware'}"
+
+
+def is_on_board(folder: Path, board: str) -> bool:
+    """Return whether a record is timed on a leaderboard whose name begins with `board`."""
+    return is_ranked(folder) and all(board_of(Log(path)).startswith(board) for path in log_paths(folder)[:1])
 
 
 def is_ranked(folder: Path) -> bool:

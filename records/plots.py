@@ -7,10 +7,10 @@ from collections import namedtuple
 from collections.abc import Sequence
 from pathlib import Path
 
-from records.logs import Log, ToolError, find_record, is_ranked, lineage, log_paths, read_json, record_logs
+from records.logs import Log, ToolError, board_of, find_record, is_ranked, lineage, log_paths, read_json, record_logs
 from records.proof import public_history
 from records.publish import ranked
-from records.rules import TRACKS, board_of, board_order
+from records.rules import TRACKS, board_order
 
 # Lists over the steps at which all logs validate: mean time in s; mean, lowest and highest loss
 Curve = namedtuple("Curve", "name track steps seconds mean low high")

@@ -9,6 +9,7 @@ from pathlib import Path
 from records.logs import (
     Log,
     ToolError,
+    board_of,
     diff,
     is_ranked,
     lineage,
@@ -21,7 +22,7 @@ from records.logs import (
 )
 from records.proof import describe, public_history
 from records.race import FILE, OLDER, older_logs, record_race
-from records.rules import TRACKS, board_of, board_order, track_of
+from records.rules import TRACKS, board_order, track_of
 
 BEGIN = "<!-- leaderboards: python -m records table -->"
 END = "<!-- end of leaderboards -->"
@@ -68,7 +69,7 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Pat
     if taken := [path.name for path in line if path.name.partition("_")[2].lower() == name.lower()]:
         raise ToolError(f"{taken[0]} has that name: choose another")
     text = page_of(name, logs, line[-1] if line else None)
-    others = older_logs(race, line) if race else {}
+    others = older_logs(race, line, board_of(logs[0])) if race else {}
     folder.mkdir()
     (folder / "train_gpt.py").write_text(logs[0].source + "\n", encoding="utf-8")
     (folder / "README.md").write_text(text, encoding="utf-8")
@@ -144,12 +145,11 @@ def ranked(root: Path) -> Iterator[tuple[str, Path, list[Log], str, float | None
         require_one_experiment(logs)
         board = board_of(logs[0])
         before, product = newest.get(board, ("", 1.0))
-        if i > 0:
-            rival, found = record_race(folder, line[:i])
+        if before:  # or else it opens its leaderboard
+            rival, found = record_race(folder, line[:i], board)
             ratio = "{ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"])
             ratio += f", against {rival}" * (rival != before)
-            if before:
-                product = product * found["train_time"]["ratio"] if product and rival == before else None
+            product = product * found["train_time"]["ratio"] if product and rival == before else None
         newest[board] = folder.name, product
         yield board, folder, logs, ratio, product
 

@@ -165,15 +165,16 @@ def too_different(newer: tuple[str, str], older: tuple[str, str]) -> str | None:
 
 
 def record_race(
-    folder: Path, line: Sequence[Path], logs: Sequence[Log] | None = None, others: Sequence[Log] = ()
+    folder: Path, line: Sequence[Path], board: str, logs: Sequence[Log] | None = None, others: Sequence[Log] = ()
 ) -> tuple[str, dict]:
-    """Compare a record with one of those before it, `line`, by its race.json, and return that one's name, too.
+    """Compare a record of a leaderboard with one of those before it, `line`, by its race.json; also return its name.
 
     Raise ToolError if the race proves nothing, or not by these logs: the record's own, and others of the script before.
     """
-    path, before, (_, newer) = folder / FILE, rivals(line), read_script(str(folder), folder.parent)
+    path, before, (_, newer) = folder / FILE, rivals(line, board), read_script(str(folder), folder.parent)
     if not path.is_file():
-        raise ToolError(f"{path}: is missing; race the script against {before[-1][0]}, and put the {FILE} there")
+        names = " or ".join(name for name, _ in before)
+        raise ToolError(f"{path}: is missing; race the script against {names}, and put the {FILE} there")
     document, runs = read_race(path)
     hashes, flags, pairs, *_ = planned(document)
     if digest(newer) not in hashes:
@@ -200,13 +201,13 @@ def record_race(
     return name, compare(a, b)
 
 
-def older_logs(race: Path, line: Sequence[Path]) -> dict[str, str]:
+def older_logs(race: Path, line: Sequence[Path], board: str) -> dict[str, str]:
     """Return name and text of the logs beside `race` of the script before, without those that its record has already.
 
     The script in them, which its record has, gives way to its SHA-256.
     """
     hashes = planned(read_race(race)[0])[0]
-    for name, script in rivals(line):
+    for name, script in rivals(line, board):
         if digest(script) in hashes:
             paths = race.parent.glob(run_id_of("*", hashes.index(digest(script))) + ".txt")
             theirs = {without_script(read_text(path), script) for path in line[0].parent.glob(f"{name}/*.txt")}
@@ -348,7 +349,8 @@ def race(
         raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out after --")
     scripts = [read_script(name, root) for name in names]
     plan = plan_of(scripts, flags, pairs, seed, nproc)
-    before = rivals(lineage(root))
+    is_nano = any(flag.split("=")[-1] == "nano" for flag in flags)
+    before = rivals(lineage(root), "nano" if is_nano else "gpt2 on 8xH100" if nproc == 8 else "gpt2")
     folder = folders["resume"] or folders["out"] or Path("logs/new")
     others = sorted({*folder.parent.glob(f"*/{FILE}"), *root.glob(f"*/{FILE}")} - {folder / FILE})
     problem = obstacle(plan, before) or (before and too_different(scripts[0], before[-1])) or used_seeds(plan, others)

@@ -21,8 +21,10 @@ from records.logs import (
     TOKEN_BYTES,
     Log,
     ToolError,
+    board_of,
     differences,
     is_ranked,
+    is_on_board,
     lineage,
     log_paths,
     page_row,
@@ -51,14 +53,6 @@ def track_of(log: Log) -> Track:
     if log.track not in TRACKS:
         raise ToolError(f"{log.path}: preset {shown(str(log.track))} is no track; the tracks are {', '.join(TRACKS)}")
     return TRACKS[log.track]
-
-
-def board_of(log: Log) -> str:
-    """Name the leaderboard of a log: its track and, as gpt2 has one for each kind of machine, the hardware."""
-    if track_of(log).name == "nano":
-        return "nano"
-    is_node = re.match(r"8x NVIDIA H100\b", log.hardware or "")
-    return "gpt2 on 8xH100" if is_node else f"gpt2 on {log.hardware or 'unknown hardware'}"
 
 
 def board_order(board: str) -> tuple[bool, bool, str]:
@@ -320,8 +314,9 @@ def verify(folder: Path, root: Path) -> Verdict:
     if whole:
         check_together(verdict, whole, kind.startswith("form"))
     try:
-        if line:
-            name, found = record_race(folder, line, whole, others)
+        board = board_of(whole[0]) if whole else ""
+        if any(is_on_board(other, board) for other in line):  # or else it opens its leaderboard
+            name, found = record_race(folder, line, board, whole, others)
             ratio = "train time {ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"])
             verdict.summary += f"; {ratio} times {name}, loss {found['val_loss']['difference']:+.4f}"
             if kind == "idea":  # a public record gained elsewhere, a form has none

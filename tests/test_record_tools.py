@@ -514,6 +514,25 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     assert "race.json: is missing; race the script against" in tool("verify", "next")[1]
 
 
+def test_each_kind_of_gpu_has_a_leaderboard_that_its_first_record_opens(tool, root):
+    """It needs no race, and the next record of nano races the newest one of nano, or the newest of all."""
+    write_record(root, NAME, good())
+    on_gpu = dict(preset="gpt2", batch_tokens=393216, gpus=["NVIDIA GeForce RTX 4090"], source=f"{SOURCE}# more steps\n")
+    runs = [log_text(seed=seed, val_loss=3.27 + loss / 1000, **on_gpu) for seed, loss in enumerate(LOSSES)]
+    write_record(root, NEXT, runs, on_gpu["source"], after=NAME)
+    assert re.search(rf"ok {NEXT}: n=5 mean 3.2714 .* \(gpt2 on 1x NVIDIA GeForce RTX 4090, 20", tool("verify")[1])
+    third = write_record(root, "2026-01-03_Third", good(source=NEWER), NEWER, after=NEXT)
+    assert f"is missing; race the script against {NAME} or {NEXT}" in tool("verify", "third")[1]
+    write_race(third / "race.json", NEWER, SOURCE)
+    fourth = write_record(root, "2026-01-04_Fourth", runs, on_gpu["source"], after=third.name)
+    assert f"is missing; race the script against {NEXT} or {third.name}" in tool("verify", "fourth")[1]
+    shutil.rmtree(fourth)
+    (root / "README.md").write_text(EMPTY_TABLES)
+    assert tool("table")[0] == 0
+    rows = [line for line in (root / "README.md").read_text().splitlines() if line.startswith("| [2026")]
+    assert [row.count("| 1.000 |") + 2 * row.count("| 0.900 (0.900 to 0.900) | 0.900 |") for row in rows] == [1, 2, 1]
+
+
 def test_a_page_says_what_kind_of_record_it_is(tool, root):
     """An idea changes at most 200 lines; a form may change more, and names a test that is there."""
     write_record(root, NAME, good())
