@@ -109,7 +109,7 @@ def why_no_gpu() -> tuple[str, bool]:
 def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> list[str]:
     """Return what train_gpt.py leaves to torch's own errors, or would not notice."""
     layers, values, sequences, block = cfg.attention_layout, cfg.value_embed_layout, cfg.batch_sequences, cfg.mask_block
-    digits, bare = {*values} - {"."}, {value for layer, value in zip(layers, values, strict=True) if layer == "-"}
+    digits, bare = {*values} - {"."}, {value for layer, value in zip(layers, values, strict=False) if layer == "-"}
     late = {
         name: any(source not in "." + LAYERS[:i] for i, source in enumerate(getattr(cfg, name)))
         for name in ("skip_layout", "source_layout")

@@ -95,7 +95,7 @@ class Hyperparameters:
     vocab_size: Annotated[int, 1, 2**16] = both(50257, nano=257)  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: Natural = both(50256, nano=256)  # end of text, opens every document; below vocab_size
     # Training
-    num_iterations: Annotated[int, 1, 2**20] = both(1285, nano=210)  # steps: equal stages, then the extension
+    num_iterations: Annotated[int, 1, 2**20] = both(1285, nano=212)  # steps: equal stages, then the extension
     extension_steps: Natural = both(15, nano=0)  # steps of a last stage, at the lowest learning rates; 0: none
     val_loss_every: Natural = both(250, nano=0)  # steps between validations; 0: only after the last step
     batch_tokens: Count = both(8 * 16 * 1024, nano=1024)  # tokens of a first step, a multiple of train_seq_len
@@ -118,20 +118,18 @@ class Hyperparameters:
     model_dim: Size = both(768, nano=128)  # width of the residual stream
     num_heads: Size = both(6, nano=2)  # attention heads
     head_dim: Size = both(128, nano=64)  # dimensions per head, a multiple of 4
-    attention_layout: str = both("PSPLSP-SSPL", nano="L-")  # per layer: L long window, S short, P paired heads, - none
+    attention_layout: str = both("PSPLSP-SSPL", nano="L")  # per layer: L long window, S short, P paired heads, - none
     source_layout: str = both("........777", nano="")  # per layer: earlier layer whose output attention reads, or .
     xsa_layout: str = both(".x.xx..x...", nano="")  # per layer: x if heads leave out some of a token's value, or .
     gate_layout: str = both("...x......x", nano="")  # per layer: x if the output of each head has a factor, or .
     dc_layout: str = both("..........x", nano="")  # per layer: x if heads mix what they see near by, or .
     dc_keys: Count = 112  # how near: so many tokens, at most mask_block + 1
     gate_layer: Natural = both(4, nano=0)  # before this layer and the first a net makes factors for each token; 0: none
-    value_embed_layout: str = both(".01.....234", nano="0.")  # per layer: digit of its value embedding, or .
+    value_embed_layout: str = both(".01.....234", nano="0")  # per layer: digit of its value embedding, or .
     value_embed_std: Rate = both(0.01, nano=0.0)  # standard deviation of the value embeddings at first
-    skip_layout: str = both("......3....", nano=".0")  # per layer: earlier layer (0-9a-z) whose output it adds, or .
-    skip_init: Signed = both(-1.5, nano=1.0)  # first weight of a skip, before a sigmoid
+    skip_layout: str = both("......3....", nano="")  # per layer: earlier layer (0-9a-z) whose output it adds, or .
+    skip_init: Signed = -1.5  # first weight of a skip, before a sigmoid
     mudd_layers: str = both("73", nano="")  # layers that the head reads, and of them the last layer the first; "": none
-    # Factors on stream and output of attention and of MLP, and what is added between these (record 73, @sisovicm)
-    two_lambdas: bool = both(True, nano=False)
     resid_lambda_init: Rate = both(1.1**0.5, nano=1.0)  # first factor on the residual stream
     # Channels that decide how much of a value embedding counts, half of them the embedding's; 0: all of it does
     value_gate_inputs: Natural = both(12, nano=0)
@@ -171,7 +169,7 @@ class Hyperparameters:
     adam_every: Annotated[int, 1, 16] = both(2, nano=1)  # run Adam every so many steps, on accumulated gradients
     adam_eps: Rate = 1e-10  # added to the root of the second moment
     # Groups of Adam: learning rate, weight decay, beta1, beta2. head_adam is for the embedding, too, while it is tied
-    head_adam: AdamField = both(AdamGroup(0.008, 0.75, 0.5, 0.95), nano=AdamGroup(0.006, 0.0, 0.5, 0.9))
+    head_adam: AdamField = both(AdamGroup(0.008, 0.75, 0.5, 0.95), nano=AdamGroup(0.01, 0.0, 0.5, 0.9))
     embed_adam: AdamField = both(AdamGroup(0.008, 0.75, 0.5, 0.95), nano=AdamGroup(0.25, 0.0, 0.5, 0.9))
     table_adam: AdamField = both(AdamGroup(0.6, 0.025, 0.75, 0.95), nano=AdamGroup(0.25, 0.0, 0.5, 0.9))
     scalar_adam: AdamField = both(AdamGroup(0.04, 0.0, 0.9, 0.99), nano=AdamGroup(0.04, 0.0, 0.5, 0.9))
@@ -220,6 +218,7 @@ class Hyperparameters:
         require("tied_frac", not self.tied_frac or self.head_std > 0, "0 with --head_std 0: one table, all zeros")
         require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
         counts = {*map(len, (self.batch_factors, self.max_doc_len, self.lr_factors, self.window_tokens))}
+        require("max_doc_len", len({*map(bool, self.max_doc_len)}) == 1, "all 0, or none")
         holds = len(counts) == 1 and min(counts) > (self.extension_steps > 0)
         require("window_tokens", holds, "as many as batch_factors, max_doc_len, lr_factors; over 1 with an extension")
         require("run_id", "/" not in self.run_id, "a name without folders; --log_dir names one")
@@ -254,7 +253,8 @@ def help_text() -> str:
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     """Return a preset, changed by the flags in `argv`; every field of Hyperparameters is a flag."""
     if {"-h", "--help"} & {*argv}:
-        print(help_text())
+        with contextlib.suppress(BrokenPipeError):  # of `--help | head`
+            print(help_text(), flush=True)
         sys.exit()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.error = refuse  # type: ignore[method-assign]  # instead of exiting: other ranks have to hear of it
@@ -844,36 +844,27 @@ class Block(nn.Module):
 
     def __init__(self, cfg: Hyperparameters, attn: CausalSelfAttention | None, has_lambdas: bool, has_embeds: bool):
         super().__init__()
-        self.attn, self.mlp, self.two_lambdas = attn, MLP(cfg), cfg.two_lambdas
-        first = torch.full((1 + cfg.two_lambdas,), cfg.resid_lambda_init)
-        self.resid_lambdas = nn.Parameter(first) if has_lambdas else None
-        self.post_lambdas = nn.Parameter(torch.ones(2)) if has_lambdas and cfg.two_lambdas else None
-        self.x0_lambda = nn.Parameter(torch.tensor(0.0)) if has_embeds else None
-        first = torch.tensor(cfg.bigram_lambda_init)
-        self.bigram_lambda = nn.Parameter(first) if has_embeds and cfg.bigram_rows else None
+        self.attn, self.mlp = attn, MLP(cfg)
+        self.resid_lambdas = nn.Parameter(torch.full((2,), cfg.resid_lambda_init)) if has_lambdas else None
+        self.post_lambdas = nn.Parameter(torch.ones(2)) if has_lambdas else None
+        first = torch.tensor([0.0, cfg.bigram_lambda_init])
+        self.embed_lambdas = nn.Parameter(first) if has_embeds else None
 
     def lambdas(self) -> dict:
-        """Return the factors (stream, attention), (x0, bigrams), (stream, MLP)."""
-        lambdas = dict(embeds=(self.x0_lambda, self.bigram_lambda))
+        """Return the factors (stream, attention), (x0, bigrams), (stream, MLP): record 73 (@sisovicm)."""
+        lambdas: dict = dict(embeds=self.embed_lambdas)
         if self.post_lambdas is not None:
             lambdas["attn"], lambdas["mlp"] = zip(self.resid_lambdas, self.post_lambdas, strict=True)
         return lambdas
 
     def forward(self, x, source, x0, bigrams, value_embed, rotary, mask, f: dict) -> Tensor:
         """Return the new stream. source: what attention reads. f: all factors."""
-        if self.attn is not None or not self.two_lambdas:
-            x0_factor, bigram_factor = f["embeds"]
-            added = x0_factor * x0  # the embedding stays at hand: @KoszarskyB, record 9
-            if bigrams is not None:  # and so does that of the last two tokens: @classiclarryd, record 62
-                added = added + bigram_factor * bigrams
-        if not self.two_lambdas:
-            x = self.resid_lambdas[0] * x + added
-            if self.attn is not None:
-                x = x + self.attn(norm(x), value_embed, rotary, mask, f)
-            return x + self.mlp(norm(x))
         if self.attn is not None:
-            resid, post = f["attn"]
-            x = resid * x + post * self.attn(norm(source), value_embed, rotary, mask, f) + added
+            (resid, post), (x0_factor, bigram_factor) = f["attn"], f["embeds"]
+            x = resid * x + post * self.attn(norm(source), value_embed, rotary, mask, f)
+            x = x + x0_factor * x0  # the embedding stays at hand: @KoszarskyB, record 9
+            if bigrams is not None:  # and so does that of the last two tokens: @classiclarryd, record 62
+                x = x + bigram_factor * bigrams
         resid, post = f["mlp"]
         return resid * x + post * self.mlp(norm(x))
 
@@ -887,8 +878,7 @@ def first_factors(cfg: Hyperparameters) -> dict[str, dict[tuple[str, int], list[
     H, last, lambdas = cfg.num_heads, len(cfg.attention_layout) - 1, [cfg.resid_lambda_init, 1.0]
     embeds, nets = [0.0, cfg.bigram_lambda_init], {}
     if cfg.mudd_layers:
-        kinds = dict(values=[0.0] * 3, stream=[0.0] * 3, value_gate=[2.0] * 2)
-        kinds |= dict(attn=lambdas, embeds=embeds, mlp=lambdas) if cfg.two_lambdas else dict(embeds=embeds)
+        kinds = dict(values=[0.0] * 3, stream=[0.0] * 3, value_gate=[2.0] * 2, attn=lambdas, embeds=embeds, mlp=lambdas)
         nets["last"] = {(kind, last): values for kind, values in kinds.items()}
         # The head gets less of what served later layers only: record 40 (@snimu, @classiclarryd)
         more = [0.0] * (("0" in cfg.value_embed_layout) + len(cfg.mudd_layers) - 1)
@@ -936,14 +926,14 @@ class GPT(nn.Module):
         for layer, letter in enumerate(cfg.attention_layout):
             has_value_gate = layer in self.value_tables and ("value_gate", layer) not in by_nets
             attn = CausalSelfAttention(cfg, letter, has_value_gate) if letter != "-" else None
-            has_embeds = ("embeds", layer) not in by_nets and (attn is not None or not cfg.two_lambdas)
+            has_embeds = ("embeds", layer) not in by_nets and attn is not None
             self.blocks.append(Block(cfg, attn, ("attn", layer) not in by_nets, has_embeds))
         self.skip_weights = nn.Parameter(torch.full((len(skips),), cfg.skip_init)) if skips else None
         self.smear_gate = nn.Parameter(torch.zeros(1, cfg.smear_gate_inputs)) if cfg.smear_gate_inputs else None
         self.smear_lambda = nn.Parameter(torch.tensor(0.0)) if cfg.smear_gate_inputs else None
         head = torch.empty(padded, K, dtype=dtype if is_tied_first else torch.float32)
         self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
-        if is_tied_first:  # TiedAdam keeps both equal while `is_tied`
+        if is_tied_first:  # and equal they stay while `is_tied`
             self.embed.weight.data.copy_(head)
         self.rotary = Rotary(cfg)
         if dtype == torch.float64:
@@ -971,7 +961,7 @@ class GPT(nn.Module):
         factors = [block.lambdas() | dict(tokens=tokens) for block in self.blocks]
         if cfg.gate_layer:
             self.nets["early"](x, self.gate_scale, factors)
-        if cfg.two_lambdas and bigrams is not None and self.blocks[0].attn is not None:
+        if bigrams is not None and self.blocks[0].attn is not None:
             x = x + factors[0]["embeds"][1] * bigrams
         first, last = x, len(factors) - 1
         for layer, (block, f) in enumerate(zip(self.blocks, factors, strict=True)):
@@ -987,7 +977,7 @@ class GPT(nn.Module):
                 f["value"] = mix(f["values"], sources)
                 x, x0 = x + mix(f["stream"], sources), first  # with bigrams, as in the record
             read = outputs[self.sources[layer]] if layer in self.sources else x  # record 77 (@classiclarryd)
-            embeds = x0, bigrams if layer or not cfg.two_lambdas else None, value_embeds.get(layer)
+            embeds = x0, bigrams if layer else None, value_embeds.get(layer)
             x = block(x, read, *embeds, self.rotary, masks.get(cfg.attention_layout[layer]), f)
             outputs.append(x)
         if self.mudd_layers:
@@ -1197,17 +1187,6 @@ class Adam(ShardedOptimizer):
         shard.copy_(new)
 
 
-class TiedAdam(Adam):
-    """Keep embedding and head equal at first: both step on the sum of their gradients (records 51, 53: @varunneal)."""
-
-    def reduce(self, step: int) -> None:
-        if is_tied(step, self.cfg):
-            total = torch.stack([p.grad for p in self.params]).sum(0)
-            for p in self.params:
-                p.grad = total
-        super().reduce(step)
-
-
 POLAR_EXPRESS = [  # a, b, c of each Newton-Schulz step
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -1252,13 +1231,12 @@ class Muon(ShardedOptimizer):
 
     def __init__(self, params: dict[str, nn.Parameter], settings, cfg: Hyperparameters, ranks: Ranks):
         super().__init__(params, settings, cfg, ranks)
-        shape = [*self.grad_shard.shape]
-        self.mean_dim = -1 if shape[-2] >= shape[-1] else -2
-        shape[self.mean_dim] = 1
-        self.state["second_moment"] = self.grad_shard.new_zeros(shape)
+        rows, columns = self.grad_shard.shape[-2:]
+        self.mean_dim = -1 if rows >= columns else -2
+        self.state["second_moment"] = torch.zeros_like(self.grad_shard.narrow(self.mean_dim, 0, 1))
         factors = self.grad_buffer.new_ones(len(self.grad_buffer), 1, 1)
-        for rows, p in zip(factors.split(self.rows_per_param), self.params, strict=True):
-            rows.fill_(getattr(p, "lr_factor", 1.0))
+        for part, p in zip(factors.split(self.rows_per_param), self.params, strict=True):
+            part.fill_(getattr(p, "lr_factor", 1.0))
         self.factors = self.share(factors)
         ns = zeropower_via_newtonschulz5
         self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if cfg.compile else ns
@@ -1288,10 +1266,12 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     cfg = gpt.cfg
     table = [
         Group(Muon, "qk_w v_w attn.c_proj c_fc mlp.c_proj", MuonGroup(cfg.muon_lr)),
+        Group(Adam, "lm_head", cfg.head_adam),
+        Group(Adam, "embed", cfg.head_adam if cfg.tied_frac else cfg.embed_adam),
         Group(Adam, "value_embeds bigram_embed", cfg.table_adam),
         Group(Adam, "attn.lambdas skip_weights smear_lambda", cfg.scalar_adam),
         Group(Adam, "resid_lambdas", cfg.resid_adam),
-        Group(Adam, "post_lambdas x0_lambda bigram_lambda", cfg.x0_adam),
+        Group(Adam, "post_lambdas embed_lambdas", cfg.x0_adam),
         Group(Adam, "early.w1 early.w2 mid.w1 mid.w2", cfg.net_adam),
         Group(Adam, "early.b2 mid.b2 gate_scale", cfg.net_adam._replace(decay=0.0)),
         Group(Adam, "last.w1 last.w2 out.w1 out.w2", cfg.mudd_adam),
@@ -1299,8 +1279,6 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
         Group(Adam, "value_gate", cfg.gate_adam),
         Group(Adam, "smear_gate", cfg.smear_adam),
     ]
-    untied = [Group(Adam, "lm_head", cfg.head_adam), Group(Adam, "embed", cfg.embed_adam)]
-    table += [Group(TiedAdam, "lm_head embed", cfg.head_adam)] if cfg.tied_frac else untied
     members: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, p in gpt.named_parameters():
         rows = [i for i, group in enumerate(table) if any(f".{part}." in f".{name}." for part in group.names.split())]
@@ -1368,6 +1346,9 @@ class Trainer:
             losses.append(loss.detach() / len(tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
         wait = start_collective(dist.all_reduce, mean)
+        embed, head = self.gpt.embed.weight, self.gpt.lm_head
+        if is_tied(step, self.cfg) and (step + 1) % self.cfg.adam_every == 0:  # both step on the sum of their gradients
+            embed.grad = head.grad = embed.grad + head.grad  # (records 51, 53: @varunneal)
         step_optimizers(self.optimizers, step)
         wait()
         if self.cfg.mlp_fp8:
@@ -1710,10 +1691,14 @@ def main(argv: Sequence[str] | None = None) -> dict:
     ranks = init_distributed()
     try:
         cfg, plans, saved = prepare(argv, ranks)
-        log = RunLog(cfg, ranks.rank == 0, saved)
     except UserError as error:
         check_same(ranks, error, {})  # raises, on all ranks
     facts = check_same(ranks, None, saved.facts | (dict(start=saved.step) if ranks.rank == 0 else {}))
+    try:  # after the ranks have agreed: one that is refused leaves no log behind
+        log, problem = RunLog(cfg, ranks.rank == 0, saved), None
+    except UserError as error:
+        problem = error
+    check_same(ranks, problem, {})
     try:
         trainer = Trainer(cfg, ranks)
         if saved.step:

@@ -145,7 +145,7 @@ def table(document: dict) -> str:
 
 def run(flags: Sequence[str], quick: bool, out: Path) -> int:
     ranks, load, began = train_gpt.init_distributed(), f"{os.getloadavg()[0]:.1f}", time.perf_counter()
-    problem, facts = "", dict(flags=list(flags), quick=quick)
+    problem, facts = None, dict(flags=list(flags), quick=quick)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
         try:
             cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
@@ -156,7 +156,7 @@ def run(flags: Sequence[str], quick: bool, out: Path) -> int:
             if ranks.rank == 0:
                 out.mkdir(parents=True, exist_ok=True)
         except (UserError, OSError) as error:
-            problem = str(error)
+            problem = error if isinstance(error, UserError) else UserError(error)
         train_gpt.check_same(ranks, problem, facts)
         figures, profile = measure_all(cfg, ranks, plans, flags, quick)
         hashes = {"training tokens": "", "validation tokens": ""}  # which the report leaves out

@@ -48,7 +48,7 @@ def point(flags: Sequence[str]) -> dict:
     """Return the ms of steps, of an attention layer and its backward, of its mask; MiB beyond Python's and torch's."""
     ranks = train_gpt.init_distributed()
     cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
-    train_gpt.check_same(ranks, "", {"--device": cfg.device})
+    train_gpt.check_same(ranks, None, {"--device": cfg.device})
     before = train_gpt.peak_memory_mib(torch.device("cpu")) if cfg.device == "cpu" else 0
     trainer, step = Trainer(cfg, ranks), cfg.num_iterations - 1
     trainer.set_schedules(step)
@@ -72,7 +72,7 @@ def point(flags: Sequence[str]) -> dict:
     layer, rotary = trainer.gpt.blocks[0].attn, trainer.gpt.rotary
     layer = torch.compile(layer, fullgraph=True, dynamic=False) if cfg.compile else layer
     x = torch.randn(cfg.train_seq_len, cfg.model_dim, device=trainer.device).to(getattr(torch, cfg.dtype))
-    return found | dict(attention=timed(lambda: layer(x.requires_grad_(), None, rotary, mask).sum().backward()))
+    return found | dict(attention=timed(lambda: layer(x.requires_grad_(), None, rotary, mask, {}).sum().backward()))
 
 
 def measure_point(axis: str, value: int, flags: Sequence[str]) -> dict:

@@ -15,7 +15,7 @@ from train_gpt import Ranks, Trainer
 
 # Small, as FP8 is slow on CPUs. Four stages in 14 steps, with an extension; the tables part in the third
 LENGTHS = dict(val_seq_len=256, num_iterations=14, vocab_size=128, eot_token=127, compile=True)
-LENGTHS |= dict(value_gate_inputs=12, smear_gate_inputs=12, sign_rows=8, two_lambdas=True, max_doc_len=(0, 0, 0, 0))
+LENGTHS |= dict(value_gate_inputs=12, smear_gate_inputs=12, sign_rows=8, max_doc_len=(0, 0, 0, 0))
 STAGES = dict(head_std=0.005, extension_steps=2, batch_factors=(1, 2, 3, 3), lr_factors=(1.0, 1.5, 1.7, 1.7))
 STAGES |= dict(adam_every=2, window_tokens=(24, 56, 88, 104), final_window_tokens=120, tied_frac=2 / 3)
 STAGES |= dict(mtp_weights=(1.0, 0.5, 0.25))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import train_gpt
 from benchmarks import scaling
-from train_gpt import GPT, AdamGroup, Muon, MuonGroup, Ranks, TiedAdam, build_optimizers, step_optimizers
+from train_gpt import GPT, Adam, AdamGroup, Muon, MuonGroup, Ranks, Trainer, build_optimizers, step_optimizers
 
 # Names and shapes of groups of one shape: attention, MLPs, attention of another width than the model's: tall matrices
 ATTENTION = {"0.attn.v_w": (16, 16), "0.attn.c_proj": (16, 16), "1.attn.v_w": (16, 16)}
@@ -89,52 +89,55 @@ def test_muon_equals_a_reference_that_takes_one_matrix_at_a_time(shapes, sequenc
 
 
 @pytest.mark.parametrize(("every", "dtype"), [(1, torch.float64), (2, torch.float64), (2, torch.bfloat16)])
-def test_adam_steps_every_other_time_decays_cautiously_and_parts_head_and_embedding(every: int, dtype: torch.dtype):
-    """Head and embedding are one table, moments included, as long as they are tied."""
-    cfg = config(2, "float64", adam_every=every, num_iterations=18, tied_frac=1 / 3)
-    params, lr = parameters({"lm_head": (5, 7), "embed.weight": (5, 7)}, dtype), 0.3
-    params["embed.weight"].data.copy_(params["lm_head"])
-    want, m, v = [params["lm_head"].detach().double()] * 2, [0.0, 0.0], [0.0, 0.0]
-    adam = TiedAdam(params, AdamGroup(lr, 2.0, 0.5, 0.9), cfg, Ranks())
+def test_adam_steps_every_other_time_and_decays_cautiously(every: int, dtype: torch.dtype):
+    cfg = config(2, "float64", adam_every=every, num_iterations=18)
+    params, lr = parameters({"table": (5, 7), "other": (5, 7)}, dtype), 0.3
+    want, m, v = [p.detach().double() for p in params.values()], [0.0, 0.0], [0.0, 0.0]
+    adam = Adam(params, AdamGroup(lr, 2.0, 0.5, 0.9), cfg, Ranks())
     for step in range(18):
         sums = add_gradients(params, step)
         step_optimizers([adam], step)
         if (step + 1) % every:
             assert all(map(torch.equal, sums, (p.grad for p in params.values())))
             continue
-        rate, count, is_tied = (
-            lr * train_gpt.lr_multiplier(step, cfg),
-            (step + 1) // every,
-            train_gpt.is_tied(step, cfg),
-        )
+        rate, count = lr * train_gpt.lr_multiplier(step, cfg), (step + 1) // every
         for i, (p, grad) in enumerate(zip(params.values(), sums, strict=True)):
-            grad = ((sum(sums) if is_tied else grad) / 2).double()
+            grad = (grad / 2).double()
             m[i], v[i] = 0.5 * m[i] + 0.5 * grad, 0.9 * v[i] + 0.1 * grad**2
             update = rate * (1 - 0.9**count) ** 0.5 / (1 - 0.5**count) * m[i] / (v[i].sqrt() + cfg.adam_eps)
             want[i] = want[i] - update - torch.where(update * want[i] > 0, 2.0 * rate**2 * want[i], 0.0)
             want[i] = want[i].to(dtype).double()
             torch.testing.assert_close(p.detach().double(), want[i], rtol=2 * torch.finfo(dtype).eps, atol=1e-12)
-        assert torch.equal(*params.values()) == is_tied
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_head_and_embedding_are_one_table_while_tied(tiny, every: int):
+    """Both step on the sum of their gradients, and then each on its own; `test_forms.py` has the numbers."""
+    cfg = dataclasses.replace(tiny, tied_frac=0.5, head_std=0.1, adam_every=every, num_iterations=12)
+    trainer = Trainer(cfg, Ranks())
+    embed, head = trainer.gpt.embed.weight, trainer.gpt.lm_head
+    for step in range(12):
+        before, rows = head.detach().clone(), torch.randint(257, (2, 65))
+        trainer.train_step(step, [(row[:-1].int(), row[1:]) for row in rows])
+        assert torch.equal(embed, head) == train_gpt.is_tied(step, cfg) or (step + 1) % every
+        assert torch.equal(before, head) == bool((step + 1) % every)
 
 
 @pytest.fixture
 def gpt(tiny) -> GPT:
     """Return a model with every kind of parameter."""
-    every = dict(value_gate_inputs=12, smear_gate_inputs=12, sign_rows=8, two_lambdas=True, gate_layer=2)
+    every = dict(value_gate_inputs=12, smear_gate_inputs=12, sign_rows=8, gate_layer=2)
     every |= dict(attention_layout="L-PL", mudd_layers="1", xsa_layout="x...", gate_layout="...x", dc_layout="...x")
     return GPT(dataclasses.replace(tiny, **every, dc_keys=8, head_std=0.005, head_dim=24))
 
 
-@pytest.mark.parametrize("tied_frac", [0.0, 0.5])
-def test_every_parameter_is_in_one_group_of_its_kind(gpt: GPT, tied_frac: float):
-    """Muon's groups are stacks of matrices; head and embedding are together while they can be tied."""
-    gpt.cfg = dataclasses.replace(gpt.cfg, tied_frac=tied_frac)
+def test_every_parameter_is_in_one_group_of_its_kind(gpt: GPT):
+    """Muon's groups are stacks of matrices."""
     optimizers = build_optimizers(gpt, Ranks())
     found = {name: o for o in optimizers for name in o.names}
     assert [id(gpt.get_parameter(name)) for name in found] == [id(p) for o in optimizers for p in o.params]
     assert found.keys() == dict(gpt.named_parameters()).keys()
     assert all(len({p.shape[-2:] for p in o.params}) == 1 for o in optimizers if o.by_matrix)
-    assert (found["lm_head"] is found["embed.weight"]) == (tied_frac > 0)
 
 
 @pytest.mark.parametrize("name", "extra blocks.0.scale blocks.1.attn_lambdas embed.resid_lambdas".split())

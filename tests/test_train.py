@@ -201,7 +201,8 @@ window_tokens;window_tokens 0;window_tokens 32 64;window_tokens 32 x;batch_facto
 extension_steps 4;mtp_weights;mtp_weights 1 1 1 1 1 1 1 1 1;head_adam;head_adam 0.01 0 0.5;
 head_adam 0.01 0 0.5 1;head_adam 0.01 0 0.5 0.9 0.9;checkpoint_every 3 --adam_every 2;adam_every 17;extension_steps 1;
 tied_frac 0.5 --head_std 0;xsa_layout x;gate_layer 2;dc_keys 99 --dc_layout .x;prefix_file nowhere;prefix_file LICENSE;
-max_doc_len 9 9;window_tokens{8} --batch_factors{8} --lr_factors{8} --max_doc_len{8}""".replace("{8}", " 8" * 8)
+max_doc_len 9 9;max_doc_len 0 9 --window_tokens 9 9 --batch_factors 1 1 --lr_factors 1 1;
+window_tokens{8} --batch_factors{8} --lr_factors{8} --max_doc_len{8}""".replace("{8}", " 8" * 8)
 BAD += ";device cuda" * (not torch.cuda.is_available())
 
 

@@ -101,3 +101,4 @@ def test_nodes_that_differ_or_fail_are_named_on_every_node(flags, tmp_path):
             assert "step:" not in run.text("out", rank)
     assert one_node.wait() == [2, 2]
     assert [one_node.text("err", rank).count("\n") for rank in range(2)] == [1, 0], "one process of a node speaks"
+    assert not (tmp_path / "logs").exists(), "a rank that is refused leaves no log behind"
