@@ -95,7 +95,7 @@ class Hyperparameters:
     vocab_size: Annotated[int, 1, 2**16] = both(50257, nano=257)  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: Natural = both(50256, nano=256)  # end of text, opens every document; below vocab_size
     # Training
-    num_iterations: Annotated[int, 1, 2**20] = both(1285, nano=212)  # steps: equal stages, then the extension
+    num_iterations: Annotated[int, 1, 2**20] = both(1285, nano=206)  # steps: equal stages, then the extension
     extension_steps: Natural = both(15, nano=0)  # steps of a last stage, at the lowest learning rates; 0: none
     val_loss_every: Natural = both(250, nano=0)  # steps between validations; 0: only after the last step
     batch_tokens: Count = both(8 * 16 * 1024, nano=1024)  # tokens of a first step, a multiple of train_seq_len
@@ -163,7 +163,7 @@ class Hyperparameters:
     momentum_warmup_start: Decay = 0.85  # momentum of the first step, and after the cooldown
     momentum_warmup_steps: Natural = both(300, nano=50)  # first steps, in which momentum rises
     momentum_cooldown_steps: Natural = both(50, nano=0)  # last steps, in which momentum falls
-    heads_per_matrix: Size = 2  # heads whose queries, or keys, are one matrix for Muon (record 80, @samacqua)
+    heads_per_matrix: Size = both(2, nano=1)  # heads whose queries or keys are a matrix for Muon (record 80, @samacqua)
     muon_beta2: Decay = both(0.9, nano=0.95)  # decay of NorMuon's second moment
     muon_decay: Rate = both(1.2, nano=0.0)  # cautious weight decay, times the squared learning rate
     adam_every: Annotated[int, 1, 16] = both(2, nano=1)  # run Adam every so many steps, on accumulated gradients
@@ -571,20 +571,21 @@ def matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast
 class FP8Linear(torch.autograd.Function):
     """Return x @ w.T, in FP8 forward and not backward (records 84, @sisovicm, and 89, @Mister-dev-oss and others).
 
-    x_max, and w's largest number, become 448, the largest of e4m3. Larger ones saturate.
+    The largest number of each row of x, and that of w, become 448, the largest of e4m3. Record 89 scales the hidden
+    units as a whole, by the largest of the step before.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, x_max: Tensor | float) -> Tensor:
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
-        x_scale, w_scale = 448 / x_max, 448 / w.abs().amax().float().clamp(min=1e-12)
+        x_scale, w_scale = (448 / t.float().clamp(min=1e-12) for t in (x.abs().amax(1, keepdim=True), w.abs().amax()))
         x_q, w_q = quantize(x, x_scale, torch.float8_e4m3fn), quantize(w, w_scale, torch.float8_e4m3fn)
-        return matmul(x_q, w_q.t(), x_scale * w_scale, x.dtype, fast=True)
+        return (matmul(x_q, w_q.t(), w_scale, x.dtype, fast=True) / x_scale).type_as(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
-        return grad @ w, grad.t() @ x, None
+        return grad @ w, grad.t() @ x
 
 
 class MLP(nn.Module):
@@ -596,21 +597,11 @@ class MLP(nn.Module):
         for weight, factor in (self.c_fc, cfg.c_fc_factor), (self.c_proj, cfg.c_proj_factor):
             weight.lr_factor = factor  # type: ignore[attr-defined]  # for Muon
         self.fp8 = cfg.mlp_fp8
-        # The largest hidden unit of the step before, in all sequences, and so far of this one
-        self.register_buffer("hidden_max", torch.ones(2), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        fp8, c_fc = self.fp8 and torch.is_grad_enabled(), self.c_fc.mT
-        # At unit RMS no input is larger than the root of the width
-        x = FP8Linear.apply(x, c_fc.type_as(x), x.size(1) ** 0.5) if fp8 else linear(x, c_fc)
-        x = ReluSquared.apply(x)
-        if not fp8:
-            return linear(x, self.c_proj)
-        before, now = self.hidden_max.clamp(min=1e-12)
-        # By rows first: the compiler then finds it where it computes x, and does not read x once more
-        self.hidden_max[1] = torch.maximum(now, x.detach().amax(1).amax())
-        # Room to grow since the step before: to find the largest of x first would take another pass
-        return FP8Linear.apply(x, self.c_proj.type_as(x), 1.8 * before)
+        product = FP8Linear.apply if self.fp8 and torch.is_grad_enabled() else linear
+        x = ReluSquared.apply(product(x, self.c_fc.mT.type_as(x)))
+        return product(x, self.c_proj.type_as(x))
 
 
 class Rotary(nn.Module):
@@ -1351,16 +1342,7 @@ class Trainer:
             embed.grad = head.grad = embed.grad + head.grad  # (records 51, 53: @varunneal)
         step_optimizers(self.optimizers, step)
         wait()
-        if self.cfg.mlp_fp8:
-            self.share_hidden_max()
         return mean
-
-    def share_hidden_max(self) -> None:
-        """Let all ranks go by the largest hidden units of this step, in any sequence."""
-        buffers = [t for name, t in self.gpt.named_buffers() if "hidden_max" in name]
-        largest = torch.stack(buffers)[:, 1].contiguous()
-        start_collective(dist.all_reduce, largest, dist.ReduceOp.MAX)()
-        torch._foreach_copy_(buffers, [*F.pad(largest[:, None], (0, 1))])
 
     @torch.no_grad()
     def score(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -1393,9 +1375,8 @@ class Trainer:
         self.restore(saved or before)
 
     def state(self) -> dict[str, Tensor]:
-        """Return all that a step changes: parameters, FP8 maxima, and moments, gathered from all ranks."""
+        """Return all that a step changes: parameters and moments, gathered from all ranks."""
         tensors = {name: p.detach() for name, p in self.gpt.named_parameters()}
-        tensors |= {name: t for name, t in self.gpt.named_buffers() if "hidden_max" in name}
         for optimizer in self.optimizers:
             for name, shard in optimizer.state.items():
                 whole = shard

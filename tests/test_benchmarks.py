@@ -150,12 +150,6 @@ def test_a_point_of_the_scaling_is_measured(corpus):
     assert all(len(found[part]["cpu"]) == 6 for part in ("step", "attention", "mask"))
 
 
-def test_bad_flags_get_one_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(train_gpt.UserError, match="--nonsense: no such flag"):
-        command.run(["--nonsense"], quick=True, out=tmp_path)
-
-
 def test_fit_is_that_of_scipy_and_leaves_zeros_out():
     curve = {2**i: 3 * 2 ** (1.7 * i) + i % 3 for i in range(6)}
     line = stats.linregress(np.log([*curve]), np.log([*curve.values()]))

@@ -16,7 +16,7 @@ import torch
 
 import train_gpt
 from test_train import flags, gpt2_flags, long_flags, losses, refusal, wait_for  # noqa: F401  (fixtures)
-from train_gpt import Ranks, UserError
+from train_gpt import Ranks
 from world_worker import ENVIRONMENT, ROOT, Run
 
 # A line of the log, or an event of world_worker.kill_at in rank 0, after which all are killed; its number; the step of
@@ -103,7 +103,10 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(run_flags, saved, capsys)
     resume = [*run_flags, "--resume", "latest"]
     saved.with_suffix(".json").unlink()  # as if the run had not ended
     whole, state = saved.read_bytes(), torch.load(saved, weights_only=True)
-    for content in (whole[:-1000], whole[:1000], whole[1000:], b"not a checkpoint", b""):
+    data = max(state["tensors"].values(), key=torch.numel).numpy().tobytes()
+    flipped = whole.replace(data, data[:-1] + bytes([data[-1] ^ 1]), 1)
+    assert flipped != whole
+    for content in (whole[:-1000], whole[:1000], whole[1000:], flipped, b"not a checkpoint", b""):
         saved.write_bytes(content)
         assert "whole.checkpoint" in refusal(resume, capsys)
     fewer = [{key: value for key, value in state.items() if key != name} for name in state]
@@ -112,19 +115,6 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(run_flags, saved, capsys)
         assert "whole.checkpoint" in refusal(resume, capsys)
     saved.unlink()
     assert "whole.checkpoint" in refusal([*run_flags, "--resume", str(saved)], capsys)
-    generator, refused = random.Random(0), 0
-    for _ in range(100):
-        content = bytearray(whole)
-        content[generator.randrange(len(whole))] ^= 1 << generator.randrange(8)
-        saved.write_bytes(content)
-        try:
-            found = train_gpt.load(saved, "step", "tensors")
-        except UserError:
-            refused += 1
-        else:  # the bit is in the padding between the tensors
-            assert found["step"] == state["step"]
-            assert all(torch.equal(found["tensors"][name], t) for name, t in state["tensors"].items())
-    assert refused > 80
 
 
 def test_another_configuration_script_or_text_is_refused(run_flags, saved, tmp_path, capsys):

@@ -123,16 +123,16 @@ def test_tables_part_where_the_public_ones_do():
 
 
 LATE, SIGNS, GATES = "LateAttention", "BigramsSignTrick", "GateNets"
-PREFIXES, ROLES, LAYER = "FP8DownProjection", "HeadRoles", "OneLayer"
+PREFIXES, ROLES, LAYER, ROWS = "FP8DownProjection", "HeadRoles", "OneLayer", "FP8Rows"
 # Settings that turn an idea off in gpt2, and those of both records where it has no switch
 WITHOUT = {LATE: dict(source_layout="", two_lambdas=False, heads_per_matrix=6, max_doc_len=(40,) * 4)}
 WITHOUT[LATE] |= dict(resid_adam=[0.04, 0.0, 0.65, 0.95])
 WITHOUT |= {SIGNS: dict(mudd_layers="", xsa_layout="", sign_rows=0, bigram_dim=0)}
 WITHOUT |= {GATES: dict(gate_layer=0, gate_layout="", dc_layout=""), PREFIXES: dict(prefix_file="")}
-WITHOUT |= {ROLES: {}, LAYER: {}}
+WITHOUT |= {ROLES: {}, LAYER: {}, ROWS: {}}
 BOTH = {LATE: dict(value_gate_inputs=0, scalar_adam=[0.04, 0.0, 0.65, 0.95], x0_adam=[0.04, 0.0, 0.65, 0.95])}
 BOTH |= {SIGNS: dict(backout_layer=-1, mtp_weights=(1.0,), bigram_rows=0), PREFIXES: {}}
-BOTH |= {ROLES: dict(prefix_file=""), LAYER: dict(prefix_file="", lr_factors=(0.03,) * 4)}
+BOTH |= {ROLES: dict(prefix_file=""), LAYER: dict(prefix_file="", lr_factors=(0.03,) * 4), ROWS: dict(prefix_file="")}
 BOTH |= {GATES: dict(head_gate_inputs=0, skip_gate_inputs=0, xsa_layout="", bigram_rows=0)}
 LINE = [name for name in NAMES if name[11:] in (FORM[11:], *WITHOUT)]
 

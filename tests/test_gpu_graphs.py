@@ -40,9 +40,8 @@ def too_large(q):
 def head(x, w, targets, weights):
     gpt2 = train_gpt.PRESETS["gpt2"]
     softcap = gpt2.lm_head_softcap, gpt2.softcap_range, gpt2.softcap_shift
-    return train_gpt.HeadLoss.apply(
-        x, w, train_gpt.next_targets(targets, 3), weights, softcap, len(x) // 2, gpt2.fp8_scales, True
-    )
+    columns = train_gpt.next_targets(targets, 3)
+    return train_gpt.HeadLoss.apply(x, w, columns, weights, softcap, len(x) // 2, gpt2.fp8_scales, True)
 
 
 @torch.library.custom_op("test::column_major", mutates_args=())

@@ -131,9 +131,8 @@ def test_derivatives_by_hand_are_right_to_rounding(function):
         rounded = x.to(dtype).requires_grad_()
         exact = rounded.detach().double().requires_grad_()
         ys = function.apply(rounded), function.apply(exact)
-        grads = [
-            torch.autograd.grad(y, x, grad.to(dtype).type_as(y))[0] for y, x in zip(ys, (rounded, exact), strict=True)
-        ]
+        pairs = zip(ys, (rounded, exact), strict=True)
+        grads = [torch.autograd.grad(y, x, grad.to(dtype).type_as(y))[0] for y, x in pairs]
         for got, want in ys, grads:
             error = (got.double() - want).norm(dim=-1) / want.norm(dim=-1)
             assert error.max() < 2 * torch.finfo(dtype).eps
@@ -154,15 +153,8 @@ def test_norm_is_that_of_torch_bit_for_bit_and_keeps_its_result(dtype: torch.dty
 @pytest.mark.parametrize("stage", [0, 1])
 def test_rotary_turns_by_the_position_in_precise_tables(tiny, stage: int):
     """The angles are right to 2^-20 of themselves, for 128K positions; scores depend on distances alone."""
-    cfg = dataclasses.replace(
-        tiny,
-        **STAGES,
-        dtype="bfloat16",
-        head_dim=64,
-        val_seq_len=2**16,
-        val_tokens=2**16,
-        **dict(PLAIN, attention_layout="P"),
-    )
+    long = PLAIN | dict(attention_layout="P", dtype="bfloat16", head_dim=64, val_seq_len=2**16, val_tokens=2**16)
+    cfg = dataclasses.replace(tiny, **STAGES, **long)
     rotary, freqs = Rotary(cfg), rotary_frequencies(stage, cfg, torch.float64)[0]
     rotary.set_stage(stage, cfg)
     angles = torch.outer(torch.arange(0, 128 * 1024, 511, dtype=torch.float64), freqs)

@@ -95,7 +95,7 @@ class Hyperparameters:
     vocab_size: Annotated[int, 1, 2**16] = both(50257, nano=257)  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: Natural = both(50256, nano=256)  # end of text, opens every document; below vocab_size
     # Training
-    num_iterations: Annotated[int, 1, 2**20] = both(1285, nano=212)  # steps: equal stages, then the extension
+    num_iterations: Annotated[int, 1, 2**20] = both(1285, nano=206)  # steps: equal stages, then the extension
     extension_steps: Natural = both(15, nano=0)  # steps of a last stage, at the lowest learning rates; 0: none
     val_loss_every: Natural = both(250, nano=0)  # steps between validations; 0: only after the last step
     batch_tokens: Count = both(8 * 16 * 1024, nano=1024)  # tokens of a first step, a multiple of train_seq_len
@@ -163,7 +163,7 @@ class Hyperparameters:
     momentum_warmup_start: Decay = 0.85  # momentum of the first step, and after the cooldown
     momentum_warmup_steps: Natural = both(300, nano=50)  # first steps, in which momentum rises
     momentum_cooldown_steps: Natural = both(50, nano=0)  # last steps, in which momentum falls
-    heads_per_matrix: Size = 2  # heads whose queries, or keys, are one matrix for Muon (record 80, @samacqua)
+    heads_per_matrix: Size = both(2, nano=1)  # heads whose queries or keys are a matrix for Muon (record 80, @samacqua)
     muon_beta2: Decay = both(0.9, nano=0.95)  # decay of NorMuon's second moment
     muon_decay: Rate = both(1.2, nano=0.0)  # cautious weight decay, times the squared learning rate
     adam_every: Annotated[int, 1, 16] = both(2, nano=1)  # run Adam every so many steps, on accumulated gradients
