@@ -244,4 +244,4 @@ def test_all_stages_on_a_cpu(monkeypatch, tmp_path):
     assert json.loads("".join(found["short run"]["files"]["short.json"]))["num_iterations"] == 8
     both = json.loads("".join(found["benchmarks on all"]["files"]["benchmark.json"]))
     assert (both["processes"], ENVIRONMENT.items() <= both["environment"].items()) == (2, True)
-    assert {"step: communication", "Newton-Schulz of 8 x 32 x 32"} <= both["figures"].keys()
+    assert {"step: communication", "Newton-Schulz of 8 x 16 x 32"} <= both["figures"].keys()
