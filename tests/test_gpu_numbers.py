@@ -94,7 +94,8 @@ def test_a_fault_is_seen(name: str, tmp_path: Path, capsys: pytest.CaptureFixtur
     right, wrong, flags = FAULTS[name]
     script, source = tmp_path / "train_gpt.py", (ROOT / "train_gpt.py").read_text()
     assert source.count(right) == 1
-    assert gpu_numbers.main([*flags, *ONE_LAYER]) == 0, "without the fault they agree"
+    if flags:  # once will do, as it takes a minute
+        assert gpu_numbers.main([*flags, *ONE_LAYER]) == 0, "without the fault they agree"
     script.write_text(source.replace(right, wrong))
     assert gpu_numbers.main([*flags, "--script", str(script), *ONE_LAYER]) == 1
     assert "DISAGREES" in capsys.readouterr().out
