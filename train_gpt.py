@@ -571,8 +571,8 @@ def matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast
 class FP8Linear(torch.autograd.Function):
     """Return x @ w.T, in FP8 forward and not backward (records 84, @sisovicm, and 89, @Mister-dev-oss and others).
 
-    The largest number of each row of x, and that of w, become 448, the largest of e4m3. Record 89 scales the hidden
-    units as a whole, by the largest of the step before.
+    The largest number of each row of x, and that of w, become 448, the largest of e4m3. Record 89 scales all hidden
+    units by the largest of the step before, which ranks have to share and checkpoints to keep.
     """
 
     @staticmethod
@@ -1564,13 +1564,10 @@ def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]], 
     """Return versions, hardware, shards and the hashes of the tokens, for the log."""
     lines = [f"Running Python {sys.version}", f"Running PyTorch {torch.__version__}, numpy {np.__version__}"]
     lines += [f"{ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores"]
-    here = Path(__file__).resolve().parent
+    how: dict = dict(cwd=Path(__file__).resolve().parent, capture_output=True, text=True, errors="replace", timeout=20)
     for command in ("git --no-optional-locks describe --always --abbrev=40 --dirty", "lscpu", "nvidia-smi"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
-            done = subprocess.run(
-                command.split(), cwd=here, capture_output=True, text=True, errors="replace", timeout=20
-            )
-            lines += [f"$ {command}", done.stdout.strip()]
+            lines += [f"$ {command}", subprocess.run(command.split(), **how).stdout.strip()]
     for name, plan in plans.items():
         paths = dict.fromkeys(batch.path for batch in plan)
         lines += [f"{name} shard: {path}, {os.path.getsize(path)} bytes" for path in paths]
