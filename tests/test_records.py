@@ -48,9 +48,9 @@ def test_scripts_import_nothing_of_this_repository():
     assert {module.split(".")[0] for module in imported} - sys.stdlib_module_names == {"torch", "numpy", "tqdm"}
 
 
-# Losses of these scripts with torch 2.13.0
-GOLDEN = {V14: 4.510730, V15: 4.512371, V18: 4.514316, V20: 4.456070}
-GOLDEN |= {V21: 4.456070, SHARDED: 4.456070, PAIRS: 4.308544, TUNED: 4.639071, START: 4.531404}
+# Losses of these scripts with torch 2.13.0, on the text of the first of them (`corpus`)
+GOLDEN = {V14: 4.510611, V15: 4.512255, V18: 4.514202, V20: 4.455960}
+GOLDEN |= {V21: 4.455960, SHARDED: 4.455960, PAIRS: 4.308473, TUNED: 4.639056, START: 4.531433}
 
 
 @pytest.mark.parametrize("name", GOLDEN)

@@ -146,7 +146,7 @@ PRESETS = {
     "nano": Hyperparameters(
         preset="nano", train_files="data/nano/nano_train_*.bin", val_files="data/nano/nano_val_*.bin",
         val_tokens=262_144, val_sha256="e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33",
-        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=665, cooldown_frac=0.7, val_loss_every=300,
+        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=650, cooldown_frac=0.7, val_loss_every=300,
         batch_tokens=1024, train_seq_len=1024, val_seq_len=1024, model_dim=192, num_heads=3, head_dim=64,
         attention_layout="LL", value_embed_layout="01", skip_layout=".0", block_size=64,
         window_tokens=144, muon_lr=0.025, momentum_warmup_steps=100, cpu_threads=2,

@@ -95,7 +95,7 @@ class Hyperparameters:
     vocab_size: Annotated[int, 1, 2**16] = both(50257, nano=257)  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: Natural = both(50256, nano=256)  # end of text, opens every document; below vocab_size
     # Training
-    num_iterations: Annotated[int, 1, 2**20] = both(1300, nano=240)  # steps: equal stages, then the extension
+    num_iterations: Annotated[int, 1, 2**20] = both(1300, nano=242)  # steps: equal stages, then the extension
     extension_steps: Natural = both(10, nano=0)  # steps of a last stage, at the lowest learning rates; 0: none
     val_loss_every: Natural = both(250, nano=115)  # steps between validations; 0: only after the last step
     batch_tokens: Count = both(8 * 16 * 1024, nano=1024)  # tokens of a first step, a multiple of train_seq_len

@@ -213,7 +213,7 @@ PRESETS = {
     "nano": Hyperparameters(
         preset="nano", train_files="data/nano/nano_train_*.bin", val_files="data/nano/nano_val_*.bin",
         val_tokens=262_144, val_sha256="e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33",
-        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=240, extension_steps=0, stage_growth=(1,),
+        target_loss=1.45, vocab_size=257, eot_token=256, num_iterations=242, extension_steps=0, stage_growth=(1,),
         lr_factors=(1.0,), cooldown_frac=0.85, next_weights=(1.0,), loss_scale=2**-10, tied_frac=0.0,
         val_loss_every=300, batch_tokens=1024, train_seq_len=1024, max_doc_len=0, val_seq_len=8192,
         model_dim=128, num_heads=2, head_dim=64, attention_layout="L-", value_embed_layout="0.", skip_layout=".0",
