@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from train_gpt import Hyperparameters, attention_windows, document_block_mask
+from train_gpt import Hyperparameters, attention_windows, document_block_mask, stage_starts
 
 STAGE, TOKENS = 1, 8192
 KINDS = {"skipped": "0.92", "seen in part: masked token by token": "#8fc1e3", "seen whole: no mask": "#005b9f"}
@@ -22,10 +22,10 @@ cfg = Hyperparameters()
 lengths = torch.empty(100).exponential_(1 / 690, generator=torch.Generator().manual_seed(1)).long() + 1
 lengths = lengths.clamp(max=cfg.max_doc_len[STAGE])
 doc_ids = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[:TOKENS]
-step = STAGE * cfg.scheduled_steps // 3 + 1  # in a run of three equal stages
 figure, N = Figure(figsize=(10.4, 5.6), layout="constrained"), TOKENS // cfg.mask_block
 panels = figure.subplots(1, 2, sharey=True)
-for panel, name, window in zip(panels, ("long", "short"), attention_windows(step, cfg), strict=True):
+windows = attention_windows(stage_starts(cfg)[STAGE], cfg)
+for panel, name, window in zip(panels, ("long", "short"), windows, strict=True):
     mask = document_block_mask(doc_ids, torch.tensor(window, dtype=torch.int32), cfg.mask_block)
     kinds = torch.zeros(N, N)
     lists = (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)
