@@ -5,8 +5,8 @@
     python train_gpt.py --preset nano                         a small model on a CPU, in seconds
 
 The preset gpt2 has the mathematics of record 89 of the NanoGPT speedrun (2026-07-17, 1,285 steps,
-https://github.com/KellerJordan/modded-nanogpt). nano uses part of it, and its attention heads begin with weights that
-they would otherwise have to learn. "Record n" credits the record of that history in which an idea first appeared.
+https://github.com/KellerJordan/modded-nanogpt). nano is a model of one layer whose query and key weights start
+hand-set. "Record n" credits the record of that history in which an idea first appeared.
 The file follows a token: configuration, data, schedules, layers, attention, model, head, optimizers, training, run.
 Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary.
 """
@@ -25,7 +25,6 @@ import json
 import math
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -34,10 +33,11 @@ from collections import deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from fnmatch import fnmatchcase
 from functools import partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Literal, NamedTuple, NoReturn, TextIO, get_args
 
 import numpy as np
 import torch
@@ -61,135 +61,178 @@ class AlreadyComplete(UserError):
     code = 0
 
 
-# ---- Configuration: one field, one flag, one comment -----------------------------------------------------------------
-# Types of the fields, with the lowest and the highest value
-Count = Annotated[int, 1, 2**27]
-Natural = Annotated[int, 0, 2**24]
-Size = Annotated[int, 1, 2**14]
-Positive = Annotated[float, 1e-9, 2**30]
-Rate = Annotated[float, 0, 100]
-Signed = Annotated[float, -100, 100]
-Decay = Annotated[float, 0, 0.99999]
-Counts = Annotated[tuple[int, ...], 1, 2**27]
-Naturals = Annotated[tuple[int, ...], 0, 2**24]
-Rates = Annotated[tuple[float, ...], 0, 100]
-Scales = Annotated[tuple[float, ...], 1e-9, 2**30]
-AdamGroup = namedtuple("AdamGroup", "lr decay beta1 beta2")  # the decay is cautious, as Muon's
-AdamField = Annotated[AdamGroup, 0, 100]
+# ---- Configuration: layers, stages and groups of parameters are rows of a table; every other number is a flag --------
+class Layer(NamedTuple):
+    """What a layer has besides its MLP. Numbers name earlier layers, counted from 0."""
+
+    attention: Literal["long", "short", "paired", "none"]  # its window; paired: the short one, heads in pairs
+    value_embed: bool = False  # values add a row of a table, by the token
+    reads: int | None = None  # attention reads the output of this layer, not the stream
+    skip: int | None = None  # the stream first adds the output of this layer (U-Net)
+    net: bool = False  # a net reads the stream here, and makes factors for each token up to the next such row
+    xsa: bool = False  # heads leave out some of the token's own value; the net makes the factors of these three
+    head_gate: bool = False  # the output of each head has a factor
+    dc: bool = False  # heads mix what they see near by
+    mudd: tuple[int, ...] = ()  # values and stream mix in the output of the first of these, the head those of all
 
 
-def both(gpt2, nano):
-    """Return a field with its value in gpt2 and its value in nano."""
-    return dataclasses.field(default=gpt2, metadata=dict(nano=nano))
+GPT2_LAYERS = (
+    Layer("paired", net=True),
+    Layer("short", value_embed=True, xsa=True),
+    Layer("paired", value_embed=True),
+    Layer("long", xsa=True, head_gate=True),
+    Layer("short", net=True, xsa=True),
+    Layer("paired"),
+    Layer("none", skip=3),
+    Layer("short", xsa=True),
+    Layer("short", value_embed=True, reads=7),
+    Layer("paired", value_embed=True, reads=7),
+    Layer("long", value_embed=True, reads=7, head_gate=True, dc=True, mudd=(7, 3)),
+)
+NANO_LAYERS = (Layer("long", value_embed=True),)
+
+
+class Stage(NamedTuple):
+    """What holds for a part of the steps. Pairs are weights at its beginning and at its end."""
+
+    share: float  # of the steps before the extension; the extension, if there is one, is a last stage of share 0
+    batch: int  # factor on batch_tokens and train_seq_len
+    max_doc_len: int  # where documents are cut, in all stages or in none; 0: not at all, as a stream
+    window: int  # tokens that a long window reaches back; a short one has half as many
+    lr: float = 1.0  # factor on all learning rates
+    next_tokens: tuple[tuple[float, float], ...] = ((1, 1),)  # of the losses of tokens +1, +2, ...
+    prefix: tuple[float, float] = (0, 0)  # of the loss of the next token's prefix; 0, 0: no such loss
+
+
+GPT2_STAGES = (
+    Stage(
+        1 / 3, batch=1, max_doc_len=896, window=384, next_tokens=((1, 1), (0.5, 0.5), (0.25, 0)), prefix=(0.25, 0.25)
+    ),
+    Stage(1 / 3, batch=2, max_doc_len=2048, window=896, lr=1.52, next_tokens=((1, 1), (0.5, 0)), prefix=(0.25, 0)),
+    Stage(1 / 3, batch=3, max_doc_len=2048, window=1408, lr=1.73),
+    Stage(0, batch=3, max_doc_len=2048, window=1664, lr=1.73),
+)
+NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, window=256),)
+
+
+class Group(NamedTuple):
+    """What steps the parameters whose names match one of `names`."""
+
+    optimizer: str  # Muon or Adam
+    names: str  # globs, separated by spaces
+    lr: float  # learning rate; in rows of Muon a factor on muon_lr
+    decay: float  # weight decay, times the squared learning rate; cautious: only towards 0
+    beta1: float  # decay of Adam's mean of gradients; Muon has muon_momentum instead
+    beta2: float  # decay of the mean of squares: of gradients in Adam, of updates in Muon
+
+
+#         optimizer, names, lr, decay, beta1, beta2
+NET_GROUPS = (
+    Group("Adam", "gate_nets.*.w?", 8e-4, 0.005, 0.9, 0.99),
+    Group("Adam", "gate_nets.*.b2 gate_scale", 8e-4, 0.0, 0.9, 0.99),
+    Group("Adam", "*.mudd_net.w? head_net.w?", 0.002, 0.005, 0.9, 0.99),
+    Group("Adam", "*.mudd_net.b2 head_net.b2", 0.002, 0.0, 0.9, 0.99),
+    Group("Adam", "*.value_gate", 0.008, 0.005, 0.9, 0.99),
+    Group("Adam", "smear_gate", 8e-5, 0.0, 0.9, 0.99),
+)
+GPT2_GROUPS = (
+    Group("Muon", "*.qk_w *.v_w *.attn.c_proj", 1.0, 1.2, 0.0, 0.9),
+    Group("Muon", "*.c_fc", 2.0, 1.2, 0.0, 0.9),
+    Group("Muon", "*.mlp.c_proj", 4.0, 1.2, 0.0, 0.9),
+    Group("Adam", "lm_head", 0.008, 0.75, 0.5, 0.95),
+    Group("Adam", "embed.weight", 0.008, 0.75, 0.5, 0.95),
+    Group("Adam", "value_embeds.* bigram_embed.*", 0.6, 0.025, 0.75, 0.95),
+    Group("Adam", "*.attn.lambdas *.skip_lambda smear_lambda", 0.04, 0.0, 0.9, 0.99),
+    Group("Adam", "*.resid_lambdas", 0.04, 0.0, 0.9, 0.95),
+    Group("Adam", "*.post_lambdas *.embed_lambdas", 0.008, 0.0, 0.9, 0.95),
+    *NET_GROUPS,
+)
+NANO_GROUPS = (
+    Group("Muon", "*.qk_w *.v_w *.c_proj", 1.0, 0.0, 0.0, 0.95),
+    Group("Muon", "*.c_fc", 2.0, 0.0, 0.0, 0.95),
+    Group("Adam", "lm_head", 0.01, 0.0, 0.5, 0.9),
+    Group("Adam", "embed.weight value_embeds.* bigram_embed.*", 0.25, 0.0, 0.5, 0.9),
+    Group("Adam", "*lambda *lambdas", 0.04, 0.0, 0.5, 0.9),
+    *NET_GROUPS,
+)
+
+
+TABLES = dict(layers=Layer, stages=Stage, groups=Group)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hyperparameters:
+    """The numbers of gpt2, each of them a flag, but for the three tables."""
+
+    layers: tuple[Layer, ...] = GPT2_LAYERS
+    stages: tuple[Stage, ...] = GPT2_STAGES
+    groups: tuple[Group, ...] = GPT2_GROUPS
     # Data. Shards are read in sorted order; the log marks validation tokens with another SHA-256 than val_sha256
-    preset: Literal["gpt2", "nano"] = both("gpt2", nano="nano")  # model and all settings; by default gpt2 on a GPU
-    train_files: str = both("data/fineweb10B/fineweb_train_*.bin", nano="data/nano/nano_train_*.bin")  # shards: a glob
-    val_files: str = both("data/fineweb10B/fineweb_val_*.bin", nano="data/nano/nano_val_*.bin")  # a glob
-    val_tokens: Count = both(10_485_760, nano=262_144)  # validation tokens, a multiple of val_seq_len
-    val_sha256: str = both("", nano="e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33")  # "": unknown
-    target_loss: Rate = both(3.28, nano=1.45)  # validation loss to reach; 0: none
-    vocab_size: Annotated[int, 1, 2**16] = both(50257, nano=257)  # tokens are 0 ... vocab_size - 1, stored in 16 bits
-    eot_token: Natural = both(50256, nano=256)  # end of text, opens every document; below vocab_size
+    preset: Literal["gpt2", "nano"] = "gpt2"  # all settings; by default gpt2 on a GPU and nano elsewhere
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # training shards: a glob
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # validation shards: a glob
+    val_tokens: int = 10_485_760  # validation tokens, a multiple of val_seq_len
+    val_sha256: str = ""  # of the validation tokens; empty: unknown
+    target_loss: float = 3.28  # validation loss to reach; 0: none
+    vocab_size: int = 50257  # tokens are 0 ... vocab_size - 1, stored in 16 bits
+    eot_token: int = 50256  # end of text, opens every document
+    prefix_file: str = "data/gpt2_prefixes.bin"  # for each token the longest that begins it; empty: no such loss
     # Training
-    num_iterations: Annotated[int, 1, 2**20] = both(1285, nano=196)  # steps: equal stages, then the extension
-    extension_steps: Natural = both(15, nano=0)  # steps of a last stage, at the lowest learning rates; 0: none
-    val_loss_every: Natural = both(250, nano=0)  # steps between validations; 0: only after the last step
-    batch_tokens: Count = both(8 * 16 * 1024, nano=1024)  # tokens of a first step, a multiple of train_seq_len
-    train_seq_len: Count = both(16 * 1024, nano=1024)  # tokens of a first training sequence, a multiple of mask_block
-    val_seq_len: Count = both(256 * 1024, nano=8192)  # tokens of a validation sequence, a multiple of mask_block
-    cooldown_frac: Annotated[float, 1e-9, 1] = both(0.6, nano=0.85)  # last part of the stages, with falling rates
-    min_lr_frac: Rate = both(0.15, nano=0.1)  # factor on learning rates at the end of the cooldown and in the extension
-    tied_frac: Rate = both(2 / 3, nano=0.0)  # first part of the stages, with embedding and head tied; 0: never
-    grad_factor: Positive = both(1.0, nano=2**-10)  # factor on a sequence's summed loss before the backward pass
-    # What changes from stage to stage; the last value is that of the extension, if there is one
-    batch_factors: Counts = both((1, 2, 3, 3), nano=(1,))  # factor on batch_tokens and train_seq_len
-    max_doc_len: Naturals = both((896, 2048, 2048, 2048), nano=(0,))  # where documents are cut; 0: plain stream
-    lr_factors: Rates = both((1.0, 1.52, 1.73, 1.73), nano=(1.0,))  # factor on learning rates
-    window_tokens: Counts = both((384, 896, 1408, 1664), nano=(256,))  # tokens that a long window reaches back
-    final_window_tokens: Natural = both(2560, nano=0)  # long window in the last validation; 0: as in training
-    mtp_weights: Rates = both((1.0, 0.5, 0.25), nano=(1.0,))  # of the losses of tokens +1, +2, +3; the last fades to 0
-    prefix_file: str = both("data/gpt2_prefixes.bin", nano="")  # for each token the longest that begins it; "": none
-    prefix_weight: Rate = 0.25  # of the loss of that token as the next one; it fades in the second stage
+    num_iterations: int = 1285  # steps, the extension included
+    extension_steps: int = 15  # last steps, at the lowest learning rates
+    val_loss_every: int = 250  # steps between validations; 0: only after the last step
+    batch_tokens: int = 8 * 16 * 1024  # tokens of a first step, a multiple of train_seq_len
+    train_seq_len: int = 16 * 1024  # tokens of a first training sequence, a multiple of block_size
+    val_seq_len: int = 256 * 1024  # tokens of a validation sequence, a multiple of block_size
+    final_window: int = 2560  # long window in the last validation; 0: that of the last stage
+    cooldown_frac: float = 0.6  # last part of the steps before the extension, with falling learning rates
+    min_lr_frac: float = 0.15  # factor on learning rates at the end of the cooldown and in the extension
+    tied_frac: float = 2 / 3  # first part of these steps, with embedding and head tied; 0: never
+    grad_scale: float = 1.0  # factor on a sequence's summed loss before the backward pass
     # Model
-    model_dim: Size = both(768, nano=128)  # width of the residual stream
-    num_heads: Size = both(6, nano=2)  # attention heads
-    head_dim: Size = both(128, nano=64)  # dimensions per head, a multiple of 4
-    attention_layout: str = both("PSPLSP-SSPL", nano="L")  # per layer: L long window, S short, P paired heads, - none
-    source_layout: str = both("........777", nano="")  # per layer: earlier layer whose output attention reads, or .
-    xsa_layout: str = both(".x.xx..x...", nano="")  # per layer: x if heads leave out some of a token's value, or .
-    gate_layout: str = both("...x......x", nano="")  # per layer: x if the output of each head has a factor, or .
-    dc_layout: str = both("..........x", nano="")  # per layer: x if heads mix what they see near by, or .
-    dc_keys: Count = 112  # how near: so many tokens, at most mask_block + 1
-    gate_layer: Natural = both(4, nano=0)  # before this layer and the first a net makes factors for each token; 0: none
-    value_embed_layout: str = both(".01.....234", nano="0")  # per layer: digit of its value embedding, or .
-    value_embed_std: Rate = both(0.01, nano=0.0)  # standard deviation of the value embeddings at first
-    skip_layout: str = both("......3....", nano="")  # per layer: earlier layer (0-9a-z) whose output it adds, or .
-    skip_init: Signed = -1.5  # first weight of a skip, before a sigmoid
-    mudd_layers: str = both("73", nano="")  # layers that the head reads, and of them the last layer the first; "": none
-    resid_lambda_init: Rate = both(1.1**0.5, nano=1.0)  # first factor on the residual stream
-    # Channels that decide how much of a value embedding counts, half of them the embedding's; 0: all of it does
-    value_gate_inputs: Natural = both(12, nano=0)
-    smear_gate_inputs: Natural = both(12, nano=0)  # the same for the embedding of the token before; 0: no smear
-    embed_mean: Signed = both(0.0, nano=0.5)  # mean of the untied embedding at first
-    bigram_rows: Natural = both(15 * 25152, nano=8192)  # rows of the hashed table for bigrams of tokens; 0: no table
-    bigram_lambda_init: Rate = both(0.05, nano=1.0)  # first factor on the bigram embeddings in each layer
-    sign_rows: Natural = both(8192, nano=0)  # rows of the table of signs for bigrams that share a row; 0: no table
-    # Attention
-    mask_block: Count = both(128, nano=64)  # tokens per block of the attention mask
-    rope_base: Positive = 1024.0  # base of the rotary frequencies
-    attention_scale: Annotated[float, 0, 2**20] = both(0.1, nano=0.12)  # first factor on scores; q, k have unit RMS
-    yarn_scale: Rate = 0.2  # growth of that factor with the logarithm of the long window (YaRN)
-    yarn_turns: Annotated[float, 1.1, 2**20] = 32.0  # YaRN keeps frequencies of at least so many turns in a window
-    key_offset: bool = True  # in L layers, half of a key is that of the token before
-    local_heads: Natural = both(0, nano=1)  # heads that begin by distance, the others by likeness; 0: all at random
+    model_dim: int = 768  # width of the residual stream
+    num_heads: int = 6  # attention heads
+    head_dim: int = 128  # dimensions per head, a multiple of 4
+    block_size: int = 128  # tokens per block of the attention mask
+    attn_scale: float = 0.1  # first factor on attention scores; queries and keys have unit RMS
+    dc_keys: int = 112  # tokens whose values heads mix; at most block_size + 1
+    local_heads: int = 0  # heads that begin by distance, the others by likeness; 0: all at random
+    resid_lambda_init: float = 1.1**0.5  # first factor on the residual stream
+    bigram_rows: int = 15 * 25152  # rows of the hashed table for bigrams of tokens
+    bigram_lambda_init: float = 0.05  # first factor on the bigram embeddings in each layer
+    sign_rows: int = 8192  # rows of the table of signs for bigrams that share a row; 0: no table
+    embed_mean: float = 0.0  # mean of the untied embedding at first
+    value_embed_std: float = 0.01  # standard deviation of the value embeddings at first
+    value_gate_inputs: int = 12  # inputs of value gates, half from x, half from the value embedding; 0: no gates
+    smear_gate_inputs: int = 12  # channels that decide how much of the token before is added; 0: nothing is
     # Head
-    head_std: Rate = both(0.005, nano=0.0)  # standard deviation of the head at first, and of what is tied to it
-    lm_head_softcap: Positive = 15.0  # c in the softcap r sigmoid((z + d) 2 / c) of the logits z
-    softcap_range: Positive = both(23.0, nano=30.0)  # r in the softcap
-    softcap_shift: Signed = both(5.0, nano=0.0)  # d in the softcap
-    lm_head_slice: Count = both(8192, nano=1024)  # tokens whose logits exist at a time
-    lm_head_fp8: bool = both(True, nano=False)  # train the head in FP8 where the GPU can; validation never is
-    fp8_scales: Scales = (448 / 100, 448 / 1.6, 448 / 0.75)  # of the head's input, its weight, the logits' gradient
-    mlp_fp8: bool = both(True, nano=False)  # the same for the forward passes of MLPs
+    head_std: float = 0.005  # standard deviation of the head at first, and of what is tied to it
+    lm_head_softcap: float = 15.0  # c in the softcap r sigmoid((z + d) 2 / c) of the logits z
+    softcap_range: float = 23.0  # r in the softcap
+    softcap_shift: float = 5.0  # d in the softcap
+    lm_head_slice: int = 8192  # tokens whose logits exist at a time
+    lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never is
+    mlp_fp8: bool = True  # the same for the forward passes of MLPs
     # Optimizers
-    muon_lr: Rate = both(0.023, nano=0.06)  # learning rate of Muon, for hidden matrices; the spectral norm of an update
-    c_fc_factor: Rate = 2.0  # factor on muon_lr for the first matrix of each MLP
-    c_proj_factor: Rate = both(4.0, nano=1.0)  # factor on muon_lr for the second matrix of each MLP
-    muon_momentum: Decay = both(0.95, nano=0.9)  # momentum after its warm-up
-    momentum_warmup_start: Decay = 0.85  # momentum of the first step, and after the cooldown
-    momentum_warmup_steps: Natural = both(300, nano=50)  # first steps, in which momentum rises
-    momentum_cooldown_steps: Natural = both(50, nano=0)  # last steps, in which momentum falls
-    heads_per_matrix: Size = both(2, nano=1)  # heads whose queries or keys are a matrix for Muon (record 80, @samacqua)
-    muon_beta2: Decay = both(0.9, nano=0.95)  # decay of NorMuon's second moment
-    muon_decay: Rate = both(1.2, nano=0.0)  # cautious weight decay, times the squared learning rate
-    adam_every: Annotated[int, 1, 16] = both(2, nano=1)  # run Adam every so many steps, on accumulated gradients
-    adam_eps: Rate = 1e-10  # added to the root of the second moment
-    # Groups of Adam: learning rate, weight decay, beta1, beta2. head_adam is for the embedding, too, while it is tied
-    head_adam: AdamField = both(AdamGroup(0.008, 0.75, 0.5, 0.95), nano=AdamGroup(0.01, 0.0, 0.5, 0.9))
-    embed_adam: AdamField = both(AdamGroup(0.008, 0.75, 0.5, 0.95), nano=AdamGroup(0.25, 0.0, 0.5, 0.9))
-    table_adam: AdamField = both(AdamGroup(0.6, 0.025, 0.75, 0.95), nano=AdamGroup(0.25, 0.0, 0.5, 0.9))
-    scalar_adam: AdamField = both(AdamGroup(0.04, 0.0, 0.9, 0.99), nano=AdamGroup(0.04, 0.0, 0.5, 0.9))
-    resid_adam: AdamField = both(AdamGroup(0.04, 0.0, 0.9, 0.95), nano=AdamGroup(0.04, 0.0, 0.5, 0.9))
-    x0_adam: AdamField = both(AdamGroup(0.008, 0.0, 0.9, 0.95), nano=AdamGroup(0.04, 0.0, 0.5, 0.9))
-    net_adam: AdamField = AdamGroup(8e-4, 0.005, 0.9, 0.99)
-    mudd_adam: AdamField = AdamGroup(0.002, 0.005, 0.9, 0.99)
-    gate_adam: AdamField = AdamGroup(0.008, 0.005, 0.9, 0.99)
-    smear_adam: AdamField = AdamGroup(8e-5, 0.0, 0.9, 0.99)
+    muon_lr: float = 0.023  # learning rate of Muon: the spectral norm of an update
+    muon_momentum: float = 0.95  # momentum after its warm-up
+    momentum_warmup_steps: int = 300  # first steps, in which momentum rises from 0.85
+    momentum_cooldown_steps: int = 50  # last steps, in which momentum falls to 0.85
+    heads_per_matrix: int = 2  # heads whose queries or keys are a matrix for Muon (record 80, @samacqua)
+    adam_every: int = 2  # run Adam every so many steps, on accumulated gradients
+    adam_eps: float = 1e-10  # added to the root of the second moment
+    adam_fp32: bool = True  # keep Adam's moments in fp32 also for bf16 parameters
     # Machine
-    seed: Annotated[int | None, 0, 2**63 - 1] = None  # random seed; by default a fresh one, printed and logged
-    device: Literal["auto", "cuda", "cpu"] = both("auto", nano="cpu")  # auto: cuda where torch sees a GPU
+    seed: int | None = None  # random seed; by default a fresh one, printed and logged
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where torch sees a GPU
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
     compile: bool | None = None  # use torch.compile; by default on CUDA only
-    cpu_threads: Annotated[int, 0, 1024] = both(0, nano=2)  # CPU threads of all processes together; 0: torch's choice
+    cpu_threads: int = 0  # CPU threads of all processes together; 0: torch's choice
     # Output
     log_dir: str = "logs"  # folder of the logs
     run_id: str = ""  # name of the log, without folders; by default preset, time and seed
-    save_checkpoint: bool = both(False, nano=True)  # write the final model, for sample.py, to LOG_DIR/RUN_ID.pt
-    checkpoint_every: Natural = 0  # steps between checkpoints to resume from, off the clock; 0: none
+    save_checkpoint: bool = False  # write the final model, for sample.py, to LOG_DIR/RUN_ID.pt
+    checkpoint_every: int = 0  # steps between checkpoints to resume from, off the clock; 0: none
     resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
 
     def __post_init__(self) -> None:
@@ -199,41 +242,82 @@ class Hyperparameters:
             if not holds:
                 raise UserError(f"--{name} {str(getattr(self, name))[:100]}: expected {expected}")
 
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, list):  # as flags and JSON have them
-                value = AdamGroup(*value) if field.type is AdamField else tuple(value)
-                object.__setattr__(self, field.name, value)
-            if get_origin(field.type) is Annotated and value is not None:
-                low, high = get_args(field.type)[1:]
-                values = value if isinstance(value, tuple) else (value,)
-                require(field.name, 0 < len(values) < 8, "1 to 7 values")  # torch.compile makes 8 graphs at most
-                require(field.name, all(low <= n <= high for n in values), f"a number from {low} to {high}")
-            if field.type is AdamField:
-                require(field.name, max(value.beta1, value.beta2) < 1, "betas below 1")
-        units = dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len, checkpoint_every=self.adam_every)
-        for name, unit in units.items():
-            require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
-        require("eot_token", self.eot_token < self.vocab_size, f"a token below vocab_size {self.vocab_size}")
-        require("tied_frac", not self.tied_frac or self.head_std > 0, "0 with --head_std 0: one table, all zeros")
-        require("extension_steps", self.scheduled_steps > 0, f"less than num_iterations {self.num_iterations}")
-        counts = {*map(len, (self.batch_factors, self.max_doc_len, self.lr_factors, self.window_tokens))}
-        require("max_doc_len", len({*map(bool, self.max_doc_len)}) == 1, "all 0, or none")
-        holds = len(counts) == 1 and min(counts) > (self.extension_steps > 0)
-        require("window_tokens", holds, "as many as batch_factors, max_doc_len, lr_factors; over 1 with an extension")
-        require("run_id", "/" not in self.run_id, "a name without folders; --log_dir names one")
-        layers, letters = len(self.attention_layout), {*self.attention_layout}
-        require("attention_layout", layers > 0 and letters <= {*"LSP-"}, "letters L, S, P and -")
-        for name in [name for name in self.__slots__ if name.endswith("_layout")]:
-            require(name, len(getattr(self, name)) in (0, layers), f"a character for each of {layers} layers, or none")
-        require("gate_layer", self.gate_layer < layers, f"less than {layers}, the number of layers")
-        require("dc_keys", self.dc_keys <= self.mask_block + 1 or "x" not in self.dc_layout, "at most mask_block + 1")
+        for name, row in TABLES.items():  # of lists, where they come from JSON
+            object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
+        for name in self.__slots__:
+            value = getattr(self, name)
+            require(name, not isinstance(value, int | float) or 0 <= value < 2**31, "a number from 0 to 2^31 - 1")
+        for name in ("num_iterations", "batch_tokens", "train_seq_len", "val_tokens", "val_seq_len", "adam_every"):
+            require(name, 0 < getattr(self, name) < 2**28, "a number from 1 to 2^28 - 1")
+        require("batch_tokens", self.batch_tokens % self.train_seq_len == 0, "a multiple of train_seq_len")
+        require("val_tokens", self.val_tokens % self.val_seq_len == 0, "a multiple of val_seq_len")
+        require("checkpoint_every", self.checkpoint_every % self.adam_every == 0, "a multiple of adam_every")
+        require("extension_steps", self.scheduled_steps > 0, "less than num_iterations")
+        require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
+        require("dc_keys", self.dc_keys <= self.block_size + 1, "at most block_size + 1")
+        require("stages", math.isclose(sum(stage.share for stage in self.stages), 1), "shares that add up to 1")
+        require("stages", len({stage.max_doc_len > 0 for stage in self.stages}) == 1, "max_doc_len 0 in all or in none")
 
     batch_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)
-    scheduled_steps = property(lambda self: self.num_iterations - self.extension_steps)  # those of the equal stages
+    scheduled_steps = property(lambda self: self.num_iterations - self.extension_steps)
 
 
-NANO = {field.name: field.metadata["nano"] for field in dataclasses.fields(Hyperparameters) if field.metadata}
+NANO = dict(
+    layers=NANO_LAYERS,
+    stages=NANO_STAGES,
+    groups=NANO_GROUPS,
+    preset="nano",
+    train_files="data/nano/nano_train_*.bin",
+    val_files="data/nano/nano_val_*.bin",
+    val_tokens=262_144,
+    val_sha256="e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33",
+    target_loss=1.45,
+    vocab_size=257,
+    eot_token=256,
+    prefix_file="",
+    num_iterations=196,
+    extension_steps=0,
+    val_loss_every=0,
+    batch_tokens=1024,
+    train_seq_len=1024,
+    val_seq_len=8192,
+    final_window=0,
+    cooldown_frac=0.85,
+    min_lr_frac=0.1,
+    tied_frac=0.0,
+    grad_scale=2**-10,
+    model_dim=128,
+    num_heads=2,
+    head_dim=64,
+    block_size=64,
+    attn_scale=0.12,
+    dc_keys=64,
+    local_heads=1,
+    resid_lambda_init=1.0,
+    bigram_rows=8192,
+    bigram_lambda_init=1.0,
+    sign_rows=0,
+    embed_mean=0.5,
+    value_embed_std=0.0,
+    value_gate_inputs=0,
+    smear_gate_inputs=0,
+    head_std=0.0,
+    softcap_range=30.0,
+    softcap_shift=0.0,
+    lm_head_slice=1024,
+    lm_head_fp8=False,
+    mlp_fp8=False,
+    muon_lr=0.06,
+    muon_momentum=0.9,
+    momentum_warmup_steps=50,
+    momentum_cooldown_steps=0,
+    heads_per_matrix=1,
+    adam_every=1,
+    adam_fp32=False,  # bf16 tables would step 5 times slower
+    device="cpu",
+    cpu_threads=2,
+    save_checkpoint=True,
+)
 PRESETS = {"gpt2": Hyperparameters(), "nano": Hyperparameters(**NANO)}
 
 
@@ -241,37 +325,27 @@ def refuse(message: str) -> NoReturn:
     raise UserError(message)
 
 
-def help_text() -> str:
-    """Return what --help prints: first the flags that people change, then the source of all fields."""
-    fields = inspect.getsource(Hyperparameters).partition("    def ")[0]
-    comments = {line.split(":")[0].strip(): line.partition("  # ")[2] for line in fields.splitlines()}
-    often = "preset num_iterations val_loss_every seed train_files val_files muon_lr run_id checkpoint_every resume"
-    lines = ["Flags that people change:", *(f"  --{name:17} {comments[name]}" for name in often.split())]
-    return "\n".join([*lines, "All flags, one a field (--no-FIELD: false); both(a, nano=b): a in gpt2", fields])
-
-
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
-    """Return a preset, changed by the flags in `argv`; every field of Hyperparameters is a flag."""
+    """Return a preset, changed by the flags in `argv`: every field of Hyperparameters but the tables is one."""
     if {"-h", "--help"} & {*argv}:
-        with contextlib.suppress(BrokenPipeError):  # of `--help | head`
-            print(help_text(), flush=True)
+        fields = inspect.getsource(Hyperparameters).partition("    def ")[0]
+        print(f"Flags: --FIELD VALUE, or --FIELD and --no-FIELD. What nano has instead: {NANO}\n{fields}")
         sys.exit()
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.error = refuse  # type: ignore[method-assign]  # instead of exiting: other ranks have to hear of it
-    hints = get_type_hints(Hyperparameters)  # without the bounds
-    for name, hint in hints.items():
-        kind, *others = get_args(hint) or [hint]  # int of int | None and of tuple[int, ...]
-        options = dict(choices=[kind, *others]) if get_origin(hint) is Literal else dict(type=kind)
+    fields = [field for field in dataclasses.fields(Hyperparameters) if field.name not in TABLES]
+    for field in fields:
+        kind, *others = get_args(field.type) or [field.type]  # the first of a Literal's choices, int of int | None
         if kind is bool:
-            options = dict(action=argparse.BooleanOptionalAction)
-        elif hint is AdamGroup:
-            options = dict(type=float, nargs=4)
-        elif get_origin(hint) is tuple:
-            options |= dict(nargs="+")
-        parser.add_argument(f"--{name}", **options, default=argparse.SUPPRESS)  # absent unless given
+            parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction)
+        elif isinstance(kind, str):
+            parser.add_argument(f"--{field.name}", choices=[kind, *others])
+        else:
+            parser.add_argument(f"--{field.name}", type=kind)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        nearest = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], hints, cutoff=0.4)
+        names = [field.name for field in fields]
+        nearest = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], names, cutoff=0.4)
         raise UserError(f"{unknown[0]}: no such flag; see --{', --'.join(nearest or ['help'])}")
     flags = vars(known)
     sees_gpu = torch.cuda.is_available() and flags.get("device") != "cpu"
@@ -289,13 +363,17 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
     seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
-    decided = dict(device="cuda" if on_cuda else "cpu", dtype=fast if cfg.dtype == "auto" else cfg.dtype, seed=seed)
-    # With matmuls of multiples of 16
-    has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9) and cfg.model_dim % 16 == 0
-    decided["mlp_fp8"] = cfg.mlp_fp8 and has_fp8
-    decided["lm_head_fp8"] = cfg.lm_head_fp8 and has_fp8 and cfg.lm_head_slice % 16 == 0
-    decided["run_id"] = cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{seed}"
-    return dataclasses.replace(cfg, **decided, compile=on_cuda if cfg.compile is None else cfg.compile)
+    has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9)
+    return dataclasses.replace(
+        cfg,
+        device="cuda" if on_cuda else "cpu",
+        dtype=fast if cfg.dtype == "auto" else cfg.dtype,
+        compile=on_cuda if cfg.compile is None else cfg.compile,
+        mlp_fp8=cfg.mlp_fp8 and has_fp8,
+        lm_head_fp8=cfg.lm_head_fp8 and has_fp8,
+        seed=seed,
+        run_id=cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{seed}",
+    )
 
 
 # ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
@@ -306,8 +384,6 @@ Batch = namedtuple("Batch", "path sequences")
 def read_shard(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
     """Return `count` numbers of a file from byte `offset` on, or fewer at its end."""
     try:
-        if not os.path.isfile(path):  # opening a pipe would wait forever
-            raise OSError("not a regular file")
         return np.fromfile(path, dtype, count, offset=offset)  # not mmap: a truncated mapped file raises SIGBUS
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; ./run.sh --check says what to do") from None
@@ -343,25 +419,25 @@ def cut_sequence(documents: deque[tuple[int, int]], length: int, max_doc_len: in
     return np.array(pieces) if length == 0 else None
 
 
-def plan_batches(pattern: str, seq_lens, num_sequences: int, cfg: Hyperparameters, max_doc_len=(0,)) -> list[Batch]:
+def plan_batches(pattern: str, seq_lens, num_sequences: int, cfg: Hyperparameters, doc_lens) -> list[Batch]:
     """Plan a batch of `num_sequences` for each of seq_lens, shard after shard; the rest of each shard is dropped.
 
-    max_doc_len: where documents are cut in each batch; the last is for all others, too. 0: not at all, as a stream.
+    doc_lens: where documents are cut in each batch; all 0: not at all, as a stream.
     """
     paths, path = deque(sorted(glob.glob(pattern, recursive=True))), ""
     documents: deque[tuple[int, int]] = deque()  # those of the shard at `path` that are left
     plan: list[Batch] = []
     while len(plan) < len(seq_lens):
-        length, longest = seq_lens[len(plan)] + 1, max_doc_len[min(len(plan), len(max_doc_len) - 1)]
+        length, longest = seq_lens[len(plan)] + 1, doc_lens[len(plan)]
         sequences = [cut_sequence(documents, length, longest) for _ in range(num_sequences)]
         if sequences[-1] is not None:
             plan.append(Batch(path, sequences))
         elif paths:
             path = paths.popleft()
-            documents = deque(find_documents(path, cfg, max_doc_len[0] == 0))
+            documents = deque(find_documents(path, cfg, doc_lens[0] == 0))
         else:
             found = f"{pattern} in {os.getcwd()}: tokens for {len(plan)} batches, the run needs {len(seq_lens)}"
-            found += f"; documents begin with --eot_token {cfg.eot_token}" * (max_doc_len[0] > 0)
+            found += f"; documents begin with --eot_token {cfg.eot_token}" * (doc_lens[0] > 0)
             raise UserError(f"{found}; ./run.sh gets a preset's data, data/pack_text.py packs text")
     return plan
 
@@ -369,10 +445,10 @@ def plan_batches(pattern: str, seq_lens, num_sequences: int, cfg: Hyperparameter
 def plan_data(cfg: Hyperparameters) -> dict[str, list[Batch]]:
     """Return the batches of training and those of validation, which are one sequence each."""
     train_lens = [train_seq_len(step, cfg) for step in range(cfg.num_iterations)]
-    doc_lens = [cfg.max_doc_len[stage_of(step, cfg)] for step in range(cfg.num_iterations)]
+    doc_lens = [stage_of(step, cfg).max_doc_len for step in range(cfg.num_iterations)]
     train = plan_batches(cfg.train_files, train_lens, cfg.batch_sequences, cfg, doc_lens)
     val_lens = [cfg.val_seq_len] * (cfg.val_tokens // cfg.val_seq_len)
-    plans = dict(train=train, val=plan_batches(cfg.val_files, val_lens, 1, cfg))
+    plans = dict(train=train, val=plan_batches(cfg.val_files, val_lens, 1, cfg, [0] * len(val_lens)))
     paths = ({os.path.realpath(batch.path) for batch in plan} for plan in plans.values())
     if common := set.intersection(*paths):
         raise UserError(f"{min(common)}: to train and to validate: change --train_files or --val_files")
@@ -431,76 +507,90 @@ def read_batches(plan, sequences: Sequence[int], cfg: Hyperparameters, device: t
 
 # ---- Schedules: functions of the step and the configuration ----------------------------------------------------------
 def stage_starts(cfg: Hyperparameters) -> list[int]:
-    """Return the first step of each stage (equal parts of the scheduled steps, then the extension), and the end."""
-    parts = len(cfg.window_tokens) - (cfg.extension_steps > 0)
-    starts = [round(cfg.scheduled_steps * i / parts) for i in range(len(cfg.window_tokens))]
-    return [*starts, cfg.num_iterations]
+    """Return the first step of each stage, and the end of the run."""
+    shares = [stage.share for stage in cfg.stages]
+    return [*(round(cfg.scheduled_steps * sum(shares[:i])) for i in range(len(shares))), cfg.num_iterations]
 
 
-def stage_of(step: int, cfg: Hyperparameters) -> int:
-    return sum(step >= start for start in stage_starts(cfg)[1:-1])
+def stage_index(step: int, cfg: Hyperparameters) -> int:
+    """Return the number of a step's stage; the validation after the last step belongs to that step."""
+    return sum(start <= min(step, cfg.num_iterations - 1) for start in stage_starts(cfg)[1:])
+
+
+def stage_of(step: int, cfg: Hyperparameters) -> Stage:
+    return cfg.stages[stage_index(step, cfg)]
 
 
 def train_seq_len(step: int, cfg: Hyperparameters) -> int:
     """Return the tokens of each sequence of a step: small batches first (record 46, @varunneal)."""
-    return cfg.train_seq_len * cfg.batch_factors[stage_of(step, cfg)]
+    return cfg.train_seq_len * stage_of(step, cfg).batch
+
+
+def num_tokens(steps: int, cfg: Hyperparameters) -> int:
+    """Return how many tokens the first `steps` steps train on."""
+    return cfg.batch_sequences * sum(train_seq_len(step, cfg) for step in range(steps))
 
 
 def lr_multiplier(step: int, cfg: Hyperparameters) -> float:
     """Return the factor on all learning rates: it rises with the batch, and falls linearly in the cooldown."""
     start = int(cfg.scheduled_steps - cfg.cooldown_frac * cfg.scheduled_steps)
-    w = min(max(0.0, (cfg.scheduled_steps - step) / (cfg.scheduled_steps - start)), 1.0)
-    return w * cfg.lr_factors[stage_of(step, cfg)] + (1 - w) * cfg.min_lr_frac
+    w = (cfg.scheduled_steps - step) / max(1, cfg.scheduled_steps - start)
+    w = min(max(0.0, w), 1.0)
+    return w * stage_of(step, cfg).lr + (1 - w) * cfg.min_lr_frac
 
 
-def mtp_weights(step: int, cfg: Hyperparameters) -> list[float]:
-    """Return the weights of the losses of the next tokens: one less from stage to stage (record 53, @varunneal)."""
-    stage = stage_of(step, cfg)
-    start, end = stage_starts(cfg)[stage : stage + 2]
-    *first, last = cfg.mtp_weights[: max(1, len(cfg.mtp_weights) - stage)]
-    return [*first, last * (end - step) / max(1, end - start)] if first else [last]
+def loss_weights(step: int, cfg: Hyperparameters) -> tuple[list[float], list[float]]:
+    """Return the weights of the losses of the next tokens (record 53, @varunneal), and that of the prefix, if any.
 
-
-def prefix_weights(step: int, cfg: Hyperparameters) -> list[float]:
-    """Return the weight of the loss of the next token's prefix, if any: it fades in stage 2 (record 88, @jvarho)."""
-    stage = stage_of(step, cfg)
-    start, end = stage_starts(cfg)[stage : stage + 2]
-    left = 1.0 if stage == 0 else (end - step) / max(1, end - start)
-    return [cfg.prefix_weight * left] if cfg.prefix_file and stage < 2 else []
+    The prefix of the next token is the longest other token that begins it (record 88, @jvarho).
+    """
+    index = stage_index(step, cfg)
+    stage = cfg.stages[index]
+    start, end = stage_starts(cfg)[index : index + 2]
+    left = (end - step) / max(1, end - start)
+    next_tokens, prefixes = (
+        [last + left * (first - last) for first, last in pairs] for pairs in (stage.next_tokens, [stage.prefix])
+    )
+    return next_tokens, prefixes if cfg.prefix_file and any(stage.prefix) else []
 
 
 def is_tied(step: int, cfg: Hyperparameters) -> bool:
-    """Say whether embedding and head are one table after a step; the last such step is odd, as Adam's are in gpt2."""
-    return cfg.tied_frac > 0 and step <= round(cfg.tied_frac * cfg.scheduled_steps) | 1
+    """Say whether embedding and head are one table after a step. They part right after a step of Adam."""
+    last = round(cfg.tied_frac * cfg.scheduled_steps)
+    last += -(last + 1) % cfg.adam_every
+    return cfg.tied_frac > 0 and step <= last
 
 
 def muon_momentum(step: int, cfg: Hyperparameters) -> float:
     """Return Muon's momentum, which rises linearly in its warm-up and falls in its cooldown (record 39)."""
     warmup, cooldown = cfg.momentum_warmup_steps, cfg.momentum_cooldown_steps
-    w = min(step / warmup if warmup else 1.0, (cfg.num_iterations - step) / cooldown if cooldown else 1.0, 1.0)
-    return (1 - w) * cfg.momentum_warmup_start + w * cfg.muon_momentum
+    risen = step / warmup if warmup else 1.0
+    left = (cfg.num_iterations - step) / cooldown if cooldown else 1.0
+    w = min(risen, left, 1.0)
+    return (1 - w) * 0.85 + w * cfg.muon_momentum
 
 
 def attention_windows(step: int, cfg: Hyperparameters) -> tuple[int, int]:
     """Return how many tokens a long window reaches back, and a short one: half as many, in whole blocks."""
-    window = cfg.window_tokens[stage_of(step, cfg)]
-    is_last = step == cfg.num_iterations and cfg.final_window_tokens  # only the long one: record 33 (@classiclarryd)
-    return cfg.final_window_tokens if is_last else window, window // (2 * cfg.mask_block) * cfg.mask_block
+    window = stage_of(step, cfg).window
+    short = window // (2 * cfg.block_size) * cfg.block_size
+    is_last = step == cfg.num_iterations and cfg.final_window  # only the long one: record 33 (@classiclarryd)
+    return cfg.final_window if is_last else window, short
 
 
 def rotary_frequencies(stage: int, cfg: Hyperparameters, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Return a stage's rotary frequencies (D / 4,) and factor on attention scores.
+    """Return the rotary frequencies (D / 4,) of stage number `stage`, and its factor on attention scores.
 
     YaRN (arXiv:2309.00071; record 31, @classiclarryd): when the long window grows from old to new tokens, frequencies
-    of at most one turn in the old window shrink by old / new, those of `yarn_turns` or more stay, and the factor grows.
+    of at most one turn in the old window shrink by old / new, those of 32 turns or more stay, and the factor grows.
     """
-    frequencies = (1 / cfg.rope_base) ** torch.linspace(0, 1, steps=cfg.head_dim // 4, dtype=dtype)
-    scale = cfg.attention_scale
-    for old, new in pairwise(cfg.window_tokens[: stage + 1]):
+    frequencies = (1 / 1024) ** torch.linspace(0, 1, steps=cfg.head_dim // 4, dtype=dtype)
+    scale = cfg.attn_scale
+    for old, new in pairwise(stage.window for stage in cfg.stages[: stage + 1]):
         turns = old * frequencies / (2 * math.pi)
-        kept = ((turns - 1) / (cfg.yarn_turns - 1)).clamp(0, 1)
+        kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
         frequencies = frequencies * (old / new + kept * (1 - old / new))
-        scale *= 1 + cfg.yarn_scale * math.log(new / old)
+        scale *= 1 + 0.2 * math.log(new / old)
     return frequencies, scale
 
 
@@ -515,7 +605,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.type_as(x))  # weights are fp32, activations bf16
 
 
-def gates(x: Tensor, weight: Tensor) -> Tensor:
+def gate(x: Tensor, weight: Tensor) -> Tensor:
     """Return factors from 0 to 1 for each token, from its first channels."""
     return linear(x[:, : weight.size(1)], weight).sigmoid()
 
@@ -527,7 +617,8 @@ class RMSNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = (wide.square().mean(-1, keepdim=True) + torch.finfo(wide.dtype).eps).rsqrt()
-        ctx.save_for_backward(y := (wide * scale).to(x.dtype), scale.to(x.dtype))
+        y = (wide * scale).to(x.dtype)
+        ctx.save_for_backward(y, scale.to(x.dtype))
         return y
 
     @staticmethod
@@ -544,13 +635,14 @@ class ReluSquared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        # The next matmul saves the result anyway (record 87): 3.6 GB less than x, by the compiled graph of gpt2
-        ctx.save_for_backward(y := F.relu(x).square_())
+        y = F.relu(x).square_()
+        ctx.save_for_backward(y)  # the next matmul saves it anyway (record 87); saving x would cost 3.6 GB (estimated)
         return y
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:
-        return ctx.saved_tensors[0].sqrt().mul_(grad).mul_(2)  # 2 relu(x) grad
+        (y,) = ctx.saved_tensors
+        return y.sqrt().mul_(grad).mul_(2)  # 2 relu(x) grad
 
 
 def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
@@ -560,7 +652,10 @@ def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """Return a @ b, or in FP8 a @ b / scale. fast: sum up in less than fp32."""
+    """Return a @ b. FP8 operands come multiplied by numbers whose product is `scale`: divide it out.
+
+    fast: the hardware may sum up in less than fp32 (`use_fast_accum`).
+    """
     if a.dtype.itemsize > 1:
         return (a @ b).to(dtype)
     a, b = a.contiguous(), b.t().contiguous().t()  # cuBLAS wants row-major by column-major
@@ -572,13 +667,14 @@ class FP8Linear(torch.autograd.Function):
     """Return x @ w.T, in FP8 forward and not backward (records 84, @sisovicm, and 89, @Mister-dev-oss and others).
 
     The largest number of each row of x, and that of w, become 448, the largest of e4m3. Record 89 scales all hidden
-    units by the largest of the step before, which ranks have to share and checkpoints to keep.
+    units of a rank by the largest of the step before, which a checkpoint would have to keep.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
-        x_scale, w_scale = (448 / t.float().clamp(min=1e-12) for t in (x.abs().amax(1, keepdim=True), w.abs().amax()))
+        x_scale = 448 / x.abs().amax(1, keepdim=True).float().clamp(min=1e-12)
+        w_scale = 448 / w.abs().amax().float().clamp(min=1e-12)
         x_q, w_q = quantize(x, x_scale, torch.float8_e4m3fn), quantize(w, w_scale, torch.float8_e4m3fn)
         return (matmul(x_q, w_q.t(), w_scale, x.dtype, fast=True) / x_scale).type_as(x)
 
@@ -592,10 +688,8 @@ class MLP(nn.Module):
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         K = cfg.model_dim
-        self.c_fc = uniform_weight(K, K, 4 * K)  # (in, out), the shape of c_proj, (out, in): Muon stacks both
+        self.c_fc = uniform_weight(K, K, 4 * K)  # stored transposed, so that Muon can batch it with c_proj
         self.c_proj = nn.Parameter(torch.zeros(K, 4 * K))
-        for weight, factor in (self.c_fc, cfg.c_fc_factor), (self.c_proj, cfg.c_proj_factor):
-            weight.lr_factor = factor  # type: ignore[attr-defined]  # for Muon
         self.fp8 = cfg.mlp_fp8
 
     def forward(self, x: Tensor) -> Tensor:
@@ -610,8 +704,8 @@ class Rotary(nn.Module):
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         dtype = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
-        length = max(cfg.train_seq_len * max(cfg.batch_factors), cfg.val_seq_len)
-        length *= 2 if "P" in cfg.attention_layout else 1  # paired heads have two positions per token
+        length = max(cfg.val_seq_len, *(cfg.train_seq_len * stage.batch for stage in cfg.stages))
+        length *= 1 + any(layer.attention == "paired" for layer in cfg.layers)  # then a token has two positions
         for name, shape in dict(cos=(length, cfg.head_dim // 4), sin=(length, cfg.head_dim // 4), scale=(1,)).items():
             self.register_buffer(name, torch.empty(shape, dtype=dtype), persistent=False)
         self.set_stage(0, cfg)
@@ -626,8 +720,11 @@ class Rotary(nn.Module):
         self.scale.fill_(scale)
 
     def forward(self, qk: Tensor, heads_per_pair: int) -> tuple[Tensor, Tensor]:
-        """Return q and k (T, H, D) from both (T, 2 H, D), rotated to position t, in pairs 2 t + h % 2 for head h."""
-        # Odd and even heads, as in the record, though `attend` pairs h and h + H / 2: the middle pair of 3 is reversed
+        """Return q and k (T, H, D) from both (T, 2 H, D), rotated to position t, in pairs of heads to 2 t + h % 2.
+
+        So it is in the record, though `attend` pairs h and h + H / 2: of the pairs (0, 3), (1, 4), (2, 5) the second
+        has its positions swapped.
+        """
         T, _, D = qk.shape
         cos, sin = (t[: T * heads_per_pair].view(T, 1, heads_per_pair, D // 4) for t in (self.cos, self.sin))
 
@@ -746,17 +843,19 @@ def mix_heads(q, k, v, doc_ids: Tensor, factors: Tensor, keys: int, block: int) 
 class CausalSelfAttention(nn.Module):
     """Map x (T, K), of unit RMS, to (T, K): attention with QK-norm, rotary and value embeddings."""
 
-    def __init__(self, cfg: Hyperparameters, letter: str, has_value_gate: bool):
+    def __init__(self, cfg: Hyperparameters, layer: Layer):
         super().__init__()
         H, D, K = cfg.num_heads, cfg.head_dim, cfg.model_dim
-        self.cfg, self.heads_per_pair, self.has_key_offset = cfg, 1 + (letter == "P"), letter == "L" and cfg.key_offset
+        self.cfg, self.layer = cfg, layer
+        self.heads_per_pair = 1 + (layer.attention == "paired")
         rows = math.gcd(H, cfg.heads_per_matrix) * D
         self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
         self.v_w = uniform_weight(K, H * D, K)
         self.c_proj = uniform_weight(H * D, K, H * D)  # not zero: record 64
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
-        has_value_gate &= cfg.value_gate_inputs > 0
-        self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs)) if has_value_gate else None
+        has_gate = layer.value_embed and cfg.value_gate_inputs and not layer.mudd
+        gate_shape = H, cfg.value_gate_inputs
+        self.value_gate = nn.Parameter(torch.zeros(gate_shape, dtype=getattr(torch, cfg.dtype))) if has_gate else None
         if n := cfg.local_heads:
             q, k = self.qk_w.data.view(2, H, D, K)
             # The first n heads begin with what all tokens share (`embed_mean`), rotated: they see by distance
@@ -767,63 +866,66 @@ class CausalSelfAttention(nn.Module):
             q[n:, : D // 2] /= 4
             k.copy_(q)  # a token attends to those like it from the start (arXiv:2305.09828)
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, rotary: Rotary, mask, f: dict) -> Tensor:
-        """Attend, with the factors f that nets make for each token; those of heads are (H, T, 1)."""
+    def forward(self, x: Tensor, value_embed: Tensor | None, rotary: Rotary, mask, doc_ids: Tensor, f: dict) -> Tensor:
+        """Attend, with the factors f that nets make for each token (H, T, 1)."""
         T, H, D = len(x), self.cfg.num_heads, self.cfg.head_dim
         qkv_w = torch.cat([self.qk_w.flatten(0, 1), self.lambdas[0] * self.v_w])
         qk, v = linear(x, qkv_w).view(T, 3 * H, D).split([2 * H, H], dim=1)
-        # QK-norm (@Grad62304977). F.rms_norm saves its input, which v keeps alive anyway: 1.7 GB less (compiled graph)
+        # QK-norm (@Grad62304977). F.rms_norm saves its input, which v keeps alive anyway: 1.7 GB less (estimated)
         q, k = rotary(F.rms_norm(qk, (D,)), self.heads_per_pair)
-        if self.has_key_offset:  # half of a key is the token before's: what followed a token like this one? (record 49)
+        if self.layer.attention == "long":  # half of a key is the token before's: what followed one like this? (49)
             own, shifted = k.split(D // 2, dim=-1)
             k = torch.cat([own, torch.cat([shifted[:1], shifted[:-1]])], dim=-1)
+        v = self.add_embeddings(v, x, value_embed, f)
+        y = attend(q, k, v, mask, self.heads_per_pair)
+        if "dc" in f:
+            y = y + mix_heads(q, k, v, doc_ids, f["dc"], self.cfg.dc_keys, self.cfg.block_size)
+        if "xsa" in f:  # a head leaves out what its output shares with the token's own value: record 82 (@_djdumpling)
+            share = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
+            y = y - f["xsa"].transpose(0, 1).tanh() * share * v
+        if "head_gate" in f:  # a head may attend to nothing: record 28 (@classiclarryd)
+            y = y * f["head_gate"].transpose(0, 1)
+        return linear(y.flatten(1), self.lambdas[1] * self.c_proj)
+
+    def add_embeddings(self, v: Tensor, x: Tensor, value_embed: Tensor | None, f: dict) -> Tensor:
+        """Add to the values v (T, H, D) the value embedding, as much as a gate lets through, and what MUDD mixed."""
         if value_embed is not None:  # after value residuals (arXiv:2410.17897): record 14 (@KoszarskyB)
             added = value_embed.view_as(v)
             if self.value_gate is not None:  # record 55 (@classiclarryd); the embedding decides, too: 70 (@photon_mz)
                 n = self.value_gate.size(1) // 2
                 decides = torch.cat([x[:, :n], value_embed[:, :n]], dim=-1)
-                added = 2 * gates(decides, self.value_gate)[:, :, None] * added
+                added = 2 * gate(decides, self.value_gate)[:, :, None] * added
             elif "value_gate" in f:  # one for either half of the heads
-                added = f["value_gate"].transpose(0, 1).repeat_interleave(H // 2, dim=1) * added
+                added = f["value_gate"].transpose(0, 1).repeat_interleave(v.size(1) // 2, dim=1) * added
             v = v + added
-        if "value" in f:
-            v = v + f["value"].view_as(v)
-        y = attend(q, k, v, mask, self.heads_per_pair)
-        if "dc" in f:
-            doc_ids = (f["tokens"] == self.cfg.eot_token).cumsum(0)
-            y = y + mix_heads(q, k, v, doc_ids, f["dc"], self.cfg.dc_keys, self.cfg.mask_block)
-        if "xsa" in f:  # a head leaves out what its output shares with the token's own value: record 82 (@_djdumpling)
-            share = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
-            y = y - f["xsa"].transpose(0, 1).tanh() * share * v
-        if "gate" in f:  # a head may attend to nothing: record 28 (@classiclarryd)
-            y = y * f["gate"].transpose(0, 1)
-        return linear(y.flatten(1), self.lambdas[1] * self.c_proj)
+        return v + f["value"].view_as(v) if "value" in f else v
 
 
 # ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
-class FactorNet(nn.Module):
-    """Make factors for each token of the stream x (T, K). first: what they begin with, by kind and layer.
+# Numbers on parts of the stream that a net makes for each token: their kinds, and the values that they begin with
+Factors = dict[str, list[float]]
+
+
+class GateNet(nn.Module):
+    """Make factors for each token of the stream x (T, K): scale (W2 gelu(W1 x) + b2). wanted: of several blocks.
 
     Multiway dynamic dense connections (MUDD, arXiv:2502.12170; record 81) and gates (85): both by @Lisennlp.
     """
 
-    def __init__(self, cfg: Hyperparameters, first: dict[tuple[str, int], list[float]]):
+    def __init__(self, cfg: Hyperparameters, wanted: Sequence[Factors]):
         super().__init__()
-        self.keys, self.sizes = [*first], [*map(len, first.values())]
-        self.w1 = nn.Parameter(torch.empty(64, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5)
-        self.w2 = nn.Parameter(torch.zeros(sum(self.sizes), 64))
-        self.b2 = nn.Parameter(torch.tensor([*chain(*first.values())]) / 0.1)
+        dtype = getattr(torch, cfg.dtype)  # as the record: in bf16 biases of 2.5 and more, say 25, never move
+        self.kinds = [[(kind, len(first)) for kind, first in factors.items()] for factors in wanted]
+        first = [*chain.from_iterable(chain.from_iterable(factors.values()) for factors in wanted)]
+        self.w1 = nn.Parameter(torch.empty(64, cfg.model_dim).uniform_(-1, 1).mul_(cfg.model_dim**-0.5).to(dtype))
+        self.w2 = nn.Parameter(torch.zeros(len(first), 64, dtype=dtype))
+        self.b2 = nn.Parameter((torch.tensor(first) / 0.1).to(dtype))
 
-    def forward(self, x: Tensor, scale: Tensor | float, factors: Sequence[dict]) -> None:
-        """Write each kind, (n, T, 1), to the factors of its layer."""
+    def forward(self, x: Tensor, scale: Tensor | float = 0.1) -> list[dict[str, Tensor]]:
+        """Return the factors of each block by kind, (n, T, 1): so one of them (T, 1) leaves the stream in bf16."""
         made = scale * (linear(F.gelu(linear(x, self.w1)), self.w2) + self.b2.type_as(x))
-        for (kind, layer), piece in zip(self.keys, made.mT[:, :, None].split(self.sizes), strict=True):
-            factors[layer][kind] = piece
-
-
-def numbers(layout: str) -> dict[int, int]:
-    """Return what a layout has for some layers: 0-9, then a-z."""
-    return {layer: int(letter, 36) for layer, letter in enumerate(layout) if letter != "."}
+        pieces = iter(made.mT[:, :, None].split([n for kinds in self.kinds for _, n in kinds]))
+        return [{kind: next(pieces) for kind, _ in kinds} for kinds in self.kinds]
 
 
 def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
@@ -831,57 +933,49 @@ def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
 
 
 class Block(nn.Module):
-    """Add attention to the stream and then the MLP, with factors of its own where no net makes them."""
+    """Add attention to the stream and then the MLP, each with a factor on the stream and one on what is added.
 
-    def __init__(self, cfg: Hyperparameters, attn: CausalSelfAttention | None, has_lambdas: bool, has_embeds: bool):
-        super().__init__()
-        self.attn, self.mlp = attn, MLP(cfg)
-        self.resid_lambdas = nn.Parameter(torch.full((2,), cfg.resid_lambda_init)) if has_lambdas else None
-        self.post_lambdas = nn.Parameter(torch.ones(2)) if has_lambdas else None
-        first = torch.tensor([0.0, cfg.bigram_lambda_init])
-        self.embed_lambdas = nn.Parameter(first) if has_embeds else None
-
-    def lambdas(self) -> dict:
-        """Return the factors (stream, attention), (x0, bigrams), (stream, MLP): record 73 (@sisovicm)."""
-        lambdas: dict = dict(embeds=self.embed_lambdas)
-        if self.post_lambdas is not None:
-            lambdas["attn"], lambdas["mlp"] = zip(self.resid_lambdas, self.post_lambdas, strict=True)
-        return lambdas
-
-    def forward(self, x, source, x0, bigrams, value_embed, rotary, mask, f: dict) -> Tensor:
-        """Return the new stream. source: what attention reads. f: all factors."""
-        if self.attn is not None:
-            (resid, post), (x0_factor, bigram_factor) = f["attn"], f["embeds"]
-            x = resid * x + post * self.attn(norm(source), value_embed, rotary, mask, f)
-            x = x + x0_factor * x0  # the embedding stays at hand: @KoszarskyB, record 9
-            if bigrams is not None:  # and so does that of the last two tokens: @classiclarryd, record 62
-                x = x + bigram_factor * bigrams
-        resid, post = f["mlp"]
-        return resid * x + post * self.mlp(norm(x))
-
-
-def first_factors(cfg: Hyperparameters) -> dict[str, dict[tuple[str, int], list[float]]]:
-    """Return for each net what it makes, by kind and layer: the first values of these factors.
-
-    attn, mlp: on the stream and on what is added. embeds: on x0 and bigrams. skip. For each head: xsa, gate, and u and
-    w of dc. values, stream, out: on the sources that the last layer's values, its stream and the head's input mix.
+    A factor is a parameter of the block, named in `learned`, or made for each token by a net: by the block's own for
+    MUDD, or by one that several blocks share. `wanted` says what these make for it, and what that begins with.
     """
-    H, last, lambdas = cfg.num_heads, len(cfg.attention_layout) - 1, [cfg.resid_lambda_init, 1.0]
-    embeds, nets = [0.0, cfg.bigram_lambda_init], {}
-    if cfg.mudd_layers:
-        kinds = dict(values=[0.0] * 3, stream=[0.0] * 3, value_gate=[2.0] * 2, attn=lambdas, embeds=embeds, mlp=lambdas)
-        nets["last"] = {(kind, last): values for kind, values in kinds.items()}
-        # The head gets less of what served later layers only: record 40 (@snimu, @classiclarryd)
-        more = [0.0] * (("0" in cfg.value_embed_layout) + len(cfg.mudd_layers) - 1)
-        nets["out"] = {("out", last): [0.0, -0.5, 0.0, *more]}
-    if cfg.gate_layer:
-        with_embeds = cfg.attention_layout[: last + (not cfg.mudd_layers)].replace("-", ".")
-        table = dict(xsa=(cfg.xsa_layout, [0.0] * H), gate=(cfg.gate_layout, [0.25] * H), embeds=(with_embeds, embeds))
-        table |= dict(skip=(cfg.skip_layout, [0.5]), dc=(cfg.dc_layout, [1.0] * H + [0.0] * H))
-        every = {(kind, layer): first for kind, (layout, first) in table.items() for layer in numbers(layout)}
-        nets["early"] = {key: first for key, first in every.items() if key[1] < cfg.gate_layer}
-        nets["mid"] = {key: first for key, first in every.items() if key[1] >= cfg.gate_layer}
-    return nets
+
+    def __init__(self, cfg: Hyperparameters, layer: Layer, has_net: bool):
+        super().__init__()
+        self.attn = CausalSelfAttention(cfg, layer) if layer.attention != "none" else None
+        self.mlp = MLP(cfg)
+        H = cfg.num_heads
+        learned: Factors = dict(resid=[cfg.resid_lambda_init] * 2, post=[1.0] * 2)  # of attention and MLP: record 73
+        embed: Factors = dict(embed=[0.0, cfg.bigram_lambda_init]) if self.attn else {}  # of x0 and bigrams
+        self.wanted: Factors = {}
+        if layer.mudd:
+            mixes: Factors = dict(values=[0.0] * 3, stream=[0.0] * 3, value_gate=[2.0] * 2)
+            self.mudd_net = GateNet(cfg, [mixes | learned | embed])
+            learned = {}
+        elif has_net:
+            self.wanted |= embed
+        else:
+            learned |= embed
+        if layer.xsa:
+            self.wanted["xsa"] = [0.0] * H
+        if layer.head_gate:
+            self.wanted["head_gate"] = [0.25] * H
+        if layer.dc:
+            self.wanted["dc"] = [1.0] * H + [0.0] * H  # u and w of `mix_heads`
+        if layer.skip is not None:
+            self.wanted["skip"] = [0.5]
+            self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
+        assert has_net or not self.wanted, f"{layer}: these factors need net=True in this row or an earlier one"
+        for kind, first in learned.items():
+            self.register_parameter(f"{kind}_lambdas", nn.Parameter(torch.tensor(first)))
+        self.learned = [*learned]
+
+    def forward(self, x, read, embeds, value_embed, rotary, mask, doc_ids, f: dict) -> Tensor:
+        """Return the new stream. read: what attention reads. embeds: x0, bigrams. f: all factors of the layer."""
+        if self.attn is not None:
+            x = f["resid"][0] * x + f["post"][0] * self.attn(norm(read), value_embed, rotary, mask, doc_ids, f)
+            for factor, embed in zip(f["embed"], embeds, strict=False):
+                x = x + factor * embed  # the embedding stays at hand (9, @KoszarskyB), and bigrams (62, @classiclarryd)
+        return f["resid"][1] * x + f["post"][1] * self.mlp(norm(x))
 
 
 class GPT(nn.Module):
@@ -893,38 +987,40 @@ class GPT(nn.Module):
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.cfg, K, V = cfg, cfg.model_dim, cfg.vocab_size
-        dtype = getattr(torch, cfg.dtype)  # tables are in the precision of the activations, the rest in fp32
+        dtype = getattr(torch, cfg.dtype)  # of tables, nets and gates, as of activations; the rest is in fp32
         padded = V + -V % 64  # rows of the head, aligned for matmul tiles
-        is_tied_first = cfg.tied_frac > 0
-        self.embed = nn.Embedding(padded if is_tied_first else V, K, dtype=dtype)
+        self.embed = nn.Embedding(padded if cfg.tied_frac else V, K, dtype=dtype)
         self.embed.weight.data += cfg.embed_mean  # a part that all tokens share lets scores go by position alone
-        # For some layers: the number of the table of value embeddings; the source and the number of the skip
-        self.value_tables, self.sources = numbers(cfg.value_embed_layout), numbers(cfg.source_layout)
-        skips = numbers(cfg.skip_layout).items()
-        self.skips = {layer: (source, n) for n, (layer, source) in enumerate(skips)}
-        num_tables, width = len({*self.value_tables.values()}), cfg.num_heads * cfg.head_dim
-        tables = [torch.empty(V, width, dtype=dtype).normal_(0, cfg.value_embed_std) for _ in range(num_tables)]
-        self.value_embeds = nn.ModuleList(nn.Embedding.from_pretrained(table, freeze=False) for table in tables)
+        self.value_embeds = nn.ModuleDict()
+        for i, layer in enumerate(cfg.layers):
+            if layer.value_embed:
+                table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
+                self.value_embeds[str(i)] = nn.Embedding.from_pretrained(table, freeze=False)
         table = torch.zeros(cfg.bigram_rows, K, dtype=dtype)
-        self.bigram_embed = nn.Embedding.from_pretrained(table, freeze=False) if cfg.bigram_rows else None
+        self.bigram_embed = nn.Embedding.from_pretrained(table, freeze=False)
         if cfg.sign_rows:  # a constant, the same in all runs
             signs = torch.randint(2, (cfg.sign_rows, K), generator=torch.Generator().manual_seed(83), device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
-        made, self.mudd_layers = first_factors(cfg), [int(layer, 36) for layer in cfg.mudd_layers]
-        self.nets = nn.ModuleDict({name: FactorNet(cfg, first) for name, first in made.items()})
-        self.gate_scale = nn.Parameter(torch.tensor(0.1)) if cfg.gate_layer else None
-        self.blocks, by_nets = nn.ModuleList(), {*chain(*made.values())}
-        for layer, letter in enumerate(cfg.attention_layout):
-            has_value_gate = layer in self.value_tables and ("value_gate", layer) not in by_nets
-            attn = CausalSelfAttention(cfg, letter, has_value_gate) if letter != "-" else None
-            has_embeds = ("embeds", layer) not in by_nets and attn is not None
-            self.blocks.append(Block(cfg, attn, ("attn", layer) not in by_nets, has_embeds))
-        self.skip_weights = nn.Parameter(torch.full((len(skips),), cfg.skip_init)) if skips else None
-        self.smear_gate = nn.Parameter(torch.zeros(1, cfg.smear_gate_inputs)) if cfg.smear_gate_inputs else None
-        self.smear_lambda = nn.Parameter(torch.tensor(0.0)) if cfg.smear_gate_inputs else None
-        head = torch.empty(padded, K, dtype=dtype if is_tied_first else torch.float32)
+        nets = [i for i, layer in enumerate(cfg.layers) if layer.net]
+        self.blocks = nn.ModuleList(
+            Block(cfg, layer, bool(nets) and i >= nets[0]) for i, layer in enumerate(cfg.layers)
+        )
+        self.gate_nets = nn.ModuleDict()
+        for start, end in pairwise([*nets, len(cfg.layers)]):
+            self.gate_nets[str(start)] = GateNet(cfg, [block.wanted for block in self.blocks[start:end]])
+        self.gate_scale = nn.Parameter(torch.tensor(0.1)) if nets else None
+        if mudd := cfg.layers[
+            -1
+        ].mudd:  # the head gets less of what served later layers only: 40 (@snimu, @classiclarryd)
+            self.head_net = GateNet(
+                cfg, [dict(out=[0.0, -0.5, 0.0] + [0.0] * (bool(self.value_embeds) + len(mudd) - 1))]
+            )
+        if n := cfg.smear_gate_inputs:
+            self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
+            self.smear_lambda = nn.Parameter(torch.tensor(0.0))
+        head = torch.empty(padded, K, dtype=dtype if cfg.tied_frac else torch.float32)
         self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
-        if is_tied_first:  # and equal they stay while `is_tied`
+        if cfg.tied_frac:  # and equal they stay while `is_tied`
             self.embed.weight.data.copy_(head)
         self.rotary = Rotary(cfg)
         if dtype == torch.float64:
@@ -933,48 +1029,44 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor, windows: Tensor, weights: Tensor) -> Tensor:
         cfg, x, with_grads = self.cfg, self.features(tokens, windows), torch.is_grad_enabled()
         softcap = (cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift)
-        scales = cfg.fp8_scales if cfg.lm_head_fp8 and with_grads else None
+        scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
         targets = targets.view(len(x), -1)
         return HeadLoss.apply(x, self.lm_head, targets, weights, softcap, cfg.lm_head_slice, scales, with_grads)
 
     def features(self, tokens: Tensor, windows: Tensor) -> Tensor:
         """Return the head's input (T, K)."""
-        cfg, masks = self.cfg, self.attention_masks(tokens, windows)
-        tables = [embed(tokens) for embed in self.value_embeds]
-        value_embeds = {layer: tables[n] for layer, n in self.value_tables.items()}
-        bigrams = self.bigrams(tokens) if self.bigram_embed is not None else None
+        doc_ids = (tokens == self.cfg.eot_token).cumsum(0, dtype=torch.int32)
+        masks = self.attention_masks(doc_ids, windows)
+        value_embeds = {int(i): table(tokens) for i, table in self.value_embeds.items()}
+        bigrams = self.bigrams(tokens)
         x = self.embed(tokens)
-        if self.smear_gate is not None:  # some of the token before, of another document too: record 34 (@classiclarryd)
+        if self.cfg.smear_gate_inputs:  # some of the token before, of another document too: record 34 (@classiclarryd)
             before = F.pad(x[:-1], (0, 0, 1, 0))
-            x = x + self.smear_lambda * gates(x, self.smear_gate) * before
+            x = x + self.smear_lambda * gate(x, self.smear_gate) * before
         x = x0 = norm(x)
+        factors = [{kind: getattr(block, f"{kind}_lambdas") for kind in block.learned} for block in self.blocks]
         outputs: list[Tensor] = []
-        factors = [block.lambdas() | dict(tokens=tokens) for block in self.blocks]
-        if cfg.gate_layer:
-            self.nets["early"](x, self.gate_scale, factors)
-        if bigrams is not None and self.blocks[0].attn is not None:
-            x = x + factors[0]["embeds"][1] * bigrams
-        first, last = x, len(factors) - 1
-        for layer, (block, f) in enumerate(zip(self.blocks, factors, strict=True)):
-            if cfg.gate_layer and layer == cfg.gate_layer:
-                self.nets["mid"](x, self.gate_scale, factors)
-            if layer in self.skips:  # U-Net: later layers add earlier ones (record 11, @brendanh0gan)
-                source, n = self.skips[layer]
-                weight = self.skip_weights[n].sigmoid()  # record 32 (@bernard24)
-                x = x + (weight * f["skip"][0] if "skip" in f else weight) * outputs[source]
-            if self.mudd_layers and layer == last:  # it mixes the first stream, an early output and its own stream
-                sources = [first, outputs[self.mudd_layers[0]], x]
-                self.nets["last"](x, 0.1, factors)
+        for i, (layer, block, f) in enumerate(zip(self.cfg.layers, self.blocks, factors, strict=True)):
+            if layer.net:
+                made = self.gate_nets[str(i)](x, self.gate_scale)
+                for later, of_block in zip(factors[i:], made, strict=False):
+                    later |= of_block
+            if i == 0:
+                x = first = x + f["embed"][1] * bigrams
+            if layer.skip is not None:  # U-Net: later layers add earlier ones (record 11, @brendanh0gan)
+                x = x + block.skip_lambda.sigmoid() * f["skip"][0] * outputs[layer.skip]
+            if layer.mudd:
+                sources = [first, outputs[layer.mudd[0]], x]
+                f |= block.mudd_net(x)[0]
                 f["value"] = mix(f["values"], sources)
                 x, x0 = x + mix(f["stream"], sources), first  # with bigrams, as in the record
-            read = outputs[self.sources[layer]] if layer in self.sources else x  # record 77 (@classiclarryd)
-            embeds = x0, bigrams if layer else None, value_embeds.get(layer)
-            x = block(x, read, *embeds, self.rotary, masks.get(cfg.attention_layout[layer]), f)
+            read = x if layer.reads is None else outputs[layer.reads]  # record 77 (@classiclarryd)
+            embeds = [x0, bigrams] if i else [x0]  # the first stream has its bigrams
+            x = block(x, read, embeds, value_embeds.get(i), self.rotary, masks.get(layer.attention), doc_ids, f)
             outputs.append(x)
-        if self.mudd_layers:
-            self.nets["out"](x, 0.1, factors)
-            sources += tables[:1] + [outputs[layer] for layer in self.mudd_layers[1:]]
-            x = x + mix(factors[last]["out"], sources)
+        if layer.mudd:
+            sources += [*value_embeds.values()][:1] + [outputs[i] for i in layer.mudd[1:]]
+            x = x + mix(self.head_net(x)[0]["out"], sources)
         return norm(x)
 
     def bigrams(self, tokens: Tensor) -> Tensor:
@@ -993,16 +1085,20 @@ class GPT(nn.Module):
         tokens = F.pad(tokens[1:], (1, 0), value=last)  # as in the record: the second hash has it, too; products wrap
         return F.pad(((36313 * tokens[1:]) ^ (27191 * tokens[:-1])) % last, (1, 0), value=last)
 
-    def attention_masks(self, tokens: Tensor, windows: Tensor) -> dict[str, BlockMask | GatheredMask]:
-        """Return the masks by their letter in the layout: L with the long window, S and P with the short one."""
+    def attention_masks(self, doc_ids: Tensor, windows: Tensor) -> dict[str, BlockMask | GatheredMask]:
+        """Return the mask of each kind of attention. With heads in pairs, a token stands for two."""
         cfg, on_cuda, masks = self.cfg, self.cfg.device == "cuda", {}
-        max_blocks = 1 - (-max(*cfg.window_tokens, cfg.final_window_tokens) // cfg.mask_block)  # of a query block
-        doc_ids = (tokens == cfg.eot_token).cumsum(0, dtype=torch.int32)
-        for letter, i, heads_per_pair in ("L", 0, 1), ("S", 1, 1), ("P", 1, 2):
-            if letter in cfg.attention_layout:
+        longest = max(cfg.final_window, *(stage.window for stage in cfg.stages))
+        max_blocks = 1 + -(-longest // cfg.block_size)  # that a query block sees
+        for kind, window, heads_per_pair in (
+            ("long", windows[0], 1),
+            ("short", windows[1], 1),
+            ("paired", windows[1], 2),
+        ):
+            if any(layer.attention == kind for layer in cfg.layers):
                 ids = doc_ids.repeat_interleave(heads_per_pair)
-                mask = document_block_mask(ids, windows[i], cfg.mask_block, for_flex=on_cuda)
-                masks[letter] = mask if on_cuda else GatheredMask(mask, max_blocks, self.embed.weight.dtype)
+                mask = document_block_mask(ids, window, cfg.block_size, for_flex=on_cuda)
+                masks[kind] = mask if on_cuda else GatheredMask(mask, max_blocks, self.embed.weight.dtype)
         return masks
 
 
@@ -1038,6 +1134,9 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
     for k in range(len(weights)):
         d_logits.sub_(weights[k] * (targets[:, k, None] == columns))
     return losses, torch.ops.aten.sigmoid_backward(d_logits, s).mul_(r * 2 / c)
+
+
+FP8_SCALES = 448 / 100, 448 / 1.6, 448 / 0.75  # of the head's input, its weight, the logits' gradient
 
 
 class HeadLoss(torch.autograd.Function):
@@ -1092,11 +1191,11 @@ def start_collective(collective: Callable, *args) -> Callable[[], object]:
 
 
 class ShardedOptimizer:
-    """Update a group of parameters of one precision, every rank an equal share of their rows.
+    """Update parameters of one precision, every rank an equal share of their rows.
 
-    Parameters are packed into one buffer, each from a new row on, zero-padded, and become views of it. settings: an
-    AdamGroup, or the like, with an lr. A subclass defines update_shard(shard, grad, step, lr), which writes new values
-    into the rank's rows `shard` and may overwrite their gradient; `moments` names what `state` keeps for these rows.
+    Parameters become views of one buffer: each starts at a row and is zero-padded. groups: the table's row for each
+    parameter. A subclass defines update_shard(shard, grad, step, lr), which writes new values into the rank's rows
+    `shard` and may overwrite their gradient; `moments` names what `state` keeps for these rows.
     """
 
     moments: tuple[str, ...] = ()
@@ -1104,13 +1203,13 @@ class ShardedOptimizer:
     by_matrix = False  # a row is a matrix, or else 16 numbers, as kernels want addresses that are multiples of 16
     every = 1  # step once in so many steps, on the sum of their gradients
 
-    def __init__(self, params: dict[str, nn.Parameter], settings, cfg: Hyperparameters, ranks: Ranks):
-        self.names, self.params = [*params], [*params.values()]
-        self.settings, self.cfg, self.ranks = settings, cfg, ranks
+    def __init__(self, params: dict[str, nn.Parameter], groups: list[Group], cfg: Hyperparameters, ranks: Ranks):
+        self.names, self.params, self.group = [*params], [*params.values()], groups[0]
+        self.cfg, self.ranks, self.lr = cfg, ranks, groups[0].lr
         assert len({p.dtype for p in self.params}) == 1, f"one precision per group: {self.names}"
         row = self.params[0].shape[-2:] if self.by_matrix else (16,)
         self.rows_per_param = [-(-p.numel() // math.prod(row)) for p in self.params]
-        self.rows_per_param[-1] += -sum(self.rows_per_param) % ranks.world_size  # equal shares
+        self.rows_per_param[-1] += -sum(self.rows_per_param) % ranks.world_size  # padding: equal shares
         self.param_buffer = self.params[0].new_zeros(sum(self.rows_per_param), *row)
         self.grad_buffer = torch.zeros_like(self.param_buffer)
         for p, view in zip(self.params, self.views(self.param_buffer), strict=True):
@@ -1129,51 +1228,49 @@ class ShardedOptimizer:
         """Return the rows of a buffer that belong to this rank."""
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
-    def reduce(self, step: int) -> None:
+    def reduce(self) -> None:
         """Start to sum the gradients over the ranks; each gets the sums of its rows."""
         torch._foreach_copy_(self.grad_views, [p.grad for p in self.params])
         for p in self.params:
             p.grad = None
-        self.wait = start_collective(reduce_scatter, self.grad_shard, self.grad_buffer)
+        self.wait_for_grads = start_collective(reduce_scatter, self.grad_shard, self.grad_buffer)
 
     def update(self, step: int) -> None:
         """Update this rank's rows with the mean over the sequences, and start to send them to the other ranks."""
-        self.wait()
+        self.wait_for_grads()
         if self.cfg.batch_sequences > 1:
             self.grad_shard.div_(self.cfg.batch_sequences)
-        self.update_shard(self.param_shard, self.grad_shard, step, self.settings.lr * lr_multiplier(step, self.cfg))
-        self.wait = start_collective(all_gather, self.param_buffer, self.param_shard)
-
-    def gather(self) -> None:
-        """Wait for the rows of the other ranks."""
-        self.wait()
+        self.update_shard(self.param_shard, self.grad_shard, step, self.lr * lr_multiplier(step, self.cfg))
+        self.wait_for_params = start_collective(all_gather, self.param_buffer, self.param_shard)
 
 
 class Adam(ShardedOptimizer):
     """Step tables, head, scalars and gates by Adam (arXiv:1412.6980).
 
-    In gpt2 it steps every other time, on the sum of two gradients (record 39, @classiclarryd). With a weight decay,
-    which is cautious (record 50, @roeeshenberg), its moments are in fp32 (record 56, @ChrisJMcCormick).
+    In gpt2 it steps every other time, on the sum of two gradients (record 39, @classiclarryd), with moments in fp32
+    (record 56, @ChrisJMcCormick). The weight decay is cautious (record 50, @roeeshenberg).
     """
 
     moments = ("exp_avg", "exp_avg_sq")
 
-    def __init__(self, params: dict[str, nn.Parameter], settings: AdamGroup, cfg: Hyperparameters, ranks: Ranks):
-        super().__init__(params, settings, cfg, ranks)
+    def __init__(self, params: dict[str, nn.Parameter], groups: list[Group], cfg: Hyperparameters, ranks: Ranks):
+        super().__init__(params, groups, cfg, ranks)
         self.every = cfg.adam_every
-        if settings.decay:  # not for nano's bf16 tables, which would step 5 times slower
+        if cfg.adam_fp32:
             self.state = {name: m.to(torch.promote_types(m.dtype, torch.float32)) for name, m in self.state.items()}
 
     def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr: float) -> None:
         m, v = self.state["exp_avg"], self.state["exp_avg_sq"]
-        _, decay, beta1, beta2 = self.settings
+        decay, beta1, beta2 = self.group[3:]
         count = step // self.every  # updates before this one
-        eps = self.cfg.adam_eps / (1 - beta2 ** (count + 1)) ** 0.5  # the records add it before the bias correction
+        eps = (
+            self.cfg.adam_eps / (1 - beta2 ** (count + 1)) ** 0.5
+        )  # records add it before bias correction, torch after
         options = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
         counts = [torch.full((), count, dtype=torch.float32, device=grad.device)]
         new = shard.to(m.dtype, copy=decay > 0)
         adam([new], [grad.to(m.dtype)], [m], [v], [], counts, fused=True, **options)  # PyTorch's kernel
-        if decay:  # cautious: only where the update, which has the sign of m, moves a weight towards 0
+        if decay:  # only where the update, which has the sign of m, moves a weight towards 0
             new.addcmul_(shard, m * shard > 0, value=-decay * lr**2)
         shard.copy_(new)
 
@@ -1214,70 +1311,58 @@ class Muon(ShardedOptimizer):
 
     The means of u^2, which even out neurons, are over columns, or over rows where these are fewer, as there is one for
     each hidden unit of an MLP (NorMuon, arXiv:2510.05491; record 41, @li_zichong, and 48, @ChrisJMcCormick). The factor
-    is the `lr_factor` of a weight, or 1. The weight decay is cautious, only towards 0 (record 43, @varunneal).
+    is the lr of a matrix's group. The weight decay is cautious, only towards 0 (record 43, @varunneal).
     """
 
     moments = ("momentum_buffer",)
     by_matrix = True  # of the 22 in gpt2's MLPs, each of 8 ranks has 3, with padding
 
-    def __init__(self, params: dict[str, nn.Parameter], settings, cfg: Hyperparameters, ranks: Ranks):
-        super().__init__(params, settings, cfg, ranks)
+    def __init__(self, params: dict[str, nn.Parameter], groups: list[Group], cfg: Hyperparameters, ranks: Ranks):
+        super().__init__(params, groups, cfg, ranks)
+        self.lr = cfg.muon_lr
         rows, columns = self.grad_shard.shape[-2:]
         self.mean_dim = -1 if rows >= columns else -2
         self.state["second_moment"] = torch.zeros_like(self.grad_shard.narrow(self.mean_dim, 0, 1))
         factors = self.grad_buffer.new_ones(len(self.grad_buffer), 1, 1)
-        for part, p in zip(factors.split(self.rows_per_param), self.params, strict=True):
-            part.fill_(getattr(p, "lr_factor", 1.0))
+        for part, group in zip(factors.split(self.rows_per_param), groups, strict=True):
+            part.fill_(group.lr)
         self.factors = self.share(factors)
         ns = zeropower_via_newtonschulz5
         self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if cfg.compile else ns
 
     def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr: float) -> None:
-        cfg, momentum = self.cfg, muon_momentum(step, self.cfg)
-        momentum_buffer, second_moment = self.state["momentum_buffer"], self.state["second_moment"]
+        momentum, momentum_buffer = muon_momentum(step, self.cfg), self.state["momentum_buffer"]
         momentum_buffer.lerp_(grad, 1 - momentum)
         nesterov = grad.lerp_(momentum_buffer, momentum)
-        update = self.orthogonalize(nesterov, getattr(torch, cfg.dtype)).to(grad.dtype)
-        second_moment.lerp_(update.square().mean(self.mean_dim, keepdim=True), 1 - cfg.muon_beta2)
+        update = self.orthogonalize(nesterov, getattr(torch, self.cfg.dtype)).to(grad.dtype)
+        second_moment = self.state["second_moment"]
+        second_moment.lerp_(update.square().mean(self.mean_dim, keepdim=True), 1 - self.group.beta2)
         even = update / second_moment.clamp(min=1e-10).sqrt()
         norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, even))
         update = even * (norms / new_norms.clamp(min=1e-10))
-        if cfg.muon_decay:
-            update.addcmul_(shard, update * shard >= 0, value=cfg.muon_decay * lr)
+        if self.group.decay:
+            update.addcmul_(shard, update * shard >= 0, value=self.group.decay * lr)
         shard.addcmul_(self.factors, update, value=-lr)
 
 
-MuonGroup = namedtuple("MuonGroup", "lr")
-# Which optimizer steps the parameters that have one of `names` in their name, with which settings
-Group = namedtuple("Group", "optimizer names settings")
+OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
 
 
 def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
-    """Put every parameter into exactly one group."""
+    """Put every parameter into exactly one group. Muon steps matrices of one shape together, also those of two rows."""
     cfg = gpt.cfg
-    table = [
-        Group(Muon, "qk_w v_w attn.c_proj c_fc mlp.c_proj", MuonGroup(cfg.muon_lr)),
-        Group(Adam, "lm_head", cfg.head_adam),
-        Group(Adam, "embed", cfg.head_adam if cfg.tied_frac else cfg.embed_adam),
-        Group(Adam, "value_embeds bigram_embed", cfg.table_adam),
-        Group(Adam, "attn.lambdas skip_weights smear_lambda", cfg.scalar_adam),
-        Group(Adam, "resid_lambdas", cfg.resid_adam),
-        Group(Adam, "post_lambdas embed_lambdas", cfg.x0_adam),
-        Group(Adam, "early.w1 early.w2 mid.w1 mid.w2", cfg.net_adam),
-        Group(Adam, "early.b2 mid.b2 gate_scale", cfg.net_adam._replace(decay=0.0)),
-        Group(Adam, "last.w1 last.w2 out.w1 out.w2", cfg.mudd_adam),
-        Group(Adam, "last.b2 out.b2", cfg.mudd_adam._replace(decay=0.0)),
-        Group(Adam, "value_gate", cfg.gate_adam),
-        Group(Adam, "smear_gate", cfg.smear_adam),
-    ]
-    members: dict[tuple, dict[str, nn.Parameter]] = {}
+    members: dict[tuple, list[tuple[str, nn.Parameter, Group]]] = {}
     for name, p in gpt.named_parameters():
-        rows = [i for i, group in enumerate(table) if any(f".{part}." in f".{name}." for part in group.names.split())]
-        if len(rows) != 1:
-            raise ValueError(f"each parameter needs exactly one group in build_optimizers: {name}")
-        stack = p.shape[-2:] if table[rows[0]].optimizer.by_matrix else None  # matrices of one shape
-        members.setdefault((rows[0], stack), {})[name] = p
-    optimizers = [table[i].optimizer(params, table[i].settings, cfg, ranks) for (i, _), params in members.items()]
+        groups = [group for group in cfg.groups if any(fnmatchcase(name, glob) for glob in group.names.split())]
+        if len(groups) != 1:
+            raise UserError(f"{name}: {len(groups)} rows of `groups` name this parameter, expected one")
+        (group,) = groups
+        key = (p.shape[-2:], *group[3:]) if OPTIMIZERS[group.optimizer].by_matrix else group
+        members.setdefault((group.optimizer, key), []).append((name, p, group))
+    optimizers = []
+    for (kind, _), rows in members.items():
+        params = {name: p for name, p, _ in rows}
+        optimizers.append(OPTIMIZERS[kind](params, [group for _, _, group in rows], cfg, ranks))
     # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
     return sorted(optimizers, key=lambda optimizer: -optimizer.grad_buffer.nbytes)
 
@@ -1287,11 +1372,11 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer], step: int) -> None:
     """Take a step on the gradients, summed over this rank's sequences, and clear those that were used."""
     due = [optimizer for optimizer in optimizers if (step + 1) % optimizer.every == 0]
     for optimizer in due:
-        optimizer.reduce(step)
+        optimizer.reduce()
     for optimizer in due:  # while one computes, the gradients of the next and the values of the last travel
         optimizer.update(step)
     for optimizer in due:
-        optimizer.gather()
+        optimizer.wait_for_params()
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -1299,9 +1384,10 @@ class Trainer:
     """Hold model and optimizers, the same on all ranks from `warm_up` on, and take the steps of a run."""
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
-        self.cfg, self.ranks, on_cuda = cfg, ranks, cfg.device == "cuda"
-        self.device = torch.device("cuda", ranks.local_rank) if on_cuda else torch.device("cpu")
-        if on_cuda:
+        self.cfg, self.ranks = cfg, ranks
+        self.device = torch.device("cpu")
+        if cfg.device == "cuda":
+            self.device = torch.device("cuda", ranks.local_rank)
             torch.cuda.set_device(self.device)
         elif cfg.cpu_threads:
             torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
@@ -1315,25 +1401,27 @@ class Trainer:
 
     def set_schedules(self, step: int) -> None:
         """Set windows, weights of the losses, rotary tables and attention scale to a step's. Nothing recompiles."""
-        windows, weights = attention_windows(step, self.cfg), mtp_weights(step, self.cfg)
-        self.num_next, weights = len(weights), weights + prefix_weights(step, self.cfg)
-        self.windows = torch.tensor(windows, dtype=torch.int32).to(self.device, non_blocking=True)
-        self.weights = torch.tensor(weights, dtype=self.gpt.rotary.scale.dtype).to(self.device, non_blocking=True)
-        if self.stage != stage_of(step, self.cfg):
-            self.stage = stage_of(step, self.cfg)
-            self.gpt.rotary.set_stage(self.stage, self.cfg)
+        next_weights, prefix_weights = loss_weights(step, self.cfg)
+        self.num_next, self.has_prefix = len(next_weights), bool(prefix_weights)
+        weights = torch.tensor(next_weights + prefix_weights, dtype=self.gpt.rotary.scale.dtype)
+        windows = torch.tensor(attention_windows(step, self.cfg), dtype=torch.int32)
+        self.weights = weights.to(self.device, non_blocking=True)
+        self.windows = windows.to(self.device, non_blocking=True)
+        if self.stage != (stage := stage_index(step, self.cfg)):
+            self.stage = stage
+            self.gpt.rotary.set_stage(stage, self.cfg)
 
     def train_step(self, step: int, sequences: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
         """Take a step on this rank's sequences, and return the mean loss over those of all ranks."""
         losses = []
         self.set_schedules(step)
-        prefixes = self.prefixes if prefix_weights(step, self.cfg) else None
+        prefixes = self.prefixes if self.has_prefix else None
         for tokens, targets in sequences:
             columns = next_targets(targets, self.num_next, prefixes)  # not in the graph, which would keep more of them
             loss = self.model(tokens, columns, self.windows, self.weights)
             # A sum over tokens, as in the record: gradients grow with train_seq_len. Only the optimizers divide by the
             # number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
-            (loss * self.cfg.grad_factor).backward()
+            (loss * self.cfg.grad_scale).backward()
             losses.append(loss.detach() / len(tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
         wait = start_collective(dist.all_reduce, mean)
@@ -1364,7 +1452,6 @@ class Trainer:
         is_kept = self.ranks.rank == 0 and not saved
         before = {name: t.to("cpu", copy=True) for name, t in self.state().items() if is_kept}
         tokens = (torch.arange(len(self.gpt.rotary.cos) + 1) % self.cfg.vocab_size).to(torch.uint16)
-        tokens = tokens.pin_memory() if self.device.type == "cuda" else tokens  # the way of `read_batches`
         tokens = tokens.to(self.device).to(torch.int32)
         for start in stage_starts(self.cfg)[:-1]:
             length, count = train_seq_len(start, self.cfg), self.cfg.batch_sequences // self.ranks.world_size
@@ -1373,6 +1460,12 @@ class Trainer:
         self.score(tokens[: self.cfg.val_seq_len], tokens[1 : self.cfg.val_seq_len + 1].long())
         self.gpt.zero_grad(set_to_none=True)
         self.restore(saved or before)
+
+    def peak_memory_mib(self) -> int:
+        """Return the most memory that torch allocated on the GPU, or that the whole process held on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() // 2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
 
     def state(self) -> dict[str, Tensor]:
         """Return all that a step changes: parameters and moments, gathered from all ranks."""
@@ -1387,10 +1480,14 @@ class Trainer:
         return tensors
 
     def restore(self, saved: dict[str, Tensor]) -> None:
-        """Set all ranks to what `state` returned; only rank 0 needs `saved`."""
+        """Set all ranks to what `state` returned; only rank 0 needs `saved`, and checks names and shapes."""
         tensors = self.state()
         for name, tensor in tensors.items():
             if self.ranks.rank == 0:
+                if saved.keys() != tensors.keys() or saved[name].shape != tensor.shape:
+                    raise UserError(
+                        f"the checkpoint does not fit the model at {name}: resume with the script that wrote it"
+                    )
                 tensor.copy_(saved[name])
             start_collective(dist.broadcast, tensor, 0)()
         for optimizer in self.optimizers:
@@ -1399,56 +1496,53 @@ class Trainer:
 
 
 # ---- Run: ranks that agree, log, checkpoints -------------------------------------------------------------------------
+# How far a run is, as a checkpoint holds it. facts: what has to be the same when it goes on; curves: (step, loss, ms)
+# by name; tensors: `Trainer.state`
+Saved = namedtuple("Saved", "run_id seed facts step ms curves tensors", defaults=("", None, {}, 0, 0.0, {}, {}))
+
+
 def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).partition("\n")[0][:200]
 
 
 def init_distributed() -> Ranks:
     """Join the ranks that torchrun's environment names. Objects travel by gloo: ranks need not agree on a device."""
-    texts = [os.environ.get(name.upper(), str(default)) for name, default in Ranks._field_defaults.items()]
-    ranks = Ranks(*(int(text) if text.isdecimal() and len(text) < 9 else -1 for text in texts))
-    if not (0 <= ranks.rank < ranks.world_size and 0 <= ranks.local_rank < ranks.local_world_size <= ranks.world_size):
-        raise UserError(f"{', '.join(Ranks._fields).upper()} are {', '.join(texts)}: use torchrun, or unset them")
-    if ranks.world_size > 1:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        try:
+    try:
+        ranks = Ranks(*(int(os.environ.get(name.upper(), default)) for name, default in Ranks._field_defaults.items()))
+        if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
+            raise ValueError(f"impossible {ranks}")
+        if ranks.world_size > 1:
+            if sys.platform == "linux":
+                ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, timeout=timedelta(minutes=30))  # one may compile while the others wait
-        except (RuntimeError, ValueError) as error:
-            raise UserError(f"rank {ranks.rank} does not reach the others: {first_line(error)}") from None
-    return ranks
+        return ranks
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"RANK, WORLD_SIZE: {first_line(error)}; use torchrun, or unset them") from None
 
 
-def check_same(ranks: Ranks, problem: UserError | None, facts: dict) -> dict:
-    """Return the facts of rank 0. Raise on all ranks if one has a problem, or knows another fact than rank 0."""
-    everyone = [own := (os.uname().nodename, problem, facts)] * ranks.world_size
+def agree(ranks: Ranks, problem: UserError | None, saved: Saved) -> Saved:
+    """Return what rank 0 has saved. Raise on all ranks if one has a problem, or knows another fact than rank 0."""
+    own = problem, saved._replace(tensors={})
+    everyone = [own] * ranks.world_size
     if ranks.world_size > 1:
-        try:
-            dist.all_gather_object(everyone, own)
-        except RuntimeError as error:  # rank 0 may load for long, but not for 30 minutes
-            raise UserError(f"rank {ranks.rank} waits for the others in vain: {first_line(error)}") from None
-    expected = everyone[0][2]
-    for rank, (host, problem, its_facts) in enumerate(everyone):
-        for name, value in expected.items():
-            if not problem and its_facts.get(name, value) != value:
-                problem = UserError(f"has {name} {its_facts[name]} instead of {value}: start all alike")
+        dist.all_gather_object(everyone, own)
+    for rank, (problem, theirs) in enumerate(everyone):
+        for name, value in everyone[0][1].facts.items():
+            if not problem and theirs.facts[name] != value:
+                problem = UserError(f"has {name} {theirs.facts[name]} instead of {value}: start all alike")
         if problem:  # one rank per node says it
-            who = f"rank {rank} on {host}: " if ranks.world_size > 1 else ""
+            who = f"rank {rank}: " if ranks.world_size > 1 else ""
             raise type(problem)(f"{who}{problem}") if ranks.local_rank == 0 else SystemExit(problem.code)
-    return expected
-
-
-# How far a run is, as a checkpoint holds it. curves: (step, loss, ms) by name; tensors: `Trainer.state`
-Saved = namedtuple("Saved", "run_id seed facts step ms curves tensors")
+    return everyone[0][1]
 
 
 def load(path: Path, *names: str) -> dict:
     """Return the `names` of what `RunLog.save` wrote. Refuse a damaged file, by the checksums of its zip archive."""
     try:
-        if not path.is_file() or zipfile.ZipFile(path).testzip():
-            raise OSError("missing or damaged")
-        state = dict(torch.load(path, map_location="cpu", weights_only=True))
+        if zipfile.ZipFile(path).testzip():
+            raise OSError("damaged")
+        state = torch.load(path, map_location="cpu", weights_only=True)
         return {name: state[name] for name in names}
     except Exception as error:  # a damaged file fails in many ways
         raise UserError(f"{path}: not a sound checkpoint: {first_line(error)[:100]}") from None
@@ -1456,49 +1550,71 @@ def load(path: Path, *names: str) -> dict:
 
 def load_checkpoint(given: Hyperparameters) -> Saved:
     """Return what --resume names. `latest`: the newest in log_dir, of run_id if given; a new run if there is none."""
-    path = Path(given.resume) if given.resume else None
+    path = Path(given.resume)
     if given.resume == "latest":
         paths = Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")
-        path = max(paths, key=lambda path: path.lstat().st_mtime_ns, default=None)
-        if path and path.with_suffix(".json").exists():
+        path = max(paths, key=lambda path: path.lstat().st_mtime_ns, default=Path())
+        if path.with_suffix(".json").exists():
             raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
-    if not path:
-        return Saved(given.run_id, given.seed, facts={}, step=0, ms=0.0, curves={}, tensors={})
+    if path == Path():
+        return Saved(given.run_id, given.seed)
     saved = Saved(**load(path, *Saved._fields))
     if given.run_id not in ("", saved.run_id):
         raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
     return saved
 
 
+def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict[str, list[Batch]], Saved]:
+    """Do all that can fail on a rank alone. Return configuration, plans, and how far the run is, with its facts."""
+    given = parse_args(argv, ranks.world_size)
+    saved = load_checkpoint(given if ranks.rank == 0 else dataclasses.replace(given, resume=""))
+    cfg = resolve(dataclasses.replace(given, run_id=saved.run_id, seed=saved.seed))
+    divisors = [n for n in range(1, 1025) if cfg.batch_sequences % n == 0]
+    if ranks.world_size not in divisors:
+        raise UserError(f"{ranks.world_size} processes do not divide {cfg.batch_sequences} sequences: {divisors} do")
+    plans = plan_data(cfg)
+    may_differ = "run_id log_dir train_files val_files prefix_file save_checkpoint checkpoint_every resume".split()
+    fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
+    facts = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ}
+    facts |= {"processes": ranks.world_size, "torch": str(torch.__version__), "numpy": np.__version__}
+    facts["script"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    facts["prefixes"] = hashlib.sha256(read_prefixes(cfg)).hexdigest()
+    facts["training tokens"] = hash_tokens(plans["train"], cfg, targets=True)
+    facts["validation tokens"] = hash_tokens(plans["val"], cfg, targets=False)
+    for name, value in saved.facts.items():
+        if facts.get(name) != value:
+            raise UserError(f"the checkpoint has {name} {value} instead of {facts.get(name)}: resume with the same")
+    return cfg, plans, saved._replace(facts=facts, run_id=cfg.run_id, seed=cfg.seed)
+
+
 class RunLog:
-    """Keep the clock and the curves of a run, write LOG_DIR/RUN_ID.txt and tell the console. Only rank 0 writes."""
+    """Keep the clock and the curves of a run. On rank 0 also write LOG_DIR/RUN_ID.txt and tell the console."""
 
     def __init__(self, cfg: Hyperparameters, is_main: bool, saved: Saved):
-        self.cfg, self.is_main, self.path = cfg, is_main, Path(cfg.log_dir) / f"{cfg.run_id}.txt"
-        self.saved, self.curves = saved, {name: [*curve] for name, curve in saved.curves.items()}
+        self.cfg, self.is_main, self.saved = cfg, is_main, saved
+        self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
+        self.curves = {name: [*curve] for name, curve in saved.curves.items()}
         self.pending: deque = deque()  # losses on their way to the host
         self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
-        self.file = self.open() if is_main else open(os.devnull, "w")  # noqa: SIM115
-        self.tokens = [cfg.batch_sequences * train_seq_len(step, cfg) for step in range(cfg.num_iterations)]
-        options = dict(total=sum(self.tokens), initial=sum(self.tokens[: saved.step]), unit="tok", unit_scale=True)
-        options |= dict(desc="starting", bar_format="{desc} |{bar}| {rate_fmt} {remaining} left", dynamic_ncols=True)
-        self.bar = tqdm(**options, disable=not (is_main and os.isatty(1) and os.isatty(2)))
+        self.file = self.open() if is_main else None
+        has_bar = is_main and os.isatty(1) and os.isatty(2)
+        tokens = dict(initial=num_tokens(saved.step, cfg), total=num_tokens(cfg.num_iterations, cfg))
+        form = "{desc} |{bar}| {rate_fmt} {remaining} left"
+        self.bar = tqdm(**tokens, unit="tok", unit_scale=True, bar_format=form, dynamic_ncols=True, disable=not has_bar)
 
-    def open(self):
+    def open(self) -> TextIO:
         """Create the log, or go on with it. Refuse to if another run has written, or is writing, under its name."""
         theirs = [".json"] if self.cfg.resume else [".json", ".txt", ".checkpoint"]
         theirs += [] if self.saved.step else [".pt"]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             for path in map(self.path.with_suffix, theirs):
-                if os.path.lexists(path):
+                if path.exists():
                     raise OSError(f"{path.name} is there already")
-            if os.path.lexists(self.path) and not self.path.is_file():  # opening a pipe would wait forever
-                raise OSError("not a regular file")
-            file = open(self.path, "a" if self.cfg.resume else "x", encoding="utf-8")  # noqa: SIM115
+            file = self.path.open("a" if self.cfg.resume else "x", encoding="utf-8")
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dies with the process
             return file
-        except OSError as error:
+        except (OSError, ValueError) as error:  # the latter: a null byte
             reason = "another process is writing it" if isinstance(error, BlockingIOError) else error
             raise UserError(f"log {self.path}: {reason}; choose another --run_id or --log_dir") from None
 
@@ -1513,8 +1629,9 @@ class RunLog:
 
     def write(self, text: str, console: bool = False) -> None:
         """Write a line. If the disk is full or the console has gone away, the training goes on."""
-        for stream in [self.file, sys.stdout] if console and self.is_main else [self.file]:
-            with contextlib.suppress(OSError), tqdm.external_write_mode(stream):  # above the bar
+        streams = [self.file, sys.stdout] if console else [self.file]
+        for stream in streams if self.is_main else []:
+            with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode(stream):  # above the bar
                 print(text, file=stream, flush=True)
 
     def loss(self, step: int, loss: Tensor) -> None:
@@ -1530,14 +1647,14 @@ class RunLog:
             step, loss, arrived = self.pending.popleft()
             arrived.synchronize()
             self.point("train_loss", step, loss.item(), self.read_clock(), self.bar.disable and step % 25 == 0)
-            self.bar.update(self.tokens[step - 1])
+            self.bar.update(num_tokens(step, self.cfg) - self.bar.n)
 
     def point(self, name: str, step: int, loss: float, ms: float, console: bool = True) -> None:
         """Log a loss, and add it to its curve."""
         if not math.isfinite(loss):
             raise FloatingPointError(f"{name} {loss:.4f} at step {step}: lower learning rates or change --seed")
         self.curves.setdefault(name, []).append((step, loss, ms))
-        last = " ".join(f"{name.removesuffix('_loss')} {curve[-1][1]:.4f}" for name, curve in self.curves.items())
+        last = " ".join(f"{name} {curve[-1][1]:.4f}" for name, curve in self.curves.items())
         self.bar.set_description_str(f"step {step} {last}", refresh=False)
         timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         self.write(f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f} {timing}", console)
@@ -1547,63 +1664,37 @@ class RunLog:
         path, part = self.path.with_suffix(suffix), self.path.with_suffix(f"{suffix}.part")
         try:
             if self.is_main:
-                part.unlink(missing_ok=True)  # of a run that was killed, or a link to anywhere
-                with open(part, "xb") as file:
+                with part.open("wb") as file:
                     write(file)
                     file.flush()
                     os.fsync(file.fileno())
-                os.replace(part, path)
+                part.replace(path)
             self.write(f"{path}: saved; {note}", console=suffix != ".json")
         except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
-            with contextlib.suppress(OSError):
-                part.unlink()
+            part.unlink(missing_ok=True)
             self.write(f"{path}: not saved: {first_line(error)}", console=True)
 
 
 def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]], facts: dict) -> str:
     """Return versions, hardware, shards and the hashes of the tokens, for the log."""
     lines = [f"Running Python {sys.version}", f"Running PyTorch {torch.__version__}, numpy {np.__version__}"]
-    lines += [f"{ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores"]
-    how: dict = dict(cwd=Path(__file__).resolve().parent, capture_output=True, text=True, errors="replace", timeout=20)
+    lines.append(f"{ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores")
+    how: dict = dict(cwd=Path(__file__).parent, capture_output=True, text=True, errors="replace", timeout=20)
     for command in ("git --no-optional-locks describe --always --abbrev=40 --dirty", "lscpu", "nvidia-smi"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             lines += [f"$ {command}", subprocess.run(command.split(), **how).stdout.strip()]
     for name, plan in plans.items():
-        paths = dict.fromkeys(batch.path for batch in plan)
-        lines += [f"{name} shard: {path}, {os.path.getsize(path)} bytes" for path in paths]
+        for path in dict.fromkeys(batch.path for batch in plan):
+            lines.append(f"{name} shard: {path}, {os.path.getsize(path)} bytes")
     note = "" if cfg.val_sha256 in ("", facts["validation tokens"]) else " (not the track's: do not compare losses)"
-    num_tokens = cfg.batch_sequences * sum(train_seq_len(step, cfg) for step in range(cfg.num_iterations))
-    lines += [f"training tokens: {num_tokens}, sha256 {facts['training tokens']}"]
-    return "\n".join([*lines, f"validation tokens: {cfg.val_tokens}, sha256 {facts['validation tokens']}{note}"])
+    lines.append(f"training tokens: {num_tokens(cfg.num_iterations, cfg)}, sha256 {facts['training tokens']}")
+    lines.append(f"validation tokens: {cfg.val_tokens}, sha256 {facts['validation tokens']}{note}")
+    return "\n".join(lines)
 
 
-def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict[str, list[Batch]], Saved]:
-    """Do all that can fail on a rank alone. Return configuration, plans, and how far the run is, with its facts."""
-    given = parse_args(argv, ranks.world_size)
-    saved = load_checkpoint(given if ranks.rank == 0 else dataclasses.replace(given, resume=""))
-    cfg = resolve(dataclasses.replace(given, run_id=saved.run_id, seed=saved.seed))
-    divisors = [n for n in range(1, 1025) if cfg.batch_sequences % n == 0]
-    if ranks.world_size not in divisors:
-        raise UserError(f"{ranks.world_size} processes do not divide {cfg.batch_sequences} sequences: {divisors} do")
-    plans = plan_data(cfg)
-    may_differ = "run_id log_dir train_files val_files prefix_file save_checkpoint checkpoint_every resume".split()
-    fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
-    # What all ranks have to agree on, and a checkpoint with them
-    facts = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ}
-    facts |= {"processes": ranks.world_size, "torch": str(torch.__version__), "numpy": np.__version__}
-    facts["script"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    facts["training tokens"] = hash_tokens(plans["train"], cfg, targets=True)
-    facts["prefixes"] = hashlib.sha256(read_prefixes(cfg)).hexdigest()
-    facts["validation tokens"] = hash_tokens(plans["val"], cfg, targets=False)
-    for name, value in saved.facts.items():
-        if facts.get(name) != value:
-            raise UserError(f"the checkpoint has {name} {value} instead of {facts.get(name)}: resume with the same")
-    return cfg, plans, saved._replace(facts=facts, run_id=cfg.run_id, seed=cfg.seed)
-
-
-def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: int) -> int:
-    """Train from step `start` to the end. Return the number of graphs compiled on the clock: 0, or a bug."""
-    cfg, ranks, graphs = trainer.cfg, trainer.ranks, torch._dynamo.utils.counters["stats"]
+def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog) -> int:
+    """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug."""
+    cfg, ranks, start, graphs = trainer.cfg, trainer.ranks, log.saved.step, torch._dynamo.utils.counters["stats"]
     sequences = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
     batches = read_batches(plans["train"][start:], sequences, cfg, trainer.device)
     gc.collect()
@@ -1618,12 +1709,10 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
             log.flush()
             ms = log.read_clock()
             if saves:
-                log.bar.set_description_str("saving")
                 log.saved = log.saved._replace(step=step, ms=ms, curves=log.curves)
                 state = log.saved._replace(tensors=trainer.state())._asdict()
                 log.save(".checkpoint", partial(torch.save, state), f"step {step}")
             if validates:  # after saving: a run that resumes here validates, too
-                log.bar.set_description_str("validating")
                 log.point("val_loss", step, trainer.evaluate(step, plans["val"]), ms)
             log.start_clock(ms)
         if not is_last:
@@ -1631,32 +1720,25 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog, start: i
     return graphs["unique_graphs"] - compiled
 
 
-def peak_memory_mib(device: torch.device) -> int:
-    """Return the most memory that torch allocated on the GPU, or that the whole process held on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated() // 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
-
-
 def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompiles: int) -> dict:
     """Log the summary, write the result and the model, and say what to try next."""
-    cfg, path, (_, val_loss, train_time) = trainer.cfg, log.path, log.curves["val_loss"][-1]
-    peak, step_ms = peak_memory_mib(trainer.device), np.diff([0.0, *(ms for _, _, ms in log.curves["train_loss"])])
-    result = dict(val_loss=val_loss, target_loss=cfg.target_loss, train_time_ms=train_time, log=str(path))
-    result |= dict(num_iterations=cfg.num_iterations, seed=cfg.seed, peak_memory_mib=peak, recompiles=recompiles)
-    result |= dict(val_curve=log.curves["val_loss"], train_curve=log.curves["train_loss"])
+    cfg, peak, (_, val_loss, ms) = trainer.cfg, trainer.peak_memory_mib(), log.curves["val_loss"][-1]
+    result = {name: getattr(cfg, name) for name in ("num_iterations", "seed", "target_loss")}
+    result |= dict(val_loss=val_loss, train_time_ms=ms, peak_memory_mib=peak, recompiles=recompiles)
+    result |= dict(log=str(log.path), val_curve=log.curves["val_loss"], train_curve=log.curves["train_loss"])
     for name, batch in dict(first=plans["train"][0], last=plans["train"][-1]).items():
         log.write(f"{name} batch: {batch.path} position {batch.sequences[0][0, 0]}")
     log.write(f"recompiles after the clock started: {recompiles}", console=recompiles > 0)
+    step_ms = np.diff([0.0, *(ms for _, _, ms in result["train_curve"])])
     log.write(f"step time: median {np.median(step_ms):.2f}ms\npeak memory: {peak} MiB")
     if cfg.save_checkpoint:
         model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict())
         log.save(".pt", partial(torch.save, model), "next: python sample.py")
     log.save(".json", lambda file: file.write(json.dumps(result).encode() + b"\n"), "the result")
-    text = f"val_loss {val_loss:.4f} after {train_time / 1000:.2f} s"
+    text = f"val_loss {val_loss:.4f} after {ms / 1000:.2f} s"
     if cfg.target_loss and cfg.val_sha256 in ("", log.saved.facts["validation tokens"]):  # or else another text
         text += f"; target {cfg.target_loss} {'reached' if val_loss <= cfg.target_loss else 'not reached'}"
-    log.write(f"{text}; peak memory {peak} MiB; log: {path}", console=True)
+    log.write(f"{text}; peak memory {peak} MiB; log: {log.path}", console=True)
     return result
 
 
@@ -1669,25 +1751,22 @@ def main(argv: Sequence[str] | None = None) -> dict:
     ranks = init_distributed()
     try:
         cfg, plans, saved = prepare(argv, ranks)
+        problem = None
     except UserError as error:
-        check_same(ranks, error, {})  # raises, on all ranks
-    facts = check_same(ranks, None, saved.facts | (dict(start=saved.step) if ranks.rank == 0 else {}))
-    try:  # after the ranks have agreed: one that is refused leaves no log behind
-        log, problem = RunLog(cfg, ranks.rank == 0, saved), None
-    except UserError as error:
-        problem = error
-    check_same(ranks, problem, {})
+        problem, saved = error, Saved()
+    agreed = agree(ranks, problem, saved)
+    log = RunLog(cfg, ranks.rank == 0, agreed)
     try:
         trainer = Trainer(cfg, ranks)
-        if saved.step:
-            log.write(f"resumed at step {saved.step}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
-        else:
-            log.write(f"{source}\n{'=' * 100}\n{describe(cfg, ranks, plans, facts) if log.is_main else ''}")
-            log.write(f"flags: {json.dumps(argv)}\nconfiguration: {json.dumps(dataclasses.asdict(cfg))}\n{'=' * 100}")
+        if agreed.step:
+            log.write(f"resumed at step {agreed.step}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
+        elif log.is_main:
+            log.write(f"{source}\n{'=' * 100}\n{describe(cfg, ranks, plans, agreed.facts)}\nflags: {json.dumps(argv)}")
+            log.write(f"configuration: {json.dumps(dataclasses.asdict(cfg))}\n{'=' * 100}")
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
         log.bar.set_description_str("compiling" if cfg.compile else "warming up")
         trainer.warm_up(saved.tensors)
-        return report(log, plans, trainer, train(trainer, plans, log, facts["start"]))
+        return report(log, plans, trainer, train(trainer, plans, log))
     except BaseException as error:
         resume = f"; to go on, add --resume {log.path.with_suffix('.checkpoint')}" if log.saved.step else ""
         log.write(f"stopped: {first_line(error)}{resume}", console=bool(resume))
@@ -1695,27 +1774,14 @@ def main(argv: Sequence[str] | None = None) -> dict:
     finally:
         gc.enable()
         log.bar.close()
-        with contextlib.suppress(OSError):
-            log.file.close()
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a console that goes away does not end a training
-    nowhere = open(os.devnull, "w")  # noqa: SIM115
-    sys.stdout, sys.stderr = sys.stdout or nowhere, sys.stderr or nowhere  # None: closed from the start
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # nor do names that it cannot show
-    code = 0
     try:
         main()
         if dist.is_initialized():
             dist.destroy_process_group()
     except (UserError, FloatingPointError, KeyboardInterrupt) as error:
-        code = error.code if isinstance(error, UserError) else 3 if isinstance(error, FloatingPointError) else 130
-        with contextlib.suppress(OSError):
-            print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except OSError:  # what is left for a console that has gone away would make the exit code 120
-            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    sys.exit(code)
+        print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
+        code = 3 if isinstance(error, FloatingPointError) else 130
+        sys.exit(error.code if isinstance(error, UserError) else code)
