@@ -307,6 +307,33 @@ class PublicRecord:
                 key = f"opt/from{first}/{key}"
                 self.expect(key, digest(values), t, self.numbers[key][t, 1])
 
+    def check_precision(self, folder: Path, stored: dict[str, str], **changes) -> None:
+        """Check how parameters and moments are stored in bf16, by patterns of names, and which biases then can move.
+
+        From 2.5 on, half a step of bf16 is larger than the update of a bias. nano's moments are stored as what they are
+        of: its tables would step 5 times slower with moments in fp32.
+        """
+        for dtype in "bfloat16", "float32":
+            trainer = self.trainer(folder, **changes | dict(dtype=dtype))
+            params = dict(trainer.gpt.named_parameters())
+            biases = {p: p.detach().clone() for name, p in params.items() if name.endswith("b2")}
+            for name, p in params.items():
+                (kind,) = (kind for kind, names in stored.items() if re.fullmatch(names, name))
+                assert p.dtype == getattr(torch, kind if dtype == "bfloat16" else dtype), name
+            assert {m.dtype for optimizer in trainer.optimizers for m in optimizer.state.values()} == {torch.float32}
+            for step in range(8):
+                for p in params.values():
+                    p.grad = torch.ones_like(p)
+                self.script.step_optimizers([opt for opt in trainer.optimizers if "exp_avg" in opt.state], step)
+            for p, first in biases.items():
+                large = first.abs() >= 2.5
+                assert large.any()
+                assert (p != first)[first == 0].all()
+                assert (p != first)[large].all() if dtype == "float32" else (p == first)[large].all()
+        nano = dataclasses.replace(self.script.PRESETS["nano"], dtype="bfloat16", device="cpu", cpu_threads=0)
+        for optimizer in self.script.Trainer(self.script.resolve(nano), self.script.Ranks()).optimizers:
+            assert {m.dtype for m in optimizer.state.values()} == {optimizer.param_buffer.dtype}
+
     def run(self, folder: Path, ranks, batches: str, loss: str, one_table_until: int = -1, **changes) -> None:
         """Train from data to the last validation, as one of any number of processes.
 

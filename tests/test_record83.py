@@ -97,6 +97,14 @@ def test_first_values(tmp_path: Path):
     RECORD.check_first_values(RECORD.config(tmp_path, **SMALL), FIRST | dict(bigram_lambda=0.05), STD)
 
 
+STORED = dict(bfloat16=r"(embed|bigram_embed|value_embeds\.\d)\.weight|lm_head|nets\..*|.*gate")
+STORED["float32"] = r".*(qk_w|v_w|c_proj|c_fc|lambdas?|xsa_alpha|skip_weights)"
+
+
+def test_precision(tmp_path: Path):
+    RECORD.check_precision(tmp_path, STORED, **SMALL)
+
+
 @pytest.mark.parametrize("size", [8])
 def test_any_number_of_processes_runs_the_same(size: int, tmp_path: Path):
     RECORD.run_in_processes(__name__, tmp_path, size)

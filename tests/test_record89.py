@@ -78,6 +78,11 @@ def test_first_values(tmp_path: Path):
     RECORD.check_first_values(RECORD.config(tmp_path, **SMALL), first, test_record83.STD)
 
 
+def test_precision(tmp_path: Path):
+    stored = dict(test_record83.STORED, float32=f"{test_record83.STORED['float32']}|gate_scale")
+    RECORD.check_precision(tmp_path, stored, **SMALL)
+
+
 @pytest.mark.parametrize("size", [1, 8])
 def test_any_number_of_processes_runs_the_same(size: int, tmp_path: Path):
     RECORD.run_in_processes(__name__, tmp_path, size)

@@ -513,7 +513,7 @@ def uniform_weight(inputs: int, *shape: int) -> nn.Parameter:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.type_as(x))  # weights are fp32, activations bf16
+    return F.linear(x, weight.type_as(x))  # matrices are fp32, activations bf16
 
 
 def gates(x: Tensor, weight: Tensor) -> Tensor:
@@ -908,7 +908,7 @@ class GPT(nn.Module):
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.cfg, K, V = cfg, cfg.model_dim, cfg.vocab_size
-        dtype = getattr(torch, cfg.dtype)  # tables are in the precision of the activations, the rest in fp32
+        dtype = getattr(torch, cfg.dtype)  # of activations, tables, nets and gates, as in the record; the rest is fp32
         padded = V + -V % 64  # rows of the head, aligned for matmul tiles
         is_tied_first = cfg.tied_frac > 0
         self.embed = nn.Embedding(padded if is_tied_first else V, K, dtype=dtype)
@@ -942,6 +942,9 @@ class GPT(nn.Module):
         if is_tied_first:  # TiedAdam keeps both equal while `is_tied`
             self.embed.weight.data.copy_(head)
         self.rotary = Rotary(cfg)
+        for name, p in self.named_parameters():
+            if name.startswith("nets.") or name.endswith("gate"):
+                p.data = p.data.to(dtype)
         if dtype == torch.float64:
             self.double()
 
@@ -1167,8 +1170,9 @@ class ShardedOptimizer:
 class Adam(ShardedOptimizer):
     """Step tables, head, scalars and gates by Adam (arXiv:1412.6980).
 
-    In gpt2 it steps every other time, on the sum of two gradients (record 39, @classiclarryd). With a weight decay,
-    which is cautious (record 50, @roeeshenberg), its moments are in fp32 (record 56, @ChrisJMcCormick).
+    In gpt2 it steps every other time, on the sum of two gradients (record 39, @classiclarryd). The decay is
+    cautious (record 50, @roeeshenberg). Moments are in fp32 (record 56, @ChrisJMcCormick), but for embeddings without a
+    decay.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -1176,7 +1180,7 @@ class Adam(ShardedOptimizer):
     def __init__(self, params: dict[str, nn.Parameter], settings: AdamGroup, cfg: Hyperparameters, ranks: Ranks):
         super().__init__(params, settings, cfg, ranks)
         self.every = cfg.adam_every
-        if settings.decay:  # not for nano's bf16 tables, which would step 5 times slower
+        if settings.decay or "embed" not in self.names[0]:  # nano's bf16 tables would step 5 times slower
             self.state = {name: m.to(torch.promote_types(m.dtype, torch.float32)) for name, m in self.state.items()}
 
     def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr: float) -> None:
@@ -1289,7 +1293,8 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
         Group(Adam, "resid_lambdas", cfg.resid_adam),
         Group(Adam, "post_lambdas x0_lambda bigram_lambda", cfg.x0_adam),
         Group(Adam, "early.w1 early.w2 mid.w1 mid.w2", cfg.net_adam),
-        Group(Adam, "early.b2 mid.b2 gate_scale", cfg.net_adam._replace(decay=0.0)),
+        Group(Adam, "early.b2 mid.b2", cfg.net_adam._replace(decay=0.0)),
+        Group(Adam, "gate_scale", cfg.net_adam._replace(decay=0.0)),
         Group(Adam, "last.w1 last.w2 out.w1 out.w2", cfg.mudd_adam),
         Group(Adam, "last.b2 out.b2", cfg.mudd_adam._replace(decay=0.0)),
         Group(Adam, "value_gate", cfg.gate_adam),
