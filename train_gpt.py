@@ -789,10 +789,10 @@ class GatheredMask:
     def __init__(self, mask: BlockMask, max_blocks: int, dtype: torch.dtype):
         num_partial, num_full = mask.kv_num_blocks[0, 0, :, None], mask.full_kv_num_blocks[0, 0, :, None]
         N, block = len(num_partial), mask.BLOCK_SIZE[0]
-        place = torch.arange(min(max_blocks, N), device=num_partial.device)
+        place = torch.arange(min(max_blocks, N))
         full = mask.full_kv_indices[0, 0].gather(1, (place - num_partial).clamp(min=0))
         self.kv_blocks = torch.where(place < num_partial, mask.kv_indices[0, 0, :, : len(place)], full)
-        tokens = torch.arange(N * block, dtype=torch.int32, device=place.device).view(N, block)
+        tokens = torch.arange(N * block, dtype=torch.int32).view(N, block)
         q, kv = tokens[:, :, None, None], tokens[self.kv_blocks][:, None]
         visible = (place < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, None, q, kv)
         self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -torch.inf).flatten(2)
@@ -929,7 +929,7 @@ class GateNet(nn.Module):
 
 
 def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
-    return sum(factor * source for factor, source in zip(factors, sources, strict=True))  # type: ignore[return-value]
+    return sum(factor * source for factor, source in zip(factors, sources, strict=False))  # type: ignore[return-value]
 
 
 class Block(nn.Module):
@@ -1001,20 +1001,15 @@ class GPT(nn.Module):
         if cfg.sign_rows:  # a constant, the same in all runs
             signs = torch.randint(2, (cfg.sign_rows, K), generator=torch.Generator().manual_seed(83), device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
-        nets = [i for i, layer in enumerate(cfg.layers) if layer.net]
-        self.blocks = nn.ModuleList(
-            Block(cfg, layer, bool(nets) and i >= nets[0]) for i, layer in enumerate(cfg.layers)
-        )
-        self.gate_nets = nn.ModuleDict()
-        for start, end in pairwise([*nets, len(cfg.layers)]):
+        self.blocks, self.gate_nets = nn.ModuleList(), nn.ModuleDict()
+        starts = [i for i, layer in enumerate(cfg.layers) if layer.net]
+        for i, layer in enumerate(cfg.layers):
+            self.blocks.append(Block(cfg, layer, has_net=i >= min(starts, default=len(cfg.layers))))
+        for start, end in pairwise([*starts, len(cfg.layers)]):
             self.gate_nets[str(start)] = GateNet(cfg, [block.wanted for block in self.blocks[start:end]])
-        self.gate_scale = nn.Parameter(torch.tensor(0.1)) if nets else None
-        if mudd := cfg.layers[
-            -1
-        ].mudd:  # the head gets less of what served later layers only: 40 (@snimu, @classiclarryd)
-            self.head_net = GateNet(
-                cfg, [dict(out=[0.0, -0.5, 0.0] + [0.0] * (bool(self.value_embeds) + len(mudd) - 1))]
-            )
+        self.gate_scale = nn.Parameter(torch.tensor(0.1)) if starts else None
+        if layer.mudd:  # the head gets less of what served later layers only: record 40 (@snimu, @classiclarryd)
+            self.head_net = GateNet(cfg, [dict(out=[0.0, -0.5, 0.0] + [0.0] * len(layer.mudd))])
         if n := cfg.smear_gate_inputs:
             self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
             self.smear_lambda = nn.Parameter(torch.tensor(0.0))
@@ -1086,19 +1081,16 @@ class GPT(nn.Module):
         return F.pad(((36313 * tokens[1:]) ^ (27191 * tokens[:-1])) % last, (1, 0), value=last)
 
     def attention_masks(self, doc_ids: Tensor, windows: Tensor) -> dict[str, BlockMask | GatheredMask]:
-        """Return the mask of each kind of attention. With heads in pairs, a token stands for two."""
-        cfg, on_cuda, masks = self.cfg, self.cfg.device == "cuda", {}
-        longest = max(cfg.final_window, *(stage.window for stage in cfg.stages))
-        max_blocks = 1 + -(-longest // cfg.block_size)  # that a query block sees
-        for kind, window, heads_per_pair in (
-            ("long", windows[0], 1),
-            ("short", windows[1], 1),
-            ("paired", windows[1], 2),
-        ):
-            if any(layer.attention == kind for layer in cfg.layers):
-                ids = doc_ids.repeat_interleave(heads_per_pair)
-                mask = document_block_mask(ids, window, cfg.block_size, for_flex=on_cuda)
-                masks[kind] = mask if on_cuda else GatheredMask(mask, max_blocks, self.embed.weight.dtype)
+        """Return the mask of each kind of attention."""
+        cfg, masks = self.cfg, {}
+        for kind in dict.fromkeys(layer.attention for layer in cfg.layers if layer.attention != "none"):
+            ids = doc_ids.repeat_interleave(2) if kind == "paired" else doc_ids  # a token has two positions then
+            window = windows[0] if kind == "long" else windows[1]
+            mask = document_block_mask(ids, window, cfg.block_size, for_flex=cfg.device == "cuda")
+            if cfg.device != "cuda":
+                longest = max(cfg.final_window, *(stage.window for stage in cfg.stages))
+                mask = GatheredMask(mask, 1 + -(-longest // cfg.block_size), self.embed.weight.dtype)
+            masks[kind] = mask
         return masks
 
 
@@ -1194,18 +1186,21 @@ class ShardedOptimizer:
     """Update parameters of one precision, every rank an equal share of their rows.
 
     Parameters become views of one buffer: each starts at a row and is zero-padded. groups: the table's row for each
-    parameter. A subclass defines update_shard(shard, grad, step, lr), which writes new values into the rank's rows
-    `shard` and may overwrite their gradient; `moments` names what `state` keeps for these rows.
+    parameter. A subclass defines init_state(), which returns the moments of the rank's rows by name, and
+    update_shard(shard, grad, step, lr_factor), which writes new values into these rows and may overwrite their gradient.
     """
 
-    moments: tuple[str, ...] = ()
     update_shard: Callable[[Tensor, Tensor, int, float], None]
+    init_state: Callable[[], dict[str, Tensor]]
     by_matrix = False  # a row is a matrix, or else 16 numbers, as kernels want addresses that are multiples of 16
     every = 1  # step once in so many steps, on the sum of their gradients
 
     def __init__(self, params: dict[str, nn.Parameter], groups: list[Group], cfg: Hyperparameters, ranks: Ranks):
-        self.names, self.params, self.group = [*params], [*params.values()], groups[0]
-        self.cfg, self.ranks, self.lr = cfg, ranks, groups[0].lr
+        self.names = [*params]
+        self.params = [*params.values()]
+        self.groups = groups
+        self.cfg = cfg
+        self.ranks = ranks
         assert len({p.dtype for p in self.params}) == 1, f"one precision per group: {self.names}"
         row = self.params[0].shape[-2:] if self.by_matrix else (16,)
         self.rows_per_param = [-(-p.numel() // math.prod(row)) for p in self.params]
@@ -1217,7 +1212,7 @@ class ShardedOptimizer:
         self.grad_views = self.views(self.grad_buffer)
         self.param_shard = self.share(self.param_buffer)
         self.grad_shard = self.grad_buffer if ranks.world_size == 1 else torch.zeros_like(self.param_shard)
-        self.state = {name: torch.zeros_like(self.grad_shard) for name in self.moments}
+        self.state = self.init_state()
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the part of a buffer that belongs to each parameter, in its shape."""
@@ -1240,7 +1235,7 @@ class ShardedOptimizer:
         self.wait_for_grads()
         if self.cfg.batch_sequences > 1:
             self.grad_shard.div_(self.cfg.batch_sequences)
-        self.update_shard(self.param_shard, self.grad_shard, step, self.lr * lr_multiplier(step, self.cfg))
+        self.update_shard(self.param_shard, self.grad_shard, step, lr_multiplier(step, self.cfg))
         self.wait_for_params = start_collective(all_gather, self.param_buffer, self.param_shard)
 
 
@@ -1251,17 +1246,17 @@ class Adam(ShardedOptimizer):
     (record 56, @ChrisJMcCormick). The weight decay is cautious (record 50, @roeeshenberg).
     """
 
-    moments = ("exp_avg", "exp_avg_sq")
+    def init_state(self) -> dict[str, Tensor]:
+        self.every = self.cfg.adam_every
+        dtype = self.grad_shard.dtype
+        if self.cfg.adam_fp32:
+            dtype = torch.promote_types(dtype, torch.float32)
+        return {name: torch.zeros_like(self.grad_shard, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
 
-    def __init__(self, params: dict[str, nn.Parameter], groups: list[Group], cfg: Hyperparameters, ranks: Ranks):
-        super().__init__(params, groups, cfg, ranks)
-        self.every = cfg.adam_every
-        if cfg.adam_fp32:
-            self.state = {name: m.to(torch.promote_types(m.dtype, torch.float32)) for name, m in self.state.items()}
-
-    def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr: float) -> None:
-        m, v = self.state["exp_avg"], self.state["exp_avg_sq"]
-        decay, beta1, beta2 = self.group[3:]
+    def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr_factor: float) -> None:
+        m, v = self.state.values()
+        lr, decay, beta1, beta2 = self.groups[0][2:]
+        lr *= lr_factor
         count = step // self.every  # updates before this one
         eps = (
             self.cfg.adam_eps / (1 - beta2 ** (count + 1)) ** 0.5
@@ -1314,34 +1309,34 @@ class Muon(ShardedOptimizer):
     is the lr of a matrix's group. The weight decay is cautious, only towards 0 (record 43, @varunneal).
     """
 
-    moments = ("momentum_buffer",)
     by_matrix = True  # of the 22 in gpt2's MLPs, each of 8 ranks has 3, with padding
 
-    def __init__(self, params: dict[str, nn.Parameter], groups: list[Group], cfg: Hyperparameters, ranks: Ranks):
-        super().__init__(params, groups, cfg, ranks)
-        self.lr = cfg.muon_lr
+    def init_state(self) -> dict[str, Tensor]:
         rows, columns = self.grad_shard.shape[-2:]
         self.mean_dim = -1 if rows >= columns else -2
-        self.state["second_moment"] = torch.zeros_like(self.grad_shard.narrow(self.mean_dim, 0, 1))
         factors = self.grad_buffer.new_ones(len(self.grad_buffer), 1, 1)
-        for part, group in zip(factors.split(self.rows_per_param), groups, strict=True):
+        for part, group in zip(factors.split(self.rows_per_param), self.groups, strict=True):
             part.fill_(group.lr)
         self.factors = self.share(factors)
         ns = zeropower_via_newtonschulz5
-        self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if cfg.compile else ns
+        self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if self.cfg.compile else ns
+        second_moment = torch.zeros_like(self.grad_shard.narrow(self.mean_dim, 0, 1))
+        return dict(momentum_buffer=torch.zeros_like(self.grad_shard), second_moment=second_moment)
 
-    def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr: float) -> None:
-        momentum, momentum_buffer = muon_momentum(step, self.cfg), self.state["momentum_buffer"]
+    def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr_factor: float) -> None:
+        momentum_buffer, second_moment = self.state.values()
+        momentum = muon_momentum(step, self.cfg)
+        lr = self.cfg.muon_lr * lr_factor
+        _, _, _, decay, _, beta2 = self.groups[0]
         momentum_buffer.lerp_(grad, 1 - momentum)
         nesterov = grad.lerp_(momentum_buffer, momentum)
         update = self.orthogonalize(nesterov, getattr(torch, self.cfg.dtype)).to(grad.dtype)
-        second_moment = self.state["second_moment"]
-        second_moment.lerp_(update.square().mean(self.mean_dim, keepdim=True), 1 - self.group.beta2)
+        second_moment.lerp_(update.square().mean(self.mean_dim, keepdim=True), 1 - beta2)
         even = update / second_moment.clamp(min=1e-10).sqrt()
         norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, even))
         update = even * (norms / new_norms.clamp(min=1e-10))
-        if self.group.decay:
-            update.addcmul_(shard, update * shard >= 0, value=self.group.decay * lr)
+        if decay:
+            update.addcmul_(shard, update * shard >= 0, value=decay * lr)
         shard.addcmul_(self.factors, update, value=-lr)
 
 
@@ -1405,9 +1400,9 @@ class Trainer:
         self.num_next, self.has_prefix = len(next_weights), bool(prefix_weights)
         weights = torch.tensor(next_weights + prefix_weights, dtype=self.gpt.rotary.scale.dtype)
         windows = torch.tensor(attention_windows(step, self.cfg), dtype=torch.int32)
-        self.weights = weights.to(self.device, non_blocking=True)
-        self.windows = windows.to(self.device, non_blocking=True)
-        if self.stage != (stage := stage_index(step, self.cfg)):
+        self.weights, self.windows = (t.to(self.device, non_blocking=True) for t in (weights, windows))
+        stage = stage_index(step, self.cfg)
+        if stage != self.stage:
             self.stage = stage
             self.gpt.rotary.set_stage(stage, self.cfg)
 
@@ -1493,6 +1488,34 @@ class Trainer:
         for optimizer in self.optimizers:
             for name, shard in optimizer.state.items():
                 shard.copy_(optimizer.share(tensors[f"{optimizer.names[0]} {name}"]))
+
+
+def train(trainer: Trainer, plans: dict[str, list[Batch]], log: "RunLog") -> int:
+    """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug."""
+    cfg, ranks, start, graphs = trainer.cfg, trainer.ranks, log.saved.step, torch._dynamo.utils.counters["stats"]
+    sequences = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
+    batches = read_batches(plans["train"][start:], sequences, cfg, trainer.device)
+    gc.collect()
+    gc.disable()  # one collection in the middle of a run was measured at 0.6 s (nanochat issue 477)
+    compiled = graphs["unique_graphs"]
+    log.start_clock(log.saved.ms)
+    for step in range(start, cfg.num_iterations + 1):
+        is_last = step == cfg.num_iterations
+        saves = cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and start < step and not is_last
+        validates = is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0)
+        if saves or validates:
+            log.flush()
+            ms = log.read_clock()
+            if saves:
+                log.saved = log.saved._replace(step=step, ms=ms, curves=log.curves)
+                state = log.saved._replace(tensors=trainer.state())._asdict()
+                log.save(".checkpoint", partial(torch.save, state), f"step {step}")
+            if validates:  # after saving: a run that resumes here validates, too
+                log.point("val_loss", step, trainer.evaluate(step, plans["val"]), ms)
+            log.start_clock(ms)
+        if not is_last:
+            log.loss(step + 1, trainer.train_step(step, next(batches)))
+    return graphs["unique_graphs"] - compiled
 
 
 # ---- Run: ranks that agree, log, checkpoints -------------------------------------------------------------------------
@@ -1647,7 +1670,7 @@ class RunLog:
             step, loss, arrived = self.pending.popleft()
             arrived.synchronize()
             self.point("train_loss", step, loss.item(), self.read_clock(), self.bar.disable and step % 25 == 0)
-            self.bar.update(num_tokens(step, self.cfg) - self.bar.n)
+            self.bar.update(self.cfg.batch_sequences * train_seq_len(step - 1, self.cfg))
 
     def point(self, name: str, step: int, loss: float, ms: float, console: bool = True) -> None:
         """Log a loss, and add it to its curve."""
@@ -1690,34 +1713,6 @@ def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]], 
     lines.append(f"training tokens: {num_tokens(cfg.num_iterations, cfg)}, sha256 {facts['training tokens']}")
     lines.append(f"validation tokens: {cfg.val_tokens}, sha256 {facts['validation tokens']}{note}")
     return "\n".join(lines)
-
-
-def train(trainer: Trainer, plans: dict[str, list[Batch]], log: RunLog) -> int:
-    """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug."""
-    cfg, ranks, start, graphs = trainer.cfg, trainer.ranks, log.saved.step, torch._dynamo.utils.counters["stats"]
-    sequences = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
-    batches = read_batches(plans["train"][start:], sequences, cfg, trainer.device)
-    gc.collect()
-    gc.disable()  # one collection in the middle of a run was measured at 0.6 s (nanochat issue 477)
-    compiled = graphs["unique_graphs"]
-    log.start_clock(log.saved.ms)
-    for step in range(start, cfg.num_iterations + 1):
-        is_last = step == cfg.num_iterations
-        saves = cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and start < step and not is_last
-        validates = is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0)
-        if saves or validates:
-            log.flush()
-            ms = log.read_clock()
-            if saves:
-                log.saved = log.saved._replace(step=step, ms=ms, curves=log.curves)
-                state = log.saved._replace(tensors=trainer.state())._asdict()
-                log.save(".checkpoint", partial(torch.save, state), f"step {step}")
-            if validates:  # after saving: a run that resumes here validates, too
-                log.point("val_loss", step, trainer.evaluate(step, plans["val"]), ms)
-            log.start_clock(ms)
-        if not is_last:
-            log.loss(step + 1, trainer.train_step(step, next(batches)))
-    return graphs["unique_graphs"] - compiled
 
 
 def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompiles: int) -> dict:
