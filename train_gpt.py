@@ -424,11 +424,13 @@ def plan_batches(pattern: str, seq_lens, num_sequences: int, cfg: Hyperparameter
 
     doc_lens: where documents are cut in each batch; all 0: not at all, as a stream.
     """
-    paths, path = deque(sorted(glob.glob(pattern, recursive=True))), ""
+    paths = deque(sorted(glob.glob(pattern, recursive=True)))
+    path = ""
     documents: deque[tuple[int, int]] = deque()  # those of the shard at `path` that are left
     plan: list[Batch] = []
     while len(plan) < len(seq_lens):
-        length, longest = seq_lens[len(plan)] + 1, doc_lens[len(plan)]
+        length = seq_lens[len(plan)] + 1
+        longest = doc_lens[len(plan)]
         sequences = [cut_sequence(documents, length, longest) for _ in range(num_sequences)]
         if sequences[-1] is not None:
             plan.append(Batch(path, sequences))
@@ -457,7 +459,8 @@ def plan_data(cfg: Hyperparameters) -> dict[str, list[Batch]]:
 
 def read_sequence(path: str, pieces: np.ndarray, vocab_size: int) -> np.ndarray:
     """Return the uint16 tokens of a sequence, the last target included."""
-    first, last = pieces[0, 0], pieces[-1, 1]
+    first = pieces[0, 0]
+    last = pieces[-1, 1]
     tokens = read_shard(path, "<u2", last - first, 1024 + 2 * first)
     if len(tokens) < last - first:
         raise UserError(f"{path}: has become shorter: leave it alone while it is used")
@@ -509,12 +512,14 @@ def read_batches(plan, sequences: Sequence[int], cfg: Hyperparameters, device: t
 def stage_starts(cfg: Hyperparameters) -> list[int]:
     """Return the first step of each stage, and the end of the run."""
     shares = [stage.share for stage in cfg.stages]
-    return [*(round(cfg.scheduled_steps * sum(shares[:i])) for i in range(len(shares))), cfg.num_iterations]
+    starts = [round(cfg.scheduled_steps * sum(shares[:i])) for i in range(len(shares))]
+    return [*starts, cfg.num_iterations]
 
 
 def stage_index(step: int, cfg: Hyperparameters) -> int:
     """Return the number of a step's stage; the validation after the last step belongs to that step."""
-    return sum(start <= min(step, cfg.num_iterations - 1) for start in stage_starts(cfg)[1:])
+    step = min(step, cfg.num_iterations - 1)
+    return sum(start <= step for start in stage_starts(cfg)[1:])
 
 
 def stage_of(step: int, cfg: Hyperparameters) -> Stage:
@@ -548,10 +553,13 @@ def loss_weights(step: int, cfg: Hyperparameters) -> tuple[list[float], list[flo
     stage = cfg.stages[index]
     start, end = stage_starts(cfg)[index : index + 2]
     left = (end - step) / max(1, end - start)
-    next_tokens, prefixes = (
-        [last + left * (first - last) for first, last in pairs] for pairs in (stage.next_tokens, [stage.prefix])
-    )
-    return next_tokens, prefixes if cfg.prefix_file and any(stage.prefix) else []
+
+    def fade(weight: tuple[float, float]) -> float:
+        first, last = weight
+        return last + left * (first - last)
+
+    prefixes = [fade(stage.prefix)] if cfg.prefix_file and any(stage.prefix) else []
+    return [fade(weight) for weight in stage.next_tokens], prefixes
 
 
 def is_tied(step: int, cfg: Hyperparameters) -> bool:
@@ -563,7 +571,8 @@ def is_tied(step: int, cfg: Hyperparameters) -> bool:
 
 def muon_momentum(step: int, cfg: Hyperparameters) -> float:
     """Return Muon's momentum, which rises linearly in its warm-up and falls in its cooldown (record 39)."""
-    warmup, cooldown = cfg.momentum_warmup_steps, cfg.momentum_cooldown_steps
+    warmup = cfg.momentum_warmup_steps
+    cooldown = cfg.momentum_cooldown_steps
     risen = step / warmup if warmup else 1.0
     left = (cfg.num_iterations - step) / cooldown if cooldown else 1.0
     w = min(risen, left, 1.0)
@@ -658,7 +667,8 @@ def matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast
     """
     if a.dtype.itemsize > 1:
         return (a @ b).to(dtype)
-    a, b = a.contiguous(), b.t().contiguous().t()  # cuBLAS wants row-major by column-major
+    a = a.contiguous()  # cuBLAS wants row-major by column-major
+    b = b.t().contiguous().t()
     one = torch.ones((), dtype=torch.float32, device=a.device)
     return torch._scaled_mm(a, b, one / scale, one, out_dtype=dtype, use_fast_accum=fast)
 
@@ -675,7 +685,8 @@ class FP8Linear(torch.autograd.Function):
         ctx.save_for_backward(x, w)
         x_scale = 448 / x.abs().amax(1, keepdim=True).float().clamp(min=1e-12)
         w_scale = 448 / w.abs().amax().float().clamp(min=1e-12)
-        x_q, w_q = quantize(x, x_scale, torch.float8_e4m3fn), quantize(w, w_scale, torch.float8_e4m3fn)
+        x_q = quantize(x, x_scale, torch.float8_e4m3fn)
+        w_q = quantize(w, w_scale, torch.float8_e4m3fn)
         return (matmul(x_q, w_q.t(), w_scale, x.dtype, fast=True) / x_scale).type_as(x)
 
     @staticmethod
@@ -706,8 +717,10 @@ class Rotary(nn.Module):
         dtype = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
         length = max(cfg.val_seq_len, *(cfg.train_seq_len * stage.batch for stage in cfg.stages))
         length *= 1 + any(layer.attention == "paired" for layer in cfg.layers)  # then a token has two positions
-        for name, shape in dict(cos=(length, cfg.head_dim // 4), sin=(length, cfg.head_dim // 4), scale=(1,)).items():
-            self.register_buffer(name, torch.empty(shape, dtype=dtype), persistent=False)
+        shape = length, cfg.head_dim // 4
+        self.register_buffer("cos", torch.empty(shape, dtype=dtype), persistent=False)
+        self.register_buffer("sin", torch.empty(shape, dtype=dtype), persistent=False)
+        self.register_buffer("scale", torch.empty(1, dtype=dtype), persistent=False)
         self.set_stage(0, cfg)
 
     def set_stage(self, stage: int, cfg: Hyperparameters) -> None:
@@ -758,7 +771,8 @@ def document_block_mask(doc_ids: Tensor, window: Tensor, block: int, for_flex: b
         6 b         . .   . .   . x   x .      query block 3: partial 3, 2
         7 b         . .   . .   . x   x x
     """
-    first_doc, last_doc = doc_ids.view(-1, block)[:, 0], doc_ids.view(-1, block)[:, -1]
+    first_doc = doc_ids.view(-1, block)[:, 0]
+    last_doc = doc_ids.view(-1, block)[:, -1]
     own = torch.arange(len(first_doc), dtype=torch.int32, device=doc_ids.device)  # number of each query block
     seen_by_first = (window + block - 1) // block  # so many blocks back the first token sees something,
     seen_by_last = (window + 1) // block - 1  # and so many the last one sees whole
@@ -768,7 +782,8 @@ def document_block_mask(doc_ids: Tensor, window: Tensor, block: int, for_flex: b
     first_full = torch.maximum(blocks_begun_by_older_docs, own - seen_by_last)
     num_full = torch.where(first_doc == last_doc, own - first_full, 0).clamp(min=0)
     num_partial = own - first_visible + 1 - num_full
-    query, place = own[:, None], own[None, :]  # place in the list of a query block
+    query = own[:, None]  # place in the list of a query block
+    place = own[None, :]
     full = (query - 1 - place).clamp(min=0)
     partial = torch.where(place == 0, query, query - num_full[:, None] - place).clamp(min=0)
     lists = num_partial[None, None], partial[None, None], num_full[None, None], full[None, None]
@@ -787,19 +802,23 @@ class GatheredMask:
     """
 
     def __init__(self, mask: BlockMask, max_blocks: int, dtype: torch.dtype):
-        num_partial, num_full = mask.kv_num_blocks[0, 0, :, None], mask.full_kv_num_blocks[0, 0, :, None]
-        N, block = len(num_partial), mask.BLOCK_SIZE[0]
+        num_partial = mask.kv_num_blocks[0, 0, :, None]
+        num_full = mask.full_kv_num_blocks[0, 0, :, None]
+        N = len(num_partial)
+        block = mask.BLOCK_SIZE[0]
         place = torch.arange(min(max_blocks, N))
         full = mask.full_kv_indices[0, 0].gather(1, (place - num_partial).clamp(min=0))
         self.kv_blocks = torch.where(place < num_partial, mask.kv_indices[0, 0, :, : len(place)], full)
         tokens = torch.arange(N * block, dtype=torch.int32).view(N, block)
-        q, kv = tokens[:, :, None, None], tokens[self.kv_blocks][:, None]
+        q = tokens[:, :, None, None]
+        kv = tokens[self.kv_blocks][:, None]
         visible = (place < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, None, q, kv)
         self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -torch.inf).flatten(2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from q to k and v, all (T, H, D). The cost grows with the window, not as T^2."""
-        (T, H, D), N = q.shape, len(self.kv_blocks)
+        T, H, D = q.shape
+        N = len(self.kv_blocks)
         q, k, v = (t.transpose(0, 1).reshape(H, N, -1) for t in (q, k, v))  # heads first: blocks lie in one piece
         k, v = (t.index_select(1, self.kv_blocks.flatten()) for t in (k, v))
         q, k, v = (t.view(H, N, -1, D) for t in (q, k, v))
@@ -829,15 +848,27 @@ def mix_heads(q, k, v, doc_ids: Tensor, factors: Tensor, keys: int, block: int) 
     """
     H, D = q.shape[1:]
     u, w = factors.transpose(0, 1).chunk(2, dim=1)
-    q, k, u = (t.reshape(-1, block, H, t.size(-1)).transpose(1, 2) for t in (q, k, u))
-    ids, v = (doc_ids + 1).view(-1, 1, block, 1), v.reshape(-1, 1, block, H * D)  # 0: none, before the first block
-    k, v, key_ids = (torch.cat([F.pad(t[:-1], (0, 0) * 3 + (1, 0)), t], dim=2) for t in (k, v, ids))  # two blocks
-    distance = torch.arange(block, device=q.device)[:, None] - torch.arange(-block, block, device=q.device)
-    visible = (distance >= 0) & (distance < keys) & (ids == key_ids.mT)
-    maps = torch.softmax((q @ k.mT).masked_fill(~visible, -torch.inf), dim=-1)
     wide = u.to(torch.promote_types(u.dtype, torch.float32))
     u = (wide * (wide.square().mean(1, keepdim=True) + 1e-6).rsqrt()).type_as(u)
-    return w * ((u * maps).sum(1, keepdim=True) @ v).view(-1, H, D)
+
+    def by_block(t: Tensor) -> Tensor:
+        """Return t (T, H, D) as (N, H, block, D)."""
+        return t.reshape(-1, block, H, t.size(-1)).transpose(1, 2)
+
+    def with_block_before(t: Tensor) -> Tensor:
+        """Return t (N, H, block, D), each block behind the one before it: (N, H, 2 block, D). The first has zeros."""
+        before = F.pad(t[:-1], (0, 0) * 3 + (1, 0))
+        return torch.cat([before, t], dim=2)
+
+    ids = (doc_ids + 1).view(-1, 1, block, 1)  # 0: none, before the first block
+    k = with_block_before(by_block(k))
+    v = with_block_before(v.reshape(-1, 1, block, H * D))
+    distance = torch.arange(block, device=q.device)[:, None] - torch.arange(-block, block, device=q.device)
+    visible = (distance >= 0) & (distance < keys) & (ids == with_block_before(ids).mT)
+    scores = by_block(q) @ k.mT
+    maps = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
+    mixed = (by_block(u) * maps).sum(1, keepdim=True)
+    return w * (mixed @ v).view(-1, H, D)
 
 
 class CausalSelfAttention(nn.Module):
@@ -845,8 +876,11 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, cfg: Hyperparameters, layer: Layer):
         super().__init__()
-        H, D, K = cfg.num_heads, cfg.head_dim, cfg.model_dim
-        self.cfg, self.layer = cfg, layer
+        H = cfg.num_heads
+        D = cfg.head_dim
+        K = cfg.model_dim
+        self.cfg = cfg
+        self.layer = layer
         self.heads_per_pair = 1 + (layer.attention == "paired")
         rows = math.gcd(H, cfg.heads_per_matrix) * D
         self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
@@ -854,8 +888,8 @@ class CausalSelfAttention(nn.Module):
         self.c_proj = uniform_weight(H * D, K, H * D)  # not zero: record 64
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
         has_gate = layer.value_embed and cfg.value_gate_inputs and not layer.mudd
-        gate_shape = H, cfg.value_gate_inputs
-        self.value_gate = nn.Parameter(torch.zeros(gate_shape, dtype=getattr(torch, cfg.dtype))) if has_gate else None
+        value_gate = torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype))
+        self.value_gate = nn.Parameter(value_gate) if has_gate else None
         if n := cfg.local_heads:
             q, k = self.qk_w.data.view(2, H, D, K)
             # The first n heads begin with what all tokens share (`embed_mean`), rotated: they see by distance
@@ -868,7 +902,9 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x: Tensor, value_embed: Tensor | None, rotary: Rotary, mask, doc_ids: Tensor, f: dict) -> Tensor:
         """Attend, with the factors f that nets make for each token (H, T, 1)."""
-        T, H, D = len(x), self.cfg.num_heads, self.cfg.head_dim
+        T = len(x)
+        H = self.cfg.num_heads
+        D = self.cfg.head_dim
         qkv_w = torch.cat([self.qk_w.flatten(0, 1), self.lambdas[0] * self.v_w])
         qk, v = linear(x, qkv_w).view(T, 3 * H, D).split([2 * H, H], dim=1)
         # QK-norm (@Grad62304977). F.rms_norm saves its input, which v keeps alive anyway: 1.7 GB less (estimated)
@@ -881,7 +917,8 @@ class CausalSelfAttention(nn.Module):
         if "dc" in f:
             y = y + mix_heads(q, k, v, doc_ids, f["dc"], self.cfg.dc_keys, self.cfg.block_size)
         if "xsa" in f:  # a head leaves out what its output shares with the token's own value: record 82 (@_djdumpling)
-            share = (y * v).sum(-1, keepdim=True) / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
+            squares = v.square().sum(-1, keepdim=True).clamp(min=1e-8)
+            share = (y * v).sum(-1, keepdim=True) / squares
             y = y - f["xsa"].transpose(0, 1).tanh() * share * v
         if "head_gate" in f:  # a head may attend to nothing: record 28 (@classiclarryd)
             y = y * f["head_gate"].transpose(0, 1)
@@ -917,14 +954,17 @@ class GateNet(nn.Module):
         dtype = getattr(torch, cfg.dtype)  # as the record: in bf16 biases of 2.5 and more, say 25, never move
         self.kinds = [[(kind, len(first)) for kind, first in factors.items()] for factors in wanted]
         first = [*chain.from_iterable(chain.from_iterable(factors.values()) for factors in wanted)]
-        self.w1 = nn.Parameter(torch.empty(64, cfg.model_dim).uniform_(-1, 1).mul_(cfg.model_dim**-0.5).to(dtype))
+        w1 = torch.empty(64, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5
+        self.w1 = nn.Parameter(w1.to(dtype))
         self.w2 = nn.Parameter(torch.zeros(len(first), 64, dtype=dtype))
         self.b2 = nn.Parameter((torch.tensor(first) / 0.1).to(dtype))
 
     def forward(self, x: Tensor, scale: Tensor | float = 0.1) -> list[dict[str, Tensor]]:
         """Return the factors of each block by kind, (n, T, 1): so one of them (T, 1) leaves the stream in bf16."""
-        made = scale * (linear(F.gelu(linear(x, self.w1)), self.w2) + self.b2.type_as(x))
-        pieces = iter(made.mT[:, :, None].split([n for kinds in self.kinds for _, n in kinds]))
+        hidden = F.gelu(linear(x, self.w1))
+        made = scale * (linear(hidden, self.w2) + self.b2.type_as(x))
+        sizes = [n for kinds in self.kinds for _, n in kinds]
+        pieces = iter(made.mT[:, :, None].split(sizes))
         return [{kind: next(pieces) for kind, _ in kinds} for kinds in self.kinds]
 
 
@@ -972,10 +1012,12 @@ class Block(nn.Module):
     def forward(self, x, read, embeds, value_embed, rotary, mask, doc_ids, f: dict) -> Tensor:
         """Return the new stream. read: what attention reads. embeds: x0, bigrams. f: all factors of the layer."""
         if self.attn is not None:
-            x = f["resid"][0] * x + f["post"][0] * self.attn(norm(read), value_embed, rotary, mask, doc_ids, f)
+            y = self.attn(norm(read), value_embed, rotary, mask, doc_ids, f)
+            x = f["resid"][0] * x + f["post"][0] * y
             for factor, embed in zip(f["embed"], embeds, strict=False):
                 x = x + factor * embed  # the embedding stays at hand (9, @KoszarskyB), and bigrams (62, @classiclarryd)
-        return f["resid"][1] * x + f["post"][1] * self.mlp(norm(x))
+        y = self.mlp(norm(x))
+        return f["resid"][1] * x + f["post"][1] * y
 
 
 class GPT(nn.Module):
@@ -986,7 +1028,9 @@ class GPT(nn.Module):
 
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
-        self.cfg, K, V = cfg, cfg.model_dim, cfg.vocab_size
+        self.cfg = cfg
+        K = cfg.model_dim
+        V = cfg.vocab_size
         dtype = getattr(torch, cfg.dtype)  # of tables, nets and gates, as of activations; the rest is in fp32
         padded = V + -V % 64  # rows of the head, aligned for matmul tiles
         self.embed = nn.Embedding(padded if cfg.tied_frac else V, K, dtype=dtype)
@@ -996,12 +1040,14 @@ class GPT(nn.Module):
             if layer.value_embed:
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
                 self.value_embeds[str(i)] = nn.Embedding.from_pretrained(table, freeze=False)
-        table = torch.zeros(cfg.bigram_rows, K, dtype=dtype)
-        self.bigram_embed = nn.Embedding.from_pretrained(table, freeze=False)
+        bigrams = torch.zeros(cfg.bigram_rows, K, dtype=dtype)
+        self.bigram_embed = nn.Embedding.from_pretrained(bigrams, freeze=False)
         if cfg.sign_rows:  # a constant, the same in all runs
-            signs = torch.randint(2, (cfg.sign_rows, K), generator=torch.Generator().manual_seed(83), device="cpu")
+            generator = torch.Generator().manual_seed(83)
+            signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
-        self.blocks, self.gate_nets = nn.ModuleList(), nn.ModuleDict()
+        self.blocks = nn.ModuleList()
+        self.gate_nets = nn.ModuleDict()
         starts = [i for i, layer in enumerate(cfg.layers) if layer.net]
         for i, layer in enumerate(cfg.layers):
             self.blocks.append(Block(cfg, layer, has_net=i >= min(starts, default=len(cfg.layers))))
@@ -1022,7 +1068,9 @@ class GPT(nn.Module):
             self.double()
 
     def forward(self, tokens: Tensor, targets: Tensor, windows: Tensor, weights: Tensor) -> Tensor:
-        cfg, x, with_grads = self.cfg, self.features(tokens, windows), torch.is_grad_enabled()
+        cfg = self.cfg
+        x = self.features(tokens, windows)
+        with_grads = torch.is_grad_enabled()
         softcap = (cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift)
         scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
         targets = targets.view(len(x), -1)
@@ -1054,7 +1102,8 @@ class GPT(nn.Module):
                 sources = [first, outputs[layer.mudd[0]], x]
                 f |= block.mudd_net(x)[0]
                 f["value"] = mix(f["values"], sources)
-                x, x0 = x + mix(f["stream"], sources), first  # with bigrams, as in the record
+                x = x + mix(f["stream"], sources)
+                x0 = first  # with bigrams, as in the record
             read = x if layer.reads is None else outputs[layer.reads]  # record 77 (@classiclarryd)
             embeds = [x0, bigrams] if i else [x0]  # the first stream has its bigrams
             x = block(x, read, embeds, value_embeds.get(i), self.rotary, masks.get(layer.attention), doc_ids, f)
@@ -1082,7 +1131,8 @@ class GPT(nn.Module):
 
     def attention_masks(self, doc_ids: Tensor, windows: Tensor) -> dict[str, BlockMask | GatheredMask]:
         """Return the mask of each kind of attention."""
-        cfg, masks = self.cfg, {}
+        cfg = self.cfg
+        masks = {}
         for kind in dict.fromkeys(layer.attention for layer in cfg.layers if layer.attention != "none"):
             ids = doc_ids.repeat_interleave(2) if kind == "paired" else doc_ids  # a token has two positions then
             window = windows[0] if kind == "long" else windows[1]
@@ -1147,7 +1197,9 @@ class HeadLoss(torch.autograd.Function):
         x_scale, w_scale, grad_scale = fp8_scales or (1.0, 1.0, 1.0)
         low, grad_low = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
         w_q = quantize(w, w_scale, low)
-        losses, grads_x, grad_w = [], [], None
+        losses = []
+        grads_x = []
+        grad_w = None
         for x_slice, t in zip(x.split(slice_tokens), targets.split(slice_tokens), strict=True):
             x_q = quantize(x_slice, x_scale, low)
             z = matmul(x_q, w_q.t(), x_scale * w_scale, x.dtype, fast=True)
@@ -1187,7 +1239,7 @@ class ShardedOptimizer:
 
     Parameters become views of one buffer: each starts at a row and is zero-padded. groups: the table's row for each
     parameter. A subclass defines init_state(), which returns the moments of the rank's rows by name, and
-    update_shard(shard, grad, step, lr_factor), which writes new values into these rows and may overwrite their gradient.
+    update_shard(shard, grad, step, lr_factor), which writes new values into these rows and may overwrite `grad`.
     """
 
     update_shard: Callable[[Tensor, Tensor, int, float], None]
@@ -1285,7 +1337,8 @@ def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) 
     Five steps of a quintic Newton-Schulz iteration (Keller Jordan, https://kellerjordan.github.io/posts/muon), with the
     coefficients of the Polar Express, which differ from step to step (arXiv:2505.16932; record 38, @varunneal).
     """
-    X = (G / (1.02 * G.norm(dim=(-2, -1), keepdim=True) + 1e-6)).to(dtype)
+    norms = G.norm(dim=(-2, -1), keepdim=True)
+    X = (G / (1.02 * norms + 1e-6)).to(dtype)
     for a, b, c in POLAR_EXPRESS:  # X <- a X + b (X X') X + c (X X')^2 X
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)
@@ -1379,7 +1432,8 @@ class Trainer:
     """Hold model and optimizers, the same on all ranks from `warm_up` on, and take the steps of a run."""
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
-        self.cfg, self.ranks = cfg, ranks
+        self.cfg = cfg
+        self.ranks = ranks
         self.device = torch.device("cpu")
         if cfg.device == "cuda":
             self.device = torch.device("cuda", ranks.local_rank)
@@ -1397,7 +1451,8 @@ class Trainer:
     def set_schedules(self, step: int) -> None:
         """Set windows, weights of the losses, rotary tables and attention scale to a step's. Nothing recompiles."""
         next_weights, prefix_weights = loss_weights(step, self.cfg)
-        self.num_next, self.has_prefix = len(next_weights), bool(prefix_weights)
+        self.num_next = len(next_weights)
+        self.has_prefix = bool(prefix_weights)
         weights = torch.tensor(next_weights + prefix_weights, dtype=self.gpt.rotary.scale.dtype)
         windows = torch.tensor(attention_windows(step, self.cfg), dtype=torch.int32)
         self.weights, self.windows = (t.to(self.device, non_blocking=True) for t in (weights, windows))
@@ -1420,7 +1475,8 @@ class Trainer:
             losses.append(loss.detach() / len(tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
         wait = start_collective(dist.all_reduce, mean)
-        embed, head = self.gpt.embed.weight, self.gpt.lm_head
+        embed = self.gpt.embed.weight
+        head = self.gpt.lm_head
         if is_tied(step, self.cfg) and (step + 1) % self.cfg.adam_every == 0:  # both step on the sum of their gradients
             embed.grad = head.grad = embed.grad + head.grad  # (records 51, 53: @varunneal)
         step_optimizers(self.optimizers, step)
@@ -1449,10 +1505,12 @@ class Trainer:
         tokens = (torch.arange(len(self.gpt.rotary.cos) + 1) % self.cfg.vocab_size).to(torch.uint16)
         tokens = tokens.to(self.device).to(torch.int32)
         for start in stage_starts(self.cfg)[:-1]:
-            length, count = train_seq_len(start, self.cfg), self.cfg.batch_sequences // self.ranks.world_size
+            length = train_seq_len(start, self.cfg)
+            count = self.cfg.batch_sequences // self.ranks.world_size
             for step in range(start, start + self.cfg.adam_every):
                 self.train_step(step, [(tokens[:length], tokens[1 : length + 1].long())] * count)
-        self.score(tokens[: self.cfg.val_seq_len], tokens[1 : self.cfg.val_seq_len + 1].long())
+        length = self.cfg.val_seq_len
+        self.score(tokens[:length], tokens[1 : length + 1].long())
         self.gpt.zero_grad(set_to_none=True)
         self.restore(saved or before)
 
@@ -1492,7 +1550,10 @@ class Trainer:
 
 def train(trainer: Trainer, plans: dict[str, list[Batch]], log: "RunLog") -> int:
     """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug."""
-    cfg, ranks, start, graphs = trainer.cfg, trainer.ranks, log.saved.step, torch._dynamo.utils.counters["stats"]
+    cfg = trainer.cfg
+    ranks = trainer.ranks
+    start = log.saved.step
+    graphs = torch._dynamo.utils.counters["stats"]
     sequences = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
     batches = read_batches(plans["train"][start:], sequences, cfg, trainer.device)
     gc.collect()
@@ -1614,7 +1675,9 @@ class RunLog:
     """Keep the clock and the curves of a run. On rank 0 also write LOG_DIR/RUN_ID.txt and tell the console."""
 
     def __init__(self, cfg: Hyperparameters, is_main: bool, saved: Saved):
-        self.cfg, self.is_main, self.saved = cfg, is_main, saved
+        self.cfg = cfg
+        self.is_main = is_main
+        self.saved = saved
         self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
         self.curves = {name: [*curve] for name, curve in saved.curves.items()}
         self.pending: deque = deque()  # losses on their way to the host
@@ -1659,7 +1722,8 @@ class RunLog:
 
     def loss(self, step: int, loss: Tensor) -> None:
         """Send the loss of a step to the host without waiting, and log those that were sent 8 steps ago."""
-        on_host, arrived = loss.to("cpu", non_blocking=True), self.device.Event()
+        on_host = loss.to("cpu", non_blocking=True)
+        arrived = self.device.Event()
         arrived.record()
         self.pending.append((step, on_host, arrived))
         self.flush(lag=8 if loss.is_cuda else 0)
@@ -1684,7 +1748,8 @@ class RunLog:
 
     def save(self, suffix: str, write: Callable, note: str) -> None:
         """Let `write` fill a file beside the log, whole or not at all, through to the disk, and say how it went."""
-        path, part = self.path.with_suffix(suffix), self.path.with_suffix(f"{suffix}.part")
+        path = self.path.with_suffix(suffix)
+        part = self.path.with_suffix(f"{suffix}.part")
         try:
             if self.is_main:
                 with part.open("wb") as file:
@@ -1717,7 +1782,9 @@ def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]], 
 
 def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompiles: int) -> dict:
     """Log the summary, write the result and the model, and say what to try next."""
-    cfg, peak, (_, val_loss, ms) = trainer.cfg, trainer.peak_memory_mib(), log.curves["val_loss"][-1]
+    cfg = trainer.cfg
+    peak = trainer.peak_memory_mib()
+    _, val_loss, ms = log.curves["val_loss"][-1]
     result = {name: getattr(cfg, name) for name in ("num_iterations", "seed", "target_loss")}
     result |= dict(val_loss=val_loss, train_time_ms=ms, peak_memory_mib=peak, recompiles=recompiles)
     result |= dict(log=str(log.path), val_curve=log.curves["val_loss"], train_curve=log.curves["train_loss"])
@@ -1748,7 +1815,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
         cfg, plans, saved = prepare(argv, ranks)
         problem = None
     except UserError as error:
-        problem, saved = error, Saved()
+        problem = error
+        saved = Saved()
     agreed = agree(ranks, problem, saved)
     log = RunLog(cfg, ranks.rank == 0, agreed)
     try:
