@@ -18,15 +18,15 @@ import torch.distributed as dist
 
 import train_gpt
 from benchmarks import measure
-from records.process import ENVIRONMENT, own_process
+from records.process import ENVIRONMENT
 from shards import write_shard
 from train_gpt import Hyperparameters, Ranks, Trainer, UserError
 
-INTRODUCTION = """Measure train_gpt.py on this machine: parts of a step, utilization, memory, start-up, loading.
+INTRODUCTION = """Measure train_gpt.py on this machine: parts of a step, utilization, memory, loading.
 Print a table; write it, a JSON document and a profile to a folder.
 
     python -m benchmarks [--quick] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
-    torchrun --standalone --nproc_per_node=8 -m benchmarks       with communication, without start-up
+    torchrun --standalone --nproc_per_node=8 -m benchmarks       with communication
 
 All other flags are those of train_gpt.py. Exit codes: 0 done, 1 a stage failed, 2 bad input, 130 interrupted."""
 DOCUMENT_TOKENS = 500  # about the mean length of random documents
@@ -58,18 +58,7 @@ def plan(cfg: Hyperparameters, quick: bool, folder: Path) -> tuple[Hyperparamete
     return cfg, dict(train=train, val=val), what
 
 
-def startup(name: str, cfg: Hyperparameters, plans: dict, flags: Sequence[str], cache: str) -> measure.Figures:
-    """Time a start in a process of its own; `cache` is the folder of what the compiler makes."""
-    flags = [*flags, f"--train_files={cfg.train_files}", f"--num_iterations={2 * len(cfg.window_tokens)}"]
-    flags += [f"--extension_steps={min(2, cfg.extension_steps)}", f"--val_files={cfg.val_files}"]
-    flags += [f"--val_tokens={len(plans['val']) * cfg.val_seq_len}"]
-    caches = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=str(Path(cache) / "triton"))
-    told = own_process(["-m", "benchmarks.startup", str(time.time()), *flags], 1200, **caches)
-    seconds = json.loads(told.splitlines()[-1])
-    return {f"{name}: {part}": measure.figure([value], "s") for part, value in seconds.items()}
-
-
-def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, flags: Sequence[str], quick: bool) -> tuple[dict, str]:
+def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) -> tuple[dict, str]:
     """Return all figures and the profile. A stage that fails says why in the place of its figures."""
     began, figures, profiles = time.perf_counter(), {}, []
     calls, passes, min_steps, max_steps = (3, 1, 3, 3) if quick else (20, 3, 5, 50)
@@ -87,10 +76,6 @@ def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, flags: Sequence
     def timed(name: str, function: Callable[[], object], n: int) -> None:
         stage(name, lambda: {name: measure.figure(measure.together(trainer, function, n), "ms")})
 
-    if ranks.world_size == 1 and not (cfg.compile and quick):
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-            for name in ("cold start", "start") if cfg.compile else ["start"]:
-                stage(name, startup, name, cfg, plans, flags, cache)
     trainer = Trainer(cfg, ranks)
     timed("warm-up", trainer.warm_up, 1)
     *earlier, last = train_gpt.stage_starts(cfg)[:-1]
@@ -158,7 +143,7 @@ def run(flags: Sequence[str], quick: bool, out: Path) -> int:
         except (UserError, OSError) as error:
             problem = error if isinstance(error, UserError) else UserError(error)
         train_gpt.check_same(ranks, problem, facts)
-        figures, profile = measure_all(cfg, ranks, plans, flags, quick)
+        figures, profile = measure_all(cfg, ranks, plans, quick)
         hashes = {"training tokens": "", "validation tokens": ""}  # which the report leaves out
         lines = (" ".join(line.split()) for line in train_gpt.describe(cfg, ranks, plans, hashes).splitlines())
     machine = [line for line in lines if line.startswith(("Running", "Model name:")) or " processes, " in line]
