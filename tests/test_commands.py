@@ -119,7 +119,7 @@ def test_files_links_tests_and_flags_of_a_page_are_there(page: Path):
     texts = [text for text in quoted(page) if text.startswith("--")]
     flags = {flag for text in texts for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", text)}
     known = {flag for flag in flags if re.search(rf'"{flag}"|^    {flag[2:].removeprefix("no-")}: ', sources, re.M)}
-    assert flags - known - {"--help"} == set() or page.name == "clusters.md", "which is about others' programs, too"
+    assert flags - known - {"--help"} == set()
     if page.name == "tour.md":  # identifiers, such as `Adam.state`, for readers who search for them in the script
         texts = {text for text in quoted(page) if re.fullmatch("[A-Za-z_.]+", text)} - files
         names = {part for text in texts for part in text.split(".")}
