@@ -187,11 +187,10 @@ def step_flops(trainer: Trainer, sequences: Sequence[tuple[Tensor, Tensor]], ste
     return total
 
 
-def together(trainer: Trainer, function: Callable[[], object], n: int, prepare=lambda: None) -> list[float]:
+def together(trainer: Trainer, function: Callable[[], object], n: int) -> list[float]:
     """Return the ms of n calls that all ranks begin together, from idle device to idle device."""
     taken = []
     for _ in range(n):
-        prepare()
         mean_over_ranks(trainer, 0.0)
         start = time.perf_counter()
         function()
@@ -215,23 +214,6 @@ def newton_schulz(trainer: Trainer, n: int) -> Figures:
         stack = torch.randn_like(muon.grad_shard)
         ms = together(trainer, lambda muon=muon, stack=stack: muon.orthogonalize(stack, dtype), n)
         found[f"Newton-Schulz of {' x '.join(map(str, stack.shape))}"] = figure(ms, "ms")
-    return found
-
-
-def loader(trainer: Trainer, plan: Sequence[Batch], n: int) -> Figures:
-    """Read a rank's tokens and nothing else, from files out of the page cache and in it."""
-
-    def drop_from_cache() -> None:
-        for path in {batch.path for batch in plan}:
-            with open(path, "rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    sequences = [pieces for batch in plan for pieces in batch.sequences]
-    found, tokens = {}, sum(np.diff(pieces).sum() - 1 for pieces in sequences) / trainer.ranks.world_size
-    states = dict(cold=drop_from_cache, warm=lambda: None)
-    for state in states if hasattr(os, "posix_fadvise") else ["warm"]:
-        taken = together(trainer, lambda: list(map(len, read(trainer, plan))), n, states[state])
-        found[f"loader, {state} files, per rank"] = figure([1000 * tokens / ms for ms in taken], "tokens/s")
     return found
 
 
