@@ -43,25 +43,30 @@ def corpus_files(torch_folder: Path) -> list[str]:
     )
 
 
-def split_documents(text: bytes) -> list[bytes]:
-    """Cut a file at its double newlines and join consecutive pieces into documents of 256 to 2,048 bytes.
+def join_pieces(text: bytes, min_bytes: int) -> list[bytes]:
+    """Cut a file at its double newlines and join consecutive pieces into documents of at least `min_bytes`.
 
-    Each piece keeps a double newline at its end. A longer document is cut; its last part is dropped if it is shorter
-    than 256 bytes. The last document of the file may be shorter, too, and is dropped if it is blank.
+    Each piece keeps a double newline at its end. The last document may be shorter; it is dropped if it is blank.
     """
     documents, current = [], b""
     for piece in text.split(b"\n\n"):
         current += piece + b"\n\n"
-        if len(current) >= MIN_DOCUMENT_BYTES:
+        if len(current) >= min_bytes:
             documents.append(current)
             current = b""
-    if current.strip():
-        documents.append(current)
-    return [part for document in documents for part in cut_document(document)]
+    return [*documents, current] if current.strip() else documents
+
+
+def split_documents(text: bytes) -> list[bytes]:
+    """Cut a file into documents of 256 to 2,048 bytes; the last of the file may be shorter."""
+    return [part for document in join_pieces(text, MIN_DOCUMENT_BYTES) for part in cut_document(document)]
 
 
 def cut_document(document: bytes) -> list[bytes]:
-    """Cut a document into parts of 2,048 bytes: one long list would fill many training steps in a row."""
+    """Cut a document into parts of 2,048 bytes: one long list would fill many training steps in a row.
+
+    A last part of fewer than 256 bytes is dropped.
+    """
     parts = [document[i : i + MAX_DOCUMENT_BYTES] for i in range(0, len(document), MAX_DOCUMENT_BYTES)]
     return parts[:-1] if len(parts) > 1 and len(parts[-1]) < MIN_DOCUMENT_BYTES else parts
 
