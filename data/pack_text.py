@@ -145,7 +145,7 @@ def write_shards(folder: Path, split: str, documents: list[bytes], encode: Calla
 
 
 def fit(cfg: Hyperparameters, val_size: int) -> Hyperparameters:
-    """Return `cfg` with no more training and validation than its shards hold; `val_size`: tokens of one for validation."""
+    """Return `cfg` cut to what the shards hold; `val_size`: tokens of a shard for validation."""
     blocks = (val_size - 1) // cfg.mask_block
     if blocks < 1:
         raise RuntimeError(f"too little text: {val_size:,} tokens for val, {cfg.mask_block + 1} needed: add text")
