@@ -26,7 +26,7 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # first, or a `shards` on PYTHONPATH would be taken
 
-from shards import ArgumentParser, lock_folder, path_argument, shard_problem
+from shards import lock_folder, shard_problem
 
 REPO = "kjj0/fineweb10B-gpt2"
 RECORD_SHARDS = 6  # enough for the gpt2 preset, which takes seconds to import; a test compares them
@@ -89,10 +89,11 @@ def fetch(name: str, out: Path) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
     about = f"training shards, 0 to {MAX_SHARDS} [{RECORD_SHARDS}]"
     parser.add_argument("shards", metavar="N", nargs="?", type=int, default=RECORD_SHARDS, help=about)
-    parser.add_argument("--out", type=path_argument, default=DEFAULT_OUT, help="folder for the shards")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the shards")
     args = parser.parse_args(argv)
     if not 0 <= args.shards <= MAX_SHARDS:
         parser.error(f"N is {args.shards}: expected 0 to {MAX_SHARDS} training shards")

@@ -7,15 +7,10 @@ alone. The file is in the repository: this command shows where it comes from, an
 """
 
 import hashlib
-import sys
-from argparse import RawDescriptionHelpFormatter
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # first, or a `shards` on PYTHONPATH would be taken
-
-from shards import ArgumentParser
 
 PATH, NONE = Path(__file__).with_name("gpt2_prefixes.bin"), 65535
 SHA256 = "369d2091939994f1ff771dd3d52912ad53bb3daf1c7941840a1cd50d0d72f373"

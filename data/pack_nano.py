@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # first, or a `shards` on PYTHONPATH would be taken
 
-from shards import ArgumentParser, path_argument, shard_header, write_shard
+from shards import shard_header, write_shard
 
 DEFAULT_OUT = Path(__file__).parent / "nano"
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
@@ -113,8 +113,9 @@ def is_track_shard(path: Path, split: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=path_argument, default=DEFAULT_OUT, help="folder for the shards")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the shards")
     args = parser.parse_args(argv)
     spec = importlib.util.find_spec("torch")  # find, not import: only the sources are needed
     if spec is None or spec.origin is None:

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))  # would be taken
 
 import train_gpt
 from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
-from shards import ArgumentParser, lock_folder, path_argument, write_shard
+from shards import lock_folder, write_shard
 from train_gpt import Hyperparameters, UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -209,11 +209,12 @@ def pack(args: argparse.Namespace) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
     add, own = parser.add_argument, os.path.relpath(ROOT / "data/own")
-    add("inputs", metavar="FILE_OR_FOLDER", nargs="+", type=path_argument)
+    add("inputs", metavar="FILE_OR_FOLDER", nargs="+", type=Path)
     add("--tokenizer", choices=TOKENIZERS, default="bytes", help="[%(default)s]")
-    add("--out", type=path_argument, default=own, help="folder for the shards [%(default)s]")
+    add("--out", type=Path, default=own, help="folder for the shards [%(default)s]")
     add("--val_fraction", type=float, default=0.05, help="part of the files for validation [%(default)s]")
     extensions = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
     add("--ext", default=extensions, help="files to take from folders, '' for those without an ending [%(default)s]")

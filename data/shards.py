@@ -4,7 +4,6 @@ The header is [20240520, 1, number of tokens, 0, ...], all little-endian, as in 
 train_gpt.py parses it with its own code, because it imports nothing from this repository.
 """
 
-import argparse
 import errno
 import fcntl
 import os
@@ -17,20 +16,6 @@ import numpy as np
 
 SHARD_MAGIC, SHARD_VERSION, HEADER_INTS = 20240520, 1, 256
 HEADER_BYTES = 4 * HEADER_INTS
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """Report an error in one line, without the usage, and exit with code 2."""
-
-    def error(self, message: str) -> typing.NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def path_argument(text: str) -> Path:
-    """Return the path of an argument; not '', an unset variable, which would mean the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("'': expected a path")
-    return Path(text)
 
 
 def lock_folder(folder: Path, wait: bool = False) -> typing.BinaryIO:

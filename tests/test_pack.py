@@ -192,7 +192,6 @@ ERRORS = {
     "page.txt": "too little text: 10 tokens for val, 65 needed: add text\n",
     "note.txt": "too little text: a run of 40 steps takes more than 40,960 tokens",
     "binary.txt": "binary.txt: has zero bytes, so it is no text in UTF-8",
-    "''": "argument FILE_OR_FOLDER: '': expected a path",
     "texts -- --num_iteration 3": "--num_iteration: no such flag",
     "bare --ext ,.txt": "bare/pipe: not a regular file",
     "outer": "outer/shut: Permission denied; fix that",
