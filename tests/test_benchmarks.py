@@ -18,8 +18,8 @@ from benchmarks import anchor_cpu, command, first_gpu_run, measure, race_anchor
 from conftest import TINY_FLAGS, pytest_configure
 from records.process import ENVIRONMENT, ROOT
 from synthetic_logs import SCRIPT
-from test_attention import build, dense_mask
-from train_gpt import GPT, Ranks, Trainer
+from test_attention import dense_mask
+from train_gpt import Ranks, Trainer
 
 FIGURES = {"step: data", "step: forward", "step: backward", "step: optimizers", "peak memory"}
 WHOLE, MATMUL = "step: whole, stage 1 (windows of 256 and 128 tokens)", "large matmul in float32"
@@ -65,18 +65,22 @@ def test_flops_are_those_that_torch_counts(layout, tiny64, monkeypatch):
     monkeypatch.setattr(train_gpt, "step_optimizers", lambda *args: None)
     with FlopCounterMode(display=False) as counter:
         trainer.train_step(4, sequences)
-    # The plain path multiplies every block that could be in the window
-    monkeypatch.setattr(measure, "attended_pairs", lambda mask: mask.bias.numel())
+    masks, long = trainer.gpt.attention_masks(sequences[0][0], trainer.windows), trainer.windows[0]
+
+    def multiplied(tokens, window, eot_token, rows=1):  # the plain path takes every block that could be in the window
+        mask = masks.get("P" if rows == 2 else "L" if window == long else "S")
+        return mask.bias.numel() if mask else 0
+
+    monkeypatch.setattr(measure, "attended_pairs", multiplied)
     # A new parameter of a few numbers is counted as if it were multiplied
     assert measure.step_flops(trainer, sequences, 4) == pytest.approx(counter.get_total_flops(), rel=0.005)
 
 
-@pytest.mark.parametrize(("window", "rate"), [(0, 0.06), (7, 0.3), (8, 0.02), (21, 0.06), (32, 0.0)])
-def test_attended_pairs_are_those_of_the_dense_mask(window, rate, tiny64):
-    tokens = torch.where(torch.rand(64) < rate, tiny64.eot_token, 1).int()
-    ids, windows = (tokens == tiny64.eot_token).cumsum(0), torch.tensor([window, 0], dtype=torch.int32)
-    gathered, flex = GPT(tiny64).attention_masks(tokens, windows)["L"], build(ids, window, 8)
-    assert measure.attended_pairs(gathered) == measure.attended_pairs(flex) == dense_mask(ids, window).sum()
+@pytest.mark.parametrize(("window", "rate", "rows"), [(0, 0.06, 1), (21, 0.06, 1), (32, 0.0, 1), (15, 0.1, 2)])
+def test_attended_pairs_are_those_of_the_dense_mask(window, rate, rows):
+    tokens = torch.where(torch.rand(64) < rate, 256, 1)
+    ids = (tokens == 256).cumsum(0).repeat_interleave(rows)
+    assert measure.attended_pairs(tokens, window, 256, rows) == dense_mask(ids, window).sum()
 
 
 def test_anchor_learns_causally_and_validates_every_position_once():
