@@ -1,4 +1,4 @@
-# For machines with NVIDIA GPUs. How to build and start it: docs/clusters.md. Not built or run yet.
+# For machines with NVIDIA GPUs. How to build and start it: docs/running.md. Not built or run yet.
 FROM python:3.12-slim-bookworm
 
 # torch.compile calls a C compiler (Python's headers are in this base), and the log asks git for the commit

@@ -15,7 +15,7 @@ with contextlib.suppress(AttributeError, OSError):  # the C library has read its
         ctypes.CDLL(None).mallopt(option, int(os.environ[name]))
 
 # Each a module; without one of them, the benchmarks
-COMMANDS = ("first_gpu_run", "race_anchor", "scaling")
+COMMANDS = ("first_gpu_run", "race_anchor")
 
 if __name__ == "__main__":
     command = sys.argv.pop(1) if sys.argv[1:2] and sys.argv[1] in COMMANDS else "command"

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from itertools import cycle
@@ -18,58 +17,30 @@ import torch.distributed as dist
 
 import train_gpt
 from benchmarks import measure
-from records.process import ENVIRONMENT, own_process
-from shards import write_shard
+from records.process import ENVIRONMENT
 from train_gpt import Hyperparameters, Ranks, Trainer, UserError
 
-INTRODUCTION = """Measure train_gpt.py on this machine: parts of a step, utilization, memory, start-up, loading.
+INTRODUCTION = """Measure train_gpt.py on this machine: parts of a step, utilization, memory.
 Print a table; write it, a JSON document and a profile to a folder.
 
     python -m benchmarks [--quick] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
-    torchrun --standalone --nproc_per_node=8 -m benchmarks       with communication, without start-up
+    torchrun --standalone --nproc_per_node=8 -m benchmarks       with communication
 
 All other flags are those of train_gpt.py. Exit codes: 0 done, 1 a stage failed, 2 bad input, 130 interrupted."""
-DOCUMENT_TOKENS = 500  # about the mean length of random documents
 
 
-def plan(cfg: Hyperparameters, quick: bool, folder: Path) -> tuple[Hyperparameters, dict, str]:
-    """Return the configuration with its data, the plans, and what the data is.
-
-    Of training, plan equally many batches for each stage. Where the preset's own shards are missing, write random ones
-    to `folder`.
-    """
+def plan(cfg: Hyperparameters, quick: bool) -> dict:
+    """Plan the validation, and equally many batches for each stage of training."""
     steps = 16 if quick else max(64, 2**21 // cfg.batch_tokens)
     lengths = [train_gpt.train_seq_len(first, cfg) for first in train_gpt.stage_starts(cfg)[:-1]]
     lengths = [length for length in lengths for _ in range(-(-steps // len(lengths)))]
     val_tokens = min(cfg.val_tokens, 4 * cfg.val_seq_len) if quick else cfg.val_tokens
-    patterns, preset = (cfg.train_files, cfg.val_files), train_gpt.PRESETS[cfg.preset]
-    what, is_default = " and ".join(patterns), patterns == (preset.train_files, preset.val_files)
-    if is_default and not all(any(Path().glob(pattern)) for pattern in patterns):
-        train_tokens = int(1.2 * sum(lengths) * cfg.batch_sequences)  # packing drops some
-        for name, count in dict(train_files=train_tokens, val_files=val_tokens).items():
-            rng = np.random.default_rng(count)
-            opens = rng.random(count + 1) < 1 / DOCUMENT_TOKENS
-            tokens = np.where(opens, cfg.eot_token, rng.integers(max(1, cfg.eot_token), size=count + 1))
-            write_shard(folder / f"{name}.bin", tokens)
-            cfg = dataclasses.replace(cfg, val_sha256="", **{name: str(folder / f"{name}.bin")})
-        what = f"SYNTHETIC: random tokens in documents of about {DOCUMENT_TOKENS}, because {what} are not both there"
     train = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg, cfg.max_doc_len[-1:])
     val = train_gpt.plan_batches(cfg.val_files, [cfg.val_seq_len] * (val_tokens // cfg.val_seq_len), 1, cfg)
-    return cfg, dict(train=train, val=val), what
+    return dict(train=train, val=val)
 
 
-def startup(name: str, cfg: Hyperparameters, plans: dict, flags: Sequence[str], cache: str) -> measure.Figures:
-    """Time a start in a process of its own; `cache` is the folder of what the compiler makes."""
-    flags = [*flags, f"--train_files={cfg.train_files}", f"--num_iterations={2 * len(cfg.window_tokens)}"]
-    flags += [f"--extension_steps={min(2, cfg.extension_steps)}", f"--val_files={cfg.val_files}"]
-    flags += [f"--val_tokens={len(plans['val']) * cfg.val_seq_len}"]
-    caches = dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=str(Path(cache) / "triton"))
-    told = own_process(["-m", "benchmarks.startup", str(time.time()), *flags], 1200, **caches)
-    seconds = json.loads(told.splitlines()[-1])
-    return {f"{name}: {part}": measure.figure([value], "s") for part, value in seconds.items()}
-
-
-def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, flags: Sequence[str], quick: bool) -> tuple[dict, str]:
+def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) -> tuple[dict, str]:
     """Return all figures and the profile. A stage that fails says why in the place of its figures."""
     began, figures, profiles = time.perf_counter(), {}, []
     calls, passes, min_steps, max_steps = (3, 1, 3, 3) if quick else (20, 3, 5, 50)
@@ -87,10 +58,6 @@ def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, flags: Sequence
     def timed(name: str, function: Callable[[], object], n: int) -> None:
         stage(name, lambda: {name: measure.figure(measure.together(trainer, function, n), "ms")})
 
-    if ranks.world_size == 1 and not (cfg.compile and quick):
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
-            for name in ("cold start", "start") if cfg.compile else ["start"]:
-                stage(name, startup, name, cfg, plans, flags, cache)
     trainer = Trainer(cfg, ranks)
     timed("warm-up", trainer.warm_up, 1)
     *earlier, last = train_gpt.stage_starts(cfg)[:-1]
@@ -111,10 +78,6 @@ def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, flags: Sequence
     figures[f"large matmul in {cfg.dtype}"] = measure.figure(rates, "TFLOP/s")
     stage("steps", measure.steps, trainer, batches, last, n, float(np.median(rates)))
     stage("Newton-Schulz", measure.newton_schulz, trainer, calls)
-    tokens = next(batches)[0][0]
-    title = f"attention masks of {len(tokens):,} tokens, not compiled"
-    timed(title, lambda: trainer.gpt.attention_masks(tokens, trainer.windows), calls)
-    stage("loader", measure.loader, trainer, plans["train"], passes)
     if trainer.device.type == "cuda":
         stage("host waits", measure.host_waits, trainer, batches, last)
     stage("profile", lambda: profiles.append(measure.profile(trainer, batches, last)) or {})
@@ -132,7 +95,7 @@ def table(document: dict) -> str:
     """Return the document as Markdown."""
     lines = [f"# Preset {document['configuration']['preset']}, processes: {document['processes']}", ""]
     lines += [f"- {line}" for line in document["machine"]]
-    lines += [f"- {name}: {document[name]}" for name in ("data", "flags", "environment", "load_average", "seconds")]
+    lines += [f"- {name}: {document[name]}" for name in ("flags", "environment", "load_average", "seconds")]
     lines += ["", "| what | median | 10th to 90th percentile | n |", "|---|---|---|---|"]
     for name, found in document["figures"].items():
         cells = [name, str(found).replace("|", "/"), "", ""]
@@ -146,24 +109,22 @@ def table(document: dict) -> str:
 def run(flags: Sequence[str], quick: bool, out: Path) -> int:
     ranks, load, began = train_gpt.init_distributed(), f"{os.getloadavg()[0]:.1f}", time.perf_counter()
     problem, facts = None, dict(flags=list(flags), quick=quick)
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as folder:
-        try:
-            cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
-            if cfg.batch_sequences % ranks.world_size:
-                raise UserError(f"{ranks.world_size} processes do not divide {cfg.batch_sequences} sequences")
-            facts["--device"] = cfg.device
-            cfg, plans, data = plan(cfg, quick, Path(folder))
-            if ranks.rank == 0:
-                out.mkdir(parents=True, exist_ok=True)
-        except (UserError, OSError) as error:
-            problem = error if isinstance(error, UserError) else UserError(error)
-        train_gpt.check_same(ranks, problem, facts)
-        figures, profile = measure_all(cfg, ranks, plans, flags, quick)
-        hashes = {"training tokens": "", "validation tokens": ""}  # which the report leaves out
-        lines = (" ".join(line.split()) for line in train_gpt.describe(cfg, ranks, plans, hashes).splitlines())
+    try:
+        cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
+        if cfg.batch_sequences % ranks.world_size:
+            raise UserError(f"{ranks.world_size} processes do not divide {cfg.batch_sequences} sequences")
+        facts["--device"], plans = cfg.device, plan(cfg, quick)
+        if ranks.rank == 0:
+            out.mkdir(parents=True, exist_ok=True)
+    except (UserError, OSError) as error:
+        problem = error if isinstance(error, UserError) else UserError(error)
+    train_gpt.check_same(ranks, problem, facts)
+    figures, profile = measure_all(cfg, ranks, plans, quick)
+    hashes = {"training tokens": "", "validation tokens": ""}  # which the report leaves out
+    lines = (" ".join(line.split()) for line in train_gpt.describe(cfg, ranks, plans, hashes).splitlines())
     machine = [line for line in lines if line.startswith(("Running", "Model name:")) or " processes, " in line]
     machine += [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
-    document = dict(machine=machine, processes=ranks.world_size, data=data, flags=" ".join(flags))
+    document = dict(machine=machine, processes=ranks.world_size, flags=" ".join(flags))
     document |= dict(environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ})
     load += f" before, {os.getloadavg()[0]:.1f} after"
     document |= dict(load_average=load, seconds=round(time.perf_counter() - began))

@@ -3,8 +3,6 @@
 import argparse
 import contextlib
 import functools
-import getpass
-import importlib.metadata
 import json
 import os
 import platform
@@ -16,7 +14,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TextIO
 
 import torch
 
@@ -40,16 +37,13 @@ MOST = 200_000  # characters of a stage's output, and of each of its files, from
 @functools.cache
 def private() -> list[tuple[str, str]]:
     """Return patterns of what stays here, each with what stands in its place."""
-    hosts = {platform.node(), *(os.environ.get(name, "") for name in ("HOSTNAME", "HOST", "SLURMD_NODENAME"))}
-    users = {Path.home().name, *(os.environ.get(name, "") for name in ("USER", "LOGNAME", "USERNAME", "SUDO_USER"))}
-    with contextlib.suppress(KeyError, OSError, ImportError):  # a user without a name, as in containers
-        users.add(getpass.getuser())
-    hosts |= {host.partition(".")[0] for host in hosts}
+    host, user = platform.node(), Path.home().name
     paths = {str(ROOT): "REPOSITORY", str(Path.home()): "~", tempfile.gettempdir(): "TMP"}
     found = [(re.escape(path) + r"(?![\w-])", paths[path]) for path in sorted(paths, key=len, reverse=True)]
     found += [(r"/(?:home|Users)/[^/\s:'\"]+", "~"), (r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])", "ADDRESS")]
-    for names, new in (hosts - {"localhost"}, "HOST"), (users - {"root"}, "USER"):
-        for name in sorted(filter(lambda name: len(name) > 1, names), key=len, reverse=True):
+    names = [(host, "HOST"), (host.partition(".")[0], "HOST"), (os.environ.get("USER", user), "USER"), (user, "USER")]
+    for name, new in names:
+        if len(name) > 1 and name not in ("localhost", "root"):
             found.append((rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", new))  # no letter or digit beside it
     return found
 
@@ -63,11 +57,6 @@ def scrubbed(value):
     for pattern, new in private() if isinstance(value, str) else ():
         value = re.sub(pattern, new, value, flags=re.IGNORECASE)
     return value
-
-
-def say(text: str, file: TextIO | None = None) -> None:
-    with contextlib.suppress(OSError):  # the terminal has gone away
-        print(text, file=file, flush=True)
 
 
 def lines(path: Path) -> list[str]:
@@ -107,6 +96,7 @@ def stages(cfg: Hyperparameters, flags: list[str], processes: int, folder: Path)
     on_cpu, python = cfg.device == "cpu", sys.executable
     is_default = cfg.num_iterations == train_gpt.PRESETS[cfg.preset].num_iterations
     short = [*flags, "--num_iterations=100"] if is_default else flags
+    yield "versions", [python, "-m", "torch.utils.collect_env"]
     if not on_cpu:
         yield "nvidia-smi", ["nvidia-smi"]
         yield "topology", ["nvidia-smi", "topo", "-m"]
@@ -120,37 +110,19 @@ def stages(cfg: Hyperparameters, flags: list[str], processes: int, folder: Path)
         yield "benchmarks on all", [*torchrun, "-m", "benchmarks", f"{out} on all", *flags]
 
 
-def versions() -> dict:
-    """Return what the figures depend on, as far as this process knows it."""
-    found = dict(python=platform.python_version(), system=platform.platform(), cuda=torch.version.cuda)
-    for name in ("torch", "triton", "numpy"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    for index in range(torch.cuda.device_count()):
-        found[f"gpu {index}"] = str(torch.cuda.get_device_properties(index))
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"]
-    try:
-        found["commit"] = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        found["commit"] = None
-    return found
-
-
 def collect(cfg: Hyperparameters, flags: list[str], processes: int, out: Path) -> int:
     """Run all stages, rewrite the file after each, and return the exit code."""
-    document = dict(versions=versions(), flags=flags, stages={})
+    document = dict(flags=flags, stages={})
     with tempfile.TemporaryDirectory(prefix="first-gpu-run-", ignore_cleanup_errors=True) as folder:
         for name, command in stages(cfg, flags, processes, Path(folder)):
-            say(f"{name}: {' '.join(command)}", sys.stderr)
+            print(f"{name}: {' '.join(command)}", file=sys.stderr, flush=True)
             document["stages"][name] = stage = run_stage(command, Path(folder) / name, LIMIT)
             text = json.dumps(scrubbed(document), indent=1, ensure_ascii=False)
             out.write_text(text + "\n", encoding="utf-8")
             last = next(filter(str.strip, reversed(stage["output"])), "no output")
             told = "ok" if stage["exit_code"] == 0 else stage.get("problem", f"FAILED, exit code {stage['exit_code']}")
-            say(f"{name}: {told} after {stage['seconds']} s: {last.strip()[:200]}")
-    say(f"look through {out}, and send it back")
+            print(f"{name}: {told} after {stage['seconds']} s: {last.strip()[:200]}", flush=True)
+    print(f"look through {out}, and send it back")
     return int(any(stage["exit_code"] != 0 for stage in document["stages"].values()))
 
 
@@ -161,8 +133,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path("logs") / time.strftime("first-gpu-run-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/first-gpu-run-TIME.json")
     args, flags = parser.parse_known_args(argv)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a closed terminal does not end the hour that this may take
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the stage, too
     try:
         cfg = train_gpt.parse_args(flags)
         if cfg.device == "cpu" and cfg.preset == "gpt2":

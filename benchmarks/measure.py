@@ -12,10 +12,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
 import train_gpt
-from train_gpt import Batch, GatheredMask, Trainer
+from train_gpt import Batch, Trainer
 
 Figures = dict[str, dict]  # by name
 
@@ -155,43 +154,34 @@ def steps(trainer: Trainer, batches: Iterator, step: int, n: int, matmul_tflops:
     return found | {"utilization, relative to the large matmul": figure([100 * tflop / seconds / matmul_tflops], "%")}
 
 
-def attended_pairs(mask: BlockMask | GatheredMask) -> int:
-    """Count the pairs of a token and one that it sees."""
-    if isinstance(mask, GatheredMask):
-        return int((mask.bias == 0).sum())
-    block_size, lists = mask.BLOCK_SIZE[0], zip(mask.kv_indices[0, 0], mask.kv_num_blocks[0, 0].tolist(), strict=True)
-    inside = torch.arange(block_size, device=mask.kv_indices.device)
-    count = mask.full_kv_num_blocks.sum() * block_size**2
-    for block, (indices, num_partial) in enumerate(lists):
-        kv = (indices[:num_partial, None] * block_size + inside).flatten()
-        count += mask.mask_mod(None, None, (block * block_size + inside)[:, None], kv).sum()
-    return int(count)
+def attended_pairs(tokens: Tensor, window: int, eot_token: int, rows: int = 1) -> int:
+    """Count the pairs of a token and one that it sees: in its document and the window; paired heads: of two rows."""
+    at = torch.arange(len(tokens), device=tokens.device)
+    first = torch.where(tokens == eot_token, at, 0).cummax(0).values  # of the token's document
+    return sum(int((rows * (at - first) + row).clamp(max=window).sum()) + len(tokens) for row in range(rows))
 
 
-@torch.no_grad()
 def step_flops(trainer: Trainer, sequences: Sequence[tuple[Tensor, Tensor]], step: int) -> int:
     """Count the FLOPs of forward and backward pass: 6 per matmul parameter and token, 12 per pair, head and dimension.
 
     Matmul parameters are those of the blocks and the head, padding included; pairs those that the documents of these
     sequences and the windows leave. The backward pass counts twice the forward pass; recomputation does not count.
     """
-    cfg, gpt, total = trainer.cfg, trainer.gpt, 0
-    matmul = sum(p.numel() for name, p in gpt.named_parameters() if p.ndim >= 2 and "embed" not in name)
-    trainer.set_schedules(step)
+    cfg, total = trainer.cfg, 0
+    matmul = sum(p.numel() for name, p in trainer.gpt.named_parameters() if p.ndim >= 2 and "embed" not in name)
+    long, short = train_gpt.attention_windows(step, cfg)
     for tokens, _ in sequences:
-        masks = gpt.attention_masks(tokens, trainer.windows)
-        pairs = {letter: attended_pairs(mask) for letter, mask in masks.items()}
-        pairs["P"] = pairs.get("P", 0) // 2  # of half as many heads
+        pairs = {letter: attended_pairs(tokens, n, cfg.eot_token) for letter, n in (("L", long), ("S", short))}
+        pairs["P"] = attended_pairs(tokens, short, cfg.eot_token, rows=2) // 2  # of half as many heads
         attention = sum(pairs.get(letter, 0) for letter in cfg.attention_layout)
         total += 6 * matmul * len(tokens) + 12 * cfg.num_heads * cfg.head_dim * attention
     return total
 
 
-def together(trainer: Trainer, function: Callable[[], object], n: int, prepare=lambda: None) -> list[float]:
+def together(trainer: Trainer, function: Callable[[], object], n: int) -> list[float]:
     """Return the ms of n calls that all ranks begin together, from idle device to idle device."""
     taken = []
     for _ in range(n):
-        prepare()
         mean_over_ranks(trainer, 0.0)
         start = time.perf_counter()
         function()
@@ -215,23 +205,6 @@ def newton_schulz(trainer: Trainer, n: int) -> Figures:
         stack = torch.randn_like(muon.grad_shard)
         ms = together(trainer, lambda muon=muon, stack=stack: muon.orthogonalize(stack, dtype), n)
         found[f"Newton-Schulz of {' x '.join(map(str, stack.shape))}"] = figure(ms, "ms")
-    return found
-
-
-def loader(trainer: Trainer, plan: Sequence[Batch], n: int) -> Figures:
-    """Read a rank's tokens and nothing else, from files out of the page cache and in it."""
-
-    def drop_from_cache() -> None:
-        for path in {batch.path for batch in plan}:
-            with open(path, "rb") as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    sequences = [pieces for batch in plan for pieces in batch.sequences]
-    found, tokens = {}, sum(np.diff(pieces).sum() - 1 for pieces in sequences) / trainer.ranks.world_size
-    states = dict(cold=drop_from_cache, warm=lambda: None)
-    for state in states if hasattr(os, "posix_fadvise") else ["warm"]:
-        taken = together(trainer, lambda: list(map(len, read(trainer, plan))), n, states[state])
-        found[f"loader, {state} files, per rank"] = figure([1000 * tokens / ms for ms in taken], "tokens/s")
     return found
 
 

@@ -26,12 +26,11 @@ from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, Offl
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # first, or a `shards` on PYTHONPATH would be taken
 
-from shards import HEADER_BYTES, ArgumentParser, lock_folder, path_argument, shard_problem
+from shards import lock_folder, shard_problem
 
 REPO = "kjj0/fineweb10B-gpt2"
 RECORD_SHARDS = 6  # enough for the gpt2 preset, which takes seconds to import; a test compares them
 MAX_SHARDS = 103
-SHARD_TOKENS = 100_000_000  # of each shard but the last
 DEFAULT_OUT = Path(__file__).parent / "fineweb10B"
 THREADS = 8  # downloads at once
 RETRY_WAITS = (1, 4, 16)  # seconds
@@ -39,12 +38,7 @@ TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
 
 
 def is_transient(error: Exception) -> bool:
-    """Tell whether to try again after an error that huggingface_hub 2.4.0 raised.
-
-    The library itself retries metadata requests (6 times if they are refused, time out or get a TRANSIENT_STATUS),
-    downloads with status 408 or 429, and downloads that stall or end early, which it resumes. It does not retry
-    downloads with a 5xx status, connections that are reset, wrong lengths or contents, and errors of its Xet backend.
-    """
+    """Tell whether to try again after an error of huggingface_hub, which itself resumes what stalls or ends early."""
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in TRANSIENT_STATUS
     if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):  # its metadata requests failed or are off
@@ -77,15 +71,11 @@ def fetch(name: str, out: Path) -> str | None:
             path.unlink(missing_ok=True)  # an incomplete shard, which the library might take for up to date
             etag = get_hf_file_metadata(hf_hub_url(REPO, name, repo_type="dataset")).etag
             hf_hub_download(REPO, name, repo_type="dataset", local_dir=out)
-            problem = shard_problem(path)
-            is_sha256 = re.fullmatch("[0-9a-f]{64}", etag or "")  # some mirrors give another ETag
-            tokens = (path.stat().st_size - HEADER_BYTES) // 2
-            if not (problem or is_sha256) and tokens != SHARD_TOKENS and str(MAX_SHARDS) not in name:
-                problem = f"{tokens:,} tokens instead of {SHARD_TOKENS:,}"
-            if problem is not None:
+            if problem := shard_problem(path):
                 path.unlink()
                 fix = "removed; if it comes again, try another HF_ENDPOINT"
                 return f"{name}: {constants.ENDPOINT} sent a wrong file: {problem}; {fix}"
+            is_sha256 = re.fullmatch("[0-9a-f]{64}", etag or "")  # some mirrors give another ETag
             if is_sha256 and etag != (found := sha256(path)):
                 path.unlink()
                 raise OSError(f"its SHA-256 is {found}, {constants.ENDPOINT} states {etag}")
@@ -99,10 +89,11 @@ def fetch(name: str, out: Path) -> str | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
     about = f"training shards, 0 to {MAX_SHARDS} [{RECORD_SHARDS}]"
     parser.add_argument("shards", metavar="N", nargs="?", type=int, default=RECORD_SHARDS, help=about)
-    parser.add_argument("--out", type=path_argument, default=DEFAULT_OUT, help="folder for the shards")
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the shards")
     args = parser.parse_args(argv)
     if not 0 <= args.shards <= MAX_SHARDS:
         parser.error(f"N is {args.shards}: expected 0 to {MAX_SHARDS} training shards")
@@ -122,7 +113,6 @@ def main(argv: list[str] | None = None) -> int:
     again = f"python data/cached_fineweb10B.py {args.shards}"
     if args.out != DEFAULT_OUT:
         again += f" --out {shlex.quote(str(args.out))}"
-    start = time.time()
     pool = ThreadPoolExecutor(THREADS)
     try:
         problems = [problem for problem in pool.map(partial(fetch, out=args.out), missing) if problem]
@@ -130,8 +120,7 @@ def main(argv: list[str] | None = None) -> int:
         pool.shutdown(wait=False, cancel_futures=True)
         for partial_file in args.out.glob(".cache/huggingface/download/*.incomplete"):
             with contextlib.suppress(FileNotFoundError):  # its thread has just finished
-                if partial_file.stat().st_mtime >= start:  # of this run; the library never reuses the name
-                    partial_file.unlink()
+                partial_file.unlink()  # the library never reuses the name
         print(f"\ninterrupted; to continue: {again}", file=sys.stderr)
         return 130
     for problem in problems:

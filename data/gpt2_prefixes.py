@@ -7,15 +7,10 @@ alone. The file is in the repository: this command shows where it comes from, an
 """
 
 import hashlib
-import sys
-from argparse import RawDescriptionHelpFormatter
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # first, or a `shards` on PYTHONPATH would be taken
-
-from shards import ArgumentParser
 
 PATH, NONE = Path(__file__).with_name("gpt2_prefixes.bin"), 65535
 SHA256 = "369d2091939994f1ff771dd3d52912ad53bb3daf1c7941840a1cd50d0d72f373"
@@ -29,22 +24,14 @@ def longest_prefixes(tokens: list[bytes]) -> np.ndarray:
 
 
 def main() -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.parse_args()
-    try:
-        import tiktoken
+    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
+    import tiktoken
 
-        encoding = tiktoken.get_encoding("gpt2")
-    except ImportError:
-        parser.error("tiktoken is missing: pip install -r data/requirements.txt")
-    except Exception as error:  # the download fails in many ways
-        parser.error(f"tiktoken cannot get GPT-2's vocabulary: {' '.join(str(error).split())[:150]}")
+    encoding = tiktoken.get_encoding("gpt2")
     tokens = [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)]
-    table = np.append(longest_prefixes(tokens), np.uint16(NONE))
-    if hashlib.sha256(table.astype("<u2").tobytes()).hexdigest() != SHA256:
-        parser.error(f"tiktoken {tiktoken.__version__} has another GPT-2 vocabulary: {PATH} stays as it is")
-    PATH.write_bytes(table.astype("<u2").tobytes())
-    print(f"{PATH}: {len(table)} tokens, SHA-256 {SHA256}")
+    table = np.append(longest_prefixes(tokens), np.uint16(NONE)).astype("<u2").tobytes()
+    assert hashlib.sha256(table).hexdigest() == SHA256, f"tiktoken {tiktoken.__version__} has another GPT-2 vocabulary"
+    PATH.write_bytes(table)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # first, or a `shards` on PYTHONPATH would be taken
 
-from shards import ArgumentParser, path_argument, shard_header, write_shard
+from shards import shard_header, write_shard
 
 DEFAULT_OUT = Path(__file__).parent / "nano"
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
@@ -43,25 +43,30 @@ def corpus_files(torch_folder: Path) -> list[str]:
     )
 
 
-def split_documents(text: bytes) -> list[bytes]:
-    """Cut a file at its double newlines and join consecutive pieces into documents of 256 to 2,048 bytes.
+def join_pieces(text: bytes, min_bytes: int) -> list[bytes]:
+    """Cut a file at its double newlines and join consecutive pieces into documents of at least `min_bytes`.
 
-    Each piece keeps a double newline at its end. A longer document is cut; its last part is dropped if it is shorter
-    than 256 bytes. The last document of the file may be shorter, too, and is dropped if it is blank.
+    Each piece keeps a double newline at its end. The last document may be shorter; it is dropped if it is blank.
     """
     documents, current = [], b""
     for piece in text.split(b"\n\n"):
         current += piece + b"\n\n"
-        if len(current) >= MIN_DOCUMENT_BYTES:
+        if len(current) >= min_bytes:
             documents.append(current)
             current = b""
-    if current.strip():
-        documents.append(current)
-    return [part for document in documents for part in cut_document(document)]
+    return [*documents, current] if current.strip() else documents
+
+
+def split_documents(text: bytes) -> list[bytes]:
+    """Cut a file into documents of 256 to 2,048 bytes; the last of the file may be shorter."""
+    return [part for document in join_pieces(text, MIN_DOCUMENT_BYTES) for part in cut_document(document)]
 
 
 def cut_document(document: bytes) -> list[bytes]:
-    """Cut a document into parts of 2,048 bytes: one long list would fill many training steps in a row."""
+    """Cut a document into parts of 2,048 bytes: one long list would fill many training steps in a row.
+
+    A last part of fewer than 256 bytes is dropped.
+    """
     parts = [document[i : i + MAX_DOCUMENT_BYTES] for i in range(0, len(document), MAX_DOCUMENT_BYTES)]
     return parts[:-1] if len(parts) > 1 and len(parts[-1]) < MIN_DOCUMENT_BYTES else parts
 
@@ -108,8 +113,9 @@ def is_track_shard(path: Path, split: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=path_argument, default=DEFAULT_OUT, help="folder for the shards")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the shards")
     args = parser.parse_args(argv)
     spec = importlib.util.find_spec("torch")  # find, not import: only the sources are needed
     if spec is None or spec.origin is None:

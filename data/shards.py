@@ -4,7 +4,6 @@ The header is [20240520, 1, number of tokens, 0, ...], all little-endian, as in 
 train_gpt.py parses it with its own code, because it imports nothing from this repository.
 """
 
-import argparse
 import errno
 import fcntl
 import os
@@ -17,20 +16,6 @@ import numpy as np
 
 SHARD_MAGIC, SHARD_VERSION, HEADER_INTS = 20240520, 1, 256
 HEADER_BYTES = 4 * HEADER_INTS
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    """Report an error in one line, without the usage, and exit with code 2."""
-
-    def error(self, message: str) -> typing.NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def path_argument(text: str) -> Path:
-    """Return the path of an argument; not '', an unset variable, which would mean the current folder."""
-    if not text:
-        raise argparse.ArgumentTypeError("'': expected a path")
-    return Path(text)
 
 
 def lock_folder(folder: Path, wait: bool = False) -> typing.BinaryIO:
@@ -95,45 +80,3 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
-
-
-class ShardWriter:
-    """Write documents to `folder`/`prefix`_000000.bin, ..._000001.bin and so on.
-
-    Documents are never cut: one that would take a shard over `max_tokens` starts the next shard. Until a shard is
-    complete its header says 0 tokens, so readers refuse one whose writing was interrupted.
-    """
-
-    def __init__(self, folder: Path, prefix: str, eot: int, max_tokens: int) -> None:
-        self.folder, self.prefix, self.eot, self.max_tokens = folder, prefix, eot, max_tokens
-        self.shards: list[tuple[Path, int, int]] = []  # path, documents, tokens; the last one may still grow
-        self.file: typing.BinaryIO | None = None
-
-    def write(self, tokens: np.ndarray) -> None:
-        """Append whole documents: uint16 tokens, each document beginning with `eot`."""
-        starts = np.flatnonzero(tokens == self.eot).tolist()
-        tokens = np.ascontiguousarray(tokens, dtype="<u2")
-        for start, end in zip(starts, [*starts[1:], len(tokens)], strict=False):
-            if self.file and self.shards[-1][2] + end - start > self.max_tokens:
-                self.close()
-            file = self.file or self._open()
-            file.write(tokens[start:end])
-            path, num_documents, num_tokens = self.shards[-1]
-            self.shards[-1] = path, num_documents + 1, num_tokens + end - start
-
-    def _open(self) -> typing.BinaryIO:
-        path = self.folder / f"{self.prefix}_{len(self.shards):06d}.bin"
-        self.file = open(path, "wb")  # noqa: SIM115 (close does it)
-        self.file.write(shard_header(0))
-        self.shards.append((path, 0, 0))
-        return self.file
-
-    def close(self) -> None:
-        """Complete the header of the open shard, if there is one, and sync it."""
-        if self.file:
-            self.file.seek(0)
-            self.file.write(shard_header(self.shards[-1][2]))
-            self.file.flush()
-            os.fsync(self.file.fileno())
-            self.file.close()
-            self.file = None

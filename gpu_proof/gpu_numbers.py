@@ -21,7 +21,7 @@ INTRODUCTION = """Run the kernels that torch.compile generates for a GPU (comput
 Triton's interpreter: loss, validation loss and every gradient of a small model with random parameters, Newton-Schulz.
 Compare them with the eager CPU path in the same precision, and both with that path in float64.
 
-    python -m gpu_proof gpu_numbers [--dtype float32|bfloat16] [--fp8] [--script FILE] [--out FILE]
+    python -m gpu_proof gpu_numbers [--fp8] [--script FILE] [--out FILE]
 
 All other flags are those of train_gpt.py. On Linux, with torch's CPU build and gpu_proof/requirements.txt; a minute.
 Exit codes: 0 they agree, 1 they do not, 2 bad input or something is missing, 130 interrupted."""
@@ -50,7 +50,7 @@ def results(model: Callable[..., Tensor], params: dict[str, Tensor], inputs: Seq
         return dict(loss=loss.detach(), validation=model(*inputs, val_weights)) | dict(zip(params, grads, strict=True))
 
 
-def child(script: str, dtype: str, fp8: str, *flags: str) -> None:
+def child(script: str, fp8: str, *flags: str) -> None:
     """Compare, and print JSON. Triton interprets in this process, which believes in a GPU."""
     sys.path.insert(0, str(Path(script).parent))
     import train_gpt
@@ -60,23 +60,21 @@ def child(script: str, dtype: str, fp8: str, *flags: str) -> None:
     torch.manual_seed(0)
     interpret.mend()
     stand_ins = interpret.StandIns()
-    fields = {field.name for field in dataclasses.fields(train_gpt.Hyperparameters)}
-    known = {name: name if name in fields else gpu_graphs.OLD_NAMES.get(name) for name in MODEL}
-    small = [f"--{known[name]}={value}" for name, value in MODEL.items() if known[name]]
-    small += [f"--{'' if fp8 else 'no-'}{name}" for name in FP8 & fields]
-    cfg = train_gpt.resolve(train_gpt.parse_args([*small, f"--dtype={dtype}", *flags]))
+    dtype = "bfloat16" if fp8 else "float32"
+    small = [f"--{name}={value}" for name, value in (MODEL | dict(dtype=dtype)).items()]
+    small += [f"--{'' if fp8 else 'no-'}{name}" for name in FP8]
+    cfg = train_gpt.resolve(train_gpt.parse_args([*small, *flags]))
     cpu = dataclasses.replace(cfg, device="cpu", compile=False)
     eager = randomize(train_gpt.GPT(cpu))
-    exact = train_gpt.GPT(dataclasses.replace(cpu, dtype="float64", **dict.fromkeys(FP8 & fields, False)))
+    exact = train_gpt.GPT(dataclasses.replace(cpu, dtype="float64", **dict.fromkeys(FP8, False)))
     exact.load_state_dict(eager.state_dict())
     real = {name: t.detach() for name, t in [*eager.named_parameters(), *eager.named_buffers()]}
     tokens, narrow = torch.randint(cfg.eot_token, (SEQ_LEN + 1,)), getattr(torch, dtype)
     tokens[list(DOCUMENTS)] = cfg.eot_token
-    weights, columns = (torch.tensor(WEIGHTS), torch.ones(1)), lambda targets: targets
-    if hasattr(train_gpt, "read_prefixes"):  # the last weight is theirs; a fifth of the tokens have none
-        prefixes = torch.randint(-cfg.vocab_size // 4, cfg.vocab_size, (cfg.vocab_size,)).clamp(min=-1)
-        columns = partial(train_gpt.next_targets, num=len(WEIGHTS) - 1, prefixes=prefixes)
-    inputs = tokens[:-1].int(), columns(tokens[1:]), torch.tensor(WINDOWS, dtype=torch.int32), *weights
+    weights = torch.tensor(WEIGHTS), torch.ones(1)  # the last one is of the prefixes; a fifth of the tokens have none
+    prefixes = torch.randint(-cfg.vocab_size // 4, cfg.vocab_size, (cfg.vocab_size,)).clamp(min=-1)
+    columns = train_gpt.next_targets(tokens[1:], len(WEIGHTS) - 1, prefixes)
+    inputs = tokens[:-1].int(), columns, torch.tensor(WINDOWS, dtype=torch.int32), *weights
 
     def compiled(function: Callable) -> Callable:
         return torch.compile(function, fullgraph=True, dynamic=False)
@@ -93,9 +91,9 @@ def child(script: str, dtype: str, fp8: str, *flags: str) -> None:
         return results(compiled(gpt), dict(gpt.named_parameters()), inputs)
 
     def head(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-        with_grads, given = torch.is_grad_enabled(), partial(gpu_graphs.named, cfg)
-        softcap = cfg.lm_head_softcap, given("softcap_range"), given("softcap_shift")
-        scales = given("fp8_scales") if with_grads and x.dtype == narrow else None
+        with_grads = torch.is_grad_enabled()
+        softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
+        scales = cfg.fp8_scales if with_grads and x.dtype == narrow else None
         return train_gpt.HeadLoss.apply(x, w, targets, weights, softcap, cfg.lm_head_slice, scales, with_grads)
 
     def head_results(head: Callable, x: Tensor, w: Tensor, *rest: Tensor) -> dict[str, Tensor]:
@@ -124,7 +122,7 @@ def child(script: str, dtype: str, fp8: str, *flags: str) -> None:
     print(json.dumps(dict(rows=rows, kernels=len(stand_ins.launched))))
 
 
-def bound(row: dict, rows: Sequence[dict], dtype: str, fp8: bool) -> None:
+def bound(row: dict, rows: Sequence[dict], fp8: bool) -> None:
     """Add to a row what is bounded, by how much, and whether that holds.
 
     In float32 the two paths may be 1e-5 apart. In low precision both are off float64 by far more than that, at random:
@@ -134,13 +132,13 @@ def bound(row: dict, rows: Sequence[dict], dtype: str, fp8: bool) -> None:
     """
     what, limit, losses = "apart", 1e-5, ("loss", "validation")
     if row["name"].startswith("head alone"):
-        limit = 3e-2 if fp8 and row["ndim"] == 2 else 1e-3
+        limit = 3e-2 if row["ndim"] == 2 else 1e-3
     elif row["name"] in losses:
-        limit = limit if dtype == "float32" else 1e-3 if fp8 else 1.5e-4
+        limit = 1e-3 if fp8 else limit
     elif row["ndim"] < 2:
         worst = max(other["eager"] for other in rows if other["ndim"] < 2 and other["name"] not in losses)
         what, limit = "generated", max(limit, 2 * worst)
-    elif dtype != "float32":
+    elif fp8:
         what, limit = "generated", (1.3 if row["name"].endswith("gate") else 1.1) * row["eager"]
     row |= dict(bounded=what, limit=limit, agrees=row[what] <= limit)  # False for NaN
 
@@ -158,18 +156,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(prog="python -m gpu_proof gpu_numbers", description=INTRODUCTION, **options)
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32, with --fp8 bfloat16")
-    parser.add_argument("--fp8", action="store_true", help="head and MLPs in FP8")
+    parser.add_argument("--fp8", action="store_true", help="bfloat16 with head and MLPs in FP8, instead of float32")
     parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON")
     args, flags = gpu_graphs.parse(parser, argv)
-    dtype, began = args.dtype or ("bfloat16" if args.fp8 else "float32"), time.perf_counter()
-    problem = pretend_gpu.missing()
-    problem = "--fp8: expected --dtype bfloat16" if args.fp8 and dtype == "float32" else problem
-    if problem:
+    began = time.perf_counter()
+    if problem := pretend_gpu.missing():
         parser.exit(2, f"python -m gpu_proof gpu_numbers: {problem}\n")
     try:
-        command = ["-c", CHILD, str(args.script.resolve()), dtype, "fp8" * args.fp8, *flags]
+        command = ["-c", CHILD, str(args.script.resolve()), "fp8" * args.fp8, *flags]
         document = json.loads(own_process(command, TRITON_INTERPRET="1").splitlines()[-1])
     except RuntimeError as error:
         is_input = "UserError" in str(error) or "exit code 2" in str(error)
@@ -177,11 +172,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         parser.exit(130, "python -m gpu_proof gpu_numbers: interrupted\n")
     for row in document["rows"]:
-        bound(row, document["rows"], dtype, args.fp8)
+        bound(row, document["rows"], args.fp8)
     agrees, seconds = all(row["agrees"] for row in document["rows"]), round(time.perf_counter() - began)
-    document |= dict(agrees=agrees, script=str(args.script), flags=flags, dtype=dtype, fp8=args.fp8, seconds=seconds)
+    document |= dict(agrees=agrees, script=str(args.script), flags=flags, fp8=args.fp8, seconds=seconds)
     document |= dict(torch=torch.__version__)
-    told = f"{args.script.name}, {dtype}{', FP8' if args.fp8 else ''}: {document['kernels']} kernels, {seconds} s"
+    precision = "bfloat16 and FP8" if args.fp8 else "float32"
+    told = f"{args.script.name}, {precision}: {document['kernels']} kernels, {seconds} s"
     print(f"{table(document)}\n\n{told}: they {'agree' if agrees else 'DISAGREE'}")
     try:
         if args.out:

@@ -197,16 +197,11 @@ def pretend_launches(precompile, launched, called) -> None:
     def reinterpret(t, size, stride, offset=0):
         return torch.as_strided(t, size, stride, t.storage_offset() + offset)
 
-    def assert_size_stride(t, size, stride, name=""):
-        found = [(n, s if n > 1 else None) for n, s in zip(t.shape, t.stride(), strict=True)]
-        wanted = [(n, s if n > 1 else None) for n, s in zip(size, stride, strict=True)]
-        assert found == wanted or not t.numel(), f"{name}: expected (size, stride) {wanted}, found {found}"
-
     extern_kernels._scaled_mm = scaled_mm
     # These are C++ functions that look into the tensors, and generated code takes them from here
     guards = torch._C._dynamo.guards
     guards._empty_strided_cuda, guards._reinterpret_tensor = empty_strided, reinterpret
-    guards.assert_size_stride = assert_size_stride
+    guards.assert_size_stride = lambda *args: None  # a custom operation could be wrong about it; the script has none
     CachingAutotuner.precompile = lambda self, *args, **options: precompile(self)
     CachingAutotuner.run = DebugAutotuner.run = lambda self, *args, **options: launched(self, args)
     call = CompiledFxGraph.__call__

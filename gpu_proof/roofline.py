@@ -133,25 +133,12 @@ def predict(found: dict, gpu: Gpu) -> tuple[dict[str, dict], list[dict]]:
     return parts, sorted(calls, key=lambda call: -call["ms"])
 
 
-def read_graphs(path: Path, names: Sequence[str]) -> dict:
-    """Return what gpu_graphs wrote. Raise RuntimeError if that is not it, or lacks one of the GPUs."""
-    try:
-        known = json.loads(path.read_text())
-        for name in names:
-            found = known["architectures"][str(GPUS[name].arch)]
-            if not {"failed", "memory", "calls", "configuration", "stages"} <= found.keys():
-                raise ValueError(f"{name} is incomplete")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RuntimeError(f"--graphs {path}: not of gpu_graphs for {','.join(names)}: {error}") from None
-    return known
-
-
 def readable(name: str) -> str:
     """Return what a kernel's name says it computes."""
     return re.sub(r"^triton_(poi|red|per|tem|spl)_fused_?|_\d+$", "", name).strip("_") or name
 
 
-def table(name: str, found: dict, parts: dict[str, dict], calls: list[dict], most: int) -> str:
+def table(name: str, found: dict, parts: dict[str, dict], calls: list[dict]) -> str:
     lines = [f"## {name}: {found['device']}", "", "| part | launches | GB | TFLOP | ms |", "|---|---|---|---|---|"]
     for part, p in parts.items():
         cells = [f"{p['launches']:g}", *(f"{p[key]:,.2f}" for key in ("GB", "TFLOP", "ms"))]
@@ -159,7 +146,7 @@ def table(name: str, found: dict, parts: dict[str, dict], calls: list[dict], mos
     lines += ["", *gpu_graphs.memory_lines(found), *([PUBLIC] if name == "h100" else [])]
     lines += ["", "| graph | computes | kind | times | GB each | ms |", "|---|---|---|---|---|---|"]
     longest = max(found["stages"], key=lambda stage: stage["tokens"])["phase"]
-    for call in [c for c in calls if c["world"] == gpu_graphs.WORLDS[0] and c["phase"].endswith(longest)][:most]:
+    for call in [c for c in calls if c["world"] == gpu_graphs.WORLDS[0] and c["phase"].endswith(longest)][:20]:
         cells = [call["graph"] or call["phase"], readable(call["name"])[:90], call["kind"], f"{call['count']:g}"]
         lines.append(f"| {' | '.join(map(str, cells))} | {call['bytes'] / 1e9:.3f} | {call['ms']:.2f} |")
     return "\n".join(lines)
@@ -176,7 +163,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu", default=",".join(GPUS), help="(default: %(default)s)")
     parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", metavar="FILE")
     parser.add_argument("--graphs", type=Path, metavar="FILE", help="JSON of gpu_graphs")
-    parser.add_argument("--most", type=int, default=20, help="how many launches to list (default: %(default)s)")
     out = Path("logs") / time.strftime("roofline-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/roofline-TIME.json")
     args, flags = gpu_graphs.parse(parser, argv)
@@ -186,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(why)
     document = dict(script=str(args.script), flags=flags, document_tokens=DOCUMENT, gpus={})
     try:
-        known = read_graphs(args.graphs, names) if args.graphs else {}
+        known = json.loads(args.graphs.read_text()) if args.graphs else {}
         document |= {name: known[name] for name in ("script", "flags") if known}
         for name in names:
             gpu = GPUS[name]
@@ -202,10 +188,14 @@ def main(argv: Sequence[str] | None = None) -> int:
                 continue
             parts, calls = predict(found, gpu)
             document["gpus"][name] = dict(rates=asdict(gpu), parts=parts, calls=calls)
-            print(f"{table(name, found, parts, calls, args.most)}\n", flush=True)
+            print(f"{table(name, found, parts, calls)}\n", flush=True)
         args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except (RuntimeError, OSError) as error:
         parser.error(str(error))
+    except (ValueError, KeyError, TypeError):
+        if not args.graphs:
+            raise
+        parser.error(f"--graphs {args.graphs}: not of gpu_graphs for {args.gpu}")
     except KeyboardInterrupt:
         parser.exit(130, "python -m gpu_proof roofline: interrupted\n")
     print(f"written to {args.out}")

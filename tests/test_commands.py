@@ -119,7 +119,7 @@ def test_files_links_tests_and_flags_of_a_page_are_there(page: Path):
     texts = [text for text in quoted(page) if text.startswith("--")]
     flags = {flag for text in texts for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", text)}
     known = {flag for flag in flags if re.search(rf'"{flag}"|^    {flag[2:].removeprefix("no-")}: ', sources, re.M)}
-    assert flags - known - {"--help"} == set() or page.name == "clusters.md", "which is about others' programs, too"
+    assert flags - known - {"--help"} == set()
     if page.name == "tour.md":  # identifiers, such as `Adam.state`, for readers who search for them in the script
         texts = {text for text in quoted(page) if re.fullmatch("[A-Za-z_.]+", text)} - files
         names = {part for text in texts for part in text.split(".")}
@@ -127,7 +127,6 @@ def test_files_links_tests_and_flags_of_a_page_are_there(page: Path):
         assert {name for name in names if not name.startswith("test_")} - set(re.findall(r"\w+", SOURCE)) == set()
 
 
-RATIO = r"\| nano's corpus \| (\d+) \| ([\d.]+), [\d.]+ s \| ([\d.]+), [\d.]+ s \| ([\d.]+) \(([\d.]+) to ([\d.]+)\)"
 LINE = r"step:(\d+)/(\d+) val_loss:([\d.]+) train_time:(\d+)ms step_avg:([\d.]+)ms"
 NANO = r"The (\d+) steps of nano end at a mean of ([\d.]+) \(n = (\d+) seeds, sd ([\d.]+), highest ([\d.]+)\)"
 
@@ -152,11 +151,9 @@ def figures() -> dict[str, tuple[str, ...]]:
     losses = [log.val_loss for log in logs]
     mean, sd, highest = (f"{figure(losses):.4f}" for figure in (statistics.mean, statistics.stdev, max))
     found[NANO] = (str(logs[0].num_steps), mean, str(len(logs)), sd, highest)
-    page = (ROOT / "benchmarks" / "README.md").read_text()
-    steps, loss, anchor, *ratios = re.search(RATIO, page).groups()
-    found[r"ends at (1\.\d+)\. nano passes .*: (\d+) steps end at (1\.\d+)\."] = (anchor, steps, loss)
-    shares = (f"1/{1 / float(part):.0f}" for part in ratios)
-    found[r"that loss in (1/\d+) of the time \(95%: (1/\d+) to (1/\d+), n = 3 pairs\)"] = (*shares,)
+    anchor = json.loads((ROOT / "records" / "anchor.json").read_text())
+    seconds, loss = f"{anchor['train_time_ms'] / 1000:.0f}", f"{anchor['val_loss']:.4f}"
+    found[r"took (\d+) s to end at (1\.\d+) \(n = 1\)"] = seconds, loss
     page = (ROOT / "gpu_proof" / "README.md").read_text()
     mib = re.search(r"\| and 1,500 for CUDA" + 4 * r" \| ([\d,]+)", page).groups()
     gib = (f"{int(text.replace(',', '')) / 1024:.1f}" for text in mib)

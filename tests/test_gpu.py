@@ -1,7 +1,7 @@
 """The self-test of a machine with GPUs, ./test.sh -m gpu. It mostly compiles, for minutes.
 
-On CPUs all but the last run, too, small and not compiled. Only a GPU shows the generated kernels, FP8 on tensor cores,
-waits of the host for the device, NCCL, and whether gpt2 fits.
+On CPUs they run, too, small and not compiled. Only a GPU shows the generated kernels, FP8 on tensor cores, NCCL, and
+whether gpt2 fits.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import train_gpt
 from shards import write_shard
 from test_attention import dense_attention, dense_mask
 from test_head import PROBLEM, whole, with_gradients
-from train_gpt import GatheredMask, Ranks, Trainer
+from train_gpt import GatheredMask
 
 GPT2, NANO = train_gpt.PRESETS["gpt2"], train_gpt.PRESETS["nano"]
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -42,21 +42,6 @@ def write_documents(folder: Path, cfg: train_gpt.Hyperparameters) -> dict[str, s
         tokens[rng.random(length) < 1 / 700] = cfg.eot_token
         write_shard(folder / f"{name}.bin", tokens)
     return dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin", val_sha256="")
-
-
-def first_loss(cfg: train_gpt.Hyperparameters) -> tuple[float, float]:
-    """Return the loss of random text before training, and by how much it may be off.
-
-    The head's rows are random and its inputs have unit RMS, so the logits before the softcap are normal. The mean logit
-    of the targets is a matter of chance, at worst (the same input everywhere) with the deviation of one logit times the
-    root of the squared shares of all words.
-    """
-    z = cfg.head_std * cfg.model_dim**0.5 * np.random.default_rng(0).normal(size=10**6)
-    logits = cfg.softcap_range / (1 + np.exp(-2 / cfg.lm_head_softcap * (z + cfg.softcap_shift)))
-    counts = np.unique(np.fromfile(cfg.val_files.replace("*", "000000"), "<u2", offset=1024), return_counts=True)[1]
-    chance = logits.std() * np.linalg.norm(counts / counts.sum())
-    rows = cfg.vocab_size + -cfg.vocab_size % 64
-    return math.log(rows) + math.log(np.exp(logits - logits.mean()).mean()), 4 * chance + 1e-4
 
 
 def shortened(cfg: train_gpt.Hyperparameters, memory: float) -> train_gpt.Hyperparameters:
@@ -92,10 +77,10 @@ def test_two_steps_are_the_same_on_one_gpu_and_on_all(device: str, tmp_path: Pat
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=1500)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         results.append(json.loads((tmp_path / f"on-{size}.json").read_text()))
-    expected, tolerance = first_loss(cfg)
+    guess = math.log(cfg.vocab_size + -cfg.vocab_size % 64)
     for result in results:
-        assert abs(result["val_curve"][0][1] - expected) < tolerance
-        assert result["val_loss"] < expected - 0.3
+        assert abs(result["val_curve"][0][1] - guess) < 0.05
+        assert result["val_loss"] < guess - 0.3
         assert abs(result["val_loss"] - results[0]["val_loss"]) < 0.02
         assert result["recompiles"] == 0
 
@@ -149,27 +134,3 @@ def test_head_equals_autograd_of_the_whole(precision: str, device: str):
     for function in [head, compiled(head)] if device == "cuda" else [head]:
         errors = relative_errors(with_gradients(function, x, w), expected)
         assert max(errors) < limit, f"loss, grad x, w: {errors}; e5m2 gives 0.066, the root mean square of its rounding"
-
-
-@pytest.mark.gpu
-def test_a_step_and_its_data_never_wait_for_the_device(tmp_path: Path):
-    """CUDA's mode knows copies and streams, not torch.cuda.synchronize. test_gpu_graphs takes steps without values."""
-    one_graph = dict(train_seq_len=2048, batch_tokens=4096, val_seq_len=2048, val_tokens=2048, seed=0)
-    one_graph |= dict(batch_factors=(1,) * 4, mtp_weights=(1.0,), extension_steps=0)
-    cfg = dataclasses.replace(GPT2, **one_graph)
-    files = write_documents(tmp_path, cfg)
-    cfg = train_gpt.resolve(dataclasses.replace(cfg, **files, num_iterations=4, run_id="waits"))
-    trainer, plan = Trainer(cfg, Ranks()), train_gpt.plan_data(cfg)["train"]
-    batches = train_gpt.read_batches(plan, range(cfg.batch_sequences), cfg, trainer.device)
-    for step in (0, 1):
-        trainer.train_step(step, next(batches))
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with pytest.raises(RuntimeError, match="synchronizing"):  # the mode is at work
-            torch.ones(1, device="cuda").item()
-        losses = [trainer.train_step(step, next(batches)).to("cpu", non_blocking=True) for step in (2, 3)]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    assert all(loss.isfinite() for loss in losses)

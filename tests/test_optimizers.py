@@ -6,14 +6,12 @@ from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import train_gpt
-from benchmarks import scaling
 from train_gpt import GPT, Adam, AdamGroup, Muon, MuonGroup, Ranks, Trainer, build_optimizers, step_optimizers
 
 # Names and shapes of groups of one shape: attention, MLPs, attention of another width than the model's: tall matrices
@@ -232,5 +230,3 @@ def test_bytes_of_a_step_are_those_of_gradients_and_values_and_little_padding(mo
         step_optimizers(optimizers, step)
     for name in "reduce_scatter", "all_gather":
         assert total <= network.bytes[name] < 1.04 * total
-    told = np.sum([*scaling.traffic(cfg, size).values()], axis=0)
-    assert [2 * n for n in told] == [network.bytes[kind] for kind in ("reduce_scatter", "all_gather")]

@@ -1,35 +1,26 @@
 """data/shards.py, data/pack_nano.py and data/pack_text.py."""
 
+import dataclasses
 import glob
 import hashlib
 import importlib.metadata
 import importlib.util
-import io
 import os
-import re
 import shlex
-import signal
 import struct
-import subprocess
 import sys
-import tracemalloc
+from itertools import chain
 from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 import check
 import pack_nano
 import pack_text
 import shards
 import train_gpt
-from test_train import wait_for
-
-SCRIPT = Path(pack_text.__file__)
-BYTES, GPT2 = pack_text.TOKENIZERS.values()
 
 
 def packed(folder: Path, eot: int = 256) -> dict[str, list[bytes]]:
@@ -83,41 +74,17 @@ def test_a_shard_is_written_whole_or_not_at_all_and_damage_is_seen(tmp_path, mon
     assert shards.shard_problem(tmp_path) == "no such file"
 
 
-PIECES = [b"\n", b"\n\n", b"\n\n\n", b" ", b"\r", b"\r\n", b"word", b"x" * 100, b"y" * 254, b"z" * 300]
-texts = st.lists(st.sampled_from(PIECES), max_size=40).map(b"".join)
-
-
-@given(texts, st.sampled_from([2, 3, 7, 100, 255, 5000]), st.integers(256, 700), st.sampled_from([BYTES, GPT2]))
-@example(b"x" * 300 + b" " * 9, 100, 300, BYTES)
-@example(b"x" * 253 + b"\n\n\nword", 100, 300, BYTES)
-@example(b"word\r\r\n", 100, 300, GPT2)
-@example(b"x" * 299 + b"\r\n\r\n" + b"y" * 300, 300, 300, BYTES)
-@settings(max_examples=150, deadline=None)
-def test_streamed_documents_are_those_of_the_whole_file(text, line_bytes, longest, tokenizer):
-    *pieces, last = text.replace(b"\r\n", b"\n").split(b"\n\n")
-    expected, document = [], b""
-    for piece in [*(piece + b"\n\n" for piece in pieces), last + tokenizer.file_end]:
-        document += piece
-        while len(document) > longest:
-            expected, document = [*expected, document[:longest]], document[longest:]
-        if len(document) >= 256:
-            expected, document = [*expected, document], b""
-    expected += [document] if document.strip() else []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pack_text, "LINE_BYTES", line_bytes)
-        limits = tokenizer._replace(min_bytes=256, max_bytes=longest)
-        found = list(pack_text.stream_documents(io.BytesIO(text), limits))
-    assert found == expected
-
-
-def test_no_character_is_cut_in_two():
-    """Of text in UTF-8; other bytes are cut all the same."""
-    cut = lambda text: [*pack_text.stream_documents(io.BytesIO(text), BYTES._replace(max_bytes=301))]  # noqa: E731
+@pytest.mark.parametrize("tokenizer", pack_text.TOKENIZERS.values(), ids=pack_text.TOKENIZERS)
+def test_documents_are_the_text_and_no_character_is_cut_in_two(tokenizer):
     for character in "äx", "漢", "\U0001f600":
-        documents = cut(character.encode() * 400)
-        assert "".join(map(bytes.decode, documents)).rstrip("\n") == character * 400
-        assert {len(document) for document in documents[:-1]} <= {298, 299, 300, 301}
-    assert cut(b"\x80" * 1000) == [b"\x80" * 301] * 3 + [b"\x80" * 97 + b"\n\n"]
+        text = character.encode() * 9000 + b"\r\n\r\n" + b"x" * tokenizer.min_bytes + b"\n\n\nword\r"
+        documents = [*pack_text.cut_documents(text, tokenizer)]
+        assert b"".join(documents) == text.replace(b"\r\n", b"\n") + b"\n\n"
+        assert "".join(map(bytes.decode, documents)), "each is UTF-8"
+        assert {*map(len, documents[:-3])} <= {tokenizer.max_bytes - i for i in range(4)}
+        assert documents[-2:] == [b"x" * tokenizer.min_bytes + b"\n\n", b"\nword\r\n\n"]
+    other = b"\x80" * (tokenizer.max_bytes + 1)
+    assert [*map(len, pack_text.cut_documents(other, tokenizer))] == [tokenizer.max_bytes, 3], "no UTF-8"
 
 
 @pytest.mark.skipif(pack_nano.TRACK_TORCH not in importlib.metadata.version("torch"), reason="another torch's corpus")
@@ -169,48 +136,25 @@ def texts_folder(tmp_path):
     return folder
 
 
-def test_a_folder_is_split_by_file_name_and_shuffled(texts_folder, tmp_path, capsys, monkeypatch):
-    documents, fraction = {"train": [], "val": []}, 0.3
-    for path in texts_folder.rglob("[0-9]*.txt"):
-        digest = hashlib.sha1(path.relative_to(texts_folder).as_posix().encode()).hexdigest()
-        is_val = int(digest[:8], 16) < fraction * 2**32
-        documents["val" if is_val else "train"] += pack_nano.split_documents(path.read_bytes().replace(b"\r\n", b"\n"))
-    assert set(documents["train"]) & set(documents["val"]), "choose other file names: no duplicate between splits"
-    run(capsys, pack_text.main, texts_folder, "--val_fraction", fraction, "--out", tmp_path / "out")
-    assert packed(tmp_path / "out") == pack_nano.shuffle_documents(**documents)
-    monkeypatch.setattr(pack_text, "NUM_BUCKETS", 50)
-    monkeypatch.setattr(pack_text, "BUFFER_BYTES", 1000)
-    monkeypatch.setattr(train_gpt, "parse_args", lambda _: train_gpt.PRESETS["nano"])  # it reads its own source
+def test_a_folder_is_split_by_file_name_and_shuffled(texts_folder, tmp_path, capsys):
+    names = {path: path.relative_to(texts_folder).as_posix() for path in texts_folder.rglob("[0-9]*.txt")}
+    order = sorted(names, key=lambda path: hashlib.sha1(names[path].encode()).digest())
+    texts = [pack_nano.split_documents(path.read_bytes().replace(b"\r\n", b"\n")) for path in order]
+    val, train = ([*chain(*part)] for part in (texts[:9], texts[9:]))
+    assert {*train} & {*val}, "choose other file names: no duplicate between splits"
+    run(capsys, pack_text.main, texts_folder, "--val_fraction", 0.3, "--out", tmp_path / "out")
+    assert packed(tmp_path / "out") == pack_nano.shuffle_documents(train, val)
     moved = texts_folder.rename(tmp_path / "moved")
-    tracemalloc.start()
-    run(capsys, pack_text.main, moved, moved / "0.txt", "--val_fraction", fraction, "--out", tmp_path / "again")
-    assert tracemalloc.get_traced_memory()[1] < 400_000, "memory grows with the text, which is twice that"
-    tracemalloc.stop()
-    assert contents(tmp_path / "again") == contents(tmp_path / "out"), "place and buckets do not matter"
-
-
-@pytest.mark.parametrize("fraction", [1e-9, 0.5, 1 - 1e-9])
-def test_every_split_gets_a_file_or_document(fraction):
-    low, high = b"\x33" * 20, b"\x99" * 20
-    is_val = pack_text.choose_split(["a"], {0: (low, high)}, fraction)
-    assert (is_val(low, 0), is_val(high, 0)) == (True, False)
-    assert not pack_text.choose_split(["a"], {0: (low, low)}, fraction)(low, 0), "a single document is for training"
-    few = {0: (low, high), 1: (b"\x22" * 20, low), 2: (high, b"\xaa" * 20)}
-    is_val = pack_text.choose_split(["a"] * 3, few, fraction)
-    assert (is_val(b"\x22" * 20, 1), is_val(b"\xaa" * 20, 2)) == (True, False), "of a few files, by document, too"
-    many = pack_text.MANY_FILES
-    names = ["empty", "not UTF-8 \udcff", *map(str, range(2, many + 1))]
-    is_val = pack_text.choose_split(names, dict.fromkeys(range(1, many + 1), (low, high)), fraction)
-    assert len({(is_val(low, i), is_val(high, i)) for i in range(1, many + 1)} & {(True, True), (False, False)}) == 2
+    run(capsys, pack_text.main, moved, moved / "0.txt", "--val_fraction", 0.3, "--out", tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "out"), "the place does not matter"
 
 
 def test_one_file_is_split_by_document_into_many_shards_and_trained_on(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pack_text, "ROOT", tmp_path)
-    monkeypatch.setattr(pack_text, "SHARD_TOKENS", 20_000)
-    monkeypatch.setitem(pack_text.TOKENIZERS, "bytes", BYTES._replace(max_bytes=19_999))
+    monkeypatch.setattr(pack_text, "SHARD_TOKENS", 40_000)
     monkeypatch.setattr(os, "execv", Mock())
-    text, long, folder = prose(0, 300_000), b"q" * 50_000, tmp_path / "[o]*ut $x'y"
-    (tmp_path / "book").write_bytes(long + b"\n\n" + text)
+    text, folder = prose(0, 600_000), tmp_path / "[o]*ut $x'y"
+    (tmp_path / "book").write_bytes(text)
     out = run(capsys, pack_text.main, tmp_path / "book", "--val_fraction", 0.2, "--out", folder, "--train")
     command = shlex.split(out.splitlines()[-1])[3:]
     os.execv.assert_called_once_with(tmp_path / "run.sh", command)
@@ -218,10 +162,10 @@ def test_one_file_is_split_by_document_into_many_shards_and_trained_on(tmp_path,
     for split, pattern in (("train", command[4]), ("val", command[6])):
         sizes = {f"{folder.name}/{path.name}": path.stat().st_size for path in folder.glob(f"{split}_*.bin")}
         assert set(glob.glob(pattern, root_dir=tmp_path)) == sizes.keys()
-        assert (len(sizes) > 2, max(sizes.values()) <= 1024 + 2 * 20_000) == (True, True)
-    documents, whole = packed(folder), {*pack_nano.split_documents(text), long[:19_999], (long + b"\n\n")[39_998:]}
+        assert (len(sizes) > 2, max(sizes.values()) <= 1024 + 2 * 40_000) == (True, True)
+    documents, whole = packed(folder), {*pack_nano.split_documents(text)}
     assert sorted(documents["train"] + documents["val"]) == sorted(whole)
-    assert 0.1 < sum(map(len, documents["val"])) / sum(map(len, whole)) < 0.3
+    assert len(documents["val"]) == round(0.2 * len(whole))
 
 
 def test_a_second_run_needs_force_and_leaves_no_old_shards(texts_folder, tmp_path, capsys):
@@ -231,55 +175,27 @@ def test_a_second_run_needs_force_and_leaves_no_old_shards(texts_folder, tmp_pat
     before = contents(folder)
     message = f"{folder}/train_000000.bin is there already: --force replaces all 3 shards"
     assert message in fails(capsys, pack_text.main, texts_folder, "--out", folder)
-    assert "absent: No such file" in fails(capsys, pack_text.main, tmp_path / "absent", "--out", folder)
     (tmp_path / "page").write_bytes(prose(1, 600))
     assert "too little text" in fails(capsys, pack_text.main, tmp_path / "page", "--out", folder, "--force")
     assert contents(folder) == before
     (folder / ".packing-killed").mkdir()
-    (folder / ".lock").unlink()
-    (folder / ".lock").symlink_to(texts_folder / "0.txt")  # which locking does not empty
     with shards.lock_folder(folder):
         assert "packing there: wait" in fails(capsys, pack_text.main, texts_folder, "--out", folder, "--force")
         assert (folder / ".packing-killed").exists(), "it may be the other packer's"
-    assert (texts_folder / "0.txt").stat().st_size > 0
     run(capsys, pack_text.main, texts_folder, "--out", folder, "--force")
     assert sorted(contents(folder)) == ["train_000000.bin", "val_000000.bin"]
 
 
-ENDS = {"SIGINT": (130, "pack_text.py: interrupted\n"), "SIGTERM": (143, ""), "SIGKILL": (-9, "")}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("end", "stage"), [*zip(ENDS, ["bucket-*", "train_*.bin", "train_*.bin"], strict=True)])
-def test_interrupted_packing_leaves_nothing(texts_folder, tmp_path, capsys, end, stage):
-    folder, book = tmp_path / "out", tmp_path / "book.txt"
-    run(capsys, pack_text.main, texts_folder, "--out", folder)
-    before = contents(folder)
-    book.write_bytes(b"".join(b"%d" % i * 50 + b"\n\n" for i in range(200_000)))
-    command = [sys.executable, SCRIPT, book, "--out", folder, "--force"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    wait_for(lambda: [*folder.glob(f".packing-*/{stage}")])
-    process.send_signal(getattr(signal, end))
-    error = process.communicate(timeout=20)[1]
-    assert (process.returncode, error) == ENDS[end]
-    assert len(list(folder.glob(".packing-*"))) == (end == "SIGKILL")
-    assert all((folder / name).read_bytes() == content for name, content in before.items())
-    run(capsys, pack_text.main, texts_folder, "--out", folder, "--force")
-    assert contents(folder) == before, "the next run removes what a killed one left"
-
-
 ERRORS = {
-    "texts absent.txt": "absent.txt: No such file or directory; fix that",
-    "blank.txt": "no text in 1 files",
-    "page.txt": "text: 0 tokens for val, 65 needed (equal documents count once): add text of some 1,300 tokens\n",
-    "note.txt": "text: 703 tokens for train, 1,025 needed (equal documents count once): add text of some 339 tokens\n",
-    "''": "argument FILE_OR_FOLDER: '': expected a path",
+    "absent.txt": "absent.txt: No such file or directory; fix that",
+    "blank.txt": "too little text in 1 files",
+    "page.txt": "too little text: 10 tokens for val, 65 needed: add text\n",
+    "note.txt": "too little text: a run of 40 steps takes more than 40,960 tokens",
+    "binary.txt": "binary.txt: has zero bytes, so it is no text in UTF-8",
     "texts -- --num_iteration 3": "--num_iteration: no such flag",
-    "pipe": "pipe: not a regular file",
+    "bare --ext ,.txt": "bare/pipe: not a regular file",
     "outer": "outer/shut: Permission denied; fix that",
-    "bare --ext ,TXT": "bare/pipe: not a regular file",
     "texts --tokenizer gpt2": "--tokenizer gpt2 needs the package tiktoken: ",
-    "texts --val_fraction nan": "expected more than 0 and less than 1",
     "texts --out blank.txt": "blank.txt: File exists; fix that",
 }
 
@@ -296,10 +212,10 @@ def test_errors_are_one_line_and_nothing_is_written(texts_folder, tmp_path, caps
     monkeypatch.chdir(tmp_path)
     for name in ("bare", "outer/shut"):
         Path(name).mkdir(parents=True)
+    Path("binary.txt").write_bytes("text".encode("utf-16"))
     Path("blank.txt").write_bytes(b"\n" * 100)
-    for name, lines in dict(page=100, note=50).items():
-        Path(f"{name}.txt").write_bytes(b"one long line " * lines)  # which is one document
-    os.mkfifo("pipe")
+    Path("page.txt").write_bytes(b"a line ")
+    Path("note.txt").write_bytes(prose(0, 9000))
     os.mkfifo("bare/pipe")
     assert ERRORS[arguments] in fails(capsys, pack_text.main, "--out", "out", *shlex.split(arguments))
     assert not Path("out").exists() or contents(Path("out")) == {}
@@ -314,19 +230,19 @@ class FourCharacters:
         return np.resize(np.frombuffer(text.encode(), np.uint8), -(-len(text) // 4)).astype(np.uint16)
 
 
-@pytest.mark.parametrize("form", ["a file", "a thousand files", "a line"])
-@pytest.mark.parametrize("megabytes", [0.3, 1, 3, 10, pytest.param(40, marks=pytest.mark.slow)])
-def test_a_command_for_gpt2_suits_text_of_any_size_and_form(tmp_path, capsys, monkeypatch, megabytes, form):
+def test_a_command_for_gpt2_has_the_steps_that_the_text_is_enough_for(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", Mock(get_encoding=Mock(return_value=FourCharacters())))
     monkeypatch.setattr(check, "check_memory_and_time", Mock())
-    text, parts = prose(0, round(megabytes * 1e6)), 1000 if form == "a thousand files" else 1
-    text = text.replace(b"\n", b" ") if form == "a line" else text
-    for i in range(parts):
-        (tmp_path / f"{i}.txt").write_bytes(text[len(text) * i // parts : len(text) * (i + 1) // parts])
-    out = run(capsys, pack_text.main, tmp_path, "--tokenizer=gpt2", "--out", tmp_path / "out", "--", "--device=cpu")
-    used, command = re.search(r"uses ([\d.]+)% of the train", out), shlex.split(out.splitlines()[-1])[4:]
+    (tmp_path / "book").write_bytes(prose(0, 8_000_000))
+    arguments = tmp_path / "book", "--tokenizer=gpt2", "--out", tmp_path / "out", "--", "--device=cpu"
+    assert "set a smaller --batch_tokens after --" in fails(capsys, pack_text.main, *arguments)
+    out = run(capsys, pack_text.main, *arguments, "--batch_tokens=16384")
+    command = shlex.split(out.splitlines()[-1])[4:]
     assert check.main(command) == 0
-    assert (float(used[1]) > 60, train_gpt.parse_args(command).num_iterations >= 40) == (True, megabytes > 3)
+    cfg = train_gpt.parse_args(command)
+    assert cfg.num_iterations >= 40
+    with pytest.raises(train_gpt.UserError, match="the run needs"):
+        train_gpt.plan_data(dataclasses.replace(cfg, num_iterations=cfg.num_iterations + 1))
 
 
 def test_gpt2_tokens_give_the_text_back(tmp_path, capsys, monkeypatch):
@@ -342,7 +258,9 @@ def test_gpt2_tokens_give_the_text_back(tmp_path, capsys, monkeypatch):
     assert "could not be downloaded (OSError): set TIKTOKEN_CACHE_DIR" in fails(capsys, pack_text.main, *arguments)
     assert not (tmp_path / "out").exists(), "it fails before the work"
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": encoding}.get)
+    monkeypatch.setattr(pack_text, "fit", lambda cfg, val_size: cfg)
     assert "--preset gpt2" in run(capsys, pack_text.main, *arguments)
     found = packed(tmp_path / "out", eot=50256)
-    texts += ["before \ufffd\ufffd\nafter".encode(), *((b"word " * 900)[i : i + 2047] for i in (0, 2047, 4094))]
+    texts = [text + b"\n\n" for text in [*texts, "before \ufffd\ufffd\nafter".encode()]]
+    texts += [(b"word " * 900 + b"\n\n")[i : i + 2047] for i in (0, 2047, 4094)]
     assert sorted(found["train"] + found["val"]) == sorted(texts)
