@@ -204,7 +204,7 @@ class Hyperparameters:
     embed_mean: float = 0.0  # mean of the untied embedding at first
     value_embed_std: float = 0.01  # standard deviation of the value embeddings at first
     value_gate_inputs: int = 12  # inputs of value gates, half from x, half from the value embedding; 0: no gates
-    smear_gate_inputs: int = 12  # channels that decide how much of the token before is added; 0: nothing is
+    smear_gate_inputs: int = 12  # input channels of the smear gate; 0: no smear
     # Head
     head_std: float = 0.005  # standard deviation of the head at first, and of what is tied to it
     lm_head_softcap: float = 15.0  # c in the softcap r sigmoid((z + d) 2 / c) of the logits z
@@ -321,7 +321,7 @@ NANO = dict(
 PRESETS = {"gpt2": Hyperparameters(), "nano": Hyperparameters(**NANO)}
 
 
-def refuse(message: str) -> NoReturn:
+def raise_user_error(message: str) -> NoReturn:
     raise UserError(message)
 
 
@@ -332,7 +332,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
         print(f"Flags: --FIELD VALUE, or --FIELD and --no-FIELD. What nano has instead: {NANO}\n{fields}")
         sys.exit()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.error = refuse  # type: ignore[method-assign]  # instead of exiting: other ranks have to hear of it
+    parser.error = raise_user_error  # type: ignore[method-assign]  # instead of exiting: other ranks have to hear of it
     fields = [field for field in dataclasses.fields(Hyperparameters) if field.name not in TABLES]
     for field in fields:
         kind, *others = get_args(field.type) or [field.type]  # the first of a Literal's choices, int of int | None
@@ -960,7 +960,7 @@ class GateNet(nn.Module):
         self.b2 = nn.Parameter((torch.tensor(first) / 0.1).to(dtype))
 
     def forward(self, x: Tensor, scale: Tensor | float = 0.1) -> list[dict[str, Tensor]]:
-        """Return the factors of each block by kind, (n, T, 1): so one of them (T, 1) leaves the stream in bf16."""
+        """Return the factors of each block by kind, (n, T, 1): like a 0-dim parameter, one keeps the stream in bf16."""
         hidden = F.gelu(linear(x, self.w1))
         made = scale * (linear(hidden, self.w2) + self.b2.type_as(x))
         sizes = [n for kinds in self.kinds for _, n in kinds]
@@ -1157,8 +1157,8 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
     targets (T, n): -1 or, beyond the end, -2 for none. weights (n,): of their losses. softcap (c, r, d): a logit is
     r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18
     (@KoszarskyB), lopsided since record 54 (@classiclarryd). A softmax ignores a shift, so the logits are computed less
-    r: -r s, with s = sigmoid(-(z + d) 2 / c). None is above 0, so exp needs no maximum subtracted. Written out: with
-    log_softmax and nll_loss, compiled, slices outlive their turn (10 GB more, by the compiled graph of gpt2).
+    r: -r s, with s = sigmoid(-(z + d) 2 / c). None is above 0, so exp needs no maximum subtracted. Written out, as
+    log_softmax would keep the logits of all slices alive (10 GB more in gpt2, estimated).
     """
     c, r, d = softcap
     s = z.add_(d).mul_(-2 / c).sigmoid_()  # in place, as eager CPUs gain by it
@@ -1171,7 +1171,7 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
     if not with_grad:
         return losses, None
     columns = torch.arange(z.size(1), device=z.device)
-    weight = ((targets != -1) * weights).sum(-1)  # as in the record, its gradient counts targets beyond the end, too
+    weight = ((targets != -1) * weights).sum(-1)  # a quirk of the record, kept: missing targets (-2) count
     d_logits = exps.mul_((weight / total)[:, None])  # weight softmax(logits), less the weights of the targets
     for k in range(len(weights)):
         d_logits.sub_(weights[k] * (targets[:, k, None] == columns))
@@ -1572,7 +1572,7 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: "RunLog") -> int
                 state = log.saved._replace(tensors=trainer.state())._asdict()
                 log.save(".checkpoint", partial(torch.save, state), f"step {step}")
             if validates:  # after saving: a run that resumes here validates, too
-                log.point("val_loss", step, trainer.evaluate(step, plans["val"]), ms)
+                log.log_loss("val_loss", step, trainer.evaluate(step, plans["val"]), ms)
             log.start_clock(ms)
         if not is_last:
             log.loss(step + 1, trainer.train_step(step, next(batches)))
@@ -1580,9 +1580,9 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: "RunLog") -> int
 
 
 # ---- Run: ranks that agree, log, checkpoints -------------------------------------------------------------------------
-# How far a run is, as a checkpoint holds it. facts: what has to be the same when it goes on; curves: (step, loss, ms)
-# by name; tensors: `Trainer.state`
-Saved = namedtuple("Saved", "run_id seed facts step ms curves tensors", defaults=("", None, {}, 0, 0.0, {}, {}))
+# How far a run is, as a checkpoint holds it. must_match: what has to be the same on all ranks and when the run goes on;
+# curves: (step, loss, ms) by name; tensors: `Trainer.state`
+Saved = namedtuple("Saved", "run_id seed must_match step ms curves tensors", defaults=("", None, {}, 0, 0.0, {}, {}))
 
 
 def first_line(error: BaseException) -> str:
@@ -1606,15 +1606,15 @@ def init_distributed() -> Ranks:
 
 
 def agree(ranks: Ranks, problem: UserError | None, saved: Saved) -> Saved:
-    """Return what rank 0 has saved. Raise on all ranks if one has a problem, or knows another fact than rank 0."""
+    """Return what rank 0 has saved. Raise on all ranks if one has a problem, or does not match rank 0."""
     own = problem, saved._replace(tensors={})
     everyone = [own] * ranks.world_size
     if ranks.world_size > 1:
         dist.all_gather_object(everyone, own)
     for rank, (problem, theirs) in enumerate(everyone):
-        for name, value in everyone[0][1].facts.items():
-            if not problem and theirs.facts[name] != value:
-                problem = UserError(f"has {name} {theirs.facts[name]} instead of {value}: start all alike")
+        for name, value in everyone[0][1].must_match.items():
+            if not problem and theirs.must_match[name] != value:
+                problem = UserError(f"has {name} {theirs.must_match[name]} instead of {value}: start all alike")
         if problem:  # one rank per node says it
             who = f"rank {rank}: " if ranks.world_size > 1 else ""
             raise type(problem)(f"{who}{problem}") if ranks.local_rank == 0 else SystemExit(problem.code)
@@ -1634,13 +1634,13 @@ def load(path: Path, *names: str) -> dict:
 
 def load_checkpoint(given: Hyperparameters) -> Saved:
     """Return what --resume names. `latest`: the newest in log_dir, of run_id if given; a new run if there is none."""
-    path = Path(given.resume)
+    path = Path(given.resume) if given.resume else None
     if given.resume == "latest":
         paths = Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")
-        path = max(paths, key=lambda path: path.lstat().st_mtime_ns, default=Path())
-        if path.with_suffix(".json").exists():
+        path = max(paths, key=lambda path: path.lstat().st_mtime_ns, default=None)
+        if path and path.with_suffix(".json").exists():
             raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
-    if path == Path():
+    if path is None:
         return Saved(given.run_id, given.seed)
     saved = Saved(**load(path, *Saved._fields))
     if given.run_id not in ("", saved.run_id):
@@ -1648,8 +1648,8 @@ def load_checkpoint(given: Hyperparameters) -> Saved:
     return saved
 
 
-def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict[str, list[Batch]], Saved]:
-    """Do all that can fail on a rank alone. Return configuration, plans, and how far the run is, with its facts."""
+def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict[str, list[Batch]], Saved]:
+    """Do all that can fail on a rank alone. Return configuration, plans, and how far the run is."""
     given = parse_args(argv, ranks.world_size)
     saved = load_checkpoint(given if ranks.rank == 0 else dataclasses.replace(given, resume=""))
     cfg = resolve(dataclasses.replace(given, run_id=saved.run_id, seed=saved.seed))
@@ -1659,16 +1659,18 @@ def prepare(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict[st
     plans = plan_data(cfg)
     may_differ = "run_id log_dir train_files val_files prefix_file save_checkpoint checkpoint_every resume".split()
     fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
-    facts = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ}
-    facts |= {"processes": ranks.world_size, "torch": str(torch.__version__), "numpy": np.__version__}
-    facts["script"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-    facts["prefixes"] = hashlib.sha256(read_prefixes(cfg)).hexdigest()
-    facts["training tokens"] = hash_tokens(plans["train"], cfg, targets=True)
-    facts["validation tokens"] = hash_tokens(plans["val"], cfg, targets=False)
-    for name, value in saved.facts.items():
-        if facts.get(name) != value:
-            raise UserError(f"the checkpoint has {name} {value} instead of {facts.get(name)}: resume with the same")
-    return cfg, plans, saved._replace(facts=facts, run_id=cfg.run_id, seed=cfg.seed)
+    must_match = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ}
+    must_match |= {"processes": ranks.world_size, "torch": str(torch.__version__), "numpy": np.__version__}
+    must_match["script"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    must_match["prefixes"] = hashlib.sha256(read_prefixes(cfg)).hexdigest()
+    must_match["training tokens"] = hash_tokens(plans["train"], cfg, targets=True)
+    must_match["validation tokens"] = hash_tokens(plans["val"], cfg, targets=False)
+    for name, value in saved.must_match.items():
+        if must_match.get(name) != value:
+            raise UserError(
+                f"the checkpoint has {name} {value} instead of {must_match.get(name)}: resume with the same"
+            )
+    return cfg, plans, saved._replace(must_match=must_match, run_id=cfg.run_id, seed=cfg.seed)
 
 
 class RunLog:
@@ -1733,10 +1735,10 @@ class RunLog:
         while len(self.pending) > lag:
             step, loss, arrived = self.pending.popleft()
             arrived.synchronize()
-            self.point("train_loss", step, loss.item(), self.read_clock(), self.bar.disable and step % 25 == 0)
+            self.log_loss("train_loss", step, loss.item(), self.read_clock(), self.bar.disable and step % 25 == 0)
             self.bar.update(self.cfg.batch_sequences * train_seq_len(step - 1, self.cfg))
 
-    def point(self, name: str, step: int, loss: float, ms: float, console: bool = True) -> None:
+    def log_loss(self, name: str, step: int, loss: float, ms: float, console: bool = True) -> None:
         """Log a loss, and add it to its curve."""
         if not math.isfinite(loss):
             raise FloatingPointError(f"{name} {loss:.4f} at step {step}: lower learning rates or change --seed")
@@ -1763,7 +1765,7 @@ class RunLog:
             self.write(f"{path}: not saved: {first_line(error)}", console=True)
 
 
-def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]], facts: dict) -> str:
+def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]], hashes: dict) -> str:
     """Return versions, hardware, shards and the hashes of the tokens, for the log."""
     lines = [f"Running Python {sys.version}", f"Running PyTorch {torch.__version__}, numpy {np.__version__}"]
     lines.append(f"{ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores")
@@ -1774,9 +1776,9 @@ def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]], 
     for name, plan in plans.items():
         for path in dict.fromkeys(batch.path for batch in plan):
             lines.append(f"{name} shard: {path}, {os.path.getsize(path)} bytes")
-    note = "" if cfg.val_sha256 in ("", facts["validation tokens"]) else " (not the track's: do not compare losses)"
-    lines.append(f"training tokens: {num_tokens(cfg.num_iterations, cfg)}, sha256 {facts['training tokens']}")
-    lines.append(f"validation tokens: {cfg.val_tokens}, sha256 {facts['validation tokens']}{note}")
+    note = "" if cfg.val_sha256 in ("", hashes["validation tokens"]) else " (not the track's: do not compare losses)"
+    lines.append(f"training tokens: {num_tokens(cfg.num_iterations, cfg)}, sha256 {hashes['training tokens']}")
+    lines.append(f"validation tokens: {cfg.val_tokens}, sha256 {hashes['validation tokens']}{note}")
     return "\n".join(lines)
 
 
@@ -1798,7 +1800,7 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
         log.save(".pt", partial(torch.save, model), "next: python sample.py")
     log.save(".json", lambda file: file.write(json.dumps(result).encode() + b"\n"), "the result")
     text = f"val_loss {val_loss:.4f} after {ms / 1000:.2f} s"
-    if cfg.target_loss and cfg.val_sha256 in ("", log.saved.facts["validation tokens"]):  # or else another text
+    if cfg.target_loss and cfg.val_sha256 in ("", log.saved.must_match["validation tokens"]):  # or else another text
         text += f"; target {cfg.target_loss} {'reached' if val_loss <= cfg.target_loss else 'not reached'}"
     log.write(f"{text}; peak memory {peak} MiB; log: {log.path}", console=True)
     return result
@@ -1812,7 +1814,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     ranks = init_distributed()
     try:
-        cfg, plans, saved = prepare(argv, ranks)
+        cfg, plans, saved = plan_run(argv, ranks)
         problem = None
     except UserError as error:
         problem = error
@@ -1824,8 +1826,10 @@ def main(argv: Sequence[str] | None = None) -> dict:
         if agreed.step:
             log.write(f"resumed at step {agreed.step}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
         elif log.is_main:
-            log.write(f"{source}\n{'=' * 100}\n{describe(cfg, ranks, plans, agreed.facts)}\nflags: {json.dumps(argv)}")
-            log.write(f"configuration: {json.dumps(dataclasses.asdict(cfg))}\n{'=' * 100}")
+            environment = describe(cfg, ranks, plans, agreed.must_match)
+            settings = json.dumps(dataclasses.asdict(cfg))
+            rule = "=" * 100
+            log.write(f"{source}\n{rule}\n{environment}\nflags: {json.dumps(argv)}\nconfiguration: {settings}\n{rule}")
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
         log.bar.set_description_str("compiling" if cfg.compile else "warming up")
         trainer.warm_up(saved.tensors)
@@ -1837,6 +1841,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
     finally:
         gc.enable()
         log.bar.close()
+        with contextlib.suppress(OSError, AttributeError):  # the latter: other ranks have no file
+            log.file.close()
 
 
 if __name__ == "__main__":
