@@ -328,8 +328,8 @@ def raise_user_error(message: str) -> NoReturn:
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     """Return a preset, changed by the flags in `argv`: every field of Hyperparameters but the tables is one."""
     if {"-h", "--help"} & {*argv}:
-        fields = inspect.getsource(Hyperparameters).partition("    def ")[0]
-        print(f"Flags: --FIELD VALUE, or --FIELD and --no-FIELD. What nano has instead: {NANO}\n{fields}")
+        source = inspect.getsource(Hyperparameters).partition("    def ")[0]
+        print(f"Flags: --FIELD VALUE, or --FIELD and --no-FIELD. What nano has instead: {NANO}\n{source}")
         sys.exit()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.error = raise_user_error  # type: ignore[method-assign]  # instead of exiting: other ranks have to hear of it
@@ -1046,16 +1046,18 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
-        self.blocks = nn.ModuleList()
-        self.gate_nets = nn.ModuleDict()
         starts = [i for i, layer in enumerate(cfg.layers) if layer.net]
-        for i, layer in enumerate(cfg.layers):
-            self.blocks.append(Block(cfg, layer, has_net=i >= min(starts, default=len(cfg.layers))))
+        first_net = min(starts, default=len(cfg.layers))
+        blocks = [Block(cfg, layer, has_net=i >= first_net) for i, layer in enumerate(cfg.layers)]
+        self.blocks = nn.ModuleList(blocks)
+        self.gate_nets = nn.ModuleDict()
         for start, end in pairwise([*starts, len(cfg.layers)]):
-            self.gate_nets[str(start)] = GateNet(cfg, [block.wanted for block in self.blocks[start:end]])
+            self.gate_nets[str(start)] = GateNet(cfg, [block.wanted for block in blocks[start:end]])
         self.gate_scale = nn.Parameter(torch.tensor(0.1)) if starts else None
-        if layer.mudd:  # the head gets less of what served later layers only: record 40 (@snimu, @classiclarryd)
-            self.head_net = GateNet(cfg, [dict(out=[0.0, -0.5, 0.0] + [0.0] * len(layer.mudd))])
+        if mudd := cfg.layers[
+            -1
+        ].mudd:  # the head gets less of what only later layers needed: 40 (@snimu, @classiclarryd)
+            self.head_net = GateNet(cfg, [dict(out=[0.0, -0.5, 0.0] + [0.0] * len(mudd))])
         if n := cfg.smear_gate_inputs:
             self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
             self.smear_lambda = nn.Parameter(torch.tensor(0.0))
@@ -1132,15 +1134,14 @@ class GPT(nn.Module):
     def attention_masks(self, doc_ids: Tensor, windows: Tensor) -> dict[str, BlockMask | GatheredMask]:
         """Return the mask of each kind of attention."""
         cfg = self.cfg
-        masks = {}
+        masks: dict[str, BlockMask | GatheredMask] = {}
         for kind in dict.fromkeys(layer.attention for layer in cfg.layers if layer.attention != "none"):
             ids = doc_ids.repeat_interleave(2) if kind == "paired" else doc_ids  # a token has two positions then
             window = windows[0] if kind == "long" else windows[1]
-            mask = document_block_mask(ids, window, cfg.block_size, for_flex=cfg.device == "cuda")
+            masks[kind] = mask = document_block_mask(ids, window, cfg.block_size, for_flex=cfg.device == "cuda")
             if cfg.device != "cuda":
                 longest = max(cfg.final_window, *(stage.window for stage in cfg.stages))
-                mask = GatheredMask(mask, 1 + -(-longest // cfg.block_size), self.embed.weight.dtype)
-            masks[kind] = mask
+                masks[kind] = GatheredMask(mask, 1 + -(-longest // cfg.block_size), self.embed.weight.dtype)
         return masks
 
 
