@@ -268,17 +268,24 @@ def target_problem(losses: list[float], target: float, is_form: bool) -> str | N
 
 
 def kind_problems(folder: Path, kind: str, before: Path | None) -> Iterator[str]:
-    """Check the row "kind" of a page: an idea, a public record, or a form, which carries no idea."""
+    """Check the row "kind" of a page: an idea, a public record, or a form, which carries no idea.
+
+    An idea changes few lines of the record before. Those between it and a public record lie in the history, as may the
+    one before an idea.
+    """
     numbers = [record["number"] for record in public_history()["records"] if folder.name.startswith(record["date"])]
     if kind.startswith("form"):
         if not any((RECORDS.parent / name).is_file() for name in re.findall(r"tests/test_\w+\.py", kind)):
             yield "README.md: its row kind names no test that is there; name the one that shows this form to be equal"
-        return
-    if kind not in ("idea", *(f"public record {number}" for number in numbers)):
+    elif left := re.fullmatch("idea: after (.+), in the history", kind):
+        if f"`{left[1]}`" not in read_text(page := folder.parent / "README.md"):
+            yield f"README.md: its row kind names {shown(left[1])}, of which {page} does not tell; mend the row"
+    elif kind == "idea":
+        if before and (problem := too_different(*(read_script(str(path), path.parent) for path in (folder, before)))):
+            yield f"train_gpt.py: {problem}"
+    elif kind not in (f"public record {number}" for number in numbers):
         wanted = "| kind | idea |, or form and the test that shows it, or public record N of the folder's date"
         yield f"README.md: has no row {wanted}; write one"
-    if before and (problem := too_different(*(read_script(str(path), path.parent) for path in (folder, before)))):
-        yield f"train_gpt.py: {problem}"
 
 
 def page_problems(page: str, script: str) -> Iterator[str]:
@@ -319,7 +326,7 @@ def verify(folder: Path, root: Path) -> Verdict:
             name, found = record_race(folder, line, board, whole, others)
             ratio = "train time {ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"])
             verdict.summary += f"; {ratio} times {name}, loss {found['val_loss']['difference']:+.4f}"
-            if kind == "idea":  # a public record gained elsewhere, a form has none
+            if kind.startswith("idea"):  # a public record gained elsewhere, a form has none
                 if found["train_time"]["high"] >= 1:
                     raise ToolError(f"{FILE}: not shown to be faster than {name}: {ratio}; race more pairs")
                 if whole and found["val_loss"]["low"] > track_of(whole[0]).slack:

@@ -519,20 +519,23 @@ def test_each_kind_of_gpu_has_a_leaderboard_that_its_first_record_opens(tool, ro
 
 
 def test_a_page_says_what_kind_of_record_it_is(tool, root):
-    """An idea changes at most 200 lines; a form may change more, and names a test that is there."""
+    """An idea changes at most 200 lines; others may change more. A form names a test that is there."""
     write_record(root, NAME, good())
+    (root / "README.md").write_text("| `2026-01-01_Gone` | a step in the history |\n")
     most, more = (SOURCE + "# line\n" * count for count in (200, 201))
-    folder = write_record(root, NEXT, [], most, f"{README}| track | not ranked |\n", after=NAME)
+    folder = write_record(root, "2025-11-29_Next", [], most, f"{README}| track | not ranked |\n", after=NAME)
     assert tool("verify", "next")[0] == 0
     (folder / "train_gpt.py").write_text(more)
-    assert f"201 lines change against {NAME}, for an idea at most 200" in tool("verify", "next")[1]
     page = (folder / "README.md").read_text()
     for kind, wrong in {
+        "idea": f"201 lines change against {NAME}, for an idea at most 200",
+        "idea: after 2026-01-01_Gone, in the history": None,
+        "idea: after 2026-01-01, in the history": "names '2026-01-01', of which",
         "form: no idea; [`tests/test_records.py`](../../tests/test_records.py) shows it": None,
         "form": "names no test",
         "form: tests/test_nothing.py": "names no test",
-        "public record 45": "has no row",
-        "public record 46": "of the folder's date",
+        "public record 46": None,
+        "public record 55": "of the folder's date",
         "ideas": "has no row",
     }.items():
         (folder / "README.md").write_text(page.replace("| idea |", f"| {kind} |"))
