@@ -74,12 +74,6 @@ def script_of(log: Path, text: str) -> str:
     return text
 
 
-def place(text: str) -> tuple[str, int]:
-    """Return name and number of "FOLDER/SHARD position NUMBER"."""
-    path, number = text.split(" position ")
-    return Path(path).name, int(number)
-
-
 class Log:
     """A log. What it does not state is None; train_shards are (name, tokens)."""
 
@@ -100,8 +94,8 @@ class Log:
         self.val_tokens = self.find(r"validation tokens: (\d+), sha256 .*", int)
         self.val_sha256 = self.find(r"validation tokens: \d+, sha256 ([0-9a-f]{64})\b.*")
         self.training_tokens = self.find(r"training tokens: (\d+, sha256 [0-9a-f]{64})")
-        self.first_batch = self.find(r"first batch: (.+ position \d+)", place)
-        self.last_batch = self.find(r"last batch: (.+ position \d+)", place)
+        self.first_batch = self.find(r"first batch: (?:.*/)?(.+ position \d+)")
+        self.last_batch = self.find(r"last batch: (?:.*/)?(.+ position \d+)")
         self.recompiles = self.find(r"recompiles after the clock started: (\d+)", int)
         self.peak_mib = self.find(r"peak memory(?: allocated)?: (\d+) MiB.*", int)
         count = re.search(r"^(\d+) processes, (\d+) threads each, \d+ cores$", self.text, re.MULTILINE)
@@ -218,8 +212,8 @@ def lineage(root: Path) -> list[Path]:
     for folder in record_folders(root):
         before = page_row(folder, "after")
         if before in followers:
-            where = f"come after {before}" if before else "have no row | after |: one record is the first"
-            raise ToolError(f"{followers[before].name} and {folder.name} both {where}; mend the page of one")
+            names = f"{followers[before].name} and {folder.name}"
+            raise ToolError(f"{names} both come after {before or 'none'}; mend the row | after | of a page")
         followers[before] = folder
     while followers.get(line[-1].name if line else None):
         line.append(followers.pop(line[-1].name if line else None))

@@ -33,10 +33,6 @@ def read_result(path: Path) -> Curve:
     return curve_of(path.stem, "nano", [curve])
 
 
-def curve_of_logs(logs: Sequence[Log], name: str = "") -> Curve:
-    return curve_of(name or logs[0].path.stem, board_of(logs[0]), [log.curve for log in logs])
-
-
 def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
     """Read the curves of records and logs; without names, of all ranked records.
 
@@ -45,12 +41,12 @@ def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
     curves = []
     for name in names or map(str, filter(is_ranked, lineage(root))):
         path = Path(name)
-        is_log = path.is_file()
-        logs = [Log(path)] if is_log else record_logs(path := find_record(name, root))
-        curve = curve_of_logs(logs, "" if is_log else path.name)
-        if more := [Log(log) for log in log_paths(path / "curve")]:  # runs that validated often, at other times
-            scale, curve = curve.seconds[-1], curve_of_logs(more, path.name)
-            curve = curve._replace(seconds=[x * scale / curve.seconds[-1] for x in curve.seconds])
+        logs = [Log(path)] if path.is_file() else record_logs(path := find_record(name, root))
+        often = [Log(log) for log in log_paths(path / "curve")]  # runs that validated often, at other times
+        curve = curve_of(path.name.removesuffix(".txt"), board_of(logs[0]), [log.curve for log in often or logs])
+        if often:
+            seconds = statistics.fmean(log.train_time for log in logs) / 1000
+            curve = curve._replace(seconds=[x * seconds / curve.seconds[-1] for x in curve.seconds])
         curves.append(curve)
     return curves
 

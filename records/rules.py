@@ -153,11 +153,11 @@ def data_problems(log: Log, track: Track) -> Iterator[str]:
     if log.train_shards != [(name, track.shard_tokens) for name in names]:
         found = shown(", ".join(f"{name} of {tokens} tokens" for name, tokens in log.train_shards))
         yield f"{touched}: its shards are {found}, not those from {names[0]} on of {track.shard_tokens} tokens"
-    if log.first_batch != (names[0], 0):
+    if log.first_batch != f"{names[0]} position 0":
         yield f"{touched}: the first batch is {log.first_batch}; train on all batches in order"
     used = (log.num_steps - 1) * log.number("batch_tokens") - (shards - 1) * track.shard_tokens  # of the last shard
-    name, position = log.last_batch or ("", 0)
-    if name != names[-1] or not used <= position < track.shard_tokens:
+    name, _, position = (log.last_batch or " position 0").partition(" position ")
+    if name != names[-1] or not used <= int(position) < track.shard_tokens:
         yield f"{touched}: the last batch cannot be {log.last_batch}; train on each token once, in order"
 
 

@@ -80,29 +80,21 @@ FAULTS = {
     "one seed twice": (lambda t: [*t, log_text(seed=2, val_loss=1.4312)], r"run5\.txt: has seed 2, as run2\.txt has"),
     "no seed": (edit("seed: 0, log", "log"), r"run0\.txt: states no seed"),
     "validation hash": (edit(NANO_VAL, "ab" * 32), r"run0\.txt: other validation tokens, sha256 abab"),
-    "validation count": (edit("tokens: 262144", "tokens: 8192"), r"run0\.txt: validates on 8192 tokens, the track on"),
     "other settings": (edit('"preset"', '"muon_lr": 1, "preset"'), r"run1\.txt: unlike run0\.txt in muon_lr"),
     "shard name": (edit("000000.bin, 8", "000001.bin, 8"), r"run0\.txt: the training stream .* shards"),
-    "shard size": (edit("87024782 bytes", "87024780 bytes"), r"run0\.txt: the training stream .* of 43511878 tokens"),
     "first batch": (edit("position 0", "position 1024"), r"run0\.txt: the training stream .* first batch is .* 1024"),
     "last batch": (edit("position 19456", "position 19455"), r"run0\.txt: the training stream .* last batch cannot"),
     "clock falls": (edit("time:403ms", "time:303ms"), r"run0\.txt: train_time falls from 363 to 303 ms at step 10"),
     "recompiled": (edit("started: 0", "started: 2"), r"run0\.txt: 2 graphs compiled after the clock"),
     "threads": (edit("1 processes, 2 threads", "2 processes, 2 threads"), r"run0\.txt: uses 4 CPU threads"),
-    "its threads": (edit('"device"', '"cpu_threads": 8, "device"'), r"run0\.txt: uses 8 CPU threads"),
     "a GPU": (edit('"device": "cpu"', '"device": "cuda"'), r"run0\.txt: ran on a GPU"),
     "no track": (edit('"preset": "nano"', '"preset": "own"'), r"run0\.txt: preset 'own' is no track"),
     "own flag": (edit('"--seed"', '"--muon_lr=1", "--seed"'), r"run0\.txt: has the flag --muon_lr: put settings"),
-    "above target": (lambda t: [log_text(seed=i, val_loss=1.46) for i in (1, 2)], r"mean 1\.4600 is above the targ"),
+    "above target": (lambda t: [log_text(seed=i, val_loss=1.459 + i / 1000) for i in (0, 2)], "mean 1.4600 is above"),
     "p too large": (lambda t: [t[0], log_text(seed=9, val_loss=1.449)], r"n too small: p=0\.23 is not .* at n=2;"),
-    "gpt2's tokens": (
-        lambda t: [log_text(seed=i, val_loss=3.27 + i / 1000, val_sha256="ab"[i == 3] * 64, **GPT2) for i in range(4)],
-        r"run3\.txt: unlike run0\.txt in validation tokens;",
-    ),
-    "hardware": (
-        lambda t: [log_text(seed=i, val_loss=3.27, **GPT2, gpus=["NVIDIA A100-SXM4-80GB"] * i) for i in (1, 2)],
-        r"run1\.txt: ran on 2x NVIDIA A100-SXM4-80GB; gpt2's tracks are 8xH100, and one GPU",
-    ),
+    "other tokens": (lambda t: [log_text(i, val_sha256="ab"[i] * 64, **GPT2) for i in (0, 1)], "run1.txt: unlike run0"),
+    "hardware": (lambda t: [log_text(**GPT2, gpus=["NVIDIA A100"] * 2)], "run0.txt: ran on 2x NVIDIA A100; gpt2's tr"),
+    "GPU's flag": (lambda t: [log_text(**GPT2, flags=["--train_seq_len=8"])], "run0.txt: has the flag --train_seq_len"),
     "one run": (lambda t: t[:1], r"n too small: no p for one run"),
     "no logs": (lambda t: [], "has no logs"),
     "one run twice": (lambda t: [*t, re.sub(r"(seed\W+|race-)0\b", r"\g<1>8", t[0])], r"run5\.txt: has all training"),
@@ -119,27 +111,25 @@ def test_verify_names_the_fault(tool, root, fault):
     assert re.search(f"^FAIL {NAME}: (?:{message})", out, re.MULTILINE), out
 
 
-COMPILER_FLAGS = """\
-torch._inductor.config.coordinate_descent_tuning = True # uses _inductor;
-import torch._dynamo.config as config # uses _dynamo;
-f = torch.compile(print, mode='max-autotune') # uses torch.compile(mode=)
-f = torch.compile(print, **settings) # uses torch.compile(**=)
-os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1' # uses TORCHINDUCTOR_MAX_AUTOTUNE"""
+COMPILER_FLAGS = {
+    "torch._inductor.config.coordinate_descent_tuning = True": "_inductor",
+    "import torch._dynamo.config as config": "_dynamo",
+    "torch.compile(print, mode='max-autotune')": "torch.compile(mode=)",
+    "torch.compile(print, **settings)": "torch.compile(**=)",
+    "os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'": "TORCHINDUCTOR_MAX_AUTOTUNE",
+}
 
 
-@pytest.mark.parametrize("line", COMPILER_FLAGS.splitlines())
+@pytest.mark.parametrize("line", COMPILER_FLAGS)
 def test_verify_finds_compiler_flags(line):
-    script, message = line.split(" # ")
-    plain = "stats = torch._dynamo.utils.counters\ntorch.compile(print, fullgraph=True, dynamic=False)"
-    [problem] = rules.compiler_flags(f"import os, torch\n{plain}\n{script}\n")
-    assert f"line 4 {message}" in f"{problem};"
+    plain = "torch._dynamo.utils.counters\ntorch.compile(print, fullgraph=True, dynamic=False)"
+    assert [*rules.compiler_flags(f"{plain}\n{line}\n")] == [f"line 3 uses {COMPILER_FLAGS[line]}"]
 
 
 def test_verify_wants_a_written_page_and_a_script(tool, root):
     source = "import torch._dynamo\n"
     folder = write_record(root, NAME, good(source=source), source, f"{README}\n<say what>, <say who>\n<say why>\n")
-    code, out, _ = tool("verify")
-    assert (code, out.count("\n")) == (1, 4)
+    out = tool("verify")[1]
     asked = [("5", "<say what>"), ("5", "<say who>"), ("6", "<say why>")]
     assert re.findall(r"README\.md line (\d+): write what '(.*)' asks for", out) == asked
     assert "the track allows no compiler flags" in out
@@ -149,22 +139,11 @@ def test_verify_wants_a_written_page_and_a_script(tool, root):
 
 def test_verify_passes_a_good_record_and_a_form_by_its_mean(tool, root):
     folder = write_record(root, NAME, good())
-    (folder / "run0.json").write_text(json.dumps(dict(val_loss=LOSSES[0] + 3e-5, train_time_ms=806.3, seed=0)))
     assert tool("verify")[:2] == (0, f"ok {NAME}: n=5 mean 1.4302 sd 0.0019 p=1.1e-05 (nano, 20 steps)\n")
     for loss, told in (1.431, f"ok {NAME}: n=1"), (1.4501, f"FAIL {NAME}: mean 1.4501 is"):
         shutil.rmtree(folder)
         write_record(root, NAME, [log_text(val_loss=loss)], readme=FORM)
         assert tool("verify")[1].startswith(told)
-
-
-def test_last_position_of_a_packed_run_is_bounded(tmp_path):
-    """The 509 batches before it take at least 393,216 tokens each, so it begins in the third shard, at 146,944."""
-    for position, problems in ((146_944, 0), (10**8 - 1, 0), (146_943, 1), (10**8, 1)):
-        (tmp_path / "log.txt").write_text(log_text(**GPT2).replace("position 393216", f"position {position}"))
-        found = list(rules.data_problems(Log(tmp_path / "log.txt"), rules.TRACKS["gpt2"]))
-        assert [f"last batch cannot be ('fineweb_train_000003.bin', {position})" in told for told in found] == (
-            [True] * problems
-        )
 
 
 def test_against_names_the_first_deviation(tool, tmp_path):
@@ -181,7 +160,6 @@ def test_against_names_the_first_deviation(tool, tmp_path):
     off = {step: loss + (0.0501 if step >= 750 else 0.0499) for step, loss in curve.items() if step != 500}
     told = "leaves record21 first at step 750: 3.6531, the curve 3.6030 (compared at 15 points; 1 more it lacks)\n"
     assert against(log_text(preset="gpt2", steps=1770, batch_tokens=393216, curve=off)) == (1, told)
-    assert against(log_text())[0] == 2, "a log of nano"
 
 
 def test_a_log_that_is_cut_short_never_gives_a_traceback(tool, root):
@@ -210,13 +188,7 @@ def test_stats(tool, root, tmp_path):
     sample = proof.describe(LOSSES)
     for target, runs in {1.4315: 32, 1.4302001: None, 1.43: None}.items():
         assert proof.runs_needed(target - sample.mean, sample.sd) == runs
-    other = {
-        "as run1.txt": dict(seed=1),
-        "num_iterations, steps": dict(seed=9, steps=21),
-        "scripts": dict(seed=9, source=""),
-    }
-    other["in validation tokens"] = dict(seed=9, val_sha256="ab" * 32)
-    for message, change in other.items():
+    for message, change in {"as run1.txt": dict(seed=1), "scripts": dict(seed=9, source="")}.items():
         (tmp_path / "other.txt").write_text(log_text(**change))
         assert message in tool("stats", "good", tmp_path / "other.txt")[2]
     (tmp_path / "other.txt").write_text(log_text(val_sha256="ab" * 32))
@@ -231,14 +203,13 @@ def test_verify_computes_the_hash_of_the_training_tokens(tmp_path, monkeypatch):
     sequences = [np.array([[i, i + 9]]) for i in range(0, 80, 8)]
     digest = train_gpt.hash_tokens([train_gpt.Batch(str(tmp_path / "shard.bin"), sequences)], cfg, targets=True)
     monkeypatch.setattr(rules, "nano_shard", tokens.tobytes)
-    stated = f"training tokens: 80, sha256 {digest}\nvalidation tokens"
-    text = log_text(steps=5, batch_tokens=16).replace('"preset"', '"train_seq_len": 8, "preset"')
-    for change, problem in (
-        (stated, ""),
-        (stated.replace(digest, "ab" * 32), f"its tokens are 80, sha256 abab.*, in order they are 80, sha256 {digest}"),
-        ("validation tokens", "states no training tokens"),
-    ):
-        (tmp_path / "log.txt").write_text(f'"training tokens: "{text.replace("validation tokens", change)}')
+    text = f'"training tokens: "{log_text(steps=5, batch_tokens=16)}'.replace('"preset"', '"train_seq_len":8, "preset"')
+    for stated, problem in {
+        f"training tokens: 80, sha256 {digest}\n": "",
+        f"training tokens: 80, sha256 {'ab' * 32}\n": f"its tokens are 80, sha256 abab.* are 80, sha256 {digest}",
+        "": "states no training tokens",
+    }.items():
+        (tmp_path / "log.txt").write_text(text.replace("validation tokens: ", f"{stated}validation tokens: "))
         found = [*rules.data_problems(Log(tmp_path / "log.txt"), rules.TRACKS["nano"])]
         assert (len(found), bool(re.search(problem, "".join(found)))) == (bool(problem), True), found
 
@@ -264,7 +235,6 @@ def test_race_takes_turns_and_compares_each_with_the_next(tool, tmp_path, script
     assert ("load of the last minute is 1.5" in err, "something else ran" in err) == (True, False)
     order = "1-a 1-b 1-c 2-c 2-b 2-a 3-a 3-b 3-c 4-c 4-b 4-a".split()
     assert re.findall(r"race-(\d-\w): .*/12, 0:\d\d:\d\d left", err) == order
-    assert [f"{run['seed']}-{'abc'[run['script']]}" for run in found["runs"]] == order
     assert not [*tmp_path.rglob("*.pt")]
 
 
@@ -312,11 +282,9 @@ def test_a_stopped_race_leaves_no_process(tmp_path, number, processes):
 def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fast, _, other = scripts
-    assert "--pairs from 2 to 1000" in tool("race", fast, fast, "--pairs", "1")[2]
     assert "needs 2 to 26 scripts" in tool("race", fast)[2]
     assert "leave them out" in tool("race", fast, fast, "--", "--seed=1")[2]
     assert "its runs differ in val_sha256: race with the same data" in tool("race", fast, other)[2]
-    assert "No such file" in tool("race", fast, fast, "--resume", tmp_path / "no")[2]
     with open(tmp_path / ".lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert "another process is racing there; choose another" in tool("race", fast, fast, "--out", tmp_path)[2]
@@ -338,7 +306,6 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
         ((fast, slow, "--pairs", "4"), "no record can come of this race: fewer than 5 pairs"),
         ((fast, slow, "--", "--muon_lr=1"), "no record can come of this race: flags --muon_lr: put"),
         ((fast, slow, "--nproc_per_node", "8", "--", "--train_seq_len=8192"), "no record can come of this race: flags"),
-        ((fast, slow, "--", "--preset=nano", "--train_seq_len=8"), "no record can come of this race: flags"),
         ((fast, slow, "--seed", "3", "--out", tmp_path / "b"), "no record can come of this race: its seeds are not"),
         ((tmp_path / "long.py", slow), f"no record can come of this race: 205 lines change against {NAME}, for an"),
     ):
@@ -347,13 +314,6 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
     fresh = ("--seed", "5", "--out", tmp_path / "b")
     for flags in ("--preset", "nano"), ("--train_seq_len", "8192"):  # gpt2 on one GPU may shorten sequences
         assert tool("race", fast, slow, *fresh, "--", *flags)[2] == ""
-
-
-def test_on_one_gpu_alone_a_log_may_have_shorter_sequences(tmp_path):
-    for count, refused in (1, 0), (8, 1):
-        gpus, flags = ["NVIDIA H100 80GB HBM3"] * count, ["--train_seq_len", "8192"]
-        (tmp_path / "log.txt").write_text(log_text(preset="gpt2", gpus=gpus, flags=flags))
-        assert len([*rules.flag_problems(Log(tmp_path / "log.txt"))]) == refused
 
 
 @pytest.mark.parametrize("track", ["nano", "gpt2 on 1x NVIDIA GeForce RTX 4090"])
@@ -402,48 +362,38 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     write_race(path, NEWER, idea["source"])
     assert "times 2026-01-02_Idea, loss" in tool("verify")[1], "the newest one, though it is not ranked"
     document = write_race(path, NEWER, SOURCE)
-    told = f"ok 2026-01-02_Idea: not ranked: script and page; idea\nok {NEXT}: n=5 mean 1.4302 sd 0.0019 p=1.1e-05"
-    told += f" (nano, 20 steps); train time 0.900 (0.900 to 0.900) times {NAME}, loss +0.0000\n"
-    assert told in tool("verify")[1]
+    assert f"steps); train time 0.900 (0.900 to 0.900) times {NAME}, loss +0.0000\n" in tool("verify")[1]
     scripts, runs, other = document["scripts"], document["runs"], dict(sha256="ab" * 32)
-    for problem, *changes in (
-        ("lacks this record's script", dict(scripts=[other, scripts[1]])),
-        (f"not the script of {NAME} or 2026-01-02_Idea: race", dict(scripts=[scripts[0], other])),
-        ("the log of its run race-0-a says otherwise", dict(runs=[runs[0] | dict(train_time=900.0), *runs[1:]])),
-        ("the log of its run race-0-b says otherwise", dict(runs=[runs[0], runs[1] | dict(val_loss=1.4), *runs[2:]])),
-        ("has 9 runs, not 5 of each script", dict(runs=runs[:-1])),
-        ("its runs are not those of a race in order", dict(runs=[*runs[:8], runs[0], runs[9]])),
-        ("its runs differ in hardware: race", dict(runs=[*runs[:9], runs[9] | dict(hardware="another")])),
-        ("flags --muon_lr, --seq: put", dict(flags=["--preset", "nano", "--muon_lr=-1", "--seq", "-8"])),
-        ("not the race.json of a race", dict(runs=None), dict(runs=[{}]), dict(scripts=[{}])),
-        ("no sound log of its run race-0-a, with the race's flags, is in", dict(flags=["--preset", "nano"])),
-    ):
-        for change in changes:
-            path.write_text(json.dumps(document | change))
-            code, out, err = tool("verify", "next")
-            assert (code, out.count("\n"), err) == (1, 1, ""), out + err
-            assert out.startswith(f"FAIL {NEXT}: race.json: {problem}"), out
-    write_race(path, NEWER, SOURCE, drop=0.006)
-    assert f"ends above {NAME}: spent margin is no gain; take more steps" in tool("verify", "next")[1]
-    write_race(path, NEWER, SOURCE, losses=[*LOSSES, 1.47])
-    assert "has 6 runs of the script, there are 5 sound logs: leave none out" in tool("verify", "next")[1]
-    write_race(path, NEWER, SOURCE)
+    for problem, change in {
+        "lacks this record's script": dict(scripts=[other, scripts[1]]),
+        f"not the script of {NAME} or 2026-01-02_Idea: race": dict(scripts=[scripts[0], other]),
+        "the log of its run race-0-a says otherwise": dict(runs=[runs[0] | dict(train_time=900.0), *runs[1:]]),
+        "the log of its run race-0-b says otherwise": dict(runs=[runs[0], runs[1] | dict(val_loss=1.4), *runs[2:]]),
+        "has 9 runs, not 5 of each script": dict(runs=runs[:-1]),
+        "its runs are not those of a race in order": dict(runs=[*runs[:8], runs[0], runs[9]]),
+        "its runs differ in hardware: race": dict(runs=[*runs[:9], runs[9] | dict(hardware="another")]),
+        "flags --muon_lr, --seq: put": dict(flags=["--preset", "nano", "--muon_lr=-1", "--seq", "-8"]),
+        "not the race.json of a race": dict(runs=[{}]),
+        "no sound log of its run race-0-a, with the race's flags, is in": dict(flags=["--preset", "nano"]),
+    }.items():
+        path.write_text(json.dumps(document | change))
+        assert tool("verify", "next")[1].startswith(f"FAIL {NEXT}: race.json: {problem}")
+    for problem, settings in {
+        f"ends above {NAME}: spent margin is no gain; take more steps": dict(drop=0.006),
+        "has 6 runs of the script, there are 5 sound logs: leave none out": dict(losses=[*LOSSES, 1.47]),
+        "fewer than 5 pairs": dict(losses=LOSSES[1:]),
+        f"not shown to be faster than {NAME}: train time 1.100 (1.100 to 1.100); race more": dict(ratio=1.1),
+    }.items():
+        write_race(path, NEWER, SOURCE, **settings)
+        assert problem in tool("verify", "next")[1]
+    page = folder / "README.md"
+    page.write_text(page.read_text().replace("| idea |", "| form: tests/test_records.py |"))
+    assert tool("verify", "next")[0] == 0, "a form need not gain"
     (folder / "older" / "race-3-b.txt").rename(root / NAME / "race-3-b.txt")
     assert tool("verify", "next")[0] == 0, "the older record has it"
     (root / NAME / "race-3-b.txt").unlink()
     lacking = f"no sound log of its run race-3-b, with the race's flags, is in its folder older, nor in {NAME}"
     assert lacking in tool("verify", "next")[1]
-    write_race(path, NEWER, SOURCE, ratio=1.1)
-    not_faster = f"not shown to be faster than {NAME}: train time 1.100 (1.100 to 1.100); race more"
-    assert not_faster in tool("verify", "next")[1]
-    page = (folder / "README.md").read_text()
-    for kind, name in ("public record 46", "2025-11-29_Next"), ("form: tests/test_records.py", NEXT):
-        (folder / "README.md").write_text(page.replace("| idea |", f"| {kind} |"))
-        folder.rename(root / name)
-        assert tool("verify", "next")[0] == 0, "which need not gain here"
-        (root / name).rename(folder)
-    write_race(path, NEWER, SOURCE, losses=LOSSES[1:])
-    assert "fewer than 5 pairs" in tool("verify", "next")[1]
     path.unlink()
     assert "race.json: is missing; race the script against" in tool("verify", "next")[1]
 
@@ -452,36 +402,29 @@ def test_each_kind_of_gpu_has_a_leaderboard_that_its_first_record_opens(tool, ro
     """It needs no race, and the next record of nano races the newest one of nano, or the newest of all."""
     write_record(root, NAME, good())
     on_gpu = dict(preset="gpt2", batch_tokens=393216, gpus=["NVIDIA GeForce RTX 4090"], source=f"{SOURCE}# more\n")
+    on_gpu |= dict(flags=["--train_seq_len=8192"])
     runs = [log_text(seed=seed, val_loss=3.27 + loss / 1000, **on_gpu) for seed, loss in enumerate(LOSSES)]
     write_record(root, NEXT, runs, on_gpu["source"], after=NAME)
     assert re.search(rf"ok {NEXT}: n=5 mean 3.2714 .* \(gpt2 on 1x NVIDIA GeForce RTX 4090, 20", tool("verify")[1])
     third = write_record(root, "2026-01-03_Third", good(source=NEWER), NEWER, after=NEXT)
     assert f"is missing; race the script against {NAME} or {NEXT}" in tool("verify", "third")[1]
-    write_race(third / "race.json", NEWER, SOURCE)
-    fourth = write_record(root, "2026-01-04_Fourth", runs, on_gpu["source"], after=third.name)
+    write_record(root, "2026-01-04_Fourth", runs, on_gpu["source"], after=third.name)
     assert f"is missing; race the script against {NEXT} or {third.name}" in tool("verify", "fourth")[1]
-    shutil.rmtree(fourth)
-    (root / "README.md").write_text(EMPTY_TABLES)
-    assert tool("table")[0] == 0
-    rows = [line for line in (root / "README.md").read_text().splitlines() if line.startswith("| [2026")]
-    assert [row.count("| 1.000 |") + 2 * row.count("| 0.900 (0.900 to 0.900) | 0.900 |") for row in rows] == [1, 2, 1]
 
 
 def test_a_page_says_what_kind_of_record_it_is(tool, root):
     """An idea changes at most 200 lines; others may change more. A form names a test that is there."""
     write_record(root, NAME, good())
     (root / "README.md").write_text("| `2026-01-01_Gone` | a step in the history |\n")
-    most, more = (SOURCE + "# line\n" * count for count in (200, 201))
-    folder = write_record(root, "2025-11-29_Next", [], most, f"{README}| track | not ranked |\n", after=NAME)
+    page = f"{README}| track | not ranked |\n| after | {NAME} |\n"
+    folder = write_record(root, "2025-11-29_Next", [], SOURCE + "# line\n" * 200, page)
     assert tool("verify", "next")[0] == 0
-    (folder / "train_gpt.py").write_text(more)
-    page = (folder / "README.md").read_text()
+    (folder / "train_gpt.py").write_text(SOURCE + "# line\n" * 201)
     for kind, wrong in {
         "idea": f"201 lines change against {NAME}, for an idea at most 200",
         "idea: after 2026-01-01_Gone, in the history": None,
         "idea: after 2026-01-01, in the history": "names '2026-01-01', of which",
         "form: no idea; [`tests/test_records.py`](../../tests/test_records.py) shows it": None,
-        "form": "names no test",
         "form: tests/test_nothing.py": "names no test",
         "public record 46": None,
         "public record 55": "of the folder's date",
@@ -494,15 +437,12 @@ def test_a_page_says_what_kind_of_record_it_is(tool, root):
 
 def test_records_follow_each_other_by_their_pages(tool, root):
     write_record(root, NAME, good())
-    second = write_record(root, NEXT, good(), after=NAME)
+    write_record(root, NEXT, good(), after=NAME)
     assert [path.name for path in lineage(root)] == [NAME, NEXT]
     third = write_record(root, "2026-01-03_Third", good(), after=NAME)
     assert f"{NEXT} and {third.name} both come after {NAME}; mend" in tool("verify")[2]
     (third / "README.md").write_text("| after | 2026-01-09_Gone |\n")
     assert f"{third.name}: by the rows | after | of their pages no line" in tool("verify")[2]
-    (second / "README.md").write_text(f"| after | {third.name} |\n")
-    (third / "README.md").write_text(f"| after | {NEXT} |\n")
-    assert f"{NEXT}, {third.name}: by the rows | after | of their pages no line" in tool("verify")[2]
 
 
 def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
@@ -515,27 +455,20 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
     argv = ("new", "Fresh", *paths, "--date", "2026-02-03", "--race", tmp_path / "race.json")
     folder, (code, told, _) = root / "2026-02-03_Fresh", tool(*argv)
     files = {"README.md", "train_gpt.py", "race.json", "older", *(path.name for path in paths)}
+    assert (code, {path.name for path in folder.iterdir()}) == (0, files)
     assert Log(folder / "older" / "race-3-b.txt").source == race.digest(NEWER.rstrip("\n"))
-    assert (code, (folder / "train_gpt.py").read_text()) == (0, SOURCE)
-    assert {path.name for path in folder.iterdir()} == files
     stated = (folder / "run0.txt").read_text().split("\n")[0]
     assert (stated, Log(folder / "run0.txt").source) == (race.digest(SOURCE.rstrip("\n")), SOURCE.rstrip("\n"))
     readme = (folder / "README.md").read_text()
     shown = r"n=5 mean 1.4302 sd .*\| after \| \[2025-03-01_Before\]\(.*1 lines removed, 0 added against \[2025-03-01_B"
     assert re.search(shown, readme, re.S)
-    code, left, _ = tool("verify", "fresh")
-    assert (code, left.count("<say"), told.endswith(left)) == (1, 3, True)
+    left = tool("verify", "fresh")[1]
+    assert (left.count("<say"), told.endswith(left)) == (3, True)
     (folder / "README.md").write_text(re.sub("<say.*>", "said", readme))
     assert tool("verify", "fresh")[0] == 0
-    assert "has 5 runs of the script, there are 4" in tool("new", "Four", *paths[1:], *argv[-2:])[1]
-    shutil.rmtree(next(root.glob("*_Four")))
-    assert "has that name" in tool(*argv)[2]
     assert tool("diff", "01-01_before", folder / "run1.txt")[2] == "1 lines removed, 1 added\n"
-    for name in "../up", "", "-rf", "a\nb", "<b>", "before":
+    for name in "../up", "", "<b>", "before", "fresh":
         assert tool("new", name, *paths)[0] == 2, name
-    assert tool("new", "X", *paths, "--date", "../../x")[0] == 2
-    paths[0].write_text(log_text().replace("first batch", "stopped: loss nan\nfirst batch"))
-    assert "has the line 'stopped" in tool("new", "Refused", *paths)[2]
     assert len(list(root.iterdir())) == 3, "a refused record leaves nothing"
 
 
@@ -545,7 +478,7 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     write_record(root, NAME, good())
     folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after=NAME)
     write_race(folder / "race.json", "", NEWER, SOURCE, ms=810.0)
-    hostile = good(cpu="<img src=x>|\x1b[2J\\|[a](b)", source="\x1b[2J")
+    hostile = good(cpu="<img src=x>|\x1b[2J", source="\x1b[2J")
     folder = write_record(root, "2026-01-04_Hostile", hostile, "\x1b[2J", "# N: <b>|\n", after=NEXT)
     write_race(folder / "race.json", "\x1b[2J", NEWER, ms=810.0)
     assert (tool("table", "--check")[0], readme.read_text()) == (1, EMPTY_TABLES)
@@ -554,9 +487,8 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     cells = "one line that says what | 20 | 1.4302 (sd 0.0019, n=5) | 1e-05 | 0.81 (sd 0.00)"
     assert f"| [{NAME}]({NAME}) | {cells} |  | 1.000 | 499 | Some Proc" in text
     assert f"| [{NEXT}]({NEXT}) | {cells} | 0.900 (0.900 to 0.900) | 0.900 | 499 | Some Proc" in text
-    assert "&#60;img src=x&#62;&#124;?&#91;2J&#92;&#124;&#91;a&#93;(b)" in text
-    shown = tool("diff", "next", "hostile")[1]
-    assert ("+?[2J" in shown, "\x1b" in shown + text) == (True, False)
+    assert "&#60;img src=x&#62;&#124;?&#91;2J" in text
+    assert "+?[2J" in tool("diff", "next", "hostile")[1]
     assert (tool("table", "--check")[0], tool("table")[0], readme.read_text()) == (0, 0, text)
     write_record(root, "2026-01-05_Form", [], NEWER + "#", f"{FORM}| track | not ranked yet |\n", after=folder.name)
     follower = write_record(root, "2026-01-06_Six", good(source="six"), "six", after="2026-01-05_Form")
@@ -584,7 +516,7 @@ def test_a_growing_log_is_followed_to_its_end(tool, tmp_path, monkeypatch):
     half, more = (text[: text.index(part) + 20] for part in ("step:7/20", "step:9/20"))
     stopped = f"{more[: more.rindex(chr(10))]}\nstopped: interrupted\n"
     resumed = f"{stopped}resumed at step 5, log: x\n{text[text.index('step:6/20') :]}"
-    for states in [half, more, text], [text], [half, resumed], [half, stopped]:
+    for states in [half, more, text], [half, resumed], [half, stopped]:
         script = iter(states)
         change = lambda _=0, script=script: path.write_text(next(script))  # noqa: E731
         change()
@@ -592,9 +524,8 @@ def test_a_growing_log_is_followed_to_its_end(tool, tmp_path, monkeypatch):
         code, out, _ = tool("jsonl", path, "--follow")
         steps = [int(step) for step in re.findall(r"^step:(\d+)/20 .*ms$", states[-1], re.MULTILINE)]
         assert (code, [*script], [json.loads(line)["step"] for line in out.splitlines()]) == (0, [], steps)
-    path.write_text(text.replace("2.5010", "nan", 1))
     first = dict(step=0, train_loss=None, val_loss=2.43, train_time_ms=0.0)
-    lines = [first, dict(step=1, train_loss=None, val_loss=None, train_time_ms=40.0)]
+    lines = [first, dict(step=1, train_loss=2.501, val_loss=None, train_time_ms=40.0)]
     assert [json.loads(line) for line in tool("jsonl", path)[1].splitlines()[:2]] == lines
 
 
