@@ -41,7 +41,6 @@ MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 SAME_TRAINING = {f"--{name}" for name in "preset device val_loss_every cpu_threads train_files val_files".split()}
 ON_ONE_GPU = {"--train_seq_len"}  # for gpt2 on one GPU, where the preset's sequences may not fit
 BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
-PLAN = ("scripts", "flags", "pairs", "seed", "nproc_per_node")
 
 
 @dataclass(frozen=True)
@@ -97,8 +96,9 @@ def plan_of(scripts: Sequence[tuple[str, str]], flags: Sequence[str], pairs: int
 
 
 def planned(document: dict) -> tuple:
-    """Return what a race is fixed by, in the order of PLAN; a script by its SHA-256."""
-    return [script["sha256"] for script in document["scripts"]], *(document[key] for key in PLAN[1:])
+    """Return what a race is fixed by: its scripts, by their SHA-256, flags, pairs, first seed and processes."""
+    keys = ("flags", "pairs", "seed", "nproc_per_node")
+    return [script["sha256"] for script in document["scripts"]], *(document[key] for key in keys)
 
 
 def of(script: int, runs: Sequence[Run]) -> list[Run]:
@@ -244,7 +244,7 @@ def begin(plan: dict, out: Path | None, resume: Path | None) -> tuple[Path, dict
         write(path, plan | dict(runs=[], comparisons=[]))  # so that a race can go on whose first run fails
     document, runs = read_race(path)
     if planned(document) != planned(plan):
-        raise ToolError(f"{path}: was begun with other {', '.join(PLAN)}: resume with the same, or begin a new --out")
+        raise ToolError(f"{path}: was begun with other scripts, flags, pairs or seed: use the same, or --out")
     return folder, document, runs, lock
 
 
