@@ -2,11 +2,12 @@
 
 import argparse
 import datetime
-import io
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -17,22 +18,8 @@ INTRODUCTION = (
     "Prove and compare speedrun records. A record is named by its folder, or a unique part of that. "
     "Exit codes: 0 done, 1 a check failed, 2 something has to be mended, 130 interrupted."
 )
-
-
-class ArgumentParser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
-
-
-def count(text: str) -> int:
-    """Parse a whole number of at least 0."""
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
-    return int(text)
-
-
 COMMANDS: list[tuple[Callable, str, tuple, dict]] = []
-Outcome = tuple[dict, str, int]  # the JSON document, the text, the exit code
+Outcome = tuple[str, int]  # the text and the exit code
 
 
 def arg(*names: str, **options) -> tuple:
@@ -59,15 +46,13 @@ def say(text: str, stream: TextIO) -> None:
     "Make a record's folder, after the newest record, from finished logs of one script.",
     arg("name", metavar="NAME"),
     arg("logs", metavar="LOG", nargs="+"),
-    arg("--date", help="date of the record (default: today)"),
+    arg("--date", type=datetime.date.fromisoformat, default=datetime.date.today(), help="(default: today)"),
     arg("--race", type=Path, metavar="FILE", help="race.json against the record before, to be stored, too"),
 )
 def command_new(args: argparse.Namespace) -> Outcome:
-    date = args.date or datetime.date.today().isoformat()
-    folder = publish.new_record(args.name, args.logs, args.root, date, args.race)
+    folder = publish.new_record(args.name, args.logs, args.root, args.date, args.race)
     verdict = rules.verify(folder, args.root)
-    told = f"{folder}\nWhat is left to do, as `python -m records verify {folder.name}` says:\n{verdict}"
-    return dict(record=str(folder)) | vars(verdict), told, 0
+    return f"{folder}\nWhat is left to do, as `python -m records verify {folder.name}` says:\n{verdict}", 0
 
 
 @command(
@@ -77,9 +62,8 @@ def command_new(args: argparse.Namespace) -> Outcome:
 )
 def command_diff(args: argparse.Namespace) -> Outcome:
     lines, removed, added = logs.diff(logs.read_script(args.a, args.root), logs.read_script(args.b, args.root))
-    if not args.json:
-        say(f"{removed} lines removed, {added} added", sys.stderr)
-    return dict(removed=removed, added=added, diff=lines), "\n".join(lines), 0
+    say(f"{removed} lines removed, {added} added", sys.stderr)
+    return "\n".join(lines), 0
 
 
 @command(
@@ -91,19 +75,11 @@ def command_verify(args: argparse.Namespace) -> Outcome:
     if args.against:
         if len(args.records) != 1:
             raise ToolError("--against takes one log; name it")
-        found = proof.against_public(logs.Log(Path(args.records[0])), args.against)
-        points = f"{found['compared']} points" + (f"; {found['lacking']} more it lacks" if found["lacking"] else "")
-        at_end = f", within {proof.AT_THE_END} at its end" if found["ends"] else ""
-        told = f"follows {args.against} within {proof.TOLERANCE} at {points}{at_end}"
-        if first := found["first"]:
-            losses = f"{first['loss']:.4f}, the curve {first['curve']:.4f}"
-            told = f"leaves {args.against} first at step {first['step']}: {losses} (compared at {points})"
-        return found, told, 1 if found["first"] else 0
-    verdicts = [rules.verify(logs.find_record(name, args.root), args.root) for name in args.records]
-    verdicts = verdicts or [rules.verify(folder, args.root) for folder in logs.lineage(args.root)]
-    failed = any(verdict.failures for verdict in verdicts)
-    text = "\n".join(map(str, verdicts)) or "no records yet"
-    return dict(records=[vars(verdict) for verdict in verdicts]), text, int(failed)
+        told, follows = proof.against_public(logs.Log(Path(args.records[0])), args.against)
+        return told, int(not follows)
+    folders = [logs.find_record(name, args.root) for name in args.records] or logs.lineage(args.root)
+    verdicts = [rules.verify(folder, args.root) for folder in folders]
+    return "\n".join(map(str, verdicts)) or "no records yet", int(any(verdict.failures for verdict in verdicts))
 
 
 @command(
@@ -114,39 +90,33 @@ def command_stats(args: argparse.Namespace) -> Outcome:
     found = logs.read_logs(args.logs, args.root)
     logs.require_one_experiment(found)
     track = rules.track_of(found[0])
-    for log in found:
-        if log.configuration and (problem := rules.validation_problem(log, track)):
-            raise ToolError(f"{log.path}: {problem}")
-    target = track.target
-    sample = proof.describe([log.val_loss for log in found], target)
-    needed = None if sample.sd is None else proof.runs_needed(target - sample.mean, sample.sd)
-    p = "no p for one run" if sample.p is None else f"p={sample.p:.2g}"
-    runs = "unknown from one run" if sample.sd is None else f"{needed or f'more than {proof.MAX_RUNS}'} in all"
-    if sample.mean >= target:
-        runs = "never, at this mean"
+    if found[0].configuration and (problem := rules.validation_problem(found[0], track)):
+        raise ToolError(f"{found[0].path}: {problem}")
+    sample = proof.describe([log.val_loss for log in found], track.target)
+    if sample.sd is None:
+        return f"{sample} against {track.target}; one run gives no p", 0
+    needed = proof.runs_needed(track.target - sample.mean, sample.sd) or f"more than {proof.MAX_RUNS}"
+    runs = f"{needed} in all" if sample.mean < track.target else "never, at this mean"
     power = f"p < {proof.ALPHA} nine times in ten if the true mean and sd are these"
-    told = f"{sample} {p} against {target}\nruns that the target is likely to need ({power}): {runs}\n{proof.PEEKING}"
-    return vars(sample) | dict(target=target, runs_needed=needed, warning=proof.PEEKING), told, 0
+    told = f"{sample} p={sample.p:.2g} against {track.target}\nruns that the target is likely to need ({power}): {runs}"
+    return f"{told}\n{proof.PEEKING}", 0
 
 
 @command(
     "Run scripts in turn on this machine, and compare times and losses of each with those of the one after it, with "
     "95% intervals. Name the newest first.",
     arg("scripts", nargs="+", metavar="SCRIPT", help="a record, a log or a script"),
-    arg("--pairs", type=count, default=6, help="rounds, of one run of each script (default: %(default)s)"),
-    arg("--seed", type=count, default=1, help="of the first round; each next one is higher (default: 1)"),
-    arg("--nproc_per_node", type=count, default=1, metavar="N", help="processes of each run; above 1 with torchrun"),
+    arg("--pairs", type=int, default=6, help="rounds, of one run of each script (default: %(default)s)"),
+    arg("--seed", type=int, default=1, help="of the first round; each next one is higher (default: 1)"),
+    arg("--nproc_per_node", type=int, default=1, metavar="N", help="processes of each run; above 1 with torchrun"),
     arg("--out", type=Path, metavar="FOLDER", help="for race.json and the logs (default: logs/race-TIME)"),
     arg("--resume", type=Path, metavar="FOLDER", help="go on with this race, with the same arguments"),
     usage="%(prog)s [options] NEWEST OLDER [OLDER ...] [-- FLAGS ...]",
     epilog="FLAGS after -- go to all scripts, such as -- --num_iterations 100 --val_loss_every 0.",
 )
 def command_race(args: argparse.Namespace) -> Outcome:
-    if args.out and args.resume:
-        raise ToolError("--out begins a race, --resume goes on with one: give one of them")
     numbers, folders = (args.pairs, args.seed, args.nproc_per_node), dict(out=args.out, resume=args.resume)
-    found = race.race(args.scripts, *numbers, args.flags, args.root, **folders)
-    return found, race.told(found), 0
+    return race.told(race.race(args.scripts, *numbers, args.flags, args.root, **folders)), 0
 
 
 @command(
@@ -154,28 +124,31 @@ def command_race(args: argparse.Namespace) -> Outcome:
     arg("records", metavar="RECORD", nargs="*", help="records or logs (default: all ranked records)"),
     arg("--anchor", type=Path, metavar="FILE", help="JSON of a run that wrote no log, such as the CPU anchor's"),
     arg("--history", action="store_true", help="the history instead"),
-    arg("--follow", action="store_true", help="logs: draw anew whenever one has grown, until all runs are over"),
     arg("-o", "--output", type=Path, metavar="FILE.png", help="default: curves.png or history.png"),
 )
 def command_plot(args: argparse.Namespace) -> Outcome:
-    if args.history and (args.records or args.anchor):
-        raise ToolError("--history draws all records: give it alone, or leave it out")
-    if args.follow and (args.history or not args.records):
-        raise ToolError("--follow draws logs: name some, without --history")
     path = args.output or Path("history.png" if args.history else "curves.png")
-    anchor, found = plots.read_result(args.anchor) if args.anchor else None, {}
     if args.history:
-        found = plots.plot_history(args.root, path)
-    elif args.follow:
-        for growing in logs.follow([*map(Path, args.records)]):
-            if all(log.curve for log in growing):
-                found = plots.plot_curves([plots.curve_of_logs([log]) for log in growing], anchor, path)
-                say(f"{path}: step {', '.join(str(max(log.curve)) for log in growing)}", sys.stderr)
-        if not found:
-            raise ToolError(f"{args.records[0]}: no validation yet, and its run is over; nothing to draw")
+        plots.plot_history(args.root, path)
     else:
-        found = plots.plot_curves(plots.curves_of(args.records, args.root), anchor, path)
-    return dict(file=str(path)) | found, str(path), 0
+        anchor = plots.read_result(args.anchor) if args.anchor else None
+        plots.plot_curves(plots.curves_of(args.records, args.root), anchor, path)
+    return str(path), 0
+
+
+def whole_lines(path: Path, follow: bool) -> Iterator[str]:
+    """Yield the lines of a log, and if asked to wait for more, until its run has ended or stopped."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        line, is_over = "", False
+        while (more := file.readline()) or (follow and not is_over):
+            line += more
+            if line.endswith("\n"):
+                yield line
+                if re.match(r"stopped:|interrupted:|resumed|val_loss \S+ after", line):
+                    is_over = not line.startswith("resumed")
+                line = ""
+            elif not more:
+                time.sleep(1)
 
 
 @command(
@@ -184,14 +157,11 @@ def command_plot(args: argparse.Namespace) -> Outcome:
     arg("--follow", action="store_true", help="go on as it grows, until the run is over"),
 )
 def command_jsonl(args: argparse.Namespace) -> Outcome:
-    told: list[logs.Line] = []
-    for [log] in logs.follow([args.log]) if args.follow else [[logs.Log(args.log, grows=True)]]:
-        same = log.written[: len(told)] == told  # if not, it is another run's
-        for line in log.written[same * len(told) :]:
+    for text in whole_lines(args.log, args.follow):
+        if line := logs.Line.of(text):
             losses = dict(train_loss=line.train_loss, val_loss=line.val_loss)
             say(json.dumps(dict(step=line.step, **losses, train_time_ms=line.time)), sys.stdout)
-        told = log.written
-    return {}, "", 0
+    return "", 0
 
 
 @command(
@@ -201,13 +171,11 @@ def command_jsonl(args: argparse.Namespace) -> Outcome:
 def command_table(args: argparse.Namespace) -> Outcome:
     differs = publish.rewrite_tables(args.root, args.check)
     wrong = "is out of date: run python -m records table" if args.check else "written"
-    state = wrong if differs else "is up to date"
-    path = args.root / "README.md"
-    return dict(file=str(path), differs=differs), f"{path} {state}", 1 if differs and args.check else 0
+    return f"{args.root / 'README.md'} {wrong if differs else 'is up to date'}", int(differs and args.check)
 
 
-def build_parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="python -m records", description=INTRODUCTION)
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m records", description=INTRODUCTION)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for function, text, arguments, settings in COMMANDS:
         name = function.__name__.removeprefix("command_")
@@ -215,10 +183,6 @@ def build_parser() -> ArgumentParser:
         command = commands.add_parser(name, allow_abbrev=False, **settings)
         for names, options in arguments:
             command.add_argument(*names, **options)
-        if name == "jsonl":
-            command.set_defaults(json=False)  # it prints nothing else
-        else:
-            command.add_argument("--json", action="store_true", help="print a JSON document instead")
         command.add_argument("--root", type=Path, default=RECORDS, help="folder of the records (default: %(default)s)")
         command.set_defaults(function=function)
     return parser
@@ -231,11 +195,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[:1] == ["race"] and "--" in argv:
         at = argv.index("--")
         argv, flags = argv[:at], argv[at + 1 :]
+    args = build_parser().parse_args(argv)
+    args.flags = flags
     try:
-        args = build_parser().parse_args(argv)
-        args.flags = flags
-        found, told, code = args.function(args)
-        say(json.dumps(found, indent=1, default=str) if args.json else told, sys.stdout)
+        told, code = args.function(args)
+        say(told, sys.stdout)
         return code
     except KeyboardInterrupt:
         problem, code = "interrupted", 130
@@ -252,7 +216,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
     sys.exit(main())

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +14,10 @@ from typing import Any, NamedTuple
 RULE = "=" * 100
 RECORDS = Path(__file__).resolve().parent
 RECORD_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_[\w.-]+", re.ASCII)
-# Digits are bounded so that no garbage makes a number that int or float cannot hold
+NUMBER = r"(\d+(?:\.\d+)?)"
 STEP_LINE = re.compile(
-    r"step:(\d{1,9})/(\d{1,9})(?: train_loss:(?:(\d{1,9}(?:\.\d{1,17})?)|nan|inf))?"
-    r"(?: val_loss:(\d{1,9}(?:\.\d{1,17})?))?"
-    r" train_time:(\d{1,12}(?:\.\d{1,9})?)ms step_avg:(?:(\d{1,12}(?:\.\d{1,9})?)|nan|inf)ms\s*",
-    re.ASCII,
+    rf"step:(\d+)/(\d+)(?: train_loss:(?:{NUMBER}|nan|inf))?(?: val_loss:{NUMBER})?"
+    rf" train_time:{NUMBER}ms step_avg:(?:{NUMBER}|nan|inf)ms\s*"
 )
 HEADER_BYTES, TOKEN_BYTES = 1024, 2  # of a shard
 
@@ -44,10 +41,17 @@ class Line(NamedTuple):
 
     step: int
     total: int
+    train_loss: float | None
     val_loss: float | None
     time: float
-    average: float | None
-    train_loss: float | None
+
+    @classmethod
+    def of(cls, text: str) -> "Line | None":
+        """Read a line of a log; None if it is no step line, or not whole."""
+        if (found := STEP_LINE.fullmatch(text)) is None:
+            return None
+        train_loss, val_loss = (None if found[i] is None else float(found[i]) for i in (3, 4))
+        return cls(int(found[1]), int(found[2]), train_loss, val_loss, float(found[5]))
 
 
 def digest(script: str) -> str:
@@ -73,37 +77,32 @@ def script_of(log: Path, text: str) -> str:
 class Log:
     """A log. What it does not state is None; train_shards are (name, tokens)."""
 
-    def __init__(self, path: Path, grows: bool = False):
-        """Raise ToolError where the file is no log, or holds a line that no run wrote. grows: it may lack its end."""
+    def __init__(self, path: Path):
+        """Raise ToolError where the file is no log, or holds a line that no run wrote."""
         source, *rest = re.split(f"^{RULE}$\n?", read_text(path), flags=re.MULTILINE)
         if len(rest) < 2:
             raise ToolError(f"{path}: not a log, or cut short: a log has two lines of 100 '='; name the .txt of a run")
         self.path, self.name, self.source, self.text = path, path.name, script_of(path, source), "\n".join(rest)
-        self.grows = grows
         ended = re.search(r"^(?:stopped:|interrupted:|resumed).*", self.text, re.MULTILINE)
         self.ended = ended and ended[0].strip()  # says that this is not one whole run
         self.lines = self.read_lines("\n".join(rest[1:]))
-        self.configuration: dict | None = self.read_object("configuration", dict)
-        self.flags: list | None = self.read_object("flags", list)
-        self.python = self.find(r"Running Python ([^\s(]+).*")
-        self.torch = self.find(r"Running PyTorch ([^\s,]+).*")
-        self.seed = self.find(r"seed: (\d{1,20})\b.*", int)
-        shards = re.findall(r"^train shard: (.+), (\d{4,15}) bytes$", self.text, re.MULTILINE | re.ASCII)
+        self.configuration: dict = self.find("configuration: (.*)", json.loads) or {}  # the public form has none
+        self.flags: list = self.find("flags: (.*)", json.loads) or []
+        self.seed = self.find(r"seed: (\d+)\b.*", int)
+        shards = re.findall(r"^train shard: (.+), (\d+) bytes$", self.text, re.MULTILINE)
         self.train_shards = [(Path(name).name, (int(size) - HEADER_BYTES) // TOKEN_BYTES) for name, size in shards]
-        self.val_tokens = self.find(r"validation tokens: (\d{1,15}), sha256 [0-9a-f]{64}(?: .*)?", int)
-        self.val_sha256 = self.find(r"validation tokens: \d{1,15}, sha256 ([0-9a-f]{64})(?: .*)?")
-        self.first_batch = self.find(r"first batch: (.+ position \d{1,15})", lambda text: text.split("/")[-1])
-        self.training_tokens = self.find(r"training tokens: (\d{1,15}, sha256 [0-9a-f]{64})")
-        self.summary = self.find(r"(val_loss \d{1,9}\.\d{4} after \d{1,9}\.\d\d s);.*")
-        self.last_batch = self.find(r"last batch: (.+ position \d{1,15})", lambda text: text.split("/")[-1])
-        self.recompiles = self.find(r"recompiles after the clock started: (\d{1,9})", int)
-        self.stated_step_time = self.find(r"step time: median (\d{1,9}\.\d{1,9})ms.*", float)
-        self.peak_mib = self.find(r"peak memory(?: allocated)?: (\d{1,9}) MiB.*", int)
-        count = re.search(r"^(\d{1,6}) processes, (\d{1,6}) threads each, \d{1,6} cores$", self.text, re.MULTILINE)
+        self.val_tokens = self.find(r"validation tokens: (\d+), sha256 .*", int)
+        self.val_sha256 = self.find(r"validation tokens: \d+, sha256 ([0-9a-f]{64})\b.*")
+        self.training_tokens = self.find(r"training tokens: (\d+, sha256 [0-9a-f]{64})")
+        self.first_batch = self.find(r"first batch: (?:.*/)?(.+ position \d+)")
+        self.last_batch = self.find(r"last batch: (?:.*/)?(.+ position \d+)")
+        self.recompiles = self.find(r"recompiles after the clock started: (\d+)", int)
+        self.peak_mib = self.find(r"peak memory(?: allocated)?: (\d+) MiB.*", int)
+        count = re.search(r"^(\d+) processes, (\d+) threads each, \d+ cores$", self.text, re.MULTILINE)
         processes, threads = (int(count[1]), int(count[2])) if count else (None, None)
         self.num_threads = processes and threads and processes * threads
         gpus = re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s{2,}", self.text, re.MULTILINE)  # of nvidia-smi
-        device = (self.configuration or {}).get("device")
+        device = self.configuration.get("device")
         self.has_gpu = device == "cuda" if device in ("cpu", "cuda") else bool(gpus)
         self.hardware = None
         if self.has_gpu:
@@ -113,57 +112,38 @@ class Log:
             self.hardware = f"{models[0].strip() if models else 'CPU'}, {processes} processes of {threads} threads"
 
     def find(self, pattern: str, kind: Callable[[str], Any] = str) -> Any:
-        """Return the group of the line that matches, or None. Raise ToolError if there are several that differ."""
-        found = {text.strip(): None for text in re.findall(f"^{pattern}$", self.text, re.MULTILINE | re.ASCII)}
-        if len(found) > 1:
-            raise ToolError(f"{self.path}: states both {' and '.join(map(shown, [*found][:2]))}: edited; run it again")
-        return kind(*found) if found else None
+        """Return the group of the first line that matches, or None."""
+        if (found := re.search(f"^{pattern}$", self.text, re.MULTILINE)) is None:
+            return None
+        try:
+            return kind(found[1].strip())
+        except ValueError:
+            raise ToolError(f"{self.path}: cannot read {shown(found[0])}: cut short or edited; run it again") from None
 
     def read_lines(self, text: str) -> list[Line]:
         lines = []
-        for line in text.split("\n"):
-            if line.startswith("step:"):
-                found = STEP_LINE.fullmatch(line)
-                if found is None and self.grows:  # half written, or cut off by a kill before the run was resumed
-                    continue
-                if found is None:
-                    raise ToolError(f"{self.path}: {shown(line)} is no step line: cut short or edited; run it again")
-                train_loss, loss, average = (None if found[i] is None else float(found[i]) for i in (3, 4, 6))
-                lines.append(Line(int(found[1]), int(found[2]), loss, float(found[5]), average, train_loss))
-        if not (lines or self.grows):
+        for line in re.findall("^(step:.*)\n", text, re.MULTILINE):  # a run may write at the last one yet
+            if (found := Line.of(line)) is None:
+                raise ToolError(f"{self.path}: {shown(line)} is no step line: cut short or edited; run it again")
+            lines.append(found)
+        if not lines:
             why = shown(self.ended) if self.ended else "the run never started, or was cut short"
             raise ToolError(f"{self.path}: no step lines ({why}); leave it out")
-        if len({line.total for line in lines}) > 1:
-            raise ToolError(f"{self.path}: its step lines count to different numbers of steps; run it again")
-        self.written = lines  # in the order of the file
         # A training loss is printed a few steps late, perhaps after the validation of a later step
         return sorted(lines, key=lambda line: (line.step, line.val_loss is not None))
 
-    def read_object(self, name: str, kind: type) -> Any:
-        stated = self.find(f"{name}: (.*)")
-        if stated is None:
-            return None
-        try:
-            if isinstance(found := json.loads(stated), kind):
-                return found
-        except (ValueError, RecursionError):
-            pass
-        raise ToolError(f"{self.path}: its {name} line is no JSON {kind.__name__}: cut short or edited; run it again")
-
     def number(self, name: str) -> int:
-        """Return a whole number of the configuration, or 0."""
-        value = (self.configuration or {}).get(name)
-        return value if isinstance(value, int) else 0
+        """Return a number of the configuration, or 0."""
+        return self.configuration.get(name) or 0
 
     @property
     def num_steps(self) -> int:
         return self.lines[-1].total
 
     @property
-    def track(self) -> str | None:
+    def track(self) -> str:
         """Return the preset; a log of the public form states none, and the public speedrun has one track."""
-        preset = "gpt2" if self.configuration is None else self.configuration.get("preset")
-        return preset if isinstance(preset, str) else None
+        return self.configuration.get("preset", "gpt2")
 
     @cached_property
     def curve(self) -> dict[int, tuple[float, float]]:
@@ -184,21 +164,11 @@ class Log:
         return self.lines[-1].time
 
     @property
-    def step_times(self) -> list[float]:
-        """Return the ms of each step, as differences of step lines, which are rounded to 1 ms."""
-        times = [0.0, *(line.time for line in self.training)]
-        return [after - before for before, after in itertools.pairwise(times)]
-
-    @property
     def step_time(self) -> float | None:
-        """Return the median ms of a step, that of grouped data, which tells tenths; None without step lines."""
-        return statistics.median_grouped(self.step_times, 1) if self.step_times else None
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether the run has ended, or stopped and not been resumed."""
-        ends = re.findall(r"^val_loss \d.* after|^stopped:|^interrupted:|resumed at step", self.text, re.MULTILINE)
-        return ends[-1:] not in ([], ["resumed at step"])
+        """Return the median ms of a step, that of grouped data, as step lines are rounded to 1 ms; None without any."""
+        times = [0.0, *(line.time for line in self.training)]
+        steps = [after - before for before, after in itertools.pairwise(times)]
+        return statistics.median_grouped(steps, 1) if steps else None
 
     @property
     def incomplete(self) -> str | None:
@@ -206,61 +176,27 @@ class Log:
         last, steps = self.lines[-1], [line.step for line in self.training]
         if self.ended is not None:
             return f"has the line {shown(self.ended)}: not one whole run; run it again"
-        if last.total == 0:
-            return "trains no step; run it with --num_iterations"
         if last.val_loss is None or last.step != last.total:
             return f"ends at step {last.step} of {last.total} without the last validation: cut short; run it again"
         if steps != list(range(1, last.total + 1)):
-            wrong = next((i for i, step in enumerate(steps, start=1) if step != i), len(steps) + 1)
-            return f"lacks a step line of 1 to {last.total}, or has it twice: first at step {wrong}; run it again"
+            return f"lacks a step line of 1 to {last.total}, or has one twice; run it again"
         return None
 
 
-def follow(paths: Sequence[Path], seconds: float = 1.0) -> Iterator[list[Log]]:
-    """Yield the logs whenever one has changed, until all runs are over. Raise ToolError if one is no log, or gone."""
-    seen, failed = None, False
-    while True:
-        stats = [path.stat() if path.is_file() else None for path in paths]
-        now = [stat and (stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
-        if now != seen or failed:
-            try:
-                yield (logs := [Log(path, grows=True) for path in paths])
-                if all(log.is_over for log in logs):
-                    return
-                failed = False
-            except ToolError:
-                if failed:  # for longer than a run takes to write the head of its log
-                    raise
-                failed = True
-        seen = now
-        time.sleep(seconds)
-
-
 def read_text(path: Path) -> str:
-    try:
-        if path.exists() and not path.is_file():  # reading a pipe or a device might never end
-            raise OSError(0, "not a regular file")
-        return path.read_bytes().decode("utf-8", errors="replace").replace("\r\n", "\n")
-    except OSError as error:
-        raise ToolError(f"{path}: {error.strerror}; name a log, a script or a record") from None
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def read_json(path: Path) -> dict:
     try:
-        found = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
+        return json.loads(read_text(path))
+    except ValueError as error:
         raise ToolError(f"{path}: not JSON ({shown(str(error))}); get the file of the run again") from None
-    if not isinstance(found, dict):
-        raise ToolError(f"{path}: not a JSON object; get the file of the run again")
-    return found
 
 
 def record_folders(root: Path) -> list[Path]:
     """Return all records by name."""
-    try:
-        return sorted(path for path in root.iterdir() if path.is_dir() and RECORD_FOLDER.fullmatch(path.name))
-    except OSError as error:
-        raise ToolError(f"{root}: {error.strerror}; name the folder of the records with --root") from None
+    return sorted(path for path in root.iterdir() if path.is_dir() and RECORD_FOLDER.fullmatch(path.name))
 
 
 def page_row(folder: Path, name: str) -> str | None:
@@ -272,22 +208,19 @@ def page_row(folder: Path, name: str) -> str | None:
 
 def lineage(root: Path) -> list[Path]:
     """Return all records in order. The row "after" of a page names the record before; the first one's has none."""
-    folders, follower = {path.name: path for path in record_folders(root)}, dict[str | None, str]()
-    mend = "mend the row | after | RECORD | of its page"
-    for name, folder in folders.items():
+    line, followers = list[Path](), dict[str | None, Path]()
+    for folder in record_folders(root):
         before = page_row(folder, "after")
-        if before not in (None, *folders):
-            raise ToolError(f"{name} comes after {shown(str(before))}, which is no record in {root}: {mend}")
-        if before in follower:
-            where = f"come after {before}" if before else "have no row | after |: one record is the first"
-            raise ToolError(f"{follower[before]} and {name} both {where}; {mend}")
-        follower[before] = name
-    order: list[str] = []
-    while (after := order[-1] if order else None) in follower:
-        order.append(follower[after])
-    if astray := sorted(folders.keys() - set(order)):
-        raise ToolError(f"{', '.join(astray)}: come after each other in a circle; {mend}")
-    return [folders[name] for name in order]
+        if before in followers:
+            names = f"{followers[before].name} and {folder.name}"
+            raise ToolError(f"{names} both come after {before or 'none'}; mend the row | after | of a page")
+        followers[before] = folder
+    while followers.get(line[-1].name if line else None):
+        line.append(followers.pop(line[-1].name if line else None))
+    if followers:
+        names = ", ".join(folder.name for folder in followers.values())
+        raise ToolError(f"{names}: by the rows | after | of their pages no line leads there from the first; mend them")
+    return line
 
 
 def rivals(line: Sequence[Path], board: str) -> list[tuple[str, str]]:
@@ -299,7 +232,7 @@ def rivals(line: Sequence[Path], board: str) -> list[tuple[str, str]]:
 def board_of(log: Log) -> str:
     """Name the leaderboard of a log: its track and, as gpt2 has one for each kind of machine, the hardware."""
     if log.track != "gpt2":
-        return str(log.track)
+        return log.track
     is_node = re.match(r"8x NVIDIA H100\b", log.hardware or "")
     return "gpt2 on 8xH100" if is_node else f"gpt2 on {log.hardware or 'unknown hardware'}"
 
@@ -369,26 +302,19 @@ def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:
 
 
 def differences(logs: list[Log]) -> Iterator[str]:
-    """Say where runs are not of one experiment, each with its own seed; what most of them have is taken for right."""
-    seeds: dict[int, str] = {}
-    losses: dict[tuple[str, ...], str] = {}
-    for log in logs:
-        curve = tuple(re.findall(r"^step:\S+ train_loss:(\S+)", log.text, re.MULTILINE))
-        if curve and losses.setdefault(curve, log.name) != log.name and log.seed not in seeds:
-            yield f"{log.name}: has all training losses of {losses[curve]}, so it is the same run; leave one out"
-        if log.seed in seeds:
-            yield f"{log.name}: has seed {log.seed}, as {seeds[log.seed]} has; leave one out, or run another --seed"
-        elif log.seed is not None:
-            seeds[log.seed] = log.name
-    settings = []
-    for log in logs:
-        stated = dict(log.configuration or {}) | {"number of steps": log.num_steps, "validation tokens": log.val_sha256}
-        settings.append({key: value for key, value in stated.items() if key not in ("seed", "run_id", "log_dir")})
-    usual = max(range(len(logs)), key=lambda i: settings.count(settings[i]), default=0)
-    for log, mine in zip(logs, settings, strict=True):
-        keys = sorted(key for key in mine | settings[usual] if mine.get(key) != settings[usual].get(key))
+    """Say where runs are not of one experiment, each with its own seed."""
+    for i, log in enumerate(logs):
+        for other in logs[:i]:
+            if log.seed is not None and log.seed == other.seed:
+                yield f"{log.name}: has seed {log.seed}, as {other.name} has; leave one out, or run another --seed"
+            elif log.training and [line.train_loss for line in log.training] == [x.train_loss for x in other.training]:
+                yield f"{log.name}: has all training losses of {other.name}: does the script use its seed?"
+    stated = [log.configuration | {"steps": log.num_steps, "validation tokens": log.val_sha256} for log in logs]
+    for log, mine in zip(logs, stated, strict=True):
+        keys = {key for key in mine | stated[0] if mine.get(key) != stated[0].get(key)} - {"seed", "run_id", "log_dir"}
         if keys:
-            yield f"{log.name}: unlike {logs[usual].name} in {', '.join(keys)}; run all with the same flags and data"
+            unlike = f"unlike {logs[0].name} in {', '.join(sorted(keys))}"
+            yield f"{log.name}: {unlike}; run all with the same flags and data"
 
 
 def require_one_experiment(logs: list[Log]) -> None:

@@ -29,15 +29,8 @@ def curve_of(name: str, track: str, curves: Sequence[dict[int, tuple[float, floa
 
 def read_result(path: Path) -> Curve:
     """Read the JSON of a run on the nano track that wrote no log, as benchmarks/anchor_cpu.py prints it."""
-    try:
-        curve = {int(step): (float(loss), float(ms)) for step, loss, ms in read_json(path)["val_curve"]}
-    except (KeyError, TypeError, ValueError):
-        raise ToolError(f"{path}: no val_curve of [step, loss, ms]; take the JSON of a run") from None
+    curve = {step: (loss, ms) for step, loss, ms in read_json(path)["val_curve"]}
     return curve_of(path.stem, "nano", [curve])
-
-
-def curve_of_logs(logs: Sequence[Log], name: str = "") -> Curve:
-    return curve_of(name or logs[0].path.stem, board_of(logs[0]), [log.curve for log in logs])
 
 
 def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
@@ -48,32 +41,23 @@ def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
     curves = []
     for name in names or map(str, filter(is_ranked, lineage(root))):
         path = Path(name)
-        is_log = path.is_file()
-        logs = [Log(path)] if is_log else record_logs(path := find_record(name, root))
-        curve = curve_of_logs(logs, "" if is_log else path.name)
-        if more := [Log(log) for log in log_paths(path / "curve")]:  # runs that validated often, at other times
-            scale, curve = curve.seconds[-1], curve_of_logs(more, path.name)
-            curve = curve._replace(seconds=[x * scale / curve.seconds[-1] for x in curve.seconds])
+        logs = [Log(path)] if path.is_file() else record_logs(path := find_record(name, root))
+        often = [Log(log) for log in log_paths(path / "curve")]  # runs that validated often, at other times
+        curve = curve_of(path.name.removesuffix(".txt"), board_of(logs[0]), [log.curve for log in often or logs])
+        if often:
+            seconds = statistics.fmean(log.train_time for log in logs) / 1000
+            curve = curve._replace(seconds=[x * seconds / curve.seconds[-1] for x in curve.seconds])
         curves.append(curve)
     return curves
 
 
 def save(figure, path: Path, found: dict) -> None:
-    """Write the picture; a PNG carries `found`, what it shows, in its metadata, so that a stale one can be told."""
-    try:
-        comment = dict(metadata={"Comment": json.dumps(found)}) if path.suffix == ".png" else {}
-        figure.savefig(part := path.with_name(f".{path.name}"), dpi=110, format=path.suffix[1:] or "png", **comment)
-        part.replace(path)  # a viewer never sees half a picture
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise ToolError(f"{path}: {reason}; choose another -o FILE.png") from None
+    """Write the picture as PNG, with `found`, what it shows, in its metadata, so that a stale one can be told."""
+    figure.savefig(path, dpi=110, format="png", metadata={"Comment": json.dumps(found)})
 
 
 def new_figure(num_panels: int, width: float, height: float):
     """Return a figure and its panels, three in a row, each of so many inches."""
-    import matplotlib
-
-    matplotlib.use("Agg")
     from matplotlib.figure import Figure
 
     rows, columns = -(-num_panels // 3), min(num_panels, 3)
@@ -86,7 +70,7 @@ def new_figure(num_panels: int, width: float, height: float):
     return figure, panels
 
 
-def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> dict:
+def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> None:
     """Draw loss against train time, one panel for each track, the newest curve darkest and the anchor in grey."""
     from matplotlib import colormaps
 
@@ -115,9 +99,7 @@ def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> di
         panel.set_xlabel("train time (s)")
         panel.set_ylabel(f"validation loss (nats per {'byte' if track == 'nano' else 'token'})")
         panel.set_title(f"{track}: validation loss against train time, as far as the target", fontsize=10)
-    found = dict(curves=[curve._asdict() for curve in [*curves, *([anchor] if anchor else [])]])
-    save(figure, path, found)
-    return found
+    save(figure, path, dict(curves=[curve._asdict() for curve in [*curves, *([anchor] if anchor else [])]]))
 
 
 def name_ends(panel, curves: Sequence[Curve], colors: Sequence, y: float, distance: float) -> None:
@@ -131,17 +113,12 @@ def name_ends(panel, curves: Sequence[Curve], colors: Sequence, y: float, distan
         panel.annotate(name, (curve.seconds[-1], curve.mean[-1]), (x, y), arrowprops=line, **style)
 
 
-def own_history(root: Path) -> dict[str, list[dict]]:
-    """Return per track the ranked records in order, and their train time in times of the first's."""
-    history: dict[str, list[dict]] = {}
+def plot_history(root: Path, path: Path) -> None:
+    """Draw the train times of the ranked records, in times of the first's, and the public history's."""
+    own: dict[str, list[dict]] = {}
     for track, folder, _, _, times in ranked(root):
-        history.setdefault(track, []).append(dict(name=folder.name, times=times or math.nan))
-    return history
-
-
-def plot_history(root: Path, path: Path) -> dict:
-    own, public = own_history(root), public_history()
-    name = "{date} {name} (#{number})".format
+        own.setdefault(track, []).append(dict(name=folder.name, times=times or math.nan))
+    public, name = public_history(), "{date} {name} (#{number})".format
     theirs = [dict(name=name(**record), minutes=record["official_minutes"]) for record in public["records"]]
     rows = max([len(theirs), *(len(records) for records in own.values())])
     figure, panels = new_figure(len(own) + 1, 6.6, 1.8 + 0.4 * rows)
@@ -152,9 +129,7 @@ def plot_history(root: Path, path: Path) -> dict:
     draw_bars(panels[-1], [r["name"] for r in theirs], [r["minutes"] for r in theirs])
     panels[-1].set_title(f"{public['credit']} on {public['hardware']},\npublished, not measured here", fontsize=10)
     panels[-1].set_xlabel("official record time (minutes)")
-    found = dict(own=own, public=theirs)
-    save(figure, path, found)
-    return found
+    save(figure, path, dict(own=own, public=theirs))
 
 
 def draw_bars(panel, names: Sequence[str], values: Sequence[float]) -> None:

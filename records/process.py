@@ -43,17 +43,11 @@ def own_process(
     Ctrl-C, SIGTERM and SIGHUP end the process with all that it started, and raise KeyboardInterrupt here.
     """
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    process, received = None, []
-
-    def interrupt(number: int, _) -> None:
-        received.append(number)
-        if process is not None and len(received) == 1:
-            raise KeyboardInterrupt
-
-    before = {
-        number: signal.signal(number, interrupt) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN
-    }
+    before = {number: signal.getsignal(number) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
+    process = None
     try:
+        for number in before:
+            signal.signal(number, signal.default_int_handler)
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=cwd,
@@ -65,10 +59,10 @@ def own_process(
             start_new_session=True,  # so that its children end with it
             preexec_fn=end_with_parent,
         )
-        if received:  # while the process started, which must not be cut short: it would live on unknown
-            raise KeyboardInterrupt
         stdout, stderr = process.communicate(timeout=seconds)
     except BaseException as error:
+        for number in before:  # all goes on to its end
+            signal.signal(number, signal.SIG_IGN)
         if process is not None:
             # torchrun's ranks are in sessions of their own; it ends them when told, after 30 s by force
             for number, patience in ((signal.SIGTERM, 40), (signal.SIGKILL, None)):

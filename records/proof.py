@@ -2,7 +2,6 @@
 
 import math
 import statistics
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,7 +9,7 @@ from records.logs import RECORDS, Log, ToolError, read_json
 
 ALPHA = 0.01  # a record's p has to be below it
 POWER = 0.9
-MAX_RUNS = 1_000_000
+MAX_RUNS = 1_000
 TOLERANCE, AT_THE_END = 0.05, 0.01  # nats that a log may be away from a public curve, and from its last point
 PEEKING = (
     "Fix the number of runs before the first one: who looks after each of 3 to 20 runs and stops at the first "
@@ -32,39 +31,24 @@ class Sample:
         return f"n={self.n} mean {self.mean:.4f}{sd}"
 
 
-def p_below(values: Sequence[float], target: float) -> float | None:
-    """Return p of the one-sided one-sample t-test for a mean below `target`. None for fewer than two."""
-    if len(values) < 2:
-        return None
-    if min(values) == max(values):
-        return 0.0 if values[0] < target else 1.0
-    from scipy.stats import ttest_1samp
-
-    return float(ttest_1samp(values, target, alternative="less").pvalue)
-
-
 def describe(values: Sequence[float], target: float | None = None) -> Sample:
-    sd = statistics.stdev(values) if len(values) > 1 else None
-    return Sample(len(values), statistics.fmean(values), sd, None if target is None else p_below(values, target))
+    """Summarize runs; p is that of the one-sided t-test for a mean below `target`."""
+    sd, p = statistics.stdev(values) if len(values) > 1 else None, None
+    if sd is not None and target is not None:
+        from scipy.stats import ttest_1samp
 
-
-def power_below(gap: float, sd: float, n: int) -> float:
-    """Return how often the one-sided test passes with n runs, if the true mean is `gap` below the target."""
-    from scipy.stats import nct, t
-
-    return float(nct.sf(t.isf(ALPHA, n - 1), n - 1, gap / sd * math.sqrt(n)))
+        p = float(ttest_1samp(values, target, alternative="less").pvalue)
+    return Sample(len(values), statistics.fmean(values), sd, p)
 
 
 def runs_needed(gap: float, sd: float) -> int | None:
-    """Return the smallest number of runs, at least 2, whose test has enough power; None if none up to MAX_RUNS has."""
-    if gap <= 0:
-        return None
-    high = 2
-    while sd and power_below(gap, sd, high) < POWER:
-        high *= 2
-        if high > MAX_RUNS:
-            return None
-    return bisect_left(range(high), True, lo=max(2, high // 2), key=lambda n: power_below(gap, sd, n) >= POWER)
+    """Return the smallest number of runs, up to MAX_RUNS, whose test has enough power if the mean is `gap` below."""
+    from scipy.stats import nct, t
+
+    for n in range(2, MAX_RUNS + 1):
+        if gap > 0 and (sd == 0 or nct.sf(t.isf(ALPHA, n - 1), n - 1, gap / sd * math.sqrt(n)) >= POWER):
+            return n
+    return None
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
@@ -87,15 +71,16 @@ def compare(a: Sequence, b: Sequence) -> dict:
     a, b = ([runs[seed] for seed in seeds] for runs in by_seed)
     found: dict = dict(n=[len(a), len(b)], seeds=seeds)
     for key in ("train_time", "step_time", "val_loss"):
-        is_time, values = key != "val_loss", [[getattr(run, key) for run in runs] for runs in (a, b)]
-        if is_time and not all(value for side in values for value in side):
-            continue  # a log that does not state it
-        scaled = [[math.log(value) for value in side] for side in values] if is_time else values
-        ends = difference(*scaled)
-        mean, low, high = (math.exp(min(x, 700)) if is_time else x for x in ends)
-        found[key] = {"ratio" if is_time else "difference": mean, "low": low, "high": high}
-        found[key] = {name: round(value, 6) for name, value in found[key].items()}
-        found[key]["means"] = [round(statistics.fmean(side), 6) for side in values]
+        values = [[getattr(run, key) for run in runs] for runs in (a, b)]
+        if any(value is None for side in values for value in side):
+            continue  # a run that does not state it
+        if key == "val_loss":
+            ends = dict(zip(("difference", "low", "high"), difference(*values), strict=True))
+        else:
+            scaled = difference(*([math.log(value) for value in side] for side in values))
+            ends = dict(zip(("ratio", "low", "high"), map(math.exp, scaled), strict=True))
+        means = [round(statistics.fmean(side), 6) for side in values]
+        found[key] = {name: round(value, 6) for name, value in ends.items()} | dict(means=means)
     return found
 
 
@@ -118,19 +103,22 @@ def public_history() -> dict:
     return read_json(RECORDS / "public.json")
 
 
-def against_public(log: Log, name: str) -> dict:
-    """Hold the validations of a gpt2 log against the curve of a public record, such as "record21"."""
+def against_public(log: Log, name: str) -> tuple[str, bool]:
+    """Hold a gpt2 log's validations against the curve of a public record, such as "record21"; say if it follows."""
     curves = {f"record{record['number']}": record["curve"] for record in public_history()["records"]}
     if name not in curves:
         raise ToolError(f"no public curve {name!r}; choose one of {', '.join(curves)}")
     if log.track != "gpt2":
         raise ToolError(f"{log.path}: a log of the {log.track} track; the public curves are of gpt2")
-    points = [(int(step), loss) for step, loss in curves[name].items()]
-    common = [(step, log.curve[step][0], loss) for step, loss in points if step in log.curve]
+    curve = {int(step): loss for step, loss in curves[name].items()}
+    common = {step: log.curve[step][0] for step in curve if step in log.curve}
     if not common:
         raise ToolError(f"{log.path}: no validation at a step of the curve; run it with --val_loss_every 125")
-    allowed = {points[-1][0]: AT_THE_END}
-    off = next((point for point in common if abs(point[1] - point[2]) > allowed.get(point[0], TOLERANCE)), None)
-    deviation = None if off is None else dict(zip(("step", "loss", "curve"), off, strict=True))
-    found = dict(log=str(log.path), curve=name, compared=len(common), lacking=len(points) - len(common))
-    return found | dict(first=deviation, ends=points[-1][0] in log.curve)
+    lacking = len(curve) - len(common)
+    points = f"{len(common)} points" + (f"; {lacking} more it lacks" if lacking else "")
+    for step, loss in common.items():
+        if abs(loss - curve[step]) > (AT_THE_END if step == max(curve) else TOLERANCE):
+            losses = f"{loss:.4f}, the curve {curve[step]:.4f}"
+            return f"leaves {name} first at step {step}: {losses} (compared at {points})", False
+    at_end = f", within {AT_THE_END} at its end" if max(curve) in common else ""
+    return f"follows {name} within {TOLERANCE} at {points}{at_end}", True

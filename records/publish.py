@@ -2,7 +2,6 @@
 
 import datetime
 import re
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -51,63 +50,43 @@ def hardware_of(logs: Sequence[Log]) -> str:
     return cell("; ".join(sorted({log.hardware or "not stated" for log in logs})))
 
 
-def new_record(name: str, paths: Sequence[str], root: Path, date: str, race: Path | None) -> Path:
+def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date, race: Path | None) -> Path:
     """Make the folder from finished logs of one script and its race, once nothing of this is known to be wrong."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise ToolError(f"{name!r} is no name for a record: take letters, digits, '-' and '.'")
-    try:
-        folder = root / f"{datetime.date.fromisoformat(date).isoformat()}_{name}"
-    except ValueError:
-        raise ToolError(f"--date {date!r} is no date: write it as 2026-01-31") from None
-    if folder.exists():
-        raise ToolError(f"{folder} is there already: choose another name, or remove it first")
+    line, folder = lineage(root), root / f"{date}_{name}"
+    if taken := [path.name for path in line if path.name.partition("_")[2].lower() == name.lower()]:
+        raise ToolError(f"{taken[0]} has that name: choose another, or remove it first")
     if len({Path(path).name for path in paths}) < len(paths):
         raise ToolError("two of the logs have the same file name: rename one")
     logs = [Log(Path(path)) for path in paths]
     require_one_experiment(logs)
-    line = lineage(root)
-    if taken := [path.name for path in line if path.name.partition("_")[2].lower() == name.lower()]:
-        raise ToolError(f"{taken[0]} has that name: choose another")
-    text = page_of(name, logs, line[-1] if line else None)
-    others = older_logs(race, line, board_of(logs[0])) if race else {}
-    folder.mkdir()
-    (folder / "train_gpt.py").write_text(logs[0].source + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(text, encoding="utf-8")
-    for log in logs:
-        (folder / log.name).write_text(without_script(read_text(log.path), log.source), encoding="utf-8")
+    files = {"README.md": page_of(name, logs, line[-1] if line else None), "train_gpt.py": logs[0].source + "\n"}
+    files |= {log.name: without_script(read_text(log.path), log.source) for log in logs}
     if race:
-        shutil.copyfile(race, folder / FILE)
-    for file, text in others.items():
-        (folder / OLDER).mkdir(exist_ok=True)
-        (folder / OLDER / file).write_text(text, encoding="utf-8")
+        others = older_logs(race, line, board_of(logs[0]))
+        files |= {FILE: read_text(race)} | {f"{OLDER}/{name}": text for name, text in others.items()}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
     return folder
 
 
 def page_of(name: str, logs: Sequence[Log], before: Path | None) -> str:
     """Return a page that lacks only words."""
-    track, board = track_of(logs[0]), cell(board_of(logs[0]))
-    sample = describe([log.val_loss for log in logs], track.target)
-    times = [describe([log.train_time / divisor for log in logs]) for divisor in (1000, logs[0].num_steps)]
-    rows = dict(kind="idea", track=f"{board}: mean validation loss of at most {track.target}, p < 0.01")
+    target, board = track_of(logs[0]).target, cell(board_of(logs[0]))
+    sample, times = describe([log.val_loss for log in logs], target), describe([log.train_time / 1000 for log in logs])
+    rows = dict(kind="idea", track=f"{board}: mean validation loss of at most {target}, p < 0.01")
     rows["validation loss"] = f"{sample}{'' if sample.p is None else f', p={sample.p:.2g}'}"
-    rows["seeds"] = ", ".join("not stated" if log.seed is None else str(log.seed) for log in logs)
+    rows["seeds"] = ", ".join(str(log.seed) for log in logs)
     rows["steps"] = f"{logs[0].num_steps:,}"
-    for label, unit, found in zip(("train time", "step_avg"), ("s", "ms"), times, strict=True):
-        rows[label] = f"mean {found.mean:.2f} {unit}{'' if found.sd is None else f', sd {found.sd:.2f} {unit}'}"
+    rows["train time"] = f"mean {times.mean:.2f} s{'' if times.sd is None else f', sd {times.sd:.2f} s'}"
     rows["hardware"] = hardware_of(logs)
-    rows["versions"] = f"Python {cell(logs[0].python or 'not stated')}, torch {cell(logs[0].torch or 'not stated')}"
     if before:
         link = rows["after"] = f"[{before.name}](../{before.name})"
         _, removed, added = diff(read_script(str(before), before.parent), (name, logs[0].source))
         rows["script"] = f"{removed} lines removed, {added} added against {link}"
     return README.format(name=name, rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()))
-
-
-def title_of(folder: Path) -> str:
-    """Return what comes after ": " in the first line of the record's README."""
-    readme = folder / "README.md"
-    first = read_text(readme).partition("\n")[0] if readme.is_file() else ""
-    return cell(first.partition(": ")[2].strip())
 
 
 def row(folder: Path, logs: list[Log], ratio: str, product: float | None) -> list[str]:
@@ -117,7 +96,7 @@ def row(folder: Path, logs: list[Log], ratio: str, product: float | None) -> lis
     peaks = [log.peak_mib for log in logs if log.peak_mib is not None]
     return [
         f"[{folder.name}]({folder.name})",
-        title_of(folder),
+        cell(read_text(folder / "README.md").partition("\n")[0].partition(": ")[2]),
         f"{logs[0].num_steps:,}",
         f"{sample.mean:.4f} ({'' if sample.sd is None else f'sd {sample.sd:.4f}, '}n={sample.n})",
         "" if sample.p is None else f"{sample.p:.1g}",

@@ -3,7 +3,6 @@
 import datetime
 import functools
 import json
-import math
 import os
 import string
 import sys
@@ -42,7 +41,6 @@ MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 SAME_TRAINING = {f"--{name}" for name in "preset device val_loss_every cpu_threads train_files val_files".split()}
 ON_ONE_GPU = {"--train_seq_len"}  # for gpt2 on one GPU, where the preset's sequences may not fit
 BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
-PLAN = ("scripts", "flags", "pairs", "seed", "nproc_per_node")
 
 
 @dataclass(frozen=True)
@@ -57,23 +55,11 @@ class Run:
     val_sha256: str | None = None
     hardware: str | None = None
 
-    def __post_init__(self):
-        numbers = (self.val_loss, self.train_time, self.step_time or 1.0)
-        if not (isinstance(self.seed, int) and all(isinstance(x, float) and 0 < x < math.inf for x in numbers)):
-            raise ValueError
-
 
 def figures_of(log: Log) -> dict:
     """Return the fields of Run that a log states; what the run wrote elsewhere does not count."""
     figures = dict(val_loss=log.val_loss, train_time=log.train_time, step_time=log.step_time or None)
     return figures | dict(val_sha256=log.val_sha256, hardware=log.hardware)
-
-
-def unlike(run: Run, log: Log) -> str:
-    """Name what the run's own log says otherwise, or return ""."""
-    stated = vars(run) | dict(val_loss=round(run.val_loss, 4), train_time=round(run.train_time))  # as logs round them
-    figures = figures_of(log) | dict(seed=log.seed)
-    return ", ".join(name for name, value in figures.items() if stated[name] != value)
 
 
 def run_script(script: Path, flags: Sequence[str], nproc: int, seed: int, run_id: str, log_dir: Path) -> dict:
@@ -90,8 +76,6 @@ def run_script(script: Path, flags: Sequence[str], nproc: int, seed: int, run_id
     log = Log(RECORDS.parent / log_dir / f"{run_id}.txt")
     if log.incomplete:
         raise ToolError(f"{log.path}: {log.incomplete}")
-    if log.seed != seed:
-        raise ToolError(f"run {run_id} took seed {log.seed}, not {seed}; leave it to the race")
     return figures_of(log)
 
 
@@ -99,14 +83,10 @@ def read_race(path: Path) -> tuple[dict, list[Run]]:
     """Return the document and its runs. Raise ToolError if it is not a race's."""
     document = read_json(path)
     try:
-        runs = [Run(**run) for run in document["runs"]]
-        hashes, flags, pairs, seed, _ = planned(document)
-        sound = {type(pairs), type(seed)} == {int} and {str} >= {*map(type, flags)} and pairs <= MAX_PAIRS
-        if not sound or len(hashes) > MAX_SCRIPTS or any(run.script not in range(len(hashes)) for run in runs):
-            raise ValueError
-    except (KeyError, TypeError, ValueError):
+        planned(document)
+        return document, [Run(**run) for run in document["runs"]]
+    except (KeyError, TypeError):
         raise ToolError(f"{path}: not the {FILE} of a race; take the file that `race` wrote") from None
-    return document, runs
 
 
 def plan_of(scripts: Sequence[tuple[str, str]], flags: Sequence[str], pairs: int, seed: int, nproc: int = 1) -> dict:
@@ -116,9 +96,9 @@ def plan_of(scripts: Sequence[tuple[str, str]], flags: Sequence[str], pairs: int
 
 
 def planned(document: dict) -> tuple:
-    """Return what a race is fixed by, in the order of PLAN; a script by its SHA-256."""
-    document = dict(nproc_per_node=1) | document  # which older files do not name
-    return [script["sha256"] for script in document["scripts"]], *(document[key] for key in PLAN[1:])
+    """Return what a race is fixed by: its scripts, by their SHA-256, flags, pairs, first seed and processes."""
+    keys = ("flags", "pairs", "seed", "nproc_per_node")
+    return [script["sha256"] for script in document["scripts"]], *(document[key] for key in keys)
 
 
 def of(script: int, runs: Sequence[Run]) -> list[Run]:
@@ -128,21 +108,17 @@ def of(script: int, runs: Sequence[Run]) -> list[Run]:
 def obstacle(plan: dict, rivals: Sequence[tuple[str, str]]) -> str | None:
     """Say why no record can come of a race with this plan against one of `rivals` (name, source), or return None."""
     hashes, flags, pairs, _, nproc = planned(plan)
-    given = dict(pairwise(" ".join(flags).replace("=", " ").split()))
-    preset, machine = given.get("--preset"), (given.get("--device", "cpu"), given.get("--cpu_threads", "2"))
-    if preset not in (None, "nano", "gpt2"):
-        return f"preset {shown(preset)} is no track: race with --preset nano or gpt2"
-    if preset == "nano" and (nproc > 2 or machine not in (("cpu", "1"), ("cpu", "2"))):
-        return "the nano track is for 2 threads of a CPU: race with --device cpu and one process"
-    if preset != "nano" and (nproc not in (1, 8) or (preset and given.get("--device") == "cpu")):
-        return "gpt2's tracks are 8xH100 and one GPU: race with --nproc_per_node 8 or 1, without --device cpu"
-    is_one_gpu = preset != "nano" and nproc == 1
+    is_one_gpu = nproc == 1 and not is_nano(flags)
     allowed = SAME_TRAINING | ON_ONE_GPU if is_one_gpu else SAME_TRAINING
     if others := {flag.split("=")[0] for flag in flags if flag.startswith("--")} - allowed:
         return f"flags {', '.join(sorted(others))}: put settings into the script, race without"
     if rivals and not any(digest(source) in hashes for _, source in rivals):
         return f"not the script of {' or '.join(name for name, _ in rivals)}: race against it as it is"
     return f"fewer than {MIN_PAIRS} pairs: race with --pairs {MIN_PAIRS}" if pairs < MIN_PAIRS else None
+
+
+def is_nano(flags: Sequence[str]) -> bool:
+    return any(flag.split("=")[-1] == "nano" for flag in flags)
 
 
 def used_seeds(plan: dict, paths: Iterable[Path]) -> str | None:
@@ -185,34 +161,25 @@ def record_race(
     checked_order(path, document, runs)
     if len(runs) != pairs * len(hashes):
         raise ToolError(f"{path}: has {len(runs)} runs, not {pairs} of each script; --resume the race")
-    if document.get("comparisons") != comparisons(runs):
-        raise ToolError(f"{path}: its comparisons do not follow from its runs; take the file that `race` wrote")
     a, b = (of(hashes.index(digest(script)), runs) for script in (newer, older))
-    if logs is not None and len(logs) != len(a):
-        raise ToolError(f"{path}: has {len(a)} runs of the script, there are {len(logs)} sound logs: leave none out")
     if logs is not None:
+        if len(logs) != len(a):
+            counts = f"{len(a)} runs of the script, there are {len(logs)} sound logs"
+            raise ToolError(f"{path}: has {counts}: leave none out")
         check_runs(path, a, logs, flags, "the folder")
-        if len(others) > len(b):
-            raise ToolError(f"{path}: has {len(b)} runs of {name}, {OLDER} has {len(others)} logs: leave no round out")
         others = [*others, *map(Log, log_paths(folder.parent / name))]
         others = [log for log in others if log.source in (older, digest(older)) and not log.incomplete]
-        if any(log.training_tokens for log in logs) or {run.seed for run in b} <= {log.seed for log in others}:
-            check_runs(path, b, others, flags, f"its folder {OLDER}, nor in {name}")  # early races did not keep them
+        check_runs(path, b, others, flags, f"its folder {OLDER}, nor in {name}")
     return name, compare(a, b)
 
 
 def older_logs(race: Path, line: Sequence[Path], board: str) -> dict[str, str]:
-    """Return name and text of the logs beside `race` of the script before, without those that its record has already.
-
-    The script in them, which its record has, gives way to its SHA-256.
-    """
+    """Return name and text of the logs beside `race` of the script before, which its SHA-256 stands for."""
     hashes = planned(read_race(race)[0])[0]
-    for name, script in rivals(line, board):
+    for _, script in rivals(line, board):
         if digest(script) in hashes:
             paths = race.parent.glob(run_id_of("*", hashes.index(digest(script))) + ".txt")
-            theirs = {without_script(read_text(path), script) for path in line[0].parent.glob(f"{name}/*.txt")}
-            found = {path.name: without_script(read_text(path), script) for path in sorted(paths)}
-            return {name: text for name, text in found.items() if text not in theirs}
+            return {path.name: without_script(read_text(path), script) for path in sorted(paths)}
     return {}
 
 
@@ -220,11 +187,11 @@ def check_runs(path: Path, runs: Sequence[Run], logs: Sequence[Log], flags: Sequ
     """Raise ToolError unless each of the race's runs has a log that says the same."""
     for run in runs:
         run_id = run_id_of(run.seed, run.script)
-        said = [unlike(run, log) for log in logs if (log.flags or [])[4:] == ["--run_id", run_id, *flags]]
-        if "" not in said:
-            lacks = f"no sound log of its run {run_id}, with the race's flags, is in {where}"
-            lacks = f"the log of its run {run_id} says otherwise in {said[0]}" if said else lacks
-            raise ToolError(f"{path}: {lacks}; take the files that `race` left")
+        own = [log for log in logs if log.flags[4:] == ["--run_id", run_id, *flags]]
+        if not own:
+            raise ToolError(f"{path}: no sound log of its run {run_id}, with the race's flags, is in {where}")
+        if not any(Run(run.script, log.seed, **figures_of(log)) == run for log in own):
+            raise ToolError(f"{path}: the log of its run {run_id} says otherwise; take the files that `race` left")
 
 
 def checked_order(path: Path, document: dict, runs: Sequence[Run]) -> list[tuple[int, int]]:
@@ -264,8 +231,6 @@ def begin(plan: dict, out: Path | None, resume: Path | None) -> tuple[Path, dict
     """Start a race in the folder `out`, or read what there is of the one to resume. The last result is its lock."""
     folder = resume or out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
     path = folder / FILE
-    if resume and not path.is_file():
-        raise ToolError(f"{path}: no such file; name the folder of a race")
     if not resume and path.exists():
         raise ToolError(f"{path} is there already: go on with --resume {folder}, or choose another --out")
     sys.path.append(str(RECORDS.parent / "data"))
@@ -278,9 +243,8 @@ def begin(plan: dict, out: Path | None, resume: Path | None) -> tuple[Path, dict
     if not resume:
         write(path, plan | dict(runs=[], comparisons=[]))  # so that a race can go on whose first run fails
     document, runs = read_race(path)
-    for key, before, now in zip(PLAN, planned(document), planned(plan), strict=True):
-        if before != now:
-            raise ToolError(f"{path}: was begun with other {key}: resume with the same, or begin a new race with --out")
+    if planned(document) != planned(plan):
+        raise ToolError(f"{path}: was begun with other scripts, flags, pairs or seed: use the same, or --out")
     return folder, document, runs, lock
 
 
@@ -296,10 +260,6 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
 
     folder, document, runs, _lock = begin(plan, out, resume)
     order = checked_order(folder / FILE, document, runs)
-    for run in runs:  # of a race that goes on
-        log = folder / f"{run_id_of(run.seed, run.script)}.txt"
-        if log.is_file() and (wrong := unlike(run, Log(log))):
-            raise ToolError(f"{folder / FILE}: {log.name} says otherwise in {wrong}; begin a new race with --out")
     print(f"{len(runs)}/{len(order)} runs; if stopped, go on with --resume {folder}", file=sys.stderr, flush=True)
     log_dir, root = folder.resolve(), RECORDS.parent
     log_dir = log_dir.relative_to(root) if log_dir.is_relative_to(root) else log_dir  # a log names no home folder
@@ -310,10 +270,7 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
         run_id = run_id_of(seed, script)
         for suffix in (".txt", ".json"):  # of a run that was stopped
             (folder / f"{run_id}{suffix}").unlink(missing_ok=True)
-        try:
-            run = Run(script, seed, **runners[script](seed, run_id, log_dir))
-        except ValueError:
-            raise ToolError(f"run {run_id} states no loss or no time above 0; let it train more steps") from None
+        run = Run(script, seed, **runners[script](seed, run_id, log_dir))
         (folder / f"{run_id}.pt").unlink(missing_ok=True)  # the model is of no use here
         runs.append(run)
         checked_order(folder / FILE, document, runs)
@@ -343,14 +300,11 @@ def race(
     names: Sequence[str], pairs: int, seed: int, nproc: int, flags: Sequence[str], root: Path, **folders: Path | None
 ) -> dict:
     """Race training scripts, frozen as they are now, with these flags."""
-    if not 1 <= nproc <= 1024:
-        raise ToolError(f"--nproc_per_node {nproc}: a run takes 1 to 1024 processes")
     if any(flag.split("=")[0] in ("--seed", "--log_dir", "--run_id") for flag in flags):
         raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out after --")
     scripts = [read_script(name, root) for name in names]
     plan = plan_of(scripts, flags, pairs, seed, nproc)
-    is_nano = any(flag.split("=")[-1] == "nano" for flag in flags)
-    before = rivals(lineage(root), "nano" if is_nano else "gpt2 on 8xH100" if nproc == 8 else "gpt2")
+    before = rivals(lineage(root), "nano" if is_nano(flags) else "gpt2 on 8xH100" if nproc == 8 else "gpt2")
     folder = folders["resume"] or folders["out"] or Path("logs/new")
     others = sorted({*folder.parent.glob(f"*/{FILE}"), *root.glob(f"*/{FILE}")} - {folder / FILE})
     problem = obstacle(plan, before) or (before and too_different(scripts[0], before[-1])) or used_seeds(plan, others)

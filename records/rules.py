@@ -4,12 +4,9 @@ import ast
 import functools
 import hashlib
 import itertools
-import math
 import os
 import re
-import statistics
 import sys
-import warnings
 from collections import namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,26 +29,26 @@ from records.logs import (
     read_text,
     shown,
 )
-from records.proof import ALPHA, describe, public_history, runs_needed
+from records.proof import ALPHA, Sample, describe, public_history
 from records.race import FILE, OLDER, ON_ONE_GPU, SAME_TRAINING, record_race, too_different
 
 PLACEHOLDER = re.compile("<say[^>]*>?")
-COMPILER_SETTING = re.compile(r"(torch\.)?(_inductor|_dynamo)(\..*)?|TORCH(INDUCTOR|DYNAMO|_COMPILE)\w*")
+COMPILER_SETTING = re.compile(r"\b_(inductor|dynamo)\b(?!\.utils)|\bTORCH(INDUCTOR|DYNAMO|_COMPILE)\w*")
 
 
 # target: a mean validation loss in nats; val_sha256 None: no hash is known to this tool yet. slack: how far above 0 the
 # interval of a loss difference may begin; scripts of nano end near the target, so there is little margin to spend
-Track = namedtuple("Track", "name target slack val_tokens val_sha256 shard_name shard_tokens num_shards max_threads")
+Track = namedtuple("Track", "name target slack val_tokens val_sha256 shard_name shard_tokens max_threads")
 NANO_VAL = "e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33"
 TRACKS = {
-    "nano": Track("nano", 1.45, 0.005, 262_144, NANO_VAL, "nano_train_{:06d}.bin", 43_511_879, 1, max_threads=2),
-    "gpt2": Track("gpt2", 3.28, 0.0, 10_485_760, None, "fineweb_train_{:06d}.bin", 100_000_000, 103, max_threads=None),
+    "nano": Track("nano", 1.45, 0.005, 262_144, NANO_VAL, "nano_train_{:06d}.bin", 43_511_879, max_threads=2),
+    "gpt2": Track("gpt2", 3.28, 0.0, 10_485_760, None, "fineweb_train_{:06d}.bin", 100_000_000, max_threads=None),
 }
 
 
 def track_of(log: Log) -> Track:
     if log.track not in TRACKS:
-        raise ToolError(f"{log.path}: preset {shown(str(log.track))} is no track; the tracks are {', '.join(TRACKS)}")
+        raise ToolError(f"{log.path}: preset {shown(log.track)} is no track; the tracks are {', '.join(TRACKS)}")
     return TRACKS[log.track]
 
 
@@ -67,92 +64,43 @@ def hardware_problem(log: Log) -> str | None:
 
 
 def compiler_flags(source: str) -> Iterator[str]:
-    """Yield what a script does to the compiler beyond torch.compile(..., fullgraph=, dynamic=).
-
-    Finds what is written plainly; flags that a script hides, or that are set outside of it, its readers have to find.
-    """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        yield f"cannot be parsed ({shown(str(error))})"
-        return
-    # torch.compile has to be called, and torch._dynamo.utils, which counts graphs, is no setting
-    plain = {id(node.func) for node in nodes if isinstance(node, ast.Call)}
-    plain |= {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "utils"}
-    for node in nodes:
-        found = ""
-        match node:
-            case ast.Import() | ast.ImportFrom():
-                text = ast.unparse(node)
-                found = text if re.search(r"\b(_inductor|_dynamo|torch as|torch import .*\bcompile)\b", text) else ""
-            case ast.Attribute(attr="_inductor" | "_dynamo") | ast.Attribute(value=ast.Name("torch"), attr="compile"):
-                found = "" if id(node) in plain else f"torch.{node.attr}"
-            case ast.Constant(value=str(text)) | ast.keyword(arg=str(text)):
-                found = text if COMPILER_SETTING.fullmatch(text) else ""
-            case ast.Call(func=ast.Name("getattr"), args=[_, ast.Constant(value="compile"), *_]):
-                found = "getattr(..., 'compile')"
-            case ast.Call(func=ast.Attribute(value=ast.Name("torch"), attr="compile")):
-                words = [word.arg or "**" for word in node.keywords if word.arg not in ("fullgraph", "dynamic")]
-                found = f"torch.compile({', '.join(f'{word}=' for word in words)})" if words else ""
-        if found:
-            yield f"line {getattr(node, 'lineno', 0)} uses {found}"
+    """Yield what a script plainly does to the compiler beyond torch.compile(..., fullgraph=, dynamic=)."""
+    for found in COMPILER_SETTING.finditer(source):
+        yield f"line {source.count(chr(10), 0, found.start()) + 1} uses {found[0]}"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.compile":
+            words = [word.arg or "**" for word in node.keywords if word.arg not in ("fullgraph", "dynamic")]
+            yield from (f"line {node.lineno} uses torch.compile({word}=)" for word in words)
 
 
 @dataclass
 class Verdict:
     """What verify found out about a record."""
 
-    name: str
+    folder: Path
     failures: list[str]
     summary: str = ""
 
     def __str__(self) -> str:
-        failures = [f"FAIL {self.name}: {failure}" for failure in self.failures]
-        return "\n".join(failures or [f"ok {self.name}: {self.summary}"])
+        name = self.folder.name
+        return "\n".join([f"FAIL {name}: {failure}" for failure in self.failures] or [f"ok {name}: {self.summary}"])
 
 
 def clock_problems(log: Log) -> Iterator[str]:
-    redo = "the clock was edited or went wrong; run it again"
     for before, line in itertools.pairwise(log.lines):
         if line.time < before.time:
-            yield f"train_time falls from {before.time:.0f} to {line.time:.0f} ms at step {line.step}: {redo}"
+            fall = f"train_time falls from {before.time:.0f} to {line.time:.0f} ms at step {line.step}"
+            yield f"{fall}: the clock went wrong; run it again"
             return
-    for line in log.lines:
-        divisor = max(line.step, 1)
-        # train_time is rounded to 1 ms, step_avg to 0.01 ms
-        if line.average is None or abs(line.average - line.time / divisor) > 0.5 / divisor + 0.005 + 1e-6:
-            expected = f"train_time makes it {line.time / divisor:.2f}"
-            yield f"step_avg at step {line.step} is {line.average} ms, {expected}: {redo}"
-            return
-    median = statistics.median(log.step_times or [math.nan])
-    if abs((log.stated_step_time or math.nan) - median) > 1.01:  # both ends of a step are rounded to 1 ms
-        yield f"states a median step of {log.stated_step_time} ms, its step lines {median:.2f}: {redo}"
 
 
-def contradictions(log: Log) -> Iterator[str]:
-    """Hold what a log states more than once against each other."""
-    redo, config = "edited, or of two runs; run it again", log.configuration or {}
-    for what, stated in dict(seed=log.seed, num_iterations=log.num_steps).items():
-        if stated not in (None, config.get(what)):
-            yield f"its {what} is {stated}, in its configuration {shown(str(config.get(what)))}: {redo}"
+def flag_problems(log: Log) -> Iterator[str]:
     allowed = {*SAME_TRAINING, "--seed", "--log_dir", "--run_id"}
     if board_of(log) not in ("nano", "gpt2 on 8xH100"):
         allowed |= ON_ONE_GPU
-    words = [word for flag in log.flags or [] for word in str(flag).split("=", 1)]
-    for flag, value in zip(words[::2], words[1::2], strict=False):
-        if flag not in allowed:
-            yield f"has the flag {shown(flag)}: put settings into the script, run it without"
-        elif value not in ("auto", configured := str(config.get(flag[2:], value))):
-            yield f"has {flag} {shown(value)}, in its configuration {shown(configured)}: {redo}"
-    every = log.number("val_loss_every")
-    if {*log.curve} != {log.num_steps, *(step for step in range(log.num_steps) if every and step % every == 0)}:
-        yield f"validates not every {every} steps, as its configuration says: {redo}"
-    loss, seconds = re.findall(r"[\d.]+", log.summary or "0 0")
-    if float(loss) != log.val_loss or abs(float(seconds) - log.train_time / 1000) > 0.0056:
-        found = f"{log.val_loss:.4f} after {log.train_time / 1000:.2f} s"
-        yield f"ends with {log.summary or 'no summary'}, its step lines with {found}: {redo}"
+    for name in [flag.partition("=")[0] for flag in log.flags if flag.startswith("--")]:
+        if name not in allowed:
+            yield f"has the flag {name}: put settings into the script, run it without"
 
 
 @functools.cache
@@ -167,9 +115,8 @@ def nano_shard() -> bytes:
 
 def is_packed(log: Log) -> bool:
     """Return whether documents or growing batches decide where a batch begins."""
-    config = log.configuration or {}
-    factors = config.get("batch_factors", config.get("stage_growth"))  # as older scripts call them
-    return config.get("max_doc_len") not in (None, 0, [0]) or factors not in (None, [1])
+    lengths, factors = log.configuration.get("max_doc_len"), log.configuration.get("batch_factors")
+    return lengths not in (None, 0, [0]) or factors not in (None, [1])
 
 
 def training_tokens(log: Log) -> str | None:
@@ -196,40 +143,22 @@ def validation_problem(log: Log, track: Track) -> str | None:
 def data_problems(log: Log, track: Track) -> Iterator[str]:
     """Check that validation tokens and training stream are the track's."""
     yield from filter(None, [validation_problem(log, track)])
-    per_batch = log.number("batch_tokens")
-    if not 0 < per_batch < track.shard_tokens or log.num_steps < 1:
-        yield "its configuration has no batch_tokens that fit the shards, or no steps; run the track's train_gpt.py"
-        return
     touched = "the training stream is not the track's"
-    if log.training_tokens or "training tokens: " in log.source:  # older scripts do not state them
-        if log.training_tokens is None:
-            yield "states no training tokens; run the script as it is"
-        elif (expected := training_tokens(log)) not in (None, log.training_tokens):
-            yield f"{touched}: its tokens are {log.training_tokens}, in order they are {expected}; get the data again"
-    per_shard = len(range(0, track.shard_tokens - per_batch, per_batch))
-    shard, last = divmod(log.num_steps - 1, per_shard)
-    last *= per_batch
-    if is_packed(log):  # the log's word counts if no token was used twice
-        shard, last = max(len(log.train_shards), 1) - 1, int((log.last_batch or "0").split()[-1])
-        if not (log.num_steps - 1) * per_batch - shard * track.shard_tokens <= last < track.shard_tokens:
-            yield f"{touched}: the last batch cannot begin at position {last} of shard {shard + 1}; run it again"
-    if shard >= track.num_shards:
-        yield f"{touched}: {log.num_steps} batches of {per_batch} are more than its data, used once; train less"
-        return
-    names = [track.shard_name.format(i + (track.name == "gpt2")) for i in range(shard + 1)]  # FineWeb's 0: validation
-    if [name for name, _ in log.train_shards] != names:
-        found = shown(", ".join(name for name, _ in log.train_shards) or "none")
-        yield f"{touched}: shards {found}, expected {len(names)} from {names[0]} on; train on those"
-    for name, tokens in log.train_shards:
-        if tokens != track.shard_tokens:
-            yield f"{touched}: {name} has {tokens} tokens, not {track.shard_tokens}; get the data again"
-    for which, stated, expected in (
-        ("first", log.first_batch, f"{names[0]} position 0"),
-        ("last", log.last_batch, f"{names[-1]} position {last}"),
-    ):
-        if stated != expected:
-            stated = stated or "not stated"
-            yield f"{touched}: {which} batch is {stated}, in order it is {expected}; train on all batches in order"
+    if log.training_tokens is None and "training tokens: " in log.source:  # older scripts do not state them
+        yield "states no training tokens; run the script as it is"
+    if log.training_tokens and (expected := training_tokens(log)) not in (None, log.training_tokens):
+        yield f"{touched}: its tokens are {log.training_tokens}, in order they are {expected}; get the data again"
+    shards = max(len(log.train_shards), 1)
+    names = [track.shard_name.format(i + (track.name == "gpt2")) for i in range(shards)]  # FineWeb's 0: validation
+    if log.train_shards != [(name, track.shard_tokens) for name in names]:
+        found = shown(", ".join(f"{name} of {tokens} tokens" for name, tokens in log.train_shards))
+        yield f"{touched}: its shards are {found}, not those from {names[0]} on of {track.shard_tokens} tokens"
+    if log.first_batch != f"{names[0]} position 0":
+        yield f"{touched}: the first batch is {log.first_batch}; train on all batches in order"
+    used = (log.num_steps - 1) * log.number("batch_tokens") - (shards - 1) * track.shard_tokens  # of the last shard
+    name, _, position = (log.last_batch or " position 0").partition(" position ")
+    if name != names[-1] or not used <= int(position) < track.shard_tokens:
+        yield f"{touched}: the last batch cannot be {log.last_batch}; train on each token once, in order"
 
 
 def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
@@ -237,7 +166,7 @@ def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
         yield "the script in the log is not the folder's train_gpt.py; put there the one that ran, or run it again"
     yield from filter(None, [hardware_problem(log)])
     yield from data_problems(log, track)
-    yield from contradictions(log)
+    yield from flag_problems(log)
     yield from clock_problems(log)
     if log.recompiles != 0:
         count = "does not say how many graphs" if log.recompiles is None else f"{log.recompiles} graphs"
@@ -253,32 +182,34 @@ def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
             yield "ran on a GPU, the track is for CPUs; run it with --device cpu"
 
 
-def target_problem(losses: list[float], target: float, is_form: bool) -> str | None:
-    sample = describe(losses, target)
+def target_problem(sample: Sample, target: float, is_form: bool) -> str | None:
     if sample.mean > target:
         return f"mean {sample.mean:.4f} is above the target {target}; train better or longer"
     if is_form or (sample.p is not None and sample.p < ALPHA):
         return None
-    if sample.p is None or sample.sd is None:
-        return "n too small: one log, the test needs at least 2; run more seeds"
-    needed = runs_needed(target - sample.mean, sample.sd)
-    about = "never enough at this mean" if needed is None else f"about {needed} in all are likely to do"
-    seen = f"mean {sample.mean:.4f} is at most {target}, but p={sample.p:.2g} is not below {ALPHA}"
-    return f"n too small: {seen} at n={sample.n}; run more seeds ({about})"
+    p = "no p for one run" if sample.p is None else f"p={sample.p:.2g}"
+    return f"n too small: {p} is not below {ALPHA} at n={sample.n}; `stats` says how many runs it is likely to take"
 
 
 def kind_problems(folder: Path, kind: str, before: Path | None) -> Iterator[str]:
-    """Check the row "kind" of a page: an idea, a public record, or a form, which carries no idea."""
+    """Check the row "kind" of a page: an idea, a public record, or a form, which carries no idea.
+
+    An idea changes few lines of the record before, unless that one lies in the history, as the steps between public
+    records do.
+    """
     numbers = [record["number"] for record in public_history()["records"] if folder.name.startswith(record["date"])]
     if kind.startswith("form"):
         if not any((RECORDS.parent / name).is_file() for name in re.findall(r"tests/test_\w+\.py", kind)):
             yield "README.md: its row kind names no test that is there; name the one that shows this form to be equal"
-        return
-    if kind not in ("idea", *(f"public record {number}" for number in numbers)):
+    elif left := re.fullmatch("idea: after (.+), in the history", kind):
+        if f"`{left[1]}`" not in read_text(page := folder.parent / "README.md"):
+            yield f"README.md: its row kind names {shown(left[1])}, of which {page} does not tell; mend the row"
+    elif kind == "idea":
+        if before and (problem := too_different(*(read_script(str(path), path.parent) for path in (folder, before)))):
+            yield f"train_gpt.py: {problem}"
+    elif kind not in (f"public record {number}" for number in numbers):
         wanted = "| kind | idea |, or form and the test that shows it, or public record N of the folder's date"
         yield f"README.md: has no row {wanted}; write one"
-    if before and (problem := too_different(*(read_script(str(path), path.parent) for path in (folder, before)))):
-        yield f"train_gpt.py: {problem}"
 
 
 def page_problems(page: str, script: str) -> Iterator[str]:
@@ -300,7 +231,7 @@ def verify(folder: Path, root: Path) -> Verdict:
     line = [*itertools.takewhile(lambda other: not other.samefile(folder), lineage(root))]  # the records before it
     files = (folder / name for name in ("train_gpt.py", "README.md"))
     script, page = (read_text(path).rstrip("\n") if path.is_file() else "" for path in files)
-    verdict = Verdict(folder.name, list(page_problems(page, script)))
+    verdict = Verdict(folder, list(page_problems(page, script)))
     kind = page_row(folder, "kind") or ""
     if page and script:
         verdict.failures += kind_problems(folder, kind, line[-1] if line else None)
@@ -319,7 +250,7 @@ def verify(folder: Path, root: Path) -> Verdict:
             name, found = record_race(folder, line, board, whole, others)
             ratio = "train time {ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"])
             verdict.summary += f"; {ratio} times {name}, loss {found['val_loss']['difference']:+.4f}"
-            if kind == "idea":  # a public record gained elsewhere, a form has none
+            if kind.startswith("idea"):  # a public record gained elsewhere, a form has none
                 if found["train_time"]["high"] >= 1:
                     raise ToolError(f"{FILE}: not shown to be faster than {name}: {ratio}; race more pairs")
                 if whole and found["val_loss"]["low"] > track_of(whole[0]).slack:
@@ -335,15 +266,11 @@ def whole_logs(verdict: Verdict, folder: Path, script: str) -> list[Log]:
     for path in log_paths(folder):
         try:
             log = Log(path)
-            if log.configuration is None:
-                raise ToolError("states no configuration (the public form?); only its curve can be held: --against")
-            if log.incomplete:
-                raise ToolError(log.incomplete)
-            name = f"{OLDER}/{log.name}" if folder.name == OLDER else log.name
-            verdict.failures += [f"{name}: {problem}" for problem in log_problems(log, track_of(log), script)]
-            whole.append(log)
+            problems = [log.incomplete] if log.incomplete else [*log_problems(log, track_of(log), script)]
+            whole += [] if log.incomplete else [log]
         except ToolError as error:
-            verdict.failures.append(f"{path.name}: {str(error).removeprefix(f'{path}: ')}")
+            problems = [str(error).removeprefix(f"{path}: ")]
+        verdict.failures += [f"{path.relative_to(verdict.folder)}: {problem}" for problem in problems]
     return whole
 
 
@@ -351,15 +278,12 @@ def check_together(verdict: Verdict, logs: list[Log], is_form: bool) -> None:
     """Check what the logs of a record show together, and sum it up."""
     verdict.failures += differences(logs)
     track = track_of(logs[0])
-    if any(log.track != track.name for log in logs):
-        return
-    losses = [log.val_loss for log in logs]
-    verdict.failures += filter(None, [target_problem(losses, track.target, is_form)])
-    sample = describe(losses, track.target)
+    sample = describe([log.val_loss for log in logs], track.target)
+    verdict.failures += filter(None, [target_problem(sample, track.target, is_form)])
     p = "p waived: a form" if is_form else f"p={sample.p:.2g}" if sample.p is not None else "p unknown"
-    note = "" if track.val_sha256 else "; all on the same validation tokens, whose hash this tool does not know"
+    note = ""
     if any(log.training_tokens and training_tokens(log) is None for log in logs):
-        note += "; training tokens not checked" + ": first run python data/pack_nano.py" * (track.name == "nano")
+        note = "; training tokens not checked" + ": first run python data/pack_nano.py" * (track.name == "nano")
     if len(boards := {board_of(log) for log in logs}) > 1:
         verdict.failures.append(f"its logs are of {' and '.join(sorted(boards))}: run all on one kind of machine")
     verdict.summary = f"{sample} {p} ({board_of(logs[0])}, {logs[0].num_steps} steps{note})"

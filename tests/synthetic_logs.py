@@ -99,7 +99,7 @@ def write_race(path: Path, *sources: str, losses: Sequence[float] = LOSSES, rati
     Each ends `drop` above the next. The logs of all but the first lie in older/.
     """
     scripts = [dict(name=f"script {i}", sha256=race.digest(source.rstrip("\n"))) for i, source in enumerate(sources)]
-    document = dict(scripts=scripts, flags=[], pairs=len(losses), seed=0)
+    document = dict(scripts=scripts, flags=[], pairs=len(losses), seed=0, nproc_per_node=1)
     order = race.checked_order(path, document, [])
     shutil.rmtree(path.parent / "older", ignore_errors=True)
     runs = []

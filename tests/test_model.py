@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import types
 
 import pytest
 import torch
@@ -199,6 +200,14 @@ def test_schedules_do_what_training_and_warm_up_rely_on(preset: str):
         (old, _), (new, scale) = (train_gpt.rotary_frequencies(i, cfg, torch.float64) for i in (stage - 1, stage))
         assert (new <= old).all()
         assert scale > 0
+
+
+def test_tables_part_where_the_public_ones_do():
+    """Their last tied step is odd, for any number of scheduled steps."""
+    for steps in range(1, 2001):
+        cfg = types.SimpleNamespace(tied_frac=PRESETS["gpt2"].tied_frac, scheduled_steps=steps)
+        last = round(2 * steps / 3) | 1
+        assert [train_gpt.is_tied(step, cfg) for step in (0, last, last + 1)] == [True, True, False]
 
 
 # Newton-Schulz makes of each singular value a polynomial of it. From this part of the Frobenius norm on they end in

@@ -109,7 +109,7 @@ def test_adam_steps_every_other_time_and_decays_cautiously(every: int, dtype: to
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_head_and_embedding_are_one_table_while_tied(tiny, every: int):
-    """Both step on the sum of their gradients, and then each on its own; `test_forms.py` has the numbers."""
+    """Both step on the sum of their gradients, and then each on its own; `test_record89.py` has the numbers."""
     cfg = dataclasses.replace(tiny, tied_frac=0.5, head_std=0.1, adam_every=every, num_iterations=12)
     trainer = Trainer(cfg, Ranks())
     embed, head = trainer.gpt.embed.weight, trainer.gpt.lm_head

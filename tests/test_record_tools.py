@@ -15,8 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 from PIL import Image
 from scipy import stats
 
@@ -76,47 +74,29 @@ def edit(old: str, new: str):
 GPT2 = dict(preset="gpt2", batch_tokens=393216, steps=510)  # two shards of 254 batches each, and two more
 FAULTS = {
     "cut short": (edit("step:20/20 val_loss", "no"), r"run0\.txt: ends at step 20 of 20 without .*: cut short"),
-    "a step missing": (edit("step:7/20", "tep:7/20"), r"run0\.txt: .*first at step 7"),
+    "a step missing": (edit("step:7/20", "tep:7/20"), r"run0\.txt: lacks a step line"),
     "resumed": (edit("step:1/20", "resumed at step 1\nstep:1/20"), r"run0\.txt: has the line 'resumed"),
     "other script": (edit("import torch\n", "import os\n"), r"run0\.txt: the script in the log is not the folder's"),
     "one seed twice": (lambda t: [*t, log_text(seed=2, val_loss=1.4312)], r"run5\.txt: has seed 2, as run2\.txt has"),
     "no seed": (edit("seed: 0, log", "log"), r"run0\.txt: states no seed"),
     "validation hash": (edit(NANO_VAL, "ab" * 32), r"run0\.txt: other validation tokens, sha256 abab"),
-    "validation count": (edit("tokens: 262144", "tokens: 8192"), r"run0\.txt: validates on 8192 tokens, the track on"),
-    "other flags": (edit('"preset"', '"muon_lr": 1, "preset"'), r"run0\.txt: unlike run1\.txt in muon_lr"),
+    "other settings": (edit('"preset"', '"muon_lr": 1, "preset"'), r"run1\.txt: unlike run0\.txt in muon_lr"),
     "shard name": (edit("000000.bin, 8", "000001.bin, 8"), r"run0\.txt: the training stream .* shards"),
-    "shard size": (edit("87024782 bytes", "87024780 bytes"), r"run0\.txt: the training stream .* has 43511878 tokens"),
     "first batch": (edit("position 0", "position 1024"), r"run0\.txt: the training stream .* first batch is .* 1024"),
-    "last batch": (edit("position 19456", "position 20480"), r"run0\.txt: the training stream .* last batch is"),
-    "step_avg": (edit("train_time:403ms step", "train_time:400ms step"), r"run0\.txt: step_avg at step 10 is 40\.3 ms"),
+    "last batch": (edit("position 19456", "position 19455"), r"run0\.txt: the training stream .* last batch cannot"),
     "clock falls": (edit("time:403ms", "time:303ms"), r"run0\.txt: train_time falls from 363 to 303 ms at step 10"),
-    "median": (edit("median 40.30", "median 30.30"), r"run0\.txt: states a median step of 30\.3 ms"),
     "recompiled": (edit("started: 0", "started: 2"), r"run0\.txt: 2 graphs compiled after the clock"),
     "threads": (edit("1 processes, 2 threads", "2 processes, 2 threads"), r"run0\.txt: uses 4 CPU threads"),
     "a GPU": (edit('"device": "cpu"', '"device": "cuda"'), r"run0\.txt: ran on a GPU"),
     "no track": (edit('"preset": "nano"', '"preset": "own"'), r"run0\.txt: preset 'own' is no track"),
-    "public form": (lambda t: [public_text({20: 1.43}, 20), *t[1:]], r"run0\.txt: states no configuration"),
-    "above target": (lambda t: [log_text(seed=i, val_loss=1.46) for i in (1, 2)], r"mean 1\.4600 is above the targ"),
-    "p too large": (lambda t: [t[0], log_text(seed=9, val_loss=1.449)], r"n too small: mean .* but p=0\.23 .* at n=2;"),
-    "no spread": (lambda t: [log_text(seed=i, val_loss=1.45) for i in (1, 2)], r"n too small: .*1\.4500 .* p=1 is not"),
-    "gpt2's tokens": (
-        lambda t: [log_text(seed=i, val_loss=3.27 + i / 1000, val_sha256="ab"[i == 3] * 64, **GPT2) for i in range(4)],
-        r"run3\.txt: unlike run0\.txt in validation tokens;",
-    ),
-    "hardware": (
-        lambda t: [log_text(seed=i, val_loss=3.27, **GPT2, gpus=["NVIDIA A100-SXM4-80GB"] * i) for i in (1, 2)],
-        r"run1\.txt: ran on 2x NVIDIA A100-SXM4-80GB; gpt2's tracks are 8xH100, and one GPU",
-    ),
-    "one run": (lambda t: t[:1], r"n too small: one log, the test needs at least 2"),
+    "own flag": (edit('"--seed"', '"--muon_lr=1", "--seed"'), r"run0\.txt: has the flag --muon_lr: put settings"),
+    "above target": (lambda t: [log_text(seed=i, val_loss=1.459 + i / 1000) for i in (0, 2)], "mean 1.4600 is above"),
+    "p too large": (lambda t: [t[0], log_text(seed=9, val_loss=1.449)], r"n too small: p=0\.23 is not .* at n=2;"),
+    "other tokens": (lambda t: [log_text(i, val_sha256="ab"[i] * 64, **GPT2) for i in (0, 1)], "run1.txt: unlike run0"),
+    "hardware": (lambda t: [log_text(**GPT2, gpus=["NVIDIA A100"] * 2)], "run0.txt: ran on 2x NVIDIA A100; gpt2's tr"),
+    "GPU's flag": (lambda t: [log_text(**GPT2, flags=["--train_seq_len=8"])], "run0.txt: has the flag --train_seq_len"),
+    "one run": (lambda t: t[:1], r"n too small: no p for one run"),
     "no logs": (lambda t: [], "has no logs"),
-    "two seeds": (edit("seed: 0, log", "seed: 0, log\nseed: 9, log"), r"run0\.txt: states both '0' and '9'"),
-    "seed": (edit("seed: 0, log", "seed: 7, log"), r"run0\.txt: its seed is 7, in its configuration '0': edited"),
-    "flag": (edit('"--seed", "0"', '"--seed", "7"'), r"run0\.txt: has --seed '7', in its configuration '0': edited"),
-    "own flag": (edit('"--seed"', '"--muon_lr=1", "--seed"'), r"run0\.txt: has the flag '--muon_lr': put settings"),
-    "summary": (edit("1.4310 after", "1.4300 after"), r"run0\.txt: ends with val_loss 1\.4300 after 0\.81 s, its step"),
-    "its time": (edit("after 0.81", "after 0.71"), r"run0\.txt: ends with .* lines with 1\.4310 after 0\.81 s"),
-    "validations": (lambda t: [re.sub("step:5/20 val.*", "", t[0]), *t[1:]], r"run0\.txt: validates not every 5 steps"),
-    "its threads": (edit('"device"', '"cpu_threads": 8, "device"'), r"run0\.txt: uses 8 CPU threads"),
     "one run twice": (lambda t: [*t, re.sub(r"(seed\W+|race-)0\b", r"\g<1>8", t[0])], r"run5\.txt: has all training"),
 }
 
@@ -127,36 +107,29 @@ def test_verify_names_the_fault(tool, root, fault):
     assert change(good()) != good()
     write_record(root, NAME, change(good()))
     code, out, _ = tool("verify", "good")
-    assert (code, out.count("\n")) == (1, 1 + (fault in ("a GPU", "validation hash", "its threads", "hardware"))), out
-    assert re.match(f"FAIL {NAME}: (?:{message})", out), out
+    assert code == 1
+    assert re.search(f"^FAIL {NAME}: (?:{message})", out, re.MULTILINE), out
 
 
-COMPILER_FLAGS = """\
-torch._inductor.config.coordinate_descent_tuning = True # uses torch._inductor
-from torch._inductor import config # uses from torch._inductor import config
-getattr(torch, '_inductor').config.x = 1 # uses _inductor
-f = torch.compile(print, mode='max-autotune') # uses torch.compile(mode=)
-f = torch.compile(print, **settings) # uses torch.compile(**=)
-from torch import compile as c; c(print, backend='x') # uses from torch import compile as c
-import functools; c = functools.partial(torch.compile, mode='x') # uses torch.compile;
-c = getattr(torch, 'compile') # uses getattr(..., 'compile')
-import torch as t; t.compile(print, mode='x') # uses import torch as t
-os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1' # uses TORCHINDUCTOR_MAX_AUTOTUNE
-def broken(: # cannot be parsed"""
+COMPILER_FLAGS = {
+    "torch._inductor.config.coordinate_descent_tuning = True": "_inductor",
+    "import torch._dynamo.config as config": "_dynamo",
+    "torch.compile(print, mode='max-autotune')": "torch.compile(mode=)",
+    "torch.compile(print, **settings)": "torch.compile(**=)",
+    "os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'": "TORCHINDUCTOR_MAX_AUTOTUNE",
+}
 
 
-@pytest.mark.parametrize("line", COMPILER_FLAGS.splitlines())
+@pytest.mark.parametrize("line", COMPILER_FLAGS)
 def test_verify_finds_compiler_flags(line):
-    script, message = line.split(" # ")
-    [problem] = set(rules.compiler_flags(f"import os, torch\n{script}\n"))
-    assert message in f"{problem};"
+    plain = "torch._dynamo.utils.counters\ntorch.compile(print, fullgraph=True, dynamic=False)"
+    assert [*rules.compiler_flags(f"{plain}\n{line}\n")] == [f"line 3 uses {COMPILER_FLAGS[line]}"]
 
 
 def test_verify_wants_a_written_page_and_a_script(tool, root):
     source = "import torch._dynamo\n"
     folder = write_record(root, NAME, good(source=source), source, f"{README}\n<say what>, <say who>\n<say why>\n")
-    code, out, _ = tool("verify")
-    assert (code, out.count("\n")) == (1, 4)
+    out = tool("verify")[1]
     asked = [("5", "<say what>"), ("5", "<say who>"), ("6", "<say why>")]
     assert re.findall(r"README\.md line (\d+): write what '(.*)' asks for", out) == asked
     assert "the track allows no compiler flags" in out
@@ -166,22 +139,11 @@ def test_verify_wants_a_written_page_and_a_script(tool, root):
 
 def test_verify_passes_a_good_record_and_a_form_by_its_mean(tool, root):
     folder = write_record(root, NAME, good())
-    (folder / "run0.json").write_text(json.dumps(dict(val_loss=LOSSES[0] + 3e-5, train_time_ms=806.3, seed=0)))
     assert tool("verify")[:2] == (0, f"ok {NAME}: n=5 mean 1.4302 sd 0.0019 p=1.1e-05 (nano, 20 steps)\n")
     for loss, told in (1.431, f"ok {NAME}: n=1"), (1.4501, f"FAIL {NAME}: mean 1.4501 is"):
         shutil.rmtree(folder)
         write_record(root, NAME, [log_text(val_loss=loss)], readme=FORM)
         assert tool("verify")[1].startswith(told)
-
-
-@pytest.mark.parametrize("settings", ['"stage_growth": [1, 2]', '"batch_factors": [1, 2]', '"max_doc_len": [896]'])
-def test_last_position_of_a_packed_run_is_bounded(tmp_path, settings):
-    """The 509 batches before it take at least 393,216 tokens each, so it begins in the third shard, at 146,944."""
-    text = log_text(**GPT2).replace('"preset"', f'{settings}, "preset"')
-    for position, problems in ((146_944, 0), (10**8 - 1, 0), (146_943, 1), (10**8, 1)):
-        (tmp_path / "log.txt").write_text(text.replace("position 393216", f"position {position}"))
-        found = list(rules.data_problems(Log(tmp_path / "log.txt"), rules.TRACKS["gpt2"]))
-        assert [f"position {position} of shard 3" in problem for problem in found] == [True] * problems
 
 
 def test_against_names_the_first_deviation(tool, tmp_path):
@@ -198,34 +160,16 @@ def test_against_names_the_first_deviation(tool, tmp_path):
     off = {step: loss + (0.0501 if step >= 750 else 0.0499) for step, loss in curve.items() if step != 500}
     told = "leaves record21 first at step 750: 3.6531, the curve 3.6030 (compared at 15 points; 1 more it lacks)\n"
     assert against(log_text(preset="gpt2", steps=1770, batch_tokens=393216, curve=off)) == (1, told)
-    assert against(log_text())[0] == 2, "a log of nano"
 
 
-TEXT = (log_text() + "\n").encode()
-EDITS = st.tuples(st.integers(0, len(TEXT)), st.integers(0, 80) | st.just(9999), st.binary(max_size=20))
-DIGITS = st.tuples(st.sampled_from(re.findall(rb"[:\s](\d+)", TEXT)), st.sampled_from([b"9" * 5000, b"-1", b"0", b"e"]))
-LOGS = EDITS.map(lambda edit: TEXT[: edit[0]] + edit[2] + TEXT[edit[0] + edit[1] :])
-LOGS |= DIGITS.map(lambda digits: TEXT.replace(*digits))
-LOGS |= st.just(TEXT.replace(b"configuration: ", b"configuration: " + b"[" * 20_000))
-RESULTS = st.sampled_from([b"{}", b"", b"\xff", b"[" * 20_000, b'{"val_loss": ' + b"9" * 999 + b"}"])
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(log=LOGS, result=RESULTS)
-@example(log=TEXT.replace(b"seed: 1", b"seed: " + b"9" * 5000), result=b"{}")
-def test_garbage_never_gives_a_traceback(tool, root, log, result):
-    shutil.rmtree(root)
-    folder = write_record(root, NAME, good()[:2])
-    files = (folder / "run0.txt", folder / "run1.txt")
-    files[0].write_bytes(log)
-    (folder / "run0.json").write_bytes(result)
-    (root / "README.md").write_text(EMPTY_TABLES)
-    commands = [("verify",), ("verify", "--against", "record21", files[0]), ("new", "Other", files[0]), ("table",)]
-    commands += [("stats", *files), ("diff", *files)]
-    for command in commands:
-        code, _, err = tool(*command)
-        assert (code == 2) == err.startswith("python -m records: "), (command, code, err[:300])
-        assert code < 2 or err.count("\n") == 1, err[:300]
+def test_a_log_that_is_cut_short_never_gives_a_traceback(tool, root):
+    folder, text = write_record(root, NAME, good()[:2]), log_text()
+    for end in range(0, len(text), 199):
+        (folder / "run0.txt").write_text(text[:end])
+        assert tool("verify")[0] == 1
+        code, _, err = tool("stats", folder / "run0.txt")
+        told = f"python -m records: {folder / 'run0.txt'}: "
+        assert (code, err.count("\n")) == ((2, 1) if err.startswith(told) else (0, 0))
 
 
 def test_runs_are_compared_by_pairs_of_one_seed():
@@ -244,9 +188,7 @@ def test_stats(tool, root, tmp_path):
     sample = proof.describe(LOSSES)
     for target, runs in {1.4315: 32, 1.4302001: None, 1.43: None}.items():
         assert proof.runs_needed(target - sample.mean, sample.sd) == runs
-    other = {"as run1.txt": dict(seed=1), "of steps": dict(seed=9, steps=21), "scripts": dict(seed=9, source="")}
-    other["in validation tokens"] = dict(seed=9, val_sha256="ab" * 32)
-    for message, change in other.items():
+    for message, change in {"as run1.txt": dict(seed=1), "scripts": dict(seed=9, source="")}.items():
         (tmp_path / "other.txt").write_text(log_text(**change))
         assert message in tool("stats", "good", tmp_path / "other.txt")[2]
     (tmp_path / "other.txt").write_text(log_text(val_sha256="ab" * 32))
@@ -261,14 +203,13 @@ def test_verify_computes_the_hash_of_the_training_tokens(tmp_path, monkeypatch):
     sequences = [np.array([[i, i + 9]]) for i in range(0, 80, 8)]
     digest = train_gpt.hash_tokens([train_gpt.Batch(str(tmp_path / "shard.bin"), sequences)], cfg, targets=True)
     monkeypatch.setattr(rules, "nano_shard", tokens.tobytes)
-    stated = f"training tokens: 80, sha256 {digest}\nvalidation tokens"
-    text = log_text(steps=5, batch_tokens=16).replace('"preset"', '"train_seq_len": 8, "preset"')
-    for change, problem in (
-        (stated, ""),
-        (stated.replace(digest, "ab" * 32), f"its tokens are 80, sha256 abab.*, in order they are 80, sha256 {digest}"),
-        ("validation tokens", "states no training tokens"),
-    ):
-        (tmp_path / "log.txt").write_text(f'"training tokens: "{text.replace("validation tokens", change)}')
+    text = f'"training tokens: "{log_text(steps=5, batch_tokens=16)}'.replace('"preset"', '"train_seq_len":8, "preset"')
+    for stated, problem in {
+        f"training tokens: 80, sha256 {digest}\n": "",
+        f"training tokens: 80, sha256 {'ab' * 32}\n": f"its tokens are 80, sha256 abab.* are 80, sha256 {digest}",
+        "": "states no training tokens",
+    }.items():
+        (tmp_path / "log.txt").write_text(text.replace("validation tokens: ", f"{stated}validation tokens: "))
         found = [*rules.data_problems(Log(tmp_path / "log.txt"), rules.TRACKS["nano"])]
         assert (len(found), bool(re.search(problem, "".join(found)))) == (bool(problem), True), found
 
@@ -284,8 +225,8 @@ def scripts(tmp_path) -> list[Path]:
 def test_race_takes_turns_and_compares_each_with_the_next(tool, tmp_path, scripts, monkeypatch):
     fast, slow, _ = scripts
     monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0, 0))
-    _, out, err = tool("race", "--json", slow, fast, slow, "--pairs", "4", "--out", tmp_path / "race")
-    found = json.loads(out)
+    err = tool("race", slow, fast, slow, "--pairs", "4", "--out", tmp_path / "race")[2]
+    found = json.loads((tmp_path / "race" / "race.json").read_text())
     first, second = found["comparisons"]
     assert 1.4 < first["train_time"]["low"] < 1.5 < first["train_time"]["high"]
     assert first["step_time"]["ratio"] == pytest.approx(1.5, abs=0.02)
@@ -294,8 +235,6 @@ def test_race_takes_turns_and_compares_each_with_the_next(tool, tmp_path, script
     assert ("load of the last minute is 1.5" in err, "something else ran" in err) == (True, False)
     order = "1-a 1-b 1-c 2-c 2-b 2-a 3-a 3-b 3-c 4-c 4-b 4-a".split()
     assert re.findall(r"race-(\d-\w): .*/12, 0:\d\d:\d\d left", err) == order
-    assert [f"{run['seed']}-{'abc'[run['script']]}" for run in found["runs"]] == order
-    assert json.loads((tmp_path / "race" / "race.json").read_text()) == found
     assert not [*tmp_path.rglob("*.pt")]
 
 
@@ -310,14 +249,9 @@ def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scr
         document = json.loads((folder / "race.json").read_text())
         assert len(document["runs"]) == done
     stop.write_text("")
-    (folder / "race.json").write_text(json.dumps(document | dict(runs=[document["runs"][0] | dict(val_loss=1.0)])))
-    assert "race.json: race-7-a.txt says otherwise in val_loss; begin" in tool(*argv)[2]
-    (folder / "race.json").write_text(json.dumps(document))
     assert "is there already: go on with --resume" in tool(*new)[2]
-    others = dict(flags=(*argv[:-1], "elsewhere"), pairs=(*argv[:6], "4", *argv[7:]), scripts=("race", fast, *argv[2:]))
-    others["nproc_per_node"] = *argv[:5], "--nproc_per_node", "2", *argv[5:]
-    for what, command in others.items():
-        assert f"begun with other {what}" in tool(*command)[2]
+    for other in (*argv[:-1], "elsewhere"), (*argv[:6], "4", *argv[7:]), ("race", fast, *argv[2:]):
+        assert "begun with other scripts, flags, pairs" in tool(*other)[2]
     code, out, err = tool(*argv)
     assert (code, re.findall(r"race-(\d-\w):", err)) == (0, ["8-a", "9-a", "9-b"])
     assert re.findall(r"(\w+)\.py took .* something else ran", err) == ["slow", "fast"]
@@ -348,12 +282,9 @@ def test_a_stopped_race_leaves_no_process(tmp_path, number, processes):
 def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fast, _, other = scripts
-    assert "--pairs from 2 to 1000" in tool("race", fast, fast, "--pairs", "1")[2]
     assert "needs 2 to 26 scripts" in tool("race", fast)[2]
     assert "leave them out" in tool("race", fast, fast, "--", "--seed=1")[2]
     assert "its runs differ in val_sha256: race with the same data" in tool("race", fast, other)[2]
-    assert "race.json: no such file; name the folder" in tool("race", fast, fast, "--resume", tmp_path / "no")[2]
-    assert "1 to 1024 processes" in tool("race", fast, fast, "--nproc_per_node", "9999")[2]
     with open(tmp_path / ".lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert "another process is racing there; choose another" in tool("race", fast, fast, "--out", tmp_path)[2]
@@ -375,8 +306,6 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
         ((fast, slow, "--pairs", "4"), "no record can come of this race: fewer than 5 pairs"),
         ((fast, slow, "--", "--muon_lr=1"), "no record can come of this race: flags --muon_lr: put"),
         ((fast, slow, "--nproc_per_node", "8", "--", "--train_seq_len=8192"), "no record can come of this race: flags"),
-        ((fast, slow, "--", "--preset=x"), "no record can come of this race: preset 'x' is no track"),
-        ((fast, slow, "--", "--preset", "nano", "--device=cuda"), "no record can come of this race: the nano track is"),
         ((fast, slow, "--seed", "3", "--out", tmp_path / "b"), "no record can come of this race: its seeds are not"),
         ((tmp_path / "long.py", slow), f"no record can come of this race: 205 lines change against {NAME}, for an"),
     ):
@@ -385,13 +314,6 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
     fresh = ("--seed", "5", "--out", tmp_path / "b")
     for flags in ("--preset", "nano"), ("--train_seq_len", "8192"):  # gpt2 on one GPU may shorten sequences
         assert tool("race", fast, slow, *fresh, "--", *flags)[2] == ""
-
-
-def test_on_one_gpu_alone_a_log_may_have_shorter_sequences(tmp_path):
-    for count, refused in (1, 0), (8, 1):
-        gpus, flags = ["NVIDIA H100 80GB HBM3"] * count, ["--train_seq_len", "8192"]
-        (tmp_path / "log.txt").write_text(log_text(preset="gpt2", gpus=gpus, flags=flags))
-        assert sum("has the flag" in told for told in rules.contradictions(Log(tmp_path / "log.txt"))) == refused
 
 
 @pytest.mark.parametrize("track", ["nano", "gpt2 on 1x NVIDIA GeForce RTX 4090"])
@@ -440,61 +362,38 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     write_race(path, NEWER, idea["source"])
     assert "times 2026-01-02_Idea, loss" in tool("verify")[1], "the newest one, though it is not ranked"
     document = write_race(path, NEWER, SOURCE)
-    told = f"ok 2026-01-02_Idea: not ranked: script and page; idea\nok {NEXT}: n=5 mean 1.4302 sd 0.0019 p=1.1e-05"
-    told += f" (nano, 20 steps); train time 0.900 (0.900 to 0.900) times {NAME}, loss +0.0000\n"
-    assert told in tool("verify")[1]
+    assert f"steps); train time 0.900 (0.900 to 0.900) times {NAME}, loss +0.0000\n" in tool("verify")[1]
     scripts, runs, other = document["scripts"], document["runs"], dict(sha256="ab" * 32)
-    for problem, *changes in (
-        ("lacks this record's script", dict(scripts=[other, scripts[1]])),
-        (f"not the script of {NAME} or 2026-01-02_Idea: race", dict(scripts=[scripts[0], other])),
-        ("its comparisons do not follow", dict(runs=[runs[0] | dict(train_time=900.0), *runs[1:]])),
-        ("has 9 runs, not 5 of each script", dict(runs=runs[:-1])),
-        ("its runs are not those of a race in order", dict(runs=[*runs[:8], runs[0], runs[9]])),
-        ("its runs differ in hardware: race", dict(runs=[*runs[:9], runs[9] | dict(hardware="another")])),
-        ("flags --muon_lr, --seq: put", dict(flags=["--preset", "nano", "--muon_lr=-1", "--seq", "-8"])),
-        ("not the race.json of a race", dict(runs=None), dict(runs=[{}]), dict(pairs="x"), dict(pairs=10**9)),
-        ("not the race.json of a race", dict(seed="x"), dict(flags=5), dict(flags=[5])),
-        ("not the race.json of a race", dict(runs=[runs[1] | dict(train_time=float("nan"))])),
-    ):
-        for change in changes:
-            path.write_text(json.dumps(document | change))
-            code, out, err = tool("verify", "next")
-            assert (code, out.count("\n"), err) == (1, 1, ""), out + err
-            assert out.startswith(f"FAIL {NEXT}: race.json: {problem}"), out
-    write_race(path, NEWER, SOURCE, drop=0.006)
-    assert f"ends above {NAME}: spent margin is no gain; take more steps" in tool("verify", "next")[1]
-    write_race(path, NEWER, SOURCE, losses=[*LOSSES, 1.47])
-    assert "has 6 runs of the script, there are 5 sound logs: leave none out" in tool("verify", "next")[1]
-    for what, other in dict(val_loss=dict(losses=[1.4] * 5), train_time=dict(ms=807.1)).items():
-        write_race(path, NEWER, SOURCE, **other)
-        assert f"race.json: the log of its run race-0-a says otherwise in {what}" in tool("verify", "next")[1]
-    document = write_race(path, NEWER, SOURCE)
-    document["runs"][1]["train_time"] *= 2  # the older script's
-    document["comparisons"] = race.comparisons([race.Run(**run) for run in document["runs"]])
-    path.write_text(json.dumps(document))
-    assert "race.json: the log of its run race-0-b says otherwise in train_time;" in tool("verify", "next")[1]
-    path.write_text(json.dumps(document | dict(flags=["--preset", "nano"])))
-    assert "race.json: no sound log of its run race-0-a, with the race's flags, is in" in tool("verify", "next")[1]
-    write_race(path, NEWER, SOURCE)
-    (folder / "older" / "cut.txt").write_text(log_text(5))
-    assert f"has 5 runs of {NAME}, older has 6 logs: leave no round out" in tool("verify", "next")[1]
-    (folder / "older" / "cut.txt").unlink()
+    for problem, change in {
+        "lacks this record's script": dict(scripts=[other, scripts[1]]),
+        f"not the script of {NAME} or 2026-01-02_Idea: race": dict(scripts=[scripts[0], other]),
+        "the log of its run race-0-a says otherwise": dict(runs=[runs[0] | dict(train_time=900.0), *runs[1:]]),
+        "the log of its run race-0-b says otherwise": dict(runs=[runs[0], runs[1] | dict(val_loss=1.4), *runs[2:]]),
+        "has 9 runs, not 5 of each script": dict(runs=runs[:-1]),
+        "its runs are not those of a race in order": dict(runs=[*runs[:8], runs[0], runs[9]]),
+        "its runs differ in hardware: race": dict(runs=[*runs[:9], runs[9] | dict(hardware="another")]),
+        "flags --muon_lr, --seq: put": dict(flags=["--preset", "nano", "--muon_lr=-1", "--seq", "-8"]),
+        "not the race.json of a race": dict(runs=[{}]),
+        "no sound log of its run race-0-a, with the race's flags, is in": dict(flags=["--preset", "nano"]),
+    }.items():
+        path.write_text(json.dumps(document | change))
+        assert tool("verify", "next")[1].startswith(f"FAIL {NEXT}: race.json: {problem}")
+    for problem, settings in {
+        f"ends above {NAME}: spent margin is no gain; take more steps": dict(drop=0.006),
+        "has 6 runs of the script, there are 5 sound logs: leave none out": dict(losses=[*LOSSES, 1.47]),
+        "fewer than 5 pairs": dict(losses=LOSSES[1:]),
+        f"not shown to be faster than {NAME}: train time 1.100 (1.100 to 1.100); race more": dict(ratio=1.1),
+    }.items():
+        write_race(path, NEWER, SOURCE, **settings)
+        assert problem in tool("verify", "next")[1]
+    page = folder / "README.md"
+    page.write_text(page.read_text().replace("| idea |", "| form: tests/test_records.py |"))
+    assert tool("verify", "next")[0] == 0, "a form need not gain"
     (folder / "older" / "race-3-b.txt").rename(root / NAME / "race-3-b.txt")
     assert tool("verify", "next")[0] == 0, "the older record has it"
     (root / NAME / "race-3-b.txt").unlink()
     lacking = f"no sound log of its run race-3-b, with the race's flags, is in its folder older, nor in {NAME}"
     assert lacking in tool("verify", "next")[1]
-    write_race(path, NEWER, SOURCE, ratio=1.1)
-    not_faster = f"not shown to be faster than {NAME}: train time 1.100 (1.100 to 1.100); race more"
-    assert not_faster in tool("verify", "next")[1]
-    page = (folder / "README.md").read_text()
-    for kind, name in ("public record 46", "2025-11-29_Next"), ("form: tests/test_records.py", NEXT):
-        (folder / "README.md").write_text(page.replace("| idea |", f"| {kind} |"))
-        folder.rename(root / name)
-        assert tool("verify", "next")[0] == 0, "which need not gain here"
-        (root / name).rename(folder)
-    write_race(path, NEWER, SOURCE, losses=LOSSES[1:])
-    assert "fewer than 5 pairs" in tool("verify", "next")[1]
     path.unlink()
     assert "race.json: is missing; race the script against" in tool("verify", "next")[1]
 
@@ -503,36 +402,32 @@ def test_each_kind_of_gpu_has_a_leaderboard_that_its_first_record_opens(tool, ro
     """It needs no race, and the next record of nano races the newest one of nano, or the newest of all."""
     write_record(root, NAME, good())
     on_gpu = dict(preset="gpt2", batch_tokens=393216, gpus=["NVIDIA GeForce RTX 4090"], source=f"{SOURCE}# more\n")
+    on_gpu |= dict(flags=["--train_seq_len=8192"])
     runs = [log_text(seed=seed, val_loss=3.27 + loss / 1000, **on_gpu) for seed, loss in enumerate(LOSSES)]
     write_record(root, NEXT, runs, on_gpu["source"], after=NAME)
     assert re.search(rf"ok {NEXT}: n=5 mean 3.2714 .* \(gpt2 on 1x NVIDIA GeForce RTX 4090, 20", tool("verify")[1])
     third = write_record(root, "2026-01-03_Third", good(source=NEWER), NEWER, after=NEXT)
     assert f"is missing; race the script against {NAME} or {NEXT}" in tool("verify", "third")[1]
-    write_race(third / "race.json", NEWER, SOURCE)
-    fourth = write_record(root, "2026-01-04_Fourth", runs, on_gpu["source"], after=third.name)
+    write_record(root, "2026-01-04_Fourth", runs, on_gpu["source"], after=third.name)
     assert f"is missing; race the script against {NEXT} or {third.name}" in tool("verify", "fourth")[1]
-    shutil.rmtree(fourth)
-    (root / "README.md").write_text(EMPTY_TABLES)
-    assert tool("table")[0] == 0
-    rows = [line for line in (root / "README.md").read_text().splitlines() if line.startswith("| [2026")]
-    assert [row.count("| 1.000 |") + 2 * row.count("| 0.900 (0.900 to 0.900) | 0.900 |") for row in rows] == [1, 2, 1]
 
 
 def test_a_page_says_what_kind_of_record_it_is(tool, root):
-    """An idea changes at most 200 lines; a form may change more, and names a test that is there."""
+    """An idea changes at most 200 lines; others may change more. A form names a test that is there."""
     write_record(root, NAME, good())
-    most, more = (SOURCE + "# line\n" * count for count in (200, 201))
-    folder = write_record(root, NEXT, [], most, f"{README}| track | not ranked |\n", after=NAME)
+    (root / "README.md").write_text("| `2026-01-01_Gone` | a step in the history |\n")
+    page = f"{README}| track | not ranked |\n| after | {NAME} |\n"
+    folder = write_record(root, "2025-11-29_Next", [], SOURCE + "# line\n" * 200, page)
     assert tool("verify", "next")[0] == 0
-    (folder / "train_gpt.py").write_text(more)
-    assert f"201 lines change against {NAME}, for an idea at most 200" in tool("verify", "next")[1]
-    page = (folder / "README.md").read_text()
+    (folder / "train_gpt.py").write_text(SOURCE + "# line\n" * 201)
     for kind, wrong in {
+        "idea": f"201 lines change against {NAME}, for an idea at most 200",
+        "idea: after 2026-01-01_Gone, in the history": None,
+        "idea: after 2026-01-01, in the history": "names '2026-01-01', of which",
         "form: no idea; [`tests/test_records.py`](../../tests/test_records.py) shows it": None,
-        "form": "names no test",
         "form: tests/test_nothing.py": "names no test",
-        "public record 45": "has no row",
-        "public record 46": "of the folder's date",
+        "public record 46": None,
+        "public record 55": "of the folder's date",
         "ideas": "has no row",
     }.items():
         (folder / "README.md").write_text(page.replace("| idea |", f"| {kind} |"))
@@ -542,15 +437,12 @@ def test_a_page_says_what_kind_of_record_it_is(tool, root):
 
 def test_records_follow_each_other_by_their_pages(tool, root):
     write_record(root, NAME, good())
-    second = write_record(root, NEXT, good(), after=NAME)
+    write_record(root, NEXT, good(), after=NAME)
     assert [path.name for path in lineage(root)] == [NAME, NEXT]
     third = write_record(root, "2026-01-03_Third", good(), after=NAME)
-    for after, message in {NAME: f"both come after {NAME}", "x\x1b": "comes after 'x\\x1b', which is no"}.items():
-        (third / "README.md").write_text(f"# T: x\n| after | {after} |\n")
-        assert re.match(rf"[^\n]*{re.escape(message)}[^\n]*mend the row \| after \|.*\n$", tool("verify")[2])
-    (second / "README.md").write_text(f"| after | {third.name} |\n")
-    (third / "README.md").write_text(f"| after | {NEXT} |\n")
-    assert f"{NEXT}, {third.name}: come after each other in a circle" in tool("verify")[2]
+    assert f"{NEXT} and {third.name} both come after {NAME}; mend" in tool("verify")[2]
+    (third / "README.md").write_text("| after | 2026-01-09_Gone |\n")
+    assert f"{third.name}: by the rows | after | of their pages no line" in tool("verify")[2]
 
 
 def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
@@ -563,28 +455,20 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
     argv = ("new", "Fresh", *paths, "--date", "2026-02-03", "--race", tmp_path / "race.json")
     folder, (code, told, _) = root / "2026-02-03_Fresh", tool(*argv)
     files = {"README.md", "train_gpt.py", "race.json", "older", *(path.name for path in paths)}
+    assert (code, {path.name for path in folder.iterdir()}) == (0, files)
     assert Log(folder / "older" / "race-3-b.txt").source == race.digest(NEWER.rstrip("\n"))
-    assert (code, (folder / "train_gpt.py").read_text()) == (0, SOURCE)
-    assert {path.name for path in folder.iterdir()} == files
     stated = (folder / "run0.txt").read_text().split("\n")[0]
     assert (stated, Log(folder / "run0.txt").source) == (race.digest(SOURCE.rstrip("\n")), SOURCE.rstrip("\n"))
     readme = (folder / "README.md").read_text()
     shown = r"n=5 mean 1.4302 sd .*\| after \| \[2025-03-01_Before\]\(.*1 lines removed, 0 added against \[2025-03-01_B"
     assert re.search(shown, readme, re.S)
-    code, left, _ = tool("verify", "fresh")
-    assert (code, left.count("<say"), told.endswith(left)) == (1, 3, True)
+    left = tool("verify", "fresh")[1]
+    assert (left.count("<say"), told.endswith(left)) == (3, True)
     (folder / "README.md").write_text(re.sub("<say.*>", "said", readme))
     assert tool("verify", "fresh")[0] == 0
-    assert "has 5 runs of the script, there are 4" in tool("new", "Four", *paths[1:], *argv[-2:])[1]
-    shutil.rmtree(next(root.glob("*_Four")))
-    assert "is there already" in tool(*argv)[2]
-    counts = json.loads(tool("diff", "01-01_before", folder / "run1.txt", "--json")[1])
-    assert (counts["removed"], counts["added"]) == (1, 1)
-    for name in "../up", "", "-rf", "a\nb", "<b>", "before":
+    assert tool("diff", "01-01_before", folder / "run1.txt")[2] == "1 lines removed, 1 added\n"
+    for name in "../up", "", "<b>", "before", "fresh":
         assert tool("new", name, *paths)[0] == 2, name
-    assert "is no date" in tool("new", "X", *paths, "--date", "../../x")[2]
-    paths[0].write_text(log_text().replace("first batch", "stopped: loss nan\nfirst batch"))
-    assert "has the line 'stopped" in tool("new", "Refused", *paths)[2]
     assert len(list(root.iterdir())) == 3, "a refused record leaves nothing"
 
 
@@ -594,7 +478,7 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     write_record(root, NAME, good())
     folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after=NAME)
     write_race(folder / "race.json", "", NEWER, SOURCE, ms=810.0)
-    hostile = good(cpu="<img src=x>|\x1b[2J\\|[a](b)", source="\x1b[2J")
+    hostile = good(cpu="<img src=x>|\x1b[2J", source="\x1b[2J")
     folder = write_record(root, "2026-01-04_Hostile", hostile, "\x1b[2J", "# N: <b>|\n", after=NEXT)
     write_race(folder / "race.json", "\x1b[2J", NEWER, ms=810.0)
     assert (tool("table", "--check")[0], readme.read_text()) == (1, EMPTY_TABLES)
@@ -603,9 +487,8 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     cells = "one line that says what | 20 | 1.4302 (sd 0.0019, n=5) | 1e-05 | 0.81 (sd 0.00)"
     assert f"| [{NAME}]({NAME}) | {cells} |  | 1.000 | 499 | Some Proc" in text
     assert f"| [{NEXT}]({NEXT}) | {cells} | 0.900 (0.900 to 0.900) | 0.900 | 499 | Some Proc" in text
-    assert "&#60;img src=x&#62;&#124;?&#91;2J&#92;&#124;&#91;a&#93;(b)" in text
-    shown = tool("diff", "next", "hostile")[1]
-    assert ("+?[2J" in shown, "\x1b" in shown + text) == (True, False)
+    assert "&#60;img src=x&#62;&#124;?&#91;2J" in text
+    assert "+?[2J" in tool("diff", "next", "hostile")[1]
     assert (tool("table", "--check")[0], tool("table")[0], readme.read_text()) == (0, 0, text)
     write_record(root, "2026-01-05_Form", [], NEWER + "#", f"{FORM}| track | not ranked yet |\n", after=folder.name)
     follower = write_record(root, "2026-01-06_Six", good(source="six"), "six", after="2026-01-05_Form")
@@ -628,38 +511,22 @@ def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeyp
 
 
 def test_a_growing_log_is_followed_to_its_end(tool, tmp_path, monkeypatch):
-    """As JSON lines and as a picture: half a line, a resumed run, another run's log; a log that goes, and no log."""
-    path, text, other = tmp_path / "log.txt", log_text(), log_text(seed=2)
-    head, half, more = (text[: text.index(part) + 20] for part in ("=\nseed: 1", "step:7/20", "step:9/20"))
-    resumed = f"{half}resumed at step 5, log: x\n{text[text.index('step:6/20') :]}"
-    stopped = f"{half}\nstopped: interrupted\n"
-    for states, shown, code in (
-        ([head, half, more, text], [text], 0),
-        ([text.replace("2.5010", "nan")], [text], 0),
-        ([half, stopped + "resumed at step 5, log: x\n", resumed], [resumed], 0),
-        ([stopped], [stopped], 0),
-        ([half, "import", half, other], [half, other], 0),
-        ([half, None, None], [half], 2),
-        (["\0\ufffd" * 999] * 2, [], 2),
-    ):
-        for command in ("jsonl", path, "--follow"), ("plot", path, "--follow", "-o", tmp_path / "x.png"):
-            script = iter(states)
-
-            def change(_=0, script=script):
-                state = next(script)
-                path.write_text(state) if state else path.unlink()
-
-            change()
-            monkeypatch.setattr("records.logs.time.sleep", change)
-            found, out, err = tool(*command)
-            assert (found, "python -m records: " in err, [*script]) == (code, code > 0, []), err
-            steps = [int(step) for text in shown for step in re.findall(r"^step:(\d+)/20 .*ms$", text, re.MULTILINE)]
-            assert command[0] == "plot" or [json.loads(line)["step"] for line in out.splitlines()] == steps
-    path.write_text(text.replace("2.5010", "nan", 1))
+    """As JSON lines: half a line waits, a resumed run repeats steps, and a stopped one may have been resumed."""
+    path, text = tmp_path / "log.txt", log_text()
+    half, more = (text[: text.index(part) + 20] for part in ("step:7/20", "step:9/20"))
+    stopped = f"{more[: more.rindex(chr(10))]}\nstopped: interrupted\n"
+    resumed = f"{stopped}resumed at step 5, log: x\n{text[text.index('step:6/20') :]}"
+    for states in [half, more, text], [half, resumed], [half, stopped]:
+        script = iter(states)
+        change = lambda _=0, script=script: path.write_text(next(script))  # noqa: E731
+        change()
+        monkeypatch.setattr("records.__main__.time.sleep", change)
+        code, out, _ = tool("jsonl", path, "--follow")
+        steps = [int(step) for step in re.findall(r"^step:(\d+)/20 .*ms$", states[-1], re.MULTILINE)]
+        assert (code, [*script], [json.loads(line)["step"] for line in out.splitlines()]) == (0, [], steps)
     first = dict(step=0, train_loss=None, val_loss=2.43, train_time_ms=0.0)
-    lines = [first, dict(step=1, train_loss=None, val_loss=None, train_time_ms=40.0)]
+    lines = [first, dict(step=1, train_loss=2.501, val_loss=None, train_time_ms=40.0)]
     assert [json.loads(line) for line in tool("jsonl", path)[1].splitlines()[:2]] == lines
-    assert "--follow draws logs: name some" in tool("plot", "--follow")[2]
 
 
 FAILURES = {  # what rank 1 does and what is told; rank 0 waits for it, and loses it
