@@ -129,7 +129,8 @@ class Group(NamedTuple):
 #         optimizer, names, lr, decay, beta1, beta2
 NET_GROUPS = (
     Group("Adam", "gate_nets.*.w?", 8e-4, 0.005, 0.9, 0.99),
-    Group("Adam", "gate_nets.*.b2 gate_scale", 8e-4, 0.0, 0.9, 0.99),
+    Group("Adam", "gate_nets.*.b2", 8e-4, 0.0, 0.9, 0.99),
+    Group("Adam", "gate_scale", 8e-4, 0.0, 0.9, 0.99),
     Group("Adam", "*.mudd_net.w? head_net.w?", 0.002, 0.005, 0.9, 0.99),
     Group("Adam", "*.mudd_net.b2 head_net.b2", 0.002, 0.0, 0.9, 0.99),
     Group("Adam", "*.value_gate", 0.008, 0.005, 0.9, 0.99),
@@ -254,7 +255,8 @@ class Hyperparameters:
         require("checkpoint_every", self.checkpoint_every % self.adam_every == 0, "a multiple of adam_every")
         require("extension_steps", self.scheduled_steps > 0, "less than num_iterations")
         require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
-        require("dc_keys", self.dc_keys <= self.block_size + 1, "at most block_size + 1")
+        has_dc = any(layer.dc for layer in self.layers)
+        require("dc_keys", not has_dc or self.dc_keys <= self.block_size + 1, "at most block_size + 1")
         require("stages", math.isclose(sum(stage.share for stage in self.stages), 1), "shares that add up to 1")
         require("stages", len({stage.max_doc_len > 0 for stage in self.stages}) == 1, "max_doc_len 0 in all or in none")
 
@@ -291,7 +293,6 @@ NANO = dict(
     head_dim=64,
     block_size=64,
     attn_scale=0.12,
-    dc_keys=64,
     local_heads=1,
     resid_lambda_init=1.0,
     bigram_rows=8192,
@@ -917,8 +918,8 @@ class CausalSelfAttention(nn.Module):
         if "dc" in f:
             y = y + mix_heads(q, k, v, doc_ids, f["dc"], self.cfg.dc_keys, self.cfg.block_size)
         if "xsa" in f:  # a head leaves out what its output shares with the token's own value: record 82 (@_djdumpling)
-            squares = v.square().sum(-1, keepdim=True).clamp(min=1e-8)
-            share = (y * v).sum(-1, keepdim=True) / squares
+            overlap = (y * v).sum(-1, keepdim=True)
+            share = overlap / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
             y = y - f["xsa"].transpose(0, 1).tanh() * share * v
         if "head_gate" in f:  # a head may attend to nothing: record 28 (@classiclarryd)
             y = y * f["head_gate"].transpose(0, 1)
@@ -1012,12 +1013,10 @@ class Block(nn.Module):
     def forward(self, x, read, embeds, value_embed, rotary, mask, doc_ids, f: dict) -> Tensor:
         """Return the new stream. read: what attention reads. embeds: x0, bigrams. f: all factors of the layer."""
         if self.attn is not None:
-            y = self.attn(norm(read), value_embed, rotary, mask, doc_ids, f)
-            x = f["resid"][0] * x + f["post"][0] * y
+            x = f["resid"][0] * x + f["post"][0] * self.attn(norm(read), value_embed, rotary, mask, doc_ids, f)
             for factor, embed in zip(f["embed"], embeds, strict=False):
                 x = x + factor * embed  # the embedding stays at hand (9, @KoszarskyB), and bigrams (62, @classiclarryd)
-        y = self.mlp(norm(x))
-        return f["resid"][1] * x + f["post"][1] * y
+        return f["resid"][1] * x + f["post"][1] * self.mlp(norm(x))
 
 
 class GPT(nn.Module):
@@ -1625,8 +1624,8 @@ def agree(ranks: Ranks, problem: UserError | None, saved: Saved) -> Saved:
 def load(path: Path, *names: str) -> dict:
     """Return the `names` of what `RunLog.save` wrote. Refuse a damaged file, by the checksums of its zip archive."""
     try:
-        if zipfile.ZipFile(path).testzip():
-            raise OSError("damaged")
+        if not path.is_file() or zipfile.ZipFile(path).testzip():
+            raise OSError("missing or damaged")
         state = torch.load(path, map_location="cpu", weights_only=True)
         return {name: state[name] for name in names}
     except Exception as error:  # a damaged file fails in many ways

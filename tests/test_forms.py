@@ -15,7 +15,7 @@ from shards import write_shard
 pytestmark = pytest.mark.slow  # these scripts are frozen
 FUSED, START, SIGNS = "2026-01-30_VeFused", "2026-11-23_HeadStart", "2026-05-20_BigramsSignTrick"
 PREFIXES, ROLES = "2026-07-17_FP8DownProjection", "2026-11-24_HeadRoles"
-LAYER, ROWS = "2026-11-25_OneLayer", "2026-11-25_FP8Rows"
+LAYER = "2026-11-25_OneLayer"
 STEPS = 20
 # The extension begins at step 15. There VeFused's tables part where HeadStart's do; for 8 or 1,535 steps they would not
 SMALL = dict(num_iterations=STEPS, mask_block=8, train_seq_len=64, batch_tokens=6 * 64, val_seq_len=128, val_tokens=512)
@@ -31,11 +31,10 @@ OLDER = dict(batch_factors="stage_growth", mask_block="block_size")  # fields th
 # Settings of gpt2 that turn a record's ideas off, and those of both where an idea has no switch
 WITHOUT = {PREFIXES: dict(gate_layer=0, gate_layout="", dc_layout="", prefix_file="")}
 BOTH = {PREFIXES: dict(head_gate_inputs=0, skip_gate_inputs=0, xsa_layout="", bigram_rows=0)}
-BOTH |= {name: dict(prefix_file="") for name in (ROLES, ROWS)} | {LAYER: dict(prefix_file="", lr_factors=(0.03,) * 4)}
+BOTH |= {ROLES: dict(prefix_file=""), LAYER: dict(prefix_file="", lr_factors=(0.03,) * 4)}
 # Presets whose training a record leaves alone, once its ideas are off. OneLayer is an idea of nano
 CASES = [(FUSED, START, "gpt2"), (START, SIGNS, "nano"), (SIGNS, PREFIXES, "nano"), (SIGNS, PREFIXES, "gpt2")]
 CASES += [(PREFIXES, ROLES, "nano"), (PREFIXES, ROLES, "gpt2"), (ROLES, LAYER, "gpt2")]
-CASES += [(LAYER, ROWS, "nano"), (LAYER, ROWS, "gpt2")]
 
 
 def small(m: types.ModuleType, preset: str, folder: Path):
