@@ -21,7 +21,9 @@ import sys
 import sysconfig
 import warnings
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 ROOT = Path(__file__).resolve().parent
 PIP = f"{shlex.quote(sys.executable)} -m pip install"
@@ -37,7 +39,7 @@ try:
     sys.path[:0] = [str(ROOT), str(ROOT / "data")]  # first, or what PYTHONPATH has under these names would be taken
     import train_gpt
     from shards import shard_problem
-    from train_gpt import PRESETS, Hyperparameters, Ranks, UserError
+    from train_gpt import OPTIMIZERS, PRESETS, Hyperparameters, Layer, Ranks, UserError
 except (ImportError, OSError) as error:  # the latter: a shared library is missing
     print(f"check.py: {' '.join(str(error).split())}; packages: {PIP} -r requirements.txt", file=sys.stderr)
     sys.exit(2)
@@ -52,7 +54,6 @@ SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the f
 # Useful TFLOP/s, 6 FLOP per weight and token, by a part of the GPU's name. H100, 4090 and A100: by the roofline,
 # calibrated (gpu_proof/README.md). Others: 32% of their peak, as the H100.
 TFLOPS = {"MIG": 0, "B200": 723, "H200": 318, "H100 PCIe": 243, "H100": 318, "A100": 128, "4090": 75, "3090": 22}
-LAYERS = "0123456789abcdefghijklmnopqrstuvwxyz"  # as skip_layout names them
 Gpu = namedtuple("Gpu", "name capability free")  # free: bytes of memory
 
 
@@ -96,80 +97,104 @@ def why_no_gpu() -> tuple[str, bool]:
         return f"nvidia-smi fails: {line}", True
     # torch 2.13 comes for CUDA 13, which needs driver 580, and for 12.6, which needs 525 (docs.nvidia.com/deploy)
     wheel, cuda, version = "cu130" if driver >= "580" else "cu126", torch.version.cuda, torch.__version__.split("+")[0]
-    install = f"{PIP} --index-url https://download.pytorch.org/whl/{wheel} torch=={version}+{wheel}"
     fix = f"CUDA_VISIBLE_DEVICES={visible} may name none" if visible else "restart the machine or its driver"
-    update = "update the driver to 580 or newer"
-    if cuda is None:
-        fix = f"it is a CPU build: {install}" if driver >= "525" else f"{update}, then {install}"
-    elif driver < ("580" if cuda >= "13" else "525"):
-        fix = f"{update}, or {install}" if driver >= "525" else update
+    if driver < "525":
+        fix = "update the driver to 580 or newer"
+    elif cuda is None or (cuda >= "13" and driver < "580"):
+        fix = f"{PIP} --index-url https://download.pytorch.org/whl/{wheel} torch=={version}+{wheel}"
     return f"torch {torch.__version__} cannot use the {name} with driver {driver}: {fix}", True
 
 
+def wrong_rows(cfg: Hyperparameters) -> Iterator[str]:
+    """Yield what is wrong with layers and groups; the script itself sees to stages, factors and names."""
+    kinds, optimizers = (" or ".join(words) for words in (get_args(Layer.__annotations__["attention"]), OPTIMIZERS))
+    if not cfg.layers:
+        yield "layers (): expected a row at least"
+    for i, layer in enumerate(cfg.layers):
+        sources = {layer.reads, layer.skip, *layer.mudd} - {None}
+        needy = [name for name in ("value_embed", "xsa", "head_gate", "dc") if getattr(layer, name)]
+        needy += ["reads"] * (layer.reads is not None) + ["the first layer"] * (i == 0)
+        if layer.attention not in kinds.split(" or "):
+            yield f"layer {i} has attention {layer.attention!r}: expected {kinds}"
+        if layer.attention == "none" and needy:
+            yield f"layer {i} has no attention: {' and '.join(needy)} needs it"
+        if not sources <= {*range(i)}:
+            yield f"layer {i} has reads {layer.reads}, skip {layer.skip}, mudd {layer.mudd}: expected earlier layers"
+    for group in cfg.groups:
+        if group.optimizer not in OPTIMIZERS:
+            yield f"group {group.names} has optimizer {group.optimizer!r}: expected {optimizers}"
+
+
 def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> list[str]:
-    """Return what train_gpt.py leaves to torch's own errors, or would not notice."""
-    layers, values, sequences, block = cfg.attention_layout, cfg.value_embed_layout, cfg.batch_sequences, cfg.mask_block
-    digits, bare = {*values} - {"."}, {value for layer, value in zip(layers, values, strict=False) if layer == "-"}
-    late = {
-        name: any(source not in "." + LAYERS[:i] for i, source in enumerate(getattr(cfg, name)))
-        for name in ("skip_layout", "source_layout")
-    }
-    gates = [name for name in vars(Hyperparameters) if name.endswith("gate_inputs")]
-    width = cfg.num_heads * cfg.head_dim
+    """Return what torch would answer with a traceback, or nobody would notice: a line for each row and each flag."""
+    width, K, sequences = cfg.num_heads * cfg.head_dim, cfg.model_dim, cfg.batch_sequences
+    has_mudd, most = any(layer.mudd for layer in cfg.layers), 2 * min(K, width)
+    halves = any(layer.attention == "paired" or (layer.mudd and layer.value_embed) for layer in cfg.layers)
+    sizes = "model_dim num_heads head_dim block_size lm_head_slice lm_head_softcap".split()
     rules = [
-        ("value_embed_layout", digits != {*LAYERS[: len(digits)]}, "digits from 0 on, none left out"),
-        ("value_embed_layout", not bare <= {"."}, f". where attention_layout {layers} has -"),
-        *((name, is_late, ". or the number of an earlier layer, 0-9a-z") for name, is_late in late.items()),
-        ("mudd_layers", not {*cfg.mudd_layers} <= {*LAYERS[: len(layers) - 1]}, "numbers of layers before the last"),
-        ("mudd_layers", cfg.mudd_layers and width != cfg.model_dim, f"model_dim {width}, of all heads together"),
-        ("num_heads", "P" in layers and cfg.num_heads % 2, f"an even number with attention_layout {layers}"),
+        *((name, getattr(cfg, name) == 0, "more than 0") for name in sizes),
+        ("num_heads", has_mudd and width != K, f"num_heads * head_dim = model_dim {K}, for mudd"),
+        ("num_heads", halves and cfg.num_heads % 2, "an even number, for paired heads, or value_embed with mudd"),
         ("head_dim", cfg.head_dim % 4, "a multiple of 4"),
-        ("bigram_rows", cfg.bigram_rows == 1, "0, or at least 2"),
-        ("mask_block", gpus and block % 128, "a multiple of 128 on a GPU"),
+        ("value_gate_inputs", cfg.value_gate_inputs not in range(0, most + 1, 2), f"an even number up to {most}"),
+        ("smear_gate_inputs", cfg.smear_gate_inputs > K, f"at most model_dim {K}"),
+        ("bigram_rows", cfg.bigram_rows < 2, "at least 2"),
+        ("block_size", gpus and cfg.block_size % 128, "a multiple of 128 on a GPU"),
+        ("model_dim", (cfg.mlp_fp8 or cfg.lm_head_fp8) and K % 16, "a multiple of 16, for FP8"),
+        ("lm_head_slice", cfg.lm_head_fp8 and cfg.lm_head_slice % 16, "a multiple of 16, for FP8"),
         ("adam_every", cfg.adam_every > cfg.num_iterations, "at most num_iterations, or the head is never trained"),
-        *((name, getattr(cfg, name) > cfg.model_dim, f"at most model_dim {cfg.model_dim}") for name in gates),
-        *((name, getattr(cfg, name) % block, f"a multiple of mask_block {block}") for name in BUFFER_MIB),
+        *((name, getattr(cfg, name) % max(1, cfg.block_size), "a multiple of block_size") for name in BUFFER_MIB),
     ]
-    found = [f"--{name} {getattr(cfg, name)}: expected {expected}" for name, is_wrong, expected in rules if is_wrong]
+    wrong = {name: expected for name, is_wrong, expected in reversed(rules) if is_wrong}  # the first of each flag
+    found = [f"--{name} {getattr(cfg, name)}: expected {expected}" for name, expected in wrong.items()]
     if sequences % processes or 0 < len(gpus) < processes:
         told = f"NPROC={processes}: {sequences} sequences a step, {len(gpus) or 'no'} GPUs: another number"
         fitting = math.lcm(sequences, processes) * cfg.train_seq_len
         found.append(told + f", or --preset {cfg.preset} --batch_tokens {fitting}" * (not gpus))
-    return found
+    return [*wrong_rows(cfg), *found]
 
 
 def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report) -> None:
     """Estimate both, from the model itself, built on no device, and gpt2's buffers and speed. Compare free memory."""
-    with torch.device("meta"):
-        gpt, gpt2 = train_gpt.GPT(cfg), PRESETS["gpt2"]
-        optimizers = train_gpt.build_optimizers(gpt, Ranks(0, processes, 0, processes))
+    try:
+        with torch.device("meta"):
+            gpt = train_gpt.GPT(cfg)
+            optimizers = train_gpt.build_optimizers(gpt, Ranks(0, processes, 0, processes))
+    except AssertionError as error:  # of factors that no net makes, or of groups of mixed precision
+        raise UserError(f"train_gpt.py: {reason(error)}") from None
     tensors = [t for o in optimizers for t in (*o.params, o.grad_buffer, o.grad_shard, *o.state.values())]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}  # some share one
     fixed = sum(storages.values()) + sum(p.nbytes for p in gpt.parameters())  # and their gradients
     weights = sum(p.numel() for name, p in gpt.named_parameters() if p.ndim > 1 and "embed" not in name)
+    tokens = train_gpt.num_tokens(cfg.num_iterations, cfg)
     if gpus:
-        free, factor, where = min(gpu.free for gpu in gpus[:processes]), 1, f"{processes} x {gpus[0].name}"
-        fixed += SPARE_MIB * 2**20
+        free, where = min(gpu.free for gpu in gpus[:processes]), f"{processes} x {gpus[0].name}"
         rate = 1e12 * processes * min(next((n for part, n in TFLOPS.items() if part in gpu.name), 0) for gpu in gpus)
-    else:  # nothing is fused: 3 times the buffers, and 0.4 GB for torch (0.5 GB for nano; measured: 0.46)
+        seconds = 6 * weights * tokens / rate if rate else 0
+    else:  # a layer takes at least 0.18 of a step of nano, by 16 and 64 layers of width 16; its rate was measured
         lines = Path("/proc/meminfo").read_text() if os.path.exists("/proc/meminfo") else "MemAvailable: 9999999999"
-        free, factor, where = 1024 * int(re.findall(r"MemAvailable: *(\d+)", lines)[0]) // processes, 3, "2 CPU cores"
-        fixed, rate = fixed + 4 * 10**8, 9.1e10 / (1 if cfg.dtype == "bfloat16" else 2)  # nano's, measured with bf16
+        free, where = 1024 * int(re.findall(r"MemAvailable: *(\d+)", lines)[0]) // processes, "2 CPU cores"
+        rate = 9.1e10 if cfg.dtype == "bfloat16" else 4.5e10
+        seconds = max(6 * weights * tokens / rate, 1e-5 * tokens * len(cfg.layers))
 
     def need(name: str, length: int) -> float:
-        (slice_mib, length_mib), layers = BUFFER_MIB[name], cfg.attention_layout
-        longest, kept = (max(cfg.batch_factors), layers) if name == "train_seq_len" else (1, "L")
-        growth = longest / max(gpt2.batch_factors) if name == "train_seq_len" else 1
-        size = len(layers) * cfg.model_dim / (len(gpt2.attention_layout) * gpt2.model_dim)
+        """Return the bytes of the longest step, or of validation, with sequences of this length."""
+        (slice_mib, length_mib), is_train, gpt2 = BUFFER_MIB[name], name == "train_seq_len", PRESETS["gpt2"]
+        growth, known = (max(stage.batch for stage in c.stages) if is_train else 1 for c in (cfg, gpt2))
+        size = len(cfg.layers) * cfg.model_dim / (len(gpt2.layers) * gpt2.model_dim)
         logits = cfg.lm_head_slice * cfg.vocab_size / (gpt2.lm_head_slice * gpt2.vocab_size)
-        buffers = logits * slice_mib + growth * size * length_mib * length / getattr(gpt2, name)
-        # A CPU holds numbers for every query and each key that its block sees: of the mask, or scores, keys and values.
+        mib = logits * slice_mib + size * length_mib * growth * length / (known * getattr(gpt2, name))
+        if gpus:
+            return fixed + (SPARE_MIB + mib) * 2**20
+        # A CPU fuses nothing: 3 times the buffers, and 0.4 GB for torch (0.5 GB for nano; measured: 0.46). It holds
+        # numbers for every query and each key that its block sees: of the mask, or scores, keys and values.
         # Measured: 18 to 69 bytes in four runs of 17 to 268 million pairs (1 or 2 layers, 2 or 4 heads); here 20 to 64
-        reach = cfg.mask_block * (1 - -max(*cfg.window_tokens, cfg.final_window_tokens) // cfg.mask_block)
-        pairs = longest * length * min(reach, longest * length)
-        numbers = cfg.num_heads * (2 + len(kept.replace("-", "")) * (1 + 2 * cfg.head_dim / cfg.mask_block))
-        per_pair = 0 if gpus else max(18, numbers * gpt.embed.weight.itemsize)
-        return fixed + factor * buffers * 2**20 + pairs * per_pair
+        window = max(cfg.final_window, *(stage.window for stage in cfg.stages))
+        seen = min(growth * length, cfg.block_size * (1 - -window // cfg.block_size))
+        kept = sum(layer.attention != "none" for layer in cfg.layers) if is_train else 1
+        numbers = cfg.num_heads * (2 + kept * (1 + 2 * cfg.head_dim / cfg.block_size))
+        per_pair = max(18, numbers * gpt.embed.weight.itemsize)
+        return fixed + 4e8 + 3 * mib * 2**20 + growth * length * seen * per_pair
 
     for name in BUFFER_MIB:
         length = getattr(cfg, name)
@@ -177,51 +202,80 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
         line = f"--{name} {length} takes {mem / 2**30:.1f} GiB a process (estimated), {free / 2**30:.1f} are free"
         report.fact(f"memory: {line}")
         if mem > free:
-            shorter = (n for n in (length >> i for i in range(1, 9)) if n % cfg.mask_block == 0 < n)
+            shorter = (n for n in (length >> i for i in range(1, 9)) if n % cfg.block_size == 0 < n)
             fix = next((f"--{name} {n}" for n in shorter if need(name, n) <= free), "a smaller model")
             report.problems.append(f"{line}: free some, or train otherwise, with {fix}")
-    tokens = cfg.batch_sequences * sum(train_gpt.train_seq_len(step, cfg) for step in range(cfg.num_iterations))
-    seconds = 6 * weights * tokens / rate if rate else float("inf")
-    if not gpus:  # what a layer takes at least: 0.18 of a step of nano, by 16 and 64 layers of width 16
-        seconds = max(seconds, 1e-5 * tokens * len(cfg.attention_layout))
     size, unit = (3600, "hours") if seconds > 7200 else (60, "minutes") if seconds > 120 else (1, "seconds")
-    text = "unknown" if not rate else "over a year" if seconds > 3e7 else f"about {max(seconds / size, 1):.0f} {unit}"
+    text = f"about {max(seconds / size, 1):.0f} {unit}" if seconds else "unknown"
     report.fact(f"time: {text} of training on {where} (estimated)", note=seconds > 300)
 
 
-def check_data(cfg: Hyperparameters, report: Report) -> list[tuple[str, str]]:
-    """Return what is wrong with the shards and a command mends, with that command; report what none mends."""
-    lengths, found = [train_gpt.train_seq_len(step, cfg) for step in range(cfg.num_iterations)], []
+def wrong_shard(path: str, cfg: Hyperparameters) -> str | None:
+    highest = 0
+    if (problem := shard_problem(Path(path))) is None:  # the first million tokens tell bytes from GPT-2's
+        highest = np.fromfile(path, "<u2", 2**20, offset=1024).max(initial=0)
+    if highest >= cfg.vocab_size or 0 < highest <= 256 < cfg.vocab_size - 1:
+        problem = f"has tokens up to {highest}, not of {cfg.vocab_size} (--vocab_size)"
+    return problem and f"{path}: {problem}"
+
+
+def check_data(cfg: Hyperparameters, report: Report) -> dict[str, str]:
+    """Return the commands that get what the shards lack, and why; report what none mends."""
     gpt2, nano = ((preset.train_files, preset.val_files) for preset in PRESETS.values())
-    shards = -int(-PACKING * cfg.batch_sequences * sum(lengths) // SHARD_TOKENS) if cfg.train_files in gpt2 else 0
-    if shards > FINEWEB_SHARDS:
+    tokens = train_gpt.num_tokens(cfg.num_iterations, cfg) if cfg.train_files in gpt2 else 0
+    if (shards := math.ceil(PACKING * tokens / SHARD_TOKENS)) > FINEWEB_SHARDS:
         raise UserError(f"--num_iterations {cfg.num_iterations} needs {shards} shards of FineWeb's {FINEWEB_SHARDS}")
     commands = dict.fromkeys(gpt2, f"data/cached_fineweb10B.py {shards}") | dict.fromkeys(nano, "data/pack_nano.py")
-    cuts = [cfg.max_doc_len[train_gpt.stage_of(step, cfg)] for step in range(cfg.num_iterations)]
-    train = (cfg.train_files, "num_iterations", lengths, cfg.batch_sequences, cfg, cuts)
-    val = (cfg.val_files, "val_tokens", [cfg.val_seq_len] * (cfg.val_tokens // cfg.val_seq_len), 1, cfg)
-    for files, flag, *batches in train, val:
-        command, paths = commands.get(files, ""), sorted(glob.glob(files, recursive=True))
+    found = {}  # what is wrong with the files of a pattern
+    for files in cfg.train_files, cfg.val_files:
+        paths = sorted(glob.glob(files, recursive=True))
         report.fact(f"data: {len(paths)} shards match {files}")
-        fix = f"get it: python {command or 'data/pack_text.py --help'}"
-        unsound = [f"{path}: {problem}" for path in paths if (problem := shard_problem(Path(path)))]
-        problems = unsound[:5] if paths else [f"no shards match {files} in {os.getcwd()}"]
-        for path in [] if problems else paths:  # the first million tokens tell bytes from GPT-2's
-            highest = np.fromfile(path, "<u2", 2**20, offset=1024).max(initial=0)
-            if highest >= cfg.vocab_size or 0 < highest <= 256 < cfg.vocab_size - 1:
-                problems = [f"{path}: has tokens up to {highest}, not of {cfg.vocab_size} (--vocab_size)"]
-        if not problems:
+        problems = [problem for path in paths if (problem := wrong_shard(path, cfg))]
+        if problems or not paths:
+            command = commands.get(files, "data/pack_text.py --help")
+            found[files] = f"{[*problems, f'no shards match {files} in {os.getcwd()}'][0]}; get it: python {command}"
+    try:
+        if not found:
+            train_gpt.plan_data(cfg)
+    except UserError as error:
+        is_train = (problem := reason(error)).startswith(cfg.train_files)
+        if is_train and len(glob.glob(cfg.train_files)) < shards:
+            found[cfg.train_files] = f"{problem}; get it: python {commands[cfg.train_files]}"
+        else:
+            fix = f"; lower --{'num_iterations' if is_train else 'val_tokens'}" * ("the run needs" in problem)
+            report.problems.append(problem + fix)
+    report.problems += [problem for files, problem in found.items() if files not in commands]
+    return {commands[files]: problem for files, problem in found.items() if files in commands}
+
+
+def find_gpus(cfg: Hyperparameters, is_for_cpu: bool, report: Report) -> list[Gpu]:
+    """Return the GPUs that work, and report those that do not. Raise UserError if there should be one."""
+    gpus: list[Gpu] = []
+    if not torch.cuda.is_available():
+        why, is_problem = why_no_gpu()
+        if cfg.device == "cuda" or (is_problem and not is_for_cpu):
+            raise UserError(f"{why}; nano trains on the CPU: --preset nano --device cpu")
+        report.fact(f"hardware: {os.cpu_count()} CPU cores, {why}", note="NVIDIA" not in why)
+    elif cfg.device != "cpu":
+        for index in range(torch.cuda.device_count()):
             try:
-                train_gpt.plan_batches(files, *batches)
-            except UserError as error:
-                problems = [reason(error)]
-                if flag == "val_tokens" or "fineweb" not in command or int(command.split()[1]) <= len(paths):
-                    command, fix = "", f"lower --{flag}"  # there is no more to get
-        found += [(f"{problem}; {fix}", command) for problem in problems]
-    report.problems += [problem for problem, command in found if not command]
-    if not found:
-        train_gpt.plan_data(cfg)  # refuses a file in both
-    return [(problem, command) for problem, command in found if command]
+                gpus.append(try_gpu(index))
+            except RuntimeError as error:
+                fix = "free or reset it, or leave it out with CUDA_VISIBLE_DEVICES"
+                report.problems.append(f"GPU {index} does not work: {reason(error)}: {fix}")
+    return gpus
+
+
+def check_compiler(is_for_cpu: bool, report: Report) -> None:
+    """Look for what torch.compile needs: Triton builds a Python module in C, and a CPU's kernels are C++."""
+    variable, usual = ("CXX", "clang++" if sys.platform == "darwin" else "g++") if is_for_cpu else ("CC", "gcc clang")
+    names = [os.environ[variable]] if variable in os.environ else usual.split()
+    if not any(map(shutil.which, names)):
+        missing = f"torch.compile finds no C compiler, {' or '.join(names)} ({variable})"
+        report.problems.append(f"{missing}: install one (Debian, Ubuntu: apt install g++)")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # where Debian has its headers
+    if not (header := Path(sysconfig.get_path("include", scheme), "Python.h")).exists():
+        report.problems.append(f"torch.compile needs {header}: apt install python3.{sys.version_info.minor}-dev")
 
 
 def examine(argv: list[str], report: Report) -> int:
@@ -232,31 +286,15 @@ def examine(argv: list[str], report: Report) -> int:
         argv = re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", " ".join(argv)))
     if not re.fullmatch("[0-9]{1,4}", wish):
         raise UserError(f"NPROC={wish}: expected a number of processes")
-    cfg, gpus = train_gpt.parse_args(argv), []
+    cfg = train_gpt.parse_args(argv)
     is_for_cpu = cfg.device == "cpu" and any(flag.startswith(("--preset", "--device")) for flag in argv)
-    if not torch.cuda.is_available():
-        why, is_problem = why_no_gpu()
-        if cfg.device == "cuda" or (is_problem and not is_for_cpu):
-            raise UserError(f"{why}; nano trains on the CPU: --preset nano --device cpu")
-        report.fact(f"hardware: {os.cpu_count()} CPU cores, {why}", note="NVIDIA" not in why)
-    for index in range(torch.cuda.device_count() if cfg.device != "cpu" and torch.cuda.is_available() else 0):
-        try:
-            gpus.append(try_gpu(index))
-        except RuntimeError as error:
-            fix = "free or reset it, or leave it out with CUDA_VISIBLE_DEVICES"
-            report.problems.append(f"GPU {index} does not work: {reason(error)}: {fix}")
+    gpus = find_gpus(cfg, is_for_cpu, report)
     if report.problems:
         return 0
     cfg = train_gpt.resolve(cfg)
     processes = int(wish) or next(n for n in range(max(1, len(gpus)), 0, -1) if cfg.batch_sequences % n == 0)
-    if cfg.compile:  # Triton builds a Python module in C, a CPU's kernels are C++
-        variable, usual = ("CC", "gcc clang") if gpus else ("CXX", "clang++" if sys.platform == "darwin" else "g++")
-        if not any(map(shutil.which, names := [os.environ[variable]] if variable in os.environ else usual.split())):
-            missing = f"torch.compile finds no C compiler, {' or '.join(names)} ({variable})"
-            report.problems.append(f"{missing}: install one (Debian, Ubuntu: apt install g++)")
-        scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # where Debian has its headers
-        if not (header := Path(sysconfig.get_path("include", scheme), "Python.h")).exists():
-            report.problems.append(f"torch.compile needs {header}: apt install python3.{sys.version_info.minor}-dev")
+    if cfg.compile:
+        check_compiler(not gpus, report)
     for gpu in sorted(gpus, key=lambda gpu: gpu.capability)[:1]:
         this = f"{gpu.name} (compute capability {'.'.join(map(str, gpu.capability))})"
         fp8 = " and ".join(["head"] * cfg.lm_head_fp8 + ["MLPs"] * cfg.mlp_fp8) or "nothing"
@@ -268,18 +306,13 @@ def examine(argv: list[str], report: Report) -> int:
         if not found:
             train_gpt.parse_args(argv, processes)  # refuses to choose a preset for several without a GPU
             check_memory_and_time(cfg, gpus, processes, report)
-    for command in dict.fromkeys(command for _, command in check_data(cfg, report)):
+    for command in check_data(cfg, report):
         report.fact(f"data: run.sh gets them: python {command}")
-        folder = Path(cfg.train_files).absolute().parent
-        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free / 1e9
-        need = 0.2 * (int(command.split()[1]) + 1 - len(glob.glob(cfg.train_files))) if " " in command else 0.1
-        if free < need:
-            report.problems.append(f"{folder}: the data need {need:.1f} GB, {free:.1f} GB are free: make room")
         if not report.problems and not report.is_full:
             print(f"getting the data: python {command}", file=sys.stderr, flush=True)
             if subprocess.run([sys.executable, *command.split()], stdout=sys.stderr).returncode:
                 raise UserError("the data could not be fetched: see above, then run this again")
-            report.problems += [problem for problem, left in check_data(cfg, report) if left == command]
+            report.problems += [problem for left, problem in check_data(cfg, report).items() if left == command]
     return processes
 
 

@@ -63,6 +63,9 @@ def load_model(path: Path, device: str) -> GPT:
         fields = {field.name for field in dataclasses.fields(Hyperparameters)}
         if differing := fields ^ configuration.keys():
             raise UserError(f"only one of it and this train_gpt.py has {', '.join(sorted(map(str, differing)))}")
+        for name, row in train_gpt.TABLES.items():
+            if any(len(values) != len(row._fields) for values in configuration[name]):
+                raise UserError(f"its {name} have not the columns {', '.join(row._fields)}")
         cfg = Hyperparameters(**configuration)
         # What was trained in bf16 is sampled in fp32 where that is faster
         dtype = "auto" if cfg.dtype == "bfloat16" else cfg.dtype
@@ -71,7 +74,7 @@ def load_model(path: Path, device: str) -> GPT:
         with torch.device("meta"):  # the initial values are not needed
             gpt = GPT(cfg).eval()
         gpt.to_empty(device=device).load_state_dict(saved["model"])
-        gpt.rotary.set_stage(train_gpt.stage_of(cfg.num_iterations, cfg), cfg)
+        gpt.rotary.set_stage(train_gpt.stage_index(cfg.num_iterations, cfg), cfg)
     except Exception as error:  # odd values fail in many ways
         message = " ".join(str(error).split())[:150]
         raise UserError(f"{path}: not a model of this train_gpt.py, use the one that wrote it: {message}") from None
@@ -83,11 +86,10 @@ def load_model(path: Path, device: str) -> GPT:
 def export(gpt: GPT, path: Path, folder: Path) -> None:
     """Write tensors and configuration of the model at `path` to a new folder, and read them back to the same logits."""
     cfg, saved, save = gpt.cfg, read_model(path), safetensors().save
-    stage = train_gpt.stage_of(cfg.num_iterations, cfg)
+    stage = train_gpt.stage_index(cfg.num_iterations, cfg)
     frequencies, scale = train_gpt.rotary_frequencies(stage, cfg, gpt.rotary.cos.dtype)
-    inference = dict(attention_scale=scale, rotary_frequencies=frequencies.tolist())
-    nets = train_gpt.first_factors(cfg).items()
-    inference["nets"] = {net: [[*place, len(first)] for place, first in made.items()] for net, made in nets}
+    inference = dict(attn_scale=scale, rotary_frequencies=frequencies.tolist())
+    inference["nets"] = {name: net.kinds for name, net in gpt.named_modules() if isinstance(net, train_gpt.GateNet)}
     inference["long_window"], inference["short_window"] = train_gpt.attention_windows(cfg.num_iterations, cfg)
     described = dict(configuration=json.loads(saved["configuration"]), inference=inference)
     try:
@@ -142,7 +144,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, rng: torch.Generator)
 def features(gpt: GPT, tokens: Sequence[int]) -> Tensor:
     """Return the head's input (T, K) for these tokens, with the windows of the last validation."""
     cfg, options = gpt.cfg, dict(dtype=torch.int32, device=gpt.lm_head.device)
-    padding = [cfg.eot_token] * (-len(tokens) % cfg.mask_block)  # to whole blocks: no token sees what follows
+    padding = [cfg.eot_token] * (-len(tokens) % cfg.block_size)  # to whole blocks: no token sees what follows
     windows = torch.tensor(train_gpt.attention_windows(cfg.num_iterations, cfg), **options)
     return gpt.features(torch.tensor([*tokens, *padding], **options), windows)[: len(tokens)]
 

@@ -115,7 +115,10 @@ def nano_shard() -> bytes:
 
 def is_packed(log: Log) -> bool:
     """Return whether documents or growing batches decide where a batch begins."""
-    lengths, factors = log.configuration.get("max_doc_len"), log.configuration.get("batch_factors")
+    config = log.configuration
+    if "stages" in config:  # rows of share, batch, max_doc_len and others
+        return any(batch != 1 or max_doc_len > 0 for _, batch, max_doc_len, *_ in config["stages"])
+    lengths, factors = config.get("max_doc_len"), config.get("batch_factors")  # of older scripts
     return lengths not in (None, 0, [0]) or factors not in (None, [1])
 
 

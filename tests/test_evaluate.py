@@ -24,7 +24,8 @@ QUESTIONS = [("ab", ["cd", "c"], 0), ("", ["b\n" * 20, "abc", "xyz"], 1), ("f" *
 def test_packed_documents_score_as_one_at_a_time(preset, tiny64, random_gpt, monkeypatch):
     """Smear, bigrams and key offset cross documents. A long text is cut into pieces of 40 tokens, 10 of them again."""
     cfg = train_gpt.resolve(train_gpt.parse_args([*SMALL_GPT2, "--dtype=float64"])) if preset == "gpt2" else tiny64
-    gpt = random_gpt(dataclasses.replace(cfg, window_tokens=(1000,) * len(cfg.window_tokens), final_window_tokens=1000))
+    stages = tuple(stage._replace(window=1000) for stage in cfg.stages)
+    gpt = random_gpt(dataclasses.replace(cfg, stages=stages, final_window=1000))
     documents = [([*ctx.encode(), *end.encode()], len(ctx)) for ctx, ends, _ in QUESTIONS for end in ends]
 
     def alone(tokens: list[int], context: int) -> float:

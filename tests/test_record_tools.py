@@ -146,6 +146,17 @@ def test_verify_passes_a_good_record_and_a_form_by_its_mean(tool, root):
         assert tool("verify")[1].startswith(told)
 
 
+PACKED = ['"batch_factors": [1, 2]', '"max_doc_len": [896]']
+PACKED += ['"stages": [[1, 1, 0, 256], [0, 2, 0, 256]]', '"stages": [[1, 1, 896, 256]]']
+STREAMS = ['"batch_factors": [1], "max_doc_len": [0]', '"stages": [[1, 1, 0, 256]]']
+
+
+@pytest.mark.parametrize("settings", [*PACKED, *STREAMS])
+def test_packed_runs_are_told_by_newer_and_older_configurations(tmp_path, settings):
+    (tmp_path / "log.txt").write_text(log_text(**GPT2).replace('"preset"', f'{settings}, "preset"'))
+    assert rules.is_packed(Log(tmp_path / "log.txt")) == (settings in PACKED)
+
+
 def test_against_names_the_first_deviation(tool, tmp_path):
     def against(text: str) -> tuple[int, str]:
         (tmp_path / "log.txt").write_text(text)

@@ -39,7 +39,7 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     files = f"--train_files {corpus}/long.bin --val_files {corpus}/val_*.bin --log_dir {tmp_path} --run_id {preset}"
     flags = [*(SMALL if preset == "nano" else SMALL_GPT2), *files.split(), "--dtype=float64", "--save_checkpoint"]
     # No padding of the head, which the softmax of training sees, too
-    result = train_gpt.main([*flags, "--vocab_size=320", "--val_tokens=96", "--final_window_tokens=40"])
+    result = train_gpt.main([*flags, "--vocab_size=320", "--val_tokens=96", "--final_window=40"])
     gpt = sample.load_model(tmp_path / f"{preset}.pt", "cpu")
     text = torch.from_numpy(np.fromfile(corpus / "val_000000.bin", "<u2", 97, offset=1024).astype(np.int64))
     logits = torch.stack([sample.next_logits(gpt, text[:n].tolist()) for n in range(1, 97)])
@@ -114,7 +114,9 @@ def test_tokenizers(tiny, monkeypatch):
 
 ODD = {
     "older": lambda cfg, model: (cfg.pop("head_dim"), cfg.update(odd=1)),
-    "type": lambda cfg, model: cfg.update(attention_layout=5),
+    "type": lambda cfg, model: cfg.update(layers=5),
+    "columns": lambda cfg, model: cfg["stages"][0].pop(),
+    "row": lambda cfg, model: cfg["layers"].append(cfg["layers"][0]),
     "shape": lambda cfg, model: cfg.update(model_dim=64),
     "lacks": lambda cfg, model: model.pop("lm_head"),
     "nan": lambda cfg, model: model["lm_head"].fill_(torch.nan),
@@ -125,9 +127,10 @@ ODD = {
     ("argv", "message"),
     [
         *((name, f"{name}: there is no such file") for name in ("nowhere.pt", "latest")),
-        *((f, f"{f}: not a sound checkpoint: ") for f in "LICENSE fifo.pt list.pt".split()),
+        *((f, f"{f}: not a sound checkpoint: ") for f in "LICENSE list.pt".split()),
         (".", ".: not what --export wrote: [Errno 2] No such file"),
         ("older.pt", "only one of it and this train_gpt.py has head_dim, odd"),
+        ("columns.pt", "its stages have not the columns share, batch, max_doc_len"),
         *((f"{name}.pt", "not a model of this train_gpt.py") for name in ODD if name not in ("older", "nan")),
         ("nan.pt", "logits are not finite"),
         ("random.pt --prompt ab --tokens 79999", "of 2 tokens, --tokens 79999: the model reads 80000 at most"),
@@ -139,7 +142,6 @@ ODD = {
 def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeypatch, argv, message):
     saved = torch.load(model, weights_only=True)
     monkeypatch.chdir(model.parent)
-    os.mkfifo("fifo.pt")
     Path("LICENSE").write_text("not a model")
     torch.save([1], "list.pt")
     if change := ODD.get(argv.removesuffix(".pt")):
@@ -166,6 +168,12 @@ def test_page_and_export_give_the_model_back(random_gpt, tmp_path, capsys, monke
     tokens = [cfg.eot_token, *b"import "]
     for model in path, out:
         assert torch.equal(sample.next_logits(sample.load_model(model, "cpu"), tokens), page["logits"])
+    gpt, told = sample.load_model(out, "cpu"), json.loads((out / "config.json").read_text())["inference"]
+    frequencies = torch.tensor(told["rotary_frequencies"], dtype=torch.float64)
+    assert torch.equal(gpt.rotary.cos[1], frequencies.cos())
+    assert (told["attn_scale"], told["long_window"]) == (gpt.rotary.scale.item(), cfg.final_window)
+    made = {name: sum(n for kinds in blocks for _, n in kinds) for name, blocks in told["nets"].items()}
+    assert made == {name[:-3]: len(p) for name, p in gpt.named_parameters() if name.endswith(".b2")}
     assert "is there already, choose another folder" in run(capsys, str(path), "--export", str(out))[2]
     (out / "model.safetensors").write_bytes(b"x" * 99)
     assert "out: not what --export wrote: " in run(capsys, str(out))[2]
