@@ -117,7 +117,7 @@ def take_step(trainer: Trainer, batches: Iterator, step: int, parts: bool = Fals
 
 def title(step: int, cfg: train_gpt.Hyperparameters) -> str:
     windows = " and ".join(f"{window:,}" for window in train_gpt.attention_windows(step, cfg))
-    return f"step: whole, stage {train_gpt.stage_of(step, cfg) + 1} (windows of {windows} tokens)"
+    return f"step: whole, stage {train_gpt.stage_index(step, cfg) + 1} (windows of {windows} tokens)"
 
 
 def take_steps(trainer: Trainer, batches: Iterator, step: int, n: int, parts: Sequence[bool]) -> list[Counter]:
@@ -171,9 +171,10 @@ def step_flops(trainer: Trainer, sequences: Sequence[tuple[Tensor, Tensor]], ste
     matmul = sum(p.numel() for name, p in trainer.gpt.named_parameters() if p.ndim >= 2 and "embed" not in name)
     long, short = train_gpt.attention_windows(step, cfg)
     for tokens, _ in sequences:
-        pairs = {letter: attended_pairs(tokens, n, cfg.eot_token) for letter, n in (("L", long), ("S", short))}
-        pairs["P"] = attended_pairs(tokens, short, cfg.eot_token, rows=2) // 2  # of half as many heads
-        attention = sum(pairs.get(letter, 0) for letter in cfg.attention_layout)
+        pairs = dict(none=0, long=attended_pairs(tokens, long, cfg.eot_token))
+        pairs["short"] = attended_pairs(tokens, short, cfg.eot_token)
+        pairs["paired"] = attended_pairs(tokens, short, cfg.eot_token, rows=2) // 2  # of half as many heads
+        attention = sum(pairs[layer.attention] for layer in cfg.layers)
         total += 6 * matmul * len(tokens) + 12 * cfg.num_heads * cfg.head_dim * attention
     return total
 

@@ -146,10 +146,10 @@ def write_shards(folder: Path, split: str, documents: list[bytes], encode: Calla
 
 def fit(cfg: Hyperparameters, val_size: int) -> Hyperparameters:
     """Return `cfg` cut to what the shards hold; `val_size`: tokens of a shard for validation."""
-    blocks = (val_size - 1) // cfg.mask_block
+    blocks = (val_size - 1) // cfg.block_size
     if blocks < 1:
-        raise RuntimeError(f"too little text: {val_size:,} tokens for val, {cfg.mask_block + 1} needed: add text")
-    val_seq_len = min(cfg.val_seq_len, blocks * cfg.mask_block)
+        raise RuntimeError(f"too little text: {val_size:,} tokens for val, {cfg.block_size + 1} needed: add text")
+    val_seq_len = min(cfg.val_seq_len, blocks * cfg.block_size)
     val_tokens = min(cfg.val_tokens, val_size - 1) // val_seq_len * val_seq_len
     cfg = dataclasses.replace(cfg, val_seq_len=val_seq_len, val_tokens=val_tokens)
 
