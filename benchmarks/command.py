@@ -84,7 +84,6 @@ def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) ->
     rates = measure.matmul_tflops(trainer, calls)
     figures[f"large matmul in {cfg.dtype}"] = measure.figure(rates, "TFLOP/s")
     stage("steps", measure.steps, trainer, batches, last, n, float(np.median(rates)))
-    stage("Newton-Schulz", measure.newton_schulz, trainer, calls)
     if trainer.device.type == "cuda":
         stage("host waits", measure.host_waits, trainer, batches, last)
     stage("profile", lambda: profiles.append(measure.profile(trainer, batches, last)) or {})
@@ -125,7 +124,7 @@ def run(flags: Sequence[str], quick: bool, out: Path) -> int:
             out.mkdir(parents=True, exist_ok=True)
     except (UserError, OSError) as error:
         problem = error if isinstance(error, UserError) else UserError(error)
-    train_gpt.agree(ranks, problem, train_gpt.Saved(facts=facts))
+    train_gpt.agree(ranks, problem, train_gpt.Saved("", None, facts))
     figures, profile = measure_all(cfg, ranks, plans, quick)
     hashes = {"training tokens": "", "validation tokens": ""}  # which the report leaves out
     lines = (" ".join(line.split()) for line in train_gpt.describe(cfg, ranks, plans, hashes).splitlines())

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import functools
 import json
 import os
 import platform
@@ -23,8 +22,8 @@ from records.process import ENVIRONMENT, ROOT
 from train_gpt import Hyperparameters, UserError
 
 INTRODUCTION = """Run what docs/first_gpu_run.md describes, and write all that it shows to one JSON file to send back:
-versions, driver, GPUs, check, self-test, a short run with its log, benchmarks. Names of host and user, their folders
-and IP addresses are left out. A stage that fails is recorded, and the others still run.
+versions, driver, GPUs, check, self-test, a short run with its log, benchmarks. Names of host and user and their folders
+are left out. A stage that fails is recorded, and the others still run.
 
     python -m benchmarks first_gpu_run [--out FILE] [flags of train_gpt.py, such as --train_seq_len 8192]
     python -m benchmarks first_gpu_run --preset nano --device cpu        try it without a GPU
@@ -34,34 +33,20 @@ LIMIT = 3600  # seconds for a stage
 MOST = 200_000  # characters of a stage's output, and of each of its files, from the end
 
 
-@functools.cache
-def private() -> list[tuple[str, str]]:
-    """Return patterns of what stays here, each with what stands in its place."""
-    host, user = platform.node(), Path.home().name
-    paths = {str(ROOT): "REPOSITORY", str(Path.home()): "~", tempfile.gettempdir(): "TMP"}
-    found = [(re.escape(path) + r"(?![\w-])", paths[path]) for path in sorted(paths, key=len, reverse=True)]
-    found += [(r"/(?:home|Users)/[^/\s:'\"]+", "~"), (r"(?<![\w.])\d{1,3}(?:\.\d{1,3}){3}(?![\w.])", "ADDRESS")]
-    names = [(host, "HOST"), (host.partition(".")[0], "HOST"), (os.environ.get("USER", user), "USER"), (user, "USER")]
-    for name, new in names:
-        if len(name) > 1 and name not in ("localhost", "root"):
-            found.append((rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", new))  # no letter or digit beside it
-    return found
-
-
-def scrubbed(value):
-    """Return the strings of a JSON document without what is private."""
-    if isinstance(value, dict):
-        return {name: scrubbed(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [scrubbed(part) for part in value]
-    for pattern, new in private() if isinstance(value, str) else ():
-        value = re.sub(pattern, new, value, flags=re.IGNORECASE)
-    return value
+def scrubbed(text: str) -> str:
+    """Return a text without folders, host and user of this machine."""
+    host, home = platform.node(), Path.home()
+    names = {str(ROOT): "REPOSITORY", str(home): "~", tempfile.gettempdir(): "TMP", home.name: "USER"}
+    names |= {host: "HOST", host.partition(".")[0]: "HOST"}
+    for name in sorted(names, key=len, reverse=True):
+        if len(name) > 1 and name not in ("localhost", "root"):  # no letter or digit beside it
+            text = re.sub(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])", names[name], text, flags=re.IGNORECASE)
+    return text
 
 
 def lines(path: Path) -> list[str]:
     """Return the lines of the end of a text, of a log those behind the script's source."""
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8", errors="replace").expandtabs()  # the t of JSON's \\t would hide a name
     return text.partition(f"\n{'=' * 100}\n")[2][-MOST:].splitlines() or text[-MOST:].splitlines()
 
 
@@ -117,8 +102,7 @@ def collect(cfg: Hyperparameters, flags: list[str], processes: int, out: Path) -
         for name, command in stages(cfg, flags, processes, Path(folder)):
             print(f"{name}: {' '.join(command)}", file=sys.stderr, flush=True)
             document["stages"][name] = stage = run_stage(command, Path(folder) / name, LIMIT)
-            text = json.dumps(scrubbed(document), indent=1, ensure_ascii=False)
-            out.write_text(text + "\n", encoding="utf-8")
+            out.write_text(scrubbed(json.dumps(document, indent=1, ensure_ascii=False)) + "\n", encoding="utf-8")
             last = next(filter(str.strip, reversed(stage["output"])), "no output")
             told = "ok" if stage["exit_code"] == 0 else stage.get("problem", f"FAILED, exit code {stage['exit_code']}")
             print(f"{name}: {told} after {stage['seconds']} s: {last.strip()[:200]}", flush=True)

@@ -198,17 +198,6 @@ def matmul_tflops(trainer: Trainer, n: int) -> list[float]:
     return [2 * size**3 / ms / 1e9 for ms in together(trainer, lambda: a @ b, n)]
 
 
-@torch.no_grad()
-def newton_schulz(trainer: Trainer, n: int) -> Figures:
-    """Orthogonalize a rank's share of each shape of hidden matrices, as Muon does."""
-    found, dtype = {}, getattr(torch, trainer.cfg.dtype)
-    for muon in (optimizer for optimizer in trainer.optimizers if isinstance(optimizer, train_gpt.Muon)):
-        stack = torch.randn_like(muon.grad_shard)
-        ms = together(trainer, lambda muon=muon, stack=stack: muon.orthogonalize(stack, dtype), n)
-        found[f"Newton-Schulz of {' x '.join(map(str, stack.shape))}"] = figure(ms, "ms")
-    return found
-
-
 def host_waits(trainer: Trainer, batches: Iterator, step: int) -> Figures:
     """Count the operations of a step that wait for the device, in all and by line. None is the aim."""
     with warnings.catch_warnings(record=True) as caught:
