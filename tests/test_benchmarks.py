@@ -4,8 +4,11 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
-import time
+import subprocess
+import sys
+import tarfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,9 +17,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
-from benchmarks import anchor_cpu, command, first_gpu_run, measure, race_anchor
+from benchmarks import anchor_cpu, command, measure, race_anchor
 from conftest import TINY_FLAGS, pytest_configure
-from records.process import ENVIRONMENT, ROOT
+from records.process import ENVIRONMENT, ROOT, own_process
 from synthetic_logs import SCRIPT
 from test_attention import dense_mask
 from train_gpt import Ranks, Trainer
@@ -133,55 +136,35 @@ def test_race_with_the_anchor_packs_the_last_tenth_of_a_text_for_validation(tmp_
     assert capsys.readouterr().err.count("--text") == 2
 
 
-SHOWN = "GPU-BOX-17, torch 2.13.0, /srv/people/marie/a.bin, torchinductor_marie\n\tMarie\n"
-SHOWN += "gpu-box-17.lab.example:29500, rosemarie, maries"
-CLEAN = ["HOST, torch 2.13.0, ~/a.bin, torchinductor_USER", f"{'USER':>12}", "HOST:29500, rosemarie, maries"]
-
-
-def test_the_file_is_whole_whatever_fails_and_names_nobody(monkeypatch, tmp_path, capsys):
-    def stages(cfg, flags, processes, folder):
-        yield "fails", ["sh", "-c", f"echo '{SHOWN}' >&2; exit 3"]
-        yield "lacks", ["no-such-program-marie"]
-        yield "hangs", ["sh", "-c", f"(sleep 2; touch {tmp_path}/alive) & echo begun; wait"]
-        log = f"source\n{'=' * 100}\n{SHOWN}\n{'=' * 100}\nstep:0/1"
-        yield "works", ["sh", "-c", f"echo '{log}' > '{folder}/works/short.txt'"]
-
-    monkeypatch.setattr(first_gpu_run, "stages", stages)
-    monkeypatch.setattr(first_gpu_run, "LIMIT", 1)
-    monkeypatch.setattr(first_gpu_run.platform, "node", lambda: "gpu-box-17.lab.example")
-    monkeypatch.setenv("HOME", "/srv/people/marie")
-    out = tmp_path / "new/result.json"
-    assert first_gpu_run.main(["--preset=nano", "--device=cpu", "--train_files=/srv/people/marie", f"--out={out}"]) == 1
-    found = json.loads(out.read_text())["stages"]
-    assert [found[name]["exit_code"] for name in ("fails", "lacks", "hangs", "works")] == [3, None, None, 0]
-    assert (found["fails"]["output"], "no-such-program-USER" in found["lacks"]["problem"]) == (CLEAN, True)
-    assert (found["hangs"]["problem"], found["hangs"]["output"]) == ("not done in 1 s", ["begun"])
-    assert found["works"]["files"] == {"short.txt": [*CLEAN, "=" * 100, "step:0/1"]}, "a log without its source"
-    assert "fails: FAILED, exit code 3" in capsys.readouterr().out
-    time.sleep(1.5)
-    assert not (tmp_path / "alive").exists()
-
-
-def test_without_a_gpu_one_line_says_so(monkeypatch, capsys, tmp_path):
+def test_without_a_gpu_one_line_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(pytest.exit.Exception, match="no GPU that torch can use") as stopped:  # ./test.sh -m gpu
         pytest_configure(SimpleNamespace(option=SimpleNamespace(markexpr="gpu")))
     assert stopped.value.returncode == 2
-    assert first_gpu_run.main([f"--out={tmp_path / 'result.json'}"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("--preset nano --device cpu tries this without one")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_all_stages_on_a_cpu(monkeypatch, tmp_path):
-    """With the benchmarks of two processes, as on a machine with two GPUs."""
-    monkeypatch.setattr(first_gpu_run, "ENVIRONMENT", {})  # the benchmarks set it themselves
-    out, flags = tmp_path / "result.json", [*TINY_FLAGS, "--train_seq_len=512", "--batch_tokens=1024"]  # fewer to load
-    assert first_gpu_run.collect(train_gpt.parse_args(flags), flags, 2, out) == 0, out.read_text()
-    found = json.loads(out.read_text())["stages"]
-    assert set(found) == {"versions", "check", "self-test", "short run", "benchmarks", "benchmarks on all"}
-    assert json.loads("".join(found["short run"]["files"]["short.json"]))["num_iterations"] == 8
-    both = json.loads("".join(found["benchmarks on all"]["files"]["benchmark.json"]))
+def test_a_first_gpu_run_on_a_cpu_packs_what_its_stages_show(tmp_path):
+    env = os.environ | dict(OUT=f"{tmp_path}/out", PYTHON=sys.executable)
+    command = [ROOT / "benchmarks" / "first_gpu_run.sh", *TINY_FLAGS, "--num_iterations=4", "--dtype=float16"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    outcomes = dict(line.split(": ") for line in (tmp_path / "out/stages.txt").read_text().splitlines())
+    assert [name for name, outcome in outcomes.items() if outcome == "ok"] == ["versions", "self-test"]
+    assert [outcomes[name] for name in ("check", "run", "benchmarks")] == ["FAILED, exit code 2"] * 3
+    done = subprocess.run(command[:-1], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    with tarfile.open(tmp_path / "out.tar.gz") as archive:
+        texts = {name: archive.extractfile(name).read().decode() for name in archive.getnames() if "." in name}
+    assert json.loads(texts["out/short.json"])["num_iterations"] == 4
+    assert "| step: forward |" in texts["out/benchmarks/benchmark.md"]
+    assert not [name for name, text in texts.items() if str(ROOT) in text]
+
+
+@pytest.mark.slow
+def test_two_processes_have_figures_of_communication(tmp_path):
+    flags = ["--quick", *TINY_FLAGS, "--train_seq_len=512", "--batch_tokens=1024", f"--out={tmp_path}/out"]
+    own_process(["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "benchmarks", *flags])
+    both = json.loads((tmp_path / "out" / "benchmark.json").read_text())
     assert (both["processes"], ENVIRONMENT.items() <= both["environment"].items()) == (2, True)
     assert "step: communication" in both["figures"]
