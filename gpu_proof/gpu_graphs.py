@@ -295,7 +295,7 @@ def describe_attention(cfg) -> dict:
     """Return the kind of attention of each layer, and the tokens of a block of the mask."""
     if hasattr(cfg, "layers"):
         return dict(kinds=[layer.attention for layer in cfg.layers], block=cfg.block_size)
-    names = dict(L="long", S="short", P="paired")  # of scripts up to record FP8Rows
+    names = dict(L="long", S="short", P="paired")  # of scripts before the tables of rows
     return dict(kinds=[names.get(letter, "none") for letter in cfg.attention_layout], block=cfg.mask_block)
 
 

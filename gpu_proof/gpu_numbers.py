@@ -132,7 +132,8 @@ def bound(row: dict, rows: Sequence[dict], fp8: bool) -> None:
     """Add to a row what is bounded, by how much, and whether that holds.
 
     In float32 the two paths may be 1e-5 apart. In low precision both are off float64 by far more than that, at random:
-    the generated kernels may not be worse, by 1.1 for a matrix, by 1.3 for the few numbers of a gate. The gradient of a
+    the generated kernels may not be worse, by 1.1 for a matrix, by 1.5 for the few rows of a gate or of a net's last
+    matrix (of several seeds their gradients were 0.7 to 1.4 times as far off as the eager ones). The gradient of a
     scalar is a sum of positive and negative terms (once 37,000 times as large as the sum): it may be off by twice the
     eager path's worst. Before a cast to FP8 eager code rounds the product with the scale, generated code does not: 2%.
     """
@@ -145,7 +146,7 @@ def bound(row: dict, rows: Sequence[dict], fp8: bool) -> None:
         worst = max(other["eager"] for other in rows if other["ndim"] < 2 and other["name"] not in losses)
         what, limit = "generated", max(limit, 2 * worst)
     elif fp8:
-        what, limit = "generated", (1.3 if row["name"].endswith("gate") else 1.1) * row["eager"]
+        what, limit = "generated", (1.5 if row["name"].endswith(("gate", "w2")) else 1.1) * row["eager"]
     row |= dict(bounded=what, limit=limit, agrees=row[what] <= limit)  # False for NaN
 
 
