@@ -29,15 +29,22 @@ Print a table; write it, a JSON document and a profile to a folder.
 All other flags are those of train_gpt.py. Exit codes: 0 done, 1 a stage failed, 2 bad input, 130 interrupted."""
 
 
+def first_steps(cfg: Hyperparameters) -> list[int]:
+    """Return the first step of each stage that has steps."""
+    return sorted({*train_gpt.stage_starts(cfg)} - {cfg.num_iterations})
+
+
 def plan(cfg: Hyperparameters, quick: bool) -> dict:
     """Plan the validation, and equally many batches for each stage of training."""
     steps = 16 if quick else max(64, 2**21 // cfg.batch_tokens)
-    lengths = [train_gpt.train_seq_len(first, cfg) for first in train_gpt.stage_starts(cfg)[:-1]]
-    lengths = [length for length in lengths for _ in range(-(-steps // len(lengths)))]
+    firsts = first_steps(cfg)
+    firsts = [first for first in firsts for _ in range(-(-steps // len(firsts)))]
+    lengths = [train_gpt.train_seq_len(first, cfg) for first in firsts]
+    doc_lens = [train_gpt.stage_of(first, cfg).max_doc_len for first in firsts]
     val_tokens = min(cfg.val_tokens, 4 * cfg.val_seq_len) if quick else cfg.val_tokens
-    train = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg, cfg.max_doc_len[-1:])
-    val = train_gpt.plan_batches(cfg.val_files, [cfg.val_seq_len] * (val_tokens // cfg.val_seq_len), 1, cfg)
-    return dict(train=train, val=val)
+    val_lens = [cfg.val_seq_len] * (val_tokens // cfg.val_seq_len)
+    train = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg, doc_lens)
+    return dict(train=train, val=train_gpt.plan_batches(cfg.val_files, val_lens, 1, cfg, [0] * len(val_lens)))
 
 
 def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) -> tuple[dict, str]:
@@ -60,7 +67,7 @@ def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) ->
 
     trainer = Trainer(cfg, ranks)
     timed("warm-up", trainer.warm_up, 1)
-    *earlier, last = train_gpt.stage_starts(cfg)[:-1]
+    *earlier, last = first_steps(cfg)
     share = len(plans["train"]) // (len(earlier) + 1)
     parts = [cycle(plans["train"][i * share : (i + 1) * share]) for i in range(len(earlier) + 1)]
     *others, batches = (measure.read(trainer, part) for part in parts)
@@ -73,11 +80,10 @@ def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) ->
         own.close()
     title = f"validation of {len(plans['val']) * cfg.val_seq_len:,} tokens"
     timed(title, lambda: trainer.evaluate(cfg.num_iterations, plans["val"]), passes)
-    figures["peak memory"] = measure.figure([train_gpt.peak_memory_mib(trainer.device)], "MiB")
+    figures["peak memory"] = measure.figure([trainer.peak_memory_mib()], "MiB")
     rates = measure.matmul_tflops(trainer, calls)
     figures[f"large matmul in {cfg.dtype}"] = measure.figure(rates, "TFLOP/s")
     stage("steps", measure.steps, trainer, batches, last, n, float(np.median(rates)))
-    stage("Newton-Schulz", measure.newton_schulz, trainer, calls)
     if trainer.device.type == "cuda":
         stage("host waits", measure.host_waits, trainer, batches, last)
     stage("profile", lambda: profiles.append(measure.profile(trainer, batches, last)) or {})
@@ -108,7 +114,7 @@ def table(document: dict) -> str:
 
 def run(flags: Sequence[str], quick: bool, out: Path) -> int:
     ranks, load, began = train_gpt.init_distributed(), f"{os.getloadavg()[0]:.1f}", time.perf_counter()
-    problem, facts = None, dict(flags=list(flags), quick=quick)
+    problem, facts = None, {"flags": list(flags), "--quick": quick}
     try:
         cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
         if cfg.batch_sequences % ranks.world_size:
@@ -118,7 +124,7 @@ def run(flags: Sequence[str], quick: bool, out: Path) -> int:
             out.mkdir(parents=True, exist_ok=True)
     except (UserError, OSError) as error:
         problem = error if isinstance(error, UserError) else UserError(error)
-    train_gpt.check_same(ranks, problem, facts)
+    train_gpt.agree(ranks, problem, train_gpt.Saved("", None, facts))
     figures, profile = measure_all(cfg, ranks, plans, quick)
     hashes = {"training tokens": "", "validation tokens": ""}  # which the report leaves out
     lines = (" ".join(line.split()) for line in train_gpt.describe(cfg, ranks, plans, hashes).splitlines())

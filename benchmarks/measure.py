@@ -117,7 +117,7 @@ def take_step(trainer: Trainer, batches: Iterator, step: int, parts: bool = Fals
 
 def title(step: int, cfg: train_gpt.Hyperparameters) -> str:
     windows = " and ".join(f"{window:,}" for window in train_gpt.attention_windows(step, cfg))
-    return f"step: whole, stage {train_gpt.stage_of(step, cfg) + 1} (windows of {windows} tokens)"
+    return f"step: whole, stage {train_gpt.stage_index(step, cfg) + 1} (windows of {windows} tokens)"
 
 
 def take_steps(trainer: Trainer, batches: Iterator, step: int, n: int, parts: Sequence[bool]) -> list[Counter]:
@@ -171,9 +171,10 @@ def step_flops(trainer: Trainer, sequences: Sequence[tuple[Tensor, Tensor]], ste
     matmul = sum(p.numel() for name, p in trainer.gpt.named_parameters() if p.ndim >= 2 and "embed" not in name)
     long, short = train_gpt.attention_windows(step, cfg)
     for tokens, _ in sequences:
-        pairs = {letter: attended_pairs(tokens, n, cfg.eot_token) for letter, n in (("L", long), ("S", short))}
-        pairs["P"] = attended_pairs(tokens, short, cfg.eot_token, rows=2) // 2  # of half as many heads
-        attention = sum(pairs.get(letter, 0) for letter in cfg.attention_layout)
+        pairs = dict(none=0, long=attended_pairs(tokens, long, cfg.eot_token))
+        pairs["short"] = attended_pairs(tokens, short, cfg.eot_token)
+        pairs["paired"] = attended_pairs(tokens, short, cfg.eot_token, rows=2) // 2  # of half as many heads
+        attention = sum(pairs[layer.attention] for layer in cfg.layers)
         total += 6 * matmul * len(tokens) + 12 * cfg.num_heads * cfg.head_dim * attention
     return total
 
@@ -195,17 +196,6 @@ def matmul_tflops(trainer: Trainer, n: int) -> list[float]:
     size = 16384 if trainer.device.type == "cuda" else 1024
     a, b = (torch.randn(size, size, device=trainer.device).to(getattr(torch, trainer.cfg.dtype)) for _ in range(2))
     return [2 * size**3 / ms / 1e9 for ms in together(trainer, lambda: a @ b, n)]
-
-
-@torch.no_grad()
-def newton_schulz(trainer: Trainer, n: int) -> Figures:
-    """Orthogonalize a rank's share of each shape of hidden matrices, as Muon does."""
-    found, dtype = {}, getattr(torch, trainer.cfg.dtype)
-    for muon in (optimizer for optimizer in trainer.optimizers if isinstance(optimizer, train_gpt.Muon)):
-        stack = torch.randn_like(muon.grad_shard)
-        ms = together(trainer, lambda muon=muon, stack=stack: muon.orthogonalize(stack, dtype), n)
-        found[f"Newton-Schulz of {' x '.join(map(str, stack.shape))}"] = figure(ms, "ms")
-    return found
 
 
 def host_waits(trainer: Trainer, batches: Iterator, step: int) -> Figures:

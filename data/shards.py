@@ -4,10 +4,8 @@ The header is [20240520, 1, number of tokens, 0, ...], all little-endian, as in 
 train_gpt.py parses it with its own code, because it imports nothing from this repository.
 """
 
-import errno
 import fcntl
 import os
-import sys
 import tempfile
 import typing
 from pathlib import Path
@@ -28,11 +26,9 @@ def lock_folder(folder: Path, wait: bool = False) -> typing.BinaryIO:
     lock = open(folder / ".lock", "ab")  # noqa: SIM115 (the caller closes it)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
-            lock.close()
-            raise
-        print(f"{folder}: this file system has no locks; let only one process write there", file=sys.stderr)
+    except OSError:
+        lock.close()
+        raise
     return lock
 
 

@@ -9,4 +9,9 @@ if __name__ == "__main__":
     parser.add_argument("command", choices=("gpu_graphs", "gpu_numbers", "roofline"), help="each has its own --help")
     command = parser.parse_known_args(sys.argv[1:2])[0].command
     sys.argv.pop(1)
-    sys.exit(importlib.import_module(f"gpu_proof.{command}").main())
+    try:
+        sys.exit(importlib.import_module(f"gpu_proof.{command}").main())
+    except (RuntimeError, OSError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        parser.exit(130, f"python -m gpu_proof {command}: interrupted\n")

@@ -44,10 +44,6 @@ CHILD += "from gpu_proof import gpu_graphs; gpu_graphs.child(sys.argv[1:])"
 WORLDS = (8, 4, 2, 1)  # numbers of processes
 SPARE = 1500  # MiB that CUDA, its libraries and the allocator need beside the tensors
 SAMPLE = 2**15  # indices of a launch to look at
-# What scripts up to record HeadStart call otherwise
-OLD_NAMES = dict(mtp_weights="next_weights", grad_buffer="grads", param_buffer="values", batch_factors="stage_growth")
-OLD_NAMES |= dict(softcap_range="lm_head_range", softcap_shift="lm_head_shift", mask_block="block_size")
-OLD_NAMES |= dict(zeropower_via_newtonschulz5="zeropower", fp8_scales=("fp8_x_scale", "fp8_w_scale", "fp8_grad_scale"))
 WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_")  # do not read what they overwrite
 NO_WORK = ("empty", "detach", "set_", "resize_")
 
@@ -284,24 +280,27 @@ def load_script(path: Path):
     return module
 
 
-def named(holder, name: str):
-    """Return an attribute of a script, of its configuration or of an optimizer, by its new name or its old ones."""
-    old = name if hasattr(holder, name) else OLD_NAMES[name]
-    return getattr(holder, old) if isinstance(old, str) else tuple(getattr(holder, part) for part in old)
-
-
-def find_stages(script, cfg) -> list[dict]:
+def find_stages(script, trainer) -> list[dict]:
     """Return the stages of a run: steps, tokens and windows. Equal phases have the same graphs."""
-    found = []
+    cfg, found = trainer.cfg, []
     for first, end in pairwise(sorted({*script.stage_starts(cfg), cfg.num_iterations})):
-        length, predicted = script.train_seq_len(first, cfg), len(named(script, "mtp_weights")(first, cfg))
+        trainer.set_schedules(first)
+        length, losses = script.train_seq_len(first, cfg), len(trainer.weights)
         stage = dict(first=first, steps=end - first, tokens=length, windows=script.attention_windows(first, cfg))
-        found.append(stage | dict(phase=f"train {length} x {predicted}"))  # tokens, next tokens
+        found.append(stage | dict(phase=f"train {length} x {losses}"))
     return found
 
 
-def run_steps(script, cfg, recorder: Recorder) -> dict[int, dict]:
-    """Take steps of every stage as one of WORLDS processes, and score a sequence. Return the peaks of memory.
+def describe_attention(cfg) -> dict:
+    """Return the kind of attention of each layer, and the tokens of a block of the mask."""
+    if hasattr(cfg, "layers"):
+        return dict(kinds=[layer.attention for layer in cfg.layers], block=cfg.block_size)
+    names = dict(L="long", S="short", P="paired")  # of scripts before the tables of rows
+    return dict(kinds=[names.get(letter, "none") for letter in cfg.attention_layout], block=cfg.mask_block)
+
+
+def run_steps(script, cfg, recorder: Recorder) -> tuple[list[dict], dict[int, dict]]:
+    """Take steps of every stage as one of WORLDS processes, and score a sequence. Return stages and peaks of memory.
 
     Of a stage as many steps as Adam makes one of.
     """
@@ -310,26 +309,27 @@ def run_steps(script, cfg, recorder: Recorder) -> dict[int, dict]:
         tokens = torch.randint(cfg.vocab_size, (length + 1,), device="cuda", dtype=torch.int32)
         return tokens[:-1], tokens[1:].long()
 
-    step_optimizers, memory, trainer = script.step_optimizers, {}, None
+    step_optimizers, memory = script.step_optimizers, {}
 
     def optimize(*args) -> None:
         with recorder.during(f"optimizers {recorder.phase}"):
             step_optimizers(*args)
 
     script.step_optimizers = optimize
-    script.dist.init_process_group = lambda **_: None  # the Trainer of older scripts calls it
-    phases = {stage["phase"]: stage for stage in reversed(find_stages(script, cfg))}
+    with recorder.during("setup"):
+        with pretend_gpu.building():
+            trainer = script.Trainer(cfg, script.Ranks())
+        stages = find_stages(script, trainer)
+    phases = {stage["phase"]: stage for stage in reversed(stages)}
     for world in [world for world in WORLDS if cfg.batch_sequences % world == 0]:
-        recorder.world, recorder.peaks, ranks = world, {}, script.Ranks(0, world, 0, world)
+        recorder.world, recorder.peaks = world, {}
         with recorder.during("setup"), pretend_gpu.building():
-            if trainer is None:
-                trainer = script.Trainer(cfg, ranks)
-            else:  # its graphs are the same for all; Newton-Schulz has other shapes, over 8 in all
-                torch._dynamo.reset_code(named(script, "zeropower_via_newtonschulz5").__code__)
-                trainer.gpt.zero_grad(set_to_none=True)
-                trainer.ranks, trainer.optimizers = ranks, []
-                gc.collect()
-                trainer.optimizers = script.build_optimizers(trainer.gpt, ranks)
+            # The model's graphs are the same for all; Newton-Schulz has other shapes, over 8 in all
+            torch._dynamo.reset_code(script.zeropower_via_newtonschulz5.__code__)
+            trainer.gpt.zero_grad(set_to_none=True)
+            trainer.ranks, trainer.optimizers = script.Ranks(0, world, 0, world), []
+            gc.collect()
+            trainer.optimizers = script.build_optimizers(trainer.gpt, trainer.ranks)
         for phase, stage in phases.items():
             first = -(-stage["first"] // cfg.adam_every) * cfg.adam_every  # its gradients find none of Adam's waiting
             with recorder.during("setup"):
@@ -340,41 +340,43 @@ def run_steps(script, cfg, recorder: Recorder) -> dict[int, dict]:
         with recorder.during("validation"), torch.no_grad():
             trainer.model(*batch(cfg.val_seq_len), trainer.windows, torch.ones_like(trainer.weights[:1]))
         memory[world] = {name: peak for name, peak in recorder.peaks.items() if name != "setup"}
-        nbytes = sum(
-            (named(o, "grad_buffer").nbytes + named(o, "param_buffer").nbytes) / o.every for o in trainer.optimizers
-        )
+        nbytes = sum((o.grad_buffer.nbytes + o.param_buffer.nbytes) / o.every for o in trainer.optimizers)
         memory[world] |= dict(communication=round(nbytes))
-    return memory
+    return stages, memory
 
 
 def child(argv: Sequence[str]) -> None:
     """Print what was found out about one architecture, as a line of JSON."""
-    (arch, path, names, *flags), memory, failed = argv, {}, ""
+    arch, path, names, changes, *flags = argv
+    stages, memory, failed = [], {}, ""
     recorder, script = Recorder(names), load_script(Path(path))
-    cfg = script.resolve(script.parse_args(["--preset", "gpt2", "--device", "cuda", "--seed", "1", *flags]))
+    cfg = script.parse_args(["--preset", "gpt2", "--device", "cuda", "--seed", "1", *flags])
+    cfg = script.resolve(dataclasses.replace(cfg, **json.loads(changes)))
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-            memory = run_steps(script, cfg, recorder)
+            stages, memory = run_steps(script, cfg, recorder)
     except Exception as error:  # what was found before is worth having
         failed = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
-    stages = find_stages(script, cfg)
     device, counters = pretend_gpu.DEVICES[int(arch)], torch._dynamo.utils.counters
     found = dict(device=device.name, shared_limit=device.shared_limit, memory_mib=device.memory, failed=failed)
     found |= dict(graph_breaks=dict(counters["graph_break"]), memory=memory, stages=stages)
-    found |= dict(configuration=dataclasses.asdict(cfg))
+    found |= dict(configuration=dataclasses.asdict(cfg), attention=describe_attention(cfg))
     calls = [call for call in recorder.calls.values() if call["phase"] != "setup"]
     print(json.dumps(found | dict(kernels=recorder.kernels, calls=calls)))
 
 
 # ---- The report ------------------------------------------------------------------------------------------------------
-def measure(arch: int, script: Path, flags: Sequence[str], names: str = "") -> dict:
+def measure(arch: int, script: Path, flags: Sequence[str] = (), names: str = "", **changes) -> dict:
     """Return what `child` found out, in a process of its own. Raise RuntimeError if it could not begin.
 
-    `names` is a pattern: compile the kernels that have it in their names; "^$" is none, "" all.
+    `names` is a pattern: compile the kernels that have it in their names; "^$" is none, "" all. `changes` are fields of
+    the configuration that are no flags, such as `layers`.
     """
-    told = own_process(["-c", CHILD, str(arch), str(script.resolve()), names, *flags])
+    if why := pretend_gpu.missing():
+        raise RuntimeError(why)
+    told = own_process(["-c", CHILD, str(arch), str(script.resolve()), names, json.dumps(changes), *flags])
     found = json.loads(told.splitlines()[-1])
-    return found if flags else found | dict(spill_limit=pretend_gpu.DEVICES[arch].spills)
+    return found if flags or changes else found | dict(spill_limit=pretend_gpu.DEVICES[arch].spills)
 
 
 def least_spills(configurations: Sequence[dict]) -> int:
@@ -436,26 +438,6 @@ def table(arch: int, found: dict) -> str:
     return "\n".join([*lines, "", *(f"FAILED: {line}" for line in failures(found))]).rstrip()
 
 
-def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Return a command's arguments and the flags for the script. Refuse what cannot be read, written or trained."""
-    args, flags = parser.parse_known_args(argv)
-    if not args.script.is_file():
-        parser.error(f"--script {args.script}: no such file")
-    try:
-        if args.out is not None:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out {args.out}: {error}")
-    if args.script == ROOT / "train_gpt.py":  # others may have others
-        import train_gpt
-
-        try:
-            train_gpt.parse_args(flags)
-        except train_gpt.UserError as error:
-            parser.error(str(error))
-    return args, flags
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -465,21 +447,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", metavar="FILE")
     out = Path("logs") / time.strftime("gpu-graphs-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/gpu-graphs-TIME.json")
-    args, flags = parse(parser, argv)
+    args, flags = parser.parse_known_args(argv)
     if unknown := set(args.arch.split(",")) - set(archs.split(",")):
         parser.error(f"--arch {args.arch}: {min(unknown)!r} is none of {archs}")
-    if why := pretend_gpu.missing():
-        parser.error(why)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     versions = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
     document = dict(script=str(args.script), flags=flags, **versions, architectures={})
-    try:
-        for arch in map(int, args.arch.split(",")):
-            found = document["architectures"][arch] = measure(arch, args.script, flags)
-            print(f"{table(arch, found)}\n", flush=True)
-            args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except (RuntimeError, OSError) as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        parser.exit(130, "python -m gpu_proof gpu_graphs: interrupted\n")
+    for arch in map(int, args.arch.split(",")):
+        found = document["architectures"][arch] = measure(arch, args.script, flags)
+        print(f"{table(arch, found)}\n", flush=True)
+        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"written to {args.out}")
     return int(any(failures(found) for found in document["architectures"].values()))

@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,22 +22,30 @@ Compare them with the eager CPU path in the same precision, and both with that p
 
     python -m gpu_proof gpu_numbers [--fp8] [--script FILE] [--out FILE]
 
-All other flags are those of train_gpt.py. On Linux, with torch's CPU build and gpu_proof/requirements.txt; a minute.
-Exit codes: 0 they agree, 1 they do not, 2 bad input or something is missing, 130 interrupted."""
+On Linux, with torch's CPU build and gpu_proof/requirements.txt; some minutes.
+Exit codes: 0 they agree, 1 they do not, 2 something is missing or failed, 130 interrupted."""
 # The process of a comparison: pretend, then import torch
 CHILD = "from gpu_proof import pretend_gpu; pretend_gpu.install(90); "
 CHILD += "import sys; from gpu_proof import gpu_numbers; gpu_numbers.child(*sys.argv[1:])"
 # Five blocks of tokens. The third document fills blocks 1 to 3, so that blocks are seen whole and in part, and both
 # windows cut off both kinds. The last slice of the head is shorter than the others
 SEQ_LEN, DOCUMENTS, WINDOWS, WEIGHTS = 640, (0, 50, 100, 560), (440, 190), (1.0, 0.5, 0.2, 0.3)
-MODEL = dict(attention_layout="LSPL", value_embed_layout="0.1.", skip_layout="...0", model_dim=128, max_doc_len=2048)
-MODEL |= dict(source_layout="...1", xsa_layout=".x..", gate_layout="...x", dc_layout="...x", dc_keys=100, gate_layer=2)
-MODEL |= dict(mudd_layers="10", sign_rows=31, prefix_file="")
-MODEL |= dict(num_heads=2, head_dim=64, bigram_rows=61, vocab_size=500, eot_token=499, lm_head_slice=256)
-MODEL |= dict(window_tokens=512, batch_factors=1, lr_factors=1, extension_steps=0)
-MODEL |= dict(train_seq_len=SEQ_LEN, val_seq_len=SEQ_LEN, batch_tokens=SEQ_LEN, val_tokens=SEQ_LEN)
-MODEL |= dict(preset="gpt2", device="cuda", seed=1)
-FP8 = {"lm_head_fp8", "mlp_fp8"}  # what may be in FP8
+NO_FP8 = dict(lm_head_fp8=False, mlp_fp8=False)
+
+
+def small_model(script):
+    """Return the configuration of a small model with every mechanism of gpt2."""
+    layers = (
+        script.Layer("long", value_embed=True, net=True),
+        script.Layer("short", xsa=True),
+        script.Layer("paired", value_embed=True, net=True),
+        script.Layer("long", skip=0, reads=1, head_gate=True, dc=True, mudd=(1, 0)),
+    )
+    stages = (script.Stage(1, batch=1, max_doc_len=2048, window=512),)
+    sizes = dict(model_dim=128, num_heads=2, head_dim=64, dc_keys=100, lm_head_slice=256)
+    sizes |= dict(vocab_size=500, eot_token=499, bigram_rows=61, sign_rows=31, prefix_file="", extension_steps=0)
+    sizes |= dict.fromkeys(("train_seq_len", "val_seq_len", "batch_tokens", "val_tokens"), SEQ_LEN)
+    return dataclasses.replace(script.PRESETS["gpt2"], layers=layers, stages=stages, device="cuda", seed=1, **sizes)
 
 
 def results(model: Callable[..., Tensor], params: dict[str, Tensor], inputs: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -50,23 +57,22 @@ def results(model: Callable[..., Tensor], params: dict[str, Tensor], inputs: Seq
         return dict(loss=loss.detach(), validation=model(*inputs, val_weights)) | dict(zip(params, grads, strict=True))
 
 
-def child(script: str, fp8: str, *flags: str) -> None:
+def child(script: str, fp8: str, changes: str) -> None:
     """Compare, and print JSON. Triton interprets in this process, which believes in a GPU."""
-    sys.path.insert(0, str(Path(script).parent))
-    import train_gpt
     from gpu_proof import interpret
+
+    train_gpt = gpu_graphs.load_script(Path(script))
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     interpret.mend()
     stand_ins = interpret.StandIns()
     dtype = "bfloat16" if fp8 else "float32"
-    small = [f"--{name}={value}" for name, value in (MODEL | dict(dtype=dtype)).items()]
-    small += [f"--{'' if fp8 else 'no-'}{name}" for name in FP8]
-    cfg = train_gpt.resolve(train_gpt.parse_args([*small, *flags]))
+    precision = dict(dtype=dtype) | ({} if fp8 else NO_FP8)
+    cfg = train_gpt.resolve(dataclasses.replace(small_model(train_gpt), **precision | json.loads(changes)))
     cpu = dataclasses.replace(cfg, device="cpu", compile=False)
     eager = randomize(train_gpt.GPT(cpu))
-    exact = train_gpt.GPT(dataclasses.replace(cpu, dtype="float64", **dict.fromkeys(FP8, False)))
+    exact = train_gpt.GPT(dataclasses.replace(cpu, dtype="float64", **NO_FP8))
     exact.load_state_dict(eager.state_dict())
     real = {name: t.detach() for name, t in [*eager.named_parameters(), *eager.named_buffers()]}
     tokens, narrow = torch.randint(cfg.eot_token, (SEQ_LEN + 1,)), getattr(torch, dtype)
@@ -93,7 +99,7 @@ def child(script: str, fp8: str, *flags: str) -> None:
     def head(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         with_grads = torch.is_grad_enabled()
         softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
-        scales = cfg.fp8_scales if with_grads and x.dtype == narrow else None
+        scales = train_gpt.FP8_SCALES if with_grads and x.dtype == narrow else None
         return train_gpt.HeadLoss.apply(x, w, targets, weights, softcap, cfg.lm_head_slice, scales, with_grads)
 
     def head_results(head: Callable, x: Tensor, w: Tensor, *rest: Tensor) -> dict[str, Tensor]:
@@ -126,7 +132,8 @@ def bound(row: dict, rows: Sequence[dict], fp8: bool) -> None:
     """Add to a row what is bounded, by how much, and whether that holds.
 
     In float32 the two paths may be 1e-5 apart. In low precision both are off float64 by far more than that, at random:
-    the generated kernels may not be worse, by 1.1 for a matrix, by 1.3 for the few numbers of a gate. The gradient of a
+    the generated kernels may not be worse, by 1.1 for a matrix, by 1.5 for the few rows of a gate or of a net's last
+    matrix (of several seeds their gradients were 0.7 to 1.4 times as far off as the eager ones). The gradient of a
     scalar is a sum of positive and negative terms (once 37,000 times as large as the sum): it may be off by twice the
     eager path's worst. Before a cast to FP8 eager code rounds the product with the scale, generated code does not: 2%.
     """
@@ -139,8 +146,19 @@ def bound(row: dict, rows: Sequence[dict], fp8: bool) -> None:
         worst = max(other["eager"] for other in rows if other["ndim"] < 2 and other["name"] not in losses)
         what, limit = "generated", max(limit, 2 * worst)
     elif fp8:
-        what, limit = "generated", (1.3 if row["name"].endswith("gate") else 1.1) * row["eager"]
+        what, limit = "generated", (1.5 if row["name"].endswith(("gate", "w2")) else 1.1) * row["eager"]
     row |= dict(bounded=what, limit=limit, agrees=row[what] <= limit)  # False for NaN
+
+
+def compare(script: Path, fp8: bool = False, **changes) -> dict:
+    """Return what `child` found out, in a process of its own, of the small model or of one with `changes`."""
+    if why := pretend_gpu.missing():
+        raise RuntimeError(why)
+    command = ["-c", CHILD, str(script.resolve()), "fp8" * fp8, json.dumps(changes)]
+    document = json.loads(own_process(command, TRITON_INTERPRET="1").splitlines()[-1])
+    for row in document["rows"]:
+        bound(row, document["rows"], fp8)
+    return document | dict(agrees=all(row["agrees"] for row in document["rows"]))
 
 
 def table(document: dict) -> str:
@@ -159,29 +177,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fp8", action="store_true", help="bfloat16 with head and MLPs in FP8, instead of float32")
     parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON")
-    args, flags = gpu_graphs.parse(parser, argv)
+    args = parser.parse_args(argv)
     began = time.perf_counter()
-    if problem := pretend_gpu.missing():
-        parser.exit(2, f"python -m gpu_proof gpu_numbers: {problem}\n")
-    try:
-        command = ["-c", CHILD, str(args.script.resolve()), "fp8" * args.fp8, *flags]
-        document = json.loads(own_process(command, TRITON_INTERPRET="1").splitlines()[-1])
-    except RuntimeError as error:
-        is_input = "UserError" in str(error) or "exit code 2" in str(error)
-        parser.exit(2 if is_input else 1, f"python -m gpu_proof gpu_numbers: {error}\n")
-    except KeyboardInterrupt:
-        parser.exit(130, "python -m gpu_proof gpu_numbers: interrupted\n")
-    for row in document["rows"]:
-        bound(row, document["rows"], args.fp8)
-    agrees, seconds = all(row["agrees"] for row in document["rows"]), round(time.perf_counter() - began)
-    document |= dict(agrees=agrees, script=str(args.script), flags=flags, fp8=args.fp8, seconds=seconds)
-    document |= dict(torch=torch.__version__)
+    document = compare(args.script, args.fp8)
+    seconds = round(time.perf_counter() - began)
+    document |= dict(script=str(args.script), fp8=args.fp8, seconds=seconds, torch=torch.__version__)
     precision = "bfloat16 and FP8" if args.fp8 else "float32"
     told = f"{args.script.name}, {precision}: {document['kernels']} kernels, {seconds} s"
-    print(f"{table(document)}\n\n{told}: they {'agree' if agrees else 'DISAGREE'}")
-    try:
-        if args.out:
-            args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        parser.exit(2, f"python -m gpu_proof gpu_numbers: --out {error}\n")
-    return int(not agrees)
+    print(f"{table(document)}\n\n{told}: they {'agree' if document['agrees'] else 'DISAGREE'}")
+    if args.out:
+        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    return int(not document["agrees"])

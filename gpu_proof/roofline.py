@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gpu_proof import gpu_graphs, pretend_gpu
+from gpu_proof import gpu_graphs
 from records.process import ROOT
 
 INTRODUCTION = """Predict the times of gpt2 on GPUs that are not here: every launch of its graphs and optimizers takes
@@ -63,16 +63,18 @@ def seconds(call: dict, gpu: Gpu) -> float:
     return max(gpu.launch, call["bytes"] / rate, call["flops"] / (peak * gpu.matmul))
 
 
-def visible_pairs(cfg: dict, length: int, windows: Sequence[int]) -> float:
+def visible_pairs(attention: dict, length: int, windows: Sequence[int]) -> float:
     """Return the (query, key) pairs per head that FlexAttention computes for a sequence, over all layers.
 
     Documents are exponentially distributed with mean DOCUMENT; blocks are computed whole, which adds about one to what
     a token sees. A pair of heads is one of twice the length, its documents too.
     """
-    total, block = 0.0, cfg.get("mask_block") or cfg[gpu_graphs.OLD_NAMES["mask_block"]]
-    for letter in cfg["attention_layout"].replace("-", ""):
-        window, document = windows[letter != "L"], DOCUMENT * (1 + (letter == "P"))
-        total += length * (document * (1 - math.exp(-window / document)) + block)
+    total, (long, short) = 0.0, windows
+    for kind in attention["kinds"]:
+        if kind != "none":
+            document = DOCUMENT * (1 + (kind == "paired"))
+            seen = document * (1 - math.exp(-(long if kind == "long" else short) / document))
+            total += length * (seen + attention["block"])
     return total
 
 
@@ -91,7 +93,7 @@ def predict(found: dict, gpu: Gpu) -> tuple[dict[str, dict], list[dict]]:
         return sums["ms"]
 
     def attention(name: str, length: int, windows: Sequence[int], flops: float, efficiency: float) -> float:
-        total = flops * cfg["num_heads"] * cfg["head_dim"] * visible_pairs(cfg, length, windows)
+        total = flops * cfg["num_heads"] * cfg["head_dim"] * visible_pairs(found["attention"], length, windows)
         ms = 1000 * total / (gpu.bfloat16 * efficiency)
         parts[name] = dict(launches=0, ms=ms, GB=0.0, TFLOP=total / 1e12)
         return ms
@@ -165,38 +167,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--graphs", type=Path, metavar="FILE", help="JSON of gpu_graphs")
     out = Path("logs") / time.strftime("roofline-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/roofline-TIME.json")
-    args, flags = gpu_graphs.parse(parser, argv)
+    args, flags = parser.parse_known_args(argv)
     if unknown := set(names := args.gpu.split(",")) - set(GPUS):
         parser.error(f"--gpu {args.gpu}: {min(unknown)!r} is none of {','.join(GPUS)}")
-    if not args.graphs and (why := pretend_gpu.missing()):
-        parser.error(why)
-    document = dict(script=str(args.script), flags=flags, document_tokens=DOCUMENT, gpus={})
-    try:
-        known = json.loads(args.graphs.read_text()) if args.graphs else {}
-        document |= {name: known[name] for name in ("script", "flags") if known}
-        for name in names:
-            gpu = GPUS[name]
-            if known:
-                found = known["architectures"][str(gpu.arch)]
-            else:
-                found = gpu_graphs.measure(gpu.arch, args.script, flags, names="^$")
-            if not found["failed"] and len(found["memory"]) < len(gpu_graphs.WORLDS):
-                found["failed"] = "the step's sequences do not divide by 8: another --batch_tokens"
-            if found["failed"]:
-                print(f"## {name}\n\nFAILED: {found['failed']}")
-                document["gpus"][name] = dict(failed=found["failed"])
-                continue
-            parts, calls = predict(found, gpu)
-            document["gpus"][name] = dict(rates=asdict(gpu), parts=parts, calls=calls)
-            print(f"{table(name, found, parts, calls)}\n", flush=True)
-        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    except (RuntimeError, OSError) as error:
-        parser.error(str(error))
-    except (ValueError, KeyError, TypeError):
-        if not args.graphs:
-            raise
-        parser.error(f"--graphs {args.graphs}: not of gpu_graphs for {args.gpu}")
-    except KeyboardInterrupt:
-        parser.exit(130, "python -m gpu_proof roofline: interrupted\n")
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    known = json.loads(args.graphs.read_text()) if args.graphs else dict(script=str(args.script), flags=flags)
+    document = dict(script=known["script"], flags=known["flags"], document_tokens=DOCUMENT, gpus={})
+    for name in names:
+        gpu = GPUS[name]
+        if args.graphs:
+            found = known["architectures"][str(gpu.arch)]
+        else:
+            found = gpu_graphs.measure(gpu.arch, args.script, flags, names="^$")
+        if not found["failed"] and len(found["memory"]) < len(gpu_graphs.WORLDS):
+            found["failed"] = "the step's sequences do not divide by 8: another --batch_tokens"
+        if found["failed"]:
+            print(f"## {name}\n\nFAILED: {found['failed']}")
+            document["gpus"][name] = dict(failed=found["failed"])
+            continue
+        parts, calls = predict(found, gpu)
+        document["gpus"][name] = dict(rates=asdict(gpu), parts=parts, calls=calls)
+        print(f"{table(name, found, parts, calls)}\n", flush=True)
+    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"written to {args.out}")
     return int(any("failed" in gpu for gpu in document["gpus"].values()))

@@ -124,7 +124,7 @@ def test_head_equals_autograd_of_the_whole(precision: str, device: str):
     targets = torch.randint(V, (T,), device=device, generator=generator)
     weights = torch.tensor([1.0, 0.5, 0.25], device=device)
     softcap = GPT2.lm_head_softcap, GPT2.softcap_range, GPT2.softcap_shift
-    scales = GPT2.fp8_scales if precision == "fp8" else None
+    scales = train_gpt.FP8_SCALES if precision == "fp8" else None
 
     def head(x, w):
         columns = train_gpt.next_targets(targets, len(weights))

@@ -1,5 +1,6 @@
 """Graphs lowered for a GPU that is not here: what is counted is right, and what would fail there is reported."""
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -16,11 +17,12 @@ from records.process import ROOT, own_process
 WHY_NOT = pretend_gpu.missing()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"gpu_graphs {WHY_NOT}")]
 
-SMALL = "--preset gpt2 --attention_layout L --value_embed_layout 0 --skip_layout= --source_layout= --xsa_layout= "
-SMALL += "--gate_layout= --dc_layout= --gate_layer 0 --mudd_layers= --bigram_rows 0 --prefix_file="
-SMALL += " --batch_factors 1 1 1 1 --mtp_weights 0.5 --model_dim 128 --num_heads 2 --head_dim 64"
-SMALL += " --vocab_size 512 --eot_token 511 --train_seq_len 512 --val_seq_len 512 --batch_tokens 4096"
-SMALL += " --val_tokens 512 --lm_head_slice 512"
+GPT2 = train_gpt.PRESETS["gpt2"]
+SCRIPT = ROOT / "train_gpt.py"
+STAGES = [stage._replace(batch=1, next_tokens=((1, 1),), prefix=(0, 0)) for stage in GPT2.stages]
+SMALL = dict(layers=[train_gpt.Layer("long", value_embed=True)], stages=STAGES, prefix_file="", bigram_rows=61)
+SMALL |= dict(model_dim=128, num_heads=2, head_dim=64, vocab_size=512, eot_token=511, batch_tokens=4096)
+SMALL |= dict.fromkeys(("train_seq_len", "val_seq_len", "val_tokens", "lm_head_slice"), 512)
 WORKER = "from gpu_proof import pretend_gpu; pretend_gpu.install(90); import test_gpu_graphs; test_gpu_graphs.worker()"
 empty = functools.partial(torch.empty, device="cuda", dtype=torch.bfloat16)
 weight = functools.partial(empty, requires_grad=True)
@@ -32,10 +34,9 @@ def rotate(x, cos, sin):
 
 
 def head(x, w, targets, weights):
-    gpt2 = train_gpt.PRESETS["gpt2"]
-    softcap = gpt2.lm_head_softcap, gpt2.softcap_range, gpt2.softcap_shift
+    softcap = GPT2.lm_head_softcap, GPT2.softcap_range, GPT2.softcap_shift
     columns = train_gpt.next_targets(targets, 3)
-    return train_gpt.HeadLoss.apply(x, w, columns, weights, softcap, len(x) // 2, gpt2.fp8_scales, True)
+    return train_gpt.HeadLoss.apply(x, w, columns, weights, softcap, len(x) // 2, train_gpt.FP8_SCALES, True)
 
 
 def worker() -> None:
@@ -118,11 +119,10 @@ def test_kernels_that_need_too_much_or_do_not_compile_are_reported():
     ]
 
 
-def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    out = tmp_path / "graphs.json"
-    assert gpu_graphs.main(["--arch", "90", "--out", str(out), *SMALL.split()]) == 0
-    told = capsys.readouterr().out
-    found = json.loads(out.read_text())["architectures"]["90"]
+def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path):
+    found = gpu_graphs.measure(90, SCRIPT, **SMALL)
+    assert gpu_graphs.failures(found) == []
+    told = gpu_graphs.table(90, found)
     assert {*found["kernels"]} == {"forward 512 x 1", "backward 512 x 1", "Newton-Schulz", "validation"}
     assert "_scaled_mm" in told
     assert "DOES NOT FIT" not in told
@@ -135,8 +135,10 @@ def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path, caps
     for world in ("8", "4", "2", "1"):
         peak = found["memory"][world]["train 512 x 1"]
         assert peak["total"] > peak["buffers"] > 2 * 512 * 512
-    assert roofline.main(["--gpu", "h100", "--graphs", str(out), "--out", str(tmp_path / "roofline.json")]) == 0
-    parts = json.loads((tmp_path / "roofline.json").read_text())["gpus"]["h100"]["parts"]
+    graphs, out = tmp_path / "graphs.json", tmp_path / "roofline.json"
+    graphs.write_text(json.dumps(dict(script="", flags=[], architectures={"90": found})))
+    assert roofline.main(["--gpu", "h100", "--graphs", str(graphs), "--out", str(out)]) == 0
+    parts = json.loads(out.read_text())["gpus"]["h100"]["parts"]
     assert parts["STEP of stage 1, processes: 1"]["ms"] > 7 * parts["stage 1: forward"]["ms"]
     assert f"| forward 512 x 1 | {parts['stage 1: forward']['launches']:g} |" in told  # of one sequence
     steps = [parts[f"STEP of stage {n}, processes: 8"]["ms"] for n in (1, 2, 3, 4)]
@@ -147,11 +149,12 @@ def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path, caps
 @pytest.mark.proof
 def test_longest_step_and_validation_of_gpt2_lower_and_take_what_the_check_says(capsys: pytest.CaptureFixture[str]):
     """At full size, for one process and one sequence; of its kernels compile those that spill."""
-    flags = "--batch_factors 3 3 3 3 --mtp_weights 1 --prefix_file= --batch_tokens 16384 --val_tokens 262144".split()
-    found = gpu_graphs.measure(90, ROOT / "train_gpt.py", flags, names="tem_fused_flex_attention_backward")
+    stages = [GPT2.stages[-1]._replace(share=1)]
+    changes = dict(stages=stages, extension_steps=0, prefix_file="", batch_tokens=16384, val_tokens=262144)
+    found = gpu_graphs.measure(90, SCRIPT, names="tem_fused_flex_attention_backward", **changes)
     assert gpu_graphs.failures(found | dict(spill_limit=pretend_gpu.DEVICES[90].spills)) == []
     assert any(map(len, found["kernels"]["backward 49152 x 1"].values()))
-    cfg = train_gpt.resolve(train_gpt.parse_args(["--preset", "gpt2", *flags]))
+    cfg = train_gpt.resolve(dataclasses.replace(GPT2, **changes))
     check.check_memory_and_time(cfg, [check.Gpu("", (9, 0), 10**12)], 1, check.Report(is_full=True))
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("memory:")]
     for name, line in zip(("train 49152 x 1", "validation"), lines, strict=True):
@@ -161,20 +164,18 @@ def test_longest_step_and_validation_of_gpt2_lower_and_take_what_the_check_says(
         assert (0.97 if "train" in name else 0.9) < share < 1.03, name
 
 
-def test_a_graph_break_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    script, source = tmp_path / "train_gpt.py", (ROOT / "train_gpt.py").read_text()
+def test_a_graph_break_is_reported(tmp_path: Path):
+    script, source = tmp_path / "train_gpt.py", SCRIPT.read_text()
     begin = "    def features(self, tokens: Tensor, windows: Tensor) -> Tensor:\n"
     assert begin in source
     script.write_text(source.replace(begin, f"{begin}        torch._dynamo.graph_break()\n"))
-    flags = ["--arch", "90", "--script", str(script), "--out", str(tmp_path / "graphs.json"), *SMALL.split()]
-    assert gpu_graphs.main(flags) == 1
-    assert "graph_break" in capsys.readouterr().out
+    (line,) = gpu_graphs.failures(gpu_graphs.measure(90, script, **SMALL))
+    assert "graph_break" in line
 
 
 @pytest.mark.parametrize("arch", [89, 80])  # 86 has the shared memory of the one and the instructions of the other
 def test_flex_attention_compiles_for_the_other_gpus(arch: int):
     """Its kernels alone, for heads like gpt2's: the command compiles all of gpt2."""
-    flags = [*SMALL.split(), "--head_dim=128", "--batch_tokens=512"]
-    found = gpu_graphs.measure(arch, ROOT / "train_gpt.py", flags, names="flex_attention")
+    found = gpu_graphs.measure(arch, SCRIPT, names="flex_attention", **SMALL | dict(head_dim=128, batch_tokens=512))
     assert len([e for graph in found["kernels"].values() for configs in graph.values() for e in configs]) >= 3
     assert gpu_graphs.failures(found | dict(spill_limit=pretend_gpu.DEVICES[arch].spills)) == []

@@ -16,7 +16,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-import check
 import pack_nano
 import pack_text
 import shards
@@ -232,15 +231,13 @@ class FourCharacters:
 
 def test_a_command_for_gpt2_has_the_steps_that_the_text_is_enough_for(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", Mock(get_encoding=Mock(return_value=FourCharacters())))
-    monkeypatch.setattr(check, "check_memory_and_time", Mock())
     (tmp_path / "book").write_bytes(prose(0, 8_000_000))
     arguments = tmp_path / "book", "--tokenizer=gpt2", "--out", tmp_path / "out", "--", "--device=cpu"
     assert "set a smaller --batch_tokens after --" in fails(capsys, pack_text.main, *arguments)
     out = run(capsys, pack_text.main, *arguments, "--batch_tokens=16384")
-    command = shlex.split(out.splitlines()[-1])[4:]
-    assert check.main(command) == 0
-    cfg = train_gpt.parse_args(command)
+    cfg = train_gpt.parse_args(shlex.split(out.splitlines()[-1])[4:])
     assert cfg.num_iterations >= 40
+    train_gpt.plan_data(cfg)
     with pytest.raises(train_gpt.UserError, match="the run needs"):
         train_gpt.plan_data(dataclasses.replace(cfg, num_iterations=cfg.num_iterations + 1))
 
