@@ -20,13 +20,13 @@ KINDS = {"skipped": "0.92", "seen in part: masked token by token": "#8fc1e3", "s
 
 cfg = Hyperparameters()
 lengths = torch.empty(100).exponential_(1 / 690, generator=torch.Generator().manual_seed(1)).long() + 1
-lengths = lengths.clamp(max=cfg.max_doc_len[STAGE])
+lengths = lengths.clamp(max=cfg.stages[STAGE].max_doc_len)
 doc_ids = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[:TOKENS]
-figure, N = Figure(figsize=(10.4, 5.6), layout="constrained"), TOKENS // cfg.mask_block
+figure, N = Figure(figsize=(10.4, 5.6), layout="constrained"), TOKENS // cfg.block_size
 panels = figure.subplots(1, 2, sharey=True)
 windows = attention_windows(stage_starts(cfg)[STAGE], cfg)
 for panel, name, window in zip(panels, ("long", "short"), windows, strict=True):
-    mask = document_block_mask(doc_ids, torch.tensor(window, dtype=torch.int32), cfg.mask_block)
+    mask = document_block_mask(doc_ids, torch.tensor(window, dtype=torch.int32), cfg.block_size)
     kinds = torch.zeros(N, N)
     lists = (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)
     for kind, (counts, keys) in enumerate(lists, start=1):
@@ -37,7 +37,7 @@ for panel, name, window in zip(panels, ("long", "short"), windows, strict=True):
     panel.set_title(f"{name} window of {window:,} tokens: {share:.0%} of the causal blocks", fontsize=10)
     panel.set_xlabel("key token")
 panels[0].set_ylabel("query token")
-figure.suptitle(f"Blocks of {cfg.mask_block} keys that each block of queries sees", fontsize=11)
+figure.suptitle(f"Blocks of {cfg.block_size} keys that each block of queries sees", fontsize=11)
 patches = [Patch(facecolor=color, edgecolor="0.6", label=name) for name, color in KINDS.items()]
 figure.legend(handles=patches, loc="outside lower center", ncols=3, frameon=False)
 figure.savefig(Path(__file__).parent / "mask.png", dpi=110)
