@@ -146,7 +146,7 @@ def figures() -> dict[str, tuple[str, ...]]:
             parts = (sum(p.numel() for p in part) for part in (gpt.blocks.parameters(), [gpt.lm_head]))
             found[r"its layers have (\d+) M, its head (\d+) M"] = tuple(f"{part / 1e6:.0f}" for part in parts)
     found[r"downloads ([\d.]+) GB of FineWeb"] = (f"{0.2 * (1 + RECORD_SHARDS):.1f}",)
-    found[r"The script has ([\d,]+) lines"] = (f"{len(SOURCE.splitlines()):,}",)
+    found[r"The script has about ([\d,]+) lines"] = (f"{round(len(SOURCE.splitlines()), -2):,}",)
     logs = record_logs([folder for folder in lineage(RECORDS) if log_paths(folder) and is_on_board(folder, "nano")][-1])
     losses = [log.val_loss for log in logs]
     mean, sd, highest = (f"{figure(losses):.4f}" for figure in (statistics.mean, statistics.stdev, max))
