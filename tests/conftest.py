@@ -22,12 +22,22 @@ torch.set_num_threads(1)  # for models so small threads cost more than they save
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TINY = dict(num_iterations=8, batch_tokens=128, train_seq_len=64, val_seq_len=128, val_tokens=256, mask_block=8)
-TINY |= dict(extension_steps=0, model_dim=32, num_heads=2, head_dim=16, bigram_rows=61)
-TINY |= dict(attention_layout="LSSL", value_embed_layout="0..0", skip_layout="..10")
-TINY |= dict(dtype="float32", device="cpu", compile=False, cpu_threads=1, seed=0, run_id="tiny")
-TINY_FLAGS = ["--preset=nano", *(f"--{k}={v}" for k, v in TINY.items() if k not in ("compile", "run_id", "seed"))]
-ONE_STAGE = dict(window_tokens=(32,), batch_factors=(1,), lr_factors=(1.0,))
+# The presets with little to do. Their layers and stages are their own, so the script itself runs them, by flags
+CPU = dict(dtype="float32", device="cpu", cpu_threads=1)
+TINY = dict(preset="nano", num_iterations=8, batch_tokens=128, train_seq_len=64, val_seq_len=128, val_tokens=256)
+TINY |= dict(block_size=8, dc_keys=8, model_dim=32, num_heads=2, head_dim=16, bigram_rows=61) | CPU
+# Stages begin at steps 0, 2, 3 and 5: the last one at the second of Adam's pair, so the warm-up ends between two steps
+# of Adam. Embedding and head part at step 4
+GPT2 = dict(preset="gpt2", num_iterations=8, extension_steps=3, val_loss_every=4, batch_tokens=32, train_seq_len=16)
+GPT2 |= dict(val_seq_len=96, val_tokens=288, block_size=16, dc_keys=9, model_dim=24, num_heads=2, head_dim=12)
+GPT2 |= dict(vocab_size=257, eot_token=256, bigram_rows=66, sign_rows=16, value_gate_inputs=6, smear_gate_inputs=6)
+GPT2 |= dict(lm_head_slice=20, momentum_warmup_steps=4, momentum_cooldown_steps=3, prefix_file="") | CPU
+TINY_FLAGS, GPT2_FLAGS = ([f"--{name}={value}" for name, value in numbers.items()] for numbers in (TINY, GPT2))
+# Stages of gpt2 for models that no run trains: windows and cuts that its short sequences feel
+SHORT_STAGES = tuple(
+    stage._replace(window=stage.window // 16 // 8 * 8, max_doc_len=stage.max_doc_len // 32)
+    for stage in train_gpt.PRESETS["gpt2"].stages
+)
 
 
 def sees_gpu() -> bool:
@@ -77,16 +87,33 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+def small(numbers: dict, **changes) -> Hyperparameters:
+    preset = train_gpt.PRESETS[numbers["preset"]]
+    return train_gpt.resolve(dataclasses.replace(preset, **numbers | dict(seed=0, run_id="small") | changes))
+
+
 @pytest.fixture
 def tiny() -> Hyperparameters:
     """Return the nano preset with some thousand times less work: 8 or 16 (validation) blocks of 8 tokens."""
-    return train_gpt.resolve(dataclasses.replace(train_gpt.PRESETS["nano"], **TINY, **ONE_STAGE))
+    return small(TINY)
 
 
 @pytest.fixture
-def tiny64(tiny: Hyperparameters) -> Hyperparameters:
+def tiny64() -> Hyperparameters:
     """Return `tiny` in double precision: what is equal in exact arithmetic is equal to 1e-10."""
-    return dataclasses.replace(tiny, dtype="float64")
+    return small(TINY, dtype="float64")
+
+
+@pytest.fixture
+def gpt2() -> Hyperparameters:
+    """Return the preset gpt2 in small: all of its layers, 8 blocks of 8 tokens, windows of 3, 7, 11 and 13 blocks."""
+    wide = dict(train_seq_len=64, batch_tokens=64, val_seq_len=192, val_tokens=192, block_size=8, final_window=160)
+    return small(GPT2 | wide, stages=SHORT_STAGES)
+
+
+@pytest.fixture
+def gpt2_64(gpt2) -> Hyperparameters:
+    return dataclasses.replace(gpt2, dtype="float64")
 
 
 @pytest.fixture

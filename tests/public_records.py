@@ -33,7 +33,9 @@ VOCAB_SIZE = 120  # rows of the public tables of embeddings that ours have, too
 
 
 def load(name: str) -> types.ModuleType:
-    """Import a record's script, once."""
+    """Import a record's script, once, or the root's."""
+    if name == "train_gpt.py":
+        return importlib.import_module("train_gpt")
     module_name, path = f"record_{name[11:]}", ROOT / "records" / name / "train_gpt.py"
     if module_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(module_name, path)
@@ -63,14 +65,21 @@ def norm(x: np.ndarray) -> float:
 
 
 class PublicRecord:
-    """The script of a record and the public numbers.
+    """The script of a record, or another with its mathematics, and the public numbers.
 
     `place` gives the public name of a parameter, and where it begins there, or its layer where a public array has the
     scalars of all 11; `shards` files and names. `reorder` gives the public order of a parameter's values, or back ours.
     """
 
-    def __init__(self, name: str, place: Callable, shards: dict[str, str], reorder: Callable = lambda _, x, public: x):
-        self.place, self.shards, self.reorder, self.script = place, shards, reorder, load(name)
+    def __init__(
+        self,
+        name: str,
+        place: Callable,
+        shards: dict[str, str],
+        reorder: Callable = lambda _, x, public: x,
+        script=None,
+    ):
+        self.place, self.shards, self.reorder, self.script = place, shards, reorder, script or load(name)
         self.rtol = 1e-10  # of what is compared with each number
         self.numbers = dict(np.load(ROOT / "records" / name / "golden.npz"))
         self.numbers |= zip(self.numbers.pop("digest_names", ()), self.numbers.pop("digests", ()), strict=True)
@@ -160,18 +169,20 @@ class PublicRecord:
         m = self.script
         for family, changes in families.items():
             cfg = self.config(folder, **changes)
-            steps, stages = range(cfg.num_iterations), [m.stage_of(s, cfg) for s in range(cfg.num_iterations + 1)]
+            steps, stage_of = range(cfg.num_iterations), getattr(m, "stage_index", m.stage_of)
+            stages = [stage_of(s, cfg) for s in range(cfg.num_iterations + 1)]
             freqs, scales = zip(*(m.rotary_frequencies(i, cfg, torch.float64) for i in range(4)), strict=True)
             long, short = zip(*(m.attention_windows(s, cfg) for s in range(len(stages))), strict=True)
             found = {name: [getattr(m, name)(s, cfg) for s in steps] for name in ("lr_multiplier", "muon_momentum")}
             found |= dict(stage=stages[:-1], batch_tokens=[8 * m.train_seq_len(s, cfg) for s in steps])
-            cuts = cfg.max_doc_len if isinstance(cfg.max_doc_len, tuple) else [cfg.max_doc_len] * 4
+            cuts = [stage.max_doc_len for stage in cfg.stages] if hasattr(cfg, "stages") else cfg.max_doc_len
+            cuts = cuts if isinstance(cuts, tuple | list) else [cuts] * 4
             found |= dict(max_doc_len=[cuts[i] for i in stages[:-1]], window_long=long, window_short=short)
             found |= dict(adam_steps=[s % cfg.adam_every == 1 for s in steps], rotary_frequencies=torch.stack(freqs))
             found |= dict(attention_scale=[scales[stage] for stage in stages])
-            if hasattr(m, "prefix_weights"):
-                found |= dict(prefix_weight=[sum(m.prefix_weights(s, cfg)) for s in steps])
-            if next_weights := getattr(m, "mtp_weights", getattr(m, "next_weights", None)):
+            if prefix_weights := prefix_weights_of(m):
+                found |= dict(prefix_weight=[sum(prefix_weights(s, cfg)) for s in steps])
+            if next_weights := next_weights_of(m):
                 weights = [next_weights(s, cfg) for s in steps]
                 found |= dict(mtp_count=[*map(len, weights)], mtp_weights=[w + [0] * (3 - len(w)) for w in weights])
                 if family != "schedule_logged":  # whose tables part two steps earlier
@@ -219,7 +230,7 @@ class PublicRecord:
                 weights = weights[: len(self.script.next_weights(step, trainer.cfg))]
             weights = torch.ones(1).double() if kind == "val" else weights
             if hasattr(self.script, "next_targets") and kind != "val":
-                prefixes = trainer.prefixes if self.script.prefix_weights(step, trainer.cfg) else None
+                prefixes = trainer.prefixes if prefix_weights_of(self.script)(step, trainer.cfg) else None
                 targets = self.script.next_targets(targets, trainer.num_next, prefixes)
             loss = trainer.gpt(tokens.int(), targets, trainer.windows, weights)
             yield state, loss / len(tokens) if kind == "val" else loss
@@ -229,11 +240,13 @@ class PublicRecord:
         """Compare losses, also of each token, the stream between layers, what nets make, and every gradient."""
         outputs, made, losses, row, module = [], [], [], 0, self.script
         self.set_constants(trainer)
-        for part in trainer.gpt.modules():
+        for name, part in trainer.gpt.named_modules():
             if type(part).__name__ == "Block":
                 part.register_forward_hook(lambda *result: outputs.append(result[2].detach().numpy()))
             if "w2" in dict(part.named_parameters(recurse=False)):
-                part.register_forward_hook(lambda net, inputs, _: made.append(made_by(net, inputs)))
+                part.register_forward_hook(
+                    lambda *call, name=name: made.append(self.reorder(f"{name}.b2", made_by(*call), public=True))
+                )
         plain = getattr(module, "softcapped_cross_entropy", None)
 
         def with_losses(*inputs):
@@ -245,7 +258,7 @@ class PublicRecord:
                 self.expect("loss", loss.item(), case)
                 if nets:
                     self.expect(f"token_loss/{state}", torch.cat(losses), ..., 1)
-                    self.expect(nets, torch.cat(made, -1)[[0, 384, 767]].detach(), case, 1)
+                    self.expect(nets, np.concatenate(made).T[[0, 384, 767]], case, 1)
                 self.expect("block_rms", [np.sqrt(np.square(x).mean()) for x in outputs], (case, slice(11)))
                 self.expect("block_sample", [x[[0, 384, 767], :8] for x in outputs], (case, slice(11)), 1)
                 for kept in outputs, made, losses:
@@ -277,7 +290,13 @@ class PublicRecord:
         """Step the optimizers with learning rate and momentum of step `shown`."""
         now = {name: getattr(self.script, name)(shown, trainer.cfg) for name in ("lr_multiplier", "muon_momentum")}
         with mock.patch.multiple(self.script, **{name: lambda *_, value=value: value for name, value in now.items()}):
-            self.script.step_optimizers(trainer.optimizers, step)
+            if hasattr(self.script, "TiedAdam") or not hasattr(self.script, "next_targets"):
+                self.script.step_optimizers(trainer.optimizers, step)
+            else:  # the trainer ties: give it a loss with these gradients
+                loss = sum((p * p.grad).sum() for p in trainer.gpt.parameters())
+                trainer.gpt.zero_grad()
+                trainer.model = lambda *_: loss
+                trainer.train_step(step, [(torch.zeros(8), torch.zeros(8).long())])
 
     def compare_steps(self, trainer, first: int, patterns: dict[str, str]) -> None:
         """Take six steps from step `first` on, with given gradients; moments are zero before, and Adam counts from 1.
@@ -381,9 +400,23 @@ class PublicRecord:
                 assert p.square().mean().sqrt().item() == pytest.approx(rms, rel=0.05), name
 
 
-def made_by(net: nn.Module, inputs: tuple) -> Tensor:
-    """Return all factors that a net has made (T, n)."""
-    return torch.cat([inputs[-1][layer][kind] for kind, layer in net.keys])[..., 0].mT
+def next_weights_of(m: types.ModuleType) -> Callable | None:
+    """Return a script's function for the weights of the losses of next tokens."""
+    if hasattr(m, "loss_weights"):
+        return lambda step, cfg: m.loss_weights(step, cfg)[0]
+    return getattr(m, "mtp_weights", getattr(m, "next_weights", None))
+
+
+def prefix_weights_of(m: types.ModuleType) -> Callable | None:
+    if hasattr(m, "loss_weights"):
+        return lambda step, cfg: m.loss_weights(step, cfg)[1]
+    return getattr(m, "prefix_weights", None)
+
+
+def made_by(net: nn.Module, inputs: tuple, output: list[dict] | None) -> np.ndarray:
+    """Return all factors that a net has made (n, T). Nets of records write them into their last argument."""
+    keys = [(kind, i) for i, made in enumerate(output) for kind in made] if output else net.keys
+    return torch.cat([(output or inputs[-1])[i][kind] for kind, i in keys])[..., 0].detach().numpy()
 
 
 def set_values(tensors: list[Tensor], values: np.ndarray) -> None:

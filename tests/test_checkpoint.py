@@ -16,7 +16,7 @@ import torch
 
 import train_gpt
 from test_train import flags, gpt2_flags, long_flags, losses, refusal, wait_for  # noqa: F401  (fixtures)
-from train_gpt import Ranks
+from train_gpt import Ranks, UserError
 from world_worker import ENVIRONMENT, ROOT, Run
 
 # A line of the log, or an event of world_worker.kill_at in rank 0, after which all are killed; its number; the step of
@@ -27,8 +27,8 @@ ALL = [("step:3/", 0, None), ("open", 1, 0), ("os.rename", 1, 0), ("os.rename", 
 
 @pytest.fixture
 def run_flags(gpt2_flags) -> list[str]:  # noqa: F811
-    """Return flags for a run whose stages begin at steps 0, 5 and 10; embedding and head part at step 7."""
-    more = "--num_iterations 12 --val_loss_every 2 --checkpoint_every 4 --batch_tokens 32 --save_checkpoint"
+    """Return flags for a run whose stages begin at steps 0, 3, 6 and 9; embedding and head part after step 7."""
+    more = "--num_iterations 12 --val_loss_every 2 --checkpoint_every 4 --save_checkpoint"
     return [*gpt2_flags, *more.split()]
 
 
@@ -113,19 +113,31 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(run_flags, saved, capsys)
     for content in (*fewer, state | dict(step=Path())):  # a Path is code that a pickle calls
         torch.save(content, saved)
         assert "whole.checkpoint" in refusal(resume, capsys)
+    torch.save(state | dict(tensors={}), saved)
+    assert "the checkpoint does not fit the model" in refusal(resume, capsys)
     saved.unlink()
     assert "whole.checkpoint" in refusal([*run_flags, "--resume", str(saved)], capsys)
+
+
+def test_tensors_of_another_model_are_refused_by_name(gpt2):
+    trainer = train_gpt.Trainer(gpt2, Ranks())
+    state = trainer.state()
+    fewer = {name: tensor for name, tensor in state.items() if name != "lm_head"}
+    for wrong in fewer, state | dict(lm_head=state["lm_head"][1:]), state | dict(more=torch.zeros(1)):
+        with pytest.raises(UserError, match="the checkpoint does not fit the model at"):
+            trainer.restore(wrong)
+    trainer.restore(state)
 
 
 def test_another_configuration_script_or_text_is_refused(run_flags, saved, tmp_path, capsys):
     script, resume = tmp_path / "train_gpt.py", [*run_flags, "--resume", str(saved)]
     script.write_text((ROOT / "train_gpt.py").read_text() + "# changed\n")
     log = saved.with_suffix(".txt").read_bytes()
-    changes = "seed 6", "num_iterations 20", "muon_lr 0.5", "head_adam 0.1 0 0.5 0.9", "cpu_threads 2", "dtype float64"
+    changes = "seed 6", "num_iterations 20", "muon_lr 0.5", "cpu_threads 2", "dtype float64"
     for change in changes:
         assert f"has --{change.partition(' ')[0]} " in refusal([*resume, *f"--{change}".split()], capsys)
     assert f"--run_id b: {saved} is of run whole" in refusal([*resume, "--run_id", "b"], capsys)
-    plans = train_gpt.prepare(run_flags, Ranks())[1]
+    plans = train_gpt.plan_data(train_gpt.resolve(train_gpt.parse_args(run_flags)))
     for name, text, last in ("train", "training", 1), ("val", "validation", 2):  # which has no last target
         batch, changed = plans[name][-1], tmp_path / f"{name}.bin"
         tokens = np.fromfile(batch.path, "<u2")

@@ -1,5 +1,6 @@
 """The plan of a run's batches, and the reader: the same tokens in the same order for any number of processes."""
 
+import dataclasses
 import hashlib
 import itertools
 import os
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 import train_gpt
 from shards import write_shard
 from test_train import wait_for
-from train_gpt import Batch, Hyperparameters, UserError, plan_batches
+from train_gpt import Batch, Hyperparameters, Stage, UserError
 
 CPU = torch.device("cpu")
 NANO = train_gpt.PRESETS["nano"]  # of a run's configuration plan and reader look at vocab_size and eot_token alone
@@ -29,29 +30,33 @@ def make_shards(folder: Path, *lengths: int) -> str:
     return f"{folder}/x_*.bin"
 
 
+def plan_stream(pattern: str, seq_lens: list[int]) -> list[Batch]:
+    return train_gpt.plan_batches(pattern, seq_lens, 1, NANO, [0] * len(seq_lens))
+
+
 def read_all(plan: list[Batch], sequences, cfg=NANO) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [pair for batch in train_gpt.read_batches(plan, sequences, cfg, CPU) for pair in batch]
 
 
-def slow_row(documents: list[list[int]], seq_len: int) -> list[int] | None:
-    """Take whole documents until there are seq_len + 1 tokens, and drop the rest of the last one."""
+def slow_row(documents: list[list[int]], seq_len: int, cut: int) -> list[int] | None:
+    """Take the begins of documents until there are seq_len + 1 tokens, and drop the rest of the last one."""
     row: list[int] = []
     while documents and len(row) <= seq_len:
-        row += documents.pop(0)
+        row += documents.pop(0)[:cut]
     return row[: seq_len + 1] if len(row) > seq_len else None
 
 
-def slow_rows(shards: list[list[int]], seq_lens: list[int], num_sequences: int, max_doc_len: int) -> list[list]:
+def slow_rows(shards: list[list[int]], seq_lens: list[int], num_sequences: int, cuts: list[int]) -> list[list]:
     """Return the sequences of each batch. A shard that has not enough for all of them gives none."""
     batches: list[list] = []
     for tokens in shards:
         begins = [i for i, token in enumerate(tokens) if token == SMALL.eot_token]
-        documents = [tokens[i:j][:max_doc_len] for i, j in itertools.pairwise([*begins, len(tokens)])]
+        documents = [tokens[i:j] for i, j in itertools.pairwise([*begins, len(tokens)])]
         stream = list(tokens)
-        for seq_len in seq_lens[len(batches) :]:
-            rows = []
+        while len(batches) < len(seq_lens):
+            seq_len, cut, rows = seq_lens[len(batches)], cuts[len(batches)], []
             for _ in range(num_sequences):
-                rows.append(slow_row(documents if max_doc_len else [stream], seq_len))
+                rows.append(slow_row(documents, seq_len, cut) if cut else slow_row([stream], seq_len, len(stream)))
                 del stream[:seq_len]
             if None in rows:
                 break
@@ -64,19 +69,19 @@ def slow_rows(shards: list[list[int]], seq_lens: list[int], num_sequences: int, 
     shards=st.lists(st.lists(st.sampled_from([*range(8), 8]), min_size=30, max_size=80), max_size=4),
     seq_lens=st.lists(st.integers(1, 12), min_size=1, max_size=6).map(sorted),
     num_sequences=st.integers(1, 3),
-    max_doc_len=st.sampled_from([0, 4, 100]),
+    cuts=st.sampled_from([[0] * 6, [4] * 6, [100] * 6, [3, 3, 4, 100, 100, 100]]),
 )
-def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_lens, num_sequences, max_doc_len):
-    """With sequences that grow; where a shard has not enough left, the next one begins."""
+def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_lens, num_sequences, cuts):
+    """With sequences and cuts that grow; where a shard has not enough left, the next one begins."""
     folder = tmp_path_factory.mktemp("shards")
     for i, tokens in enumerate(shards):
         write_shard(folder / f"{i}.bin", np.array(tokens, dtype=np.int64))
-    expected = slow_rows(shards, seq_lens, num_sequences, max_doc_len)
-    options = (num_sequences, SMALL, [max_doc_len])
+    expected = slow_rows(shards, seq_lens, num_sequences, cuts)
+    options = (num_sequences, SMALL, cuts)
     if len(expected) < len(seq_lens):
         with pytest.raises(UserError, match=f"{len(expected)} .*{len(seq_lens)}"):
-            plan_batches(f"{folder}/*.bin", seq_lens, *options)
-    plan = plan_batches(f"{folder}/*.bin", seq_lens[: len(expected)], *options)
+            train_gpt.plan_batches(f"{folder}/*.bin", seq_lens, *options)
+    plan = train_gpt.plan_batches(f"{folder}/*.bin", seq_lens[: len(expected)], *options)
     rows = [row for batch in expected for row in batch]
     for (inputs, targets), row in zip(read_all(plan, range(num_sequences), SMALL), rows, strict=True):
         assert (inputs.dtype, targets.dtype) == (torch.int32, torch.int64)
@@ -84,7 +89,7 @@ def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_len
 
 
 def test_reader_starts_with_the_first_batch_and_reads_ahead(tmp_path, monkeypatch):
-    plan = plan_batches(make_shards(tmp_path, 2000), [64] * 20, 1, NANO)
+    plan = plan_stream(make_shards(tmp_path, 2000), [64] * 20)
     read, reads = train_gpt.read_sequence, []
     monkeypatch.setattr(train_gpt, "read_sequence", lambda *args: (reads.append(None), read(*args))[1])
     batches = train_gpt.read_batches(plan, [0], NANO, CPU)
@@ -98,21 +103,19 @@ def test_a_spoiled_shard_is_refused_by_name(tmp_path):
     whole = path.read_bytes()
     contents = (whole[:-2], whole + b"xx", b"PK" + whole[2:], whole[:100], b"", b"<!DOCTYPE html>")
     spoils = [lambda content=content: path.write_bytes(content) for content in contents]
-    for spoil in (*spoils, path.mkdir, lambda: path.symlink_to("nowhere"), lambda: os.mkfifo(path)):
+    for spoil in (*spoils, path.mkdir, lambda: path.symlink_to("nowhere")):
         path.rmdir() if path.is_dir() else path.unlink()
         spoil()
         with pytest.raises(UserError, match=r"^\S*x_000001\.bin[^\n]*$"):
-            plan_batches(pattern, [10] * 12, 1, NANO)
+            plan_stream(pattern, [10] * 12)
 
 
-@pytest.mark.parametrize("how", ["removed", "cut", "pipe"])
-def test_a_shard_that_goes_away_while_training_is_noticed(tmp_path, how):
-    plan, path = plan_batches(make_shards(tmp_path, 2000), [64] * 30, 1, NANO), tmp_path / "x_000000.bin"
+@pytest.mark.parametrize("spoil", [os.remove, lambda path: os.truncate(path, 1200)])
+def test_a_shard_that_goes_away_while_training_is_noticed(tmp_path, spoil):
+    plan = plan_stream(make_shards(tmp_path, 2000), [64] * 30)
     batches = train_gpt.read_batches(plan, [0], NANO, CPU)
     next(batches)
-    os.truncate(path, 1200) if how == "cut" else path.unlink()
-    if how == "pipe":
-        os.mkfifo(path)
+    spoil(tmp_path / "x_000000.bin")
     with pytest.raises(UserError, match=r"x_000000\.bin"):
         list(batches)
 
@@ -122,8 +125,25 @@ def test_the_hash_is_of_the_tokens_that_are_read_in_order(tmp_path, max_doc_len)
     """Training reads the last target of a sequence, too."""
     path = tmp_path / "x_0.bin"
     write_shard(path, np.where(np.arange(60) % 13, np.arange(60) % 7, SMALL.eot_token))
-    plan = plan_batches(str(path), [6, 6, 10], 1, SMALL, [max_doc_len])
+    plan = train_gpt.plan_batches(str(path), [6, 6, 10], 1, SMALL, [max_doc_len] * 3)
     for targets in True, False:
         rows = [torch.cat([x, y[-1:]]) if targets else x for x, y in read_all(plan, [0], SMALL)]
         expected = hashlib.sha256(torch.cat(rows).numpy().astype("<u2").tobytes()).hexdigest()
         assert train_gpt.hash_tokens(plan, SMALL, targets) == expected
+
+
+def test_each_stage_has_its_length_and_cut(tmp_path):
+    """Documents of a hundred tokens: pieces of at most 20 in the first two steps, and of at most 40 in the others."""
+    stages = Stage(0.5, batch=1, max_doc_len=20, window=0), Stage(0.5, batch=3, max_doc_len=40, window=0)
+    tokens = np.where(np.arange(4000) % 100, 1, SMALL.eot_token)
+    for name in "train", "val":
+        write_shard(tmp_path / f"{name}.bin", tokens)
+    small = dict(batch_tokens=128, train_seq_len=64, val_seq_len=200, val_tokens=600, extension_steps=0)
+    files = dict(train_files=f"{tmp_path}/train.bin", val_files=f"{tmp_path}/val.bin")
+    cfg = dataclasses.replace(SMALL, stages=stages, num_iterations=4, **small, **files)
+    plans = train_gpt.plan_data(cfg)
+    for step, batch in enumerate(plans["train"]):
+        for pieces in batch.sequences:
+            lengths = (pieces[:, 1] - pieces[:, 0]).tolist()
+            assert lengths == [20, 20, 20, 5] if step < 2 else [40, 40, 40, 40, 33]
+    assert [batch.sequences[0].tolist() for batch in plans["val"]] == [[[200 * i, 200 * i + 201]] for i in range(3)]

@@ -154,16 +154,15 @@ def test_numbers_beyond_the_largest_saturate(index: int, scale: float, size: flo
 
 @needs_fp8
 def test_the_model_takes_fp8_in_training_only(tiny, random_gpt):
-    """The head has the scales of the configuration, and slices that do not divide the sequence."""
-    scales = (3.0, 100.0, 900.0)
+    """The head has the scales of gpt2, the configuration's softcap, and slices that do not divide the sequence."""
     cap = dict(lm_head_softcap=SOFTCAP, softcap_range=RANGE, softcap_shift=SHIFT)
     tokens, windows = torch.randint(tiny.vocab_size, (tiny.train_seq_len + 1,)), torch.tensor([16, 8]).int()
     batch = tokens[:-1].int(), next_targets(tokens[1:], 3), windows, THREE
     plain = random_gpt(dataclasses.replace(tiny, **cap, dtype="bfloat16", lm_head_slice=24))
-    fp8 = random_gpt(dataclasses.replace(plain.cfg, lm_head_fp8=True, fp8_scales=scales))
+    fp8 = random_gpt(dataclasses.replace(plain.cfg, lm_head_fp8=True))
     fp8.load_state_dict(plain.state_dict())
     x, w = plain.features(batch[0], windows).detach(), plain.lm_head.detach()
-    expected, _, grad_w = in_slices(x, w, tokens[1:], 24, scales)
+    expected, _, grad_w = in_slices(x, w, tokens[1:], 24, (448 / 100, 448 / 1.6, 448 / 0.75))
     loss = fp8(*batch)
     loss.backward()
     assert loss == expected != plain(*batch)
@@ -192,7 +191,7 @@ def test_mlps_take_fp8_in_training_forward_only(tiny, monkeypatch):
     tokens, targets = torch.randint(cfg.vocab_size, (2, cfg.train_seq_len))
     trainer.train_step(0, [(tokens.int(), targets)])
     K4 = 4 * cfg.model_dim
-    assert calls == [(K4, cfg.model_dim), (cfg.model_dim, K4)] * len(cfg.attention_layout)
+    assert calls == [(K4, cfg.model_dim), (cfg.model_dim, K4)] * len(cfg.layers)
     calls.clear()
     trainer.score(tokens.int(), targets)
     assert not calls, "not in validation"

@@ -12,19 +12,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import train_gpt
-from train_gpt import GPT, Adam, AdamGroup, Muon, MuonGroup, Ranks, Trainer, build_optimizers, step_optimizers
+from train_gpt import GPT, Adam, Group, Muon, Ranks, Trainer, UserError, build_optimizers, step_optimizers
 
 # Names and shapes of groups of one shape: attention, MLPs, attention of another width than the model's: tall matrices
 ATTENTION = {"0.attn.v_w": (16, 16), "0.attn.c_proj": (16, 16), "1.attn.v_w": (16, 16)}
 PAIRS = {"0.attn.qk_w": (6, 8, 16), "1.attn.qk_w": (6, 8, 16)}
 MLPS = {"0.mlp.c_fc": (16, 64), "0.mlp.c_proj": (16, 64), "1.mlp.c_fc": (16, 64)}
 WIDE = {"0.attn.qk_w": (3, 24, 16), "1.attn.qk_w": (3, 24, 16)}
-DECAY = dict(muon_decay=1.2)
 
 
 def config(sequences: int, dtype: str, **changes) -> train_gpt.Hyperparameters:
-    small = dict(train_seq_len=64, batch_tokens=64 * sequences, adam_eps=0.01, adam_every=1, muon_beta2=0.9)
-    small |= dict(muon_decay=0.0, mask_block=32, head_std=0.005)
+    small = dict(
+        train_seq_len=64, batch_tokens=64 * sequences, adam_eps=0.01, adam_every=1, adam_fp32=True, muon_lr=0.05
+    )
     return dataclasses.replace(train_gpt.PRESETS["nano"], **small | changes, dtype=dtype)
 
 
@@ -59,28 +59,26 @@ def reference_update(grad: Tensor, squares: Tensor, mean_dim: int, beta2: float)
 
 
 @pytest.mark.parametrize(
-    ("shapes", "sequences", "changes", "mean_dim"),
-    [(ATTENTION, 1, DECAY, -1), (MLPS, 12, DECAY, -2), (MLPS, 1, {}, -2), (WIDE, 3, {}, -1), (PAIRS, 3, DECAY, -2)],
+    ("shapes", "sequences", "decay", "mean_dim"),
+    [(ATTENTION, 1, 1.2, -1), (MLPS, 12, 1.2, -2), (MLPS, 1, 0.0, -2), (WIDE, 3, 0.0, -1), (PAIRS, 3, 1.2, -2)],
     ids=["attention", "MLPs", "plain", "wide", "pairs"],
 )
-def test_muon_equals_a_reference_that_takes_one_matrix_at_a_time(shapes, sequences, changes, mean_dim):
-    params, cfg = parameters(shapes), config(sequences, "float64", **changes)
-    for factor, p in enumerate(params.values()):
-        p.lr_factor = 1.0 + factor
+def test_muon_equals_a_reference_that_takes_one_matrix_at_a_time(shapes, sequences, decay, mean_dim):
+    params, cfg = parameters(shapes), config(sequences, "float64")
+    groups = [Group("Muon", "", lr=1.0 + i, decay=decay, beta1=0.0, beta2=0.9) for i in range(len(params))]
     expected = [p.detach().clone() for p in params.values()]
     momentum_buffers, squares = ([torch.zeros_like(p) for p in expected] for _ in range(2))
-    muon = Muon(params, MuonGroup(0.05), cfg, Ranks())
+    muon = Muon(params, groups, cfg, Ranks())
     for step in range(6):
         lr, momentum = 0.05 * train_gpt.lr_multiplier(step, cfg), train_gpt.muon_momentum(step, cfg)
         grads = add_gradients(params, step, factor=sequences)
         step_optimizers([muon], step)
-        lists = zip(params.values(), grads, momentum_buffers, squares, expected, strict=True)
-        for p, grad, m, square, want in lists:
+        lists = zip(params.values(), grads, momentum_buffers, squares, expected, groups, strict=True)
+        for p, grad, m, square, want, group in lists:
             share = (1 - momentum) * grad / sequences
             m.mul_(momentum).add_(share)
-            update = reference_update(momentum * m + share, square, mean_dim, cfg.muon_beta2)
-            decay = torch.where(update * want >= 0, cfg.muon_decay * lr * want, 0.0)
-            want -= lr * p.lr_factor * (update + decay)
+            update = reference_update(momentum * m + share, square, mean_dim, 0.9)
+            want -= lr * group.lr * (update + torch.where(update * want >= 0, decay * lr * want, 0.0))
             torch.testing.assert_close(p.detach(), want, rtol=0, atol=1e-10)
             assert p.grad is None, "the next step adds to nothing"
 
@@ -90,7 +88,8 @@ def test_adam_steps_every_other_time_and_decays_cautiously(every: int, dtype: to
     cfg = config(2, "float64", adam_every=every, num_iterations=18)
     params, lr = parameters({"table": (5, 7), "other": (5, 7)}, dtype), 0.3
     want, m, v = [p.detach().double() for p in params.values()], [0.0, 0.0], [0.0, 0.0]
-    adam = Adam(params, AdamGroup(lr, 2.0, 0.5, 0.9), cfg, Ranks())
+    adam = Adam(params, [Group("Adam", "", lr, 2.0, 0.5, 0.9)] * 2, cfg, Ranks())
+    assert {moment.dtype for moment in adam.state.values()} == {torch.promote_types(dtype, torch.float32)}
     for step in range(18):
         sums = add_gradients(params, step)
         step_optimizers([adam], step)
@@ -108,9 +107,9 @@ def test_adam_steps_every_other_time_and_decays_cautiously(every: int, dtype: to
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_head_and_embedding_are_one_table_while_tied(tiny, every: int):
-    """Both step on the sum of their gradients, and then each on its own; `test_record89.py` has the numbers."""
-    cfg = dataclasses.replace(tiny, tied_frac=0.5, head_std=0.1, adam_every=every, num_iterations=12)
+def test_head_and_embedding_are_one_table_while_tied(gpt2, every: int):
+    """Both step on the sum of their gradients, and then each on its own; `test_root.py` has the numbers."""
+    cfg = dataclasses.replace(gpt2, tied_frac=0.5, adam_every=every, num_iterations=12)
     trainer = Trainer(cfg, Ranks())
     embed, head = trainer.gpt.embed.weight, trainer.gpt.lm_head
     for step in range(12):
@@ -120,20 +119,13 @@ def test_head_and_embedding_are_one_table_while_tied(tiny, every: int):
         assert torch.equal(before, head) == bool((step + 1) % every)
 
 
-@pytest.fixture
-def gpt(tiny) -> GPT:
-    """Return a model with every kind of parameter."""
-    every = dict(value_gate_inputs=12, smear_gate_inputs=12, sign_rows=8, gate_layer=2)
-    every |= dict(attention_layout="L-PL", mudd_layers="1", xsa_layout="x...", gate_layout="...x", dc_layout="...x")
-    return GPT(dataclasses.replace(tiny, **every, dc_keys=8, head_std=0.005, head_dim=24))
-
-
-@pytest.mark.parametrize("name", "extra blocks.0.scale blocks.1.attn_lambdas embed.resid_lambdas".split())
-def test_a_parameter_without_exactly_one_group_is_refused_by_name(gpt: GPT, name: str):
+@pytest.mark.parametrize("name", "extra blocks.0.scale blocks.1.attn_lambdas value_embeds.resid_lambdas".split())
+def test_a_parameter_without_exactly_one_group_is_refused_by_name(gpt2, name: str):
     """No group claims the first three; two claim the last."""
     module, _, last = name.rpartition(".")
+    gpt = GPT(gpt2)
     gpt.get_submodule(module).register_parameter(last, nn.Parameter(torch.zeros(3, 3)))
-    with pytest.raises(ValueError, match=rf"exactly one group in build_optimizers: {name}$"):
+    with pytest.raises(UserError, match=rf"^{name}: [02] rows of `groups`"):
         build_optimizers(gpt, Ranks())
 
 
@@ -190,10 +182,11 @@ class Network:
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (2, 3), (7, 8)])
-def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, gpt, rank, size):
+def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, gpt2, rank, size):
     """With n groups a step has 4 n units of time, of which 2 n - 2 are hidden: half of these if only gradients, or only
     updates, travel beside compute. The second step finds the buffers of the first."""
     network = Network(monkeypatch, Ranks(rank, size), checks=True)
+    gpt = GPT(dataclasses.replace(gpt2, adam_every=1))
     optimizers = build_optimizers(gpt, network.ranks)
     for optimizer in optimizers:
         optimizer.update_shard = lambda *args, update=optimizer.update_shard: network.compute(update, *args)

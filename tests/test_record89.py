@@ -72,9 +72,14 @@ def test_prefixes_of_gpt2_are_the_public_ones():
     assert hashlib.sha256(table).hexdigest() == public
 
 
+FIRST_B2 = {"gates.early": [*[0] * 12, *[2.5] * 6, *[0, 0.5] * 4]}
+FIRST_B2["gates.mid"] = [*[0] * 12, *[2.5] * 6, *[0, 0.5] * 5, 5, *[10] * 6, *[0] * 6]
+FIRST_B2 |= {f"mudd.{net}": test_record83.B2[f"nets.{net}.b2"] for net in ("last", "out")}
+
+
 def test_first_values(tmp_path: Path):
-    first = {"nets.early.b2": [*[0] * 12, *[2.5] * 6, *[0, 0.5] * 4], "gate_scale": 0.1} | test_record83.FIRST
-    first["nets.mid.b2"] = [*[0] * 12, *[2.5] * 6, *[0, 0.5] * 5, 5, *[10] * 6, *[0] * 6]
+    gates = {f"nets.{net}.b2": FIRST_B2[f"gates.{net}"] for net in ("early", "mid")}
+    first = test_record83.FIRST | gates | dict(gate_scale=0.1)
     RECORD.check_first_values(RECORD.config(tmp_path, **SMALL), first, test_record83.STD)
 
 

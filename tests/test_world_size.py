@@ -1,5 +1,6 @@
 """The same training on any number of processes: run for real, compared with what one process does."""
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -14,11 +15,11 @@ from shards import write_shard
 from test_train import SMALL_GPT2
 from world_worker import ROOT, Run
 
-SIZES = (2, 3, 4)
-# 4 does not divide 6 matrices of a shape, and neither size 7 sequences of validation
-MORE = "--dtype float64 --seed 0 --num_iterations 6 --val_loss_every 3 --model_dim 25 --head_dim 12 --bigram_rows 66 "
-MORE += "--attention_layout LS- --value_embed_layout 0.0 --skip_layout ..0 --batch_tokens 768 --val_tokens 672 "
-SMALL = [*test_train.SMALL, *MORE.split(), "--momentum_warmup_steps", "3"]
+# No size divides 7 sequences of validation, and 4 divides no number of matrices of a shape
+SIZES = dict(nano=(2, 3, 4), gpt2=(2, 3))
+MORE = "--dtype float64 --seed 0 --num_iterations 6 --val_loss_every 3 --model_dim 25 --batch_tokens 768 "
+SMALL = [*test_train.SMALL, *MORE.split(), "--val_tokens=672", "--momentum_warmup_steps=3"]
+CASES = [(preset, size) for preset, sizes in SIZES.items() for size in sizes]
 
 
 @pytest.fixture(scope="module")
@@ -28,21 +29,27 @@ def flags(corpus, tmp_path_factory) -> list[str]:
     return [*SMALL, *data, "--log_dir", str(tmp_path_factory.mktemp("worlds"))]
 
 
-@pytest.fixture(scope="module", params=["nano", "gpt2"])
-def folder(flags, corpus, request) -> Path:
-    """Run the script with one process and with each of SIZES; their logs are world1.txt, world2.txt, ..."""
-    folder = Path(flags[-1]) / request.param
-    if request.param == "gpt2":
-        flags = [*SMALL_GPT2, *flags[len(SMALL) :], "--train_files", f"{corpus}/long.bin", "--dtype", "float64"]
-        flags += ["--prefix_file", f"{corpus}/prefixes"]
-    flags = [*flags, "--save_checkpoint", "--log_dir", str(folder)]
-    folder.mkdir()
-    runs = {size: Run([[*flags, "--run_id", f"world{size}"]] * size, folder / f"world{size}") for size in SIZES}
-    train_gpt.main([*flags, "--run_id", "world1"])
-    for size, run in runs.items():
-        assert run.wait(timeout=120) == [0] * size, run.text("err")
-        for rank in range(1, size):
-            assert run.text("out", rank) == run.text("err", rank) == "", "rank 0 alone speaks"
+@pytest.fixture(scope="module")
+def worlds(flags, corpus):
+    """Return a function that runs a preset with any number of processes; logs are world1.txt, world2.txt, ..."""
+
+    @functools.cache
+    def folder(preset: str) -> Path:
+        folder, changed = Path(flags[-1]) / preset, flags
+        if preset == "gpt2":
+            changed = [*SMALL_GPT2, *flags[len(SMALL) :], f"--train_files={corpus}/long.bin", "--dtype=float64"]
+            changed += [f"--prefix_file={corpus}/prefixes", "--batch_tokens=96", "--val_tokens=672"]
+        changed = [*changed, "--save_checkpoint", "--log_dir", str(folder)]
+        folder.mkdir()
+        sizes = SIZES[preset]
+        runs = {size: Run([[*changed, "--run_id", f"world{size}"]] * size, folder / f"world{size}") for size in sizes}
+        train_gpt.main([*changed, "--run_id", "world1"])
+        for size, run in runs.items():
+            assert run.wait(timeout=200) == [0] * size, run.text("err")
+            for rank in range(1, size):
+                assert run.text("out", rank) == run.text("err", rank) == "", "rank 0 alone speaks"
+        return folder
+
     return folder
 
 
@@ -57,8 +64,9 @@ def test_objects_travel_by_gloo_before_each_rank_has_its_device(monkeypatch, see
     assert (train_gpt.init_distributed(), begun) == (train_gpt.Ranks(1, 2, 1, 2), [backend])
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_run_is_that_of_one_process(folder, size):
+@pytest.mark.parametrize(("preset", "size"), CASES)
+def test_run_is_that_of_one_process(worlds, preset, size):
+    folder = worlds(preset)
     expected, got = (json.loads((folder / f"world{n}.json").read_text()) for n in (1, size))
     assert f"{size} processes, " in (folder / f"world{size}.txt").read_text()
     for curve in "val_curve", "train_curve":
