@@ -204,10 +204,10 @@ def test_number_of_processes_has_to_divide_the_sequences(flags, monkeypatch):
     with pytest.raises(UserError, match="--preset"):
         train_gpt.parse_args([], world_size=2)
     flags += ["--batch_tokens", "768", "--num_iterations", "1"]
-    train_gpt.prepare(flags, Ranks(5, 6, 5, 6))
+    train_gpt.plan_run(flags, Ranks(5, 6, 5, 6))
     for size in 5, 24:
         with pytest.raises(UserError, match=rf"^{size} processes .* 12 sequences: \[1, 2, 3, 4, 6, 12\]"):
-            train_gpt.prepare(flags, Ranks(0, size, 0, size))
+            train_gpt.plan_run(flags, Ranks(0, size, 0, size))
 
 
 @pytest.mark.parametrize("ranks", "2,2,0,1 -1,2,0,1 0,0,0,1 0,2,1,1 0,2,0,3 0,2,0,x 0,9e9,0,1".split())
