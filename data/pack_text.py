@@ -62,15 +62,16 @@ def find_files(arguments: Iterable[Path], extensions: set[str]) -> dict[Path, st
     """Map each file to its name below its argument. Folders: what has an extension, and is not hidden or linked to."""
     files = {}
     for argument in arguments:
-        paths = [argument]
-        for path in paths:  # which grows here
-            if path.is_dir():
-                if path == argument or not path.is_symlink():  # unlike rglob, iterdir fails if the folder is unreadable
-                    paths += [inner for inner in sorted(path.iterdir()) if not inner.name.startswith(".")]
-            elif path == argument or path.suffix.lower() in extensions:
-                if path.exists() and not path.is_file():  # reading a pipe or a device might never end
-                    raise RuntimeError(f"{path}: not a regular file: copy its content to one, or leave it out")
-                files[path.resolve()] = path.name if path == argument else path.relative_to(argument).as_posix()
+        if argument.is_dir():
+            for path in argument.rglob("*"):
+                name = path.relative_to(argument)
+                is_hidden = any(part.startswith(".") for part in name.parts)
+                if path.suffix.lower() in extensions and path.is_file() and not is_hidden:
+                    files[path.resolve()] = name.as_posix()
+        elif argument.exists() and not argument.is_file():  # reading a pipe or a device might never end
+            raise RuntimeError(f"{argument}: not a regular file: copy its content to one, or leave it out")
+        else:
+            files[argument.resolve()] = argument.name
     return files
 
 

@@ -192,8 +192,7 @@ ERRORS = {
     "note.txt": "too little text: a run of 40 steps takes more than 40,960 tokens",
     "binary.txt": "binary.txt: has zero bytes, so it is no text in UTF-8",
     "texts -- --num_iteration 3": "--num_iteration: no such flag",
-    "bare --ext ,.txt": "bare/pipe: not a regular file",
-    "outer": "outer/shut: Permission denied; fix that",
+    "bare/pipe": "bare/pipe: not a regular file",
     "texts --tokenizer gpt2": "--tokenizer gpt2 needs the package tiktoken: ",
     "texts --out blank.txt": "blank.txt: File exists; fix that",
 }
@@ -201,16 +200,9 @@ ERRORS = {
 
 @pytest.mark.parametrize("arguments", ERRORS)
 def test_errors_are_one_line_and_nothing_is_written(texts_folder, tmp_path, capsys, monkeypatch, arguments):
-    def iterdir(folder, real=Path.iterdir):
-        if folder.name == "shut":  # root, who may run the tests, could read it
-            raise PermissionError(13, "Permission denied", str(folder))
-        return real(folder)
-
-    monkeypatch.setattr(Path, "iterdir", iterdir)
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     monkeypatch.chdir(tmp_path)
-    for name in ("bare", "outer/shut"):
-        Path(name).mkdir(parents=True)
+    Path("bare").mkdir()
     Path("binary.txt").write_bytes("text".encode("utf-16"))
     Path("blank.txt").write_bytes(b"\n" * 100)
     Path("page.txt").write_bytes(b"a line ")
