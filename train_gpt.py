@@ -63,14 +63,14 @@ class AlreadyComplete(UserError):
 
 # ---- Configuration: layers, stages and groups of parameters are rows of a table; every other number is a flag --------
 class Layer(NamedTuple):
-    """What a layer has besides its MLP. Numbers name earlier layers, counted from 0."""
+    """Say what a layer has besides its MLP. Numbers name earlier layers, counted from 0."""
 
     attention: Literal["long", "short", "paired", "none"]  # its window; paired: the short one, heads in pairs
     value_embed: bool = False  # values add a row of a table, by the token
     reads: int | None = None  # attention reads the output of this layer, not the stream
     skip: int | None = None  # the stream first adds the output of this layer (U-Net)
     net: bool = False  # a net reads the stream here, and makes factors for each token up to the next such row
-    xsa: bool = False  # heads leave out some of the token's own value; the net makes the factors of these three
+    xsa: bool = False  # heads leave out some of the token's own value; a net makes its factors and the next two's
     head_gate: bool = False  # the output of each head has a factor
     dc: bool = False  # heads mix what they see near by
     mudd: tuple[int, ...] = ()  # values and stream mix in the output of the first of these, the head those of all
@@ -93,22 +93,20 @@ NANO_LAYERS = (Layer("long", value_embed=True),)
 
 
 class Stage(NamedTuple):
-    """What holds for a part of the steps. Pairs are weights at its beginning and at its end."""
+    """Say what holds for a part of the steps. Pairs are weights at its beginning and at its end."""
 
-    share: float  # of the steps before the extension; the extension, if there is one, is a last stage of share 0
+    share: float  # of the steps before the extension; a last stage of share 0 is the extension
     batch: int  # factor on batch_tokens and train_seq_len
     max_doc_len: int  # where documents are cut, in all stages or in none; 0: not at all, as a stream
     window: int  # tokens that a long window reaches back; a short one has half as many
     lr: float = 1.0  # factor on all learning rates
-    next_tokens: tuple[tuple[float, float], ...] = ((1, 1),)  # of the losses of tokens +1, +2, ...
+    mtp: tuple[tuple[float, float], ...] = ((1, 1),)  # multi-token prediction: of the losses of tokens +1, +2, ...
     prefix: tuple[float, float] = (0, 0)  # of the loss of the next token's prefix; 0, 0: no such loss
 
 
 GPT2_STAGES = (
-    Stage(
-        1 / 3, batch=1, max_doc_len=896, window=384, next_tokens=((1, 1), (0.5, 0.5), (0.25, 0)), prefix=(0.25, 0.25)
-    ),
-    Stage(1 / 3, batch=2, max_doc_len=2048, window=896, lr=1.52, next_tokens=((1, 1), (0.5, 0)), prefix=(0.25, 0)),
+    Stage(1 / 3, batch=1, max_doc_len=896, window=384, mtp=((1, 1), (0.5, 0.5), (0.25, 0)), prefix=(0.25, 0.25)),
+    Stage(1 / 3, batch=2, max_doc_len=2048, window=896, lr=1.52, mtp=((1, 1), (0.5, 0)), prefix=(0.25, 0)),
     Stage(1 / 3, batch=3, max_doc_len=2048, window=1408, lr=1.73),
     Stage(0, batch=3, max_doc_len=2048, window=1664, lr=1.73),
 )
@@ -116,7 +114,7 @@ NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, window=256),)
 
 
 class Group(NamedTuple):
-    """What steps the parameters whose names match one of `names`."""
+    """Say how the parameters whose names match one of `names` are stepped."""
 
     optimizer: str  # Muon or Adam
     names: str  # globs, separated by spaces
@@ -163,7 +161,7 @@ TABLES = dict(layers=Layer, stages=Stage, groups=Group)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """The numbers of gpt2, each of them a flag, but for the three tables."""
+    """Hold what defines a run, here gpt2's. Every field is a flag, except for the three tables."""
 
     layers: tuple[Layer, ...] = GPT2_LAYERS
     stages: tuple[Stage, ...] = GPT2_STAGES
@@ -330,7 +328,8 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     """Return a preset, changed by the flags in `argv`: every field of Hyperparameters but the tables is one."""
     if {"-h", "--help"} & {*argv}:
         source = inspect.getsource(Hyperparameters).partition("    def ")[0]
-        print(f"Flags: --FIELD VALUE, or --FIELD and --no-FIELD. What nano has instead: {NANO}\n{source}")
+        nano = {name: value for name, value in NANO.items() if name not in TABLES}
+        print(f"Flags: --FIELD VALUE, or --FIELD and --no-FIELD. What nano has instead: {nano}\n{source}")
         sys.exit()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.error = raise_user_error  # type: ignore[method-assign]  # instead of exiting: other ranks have to hear of it
@@ -394,13 +393,13 @@ def find_documents(path: str, cfg: Hyperparameters, is_stream: bool) -> list[tup
     """Return where a shard's documents begin and end; of a stream all is one."""
     # The format of llm.c: a header of 256 int32 [20240520, 1, number of tokens, 0 ...], then uint16 tokens
     header = read_shard(path, "<i4", 3, 0).tolist()
-    num_tokens = (os.path.getsize(path) - 1024) // 2
-    if header != [20240520, 1, num_tokens]:
+    count = (os.path.getsize(path) - 1024) // 2
+    if header != [20240520, 1, count]:
         raise UserError(f"{path}: not a whole shard of tokens; ./run.sh --check says what to do")
     if is_stream:
-        return [(0, num_tokens)]
-    begins = np.flatnonzero(read_shard(path, "<u2", num_tokens, 1024) == cfg.eot_token)
-    return list(pairwise([*begins.tolist(), num_tokens]))
+        return [(0, count)]
+    begins = np.flatnonzero(read_shard(path, "<u2", count, 1024) == cfg.eot_token)
+    return list(pairwise([*begins.tolist(), count]))
 
 
 def cut_sequence(documents: deque[tuple[int, int]], length: int, max_doc_len: int) -> np.ndarray | None:
@@ -560,7 +559,7 @@ def loss_weights(step: int, cfg: Hyperparameters) -> tuple[list[float], list[flo
         return last + left * (first - last)
 
     prefixes = [fade(stage.prefix)] if cfg.prefix_file and any(stage.prefix) else []
-    return [fade(weight) for weight in stage.next_tokens], prefixes
+    return [fade(weight) for weight in stage.mtp], prefixes
 
 
 def is_tied(step: int, cfg: Hyperparameters) -> bool:
@@ -1399,18 +1398,20 @@ OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
 def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     """Put every parameter into exactly one group. Muon steps matrices of one shape together, also those of two rows."""
     cfg = gpt.cfg
-    members: dict[tuple, list[tuple[str, nn.Parameter, Group]]] = {}
+    row_of: dict[str, Group] = {}
+    members: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, p in gpt.named_parameters():
-        groups = [group for group in cfg.groups if any(fnmatchcase(name, glob) for glob in group.names.split())]
-        if len(groups) != 1:
-            raise UserError(f"{name}: {len(groups)} rows of `groups` name this parameter, expected one")
-        (group,) = groups
+        rows = [row for row in cfg.groups if any(fnmatchcase(name, pattern) for pattern in row.names.split())]
+        if len(rows) != 1:
+            raise UserError(f"{name}: {len(rows)} rows of `groups` name this parameter, expected one")
+        row_of[name] = group = rows[0]
         key = (p.shape[-2:], *group[3:]) if OPTIMIZERS[group.optimizer].by_matrix else group
-        members.setdefault((group.optimizer, key), []).append((name, p, group))
+        members.setdefault((group.optimizer, key), {})[name] = p
+    if cfg.tied_frac and row_of["embed.weight"][2:] != row_of["lm_head"][2:]:
+        raise UserError("--tied_frac: the rows of embed.weight and lm_head in `groups` have to have the same numbers")
     optimizers = []
-    for (kind, _), rows in members.items():
-        params = {name: p for name, p, _ in rows}
-        optimizers.append(OPTIMIZERS[kind](params, [group for _, _, group in rows], cfg, ranks))
+    for (kind, _), params in members.items():
+        optimizers.append(OPTIMIZERS[kind](params, [row_of[name] for name in params], cfg, ranks))
     # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
     return sorted(optimizers, key=lambda optimizer: -optimizer.grad_buffer.nbytes)
 
@@ -1500,7 +1501,7 @@ class Trainer:
 
     def warm_up(self, saved: dict[str, Tensor] | None = None) -> None:
         """Run every graph once on dummy tokens, then restore all state, or load `saved`. Rank 0 has the state."""
-        is_kept = self.ranks.rank == 0 and not saved
+        is_kept = self.ranks.rank == 0 and saved is None
         before = {name: t.to("cpu", copy=True) for name, t in self.state().items() if is_kept}
         tokens = (torch.arange(len(self.gpt.rotary.cos) + 1) % self.cfg.vocab_size).to(torch.uint16)
         tokens = tokens.to(self.device).to(torch.int32)
@@ -1512,7 +1513,7 @@ class Trainer:
         length = self.cfg.val_seq_len
         self.score(tokens[:length], tokens[1 : length + 1].long())
         self.gpt.zero_grad(set_to_none=True)
-        self.restore(saved or before)
+        self.restore(before if saved is None else saved)
 
     def peak_memory_mib(self) -> int:
         """Return the most memory that torch allocated on the GPU, or that the whole process held on a CPU."""
@@ -1832,7 +1833,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
             log.write(f"{source}\n{rule}\n{environment}\nflags: {json.dumps(argv)}\nconfiguration: {settings}\n{rule}")
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
         log.bar.set_description_str("compiling" if cfg.compile else "warming up")
-        trainer.warm_up(saved.tensors)
+        trainer.warm_up(saved.tensors if agreed.step else None)
         return report(log, plans, trainer, train(trainer, plans, log))
     except BaseException as error:
         resume = f"; to go on, add --resume {log.path.with_suffix('.checkpoint')}" if log.saved.step else ""

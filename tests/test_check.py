@@ -149,7 +149,7 @@ EARLIER, NEEDS_NET = "expected earlier layers", "these factors need net=True in 
 )
 def test_rows_that_contradict_each_other_or_a_flag_are_one_line(outcome, monkeypatch, changes, message):
     flags = [f"--{name}={changes.pop(name)}" for name in ("num_heads", "head_dim", "dtype") if name in changes]
-    preset = dataclasses.replace(train_gpt.PRESETS["nano"], **changes)
+    preset = dataclasses.replace(train_gpt.PRESETS["nano"], dc_keys=9, **changes)
     monkeypatch.setitem(train_gpt.PRESETS, "nano", preset)
     code, out, errors = outcome(*flags)
     assert (code, out, len(errors)) == (2, [], 1)

@@ -20,6 +20,7 @@ from torch.distributed.run import get_args_parser
 import train_gpt
 from cached_fineweb10B import RECORD_SHARDS
 from conftest import GPT2_FLAGS, TINY_FLAGS
+from gpu_proof import gpu_graphs
 from public_records import load
 from records.logs import RECORDS, is_on_board, lineage, log_paths, record_logs
 from records.proof import public_history
@@ -70,6 +71,8 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
             patch.setattr(train_gpt, "parse_args", parse_flags_and_end)
+            # gpu_graphs hands the flags that it does not know to a script in another process
+            patch.setattr(gpu_graphs, "measure", lambda arch, script, flags: train_gpt.parse_args(flags))
             patch.setattr(sys, "argv", ["program", *argv])
             patch.setattr(signal, "signal", lambda *_: None)  # a script ignores SIGHUP, and so would our children
             with pytest.raises(Understood):

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"gpu_g
 
 GPT2 = train_gpt.PRESETS["gpt2"]
 SCRIPT = ROOT / "train_gpt.py"
-STAGES = [stage._replace(batch=1, next_tokens=((1, 1),), prefix=(0, 0)) for stage in GPT2.stages]
+STAGES = [stage._replace(batch=1, mtp=((1, 1),), prefix=(0, 0)) for stage in GPT2.stages]
 SMALL = dict(layers=[train_gpt.Layer("long", value_embed=True)], stages=STAGES, prefix_file="", bigram_rows=61)
 SMALL |= dict(model_dim=128, num_heads=2, head_dim=64, vocab_size=512, eot_token=511, batch_tokens=4096)
 SMALL |= dict.fromkeys(("train_seq_len", "val_seq_len", "val_tokens", "lm_head_slice"), 512)

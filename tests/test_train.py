@@ -178,7 +178,7 @@ def test_every_number_has_bounds(flags, tmp_path, capsys, name):
 
 BAD = """preset gpt3;device tpu;dtype fp8;num_iterations 0;batch_tokens 0;batch_tokens 100;train_seq_len 0;
 val_tokens 100;val_tokens 0;val_seq_len 0;adam_every 0;batch_tokens 268435456;vocab_size 256;extension_steps 4;
-dc_keys 99;checkpoint_every 3 --adam_every 2;train_files nowhere/*.bin;train_files LICENSE;val_files LICENSE;
+checkpoint_every 3 --adam_every 2;train_files nowhere/*.bin;train_files LICENSE;val_files LICENSE;
 num_iterations 1000;prefix_file nowhere;prefix_file LICENSE;log_dir LICENSE;run_id \0;resume nowhere;
 layers 1;stages 1;groups 1"""
 BAD += ";device cuda" * (not torch.cuda.is_available())
@@ -190,6 +190,18 @@ def test_bad_input_is_refused_by_name(flags, tmp_path, monkeypatch, capsys, flag
     text = refusal([*flags, *f"--{flag}".split(" ")], capsys)
     assert re.split("[ =]", flag)[0] in text or flag.split()[-1] in text
     assert not [*tmp_path.glob("logs/*")]
+
+
+def test_more_keys_than_two_blocks_have_are_refused_where_heads_mix_them():
+    with pytest.raises(UserError, match=r"^--dc_keys 130: expected [^\n]*$"):
+        dataclasses.replace(train_gpt.PRESETS["gpt2"], dc_keys=130)
+    dataclasses.replace(train_gpt.PRESETS["nano"], dc_keys=130)
+
+
+def test_tables_of_two_rates_cannot_be_tied(tiny):
+    """One of them would leave the other."""
+    with pytest.raises(UserError, match=r"^--tied_frac: the rows of [^\n]*$"):
+        Trainer(dataclasses.replace(tiny, tied_frac=0.5), Ranks())
 
 
 @pytest.mark.parametrize("spoil", [lambda s: s[:2], lambda s: (*s[:2], s[2]._replace(max_doc_len=0), *s[3:])])
