@@ -72,7 +72,7 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
             patch.setattr(train_gpt, "parse_args", parse_flags_and_end)
             # gpu_graphs hands the flags that it does not know to a script in another process
-            patch.setattr(gpu_graphs, "measure", lambda arch, script, flags: train_gpt.parse_args(flags))
+            patch.setattr(gpu_graphs, "measure", lambda arch, script, flags, **_: train_gpt.parse_args(flags))
             patch.setattr(sys, "argv", ["program", *argv])
             patch.setattr(signal, "signal", lambda *_: None)  # a script ignores SIGHUP, and so would our children
             with pytest.raises(Understood):
