@@ -59,7 +59,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """Write shards of words as bytes: two for training, one for validation, one long. One for gpt2, two of a script."""
+    """Write shards of words as bytes: two for training, one for validation, one long. Two for gpt2, two of a script."""
     folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
     words = [b"muon ", b"adam ", b"rotary ", b"window ", b"shard ", b"block\n"]
     for name, count in dict(train_000000=400, train_000001=400, val_000000=400, long=50_000).items():
@@ -68,7 +68,8 @@ def corpus(tmp_path_factory) -> Path:
         tokens[rng.random(len(tokens)) < 0.01] = 256
         write_shard(folder / f"{name}.bin", tokens)
     np.where(np.arange(257) % 3, 65535, np.arange(257) // 2).astype("<u2").tofile(folder / "prefixes")
-    write_shard(folder / "gpt2.bin", np.where(np.arange(700_000) % 1000, 5, 50256))
+    for name, token in dict(gpt2=5, other_gpt2=6).items():
+        write_shard(folder / f"{name}.bin", np.where(np.arange(700_000) % 1000, token, 50256))
     # It seldom changes: records have golden losses on it
     script = np.fromfile(ROOT / "records" / "2024-12-04_ValueEmbed" / "train_gpt.py", dtype=np.uint8).astype(int)
     tokens = np.where(np.arange(60_000) % 500, np.resize(script, 60_000), 256)

@@ -71,6 +71,7 @@ def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
         ends = [losses(json.loads(log.with_name(f"{name}.json").read_text())) for name in (log.stem, "whole")]
         assert ends[0] == ends[1], (moment, found)
         assert re.findall(r"^resumed at step (\d+)", run.text("out"), re.M) == [str(found)] * bool(found), moment
+        assert ("no checkpoint in" in run.text("out")) == (not found), moment
         assert {path.suffix for path in log.parent.glob(f"{log.stem}.*")} == {".txt", ".json", ".pt", ".checkpoint"}
         assert step_of(log.with_suffix(".checkpoint")) == 8
 

@@ -451,10 +451,19 @@ def plan_data(cfg: Hyperparameters) -> dict[str, list[Batch]]:
     train = plan_batches(cfg.train_files, train_lens, cfg.batch_sequences, cfg, doc_lens)
     val_lens = [cfg.val_seq_len] * (cfg.val_tokens // cfg.val_seq_len)
     plans = dict(train=train, val=plan_batches(cfg.val_files, val_lens, 1, cfg, [0] * len(val_lens)))
-    paths = ({os.path.realpath(batch.path) for batch in plan} for plan in plans.values())
-    if common := set.intersection(*paths):
-        raise UserError(f"{min(common)}: to train and to validate: change --train_files or --val_files")
+    validates = {first_tokens(path): path for path in shards(plans["val"])}
+    for path in shards(train):
+        if same := validates.get(first_tokens(path)):
+            raise UserError(f"{path}: begins as {same}, which validates: change --train_files or --val_files")
     return plans
+
+
+def shards(plan: Sequence[Batch]) -> list[str]:
+    return [*dict.fromkeys(batch.path for batch in plan)]
+
+
+def first_tokens(path: str) -> bytes:
+    return read_shard(path, "<u2", 1024, 1024).tobytes()
 
 
 def read_sequence(path: str, pieces: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -1052,9 +1061,8 @@ class GPT(nn.Module):
         for start, end in pairwise([*starts, len(cfg.layers)]):
             self.gate_nets[str(start)] = GateNet(cfg, [block.wanted for block in blocks[start:end]])
         self.gate_scale = nn.Parameter(torch.tensor(0.1)) if starts else None
-        if mudd := cfg.layers[
-            -1
-        ].mudd:  # the head gets less of what only later layers needed: 40 (@snimu, @classiclarryd)
+        if mudd := cfg.layers[-1].mudd:
+            # The head gets less of what only later layers needed: record 40 (@snimu, @classiclarryd)
             self.head_net = GateNet(cfg, [dict(out=[0.0, -0.5, 0.0] + [0.0] * len(mudd))])
         if n := cfg.smear_gate_inputs:
             self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
@@ -1309,9 +1317,8 @@ class Adam(ShardedOptimizer):
         lr, decay, beta1, beta2 = self.groups[0][2:]
         lr *= lr_factor
         count = step // self.every  # updates before this one
-        eps = (
-            self.cfg.adam_eps / (1 - beta2 ** (count + 1)) ** 0.5
-        )  # records add it before bias correction, torch after
+        # Records add eps to the root before bias correction, torch after
+        eps = self.cfg.adam_eps / (1 - beta2 ** (count + 1)) ** 0.5
         options = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
         counts = [torch.full((), count, dtype=torch.float32, device=grad.device)]
         new = shard.to(m.dtype, copy=decay > 0)
@@ -1775,7 +1782,7 @@ def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]], 
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             lines += [f"$ {command}", subprocess.run(command.split(), **how).stdout.strip()]
     for name, plan in plans.items():
-        for path in dict.fromkeys(batch.path for batch in plan):
+        for path in shards(plan):
             lines.append(f"{name} shard: {path}, {os.path.getsize(path)} bytes")
     note = "" if cfg.val_sha256 in ("", hashes["validation tokens"]) else " (not the track's: do not compare losses)"
     lines.append(f"training tokens: {num_tokens(cfg.num_iterations, cfg)}, sha256 {hashes['training tokens']}")
@@ -1798,7 +1805,7 @@ def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompi
     log.write(f"step time: median {np.median(step_ms):.2f}ms\npeak memory: {peak} MiB")
     if cfg.save_checkpoint:
         model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict())
-        log.save(".pt", partial(torch.save, model), "next: python sample.py")
+        log.save(".pt", partial(torch.save, model), f"next: {sys.executable} sample.py")
     log.save(".json", lambda file: file.write(json.dumps(result).encode() + b"\n"), "the result")
     text = f"val_loss {val_loss:.4f} after {ms / 1000:.2f} s"
     if cfg.target_loss and cfg.val_sha256 in ("", log.saved.must_match["validation tokens"]):  # or else another text
@@ -1832,6 +1839,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
             rule = "=" * 100
             log.write(f"{source}\n{rule}\n{environment}\nflags: {json.dumps(argv)}\nconfiguration: {settings}\n{rule}")
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
+            if cfg.resume:
+                log.write(f"--resume latest: no checkpoint in {cfg.log_dir}, this is a new run", console=True)
         log.bar.set_description_str("compiling" if cfg.compile else "warming up")
         trainer.warm_up(saved.tensors if agreed.step else None)
         return report(log, plans, trainer, train(trainer, plans, log))
