@@ -70,10 +70,10 @@ class Layer(NamedTuple):
     reads: int | None = None  # attention reads the output of this layer, not the stream
     skip: int | None = None  # the stream first adds the output of this layer (U-Net)
     net: bool = False  # a net reads the stream here, and makes factors for each token up to the next such row
-    xsa: bool = False  # heads leave out some of the token's own value; a net makes its factors and the next two's
+    xsa: bool = False  # heads leave out part of the token's own value; factors of xsa, skip and the next two need a net
     head_gate: bool = False  # the output of each head has a factor
     dc: bool = False  # heads mix what they see near by
-    mudd: tuple[int, ...] = ()  # values and stream mix in the output of the first of these, the head those of all
+    mudd: tuple[int, ...] = ()  # last layer: values and stream mix in the output of the first, the head those of all
 
 
 GPT2_LAYERS = (
@@ -93,15 +93,15 @@ NANO_LAYERS = (Layer("long", value_embed=True),)
 
 
 class Stage(NamedTuple):
-    """Say what holds for a part of the steps. Pairs are weights at its beginning and at its end."""
+    """Say what holds for a part of the steps. Pairs are weights of losses, at its first step and after its last."""
 
     share: float  # of the steps before the extension; a last stage of share 0 is the extension
     batch: int  # factor on batch_tokens and train_seq_len
-    max_doc_len: int  # where documents are cut, in all stages or in none; 0: not at all, as a stream
+    max_doc_len: int  # tokens at which documents are cut; 0 in all stages: a stream, nothing is cut
     window: int  # tokens that a long window reaches back; a short one has half as many
     lr: float = 1.0  # factor on all learning rates
-    mtp: tuple[tuple[float, float], ...] = ((1, 1),)  # multi-token prediction: of the losses of tokens +1, +2, ...
-    prefix: tuple[float, float] = (0, 0)  # of the loss of the next token's prefix; 0, 0: no such loss
+    mtp: tuple[tuple[float, float], ...] = ((1, 1),)  # multi-token prediction: for the losses of tokens +1, +2, ...
+    prefix: tuple[float, float] = (0, 0)  # for the loss of the next token's prefix; 0, 0: no such loss
 
 
 GPT2_STAGES = (
@@ -118,8 +118,8 @@ class Group(NamedTuple):
 
     optimizer: str  # Muon or Adam
     names: str  # globs, separated by spaces
-    lr: float  # learning rate; in rows of Muon a factor on muon_lr
-    decay: float  # weight decay, times the squared learning rate; cautious: only towards 0
+    lr: float  # learning rate of Adam, but a factor on muon_lr in rows of Muon: write it anew when you change the word
+    decay: float  # cautious weight decay: times the squared rate of Adam; of Muon times lr * (scheduled muon_lr)^2
     beta1: float  # decay of Adam's mean of gradients; Muon has muon_momentum instead
     beta2: float  # decay of the mean of squares: of gradients in Adam, of updates in Muon
 
@@ -166,58 +166,58 @@ class Hyperparameters:
     layers: tuple[Layer, ...] = GPT2_LAYERS
     stages: tuple[Stage, ...] = GPT2_STAGES
     groups: tuple[Group, ...] = GPT2_GROUPS
-    # Data. Shards are read in sorted order; the log marks validation tokens with another SHA-256 than val_sha256
+    # Data. Shards are read in sorted order; the log says so if the validation tokens do not have val_sha256
     preset: Literal["gpt2", "nano"] = "gpt2"  # all settings; by default gpt2 on a GPU and nano elsewhere
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # training shards: a glob
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # validation shards: a glob
     val_tokens: int = 10_485_760  # validation tokens, a multiple of val_seq_len
-    val_sha256: str = ""  # of the validation tokens; empty: unknown
+    val_sha256: str = ""  # SHA-256 of the validation tokens; empty: not compared
     target_loss: float = 3.28  # validation loss to reach; 0: none
     vocab_size: int = 50257  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: int = 50256  # end of text, opens every document
-    prefix_file: str = "data/gpt2_prefixes.bin"  # for each token the longest that begins it; empty: no such loss
+    prefix_file: str = "data/gpt2_prefixes.bin"  # the longest token that begins each token; empty: no such loss
     # Training
     num_iterations: int = 1285  # steps, the extension included
     extension_steps: int = 15  # last steps, at the lowest learning rates
     val_loss_every: int = 250  # steps between validations; 0: only after the last step
-    batch_tokens: int = 8 * 16 * 1024  # tokens of a first step, a multiple of train_seq_len
-    train_seq_len: int = 16 * 1024  # tokens of a first training sequence, a multiple of block_size
+    batch_tokens: int = 8 * 16 * 1024  # tokens a step where a stage's batch is 1, a multiple of train_seq_len
+    train_seq_len: int = 16 * 1024  # tokens a training sequence there, a multiple of block_size
     val_seq_len: int = 256 * 1024  # tokens of a validation sequence, a multiple of block_size
     final_window: int = 2560  # long window in the last validation; 0: that of the last stage
-    cooldown_frac: float = 0.6  # last part of the steps before the extension, with falling learning rates
+    cooldown_frac: float = 0.6  # fraction of the steps before the extension, the last ones, in which rates fall
     min_lr_frac: float = 0.15  # factor on learning rates at the end of the cooldown and in the extension
-    tied_frac: float = 2 / 3  # first part of these steps, with embedding and head tied; 0: never
+    tied_frac: float = 2 / 3  # fraction of them, the first ones, in which embedding and head are tied; 0: never
     grad_scale: float = 1.0  # factor on a sequence's summed loss before the backward pass
     # Model
     model_dim: int = 768  # width of the residual stream
     num_heads: int = 6  # attention heads
     head_dim: int = 128  # dimensions per head, a multiple of 4
     block_size: int = 128  # tokens per block of the attention mask
-    attn_scale: float = 0.1  # first factor on attention scores; queries and keys have unit RMS
+    attn_scale: float = 0.1  # initial factor on attention scores; queries and keys have unit RMS
     dc_keys: int = 112  # tokens whose values heads mix; at most block_size + 1
-    local_heads: int = 0  # heads that begin by distance, the others by likeness; 0: all at random
-    resid_lambda_init: float = 1.1**0.5  # first factor on the residual stream
+    local_heads: int = 0  # heads that start by attending to near tokens, the others to similar ones; 0: all at random
+    resid_lambda_init: float = 1.1**0.5  # initial factor on the residual stream
     bigram_rows: int = 15 * 25152  # rows of the hashed table for bigrams of tokens
-    bigram_lambda_init: float = 0.05  # first factor on the bigram embeddings in each layer
+    bigram_lambda_init: float = 0.05  # initial factor on the bigram embeddings in each layer
     sign_rows: int = 8192  # rows of the table of signs for bigrams that share a row; 0: no table
-    embed_mean: float = 0.0  # mean of the untied embedding at first
-    value_embed_std: float = 0.01  # standard deviation of the value embeddings at first
+    embed_mean: float = 0.0  # initial mean of the untied embedding
+    value_embed_std: float = 0.01  # initial standard deviation of the value embeddings
     value_gate_inputs: int = 12  # inputs of value gates, half from x, half from the value embedding; 0: no gates
     smear_gate_inputs: int = 12  # input channels of the smear gate; 0: no smear
     # Head
-    head_std: float = 0.005  # standard deviation of the head at first, and of what is tied to it
+    head_std: float = 0.005  # initial standard deviation of the head, and of the embedding that is tied to it
     lm_head_softcap: float = 15.0  # c in the softcap r sigmoid((z + d) 2 / c) of the logits z
     softcap_range: float = 23.0  # r in the softcap
     softcap_shift: float = 5.0  # d in the softcap
     lm_head_slice: int = 8192  # tokens whose logits exist at a time
-    lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never is
+    lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never uses it
     mlp_fp8: bool = True  # the same for the forward passes of MLPs
     # Optimizers
     muon_lr: float = 0.023  # learning rate of Muon: the spectral norm of an update
     muon_momentum: float = 0.95  # momentum after its warm-up
-    momentum_warmup_steps: int = 300  # first steps, in which momentum rises from 0.85
-    momentum_cooldown_steps: int = 50  # last steps, in which momentum falls to 0.85
-    heads_per_matrix: int = 2  # heads whose queries or keys are a matrix for Muon (record 80, @samacqua)
+    momentum_warmup_steps: int = 300  # steps at the start, over which momentum rises from 0.85
+    momentum_cooldown_steps: int = 50  # steps at the end, over which momentum falls to 0.85
+    heads_per_matrix: int = 2  # heads whose queries, or keys, are one matrix for Muon (record 80, @samacqua)
     adam_every: int = 2  # run Adam every so many steps, on accumulated gradients
     adam_eps: float = 1e-10  # added to the root of the second moment
     adam_fp32: bool = True  # keep Adam's moments in fp32 also for bf16 parameters
@@ -237,22 +237,24 @@ class Hyperparameters:
     def __post_init__(self) -> None:
         """Refuse in one line what would train something else in silence. Torch refuses shapes that do not fit."""
 
-        def require(name: str, holds: bool, expected: str) -> None:
+        def require(name, holds, expected):
             if not holds:
                 raise UserError(f"--{name} {str(getattr(self, name))[:100]}: expected {expected}")
 
-        for name, row in TABLES.items():  # of lists, where they come from JSON
+        for name, row in TABLES.items():  # from JSON they come as lists
             object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
+        positive = "num_iterations batch_tokens train_seq_len val_tokens val_seq_len adam_every heads_per_matrix"
         for name in self.__slots__:
             value = getattr(self, name)
-            require(name, not isinstance(value, int | float) or 0 <= value < 2**31, "a number from 0 to 2^31 - 1")
-        for name in ("num_iterations", "batch_tokens", "train_seq_len", "val_tokens", "val_seq_len", "adam_every"):
-            require(name, 0 < getattr(self, name) < 2**28, "a number from 1 to 2^28 - 1")
+            if isinstance(value, int | float):
+                least = 1 if name in positive.split() else 0
+                require(name, least <= value < 2**31, f"a number from {least} to 2^31 - 1")
         require("batch_tokens", self.batch_tokens % self.train_seq_len == 0, "a multiple of train_seq_len")
         require("val_tokens", self.val_tokens % self.val_seq_len == 0, "a multiple of val_seq_len")
         require("checkpoint_every", self.checkpoint_every % self.adam_every == 0, "a multiple of adam_every")
         require("extension_steps", self.scheduled_steps > 0, "less than num_iterations")
         require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
+        require("heads_per_matrix", self.num_heads % self.heads_per_matrix == 0, "a divisor of num_heads")
         has_dc = any(layer.dc for layer in self.layers)
         require("dc_keys", not has_dc or self.dc_keys <= self.block_size + 1, "at most block_size + 1")
         require("stages", math.isclose(sum(stage.share for stage in self.stages), 1), "shares that add up to 1")
@@ -351,7 +353,8 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     sees_gpu = torch.cuda.is_available() and flags.get("device") != "cpu"
     if "preset" not in flags and world_size > 1 and not sees_gpu:
         raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
-    return dataclasses.replace(PRESETS[flags.get("preset", "gpt2" if sees_gpu else "nano")], **flags)
+    default = "gpt2" if sees_gpu else "nano"
+    return dataclasses.replace(PRESETS[flags.get("preset", default)], **flags)
 
 
 def resolve(cfg: Hyperparameters) -> Hyperparameters:
@@ -377,8 +380,12 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
 
 
 # ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
-# A shard, and for each sequence of a step an array (pieces, 2): where its pieces of documents begin and end there
-Batch = namedtuple("Batch", "path sequences")
+class Batch(NamedTuple):
+    path: str  # a shard
+    sequences: list[np.ndarray]  # for each sequence an array (pieces, 2): where its pieces of documents begin and end
+
+
+Plans = dict[str, list[Batch]]  # what to train on, and what to validate on
 
 
 def read_shard(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
@@ -408,61 +415,64 @@ def cut_sequence(documents: deque[tuple[int, int]], length: int, max_doc_len: in
     Documents are cut to max_doc_len (record 29, @varunneal), and sequences begin with one (26, @classiclarryd).
     """
     pieces = []
-    while length and documents:
+    missing = length
+    while missing and documents:
         begin, end = documents.popleft()
-        cut = min(end, begin + length, begin + (max_doc_len or length))
-        pieces.append((begin, cut))
-        length -= cut - begin
+        stop = min(end, begin + missing, begin + (max_doc_len or missing))
+        pieces.append((begin, stop))
+        missing -= stop - begin
         if not max_doc_len:  # the next sequence begins with the last target of this one, else with a document
-            documents.appendleft((cut - 1, end))
+            documents.appendleft((stop - 1, end))
             break
-    return np.array(pieces) if length == 0 else None
+    return np.array(pieces) if missing == 0 else None
 
 
-def plan_batches(pattern: str, seq_lens, num_sequences: int, cfg: Hyperparameters, doc_lens) -> list[Batch]:
-    """Plan a batch of `num_sequences` for each of seq_lens, shard after shard; the rest of each shard is dropped.
+def plan_batches(pattern: str, lengths, num_sequences: int, cfg: Hyperparameters) -> list[Batch]:
+    """Plan a batch of `num_sequences` for each of `lengths`, shard after shard; the rest of each shard is dropped.
 
-    doc_lens: where documents are cut in each batch; all 0: not at all, as a stream.
+    lengths: (seq_len, max_doc_len) of each batch. Raise UserError if the shards have too few tokens.
     """
     paths = deque(sorted(glob.glob(pattern, recursive=True)))
     path = ""
     documents: deque[tuple[int, int]] = deque()  # those of the shard at `path` that are left
     plan: list[Batch] = []
-    while len(plan) < len(seq_lens):
-        length = seq_lens[len(plan)] + 1
-        longest = doc_lens[len(plan)]
-        sequences = [cut_sequence(documents, length, longest) for _ in range(num_sequences)]
-        if sequences[-1] is not None:
+    while len(plan) < len(lengths):
+        seq_len, max_doc_len = lengths[len(plan)]
+        sequences = [cut_sequence(documents, seq_len + 1, max_doc_len) for _ in range(num_sequences)]
+        if sequences[-1] is not None:  # else the shard has too little left for all of them
             plan.append(Batch(path, sequences))
         elif paths:
             path = paths.popleft()
-            documents = deque(find_documents(path, cfg, doc_lens[0] == 0))
+            documents = deque(find_documents(path, cfg, is_stream=max_doc_len == 0))
         else:
-            found = f"{pattern} in {os.getcwd()}: tokens for {len(plan)} batches, the run needs {len(seq_lens)}"
-            found += f"; documents begin with --eot_token {cfg.eot_token}" * (doc_lens[0] > 0)
+            found = f"{pattern} in {os.getcwd()}: tokens for {len(plan)} batches, the run needs {len(lengths)}"
+            if max_doc_len:
+                found += f"; documents begin with --eot_token {cfg.eot_token}"
             raise UserError(f"{found}; ./run.sh gets a preset's data, data/pack_text.py packs text")
     return plan
 
 
-def plan_data(cfg: Hyperparameters) -> dict[str, list[Batch]]:
+def plan_data(cfg: Hyperparameters) -> Plans:
     """Return the batches of training and those of validation, which are one sequence each."""
-    train_lens = [train_seq_len(step, cfg) for step in range(cfg.num_iterations)]
-    doc_lens = [stage_of(step, cfg).max_doc_len for step in range(cfg.num_iterations)]
-    train = plan_batches(cfg.train_files, train_lens, cfg.batch_sequences, cfg, doc_lens)
-    val_lens = [cfg.val_seq_len] * (cfg.val_tokens // cfg.val_seq_len)
-    plans = dict(train=train, val=plan_batches(cfg.val_files, val_lens, 1, cfg, [0] * len(val_lens)))
-    validates = {first_tokens(path): path for path in shards(plans["val"])}
-    for path in shards(train):
-        if same := validates.get(first_tokens(path)):
+    steps = range(cfg.num_iterations)
+    train_lengths = [(train_seq_len(step, cfg), stage_of(step, cfg).max_doc_len) for step in steps]
+    train = plan_batches(cfg.train_files, train_lengths, cfg.batch_sequences, cfg)
+    val_lengths = [(cfg.val_seq_len, 0)] * (cfg.val_tokens // cfg.val_seq_len)
+    val = plan_batches(cfg.val_files, val_lengths, 1, cfg)
+    val_paths = {first_tokens(path): path for path in paths_of(val)}
+    for path in paths_of(train):
+        if same := val_paths.get(first_tokens(path)):
             raise UserError(f"{path}: begins as {same}, which validates: change --train_files or --val_files")
-    return plans
+    return dict(train=train, val=val)
 
 
-def shards(plan: Sequence[Batch]) -> list[str]:
+def paths_of(plan: Sequence[Batch]) -> list[str]:
+    """Return the shards of a plan, each once, in order."""
     return [*dict.fromkeys(batch.path for batch in plan)]
 
 
 def first_tokens(path: str) -> bytes:
+    """Return the first 1,024 tokens of a shard, by which a copy is known."""
     return read_shard(path, "<u2", 1024, 1024).tobytes()
 
 
@@ -502,18 +512,18 @@ def hash_tokens(plan: Sequence[Batch], cfg: Hyperparameters, targets: bool) -> s
 def read_batches(plan, sequences: Sequence[int], cfg: Hyperparameters, device: torch.device) -> Iterator:
     """Yield for each batch the [(inputs (T,) int32, targets (T,) int64), ...] of its `sequences`, on the device."""
 
-    def read(batch: Batch) -> Tensor:
-        rows = [read_sequence(batch.path, batch.sequences[i], cfg.vocab_size) for i in sequences]
-        tokens = torch.from_numpy(np.stack(rows))
-        return tokens.pin_memory() if device.type == "cuda" else tokens
+    def read(batch):
+        return np.stack([read_sequence(batch.path, batch.sequences[i], cfg.vocab_size) for i in sequences])
 
-    on_device = (torch.cuda.set_device, (device,)) if device.type == "cuda" else (None, ())  # else it opens GPU 0
-    with ThreadPoolExecutor(1, "reader", *on_device) as reader:  # ahead of the steps, from the first `next` on
+    with ThreadPoolExecutor(1, "reader") as reader:  # ahead of the steps, from the first `next` on
         futures = (reader.submit(read, batch) for batch in plan)
         ready = deque(islice(futures, 2))  # batches that are read or being read
         while ready:
-            tokens = ready.popleft().result().to(device, non_blocking=True).to(torch.int32)
+            tokens = torch.from_numpy(ready.popleft().result())
             ready.extend(islice(futures, 1))
+            if device.type == "cuda":
+                tokens = tokens.pin_memory()  # only a copy from pinned memory does not wait
+            tokens = tokens.to(device, non_blocking=True).to(torch.int32)
             yield [(row[:-1], row[1:].long()) for row in tokens]
 
 
@@ -532,6 +542,7 @@ def stage_index(step: int, cfg: Hyperparameters) -> int:
 
 
 def stage_of(step: int, cfg: Hyperparameters) -> Stage:
+    """Return a step's row of `stages`."""
     return cfg.stages[stage_index(step, cfg)]
 
 
@@ -553,28 +564,27 @@ def lr_multiplier(step: int, cfg: Hyperparameters) -> float:
     return w * stage_of(step, cfg).lr + (1 - w) * cfg.min_lr_frac
 
 
-def loss_weights(step: int, cfg: Hyperparameters) -> tuple[list[float], list[float]]:
-    """Return the weights of the losses of the next tokens (record 53, @varunneal), and that of the prefix, if any.
+def loss_weights(step: int, cfg: Hyperparameters) -> list[float]:
+    """Return the weights of the losses of the next tokens (record 53, @varunneal) and of the prefix, if any.
 
     The prefix of the next token is the longest other token that begins it (record 88, @jvarho).
     """
-    index = stage_index(step, cfg)
-    stage = cfg.stages[index]
-    start, end = stage_starts(cfg)[index : index + 2]
+    stage = stage_of(step, cfg)
+    start, end = stage_starts(cfg)[stage_index(step, cfg) :][:2]
     left = (end - step) / max(1, end - start)
+    pairs = [*stage.mtp, stage.prefix] if has_prefix_loss(step, cfg) else stage.mtp
+    return [last + left * (first - last) for first, last in pairs]
 
-    def fade(weight: tuple[float, float]) -> float:
-        first, last = weight
-        return last + left * (first - last)
 
-    prefixes = [fade(stage.prefix)] if cfg.prefix_file and any(stage.prefix) else []
-    return [fade(weight) for weight in stage.mtp], prefixes
+def has_prefix_loss(step: int, cfg: Hyperparameters) -> bool:
+    """Say whether a step has the loss of the prefix."""
+    return bool(cfg.prefix_file) and any(stage_of(step, cfg).prefix)
 
 
 def is_tied(step: int, cfg: Hyperparameters) -> bool:
     """Say whether embedding and head are one table after a step. They part right after a step of Adam."""
     last = round(cfg.tied_frac * cfg.scheduled_steps)
-    last += -(last + 1) % cfg.adam_every
+    last += -(last + 1) % cfg.adam_every  # on to a step in which Adam updates
     return cfg.tied_frac > 0 and step <= last
 
 
@@ -590,21 +600,22 @@ def muon_momentum(step: int, cfg: Hyperparameters) -> float:
 
 def attention_windows(step: int, cfg: Hyperparameters) -> tuple[int, int]:
     """Return how many tokens a long window reaches back, and a short one: half as many, in whole blocks."""
-    window = stage_of(step, cfg).window
-    short = window // (2 * cfg.block_size) * cfg.block_size
-    is_last = step == cfg.num_iterations and cfg.final_window  # only the long one: record 33 (@classiclarryd)
-    return cfg.final_window if is_last else window, short
+    long = stage_of(step, cfg).window
+    short = long // (2 * cfg.block_size) * cfg.block_size
+    if step == cfg.num_iterations and cfg.final_window:  # for the last validation: record 33 (@classiclarryd)
+        long = cfg.final_window
+    return long, short
 
 
-def rotary_frequencies(stage: int, cfg: Hyperparameters, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """Return the rotary frequencies (D / 4,) of stage number `stage`, and its factor on attention scores.
+def rotary_frequencies(index: int, cfg: Hyperparameters, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Return the rotary frequencies (D / 4,) of stage number `index`, and its factor on attention scores.
 
     YaRN (arXiv:2309.00071; record 31, @classiclarryd): when the long window grows from old to new tokens, frequencies
     of at most one turn in the old window shrink by old / new, those of 32 turns or more stay, and the factor grows.
     """
     frequencies = (1 / 1024) ** torch.linspace(0, 1, steps=cfg.head_dim // 4, dtype=dtype)
     scale = cfg.attn_scale
-    for old, new in pairwise(stage.window for stage in cfg.stages[: stage + 1]):
+    for old, new in pairwise(stage.window for stage in cfg.stages[: index + 1]):
         turns = old * frequencies / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
         frequencies = frequencies * (old / new + kept * (1 - old / new))
@@ -620,7 +631,8 @@ def uniform_weight(inputs: int, *shape: int) -> nn.Parameter:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    return F.linear(x, weight.type_as(x))  # weights are fp32, activations bf16
+    """Return x @ weight.T in the precision of x: weights are fp32, activations bf16."""
+    return F.linear(x, weight.type_as(x))
 
 
 def gate(x: Tensor, weight: Tensor) -> Tensor:
@@ -633,9 +645,9 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        scale = (wide.square().mean(-1, keepdim=True) + torch.finfo(wide.dtype).eps).rsqrt()
-        y = (wide * scale).to(x.dtype)
+        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = (x32.square().mean(-1, keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
+        y = (x32 * scale).to(x.dtype)
         ctx.save_for_backward(y, scale.to(x.dtype))
         return y
 
@@ -664,7 +676,7 @@ class ReluSquared(torch.autograd.Function):
 
 
 def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return scale * t in FP8. Beyond its limit a cast saturates on some devices and gives NaN on others."""
+    """Return t in `dtype`, in FP8 scale * t. Beyond FP8's limit some devices saturate and others give NaN: clamp."""
     limit = torch.finfo(dtype).max
     return (t * scale).clamp(-limit, limit).to(dtype) if dtype.itemsize == 1 else t.to(dtype)
 
@@ -696,7 +708,8 @@ class FP8Linear(torch.autograd.Function):
         w_scale = 448 / w.abs().amax().float().clamp(min=1e-12)
         x_q = quantize(x, x_scale, torch.float8_e4m3fn)
         w_q = quantize(w, w_scale, torch.float8_e4m3fn)
-        return (matmul(x_q, w_q.t(), w_scale, x.dtype, fast=True) / x_scale).type_as(x)
+        product = matmul(x_q, w_q.t(), w_scale, x.dtype, fast=True)
+        return (product / x_scale).type_as(x)  # x_scale has a number for each row
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -705,6 +718,8 @@ class FP8Linear(torch.autograd.Function):
 
 
 class MLP(nn.Module):
+    """Map x (T, K) to (T, K) through 4 K hidden units."""
+
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         K = cfg.model_dim
@@ -713,9 +728,9 @@ class MLP(nn.Module):
         self.fp8 = cfg.mlp_fp8
 
     def forward(self, x: Tensor) -> Tensor:
-        product = FP8Linear.apply if self.fp8 and torch.is_grad_enabled() else linear
-        x = ReluSquared.apply(product(x, self.c_fc.mT.type_as(x)))
-        return product(x, self.c_proj.type_as(x))
+        multiply = FP8Linear.apply if self.fp8 and torch.is_grad_enabled() else linear
+        x = ReluSquared.apply(multiply(x, self.c_fc.mT.type_as(x)))
+        return multiply(x, self.c_proj.type_as(x))
 
 
 class Rotary(nn.Module):
@@ -725,16 +740,17 @@ class Rotary(nn.Module):
         super().__init__()
         dtype = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
         length = max(cfg.val_seq_len, *(cfg.train_seq_len * stage.batch for stage in cfg.stages))
-        length *= 1 + any(layer.attention == "paired" for layer in cfg.layers)  # then a token has two positions
+        if any(layer.attention == "paired" for layer in cfg.layers):
+            length *= 2  # a token has two positions
         shape = length, cfg.head_dim // 4
         self.register_buffer("cos", torch.empty(shape, dtype=dtype), persistent=False)
         self.register_buffer("sin", torch.empty(shape, dtype=dtype), persistent=False)
         self.register_buffer("scale", torch.empty(1, dtype=dtype), persistent=False)
         self.set_stage(0, cfg)
 
-    def set_stage(self, stage: int, cfg: Hyperparameters) -> None:
+    def set_stage(self, index: int, cfg: Hyperparameters) -> None:
         """Overwrite tables and scale, which are tensors so that nothing recompiles."""
-        frequencies, scale = rotary_frequencies(stage, cfg, self.cos.dtype)
+        frequencies, scale = rotary_frequencies(index, cfg, self.cos.dtype)
         positions = torch.arange(len(self.cos), device=self.cos.device)
         angles = torch.outer(positions, frequencies.to(self.cos.device, non_blocking=True))
         self.cos.copy_(angles.cos())
@@ -744,16 +760,16 @@ class Rotary(nn.Module):
     def forward(self, qk: Tensor, heads_per_pair: int) -> tuple[Tensor, Tensor]:
         """Return q and k (T, H, D) from both (T, 2 H, D), rotated to position t, in pairs of heads to 2 t + h % 2.
 
-        So it is in the record, though `attend` pairs h and h + H / 2: of the pairs (0, 3), (1, 4), (2, 5) the second
-        has its positions swapped.
+        The record rotates by h % 2 too, but pairs h with h + H / 2 (`attend`): of the pairs (0, 3), (1, 4), (2, 5) the
+        second has its positions swapped.
         """
         T, _, D = qk.shape
         cos, sin = (t[: T * heads_per_pair].view(T, 1, heads_per_pair, D // 4) for t in (self.cos, self.sin))
 
-        def rotate(x: Tensor) -> Tensor:
-            x1, x2, *still = x.view(T, -1, heads_per_pair, 4, D // 4).unbind(-2)
+        def rotate(x):
+            x1, x2, *unrotated = x.view(T, -1, heads_per_pair, 4, D // 4).unbind(-2)
             # The fp32 tables promote bf16
-            return torch.stack([x1 * cos + x2 * sin, x2 * cos - x1 * sin, *still], dim=-2).view_as(x)
+            return torch.stack([x1 * cos + x2 * sin, x2 * cos - x1 * sin, *unrotated], dim=-2).view_as(x)
 
         q, k = map(rotate, qk.chunk(2, dim=1))  # apart, or the compiled graph stores in fp32 what both are cut from
         return (q * self.scale).type_as(qk), k.type_as(qk)
@@ -791,13 +807,13 @@ def document_block_mask(doc_ids: Tensor, window: Tensor, block: int, for_flex: b
     first_full = torch.maximum(blocks_begun_by_older_docs, own - seen_by_last)
     num_full = torch.where(first_doc == last_doc, own - first_full, 0).clamp(min=0)
     num_partial = own - first_visible + 1 - num_full
-    query = own[:, None]  # place in the list of a query block
-    place = own[None, :]
+    query = own[:, None]
+    place = own[None, :]  # in the list of a query block
     full = (query - 1 - place).clamp(min=0)
     partial = torch.where(place == 0, query, query - num_full[:, None] - place).clamp(min=0)
     lists = num_partial[None, None], partial[None, None], num_full[None, None], full[None, None]
 
-    def causal_in_document(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+    def causal_in_document(b, h, q, kv):
         return (q >= kv) & (q - kv <= window) & (doc_ids[q] == doc_ids[kv])
 
     return BlockMask.from_kv_blocks(*lists, block, causal_in_document, compute_q_blocks=for_flex)
@@ -857,8 +873,8 @@ def mix_heads(q, k, v, doc_ids: Tensor, factors: Tensor, keys: int, block: int) 
     """
     H, D = q.shape[1:]
     u, w = factors.transpose(0, 1).chunk(2, dim=1)
-    wide = u.to(torch.promote_types(u.dtype, torch.float32))
-    u = (wide * (wide.square().mean(1, keepdim=True) + 1e-6).rsqrt()).type_as(u)
+    u32 = u.to(torch.promote_types(u.dtype, torch.float32))
+    u = (u32 * (u32.square().mean(1, keepdim=True) + 1e-6).rsqrt()).type_as(u)
 
     def by_block(t: Tensor) -> Tensor:
         """Return t (T, H, D) as (N, H, block, D)."""
@@ -890,15 +906,15 @@ class CausalSelfAttention(nn.Module):
         K = cfg.model_dim
         self.cfg = cfg
         self.layer = layer
-        self.heads_per_pair = 1 + (layer.attention == "paired")
-        rows = math.gcd(H, cfg.heads_per_matrix) * D
+        self.heads_per_pair = 2 if layer.attention == "paired" else 1
+        rows = cfg.heads_per_matrix * D
         self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
         self.v_w = uniform_weight(K, H * D, K)
         self.c_proj = uniform_weight(H * D, K, H * D)  # not zero: record 64
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
-        has_gate = layer.value_embed and cfg.value_gate_inputs and not layer.mudd
-        value_gate = torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype))
-        self.value_gate = nn.Parameter(value_gate) if has_gate else None
+        self.value_gate = None
+        if layer.value_embed and cfg.value_gate_inputs and not layer.mudd:
+            self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype)))
         if n := cfg.local_heads:
             q, k = self.qk_w.data.view(2, H, D, K)
             # The first n heads begin with what all tokens share (`embed_mean`), rotated: they see by distance
@@ -918,7 +934,8 @@ class CausalSelfAttention(nn.Module):
         qk, v = linear(x, qkv_w).view(T, 3 * H, D).split([2 * H, H], dim=1)
         # QK-norm (@Grad62304977). F.rms_norm saves its input, which v keeps alive anyway: 1.7 GB less (estimated)
         q, k = rotary(F.rms_norm(qk, (D,)), self.heads_per_pair)
-        if self.layer.attention == "long":  # half of a key is the token before's: what followed one like this? (49)
+        if self.layer.attention == "long":
+            # Half of a key is the token before's (record 49): what followed a token like this one?
             own, shifted = k.split(D // 2, dim=-1)
             k = torch.cat([own, torch.cat([shifted[:1], shifted[:-1]])], dim=-1)
         v = self.add_embeddings(v, x, value_embed, f)
@@ -944,40 +961,38 @@ class CausalSelfAttention(nn.Module):
             elif "value_gate" in f:  # one for either half of the heads
                 added = f["value_gate"].transpose(0, 1).repeat_interleave(v.size(1) // 2, dim=1) * added
             v = v + added
-        return v + f["value"].view_as(v) if "value" in f else v
+        if "value" in f:
+            v = v + f["value"].view_as(v)
+        return v
 
 
 # ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
-# Numbers on parts of the stream that a net makes for each token: their kinds, and the values that they begin with
-Factors = dict[str, list[float]]
-
-
 class GateNet(nn.Module):
-    """Make factors for each token of the stream x (T, K): scale (W2 gelu(W1 x) + b2). wanted: of several blocks.
+    """Make factors for each token of the stream x (T, K): scale (W2 gelu(W1 x) + b2).
 
-    Multiway dynamic dense connections (MUDD, arXiv:2502.12170; record 81) and gates (85): both by @Lisennlp.
+    wanted: by key, the numbers that the factors of a kind begin with. Multiway dynamic dense connections (MUDD,
+    arXiv:2502.12170; record 81) and gates (85): both by @Lisennlp.
     """
 
-    def __init__(self, cfg: Hyperparameters, wanted: Sequence[Factors]):
+    def __init__(self, cfg: Hyperparameters, wanted: dict):
         super().__init__()
-        dtype = getattr(torch, cfg.dtype)  # as the record: in bf16 biases of 2.5 and more, say 25, never move
-        self.kinds = [[(kind, len(first)) for kind, first in factors.items()] for factors in wanted]
-        first = [*chain.from_iterable(chain.from_iterable(factors.values()) for factors in wanted)]
+        dtype = getattr(torch, cfg.dtype)  # bf16 as in the record, though steps of 8e-4 cannot move a bias near 25
+        self.sizes = {key: len(first) for key, first in wanted.items()}
+        first = [*chain(*wanted.values())]
         w1 = torch.empty(64, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5
         self.w1 = nn.Parameter(w1.to(dtype))
         self.w2 = nn.Parameter(torch.zeros(len(first), 64, dtype=dtype))
         self.b2 = nn.Parameter((torch.tensor(first) / 0.1).to(dtype))
 
-    def forward(self, x: Tensor, scale: Tensor | float = 0.1) -> list[dict[str, Tensor]]:
-        """Return the factors of each block by kind, (n, T, 1): like a 0-dim parameter, one keeps the stream in bf16."""
+    def forward(self, x: Tensor, scale: Tensor | float = 0.1) -> dict:
+        """Return by key the factors (n, T, 1), in the precision of x, so that the stream keeps its own."""
         hidden = F.gelu(linear(x, self.w1))
         made = scale * (linear(hidden, self.w2) + self.b2.type_as(x))
-        sizes = [n for kinds in self.kinds for _, n in kinds]
-        pieces = iter(made.mT[:, :, None].split(sizes))
-        return [{kind: next(pieces) for kind, _ in kinds} for kinds in self.kinds]
+        return dict(zip(self.sizes, made.mT[:, :, None].split([*self.sizes.values()]), strict=True))
 
 
 def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
+    """Return the sum of factors times sources, as far as both reach."""
     return sum(factor * source for factor, source in zip(factors, sources, strict=False))  # type: ignore[return-value]
 
 
@@ -985,7 +1000,7 @@ class Block(nn.Module):
     """Add attention to the stream and then the MLP, each with a factor on the stream and one on what is added.
 
     A factor is a parameter of the block, named in `learned`, or made for each token by a net: by the block's own for
-    MUDD, or by one that several blocks share. `wanted` says what these make for it, and what that begins with.
+    MUDD, or by one that several blocks share. `wanted` says what these make for it, and the values to begin with.
     """
 
     def __init__(self, cfg: Hyperparameters, layer: Layer, has_net: bool):
@@ -993,12 +1008,12 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(cfg, layer) if layer.attention != "none" else None
         self.mlp = MLP(cfg)
         H = cfg.num_heads
-        learned: Factors = dict(resid=[cfg.resid_lambda_init] * 2, post=[1.0] * 2)  # of attention and MLP: record 73
-        embed: Factors = dict(embed=[0.0, cfg.bigram_lambda_init]) if self.attn else {}  # of x0 and bigrams
-        self.wanted: Factors = {}
+        learned = dict(resid=[cfg.resid_lambda_init] * 2, post=[1.0] * 2)  # of attention and MLP: record 73
+        embed = dict(embed=[0.0, cfg.bigram_lambda_init]) if self.attn else {}  # of x0 and bigrams
+        self.wanted: dict[str, list[float]] = {}
         if layer.mudd:
-            mixes: Factors = dict(values=[0.0] * 3, stream=[0.0] * 3, value_gate=[2.0] * 2)
-            self.mudd_net = GateNet(cfg, [mixes | learned | embed])
+            mixes = dict(values=[0.0] * 3, stream=[0.0] * 3, value_gate=[2.0] * 2)
+            self.mudd_net = GateNet(cfg, mixes | learned | embed)
             learned = {}
         elif has_net:
             self.wanted |= embed
@@ -1013,17 +1028,20 @@ class Block(nn.Module):
         if layer.skip is not None:
             self.wanted["skip"] = [0.5]
             self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
-        assert has_net or not self.wanted, f"{layer}: these factors need net=True in this row or an earlier one"
         for kind, first in learned.items():
             self.register_parameter(f"{kind}_lambdas", nn.Parameter(torch.tensor(first)))
         self.learned = [*learned]
 
-    def forward(self, x, read, embeds, value_embed, rotary, mask, doc_ids, f: dict) -> Tensor:
-        """Return the new stream. read: what attention reads. embeds: x0, bigrams. f: all factors of the layer."""
+    def forward(self, x, read, x0, bigrams, value_embed, rotary, mask, doc_ids, f: dict) -> Tensor:
+        """Return the new stream (T, K) from x. Attention reads `read`; f: all factors of the layer.
+
+        The embedding x0 (record 9, @KoszarskyB) and the bigrams (record 62, @classiclarryd) stay at hand.
+        """
         if self.attn is not None:
             x = f["resid"][0] * x + f["post"][0] * self.attn(norm(read), value_embed, rotary, mask, doc_ids, f)
-            for factor, embed in zip(f["embed"], embeds, strict=False):
-                x = x + factor * embed  # the embedding stays at hand (9, @KoszarskyB), and bigrams (62, @classiclarryd)
+            x = x + f["embed"][0] * x0
+            if bigrams is not None:
+                x = x + f["embed"][1] * bigrams
         return f["resid"][1] * x + f["post"][1] * self.mlp(norm(x))
 
 
@@ -1059,11 +1077,15 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.gate_nets = nn.ModuleDict()
         for start, end in pairwise([*starts, len(cfg.layers)]):
-            self.gate_nets[str(start)] = GateNet(cfg, [block.wanted for block in blocks[start:end]])
+            wanted = {(i, kind): first for i in range(start, end) for kind, first in blocks[i].wanted.items()}
+            self.gate_nets[str(start)] = GateNet(cfg, wanted)
+        for i, block in enumerate(blocks[:first_net]):
+            if block.wanted:
+                raise UserError(f"layer {i}: {', '.join(block.wanted)} need net=True in this row or an earlier one")
         self.gate_scale = nn.Parameter(torch.tensor(0.1)) if starts else None
         if mudd := cfg.layers[-1].mudd:
             # The head gets less of what only later layers needed: record 40 (@snimu, @classiclarryd)
-            self.head_net = GateNet(cfg, [dict(out=[0.0, -0.5, 0.0] + [0.0] * len(mudd))])
+            self.head_net = GateNet(cfg, dict(out=[0.0, -0.5, 0.0] + [0.0] * len(mudd)))
         if n := cfg.smear_gate_inputs:
             self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
             self.smear_lambda = nn.Parameter(torch.tensor(0.0))
@@ -1076,6 +1098,7 @@ class GPT(nn.Module):
             self.double()
 
     def forward(self, tokens: Tensor, targets: Tensor, windows: Tensor, weights: Tensor) -> Tensor:
+        """Return the summed loss, in FP8 where the configuration says so and gradients are wanted."""
         cfg = self.cfg
         x = self.features(tokens, windows)
         with_grads = torch.is_grad_enabled()
@@ -1099,26 +1122,25 @@ class GPT(nn.Module):
         outputs: list[Tensor] = []
         for i, (layer, block, f) in enumerate(zip(self.cfg.layers, self.blocks, factors, strict=True)):
             if layer.net:
-                made = self.gate_nets[str(i)](x, self.gate_scale)
-                for later, of_block in zip(factors[i:], made, strict=False):
-                    later |= of_block
+                for (of_layer, kind), factor in self.gate_nets[str(i)](x, self.gate_scale).items():
+                    factors[of_layer][kind] = factor
             if i == 0:
                 x = first = x + f["embed"][1] * bigrams
             if layer.skip is not None:  # U-Net: later layers add earlier ones (record 11, @brendanh0gan)
                 x = x + block.skip_lambda.sigmoid() * f["skip"][0] * outputs[layer.skip]
             if layer.mudd:
                 sources = [first, outputs[layer.mudd[0]], x]
-                f |= block.mudd_net(x)[0]
+                f |= block.mudd_net(x)
                 f["value"] = mix(f["values"], sources)
                 x = x + mix(f["stream"], sources)
                 x0 = first  # with bigrams, as in the record
             read = x if layer.reads is None else outputs[layer.reads]  # record 77 (@classiclarryd)
-            embeds = [x0, bigrams] if i else [x0]  # the first stream has its bigrams
-            x = block(x, read, embeds, value_embeds.get(i), self.rotary, masks.get(layer.attention), doc_ids, f)
+            added = bigrams if i else None  # the first stream has its bigrams
+            x = block(x, read, x0, added, value_embeds.get(i), self.rotary, masks.get(layer.attention), doc_ids, f)
             outputs.append(x)
         if layer.mudd:
             sources += [*value_embeds.values()][:1] + [outputs[i] for i in layer.mudd[1:]]
-            x = x + mix(self.head_net(x)[0]["out"], sources)
+            x = x + mix(self.head_net(x)["out"], sources)
         return norm(x)
 
     def bigrams(self, tokens: Tensor) -> Tensor:
@@ -1134,8 +1156,8 @@ class GPT(nn.Module):
     def bigram_hashes(self, tokens: Tensor) -> Tensor:
         """Hash (previous token, token) to a row of the table, for tokens (T,) int32; the first has the last row."""
         last = self.cfg.bigram_rows - 1
-        tokens = F.pad(tokens[1:], (1, 0), value=last)  # as in the record: the second hash has it, too; products wrap
-        return F.pad(((36313 * tokens[1:]) ^ (27191 * tokens[:-1])) % last, (1, 0), value=last)
+        hashed = F.pad(tokens[1:], (1, 0), value=last)  # `last` in place of the first token, as in the record
+        return F.pad(((36313 * hashed[1:]) ^ (27191 * hashed[:-1])) % last, (1, 0), value=last)  # int32 products wrap
 
     def attention_masks(self, doc_ids: Tensor, windows: Tensor) -> dict[str, BlockMask | GatheredMask]:
         """Return the mask of each kind of attention."""
@@ -1143,17 +1165,17 @@ class GPT(nn.Module):
         masks: dict[str, BlockMask | GatheredMask] = {}
         for kind in dict.fromkeys(layer.attention for layer in cfg.layers if layer.attention != "none"):
             ids = doc_ids.repeat_interleave(2) if kind == "paired" else doc_ids  # a token has two positions then
-            window = windows[0] if kind == "long" else windows[1]
+            window = dict(long=windows[0], short=windows[1], paired=windows[1])[kind]
             masks[kind] = mask = document_block_mask(ids, window, cfg.block_size, for_flex=cfg.device == "cuda")
             if cfg.device != "cuda":
                 longest = max(cfg.final_window, *(stage.window for stage in cfg.stages))
-                masks[kind] = GatheredMask(mask, 1 + -(-longest // cfg.block_size), self.embed.weight.dtype)
+                masks[kind] = GatheredMask(mask, 1 + math.ceil(longest / cfg.block_size), self.embed.weight.dtype)
         return masks
 
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
 def next_targets(targets: Tensor, num: int, prefixes: Tensor | None = None) -> Tensor:
-    """Return for each token the next `num` (T, n), -2 beyond the end, and the prefix of the first, or -1 for none."""
+    """Return the targets (T, n): the next `num` tokens, -2 beyond the end, and the prefix of the first, -1 for none."""
     columns = F.pad(targets, (0, num - 1), value=-2).unfold(0, num, 1)
     return columns if prefixes is None else torch.cat([columns, prefixes[targets, None]], dim=1)
 
@@ -1194,8 +1216,8 @@ class HeadLoss(torch.autograd.Function):
     Only `slice_tokens` rows of the logits (T, V) exist at a time. The forward pass computes the gradients of a slice as
     well, as computing its logits again in the backward pass took 27 to 41% of the head's time.
     fp8_scales of x, w and the logits' gradient, or None: multiply in FP8 (record 19, @YouJiacheng), e4m3 forward and
-    e5m2 for the gradient, which needs range more than precision. Static scales do: x has unit RMS, w saturates, and the
-    gradient of a token's loss by a logit is below 1.6 in gpt2.
+    e5m2 for the gradient, which needs range more than precision. Static scales suffice: x has unit RMS, w saturates,
+    and the gradient of a token's loss by a logit is below 1.6 in gpt2.
     """
 
     @staticmethod
@@ -1230,7 +1252,7 @@ class HeadLoss(torch.autograd.Function):
 
 
 # ---- Optimizers: every rank updates its share of each group of parameters, as in ZeRO-1 (arXiv:1910.02054) -----------
-# The place of this process among all, in torchrun's terms
+# The place of this process among all, as torchrun names it
 Ranks = namedtuple("Ranks", "rank world_size local_rank local_world_size", defaults=(0, 1, 0, 1))
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -1249,8 +1271,8 @@ class ShardedOptimizer:
     update_shard(shard, grad, step, lr_factor), which writes new values into these rows and may overwrite `grad`.
     """
 
-    update_shard: Callable[[Tensor, Tensor, int, float], None]
-    init_state: Callable[[], dict[str, Tensor]]
+    update_shard: Callable
+    init_state: Callable
     by_matrix = False  # a row is a matrix, or else 16 numbers, as kernels want addresses that are multiples of 16
     every = 1  # step once in so many steps, on the sum of their gradients
 
@@ -1314,14 +1336,14 @@ class Adam(ShardedOptimizer):
 
     def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr_factor: float) -> None:
         m, v = self.state.values()
-        lr, decay, beta1, beta2 = self.groups[0][2:]
+        _, _, lr, decay, beta1, beta2 = self.groups[0]  # all have the same row
         lr *= lr_factor
         count = step // self.every  # updates before this one
         # Records add eps to the root before bias correction, torch after
         eps = self.cfg.adam_eps / (1 - beta2 ** (count + 1)) ** 0.5
         options = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
         counts = [torch.full((), count, dtype=torch.float32, device=grad.device)]
-        new = shard.to(m.dtype, copy=decay > 0)
+        new = shard.to(m.dtype, copy=decay > 0)  # decay needs the old values
         adam([new], [grad.to(m.dtype)], [m], [v], [], counts, fused=True, **options)  # PyTorch's kernel
         if decay:  # only where the update, which has the sign of m, moves a weight towards 0
             new.addcmul_(shard, m * shard > 0, value=-decay * lr**2)
@@ -1368,12 +1390,12 @@ class Muon(ShardedOptimizer):
     is the lr of a matrix's group. The weight decay is cautious, only towards 0 (record 43, @varunneal).
     """
 
-    by_matrix = True  # of the 22 in gpt2's MLPs, each of 8 ranks has 3, with padding
+    by_matrix = True  # gpt2's MLPs have 22: each of 8 ranks steps 3, some of them padding
 
     def init_state(self) -> dict[str, Tensor]:
         rows, columns = self.grad_shard.shape[-2:]
         self.mean_dim = -1 if rows >= columns else -2
-        factors = self.grad_buffer.new_ones(len(self.grad_buffer), 1, 1)
+        factors = self.grad_buffer.new_empty(len(self.grad_buffer), 1, 1)
         for part, group in zip(factors.split(self.rows_per_param), self.groups, strict=True):
             part.fill_(group.lr)
         self.factors = self.share(factors)
@@ -1386,7 +1408,8 @@ class Muon(ShardedOptimizer):
         momentum_buffer, second_moment = self.state.values()
         momentum = muon_momentum(step, self.cfg)
         lr = self.cfg.muon_lr * lr_factor
-        _, _, _, decay, _, beta2 = self.groups[0]
+        decay = self.groups[0].decay  # all agree in decay and beta2
+        beta2 = self.groups[0].beta2
         momentum_buffer.lerp_(grad, 1 - momentum)
         nesterov = grad.lerp_(momentum_buffer, momentum)
         update = self.orthogonalize(nesterov, getattr(torch, self.cfg.dtype)).to(grad.dtype)
@@ -1412,7 +1435,7 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
         if len(rows) != 1:
             raise UserError(f"{name}: {len(rows)} rows of `groups` name this parameter, expected one")
         row_of[name] = group = rows[0]
-        key = (p.shape[-2:], *group[3:]) if OPTIMIZERS[group.optimizer].by_matrix else group
+        key = (p.shape[-2:], group.decay, group.beta2) if OPTIMIZERS[group.optimizer].by_matrix else group
         members.setdefault((group.optimizer, key), {})[name] = p
     if cfg.tied_frac and row_of["embed.weight"][2:] != row_of["lm_head"][2:]:
         raise UserError("--tied_frac: the rows of embed.weight and lm_head in `groups` have to have the same numbers")
@@ -1458,10 +1481,7 @@ class Trainer:
 
     def set_schedules(self, step: int) -> None:
         """Set windows, weights of the losses, rotary tables and attention scale to a step's. Nothing recompiles."""
-        next_weights, prefix_weights = loss_weights(step, self.cfg)
-        self.num_next = len(next_weights)
-        self.has_prefix = bool(prefix_weights)
-        weights = torch.tensor(next_weights + prefix_weights, dtype=self.gpt.rotary.scale.dtype)
+        weights = torch.tensor(loss_weights(step, self.cfg), dtype=self.gpt.rotary.scale.dtype)
         windows = torch.tensor(attention_windows(step, self.cfg), dtype=torch.int32)
         self.weights, self.windows = (t.to(self.device, non_blocking=True) for t in (weights, windows))
         stage = stage_index(step, self.cfg)
@@ -1473,9 +1493,10 @@ class Trainer:
         """Take a step on this rank's sequences, and return the mean loss over those of all ranks."""
         losses = []
         self.set_schedules(step)
-        prefixes = self.prefixes if self.has_prefix else None
+        prefixes = self.prefixes if has_prefix_loss(step, self.cfg) else None
+        num_next = len(stage_of(step, self.cfg).mtp)
         for tokens, targets in sequences:
-            columns = next_targets(targets, self.num_next, prefixes)  # not in the graph, which would keep more of them
+            columns = next_targets(targets, num_next, prefixes)  # not in the graph, which would keep more of them
             loss = self.model(tokens, columns, self.windows, self.weights)
             # A sum over tokens, as in the record: gradients grow with train_seq_len. Only the optimizers divide by the
             # number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
@@ -1508,10 +1529,10 @@ class Trainer:
 
     def warm_up(self, saved: dict[str, Tensor] | None = None) -> None:
         """Run every graph once on dummy tokens, then restore all state, or load `saved`. Rank 0 has the state."""
-        is_kept = self.ranks.rank == 0 and saved is None
-        before = {name: t.to("cpu", copy=True) for name, t in self.state().items() if is_kept}
-        tokens = (torch.arange(len(self.gpt.rotary.cos) + 1) % self.cfg.vocab_size).to(torch.uint16)
-        tokens = tokens.to(self.device).to(torch.int32)
+        if saved is None:  # every rank gathers, rank 0 keeps
+            saved = {name: t.to("cpu", copy=True) for name, t in self.state().items() if self.ranks.rank == 0}
+        length = len(self.gpt.rotary.cos) + 1
+        tokens = torch.arange(length, dtype=torch.int32, device=self.device) % self.cfg.vocab_size
         for start in stage_starts(self.cfg)[:-1]:
             length = train_seq_len(start, self.cfg)
             count = self.cfg.batch_sequences // self.ranks.world_size
@@ -1520,7 +1541,7 @@ class Trainer:
         length = self.cfg.val_seq_len
         self.score(tokens[:length], tokens[1 : length + 1].long())
         self.gpt.zero_grad(set_to_none=True)
-        self.restore(before if saved is None else saved)
+        self.restore(saved)
 
     def peak_memory_mib(self) -> int:
         """Return the most memory that torch allocated on the GPU, or that the whole process held on a CPU."""
@@ -1546,9 +1567,7 @@ class Trainer:
         for name, tensor in tensors.items():
             if self.ranks.rank == 0:
                 if saved.keys() != tensors.keys() or saved[name].shape != tensor.shape:
-                    raise UserError(
-                        f"the checkpoint does not fit the model at {name}: resume with the script that wrote it"
-                    )
+                    raise UserError(f"the checkpoint does not fit the model at {name}: resume with its own script")
                 tensor.copy_(saved[name])
             start_collective(dist.broadcast, tensor, 0)()
         for optimizer in self.optimizers:
@@ -1556,7 +1575,7 @@ class Trainer:
                 shard.copy_(optimizer.share(tensors[f"{optimizer.names[0]} {name}"]))
 
 
-def train(trainer: Trainer, plans: dict[str, list[Batch]], log: "RunLog") -> int:
+def train(trainer: Trainer, plans: Plans, log: "RunLog") -> int:
     """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug."""
     cfg = trainer.cfg
     ranks = trainer.ranks
@@ -1583,7 +1602,7 @@ def train(trainer: Trainer, plans: dict[str, list[Batch]], log: "RunLog") -> int
                 log.log_loss("val_loss", step, trainer.evaluate(step, plans["val"]), ms)
             log.start_clock(ms)
         if not is_last:
-            log.loss(step + 1, trainer.train_step(step, next(batches)))
+            log.send_loss(step + 1, trainer.train_step(step, next(batches)))
     return graphs["unique_graphs"] - compiled
 
 
@@ -1594,6 +1613,7 @@ Saved = namedtuple("Saved", "run_id seed must_match step ms curves tensors", def
 
 
 def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or else its name."""
     return (str(error).strip() or type(error).__name__).partition("\n")[0][:200]
 
 
@@ -1623,9 +1643,10 @@ def agree(ranks: Ranks, problem: UserError | None, saved: Saved) -> Saved:
         for name, value in everyone[0][1].must_match.items():
             if not problem and theirs.must_match[name] != value:
                 problem = UserError(f"has {name} {theirs.must_match[name]} instead of {value}: start all alike")
-        if problem:  # one rank per node says it
-            who = f"rank {rank}: " if ranks.world_size > 1 else ""
-            raise type(problem)(f"{who}{problem}") if ranks.local_rank == 0 else SystemExit(problem.code)
+        if problem and ranks.local_rank > 0:
+            sys.exit(problem.code)  # one rank per node says why
+        if problem:
+            raise type(problem)(f"rank {rank}: {problem}" if ranks.world_size > 1 else str(problem))
     return everyone[0][1]
 
 
@@ -1656,14 +1677,14 @@ def load_checkpoint(given: Hyperparameters) -> Saved:
     return saved
 
 
-def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict[str, list[Batch]], Saved]:
+def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Plans, Saved]:
     """Do all that can fail on a rank alone. Return configuration, plans, and how far the run is."""
     given = parse_args(argv, ranks.world_size)
-    saved = load_checkpoint(given if ranks.rank == 0 else dataclasses.replace(given, resume=""))
+    saved = load_checkpoint(given) if ranks.rank == 0 else Saved(given.run_id, given.seed)
     cfg = resolve(dataclasses.replace(given, run_id=saved.run_id, seed=saved.seed))
-    divisors = [n for n in range(1, 1025) if cfg.batch_sequences % n == 0]
-    if ranks.world_size not in divisors:
-        raise UserError(f"{ranks.world_size} processes do not divide {cfg.batch_sequences} sequences: {divisors} do")
+    n = cfg.batch_sequences
+    if n % ranks.world_size:
+        raise UserError(f"{ranks.world_size} processes: expected a divisor of {n}, the number of sequences in a step")
     plans = plan_data(cfg)
     may_differ = "run_id log_dir train_files val_files prefix_file save_checkpoint checkpoint_every resume".split()
     fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
@@ -1674,10 +1695,9 @@ def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, dict[s
     must_match["training tokens"] = hash_tokens(plans["train"], cfg, targets=True)
     must_match["validation tokens"] = hash_tokens(plans["val"], cfg, targets=False)
     for name, value in saved.must_match.items():
-        if must_match.get(name) != value:
-            raise UserError(
-                f"the checkpoint has {name} {value} instead of {must_match.get(name)}: resume with the same"
-            )
+        own = must_match.get(name)
+        if own != value:
+            raise UserError(f"the checkpoint has {name} {value} instead of {own}: resume with the same")
     return cfg, plans, saved._replace(must_match=must_match, run_id=cfg.run_id, seed=cfg.seed)
 
 
@@ -1689,7 +1709,7 @@ class RunLog:
         self.is_main = is_main
         self.saved = saved
         self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
-        self.curves = {name: [*curve] for name, curve in saved.curves.items()}
+        self.curves = dict(saved.curves)
         self.pending: deque = deque()  # losses on their way to the host
         self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
         self.file = self.open() if is_main else None
@@ -1700,11 +1720,11 @@ class RunLog:
 
     def open(self) -> TextIO:
         """Create the log, or go on with it. Refuse to if another run has written, or is writing, under its name."""
-        theirs = [".json"] if self.cfg.resume else [".json", ".txt", ".checkpoint"]
-        theirs += [] if self.saved.step else [".pt"]
+        taken = [".json"] if self.cfg.resume else [".json", ".txt", ".checkpoint"]
+        taken += [] if self.saved.step else [".pt"]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            for path in map(self.path.with_suffix, theirs):
+            for path in map(self.path.with_suffix, taken):
                 if path.exists():
                     raise OSError(f"{path.name} is there already")
             file = self.path.open("a" if self.cfg.resume else "x", encoding="utf-8")
@@ -1715,6 +1735,7 @@ class RunLog:
             raise UserError(f"log {self.path}: {reason}; choose another --run_id or --log_dir") from None
 
     def start_clock(self, ms: float) -> None:
+        """Go on from `ms` of training, once the device has done all that it was given."""
         self.device.synchronize()
         self.bar.unpause()
         self.started = time.perf_counter() - ms / 1000
@@ -1725,12 +1746,13 @@ class RunLog:
 
     def write(self, text: str, console: bool = False) -> None:
         """Write a line. If the disk is full or the console has gone away, the training goes on."""
-        streams = [self.file, sys.stdout] if console else [self.file]
-        for stream in streams if self.is_main else []:
+        if not self.is_main:
+            return
+        for stream in [self.file, sys.stdout] if console else [self.file]:
             with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode(stream):  # above the bar
                 print(text, file=stream, flush=True)
 
-    def loss(self, step: int, loss: Tensor) -> None:
+    def send_loss(self, step: int, loss: Tensor) -> None:
         """Send the loss of a step to the host without waiting, and log those that were sent 8 steps ago."""
         on_host = loss.to("cpu", non_blocking=True)
         arrived = self.device.Event()
@@ -1773,7 +1795,7 @@ class RunLog:
             self.write(f"{path}: not saved: {first_line(error)}", console=True)
 
 
-def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]], hashes: dict) -> str:
+def describe(cfg: Hyperparameters, ranks: Ranks, plans: Plans, hashes: dict) -> str:
     """Return versions, hardware, shards and the hashes of the tokens, for the log."""
     lines = [f"Running Python {sys.version}", f"Running PyTorch {torch.__version__}, numpy {np.__version__}"]
     lines.append(f"{ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores")
@@ -1782,7 +1804,7 @@ def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]], 
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             lines += [f"$ {command}", subprocess.run(command.split(), **how).stdout.strip()]
     for name, plan in plans.items():
-        for path in shards(plan):
+        for path in paths_of(plan):
             lines.append(f"{name} shard: {path}, {os.path.getsize(path)} bytes")
     note = "" if cfg.val_sha256 in ("", hashes["validation tokens"]) else " (not the track's: do not compare losses)"
     lines.append(f"training tokens: {num_tokens(cfg.num_iterations, cfg)}, sha256 {hashes['training tokens']}")
@@ -1790,18 +1812,27 @@ def describe(cfg: Hyperparameters, ranks: Ranks, plans: dict[str, list[Batch]], 
     return "\n".join(lines)
 
 
-def report(log: RunLog, plans: dict[str, list[Batch]], trainer: Trainer, recompiles: int) -> dict:
+def report(log: RunLog, plans: Plans, trainer: Trainer, recompiles: int) -> dict:
     """Log the summary, write the result and the model, and say what to try next."""
     cfg = trainer.cfg
     peak = trainer.peak_memory_mib()
     _, val_loss, ms = log.curves["val_loss"][-1]
-    result = {name: getattr(cfg, name) for name in ("num_iterations", "seed", "target_loss")}
-    result |= dict(val_loss=val_loss, train_time_ms=ms, peak_memory_mib=peak, recompiles=recompiles)
-    result |= dict(log=str(log.path), val_curve=log.curves["val_loss"], train_curve=log.curves["train_loss"])
+    result = dict(
+        num_iterations=cfg.num_iterations,
+        seed=cfg.seed,
+        target_loss=cfg.target_loss,
+        val_loss=val_loss,
+        train_time_ms=ms,
+        peak_memory_mib=peak,
+        recompiles=recompiles,
+        log=str(log.path),
+        val_curve=log.curves["val_loss"],
+        train_curve=log.curves["train_loss"],
+    )
     for name, batch in dict(first=plans["train"][0], last=plans["train"][-1]).items():
         log.write(f"{name} batch: {batch.path} position {batch.sequences[0][0, 0]}")
     log.write(f"recompiles after the clock started: {recompiles}", console=recompiles > 0)
-    step_ms = np.diff([0.0, *(ms for _, _, ms in result["train_curve"])])
+    step_ms = np.diff([0.0, *(ms for _, _, ms in log.curves["train_loss"])])
     log.write(f"step time: median {np.median(step_ms):.2f}ms\npeak memory: {peak} MiB")
     if cfg.save_checkpoint:
         model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict())
@@ -1843,7 +1874,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
                 log.write(f"--resume latest: no checkpoint in {cfg.log_dir}, this is a new run", console=True)
         log.bar.set_description_str("compiling" if cfg.compile else "warming up")
         trainer.warm_up(saved.tensors if agreed.step else None)
-        return report(log, plans, trainer, train(trainer, plans, log))
+        recompiles = train(trainer, plans, log)
+        return report(log, plans, trainer, recompiles)
     except BaseException as error:
         resume = f"; to go on, add --resume {log.path.with_suffix('.checkpoint')}" if log.saved.step else ""
         log.write(f"stopped: {first_line(error)}{resume}", console=bool(resume))
@@ -1851,8 +1883,9 @@ def main(argv: Sequence[str] | None = None) -> dict:
     finally:
         gc.enable()
         log.bar.close()
-        with contextlib.suppress(OSError, AttributeError):  # the latter: other ranks have no file
-            log.file.close()
+        if log.file:
+            with contextlib.suppress(OSError):
+                log.file.close()
 
 
 if __name__ == "__main__":
