@@ -112,6 +112,6 @@ def write_race(path: Path, *sources: str, losses: Sequence[float] = LOSSES, rati
         if script == 0:
             log.unlink()
     document["runs"] = [vars(run) for run in runs]
-    document["comparisons"] = race.comparisons(runs)
+    document["comparisons"] = race.comparisons(document, runs)
     path.write_text(json.dumps(document))
     return document
