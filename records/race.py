@@ -320,7 +320,7 @@ def script_of(name: str, root: Path) -> tuple[str, dict]:
     Flags of its own may follow, as in "train_gpt.py --muon_lr 0.05".
     """
     try:
-        script, *flags = [name] if Path(name).exists() else shlex.split(name)
+        script, *flags = [name] if os.path.exists(name) else shlex.split(name) or [name]
     except ValueError as error:
         raise ToolError(f"{shown(name)}: expected a script, perhaps with flags ({error})") from None
     label, source = read_script(script, root)
