@@ -132,18 +132,18 @@ def main() -> None:
         train(train_tokens, steps=10, seed=args.seed)  # warm-up, off the clock
         model, losses, train_time, curve = train(train_tokens, args.steps, args.seed, args.val_every, val_tokens)
         val_loss = validate(model, val_tokens, args.val_tokens)
+        curve.append((args.steps, val_loss, train_time))
         if args.run_id:
+            text = [Path(__file__).read_text().rstrip("\n"), RULE, f"Running PyTorch {torch.__version__}", RULE]
+            for step, loss, ms in curve:
+                timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+                text.append(f"step:{step}/{args.steps} val_loss:{loss:.4f} {timing}")
             args.log_dir.mkdir(parents=True, exist_ok=True)
-            source, count = Path(__file__).read_text().rstrip("\n"), args.steps
-            step = f"step:{count}/{count} val_loss:{val_loss:.4f}"
-            step += f" train_time:{train_time:.0f}ms step_avg:{train_time / count:.2f}ms\n"
-            text = "\n".join([source, RULE, f"Running PyTorch {torch.__version__}", RULE, step])
-            (args.log_dir / f"{args.run_id}.txt").write_text(text)
+            (args.log_dir / f"{args.run_id}.txt").write_text("\n".join([*text, ""]))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     result = dict(val_loss=val_loss, train_loss=float(np.mean(losses[-100:])), train_time_ms=train_time)
-    result |= dict(val_curve=[*curve, (args.steps, val_loss, train_time)])
-    print(json.dumps(result | dict(seed=args.seed, steps=args.steps, torch=torch.__version__)))
+    print(json.dumps(result | dict(val_curve=curve, seed=args.seed, steps=args.steps, torch=torch.__version__)))
 
 
 if __name__ == "__main__":

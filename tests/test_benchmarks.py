@@ -102,12 +102,13 @@ def test_anchor_learns_causally_and_validates_every_position_once():
 
 
 def test_anchor_writes_a_log_that_can_be_raced_on_any_text(corpus, tmp_path, monkeypatch, capsys):
-    argv = f"anchor --data {corpus}/ --val_tokens 128 --steps 3 --seed 1 --log_dir {tmp_path} --run_id r".split()
+    argv = f"anchor --data {corpus}/ --val_tokens 128 --steps 3 --val_every 1 --log_dir {tmp_path} --run_id r".split()
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(anchor_cpu, "THREADS", 1)
     anchor_cpu.main()
     log, told = Log(tmp_path / "r.txt"), json.loads(capsys.readouterr().out)
     assert log.source == Path(anchor_cpu.__file__).read_text().rstrip("\n")
+    assert log.curve == {step: pytest.approx((loss, ms), abs=1) for step, loss, ms in told["val_curve"]}
     assert (log.incomplete, log.val_loss) == (None, pytest.approx(told["val_loss"], abs=1e-4))
     assert log.train_time == pytest.approx(told["train_time_ms"], abs=1)
     monkeypatch.setattr(sys, "argv", [*argv, "--val_tokens=1"])
