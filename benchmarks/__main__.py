@@ -15,5 +15,4 @@ with contextlib.suppress(AttributeError, OSError):  # the C library has read its
         ctypes.CDLL(None).mallopt(option, int(os.environ[name]))
 
 if __name__ == "__main__":
-    command = sys.argv.pop(1) if sys.argv[1:2] == ["race_anchor"] else "command"
-    sys.exit(importlib.import_module(f"benchmarks.{command}").main())
+    sys.exit(importlib.import_module("benchmarks.command").main())

@@ -1,11 +1,12 @@
 """The CPU starting point: a plain GPT on torch.nn, trained as people train a small one on a CPU.
 
-    python benchmarks/anchor_cpu.py [--seed 1] [--val_every 100]
+    python benchmarks/anchor_cpu.py [--seed 1] [--val_every 100]     # in the repository's root
 
 4 layers of width 128, 4 heads, a context of 64; 2,000 steps of 12 random windows of the nano track's training shard;
 AdamW with a cosine schedule, in fp32, on 2 threads. Validation is that of the nano track: the first 262,144 tokens of
 its validation shard, each position once, here in consecutive contexts of 64. Warm-up and validation are off the clock,
-as in train_gpt.py, with which it shares no code. Prints the result as a line of JSON. Exit codes: 0 done, 2 bad input.
+as in train_gpt.py, with which it shares no code. Prints the result as a line of JSON, and with --run_id writes a log
+that `python -m records` can read, so it can be raced. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 
 VOCAB_SIZE, CONTEXT, BATCH, LAYERS, WIDTH, HEADS = 257, 64, 12, 4, 128, 4  # bytes and the end of text
 LR, MIN_LR, LR_WARMUP, BETAS, WEIGHT_DECAY, CLIP = 1e-3, 1e-4, 100, (0.9, 0.99), 0.1, 1.0
-VAL_TOKENS, THREADS, DATA = 262_144, 2, Path(__file__).resolve().parent.parent / "data" / "nano"
+VAL_TOKENS, THREADS, RULE = 262_144, 2, "=" * 100
 
 
 class Block(nn.Module):
@@ -117,21 +118,32 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="(default: fresh)")
     parser.add_argument("--steps", type=int, default=2000, help="(default: %(default)s)")
     parser.add_argument("--val_every", type=int, default=0, help="steps, for a curve (default: at the end alone)")
-    parser.add_argument("--data", type=Path, default=DATA, help="folder of other shards, for race_anchor --text")
+    parser.add_argument("--data", default="data/nano/nano_", help="begins the names of shards (default: %(default)s)")
+    parser.add_argument("--val_tokens", type=int, default=VAL_TOKENS, help="(default: %(default)s)")
+    parser.add_argument("--log_dir", type=Path, default=Path("logs"), help="of the log (default: %(default)s)")
+    parser.add_argument("--run_id", default="", help="name of the log (default: none is written)")
     args = parser.parse_args()
-    if args.steps < 1 or args.seed < 0 or args.val_every < 0:
-        parser.error(f"--steps {args.steps} --seed {args.seed} --val_every {args.val_every}: expected at least 1, 0, 0")
+    for name, least in dict(steps=1, seed=0, val_every=0, val_tokens=CONTEXT).items():
+        if getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)}: expected at least {least}")
     torch.set_num_threads(THREADS)
     try:
-        train_tokens, val_tokens = (read_shard(args.data / f"nano_{part}_000000.bin") for part in ("train", "val"))
+        train_tokens, val_tokens = (read_shard(Path(f"{args.data}{part}_000000.bin")) for part in ("train", "val"))
         train(train_tokens, steps=10, seed=args.seed)  # warm-up, off the clock
         model, losses, train_time, curve = train(train_tokens, args.steps, args.seed, args.val_every, val_tokens)
-        val_loss = validate(model, val_tokens)
+        val_loss = validate(model, val_tokens, args.val_tokens)
+        curve.append((args.steps, val_loss, train_time))
+        if args.run_id:
+            text = [Path(__file__).read_text().rstrip("\n"), RULE, f"Running PyTorch {torch.__version__}", RULE]
+            for step, loss, ms in curve:
+                timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+                text.append(f"step:{step}/{args.steps} val_loss:{loss:.4f} {timing}")
+            args.log_dir.mkdir(parents=True, exist_ok=True)
+            (args.log_dir / f"{args.run_id}.txt").write_text("\n".join([*text, ""]))
     except (ValueError, OSError) as error:
         parser.error(str(error))
     result = dict(val_loss=val_loss, train_loss=float(np.mean(losses[-100:])), train_time_ms=train_time)
-    result |= dict(val_curve=[*curve, (args.steps, val_loss, train_time)])
-    print(json.dumps(result | dict(seed=args.seed, steps=args.steps, torch=torch.__version__)))
+    print(json.dumps(result | dict(val_curve=curve, seed=args.seed, steps=args.steps, torch=torch.__version__)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from records import logs, plots, proof, publish, race, rules
+from records import logs, plots, proof, publish, race, rules, tried
 from records.logs import RECORDS, ToolError
 
 INTRODUCTION = (
@@ -79,7 +79,8 @@ def command_verify(args: argparse.Namespace) -> Outcome:
         return told, int(not follows)
     folders = [logs.find_record(name, args.root) for name in args.records] or logs.lineage(args.root)
     verdicts = [rules.verify(folder, args.root) for folder in folders]
-    return "\n".join(map(str, verdicts)) or "no records yet", int(any(verdict.failures for verdict in verdicts))
+    codes = [2 if verdict.is_unreadable else int(bool(verdict.failures)) for verdict in verdicts]
+    return "\n".join(map(str, verdicts)) or "no records yet", max(codes, default=0)
 
 
 @command(
@@ -95,7 +96,7 @@ def command_stats(args: argparse.Namespace) -> Outcome:
     sample = proof.describe([log.val_loss for log in found], track.target)
     if sample.sd is None:
         return f"{sample} against {track.target}; one run gives no p", 0
-    needed = proof.runs_needed(track.target - sample.mean, sample.sd) or f"more than {proof.MAX_RUNS}"
+    needed = proof.runs_needed(track.target - sample.mean, sample.sd)
     runs = f"{needed} in all" if sample.mean < track.target else "never, at this mean"
     power = f"p < {proof.ALPHA} nine times in ten if the true mean and sd are these"
     told = f"{sample} p={sample.p:.2g} against {track.target}\nruns that the target is likely to need ({power}): {runs}"
@@ -103,24 +104,32 @@ def command_stats(args: argparse.Namespace) -> Outcome:
 
 
 @command(
-    "Run scripts in turn on this machine, and compare times and losses of each with those of the one after it, with "
-    "95% intervals. Name the newest first.",
-    arg("scripts", nargs="+", metavar="SCRIPT", help="a record, a log or a script"),
-    arg("--pairs", type=int, default=6, help="rounds, of one run of each script (default: %(default)s)"),
+    "Run scripts in turn on this machine, and compare times and losses of each with those of the one after it and of "
+    "the last one, with 95% intervals and a verdict. Name the newest first.",
+    arg("scripts", nargs="+", metavar="SCRIPT", help="a record, a log, a script, or 'SCRIPT FLAGS OF ITS OWN'"),
+    arg("--pairs", type=int, default=6, help="rounds, of one run of each script; 1 to 4 are a screen (default: 6)"),
     arg("--seed", type=int, default=1, help="of the first round; each next one is higher (default: 1)"),
     arg("--nproc_per_node", type=int, default=1, metavar="N", help="processes of each run; above 1 with torchrun"),
     arg("--out", type=Path, metavar="FOLDER", help="for race.json and the logs (default: logs/race-TIME)"),
     arg("--resume", type=Path, metavar="FOLDER", help="go on with this race, with the same arguments"),
+    arg("--note", metavar="TEXT", default="", help="what the idea is, for the table of `python -m records tried`"),
     usage="%(prog)s [options] NEWEST OLDER [OLDER ...] [-- FLAGS ...]",
-    epilog="FLAGS after -- go to all scripts, such as -- --num_iterations 100 --val_loss_every 0.",
+    epilog="FLAGS after -- go to all scripts, such as -- --num_iterations 100 --val_loss_every 0. An idea that is a "
+    f"flag: race 'train_gpt.py --muon_lr 0.05' train_gpt.py. {proof.FASTER}",
 )
 def command_race(args: argparse.Namespace) -> Outcome:
     numbers, folders = (args.pairs, args.seed, args.nproc_per_node), dict(out=args.out, resume=args.resume)
-    return race.told(race.race(args.scripts, *numbers, args.flags, args.root, **folders)), 0
+    return race.told(race.race(args.scripts, *numbers, args.flags, args.root, args.note, **folders)), 0
+
+
+@command("The table of what was raced in this folder: losses and times against another script, and verdicts.")
+def command_tried(args: argparse.Namespace) -> Outcome:
+    return publish.markdown("|".join(tried.COLUMNS), [map(publish.cell, row) for row in tried.read()]), 0
 
 
 @command(
-    "Loss against train time of records or logs, or the history of record times.",
+    "Loss against train time of records or logs, or the history of record times. Runs that validated only at their end "
+    "have a thin line of their training loss, smoothed.",
     arg("records", metavar="RECORD", nargs="*", help="records or logs (default: all ranked records)"),
     arg("--anchor", type=Path, metavar="FILE", help="JSON of a run that wrote no log, such as the CPU anchor's"),
     arg("--history", action="store_true", help="the history instead"),

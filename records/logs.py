@@ -14,16 +14,25 @@ from typing import Any, NamedTuple
 RULE = "=" * 100
 RECORDS = Path(__file__).resolve().parent
 RECORD_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_[\w.-]+", re.ASCII)
-NUMBER = r"(\d+(?:\.\d+)?)"
+NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
+OTHERS = r"(?: (?!train_loss|val_loss:|train_time|step_avg)\w+:\S+)*"  # fields that some public logs have
 STEP_LINE = re.compile(
-    rf"step:(\d+)/(\d+)(?: train_loss:(?:{NUMBER}|nan|inf))?(?: val_loss:{NUMBER})?"
-    rf" train_time:{NUMBER}ms step_avg:(?:{NUMBER}|nan|inf)ms\s*"
+    rf"step:(\d{{1,9}})/(\d{{1,9}})(?: train_loss:(?:{NUMBER}|nan|inf))?(?: val_loss:(?:{NUMBER}|nan|inf))?{OTHERS}"
+    rf" train_time:{NUMBER}(m?s) step_avg:(?:{NUMBER}|nan|inf)ms{OTHERS}\s*"
 )
+# Kinds of JSON values, see `check`: what a log states of its run, as far as these tools use it
+TEXT, FLAGS, COUNT = re.compile(r"\S[\s\S]*"), [re.compile(r"[\s\S]*")], range(10**12)
+CONFIGURATION = {"preset?": re.compile(r"\w+"), "device?": TEXT, "stages?": [[object]]}
+CONFIGURATION |= {f"{name}?": COUNT for name in ("batch_tokens", "train_seq_len", "cpu_threads")}
 HEADER_BYTES, TOKEN_BYTES = 1024, 2  # of a shard
 
 
 class ToolError(Exception):
     """What the user has to mend, in one line. Exit code 2."""
+
+
+class Unreadable(ToolError):
+    """A file that others wrote has a field of another type than its program writes."""
 
 
 def shown(text: str, length: int = 60) -> str:
@@ -51,7 +60,8 @@ class Line(NamedTuple):
         if (found := STEP_LINE.fullmatch(text)) is None:
             return None
         train_loss, val_loss = (None if found[i] is None else float(found[i]) for i in (3, 4))
-        return cls(int(found[1]), int(found[2]), train_loss, val_loss, float(found[5]))
+        time = float(found[5]) * (1000 if found[6] == "s" else 1)
+        return cls(int(found[1]), int(found[2]), train_loss, val_loss, round(time, 6))
 
 
 def digest(script: str) -> str:
@@ -88,17 +98,19 @@ class Log:
         self.lines = self.read_lines("\n".join(rest[1:]))
         self.configuration: dict = self.find("configuration: (.*)", json.loads) or {}  # the public form has none
         self.flags: list = self.find("flags: (.*)", json.loads) or []
+        check(path, self.configuration, CONFIGURATION, "configuration")
+        check(path, self.flags, FLAGS, "flags")
         self.seed = self.find(r"seed: (\d+)\b.*", int)
-        shards = re.findall(r"^train shard: (.+), (\d+) bytes$", self.text, re.MULTILINE)
+        shards = re.findall(r"^train shard: (.+), (\d{1,15}) bytes$", self.text, re.MULTILINE)
         self.train_shards = [(Path(name).name, (int(size) - HEADER_BYTES) // TOKEN_BYTES) for name, size in shards]
         self.val_tokens = self.find(r"validation tokens: (\d+), sha256 .*", int)
         self.val_sha256 = self.find(r"validation tokens: \d+, sha256 ([0-9a-f]{64})\b.*")
         self.training_tokens = self.find(r"training tokens: (\d+, sha256 [0-9a-f]{64})")
-        self.first_batch = self.find(r"first batch: (?:.*/)?(.+ position \d+)")
-        self.last_batch = self.find(r"last batch: (?:.*/)?(.+ position \d+)")
+        self.first_batch = self.find(r"first batch: (?:.*/)?(.+ position \d{1,15})")
+        self.last_batch = self.find(r"last batch: (?:.*/)?(.+ position \d{1,15})")
         self.recompiles = self.find(r"recompiles after the clock started: (\d+)", int)
         self.peak_mib = self.find(r"peak memory(?: allocated)?: (\d+) MiB.*", int)
-        count = re.search(r"^(\d+) processes, (\d+) threads each, \d+ cores$", self.text, re.MULTILINE)
+        count = re.search(r"^(\d{1,6}) processes, (\d{1,6}) threads each, \d+ cores$", self.text, re.MULTILINE)
         processes, threads = (int(count[1]), int(count[2])) if count else (None, None)
         self.num_threads = processes and threads and processes * threads
         gpus = re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s{2,}", self.text, re.MULTILINE)  # of nvidia-smi
@@ -117,7 +129,7 @@ class Log:
             return None
         try:
             return kind(found[1].strip())
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ToolError(f"{self.path}: cannot read {shown(found[0])}: cut short or edited; run it again") from None
 
     def read_lines(self, text: str) -> list[Line]:
@@ -155,6 +167,10 @@ class Log:
         return [line for line in self.lines if line.val_loss is None]
 
     @property
+    def train_losses(self) -> list[float]:
+        return [line.train_loss for line in self.training if line.train_loss is not None]
+
+    @property
     def val_loss(self) -> float:
         """Return the last validation's loss; only for logs whose `incomplete` is None."""
         return self.curve[self.num_steps][0]
@@ -178,7 +194,8 @@ class Log:
             return f"has the line {shown(self.ended)}: not one whole run; run it again"
         if last.val_loss is None or last.step != last.total:
             return f"ends at step {last.step} of {last.total} without the last validation: cut short; run it again"
-        if steps != list(range(1, last.total + 1)):
+        # Public logs may have lines of validations alone
+        if (steps or self.configuration) and (len(steps) < last.total or steps != [*range(1, last.total + 1)]):
             return f"lacks a step line of 1 to {last.total}, or has one twice; run it again"
         return None
 
@@ -187,11 +204,46 @@ def read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def read_json(path: Path) -> dict:
+def check(path: Path, value: Any, kind: Any, field: str = "") -> None:
+    """Raise Unreadable, which names the field, unless a value of a JSON document at `path` is of this kind.
+
+    A kind is a range for whole numbers, float for numbers above 0, a regular expression for texts, [kind] for a list, a
+    tuple for a row of these kinds, a dict for an object with these fields ("name?" may be lacking or null), or object.
+    """
+    inner: list[tuple[str, Any, Any]] = []
+    match kind:
+        case range():
+            fits, wanted = type(value) is int and value in kind, f"a whole number from {kind[0]} to {kind[-1]}"
+        case re.Pattern():
+            fits, wanted = isinstance(value, str) and bool(kind.fullmatch(value)), f"text of the form {kind.pattern}"
+        case list() | tuple():
+            fits, wanted = isinstance(value, list), "a list"
+            if isinstance(kind, tuple):
+                fits, wanted = fits and len(value) == len(kind), f"a list of {len(kind)}"
+            items = enumerate(value if fits else [])
+            inner = [(f"{field}[{i}]", item, kind[i % len(kind)]) for i, item in items]
+        case dict():
+            fits, wanted = isinstance(value, dict), "an object"
+            names = [name for name in kind if fits and not (name[-1] == "?" and value.get(name[:-1]) is None)]
+            inner = [(f"{field}.{name.rstrip('?')}", value.get(name.rstrip("?")), kind[name]) for name in names]
+        case _:
+            is_number = type(value) in (int, float) and 0 < value < 1e15
+            fits, wanted = kind is object or is_number, "a number above 0"
+    if not fits:
+        told = "null or missing" if value is None else shown(json.dumps(value))
+        field = field.lstrip(".") or "all of it"
+        raise Unreadable(f"{path}: {field} is {told}, not {wanted}; take the file as it was written")
+    for name, item, its_kind in inner:
+        check(path, item, its_kind, name)
+
+
+def read_json(path: Path, kind: dict) -> dict:
     try:
-        return json.loads(read_text(path))
-    except ValueError as error:
-        raise ToolError(f"{path}: not JSON ({shown(str(error))}); get the file of the run again") from None
+        document = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"{path}: not JSON ({shown(str(error))}); get the file of the run again") from None
+    check(path, document, kind)
+    return document
 
 
 def record_folders(root: Path) -> list[Path]:
@@ -307,7 +359,7 @@ def differences(logs: list[Log]) -> Iterator[str]:
         for other in logs[:i]:
             if log.seed is not None and log.seed == other.seed:
                 yield f"{log.name}: has seed {log.seed}, as {other.name} has; leave one out, or run another --seed"
-            elif log.training and [line.train_loss for line in log.training] == [x.train_loss for x in other.training]:
+            elif log.train_losses and log.train_losses == other.train_losses:
                 yield f"{log.name}: has all training losses of {other.name}: does the script use its seed?"
     stated = [log.configuration | {"steps": log.num_steps, "validation tokens": log.val_sha256} for log in logs]
     for log, mine in zip(logs, stated, strict=True):

@@ -8,6 +8,14 @@ from dataclasses import dataclass
 from records.logs import RECORDS, Log, ToolError, read_json
 
 ALPHA = 0.01  # a record's p has to be below it
+MIN_PAIRS = 5  # of a race that decides; fewer are a screen
+# How far above 0 the interval of a loss difference may begin; scripts of nano end near the target, so there is little
+# margin to spend
+SLACK = dict(gpt2=0.0, nano=0.005)
+FASTER = (
+    "A script is faster if the 95% interval of the ratio of train times lies below 1, and that of the difference of "
+    f"losses reaches down to {SLACK['gpt2']:g} (nano: {SLACK['nano']:g})."
+)
 POWER = 0.9
 MAX_RUNS = 1_000
 TOLERANCE, AT_THE_END = 0.05, 0.01  # nats that a log may be away from a public curve, and from its last point
@@ -41,28 +49,30 @@ def describe(values: Sequence[float], target: float | None = None) -> Sample:
     return Sample(len(values), statistics.fmean(values), sd, p)
 
 
-def runs_needed(gap: float, sd: float) -> int | None:
-    """Return the smallest number of runs, up to MAX_RUNS, whose test has enough power if the mean is `gap` below."""
+def runs_needed(gap: float, sd: float, alpha: float = ALPHA) -> str:
+    """Return the smallest number of runs whose one-sided test has enough power if the mean is `gap` below."""
     from scipy.stats import nct, t
 
     for n in range(2, MAX_RUNS + 1):
-        if gap > 0 and (sd == 0 or nct.sf(t.isf(ALPHA, n - 1), n - 1, gap / sd * math.sqrt(n)) >= POWER):
-            return n
-    return None
+        if gap > 0 and (sd == 0 or nct.sf(t.isf(alpha, n - 1), n - 1, gap / sd * math.sqrt(n)) >= POWER):
+            return str(n)
+    return f"more than {MAX_RUNS}"
 
 
-def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float, float]:
-    """Return the mean of a - b, by pairs, and the ends of its 95% t-interval."""
+def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
+    """Return the mean of a - b, by pairs, and if there are several the ends of its 95% t-interval."""
     from scipy.stats import t
 
     pairs = [x - y for x, y in zip(a, b, strict=True)]
+    if len(pairs) == 1:
+        return tuple(pairs)
     mean, error = statistics.fmean(a) - statistics.fmean(b), statistics.stdev(pairs) / math.sqrt(len(pairs))
     half = float(t.isf(0.025, len(pairs) - 1)) * error
     return mean, mean - half, mean + half
 
 
-def compare(a: Sequence, b: Sequence) -> dict:
-    """Return ratios of times a / b and the difference of losses a - b, with 95% intervals.
+def compare(a: Sequence, b: Sequence, slack: float = 0.0) -> dict:
+    """Return ratios of times a / b and the difference of losses a - b, with 95% intervals, and the verdict.
 
     Runs have seed, val_loss, train_time and step_time, and are paired by seed.
     """
@@ -75,32 +85,72 @@ def compare(a: Sequence, b: Sequence) -> dict:
         if any(value is None for side in values for value in side):
             continue  # a run that does not state it
         if key == "val_loss":
-            ends = dict(zip(("difference", "low", "high"), difference(*values), strict=True))
+            ends = dict(zip(("difference", "low", "high"), difference(*values), strict=False))
         else:
             scaled = difference(*([math.log(value) for value in side] for side in values))
-            ends = dict(zip(("ratio", "low", "high"), map(math.exp, scaled), strict=True))
+            ends = dict(zip(("ratio", "low", "high"), map(math.exp, scaled), strict=False))
         means = [round(statistics.fmean(side), 6) for side in values]
         found[key] = {name: round(value, 6) for name, value in ends.items()} | dict(means=means)
-    return found
+    return found | verdict(found, slack)
+
+
+def interval(figures: dict, form: str) -> str:
+    """Return a difference or a ratio with its interval, if it has one."""
+    value = format(figures.get("difference", figures.get("ratio")), form)
+    return f"{value} ({figures['low']:{form}} to {figures['high']:{form}})" if "low" in figures else value
+
+
+def verdict(found: dict, slack: float) -> dict[str, str]:
+    """Return what a comparison says of its first script, "faster" as in FASTER, and what to do next."""
+    from scipy.stats import t
+
+    n, times, losses = found["n"][0], found["train_time"], found["val_loss"]
+    again = "race again with fresh seeds"
+    decide = f"to decide, {again} and --pairs {MIN_PAIRS} or more"
+    if n == 1:
+        return dict(verdict="screen of 1 pair: no interval", advice=decide)
+    advice = ""
+    if times["high"] < 1 and losses["low"] <= slack:
+        said = "faster"
+    elif times["high"] < 1:
+        said, advice = "faster at a loss that is too high", f"take more steps, until both end alike, and {again}"
+    elif times["low"] > 1:
+        said = "slower"
+    else:
+        low, middle, high = (math.log(times[key]) for key in ("low", "ratio", "high"))
+        sd = (high - low) / 2 / float(t.isf(0.025, n - 1)) * math.sqrt(n)
+        needed = runs_needed(abs(middle), sd, 0.025)
+        said, advice = f"undecided, would take about {needed} pairs", f"{again} and as many --pairs, or leave it"
+    if said != "faster" and losses["high"] < 0:
+        advice = f"its loss is lower: take fewer steps, until both end alike, and {again}"
+    if n < MIN_PAIRS:
+        said, advice = f"screen of {n} pairs: {said}", decide
+    return dict(verdict=said, advice=advice)
+
+
+def standing(found: dict) -> str:
+    """Return the verdict on a comparison with its figures, in one line."""
+    time, loss = interval(found["train_time"], ".3f"), interval(found["val_loss"], "+.4f")
+    return f"{found['verdict']}: train time {time}, loss {loss}" + f"; {found['advice']}" * bool(found["advice"])
 
 
 def told(a: str, b: str, found: dict) -> str:
-    """Return a comparison in words."""
+    """Return a comparison and its verdict in words."""
     seeds = ", ".join(map(str, found["seeds"]))
     lines = [f"{a} against {b}: n={found['n'][0]} pairs of one seed ({seeds}); 95% intervals"]
     for key, label in (("train_time", "train time"), ("step_time", "median step")):
         if figures := found.get(key):
             means = "{:.2f} and {:.2f} ms".format(*figures["means"])
-            lines.append("  {}: {ratio:.4f} ({low:.4f} to {high:.4f}) times, {}".format(label, means, **figures))
+            lines.append(f"  {label}: {interval(figures, '.4f')} times, {means}")
     loss = found["val_loss"]
-    means = "{:.4f} and {:.4f}".format(*loss["means"])
-    lines.append("  val_loss: {difference:+.4f} ({low:+.4f} to {high:+.4f}), {}".format(means, **loss))
+    lines.append("  val_loss: {}, {:.4f} and {:.4f}".format(interval(loss, "+.4f"), *loss["means"]))
+    lines.append("  verdict: " + "; ".join(filter(None, (found["verdict"], found["advice"]))))
     return "\n".join(lines)
 
 
 def public_history() -> dict:
     """Read records/public.json, the public speedrun's history and curves, which were not measured here."""
-    return read_json(RECORDS / "public.json")
+    return read_json(RECORDS / "public.json", {})
 
 
 def against_public(log: Log, name: str) -> tuple[str, bool]:

@@ -2,7 +2,7 @@
 
 import datetime
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from records.logs import (
@@ -19,7 +19,7 @@ from records.logs import (
     require_one_experiment,
     without_script,
 )
-from records.proof import describe, public_history
+from records.proof import describe, interval, public_history
 from records.race import FILE, OLDER, older_logs, record_race
 from records.rules import TRACKS, board_order, track_of
 
@@ -108,7 +108,7 @@ def row(folder: Path, logs: list[Log], ratio: str, product: float | None) -> lis
     ]
 
 
-def markdown(head: str, rows: Sequence[Sequence[str]]) -> str:
+def markdown(head: str, rows: Iterable[Iterable[str]]) -> str:
     names = head.split("|")
     lines = [names, ["---"] * len(names), *rows]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
@@ -120,15 +120,18 @@ def ranked(root: Path) -> Iterator[tuple[str, Path, list[Log], str, float | None
     for i, folder in enumerate(line := lineage(root)):
         if not is_ranked(folder):
             continue
-        logs, ratio = record_logs(folder), ""
-        require_one_experiment(logs)
-        board = board_of(logs[0])
-        before, product = newest.get(board, ("", 1.0))
-        if before:  # or else it opens its leaderboard
-            rival, found = record_race(folder, line[:i], board)
-            ratio = "{ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"])
-            ratio += f", against {rival}" * (rival != before)
-            product = product * found["train_time"]["ratio"] if product and rival == before else None
+        try:
+            logs, ratio = record_logs(folder), ""
+            require_one_experiment(logs)
+            board = board_of(logs[0])
+            before, product = newest.get(board, ("", 1.0))
+            if before:  # or else it opens its leaderboard
+                rival, found = record_race(folder, line[:i], board)
+                ratio = interval(found["train_time"], ".3f") + f", against {rival}" * (rival != before)
+                product = product * found["train_time"]["ratio"] if product and rival == before else None
+        except ToolError as error:
+            remedy = f"finish it (python -m records verify {folder.name}) or move it away"
+            raise ToolError(f"waiting for {folder.name}: {remedy}: {error}") from None
         newest[board] = folder.name, product
         yield board, folder, logs, ratio, product
 

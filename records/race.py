@@ -1,24 +1,28 @@
 """Run scripts in turn on this machine and say by how much they differ; write and read race.json."""
 
 import datetime
-import functools
 import json
 import os
+import re
+import shlex
 import string
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 from typing import IO
 
-from records import proof
+from records import proof, tried
 from records.logs import (
+    FLAGS,
     RECORDS,
+    TEXT,
     Log,
     ToolError,
+    check,
     diff,
     digest,
     lineage,
@@ -31,11 +35,17 @@ from records.logs import (
     without_script,
 )
 from records.process import own_process
-from records.proof import compare
+from records.proof import MIN_PAIRS, SLACK, compare
 
 FILE, OLDER = "race.json", "older"  # the latter: the folder of the older script's logs, beside the record's own
-MIN_PAIRS, MAX_PAIRS = 5, 1000  # of a record's race, and of any
 MAX_SCRIPTS = 26  # a letter each
+PAIRS, SEEDS, PROCESSES, SHA256 = range(1, 1001), range(2**64), range(1, 1025), re.compile("[0-9a-f]{64}")
+# Kinds, see `check`. Flags of a script are those that it has alone
+SCRIPT = {"name": TEXT, "sha256": SHA256, "flags?": FLAGS}
+RUN = {"script": range(MAX_SCRIPTS), "seed": SEEDS, "val_loss": float, "train_time": float}
+RUN |= {"step_time?": float, "val_sha256?": SHA256, "hardware?": TEXT}
+RACE = {"scripts": [SCRIPT], "flags": FLAGS, "pairs": PAIRS, "seed": SEEDS, "nproc_per_node": PROCESSES, "runs": [RUN]}
+RACE |= {"comparisons": [{}]}
 MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 # Flags of such a race: others would change the training of the record before, too
 SAME_TRAINING = {f"--{name}" for name in "preset device val_loss_every cpu_threads train_files val_files".split()}
@@ -81,24 +91,16 @@ def run_script(script: Path, flags: Sequence[str], nproc: int, seed: int, run_id
 
 def read_race(path: Path) -> tuple[dict, list[Run]]:
     """Return the document and its runs. Raise ToolError if it is not a race's."""
-    document = read_json(path)
-    try:
-        planned(document)
-        return document, [Run(**run) for run in document["runs"]]
-    except (KeyError, TypeError):
-        raise ToolError(f"{path}: not the {FILE} of a race; take the file that `race` wrote") from None
-
-
-def plan_of(scripts: Sequence[tuple[str, str]], flags: Sequence[str], pairs: int, seed: int, nproc: int = 1) -> dict:
-    """Return the head of a race's document; scripts are (name, source)."""
-    hashes = [dict(name=name, sha256=digest(source)) for name, source in scripts]
-    return dict(scripts=hashes, flags=[*map(str, flags)], pairs=pairs, seed=seed, nproc_per_node=nproc)
+    document = read_json(path, RACE)
+    check(path, len(document["scripts"]), range(2, MAX_SCRIPTS + 1), "scripts (their number)")
+    return document, [Run(**{name: run.get(name) for name in Run.__annotations__}) for run in document["runs"]]
 
 
 def planned(document: dict) -> tuple:
-    """Return what a race is fixed by: its scripts, by their SHA-256, flags, pairs, first seed and processes."""
-    keys = ("flags", "pairs", "seed", "nproc_per_node")
-    return [script["sha256"] for script in document["scripts"]], *(document[key] for key in keys)
+    """Return what a race is fixed by: its scripts, by SHA-256, flags, pairs, first seed, processes, scripts' flags."""
+    scripts, keys = document["scripts"], ("flags", "pairs", "seed", "nproc_per_node")
+    own = [script.get("flags") or [] for script in scripts]
+    return [script["sha256"] for script in scripts], *(document[key] for key in keys), own
 
 
 def of(script: int, runs: Sequence[Run]) -> list[Run]:
@@ -107,18 +109,24 @@ def of(script: int, runs: Sequence[Run]) -> list[Run]:
 
 def obstacle(plan: dict, rivals: Sequence[tuple[str, str]]) -> str | None:
     """Say why no record can come of a race with this plan against one of `rivals` (name, source), or return None."""
-    hashes, flags, pairs, _, nproc = planned(plan)
-    is_one_gpu = nproc == 1 and not is_nano(flags)
+    hashes, flags, pairs, _, nproc, own = planned(plan)
+    is_one_gpu = nproc == 1 and not is_nano(plan)
     allowed = SAME_TRAINING | ON_ONE_GPU if is_one_gpu else SAME_TRAINING
-    if others := {flag.split("=")[0] for flag in flags if flag.startswith("--")} - allowed:
+    names = [{word.split("=")[0] for word in words if word.startswith("--")} for words in (flags, [*chain(*own)])]
+    if others := names[0] - allowed | names[1]:
         return f"flags {', '.join(sorted(others))}: put settings into the script, race without"
     if rivals and not any(digest(source) in hashes for _, source in rivals):
         return f"not the script of {' or '.join(name for name, _ in rivals)}: race against it as it is"
-    return f"fewer than {MIN_PAIRS} pairs: race with --pairs {MIN_PAIRS}" if pairs < MIN_PAIRS else None
+    return f"fewer than {MIN_PAIRS} pairs are a screen: race with --pairs {MIN_PAIRS}" if pairs < MIN_PAIRS else None
 
 
-def is_nano(flags: Sequence[str]) -> bool:
-    return any(flag.split("=")[-1] == "nano" for flag in flags)
+def is_nano(plan: dict) -> bool:
+    _, flags, *_, own = planned(plan)
+    return any(flag.split("=")[-1] == "nano" for flag in chain(flags, *own))
+
+
+def slack_of(plan: dict) -> float:
+    return SLACK["nano" if is_nano(plan) else "gpt2"]
 
 
 def used_seeds(plan: dict, paths: Iterable[Path]) -> str | None:
@@ -155,22 +163,27 @@ def record_race(
     hashes, flags, pairs, *_ = planned(document)
     if digest(newer) not in hashes:
         raise ToolError(f"{path}: lacks this record's script, SHA-256 {digest(newer)}; race it as it is")
-    if problem := obstacle(document, before):
+    problem = obstacle(document, before)
+    name, older = next((rival for rival in before if digest(rival[1]) in hashes), ("", ""))
+    if not older:
         raise ToolError(f"{path}: {problem}")
-    name, older = next(rival for rival in before if digest(rival[1]) in hashes)
     checked_order(path, document, runs)
-    if len(runs) != pairs * len(hashes):
-        raise ToolError(f"{path}: has {len(runs)} runs, not {pairs} of each script; --resume the race")
     a, b = (of(hashes.index(digest(script)), runs) for script in (newer, older))
-    if logs is not None:
-        if len(logs) != len(a):
-            counts = f"{len(a)} runs of the script, there are {len(logs)} sound logs"
-            raise ToolError(f"{path}: has {counts}: leave none out")
-        check_runs(path, a, logs, flags, "the folder")
+    found = compare(a, b, slack_of(document)) if a and b else {}
+    if not problem and len(runs) != pairs * len(hashes):
+        problem = f"has {len(runs)} runs, not {pairs} of each script; --resume the race"
+    if not problem and logs is not None:
         others = [*others, *map(Log, log_paths(folder.parent / name))]
         others = [log for log in others if log.source in (older, digest(older)) and not log.incomplete]
-        check_runs(path, b, others, flags, f"its folder {OLDER}, nor in {name}")
-    return name, compare(a, b)
+        if len(logs) != len(a):
+            counts = f"{len(a)} runs of the script, there are {len(logs)} sound logs"
+            problem = f"has {counts}: leave none out"
+        else:
+            problem = run_problem(a, logs, flags, "the folder")
+            problem = problem or run_problem(b, others, flags, f"its folder {OLDER}, nor in {name}")
+    if problem:
+        raise ToolError(f"{path}: {problem}. So far {proof.standing(found) if found else 'it has no pair'}")
+    return name, found
 
 
 def older_logs(race: Path, line: Sequence[Path], board: str) -> dict[str, str]:
@@ -183,15 +196,16 @@ def older_logs(race: Path, line: Sequence[Path], board: str) -> dict[str, str]:
     return {}
 
 
-def check_runs(path: Path, runs: Sequence[Run], logs: Sequence[Log], flags: Sequence[str], where: str) -> None:
-    """Raise ToolError unless each of the race's runs has a log that says the same."""
+def run_problem(runs: Sequence[Run], logs: Sequence[Log], flags: Sequence[str], where: str) -> str | None:
+    """Say that one of the race's runs has no log that says the same, or return None."""
     for run in runs:
         run_id = run_id_of(run.seed, run.script)
         own = [log for log in logs if log.flags[4:] == ["--run_id", run_id, *flags]]
         if not own:
-            raise ToolError(f"{path}: no sound log of its run {run_id}, with the race's flags, is in {where}")
+            return f"no sound log of its run {run_id}, with the race's flags, is in {where}"
         if not any(Run(run.script, log.seed, **figures_of(log)) == run for log in own):
-            raise ToolError(f"{path}: the log of its run {run_id} says otherwise; take the files that `race` left")
+            return f"the log of its run {run_id} says otherwise; take the files that `race` left"
+    return None
 
 
 def checked_order(path: Path, document: dict, runs: Sequence[Run]) -> list[tuple[int, int]]:
@@ -210,10 +224,14 @@ def checked_order(path: Path, document: dict, runs: Sequence[Run]) -> list[tuple
     return order
 
 
-def comparisons(runs: Sequence[Run]) -> list[dict]:
-    """Compare each script with the next one."""
-    sides = [of(script, runs) for script in sorted({run.script for run in runs})]
-    return [compare(a, b) for a, b in pairwise(sides)]
+def matches(document: dict) -> list[tuple[int, int]]:
+    """Return which scripts are compared: each with the next one, and all with the last."""
+    last = len(document["scripts"]) - 1
+    return [(i, i + 1) for i in range(last)] + [(i, last) for i in range(last - 1)]
+
+
+def comparisons(document: dict, runs: Sequence[Run]) -> list[dict]:
+    return [compare(of(a, runs), of(b, runs), slack_of(document)) for a, b in matches(document)]
 
 
 def run_id_of(seed: int | str, script: int) -> str:
@@ -248,19 +266,17 @@ def begin(plan: dict, out: Path | None, resume: Path | None) -> tuple[Path, dict
     return folder, document, runs, lock
 
 
-def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None, resume: Path | None) -> dict:
-    """Run each script once per round, and return the document of the race.
+def in_turn(plan: dict, paths: Sequence[Path], note: str, out: Path | None, resume: Path | None) -> dict:
+    """Run each script once per round, and return the document of the race. The table of what was tried gets its rows.
 
     Every other round is in reverse: a drift of the machine's speed that is linear in time cancels in two of them.
-    A runner takes seed, run id and the folder of the logs, and returns the fields of Run after the first two.
     """
-    if not (2 <= len(runners) <= MAX_SCRIPTS and 2 <= plan["pairs"] <= MAX_PAIRS):
-        raise ToolError(f"a race needs 2 to {MAX_SCRIPTS} scripts, and for an interval --pairs from 2 to {MAX_PAIRS}")
     import scipy.stats  # noqa: F401  to miss it now, and not after all runs
 
     folder, document, runs, _lock = begin(plan, out, resume)
     order = checked_order(folder / FILE, document, runs)
-    print(f"{len(runs)}/{len(order)} runs; if stopped, go on with --resume {folder}", file=sys.stderr, flush=True)
+    stop = f"to stop it: kill -TERM {os.getpid()}; to go on: --resume {folder}"  # nohup and & ignore Ctrl-C
+    print(f"{len(runs)}/{len(order)} runs; {stop}", file=sys.stderr, flush=True)
     log_dir, root = folder.resolve(), RECORDS.parent
     log_dir = log_dir.relative_to(root) if log_dir.is_relative_to(root) else log_dir  # a log names no home folder
     left, began = order[len(runs) :], time.monotonic()
@@ -270,7 +286,8 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
         run_id = run_id_of(seed, script)
         for suffix in (".txt", ".json"):  # of a run that was stopped
             (folder / f"{run_id}{suffix}").unlink(missing_ok=True)
-        run = Run(script, seed, **runners[script](seed, run_id, log_dir))
+        flags = document["flags"] + planned(document)[-1][script]
+        run = Run(script, seed, **run_script(paths[script], flags, plan["nproc_per_node"], seed, run_id, log_dir))
         (folder / f"{run_id}.pt").unlink(missing_ok=True)  # the model is of no use here
         runs.append(run)
         checked_order(folder / FILE, document, runs)
@@ -280,11 +297,12 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
         told = f"val_loss {run.val_loss:.4f}, train time {run.train_time:.0f} ms"
         remaining = f"{len(runs)}/{len(order)}, {datetime.timedelta(seconds=round(seconds))} left"
         print(f"{run_id}: {told}; {remaining}", file=sys.stderr, flush=True)
-    document["comparisons"] = comparisons(runs)
+    document["comparisons"] = comparisons(document, runs)
     write(folder / FILE, document)
+    tried.append(document, matches(document), note)
     for i, script in enumerate(document["scripts"]):
-        low, *_, high = sorted(run.train_time for run in of(i, runs))
-        if high > 2 * low:
+        times = [run.train_time for run in of(i, runs)]
+        if (high := max(times)) > 2 * (low := min(times)):
             print(f"{script['name']} took {low:.0f} to {high:.0f} ms: something else ran; race again", file=sys.stderr)
     return document
 
@@ -292,31 +310,46 @@ def in_turn(plan: dict, runners: Sequence[Callable[..., dict]], out: Path | None
 def told(document: dict) -> str:
     """Return the comparisons in words."""
     names = [script["name"] for script in document["scripts"]]
-    compared = zip(pairwise(names), document["comparisons"], strict=True)
-    return "\n".join(proof.told(*pair, found) for pair, found in compared)
+    compared = zip(matches(document), document["comparisons"], strict=True)
+    return "\n".join(proof.told(names[a], names[b], found) for (a, b), found in compared)
+
+
+def script_of(name: str, root: Path) -> tuple[str, dict]:
+    """Return the source of the script that `name` names, and what race.json says of it.
+
+    Flags of its own may follow, as in "train_gpt.py --muon_lr 0.05".
+    """
+    try:
+        script, *flags = [name] if os.path.exists(name) else shlex.split(name) or [name]
+    except ValueError as error:
+        raise ToolError(f"{shown(name)}: expected a script, perhaps with flags ({error})") from None
+    label, source = read_script(script, root)
+    return source, dict(name=shlex.join([label, *flags]), sha256=digest(source)) | (dict(flags=flags) if flags else {})
 
 
 def race(
-    names: Sequence[str], pairs: int, seed: int, nproc: int, flags: Sequence[str], root: Path, **folders: Path | None
+    names: Sequence[str], pairs: int, seed: int, nproc: int, flags: Sequence[str], root: Path, note: str, **folders
 ) -> dict:
     """Race training scripts, frozen as they are now, with these flags."""
-    if any(flag.split("=")[0] in ("--seed", "--log_dir", "--run_id") for flag in flags):
-        raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out after --")
-    scripts = [read_script(name, root) for name in names]
-    plan = plan_of(scripts, flags, pairs, seed, nproc)
-    before = rivals(lineage(root), "nano" if is_nano(flags) else "gpt2 on 8xH100" if nproc == 8 else "gpt2")
+    sources, scripts = zip(*(script_of(name, root) for name in names), strict=True)
+    plan = dict(scripts=[*scripts], flags=[*map(str, flags)], pairs=pairs, seed=seed, nproc_per_node=nproc)
+    if any(flag.split("=")[0] in ("--seed", "--log_dir", "--run_id") for flag in chain(flags, *planned(plan)[-1])):
+        raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out")
+    if not (2 <= len(names) <= MAX_SCRIPTS and pairs in PAIRS and seed in SEEDS and nproc in PROCESSES):
+        numbers = f"--pairs from 1 to {PAIRS[-1]}, --seed from 0, --nproc_per_node from 1"
+        raise ToolError(f"a race needs 2 to {MAX_SCRIPTS} scripts, {numbers}")
+    before = rivals(lineage(root), "nano" if is_nano(plan) else "gpt2 on 8xH100" if nproc == 8 else "gpt2")
     folder = folders["resume"] or folders["out"] or Path("logs/new")
     others = sorted({*folder.parent.glob(f"*/{FILE}"), *root.glob(f"*/{FILE}")} - {folder / FILE})
-    problem = obstacle(plan, before) or (before and too_different(scripts[0], before[-1])) or used_seeds(plan, others)
-    if len({source for _, source in scripts}) < len(scripts):
+    size_problem = before and too_different((names[0], sources[0]), before[-1])
+    problem = obstacle(plan, before) or size_problem or used_seeds(plan, others)
+    if len({(script["sha256"], *script.get("flags", [])) for script in scripts}) < len(scripts):
         print("two of these scripts are the same: they differ by chance alone", file=sys.stderr)
     elif problem:
         print(f"no record can come of this race: {problem}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="race-") as temporary:
-        runners = []
-        for i, (_, source) in enumerate(scripts):
-            path = Path(temporary) / str(i) / "train_gpt.py"
+        paths = [Path(temporary) / str(i) / "train_gpt.py" for i in range(len(sources))]
+        for path, source in zip(paths, sources, strict=True):
             path.parent.mkdir()
             path.write_text(source + "\n", encoding="utf-8")
-            runners.append(functools.partial(run_script, path, flags, nproc))
-        return in_turn(plan, runners, **folders)
+        return in_turn(plan, paths, note, **folders)

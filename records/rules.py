@@ -18,6 +18,7 @@ from records.logs import (
     TOKEN_BYTES,
     Log,
     ToolError,
+    Unreadable,
     board_of,
     differences,
     is_on_board,
@@ -29,20 +30,19 @@ from records.logs import (
     read_text,
     shown,
 )
-from records.proof import ALPHA, Sample, describe, public_history
+from records.proof import ALPHA, Sample, describe, public_history, standing
 from records.race import FILE, OLDER, ON_ONE_GPU, SAME_TRAINING, record_race, too_different
 
 PLACEHOLDER = re.compile("<say[^>]*>?")
 COMPILER_SETTING = re.compile(r"\b_(inductor|dynamo)\b(?!\.utils)|\bTORCH(INDUCTOR|DYNAMO|_COMPILE)\w*")
 
 
-# target: a mean validation loss in nats; val_sha256 None: no hash is known to this tool yet. slack: how far above 0 the
-# interval of a loss difference may begin; scripts of nano end near the target, so there is little margin to spend
-Track = namedtuple("Track", "name target slack val_tokens val_sha256 shard_name shard_tokens max_threads")
+# target: a mean validation loss in nats; val_sha256 None: no hash is known to this tool yet
+Track = namedtuple("Track", "name target val_tokens val_sha256 shard_name shard_tokens max_threads")
 NANO_VAL = "e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33"
 TRACKS = {
-    "nano": Track("nano", 1.45, 0.005, 262_144, NANO_VAL, "nano_train_{:06d}.bin", 43_511_879, max_threads=2),
-    "gpt2": Track("gpt2", 3.28, 0.0, 10_485_760, None, "fineweb_train_{:06d}.bin", 100_000_000, max_threads=None),
+    "nano": Track("nano", 1.45, 262_144, NANO_VAL, "nano_train_{:06d}.bin", 43_511_879, max_threads=2),
+    "gpt2": Track("gpt2", 3.28, 10_485_760, None, "fineweb_train_{:06d}.bin", 100_000_000, max_threads=None),
 }
 
 
@@ -80,6 +80,7 @@ class Verdict:
     folder: Path
     failures: list[str]
     summary: str = ""
+    is_unreadable: bool = False
 
     def __str__(self) -> str:
         name = self.folder.name
@@ -116,8 +117,8 @@ def nano_shard() -> bytes:
 def is_packed(log: Log) -> bool:
     """Return whether documents or growing batches decide where a batch begins."""
     config = log.configuration
-    if "stages" in config:  # rows of share, batch, max_doc_len and others
-        return any(batch != 1 or max_doc_len > 0 for _, batch, max_doc_len, *_ in config["stages"])
+    if config.get("stages"):  # rows of share, batch, max_doc_len and others
+        return any(row[1:3] != [1, 0] for row in config["stages"])
     lengths, factors = config.get("max_doc_len"), config.get("batch_factors")  # of older scripts
     return lengths not in (None, 0, [0]) or factors not in (None, [1])
 
@@ -251,14 +252,11 @@ def verify(folder: Path, root: Path) -> Verdict:
         board = board_of(whole[0]) if whole else ""
         if any(is_on_board(other, board) for other in line):  # or else it opens its leaderboard
             name, found = record_race(folder, line, board, whole, others)
-            ratio = "train time {ratio:.3f} ({low:.3f} to {high:.3f})".format(**found["train_time"])
-            verdict.summary += f"; {ratio} times {name}, loss {found['val_loss']['difference']:+.4f}"
-            if kind.startswith("idea"):  # a public record gained elsewhere, a form has none
-                if found["train_time"]["high"] >= 1:
-                    raise ToolError(f"{FILE}: not shown to be faster than {name}: {ratio}; race more pairs")
-                if whole and found["val_loss"]["low"] > track_of(whole[0]).slack:
-                    raise ToolError(f"{FILE}: ends above {name}: spent margin is no gain; take more steps")
+            verdict.summary += f"; {standing(found)}, against {name}"
+            if kind.startswith("idea") and found["verdict"] != "faster":  # a public record gained elsewhere
+                raise ToolError(f"{FILE}: against {name} {standing(found)}")
     except ToolError as error:
+        verdict.is_unreadable |= isinstance(error, Unreadable)
         verdict.failures.append(str(error).removeprefix(f"{folder}{os.sep}"))
     return verdict
 
@@ -273,6 +271,7 @@ def whole_logs(verdict: Verdict, folder: Path, script: str) -> list[Log]:
             whole += [] if log.incomplete else [log]
         except ToolError as error:
             problems = [str(error).removeprefix(f"{path}: ")]
+            verdict.is_unreadable |= isinstance(error, Unreadable)
         verdict.failures += [f"{path.relative_to(verdict.folder)}: {problem}" for problem in problems]
     return whole
 

@@ -71,17 +71,6 @@ def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step
     return "\n".join(lines)
 
 
-def public_text(curve: dict[int, float], steps: int) -> str:
-    """Write a log in the public form of early 2025: the first ten steps are not timed."""
-    lines = ["import sys", RULE, "Running Python 3.12.7 (main) [GCC 13.2.0]", RULE]
-    for step in range(steps + 1):
-        timed = step - 10
-        timing = f"train_time:{100 * max(timed, 0)}ms step_avg:{'100.00' if timed > 0 else 'nan'}ms"
-        lines += [f"step:{step}/{steps} train_loss:5.0000 {timing}"] if step else []
-        lines += [f"step:{step}/{steps} val_loss:{curve[step]:.4f} {timing}"] if step in curve else []
-    return "\n".join([*lines, "peak memory allocated: 29898 MiB reserved: 44552 MiB", ""])
-
-
 def write_record(root: Path, name: str, texts: list[str], source=SOURCE, readme=README, after: str = "") -> Path:
     """Write a record's folder; `after` names the record before it."""
     folder = root / name
@@ -112,6 +101,6 @@ def write_race(path: Path, *sources: str, losses: Sequence[float] = LOSSES, rati
         if script == 0:
             log.unlink()
     document["runs"] = [vars(run) for run in runs]
-    document["comparisons"] = race.comparisons(runs)
+    document["comparisons"] = race.comparisons(document, runs)
     path.write_text(json.dumps(document))
     return document

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,10 +18,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
-from benchmarks import anchor_cpu, command, measure, race_anchor
+from benchmarks import anchor_cpu, command, measure
 from conftest import TINY_FLAGS, pytest_configure
+from records.logs import Log
 from records.process import ENVIRONMENT, ROOT, own_process
-from synthetic_logs import SCRIPT
 from test_attention import dense_mask
 from train_gpt import Ranks, Trainer
 
@@ -100,40 +101,19 @@ def test_anchor_learns_causally_and_validates_every_position_once():
     assert (x.grad[0].abs().sum(-1) > 0).tolist() == [True] * 41 + [False] * 23
 
 
-TEXT = b"".join(b"%08d\n\n" % i for i in range(100_000))
-TEXT = TEXT[:900_000] + TEXT[900_000:].translate(bytes.maketrans(b"0123456789", b"abcdefghij"))
-
-
-@pytest.mark.parametrize(("loss", "code"), [(1.51, 0), (1.4116, 1)])
-def test_race_with_the_anchor_says_whether_the_ratio_counts(loss, code, monkeypatch, tmp_path):
-    """Of stand-ins. The trainer ends at 1.411 or 1.412, in the last case lower than the anchor by chance."""
-    result = f"print('{json.dumps(dict(val_loss=loss, train_time_ms=8000.0))}')"
-    checks = "import pathlib, sys\nassert len({*pathlib.Path(sys.argv[-1][7:]).glob('*.bin')}) == 2\n"
-    trainer = "import sys\nassert '--val_tokens=98304' in sys.argv\n" + SCRIPT.replace("SLOWNESS", "1.0")
-    for name, source in dict(TRAINER=trainer, ANCHOR=checks + result).items():
-        (tmp_path / f"{name}.py").write_text(source)
-        monkeypatch.setattr(race_anchor, name, tmp_path / f"{name}.py")
-    (tmp_path / "text").write_bytes(TEXT)
-    monkeypatch.setattr(race_anchor.tempfile, "tempdir", str(tmp_path))
-    argv = ["--pairs=2", f"--text={tmp_path}/text", f"--out={tmp_path}/race", "--", "--num_iterations=100"]
-    assert race_anchor.main(argv) == code
-    document = json.loads((tmp_path / "race" / "race.json").read_text())
-    assert document["comparisons"][0]["train_time"]["ratio"] == pytest.approx(0.1, rel=0.02)
-    assert document["flags"][-1] == "--num_iterations=100"
-    assert not [*tmp_path.glob("race-anchor-*")]
-
-
-def test_race_with_the_anchor_packs_the_last_tenth_of_a_text_for_validation(tmp_path, capsys):
-    (tmp_path / "text").write_bytes(TEXT)
-    flags, _ = race_anchor.pack(tmp_path / "text", tmp_path)
-    train, val = (anchor_cpu.read_shard(tmp_path / f"nano_{part}_000000.bin") for part in ("train", "val"))
-    assert flags[0] == f"--val_tokens={12 * 8192}" == f"--val_tokens={len(val) - 1}"
-    assert ({*train}, {*val}) == ({*b"0123456789\n", 256}, {*b"abcdefghij\n", 256})
-    (tmp_path / "equal").write_bytes(b"\n" * 10**6)
-    for bad in "equal", "missing":
-        with pytest.raises(SystemExit, match="2"):
-            race_anchor.main([f"--text={tmp_path / bad}"])
-    assert capsys.readouterr().err.count("--text") == 2
+def test_anchor_writes_a_log_that_can_be_raced_on_any_text(corpus, tmp_path, monkeypatch, capsys):
+    argv = f"anchor --data {corpus}/ --val_tokens 128 --steps 3 --val_every 1 --log_dir {tmp_path} --run_id r".split()
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(anchor_cpu, "THREADS", 1)
+    anchor_cpu.main()
+    log, told = Log(tmp_path / "r.txt"), json.loads(capsys.readouterr().out)
+    assert log.source == Path(anchor_cpu.__file__).read_text().rstrip("\n")
+    assert log.curve == {step: pytest.approx((loss, ms), abs=1) for step, loss, ms in told["val_curve"]}
+    assert (log.incomplete, log.val_loss) == (None, pytest.approx(told["val_loss"], abs=1e-4))
+    assert log.train_time == pytest.approx(told["train_time_ms"], abs=1)
+    monkeypatch.setattr(sys, "argv", [*argv, "--val_tokens=1"])
+    with pytest.raises(SystemExit, match="2"):
+        anchor_cpu.main()
 
 
 def test_without_a_gpu_one_line_says_so(monkeypatch):

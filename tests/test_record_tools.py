@@ -3,7 +3,10 @@
 import dataclasses
 import fcntl
 import functools
+import itertools
 import json
+import math
+import operator
 import os
 import re
 import shlex
@@ -11,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +23,19 @@ from PIL import Image
 from scipy import stats
 
 import train_gpt
-from records import proof, race, rules
+from records import proof, race, rules, tried
 from records.__main__ import build_parser, main
-from records.logs import Log, lineage
+from records.logs import Log, Unreadable, lineage
 from records.publish import BEGIN, END
 from synthetic_logs import (
     LOSSES,
     NANO_VAL,
     README,
     ROOT,
+    RULE,
     SCRIPT,
     SOURCE,
     log_text,
-    public_text,
     write_race,
     write_record,
 )
@@ -53,8 +57,9 @@ def root(tmp_path) -> Path:
 
 
 @pytest.fixture
-def tool(root, capsys, monkeypatch):
+def tool(root, tmp_path, capsys, monkeypatch):
     """Run a command on the records in `root`; return exit code, stdout and stderr."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("records.__main__.build_parser", functools.cache(build_parser))  # most of a command's time
 
     def run(command: str, *argv: object) -> tuple[int, str, str]:
@@ -165,12 +170,13 @@ def test_against_names_the_first_deviation(tool, tmp_path):
     (record,) = (record for record in proof.public_history()["records"] if record["number"] == 21)
     curve = {int(step): loss for step, loss in record["curve"].items()}
     told = "follows record21 within 0.05 at 16 points, within 0.01 at its end\n"
-    assert against(public_text(curve, 1770)) == (0, told)
-    code, told = against(public_text(curve | {1770: curve[1770] + 0.0101}, 1770))
+    gpt2 = dict(preset="gpt2", steps=1770, batch_tokens=393216)
+    assert against(log_text(**gpt2, curve=curve)) == (0, told)
+    code, told = against(log_text(**gpt2, curve=curve | {1770: curve[1770] + 0.0101}))
     assert (code, told[:40]) == (1, "leaves record21 first at step 1770: 3.28")
     off = {step: loss + (0.0501 if step >= 750 else 0.0499) for step, loss in curve.items() if step != 500}
     told = "leaves record21 first at step 750: 3.6531, the curve 3.6030 (compared at 15 points; 1 more it lacks)\n"
-    assert against(log_text(preset="gpt2", steps=1770, batch_tokens=393216, curve=off)) == (1, told)
+    assert against(log_text(**gpt2, curve=off)) == (1, told)
 
 
 def test_a_log_that_is_cut_short_never_gives_a_traceback(tool, root):
@@ -197,7 +203,7 @@ def test_stats(tool, root, tmp_path):
     write_record(root, NAME, good())
     assert "if the true mean and sd are these): 3 in all" in tool("stats", "good")[1]
     sample = proof.describe(LOSSES)
-    for target, runs in {1.4315: 32, 1.4302001: None, 1.43: None}.items():
+    for target, runs in {1.4315: "32", 1.4302001: "more than 1000", 1.43: "more than 1000"}.items():
         assert proof.runs_needed(target - sample.mean, sample.sd) == runs
     for message, change in {"as run1.txt": dict(seed=1), "scripts": dict(seed=9, source="")}.items():
         (tmp_path / "other.txt").write_text(log_text(**change))
@@ -233,12 +239,15 @@ def scripts(tmp_path) -> list[Path]:
     return [*paths]
 
 
-def test_race_takes_turns_and_compares_each_with_the_next(tool, tmp_path, scripts, monkeypatch):
+def test_race_takes_turns_and_compares_each_with_the_next_and_the_last(tool, tmp_path, scripts, monkeypatch):
     fast, slow, _ = scripts
     monkeypatch.setattr(os, "getloadavg", lambda: (1.5, 0, 0))
-    err = tool("race", slow, fast, slow, "--pairs", "4", "--out", tmp_path / "race")[2]
+    _, out, err = tool("race", slow, fast, slow, "--pairs", "4", "--out", tmp_path / "race")
     found = json.loads((tmp_path / "race" / "race.json").read_text())
-    first, second = found["comparisons"]
+    first, second, last = found["comparisons"]
+    assert [last["val_loss"][key] for key in ("difference", "low", "high")] == [0, 0, 0]
+    said = re.findall(r"verdict: screen of 4 pairs: (\w+).*; to decide, race again with fresh seeds and --pairs 5", out)
+    assert said == ["slower", "faster", "undecided"]
     assert 1.4 < first["train_time"]["low"] < 1.5 < first["train_time"]["high"]
     assert first["step_time"]["ratio"] == pytest.approx(1.5, abs=0.02)
     assert [first["val_loss"][key] for key in ("difference", "low", "high")] == pytest.approx([0.005] * 3)
@@ -269,6 +278,61 @@ def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scr
     assert re.search(r"slow.py against .*fast.py: n=3 pairs of one seed \(7, 8, 9\).*\n  train time: 1\.\d+ \(", out)
 
 
+VERDICTS = [  # mean ratio of times, mean difference of losses, pairs
+    (0.9, 0.009, 5, "faster", "$"),
+    (0.9, 0.02, 5, "faster at a loss that is too high", "take more steps"),
+    (1.1, 0.02, 5, "slower", "$"),
+    (1.1, -0.02, 5, "slower", "its loss is lower: take fewer steps"),
+    (0.99, 0.02, 5, "undecided, would take about 31 pairs", "race again with fresh seeds and as many --pairs"),
+    (0.99, -0.02, 5, "undecided, would take about 31 pairs", "its loss is lower: take fewer steps"),
+    (0.9, -0.02, 4, "screen of 4 pairs: faster", "to decide, race again"),
+    (0.9, -0.02, 1, "screen of 1 pair: no interval", "to decide, race again"),
+]
+
+
+@pytest.mark.parametrize(("ratio", "drop", "n", "verdict", "advice"), VERDICTS)
+def test_a_comparison_ends_with_a_verdict(ratio, drop, n, verdict, advice):
+    older = [race.Run(1, seed, 1.44, 800.0) for seed in range(n)]
+    spread = [(-1) ** seed * (seed > 0) for seed in range(n)]
+    newer = [race.Run(0, i, 1.44 + drop + x * 0.004, 800 * ratio * (1 + x / 60)) for i, x in enumerate(spread)]
+    found = proof.compare(newer, older, slack=0.005)
+    assert (found["verdict"], bool(re.match(advice, found["advice"]))) == (verdict, True), found
+    assert verdict in proof.told("a", "b", found)
+
+
+def test_the_pages_word_the_rule_as_the_verdict_does():
+    for page in "README.md", "docs/submit.md", "records/README.md":
+        assert proof.FASTER in " ".join((ROOT / page).read_text().split()), page
+
+
+def test_what_was_raced_is_in_a_table_that_two_races_may_write_to(tool, tmp_path, scripts):
+    """An idea that is only a flag is one of them. A damaged row is named and kept."""
+    fast, slow, _ = scripts
+    argv = ("race", f"{fast} --val_loss_every 0", fast, slow, "--pairs", "2", "--out", tmp_path / "race")
+    assert "no race has ended" in tool("tried")[2]
+    for command in argv, (*argv[:-2], "--resume", argv[-1]):
+        assert tool(*command, "--note", "an\tidea|")[0] == 0
+    flags = [Log(tmp_path / "race" / f"race-1-{letter}.txt").flags[6:] for letter in "abc"]
+    assert flags == [["--val_loss_every", "0"], [], []]
+    head, *rows = [line.split("\t") for line in tried.TABLE.read_text().splitlines()]
+    names = [f"{fast} --val_loss_every 0", str(fast), str(slow)]
+    assert [(row[1], row[3]) for row in rows] == [(names[i], names[j]) for i, j in ((0, 1), (1, 2), (0, 2))]
+    assert all((len(row), row[-1]) == (len(head), "an idea|") for row in rows)
+    document = write_race(tmp_path / "race.json", "", SOURCE)
+    with open(tried.TABLE, "a") as other, ThreadPoolExecutor() as pool:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        racing = pool.submit(tried.append, document, [(0, 1)], "")
+        with pytest.raises(TimeoutError):
+            racing.result(0.2)
+        other.write("half a row")
+        other.close()
+        racing.result()
+    code, out, err = tool("tried")
+    assert (code, out.count("\n"), err.count("\n")) == (0, 6, 1)
+    assert err.startswith("logs/tried.tsv, line 5: 'half a row' is no row of this table: mend it")
+    assert re.search(r"slow\.py \| \w{12} .* an idea&#124; \|\n\| [\d-]+ \| script 0 .* \| faster \|  \|$", out)
+
+
 TWO = pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow)
 
 
@@ -291,10 +355,11 @@ def test_a_stopped_race_leaves_no_process(tmp_path, number, processes):
 
 
 def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, monkeypatch):
-    monkeypatch.chdir(tmp_path)
     fast, _, other = scripts
     assert "needs 2 to 26 scripts" in tool("race", fast)[2]
     assert "leave them out" in tool("race", fast, fast, "--", "--seed=1")[2]
+    assert "leave them out" in tool("race", fast, f"{fast} --seed 1")[2]
+    assert "perhaps with flags (No closing quotation)" in tool("race", fast, f"{fast} '--seed")[2]
     assert "its runs differ in val_sha256: race with the same data" in tool("race", fast, other)[2]
     with open(tmp_path / ".lock", "w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
@@ -330,7 +395,6 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
 @pytest.mark.parametrize("track", ["nano", "gpt2 on 1x NVIDIA GeForce RTX 4090"])
 def test_the_commands_of_submit_lead_to_a_record(tool, root, tmp_path, scripts, monkeypatch, track):
     """Run them in order, from a copy of the root's script, which is the newest record's, to what verify accepts."""
-    monkeypatch.chdir(tmp_path)
     fast, slow, _ = (path.read_text() for path in scripts)
     if track != "nano":
         on_gpu = "log_text(preset='gpt2', batch_tokens=393216, gpus=['NVIDIA GeForce RTX 4090'], s"
@@ -348,7 +412,9 @@ def test_the_commands_of_submit_lead_to_a_record(tool, root, tmp_path, scripts, 
                 left = [line for line in tool("verify", "MyIdea")[1].splitlines() if "<say" not in line]
                 readme.write_text(re.sub("<say.*>", "said", readme.read_text()))
                 assert tool("verify", "MyIdea")[:1] == (0,)
-            case [_, _, _, "race", *words] if "--nproc_per_node" in words or ("nano" in words) != (track == "nano"):
+            case [_, _, _, "race", script, *words] if " --" in script or "--nproc_per_node" in words:
+                pass  # of a flag, or of another track
+            case [_, _, _, "race", *words] if ("nano" in words) != (track == "nano"):
                 pass  # of another track
             case [_, _, _, name, *words]:
                 if track != "nano":
@@ -371,29 +437,31 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after="2026-01-02_Idea")
     path = folder / "race.json"
     write_race(path, NEWER, idea["source"])
-    assert "times 2026-01-02_Idea, loss" in tool("verify")[1], "the newest one, though it is not ranked"
+    against = "loss +0.0000 (+0.0000 to +0.0000), against"
+    assert f"{against} 2026-01-02_Idea" in tool("verify")[1], "the newest one, though it is not ranked"
     document = write_race(path, NEWER, SOURCE)
-    assert f"steps); train time 0.900 (0.900 to 0.900) times {NAME}, loss +0.0000\n" in tool("verify")[1]
+    assert f"steps); faster: train time 0.900 (0.900 to 0.900), {against} {NAME}\n" in tool("verify")[1]
     scripts, runs, other = document["scripts"], document["runs"], dict(sha256="ab" * 32)
     for problem, change in {
-        "lacks this record's script": dict(scripts=[other, scripts[1]]),
-        f"not the script of {NAME} or 2026-01-02_Idea: race": dict(scripts=[scripts[0], other]),
+        "lacks this record's script": dict(scripts=[scripts[0] | other, scripts[1]]),
+        f"not the script of {NAME} or 2026-01-02_Idea: race": dict(scripts=[scripts[0], scripts[1] | other]),
         "the log of its run race-0-a says otherwise": dict(runs=[runs[0] | dict(train_time=900.0), *runs[1:]]),
         "the log of its run race-0-b says otherwise": dict(runs=[runs[0], runs[1] | dict(val_loss=1.4), *runs[2:]]),
-        "has 9 runs, not 5 of each script": dict(runs=runs[:-1]),
+        "has 9 runs, not 5 of each script; --resume the race. So far screen of 4 pairs: faster": dict(runs=runs[:-1]),
+        "has 1 runs, not 5 of each script; --resume the race. So far it has no pair": dict(runs=runs[:1]),
         "its runs are not those of a race in order": dict(runs=[*runs[:8], runs[0], runs[9]]),
         "its runs differ in hardware: race": dict(runs=[*runs[:9], runs[9] | dict(hardware="another")]),
         "flags --muon_lr, --seq: put": dict(flags=["--preset", "nano", "--muon_lr=-1", "--seq", "-8"]),
-        "not the race.json of a race": dict(runs=[{}]),
+        "runs[0].script is null or missing, not a whole number": dict(runs=[{}]),
         "no sound log of its run race-0-a, with the race's flags, is in": dict(flags=["--preset", "nano"]),
     }.items():
         path.write_text(json.dumps(document | change))
         assert tool("verify", "next")[1].startswith(f"FAIL {NEXT}: race.json: {problem}")
     for problem, settings in {
-        f"ends above {NAME}: spent margin is no gain; take more steps": dict(drop=0.006),
+        f"against {NAME} faster at a loss that is too high: train time 0.900 (0.900 to 0.900)": dict(drop=0.006),
         "has 6 runs of the script, there are 5 sound logs: leave none out": dict(losses=[*LOSSES, 1.47]),
-        "fewer than 5 pairs": dict(losses=LOSSES[1:]),
-        f"not shown to be faster than {NAME}: train time 1.100 (1.100 to 1.100); race more": dict(ratio=1.1),
+        "fewer than 5 pairs are a screen: race with --pairs 5. So far screen of 4": dict(losses=LOSSES[1:]),
+        f"against {NAME} slower: train time 1.100 (1.100 to 1.100), loss +0.0000": dict(ratio=1.1),
     }.items():
         write_race(path, NEWER, SOURCE, **settings)
         assert problem in tool("verify", "next")[1]
@@ -407,6 +475,53 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     assert lacking in tool("verify", "next")[1]
     path.unlink()
     assert "race.json: is missing; race the script against" in tool("verify", "next")[1]
+    (root / "README.md").write_text(EMPTY_TABLES)
+    waiting = f"waiting for {NEXT}: finish it (python -m records verify {NEXT}) or move it away: {path}: is missing"
+    assert waiting in tool("table")[2]
+
+
+ODD = [None, True, -1, 0.5, -0.0, 10**400, 1e999, math.nan, 1e308, "", " ", "x", "\ud800", [], [None], {}, [{}]]
+ODD += [[1e999], {"a": 1}, [[]]]  # the last one fits nowhere
+FINE = dict(name=["x", "\ud800"], hardware=["x", "\ud800", None], val_sha256=[None], val_loss=[0.5], train_time=[0.5])
+FINE |= dict(step_time=[0.5, None], runs=[[]], flags=[[]], comparisons=[[], [{}]])
+
+
+def ways(value, *way):
+    """Yield the way to each field of a document, and into the first item of each list."""
+    yield way
+    if isinstance(value, dict | list):
+        for key in [*value] if isinstance(value, dict) else range(len(value))[:1]:
+            yield from ways(value[key], *way, key)
+
+
+def test_odd_values_in_race_json_are_named_by_file_and_field(tool, root, scripts):
+    write_record(root, NAME, good())
+    folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after=NAME)
+    (root / "README.md").write_text(EMPTY_TABLES)
+    path, document = folder / "race.json", write_race(folder / "race.json", NEWER, SOURCE) | dict(comparisons=[])
+    for way in [*ways([document])][1:]:
+        where = f"{path}: " + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in way[1:])[1:]
+        for value in ODD:
+            changed = [json.loads(json.dumps(document))]
+            functools.reduce(operator.getitem, way[:-1], changed)[way[-1]] = value
+            path.write_text(json.dumps(changed[0]))
+            if repr(value) in map(repr, FINE.get(way[-1], [])):
+                assert race.read_race(path)
+            else:
+                with pytest.raises(Unreadable, match=f"^{re.escape(where)}"):
+                    race.read_race(path)
+        for command in ("verify", "next"), ("table",), ("race", *scripts[:2], "--resume", folder):
+            code, *told = tool(*command)
+            named = [line for line in "".join(told).splitlines() if re.sub("^.*/", "", where) in line]
+            assert (code, len(named)) == (2, 1), told
+
+
+@pytest.mark.parametrize("odd", ['{"preset": []}', '{"stages": [1]}', '{"batch_tokens": -1}', "7"])
+def test_an_odd_configuration_of_a_log_is_named(tool, root, odd):
+    write_record(root, NAME, [re.sub("(?m)^configuration: .*", f"configuration: {odd}", text) for text in good()])
+    code, out, _ = tool("verify")
+    assert (code, out.count(".txt: configuration")) == (2, len(LOSSES))
+    assert re.search(r"run0\.txt: configuration\S* is \S.*, not ", tool("stats", "good")[2])
 
 
 def test_each_kind_of_gpu_has_a_leaderboard_that_its_first_record_opens(tool, root):
@@ -519,6 +634,50 @@ def test_pictures_show_what_their_commands_draw_today(picture, tmp_path, monkeyp
     assert main(argv) == 0
     shipped, new = (json.loads(Image.open(path).text["Comment"]) for path in (ROOT / picture, tmp_path / "new.png"))
     assert shipped == new, "draw it anew"
+
+
+PUBLIC_LINES = [  # as public logs have them, main and medium track first, then those of the optimizer track
+    "step:{0}/250 val_loss:{1:.4f} train_time:{2}ms step_avg:96.38ms",
+    "step:{0}/250 val_loss:{1:.5f} train_time:{3:.3f}s step_avg:191.72ms",
+    "step:{0}/250 val_loss:{1:.5f} train_time:{3:.3f}s step_avg:nanms",
+    "step:{0}/250 val_loss:{1:.5f} val_avg_loss:9.1 val_ema_loss:4.5 train_time:{3:.3f}s step_avg:191.72ms",
+    "step:{0}/250 val_loss:{1:.5f} train_time:{3:.3f}s step_avg:191.72ms ema_beta:0.998",
+    "step:{0}/250 val_loss:{1:.5f} train_time:{3:.3f}s step_avg:nanms extrap_count:3 extrap_rel:1.2e-03 handoff:keep",
+]
+
+
+@pytest.mark.parametrize("form", PUBLIC_LINES)
+def test_public_logs_of_all_tracks_are_read(tool, tmp_path, form):
+    for name, end in dict(a=3.27, b=3.275).items():
+        points = (0, 10.82584, 0), (125, 4.62997, 23_965), (250, end, 47_930)
+        lines = [form.format(step, loss, ms, ms / 1000) for step, loss, ms in points]
+        (tmp_path / f"{name}.txt").write_text("\n".join(["import sys", RULE, "Running Python 3", RULE, *lines, ""]))
+    assert tool("stats", "a.txt", "b.txt")[1].startswith("n=2 mean 3.2725 sd 0.0035 p=0.1 against 3.28")
+    found = [json.loads(line) for line in tool("jsonl", "a.txt")[1].splitlines()]
+    assert [line["train_time_ms"] for line in found] == [0, 23_965, 47_930]
+    assert tool("plot", "a.txt", "b.txt", "-o", "x.png")[0] == 0
+    (curve, _) = json.loads(Image.open("x.png").text["Comment"])["curves"]
+    assert (curve["seconds"], curve["mean"][1]) == ([0, 23.965, 47.93], pytest.approx(4.63, abs=1e-4))
+
+
+def test_a_plot_shows_what_there_is(tool, root, tmp_path):
+    """A run that only validates at its end has a smoothed training loss; what holds no curve is named, not drawn."""
+    losses, text = itertools.count(1), log_text(steps=60, curve={60: 1.43})
+    text = re.sub(r"train_loss:[\d.]+", lambda _: f"train_loss:{next(losses)}", text)
+    begun = text[: text.index("step:1/60")]
+    for name, part in dict(begun=begun, cut="cut short", half=text[: text.index("step:31/60")], whole=text).items():
+        Path(f"{name}.txt").write_text(part)
+    code, _, err = tool("plot", *sorted(tmp_path.glob("*.txt")), "-o", "x.png")
+    told = r"left out: .*begun\.txt: no step lines.*\nleft out: .*cut\.txt: not a log.*\n.*half\.txt: ends at step 30"
+    assert (code, bool(re.match(told, err))) == (0, True)
+    half, dot, whole = json.loads(Image.open("x.png").text["Comment"])["curves"]
+    assert [curve["is_training"] for curve in (half, dot, whole)] == [True, False, True]
+    assert (dot["steps"], dot["mean"], whole["steps"], half["steps"][-1]) == ([60], [1.43], [*range(3, 61)], 30)
+    assert whole["mean"] == pytest.approx([*range(2, 60)]), "of three steps each"
+    write_record(root, NAME, [text, text[: text.index("step:31/60")]])
+    assert re.search(r"run1\.txt: ends at step 30 of 60: left out", tool("plot", "good", "-o", "x.png")[2])
+    assert json.loads(Image.open("x.png").text["Comment"])["curves"][1]["steps"] == whole["steps"]
+    assert "nothing to draw" in tool("plot", "cut.txt")[2]
 
 
 def test_a_growing_log_is_followed_to_its_end(tool, tmp_path, monkeypatch):
