@@ -57,8 +57,8 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, ch
     Where that is not compiled. In float64 flex goes by its mask of elements: test_attention has the lists of blocks.
     """
     files = dict(train_files=f"{tmp_path}/train.bin", val_files=f"{tmp_path}/val.bin")
-    for path in files.values():
-        write_shard(Path(path), np.random.default_rng(0).integers(128, size=20_000))
+    for seed, path in enumerate(files.values()):
+        write_shard(Path(path), np.random.default_rng(seed).integers(128, size=20_000))
     cfg = dataclasses.replace(gpt2, **LONG | changes | files)
     trainer, plain = Trainer(cfg, Ranks()), Trainer(dataclasses.replace(cfg, compile=False), Ranks())
     trainer.gpt.cfg = dataclasses.replace(cfg, device="cpu" if cfg.lm_head_fp8 else "cuda")  # what the masks go by
