@@ -293,7 +293,7 @@ class PublicRecord:
                     row += 1
 
     def test_packing(self, tmp_path: Path):
-        """Compare the batches of three steps of each stage with their bigrams, and the hashes of a real size."""
+        """Compare the batches of three steps of each stage with their bigrams, those of the run, real hashes."""
         m, cfg = (
             self.script,
             self.config(tmp_path, **self.small | dict(vocab_size=200, eot_token=199, bigram_rows=1280)),
@@ -313,6 +313,11 @@ class PublicRecord:
                     key = f"pack/stage{step // 3 + 1}/{name}"
                     assert np.array_equal(found, self.numbers[key][step % 3, rank]), key
         assert step == 8
+        cfg = self.config(tmp_path, **self.small | self.run)
+        plan = m.plan_data(cfg)["train"]
+        for step, batch in enumerate(m.read_batches(plan, range(8), cfg, torch.device("cpu"))):
+            inputs = torch.stack([inputs for inputs, _ in batch])
+            assert np.array_equal(inputs, self.numbers[self.batches.format(step)])
 
     def step(self, trainer, step: int, shown: int) -> None:
         """Step the optimizers with learning rate and momentum of step `shown`."""
