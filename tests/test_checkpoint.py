@@ -43,8 +43,9 @@ def step_of(checkpoint: Path) -> int:
     return torch.load(checkpoint, weights_only=True)["step"] if checkpoint.exists() else 0
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("moments", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    ("moments", "size"), [(FEW, 2), *(pytest.param(ALL, n, marks=pytest.mark.slow) for n in (1, 2))]
+)
 def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
     """The few are on two nodes with disks of their own."""
     resumed = []

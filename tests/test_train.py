@@ -8,8 +8,6 @@ import os
 import re
 import resource
 import select
-import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -86,18 +84,6 @@ def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
     assert json.loads(log.with_suffix(".json").read_text()) == json.loads(json.dumps(result))
     assert {path.name for path in log.parent.iterdir()} == {"form.txt", "form.json", "form.pt"}
     assert re.search("(?s)^.{,1400} reached", capsys.readouterr().out), "the console sees a few lines"
-
-
-def test_console_that_goes_away_does_not_end_the_run(flags, tmp_path):
-    """Of a copy of the script, elsewhere, in a program of its own."""
-    runs, copy = {}, shutil.copy(ROOT / "train_gpt.py", tmp_path)
-    for name, elsewhere in dict(pipe="| head -1", full="1>/dev/full").items():
-        command = f"{shlex.join([sys.executable, copy, *flags, '--run_id', name])} {elsewhere}"
-        runs[name] = subprocess.Popen(["bash", "-c", command], stdout=-1, stderr=-1, text=True)
-    for name, run in runs.items():
-        out, err = run.communicate(timeout=60)
-        assert (out.count("\n"), "Traceback" in err) == (name == "pipe", False), name
-        assert (tmp_path / "logs" / f"{name}.json").exists()
 
 
 def test_seed_decides_the_run_which_starts_at_the_loss_of_a_guess_and_falls(flags, capsys):
@@ -283,7 +269,9 @@ def test_full_disk_ends_the_log_and_not_the_training(flags, tmp_path):
         assert not [path for path in (tmp_path / "logs").rglob("*.[pc]*") if "whole" not in str(path)]
 
 
-def test_terminal_shows_a_bar_and_may_be_closed(long_flags, tmp_path):
+def test_terminal_shows_a_bar_and_a_console_may_go_away(flags, long_flags, tmp_path):
+    """A terminal that is closed fails as a pipe does whose reader leaves. Another run's console is full at once."""
+    full = Run([[*flags, "--run_id", "full"]], console="/dev/full")
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 200))
     run = Run([[*long_flags, "--num_iterations", "100", "--run_id", "closed"]], console=os.ttyname(theirs))
@@ -295,8 +283,10 @@ def test_terminal_shows_a_bar_and_may_be_closed(long_flags, tmp_path):
     os.close(ours)
     at = len(log.read_text())
     run.wait()
+    full.wait()
     assert log.read_text().count("\nstep:", at) > 20, "it was closed after the run"
     assert log.with_suffix(".json").exists()
+    assert log.with_name("full.json").exists()
 
 
 def test_preset_suits_the_machine_and_each_flag_has_help(capsys):
