@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import train_gpt
-from train_gpt import GPT, Ranks, UserError, build_optimizers, step_optimizers
+from train_gpt import GPT, Muon, Ranks, UserError, build_optimizers, step_optimizers
 
 
 @pytest.mark.parametrize("name", "extra blocks.0.scale blocks.1.attn_lambdas value_embeds.resid_lambdas".split())
@@ -24,6 +24,13 @@ def test_a_parameter_without_exactly_one_group_is_refused_by_name(gpt2, name: st
     gpt.get_submodule(module).register_parameter(last, nn.Parameter(torch.zeros(3, 3)))
     with pytest.raises(UserError, match=rf"^{name}: [02] rows of `groups`"):
         build_optimizers(gpt, Ranks())
+
+
+def test_squares_of_updates_are_averaged_over_columns_or_over_fewer_rows():
+    for rows, columns, averages in (24, 16, (24, 1)), (16, 16, (16, 1)), (16, 24, (1, 24)):
+        params = dict(w=nn.Parameter(torch.zeros(rows, columns)))
+        muon = Muon(params, [train_gpt.GPT2_GROUPS[0]], train_gpt.PRESETS["nano"], Ranks())
+        assert muon.state["second_moment"].shape[1:] == averages
 
 
 def shared(a: Tensor, b: Tensor) -> bool:

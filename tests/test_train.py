@@ -178,9 +178,16 @@ def test_bad_input_is_refused_by_name(flags, tmp_path, monkeypatch, capsys, flag
     assert not [*tmp_path.glob("logs/*")]
 
 
-def test_more_keys_than_two_blocks_have_are_refused_where_heads_mix_them():
-    with pytest.raises(UserError, match=r"^--dc_keys 130: expected [^\n]*$"):
-        dataclasses.replace(train_gpt.PRESETS["gpt2"], dc_keys=130)
+STAGES = train_gpt.PRESETS["gpt2"].stages
+UNFIT = {"dc_keys 130": dict(dc_keys=130)}  # more than two blocks have, where heads mix them
+UNFIT["stages "] = dict(stages=STAGES[:2])  # shares that add up to another number than 1
+UNFIT["stages \\("] = dict(stages=(*STAGES[:2], STAGES[2]._replace(max_doc_len=0), *STAGES[3:]))  # cut in some
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_does_not_fit_together_is_refused(name):
+    with pytest.raises(UserError, match=rf"^--{name}.* ?expected [^\n]*$"):
+        dataclasses.replace(train_gpt.PRESETS["gpt2"], **UNFIT[name])
     dataclasses.replace(train_gpt.PRESETS["nano"], dc_keys=130)
 
 
@@ -188,13 +195,6 @@ def test_tables_of_two_rates_cannot_be_tied(tiny):
     """One of them would leave the other."""
     with pytest.raises(UserError, match=r"^--tied_frac: the rows of [^\n]*$"):
         Trainer(dataclasses.replace(tiny, tied_frac=0.5), Ranks())
-
-
-@pytest.mark.parametrize("spoil", [lambda s: s[:2], lambda s: (*s[:2], s[2]._replace(max_doc_len=0), *s[3:])])
-def test_stages_that_do_not_fit_together_are_refused(spoil):
-    """Shares that add up to another number than 1; documents that are cut in some of them."""
-    with pytest.raises(UserError, match=r"^--stages .* expected [^\n]*$"):
-        dataclasses.replace(train_gpt.PRESETS["gpt2"], stages=spoil(train_gpt.PRESETS["gpt2"].stages))
 
 
 def test_number_of_processes_has_to_divide_the_sequences(flags, monkeypatch):
