@@ -331,12 +331,6 @@ class PublicRecord:
                 trainer.model = lambda *_: loss
                 trainer.train_step(step, [(torch.zeros(8), torch.zeros(8).long())])
 
-    def untied_after(self, folder: Path, first: int, **changes):
-        """Return a trainer for steps that count from 0, and whose tables part as if they counted from `first`."""
-        cfg = self.config(folder, **changes)
-        cfg = dataclasses.replace(cfg, tied_frac=cfg.tied_frac - first / cfg.scheduled_steps)
-        return self.script.Trainer(cfg, self.script.Ranks())
-
     @pytest.mark.parametrize("begin", ["first", "across"])
     def test_optimizers(self, tmp_path: Path, begin: str):
         """Take six steps with given gradients, from the first one on or across the untying.
@@ -344,7 +338,9 @@ class PublicRecord:
         Moments are zero before, and Adam counts from 1.
         """
         first = 0 if begin == "first" else self.across
-        trainer = self.untied_after(tmp_path, first, **self.small | self.steps)
+        cfg = self.config(tmp_path, **self.small | self.steps)
+        cfg = dataclasses.replace(cfg, tied_frac=cfg.tied_frac - first / cfg.scheduled_steps)
+        trainer = self.script.Trainer(cfg, self.script.Ranks())
         params = dict(trainer.gpt.named_parameters())
         members = {key: [p for n, p in params.items() if re.fullmatch(kind, n)] for key, kind in self.members.items()}
         public = {

@@ -4,8 +4,8 @@ The record ThreeTables carries no idea for a CPU, but another form: it trains as
 OneLayer keeps nets and gates in fp32, where the form keeps them in the precision of the activations: here both have
 what OneLayer has. Neither has FP8 on a CPU. Nets sum up their factors in another order, so in float64 and float32 gpt2
 agrees to rounding, which the test keeps from growing by small learning rates (values at first that differ by 1e-7 move
-a loss in float32 by up to 5e-4, as some of these random tokens are ill-conditioned). In bf16 it hides: losses are equal in
-every bit, and of parameters at most a few last bits of fp32 differ (a net's by 1e-8, seen once).
+a loss in float32 by up to 5e-4, as some of these random tokens are ill-conditioned). In bf16 it hides: losses are equal
+in every bit, and of parameters at most a few last bits of fp32 differ (a net's by 1e-8, seen once).
 """
 
 import dataclasses
