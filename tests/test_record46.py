@@ -26,10 +26,9 @@ class TestRecord(PublicRecord):
     batches, loss = "packing/{}/inputs", "train_loss_mean"
     first = dict(skip_weights=-1.5, backout_lambda=0.5, lambdas=[1.1, 0], attn=0.5)
     std = dict(embed=1, value_embeds=1, qkv_w=0.5 / 24**0.5, c_fc=0.5 / 24**0.5)
-    test_packing = test_optimizers = test_states = test_precision = None  # the run is enough, as nobody changes it
 
     def place(self, name: str) -> tuple[str, int]:
-        name = re.sub(r"blocks\.(\d+)", lambda i: f"blocks.{int(i[1]) + 1}", name)
-        return name.replace("skip_weights", "skip_weight") + ".weight" * name.endswith(
-            ("c_proj", "c_fc", "gate", "head")
-        ), 0
+        name = re.sub(r"blocks\.(\d+)", lambda i: f"blocks.{int(i[1]) + 1}", name).replace(
+            "skip_weights", "skip_weight"
+        )
+        return name + ".weight" * name.endswith(("c_proj", "c_fc", "gate", "head")), 0

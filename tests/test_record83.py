@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 import test_record65
-from public_records import PublicRecord, load
+from public_records import WholeRecord, load
 
 pytestmark = pytest.mark.slow
 BEFORE = test_record65.TestRecord
 
 
-class TestRecord(PublicRecord):
+class TestRecord(WholeRecord):
     record = "2026-05-20_BigramsSignTrick"
     script = load(record)
-    shards = BEFORE.shards
+    shards = BEFORE.shards | dict(pack_0="pack/shard0", pack_1="pack/shard1")
     small = {name: value for name, value in BEFORE.small.items() if name != "block_size"}
     small |= dict(mask_block=16, bigram_rows=1920, bigram_dim=24, sign_rows=32)
     run = {name: value for name, value in BEFORE.run.items() if name not in ("block_size", "cooldown_frac")}
@@ -27,7 +27,11 @@ class TestRecord(PublicRecord):
     across, hashes = 914, dict(bigram_rows=15 * 50304, sign_rows=8192)
     states = dict(s1=200, val_s1=250, s2=640, val_s2=750, s3_tied=917, s3=1100, val_s3=1250, ext=1380, val_final=1385)
     last_tied, nets = 917, "mudd_sample"
-    members = BEFORE.members | {"attn.qkv_w": r"blocks\.0\.attn\.(qk|v)_w", "xsa_alphas": r".*xsa_alpha"}
+    members = {"attn.qkv_w": r"blocks\.0\.attn\.(qk|v)_w", "value_embeds": "value_embeds.*"}
+    members |= {f"{kind}.weight": rf"blocks\.0\.{kind}" for kind in ("attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+    members |= {f"{kind}.weight": rf"{kind}(\.weight)?" for kind in ("embed", "bigram_embed", "lm_head")}
+    members |= {f"{kind}.weight": kind for kind in ("smear_gate", "skip_gate")}
+    members |= dict(attn_gates=r".*\.gate", value_gates=r".*\.value_gate", xsa_alphas=r".*xsa_alpha")
     members |= {f"{kind}_lambdas": rf".*\.{kind}_lambdas?" for kind in ("resid", "post", "x0", "bigram")}
     members |= {f"mudd_{kind}": rf".*\.{kind}" for kind in ("w1", "w2", "b2")}
     members["scalars"] = r".*attn\.lambdas|smear_lambda|skip_weights"

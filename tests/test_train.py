@@ -72,7 +72,9 @@ def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
     shard = f"train shard: {corpus}/train_000000.bin, {(corpus / 'train_000000.bin').stat().st_size} bytes"
     scored = np.fromfile(corpus / "val_000000.bin", dtype="<u2", offset=1024)[:288]
     sha256 = f"validation tokens: 288, sha256 {hashlib.sha256(scored).hexdigest()}\n"
-    for wanted in (f"Running PyTorch {torch.__version__}", '"--run_id", "form"', '"num_iterations": 4', shard, sha256):
+    tokens = f"training tokens: {4 * 128}, "
+    wants = f"Running PyTorch {torch.__version__}", '"--run_id", "form"', '"num_iterations": 4', shard, tokens, sha256
+    for wanted in wants:
         assert wanted in environment
     lines = re.findall(r"^(step:.*) train_time:(\d+)ms step_avg:\d+\.\d\dms$", steps, re.M)
     curves = {name: {step: loss for step, loss, _ in result[f"{name}_curve"]} for name in ("train", "val")}
