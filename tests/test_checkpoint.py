@@ -27,8 +27,7 @@ ALL = [("step:3/", 0, None), ("open", 1, 0), ("os.rename", 1, 0), ("os.rename", 
 @pytest.fixture
 def run_flags(gpt2_flags) -> list[str]:  # noqa: F811
     """Return flags for a run whose stages begin at steps 0, 3, 6 and 9; embedding and head part after step 7."""
-    more = "--num_iterations 12 --val_loss_every 2 --checkpoint_every 4 --save_checkpoint"
-    return [*gpt2_flags, *more.split()]
+    return [*gpt2_flags, *"--num_iterations 12 --checkpoint_every 4 --save_checkpoint".split()]
 
 
 @pytest.fixture
