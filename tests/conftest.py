@@ -113,10 +113,5 @@ def gpt2() -> Hyperparameters:
 
 
 @pytest.fixture
-def gpt2_64(gpt2) -> Hyperparameters:
-    return dataclasses.replace(gpt2, dtype="float64")
-
-
-@pytest.fixture
 def random_gpt() -> Callable[[Hyperparameters], GPT]:
     return lambda cfg: randomize(GPT(cfg))

@@ -16,7 +16,6 @@ import torch
 
 import train_gpt
 from test_train import flags, gpt2_flags, long_flags, losses, refusal, wait_for  # noqa: F401  (fixtures)
-from train_gpt import Ranks, UserError
 from world_worker import ENVIRONMENT, ROOT, Run
 
 # A line of the log, or an event of world_worker.kill_at in rank 0, after which all are killed; its number; the step of
@@ -28,8 +27,7 @@ ALL = [("step:3/", 0, None), ("open", 1, 0), ("os.rename", 1, 0), ("os.rename", 
 @pytest.fixture
 def run_flags(gpt2_flags) -> list[str]:  # noqa: F811
     """Return flags for a run whose stages begin at steps 0, 3, 6 and 9; embedding and head part after step 7."""
-    more = "--num_iterations 12 --val_loss_every 2 --checkpoint_every 4 --save_checkpoint"
-    return [*gpt2_flags, *more.split()]
+    return [*gpt2_flags, *"--num_iterations 12 --checkpoint_every 4 --save_checkpoint".split()]
 
 
 @pytest.fixture
@@ -43,8 +41,9 @@ def step_of(checkpoint: Path) -> int:
     return torch.load(checkpoint, weights_only=True)["step"] if checkpoint.exists() else 0
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("moments", [FEW, pytest.param(ALL, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    ("moments", "size"), [(FEW, 2), *(pytest.param(ALL, n, marks=pytest.mark.slow) for n in (1, 2))]
+)
 def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
     """The few are on two nodes with disks of their own."""
     resumed = []
@@ -114,23 +113,16 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(run_flags, saved, capsys)
     for content in (*fewer, state | dict(step=Path())):  # a Path is code that a pickle calls
         torch.save(content, saved)
         assert "whole.checkpoint" in refusal(resume, capsys)
-    torch.save(state | dict(tensors={}), saved)
-    assert "the checkpoint does not fit the model" in refusal(resume, capsys)
+    whole, head = state["tensors"], state["tensors"]["lm_head"]
+    fewer = {name: tensor for name, tensor in whole.items() if name != "lm_head"}
+    for wrong in {}, fewer, whole | dict(lm_head=head[1:]), whole | dict(more=head):
+        torch.save(state | dict(tensors=wrong), saved)
+        assert "the checkpoint does not fit the model at " in refusal(resume, capsys)
     saved.unlink()
     assert "whole.checkpoint" in refusal([*run_flags, "--resume", str(saved)], capsys)
 
 
-def test_tensors_of_another_model_are_refused_by_name(gpt2):
-    trainer = train_gpt.Trainer(gpt2, Ranks())
-    state = trainer.state()
-    fewer = {name: tensor for name, tensor in state.items() if name != "lm_head"}
-    for wrong in fewer, state | dict(lm_head=state["lm_head"][1:]), state | dict(more=torch.zeros(1)):
-        with pytest.raises(UserError, match="the checkpoint does not fit the model at"):
-            trainer.restore(wrong)
-    trainer.restore(state)
-
-
-def test_another_configuration_script_or_text_is_refused(run_flags, saved, tmp_path, capsys):
+def test_another_configuration_script_text_or_number_of_processes_is_refused(run_flags, saved, tmp_path, capsys):
     script, resume = tmp_path / "train_gpt.py", [*run_flags, "--resume", str(saved)]
     script.write_text((ROOT / "train_gpt.py").read_text() + "# changed\n")
     log = saved.with_suffix(".txt").read_bytes()
@@ -149,18 +141,10 @@ def test_another_configuration_script_or_text_is_refused(run_flags, saved, tmp_p
     run = Run([resume], tmp_path / "run", scripts=[script])
     assert (run.wait(), run.text("err").count("\n")) == ([2], 1)
     assert "script" in run.text("err")
+    run = Run([resume] * 2, tmp_path / "two")
+    assert (run.wait(), run.text("err", 1)) == ([2, 2], ""), "one line"
+    assert re.fullmatch(r".* the checkpoint has processes 1 instead of 2.*\n", run.text("err"))
     assert saved.with_suffix(".txt").read_bytes() == log
-
-
-def test_another_number_of_processes_is_refused_in_one_line(run_flags, tmp_path):
-    run_flags += ["--batch_tokens", "96", "--num_iterations", "10"]
-    assert Run([[*run_flags, "--run_id", "two"]] * 2, tmp_path / "two").wait() == [0, 0]
-    resume = [*run_flags, "--resume", tmp_path / "logs" / "two.checkpoint"]
-    for size in (1, 3):
-        run = Run([resume] * size, tmp_path / f"{size}")
-        assert run.wait() == [2] * size
-        assert f"the checkpoint has processes 2 instead of {size}" in run.text("err")
-        assert [run.text("err", rank).count("\n") for rank in range(size)] == [1, 0, 0][:size]
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """The plan of a run's batches, and the reader: the same tokens in the same order for any number of processes."""
 
-import dataclasses
-import hashlib
 import itertools
 import os
 from pathlib import Path
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 import train_gpt
 from shards import write_shard
 from test_train import wait_for
-from train_gpt import Batch, Hyperparameters, Stage, UserError
+from train_gpt import Batch, Hyperparameters, UserError
 
 CPU = torch.device("cpu")
 NANO = train_gpt.PRESETS["nano"]  # of a run's configuration plan and reader look at vocab_size and eot_token alone
@@ -118,32 +116,3 @@ def test_a_shard_that_goes_away_while_training_is_noticed(tmp_path, spoil):
     spoil(tmp_path / "x_000000.bin")
     with pytest.raises(UserError, match=r"x_000000\.bin"):
         list(batches)
-
-
-@pytest.mark.parametrize("max_doc_len", [0, 9])
-def test_the_hash_is_of_the_tokens_that_are_read_in_order(tmp_path, max_doc_len):
-    """Training reads the last target of a sequence, too."""
-    path = tmp_path / "x_0.bin"
-    write_shard(path, np.where(np.arange(60) % 13, np.arange(60) % 7, SMALL.eot_token))
-    plan = train_gpt.plan_batches(str(path), [6, 6, 10], 1, SMALL, [max_doc_len] * 3)
-    for targets in True, False:
-        rows = [torch.cat([x, y[-1:]]) if targets else x for x, y in read_all(plan, [0], SMALL)]
-        expected = hashlib.sha256(torch.cat(rows).numpy().astype("<u2").tobytes()).hexdigest()
-        assert train_gpt.hash_tokens(plan, SMALL, targets) == expected
-
-
-def test_each_stage_has_its_length_and_cut(tmp_path):
-    """Documents of a hundred tokens: pieces of at most 20 in the first two steps, and of at most 40 in the others."""
-    stages = Stage(0.5, batch=1, max_doc_len=20, window=0), Stage(0.5, batch=3, max_doc_len=40, window=0)
-    tokens = np.where(np.arange(4000) % 100, 1, SMALL.eot_token)
-    for name in "train", "val":
-        write_shard(tmp_path / f"{name}.bin", tokens)
-    small = dict(batch_tokens=128, train_seq_len=64, val_seq_len=200, val_tokens=600, extension_steps=0)
-    files = dict(train_files=f"{tmp_path}/train.bin", val_files=f"{tmp_path}/val.bin")
-    cfg = dataclasses.replace(SMALL, stages=stages, num_iterations=4, **small, **files)
-    plans = train_gpt.plan_data(cfg)
-    for step, batch in enumerate(plans["train"]):
-        for pieces in batch.sequences:
-            lengths = (pieces[:, 1] - pieces[:, 0]).tolist()
-            assert lengths == [20, 20, 20, 5] if step < 2 else [40, 40, 40, 40, 33]
-    assert [batch.sequences[0].tolist() for batch in plans["val"]] == [[[200 * i, 200 * i + 201]] for i in range(3)]

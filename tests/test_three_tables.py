@@ -1,10 +1,11 @@
-"""The record ThreeTables carries no idea for a CPU, but another form: it trains as OneLayer, in three precisions.
+"""Records that train as the one before: forms always, and ideas of nano where they are switched off or not of gpt2.
 
+The record ThreeTables carries no idea for a CPU, but another form: it trains as OneLayer, in three precisions.
 OneLayer keeps nets and gates in fp32, where the form keeps them in the precision of the activations: here both have
 what OneLayer has. Neither has FP8 on a CPU. Nets sum up their factors in another order, so in float64 and float32 gpt2
 agrees to rounding, which the test keeps from growing by small learning rates (values at first that differ by 1e-7 move
-a loss in float32 by up to 5e-4, as some of these random tokens are ill-conditioned). In bf16 it hides: losses are equal in
-every bit, and of parameters at most a few last bits of fp32 differ (a net's by 1e-8, seen once).
+a loss in float32 by up to 5e-4, as some of these random tokens are ill-conditioned). In bf16 it hides: losses are equal
+in every bit, and of parameters at most a few last bits of fp32 differ (a net's by 1e-8, seen once).
 """
 
 import dataclasses
@@ -18,57 +19,93 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import train_gpt
 from public_records import load
 from shards import write_shard
-from world_worker import ROOT, Run
+from world_worker import Run
 
 pytestmark = pytest.mark.slow  # these scripts are frozen
 FORM, BEFORE = "2026-11-25_ThreeTables", "2026-11-25_OneLayer"
+PREFIXES, ROLES = "2026-07-17_FP8DownProjection", "2026-11-24_HeadRoles"
 STEPS = 20
-SMALL = dict(num_iterations=STEPS, train_seq_len=64, batch_tokens=6 * 64, val_seq_len=128, val_tokens=512)
-SMALL |= dict(vocab_size=257, eot_token=256, lm_head_slice=50, device="cpu", compile=False, cpu_threads=1, seed=1)
+SMALL = dict(num_iterations=STEPS, train_seq_len=64, batch_tokens=6 * 64, val_seq_len=128, val_tokens=512, seed=1)
+SMALL |= dict(vocab_size=257, eot_token=256, lm_head_slice=50, dc_keys=8, device="cpu", compile=False, cpu_threads=1)
 NANO = dict(model_dim=32, num_heads=2, head_dim=16, bigram_rows=101)
-GPT2 = dict(model_dim=48, num_heads=6, head_dim=8, bigram_rows=330, sign_rows=64, extension_steps=5, dc_keys=8)
+GPT2 = dict(model_dim=48, num_heads=6, head_dim=8, bigram_rows=330, sign_rows=64, extension_steps=5)
 GPT2 |= dict(momentum_warmup_steps=4, momentum_cooldown_steps=3)
+PRESETS = dict(nano=NANO, gpt2=GPT2)
 WINDOWS, CUTS = (24, 56, 88, 104), (28, 40, 40, 40)
 MUDD_ROWS = [*range(8), 8, 12, 9, 13, 10, 11]  # of OneLayer's net, in the order of the form's
+# Settings of gpt2 that turn a record's ideas off, and those of both where an idea has no switch. OneLayer is an idea of
+# nano, whose gpt2 adds in another order: rounding grows up to a hundredfold a step
+WITHOUT = dict(gate_layer=0, gate_layout="", dc_layout="", prefix_file="", lr_factors=(0.03,) * 4)
 
 
-def script(name: str) -> types.ModuleType:
-    """Import a record's script. The form is the root until it is a record."""
-    return load(name) if (ROOT / "records" / name).exists() else train_gpt
-
-
-def config(m: types.ModuleType, preset: str, dtype: str, folder: Path):
-    """Return a preset in small, with the shards in `folder`."""
-    fields = SMALL | dict(nano=NANO, gpt2=GPT2)[preset] | dict(dtype=dtype)
+def config(m: types.ModuleType, preset: str, dtype: str, folder: Path, rate: float = 1.0, **changes):
+    """Return a preset in small, with the shards in `folder`, and learning rates multiplied by `rate`."""
+    plain = m.PRESETS[preset]
+    fields = SMALL | PRESETS[preset] | dict(dtype=dtype, min_lr_frac=rate * plain.min_lr_frac)
     fields |= dict(train_files=f"{folder}/train.bin", val_files=f"{folder}/val.bin")
     fields |= dict(prefix_file=f"{folder}/prefixes") if preset == "gpt2" else {}
-    rate = 1.0 if dtype == "bfloat16" or preset == "nano" else 1e-3
-    plain = m.PRESETS[preset]
-    fields |= dict(min_lr_frac=rate * plain.min_lr_frac)
     if hasattr(plain, "stages"):
-        stages = [stage._replace(lr=rate * stage.lr) for stage in plain.stages]
+        rows = zip(plain.stages, WINDOWS, CUTS, strict=False)
+        stages = [row._replace(lr=rate * row.lr, window=window) for row, window, _ in rows]
         if preset == "gpt2":
-            rows = zip(stages, WINDOWS, CUTS, strict=True)
-            stages = [row._replace(window=window, max_doc_len=cut) for row, window, cut in rows]
-            fields |= dict(block_size=8, final_window=160)
-        else:
-            stages = [stages[0]._replace(window=24)]
-            fields |= dict(block_size=8, dc_keys=9)
-        fields |= dict(stages=tuple(stages))
+            stages = [stage._replace(max_doc_len=cut) for stage, cut in zip(stages, CUTS, strict=True)]
+        fields |= dict(block_size=8, stages=tuple(stages), final_window=160 * (preset == "gpt2"))
     else:
         fields |= dict(mask_block=8, lr_factors=tuple(rate * factor for factor in plain.lr_factors))
-        fields |= dict(window_tokens=(24,))
-        if preset == "gpt2":
-            fields |= dict(window_tokens=WINDOWS, max_doc_len=CUTS, final_window_tokens=160)
-    return m.resolve(dataclasses.replace(plain, **fields))
+        fields |= dict(window_tokens=WINDOWS[: len(plain.window_tokens)])
+        fields |= dict(max_doc_len=CUTS, final_window_tokens=160) if preset == "gpt2" else {}
+    return m.resolve(dataclasses.replace(plain, **fields | changes))
 
 
-def trainer(m: types.ModuleType, cfg, ranks):
-    """Build a trainer whose nets and gates are stored in fp32 at least."""
-    plain = m.GPT
+def write_text(folder: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name, count in dict(train=60_000, val=9_000).items():
+        write_shard(folder / f"{name}.bin", np.where(rng.random(count) < 0.02, 256, rng.integers(256, size=count)))
+    np.where(np.arange(257) % 3, 65535, np.arange(257) // 2).astype("<u2").tofile(folder / "prefixes")
+
+
+def run(m: types.ModuleType, trainer, change: Callable[[nn.Module], None]) -> list[float]:
+    """Train after `change` has set the parameters. Return the losses of all steps and of the last validation."""
+    ranks, cfg, losses = trainer.ranks, trainer.cfg, []
+    plans = m.plan_data(cfg)
+    if ranks.world_size > 1:
+        trainer.warm_up()  # after which all ranks have the same
+    change(trainer.gpt)
+    own = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
+    for step, batch in enumerate(m.read_batches(plans["train"], own, cfg, trainer.device)):
+        losses.append(trainer.train_step(step, batch).item())
+    return [*losses, trainer.evaluate(STEPS, plans["val"])]
+
+
+@torch.no_grad()
+def randomize(gpt: nn.Module) -> None:
+    generator = torch.Generator().manual_seed(3)
+    for p in gpt.parameters():
+        p.copy_(torch.randn(p.shape, generator=generator) * (0.3 if p.ndim > 1 else 0.1) + (p.ndim < 2))
+    if gpt.cfg.tied_frac:
+        gpt.embed.weight.copy_(gpt.lm_head)
+
+
+CASES = [(PREFIXES, ROLES, "nano"), (PREFIXES, ROLES, "gpt2"), (ROLES, BEFORE, "gpt2")]
+
+
+@pytest.mark.parametrize(("older", "newer", "preset"), CASES)
+def test_without_its_ideas_a_record_is_the_one_before(older: str, newer: str, preset: str, tmp_path: Path):
+    write_text(tmp_path)
+    losses = []
+    for m in load(older), load(newer):
+        cfg = config(m, preset, "float64", tmp_path, **WITHOUT if preset == "gpt2" else {})
+        losses.append(run(m, m.Trainer(cfg, m.Ranks()), randomize))
+    compared = 8 if newer == BEFORE else None
+    np.testing.assert_allclose(losses[1][:compared], losses[0][:compared], rtol=1e-12)
+    assert losses[0][0] > losses[0][-1] + 0.1
+
+
+def trainer_of(m: types.ModuleType, preset: str, dtype: str, folder: Path, ranks):
+    """Build a trainer whose nets and gates are stored in fp32 at least, with small learning rates where they help."""
+    plain, rate = m.GPT, 1.0 if dtype == "bfloat16" or preset == "nano" else 1e-3
 
     def build(cfg) -> nn.Module:
         gpt = plain(cfg)
@@ -78,7 +115,7 @@ def trainer(m: types.ModuleType, cfg, ranks):
         return gpt
 
     with mock.patch.object(m, "GPT", build):
-        return m.Trainer(cfg, ranks)
+        return m.Trainer(config(m, preset, dtype, folder, rate), ranks)
 
 
 def net_rows(old: nn.Module, new: nn.Module, first_layer: int) -> list[int]:
@@ -114,33 +151,11 @@ def parameter(old: nn.Module, new: nn.Module, name: str) -> Tensor:
     return values if last == "w1" else values[rows]
 
 
-def run(m: types.ModuleType, cfg, ranks, change: Callable[[nn.Module], None]) -> tuple[list[float], nn.Module]:
-    """Train after `change` has set the parameters. Return the losses of all steps and of the last validation."""
-    made, plans, losses = trainer(m, cfg, ranks), m.plan_data(cfg), []
-    if ranks.world_size > 1:
-        made.warm_up()  # after which all ranks have the same
-    change(made.gpt)
-    own = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
-    for step, batch in enumerate(m.read_batches(plans["train"], own, cfg, made.device)):
-        losses.append(made.train_step(step, batch).item())
-    return [*losses, made.evaluate(STEPS, plans["val"])], made.gpt
-
-
-@torch.no_grad()
-def randomize(gpt: nn.Module) -> None:
-    generator = torch.Generator().manual_seed(3)
-    for p in gpt.parameters():
-        p.copy_(torch.randn(p.shape, generator=generator) * (0.3 if p.ndim > 1 else 0.1) + (p.ndim < 2))
-    if gpt.cfg.tied_frac:
-        gpt.embed.weight.copy_(gpt.lm_head)
-
-
 def compare(ranks: tuple, preset: str, dtype: str, folder: str) -> None:
     """Train the form from OneLayer's random parameters, as one of the processes. Rank 0 saves what it found."""
-    before, form = load(BEFORE), script(FORM)
+    before, form = load(BEFORE), load(FORM)
     ranks = form.Ranks(*ranks)
-    cfg = config(form, preset, dtype, Path(folder))
-    old = trainer(before, config(before, preset, dtype, Path(folder)), before.Ranks()).gpt
+    old = trainer_of(before, preset, dtype, Path(folder), before.Ranks()).gpt
     randomize(old)
     if ranks.world_size > 1:
         form.init_distributed()
@@ -150,9 +165,10 @@ def compare(ranks: tuple, preset: str, dtype: str, folder: str) -> None:
         for name, p in gpt.named_parameters():
             p.copy_(parameter(old, gpt, name))
 
-    losses, gpt = run(form, cfg, ranks, take_over)
+    trainer = trainer_of(form, preset, dtype, Path(folder), ranks)
+    losses = run(form, trainer, take_over)
     if ranks.rank == 0:
-        params = {name: p.detach() for name, p in gpt.named_parameters()}
+        params = {name: p.detach() for name, p in trainer.gpt.named_parameters()}
         torch.save(dict(losses=losses, params=params), f"{folder}/{dtype} {ranks.world_size}.pt")
     if ranks.world_size > 1:
         torch.distributed.destroy_process_group()
@@ -160,18 +176,16 @@ def compare(ranks: tuple, preset: str, dtype: str, folder: str) -> None:
 
 @pytest.mark.parametrize("preset", ["nano", "gpt2"])
 def test_the_form_trains_as_the_record_before(preset: str, tmp_path: Path):
-    rng = np.random.default_rng(0)
-    for name, count in dict(train=60_000, val=9_000).items():
-        write_shard(tmp_path / f"{name}.bin", np.where(rng.random(count) < 0.02, 256, rng.integers(256, size=count)))
-    np.where(np.arange(257) % 3, 65535, np.arange(257) // 2).astype("<u2").tofile(tmp_path / "prefixes")
-    before, form = load(BEFORE), script(FORM)
+    write_text(tmp_path)
+    before, form = load(BEFORE), load(FORM)
     runs = [Run([[preset, "float64", tmp_path]] * n, tmp_path / f"{n}", target=compare) for n in (2, 3)]
     gpt = form.GPT(config(form, preset, "float64", tmp_path))
     for dtype in ("float64", "float32", "bfloat16"):
         compare(form.Ranks(), preset, dtype, tmp_path)
-        losses, old = run(before, config(before, preset, dtype, tmp_path), before.Ranks(), randomize)
+        trainer = trainer_of(before, preset, dtype, tmp_path, before.Ranks())
+        losses = run(before, trainer, randomize)
         assert losses[-1] != losses[0]
-        expected = {name: parameter(old, gpt, name) for name, _ in gpt.named_parameters()}
+        expected = {name: parameter(trainer.gpt, gpt, name) for name, _ in gpt.named_parameters()}
         if dtype == "float64":
             for n, several in zip((2, 3), runs, strict=True):
                 assert several.wait(timeout=300) == [0] * n, several.text("err")

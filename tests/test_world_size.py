@@ -1,9 +1,7 @@
 """The same training on any number of processes: run for real, compared with what one process does."""
 
-import functools
 import json
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,41 +14,16 @@ from test_train import SMALL_GPT2
 from world_worker import ROOT, Run
 
 # No size divides 7 sequences of validation, and 4 divides no number of matrices of a shape
-SIZES = dict(nano=(2, 3, 4), gpt2=(2, 3))
+SIZES = dict(nano=4, gpt2=3)
 MORE = "--dtype float64 --seed 0 --num_iterations 6 --val_loss_every 3 --model_dim 25 --batch_tokens 768 "
 SMALL = [*test_train.SMALL, *MORE.split(), "--val_tokens=672", "--momentum_warmup_steps=3"]
-CASES = [(preset, size) for preset, sizes in SIZES.items() for size in sizes]
 
 
-@pytest.fixture(scope="module")
-def flags(corpus, tmp_path_factory) -> list[str]:
+@pytest.fixture
+def flags(corpus, tmp_path) -> list[str]:
     """Return flags for two shards with tails that are dropped, and for logs."""
     data = ["--train_files", f"{corpus}/train_*.bin", "--val_files", f"{corpus}/val_*.bin"]
-    return [*SMALL, *data, "--log_dir", str(tmp_path_factory.mktemp("worlds"))]
-
-
-@pytest.fixture(scope="module")
-def worlds(flags, corpus):
-    """Return a function that runs a preset with any number of processes; logs are world1.txt, world2.txt, ..."""
-
-    @functools.cache
-    def folder(preset: str) -> Path:
-        folder, changed = Path(flags[-1]) / preset, flags
-        if preset == "gpt2":
-            changed = [*SMALL_GPT2, *flags[len(SMALL) :], f"--train_files={corpus}/long.bin", "--dtype=float64"]
-            changed += [f"--prefix_file={corpus}/prefixes", "--batch_tokens=96", "--val_tokens=672"]
-        changed = [*changed, "--save_checkpoint", "--log_dir", str(folder)]
-        folder.mkdir()
-        sizes = SIZES[preset]
-        runs = {size: Run([[*changed, "--run_id", f"world{size}"]] * size, folder / f"world{size}") for size in sizes}
-        train_gpt.main([*changed, "--run_id", "world1"])
-        for size, run in runs.items():
-            assert run.wait(timeout=200) == [0] * size, run.text("err")
-            for rank in range(1, size):
-                assert run.text("out", rank) == run.text("err", rank) == "", "rank 0 alone speaks"
-        return folder
-
-    return folder
+    return [*SMALL, *data, "--log_dir", str(tmp_path / "logs")]
 
 
 @pytest.mark.parametrize(("sees_gpu", "backend"), [(True, "cpu:gloo,cuda:nccl"), (False, "gloo")])
@@ -64,17 +37,25 @@ def test_objects_travel_by_gloo_before_each_rank_has_its_device(monkeypatch, see
     assert (train_gpt.init_distributed(), begun) == (train_gpt.Ranks(1, 2, 1, 2), [backend])
 
 
-@pytest.mark.parametrize(("preset", "size"), CASES)
-def test_run_is_that_of_one_process(worlds, preset, size):
-    folder = worlds(preset)
-    expected, got = (json.loads((folder / f"world{n}.json").read_text()) for n in (1, size))
-    assert f"{size} processes, " in (folder / f"world{size}.txt").read_text()
+@pytest.mark.parametrize(("preset", "size"), SIZES.items())
+def test_run_is_that_of_one_process(flags, corpus, tmp_path, preset, size):
+    if preset == "gpt2":
+        flags = [*SMALL_GPT2, *flags[len(SMALL) :], f"--train_files={corpus}/long.bin", "--dtype=float64"]
+        flags += [f"--prefix_file={corpus}/prefixes", "--batch_tokens=96", "--val_tokens=672"]
+    flags = [*flags, "--save_checkpoint", "--run_id"]
+    run = Run([[*flags, "several"]] * size, tmp_path / "several")
+    expected = train_gpt.main([*flags, "one"])
+    assert run.wait(timeout=200) == [0] * size, run.text("err")
+    assert all(run.text(name, rank) == "" for name in ("out", "err") for rank in range(1, size)), "rank 0 alone speaks"
+    logs = tmp_path / "logs"
+    assert f"{size} processes, " in (logs / "several.txt").read_text()
+    got = json.loads((logs / "several.json").read_text())
     for curve in "val_curve", "train_curve":
         steps, losses, _ = zip(*expected[curve], strict=True)
         assert losses[-1] < losses[0] - 0.1
         assert tuple(point[0] for point in got[curve]) == steps
         np.testing.assert_allclose([point[1] for point in got[curve]], losses, rtol=1e-8)
-    alone, model = (torch.load(folder / f"world{n}.pt")["model"] for n in (1, size))
+    alone, model = (torch.load(logs / f"{name}.pt")["model"] for name in ("one", "several"))
     assert not torch.equal(alone["lm_head"], alone["embed.weight"][: len(alone["lm_head"])]), "they part in gpt2"
     for name, p in alone.items():
         assert p.dtype == (torch.int8 if name == "signs" else torch.float64)
