@@ -89,7 +89,8 @@ def export(gpt: GPT, path: Path, folder: Path) -> None:
     stage = train_gpt.stage_index(cfg.num_iterations, cfg)
     frequencies, scale = train_gpt.rotary_frequencies(stage, cfg, gpt.rotary.cos.dtype)
     inference = dict(attn_scale=scale, rotary_frequencies=frequencies.tolist())
-    inference["nets"] = {name: net.kinds for name, net in gpt.named_modules() if isinstance(net, train_gpt.GateNet)}
+    nets = {name: net for name, net in gpt.named_modules() if isinstance(net, train_gpt.GateNet)}
+    inference["nets"] = {name: [*net.sizes.items()] for name, net in nets.items()}
     inference["long_window"], inference["short_window"] = train_gpt.attention_windows(cfg.num_iterations, cfg)
     described = dict(configuration=json.loads(saved["configuration"]), inference=inference)
     try:

@@ -39,12 +39,11 @@ def plan(cfg: Hyperparameters, quick: bool) -> dict:
     steps = 16 if quick else max(64, 2**21 // cfg.batch_tokens)
     firsts = first_steps(cfg)
     firsts = [first for first in firsts for _ in range(-(-steps // len(firsts)))]
-    lengths = [train_gpt.train_seq_len(first, cfg) for first in firsts]
-    doc_lens = [train_gpt.stage_of(first, cfg).max_doc_len for first in firsts]
+    lengths = [(train_gpt.train_seq_len(first, cfg), train_gpt.stage_of(first, cfg).max_doc_len) for first in firsts]
     val_tokens = min(cfg.val_tokens, 4 * cfg.val_seq_len) if quick else cfg.val_tokens
-    val_lens = [cfg.val_seq_len] * (val_tokens // cfg.val_seq_len)
-    train = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg, doc_lens)
-    return dict(train=train, val=train_gpt.plan_batches(cfg.val_files, val_lens, 1, cfg, [0] * len(val_lens)))
+    val_lengths = [(cfg.val_seq_len, 0)] * (val_tokens // cfg.val_seq_len)
+    train = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg)
+    return dict(train=train, val=train_gpt.plan_batches(cfg.val_files, val_lengths, 1, cfg))
 
 
 def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) -> tuple[dict, str]:

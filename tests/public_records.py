@@ -82,7 +82,8 @@ def read(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 def loss_weights(m: types.ModuleType, step: int, cfg) -> tuple[list[float], list[float]]:
     """Return a script's weights of the losses of next tokens, and of the prefix."""
     if hasattr(m, "loss_weights"):
-        return m.loss_weights(step, cfg)
+        weights, num_next = m.loss_weights(step, cfg), len(m.stage_of(step, cfg).mtp)
+        return weights[:num_next], weights[num_next:]
     next_weights = getattr(m, "mtp_weights", getattr(m, "next_weights", lambda *_: []))
     return next_weights(step, cfg), getattr(m, "prefix_weights", lambda *_: [])(step, cfg)
 
@@ -293,7 +294,9 @@ class WholeRecord(PublicRecord):
             assert np.array_equal(m.GPT.sign_hashes(real, tokens), self.numbers[key])
         stages = [self.numbers[f"pack/stage{i}/inputs"] for i in (1, 2, 3)]
         lengths = [inputs.shape[-1] for inputs in stages for _ in range(3)]
-        plan = m.plan_batches(f"{tmp_path}/pack_*.bin", lengths, 8, cfg, (28,) * 3 + (64,) * 6)
+        cuts = (28,) * 3 + (64,) * 6
+        args = ([*zip(lengths, cuts, strict=True)], 8, cfg) if hasattr(m, "Plans") else (lengths, 8, cfg, cuts)
+        plan = m.plan_batches(f"{tmp_path}/pack_*.bin", *args)
         for step, batch in enumerate(m.read_batches(plan, range(8), cfg, torch.device("cpu"))):
             for rank, (tokens, targets) in enumerate(batch):
                 hashes = m.GPT.bigram_hashes(types.SimpleNamespace(cfg=cfg), tokens)
@@ -329,8 +332,9 @@ class WholeRecord(PublicRecord):
             tokens, targets = (self.tokens(f"{kind}/{name}") for name in ("inputs", "targets"))
             weights = torch.ones(1).double() if kind == "val" else trainer.weights
             if kind != "val" and hasattr(self.script, "next_targets"):
-                prefixes = trainer.prefixes if loss_weights(self.script, step, trainer.cfg)[1] else None
-                targets = self.script.next_targets(targets, trainer.num_next, prefixes)
+                next_weights, prefix_weights = loss_weights(self.script, step, trainer.cfg)
+                prefixes = trainer.prefixes if prefix_weights else None
+                targets = self.script.next_targets(targets, len(next_weights), prefixes)
             loss = trainer.gpt(tokens.int(), targets, trainer.windows, weights)
             yield state, loss / len(tokens) if kind == "val" else loss
             trainer.gpt.zero_grad()
@@ -441,10 +445,10 @@ class WholeRecord(PublicRecord):
             assert {m.dtype for m in optimizer.state.values()} == {optimizer.param_buffer.dtype}
 
 
-def made_by(net: nn.Module, inputs: tuple, output: list[dict] | None) -> np.ndarray:
+def made_by(net: nn.Module, inputs: tuple, output: dict | None) -> np.ndarray:
     """Return all factors that a net has made (n, T). Nets of records write them into their last argument."""
-    keys = [(kind, i) for i, made in enumerate(output) for kind in made] if output else net.keys
-    return torch.cat([(output or inputs[-1])[i][kind] for kind, i in keys])[..., 0].detach().numpy()
+    made = [*output.values()] if output else [inputs[-1][i][kind] for kind, i in net.keys]
+    return torch.cat(made)[..., 0].detach().numpy()
 
 
 def set_values(tensors: list[Tensor], values: np.ndarray) -> None:

@@ -115,7 +115,7 @@ def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, m
 
 
 LONG, BARE = Layer("long", net=True), Layer("none")
-EARLIER, NEEDS_NET = "expected earlier layers", "these factors need net=True in this row or an earlier one"
+EARLIER, NEEDS_NET = "expected earlier layers", "need net=True in this row or an earlier one"
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,11 @@ def test_rows_that_contradict_each_other_or_a_flag_are_one_line(outcome, monkeyp
 
 
 def test_three_heads_of_gpt2_are_one_line(outcome):
+    three_heads = [*GPT2, "--num_heads", "3"]
+    message = "check.py: --heads_per_matrix 2: expected a divisor of num_heads"
+    assert outcome(*three_heads, small=False) == (2, [], [message])
     message = "check.py: --num_heads 3: expected num_heads * head_dim = model_dim 768, for mudd"
-    assert outcome(*GPT2, "--num_heads", "3", small=False) == (2, [], [message])
+    assert outcome(*three_heads, "--heads_per_matrix", "1", small=False) == (2, [], [message])
 
 
 def test_processes_on_a_cpu_need_a_preset_and_a_batch(outcome, monkeypatch):
