@@ -9,12 +9,11 @@ line of stdout is the number of processes to start: NPROC, or as many as there a
 
 from __future__ import annotations  # lets an old Python get as far as the line that refuses it
 
+import dataclasses
 import glob
-import importlib.metadata
 import math
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -25,35 +24,32 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-ROOT = Path(__file__).resolve().parent
-PIP = f"{shlex.quote(sys.executable)} -m pip install"
-try:
-    if sys.version_info < (3, 11):  # noqa: UP036
-        raise ImportError("Python is older than 3.11; name a newer one: PYTHON=/path/to/python ./run.sh")
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # first, or what PYTHONPATH has would be taken
+
+import needs
+
+with needs.packages("requirements.txt"):
+    import importlib.metadata
+
     import numpy as np
     import torch
 
     versions = {name: importlib.metadata.version(name) for name in ("torch", "numpy", "huggingface_hub", "tqdm")}
     if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11):
         raise ImportError(f"torch {torch.__version__} is older than 2.11")
-    sys.path[:0] = [str(ROOT), str(ROOT / "data")]  # first, or what PYTHONPATH has under these names would be taken
     import train_gpt
     from shards import shard_problem
-    from train_gpt import OPTIMIZERS, PRESETS, Hyperparameters, Layer, Ranks, UserError
-except (ImportError, OSError) as error:  # the latter: a shared library is missing
-    print(f"check.py: {' '.join(str(error).split())}; packages: {PIP} -r requirements.txt", file=sys.stderr)
-    sys.exit(2)
-except KeyboardInterrupt:
-    sys.exit(130)
+    from train_gpt import GPT, OPTIMIZERS, PRESETS, Hyperparameters, Layer, Ranks, UserError
 
 FINEWEB_SHARDS, SHARD_TOKENS, PACKING = 103, 10**8, 1.5  # 1.5: tokens for one that packing keeps, assumed
 # MiB that gpt2 needs beside parameters, gradients and optimizers, by `python -m gpu_proof gpu_graphs`, in its longest
 # step and in its validation: what a slice of the head's logits takes, and what grows with the sequence
-BUFFER_MIB = {"train_seq_len": (1_763, 15_444), "val_seq_len": (0, 4_591)}
+BUFFER_MIB = {"train_seq_len": (1_763, 15_444), "val_seq_len": (0, 4_977)}
 SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the free memory is looked at
 # Useful TFLOP/s, 6 FLOP per weight and token, by a part of the GPU's name. H100, 4090 and A100: by the roofline,
 # calibrated (gpu_proof/README.md). Others: 32% of their peak, as the H100.
 TFLOPS = {"MIG": 0, "B200": 723, "H200": 318, "H100 PCIe": 243, "H100": 318, "A100": 128, "4090": 75, "3090": 22}
+SIZES = "model_dim num_heads head_dim block_size lm_head_slice lm_head_softcap".split()
 Gpu = namedtuple("Gpu", "name capability free")  # free: bytes of memory
 
 
@@ -75,64 +71,50 @@ def reason(error: Exception) -> str:
 
 def try_gpu(i: int) -> Gpu:
     """Run a kernel. Raise RuntimeError if the GPU is broken, full, or none that this torch was built for."""
-    torch.ones(1, device=f"cuda:{i}").add_(1).item()
-    return Gpu(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i), torch.cuda.mem_get_info(i)[0])
+    gpu = Gpu(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i), torch.cuda.mem_get_info(i)[0])
+    if gpu.capability >= (8, 0):  # older ones are refused, and some have no kernels in torch
+        torch.ones(1, device=f"cuda:{i}").add_(1).item()
+    return gpu
 
 
 def why_no_gpu() -> tuple[str, bool]:
     """Say why torch sees no GPU, and whether that has to be mended."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if shutil.which("nvidia-smi") is None or visible in ("", "-1"):
-        return "there is no NVIDIA GPU" if not visible else f"CUDA_VISIBLE_DEVICES={visible} hides every GPU", False
-    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
-    except (OSError, subprocess.SubprocessError) as error:
-        return f"nvidia-smi fails: {reason(error)}", True
-    line = next(filter(str.strip, (done.stdout + done.stderr).splitlines()), "No devices")[:200]
-    if line.startswith("No devices"):
-        return "nvidia-smi finds no GPU", False
-    name, _, driver = line.rpartition(", ")
-    if not re.fullmatch(r"\d{3}[\d.]*", driver):
-        return f"nvidia-smi fails: {line}", True
-    # torch 2.13 comes for CUDA 13, which needs driver 580, and for 12.6, which needs 525 (docs.nvidia.com/deploy)
-    wheel, cuda, version = "cu130" if driver >= "580" else "cu126", torch.version.cuda, torch.__version__.split("+")[0]
+    if visible in ("", "-1"):
+        return f"CUDA_VISIBLE_DEVICES={visible} hides every GPU", False
+    gpu = needs.find_gpu()
+    if gpu.trouble:
+        return gpu.trouble, gpu.is_serious
+    cuda, version = torch.version.cuda, torch.__version__.split("+")[0]
     fix = f"CUDA_VISIBLE_DEVICES={visible} may name none" if visible else "restart the machine or its driver"
-    if driver < "525":
-        fix = "update the driver to 580 or newer"
-    elif cuda is None or (cuda >= "13" and driver < "580"):
-        fix = f"{PIP} --index-url https://download.pytorch.org/whl/{wheel} torch=={version}+{wheel}"
-    return f"torch {torch.__version__} cannot use the {name} with driver {driver}: {fix}", True
+    if cuda is None or (cuda >= "13" and gpu.wheels):
+        wheels = gpu.wheels or "cu130"
+        fix = f"{needs.PIP} --index-url https://download.pytorch.org/whl/{wheels} torch=={version}+{wheels}"
+    return f"torch {torch.__version__} cannot use the {gpu.name} with driver {gpu.driver}: {fix}", True
 
 
-def wrong_rows(cfg: Hyperparameters) -> Iterator[str]:
-    """Yield what is wrong with layers and groups; the script itself sees to stages, factors and names."""
-    kinds, optimizers = (" or ".join(words) for words in (get_args(Layer.__annotations__["attention"]), OPTIMIZERS))
-    if not cfg.layers:
-        yield "layers (): expected a row at least"
-    for i, layer in enumerate(cfg.layers):
-        sources = {layer.reads, layer.skip, *layer.mudd} - {None}
-        needy = [name for name in ("value_embed", "xsa", "head_gate", "dc") if getattr(layer, name)]
-        needy += ["reads"] * (layer.reads is not None) + ["the first layer"] * (i == 0)
-        if layer.attention not in kinds.split(" or "):
-            yield f"layer {i} has attention {layer.attention!r}: expected {kinds}"
-        if layer.attention == "none" and needy:
-            yield f"layer {i} has no attention: {' and '.join(needy)} needs it"
-        if not sources <= {*range(i)}:
-            yield f"layer {i} has reads {layer.reads}, skip {layer.skip}, mudd {layer.mudd}: expected earlier layers"
-    for group in cfg.groups:
-        if group.optimizer not in OPTIMIZERS:
-            yield f"group {group.names} has optimizer {group.optimizer!r}: expected {optimizers}"
-
-
-def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> list[str]:
-    """Return what torch would answer with a traceback, or nobody would notice: a line for each row and each flag."""
+def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> Iterator[str]:
+    """Yield a line for each row and flag that torch would answer with a traceback, or nobody would notice."""
     width, K, sequences = cfg.num_heads * cfg.head_dim, cfg.model_dim, cfg.batch_sequences
     has_mudd, most = any(layer.mudd for layer in cfg.layers), 2 * min(K, width)
     halves = any(layer.attention == "paired" or (layer.mudd and layer.value_embed) for layer in cfg.layers)
-    sizes = "model_dim num_heads head_dim block_size lm_head_slice lm_head_softcap".split()
+    kinds = get_args(Layer.__annotations__["attention"])
+    if not cfg.layers:
+        yield "layers (): expected a row at least"
+    for i, layer in enumerate(cfg.layers):
+        needy = [name for name in ("value_embed", "xsa", "head_gate", "dc") if getattr(layer, name)]
+        needy += ["reads"] * (layer.reads is not None) + ["the first layer"] * (i == 0)
+        if layer.attention not in kinds:
+            yield f"layer {i} has attention {layer.attention!r}: expected {' or '.join(kinds)}"
+        if layer.attention == "none" and needy:
+            yield f"layer {i} has no attention: {' and '.join(needy)} needs it"
+        if not {layer.reads, layer.skip, *layer.mudd} <= {None, *range(i)}:
+            yield f"layer {i} has reads {layer.reads}, skip {layer.skip}, mudd {layer.mudd}: expected earlier layers"
+    for group in cfg.groups:
+        if group.optimizer not in OPTIMIZERS:
+            yield f"group {group.names} has optimizer {group.optimizer!r}: expected {' or '.join(OPTIMIZERS)}"
     rules = [
-        *((name, getattr(cfg, name) == 0, "more than 0") for name in sizes),
+        *((name, not getattr(cfg, name), "more than 0") for name in SIZES),
         ("num_heads", has_mudd and width != K, f"num_heads * head_dim = model_dim {K}, for mudd"),
         ("num_heads", halves and cfg.num_heads % 2, "an even number, for paired heads, or value_embed with mudd"),
         ("head_dim", cfg.head_dim % 4, "a multiple of 4"),
@@ -146,22 +128,32 @@ def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> lis
         *((name, getattr(cfg, name) % max(1, cfg.block_size), "a multiple of block_size") for name in BUFFER_MIB),
     ]
     wrong = {name: expected for name, is_wrong, expected in reversed(rules) if is_wrong}  # the first of each flag
-    found = [f"--{name} {getattr(cfg, name)}: expected {expected}" for name, expected in wrong.items()]
+    yield from (f"--{name} {getattr(cfg, name)}: expected {expected}" for name, expected in wrong.items())
     if sequences % processes or 0 < len(gpus) < processes:
         told = f"NPROC={processes}: {sequences} sequences a step, {len(gpus) or 'no'} GPUs: another number"
         fitting = math.lcm(sequences, processes) * cfg.train_seq_len
-        found.append(told + f", or --preset {cfg.preset} --batch_tokens {fitting}" * (not gpus))
-    return [*wrong_rows(cfg), *found]
+        yield told + f", or --preset {cfg.preset} --batch_tokens {fitting}" * (not gpus)
 
 
-def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report) -> None:
-    """Estimate both, from the model itself, built on no device, and gpt2's buffers and speed. Compare free memory."""
+def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
+    """Build model and optimizers on no device, and run a block of tokens through. Raise UserError if that fails."""
+    cfg = dataclasses.replace(cfg, device="cpu", lm_head_fp8=False, mlp_fp8=False)
     try:
         with torch.device("meta"):
             gpt = train_gpt.GPT(cfg)
             optimizers = train_gpt.build_optimizers(gpt, Ranks(0, processes, 0, processes))
-    except AssertionError as error:  # of factors that no net makes, or of groups of mixed precision
-        raise UserError(f"train_gpt.py: {reason(error)}") from None
+            tokens, windows = torch.zeros(cfg.block_size, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+            gpt(tokens, tokens[:, None].long(), windows, torch.zeros(1)).backward()
+    except (AssertionError, RuntimeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"rows of layers and groups, or sizes, do not fit each other: {reason(error)}") from None
+    if unused := [name for name, p in gpt.named_parameters() if p.grad is None]:
+        raise UserError(f"rows of layers: nothing uses {unused[0]}")
+    return gpt, optimizers
+
+
+def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report) -> None:
+    """Estimate both, from the model itself and gpt2's buffers and speed. Compare free memory."""
+    gpt, optimizers = build(cfg, processes)
     tensors = [t for o in optimizers for t in (*o.params, o.grad_buffer, o.grad_shard, *o.state.values())]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}  # some share one
     fixed = sum(storages.values()) + sum(p.nbytes for p in gpt.parameters())  # and their gradients
@@ -171,11 +163,11 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
         free, where = min(gpu.free for gpu in gpus[:processes]), f"{processes} x {gpus[0].name}"
         rate = 1e12 * processes * min(next((n for part, n in TFLOPS.items() if part in gpu.name), 0) for gpu in gpus)
         seconds = 6 * weights * tokens / rate if rate else 0
-    else:  # a layer takes at least 0.18 of a step of nano, by 16 and 64 layers of width 16; its rate was measured
+    else:  # by nano: 9.2 s in float32 (n = 8), 4.8 in bf16; by wider and deeper models, on one thread
         lines = Path("/proc/meminfo").read_text() if os.path.exists("/proc/meminfo") else "MemAvailable: 9999999999"
         free, where = 1024 * int(re.findall(r"MemAvailable: *(\d+)", lines)[0]) // processes, "2 CPU cores"
         rate = 9.1e10 if cfg.dtype == "bfloat16" else 4.5e10
-        seconds = max(6 * weights * tokens / rate, 1e-5 * tokens * len(cfg.layers))
+        seconds = 6 * weights * tokens / rate + 5e-6 * tokens * (1 + len(cfg.layers))
 
     def need(name: str, length: int) -> float:
         """Return the bytes of the longest step, or of validation, with sequences of this length."""
@@ -207,7 +199,7 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
             report.problems.append(f"{line}: free some, or train otherwise, with {fix}")
     size, unit = (3600, "hours") if seconds > 7200 else (60, "minutes") if seconds > 120 else (1, "seconds")
     text = f"about {max(seconds / size, 1):.0f} {unit}" if seconds else "unknown"
-    report.fact(f"time: {text} of training on {where} (estimated)", note=seconds > 300)
+    report.fact(f"time: {text} of training on {where} (estimated)", note=seconds > 300 and not report.problems)
 
 
 def wrong_shard(path: str, cfg: Hyperparameters) -> str | None:
@@ -233,14 +225,16 @@ def check_data(cfg: Hyperparameters, report: Report) -> dict[str, str]:
         problems = [problem for path in paths if (problem := wrong_shard(path, cfg))]
         if problems or not paths:
             command = commands.get(files, "data/pack_text.py --help")
-            found[files] = f"{[*problems, f'no shards match {files} in {os.getcwd()}'][0]}; get it: python {command}"
+            found[files] = (
+                f"{[*problems, f'no shards match {files} in {os.getcwd()}'][0]}; get it: {needs.PYTHON} {command}"
+            )
     try:
         if not found:
             train_gpt.plan_data(cfg)
     except UserError as error:
         is_train = (problem := reason(error)).startswith(cfg.train_files)
         if is_train and len(glob.glob(cfg.train_files)) < shards:
-            found[cfg.train_files] = f"{problem}; get it: python {commands[cfg.train_files]}"
+            found[cfg.train_files] = f"{problem}; get it: {needs.PYTHON} {commands[cfg.train_files]}"
         else:
             fix = f"; lower --{'num_iterations' if is_train else 'val_tokens'}" * ("the run needs" in problem)
             report.problems.append(problem + fix)
@@ -254,7 +248,7 @@ def find_gpus(cfg: Hyperparameters, is_for_cpu: bool, report: Report) -> list[Gp
     if not torch.cuda.is_available():
         why, is_problem = why_no_gpu()
         if cfg.device == "cuda" or (is_problem and not is_for_cpu):
-            raise UserError(f"{why}; nano trains on the CPU: --preset nano --device cpu")
+            raise UserError(f"{why}; {needs.NANO}")
         report.fact(f"hardware: {os.cpu_count()} CPU cores, {why}", note="NVIDIA" not in why)
     elif cfg.device != "cpu":
         for index in range(torch.cuda.device_count()):
@@ -278,8 +272,8 @@ def check_compiler(is_for_cpu: bool, report: Report) -> None:
         report.problems.append(f"torch.compile needs {header}: apt install python3.{sys.version_info.minor}-dev")
 
 
-def examine(argv: list[str], report: Report) -> int:
-    """Check everything, and return the number of processes. Raise UserError for what makes further checks pointless."""
+def check_machine(argv: list[str], report: Report) -> tuple[Hyperparameters, int]:
+    """Check all but the data. Return configuration and processes. Raise UserError where more checks are pointless."""
     report.fact(f"versions: Python {sys.version.split()[0]}, {', '.join(map(' '.join, versions.items()))}")
     wish, is_root = os.environ.get("NPROC") or "0", os.environ.get("SCRIPT") in (None, "", "train_gpt.py")
     if not is_root:  # its flags are its own: check the machine and a preset's data only
@@ -290,7 +284,7 @@ def examine(argv: list[str], report: Report) -> int:
     is_for_cpu = cfg.device == "cpu" and any(flag.startswith(("--preset", "--device")) for flag in argv)
     gpus = find_gpus(cfg, is_for_cpu, report)
     if report.problems:
-        return 0
+        return cfg, 0
     cfg = train_gpt.resolve(cfg)
     processes = int(wish) or next(n for n in range(max(1, len(gpus)), 0, -1) if cfg.batch_sequences % n == 0)
     if cfg.compile:
@@ -299,17 +293,23 @@ def examine(argv: list[str], report: Report) -> int:
         this = f"{gpu.name} (compute capability {'.'.join(map(str, gpu.capability))})"
         fp8 = " and ".join(["head"] * cfg.lm_head_fp8 + ["MLPs"] * cfg.mlp_fp8) or "nothing"
         report.fact(f"hardware: {len(gpus)} x {this}: {cfg.dtype}, {fp8} in FP8", note=True)
-        if cfg.compile and cfg.dtype == "bfloat16" and gpu.capability < (8, 0):
-            report.problems.append(f"{this}: torch.compile needs 8.0 or newer for bfloat16; --dtype float32")
+        if gpu.capability < (8, 0):
+            report.problems.append(f"{this} is too old: {needs.CAPABILITY}; {needs.NANO}")
     if is_root:
-        report.problems += (found := contradictions(cfg, gpus, processes))
+        report.problems += (found := [*contradictions(cfg, gpus, processes)])
         if not found:
             train_gpt.parse_args(argv, processes)  # refuses to choose a preset for several without a GPU
             check_memory_and_time(cfg, gpus, processes, report)
-    for command in check_data(cfg, report):
-        report.fact(f"data: run.sh gets them: python {command}")
+    return cfg, processes
+
+
+def examine(argv: list[str], report: Report) -> int:
+    """Check everything, get the data, and return the number of processes."""
+    cfg, processes = check_machine(argv, report)
+    for command in check_data(cfg, report) if processes else ():
+        report.fact(f"data: run.sh gets them: {needs.PYTHON} {command}")
         if not report.problems and not report.is_full:
-            print(f"getting the data: python {command}", file=sys.stderr, flush=True)
+            print(f"getting the data: {needs.PYTHON} {command}", file=sys.stderr, flush=True)
             if subprocess.run([sys.executable, *command.split()], stdout=sys.stderr).returncode:
                 raise UserError("the data could not be fetched: see above, then run this again")
             report.problems += [problem for left, problem in check_data(cfg, report).items() if left == command]

@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # Sourced by run.sh, test.sh and .ci/run, in the repository's root. `find_python FILE...` sets $python to one that meets
 # the requirements files: $PYTHON or the python3 on the PATH if they do, else that of .venv, which is made, completed or
-# rebuilt if need be.
+# rebuilt if need be. Before that downloads anything, needs.py looks at the machine, and at the flags in $flags.
 
 # Speed on CPUs. OpenMP's threads spin while they wait for each other, by default so long that a nano step takes up to
 # 1.6 s instead of 0.04 where something else uses a core, too; with this 0.15, and as fast as before where not. glibc
@@ -30,6 +30,11 @@ fail() {
     exit 2
 }
 
+case $(uname -s) in
+MINGW* | MSYS* | CYGWIN*) fail "Windows is not supported: start this in WSL" ;;
+esac
+flags='--device cpu' # of train_gpt.py; run.sh has its own
+
 is_new_enough() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
@@ -42,28 +47,10 @@ is_whole() {
     [ -e .venv/bin/activate ] && "$python" -I -c "$whole" >/dev/null 2>&1
 }
 
-# The wheels of torch for this machine: the default ones need CUDA 13 and so driver 580, and bring gigabytes of CUDA
-# that are useless without an NVIDIA GPU
-torch_index() {
-    local driver='' proc=/proc/driver/nvidia/version # where nvidia-smi is missing, as in some containers
-    [ "$(uname -s)" = Linux ] || return 0
-    if command -v nvidia-smi >/dev/null 2>&1; then
-        driver=$(timeout 20 nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | sed -n 1p) ||
-            return 0
-    elif [ -e "$proc" ]; then
-        driver=$(sed -nE '1s/.* ([0-9]{3}\.[0-9.]+) .*/\1/p' "$proc")
-    else
-        echo cpu
-    fi
-    case ${driver%%.*} in
-    52[5-9] | 5[3-7]?) echo cu126 ;;
-    esac
-}
-
 # Make, complete or rebuild .venv. It holds the file `unfinished` while that is going on, so that what was interrupted
 # is recognized. File descriptor 9 is a file to lock.
 make_environment() { # FILE...
-    local base= candidate file index requirements=()
+    local base=$python candidate file index requirements=()
     if command -v flock >/dev/null 2>&1 && ! flock -n 9; then
         echo "waiting for another ${0##*/} to finish .venv" >&2
         flock 9 || true # a file system without locks
@@ -72,6 +59,7 @@ make_environment() { # FILE...
         return # the other one has made it
     fi
     if ! "$python" -c '' >/dev/null 2>&1 || { [ -e .venv/unfinished ] && ! is_whole; }; then
+        base=
         for candidate in ${PYTHON:+"$PYTHON"} python3 python3.13 python3.12 python3.11 python; do
             if is_new_enough "$candidate"; then
                 base=$candidate
@@ -79,6 +67,10 @@ make_environment() { # FILE...
             fi
         done
         [ -n "$base" ] || fail "no Python 3.11 or newer found: install one, or name it: PYTHON=/path/to/python $0"
+    fi
+    # The default wheels of torch need CUDA 13, and bring gigabytes of CUDA that are useless without an NVIDIA GPU
+    index=$("$base" needs.py "$flags") || fail "$index"
+    if [ "$base" != "$python" ]; then
         if [ -L .venv ] && [ ! -e .venv ]; then
             rm .venv # a link to a folder that is gone
         elif [ -e .venv ] && [ ! -e .venv/unfinished ] && [ ! -e .venv/pyvenv.cfg ] && ! rmdir .venv 2>/dev/null; then
@@ -93,7 +85,6 @@ make_environment() { # FILE...
     is_new_enough "$python" || fail ".venv is of a Python older than 3.11: remove it, or name a newer one: PYTHON=... $0"
     : >.venv/unfinished || fail ".venv cannot be written in $PWD"
     "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null || fail ".venv has no pip"
-    index=$(torch_index)
     if [ -n "$index" ]; then # if that fails, the default wheels will do
         "$python" -m pip --disable-pip-version-check install --quiet --timeout 5 --retries 0 \
             --index-url "https://download.pytorch.org/whl/$index" "$(grep '^torch==' requirements.txt)" >/dev/null 2>&1 || true

@@ -11,18 +11,22 @@ goes to stdout, all else to stderr. Exit codes: 0; 2 something has to be mended,
 import argparse
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from tqdm import tqdm
+import needs
 
-import sample
-from train_gpt import GPT, UserError, first_line
+with needs.packages("requirements.txt"):
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+    from tqdm import tqdm
+
+    import sample
+    from train_gpt import GPT, UserError, first_line
 
 HELLASWAG = dict(repo_id="Rowan/hellaswag", filename="data/validation-00000-of-00001.parquet", repo_type="dataset")
 HELLASWAG |= dict(revision="218ec52e09a7e7462a5400043bb9a69a41d06b76")
@@ -70,17 +74,23 @@ def score(gpt: GPT, documents: Sequence[Document], length: int, name: str) -> li
     return found
 
 
+def is_text(value: object) -> bool:
+    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)  # half a surrogate pair has no tokens
+
+
 def parse_question(question: object, where: str) -> tuple[str, list[str], int]:
-    """Return context, endings and the number of the right one."""
-    try:
-        ctx, endings, label = (question[name] for name in ("ctx", "endings", "label"))  # type: ignore[index]
-        endings, label = list(endings), int(label)
-        "".join((ctx, *endings)).encode()  # half a surrogate pair is no text
-        if isinstance(ctx, str) and {*map(type, endings)} == {str} and 0 <= label < len(endings) > 1:
-            return ctx, endings, label
-    except (KeyError, TypeError, ValueError):
-        pass
-    raise UserError(f"{where}: expected ctx, a text, endings, two or more texts, and label, the right one's number")
+    """Return context, endings and the number of the right one. Refuse other types than these."""
+    if not isinstance(question, dict):
+        raise UserError(f"{where}: expected a JSON object with ctx, endings and label")
+    ctx, endings, label = (question.get(name) for name in ("ctx", "endings", "label"))
+    has_endings = isinstance(endings, list) and len(endings) > 1 and all(map(is_text, endings))
+    is_right = type(label) is int and has_endings and 0 <= label < len(endings)
+    rules = dict(ctx=(is_text(ctx), "a text"), endings=(has_endings, "a list of two or more texts"))
+    rules["label"] = is_right, "the number of the right one of the endings, from 0"
+    for name, (holds, expected) in rules.items():
+        if not holds:
+            raise UserError(f"{where}: {name} is {question.get(name)!r:.60}: expected {expected}")
+    return ctx, endings, label
 
 
 def read_text(path: Path) -> str:
@@ -110,10 +120,11 @@ def hellaswag() -> Iterator[tuple[str, list[str], int]]:
         from huggingface_hub import hf_hub_download
         from pyarrow import parquet
     except ImportError as error:
-        raise UserError(f"{error}: pip install pyarrow huggingface_hub, or give --choices FILE.jsonl") from None
+        raise UserError(f"{error}: {needs.PIP} pyarrow huggingface_hub, or give --choices FILE.jsonl") from None
     try:
         path = hf_hub_download(**HELLASWAG)
-        questions = parquet.read_table(path, columns=["ctx", "endings", "label"]).to_pylist()
+        table = parquet.read_table(path, columns=["ctx", "endings", "label"]).to_pylist()
+        questions = [question | dict(label=int(question["label"])) for question in table]  # it has them as text
     except Exception as error:  # a download fails in many ways
         raise UserError(f"HellaSwag cannot be fetched: {first_line(error)}; or give --choices FILE.jsonl") from None
     return (parse_question(question, f"HellaSwag {i}") for i, question in enumerate(questions))

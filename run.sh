@@ -15,6 +15,7 @@ CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")" # it may be started thr
 source ./environment.sh
 script=${SCRIPT:-train_gpt.py}
 [ -f "$script" ] || fail "SCRIPT=$script: there is no such file in $PWD"
+flags=$*
 find_python requirements.txt
 
 for flag in "$@"; do

@@ -19,11 +19,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import needs
 
-import train_gpt
-from train_gpt import GPT, Hyperparameters, UserError
+with needs.packages("requirements.txt"):
+    import torch
+    from torch import Tensor
+
+    import train_gpt
+    from train_gpt import GPT, Hyperparameters, UserError
 
 SMALL = 10_000_000  # parameters, below which a second thread costs more than it saves (nano, busy machine: 20 times)
 CHECKPOINT_HELP = "a file that --save_checkpoint wrote, an --export FOLDER, or latest: of logs/"
@@ -51,7 +54,7 @@ def safetensors():
     try:
         import safetensors.torch
     except ImportError:
-        raise UserError("safetensors, the format of the weights, is missing: pip install safetensors") from None
+        raise UserError(f"safetensors, the format of the weights, is missing: {needs.PIP} safetensors") from None
     return safetensors.torch
 
 
@@ -86,13 +89,7 @@ def load_model(path: Path, device: str) -> GPT:
 def export(gpt: GPT, path: Path, folder: Path) -> None:
     """Write tensors and configuration of the model at `path` to a new folder, and read them back to the same logits."""
     cfg, saved, save = gpt.cfg, read_model(path), safetensors().save
-    stage = train_gpt.stage_index(cfg.num_iterations, cfg)
-    frequencies, scale = train_gpt.rotary_frequencies(stage, cfg, gpt.rotary.cos.dtype)
-    inference = dict(attn_scale=scale, rotary_frequencies=frequencies.tolist())
-    nets = {name: net for name, net in gpt.named_modules() if isinstance(net, train_gpt.GateNet)}
-    inference["nets"] = {name: [*net.sizes.items()] for name, net in nets.items()}
-    inference["long_window"], inference["short_window"] = train_gpt.attention_windows(cfg.num_iterations, cfg)
-    described = dict(configuration=json.loads(saved["configuration"]), inference=inference)
+    described = dict(configuration=json.loads(saved["configuration"]))
     try:
         folder.mkdir(parents=True)
         tensors = {name: tensor.clone() for name, tensor in saved["model"].items()}  # which share their storage
@@ -127,7 +124,7 @@ def tokenizer(cfg: Hyperparameters) -> tuple[Callable[[str], list[int]], Callabl
 
         gpt2 = tiktoken.get_encoding("gpt2")
     except ImportError:
-        raise UserError("the model's tokens are GPT-2's: pip install -r data/requirements.txt") from None
+        raise UserError(f"the model's tokens are GPT-2's: {needs.PIP} -r data/requirements.txt") from None
     except Exception as error:  # the download fails in many ways
         raise UserError(f"tiktoken cannot get GPT-2's vocabulary: {' '.join(str(error).split())[:150]}") from None
     return gpt2.encode_ordinary, gpt2.decode_single_token_bytes

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 
+import needs
 from records.process import ENVIRONMENT
 
 # Before torch loads OpenMP; the last as the script's own `main` does
@@ -15,4 +16,6 @@ with contextlib.suppress(AttributeError, OSError):  # the C library has read its
         ctypes.CDLL(None).mallopt(option, int(os.environ[name]))
 
 if __name__ == "__main__":
-    sys.exit(importlib.import_module("benchmarks.command").main())
+    with needs.packages("requirements.txt"):
+        command = importlib.import_module("benchmarks.command")
+    sys.exit(command.main())

@@ -13,13 +13,19 @@ import argparse
 import json
 import math
 import random
+import sys
 import time
 from pathlib import Path
 
-import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import needs
+
+with needs.packages("requirements.txt"):
+    import numpy as np
+    import torch
+    import torch.nn.functional as F
+    from torch import Tensor, nn
 
 VOCAB_SIZE, CONTEXT, BATCH, LAYERS, WIDTH, HEADS = 257, 64, 12, 4, 128, 4  # bytes and the end of text
 LR, MIN_LR, LR_WARMUP, BETAS, WEIGHT_DECAY, CLIP = 1e-3, 1e-4, 100, (0.9, 0.99), 0.1, 1.0
@@ -64,7 +70,7 @@ def read_shard(path: Path) -> np.ndarray:
     """Read all tokens of a shard: 256 int32 of header, then uint16. Raise ValueError if it is not whole."""
     header, tokens = np.fromfile(path, "<i4", count=3).tolist(), np.fromfile(path, "<u2", offset=1024)
     if header != [20240520, 1, len(tokens)]:
-        raise ValueError(f"{path}: not a whole token shard; get it again: python data/pack_nano.py")
+        raise ValueError(f"{path}: not a whole token shard; get it again: {needs.PYTHON} data/pack_nano.py")
     return tokens
 
 

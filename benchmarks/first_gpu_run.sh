@@ -9,6 +9,7 @@
 set -uo pipefail
 CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")/.."
 source ./environment.sh
+flags=$*
 find_python requirements.txt
 export PYTHON=$python
 out=${OUT:-logs/first-gpu-run-$(date +%Y%m%d-%H%M%S)}

@@ -21,12 +21,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # first, or a `shards` on PYTHONPATH would be taken
+import needs
 
-from shards import lock_folder, shard_problem
+with needs.packages("requirements.txt"):
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    from shards import lock_folder, shard_problem
 
 REPO = "kjj0/fineweb10B-gpt2"
 RECORD_SHARDS = 6  # enough for the gpt2 preset, which takes seconds to import; a test compares them
@@ -110,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{error.filename or args.out}: {error.strerror or error}; fix that, or choose another --out")
     except KeyboardInterrupt:
         parser.exit(130, f"{parser.prog}: interrupted\n")
-    again = f"python data/cached_fineweb10B.py {args.shards}"
+    again = f"{needs.PYTHON} {needs.typed(Path(__file__).resolve())} {args.shards}"
     if args.out != DEFAULT_OUT:
         again += f" --out {shlex.quote(str(args.out))}"
     pool = ThreadPoolExecutor(THREADS)

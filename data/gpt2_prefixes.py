@@ -7,10 +7,17 @@ alone. The file is in the repository: this command shows where it comes from, an
 """
 
 import hashlib
+import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import needs
+
+with needs.packages("requirements.txt", "data/requirements.txt"):
+    import numpy as np
+    import tiktoken
 
 PATH, NONE = Path(__file__).with_name("gpt2_prefixes.bin"), 65535
 SHA256 = "369d2091939994f1ff771dd3d52912ad53bb3daf1c7941840a1cd50d0d72f373"
@@ -25,8 +32,6 @@ def longest_prefixes(tokens: list[bytes]) -> np.ndarray:
 
 def main() -> None:
     ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
-    import tiktoken
-
     encoding = tiktoken.get_encoding("gpt2")
     tokens = [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)]
     table = np.append(longest_prefixes(tokens), np.uint16(NONE)).astype("<u2").tobytes()

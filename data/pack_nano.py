@@ -16,11 +16,14 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # first, or a `shards` on PYTHONPATH would be taken
+import needs
 
-from shards import shard_header, write_shard
+with needs.packages("requirements.txt"):
+    import numpy as np
+
+    from shards import shard_header, write_shard
 
 DEFAULT_OUT = Path(__file__).parent / "nano"
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
@@ -119,7 +122,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     spec = importlib.util.find_spec("torch")  # find, not import: only the sources are needed
     if spec is None or spec.origin is None:
-        parser.error("torch is not installed here: pip install -r requirements.txt")
+        parser.error(f"torch is not installed here: {needs.PIP} -r {needs.typed(needs.ROOT / 'requirements.txt')}")
     version = importlib.metadata.version("torch").split("+")[0]
     paths = {split: args.out / f"nano_{split}_000000.bin" for split in ("train", "val")}
     try:
@@ -133,7 +136,7 @@ def main(argv: list[str] | None = None) -> None:
                 parser.error(
                     f"not written: {path} would not be the track's {split} shard, because the sources of the installed "
                     f"torch {version} have been changed; reinstall it: "
-                    f"pip install --force-reinstall --no-deps torch=={version}"
+                    f"{needs.PIP} --force-reinstall --no-deps torch=={version}"
                 )
             write_shard(path, tokens)
             print(f"{path}: {len(documents):,} documents, {len(tokens):,} tokens, sha256 {digest}")

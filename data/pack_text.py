@@ -28,24 +28,27 @@ import shutil
 import sys
 import tempfile
 from bisect import bisect_left
-from collections import namedtuple
+from collections import Counter, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
-from tqdm import tqdm
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # both first, or what PYTHONPATH has under these names
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # would be taken
+import needs
 
-import train_gpt
-from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
-from shards import lock_folder, write_shard
-from train_gpt import Hyperparameters, UserError
+with needs.packages("requirements.txt"):
+    import numpy as np
+    from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parent.parent
+    import check
+    import train_gpt
+    from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
+    from shards import lock_folder, write_shard
+    from train_gpt import Hyperparameters, UserError
+
+ROOT = needs.ROOT
 SHARD_TOKENS = 100_000_000
 MAX_TOKENS = 2048  # after which gpt2 cuts documents
 BATCH_DOCUMENTS = 32  # encoded at a time
@@ -58,20 +61,31 @@ TOKENIZERS = {
 }
 
 
+def note(line: str) -> None:
+    print("note: " + "".join(c if c.isprintable() else "?" for c in line), file=sys.stderr, flush=True)
+
+
 def find_files(arguments: Iterable[Path], extensions: set[str]) -> dict[Path, str]:
     """Map each file to its name below its argument. Folders: what has an extension, and is not hidden or linked to."""
-    files = {}
+    files, left_out = {}, Counter[str]()
     for argument in arguments:
         if argument.is_dir():
-            for path in argument.rglob("*"):
-                name = path.relative_to(argument)
+            for path in filter(Path.is_file, sorted(argument.rglob("*"))):
+                name, ending = path.relative_to(argument), path.suffix.lower()
                 is_hidden = any(part.startswith(".") for part in name.parts)
-                if path.suffix.lower() in extensions and path.is_file() and not is_hidden:
+                if ending in extensions and not is_hidden:
                     files[path.resolve()] = name.as_posix()
+                else:
+                    left_out["hidden" if is_hidden else ending or "without an ending"] += 1
         elif argument.exists() and not argument.is_file():  # reading a pipe or a device might never end
             raise RuntimeError(f"{argument}: not a regular file: copy its content to one, or leave it out")
         else:
             files[argument.resolve()] = argument.name
+    told = ", ".join(f"{count:,} {kind}" for kind, count in left_out.most_common(6)) or "nothing"
+    if not files:
+        raise RuntimeError(f"no text: left out: {told}; --ext takes other endings, such as --ext .json,.csv")
+    if left_out:
+        note(f"left out: {told}; --ext takes other endings")
     return files
 
 
@@ -90,11 +104,21 @@ def cut_documents(text: bytes, tokenizer: Tokenizer) -> Iterator[bytes]:
 def read_documents(files: dict[Path, str], tokenizer: Tokenizer, val_fraction: float) -> dict[str, list[bytes]]:
     """Read all files, and split their documents. At least one file or document is for validation."""
     groups = []  # a name, and the documents that stay together
+    odd: dict[str, list[str]] = {"binary or UTF-16, left out": [], "not UTF-8, packed as it is": []}
+    binary, other = odd.values()
     for path, name in files.items():
         if b"\0" in (text := path.read_bytes()):
-            raise RuntimeError(f"{path}: has zero bytes, so it is no text in UTF-8: convert it, or leave it out")
-        if documents := [*cut_documents(text, tokenizer)]:
+            binary.append(name)
+        elif documents := [*cut_documents(text, tokenizer)]:
             groups.append((os.fsencode(name), documents))
+            try:
+                for document in documents:
+                    document.decode()
+            except UnicodeDecodeError:
+                other.append(name)
+    for what, names in odd.items():
+        if names:
+            note(f"{len(names):,} files ({', '.join(names[:3])} ...): {what}; iconv -t UTF-8 -f ENCODING converts")
     if len(groups) < MANY_FILES:
         groups = [(document, [document]) for document in {*chain(*(documents for _, documents in groups))}]
     groups.sort(key=lambda group: hashlib.sha1(group[0]).digest())
@@ -110,8 +134,8 @@ def load_gpt2() -> Callable[[list[bytes]], np.ndarray]:
 
         encoding = tiktoken.get_encoding("gpt2")
     except ImportError:
-        pip = shlex.join([sys.executable, "-m", "pip", "install", "-r", str(ROOT / "data/requirements.txt")])
-        raise RuntimeError(f"--tokenizer gpt2 needs the package tiktoken: {pip}") from None
+        files = needs.typed(ROOT / "data/requirements.txt")
+        raise RuntimeError(f"--tokenizer gpt2 needs the package tiktoken: {needs.PIP} -r {files}") from None
     except (OSError, ValueError) as error:  # OSError includes those of requests; ValueError: unexpected content
         fix = "set TIKTOKEN_CACHE_DIR to a folder that has it from an earlier download, perhaps on another machine"
         raise RuntimeError(f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}): {fix}") from None
@@ -169,16 +193,43 @@ def fit(cfg: Hyperparameters, val_size: int) -> Hyperparameters:
     if lacks_tokens(least):
         needed = cfg.batch_sequences * sum(train_gpt.train_seq_len(i, shortened(least)) for i in range(least))
         told = f"a run of {least} steps takes more than {needed:,} tokens (equal documents count once)"
-        raise RuntimeError(f"too little text: {told}: add text, or set a smaller --batch_tokens after --")
+        others = ", or train nano, without --tokenizer gpt2" * (cfg.preset == "gpt2")
+        raise RuntimeError(f"too little text: {told}: add text, or set a smaller --batch_tokens after --{others}")
     steps = range(least, cfg.num_iterations + 1)
-    return shortened(steps[bisect_left(steps, True, key=lacks_tokens) - 1])
+    enough = steps[bisect_left(steps, True, key=lacks_tokens) - 1]
+    if enough < cfg.num_iterations:
+        note(f"the text is enough for {enough:,} of {cfg.num_iterations:,} steps")
+    return shortened(enough)
+
+
+def flags_of(cfg: Hyperparameters) -> list[str]:
+    """Return the flags that change a preset to `cfg`, each once."""
+    flags = ["--preset", cfg.preset]
+    for name, usual in dataclasses.asdict(train_gpt.PRESETS[cfg.preset]).items():
+        value = getattr(cfg, name)
+        if name not in train_gpt.TABLES and value != usual:
+            flags += [f"--{'' if value else 'no-'}{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return flags
 
 
 def pack(args: argparse.Namespace) -> list[str]:
     """Write the shards and return the trainer's flags for them."""
-    files = find_files(args.inputs, {end.strip().lower() for end in args.ext.split(",")})
     tokenizer = TOKENIZERS[args.tokenizer]
-    cfg = train_gpt.parse_args(["--preset", tokenizer.preset, *args.flags])  # if this or the next fails, then now
+    if own := [flag for flag in args.flags if flag.split("=")[0] in ("--preset", "--train_files", "--val_files")]:
+        raise RuntimeError(f"{own[0]}: leave it out after --: bytes are for nano, --tokenizer gpt2 for gpt2")
+    flags = ["--preset", tokenizer.preset, "--target_loss", "0", *args.flags]
+    cfg = train_gpt.parse_args(flags)  # if this or the next fails, then now
+    try:
+        check.check_machine(flags, report := check.Report(is_full=False))
+    except UserError as error:
+        report.problems.append(str(error))
+    if report.problems:
+        why = f"cannot train here: {report.problems[0].partition(': free some')[0]}"
+        if args.train:
+            others = "train nano, without --tokenizer gpt2, or " * (args.tokenizer == "gpt2")
+            raise RuntimeError(f"{why}; {others}only pack, without --train")
+        note(f"for another machine: {why}")
+    files = find_files(args.inputs, {end.strip().lower() for end in args.ext.split(",")})
     encode = load_gpt2() if args.tokenizer == "gpt2" else to_tokens
     with lock_folder(args.out):
         for killed in args.out.glob(".packing-*"):  # left behind by a killed packer, because we hold the lock
@@ -188,7 +239,7 @@ def pack(args: argparse.Namespace) -> list[str]:
             raise RuntimeError(f"{old[0]} is there already: --force replaces all {len(old)} shards, or change --out")
         documents = read_documents(files, tokenizer, args.val_fraction)
         if not documents["val"]:
-            raise RuntimeError(f"too little text in {len(files)} files: name files, or folders with {args.ext} (--ext)")
+            raise RuntimeError(f"too little text in {len(files)} files")
         with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as name:
             shards = {split: write_shards(Path(name), split, texts, encode) for split, texts in documents.items()}
             here = glob.escape(name)
@@ -201,12 +252,9 @@ def pack(args: argparse.Namespace) -> list[str]:
                 path.unlink()
     for split, sizes in shards.items():
         print(f"{args.out}: {split}: {len(documents[split]):,} documents, {sum(sizes.values()):,} tokens")
-    changed = {name: value for name, value in dataclasses.asdict(fitted).items() if value != getattr(cfg, name)}
-    fitting = [word for name, value in changed.items() for word in (f"--{name}", str(value))]
     out = args.out.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")  # run.sh changes to ROOT
     train, val = (f"{glob.escape(out)}/{split}_*.bin" for split in ("train", "val"))
-    shown = ["--train_files", train, "--val_files", val]
-    return ["--preset", tokenizer.preset, *shown, "--target_loss", "0", *args.flags, *fitting]
+    return flags_of(dataclasses.replace(fitted, train_files=train, val_files=val))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -236,7 +284,7 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"{error.filename or args.out}: {error.strerror or error}; fix that, or name another path")
     except KeyboardInterrupt:
         parser.exit(130, f"{parser.prog}: interrupted\n")
-    print("train on it: ./run.sh", shlex.join(flags), flush=True)
+    print("train on it:", needs.typed(ROOT / "run.sh"), shlex.join(flags), flush=True)
     if args.train:
         os.execv(ROOT / "run.sh", ["./run.sh", *flags])
 

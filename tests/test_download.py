@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import cached_fineweb10B
+import needs
 from shards import lock_folder, shard_header
 from test_train import wait_for
 
@@ -158,7 +159,7 @@ def test_a_wrong_file_is_removed_and_reported(hub, start, tmp_path):
     problems = [wrong, "3022 bytes, but the header's 1000 tokens need 3024; removed;", "RemoteEntryNotFoundError: 404"]
     for i, problem in enumerate(problems):
         assert re.match(f"{SCRIPT.name}: fineweb_train_00000{i + 1}.bin: .*{problem}", err[i])
-    assert err[3] == f"3 of 4 files are missing in {out}; to continue: python data/{SCRIPT.name} 3 --out {out}"
+    assert err[3] == f"3 of 4 files are missing in {out}; to continue: {needs.PYTHON} data/{SCRIPT.name} 3 --out {out}"
     assert all(asked == [0] for (method, _), asked in hub.asked.items() if method == "GET"), "asked for once"
     assert shards_in(out) == {VAL: shard(0)}
 
@@ -182,7 +183,10 @@ def test_interrupt_ends_at_once_and_leaves_nothing_half_written(hub, start, tmp_
     wait_for(lambda: (out / VAL).exists() and list(out.rglob("*.incomplete")))
     waiting = start("1")
     waiting.stderr.readline()
-    for interrupted, message in ((waiting, ""), (process, f"; to continue: python data/{SCRIPT.name} 1 --out {out}")):
+    for interrupted, message in (
+        (waiting, ""),
+        (process, f"; to continue: {needs.PYTHON} data/{SCRIPT.name} 1 --out {out}"),
+    ):
         interrupted.send_signal(signal.SIGINT)
         _, err = interrupted.communicate(timeout=45)  # less than the library waits for a stalled server
         assert (interrupted.returncode, err.strip().removeprefix(f"{SCRIPT.name}: ")) == (130, f"interrupted{message}")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,15 +60,34 @@ def test_answers_and_bits_by_hand(monkeypatch):
     assert found == dict(questions=4, right=3, accuracy=0.75, standard_error=error, chance=0.5)
 
 
-BAD = ["{", "[" * 20_000, "[1]", '{"ctx": 5}', '{"ctx": "", "endings": ["b"], "label": 0}']
-BAD += [f'{{"ctx": "a", "endings": ["b", "c"], "label": {label}}}' for label in ("2", "NaN", "-1", '"x"')]
-BAD += ['{"ctx": "\\ud800", "endings": ["b", "c"], "label": 0}']
+FAIR = dict(ctx="a", endings=["b", "c"], label=0)
+ODD = [None, True, -1, 2, 0.9, 1e999, float("nan"), 10**300, "", "1", "bc", "\ud800", [], ["b"], ["b", 5], ["b", None]]
+ODD += [["b", "\udfff"], [["b"], ["c"]], {}, {"a": "b", "c": "d"}, [1, 2]]
+EXPECTED = dict(ctx="a text", endings="a list of two or more texts", label="the number of the right one")
+
+
+@pytest.mark.parametrize("field", FAIR)
+def test_odd_values_are_refused_by_file_line_and_field(field, tmp_path):
+    """All others than a text, a list of texts and a whole number; and a field that is not there."""
+    path, fair = tmp_path / "questions", json.dumps(FAIR)
+    allowed = dict(ctx=["", "1", "bc"], endings=[["b", ""]], label=[0])[field]
+    lines = [json.dumps(FAIR | {field: value}) for value in ODD if value not in allowed]
+    for line in [*lines, json.dumps({name: FAIR[name] for name in FAIR if name != field})]:
+        path.write_text(f"{fair}\n\n{line}")
+        with pytest.raises(train_gpt.UserError) as refused:
+            list(evaluate.read_questions(path))
+        assert re.fullmatch(rf"{path} line 3: {field} is .*: expected {EXPECTED[field]}.*", str(refused.value))
+    path.write_text("\n".join(json.dumps(FAIR | {field: value}) for value in allowed))
+    assert len(list(evaluate.read_questions(path))) == len(allowed)
+
+
+BAD = ["{", "[" * 20_000, "[1]", "5", '"ctx"', "null"]
 
 
 def test_program_scores_files_and_hellaswag_or_says_what_is_wrong(model, capsys, monkeypatch):  # noqa: F811
     """From the flags to JSON, or one line and code 2. The hub has Parquet, with labels as text."""
     monkeypatch.chdir(model.parent.parent)
-    lines = [dict(ctx=ctx, endings=endings, label=str(label)) for ctx, endings, label in QUESTIONS]
+    lines = [dict(ctx=ctx, endings=endings, label=label) for ctx, endings, label in QUESTIONS]
     files = {f"bad{i}": f"\n{text}" for i, text in enumerate(BAD)} | dict(empty="", blank="\n \n", text="naïve\r\n")
     files["long"] = json.dumps(dict(ctx="a" * 4997, endings=["b", "bc"], label=0))
     for name, text in (files | dict(good="\n\n".join(map(json.dumps, lines)))).items():
@@ -78,7 +98,7 @@ def test_program_scores_files_and_hellaswag_or_says_what_is_wrong(model, capsys,
 
     found = json.loads(run("--choices good --text text")[1])
     assert (found["choices"]["good"]["questions"], found["texts"]["text"]["bytes"]) == (3, 8)
-    table = SimpleNamespace(to_pylist=lambda: lines)
+    table = SimpleNamespace(to_pylist=lambda: [line | dict(label=str(line["label"])) for line in lines])
     parquet = SimpleNamespace(read_table=lambda path, columns: table)
     monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda **of: of["filename"])
@@ -89,9 +109,9 @@ def test_program_scores_files_and_hellaswag_or_says_what_is_wrong(model, capsys,
     wrong |= {"": "nothing to score: give --hellaswag", "--text logs/random.pt": "logs/random.pt: is not text in UTF-8"}
     wrong |= {"logs/no.pt --text text": "logs/no.pt: there is no such", "--choices blank": "blank: has no questions"}
     wrong |= {"--choices long": "long: question 1 has 5000 tokens, the model", "--choices x --limit 0": "--limit"}
-    wrong |= {f"--choices bad{i}": f"bad{i} line 2: expected ctx, a text, endings" for i in range(len(BAD))}
+    wrong |= {f"--choices bad{i}": f"bad{i} line 2: expected a JSON object with ctx" for i in range(len(BAD))}
     for argv, message in wrong.items():
         code, out, err = run(argv)
         assert (code, out, err.count("\n"), err[: len(message) + 13]) == (2, "", 1, f"evaluate.py: {message}")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    assert "pip install pyarrow" in run("--hellaswag")[2]
+    assert "-m pip install pyarrow" in run("--hellaswag")[2]

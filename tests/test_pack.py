@@ -41,7 +41,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 def run(capsys, main, *arguments) -> str:
     main([*map(str, arguments)])
     out, err = capsys.readouterr()
-    assert err == "", "the progress bar is for terminals"
+    assert all(line.startswith("note: ") for line in err.splitlines()), "the progress bar is for terminals"
     return out
 
 
@@ -49,8 +49,9 @@ def fails(capsys, main, *arguments) -> str:
     with pytest.raises(SystemExit, match="2"):
         main([*map(str, arguments)])
     out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1), err
-    return err
+    *notes, line = err.splitlines()
+    assert (out, all(note.startswith("note: ") for note in notes)) == ("", True), err
+    return f"{line}\n"
 
 
 def test_a_shard_is_written_whole_or_not_at_all_and_damage_is_seen(tmp_path, monkeypatch):
@@ -156,9 +157,10 @@ def test_one_file_is_split_by_document_into_many_shards_and_trained_on(tmp_path,
     (tmp_path / "book").write_bytes(text)
     out = run(capsys, pack_text.main, tmp_path / "book", "--val_fraction", 0.2, "--out", folder, "--train")
     command = shlex.split(out.splitlines()[-1])[3:]
-    os.execv.assert_called_once_with(tmp_path / "run.sh", command)
-    assert command[:3] + command[7:9] == ["./run.sh", "--preset", "nano", "--target_loss", "0"]
-    for split, pattern in (("train", command[4]), ("val", command[6])):
+    os.execv.assert_called_once_with(tmp_path / "run.sh", ["./run.sh", *command[1:]])
+    cfg = train_gpt.parse_args(command[1:])
+    assert (cfg.preset, cfg.target_loss) == ("nano", 0)
+    for split, pattern in (("train", cfg.train_files), ("val", cfg.val_files)):
         sizes = {f"{folder.name}/{path.name}": path.stat().st_size for path in folder.glob(f"{split}_*.bin")}
         assert set(glob.glob(pattern, root_dir=tmp_path)) == sizes.keys()
         assert (len(sizes) > 2, max(sizes.values()) <= 1024 + 2 * 40_000) == (True, True)
@@ -190,7 +192,14 @@ ERRORS = {
     "blank.txt": "too little text in 1 files",
     "page.txt": "too little text: 10 tokens for val, 65 needed: add text\n",
     "note.txt": "too little text: a run of 40 steps takes more than 40,960 tokens",
-    "binary.txt": "binary.txt: has zero bytes, so it is no text in UTF-8",
+    "binary.txt": "too little text in 1 files",
+    "bare/data": "error: no text: left out: 2 .json, 1 hidden, 1 without an ending; --ext takes other endings",
+    "bare/none": "error: no text: left out: nothing; --ext",
+    "texts -- --preset nano": "--preset: leave it out after --: bytes are for nano, --tokenizer gpt2 for gpt2",
+    "texts -- --val_files=x": "--val_files=x: leave it out",
+    f"texts --tokenizer gpt2 --train -- --train_seq_len {2**23} --batch_tokens {2**23}": " are free; train nano, "
+    "without --tokenizer gpt2, or only pack, without --train\n",
+    "texts --train -- --head_dim 18": "cannot train here: --head_dim 18: expected a multiple of 4; only pack",
     "texts -- --num_iteration 3": "--num_iteration: no such flag",
     "bare/pipe": "bare/pipe: not a regular file",
     "texts --tokenizer gpt2": "--tokenizer gpt2 needs the package tiktoken: ",
@@ -202,7 +211,10 @@ ERRORS = {
 def test_errors_are_one_line_and_nothing_is_written(texts_folder, tmp_path, capsys, monkeypatch, arguments):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     monkeypatch.chdir(tmp_path)
-    Path("bare").mkdir()
+    for name in ("bare/none", "bare/data/.hidden"):
+        Path(name).mkdir(parents=True)
+    for name in ("a.json", "b.JSON", "noending", ".hidden/c.txt"):
+        Path("bare/data", name).write_bytes(prose(0, 9000))
     Path("binary.txt").write_bytes("text".encode("utf-16"))
     Path("blank.txt").write_bytes(b"\n" * 100)
     Path("page.txt").write_bytes(b"a line ")
@@ -210,6 +222,29 @@ def test_errors_are_one_line_and_nothing_is_written(texts_folder, tmp_path, caps
     os.mkfifo("bare/pipe")
     assert ERRORS[arguments] in fails(capsys, pack_text.main, "--out", "out", *shlex.split(arguments))
     assert not Path("out").exists() or contents(Path("out")) == {}
+
+
+def test_what_is_left_out_or_odd_is_counted_and_named(texts_folder, tmp_path, capsys):
+    for name, text in {
+        "utf\x1b16.txt": "text".encode("utf-16"),
+        "latin.md": prose(9, 999) + b"caf\xe9",
+        "x.csv": b"",
+    }.items():
+        (texts_folder / name).write_bytes(text)
+    pack_text.main(
+        [str(texts_folder), "--out", str(tmp_path / "out"), "--", "--num_iterations", "9999", "--no-compile"]
+    )
+    out, err = capsys.readouterr()
+    *notes, steps = err.splitlines()
+    assert notes == [
+        "note: left out: 2 hidden, 1 .png, 1 .csv; --ext takes other endings",
+        "note: 1 files (utf?16.txt ...): binary or UTF-16, left out; iconv -t UTF-8 -f ENCODING converts",
+        "note: 1 files (latin.md ...): not UTF-8, packed as it is; iconv -t UTF-8 -f ENCODING converts",
+    ]
+    assert steps.endswith("of 9,999 steps")
+    flags = shlex.split(out.splitlines()[-1])[4:]
+    assert len({*flags}) == len(flags), "each flag once"
+    assert "--no-compile" in flags
 
 
 class FourCharacters:
