@@ -294,7 +294,9 @@ def check_machine(argv: list[str], report: Report) -> tuple[Hyperparameters, int
         fp8 = " and ".join(["head"] * cfg.lm_head_fp8 + ["MLPs"] * cfg.mlp_fp8) or "nothing"
         report.fact(f"hardware: {len(gpus)} x {this}: {cfg.dtype}, {fp8} in FP8", note=True)
         if gpu.capability < (8, 0):
-            report.problems.append(f"{this} is too old: {needs.CAPABILITY}; {needs.NANO}")
+            is_one_of = any(other.capability >= (8, 0) for other in gpus)
+            fix = "leave it out with CUDA_VISIBLE_DEVICES" if is_one_of else needs.NANO
+            report.problems.append(f"{this} is too old: {needs.CAPABILITY}; {fix}")
     if is_root:
         report.problems += (found := [*contradictions(cfg, gpus, processes)])
         if not found:

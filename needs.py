@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "data"))  # whose scripts import each other; first, or what PYTHONPATH has would be taken
 NANO = "nano trains on the CPU: --preset nano --device cpu"
 CAPABILITY = "gpt2 needs a GPU of compute capability 8.0 or newer (A100, RTX 30)"
-OLD_NAMES = r"Quadro|TITAN|GTX?\b|MX\d|RTX 20[678]|\b[KMPTV]\d"  # that are below 8.0
+OLD_NAMES = r"Quadro|TITAN|GTX?\b|MX[1-5][0-5]|RTX 20[678]|\b[KMPTV]\d"  # below 8.0; RTX 2050 and MX570 are not
 LISTED = r"(?m)^(.+), (\d{3}[\d.]*)\s*$"  # what nvidia-smi prints: name and driver
 DRIVER_FILE = "/proc/driver/nvidia/version"  # where nvidia-smi is missing, as in some containers
 AMD_FILE = "/dev/kfd"

@@ -1836,7 +1836,7 @@ def report(log: RunLog, plans: Plans, trainer: Trainer, recompiles: int) -> dict
     log.write(f"step time: median {np.median(step_ms):.2f}ms\npeak memory: {peak} MiB")
     if cfg.save_checkpoint:
         model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict())
-        log.save(".pt", partial(torch.save, model), f"next: {sys.executable} sample.py")
+        log.save(".pt", partial(torch.save, model), f"next: {os.path.relpath(sys.executable)} sample.py")
     log.save(".json", lambda file: file.write(json.dumps(result).encode() + b"\n"), "the result")
     text = f"val_loss {val_loss:.4f} after {ms / 1000:.2f} s"
     if cfg.target_loss and cfg.val_sha256 in ("", log.saved.must_match["validation tokens"]):  # or else another text

@@ -205,6 +205,8 @@ def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tm
         ([check.Gpu("A100", (8, 0), 80 * 10**9)], "1", "bfloat16, nothing in FP8"),
         ([FULL_4090], None, "19.1 are free: free some, or train otherwise, with --train_seq_len 8192"),
         ([H100, H100._replace(free=10**9)], None, "with a smaller model"),
+        ([H100, H100._replace(capability=(7, 5))], None, "A100, RTX 30); leave it out with CUDA_VISIBLE_DEVICES"),
+        ([H100._replace(capability=(7, 5))], None, "(A100, RTX 30); nano trains on the CPU: --preset nano"),
     ],
 )
 def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expected, notes):
@@ -547,6 +549,7 @@ WHY = " is too old: gpt2 needs a GPU of compute capability 8.0 or newer (A100, R
 MACHINES = {  # what nvidia-smi prints, or the kernel's file says: the wheels of torch, and what is wrong
     b"NVIDIA RTX 2000 Ada, 525.60\n": ("cu126", ""),
     b"NVIDIA GeForce GT 710, 535.1\nNVIDIA GeForce RTX 4090, 535.1\n": ("cu126", ""),
+    b"NVIDIA GeForce MX570, 535.1\n": ("cu126", ""),
     A5000 % b"580.65": ("", ""),
     b"": ("", ""),
     A5000 % b"470.57.02": ("cpu", "driver 470.57.02 is too old: update it to 580 or newer"),
