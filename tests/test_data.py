@@ -29,7 +29,7 @@ def make_shards(folder: Path, *lengths: int) -> str:
 
 
 def plan_stream(pattern: str, seq_lens: list[int]) -> list[Batch]:
-    return train_gpt.plan_batches(pattern, seq_lens, 1, NANO, [0] * len(seq_lens))
+    return train_gpt.plan_batches(pattern, [(seq_len, 0) for seq_len in seq_lens], 1, NANO)
 
 
 def read_all(plan: list[Batch], sequences, cfg=NANO) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -75,11 +75,11 @@ def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_len
     for i, tokens in enumerate(shards):
         write_shard(folder / f"{i}.bin", np.array(tokens, dtype=np.int64))
     expected = slow_rows(shards, seq_lens, num_sequences, cuts)
-    options = (num_sequences, SMALL, cuts)
+    lengths = [*zip(seq_lens, cuts, strict=False)]
     if len(expected) < len(seq_lens):
         with pytest.raises(UserError, match=f"{len(expected)} .*{len(seq_lens)}"):
-            train_gpt.plan_batches(f"{folder}/*.bin", seq_lens, *options)
-    plan = train_gpt.plan_batches(f"{folder}/*.bin", seq_lens[: len(expected)], *options)
+            train_gpt.plan_batches(f"{folder}/*.bin", lengths, num_sequences, SMALL)
+    plan = train_gpt.plan_batches(f"{folder}/*.bin", lengths[: len(expected)], num_sequences, SMALL)
     rows = [row for batch in expected for row in batch]
     for (inputs, targets), row in zip(read_all(plan, range(num_sequences), SMALL), rows, strict=True):
         assert (inputs.dtype, targets.dtype) == (torch.int32, torch.int64)

@@ -118,15 +118,14 @@ def trainer_of(m: types.ModuleType, preset: str, dtype: str, folder: Path, ranks
         return m.Trainer(config(m, preset, dtype, folder, rate), ranks)
 
 
-def net_rows(old: nn.Module, new: nn.Module, first_layer: int) -> list[int]:
+def net_rows(old: nn.Module, new: nn.Module) -> list[int]:
     """Return where the factors of the form's net are in OneLayer's, which go by kind and then by layer."""
     begins = dict(zip(old.keys, np.cumsum([0, *old.sizes]).tolist(), strict=False))
     renamed = dict(head_gate="gate", embed="embeds")
     rows = []
-    for layer, kinds in enumerate(new.kinds, start=first_layer):
-        for kind, size in kinds:
-            begin = begins[renamed.get(kind, kind), layer]
-            rows += range(begin, begin + size)
+    for (layer, kind), size in new.sizes.items():
+        begin = begins[renamed.get(kind, kind), layer]
+        rows += range(begin, begin + size)
     assert sorted(rows) == [*range(sum(old.sizes))]
     return rows
 
@@ -144,7 +143,7 @@ def parameter(old: nn.Module, new: nn.Module, name: str) -> Tensor:
     if first == "gate_nets":
         layer = name.split(".")[1]
         net = "early" if layer == "0" else "mid"
-        rows = net_rows(old.nets[net], new.gate_nets[layer], int(layer))
+        rows = net_rows(old.nets[net], new.gate_nets[layer])
     else:
         net, rows = ("out", [*range(5)]) if first == "head_net" else ("last", MUDD_ROWS)
     values = params[f"nets.{net}.{last}"]
