@@ -82,8 +82,8 @@ def read(name: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
 def loss_weights(m: types.ModuleType, step: int, cfg) -> tuple[list[float], list[float]]:
     """Return a script's weights of the losses of next tokens, and of the prefix."""
     if hasattr(m, "loss_weights"):
-        weights, num_next = m.loss_weights(step, cfg), len(m.stage_of(step, cfg).mtp)
-        return weights[:num_next], weights[num_next:]
+        weights, n = m.loss_weights(step, cfg), len(m.stage_of(step, cfg).mtp)
+        return weights[:n], weights[n:]
     next_weights = getattr(m, "mtp_weights", getattr(m, "next_weights", lambda *_: []))
     return next_weights(step, cfg), getattr(m, "prefix_weights", lambda *_: [])(step, cfg)
 
@@ -283,6 +283,9 @@ class WholeRecord(PublicRecord):
     hashes: dict  # settings of hashes of a real size
     stored: dict[str, str]  # patterns of the names of parameters, by the precision that they are stored in
 
+    def plan(self, pattern: str, lengths: list[int], cuts: tuple, cfg) -> list:
+        return self.script.plan_batches(pattern, lengths, 8, cfg, cuts)
+
     def test_packing(self, tmp_path: Path):
         """Compare the batches of three steps of each stage with their bigrams, those of the run, real hashes."""
         m, changes = self.script, dict(vocab_size=200, eot_token=199, bigram_rows=1280)
@@ -294,9 +297,7 @@ class WholeRecord(PublicRecord):
             assert np.array_equal(m.GPT.sign_hashes(real, tokens), self.numbers[key])
         stages = [self.numbers[f"pack/stage{i}/inputs"] for i in (1, 2, 3)]
         lengths = [inputs.shape[-1] for inputs in stages for _ in range(3)]
-        cuts = (28,) * 3 + (64,) * 6
-        args = ([*zip(lengths, cuts, strict=True)], 8, cfg) if hasattr(m, "Plans") else (lengths, 8, cfg, cuts)
-        plan = m.plan_batches(f"{tmp_path}/pack_*.bin", *args)
+        plan = self.plan(f"{tmp_path}/pack_*.bin", lengths, (28,) * 3 + (64,) * 6, cfg)
         for step, batch in enumerate(m.read_batches(plan, range(8), cfg, torch.device("cpu"))):
             for rank, (tokens, targets) in enumerate(batch):
                 hashes = m.GPT.bigram_hashes(types.SimpleNamespace(cfg=cfg), tokens)
@@ -447,8 +448,8 @@ class WholeRecord(PublicRecord):
 
 def made_by(net: nn.Module, inputs: tuple, output: dict | None) -> np.ndarray:
     """Return all factors that a net has made (n, T). Nets of records write them into their last argument."""
-    made = [*output.values()] if output else [inputs[-1][i][kind] for kind, i in net.keys]
-    return torch.cat(made)[..., 0].detach().numpy()
+    factors = output.values() if output else [inputs[-1][i][kind] for kind, i in net.keys]
+    return torch.cat([*factors])[..., 0].detach().numpy()
 
 
 def set_values(tensors: list[Tensor], values: np.ndarray) -> None:

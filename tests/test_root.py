@@ -67,6 +67,9 @@ class TestRecord(BEFORE):
         rows = NETS[net][1]
         return values.reshape(len(rows), -1)[np.argsort(rows) if public else rows]
 
+    def plan(self, pattern: str, lengths: list[int], cuts: tuple, cfg) -> list:
+        return self.script.plan_batches(pattern, [*zip(lengths, cuts, strict=True)], 8, cfg)
+
     @pytest.mark.parametrize("count", [3, pytest.param(9, marks=pytest.mark.slow)])
     def test_states(self, tmp_path: Path, count: int):
         """Later stages have other numbers alone, which the schedules show."""

@@ -167,8 +167,8 @@ def test_every_number_has_bounds(flags, tmp_path, capsys, name):
 BAD = """preset gpt3;device tpu;dtype fp8;num_iterations 0;batch_tokens 0;batch_tokens 100;train_seq_len 0;
 val_tokens 100;val_tokens 0;val_seq_len 0;adam_every 0;batch_tokens 2147483648;heads_per_matrix 3;vocab_size 256;
 extension_steps 4;checkpoint_every 3 --adam_every 2;train_files nowhere/*.bin;train_files LICENSE;val_files LICENSE;
-num_iterations 1000;prefix_file nowhere;prefix_file LICENSE;log_dir LICENSE;run_id \0;resume nowhere;
-layers 1;stages 1;groups 1"""
+num_iterations 1000;prefix_file nowhere;prefix_file LICENSE;log_dir LICENSE;run_id \0;resume nowhere;layers 1;
+stages 1;groups 1"""
 BAD += ";device cuda" * (not torch.cuda.is_available())
 
 
@@ -206,7 +206,7 @@ def test_number_of_processes_has_to_divide_the_sequences(flags, monkeypatch):
     flags += ["--batch_tokens", "768", "--num_iterations", "1"]
     train_gpt.plan_run(flags, Ranks(5, 6, 5, 6))
     for size in 5, 24:
-        with pytest.raises(UserError, match=rf"^{size} processes: expected a divisor of 12"):
+        with pytest.raises(UserError, match=rf"^{size} processes: expected a divisor of 12,"):
             train_gpt.plan_run(flags, Ranks(0, size, 0, size))
 
 
