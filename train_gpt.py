@@ -7,7 +7,7 @@
 The preset gpt2 has the mathematics of record 89 of the NanoGPT speedrun (2026-07-17, 1,285 steps,
 https://github.com/KellerJordan/modded-nanogpt). nano is a model of one layer whose query and key weights start
 hand-set. "Record n" credits the record of that history in which an idea first appeared.
-The file follows a token: configuration, data, schedules, layers, attention, model, head, optimizers, training, run.
+It follows a token: configuration, data, schedules, layers, attention, model, head, optimizers, log, training, run.
 Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary.
 """
 
@@ -1458,6 +1458,111 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer], step: int) -> None:
         optimizer.wait_for_params()
 
 
+# ---- Log: the clock, the curves and the files of a run ---------------------------------------------------------------
+# How far a run is, as a checkpoint holds it. must_match: what has to be the same on all ranks and when the run goes on;
+# curves: (step, loss, ms) by name; tensors: `Trainer.state`
+Saved = namedtuple("Saved", "run_id seed must_match step ms curves tensors", defaults=("", None, {}, 0, 0.0, {}, {}))
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or else its name."""
+    return (str(error).strip() or type(error).__name__).partition("\n")[0][:200]
+
+
+class RunLog:
+    """Keep the clock and the curves of a run. On rank 0 also write LOG_DIR/RUN_ID.txt and tell the console."""
+
+    def __init__(self, cfg: Hyperparameters, is_main: bool, saved: Saved):
+        self.cfg = cfg
+        self.is_main = is_main
+        self.saved = saved
+        self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
+        self.curves = dict(saved.curves)
+        self.pending: deque = deque()  # losses on their way to the host
+        self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
+        self.file = self.open() if is_main else None
+        has_bar = is_main and os.isatty(1) and os.isatty(2)
+        tokens = dict(initial=num_tokens(saved.step, cfg), total=num_tokens(cfg.num_iterations, cfg))
+        form = "{desc} |{bar}| {rate_fmt} {remaining} left"
+        self.bar = tqdm(**tokens, unit="tok", unit_scale=True, bar_format=form, dynamic_ncols=True, disable=not has_bar)
+
+    def open(self) -> TextIO:
+        """Create the log, or go on with it. Refuse to if another run has written, or is writing, under its name."""
+        taken = [".json"] if self.cfg.resume else [".json", ".txt", ".checkpoint"]
+        taken += [] if self.saved.step else [".pt"]
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            for path in map(self.path.with_suffix, taken):
+                if path.exists():
+                    raise OSError(f"{path.name} is there already")
+            file = self.path.open("a" if self.cfg.resume else "x", encoding="utf-8")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dies with the process
+            return file
+        except (OSError, ValueError) as error:  # the latter: a null byte
+            reason = "another process is writing it" if isinstance(error, BlockingIOError) else error
+            raise UserError(f"log {self.path}: {reason}; choose another --run_id or --log_dir") from None
+
+    def start_clock(self, ms: float) -> None:
+        """Go on from `ms` of training, once the device has done all that it was given."""
+        self.device.synchronize()
+        self.bar.unpause()
+        self.started = time.perf_counter() - ms / 1000
+
+    def read_clock(self) -> float:
+        """Return the milliseconds of training so far, without validations and checkpoints."""
+        return 1000 * (time.perf_counter() - self.started)
+
+    def write(self, text: str, console: bool = False) -> None:
+        """Write a line. If the disk is full or the console has gone away, the training goes on."""
+        if not self.is_main:
+            return
+        for stream in [self.file, sys.stdout] if console else [self.file]:
+            with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode(stream):  # above the bar
+                print(text, file=stream, flush=True)
+
+    def send_loss(self, step: int, loss: Tensor) -> None:
+        """Send the loss of a step to the host without waiting, and log those that were sent 8 steps ago."""
+        on_host = loss.to("cpu", non_blocking=True)
+        arrived = self.device.Event()
+        arrived.record()
+        self.pending.append((step, on_host, arrived))
+        self.flush(lag=8 if loss.is_cuda else 0)
+
+    def flush(self, lag: int = 0) -> None:
+        """Wait for the losses of all but the last `lag` steps, and log them; a pipe sees every 25th."""
+        while len(self.pending) > lag:
+            step, loss, arrived = self.pending.popleft()
+            arrived.synchronize()
+            self.log_loss("train_loss", step, loss.item(), self.read_clock(), self.bar.disable and step % 25 == 0)
+            self.bar.update(self.cfg.batch_sequences * train_seq_len(step - 1, self.cfg))
+
+    def log_loss(self, name: str, step: int, loss: float, ms: float, console: bool = True) -> None:
+        """Log a loss, and add it to its curve."""
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"{name} {loss:.4f} at step {step}: lower learning rates or change --seed")
+        self.curves.setdefault(name, []).append((step, loss, ms))
+        last = " ".join(f"{name} {curve[-1][1]:.4f}" for name, curve in self.curves.items())
+        self.bar.set_description_str(f"step {step} {last}", refresh=False)
+        timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+        self.write(f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f} {timing}", console)
+
+    def save(self, suffix: str, write: Callable, note: str) -> None:
+        """Let `write` fill a file beside the log, whole or not at all, through to the disk, and say how it went."""
+        path = self.path.with_suffix(suffix)
+        part = self.path.with_suffix(f"{suffix}.part")
+        try:
+            if self.is_main:
+                with part.open("wb") as file:
+                    write(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.replace(path)
+            self.write(f"{path}: saved; {note}", console=suffix != ".json")
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
+            part.unlink(missing_ok=True)
+            self.write(f"{path}: not saved: {first_line(error)}", console=True)
+
+
 # ---- Training --------------------------------------------------------------------------------------------------------
 class Trainer:
     """Hold model and optimizers, the same on all ranks from `warm_up` on, and take the steps of a run."""
@@ -1575,7 +1680,7 @@ class Trainer:
                 shard.copy_(optimizer.share(tensors[f"{optimizer.names[0]} {name}"]))
 
 
-def train(trainer: Trainer, plans: Plans, log: "RunLog") -> int:
+def train(trainer: Trainer, plans: Plans, log: RunLog) -> int:
     """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug."""
     cfg = trainer.cfg
     ranks = trainer.ranks
@@ -1606,17 +1711,7 @@ def train(trainer: Trainer, plans: Plans, log: "RunLog") -> int:
     return graphs["unique_graphs"] - compiled
 
 
-# ---- Run: ranks that agree, log, checkpoints -------------------------------------------------------------------------
-# How far a run is, as a checkpoint holds it. must_match: what has to be the same on all ranks and when the run goes on;
-# curves: (step, loss, ms) by name; tensors: `Trainer.state`
-Saved = namedtuple("Saved", "run_id seed must_match step ms curves tensors", defaults=("", None, {}, 0, 0.0, {}, {}))
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or else its name."""
-    return (str(error).strip() or type(error).__name__).partition("\n")[0][:200]
-
-
+# ---- Run: ranks that agree, checkpoints, summary ---------------------------------------------------------------------
 def init_distributed() -> Ranks:
     """Join the ranks that torchrun's environment names. Objects travel by gloo: ranks need not agree on a device."""
     try:
@@ -1699,100 +1794,6 @@ def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Plans,
         if own != value:
             raise UserError(f"the checkpoint has {name} {value} instead of {own}: resume with the same")
     return cfg, plans, saved._replace(must_match=must_match, run_id=cfg.run_id, seed=cfg.seed)
-
-
-class RunLog:
-    """Keep the clock and the curves of a run. On rank 0 also write LOG_DIR/RUN_ID.txt and tell the console."""
-
-    def __init__(self, cfg: Hyperparameters, is_main: bool, saved: Saved):
-        self.cfg = cfg
-        self.is_main = is_main
-        self.saved = saved
-        self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
-        self.curves = dict(saved.curves)
-        self.pending: deque = deque()  # losses on their way to the host
-        self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
-        self.file = self.open() if is_main else None
-        has_bar = is_main and os.isatty(1) and os.isatty(2)
-        tokens = dict(initial=num_tokens(saved.step, cfg), total=num_tokens(cfg.num_iterations, cfg))
-        form = "{desc} |{bar}| {rate_fmt} {remaining} left"
-        self.bar = tqdm(**tokens, unit="tok", unit_scale=True, bar_format=form, dynamic_ncols=True, disable=not has_bar)
-
-    def open(self) -> TextIO:
-        """Create the log, or go on with it. Refuse to if another run has written, or is writing, under its name."""
-        taken = [".json"] if self.cfg.resume else [".json", ".txt", ".checkpoint"]
-        taken += [] if self.saved.step else [".pt"]
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            for path in map(self.path.with_suffix, taken):
-                if path.exists():
-                    raise OSError(f"{path.name} is there already")
-            file = self.path.open("a" if self.cfg.resume else "x", encoding="utf-8")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dies with the process
-            return file
-        except (OSError, ValueError) as error:  # the latter: a null byte
-            reason = "another process is writing it" if isinstance(error, BlockingIOError) else error
-            raise UserError(f"log {self.path}: {reason}; choose another --run_id or --log_dir") from None
-
-    def start_clock(self, ms: float) -> None:
-        """Go on from `ms` of training, once the device has done all that it was given."""
-        self.device.synchronize()
-        self.bar.unpause()
-        self.started = time.perf_counter() - ms / 1000
-
-    def read_clock(self) -> float:
-        """Return the milliseconds of training so far, without validations and checkpoints."""
-        return 1000 * (time.perf_counter() - self.started)
-
-    def write(self, text: str, console: bool = False) -> None:
-        """Write a line. If the disk is full or the console has gone away, the training goes on."""
-        if not self.is_main:
-            return
-        for stream in [self.file, sys.stdout] if console else [self.file]:
-            with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode(stream):  # above the bar
-                print(text, file=stream, flush=True)
-
-    def send_loss(self, step: int, loss: Tensor) -> None:
-        """Send the loss of a step to the host without waiting, and log those that were sent 8 steps ago."""
-        on_host = loss.to("cpu", non_blocking=True)
-        arrived = self.device.Event()
-        arrived.record()
-        self.pending.append((step, on_host, arrived))
-        self.flush(lag=8 if loss.is_cuda else 0)
-
-    def flush(self, lag: int = 0) -> None:
-        """Wait for the losses of all but the last `lag` steps, and log them; a pipe sees every 25th."""
-        while len(self.pending) > lag:
-            step, loss, arrived = self.pending.popleft()
-            arrived.synchronize()
-            self.log_loss("train_loss", step, loss.item(), self.read_clock(), self.bar.disable and step % 25 == 0)
-            self.bar.update(self.cfg.batch_sequences * train_seq_len(step - 1, self.cfg))
-
-    def log_loss(self, name: str, step: int, loss: float, ms: float, console: bool = True) -> None:
-        """Log a loss, and add it to its curve."""
-        if not math.isfinite(loss):
-            raise FloatingPointError(f"{name} {loss:.4f} at step {step}: lower learning rates or change --seed")
-        self.curves.setdefault(name, []).append((step, loss, ms))
-        last = " ".join(f"{name} {curve[-1][1]:.4f}" for name, curve in self.curves.items())
-        self.bar.set_description_str(f"step {step} {last}", refresh=False)
-        timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-        self.write(f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f} {timing}", console)
-
-    def save(self, suffix: str, write: Callable, note: str) -> None:
-        """Let `write` fill a file beside the log, whole or not at all, through to the disk, and say how it went."""
-        path = self.path.with_suffix(suffix)
-        part = self.path.with_suffix(f"{suffix}.part")
-        try:
-            if self.is_main:
-                with part.open("wb") as file:
-                    write(file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                part.replace(path)
-            self.write(f"{path}: saved; {note}", console=suffix != ".json")
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
-            part.unlink(missing_ok=True)
-            self.write(f"{path}: not saved: {first_line(error)}", console=True)
 
 
 def describe(cfg: Hyperparameters, ranks: Ranks, plans: Plans, hashes: dict) -> str:
