@@ -99,7 +99,16 @@ def test_reader_starts_with_the_first_batch_and_reads_ahead(tmp_path, monkeypatc
 def test_a_spoiled_shard_is_refused_by_name(tmp_path):
     pattern, path = make_shards(tmp_path, 100, 100), tmp_path / "x_000001.bin"
     whole = path.read_bytes()
-    contents = (whole[:-2], whole + b"xx", b"PK" + whole[2:], whole[:100], b"", b"<!DOCTYPE html>")
+    contents = (
+        whole[:-2],
+        whole[:-1],
+        whole + b"x",
+        whole + b"xx",
+        b"PK" + whole[2:],
+        whole[:100],
+        b"",
+        b"<!DOCTYPE html>",
+    )
     spoils = [lambda content=content: path.write_bytes(content) for content in contents]
     for spoil in (*spoils, path.mkdir, lambda: path.symlink_to("nowhere")):
         path.rmdir() if path.is_dir() else path.unlink()

@@ -168,7 +168,7 @@ BAD = """preset gpt3;device tpu;dtype fp8;num_iterations 0;batch_tokens 0;batch_
 val_tokens 100;val_tokens 0;val_seq_len 0;adam_every 0;batch_tokens 2147483648;heads_per_matrix 3;vocab_size 256;
 extension_steps 4;checkpoint_every 3 --adam_every 2;train_files nowhere/*.bin;train_files LICENSE;val_files LICENSE;
 num_iterations 1000;prefix_file nowhere;prefix_file LICENSE;log_dir LICENSE;run_id \0;resume nowhere;layers 1;
-stages 1;groups 1"""
+stages 1;groups 1;seed=--;preset=--;num_iterations 1000001"""
 BAD += ";device cuda" * (not torch.cuda.is_available())
 
 

@@ -252,6 +252,7 @@ class Hyperparameters:
         require("batch_tokens", self.batch_tokens % self.train_seq_len == 0, "a multiple of train_seq_len")
         require("val_tokens", self.val_tokens % self.val_seq_len == 0, "a multiple of val_seq_len")
         require("checkpoint_every", self.checkpoint_every % self.adam_every == 0, "a multiple of adam_every")
+        require("num_iterations", self.num_iterations <= 10**6, "at most a million")
         require("extension_steps", self.scheduled_steps > 0, "less than num_iterations")
         require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
         require("heads_per_matrix", self.num_heads % self.heads_per_matrix == 0, "a divisor of num_heads")
@@ -350,6 +351,9 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
         nearest = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], names, cutoff=0.4)
         raise UserError(f"{unknown[0]}: no such flag; see --{', --'.join(nearest or ['help'])}")
     flags = vars(known)
+    for name, value in flags.items():
+        if value == []:  # what argparse makes of --seed=--
+            raise UserError(f"--{name}=--: expected a value")
     sees_gpu = torch.cuda.is_available() and flags.get("device") != "cpu"
     if "preset" not in flags and world_size > 1 and not sees_gpu:
         raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
@@ -400,9 +404,9 @@ def find_documents(path: str, cfg: Hyperparameters, is_stream: bool) -> list[tup
     """Return where a shard's documents begin and end; of a stream all is one."""
     # The format of llm.c: a header of 256 int32 [20240520, 1, number of tokens, 0 ...], then uint16 tokens
     header = read_shard(path, "<i4", 3, 0).tolist()
-    count = (os.path.getsize(path) - 1024) // 2
-    if header != [20240520, 1, count]:
+    if header != [20240520, 1, (os.path.getsize(path) - 1024) / 2]:
         raise UserError(f"{path}: not a whole shard of tokens; ./run.sh --check says what to do")
+    count = header[2]
     if is_stream:
         return [(0, count)]
     begins = np.flatnonzero(read_shard(path, "<u2", count, 1024) == cfg.eot_token)
@@ -1499,8 +1503,8 @@ class RunLog:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dies with the process
             return file
         except (OSError, ValueError) as error:  # the latter: a null byte
-            reason = "another process is writing it" if isinstance(error, BlockingIOError) else error
-            raise UserError(f"log {self.path}: {reason}; choose another --run_id or --log_dir") from None
+            reason = "another process is writing it" if isinstance(error, BlockingIOError) else first_line(error)
+            raise UserError(f"log {str(self.path)[:200]}: {reason}; choose another --run_id or --log_dir") from None
 
     def start_clock(self, ms: float) -> None:
         """Go on from `ms` of training, once the device has done all that it was given."""
