@@ -17,6 +17,8 @@ from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
+from needs import PIP
+
 TORCH = "2.13."
 
 
@@ -35,15 +37,15 @@ DEVICES = {
 
 def missing() -> str:
     """Return what keeps this machine from pretending, and the fix, in a line; "" if nothing does. Imports no torch."""
-    install = "pip install -r gpu_proof/requirements.txt"
+    install = f"{PIP} -r gpu_proof/requirements.txt"
     version, has_triton = importlib.metadata.version("torch"), importlib.util.find_spec("triton")
     wanted = next(line for line in Path(__file__).with_name("requirements.txt").read_text().split() if "triton" in line)
     if sys.platform != "linux":
         return f"needs Linux, for which Triton is built; this is {sys.platform}"
     if not version.startswith(TORCH):
-        return f"is written for torch {TORCH}x, this is {version}: pip install -r requirements.txt"
+        return f"is written for torch {TORCH}x, this is {version}: {PIP} -r requirements.txt"
     if "+cpu" not in version:
-        cpu_build = f"pip install torch=={version.split('+')[0]} --index-url https://download.pytorch.org/whl/cpu"
+        cpu_build = f"{PIP} torch=={version.split('+')[0]} --index-url https://download.pytorch.org/whl/cpu"
         return f"needs the CPU build of torch, this is {version}: {cpu_build}, in an environment of its own"
     if not has_triton or wanted != f"triton=={importlib.metadata.version('triton')}":
         return f"needs {wanted}: {install}"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
+from needs import PIP, PYTHON
 from records import logs, plots, proof, publish, race, rules, tried
 from records.logs import RECORDS, ToolError
 
@@ -52,7 +53,7 @@ def say(text: str, stream: TextIO) -> None:
 def command_new(args: argparse.Namespace) -> Outcome:
     folder = publish.new_record(args.name, args.logs, args.root, args.date, args.race)
     verdict = rules.verify(folder, args.root)
-    return f"{folder}\nWhat is left to do, as `python -m records verify {folder.name}` says:\n{verdict}", 0
+    return f"{folder}\nWhat is left to do, as `{PYTHON} -m records verify {folder.name}` says:\n{verdict}", 0
 
 
 @command(
@@ -179,7 +180,7 @@ def command_jsonl(args: argparse.Namespace) -> Outcome:
 )
 def command_table(args: argparse.Namespace) -> Outcome:
     differs = publish.rewrite_tables(args.root, args.check)
-    wrong = "is out of date: run python -m records table" if args.check else "written"
+    wrong = f"is out of date: run {PYTHON} -m records table" if args.check else "written"
     return f"{args.root / 'README.md'} {wrong if differs else 'is up to date'}", int(differs and args.check)
 
 
@@ -217,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except ModuleNotFoundError as error:
         files = " ".join(f"-r {folder / 'requirements.txt'}" for folder in (RECORDS.parent, RECORDS))
-        problem, code = f"{error}; pip install {files}", 2
+        problem, code = f"{error}; {PIP} {files}", 2
     except (ToolError, OSError) as error:
         problem, code = str(error), 2
     say(f"python -m records: {problem}", sys.stderr)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from needs import PYTHON
 from records.logs import (
     Log,
     ToolError,
@@ -130,7 +131,7 @@ def ranked(root: Path) -> Iterator[tuple[str, Path, list[Log], str, float | None
                 ratio = interval(found["train_time"], ".3f") + f", against {rival}" * (rival != before)
                 product = product * found["train_time"]["ratio"] if product and rival == before else None
         except ToolError as error:
-            remedy = f"finish it (python -m records verify {folder.name}) or move it away"
+            remedy = f"finish it ({PYTHON} -m records verify {folder.name}) or move it away"
             raise ToolError(f"waiting for {folder.name}: {remedy}: {error}") from None
         newest[board] = folder.name, product
         yield board, folder, logs, ratio, product

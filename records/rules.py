@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from needs import PYTHON
 from records.logs import (
     HEADER_BYTES,
     RECORDS,
@@ -285,7 +286,7 @@ def check_together(verdict: Verdict, logs: list[Log], is_form: bool) -> None:
     p = "p waived: a form" if is_form else f"p={sample.p:.2g}" if sample.p is not None else "p unknown"
     note = ""
     if any(log.training_tokens and training_tokens(log) is None for log in logs):
-        note = "; training tokens not checked" + ": first run python data/pack_nano.py" * (track.name == "nano")
+        note = "; training tokens not checked" + f": first run {PYTHON} data/pack_nano.py" * (track.name == "nano")
     if len(boards := {board_of(log) for log in logs}) > 1:
         verdict.failures.append(f"its logs are of {' and '.join(sorted(boards))}: run all on one kind of machine")
     verdict.summary = f"{sample} {p} ({board_of(logs[0])}, {logs[0].num_steps} steps{note})"

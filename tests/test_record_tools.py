@@ -23,6 +23,7 @@ from PIL import Image
 from scipy import stats
 
 import train_gpt
+from needs import PYTHON
 from records import proof, race, rules, tried
 from records.__main__ import build_parser, main
 from records.logs import Log, Unreadable, lineage
@@ -476,7 +477,7 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     path.unlink()
     assert "race.json: is missing; race the script against" in tool("verify", "next")[1]
     (root / "README.md").write_text(EMPTY_TABLES)
-    waiting = f"waiting for {NEXT}: finish it (python -m records verify {NEXT}) or move it away: {path}: is missing"
+    waiting = f"waiting for {NEXT}: finish it ({PYTHON} -m records verify {NEXT}) or move it away: {path}: is missing"
     assert waiting in tool("table")[2]
 
 
