@@ -250,10 +250,10 @@ def test_text_that_would_spoil_the_run_is_refused_before_it_starts(flags, corpus
         tokens[count - 1] = 257
         write_shard(tmp_path / f"{name}.bin", tokens)
         assert f"{name}.bin: has token 257" in refusal([*flags, f"--{name}_files={tmp_path}/{name}.bin"], capsys)
-    copied = (corpus / "val_000000.bin").read_bytes()
+    copied = (corpus / "long.bin").read_bytes()
     write_shard(tmp_path / "longer.bin", np.frombuffer(copied[1024:] + copied[2048:], np.uint16))
-    said = refusal([*flags, f"--train_files={tmp_path}/longer.bin"], capsys)
-    assert f"longer.bin: begins as {corpus}/val_000000.bin, which validates" in said
+    said = refusal([*flags, f"--train_files={tmp_path}/longer.bin", f"--val_files={corpus}/long.bin"], capsys)
+    assert f"longer.bin: begins as {corpus}/long.bin, which validates" in said
     assert not (tmp_path / "logs").exists()
 
 
