@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import runpy
 import subprocess
 from pathlib import Path
@@ -22,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"gpu_g
 
 GPT2 = train_gpt.PRESETS["gpt2"]
 SCRIPT = ROOT / "train_gpt.py"
+H100 = "gpu_proof/h100.json"
 STAGES = [stage._replace(batch=1, mtp=((1, 1),), prefix=(0, 0)) for stage in GPT2.stages]
 SMALL = dict(layers=[train_gpt.Layer("long", value_embed=True)], stages=STAGES, prefix_file="", bigram_rows=61)
 SMALL |= dict(model_dim=128, num_heads=2, head_dim=64, vocab_size=512, eot_token=511, batch_tokens=4096)
@@ -211,6 +213,34 @@ def test_a_launch_takes_as_long_as_what_takes_longest(costs: dict, ms: float):
     assert 1000 * roofline.seconds(COSTS | costs, roofline.GPUS["h100"]) == pytest.approx(ms)
 
 
+def test_figures_of_the_page_are_those_of_the_prediction():
+    """The table by stage, the public record's estimates, what both sum to, and what calibrates them."""
+    page, document = (ROOT / "gpu_proof" / "README.md").read_text(), json.loads((ROOT / H100).read_text())
+    found, (public, steps) = document["gpus"]["h100"], zip(*roofline.PUBLIC.values(), strict=True)
+    stages, parts, total = found["by_stage"], found["parts"], [sum(column) for column in zip(*steps, strict=True)]
+    assert len(public) == len(stages[0])
+    for number, stage in enumerate(stages, 1):
+        assert sum(stage.values()) == pytest.approx(parts[f"STEP of stage {number}, processes: 8"]["ms"], abs=0.002)
+    for name in roofline.PUBLIC:
+        cells = " | ".join(f"{stage[name]:.1f}" for stage in stages)
+        estimates = ", ".join(dict.fromkeys(f"{ms:g}" if ms == 0 else f"{ms:.1f}" for ms in roofline.PUBLIC[name][1]))
+        assert f"| {name} | {cells} | {estimates}" in page, name
+    sums = " | ".join(f"**{sum(stage.values()):.1f}**" for stage in stages)
+    assert f"| **sum** | {sums} | **{', '.join(f'{ms:.1f}' for ms in total)}** |" in page
+    run = sum(n * ms for n, ms in zip(roofline.PUBLIC_STEPS, total, strict=True)) / 1000
+    (record21, record89), factor = roofline.calibration(), roofline.CALIBRATION
+    assert document["calibration"] == pytest.approx([record21, record89], abs=1e-4)
+    assert f"84.2 on average | 101.6 | {record21:.2f} | {84.2 * factor:.1f}, {84.2 * factor / 101.6 - 1:+.1%} |" in page
+    ends = f"73.8 | {73.8 / run:.2f} | {run * factor:.1f}, {run * factor / 73.8 - 1:+.1%} |"
+    assert f"| {run:.1f}, its own kernels estimated | {ends}" in page
+    assert record89 == 73.8 / run
+    eight, one = (parts[f"RUN, processes: {world}"]["ms"] / 1000 for world in (8, 1))
+    assert f"{eight:.1f} s, calibrated {factor * eight:.0f} s; the public" in page
+    assert f"One H100: {one:.0f} s, calibrated {factor * one:.0f}." in page
+    named = re.search(r"are (\d+), (\d+), (\d+) and (\d+), calibrated", (ROOT / "docs/first_gpu_run.md").read_text())
+    assert [int(ms) for ms in named.groups()] == [round(factor * sum(stage.values())) for stage in stages]
+
+
 def test_special_function_units_make_16_results_a_clock():
     """At the clock of the fp32 peak, which is 2 FLOP of each of 128 lanes, on A100 64 lanes."""
     for gpu, lanes in zip(("h100", "a100", "rtx4090"), (128, 64, 128), strict=True):
@@ -290,7 +320,12 @@ def check_parts(found: dict, parts: dict) -> None:
     step = gaps + sum(ms[name] for name in names) + ms["communication, 8"]
     assert ms["STEP of stage 1, processes: 8"] == pytest.approx(step)
     predicted, calls = roofline.predict(found, gpu)
-    assert sum(roofline.compare(found, predicted, calls, 1).values()) == pytest.approx(step)
+    columns = roofline.compare(found, predicted, calls, 1)
+    assert sum(columns.values()) == pytest.approx(step)
+    both = sum(ms[f"stage 1: FlexAttention {way}"] for way in ("forward", "backward"))
+    whole = {"attention": both, "communication": ms["communication, 8"], "gaps between launches": gaps}
+    whole |= {"other optimizers": ms["optimizers, 8"], "Newton-Schulz": ms["Newton-Schulz, 8"]}
+    assert {name: columns[name] for name in whole} == pytest.approx(whole)
     large = gpu.__class__(**dataclasses.asdict(gpu) | dict(bfloat16=1e9))  # then its compute takes longer
     part, compute = roofline.predict(found, large)[0]["stage 1: FlexAttention backward"], compute * gpu.bfloat16 / 1e9
     assert part["ms"] == pytest.approx(compute)
