@@ -124,7 +124,7 @@ def predict(found: dict, gpu: Gpu) -> tuple[dict[str, dict], list[dict]]:
         return np.array([ms, launches])
 
     def row(name: str, ms: float, launches: float = 0, num_bytes: float = 0.0, flops: float = 0.0) -> None:
-        parts[name] = dict(launches=launches, ms=ms, GB=num_bytes / 1e9, TFLOP=flops / 1e12)
+        parts[name] = dict(launches=float(launches), ms=float(ms), GB=num_bytes / 1e9, TFLOP=flops / 1e12)
 
     many, few = gpu_graphs.WORLDS[0], gpu_graphs.WORLDS[-1]
     sequences, width = cfg["batch_tokens"] // cfg["train_seq_len"], cfg["num_heads"] * cfg["head_dim"]
