@@ -44,7 +44,12 @@ CHILD += "from gpu_proof import gpu_graphs; gpu_graphs.child(sys.argv[1:])"
 WORLDS = (8, 4, 2, 1)  # numbers of processes
 SPARE = 1500  # MiB that CUDA, its libraries and the allocator need beside the tensors
 SAMPLE = 2**15  # indices of a launch to look at
+SECTOR = 32  # bytes that memory moves at least
+# Operations of the special function units in Triton's functions; a logarithm has none, but 32 others: 8 to one
+SPECIAL = {"/": 1, "exp": 1, "exp2": 1, "erf": 1, "rsqrt": 1, "log": 4, "sqrt_rn": 2, "sigmoid": 2, "tanh": 2}
+SPECIAL |= dict(online_softmax_combine=2)
 WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_")  # do not read what they overwrite
+LOOKUPS = ("index", "index_add_", "index_select", "index_put_", "embedding")
 NO_WORK = ("empty", "detach", "set_", "resize_")
 
 
@@ -63,28 +68,49 @@ def accesses(source: str) -> Iterator[tuple[str, str, str]]:
         yield found[1], found[2], source[found.end() : end - 1]
 
 
-def kernel_bytes(source: str, arguments: dict[str, object]) -> int:
-    """Count the bytes that a launch moves: of each argument every element that it touches, read once, written once.
-
-    The elements are counted in a sample of the launch's indices, and never more than the argument has. Masks are
-    ignored, and what a kernel reads back of its own output is in a cache. Kernels without a numbered range
-    (FlexAttention's) move each argument once, whole.
-    """
-    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+def find_ranges(source: str, arguments: dict[str, object]) -> dict[str, int]:
+    """Return the numbered ranges of a launch: x, y, z, and r0, r1 of a reduction. FlexAttention's kernels have none."""
     ranges = {name[: -len("numel")]: n for name, n in arguments.items() if name.endswith("numel")}
-    ranges |= {name: int(n) for name, n in re.findall(r"^    (\w+?)_?numel = (\d+)$", source, re.M)}
-    ranges = {name.rstrip("_"): int(n) for name, n in ranges.items()}
-    if not ranges:
-        return sum(elements(t) * t.itemsize for t in tensors.values())
-    known, scale, room, size = {}, 1.0, SAMPLE, 1
-    for axis, name in enumerate(sorted(ranges)):  # reductions, r0 and r1, come first and whole
-        n = min(ranges[name], max(1, room if name[0] == "r" else round(room ** (1 / (len(ranges) - axis)))))
-        scale, room, size = scale * ranges[name] / n, room // n, size * n
-        index = np.arange(n).reshape([-1 if other == axis else 1 for other in range(len(ranges))])
+    ranges |= dict(re.findall(r"^    (\w+?)_?numel = (\d+)$", source, re.M))
+    return {name.rstrip("_"): int(n) for name, n in ranges.items()}
+
+
+def evaluate_indices(source: str, sizes: dict[str, int]) -> dict[str, object]:
+    """Return the values of a kernel's index variables at the first positions of each range, an axis for each."""
+    known: dict[str, object] = {}
+    for axis, (name, size) in enumerate(sizes.items()):
+        index = np.arange(size).reshape([-1 if other == axis else 1 for other in range(len(sizes))])
         known[f"{name}_index" if name[0] == "r" else f"{name}index"] = index
     for name, value in re.findall(r"^\s+([xyzr]\w*) = (\(?[\w %/*+()-]+\)?)$", source, re.M):
         with contextlib.suppress(NameError, SyntaxError):
             known.setdefault(name, eval(value, {}, known))
+    return known
+
+
+def find_addresses(text: str, known: dict[str, object]) -> np.ndarray | None:
+    """Return the elements that an access touches, or None if they depend on what was loaded."""
+    try:
+        return np.ravel(eval(re.sub(r"tl\.broadcast_to\((\w+), \[.*?\]\)", r"\1", text), {}, known))
+    except (NameError, SyntaxError):
+        return None
+
+
+def kernel_bytes(source: str, arguments: dict[str, object]) -> int:
+    """Count the bytes that a launch moves: of each argument every element that it touches, read once, written once.
+
+    The elements are counted in a sample of the launch's indices, and never more than the argument has. Masks are
+    ignored, and what a kernel reads back of its own output is in a cache. FlexAttention's kernels move each argument
+    once, whole.
+    """
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    if not (ranges := find_ranges(source, arguments)):
+        return sum(elements(t) * t.itemsize for t in tensors.values())
+    sizes, scale, room = {}, 1.0, SAMPLE
+    for axis, name in enumerate(sorted(ranges)):  # reductions, r0 and r1, come first and whole
+        most = max(1, room if name[0] == "r" else round(room ** (1 / (len(ranges) - axis))))
+        sizes[name] = min(ranges[name], most)
+        scale, room = scale * ranges[name] / sizes[name], room // sizes[name]
+    known = evaluate_indices(source, sizes)
     touched: dict[tuple[str, str], list] = {}
     for kind, pointer, text in accesses(source):
         if kind == "load" and pointer.startswith("out_ptr"):
@@ -93,17 +119,65 @@ def kernel_bytes(source: str, arguments: dict[str, object]) -> int:
             touched.setdefault((way, pointer), []).append(text)
     total = 0
     for (_, pointer), texts in touched.items():
-        addresses, unknown = [], 0
-        for text in set(texts):
-            text = re.sub(r"tl\.broadcast_to\((\w+), \[.*?\]\)", r"\1", text)
-            try:
-                addresses.append(np.ravel(eval(text, {}, known)))
-            except (NameError, SyntaxError):  # it depends on what was loaded: every access may be another element
-                unknown = size
+        found = [find_addresses(text, known) for text in set(texts)]
+        count = len(np.unique(np.concatenate([a for a in found if a is not None] or [np.empty(0)])))
+        if any(a is None for a in found):  # every access may be to another element
+            count = max(count, math.prod(sizes.values()))
         t = tensors[pointer]
-        count = max(len(np.unique(np.concatenate(addresses))) if addresses else 0, unknown)
         total += min(elements(t), round(count * scale)) * t.itemsize
     return total
+
+
+def scattered_bytes(source: str, arguments: dict[str, object], tiles: Sequence[dict[str, int]]) -> int:
+    """Count what a launch moves beyond `kernel_bytes`, in the best of several tiles, such as XBLOCK=64, R0_BLOCK=64.
+
+    A tile's store fills whole sectors, as if no cache joined those of several tiles: a byte with a stride costs 32.
+    What a second loop reads again is moved again where the rows of one tile per multiprocessor exceed the L2 cache.
+    """
+    device, ranges = torch.cuda.get_device_properties(), find_ranges(source, arguments)
+    loops = re.split(r"^    for ", source, flags=re.M)[1:]
+    loads = [{pointer for kind, pointer, _ in accesses(loop) if kind == "load"} for loop in loops]
+    again = [t for name, t in arguments.items() if sum(name in pointers for pointers in loads) > 1]
+    costs = [] if ranges else [0.0]
+    for tile in tiles if ranges else ():
+        blocks = {name.removesuffix("BLOCK").strip("_").lower(): size for name, size in tile.items()}
+        sizes = {name: min(n, blocks.get(name, n)) for name, n in ranges.items()}
+        known, cost = evaluate_indices(source, sizes), 0.0
+        for kind, pointer, text in accesses(source):
+            if kind == "store" and (found := find_addresses(text, known)) is not None:
+                t = arguments[pointer]
+                full = SECTOR * len(np.unique(found * t.itemsize // SECTOR)) / (len(np.unique(found)) * t.itemsize)
+                cost += max(0, full - 1) * min(elements(t), math.prod(ranges.values())) * t.itemsize
+        for t in again:
+            rows = sizes["x"] * math.prod(n for name, n in ranges.items() if name[0] == "r") * t.itemsize
+            if device.multi_processor_count * rows > device.L2_cache_size:
+                cost += elements(t) * t.itemsize
+        costs.append(cost)
+    return round(min(costs))
+
+
+def special_functions(source: str, arguments: dict[str, object]) -> int:
+    """Count the operations of the special function units in a launch: SPECIAL for each value computed.
+
+    A value has the axes of what it is computed from; a sum or maximum over r ends with [:, None] and has lost r.
+    Constants have none, and a division by one is a product.
+    """
+    ranges = find_ranges(source, arguments)
+    axes = {f"{name}_index" if name[0] == "r" else f"{name}index": {name} for name in ranges}
+    total = 0
+    for name, value in re.findall(r"^\s+(\w+) = (.*)$", source, re.M):
+        if name not in axes:
+            own = set().union(*(axes.get(word, ()) for word in re.findall(r"\w+", value)))
+            axes[name] = {axis for axis in own if axis[0] != "r"} if "[:, None]" in value else own
+        words = re.findall(r"\.(\w+)\(", value) + ["/" for by in re.findall(r" / (\w+)", value) if axes.get(by)]
+        total += sum(SPECIAL.get(word, 0) for word in words) * math.prod(ranges[axis] for axis in axes[name])
+    return total
+
+
+def operation_bytes(tensors: Sequence[Tensor], table: Tensor | None) -> int:
+    """Count the bytes of an operation's arguments and results; of a table only as many as the rows that it looks up."""
+    rows = max((elements(t) * t.itemsize for t in tensors if t is not table), default=0)
+    return sum(min(elements(t) * t.itemsize, rows if t is table else math.inf) for t in tensors)
 
 
 # ---- What runs -------------------------------------------------------------------------------------------------------
@@ -116,7 +190,7 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[tuple, dict] = {}  # every launch, equal ones together
         self.kernels: dict[str, dict[str, list]] = {}  # by graph and name: its configurations
         self.compiled: dict[object, list] = {}
-        self.bytes: dict[tuple, int] = {}  # of a kernel with arguments of these shapes
+        self.costs: dict[tuple, dict] = {}  # of a kernel with arguments of these shapes
         self.live: list[tuple[StorageWeakRef, int, bool]] = []
         self.peaks: dict[str, dict] = {}  # by phase
         pretend_gpu.pretend_launches(self.precompile, self.launched, self.called)
@@ -158,9 +232,11 @@ class Recorder(TorchDispatchMode):
         arguments = dict(zip(kernel.fn.arg_names, args, strict=False))
         shapes = tuple((tuple(a.shape), a.stride()) if isinstance(a, Tensor) else a for a in args)
         if not self.again(key := (self.world, self.phase, self.graph, name, shapes)):
-            if (kernel, shapes) not in self.bytes:
-                self.bytes[kernel, shapes] = kernel_bytes(kernel.fn.src, arguments)
-            self.note(key, "kernel", self.bytes[kernel, shapes])
+            if (kernel, shapes) not in self.costs:
+                launch, tiles = (kernel.fn.src, arguments), [config.kwargs for config in kernel.configs]
+                costs = dict(scattered=scattered_bytes(*launch, tiles), specials=special_functions(*launch))
+                self.costs[kernel, shapes] = costs | dict(bytes=kernel_bytes(*launch))
+            self.note(key, "kernel", **self.costs[kernel, shapes])
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -197,7 +273,9 @@ class Recorder(TorchDispatchMode):
             is_written = argument.alias_info is not None and argument.alias_info.is_write
             writes += given if is_written else []
             reads += [] if is_written and (name in WRITES_ONLY or argument.is_out) else given
-        reads, writes = ([t for t in ts if isinstance(t, Tensor) and t.is_cuda] for ts in (reads, writes))
+        reads, writes = ([t for t in ts if isinstance(t, Tensor)] for ts in (reads, writes))
+        if name not in LOOKUPS:  # pretending leaves the table of signs on the CPU
+            reads, writes = ([t for t in ts if t.is_cuda] for ts in (reads, writes))
         if not reads and not writes:
             return
         if name.startswith("_foreach") and len({len(tree_leaves(arg)) for arg in args[:2]}) == 1:
@@ -210,25 +288,26 @@ class Recorder(TorchDispatchMode):
         shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in (*reads, *writes))
         if self.again(key := (self.world, self.phase, self.graph, name, shapes)):
             return
-        num_bytes = sum(elements(t) * t.itemsize for t in (*reads, *writes))
+        num_bytes = operation_bytes((*reads, *writes), table=args[0] if name in LOOKUPS else None)
         if func._overloadpacket in flop_registry:
             flops = flop_registry[func._overloadpacket](*args, out_val=result if writes else None)
             wide = [t for t in reads if t.ndim > 1]
             size = "x".join(map(str, (*wide[-2].shape, wide[-1].shape[-1])))
-            self.note(key, str(wide[-2].dtype).removeprefix("torch."), num_bytes, flops, f"{name} {size}")
+            kind = str(wide[-2].dtype).removeprefix("torch.")
+            self.note(key, kind, f"{name} {size}", bytes=num_bytes, flops=flops)
         else:
             layout = "copy" if same_layout([*reads, *writes]) else "strided"
-            self.note(key, layout, num_bytes)
+            self.note(key, layout, bytes=num_bytes)
 
     def again(self, key: tuple) -> bool:
         if key in self.calls:
             self.calls[key]["count"] += 1
         return key in self.calls
 
-    def note(self, key: tuple, kind: str, num_bytes: int, flops: int = 0, name: str = "") -> None:
+    def note(self, key: tuple, kind: str, name: str = "", **costs: int) -> None:
         place = dict(zip(("world", "phase", "graph", "name"), key, strict=False))
         place["name"] = name or place["name"]
-        self.calls[key] = dict(**place, kind=kind, count=1, bytes=num_bytes, flops=flops)
+        self.calls[key] = dict(**place, kind=kind, count=1, flops=0, scattered=0, specials=0) | costs
 
 
 def same_layout(tensors: Sequence[Tensor]) -> bool:

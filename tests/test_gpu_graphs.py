@@ -3,7 +3,11 @@
 import dataclasses
 import functools
 import json
+import re
+import runpy
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"gpu_g
 
 GPT2 = train_gpt.PRESETS["gpt2"]
 SCRIPT = ROOT / "train_gpt.py"
+H100 = "gpu_proof/h100.json"
 STAGES = [stage._replace(batch=1, mtp=((1, 1),), prefix=(0, 0)) for stage in GPT2.stages]
 SMALL = dict(layers=[train_gpt.Layer("long", value_embed=True)], stages=STAGES, prefix_file="", bigram_rows=61)
 SMALL |= dict(model_dim=128, num_heads=2, head_dim=64, vocab_size=512, eot_token=511, batch_tokens=4096)
@@ -59,7 +64,10 @@ def worker() -> None:
         for name, (function, *inputs) in cases.items():
             with recorder.during(name), torch.set_grad_enabled(name == "head"):
                 torch.compile(function, fullgraph=True, dynamic=False)(*inputs)
-    calls = [call for call in recorder.calls.values() if call["graph"]]
+        rows, big = empty(1024, 64), empty(50000, 64)
+        with recorder.during("looked up"):
+            big[integers], big.index_add_(0, integers, rows)
+    calls = [call for call in recorder.calls.values() if call["graph"] or call["phase"] == "looked up"]
     print(json.dumps(dict(calls=calls, peaks=recorder.peaks)))
 
 
@@ -92,6 +100,152 @@ def test_a_slice_of_logits_is_read_once_and_its_gradient_written_once_in_each_la
     """
     own = [call for call in seen["calls"] if call["graph"] == "head" and not call["flops"]]
     assert 4 < sum(call["bytes"] * call["count"] for call in own) / (1024 * 8192) < 5
+
+
+def test_special_functions_and_second_reads_of_the_head(seen: dict):
+    """Per logit: a sigmoid (2) and an exp, for the sum and again for the gradient, which reads it (bf16) once more.
+
+    A slice of 512 x 8192 exceeds the L2 cache: of the tiles, those with few rows would scatter the transposed gradient.
+    """
+    own = [call for call in seen["calls"] if call["graph"] == "head"]
+    specials, scattered = (sum(call[key] * call["count"] for call in own) for key in ("specials", "scattered"))
+    assert specials / (1024 * 8192) == pytest.approx(6, rel=0.01)
+    assert scattered / (1024 * 8192) == pytest.approx(2, rel=0.01)
+
+
+def test_lookups_count_the_rows_that_they_touch(seen: dict):
+    counted = {call["name"]: call["bytes"] for call in seen["calls"] if call["phase"] == "looked up"}
+    assert counted == dict(index=1024 * (8 + 2 * 64 * 2), index_add_=1024 * (8 + 3 * 64 * 2))
+
+
+FUNCTION = """
+import triton
+import triton.language as tl
+from triton.language import math as tl_math
+from triton.language.extra.cuda import libdevice
+
+@triton.jit
+def function(in_ptr, out_ptr, N: tl.constexpr):
+    x = tl.load(in_ptr + tl.arange(0, N))
+    tl.store(out_ptr + tl.arange(0, N), {})
+"""
+CALLS = [
+    "libdevice.exp(x)",
+    "tl_math.exp(x)",
+    "libdevice.exp2(x)",
+    "libdevice.rsqrt(x)",
+    "tl.sqrt_rn(x)",
+    "tl.sigmoid(x)",
+]
+CALLS += ["libdevice.tanh(x)", "libdevice.erf(x)", "1 / x"]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_special_functions_are_those_of_the_machine_code(tmp_path: Path, call: str):
+    """One thread computes one value here, so its instructions for the special function units count."""
+    import triton
+    import triton.backends.nvidia
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    (path := tmp_path / "function.py").write_text(FUNCTION.format(call))
+    source = ASTSource(runpy.run_path(str(path))["function"], dict(in_ptr="*fp32", out_ptr="*fp32"), dict(N=128))
+    binary = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4))
+    (tmp_path / "cubin").write_bytes(binary.asm["cubin"])
+    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    told = subprocess.run([tool, "-sass", tmp_path / "cubin"], capture_output=True, text=True, check=True).stdout
+    kernel = f"    xnumel = 128\n    x0 = xindex\n    x = tl.load(in_ptr0 + (x0))\n    tmp0 = {call}\n"
+    assert told.count("MUFU") * 128 == gpu_graphs.special_functions(kernel, {})
+
+
+KERNEL = """
+    xnumel = 8192
+    r0_numel = 4096
+    x0 = xindex
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        r0_1 = r0_index
+        tmp0 = tl.load(in_ptr0 + (r0_1 + 4096*x0), r0_mask)
+        _tmp1 = _tmp1 + libdevice.exp(tmp0)
+    tmp1 = tl.sum(_tmp1, 1)[:, None]
+    tmp2 = tl.full([1, 1], 3.0, tl.float32)
+    tmp3 = (tmp1 / tmp2)
+    tmp4 = libdevice.rsqrt(tmp3)
+    for r0_offset in tl.range(0, r0_numel, R0_BLOCK):
+        tmp5 = tl.load(in_ptr0 + (r0_1 + 4096*x0), r0_mask)
+        tmp6 = (tmp5 / tmp4)
+        tl.store(out_ptr0 + (x0 + 8192*r0_1), tmp6, r0_mask)
+"""
+
+
+@pytest.mark.parametrize(
+    ("tiles", "sectors", "reads"),
+    [([(1, 2048)], 31, 0), ([(8, 512)], 3, 0), ([(64, 64)], 0, 1), ([(1, 2048), (8, 512), (64, 64)], 0, 1)],
+)
+def test_what_a_tile_scatters_and_reads_again(monkeypatch, tiles, sectors: int, reads: int):
+    """A transposed byte costs 32, 8 in a row cost 4 each; 132 x 64 rows of 8 KB exceed the 50 MB of a cache."""
+    gpu = pretend_gpu.DEVICES[90]
+    device = SimpleNamespace(multi_processor_count=gpu.processors, L2_cache_size=gpu.l2_cache << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
+    meta = functools.partial(torch.empty, 8192, 4096, device="meta")
+    launch = KERNEL, dict(in_ptr0=meta(dtype=torch.bfloat16), out_ptr0=meta(dtype=torch.float8_e5m2))
+    tiles = [dict(XBLOCK=x, R0_BLOCK=r) for x, r in tiles]
+    assert gpu_graphs.scattered_bytes(*launch, tiles) == (sectors + 2 * reads) * 8192 * 4096
+    assert gpu_graphs.special_functions(*launch) == 2 * 8192 * 4096 + 8192  # exp and a division; rsqrt of a row
+
+
+COSTS = dict(kind="kernel", bytes=0, scattered=0, flops=0, specials=0)
+
+
+@pytest.mark.parametrize(
+    ("costs", "ms"),
+    [
+        (dict(), 0.002),
+        (dict(bytes=3.35e9), 1 / 0.85),
+        (dict(bytes=3.35e9, scattered=3.35e9), 2 / 0.85),
+        (dict(bytes=3.35e9, kind="strided"), 1 / 0.4),
+        (dict(specials=4.2e9), 1 / 0.85),
+        (dict(specials=4.2e9, bytes=2 * 3.35e9), 2 / 0.85),
+        (dict(flops=989e9, kind="bfloat16"), 1 / 0.75),
+        (dict(flops=1979e9, kind="float8_e5m2"), 1 / 0.75),
+    ],
+)
+def test_a_launch_takes_as_long_as_what_takes_longest(costs: dict, ms: float):
+    assert 1000 * roofline.seconds(COSTS | costs, roofline.GPUS["h100"]) == pytest.approx(ms)
+
+
+def test_figures_of_the_page_are_those_of_the_prediction():
+    """The table by stage, the public record's estimates, what both sum to, and what calibrates them."""
+    page, document = (ROOT / "gpu_proof" / "README.md").read_text(), json.loads((ROOT / H100).read_text())
+    found, (public, steps) = document["gpus"]["h100"], zip(*roofline.PUBLIC.values(), strict=True)
+    stages, parts, total = found["by_stage"], found["parts"], [sum(column) for column in zip(*steps, strict=True)]
+    assert len(public) == len(stages[0])
+    for number, stage in enumerate(stages, 1):
+        assert sum(stage.values()) == pytest.approx(parts[f"STEP of stage {number}, processes: 8"]["ms"], abs=0.002)
+    for name in roofline.PUBLIC:
+        cells = " | ".join(f"{stage[name]:.1f}" for stage in stages)
+        estimates = ", ".join(dict.fromkeys(f"{ms:g}" if ms == 0 else f"{ms:.1f}" for ms in roofline.PUBLIC[name][1]))
+        assert f"| {name} | {cells} | {estimates}" in page, name
+    sums = " | ".join(f"**{sum(stage.values()):.1f}**" for stage in stages)
+    assert f"| **sum** | {sums} | **{', '.join(f'{ms:.1f}' for ms in total)}** |" in page
+    run = (423 * total[0] + 424 * total[1] + 438 * total[2]) / 1000  # the steps of its stages
+    (record21, record89), factor = roofline.CALIBRATION, sum(roofline.CALIBRATION) / 2
+    assert document["calibration"] == pytest.approx([record21, record89], abs=1e-4)
+    assert f"84.2 on average | 101.6 | {record21:.2f} | {84.2 * factor:.1f}, {84.2 * factor / 101.6 - 1:+.1%} |" in page
+    ends = f"73.8 | {73.8 / run:.2f} | {run * factor:.1f}, {run * factor / 73.8 - 1:+.1%} |"
+    assert f"| {run:.1f}, its own kernels estimated | {ends}" in page
+    assert record89 == pytest.approx(73.8 / run)
+    eight, one = (parts[f"RUN, processes: {world}"]["ms"] / 1000 for world in (8, 1))
+    assert f"{eight:.1f} s, calibrated {factor * eight:.0f} s; the public" in page
+    assert f"One H100: {one:.0f} s, calibrated {factor * one:.0f}." in page
+    named = re.search(r"are (\d+), (\d+), (\d+) and (\d+), calibrated", (ROOT / "docs/first_gpu_run.md").read_text())
+    assert [int(ms) for ms in named.groups()] == [round(factor * sum(stage.values())) for stage in stages]
+
+
+def test_special_function_units_make_16_results_a_clock():
+    """At the clock of the fp32 peak, which is 2 FLOP of each of 128 lanes, on A100 64 lanes."""
+    for gpu, lanes in zip(("h100", "a100", "rtx4090"), (128, 64, 128), strict=True):
+        rates = roofline.GPUS[gpu]
+        assert rates.special == pytest.approx(16 * rates.float32 / (2 * lanes), rel=0.02)
 
 
 def test_peak_and_flops_of_three_products_in_a_row(seen: dict):
@@ -140,10 +294,41 @@ def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path):
     assert roofline.main(["--gpu", "h100", "--graphs", str(graphs), "--out", str(out)]) == 0
     parts = json.loads(out.read_text())["gpus"]["h100"]["parts"]
     assert parts["STEP of stage 1, processes: 1"]["ms"] > 7 * parts["stage 1: forward"]["ms"]
-    assert f"| forward 512 x 1 | {parts['stage 1: forward']['launches']:g} |" in told  # of one sequence
+    launches = parts["stage 1: forward"]["launches"] + parts["stage 1: FlexAttention forward"]["launches"]
+    assert f"| forward 512 x 1 | {launches:g} |" in told  # of one sequence
     steps = [parts[f"STEP of stage {n}, processes: 8"]["ms"] for n in (1, 2, 3, 4)]
     run = sum(stage["steps"] * ms for stage, ms in zip(found["stages"], steps, strict=True))
     assert parts["RUN, processes: 8"]["ms"] == pytest.approx(run)
+    check_parts(found, parts)
+
+
+def check_parts(found: dict, parts: dict) -> None:
+    """FlexAttention counts once, by its bytes or its compute; a launch has its gap; PUBLIC's parts sum to the step."""
+    gpu, ms = roofline.GPUS["h100"], {name: part["ms"] for name, part in parts.items()}
+    own = [call for call in found["calls"] if call["world"] == 8 and call["graph"] == "backward 512 x 1"]
+    times = dict.fromkeys((True, False), 0.0)
+    for call in own:  # of the two steps
+        times["tem_fused" in call["name"]] += 1000 * call["count"] / 2 * roofline.seconds(call, gpu)
+    pairs = 2 * 64 * roofline.visible_pairs(found["attention"], 512, found["stages"][0]["windows"])
+    assert ms["stage 1: backward"] == pytest.approx(times[False])
+    compute = 1000 * 10 * pairs / (gpu.bfloat16 * gpu.attention_backward)
+    assert ms["stage 1: FlexAttention backward"] == pytest.approx(max(times[True], compute))
+    names = ["forward", "backward", "FlexAttention forward", "FlexAttention backward", "outside of graphs, 8"]
+    names = [f"stage 1: {name}" for name in names] + ["Newton-Schulz, 8", "optimizers, 8"]
+    gaps = sum(parts[name]["launches"] for name in names) / 1000
+    assert ms["stage 1: gaps between launches, 8"] == pytest.approx(gaps)
+    step = gaps + sum(ms[name] for name in names) + ms["communication, 8"]
+    assert ms["STEP of stage 1, processes: 8"] == pytest.approx(step)
+    predicted, calls = roofline.predict(found, gpu)
+    columns = roofline.compare(found, predicted, calls, 1)
+    assert sum(columns.values()) == pytest.approx(step)
+    both = sum(ms[f"stage 1: FlexAttention {way}"] for way in ("forward", "backward"))
+    whole = {"attention": both, "communication": ms["communication, 8"], "gaps between launches": gaps}
+    whole |= {"other optimizers": ms["optimizers, 8"], "Newton-Schulz": ms["Newton-Schulz, 8"]}
+    assert {name: columns[name] for name in whole} == pytest.approx(whole)
+    large = gpu.__class__(**dataclasses.asdict(gpu) | dict(bfloat16=1e9))  # then its compute takes longer
+    part, compute = roofline.predict(found, large)[0]["stage 1: FlexAttention backward"], compute * gpu.bfloat16 / 1e9
+    assert part["ms"] == pytest.approx(compute)
 
 
 @pytest.mark.proof
