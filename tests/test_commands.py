@@ -142,9 +142,11 @@ def figures() -> dict[str, tuple[str, ...]]:
             gpt = train_gpt.GPT(dataclasses.replace(preset, dtype="bfloat16"))
         size, steps = sum(p.numel() for p in gpt.parameters()), range(preset.num_iterations)
         tokens = preset.batch_sequences * sum(train_gpt.train_seq_len(step, preset) for step in steps)
-        row = f"{len(gpt.blocks)}", f"{size:,}", f"{len(steps):,}", f"{tokens / 1e6:.3g}", f"{preset.target_loss}"
-        found[rf"\| {name} \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) M [\w ]+ \| ([\d.]+) \|"] = row
-        found[r"validation loss of ([\d.]+) " + dict(nano="nats", gpt2="on FineWeb")[name]] = row[-1:]
+        target = f"{preset.target_loss or 'none'}"
+        row = f"{len(gpt.blocks)}", f"{size:,}", f"{len(steps):,}", f"{tokens / 1e6:.3g}", target
+        found[rf"\| {name} \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) M [\w ]+ \| ([\d.]+|none) \|"] = row
+        if preset.target_loss:
+            found[r"validation loss of ([\d.]+) " + dict(nano="nats", gpt2="on FineWeb")[name]] = row[-1:]
         if name == "gpt2":
             parts = (sum(p.numel() for p in part) for part in (gpt.blocks.parameters(), [gpt.lm_head]))
             found[r"its layers have (\d+) M, its head (\d+) M"] = tuple(f"{part / 1e6:.0f}" for part in parts)
