@@ -213,7 +213,7 @@ def wrong_shard(path: str, cfg: Hyperparameters) -> str | None:
 
 def check_data(cfg: Hyperparameters, report: Report) -> dict[str, str]:
     """Return the commands that get what the shards lack, and why; report what none mends."""
-    gpt2, nano = ((preset.train_files, preset.val_files) for preset in PRESETS.values())
+    gpt2, nano = ((PRESETS[name].train_files, PRESETS[name].val_files) for name in ("gpt2", "nano"))
     tokens = train_gpt.num_tokens(cfg.num_iterations, cfg) if cfg.train_files in gpt2 else 0
     if (shards := math.ceil(PACKING * tokens / SHARD_TOKENS)) > FINEWEB_SHARDS:
         raise UserError(f"--num_iterations {cfg.num_iterations} needs {shards} shards of FineWeb's {FINEWEB_SHARDS}")

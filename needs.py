@@ -110,7 +110,7 @@ def find_gpu() -> Gpu:
 
 
 def main(argv: list[str]) -> int:
-    gpu, is_for_cpu = find_gpu(), re.search(r"--(preset[= ]nano|device[= ]cpu)", " ".join(argv))
+    gpu, is_for_cpu = find_gpu(), re.search(r"--(preset[= ](nano|mini)|device[= ]cpu)", " ".join(argv))
     refusal = f"{gpu.trouble}; {NANO}" if gpu.is_serious and not is_for_cpu else ""
     if sys.platform == "darwin" and platform.machine() == "x86_64":
         refusal = "PyTorch has no builds for Macs with Intel processors since 2.3"

@@ -5,8 +5,8 @@
     python train_gpt.py --preset nano                         a small model on a CPU, in seconds
 
 The preset gpt2 has the mathematics of record 89 of the NanoGPT speedrun (2026-07-17, 1,285 steps,
-https://github.com/KellerJordan/modded-nanogpt). nano is a model of one layer whose query and key weights start
-hand-set. "Record n" credits the record of that history in which an idea first appeared.
+https://github.com/KellerJordan/modded-nanogpt). mini is gpt2 in small, for a CPU. nano is a model of one layer whose
+query and key weights start hand-set. "Record n" credits the record of that history in which an idea first appeared.
 It follows a token: configuration, data, schedules, layers, attention, model, head, optimizers, log, training, run.
 Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary.
 """
@@ -110,6 +110,12 @@ GPT2_STAGES = (
     Stage(1 / 3, batch=3, max_doc_len=2048, window=1408, lr=1.73),
     Stage(0, batch=3, max_doc_len=2048, window=1664, lr=1.73),
 )
+MINI_STAGES = (
+    Stage(1 / 3, batch=1, max_doc_len=448, window=64, mtp=((1, 1), (0.5, 0.5), (0.25, 0))),
+    Stage(1 / 3, batch=2, max_doc_len=1024, window=128, lr=1.52, mtp=((1, 1), (0.5, 0))),
+    Stage(1 / 3, batch=3, max_doc_len=1024, window=192, lr=1.73),
+    Stage(0, batch=3, max_doc_len=1024, window=224, lr=1.73),
+)
 NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, window=256),)
 
 
@@ -167,7 +173,7 @@ class Hyperparameters:
     stages: tuple[Stage, ...] = GPT2_STAGES
     groups: tuple[Group, ...] = GPT2_GROUPS
     # Data. Shards are read in sorted order; the log says so if the validation tokens do not have val_sha256
-    preset: Literal["gpt2", "nano"] = "gpt2"  # all settings; by default gpt2 on a GPU and nano elsewhere
+    preset: Literal["gpt2", "mini", "nano"] = "gpt2"  # all settings; by default gpt2 on a GPU and nano elsewhere
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # training shards: a glob
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # validation shards: a glob
     val_tokens: int = 10_485_760  # validation tokens, a multiple of val_seq_len
@@ -320,7 +326,39 @@ NANO = dict(
     cpu_threads=2,
     save_checkpoint=True,
 )
-PRESETS = {"gpt2": Hyperparameters(), "nano": Hyperparameters(**NANO)}
+MINI = dict(
+    stages=MINI_STAGES,
+    preset="mini",
+    train_files=NANO["train_files"],
+    val_files=NANO["val_files"],
+    val_tokens=65_536,
+    target_loss=0.0,
+    vocab_size=257,
+    eot_token=256,
+    prefix_file="",
+    num_iterations=122,
+    extension_steps=2,
+    val_loss_every=0,
+    batch_tokens=1024,
+    train_seq_len=1024,
+    val_seq_len=8192,
+    final_window=320,
+    model_dim=144,
+    num_heads=6,
+    head_dim=24,
+    block_size=32,
+    attn_scale=0.2,
+    dc_keys=28,
+    bigram_rows=8192,
+    lm_head_slice=1024,
+    muon_lr=0.04,
+    momentum_warmup_steps=30,
+    momentum_cooldown_steps=5,
+    device="cpu",
+    cpu_threads=2,
+    save_checkpoint=True,
+)
+PRESETS = {"gpt2": Hyperparameters(), "mini": Hyperparameters(**MINI), "nano": Hyperparameters(**NANO)}
 
 
 def raise_user_error(message: str) -> NoReturn:
@@ -331,8 +369,11 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     """Return a preset, changed by the flags in `argv`: every field of Hyperparameters but the tables is one."""
     if {"-h", "--help"} & {*argv}:
         source = inspect.getsource(Hyperparameters).partition("    def ")[0]
-        nano = {name: value for name, value in NANO.items() if name not in TABLES}
-        print(f"Flags: --FIELD VALUE, or --FIELD and --no-FIELD. What nano has instead: {nano}\n{source}")
+        print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD.")
+        for preset in MINI, NANO:
+            own = {name: value for name, value in preset.items() if name not in TABLES}
+            print(f"What {preset['preset']} has instead: {own}")
+        print(source)
         sys.exit()
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.error = raise_user_error  # type: ignore[method-assign]  # instead of exiting: other ranks have to hear of it

@@ -16,6 +16,7 @@ with contextlib.suppress(AttributeError, OSError):  # the C library has read its
         ctypes.CDLL(None).mallopt(option, int(os.environ[name]))
 
 if __name__ == "__main__":
-    with needs.packages("requirements.txt"):
-        command = importlib.import_module("benchmarks.command")
-    sys.exit(command.main())
+    name, *argv = sys.argv[1:] if sys.argv[1:2] == ["study"] else ["command", *sys.argv[1:]]
+    with needs.packages("records/requirements.txt" if name == "study" else "requirements.txt"):
+        command = importlib.import_module(f"benchmarks.{name}")
+    sys.exit(command.main(argv))

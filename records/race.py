@@ -110,6 +110,8 @@ def of(script: int, runs: Sequence[Run]) -> list[Run]:
 def obstacle(plan: dict, rivals: Sequence[tuple[str, str]]) -> str | None:
     """Say why no record can come of a race with this plan against one of `rivals` (name, source), or return None."""
     hashes, flags, pairs, _, nproc, own = planned(plan)
+    if trains(plan, "mini"):
+        return "mini has no leaderboard, it screens ideas for gpt2"
     is_one_gpu = nproc == 1 and not is_nano(plan)
     allowed = SAME_TRAINING | ON_ONE_GPU if is_one_gpu else SAME_TRAINING
     names = [{word.split("=")[0] for word in words if word.startswith("--")} for words in (flags, [*chain(*own)])]
@@ -120,9 +122,13 @@ def obstacle(plan: dict, rivals: Sequence[tuple[str, str]]) -> str | None:
     return f"fewer than {MIN_PAIRS} pairs are a screen: race with --pairs {MIN_PAIRS}" if pairs < MIN_PAIRS else None
 
 
-def is_nano(plan: dict) -> bool:
+def trains(plan: dict, preset: str) -> bool:
     _, flags, *_, own = planned(plan)
-    return any(flag.split("=")[-1] == "nano" for flag in chain(flags, *own))
+    return any(flag.split("=")[-1] == preset for flag in chain(flags, *own))
+
+
+def is_nano(plan: dict) -> bool:
+    return trains(plan, "nano")
 
 
 def slack_of(plan: dict) -> float:

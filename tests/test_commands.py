@@ -18,6 +18,7 @@ import torch
 from torch.distributed.run import get_args_parser
 
 import train_gpt
+from benchmarks import study
 from cached_fineweb10B import RECORD_SHARDS
 from conftest import GPT2_FLAGS, TINY_FLAGS
 from gpu_proof import gpu_graphs, roofline
@@ -142,9 +143,11 @@ def figures() -> dict[str, tuple[str, ...]]:
             gpt = train_gpt.GPT(dataclasses.replace(preset, dtype="bfloat16"))
         size, steps = sum(p.numel() for p in gpt.parameters()), range(preset.num_iterations)
         tokens = preset.batch_sequences * sum(train_gpt.train_seq_len(step, preset) for step in steps)
-        row = f"{len(gpt.blocks)}", f"{size:,}", f"{len(steps):,}", f"{tokens / 1e6:.3g}", f"{preset.target_loss}"
-        found[rf"\| {name} \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) M [\w ]+ \| ([\d.]+) \|"] = row
-        found[r"validation loss of ([\d.]+) " + dict(nano="nats", gpt2="on FineWeb")[name]] = row[-1:]
+        target = f"{preset.target_loss or 'none'}"
+        row = f"{len(gpt.blocks)}", f"{size:,}", f"{len(steps):,}", f"{tokens / 1e6:.3g}", target
+        found[rf"\| {name} \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) M [\w ]+ \| ([\d.]+|none) \|"] = row
+        if preset.target_loss:
+            found[r"validation loss of ([\d.]+) " + dict(nano="nats", gpt2="on FineWeb")[name]] = row[-1:]
         if name == "gpt2":
             parts = (sum(p.numel() for p in part) for part in (gpt.blocks.parameters(), [gpt.lm_head]))
             found[r"its layers have (\d+) M, its head (\d+) M"] = tuple(f"{part / 1e6:.0f}" for part in parts)
@@ -190,7 +193,6 @@ def test_figures_of_the_readme_are_those_of_their_sources():
 
 
 CHANGES = (ROOT / "docs" / "change.md").read_text()
-IDEAS = re.findall(r"^\| (.*) \| (`.*`) \|$", CHANGES.partition("## Take one idea out")[2].partition("\n## ")[0], re.M)
 DIFFS = re.findall(r"^### (.*?)\n.*?^```diff\n(.*?)^```", CHANGES, re.M | re.S)
 # What a CPU does not show, nor a model of two heads with sequences of up to 48 tokens
 UNSEEN = {"a longer window in the last validation", "shorter documents at first"}
@@ -225,18 +227,11 @@ def unchanged(small_flags, tmp_path_factory) -> dict[str, list[float]]:
     return {preset: train(SOURCE, flags, path)[1] for preset, flags in small_flags.items()}
 
 
-@pytest.mark.parametrize(("idea", "change"), IDEAS, ids=[idea for idea, _ in IDEAS])
-def test_an_idea_is_taken_out(tmp_path, small_flags, unchanged, idea: str, change: str):
+@pytest.mark.parametrize("idea", study.ideas())
+def test_an_idea_is_taken_out(tmp_path, small_flags, unchanged, idea: str):
     preset = "nano" if idea.startswith("nano") else "gpt2"
-    source, flags = SOURCE, small_flags[preset]
-    match re.findall("`(.*?)`", change):
-        case [old, new]:
-            count = SOURCE.count(old)
-            assert count == 1, f"train_gpt.py has `{old}` {count} times: update docs/change.md"
-            source = SOURCE.replace(old, new)
-        case [text]:
-            flags = [*flags, *text.split()]
-    _, losses = train(source, flags, tmp_path / "train_gpt.py")
+    source, flags = study.take_out(SOURCE, study.ideas()[idea])
+    _, losses = train(source, [*small_flags[preset], *flags], tmp_path / "train_gpt.py")
     assert all(0 < loss < 20 for loss in losses)  # and so not NaN
     assert (losses != unchanged[preset]) == (idea not in UNSEEN)
 
@@ -256,5 +251,6 @@ def test_worked_changes(tmp_path, small_flags, unchanged, name: str, diff: str):
 
 
 def test_there_are_changes():
-    assert len(IDEAS) > 30
+    assert len(study.ideas()) > 30
+    assert {*study.STUDIED} <= {*study.ideas()}
     assert len(DIFFS) == 4
