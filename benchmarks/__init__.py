@@ -1,7 +1,7 @@
 """Measure train_gpt.py: `python -m benchmarks --help`, and README.md beside this file.
 
 Reading order: measure (what each figure is), command (what is measured when, and the report). anchor_cpu
-stands apart.
+and study stand apart.
 """
 
 import sys
