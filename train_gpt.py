@@ -1716,7 +1716,8 @@ class Trainer:
         tensors = self.state()
         for name, tensor in tensors.items():
             if self.ranks.rank == 0:
-                if saved.keys() != tensors.keys() or saved[name].shape != tensor.shape:
+                found = [(getattr(t, "dtype", None), getattr(t, "shape", None)) for t in (saved.get(name), tensor)]
+                if saved.keys() != tensors.keys() or found[0] != found[1]:
                     raise UserError(f"the checkpoint does not fit the model at {name}: resume with its own script")
                 tensor.copy_(saved[name])
             start_collective(dist.broadcast, tensor, 0)()
@@ -1812,6 +1813,13 @@ def load_checkpoint(given: Hyperparameters) -> Saved:
     if path is None:
         return Saved(given.run_id, given.seed)
     saved = Saved(**load(path, *Saved._fields))
+    kinds = zip(saved, (str, int, dict, int, float, dict, dict), strict=True)
+    wrong = [name for name, (value, kind) in zip(Saved._fields, kinds, strict=True) if not isinstance(value, kind)]
+    for curve in saved.curves.values() if not wrong else []:
+        if not isinstance(curve, list) or not all(isinstance(point, tuple) and len(point) == 3 for point in curve):
+            wrong.append("curves")
+    if wrong:
+        raise UserError(f"{path}: not a sound checkpoint: {', '.join(wrong)}")
     if given.run_id not in ("", saved.run_id):
         raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
     return saved
@@ -1838,6 +1846,8 @@ def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Plans,
         own = must_match.get(name)
         if own != value:
             raise UserError(f"the checkpoint has {name} {value} instead of {own}: resume with the same")
+    if saved.must_match and not 0 < saved.step < cfg.num_iterations:
+        raise UserError(f"the checkpoint is of step {saved.step}, beyond --num_iterations {cfg.num_iterations}")
     return cfg, plans, saved._replace(must_match=must_match, run_id=cfg.run_id, seed=cfg.seed)
 
 

@@ -110,14 +110,20 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(run_flags, saved, capsys)
         saved.write_bytes(content)
         assert "whole.checkpoint" in refusal(resume, capsys)
     fewer = [{key: value for key, value in state.items() if key != name} for name in state]
+    odd = dict(run_id=torch.zeros(3), seed="x", must_match=[], step=None, ms="1", tensors=[])
+    fewer += [state | dict(curves=dict(val_loss=curve)) for curve in (1, [(0,)], [0])]
+    fewer += [state | {name: value} for name, value in odd.items()]
     for content in (*fewer, state | dict(step=Path())):  # a Path is code that a pickle calls
         torch.save(content, saved)
         assert "whole.checkpoint" in refusal(resume, capsys)
     whole, head = state["tensors"], state["tensors"]["lm_head"]
     fewer = {name: tensor for name, tensor in whole.items() if name != "lm_head"}
-    for wrong in {}, fewer, whole | dict(lm_head=head[1:]), whole | dict(more=head):
+    others = (whole | dict(lm_head=value) for value in (head[1:], head.to(torch.int32), None, "x"))
+    for wrong in {}, fewer, whole | dict(more=head), *others:
         torch.save(state | dict(tensors=wrong), saved)
         assert "the checkpoint does not fit the model at " in refusal(resume, capsys)
+    torch.save(state | dict(step=-1), saved)
+    assert "the checkpoint is of step -1" in refusal(resume, capsys)
     saved.unlink()
     assert "whole.checkpoint" in refusal([*run_flags, "--resume", str(saved)], capsys)
 
