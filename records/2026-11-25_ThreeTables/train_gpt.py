@@ -517,16 +517,17 @@ def read_batches(plan, sequences: Sequence[int], cfg: Hyperparameters, device: t
     """Yield for each batch the [(inputs (T,) int32, targets (T,) int64), ...] of its `sequences`, on the device."""
 
     def read(batch):
-        return np.stack([read_sequence(batch.path, batch.sequences[i], cfg.vocab_size) for i in sequences])
+        rows = [read_sequence(batch.path, batch.sequences[i], cfg.vocab_size) for i in sequences]
+        tokens = torch.from_numpy(np.stack(rows))
+        return tokens.pin_memory() if device.type == "cuda" else tokens  # allocates, so not between two steps
 
-    with ThreadPoolExecutor(1, "reader") as reader:  # ahead of the steps, from the first `next` on
+    on_device = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()  # else the thread opens GPU 0
+    with ThreadPoolExecutor(1, "reader", *on_device) as reader:  # ahead of the steps, from the first `next` on
         futures = (reader.submit(read, batch) for batch in plan)
         ready = deque(islice(futures, 2))  # batches that are read or being read
         while ready:
-            tokens = torch.from_numpy(ready.popleft().result())
+            tokens = ready.popleft().result()
             ready.extend(islice(futures, 1))
-            if device.type == "cuda":
-                tokens = tokens.pin_memory()  # only a copy from pinned memory does not wait
             tokens = tokens.to(device, non_blocking=True).to(torch.int32)
             yield [(row[:-1], row[1:].long()) for row in tokens]
 
@@ -1675,8 +1676,9 @@ class Trainer:
         tensors = self.state()
         for name, tensor in tensors.items():
             if self.ranks.rank == 0:
-                found = [(getattr(t, "dtype", None), getattr(t, "shape", None)) for t in (saved.get(name), tensor)]
-                if saved.keys() != tensors.keys() or found[0] != found[1]:
+                own = saved.get(name)
+                fits = isinstance(own, Tensor) and (own.shape, own.dtype) == (tensor.shape, tensor.dtype)
+                if saved.keys() != tensors.keys() or not fits:
                     raise UserError(f"the checkpoint does not fit the model at {name}: resume with its own script")
                 tensor.copy_(saved[name])
             start_collective(dist.broadcast, tensor, 0)()
@@ -1772,8 +1774,8 @@ def load_checkpoint(given: Hyperparameters) -> Saved:
     if path is None:
         return Saved(given.run_id, given.seed)
     saved = Saved(**load(path, *Saved._fields))
-    kinds = zip(saved, (str, int, dict, int, float, dict, dict), strict=True)
-    wrong = [name for name, (value, kind) in zip(Saved._fields, kinds, strict=True) if not isinstance(value, kind)]
+    kinds = dict(run_id=str, seed=int, must_match=dict, step=int, ms=float, curves=dict, tensors=dict)
+    wrong = [name for name, kind in kinds.items() if not isinstance(getattr(saved, name), kind)]
     for curve in saved.curves.values() if not wrong else []:
         if not isinstance(curve, list) or not all(isinstance(point, tuple) and len(point) == 3 for point in curve):
             wrong.append("curves")
