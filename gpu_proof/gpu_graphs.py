@@ -530,10 +530,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := set(args.arch.split(",")) - set(archs.split(",")):
         parser.error(f"--arch {args.arch}: {min(unknown)!r} is none of {archs}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
-    document = dict(script=str(args.script), flags=flags, **versions, architectures={})
+    document: dict = dict(script=str(args.script), flags=flags, architectures={})
     for arch in map(int, args.arch.split(",")):
-        found = document["architectures"][arch] = measure(arch, args.script, flags)
+        found = document["architectures"][arch] = measure(arch, args.script, flags)  # says so if Triton is missing
+        document |= {name: importlib.metadata.version(name) for name in ("torch", "triton")}
         print(f"{table(arch, found)}\n", flush=True)
         args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(f"written to {args.out}")

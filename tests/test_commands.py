@@ -74,7 +74,6 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
             patch.setattr(train_gpt, "parse_args", parse_flags_and_end)
             # gpu_graphs hands the flags that it does not know to a script in another process
             patch.setattr(gpu_graphs, "measure", lambda arch, script, flags, **_: train_gpt.parse_args(flags))
-            patch.setattr(gpu_graphs.pretend_gpu, "missing", str)  # nothing: Triton is not needed to read flags
             patch.setattr(sys, "argv", ["program", *argv])
             patch.setattr(signal, "signal", lambda *_: None)  # a script ignores SIGHUP, and so would our children
             with pytest.raises(Understood):
