@@ -112,9 +112,9 @@ GPT2_STAGES = (
 )
 MINI_STAGES = (
     Stage(1 / 3, batch=1, max_doc_len=448, window=64, mtp=((1, 1), (0.5, 0.5), (0.25, 0))),
-    Stage(1 / 3, batch=2, max_doc_len=1024, window=128, lr=1.52, mtp=((1, 1), (0.5, 0))),
-    Stage(1 / 3, batch=3, max_doc_len=1024, window=192, lr=1.73),
-    Stage(0, batch=3, max_doc_len=1024, window=224, lr=1.73),
+    Stage(1 / 3, batch=2, max_doc_len=1024, window=96, lr=1.52, mtp=((1, 1), (0.5, 0))),
+    Stage(1 / 3, batch=3, max_doc_len=1024, window=128, lr=1.73),
+    Stage(0, batch=3, max_doc_len=1024, window=160, lr=1.73),
 )
 NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, window=256),)
 
@@ -336,16 +336,16 @@ MINI = dict(
     vocab_size=257,
     eot_token=256,
     prefix_file="",
-    num_iterations=122,
+    num_iterations=182,
     extension_steps=2,
     val_loss_every=0,
     batch_tokens=1024,
     train_seq_len=1024,
     val_seq_len=8192,
-    final_window=320,
-    model_dim=144,
+    final_window=192,
+    model_dim=96,
     num_heads=6,
-    head_dim=24,
+    head_dim=16,
     block_size=32,
     attn_scale=0.2,
     dc_keys=28,
