@@ -779,8 +779,42 @@ class MLP(nn.Module):
         return multiply(x, self.c_proj.type_as(x))
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate pairs of numbers in x (..., 2, 2, D / 4): the first half of the dimensions, of which the ith goes with the
+    (i + D / 4)th. One formula for all dimensions, as the compiler makes more kernels of parts that are joined.
+    """
+    quarter = torch.arange(4, device=x.device).view(2, 2, 1)
+    return torch.where(quarter < 2, x * cos + x.flip(-2) * sin * (1 - 2 * quarter), x)
+
+
+class NormRotate(torch.autograd.Function):
+    """Divide heads x (T, H, D) by their RMS, rotate them and multiply by `scale`.
+
+    Like `RMSNorm`, it saves the result and not x: attention saves it anyway. With z the normed x, R the rotation and
+    y = scale R z, the gradient by z is scale R'g, and its part along z, which the norm takes out, is mean(g y) z: a
+    rotation keeps products, so all but the last rotation needs y alone.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
+        x32 = x.to(cos.dtype)
+        by_rms = (x32.square().mean(-1, keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
+        z = (x32 * by_rms).view(len(x), -1, cos.size(2), 2, 2, cos.size(-1))
+        y = (rotate(z, cos, sin).view_as(x) * scale).type_as(x)
+        ctx.save_for_backward(y, by_rms, cos, sin, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        y, by_rms, cos, sin, scale = ctx.saved_tensors
+        g = grad.to(cos.dtype)
+        across = scale * g - y * ((g * y).mean(-1, keepdim=True) / scale)
+        turned = rotate(across.view(len(y), -1, cos.size(2), 2, 2, cos.size(-1)), cos, -sin)
+        return (by_rms * turned.view_as(y)).type_as(y), None, None, None
+
+
 class Rotary(nn.Module):
-    """Rotate half of the dimensions of q and k by the token's position (arXiv:2104.09864; record 17), and scale q."""
+    """Norm q and k, rotate half of their dimensions by the position (arXiv:2104.09864; record 17), and scale q."""
 
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
@@ -810,15 +844,9 @@ class Rotary(nn.Module):
         second has its positions swapped.
         """
         T, _, D = qk.shape
-        cos, sin = (t[: T * heads_per_pair].view(T, 1, heads_per_pair, D // 4) for t in (self.cos, self.sin))
-
-        def rotate(x):
-            x1, x2, *unrotated = x.view(T, -1, heads_per_pair, 4, D // 4).unbind(-2)
-            # The fp32 tables promote bf16
-            return torch.stack([x1 * cos + x2 * sin, x2 * cos - x1 * sin, *unrotated], dim=-2).view_as(x)
-
-        q, k = map(rotate, qk.chunk(2, dim=1))  # apart, or the compiled graph stores in fp32 what both are cut from
-        return (q * self.scale).type_as(qk), k.type_as(qk)
+        cos, sin = (t[: T * heads_per_pair].view(T, 1, heads_per_pair, 1, 1, D // 4) for t in (self.cos, self.sin))
+        q, k = qk.chunk(2, dim=1)
+        return NormRotate.apply(q, cos, sin, self.scale), NormRotate.apply(k, cos, sin, torch.ones_like(self.scale))
 
 
 # ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
@@ -978,8 +1006,7 @@ class CausalSelfAttention(nn.Module):
         D = self.cfg.head_dim
         qkv_w = torch.cat([self.qk_w.flatten(0, 1), self.lambdas[0] * self.v_w])
         qk, v = linear(x, qkv_w).view(T, 3 * H, D).split([2 * H, H], dim=1)
-        # QK-norm (@Grad62304977). F.rms_norm saves its input, which v keeps alive anyway: 1.7 GB less (estimated)
-        q, k = rotary(F.rms_norm(qk, (D,)), self.heads_per_pair)
+        q, k = rotary(qk, self.heads_per_pair)  # QK-norm: @Grad62304977
         if self.layer.attention == "long":
             # Half of a key is the token before's (record 49): what followed a token like this one?
             own, shifted = k.split(D // 2, dim=-1)
@@ -1241,7 +1268,7 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
     shares = (targets >= 0) * weights
     target_logits = (shares * logits.gather(1, targets.clamp(min=0))).sum(-1)
     exps = logits.exp_()
-    total = exps.sum(-1)
+    total = exps.unflatten(1, (2, -1)).sum(-1).sum(-1)
     losses = shares.sum(-1) * total.log() - target_logits
     if not with_grad:
         return losses, None
