@@ -1340,13 +1340,14 @@ class ShardedOptimizer:
     """Update parameters of one precision, every rank an equal share of their rows.
 
     Parameters become views of one buffer: each starts at a row and is zero-padded. groups: the table's row for each
-    parameter. A subclass defines init_state(), which returns the moments of the rank's rows by name, and
+    parameter. A subclass defines init_state(values), which returns by name what it keeps of the rank's rows, and
     update_shard(shard, grad, step, lr_factor), which writes new values into these rows and may overwrite `grad`.
     """
 
     update_shard: Callable
     init_state: Callable
     by_matrix = False  # a row is a matrix, or else 16 numbers, as kernels want addresses that are multiples of 16
+    keeps_values = False  # in their own precision; parameters and gradients travel in that of activations
     every = 1  # step once in so many steps, on the sum of their gradients
 
     def __init__(self, params: dict[str, nn.Parameter], groups: list[Group], cfg: Hyperparameters, ranks: Ranks):
@@ -1359,14 +1360,18 @@ class ShardedOptimizer:
         row = self.params[0].shape[-2:] if self.by_matrix else (16,)
         self.rows_per_param = [-(-p.numel() // math.prod(row)) for p in self.params]
         self.rows_per_param[-1] += -sum(self.rows_per_param) % ranks.world_size  # padding: equal shares
-        self.param_buffer = self.params[0].new_zeros(sum(self.rows_per_param), *row)
+        values = self.params[0].new_zeros(sum(self.rows_per_param), *row)
+        for p, view in zip(self.params, self.views(values), strict=True):
+            view.copy_(p.detach())
+        self.param_buffer = values.to(getattr(torch, cfg.dtype)) if self.keeps_values else values
         self.grad_buffer = torch.zeros_like(self.param_buffer)
         for p, view in zip(self.params, self.views(self.param_buffer), strict=True):
-            p.data = view.copy_(p.detach())
+            p.data = view
         self.grad_views = self.views(self.grad_buffer)
         self.param_shard = self.share(self.param_buffer)
         self.grad_shard = self.grad_buffer if ranks.world_size == 1 else torch.zeros_like(self.param_shard)
-        self.state = self.init_state()
+        own = self.share(values)
+        self.state = self.init_state(own if self.param_buffer is values else own.clone())
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the part of a buffer that belongs to each parameter, in its shape."""
@@ -1400,12 +1405,12 @@ class Adam(ShardedOptimizer):
     (record 56, @ChrisJMcCormick). The weight decay is cautious (record 50, @roeeshenberg).
     """
 
-    def init_state(self) -> dict[str, Tensor]:
+    def init_state(self, values: Tensor) -> dict[str, Tensor]:
         self.every = self.cfg.adam_every
-        dtype = self.grad_shard.dtype
+        dtype = values.dtype
         if self.cfg.adam_fp32:
             dtype = torch.promote_types(dtype, torch.float32)
-        return {name: torch.zeros_like(self.grad_shard, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+        return {name: torch.zeros_like(values, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
 
     def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr_factor: float) -> None:
         m, v = self.state.values()
@@ -1464,21 +1469,23 @@ class Muon(ShardedOptimizer):
     """
 
     by_matrix = True  # gpt2's MLPs have 22: each of 8 ranks steps 3, some of them padding
+    keeps_values = True  # in fp32, as a step may be less than half of what bf16 tells apart (record 89 has the rest)
 
-    def init_state(self) -> dict[str, Tensor]:
-        rows, columns = self.grad_shard.shape[-2:]
+    def init_state(self, values: Tensor) -> dict[str, Tensor]:
+        rows, columns = values.shape[-2:]
         self.mean_dim = -1 if rows >= columns else -2
-        factors = self.grad_buffer.new_empty(len(self.grad_buffer), 1, 1)
+        factors = values.new_empty(len(self.grad_buffer), 1, 1)
         for part, group in zip(factors.split(self.rows_per_param), self.groups, strict=True):
             part.fill_(group.lr)
         self.factors = self.share(factors)
         ns = zeropower_via_newtonschulz5
         self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if self.cfg.compile else ns
-        second_moment = torch.zeros_like(self.grad_shard.narrow(self.mean_dim, 0, 1))
-        return dict(momentum_buffer=torch.zeros_like(self.grad_shard), second_moment=second_moment)
+        second_moment = torch.zeros_like(values.narrow(self.mean_dim, 0, 1))
+        return dict(values=values, momentum_buffer=torch.zeros_like(values), second_moment=second_moment)
 
     def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr_factor: float) -> None:
-        momentum_buffer, second_moment = self.state.values()
+        values, momentum_buffer, second_moment = self.state.values()
+        grad = grad.to(values.dtype)
         momentum = muon_momentum(step, self.cfg)
         lr = self.cfg.muon_lr * lr_factor
         decay = self.groups[0].decay  # all agree in decay and beta2
@@ -1491,8 +1498,9 @@ class Muon(ShardedOptimizer):
         norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, even))
         update = even * (norms / new_norms.clamp(min=1e-10))
         if decay:
-            update.addcmul_(shard, update * shard >= 0, value=decay * lr)
-        shard.addcmul_(self.factors, update, value=-lr)
+            update.addcmul_(values, update * values >= 0, value=decay * lr)
+        values.addcmul_(self.factors, update, value=-lr)
+        shard.copy_(values)
 
 
 OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
