@@ -681,6 +681,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.type_as(x))
 
 
+def times(factor: Tensor, x: Tensor, weight: Tensor, multiply: Callable = linear) -> Tensor:
+    """Return factor * x @ weight.T. A number goes into the weight: its gradient then needs no product saved or read."""
+    return factor * multiply(x, weight) if factor.ndim else multiply(x, factor * weight)
+
+
 def gate(x: Tensor, weight: Tensor) -> Tensor:
     """Return factors from 0 to 1 for each token, from its first channels."""
     return linear(x[:, : weight.size(1)], weight).sigmoid()
@@ -764,7 +769,7 @@ class FP8Linear(torch.autograd.Function):
 
 
 class MLP(nn.Module):
-    """Map x (T, K) to (T, K) through 4 K hidden units."""
+    """Map x (T, K) to (T, K) through 4 K hidden units, times a factor."""
 
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
@@ -773,10 +778,10 @@ class MLP(nn.Module):
         self.c_proj = nn.Parameter(torch.zeros(K, 4 * K))
         self.fp8 = cfg.mlp_fp8
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
         multiply = FP8Linear.apply if self.fp8 and torch.is_grad_enabled() else linear
         x = ReluSquared.apply(multiply(x, self.c_fc.mT.type_as(x)))
-        return multiply(x, self.c_proj.type_as(x))
+        return times(factor, x, self.c_proj.type_as(x), multiply)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -1021,7 +1026,7 @@ class CausalSelfAttention(nn.Module):
             y = y - f["xsa"].transpose(0, 1).tanh() * share * v
         if "head_gate" in f:  # a head may attend to nothing: record 28 (@classiclarryd)
             y = y * f["head_gate"].transpose(0, 1)
-        return linear(y.flatten(1), self.lambdas[1] * self.c_proj)
+        return times(f["post"][0], y.flatten(1), self.lambdas[1] * self.c_proj)
 
     def add_embeddings(self, v: Tensor, x: Tensor, value_embed: Tensor | None, f: dict) -> Tensor:
         """Add to the values v (T, H, D) the value embedding, as much as a gate lets through, and what MUDD mixed."""
@@ -1111,11 +1116,11 @@ class Block(nn.Module):
         The embedding x0 (record 9, @KoszarskyB) and the bigrams (record 62, @classiclarryd) stay at hand.
         """
         if self.attn is not None:
-            x = f["resid"][0] * x + f["post"][0] * self.attn(norm(read), value_embed, rotary, mask, doc_ids, f)
+            x = f["resid"][0] * x + self.attn(norm(read), value_embed, rotary, mask, doc_ids, f)
             x = x + f["embed"][0] * x0
             if bigrams is not None:
                 x = x + f["embed"][1] * bigrams
-        return f["resid"][1] * x + f["post"][1] * self.mlp(norm(x))
+        return f["resid"][1] * x + self.mlp(norm(x), f["post"][1])
 
 
 class LookUp(torch.autograd.Function):
@@ -1294,7 +1299,7 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
     shares = (targets >= 0) * weights
     target_logits = (shares * logits.gather(1, targets.clamp(min=0))).sum(-1)
     exps = logits.exp_()
-    total = exps.unflatten(1, (2, -1)).sum(-1).sum(-1)
+    total = exps.sum(-1)
     losses = shares.sum(-1) * total.log() - target_logits
     if not with_grad:
         return losses, None

@@ -50,6 +50,7 @@ def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
 
     def start(name: str, run_id: str, *more: str, **options) -> Run:
         folders = [tmp_path / ("node" if moments is FEW and rank else "logs") for rank in range(size)]
+        more = *more, *["--dtype=bfloat16"] * (moments is FEW)  # so Muon's values are apart from the parameters
         argv = [[*run_flags, "--run_id", run_id, "--log_dir", folder, *more] for folder in folders]
         return Run(argv, tmp_path / name, nodes=moments is FEW, **options)
 

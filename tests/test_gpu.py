@@ -134,3 +134,45 @@ def test_head_equals_autograd_of_the_whole(precision: str, device: str):
     for function in [head, compiled(head)] if device == "cuda" else [head]:
         errors = relative_errors(with_gradients(function, x, w), expected)
         assert max(errors) < limit, f"loss, grad x, w: {errors}; e5m2 gives 0.066, the root mean square of its rounding"
+
+
+@on_both
+@pytest.mark.parametrize("heads_per_pair", [1, 2])
+def test_norm_and_rotation_equal_autograd_of_complex_numbers(heads_per_pair: int, device: str):
+    T, H, D = (4096, 6, 128) if device == "cuda" else (64, 4, 16)
+    cfg = dataclasses.replace(GPT2, dtype="bfloat16", head_dim=D, train_seq_len=T, val_seq_len=T)
+    rotary = train_gpt.Rotary(cfg).to(device)
+    positions = heads_per_pair * torch.arange(T, device=device)[:, None] + torch.arange(H, device=device) % heads_per_pair
+    frequencies, scale = train_gpt.rotary_frequencies(0, cfg, torch.float64)
+    turns = torch.polar(torch.ones((), dtype=torch.float64), -torch.einsum("th,d->thd", positions.cpu().double(), frequencies))
+
+    def formula(qk):
+        x1, x2, *others = torch.nn.functional.rms_norm(qk, (D,)).chunk(4, dim=-1)
+        turned = torch.complex(x1, x2) * torch.cat([turns, turns], dim=1).to(device)
+        y = torch.cat([turned.real, turned.imag, *others], dim=-1)
+        return torch.cat([scale * y[:, :H], y[:, H:]], dim=1)
+
+    generator = torch.Generator().manual_seed(0)
+    qk, grad = (torch.randn(T, 2 * H, D, generator=generator).to(device).bfloat16() for _ in range(2))
+    expected = with_gradients(formula, qk.double(), grad=grad.double())
+    for wrap in [lambda f: f, compiled] if device == "cuda" else [lambda f: f]:
+        function = wrap(lambda qk: torch.cat(rotary(qk, heads_per_pair), dim=1))
+        assert max(relative_errors(with_gradients(function, qk, grad=grad), expected)) < 0.005
+
+
+@on_both
+def test_a_look_up_sums_gradients_in_fp32(device: str):
+    rows, T, K = (300_000, 8192, 768) if device == "cuda" else (300, 256, 16)
+    generator = torch.Generator(device).manual_seed(0)
+    table = torch.randn(rows, K, device=device, generator=generator).bfloat16()
+    ids = torch.randint(rows, (T,), dtype=torch.int32, device=device, generator=generator)
+    ids[T // 2 :] = ids[0]  # in bf16 half of these sums would be lost
+    ids[-1] = rows - 1
+    grad = torch.randn(T, K, device=device, generator=generator).add_(1).bfloat16()
+    exact = torch.zeros_like(table, dtype=torch.float64).index_add_(0, ids, grad.double())
+    look_up = lambda table: train_gpt.LookUp.apply(table, ids)  # noqa: E731
+    for function in [look_up, compiled(look_up)] if device == "cuda" else [look_up]:
+        found, grads = with_gradients(function, table, grad=grad)
+        assert torch.equal(found, table[ids])
+        assert max(relative_errors((grads,), (exact,))) < 0.003
+        assert torch.equal(grads.any(1), exact.any(1)), "rows that no token has"

@@ -29,7 +29,7 @@ def test_a_parameter_without_exactly_one_group_is_refused_by_name(gpt2, name: st
 def test_squares_of_updates_are_averaged_over_columns_or_over_fewer_rows():
     for rows, columns, averages in (24, 16, (24, 1)), (16, 16, (16, 1)), (16, 24, (1, 24)):
         params = dict(w=nn.Parameter(torch.zeros(rows, columns)))
-        muon = Muon(params, [train_gpt.GPT2_GROUPS[0]], train_gpt.PRESETS["nano"], Ranks())
+        muon = Muon(params, [train_gpt.GPT2_GROUPS[0]], train_gpt.resolve(train_gpt.PRESETS["nano"]), Ranks())
         assert muon.state["second_moment"].shape[1:] == averages
 
 

@@ -50,8 +50,10 @@ class TestRecord(BEFORE):
     first = BEFORE.first | {"blocks.6.skip_lambda": -1.5}
     for net, (theirs, rows) in NETS.items():
         first[f"{net}.b2"] = np.array(BEFORE.first[f"nets.{theirs.partition('.')[2]}.b2"])[rows]
-    stored = dict(bfloat16=r"(embed|bigram_embed|value_embeds\.\d+)\.weight|lm_head|.*net.*|.*value_gate|smear_gate")
-    stored["float32"] = r".*(qk_w|v_w|c_proj|c_fc|lambdas?)|gate_scale"
+    stored = dict(
+        bfloat16=r"(embed|bigram_embed|value_embeds\.\d+)\.weight|lm_head|.*net.*|.*_gate|.*(qk_w|v_w|c_proj|c_fc)",
+        float32=r".*lambdas?|gate_scale",
+    )
 
     def place(self, name: str) -> tuple[str, int]:
         net, _, kind = name.rpartition(".")
