@@ -66,7 +66,7 @@ PUBLIC = {
     "attention": ("FlexAttention", (0.9, 4.0, 7.8)),
     "MLP: relu squared": ("relu|fused_mul_sqrt", (0.0, 0.0, 0.0)),
     "cross entropy": ("exp_gather", (1.5, 2.9, 4.3)),
-    "QK-norm, rotary": ("stack|unbind|rsqrt_split_with_sizes_view", (1.0, 1.9, 2.8)),
+    "QK-norm, rotary": ("flip|mul_squeeze_sub_transpose_view_where|stack|rsqrt_split_with_sizes_view", (1.0, 1.9, 2.8)),
     "XSA, heads that mix, nets": ("softmax|tanh|d_add_clamp_div|_div_exp|bmm|mm .*[ x]64(x|$)", (0.8, 1.7, 2.4)),
     "tables: lookups, gradients": ("embedding", (2.2, 2.7, 3.1)),
     "products of MLPs, head, attention": ("mm .*x", (11.5, 22.9, 34.5)),

@@ -33,6 +33,24 @@ def test_squares_of_updates_are_averaged_over_columns_or_over_fewer_rows():
         assert muon.state["second_moment"].shape[1:] == averages
 
 
+def test_muon_keeps_steps_that_bf16_would_lose():
+    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], dtype="bfloat16", device="cpu", muon_lr=1e-4, cpu_threads=0)
+    first = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+    params = dict(w=nn.Parameter(first.clone()))
+    muon = Muon(params, [train_gpt.GPT2_GROUPS[0]], cfg, Ranks())
+    values = muon.state["values"][0]
+    assert torch.equal(values, first)
+    for step in range(30):
+        before = values.clone()
+        params["w"].grad = torch.eye(16).bfloat16()
+        muon.reduce()
+        muon.update(step)
+        assert torch.equal(params["w"], values.bfloat16())
+        assert (values.diag() < before.diag()).all()
+    moved = (first - values).diag()
+    assert (moved > 1e-3).all(), "each step is about 1e-4: bf16 loses that from 0.05 on"
+
+
 def shared(a: Tensor, b: Tensor) -> bool:
     """Say whether two tensors without gaps have bytes in common."""
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
