@@ -42,9 +42,9 @@ with needs.packages("requirements.txt"):
     from train_gpt import GPT, OPTIMIZERS, PRESETS, Hyperparameters, Layer, Ranks, UserError
 
 FINEWEB_SHARDS, SHARD_TOKENS, PACKING = 103, 10**8, 1.5  # 1.5: tokens for one that packing keeps, assumed
-# MiB that gpt2 needs beside parameters, gradients and optimizers, by `python -m gpu_proof gpu_graphs`, in its longest
-# step and in its validation: what a slice of the head's logits takes, and what grows with the sequence
-BUFFER_MIB = {"train_seq_len": (1_763, 12_500), "val_seq_len": (0, 4_977)}
+# MiB that gpt2 needs beside parameters, gradients and optimizers, by `python -m gpu_proof gpu_graphs`, in the step that
+# needs most (of stage 2) and in validation: what a slice of the head's logits takes, and what grows with the sequence
+BUFFER_MIB = {"train_seq_len": (1_763, 12_600), "val_seq_len": (0, 4_690)}
 SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the free memory is looked at
 # Useful TFLOP/s, 6 FLOP per weight and token, by a part of the GPU's name. H100, 4090 and A100: by the roofline,
 # calibrated (gpu_proof/README.md). Others: 32% of their peak, as the H100.

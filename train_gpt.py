@@ -261,6 +261,7 @@ class Hyperparameters:
         require("num_iterations", self.num_iterations <= 10**6, "at most a million")
         require("extension_steps", self.scheduled_steps > 0, "less than num_iterations")
         require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
+        require("attn_scale", self.attn_scale > 0, "more than 0")
         require("heads_per_matrix", self.num_heads % self.heads_per_matrix == 0, "a divisor of num_heads")
         has_dc = any(layer.dc for layer in self.layers)
         require("dc_keys", not has_dc or self.dc_keys <= self.block_size + 1, "at most block_size + 1")
@@ -677,12 +678,15 @@ def uniform_weight(inputs: int, *shape: int) -> nn.Parameter:
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T in the precision of x: weights are fp32, activations bf16."""
+    """Return x @ weight.T in the precision of x: weights may be wider."""
     return F.linear(x, weight.type_as(x))
 
 
 def times(factor: Tensor, x: Tensor, weight: Tensor, multiply: Callable = linear) -> Tensor:
-    """Return factor * x @ weight.T. A number goes into the weight: its gradient then needs no product saved or read."""
+    """Return factor * (x @ weight.T), for one factor () or one for each token (T, 1).
+
+    A single one goes into the weight, which is smaller; and then its gradient needs no product saved.
+    """
     return factor * multiply(x, weight) if factor.ndim else multiply(x, factor * weight)
 
 
@@ -785,8 +789,9 @@ class MLP(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate pairs of numbers in x (..., 2, 2, D / 4): the first half of the dimensions, of which the ith goes with the
-    (i + D / 4)th. One formula for all dimensions, as the compiler makes more kernels of parts that are joined.
+    """Rotate the first two quarters of D against each other and keep the others, for x (..., 2, 2, D / 4).
+
+    One formula serves all quarters, as the compiler makes more kernels of parts that are joined.
     """
     quarter = torch.arange(4, device=x.device).view(2, 2, 1)
     return torch.where(quarter < 2, x * cos + x.flip(-2) * sin * (1 - 2 * quarter), x)
@@ -795,9 +800,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class NormRotate(torch.autograd.Function):
     """Divide heads x (T, H, D) by their RMS, rotate them and multiply by `scale`.
 
-    Like `RMSNorm`, it saves the result and not x: attention saves it anyway. With z the normed x, R the rotation and
-    y = scale R z, the gradient by z is scale R'g, and its part along z, which the norm takes out, is mean(g y) z: a
-    rotation keeps products, so all but the last rotation needs y alone.
+    Save the result y = s R z, with the scale s, the rotation R and z = x / rms(x). The gradient by z is s R'g, and by x
+    (s R'g - z mean(z . s R'g)) / rms(x). A rotation keeps products, so the mean is that of y . g: project first, with
+    y alone, and rotate at the end.
     """
 
     @staticmethod
@@ -813,6 +818,7 @@ class NormRotate(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, by_rms, cos, sin, scale = ctx.saved_tensors
         g = grad.to(cos.dtype)
+        # s g, less its part along y
         across = scale * g - y * ((g * y).mean(-1, keepdim=True) / scale)
         turned = rotate(across.view(len(y), -1, cos.size(2), 2, 2, cos.size(-1)), cos, -sin)
         return (by_rms * turned.view_as(y)).type_as(y), None, None, None
@@ -1005,7 +1011,7 @@ class CausalSelfAttention(nn.Module):
             k.copy_(q)  # a token attends to those like it from the start (arXiv:2305.09828)
 
     def forward(self, x: Tensor, value_embed: Tensor | None, rotary: Rotary, mask, doc_ids: Tensor, f: dict) -> Tensor:
-        """Attend, with the factors f that nets make for each token (H, T, 1)."""
+        """Attend, with the layer's factors f: numbers, or made by nets for each token (..., T, 1)."""
         T = len(x)
         H = self.cfg.num_heads
         D = self.cfg.head_dim
@@ -1126,8 +1132,8 @@ class Block(nn.Module):
 class LookUp(torch.autograd.Function):
     """Return rows (T, K) of a large table by their numbers ids (T,).
 
-    A row's gradients are summed in fp32 among T rows. PyTorch would sum them in a table of fp32, and then round all of
-    it: in gpt2 that writes and reads 1.2 GB each a step, of zeros for the most part.
+    Its backward pass sorts the ids, sums each row's gradients in fp32 at its place among T, and writes each sum once.
+    The compiler would sum in a table of fp32 and then round all of it: 1.2 GB of mostly zeros, written and read.
     """
 
     @staticmethod
@@ -1160,7 +1166,7 @@ class GPT(nn.Module):
         self.cfg = cfg
         K = cfg.model_dim
         V = cfg.vocab_size
-        dtype = getattr(torch, cfg.dtype)  # of tables, nets and gates, as of activations; the rest is in fp32
+        dtype = getattr(torch, cfg.dtype)  # of tables, nets and gates, as of activations; the rest is in fp32 at first
         padded = V + -V % 64  # rows of the head, aligned for matmul tiles
         self.embed = nn.Embedding(padded if cfg.tied_frac else V, K, dtype=dtype)
         self.embed.weight.data += cfg.embed_mean  # a part that all tokens share lets scores go by position alone
@@ -1371,14 +1377,14 @@ class ShardedOptimizer:
     """Update parameters of one precision, every rank an equal share of their rows.
 
     Parameters become views of one buffer: each starts at a row and is zero-padded. groups: the table's row for each
-    parameter. A subclass defines init_state(values), which returns by name what it keeps of the rank's rows, and
+    parameter. A subclass defines init_state(values), which gets the rank's rows and returns by name what to keep, and
     update_shard(shard, grad, step, lr_factor), which writes new values into these rows and may overwrite `grad`.
     """
 
     update_shard: Callable
     init_state: Callable
     by_matrix = False  # a row is a matrix, or else 16 numbers, as kernels want addresses that are multiples of 16
-    keeps_values = False  # in their own precision; parameters and gradients travel in that of activations
+    keeps_values = False  # True: the state has fp32 values; parameters and gradients travel as activations are
     every = 1  # step once in so many steps, on the sum of their gradients
 
     def __init__(self, params: dict[str, nn.Parameter], groups: list[Group], cfg: Hyperparameters, ranks: Ranks):
@@ -1391,7 +1397,10 @@ class ShardedOptimizer:
         row = self.params[0].shape[-2:] if self.by_matrix else (16,)
         self.rows_per_param = [-(-p.numel() // math.prod(row)) for p in self.params]
         self.rows_per_param[-1] += -sum(self.rows_per_param) % ranks.world_size  # padding: equal shares
-        values = self.params[0].new_zeros(sum(self.rows_per_param), *row)
+        dtype = self.params[0].dtype
+        if self.keeps_values:
+            dtype = torch.promote_types(dtype, torch.float32)
+        values = self.params[0].new_zeros(sum(self.rows_per_param), *row, dtype=dtype)
         for p, view in zip(self.params, self.views(values), strict=True):
             view.copy_(p.detach())
         self.param_buffer = values.to(getattr(torch, cfg.dtype)) if self.keeps_values else values
@@ -1500,7 +1509,7 @@ class Muon(ShardedOptimizer):
     """
 
     by_matrix = True  # gpt2's MLPs have 22: each of 8 ranks steps 3, some of them padding
-    keeps_values = True  # in fp32, as a step may be less than half of what bf16 tells apart (record 89 has the rest)
+    keeps_values = True  # bf16 alone would round small steps away
 
     def init_state(self, values: Tensor) -> dict[str, Tensor]:
         rows, columns = values.shape[-2:]
@@ -1767,7 +1776,7 @@ class Trainer:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
 
     def state(self) -> dict[str, Tensor]:
-        """Return all that a step changes: parameters and moments, gathered from all ranks."""
+        """Return all that a step changes: parameters and the optimizers' state, gathered from all ranks."""
         tensors = {name: p.detach() for name, p in self.gpt.named_parameters()}
         for optimizer in self.optimizers:
             for name, shard in optimizer.state.items():

@@ -406,9 +406,6 @@ def run_steps(script, cfg, recorder: Recorder) -> tuple[list[dict], dict[int, di
             # The model's graphs are the same for all; Newton-Schulz has other shapes, over 8 in all
             torch._dynamo.reset_code(script.zeropower_via_newtonschulz5.__code__)
             trainer.gpt.zero_grad(set_to_none=True)
-            for optimizer in trainer.optimizers:  # Muon has made its parameters bf16, and would take these for its values
-                for p in optimizer.params:
-                    p.data = p.detach().to(optimizer.state.get("values", p).dtype)
             trainer.ranks, trainer.optimizers = script.Ranks(0, world, 0, world), []
             gc.collect()
             trainer.optimizers = script.build_optimizers(trainer.gpt, trainer.ranks)

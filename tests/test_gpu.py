@@ -142,9 +142,9 @@ def test_norm_and_rotation_equal_autograd_of_complex_numbers(heads_per_pair: int
     T, H, D = (4096, 6, 128) if device == "cuda" else (64, 4, 16)
     cfg = dataclasses.replace(GPT2, dtype="bfloat16", head_dim=D, train_seq_len=T, val_seq_len=T)
     rotary = train_gpt.Rotary(cfg).to(device)
-    positions = heads_per_pair * torch.arange(T, device=device)[:, None] + torch.arange(H, device=device) % heads_per_pair
+    positions = heads_per_pair * torch.arange(T)[:, None] + torch.arange(H) % heads_per_pair
     frequencies, scale = train_gpt.rotary_frequencies(0, cfg, torch.float64)
-    turns = torch.polar(torch.ones((), dtype=torch.float64), -torch.einsum("th,d->thd", positions.cpu().double(), frequencies))
+    turns = torch.exp(-1j * positions[..., None] * frequencies)
 
     def formula(qk):
         x1, x2, *others = torch.nn.functional.rms_norm(qk, (D,)).chunk(4, dim=-1)
