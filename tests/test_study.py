@@ -135,3 +135,12 @@ def test_a_run_that_fails_is_named_and_tried_again(tmp_path, command, monkeypatc
         study.main(command("table"))
     assert "6 runs of other scripts or flags are left out" in capsys.readouterr().err
     assert study.main(command("table", "--like", "other")) == 0
+
+
+def test_the_page_shows_the_results(capsys):
+    page = (ROOT / "docs" / "mini.md").read_text()
+    (script,) = set(re.findall(r"--like (\w{12})\b", page))
+    for flags in [], ["--", "--num_iterations", "362"]:
+        assert study.main(["table", "--like", script, *flags]) == 0
+        for line in filter(None, capsys.readouterr().out.splitlines()):
+            assert line in page, "fill in anew what `table` prints"
