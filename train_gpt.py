@@ -1412,7 +1412,7 @@ class ShardedOptimizer:
         self.param_shard = self.share(self.param_buffer)
         self.grad_shard = self.grad_buffer if ranks.world_size == 1 else torch.zeros_like(self.param_shard)
         own = self.share(values)
-        self.state = self.init_state(own if self.param_buffer is values else own.clone())
+        self.state = self.init_state(own if self.param_buffer is values else own.clone())  # frees the others'
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the part of a buffer that belongs to each parameter, in its shape."""
