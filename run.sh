@@ -33,5 +33,9 @@ if [ "$nproc" = 1 ]; then
 fi
 # torchrun would set 1 and say so at length; on a CPU train_gpt.py shares out the threads of its preset
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Every process would compile in as many workers as there are cores, up to 32: let them share the cores
+cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+workers=$(((cores + nproc - 1) / nproc))
+export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$((workers < 32 ? workers : 32))}
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$nproc" \
     --signals-to-handle SIGTERM,SIGINT,SIGQUIT "$script" "$@"

@@ -451,6 +451,14 @@ def test_run_sh(corpus, tmp_path):
     script.write_text("import sys, os; print(sys.argv[1:], os.environ['MALLOC_TRIM_THRESHOLD_'])")
     done = program("./run.sh", "--own", "3", "--preset", "nano", SCRIPT=str(script))
     assert done.stdout.splitlines()[-1] == "['--own', '3', '--preset', 'nano'] 2147483647"
+    script.write_text("import os; print('workers', os.environ['TORCHINDUCTOR_COMPILE_THREADS'])")
+    (tmp_path / "bin").mkdir()
+    for cores, workers in (1, 1), (7, 4), (208, 32):
+        (tmp_path / "bin" / "nproc").write_text(f"#!/bin/sh\necho {cores}\n")
+        (tmp_path / "bin" / "nproc").chmod(0o755)
+        path = f"{tmp_path}/bin:{os.environ['PATH']}"
+        done = program("./run.sh", "--preset", "nano", SCRIPT=str(script), NPROC="2", PATH=path)
+        assert done.stdout.count(f"workers {workers}\n") == 2
 
 
 # ---- environment.sh, with stand-ins for Python and pip that only leave files behind ----------------------------------
