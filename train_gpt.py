@@ -48,6 +48,13 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.optim.adam import adam
 from tqdm import tqdm
 
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # torch comes without it on Windows, Macs and machines without a GPU
+    triton = None
+
 
 class UserError(Exception):
     """An error that the user can fix; exits with code 2."""
@@ -412,11 +419,12 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
     seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
-    has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9)
+    dtype = fast if cfg.dtype == "auto" else cfg.dtype
+    has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9) and dtype == "bfloat16"
     return dataclasses.replace(
         cfg,
         device="cuda" if on_cuda else "cpu",
-        dtype=fast if cfg.dtype == "auto" else cfg.dtype,
+        dtype=dtype,
         compile=on_cuda if cfg.compile is None else cfg.compile,
         mlp_fp8=cfg.mlp_fp8 and has_fp8,
         lm_head_fp8=cfg.lm_head_fp8 and has_fp8,
@@ -716,21 +724,6 @@ class RMSNorm(torch.autograd.Function):
 norm = RMSNorm.apply
 
 
-class ReluSquared(torch.autograd.Function):
-    """Return relu(x)^2: 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977)."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
-        y = F.relu(x).square_()
-        ctx.save_for_backward(y)  # the next matmul saves it anyway (record 87); saving x would cost 3.6 GB (estimated)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
-        (y,) = ctx.saved_tensors
-        return y.sqrt().mul_(grad).mul_(2)  # 2 relu(x) grad
-
-
 def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Return t in `dtype`, in FP8 scale * t. Beyond FP8's limit some devices saturate and others give NaN: clamp."""
     limit = torch.finfo(dtype).max
@@ -750,27 +743,76 @@ def matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast
     return torch._scaled_mm(a, b, one / scale, one, out_dtype=dtype, use_fast_accum=fast)
 
 
-class FP8Linear(torch.autograd.Function):
-    """Return x @ w.T, in FP8 forward and not backward (records 84, @sisovicm, and 89, @Mister-dev-oss and others).
+if triton:
 
-    The largest number of each row of x, and that of w, become 448, the largest of e4m3. Record 89 scales all hidden
-    units of a rank by the largest of the step before, which a checkpoint would have to keep.
+    @triton.jit
+    def relu_squared_backward_kernel(grad, w, z, dz, y, K, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+        """Compute a block of dz and y, see `relu_squared_backward`. Hardware copies blocks, and sees to the edges."""
+        t = tl.program_id(1) * BLOCK
+        n = tl.program_id(0) * BLOCK  # programs that run side by side have the same tokens
+        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            total = tl.dot(grad.load([t, k]), w.load([k, n]), total)
+        relu = tl.maximum(z.load([t, n]).to(tl.float32), 0)
+        dz.store([t, n], (2 * relu * total).to(dz.dtype))
+        y.store([t, n], (relu * relu).to(y.dtype))
+
+
+def relu_squared_backward(grad: Tensor, w: Tensor, z: Tensor, by_kernel: bool) -> tuple[Tensor, Tensor]:
+    """Return the gradient of y @ w.T by z (T, N), and y = relu(z)^2 itself, for grad (T, K) and w (K, N).
+
+    It is 2 relu(z) (grad @ w). A kernel multiplies while the product is in registers: in memory it would be written and
+    read again, 0.6 GB in all for a layer at 48K tokens.
+    """
+    if not by_kernel:
+        relu = F.relu(z)
+        dz = (grad @ w).mul_(relu).mul_(2)
+        return dz, relu.square_()
+    K, N = w.shape
+    grad = grad.contiguous()
+    dz = torch.empty_like(z)
+    y = torch.empty_like(z)
+    block, block_k = 128, 64  # with 3 stages two programs fit into a multiprocessor: one stores, the other multiplies
+    tile = [block, block]
+    shapes = [block, block_k], [block_k, block], tile, tile, tile
+    blocks = map(TensorDescriptor.from_tensor, (grad, w, z, dz, y), shapes)
+    grid = triton.cdiv(N, block), triton.cdiv(len(z), block)
+    relu_squared_backward_kernel[grid](*blocks, K, block, block_k, num_warps=8, num_stages=3)
+    return dz, y
+
+
+def fp8_product(x: Tensor, w: Tensor) -> Tensor:
+    """Return x @ w.T, multiplied in FP8 (records 84, @sisovicm, and 89, @Mister-dev-oss and others).
+
+    The largest number of each row becomes 448, the largest of e4m3. Record 89 has one scale for a weight, and scales
+    all hidden units of a rank by the largest of the step before, which a checkpoint would have to keep.
+    """
+    x_scale, w_scale = (448 / t.abs().amax(1, keepdim=True).float().clamp(min=1e-12) for t in (x, w))
+    x_q = quantize(x, x_scale, torch.float8_e4m3fn)
+    w_q = quantize(w, w_scale, torch.float8_e4m3fn).contiguous()
+    return torch._scaled_mm(x_q, w_q.t(), 1 / x_scale, 1 / w_scale.t(), out_dtype=x.dtype, use_fast_accum=True)
+
+
+class ReluSquaredMLP(torch.autograd.Function):
+    """Return relu(x @ c_fc.T)^2 @ c_proj.T, forward in FP8 if `fp8`, backward by a kernel if `by_kernel`.
+
+    The square of relu is 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977). Squares are not
+    saved (3.6 GB, estimated): the backward pass makes them anew, and in FP8 the forward pass need not even write them.
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
-        x_scale = 448 / x.abs().amax(1, keepdim=True).float().clamp(min=1e-12)
-        w_scale = 448 / w.abs().amax().float().clamp(min=1e-12)
-        x_q = quantize(x, x_scale, torch.float8_e4m3fn)
-        w_q = quantize(w, w_scale, torch.float8_e4m3fn)
-        product = matmul(x_q, w_q.t(), w_scale, x.dtype, fast=True)
-        return (product / x_scale).type_as(x)  # x_scale has a number for each row
+    def forward(ctx, x: Tensor, c_fc: Tensor, c_proj: Tensor, fp8: bool, by_kernel: bool) -> Tensor:
+        multiply = fp8_product if fp8 else F.linear
+        ctx.by_kernel = by_kernel
+        z = multiply(x, c_fc)
+        ctx.save_for_backward(x, c_fc, c_proj, z)
+        return multiply(F.relu(z).square_(), c_proj)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, w = ctx.saved_tensors
-        return grad @ w, grad.t() @ x
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, c_fc, c_proj, z = ctx.saved_tensors
+        dz, y = relu_squared_backward(grad, c_proj, z, ctx.by_kernel)
+        return dz @ c_fc, dz.t() @ x, grad.t() @ y, None, None
 
 
 class MLP(nn.Module):
@@ -782,10 +824,15 @@ class MLP(nn.Module):
         self.c_fc = uniform_weight(K, K, 4 * K)  # stored transposed, so that Muon can batch it with c_proj
         self.c_proj = nn.Parameter(torch.zeros(K, 4 * K))
         self.fp8 = cfg.mlp_fp8
+        copies_blocks = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)  # by hardware
+        fits = cfg.device == "cuda" and cfg.dtype == "bfloat16" and K % 8 == 0
+        self.by_kernel = triton is not None and copies_blocks and fits
 
     def forward(self, x: Tensor, factor: Tensor) -> Tensor:
-        multiply = FP8Linear.apply if self.fp8 and torch.is_grad_enabled() else linear
-        x = ReluSquared.apply(multiply(x, self.c_fc.mT.type_as(x)))
+        def multiply(x: Tensor, c_proj: Tensor) -> Tensor:
+            fp8 = self.fp8 and torch.is_grad_enabled()
+            return ReluSquaredMLP.apply(x, self.c_fc.mT.type_as(x), c_proj, fp8, self.by_kernel)
+
         return times(factor, x, self.c_proj.type_as(x), multiply)
 
 
@@ -849,15 +896,14 @@ class Rotary(nn.Module):
         self.sin.copy_(angles.sin())
         self.scale.fill_(scale)
 
-    def forward(self, qk: Tensor, heads_per_pair: int) -> tuple[Tensor, Tensor]:
-        """Return q and k (T, H, D) from both (T, 2 H, D), rotated to position t, in pairs of heads to 2 t + h % 2.
+    def forward(self, q: Tensor, k: Tensor, heads_per_pair: int) -> tuple[Tensor, Tensor]:
+        """Norm q and k (T, H, D) and rotate them to position t, in pairs of heads to 2 t + h % 2.
 
         The record rotates by h % 2 too, but pairs h with h + H / 2 (`attend`): of the pairs (0, 3), (1, 4), (2, 5) the
         second has its positions swapped.
         """
-        T, _, D = qk.shape
+        T, _, D = q.shape
         cos, sin = (t[: T * heads_per_pair].view(T, 1, heads_per_pair, 1, 1, D // 4) for t in (self.cos, self.sin))
-        q, k = qk.chunk(2, dim=1)
         return NormRotate.apply(q, cos, sin, self.scale), NormRotate.apply(k, cos, sin, torch.ones_like(self.scale))
 
 
@@ -1017,8 +1063,9 @@ class CausalSelfAttention(nn.Module):
         H = self.cfg.num_heads
         D = self.cfg.head_dim
         qkv_w = torch.cat([self.qk_w.flatten(0, 1), self.lambdas[0] * self.v_w])
-        qk, v = linear(x, qkv_w).view(T, 3 * H, D).split([2 * H, H], dim=1)
-        q, k = rotary(qk, self.heads_per_pair)  # QK-norm: @Grad62304977
+        # One split of all three: each then writes its gradient where the product reads it, and none is copied
+        q, k, v = linear(x, qkv_w).view(T, 3 * H, D).chunk(3, dim=1)
+        q, k = rotary(q, k, self.heads_per_pair)  # QK-norm: @Grad62304977
         if self.layer.attention == "long":
             # Half of a key is the token before's (record 49): what followed a token like this one?
             own, shifted = k.split(D // 2, dim=-1)
@@ -1384,6 +1431,7 @@ class ShardedOptimizer:
 
     update_shard: Callable
     init_state: Callable
+    apply: Callable  # what a step does to the rows, compiled where the model is
     by_matrix = False  # a row is a matrix, or else 16 numbers, as kernels want addresses that are multiples of 16
     keeps_values = False  # True: the state has fp32 values; parameters and gradients travel as activations are
     every = 1  # step once in so many steps, on the sum of their gradients
@@ -1423,6 +1471,11 @@ class ShardedOptimizer:
         """Return the rows of a buffer that belong to this rank."""
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
+    def numbers(self, *values: float) -> Sequence[Tensor]:
+        """Return numbers as tensors: of Python's, which change from step to step, each would need its own graph."""
+        dtype = torch.promote_types(getattr(torch, self.cfg.dtype), torch.float32)
+        return torch.tensor(values, dtype=dtype).to(self.param_shard.device, non_blocking=True).unbind()
+
     def reduce(self) -> None:
         """Start to sum the gradients over the ranks; each gets the sums of its rows."""
         torch._foreach_copy_(self.grad_views, [p.grad for p in self.params])
@@ -1439,6 +1492,16 @@ class ShardedOptimizer:
         self.wait_for_params = start_collective(all_gather, self.param_buffer, self.param_shard)
 
 
+def adam_update(shard, grad, m, v, rate, eps, decay, beta1, beta2) -> None:
+    """Step rows as `Adam` does without a compiler, which makes one kernel of this, casts and all."""
+    assert shard.size(1) == 16  # tells the compiler that a thread may move several numbers at once
+    grad = grad.to(m.dtype)
+    m += (1 - beta1) * (grad - m)
+    v += (1 - beta2) * (grad * grad - v)
+    old = shard.to(m.dtype)
+    shard.copy_(old - rate * m / (v.sqrt() + eps) - decay * old * (m * old > 0))
+
+
 class Adam(ShardedOptimizer):
     """Step tables, head, scalars and gates by Adam (arXiv:1412.6980).
 
@@ -1451,6 +1514,8 @@ class Adam(ShardedOptimizer):
         dtype = values.dtype
         if self.cfg.adam_fp32:
             dtype = torch.promote_types(dtype, torch.float32)
+        if self.cfg.compile:
+            self.apply = torch.compile(adam_update, fullgraph=True, dynamic=True)  # one graph serves all sizes
         return {name: torch.zeros_like(values, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
 
     def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr_factor: float) -> None:
@@ -1458,8 +1523,12 @@ class Adam(ShardedOptimizer):
         _, _, lr, decay, beta1, beta2 = self.groups[0]  # all have the same row
         lr *= lr_factor
         count = step // self.every  # updates before this one
-        # Records add eps to the root before bias correction, torch after
-        eps = self.cfg.adam_eps / (1 - beta2 ** (count + 1)) ** 0.5
+        bias1 = 1 - beta1 ** (count + 1)
+        root2 = (1 - beta2 ** (count + 1)) ** 0.5
+        if self.cfg.compile:
+            numbers = self.numbers(lr * root2 / bias1, self.cfg.adam_eps, decay * lr**2, beta1, beta2)
+            return self.apply(shard, grad, m, v, *numbers)
+        eps = self.cfg.adam_eps / root2  # records add it to the root before bias correction, torch after
         options = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
         counts = [torch.full((), count, dtype=torch.float32, device=grad.device)]
         new = shard.to(m.dtype, copy=decay > 0)  # decay needs the old values
@@ -1493,6 +1562,23 @@ def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) 
     return X
 
 
+def muon_update(
+    shard, grad, factors, values, momentum_buffer, second_moment, momentum: Tensor, lr: Tensor, decay, beta2, dim
+) -> None:
+    """Step matrices as `Muon` says; means of u^2 are over dimension `dim`."""
+    grad = grad.to(values.dtype)
+    momentum_buffer.lerp_(grad, 1 - momentum)
+    update = zeropower_via_newtonschulz5(grad.lerp(momentum_buffer, momentum), shard.dtype).to(values.dtype)
+    second_moment.lerp_(update.square().mean(dim, keepdim=True), 1 - beta2)
+    even = update / second_moment.clamp(min=1e-10).sqrt()
+    norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, even))
+    update = even * (norms / new_norms.clamp(min=1e-10))
+    if decay:
+        update += decay * lr * values * (update * values >= 0)
+    values -= lr * factors * update
+    shard.copy_(values)
+
+
 class Muon(ShardedOptimizer):
     """Step hidden matrices of one shape by MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024).
 
@@ -1519,29 +1605,14 @@ class Muon(ShardedOptimizer):
         for part, group in zip(factors.split(self.rows_per_param), self.groups, strict=True):
             part.fill_(group.lr)
         self.factors = self.share(factors)
-        ns = zeropower_via_newtonschulz5
-        self.orthogonalize = torch.compile(ns, fullgraph=True, dynamic=False) if self.cfg.compile else ns
+        self.apply = torch.compile(muon_update, fullgraph=True, dynamic=False) if self.cfg.compile else muon_update
         second_moment = torch.zeros_like(values.narrow(self.mean_dim, 0, 1))
         return dict(values=values, momentum_buffer=torch.zeros_like(values), second_moment=second_moment)
 
     def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr_factor: float) -> None:
-        values, momentum_buffer, second_moment = self.state.values()
-        grad = grad.to(values.dtype)
-        momentum = muon_momentum(step, self.cfg)
-        lr = self.cfg.muon_lr * lr_factor
-        decay = self.groups[0].decay  # all agree in decay and beta2
-        beta2 = self.groups[0].beta2
-        momentum_buffer.lerp_(grad, 1 - momentum)
-        nesterov = grad.lerp_(momentum_buffer, momentum)
-        update = self.orthogonalize(nesterov, getattr(torch, self.cfg.dtype)).to(grad.dtype)
-        second_moment.lerp_(update.square().mean(self.mean_dim, keepdim=True), 1 - beta2)
-        even = update / second_moment.clamp(min=1e-10).sqrt()
-        norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, even))
-        update = even * (norms / new_norms.clamp(min=1e-10))
-        if decay:
-            update.addcmul_(values, update * values >= 0, value=decay * lr)
-        values.addcmul_(self.factors, update, value=-lr)
-        shard.copy_(values)
+        _, _, _, decay, _, beta2 = self.groups[0]  # all agree in decay and beta2
+        numbers = self.numbers(muon_momentum(step, self.cfg), self.cfg.muon_lr * lr_factor)
+        self.apply(shard, grad, self.factors, *self.state.values(), *numbers, decay, beta2, self.mean_dim)
 
 
 OPTIMIZERS = {"Muon": Muon, "Adam": Adam}

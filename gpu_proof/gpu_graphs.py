@@ -31,7 +31,7 @@ from torch.utils.flop_counter import flop_registry
 from gpu_proof import pretend_gpu
 from records.process import ROOT, own_process
 
-INTRODUCTION = """Lower the graphs of gpt2 (training, validation, Newton-Schulz) for GPUs that are not here, and compile
+INTRODUCTION = """Lower the graphs of gpt2 (training, validation, optimizers) for GPUs that are not here, and compile
 every configuration of every Triton kernel to machine code. Print a table, write it to a JSON file.
 
     python -m gpu_proof gpu_graphs [--arch 90,89,86,80] [--script FILE] [--out FILE] [flags of train_gpt.py]
@@ -174,6 +174,18 @@ def special_functions(source: str, arguments: dict[str, object]) -> int:
     return total
 
 
+def product(arguments: dict[str, object], source: str) -> tuple[str, str, int] | None:
+    """Return the precision of a product that the script's own kernel makes of its first two arguments, name and FLOPs.
+
+    Inductor's kernels have numbered ranges, and FlexAttention's take three matrices.
+    """
+    if "tl.dot" not in source or find_ranges(source, arguments) or "flex" in source:
+        return None
+    a, b, *_ = arguments.values()
+    (rows, inner), columns = a.shape, b.shape[1]
+    return f"{a.dtype} in Triton".removeprefix("torch."), f"mm {rows}x{inner}x{columns}", 2 * rows * inner * columns
+
+
 def operation_bytes(tensors: Sequence[Tensor], table: Tensor | None) -> int:
     """Count the bytes of an operation's arguments and results; of a table only as many as the rows that it looks up."""
     rows = max((elements(t) * t.itemsize for t in tensors if t is not table), default=0)
@@ -207,7 +219,7 @@ class Recorder(TorchDispatchMode):
 
     def called(self, is_backward: bool, function: Callable):
         kind, _, shape = self.phase.partition(" ")
-        names = dict(train=f"{'backward' if is_backward else 'forward'} {shape}", optimizers="Newton-Schulz")
+        names = dict(train=f"{'backward' if is_backward else 'forward'} {shape}", optimizers="optimizers")
         self.graph = names.get(kind, self.phase)
         self.kernels.setdefault(self.graph, {})
         try:
@@ -228,7 +240,10 @@ class Recorder(TorchDispatchMode):
 
     def launched(self, kernel, args: tuple) -> None:
         name = kernel.fn.__name__
-        self.kernels[self.graph][name] = self.compiled[kernel]
+        label, kernels = name, self.kernels[self.graph]  # graphs of one phase may have kernels of one name
+        while kernels.setdefault(label, self.compiled[kernel]) is not self.compiled[kernel]:
+            label += "'"
+        args = tuple(getattr(a, "base", a) for a in args)  # a TensorDescriptor stands for its tensor
         arguments = dict(zip(kernel.fn.arg_names, args, strict=False))
         shapes = tuple((tuple(a.shape), a.stride()) if isinstance(a, Tensor) else a for a in args)
         if not self.again(key := (self.world, self.phase, self.graph, name, shapes)):
@@ -236,7 +251,8 @@ class Recorder(TorchDispatchMode):
                 launch, tiles = (kernel.fn.src, arguments), [config.kwargs for config in kernel.configs]
                 costs = dict(scattered=scattered_bytes(*launch, tiles), specials=special_functions(*launch))
                 self.costs[kernel, shapes] = costs | dict(bytes=kernel_bytes(*launch))
-            self.note(key, "kernel", **self.costs[kernel, shapes])
+            kind, called, flops = product(arguments, kernel.fn.src) or ("kernel", "", 0)
+            self.note(key, kind, called, **self.costs[kernel, shapes], flops=flops)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -292,8 +308,9 @@ class Recorder(TorchDispatchMode):
         if func._overloadpacket in flop_registry:
             flops = flop_registry[func._overloadpacket](*args, out_val=result if writes else None)
             wide = [t for t in reads if t.ndim > 1]
-            size = "x".join(map(str, (*wide[-2].shape, wide[-1].shape[-1])))
-            kind = str(wide[-2].dtype).removeprefix("torch.")
+            a, b = wide[:2] if name == "_scaled_mm" else wide[-2:]  # scales come last, and what is added first
+            size = "x".join(map(str, (*a.shape, b.shape[-1])))
+            kind = str(a.dtype).removeprefix("torch.")
             self.note(key, kind, f"{name} {size}", bytes=num_bytes, flops=flops)
         else:
             layout = "copy" if same_layout([*reads, *writes]) else "strided"
@@ -334,7 +351,9 @@ def compile_config(kernel, config) -> dict:
         told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", told).groups())
     spills = spilled(binary.asm["ptx"], meta["cc"], options) if stack else 0
-    return dict(registers=registers, stack=stack, spills=spills, shared=binary.metadata.shared)
+    # Numbers that a thread reads at once, at most
+    vector = max(map(int, re.findall(r"ld\.global\S*\.v(\d)", binary.asm["ptx"])), default=1)
+    return dict(registers=registers, stack=stack, spills=spills, shared=binary.metadata.shared, vector=vector)
 
 
 def spilled(ptx: str, capability: int, options: dict) -> int:
@@ -403,8 +422,9 @@ def run_steps(script, cfg, recorder: Recorder) -> tuple[list[dict], dict[int, di
     for world in [world for world in WORLDS if cfg.batch_sequences % world == 0]:
         recorder.world, recorder.peaks = world, {}
         with recorder.during("setup"), pretend_gpu.building():
-            # The model's graphs are the same for all; Newton-Schulz has other shapes, over 8 in all
-            torch._dynamo.reset_code(script.zeropower_via_newtonschulz5.__code__)
+            # The model's graphs are the same for all; the optimizers' have other shapes, over 8 in all
+            for name in {"zeropower_via_newtonschulz5", "adam_update", "muon_update"} & {*vars(script)}:
+                torch._dynamo.reset_code(getattr(script, name).__code__)
             trainer.gpt.zero_grad(set_to_none=True)
             trainer.ranks, trainer.optimizers = script.Ranks(0, world, 0, world), []
             gc.collect()

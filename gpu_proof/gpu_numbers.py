@@ -17,7 +17,7 @@ from gpu_proof.randomize import randomize
 from records.process import ROOT, own_process
 
 INTRODUCTION = """Run the kernels that torch.compile generates for a GPU (compute capability 9.0) on this CPU, by
-Triton's interpreter: loss, validation loss and every gradient of a small model with random parameters, Newton-Schulz.
+Triton's interpreter: loss, validation loss and every gradient of a small model with random parameters, optimizers.
 Compare them with the eager CPU path in the same precision, and both with that path in float64.
 
     python -m gpu_proof gpu_numbers [--fp8] [--script FILE] [--out FILE]
@@ -57,12 +57,26 @@ def results(model: Callable[..., Tensor], params: dict[str, Tensor], inputs: Seq
         return dict(loss=loss.detach(), validation=model(*inputs, val_weights)) | dict(zip(params, grads, strict=True))
 
 
+def optimizer_steps(script, narrow: torch.dtype) -> dict[str, tuple[Callable, list[Tensor], tuple[float, ...]]]:
+    """Return by name a step (tensors, numbers), which changes tensors, random ones for it, and its numbers."""
+    if not hasattr(script, "muon_update"):  # a record from before
+        return {}
+    matrices, more_matrices, values, momentum = torch.randn(4, 2, 32, 64)
+    rows, more_rows, mean, squares = torch.randn(4, 70, 16)
+    muon = [matrices.to(narrow), more_matrices.to(narrow), torch.rand(2, 1, 1), values, momentum, torch.rand(2, 1, 64)]
+    adam = [rows.to(narrow), more_rows.to(narrow), mean, squares.square()]
+    return {
+        "Muon": (lambda t, numbers: script.muon_update(*t, *numbers, 1.2, 0.9, -2), muon, (0.9, 0.02)),
+        "Adam": (lambda t, numbers: script.adam_update(*t, *numbers), adam, (0.1, 1e-9, 0.1, 0.75, 0.95)),
+    }
+
+
 def child(script: str, fp8: str, changes: str) -> None:
     """Compare, and print JSON. Triton interprets in this process, which believes in a GPU."""
     from gpu_proof import interpret
 
     train_gpt = gpu_graphs.load_script(Path(script))
-
+    train_gpt.triton = None  # the compiler takes no kernel that is interpreted: test_gpu_numbers.py runs it alone
     torch.set_num_threads(1)
     torch.manual_seed(0)
     interpret.mend()
@@ -111,6 +125,20 @@ def child(script: str, fp8: str, changes: str) -> None:
     G, orthogonalize = torch.randn(2, 32, 64), train_gpt.zeropower_via_newtonschulz5
     parts["Newton-Schulz"] = [{"": orthogonalize(G.double(), torch.float64)}, {"": orthogonalize(G, narrow)}]
     parts["Newton-Schulz"].append(generated(lambda G: {"": compiled(orthogonalize)(G, narrow)}, G))
+
+    def stepped(step: Callable, tensors: Sequence[Tensor], numbers: Sequence) -> dict[str, Tensor]:
+        step(tensors, numbers)
+        return {f" {number}": t for number, t in enumerate(tensors)}
+
+    for name, (step, tensors, numbers) in optimizer_steps(train_gpt, narrow).items():
+
+        def on_gpu(*fakes: Tensor, name=name, step=step, count=len(numbers)) -> dict[str, Tensor]:  # noqa: B008
+            update = torch.compile(step, fullgraph=True, dynamic=name == "Adam")
+            return stepped(update, fakes[:-count], fakes[-count:])
+
+        parts[name] = [stepped(step, [t.double() for t in tensors], numbers)]
+        parts[name].append(stepped(step, [t.clone() for t in tensors], numbers))
+        parts[name].append(generated(on_gpu, *(t.clone() for t in tensors), *map(torch.tensor, numbers)))
     if fp8:  # from the same input the head has to give almost the same numbers
         x, w = torch.randn(SEQ_LEN, cfg.model_dim).to(narrow), eager.lm_head.detach()
         pairs = (x.double(), w.double()), (x.clone(), w.clone())
@@ -146,7 +174,8 @@ def bound(row: dict, rows: Sequence[dict], fp8: bool) -> None:
         worst = max(other["eager"] for other in rows if other["ndim"] < 2 and other["name"] not in losses)
         what, limit = "generated", max(limit, 2 * worst)
     elif fp8:
-        what, limit = "generated", (1.5 if row["name"].endswith(("gate", "w2")) else 1.1) * row["eager"]
+        factor = 1.5 if row["name"].endswith(("gate", "w2")) else 1.1
+        what, limit = "generated", max(limit, factor * row["eager"])  # what an optimizer keeps is fp32
     row |= dict(bounded=what, limit=limit, agrees=row[what] <= limit)  # False for NaN
 
 

@@ -23,6 +23,7 @@ from triton.runtime.interpreter import InterpreterBuilder, ReduceOps, ScanOps, T
 
 NARROW = dict(bf16=torch.bfloat16, fp8e4nv=torch.float8_e4m3fn, fp8e5=torch.float8_e5m2)  # by Triton's names
 LIBDEVICE = {name: getattr(np, name) for name in ("sqrt", "exp", "log", "log1p", "tanh", "sin", "cos")}
+LIBDEVICE["pow"] = np.power
 LIBDEVICE["rsqrt"] = lambda x: 1 / np.sqrt(x)
 LIBDEVICE["erf"] = lambda x: torch.erf(torch.from_numpy(np.array(x))).numpy()
 
@@ -51,17 +52,17 @@ def mend_narrow_numbers() -> None:
         elif handle.data.dtype != bool:  # comparisons keep the type of their left side
             handle.data = from_bits(to_bits(handle.data, handle.dtype), handle.dtype)
 
-    def load_narrow(self, ptrs, mask, other, *options):
+    def load_narrow(self, ptrs, mask, other, *options, **named):  # descriptors name the options
         kind = ptrs.get_element_ty()
         if kind.name not in NARROW:
-            return load(self, ptrs, mask, other, *options)
+            return load(self, ptrs, mask, other, *options, **named)
         zeros = np.zeros(ptrs.data.shape, unsigned(kind))
         data = from_bits(ti._interpreter.load(ptrs.data, mask.data, zeros, zeros.dtype), kind)
         return TensorHandle(data if other is None else np.where(mask.data, data, other.data), kind)
 
-    def store_narrow(self, ptrs, value, mask, *options):
+    def store_narrow(self, ptrs, value, mask, *options, **named):
         if value.dtype.name not in NARROW:
-            return store(self, ptrs, value, mask, *options)
+            return store(self, ptrs, value, mask, *options, **named)
         return ti._interpreter.store(ptrs.data, to_bits(value.data, value.dtype), mask.data)
 
     def atomic(self, op, ptrs, value, mask, *options):
@@ -97,7 +98,8 @@ def mend_libdevice() -> None:
         def function(*args, _semantic=None):
             if name not in LIBDEVICE or args[0].dtype not in (tl.float32, tl.float64):
                 raise NotImplementedError(f"libdevice.{name} of {', '.join(str(x.dtype) for x in args)}")
-            return tl.tensor(TensorHandle(LIBDEVICE[name](args[0].handle.data), args[0].dtype), args[0].type)
+            data = LIBDEVICE[name](*(x.handle.data for x in args))
+            return tl.tensor(TensorHandle(data, args[0].dtype), args[0].type)
 
         return function
 

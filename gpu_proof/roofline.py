@@ -33,8 +33,9 @@ class Gpu:
     link: bus bandwidth of large collectives over 8 GPUs, as NCCL reaches it over NVLink or PCIe: assumed. attention,
     attention_backward: FlashAttention-2's share of the peak (arXiv:2407.08608 for the H100) times the 0.9 and 0.85
     that FlexAttention reaches of it (arXiv:2412.05496). matmul, memory: assumed, as large cuBLAS products and streaming
-    kernels reach them; strided: copies between two layouts, assumed. special: operations of the special function units,
-    16 a clock and multiprocessor (CUDA C++ Programming Guide) at the clock of the peaks; kernels reach `memory` of it.
+    kernels reach them; triton: products in a kernel of the script, assumed; strided: copies between two layouts,
+    assumed. special: operations of the special function units, 16 a clock and multiprocessor (CUDA C++ Programming
+    Guide) at the clock of the peaks; kernels reach `memory` of it.
     """
 
     arch: int
@@ -47,6 +48,7 @@ class Gpu:
     attention: float
     attention_backward: float
     matmul: float = 0.75
+    triton: float = 0.64  # 15% less than cuBLAS
     memory: float = 0.85
     strided: float = 0.4
     launch: float = 2e-6  # seconds of the smallest kernel, assumed
@@ -71,8 +73,7 @@ PUBLIC = {
     "tables: lookups, gradients": ("embedding", (2.2, 2.7, 3.1)),
     "products of MLPs, head, attention": ("mm .*x", (11.5, 22.9, 34.5)),
     "outside of graphs": ("outside", (0.8, 0.8, 0.8)),
-    "Newton-Schulz": ("Newton", (0.3, 0.3, 0.3)),
-    "other optimizers": ("optimizers", (1.6, 1.6, 1.6)),
+    "optimizers": ("optimizers", (1.9, 1.9, 1.9)),  # Newton-Schulz: 0.3
     "communication": ("communication", (2.9, 2.9, 2.9)),
     "gaps between launches": ("gaps", (1.0, 1.0, 1.0)),  # as many launches as ours
     "norms, factors, sums, casts": ("", (4.2, 7.7, 11.4)),  # all else
@@ -86,9 +87,11 @@ CALIBRATION = 101.6 / 84.2, 73.8 / PUBLIC_RUN
 def seconds(call: dict, gpu: Gpu) -> float:
     """Return the time of one launch."""
     rate = gpu.bandwidth * (gpu.strided if call["kind"] == "strided" else gpu.memory)
-    peak = gpu.fp8 if call["kind"].startswith("float8") else getattr(gpu, call["kind"], math.inf)
+    precision, *own = call["kind"].split()
+    peak = gpu.fp8 if precision.startswith("float8") else getattr(gpu, precision, math.inf)
+    peak *= gpu.triton if own else gpu.matmul
     moved, specials = call["bytes"] + call["scattered"], call["specials"]
-    return max(gpu.launch, moved / rate, call["flops"] / (peak * gpu.matmul), specials / (gpu.special * gpu.memory))
+    return max(gpu.launch, moved / rate, call["flops"] / peak, specials / (gpu.special * gpu.memory))
 
 
 def visible_pairs(attention: dict, length: int, windows: Sequence[int]) -> float:
@@ -131,7 +134,7 @@ def predict(found: dict, gpu: Gpu) -> tuple[dict[str, dict], list[dict]]:
     moved = (many - 1) / many * found["memory"][str(many)]["communication"]
     phase, ends = f"optimizers {found['stages'][0]['phase']}", {}
     for world in (many, few):
-        ends[world] = part(f"Newton-Schulz, {world}", world, phase, "Newton-Schulz")
+        ends[world] = part(f"optimizers' graphs, {world}", world, phase, "optimizers")
         ends[world] += part(f"optimizers, {world}", world, phase, "")
     row(f"communication, {many}", 1000 * moved / gpu.link, num_bytes=moved)
     ends[many] += [1000 * moved / gpu.link, 0]
@@ -172,7 +175,7 @@ def compare(found: dict, parts: dict[str, dict], calls: list[dict], number: int)
     own = [(c["name"], c["ms"]) for c in launches if not c["name"].startswith(FLEX_ATTENTION)]
     names = [f"stage {number}: FlexAttention {way}" for way in ("forward", "backward")]
     names += [f"stage {number}: {name}, {world}" for name in ("outside of graphs", "gaps between launches")]
-    names += [f"{name}, {world}" for name in ("Newton-Schulz", "optimizers", "communication")]
+    names += [f"{name}, {world}" for name in ("optimizers' graphs", "optimizers", "communication")]
     own += [(name, parts[name]["ms"]) for name in names]
     ours = dict.fromkeys(PUBLIC, 0.0)
     for name, ms in own:

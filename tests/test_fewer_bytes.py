@@ -1,9 +1,9 @@
-"""The records that move fewer bytes on GPUs, FewerBytes and HalfTraffic, train as ThreeTables does.
+"""The records about gpt2's speed on GPUs, FewerBytes and those after it, train as ThreeTables does.
 
 In float64 they are equal to 1e-10, with 1, 2, 3 and 8 processes. In bf16 they round elsewhere: their losses differ from
 ThreeTables' by less than twice what its own do if initial values change by half a bf16 step.
 Learning rates are so small there that this shows the forward passes alone. What bf16 does to the backward passes and to
-Muon's step is in test_gpu.py, which CPUs run, too, and in test_optimizers.py.
+Muon's step is in test_gpu.py, which CPUs run, too, in test_head.py and in test_optimizers.py.
 """
 
 from pathlib import Path
@@ -17,7 +17,8 @@ from test_three_tables import config, randomize, run, write_text
 from world_worker import Run
 
 pytestmark = pytest.mark.slow  # these scripts are frozen
-BEFORE, *NEWER = "2026-11-25_ThreeTables", "2026-11-26_FewerBytes", "2026-11-26_HalfTraffic"
+BEFORE = "2026-11-25_ThreeTables"
+NEWER = "2026-11-26_FewerBytes", "2026-11-26_HalfTraffic", "2026-11-26_FusedMLP", "2026-11-26_FewerPasses"
 
 
 def train(ranks: tuple, name: str, dtype: str, sequences: int | str, folder: str, noise: float = 0.0) -> dict:

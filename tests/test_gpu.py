@@ -166,8 +166,24 @@ def test_norm_and_rotation_equal_autograd_of_complex_numbers(heads_per_pair: int
     qk, grad = (torch.randn(T, 2 * H, D, generator=generator).to(device).bfloat16() for _ in range(2))
     expected = with_gradients(formula, qk.double(), grad=grad.double())
     for wrap in [lambda f: f, compiled] if device == "cuda" else [lambda f: f]:
-        function = wrap(lambda qk: torch.cat(rotary(qk, heads_per_pair), dim=1))
+        function = wrap(lambda qk: torch.cat(rotary(*qk.chunk(2, dim=1), heads_per_pair), dim=1))
         assert max(relative_errors(with_gradients(function, qk, grad=grad), expected)) < 0.005
+
+
+@on_both
+@pytest.mark.parametrize("T", [4096, 200])  # 200: the kernel's last tiles reach beyond the edge
+def test_mlp_equals_autograd_in_float64(T: int, device: str):
+    K = 768 if device == "cuda" else 32
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = (T, K), (4 * K, K), (K, 4 * K), (T, K)
+    x, c_fc, c_proj, grad = (torch.randn(s, device=device, generator=generator).bfloat16() for s in shapes)
+    args = x, c_fc / K**0.5, c_proj / K**0.5
+    exact = with_gradients(lambda x, a, b: (x @ a.T).relu().square() @ b.T, *(t.double() for t in args), grad=grad)
+    by_kernel = train_gpt.MLP(dataclasses.replace(GPT2, device=device, dtype="bfloat16")).by_kernel
+    mlp = lambda *args: train_gpt.ReluSquaredMLP.apply(*args, False, by_kernel)  # noqa: E731
+    for function in [mlp, compiled(mlp)] if device == "cuda" else [mlp]:
+        errors = relative_errors(with_gradients(function, *args, grad=grad), exact)
+        assert max(errors) < 0.006, f"output, grad x, c_fc, c_proj: {errors}; on a CPU at most 0.0045"
 
 
 @on_both

@@ -64,11 +64,17 @@ def worker() -> None:
         for name, (function, *inputs) in cases.items():
             with recorder.during(name), torch.set_grad_enabled(name == "head"):
                 torch.compile(function, fullgraph=True, dynamic=False)(*inputs)
+        with recorder.during("adam"):  # of any number of rows
+            step = torch.compile(train_gpt.adam_update, fullgraph=True, dynamic=True)
+            numbers = empty(5, dtype=torch.float32).unbind()
+            for n in (100_000, 4097):
+                wide = empty(2, n, 16, dtype=torch.float32).unbind()
+                step(empty(n, 16), empty(n, 16), *wide, *numbers)
         rows, big = empty(1024, 64), empty(50000, 64)
         with recorder.during("looked up"):
             big[integers], big.index_add_(0, integers, rows)
     calls = [call for call in recorder.calls.values() if call["graph"] or call["phase"] == "looked up"]
-    print(json.dumps(dict(calls=calls, peaks=recorder.peaks)))
+    print(json.dumps(dict(calls=calls, peaks=recorder.peaks, adam=recorder.kernels["adam"])))
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +96,13 @@ BYTES = dict(
 def test_bytes_of_a_kernel_are_those_of_what_it_touches(seen: dict, name: str):
     counted = sum(call["bytes"] * call["count"] for call in seen["calls"] if call["graph"] == name)
     assert counted == pytest.approx(BYTES[name], rel=0.05 if name == "rotate" else 0.001)  # it has masks
+
+
+def test_adam_is_one_kernel_that_reads_several_numbers_at_once(seen: dict):
+    [configurations] = seen["adam"].values()
+    assert max(entry["vector"] for entry in configurations) >= 2
+    calls = [call for call in seen["calls"] if call["phase"] == "adam"]
+    assert [call["bytes"] // 16 for call in calls] == [n * (2 + 2 + 4 + 4 + 2 + 4 + 4) + 1 for n in (100_000, 4097)]
 
 
 def test_a_slice_of_logits_is_read_once_and_its_gradient_written_once_in_each_layout(seen: dict):
@@ -277,7 +290,7 @@ def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path):
     found = gpu_graphs.measure(90, SCRIPT, **SMALL)
     assert gpu_graphs.failures(found) == []
     told = gpu_graphs.table(90, found)
-    assert {*found["kernels"]} == {"forward 512 x 1", "backward 512 x 1", "Newton-Schulz", "validation"}
+    assert {*found["kernels"]} == {"forward 512 x 1", "backward 512 x 1", "optimizers", "validation"}
     assert "_scaled_mm" in told
     assert "DOES NOT FIT" not in told
     entries = [e for graph in found["kernels"].values() for configs in graph.values() for e in configs]
@@ -314,7 +327,7 @@ def check_parts(found: dict, parts: dict) -> None:
     compute = 1000 * 10 * pairs / (gpu.bfloat16 * gpu.attention_backward)
     assert ms["stage 1: FlexAttention backward"] == pytest.approx(max(times[True], compute))
     names = ["forward", "backward", "FlexAttention forward", "FlexAttention backward", "outside of graphs, 8"]
-    names = [f"stage 1: {name}" for name in names] + ["Newton-Schulz, 8", "optimizers, 8"]
+    names = [f"stage 1: {name}" for name in names] + ["optimizers' graphs, 8", "optimizers, 8"]
     gaps = sum(parts[name]["launches"] for name in names) / 1000
     assert ms["stage 1: gaps between launches, 8"] == pytest.approx(gaps)
     step = gaps + sum(ms[name] for name in names) + ms["communication, 8"]
@@ -324,7 +337,7 @@ def check_parts(found: dict, parts: dict) -> None:
     assert sum(columns.values()) == pytest.approx(step)
     both = sum(ms[f"stage 1: FlexAttention {way}"] for way in ("forward", "backward"))
     whole = {"attention": both, "communication": ms["communication, 8"], "gaps between launches": gaps}
-    whole |= {"other optimizers": ms["optimizers, 8"], "Newton-Schulz": ms["Newton-Schulz, 8"]}
+    whole |= {"optimizers": ms["optimizers' graphs, 8"] + ms["optimizers, 8"]}
     assert {name: columns[name] for name in whole} == pytest.approx(whole)
     large = gpu.__class__(**dataclasses.asdict(gpu) | dict(bfloat16=1e9))  # then its compute takes longer
     part, compute = roofline.predict(found, large)[0]["stage 1: FlexAttention backward"], compute * gpu.bfloat16 / 1e9

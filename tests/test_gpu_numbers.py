@@ -64,8 +64,24 @@ def check_casts():
             assert torch.equal(found.signbit()[:-1], (sign * x).signbit()[:-1]), "zeros have signs"
 
 
-def test_the_interpreter_rounds_as_a_gpu():
-    code = "import test_gpu_numbers; from gpu_proof import interpret; interpret.mend(); test_gpu_numbers.check_casts()"
+def check_mlp_kernel():
+    """Compare the MLP's kernel with float64, also where tiles reach beyond the edge, and the twin that CPUs run."""
+    generator = torch.Generator().manual_seed(0)
+    for T, K, N in ((256, 128, 256), (200, 96, 384), (1, 8, 16)):
+        grad, w, z = (torch.randn(shape, generator=generator).bfloat16() for shape in ((T, K), (K, N), (T, N)))
+        exact = 2 * z.double().relu() * (grad.double() @ w.double())
+        (found, squares), (twin, y) = (train_gpt.relu_squared_backward(grad, w, z, kernel) for kernel in (True, False))
+        assert torch.equal(squares, y)
+        assert torch.equal(y, z.relu().square())
+        error, of_twin = (((dz.double() - exact).norm() / exact.norm()).item() for dz in (found, twin))
+        assert error < 0.002, "rounded once"
+        assert error <= of_twin < 0.003, "rounded twice"
+        assert T == 1 or not torch.equal(found, twin), "the kernel ran"
+
+
+@pytest.mark.parametrize("check", ["check_casts", "check_mlp_kernel"])
+def test_interpreted(check: str):
+    code = f"import test_gpu_numbers; from gpu_proof import interpret; interpret.mend(); test_gpu_numbers.{check}()"
     command = [sys.executable, "-c", code]
     env = os.environ | dict(TRITON_INTERPRET="1", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     subprocess.run(command, env=env, check=True)

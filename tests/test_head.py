@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
-from train_gpt import FP8Linear, HeadLoss, next_targets
+from train_gpt import HeadLoss, ReluSquaredMLP, fp8_product, next_targets
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**13
@@ -176,18 +176,16 @@ def test_mlps_take_fp8_in_training_forward_only(tiny, monkeypatch):
     """Products are exact but for quantization, of each row by its own largest number; a row of zeros stays zeros."""
     x, w, _ = inputs()
     x = x * torch.logspace(-3, 3, T)[:, None] * (torch.arange(T) > 0)[:, None]
-    args, grad = (x.bfloat16(), w.bfloat16()), torch.randn(T, V)
-    y, *grads = with_gradients(FP8Linear.apply, *args, grad=grad)
-    plain, *want = with_gradients(F.linear, *args, grad=grad)
-    torch.testing.assert_close(grads, want)
-    scales = [448 / t.float().clamp(min=1e-12) for t in (args[0].abs().amax(1, keepdim=True), args[1].abs().max())]
-    expected = quantized(args[0], scales[0], E4M3) @ quantized(args[1], scales[1], E4M3).T
+    x, w = x.bfloat16(), w.bfloat16()
+    y, plain = fp8_product(x, w), F.linear(x, w)
+    scales = [448 / t.abs().amax(1, keepdim=True).float().clamp(min=1e-12) for t in (x, w)]
+    expected = quantized(x, scales[0], E4M3) @ quantized(w, scales[1], E4M3).T
     errors, rounding = ((y - other).norm(dim=1) for other in (expected, plain))
     assert (errors <= 3e-3 * expected.norm(dim=1)).all()
     assert (errors[1:] < 0.2 * rounding[1:]).all()
     cfg = dataclasses.replace(tiny, dtype="bfloat16", mlp_fp8=True)
-    trainer, calls, multiply = train_gpt.Trainer(cfg, train_gpt.Ranks()), [], FP8Linear.apply
-    monkeypatch.setattr(FP8Linear, "apply", lambda x, w: calls.append(w.shape) or multiply(x, w))
+    trainer, calls = train_gpt.Trainer(cfg, train_gpt.Ranks()), []
+    monkeypatch.setattr(train_gpt, "fp8_product", lambda x, w: calls.append(w.shape) or fp8_product(x, w))
     tokens, targets = torch.randint(cfg.vocab_size, (2, cfg.train_seq_len))
     trainer.train_step(0, [(tokens.int(), targets)])
     K4 = 4 * cfg.model_dim
@@ -195,3 +193,33 @@ def test_mlps_take_fp8_in_training_forward_only(tiny, monkeypatch):
     calls.clear()
     trainer.score(tokens.int(), targets)
     assert not calls, "not in validation"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fp8"),
+    [
+        (torch.float64, False),
+        (torch.float32, False),
+        (torch.bfloat16, False),
+        pytest.param(torch.bfloat16, True, marks=needs_fp8),
+    ],
+)
+def test_gradients_of_the_mlp_are_those_of_autograd(dtype: torch.dtype, fp8: bool):
+    """In FP8 they are those of exact products, at what the rounded ones gave."""
+    generator = torch.Generator().manual_seed(0)
+    x, c_fc, c_proj, grad = (torch.randn(n, m, generator=generator) for n, m in ((T, K), (V, K), (K, V), (T, K)))
+    args = x.to(dtype), (c_fc / K**0.5).to(dtype), (c_proj / V**0.5).to(dtype)
+
+    def multiply(x: Tensor, w: Tensor) -> Tensor:
+        product = F.linear(x, w)
+        rounded = fp8_product(*(t.detach().to(args[0].dtype) for t in (x, w))) if fp8 else product
+        return product + (rounded - product).detach()
+
+    def mlp(x: Tensor, c_fc: Tensor, c_proj: Tensor) -> Tensor:
+        return multiply(multiply(x, c_fc).relu().square(), c_proj)
+
+    expected = with_gradients(mlp, *(t.double() for t in args), grad=grad)
+    found = with_gradients(lambda *args: ReluSquaredMLP.apply(*args, fp8, False), *args, grad=grad)
+    limit = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 0.006}[dtype]
+    for a, b in zip(found, expected, strict=True):
+        assert (a.double() - b).norm() <= limit * b.norm()

@@ -26,9 +26,11 @@ def test_products_are_in_the_precision_of_the_activations(request, random_gpt, m
     cfg, seen = dataclasses.replace(request.getfixturevalue(preset), dtype="bfloat16"), []
     gpt = random_gpt(cfg)
     assert gpt.lm_head.dtype == (torch.bfloat16 if cfg.tied_frac else torch.float32), "of its own"
-    linear, attend = train_gpt.linear, train_gpt.attend
+    linear, attend, mlp = train_gpt.linear, train_gpt.attend, train_gpt.ReluSquaredMLP.apply
     monkeypatch.setattr(train_gpt, "linear", lambda x, w: seen.append(x.dtype) or linear(x, w))
     monkeypatch.setattr(train_gpt, "attend", lambda *qkv: seen.extend(t.dtype for t in qkv[:3]) or attend(*qkv))
+    note = lambda *args: seen.extend(t.dtype for t in args[:3]) or mlp(*args)  # noqa: E731
+    monkeypatch.setattr(train_gpt.ReluSquaredMLP, "apply", note)
     assert gpt.features(text(cfg)[:-1], WINDOWS).dtype == torch.bfloat16
     assert {*seen} == {torch.bfloat16}
     assert len(seen) >= 6 * len(cfg.layers)
@@ -103,8 +105,8 @@ def test_rotary_tables_are_precise(tiny):
     for table, exact in (rotary.cos, angles.cos()), (rotary.sin, angles.sin()):
         assert (table.dtype, len(table)) == (torch.float32, 128 * 1024), "pairs have two positions a token"
         assert torch.all((table[::511] - exact).abs() <= 1e-7 + angles * 2**-20)
-    x = torch.randn(400, 4, 64).bfloat16()
-    for got, want in zip(rotary(x, 2), rotary(x.float(), 2), strict=True):
+    q, k = torch.randn(2, 400, 2, 64).bfloat16()
+    for got, want in zip(rotary(q, k, 2), rotary(q.float(), k.float(), 2), strict=True):
         assert torch.equal(got, want.bfloat16()), "it computes in fp32"
 
 

@@ -51,6 +51,32 @@ def test_muon_keeps_steps_that_bf16_would_lose():
     assert (moved > 1e-3).all(), "each step is about 1e-4: bf16 loses that from 0.05 on"
 
 
+@pytest.mark.parametrize("lr", [0.01, 0.0])
+@pytest.mark.parametrize("decay", [0.5, 0.0])
+@pytest.mark.parametrize(("dtype", "fp32", "limit"), [("float64", True, 1e-14), ("bfloat16", True, 3e-3)])
+def test_adam_to_be_compiled_equals_the_kernel(monkeypatch, dtype: str, fp32: bool, limit: float, decay, lr):
+    """Rows without any gradient have a second moment of 0, and stay where they are, also at a rate of 0."""
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], dtype=dtype, adam_fp32=fp32, adam_every=2)
+    group, found = train_gpt.Group("Adam", "*", lr, decay, 0.9, 0.95), []
+    for is_compiled in (False, True):
+        generator, kind = torch.Generator().manual_seed(0), getattr(torch, dtype)
+        params = dict(w=nn.Parameter(torch.randn(40, 24, generator=generator).to(kind)))
+        adam = train_gpt.Adam(params, [group], dataclasses.replace(cfg, compile=is_compiled), Ranks())
+        for step in (1, 3, 5):
+            params["w"].grad = torch.randn(40, 24, generator=generator).to(kind)
+            params["w"].grad[:4] = 0
+            adam.reduce()
+            adam.update(step)
+        assert {t.dtype for t in adam.numbers(0.95)} == {torch.promote_types(kind, torch.float32)}
+        found.append([params["w"].detach(), *adam.state.values()])
+    for a, b in zip(*found, strict=True):
+        assert (a.double() - b.double()).norm() <= limit * b.double().norm()
+    first = torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(kind)
+    assert torch.equal(found[1][0][:4], first[:4])
+    assert torch.equal(found[1][0], first) == (lr == 0)
+
+
 def shared(a: Tensor, b: Tensor) -> bool:
     """Say whether two tensors without gaps have bytes in common."""
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes

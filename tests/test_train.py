@@ -224,6 +224,9 @@ def test_gpus_are_for_gpt2_and_leave_nano_to_the_cpu(monkeypatch):
     for flags, expected in {"": "gpt2 cuda", "--preset nano": "nano cpu", "--device cpu": "nano cpu"}.items():
         cfg = train_gpt.resolve(train_gpt.parse_args(flags.split()))
         assert f"{cfg.preset} {cfg.device}" == expected
+    for dtype in ("bfloat16", "float32", "float64"):  # of FP8 products with scales of rows
+        cfg = train_gpt.resolve(train_gpt.parse_args(["--dtype", dtype]))
+        assert (cfg.lm_head_fp8, cfg.mlp_fp8) == (dtype == "bfloat16",) * 2
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".json", ".pt", ".checkpoint"])

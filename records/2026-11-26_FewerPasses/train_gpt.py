@@ -1,0 +1,2104 @@
+"""Train a GPT-2-small-sized language model to 3.28 validation loss on FineWeb, as fast as the hardware allows.
+
+    ./run.sh                                                  environment, data, checks and launch in one command
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     the record configuration on one 8xH100 node
+    python train_gpt.py --preset nano                         a small model on a CPU, in seconds
+
+The preset gpt2 has the mathematics of record 89 of the NanoGPT speedrun (2026-07-17, 1,285 steps,
+https://github.com/KellerJordan/modded-nanogpt). mini is gpt2 in small, for a CPU. nano is a model of one layer whose
+query and key weights start hand-set. "Record n" credits the record of that history in which an idea first appeared.
+It follows a token: configuration, data, schedules, layers, attention, model, head, optimizers, log, training, run.
+Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import difflib
+import fcntl
+import gc
+import glob
+import hashlib
+import inspect
+import json
+import math
+import os
+import resource
+import subprocess
+import sys
+import time
+import zipfile
+from collections import deque, namedtuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from functools import partial
+from itertools import chain, islice, pairwise
+from pathlib import Path
+from typing import Literal, NamedTuple, NoReturn, TextIO, get_args
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.optim.adam import adam
+from tqdm import tqdm
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # torch comes without it on Windows, Macs and machines without a GPU
+    triton = None
+
+
+class UserError(Exception):
+    """An error that the user can fix; exits with code 2."""
+
+    code = 2
+
+
+class AlreadyComplete(UserError):
+    """A run to resume that has ended: nothing is left to do, and a job that was started again has not failed."""
+
+    code = 0
+
+
+# ---- Configuration: layers, stages and groups of parameters are rows of a table; every other number is a flag --------
+class Layer(NamedTuple):
+    """Say what a layer has besides its MLP. Numbers name earlier layers, counted from 0."""
+
+    attention: Literal["long", "short", "paired", "none"]  # its window; paired: the short one, heads in pairs
+    value_embed: bool = False  # values add a row of a table, by the token
+    reads: int | None = None  # attention reads the output of this layer, not the stream
+    skip: int | None = None  # the stream first adds the output of this layer (U-Net)
+    net: bool = False  # a net reads the stream here, and makes factors for each token up to the next such row
+    xsa: bool = False  # heads leave out part of the token's own value; factors of xsa, skip and the next two need a net
+    head_gate: bool = False  # the output of each head has a factor
+    dc: bool = False  # heads mix what they see near by
+    mudd: tuple[int, ...] = ()  # last layer: values and stream mix in the output of the first, the head those of all
+
+
+GPT2_LAYERS = (
+    Layer("paired", net=True),
+    Layer("short", value_embed=True, xsa=True),
+    Layer("paired", value_embed=True),
+    Layer("long", xsa=True, head_gate=True),
+    Layer("short", net=True, xsa=True),
+    Layer("paired"),
+    Layer("none", skip=3),
+    Layer("short", xsa=True),
+    Layer("short", value_embed=True, reads=7),
+    Layer("paired", value_embed=True, reads=7),
+    Layer("long", value_embed=True, reads=7, head_gate=True, dc=True, mudd=(7, 3)),
+)
+NANO_LAYERS = (Layer("long", value_embed=True),)
+
+
+class Stage(NamedTuple):
+    """Say what holds for a part of the steps. Pairs are weights of losses, at its first step and after its last."""
+
+    share: float  # of the steps before the extension; a last stage of share 0 is the extension
+    batch: int  # factor on batch_tokens and train_seq_len
+    max_doc_len: int  # tokens at which documents are cut; 0 in all stages: a stream, nothing is cut
+    window: int  # tokens that a long window reaches back; a short one has half as many
+    lr: float = 1.0  # factor on all learning rates
+    mtp: tuple[tuple[float, float], ...] = ((1, 1),)  # multi-token prediction: for the losses of tokens +1, +2, ...
+    prefix: tuple[float, float] = (0, 0)  # for the loss of the next token's prefix; 0, 0: no such loss
+
+
+GPT2_STAGES = (
+    Stage(1 / 3, batch=1, max_doc_len=896, window=384, mtp=((1, 1), (0.5, 0.5), (0.25, 0)), prefix=(0.25, 0.25)),
+    Stage(1 / 3, batch=2, max_doc_len=2048, window=896, lr=1.52, mtp=((1, 1), (0.5, 0)), prefix=(0.25, 0)),
+    Stage(1 / 3, batch=3, max_doc_len=2048, window=1408, lr=1.73),
+    Stage(0, batch=3, max_doc_len=2048, window=1664, lr=1.73),
+)
+MINI_STAGES = (
+    Stage(1 / 3, batch=1, max_doc_len=448, window=64, mtp=((1, 1), (0.5, 0.5), (0.25, 0))),
+    Stage(1 / 3, batch=2, max_doc_len=1024, window=96, lr=1.52, mtp=((1, 1), (0.5, 0))),
+    Stage(1 / 3, batch=3, max_doc_len=1024, window=128, lr=1.73),
+    Stage(0, batch=3, max_doc_len=1024, window=160, lr=1.73),
+)
+NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, window=256),)
+
+
+class Group(NamedTuple):
+    """Say how the parameters whose names match one of `names` are stepped."""
+
+    optimizer: str  # Muon or Adam
+    names: str  # globs, separated by spaces
+    lr: float  # learning rate of Adam, but a factor on muon_lr in rows of Muon: write it anew when you change the word
+    decay: float  # cautious weight decay: times the squared rate of Adam; of Muon times lr * (scheduled muon_lr)^2
+    beta1: float  # decay of Adam's mean of gradients; Muon has muon_momentum instead
+    beta2: float  # decay of the mean of squares: of gradients in Adam, of updates in Muon
+
+
+#         optimizer, names, lr, decay, beta1, beta2
+NET_GROUPS = (
+    Group("Adam", "gate_nets.*.w?", 8e-4, 0.005, 0.9, 0.99),
+    Group("Adam", "gate_nets.*.b2", 8e-4, 0.0, 0.9, 0.99),
+    Group("Adam", "gate_scale", 8e-4, 0.0, 0.9, 0.99),
+    Group("Adam", "*.mudd_net.w? head_net.w?", 0.002, 0.005, 0.9, 0.99),
+    Group("Adam", "*.mudd_net.b2 head_net.b2", 0.002, 0.0, 0.9, 0.99),
+    Group("Adam", "*.value_gate", 0.008, 0.005, 0.9, 0.99),
+    Group("Adam", "smear_gate", 8e-5, 0.0, 0.9, 0.99),
+)
+GPT2_GROUPS = (
+    Group("Muon", "*.qk_w *.v_w *.attn.c_proj", 1.0, 1.2, 0.0, 0.9),
+    Group("Muon", "*.c_fc", 2.0, 1.2, 0.0, 0.9),
+    Group("Muon", "*.mlp.c_proj", 4.0, 1.2, 0.0, 0.9),
+    Group("Adam", "lm_head", 0.008, 0.75, 0.5, 0.95),
+    Group("Adam", "embed.weight", 0.008, 0.75, 0.5, 0.95),
+    Group("Adam", "value_embeds.* bigram_embed.*", 0.6, 0.025, 0.75, 0.95),
+    Group("Adam", "*.attn.lambdas *.skip_lambda smear_lambda", 0.04, 0.0, 0.9, 0.99),
+    Group("Adam", "*.resid_lambdas", 0.04, 0.0, 0.9, 0.95),
+    Group("Adam", "*.post_lambdas *.embed_lambdas", 0.008, 0.0, 0.9, 0.95),
+    *NET_GROUPS,
+)
+NANO_GROUPS = (
+    Group("Muon", "*.qk_w *.v_w *.c_proj", 1.0, 0.0, 0.0, 0.95),
+    Group("Muon", "*.c_fc", 2.0, 0.0, 0.0, 0.95),
+    Group("Adam", "lm_head", 0.01, 0.0, 0.5, 0.9),
+    Group("Adam", "embed.weight value_embeds.* bigram_embed.*", 0.25, 0.0, 0.5, 0.9),
+    Group("Adam", "*lambda *lambdas", 0.04, 0.0, 0.5, 0.9),
+    *NET_GROUPS,
+)
+
+
+TABLES = dict(layers=Layer, stages=Stage, groups=Group)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """Hold what defines a run, here gpt2's. Every field is a flag, except for the three tables."""
+
+    layers: tuple[Layer, ...] = GPT2_LAYERS
+    stages: tuple[Stage, ...] = GPT2_STAGES
+    groups: tuple[Group, ...] = GPT2_GROUPS
+    # Data. Shards are read in sorted order; the log says so if the validation tokens do not have val_sha256
+    preset: Literal["gpt2", "mini", "nano"] = "gpt2"  # all settings; by default gpt2 on a GPU and nano elsewhere
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # training shards: a glob
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # validation shards: a glob
+    val_tokens: int = 10_485_760  # validation tokens, a multiple of val_seq_len
+    val_sha256: str = ""  # SHA-256 of the validation tokens; empty: not compared
+    target_loss: float = 3.28  # validation loss to reach; 0: none
+    vocab_size: int = 50257  # tokens are 0 ... vocab_size - 1, stored in 16 bits
+    eot_token: int = 50256  # end of text, opens every document
+    prefix_file: str = "data/gpt2_prefixes.bin"  # the longest token that begins each token; empty: no such loss
+    # Training
+    num_iterations: int = 1285  # steps, the extension included
+    extension_steps: int = 15  # last steps, at the lowest learning rates
+    val_loss_every: int = 250  # steps between validations; 0: only after the last step
+    batch_tokens: int = 8 * 16 * 1024  # tokens a step where a stage's batch is 1, a multiple of train_seq_len
+    train_seq_len: int = 16 * 1024  # tokens a training sequence there, a multiple of block_size
+    val_seq_len: int = 256 * 1024  # tokens of a validation sequence, a multiple of block_size
+    final_window: int = 2560  # long window in the last validation; 0: that of the last stage
+    cooldown_frac: float = 0.6  # fraction of the steps before the extension, the last ones, in which rates fall
+    min_lr_frac: float = 0.15  # factor on learning rates at the end of the cooldown and in the extension
+    tied_frac: float = 2 / 3  # fraction of them, the first ones, in which embedding and head are tied; 0: never
+    grad_scale: float = 1.0  # factor on a sequence's summed loss before the backward pass
+    # Model
+    model_dim: int = 768  # width of the residual stream
+    num_heads: int = 6  # attention heads
+    head_dim: int = 128  # dimensions per head, a multiple of 4
+    block_size: int = 128  # tokens per block of the attention mask
+    attn_scale: float = 0.1  # initial factor on attention scores; queries and keys have unit RMS
+    dc_keys: int = 112  # tokens whose values heads mix; at most block_size + 1
+    local_heads: int = 0  # heads that start by attending to near tokens, the others to similar ones; 0: all at random
+    resid_lambda_init: float = 1.1**0.5  # initial factor on the residual stream
+    bigram_rows: int = 15 * 25152  # rows of the hashed table for bigrams of tokens
+    bigram_lambda_init: float = 0.05  # initial factor on the bigram embeddings in each layer
+    sign_rows: int = 8192  # rows of the table of signs for bigrams that share a row; 0: no table
+    embed_mean: float = 0.0  # initial mean of the untied embedding
+    value_embed_std: float = 0.01  # initial standard deviation of the value embeddings
+    value_gate_inputs: int = 12  # inputs of value gates, half from x, half from the value embedding; 0: no gates
+    smear_gate_inputs: int = 12  # input channels of the smear gate; 0: no smear
+    # Head
+    head_std: float = 0.005  # initial standard deviation of the head, and of the embedding that is tied to it
+    lm_head_softcap: float = 15.0  # c in the softcap r sigmoid((z + d) 2 / c) of the logits z
+    softcap_range: float = 23.0  # r in the softcap
+    softcap_shift: float = 5.0  # d in the softcap
+    lm_head_slice: int = 8192  # tokens whose logits exist at a time
+    lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never uses it
+    mlp_fp8: bool = True  # the same for the forward passes of MLPs
+    # Optimizers
+    muon_lr: float = 0.023  # learning rate of Muon: the spectral norm of an update
+    muon_momentum: float = 0.95  # momentum after its warm-up
+    momentum_warmup_steps: int = 300  # steps at the start, over which momentum rises from 0.85
+    momentum_cooldown_steps: int = 50  # steps at the end, over which momentum falls to 0.85
+    heads_per_matrix: int = 2  # heads whose queries, or keys, are one matrix for Muon (record 80, @samacqua)
+    adam_every: int = 2  # run Adam every so many steps, on accumulated gradients
+    adam_eps: float = 1e-10  # added to the root of the second moment
+    adam_fp32: bool = True  # keep Adam's moments in fp32 also for bf16 parameters
+    # Machine
+    seed: int | None = None  # random seed; by default a fresh one, printed and logged
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where torch sees a GPU
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
+    compile: bool | None = None  # use torch.compile; by default on CUDA only
+    cpu_threads: int = 0  # CPU threads of all processes together; 0: torch's choice
+    # Output
+    log_dir: str = "logs"  # folder of the logs
+    run_id: str = ""  # name of the log, without folders; by default preset, time and seed
+    save_checkpoint: bool = False  # write the final model, for sample.py, to LOG_DIR/RUN_ID.pt
+    checkpoint_every: int = 0  # steps between checkpoints to resume from, off the clock; 0: none
+    resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
+
+    def __post_init__(self) -> None:
+        """Refuse in one line what would train something else in silence. Torch refuses shapes that do not fit."""
+
+        def require(name, holds, expected):
+            if not holds:
+                raise UserError(f"--{name} {str(getattr(self, name))[:100]}: expected {expected}")
+
+        for name, row in TABLES.items():  # from JSON they come as lists
+            object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
+        positive = "num_iterations batch_tokens train_seq_len val_tokens val_seq_len adam_every heads_per_matrix"
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if isinstance(value, int | float):
+                least = 1 if name in positive.split() else 0
+                require(name, least <= value < 2**31, f"a number from {least} to 2^31 - 1")
+        require("batch_tokens", self.batch_tokens % self.train_seq_len == 0, "a multiple of train_seq_len")
+        require("val_tokens", self.val_tokens % self.val_seq_len == 0, "a multiple of val_seq_len")
+        require("checkpoint_every", self.checkpoint_every % self.adam_every == 0, "a multiple of adam_every")
+        require("num_iterations", self.num_iterations <= 10**6, "at most a million")
+        require("extension_steps", self.scheduled_steps > 0, "less than num_iterations")
+        require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
+        require("attn_scale", self.attn_scale > 0, "more than 0")
+        require("heads_per_matrix", self.num_heads % self.heads_per_matrix == 0, "a divisor of num_heads")
+        has_dc = any(layer.dc for layer in self.layers)
+        require("dc_keys", not has_dc or self.dc_keys <= self.block_size + 1, "at most block_size + 1")
+        require("stages", math.isclose(sum(stage.share for stage in self.stages), 1), "shares that add up to 1")
+        require("stages", len({stage.max_doc_len > 0 for stage in self.stages}) == 1, "max_doc_len 0 in all or in none")
+
+    batch_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)
+    scheduled_steps = property(lambda self: self.num_iterations - self.extension_steps)
+
+
+NANO = dict(
+    layers=NANO_LAYERS,
+    stages=NANO_STAGES,
+    groups=NANO_GROUPS,
+    preset="nano",
+    train_files="data/nano/nano_train_*.bin",
+    val_files="data/nano/nano_val_*.bin",
+    val_tokens=262_144,
+    val_sha256="e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33",
+    target_loss=1.45,
+    vocab_size=257,
+    eot_token=256,
+    prefix_file="",
+    num_iterations=196,
+    extension_steps=0,
+    val_loss_every=0,
+    batch_tokens=1024,
+    train_seq_len=1024,
+    val_seq_len=8192,
+    final_window=0,
+    cooldown_frac=0.85,
+    min_lr_frac=0.1,
+    tied_frac=0.0,
+    grad_scale=2**-10,
+    model_dim=128,
+    num_heads=2,
+    head_dim=64,
+    block_size=64,
+    attn_scale=0.12,
+    local_heads=1,
+    resid_lambda_init=1.0,
+    bigram_rows=8192,
+    bigram_lambda_init=1.0,
+    sign_rows=0,
+    embed_mean=0.5,
+    value_embed_std=0.0,
+    value_gate_inputs=0,
+    smear_gate_inputs=0,
+    head_std=0.0,
+    softcap_range=30.0,
+    softcap_shift=0.0,
+    lm_head_slice=1024,
+    lm_head_fp8=False,
+    mlp_fp8=False,
+    muon_lr=0.06,
+    muon_momentum=0.9,
+    momentum_warmup_steps=50,
+    momentum_cooldown_steps=0,
+    heads_per_matrix=1,
+    adam_every=1,
+    adam_fp32=False,  # bf16 tables would step 5 times slower
+    device="cpu",
+    cpu_threads=2,
+    save_checkpoint=True,
+)
+MINI = dict(
+    stages=MINI_STAGES,
+    preset="mini",
+    train_files=NANO["train_files"],
+    val_files=NANO["val_files"],
+    val_tokens=65_536,
+    target_loss=0.0,
+    vocab_size=257,
+    eot_token=256,
+    prefix_file="",
+    num_iterations=182,
+    extension_steps=2,
+    val_loss_every=0,
+    batch_tokens=1024,
+    train_seq_len=1024,
+    val_seq_len=8192,
+    final_window=192,
+    model_dim=96,
+    num_heads=6,
+    head_dim=16,
+    block_size=32,
+    attn_scale=0.2,
+    dc_keys=28,
+    bigram_rows=8192,
+    lm_head_slice=1024,
+    muon_lr=0.04,
+    momentum_warmup_steps=30,
+    momentum_cooldown_steps=5,
+    device="cpu",
+    cpu_threads=2,
+    save_checkpoint=True,
+)
+PRESETS = {"gpt2": Hyperparameters(), "mini": Hyperparameters(**MINI), "nano": Hyperparameters(**NANO)}
+
+
+def raise_user_error(message: str) -> NoReturn:
+    raise UserError(message)
+
+
+def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
+    """Return a preset, changed by the flags in `argv`: every field of Hyperparameters but the tables is one."""
+    if {"-h", "--help"} & {*argv}:
+        source = inspect.getsource(Hyperparameters).partition("    def ")[0]
+        print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD.")
+        for preset in MINI, NANO:
+            own = {name: value for name, value in preset.items() if name not in TABLES}
+            print(f"What {preset['preset']} has instead: {own}")
+        print(source)
+        sys.exit()
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    parser.error = raise_user_error  # type: ignore[method-assign]  # instead of exiting: other ranks have to hear of it
+    fields = [field for field in dataclasses.fields(Hyperparameters) if field.name not in TABLES]
+    for field in fields:
+        kind, *others = get_args(field.type) or [field.type]  # the first of a Literal's choices, int of int | None
+        if kind is bool:
+            parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction)
+        elif isinstance(kind, str):
+            parser.add_argument(f"--{field.name}", choices=[kind, *others])
+        else:
+            parser.add_argument(f"--{field.name}", type=kind)
+    known, unknown = parser.parse_known_args(argv)
+    if unknown:
+        names = [field.name for field in fields]
+        nearest = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], names, cutoff=0.4)
+        raise UserError(f"{unknown[0]}: no such flag; see --{', --'.join(nearest or ['help'])}")
+    flags = vars(known)
+    for name, value in flags.items():
+        if value == []:  # what argparse makes of --seed=--
+            raise UserError(f"--{name}=--: expected a value")
+    sees_gpu = torch.cuda.is_available() and flags.get("device") != "cpu"
+    if "preset" not in flags and world_size > 1 and not sees_gpu:
+        raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
+    default = "gpt2" if sees_gpu else "nano"
+    return dataclasses.replace(PRESETS[flags.get("preset", default)], **flags)
+
+
+def resolve(cfg: Hyperparameters) -> Hyperparameters:
+    """Decide what `cfg` leaves open: device, precision, FP8, compilation, seed, name of the run."""
+    on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    if cfg.device == "cuda" and not on_cuda:
+        raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU; ./run.sh --check says why")
+    # A CPU with AVX512-BF16 or AMX multiplies bf16 2.1 times as fast as fp32, others 3 to 10 times slower
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
+    seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
+    dtype = fast if cfg.dtype == "auto" else cfg.dtype
+    has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9) and dtype == "bfloat16"
+    return dataclasses.replace(
+        cfg,
+        device="cuda" if on_cuda else "cpu",
+        dtype=dtype,
+        compile=on_cuda if cfg.compile is None else cfg.compile,
+        mlp_fp8=cfg.mlp_fp8 and has_fp8,
+        lm_head_fp8=cfg.lm_head_fp8 and has_fp8,
+        seed=seed,
+        run_id=cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{seed}",
+    )
+
+
+# ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
+class Batch(NamedTuple):
+    path: str  # a shard
+    sequences: list[np.ndarray]  # for each sequence an array (pieces, 2): where its pieces of documents begin and end
+
+
+Plans = dict[str, list[Batch]]  # what to train on, and what to validate on
+
+
+def read_shard(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
+    """Return `count` numbers of a file from byte `offset` on, or fewer at its end."""
+    try:
+        return np.fromfile(path, dtype, count, offset=offset)  # not mmap: a truncated mapped file raises SIGBUS
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; ./run.sh --check says what to do") from None
+
+
+def find_documents(path: str, cfg: Hyperparameters, is_stream: bool) -> list[tuple[int, int]]:
+    """Return where a shard's documents begin and end; of a stream all is one."""
+    # The format of llm.c: a header of 256 int32 [20240520, 1, number of tokens, 0 ...], then uint16 tokens
+    header = read_shard(path, "<i4", 3, 0).tolist()
+    if header != [20240520, 1, (os.path.getsize(path) - 1024) / 2]:
+        raise UserError(f"{path}: not a whole shard of tokens; ./run.sh --check says what to do")
+    count = header[2]
+    if is_stream:
+        return [(0, count)]
+    begins = np.flatnonzero(read_shard(path, "<u2", count, 1024) == cfg.eot_token)
+    return list(pairwise([*begins.tolist(), count]))
+
+
+def cut_sequence(documents: deque[tuple[int, int]], length: int, max_doc_len: int) -> np.ndarray | None:
+    """Take a sequence of `length` tokens from the front of `documents`; None if they have fewer.
+
+    Documents are cut to max_doc_len (record 29, @varunneal), and sequences begin with one (26, @classiclarryd).
+    """
+    pieces = []
+    missing = length
+    while missing and documents:
+        begin, end = documents.popleft()
+        stop = min(end, begin + missing, begin + (max_doc_len or missing))
+        pieces.append((begin, stop))
+        missing -= stop - begin
+        if not max_doc_len:  # the next sequence begins with the last target of this one, else with a document
+            documents.appendleft((stop - 1, end))
+            break
+    return np.array(pieces) if missing == 0 else None
+
+
+def plan_batches(pattern: str, lengths, num_sequences: int, cfg: Hyperparameters) -> list[Batch]:
+    """Plan a batch of `num_sequences` for each of `lengths`, shard after shard; the rest of each shard is dropped.
+
+    lengths: (seq_len, max_doc_len) of each batch. Raise UserError if the shards have too few tokens.
+    """
+    paths = deque(sorted(glob.glob(pattern, recursive=True)))
+    path = ""
+    documents: deque[tuple[int, int]] = deque()  # those of the shard at `path` that are left
+    plan: list[Batch] = []
+    while len(plan) < len(lengths):
+        seq_len, max_doc_len = lengths[len(plan)]
+        sequences = [cut_sequence(documents, seq_len + 1, max_doc_len) for _ in range(num_sequences)]
+        if sequences[-1] is not None:  # else the shard has too little left for all of them
+            plan.append(Batch(path, sequences))
+        elif paths:
+            path = paths.popleft()
+            documents = deque(find_documents(path, cfg, is_stream=max_doc_len == 0))
+        else:
+            found = f"{pattern} in {os.getcwd()}: tokens for {len(plan)} batches, the run needs {len(lengths)}"
+            if max_doc_len:
+                found += f"; documents begin with --eot_token {cfg.eot_token}"
+            raise UserError(f"{found}; ./run.sh gets a preset's data, data/pack_text.py packs text")
+    return plan
+
+
+def plan_data(cfg: Hyperparameters) -> Plans:
+    """Return the batches of training and those of validation, which are one sequence each."""
+    steps = range(cfg.num_iterations)
+    train_lengths = [(train_seq_len(step, cfg), stage_of(step, cfg).max_doc_len) for step in steps]
+    train = plan_batches(cfg.train_files, train_lengths, cfg.batch_sequences, cfg)
+    val_lengths = [(cfg.val_seq_len, 0)] * (cfg.val_tokens // cfg.val_seq_len)
+    val = plan_batches(cfg.val_files, val_lengths, 1, cfg)
+    val_paths = {first_tokens(path): path for path in paths_of(val)}
+    for path in paths_of(train):
+        if same := val_paths.get(first_tokens(path)):
+            raise UserError(f"{path}: begins as {same}, which validates: change --train_files or --val_files")
+    return dict(train=train, val=val)
+
+
+def paths_of(plan: Sequence[Batch]) -> list[str]:
+    """Return the shards of a plan, each once, in order."""
+    return [*dict.fromkeys(batch.path for batch in plan)]
+
+
+def first_tokens(path: str) -> bytes:
+    """Return the first 16K tokens of a shard, by which a copy is known: a license that opens both is shorter."""
+    return read_shard(path, "<u2", 16 * 1024, 1024).tobytes()
+
+
+def read_sequence(path: str, pieces: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return the uint16 tokens of a sequence, the last target included."""
+    first = pieces[0, 0]
+    last = pieces[-1, 1]
+    tokens = read_shard(path, "<u2", last - first, 1024 + 2 * first)
+    if len(tokens) < last - first:
+        raise UserError(f"{path}: has become shorter: leave it alone while it is used")
+    tokens = np.concatenate([tokens[begin:end] for begin, end in pieces - first])
+    if tokens.max() >= vocab_size:
+        raise UserError(f"{path}: has token {tokens.max()}, --vocab_size is {vocab_size}: another tokenizer's?")
+    return tokens
+
+
+def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
+    """Return for each token the longest other token that its bytes begin with, or -1 (data/gpt2_prefixes.py)."""
+    if not cfg.prefix_file:
+        return np.empty(0, np.int64)
+    table = read_shard(cfg.prefix_file, "<u2", 2**16, 0).astype(np.int64)
+    if len(table) != cfg.vocab_size:
+        raise UserError(f"--prefix_file {cfg.prefix_file}: not of {cfg.vocab_size} tokens; --prefix_file= goes without")
+    return np.where(table < cfg.vocab_size, table, -1)
+
+
+def hash_tokens(plan: Sequence[Batch], cfg: Hyperparameters, targets: bool) -> str:
+    """Return the SHA-256 of all tokens of a plan; targets: with the last target of each sequence."""
+    digest = hashlib.sha256()
+    for path, sequences in plan:
+        for pieces in sequences:
+            tokens = read_sequence(path, pieces, cfg.vocab_size)
+            digest.update((tokens if targets else tokens[:-1]).tobytes())
+    return digest.hexdigest()
+
+
+def read_batches(plan, sequences: Sequence[int], cfg: Hyperparameters, device: torch.device) -> Iterator:
+    """Yield for each batch the [(inputs (T,) int32, targets (T,) int64), ...] of its `sequences`, on the device."""
+
+    def read(batch):
+        rows = [read_sequence(batch.path, batch.sequences[i], cfg.vocab_size) for i in sequences]
+        tokens = torch.from_numpy(np.stack(rows))
+        return tokens.pin_memory() if device.type == "cuda" else tokens  # allocates, so not between two steps
+
+    on_device = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()  # else the thread opens GPU 0
+    with ThreadPoolExecutor(1, "reader", *on_device) as reader:  # ahead of the steps, from the first `next` on
+        futures = (reader.submit(read, batch) for batch in plan)
+        ready = deque(islice(futures, 2))  # batches that are read or being read
+        while ready:
+            tokens = ready.popleft().result()
+            ready.extend(islice(futures, 1))
+            tokens = tokens.to(device, non_blocking=True)
+            inputs = tokens[:, :-1].to(torch.int32)  # rows without gaps: compiled graphs copy inputs off 16 bytes
+            yield [*zip(inputs, tokens[:, 1:].long(), strict=True)]
+
+
+# ---- Schedules: functions of the step and the configuration ----------------------------------------------------------
+def stage_starts(cfg: Hyperparameters) -> list[int]:
+    """Return the first step of each stage, and the end of the run."""
+    shares = [stage.share for stage in cfg.stages]
+    starts = [round(cfg.scheduled_steps * sum(shares[:i])) for i in range(len(shares))]
+    return [*starts, cfg.num_iterations]
+
+
+def stage_index(step: int, cfg: Hyperparameters) -> int:
+    """Return the number of a step's stage; the validation after the last step belongs to that step."""
+    step = min(step, cfg.num_iterations - 1)
+    return sum(start <= step for start in stage_starts(cfg)[1:])
+
+
+def stage_of(step: int, cfg: Hyperparameters) -> Stage:
+    """Return a step's row of `stages`."""
+    return cfg.stages[stage_index(step, cfg)]
+
+
+def train_seq_len(step: int, cfg: Hyperparameters) -> int:
+    """Return the tokens of each sequence of a step: small batches first (record 46, @varunneal)."""
+    return cfg.train_seq_len * stage_of(step, cfg).batch
+
+
+def num_tokens(steps: int, cfg: Hyperparameters) -> int:
+    """Return how many tokens the first `steps` steps train on."""
+    return cfg.batch_sequences * sum(train_seq_len(step, cfg) for step in range(steps))
+
+
+def lr_multiplier(step: int, cfg: Hyperparameters) -> float:
+    """Return the factor on all learning rates: it rises with the batch, and falls linearly in the cooldown."""
+    start = int(cfg.scheduled_steps - cfg.cooldown_frac * cfg.scheduled_steps)
+    w = (cfg.scheduled_steps - step) / max(1, cfg.scheduled_steps - start)
+    w = min(max(0.0, w), 1.0)
+    return w * stage_of(step, cfg).lr + (1 - w) * cfg.min_lr_frac
+
+
+def loss_weights(step: int, cfg: Hyperparameters) -> list[float]:
+    """Return the weights of the losses of the next tokens (record 53, @varunneal) and of the prefix, if any.
+
+    The prefix of the next token is the longest other token that begins it (record 88, @jvarho).
+    """
+    stage = stage_of(step, cfg)
+    start, end = stage_starts(cfg)[stage_index(step, cfg) :][:2]
+    left = (end - step) / max(1, end - start)
+    pairs = [*stage.mtp, stage.prefix] if has_prefix_loss(step, cfg) else stage.mtp
+    return [last + left * (first - last) for first, last in pairs]
+
+
+def has_prefix_loss(step: int, cfg: Hyperparameters) -> bool:
+    """Say whether a step has the loss of the prefix."""
+    return bool(cfg.prefix_file) and any(stage_of(step, cfg).prefix)
+
+
+def is_tied(step: int, cfg: Hyperparameters) -> bool:
+    """Say whether embedding and head are one table after a step. They part right after a step of Adam."""
+    last = round(cfg.tied_frac * cfg.scheduled_steps)
+    last += -(last + 1) % cfg.adam_every  # on to a step in which Adam updates
+    return cfg.tied_frac > 0 and step <= last
+
+
+def muon_momentum(step: int, cfg: Hyperparameters) -> float:
+    """Return Muon's momentum, which rises linearly in its warm-up and falls in its cooldown (record 39)."""
+    warmup = cfg.momentum_warmup_steps
+    cooldown = cfg.momentum_cooldown_steps
+    risen = step / warmup if warmup else 1.0
+    left = (cfg.num_iterations - step) / cooldown if cooldown else 1.0
+    w = min(risen, left, 1.0)
+    return (1 - w) * 0.85 + w * cfg.muon_momentum
+
+
+def attention_windows(step: int, cfg: Hyperparameters) -> tuple[int, int]:
+    """Return how many tokens a long window reaches back, and a short one: half as many, in whole blocks."""
+    long = stage_of(step, cfg).window
+    short = long // (2 * cfg.block_size) * cfg.block_size
+    if step == cfg.num_iterations and cfg.final_window:  # for the last validation: record 33 (@classiclarryd)
+        long = cfg.final_window
+    return long, short
+
+
+def rotary_frequencies(index: int, cfg: Hyperparameters, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """Return the rotary frequencies (D / 4,) of stage number `index`, and its factor on attention scores.
+
+    YaRN (arXiv:2309.00071; record 31, @classiclarryd): when the long window grows from old to new tokens, frequencies
+    of at most one turn in the old window shrink by old / new, those of 32 turns or more stay, and the factor grows.
+    """
+    frequencies = (1 / 1024) ** torch.linspace(0, 1, steps=cfg.head_dim // 4, dtype=dtype)
+    scale = cfg.attn_scale
+    for old, new in pairwise(stage.window for stage in cfg.stages[: index + 1]):
+        turns = old * frequencies / (2 * math.pi)
+        kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
+        frequencies = frequencies * (old / new + kept * (1 - old / new))
+        scale *= 1 + 0.2 * math.log(new / old)
+    return frequencies, scale
+
+
+# ---- Layers: each draws its own initial values; MLPs begin with zero outputs (@Grad62304977) -------------------------
+def uniform_weight(inputs: int, *shape: int) -> nn.Parameter:
+    """Return a weight of standard deviation 0.5 / sqrt(inputs); PyTorch's is 0.58 / sqrt(inputs) (record 19)."""
+    bound = (0.75 / inputs) ** 0.5
+    return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T in the precision of x: weights may be wider."""
+    return F.linear(x, weight.type_as(x))
+
+
+def times(factor: Tensor, x: Tensor, weight: Tensor, multiply: Callable = linear) -> Tensor:
+    """Return factor * (x @ weight.T), for one factor () or one for each token (T, 1).
+
+    A single one goes into the weight, which is smaller; and then its gradient needs no product saved.
+    """
+    return factor * multiply(x, weight) if factor.ndim else multiply(x, factor * weight)
+
+
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    """Return factors from 0 to 1 for each token, from its first channels."""
+    return linear(x[:, : weight.size(1)], weight).sigmoid()
+
+
+class RMSNorm(torch.autograd.Function):
+    """Divide x by its RMS over the last dimension. Save the result, which the next matmul saves anyway, and not x."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        x32 = x.to(torch.promote_types(x.dtype, torch.float32))
+        scale = (x32.square().mean(-1, keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
+        y = (x32 * scale).to(x.dtype)
+        ctx.save_for_backward(y, scale.to(x.dtype))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        y, scale = ctx.saved_tensors
+        return scale * (grad - y * (grad * y).mean(-1, keepdim=True))
+
+
+norm = RMSNorm.apply
+
+
+def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Return t in `dtype`, in FP8 scale * t. Beyond FP8's limit some devices saturate and others give NaN: clamp."""
+    limit = torch.finfo(dtype).max
+    return (t * scale).clamp(-limit, limit).to(dtype) if dtype.itemsize == 1 else t.to(dtype)
+
+
+def matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """Return a @ b. FP8 operands come multiplied by numbers whose product is `scale`: divide it out.
+
+    fast: the hardware may sum up in less than fp32 (`use_fast_accum`).
+    """
+    if a.dtype.itemsize > 1:
+        return (a @ b).to(dtype)
+    a = a.contiguous()  # cuBLAS wants row-major by column-major
+    b = b.t().contiguous().t()
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    return torch._scaled_mm(a, b, one / scale, one, out_dtype=dtype, use_fast_accum=fast)
+
+
+if triton:
+
+    @triton.jit
+    def relu_squared_backward_kernel(grad, w, z, dz, y, K, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+        """Compute a block of dz and y, see `relu_squared_backward`. Hardware copies blocks, and sees to the edges."""
+        t = tl.program_id(1) * BLOCK
+        n = tl.program_id(0) * BLOCK  # programs that run side by side have the same tokens
+        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for k in range(0, K, BLOCK_K):
+            total = tl.dot(grad.load([t, k]), w.load([k, n]), total)
+        relu = tl.maximum(z.load([t, n]).to(tl.float32), 0)
+        dz.store([t, n], (2 * relu * total).to(dz.dtype))
+        y.store([t, n], (relu * relu).to(y.dtype))
+
+
+def relu_squared_backward(grad: Tensor, w: Tensor, z: Tensor, by_kernel: bool) -> tuple[Tensor, Tensor]:
+    """Return the gradient of y @ w.T by z (T, N), and y = relu(z)^2 itself, for grad (T, K) and w (K, N).
+
+    It is 2 relu(z) (grad @ w). A kernel multiplies while the product is in registers: in memory it would be written and
+    read again, 0.6 GB in all for a layer at 48K tokens.
+    """
+    if not by_kernel:
+        relu = F.relu(z)
+        dz = (grad @ w).mul_(relu).mul_(2)
+        return dz, relu.square_()
+    K, N = w.shape
+    grad = grad.contiguous()
+    dz = torch.empty_like(z)
+    y = torch.empty_like(z)
+    block, block_k = 128, 64  # with 3 stages two programs fit into a multiprocessor: one stores, the other multiplies
+    tile = [block, block]
+    shapes = [block, block_k], [block_k, block], tile, tile, tile
+    blocks = map(TensorDescriptor.from_tensor, (grad, w, z, dz, y), shapes)
+    grid = triton.cdiv(N, block), triton.cdiv(len(z), block)
+    relu_squared_backward_kernel[grid](*blocks, K, block, block_k, num_warps=8, num_stages=3)
+    return dz, y
+
+
+def fp8_product(x: Tensor, w: Tensor) -> Tensor:
+    """Return x @ w.T, multiplied in FP8 (records 84, @sisovicm, and 89, @Mister-dev-oss and others).
+
+    The largest number of each row becomes 448, the largest of e4m3. Record 89 has one scale for a weight, and scales
+    all hidden units of a rank by the largest of the step before, which a checkpoint would have to keep.
+    """
+    x_scale, w_scale = (448 / t.abs().amax(1, keepdim=True).float().clamp(min=1e-12) for t in (x, w))
+    x_q = quantize(x, x_scale, torch.float8_e4m3fn)
+    w_q = quantize(w, w_scale, torch.float8_e4m3fn).contiguous()
+    return torch._scaled_mm(x_q, w_q.t(), 1 / x_scale, 1 / w_scale.t(), out_dtype=x.dtype, use_fast_accum=True)
+
+
+class ReluSquaredMLP(torch.autograd.Function):
+    """Return relu(x @ c_fc.T)^2 @ c_proj.T, forward in FP8 if `fp8`, backward by a kernel if `by_kernel`.
+
+    The square of relu is 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977). Squares are not
+    saved (3.6 GB, estimated): the backward pass makes them anew, and in FP8 the forward pass need not even write them.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, c_fc: Tensor, c_proj: Tensor, fp8: bool, by_kernel: bool) -> Tensor:
+        multiply = fp8_product if fp8 else F.linear
+        ctx.by_kernel = by_kernel
+        z = multiply(x, c_fc)
+        ctx.save_for_backward(x, c_fc, c_proj, z)
+        return multiply(F.relu(z).square_(), c_proj)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, c_fc, c_proj, z = ctx.saved_tensors
+        dz, y = relu_squared_backward(grad, c_proj, z, ctx.by_kernel)
+        return dz @ c_fc, dz.t() @ x, grad.t() @ y, None, None
+
+
+class MLP(nn.Module):
+    """Map x (T, K) to (T, K) through 4 K hidden units, times a factor."""
+
+    def __init__(self, cfg: Hyperparameters):
+        super().__init__()
+        K = cfg.model_dim
+        self.c_fc = uniform_weight(K, K, 4 * K)  # stored transposed, so that Muon can batch it with c_proj
+        self.c_proj = nn.Parameter(torch.zeros(K, 4 * K))
+        self.fp8 = cfg.mlp_fp8
+        copies_blocks = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)  # by hardware
+        fits = cfg.device == "cuda" and cfg.dtype == "bfloat16" and K % 8 == 0
+        self.by_kernel = triton is not None and copies_blocks and fits
+
+    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+        def multiply(x: Tensor, c_proj: Tensor) -> Tensor:
+            fp8 = self.fp8 and torch.is_grad_enabled()
+            return ReluSquaredMLP.apply(x, self.c_fc.mT.type_as(x), c_proj, fp8, self.by_kernel)
+
+        return times(factor, x, self.c_proj.type_as(x), multiply)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first two quarters of D against each other and keep the others, for x (..., 2, 2, D / 4).
+
+    One formula serves all quarters, as the compiler makes more kernels of parts that are joined.
+    """
+    quarter = torch.arange(4, device=x.device).view(2, 2, 1)
+    return torch.where(quarter < 2, x * cos + x.flip(-2) * sin * (1 - 2 * quarter), x)
+
+
+class NormRotate(torch.autograd.Function):
+    """Divide heads x (T, H, D) by their RMS, rotate them and multiply by `scale`.
+
+    Save the result y = s R z, with the scale s, the rotation R and z = x / rms(x). The gradient by z is s R'g, and by x
+    (s R'g - z mean(z . s R'g)) / rms(x). A rotation keeps products, so the mean is that of y . g: project first, with
+    y alone, and rotate at the end.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
+        x32 = x.to(cos.dtype)
+        by_rms = (x32.square().mean(-1, keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
+        z = (x32 * by_rms).view(len(x), -1, cos.size(2), 2, 2, cos.size(-1))
+        y = (rotate(z, cos, sin).view_as(x) * scale).type_as(x)
+        ctx.save_for_backward(y, by_rms, cos, sin, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        y, by_rms, cos, sin, scale = ctx.saved_tensors
+        g = grad.to(cos.dtype)
+        # s g, less its part along y
+        across = scale * g - y * ((g * y).mean(-1, keepdim=True) / scale)
+        turned = rotate(across.view(len(y), -1, cos.size(2), 2, 2, cos.size(-1)), cos, -sin)
+        return (by_rms * turned.view_as(y)).type_as(y), None, None, None
+
+
+class Rotary(nn.Module):
+    """Norm q and k, rotate half of their dimensions by the position (arXiv:2104.09864; record 17), and scale q."""
+
+    def __init__(self, cfg: Hyperparameters):
+        super().__init__()
+        dtype = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
+        length = max(cfg.val_seq_len, *(cfg.train_seq_len * stage.batch for stage in cfg.stages))
+        if any(layer.attention == "paired" for layer in cfg.layers):
+            length *= 2  # a token has two positions
+        shape = length, cfg.head_dim // 4
+        self.register_buffer("cos", torch.empty(shape, dtype=dtype), persistent=False)
+        self.register_buffer("sin", torch.empty(shape, dtype=dtype), persistent=False)
+        self.register_buffer("scale", torch.empty(1, dtype=dtype), persistent=False)
+        self.set_stage(0, cfg)
+
+    def set_stage(self, index: int, cfg: Hyperparameters) -> None:
+        """Overwrite tables and scale, which are tensors so that nothing recompiles."""
+        frequencies, scale = rotary_frequencies(index, cfg, self.cos.dtype)
+        positions = torch.arange(len(self.cos), device=self.cos.device)
+        angles = torch.outer(positions, frequencies.to(self.cos.device, non_blocking=True))
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
+        self.scale.fill_(scale)
+
+    def forward(self, q: Tensor, k: Tensor, heads_per_pair: int) -> tuple[Tensor, Tensor]:
+        """Norm q and k (T, H, D) and rotate them to position t, in pairs of heads to 2 t + h % 2.
+
+        The record rotates by h % 2 too, but pairs h with h + H / 2 (`attend`): of the pairs (0, 3), (1, 4), (2, 5) the
+        second has its positions swapped.
+        """
+        T, _, D = q.shape
+        cos, sin = (t[: T * heads_per_pair].view(T, 1, heads_per_pair, 1, 1, D // 4) for t in (self.cos, self.sin))
+        return NormRotate.apply(q, cos, sin, self.scale), NormRotate.apply(k, cos, sin, torch.ones_like(self.scale))
+
+
+# ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
+def document_block_mask(doc_ids: Tensor, window: Tensor, block: int, for_flex: bool = True) -> BlockMask:
+    """Return the mask of causal attention within documents and a sliding window (records 20 and 29).
+
+    doc_ids (T,): non-decreasing document id of each token. window () int32: how many tokens before itself a token sees;
+    a tensor, so that a change never recompiles. for_flex: also build the key-major lists of FlexAttention's backward.
+
+    A query block sees the key blocks from first_visible to its own. If it lies in one document, all of its tokens see
+    all of the blocks from first_full to the one before: these are full and need no mask. Lists go from near to far.
+    Eight tokens of the documents a and b, in blocks of two with a window of three:
+
+        query  keys a a   a a   a b   b b
+        0 a         x .   . .   . .   . .      query block 0: partial 0
+        1 a         x x   . .   . .   . .
+        2 a         x x   x .   . .   . .      query block 1: partial 1, full 0
+        3 a         x x   x x   . .   . .
+        4 a         . x   x x   x .   . .      query block 2: partial 2, 1, 0
+        5 b         . .   . .   . x   . .
+        6 b         . .   . .   . x   x .      query block 3: partial 3, 2
+        7 b         . .   . .   . x   x x
+    """
+    first_doc = doc_ids.view(-1, block)[:, 0]
+    last_doc = doc_ids.view(-1, block)[:, -1]
+    own = torch.arange(len(first_doc), dtype=torch.int32, device=doc_ids.device)  # number of each query block
+    seen_by_first = (window + block - 1) // block  # so many blocks back the first token sees something,
+    seen_by_last = (window + 1) // block - 1  # and so many the last one sees whole
+    blocks_of_older_docs = (last_doc[None, :] < first_doc[:, None]).sum(1, dtype=torch.int32)
+    first_visible = torch.maximum(blocks_of_older_docs, own - seen_by_first)
+    blocks_begun_by_older_docs = (first_doc[None, :] < first_doc[:, None]).sum(1, dtype=torch.int32)
+    first_full = torch.maximum(blocks_begun_by_older_docs, own - seen_by_last)
+    num_full = torch.where(first_doc == last_doc, own - first_full, 0).clamp(min=0)
+    num_partial = own - first_visible + 1 - num_full
+    query = own[:, None]
+    place = own[None, :]  # in the list of a query block
+    full = (query - 1 - place).clamp(min=0)
+    partial = torch.where(place == 0, query, query - num_full[:, None] - place).clamp(min=0)
+    lists = num_partial[None, None], partial[None, None], num_full[None, None], full[None, None]
+
+    def causal_in_document(b, h, q, kv):
+        return (q >= kv) & (q - kv <= window) & (doc_ids[q] == doc_ids[kv])
+
+    return BlockMask.from_kv_blocks(*lists, block, causal_in_document, compute_q_blocks=for_flex)
+
+
+class GatheredMask:
+    """Hold a BlockMask for attention in plain PyTorch: FlexAttention has no backward on CPUs.
+
+    kv_blocks (N, M): the key blocks of each query block, partial ones first. bias (N, block, M block): 0 where a
+    token sees another, -inf where not. max_blocks: M, the most that any query block sees with the widest window.
+    """
+
+    def __init__(self, mask: BlockMask, max_blocks: int, dtype: torch.dtype):
+        num_partial = mask.kv_num_blocks[0, 0, :, None]
+        num_full = mask.full_kv_num_blocks[0, 0, :, None]
+        N = len(num_partial)
+        block = mask.BLOCK_SIZE[0]
+        place = torch.arange(min(max_blocks, N))
+        full = mask.full_kv_indices[0, 0].gather(1, (place - num_partial).clamp(min=0))
+        self.kv_blocks = torch.where(place < num_partial, mask.kv_indices[0, 0, :, : len(place)], full)
+        tokens = torch.arange(N * block, dtype=torch.int32).view(N, block)
+        q = tokens[:, :, None, None]
+        kv = tokens[self.kv_blocks][:, None]
+        visible = (place < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, None, q, kv)
+        self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -torch.inf).flatten(2)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend from q to k and v, all (T, H, D). The cost grows with the window, not as T^2."""
+        T, H, D = q.shape
+        N = len(self.kv_blocks)
+        q, k, v = (t.transpose(0, 1).reshape(H, N, -1) for t in (q, k, v))  # heads first: blocks lie in one piece
+        k, v = (t.index_select(1, self.kv_blocks.flatten()) for t in (k, v))
+        q, k, v = (t.view(H, N, -1, D) for t in (q, k, v))
+        # Written out: scaled_dot_product_attention took 2.5 times as long, forward and backward (16 x 64 queries)
+        y = torch.softmax((q @ k.mT).add_(self.bias), dim=-1) @ v
+        return y.view(H, T, D).transpose(0, 1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | GatheredMask, heads_per_pair: int) -> Tensor:
+    """Return softmax(q k') v of each head, within the mask; all (T, H, D)."""
+    T, H, D = q.shape
+    # The heads of a pair, h and h + H / 2, alternate in one sequence of 2 T and share keys (record 58, @classiclarryd)
+    q, k, v = (t.reshape(T * heads_per_pair, H // heads_per_pair, D) for t in (q, k, v))
+    if isinstance(mask, GatheredMask):
+        return mask.attend(q, k, v).reshape(T, H, D)
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    warps = dict(bwd_num_warps=8)  # as on an H100; with the 4 of other GPUs the backward pass spills its registers
+    y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=warps)  # type: ignore[call-overload]
+    return y.squeeze(0).transpose(0, 1).reshape(T, H, D)
+
+
+def mix_heads(q, k, v, doc_ids: Tensor, factors: Tensor, keys: int, block: int) -> Tensor:
+    """Return what all heads get of what they see together (T, H, D): w_h sum_g (u_g P_g) v_h.
+
+    P_g is the softmax of head g's scores over the last `keys` tokens of the document. factors (2 H, T, 1): u, which
+    loses its RMS, and w. A part of DCMHA (arXiv:2405.08553): record 85 (@Lisennlp).
+    """
+    H, D = q.shape[1:]
+    u, w = factors.transpose(0, 1).chunk(2, dim=1)
+    u32 = u.to(torch.promote_types(u.dtype, torch.float32))
+    u = (u32 * (u32.square().mean(1, keepdim=True) + 1e-6).rsqrt()).type_as(u)
+
+    def by_block(t: Tensor) -> Tensor:
+        """Return t (T, H, D) as (N, H, block, D)."""
+        return t.reshape(-1, block, H, t.size(-1)).transpose(1, 2)
+
+    def with_block_before(t: Tensor) -> Tensor:
+        """Return t (N, H, block, D), each block behind the one before it: (N, H, 2 block, D). The first has zeros."""
+        before = F.pad(t[:-1], (0, 0) * 3 + (1, 0))
+        return torch.cat([before, t], dim=2)
+
+    ids = (doc_ids + 1).view(-1, 1, block, 1)  # 0: none, before the first block
+    k = with_block_before(by_block(k))
+    v = with_block_before(v.reshape(-1, 1, block, H * D))
+    distance = torch.arange(block, device=q.device)[:, None] - torch.arange(-block, block, device=q.device)
+    visible = (distance >= 0) & (distance < keys) & (ids == with_block_before(ids).mT)
+    scores = by_block(q) @ k.mT
+    maps = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
+    mixed = (by_block(u) * maps).sum(1, keepdim=True)
+    return w * (mixed @ v).view(-1, H, D)
+
+
+class CausalSelfAttention(nn.Module):
+    """Map x (T, K), of unit RMS, to (T, K): attention with QK-norm, rotary and value embeddings."""
+
+    def __init__(self, cfg: Hyperparameters, layer: Layer):
+        super().__init__()
+        H = cfg.num_heads
+        D = cfg.head_dim
+        K = cfg.model_dim
+        self.cfg = cfg
+        self.layer = layer
+        self.heads_per_pair = 2 if layer.attention == "paired" else 1
+        rows = cfg.heads_per_matrix * D
+        self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
+        self.v_w = uniform_weight(K, H * D, K)
+        self.c_proj = uniform_weight(H * D, K, H * D)  # not zero: record 64
+        self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
+        self.value_gate = None
+        if layer.value_embed and cfg.value_gate_inputs and not layer.mudd:
+            self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype)))
+        if n := cfg.local_heads:
+            q, k = self.qk_w.data.view(2, H, D, K)
+            # The first n heads begin with what all tokens share (`embed_mean`), rotated: they see by distance
+            q[:n, : D // 2] += 4 / K
+            q[:n, D // 2 :] = 0
+            # The others begin with what tokens do not share, hardly rotated: they see those like them
+            q[n:] -= q[n:].mean(-1, keepdim=True)
+            q[n:, : D // 2] /= 4
+            k.copy_(q)  # a token attends to those like it from the start (arXiv:2305.09828)
+
+    def forward(self, x: Tensor, value_embed: Tensor | None, rotary: Rotary, mask, doc_ids: Tensor, f: dict) -> Tensor:
+        """Attend, with the layer's factors f: numbers, or made by nets for each token (..., T, 1)."""
+        T = len(x)
+        H = self.cfg.num_heads
+        D = self.cfg.head_dim
+        qkv_w = torch.cat([self.qk_w.flatten(0, 1), self.lambdas[0] * self.v_w])
+        # One split of all three: each then writes its gradient where the product reads it, and none is copied
+        q, k, v = linear(x, qkv_w).view(T, 3 * H, D).chunk(3, dim=1)
+        q, k = rotary(q, k, self.heads_per_pair)  # QK-norm: @Grad62304977
+        if self.layer.attention == "long":
+            # Half of a key is the token before's (record 49): what followed a token like this one?
+            own, shifted = k.split(D // 2, dim=-1)
+            k = torch.cat([own, torch.cat([shifted[:1], shifted[:-1]])], dim=-1)
+        v = self.add_embeddings(v, x, value_embed, f)
+        y = attend(q, k, v, mask, self.heads_per_pair)
+        if "dc" in f:
+            y = y + mix_heads(q, k, v, doc_ids, f["dc"], self.cfg.dc_keys, self.cfg.block_size)
+        if "xsa" in f:  # a head leaves out what its output shares with the token's own value: record 82 (@_djdumpling)
+            overlap = (y * v).sum(-1, keepdim=True)
+            share = overlap / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
+            y = y - f["xsa"].transpose(0, 1).tanh() * share * v
+        if "head_gate" in f:  # a head may attend to nothing: record 28 (@classiclarryd)
+            y = y * f["head_gate"].transpose(0, 1)
+        return times(f["post"][0], y.flatten(1), self.lambdas[1] * self.c_proj)
+
+    def add_embeddings(self, v: Tensor, x: Tensor, value_embed: Tensor | None, f: dict) -> Tensor:
+        """Add to the values v (T, H, D) the value embedding, as much as a gate lets through, and what MUDD mixed."""
+        if value_embed is not None:  # after value residuals (arXiv:2410.17897): record 14 (@KoszarskyB)
+            added = value_embed.view_as(v)
+            if self.value_gate is not None:  # record 55 (@classiclarryd); the embedding decides, too: 70 (@photon_mz)
+                n = self.value_gate.size(1) // 2
+                decides = torch.cat([x[:, :n], value_embed[:, :n]], dim=-1)
+                added = 2 * gate(decides, self.value_gate)[:, :, None] * added
+            elif "value_gate" in f:  # one for either half of the heads
+                added = f["value_gate"].transpose(0, 1).repeat_interleave(v.size(1) // 2, dim=1) * added
+            v = v + added
+        if "value" in f:
+            v = v + f["value"].view_as(v)
+        return v
+
+
+# ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
+class GateNet(nn.Module):
+    """Make factors for each token of the stream x (T, K): scale (W2 gelu(W1 x) + b2).
+
+    wanted: by key, the numbers that the factors of a kind begin with. Multiway dynamic dense connections (MUDD,
+    arXiv:2502.12170; record 81) and gates (85): both by @Lisennlp.
+    """
+
+    def __init__(self, cfg: Hyperparameters, wanted: dict):
+        super().__init__()
+        dtype = getattr(torch, cfg.dtype)  # bf16 as in the record, though steps of 8e-4 cannot move a bias near 25
+        self.sizes = {key: len(first) for key, first in wanted.items()}
+        first = [*chain(*wanted.values())]
+        w1 = torch.empty(64, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5
+        self.w1 = nn.Parameter(w1.to(dtype))
+        self.w2 = nn.Parameter(torch.zeros(len(first), 64, dtype=dtype))
+        self.b2 = nn.Parameter((torch.tensor(first) / 0.1).to(dtype))
+
+    def forward(self, x: Tensor, scale: Tensor | float = 0.1) -> dict:
+        """Return by key the factors (n, T, 1), in the precision of x, so that the stream keeps its own."""
+        hidden = F.gelu(linear(x, self.w1))
+        made = scale * (linear(hidden, self.w2) + self.b2.type_as(x))
+        return dict(zip(self.sizes, made.mT[:, :, None].split([*self.sizes.values()]), strict=True))
+
+
+def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
+    """Return the sum of factors times sources, as far as both reach."""
+    return sum(factor * source for factor, source in zip(factors, sources, strict=False))  # type: ignore[return-value]
+
+
+class Block(nn.Module):
+    """Add attention to the stream and then the MLP, each with a factor on the stream and one on what is added.
+
+    A factor is a parameter of the block, named in `learned`, or made for each token by a net: by the block's own for
+    MUDD, or by one that several blocks share. `wanted` says what these make for it, and the values to begin with.
+    """
+
+    def __init__(self, cfg: Hyperparameters, layer: Layer, has_net: bool):
+        super().__init__()
+        self.attn = CausalSelfAttention(cfg, layer) if layer.attention != "none" else None
+        self.mlp = MLP(cfg)
+        H = cfg.num_heads
+        learned = dict(resid=[cfg.resid_lambda_init] * 2, post=[1.0] * 2)  # of attention and MLP: record 73
+        embed = dict(embed=[0.0, cfg.bigram_lambda_init]) if self.attn else {}  # of x0 and bigrams
+        self.wanted: dict[str, list[float]] = {}
+        if layer.mudd:
+            mixes = dict(values=[0.0] * 3, stream=[0.0] * 3, value_gate=[2.0] * 2)
+            self.mudd_net = GateNet(cfg, mixes | learned | embed)
+            learned = {}
+        elif has_net:
+            self.wanted |= embed
+        else:
+            learned |= embed
+        if layer.xsa:
+            self.wanted["xsa"] = [0.0] * H
+        if layer.head_gate:
+            self.wanted["head_gate"] = [0.25] * H
+        if layer.dc:
+            self.wanted["dc"] = [1.0] * H + [0.0] * H  # u and w of `mix_heads`
+        if layer.skip is not None:
+            self.wanted["skip"] = [0.5]
+            self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
+        for kind, first in learned.items():
+            self.register_parameter(f"{kind}_lambdas", nn.Parameter(torch.tensor(first)))
+        self.learned = [*learned]
+
+    def forward(self, x, read, x0, bigrams, value_embed, rotary, mask, doc_ids, f: dict) -> Tensor:
+        """Return the new stream (T, K) from x. Attention reads `read`; f: all factors of the layer.
+
+        The embedding x0 (record 9, @KoszarskyB) and the bigrams (record 62, @classiclarryd) stay at hand.
+        """
+        if self.attn is not None:
+            x = f["resid"][0] * x + self.attn(norm(read), value_embed, rotary, mask, doc_ids, f)
+            x = x + f["embed"][0] * x0
+            if bigrams is not None:
+                x = x + f["embed"][1] * bigrams
+        return f["resid"][1] * x + self.mlp(norm(x), f["post"][1])
+
+
+class LookUp(torch.autograd.Function):
+    """Return rows (T, K) of a large table by their numbers ids (T,).
+
+    Its backward pass sorts the ids, sums each row's gradients in fp32 at its place among T, and writes each sum once.
+    The compiler would sum in a table of fp32 and then round all of it: 1.2 GB of mostly zeros, written and read.
+    """
+
+    @staticmethod
+    def forward(ctx, table: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.table_rows = len(table)
+        return F.embedding(ids, table)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        (ids,) = ctx.saved_tensors
+        ids, order = ids.sort()
+        place = F.pad((ids[1:] != ids[:-1]).int(), (1, 0)).cumsum(0)  # 0, 1, ... for different ids
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        sums = torch.zeros_like(wide).index_add_(0, place, wide[order])
+        rows = torch.full_like(ids, ctx.table_rows).scatter_(0, place, ids)  # places left over: behind the table
+        grads = grad.new_zeros(ctx.table_rows + 1, grad.size(1))
+        grads[rows] = sums.type_as(grad)
+        return grads[:-1], None
+
+
+class GPT(nn.Module):
+    """Map tokens (T,) int32 and targets (T, n) int64 to the sum of losses.
+
+    windows (2,) int32: the long and the short one. weights (n,): of the losses of the targets.
+    """
+
+    def __init__(self, cfg: Hyperparameters):
+        super().__init__()
+        self.cfg = cfg
+        K = cfg.model_dim
+        V = cfg.vocab_size
+        dtype = getattr(torch, cfg.dtype)  # of tables, nets and gates, as of activations; the rest is in fp32 at first
+        padded = V + -V % 64  # rows of the head, aligned for matmul tiles
+        self.embed = nn.Embedding(padded if cfg.tied_frac else V, K, dtype=dtype)
+        self.embed.weight.data += cfg.embed_mean  # a part that all tokens share lets scores go by position alone
+        self.value_embeds = nn.ModuleDict()
+        for i, layer in enumerate(cfg.layers):
+            if layer.value_embed:
+                table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
+                self.value_embeds[str(i)] = nn.Embedding.from_pretrained(table, freeze=False)
+        bigrams = torch.zeros(cfg.bigram_rows, K, dtype=dtype)
+        self.bigram_embed = nn.Embedding.from_pretrained(bigrams, freeze=False)
+        if cfg.sign_rows:  # a constant, the same in all runs
+            generator = torch.Generator().manual_seed(83)
+            signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
+            self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
+        starts = [i for i, layer in enumerate(cfg.layers) if layer.net]
+        first_net = min(starts, default=len(cfg.layers))
+        blocks = [Block(cfg, layer, has_net=i >= first_net) for i, layer in enumerate(cfg.layers)]
+        self.blocks = nn.ModuleList(blocks)
+        self.gate_nets = nn.ModuleDict()
+        for start, end in pairwise([*starts, len(cfg.layers)]):
+            wanted = {(i, kind): first for i in range(start, end) for kind, first in blocks[i].wanted.items()}
+            self.gate_nets[str(start)] = GateNet(cfg, wanted)
+        for i, block in enumerate(blocks[:first_net]):
+            if block.wanted:
+                raise UserError(f"layer {i}: {', '.join(block.wanted)} need net=True in this row or an earlier one")
+        self.gate_scale = nn.Parameter(torch.tensor(0.1)) if starts else None
+        if mudd := cfg.layers[-1].mudd:
+            # The head gets less of what only later layers needed: record 40 (@snimu, @classiclarryd)
+            self.head_net = GateNet(cfg, dict(out=[0.0, -0.5, 0.0] + [0.0] * len(mudd)))
+        if n := cfg.smear_gate_inputs:
+            self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
+            self.smear_lambda = nn.Parameter(torch.tensor(0.0))
+        head = torch.empty(padded, K, dtype=dtype if cfg.tied_frac else torch.float32)
+        self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
+        if cfg.tied_frac:  # and equal they stay while `is_tied`
+            self.embed.weight.data.copy_(head)
+        self.rotary = Rotary(cfg)
+        if dtype == torch.float64:
+            self.double()
+
+    def forward(self, tokens: Tensor, targets: Tensor, windows: Tensor, weights: Tensor) -> Tensor:
+        """Return the summed loss, in FP8 where the configuration says so and gradients are wanted."""
+        cfg = self.cfg
+        x = self.features(tokens, windows)
+        with_grads = torch.is_grad_enabled()
+        softcap = (cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift)
+        scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
+        targets = targets.view(len(x), -1)
+        return HeadLoss.apply(x, self.lm_head, targets, weights, softcap, cfg.lm_head_slice, scales, with_grads)
+
+    def features(self, tokens: Tensor, windows: Tensor) -> Tensor:
+        """Return the head's input (T, K)."""
+        doc_ids = (tokens == self.cfg.eot_token).cumsum(0, dtype=torch.int32)
+        masks = self.attention_masks(doc_ids, windows)
+        value_embeds = {int(i): table(tokens) for i, table in self.value_embeds.items()}
+        bigrams = self.bigrams(tokens)
+        x = self.embed(tokens)
+        if self.cfg.smear_gate_inputs:  # some of the token before, of another document too: record 34 (@classiclarryd)
+            before = F.pad(x[:-1], (0, 0, 1, 0))
+            x = x + self.smear_lambda * gate(x, self.smear_gate) * before
+        x = x0 = norm(x)
+        factors = [{kind: getattr(block, f"{kind}_lambdas") for kind in block.learned} for block in self.blocks]
+        outputs: list[Tensor] = []
+        for i, (layer, block, f) in enumerate(zip(self.cfg.layers, self.blocks, factors, strict=True)):
+            if layer.net:
+                for (of_layer, kind), factor in self.gate_nets[str(i)](x, self.gate_scale).items():
+                    factors[of_layer][kind] = factor
+            if i == 0:
+                x = first = x + f["embed"][1] * bigrams
+            if layer.skip is not None:  # U-Net: later layers add earlier ones (record 11, @brendanh0gan)
+                x = x + block.skip_lambda.sigmoid() * f["skip"][0] * outputs[layer.skip]
+            if layer.mudd:
+                sources = [first, outputs[layer.mudd[0]], x]
+                f |= block.mudd_net(x)
+                f["value"] = mix(f["values"], sources)
+                x = x + mix(f["stream"], sources)
+                x0 = first  # with bigrams, as in the record
+            read = x if layer.reads is None else outputs[layer.reads]  # record 77 (@classiclarryd)
+            added = bigrams if i else None  # the first stream has its bigrams
+            x = block(x, read, x0, added, value_embeds.get(i), self.rotary, masks.get(layer.attention), doc_ids, f)
+            outputs.append(x)
+        if layer.mudd:
+            sources += [*value_embeds.values()][:1] + [outputs[i] for i in layer.mudd[1:]]
+            x = x + mix(self.head_net(x)["out"], sources)
+        return norm(x)
+
+    def bigrams(self, tokens: Tensor) -> Tensor:
+        """Return the bigram embeddings (T, K)."""
+        bigrams = LookUp.apply(self.bigram_embed.weight, self.bigram_hashes(tokens))
+        if self.cfg.sign_rows:  # bigrams that share a row interfere less: record 83 (@TrianX)
+            bigrams = bigrams * self.signs[self.sign_hashes(tokens)].type_as(bigrams)
+        return bigrams
+
+    def sign_hashes(self, tokens: Tensor) -> Tensor:
+        return F.pad((tokens[1:] ^ tokens[:-1]) % self.cfg.sign_rows, (1, 0))
+
+    def bigram_hashes(self, tokens: Tensor) -> Tensor:
+        """Hash (previous token, token) to a row of the table, for tokens (T,) int32; the first has the last row."""
+        last = self.cfg.bigram_rows - 1
+        hashed = F.pad(tokens[1:], (1, 0), value=last)  # `last` in place of the first token, as in the record
+        return F.pad(((36313 * hashed[1:]) ^ (27191 * hashed[:-1])) % last, (1, 0), value=last)  # int32 products wrap
+
+    def attention_masks(self, doc_ids: Tensor, windows: Tensor) -> dict[str, BlockMask | GatheredMask]:
+        """Return the mask of each kind of attention."""
+        cfg = self.cfg
+        masks: dict[str, BlockMask | GatheredMask] = {}
+        for kind in dict.fromkeys(layer.attention for layer in cfg.layers if layer.attention != "none"):
+            ids = doc_ids.repeat_interleave(2) if kind == "paired" else doc_ids  # a token has two positions then
+            window = dict(long=windows[0], short=windows[1], paired=windows[1])[kind]
+            masks[kind] = mask = document_block_mask(ids, window, cfg.block_size, for_flex=cfg.device == "cuda")
+            if cfg.device != "cuda":
+                longest = max(cfg.final_window, *(stage.window for stage in cfg.stages))
+                masks[kind] = GatheredMask(mask, 1 + math.ceil(longest / cfg.block_size), self.embed.weight.dtype)
+        return masks
+
+
+# ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
+def next_targets(targets: Tensor, num: int, prefixes: Tensor | None = None) -> Tensor:
+    """Return the targets (T, n): the next `num` tokens, -2 beyond the end, and the prefix of the first, -1 for none."""
+    columns = F.pad(targets, (0, num - 1), value=-2).unfold(0, num, 1)
+    return columns if prefixes is None else torch.cat([columns, prefixes[targets, None]], dim=1)
+
+
+def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softcap: tuple, with_grad: bool):
+    """Return the losses (T,) of logits z (T, V), which it overwrites, in nats, and their gradient by z or None.
+
+    targets (T, n): -1 or, beyond the end, -2 for none. weights (n,): of their losses. softcap (c, r, d): a logit is
+    r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18
+    (@KoszarskyB), lopsided since record 54 (@classiclarryd). A softmax ignores a shift, so the logits are computed less
+    r: -r s, with s = sigmoid(-(z + d) 2 / c). None is above 0, so exp needs no maximum subtracted. Written out, as
+    log_softmax would keep the logits of all slices alive (10 GB more in gpt2, estimated).
+    """
+    c, r, d = softcap
+    s = z.add_(d).mul_(-2 / c).sigmoid_()  # in place, as eager CPUs gain by it
+    logits = -r * s
+    shares = (targets >= 0) * weights
+    target_logits = (shares * logits.gather(1, targets.clamp(min=0))).sum(-1)
+    exps = logits.exp_()
+    total = exps.sum(-1)
+    losses = shares.sum(-1) * total.log() - target_logits
+    if not with_grad:
+        return losses, None
+    columns = torch.arange(z.size(1), device=z.device)
+    weight = ((targets != -1) * weights).sum(-1)  # a quirk of the record, kept: missing targets (-2) count
+    d_logits = exps.mul_((weight / total)[:, None])  # weight softmax(logits), less the weights of the targets
+    for k in range(len(weights)):
+        d_logits.sub_(weights[k] * (targets[:, k, None] == columns))
+    return losses, torch.ops.aten.sigmoid_backward(d_logits, s).mul_(r * 2 / c)
+
+
+FP8_SCALES = 448 / 100, 448 / 1.6, 448 / 0.75  # of the head's input, its weight, the logits' gradient
+
+
+class HeadLoss(torch.autograd.Function):
+    """Return the summed `softcapped_cross_entropy` of z = x @ w.T, for x (T, K), w (V, K), targets (T, n).
+
+    Only `slice_tokens` rows of the logits (T, V) exist at a time. The forward pass computes the gradients of a slice as
+    well, as computing its logits again in the backward pass took 27 to 41% of the head's time.
+    fp8_scales of x, w and the logits' gradient, or None: multiply in FP8 (record 19, @YouJiacheng), e4m3 forward and
+    e5m2 for the gradient, which needs range more than precision. Static scales suffice: x has unit RMS, w saturates,
+    and the gradient of a token's loss by a logit is below 1.6 in gpt2.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w, targets, weights, softcap, slice_tokens, fp8_scales, with_grads) -> Tensor:
+        wide = torch.promote_types(w.dtype, torch.float32)
+        x_scale, w_scale, grad_scale = fp8_scales or (1.0, 1.0, 1.0)
+        low, grad_low = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
+        w_q = quantize(w, w_scale, low)
+        losses = []
+        grads_x = []
+        grad_w = None
+        for x_slice, t in zip(x.split(slice_tokens), targets.split(slice_tokens), strict=True):
+            x_q = quantize(x_slice, x_scale, low)
+            z = matmul(x_q, w_q.t(), x_scale * w_scale, x.dtype, fast=True)
+            loss, grad_z = softcapped_cross_entropy(z.to(wide), t, weights, softcap, with_grads)
+            losses.append(loss)
+            if with_grads:
+                grad_q = quantize(grad_z, grad_scale, grad_low)
+                grads_x.append(matmul(grad_q, w_q, grad_scale * w_scale, x.dtype))
+                # As (K, V), then transposed: faster than (V, K) directly (record 19)
+                part = matmul(x_q.t(), grad_q, x_scale * grad_scale, wide).t()
+                grad_w = part if grad_w is None else grad_w + part
+        if with_grads:
+            ctx.save_for_backward(torch.cat(grads_x), grad_w.to(w.dtype))
+        return torch.cat(losses).sum()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x, grad_w = ctx.saved_tensors
+        # grad_w is a transpose; autograd accumulates slowly unless it is as contiguous as the weight
+        return grad * grad_x, (grad * grad_w).contiguous(), None, None, None, None, None, None
+
+
+# ---- Optimizers: every rank updates its share of each group of parameters, as in ZeRO-1 (arXiv:1910.02054) -----------
+# The place of this process among all, as torchrun names it
+Ranks = namedtuple("Ranks", "rank world_size local_rank local_world_size", defaults=(0, 1, 0, 1))
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed in torch 2.13
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def start_collective(collective: Callable, *args) -> Callable[[], object]:
+    """Start a collective and return a function that waits for it. With one process there is nothing to do."""
+    return collective(*args, async_op=True).wait if dist.is_initialized() else lambda: None
+
+
+class ShardedOptimizer:
+    """Update parameters of one precision, every rank an equal share of their rows.
+
+    Parameters become views of one buffer: each starts at a row and is zero-padded. groups: the table's row for each
+    parameter. A subclass defines init_state(values), which gets the rank's rows and returns by name what to keep, and
+    update_shard(shard, grad, step, lr_factor), which writes new values into these rows and may overwrite `grad`.
+    """
+
+    update_shard: Callable
+    init_state: Callable
+    apply: Callable  # what a step does to the rows, compiled where the model is
+    by_matrix = False  # a row is a matrix, or else 16 numbers, as kernels want addresses that are multiples of 16
+    keeps_values = False  # True: the state has fp32 values; parameters and gradients travel as activations are
+    every = 1  # step once in so many steps, on the sum of their gradients
+
+    def __init__(self, params: dict[str, nn.Parameter], groups: list[Group], cfg: Hyperparameters, ranks: Ranks):
+        self.names = [*params]
+        self.params = [*params.values()]
+        self.groups = groups
+        self.cfg = cfg
+        self.ranks = ranks
+        assert len({p.dtype for p in self.params}) == 1, f"one precision per group: {self.names}"
+        row = self.params[0].shape[-2:] if self.by_matrix else (16,)
+        self.rows_per_param = [-(-p.numel() // math.prod(row)) for p in self.params]
+        self.rows_per_param[-1] += -sum(self.rows_per_param) % ranks.world_size  # padding: equal shares
+        dtype = self.params[0].dtype
+        if self.keeps_values:
+            dtype = torch.promote_types(dtype, torch.float32)
+        values = self.params[0].new_zeros(sum(self.rows_per_param), *row, dtype=dtype)
+        for p, view in zip(self.params, self.views(values), strict=True):
+            view.copy_(p.detach())
+        self.param_buffer = values.to(getattr(torch, cfg.dtype)) if self.keeps_values else values
+        self.grad_buffer = torch.zeros_like(self.param_buffer)
+        for p, view in zip(self.params, self.views(self.param_buffer), strict=True):
+            p.data = view
+        self.grad_views = self.views(self.grad_buffer)
+        self.param_shard = self.share(self.param_buffer)
+        self.grad_shard = self.grad_buffer if ranks.world_size == 1 else torch.zeros_like(self.param_shard)
+        own = self.share(values)
+        self.state = self.init_state(own if self.param_buffer is values else own.clone())  # frees the others'
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return the part of a buffer that belongs to each parameter, in its shape."""
+        parts = buffer.split(self.rows_per_param)
+        return [part.flatten()[: p.numel()].view_as(p) for part, p in zip(parts, self.params, strict=True)]
+
+    def share(self, buffer: Tensor) -> Tensor:
+        """Return the rows of a buffer that belong to this rank."""
+        return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
+
+    def numbers(self, *values: float) -> Sequence[Tensor]:
+        """Return numbers as tensors: of Python's, which change from step to step, each would need its own graph."""
+        dtype = torch.promote_types(getattr(torch, self.cfg.dtype), torch.float32)
+        return torch.tensor(values, dtype=dtype).to(self.param_shard.device, non_blocking=True).unbind()
+
+    def reduce(self) -> None:
+        """Start to sum the gradients over the ranks; each gets the sums of its rows."""
+        torch._foreach_copy_(self.grad_views, [p.grad for p in self.params])
+        for p in self.params:
+            p.grad = None
+        self.wait_for_grads = start_collective(reduce_scatter, self.grad_shard, self.grad_buffer)
+
+    def update(self, step: int) -> None:
+        """Update this rank's rows with the mean over the sequences, and start to send them to the other ranks."""
+        self.wait_for_grads()
+        if self.cfg.batch_sequences > 1:
+            self.grad_shard.div_(self.cfg.batch_sequences)
+        self.update_shard(self.param_shard, self.grad_shard, step, lr_multiplier(step, self.cfg))
+        self.wait_for_params = start_collective(all_gather, self.param_buffer, self.param_shard)
+
+
+def adam_update(shard, grad, m, v, rate, eps, decay, beta1, beta2) -> None:
+    """Step rows as `Adam` does without a compiler, which makes one kernel of this, casts and all."""
+    assert shard.size(1) == 16  # tells the compiler that a thread may move several numbers at once
+    grad = grad.to(m.dtype)
+    m += (1 - beta1) * (grad - m)
+    v += (1 - beta2) * (grad * grad - v)
+    old = shard.to(m.dtype)
+    shard.copy_(old - rate * m / (v.sqrt() + eps) - decay * old * (m * old > 0))
+
+
+class Adam(ShardedOptimizer):
+    """Step tables, head, scalars and gates by Adam (arXiv:1412.6980).
+
+    In gpt2 it steps every other time, on the sum of two gradients (record 39, @classiclarryd), with moments in fp32
+    (record 56, @ChrisJMcCormick). The weight decay is cautious (record 50, @roeeshenberg).
+    """
+
+    def init_state(self, values: Tensor) -> dict[str, Tensor]:
+        self.every = self.cfg.adam_every
+        dtype = values.dtype
+        if self.cfg.adam_fp32:
+            dtype = torch.promote_types(dtype, torch.float32)
+        if self.cfg.compile:
+            self.apply = torch.compile(adam_update, fullgraph=True, dynamic=True)  # one graph serves all sizes
+        return {name: torch.zeros_like(values, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+
+    def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr_factor: float) -> None:
+        m, v = self.state.values()
+        _, _, lr, decay, beta1, beta2 = self.groups[0]  # all have the same row
+        lr *= lr_factor
+        count = step // self.every  # updates before this one
+        bias1 = 1 - beta1 ** (count + 1)
+        root2 = (1 - beta2 ** (count + 1)) ** 0.5
+        if self.cfg.compile:
+            numbers = self.numbers(lr * root2 / bias1, self.cfg.adam_eps, decay * lr**2, beta1, beta2)
+            return self.apply(shard, grad, m, v, *numbers)
+        eps = self.cfg.adam_eps / root2  # records add it to the root before bias correction, torch after
+        options = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
+        counts = [torch.full((), count, dtype=torch.float32, device=grad.device)]
+        new = shard.to(m.dtype, copy=decay > 0)  # decay needs the old values
+        adam([new], [grad.to(m.dtype)], [m], [v], [], counts, fused=True, **options)  # PyTorch's kernel
+        if decay:  # only where the update, which has the sign of m, moves a weight towards 0
+            new.addcmul_(shard, m * shard > 0, value=-decay * lr**2)
+        shard.copy_(new)
+
+
+POLAR_EXPRESS = [  # a, b, c of each Newton-Schulz step
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+]
+
+
+def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Approximate U V' for every matrix U S V' of G (n, rows, cols), in `dtype`. A zero matrix stays zero.
+
+    Five steps of a quintic Newton-Schulz iteration (Keller Jordan, https://kellerjordan.github.io/posts/muon), with the
+    coefficients of the Polar Express, which differ from step to step (arXiv:2505.16932; record 38, @varunneal).
+    """
+    norms = G.norm(dim=(-2, -1), keepdim=True)
+    X = (G / (1.02 * norms + 1e-6)).to(dtype)
+    for a, b, c in POLAR_EXPRESS:  # X <- a X + b (X X') X + c (X X')^2 X
+        A = X @ X.mT
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        X = torch.baddbmm(X, B, X, beta=a)
+    return X
+
+
+def muon_update(
+    shard, grad, factors, values, momentum_buffer, second_moment, momentum: Tensor, lr: Tensor, decay, beta2, dim
+) -> None:
+    """Step matrices as `Muon` says; means of u^2 are over dimension `dim`."""
+    grad = grad.to(values.dtype)
+    momentum_buffer.lerp_(grad, 1 - momentum)
+    update = zeropower_via_newtonschulz5(grad.lerp(momentum_buffer, momentum), shard.dtype).to(values.dtype)
+    second_moment.lerp_(update.square().mean(dim, keepdim=True), 1 - beta2)
+    even = update / second_moment.clamp(min=1e-10).sqrt()
+    norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, even))
+    update = even * (norms / new_norms.clamp(min=1e-10))
+    if decay:
+        update += decay * lr * values * (update * values >= 0)
+    values -= lr * factors * update
+    shard.copy_(values)
+
+
+class Muon(ShardedOptimizer):
+    """Step hidden matrices of one shape by MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024).
+
+    With g the mean gradient of the step, in the lerp form of record 15:
+
+        m <- momentum m + (1 - momentum) g
+        u <- zeropower(momentum m + (1 - momentum) g)
+        v <- beta2 v + (1 - beta2) mean(u^2)
+        u <- u / sqrt(v), with the norm that u had
+        p <- p - factor lr (u + decay lr p [u p >= 0])
+
+    The means of u^2, which even out neurons, are over columns, or over rows where these are fewer, as there is one for
+    each hidden unit of an MLP (NorMuon, arXiv:2510.05491; record 41, @li_zichong, and 48, @ChrisJMcCormick). The factor
+    is the lr of a matrix's group. The weight decay is cautious, only towards 0 (record 43, @varunneal).
+    """
+
+    by_matrix = True  # gpt2's MLPs have 22: each of 8 ranks steps 3, some of them padding
+    keeps_values = True  # bf16 alone would round small steps away
+
+    def init_state(self, values: Tensor) -> dict[str, Tensor]:
+        rows, columns = values.shape[-2:]
+        self.mean_dim = -1 if rows >= columns else -2
+        factors = values.new_empty(len(self.grad_buffer), 1, 1)
+        for part, group in zip(factors.split(self.rows_per_param), self.groups, strict=True):
+            part.fill_(group.lr)
+        self.factors = self.share(factors)
+        self.apply = torch.compile(muon_update, fullgraph=True, dynamic=False) if self.cfg.compile else muon_update
+        second_moment = torch.zeros_like(values.narrow(self.mean_dim, 0, 1))
+        return dict(values=values, momentum_buffer=torch.zeros_like(values), second_moment=second_moment)
+
+    def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr_factor: float) -> None:
+        _, _, _, decay, _, beta2 = self.groups[0]  # all agree in decay and beta2
+        numbers = self.numbers(muon_momentum(step, self.cfg), self.cfg.muon_lr * lr_factor)
+        self.apply(shard, grad, self.factors, *self.state.values(), *numbers, decay, beta2, self.mean_dim)
+
+
+OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
+
+
+def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
+    """Put every parameter into exactly one group. Muon steps matrices of one shape together, also those of two rows."""
+    cfg = gpt.cfg
+    row_of: dict[str, Group] = {}
+    members: dict[tuple, dict[str, nn.Parameter]] = {}
+    for name, p in gpt.named_parameters():
+        rows = [row for row in cfg.groups if any(fnmatchcase(name, pattern) for pattern in row.names.split())]
+        if len(rows) != 1:
+            raise UserError(f"{name}: {len(rows)} rows of `groups` name this parameter, expected one")
+        row_of[name] = group = rows[0]
+        key = (p.shape[-2:], group.decay, group.beta2) if OPTIMIZERS[group.optimizer].by_matrix else group
+        members.setdefault((group.optimizer, key), {})[name] = p
+    if cfg.tied_frac and row_of["embed.weight"][2:] != row_of["lm_head"][2:]:
+        raise UserError("--tied_frac: the rows of embed.weight and lm_head in `groups` have to have the same numbers")
+    optimizers = []
+    for (kind, _), params in members.items():
+        optimizers.append(OPTIMIZERS[kind](params, [row_of[name] for name in params], cfg, ranks))
+    # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
+    return sorted(optimizers, key=lambda optimizer: -optimizer.grad_buffer.nbytes)
+
+
+@torch.no_grad()
+def step_optimizers(optimizers: Sequence[ShardedOptimizer], step: int) -> None:
+    """Take a step on the gradients, summed over this rank's sequences, and clear those that were used."""
+    due = [optimizer for optimizer in optimizers if (step + 1) % optimizer.every == 0]
+    for optimizer in due:
+        optimizer.reduce()
+    for optimizer in due:  # while one computes, the gradients of the next and the values of the last travel
+        optimizer.update(step)
+    for optimizer in due:
+        optimizer.wait_for_params()
+
+
+# ---- Log: the clock, the curves and the files of a run ---------------------------------------------------------------
+# How far a run is, as a checkpoint holds it. must_match: what has to be the same on all ranks and when the run goes on;
+# curves: (step, loss, ms) by name; tensors: `Trainer.state`
+Saved = namedtuple("Saved", "run_id seed must_match step ms curves tensors", defaults=("", None, {}, 0, 0.0, {}, {}))
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or else its name."""
+    return (str(error).strip() or type(error).__name__).partition("\n")[0][:200]
+
+
+class RunLog:
+    """Keep the clock and the curves of a run. On rank 0 also write LOG_DIR/RUN_ID.txt and tell the console."""
+
+    def __init__(self, cfg: Hyperparameters, is_main: bool, saved: Saved):
+        self.cfg = cfg
+        self.is_main = is_main
+        self.saved = saved
+        self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
+        self.curves = dict(saved.curves)
+        self.pending: deque = deque()  # losses on their way to the host
+        self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
+        self.file = self.open() if is_main else None
+        has_bar = is_main and os.isatty(1) and os.isatty(2)
+        tokens = dict(initial=num_tokens(saved.step, cfg), total=num_tokens(cfg.num_iterations, cfg))
+        form = "{desc} |{bar}| {rate_fmt} {remaining} left"
+        self.bar = tqdm(**tokens, unit="tok", unit_scale=True, bar_format=form, dynamic_ncols=True, disable=not has_bar)
+
+    def open(self) -> TextIO:
+        """Create the log, or go on with it. Refuse to if another run has written, or is writing, under its name."""
+        taken = [".json"] if self.cfg.resume else [".json", ".txt", ".checkpoint"]
+        taken += [] if self.saved.step else [".pt"]
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            for path in map(self.path.with_suffix, taken):
+                if path.exists():
+                    raise OSError(f"{path.name} is there already")
+            file = self.path.open("a" if self.cfg.resume else "x", encoding="utf-8")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dies with the process
+            return file
+        except (OSError, ValueError) as error:  # the latter: a null byte
+            reason = "another process is writing it" if isinstance(error, BlockingIOError) else first_line(error)
+            raise UserError(f"log {str(self.path)[:200]}: {reason}; choose another --run_id or --log_dir") from None
+
+    def start_clock(self, ms: float) -> None:
+        """Go on from `ms` of training, once the device has done all that it was given."""
+        self.device.synchronize()
+        self.bar.unpause()
+        self.started = time.perf_counter() - ms / 1000
+
+    def read_clock(self) -> float:
+        """Return the milliseconds of training so far, without validations and checkpoints."""
+        return 1000 * (time.perf_counter() - self.started)
+
+    def write(self, text: str, console: bool = False) -> None:
+        """Write a line. If the disk is full or the console has gone away, the training goes on."""
+        if not self.is_main:
+            return
+        for stream in [self.file, sys.stdout] if console else [self.file]:
+            with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode(stream):  # above the bar
+                print(text, file=stream, flush=True)
+
+    def send_loss(self, step: int, loss: Tensor) -> None:
+        """Send the loss of a step to the host without waiting, and log those that were sent 8 steps ago."""
+        on_host = loss.to("cpu", non_blocking=True)
+        arrived = self.device.Event()
+        arrived.record()
+        self.pending.append((step, on_host, arrived))
+        self.flush(lag=8 if loss.is_cuda else 0)
+
+    def flush(self, lag: int = 0) -> None:
+        """Wait for the losses of all but the last `lag` steps, and log them; a pipe sees every 25th."""
+        while len(self.pending) > lag:
+            step, loss, arrived = self.pending.popleft()
+            arrived.synchronize()
+            self.log_loss("train_loss", step, loss.item(), self.read_clock(), self.bar.disable and step % 25 == 0)
+            self.bar.update(self.cfg.batch_sequences * train_seq_len(step - 1, self.cfg))
+
+    def log_loss(self, name: str, step: int, loss: float, ms: float, console: bool = True) -> None:
+        """Log a loss, and add it to its curve."""
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"{name} {loss:.4f} at step {step}: lower learning rates or change --seed")
+        self.curves.setdefault(name, []).append((step, loss, ms))
+        last = " ".join(f"{name} {curve[-1][1]:.4f}" for name, curve in self.curves.items())
+        self.bar.set_description_str(f"step {step} {last}", refresh=False)
+        timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
+        self.write(f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f} {timing}", console)
+
+    def save(self, suffix: str, write: Callable, note: str) -> None:
+        """Let `write` fill a file beside the log, whole or not at all, through to the disk, and say how it went."""
+        path = self.path.with_suffix(suffix)
+        part = self.path.with_suffix(f"{suffix}.part")
+        try:
+            if self.is_main:
+                with part.open("wb") as file:
+                    write(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                part.replace(path)
+            self.write(f"{path}: saved; {note}", console=suffix != ".json")
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
+            part.unlink(missing_ok=True)
+            self.write(f"{path}: not saved: {first_line(error)}", console=True)
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+class Trainer:
+    """Hold model and optimizers, the same on all ranks from `warm_up` on, and take the steps of a run."""
+
+    def __init__(self, cfg: Hyperparameters, ranks: Ranks):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.device = torch.device("cpu")
+        if cfg.device == "cuda":
+            self.device = torch.device("cuda", ranks.local_rank)
+            torch.cuda.set_device(self.device)
+        elif cfg.cpu_threads:
+            torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
+        torch.manual_seed(cfg.seed)
+        self.gpt = GPT(cfg).to(self.device)
+        self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
+        self.optimizers = build_optimizers(self.gpt, ranks)
+        self.prefixes = torch.from_numpy(read_prefixes(cfg)).to(self.device)
+        self.stage = 0
+        self.set_schedules(0)
+
+    def set_schedules(self, step: int) -> None:
+        """Set windows, weights of the losses, rotary tables and attention scale to a step's. Nothing recompiles."""
+        weights = torch.tensor(loss_weights(step, self.cfg), dtype=self.gpt.rotary.scale.dtype)
+        windows = torch.tensor(attention_windows(step, self.cfg), dtype=torch.int32)
+        self.weights, self.windows = (t.to(self.device, non_blocking=True) for t in (weights, windows))
+        stage = stage_index(step, self.cfg)
+        if stage != self.stage:
+            self.stage = stage
+            self.gpt.rotary.set_stage(stage, self.cfg)
+
+    def train_step(self, step: int, sequences: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+        """Take a step on this rank's sequences, and return the mean loss over those of all ranks."""
+        losses = []
+        self.set_schedules(step)
+        prefixes = self.prefixes if has_prefix_loss(step, self.cfg) else None
+        num_next = len(stage_of(step, self.cfg).mtp)
+        for tokens, targets in sequences:
+            columns = next_targets(targets, num_next, prefixes)  # not in the graph, which would keep more of them
+            loss = self.model(tokens, columns, self.windows, self.weights)
+            # A sum over tokens, as in the record: gradients grow with train_seq_len. Only the optimizers divide by the
+            # number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
+            (loss * self.cfg.grad_scale).backward()
+            losses.append(loss.detach() / len(tokens))
+        mean = torch.stack(losses).sum() / self.cfg.batch_sequences
+        wait = start_collective(dist.all_reduce, mean)
+        embed = self.gpt.embed.weight
+        head = self.gpt.lm_head
+        if is_tied(step, self.cfg) and (step + 1) % self.cfg.adam_every == 0:  # both step on the sum of their gradients
+            embed.grad = head.grad = embed.grad + head.grad  # (records 51, 53: @varunneal)
+        step_optimizers(self.optimizers, step)
+        wait()
+        return mean
+
+    @torch.no_grad()
+    def score(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the losses of the next tokens."""
+        return self.model(tokens, targets, self.windows, torch.ones_like(self.weights[:1]))
+
+    def evaluate(self, step: int, val_plan: Sequence[Batch]) -> float:
+        """Return the mean loss over the validation tokens. A rank may score more sequences than others, or none."""
+        self.set_schedules(step)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        own = val_plan[self.ranks.rank :: self.ranks.world_size]
+        for [(tokens, targets)] in read_batches(own, [0], self.cfg, self.device):
+            total += self.score(tokens, targets)
+        start_collective(dist.all_reduce, total)()
+        return total.item() / self.cfg.val_tokens
+
+    def warm_up(self, saved: dict[str, Tensor] | None = None) -> None:
+        """Run every graph once on dummy tokens, then restore all state, or load `saved`. Rank 0 has the state."""
+        if saved is None:  # every rank gathers, rank 0 keeps
+            saved = {name: t.to("cpu", copy=True) for name, t in self.state().items() if self.ranks.rank == 0}
+        length = len(self.gpt.rotary.cos) + 1
+        tokens = torch.arange(length, dtype=torch.int32, device=self.device) % self.cfg.vocab_size
+        for start in stage_starts(self.cfg)[:-1]:
+            length = train_seq_len(start, self.cfg)
+            count = self.cfg.batch_sequences // self.ranks.world_size
+            for step in range(start, start + self.cfg.adam_every):
+                self.train_step(step, [(tokens[:length], tokens[1 : length + 1].long())] * count)
+        length = self.cfg.val_seq_len
+        self.score(tokens[:length], tokens[1 : length + 1].long())
+        self.gpt.zero_grad(set_to_none=True)
+        self.restore(saved)
+
+    def peak_memory_mib(self) -> int:
+        """Return the most memory that torch allocated on the GPU, or that the whole process held on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() // 2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all that a step changes: parameters and the optimizers' state, gathered from all ranks."""
+        tensors = {name: p.detach() for name, p in self.gpt.named_parameters()}
+        for optimizer in self.optimizers:
+            for name, shard in optimizer.state.items():
+                whole = shard
+                if self.ranks.world_size > 1:
+                    whole = shard.new_empty(len(optimizer.grad_buffer), *shard.shape[1:])
+                    start_collective(all_gather, whole, shard)()
+                tensors[f"{optimizer.names[0]} {name}"] = whole
+        return tensors
+
+    def restore(self, saved: dict[str, Tensor]) -> None:
+        """Set all ranks to what `state` returned; only rank 0 needs `saved`, and checks names and shapes."""
+        tensors = self.state()
+        for name, tensor in tensors.items():
+            if self.ranks.rank == 0:
+                own = saved.get(name)
+                fits = isinstance(own, Tensor) and (own.shape, own.dtype) == (tensor.shape, tensor.dtype)
+                if saved.keys() != tensors.keys() or not fits:
+                    raise UserError(f"the checkpoint does not fit the model at {name}: resume with its own script")
+                tensor.copy_(saved[name])
+            start_collective(dist.broadcast, tensor, 0)()
+        for optimizer in self.optimizers:
+            for name, shard in optimizer.state.items():
+                shard.copy_(optimizer.share(tensors[f"{optimizer.names[0]} {name}"]))
+
+
+def train(trainer: Trainer, plans: Plans, log: RunLog) -> int:
+    """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug."""
+    cfg = trainer.cfg
+    ranks = trainer.ranks
+    start = log.saved.step
+    graphs = torch._dynamo.utils.counters["stats"]
+    sequences = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
+    batches = read_batches(plans["train"][start:], sequences, cfg, trainer.device)
+    gc.collect()
+    gc.disable()  # one collection in the middle of a run was measured at 0.6 s (nanochat issue 477)
+    compiled = graphs["unique_graphs"]
+    log.start_clock(log.saved.ms)
+    for step in range(start, cfg.num_iterations + 1):
+        is_last = step == cfg.num_iterations
+        saves = cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and start < step and not is_last
+        validates = is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0)
+        if saves or validates:
+            log.flush()
+            ms = log.read_clock()
+            if saves:
+                log.saved = log.saved._replace(step=step, ms=ms, curves=log.curves)
+                state = log.saved._replace(tensors=trainer.state())._asdict()
+                log.save(".checkpoint", partial(torch.save, state), f"step {step}")
+            if validates:  # after saving: a run that resumes here validates, too
+                log.log_loss("val_loss", step, trainer.evaluate(step, plans["val"]), ms)
+            log.start_clock(ms)
+        if not is_last:
+            log.send_loss(step + 1, trainer.train_step(step, next(batches)))
+    return graphs["unique_graphs"] - compiled
+
+
+# ---- Run: ranks that agree, checkpoints, summary ---------------------------------------------------------------------
+def init_distributed() -> Ranks:
+    """Join the ranks that torchrun's environment names. Objects travel by gloo: ranks need not agree on a device."""
+    try:
+        ranks = Ranks(*(int(os.environ.get(name.upper(), default)) for name, default in Ranks._field_defaults.items()))
+        if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
+            raise ValueError(f"impossible {ranks}")
+        if ranks.world_size > 1:
+            if sys.platform == "linux":
+                ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(minutes=30))  # one may compile while the others wait
+        return ranks
+    except (RuntimeError, ValueError) as error:
+        raise UserError(f"RANK, WORLD_SIZE: {first_line(error)}; use torchrun, or unset them") from None
+
+
+def agree(ranks: Ranks, problem: UserError | None, saved: Saved) -> Saved:
+    """Return what rank 0 has saved. Raise on all ranks if one has a problem, or does not match rank 0."""
+    own = problem, saved._replace(tensors={})
+    everyone = [own] * ranks.world_size
+    if ranks.world_size > 1:
+        dist.all_gather_object(everyone, own)
+    for rank, (problem, theirs) in enumerate(everyone):
+        for name, value in everyone[0][1].must_match.items():
+            if not problem and theirs.must_match[name] != value:
+                problem = UserError(f"has {name} {theirs.must_match[name]} instead of {value}: start all alike")
+        if problem and ranks.local_rank > 0:
+            sys.exit(problem.code)  # one rank per node says why
+        if problem:
+            raise type(problem)(f"rank {rank}: {problem}" if ranks.world_size > 1 else str(problem))
+    return everyone[0][1]
+
+
+def load(path: Path, *names: str) -> dict:
+    """Return the `names` of what `RunLog.save` wrote. Refuse a damaged file, by the checksums of its zip archive."""
+    try:
+        if not path.is_file() or zipfile.ZipFile(path).testzip():
+            raise OSError("missing or damaged")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        return {name: state[name] for name in names}
+    except Exception as error:  # a damaged file fails in many ways
+        raise UserError(f"{path}: not a sound checkpoint: {first_line(error)[:100]}") from None
+
+
+def load_checkpoint(given: Hyperparameters) -> Saved:
+    """Return what --resume names. `latest`: the newest in log_dir, of run_id if given; a new run if there is none."""
+    path = Path(given.resume) if given.resume else None
+    if given.resume == "latest":
+        paths = Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")
+        path = max(paths, key=lambda path: path.lstat().st_mtime_ns, default=None)
+        if path and path.with_suffix(".json").exists():
+            raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
+    if path is None:
+        return Saved(given.run_id, given.seed)
+    saved = Saved(**load(path, *Saved._fields))
+    kinds = dict(run_id=str, seed=int, must_match=dict, step=int, ms=float, curves=dict, tensors=dict)
+    wrong = [name for name, kind in kinds.items() if not isinstance(getattr(saved, name), kind)]
+    for curve in saved.curves.values() if not wrong else []:
+        if not isinstance(curve, list) or not all(isinstance(point, tuple) and len(point) == 3 for point in curve):
+            wrong.append("curves")
+    if wrong:
+        raise UserError(f"{path}: not a sound checkpoint: {', '.join(wrong)}")
+    if given.run_id not in ("", saved.run_id):
+        raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
+    return saved
+
+
+def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Plans, Saved]:
+    """Do all that can fail on a rank alone. Return configuration, plans, and how far the run is."""
+    given = parse_args(argv, ranks.world_size)
+    saved = load_checkpoint(given) if ranks.rank == 0 else Saved(given.run_id, given.seed)
+    cfg = resolve(dataclasses.replace(given, run_id=saved.run_id, seed=saved.seed))
+    n = cfg.batch_sequences
+    if n % ranks.world_size:
+        raise UserError(f"{ranks.world_size} processes: expected a divisor of {n}, the number of sequences in a step")
+    plans = plan_data(cfg)
+    may_differ = "run_id log_dir train_files val_files prefix_file save_checkpoint checkpoint_every resume".split()
+    fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
+    must_match = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ}
+    must_match |= {"processes": ranks.world_size, "torch": str(torch.__version__), "numpy": np.__version__}
+    must_match["script"] = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    must_match["prefixes"] = hashlib.sha256(read_prefixes(cfg)).hexdigest()
+    must_match["training tokens"] = hash_tokens(plans["train"], cfg, targets=True)
+    must_match["validation tokens"] = hash_tokens(plans["val"], cfg, targets=False)
+    for name, value in saved.must_match.items():
+        own = must_match.get(name)
+        if own != value:
+            raise UserError(f"the checkpoint has {name} {value} instead of {own}: resume with the same")
+    if saved.must_match and not 0 < saved.step < cfg.num_iterations:
+        raise UserError(f"the checkpoint is of step {saved.step}, beyond --num_iterations {cfg.num_iterations}")
+    return cfg, plans, saved._replace(must_match=must_match, run_id=cfg.run_id, seed=cfg.seed)
+
+
+def describe(cfg: Hyperparameters, ranks: Ranks, plans: Plans, hashes: dict) -> str:
+    """Return versions, hardware, shards and the hashes of the tokens, for the log."""
+    lines = [f"Running Python {sys.version}", f"Running PyTorch {torch.__version__}, numpy {np.__version__}"]
+    lines.append(f"{ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores")
+    how: dict = dict(cwd=Path(__file__).parent, capture_output=True, text=True, errors="replace", timeout=20)
+    for command in ("git --no-optional-locks describe --always --abbrev=40 --dirty", "lscpu", "nvidia-smi"):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            lines += [f"$ {command}", subprocess.run(command.split(), **how).stdout.strip()]
+    for name, plan in plans.items():
+        for path in paths_of(plan):
+            lines.append(f"{name} shard: {path}, {os.path.getsize(path)} bytes")
+    note = "" if cfg.val_sha256 in ("", hashes["validation tokens"]) else " (not the track's: do not compare losses)"
+    lines.append(f"training tokens: {num_tokens(cfg.num_iterations, cfg)}, sha256 {hashes['training tokens']}")
+    lines.append(f"validation tokens: {cfg.val_tokens}, sha256 {hashes['validation tokens']}{note}")
+    return "\n".join(lines)
+
+
+def report(log: RunLog, plans: Plans, trainer: Trainer, recompiles: int) -> dict:
+    """Log the summary, write the result and the model, and say what to try next."""
+    cfg = trainer.cfg
+    peak = trainer.peak_memory_mib()
+    _, val_loss, ms = log.curves["val_loss"][-1]
+    result = dict(
+        num_iterations=cfg.num_iterations,
+        seed=cfg.seed,
+        target_loss=cfg.target_loss,
+        val_loss=val_loss,
+        train_time_ms=ms,
+        peak_memory_mib=peak,
+        recompiles=recompiles,
+        log=str(log.path),
+        val_curve=log.curves["val_loss"],
+        train_curve=log.curves["train_loss"],
+    )
+    for name, batch in dict(first=plans["train"][0], last=plans["train"][-1]).items():
+        log.write(f"{name} batch: {batch.path} position {batch.sequences[0][0, 0]}")
+    log.write(f"recompiles after the clock started: {recompiles}", console=recompiles > 0)
+    step_ms = np.diff([0.0, *(ms for _, _, ms in log.curves["train_loss"])])
+    log.write(f"step time: median {np.median(step_ms):.2f}ms\npeak memory: {peak} MiB")
+    if cfg.save_checkpoint:
+        model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict())
+        log.save(".pt", partial(torch.save, model), f"next: {os.path.relpath(sys.executable)} sample.py")
+    log.save(".json", lambda file: file.write(json.dumps(result).encode() + b"\n"), "the result")
+    text = f"val_loss {val_loss:.4f} after {ms / 1000:.2f} s"
+    if cfg.target_loss and cfg.val_sha256 in ("", log.saved.must_match["validation tokens"]):  # or else another text
+        text += f"; target {cfg.target_loss} {'reached' if val_loss <= cfg.target_loss else 'not reached'}"
+    log.write(f"{text}; peak memory {peak} MiB; log: {log.path}", console=True)
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> dict:
+    """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
+    # Segments of GPU memory that grow waste less of it. torch reads this when CUDA starts, not when it is imported
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    ranks = init_distributed()
+    try:
+        cfg, plans, saved = plan_run(argv, ranks)
+        problem = None
+    except UserError as error:
+        problem = error
+        saved = Saved()
+    agreed = agree(ranks, problem, saved)
+    log = RunLog(cfg, ranks.rank == 0, agreed)
+    try:
+        trainer = Trainer(cfg, ranks)
+        if agreed.step:
+            log.write(f"resumed at step {agreed.step}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
+        elif log.is_main:
+            environment = describe(cfg, ranks, plans, agreed.must_match)
+            settings = json.dumps(dataclasses.asdict(cfg))
+            rule = "=" * 100
+            log.write(f"{source}\n{rule}\n{environment}\nflags: {json.dumps(argv)}\nconfiguration: {settings}\n{rule}")
+            log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
+            if cfg.resume:
+                log.write(f"--resume latest: no checkpoint in {cfg.log_dir}, this is a new run", console=True)
+        log.bar.set_description_str("compiling" if cfg.compile else "warming up")
+        trainer.warm_up(saved.tensors if agreed.step else None)
+        recompiles = train(trainer, plans, log)
+        return report(log, plans, trainer, recompiles)
+    except BaseException as error:
+        resume = f"; to go on, add --resume {log.path.with_suffix('.checkpoint')}" if log.saved.step else ""
+        log.write(f"stopped: {first_line(error)}{resume}", console=bool(resume))
+        raise
+    finally:
+        gc.enable()
+        log.bar.close()
+        if log.file:
+            with contextlib.suppress(OSError):
+                log.file.close()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except (UserError, FloatingPointError, KeyboardInterrupt) as error:
+        print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
+        code = 3 if isinstance(error, FloatingPointError) else 130
+        sys.exit(error.code if isinstance(error, UserError) else code)
