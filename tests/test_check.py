@@ -452,11 +452,11 @@ def test_run_sh(corpus, tmp_path):
     done = program("./run.sh", "--own", "3", "--preset", "nano", SCRIPT=str(script))
     assert done.stdout.splitlines()[-1] == "['--own', '3', '--preset', 'nano'] 2147483647"
     script.write_text("import os; print('workers', os.environ['TORCHINDUCTOR_COMPILE_THREADS'])")
-    (tmp_path / "bin").mkdir()
+    (tmp_path / "cores").mkdir()
     for cores, workers in (1, 1), (7, 4), (208, 32):
-        (tmp_path / "bin" / "nproc").write_text(f"#!/bin/sh\necho {cores}\n")
-        (tmp_path / "bin" / "nproc").chmod(0o755)
-        path = f"{tmp_path}/bin:{os.environ['PATH']}"
+        (tmp_path / "cores" / "nproc").write_text(f"#!/bin/sh\necho {cores}\n")
+        (tmp_path / "cores" / "nproc").chmod(0o755)
+        path = f"{tmp_path}/cores:{os.environ['PATH']}"
         done = program("./run.sh", "--preset", "nano", SCRIPT=str(script), NPROC="2", PATH=path)
         assert done.stdout.count(f"workers {workers}\n") == 2
 

@@ -299,6 +299,9 @@ def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path):
     # steps, of one sequence with 8 processes and of two with 4, 2, 1
     in_fp8 = sum(call["flops"] * call["count"] for call in found["calls"] if call["kind"].startswith("float8"))
     assert in_fp8 == 2 * (1 + 3 * 2) * 512 * (3 * 2 * 128 * 512 + 2 * 2 * 128 * 4 * 128)
+    assert "relu_squared_backward_kernel" in found["kernels"]["backward 512 x 1"]
+    own = [(call["name"], call["flops"]) for call in found["calls"] if call["kind"] == "bfloat16 in Triton"]
+    assert {*own} == {("mm 512x128x512", 2 * 512 * 128 * 512)}
     for world in ("8", "4", "2", "1"):
         peak = found["memory"][world]["train 512 x 1"]
         assert peak["total"] > peak["buffers"] > 2 * 512 * 512
