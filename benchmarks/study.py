@@ -3,6 +3,7 @@
     python -m benchmarks study run --seeds 8     all ideas with seed 1, then all with seed 2 ...; goes on where it was
     python -m benchmarks study table             what there is so far, as Markdown
     python -m benchmarks study draw              the same as a picture
+    python -m benchmarks study clock             how long the steps take without each idea; nothing else may run
 
 docs/change.md says how an idea is taken out, docs/mini.md what the study found. Each run that has ended is a line of
 the file of results. Exit codes: 0 done, 1 a run failed, 2 bad input, 130 interrupted.
@@ -11,6 +12,7 @@ the file of results. Exit codes: 0 done, 1 a run failed, 2 bad input, 130 interr
 import argparse
 import fcntl
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -19,12 +21,17 @@ import shlex
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import scipy.stats
+import torch
 
+import train_gpt
 from records import plots
 from records.process import ROOT, own_process
 from train_gpt import UserError
@@ -217,12 +224,53 @@ def draw(args: argparse.Namespace, source: str, script: str) -> int:
     return 0
 
 
+def build(source: str, idea: str, flags: Sequence[str]) -> tuple[ModuleType, train_gpt.Trainer]:
+    """Return the script without an idea as a module, and its trainer."""
+    changed, own = take_out(source, ideas()[idea], mini=True) if idea else (source, [])
+    with tempfile.TemporaryDirectory(prefix="study-") as folder:
+        path = Path(folder) / "taken_out.py"
+        path.write_text(changed, encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # dataclasses look there
+        spec.loader.exec_module(module)
+    given = module.parse_args(["--preset=mini", "--dtype=bfloat16", "--seed=1", *flags, *own])
+    return module, module.Trainer(module.resolve(given), module.Ranks())
+
+
+def steps_seconds(module: ModuleType, trainer: train_gpt.Trainer) -> float:
+    """Return how long all steps would take, by as many of each stage as Adam makes one of, on dummy tokens."""
+    cfg, total = trainer.cfg, 0.0
+    for first, end in pairwise(sorted({*module.stage_starts(cfg), cfg.num_iterations})):
+        length = module.train_seq_len(first, cfg)
+        tokens = torch.arange(length + 1, dtype=torch.int32) % cfg.vocab_size
+        batch = [(tokens[:-1], tokens[1:].long())] * cfg.batch_sequences
+        even = -(-first // cfg.adam_every) * cfg.adam_every
+        began = time.perf_counter()
+        for step in range(even, even + cfg.adam_every):
+            trainer.train_step(step, batch)
+        total += (time.perf_counter() - began) * (end - first) / cfg.adam_every
+    return total
+
+
+def clock(args: argparse.Namespace, source: str, script: str) -> int:
+    """Print how long the steps take without an idea, as a multiple of the whole script's: steps of both in turn."""
+    torch.set_num_threads(args.threads)
+    whole = build(source, "", args.flags)
+    print("| without | time of the steps, median (all of them) |\n|---|---|")
+    for idea in args.ideas:
+        without = build(source, idea, args.flags)
+        ratios = [steps_seconds(*without) / steps_seconds(*whole) for _ in range(args.repeats + 1)]
+        low, *_, high = ratios = sorted(ratios[1:])  # the first warms up
+        print(f"| {idea} | {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}) |", flush=True)
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     form: dict = dict(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(prog="python -m benchmarks study", description=__doc__, **form)
     commands = parser.add_subparsers(required=True)
-    for function in (run, table, draw):
+    for function in (run, table, draw, clock):
         command = commands.add_parser(function.__name__, help=function.__doc__, allow_abbrev=False)
         command.set_defaults(function=function)
         add = command.add_argument
@@ -231,6 +279,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         add("flags", nargs="*", help="more flags of train_gpt.py, after --")
         if function is run:
             add("--seeds", type=int, default=8, help="seeds 1 to this one [%(default)s]")
+        if function is clock:
+            add("--repeats", type=int, default=7, help="at least 2 [%(default)s]")
+        if function in (run, clock):
             add("--threads", type=int, default=2, help="of a run [%(default)s]")
             add("--ideas", nargs="+", choices=STUDIED, default=[*STUDIED], metavar="IDEA", help="by default all")
         elif function is draw:

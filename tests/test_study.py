@@ -114,6 +114,32 @@ def test_study_goes_on_after_a_kill_and_damage_and_tells_differences(tmp_path, c
     assert (tmp_path / "study.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_the_clock_times_the_steps_of_all_stages(monkeypatch, capsys):
+    """Here a step takes as long as it has tokens: 64, 128 and 192 by stage, and 128 if batches do not grow."""
+    now, steps, build = [0], [], study.build
+
+    def step(number: int, batch: list) -> None:
+        steps.append(number)
+        now[0] += sum(len(tokens) for tokens, _ in batch)
+
+    def with_step(*args) -> tuple:
+        module, trainer = build(*args)
+        monkeypatch.setattr(trainer, "train_step", step)
+        return module, trainer
+
+    monkeypatch.setattr(study, "build", with_step)
+    monkeypatch.setattr(study.time, "perf_counter", lambda: now[0])
+    sizes = dict(model_dim=48, head_dim=8, num_iterations=12, bigram_rows=64)
+    sizes |= dict.fromkeys(("train_seq_len", "batch_tokens", "val_seq_len", "val_tokens"), 64)
+    words = ["clock", "--ideas", "batches that grow", "--repeats", "2", "--", *(f"--{k}={v}" for k, v in sizes.items())]
+    assert study.main(words) == 0
+    ratio = 12 * 128 / (3 * 64 + 4 * 128 + 5 * 192)
+    assert (
+        capsys.readouterr().out.splitlines()[-1] == f"| batches that grow | {ratio:.2f} ({ratio:.2f} to {ratio:.2f}) |"
+    )
+    assert steps[:8] == [0, 1, 4, 5, 8, 9, 10, 11]
+
+
 def test_a_run_that_fails_is_named_and_tried_again(tmp_path, command, monkeypatch, capsys):
     tried = []
 
