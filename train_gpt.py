@@ -420,6 +420,7 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
     seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
     dtype = fast if cfg.dtype == "auto" else cfg.dtype
+    # FP8 products with scales of rows give nothing but bf16
     has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9) and dtype == "bfloat16"
     return dataclasses.replace(
         cfg,
@@ -1472,7 +1473,7 @@ class ShardedOptimizer:
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
     def numbers(self, *values: float) -> Sequence[Tensor]:
-        """Return numbers as tensors: of Python's, which change from step to step, each would need its own graph."""
+        """Return numbers as tensors, as each new value of a Python number would need a graph of its own."""
         dtype = torch.promote_types(getattr(torch, self.cfg.dtype), torch.float32)
         return torch.tensor(values, dtype=dtype).to(self.param_shard.device, non_blocking=True).unbind()
 
@@ -1493,7 +1494,7 @@ class ShardedOptimizer:
 
 
 def adam_update(shard, grad, m, v, rate, eps, decay, beta1, beta2) -> None:
-    """Step rows as `Adam` does without a compiler, which makes one kernel of this, casts and all."""
+    """Step rows as `Adam.update_shard` does, in operations of which the compiler makes one kernel, casts and all."""
     assert shard.size(1) == 16  # tells the compiler that a thread may move several numbers at once
     grad = grad.to(m.dtype)
     m += (1 - beta1) * (grad - m)
@@ -1523,12 +1524,12 @@ class Adam(ShardedOptimizer):
         _, _, lr, decay, beta1, beta2 = self.groups[0]  # all have the same row
         lr *= lr_factor
         count = step // self.every  # updates before this one
-        bias1 = 1 - beta1 ** (count + 1)
-        root2 = (1 - beta2 ** (count + 1)) ** 0.5
+        root = (1 - beta2 ** (count + 1)) ** 0.5  # of the second moment's bias correction
         if self.cfg.compile:
-            numbers = self.numbers(lr * root2 / bias1, self.cfg.adam_eps, decay * lr**2, beta1, beta2)
-            return self.apply(shard, grad, m, v, *numbers)
-        eps = self.cfg.adam_eps / root2  # records add it to the root before bias correction, torch after
+            rate = lr * root / (1 - beta1 ** (count + 1))
+            self.apply(shard, grad, m, v, *self.numbers(rate, self.cfg.adam_eps, decay * lr**2, beta1, beta2))
+            return
+        eps = self.cfg.adam_eps / root  # records add it to the root before bias correction, torch after
         options = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
         counts = [torch.full((), count, dtype=torch.float32, device=grad.device)]
         new = shard.to(m.dtype, copy=decay > 0)  # decay needs the old values

@@ -233,8 +233,11 @@ def build(source: str, idea: str, flags: Sequence[str]) -> tuple[ModuleType, tra
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # dataclasses look there
         spec.loader.exec_module(module)
-    given = module.parse_args(["--preset=mini", "--dtype=bfloat16", "--seed=1", *flags, *own])
-    return module, module.Trainer(module.resolve(given), module.Ranks())
+    try:
+        given = module.parse_args(["--preset=mini", "--dtype=bfloat16", "--seed=1", *flags, *own])
+        return module, module.Trainer(module.resolve(given), module.Ranks())
+    except module.UserError as error:  # a class of its own
+        raise UserError(str(error)) from None
 
 
 def steps_seconds(module: ModuleType, trainer: train_gpt.Trainer) -> float:
@@ -248,20 +251,23 @@ def steps_seconds(module: ModuleType, trainer: train_gpt.Trainer) -> float:
         began = time.perf_counter()
         for step in range(even, even + cfg.adam_every):
             trainer.train_step(step, batch)
+        getattr(torch, cfg.device).synchronize()  # a GPU only begins them
         total += (time.perf_counter() - began) * (end - first) / cfg.adam_every
     return total
 
 
 def clock(args: argparse.Namespace, source: str, script: str) -> int:
     """Print how long the steps take without an idea, as a multiple of the whole script's: steps of both in turn."""
+    if min(args.repeats, args.threads) < 1:
+        raise UserError(f"--repeats {args.repeats}, --threads {args.threads}: expected at least 1")
     torch.set_num_threads(args.threads)
     whole = build(source, "", args.flags)
     print("| without | time of the steps, median (all of them) |\n|---|---|")
     for idea in args.ideas:
         without = build(source, idea, args.flags)
         ratios = [steps_seconds(*without) / steps_seconds(*whole) for _ in range(args.repeats + 1)]
-        low, *_, high = ratios = sorted(ratios[1:])  # the first warms up
-        print(f"| {idea} | {statistics.median(ratios):.2f} ({low:.2f} to {high:.2f}) |", flush=True)
+        del ratios[0]  # a warm-up
+        print(f"| {idea} | {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) |", flush=True)
     return 0
 
 
@@ -280,7 +286,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if function is run:
             add("--seeds", type=int, default=8, help="seeds 1 to this one [%(default)s]")
         if function is clock:
-            add("--repeats", type=int, default=7, help="at least 2 [%(default)s]")
+            add("--repeats", type=int, default=7, help="rounds of steps [%(default)s]")
         if function in (run, clock):
             add("--threads", type=int, default=2, help="of a run [%(default)s]")
             add("--ideas", nargs="+", choices=STUDIED, default=[*STUDIED], metavar="IDEA", help="by default all")
@@ -293,4 +299,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        parser.exit(130, "python -m benchmarks study: interrupted; the same command goes on\n")
+        parser.exit(130, "python -m benchmarks study: interrupted; `study run` goes on where it was\n")

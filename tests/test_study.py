@@ -138,6 +138,10 @@ def test_the_clock_times_the_steps_of_all_stages(monkeypatch, capsys):
         capsys.readouterr().out.splitlines()[-1] == f"| batches that grow | {ratio:.2f} ({ratio:.2f} to {ratio:.2f}) |"
     )
     assert steps[:8] == [0, 1, 4, 5, 8, 9, 10, 11]
+    for *wrong, told in ("--repeats=0", "at least 1"), ("--threads=0", "at least 1"), ("--", "--foo=3", "no such flag"):
+        with pytest.raises(SystemExit, match="2"):
+            study.main(["clock", *wrong])
+        assert told in capsys.readouterr().err
 
 
 def test_a_run_that_fails_is_named_and_tried_again(tmp_path, command, monkeypatch, capsys):

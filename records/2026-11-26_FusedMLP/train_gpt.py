@@ -420,6 +420,7 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
     seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
     dtype = fast if cfg.dtype == "auto" else cfg.dtype
+    # FP8 products with scales of rows give nothing but bf16
     has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9) and dtype == "bfloat16"
     return dataclasses.replace(
         cfg,
