@@ -12,7 +12,7 @@
 # thing says what), 3 the loss became NaN or infinite, 130 interrupted; with several processes torchrun makes it 1.
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")" # it may be started through a link
-source ./environment.sh
+source speedrun/environment.sh
 script=${SCRIPT:-train_gpt.py}
 [ -f "$script" ] || fail "SCRIPT=$script: there is no such file in $PWD"
 flags=$*
@@ -23,10 +23,10 @@ for flag in "$@"; do
         exec "$python" "$script" --help
     fi
     if [ "$flag" = --check ]; then
-        exec "$python" check.py "$@"
+        exec "$python" -m speedrun check "$@"
     fi
 done
-nproc=$("$python" check.py "$@")
+nproc=$("$python" -m speedrun check "$@")
 trap '' HUP # a console that goes away does not end a training
 if [ "$nproc" = 1 ]; then
     exec "$python" "$script" "$@"

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
-import needs
+from speedrun import needs
 
 with needs.packages("requirements.txt"):
     import torch

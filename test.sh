@@ -6,7 +6,7 @@
 #   ./test.sh -m gpu     the self-test of a machine with GPUs: run it before the first training there
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "$0")"
-source ./environment.sh
+source speedrun/environment.sh
 find_python requirements.txt data/requirements.txt tests/requirements.txt records/requirements.txt
 [ $# -gt 0 ] || set -- --numprocesses 2 --dist loadfile # two files at a time; a few tests start sooner alone
 exec "$python" -m pytest "$@"

@@ -21,9 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import needs
+from speedrun import needs
 
 with needs.packages("requirements.txt"):
     from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url

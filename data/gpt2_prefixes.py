@@ -11,9 +11,8 @@ import sys
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import needs
+from speedrun import needs
 
 with needs.packages("requirements.txt", "data/requirements.txt"):
     import numpy as np

@@ -16,9 +16,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import needs
+from speedrun import needs
 
 with needs.packages("requirements.txt"):
     import numpy as np

@@ -34,15 +34,14 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import needs
+from speedrun import needs
 
 with needs.packages("requirements.txt"):
     import numpy as np
     from tqdm import tqdm
 
-    import check
+    from speedrun import check
     import train_gpt
     from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
     from shards import lock_folder, write_shard

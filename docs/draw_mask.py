@@ -12,7 +12,6 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
 from train_gpt import Hyperparameters, attention_windows, document_block_mask, stage_starts
 
 STAGE, TOKENS = 1, 8192

@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 
-import needs
+from speedrun import needs
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m gpu_proof", description=__doc__)

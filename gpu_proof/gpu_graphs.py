@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gpu_proof import pretend_gpu
-from records.process import ROOT, own_process
+from speedrun.process import ROOT, own_process
 
 INTRODUCTION = """Lower the graphs of gpt2 (training, validation, optimizers) for GPUs that are not here, and compile
 every configuration of every Triton kernel to machine code. Print a table, write it to a JSON file.

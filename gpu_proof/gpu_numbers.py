@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_proof import gpu_graphs, pretend_gpu
 from gpu_proof.randomize import randomize
-from records.process import ROOT, own_process
+from speedrun.process import ROOT, own_process
 
 INTRODUCTION = """Run the kernels that torch.compile generates for a GPU (compute capability 9.0) on this CPU, by
 Triton's interpreter: loss, validation loss and every gradient of a small model with random parameters, optimizers.

@@ -17,7 +17,7 @@ from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
-from needs import PIP
+from speedrun.needs import PIP
 
 TORCH = "2.13."
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from gpu_proof import gpu_graphs
-from records.process import ROOT
+from speedrun.process import ROOT
 
 INTRODUCTION = """Predict the times of gpt2 on GPUs that are not here: every launch of its graphs and optimizers takes
 as long as its bytes, FLOPs or special functions, whichever takes longest, at the rates below. Print tables and write a

@@ -12,7 +12,7 @@ import torch
 
 import train_gpt
 from gpu_proof.randomize import randomize
-from records.process import ROOT
+from speedrun.process import ROOT
 from shards import write_shard
 from train_gpt import GPT, Hyperparameters
 

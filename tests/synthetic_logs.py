@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from records import race
-from records.logs import Log
+from speedrun import race
+from speedrun.logs import Log
 
 ROOT = Path(__file__).parent.parent
 RULE = "=" * 100

@@ -18,10 +18,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
-from benchmarks import anchor_cpu, command, measure
+from speedrun import bench, measure, plain_gpt
 from conftest import TINY_FLAGS, pytest_configure
-from records.logs import Log
-from records.process import ENVIRONMENT, ROOT, own_process
+from speedrun.logs import Log
+from speedrun.process import ENVIRONMENT, ROOT, own_process
 from test_attention import dense_mask
 from train_gpt import Ranks, Trainer
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-import check
-import needs
+from speedrun import check
+from speedrun import needs
 import train_gpt
 from cached_fineweb10B import RECORD_SHARDS
 from conftest import TINY_FLAGS

@@ -23,9 +23,9 @@ from cached_fineweb10B import RECORD_SHARDS
 from conftest import GPT2_FLAGS, TINY_FLAGS
 from gpu_proof import gpu_graphs, roofline
 from public_records import load
-from records.logs import RECORDS, is_on_board, lineage, log_paths, record_logs
-from records.proof import public_history
-from records.publish import leaderboards
+from speedrun.logs import RECORDS, is_on_board, lineage, log_paths, record_logs
+from speedrun.proof import public_history
+from speedrun.publish import leaderboards
 from synthetic_logs import ROOT
 
 SOURCE = (ROOT / "train_gpt.py").read_text()

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import cached_fineweb10B
-import needs
+from speedrun import needs
 from shards import lock_folder, shard_header
 from test_train import wait_for
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import evaluate
+from speedrun import evaluate
 import sample
 import train_gpt
 from test_sample import model  # noqa: F401  a fixture

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import check
+from speedrun import check
 import train_gpt
 from shards import write_shard
 from test_attention import dense_attention, dense_mask

@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import check
+from speedrun import check
 import train_gpt
 from gpu_proof import gpu_graphs, pretend_gpu, roofline
-from records.process import ROOT, own_process
+from speedrun.process import ROOT, own_process
 
 WHY_NOT = pretend_gpu.missing()
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(WHY_NOT), reason=f"gpu_graphs {WHY_NOT}")]

@@ -16,7 +16,7 @@ import torch
 
 import train_gpt
 from gpu_proof import gpu_numbers, pretend_gpu
-from records.process import ROOT
+from speedrun.process import ROOT
 
 if problem := pretend_gpu.missing():
     pytest.skip(f"gpu_numbers {problem}", allow_module_level=True)

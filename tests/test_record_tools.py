@@ -23,11 +23,11 @@ from PIL import Image
 from scipy import stats
 
 import train_gpt
-from needs import PYTHON
-from records import proof, race, rules, tried
-from records.__main__ import build_parser, main
-from records.logs import Log, Unreadable, lineage
-from records.publish import BEGIN, END
+from speedrun.needs import PYTHON
+from speedrun import proof, race, rules, tried
+from speedrun.__main__ import build_parser, main
+from speedrun.logs import Log, Unreadable, lineage
+from speedrun.publish import BEGIN, END
 from synthetic_logs import (
     LOSSES,
     NANO_VAL,

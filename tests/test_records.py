@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from public_records import load
-from records.logs import RECORDS, diff, lineage, read_script
+from speedrun.logs import RECORDS, diff, lineage, read_script
 from world_worker import ROOT, Run
 
 NAMES = [folder.name for folder in lineage(RECORDS)]

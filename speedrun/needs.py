@@ -21,8 +21,7 @@ from collections import namedtuple
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT / "data"))  # whose scripts import each other; first, or what PYTHONPATH has would be taken
+ROOT = Path(__file__).resolve().parents[1]
 NANO = "nano trains on the CPU: --preset nano --device cpu"
 CAPABILITY = "gpt2 needs a GPU of compute capability 8.0 or newer (A100, RTX 30)"
 OLD_NAMES = r"Quadro|TITAN|GTX?\b|MX[1-5][0-5]|RTX 20[678]|\b[KMPTV]\d"  # below 8.0; RTX 2050 and MX570 are not

@@ -1,4 +1,4 @@
-"""Run the record tools from the command line: python -m records COMMAND --help."""
+"""Run the record tools from the command line: python -m speedrun COMMAND --help."""
 
 import argparse
 import datetime
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from needs import PIP, PYTHON
-from records import logs, plots, proof, publish, race, rules, tried
-from records.logs import RECORDS, ToolError
+from speedrun.needs import PIP, PYTHON
+from speedrun import logs, plots, proof, publish, race, rules, tried
+from speedrun.logs import RECORDS, ToolError
 
 INTRODUCTION = (
     "Prove and compare speedrun records. A record is named by its folder, or a unique part of that. "
@@ -113,7 +113,7 @@ def command_stats(args: argparse.Namespace) -> Outcome:
     arg("--nproc_per_node", type=int, default=1, metavar="N", help="processes of each run; above 1 with torchrun"),
     arg("--out", type=Path, metavar="FOLDER", help="for race.json and the logs (default: logs/race-TIME)"),
     arg("--resume", type=Path, metavar="FOLDER", help="go on with this race, with the same arguments"),
-    arg("--note", metavar="TEXT", default="", help="what the idea is, for the table of `python -m records tried`"),
+    arg("--note", metavar="TEXT", default="", help="what the idea is, for the table of `python -m speedrun tried`"),
     usage="%(prog)s [options] NEWEST OLDER [OLDER ...] [-- FLAGS ...]",
     epilog="FLAGS after -- go to all scripts, such as -- --num_iterations 100 --val_loss_every 0. An idea that is a "
     f"flag: race 'train_gpt.py --muon_lr 0.05' train_gpt.py. {proof.FASTER}",
@@ -185,7 +185,7 @@ def command_table(args: argparse.Namespace) -> Outcome:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m records", description=INTRODUCTION)
+    parser = argparse.ArgumentParser(prog="python -m speedrun", description=INTRODUCTION)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for function, text, arguments, settings in COMMANDS:
         name = function.__name__.removeprefix("command_")
@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         problem, code = f"{error}; {PIP} {files}", 2
     except (ToolError, OSError) as error:
         problem, code = str(error), 2
-    say(f"python -m records: {problem}", sys.stderr)
+    say(f"python -m speedrun: {problem}", sys.stderr)
     return code
 
 

@@ -69,7 +69,7 @@ make_environment() { # FILE...
         [ -n "$base" ] || fail "no Python 3.11 or newer found: install one, or name it: PYTHON=/path/to/python $0"
     fi
     # The default wheels of torch need CUDA 13, and bring gigabytes of CUDA that are useless without an NVIDIA GPU
-    index=$("$base" needs.py "$flags") || fail "$index"
+    index=$("$base" speedrun/needs.py "$flags") || fail "$index"
     if [ "$base" != "$python" ]; then
         if [ -L .venv ] && [ ! -e .venv ]; then
             rm .venv # a link to a folder that is gone
@@ -104,7 +104,7 @@ find_python() { # FILE...
     python=.venv/bin/python
     if [ -e .venv/unfinished ] || ! meets "$python" "$@"; then
         trap 'exit 130' INT # pip ends with 1 when it is interrupted, as if it had failed
-        make_environment "$@" 9<environment.sh
+        make_environment "$@" 9<speedrun/environment.sh
         trap - INT
     fi
 }

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from needs import PYTHON
-from records.logs import (
+from speedrun.needs import PYTHON
+from speedrun.logs import (
     Log,
     ToolError,
     board_of,
@@ -20,9 +20,9 @@ from records.logs import (
     require_one_experiment,
     without_script,
 )
-from records.proof import describe, interval, public_history
-from records.race import FILE, OLDER, older_logs, record_race
-from records.rules import TRACKS, board_order, track_of
+from speedrun.proof import describe, interval, public_history
+from speedrun.race import FILE, OLDER, older_logs, record_race
+from speedrun.rules import TRACKS, board_order, track_of
 
 BEGIN = "<!-- leaderboards: python -m records table -->"
 END = "<!-- end of leaderboards -->"

@@ -8,7 +8,7 @@ from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from records.logs import (
+from speedrun.logs import (
     Log,
     ToolError,
     board_of,
@@ -20,9 +20,9 @@ from records.logs import (
     read_json,
     record_logs,
 )
-from records.proof import public_history
-from records.publish import ranked
-from records.rules import TRACKS, board_order
+from speedrun.proof import public_history
+from speedrun.publish import ranked
+from speedrun.rules import TRACKS, board_order
 
 # Lists over the steps at which all logs have a loss: mean time in s; mean, lowest and highest loss
 Curve = namedtuple("Curve", "name track steps seconds mean low high is_training", defaults=[False])

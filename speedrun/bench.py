@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import train_gpt
-from benchmarks import measure
-from records.process import ENVIRONMENT
+from speedrun import measure
+from speedrun.process import ENVIRONMENT
 from train_gpt import Hyperparameters, Ranks, Trainer, UserError
 
 INTRODUCTION = """Measure train_gpt.py on this machine: parts of a step, utilization, memory.

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from needs import PYTHON
-from records.logs import (
+from speedrun.needs import PYTHON
+from speedrun.logs import (
     HEADER_BYTES,
     RECORDS,
     TOKEN_BYTES,
@@ -31,8 +31,8 @@ from records.logs import (
     read_text,
     shown,
 )
-from records.proof import ALPHA, Sample, describe, public_history, standing
-from records.race import FILE, OLDER, ON_ONE_GPU, SAME_TRAINING, record_race, too_different
+from speedrun.proof import ALPHA, Sample, describe, public_history, standing
+from speedrun.race import FILE, OLDER, ON_ONE_GPU, SAME_TRAINING, record_race, too_different
 
 PLACEHOLDER = re.compile("<say[^>]*>?")
 COMPILER_SETTING = re.compile(r"\b_(inductor|dynamo)\b(?!\.utils)|\bTORCH(INDUCTOR|DYNAMO|_COMPILE)\w*")
@@ -109,7 +109,6 @@ def flag_problems(log: Log) -> Iterator[str]:
 def nano_shard() -> bytes:
     """Return the tokens of the nano track's training shard, or nothing if data/nano lacks it."""
     path = RECORDS.parent / "data" / "nano" / TRACKS["nano"].shard_name.format(0)
-    sys.path.append(str(RECORDS.parent / "data"))
     from pack_nano import is_track_shard
 
     return path.read_bytes()[HEADER_BYTES:] if is_track_shard(path, "train") else b""

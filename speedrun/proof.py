@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from records.logs import RECORDS, Log, ToolError, read_json
+from speedrun.logs import RECORDS, Log, ToolError, read_json
 
 ALPHA = 0.01  # a record's p has to be below it
 MIN_PAIRS = 5  # of a race that decides; fewer are a screen

@@ -17,9 +17,8 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import needs
+from speedrun import needs
 
 with needs.packages("requirements.txt"):
     import numpy as np

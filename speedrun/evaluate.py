@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import needs
+from speedrun import needs
 
 with needs.packages("requirements.txt"):
     import torch

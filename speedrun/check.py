@@ -24,9 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # first, or what PYTHONPATH has would be taken
 
-import needs
+from speedrun import needs
 
 with needs.packages("requirements.txt"):
     import importlib.metadata

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RULE = "=" * 100
-RECORDS = Path(__file__).resolve().parent
+RECORDS = Path(__file__).resolve().parents[1] / "records"
 RECORD_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_[\w.-]+", re.ASCII)
 NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 OTHERS = r"(?: (?!train_loss|val_loss:|train_time|step_avg)\w+:\S+)*"  # fields that some public logs have

@@ -15,8 +15,8 @@ from itertools import chain
 from pathlib import Path
 from typing import IO
 
-from records import proof, tried
-from records.logs import (
+from speedrun import proof, tried
+from speedrun.logs import (
     FLAGS,
     RECORDS,
     TEXT,
@@ -34,8 +34,8 @@ from records.logs import (
     shown,
     without_script,
 )
-from records.process import own_process
-from records.proof import MIN_PAIRS, SLACK, compare
+from speedrun.process import own_process
+from speedrun.proof import MIN_PAIRS, SLACK, compare
 
 FILE, OLDER = "race.json", "older"  # the latter: the folder of the older script's logs, beside the record's own
 MAX_SCRIPTS = 26  # a letter each
@@ -257,7 +257,6 @@ def begin(plan: dict, out: Path | None, resume: Path | None) -> tuple[Path, dict
     path = folder / FILE
     if not resume and path.exists():
         raise ToolError(f"{path} is there already: go on with --resume {folder}, or choose another --out")
-    sys.path.append(str(RECORDS.parent / "data"))
     from shards import lock_folder
 
     try:

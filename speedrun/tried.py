@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from records.logs import ToolError, printable, read_text, shown
-from records.proof import interval
+from speedrun.logs import ToolError, printable, read_text, shown
+from speedrun.proof import interval
 
 TABLE = Path("logs/tried.tsv")
 SHA256, FIGURE = "[0-9a-f]{12}", r"[+-]?\d+\.\d+( \(.+ to .+\))?"
