@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
-import difflib
 import fcntl
 import gc
 import glob
@@ -25,6 +24,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -80,7 +80,7 @@ class Layer(NamedTuple):
     xsa: bool = False  # heads subtract part of the token's own value; xsa, skip, head_gate, dc need a net here or above
     head_gate: bool = False  # the output of each head has a factor
     dc: bool = False  # heads mix what they see near by
-    # Last layer only; (7, 3): stream and values add mixtures of the first stream and output 7, the head also of output 3
+    # Last layer; (7, 3): stream and values add mixtures of the first stream and output 7, the head also of output 3
     mudd: tuple[int, ...] = ()
 
 
@@ -247,7 +247,7 @@ class Hyperparameters:
     resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
 
     def __post_init__(self) -> None:
-        """Refuse what would train something else in silence. Torch refuses shapes that do not fit; check.py explains."""
+        """Refuse what would train something else in silence. Torch refuses shapes that do not fit."""
 
         def require(name, holds, expected):
             if not holds:
@@ -255,7 +255,8 @@ class Hyperparameters:
 
         for name, row in TABLES.items():  # from JSON they come as lists
             object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
-        for name in "num_iterations batch_tokens train_seq_len val_tokens val_seq_len adam_every heads_per_matrix".split():
+        positive = "num_iterations batch_tokens train_seq_len val_tokens val_seq_len adam_every heads_per_matrix"
+        for name in positive.split():
             require(name, 0 < getattr(self, name) < 2**31, "a number from 1 to 2^31 - 1")
         require("batch_tokens", self.batch_tokens % self.train_seq_len == 0, "a multiple of train_seq_len")
         require("val_tokens", self.val_tokens % self.val_seq_len == 0, "a multiple of val_seq_len")
@@ -1671,35 +1672,57 @@ def first_line(error: BaseException) -> str:
 class RunLog:
     """Keep the clock and the curves of a run. On rank 0 also write LOG_DIR/RUN_ID.txt and tell the console."""
 
-    def __init__(self, cfg: Hyperparameters, is_main: bool, saved: Saved):
+    def __init__(self, cfg: Hyperparameters, is_main: bool, goes_on: bool):
         self.cfg = cfg
         self.is_main = is_main
-        self.saved = saved
         self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
-        self.curves = dict(saved.curves)
-        self.pending: deque = deque()  # losses on their way to the host
+        self.file = self.open(goes_on) if is_main else None
         self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
-        self.file = self.open() if is_main else None
-        has_bar = is_main and os.isatty(1) and os.isatty(2)
-        tokens = dict(initial=num_tokens(saved.step, cfg), total=num_tokens(cfg.num_iterations, cfg))
-        form = "{desc} |{bar}| {rate_fmt} {remaining} left"
-        self.bar = tqdm(**tokens, unit="tok", unit_scale=True, bar_format=form, dynamic_ncols=True, disable=not has_bar)
+        self.pending: deque = deque()  # losses on their way to the host
 
-    def open(self) -> TextIO:
-        """Create the log, or go on with it. Refuse to if another run has written, or is writing, under its name."""
-        taken = [".json"] if self.cfg.resume else [".json", ".txt", ".checkpoint"]
-        taken += [] if self.saved.step else [".pt"]
+    def open(self, goes_on: bool) -> TextIO:
+        """Open and lock the log. Refuse if another run has written, or is writing, under its name."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            for path in map(self.path.with_suffix, taken):
-                if path.exists():
-                    raise OSError(f"{path.name} is there already")
-            file = self.path.open("a" if self.cfg.resume else "x", encoding="utf-8")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dies with the process
+            file: TextIO = self.path.open("a", encoding="utf-8")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dies with the process
+            except BlockingIOError:
+                raise OSError("another process is writing it") from None
+            except OSError:  # the file system has no locks
+                pass
+            taken = [".json"] if self.cfg.resume else [".json", ".checkpoint", ".pt"]
+            if (file.tell() and not self.cfg.resume) or any(self.path.with_suffix(kind).exists() for kind in taken):
+                raise OSError("this run is there already")
+            if file.tell() and not goes_on:  # a run that was killed before its first checkpoint
+                self.path.rename(self.path.with_suffix(f".{time.time_ns()}.torn"))
+                file = self.open(goes_on)
             return file
         except (OSError, ValueError) as error:  # the latter: a null byte
-            reason = "another process is writing it" if isinstance(error, BlockingIOError) else first_line(error)
-            raise UserError(f"log {str(self.path)[:200]}: {reason}; choose another --run_id or --log_dir") from None
+            name = str(self.path)[:200]
+            raise UserError(f"log {name}: {first_line(error)}; choose another --run_id or --log_dir") from None
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        """Say why a run has stopped, and how it goes on, and close all."""
+        if error:
+            resume = f"; to go on, add --resume {self.path.with_suffix('.checkpoint')}" if self.saved.step else ""
+            self.write(f"stopped: {first_line(error)}{resume}", console=bool(resume))
+        self.bar.close()
+        if self.file:
+            with contextlib.suppress(OSError):
+                self.file.close()
+
+    def begin(self, saved: Saved) -> None:
+        """Go on from what has been saved, as all ranks have agreed."""
+        self.saved = saved
+        self.curves = dict(saved.curves)
+        has_bar = self.is_main and os.isatty(1) and os.isatty(2)
+        tokens = dict(initial=num_tokens(saved.step, self.cfg), total=num_tokens(self.cfg.num_iterations, self.cfg))
+        form = "{desc} |{bar}| {rate_fmt} {remaining} left"
+        self.bar = tqdm(**tokens, unit="tok", unit_scale=True, bar_format=form, dynamic_ncols=True, disable=not has_bar)
 
     def start_clock(self, ms: float) -> None:
         """Go on from `ms` of training, once the device has done all that it was given."""
@@ -1757,24 +1780,34 @@ class RunLog:
                     os.fsync(file.fileno())
                 part.replace(path)
             self.write(f"{path}: saved; {note}", console=suffix != ".json")
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
+        except (OSError, RuntimeError) as error:
             part.unlink(missing_ok=True)
-            self.write(f"{path}: not saved: {first_line(error)}", console=True)
+            reason = first_line(error) if isinstance(error, OSError) else "torch could not write it; is the disk full?"
+            self.write(f"{path}: not saved: {reason}", console=True)
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
+def use_device(cfg: Hyperparameters, ranks: Ranks) -> torch.device:
+    """Return this rank's device, or share out the threads of a CPU. Refuse a device that multiplies wrongly."""
+    device = torch.device("cpu")
+    if cfg.device == "cuda":
+        device = torch.device("cuda", ranks.local_rank)
+        torch.cuda.set_device(device)
+    elif cfg.cpu_threads:
+        torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
+    ones = torch.ones(128, 1024, dtype=getattr(torch, cfg.dtype), device=device)
+    if not (ones @ ones.T == 1024).all():  # seen in bf16 where OpenMP starts fewer threads than torch counts on
+        raise UserError("products are wrong here: unset OMP_DYNAMIC and OMP_THREAD_LIMIT")
+    return device
+
+
 class Trainer:
     """Hold model and optimizers, the same on all ranks from `warm_up` on, and take the steps of a run."""
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         self.cfg = cfg
         self.ranks = ranks
-        self.device = torch.device("cpu")
-        if cfg.device == "cuda":
-            self.device = torch.device("cuda", ranks.local_rank)
-            torch.cuda.set_device(self.device)
-        elif cfg.cpu_threads:
-            torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
+        self.device = use_device(cfg, ranks)
         torch.manual_seed(cfg.seed)
         self.gpt = GPT(cfg).to(self.device)
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
@@ -1801,7 +1834,7 @@ class Trainer:
         prefixes = self.prefixes if has_prefix_loss(step, self.cfg) else None
         num_next = len(stage_of(step, self.cfg).mtp)
         for tokens, targets in sequences:
-            columns = next_targets(targets, num_next, prefixes)  # not in the graph, which would keep more of them
+            columns = next_targets(targets, num_next, prefixes)  # outside of the graph, which would keep copies
             loss = self.model(tokens, columns, self.windows, self.weights)
             # A sum over tokens, as in the record: gradients grow with train_seq_len. Only the optimizers divide by the
             # number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
@@ -1891,7 +1924,7 @@ def train(trainer: Trainer, plans: Plans, log: RunLog) -> int:
     sequences = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
     batches = read_batches(plans["train"][start:], sequences, cfg, trainer.device)
     gc.collect()
-    gc.disable()  # one collection in the middle of a run was measured at 0.6 s (nanochat issue 477)
+    gc.freeze()  # one collection of all there is was measured at 0.6 s (nanochat issue 477)
     compiled = graphs["unique_graphs"]
     log.start_clock(log.saved.ms)
     for step in range(start, cfg.num_iterations + 1):
@@ -1910,16 +1943,22 @@ def train(trainer: Trainer, plans: Plans, log: RunLog) -> int:
             log.start_clock(ms)
         if not is_last:
             log.send_loss(step + 1, trainer.train_step(step, next(batches)))
+    gc.unfreeze()
     return graphs["unique_graphs"] - compiled
 
 
 # ---- Run: ranks that agree, checkpoints, summary ---------------------------------------------------------------------
 def init_distributed() -> Ranks:
     """Join the ranks that torchrun's environment names. Objects travel by gloo: ranks need not agree on a device."""
+    # Segments of GPU memory that grow waste less of it. torch reads this when CUDA starts, not when it is imported
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         ranks = Ranks(*(int(os.environ.get(name.upper(), default)) for name, default in Ranks._field_defaults.items()))
         if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
             raise ValueError(f"impossible {ranks}")
+        # Every rank compiles in as many processes as there are cores, up to 32: let the ranks share the cores
+        workers = (os.cpu_count() or 1) // ranks.local_world_size
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(max(1, workers), 32)))
         if ranks.world_size > 1:
             if sys.platform == "linux":
                 ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
@@ -1936,15 +1975,16 @@ def agree(ranks: Ranks, problem: UserError | None, saved: Saved) -> Saved:
     everyone = [own] * ranks.world_size
     if ranks.world_size > 1:
         dist.all_gather_object(everyone, own)
-    for rank, (problem, theirs) in enumerate(everyone):
-        for name, value in everyone[0][1].must_match.items():
-            if not problem and theirs.must_match[name] != value:
-                problem = UserError(f"has {name} {theirs.must_match[name]} instead of {value}: start all alike")
-        if problem and ranks.local_rank > 0:
-            sys.exit(problem.code)  # one rank per node says why
-        if problem:
-            raise type(problem)(f"rank {rank}: {problem}" if ranks.world_size > 1 else str(problem))
-    return everyone[0][1]
+    agreed = everyone[0][1]
+    for rank, (their_problem, theirs) in enumerate(everyone):
+        for name, value in agreed.must_match.items():
+            if not their_problem and theirs.must_match[name] != value:
+                their_problem = UserError(f"has {name} {theirs.must_match[name]} instead of {value}: start all alike")
+        if their_problem and ranks.local_rank > 0:
+            sys.exit(their_problem.code)  # one rank per node says why
+        if their_problem:
+            raise type(their_problem)(f"rank {rank}: {their_problem}" if ranks.world_size > 1 else str(their_problem))
+    return agreed
 
 
 def load(path: Path, *names: str) -> dict:
@@ -1969,26 +2009,20 @@ def load_checkpoint(given: Hyperparameters) -> Saved:
     if path is None:
         return Saved(given.run_id, given.seed)
     saved = Saved(**load(path, *Saved._fields))
-    kinds = dict(run_id=str, seed=int, must_match=dict, step=int, ms=float, curves=dict, tensors=dict)
-    wrong = [name for name, kind in kinds.items() if not isinstance(getattr(saved, name), kind)]
-    for curve in saved.curves.values() if not wrong else []:
-        if not isinstance(curve, list) or not all(isinstance(point, tuple) and len(point) == 3 for point in curve):
-            wrong.append("curves")
-    if wrong:
-        raise UserError(f"{path}: not a sound checkpoint: {', '.join(wrong)}")
     if given.run_id not in ("", saved.run_id):
         raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
     return saved
 
 
 def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Plans, Saved]:
-    """Do all that can fail on a rank alone. Return configuration, plans, and how far the run is."""
+    """Read flags, checkpoint and data. Return configuration, plans, and how far the run is."""
     given = parse_args(argv, ranks.world_size)
     saved = load_checkpoint(given) if ranks.rank == 0 else Saved(given.run_id, given.seed)
     cfg = resolve(dataclasses.replace(given, run_id=saved.run_id, seed=saved.seed))
     n = cfg.batch_sequences
     if n % ranks.world_size:
         raise UserError(f"{ranks.world_size} processes: expected a divisor of {n}, the number of sequences in a step")
+    use_device(cfg, ranks)
     plans = plan_data(cfg)
     may_differ = "run_id log_dir train_files val_files prefix_file save_checkpoint checkpoint_every resume".split()
     fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
@@ -2002,25 +2036,26 @@ def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Plans,
         own = must_match.get(name)
         if own != value:
             raise UserError(f"the checkpoint has {name} {value} instead of {own}: resume with the same")
-    if saved.must_match and not 0 < saved.step < cfg.num_iterations:
-        raise UserError(f"the checkpoint is of step {saved.step}, beyond --num_iterations {cfg.num_iterations}")
     return cfg, plans, saved._replace(must_match=must_match, run_id=cfg.run_id, seed=cfg.seed)
 
 
-def describe(cfg: Hyperparameters, ranks: Ranks, plans: Plans, hashes: dict) -> str:
-    """Return versions, hardware, shards and the hashes of the tokens, for the log."""
+def describe(argv: Sequence[str], cfg: Hyperparameters, ranks: Ranks, plans: Plans, hashes: dict) -> str:
+    """Return versions, hardware, environment, shards, hashes of tokens, flags and configuration, for the log."""
     lines = [f"Running Python {sys.version}", f"Running PyTorch {torch.__version__}, numpy {np.__version__}"]
     lines.append(f"{ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores")
     how: dict = dict(cwd=Path(__file__).parent, capture_output=True, text=True, errors="replace", timeout=20)
     for command in ("git --no-optional-locks describe --always --abbrev=40 --dirty", "lscpu", "nvidia-smi"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             lines += [f"$ {command}", subprocess.run(command.split(), **how).stdout.strip()]
+    prefixes = "TORCH", "PYTORCH", "TRITON", "CUDA", "NCCL", "OMP"  # of variables that change how it runs
+    lines.append(f"environment: {json.dumps({k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)})}")
     for name, plan in plans.items():
         for path in paths_of(plan):
             lines.append(f"{name} shard: {path}, {os.path.getsize(path)} bytes")
     note = "" if cfg.val_sha256 in ("", hashes["validation tokens"]) else " (not the track's: do not compare losses)"
     lines.append(f"training tokens: {num_tokens(cfg.num_iterations, cfg)}, sha256 {hashes['training tokens']}")
     lines.append(f"validation tokens: {cfg.val_tokens}, sha256 {hashes['validation tokens']}{note}")
+    lines += [f"flags: {json.dumps(argv)}", f"configuration: {json.dumps(dataclasses.asdict(cfg))}"]
     return "\n".join(lines)
 
 
@@ -2048,7 +2083,8 @@ def report(log: RunLog, plans: Plans, trainer: Trainer, recompiles: int) -> dict
     log.write(f"step time: median {np.median(step_ms):.2f}ms\npeak memory: {peak} MiB")
     if cfg.save_checkpoint:
         model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict())
-        log.save(".pt", partial(torch.save, model), f"next: {os.path.relpath(sys.executable)} sample.py")
+        sample = [sys.executable, Path(__file__).with_name("sample.py"), log.path.with_suffix(".pt")]
+        log.save(".pt", partial(torch.save, model), f"next: {shlex.join(map(os.path.relpath, sample))}")
     log.save(".json", lambda file: file.write(json.dumps(result).encode() + b"\n"), "the result")
     text = f"val_loss {val_loss:.4f} after {ms / 1000:.2f} s"
     if cfg.target_loss and cfg.val_sha256 in ("", log.saved.must_match["validation tokens"]):  # or else another text
@@ -2061,26 +2097,23 @@ def main(argv: Sequence[str] | None = None) -> dict:
     """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
     argv = sys.argv[1:] if argv is None else list(argv)
     source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
-    # Segments of GPU memory that grow waste less of it. torch reads this when CUDA starts, not when it is imported
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     ranks = init_distributed()
-    try:
+    try:  # all that can fail on one rank alone
         cfg, plans, saved = plan_run(argv, ranks)
+        log = RunLog(cfg, is_main=ranks.rank == 0, goes_on=saved.step > 0)
         problem = None
     except UserError as error:
-        problem = error
         saved = Saved()
+        problem = error
     agreed = agree(ranks, problem, saved)
-    log = RunLog(cfg, ranks.rank == 0, agreed)
-    try:
+    log.begin(agreed)
+    with log:
         trainer = Trainer(cfg, ranks)
         if agreed.step:
             log.write(f"resumed at step {agreed.step}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
         elif log.is_main:
-            environment = describe(cfg, ranks, plans, agreed.must_match)
-            settings = json.dumps(dataclasses.asdict(cfg))
             rule = "=" * 100
-            log.write(f"{source}\n{rule}\n{environment}\nflags: {json.dumps(argv)}\nconfiguration: {settings}\n{rule}")
+            log.write(f"{source}\n{rule}\n{describe(argv, cfg, ranks, plans, agreed.must_match)}\n{rule}")
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
             if cfg.resume:
                 log.write(f"--resume latest: no checkpoint in {cfg.log_dir}, this is a new run", console=True)
@@ -2088,16 +2121,6 @@ def main(argv: Sequence[str] | None = None) -> dict:
         trainer.warm_up(saved.tensors if agreed.step else None)
         recompiles = train(trainer, plans, log)
         return report(log, plans, trainer, recompiles)
-    except BaseException as error:
-        resume = f"; to go on, add --resume {log.path.with_suffix('.checkpoint')}" if log.saved.step else ""
-        log.write(f"stopped: {first_line(error)}{resume}", console=bool(resume))
-        raise
-    finally:
-        gc.enable()
-        log.bar.close()
-        if log.file:
-            with contextlib.suppress(OSError):
-                log.file.close()
 
 
 if __name__ == "__main__":
