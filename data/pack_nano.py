@@ -12,23 +12,21 @@ import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 
-from speedrun import needs
-
-with needs.packages("requirements.txt"):
-    import numpy as np
-
-    from shards import shard_header, write_shard
+from shards import shard_header, write_shard
 
 DEFAULT_OUT = Path(__file__).parent / "nano"
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
 MIN_DOCUMENT_BYTES = 256
 MAX_DOCUMENT_BYTES = 2048
 VAL_DIVISOR = 20  # a file is validation if the first byte of SHA-1(path) is divisible by this
+PIP = f"{shlex.quote(sys.executable)} -m pip install"
 TRACK_TORCH = "2.13.0"
 TRACK_SHA256 = {
     "train": "c468b0dbbe20b2eb747b07e8c3667cf914c15c64686145fc1bf28cc8d3614497",
@@ -59,11 +57,6 @@ def join_pieces(text: bytes, min_bytes: int) -> list[bytes]:
     return [*documents, current] if current.strip() else documents
 
 
-def split_documents(text: bytes) -> list[bytes]:
-    """Cut a file into documents of 256 to 2,048 bytes; the last of the file may be shorter."""
-    return [part for document in join_pieces(text, MIN_DOCUMENT_BYTES) for part in cut_document(document)]
-
-
 def cut_document(document: bytes) -> list[bytes]:
     """Cut a document into parts of 2,048 bytes: one long list would fill many training steps in a row.
 
@@ -71,6 +64,11 @@ def cut_document(document: bytes) -> list[bytes]:
     """
     parts = [document[i : i + MAX_DOCUMENT_BYTES] for i in range(0, len(document), MAX_DOCUMENT_BYTES)]
     return parts[:-1] if len(parts) > 1 and len(parts[-1]) < MIN_DOCUMENT_BYTES else parts
+
+
+def split_documents(text: bytes) -> list[bytes]:
+    """Cut a file into documents of 256 to 2,048 bytes; the last of the file may be shorter."""
+    return [part for document in join_pieces(text, MIN_DOCUMENT_BYTES) for part in cut_document(document)]
 
 
 def shuffle_documents(train: Iterable[bytes], val: Iterable[bytes]) -> dict[str, list[bytes]]:
@@ -99,14 +97,9 @@ def build_corpus(torch_folder: Path) -> dict[str, list[bytes]]:
 
 def to_tokens(documents: list[bytes]) -> np.ndarray:
     """Return uint16 tokens: for each document the end-of-text token, then its bytes."""
-    lengths = np.array([len(document) + 1 for document in documents])
-    tokens = np.empty(lengths.sum(), dtype=np.uint16)
-    starts = np.concatenate(([0], lengths.cumsum()[:-1]))
-    is_text = np.ones(len(tokens), dtype=bool)
-    is_text[starts] = False
-    tokens[starts] = EOT
-    tokens[is_text] = np.frombuffer(b"".join(documents), dtype=np.uint8)
-    return tokens
+    eot = np.array([EOT], dtype=np.uint16)
+    parts = (part for document in documents for part in (eot, np.frombuffer(document, dtype=np.uint8)))
+    return np.concatenate([*parts], dtype=np.uint16)
 
 
 def is_track_shard(path: Path, split: str) -> bool:
@@ -121,7 +114,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     spec = importlib.util.find_spec("torch")  # find, not import: only the sources are needed
     if spec is None or spec.origin is None:
-        parser.error(f"torch is not installed here: {needs.PIP} -r {needs.typed(needs.ROOT / 'requirements.txt')}")
+        parser.error(f"torch is not installed here: {PIP} torch=={TRACK_TORCH}")
     version = importlib.metadata.version("torch").split("+")[0]
     paths = {split: args.out / f"nano_{split}_000000.bin" for split in ("train", "val")}
     try:
@@ -135,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
                 parser.error(
                     f"not written: {path} would not be the track's {split} shard, because the sources of the installed "
                     f"torch {version} have been changed; reinstall it: "
-                    f"{needs.PIP} --force-reinstall --no-deps torch=={version}"
+                    f"{PIP} --force-reinstall --no-deps torch=={version}"
                 )
             write_shard(path, tokens)
             print(f"{path}: {len(documents):,} documents, {len(tokens):,} tokens, sha256 {digest}")
