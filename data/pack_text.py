@@ -42,6 +42,7 @@ SHARD_TOKENS = 100_000_000
 MAX_TOKENS = 2048  # after which gpt2 cuts documents
 BATCH_DOCUMENTS = 256  # encoded at a time
 MANY_FILES = 20  # are split by file, fewer by document: a file is then too much or too little for validation
+EXTENSIONS = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
 MIN_STEPS = 40  # the least that have one in each stage of gpt2 and in its extension
 # Sizes of documents; what the preset's run takes: its steps, tokens of the largest one, sequences of its validation
 Tokenizer = namedtuple("Tokenizer", "preset min_bytes max_bytes steps step_tokens val_sequences val_seq_len")
@@ -49,7 +50,7 @@ TOKENIZERS = {
     "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, 196, 2**10, 32, 2**13),
     "gpt2": Tokenizer("gpt2", 2**13, 2**14, 1285, 3 * 2**17, 40, 2**18),
 }
-COMPRESSED = (b"\x1f\x8b", b"PK\3\4", b"BZh", b"\xfd7zXZ\0", b"\x28\xb5\x2f\xfd")  # gzip, zip, bzip2, xz, zstd
+COMPRESSED = (b"\x1f\x8b", b"PK\3\4", b"BZh91AY", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, zip, bzip2, xz, zstd
 
 
 def note(line: str) -> None:
@@ -60,18 +61,17 @@ def find_files(arguments: Iterable[Path], extensions: set[str]) -> dict[Path, st
     """Map each file to its name below its argument. Folders: what has an extension, and is not hidden or linked to."""
     files, left_out = {}, Counter[str]()
     for argument in arguments:
-        if argument.is_dir():
-            for path in filter(Path.is_file, sorted(argument.rglob("*"))):
-                name, ending = path.relative_to(argument), path.suffix.lower()
-                is_hidden = any(part.startswith(".") for part in name.parts)
-                if ending in extensions and not is_hidden:
-                    files[path.resolve()] = name.as_posix()
-                else:
-                    left_out["hidden" if is_hidden else ending or "without an ending"] += 1
-        elif argument.exists() and not argument.is_file():  # reading a pipe or a device might never end
+        if argument.exists() and not (argument.is_file() or argument.is_dir()):  # a pipe or a device might never end
             raise RuntimeError(f"{argument}: not a regular file: copy its content to one, or leave it out")
-        else:
+        if not argument.is_dir():
             files[argument.resolve()] = argument.name
+        for path in filter(Path.is_file, sorted(argument.rglob("*"))):
+            name, ending = path.relative_to(argument), path.suffix.lower()
+            is_hidden = any(part.startswith(".") for part in name.parts)
+            if ending in extensions and not is_hidden:
+                files[path.resolve()] = name.as_posix()
+            else:
+                left_out["hidden" if is_hidden else ending or "without an ending"] += 1
     told = ", ".join(f"{count:,} {kind}" for kind, count in left_out.most_common(6)) or "nothing"
     if not files:
         raise RuntimeError(f"no text: left out: {told}; --ext takes other endings, such as --ext .json,.csv")
@@ -99,16 +99,16 @@ def read_documents(files: dict[Path, str], tokenizer: Tokenizer, val_fraction: f
     for path, name in files.items():
         text = path.read_bytes()
         if text.startswith(COMPRESSED):
-            odd["compressed, left out; unpack first (gunzip, unzip, bunzip2, unxz, unzstd)"].append(name)
+            odd["compressed, left out; unpack them first, as with gunzip"].append(name)
         elif b"\0" in text:
-            odd["binary or UTF-16, left out; iconv -f UTF-16 -t UTF-8 converts the latter"].append(name)
+            odd["binary or UTF-16, left out; iconv -f UTF-16 -t UTF-8 converts"].append(name)
         elif documents := [*cut_documents(text, tokenizer)]:
             groups.append((os.fsencode(name), documents))
             try:
                 for document in documents:
                     document.decode()
             except UnicodeDecodeError:
-                odd["not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts it"].append(name)
+                odd["not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts"].append(name)
     for what, names in odd.items():
         note(f"{len(names):,} files ({', '.join(names[:3])} ...): {what}")
     if len(groups) < MANY_FILES:
@@ -116,7 +116,10 @@ def read_documents(files: dict[Path, str], tokenizer: Tokenizer, val_fraction: f
     groups.sort(key=lambda group: hashlib.sha1(group[0]).digest())
     num_val = max(1, round(val_fraction * len(groups)))
     val, train = (chain(*(documents for _, documents in part)) for part in (groups[:num_val], groups[num_val:]))
-    return shuffle_documents(train, val)
+    splits = shuffle_documents(train, val)
+    if not all(splits.values()):
+        raise RuntimeError(f"too little text in {len(files)} files")
+    return splits
 
 
 def load_gpt2() -> Callable[[list[bytes]], np.ndarray]:
@@ -130,34 +133,27 @@ def load_gpt2() -> Callable[[list[bytes]], np.ndarray]:
     except (OSError, ValueError) as error:  # OSError includes those of requests; ValueError: unexpected content
         fix = "set TIKTOKEN_CACHE_DIR to a folder that has it from an earlier download, perhaps on another machine"
         raise RuntimeError(f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}): {fix}") from None
-    step = MAX_TOKENS - 1  # and the end of text
 
     def encode(documents: list[bytes]) -> np.ndarray:
         texts = [document.decode(errors="replace") for document in documents]
         lists = encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
-        parts = [np.insert(tokens, range(0, len(tokens), step), encoding.eot_token) for tokens in lists]
+        begins = (range(0, len(tokens), MAX_TOKENS - 1) for tokens in lists)
+        parts = [np.insert(tokens, places, encoding.eot_token) for tokens, places in zip(lists, begins, strict=True)]
         return np.concatenate(parts).astype(np.uint16)
 
     return encode
 
 
-def write_shards(folder: Path, split: str, documents: list[bytes], encode: Callable) -> int:
-    """Write documents to SPLIT_000000.bin, SPLIT_000001.bin and so on. Return the number of tokens."""
-    sizes: list[int] = []
+def cut_shards(documents: list[bytes], encode: Callable, split: str) -> Iterator[np.ndarray]:
+    """Return the tokens of each shard."""
     held: list[np.ndarray] = []
-
-    def flush() -> None:
-        write_shard(folder / f"{split}_{len(sizes):06d}.bin", tokens := np.concatenate(held))
-        sizes.append(len(tokens))
-        held.clear()
-
     for start in tqdm(range(0, len(documents), BATCH_DOCUMENTS), desc=split, disable=None):  # only on terminals
         tokens = encode(documents[start : start + BATCH_DOCUMENTS])
         if held and sum(map(len, held)) + len(tokens) > SHARD_TOKENS:
-            flush()
+            yield np.concatenate(held)
+            held.clear()
         held.append(tokens)
-    flush()
-    return sum(sizes)
+    yield np.concatenate(held)
 
 
 def fit(tokenizer: Tokenizer, train: int, val: int) -> list[str]:
@@ -167,13 +163,9 @@ def fit(tokenizer: Tokenizer, train: int, val: int) -> list[str]:
         needed = f"{MIN_STEPS * tokenizer.step_tokens + 1:,} tokens, and {tokenizer.val_seq_len + 1:,} to validate"
         note(f"too little text for {tokenizer.preset}: it takes {needed}; add text, or give smaller sizes after --")
         return []
-    flags = []
-    if steps < tokenizer.steps:
-        note(f"the text is enough for {steps:,} of {tokenizer.steps:,} steps")
-        flags += ["--num_iterations", str(steps)]
-    if sequences < tokenizer.val_sequences:
-        flags += ["--val_tokens", str(sequences * tokenizer.val_seq_len)]
-    return flags
+    few_steps = ["--num_iterations", str(steps)] * (steps < tokenizer.steps)
+    short_val = ["--val_tokens", str(sequences * tokenizer.val_seq_len)] * (sequences < tokenizer.val_sequences)
+    return few_steps + short_val
 
 
 def pack(args: argparse.Namespace) -> list[str]:
@@ -181,27 +173,27 @@ def pack(args: argparse.Namespace) -> list[str]:
     tokenizer = TOKENIZERS[args.tokenizer]
     files = find_files(args.inputs, {end.strip().lower() for end in args.ext.split(",")})
     encode = load_gpt2() if args.tokenizer == "gpt2" else to_tokens
+    sizes, flags = Counter[str](), ["--preset", tokenizer.preset, "--target_loss", "0"]
+    out = args.out.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")  # run.sh changes to ROOT
     with lock_folder(args.out):
         for killed in args.out.glob(".packing-*"):  # left behind by a killed packer, because we hold the lock
             shutil.rmtree(killed, ignore_errors=True)
-        old = sorted([*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")])
+        old = {*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")}
         if old and not args.force:
-            raise RuntimeError(f"{old[0]} is there already: --force replaces all {len(old)} shards, or change --out")
+            raise RuntimeError(f"{min(old)} is there already: --force replaces all {len(old)} shards, or change --out")
         documents = read_documents(files, tokenizer, args.val_fraction)
-        if not all(documents.values()):
-            raise RuntimeError(f"too little text in {len(files)} files")
         with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as folder:
-            sizes = {split: write_shards(Path(folder), split, texts, encode) for split, texts in documents.items()}
-            new = [args.out / shard.name for shard in Path(folder).iterdir()]
-            for shard in new:
-                os.replace(Path(folder) / shard.name, shard)
-        for path in {*old} - {*new}:  # last: no failure loses both
+            for split, texts in documents.items():
+                for i, tokens in enumerate(cut_shards(texts, encode, split)):
+                    write_shard(Path(folder, f"{split}_{i:06d}.bin"), tokens)
+                    sizes[split] += len(tokens)
+            new = {args.out / shard.name: shard for shard in Path(folder).iterdir()}
+            for path, shard in new.items():
+                os.replace(shard, path)
+        for path in old - new.keys():  # last: no failure loses both
             path.unlink()
     for split, texts in documents.items():
         print(f"{args.out}: {split}: {len(texts):,} documents, {sizes[split]:,} tokens")
-    out = args.out.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")  # run.sh changes to ROOT
-    flags = ["--preset", tokenizer.preset, "--target_loss", "0"]
-    for split in ("train", "val"):
         flags += [f"--{split}_files", f"{glob.escape(out)}/{split}_*.bin"]
     return [*flags, *fit(tokenizer, **sizes), *args.flags]
 
@@ -214,8 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--tokenizer", choices=TOKENIZERS, default="bytes", help="[%(default)s]")
     add("--out", type=Path, default=own, help="folder for the shards [%(default)s]")
     add("--val_fraction", type=float, default=0.1, help="part of the files for validation [%(default)s]")
-    extensions = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
-    add("--ext", default=extensions, help="files to take from folders, '' for those without an ending [%(default)s]")
+    add("--ext", default=EXTENSIONS, help="files to take from folders, '' for those without an ending [%(default)s]")
     add("--force", action="store_true", help="replace all train_*.bin and val_*.bin in --out")
     add("--train", action="store_true", help="then train on the shards; after -- with other flags of train_gpt.py")
     argv = sys.argv[1:] if argv is None else argv
