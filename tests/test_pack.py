@@ -147,7 +147,9 @@ def test_a_folder_is_split_by_file_name_and_shuffled(texts_folder, tmp_path, cap
     val, train = ([*chain(*part)] for part in (texts[:9], texts[9:]))
     assert {*train} & {*val}, "choose other file names: no duplicate between splits"
     run(capsys, pack_text.main, texts_folder, "--val_fraction", 0.3, "--out", tmp_path / "out")
-    assert packed(tmp_path / "out") == pack_nano.shuffle_documents(train, val)
+    found = packed(tmp_path / "out")
+    assert found == pack_nano.shuffle_documents(train, val)
+    assert (sorted(found["train"]), sorted(found["val"])) == (sorted({*train}), sorted({*val} - {*train}))
     moved = texts_folder.rename(tmp_path / "moved")
     run(capsys, pack_text.main, moved, moved / "0.txt", "--val_fraction", 0.3, "--out", tmp_path / "again")
     assert contents(tmp_path / "again") == contents(tmp_path / "out"), "the place does not matter"
