@@ -3,139 +3,104 @@
     python data/cached_fineweb10B.py            # what the gpt2 preset reads: 7 files, 1.4 GB
     python data/cached_fineweb10B.py 103        # everything: 104 files, 21 GB
 
-The source is the Hugging Face dataset https://huggingface.co/datasets/kjj0/fineweb10B-gpt2; the environment variables
-of huggingface_hub work, such as HF_ENDPOINT (a mirror) and HF_HUB_OFFLINE. Complete shards are kept, so repeating the
-command continues after a failure. Exit codes: 0 all shards are there, 1 a download failed, 2 bad argument,
-130 interrupted.
+huggingface_hub fetches https://huggingface.co/datasets/kjj0/fineweb10B-gpt2 to its cache; its environment variables
+work, such as HF_HOME (where the cache is), HF_ENDPOINT (a mirror) and HF_HUB_OFFLINE. The shards are hard links to that
+cache, or copies where it lies on another disk. The same command continues after a failure.
+Exit codes: 0 all shards are there, 1 a download failed, 2 bad argument, 130 interrupted.
 """
 
 import argparse
-import contextlib
 import hashlib
 import os
 import re
-import shlex
+import shutil
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
 from functools import partial
 from pathlib import Path
 
+from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
 
-from speedrun import needs
-
-with needs.packages("requirements.txt"):
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
-
-    from shards import lock_folder, shard_problem
+from shards import shard_problem
 
 REPO = "kjj0/fineweb10B-gpt2"
 RECORD_SHARDS = 6  # enough for the gpt2 preset, which takes seconds to import; a test compares them
 MAX_SHARDS = 103
-DEFAULT_OUT = Path(__file__).parent / "fineweb10B"
-THREADS = 8  # downloads at once
-RETRY_WAITS = (1, 4, 16)  # seconds
-TRANSIENT_STATUS = (408, 429, 500, 502, 503, 504)
 
 
-def is_transient(error: Exception) -> bool:
-    """Tell whether to try again after an error of huggingface_hub, which itself resumes what stalls or ends early."""
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code in TRANSIENT_STATUS
-    if isinstance(error, LocalEntryNotFoundError | OfflineModeIsEnabled):  # its metadata requests failed or are off
-        return False
-    return not (isinstance(error, OSError) and error.errno)  # with an errno: disk full, permission denied
+def download(name: str) -> Path:
+    """Return the path of a shard in the hub's cache, where it may be already."""
+    get = partial(hf_hub_download, REPO, name, repo_type="dataset")
+    try:
+        return Path(get())
+    except HfHubHTTPError as error:
+        if error.response.status_code != 401:
+            raise
+        return Path(get(token=False))  # the data are public, and the user's token has expired
 
 
-def sha256(path: Path) -> str:
-    """Return the SHA-256, which the hub gives as ETag of large files; the library only compares the length."""
+def cached_problem(path: Path) -> str | None:
+    """Return None for the shard that the hub has, else a few words: the library compares only the length."""
+    etag = os.path.basename(os.readlink(path)) if path.is_symlink() else ""  # of large files their SHA-256
+    if (problem := shard_problem(path)) or not re.fullmatch("[0-9a-f]{64}", etag):
+        return problem
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    return None if found == etag else f"its SHA-256 is {found}, the hub states {etag}"
 
 
-def describe(error: Exception) -> str:
-    """Describe the error in one line: its class and the first line of its text."""
-    shown: BaseException = error
-    if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
-        shown = error.__cause__  # the reason; the error itself only says that the file is not here
-    return f"{type(shown).__name__}: {str(shown).strip().partition(chr(10))[0]}"
-
-
-def fetch(name: str, out: Path) -> str | None:
-    """Download the shard `name` to the folder `out`. Return None, or one line on why it failed.
-
-    The library downloads to a temporary file below `out`/.cache and renames that when it is complete.
-    """
-    path = out / name
-    for wait in (*RETRY_WAITS, None):
+def fetch(path: Path) -> str | None:
+    """Let the shard of this name appear, whole or not at all. Return None, or what is wrong with the hub's."""
+    for _ in range(2):  # what is in the cache may be damaged
+        cached = download(path.name)
+        if not (problem := cached_problem(cached)):
+            break
+        for wrong in {cached.resolve(), cached}:
+            wrong.unlink(missing_ok=True)
+    else:
+        return f"{constants.ENDPOINT} sends a wrong file: {problem}: try another HF_ENDPOINT"
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as folder:
+        new = Path(folder) / path.name
         try:
-            path.unlink(missing_ok=True)  # an incomplete shard, which the library might take for up to date
-            etag = get_hf_file_metadata(hf_hub_url(REPO, name, repo_type="dataset")).etag
-            hf_hub_download(REPO, name, repo_type="dataset", local_dir=out)
-            if problem := shard_problem(path):
-                path.unlink()
-                fix = "removed; if it comes again, try another HF_ENDPOINT"
-                return f"{name}: {constants.ENDPOINT} sent a wrong file: {problem}; {fix}"
-            is_sha256 = re.fullmatch("[0-9a-f]{64}", etag or "")  # some mirrors give another ETag
-            if is_sha256 and etag != (found := sha256(path)):
-                path.unlink()
-                raise OSError(f"its SHA-256 is {found}, {constants.ENDPOINT} states {etag}")
-            return None
-        except Exception as error:  # any error: the other downloads have to continue
-            if wait is None or not is_transient(error):
-                return f"{name}: {describe(error)}"
-            print(f"{name}: {describe(error)}; trying again in {wait} s", file=sys.stderr)
-            time.sleep(wait)
-    raise AssertionError("the last attempt returns")
+            os.link(cached.resolve(), new)
+        except OSError:  # another disk, or a cache that belongs to somebody else
+            shutil.copyfile(cached, new)
+        os.replace(new, path)
+    return None
 
 
 def main(argv: list[str] | None = None) -> int:
-    raw = argparse.RawDescriptionHelpFormatter
+    raw, own = argparse.RawDescriptionHelpFormatter, Path(__file__).with_name("fineweb10B")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
-    about = f"training shards, 0 to {MAX_SHARDS} [{RECORD_SHARDS}]"
-    parser.add_argument("shards", metavar="N", nargs="?", type=int, default=RECORD_SHARDS, help=about)
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the shards")
+    parser.add_argument("shards", metavar="N", nargs="?", type=int, default=RECORD_SHARDS, help="[%(default)s]")
+    parser.add_argument("--out", type=Path, default=own, help="folder for the shards")
     args = parser.parse_args(argv)
     if not 0 <= args.shards <= MAX_SHARDS:
         parser.error(f"N is {args.shards}: expected 0 to {MAX_SHARDS} training shards")
-
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, args.shards + 1))]
     try:
-        try:
-            _lock = lock_folder(args.out)  # held until this function returns
-        except BlockingIOError:
-            print(f"{args.out}: another download is running there; waiting for it", file=sys.stderr, flush=True)
-            _lock = lock_folder(args.out, wait=True)
-        missing = [name for name in names if shard_problem(args.out / name) is not None]
+        args.out.mkdir(parents=True, exist_ok=True)
+        missing = [name for name in names if shard_problem(args.out / name)]
     except OSError as error:
         parser.error(f"{error.filename or args.out}: {error.strerror or error}; fix that, or choose another --out")
-    except KeyboardInterrupt:
-        parser.exit(130, f"{parser.prog}: interrupted\n")
-    again = f"{needs.PYTHON} {needs.typed(Path(__file__).resolve())} {args.shards}"
-    if args.out != DEFAULT_OUT:
-        again += f" --out {shlex.quote(str(args.out))}"
-    pool = ThreadPoolExecutor(THREADS)
-    try:
-        problems = [problem for problem in pool.map(partial(fetch, out=args.out), missing) if problem]
-    except KeyboardInterrupt:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for partial_file in args.out.glob(".cache/huggingface/download/*.incomplete"):
-            with contextlib.suppress(FileNotFoundError):  # its thread has just finished
-                partial_file.unlink()  # the library never reuses the name
-        print(f"\ninterrupted; to continue: {again}", file=sys.stderr)
-        return 130
-    for problem in problems:
-        print(f"{parser.prog}: {problem}", file=sys.stderr)
-    if problems:
-        print(f"{len(problems)} of {len(names)} files are missing in {args.out}; to continue: {again}", file=sys.stderr)
-        return 1
+    for i, name in enumerate(missing):
+        try:
+            problem = fetch(args.out / name)
+        except KeyboardInterrupt:
+            parser.exit(130, f"\n{parser.prog}: interrupted; the same command continues\n")
+        except Exception as error:  # of whatever kind: to the user it is a line
+            why = (
+                error.__cause__ or error
+            )  # where there is a cause, the error only says that the cache has no such file
+            problem = f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0]}"
+        if problem:
+            left = f"{len(missing) - i} of {len(names)} files are missing, the same command continues"
+            print(f"{parser.prog}: {name}: {problem}; {left}", file=sys.stderr)
+            return 1
     print(f"{args.out}: {len(names)} shards complete, {len(missing)} of them new")
     return 0
 
 
 if __name__ == "__main__":
-    code = main()
-    if code == 130:
-        os._exit(code)  # sys.exit would wait for the running downloads
-    sys.exit(code)
+    sys.exit(main())

@@ -1,22 +1,16 @@
 """Write data/gpt2_prefixes.bin: for each GPT-2 token the longest other token that its bytes begin with.
 
-    python data/gpt2_prefixes.py        # needs: pip install -r data/requirements.txt
+    python data/gpt2_prefixes.py        # needs tiktoken: pip install -e ".[text]"
 
 One uint16 for each of 50,257 tokens; 65535: none, for single bytes and the end of text. It follows from the vocabulary
 alone. The file is in the repository: this command shows where it comes from, and refuses to write another.
 """
 
 import hashlib
-import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
-
-from speedrun import needs
-
-with needs.packages("requirements.txt", "data/requirements.txt"):
-    import numpy as np
-    import tiktoken
+import numpy as np
 
 PATH, NONE = Path(__file__).with_name("gpt2_prefixes.bin"), 65535
 SHA256 = "369d2091939994f1ff771dd3d52912ad53bb3daf1c7941840a1cd50d0d72f373"
@@ -30,7 +24,12 @@ def longest_prefixes(tokens: list[bytes]) -> np.ndarray:
 
 
 def main() -> None:
-    ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter).parse_args()
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, usage=SUPPRESS)
+    parser.parse_args()
+    try:
+        import tiktoken
+    except ImportError:
+        parser.error('this needs the package tiktoken: pip install -e ".[text]"')
     encoding = tiktoken.get_encoding("gpt2")
     tokens = [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)]
     table = np.append(longest_prefixes(tokens), np.uint16(NONE)).astype("<u2").tobytes()

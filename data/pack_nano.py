@@ -12,19 +12,15 @@ import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy as np
 
-from speedrun import needs
+from shards import shard_header, write_shard
 
-with needs.packages("requirements.txt"):
-    import numpy as np
-
-    from shards import shard_header, write_shard
-
-DEFAULT_OUT = Path(__file__).parent / "nano"
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
 MIN_DOCUMENT_BYTES = 256
 MAX_DOCUMENT_BYTES = 2048
@@ -39,10 +35,8 @@ TRACK_SHA256 = {
 def corpus_files(torch_folder: Path) -> list[str]:
     """List the corpus: sorted POSIX paths relative to the torch package."""
     paths = (path.relative_to(torch_folder).as_posix() for path in torch_folder.rglob("*.py"))
-    # Both exceptions are generated when torch is built, so they differ between builds of one version.
-    return sorted(
-        path for path in paths if path != "version.py" and not path.startswith("testing/_internal/generated/")
-    )
+    # Both exceptions are generated when torch is built, so they differ between builds of one version
+    return sorted(p for p in paths if p != "version.py" and not p.startswith("testing/_internal/generated/"))
 
 
 def join_pieces(text: bytes, min_bytes: int) -> list[bytes]:
@@ -60,17 +54,15 @@ def join_pieces(text: bytes, min_bytes: int) -> list[bytes]:
 
 
 def split_documents(text: bytes) -> list[bytes]:
-    """Cut a file into documents of 256 to 2,048 bytes; the last of the file may be shorter."""
-    return [part for document in join_pieces(text, MIN_DOCUMENT_BYTES) for part in cut_document(document)]
+    """Cut a file into documents of 256 to 2,048 bytes: one long list would fill many training steps in a row.
 
-
-def cut_document(document: bytes) -> list[bytes]:
-    """Cut a document into parts of 2,048 bytes: one long list would fill many training steps in a row.
-
-    A last part of fewer than 256 bytes is dropped.
+    What a longer document leaves is dropped if it has fewer than 256 bytes. The last of the file may be shorter.
     """
-    parts = [document[i : i + MAX_DOCUMENT_BYTES] for i in range(0, len(document), MAX_DOCUMENT_BYTES)]
-    return parts[:-1] if len(parts) > 1 and len(parts[-1]) < MIN_DOCUMENT_BYTES else parts
+    parts = []
+    for document in join_pieces(text, MIN_DOCUMENT_BYTES):
+        cuts = [document[i : i + MAX_DOCUMENT_BYTES] for i in range(0, len(document), MAX_DOCUMENT_BYTES)]
+        parts += cuts[:-1] if len(cuts) > 1 and len(cuts[-1]) < MIN_DOCUMENT_BYTES else cuts
+    return parts
 
 
 def shuffle_documents(train: Iterable[bytes], val: Iterable[bytes]) -> dict[str, list[bytes]]:
@@ -79,13 +71,9 @@ def shuffle_documents(train: Iterable[bytes], val: Iterable[bytes]) -> dict[str,
     The order is a fixed shuffle: neighbouring documents come from different files, so any stretch of the validation
     split is a fair sample of all of it.
     """
-    found = {
-        split: {hashlib.sha1(document).digest(): document for document in documents}
-        for split, documents in (("train", train), ("val", val))
-    }
-    for digest in found["train"]:
-        found["val"].pop(digest, None)
-    return {split: [documents[digest] for digest in sorted(documents)] for split, documents in found.items()}
+    kept = {*train}
+    splits = dict(train=kept, val={*val} - kept)
+    return {split: sorted(documents, key=lambda d: hashlib.sha1(d).digest()) for split, documents in splits.items()}
 
 
 def build_corpus(torch_folder: Path) -> dict[str, list[bytes]]:
@@ -99,14 +87,9 @@ def build_corpus(torch_folder: Path) -> dict[str, list[bytes]]:
 
 def to_tokens(documents: list[bytes]) -> np.ndarray:
     """Return uint16 tokens: for each document the end-of-text token, then its bytes."""
-    lengths = np.array([len(document) + 1 for document in documents])
-    tokens = np.empty(lengths.sum(), dtype=np.uint16)
-    starts = np.concatenate(([0], lengths.cumsum()[:-1]))
-    is_text = np.ones(len(tokens), dtype=bool)
-    is_text[starts] = False
-    tokens[starts] = EOT
-    tokens[is_text] = np.frombuffer(b"".join(documents), dtype=np.uint8)
-    return tokens
+    eot = np.array([EOT], dtype=np.uint16)
+    parts = (part for document in documents for part in (eot, np.frombuffer(document, dtype=np.uint8)))
+    return np.concatenate([*parts], dtype=np.uint16)
 
 
 def is_track_shard(path: Path, split: str) -> bool:
@@ -115,13 +98,13 @@ def is_track_shard(path: Path, split: str) -> bool:
 
 
 def main(argv: list[str] | None = None) -> None:
-    raw = argparse.RawDescriptionHelpFormatter
+    raw, own = argparse.RawDescriptionHelpFormatter, Path(__file__).with_name("nano")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=DEFAULT_OUT, help="folder for the shards")
+    parser.add_argument("--out", type=Path, default=own, help="folder for the shards")
     args = parser.parse_args(argv)
-    spec = importlib.util.find_spec("torch")  # find, not import: only the sources are needed
+    pip, spec = f"{shlex.quote(sys.executable)} -m pip install", importlib.util.find_spec("torch")  # not imported
     if spec is None or spec.origin is None:
-        parser.error(f"torch is not installed here: {needs.PIP} -r {needs.typed(needs.ROOT / 'requirements.txt')}")
+        parser.error(f"torch is not installed here: {pip} torch=={TRACK_TORCH}")
     version = importlib.metadata.version("torch").split("+")[0]
     paths = {split: args.out / f"nano_{split}_000000.bin" for split in ("train", "val")}
     try:
@@ -132,11 +115,8 @@ def main(argv: list[str] | None = None) -> None:
             path, tokens = paths[split], to_tokens(documents)
             digest = hashlib.sha256(shard_header(len(tokens)) + tokens.astype("<u2").tobytes()).hexdigest()
             if version == TRACK_TORCH and digest != TRACK_SHA256[split]:  # before it replaces a sound shard
-                parser.error(
-                    f"not written: {path} would not be the track's {split} shard, because the sources of the installed "
-                    f"torch {version} have been changed; reinstall it: "
-                    f"{needs.PIP} --force-reinstall --no-deps torch=={version}"
-                )
+                changed = f"the sources of the installed torch {version} have been changed; reinstall it"
+                parser.error(f"{path} is not written: {changed}: {pip} --force-reinstall --no-deps torch=={version}")
             write_shard(path, tokens)
             print(f"{path}: {len(documents):,} documents, {len(tokens):,} tokens, sha256 {digest}")
             if version != TRACK_TORCH:

@@ -1,10 +1,9 @@
-"""Draw docs/mask.png: python docs/draw_mask.py, in an environment with records/requirements.txt.
+"""Draw docs/mask.png: python -m docs.draw_mask, from the root of the repository and with the extra `race`.
 
 The picture shows what `document_block_mask` says of 8,192 tokens, with the windows of gpt2's second stage. The
 documents are made up: 690 tokens on average, and cut as gpt2 cuts them.
 """
 
-import sys
 from pathlib import Path
 
 import torch

@@ -4,8 +4,6 @@ import hashlib
 import os
 import re
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -18,13 +16,11 @@ import numpy as np
 import pytest
 
 import cached_fineweb10B
-from speedrun import needs
-from shards import lock_folder, shard_header
+from shards import shard_header
 from test_train import wait_for
 
 SCRIPT = Path(cached_fineweb10B.__file__)
 VAL, TRAIN_1, TRAIN_2 = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
-CHUNK = 10 * 2**20  # bytes that huggingface_hub 2.4.0 collects before it writes them to the file
 
 
 def shard(seed: int, num_tokens: int = 1000) -> bytes:
@@ -34,8 +30,8 @@ def shard(seed: int, num_tokens: int = 1000) -> bytes:
 class Hub(ThreadingHTTPServer):
     """Serve `files` (name: bytes) as the hub does. `faults[method, name]` are used up one by one, per request.
 
-    A fault is a status code, "cut" or "reset" (the connection ends within the body), "stall" (so does the body, but not
-    the connection), "short" (one byte less, and a length that says so) or "flip" (the last bit is another one).
+    A fault is a status code, "cut" (the connection ends within the body), "stall" (so does the body, but not the
+    connection) or "flip" (the last bit is another one). A token is refused, as the hub refuses one that has expired.
     """
 
     daemon_threads = True
@@ -43,7 +39,7 @@ class Hub(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = {VAL: shard(0), TRAIN_1: shard(1), TRAIN_2: shard(2)}
-        self.faults, self.asked = defaultdict(list), defaultdict(list)  # asked: first bytes, request by request
+        self.faults, self.asked = defaultdict(list), []  # asked: for the content, request by request
         self.closing, self.handle_error = threading.Event(), Mock()  # a client that hangs up is part of the tests
 
 
@@ -51,30 +47,25 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version, log_message = "HTTP/1.1", Mock()
 
     def do_HEAD(self) -> None:
-        hub, method = self.server, self.command
-        name = self.path.removeprefix("/datasets/kjj0/fineweb10B-gpt2/resolve/main/")
-        first = int(self.headers.get("Range", "bytes=0-")[6:-1])
-        hub.asked[method, name].append(first)
-        fault = hub.faults[method, name].pop(0) if hub.faults[method, name] else None
-        whole = hub.files.get(name, b"")
-        body = whole[first : len(whole) - (fault == "short")]
-        status = fault if isinstance(fault, int) else 206 if first else 200 if name in hub.files else 404
-        body = b"" if status >= 400 else body[:-1] + bytes([body[-1] ^ 1]) if fault == "flip" else body
-        if (method, fault) != ("HEAD", "reset"):
-            self.send_response(status)
-            headers = {"ETag": f'"{hashlib.sha256(whole).hexdigest()}"', "X-Repo-Commit": "c0" * 20}
-            headers |= {"Content-Length": len(body), "Content-Range": f"bytes {first}-{len(whole) - 1}/{len(whole)}"}
-            for header in (headers | ({"X-Error-Code": "EntryNotFound"} if status == 404 else {})).items():
-                self.send_header(*header)
-            self.end_headers()
-        self.close_connection = fault in ("cut", "reset", "stall")
-        if method == "GET":
-            self.wfile.write(body[: len(body) * 7 // 8] if self.close_connection else body)
+        hub, name = self.server, self.path.removeprefix("/datasets/kjj0/fineweb10B-gpt2/resolve/main/")
+        faults = hub.faults[self.command, name]
+        fault = 401 if "Authorization" in self.headers else faults.pop(0) if faults else None
+        body, status = hub.files.get(name, b""), 200 if name in hub.files else 404
+        etag = hashlib.sha256(body).hexdigest()
+        if isinstance(fault, int):
+            body, status = b"", fault
+        if fault == "flip":
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        self.send_response(status)
+        for header in dict(ETag=f'"{etag}"', **{"X-Repo-Commit": "c0" * 20, "Content-Length": len(body)}).items():
+            self.send_header(*header)
+        self.end_headers()
+        self.close_connection = fault in ("cut", "stall")
+        if self.command == "GET":
+            hub.asked.append(name)
+            self.wfile.write(body[: len(body) // 2] if self.close_connection else body)
         if fault == "stall":
             hub.closing.wait()
-        if fault == "reset":
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            os.close(self.connection.detach())
 
     do_GET = do_HEAD
 
@@ -90,7 +81,7 @@ def hub():
 
 @pytest.fixture
 def start(hub, tmp_path):
-    """Return a function that starts the script; its shards go to `tmp_path`/out."""
+    """Return a function that starts the script; its cache is `tmp_path`/home, its shards go to `tmp_path`/out."""
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith("HF_")}
     env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
     env |= {"HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
@@ -107,87 +98,87 @@ def end(process: subprocess.Popen) -> tuple[int, str, list[str]]:
 
 
 def shards_in(folder: Path) -> dict[str, bytes]:
-    assert not list(folder.rglob("*.incomplete")), "a partial download was left behind"
+    assert not [*folder.glob(".download-*"), *folder.parent.rglob("*.incomplete")], "a partial download was left behind"
     return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
 
 
 def test_fetches_what_is_missing_or_damaged_and_nothing_else(hub, start, tmp_path):
     out = tmp_path / "out"
-    assert end(start("2")) == (0, f"{out}: 3 shards complete, 3 of them new\n", [])
-    assert shards_in(out) == hub.files
+    hub.faults["HEAD", VAL], hub.faults["GET", TRAIN_1] = [503], ["cut"]  # huggingface_hub tries again
+    code, told, _ = end(start("2"))
+    assert (code, told, shards_in(out)) == (0, f"{out}: 3 shards complete, 3 of them new\n", hub.files)
     hub.asked.clear()
-    assert end(start("2", HF_HUB_OFFLINE="1")) == (0, f"{out}: 3 shards complete, 0 of them new\n", [])
-    (out / TRAIN_2).unlink()
+    (out / TRAIN_1).unlink()
+    (out / TRAIN_1).write_bytes(shard(9, 50))
+    os.truncate(out / TRAIN_2, 1500)  # in the cache, too: the two are one file
+    assert end(start("2")) == (0, f"{out}: 3 shards complete, 1 of them new\n", [])
+    assert (hub.asked, shards_in(out)) == ([TRAIN_2], hub.files | {TRAIN_1: shard(9, 50)})
+
+
+def test_what_the_cache_has_needs_no_hub(hub, start, tmp_path):
+    assert end(start("1", "--out", tmp_path / "login"))[0] == 0
+    hub.asked.clear()
     code, _, err = end(start("2", HF_HUB_OFFLINE="1"))
-    assert (code, len(err), "offline mode is enabled" in err[0], dict(hub.asked)) == (1, 2, True, {})
-    for name, content in {VAL: hub.files[VAL][:-2], TRAIN_1: shard(9, 50), TRAIN_2: b""}.items():
-        mtime = (out / VAL).stat().st_mtime
-        (out / name).write_bytes(content)
-        os.utime(out / name, (mtime, mtime))  # now the library's own record says that it is up to date
-    assert end(start("2"))[0] == 0
-    assert {name for _, name in hub.asked} == {VAL, TRAIN_2}
-    assert shards_in(out) == hub.files | {TRAIN_1: shard(9, 50)}, "a sound shard of other tokens is not touched"
+    assert (code, len(err), "offline mode is enabled" in err[0], hub.asked) == (1, 1, True, [])
+    assert shards_in(tmp_path / "out") == {name: hub.files[name] for name in (VAL, TRAIN_1)}
 
 
-def test_one_fault_per_file_is_survived(hub, start, tmp_path):
-    hub.files |= {f"fineweb_train_{i:06d}.bin": shard(i) for i in range(3, 8)}
-    hub.files[VAL] = shard(3, CHUNK // 2 + 1_000_000)
-    faults = "GET cut", "HEAD 503", "HEAD reset", "GET 503", "GET 429", "GET reset", "GET short", "GET flip"
-    for name, (method, kind) in zip(hub.files, map(str.split, faults), strict=True):
-        hub.faults[method, name].append(int(kind) if kind.isdigit() else kind)
-    code, _, err = end(start("7"))
-    assert (code, sum("its SHA-256 is" in line for line in err)) == (0, 1), err  # the flipped bit
-    assert not any(hub.faults.values()), "a fault did not happen"
-    assert hub.asked["GET", VAL] == [0, CHUNK], "the download resumes where it was cut"
-    assert shards_in(tmp_path / "out") == hub.files
+def test_a_token_that_has_expired_does_not_matter(hub, start, tmp_path):
+    assert end(start("0", HF_TOKEN="hf_expired")) == (0, f"{tmp_path}/out: 1 shards complete, 1 of them new\n", [])
+    hub.faults["HEAD", TRAIN_1] = [401, 401]
+    code, _, err = end(start("1"))
+    assert (code, len(err), "401" in err[0], hub.faults["HEAD", TRAIN_1]) == (1, 1, True, [])
 
 
-def test_a_mirror_that_lies_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(cached_fineweb10B, "RETRY_WAITS", (0, 0))
-    monkeypatch.setattr(cached_fineweb10B, "get_hf_file_metadata", Mock(return_value=Mock(etag="0" * 64)))
-    download = Mock(side_effect=lambda repo, name, local_dir, **_: (local_dir / name).write_bytes(shard(0)))
-    monkeypatch.setattr(cached_fineweb10B, "hf_hub_download", download)
-    assert "its SHA-256 is" in cached_fineweb10B.fetch(VAL, tmp_path)
-    assert (download.call_count, shards_in(tmp_path)) == (3, {})
+@pytest.mark.parametrize("wrong", [b"<html>" + bytes(5000), shard(1)[:-2], b"", "flip"])
+def test_a_wrong_or_missing_file_is_one_line_and_gets_no_name(hub, start, tmp_path, wrong):
+    if wrong == "flip":
+        hub.faults["GET", TRAIN_1] = [wrong, wrong]
+    elif wrong:
+        hub.files[TRAIN_1] = wrong
+    else:
+        del hub.files[TRAIN_1]
+    code, _, err = end(start("2"))
+    why = r"http\S+ sends a wrong file: .*" if wrong else r".*Error: .* '404 .*"
+    left = "2 of 3 files are missing, the same command continues"
+    assert (code, len(err), bool(re.fullmatch(f"{SCRIPT.name}: {TRAIN_1}: {why}; {left}", err[0]))) == (1, 1, True), err
+    assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL]}
+    hub.files[TRAIN_1] = shard(1)
+    assert (end(start("2"))[0], shards_in(tmp_path / "out")) == (0, hub.files)
 
 
-def test_a_wrong_file_is_removed_and_reported(hub, start, tmp_path):
-    out, wrong = tmp_path / "out", "header starts with 1836345404, 15980 instead of 20240520, 1; removed;"
-    hub.files = {VAL: shard(0), TRAIN_1: b"<html>" + bytes(5000), TRAIN_2: shard(1)[:-2]}
-    code, _, err = end(start("3"))
-    assert (code, len(err)) == (1, 4)
-    problems = [wrong, "3022 bytes, but the header's 1000 tokens need 3024; removed;", "RemoteEntryNotFoundError: 404"]
-    for i, problem in enumerate(problems):
-        assert re.match(f"{SCRIPT.name}: fineweb_train_00000{i + 1}.bin: .*{problem}", err[i])
-    assert err[3] == f"3 of 4 files are missing in {out}; to continue: {needs.PYTHON} data/{SCRIPT.name} 3 --out {out}"
-    assert all(asked == [0] for (method, _), asked in hub.asked.items() if method == "GET"), "asked for once"
-    assert shards_in(out) == {VAL: shard(0)}
-
-
-def test_two_downloads_at_once(hub, start, tmp_path):
-    with lock_folder(tmp_path / "out"):
-        processes = [start("2"), start("2")]
-        lines = [process.stderr.readline() for process in processes]
-        assert all("another download is running there; waiting for it" in line for line in lines)
-        assert not hub.asked
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
-    assert sorted(re.search(r"\d+ of them new", out)[0] for out in outputs) == ["0 of them new", "3 of them new"]
-    assert [len(asked) for (method, _), asked in hub.asked.items() if method == "GET"] == [1, 1, 1]
-    assert shards_in(tmp_path / "out") == hub.files
+def test_two_downloads_at_once_ask_once(hub, start, tmp_path):
+    for process in [start("2"), start("2")]:
+        assert end(process)[0] == 0
+    assert (sorted(hub.asked), shards_in(tmp_path / "out")) == (sorted(hub.files), hub.files)
 
 
 def test_interrupt_ends_at_once_and_leaves_nothing_half_written(hub, start, tmp_path):
-    out = tmp_path / "out"
     hub.faults["GET", TRAIN_1] = ["stall"]
     process = start("1", HF_HUB_DOWNLOAD_TIMEOUT="90")
-    wait_for(lambda: (out / VAL).exists() and list(out.rglob("*.incomplete")))
-    waiting = start("1")
-    waiting.stderr.readline()
-    for interrupted, message in (
-        (waiting, ""),
-        (process, f"; to continue: {needs.PYTHON} data/{SCRIPT.name} 1 --out {out}"),
-    ):
-        interrupted.send_signal(signal.SIGINT)
-        _, err = interrupted.communicate(timeout=45)  # less than the library waits for a stalled server
-        assert (interrupted.returncode, err.strip().removeprefix(f"{SCRIPT.name}: ")) == (130, f"interrupted{message}")
-    assert shards_in(out) == {VAL: hub.files[VAL]}
+    wait_for(lambda: TRAIN_1 in hub.asked)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=45)  # less than the library waits for a stalled server
+    assert (process.returncode, err) == (130, f"\n{SCRIPT.name}: interrupted; the same command continues\n")
+    assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL]}
+
+
+def test_a_cache_on_another_disk_is_copied_and_a_failed_copy_leaves_nothing(tmp_path, monkeypatch):
+    (tmp_path / "cached").write_bytes(shard(0))
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError))
+    monkeypatch.setattr(cached_fineweb10B, "download", Mock(return_value=tmp_path / "cached"))
+    assert cached_fineweb10B.fetch(tmp_path / "out" / VAL) is None
+    assert shards_in(tmp_path / "out") == {VAL: shard(0)}
+    monkeypatch.setattr("shutil.copyfile", lambda source, new: (new.write_bytes(b"half"), 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        cached_fineweb10B.fetch(tmp_path / "out" / TRAIN_1)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == [VAL]
+
+
+def test_bad_arguments_end_before_the_download(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for arguments in (["--out", f"{tmp_path}/file"], ["104"]):
+        with pytest.raises(SystemExit, match="2"):
+            cached_fineweb10B.main(arguments)
+        assert re.fullmatch(r".*: error: .*(File exists; fix|expected 0 to 103).*\n", capsys.readouterr().err)
