@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
-
 from speedrun import needs
 
 with needs.packages("requirements.txt"):

@@ -13,10 +13,8 @@ import argparse
 import json
 import math
 import random
-import sys
 import time
 from pathlib import Path
-
 
 from speedrun import needs
 
