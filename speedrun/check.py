@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
+
 from speedrun import needs
 
 with needs.packages("requirements.txt"):
