@@ -49,7 +49,10 @@ class Run:
     hardware: str | None = None
 
     def __post_init__(self):
-        if not all(0 < number < 1e15 for number in (self.val_loss, self.train_time, self.step_time or 1)):
+        if not all(
+            0 < number < 1e15
+            for number in (self.val_loss, self.train_time, 1 if self.step_time is None else self.step_time)
+        ):
             raise ValueError(f"numbers above 0 are wanted: {self}")
 
 
