@@ -47,6 +47,8 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date,
     line, folder = lineage(root), root / f"{date}_{name}"
     if taken := [path.name for path in line if path.name.partition("_")[2].lower() == name.lower()]:
         raise ToolError(f"{taken[0]} has that name: choose another, or remove it first")
+    if not paths:
+        raise ToolError("name the logs of its runs")
     if len({Path(path).name for path in paths}) < len(paths):
         raise ToolError("two of the logs have the same file name: rename one")
     own = [Log(Path(path)) for path in paths]

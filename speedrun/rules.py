@@ -36,7 +36,8 @@ TRACKS = {
 
 def track_of(log: Log) -> Track:
     if log.track not in TRACKS:
-        raise ToolError(f"{log.path}: preset {shown(str(log.track))} is no track; the tracks are {', '.join(TRACKS)}")
+        what = f"preset {shown(log.track)} is no track" if log.track else "states no preset, so no track"
+        raise ToolError(f"{log.path}: {what}; the tracks are {', '.join(TRACKS)}")
     return TRACKS[log.track]
 
 

@@ -1,4 +1,4 @@
-"""python -m speedrun: what verify lets through and what not, the statistics, a race, the other commands, the picture."""
+"""python -m speedrun: what verify lets through and what not, statistics, a race, the other commands, the picture."""
 
 import dataclasses
 import functools
@@ -20,8 +20,8 @@ from PIL import Image
 from scipy import stats
 
 import train_gpt
-from speedrun import logs, needs, proof, race, rules
-from speedrun.__main__ import build_parser, main
+from speedrun import logs, needs, process, proof, race, rules
+from speedrun.__main__ import MODULES, build_parser, main
 from speedrun.logs import Log, lineage
 from speedrun.publish import BEGIN, END
 from synthetic_logs import (
@@ -135,7 +135,7 @@ COMPILER_FLAGS = {
 def test_verify_finds_compiler_flags(line):
     plain = "torch._dynamo.utils.counters\ntorch.compile(print, fullgraph=True, dynamic=False)"
     assert [*rules.compiler_flags(f"{plain}\n{line}\n")] == [f"line 3 uses {COMPILER_FLAGS[line]}"]
-    assert "is not one Python script" in [*rules.compiler_flags(f"{plain}\n{RULE}\n")][0]
+    assert "is not one Python script" in str([*rules.compiler_flags(f"{plain}\n{RULE}\n")])
 
 
 def test_verify_wants_a_written_page_and_a_script(tool, root):
@@ -638,6 +638,7 @@ def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
     for name in "README.md", "record.json":
         (folder / name).write_text(re.sub("<say.*?>", "said", (folder / name).read_text()))
     assert tool("verify", "fresh")[0] == 0
+    assert "name the logs" in tool("submit", "Other")[2]
     for name in "../up", "", "<b>", "before", "fresh":
         assert tool("new", name, *paths)[0] == 2, name
     Path("bad.txt").write_text(log_text(source="import sys\nimport"))
@@ -756,3 +757,20 @@ def test_a_race_tells_what_the_rank_said_that_failed(tool, tmp_path, failure):
     script.write_text(f"{begin}if get_rank():\n    {failure}\nbarrier()")
     told = tool("race", script, script, "--nproc_per_node", "2", "--out", tmp_path / "race")[2]
     assert re.search(rf"run race-1-a failed: ['\"]{FAILURES[failure]}", told), told
+
+
+def test_modules_are_commands_and_the_benchmark_gets_the_environment_of_a_training(capsys, monkeypatch):
+    monkeypatch.setattr(os, "environ", {"MALLOC_TRIM_THRESHOLD_": "7"})
+    options: list[tuple[int, int]] = []
+    monkeypatch.setattr(process, "LIBC", types.SimpleNamespace(mallopt=lambda *option: options.append(option)))
+    for name in MODULES:
+        seen = types.SimpleNamespace(main=lambda argv: [argv, os.environ.get("PYTORCH_ALLOC_CONF")])
+        monkeypatch.setitem(sys.modules, f"speedrun.{name}", seen)
+        expandable = "expandable_segments:True" if name == "bench" else None
+        assert main([name, "--preset", "nano"]) == [["--preset", "nano"], expandable]
+    assert (options, os.environ["GOMP_SPINCOUNT"]) == ([(-1, 7), (-3, 33554432)], "10000")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out
+    names = "check evaluate bench race tried diff stats verify table new submit plot".split()
+    assert [name for name in names if not re.search(rf"^    {name} ", told, re.M)] == []
