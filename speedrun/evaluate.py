@@ -173,7 +173,7 @@ def evaluate(argv: Sequence[str] | None) -> None:
         sets["HellaSwag"] = list(hellaswag())[: args.limit]
     if empty := [name for name, questions in sets.items() if not questions]:
         raise UserError(f"{empty[0]}: has no questions")
-    path, gpt = sample.find_model(args.checkpoint, args.device)
+    path, gpt = sample.find_model(args.model or args.file, args.device)
     length, start = min(LENGTH, gpt.cfg.val_seq_len), time.perf_counter()
     found: dict = dict(model=str(path), parameters=sum(p.numel() for p in gpt.parameters()), dtype=gpt.cfg.dtype)
     found["choices"] = {name: answer(gpt, questions, length, name) for name, questions in sets.items()}

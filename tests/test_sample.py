@@ -122,6 +122,7 @@ ODD = {
     ("argv", "message"),
     [
         ("nowhere.pt", "nowhere.pt: there is no such file"),
+        ("--model nowhere.pt", "nowhere.pt: there is no such file"),
         ("", "logs/*.pt: there is no such file"),
         *((f, f"{f}: not a sound checkpoint: ") for f in "LICENSE list.pt".split()),
         ("older.pt", "use the one that wrote it: .*odd"),
@@ -129,7 +130,11 @@ ODD = {
         ("nan.pt", "logits are not finite"),
         ("random.pt --prompt ab --tokens 79999", "of 2 tokens, --tokens 79999: the model reads 80000 at most"),
         ("random.pt --temperature nan", "--temperature nan: expected a number from 0 to 100"),
-        pytest.param("random.pt --device cuda", "sees no GPU", marks=pytest.mark.skipif("torch.cuda.is_available()")),
+        pytest.param(
+            "random.pt --device cuda",
+            "sample.py: --device cuda: torch sees no GPU",
+            marks=pytest.mark.skipif("torch.cuda.is_available()"),
+        ),
     ],
 )
 def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeypatch, argv, message):
