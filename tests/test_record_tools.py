@@ -377,7 +377,8 @@ def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, 
     assert "--seed 2147483646: all seeds" in tool("race", fast, other, "--pairs", "3", "--seed", str(2**31 - 2))[2]
     assert "two.py: is not one Python script ('invalid syntax" in tool("race", "two.py", fast)[2]
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
-    assert tool("race", fast, fast)[::2] == (2, pytest.approx) or "scipy" in tool("race", fast, fast)[2]
+    code, _, err = tool("race", fast, fast)
+    assert (code, "scipy" in err, err.count("\n")) == (2, True, 1)
 
 
 def test_a_race_of_a_foreign_script_says_what_it_takes(tool, tmp_path, scripts):
@@ -388,15 +389,8 @@ def test_a_race_of_a_foreign_script_says_what_it_takes(tool, tmp_path, scripts):
     code += 'open("/".join(flags["--" + x] for x in ("log" "_dir", "run" "_id")) + ".txt", "w").write(beside.TEXT)\n'
     (tmp_path / "foreign.py").write_text(code)
     _, out, err = tool("race", "foreign.py", scripts[0], "--pairs", "1", "--out", tmp_path / "race")
-    told = [
-        "foreign.py does not look like one of our scripts. A script has to accept --seed N, --log_dir",
-        "race.",
-        "1-b",
-    ]
-    told[1:] = [
-        "foreign.py imports beside beside it, so it runs where it lies",
-        "foreign.py states no validation tokens",
-    ]
+    told = ["foreign.py does not look like one of our scripts. A script has to accept --seed N, --log_dir"]
+    told += ["foreign.py imports beside beside it, so it runs where it lies", "foreign.py states no validation tokens"]
     assert [text in err for text in told] == [True] * 3, err
     assert "n=1 pairs" in out
 
@@ -528,7 +522,7 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     assert waiting in tool("table")[2]
 
 
-ODD = [None, True, -1, 0.5, 10**400, 1e999, math.nan, "", "x", "\ud800", [], [None], {}, [{}], [[]]]
+ODD = [None, -1, 0.5, 10**400, math.nan, "", "x", [], {}, [{}]]
 
 
 def ways(value, *way):
