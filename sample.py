@@ -2,7 +2,6 @@
 
     python sample.py                                                 the newest model in logs/
     python sample.py logs/RUN_ID.pt --prompt "class " --seed 1       this one, and the same text every time
-    python sample.py logs/RUN_ID.pt --export FOLDER                  write it as safetensors and JSON: docs/weights.md
 
 The text goes to stdout, all else to stderr. Exit codes: 0; 2 something has to be mended, one line says what; 130
 interrupted. For each new token the model reads the whole text, as it does in training.
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from speedrun import needs
 
-with needs.packages("requirements.txt"):
+with needs.packages():
     import torch
     from torch import Tensor
 
@@ -29,50 +28,19 @@ with needs.packages("requirements.txt"):
     from train_gpt import GPT, Hyperparameters, UserError
 
 SMALL = 10_000_000  # parameters, below which a second thread costs more than it saves (nano, busy machine: 20 times)
-CHECKPOINT_HELP = "a file that --save_checkpoint wrote, an --export FOLDER, or latest: of logs/"
-EXPORTED = "model.safetensors", "config.json"
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # for terminals
-
-
-def read_model(path: Path) -> dict:
-    """Return configuration (JSON) and tensors of a file that --save_checkpoint wrote, or of an --export FOLDER."""
-    if not path.exists():
-        raise UserError(f"{path}: there is no such file; train a model with --save_checkpoint, or name its file")
-    if not path.is_dir():
-        return train_gpt.load(path, "configuration", "model")
-    try:
-        described = json.loads((path / EXPORTED[1]).read_text(encoding="utf-8"))
-        tensors = safetensors().load_file(path / EXPORTED[0])
-        return dict(configuration=json.dumps(described["configuration"]), model=tensors)
-    except UserError:
-        raise
-    except Exception as error:  # a damaged file fails in many ways
-        raise UserError(f"{path}: not what --export wrote: {train_gpt.first_line(error)}") from None
-
-
-def safetensors():
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise UserError(f"safetensors, the format of the weights, is missing: {needs.PIP} safetensors") from None
-    return safetensors.torch
 
 
 def load_model(path: Path, device: str) -> GPT:
     """Load the model that --save_checkpoint wrote to `path`. Raise UserError if it is none, or another script's."""
-    saved = read_model(path)
+    if not path.is_file():
+        raise UserError(f"{path}: there is no such file; train a model with --save_checkpoint, or name its file")
+    saved = train_gpt.load(path, "configuration", "model")
     try:
-        configuration = json.loads(saved["configuration"])
-        fields = {field.name for field in dataclasses.fields(Hyperparameters)}
-        if differing := fields ^ configuration.keys():
-            raise UserError(f"only one of it and this train_gpt.py has {', '.join(sorted(map(str, differing)))}")
-        for name, row in train_gpt.TABLES.items():
-            if any(len(values) != len(row._fields) for values in configuration[name]):
-                raise UserError(f"its {name} have not the columns {', '.join(row._fields)}")
-        cfg = Hyperparameters(**configuration)
+        cfg = Hyperparameters(**json.loads(saved["configuration"]))
         # What was trained in bf16 is sampled in fp32 where that is faster
         dtype = "auto" if cfg.dtype == "bfloat16" else cfg.dtype
-        cfg = train_gpt.resolve(dataclasses.replace(cfg, device=device, dtype=dtype))
+        cfg = train_gpt.resolve(dataclasses.replace(cfg, device=device, dtype=dtype))  # type: ignore[arg-type]
         cfg = dataclasses.replace(cfg, device="cpu")  # attention in plain PyTorch, which compiles for no length of text
         with torch.device("meta"):  # the initial values are not needed
             gpt = GPT(cfg).eval()
@@ -86,29 +54,19 @@ def load_model(path: Path, device: str) -> GPT:
     return gpt
 
 
-def export(gpt: GPT, path: Path, folder: Path) -> None:
-    """Write tensors and configuration of the model at `path` to a new folder, and read them back to the same logits."""
-    cfg, saved, save = gpt.cfg, read_model(path), safetensors().save
-    described = dict(configuration=json.loads(saved["configuration"]))
-    try:
-        folder.mkdir(parents=True)
-        tensors = {name: tensor.clone() for name, tensor in saved["model"].items()}  # which share their storage
-        (folder / EXPORTED[0]).write_bytes(save(tensors, dict(format="pt")))
-        (folder / EXPORTED[1]).write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
-    except FileExistsError:
-        raise UserError(f"--export {folder}: is there already, choose another folder") from None
-    except Exception as error:  # a full disk is an error of safetensors
-        raise UserError(f"--export {folder}: {train_gpt.first_line(error)}") from None
-    tokens = [i % cfg.vocab_size for i in range(min(300, cfg.val_seq_len))]
-    if not torch.equal(next_logits(gpt, tokens), next_logits(load_model(folder, gpt.lm_head.device.type), tokens)):
-        raise UserError(f"--export {folder}: read back, its logits are not those of {path}")
-    print(f"{folder}: {' and '.join(EXPORTED)}, read back to the logits of {path}", file=sys.stderr)
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name a model, as FILE or --model FILE, and its device."""
+    told = "a file that --save_checkpoint wrote [the newest in logs/]"
+    parser.add_argument("file", nargs="?", metavar="FILE", type=Path, help=told)
+    parser.add_argument("--model", metavar="FILE", type=Path, help="the same")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[%(default)s]")
 
 
-def find_model(name: str, device: str) -> tuple[Path, GPT]:
-    """Load the model of this name, or with `latest` the newest in logs/, to this device or with `auto` the best."""
-    path = Path(name)
-    if name == "latest":
+def find_model(path: Path | None, device: str) -> tuple[Path, GPT]:
+    """Load this model, or the newest in logs/, to this device or with `auto` the best."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: torch sees no GPU; leave the flag out")
+    if path is None:
         path = max(Path("logs").glob("*.pt"), key=lambda path: path.lstat().st_mtime_ns, default=Path("logs/*.pt"))
     return path, load_model(path, device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
@@ -119,12 +77,10 @@ def tokenizer(cfg: Hyperparameters) -> tuple[Callable[[str], list[int]], Callabl
         return lambda text: list(text.encode("utf-8", "surrogateescape")), lambda token: bytes([token])
     if (cfg.vocab_size, cfg.eot_token) != (50257, 50256):
         raise UserError(f"vocab_size {cfg.vocab_size} with eot_token {cfg.eot_token} is neither bytes nor GPT-2's")
-    try:
+    with needs.packages("text"):
         import tiktoken
-
+    try:
         gpt2 = tiktoken.get_encoding("gpt2")
-    except ImportError:
-        raise UserError(f"the model's tokens are GPT-2's: {needs.PIP} -r data/requirements.txt") from None
     except Exception as error:  # the download fails in many ways
         raise UserError(f"tiktoken cannot get GPT-2's vocabulary: {' '.join(str(error).split())[:150]}") from None
     return gpt2.encode_ordinary, gpt2.decode_single_token_bytes
@@ -141,10 +97,11 @@ def choose(logits: Tensor, temperature: float, top_k: int, rng: torch.Generator)
 
 def features(gpt: GPT, tokens: Sequence[int]) -> Tensor:
     """Return the head's input (T, K) for these tokens, with the windows of the last validation."""
-    cfg, options = gpt.cfg, dict(dtype=torch.int32, device=gpt.lm_head.device)
+    cfg = gpt.cfg
     padding = [cfg.eot_token] * (-len(tokens) % cfg.block_size)  # to whole blocks: no token sees what follows
-    windows = torch.tensor(train_gpt.attention_windows(cfg.num_iterations, cfg), **options)
-    return gpt.features(torch.tensor([*tokens, *padding], **options), windows)[: len(tokens)]
+    windows = train_gpt.attention_windows(cfg.num_iterations, cfg)
+    read = (torch.tensor(x, dtype=torch.int32, device=gpt.lm_head.device) for x in ([*tokens, *padding], windows))
+    return gpt.features(*read)[: len(tokens)]
 
 
 def logits_of(gpt: GPT, x: Tensor) -> Tensor:
@@ -173,40 +130,30 @@ def generate(gpt: GPT, prompt: Sequence[int], num_tokens: int, chooser: Callable
 def write(pieces: Iterable[bytes]) -> None:
     """Print UTF-8 as it comes; print U+FFFD for what is none, and for control characters."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    try:
-        for piece in pieces:
-            print(decoder.decode(piece).translate(CONTROLS), end="", flush=True)
-        print(decoder.decode(b"", final=True), flush=True)
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered shall not fail at the exit
-        if not isinstance(error, BrokenPipeError):  # then whoever read it has seen enough
-            raise UserError(f"the text cannot be written: {error}") from None
+    for piece in pieces:
+        print(decoder.decode(piece).translate(CONTROLS), end="", flush=True)
+    print(decoder.decode(b"", final=True), flush=True)
 
 
-def sample(argv: Sequence[str]) -> None:
+def sample(argv: Sequence[str] | None) -> None:
     form = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, usage=argparse.SUPPRESS)
-    parser = argparse.ArgumentParser(prog="sample.py", description=__doc__, **form)
+    parser = argparse.ArgumentParser(prog="sample.py", description=__doc__, **form)  # type: ignore[arg-type]
+    add_model(parser)
     add = parser.add_argument
-    add("checkpoint", nargs="?", default="latest", help=CHECKPOINT_HELP)
-    add("--prompt", metavar="TEXT", help="what to go on from [def for nano]")
+    add("--prompt", metavar="TEXT", help="what to go on from [def for bytes]")
     add("--tokens", type=int, metavar="N", default=300, help="the most tokens to add [%(default)s]")
     add("--temperature", type=float, metavar="X", default=0.8, help="0: the likeliest token always [%(default)s]")
     add("--top_k", type=int, metavar="K", default=50, help="only the K likeliest tokens; 0: all [%(default)s]")
     add("--seed", type=int, metavar="N", help="the same text again [a fresh one, printed at the end]")
-    add("--export", type=Path, metavar="FOLDER", help="write the model as safetensors and JSON instead")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[%(default)s]")
     args = parser.parse_args(argv)
     for name, high in dict(tokens=100_000, temperature=100, top_k=2**16, seed=2**63 - 1).items():
         if (value := getattr(args, name)) is not None and not 0 <= value <= high:
             raise UserError(f"--{name} {str(value)[:50]}: expected a number from 0 to {high}")
-    path, gpt = find_model(args.checkpoint, args.device)
-    if args.export:
-        return export(gpt, path, args.export)
-    suited = "def " if gpt.cfg.train_files == train_gpt.PRESETS["nano"].train_files else "The "
-    prompt = suited if args.prompt is None else args.prompt
+    path, gpt = find_model(args.model or args.file, args.device)
+    prompt = ("def " if gpt.cfg.vocab_size == 257 else "The ") if args.prompt is None else args.prompt
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     encode, decode = tokenizer(gpt.cfg)
-    rng, read, generated = torch.Generator().manual_seed(seed), encode(prompt), []
+    rng, read, generated = torch.Generator().manual_seed(seed), encode(prompt), list[int]()
     if len(read) + args.tokens > (most := gpt.cfg.val_seq_len):
         raise UserError(f"--prompt of {len(read)} tokens, --tokens {args.tokens}: the model reads {most} at most")
     print(f"{path}, {sum(p.numel() for p in gpt.parameters()):,} parameters", file=sys.stderr)
@@ -224,21 +171,24 @@ def sample(argv: Sequence[str]) -> None:
     print(f"[{len(generated)} tokens{end}; {rate}, seed {seed}]", file=sys.stderr)
 
 
-def run(program: str, action: Callable[[Sequence[str]], object], argv: Sequence[str]) -> int:
+def run(program: str, action: Callable[[Sequence[str] | None], object], argv: Sequence[str] | None) -> int:
     """Do what the flags say, and return the exit code; what can be mended, and Ctrl-C, get one line."""
     try:
-        if sys.stdout is not None:
-            sys.stdout.reconfigure(encoding="utf-8")
+        sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
         action(argv)
+        sys.stdout.flush()
         return 0
-    except (UserError, KeyboardInterrupt) as error:
+    except BrokenPipeError:  # whoever read the text has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered shall not fail at the exit
+        return 0
+    except (UserError, OSError, KeyboardInterrupt) as error:
         message = "".join(c if c.isprintable() else "?" for c in str(error)) or "interrupted"
         print(f"{program}: {message}", file=sys.stderr)
-        return 2 if isinstance(error, UserError) else 130
+        return 130 if isinstance(error, KeyboardInterrupt) else 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run("sample.py", sample, sys.argv[1:] if argv is None else argv)
+    return run("sample.py", sample, argv)
 
 
 if __name__ == "__main__":

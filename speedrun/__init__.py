@@ -1,7 +1,6 @@
-"""The tools with which people prove and compare records: `python -m records --help`.
+"""The tools around train_gpt.py: `python -m speedrun --help`.
 
-A record is a folder YYYY-MM-DD_Name here, with README.md, train_gpt.py, the logs *.txt of its runs at its top level and
-the race.json of its race against the record before, which the row "after" of its page names; that one's logs of the
-race are in its own folder, or in older/. Reading order: logs (what is read), proof (statistics), race, rules (what a
-record must fulfil), then publish and plots. process runs a script, tried keeps a table of all races.
+Reading order of those for records: logs (what is read), proof (statistics), race, rules (what a record must fulfil),
+publish, plots, tried. process runs a script. check is the preflight, needs says which packages are missing, bench and
+measure time a step, evaluate scores a model, and plain_gpt is the CPU starting point that races compare with.
 """

@@ -1,8 +1,8 @@
 """Score a model that a run with --save_checkpoint wrote: on HellaSwag, on choices of your own, on any text.
 
-    python evaluate.py --hellaswag                             the newest model in logs/, 10,042 questions
-    python evaluate.py logs/RUN_ID.pt --choices FILE.jsonl     a question a line: ctx, endings, label (0: the first)
-    python evaluate.py logs/RUN_ID.pt --text FILE              bits per byte, which models of all tokens share
+    python -m speedrun evaluate --hellaswag                          the newest model in logs/, 10,042 questions
+    python -m speedrun evaluate logs/RUN_ID.pt --choices FILE.jsonl  a question a line: ctx, endings, label (from 0)
+    python -m speedrun evaluate logs/RUN_ID.pt --text FILE           bits per byte, which models of all tokens share
 
 An answer is the ending whose tokens have the lowest mean loss after the context and a space. The result, a JSON object,
 goes to stdout, all else to stderr. Exit codes: 0; 2 something has to be mended, one line says what; 130 interrupted.
@@ -11,15 +11,14 @@ goes to stdout, all else to stderr. Exit codes: 0; 2 something has to be mended,
 import argparse
 import json
 import math
-import re
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from speedrun import needs
 
-with needs.packages("requirements.txt"):
+with needs.packages():
     import torch
     import torch.nn.functional as F
     from torch import Tensor
@@ -28,7 +27,10 @@ with needs.packages("requirements.txt"):
     import sample
     from train_gpt import GPT, UserError, first_line
 
-HELLASWAG = dict(repo_id="Rowan/hellaswag", filename="data/validation-00000-of-00001.parquet", repo_type="dataset")
+PROGRAM = "python -m speedrun evaluate"
+HELLASWAG: dict[str, Any] = dict(
+    repo_id="Rowan/hellaswag", filename="data/validation-00000-of-00001.parquet", repo_type="dataset"
+)
 HELLASWAG |= dict(revision="218ec52e09a7e7462a5400043bb9a69a41d06b76")
 LENGTH = 4096  # tokens that the model reads at a time, or val_seq_len: in plain PyTorch attention takes memory
 OVERLAP = 1024  # tokens of a long text that the model reads again, before those to be scored
@@ -37,6 +39,7 @@ SLICE = 512  # tokens whose logits exist at a time
 # of a sequence have bigrams of their own. The fourth of four documents that are one token each is the same anywhere
 RUN_UP = 4  # end-of-text tokens before a document's others
 Document = tuple[list[int], int]  # tokens, and how many of them are only context
+Question = tuple[str, list[str], int]  # context, endings and the number of the right one
 
 
 def pack(documents: Sequence[Document], length: int) -> Iterator[Sequence[Document]]:
@@ -74,37 +77,28 @@ def score(gpt: GPT, documents: Sequence[Document], length: int, name: str) -> li
     return found
 
 
-def is_text(value: object) -> bool:
-    return isinstance(value, str) and not re.search("[\ud800-\udfff]", value)  # half a surrogate pair has no tokens
-
-
-def parse_question(question: object, where: str) -> tuple[str, list[str], int]:
-    """Return context, endings and the number of the right one. Refuse other types than these."""
-    if not isinstance(question, dict):
-        raise UserError(f"{where}: expected a JSON object with ctx, endings and label")
-    ctx, endings, label = (question.get(name) for name in ("ctx", "endings", "label"))
-    has_endings = isinstance(endings, list) and len(endings) > 1 and all(map(is_text, endings))
-    is_right = type(label) is int and has_endings and 0 <= label < len(endings)
-    rules = dict(ctx=(is_text(ctx), "a text"), endings=(has_endings, "a list of two or more texts"))
-    rules["label"] = is_right, "the number of the right one of the endings, from 0"
-    for name, (holds, expected) in rules.items():
-        if not holds:
-            raise UserError(f"{where}: {name} is {question.get(name)!r:.60}: expected {expected}")
-    return ctx, endings, label
+def parse_question(question: Any, where: str) -> Question:
+    try:
+        ctx, endings, label = question["ctx"], question["endings"], int(str(question["label"]))  # HellaSwag has texts
+        (ctx + "".join(endings)).encode()  # half a surrogate pair has no tokens
+        if isinstance(endings, list) and 0 <= label < len(endings) and len(endings) > 1:
+            return ctx, endings, label
+    except (TypeError, KeyError, ValueError):
+        pass
+    wanted = "ctx, a text, endings, a list of two or more texts, and label, the number of the right one, from 0"
+    raise UserError(f"{where}: expected an object with {wanted}")
 
 
 def read_text(path: Path) -> str:
     try:
-        if not path.is_file():  # reading a pipe or a device might never end
-            raise OSError(0, "no such file")
         if text := path.read_bytes().decode():
             return text
         raise UserError(f"{path}: is empty")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', 'is not text in UTF-8')}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: is not text in UTF-8") from None
 
 
-def read_questions(path: Path) -> Iterator[tuple[str, list[str], int]]:
+def read_questions(path: Path) -> Iterator[Question]:
     for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             try:
@@ -114,23 +108,21 @@ def read_questions(path: Path) -> Iterator[tuple[str, list[str], int]]:
             yield parse_question(question, f"{path} line {number}")
 
 
-def hellaswag() -> Iterator[tuple[str, list[str], int]]:
+def hellaswag() -> Iterator[Question]:
     """Fetch the questions of HellaSwag's validation set (arXiv:1905.07830). The hub has them as Parquet."""
     try:
         from huggingface_hub import hf_hub_download
         from pyarrow import parquet
+
+        table = parquet.read_table(hf_hub_download(**HELLASWAG), columns=["ctx", "endings", "label"])
     except ImportError as error:
         raise UserError(f"{error}: {needs.PIP} pyarrow huggingface_hub, or give --choices FILE.jsonl") from None
-    try:
-        path = hf_hub_download(**HELLASWAG)
-        table = parquet.read_table(path, columns=["ctx", "endings", "label"]).to_pylist()
-        questions = [question | dict(label=int(question["label"])) for question in table]  # it has them as text
     except Exception as error:  # a download fails in many ways
         raise UserError(f"HellaSwag cannot be fetched: {first_line(error)}; or give --choices FILE.jsonl") from None
-    return (parse_question(question, f"HellaSwag {i}") for i, question in enumerate(questions))
+    return (parse_question(question, f"HellaSwag {i}") for i, question in enumerate(table.to_pylist()))
 
 
-def answer(gpt: GPT, questions: Sequence[tuple[str, list[str], int]], length: int, name: str) -> dict:
+def answer(gpt: GPT, questions: Sequence[Question], length: int, name: str) -> dict:
     """Return how many questions the model answers rightly."""
     encode, _ = sample.tokenizer(gpt.cfg)
     documents: list[Document] = []
@@ -161,16 +153,15 @@ def compress(gpt: GPT, text: str, length: int, name: str) -> dict:
     return dict(bytes=size, tokens=len(tokens), bits_per_byte=nats / math.log(2) / size, loss=nats / len(tokens))
 
 
-def evaluate(argv: Sequence[str]) -> None:
+def evaluate(argv: Sequence[str] | None) -> None:
     form = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, usage=argparse.SUPPRESS)
-    parser = argparse.ArgumentParser(prog="evaluate.py", description=__doc__, **form)
+    parser = argparse.ArgumentParser(prog=PROGRAM, description=__doc__, **form)  # type: ignore[arg-type]
+    sample.add_model(parser)
     add = parser.add_argument
-    add("checkpoint", nargs="?", default="latest", help=sample.CHECKPOINT_HELP)
     add("--hellaswag", action="store_true", help="fetch its validation questions; needs pyarrow")
     add("--choices", type=Path, metavar="FILE", action="append", default=[], help="questions in JSON lines; repeatable")
     add("--text", type=Path, metavar="FILE", action="append", default=[], help="any text in UTF-8; repeatable")
     add("--limit", type=int, metavar="N", help="only the first N questions of each set")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[%(default)s]")
     args = parser.parse_args(argv)
     if args.limit is not None and args.limit < 1:
         raise UserError(f"--limit {args.limit}: expected a number of at least 1")
@@ -182,13 +173,13 @@ def evaluate(argv: Sequence[str]) -> None:
         sets["HellaSwag"] = list(hellaswag())[: args.limit]
     if empty := [name for name, questions in sets.items() if not questions]:
         raise UserError(f"{empty[0]}: has no questions")
-    path, gpt = sample.find_model(args.checkpoint, args.device)
+    path, gpt = sample.find_model(args.model or args.file, args.device)
     length, start = min(LENGTH, gpt.cfg.val_seq_len), time.perf_counter()
-    found = dict(model=str(path), parameters=sum(p.numel() for p in gpt.parameters()), dtype=gpt.cfg.dtype)
+    found: dict = dict(model=str(path), parameters=sum(p.numel() for p in gpt.parameters()), dtype=gpt.cfg.dtype)
     found["choices"] = {name: answer(gpt, questions, length, name) for name, questions in sets.items()}
     found["texts"] = {name: compress(gpt, text, length, name) for name, text in texts.items()}
     print(json.dumps(found | dict(seconds=round(time.perf_counter() - start, 1)), indent=1))
 
 
-if __name__ == "__main__":
-    sys.exit(sample.run("evaluate.py", evaluate, sys.argv[1:]))
+def main(argv: Sequence[str] | None = None) -> int:
+    return sample.run(PROGRAM, evaluate, argv)

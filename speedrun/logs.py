@@ -11,8 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from speedrun.process import ROOT
+
 RULE = "=" * 100
-RECORDS = Path(__file__).resolve().parents[1] / "records"
+RECORDS = ROOT / "records"
 RECORD_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_[\w.-]+", re.ASCII)
 NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 OTHERS = r"(?: (?!train_loss|val_loss:|train_time|step_avg)\w+:\S+)*"  # fields that some public logs have
@@ -20,19 +22,20 @@ STEP_LINE = re.compile(
     rf"step:(\d{{1,9}})/(\d{{1,9}})(?: train_loss:(?:{NUMBER}|nan|inf))?(?: val_loss:(?:{NUMBER}|nan|inf))?{OTHERS}"
     rf" train_time:{NUMBER}(m?s) step_avg:(?:{NUMBER}|nan|inf)ms{OTHERS}\s*"
 )
-# Kinds of JSON values, see `check`: what a log states of its run, as far as these tools use it
-TEXT, FLAGS, COUNT = re.compile(r"\S[\s\S]*"), [re.compile(r"[\s\S]*")], range(10**12)
-CONFIGURATION = {"preset?": re.compile(r"\w+"), "device?": TEXT, "stages?": [[object]]}
-CONFIGURATION |= {f"{name}?": COUNT for name in ("batch_tokens", "train_seq_len", "cpu_threads")}
 HEADER_BYTES, TOKEN_BYTES = 1024, 2  # of a shard
+ODD = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+)  # JSON of another form
 
 
 class ToolError(Exception):
     """What the user has to mend, in one line. Exit code 2."""
-
-
-class Unreadable(ToolError):
-    """A file that others wrote has a field of another type than its program writes."""
 
 
 def shown(text: str, length: int = 60) -> str:
@@ -84,8 +87,16 @@ def script_of(log: Path, text: str) -> str:
     return text
 
 
+def has_packed_batches(configuration: dict) -> bool:
+    """Return whether documents or growing batches decide where a batch begins."""
+    if configuration.get("stages"):  # rows of share, batch, max_doc_len and others
+        return any(row[1:3] != [1, 0] for row in configuration["stages"])
+    lengths, factors = configuration.get("max_doc_len"), configuration.get("batch_factors")  # of older scripts
+    return lengths not in (None, 0, [0]) or factors not in (None, [1])
+
+
 class Log:
-    """A log. What it does not state is None; train_shards are (name, tokens)."""
+    """A log. What it does not state is None, and a number 0; train_shards are (name, tokens)."""
 
     def __init__(self, path: Path):
         """Raise ToolError where the file is no log, or holds a line that no run wrote."""
@@ -97,9 +108,19 @@ class Log:
         self.ended = ended and ended[0].strip()  # says that this is not one whole run
         self.lines = self.read_lines("\n".join(rest[1:]))
         self.configuration: dict = self.find("configuration: (.*)", json.loads) or {}  # the public form has none
-        self.flags: list = self.find("flags: (.*)", json.loads) or []
-        check(path, self.configuration, CONFIGURATION, "configuration")
-        check(path, self.flags, FLAGS, "flags")
+        try:
+            self.flags = [*map(str, self.find("flags: (.*)", json.loads) or [])]
+            self.environment = dict(self.find("environment: (.*)", json.loads) or {})  # older logs have none
+            preset, device = (self.configuration.get(name) for name in ("preset", "device"))
+            names = "batch_tokens", "train_seq_len", "cpu_threads"
+            self.batch_tokens, self.train_seq_len, self.cpu_threads = (
+                int(self.configuration.get(name) or 0) for name in names
+            )
+            self.is_packed = has_packed_batches(self.configuration)
+        except ODD as error:
+            why = shown(repr(error))
+            raise ToolError(f"{path}: its configuration, flags or environment are odd ({why}): run it again") from None
+        self.track = None if preset is None else str(preset)
         self.seed = self.find(r"seed: (\d+)\b.*", int)
         shards = re.findall(r"^train shard: (.+), (\d{1,15}) bytes$", self.text, re.MULTILINE)
         self.train_shards = [(Path(name).name, (int(size) - HEADER_BYTES) // TOKEN_BYTES) for name, size in shards]
@@ -114,7 +135,6 @@ class Log:
         processes, threads = (int(count[1]), int(count[2])) if count else (None, None)
         self.num_threads = processes and threads and processes * threads
         gpus = re.findall(r"^\|\s+\d+\s+(NVIDIA .+?)\s{2,}", self.text, re.MULTILINE)  # of nvidia-smi
-        device = self.configuration.get("device")
         self.has_gpu = device == "cuda" if device in ("cpu", "cuda") else bool(gpus)
         self.hardware = None
         if self.has_gpu:
@@ -129,7 +149,7 @@ class Log:
             return None
         try:
             return kind(found[1].strip())
-        except (ValueError, RecursionError):
+        except ODD:
             raise ToolError(f"{self.path}: cannot read {shown(found[0])}: cut short or edited; run it again") from None
 
     def read_lines(self, text: str) -> list[Line]:
@@ -144,18 +164,9 @@ class Log:
         # A training loss is printed a few steps late, perhaps after the validation of a later step
         return sorted(lines, key=lambda line: (line.step, line.val_loss is not None))
 
-    def number(self, name: str) -> int:
-        """Return a number of the configuration, or 0."""
-        return self.configuration.get(name) or 0
-
     @property
     def num_steps(self) -> int:
         return self.lines[-1].total
-
-    @property
-    def track(self) -> str:
-        """Return the preset; a log of the public form states none, and the public speedrun has one track."""
-        return self.configuration.get("preset", "gpt2")
 
     @cached_property
     def curve(self) -> dict[int, tuple[float, float]]:
@@ -204,46 +215,33 @@ def read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def check(path: Path, value: Any, kind: Any, field: str = "") -> None:
-    """Raise Unreadable, which names the field, unless a value of a JSON document at `path` is of this kind.
-
-    A kind is a range for whole numbers, float for numbers above 0, a regular expression for texts, [kind] for a list, a
-    tuple for a row of these kinds, a dict for an object with these fields ("name?" may be lacking or null), or object.
-    """
-    inner: list[tuple[str, Any, Any]] = []
-    match kind:
-        case range():
-            fits, wanted = type(value) is int and value in kind, f"a whole number from {kind[0]} to {kind[-1]}"
-        case re.Pattern():
-            fits, wanted = isinstance(value, str) and bool(kind.fullmatch(value)), f"text of the form {kind.pattern}"
-        case list() | tuple():
-            fits, wanted = isinstance(value, list), "a list"
-            if isinstance(kind, tuple):
-                fits, wanted = fits and len(value) == len(kind), f"a list of {len(kind)}"
-            items = enumerate(value if fits else [])
-            inner = [(f"{field}[{i}]", item, kind[i % len(kind)]) for i, item in items]
-        case dict():
-            fits, wanted = isinstance(value, dict), "an object"
-            names = [name for name in kind if fits and not (name[-1] == "?" and value.get(name[:-1]) is None)]
-            inner = [(f"{field}.{name.rstrip('?')}", value.get(name.rstrip("?")), kind[name]) for name in names]
-        case _:
-            is_number = type(value) in (int, float) and 0 < value < 1e15
-            fits, wanted = kind is object or is_number, "a number above 0"
-    if not fits:
-        told = "null or missing" if value is None else shown(json.dumps(value))
-        field = field.lstrip(".") or "all of it"
-        raise Unreadable(f"{path}: {field} is {told}, not {wanted}; take the file as it was written")
-    for name, item, its_kind in inner:
-        check(path, item, its_kind, name)
-
-
-def read_json(path: Path, kind: dict) -> dict:
+def read_json(path: Path) -> dict:
     try:
-        document = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise Unreadable(f"{path}: not JSON ({shown(str(error))}); get the file of the run again") from None
-    check(path, document, kind)
-    return document
+        return dict(json.loads(read_text(path)))
+    except ODD as error:
+        raise ToolError(f"{path}: no JSON object ({shown(str(error))}); take the file as it was written") from None
+
+
+class Card(NamedTuple):
+    """What record.json says of a record: rules.py has the kinds, `evidence` belongs to some of them."""
+
+    what: str
+    kind: str
+    after: str | None
+    ranked: bool
+    evidence: str = ""
+
+
+def read_card(folder: Path) -> Card:
+    path = folder / "record.json"
+    found = read_json(path) if path.is_file() else {}
+    try:
+        card = Card(**found)
+        if all(isinstance(value, str) for value in (card.what, card.kind, card.after or "", card.evidence)):
+            return card
+    except TypeError:
+        pass
+    raise ToolError(f"{path}: needs what, kind, after (null: none) and ranked (true or false); write it")
 
 
 def record_folders(root: Path) -> list[Path]:
@@ -251,27 +249,20 @@ def record_folders(root: Path) -> list[Path]:
     return sorted(path for path in root.iterdir() if path.is_dir() and RECORD_FOLDER.fullmatch(path.name))
 
 
-def page_row(folder: Path, name: str) -> str | None:
-    """Return the second cell of the row of this name in the table of a record's page, without the link."""
-    page = folder / "README.md"
-    found = re.search(rf"^\| {name} \| (.*) \|$", read_text(page), re.MULTILINE) if page.is_file() else None
-    return re.sub(r"\[(.*?)\]\(.*?\)", r"\1", found[1]) if found else None
-
-
 def lineage(root: Path) -> list[Path]:
-    """Return all records in order. The row "after" of a page names the record before; the first one's has none."""
+    """Return all records in order: "after" in record.json names the record before; the first one has none."""
     line, followers = list[Path](), dict[str | None, Path]()
     for folder in record_folders(root):
-        before = page_row(folder, "after")
+        before = read_card(folder).after
         if before in followers:
             names = f"{followers[before].name} and {folder.name}"
-            raise ToolError(f"{names} both come after {before or 'none'}; mend the row | after | of a page")
+            raise ToolError(f"{names} both come after {before or 'none'}: mend after in a record.json")
         followers[before] = folder
     while followers.get(line[-1].name if line else None):
         line.append(followers.pop(line[-1].name if line else None))
     if followers:
         names = ", ".join(folder.name for folder in followers.values())
-        raise ToolError(f"{names}: by the rows | after | of their pages no line leads there from the first; mend them")
+        raise ToolError(f"{names}: no line leads there from the first record: mend after in record.json")
     return line
 
 
@@ -284,19 +275,14 @@ def rivals(line: Sequence[Path], board: str) -> list[tuple[str, str]]:
 def board_of(log: Log) -> str:
     """Name the leaderboard of a log: its track and, as gpt2 has one for each kind of machine, the hardware."""
     if log.track != "gpt2":
-        return log.track
+        return log.track or "unknown track"
     is_node = re.match(r"8x NVIDIA H100\b", log.hardware or "")
     return "gpt2 on 8xH100" if is_node else f"gpt2 on {log.hardware or 'unknown hardware'}"
 
 
 def is_on_board(folder: Path, board: str) -> bool:
     """Return whether a record is timed on a leaderboard whose name begins with `board`."""
-    return is_ranked(folder) and all(board_of(Log(path)).startswith(board) for path in log_paths(folder)[:1])
-
-
-def is_ranked(folder: Path) -> bool:
-    """Return whether the record is timed: its page's row "track" does not say "not ranked"."""
-    return "not ranked" not in (page_row(folder, "track") or "")
+    return read_card(folder).ranked and all(board_of(Log(path)).startswith(board) for path in log_paths(folder)[:1])
 
 
 def find_record(name: str, root: Path) -> Path:
@@ -353,20 +339,19 @@ def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:
     return lines, removed, added
 
 
-def differences(logs: list[Log]) -> Iterator[str]:
-    """Say where runs are not of one experiment, each with its own seed."""
+def differences(logs: list[Log]) -> Iterator[tuple[str, str]]:
+    """Yield the name of a log, and where its run is not one of the others' experiment with a seed of its own."""
     for i, log in enumerate(logs):
         for other in logs[:i]:
             if log.seed is not None and log.seed == other.seed:
-                yield f"{log.name}: has seed {log.seed}, as {other.name} has; leave one out, or run another --seed"
+                yield log.name, f"has seed {log.seed}, as {other.name} has; leave one out, or run another --seed"
             elif log.train_losses and log.train_losses == other.train_losses:
-                yield f"{log.name}: has all training losses of {other.name}: does the script use its seed?"
+                yield log.name, f"has all training losses of {other.name}: does the script use its seed?"
     stated = [log.configuration | {"steps": log.num_steps, "validation tokens": log.val_sha256} for log in logs]
     for log, mine in zip(logs, stated, strict=True):
         keys = {key for key in mine | stated[0] if mine.get(key) != stated[0].get(key)} - {"seed", "run_id", "log_dir"}
         if keys:
-            unlike = f"unlike {logs[0].name} in {', '.join(sorted(keys))}"
-            yield f"{log.name}: {unlike}; run all with the same flags and data"
+            yield log.name, f"unlike {logs[0].name} in {', '.join(sorted(keys))}; run all with the same flags and data"
 
 
 def require_one_experiment(logs: list[Log]) -> None:
@@ -378,4 +363,4 @@ def require_one_experiment(logs: list[Log]) -> None:
             both = f"{log.path} and {logs[0].path}"
             raise ToolError(f"{both} are of different scripts: see `diff`, and name logs of one")
     for problem in differences(logs):
-        raise ToolError(problem)
+        raise ToolError(": ".join(problem))

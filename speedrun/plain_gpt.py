@@ -1,30 +1,25 @@
 """The CPU starting point: a plain GPT on torch.nn, trained as people train a small one on a CPU.
 
-    python benchmarks/anchor_cpu.py [--seed 1] [--val_every 100]     # in the repository's root
+    python speedrun/plain_gpt.py [--seed 1] [--val_every 100]     # in the repository's root
 
 4 layers of width 128, 4 heads, a context of 64; 2,000 steps of 12 random windows of the nano track's training shard;
 AdamW with a cosine schedule, in fp32, on 2 threads. Validation is that of the nano track: the first 262,144 tokens of
 its validation shard, each position once, here in consecutive contexts of 64. Warm-up and validation are off the clock,
-as in train_gpt.py, with which it shares no code. Prints the result as a line of JSON, and with --run_id writes a log
-that `python -m records` can read, so it can be raced. Exit codes: 0 done, 2 bad input.
+as in train_gpt.py. It imports nothing of this repository. Prints the result as a line of JSON, and with --run_id writes
+a log that `python -m speedrun` can read, so it can be raced. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
 import json
 import math
 import random
-import sys
 import time
 from pathlib import Path
 
-
-from speedrun import needs
-
-with needs.packages("requirements.txt"):
-    import numpy as np
-    import torch
-    import torch.nn.functional as F
-    from torch import Tensor, nn
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 VOCAB_SIZE, CONTEXT, BATCH, LAYERS, WIDTH, HEADS = 257, 64, 12, 4, 128, 4  # bytes and the end of text
 LR, MIN_LR, LR_WARMUP, BETAS, WEIGHT_DECAY, CLIP = 1e-3, 1e-4, 100, (0.9, 0.99), 0.1, 1.0
@@ -69,7 +64,7 @@ def read_shard(path: Path) -> np.ndarray:
     """Read all tokens of a shard: 256 int32 of header, then uint16. Raise ValueError if it is not whole."""
     header, tokens = np.fromfile(path, "<i4", count=3).tolist(), np.fromfile(path, "<u2", offset=1024)
     if header != [20240520, 1, len(tokens)]:
-        raise ValueError(f"{path}: not a whole token shard; get it again: {needs.PYTHON} data/pack_nano.py")
+        raise ValueError(f"{path}: not a whole token shard; get it again: python data/pack_nano.py")
     return tokens
 
 
@@ -91,7 +86,7 @@ def train(
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
     losses, curve, start = [], [], time.perf_counter()
     for step in range(steps):
-        if val_every and step % val_every == 0:
+        if val_tokens is not None and val_every and step % val_every == 0:
             elapsed = time.perf_counter() - start
             curve.append((step, validate(model, val_tokens), 1000 * elapsed))
             start = time.perf_counter() - elapsed
@@ -112,14 +107,14 @@ def train(
 def validate(model: nn.Module, tokens: np.ndarray, count: int = VAL_TOKENS) -> float:
     """Return the mean loss of predicting tokens 1 ... count, or all, each once, in consecutive contexts."""
     count = min(count, (len(tokens) - 1) // CONTEXT * CONTEXT)
-    tokens = torch.from_numpy(tokens[: count + 1].astype(np.int64))
-    inputs, targets = tokens[:-1].view(-1, CONTEXT).split(256), tokens[1:].view(-1, CONTEXT).split(256)
+    read = torch.from_numpy(tokens[: count + 1].astype(np.int64))
+    inputs, targets = read[:-1].view(-1, CONTEXT).split(256), read[1:].view(-1, CONTEXT).split(256)
     return sum(model(x, y).item() * y.numel() for x, y in zip(inputs, targets, strict=True)) / count
 
 
 def main() -> None:
-    options = dict(formatter_class=argparse.RawDescriptionHelpFormatter, usage=argparse.SUPPRESS)
-    parser = argparse.ArgumentParser(description=__doc__, **options)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(2**31), help="(default: fresh)")
     parser.add_argument("--steps", type=int, default=2000, help="(default: %(default)s)")
     parser.add_argument("--val_every", type=int, default=0, help="steps, for a curve (default: at the end alone)")

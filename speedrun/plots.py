@@ -1,32 +1,19 @@
-"""Draw loss against train time, and the history of record times."""
+"""Draw loss against train time."""
 
 import json
-import math
 import statistics
 import sys
 from collections import namedtuple
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
-from speedrun.logs import (
-    Log,
-    ToolError,
-    board_of,
-    find_record,
-    is_ranked,
-    lineage,
-    log_paths,
-    printable,
-    read_json,
-    record_logs,
-)
-from speedrun.proof import public_history
-from speedrun.publish import ranked
+from speedrun import logs
+from speedrun.logs import Log, ToolError, board_of, find_record, log_paths, printable, record_logs
 from speedrun.rules import TRACKS, board_order
 
 # Lists over the steps at which all logs have a loss: mean time in s; mean, lowest and highest loss
 Curve = namedtuple("Curve", "name track steps seconds mean low high is_training", defaults=[False])
-ANCHOR = {"val_curve": [(range(10**9), float, float)]}  # kind of JSON: step, loss, ms
 SMOOTHING = 20  # a point of training losses is the mean over 1/20 of the run, before it
 
 
@@ -42,9 +29,13 @@ def curve_of(name: str, track: str, curves: Sequence[dict[int, tuple[float, floa
 
 
 def read_result(path: Path) -> Curve:
-    """Read the JSON of a run on the nano track that wrote no log, as benchmarks/anchor_cpu.py prints it."""
-    curve = {step: (loss, ms) for step, loss, ms in read_json(path, ANCHOR)["val_curve"]}
-    return curve_of(path.stem, "nano", [curve])
+    """Read what plain_gpt.py printed of its run on the nano track."""
+    found = logs.read_json(path)
+    try:
+        curve = {int(step): (float(loss), float(ms)) for step, loss, ms in found["val_curve"]}
+    except logs.ODD:
+        raise ToolError(f"{path}: has no val_curve of [step, loss, ms], as plain_gpt.py prints it") from None
+    return curve_of("plain GPT", "nano", [curve])
 
 
 def training_curve(log: Log, smoothing: int) -> dict[int, tuple[float, float]]:
@@ -86,7 +77,7 @@ def curves_of_one(name: str, root: Path) -> Iterator[Curve]:
 def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
     """Read the curves of records and logs; without names, of all ranked records. Say which cannot be drawn."""
     curves = list[Curve]()
-    for name in names or map(str, filter(is_ranked, lineage(root))):
+    for name in names or [str(folder) for folder in logs.lineage(root) if logs.read_card(folder).ranked]:
         try:
             curves += curves_of_one(name, root)
         except ToolError as error:
@@ -96,36 +87,27 @@ def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
     return curves
 
 
-def save(figure, path: Path, found: dict) -> None:
-    """Write the picture as PNG, with `found`, what it shows, in its metadata, so that a stale one can be told."""
-    figure.savefig(path, dpi=110, format="png", metadata={"Comment": json.dumps(found)})
+def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> None:
+    """Draw loss against train time, one panel for each track, the newest curve darkest and the anchor in grey.
 
-
-def new_figure(num_panels: int, width: float, height: float):
-    """Return a figure and its panels, three in a row, each of so many inches."""
+    The PNG has what it shows in its metadata, so that a stale one can be told.
+    """
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    rows, columns = -(-num_panels // 3), min(num_panels, 3)
-    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
-    panels = [figure.add_subplot(rows, columns, i + 1) for i in range(num_panels)]
-    for panel in panels:
+    tracks = sorted({curve.track for curve in curves}, key=board_order)
+    figure = Figure(figsize=(8.4, 5.2 * len(tracks)), layout="constrained")
+    for i, track in enumerate(tracks):
+        panel = figure.add_subplot(len(tracks), 1, i + 1)
         panel.spines[["top", "right"]].set_visible(False)
         panel.grid(color="0.9", linewidth=0.6)
         panel.set_axisbelow(True)
-    return figure, panels
-
-
-def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> None:
-    """Draw loss against train time, one panel for each track, the newest curve darkest and the anchor in grey."""
-    from matplotlib import colormaps
-
-    tracks = sorted({curve.track for curve in curves}, key=board_order)
-    figure, panels = new_figure(len(tracks), 8.4, 5.2)
-    for panel, track in zip(panels, tracks, strict=True):
         mine = [curve for curve in curves if curve.track == track]
         names = [*dict.fromkeys(curve.name for curve in mine)]
         colors = {name: colormaps["viridis_r"]((i + 1) / len(names)) for i, name in enumerate(names)}
-        styles = [dict(color=colors[curve.name], linewidth=0.7 if curve.is_training else 1.4) for curve in mine]
+        styles: list[dict[str, Any]] = [
+            dict(color=colors[curve.name], linewidth=0.7 if curve.is_training else 1.4) for curve in mine
+        ]
         if anchor and anchor.track == track:
             mine, styles = [*mine, anchor], [*styles, dict(color="0.5", linewidth=1.4, linestyle="--")]
         for curve, style in zip(mine, styles, strict=True):
@@ -135,8 +117,8 @@ def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> No
         targets = [known.target for known in TRACKS.values() if known.name == track.split()[0]]
         for target in targets:
             panel.axhline(target, color="0.2", linewidth=0.8)
-            at, style = dict(xycoords=panel.get_yaxis_transform()), dict(ha="right", va="bottom", fontsize=8)
-            panel.annotate(f"target {target} ", (1, target), **at, **style)
+            at = dict(xycoords=panel.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
+            panel.annotate(f"target {target} ", (1, target), **at)  # type: ignore[arg-type]
         # The first fifth of a run, which falls steeply, may leave the picture at the top
         points = [(curve.steps[-1], *point) for curve in mine for point in zip(curve.steps, curve.high, strict=True)]
         high = max(loss for last, step, loss in points if step >= 0.2 * last)
@@ -151,30 +133,5 @@ def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> No
         thin = f"; thin: training loss, smoothed over 1/{SMOOTHING} of the run"
         thin *= any(curve.is_training for curve in mine)
         panel.set_title(f"{track}: validation loss against train time{thin}", fontsize=10)
-    save(figure, path, dict(curves=[curve._asdict() for curve in [*curves, *([anchor] if anchor else [])]]))
-
-
-def plot_history(root: Path, path: Path) -> None:
-    """Draw the train times of the ranked records, in times of the first's, and the public history's."""
-    own: dict[str, list[dict]] = {}
-    for track, folder, _, _, times in ranked(root):
-        own.setdefault(track, []).append(dict(name=folder.name, times=times or math.nan))
-    public, name = public_history(), "{date} {name} (#{number})".format
-    theirs = [dict(name=name(**record), minutes=record["official_minutes"]) for record in public["records"]]
-    rows = max([len(theirs), *(len(records) for records in own.values())])
-    figure, panels = new_figure(len(own) + 1, 6.6, 1.8 + 0.4 * rows)
-    for panel, (track, records) in zip(panels, own.items(), strict=False):
-        draw_bars(panel, [record["name"].replace("_", " ", 1) for record in records], [r["times"] for r in records])
-        panel.set_title(f"{track} track, measured here: each raced against the one before", fontsize=10)
-        panel.set_xlabel("train time, in times of the first record's")
-    draw_bars(panels[-1], [r["name"] for r in theirs], [r["minutes"] for r in theirs])
-    panels[-1].set_title(f"{public['credit']} on {public['hardware']},\npublished, not measured here", fontsize=10)
-    panels[-1].set_xlabel("official record time (minutes)")
-    save(figure, path, dict(own=own, public=theirs))
-
-
-def draw_bars(panel, names: Sequence[str], values: Sequence[float]) -> None:
-    panel.bar_label(panel.barh(names, values, height=0.6, color="#0072B2"), fmt="%.3g", padding=3)
-    panel.margins(x=0.15)
-    panel.grid(False, axis="y")
-    panel.invert_yaxis()
+    found = dict(curves=[curve._asdict() for curve in [*curves, *([anchor] if anchor else [])]])
+    figure.savefig(path, dpi=110, format="png", metadata={"Comment": json.dumps(found)})

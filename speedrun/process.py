@@ -35,23 +35,21 @@ def end_with_parent() -> None:
         LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def own_process(
-    command: Sequence[str], seconds: float | None = None, cwd: Path | None = None, **environment: str
-) -> str:
-    """Run Python with these arguments and return its stdout. Raise RuntimeError with a failed one's last words.
+def own_process(command: Sequence[str], **environment: str) -> str:
+    """Run Python with these arguments in the repository's root and return its stdout.
 
-    Ctrl-C, SIGTERM and SIGHUP end the process with all that it started, and raise KeyboardInterrupt here.
+    Raise RuntimeError with a failed one's last words. Ctrl-C, SIGTERM and SIGHUP end the process with all that it
+    started, and raise KeyboardInterrupt here.
     """
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     before = {number: signal.getsignal(number) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
-    process = None
+    for number in before:
+        signal.signal(number, signal.default_int_handler)
+    process: subprocess.Popen[str] | None = None
     try:
-        for number in before:
-            signal.signal(number, signal.default_int_handler)
         process = subprocess.Popen(
             [sys.executable, *command],
-            cwd=cwd,
-            env=ENVIRONMENT | dict(os.environ) | dict(PYTHONPATH=path) | environment,
+            cwd=ROOT,
+            env=ENVIRONMENT | dict(os.environ) | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -59,19 +57,16 @@ def own_process(
             start_new_session=True,  # so that its children end with it
             preexec_fn=end_with_parent,
         )
-        stdout, stderr = process.communicate(timeout=seconds)
-    except BaseException as error:
+        stdout, stderr = process.communicate()
+    except BaseException:
         for number in before:  # all goes on to its end
             signal.signal(number, signal.SIG_IGN)
-        if process is not None:
-            # torchrun's ranks are in sessions of their own; it ends them when told, after 30 s by force
-            for number, patience in ((signal.SIGTERM, 40), (signal.SIGKILL, None)):
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
+        # torchrun's ranks are in sessions of their own; it ends them when told, after 30 s by force
+        for number, patience in ((signal.SIGTERM, 40), (signal.SIGKILL, None)):
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):  # the former: it has just ended
+                if process is not None:
                     os.killpg(process.pid, number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
                     process.communicate(timeout=patience)
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise RuntimeError(f"not done in {seconds:.0f} s") from None
         raise
     finally:
         for number, handler in before.items():

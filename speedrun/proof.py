@@ -2,6 +2,7 @@
 
 import math
 import statistics
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,23 +62,22 @@ def runs_needed(gap: float, sd: float, alpha: float = ALPHA) -> str:
 
 def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
     """Return the mean of a - b, by pairs, and if there are several the ends of its 95% t-interval."""
-    from scipy.stats import t
+    from scipy.stats import ttest_rel
 
-    pairs = [x - y for x, y in zip(a, b, strict=True)]
-    if len(pairs) == 1:
-        return tuple(pairs)
-    mean, error = statistics.fmean(a) - statistics.fmean(b), statistics.stdev(pairs) / math.sqrt(len(pairs))
-    half = float(t.isf(0.025, len(pairs) - 1)) * error
-    return mean, mean - half, mean + half
+    mean = statistics.fmean(a) - statistics.fmean(b)
+    with warnings.catch_warnings(action="ignore"):  # of pairs that hardly differ
+        return (mean, *map(float, ttest_rel(a, b).confidence_interval())) if len(a) > 1 else (mean,)
 
 
 def compare(a: Sequence, b: Sequence, slack: float = 0.0) -> dict:
     """Return ratios of times a / b and the difference of losses a - b, with 95% intervals, and the verdict.
 
-    Runs have seed, val_loss, train_time and step_time, and are paired by seed.
+    Runs have seed, val_loss, train_time and step_time, and are paired by seed; without a pair there is nothing.
     """
     by_seed = [{run.seed: run for run in runs} for runs in (a, b)]
     seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
+    if not seeds:
+        return {}
     a, b = ([runs[seed] for seed in seeds] for runs in by_seed)
     found: dict = dict(n=[len(a), len(b)], seeds=seeds)
     for key in ("train_time", "step_time", "val_loss"):
@@ -150,15 +150,16 @@ def told(a: str, b: str, found: dict) -> str:
 
 def public_history() -> dict:
     """Read records/public.json, the public speedrun's history and curves, which were not measured here."""
-    return read_json(RECORDS / "public.json", {})
+    return read_json(RECORDS / "public.json")
 
 
 def against_public(log: Log, name: str) -> tuple[str, bool]:
     """Hold a gpt2 log's validations against the curve of a public record, such as "record21"; say if it follows."""
-    curves = {f"record{record['number']}": record["curve"] for record in public_history()["records"]}
+    known = public_history()["records"]
+    curves = {f"record{record['number']}": record["curve"] for record in known if "curve" in record}
     if name not in curves:
         raise ToolError(f"no public curve {name!r}; choose one of {', '.join(curves)}")
-    if log.track != "gpt2":
+    if log.track not in (None, "gpt2"):
         raise ToolError(f"{log.path}: a log of the {log.track} track; the public curves are of gpt2")
     curve = {int(step): loss for step, loss in curves[name].items()}
     common = {step: log.curve[step][0] for step in curve if step in log.curve}

@@ -1,32 +1,21 @@
 """Make a record's folder, compare scripts, and write the leaderboards."""
 
 import datetime
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
+from speedrun import logs
+from speedrun.logs import Log, ToolError, board_of, lineage, printable, read_card, read_text, require_one_experiment
 from speedrun.needs import PYTHON
-from speedrun.logs import (
-    Log,
-    ToolError,
-    board_of,
-    diff,
-    is_ranked,
-    lineage,
-    printable,
-    read_script,
-    read_text,
-    record_logs,
-    require_one_experiment,
-    without_script,
-)
 from speedrun.proof import describe, interval, public_history
-from speedrun.race import FILE, OLDER, older_logs, record_race
-from speedrun.rules import TRACKS, board_order, track_of
+from speedrun.race import FILE, OLDER, modules_beside, older_logs, read_race, record_race
+from speedrun.rules import TRACKS, UNMEASURED, board_order, track_of
 
-BEGIN = "<!-- leaderboards: python -m records table -->"
+BEGIN = "<!-- leaderboards: python -m speedrun table -->"
 END = "<!-- end of leaderboards -->"
-README = """# {name}: <say in one line what it is>
+README = """# {name}
 
 | | |
 |---|---|
@@ -47,8 +36,8 @@ def cell(text: str) -> str:
     return re.sub(r"[&<>|\\`\[\]\n]", lambda found: f"&#{ord(found[0])};", printable(text))
 
 
-def hardware_of(logs: Sequence[Log]) -> str:
-    return cell("; ".join(sorted({log.hardware or "not stated" for log in logs})))
+def hardware_of(own: Sequence[Log]) -> str:
+    return cell("; ".join(sorted({log.hardware or "not stated" for log in own})))
 
 
 def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date, race: Path | None) -> Path:
@@ -58,14 +47,21 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date,
     line, folder = lineage(root), root / f"{date}_{name}"
     if taken := [path.name for path in line if path.name.partition("_")[2].lower() == name.lower()]:
         raise ToolError(f"{taken[0]} has that name: choose another, or remove it first")
+    if not paths:
+        raise ToolError("name the logs of its runs")
     if len({Path(path).name for path in paths}) < len(paths):
         raise ToolError("two of the logs have the same file name: rename one")
-    logs = [Log(Path(path)) for path in paths]
-    require_one_experiment(logs)
-    files = {"README.md": page_of(name, logs, line[-1] if line else None), "train_gpt.py": logs[0].source + "\n"}
-    files |= {log.name: without_script(read_text(log.path), log.source) for log in logs}
+    own = [Log(Path(path)) for path in paths]
+    require_one_experiment(own)
+    modules_beside(own[0].path, own[0].source)  # refuses what is not one script
+    before = line[-1] if line else None
+    what = (race and read_race(race).note) or "<say in one line what it is>"
+    card = dict(what=what, kind="idea", after=before and before.name, ranked=True)
+    files = {"README.md": page_of(name, own, before), "train_gpt.py": own[0].source + "\n"}
+    files["record.json"] = json.dumps(card, indent=1) + "\n"
+    files |= {log.name: logs.without_script(read_text(log.path), log.source) for log in own}
     if race:
-        others = older_logs(race, line, board_of(logs[0]))
+        others = older_logs(race, line, board_of(own[0]))
         files |= {FILE: read_text(race)} | {f"{OLDER}/{name}": text for name, text in others.items()}
     for name, text in files.items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -73,39 +69,37 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date,
     return folder
 
 
-def page_of(name: str, logs: Sequence[Log], before: Path | None) -> str:
+def page_of(name: str, own: Sequence[Log], before: Path | None) -> str:
     """Return a page that lacks only words."""
-    target, board = track_of(logs[0]).target, cell(board_of(logs[0]))
-    sample, times = describe([log.val_loss for log in logs], target), describe([log.train_time / 1000 for log in logs])
-    rows = dict(kind="idea", track=f"{board}: mean validation loss of at most {target}, p < 0.01")
-    rows["validation loss"] = f"{sample}{'' if sample.p is None else f', p={sample.p:.2g}'}"
-    rows["seeds"] = ", ".join(str(log.seed) for log in logs)
-    rows["steps"] = f"{logs[0].num_steps:,}"
+    target = track_of(own[0]).target
+    sample, times = describe([log.val_loss for log in own], target), describe([log.train_time / 1000 for log in own])
+    rows = {"validation loss": f"{sample}{'' if sample.p is None else f', p={sample.p:.2g}'}, target {target}"}
+    rows["seeds"] = ", ".join(str(log.seed) for log in own)
+    rows["steps"] = f"{own[0].num_steps:,}"
     rows["train time"] = f"mean {times.mean:.2f} s{'' if times.sd is None else f', sd {times.sd:.2f} s'}"
-    rows["hardware"] = hardware_of(logs)
+    rows["hardware"] = hardware_of(own)
     if before:
-        link = rows["after"] = f"[{before.name}](../{before.name})"
-        _, removed, added = diff(read_script(str(before), before.parent), (name, logs[0].source))
-        rows["script"] = f"{removed} lines removed, {added} added against {link}"
+        _, removed, added = logs.diff(logs.read_script(str(before), before.parent), (name, own[0].source))
+        rows["script"] = f"{removed} lines removed, {added} added against [{before.name}](../{before.name})"
     return README.format(name=name, rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()))
 
 
-def row(folder: Path, logs: list[Log], ratio: str, product: float | None) -> list[str]:
+def row(folder: Path, own: list[Log], ratio: str, product: float | None) -> list[str]:
     """Return a record's row; `ratio` is its race's, `product` its train time in times of the first's."""
-    sample = describe([log.val_loss for log in logs], track_of(logs[0]).target)
-    times = describe([log.train_time / 1000 for log in logs])
-    peaks = [log.peak_mib for log in logs if log.peak_mib is not None]
+    sample = describe([log.val_loss for log in own], track_of(own[0]).target)
+    times = describe([log.train_time / 1000 for log in own])
+    peaks = [log.peak_mib for log in own if log.peak_mib is not None]
     return [
         f"[{folder.name}]({folder.name})",
-        cell(read_text(folder / "README.md").partition("\n")[0].partition(": ")[2]),
-        f"{logs[0].num_steps:,}",
+        cell(read_card(folder).what),
+        f"{own[0].num_steps:,}",
         f"{sample.mean:.4f} ({'' if sample.sd is None else f'sd {sample.sd:.4f}, '}n={sample.n})",
         "" if sample.p is None else f"{sample.p:.1g}",
         f"{times.mean:.2f}" + ("" if times.sd is None else f" (sd {times.sd:.2f})"),
         ratio,
         "" if product is None else f"{product:.3f}",
         f"{max(peaks):,}" if peaks else "",
-        hardware_of(logs),
+        hardware_of(own),
     ]
 
 
@@ -119,35 +113,38 @@ def ranked(root: Path) -> Iterator[tuple[str, Path, list[Log], str, float | None
     """Yield each ranked record: leaderboard, folder, logs, its race's ratio, its train time in times of the first's."""
     newest: dict[str, tuple[str, float | None]] = {}  # of each leaderboard
     for i, folder in enumerate(line := lineage(root)):
-        if not is_ranked(folder):
+        if not read_card(folder).ranked:
             continue
         try:
-            logs, ratio = record_logs(folder), ""
-            require_one_experiment(logs)
-            board = board_of(logs[0])
+            own, ratio = logs.record_logs(folder), ""
+            require_one_experiment(own)
+            board = board_of(own[0])
             before, product = newest.get(board, ("", 1.0))
             if before:  # or else it opens its leaderboard
                 rival, found = record_race(folder, line[:i], board)
                 ratio = interval(found["train_time"], ".3f") + f", against {rival}" * (rival != before)
                 product = product * found["train_time"]["ratio"] if product and rival == before else None
         except ToolError as error:
-            remedy = f"finish it ({PYTHON} -m records verify {folder.name}) or move it away"
+            remedy = f"finish it ({PYTHON} -m speedrun verify {folder.name}) or move it away"
             raise ToolError(f"waiting for {folder.name}: {remedy}: {error}") from None
         newest[board] = folder.name, product
-        yield board, folder, logs, ratio, product
+        yield board, folder, own, ratio, product
 
 
 def leaderboards(root: Path) -> str:
     """Return the tables of all tracks and machines with records, and of the public history."""
     boards: dict[str, list[list[str]]] = {}
-    for board, folder, logs, ratio, product in ranked(root):
-        boards.setdefault(board, []).append(row(folder, logs, ratio, product))
+    for board, folder, own, ratio, product in ranked(root):
+        boards.setdefault(board, []).append(row(folder, own, ratio, product))
     head = "record|what|steps|val_loss, mean|p|train time (s)|times the one before (95%)|times the first"
     head += "|peak memory (MiB)|hardware"
     parts = []
     for board in sorted(boards, key=board_order):
         target = TRACKS[board.split()[0]].target
         parts += [f"### {cell(board)}: at most {target}, measured here", markdown(head, boards[board])]
+    if untimed := [folder for folder in lineage(root) if read_card(folder).kind == UNMEASURED]:
+        rows = [[f"[{folder.name}]({folder.name})", cell(read_card(folder).what)] for folder in untimed]
+        parts += ["### gpt2: unmeasured, nobody has timed these", markdown("record|what", rows)]
     public = public_history()
     source = f"[{public['credit']}]({public['url']})"
     parts.append(f"### Public history, {public['hardware']}: figures of {source}, not measured here")

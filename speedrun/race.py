@@ -1,56 +1,39 @@
 """Run scripts in turn on this machine and say by how much they differ; write and read race.json."""
 
+import ast
+import dataclasses
 import datetime
 import json
 import os
 import re
 import shlex
 import string
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import IO
 
-from speedrun import proof, tried
-from speedrun.logs import (
-    FLAGS,
-    RECORDS,
-    TEXT,
-    Log,
-    ToolError,
-    check,
-    diff,
-    digest,
-    lineage,
-    log_paths,
-    read_json,
-    read_script,
-    read_text,
-    rivals,
-    shown,
-    without_script,
-)
-from speedrun.process import own_process
+from speedrun import logs, proof
+from speedrun.logs import Log, ToolError, digest, read_script, rivals, shown
+from speedrun.process import ROOT, own_process
 from speedrun.proof import MIN_PAIRS, SLACK, compare
 
 FILE, OLDER = "race.json", "older"  # the latter: the folder of the older script's logs, beside the record's own
 MAX_SCRIPTS = 26  # a letter each
-PAIRS, SEEDS, PROCESSES, SHA256 = range(1, 1001), range(2**64), range(1, 1025), re.compile("[0-9a-f]{64}")
-# Kinds, see `check`. Flags of a script are those that it has alone
-SCRIPT = {"name": TEXT, "sha256": SHA256, "flags?": FLAGS}
-RUN = {"script": range(MAX_SCRIPTS), "seed": SEEDS, "val_loss": float, "train_time": float}
-RUN |= {"step_time?": float, "val_sha256?": SHA256, "hardware?": TEXT}
-RACE = {"scripts": [SCRIPT], "flags": FLAGS, "pairs": PAIRS, "seed": SEEDS, "nproc_per_node": PROCESSES, "runs": [RUN]}
-RACE |= {"comparisons": [{}]}
 MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 # Flags of such a race: others would change the training of the record before, too
 SAME_TRAINING = {f"--{name}" for name in "preset device val_loss_every cpu_threads train_files val_files".split()}
 ON_ONE_GPU = {"--train_seq_len"}  # for gpt2 on one GPU, where the preset's sequences may not fit
 BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
+CONTRACT = (
+    "A script has to accept --seed N, --log_dir FOLDER and --run_id NAME, and to write FOLDER/NAME.txt: its source, a "
+    "line of 100 '=', what it says of itself, the line again, and a line "
+    "'step:N/TOTAL val_loss:X train_time:Xms step_avg:Xms' for each validation, at last that of step TOTAL."
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +48,100 @@ class Run:
     val_sha256: str | None = None
     hardware: str | None = None
 
+    def __post_init__(self):
+        if not all(
+            0 < number < 1e15
+            for number in (self.val_loss, self.train_time, 1 if self.step_time is None else self.step_time)
+        ):
+            raise ValueError(f"numbers above 0 are wanted: {self}")
+
+
+@dataclass(frozen=True)
+class Script:
+    name: str
+    sha256: str
+    flags: list[str] = field(default_factory=list)  # that it has alone
+
+
+@dataclass
+class Race:
+    """Hold what race.json does. The fields before `note` are its plan, which stays."""
+
+    scripts: list[Script]
+    flags: list[str]
+    pairs: int
+    seed: int
+    nproc_per_node: int
+    note: str = ""
+    date: str = ""
+    runs: list[Run] = field(default_factory=list)
+    comparisons: list[dict] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.own_flags = [*chain(*(script.flags for script in self.scripts))]
+        " ".join([*self.flags, *self.own_flags, *self.hashes, self.note, self.date])  # TypeError where one is no text
+        if not (2 <= len(self.scripts) <= MAX_SCRIPTS and 1 <= self.pairs <= 1000 and 1 <= self.nproc_per_node <= 1024):
+            numbers = f"2 to {MAX_SCRIPTS} scripts, --pairs from 1 to 1000, --nproc_per_node from 1 to 1024"
+            raise ValueError(f"a race needs {numbers}")
+        if not 0 <= self.seed <= 2**31 - self.pairs:
+            raise ValueError(f"--seed {self.seed}: all seeds of a race have to be from 0 to 2^31 - 1")
+
+    @property
+    def plan(self) -> tuple:
+        scripts = [(script.sha256, script.flags) for script in self.scripts]
+        return scripts, self.flags, self.pairs, self.seed, self.nproc_per_node
+
+    @property
+    def hashes(self) -> list[str]:
+        return [script.sha256 for script in self.scripts]
+
+    @property
+    def order(self) -> list[tuple[int, int]]:
+        """Return seed and script of all runs, in the order A B C, C B A, A B C ...; all of a round have one seed."""
+        forwards = range(len(self.scripts))
+        rounds = (forwards[::-1] if i % 2 else forwards for i in range(self.pairs))
+        return [(self.seed + i, script) for i, scripts in enumerate(rounds) for script in scripts]
+
+    def of(self, script: int) -> list[Run]:
+        return [run for run in self.runs if run.script == script]
+
+    def trains(self, preset: str) -> bool:
+        return any(flag.split("=")[-1] == preset for flag in chain(self.flags, self.own_flags))
+
+    @property
+    def slack(self) -> float:
+        return SLACK["nano" if self.trains("nano") else "gpt2"]
+
+    def compared(self) -> Iterator[tuple[tuple[int, int], dict]]:
+        """Compare each script with the next one, and all with the last, as far as they have runs of one seed."""
+        last = len(self.scripts) - 1
+        for a, b in [*((i, i + 1) for i in range(last)), *((i, last) for i in range(last - 1))]:
+            if found := compare(self.of(a), self.of(b), self.slack):
+                yield (a, b), found
+
+    def check_order(self, path: Path) -> None:
+        """Raise ToolError unless the runs are the first ones of a race, on the same tokens and one kind of machine."""
+        if [(run.seed, run.script) for run in self.runs] != self.order[: len(self.runs)]:
+            raise ToolError(f"{path}: its runs are not those of a race in order; begin a new race with --out")
+        for what in ("val_sha256", "hardware"):
+            if len({str(getattr(run, what)) for run in self.runs} - {"None"}) > 1:
+                raise ToolError(f"{path}: its runs differ in {what}: race with the same data, on one machine")
+
+    def write(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        beside = path.with_suffix(".part")
+        beside.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+
+
+def read_race(path: Path) -> Race:
+    found = logs.read_json(path)
+    try:
+        scripts, runs = [Script(**script) for script in found["scripts"]], [Run(**run) for run in found["runs"]]
+        return Race(**found | dict(scripts=scripts, runs=runs))
+    except logs.ODD as error:
+        raise ToolError(f"{path}: not what `race` wrote ({shown(str(error))}); take the file as it was") from None
+
 
 def figures_of(log: Log) -> dict:
     """Return the fields of Run that a log states; what the run wrote elsewhere does not count."""
@@ -74,88 +151,59 @@ def figures_of(log: Log) -> dict:
 
 def run_script(script: Path, flags: Sequence[str], nproc: int, seed: int, run_id: str, log_dir: Path) -> dict:
     """Run a training script in the repository's root, and return its figures as fields of Run."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"] if nproc > 1 else []
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc_per_node={nproc}"]
     own = ["--seed", str(seed), "--log_dir", str(log_dir), "--run_id", run_id]
     # What torchrun would choose, without its warning
-    threads = dict(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")) if torchrun else {}
+    threads = dict(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")) if nproc > 1 else {}
     try:
-        own_process([*torchrun, str(script), *own, *flags], None, RECORDS.parent, **threads)
+        own_process([*torchrun * (nproc > 1), str(script), *own, *flags], **threads)
     except RuntimeError as error:
         fix = "with that mended, --resume the race; with other flags or scripts, begin a new one"
         raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; {fix}") from None
-    log = Log(RECORDS.parent / log_dir / f"{run_id}.txt")
-    if log.incomplete:
+    if not (path := ROOT / log_dir / f"{run_id}.txt").is_file():
+        raise ToolError(f"run {run_id} ended well, but wrote no {path}. {CONTRACT}")
+    if (log := Log(path)).incomplete:
         raise ToolError(f"{log.path}: {log.incomplete}")
     return figures_of(log)
 
 
-def read_race(path: Path) -> tuple[dict, list[Run]]:
-    """Return the document and its runs. Raise ToolError if it is not a race's."""
-    document = read_json(path, RACE)
-    check(path, len(document["scripts"]), range(2, MAX_SCRIPTS + 1), "scripts (their number)")
-    return document, [Run(**{name: run.get(name) for name in Run.__annotations__}) for run in document["runs"]]
-
-
-def planned(document: dict) -> tuple:
-    """Return what a race is fixed by: its scripts, by SHA-256, flags, pairs, first seed, processes, scripts' flags."""
-    scripts, keys = document["scripts"], ("flags", "pairs", "seed", "nproc_per_node")
-    own = [script.get("flags") or [] for script in scripts]
-    return [script["sha256"] for script in scripts], *(document[key] for key in keys), own
-
-
-def of(script: int, runs: Sequence[Run]) -> list[Run]:
-    return [run for run in runs if run.script == script]
-
-
-def obstacle(plan: dict, rivals: Sequence[tuple[str, str]]) -> str | None:
-    """Say why no record can come of a race with this plan against one of `rivals` (name, source), or return None."""
-    hashes, flags, pairs, _, nproc, own = planned(plan)
-    if trains(plan, "mini"):
-        return "mini has no leaderboard, it screens ideas for gpt2"
-    is_one_gpu = nproc == 1 and not is_nano(plan)
+def obstacle(race: Race, rivals: Sequence[tuple[str, str]]) -> str | None:
+    """Say why no record can come of this race against one of `rivals` (name, source), or return None."""
+    if race.trains("mini"):
+        return "mini has no leaderboard"
+    is_one_gpu = race.nproc_per_node == 1 and not race.trains("nano")
     allowed = SAME_TRAINING | ON_ONE_GPU if is_one_gpu else SAME_TRAINING
-    names = [{word.split("=")[0] for word in words if word.startswith("--")} for words in (flags, [*chain(*own)])]
+    names = [{word.split("=")[0] for word in words if word.startswith("--")} for words in (race.flags, race.own_flags)]
     if others := names[0] - allowed | names[1]:
         return f"flags {', '.join(sorted(others))}: put settings into the script, race without"
-    if rivals and not any(digest(source) in hashes for _, source in rivals):
+    if rivals and not any(digest(source) in race.hashes for _, source in rivals):
         return f"not the script of {' or '.join(name for name, _ in rivals)}: race against it as it is"
-    return f"fewer than {MIN_PAIRS} pairs are a screen: race with --pairs {MIN_PAIRS}" if pairs < MIN_PAIRS else None
+    return (
+        f"fewer than {MIN_PAIRS} pairs are a screen: race with --pairs {MIN_PAIRS}" if race.pairs < MIN_PAIRS else None
+    )
 
 
-def trains(plan: dict, preset: str) -> bool:
-    _, flags, *_, own = planned(plan)
-    return any(flag.split("=")[-1] == preset for flag in chain(flags, *own))
-
-
-def is_nano(plan: dict) -> bool:
-    return trains(plan, "nano")
-
-
-def slack_of(plan: dict) -> float:
-    return SLACK["nano" if is_nano(plan) else "gpt2"]
-
-
-def used_seeds(plan: dict, paths: Iterable[Path]) -> str | None:
+def used_seeds(race: Race, paths: Iterable[Path]) -> str | None:
     """Say that one of these races had one of the planned seeds, or return None."""
     for path in paths:
         try:
-            theirs = {run.seed for run in read_race(path)[1]}
+            theirs = {run.seed for run in read_race(path).runs}
         except ToolError:
             continue
-        if theirs & {*range(plan["seed"], plan["seed"] + plan["pairs"])}:
+        if theirs & {*range(race.seed, race.seed + race.pairs)}:
             return f"its seeds are not fresh, as {path} has some: race with --seed {max(theirs) + 1} or higher"
     return None
 
 
 def too_different(newer: tuple[str, str], older: tuple[str, str]) -> str | None:
     """Say that more lines change than an idea may, or return None."""
-    changed = sum(diff(older, newer)[1:])
+    changed = sum(logs.diff(older, newer)[1:])
     told = f"{changed} lines change against {older[0]}, for an idea at most {MAX_CHANGED}: take out what it can spare"
     return told if changed > MAX_CHANGED else None
 
 
 def record_race(
-    folder: Path, line: Sequence[Path], board: str, logs: Sequence[Log] | None = None, others: Sequence[Log] = ()
+    folder: Path, line: Sequence[Path], board: str, own: Sequence[Log] | None = None, others: Sequence[Log] = ()
 ) -> tuple[str, dict]:
     """Compare a record of a leaderboard with one of those before it, `line`, by its race.json; also return its name.
 
@@ -165,48 +213,47 @@ def record_race(
     if not path.is_file():
         names = " or ".join(name for name, _ in before)
         raise ToolError(f"{path}: is missing; race the script against {names}, and put the {FILE} there")
-    document, runs = read_race(path)
-    hashes, flags, pairs, *_ = planned(document)
-    if digest(newer) not in hashes:
+    race = read_race(path)
+    if digest(newer) not in race.hashes:
         raise ToolError(f"{path}: lacks this record's script, SHA-256 {digest(newer)}; race it as it is")
-    problem = obstacle(document, before)
-    name, older = next((rival for rival in before if digest(rival[1]) in hashes), ("", ""))
+    problem = obstacle(race, before)
+    name, older = next((rival for rival in before if digest(rival[1]) in race.hashes), ("", ""))
     if not older:
         raise ToolError(f"{path}: {problem}")
-    checked_order(path, document, runs)
-    a, b = (of(hashes.index(digest(script)), runs) for script in (newer, older))
-    found = compare(a, b, slack_of(document)) if a and b else {}
-    if not problem and len(runs) != pairs * len(hashes):
-        problem = f"has {len(runs)} runs, not {pairs} of each script; --resume the race"
-    if not problem and logs is not None:
-        others = [*others, *map(Log, log_paths(folder.parent / name))]
+    race.check_order(path)
+    a, b = (race.of(race.hashes.index(digest(script))) for script in (newer, older))
+    found = compare(a, b, race.slack)
+    if not problem and len(race.runs) != len(race.order):
+        problem = f"has {len(race.runs)} runs, not {race.pairs} of each script; --resume the race"
+    if not problem and own is not None:
+        others = [*others, *map(Log, logs.log_paths(folder.parent / name))]
         others = [log for log in others if log.source in (older, digest(older)) and not log.incomplete]
-        if len(logs) != len(a):
-            counts = f"{len(a)} runs of the script, there are {len(logs)} sound logs"
+        if len(own) != len(a):
+            counts = f"{len(a)} runs of the script, there are {len(own)} sound logs"
             problem = f"has {counts}: leave none out"
         else:
-            problem = run_problem(a, logs, flags, "the folder")
-            problem = problem or run_problem(b, others, flags, f"its folder {OLDER}, nor in {name}")
+            problem = run_problem(a, own, race.flags, "the folder")
+            problem = problem or run_problem(b, others, race.flags, f"its folder {OLDER}, nor in {name}")
     if problem:
         raise ToolError(f"{path}: {problem}. So far {proof.standing(found) if found else 'it has no pair'}")
     return name, found
 
 
-def older_logs(race: Path, line: Sequence[Path], board: str) -> dict[str, str]:
-    """Return name and text of the logs beside `race` of the script before, which its SHA-256 stands for."""
-    hashes = planned(read_race(race)[0])[0]
+def older_logs(path: Path, line: Sequence[Path], board: str) -> dict[str, str]:
+    """Return name and text of the logs beside a race.json of the script before, which its SHA-256 stands for."""
+    hashes = read_race(path).hashes
     for _, script in rivals(line, board):
         if digest(script) in hashes:
-            paths = race.parent.glob(run_id_of("*", hashes.index(digest(script))) + ".txt")
-            return {path.name: without_script(read_text(path), script) for path in sorted(paths)}
+            paths = path.parent.glob(run_id_of("*", hashes.index(digest(script))) + ".txt")
+            return {path.name: logs.without_script(logs.read_text(path), script) for path in sorted(paths)}
     return {}
 
 
-def run_problem(runs: Sequence[Run], logs: Sequence[Log], flags: Sequence[str], where: str) -> str | None:
+def run_problem(runs: Sequence[Run], found: Sequence[Log], flags: Sequence[str], where: str) -> str | None:
     """Say that one of the race's runs has no log that says the same, or return None."""
     for run in runs:
         run_id = run_id_of(run.seed, run.script)
-        own = [log for log in logs if log.flags[4:] == ["--run_id", run_id, *flags]]
+        own = [log for log in found if log.flags[4:] == ["--run_id", run_id, *flags]]
         if not own:
             return f"no sound log of its run {run_id}, with the race's flags, is in {where}"
         if not any(Run(run.script, log.seed, **figures_of(log)) == run for log in own):
@@ -214,147 +261,150 @@ def run_problem(runs: Sequence[Run], logs: Sequence[Log], flags: Sequence[str], 
     return None
 
 
-def checked_order(path: Path, document: dict, runs: Sequence[Run]) -> list[tuple[int, int]]:
-    """Return seed and script of all runs, in the order A B C, C B A, A B C ...; all of a round have one seed.
-
-    Raise ToolError unless `runs` are the first of them, on the same tokens and one kind of machine.
-    """
-    forwards, first = range(len(document["scripts"])), document["seed"]
-    rounds = [forwards[::-1] if i % 2 else forwards for i in range(document["pairs"])]
-    order = [(first + i, script) for i, scripts in enumerate(rounds) for script in scripts]
-    if [(run.seed, run.script) for run in runs] != order[: len(runs)]:
-        raise ToolError(f"{path}: its runs are not those of a race in order; begin a new race with --out")
-    for what in ("val_sha256", "hardware"):
-        if len({getattr(run, what) for run in runs} - {None}) > 1:
-            raise ToolError(f"{path}: its runs differ in {what}: race with the same data, on one machine")
-    return order
-
-
-def matches(document: dict) -> list[tuple[int, int]]:
-    """Return which scripts are compared: each with the next one, and all with the last."""
-    last = len(document["scripts"]) - 1
-    return [(i, i + 1) for i in range(last)] + [(i, last) for i in range(last - 1)]
-
-
-def comparisons(document: dict, runs: Sequence[Run]) -> list[dict]:
-    return [compare(of(a, runs), of(b, runs), slack_of(document)) for a, b in matches(document)]
-
-
 def run_id_of(seed: int | str, script: int) -> str:
     return f"race-{seed}-{string.ascii_lowercase[script]}"
 
 
-def write(path: Path, document: dict) -> None:
-    """Write the file whole or not at all."""
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, path)
-
-
-def begin(plan: dict, out: Path | None, resume: Path | None) -> tuple[Path, dict, list[Run], IO]:
-    """Start a race in the folder `out`, or read what there is of the one to resume. The last result is its lock."""
-    folder = resume or out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
+def begin(plan: Race, folder: Path, is_resumed: bool) -> Race:
+    """Start a race in the folder, or read what there is of the one to resume."""
     path = folder / FILE
-    if not resume and path.exists():
-        raise ToolError(f"{path} is there already: go on with --resume {folder}, or choose another --out")
-    from shards import lock_folder
-
-    try:
-        lock = lock_folder(folder)
-    except BlockingIOError:
-        raise ToolError(f"{folder}: another process is racing there; choose another folder") from None
-    if not resume:
-        write(path, plan | dict(runs=[], comparisons=[]))  # so that a race can go on whose first run fails
-    document, runs = read_race(path)
-    if planned(document) != planned(plan):
+    if not is_resumed:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            path.open("x").close()
+        except FileExistsError:
+            raise ToolError(f"{path} is there already: go on with --resume {folder}, or choose another --out") from None
+        plan.write(path)  # so that a race can go on whose first run fails
+    race = read_race(path)
+    if race.plan != plan.plan:
         raise ToolError(f"{path}: was begun with other scripts, flags, pairs or seed: use the same, or --out")
-    return folder, document, runs, lock
+    race.check_order(path)
+    return race
 
 
-def in_turn(plan: dict, paths: Sequence[Path], note: str, out: Path | None, resume: Path | None) -> dict:
-    """Run each script once per round, and return the document of the race. The table of what was tried gets its rows.
+def in_turn(plan: Race, paths: Sequence[Path], folder: Path, is_resumed: bool) -> Race:
+    """Run each script once per round, and return the race.
 
     Every other round is in reverse: a drift of the machine's speed that is linear in time cancels in two of them.
     """
-    import scipy.stats  # noqa: F401  to miss it now, and not after all runs
-
-    folder, document, runs, _lock = begin(plan, out, resume)
-    order = checked_order(folder / FILE, document, runs)
+    race = begin(plan, folder, is_resumed)
     stop = f"to stop it: kill -TERM {os.getpid()}; to go on: --resume {folder}"  # nohup and & ignore Ctrl-C
-    print(f"{len(runs)}/{len(order)} runs; {stop}", file=sys.stderr, flush=True)
-    log_dir, root = folder.resolve(), RECORDS.parent
-    log_dir = log_dir.relative_to(root) if log_dir.is_relative_to(root) else log_dir  # a log names no home folder
-    left, began = order[len(runs) :], time.monotonic()
+    print(f"{len(race.runs)}/{len(race.order)} runs; {stop}", file=sys.stderr, flush=True)
+    log_dir = folder.resolve()
+    log_dir = log_dir.relative_to(ROOT) if log_dir.is_relative_to(ROOT) else log_dir  # a log names no home folder
+    left, began = race.order[len(race.runs) :], time.monotonic()
     if left and (load := os.getloadavg()[0]) > BUSY:
         print(f"the load of the last minute is {load:.1f}: times mean little if anything else runs", file=sys.stderr)
     for done, (seed, script) in enumerate(left, start=1):
-        run_id = run_id_of(seed, script)
-        for suffix in (".txt", ".json"):  # of a run that was stopped
-            (folder / f"{run_id}{suffix}").unlink(missing_ok=True)
-        flags = document["flags"] + planned(document)[-1][script]
-        run = Run(script, seed, **run_script(paths[script], flags, plan["nproc_per_node"], seed, run_id, log_dir))
+        run_id, name = run_id_of(seed, script), race.scripts[script].name
+        (folder / f"{run_id}.txt").unlink(missing_ok=True)  # of a run that was stopped
+        flags = race.flags + race.scripts[script].flags
+        run = Run(script, seed, **run_script(paths[script], flags, race.nproc_per_node, seed, run_id, log_dir))
         (folder / f"{run_id}.pt").unlink(missing_ok=True)  # the model is of no use here
-        runs.append(run)
-        checked_order(folder / FILE, document, runs)
-        document["runs"].append(vars(run))
-        write(folder / FILE, document)
+        if not run.val_sha256 and not race.of(script):
+            print(f"{name} states no validation tokens: losses compare only if all read the same", file=sys.stderr)
+        race.runs.append(run)
+        race.check_order(folder / FILE)
+        race.write(folder / FILE)
         seconds = (time.monotonic() - began) / done * (len(left) - done)
         told = f"val_loss {run.val_loss:.4f}, train time {run.train_time:.0f} ms"
-        remaining = f"{len(runs)}/{len(order)}, {datetime.timedelta(seconds=round(seconds))} left"
+        remaining = f"{len(race.runs)}/{len(race.order)}, {datetime.timedelta(seconds=round(seconds))} left"
         print(f"{run_id}: {told}; {remaining}", file=sys.stderr, flush=True)
-    document["comparisons"] = comparisons(document, runs)
-    write(folder / FILE, document)
-    tried.append(document, matches(document), note)
-    for i, script in enumerate(document["scripts"]):
-        times = [run.train_time for run in of(i, runs)]
+    race.comparisons = [found for _, found in race.compared()]
+    race.write(folder / FILE)
+    for i, raced in enumerate(race.scripts):
+        times = [run.train_time for run in race.of(i)]
         if (high := max(times)) > 2 * (low := min(times)):
-            print(f"{script['name']} took {low:.0f} to {high:.0f} ms: something else ran; race again", file=sys.stderr)
-    return document
+            print(f"{raced.name} took {low:.0f} to {high:.0f} ms: something else ran; race again", file=sys.stderr)
+    return race
 
 
-def told(document: dict) -> str:
+def told(race: Race) -> str:
     """Return the comparisons in words."""
-    names = [script["name"] for script in document["scripts"]]
-    compared = zip(matches(document), document["comparisons"], strict=True)
-    return "\n".join(proof.told(names[a], names[b], found) for (a, b), found in compared)
+    names = [script.name for script in race.scripts]
+    return "\n".join(proof.told(names[a], names[b], found) for (a, b), found in race.compared())
 
 
-def script_of(name: str, root: Path) -> tuple[str, dict]:
-    """Return the source of the script that `name` names, and what race.json says of it.
+def find_script(name: str, root: Path) -> tuple[Path, str, Script]:
+    """Return path and source of the script that `name` names, and what race.json says of it.
 
     Flags of its own may follow, as in "train_gpt.py --muon_lr 0.05".
     """
     try:
-        script, *flags = [name] if os.path.exists(name) else shlex.split(name) or [name]
+        path, *flags = [name] if os.path.exists(name) else shlex.split(name) or [name]
     except ValueError as error:
         raise ToolError(f"{shown(name)}: expected a script, perhaps with flags ({error})") from None
-    label, source = read_script(script, root)
-    return source, dict(name=shlex.join([label, *flags]), sha256=digest(source)) | (dict(flags=flags) if flags else {})
+    label, source = read_script(path, root)
+    return Path(path), source, Script(shlex.join([label, *flags]), digest(source), flags)
 
 
-def race(
-    names: Sequence[str], pairs: int, seed: int, nproc: int, flags: Sequence[str], root: Path, note: str, **folders
-) -> dict:
+def is_ours(source: str) -> bool:
+    """Tell, by a quick look, whether a script has the flags that a race gives it."""
+    return "run_id" in source and "log_dir" in source
+
+
+def modules_beside(path: Path, source: str) -> list[str]:
+    """Return the modules in its folder that a script imports. Raise ToolError if it is no Python."""
+    try:
+        nodes = [*ast.walk(ast.parse(source))]
+    except (SyntaxError, ValueError) as error:
+        raise ToolError(f"{path}: is not one Python script ({shown(str(error))})") from None
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    names = {name.split(".")[0] for name in names}
+    return sorted(name for name in names if path.suffix == ".py" and any(path.parent.glob(f"{name}.py")))
+
+
+def get_data(race: Race, sources: Sequence[str]) -> None:
+    """Let the preflight get the data of the presets that our scripts train, before anything is written."""
+    wanted = set[tuple[str, ...]]()
+    for script, source in zip(race.scripts, sources, strict=True):
+        text = " ".join([*race.flags, *script.flags])
+        if is_ours(source) and "--train_files" not in text:
+            wanted.add(tuple(re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", text))))
+    for flags in wanted:
+        command = [sys.executable, "-m", "speedrun", "check", *flags]
+        environment = os.environ | dict(
+            SCRIPT="race", NPROC=str(race.nproc_per_node)
+        )  # their other flags are their own
+        if code := subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL).returncode:
+            if code == 130:
+                raise KeyboardInterrupt
+            raise ToolError("the machine or the data are not ready, see above: mend that, then race again")
+
+
+def race_scripts(
+    names: Sequence[str], root: Path, flags: Sequence[str], out: Path | None, resume: Path | None, **settings
+) -> Race:
     """Race training scripts, frozen as they are now, with these flags."""
-    sources, scripts = zip(*(script_of(name, root) for name in names), strict=True)
-    plan = dict(scripts=[*scripts], flags=[*map(str, flags)], pairs=pairs, seed=seed, nproc_per_node=nproc)
-    if any(flag.split("=")[0] in ("--seed", "--log_dir", "--run_id") for flag in chain(flags, *planned(plan)[-1])):
+    given, sources, scripts = zip(*(find_script(name, root) for name in names), strict=True)
+    try:
+        race = Race([*scripts], [*map(str, flags)], date=str(datetime.date.today()), **settings)
+    except ValueError as error:
+        raise ToolError(str(error)) from None
+    if any(flag.split("=")[0] in ("--seed", "--log_dir", "--run_id") for flag in race.flags + race.own_flags):
         raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out")
-    if not (2 <= len(names) <= MAX_SCRIPTS and pairs in PAIRS and seed in SEEDS and nproc in PROCESSES):
-        numbers = f"--pairs from 1 to {PAIRS[-1]}, --seed from 0, --nproc_per_node from 1"
-        raise ToolError(f"a race needs 2 to {MAX_SCRIPTS} scripts, {numbers}")
-    before = rivals(lineage(root), "nano" if is_nano(plan) else "gpt2 on 8xH100" if nproc == 8 else "gpt2")
-    folder = folders["resume"] or folders["out"] or Path("logs/new")
+    board = "nano" if race.trains("nano") else "gpt2 on 8xH100" if race.nproc_per_node == 8 else "gpt2"
+    before = rivals(logs.lineage(root), board)
+    folder = resume or out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
     others = sorted({*folder.parent.glob(f"*/{FILE}"), *root.glob(f"*/{FILE}")} - {folder / FILE})
     size_problem = before and too_different((names[0], sources[0]), before[-1])
-    problem = obstacle(plan, before) or size_problem or used_seeds(plan, others)
-    if len({(script["sha256"], *script.get("flags", [])) for script in scripts}) < len(scripts):
+    if len({(script.sha256, *script.flags) for script in scripts}) < len(scripts):
         print("two of these scripts are the same: they differ by chance alone", file=sys.stderr)
-    elif problem:
+    elif problem := obstacle(race, before) or size_problem or used_seeds(race, others):
         print(f"no record can come of this race: {problem}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="race-") as temporary:
-        paths = [Path(temporary) / str(i) / "train_gpt.py" for i in range(len(sources))]
-        for path, source in zip(paths, sources, strict=True):
-            path.parent.mkdir()
-            path.write_text(source + "\n", encoding="utf-8")
-        return in_turn(plan, paths, note, **folders)
+        paths = []
+        for i, (path, source) in enumerate(zip(given, sources, strict=True)):
+            if not is_ours(source):
+                print(f"{path} does not look like one of our scripts. {CONTRACT}", file=sys.stderr)
+            if beside := modules_beside(path, source):
+                told = f"imports {', '.join(beside)} beside it, so it runs where it lies: change nothing there"
+                print(f"{path} {told}", file=sys.stderr)
+                paths.append(path.resolve())
+                continue
+            paths.append(Path(temporary) / str(i) / "train_gpt.py")
+            paths[-1].parent.mkdir()
+            paths[-1].write_text(source + "\n", encoding="utf-8")
+        get_data(race, sources)
+        return in_turn(race, paths, folder, is_resumed=resume is not None)

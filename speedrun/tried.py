@@ -1,56 +1,58 @@
-"""Keep a table of what was raced, in logs/tried.tsv: a row for each comparison of a race that has ended."""
+"""List what was raced: a row for each comparison of the races below logs/ and records/, the newest last."""
 
-import datetime
-import re
-import shlex
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from speedrun.logs import ToolError, printable, read_text, shown
-from speedrun.proof import interval
+from speedrun.logs import ToolError, printable
+from speedrun.race import FILE, Race, read_race
 
-TABLE = Path("logs/tried.tsv")
-SHA256, FIGURE = "[0-9a-f]{12}", r"[+-]?\d+\.\d+( \(.+ to .+\))?"
-COLUMNS = dict(date=r"\d{4}-\d\d-\d\d", script=".+", sha256=SHA256, against=".+", against_sha256=SHA256, flags=".*")
-COLUMNS |= dict(first_seed=r"\d+", n=r"\d+", loss=FIGURE, time=FIGURE, verdict=".+", note=".*")
+COLUMNS = dict(date=8, script=13, against=13, n=3, time=12, loss=15, verdict=9, note=99)  # and their widths
 
 
-def append(document: dict, matches: Sequence[tuple[int, int]], note: str) -> None:
-    """Add the comparisons of a race's document, of these scripts, unless they are there. Several races may do so."""
-    rows = []
-    for pair, found in zip(matches, document["comparisons"], strict=True):
-        row: list = [datetime.date.today()]
-        for script in map(document["scripts"].__getitem__, pair):
-            row += [script["name"], script["sha256"][:12]]
-        row += [shlex.join(document["flags"]), document["seed"], found["n"][0], interval(found["val_loss"], "+.4f")]
-        row += [interval(found["train_time"], ".4f"), found["verdict"], note]
-        rows.append([" ".join(printable(str(cell)).split()) for cell in row])
-    try:
-        import fcntl
-
-        TABLE.parent.mkdir(exist_ok=True)
-        with open(TABLE, "a+", encoding="utf-8", errors="replace") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(0)
-            text = file.read()
-            there = [line.split("\t")[1:-1] for line in text.splitlines()]
-            new = [row for row in rows if row[1:-1] not in there]  # or else a race was resumed that had ended
-            lines = ["\t".join(row) + "\n" for row in ([] if text else [[*COLUMNS]]) + new]
-            file.write("\n" * (text[-1:] not in ("", "\n")) + "".join(lines))  # another one may have been killed at it
-    except OSError as error:
-        print(f"not noted in {TABLE}: {error}", file=sys.stderr)
+def short(name: str) -> str:
+    """Return what tells a script from others: its record's name or its file's, and its own flags."""
+    script, _, flags = name.partition(" ")
+    path = Path(script)
+    script = path.parent.name if path.name == "train_gpt.py" and path.parent.name else path.stem
+    return f"{script.partition('_')[2] if script[:2] == '20' else script} {flags}"
 
 
-def read() -> list[list[str]]:
-    """Return the rows. Damaged ones are named on stderr, and stay in the file."""
-    if not TABLE.is_file():
-        raise ToolError(f"{TABLE} is not there: no race has ended yet that was started in this folder")
-    rows = []
-    for number, line in enumerate(read_text(TABLE).splitlines(), start=1):
-        cells = line.split("\t")
-        if len(cells) == len(COLUMNS) and all(map(re.fullmatch, COLUMNS.values(), cells)):
-            rows.append(cells)
-        elif cells not in ([*COLUMNS], [""]):
-            print(f"{TABLE}, line {number}: {shown(line)} is no row of this table: mend it", file=sys.stderr)
-    return rows
+def with_error(figures: dict) -> str:
+    """Return a ratio or a difference with half the width of its interval, if it has one."""
+    if "ratio" in figures:
+        error = f" ±{(figures['high'] / figures['low']) ** 0.5 - 1:.1%}" if "low" in figures else ""
+        return f"{figures['ratio']:.3f}{error}"
+    error = f" ±{(figures['high'] - figures['low']) / 2:.4f}" if "low" in figures else ""
+    return f"{figures['difference']:+.4f}{error}"
+
+
+def rows(race: Race, date: str) -> Iterator[tuple[str, ...]]:
+    for (a, b), found in race.compared():
+        names = (short(race.scripts[i].name) for i in (a, b))
+        verdict = "loss high" if "too high" in found["verdict"] else found["verdict"].split()[0].strip(",")
+        figures = with_error(found["train_time"]), with_error(found["val_loss"])
+        yield (race.date or date)[2:], *names, str(found["n"][0]), *figures, verdict, race.note
+
+
+def line(cells: Sequence[str], width: int) -> str:
+    clean = (" ".join(printable(cell).split()) for cell in cells)
+    return " ".join(cell[:wide].ljust(wide) for cell, wide in zip(clean, COLUMNS.values(), strict=True))[
+        :width
+    ].rstrip()
+
+
+def table(root: Path) -> str:
+    """Return the table, as wide as the terminal. Races that cannot be read are named on stderr."""
+    found: dict[tuple[str, ...], str] = {}  # dates; several records may have the same race
+    for path in sorted({*Path("logs").glob(f"**/{FILE}"), *root.glob(f"*/{FILE}")}, reverse=True):
+        try:
+            for date, *row in rows(read_race(path), path.parent.name[:10] if path.is_relative_to(root) else ""):
+                found.setdefault(tuple(row), date)
+        except ToolError as error:
+            print(printable(str(error)), file=sys.stderr)
+    if not found:
+        raise ToolError(f"no race has a pair yet below logs and {root}")
+    dated = sorted([date, *row] for row, date in found.items())
+    return "\n".join(line(row, shutil.get_terminal_size((100, 24)).columns) for row in [[*COLUMNS], *dated])

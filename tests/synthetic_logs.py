@@ -14,12 +14,11 @@ SOURCE = "import torch\n\nmodel = torch.compile(torch.nn.Identity(), dynamic=Fal
 NANO_VAL = "e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33"
 SHARDS = {"nano": ("data/nano/nano_train_{:06d}.bin", 0, 43_511_879), "gpt2": ("fineweb_train_{:06d}.bin", 1, 10**8)}
 LOSSES = (1.431, 1.428, 1.433, 1.430, 1.429)  # by seed
-README = "# Name: one line that says what\n\n| kind | idea |\n"
+README = "# Name\n\nWhat changed, and why.\n"
 
 # What a race starts: SLOWNESS scales its steps and its loss. Only the log states them, the JSON lies
-SCRIPT = f"""
+SCRIPT = """
 import json, pathlib, sys, zlib
-sys.path[:0] = [{str(ROOT / "tests")!r}]
 from synthetic_logs import log_text
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if "--stop" in flags and pathlib.Path(flags["--stop"]).read_text() == flags["--run_id"]:
@@ -55,6 +54,7 @@ def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step
     lines += ["$ lscpu", f"  Model name:   {more.get('cpu', 'Some Processor')}"]
     lines += [f"train shard: {shard}, {size}" for shard in shards] + [f"val shard: nano_val_000000.bin, {size}"]
     flags = more.get("flags") or f"--seed {seed} --log_dir x --run_id race-{seed}-{more.get('side', 'a')}".split()
+    lines += [f"environment: {json.dumps(more.get('environment'))}"] * ("environment" in more)
     lines += [f"flags: {json.dumps(flags)}", f"configuration: {json.dumps(config)}"]
     val_tokens = 262144 if preset == "nano" else 10485760
     lines += [f"validation tokens: {val_tokens}, sha256 {more.get('val_sha256', NANO_VAL)}"]
@@ -71,12 +71,14 @@ def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step
     return "\n".join(lines)
 
 
-def write_record(root: Path, name: str, texts: list[str], source=SOURCE, readme=README, after: str = "") -> Path:
-    """Write a record's folder; `after` names the record before it."""
+def write_record(root: Path, name: str, texts: list[str], source=SOURCE, readme=README, **card) -> Path:
+    """Write a record's folder; `card` are fields of its record.json."""
     folder = root / name
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "train_gpt.py").write_text(source)
-    (folder / "README.md").write_text(readme + f"| after | [{after}](../{after}) |\n" * bool(after))
+    (folder / "README.md").write_text(readme)
+    card = dict(what="one line that says what", kind="idea", after=None, ranked=True) | card
+    (folder / "record.json").write_text(json.dumps(card))
     for i, text in enumerate(texts):
         (folder / f"run{i}.txt").write_text(text)
     return folder
@@ -87,20 +89,16 @@ def write_race(path: Path, *sources: str, losses: Sequence[float] = LOSSES, rati
 
     Each ends `drop` above the next. The logs of all but the first lie in older/.
     """
-    scripts = [dict(name=f"script {i}", sha256=race.digest(source.rstrip("\n"))) for i, source in enumerate(sources)]
-    document = dict(scripts=scripts, flags=[], pairs=len(losses), seed=0, nproc_per_node=1)
-    order = race.checked_order(path, document, [])
+    scripts = [race.Script(f"script {i}", race.digest(source.rstrip("\n"))) for i, source in enumerate(sources)]
+    found = race.Race(scripts, [], len(losses), seed=0, nproc_per_node=1)
     shutil.rmtree(path.parent / "older", ignore_errors=True)
-    runs = []
-    for seed, script in order:
+    for seed, script in found.order:
         more = dict(source=sources[script].rstrip("\n"), side="abc"[script], step_ms=ms * ratio**-script / 20)
         log = path.parent / "older" / f"{race.run_id_of(seed, script)}.txt"
         log.parent.mkdir(exist_ok=True)
         log.write_text(log_text(seed, losses[seed] - drop * script, **more))
-        runs.append(race.Run(script, seed, **race.figures_of(Log(log))))
+        found.runs.append(race.Run(script, seed, **race.figures_of(Log(log))))
         if script == 0:
             log.unlink()
-    document["runs"] = [vars(run) for run in runs]
-    document["comparisons"] = race.comparisons(document, runs)
-    path.write_text(json.dumps(document))
-    return document
+    found.write(path)
+    return json.loads(path.read_text())

@@ -1,31 +1,23 @@
 """What the pages say holds: commands, files, links, tests, names and the worked changes."""
 
 import argparse
-import dataclasses
 import importlib.util
-import json
 import re
 import runpy
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
+from benchmarks import study
 from torch.distributed.run import get_args_parser
 
 import train_gpt
-from benchmarks import study
-from cached_fineweb10B import RECORD_SHARDS
 from conftest import GPT2_FLAGS, TINY_FLAGS
-from gpu_proof import gpu_graphs, roofline
+from gpu_proof import gpu_graphs
 from public_records import load
-from speedrun.logs import RECORDS, is_on_board, lineage, log_paths, record_logs
-from speedrun.proof import public_history
-from speedrun.publish import leaderboards
 from synthetic_logs import ROOT
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
@@ -129,67 +121,6 @@ def test_files_links_tests_and_flags_of_a_page_are_there(page: Path):
         names = {part for text in texts for part in text.split(".")}
         assert len(names) > 40
         assert {name for name in names if not name.startswith("test_")} - set(re.findall(r"\w+", SOURCE)) == set()
-
-
-LINE = r"step:(\d+)/(\d+) val_loss:([\d.]+) train_time:(\d+)ms step_avg:([\d.]+)ms"
-NANO = r"The (\d+) steps of nano end at a mean of ([\d.]+) \(n = (\d+) seeds, sd ([\d.]+), highest ([\d.]+)\)"
-
-
-def figures() -> dict[str, tuple[str, ...]]:
-    """Return patterns of README.md, and what their groups have to be, from the script and the newest record's logs."""
-    found = {}
-    for name, preset in train_gpt.PRESETS.items():
-        with torch.device("meta"):
-            gpt = train_gpt.GPT(dataclasses.replace(preset, dtype="bfloat16"))
-        size, steps = sum(p.numel() for p in gpt.parameters()), range(preset.num_iterations)
-        tokens = preset.batch_sequences * sum(train_gpt.train_seq_len(step, preset) for step in steps)
-        target = f"{preset.target_loss or 'none'}"
-        row = f"{len(gpt.blocks)}", f"{size:,}", f"{len(steps):,}", f"{tokens / 1e6:.3g}", target
-        found[rf"\| {name} \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) M [\w ]+ \| ([\d.]+|none) \|"] = row
-        if preset.target_loss:
-            found[r"validation loss of ([\d.]+) " + dict(nano="nats", gpt2="on FineWeb")[name]] = row[-1:]
-        if name == "gpt2":
-            parts = (sum(p.numel() for p in part) for part in (gpt.blocks.parameters(), [gpt.lm_head]))
-            found[r"its layers have (\d+) M, its head (\d+) M"] = tuple(f"{part / 1e6:.0f}" for part in parts)
-    found[r"downloads ([\d.]+) GB of FineWeb"] = (f"{0.2 * (1 + RECORD_SHARDS):.1f}",)
-    found[r"The script has about ([\d,]+) lines"] = (f"{round(len(SOURCE.splitlines()), -2):,}",)
-    logs = record_logs([folder for folder in lineage(RECORDS) if log_paths(folder) and is_on_board(folder, "nano")][-1])
-    losses = [log.val_loss for log in logs]
-    mean, sd, highest = (f"{figure(losses):.4f}" for figure in (statistics.mean, statistics.stdev, max))
-    found[NANO] = (str(logs[0].num_steps), mean, str(len(logs)), sd, highest)
-    anchor = json.loads((ROOT / "records" / "anchor.json").read_text())
-    seconds, loss = f"{anchor['train_time_ms'] / 1000:.0f}", f"{anchor['val_loss']:.4f}"
-    found[r"took (\d+) s to end at (1\.\d+) \(n = 1\)"] = seconds, loss
-    page = (ROOT / "gpu_proof" / "README.md").read_text()
-    mib = re.search(r"\| and 1,500 for CUDA" + 4 * r" \| ([\d,]+)", page).groups()
-    gib = (f"{int(text.replace(',', '')) / 1024:.1f}" for text in mib)
-    found[r"memory per GPU: ([\d.]+) GiB with 8, ([\d.]+) with 4, ([\d.]+) with 2, ([\d.]+) with one\."] = (*gib,)
-    run = re.search(r"calibrated (\d+ s); the public\s+record took ([\d.]+) s\.", page).groups()
-    found[r"gives (\d+ s) of training on 8 H100; record 89 took ([\d.]+) s\."] = run
-    parts = json.loads((ROOT / "gpu_proof" / "h100.json").read_text())["gpus"]["h100"]["parts"]
-    seconds = parts["RUN, processes: 8"]["ms"] / 1000
-    assert f"{seconds:.1f} s, calibrated {sum(roofline.CALIBRATION) / 2 * seconds:.0f} s" in page
-    newest = public_history()["records"][-1]
-    assert run[1] == f"{60 * newest['official_minutes']:.1f}"
-    found[r"that of record (\d+) of .* trained in ([\d.]+) minutes on 8xH100"] = (
-        str(newest["number"]),
-        f"{newest['official_minutes']:.2f}",
-    )
-    return found
-
-
-def test_figures_of_the_readme_are_those_of_their_sources():
-    text = " ".join((ROOT / "README.md").read_text().split())
-    for pattern, values in figures().items():
-        assert getattr(re.search(pattern, text), "groups", tuple)() == values, pattern
-    table = re.findall(r"\| \[(\w+)\]\(records/\S+\) \| [^|]* \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", text)
-    rows = [re.split(r"[| ]+", row) for row in leaderboards(RECORDS).split("\n### Public")[0].splitlines()]
-    for name, *cells in table:
-        assert [row for row in rows if f"_{name}]" in " ".join(row[:3]) and {*cells} <= {*row}], name
-    assert len(table) > 3
-    steps, lines = train_gpt.PRESETS["nano"].num_iterations, re.findall(LINE, text)
-    assert [line[:2] for line in lines] == [(f"{steps}", f"{steps}")]
-    assert all(float(average) == round(int(time) / int(step), 2) for step, _, _, time, average in lines)
 
 
 CHANGES = (ROOT / "docs" / "change.md").read_text()

@@ -19,7 +19,6 @@ import sample
 import train_gpt
 from synthetic_logs import ROOT
 from test_train import SMALL, SMALL_GPT2
-from train_gpt import UserError
 
 
 @pytest.fixture
@@ -47,10 +46,10 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     assert result["val_loss"] < 5.6
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 4), (1.0, 100)])
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 4)])
 def test_tokens_come_as_often_as_the_softmax_says(temperature, top_k):
     logits, rng = torch.tensor([2.0, 0.5, 3.0, 1.0, -1.0, 2.5, 0.0]), torch.Generator().manual_seed(0)
-    kept = np.argsort(logits.numpy())[-top_k if top_k < 7 else 0 :]
+    kept = np.argsort(logits.numpy())[-top_k:]
     p = np.exp(logits.double().numpy()[kept] / temperature)
     seen = np.bincount([sample.choose(logits, temperature, top_k, rng) for _ in range(4000)], minlength=7)
     assert seen[kept].sum() == 4000
@@ -61,7 +60,6 @@ def test_a_text_ends_with_its_document(tiny, random_gpt):
     gpt, script = random_gpt(tiny), iter([7, 8, tiny.eot_token, 9])
     assert list(sample.generate(gpt, [1, 2], 10, lambda logits: next(script))) == [7, 8]
     assert list(sample.generate(gpt, [], 3, lambda logits: 7)) == [7, 7, 7]
-    assert list(sample.generate(gpt, [1], 0, lambda logits: 7)) == []
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -69,12 +67,11 @@ def run(capsys, *argv: str) -> tuple[int, str, str]:
 
 
 def test_text_is_the_same_with_the_same_seed(model, capsys, monkeypatch):
+    """Without a name the newest model is taken, though another lies beside it."""
     monkeypatch.chdir(model.parent.parent)
     Path("logs/older.pt").touch()
-    Path("logs/gone.pt").symlink_to("nowhere")
-    for name in ("older", "gone"):
-        os.utime(f"logs/{name}.pt", (1, 1), follow_symlinks=False)
-    options = "--seed 1", "--seed 1", "--seed 2", "--temperature 0", "--temperature 1e-300", "--top_k 1"
+    os.utime("logs/older.pt", (1, 1))
+    options = "--seed 1", "--model logs/random.pt --seed 1", "--seed 2", "--temperature 0", "--top_k 1"
     found = [run(capsys, "--tokens", "30", "--prompt", "naïve \x1b", *option.split()) for option in options]
     first, again, other, *greedy = (text for _, text, _ in found)
     assert (first == again != other, len({*greedy}), first.startswith("naïve \ufffd")) == (True, 1, True)
@@ -86,12 +83,12 @@ def test_text_is_printed_as_it_comes(capsys):
     seen = []
 
     def pieces():
-        for byte in "é€😀".encode() + b"\xff\x1b[\x07\r\tz\n\xe2\x82":
+        for byte in "é😀".encode() + b"\xff\x1b[\t\xe2\x82":
             yield bytes([byte])
             seen.append(capsys.readouterr().out)
 
     sample.write(pieces())
-    assert seen == ["", "é", "", "", "€", "", "", "", "😀", *"\ufffd\ufffd[\ufffd\ufffd\tz\n", "", ""]
+    assert seen == ["", "é", "", "", "", "😀", "\ufffd", "\ufffd", "[", "\t", "", ""]
     assert capsys.readouterr().out == "\ufffd\n"
 
 
@@ -104,39 +101,40 @@ def test_tokenizers(tiny, monkeypatch):
     gpt2 = types.SimpleNamespace(encode_ordinary=len, decode_single_token_bytes=hex)
     monkeypatch.setitem(sys.modules, "tiktoken", types.SimpleNamespace(get_encoding={"gpt2": gpt2}.get))
     assert sample.tokenizer(cfg) == (len, hex)
-    for stand_in, message in ((types.SimpleNamespace(), "cannot get GPT-2's"), (None, "-m pip install -r data")):
-        monkeypatch.setitem(sys.modules, "tiktoken", stand_in)
-        with pytest.raises(UserError, match=message):
-            sample.tokenizer(cfg)
-    with pytest.raises(UserError, match="vocab_size 300 with eot_token 256"):
-        sample.tokenizer(dataclasses.replace(tiny, vocab_size=300))
+
+
+def odd_model(saved: dict, change) -> dict:
+    cfg, values = json.loads(saved["configuration"]), dict(saved["model"])
+    change(cfg, values)
+    return dict(configuration=json.dumps(cfg), model=values)
 
 
 ODD = {
-    "older": lambda cfg, model: (cfg.pop("head_dim"), cfg.update(odd=1)),
-    "type": lambda cfg, model: cfg.update(layers=5),
-    "columns": lambda cfg, model: cfg["stages"][0].pop(),
-    "row": lambda cfg, model: cfg["layers"].append(cfg["layers"][0]),
-    "shape": lambda cfg, model: cfg.update(model_dim=64),
-    "lacks": lambda cfg, model: model.pop("lm_head"),
-    "nan": lambda cfg, model: model["lm_head"].fill_(torch.nan),
+    "older": lambda cfg, values: cfg.update(odd=1),
+    "type": lambda cfg, values: cfg.update(layers=5),
+    "shape": lambda cfg, values: cfg.update(model_dim=64),
+    "lacks": lambda cfg, values: values.pop("lm_head"),
+    "nan": lambda cfg, values: values["lm_head"].fill_(torch.nan),
 }
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        *((name, f"{name}: there is no such file") for name in ("nowhere.pt", "latest")),
+        ("nowhere.pt", "nowhere.pt: there is no such file"),
+        ("--model nowhere.pt", "nowhere.pt: there is no such file"),
+        ("", "logs/*.pt: there is no such file"),
         *((f, f"{f}: not a sound checkpoint: ") for f in "LICENSE list.pt".split()),
-        (".", ".: not what --export wrote: [Errno 2] No such file"),
-        ("older.pt", "only one of it and this train_gpt.py has head_dim, odd"),
-        ("columns.pt", "its stages have not the columns share, batch, max_doc_len"),
-        *((f"{name}.pt", "not a model of this train_gpt.py") for name in ODD if name not in ("older", "nan")),
+        ("older.pt", "use the one that wrote it: .*odd"),
+        *((f"{name}.pt", "not a model of this train_gpt.py") for name in ("type", "shape", "lacks")),
         ("nan.pt", "logits are not finite"),
         ("random.pt --prompt ab --tokens 79999", "of 2 tokens, --tokens 79999: the model reads 80000 at most"),
         ("random.pt --temperature nan", "--temperature nan: expected a number from 0 to 100"),
-        ("random.pt --seed 18446744073709551616", "expected a number from 0 to 9223372036854775807"),
-        pytest.param("random.pt --device cuda", "sees no GPU", marks=pytest.mark.skipif("torch.cuda.is_available()")),
+        pytest.param(
+            "random.pt --device cuda",
+            "sample.py: --device cuda: torch sees no GPU",
+            marks=pytest.mark.skipif("torch.cuda.is_available()"),
+        ),
     ],
 )
 def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeypatch, argv, message):
@@ -145,38 +143,12 @@ def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeyp
     Path("LICENSE").write_text("not a model")
     torch.save([1], "list.pt")
     if change := ODD.get(argv.removesuffix(".pt")):
-        change(cfg := json.loads(saved["configuration"]), saved["model"])
-        torch.save(saved | dict(configuration=json.dumps(cfg)), argv)
+        torch.save(odd_model(saved, change), argv)
     code, text, errors = run(capsys, *argv.split())
     is_late = "finite" in message
     assert (code, text.strip(), errors.count("\n")) == (2, "def" * is_late, 1 + is_late)
-    assert message.replace("latest", "logs/*.pt") in errors.splitlines()[-1]
+    assert all(part in errors.splitlines()[-1] for part in message.split(".*"))
     assert len(errors) < 300
-
-
-def test_page_and_export_give_the_model_back(random_gpt, tmp_path, capsys, monkeypatch):
-    """docs/weights.md has lines that load a model. The last stage's frequencies are not the first's."""
-    cfg = train_gpt.resolve(train_gpt.parse_args([*SMALL_GPT2, "--dtype=float64"]))
-    saved = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=random_gpt(cfg).state_dict())
-    path, out = tmp_path / "logs" / "RUN_ID.pt", tmp_path / "out"
-    path.parent.mkdir()
-    torch.save(saved, path)
-    monkeypatch.chdir(tmp_path)
-    lines = (ROOT / "docs" / "weights.md").read_text().partition("```python\n")[2].partition("```")[0]
-    exec(lines, page := {})  # noqa: S102
-    assert run(capsys, str(path), "--export", str(out))[:2] == (0, "")
-    tokens = [cfg.eot_token, *b"import "]
-    for model in path, out:
-        assert torch.equal(sample.next_logits(sample.load_model(model, "cpu"), tokens), page["logits"])
-    frequencies, scale = train_gpt.rotary_frequencies(3, cfg, torch.float64)
-    gpt = sample.load_model(out, "cpu")
-    assert torch.equal(gpt.rotary.cos[1], frequencies.cos())
-    assert gpt.rotary.scale.item() == scale
-    assert "is there already, choose another folder" in run(capsys, str(path), "--export", str(out))[2]
-    (out / "model.safetensors").write_bytes(b"x" * 99)
-    assert "out: not what --export wrote: " in run(capsys, str(out))[2]
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    assert "-m pip install safetensors" in run(capsys, str(path), "--export", str(tmp_path / "other"))[2]
 
 
 @pytest.mark.slow
@@ -188,4 +160,4 @@ def test_program_ends_without_a_traceback(model, end, code):
     process.stdout.close() if end == "reader leaves" else process.send_signal(signal.SIGINT)
     errors = process.stderr.read().decode()
     assert process.wait(timeout=60) == code
-    assert errors.count("\n") == 2
+    assert errors.count("\n") == (1 if end == "reader leaves" else 2)

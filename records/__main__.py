@@ -1,0 +1,1 @@
+raise SystemExit("python -m records is now: python -m speedrun COMMAND")
