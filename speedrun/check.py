@@ -18,18 +18,19 @@ import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
 from speedrun import needs
 
 with needs.packages():
+    import numpy
     import torch
 
     import train_gpt
     from train_gpt import GPT, PRESETS, Hyperparameters, Ranks, UserError
 
+NO_GPU = "there is no NVIDIA GPU"
 CPU_RUNS = "--preset nano or --preset mini trains on a CPU"
 CAPABILITY = "gpt2 needs a GPU of compute capability 8.0 or newer (A100, RTX 30)"
 SHARD_TOKENS, PACKING = 10**8, 1.5  # 1.5: tokens for one that packing keeps, assumed
@@ -65,7 +66,6 @@ def reason(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].partition("; ./run.sh")[0][:300]
 
 
-# ---- The machine ----------------------------------------------------------------------------------------------------
 def try_gpu(i: int) -> Gpu:
     """Run a kernel. Raise RuntimeError if the GPU is broken, full, or none that this torch was built for."""
     gpu = Gpu(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i), torch.cuda.mem_get_info(i)[0])
@@ -82,7 +82,7 @@ def why_no_gpu() -> tuple[str, bool]:
     if sys.platform == "darwin":
         return "GPUs of Macs are not supported", False
     if shutil.which("nvidia-smi") is None:
-        return "AMD GPUs are not supported" if os.path.exists("/dev/kfd") else "there is no NVIDIA GPU", False
+        return "AMD GPUs are not supported" if os.path.exists("/dev/kfd") else NO_GPU, False
     command = ["nvidia-smi", "--query-gpu=compute_cap,driver_version,name", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
@@ -91,19 +91,19 @@ def why_no_gpu() -> tuple[str, bool]:
         told = str(error)
     if told.startswith("No devices"):
         return "nvidia-smi finds no GPU", False
-    gpus = re.findall(r"(?m)^(\d+)\.(\d+), (\d+)[\d.]*, (.+)$", told)
+    gpus = re.findall(r"(?m)^(\d+\.\d), (\d+)[\d.]*, (.+)$", told)
     if not gpus:
         return f"nvidia-smi fails: {told.splitlines()[0][:200]}: install or update the driver, to 580 or newer", True
-    *capability, driver, name = max(gpus, key=lambda gpu: (int(gpu[0]), int(gpu[1])))
-    if int(capability[0]) < 8:
+    capability, driver, name = max((float(capability), int(driver), name) for capability, driver, name in gpus)
+    if capability < 8:
         return f"{name} is too old: {CAPABILITY}", True
-    if int(driver) < 525:
+    if driver < 525:
         return f"driver {driver} is too old: update it to 580 or newer", True
-    wheels = "cu126" if int(driver) < 580 else "cu130"
+    wheels = "cu126" if driver < 580 else "cu130"
     fix = f"CUDA_VISIBLE_DEVICES={visible} may name none" if visible else "restart the machine or its driver"
     if torch.version.cuda is None or (torch.version.cuda >= "13" and wheels == "cu126"):
-        wanted = f"torch=={torch.__version__.partition('+')[0]}+{wheels}"
-        fix = f"{needs.PIP} --index-url https://download.pytorch.org/whl/{wheels} {wanted}"
+        version = torch.__version__.partition("+")[0]
+        fix = f"{needs.PIP} --index-url https://download.pytorch.org/whl/{wheels} torch=={version}+{wheels}"
     return f"torch {torch.__version__} cannot use the {name} with driver {driver}: {fix}", True
 
 
@@ -116,7 +116,7 @@ def find_gpus(cfg: Hyperparameters, is_for_cpu: bool, report: Report) -> list[Gp
             raise UserError(f"{why}; {CPU_RUNS}")
         if cfg.preset == "gpt2" and cfg.device != "cpu":
             raise UserError(f"gpt2 needs a GPU, and {why}; {CPU_RUNS}")
-        report.fact(f"hardware: {os.cpu_count()} CPU cores, {why}", note="NVIDIA" not in why)
+        report.fact(f"hardware: {os.cpu_count()} CPU cores, {why}", note=why != NO_GPU)
     elif cfg.device != "cpu":
         for index in range(torch.cuda.device_count()):
             try:
@@ -124,13 +124,12 @@ def find_gpus(cfg: Hyperparameters, is_for_cpu: bool, report: Report) -> list[Gp
             except RuntimeError as error:
                 fix = "free or reset it, or leave it out with CUDA_VISIBLE_DEVICES"
                 report.problems.append(f"GPU {index} does not work: {reason(error)}: {fix}")
-    for gpu in sorted(gpus, key=lambda gpu: gpu.capability)[:1]:
+    if gpus:
+        gpu = min(gpus, key=lambda gpu: gpu.capability)
         this = f"{gpu.name} (compute capability {gpu.capability[0]}.{gpu.capability[1]})"
         report.fact(f"hardware: {len(gpus)} x {this}", note=True)
         if gpu.capability < (8, 0):
-            has_newer = any(other.capability >= (8, 0) for other in gpus)
-            fix = "leave it out with CUDA_VISIBLE_DEVICES" if has_newer else CPU_RUNS
-            report.problems.append(f"{this} is too old: {CAPABILITY}; {fix}")
+            report.problems.append(f"{this} is too old: {CAPABILITY}; CUDA_VISIBLE_DEVICES leaves it out; {CPU_RUNS}")
     return gpus
 
 
@@ -145,7 +144,6 @@ def check_compiler(is_for_cpu: bool, report: Report) -> None:
         report.problems.append(f"torch.compile needs {header}: apt install python3.{sys.version_info.minor}-dev")
 
 
-# ---- The model: what torch does not answer by itself, and how large it is -------------------------------------------
 def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> Iterator[str]:
     """Yield a line for what would be trained otherwise in silence, or fail on a GPU alone."""
     for i, layer in enumerate(cfg.layers):
@@ -205,10 +203,11 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
         size = len(cfg.layers) * cfg.model_dim / (len(gpt2.layers) * gpt2.model_dim)
         logits = cfg.lm_head_slice * cfg.vocab_size / (gpt2.lm_head_slice * gpt2.vocab_size)
         need = fixed + (SPARE_MIB + logits * slice_mib + size * length_mib * growth * length) * 2**20
-        told = f"--{name} {getattr(cfg, name)} takes {need / 2**30:.1f} GiB a process (estimated)"
-        report.fact(f"memory: {told}, {free / 2**30:.1f} are free")
+        told = f"--{name} {getattr(cfg, name)} takes {need / 2**30:.1f} GiB a process (estimated), "
+        told += f"{free / 2**30:.1f} are free"
+        report.fact(f"memory: {told}")
         if need > free:
-            report.problems.append(f"{told}, {free / 2**30:.1f} are free: free some, or halve --{name}")
+            report.problems.append(f"{told}: free some, or halve --{name}")
     weights = sum(p.numel() for name, p in gpt.named_parameters() if p.ndim > 1 and "embed" not in name)
     flop = 6 * weights * train_gpt.num_tokens(cfg.num_iterations, cfg)
     rate = 1e12 * processes * min(next((n for part, n in TFLOPS.items() if part in gpu.name), 0) for gpu in gpus)
@@ -216,7 +215,6 @@ def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int,
     report.fact(f"time: {minutes} of training on {processes} x {gpus[0].name} (estimated)", note=not report.problems)
 
 
-# ---- The data -------------------------------------------------------------------------------------------------------
 def wrong_shard(path: str, cfg: Hyperparameters) -> str | None:
     """Say what is wrong with a shard, by its header and its first million tokens."""
     try:
@@ -241,15 +239,16 @@ def data_problems(cfg: Hyperparameters) -> Iterator[tuple[str, str]]:
     is_sound = True
     for files in (cfg.train_files, cfg.val_files):
         paths = sorted(glob.glob(files, recursive=True))
-        problems = [problem for path in paths if (problem := wrong_shard(path, cfg))]
+        problems = [*filter(None, (wrong_shard(path, cfg) for path in paths))]
         if problems or not paths:
             is_sound = False
             problem = [*problems, f"no shards match {files} in {os.getcwd()}"][0]
             command = commands.get(files, "")
             yield problem + "; data/pack_text.py packs text" * (not command), command
+    if not is_sound:
+        return
     try:
-        if is_sound:
-            train_gpt.plan_data(cfg)
+        train_gpt.plan_data(cfg)
     except UserError as error:
         is_train = (problem := reason(error)).startswith(cfg.train_files)
         if is_train and len(glob.glob(cfg.train_files)) < shards:
@@ -259,11 +258,9 @@ def data_problems(cfg: Hyperparameters) -> Iterator[tuple[str, str]]:
             yield problem + f"; lower --{flag}" * ("the run needs" in problem), ""
 
 
-# ---- All of it ------------------------------------------------------------------------------------------------------
 def check_machine(argv: list[str], report: Report) -> tuple[Hyperparameters, int]:
     """Check all but the data. Return configuration and processes. Raise UserError where more checks are pointless."""
-    versions = [f"{name} {version(name)}" for name in ("torch", "numpy", "huggingface_hub", "tqdm")]
-    report.fact(f"versions: Python {sys.version.split()[0]}, {', '.join(versions)}")
+    report.fact(f"versions: Python {sys.version.split()[0]}, torch {torch.__version__}, numpy {numpy.__version__}")
     wish, is_root = os.environ.get("NPROC") or "0", os.environ.get("SCRIPT") in (None, "", "train_gpt.py")
     if not is_root:  # its flags are its own: check the machine and a preset's data only
         argv = re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", " ".join(argv)))

@@ -30,11 +30,10 @@ PIP = f"{PYTHON} -m pip install"
 
 def is_installed(name: str) -> bool:
     """Tell whether a package is there. Its version does not matter, but torch must not be too old."""
-    try:
-        version = importlib.metadata.version(name) or ""  # None where pip was killed
-    except (importlib.metadata.PackageNotFoundError, KeyError):
-        return False
-    return version != "" and (name != "torch" or tuple(map(int, version.split(".")[:2])) >= OLDEST_TORCH)
+    version = None
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError, KeyError):
+        version = importlib.metadata.version(name)  # None or a KeyError where pip was killed
+    return version is not None and (name != "torch" or tuple(map(int, version.split(".")[:2])) >= OLDEST_TORCH)
 
 
 def missing(*extras: str) -> list[str]:
