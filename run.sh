@@ -15,18 +15,15 @@ CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")" # it may be started thr
 source speedrun/environment.sh
 script=${SCRIPT:-train_gpt.py}
 [ -f "$script" ] || fail "SCRIPT=$script: there is no such file in $PWD"
-flags=$*
-find_python requirements.txt
+find_python
 
 for flag in "$@"; do
-    if [ "$flag" = --help ] || [ "$flag" = -h ]; then
-        exec "$python" "$script" --help
-    fi
-    if [ "$flag" = --check ]; then
-        exec "$python" -m speedrun check "$@"
-    fi
+    case $flag in
+    --help | -h) exec "$python" "$script" --help ;;
+    --check) exec "$python" -m speedrun.check "$@" ;;
+    esac
 done
-nproc=$("$python" -m speedrun check "$@")
+nproc=$("$python" -m speedrun.check "$@")
 trap '' HUP # a console that goes away does not end a training
 if [ "$nproc" = 1 ]; then
     exec "$python" "$script" "$@"
@@ -37,5 +34,6 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 workers=$(((cores + nproc - 1) / nproc))
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$((workers < 32 ? workers : 32))}
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$nproc" \
+# Without --local-addr the ranks look for this machine by its name, for ten minutes where that does not resolve
+exec "$python" -m torch.distributed.run --standalone --local-addr localhost --nproc_per_node="$nproc" \
     --signals-to-handle SIGTERM,SIGINT,SIGQUIT "$script" "$@"
