@@ -100,7 +100,10 @@ def features(gpt: GPT, tokens: Sequence[int]) -> Tensor:
     cfg = gpt.cfg
     padding = [cfg.eot_token] * (-len(tokens) % cfg.block_size)  # to whole blocks: no token sees what follows
     windows = train_gpt.attention_windows(cfg.num_iterations, cfg)
-    read = (torch.tensor(x, dtype=torch.int32, device=gpt.lm_head.device) for x in ([*tokens, *padding], windows))
+    read = (
+        torch.tensor(x, dtype=torch.int32, device=gpt.lm_head.device)
+        for x in ([*tokens, *padding], [*windows.values()])
+    )
     return gpt.features(*read)[: len(tokens)]
 
 

@@ -1,4 +1,4 @@
-"""Draw docs/mask.png: python -m docs.draw_mask, from the root of the repository and with the extra `race`.
+"""Draw docs/mask.png: python -m docs.draw_mask, in the root and with the extra `race`.
 
 The picture shows what `document_block_mask` says of 8,192 tokens, with the windows of gpt2's second stage. The
 documents are made up: 690 tokens on average, and cut as gpt2 cuts them.
@@ -23,7 +23,8 @@ doc_ids = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(length
 figure, N = Figure(figsize=(10.4, 5.6), layout="constrained"), TOKENS // cfg.block_size
 panels = figure.subplots(1, 2, sharey=True)
 windows = attention_windows(stage_starts(cfg)[STAGE], cfg)
-for panel, name, window in zip(panels, ("long", "short"), windows, strict=True):
+for panel, name in zip(panels, ("long", "short"), strict=True):
+    window = windows[name]
     mask = document_block_mask(doc_ids, torch.tensor(window, dtype=torch.int32), cfg.block_size)
     kinds = torch.zeros(N, N)
     lists = (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)

@@ -219,7 +219,7 @@ def wrong_shard(path: str, cfg: Hyperparameters) -> str | None:
     """Say what is wrong with a shard, by its header and its first million tokens."""
     try:
         train_gpt.find_documents(path, cfg, True)
-        tokens = train_gpt.read_shard(path, "<u2", 2**20, 1024)
+        tokens = train_gpt.read_numbers(path, "<u2", 2**20, 1024)
     except (UserError, OSError, ValueError) as error:  # what is no shard at all has no header to read
         return reason(error)
     highest = tokens.max(initial=0)
