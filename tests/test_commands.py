@@ -1,39 +1,26 @@
 """What the pages say holds: commands, files, links, tests, names and the worked changes."""
 
 import argparse
-import dataclasses
 import importlib.util
-import json
 import re
 import runpy
 import shlex
 import signal
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.run import get_args_parser
 
 import train_gpt
-from benchmarks import study
-from cached_fineweb10B import RECORD_SHARDS
 from conftest import GPT2_FLAGS, TINY_FLAGS
-from gpu_proof import gpu_graphs, roofline
 from public_records import load
-from speedrun.logs import RECORDS, is_on_board, lineage, log_paths, record_logs
-from speedrun.proof import public_history
-from speedrun.publish import leaderboards
-from synthetic_logs import ROOT
+from world_worker import ROOT
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
-PAGES = [
-    page
-    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "gpu_proof/*.md", "records/**/*.md")
-    for page in ROOT.glob(pattern)
-]
+FOLDERS = ("*.md", "docs/*.md", "speedrun/*.md", "gpu_proof/*.md", "records/**/*.md")
+PAGES = [page for pattern in FOLDERS for page in ROOT.glob(pattern)]
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )?(?:[\w./]*python|torchrun|\./run\.sh|train_gpt\.py)(?: [^=]|$)")
 FILE = re.compile(r"(?:\./)?\w[\w./-]*\.(?:py|sh|md|json|txt|slurm|toml|png)")
 MADE_BY_RUNS = re.compile(r"my\.py|profile\.txt|race\.json|config\.json|logs/.*|data/(nano|own|fineweb10B)/.*")
@@ -64,16 +51,9 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
         parse(self, *args, **settings)
         raise Understood
 
-    def parse_flags_and_end(*args):
-        parse_flags(*args)
-        raise Understood
-
     def start(program, argv: list[str]) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
-            patch.setattr(train_gpt, "parse_args", parse_flags_and_end)
-            # gpu_graphs hands the flags that it does not know to a script in another process
-            patch.setattr(gpu_graphs, "measure", lambda arch, script, flags, **_: train_gpt.parse_args(flags))
             patch.setattr(sys, "argv", ["program", *argv])
             patch.setattr(signal, "signal", lambda *_: None)  # a script ignores SIGHUP, and so would our children
             with pytest.raises(Understood):
@@ -90,8 +70,8 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
                 args = get_args_parser().parse_args(argv if argv[-1][0] != "-" else [*argv, "train_gpt.py"])
                 module = ["-m"] if args.module else []
                 understand(shlex.join(["python", *module, args.training_script, *args.training_script_args]))
-            case ["python", "-m", "gpu_proof", "roofline", "--gpu", _, "--script", path, *argv]:
-                load(Path(path).parent.name).parse_args(argv)  # another script's flags
+            case ["python", "-m", "gpu_proof", _, *argv] if "--script" in argv:
+                load(Path(argv[argv.index("--script") + 1]).parent.name)  # whose flags the rest may be
             case ["python", "-m", module, *argv]:
                 start(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True), argv)
             case ["python", "train_gpt.py" | "my.py", *argv] | ["train_gpt.py" | "./run.sh", *argv]:
@@ -99,10 +79,10 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
             case ["python", script, *argv]:
                 start(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), argv)
         if flags is not None:
-            train_gpt.parse_args(flags)
+            parse_flags(flags)
 
     found = {text: page for page in PAGES for text in commands(page)}
-    assert len(found) > 50
+    assert len(found) > 30
     for text, page in found.items():
         try:
             understand(text)
@@ -124,79 +104,34 @@ def test_files_links_tests_and_flags_of_a_page_are_there(page: Path):
     flags = {flag for text in texts for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", text)}
     known = {flag for flag in flags if re.search(rf'"{flag}"|^    {flag[2:].removeprefix("no-")}: ', sources, re.M)}
     assert flags - known - {"--help"} == set()
-    if page.name == "tour.md":  # identifiers, such as `Adam.state`, for readers who search for them in the script
-        texts = {text for text in quoted(page) if re.fullmatch("[A-Za-z_.]+", text)} - files
-        names = {part for text in texts for part in text.split(".")}
-        assert len(names) > 40
-        assert {name for name in names if not name.startswith("test_")} - set(re.findall(r"\w+", SOURCE)) == set()
 
 
-LINE = r"step:(\d+)/(\d+) val_loss:([\d.]+) train_time:(\d+)ms step_avg:([\d.]+)ms"
-NANO = r"The (\d+) steps of nano end at a mean of ([\d.]+) \(n = (\d+) seeds, sd ([\d.]+), highest ([\d.]+)\)"
-
-
-def figures() -> dict[str, tuple[str, ...]]:
-    """Return patterns of README.md, and what their groups have to be, from the script and the newest record's logs."""
-    found = {}
-    for name, preset in train_gpt.PRESETS.items():
-        with torch.device("meta"):
-            gpt = train_gpt.GPT(dataclasses.replace(preset, dtype="bfloat16"))
-        size, steps = sum(p.numel() for p in gpt.parameters()), range(preset.num_iterations)
-        tokens = preset.batch_sequences * sum(train_gpt.train_seq_len(step, preset) for step in steps)
-        target = f"{preset.target_loss or 'none'}"
-        row = f"{len(gpt.blocks)}", f"{size:,}", f"{len(steps):,}", f"{tokens / 1e6:.3g}", target
-        found[rf"\| {name} \| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) M [\w ]+ \| ([\d.]+|none) \|"] = row
-        if preset.target_loss:
-            found[r"validation loss of ([\d.]+) " + dict(nano="nats", gpt2="on FineWeb")[name]] = row[-1:]
-        if name == "gpt2":
-            parts = (sum(p.numel() for p in part) for part in (gpt.blocks.parameters(), [gpt.lm_head]))
-            found[r"its layers have (\d+) M, its head (\d+) M"] = tuple(f"{part / 1e6:.0f}" for part in parts)
-    found[r"downloads ([\d.]+) GB of FineWeb"] = (f"{0.2 * (1 + RECORD_SHARDS):.1f}",)
-    found[r"The script has about ([\d,]+) lines"] = (f"{round(len(SOURCE.splitlines()), -2):,}",)
-    logs = record_logs([folder for folder in lineage(RECORDS) if log_paths(folder) and is_on_board(folder, "nano")][-1])
-    losses = [log.val_loss for log in logs]
-    mean, sd, highest = (f"{figure(losses):.4f}" for figure in (statistics.mean, statistics.stdev, max))
-    found[NANO] = (str(logs[0].num_steps), mean, str(len(logs)), sd, highest)
-    anchor = json.loads((ROOT / "records" / "anchor.json").read_text())
-    seconds, loss = f"{anchor['train_time_ms'] / 1000:.0f}", f"{anchor['val_loss']:.4f}"
-    found[r"took (\d+) s to end at (1\.\d+) \(n = 1\)"] = seconds, loss
-    page = (ROOT / "gpu_proof" / "README.md").read_text()
-    mib = re.search(r"\| and 1,500 for CUDA" + 4 * r" \| ([\d,]+)", page).groups()
-    gib = (f"{int(text.replace(',', '')) / 1024:.1f}" for text in mib)
-    found[r"memory per GPU: ([\d.]+) GiB with 8, ([\d.]+) with 4, ([\d.]+) with 2, ([\d.]+) with one\."] = (*gib,)
-    run = re.search(r"calibrated (\d+ s); the public\s+record took ([\d.]+) s\.", page).groups()
-    found[r"gives (\d+ s) of training on 8 H100; record 89 took ([\d.]+) s\."] = run
-    parts = json.loads((ROOT / "gpu_proof" / "h100.json").read_text())["gpus"]["h100"]["parts"]
-    seconds = parts["RUN, processes: 8"]["ms"] / 1000
-    assert f"{seconds:.1f} s, calibrated {sum(roofline.CALIBRATION) / 2 * seconds:.0f} s" in page
-    newest = public_history()["records"][-1]
-    assert run[1] == f"{60 * newest['official_minutes']:.1f}"
-    found[r"that of record (\d+) of .* trained in ([\d.]+) minutes on 8xH100"] = (
-        str(newest["number"]),
-        f"{newest['official_minutes']:.2f}",
-    )
-    return found
-
-
-def test_figures_of_the_readme_are_those_of_their_sources():
-    text = " ".join((ROOT / "README.md").read_text().split())
-    for pattern, values in figures().items():
-        assert getattr(re.search(pattern, text), "groups", tuple)() == values, pattern
-    table = re.findall(r"\| \[(\w+)\]\(records/\S+\) \| [^|]* \| (\d+) \| ([\d.]+) \| ([\d.]+) \|", text)
-    rows = [re.split(r"[| ]+", row) for row in leaderboards(RECORDS).split("\n### Public")[0].splitlines()]
-    for name, *cells in table:
-        assert [row for row in rows if f"_{name}]" in " ".join(row[:3]) and {*cells} <= {*row}], name
-    assert len(table) > 3
-    steps, lines = train_gpt.PRESETS["nano"].num_iterations, re.findall(LINE, text)
-    assert [line[:2] for line in lines] == [(f"{steps}", f"{steps}")]
-    assert all(float(average) == round(int(time) / int(step), 2) for step, _, _, time, average in lines)
+@pytest.mark.published
+def test_names_on_the_tour_are_in_the_script():
+    """Identifiers, such as `Adam.state`, for readers who search for them."""
+    page = ROOT / "docs" / "tour.md"
+    texts = {text for text in quoted(page) if re.fullmatch("[A-Za-z_.]+", text) and not FILE.fullmatch(text)}
+    names = {part for text in texts for part in text.split(".") if not part.startswith("test_")}
+    assert len(names) > 40
+    assert names - set(re.findall(r"\w+", SOURCE)) == set()
 
 
 CHANGES = (ROOT / "docs" / "change.md").read_text()
 DIFFS = re.findall(r"^### (.*?)\n.*?^```diff\n(.*?)^```", CHANGES, re.M | re.S)
+TABLE = CHANGES.partition("## Take one idea out")[2].partition("\n## ")[0]
+IDEAS = {idea: re.findall("`(.*?)`", cell) for idea, cell in re.findall(r"^\| (.*) \| (`.*`) \|$", TABLE, re.M)}
 # What a CPU does not show, nor a model of two heads with sequences of up to 48 tokens
 UNSEEN = {"a longer window in the last validation", "shorter documents at first"}
 UNSEEN |= {"FP8 in the head", "FP8 in MLPs"}
+
+
+def take_out(change: list[str]) -> tuple[str, list[str]]:
+    """Return the script with a row's change, a flag or a text and its replacement, and flags."""
+    if len(change) == 1:
+        return SOURCE, change[0].split()
+    old, new = change
+    assert SOURCE.count(old) == 1, f"train_gpt.py has `{old}` {SOURCE.count(old)} times: update docs/change.md"
+    return SOURCE.replace(old, new), []
 
 
 def train(source: str, flags: list[str], path: Path):
@@ -227,15 +162,26 @@ def unchanged(small_flags, tmp_path_factory) -> dict[str, list[float]]:
     return {preset: train(SOURCE, flags, path)[1] for preset, flags in small_flags.items()}
 
 
-@pytest.mark.parametrize("idea", study.ideas())
+@pytest.mark.published
+def test_the_page_of_changes_fits_the_script():
+    assert (len(IDEAS) > 30, len(DIFFS)) == (True, 4)
+    for idea, change in IDEAS.items():
+        _, flags = take_out(change)
+        train_gpt.parse_args([f"--preset={'nano' if idea.startswith('nano') else 'gpt2'}", "--num_heads=6", *flags])
+
+
+@pytest.mark.published
+@pytest.mark.slow
+@pytest.mark.parametrize("idea", IDEAS)
 def test_an_idea_is_taken_out(tmp_path, small_flags, unchanged, idea: str):
     preset = "nano" if idea.startswith("nano") else "gpt2"
-    source, flags = study.take_out(SOURCE, study.ideas()[idea])
+    source, flags = take_out(IDEAS[idea])
     _, losses = train(source, [*small_flags[preset], *flags], tmp_path / "train_gpt.py")
     assert all(0 < loss < 20 for loss in losses)  # and so not NaN
     assert (losses != unchanged[preset]) == (idea not in UNSEEN)
 
 
+@pytest.mark.published
 @pytest.mark.parametrize(("name", "diff"), DIFFS, ids=[name for name, _ in DIFFS])
 def test_worked_changes(tmp_path, small_flags, unchanged, name: str, diff: str):
     path = tmp_path / "train_gpt.py"
@@ -248,9 +194,3 @@ def test_worked_changes(tmp_path, small_flags, unchanged, name: str, diff: str):
     if "sharply" in name:  # neutral at the start, and then trained
         assert losses[0] == unchanged["gpt2"][0]
         assert all((block.attn.sharpness != 1).all() for block in trainer.gpt.blocks if block.attn)
-
-
-def test_there_are_changes():
-    assert len(study.ideas()) > 30
-    assert {*study.STUDIED} <= {*study.ideas()}
-    assert len(DIFFS) == 4

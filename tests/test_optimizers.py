@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import train_gpt
 from train_gpt import GPT, Muon, Ranks, UserError, build_optimizers, step_optimizers
 
-
 MUON = train_gpt.Group("Muon", "*", lr=1.0, decay=0.0, beta1=0.9, beta2=0.95)
 
 
