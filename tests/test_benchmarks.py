@@ -18,8 +18,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import train_gpt
+from speedrun import bench, measure, plain_gpt
 from conftest import TINY_FLAGS, pytest_configure
-from speedrun import measure
 from speedrun.logs import Log
 from speedrun.process import ENVIRONMENT, ROOT, own_process
 from test_attention import dense_mask

@@ -14,11 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from speedrun import check
+from speedrun import needs
 import train_gpt
 from cached_fineweb10B import RECORD_SHARDS
 from conftest import TINY_FLAGS
 from shards import write_shard
-from speedrun import check, needs
 from train_gpt import Group, Layer
 from world_worker import ROOT
 

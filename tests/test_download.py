@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 
 import cached_fineweb10B
-from shards import lock_folder, shard_header
 from speedrun import needs
+from shards import lock_folder, shard_header
 from test_train import wait_for
 
 SCRIPT = Path(cached_fineweb10B.__file__)

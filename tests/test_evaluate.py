@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from speedrun import evaluate
 import sample
 import train_gpt
-from speedrun import evaluate
 from test_sample import model  # noqa: F401  a fixture
 from test_train import SMALL_GPT2
 

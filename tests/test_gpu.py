@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from speedrun import check
 import train_gpt
 from shards import write_shard
-from speedrun import check
 from test_attention import dense_attention, dense_mask
 from test_head import PROBLEM, whole, with_gradients
 from train_gpt import GatheredMask

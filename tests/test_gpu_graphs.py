@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from speedrun import check
 import train_gpt
 from gpu_proof import gpu_graphs, pretend_gpu, roofline
-from speedrun import check
 from speedrun.process import ROOT, own_process
 
 WHY_NOT = pretend_gpu.missing()

@@ -33,7 +33,7 @@ def test_a_parameter_that_the_loss_does_not_use_is_named(gpt2):
     for p in gpt.parameters():
         p.grad = torch.zeros_like(p)
     gpt.lm_head.grad = None
-    with pytest.raises(UserError, match="^lm_head: has no gradient"):
+    with pytest.raises(UserError, match=r"^lm_head: has no gradient"):
         step_optimizers(optimizers, gpt2.adam_every - 1)
 
 

@@ -23,10 +23,10 @@ from PIL import Image
 from scipy import stats
 
 import train_gpt
+from speedrun.needs import PYTHON
 from speedrun import proof, race, rules, tried
 from speedrun.__main__ import build_parser, main
 from speedrun.logs import Log, Unreadable, lineage
-from speedrun.needs import PYTHON
 from speedrun.publish import BEGIN, END
 from synthetic_logs import (
     LOSSES,
