@@ -11,21 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from benchmarks import study
 from torch.distributed.run import get_args_parser
 
 import train_gpt
 from conftest import GPT2_FLAGS, TINY_FLAGS
-from gpu_proof import gpu_graphs
 from public_records import load
-from synthetic_logs import ROOT
+from world_worker import ROOT
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
-PAGES = [
-    page
-    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "gpu_proof/*.md", "records/**/*.md")
-    for page in ROOT.glob(pattern)
-]
+FOLDERS = ("*.md", "docs/*.md", "speedrun/*.md", "gpu_proof/*.md", "records/**/*.md")
+PAGES = [page for pattern in FOLDERS for page in ROOT.glob(pattern)]
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )?(?:[\w./]*python|torchrun|\./run\.sh|train_gpt\.py)(?: [^=]|$)")
 FILE = re.compile(r"(?:\./)?\w[\w./-]*\.(?:py|sh|md|json|txt|slurm|toml|png)")
 MADE_BY_RUNS = re.compile(r"my\.py|profile\.txt|race\.json|config\.json|logs/.*|data/(nano|own|fineweb10B)/.*")
@@ -56,16 +51,9 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
         parse(self, *args, **settings)
         raise Understood
 
-    def parse_flags_and_end(*args):
-        parse_flags(*args)
-        raise Understood
-
     def start(program, argv: list[str]) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
-            patch.setattr(train_gpt, "parse_args", parse_flags_and_end)
-            # gpu_graphs hands the flags that it does not know to a script in another process
-            patch.setattr(gpu_graphs, "measure", lambda arch, script, flags, **_: train_gpt.parse_args(flags))
             patch.setattr(sys, "argv", ["program", *argv])
             patch.setattr(signal, "signal", lambda *_: None)  # a script ignores SIGHUP, and so would our children
             with pytest.raises(Understood):
@@ -82,8 +70,8 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
                 args = get_args_parser().parse_args(argv if argv[-1][0] != "-" else [*argv, "train_gpt.py"])
                 module = ["-m"] if args.module else []
                 understand(shlex.join(["python", *module, args.training_script, *args.training_script_args]))
-            case ["python", "-m", "gpu_proof", "roofline", "--gpu", _, "--script", path, *argv]:
-                load(Path(path).parent.name).parse_args(argv)  # another script's flags
+            case ["python", "-m", "gpu_proof", _, *argv] if "--script" in argv:
+                load(Path(argv[argv.index("--script") + 1]).parent.name)  # whose flags the rest may be
             case ["python", "-m", module, *argv]:
                 start(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True), argv)
             case ["python", "train_gpt.py" | "my.py", *argv] | ["train_gpt.py" | "./run.sh", *argv]:
@@ -91,10 +79,10 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
             case ["python", script, *argv]:
                 start(lambda: runpy.run_path(str(ROOT / script), run_name="__main__"), argv)
         if flags is not None:
-            train_gpt.parse_args(flags)
+            parse_flags(flags)
 
     found = {text: page for page in PAGES for text in commands(page)}
-    assert len(found) > 50
+    assert len(found) > 30
     for text, page in found.items():
         try:
             understand(text)
@@ -116,18 +104,34 @@ def test_files_links_tests_and_flags_of_a_page_are_there(page: Path):
     flags = {flag for text in texts for flag in re.findall(r"(?<!\S)--[a-z][\w-]*", text)}
     known = {flag for flag in flags if re.search(rf'"{flag}"|^    {flag[2:].removeprefix("no-")}: ', sources, re.M)}
     assert flags - known - {"--help"} == set()
-    if page.name == "tour.md":  # identifiers, such as `Adam.state`, for readers who search for them in the script
-        texts = {text for text in quoted(page) if re.fullmatch("[A-Za-z_.]+", text)} - files
-        names = {part for text in texts for part in text.split(".")}
-        assert len(names) > 40
-        assert {name for name in names if not name.startswith("test_")} - set(re.findall(r"\w+", SOURCE)) == set()
+
+
+@pytest.mark.published
+def test_names_on_the_tour_are_in_the_script():
+    """Identifiers, such as `Adam.state`, for readers who search for them."""
+    page = ROOT / "docs" / "tour.md"
+    texts = {text for text in quoted(page) if re.fullmatch("[A-Za-z_.]+", text) and not FILE.fullmatch(text)}
+    names = {part for text in texts for part in text.split(".") if not part.startswith("test_")}
+    assert len(names) > 40
+    assert names - set(re.findall(r"\w+", SOURCE)) == set()
 
 
 CHANGES = (ROOT / "docs" / "change.md").read_text()
 DIFFS = re.findall(r"^### (.*?)\n.*?^```diff\n(.*?)^```", CHANGES, re.M | re.S)
+TABLE = CHANGES.partition("## Take one idea out")[2].partition("\n## ")[0]
+IDEAS = {idea: re.findall("`(.*?)`", cell) for idea, cell in re.findall(r"^\| (.*) \| (`.*`) \|$", TABLE, re.M)}
 # What a CPU does not show, nor a model of two heads with sequences of up to 48 tokens
 UNSEEN = {"a longer window in the last validation", "shorter documents at first"}
 UNSEEN |= {"FP8 in the head", "FP8 in MLPs"}
+
+
+def take_out(change: list[str]) -> tuple[str, list[str]]:
+    """Return the script with a row's change, a flag or a text and its replacement, and flags."""
+    if len(change) == 1:
+        return SOURCE, change[0].split()
+    old, new = change
+    assert SOURCE.count(old) == 1, f"train_gpt.py has `{old}` {SOURCE.count(old)} times: update docs/change.md"
+    return SOURCE.replace(old, new), []
 
 
 def train(source: str, flags: list[str], path: Path):
@@ -158,15 +162,26 @@ def unchanged(small_flags, tmp_path_factory) -> dict[str, list[float]]:
     return {preset: train(SOURCE, flags, path)[1] for preset, flags in small_flags.items()}
 
 
-@pytest.mark.parametrize("idea", study.ideas())
+@pytest.mark.published
+def test_the_page_of_changes_fits_the_script():
+    assert (len(IDEAS) > 30, len(DIFFS)) == (True, 4)
+    for idea, change in IDEAS.items():
+        _, flags = take_out(change)
+        train_gpt.parse_args([f"--preset={'nano' if idea.startswith('nano') else 'gpt2'}", "--num_heads=6", *flags])
+
+
+@pytest.mark.published
+@pytest.mark.slow
+@pytest.mark.parametrize("idea", IDEAS)
 def test_an_idea_is_taken_out(tmp_path, small_flags, unchanged, idea: str):
     preset = "nano" if idea.startswith("nano") else "gpt2"
-    source, flags = study.take_out(SOURCE, study.ideas()[idea])
+    source, flags = take_out(IDEAS[idea])
     _, losses = train(source, [*small_flags[preset], *flags], tmp_path / "train_gpt.py")
     assert all(0 < loss < 20 for loss in losses)  # and so not NaN
     assert (losses != unchanged[preset]) == (idea not in UNSEEN)
 
 
+@pytest.mark.published
 @pytest.mark.parametrize(("name", "diff"), DIFFS, ids=[name for name, _ in DIFFS])
 def test_worked_changes(tmp_path, small_flags, unchanged, name: str, diff: str):
     path = tmp_path / "train_gpt.py"
@@ -179,9 +194,3 @@ def test_worked_changes(tmp_path, small_flags, unchanged, name: str, diff: str):
     if "sharply" in name:  # neutral at the start, and then trained
         assert losses[0] == unchanged["gpt2"][0]
         assert all((block.attn.sharpness != 1).all() for block in trainer.gpt.blocks if block.attn)
-
-
-def test_there_are_changes():
-    assert len(study.ideas()) > 30
-    assert {*study.STUDIED} <= {*study.ideas()}
-    assert len(DIFFS) == 4

@@ -13,7 +13,7 @@ from shards import write_shard
 from test_train import SMALL_GPT2
 from world_worker import ROOT, Run
 
-# No size divides 7 sequences of validation, and 4 divides no number of matrices of a shape
+# No size divides 7 sequences of validation; 4 divides no number of matrices of a shape in nano
 SIZES = dict(nano=4, gpt2=3)
 MORE = "--dtype float64 --seed 0 --num_iterations 6 --val_loss_every 3 --model_dim 25 --batch_tokens 768 "
 SMALL = [*test_train.SMALL, *MORE.split(), "--val_tokens=672", "--momentum_warmup_steps=3"]
@@ -41,7 +41,7 @@ def test_objects_travel_by_gloo_before_each_rank_has_its_device(monkeypatch, see
 def test_run_is_that_of_one_process(flags, corpus, tmp_path, preset, size):
     if preset == "gpt2":
         flags = [*SMALL_GPT2, *flags[len(SMALL) :], f"--train_files={corpus}/long.bin", "--dtype=float64"]
-        flags += [f"--prefix_file={corpus}/prefixes", "--batch_tokens=96", "--val_tokens=672"]
+        flags += [f"--prefix_file={corpus}/prefixes", "--batch_tokens=48", "--val_tokens=672"]
     flags = [*flags, "--save_checkpoint", "--run_id"]
     run = Run([[*flags, "several"]] * size, tmp_path / "several")
     expected = train_gpt.main([*flags, "one"])
@@ -75,7 +75,10 @@ def test_nodes_that_differ_or_fail_are_named_on_every_node(flags, tmp_path):
         "--no-such-flag": ([], ["--no-such-flag"]),
         "missing.bin": (["--val_files", "missing.bin"], []),
         "missing": (["--resume", f"{tmp_path}/missing"], []),
+        "taken": (["--run_id=taken"], []),  # a file that rank 0 alone writes
     }
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "taken.txt").write_text("mine")
     one_node = Run([[*flags, "--train_files", "missing.bin"]] * 2, tmp_path / "one")
     runs = {}
     for name, changes in cases.items():
@@ -90,4 +93,4 @@ def test_nodes_that_differ_or_fail_are_named_on_every_node(flags, tmp_path):
             assert "step:" not in run.text("out", rank)
     assert one_node.wait() == [2, 2]
     assert [one_node.text("err", rank).count("\n") for rank in range(2)] == [1, 0], "one process of a node speaks"
-    assert not (tmp_path / "logs").exists(), "a rank that is refused leaves no log behind"
+    assert (tmp_path / "logs" / "taken.txt").read_text() == "mine"
