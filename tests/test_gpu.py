@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ import train_gpt
 from dense import dense_attention, dense_mask
 from shards import write_shard
 from speedrun import check
+from speedrun.process import ROOT
 from test_head import PROBLEM, whole, with_gradients
 from train_gpt import GatheredMask
 
@@ -110,6 +112,14 @@ def test_nan_is_not_within_a_limit(errors: list[float]):
     assert within([0.004, 0.009], 0.01)
     assert not within(errors, 0.01)
     assert not within(relative_errors((torch.tensor([1.0, math.nan]),), (torch.ones(2),)), 0.01)
+
+
+def test_these_tests_need_no_package_but_torch_numpy_tqdm_and_pytest():
+    """A machine with a GPU may have no network."""
+    others = "hypothesis", "scipy", "matplotlib", "tiktoken", "triton", "xdist", "ruff", "mypy", "huggingface_hub"
+    code = f"import sys; sys.modules.update(dict.fromkeys({others})); import conftest, test_gpu"
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "data", ROOT / "tests")))
+    subprocess.run([sys.executable, "-c", code], env=os.environ | dict(PYTHONPATH=path), check=True)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, docs: Tensor, window: Tensor, block: int) -> Tensor:
