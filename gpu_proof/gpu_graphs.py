@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gpu_proof import pretend_gpu
-from speedrun.process import ROOT, own_process
+from speedrun.process import own_process
 
 # The process of one architecture: pretend, then import torch
 CHILD = "import sys; from gpu_proof import pretend_gpu; pretend_gpu.install(int(sys.argv[1])); "
@@ -207,8 +207,7 @@ class Recorder(TorchDispatchMode):
             kind = str(a.dtype).removeprefix("torch.")
             self.note(key, kind, f"{name} {size}", bytes=num_bytes, flops=flops)
         else:
-            layout = "copy" if same_layout([*reads, *writes]) else "strided"
-            self.note(key, layout, bytes=num_bytes)
+            self.note(key, "copy", bytes=num_bytes)
 
     def again(self, key: tuple) -> bool:
         if key in self.calls:
@@ -444,7 +443,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m gpu_proof gpu_graphs", description=__doc__, **options)
     archs = ",".join(map(str, pretend_gpu.DEVICES))
     parser.add_argument("--arch", default=archs, help="compute capabilities (default: %(default)s)")
-    parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", metavar="FILE")
+    parser.add_argument("--script", type=Path, default=Path("train_gpt.py"), metavar="FILE")
     parser.add_argument("--kernels", default="", metavar="PATTERN", help="compile those with it in their names")
     out = Path("logs") / time.strftime("gpu-graphs-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/gpu-graphs-TIME.json")

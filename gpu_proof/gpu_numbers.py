@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_proof import gpu_graphs, pretend_gpu
 from gpu_proof.randomize import randomize
-from speedrun.process import ROOT, own_process
+from speedrun.process import own_process
 
 # The process of a comparison: pretend, then import torch
 CHILD = "from gpu_proof import pretend_gpu; pretend_gpu.install(90); "
@@ -199,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(prog="python -m gpu_proof gpu_numbers", description=__doc__, **options)
     parser.add_argument("--fp8", action="store_true", help="bfloat16 with head and MLPs in FP8, instead of float32")
-    parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
+    parser.add_argument("--script", type=Path, default=Path("train_gpt.py"), help="default: train_gpt.py")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON")
     args = parser.parse_args(argv)
     began = time.perf_counter()
