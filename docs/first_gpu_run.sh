@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Run what docs/first_gpu_run.md describes, and pack what it shows: ./benchmarks/first_gpu_run.sh [flags of train_gpt.py]
+# Run what docs/first_gpu_run.md describes, and pack what it shows: docs/first_gpu_run.sh [flags of train_gpt.py]
 #
-#   ./benchmarks/first_gpu_run.sh --train_seq_len 8192              where memory is short
-#   ./benchmarks/first_gpu_run.sh --preset nano --device cpu        try it without a GPU
+#   docs/first_gpu_run.sh --train_seq_len 8192              where memory is short
+#   docs/first_gpu_run.sh --preset nano --device cpu        try it without a GPU
 #
 # OUT=FOLDER names another folder than logs/first-gpu-run-TIME. Every stage has an hour; if one fails, the others still
 # run. Exit codes: 0 done, 1 a stage failed, 2 no Python.
 set -uo pipefail
 CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")/.."
-source ./environment.sh
+source speedrun/environment.sh
 flags=$*
 find_python requirements.txt
 export PYTHON=$python
@@ -42,11 +42,11 @@ stage versions "$python" -m torch.utils.collect_env
 stage check ./run.sh --check "${run[@]}"
 stage self-test ./test.sh "${self_test[@]}"
 stage run ./run.sh "${run[@]}" --log_dir "$out" --run_id short
-stage benchmarks "$python" -m benchmarks "${quick[@]}" --out "$out/benchmarks" "$@"
+stage bench "$python" -m speedrun.bench "${quick[@]}" --out "$out/bench" "$@"
 for processes in 8 4 2; do
     if [ "$processes" -le "$gpus" ]; then
-        stage "benchmarks-on-$processes" "$python" -m torch.distributed.run --standalone --nproc_per_node=$processes \
-            -m benchmarks --out "$out/benchmarks-on-$processes" "$@"
+        stage "bench-on-$processes" "$python" -m torch.distributed.run --standalone --nproc_per_node=$processes \
+            -m speedrun.bench --out "$out/bench-on-$processes" "$@"
         break
     fi
 done

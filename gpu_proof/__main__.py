@@ -10,11 +10,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m gpu_proof", description=__doc__)
     parser.add_argument("command", choices=("gpu_graphs", "gpu_numbers", "roofline"), help="each has its own --help")
     command = parser.parse_known_args(sys.argv[1:2])[0].command
-    with needs.packages("requirements.txt", "gpu_proof/requirements.txt"):
+    with needs.packages("proof"):
         module = importlib.import_module(f"gpu_proof.{command}")
-    sys.argv.pop(1)
     try:
-        sys.exit(module.main())
+        sys.exit(module.main(sys.argv[2:]))
     except (RuntimeError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:

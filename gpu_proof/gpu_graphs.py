@@ -1,4 +1,11 @@
-"""Lower train_gpt.py's graphs for GPUs that are not here, and compile every kernel to machine code."""
+"""Lower train_gpt.py's graphs for GPUs that are not here, and compile every kernel to machine code.
+
+    python -m gpu_proof gpu_graphs [--arch 90,89,86,80] [--script FILE] [--kernels PATTERN] [--out FILE] [FLAG ...]
+
+Training, validation and optimizers of gpt2, with the flags of train_gpt.py. README.md says what the columns mean; the
+table goes to a JSON file, too. --kernels '^$' compiles no kernel and counts launches, bytes and memory alone.
+Exit codes: 0 done, 1 a graph or a kernel failed, 2 something is missing, 130 interrupted.
+"""
 
 import argparse
 import contextlib
@@ -18,7 +25,6 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
@@ -29,25 +35,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from gpu_proof import pretend_gpu
-from speedrun.process import ROOT, own_process
+from speedrun.process import own_process
 
-INTRODUCTION = """Lower the graphs of gpt2 (training, validation, optimizers) for GPUs that are not here, and compile
-every configuration of every Triton kernel to machine code. Print a table, write it to a JSON file.
-
-    python -m gpu_proof gpu_graphs [--arch 90,89,86,80] [--script FILE] [--out FILE] [flags of train_gpt.py]
-
-On Linux, with torch's CPU build and gpu_proof/requirements.txt. README.md says what the columns mean.
-Exit codes: 0 done, 1 a graph or a kernel failed, 2 something is missing, 130 interrupted."""
 # The process of one architecture: pretend, then import torch
 CHILD = "import sys; from gpu_proof import pretend_gpu; pretend_gpu.install(int(sys.argv[1])); "
 CHILD += "from gpu_proof import gpu_graphs; gpu_graphs.child(sys.argv[1:])"
 WORLDS = (8, 4, 2, 1)  # numbers of processes
 SPARE = 1500  # MiB that CUDA, its libraries and the allocator need beside the tensors
-SAMPLE = 2**15  # indices of a launch to look at
-SECTOR = 32  # bytes that memory moves at least
-# Operations of the special function units in Triton's functions; a logarithm has none, but 32 others: 8 to one
-SPECIAL = {"/": 1, "exp": 1, "exp2": 1, "erf": 1, "rsqrt": 1, "log": 4, "sqrt_rn": 2, "sigmoid": 2, "tanh": 2}
-SPECIAL |= dict(online_softmax_combine=2)
 WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_")  # do not read what they overwrite
 LOOKUPS = ("index", "index_add_", "index_select", "index_put_", "embedding")
 NO_WORK = ("empty", "detach", "set_", "resize_")
@@ -58,120 +52,28 @@ def elements(t: Tensor) -> int:
     return math.prod(size for size, stride in zip(t.shape, t.stride(), strict=True) if stride)
 
 
-def accesses(source: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (load, store or atomic_add, pointer, index) for each of a kernel's accesses to memory."""
-    for found in re.finditer(r"tl\.(load|store|atomic_add)\((\w+) \+ \(", source):
-        depth, end = 1, found.end()
-        while depth:
-            depth += {"(": 1, ")": -1}.get(source[end], 0)
-            end += 1
-        yield found[1], found[2], source[found.end() : end - 1]
-
-
-def find_ranges(source: str, arguments: dict[str, object]) -> dict[str, int]:
-    """Return the numbered ranges of a launch: x, y, z, and r0, r1 of a reduction. FlexAttention's kernels have none."""
-    ranges = {name[: -len("numel")]: n for name, n in arguments.items() if name.endswith("numel")}
-    ranges |= dict(re.findall(r"^    (\w+?)_?numel = (\d+)$", source, re.M))
-    return {name.rstrip("_"): int(n) for name, n in ranges.items()}
-
-
-def evaluate_indices(source: str, sizes: dict[str, int]) -> dict[str, object]:
-    """Return the values of a kernel's index variables at the first positions of each range, an axis for each."""
-    known: dict[str, object] = {}
-    for axis, (name, size) in enumerate(sizes.items()):
-        index = np.arange(size).reshape([-1 if other == axis else 1 for other in range(len(sizes))])
-        known[f"{name}_index" if name[0] == "r" else f"{name}index"] = index
-    for name, value in re.findall(r"^\s+([xyzr]\w*) = (\(?[\w %/*+()-]+\)?)$", source, re.M):
-        with contextlib.suppress(NameError, SyntaxError):
-            known.setdefault(name, eval(value, {}, known))
-    return known
-
-
-def find_addresses(text: str, known: dict[str, object]) -> np.ndarray | None:
-    """Return the elements that an access touches, or None if they depend on what was loaded."""
-    try:
-        return np.ravel(eval(re.sub(r"tl\.broadcast_to\((\w+), \[.*?\]\)", r"\1", text), {}, known))
-    except (NameError, SyntaxError):
-        return None
+def find_ranges(source: str, arguments: dict[str, object]) -> list[int]:
+    """Return the numbers of indices of a launch: x, y, z, and of a reduction. FlexAttention's kernels have none."""
+    ranges = {name: n for name, n in arguments.items() if name.endswith("numel")}
+    ranges |= dict(re.findall(r"^    (\w+?numel) = (\d+)$", source, re.M))
+    return [int(n) for n in ranges.values()]
 
 
 def kernel_bytes(source: str, arguments: dict[str, object]) -> int:
-    """Count the bytes that a launch moves: of each argument every element that it touches, read once, written once.
+    """Count the bytes that a launch moves: of each argument an element by access and index, and none twice.
 
-    The elements are counted in a sample of the launch's indices, and never more than the argument has. Masks are
-    ignored, and what a kernel reads back of its own output is in a cache. FlexAttention's kernels move each argument
-    once, whole.
+    Every argument is read at most once and written at most once, as a whole; FlexAttention's and the script's own
+    kernels do both so. What a kernel reads back of its own output is in a cache, and masks are ignored.
     """
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     if not (ranges := find_ranges(source, arguments)):
         return sum(elements(t) * t.itemsize for t in tensors.values())
-    sizes, scale, room = {}, 1.0, SAMPLE
-    for axis, name in enumerate(sorted(ranges)):  # reductions, r0 and r1, come first and whole
-        most = max(1, room if name[0] == "r" else round(room ** (1 / (len(ranges) - axis))))
-        sizes[name] = min(ranges[name], most)
-        scale, room = scale * ranges[name] / sizes[name], room // sizes[name]
-    known = evaluate_indices(source, sizes)
-    touched: dict[tuple[str, str], list] = {}
-    for kind, pointer, text in accesses(source):
-        if kind == "load" and pointer.startswith("out_ptr"):
-            continue
-        for way in ("load", "store") if kind == "atomic_add" else (kind,):
-            touched.setdefault((way, pointer), []).append(text)
-    total = 0
-    for (_, pointer), texts in touched.items():
-        found = [find_addresses(text, known) for text in set(texts)]
-        count = len(np.unique(np.concatenate([a for a in found if a is not None] or [np.empty(0)])))
-        if any(a is None for a in found):  # every access may be to another element
-            count = max(count, math.prod(sizes.values()))
-        t = tensors[pointer]
-        total += min(elements(t), round(count * scale)) * t.itemsize
-    return total
-
-
-def scattered_bytes(source: str, arguments: dict[str, object], tiles: Sequence[dict[str, int]]) -> int:
-    """Count what a launch moves beyond `kernel_bytes`, in the best of several tiles, such as XBLOCK=64, R0_BLOCK=64.
-
-    A tile's store fills whole sectors, as if no cache joined those of several tiles: a byte with a stride costs 32.
-    What a second loop reads again is moved again where the rows of one tile per multiprocessor exceed the L2 cache.
-    """
-    device, ranges = torch.cuda.get_device_properties(), find_ranges(source, arguments)
-    loops = re.split(r"^    for ", source, flags=re.M)[1:]
-    loads = [{pointer for kind, pointer, _ in accesses(loop) if kind == "load"} for loop in loops]
-    again = [t for name, t in arguments.items() if sum(name in pointers for pointers in loads) > 1]
-    costs = [] if ranges else [0.0]
-    for tile in tiles if ranges else ():
-        blocks = {name.removesuffix("BLOCK").strip("_").lower(): size for name, size in tile.items()}
-        sizes = {name: min(n, blocks.get(name, n)) for name, n in ranges.items()}
-        known, cost = evaluate_indices(source, sizes), 0.0
-        for kind, pointer, text in accesses(source):
-            if kind == "store" and (found := find_addresses(text, known)) is not None:
-                t = arguments[pointer]
-                full = SECTOR * len(np.unique(found * t.itemsize // SECTOR)) / (len(np.unique(found)) * t.itemsize)
-                cost += max(0, full - 1) * min(elements(t), math.prod(ranges.values())) * t.itemsize
-        for t in again:
-            rows = sizes["x"] * math.prod(n for name, n in ranges.items() if name[0] == "r") * t.itemsize
-            if device.multi_processor_count * rows > device.L2_cache_size:
-                cost += elements(t) * t.itemsize
-        costs.append(cost)
-    return round(min(costs))
-
-
-def special_functions(source: str, arguments: dict[str, object]) -> int:
-    """Count the operations of the special function units in a launch: SPECIAL for each value computed.
-
-    A value has the axes of what it is computed from; a sum or maximum over r ends with [:, None] and has lost r.
-    Constants have none, and a division by one is a product.
-    """
-    ranges = find_ranges(source, arguments)
-    axes = {f"{name}_index" if name[0] == "r" else f"{name}index": {name} for name in ranges}
-    total = 0
-    for name, value in re.findall(r"^\s+(\w+) = (.*)$", source, re.M):
-        if name not in axes:
-            own = set().union(*(axes.get(word, ()) for word in re.findall(r"\w+", value)))
-            axes[name] = {axis for axis in own if axis[0] != "r"} if "[:, None]" in value else own
-        words = re.findall(r"\.(\w+)\(", value) + ["/" for by in re.findall(r" / (\w+)", value) if axes.get(by)]
-        total += sum(SPECIAL.get(word, 0) for word in words) * math.prod(ranges[axis] for axis in axes[name])
-    return total
+    touched: Counter = Counter()
+    for kind, pointer, _ in {*re.findall(r"tl\.(load|store|atomic_add)\((\w+) \+ ([^,]*)", source)}:
+        if kind != "load" or not pointer.startswith("out_ptr"):
+            for way in ("load", "store") if kind == "atomic_add" else (kind,):
+                touched[way, pointer] += math.prod(ranges)
+    return sum(min(elements(tensors[name]), n) * tensors[name].itemsize for (_, name), n in touched.items())
 
 
 def product(arguments: dict[str, object], source: str) -> tuple[str, str, int] | None:
@@ -200,9 +102,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.names, self.world, self.phase, self.graph = names, 1, "", ""  # names: a pattern for kernels to compile
         self.calls: dict[tuple, dict] = {}  # every launch, equal ones together
-        self.kernels: dict[str, dict[str, list]] = {}  # by graph and name: its configurations
+        self.kernels: dict[str, dict[object, list]] = {}  # by graph and kernel: its configurations
         self.compiled: dict[object, list] = {}
-        self.costs: dict[tuple, dict] = {}  # of a kernel with arguments of these shapes
         self.live: list[tuple[StorageWeakRef, int, bool]] = []
         self.peaks: dict[str, dict] = {}  # by phase
         pretend_gpu.pretend_launches(self.precompile, self.launched, self.called)
@@ -231,28 +132,21 @@ class Recorder(TorchDispatchMode):
         """Compile a kernel's every configuration; keep what it needs, or the error."""
         found = self.compiled[kernel] = []
         for config in kernel.configs if re.search(self.names, kernel.fn.__name__) else ():
-            entry = dict(config=str(config))
-            found.append(entry)
+            found.append(dict(config=str(config)))
             try:
-                entry |= compile_config(kernel, config)
+                found[-1] |= compile_config(kernel, config)
             except Exception as error:  # whatever it is, it is reported
-                entry["error"] = f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:2000]
+                found[-1]["error"] = f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:2000]
 
     def launched(self, kernel, args: tuple) -> None:
         name = kernel.fn.__name__
-        label, kernels = name, self.kernels[self.graph]  # graphs of one phase may have kernels of one name
-        while kernels.setdefault(label, self.compiled[kernel]) is not self.compiled[kernel]:
-            label += "'"
+        self.kernels[self.graph][kernel] = self.compiled[kernel]
         args = tuple(getattr(a, "base", a) for a in args)  # a TensorDescriptor stands for its tensor
-        arguments = dict(zip(kernel.fn.arg_names, args, strict=False))
         shapes = tuple((tuple(a.shape), a.stride()) if isinstance(a, Tensor) else a for a in args)
         if not self.again(key := (self.world, self.phase, self.graph, name, shapes)):
-            if (kernel, shapes) not in self.costs:
-                launch, tiles = (kernel.fn.src, arguments), [config.kwargs for config in kernel.configs]
-                costs = dict(scattered=scattered_bytes(*launch, tiles), specials=special_functions(*launch))
-                self.costs[kernel, shapes] = costs | dict(bytes=kernel_bytes(*launch))
+            arguments = dict(zip(kernel.fn.arg_names, args, strict=False))
             kind, called, flops = product(arguments, kernel.fn.src) or ("kernel", "", 0)
-            self.note(key, kind, called, **self.costs[kernel, shapes], flops=flops)
+            self.note(key, kind, called, bytes=kernel_bytes(kernel.fn.src, arguments), flops=flops)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -313,8 +207,7 @@ class Recorder(TorchDispatchMode):
             kind = str(a.dtype).removeprefix("torch.")
             self.note(key, kind, f"{name} {size}", bytes=num_bytes, flops=flops)
         else:
-            layout = "copy" if same_layout([*reads, *writes]) else "strided"
-            self.note(key, layout, bytes=num_bytes)
+            self.note(key, "copy", bytes=num_bytes)
 
     def again(self, key: tuple) -> bool:
         if key in self.calls:
@@ -324,7 +217,7 @@ class Recorder(TorchDispatchMode):
     def note(self, key: tuple, kind: str, name: str = "", **costs: int) -> None:
         place = dict(zip(("world", "phase", "graph", "name"), key, strict=False))
         place["name"] = name or place["name"]
-        self.calls[key] = dict(**place, kind=kind, count=1, flops=0, scattered=0, specials=0) | costs
+        self.calls[key] = dict(**place, kind=kind, count=1, flops=0) | costs
 
 
 def same_layout(tensors: Sequence[Tensor]) -> bool:
@@ -335,39 +228,26 @@ def same_layout(tensors: Sequence[Tensor]) -> bool:
 
 
 def compile_config(kernel, config) -> dict:
+    """Compile with Triton, and its PTX once more with ptxas, which says what a thread and a block need."""
     import triton
-    import triton.backends.nvidia
     from torch._inductor.runtime.triton_compat import ASTSource
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     meta = kernel._create_compile_meta(config)
     source = ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
-    target, options = GPUTarget("cuda", meta["cc"], 32), kernel._create_compile_options(config, meta)
-    binary = triton.compile(source, target=target, options=options)
-    tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", told).groups())
-    spills = spilled(binary.asm["ptx"], meta["cc"], options) if stack else 0
-    # Numbers that a thread reads at once, at most
-    vector = max(map(int, re.findall(r"ld\.global\S*\.v(\d)", binary.asm["ptx"])), default=1)
-    return dict(registers=registers, stack=stack, spills=spills, shared=binary.metadata.shared, vector=vector)
-
-
-def spilled(ptx: str, capability: int, options: dict) -> int:
-    """Return the bytes that a thread stores for want of registers, as ptxas says: a stack may hold other things."""
-    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
-
+    options = kernel._create_compile_options(config, meta)
+    binary = triton.compile(source, target=GPUTarget("cuda", meta["cc"], 32), options=options)
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
+        file.write(binary.asm["ptx"])
         file.flush()
-        command = [get_ptxas(capability).path, "-v", "--regAllocOptLevel=2", file.name, "-o", "/dev/null"]  # as Triton
-        command += [f"--gpu-name={sm_arch_from_capability(capability)}"]
+        command = [get_ptxas(meta["cc"]).path, "-v", "--regAllocOptLevel=2", file.name, "-o", "/dev/null"]  # as Triton
+        command += [f"--gpu-name={sm_arch_from_capability(meta['cc'])}"]
         command += [] if options.get("enable_fp_fusion", True) else ["--fmad=false"]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return max(map(int, re.findall(r"(\d+) bytes spill stores", told)))
+    patterns = dict(registers=r"Used (\d+) registers", stack=r"(\d+) bytes stack", spills=r"(\d+) bytes spill stores")
+    needs = {name: max(map(int, re.findall(pattern, told))) for name, pattern in patterns.items()}
+    return needs | dict(shared=binary.metadata.shared)
 
 
 # ---- The process of one architecture ---------------------------------------------------------------------------------
@@ -461,7 +341,13 @@ def child(argv: Sequence[str]) -> None:
     found |= dict(graph_breaks=dict(counters["graph_break"]), memory=memory, stages=stages)
     found |= dict(configuration=dataclasses.asdict(cfg), attention=describe_attention(cfg))
     calls = [call for call in recorder.calls.values() if call["phase"] != "setup"]
-    print(json.dumps(found | dict(kernels=recorder.kernels, calls=calls)))
+    kernels = {
+        graph: [
+            dict(name=kernel.fn.__name__, configurations=configurations) for kernel, configurations in found.items()
+        ]
+        for graph, found in recorder.kernels.items()
+    }
+    print(json.dumps(found | dict(kernels=kernels, calls=calls)))
 
 
 # ---- The report ------------------------------------------------------------------------------------------------------
@@ -478,37 +364,47 @@ def measure(arch: int, script: Path, flags: Sequence[str] = (), names: str = "",
     return found if flags or changes else found | dict(spill_limit=pretend_gpu.DEVICES[arch].spills)
 
 
-def least_spills(configurations: Sequence[dict]) -> int:
+def least_spills(kernel: dict) -> int:
     """Return what a kernel spills at least: of several configurations the compiler drops those that spill much."""
-    return min((entry["spills"] for entry in configurations if "spills" in entry), default=0)
+    return min((entry["spills"] for entry in kernel["configurations"] if "spills" in entry), default=0)
 
 
 def failures(found: dict) -> list[str]:
     """Return what keeps the graphs from running on this GPU: a line each."""
     lines = [found["failed"]] if found["failed"] else []
     lines += [f"graph break: {reason}" for reason in found["graph_breaks"]]
-    for name, configurations in (kernel for graph in found["kernels"].values() for kernel in graph.items()):
-        for entry in configurations:
+    for kernel in (kernel for graph in found["kernels"].values() for kernel in graph):
+        for entry in kernel["configurations"]:
             if "error" in entry:
-                lines.append(f"{name} ({entry['config']}) does not compile: {entry['error']}")
+                lines.append(f"{kernel['name']} ({entry['config']}) does not compile: {entry['error']}")
             elif entry["shared"] > found["shared_limit"]:
-                lines.append(f"{name} ({entry['config']}) needs {entry['shared']:,} bytes of shared memory")
-        if (spills := least_spills(configurations)) > found.get("spill_limit", math.inf):
-            lines.append(f"{name} spills at least {spills} bytes: more than any kernel before")
+                lines.append(f"{kernel['name']} ({entry['config']}) needs {entry['shared']:,} bytes of shared memory")
+        if (spills := least_spills(kernel)) > found.get("spill_limit", math.inf):
+            lines.append(f"{kernel['name']} spills at least {spills} bytes: more than any kernel before")
     return list(dict.fromkeys(lines))
 
 
+def step_launches(found: dict) -> list[float]:
+    """Return the launches of a step of each stage for 8 processes, the mean over steps with and without Adam."""
+    counts: Counter = Counter()
+    for call in found["calls"]:
+        if call["world"] == WORLDS[0]:
+            counts[call["phase"].removeprefix("optimizers ")] += call["count"]
+    return [counts[stage["phase"]] / found["configuration"]["adam_every"] for stage in found["stages"]]
+
+
 def memory_lines(found: dict) -> list[str]:
+    """Return a line for each number of processes: MiB of the phase that needs most, and of validation."""
     lines = []
     for world, memory in found["memory"].items():
         peaks = {name: peak for name, peak in memory.items() if name != "communication"}
-        total = max(peak["total"] for peak in peaks.values()) / 2**20
+        most = max(peaks, key=lambda name: peaks[name]["total"])
         parts = [
-            f"{name} {peak['buffers'] / 2**20:,.0f}, with all else {peak['total'] / 2**20:,.0f}"
-            for name, peak in peaks.items()
+            f"{name} {peaks[name]['buffers'] / 2**20:,.0f}, with all else {peaks[name]['total'] / 2**20:,.0f}"
+            for name in (most, "validation")
         ]
-        fits = total + SPARE < found["memory_mib"]
-        verdict = f"This {'fits' if fits else 'DOES NOT FIT'} into {found['memory_mib']:,} with {SPARE:,} to spare"
+        fits = "fits" if peaks[most]["total"] / 2**20 + SPARE < found["memory_mib"] else "DOES NOT FIT"
+        verdict = f"This {fits} into {found['memory_mib']:,} with {SPARE:,} to spare"
         lines.append(f"Processes: {world}. Peak of buffers in MiB: {'; '.join(parts)}. {verdict}")
     return lines
 
@@ -518,32 +414,37 @@ def table(arch: int, found: dict) -> str:
     lines = [f"## sm_{arch}: {found['device']}, {limit:,} bytes of shared memory per block", ""]
     lines += ["| graph | launches | kernels | configurations | registers | stack | spills | shared memory | ATen |"]
     lines += ["|---|---|---|---|---|---|---|---|---|"]
-    world, every = max(map(int, found["memory"]), default=0), found["configuration"]["adam_every"]
+    every = found["configuration"]["adam_every"]
     for graph, kernels in found["kernels"].items():
-        calls = [call for call in found["calls"] if call["graph"] == graph and call["world"] == world]
-        entries = [entry for configurations in kernels.values() for entry in configurations if "error" not in entry]
-        most = {key: max((e[key] for e in entries), default=0) for key in ("registers", "stack", "shared")}
+        calls = [call for call in found["calls"] if (call["graph"], call["world"]) == (graph, WORLDS[0])]
         times = len({call["phase"] for call in calls}) * (1 if graph == "validation" else every)  # that it ran
-        aten = Counter()
+        entries = [entry for kernel in kernels for entry in kernel["configurations"] if "error" not in entry]
+        most = {key: max((e[key] for e in entries), default=0) for key in ("registers", "stack", "shared")}
+        aten: Counter = Counter()
         for call in calls:
             if call["kind"] != "kernel":
                 aten[call["name"].split()[0]] += call["count"]
-        launches = sum(call["count"] for call in calls) // max(1, times)
-        cells = [graph, launches, len(kernels), len(entries), most["registers"]]
-        cells += [most["stack"], max(map(least_spills, kernels.values()), default=0), f"{most['shared']:,}"]
+        cells = [graph, sum(call["count"] for call in calls) // max(1, times), len(kernels), len(entries)]
+        cells += [most["registers"], most["stack"], max(map(least_spills, kernels), default=0), f"{most['shared']:,}"]
         cells += [", ".join(f"{n // times} {name}" for name, n in aten.items())]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", *memory_lines(found)]
+    launches = ", ".join(f"{n:g}" for n in step_launches(found))
+    lines += [
+        "",
+        f"Launches of a step of each stage, on one of {WORLDS[0]} processes: {launches}",
+        *memory_lines(found),
+    ]
     return "\n".join([*lines, "", *(f"FAILED: {line}" for line in failures(found))]).rstrip()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(prog="python -m gpu_proof gpu_graphs", description=INTRODUCTION, **options)
+    parser = argparse.ArgumentParser(prog="python -m gpu_proof gpu_graphs", description=__doc__, **options)
     archs = ",".join(map(str, pretend_gpu.DEVICES))
     parser.add_argument("--arch", default=archs, help="compute capabilities (default: %(default)s)")
-    parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", metavar="FILE")
+    parser.add_argument("--script", type=Path, default=Path("train_gpt.py"), metavar="FILE")
+    parser.add_argument("--kernels", default="", metavar="PATTERN", help="compile those with it in their names")
     out = Path("logs") / time.strftime("gpu-graphs-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/gpu-graphs-TIME.json")
     args, flags = parser.parse_known_args(argv)
@@ -552,7 +453,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.parent.mkdir(parents=True, exist_ok=True)
     document: dict = dict(script=str(args.script), flags=flags, architectures={})
     for arch in map(int, args.arch.split(",")):
-        found = document["architectures"][arch] = measure(arch, args.script, flags)  # says so if Triton is missing
+        found = measure(arch, args.script, flags, args.kernels)  # says so if Triton is missing
+        document["architectures"][arch] = found
         document |= {name: importlib.metadata.version(name) for name in ("torch", "triton")}
         print(f"{table(arch, found)}\n", flush=True)
         args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

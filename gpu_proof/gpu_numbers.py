@@ -1,4 +1,12 @@
-"""Compare what the kernels for a GPU compute with what the CPU path computes: loss and gradients of a small model."""
+"""Compare what the kernels that torch.compile generates for a GPU compute with what the CPU path computes.
+
+    python -m gpu_proof gpu_numbers [--fp8] [--script FILE] [--out FILE]
+
+Loss, validation loss and every gradient of a small model with random parameters, and steps of the optimizers, once by
+the kernels for compute capability 9.0 in Triton's interpreter, once by the eager CPU path in the same precision, once
+by that path in float64. It takes some minutes. Exit codes: 0 they agree, 1 they do not, 2 something is missing or
+failed, 130 interrupted.
+"""
 
 import argparse
 import dataclasses
@@ -14,16 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gpu_proof import gpu_graphs, pretend_gpu
 from gpu_proof.randomize import randomize
-from speedrun.process import ROOT, own_process
+from speedrun.process import own_process
 
-INTRODUCTION = """Run the kernels that torch.compile generates for a GPU (compute capability 9.0) on this CPU, by
-Triton's interpreter: loss, validation loss and every gradient of a small model with random parameters, optimizers.
-Compare them with the eager CPU path in the same precision, and both with that path in float64.
-
-    python -m gpu_proof gpu_numbers [--fp8] [--script FILE] [--out FILE]
-
-On Linux, with torch's CPU build and gpu_proof/requirements.txt; some minutes.
-Exit codes: 0 they agree, 1 they do not, 2 something is missing or failed, 130 interrupted."""
 # The process of a comparison: pretend, then import torch
 CHILD = "from gpu_proof import pretend_gpu; pretend_gpu.install(90); "
 CHILD += "import sys; from gpu_proof import gpu_numbers; gpu_numbers.child(*sys.argv[1:])"
@@ -57,20 +57,6 @@ def results(model: Callable[..., Tensor], params: dict[str, Tensor], inputs: Seq
         return dict(loss=loss.detach(), validation=model(*inputs, val_weights)) | dict(zip(params, grads, strict=True))
 
 
-def optimizer_steps(script, narrow: torch.dtype) -> dict[str, tuple[Callable, list[Tensor], tuple[float, ...]]]:
-    """Return by name a step (tensors, numbers), which changes tensors, random ones for it, and its numbers."""
-    if not hasattr(script, "muon_update"):  # a record from before
-        return {}
-    matrices, more_matrices, values, momentum = torch.randn(4, 2, 32, 64)
-    rows, more_rows, mean, squares = torch.randn(4, 70, 16)
-    muon = [matrices.to(narrow), more_matrices.to(narrow), torch.rand(2, 1, 1), values, momentum, torch.rand(2, 1, 64)]
-    adam = [rows.to(narrow), more_rows.to(narrow), mean, squares.square()]
-    return {
-        "Muon": (lambda t, numbers: script.muon_update(*t, *numbers, 1.2, 0.9, -2), muon, (0.9, 0.02)),
-        "Adam": (lambda t, numbers: script.adam_update(*t, *numbers), adam, (0.1, 1e-9, 0.1, 0.75, 0.95)),
-    }
-
-
 def child(script: str, fp8: str, changes: str) -> None:
     """Compare, and print JSON. Triton interprets in this process, which believes in a GPU."""
     from gpu_proof import interpret
@@ -96,9 +82,6 @@ def child(script: str, fp8: str, changes: str) -> None:
     columns = train_gpt.next_targets(tokens[1:], len(WEIGHTS) - 1, prefixes)
     inputs = tokens[:-1].int(), columns, torch.tensor(WINDOWS, dtype=torch.int32), *weights
 
-    def compiled(function: Callable) -> Callable:
-        return torch.compile(function, fullgraph=True, dynamic=False)
-
     def generated(function: Callable[..., dict[str, Tensor]], *tensors: Tensor) -> dict[str, Tensor]:
         with FakeTensorMode(allow_non_fake_inputs=True):
             return {name: stand_ins.real(fake) for name, fake in function(*map(stand_ins.fake, tensors)).items()}
@@ -108,7 +91,37 @@ def child(script: str, fp8: str, changes: str) -> None:
             gpt = train_gpt.GPT(cfg)
         for name, fake in [*gpt.named_parameters(), *gpt.named_buffers()]:
             stand_ins.add(fake, real[name])
-        return results(compiled(gpt), dict(gpt.named_parameters()), inputs)
+        return results(torch.compile(gpt, fullgraph=True, dynamic=False), dict(gpt.named_parameters()), inputs)
+
+    # Of each part: the results in float64, by the eager CPU path, by the generated kernels
+    parts = {"": [results(gpt, dict(gpt.named_parameters()), inputs) for gpt in (exact, eager)]}
+    parts[""].append(generated(model_results, *inputs))
+
+    def compare_function(part: str, function: Callable, *tensors: Tensor, dynamic: bool = False) -> None:
+        """Compare what a function returns, or else what it makes of its arguments."""
+
+        def run(function: Callable, *own: Tensor) -> dict[str, Tensor]:
+            found = function(*own)
+            return {f" {i}": t for i, t in enumerate(own if found is None else [found])}
+
+        parts[part] = [run(function, *(t.double() for t in tensors)), run(function, *(t.clone() for t in tensors))]
+        compiled = torch.compile(function, fullgraph=True, dynamic=dynamic)
+        parts[part].append(generated(partial(run, compiled), *(t.clone() for t in tensors)))
+
+    def orthogonalize(G: Tensor) -> Tensor:
+        return train_gpt.zeropower_via_newtonschulz5(G, G.dtype if G.dtype == torch.float64 else narrow)
+
+    compare_function("Newton-Schulz", orthogonalize, torch.randn(2, 32, 64))
+    if hasattr(train_gpt, "muon_update"):  # not in older records
+        matrices, more_matrices, values, momentum = torch.randn(4, 2, 32, 64)
+        numbers, halves = (0.9, 0.02), (matrices.to(narrow), more_matrices.to(narrow))
+        state = torch.rand(2, 1, 1), values, momentum, torch.rand(2, 1, 64)
+        step = lambda *t: train_gpt.muon_update(*t, 1.2, 0.9, -2)  # noqa: E731
+        compare_function("Muon", step, *halves, *state, *map(torch.tensor, numbers))
+        rows, more_rows, mean, squares = torch.randn(4, 70, 16)
+        numbers, halves = (0.1, 1e-9, 0.1, 0.75, 0.95), (rows.to(narrow), more_rows.to(narrow))
+        state = mean, squares.square()
+        compare_function("Adam", train_gpt.adam_update, *halves, *state, *map(torch.tensor, numbers), dynamic=True)
 
     def head(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         with_grads = torch.is_grad_enabled()
@@ -119,31 +132,12 @@ def child(script: str, fp8: str, changes: str) -> None:
     def head_results(head: Callable, x: Tensor, w: Tensor, *rest: Tensor) -> dict[str, Tensor]:
         return results(head, dict(x=x.requires_grad_(), w=w.requires_grad_()), (x, w, *rest))
 
-    # Of each part: the results in float64, by the eager CPU path, by the generated kernels
-    parts = {"": [results(gpt, dict(gpt.named_parameters()), inputs) for gpt in (exact, eager)]}
-    parts[""].append(generated(model_results, *inputs))
-    G, orthogonalize = torch.randn(2, 32, 64), train_gpt.zeropower_via_newtonschulz5
-    parts["Newton-Schulz"] = [{"": orthogonalize(G.double(), torch.float64)}, {"": orthogonalize(G, narrow)}]
-    parts["Newton-Schulz"].append(generated(lambda G: {"": compiled(orthogonalize)(G, narrow)}, G))
-
-    def stepped(step: Callable, tensors: Sequence[Tensor], numbers: Sequence) -> dict[str, Tensor]:
-        step(tensors, numbers)
-        return {f" {number}": t for number, t in enumerate(tensors)}
-
-    for name, (step, tensors, numbers) in optimizer_steps(train_gpt, narrow).items():
-
-        def on_gpu(*fakes: Tensor, name=name, step=step, count=len(numbers)) -> dict[str, Tensor]:  # noqa: B008
-            update = torch.compile(step, fullgraph=True, dynamic=name == "Adam")
-            return stepped(update, fakes[:-count], fakes[-count:])
-
-        parts[name] = [stepped(step, [t.double() for t in tensors], numbers)]
-        parts[name].append(stepped(step, [t.clone() for t in tensors], numbers))
-        parts[name].append(generated(on_gpu, *(t.clone() for t in tensors), *map(torch.tensor, numbers)))
     if fp8:  # from the same input the head has to give almost the same numbers
         x, w = torch.randn(SEQ_LEN, cfg.model_dim).to(narrow), eager.lm_head.detach()
         pairs = (x.double(), w.double()), (x.clone(), w.clone())
-        parts["head alone: "] = [head_results(head, *pair, inputs[1], *weights) for pair in pairs]
-        parts["head alone: "].append(generated(partial(head_results, compiled(head)), x, w, inputs[1], *weights))
+        parts["head alone: "] = [head_results(head, *pair, columns, *weights) for pair in pairs]
+        compiled = torch.compile(head, fullgraph=True, dynamic=False)
+        parts["head alone: "].append(generated(partial(head_results, compiled), x, w, columns, *weights))
 
     def apart(a: Tensor, b: Tensor) -> float:
         return ((a.double() - b.double()).norm() / b.double().norm()).item()
@@ -203,9 +197,9 @@ def table(document: dict) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(prog="python -m gpu_proof gpu_numbers", description=INTRODUCTION, **options)
+    parser = argparse.ArgumentParser(prog="python -m gpu_proof gpu_numbers", description=__doc__, **options)
     parser.add_argument("--fp8", action="store_true", help="bfloat16 with head and MLPs in FP8, instead of float32")
-    parser.add_argument("--script", type=Path, default=ROOT / "train_gpt.py", help="default: train_gpt.py")
+    parser.add_argument("--script", type=Path, default=Path("train_gpt.py"), help="default: train_gpt.py")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write JSON")
     args = parser.parse_args(argv)
     began = time.perf_counter()

@@ -19,8 +19,7 @@ from types import SimpleNamespace
 
 from speedrun.needs import PIP
 
-TORCH = "2.13."
-
+TORCH, TRITON = "2.13.", "3.7.1"  # the latter also in pyproject.toml
 
 # By compute capability, from the CUDA C++ Programming Guide and NVIDIA's data sheets: multiprocessors, threads of each,
 # bytes of shared memory that a block may have, MiB of memory as torch reports them (rounded; 300 to 900 less than
@@ -37,18 +36,14 @@ DEVICES = {
 
 def missing() -> str:
     """Return what keeps this machine from pretending, and the fix, in a line; "" if nothing does. Imports no torch."""
-    install = f"{PIP} -r gpu_proof/requirements.txt"
     version, has_triton = importlib.metadata.version("torch"), importlib.util.find_spec("triton")
-    wanted = next(line for line in Path(__file__).with_name("requirements.txt").read_text().split() if "triton" in line)
     if sys.platform != "linux":
         return f"needs Linux, for which Triton is built; this is {sys.platform}"
-    if not version.startswith(TORCH):
-        return f"is written for torch {TORCH}x, this is {version}: {PIP} -r requirements.txt"
-    if "+cpu" not in version:
-        cpu_build = f"{PIP} torch=={version.split('+')[0]} --index-url https://download.pytorch.org/whl/cpu"
-        return f"needs the CPU build of torch, this is {version}: {cpu_build}, in an environment of its own"
-    if not has_triton or wanted != f"triton=={importlib.metadata.version('triton')}":
-        return f"needs {wanted}: {install}"
+    if not version.startswith(TORCH) or "+cpu" not in version:
+        cpu_build = f"{PIP} 'torch=={TORCH}*' --index-url https://download.pytorch.org/whl/cpu"
+        return f"needs the CPU build of torch {TORCH}x, this is {version}: {cpu_build}, in an environment of its own"
+    if not has_triton or importlib.metadata.version("triton") != TRITON:
+        return f"needs triton {TRITON}: {PIP} triton=={TRITON}"
     return "" if shutil.which("g++") else "needs a C++ compiler: install g++ (Debian, Ubuntu: apt install g++)"
 
 

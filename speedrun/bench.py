@@ -1,44 +1,181 @@
-"""What is measured when, and the report."""
+"""Measure train_gpt.py on this machine: its steps and their parts, utilization, memory.
+
+    python -m speedrun bench [--quick] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
+    torchrun --standalone --nproc_per_node=8 -m speedrun bench       with communication
+
+The table, a JSON document and a profile go to the folder. Exit codes: 0 done, 2 bad input, 130 interrupted.
+"""
 
 import argparse
+import contextlib
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from itertools import cycle
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, record_function
 
 import train_gpt
-from speedrun import measure
-from speedrun.process import ENVIRONMENT
 from train_gpt import Hyperparameters, Ranks, Trainer, UserError
 
-INTRODUCTION = """Measure train_gpt.py on this machine: parts of a step, utilization, memory.
-Print a table; write it, a JSON document and a profile to a folder.
-
-    python -m benchmarks [--quick] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
-    torchrun --standalone --nproc_per_node=8 -m benchmarks       with communication
-
-All other flags are those of train_gpt.py. Exit codes: 0 done, 1 a stage failed, 2 bad input, 130 interrupted."""
+Batches = Iterator[list[tuple[Tensor, Tensor]]]
+Figures = dict[str, dict]  # by name: a median with its 10th and 90th percentiles, n and a unit
 
 
+def figure(values: Sequence[float], unit: str = "") -> dict:
+    low, median, high = np.percentile(values, [10, 50, 90]).tolist()
+    return dict(median=median, p10=low, p90=high, n=len(values), unit=unit)
+
+
+# ---- Time ------------------------------------------------------------------------------------------------------------
+def synchronize(trainer: Trainer) -> None:
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(trainer: Trainer, function: Callable[[], object], n: int) -> list[float]:
+    """Return the ms of n calls that all ranks begin together, from idle device to idle device."""
+    taken = []
+    for _ in range(n):
+        train_gpt.start_collective(dist.all_reduce, torch.zeros(1, device=trainer.device))()
+        synchronize(trainer)
+        start = time.perf_counter()
+        function()
+        synchronize(trainer)
+        taken.append(1000 * (time.perf_counter() - start))
+    return taken
+
+
+def step_ms(trainer: Trainer, batches: Batches, step: int, n: int) -> list[float]:
+    """Return the ms of steps as in training, n times the mean over one that Adam takes and those that it leaves out.
+
+    A median of single steps would be that of one kind. On CUDA the clock is events in the stream, which wait for
+    nothing.
+    """
+    every, on_cuda, marks = trainer.cfg.adam_every, trainer.device.type == "cuda", []
+    for cycle in range(n + 1):
+        if on_cuda:
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+        else:
+            marks.append(time.perf_counter())
+        for i in range(every if cycle < n else 0):
+            trainer.train_step(step + i, next(batches))
+    synchronize(trainer)
+    pairs = itertools.pairwise(marks)
+    return [(start.elapsed_time(end) if on_cuda else 1000 * (end - start)) / every for start, end in pairs]
+
+
+def profile(trainer: Trainer, batches: Batches, step: int) -> tuple[dict[str, float], str]:
+    """Return the ms of the parts of a step by torch.profiler, on CUDA of its kernels, and the longest operations.
+
+    The backward pass is what the other parts leave of a step.
+    """
+
+    def named(name: str, function: Callable) -> Callable:
+        def call(*args):
+            with record_function(name):
+                return function(*args)
+
+        return call
+
+    every, on_cuda, patch = trainer.cfg.adam_every, trainer.device.type == "cuda", mock.patch.object
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
+    with (
+        patch(trainer, "model", named("forward", trainer.model)),
+        patch(train_gpt, "step_optimizers", named("optimizers", train_gpt.step_optimizers)),
+        torch.profiler.profile(activities=activities) as profiler,
+    ):
+        for i in range(every):
+            with record_function("step"):
+                with record_function("data"):
+                    sequences = next(batches)
+                trainer.train_step(step + i, sequences)
+        synchronize(trainer)
+    averages = profiler.key_averages()
+    kind, total = (DeviceType.CUDA, "device_time_total") if on_cuda else (DeviceType.CPU, "cpu_time_total")
+    found = {e.key: getattr(e, total) / 1000 / every for e in averages if e.device_type == kind}
+    parts = {name: found.get(name, 0.0) for name in ("data", "forward", "optimizers")}
+    parts["backward"] = found["step"] - sum(parts.values())
+    return parts, averages.table(sort_by=f"self_{total}", row_limit=20)
+
+
+def host_waits(trainer: Trainer, batches: Batches, step: int) -> dict[str, int]:
+    """Count the operations of a step that wait for the device, in all and by line. None is the aim."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            trainer.train_step(step, next(batches))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
+    lines = Counter(f"host waits at {os.path.basename(warning.filename)}:{warning.lineno}" for warning in found)
+    return {**lines, "host waits for the device in a step": len(found)}
+
+
+# ---- Work ------------------------------------------------------------------------------------------------------------
+def attended_pairs(tokens: Tensor, window: int, eot_token: int, rows: int = 1) -> int:
+    """Count the pairs of a token and one that it sees: in its document and the window; paired heads: of two rows."""
+    at = torch.arange(len(tokens), device=tokens.device)
+    first = torch.where(tokens == eot_token, at, 0).cummax(0).values  # of the token's document
+    return sum(int((rows * (at - first) + row).clamp(max=window).sum()) + len(tokens) for row in range(rows))
+
+
+def step_flops(trainer: Trainer, sequences: Sequence[tuple[Tensor, Tensor]], step: int) -> int:
+    """Count the FLOPs of forward and backward pass: 6 per matmul parameter and token, 12 per pair, head and dimension.
+
+    Matmul parameters are those of the blocks and the head, padding included; pairs those that the documents of these
+    sequences and the windows leave. The backward pass counts twice the forward pass; recomputation does not count.
+    """
+    cfg, total = trainer.cfg, 0
+    matmul = sum(p.numel() for name, p in trainer.gpt.named_parameters() if p.ndim >= 2 and "embed" not in name)
+    long, short = train_gpt.attention_windows(step, cfg)
+    for tokens, _ in sequences:
+        pairs = dict(none=0, long=attended_pairs(tokens, long, cfg.eot_token))
+        pairs["short"] = attended_pairs(tokens, short, cfg.eot_token)
+        pairs["paired"] = attended_pairs(tokens, short, cfg.eot_token, rows=2) // 2  # of half as many heads
+        attention = sum(pairs[layer.attention] for layer in cfg.layers)
+        total += 6 * matmul * len(tokens) + 12 * cfg.num_heads * cfg.head_dim * attention
+    return total
+
+
+def sent_bytes(trainer: Trainer) -> float:
+    """Return the bytes that a rank sends in a step, on average: of each gradient and each value the others' shares."""
+    buffers = sum((o.grad_buffer.nbytes + o.param_buffer.nbytes) / o.every for o in trainer.optimizers)
+    return buffers * (1 - 1 / trainer.ranks.world_size)
+
+
+def large_matmul(trainer: Trainer, n: int) -> list[float]:
+    """Return the TFLOP/s of a large square matmul: what utilization is measured against."""
+    size = 16384 if trainer.device.type == "cuda" else 1024
+    a, b = (torch.randn(size, size, device=trainer.device).to(getattr(torch, trainer.cfg.dtype)) for _ in range(2))
+    return [2 * size**3 / ms / 1e9 for ms in timed(trainer, lambda: a @ b, n)]
+
+
+# ---- The report ------------------------------------------------------------------------------------------------------
 def first_steps(cfg: Hyperparameters) -> list[int]:
     """Return the first step of each stage that has steps."""
     return sorted({*train_gpt.stage_starts(cfg)} - {cfg.num_iterations})
 
 
 def plan(cfg: Hyperparameters, quick: bool) -> dict:
-    """Plan the validation, and equally many batches for each stage of training."""
-    steps = 16 if quick else max(64, 2**21 // cfg.batch_tokens)
-    firsts = first_steps(cfg)
-    firsts = [first for first in firsts for _ in range(-(-steps // len(firsts)))]
+    """Plan the validation, and equally many batches for each stage of training, which are read again and again."""
+    share = -(-(16 if quick else max(64, 2**21 // cfg.batch_tokens)) // len(first_steps(cfg)))
+    firsts = [first for first in first_steps(cfg) for _ in range(share)]
     lengths = [(train_gpt.train_seq_len(first, cfg), train_gpt.stage_of(first, cfg).max_doc_len) for first in firsts]
     val_tokens = min(cfg.val_tokens, 4 * cfg.val_seq_len) if quick else cfg.val_tokens
     val_lengths = [(cfg.val_seq_len, 0)] * (val_tokens // cfg.val_seq_len)
@@ -46,49 +183,50 @@ def plan(cfg: Hyperparameters, quick: bool) -> dict:
     return dict(train=train, val=train_gpt.plan_batches(cfg.val_files, val_lengths, 1, cfg))
 
 
-def measure_all(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) -> tuple[dict, str]:
-    """Return all figures and the profile. A stage that fails says why in the place of its figures."""
-    began, figures, profiles = time.perf_counter(), {}, []
-    calls, passes, min_steps, max_steps = (3, 1, 3, 3) if quick else (20, 3, 5, 50)
+def measure_stage(trainer: Trainer, batches: Batches, step: int, n: int, matmul_tflops: float) -> Figures:
+    cfg = trainer.cfg
+    step_ms(trainer, batches, step, 1)
+    ms = figure(step_ms(trainer, batches, step, n), "ms")
+    seconds, tflop = ms["median"] / 1000, step_flops(trainer, next(batches), step) / 1e12
+    tokens = cfg.batch_sequences * train_gpt.train_seq_len(step, cfg)
+    found = dict(step=ms, throughput=figure([tokens / seconds], "tokens/s"))
+    found |= dict(utilization=figure([100 * tflop / seconds / matmul_tflops], "%"))
+    return {f"stage {train_gpt.stage_index(step, cfg) + 1}: {name}": value for name, value in found.items()}
 
-    def stage(name: str, function: Callable[..., dict], *args) -> None:
+
+def measure(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) -> tuple[Figures, str]:
+    """Return all figures and the profile of the last stage."""
+    began, profiled = time.perf_counter(), ""
+
+    def tell(name: str) -> None:
         if ranks.rank == 0:
             print(f"{time.perf_counter() - began:6.1f} s: {name}", file=sys.stderr, flush=True)
-        try:
-            figures.update(function(*args))
-        except Exception as error:  # the other figures are worth having
-            if ranks.world_size > 1:
-                raise  # the other ranks would wait
-            figures[name] = f"FAILED: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
-    def timed(name: str, function: Callable[[], object], n: int) -> None:
-        stage(name, lambda: {name: measure.figure(measure.together(trainer, function, n), "ms")})
-
+    tell("warm-up, which compiles")
     trainer = Trainer(cfg, ranks)
-    timed("warm-up", trainer.warm_up, 1)
-    *earlier, last = first_steps(cfg)
-    share = len(plans["train"]) // (len(earlier) + 1)
-    parts = [cycle(plans["train"][i * share : (i + 1) * share]) for i in range(len(earlier) + 1)]
-    *others, batches = (measure.read(trainer, part) for part in parts)
+    figures, n = {"warm-up": figure(timed(trainer, trainer.warm_up, 1), "ms")}, 3 if quick else 20
+    rates = large_matmul(trainer, n)
+    figures[f"large matmul in {cfg.dtype}"] = figure(rates, "TFLOP/s")
+    firsts, own = first_steps(cfg), range(ranks.rank, cfg.batch_sequences, ranks.world_size)
+    share = len(plans["train"]) // len(firsts)
     gc.disable()  # as in training
-    probe = measure.mean_over_ranks(trainer, measure.whole_steps(trainer, batches, last, 2)[1])
-    n = int(min(max_steps, max(min_steps, 20_000 / probe)))  # about 40 s, and 20 s for each stage before
-    for step, own in zip(earlier, others, strict=True):
-        title = measure.title(step, cfg)
-        stage(title, lambda s, b, t: {t: measure.figure(measure.whole_steps(trainer, b, s, n), "ms")}, step, own, title)
-        own.close()
-    title = f"validation of {len(plans['val']) * cfg.val_seq_len:,} tokens"
-    timed(title, lambda: trainer.evaluate(cfg.num_iterations, plans["val"]), passes)
-    figures["peak memory"] = measure.figure([trainer.peak_memory_mib()], "MiB")
-    rates = measure.matmul_tflops(trainer, calls)
-    figures[f"large matmul in {cfg.dtype}"] = measure.figure(rates, "TFLOP/s")
-    stage("steps", measure.steps, trainer, batches, last, n, float(np.median(rates)))
-    if trainer.device.type == "cuda":
-        stage("host waits", measure.host_waits, trainer, batches, last)
-    stage("profile", lambda: profiles.append(measure.profile(trainer, batches, last)) or {})
+    for number, step in enumerate(firsts):
+        tell(f"steps from {step} on")
+        part = itertools.cycle(plans["train"][number * share : (number + 1) * share])
+        with contextlib.closing(train_gpt.read_batches(part, own, cfg, trainer.device)) as batches:
+            figures |= measure_stage(trainer, batches, step, n, float(np.median(rates)))
+            if step == firsts[-1]:
+                if trainer.device.type == "cuda":
+                    figures |= {name: figure([count]) for name, count in host_waits(trainer, batches, step).items()}
+                parts, profiled = profile(trainer, batches, step)
+                figures |= {f"profiled step: {name}": figure([ms], "ms") for name, ms in parts.items()}
     gc.enable()
-    batches.close()
-    return figures, "".join(profiles)
+    tell("validation")
+    name = f"validation of {len(plans['val']) * cfg.val_seq_len:,} tokens"
+    figures[name] = figure(timed(trainer, lambda: trainer.evaluate(cfg.num_iterations, plans["val"]), 1), "ms")
+    figures["peak memory"] = figure([trainer.peak_memory_mib()], "MiB")
+    figures["sent in a step"] = figure([sent_bytes(trainer) / 2**20], "MiB")
+    return figures, profiled
 
 
 def shown(value: float) -> str:
@@ -100,62 +238,56 @@ def table(document: dict) -> str:
     """Return the document as Markdown."""
     lines = [f"# Preset {document['configuration']['preset']}, processes: {document['processes']}", ""]
     lines += [f"- {line}" for line in document["machine"]]
-    lines += [f"- {name}: {document[name]}" for name in ("flags", "environment", "load_average", "seconds")]
+    lines += [f"- {name}: {document[name]}" for name in ("flags", "load_average", "seconds")]
     lines += ["", "| what | median | 10th to 90th percentile | n |", "|---|---|---|---|"]
     for name, found in document["figures"].items():
-        cells = [name, str(found).replace("|", "/"), "", ""]
-        if isinstance(found, dict):
-            spread = f"{shown(found['p10'])} to {shown(found['p90'])}" if found["n"] > 1 else ""
-            cells = [name, f"{shown(found['median'])} {found['unit']}".strip(), spread, str(found["n"])]
-        lines.append(f"| {' | '.join(cells)} |")
+        spread = f"{shown(found['p10'])} to {shown(found['p90'])}" if found["n"] > 1 else ""
+        lines.append(f"| {name} | {shown(found['median'])} {found['unit']} | {spread} | {found['n']} |")
     return "\n".join(lines)
 
 
-def run(flags: Sequence[str], quick: bool, out: Path) -> int:
-    ranks, load, began = train_gpt.init_distributed(), f"{os.getloadavg()[0]:.1f}", time.perf_counter()
-    problem, facts = None, {"flags": list(flags), "--quick": quick}
-    try:
-        cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
-        if cfg.batch_sequences % ranks.world_size:
-            raise UserError(f"{ranks.world_size} processes do not divide {cfg.batch_sequences} sequences")
-        facts["--device"], plans = cfg.device, plan(cfg, quick)
-        if ranks.rank == 0:
-            out.mkdir(parents=True, exist_ok=True)
-    except (UserError, OSError) as error:
-        problem = error if isinstance(error, UserError) else UserError(error)
-    train_gpt.agree(ranks, problem, train_gpt.Saved("", None, facts))
-    figures, profile = measure_all(cfg, ranks, plans, quick)
-    hashes = {"training tokens": "", "validation tokens": ""}  # which the report leaves out
-    lines = (" ".join(line.split()) for line in train_gpt.describe(cfg, ranks, plans, hashes).splitlines())
-    machine = [line for line in lines if line.startswith(("Running", "Model name:")) or " processes, " in line]
-    machine += [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
-    document = dict(machine=machine, processes=ranks.world_size, flags=" ".join(flags))
-    document |= dict(environment={name: os.environ[name] for name in ENVIRONMENT if name in os.environ})
-    load += f" before, {os.getloadavg()[0]:.1f} after"
-    document |= dict(load_average=load, seconds=round(time.perf_counter() - began))
-    document |= dict(configuration=dataclasses.asdict(cfg), figures=figures)
+def run(flags: Sequence[str], quick: bool, out: Path, ranks: Ranks) -> None:
+    load, began = os.getloadavg()[0], time.perf_counter()
+    cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
+    if cfg.batch_sequences % ranks.world_size:
+        raise UserError(f"{ranks.world_size} processes do not divide {cfg.batch_sequences} sequences")
+    plans = plan(cfg, quick)
+    out.mkdir(parents=True, exist_ok=True)
+    figures, profiled = measure(cfg, ranks, plans, quick)
     if ranks.rank == 0:
-        told = table(document)
-        texts = {"benchmark.md": told, "benchmark.json": json.dumps(document, indent=1), "profile.txt": profile}
-        for name, text in texts.items():
+        hashes = {"training tokens": "", "validation tokens": ""}  # which the report leaves out
+        lines = (" ".join(line.split()) for line in train_gpt.describe(cfg, ranks, plans, hashes).splitlines())
+        machine = [line for line in lines if line.startswith(("Running", "Model name:")) or " processes, " in line]
+        machine += [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
+        document = dict(machine=machine, processes=ranks.world_size, flags=" ".join(flags))
+        document |= dict(load_average=f"{load:.1f} before, {os.getloadavg()[0]:.1f} after")
+        document |= dict(seconds=round(time.perf_counter() - began))
+        document |= dict(configuration=dataclasses.asdict(cfg), figures=figures)
+        texts = {"benchmark.md": table(document), "benchmark.json": json.dumps(document, indent=1)}
+        for name, text in (texts | {"profile.txt": profiled}).items():
             (out / name).write_text(text + "\n", encoding="utf-8")
-        print(f"{told}\n\nwritten to {out}", flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return int(any(isinstance(found, str) for found in figures.values()))
+        print(f"{texts['benchmark.md']}\n\nwritten to {out}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=INTRODUCTION, **options)
-    parser.add_argument("--quick", action="store_true", help="few repetitions, and only what is fast")
+    parser = argparse.ArgumentParser(prog="python -m speedrun bench", description=__doc__, **options)
+    parser.add_argument("--quick", action="store_true", help="few repetitions, and only a part of the validation")
     out = Path("logs") / time.strftime("benchmark-%Y%m%d-%H%M%S")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=out, help="default: logs/benchmark-TIME")
     args, flags = parser.parse_known_args(argv)
     try:
-        return run(flags, args.quick, args.out)
+        run(flags, args.quick, args.out, train_gpt.init_distributed())
     except (UserError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
-        parser.exit(130, "python -m benchmarks: interrupted\n")
+        parser.exit(130, "python -m speedrun bench: interrupted\n")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
