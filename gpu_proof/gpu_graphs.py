@@ -264,7 +264,10 @@ def find_stages(script, trainer) -> list[dict]:
     for first, end in pairwise(sorted({*script.stage_starts(cfg), cfg.num_iterations})):
         trainer.set_schedules(first)
         length, losses = script.train_seq_len(first, cfg), len(trainer.weights)
-        stage = dict(first=first, steps=end - first, tokens=length, windows=script.attention_windows(first, cfg))
+        windows = script.attention_windows(first, cfg)
+        if not isinstance(windows, dict):  # a record from before
+            windows = dict(zip(("long", "short", "paired"), (*windows, windows[-1]), strict=True))
+        stage = dict(first=first, steps=end - first, tokens=length, windows=windows)
         found.append(stage | dict(phase=f"train {length} x {losses}"))
     return found
 

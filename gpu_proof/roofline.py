@@ -87,17 +87,17 @@ def seconds(call: dict, gpu: Gpu) -> float:
     )
 
 
-def visible_pairs(attention: dict, length: int, windows: Sequence[int]) -> float:
+def visible_pairs(attention: dict, length: int, windows: dict[str, int]) -> float:
     """Return the (query, key) pairs per head that FlexAttention computes for a sequence, over all layers.
 
     Documents are exponentially distributed with mean DOCUMENT; blocks are computed whole, which adds about one to what
     a token sees. A pair of heads is one of twice the length, its documents too.
     """
-    total, (long, short) = 0.0, windows
+    total = 0.0
     for kind in attention["kinds"]:
         if kind != "none":
             document = DOCUMENT * (1 + (kind == "paired"))
-            seen = document * (1 - math.exp(-(long if kind == "long" else short) / document))
+            seen = document * (1 - math.exp(-windows[kind] / document))
             total += length * (seen + attention["block"])
     return total
 

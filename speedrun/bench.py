@@ -143,11 +143,10 @@ def step_flops(trainer: Trainer, sequences: Sequence[tuple[Tensor, Tensor]], ste
     """
     cfg, total = trainer.cfg, 0
     matmul = sum(p.numel() for name, p in trainer.gpt.named_parameters() if p.ndim >= 2 and "embed" not in name)
-    long, short = train_gpt.attention_windows(step, cfg)
+    windows = train_gpt.attention_windows(step, cfg)
     for tokens, _ in sequences:
-        pairs = dict(none=0, long=attended_pairs(tokens, long, cfg.eot_token))
-        pairs["short"] = attended_pairs(tokens, short, cfg.eot_token)
-        pairs["paired"] = attended_pairs(tokens, short, cfg.eot_token, rows=2) // 2  # of half as many heads
+        pairs = {kind: attended_pairs(tokens, window, cfg.eot_token) for kind, window in windows.items()}
+        pairs |= dict(none=0, paired=attended_pairs(tokens, windows["paired"], cfg.eot_token, rows=2) // 2)  # half the heads
         attention = sum(pairs[layer.attention] for layer in cfg.layers)
         total += 6 * matmul * len(tokens) + 12 * cfg.num_heads * cfg.head_dim * attention
     return total
@@ -256,7 +255,7 @@ def run(flags: Sequence[str], quick: bool, out: Path, ranks: Ranks) -> None:
     figures, profiled = measure(cfg, ranks, plans, quick)
     if ranks.rank == 0:
         hashes = {"training tokens": "", "validation tokens": ""}  # which the report leaves out
-        lines = (" ".join(line.split()) for line in train_gpt.describe(cfg, ranks, plans, hashes).splitlines())
+        lines = (" ".join(line.split()) for line in train_gpt.describe(flags, cfg, ranks, plans, hashes).splitlines())
         machine = [line for line in lines if line.startswith(("Running", "Model name:")) or " processes, " in line]
         machine += [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
         document = dict(machine=machine, processes=ranks.world_size, flags=" ".join(flags))

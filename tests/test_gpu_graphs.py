@@ -58,7 +58,7 @@ def test_a_step_is_the_sum_of_its_parts():
         *(launch | dict(world=n, phase=f"optimizers {phase}", graph="optimizers", name="adam") for n in (8, 1)),
         *(launch | dict(world=n, phase="validation", graph="validation", name="mm") for n in (8, 1)),
     ]
-    stage = dict(phase=phase, steps=10, tokens=512, windows=(256, 128))
+    stage = dict(phase=phase, steps=10, tokens=512, windows=dict(long=256, short=128, paired=128))
     found = dict(calls=calls, stages=[stage], attention=dict(kinds=["none", "short"], block=128))
     found |= dict(configuration=dict(adam_every=2, batch_tokens=4096, train_seq_len=512, num_heads=2, head_dim=64))
     found |= dict(memory={n: dict(communication=gpu.link / 1000) for n in ("8", "1")})

@@ -1,8 +1,8 @@
 """Train a GPT-2-small-sized language model to 3.28 validation loss on FineWeb, as fast as the hardware allows.
 
     ./run.sh                                                  environment, data, checks and launch in one command
-    torchrun --standalone --nproc_per_node=8 train_gpt.py     the record configuration on one 8xH100 node
-    python train_gpt.py --preset nano                         a small model on a CPU, in seconds
+    ./run.sh --preset nano                                    a small model on a CPU, in seconds
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     what run.sh starts on one 8xH100 node
 
 The preset gpt2 has the mathematics of record 89 of the NanoGPT speedrun (2026-07-17, 1,285 steps,
 https://github.com/KellerJordan/modded-nanogpt). mini is gpt2 in small, for a CPU. nano is a model of one layer whose
@@ -15,7 +15,6 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
-import difflib
 import fcntl
 import gc
 import glob
@@ -25,6 +24,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import subprocess
 import sys
 import time
@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, TextIO, get_args
@@ -72,15 +72,16 @@ class AlreadyComplete(UserError):
 class Layer(NamedTuple):
     """Say what a layer has besides its MLP. Numbers name earlier layers, counted from 0."""
 
-    attention: Literal["long", "short", "paired", "none"]  # its window; paired: the short one, heads in pairs
+    attention: Literal["long", "short", "paired", "none"]  # paired: two heads share keys; reaches half as far as short
     value_embed: bool = False  # values add a row of a table, by the token
     reads: int | None = None  # attention reads the output of this layer, not the stream
     skip: int | None = None  # the stream first adds the output of this layer (U-Net)
     net: bool = False  # a net reads the stream here, and makes factors for each token up to the next such row
-    xsa: bool = False  # heads leave out part of the token's own value; factors of xsa, skip and the next two need a net
+    xsa: bool = False  # heads subtract part of the token's own value; xsa, skip, head_gate, dc need a net here or above
     head_gate: bool = False  # the output of each head has a factor
     dc: bool = False  # heads mix what they see near by
-    mudd: tuple[int, ...] = ()  # last layer: values and stream mix in the output of the first, the head those of all
+    # Last layer; (7, 3): stream and values add mixtures of the first stream and output 7, the head also of output 3
+    mudd: tuple[int, ...] = ()
 
 
 GPT2_LAYERS = (
@@ -131,40 +132,38 @@ class Group(NamedTuple):
 
     optimizer: str  # Muon or Adam
     names: str  # globs, separated by spaces
-    lr: float  # learning rate of Adam, but a factor on muon_lr in rows of Muon: write it anew when you change the word
-    decay: float  # cautious weight decay: times the squared rate of Adam; of Muon times lr * (scheduled muon_lr)^2
-    beta1: float  # decay of Adam's mean of gradients; Muon has muon_momentum instead
-    beta2: float  # decay of the mean of squares: of gradients in Adam, of updates in Muon
+    lr: float  # Adam's learning rate; a factor on muon_lr in rows of Muon, so another optimizer needs another lr
+    decay: float = 0.0  # cautious weight decay; per step: Adam decay * rate^2, Muon decay * lr * rate^2
+    beta1: float = 0.9  # decay of Adam's mean of gradients; Muon has muon_momentum instead
+    beta2: float = 0.99  # decay of the mean of squares: of gradients in Adam, of updates in Muon
 
 
-#         optimizer, names, lr, decay, beta1, beta2
 NET_GROUPS = (
-    Group("Adam", "gate_nets.*.w?", 8e-4, 0.005, 0.9, 0.99),
-    Group("Adam", "gate_nets.*.b2", 8e-4, 0.0, 0.9, 0.99),
-    Group("Adam", "gate_scale", 8e-4, 0.0, 0.9, 0.99),
-    Group("Adam", "*.mudd_net.w? head_net.w?", 0.002, 0.005, 0.9, 0.99),
-    Group("Adam", "*.mudd_net.b2 head_net.b2", 0.002, 0.0, 0.9, 0.99),
-    Group("Adam", "*.value_gate", 0.008, 0.005, 0.9, 0.99),
-    Group("Adam", "smear_gate", 8e-5, 0.0, 0.9, 0.99),
+    Group("Adam", "gate_nets.*.w?", lr=8e-4, decay=0.005),
+    Group("Adam", "gate_nets.*.b2 gate_scale", lr=8e-4),
+    Group("Adam", "*.mudd_net.w? head_net.w?", lr=0.002, decay=0.005),
+    Group("Adam", "*.mudd_net.b2 head_net.b2", lr=0.002),
+    Group("Adam", "*.value_gate", lr=0.008, decay=0.005),
+    Group("Adam", "smear_gate", lr=8e-5),
 )
 GPT2_GROUPS = (
-    Group("Muon", "*.qk_w *.v_w *.attn.c_proj", 1.0, 1.2, 0.0, 0.9),
-    Group("Muon", "*.c_fc", 2.0, 1.2, 0.0, 0.9),
-    Group("Muon", "*.mlp.c_proj", 4.0, 1.2, 0.0, 0.9),
-    Group("Adam", "lm_head", 0.008, 0.75, 0.5, 0.95),
-    Group("Adam", "embed.weight", 0.008, 0.75, 0.5, 0.95),
-    Group("Adam", "value_embeds.* bigram_embed.*", 0.6, 0.025, 0.75, 0.95),
-    Group("Adam", "*.attn.lambdas *.skip_lambda smear_lambda", 0.04, 0.0, 0.9, 0.99),
-    Group("Adam", "*.resid_lambdas", 0.04, 0.0, 0.9, 0.95),
-    Group("Adam", "*.post_lambdas *.embed_lambdas", 0.008, 0.0, 0.9, 0.95),
+    Group("Muon", "*.qk_w *.v_w *.attn.c_proj", lr=1.0, decay=1.2, beta2=0.9),
+    Group("Muon", "*.c_fc", lr=2.0, decay=1.2, beta2=0.9),
+    Group("Muon", "*.mlp.c_proj", lr=4.0, decay=1.2, beta2=0.9),
+    Group("Adam", "lm_head", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
+    Group("Adam", "embed.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
+    Group("Adam", "value_embeds.* bigram_embed.*", lr=0.6, decay=0.025, beta1=0.75, beta2=0.95),
+    Group("Adam", "*.attn.lambdas *.skip_lambda smear_lambda", lr=0.04),
+    Group("Adam", "*.resid_lambdas", lr=0.04, beta2=0.95),
+    Group("Adam", "*.post_lambdas *.embed_lambdas", lr=0.008, beta2=0.95),
     *NET_GROUPS,
 )
 NANO_GROUPS = (
-    Group("Muon", "*.qk_w *.v_w *.c_proj", 1.0, 0.0, 0.0, 0.95),
-    Group("Muon", "*.c_fc", 2.0, 0.0, 0.0, 0.95),
-    Group("Adam", "lm_head", 0.01, 0.0, 0.5, 0.9),
-    Group("Adam", "embed.weight value_embeds.* bigram_embed.*", 0.25, 0.0, 0.5, 0.9),
-    Group("Adam", "*lambda *lambdas", 0.04, 0.0, 0.5, 0.9),
+    Group("Muon", "*.qk_w *.v_w *.c_proj", lr=1.0, beta2=0.95),
+    Group("Muon", "*.c_fc", lr=2.0, beta2=0.95),
+    Group("Adam", "lm_head", lr=0.01, beta1=0.5, beta2=0.9),
+    Group("Adam", "embed.weight value_embeds.* bigram_embed.*", lr=0.25, beta1=0.5, beta2=0.9),
+    Group("Adam", "*lambda *lambdas", lr=0.04, beta1=0.5, beta2=0.9),
     *NET_GROUPS,
 )
 
@@ -197,9 +196,9 @@ class Hyperparameters:
     train_seq_len: int = 16 * 1024  # tokens a training sequence there, a multiple of block_size
     val_seq_len: int = 256 * 1024  # tokens of a validation sequence, a multiple of block_size
     final_window: int = 2560  # long window in the last validation; 0: that of the last stage
-    cooldown_frac: float = 0.6  # fraction of the steps before the extension, the last ones, in which rates fall
+    cooldown_frac: float = 0.6  # last part of the scheduled steps, those before the extension, in which rates fall
     min_lr_frac: float = 0.15  # factor on learning rates at the end of the cooldown and in the extension
-    tied_frac: float = 2 / 3  # fraction of them, the first ones, in which embedding and head are tied; 0: never
+    tied_frac: float = 2 / 3  # first part of the scheduled steps, in which embedding and head are one table; 0: never
     grad_scale: float = 1.0  # factor on a sequence's summed loss before the backward pass
     # Model
     model_dim: int = 768  # width of the residual stream
@@ -248,7 +247,7 @@ class Hyperparameters:
     resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
 
     def __post_init__(self) -> None:
-        """Refuse in one line what would train something else in silence. Torch refuses shapes that do not fit."""
+        """Refuse what would train something else in silence. Torch refuses shapes that do not fit."""
 
         def require(name, holds, expected):
             if not holds:
@@ -257,18 +256,13 @@ class Hyperparameters:
         for name, row in TABLES.items():  # from JSON they come as lists
             object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
         positive = "num_iterations batch_tokens train_seq_len val_tokens val_seq_len adam_every heads_per_matrix"
-        for name in self.__slots__:
-            value = getattr(self, name)
-            if isinstance(value, int | float):
-                least = 1 if name in positive.split() else 0
-                require(name, least <= value < 2**31, f"a number from {least} to 2^31 - 1")
+        for name in positive.split():
+            require(name, 0 < getattr(self, name) < 2**31, "a number from 1 to 2^31 - 1")
         require("batch_tokens", self.batch_tokens % self.train_seq_len == 0, "a multiple of train_seq_len")
         require("val_tokens", self.val_tokens % self.val_seq_len == 0, "a multiple of val_seq_len")
         require("checkpoint_every", self.checkpoint_every % self.adam_every == 0, "a multiple of adam_every")
-        require("num_iterations", self.num_iterations <= 10**6, "at most a million")
-        require("extension_steps", self.scheduled_steps > 0, "less than num_iterations")
+        require("extension_steps", 0 <= self.extension_steps < self.num_iterations, "less than num_iterations")
         require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
-        require("attn_scale", self.attn_scale > 0, "more than 0")
         require("heads_per_matrix", self.num_heads % self.heads_per_matrix == 0, "a divisor of num_heads")
         has_dc = any(layer.dc for layer in self.layers)
         require("dc_keys", not has_dc or self.dc_keys <= self.block_size + 1, "at most block_size + 1")
@@ -369,24 +363,22 @@ MINI = dict(
 PRESETS = {"gpt2": Hyperparameters(), "mini": Hyperparameters(**MINI), "nano": Hyperparameters(**NANO)}
 
 
-def raise_user_error(message: str) -> NoReturn:
-    raise UserError(message)
+class FlagParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # instead of exiting: other ranks have to hear of it
+        raise UserError(f"{message}; see --help")
 
 
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     """Return a preset, changed by the flags in `argv`: every field of Hyperparameters but the tables is one."""
     if {"-h", "--help"} & {*argv}:
-        source = inspect.getsource(Hyperparameters).partition("    def ")[0]
         print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD.")
         for preset in MINI, NANO:
             own = {name: value for name, value in preset.items() if name not in TABLES}
             print(f"What {preset['preset']} has instead: {own}")
-        print(source)
+        print(inspect.getsource(Hyperparameters).partition("    def ")[0])
         sys.exit()
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.error = raise_user_error  # type: ignore[method-assign]  # instead of exiting: other ranks have to hear of it
-    fields = [field for field in dataclasses.fields(Hyperparameters) if field.name not in TABLES]
-    for field in fields:
+    parser = FlagParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for field in dataclasses.fields(Hyperparameters)[len(TABLES) :]:
         kind, *others = get_args(field.type) or [field.type]  # the first of a Literal's choices, int of int | None
         if kind is bool:
             parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction)
@@ -394,15 +386,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
             parser.add_argument(f"--{field.name}", choices=[kind, *others])
         else:
             parser.add_argument(f"--{field.name}", type=kind)
-    known, unknown = parser.parse_known_args(argv)
-    if unknown:
-        names = [field.name for field in fields]
-        nearest = difflib.get_close_matches(unknown[0].strip("-").partition("=")[0], names, cutoff=0.4)
-        raise UserError(f"{unknown[0]}: no such flag; see --{', --'.join(nearest or ['help'])}")
-    flags = vars(known)
-    for name, value in flags.items():
-        if value == []:  # what argparse makes of --seed=--
-            raise UserError(f"--{name}=--: expected a value")
+    flags = vars(parser.parse_args(argv))
     sees_gpu = torch.cuda.is_available() and flags.get("device") != "cpu"
     if "preset" not in flags and world_size > 1 and not sees_gpu:
         raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
@@ -443,7 +427,7 @@ class Batch(NamedTuple):
 Plans = dict[str, list[Batch]]  # what to train on, and what to validate on
 
 
-def read_shard(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
+def read_numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
     """Return `count` numbers of a file from byte `offset` on, or fewer at its end."""
     try:
         return np.fromfile(path, dtype, count, offset=offset)  # not mmap: a truncated mapped file raises SIGBUS
@@ -454,13 +438,13 @@ def read_shard(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
 def find_documents(path: str, cfg: Hyperparameters, is_stream: bool) -> list[tuple[int, int]]:
     """Return where a shard's documents begin and end; of a stream all is one."""
     # The format of llm.c: a header of 256 int32 [20240520, 1, number of tokens, 0 ...], then uint16 tokens
-    header = read_shard(path, "<i4", 3, 0).tolist()
+    header = read_numbers(path, "<i4", 3, 0).tolist()
     if header != [20240520, 1, (os.path.getsize(path) - 1024) / 2]:
         raise UserError(f"{path}: not a whole shard of tokens; ./run.sh --check says what to do")
     count = header[2]
     if is_stream:
         return [(0, count)]
-    begins = np.flatnonzero(read_shard(path, "<u2", count, 1024) == cfg.eot_token)
+    begins = np.flatnonzero(read_numbers(path, "<u2", count, 1024) == cfg.eot_token)
     return list(pairwise([*begins.tolist(), count]))
 
 
@@ -494,7 +478,7 @@ def plan_batches(pattern: str, lengths, num_sequences: int, cfg: Hyperparameters
     while len(plan) < len(lengths):
         seq_len, max_doc_len = lengths[len(plan)]
         sequences = [cut_sequence(documents, seq_len + 1, max_doc_len) for _ in range(num_sequences)]
-        if sequences[-1] is not None:  # else the shard has too little left for all of them
+        if all(sequence is not None for sequence in sequences):  # else the shard has too little left
             plan.append(Batch(path, sequences))
         elif paths:
             path = paths.popleft()
@@ -514,10 +498,8 @@ def plan_data(cfg: Hyperparameters) -> Plans:
     train = plan_batches(cfg.train_files, train_lengths, cfg.batch_sequences, cfg)
     val_lengths = [(cfg.val_seq_len, 0)] * (cfg.val_tokens // cfg.val_seq_len)
     val = plan_batches(cfg.val_files, val_lengths, 1, cfg)
-    val_paths = {first_tokens(path): path for path in paths_of(val)}
-    for path in paths_of(train):
-        if same := val_paths.get(first_tokens(path)):
-            raise UserError(f"{path}: begins as {same}, which validates: change --train_files or --val_files")
+    if shared := {*paths_of(train)} & {*paths_of(val)}:
+        raise UserError(f"{min(shared)}: trains and validates: change --train_files or --val_files")
     return dict(train=train, val=val)
 
 
@@ -526,16 +508,11 @@ def paths_of(plan: Sequence[Batch]) -> list[str]:
     return [*dict.fromkeys(batch.path for batch in plan)]
 
 
-def first_tokens(path: str) -> bytes:
-    """Return the first 16K tokens of a shard, by which a copy is known: a license that opens both is shorter."""
-    return read_shard(path, "<u2", 16 * 1024, 1024).tobytes()
-
-
 def read_sequence(path: str, pieces: np.ndarray, vocab_size: int) -> np.ndarray:
     """Return the uint16 tokens of a sequence, the last target included."""
     first = pieces[0, 0]
     last = pieces[-1, 1]
-    tokens = read_shard(path, "<u2", last - first, 1024 + 2 * first)
+    tokens = read_numbers(path, "<u2", last - first, 1024 + 2 * first)
     if len(tokens) < last - first:
         raise UserError(f"{path}: has become shorter: leave it alone while it is used")
     tokens = np.concatenate([tokens[begin:end] for begin, end in pieces - first])
@@ -548,7 +525,7 @@ def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
     """Return for each token the longest other token that its bytes begin with, or -1 (data/gpt2_prefixes.py)."""
     if not cfg.prefix_file:
         return np.empty(0, np.int64)
-    table = read_shard(cfg.prefix_file, "<u2", 2**16, 0).astype(np.int64)
+    table = read_numbers(cfg.prefix_file, "<u2", 2**16, 0).astype(np.int64)
     if len(table) != cfg.vocab_size:
         raise UserError(f"--prefix_file {cfg.prefix_file}: not of {cfg.vocab_size} tokens; --prefix_file= goes without")
     return np.where(table < cfg.vocab_size, table, -1)
@@ -570,7 +547,7 @@ def read_batches(plan, sequences: Sequence[int], cfg: Hyperparameters, device: t
     def read(batch):
         rows = [read_sequence(batch.path, batch.sequences[i], cfg.vocab_size) for i in sequences]
         tokens = torch.from_numpy(np.stack(rows))
-        return tokens.pin_memory() if device.type == "cuda" else tokens  # allocates, so not between two steps
+        return tokens.pin_memory() if device.type == "cuda" else tokens  # here, as pinning may allocate
 
     on_device = (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()  # else the thread opens GPU 0
     with ThreadPoolExecutor(1, "reader", *on_device) as reader:  # ahead of the steps, from the first `next` on
@@ -580,7 +557,7 @@ def read_batches(plan, sequences: Sequence[int], cfg: Hyperparameters, device: t
             tokens = ready.popleft().result()
             ready.extend(islice(futures, 1))
             tokens = tokens.to(device, non_blocking=True)
-            inputs = tokens[:, :-1].to(torch.int32)  # rows without gaps: compiled graphs copy inputs off 16 bytes
+            inputs = tokens[:, :-1].to(torch.int32)  # contiguous, as compiled graphs copy unaligned inputs
             yield [*zip(inputs, tokens[:, 1:].long(), strict=True)]
 
 
@@ -627,8 +604,9 @@ def loss_weights(step: int, cfg: Hyperparameters) -> list[float]:
     The prefix of the next token is the longest other token that begins it (record 88, @jvarho).
     """
     stage = stage_of(step, cfg)
-    start, end = stage_starts(cfg)[stage_index(step, cfg) :][:2]
-    left = (end - step) / max(1, end - start)
+    starts = stage_starts(cfg)
+    i = stage_index(step, cfg)
+    left = (starts[i + 1] - step) / max(1, starts[i + 1] - starts[i])
     pairs = [*stage.mtp, stage.prefix] if has_prefix_loss(step, cfg) else stage.mtp
     return [last + left * (first - last) for first, last in pairs]
 
@@ -641,7 +619,8 @@ def has_prefix_loss(step: int, cfg: Hyperparameters) -> bool:
 def is_tied(step: int, cfg: Hyperparameters) -> bool:
     """Say whether embedding and head are one table after a step. They part right after a step of Adam."""
     last = round(cfg.tied_frac * cfg.scheduled_steps)
-    last += -(last + 1) % cfg.adam_every  # on to a step in which Adam updates
+    while (last + 1) % cfg.adam_every:  # on to a step in which Adam updates
+        last += 1
     return cfg.tied_frac > 0 and step <= last
 
 
@@ -655,13 +634,13 @@ def muon_momentum(step: int, cfg: Hyperparameters) -> float:
     return (1 - w) * 0.85 + w * cfg.muon_momentum
 
 
-def attention_windows(step: int, cfg: Hyperparameters) -> tuple[int, int]:
-    """Return how many tokens a long window reaches back, and a short one: half as many, in whole blocks."""
+def attention_windows(step: int, cfg: Hyperparameters) -> dict[str, int]:
+    """Return by kind of attention how many tokens it reaches back. The short window is half a long one, in blocks."""
     long = stage_of(step, cfg).window
     short = long // (2 * cfg.block_size) * cfg.block_size
     if step == cfg.num_iterations and cfg.final_window:  # for the last validation: record 33 (@classiclarryd)
         long = cfg.final_window
-    return long, short
+    return dict(long=long, short=short, paired=short)
 
 
 def rotary_frequencies(index: int, cfg: Hyperparameters, dtype: torch.dtype) -> tuple[Tensor, float]:
@@ -692,12 +671,12 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.type_as(x))
 
 
-def times(factor: Tensor, x: Tensor, weight: Tensor, multiply: Callable = linear) -> Tensor:
+def scaled_linear(factor: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Return factor * (x @ weight.T), for one factor () or one for each token (T, 1).
 
-    A single one goes into the weight, which is smaller; and then its gradient needs no product saved.
+    One for all tokens goes into the weight, which is smaller; then its gradient needs no product saved.
     """
-    return factor * multiply(x, weight) if factor.ndim else multiply(x, factor * weight)
+    return factor * linear(x, weight) if factor.ndim else linear(x, factor * weight)
 
 
 def gate(x: Tensor, weight: Tensor) -> Tensor:
@@ -706,13 +685,17 @@ def gate(x: Tensor, weight: Tensor) -> Tensor:
 
 
 class RMSNorm(torch.autograd.Function):
-    """Divide x by its RMS over the last dimension. Save the result, which the next matmul saves anyway, and not x."""
+    """Divide x by its RMS over the last dimension. Save the result y, which the next product saves anyway, and not x.
+
+    With r = 1 / rms(x) and a gradient g by y = r x, that by x is r (g - y mean(g . y)).
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor) -> Tensor:
         x32 = x.to(torch.promote_types(x.dtype, torch.float32))
         scale = (x32.square().mean(-1, keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
-        y = (x32 * scale).to(x.dtype)
+        y = x32 * scale
+        y = y if x32 is x else y.to(x.dtype)  # torch 2.11 compiles a cast to the same type without its gradient
         ctx.save_for_backward(y, scale.to(x.dtype))
         return y
 
@@ -830,28 +813,29 @@ class MLP(nn.Module):
         self.by_kernel = triton is not None and copies_blocks and fits
 
     def forward(self, x: Tensor, factor: Tensor) -> Tensor:
-        def multiply(x: Tensor, c_proj: Tensor) -> Tensor:
-            fp8 = self.fp8 and torch.is_grad_enabled()
-            return ReluSquaredMLP.apply(x, self.c_fc.mT.type_as(x), c_proj, fp8, self.by_kernel)
-
-        return times(factor, x, self.c_proj.type_as(x), multiply)
+        c_proj = self.c_proj.type_as(x)
+        if not factor.ndim:  # as in `scaled_linear`
+            c_proj = factor * c_proj
+        fp8 = self.fp8 and torch.is_grad_enabled()
+        y = ReluSquaredMLP.apply(x, self.c_fc.mT.type_as(x), c_proj, fp8, self.by_kernel)
+        return factor * y if factor.ndim else y
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first two quarters of D against each other and keep the others, for x (..., 2, 2, D / 4).
 
-    One formula serves all quarters, as the compiler makes more kernels of parts that are joined.
+    One formula serves all quarters: the compiler makes one kernel of it, but three of a split and a cat.
     """
     quarter = torch.arange(4, device=x.device).view(2, 2, 1)
     return torch.where(quarter < 2, x * cos + x.flip(-2) * sin * (1 - 2 * quarter), x)
 
 
 class NormRotate(torch.autograd.Function):
-    """Divide heads x (T, H, D) by their RMS, rotate them and multiply by `scale`.
+    """Divide heads x (T, H, D) by their RMS, rotate them and multiply by `scale`. Save the result y, and not x.
 
-    Save the result y = s R z, with the scale s, the rotation R and z = x / rms(x). The gradient by z is s R'g, and by x
-    (s R'g - z mean(z . s R'g)) / rms(x). A rotation keeps products, so the mean is that of y . g: project first, with
-    y alone, and rotate at the end.
+    Forward, with a scale s, a rotation R and r = 1 / rms(x):    y = s R z,  z = r x
+    Backward, for a gradient g by y:                             dx = r (s R'g - z mean(z . s R'g))
+    A rotation keeps products, so z . s R'g = y . g, and z = R'y / s:   dx = r R'(s g - y mean(y . g) / s)
     """
 
     @staticmethod
@@ -859,7 +843,8 @@ class NormRotate(torch.autograd.Function):
         x32 = x.to(cos.dtype)
         by_rms = (x32.square().mean(-1, keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
         z = (x32 * by_rms).view(len(x), -1, cos.size(2), 2, 2, cos.size(-1))
-        y = (rotate(z, cos, sin).view_as(x) * scale).type_as(x)
+        y = rotate(z, cos, sin).view_as(x) * scale
+        y = y if x32 is x else y.type_as(x)  # as in RMSNorm
         ctx.save_for_backward(y, by_rms, cos, sin, scale)
         return y
 
@@ -867,7 +852,6 @@ class NormRotate(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, by_rms, cos, sin, scale = ctx.saved_tensors
         g = grad.to(cos.dtype)
-        # s g, less its part along y
         across = scale * g - y * ((g * y).mean(-1, keepdim=True) / scale)
         turned = rotate(across.view(len(y), -1, cos.size(2), 2, 2, cos.size(-1)), cos, -sin)
         return (by_rms * turned.view_as(y)).type_as(y), None, None, None
@@ -934,16 +918,16 @@ def document_block_mask(doc_ids: Tensor, window: Tensor, block: int, for_flex: b
     own = torch.arange(len(first_doc), dtype=torch.int32, device=doc_ids.device)  # number of each query block
     seen_by_first = (window + block - 1) // block  # so many blocks back the first token sees something,
     seen_by_last = (window + 1) // block - 1  # and so many the last one sees whole
-    blocks_of_older_docs = (last_doc[None, :] < first_doc[:, None]).sum(1, dtype=torch.int32)
-    first_visible = torch.maximum(blocks_of_older_docs, own - seen_by_first)
-    blocks_begun_by_older_docs = (first_doc[None, :] < first_doc[:, None]).sum(1, dtype=torch.int32)
-    first_full = torch.maximum(blocks_begun_by_older_docs, own - seen_by_last)
+    blocks_ended_before = (last_doc[None, :] < first_doc[:, None]).sum(1, dtype=torch.int32)
+    first_visible = torch.maximum(blocks_ended_before, own - seen_by_first)
+    blocks_begun_before = (first_doc[None, :] < first_doc[:, None]).sum(1, dtype=torch.int32)
+    first_full = torch.maximum(blocks_begun_before, own - seen_by_last)
     num_full = torch.where(first_doc == last_doc, own - first_full, 0).clamp(min=0)
     num_partial = own - first_visible + 1 - num_full
     query = own[:, None]
-    place = own[None, :]  # in the list of a query block
-    full = (query - 1 - place).clamp(min=0)
-    partial = torch.where(place == 0, query, query - num_full[:, None] - place).clamp(min=0)
+    slot = own[None, :]  # in the list of a query block
+    full = (query - 1 - slot).clamp(min=0)
+    partial = torch.where(slot == 0, query, query - num_full[:, None] - slot).clamp(min=0)
     lists = num_partial[None, None], partial[None, None], num_full[None, None], full[None, None]
 
     def causal_in_document(b, h, q, kv):
@@ -964,24 +948,24 @@ class GatheredMask:
         num_full = mask.full_kv_num_blocks[0, 0, :, None]
         N = len(num_partial)
         block = mask.BLOCK_SIZE[0]
-        place = torch.arange(min(max_blocks, N))
-        full = mask.full_kv_indices[0, 0].gather(1, (place - num_partial).clamp(min=0))
-        self.kv_blocks = torch.where(place < num_partial, mask.kv_indices[0, 0, :, : len(place)], full)
+        slot = torch.arange(min(max_blocks, N))
+        full = mask.full_kv_indices[0, 0].gather(1, (slot - num_partial).clamp(min=0))
+        self.kv_blocks = torch.where(slot < num_partial, mask.kv_indices[0, 0, :, : len(slot)], full)
         tokens = torch.arange(N * block, dtype=torch.int32).view(N, block)
         q = tokens[:, :, None, None]
         kv = tokens[self.kv_blocks][:, None]
-        visible = (place < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, None, q, kv)
+        visible = (slot < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, None, q, kv)
         self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -torch.inf).flatten(2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from q to k and v, all (T, H, D). The cost grows with the window, not as T^2."""
         T, H, D = q.shape
         N = len(self.kv_blocks)
-        q, k, v = (t.transpose(0, 1).reshape(H, N, -1) for t in (q, k, v))  # heads first: blocks lie in one piece
-        k, v = (t.index_select(1, self.kv_blocks.flatten()) for t in (k, v))
-        q, k, v = (t.view(H, N, -1, D) for t in (q, k, v))
+        q, k, v = (t.transpose(0, 1).reshape(H, N, -1) for t in (q, k, v))  # (H, N, block D): a block in one piece
+        k, v = (t.index_select(1, self.kv_blocks.flatten()) for t in (k, v))  # (H, N M, block D)
+        q, k, v = (t.view(H, N, -1, D) for t in (q, k, v))  # (H, N, block, D) and (H, N, M block, D)
         # Written out: scaled_dot_product_attention took 2.5 times as long, forward and backward (16 x 64 queries)
-        y = torch.softmax((q @ k.mT).add_(self.bias), dim=-1) @ v
+        y = torch.softmax((q @ k.mT).add_(self.bias), dim=-1) @ v  # (H, N, block, D)
         return y.view(H, T, D).transpose(0, 1)
 
 
@@ -1015,7 +999,7 @@ def mix_heads(q, k, v, doc_ids: Tensor, factors: Tensor, keys: int, block: int) 
 
     def with_block_before(t: Tensor) -> Tensor:
         """Return t (N, H, block, D), each block behind the one before it: (N, H, 2 block, D). The first has zeros."""
-        before = F.pad(t[:-1], (0, 0) * 3 + (1, 0))
+        before = torch.cat([torch.zeros_like(t[:1]), t[:-1]])
         return torch.cat([before, t], dim=2)
 
     ids = (doc_ids + 1).view(-1, 1, block, 1)  # 0: none, before the first block
@@ -1063,7 +1047,8 @@ class CausalSelfAttention(nn.Module):
         T = len(x)
         H = self.cfg.num_heads
         D = self.cfg.head_dim
-        qkv_w = torch.cat([self.qk_w.flatten(0, 1), self.lambdas[0] * self.v_w])
+        v_lambda, out_lambda = self.lambdas
+        qkv_w = torch.cat([self.qk_w.flatten(0, 1), v_lambda * self.v_w])
         # One split of all three: each then writes its gradient where the product reads it, and none is copied
         q, k, v = linear(x, qkv_w).view(T, 3 * H, D).chunk(3, dim=1)
         q, k = rotary(q, k, self.heads_per_pair)  # QK-norm: @Grad62304977
@@ -1081,7 +1066,7 @@ class CausalSelfAttention(nn.Module):
             y = y - f["xsa"].transpose(0, 1).tanh() * share * v
         if "head_gate" in f:  # a head may attend to nothing: record 28 (@classiclarryd)
             y = y * f["head_gate"].transpose(0, 1)
-        return times(f["post"][0], y.flatten(1), self.lambdas[1] * self.c_proj)
+        return scaled_linear(f["post"][0], y.flatten(1), out_lambda * self.c_proj)
 
     def add_embeddings(self, v: Tensor, x: Tensor, value_embed: Tensor | None, f: dict) -> Tensor:
         """Add to the values v (T, H, D) the value embedding, as much as a gate lets through, and what MUDD mixed."""
@@ -1103,37 +1088,39 @@ class CausalSelfAttention(nn.Module):
 class GateNet(nn.Module):
     """Make factors for each token of the stream x (T, K): scale (W2 gelu(W1 x) + b2).
 
-    wanted: by key, the numbers that the factors of a kind begin with. Multiway dynamic dense connections (MUDD,
+    wanted: for each layer by kind the numbers that its factors begin with. Multiway dynamic dense connections (MUDD,
     arXiv:2502.12170; record 81) and gates (85): both by @Lisennlp.
     """
 
-    def __init__(self, cfg: Hyperparameters, wanted: dict):
+    def __init__(self, cfg: Hyperparameters, *wanted: dict[str, list[float]]):
         super().__init__()
         dtype = getattr(torch, cfg.dtype)  # bf16 as in the record, though steps of 8e-4 cannot move a bias near 25
-        self.sizes = {key: len(first) for key, first in wanted.items()}
-        first = [*chain(*wanted.values())]
+        self.wanted = wanted
+        first = [*chain(*(numbers for kinds in wanted for numbers in kinds.values()))]
         w1 = torch.empty(64, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5
         self.w1 = nn.Parameter(w1.to(dtype))
         self.w2 = nn.Parameter(torch.zeros(len(first), 64, dtype=dtype))
         self.b2 = nn.Parameter((torch.tensor(first) / 0.1).to(dtype))
 
-    def forward(self, x: Tensor, scale: Tensor | float = 0.1) -> dict:
-        """Return by key the factors (n, T, 1), in the precision of x, so that the stream keeps its own."""
+    def forward(self, x: Tensor, scale: Tensor | float = 0.1) -> list[dict[str, Tensor]]:
+        """Return for each layer by kind the factors (n, T, 1), in the precision of x: so the stream keeps its own."""
         hidden = F.gelu(linear(x, self.w1))
         made = scale * (linear(hidden, self.w2) + self.b2.type_as(x))
-        return dict(zip(self.sizes, made.mT[:, :, None].split([*self.sizes.values()]), strict=True))
+        sizes = [len(numbers) for kinds in self.wanted for numbers in kinds.values()]
+        factors = iter(made.mT[:, :, None].split(sizes))
+        return [{kind: next(factors) for kind in kinds} for kinds in self.wanted]
 
 
 def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
-    """Return the sum of factors times sources, as far as both reach."""
-    return sum(factor * source for factor, source in zip(factors, sources, strict=False))  # type: ignore[return-value]
+    """Return the sum of factors times sources."""
+    return sum(factor * source for factor, source in zip(factors, sources, strict=True))  # type: ignore[return-value]
 
 
 class Block(nn.Module):
     """Add attention to the stream and then the MLP, each with a factor on the stream and one on what is added.
 
-    A factor is a parameter of the block, named in `learned`, or made for each token by a net: by the block's own for
-    MUDD, or by one that several blocks share. `wanted` says what these make for it, and the values to begin with.
+    A factor is a parameter of the block's `own`, or a net makes one for each token (`from_net` says which, and the
+    values to begin with): the block's own net for MUDD, or else one that several blocks share.
     """
 
     def __init__(self, cfg: Hyperparameters, layer: Layer, has_net: bool):
@@ -1141,29 +1128,29 @@ class Block(nn.Module):
         self.attn = CausalSelfAttention(cfg, layer) if layer.attention != "none" else None
         self.mlp = MLP(cfg)
         H = cfg.num_heads
-        learned = dict(resid=[cfg.resid_lambda_init] * 2, post=[1.0] * 2)  # of attention and MLP: record 73
+        own = dict(resid=[cfg.resid_lambda_init] * 2, post=[1.0] * 2)  # of attention and MLP: record 73
         embed = dict(embed=[0.0, cfg.bigram_lambda_init]) if self.attn else {}  # of x0 and bigrams
-        self.wanted: dict[str, list[float]] = {}
+        self.from_net: dict[str, list[float]] = {}
         if layer.mudd:
             mixes = dict(values=[0.0] * 3, stream=[0.0] * 3, value_gate=[2.0] * 2)
-            self.mudd_net = GateNet(cfg, mixes | learned | embed)
-            learned = {}
+            self.mudd_net = GateNet(cfg, mixes | own | embed)
+            own = {}
         elif has_net:
-            self.wanted |= embed
+            self.from_net |= embed
         else:
-            learned |= embed
+            own |= embed
         if layer.xsa:
-            self.wanted["xsa"] = [0.0] * H
+            self.from_net["xsa"] = [0.0] * H
         if layer.head_gate:
-            self.wanted["head_gate"] = [0.25] * H
+            self.from_net["head_gate"] = [0.25] * H
         if layer.dc:
-            self.wanted["dc"] = [1.0] * H + [0.0] * H  # u and w of `mix_heads`
+            self.from_net["dc"] = [1.0] * H + [0.0] * H  # u and w of `mix_heads`
         if layer.skip is not None:
-            self.wanted["skip"] = [0.5]
+            self.from_net["skip"] = [0.5]
             self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
-        for kind, first in learned.items():
+        for kind, first in own.items():
             self.register_parameter(f"{kind}_lambdas", nn.Parameter(torch.tensor(first)))
-        self.learned = [*learned]
+        self.own = [*own]
 
     def forward(self, x, read, x0, bigrams, value_embed, rotary, mask, doc_ids, f: dict) -> Tensor:
         """Return the new stream (T, K) from x. Attention reads `read`; f: all factors of the layer.
@@ -1207,7 +1194,7 @@ class LookUp(torch.autograd.Function):
 class GPT(nn.Module):
     """Map tokens (T,) int32 and targets (T, n) int64 to the sum of losses.
 
-    windows (2,) int32: the long and the short one. weights (n,): of the losses of the targets.
+    windows (n,) int32: those of `attention_windows`, in its order. weights (n,): of the losses of the targets.
     """
 
     def __init__(self, cfg: Hyperparameters):
@@ -1236,15 +1223,15 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.gate_nets = nn.ModuleDict()
         for start, end in pairwise([*starts, len(cfg.layers)]):
-            wanted = {(i, kind): first for i in range(start, end) for kind, first in blocks[i].wanted.items()}
-            self.gate_nets[str(start)] = GateNet(cfg, wanted)
+            self.gate_nets[str(start)] = GateNet(cfg, *(block.from_net for block in blocks[start:end]))
         for i, block in enumerate(blocks[:first_net]):
-            if block.wanted:
-                raise UserError(f"layer {i}: {', '.join(block.wanted)} need net=True in this row or an earlier one")
+            if block.from_net:
+                raise UserError(f"layer {i}: {', '.join(block.from_net)} need net=True in this row or an earlier one")
         self.gate_scale = nn.Parameter(torch.tensor(0.1)) if starts else None
         if mudd := cfg.layers[-1].mudd:
             # The head gets less of what only later layers needed: record 40 (@snimu, @classiclarryd)
-            self.head_net = GateNet(cfg, dict(out=[0.0, -0.5, 0.0] + [0.0] * len(mudd)))
+            num_more = bool(self.value_embeds) + len(mudd) - 1
+            self.head_net = GateNet(cfg, dict(out=[0.0, -0.5, 0.0] + [0.0] * num_more))
         if n := cfg.smear_gate_inputs:
             self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
             self.smear_lambda = nn.Parameter(torch.tensor(0.0))
@@ -1253,6 +1240,7 @@ class GPT(nn.Module):
         if cfg.tied_frac:  # and equal they stay while `is_tied`
             self.embed.weight.data.copy_(head)
         self.rotary = Rotary(cfg)
+        self.kinds = [*attention_windows(0, cfg)]
         if dtype == torch.float64:
             self.double()
 
@@ -1277,19 +1265,20 @@ class GPT(nn.Module):
             before = F.pad(x[:-1], (0, 0, 1, 0))
             x = x + self.smear_lambda * gate(x, self.smear_gate) * before
         x = x0 = norm(x)
-        factors = [{kind: getattr(block, f"{kind}_lambdas") for kind in block.learned} for block in self.blocks]
+        factors = [{kind: getattr(block, f"{kind}_lambdas") for kind in block.own} for block in self.blocks]
         outputs: list[Tensor] = []
+        mudd = self.cfg.layers[-1].mudd
         for i, (layer, block, f) in enumerate(zip(self.cfg.layers, self.blocks, factors, strict=True)):
             if layer.net:
-                for (of_layer, kind), factor in self.gate_nets[str(i)](x, self.gate_scale).items():
-                    factors[of_layer][kind] = factor
+                for of_layer, made in zip(factors[i:], self.gate_nets[str(i)](x, self.gate_scale), strict=False):
+                    of_layer |= made
             if i == 0:
                 x = first = x + f["embed"][1] * bigrams
             if layer.skip is not None:  # U-Net: later layers add earlier ones (record 11, @brendanh0gan)
                 x = x + block.skip_lambda.sigmoid() * f["skip"][0] * outputs[layer.skip]
             if layer.mudd:
-                sources = [first, outputs[layer.mudd[0]], x]
-                f |= block.mudd_net(x)
+                sources = [first, outputs[mudd[0]], x]
+                f |= block.mudd_net(x)[0]
                 f["value"] = mix(f["values"], sources)
                 x = x + mix(f["stream"], sources)
                 x0 = first  # with bigrams, as in the record
@@ -1297,9 +1286,9 @@ class GPT(nn.Module):
             added = bigrams if i else None  # the first stream has its bigrams
             x = block(x, read, x0, added, value_embeds.get(i), self.rotary, masks.get(layer.attention), doc_ids, f)
             outputs.append(x)
-        if layer.mudd:
-            sources += [*value_embeds.values()][:1] + [outputs[i] for i in layer.mudd[1:]]
-            x = x + mix(self.head_net(x)["out"], sources)
+        if mudd:
+            sources += [*value_embeds.values()][:1] + [outputs[i] for i in mudd[1:]]
+            x = x + mix(self.head_net(x)[0]["out"], sources)
         return norm(x)
 
     def bigrams(self, tokens: Tensor) -> Tensor:
@@ -1324,7 +1313,7 @@ class GPT(nn.Module):
         masks: dict[str, BlockMask | GatheredMask] = {}
         for kind in dict.fromkeys(layer.attention for layer in cfg.layers if layer.attention != "none"):
             ids = doc_ids.repeat_interleave(2) if kind == "paired" else doc_ids  # a token has two positions then
-            window = dict(long=windows[0], short=windows[1], paired=windows[1])[kind]
+            window = windows[self.kinds.index(kind)]
             masks[kind] = mask = document_block_mask(ids, window, cfg.block_size, for_flex=cfg.device == "cuda")
             if cfg.device != "cuda":
                 longest = max(cfg.final_window, *(stage.window for stage in cfg.stages))
@@ -1343,10 +1332,13 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
     """Return the losses (T,) of logits z (T, V), which it overwrites, in nats, and their gradient by z or None.
 
     targets (T, n): -1 or, beyond the end, -2 for none. weights (n,): of their losses. softcap (c, r, d): a logit is
-    r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18
-    (@KoszarskyB), lopsided since record 54 (@classiclarryd). A softmax ignores a shift, so the logits are computed less
-    r: -r s, with s = sigmoid(-(z + d) 2 / c). None is above 0, so exp needs no maximum subtracted. Written out, as
-    log_softmax would keep the logits of all slices alive (10 GB more in gpt2, estimated).
+    l = r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18
+    (@KoszarskyB), lopsided since record 54 (@classiclarryd).
+
+        s = sigmoid(-(z + d) 2 / c)
+        l - r = -r s          a softmax ignores the shift by r; never above 0, so exp needs no maximum subtracted
+
+    Written out, as log_softmax would keep the logits of all slices alive (10 GB more in gpt2, estimated).
     """
     c, r, d = softcap
     s = z.add_(d).mul_(-2 / c).sigmoid_()  # in place, as eager CPUs gain by it
@@ -1359,8 +1351,8 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
     if not with_grad:
         return losses, None
     columns = torch.arange(z.size(1), device=z.device)
-    weight = ((targets != -1) * weights).sum(-1)  # a quirk of the record, kept: missing targets (-2) count
-    d_logits = exps.mul_((weight / total)[:, None])  # weight softmax(logits), less the weights of the targets
+    total_weight = ((targets != -1) * weights).sum(-1)  # a quirk of the record, kept: missing targets (-2) count
+    d_logits = exps.mul_((total_weight / total)[:, None])  # total_weight softmax(logits), less the weights of targets
     for k in range(len(weights)):
         d_logits.sub_(weights[k] * (targets[:, k, None] == columns))
     return losses, torch.ops.aten.sigmoid_backward(d_logits, s).mul_(r * 2 / c)
@@ -1432,7 +1424,6 @@ class ShardedOptimizer:
 
     update_shard: Callable
     init_state: Callable
-    apply: Callable  # what a step does to the rows, compiled where the model is
     by_matrix = False  # a row is a matrix, or else 16 numbers, as kernels want addresses that are multiples of 16
     keeps_values = False  # True: the state has fp32 values; parameters and gradients travel as activations are
     every = 1  # step once in so many steps, on the sum of their gradients
@@ -1479,6 +1470,9 @@ class ShardedOptimizer:
 
     def reduce(self) -> None:
         """Start to sum the gradients over the ranks; each gets the sums of its rows."""
+        for name, p in zip(self.names, self.params, strict=True):
+            if p.grad is None:
+                raise UserError(f"{name}: has no gradient, so the loss does not use this parameter")
         torch._foreach_copy_(self.grad_views, [p.grad for p in self.params])
         for p in self.params:
             p.grad = None
@@ -1491,6 +1485,12 @@ class ShardedOptimizer:
             self.grad_shard.div_(self.cfg.batch_sequences)
         self.update_shard(self.param_shard, self.grad_shard, step, lr_multiplier(step, self.cfg))
         self.wait_for_params = start_collective(all_gather, self.param_buffer, self.param_shard)
+
+
+@cache
+def compiled(function: Callable, dynamic: bool) -> Callable:
+    """Return what an optimizer does to its rows as a compiled function. dynamic: one graph serves all sizes."""
+    return torch.compile(function, fullgraph=True, dynamic=dynamic)
 
 
 def adam_update(shard, grad, m, v, rate, eps, decay, beta1, beta2) -> None:
@@ -1515,27 +1515,27 @@ class Adam(ShardedOptimizer):
         dtype = values.dtype
         if self.cfg.adam_fp32:
             dtype = torch.promote_types(dtype, torch.float32)
-        if self.cfg.compile:
-            self.apply = torch.compile(adam_update, fullgraph=True, dynamic=True)  # one graph serves all sizes
         return {name: torch.zeros_like(values, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
 
     def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr_factor: float) -> None:
-        m, v = self.state.values()
-        _, _, lr, decay, beta1, beta2 = self.groups[0]  # all have the same row
-        lr *= lr_factor
+        m, v = self.state["exp_avg"], self.state["exp_avg_sq"]
+        group = self.groups[0]  # all have the same row
+        lr = group.lr * lr_factor
+        beta1, beta2 = group.beta1, group.beta2
         count = step // self.every  # updates before this one
         root = (1 - beta2 ** (count + 1)) ** 0.5  # of the second moment's bias correction
         if self.cfg.compile:
             rate = lr * root / (1 - beta1 ** (count + 1))
-            self.apply(shard, grad, m, v, *self.numbers(rate, self.cfg.adam_eps, decay * lr**2, beta1, beta2))
+            numbers = self.numbers(rate, self.cfg.adam_eps, group.decay * lr**2, beta1, beta2)
+            compiled(adam_update, dynamic=True)(shard, grad, m, v, *numbers)
             return
         eps = self.cfg.adam_eps / root  # records add it to the root before bias correction, torch after
         options = dict(lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=0.0, amsgrad=False, maximize=False)
         counts = [torch.full((), count, dtype=torch.float32, device=grad.device)]
-        new = shard.to(m.dtype, copy=decay > 0)  # decay needs the old values
+        new = shard.to(m.dtype, copy=group.decay > 0)  # decay needs the old values
         adam([new], [grad.to(m.dtype)], [m], [v], [], counts, fused=True, **options)  # PyTorch's kernel
-        if decay:  # only where the update, which has the sign of m, moves a weight towards 0
-            new.addcmul_(shard, m * shard > 0, value=-decay * lr**2)
+        if group.decay:  # only where the update, which has the sign of m, moves a weight towards 0
+            new.addcmul_(shard, m * shard > 0, value=-group.decay * lr**2)
         shard.copy_(new)
 
 
@@ -1606,14 +1606,15 @@ class Muon(ShardedOptimizer):
         for part, group in zip(factors.split(self.rows_per_param), self.groups, strict=True):
             part.fill_(group.lr)
         self.factors = self.share(factors)
-        self.apply = torch.compile(muon_update, fullgraph=True, dynamic=False) if self.cfg.compile else muon_update
         second_moment = torch.zeros_like(values.narrow(self.mean_dim, 0, 1))
         return dict(values=values, momentum_buffer=torch.zeros_like(values), second_moment=second_moment)
 
     def update_shard(self, shard: Tensor, grad: Tensor, step: int, lr_factor: float) -> None:
-        _, _, _, decay, _, beta2 = self.groups[0]  # all agree in decay and beta2
-        numbers = self.numbers(muon_momentum(step, self.cfg), self.cfg.muon_lr * lr_factor)
-        self.apply(shard, grad, self.factors, *self.state.values(), *numbers, decay, beta2, self.mean_dim)
+        momentum, lr = self.numbers(muon_momentum(step, self.cfg), self.cfg.muon_lr * lr_factor)
+        group = self.groups[0]  # all agree in decay and beta2
+        fixed = dict(decay=group.decay, beta2=group.beta2, dim=self.mean_dim)
+        update = compiled(muon_update, dynamic=False) if self.cfg.compile else muon_update
+        update(shard, grad, self.factors, **self.state, momentum=momentum, lr=lr, **fixed)
 
 
 OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
@@ -1629,10 +1630,11 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
         if len(rows) != 1:
             raise UserError(f"{name}: {len(rows)} rows of `groups` name this parameter, expected one")
         row_of[name] = group = rows[0]
-        key = (p.shape[-2:], group.decay, group.beta2) if OPTIMIZERS[group.optimizer].by_matrix else group
+        key = (p.shape[-2:], group.decay, group.beta2) if OPTIMIZERS[group.optimizer].by_matrix else (group, p.dtype)
         members.setdefault((group.optimizer, key), {})[name] = p
-    if cfg.tied_frac and row_of["embed.weight"][2:] != row_of["lm_head"][2:]:
-        raise UserError("--tied_frac: the rows of embed.weight and lm_head in `groups` have to have the same numbers")
+    embed, head = (row_of[name]._replace(names="") for name in ("embed.weight", "lm_head"))
+    if cfg.tied_frac and embed != head:
+        raise UserError(f"embed.weight has {embed}, lm_head {head}: expected the same, or --tied_frac 0")
     optimizers = []
     for (kind, _), params in members.items():
         optimizers.append(OPTIMIZERS[kind](params, [row_of[name] for name in params], cfg, ranks))
@@ -1642,11 +1644,15 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
 
 @torch.no_grad()
 def step_optimizers(optimizers: Sequence[ShardedOptimizer], step: int) -> None:
-    """Take a step on the gradients, summed over this rank's sequences, and clear those that were used."""
+    """Take a step on the gradients, summed over this rank's sequences, and clear those that were used.
+
+    Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
+    the gradients of the next and the values of the last are on their way.
+    """
     due = [optimizer for optimizer in optimizers if (step + 1) % optimizer.every == 0]
     for optimizer in due:
         optimizer.reduce()
-    for optimizer in due:  # while one computes, the gradients of the next and the values of the last travel
+    for optimizer in due:
         optimizer.update(step)
     for optimizer in due:
         optimizer.wait_for_params()
@@ -1666,35 +1672,57 @@ def first_line(error: BaseException) -> str:
 class RunLog:
     """Keep the clock and the curves of a run. On rank 0 also write LOG_DIR/RUN_ID.txt and tell the console."""
 
-    def __init__(self, cfg: Hyperparameters, is_main: bool, saved: Saved):
+    def __init__(self, cfg: Hyperparameters, is_main: bool, goes_on: bool):
         self.cfg = cfg
         self.is_main = is_main
-        self.saved = saved
         self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
-        self.curves = dict(saved.curves)
-        self.pending: deque = deque()  # losses on their way to the host
+        self.file = self.open(goes_on) if is_main else None
         self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
-        self.file = self.open() if is_main else None
-        has_bar = is_main and os.isatty(1) and os.isatty(2)
-        tokens = dict(initial=num_tokens(saved.step, cfg), total=num_tokens(cfg.num_iterations, cfg))
-        form = "{desc} |{bar}| {rate_fmt} {remaining} left"
-        self.bar = tqdm(**tokens, unit="tok", unit_scale=True, bar_format=form, dynamic_ncols=True, disable=not has_bar)
+        self.pending: deque = deque()  # losses on their way to the host
 
-    def open(self) -> TextIO:
-        """Create the log, or go on with it. Refuse to if another run has written, or is writing, under its name."""
-        taken = [".json"] if self.cfg.resume else [".json", ".txt", ".checkpoint"]
-        taken += [] if self.saved.step else [".pt"]
+    def open(self, goes_on: bool) -> TextIO:
+        """Open and lock the log. Refuse if another run has written, or is writing, under its name."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            for path in map(self.path.with_suffix, taken):
-                if path.exists():
-                    raise OSError(f"{path.name} is there already")
-            file = self.path.open("a" if self.cfg.resume else "x", encoding="utf-8")
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dies with the process
+            file: TextIO = self.path.open("a", encoding="utf-8")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dies with the process
+            except BlockingIOError:
+                raise OSError("another process is writing it") from None
+            except OSError:  # the file system has no locks
+                pass
+            taken = [".json"] if self.cfg.resume else [".json", ".checkpoint", ".pt"]
+            if (file.tell() and not self.cfg.resume) or any(self.path.with_suffix(kind).exists() for kind in taken):
+                raise OSError("this run is there already")
+            if file.tell() and not goes_on:  # a run that was killed before its first checkpoint
+                self.path.rename(self.path.with_suffix(f".{time.time_ns()}.torn"))
+                file = self.open(goes_on)
             return file
         except (OSError, ValueError) as error:  # the latter: a null byte
-            reason = "another process is writing it" if isinstance(error, BlockingIOError) else first_line(error)
-            raise UserError(f"log {str(self.path)[:200]}: {reason}; choose another --run_id or --log_dir") from None
+            name = str(self.path)[:200]
+            raise UserError(f"log {name}: {first_line(error)}; choose another --run_id or --log_dir") from None
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, trace) -> None:
+        """Say why a run has stopped, and how it goes on, and close all."""
+        if error:
+            resume = f"; to go on, add --resume {self.path.with_suffix('.checkpoint')}" if self.saved.step else ""
+            self.write(f"stopped: {first_line(error)}{resume}", console=bool(resume))
+        self.bar.close()
+        if self.file:
+            with contextlib.suppress(OSError):
+                self.file.close()
+
+    def begin(self, saved: Saved) -> None:
+        """Go on from what has been saved, as all ranks have agreed."""
+        self.saved = saved
+        self.curves = dict(saved.curves)
+        has_bar = self.is_main and os.isatty(1) and os.isatty(2)
+        tokens = dict(initial=num_tokens(saved.step, self.cfg), total=num_tokens(self.cfg.num_iterations, self.cfg))
+        form = "{desc} |{bar}| {rate_fmt} {remaining} left"
+        self.bar = tqdm(**tokens, unit="tok", unit_scale=True, bar_format=form, dynamic_ncols=True, disable=not has_bar)
 
     def start_clock(self, ms: float) -> None:
         """Go on from `ms` of training, once the device has done all that it was given."""
@@ -1752,28 +1780,39 @@ class RunLog:
                     os.fsync(file.fileno())
                 part.replace(path)
             self.write(f"{path}: saved; {note}", console=suffix != ".json")
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as the latter
+        except (OSError, RuntimeError) as error:
             part.unlink(missing_ok=True)
-            self.write(f"{path}: not saved: {first_line(error)}", console=True)
+            reason = first_line(error) if isinstance(error, OSError) else "torch could not write it; is the disk full?"
+            self.write(f"{path}: not saved: {reason}", console=True)
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
+def use_device(cfg: Hyperparameters, ranks: Ranks) -> torch.device:
+    """Return this rank's device, or share out the threads of a CPU. Refuse a device that multiplies wrongly."""
+    device = torch.device("cpu")
+    if cfg.device == "cuda":
+        device = torch.device("cuda", ranks.local_rank)
+        torch.cuda.set_device(device)
+    elif cfg.cpu_threads:
+        torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
+    ones = torch.ones(128, 1024, dtype=getattr(torch, cfg.dtype), device=device)
+    if not (ones @ ones.T == 1024).all():  # seen in bf16 where OpenMP starts fewer threads than torch counts on
+        raise UserError("products are wrong here: unset OMP_DYNAMIC and OMP_THREAD_LIMIT")
+    return device
+
+
 class Trainer:
     """Hold model and optimizers, the same on all ranks from `warm_up` on, and take the steps of a run."""
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         self.cfg = cfg
         self.ranks = ranks
-        self.device = torch.device("cpu")
-        if cfg.device == "cuda":
-            self.device = torch.device("cuda", ranks.local_rank)
-            torch.cuda.set_device(self.device)
-        elif cfg.cpu_threads:
-            torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
+        self.device = use_device(cfg, ranks)
         torch.manual_seed(cfg.seed)
         self.gpt = GPT(cfg).to(self.device)
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
+        self.head_every = next(o.every for o in self.optimizers if "lm_head" in o.names)
         self.prefixes = torch.from_numpy(read_prefixes(cfg)).to(self.device)
         self.stage = 0
         self.set_schedules(0)
@@ -1781,7 +1820,7 @@ class Trainer:
     def set_schedules(self, step: int) -> None:
         """Set windows, weights of the losses, rotary tables and attention scale to a step's. Nothing recompiles."""
         weights = torch.tensor(loss_weights(step, self.cfg), dtype=self.gpt.rotary.scale.dtype)
-        windows = torch.tensor(attention_windows(step, self.cfg), dtype=torch.int32)
+        windows = torch.tensor([*attention_windows(step, self.cfg).values()], dtype=torch.int32)
         self.weights, self.windows = (t.to(self.device, non_blocking=True) for t in (weights, windows))
         stage = stage_index(step, self.cfg)
         if stage != self.stage:
@@ -1795,7 +1834,7 @@ class Trainer:
         prefixes = self.prefixes if has_prefix_loss(step, self.cfg) else None
         num_next = len(stage_of(step, self.cfg).mtp)
         for tokens, targets in sequences:
-            columns = next_targets(targets, num_next, prefixes)  # not in the graph, which would keep more of them
+            columns = next_targets(targets, num_next, prefixes)  # outside of the graph, which would keep copies
             loss = self.model(tokens, columns, self.windows, self.weights)
             # A sum over tokens, as in the record: gradients grow with train_seq_len. Only the optimizers divide by the
             # number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
@@ -1805,7 +1844,7 @@ class Trainer:
         wait = start_collective(dist.all_reduce, mean)
         embed = self.gpt.embed.weight
         head = self.gpt.lm_head
-        if is_tied(step, self.cfg) and (step + 1) % self.cfg.adam_every == 0:  # both step on the sum of their gradients
+        if is_tied(step, self.cfg) and (step + 1) % self.head_every == 0:  # both step on the sum of their gradients
             embed.grad = head.grad = embed.grad + head.grad  # (records 51, 53: @varunneal)
         step_optimizers(self.optimizers, step)
         wait()
@@ -1832,9 +1871,9 @@ class Trainer:
             saved = {name: t.to("cpu", copy=True) for name, t in self.state().items() if self.ranks.rank == 0}
         length = len(self.gpt.rotary.cos) + 1
         tokens = torch.arange(length, dtype=torch.int32, device=self.device) % self.cfg.vocab_size
+        count = self.cfg.batch_sequences // self.ranks.world_size
         for start in stage_starts(self.cfg)[:-1]:
             length = train_seq_len(start, self.cfg)
-            count = self.cfg.batch_sequences // self.ranks.world_size
             for step in range(start, start + self.cfg.adam_every):
                 self.train_step(step, [(tokens[:length], tokens[1 : length + 1].long())] * count)
         length = self.cfg.val_seq_len
@@ -1885,7 +1924,7 @@ def train(trainer: Trainer, plans: Plans, log: RunLog) -> int:
     sequences = range(ranks.rank, cfg.batch_sequences, ranks.world_size)
     batches = read_batches(plans["train"][start:], sequences, cfg, trainer.device)
     gc.collect()
-    gc.disable()  # one collection in the middle of a run was measured at 0.6 s (nanochat issue 477)
+    gc.freeze()  # one collection of all there is was measured at 0.6 s (nanochat issue 477)
     compiled = graphs["unique_graphs"]
     log.start_clock(log.saved.ms)
     for step in range(start, cfg.num_iterations + 1):
@@ -1904,16 +1943,22 @@ def train(trainer: Trainer, plans: Plans, log: RunLog) -> int:
             log.start_clock(ms)
         if not is_last:
             log.send_loss(step + 1, trainer.train_step(step, next(batches)))
+    gc.unfreeze()
     return graphs["unique_graphs"] - compiled
 
 
 # ---- Run: ranks that agree, checkpoints, summary ---------------------------------------------------------------------
 def init_distributed() -> Ranks:
     """Join the ranks that torchrun's environment names. Objects travel by gloo: ranks need not agree on a device."""
+    # Segments of GPU memory that grow waste less of it. torch reads this when CUDA starts, not when it is imported
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     try:
         ranks = Ranks(*(int(os.environ.get(name.upper(), default)) for name, default in Ranks._field_defaults.items()))
         if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
             raise ValueError(f"impossible {ranks}")
+        # Every rank compiles in as many processes as there are cores, up to 32: let the ranks share the cores
+        workers = (os.cpu_count() or 1) // ranks.local_world_size
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(max(1, workers), 32)))
         if ranks.world_size > 1:
             if sys.platform == "linux":
                 ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
@@ -1930,15 +1975,16 @@ def agree(ranks: Ranks, problem: UserError | None, saved: Saved) -> Saved:
     everyone = [own] * ranks.world_size
     if ranks.world_size > 1:
         dist.all_gather_object(everyone, own)
-    for rank, (problem, theirs) in enumerate(everyone):
-        for name, value in everyone[0][1].must_match.items():
-            if not problem and theirs.must_match[name] != value:
-                problem = UserError(f"has {name} {theirs.must_match[name]} instead of {value}: start all alike")
-        if problem and ranks.local_rank > 0:
-            sys.exit(problem.code)  # one rank per node says why
-        if problem:
-            raise type(problem)(f"rank {rank}: {problem}" if ranks.world_size > 1 else str(problem))
-    return everyone[0][1]
+    agreed = everyone[0][1]
+    for rank, (their_problem, theirs) in enumerate(everyone):
+        for name, value in agreed.must_match.items():
+            if not their_problem and theirs.must_match[name] != value:
+                their_problem = UserError(f"has {name} {theirs.must_match[name]} instead of {value}: start all alike")
+        if their_problem and ranks.local_rank > 0:
+            sys.exit(their_problem.code)  # one rank per node says why
+        if their_problem:
+            raise type(their_problem)(f"rank {rank}: {their_problem}" if ranks.world_size > 1 else str(their_problem))
+    return agreed
 
 
 def load(path: Path, *names: str) -> dict:
@@ -1963,26 +2009,20 @@ def load_checkpoint(given: Hyperparameters) -> Saved:
     if path is None:
         return Saved(given.run_id, given.seed)
     saved = Saved(**load(path, *Saved._fields))
-    kinds = dict(run_id=str, seed=int, must_match=dict, step=int, ms=float, curves=dict, tensors=dict)
-    wrong = [name for name, kind in kinds.items() if not isinstance(getattr(saved, name), kind)]
-    for curve in saved.curves.values() if not wrong else []:
-        if not isinstance(curve, list) or not all(isinstance(point, tuple) and len(point) == 3 for point in curve):
-            wrong.append("curves")
-    if wrong:
-        raise UserError(f"{path}: not a sound checkpoint: {', '.join(wrong)}")
     if given.run_id not in ("", saved.run_id):
         raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
     return saved
 
 
 def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Plans, Saved]:
-    """Do all that can fail on a rank alone. Return configuration, plans, and how far the run is."""
+    """Read flags, checkpoint and data. Return configuration, plans, and how far the run is."""
     given = parse_args(argv, ranks.world_size)
     saved = load_checkpoint(given) if ranks.rank == 0 else Saved(given.run_id, given.seed)
     cfg = resolve(dataclasses.replace(given, run_id=saved.run_id, seed=saved.seed))
     n = cfg.batch_sequences
     if n % ranks.world_size:
         raise UserError(f"{ranks.world_size} processes: expected a divisor of {n}, the number of sequences in a step")
+    use_device(cfg, ranks)
     plans = plan_data(cfg)
     may_differ = "run_id log_dir train_files val_files prefix_file save_checkpoint checkpoint_every resume".split()
     fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
@@ -1996,25 +2036,26 @@ def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Plans,
         own = must_match.get(name)
         if own != value:
             raise UserError(f"the checkpoint has {name} {value} instead of {own}: resume with the same")
-    if saved.must_match and not 0 < saved.step < cfg.num_iterations:
-        raise UserError(f"the checkpoint is of step {saved.step}, beyond --num_iterations {cfg.num_iterations}")
     return cfg, plans, saved._replace(must_match=must_match, run_id=cfg.run_id, seed=cfg.seed)
 
 
-def describe(cfg: Hyperparameters, ranks: Ranks, plans: Plans, hashes: dict) -> str:
-    """Return versions, hardware, shards and the hashes of the tokens, for the log."""
+def describe(argv: Sequence[str], cfg: Hyperparameters, ranks: Ranks, plans: Plans, hashes: dict) -> str:
+    """Return versions, hardware, environment, shards, hashes of tokens, flags and configuration, for the log."""
     lines = [f"Running Python {sys.version}", f"Running PyTorch {torch.__version__}, numpy {np.__version__}"]
     lines.append(f"{ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores")
     how: dict = dict(cwd=Path(__file__).parent, capture_output=True, text=True, errors="replace", timeout=20)
     for command in ("git --no-optional-locks describe --always --abbrev=40 --dirty", "lscpu", "nvidia-smi"):
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             lines += [f"$ {command}", subprocess.run(command.split(), **how).stdout.strip()]
+    prefixes = "TORCH", "PYTORCH", "TRITON", "CUDA", "NCCL", "OMP"  # of variables that change how it runs
+    lines.append(f"environment: {json.dumps({k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)})}")
     for name, plan in plans.items():
         for path in paths_of(plan):
             lines.append(f"{name} shard: {path}, {os.path.getsize(path)} bytes")
     note = "" if cfg.val_sha256 in ("", hashes["validation tokens"]) else " (not the track's: do not compare losses)"
     lines.append(f"training tokens: {num_tokens(cfg.num_iterations, cfg)}, sha256 {hashes['training tokens']}")
     lines.append(f"validation tokens: {cfg.val_tokens}, sha256 {hashes['validation tokens']}{note}")
+    lines += [f"flags: {json.dumps(argv)}", f"configuration: {json.dumps(dataclasses.asdict(cfg))}"]
     return "\n".join(lines)
 
 
@@ -2042,7 +2083,8 @@ def report(log: RunLog, plans: Plans, trainer: Trainer, recompiles: int) -> dict
     log.write(f"step time: median {np.median(step_ms):.2f}ms\npeak memory: {peak} MiB")
     if cfg.save_checkpoint:
         model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict())
-        log.save(".pt", partial(torch.save, model), f"next: {os.path.relpath(sys.executable)} sample.py")
+        sample = [sys.executable, Path(__file__).with_name("sample.py"), log.path.with_suffix(".pt")]
+        log.save(".pt", partial(torch.save, model), f"next: {shlex.join(map(os.path.relpath, sample))}")
     log.save(".json", lambda file: file.write(json.dumps(result).encode() + b"\n"), "the result")
     text = f"val_loss {val_loss:.4f} after {ms / 1000:.2f} s"
     if cfg.target_loss and cfg.val_sha256 in ("", log.saved.must_match["validation tokens"]):  # or else another text
@@ -2055,26 +2097,23 @@ def main(argv: Sequence[str] | None = None) -> dict:
     """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
     argv = sys.argv[1:] if argv is None else list(argv)
     source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
-    # Segments of GPU memory that grow waste less of it. torch reads this when CUDA starts, not when it is imported
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     ranks = init_distributed()
-    try:
+    try:  # all that can fail on one rank alone
         cfg, plans, saved = plan_run(argv, ranks)
+        log = RunLog(cfg, is_main=ranks.rank == 0, goes_on=saved.step > 0)
         problem = None
     except UserError as error:
-        problem = error
         saved = Saved()
+        problem = error
     agreed = agree(ranks, problem, saved)
-    log = RunLog(cfg, ranks.rank == 0, agreed)
-    try:
+    log.begin(agreed)
+    with log:
         trainer = Trainer(cfg, ranks)
         if agreed.step:
             log.write(f"resumed at step {agreed.step}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
         elif log.is_main:
-            environment = describe(cfg, ranks, plans, agreed.must_match)
-            settings = json.dumps(dataclasses.asdict(cfg))
             rule = "=" * 100
-            log.write(f"{source}\n{rule}\n{environment}\nflags: {json.dumps(argv)}\nconfiguration: {settings}\n{rule}")
+            log.write(f"{source}\n{rule}\n{describe(argv, cfg, ranks, plans, agreed.must_match)}\n{rule}")
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
             if cfg.resume:
                 log.write(f"--resume latest: no checkpoint in {cfg.log_dir}, this is a new run", console=True)
@@ -2082,16 +2121,6 @@ def main(argv: Sequence[str] | None = None) -> dict:
         trainer.warm_up(saved.tensors if agreed.step else None)
         recompiles = train(trainer, plans, log)
         return report(log, plans, trainer, recompiles)
-    except BaseException as error:
-        resume = f"; to go on, add --resume {log.path.with_suffix('.checkpoint')}" if log.saved.step else ""
-        log.write(f"stopped: {first_line(error)}{resume}", console=bool(resume))
-        raise
-    finally:
-        gc.enable()
-        log.bar.close()
-        if log.file:
-            with contextlib.suppress(OSError):
-                log.file.close()
 
 
 if __name__ == "__main__":
