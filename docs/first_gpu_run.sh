@@ -7,7 +7,7 @@
 # OUT=FOLDER names another folder than logs/first-gpu-run-TIME. Every stage has an hour; if one fails, the others still
 # run. Exit codes: 0 done, 1 a stage failed, 2 no Python.
 set -uo pipefail
-CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")/.."
+CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")/.." || exit
 source speedrun/environment.sh
 flags=$*
 find_python requirements.txt

@@ -146,7 +146,8 @@ def step_flops(trainer: Trainer, sequences: Sequence[tuple[Tensor, Tensor]], ste
     windows = train_gpt.attention_windows(step, cfg)
     for tokens, _ in sequences:
         pairs = {kind: attended_pairs(tokens, window, cfg.eot_token) for kind, window in windows.items()}
-        pairs |= dict(none=0, paired=attended_pairs(tokens, windows["paired"], cfg.eot_token, rows=2) // 2)  # half the heads
+        # A pair of heads is one head of two rows a token
+        pairs |= dict(none=0, paired=attended_pairs(tokens, windows["paired"], cfg.eot_token, rows=2) // 2)
         attention = sum(pairs[layer.attention] for layer in cfg.layers)
         total += 6 * matmul * len(tokens) + 12 * cfg.num_heads * cfg.head_dim * attention
     return total

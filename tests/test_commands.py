@@ -23,7 +23,9 @@ FOLDERS = ("*.md", "docs/*.md", "speedrun/*.md", "gpu_proof/*.md", "records/**/*
 PAGES = [page for pattern in FOLDERS for page in ROOT.glob(pattern)]
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )?(?:[\w./]*python|torchrun|\./run\.sh|train_gpt\.py)(?: [^=]|$)")
 FILE = re.compile(r"(?:\./)?\w[\w./-]*\.(?:py|sh|md|json|txt|slurm|toml|png)")
-MADE_BY_RUNS = re.compile(r"my\.py|profile\.txt|race\.json|record\.json|config\.json|logs/.*|data/(nano|own|fineweb10B)/.*")
+MADE_BY_RUNS = re.compile(
+    r"my\.py|profile\.txt|race\.json|record\.json|config\.json|logs/.*|data/(nano|own|fineweb10B)/.*"
+)
 
 
 def quoted(page: Path) -> list[str]:
