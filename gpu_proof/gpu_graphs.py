@@ -431,7 +431,7 @@ def table(arch: int, found: dict) -> str:
     launches = ", ".join(f"{n:g}" for n in step_launches(found))
     lines += [
         "",
-        f"Launches of a step of each stage, on one of {WORLDS[0]} processes: {launches}",
+        f"Launches of a step, by stage, on one of {WORLDS[0]} processes: {launches}",
         *memory_lines(found),
     ]
     return "\n".join([*lines, "", *(f"FAILED: {line}" for line in failures(found))]).rstrip()
