@@ -10,7 +10,7 @@ set -uo pipefail
 CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")/.." || exit
 source speedrun/environment.sh
 flags=$*
-find_python requirements.txt
+find_python
 export PYTHON=$python
 out=${OUT:-logs/first-gpu-run-$(date +%Y%m%d-%H%M%S)}
 mkdir -p "$out"
@@ -42,11 +42,11 @@ stage versions "$python" -m torch.utils.collect_env
 stage check ./run.sh --check "${run[@]}"
 stage self-test ./test.sh "${self_test[@]}"
 stage run ./run.sh "${run[@]}" --log_dir "$out" --run_id short
-stage bench "$python" -m speedrun.bench "${quick[@]}" --out "$out/bench" "$@"
+stage bench "$python" -m speedrun bench "${quick[@]}" --out "$out/bench" "$@"
 for processes in 8 4 2; do
     if [ "$processes" -le "$gpus" ]; then
         stage "bench-on-$processes" "$python" -m torch.distributed.run --standalone --nproc_per_node=$processes \
-            -m speedrun.bench --out "$out/bench-on-$processes" "$@"
+            -m speedrun bench --out "$out/bench-on-$processes" "$@"
         break
     fi
 done

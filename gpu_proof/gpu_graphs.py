@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,14 +53,14 @@ def elements(t: Tensor) -> int:
     return math.prod(size for size, stride in zip(t.shape, t.stride(), strict=True) if stride)
 
 
-def find_ranges(source: str, arguments: dict[str, object]) -> list[int]:
+def find_ranges(source: str, arguments: dict[str, Any]) -> list[int]:
     """Return the numbers of indices of a launch: x, y, z, and of a reduction. FlexAttention's kernels have none."""
     ranges = {name: n for name, n in arguments.items() if name.endswith("numel")}
     ranges |= dict(re.findall(r"^    (\w+?numel) = (\d+)$", source, re.M))
     return [int(n) for n in ranges.values()]
 
 
-def kernel_bytes(source: str, arguments: dict[str, object]) -> int:
+def kernel_bytes(source: str, arguments: dict[str, Any]) -> int:
     """Count the bytes that a launch moves: of each argument an element by access and index, and none twice.
 
     Every argument is read at most once and written at most once, as a whole; FlexAttention's and the script's own
@@ -76,7 +77,7 @@ def kernel_bytes(source: str, arguments: dict[str, object]) -> int:
     return sum(min(elements(tensors[name]), n) * tensors[name].itemsize for (_, name), n in touched.items())
 
 
-def product(arguments: dict[str, object], source: str) -> tuple[str, str, int] | None:
+def product(arguments: dict[str, Any], source: str) -> tuple[str, str, int] | None:
     """Return the precision of a product that the script's own kernel makes of its first two arguments, name and FLOPs.
 
     Inductor's kernels have numbered ranges, and FlexAttention's take three matrices.
@@ -91,7 +92,7 @@ def product(arguments: dict[str, object], source: str) -> tuple[str, str, int] |
 def operation_bytes(tensors: Sequence[Tensor], table: Tensor | None) -> int:
     """Count the bytes of an operation's arguments and results; of a table only as many as the rows that it looks up."""
     rows = max((elements(t) * t.itemsize for t in tensors if t is not table), default=0)
-    return sum(min(elements(t) * t.itemsize, rows if t is table else math.inf) for t in tensors)
+    return sum(min(elements(t) * t.itemsize, rows) if t is table else elements(t) * t.itemsize for t in tensors)
 
 
 # ---- What runs -------------------------------------------------------------------------------------------------------
@@ -102,7 +103,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.names, self.world, self.phase, self.graph = names, 1, "", ""  # names: a pattern for kernels to compile
         self.calls: dict[tuple, dict] = {}  # every launch, equal ones together
-        self.kernels: dict[str, dict[object, list]] = {}  # by graph and kernel: its configurations
+        self.kernels: dict[str, dict[Any, list]] = {}  # by graph and kernel: its configurations
         self.compiled: dict[object, list] = {}
         self.live: list[tuple[StorageWeakRef, int, bool]] = []
         self.peaks: dict[str, dict] = {}  # by phase
@@ -222,7 +223,7 @@ class Recorder(TorchDispatchMode):
 
 def same_layout(tensors: Sequence[Tensor]) -> bool:
     """Say whether all tensors with several elements lie in memory in one order."""
-    orders = [sorted(range(t.ndim), key=lambda i, t=t: -t.stride(i)) for t in tensors if t.numel() > 1]
+    orders = [sorted(range(t.ndim), key=t.stride().__getitem__, reverse=True) for t in tensors if t.numel() > 1]
     most = max((len(order) for order in orders), default=0)
     return len({tuple(order) for order in orders if len(order) == most}) < 2
 
@@ -252,7 +253,7 @@ def compile_config(kernel, config) -> dict:
 
 # ---- The process of one architecture ---------------------------------------------------------------------------------
 def load_script(path: Path):
-    spec = importlib.util.spec_from_file_location("train_gpt", path)
+    spec: Any = importlib.util.spec_from_file_location("train_gpt", path)
     module = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -330,7 +331,9 @@ def run_steps(script, cfg, recorder: Recorder) -> tuple[list[dict], dict[int, di
 def child(argv: Sequence[str]) -> None:
     """Print what was found out about one architecture, as a line of JSON."""
     arch, path, names, changes, *flags = argv
-    stages, memory, failed = [], {}, ""
+    stages: list[dict] = []
+    memory: dict[int, dict] = {}
+    failed = ""
     recorder, script = Recorder(names), load_script(Path(path))
     cfg = script.parse_args(["--preset", "gpt2", "--device", "cuda", "--seed", "1", *flags])
     cfg = script.resolve(dataclasses.replace(cfg, **json.loads(changes)))
@@ -434,7 +437,7 @@ def table(arch: int, found: dict) -> str:
     launches = ", ".join(f"{n:g}" for n in step_launches(found))
     lines += [
         "",
-        f"Launches of a step of each stage, on one of {WORLDS[0]} processes: {launches}",
+        f"Launches of a step, by stage, on one of {WORLDS[0]} processes: {launches}",
         *memory_lines(found),
     ]
     return "\n".join([*lines, "", *(f"FAILED: {line}" for line in failures(found))]).rstrip()
@@ -442,7 +445,8 @@ def table(arch: int, found: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
-    options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options: dict[str, Any] = dict(usage=argparse.SUPPRESS, allow_abbrev=False)
+    options |= dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(prog="python -m gpu_proof gpu_graphs", description=__doc__, **options)
     archs = ",".join(map(str, pretend_gpu.DEVICES))
     parser.add_argument("--arch", default=archs, help="compute capabilities (default: %(default)s)")

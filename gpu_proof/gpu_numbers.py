@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def small_model(script):
         script.Layer("long", skip=0, reads=1, head_gate=True, dc=True, mudd=(1, 0)),
     )
     stages = (script.Stage(1, batch=1, max_doc_len=2048, window=512),)
-    sizes = dict(model_dim=128, num_heads=2, head_dim=64, dc_keys=100, lm_head_slice=256)
+    sizes: dict[str, Any] = dict(model_dim=128, num_heads=2, head_dim=64, dc_keys=100, lm_head_slice=256)
     sizes |= dict(vocab_size=500, eot_token=499, bigram_rows=61, sign_rows=31, prefix_file="", extension_steps=0)
     sizes |= dict.fromkeys(("train_seq_len", "val_seq_len", "batch_tokens", "val_tokens"), SEQ_LEN)
     return dataclasses.replace(script.PRESETS["gpt2"], layers=layers, stages=stages, device="cuda", seed=1, **sizes)
@@ -114,14 +115,14 @@ def child(script: str, fp8: str, changes: str) -> None:
     compare_function("Newton-Schulz", orthogonalize, torch.randn(2, 32, 64))
     if hasattr(train_gpt, "muon_update"):  # not in older records
         matrices, more_matrices, values, momentum = torch.randn(4, 2, 32, 64)
-        numbers, halves = (0.9, 0.02), (matrices.to(narrow), more_matrices.to(narrow))
-        state = torch.rand(2, 1, 1), values, momentum, torch.rand(2, 1, 64)
+        matrices = [matrices.to(narrow), more_matrices.to(narrow), torch.rand(2, 1, 1), values, momentum]
+        numbers = map(torch.tensor, (0.9, 0.02))
         step = lambda *t: train_gpt.muon_update(*t, 1.2, 0.9, -2)  # noqa: E731
-        compare_function("Muon", step, *halves, *state, *map(torch.tensor, numbers))
+        compare_function("Muon", step, *matrices, torch.rand(2, 1, 64), *numbers)
         rows, more_rows, mean, squares = torch.randn(4, 70, 16)
-        numbers, halves = (0.1, 1e-9, 0.1, 0.75, 0.95), (rows.to(narrow), more_rows.to(narrow))
-        state = mean, squares.square()
-        compare_function("Adam", train_gpt.adam_update, *halves, *state, *map(torch.tensor, numbers), dynamic=True)
+        numbers = map(torch.tensor, (0.1, 1e-9, 0.1, 0.75, 0.95))
+        rows = [rows.to(narrow), more_rows.to(narrow), mean, squares.square()]
+        compare_function("Adam", train_gpt.adam_update, *rows, *numbers, dynamic=True)
 
     def head(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         with_grads = torch.is_grad_enabled()
@@ -133,7 +134,7 @@ def child(script: str, fp8: str, changes: str) -> None:
         return results(head, dict(x=x.requires_grad_(), w=w.requires_grad_()), (x, w, *rest))
 
     if fp8:  # from the same input the head has to give almost the same numbers
-        x, w = torch.randn(SEQ_LEN, cfg.model_dim).to(narrow), eager.lm_head.detach()
+        x, w = torch.randn(SEQ_LEN, cfg.model_dim).to(narrow), eager.get_parameter("lm_head").detach()
         pairs = (x.double(), w.double()), (x.clone(), w.clone())
         parts["head alone: "] = [head_results(head, *pair, columns, *weights) for pair in pairs]
         compiled = torch.compile(head, fullgraph=True, dynamic=False)
@@ -196,7 +197,8 @@ def table(document: dict) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
-    options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options: dict[str, Any] = dict(usage=argparse.SUPPRESS, allow_abbrev=False)
+    options |= dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(prog="python -m gpu_proof gpu_numbers", description=__doc__, **options)
     parser.add_argument("--fp8", action="store_true", help="bfloat16 with head and MLPs in FP8, instead of float32")
     parser.add_argument("--script", type=Path, default=Path("train_gpt.py"), help="default: train_gpt.py")

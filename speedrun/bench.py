@@ -19,6 +19,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -65,7 +66,8 @@ def step_ms(trainer: Trainer, batches: Batches, step: int, n: int) -> list[float
     A median of single steps would be that of one kind. On CUDA the clock is events in the stream, which wait for
     nothing.
     """
-    every, on_cuda, marks = trainer.cfg.adam_every, trainer.device.type == "cuda", []
+    every, on_cuda = trainer.cfg.adam_every, trainer.device.type == "cuda"
+    marks: list[Any] = []
     for cycle in range(n + 1):
         if on_cuda:
             marks.append(torch.cuda.Event(enable_timing=True))
@@ -213,7 +215,8 @@ def measure(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) -> tup
     for number, step in enumerate(firsts):
         tell(f"steps from {step} on")
         part = itertools.cycle(plans["train"][number * share : (number + 1) * share])
-        with contextlib.closing(train_gpt.read_batches(part, own, cfg, trainer.device)) as batches:
+        batches: Any = train_gpt.read_batches(part, own, cfg, trainer.device)
+        with contextlib.closing(batches):
             figures |= measure_stage(trainer, batches, step, n, float(np.median(rates)))
             if step == firsts[-1]:
                 if trainer.device.type == "cuda":
@@ -271,7 +274,8 @@ def run(flags: Sequence[str], quick: bool, out: Path, ranks: Ranks) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
-    options = dict(usage=argparse.SUPPRESS, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options: dict[str, Any] = dict(usage=argparse.SUPPRESS, allow_abbrev=False)
+    options |= dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(prog="python -m speedrun bench", description=__doc__, **options)
     parser.add_argument("--quick", action="store_true", help="few repetitions, and only a part of the validation")
     out = Path("logs") / time.strftime("benchmark-%Y%m%d-%H%M%S")
