@@ -41,7 +41,7 @@ def as_dense(mask: BlockMask, kind: str) -> Tensor:
     return torch.zeros(is_listed.shape).scatter_add(1, indices.long(), is_listed.float()).bool()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=cases())
 def test_blocks_with_element_mask_are_the_definition(case):
     """No block too few, none too many; full where no element of a block before the diagonal is masked."""
@@ -65,7 +65,7 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdim=True), v)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(case=cases())
 def test_gathered_attention_is_dense_attention(case):
     """A key that is gathered twice, or not at all, changes the result; the window may be narrower than the widest."""
