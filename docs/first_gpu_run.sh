@@ -9,7 +9,6 @@
 set -uo pipefail
 CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")/.." || exit
 source speedrun/environment.sh
-flags=$*
 find_python
 export PYTHON=$python
 out=${OUT:-logs/first-gpu-run-$(date +%Y%m%d-%H%M%S)}

@@ -203,7 +203,7 @@ class StandIns:
         """Run a compiled graph, forward or backward, on the CPU tensors, and return stand-ins of its results."""
         with _disable_current_modes():
             real = [self.real(x) if isinstance(x, Tensor) else x for x in inputs]
-            results = graph.current_callable(list(real))
+            results = graph.current_callable(list(real))  # type: ignore[misc]
         fakes = {id(x): fake for x, fake in zip(real, inputs, strict=True)}
         inputs.clear()
         return [self.fake(x) if isinstance(x, Tensor) and id(x) not in fakes else fakes.get(id(x), x) for x in results]

@@ -36,7 +36,7 @@ def as_dense(mask: BlockMask, kind: str) -> Tensor:
     return torch.zeros(is_listed.shape).scatter_add(1, indices.long(), is_listed.float()).bool()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(case=cases())
 def test_blocks_with_element_mask_are_the_definition(case):
     """No block too few, none too many; full where no element of a block before the diagonal is masked."""
@@ -54,7 +54,7 @@ def test_blocks_with_element_mask_are_the_definition(case):
     assert torch.equal(mask.q_num_blocks[0, 0].long(), partial.sum(0))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(case=cases())
 def test_gathered_attention_is_dense_attention(case):
     """A key that is gathered twice, or not at all, changes the result; the window may be narrower than the widest."""

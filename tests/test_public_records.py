@@ -171,11 +171,13 @@ def losses_of_states(record: PublicRecord, trainer, states: dict[str, int]) -> I
         trainer.gpt.zero_grad()
 
 
-def made_by(net: nn.Module, inputs: tuple, output: list | None) -> np.ndarray:
+def made_by(net: nn.Module, inputs: tuple, output: list[dict] | None) -> np.ndarray:
     """Return all factors that a net has made (n, T). Nets of records write them into their last argument."""
-    factors = [factor for kinds in output or () for factor in kinds.values()]
-    factors = factors or [inputs[-1][i][kind] for kind, i in net.keys]
-    return torch.cat([*factors])[..., 0].detach().numpy()
+    if output:
+        factors = [factor for layer in output for factor in layer.values()]
+    else:
+        factors = [inputs[-1][i][kind] for kind, i in net.keys]
+    return torch.cat(factors)[..., 0].detach().numpy()
 
 
 @pytest.mark.parametrize("count", [3, pytest.param(9, marks=slow)])
