@@ -9,7 +9,7 @@ set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "$0")"
 source speedrun/environment.sh
 if [[ " $* " == *" -m gpu "* ]]; then # where there may be no network, and no need of the linter and the rest
-    find_python pytest hypothesis
+    find_python pytest
     exec "$python" -m pytest tests/test_gpu.py "$@"
 fi
 find_python dev race text

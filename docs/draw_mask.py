@@ -29,7 +29,8 @@ for panel, name in zip(panels, ("long", "short"), strict=True):
     kinds = torch.zeros(N, N)
     lists = (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)
     for kind, (counts, keys) in enumerate(lists, start=1):
-        assert counts is not None and keys is not None
+        assert counts is not None
+        assert keys is not None
         for query in range(N):
             kinds[query, keys[0, 0, query, : counts[0, 0, query]].long()] = kind
     panel.imshow(kinds, ListedColormap([*KINDS.values()]), extent=(0, TOKENS, TOKENS, 0))
