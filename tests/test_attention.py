@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
+from dense import dense_attention, dense_mask
 from train_gpt import GatheredMask, document_block_mask
 
 
@@ -21,12 +22,6 @@ def cases(draw) -> tuple[Tensor, int, int]:
 
 def build(docs: Tensor, window: int, mask_block: int) -> BlockMask:
     return document_block_mask(docs, torch.tensor(window, dtype=torch.int32), mask_block)
-
-
-def dense_mask(docs: Tensor, window: int) -> Tensor:
-    """Return (T, T): the same document, from `window` tokens back to the token itself."""
-    back = torch.arange(len(docs))[:, None] - torch.arange(len(docs))
-    return (back >= 0) & (back <= window) & (docs[:, None] == docs[None, :])
 
 
 def as_dense(mask: BlockMask, kind: str) -> Tensor:
@@ -57,12 +52,6 @@ def test_blocks_with_element_mask_are_the_definition(case):
     assert torch.equal(in_list & mask.mask_mod(None, None, position[:, None], position[None, :]), dense)
     assert mask.q_indices is not None, "FlexAttention's backward pass takes the lists by key block"
     assert torch.equal(mask.q_num_blocks[0, 0].long(), partial.sum(0))
-
-
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Write down softmax attention of q, k, v (T, H, D)."""
-    weights = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~mask, -torch.inf).exp()
-    return torch.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdim=True), v)
 
 
 @settings(max_examples=50, deadline=None)
