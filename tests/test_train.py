@@ -316,3 +316,34 @@ def test_nano_preset_reaches_the_target(tmp_path):
     environment = (tmp_path / "nano.txt").read_text().split("\n" + "=" * 100 + "\n")[1]
     assert f"validation tokens: {cfg.val_tokens}" in environment
     assert "not the track's" not in environment
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_in_a_log_of_its_own(flags, tmp_path):
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "mine.txt").write_text("torn")
+    train_gpt.main([*flags, "--run_id=mine", "--resume=latest"])
+    assert [path.read_text() for path in logs.glob("mine.*.torn")] == ["torn"]
+    assert (logs / "mine.txt").read_text().startswith('"""')
+
+
+def test_a_file_system_without_locks_is_no_problem(flags, monkeypatch):
+    def flock(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert train_gpt.main(flags)["recompiles"] == 0
+
+
+def test_wrong_products_and_variables_of_the_compiler_do_not_go_unseen(flags, tmp_path, monkeypatch):
+    """OpenMP with fewer threads than torch counts on was seen to give wrong products in bf16."""
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    train_gpt.main([*flags, "--run_id=mine"])
+    (line,) = re.findall("^environment: (.*)$", (tmp_path / "logs" / "mine.txt").read_text(), re.M)[-1:]
+    assert json.loads(line)["TORCHINDUCTOR_MAX_AUTOTUNE"] == "1"
+    assert json.loads(line)["TORCHINDUCTOR_COMPILE_THREADS"] == str(min(os.cpu_count() or 1, 32))
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, **more: ones(*size, **more) * (1 + (size == (128, 1024))))
+    with pytest.raises(UserError, match="OMP_DYNAMIC"):
+        train_gpt.main(flags)
