@@ -109,6 +109,13 @@ def test_the_gradient_of_a_table_is_the_sum_over_the_tokens_of_a_row():
         assert (rows.grad - exact.grad).norm() <= limit * exact.grad.norm()
 
 
+def test_signs_of_bigrams_are_the_same_in_all_runs(gpt2):
+    signs = train_gpt.GPT(gpt2).signs
+    assert torch.equal(train_gpt.GPT(gpt2).signs, signs)
+    assert signs.unique().tolist() == [-1, 1]
+    assert signs.double().mean().abs() < 0.2
+
+
 def test_rotary_tables_are_precise(tiny):
     """The angles are right to 2^-20 of themselves, for 128K positions."""
     long = dict(layers=(Layer("paired"),), dtype="bfloat16", head_dim=64, val_seq_len=2**16, val_tokens=2**16)

