@@ -22,7 +22,9 @@ MAX_SHARDS = 103
 
 
 def fetch(path: Path) -> str | None:
-    """Let the shard of this name appear, whole or not at all. Return None, or what is wrong with the hub's."""
+    """Get the shard of this name. Return None, or what is wrong with the hub's."""
+    if not shard_problem(path):
+        return None  # another process has got it meanwhile
     path.unlink(missing_ok=True)  # or the library takes a damaged one for its own
     # The data are public: a token that has expired would only hinder
     hf_hub_download(REPO, path.name, repo_type="dataset", local_dir=path.parent, token=False)
