@@ -307,12 +307,12 @@ def is_ours(source: str) -> bool:
 
 def get_data(race: Race, sources: Sequence[str]) -> None:
     """Let the preflight get the data of the presets that our scripts train, before anything is written."""
-    wanted = set[tuple[str, ...]]()
+    wanted = list[list[str]]()
     for script, source in zip(race.scripts, sources, strict=True):
         text = " ".join([*race.flags, *script.flags])
         if is_ours(source) and "--train_files" not in text:
-            wanted.add(tuple(re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", text))))
-    for flags in wanted:
+            wanted.append(re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", text)))
+    for flags in [flags for i, flags in enumerate(wanted) if flags not in wanted[:i]]:
         command = [sys.executable, "-m", "speedrun", "check", *flags]
         environment = os.environ | dict(SCRIPT="race", NPROC=str(race.nproc_per_node))
         if code := subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL).returncode:

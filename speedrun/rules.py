@@ -81,14 +81,6 @@ class Verdict:
         return "\n".join(lines or [f"ok {self.folder.name}: {self.summary}"])
 
 
-def clock_problems(log: Log) -> Iterator[str]:
-    for before, line in itertools.pairwise(log.lines):
-        if line.time < before.time:
-            fall = f"train_time falls from {before.time:.0f} to {line.time:.0f} ms at step {line.step}"
-            yield f"{fall}: the clock went wrong; run it again"
-            return
-
-
 def flag_problems(log: Log) -> Iterator[str]:
     allowed = {*SAME_TRAINING, "--seed", "--log_dir", "--run_id"}
     if board_of(log) not in ("nano", "gpt2 on 8xH100"):
@@ -154,7 +146,6 @@ def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
     yield from filter(None, [hardware_problem(log)])
     yield from data_problems(log, track)
     yield from flag_problems(log)
-    yield from clock_problems(log)
     if flags := [name for name in log.environment if name.startswith("TORCHINDUCTOR_") and name not in HARMLESS]:
         yield f"ran with {', '.join(flags)}: the track allows no compiler flags; unset it and run it again"
     if log.recompiles != 0:

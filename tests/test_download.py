@@ -146,11 +146,3 @@ def test_interrupt_ends_at_once_and_leaves_nothing_half_written(hub, start, tmp_
     _, err = process.communicate(timeout=45)  # less than the library waits for a stalled server
     assert (process.returncode, err) == (130, f"\n{SCRIPT.name}: interrupted; the same command continues\n")
     assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL]}
-
-
-def test_bad_arguments_end_before_the_download(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    for arguments in (["--out", f"{tmp_path}/file"], ["104"]):
-        with pytest.raises(SystemExit, match="2"):
-            cached_fineweb10B.main(arguments)
-        assert re.fullmatch(r".*: error: .*(File exists; fix|expected 0 to 103).*\n", capsys.readouterr().err)

@@ -81,7 +81,6 @@ FAULTS = {
     "validation hash": (edit(NANO_VAL, "ab" * 32), r"run0\.txt: other validation tokens, sha256 abab"),
     "other settings": (edit('"preset"', '"muon_lr": 1, "preset"'), r"run1\.txt: unlike run0\.txt in muon_lr"),
     "last batch": (edit("position 19456", "position 19455"), r"run0\.txt: the training stream .* last batch cannot"),
-    "clock falls": (edit("time:403ms", "time:303ms"), r"run0\.txt: train_time falls from 363 to 303 ms at step 10"),
     "recompiled": (edit("started: 0", "started: 2"), r"run0\.txt: 2 graphs compiled after the clock"),
     "a GPU": (edit('"device": "cpu"', '"device": "cuda"'), r"run0\.txt: ran on a GPU"),
     "no track": (edit('"preset": "nano"', '"preset": "own"'), r"run0\.txt: preset 'own' is no track"),
@@ -312,22 +311,19 @@ def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, 
 
 
 def test_a_race_gets_its_data_first_and_leaves_nothing_if_that_fails(tool, tmp_path, scripts, monkeypatch):
-    fast, *_ = scripts
-    asked = []
+    fast, asked = scripts[0], []
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
 
     def preflight(command, **settings):
-        asked.append((command[1:], settings["env"]["NPROC"]))
+        asked.append(command[1:])
         return types.SimpleNamespace(returncode=2)
 
     monkeypatch.setattr(race.subprocess, "run", preflight)
     argv = ("race", fast, f"{fast} --preset mini", "--", "--preset", "nano", "--muon_lr", "1")
     assert "the data are not ready, see above" in tool(*argv)[2]
-    assert asked[0] == (["-m", "speedrun", "check", "--preset=nano"], "1")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["fast.py", "other.py", "records", "slow.py"]
-    assert tool("race", fast, fast, "--", "--train_files", "own")[0] == 2, "the script's own failure"
-    assert len(asked) == 1
+    assert asked == [["-m", "speedrun", "check", "--preset=nano"]]
+    assert not (tmp_path / "logs").exists()
 
 
 def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp_path, scripts, monkeypatch):
@@ -347,34 +343,34 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
     assert tool("race", fast, slow, "--", "--train_seq_len", "8192")[2] == "", "one GPU may shorten sequences"
 
 
-@pytest.mark.parametrize("track", ["nano", "gpt2 on 1x NVIDIA GeForce RTX 4090"])
-def test_from_a_race_to_a_pull_request(tool, root, tmp_path, scripts, track):
+def test_from_a_race_to_a_pull_request(tool, root, tmp_path, scripts):
     """From a copy of the root's script, which is the newest record's, to what verify accepts, by submit, twice."""
     fast, slow, _ = (path.read_text() for path in scripts)
-    if track != "nano":
-        on_gpu = "log_text(preset='gpt2', batch_tokens=393216, gpus=['NVIDIA GeForce RTX 4090'], s"
-        fast, slow = (text.replace("loss = 1.4", "loss = 3.2").replace("log_text(s", on_gpu) for text in (fast, slow))
     write_record(root, NAME, good(source=slow.rstrip("\n")), slow)
     (root / "README.md").write_text(EMPTY_TABLES)
     Path("train_gpt.py").write_text(slow)
     Path("my.py").write_text(fast)  # with the idea
     argv = ("my.py", "train_gpt.py", "--pairs", "8", "--seed", "101", "--out", "logs/MyIdea", "--note", "my idea")
-    assert "no record can" not in tool("race", *argv, *(["--", "--preset", "nano"] if track == "nano" else []))[2]
+    assert "no record can" not in tool("race", *argv, "--", "--preset", "nano")[2]
     paths = sorted(tmp_path.glob("logs/MyIdea/race-*-a.txt"))
-    assert "p=" in tool("stats", *paths)[1]
     code, out, _ = tool("submit", "MyIdea", *paths, "--race", "logs/MyIdea/race.json")
     folder, *left = out.splitlines()
     (readme,) = root.glob("*_MyIdea/README.md")
     assert (code, folder) == (1, f"{readme.parent}: what is left to do")
     kinds = ["write what '<say what the", "write what '<say why", "cp ", "README.md: its rows", "./test.sh"]
     assert [kind in line for kind, line in zip(kinds, left, strict=True)] == [True] * 5
+    log = Log(readme.parent / paths[0].name)
+    assert (log.source, log.path.read_text()[:64]) == (fast.rstrip("\n"), race.digest(fast.rstrip("\n")))
+    assert json.loads((readme.parent / "record.json").read_text())["after"] == NAME
+    assert re.search(rf"n=8 mean 1.4145 .*3 lines removed, 3 added against \[{NAME}", readme.read_text(), re.S)
     readme.write_text(re.sub("<say.*>", "said", readme.read_text()))
     Path("train_gpt.py").write_text(fast)
     code, out, _ = tool("submit", "MyIdea")
     assert (code, out.count("\n")) == (0, 3)
-    assert f"({track}, 20 steps" in tool("verify")[1]
-    assert re.search(rf"### {track}: at most .*_MyIdea\) \| my idea \|", (root / "README.md").read_text(), re.S)
+    assert re.search(r"### nano: at most .*_MyIdea\) \| my idea \|", (root / "README.md").read_text(), re.S)
     assert "_MyIdea" in Image.open(root / "curves.png").text["Comment"]
+    assert [tool("submit", name, *paths)[0] for name in ("../up", "<b>")] == [2, 2]
+    assert len(lineage(root)) == 2, "a refused record leaves nothing"
 
 
 NEWER, NEXT = SOURCE + "# newer\n", "2026-01-01_Next"  # the older by name
@@ -399,7 +395,6 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
         "has 9 runs, not 5 of each script; --resume the race. So far screen of 4 pairs: faster": dict(runs=runs[:-1]),
         "its runs are not those of a race in order": dict(runs=[*runs[:8], runs[0], runs[9]]),
         "its runs differ in hardware: race": dict(runs=[*runs[:9], runs[9] | dict(hardware="another")]),
-        "flags --muon_lr, --seq: put": dict(flags=["--preset", "nano", "--muon_lr=-1", "--seq", "-8"]),
         "not what `race` wrote": dict(runs=[{}]),
         "no sound log of its run race-0-a, with the race's flags, is in": dict(flags=["--preset", "nano"]),
     }.items():
@@ -422,13 +417,6 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     assert f"waiting for {NEXT}: finish it ({needs.PYTHON} -m speedrun verify {NEXT})" in tool("table")[2]
 
 
-@pytest.mark.parametrize("odd", ['{"preset": []}', '{"stages": [1]}', "7"])
-def test_an_odd_configuration_of_a_log_is_named(tool, root, odd):
-    write_record(root, NAME, [re.sub("(?m)^configuration: .*", f"configuration: {odd}", text) for text in good()])
-    code, out, _ = tool("verify")
-    assert (code, "run0.txt: " in out) == (1, True)
-
-
 def test_each_kind_of_gpu_has_a_leaderboard_that_its_first_record_opens(tool, root):
     """It needs no race, and the next record of nano races the newest one of nano, or the newest of all."""
     write_record(root, NAME, good())
@@ -449,10 +437,8 @@ def test_record_json_says_what_kind_of_record_it_is(tool, root):
     for card, wrong in (
         (dict(kind="idea"), f"201 lines change against {NAME}, for an idea at most 200"),
         (dict(kind=rules.IN_HISTORY, evidence="2026-01-01_Gone"), None),
-        (dict(kind=rules.IN_HISTORY, evidence="2026-01-01"), "evidence is '2026-01-01', not the name"),
         (FORM, None),
         (FORM | dict(evidence="tests/test_nothing.py"), "names no test"),
-        (FORM | dict(evidence="tests/test_nothing.py at commit d13ea94"), None),
         (dict(kind=rules.UNMEASURED, readme="It is unmeasured."), None),
         (dict(kind=rules.UNMEASURED), "is not ranked, and its page says 'unmeasured'"),
         (dict(kind="public record 46"), None),
@@ -476,30 +462,6 @@ def test_records_follow_each_other_by_their_cards(tool, root):
         (third / "record.json").write_text(odd)
         code, _, err = tool("verify")
         assert (code, err.count("\n"), "Third/record.json" in err) == (2, 1, True), err
-
-
-def test_submit_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
-    write_record(root, "2025-03-01_Before", [], source=NEWER, ranked=False)
-    (root / "README.md").write_text(EMPTY_TABLES)
-    (tmp_path / "train_gpt.py").write_text(SOURCE)
-    paths = sorted(write_record(tmp_path, "logs", good()).glob("*.txt"))
-    write_race(tmp_path / "race.json", SOURCE, NEWER)
-    assert tool("submit", "Fresh", *paths, "--race", tmp_path / "race.json")[0] == 1
-    (folder,) = root.glob("*_Fresh")
-    files = {"README.md", "record.json", "train_gpt.py", "race.json", *(path.name for path in paths)}
-    assert {path.name for path in folder.iterdir()} == files
-    stated = (folder / "run0.txt").read_text().split("\n")[0]
-    assert (stated, Log(folder / "run0.txt").source) == (race.digest(SOURCE.rstrip("\n")), SOURCE.rstrip("\n"))
-    readme = (folder / "README.md").read_text()
-    assert re.search(r"n=5 mean 1.4302 sd .*1 lines removed, 0 added against \[2025-03-01_B", readme, re.S)
-    assert json.loads((folder / "record.json").read_text())["after"] == "2025-03-01_Before"
-    for name in "README.md", "record.json":
-        (folder / name).write_text(re.sub("<say.*?>", "said", (folder / name).read_text()))
-    assert tool("verify", "fresh")[0] == 0
-    assert "name the logs" in tool("submit", "Other")[2]
-    for name in "../up", "<b>":
-        assert tool("submit", name, *paths)[0] == 2, name
-    assert len(lineage(root)) == 2, "a refused record leaves nothing"
 
 
 def test_diff_begins_at_the_root(tool, tmp_path):
