@@ -56,13 +56,3 @@ def test_batch_script_trains_on_two_nodes_what_one_process_does(sbatch, script_f
     alone = train_gpt.main([*flags, "--log_dir", str(tmp_path / "alone")])
     assert json.loads(run.with_suffix(".json").read_text())["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-7)
     assert not (tmp_path / "1" / "logs").exists()
-
-
-def test_batch_script_asks_for_the_gpus_that_slurm_gives(sbatch, tmp_path):
-    """It asks for gpt2 on GPUs, whatever the node has; flags come last and win."""
-    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
-    for flags, own in {"--seed 7": "", "--checkpoint_every=10": "--run_id slurm-123456 --resume latest "}.items():
-        words = sbatch(*flags.split(), SLURM_JOB_ID="123456").stdout.split()
-        assert words[words.index("train_gpt.py") + 1 :] == f"{own}--preset gpt2 --device cuda {flags}".split()
-        assert {"--nnodes=2", "--nproc_per_node=4", "--cpus-per-task=16", "--kill-on-bad-exit=1"} <= set(words)
-        assert "--rdzv_endpoint=127.0.0.1:23456" in words
