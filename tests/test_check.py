@@ -149,7 +149,7 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
     assert notes in "\n".join(errors)
 
 
-MEMORY = {"with all else": 0.1, "validation with all else": 0.01}
+MEMORY = {"the step that needs most stage 2's": 0.1, "validation": 0.01}
 
 
 def test_estimates_are_those_of_the_lowered_graphs_and_of_the_gpu(capsys):
