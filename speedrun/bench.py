@@ -16,7 +16,6 @@ import os
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -91,8 +90,8 @@ def profile(trainer: Trainer, batches: Batches, step: int) -> str:
     return profiler.key_averages().table(sort_by=order, row_limit=20)
 
 
-def host_waits(trainer: Trainer, batches: Batches, step: int) -> dict[str, int]:
-    """Count the operations of a step that wait for the device, in all and by line. None is the aim."""
+def host_waits(trainer: Trainer, batches: Batches, step: int) -> int:
+    """Count the operations of a step that wait for the device, and print where they are. None is the aim."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -101,8 +100,9 @@ def host_waits(trainer: Trainer, batches: Batches, step: int) -> dict[str, int]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     found = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
-    lines = Counter(f"host waits at {os.path.basename(warning.filename)}:{warning.lineno}" for warning in found)
-    return {**lines, "host waits for the device in a step": len(found)}
+    for warning in found:
+        print(f"host waits at {warning.filename}:{warning.lineno}", file=sys.stderr)
+    return len(found)
 
 
 # ---- Work ------------------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def measure(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) -> tup
             figures |= measure_stage(trainer, batches, step, n, float(np.median(rates)))
             if step == firsts[-1]:
                 if trainer.device.type == "cuda":
-                    figures |= {name: figure([count]) for name, count in host_waits(trainer, batches, step).items()}
+                    figures["host waits"] = figure([host_waits(trainer, batches, step)])
                 profiled = profile(trainer, batches, step)
     gc.enable()
     tell("validation")
@@ -188,8 +188,7 @@ def shown(value: float) -> str:
 def table(document: dict) -> str:
     """Return the document as Markdown."""
     lines = [f"# Preset {document['configuration']['preset']}, processes: {document['processes']}", ""]
-    lines += [f"- {line}" for line in document["machine"]]
-    lines += [f"- {name}: {document[name]}" for name in ("flags", "load_average", "seconds")]
+    lines += [f"- {name}: {document[name]}" for name in ("machine", "torch", "flags", "load_average", "seconds")]
     lines += ["", "| what | median | 10th to 90th percentile | n |", "|---|---|---|---|"]
     for name, found in document["figures"].items():
         spread = f"{shown(found['p10'])} to {shown(found['p90'])}" if found["n"] > 1 else ""
@@ -206,11 +205,11 @@ def run(flags: Sequence[str], quick: bool, out: Path, ranks: Ranks) -> None:
     out.mkdir(parents=True, exist_ok=True)
     figures, profiled = measure(cfg, ranks, plans, quick)
     if ranks.rank == 0:
-        hashes = {"training tokens": "", "validation tokens": ""}  # which the report leaves out
-        lines = (" ".join(line.split()) for line in train_gpt.describe(flags, cfg, ranks, plans, hashes).splitlines())
-        machine = [line for line in lines if line.startswith(("Running", "Model name:")) or " processes, " in line]
-        machine += [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
-        document = dict(machine=machine, processes=ranks.world_size, flags=" ".join(flags))
+        on_cuda = torch.cuda.is_available()
+        machine = torch.cuda.get_device_name() if on_cuda else f"{os.cpu_count()} CPU cores"
+        document: dict = dict(
+            machine=machine, torch=torch.__version__, processes=ranks.world_size, flags=" ".join(flags)
+        )
         document |= dict(load_average=f"{load:.1f} before, {os.getloadavg()[0]:.1f} after")
         document |= dict(seconds=round(time.perf_counter() - began))
         document |= dict(configuration=dataclasses.asdict(cfg), figures=figures)

@@ -77,7 +77,7 @@ def test_plain_gpt_learns_causally_and_validates_every_position_once():
 
 
 def test_plain_gpt_writes_a_log_that_can_be_raced_on_any_text(corpus, tmp_path, monkeypatch, capsys):
-    argv = f"plain --data {corpus}/ --val_tokens 128 --steps 3 --val_every 1 --log_dir {tmp_path} --run_id r".split()
+    argv = f"plain --data {corpus}/ --steps 3 --val_every 1 --log_dir {tmp_path} --run_id r".split()
     monkeypatch.setattr(sys, "argv", argv)
     monkeypatch.setattr(plain_gpt, "THREADS", 1)
     plain_gpt.main()
@@ -86,9 +86,6 @@ def test_plain_gpt_writes_a_log_that_can_be_raced_on_any_text(corpus, tmp_path, 
     assert log.curve == {step: pytest.approx((loss, ms), abs=1) for step, loss, ms in told["val_curve"]}
     assert (log.incomplete, log.val_loss) == (None, pytest.approx(told["val_loss"], abs=1e-4))
     assert log.train_time == pytest.approx(told["train_time_ms"], abs=1)
-    monkeypatch.setattr(sys, "argv", [*argv, "--val_tokens=1"])
-    with pytest.raises(SystemExit, match="2"):
-        plain_gpt.main()
 
 
 def test_without_a_gpu_one_line_says_so(monkeypatch):
@@ -101,13 +98,8 @@ def test_without_a_gpu_one_line_says_so(monkeypatch):
 @pytest.mark.slow
 def test_a_first_gpu_run_on_a_cpu_packs_what_its_stages_show(tmp_path):
     env = os.environ | dict(OUT=f"{tmp_path}/out", PYTHON=sys.executable)
-    command = [ROOT / "docs" / "first_gpu_run.sh", *TINY_FLAGS, "--num_iterations=4", "--dtype=float16"]
+    command = [ROOT / "docs" / "first_gpu_run.sh", *TINY_FLAGS, "--num_iterations=4"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 1
-    outcomes = dict(line.split(": ") for line in (tmp_path / "out/stages.txt").read_text().splitlines())
-    assert [name for name, outcome in outcomes.items() if outcome == "ok"] == ["versions", "self-test"]
-    assert [outcomes[name] for name in ("check", "run", "bench")] == ["FAILED, exit code 2"] * 3
-    done = subprocess.run(command[:-1], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
     with tarfile.open(tmp_path / "out.tar.gz") as archive:
         texts = {name: archive.extractfile(name).read().decode() for name in archive.getnames() if "." in name}
