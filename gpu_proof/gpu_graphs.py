@@ -105,8 +105,8 @@ class Recorder(TorchDispatchMode):
         self.calls: dict[tuple, dict] = {}  # every launch, equal ones together
         self.kernels: dict[str, dict[Any, list]] = {}  # by graph and kernel: its configurations
         self.compiled: dict[object, list] = {}
-        self.live: list[tuple[StorageWeakRef, int, bool]] = []
-        self.peaks: dict[str, dict] = {}  # by phase
+        self.live: list[tuple[StorageWeakRef, int]] = []
+        self.peaks: dict[str, int] = {}  # bytes, by phase
         pretend_gpu.pretend_launches(self.precompile, self.launched, self.called)
 
     @classmethod
@@ -160,17 +160,15 @@ class Recorder(TorchDispatchMode):
 
     def hold(self, result) -> None:
         """Note new storages, and what of all memory is in use now, before anything is freed."""
-        known = {ref.cdata for ref, *_ in self.live if not ref.expired()}
+        known = {ref.cdata for ref, _ in self.live if not ref.expired()}
         for t in tree_leaves(result):
             if isinstance(t, Tensor) and t.device.type == "cuda":
                 ref = StorageWeakRef(t.untyped_storage())
                 if ref.cdata not in known:
                     known.add(ref.cdata)
-                    self.live.append((ref, t.untyped_storage().nbytes(), bool(self.graph)))
+                    self.live.append((ref, t.untyped_storage().nbytes()))
         self.live = [entry for entry in self.live if not entry[0].expired()]
-        peak = self.peaks.setdefault(self.phase, dict(buffers=0, total=0))
-        peak["buffers"] = max(peak["buffers"], sum(n for _, n, in_graph in self.live if in_graph))
-        peak["total"] = max(peak["total"], sum(n for _, n, _ in self.live))
+        self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), sum(n for _, n in self.live))
 
     def operation(self, func, args: tuple, kwargs: dict, result) -> None:
         """Note a call of ATen: its bytes, and the FLOPs of a matmul."""
@@ -246,7 +244,7 @@ def compile_config(kernel, config) -> dict:
         command += [f"--gpu-name={sm_arch_from_capability(meta['cc'])}"]
         command += [] if options.get("enable_fp_fusion", True) else ["--fmad=false"]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    patterns = dict(registers=r"Used (\d+) registers", stack=r"(\d+) bytes stack", spills=r"(\d+) bytes spill stores")
+    patterns = dict(registers=r"Used (\d+) registers", spills=r"(\d+) bytes spill stores")
     needs = {name: max(map(int, re.findall(pattern, told))) for name, pattern in patterns.items()}
     return needs | dict(shared=binary.metadata.shared)
 
@@ -266,7 +264,7 @@ def find_stages(script, trainer) -> list[dict]:
         trainer.set_schedules(first)
         length, losses = script.train_seq_len(first, cfg), len(trainer.weights)
         windows = script.attention_windows(first, cfg)
-        if not isinstance(windows, dict):  # a record from before
+        if not isinstance(windows, dict):  # the script on which record 21 is predicted
             windows = dict(zip(("long", "short", "paired"), (*windows, windows[-1]), strict=True))
         stage = dict(first=first, steps=end - first, tokens=length, windows=windows)
         found.append(stage | dict(phase=f"train {length} x {losses}"))
@@ -277,7 +275,7 @@ def describe_attention(cfg) -> dict:
     """Return the kind of attention of each layer, and the tokens of a block of the mask."""
     if hasattr(cfg, "layers"):
         return dict(kinds=[layer.attention for layer in cfg.layers], block=cfg.block_size)
-    names = dict(L="long", S="short", P="paired")  # of scripts before the tables of rows
+    names = dict(L="long", S="short", P="paired")  # of that script, too
     return dict(kinds=[names.get(letter, "none") for letter in cfg.attention_layout], block=cfg.mask_block)
 
 
@@ -403,43 +401,26 @@ def memory_lines(found: dict) -> list[str]:
     """Return a line for each number of processes: MiB of the phase that needs most, and of validation."""
     lines = []
     for world, memory in found["memory"].items():
-        peaks = {name: peak for name, peak in memory.items() if name != "communication"}
-        most = max(peaks, key=lambda name: peaks[name]["total"])
-        parts = [
-            f"{name} {peaks[name]['buffers'] / 2**20:,.0f}, with all else {peaks[name]['total'] / 2**20:,.0f}"
-            for name in (most, "validation")
-        ]
-        fits = "fits" if peaks[most]["total"] / 2**20 + SPARE < found["memory_mib"] else "DOES NOT FIT"
-        verdict = f"This {fits} into {found['memory_mib']:,} with {SPARE:,} to spare"
-        lines.append(f"Processes: {world}. Peak of buffers in MiB: {'; '.join(parts)}. {verdict}")
+        peaks = {name: n / 2**20 for name, n in memory.items() if name != "communication"}
+        most = max(peaks, key=peaks.__getitem__)
+        fits = "fits" if peaks[most] + SPARE < found["memory_mib"] else "DOES NOT FIT"
+        told = f"Processes: {world}. Peak in MiB: {most} {peaks[most]:,.0f}, validation {peaks['validation']:,.0f}"
+        lines.append(f"{told}. This {fits} into {found['memory_mib']:,} with {SPARE:,} to spare")
     return lines
 
 
 def table(arch: int, found: dict) -> str:
     limit = found["shared_limit"]
     lines = [f"## sm_{arch}: {found['device']}, {limit:,} bytes of shared memory per block", ""]
-    lines += ["| graph | launches | kernels | configurations | registers | stack | spills | shared memory | ATen |"]
-    lines += ["|---|---|---|---|---|---|---|---|---|"]
-    every = found["configuration"]["adam_every"]
+    lines += ["| graph | kernels | configurations | registers | spills | shared memory |"]
+    lines += ["|---|---|---|---|---|---|"]
     for graph, kernels in found["kernels"].items():
-        calls = [call for call in found["calls"] if (call["graph"], call["world"]) == (graph, WORLDS[0])]
-        times = len({call["phase"] for call in calls}) * (1 if graph == "validation" else every)  # that it ran
         entries = [entry for kernel in kernels for entry in kernel["configurations"] if "error" not in entry]
-        most = {key: max((e[key] for e in entries), default=0) for key in ("registers", "stack", "shared")}
-        aten: Counter = Counter()
-        for call in calls:
-            if call["kind"] != "kernel":
-                aten[call["name"].split()[0]] += call["count"]
-        cells = [graph, sum(call["count"] for call in calls) // max(1, times), len(kernels), len(entries)]
-        cells += [most["registers"], most["stack"], max(map(least_spills, kernels), default=0), f"{most['shared']:,}"]
-        cells += [", ".join(f"{n // times} {name}" for name, n in aten.items())]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
+        registers, shared = (max((e[key] for e in entries), default=0) for key in ("registers", "shared"))
+        cells = [graph, len(kernels), len(entries), registers, max(map(least_spills, kernels), default=0)]
+        lines.append(f"| {' | '.join(map(str, cells))} | {shared:,} |")
     launches = ", ".join(f"{n:g}" for n in step_launches(found))
-    lines += [
-        "",
-        f"Launches of a step, by stage, on one of {WORLDS[0]} processes: {launches}",
-        *memory_lines(found),
-    ]
+    lines += ["", f"Launches of a step, by stage, on one of {WORLDS[0]} processes: {launches}", *memory_lines(found)]
     return "\n".join([*lines, "", *(f"FAILED: {line}" for line in failures(found))]).rstrip()
 
 

@@ -1,4 +1,4 @@
-"""Predict the times of gpt2 on GPUs that are not here, and show what costs most.
+"""Predict the times of gpt2 on GPUs that are not here, and show which parts cost most.
 
     python -m gpu_proof roofline [--gpu h100,a100,rtx4090] [--script FILE] [--graphs FILE] [FLAG ...]
 
@@ -149,11 +149,6 @@ def predict(found: dict, gpu: Gpu) -> dict:
     return dict(steps=steps, seconds=runs, memory=found["memory"])
 
 
-def readable(name: str) -> str:
-    """Return what a kernel's name says it computes."""
-    return re.sub(r"^triton_(poi|red|per|tem|spl)_fused_?|_\d+$", "", name).strip("_") or name
-
-
 def table(name: str, found: dict, predicted: dict) -> str:
     lines = [f"## {name}: {found['device']}"]
     for world, steps in predicted["steps"].items():
@@ -166,16 +161,7 @@ def table(name: str, found: dict, predicted: dict) -> str:
         lines += [f"| {row} | {' | '.join(cells)} |" for row, cells in rows.items()]
     factor = sum(CALIBRATION) / len(CALIBRATION)
     runs = [f"{run:.1f} s, calibrated {factor * run:.0f} (processes: {n})" for n, run in predicted["seconds"].items()]
-    lines += ["", f"All steps: {'; '.join(runs)}", *gpu_graphs.memory_lines(found)]
-    lines += ["", "| graph | computes | kind | times | GB each | ms |", "|---|---|---|---|---|---|"]
-    longest, world = max(found["stages"], key=lambda stage: stage["tokens"])["phase"], gpu_graphs.WORLDS[0]
-    calls = [call for call in found["calls"] if call["world"] == world and call["phase"].endswith(longest)]
-    times = {id(c): c["count"] / found["configuration"]["adam_every"] for c in calls}
-    costs = {id(c): 1000 * times[id(c)] * seconds(c, GPUS[name]) for c in calls}
-    for c in sorted(calls, key=lambda c: -costs[id(c)])[:20]:
-        cells = [c["graph"] or c["phase"], readable(c["name"])[:90], c["kind"], f"{times[id(c)]:g}"]
-        lines.append(f"| {' | '.join(cells)} | {c['bytes'] / 1e9:.3f} | {costs[id(c)]:.2f} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"All steps: {'; '.join(runs)}", *gpu_graphs.memory_lines(found)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:

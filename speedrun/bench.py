@@ -1,4 +1,4 @@
-"""Measure train_gpt.py on this machine: its steps and their parts, utilization, memory.
+"""Measure train_gpt.py on this machine: its steps, utilization, memory.
 
     python -m speedrun bench [--quick] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
     torchrun --standalone --nproc_per_node=8 -m speedrun bench       with communication
@@ -16,18 +16,15 @@ import os
 import sys
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import ProfilerActivity
 
 import train_gpt
 from train_gpt import Hyperparameters, Ranks, Trainer, UserError
@@ -81,42 +78,20 @@ def step_ms(trainer: Trainer, batches: Batches, step: int, n: int) -> list[float
     return [(start.elapsed_time(end) if on_cuda else 1000 * (end - start)) / every for start, end in pairs]
 
 
-def profile(trainer: Trainer, batches: Batches, step: int) -> tuple[dict[str, float], str]:
-    """Return the ms of the parts of a step by torch.profiler, on CUDA of its kernels, and the longest operations.
-
-    The backward pass is what the other parts leave of a step.
-    """
-
-    def named(name: str, function: Callable) -> Callable:
-        def call(*args):
-            with record_function(name):
-                return function(*args)
-
-        return call
-
-    every, on_cuda, patch = trainer.cfg.adam_every, trainer.device.type == "cuda", mock.patch.object
+def profile(trainer: Trainer, batches: Batches, step: int) -> str:
+    """Return the operations that take longest in a step that Adam takes and those that it leaves out."""
+    on_cuda = trainer.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
-    with (
-        patch(trainer, "model", named("forward", trainer.model)),
-        patch(train_gpt, "step_optimizers", named("optimizers", train_gpt.step_optimizers)),
-        torch.profiler.profile(activities=activities) as profiler,
-    ):
-        for i in range(every):
-            with record_function("step"):
-                with record_function("data"):
-                    sequences = next(batches)
-                trainer.train_step(step + i, sequences)
+    with torch.profiler.profile(activities=activities) as profiler:
+        for i in range(trainer.cfg.adam_every):
+            trainer.train_step(step + i, next(batches))
         synchronize(trainer)
-    averages = profiler.key_averages()
-    kind, total = (DeviceType.CUDA, "device_time_total") if on_cuda else (DeviceType.CPU, "cpu_time_total")
-    found = {e.key: getattr(e, total) / 1000 / every for e in averages if e.device_type == kind}
-    parts = {name: found.get(name, 0.0) for name in ("data", "forward", "optimizers")}
-    parts["backward"] = found["step"] - sum(parts.values())
-    return parts, averages.table(sort_by=f"self_{total}", row_limit=20)
+    order = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+    return profiler.key_averages().table(sort_by=order, row_limit=20)
 
 
-def host_waits(trainer: Trainer, batches: Batches, step: int) -> dict[str, int]:
-    """Count the operations of a step that wait for the device, in all and by line. None is the aim."""
+def host_waits(trainer: Trainer, batches: Batches, step: int) -> int:
+    """Count the operations of a step that wait for the device, and print where they are. None is the aim."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -125,40 +100,15 @@ def host_waits(trainer: Trainer, batches: Batches, step: int) -> dict[str, int]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     found = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
-    lines = Counter(f"host waits at {os.path.basename(warning.filename)}:{warning.lineno}" for warning in found)
-    return {**lines, "host waits for the device in a step": len(found)}
+    for warning in found:
+        print(f"host waits at {warning.filename}:{warning.lineno}", file=sys.stderr)
+    return len(found)
 
 
 # ---- Work ------------------------------------------------------------------------------------------------------------
-def attended_pairs(tokens: Tensor, window: int, eot_token: int, rows: int = 1) -> int:
-    """Count the pairs of a token and one that it sees: in its document and the window; paired heads: of two rows."""
-    at = torch.arange(len(tokens), device=tokens.device)
-    first = torch.where(tokens == eot_token, at, 0).cummax(0).values  # of the token's document
-    return sum(int((rows * (at - first) + row).clamp(max=window).sum()) + len(tokens) for row in range(rows))
-
-
-def step_flops(trainer: Trainer, sequences: Sequence[tuple[Tensor, Tensor]], step: int) -> int:
-    """Count the FLOPs of forward and backward pass: 6 per matmul parameter and token, 12 per pair, head and dimension.
-
-    Matmul parameters are those of the blocks and the head, padding included; pairs those that the documents of these
-    sequences and the windows leave. The backward pass counts twice the forward pass; recomputation does not count.
-    """
-    cfg, total = trainer.cfg, 0
-    matmul = sum(p.numel() for name, p in trainer.gpt.named_parameters() if p.ndim >= 2 and "embed" not in name)
-    windows = train_gpt.attention_windows(step, cfg)
-    for tokens, _ in sequences:
-        pairs = {kind: attended_pairs(tokens, window, cfg.eot_token) for kind, window in windows.items()}
-        # A pair of heads is one head of two rows a token
-        pairs |= dict(none=0, paired=attended_pairs(tokens, windows["paired"], cfg.eot_token, rows=2) // 2)
-        attention = sum(pairs[layer.attention] for layer in cfg.layers)
-        total += 6 * matmul * len(tokens) + 12 * cfg.num_heads * cfg.head_dim * attention
-    return total
-
-
-def sent_bytes(trainer: Trainer) -> float:
-    """Return the bytes that a rank sends in a step, on average: of each gradient and each value the others' shares."""
-    buffers = sum((o.grad_buffer.nbytes + o.param_buffer.nbytes) / o.every for o in trainer.optimizers)
-    return buffers * (1 - 1 / trainer.ranks.world_size)
+def weight_flops(trainer: Trainer) -> int:
+    """Count the FLOPs of forward and backward pass of a token: 6 per weight of the blocks and the head."""
+    return 6 * sum(p.numel() for name, p in trainer.gpt.named_parameters() if p.ndim >= 2 and "embed" not in name)
 
 
 def large_matmul(trainer: Trainer, n: int) -> list[float]:
@@ -189,10 +139,10 @@ def measure_stage(trainer: Trainer, batches: Batches, step: int, n: int, matmul_
     cfg = trainer.cfg
     step_ms(trainer, batches, step, 1)
     ms = figure(step_ms(trainer, batches, step, n), "ms")
-    seconds, tflop = ms["median"] / 1000, step_flops(trainer, next(batches), step) / 1e12
-    tokens = cfg.batch_sequences * train_gpt.train_seq_len(step, cfg)
-    found = dict(step=ms, throughput=figure([tokens / seconds], "tokens/s"))
-    found |= dict(utilization=figure([100 * tflop / seconds / matmul_tflops], "%"))
+    rate = cfg.batch_sequences * train_gpt.train_seq_len(step, cfg) / ms["median"] * 1000
+    found = dict(step=ms, throughput=figure([rate], "tokens/s"))
+    share = weight_flops(trainer) * rate / trainer.ranks.world_size / matmul_tflops / 1e12
+    found |= dict(utilization=figure([100 * share], "%"))
     return {f"stage {train_gpt.stage_index(step, cfg) + 1}: {name}": value for name, value in found.items()}
 
 
@@ -220,15 +170,13 @@ def measure(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) -> tup
             figures |= measure_stage(trainer, batches, step, n, float(np.median(rates)))
             if step == firsts[-1]:
                 if trainer.device.type == "cuda":
-                    figures |= {name: figure([count]) for name, count in host_waits(trainer, batches, step).items()}
-                parts, profiled = profile(trainer, batches, step)
-                figures |= {f"profiled step: {name}": figure([ms], "ms") for name, ms in parts.items()}
+                    figures["host waits"] = figure([host_waits(trainer, batches, step)])
+                profiled = profile(trainer, batches, step)
     gc.enable()
     tell("validation")
     name = f"validation of {len(plans['val']) * cfg.val_seq_len:,} tokens"
     figures[name] = figure(timed(trainer, lambda: trainer.evaluate(cfg.num_iterations, plans["val"]), 1), "ms")
     figures["peak memory"] = figure([trainer.peak_memory_mib()], "MiB")
-    figures["sent in a step"] = figure([sent_bytes(trainer) / 2**20], "MiB")
     return figures, profiled
 
 
@@ -240,8 +188,7 @@ def shown(value: float) -> str:
 def table(document: dict) -> str:
     """Return the document as Markdown."""
     lines = [f"# Preset {document['configuration']['preset']}, processes: {document['processes']}", ""]
-    lines += [f"- {line}" for line in document["machine"]]
-    lines += [f"- {name}: {document[name]}" for name in ("flags", "load_average", "seconds")]
+    lines += [f"- {name}: {document[name]}" for name in ("machine", "torch", "flags", "load_average", "seconds")]
     lines += ["", "| what | median | 10th to 90th percentile | n |", "|---|---|---|---|"]
     for name, found in document["figures"].items():
         spread = f"{shown(found['p10'])} to {shown(found['p90'])}" if found["n"] > 1 else ""
@@ -258,11 +205,11 @@ def run(flags: Sequence[str], quick: bool, out: Path, ranks: Ranks) -> None:
     out.mkdir(parents=True, exist_ok=True)
     figures, profiled = measure(cfg, ranks, plans, quick)
     if ranks.rank == 0:
-        hashes = {"training tokens": "", "validation tokens": ""}  # which the report leaves out
-        lines = (" ".join(line.split()) for line in train_gpt.describe(flags, cfg, ranks, plans, hashes).splitlines())
-        machine = [line for line in lines if line.startswith(("Running", "Model name:")) or " processes, " in line]
-        machine += [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
-        document = dict(machine=machine, processes=ranks.world_size, flags=" ".join(flags))
+        on_cuda = torch.cuda.is_available()
+        machine = torch.cuda.get_device_name() if on_cuda else f"{os.cpu_count()} CPU cores"
+        document: dict = dict(
+            machine=machine, torch=torch.__version__, processes=ranks.world_size, flags=" ".join(flags)
+        )
         document |= dict(load_average=f"{load:.1f} before, {os.getloadavg()[0]:.1f} after")
         document |= dict(seconds=round(time.perf_counter() - began))
         document |= dict(configuration=dataclasses.asdict(cfg), figures=figures)

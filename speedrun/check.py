@@ -76,33 +76,23 @@ def try_gpu(i: int) -> Gpu:
 
 def why_no_gpu() -> tuple[str, bool]:
     """Say why torch sees no GPU, and whether that has to be mended."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible in ("", "-1"):
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) in ("", "-1"):
         return f"CUDA_VISIBLE_DEVICES={visible} hides every GPU", False
-    if sys.platform == "darwin":
-        return "GPUs of Macs are not supported", False
     if shutil.which("nvidia-smi") is None:
-        return "AMD GPUs are not supported" if os.path.exists("/dev/kfd") else NO_GPU, False
+        return NO_GPU, False
     command = ["nvidia-smi", "--query-gpu=compute_cap,driver_version,name", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
-        told = (done.stdout + done.stderr).strip() or "No devices"
-    except (OSError, subprocess.SubprocessError) as error:
-        told = str(error)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    told = (done.stdout + done.stderr).strip() or "No devices"
     if told.startswith("No devices"):
         return "nvidia-smi finds no GPU", False
-    gpus = re.findall(r"(?m)^(\d+\.\d), (\d+)[\d.]*, (.+)$", told)
-    if not gpus:
+    if not (gpus := re.findall(r"(?m)^(\d+\.\d), (\d+)[\d.]*, (.+)$", told)):
         return f"nvidia-smi fails: {told.splitlines()[0][:200]}: install or update the driver, to 580 or newer", True
     capability, driver, name = max((float(capability), int(driver), name) for capability, driver, name in gpus)
     if capability < 8:
         return f"{name} is too old: {CAPABILITY}", True
-    if driver < 525:
-        return f"driver {driver} is too old: update it to 580 or newer", True
-    wheels = "cu126" if driver < 580 else "cu130"
-    fix = f"CUDA_VISIBLE_DEVICES={visible} may name none" if visible else "restart the machine or its driver"
-    if torch.version.cuda is None or (torch.version.cuda >= "13" and wheels == "cu126"):
-        version = torch.__version__.partition("+")[0]
+    fix = "update the driver to 580 or newer, restart the machine, or unset CUDA_VISIBLE_DEVICES"
+    if driver >= 525 and (torch.version.cuda is None or (driver < 580 and torch.version.cuda >= "13")):
+        version, wheels = torch.__version__.partition("+")[0], "cu126" if driver < 580 else "cu130"
         fix = f"{needs.PIP} --index-url https://download.pytorch.org/whl/{wheels} torch=={version}+{wheels}"
     return f"torch {torch.__version__} cannot use the {name} with driver {driver}: {fix}", True
 
@@ -145,22 +135,9 @@ def check_compiler(is_for_cpu: bool, report: Report) -> None:
 
 
 def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> Iterator[str]:
-    """Yield a line for what would be trained otherwise in silence, or fail on a GPU alone."""
-    for i, layer in enumerate(cfg.layers):
-        unused = [name for name in ("xsa", "head_gate", "dc") if getattr(layer, name)]
-        unused += ["reads"] * (layer.reads is not None)
-        if layer.attention == "none" and unused:
-            yield f"layer {i} has no attention: {' and '.join(unused)} needs it"
-        if not {layer.reads, layer.skip, *layer.mudd} <= {None, *range(i)}:
-            yield f"layer {i} has reads {layer.reads}, skip {layer.skip}, mudd {layer.mudd}: expected earlier layers"
-    for name, is_wrong, expected in (
-        ("block_size", gpus and cfg.block_size % 128, "a multiple of 128 on a GPU"),
-        ("model_dim", (cfg.mlp_fp8 or cfg.lm_head_fp8) and cfg.model_dim % 16, "a multiple of 16, for FP8"),
-        ("lm_head_slice", cfg.lm_head_fp8 and cfg.lm_head_slice % 16, "a multiple of 16, for FP8"),
-        ("adam_every", cfg.adam_every > cfg.num_iterations, "at most num_iterations, or the head is never trained"),
-    ):
-        if is_wrong:
-            yield f"--{name} {getattr(cfg, name)}: expected {expected}"
+    """Yield a line for what would train nothing in silence, or fail only once all processes have started."""
+    if cfg.adam_every > cfg.num_iterations:
+        yield f"--adam_every {cfg.adam_every}: expected at most num_iterations, or the head is never trained"
     if cfg.batch_sequences % processes or 0 < len(gpus) < processes:
         told = f"NPROC={processes}: {cfg.batch_sequences} sequences a step, {len(gpus) or 'no'} GPUs: another number"
         fitting = math.lcm(cfg.batch_sequences, processes) * cfg.train_seq_len

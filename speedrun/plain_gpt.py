@@ -119,19 +119,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2000, help="(default: %(default)s)")
     parser.add_argument("--val_every", type=int, default=0, help="steps, for a curve (default: at the end alone)")
     parser.add_argument("--data", default="data/nano/nano_", help="begins the names of shards (default: %(default)s)")
-    parser.add_argument("--val_tokens", type=int, default=VAL_TOKENS, help="(default: %(default)s)")
     parser.add_argument("--log_dir", type=Path, default=Path("logs"), help="of the log (default: %(default)s)")
     parser.add_argument("--run_id", default="", help="name of the log (default: none is written)")
     args = parser.parse_args()
-    for name, least in dict(steps=1, seed=0, val_every=0, val_tokens=CONTEXT).items():
-        if getattr(args, name) < least:
-            parser.error(f"--{name} {getattr(args, name)}: expected at least {least}")
     torch.set_num_threads(THREADS)
     try:
         train_tokens, val_tokens = (read_shard(Path(f"{args.data}{part}_000000.bin")) for part in ("train", "val"))
         train(train_tokens, steps=10, seed=args.seed)  # warm-up, off the clock
         model, losses, train_time, curve = train(train_tokens, args.steps, args.seed, args.val_every, val_tokens)
-        val_loss = validate(model, val_tokens, args.val_tokens)
+        val_loss = validate(model, val_tokens)
         curve.append((args.steps, val_loss, train_time))
         if args.run_id:
             text = [Path(__file__).read_text().rstrip("\n"), RULE, f"Running PyTorch {torch.__version__}", RULE]

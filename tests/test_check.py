@@ -77,19 +77,15 @@ def outcome(capfd, corpus):
         ("--num_iterations 37", "tokens for 36 batches, the run needs 37; lower --num_iterations"),
         ("--val_files none_*.bin", f"no shards match none_*.bin in {os.getcwd()}; data/pack_text.py packs text"),
         ("--train_files {tmp}/short.bin", "{tmp}/short.bin: not a whole shard of tokens; data/pack_text.py"),
-        ("--train_files {tmp}/empty.bin", "{tmp}/empty.bin"),
         ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has tokens up to 50256, not of 257"),
-        ("NPROC=-1", "NPROC=-1: expected a number of processes"),
         ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: another number, or --preset nano --batch_tokens 384"),
         ("CXX=/none --compile", "torch.compile finds no /none (CXX): Debian, Ubuntu: apt install g++"),
         ("--adam_every 4 --num_iterations 3", "--adam_every 4: expected at most num_iterations"),
         ("--train_seq_len 72 --batch_tokens 144", "do not fit each other: RuntimeError: shape '[-1, 16]'"),
-        ("--val_seq_len 72 --val_tokens 72", "do not fit each other: RuntimeError: shape '[-1, 16]'"),
     ],
 )
 def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, monkeypatch, argv, message):
     (tmp_path / "short.bin").write_bytes((corpus / "val_000000.bin").read_bytes()[:-1])
-    (tmp_path / "empty.bin").touch()
     argv, message = (text.format(tmp=tmp_path, corpus=corpus) for text in (argv, message))
     variable, is_set, rest = argv.partition("=")
     if is_set and variable.isupper():
@@ -100,40 +96,19 @@ def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, m
     assert message in line
 
 
-LONG, BARE = Layer("long", net=True), Layer("none")
-EARLIER = "expected earlier layers"
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (dict(layers=()), "do not fit each other: IndexError"),
-        (dict(layers=(LONG, BARE._replace(xsa=True, reads=0))), "layer 1 has no attention: xsa and reads needs it"),
-        (dict(layers=(LONG, LONG._replace(reads=-1))), f"layer 1 has reads -1, skip None, mudd (): {EARLIER}"),
-        (dict(layers=(LONG, LONG._replace(mudd=(0, 2)), LONG)), f"skip None, mudd (0, 2): {EARLIER}"),
-        (dict(layers=(LONG, Layer("none", net=True))), "rows of layers: nothing uses gate_nets.1.w1"),
+        (dict(layers=(Layer("long", net=True), Layer("none", net=True))), "layers: nothing uses gate_nets.1.w1"),
         (dict(groups=(train_gpt.NANO_GROUPS[0],)), "name this parameter, expected one"),
     ],
 )
-def test_rows_that_train_something_else_or_nothing_are_one_line(outcome, monkeypatch, changes, message):
+def test_rows_that_fit_nothing_or_train_nothing_are_one_line(outcome, monkeypatch, changes, message):
     preset = dataclasses.replace(train_gpt.PRESETS["nano"], dc_keys=9, **changes)
     monkeypatch.setitem(train_gpt.PRESETS, "nano", preset)
     code, out, [line] = outcome()
-    assert (code, out, line.startswith("check: ")) == (2, [], True)
-    assert message in line
-
-
-def test_model_is_asked_with_as_many_windows_as_the_script_has(tiny, monkeypatch):
-    monkeypatch.setattr(train_gpt, "attention_windows", lambda *_: dict(long=3, short=2, middle=1))
-    shapes, masks = set(), train_gpt.GPT.attention_masks
-
-    def attention_masks(self, doc_ids, windows):
-        shapes.add(tuple(windows.shape))
-        return masks(self, doc_ids, windows[:2])
-
-    monkeypatch.setattr(train_gpt.GPT, "attention_masks", attention_masks)
-    check.build(tiny, 1)
-    assert shapes == {(3,)}
+    assert (code, out, message in line) == (2, [], True)
 
 
 def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tmp_path):
@@ -141,19 +116,15 @@ def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tm
     monkeypatch.setenv("NPROC", "4")
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(check.sysconfig, "get_path", lambda *_: str(tmp_path))
-    sizes = "--block_size=64", "--dc_keys=64", "--model_dim=760", "--lm_head_slice=1000", "--val_files=none"
-    problems = [line for line in outcome(*GPT2, *sizes, small=False)[2] if line.startswith("check: ")]
+    lines = outcome(*GPT2, "--val_files=none", small=False)[2]
     parts = [
         "torch.compile finds no gcc clang (CC)",
         "Python.h: apt install python3.",
-        "--block_size 64: expected a multiple of 128 on a GPU",
-        "--model_dim 760: expected a multiple of 16, for FP8",
-        "--lm_head_slice 1000: expected a multiple of 16, for FP8",
         "NPROC=4: 8 sequences a step, 2 GPUs: another number",
         "no shards match none",
     ]
+    problems = [line for line in lines if line.startswith("check: ")]
     assert [part in line for line, part in zip(problems, parts, strict=True)] == [True] * len(parts)
-    assert "for FP8" not in str(outcome(*GPT2, *sizes, "--no-mlp_fp8", "--no-lm_head_fp8", small=False)[2])
 
 
 @pytest.mark.parametrize(
@@ -178,7 +149,7 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
     assert notes in "\n".join(errors)
 
 
-MEMORY = {"with all else": 0.1, "validation with all else": 0.01}
+MEMORY = {"the step that needs most stage 2's": 0.1, "validation": 0.01}
 
 
 def test_estimates_are_those_of_the_lowered_graphs_and_of_the_gpu(capsys):
@@ -197,12 +168,10 @@ def test_estimates_are_those_of_the_lowered_graphs_and_of_the_gpu(capsys):
 @pytest.mark.parametrize(
     ("prints", "cuda", "part", "wheels"),
     [
-        ("8.6, 470.57.02, NVIDIA RTX A5000", None, "driver 470 is too old: update it to 580", []),
         ("7.0, 470.57.02, Tesla V100-SXM2-16GB", "13.0", "V100-SXM2-16GB is too old: gpt2 needs a GPU of compute", []),
         ("5.0, 535.1, GeForce GT 710\n8.6, 535.1, NVIDIA RTX A5000", "13.0", "the NVIDIA RTX A5000 with", ["cu126"]),
         ("8.6, 580.65.06, NVIDIA RTX A5000", None, "pip install", ["cu130"]),
         ("8.6, 580.65.06, NVIDIA RTX A5000", "13.0", "restart the machine", []),
-        ("8.6, [N/A], NVIDIA RTX A5000", "13.0", "nvidia-smi fails: 8.6, [N/A], NVIDIA RTX A5000: install", []),
         ('Field "compute_cap" is not a valid field', "13.0", "nvidia-smi fails: Field", []),
     ],
 )
@@ -218,14 +187,9 @@ def test_gpu_that_torch_cannot_use_is_a_problem(machine, outcome, prints, cuda, 
 
 
 def test_hidden_gpus_are_none_and_a_broken_one_is_named(machine, outcome, monkeypatch):
-    machine(prints="No devices were found")
-    note = f"note: hardware: {os.cpu_count()} CPU cores, nvidia-smi finds no GPU"
-    assert outcome("--device", "auto") == (0, ["1"], [note])
     machine(prints="8.6, 580.1, NVIDIA RTX A5000")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert outcome("--device", "auto")[0] == 0
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    assert "CUDA_VISIBLE_DEVICES=7 may name none" in outcome("--device", "auto")[2][0]
     machine(H100, H100)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(check, "try_gpu", lambda index: H100 if index == 0 else torch.zeros(2).reshape(3))
@@ -259,12 +223,8 @@ def test_as_much_of_fineweb_is_fetched_as_the_run_needs(tmp_path, monkeypatch):
         assert command == f"data/cached_fineweb10B.py {shards}"
     (tmp_path / "data" / "fineweb10B").mkdir(parents=True)
     write_shard(tmp_path / "data/fineweb10B/fineweb_val_000000.bin", np.arange(300_000) % 50257)
-    write_shard(tmp_path / "train.bin", np.arange(300_000) % 50257)
-    few = dataclasses.replace(even, num_iterations=1, batch_tokens=1024, train_seq_len=1024, train_files="train.bin")
-    [(problem, command)] = check.data_problems(few)  # there is one shard of validation and no more
-    assert ("for 1 batches, the run needs 40; lower --val_tokens" in problem, command) == (True, "")
     write_shard(tmp_path / "train.bin", np.arange(300_000) % 50256)
-    [(problem, command)] = check.data_problems(few)
+    [(problem, command)] = check.data_problems(dataclasses.replace(even, train_files="train.bin"))
     assert problem.startswith("train.bin: no document begins in it, with --eot_token 50256; data/pack_text.py")
 
 
@@ -289,8 +249,6 @@ def test_missing_package_is_one_line_that_says_what_to_type(tmp_path, monkeypatc
     assert told() == f"sample.py: no scipy; {ROOT}/run.sh --check makes {ROOT}/.venv/bin/python: use that\n"
     monkeypatch.setattr(sys, "prefix", "/environment")
     assert re.fullmatch(rf"sample.py: no scipy; {needs.PIP} scipy==[\d.]+\n", told())
-    monkeypatch.setattr(sys, "version_info", (3, 10))
-    assert "is older than 3.11" in told()
 
 
 @pytest.mark.slow
@@ -304,23 +262,9 @@ def test_run_sh(corpus, tmp_path):
     assert program("./run.sh", SCRIPT="none.py").stderr == f"run.sh: SCRIPT=none.py: there is no such file in {ROOT}\n"
 
 
-@pytest.mark.slow
-def test_run_sh_shares_the_cores_and_needs_no_name_of_this_machine(tmp_path):
-    """With a script of its own, and the corpus of nano, which it packs if need be."""
-    script, nproc = tmp_path / "own.py", tmp_path / "bin" / "nproc"
-    script.write_text(
-        "import os, sys\nprint(*sys.argv[1:], *map(os.environ.get, ['MASTER_ADDR', 'TORCHINDUCTOR_COMPILE_THREADS']))"
-    )
-    for cores, workers in (7, 4), (208, 32):
-        nproc.write_text(f"#!/bin/sh\necho {cores}\n")
-        nproc.chmod(0o755)
-        done = program("./run.sh", "--own", "3", "--preset", "nano", SCRIPT=str(script), NPROC="2")
-        assert done.stdout.count(f"--own 3 --preset nano localhost {workers}\n") == 2, done.stderr
-
-
 @pytest.mark.parametrize(
     ("prints", "wheels"),
-    [("", "cpu"), ("470.57.02", "cpu"), ("525.60.13", "cu126"), ("579.1\n579.1", "cu126"), ("580.65.06", "")],
+    [("", "cpu"), ("579.1\n579.1", "cu126"), ("580.65.06", "")],
 )
 def test_wheels_of_torch_suit_the_driver(machine, prints, wheels):
     machine(prints=prints or "nvidia-smi has failed")
@@ -348,7 +292,6 @@ def test_environment_is_made_once_and_completed(tmp_path):
         done = program("bash", "-c", script, "run.sh", cwd=folder, **pip | env)
         return done.returncode, done.stdout, done.stderr
 
-    (folder / ".venv").symlink_to("/nowhere")
     with ThreadPoolExecutor() as pool:
         both = [*pool.map(lambda _: start(), range(2))]
     assert [done[:2] for done in both] == [(0, ".venv/bin/python 10000\n")] * 2, both
@@ -357,10 +300,4 @@ def test_environment_is_made_once_and_completed(tmp_path):
     metadata.unlink()  # pip writes it last, so it is missing where pip was killed
     assert start()[:2] == (0, ".venv/bin/python 10000\n")
     assert metadata.exists()
-    metadata.unlink()
-    assert start(PIP_FIND_LINKS="/nowhere")[2].endswith("run.sh: pip failed, see above; then run run.sh again\n")
     assert start(PYTHON="/nowhere") == (2, "", "run.sh: PYTHON=/nowhere is not Python 3.11 or newer\n")
-    (folder / ".venv" / "bin" / "python").unlink()
-    (folder / ".venv" / "bin" / "python").symlink_to("/nowhere")
-    message = "run.sh: .venv/bin/python does not start: load the Python it was made with, or remove .venv\n"
-    assert start() == (2, "", message)

@@ -27,7 +27,7 @@ from speedrun.process import ROOT
 from test_head import needs_fp8, whole, with_gradients
 from train_gpt import GatheredMask
 
-GPT2, MINI, NANO = (train_gpt.PRESETS[name] for name in ("gpt2", "mini", "nano"))
+GPT2, NANO = (train_gpt.PRESETS[name] for name in ("gpt2", "nano"))
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
 on_both = pytest.mark.parametrize("device", ["cpu", CUDA])
@@ -60,22 +60,14 @@ def shortened(cfg: train_gpt.Hyperparameters, memory: float) -> train_gpt.Hyperp
 # First, while this process holds nothing on the GPU: the runs may need most of it
 @pytest.mark.parametrize(
     ("preset", "device"),
-    [
-        pytest.param("nano", "cpu", marks=pytest.mark.slow),
-        pytest.param("gpt2", "cuda", marks=pytest.mark.gpu),
-        pytest.param("mini", "cuda", marks=pytest.mark.gpu),
-    ],
+    [pytest.param("nano", "cpu", marks=pytest.mark.slow), pytest.param("gpt2", "cuda", marks=pytest.mark.gpu)],
 )
-def test_two_steps_are_the_same_on_one_gpu_and_on_all(preset: str, device: str, tmp_path: Path):
+def test_two_steps_are_the_same_on_one_process_and_on_all(preset: str, device: str, tmp_path: Path):
     """Random text of the preset's vocabulary is enough for two steps, and for a validation before and after them."""
-    if preset == "mini":  # on GPUs blocks are of 128 tokens
-        cfg, sizes = dataclasses.replace(MINI, val_tokens=MINI.val_seq_len, extension_steps=0, block_size=128), {1}
-        cfg = dataclasses.replace(cfg, val_loss_every=2)
-    elif device == "cuda":
+    if device == "cuda":
         gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
         cfg = dataclasses.replace(GPT2, val_tokens=GPT2.val_seq_len, extension_steps=0)
-        cfg = shortened(cfg, 0.95 * min(gpus))
-        sizes = {1, max(size for size in (1, 2, 4, 8) if size <= len(gpus))}
+        cfg, sizes = shortened(cfg, 0.95 * min(gpus)), {1, max(n for n in (1, 2, 4, 8) if n <= len(gpus))}
     else:
         cfg, sizes = dataclasses.replace(NANO, batch_tokens=2048, val_tokens=NANO.val_seq_len, cpu_threads=1), {1, 2}
         cfg = dataclasses.replace(cfg, val_loss_every=2)
@@ -93,7 +85,7 @@ def test_two_steps_are_the_same_on_one_gpu_and_on_all(preset: str, device: str, 
     guess = math.log(cfg.vocab_size + -cfg.vocab_size % 64)
     for result in results:
         assert abs(result["val_curve"][0][1] - guess) < 0.05
-        assert result["val_loss"] < guess - (0.1 if preset == "mini" else 0.3)
+        assert result["val_loss"] < guess - 0.3
         assert abs(result["val_loss"] - results[0]["val_loss"]) < 0.02
         assert result["recompiles"] == 0
 
@@ -105,13 +97,6 @@ def relative_errors(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...]) ->
 def within(errors: Iterable[float], limit: float) -> bool:
     """Say whether all errors are below a limit: NaN is not, while `max` may drop it."""
     return all(error < limit for error in errors)
-
-
-@pytest.mark.parametrize("errors", [[0.004, math.nan], [math.nan, 0.004], [0.004, math.inf], [0.004, 0.01]])
-def test_nan_is_not_within_a_limit(errors: list[float]):
-    assert within([0.004, 0.009], 0.01)
-    assert not within(errors, 0.01)
-    assert not within(relative_errors((torch.tensor([1.0, math.nan]),), (torch.ones(2),)), 0.01)
 
 
 def test_these_tests_need_no_package_but_torch_numpy_tqdm_and_pytest():
@@ -168,30 +153,6 @@ def test_head_equals_autograd_of_the_whole(precision: str, device: str):
     for function in [head, compiled(head)] if device == "cuda" else [head]:
         errors = relative_errors(with_gradients(function, x, w), expected)
         assert within(errors, limit), f"loss, grad x, w: {errors}; e5m2 rounds by 0.066, root mean square"
-
-
-@on_both
-@pytest.mark.parametrize("heads_per_pair", [1, 2])
-def test_norm_and_rotation_equal_autograd_of_complex_numbers(heads_per_pair: int, device: str):
-    T, H, D = (4096, 6, 128) if device == "cuda" else (64, 4, 16)
-    cfg = dataclasses.replace(GPT2, dtype="bfloat16", head_dim=D, train_seq_len=T, val_seq_len=T)
-    rotary = train_gpt.Rotary(cfg).to(device)
-    positions = heads_per_pair * torch.arange(T)[:, None] + torch.arange(H) % heads_per_pair
-    frequencies, scale = train_gpt.rotary_frequencies(0, cfg, torch.float64)
-    turns = torch.exp(-1j * positions[..., None] * frequencies)
-
-    def formula(qk):
-        x1, x2, *others = torch.nn.functional.rms_norm(qk, (D,)).chunk(4, dim=-1)
-        turned = torch.complex(x1, x2) * torch.cat([turns, turns], dim=1).to(device)
-        y = torch.cat([turned.real, turned.imag, *others], dim=-1)
-        return torch.cat([scale * y[:, :H], y[:, H:]], dim=1)
-
-    generator = torch.Generator().manual_seed(0)
-    qk, grad = (torch.randn(T, 2 * H, D, generator=generator).to(device).bfloat16() for _ in range(2))
-    expected = with_gradients(formula, qk.double(), grad=grad.double())
-    for wrap in [lambda f: f, compiled] if device == "cuda" else [lambda f: f]:
-        function = wrap(lambda qk: torch.cat(rotary(*qk.chunk(2, dim=1), heads_per_pair), dim=1))
-        assert within(relative_errors(with_gradients(function, qk, grad=grad), expected), 0.005)
 
 
 @on_both

@@ -32,7 +32,6 @@ weight = functools.partial(empty, requires_grad=True)
 @pytest.mark.parametrize(
     ("costs", "ms"),
     [
-        (dict(), 0.002),
         (dict(bytes=3.35e9), 1 / 0.85),
         (dict(flops=989e9, bytes=3.35e8, kind="bfloat16"), 1 / 0.75),
         (dict(flops=989e9, kind="bfloat16 in Triton"), 1 / 0.64),
@@ -91,29 +90,27 @@ def test_figures_of_the_page_are_those_of_the_prediction():
     assert f"One H100: {one:.0f} s, calibrated {factor * one:.0f}." in page
     *launches, last = (f"{step['launches']:g}" for step in found["steps"]["8"])
     assert f"{', '.join(launches)} and {last} launches" in page
-    for name in "buffers", "total":
-        peaks = [max(peak[name] for peak in own.values() if isinstance(peak, dict)) for own in found["memory"].values()]
-        assert f"| {' | '.join(f'{peak / 2**20:,.0f}' for peak in peaks)} |" in page
+    peaks = [max(n for name, n in own.items() if name != "communication") for own in found["memory"].values()]
+    assert f"| {' | '.join(f'{peak / 2**20:,.0f}' for peak in peaks)} |" in page
 
 
 def test_kernels_that_need_too_much_or_do_not_compile_are_reported():
     device = pretend_gpu.DEVICES[90]
 
-    def kernel(name: str, *needs: dict) -> dict:
-        return dict(name=name, configurations=[dict(config="c") | need for need in needs])
+    def kernel(name: str, **needs) -> dict:
+        return dict(name=name, configurations=[dict(config="c") | needs])
 
-    least = device.spills
+    most = device.spills
     kernels = [
-        kernel("fits", dict(shared=device.shared_limit, spills=0)),
-        kernel("large", dict(shared=device.shared_limit + 1, spills=0)),
-        kernel("spilled", *(dict(shared=0, spills=least + n) for n in (8, 900))),
-        kernel("chosen", *(dict(shared=0, spills=least + n) for n in (0, 900))),
-        kernel("broken", dict(error="CompilationError: why")),
+        kernel("fits", shared=device.shared_limit, spills=most),
+        kernel("large", shared=device.shared_limit + 1, spills=0),
+        kernel("spilled", shared=0, spills=most + 8),
+        kernel("broken", error="CompilationError: why"),
     ]
-    found = dict(failed="", graph_breaks={}, shared_limit=device.shared_limit, spill_limit=least)
+    found = dict(failed="", graph_breaks={}, shared_limit=device.shared_limit, spill_limit=most)
     assert gpu_graphs.failures(found | dict(kernels=dict(one=kernels, other=kernels[-1:]))) == [
         f"large (c) needs {device.shared_limit + 1:,} bytes of shared memory",
-        f"spilled spills at least {least + 8} bytes: more than any kernel before",
+        f"spilled spills at least {most + 8} bytes: more than any kernel before",
         "broken (c) does not compile: CompilationError: why",
     ]
 
@@ -136,24 +133,13 @@ def worker() -> None:
         cases = dict(
             chain=(lambda x, u, v, w: x @ u @ v @ w, *map(empty, (1024, 512, 1024, 512), (512, 1024, 512, 256))),
             gather=(F.embedding, integers, empty(50000, 64)),
-            slices=(lambda x: x[:, :512] * x[:, 512:1024], empty(1024, 2048)),
             softmax=(lambda x: x.softmax(-1), empty(512, 50304)),
-            broadcast=(lambda x, y: x + y, empty(64, 50304), empty(50304)),
             in_place=(lambda x, w: (x @ w).relu(), empty(4096, 512), empty(512, 512)),
             head=(head, weight(1024, 16), weight(8192, 16), integers, empty(3, dtype=torch.float32)),
         )
         for name, (function, *inputs) in cases.items():
             with recorder.during(name), torch.set_grad_enabled(name == "head"):
                 torch.compile(function, fullgraph=True, dynamic=False)(*inputs)
-        with recorder.during("adam"):  # of any number of rows
-            step = torch.compile(train_gpt.adam_update, fullgraph=True, dynamic=True)
-            numbers = empty(5, dtype=torch.float32).unbind()
-            for n in (100_000, 4097):
-                wide = empty(2, n, 16, dtype=torch.float32).unbind()
-                step(empty(n, 16), empty(n, 16), *wide, *numbers)
-        rows, big = empty(1024, 64), empty(50000, 64)
-        with recorder.during("looked up"):
-            big[integers], big.index_add_(0, integers, rows)
     print(json.dumps(dict(calls=list(recorder.calls.values()), peaks=recorder.peaks)))
 
 
@@ -167,9 +153,7 @@ def seen() -> dict:
 # Bytes by hand: what is read, then what is written
 BYTES = dict(
     gather=1024 * 8 + 1024 * 64 * 2 + 1024 * 64 * 2,
-    slices=1024 * 1024 * 2 + 1024 * 512 * 2,
     softmax=512 * 50304 * 2 + 512 * 50304 * 2,
-    broadcast=(64 + 1) * 50304 * 2 + 64 * 50304 * 2,
     in_place=(4096 * 512 + 512 * 512 + 4096 * 512) * 2 + (4096 * 512 + 4096 * 512) * 2,
 )
 
@@ -180,17 +164,12 @@ def test_bytes_and_memory_of_kernels_by_hand(seen: dict):
     calls = [call | dict(bytes=call["bytes"] * call["count"]) for call in seen["calls"]]
     for name, expected in BYTES.items():
         assert sum(call["bytes"] for call in calls if call["graph"] == name) == pytest.approx(expected, rel=0.001), name
-    looked_up = {call["name"]: call["bytes"] for call in calls if call["phase"] == "looked up"}
-    assert looked_up == dict(index=1024 * (8 + 2 * 64 * 2), index_add_=1024 * (8 + 3 * 64 * 2))
-    # Adam is one kernel
-    adam = [call["bytes"] // 16 for call in calls if call["phase"] == "adam"]
-    assert adam == [n * (2 + 2 + 4 + 4 + 2 + 4 + 4) + 1 for n in (100_000, 4097)]
     # Per logit of three targets: bf16 in, FP8 out in each layout, little for all the rest. Where a kernel computes too
     # much at once, the compiler writes the gradient in fp32 between, which is 12 bytes
     own = [call["bytes"] for call in calls if call["graph"] == "head" and not call["flops"]]
     assert 4 < sum(own) / (1024 * 8192) < 5
     # Of three products in a row, two results are needed at a time
-    assert seen["peaks"]["chain"]["buffers"] == (1024 * 1024 + 1024 * 512) * 2
+    assert seen["peaks"]["chain"] - seen["peaks"][""] == (1024 * 1024 + 1024 * 512) * 2
     products = [call for call in calls if call["graph"] == "chain"]
     assert {call["kind"] for call in products} == {"bfloat16"}
     assert sum(call["flops"] for call in products) == 2 * 1024 * (512 * 1024 + 1024 * 512 + 512 * 256)
@@ -211,12 +190,9 @@ def test_small_gpt2_compiles_for_an_h100_and_has_a_roofline(tmp_path: Path, caps
     assert "relu_squared_backward_kernel" in [kernel["name"] for kernel in found["kernels"]["backward 512 x 1"]]
     own = [(call["name"], call["flops"]) for call in found["calls"] if call["kind"] == "bfloat16 in Triton"]
     assert {*own} == {("mm 512x128x512", 2 * 512 * 128 * 512)}
-    for world in ("8", "4", "2", "1"):
-        peak = found["memory"][world]["train 512 x 1"]
-        assert peak["total"] > peak["buffers"] > 2 * 512 * 512
+    assert all(found["memory"][world]["train 512 x 1"] > 2 * 512 * 512 for world in ("8", "4", "2", "1"))
     told, launches = gpu_graphs.table(90, found), f"{gpu_graphs.step_launches(found)[0]:g}"
     assert f"Launches of a step, by stage, on one of 8 processes: {launches}," in told
-    assert "_scaled_mm" in told
     assert "DOES NOT FIT" not in told
     graphs, out = tmp_path / "graphs.json", tmp_path / "roofline.json"
     graphs.write_text(json.dumps(dict(script="", flags=[], architectures={"90": found})))
@@ -238,14 +214,13 @@ def test_longest_step_and_validation_of_gpt2_lower_and_take_what_the_check_says(
     changes = dict(stages=stages, extension_steps=0, prefix_file="", batch_tokens=16384, val_tokens=262144)
     found = gpu_graphs.measure(90, SCRIPT, names="tem_fused_flex_attention_backward", **changes)
     assert gpu_graphs.failures(found | dict(spill_limit=pretend_gpu.DEVICES[90].spills)) == []
-    assert any(kernel["configurations"] for kernel in found["kernels"]["backward 49152 x 1"])
     cfg = train_gpt.resolve(dataclasses.replace(GPT2, dtype="bfloat16", **changes))  # as a GPU has it
     check.check_memory_and_time(cfg, [check.Gpu("", (9, 0), 10**12)], 1, check.Report(is_full=True))
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("memory:")]
     for name, line in zip(("train 49152 x 1", "validation"), lines, strict=True):
         estimated = float(line[4]) * 2**30 - check.SPARE_MIB * 2**20
         # Validation has no gradients, which the check counts
-        share = found["memory"]["1"][name]["total"] / estimated
+        share = found["memory"]["1"][name] / estimated
         assert (0.97 if "train" in name else 0.9) < share < 1.03, name
 
 

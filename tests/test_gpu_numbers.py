@@ -1,8 +1,4 @@
-"""The kernels for a GPU compute what the CPU path computes: python -m gpu_proof gpu_numbers, and Triton's interpreter.
-
-Casts, which round, are checked alone, in a process that is told to interpret before it begins; all else of the
-interpreter by the agreement.
-"""
+"""The kernels for a GPU compute what the CPU path computes: python -m gpu_proof gpu_numbers, Triton's interpreter."""
 
 import json
 import os
@@ -10,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,47 +16,7 @@ from speedrun.process import ROOT
 if problem := pretend_gpu.missing():
     pytest.skip(f"gpu_numbers {problem}", allow_module_level=True)
 
-import triton
-import triton.language as tl
-
 pytestmark = pytest.mark.slow
-NARROW = torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2
-
-
-@triton.jit
-def cast(source, target, n, BLOCK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(target + i, tl.load(source + i, i < n).to(target.dtype.element_ty), i < n)
-
-
-def run_cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.empty(len(x), dtype=dtype)
-    cast[(-(-len(x) // 1024),)](x, out, len(x), BLOCK=1024)
-    return out.double()
-
-
-def check_casts():
-    """Cast all numbers, and the middles between neighbours and what is next to these: they round to nearest even.
-
-    FP8 saturates, only bf16 becomes infinite. So does triton 3.7.1 for compute capability 9.0: cvt.rn.bf16,
-    cvt.rn.satfinite.e4m3x2.f32 and .e5m2x2.
-    """
-    for dtype in NARROW:
-        bits = torch.arange(2 ** (8 * dtype.itemsize), dtype=torch.int32)
-        every = bits.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16).view(dtype)
-        np.testing.assert_array_equal(run_cast(every, torch.float32), every.double())
-        numbers = every[: len(bits) // 2].double()  # from 0 upwards
-        numbers = numbers[numbers.isfinite()]
-        low, high, largest = numbers[:-1], numbers[1:], torch.inf if dtype == torch.bfloat16 else numbers[-1]
-        middles = ((low + high) / 2).float()
-        near = [middles, middles.nextafter(low.float()), middles.nextafter(high.float())]
-        x = torch.cat([numbers.float(), *near, torch.tensor([1.003 * numbers[-1], 3.4e38, torch.inf, torch.nan])])
-        even = torch.where(bits[: len(low)] % 2 == 0, low, high)
-        expected = torch.cat([numbers, even, low, high, torch.tensor([largest] * 3 + [torch.nan])])
-        for sign in (1, -1):
-            found = run_cast(sign * x, dtype)
-            np.testing.assert_array_equal(found, sign * expected)
-            assert torch.equal(found.signbit()[:-1], (sign * x).signbit()[:-1]), "zeros have signs"
 
 
 def check_mlp_kernel():
@@ -79,10 +34,9 @@ def check_mlp_kernel():
         assert T == 1 or not torch.equal(found, twin), "the kernel ran"
 
 
-@pytest.mark.parametrize("check", ["check_casts", "check_mlp_kernel"])
-def test_interpreted(check: str):
-    code = f"import test_gpu_numbers; from gpu_proof import interpret; interpret.mend(); test_gpu_numbers.{check}()"
-    command = [sys.executable, "-c", code]
+def test_mlp_kernel_interpreted():
+    code = "import test_gpu_numbers; from gpu_proof import interpret; interpret.mend(); "
+    command = [sys.executable, "-c", code + "test_gpu_numbers.check_mlp_kernel()"]
     env = os.environ | dict(TRITON_INTERPRET="1", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     subprocess.run(command, env=env, check=True)
 
