@@ -78,8 +78,13 @@ def mend_narrow_numbers() -> None:
             data = data.clip(-limit, limit)  # infinities too; NaN stays
         return data.astype(ti._get_np_dtype(target))
 
+    def bitcast(self, value, dtype):
+        if {value.dtype.name, dtype.scalar.name} & NARROW.keys():
+            raise NotImplementedError(f"bitcast of {value.dtype} to {dtype}")
+        return TensorHandle(value.data.view(numpy_dtype(dtype)), dtype.scalar)
+
     ti._get_np_dtype = lambda dtype: np.dtype(np.float32) if dtype.scalar.name in NARROW else numpy_dtype(dtype)
-    TensorHandle.__post_init__, ti._convert_float = round_narrow, convert
+    TensorHandle.__post_init__, ti._convert_float, builder.create_bitcast = round_narrow, convert, bitcast
     builder.create_masked_load, builder.create_masked_store = load_narrow, store_narrow
     builder.create_atomic_rmw = atomic
     builder.create_fabs = lambda self, x: self.unary_op(x, np.abs)  # clears a bit otherwise
@@ -133,7 +138,16 @@ def mend_reductions() -> None:
             step *= 2
         return [self.to_tensor(np.moveaxis(data, 0, self.axis), kind) for data, kind in zip(blocks, kinds, strict=True)]
 
+    def refuse_narrow(method: Callable) -> Callable:
+        def function(self, x):
+            if x.dtype.name in NARROW:
+                raise NotImplementedError(f"{method.__qualname__} of {x.dtype}")  # would round once, at the end
+            return method(self, x)
+
+        return function
+
     ReduceOps.generic_reduce, ScanOps.generic_scan = reduce, scan
+    ReduceOps.sum, ScanOps.cumsum = refuse_narrow(ReduceOps.sum), refuse_narrow(ScanOps.cumsum)
 
 
 def mend() -> None:
