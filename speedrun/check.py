@@ -81,8 +81,11 @@ def why_no_gpu() -> tuple[str, bool]:
     if shutil.which("nvidia-smi") is None:
         return NO_GPU, False
     command = ["nvidia-smi", "--query-gpu=compute_cap,driver_version,name", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-    told = (done.stdout + done.stderr).strip() or "No devices"
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
+        told = (done.stdout + done.stderr).strip() or "No devices"
+    except (OSError, subprocess.SubprocessError) as error:  # it hangs where the driver does
+        told = str(error)
     if told.startswith("No devices"):
         return "nvidia-smi finds no GPU", False
     if not (gpus := re.findall(r"(?m)^(\d+\.\d), (\d+)[\d.]*, (.+)$", told)):
@@ -135,7 +138,14 @@ def check_compiler(is_for_cpu: bool, report: Report) -> None:
 
 
 def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> Iterator[str]:
-    """Yield a line for what would train nothing in silence, or fail only once all processes have started."""
+    """Yield a line for what would be trained otherwise in silence, or fail only once all processes have started."""
+    for i, layer in enumerate(cfg.layers):
+        unused = [name for name in ("xsa", "head_gate", "dc") if getattr(layer, name)]
+        unused += ["reads"] * (layer.reads is not None)
+        if layer.attention == "none" and unused:
+            yield f"layer {i} has no attention: {' and '.join(unused)} needs it"
+        if not {layer.reads, layer.skip, *layer.mudd} <= {None, *range(i)}:
+            yield f"layer {i} has reads {layer.reads}, skip {layer.skip}, mudd {layer.mudd}: expected earlier layers"
     if cfg.adam_every > cfg.num_iterations:
         yield f"--adam_every {cfg.adam_every}: expected at most num_iterations, or the head is never trained"
     if cfg.batch_sequences % processes or 0 < len(gpus) < processes:

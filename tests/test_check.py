@@ -96,11 +96,16 @@ def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, m
     assert message in line
 
 
+LONG, BARE = Layer("long", net=True), Layer("none")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (dict(layers=()), "do not fit each other: IndexError"),
-        (dict(layers=(Layer("long", net=True), Layer("none", net=True))), "layers: nothing uses gate_nets.1.w1"),
+        (dict(layers=(LONG, Layer("none", net=True))), "layers: nothing uses gate_nets.1.w1"),
+        (dict(layers=(LONG, BARE._replace(xsa=True, reads=0))), "layer 1 has no attention: xsa and reads needs it"),
+        (dict(layers=(LONG, LONG._replace(reads=-1))), "layer 1 has reads -1, skip None, mudd (): expected earlier"),
         (dict(groups=(train_gpt.NANO_GROUPS[0],)), "name this parameter, expected one"),
     ],
 )
