@@ -55,9 +55,10 @@ def load_model(path: Path, device: str) -> GPT:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that name a model and its device."""
+    """Add the arguments that name a model, as FILE or --model FILE, and its device."""
     told = "a file that --save_checkpoint wrote [the newest in logs/]"
     parser.add_argument("file", nargs="?", metavar="FILE", type=Path, help=told)
+    parser.add_argument("--model", metavar="FILE", type=Path, help="the same")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[%(default)s]")
 
 
@@ -151,7 +152,7 @@ def sample(argv: Sequence[str] | None) -> None:
     for name, high in dict(tokens=100_000, temperature=100, top_k=2**16, seed=2**63 - 1).items():
         if (value := getattr(args, name)) is not None and not 0 <= value <= high:
             raise UserError(f"--{name} {str(value)[:50]}: expected a number from 0 to {high}")
-    path, gpt = find_model(args.file, args.device)
+    path, gpt = find_model(args.model or args.file, args.device)
     prompt = ("def " if gpt.cfg.vocab_size == 257 else "The ") if args.prompt is None else args.prompt
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     encode, decode = tokenizer(gpt.cfg)

@@ -3,16 +3,24 @@
     python data/cached_fineweb10B.py            # what the gpt2 preset reads: 7 files, 1.4 GB
     python data/cached_fineweb10B.py 103        # everything: 104 files, 21 GB
 
-huggingface_hub fetches https://huggingface.co/datasets/kjj0/fineweb10B-gpt2; its environment variables work, such as
-HF_ENDPOINT (a mirror). The same command continues after a failure.
+huggingface_hub fetches https://huggingface.co/datasets/kjj0/fineweb10B-gpt2 to its cache; its environment variables
+work, such as HF_HOME (where the cache is), HF_ENDPOINT (a mirror) and HF_HUB_OFFLINE. The shards are hard links to that
+cache, or copies where it lies on another disk. The same command continues after a failure.
 Exit codes: 0 all shards are there, 1 a download failed, 2 bad argument, 130 interrupted.
 """
 
 import argparse
+import hashlib
+import os
+import re
+import shutil
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import constants, hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
 
 from shards import shard_problem
 
@@ -21,16 +29,44 @@ RECORD_SHARDS = 6  # enough for the gpt2 preset, which takes seconds to import; 
 MAX_SHARDS = 103
 
 
+def download(name: str) -> Path:
+    """Return the path of a shard in the hub's cache, where it may be already."""
+    get = partial(hf_hub_download, REPO, name, repo_type="dataset")
+    try:
+        return Path(get())
+    except HfHubHTTPError as error:
+        if error.response.status_code != 401:
+            raise
+        return Path(get(token=False))  # the data are public, and the user's token has expired
+
+
+def cached_problem(path: Path) -> str | None:
+    """Return None for the shard that the hub has, else a few words: the library compares only the length."""
+    etag = os.path.basename(os.readlink(path)) if path.is_symlink() else ""  # of large files their SHA-256
+    if (problem := shard_problem(path)) or not re.fullmatch("[0-9a-f]{64}", etag):
+        return problem
+    with open(path, "rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    return None if found == etag else f"its SHA-256 is {found}, the hub states {etag}"
+
+
 def fetch(path: Path) -> str | None:
-    """Get the shard of this name. Return None, or what is wrong with the hub's."""
-    if not shard_problem(path):
-        return None  # another process has got it meanwhile
-    path.unlink(missing_ok=True)  # or the library takes a damaged one for its own
-    # The data are public: a token that has expired would only hinder
-    hf_hub_download(REPO, path.name, repo_type="dataset", local_dir=path.parent, token=False)
-    if problem := shard_problem(path):
-        path.unlink()
+    """Let the shard of this name appear, whole or not at all. Return None, or what is wrong with the hub's."""
+    for _ in range(2):  # what is in the cache may be damaged
+        cached = download(path.name)
+        if not (problem := cached_problem(cached)):
+            break
+        for wrong in {cached.resolve(), cached}:
+            wrong.unlink(missing_ok=True)
+    else:
         return f"{constants.ENDPOINT} sends a wrong file: {problem}: try another HF_ENDPOINT"
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as folder:
+        new = Path(folder) / path.name
+        try:
+            os.link(cached.resolve(), new)
+        except OSError:  # another disk, or a cache that belongs to somebody else
+            shutil.copyfile(cached, new)
+        os.replace(new, path)
     return None
 
 
@@ -54,7 +90,9 @@ def main(argv: list[str] | None = None) -> int:
         except KeyboardInterrupt:
             parser.exit(130, f"\n{parser.prog}: interrupted; the same command continues\n")
         except Exception as error:  # of whatever kind: to the user it is a line
-            why = error.__cause__ or error  # the error itself may only say that there is no such file here
+            why = (
+                error.__cause__ or error
+            )  # where there is a cause, the error only says that the cache has no such file
             problem = f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0]}"
         if problem:
             left = f"{len(missing) - i} of {len(names)} files are missing, the same command continues"

@@ -23,6 +23,7 @@ import glob
 import hashlib
 import os
 import shlex
+import shutil
 import sys
 import tempfile
 from collections import Counter, defaultdict, namedtuple
@@ -34,7 +35,7 @@ import numpy as np
 from tqdm import tqdm
 
 from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
-from shards import write_shard
+from shards import lock_folder, write_shard
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARD_TOKENS = 100_000_000
@@ -49,6 +50,7 @@ TOKENIZERS = {
     "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, 196, 2**10, 32, 2**13),
     "gpt2": Tokenizer("gpt2", 2**13, 2**14, 1285, 3 * 2**17, 40, 2**18),
 }
+COMPRESSED = (b"\x1f\x8b", b"PK\3\4", b"BZh91AY", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, zip, bzip2, xz, zstd
 
 
 def note(line: str) -> None:
@@ -96,10 +98,10 @@ def read_documents(files: dict[Path, str], tokenizer: Tokenizer, val_fraction: f
     odd: dict[str, list[str]] = defaultdict(list)
     for path, name in files.items():
         text = path.read_bytes()
-        if b"\0" in text:
-            odd["compressed, binary or UTF-16, left out; unpack them, or convert with iconv -f UTF-16 -t UTF-8"].append(
-                name
-            )
+        if text.startswith(COMPRESSED):
+            odd["compressed, left out; unpack them first, as with gunzip"].append(name)
+        elif b"\0" in text:
+            odd["binary or UTF-16, left out; iconv -f UTF-16 -t UTF-8 converts"].append(name)
         elif documents := [*cut_documents(text, tokenizer)]:
             groups.append((os.fsencode(name), documents))
             try:
@@ -173,21 +175,23 @@ def pack(args: argparse.Namespace) -> list[str]:
     encode = load_gpt2() if args.tokenizer == "gpt2" else to_tokens
     sizes, flags = Counter[str](), ["--preset", tokenizer.preset, "--target_loss", "0"]
     out = args.out.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")  # run.sh changes to ROOT
-    old = {*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")}
-    if old and not args.force:
-        raise RuntimeError(f"{min(old)} is there already: --force replaces all {len(old)} shards, or change --out")
-    documents = read_documents(files, tokenizer, args.val_fraction)
-    args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as folder:
-        for split, texts in documents.items():
-            for i, tokens in enumerate(cut_shards(texts, encode, split)):
-                write_shard(Path(folder, f"{split}_{i:06d}.bin"), tokens)
-                sizes[split] += len(tokens)
-        new = {args.out / shard.name: shard for shard in Path(folder).iterdir()}
-        for path, shard in new.items():
-            os.replace(shard, path)
-    for path in old - new.keys():  # last: no failure loses both
-        path.unlink()
+    with lock_folder(args.out):
+        for killed in args.out.glob(".packing-*"):  # left behind by a killed packer, because we hold the lock
+            shutil.rmtree(killed, ignore_errors=True)
+        old = {*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")}
+        if old and not args.force:
+            raise RuntimeError(f"{min(old)} is there already: --force replaces all {len(old)} shards, or change --out")
+        documents = read_documents(files, tokenizer, args.val_fraction)
+        with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as folder:
+            for split, texts in documents.items():
+                for i, tokens in enumerate(cut_shards(texts, encode, split)):
+                    write_shard(Path(folder, f"{split}_{i:06d}.bin"), tokens)
+                    sizes[split] += len(tokens)
+            new = {args.out / shard.name: shard for shard in Path(folder).iterdir()}
+            for path, shard in new.items():
+                os.replace(shard, path)
+        for path in old - new.keys():  # last: no failure loses both
+            path.unlink()
     for split, texts in documents.items():
         print(f"{args.out}: {split}: {len(texts):,} documents, {sizes[split]:,} tokens")
         flags += [f"--{split}_files", f"{glob.escape(out)}/{split}_*.bin"]
@@ -212,6 +216,8 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--val_fraction {args.val_fraction}: expected more than 0 and less than 1")
     try:
         flags = pack(args)
+    except BlockingIOError:
+        parser.error(f"{args.out}: another process is packing there: wait for it, or choose another --out")
     except OSError as error:
         parser.error(f"{error.filename or args.out}: {error.strerror or error}; fix that, or name another path")
     except RuntimeError as error:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import datetime
 import importlib
 import os
 import sys
@@ -9,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from speedrun import logs, needs, plots, process, proof, publish, race, rules, tried
+from speedrun import logs, needs, process, proof, publish, race, rules, tried
 from speedrun.logs import RECORDS, ToolError
 from speedrun.needs import PYTHON
 
@@ -25,6 +26,7 @@ MODULES = dict(
 )
 COMMANDS: list[tuple[Callable, str, tuple, dict]] = []
 Outcome = tuple[str, int]  # the text and the exit code
+COLORS = {"+": 32, "-": 31, "@": 36}  # of a diff's lines: green, red, cyan
 
 
 def arg(*names: str, **options) -> tuple:
@@ -80,7 +82,11 @@ def command_diff(args: argparse.Namespace) -> Outcome:
     names = args.a or str(args.root.parent / "train_gpt.py"), args.b
     lines, removed, added = logs.diff(*(logs.read_script(name, args.root) for name in names))
     say(f"{removed} lines removed, {added} added", sys.stderr)
-    return "\n".join(lines), 0
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return "\n".join(lines), 0
+    for line in map(logs.printable, lines):
+        print(f"\033[{COLORS[line[0]]}m{line}\033[0m" if line[:1] in COLORS else line)
+    return "", 0
 
 
 @command(
@@ -111,8 +117,14 @@ def command_stats(args: argparse.Namespace) -> Outcome:
 @command(
     "Check records; exit code 1 if one fails.",
     arg("records", metavar="RECORD", nargs="*", help="default: all"),
+    arg("--against", metavar="recordN", help="instead hold one gpt2 log's curve against that of this public record"),
 )
 def command_verify(args: argparse.Namespace) -> Outcome:
+    if args.against:
+        if len(args.records) != 1:
+            raise ToolError("--against takes one log; name it")
+        told, follows = proof.against_public(logs.Log(Path(args.records[0])), args.against)
+        return told, int(not follows)
     folders = [logs.find_record(name, args.root) for name in args.records] or logs.lineage(args.root)
     verdicts = [rules.verify(folder, args.root) for folder in folders]
     return "\n".join(map(str, verdicts)) or "no records yet", int(any(verdict.failures for verdict in verdicts))
@@ -128,22 +140,35 @@ def command_table(args: argparse.Namespace) -> Outcome:
     return f"{args.root / 'README.md'} {wrong if differs else 'is up to date'}", int(differs and args.check)
 
 
-@command(
-    "From a race to a pull request: make a record's folder from finished logs of one script, do table, plot and "
-    "verify, and say what is left. Run it again after each change; it goes on with the folder that is there.",
+NEW = (
     arg("name", metavar="NAME"),
     arg("logs", metavar="LOG", nargs="*"),
+    arg("--date", type=datetime.date.fromisoformat, default=datetime.date.today(), help="(default: today)"),
     arg("--race", type=Path, metavar="FILE", help="race.json against the record before, to be stored, too"),
+)
+
+
+@command("Make a record's folder, after the newest record, from finished logs of one script.", *NEW)
+def command_new(args: argparse.Namespace) -> Outcome:
+    folder = publish.new_record(args.name, args.logs, args.root, args.date, args.race)
+    verdict = rules.verify(folder, args.root)
+    return f"{folder}\nWhat is left to do, as `{PYTHON} -m speedrun verify {folder.name}` says:\n{verdict}", 0
+
+
+@command(
+    "From a race to a pull request: do new, table, plot and verify, and say what is left. Run it again after each "
+    "change; it goes on with the folder that is there.",
+    *NEW,
 )
 def command_submit(args: argparse.Namespace) -> Outcome:
     mine = [folder for folder in logs.record_folders(args.root) if folder.name.partition("_")[2] == args.name]
-    folder = mine[0] if mine else publish.new_record(args.name, args.logs, args.root, args.race)
+    folder = mine[0] if mine else publish.new_record(args.name, args.logs, args.root, args.date, args.race)
     verdict, left = rules.verify(folder, args.root), []
     if verdict.failures:
         left += str(verdict).splitlines()
     try:
         publish.rewrite_tables(args.root, check_only=False)
-        plots.draw([], args.root)
+        draw([], args.root, None, None)
     except ToolError as error:
         left.append(str(error))
     script = args.root.parent / "train_gpt.py"
@@ -157,12 +182,28 @@ def command_submit(args: argparse.Namespace) -> Outcome:
 
 
 @command(
-    "Draw loss against train time of records or logs.",
-    arg("records", metavar="RECORD", nargs="*", help="records or logs (default: all ranked ones, and the plain GPT)"),
-    arg("-o", "--output", type=Path, metavar="FILE", help="(default: records/curves.png, or curves.png for RECORDs)"),
+    "Draw loss against train time of records or logs. Runs that validated only at their end have a thin line of their "
+    "training loss, smoothed.",
+    arg(
+        "records", metavar="RECORD", nargs="*", help="records or logs (default: all ranked records, and the plain GPT)"
+    ),
+    arg("--anchor", type=Path, metavar="FILE", help="what speedrun/plain_gpt.py printed"),
+    arg(
+        "-o", "--output", type=Path, metavar="FILE.png", help="(default: records/curves.png, or curves.png for RECORDs)"
+    ),
 )
 def command_plot(args: argparse.Namespace) -> Outcome:
-    return str(plots.draw(args.records, args.root, args.output)), 0
+    return str(draw(args.records, args.root, args.anchor, args.output)), 0
+
+
+def draw(names: Sequence[str], root: Path, anchor: Path | None, output: Path | None) -> Path:
+    from speedrun import plots
+
+    path = output or (Path("curves.png") if names else root / "curves.png")
+    usual = root / "anchor.json"
+    anchor = anchor or (usual if not names and usual.is_file() else None)
+    plots.plot_curves(plots.curves_of(names, root), plots.read_result(anchor) if anchor else None, path)
+    return path
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -21,6 +21,7 @@ from speedrun import needs
 with needs.packages():
     import torch
     import torch.nn.functional as F
+    from torch import Tensor
     from tqdm import tqdm
 
     import sample
@@ -34,22 +35,46 @@ HELLASWAG |= dict(revision="218ec52e09a7e7462a5400043bb9a69a41d06b76")
 LENGTH = 4096  # tokens that the model reads at a time, or val_seq_len: in plain PyTorch attention takes memory
 OVERLAP = 1024  # tokens of a long text that the model reads again, before those to be scored
 SLICE = 512  # tokens whose logits exist at a time
-# The first two tokens of a sequence have bigrams of their own, and the key offset looks back, so text comes later
+# Smear, bigrams and key offset give a token something of the one before it, even of another document, and the first two
+# of a sequence have bigrams of their own. The fourth of four documents that are one token each is the same anywhere
 RUN_UP = 4  # end-of-text tokens before a document's others
+Document = tuple[list[int], int]  # tokens, and how many of them are only context
 Question = tuple[str, list[str], int]  # context, endings and the number of the right one
 
 
+def pack(documents: Sequence[Document], length: int) -> Iterator[Sequence[Document]]:
+    """Yield as many documents in turn as fit into a sequence of `length` tokens, with their run-ups."""
+    begin = used = 0
+    for end, (tokens, _) in enumerate(documents):
+        used += RUN_UP + len(tokens)
+        if used > length and end > begin:
+            yield documents[begin:end]
+            begin, used = end, RUN_UP + len(tokens)
+    yield documents[begin:]
+
+
 @torch.inference_mode()
-def score(gpt: GPT, tokens: list[int], context: int) -> float:
-    """Return the summed loss of a document's tokens, without those of its context, in nats."""
-    read = [gpt.cfg.eot_token] * RUN_UP + tokens
-    x, total = sample.features(gpt, read), 0.0
-    targets = torch.tensor(read, device=x.device)
-    for some in torch.arange(RUN_UP + context, len(read), device=x.device).split(SLICE):
-        total += F.cross_entropy(sample.logits_of(gpt, x[some - 1]).double(), targets[some], reduction="sum").item()
-    if not math.isfinite(total):
-        raise UserError("the model's losses are not finite: its training diverged")
-    return total
+def score(gpt: GPT, documents: Sequence[Document], length: int, name: str) -> list[float]:
+    """Return the summed loss of each document's tokens, without those of its context, in nats."""
+    found: list[float] = []
+    options = dict(total=sum(RUN_UP + len(tokens) for tokens, _ in documents), unit="tok", unit_scale=True)
+    with tqdm(**options, desc=name, disable=None) as bar:
+        for packed in pack(documents, length):
+            read: list[int] = []
+            places: list[Tensor] = []  # of the tokens to score, for each document
+            for tokens, context in packed:
+                read += [gpt.cfg.eot_token] * RUN_UP + tokens
+                places.append(torch.arange(len(read) - len(tokens) + context, len(read)))
+            x, losses = sample.features(gpt, read), []
+            targets = torch.tensor(read, device=x.device)
+            for some in torch.cat(places).to(x.device).split(SLICE):
+                logits = sample.logits_of(gpt, x[some - 1]).double()
+                losses.append(F.cross_entropy(logits, targets[some], reduction="none").cpu())
+            found += [part.sum().item() for part in torch.cat(losses).split([len(place) for place in places])]
+            bar.update(len(read))
+            if not math.isfinite(sum(found)):
+                raise UserError("the model's losses are not finite: its training diverged")
+    return found
 
 
 def parse_question(question: Any, where: str) -> Question:
@@ -100,12 +125,17 @@ def hellaswag() -> Iterator[Question]:
 def answer(gpt: GPT, questions: Sequence[Question], length: int, name: str) -> dict:
     """Return how many questions the model answers rightly."""
     encode, _ = sample.tokenizer(gpt.cfg)
-    right, most = 0, length - RUN_UP
-    for number, (ctx, endings, label) in enumerate(tqdm(questions, desc=name, disable=None), start=1):
-        context, parts = encode(ctx), [encode(f" {ending}") for ending in endings]
-        if (longest := len(context) + max(map(len, parts))) > most:
+    documents: list[Document] = []
+    most = length - RUN_UP
+    for number, (ctx, endings, _) in enumerate(questions, start=1):
+        context = encode(ctx)
+        documents += [([*context, *encode(f" {ending}")], len(context)) for ending in endings]
+        if (longest := max(len(tokens) for tokens, _ in documents[-len(endings) :])) > most:
             raise UserError(f"{name}: question {number} has {longest} tokens, the model reads {most} at most")
-        means = [score(gpt, [*context, *part], len(context)) / len(part) for part in parts]
+    losses = iter(score(gpt, documents, length, name))
+    sizes, right = iter(len(tokens) - context for tokens, context in documents), 0
+    for _, endings, label in questions:
+        means = [next(losses) / next(sizes) for _ in endings]
         right += means.index(min(means)) == label
     n, chance = len(questions), sum(1 / len(endings) for _, endings, _ in questions)
     error = (right * (n - right) / n) ** 0.5 / n
@@ -117,8 +147,8 @@ def compress(gpt: GPT, text: str, length: int, name: str) -> dict:
     tokens = sample.tokenizer(gpt.cfg)[0](text)
     overlap = min(OVERLAP, length // 4)
     starts = range(0, len(tokens), step := length - RUN_UP - overlap)
-    pieces = ((tokens[max(0, i - overlap) : i + step], min(i, overlap)) for i in tqdm(starts, desc=name, disable=None))
-    nats = sum(score(gpt, *piece) for piece in pieces)
+    documents = [(tokens[max(0, i - overlap) : i + step], min(i, overlap)) for i in starts]
+    nats = sum(score(gpt, documents, length, name))
     size = len(text.encode())
     return dict(bytes=size, tokens=len(tokens), bits_per_byte=nats / math.log(2) / size, loss=nats / len(tokens))
 
@@ -143,7 +173,7 @@ def evaluate(argv: Sequence[str] | None) -> None:
         sets["HellaSwag"] = list(hellaswag())[: args.limit]
     if empty := [name for name, questions in sets.items() if not questions]:
         raise UserError(f"{empty[0]}: has no questions")
-    path, gpt = sample.find_model(args.file, args.device)
+    path, gpt = sample.find_model(args.model or args.file, args.device)
     length, start = min(LENGTH, gpt.cfg.val_seq_len), time.perf_counter()
     found: dict = dict(model=str(path), parameters=sum(p.numel() for p in gpt.parameters()), dtype=gpt.cfg.dtype)
     found["choices"] = {name: answer(gpt, questions, length, name) for name, questions in sets.items()}

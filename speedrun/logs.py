@@ -23,7 +23,15 @@ STEP_LINE = re.compile(
     rf" train_time:{NUMBER}(m?s) step_avg:(?:{NUMBER}|nan|inf)ms{OTHERS}\s*"
 )
 HEADER_BYTES, TOKEN_BYTES = 1024, 2  # of a shard
-ODD = (ValueError, TypeError, KeyError, AttributeError)  # JSON of another form
+ODD = (
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+)  # JSON of another form
 
 
 class ToolError(Exception):
@@ -81,7 +89,10 @@ def script_of(log: Path, text: str) -> str:
 
 def has_packed_batches(configuration: dict) -> bool:
     """Return whether documents or growing batches decide where a batch begins."""
-    return any(row[1:3] != [1, 0] for row in configuration.get("stages", []))  # share, batch, max_doc_len and others
+    if configuration.get("stages"):  # rows of share, batch, max_doc_len and others
+        return any(row[1:3] != [1, 0] for row in configuration["stages"])
+    lengths, factors = configuration.get("max_doc_len"), configuration.get("batch_factors")  # of older scripts
+    return lengths not in (None, 0, [0]) or factors not in (None, [1])
 
 
 class Log:
@@ -275,15 +286,16 @@ def is_on_board(folder: Path, board: str) -> bool:
 
 
 def find_record(name: str, root: Path) -> Path:
-    """Return the only record whose name has this as a part, in small or capital letters.
+    """Return the record of this name, or the only one whose name has it as a part, in small or capital letters.
 
     Any folder with logs will do where it is named by its path.
     """
     path = Path(name)
     if path.is_dir() and (RECORD_FOLDER.fullmatch(path.name) or log_paths(path)):
         return path
-    folders = record_folders(root)
-    found = [folder for folder in folders if name.lower() in folder.name.lower()]
+    folders, wanted = record_folders(root), name.lower()
+    exact = [folder for folder in folders if wanted in (folder.name.lower(), folder.name[11:].lower())]
+    found = exact or [folder for folder in folders if wanted in folder.name.lower()]
     if len(found) == 1:
         return found[0]
     names = ", ".join(folder.name for folder in found or folders) or "none"

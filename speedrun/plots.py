@@ -4,7 +4,7 @@ import json
 import statistics
 import sys
 from collections import namedtuple
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ from speedrun.logs import Log, ToolError, board_of, find_record, log_paths, prin
 from speedrun.rules import TRACKS, board_order
 
 # Lists over the steps at which all logs have a loss: mean time in s; mean, lowest and highest loss
-Curve = namedtuple("Curve", "name track steps seconds mean low high")
+Curve = namedtuple("Curve", "name track steps seconds mean low high is_training", defaults=[False])
+SMOOTHING = 20  # a point of training losses is the mean over 1/20 of the run, before it
 
 
 def curve_of(name: str, track: str, curves: Sequence[dict[int, tuple[float, float]]]) -> Curve:
@@ -37,19 +38,40 @@ def read_result(path: Path) -> Curve:
     return curve_of("plain GPT", "nano", [curve])
 
 
-def curve_of_one(name: str, root: Path) -> Curve:
-    """Return the curve of a record or log.
+def training_curve(log: Log, smoothing: int) -> dict[int, tuple[float, float]]:
+    """Return the mean of the last `smoothing` training losses, and train time in ms, by step."""
+    import numpy as np
+
+    lines = [line for line in log.training if line.train_loss is not None]
+    means = np.convolve(log.train_losses, np.full(smoothing, 1 / smoothing), "valid").tolist() if lines else []
+    return {line.step: (mean, line.time) for line, mean in zip(lines[smoothing - 1 :], means, strict=True)}
+
+
+def curves_of_one(name: str, root: Path) -> Iterator[Curve]:
+    """Yield the curve of a record or log, and that of training losses where there is at most one validation.
 
     Where a record has logs in a folder `curve`, they give its losses, on the clock of its race.
     """
     path = Path(name)
     logs = [Log(path)] if path.is_file() else record_logs(path := find_record(name, root))
+    last = max(log.lines[-1].step for log in logs)
+    for log in logs:
+        if (step := log.lines[-1].step) < log.num_steps:
+            told = f"{log.path}: ends at step {step} of {log.num_steps}{': left out' if step < last else ''}"
+            print(printable(told), file=sys.stderr)
+    logs = [log for log in logs if log.lines[-1].step == min(last, log.num_steps)]
     often = [Log(log) for log in log_paths(path / "curve")]  # runs that validated often, at other times
-    curve = curve_of(path.name.removesuffix(".txt"), board_of(logs[0]), [log.curve for log in often or logs])
-    if often:
-        seconds = statistics.fmean(log.train_time for log in logs) / 1000
-        curve = curve._replace(seconds=[x * seconds / curve.seconds[-1] for x in curve.seconds])
-    return curve
+    label, curves = path.name.removesuffix(".txt"), [log.curve for log in often or logs]
+    if all(curves):
+        curve = curve_of(label, board_of(logs[0]), curves)
+        if often:
+            seconds = statistics.fmean(log.train_time for log in logs) / 1000
+            curve = curve._replace(seconds=[x * seconds / curve.seconds[-1] for x in curve.seconds])
+        yield curve
+    fewest = min(len(log.train_losses) for log in logs)
+    if not all(curves) or (fewest and min(map(len, curves)) < 2):
+        curves = [training_curve(log, max(1, fewest // SMOOTHING)) for log in logs]
+        yield curve_of(label, board_of(logs[0]), curves)._replace(is_training=True)
 
 
 def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
@@ -57,7 +79,7 @@ def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
     curves = list[Curve]()
     for name in names or [str(folder) for folder in logs.lineage(root) if logs.read_card(folder).ranked]:
         try:
-            curves.append(curve_of_one(name, root))
+            curves += curves_of_one(name, root)
         except ToolError as error:
             print(printable(f"left out: {error}"), file=sys.stderr)
     if not curves:
@@ -83,11 +105,13 @@ def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> No
         mine = [curve for curve in curves if curve.track == track]
         names = [*dict.fromkeys(curve.name for curve in mine)]
         colors = {name: colormaps["viridis_r"]((i + 1) / len(names)) for i, name in enumerate(names)}
-        styles: list[dict[str, Any]] = [dict(color=colors[curve.name], linewidth=1.4) for curve in mine]
+        styles: list[dict[str, Any]] = [
+            dict(color=colors[curve.name], linewidth=0.7 if curve.is_training else 1.4) for curve in mine
+        ]
         if anchor and anchor.track == track:
             mine, styles = [*mine, anchor], [*styles, dict(color="0.5", linewidth=1.4, linestyle="--")]
         for curve, style in zip(mine, styles, strict=True):
-            name = (curve.name.partition("_")[2] or curve.name).replace("$", r"\$")
+            name = (curve.name.partition("_")[2] or curve.name).replace("$", r"\$") + ", training" * curve.is_training
             panel.plot(curve.seconds, curve.mean, marker="o", markersize=4, markevery=[-1], label=name, **style)
             panel.fill_between(curve.seconds, curve.low, curve.high, color=style["color"], alpha=0.15, linewidth=0)
         targets = [known.target for known in TRACKS.values() if known.name == track.split()[0]]
@@ -106,13 +130,8 @@ def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> No
         panel.legend(loc="upper right", fontsize=8, frameon=False)
         panel.set_xlabel("train time (s)")
         panel.set_ylabel(f"validation loss (nats per {'byte' if track == 'nano' else 'token'})")
-        panel.set_title(f"{track}: validation loss against train time", fontsize=10)
+        thin = f"; thin: training loss, smoothed over 1/{SMOOTHING} of the run"
+        thin *= any(curve.is_training for curve in mine)
+        panel.set_title(f"{track}: validation loss against train time{thin}", fontsize=10)
     found = dict(curves=[curve._asdict() for curve in [*curves, *([anchor] if anchor else [])]])
     figure.savefig(path, dpi=110, format="png", metadata={"Comment": json.dumps(found)})
-
-
-def draw(names: Sequence[str], root: Path, output: Path | None = None) -> Path:
-    """Draw these records and logs; without names, all ranked records and the plain GPT of anchor.json."""
-    path, anchor = output or (Path("curves.png") if names else root / "curves.png"), root / "anchor.json"
-    plot_curves(curves_of(names, root), read_result(anchor) if not names and anchor.is_file() else None, path)
-    return path

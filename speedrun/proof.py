@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from speedrun.logs import RECORDS, read_json
+from speedrun.logs import RECORDS, Log, ToolError, read_json
 
 ALPHA = 0.01  # a record's p has to be below it
 MIN_PAIRS = 5  # of a race that decides; fewer are a screen
@@ -19,6 +19,7 @@ FASTER = (
 )
 POWER = 0.9
 MAX_RUNS = 1_000
+TOLERANCE, AT_THE_END = 0.05, 0.01  # nats that a log may be away from a public curve, and from its last point
 PEEKING = (
     "Fix the number of runs before the first one: who looks after each of 3 to 20 runs and stops at the first "
     "p < 0.01 passes about 6% of the time, not 1%, with a script whose true mean is the target itself."
@@ -150,3 +151,25 @@ def told(a: str, b: str, found: dict) -> str:
 def public_history() -> dict:
     """Read records/public.json, the public speedrun's history and curves, which were not measured here."""
     return read_json(RECORDS / "public.json")
+
+
+def against_public(log: Log, name: str) -> tuple[str, bool]:
+    """Hold a gpt2 log's validations against the curve of a public record, such as "record21"; say if it follows."""
+    known = public_history()["records"]
+    curves = {f"record{record['number']}": record["curve"] for record in known if "curve" in record}
+    if name not in curves:
+        raise ToolError(f"no public curve {name!r}; choose one of {', '.join(curves)}")
+    if log.track not in (None, "gpt2"):
+        raise ToolError(f"{log.path}: a log of the {log.track} track; the public curves are of gpt2")
+    curve = {int(step): loss for step, loss in curves[name].items()}
+    common = {step: log.curve[step][0] for step in curve if step in log.curve}
+    if not common:
+        raise ToolError(f"{log.path}: no validation at a step of the curve; run it with --val_loss_every 125")
+    lacking = len(curve) - len(common)
+    points = f"{len(common)} points" + (f"; {lacking} more it lacks" if lacking else "")
+    for step, loss in common.items():
+        if abs(loss - curve[step]) > (AT_THE_END if step == max(curve) else TOLERANCE):
+            losses = f"{loss:.4f}, the curve {curve[step]:.4f}"
+            return f"leaves {name} first at step {step}: {losses} (compared at {points})", False
+    at_end = f", within {AT_THE_END} at its end" if max(curve) in common else ""
+    return f"follows {name} within {TOLERANCE} at {points}{at_end}", True

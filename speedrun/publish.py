@@ -10,7 +10,7 @@ from speedrun import logs
 from speedrun.logs import Log, ToolError, board_of, lineage, printable, read_card, read_text, require_one_experiment
 from speedrun.needs import PYTHON
 from speedrun.proof import describe, interval, public_history
-from speedrun.race import FILE, read_race, record_race
+from speedrun.race import FILE, OLDER, modules_beside, older_logs, read_race, record_race
 from speedrun.rules import TRACKS, UNMEASURED, board_order, track_of
 
 BEGIN = "<!-- leaderboards: python -m speedrun table -->"
@@ -40,11 +40,11 @@ def hardware_of(own: Sequence[Log]) -> str:
     return cell("; ".join(sorted({log.hardware or "not stated" for log in own})))
 
 
-def new_record(name: str, paths: Sequence[str], root: Path, race: Path | None) -> Path:
+def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date, race: Path | None) -> Path:
     """Make the folder from finished logs of one script and its race, once nothing of this is known to be wrong."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise ToolError(f"{name!r} is no name for a record: take letters, digits, '-' and '.'")
-    line, folder = lineage(root), root / f"{datetime.date.today()}_{name}"
+    line, folder = lineage(root), root / f"{date}_{name}"
     if taken := [path.name for path in line if path.name.partition("_")[2].lower() == name.lower()]:
         raise ToolError(f"{taken[0]} has that name: choose another, or remove it first")
     if not paths:
@@ -53,6 +53,7 @@ def new_record(name: str, paths: Sequence[str], root: Path, race: Path | None) -
         raise ToolError("two of the logs have the same file name: rename one")
     own = [Log(Path(path)) for path in paths]
     require_one_experiment(own)
+    modules_beside(own[0].path, own[0].source)  # refuses what is not one script
     before = line[-1] if line else None
     what = (race and read_race(race).note) or "<say in one line what it is>"
     card = dict(what=what, kind="idea", after=before and before.name, ranked=True)
@@ -60,9 +61,10 @@ def new_record(name: str, paths: Sequence[str], root: Path, race: Path | None) -
     files["record.json"] = json.dumps(card, indent=1) + "\n"
     files |= {log.name: logs.without_script(read_text(log.path), log.source) for log in own}
     if race:
-        files[FILE] = read_text(race)
-    folder.mkdir()
+        others = older_logs(race, line, board_of(own[0]))
+        files |= {FILE: read_text(race)} | {f"{OLDER}/{name}": text for name, text in others.items()}
     for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
     return folder
 

@@ -1,5 +1,6 @@
 """Run scripts in turn on this machine and say by how much they differ; write and read race.json."""
 
+import ast
 import dataclasses
 import datetime
 import json
@@ -11,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,7 @@ from speedrun.logs import Log, ToolError, digest, read_script, rivals, shown
 from speedrun.process import ROOT, own_process
 from speedrun.proof import MIN_PAIRS, SLACK, compare
 
-FILE = "race.json"
+FILE, OLDER = "race.json", "older"  # the latter: the folder of the older script's logs, beside the record's own
 MAX_SCRIPTS = 26  # a letter each
 MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 # Flags of such a race: others would change the training of the record before, too
@@ -47,6 +48,13 @@ class Run:
     val_sha256: str | None = None
     hardware: str | None = None
 
+    def __post_init__(self):
+        if not all(
+            0 < number < 1e15
+            for number in (self.val_loss, self.train_time, 1 if self.step_time is None else self.step_time)
+        ):
+            raise ValueError(f"numbers above 0 are wanted: {self}")
+
 
 @dataclass(frozen=True)
 class Script:
@@ -71,6 +79,7 @@ class Race:
 
     def __post_init__(self):
         self.own_flags = [*chain(*(script.flags for script in self.scripts))]
+        " ".join([*self.flags, *self.own_flags, *self.hashes, self.note, self.date])  # TypeError where one is no text
         if not (2 <= len(self.scripts) <= MAX_SCRIPTS and 1 <= self.pairs <= 1000 and 1 <= self.nproc_per_node <= 1024):
             numbers = f"2 to {MAX_SCRIPTS} scripts, --pairs from 1 to 1000, --nproc_per_node from 1 to 1024"
             raise ValueError(f"a race needs {numbers}")
@@ -174,6 +183,18 @@ def obstacle(race: Race, rivals: Sequence[tuple[str, str]]) -> str | None:
     )
 
 
+def used_seeds(race: Race, paths: Iterable[Path]) -> str | None:
+    """Say that one of these races had one of the planned seeds, or return None."""
+    for path in paths:
+        try:
+            theirs = {run.seed for run in read_race(path).runs}
+        except ToolError:
+            continue
+        if theirs & {*range(race.seed, race.seed + race.pairs)}:
+            return f"its seeds are not fresh, as {path} has some: race with --seed {max(theirs) + 1} or higher"
+    return None
+
+
 def too_different(newer: tuple[str, str], older: tuple[str, str]) -> str | None:
     """Say that more lines change than an idea may, or return None."""
     changed = sum(logs.diff(older, newer)[1:])
@@ -181,10 +202,12 @@ def too_different(newer: tuple[str, str], older: tuple[str, str]) -> str | None:
     return told if changed > MAX_CHANGED else None
 
 
-def record_race(folder: Path, line: Sequence[Path], board: str, own: Sequence[Log] | None = None) -> tuple[str, dict]:
+def record_race(
+    folder: Path, line: Sequence[Path], board: str, own: Sequence[Log] | None = None, others: Sequence[Log] = ()
+) -> tuple[str, dict]:
     """Compare a record of a leaderboard with one of those before it, `line`, by its race.json; also return its name.
 
-    Raise ToolError if the race proves nothing, or if the record's own logs say otherwise.
+    Raise ToolError if the race proves nothing, or not by these logs: the record's own, and others of the script before.
     """
     path, before, (_, newer) = folder / FILE, rivals(line, board), read_script(str(folder), folder.parent)
     if not path.is_file():
@@ -203,21 +226,36 @@ def record_race(folder: Path, line: Sequence[Path], board: str, own: Sequence[Lo
     if not problem and len(race.runs) != len(race.order):
         problem = f"has {len(race.runs)} runs, not {race.pairs} of each script; --resume the race"
     if not problem and own is not None:
-        problem = run_problem(a, own, race.flags)
+        others = [*others, *map(Log, logs.log_paths(folder.parent / name))]
+        others = [log for log in others if log.source in (older, digest(older)) and not log.incomplete]
+        if len(own) != len(a):
+            counts = f"{len(a)} runs of the script, there are {len(own)} sound logs"
+            problem = f"has {counts}: leave none out"
+        else:
+            problem = run_problem(a, own, race.flags, "the folder")
+            problem = problem or run_problem(b, others, race.flags, f"its folder {OLDER}, nor in {name}")
     if problem:
         raise ToolError(f"{path}: {problem}. So far {proof.standing(found) if found else 'it has no pair'}")
     return name, found
 
 
-def run_problem(runs: Sequence[Run], found: Sequence[Log], flags: Sequence[str]) -> str | None:
+def older_logs(path: Path, line: Sequence[Path], board: str) -> dict[str, str]:
+    """Return name and text of the logs beside a race.json of the script before, which its SHA-256 stands for."""
+    hashes = read_race(path).hashes
+    for _, script in rivals(line, board):
+        if digest(script) in hashes:
+            paths = path.parent.glob(run_id_of("*", hashes.index(digest(script))) + ".txt")
+            return {path.name: logs.without_script(logs.read_text(path), script) for path in sorted(paths)}
+    return {}
+
+
+def run_problem(runs: Sequence[Run], found: Sequence[Log], flags: Sequence[str], where: str) -> str | None:
     """Say that one of the race's runs has no log that says the same, or return None."""
-    if len(found) != len(runs):
-        return f"has {len(runs)} runs of the script, there are {len(found)} sound logs: leave none out"
     for run in runs:
         run_id = run_id_of(run.seed, run.script)
         own = [log for log in found if log.flags[4:] == ["--run_id", run_id, *flags]]
         if not own:
-            return f"no sound log of its run {run_id}, with the race's flags, is in the folder"
+            return f"no sound log of its run {run_id}, with the race's flags, is in {where}"
         if not any(Run(run.script, log.seed, **figures_of(log)) == run for log in own):
             return f"the log of its run {run_id} says otherwise; take the files that `race` left"
     return None
@@ -287,8 +325,8 @@ def told(race: Race) -> str:
     return "\n".join(proof.told(names[a], names[b], found) for (a, b), found in race.compared())
 
 
-def find_script(name: str, root: Path) -> tuple[str, Script]:
-    """Return the source of the script that `name` names, and what race.json says of it.
+def find_script(name: str, root: Path) -> tuple[Path, str, Script]:
+    """Return path and source of the script that `name` names, and what race.json says of it.
 
     Flags of its own may follow, as in "train_gpt.py --muon_lr 0.05".
     """
@@ -297,7 +335,7 @@ def find_script(name: str, root: Path) -> tuple[str, Script]:
     except ValueError as error:
         raise ToolError(f"{shown(name)}: expected a script, perhaps with flags ({error})") from None
     label, source = read_script(path, root)
-    return source, Script(shlex.join([label, *flags]), digest(source), flags)
+    return Path(path), source, Script(shlex.join([label, *flags]), digest(source), flags)
 
 
 def is_ours(source: str) -> bool:
@@ -305,16 +343,30 @@ def is_ours(source: str) -> bool:
     return "run_id" in source and "log_dir" in source
 
 
+def modules_beside(path: Path, source: str) -> list[str]:
+    """Return the modules in its folder that a script imports. Raise ToolError if it is no Python."""
+    try:
+        nodes = [*ast.walk(ast.parse(source))]
+    except (SyntaxError, ValueError) as error:
+        raise ToolError(f"{path}: is not one Python script ({shown(str(error))})") from None
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level}
+    names = {name.split(".")[0] for name in names}
+    return sorted(name for name in names if path.suffix == ".py" and any(path.parent.glob(f"{name}.py")))
+
+
 def get_data(race: Race, sources: Sequence[str]) -> None:
     """Let the preflight get the data of the presets that our scripts train, before anything is written."""
-    wanted = list[list[str]]()
+    wanted = set[tuple[str, ...]]()
     for script, source in zip(race.scripts, sources, strict=True):
         text = " ".join([*race.flags, *script.flags])
         if is_ours(source) and "--train_files" not in text:
-            wanted.append(re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", text)))
-    for flags in [flags for i, flags in enumerate(wanted) if flags not in wanted[:i]]:
+            wanted.add(tuple(re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", text))))
+    for flags in wanted:
         command = [sys.executable, "-m", "speedrun", "check", *flags]
-        environment = os.environ | dict(SCRIPT="race", NPROC=str(race.nproc_per_node))
+        environment = os.environ | dict(
+            SCRIPT="race", NPROC=str(race.nproc_per_node)
+        )  # their other flags are their own
         if code := subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL).returncode:
             if code == 130:
                 raise KeyboardInterrupt
@@ -325,7 +377,7 @@ def race_scripts(
     names: Sequence[str], root: Path, flags: Sequence[str], out: Path | None, resume: Path | None, **settings
 ) -> Race:
     """Race training scripts, frozen as they are now, with these flags."""
-    sources, scripts = zip(*(find_script(name, root) for name in names), strict=True)
+    given, sources, scripts = zip(*(find_script(name, root) for name in names), strict=True)
     try:
         race = Race([*scripts], [*map(str, flags)], date=str(datetime.date.today()), **settings)
     except ValueError as error:
@@ -335,15 +387,24 @@ def race_scripts(
     board = "nano" if race.trains("nano") else "gpt2 on 8xH100" if race.nproc_per_node == 8 else "gpt2"
     before = rivals(logs.lineage(root), board)
     folder = resume or out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
+    others = sorted({*folder.parent.glob(f"*/{FILE}"), *root.glob(f"*/{FILE}")} - {folder / FILE})
     size_problem = before and too_different((names[0], sources[0]), before[-1])
     if len({(script.sha256, *script.flags) for script in scripts}) < len(scripts):
         print("two of these scripts are the same: they differ by chance alone", file=sys.stderr)
-    elif problem := obstacle(race, before) or size_problem:
+    elif problem := obstacle(race, before) or size_problem or used_seeds(race, others):
         print(f"no record can come of this race: {problem}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="race-") as temporary:
-        paths = [Path(temporary) / str(i) / "train_gpt.py" for i in range(len(sources))]
-        for path, source in zip(paths, sources, strict=True):
-            path.parent.mkdir()
-            path.write_text(source + "\n", encoding="utf-8")
+        paths = []
+        for i, (path, source) in enumerate(zip(given, sources, strict=True)):
+            if not is_ours(source):
+                print(f"{path} does not look like one of our scripts. {CONTRACT}", file=sys.stderr)
+            if beside := modules_beside(path, source):
+                told = f"imports {', '.join(beside)} beside it, so it runs where it lies: change nothing there"
+                print(f"{path} {told}", file=sys.stderr)
+                paths.append(path.resolve())
+                continue
+            paths.append(Path(temporary) / str(i) / "train_gpt.py")
+            paths[-1].parent.mkdir()
+            paths[-1].write_text(source + "\n", encoding="utf-8")
         get_data(race, sources)
         return in_turn(race, paths, folder, is_resumed=resume is not None)

@@ -12,14 +12,27 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from speedrun import logs
-from speedrun.logs import Card, Log, ToolError, board_of, is_on_board, log_paths, read_script, read_text, shown
+from speedrun.logs import (
+    RECORD_FOLDER,
+    Card,
+    Log,
+    ToolError,
+    board_of,
+    is_on_board,
+    log_paths,
+    read_script,
+    read_text,
+    shown,
+)
 from speedrun.needs import PYTHON
 from speedrun.process import ROOT
 from speedrun.proof import ALPHA, Sample, describe, public_history, standing
-from speedrun.race import FILE, ON_ONE_GPU, SAME_TRAINING, record_race, too_different
+from speedrun.race import FILE, OLDER, ON_ONE_GPU, SAME_TRAINING, record_race, too_different
 
 PLACEHOLDER = re.compile("<say[^>]*>?")
-COMPILER_SETTING = re.compile(r"\b_(inductor|dynamo)\b(?!\.utils)|\bTORCH(INDUCTOR|DYNAMO|_COMPILE)\w*")
+COMPILER_SETTING = re.compile(
+    r"\b_(inductor|dynamo)\b(?!\.utils)|\bTORCH(INDUCTOR|DYNAMO|_COMPILE)(?!_COMPILE_THREADS|_CACHE_DIR)\w*"
+)
 HARMLESS = {"TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR"}  # variables of the compiler
 UNMEASURED = "speed, unmeasured"  # the kind of a record of several ideas for speed that nobody has timed
 IN_HISTORY = "idea, after a step in the history"  # that step is its evidence
@@ -55,8 +68,7 @@ def hardware_problem(log: Log) -> str | None:
 def compiler_flags(source: str) -> Iterator[str]:
     """Yield what a script plainly does to the compiler beyond torch.compile(..., fullgraph=, dynamic=)."""
     for found in COMPILER_SETTING.finditer(source):
-        if found[0] not in HARMLESS:
-            yield f"line {source.count(chr(10), 0, found.start()) + 1} uses {found[0]}"
+        yield f"line {source.count(chr(10), 0, found.start()) + 1} uses {found[0]}"
     try:
         nodes = ast.walk(ast.parse(source))
     except (SyntaxError, ValueError) as error:
@@ -77,8 +89,23 @@ class Verdict:
     summary: str = ""
 
     def __str__(self) -> str:
-        lines = [f"FAIL {self.folder.name}: {f'{name}: ' if name else ''}{what}" for name, what in self.failures]
+        kinds: dict[str, list[tuple[str, str]]] = {}  # failures that differ in numbers alone are of one kind
+        for name, problem in self.failures:
+            kinds.setdefault(re.sub(r"\d+", "", problem) if name else problem, []).append((name, problem))
+        lines = []
+        for (name, problem), *others in kinds.values():
+            more = len({other for other, _ in others} - {name})
+            name = f"{more + 1} logs, first {name}" if more else name
+            lines.append(f"FAIL {self.folder.name}: {f'{name}: ' if name else ''}{problem}")
         return "\n".join(lines or [f"ok {self.folder.name}: {self.summary}"])
+
+
+def clock_problems(log: Log) -> Iterator[str]:
+    for before, line in itertools.pairwise(log.lines):
+        if line.time < before.time:
+            fall = f"train_time falls from {before.time:.0f} to {line.time:.0f} ms at step {line.step}"
+            yield f"{fall}: the clock went wrong; run it again"
+            return
 
 
 def flag_problems(log: Log) -> Iterator[str]:
@@ -141,11 +168,12 @@ def data_problems(log: Log, track: Track) -> Iterator[str]:
 
 
 def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
-    if log.source != script:
+    if script and log.source != script:
         yield "the script in the log is not the folder's train_gpt.py; put there the one that ran, or run it again"
     yield from filter(None, [hardware_problem(log)])
     yield from data_problems(log, track)
     yield from flag_problems(log)
+    yield from clock_problems(log)
     if flags := [name for name in log.environment if name.startswith("TORCHINDUCTOR_") and name not in HARMLESS]:
         yield f"ran with {', '.join(flags)}: the track allows no compiler flags; unset it and run it again"
     if log.recompiles != 0:
@@ -179,7 +207,7 @@ def kind_problems(folder: Path, card: Card, before: Path | None, page: str) -> I
         if not is_tested and not re.fullmatch(r"tests/test_\w+\.py at commit [0-9a-f]{7,40}", card.evidence):
             yield "record.json: evidence names no test that is there; name the one that shows this form to be equal"
     elif card.kind == IN_HISTORY:
-        if not logs.RECORD_FOLDER.fullmatch(card.evidence):
+        if not RECORD_FOLDER.fullmatch(card.evidence):
             yield f"record.json: evidence is {shown(card.evidence)}, not the name of a step; mend it"
     elif card.kind == UNMEASURED:
         if card.ranked or "unmeasured" not in page.lower():
@@ -218,7 +246,8 @@ def verify(folder: Path, root: Path) -> Verdict:
     if not card.ranked:
         verdict.summary = f"not ranked: script and page; {card.kind}"
         return verdict
-    whole = whole_logs(verdict, folder, script)
+    whole, others = whole_logs(verdict, folder, script), whole_logs(verdict, folder / OLDER, "")
+    verdict.failures += logs.differences(others)
     if not log_paths(folder):
         verdict.failures.append(("", "has no logs; put the .txt of its runs there"))
     if whole:
@@ -226,7 +255,7 @@ def verify(folder: Path, root: Path) -> Verdict:
     try:
         board = board_of(whole[0]) if whole else ""
         if any(is_on_board(other, board) for other in line):  # or else it opens its leaderboard
-            name, found = record_race(folder, line, board, whole)
+            name, found = record_race(folder, line, board, whole, others)
             verdict.summary += f"; {standing(found)}, against {name}"
             if card.kind.startswith("idea") and found["verdict"] != "faster":  # a public record gained elsewhere
                 raise ToolError(f"{FILE}: against {name} {standing(found)}")

@@ -1,6 +1,7 @@
 """Logs and records that no run wrote."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -86,15 +87,18 @@ def write_record(root: Path, name: str, texts: list[str], source=SOURCE, readme=
 def write_race(path: Path, *sources: str, losses: Sequence[float] = LOSSES, ratio=0.9, ms=806.0, drop=0.0) -> dict:
     """Write the race of these scripts, each in `ratio` of the time of the next, the first in that of `log_text`.
 
-    Each ends `drop` above the next.
+    Each ends `drop` above the next. The logs of all but the first lie in older/.
     """
     scripts = [race.Script(f"script {i}", race.digest(source.rstrip("\n"))) for i, source in enumerate(sources)]
     found = race.Race(scripts, [], len(losses), seed=0, nproc_per_node=1)
+    shutil.rmtree(path.parent / "older", ignore_errors=True)
     for seed, script in found.order:
         more = dict(source=sources[script].rstrip("\n"), side="abc"[script], step_ms=ms * ratio**-script / 20)
-        log = path.with_suffix(".log")
+        log = path.parent / "older" / f"{race.run_id_of(seed, script)}.txt"
+        log.parent.mkdir(exist_ok=True)
         log.write_text(log_text(seed, losses[seed] - drop * script, **more))
         found.runs.append(race.Run(script, seed, **race.figures_of(Log(log))))
-        log.unlink()
+        if script == 0:
+            log.unlink()
     found.write(path)
     return json.loads(path.read_text())

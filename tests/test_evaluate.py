@@ -1,4 +1,4 @@
-"""speedrun evaluate: scores of documents, answers and bits to check by hand, and what it refuses."""
+"""speedrun evaluate: scores of packed documents, answers and bits to check by hand, and what it refuses."""
 
 import dataclasses
 import json
@@ -22,11 +22,12 @@ QUESTIONS = [("ab", ["cd", "c"], 0), ("", ["b\n" * 20, "abc", "xyz"], 1), ("f" *
 
 
 @pytest.mark.parametrize("preset", ["nano", "gpt2"])
-def test_scores_are_those_of_the_logits_token_by_token(preset, tiny64, random_gpt):
-    """A long text is cut into pieces of 40 tokens, 10 of them again."""
+def test_packed_documents_score_as_one_at_a_time(preset, tiny64, random_gpt, monkeypatch):
+    """Smear, bigrams and key offset cross documents. A long text is cut into pieces of 40 tokens, 10 of them again."""
     cfg = train_gpt.resolve(train_gpt.parse_args([*SMALL_GPT2, "--dtype=float64"])) if preset == "gpt2" else tiny64
     stages = tuple(stage._replace(window=1000) for stage in cfg.stages)
     gpt = random_gpt(dataclasses.replace(cfg, stages=stages, final_window=1000))
+    documents = [([*ctx.encode(), *end.encode()], len(ctx)) for ctx, ends, _ in QUESTIONS for end in ends]
 
     def alone(tokens: list[int], context: int) -> float:
         losses = []
@@ -35,10 +36,15 @@ def test_scores_are_those_of_the_logits_token_by_token(preset, tiny64, random_gp
             losses.append(F.cross_entropy(logits, torch.tensor(tokens[i])).item())
         return sum(losses)
 
+    assert [len(packed) for packed in evaluate.pack(documents, 96)] == [5, 2, 1]
     text = "Some text, which is read in pieces. " * 2
     pieces = [([*text[max(0, i - 10) : i + 26].encode()], min(i, 10)) for i in range(0, len(text), 26)]
     bits = sum(alone(*piece) for piece in pieces) / len(text) / math.log(2)
     assert evaluate.compress(gpt, text, 40, "")["bits_per_byte"] == pytest.approx(bits, abs=1e-9)
+    for run_up in 4, 3:  # with 3, a key comes from the sequence's second token, or from one that saw another document
+        monkeypatch.setattr(evaluate, "RUN_UP", run_up)
+        expected = pytest.approx([alone(*document) for document in documents], abs=1e-9)
+        assert (evaluate.score(gpt, documents, 96, "") == expected) == (run_up == 4)
 
 
 def test_answers_and_bits_by_hand(monkeypatch):
@@ -54,9 +60,18 @@ def test_answers_and_bits_by_hand(monkeypatch):
     assert found == dict(questions=4, right=3, accuracy=0.75, standard_error=error, chance=0.5)
 
 
-GOOD = dict(ctx="a", endings=["b", "c"], label=0)
-BAD = ["{", "null", *(json.dumps(GOOD | odd) for odd in (dict(ctx=None), dict(ctx="\ud800"), dict(endings="bc")))]
-BAD += [json.dumps(GOOD | odd) for odd in (dict(endings=["b"]), dict(label=2), dict(label=-1))]
+BAD = ["{", "[" * 20_000, "[1]", "5", "null", '{"ctx": "a", "endings": ["b", "c"]}']
+BAD += [
+    json.dumps(dict(ctx="a", endings=["b", "c"], label=0) | odd)
+    for odd in (
+        *(dict(ctx=odd) for odd in (None, 1, ["a"], {}, "\ud800")),
+        *(
+            dict(endings=odd)
+            for odd in (None, "bc", ["b"], ["b", 5], ["b", "\udfff"], {"a": 1, "b": 2}, [["b"], ["c"]])
+        ),
+        *(dict(label=odd) for odd in (None, True, -1, 2, 0.9, 1e999, "", [])),
+    )
+]
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -71,7 +86,7 @@ def test_program_scores_files_and_hellaswag_or_says_what_is_wrong(model, capsys,
     """From the flags to JSON, or one line and code 2. The hub has Parquet, with labels as text."""
     monkeypatch.chdir(model.parent.parent)
     lines = [dict(ctx=ctx, endings=endings, label=label) for ctx, endings, label in QUESTIONS]
-    files = dict(blank="\n \n", text="naïve\r\n", good="\n\n".join(map(json.dumps, lines)))
+    files = dict(empty="", blank="\n \n", text="naïve\r\n", good="\n\n".join(map(json.dumps, lines)))
     files["long"] = json.dumps(dict(ctx="a" * 4997, endings=["b", "bc"], label=0))
     for name, text in files.items():
         Path(name).write_bytes(text.encode())
@@ -88,8 +103,10 @@ def test_program_scores_files_and_hellaswag_or_says_what_is_wrong(model, capsys,
     assert json.loads(run("--hellaswag --limit 2")[1])["choices"]["HellaSwag"]["questions"] == 2
     parquet.read_table = lambda path, columns: 1 / 0
     wrong = {"--hellaswag": "HellaSwag cannot be fetched: division by zero; or give --choices"}
+    wrong |= {"--text nowhere": "[Errno 2] No such file or directory: 'nowhere'", "--text empty": "empty: is empty"}
     wrong |= {"": "nothing to score: give --hellaswag", "--text logs/random.pt": "logs/random.pt: is not text in UTF-8"}
-    wrong |= {"--choices blank": "blank: has no questions", "--choices long": "long: question 1 has 5000 tokens"}
+    wrong |= {"logs/no.pt --text text": "logs/no.pt: there is no such", "--choices blank": "blank: has no questions"}
+    wrong |= {"--choices long": "long: question 1 has 5000 tokens, the model", "--choices x --limit 0": "--limit"}
     for argv, message in wrong.items():
         code, out, err = run(argv)
         assert (code, out, err.count("\n"), message in err) == (2, "", 1, True), err

@@ -1,10 +1,13 @@
 """data/shards.py, data/pack_nano.py and data/pack_text.py."""
 
+import errno
+import fcntl
 import glob
 import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
+import lzma
 import os
 import shlex
 import struct
@@ -36,7 +39,7 @@ def packed(folder: Path, eot: int = 256) -> dict[str, list[bytes]]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
 
 
 def run(capsys, main, *arguments) -> str:
@@ -68,7 +71,8 @@ def test_a_shard_is_written_whole_or_not_at_all_and_damage_is_seen(tmp_path, mon
         with pytest.raises(SystemExit):
             shards.write_shard(path, np.arange(10))
     assert contents(path.parent) == {"shard.bin": sound}, "a write that fails changes nothing"
-    for content in [b"", sound[:1023], sound[:-1], sound + b"\0", b"\0" + sound[1:], sound[:4] + b"\2" + sound[5:]]:
+    headers = [b"\0" + sound[1:], sound[:4] + b"\2" + sound[5:], sound[:8] + b"\6" + sound[9:]]
+    for content in [b"", sound[:1023], sound[:1024], sound[:-1], sound + b"\0", *headers, sound[:8] + b"\xff" * 1030]:
         path.write_bytes(content)
         assert shards.shard_problem(path), content
     assert shards.shard_problem(tmp_path) == "no such file"
@@ -108,9 +112,12 @@ def test_another_or_a_changed_torch_is_noticed(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.99.0+cpu")
     assert run(capsys, main, "--out", out).count("packed from torch 2.99.0; the nano track is torch 2.13.0") == 2
     before = contents(out)
+    assert "File exists; fix that" in fails(capsys, main, "--out", tmp_path / "0.py")
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
     assert "pip install --force-reinstall --no-deps torch==2.13.0" in fails(capsys, main, "--out", out)
     assert contents(out) == before, "it replaces no shards, which may be sound"
+    importlib.util.find_spec.return_value = None
+    assert "torch is not installed" in fails(capsys, main, "--out", out)
 
 
 def prose(seed: int, size: int) -> bytes:
@@ -178,6 +185,12 @@ def test_a_second_run_needs_force_and_leaves_no_old_shards(texts_folder, tmp_pat
     before = contents(folder)
     message = f"{folder}/train_000000.bin is there already: --force replaces all 3 shards"
     assert message in fails(capsys, pack_text.main, texts_folder, "--out", folder)
+    (tmp_path / "page").write_bytes(prose(1, 300))
+    assert "too little text" in fails(capsys, pack_text.main, tmp_path / "page", "--out", folder, "--force")
+    (folder / ".packing-killed").mkdir()
+    with shards.lock_folder(folder):
+        assert "packing there: wait" in fails(capsys, pack_text.main, texts_folder, "--out", folder, "--force")
+        assert (folder / ".packing-killed").exists(), "it may be the other packer's"
     with monkeypatch.context() as interrupted:
         interrupted.setattr(os, "fsync", Mock(side_effect=[None, KeyboardInterrupt]))  # in the second shard
         with pytest.raises(SystemExit, match="130"):
@@ -188,12 +201,25 @@ def test_a_second_run_needs_force_and_leaves_no_old_shards(texts_folder, tmp_pat
     assert sorted(contents(folder)) == ["train_000000.bin", "val_000000.bin"]
 
 
+def test_a_file_system_without_locks_is_a_note(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOSYS, "Function not implemented")))
+    (tmp_path / "book").write_bytes(prose(0, 9000))
+    pack_text.main([str(tmp_path / "book"), "--out", str(tmp_path / "out")])
+    first = f"note: {tmp_path}/out cannot be locked (Function not implemented): let no other process write there\n"
+    assert capsys.readouterr().err.startswith(first)
+    assert sorted(contents(tmp_path / "out")) == ["train_000000.bin", "val_000000.bin"]
+
+
 ERRORS = {
     "absent.txt": "absent.txt: No such file or directory; fix that",
+    "blank.txt": "too little text in 1 files",
+    "page.txt": "too little text in 1 files",
     "book.gz": "too little text in 1 files",
-    "bare": "error: no text: left out: 2 .json, 1 without an ending; --ext takes other endings",
-    "pipe": "pipe: not a regular file",
+    "bare/data": "error: no text: left out: 2 .json, 1 hidden, 1 without an ending; --ext takes other endings",
+    "bare/none": "error: no text: left out: nothing; --ext",
+    "bare/pipe": "bare/pipe: not a regular file",
     "texts --tokenizer gpt2": "--tokenizer gpt2 needs the package tiktoken: pip install",
+    "texts --out blank.txt": "blank.txt: File exists; fix that",
     "texts --val_fraction 1": "--val_fraction 1.0: expected more than 0",
 }
 
@@ -202,26 +228,39 @@ ERRORS = {
 def test_errors_are_one_line_and_nothing_is_written(texts_folder, tmp_path, capsys, monkeypatch, arguments):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     monkeypatch.chdir(tmp_path)
-    Path("bare").mkdir()
-    for name in ("a.json", "b.JSON", "noending"):
-        Path("bare", name).write_bytes(prose(0, 9000))
+    for name in ("bare/none", "bare/data/.hidden"):
+        Path(name).mkdir(parents=True)
+    for name in ("a.json", "b.JSON", "noending", ".hidden/c.txt"):
+        Path("bare/data", name).write_bytes(prose(0, 9000))
     Path("book.gz").write_bytes(gzip.compress(prose(0, 9000)))
-    os.mkfifo("pipe")
+    Path("blank.txt").write_bytes(b"\n" * 100)
+    Path("page.txt").write_bytes(b"a line ")
+    os.mkfifo("bare/pipe")
     assert ERRORS[arguments] in fails(capsys, pack_text.main, "--out", "out", *shlex.split(arguments))
-    assert not Path("out").exists()
+    assert not Path("out").exists() or contents(Path("out")) == {}
 
 
 def test_what_is_left_out_or_odd_is_counted_and_named(texts_folder, tmp_path):
     """As a process elsewhere: pytest's path would hide an import that does not work."""
-    (texts_folder / "utf\x1b16.txt").write_bytes("text".encode("utf-16"))
-    (texts_folder / "latin.md").write_bytes(prose(9, 999) + b"caf\xe9")
+    for name, text in {
+        "utf\x1b16.txt": "text".encode("utf-16"),
+        "latin.md": prose(9, 999) + b"caf\xe9",
+        "a.txt": gzip.compress(b"text"),
+        "b.txt": lzma.compress(b"text"),
+        "x.csv": b"",
+    }.items():
+        (texts_folder / name).write_bytes(text)
     command = [sys.executable, pack_text.__file__, "texts", "--out", "out"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0
-    left, odd, binary = done.stderr.splitlines()
-    assert left == "note: left out: 2 hidden, 1 .png; --ext takes other endings"
-    assert binary.startswith("note: 1 files (utf?16.txt ...): compressed, binary or UTF-16")
-    assert odd.startswith("note: 1 files (latin.md ...): not UTF-8, packed as it is")
+    assert (done.returncode, {*done.stderr.splitlines()}) == (
+        0,
+        {
+            "note: left out: 2 hidden, 1 .png, 1 .csv; --ext takes other endings",
+            "note: 2 files (a.txt, b.txt ...): compressed, left out; unpack them first, as with gunzip",
+            "note: 1 files (utf?16.txt ...): binary or UTF-16, left out; iconv -f UTF-16 -t UTF-8 converts",
+            "note: 1 files (latin.md ...): not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts",
+        },
+    )
     assert contents(tmp_path / "out")["val_000000.bin"]
 
 

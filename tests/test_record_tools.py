@@ -2,7 +2,10 @@
 
 import dataclasses
 import functools
+import itertools
 import json
+import math
+import operator
 import os
 import re
 import signal
@@ -75,23 +78,36 @@ def edit(old: str, new: str):
 GPT2 = dict(preset="gpt2", batch_tokens=393216, steps=510)  # two shards of 254 batches each, and two more
 FAULTS = {
     "cut short": (edit("step:20/20 val_loss", "no"), r"run0\.txt: ends at step 20 of 20 without .*: cut short"),
+    "a step missing": (edit("step:7/20", "tep:7/20"), r"run0\.txt: lacks a step line"),
     "resumed": (edit("step:1/20", "resumed at step 1\nstep:1/20"), r"run0\.txt: has the line 'resumed"),
     "other script": (edit("import torch\n", "import os\n"), r"run0\.txt: the script in the log is not the folder's"),
     "one seed twice": (lambda t: [*t, log_text(seed=2, val_loss=1.4312)], r"run5\.txt: has seed 2, as run2\.txt has"),
+    "no seed": (edit("seed: 0, log", "log"), r"run0\.txt: states no seed"),
     "validation hash": (edit(NANO_VAL, "ab" * 32), r"run0\.txt: other validation tokens, sha256 abab"),
-    "other settings": (edit('"preset"', '"muon_lr": 1, "preset"'), r"run1\.txt: unlike run0\.txt in muon_lr"),
+    "other settings": (
+        edit('"preset"', '"muon_lr": 1, "preset"'),
+        r"4 logs, first run1\.txt: unlike run0\.txt in muon_lr",
+    ),
+    "shard name": (edit("000000.bin, 8", "000001.bin, 8"), r"run0\.txt: the training stream .* shards"),
+    "first batch": (edit("position 0", "position 1024"), r"run0\.txt: the training stream .* first batch is .* 1024"),
     "last batch": (edit("position 19456", "position 19455"), r"run0\.txt: the training stream .* last batch cannot"),
+    "clock falls": (edit("time:403ms", "time:303ms"), r"run0\.txt: train_time falls from 363 to 303 ms at step 10"),
     "recompiled": (edit("started: 0", "started: 2"), r"run0\.txt: 2 graphs compiled after the clock"),
+    "threads": (edit("1 processes, 2 threads", "2 processes, 2 threads"), r"run0\.txt: uses 4 CPU threads"),
     "a GPU": (edit('"device": "cpu"', '"device": "cuda"'), r"run0\.txt: ran on a GPU"),
     "no track": (edit('"preset": "nano"', '"preset": "own"'), r"run0\.txt: preset 'own' is no track"),
     "own flag": (edit('"--seed"', '"--muon_lr=1", "--seed"'), r"run0\.txt: has the flag --muon_lr: put settings"),
     "compiler": (
         lambda t: good(environment=dict(TORCHINDUCTOR_MAX_AUTOTUNE="1")),
-        "run0.txt: ran with TOR",
+        "5 logs, first run0.txt: ran with TOR",
     ),
     "above target": (lambda t: [log_text(seed=i, val_loss=1.459 + i / 1000) for i in (0, 2)], "mean 1.4600 is above"),
     "p too large": (lambda t: [t[0], log_text(seed=9, val_loss=1.449)], r"n too small: p=0\.23 is not .* at n=2;"),
     "other tokens": (lambda t: [log_text(i, val_sha256="ab"[i] * 64, **GPT2) for i in (0, 1)], "run1.txt: unlike run0"),
+    "hardware": (lambda t: [log_text(**GPT2, gpus=["NVIDIA A100"] * 2)], "run0.txt: ran on 2x NVIDIA A100; gpt2's tr"),
+    "GPU's flag": (lambda t: [log_text(**GPT2, flags=["--train_seq_len=8"])], "run0.txt: has the flag --train_seq_len"),
+    "one run": (lambda t: t[:1], r"n too small: no p for one run"),
+    "no logs": (lambda t: [], "has no logs"),
     "one run twice": (lambda t: [*t, re.sub(r"(seed\W+|race-)0\b", r"\g<1>8", t[0])], r"run5\.txt: has all training"),
 }
 
@@ -108,7 +124,9 @@ def test_verify_names_the_fault(tool, root, fault):
 
 COMPILER_FLAGS = {
     "torch._inductor.config.coordinate_descent_tuning = True": "_inductor",
+    "import torch._dynamo.config as config": "_dynamo",
     "torch.compile(print, mode='max-autotune')": "torch.compile(mode=)",
+    "torch.compile(print, **settings)": "torch.compile(**=)",
     "os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'": "TORCHINDUCTOR_MAX_AUTOTUNE",
 }
 
@@ -121,10 +139,13 @@ def test_verify_finds_compiler_flags(line):
 
 
 def test_verify_wants_a_written_page_and_a_script(tool, root):
-    folder = write_record(root, NAME, good(), readme=f"{README}\n<say what>\n", what="<say it>")
+    source = "import torch._dynamo\n"
+    page = f"{README}\n<say what>, <say who>\n<say why>\n"
+    folder = write_record(root, NAME, good(source=source), source, page, what="<say it>")
     out = tool("verify")[1]
-    asked = [("record.json", "<say it>"), ("README.md line 5", "<say what>")]
-    assert re.findall(r": (.*): write what '(.*)' asks for", out) == asked
+    asked = [*((f"README.md line {line}", f"<say {word}>") for line, word in ((5, "what"), (5, "who"), (6, "why")))]
+    assert re.findall(r": (.*): write what '(.*)' asks for", out) == [("record.json", "<say it>"), *asked]
+    assert "the track allows no compiler flags" in out
     (folder / "train_gpt.py").unlink()
     assert "train_gpt.py is missing" in tool("verify")[1]
 
@@ -139,11 +160,42 @@ def test_verify_passes_a_good_record_and_a_form_by_its_mean(tool, root):
         assert tool("verify")[1].startswith(told)
 
 
+PACKED = ['"batch_factors": [1, 2]', '"max_doc_len": [896]']
+PACKED += ['"stages": [[1, 1, 0, 256], [0, 2, 0, 256]]', '"stages": [[1, 1, 896, 256]]']
+STREAMS = ['"batch_factors": [1], "max_doc_len": [0]', '"stages": [[1, 1, 0, 256]]']
+
+
+@pytest.mark.parametrize("settings", [*PACKED, *STREAMS])
+def test_packed_runs_are_told_by_newer_and_older_configurations(tmp_path, settings):
+    (tmp_path / "log.txt").write_text(log_text(**GPT2).replace('"preset"', f'{settings}, "preset"'))
+    assert Log(tmp_path / "log.txt").is_packed == (settings in PACKED)
+
+
+def test_against_names_the_first_deviation(tool, tmp_path):
+    def against(text: str) -> tuple[int, str]:
+        (tmp_path / "log.txt").write_text(text)
+        return tool("verify", "--against", "record21", tmp_path / "log.txt")[:2]
+
+    (record,) = (record for record in proof.public_history()["records"] if record["number"] == 21)
+    curve = {int(step): loss for step, loss in record["curve"].items()}
+    told = "follows record21 within 0.05 at 16 points, within 0.01 at its end\n"
+    gpt2 = dict(preset="gpt2", steps=1770, batch_tokens=393216)
+    assert against(log_text(**gpt2, curve=curve)) == (0, told)
+    code, told = against(log_text(**gpt2, curve=curve | {1770: curve[1770] + 0.0101}))
+    assert (code, told[:40]) == (1, "leaves record21 first at step 1770: 3.28")
+    off = {step: loss + (0.0501 if step >= 750 else 0.0499) for step, loss in curve.items() if step != 500}
+    told = "leaves record21 first at step 750: 3.6531, the curve 3.6030 (compared at 15 points; 1 more it lacks)\n"
+    assert against(log_text(**gpt2, curve=off)) == (1, told)
+
+
 def test_a_log_that_is_cut_short_never_gives_a_traceback(tool, root):
     folder, text = write_record(root, NAME, good()[:2]), log_text()
-    for end in range(0, len(text), 499):
+    for end in range(0, len(text), 199):
         (folder / "run0.txt").write_text(text[:end])
         assert tool("verify")[0] == 1
+        code, _, err = tool("stats", folder / "run0.txt")
+        told = f"python -m speedrun: {folder / 'run0.txt'}: "
+        assert (code, err.count("\n")) == ((2, 1) if err.startswith(told) else (0, 0))
 
 
 def test_runs_are_compared_by_pairs_of_one_seed():
@@ -163,9 +215,12 @@ def test_stats(tool, root, tmp_path):
     assert re.match(
         r"n=5 .* p=0\.1 against 1\.4315\nruns .*: 32 in all", tool("stats", "good", "--target", "1.4315")[1]
     )
-    assert proof.runs_needed(-1e-7, 0.002) == "more than 1000"
-    (tmp_path / "other.txt").write_text(log_text(seed=9, source=""))
-    assert "different scripts" in tool("stats", "good", tmp_path / "other.txt")[2]
+    sample = proof.describe(LOSSES)
+    for target, runs in {1.4315: "32", 1.4302001: "more than 1000", 1.43: "more than 1000"}.items():
+        assert proof.runs_needed(target - sample.mean, sample.sd) == runs
+    for message, change in {"as run1.txt": dict(seed=1), "scripts": dict(seed=9, source="")}.items():
+        (tmp_path / "other.txt").write_text(log_text(**change))
+        assert message in tool("stats", "good", tmp_path / "other.txt")[2]
     (tmp_path / "other.txt").write_text(log_text(val_sha256="ab" * 32))
     assert "other validation tokens, sha256 abab" in tool("stats", tmp_path / "other.txt")[2]
 
@@ -242,6 +297,7 @@ VERDICTS = [  # mean ratio of times, mean difference of losses, pairs
     (1.1, 0.02, 5, "slower", "$"),
     (1.1, -0.02, 5, "slower", "its loss is lower: take fewer steps"),
     (0.99, 0.02, 5, "undecided, would take about 31 pairs", "race again with fresh seeds and as many --pairs"),
+    (0.99, -0.02, 5, "undecided, would take about 31 pairs", "its loss is lower: take fewer steps"),
     (0.9, -0.02, 4, "screen of 4 pairs: faster", "to decide, race again"),
     (0.9, -0.02, 1, "screen of 1 pair: no interval", "to decide, race again"),
 ]
@@ -257,35 +313,46 @@ def test_a_comparison_ends_with_a_verdict(ratio, drop, n, verdict, advice):
     assert verdict in proof.told("a", "b", found)
 
 
-def test_what_was_raced_is_a_table_that_fits_a_terminal(tool, root, scripts, monkeypatch):
+def test_the_rules_are_worded_as_the_verdict_is():
+    assert proof.FASTER in " ".join((ROOT / "records" / "RULES.md").read_text().split())
+
+
+def test_what_was_raced_is_a_table_that_fits_a_terminal(tool, root, tmp_path, scripts, monkeypatch):
     """An idea that is only a flag is one of them. The newest comes last, damaged files are named."""
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "100")
     fast, slow, _ = scripts
+    assert "no race has a pair yet" in tool("tried")[2]
     assert tool("race", f"{fast} --val_loss_every 0", fast, slow, "--pairs", "2", "--note", "an\tidea|\x1b")[0] == 0
     (folder,) = Path("logs").iterdir()
     flags = [Log(folder / f"race-1-{letter}.txt").flags[6:] for letter in "abc"]
     assert flags == [["--val_loss_every", "0"], [], []]
-    for name in "2026-01-02_Old", "2026-01-03_Odd":
+    for name in "2026-01-02_Old", "2026-01-03_Same":
         (root / name).mkdir()
-    write_race(root / "2026-01-02_Old" / "race.json", "", SOURCE)
-    (root / "2026-01-03_Odd" / "race.json").write_text("half")
+        write_race(root / name / "race.json", "", SOURCE)
+    (root / "2026-01-04_Odd").mkdir()
+    (root / "2026-01-04_Odd" / "race.json").write_text("half")
     code, out, err = tool("tried")
     head, *rows = out.splitlines()
-    assert (code, head.split(), len(rows)) == (0, "date script against n time loss verdict".split(), 4)
-    assert rows[0].startswith("26-01-02 script 0      script 1      5   0.900 ±0.0%  +0.0000")
-    assert max(map(len, rows)) <= 80
+    assert (code, head.split(), len(rows)) == (0, "date script against n time loss verdict note".split(), 4)
+    assert rows[0] == "26-01-03 script 0      script 1      5   0.900 ±0.0%  +0.0000 ±0.0000 faster"
+    assert re.search(r"fast --val_lo slow          2   0\.6\d\d ±\d+\.\d%.* screen    an idea\|\?$", out, re.M)
+    assert max(map(len, rows)) <= 100
     assert "Odd/race.json: no JSON object" in err
+    monkeypatch.setenv("COLUMNS", "80")
+    assert max(map(len, tool("tried")[1].splitlines())) <= 80
 
 
 TWO = pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 1), (signal.SIGKILL, 1), TWO])
+@pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 1), (signal.SIGHUP, 1), (signal.SIGKILL, 1), TWO])
 def test_a_stopped_race_leaves_no_process(tmp_path, number, processes):
     script = tmp_path / "wait.py"
     script.write_text("import os, sys, time; open(f'{sys.argv[-1]}/{os.getpid()}.pid', 'w').close(); time.sleep(60)")
     command = f"-m speedrun race {script} {script} --nproc_per_node {processes} --out {tmp_path}/race -- {tmp_path}"
-    racing = subprocess.Popen([sys.executable, *command.split()], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    heed = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # though these tests may run under nohup
+    options = dict(cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heed)
+    racing = subprocess.Popen([sys.executable, *command.split()], **options)
     wait_for(lambda: len([*tmp_path.glob("*.pid")]) == processes)
     racing.send_signal(number)
     told = racing.communicate(timeout=20)[1].splitlines()[-1]
@@ -298,32 +365,53 @@ def test_a_stopped_race_leaves_no_process(tmp_path, number, processes):
 
 def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, monkeypatch):
     fast, _, other = scripts
+    (tmp_path / "two.py").write_text("import sys\nimport\n")
     (tmp_path / "silent.py").write_text("run_id = log_dir = 0\n")
     assert "needs 2 to 26 scripts" in tool("race", fast)[2]
     assert "leave them out" in tool("race", fast, fast, "--", "--seed=1")[2]
     assert "leave them out" in tool("race", fast, f"{fast} --seed 1")[2]
+    assert "perhaps with flags (No closing quotation)" in tool("race", fast, f"{fast} '--seed")[2]
     assert "its runs differ in val_sha256: race with the same data" in tool("race", fast, other)[2]
     assert f"wrote no {tmp_path}/r/race-1-a.txt. A script has to" in tool("race", "silent.py", fast, "--out", "r")[2]
     monkeypatch.setattr(race, "run_script", lambda *_: pytest.fail("a run for nothing"))
+    assert "--seed 2147483646: all seeds" in tool("race", fast, other, "--pairs", "3", "--seed", str(2**31 - 2))[2]
+    assert "two.py: is not one Python script ('invalid syntax" in tool("race", "two.py", fast)[2]
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     code, _, err = tool("race", fast, fast)
     assert (code, "scipy" in err, err.count("\n")) == (2, True, 1)
 
 
+def test_a_race_of_a_foreign_script_says_what_it_takes(tool, tmp_path, scripts):
+    """It runs where it lies if it imports what is beside it."""
+    lines = "\n".join(["'its source'", RULE, RULE, "step:2/2 val_loss:3.1 train_time:5ms step_avg:1.0ms", ""])
+    (tmp_path / "beside.py").write_text(f"TEXT = {lines!r}\n")
+    code = "import sys, beside\nflags = dict(zip(sys.argv[1::2], sys.argv[2::2]))\n"
+    code += 'open("/".join(flags["--" + x] for x in ("log" "_dir", "run" "_id")) + ".txt", "w").write(beside.TEXT)\n'
+    (tmp_path / "foreign.py").write_text(code)
+    _, out, err = tool("race", "foreign.py", scripts[0], "--pairs", "1", "--out", tmp_path / "race")
+    told = ["foreign.py does not look like one of our scripts. A script has to accept --seed N, --log_dir"]
+    told += ["foreign.py imports beside beside it, so it runs where it lies", "foreign.py states no validation tokens"]
+    assert [text in err for text in told] == [True] * 3, err
+    assert "n=1 pairs" in out
+
+
 def test_a_race_gets_its_data_first_and_leaves_nothing_if_that_fails(tool, tmp_path, scripts, monkeypatch):
-    fast, asked = scripts[0], []
+    fast, *_ = scripts
+    asked = []
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
 
     def preflight(command, **settings):
-        asked.append(command[1:])
+        asked.append((command[1:], settings["env"]["NPROC"]))
         return types.SimpleNamespace(returncode=2)
 
     monkeypatch.setattr(race.subprocess, "run", preflight)
     argv = ("race", fast, f"{fast} --preset mini", "--", "--preset", "nano", "--muon_lr", "1")
     assert "the data are not ready, see above" in tool(*argv)[2]
-    assert asked == [["-m", "speedrun", "check", "--preset=nano"]]
-    assert not (tmp_path / "logs").exists()
+    assert asked[0] == (["-m", "speedrun", "check", "--preset=nano"], "1")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fast.py", "other.py", "records", "slow.py"]
+    assert tool("race", fast, fast, "--", "--train_files", "own")[0] == 2, "the script's own failure"
+    assert len(asked) == 1
 
 
 def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp_path, scripts, monkeypatch):
@@ -331,46 +419,52 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
     fast, slow, other = scripts
     write_record(root, NAME, [], slow.read_text())
     (tmp_path / "long.py").write_text(fast.read_text() + 199 * "# line\n")
+    (tmp_path / "a").mkdir()
+    write_race(tmp_path / "a" / "race.json", "", "")  # of seeds 0 to 4
     for argv, problem in (
-        ((fast, other), f"not the script of {NAME}: race against it"),
-        ((fast, slow, "--pairs", "4"), "fewer than 5 pairs"),
-        ((fast, slow, "--", "--muon_lr=1"), "flags --muon_lr: put"),
-        ((fast, slow, "--nproc_per_node", "8", "--", "--train_seq_len=8192"), "flags --train_seq_len"),
-        ((tmp_path / "long.py", slow), f"205 lines change against {NAME}, for an idea"),
+        ((fast, fast, slow), "two of these scripts are the same"),
+        ((fast, other), f"no record can come of this race: not the script of {NAME}: race against it"),
+        ((fast, slow, "--pairs", "4"), "no record can come of this race: fewer than 5 pairs"),
+        ((fast, slow, "--", "--muon_lr=1"), "no record can come of this race: flags --muon_lr: put"),
+        ((fast, slow, "--nproc_per_node", "8", "--", "--train_seq_len=8192"), "no record can come of this race: flags"),
+        ((fast, slow, "--seed", "3", "--out", tmp_path / "b"), "no record can come of this race: its seeds are not"),
+        ((tmp_path / "long.py", slow), f"no record can come of this race: 205 lines change against {NAME}, for an"),
     ):
         said = tool("race", *argv)[2]
-        assert said.startswith(f"no record can come of this race: {problem}"), said
-    assert tool("race", fast, slow, "--", "--train_seq_len", "8192")[2] == "", "one GPU may shorten sequences"
+        assert (said.startswith(problem), said.count("\n")) == (True, 1), said
+    fresh = ("--seed", "5", "--out", tmp_path / "b")
+    for flags in ("--preset", "nano"), ("--train_seq_len", "8192"):  # gpt2 on one GPU may shorten sequences
+        assert tool("race", fast, slow, *fresh, "--", *flags)[2] == ""
 
 
-def test_from_a_race_to_a_pull_request(tool, root, tmp_path, scripts):
+@pytest.mark.parametrize("track", ["nano", "gpt2 on 1x NVIDIA GeForce RTX 4090"])
+def test_from_a_race_to_a_pull_request(tool, root, tmp_path, scripts, track):
     """From a copy of the root's script, which is the newest record's, to what verify accepts, by submit, twice."""
     fast, slow, _ = (path.read_text() for path in scripts)
+    if track != "nano":
+        on_gpu = "log_text(preset='gpt2', batch_tokens=393216, gpus=['NVIDIA GeForce RTX 4090'], s"
+        fast, slow = (text.replace("loss = 1.4", "loss = 3.2").replace("log_text(s", on_gpu) for text in (fast, slow))
     write_record(root, NAME, good(source=slow.rstrip("\n")), slow)
     (root / "README.md").write_text(EMPTY_TABLES)
     Path("train_gpt.py").write_text(slow)
     Path("my.py").write_text(fast)  # with the idea
     argv = ("my.py", "train_gpt.py", "--pairs", "8", "--seed", "101", "--out", "logs/MyIdea", "--note", "my idea")
-    assert "no record can" not in tool("race", *argv, "--", "--preset", "nano")[2]
+    assert "no record can" not in tool("race", *argv, *(["--", "--preset", "nano"] if track == "nano" else []))[2]
     paths = sorted(tmp_path.glob("logs/MyIdea/race-*-a.txt"))
+    assert "p=" in tool("stats", *paths)[1]
     code, out, _ = tool("submit", "MyIdea", *paths, "--race", "logs/MyIdea/race.json")
     folder, *left = out.splitlines()
     (readme,) = root.glob("*_MyIdea/README.md")
     assert (code, folder) == (1, f"{readme.parent}: what is left to do")
     kinds = ["write what '<say what the", "write what '<say why", "cp ", "README.md: its rows", "./test.sh"]
     assert [kind in line for kind, line in zip(kinds, left, strict=True)] == [True] * 5
-    log = Log(readme.parent / paths[0].name)
-    assert (log.source, log.path.read_text()[:64]) == (fast.rstrip("\n"), race.digest(fast.rstrip("\n")))
-    assert json.loads((readme.parent / "record.json").read_text())["after"] == NAME
-    assert re.search(rf"n=8 mean 1.4145 .*3 lines removed, 3 added against \[{NAME}", readme.read_text(), re.S)
     readme.write_text(re.sub("<say.*>", "said", readme.read_text()))
     Path("train_gpt.py").write_text(fast)
     code, out, _ = tool("submit", "MyIdea")
     assert (code, out.count("\n")) == (0, 3)
-    assert re.search(r"### nano: at most .*_MyIdea\) \| my idea \|", (root / "README.md").read_text(), re.S)
+    assert f"({track}, 20 steps" in tool("verify")[1]
+    assert re.search(rf"### {track}: at most .*_MyIdea\) \| my idea \|", (root / "README.md").read_text(), re.S)
     assert "_MyIdea" in Image.open(root / "curves.png").text["Comment"]
-    assert [tool("submit", name, *paths)[0] for name in ("../up", "<b>")] == [2, 2]
-    assert len(lineage(root)) == 2, "a refused record leaves nothing"
 
 
 NEWER, NEXT = SOURCE + "# newer\n", "2026-01-01_Next"  # the older by name
@@ -392,9 +486,12 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
         "lacks this record's script": dict(scripts=[scripts[0] | other, scripts[1]]),
         f"not the script of {NAME} or 2026-01-02_Idea: race": dict(scripts=[scripts[0], scripts[1] | other]),
         "the log of its run race-0-a says otherwise": dict(runs=[runs[0] | dict(train_time=900.0), *runs[1:]]),
+        "the log of its run race-0-b says otherwise": dict(runs=[runs[0], runs[1] | dict(val_loss=1.4), *runs[2:]]),
         "has 9 runs, not 5 of each script; --resume the race. So far screen of 4 pairs: faster": dict(runs=runs[:-1]),
+        "has 1 runs, not 5 of each script; --resume the race. So far it has no pair": dict(runs=runs[:1]),
         "its runs are not those of a race in order": dict(runs=[*runs[:8], runs[0], runs[9]]),
         "its runs differ in hardware: race": dict(runs=[*runs[:9], runs[9] | dict(hardware="another")]),
+        "flags --muon_lr, --seq: put": dict(flags=["--preset", "nano", "--muon_lr=-1", "--seq", "-8"]),
         "not what `race` wrote": dict(runs=[{}]),
         "no sound log of its run race-0-a, with the race's flags, is in": dict(flags=["--preset", "nano"]),
     }.items():
@@ -411,21 +508,66 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     card = folder / "record.json"
     card.write_text(json.dumps(json.loads(card.read_text()) | FORM))
     assert tool("verify", "next")[0] == 0, "a form need not gain"
+    (folder / "older" / "race-3-b.txt").rename(root / NAME / "race-3-b.txt")
+    assert tool("verify", "next")[0] == 0, "the older record has it"
+    (root / NAME / "race-3-b.txt").unlink()
+    lacking = f"no sound log of its run race-3-b, with the race's flags, is in its folder older, nor in {NAME}"
+    assert lacking in tool("verify", "next")[1]
     path.unlink()
     assert "race.json: is missing; race the script against" in tool("verify", "next")[1]
     (root / "README.md").write_text(EMPTY_TABLES)
-    assert f"waiting for {NEXT}: finish it ({needs.PYTHON} -m speedrun verify {NEXT})" in tool("table")[2]
+    waiting = (
+        f"waiting for {NEXT}: finish it ({needs.PYTHON} -m speedrun verify {NEXT}) or move it away: {path}: is missing"
+    )
+    assert waiting in tool("table")[2]
+
+
+ODD = [None, -1, 0.5, 10**400, math.nan, "", "x", [], {}, [{}]]
+
+
+def ways(value, *way):
+    """Yield the way to each field of a document, and into the first item of each list."""
+    yield way
+    if isinstance(value, dict | list):
+        for key in [*value] if isinstance(value, dict) else range(len(value))[:1]:
+            yield from ways(value[key], *way, key)
+
+
+def test_odd_values_in_race_json_give_no_traceback(tool, root):
+    write_record(root, NAME, good())
+    folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after=NAME)
+    path, document = folder / "race.json", write_race(folder / "race.json", NEWER, SOURCE)
+    told = set()
+    for way in [*ways([document])][1:]:
+        for value in ODD:
+            changed = [json.loads(json.dumps(document))]
+            functools.reduce(operator.getitem, way[:-1], changed)[way[-1]] = value
+            path.write_text(json.dumps(changed[0]))
+            code, out, _ = tool("verify", "next")
+            told.add((code, "race.json" in out))
+    assert told == {(0, False), (1, True)}
+
+
+@pytest.mark.parametrize("odd", ['{"preset": []}', '{"stages": [1]}', '{"batch_tokens": -1}', "7"])
+def test_an_odd_configuration_of_a_log_is_named(tool, root, odd):
+    write_record(root, NAME, [re.sub("(?m)^configuration: .*", f"configuration: {odd}", text) for text in good()])
+    code, out, _ = tool("verify")
+    assert (code, "run0.txt: " in out) == (1, True)
+    assert tool("stats", "good")[0] in (0, 2)
 
 
 def test_each_kind_of_gpu_has_a_leaderboard_that_its_first_record_opens(tool, root):
     """It needs no race, and the next record of nano races the newest one of nano, or the newest of all."""
     write_record(root, NAME, good())
     on_gpu = dict(preset="gpt2", batch_tokens=393216, gpus=["NVIDIA GeForce RTX 4090"], source=f"{SOURCE}# more\n")
+    on_gpu |= dict(flags=["--train_seq_len=8192"])
     runs = [log_text(seed=seed, val_loss=3.27 + loss / 1000, **on_gpu) for seed, loss in enumerate(LOSSES)]
     write_record(root, NEXT, runs, on_gpu["source"], after=NAME)
     assert re.search(rf"ok {NEXT}: n=5 mean 3.2714 .* \(gpt2 on 1x NVIDIA GeForce RTX 4090, 20", tool("verify")[1])
-    write_record(root, "2026-01-03_Third", good(source=NEWER), NEWER, after=NEXT)
+    third = write_record(root, "2026-01-03_Third", good(source=NEWER), NEWER, after=NEXT)
     assert f"is missing; race the script against {NAME} or {NEXT}" in tool("verify", "third")[1]
+    write_record(root, "2026-01-04_Fourth", runs, on_gpu["source"], after=third.name)
+    assert f"is missing; race the script against {NEXT} or {third.name}" in tool("verify", "fourth")[1]
 
 
 def test_record_json_says_what_kind_of_record_it_is(tool, root):
@@ -437,10 +579,13 @@ def test_record_json_says_what_kind_of_record_it_is(tool, root):
     for card, wrong in (
         (dict(kind="idea"), f"201 lines change against {NAME}, for an idea at most 200"),
         (dict(kind=rules.IN_HISTORY, evidence="2026-01-01_Gone"), None),
+        (dict(kind=rules.IN_HISTORY, evidence="2026-01-01"), "evidence is '2026-01-01', not the name of a step"),
         (FORM, None),
         (FORM | dict(evidence="tests/test_nothing.py"), "names no test"),
+        (FORM | dict(evidence="tests/test_nothing.py at commit d13ea94"), None),
         (dict(kind=rules.UNMEASURED, readme="It is unmeasured."), None),
         (dict(kind=rules.UNMEASURED), "is not ranked, and its page says 'unmeasured'"),
+        (dict(kind=rules.UNMEASURED, readme="unmeasured", ranked=True), "is not ranked, and its page"),
         (dict(kind="public record 46"), None),
         (dict(kind="public record 55"), "of the folder's date"),
         (dict(kind="ideas"), "its kind is 'ideas'"),
@@ -458,18 +603,52 @@ def test_records_follow_each_other_by_their_cards(tool, root):
     assert f"{NEXT} and {third.name} both come after {NAME}: mend" in tool("verify")[2]
     write_record(root, third.name, good(), after="2026-01-09_Gone")
     assert f"{third.name}: no line leads there from the first record" in tool("verify")[2]
-    for odd in "[1]", '{"what": 1, "kind": "idea", "after": null, "ranked": true}', '{"more": 1}':
+    for odd in "{}", "[1]", '{"what": 1, "kind": "idea", "after": null, "ranked": true}', '{"more": 1}':
         (third / "record.json").write_text(odd)
         code, _, err = tool("verify")
         assert (code, err.count("\n"), "Third/record.json" in err) == (2, 1, True), err
 
 
-def test_diff_begins_at_the_root(tool, tmp_path):
+def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
+    write_record(root, "2026-01-01_Before", [], source=SOURCE.replace("dynamic=False", "dynamic=True"))
+    write_record(root, "2025-03-01_Before", [], source=NEWER, after="2026-01-01_Before")
+    paths = sorted(write_record(tmp_path, "logs", good()).glob("*.txt"))
+    write_race(tmp_path / "race.json", SOURCE, NEWER)
+    for path in (tmp_path / "older").iterdir():
+        path.rename(tmp_path / path.name)
+    argv = ("new", "Fresh", *paths, "--date", "2026-02-03", "--race", tmp_path / "race.json")
+    folder, (code, told, _) = root / "2026-02-03_Fresh", tool(*argv)
+    files = {"README.md", "record.json", "train_gpt.py", "race.json", "older", *(path.name for path in paths)}
+    assert (code, {path.name for path in folder.iterdir()}) == (0, files)
+    assert Log(folder / "older" / "race-3-b.txt").source == race.digest(NEWER.rstrip("\n"))
+    stated = (folder / "run0.txt").read_text().split("\n")[0]
+    assert (stated, Log(folder / "run0.txt").source) == (race.digest(SOURCE.rstrip("\n")), SOURCE.rstrip("\n"))
+    readme = (folder / "README.md").read_text()
+    assert re.search(r"n=5 mean 1.4302 sd .*1 lines removed, 0 added against \[2025-03-01_B", readme, re.S)
+    assert json.loads((folder / "record.json").read_text())["after"] == "2025-03-01_Before"
+    left = tool("verify", "fresh")[1]
+    assert (left.count("<say"), told.endswith(left)) == (3, True)
+    for name in "README.md", "record.json":
+        (folder / name).write_text(re.sub("<say.*?>", "said", (folder / name).read_text()))
+    assert tool("verify", "fresh")[0] == 0
+    assert "name the logs" in tool("submit", "Other")[2]
+    for name in "../up", "", "<b>", "before", "fresh":
+        assert tool("new", name, *paths)[0] == 2, name
+    Path("bad.txt").write_text(log_text(source="import sys\nimport"))
+    assert "bad.txt: is not one Python script ('invalid syntax" in tool("new", "Bad", "bad.txt")[2]
+    assert len(list(root.iterdir())) == 3, "a refused record leaves nothing"
+
+
+def test_diff_is_coloured_on_terminals_and_begins_at_the_root(tool, root, tmp_path, monkeypatch):
     (tmp_path / "train_gpt.py").write_text(SOURCE)
     (tmp_path / "my.py").write_text(SOURCE + "more\x1b[2J\n")
     _, plain, told = tool("diff", "my.py")
     assert (plain.splitlines()[-1], told) == ("+more?[2J", "0 lines removed, 1 added\n")
     assert tool("diff", "my.py", "train_gpt.py")[1].splitlines()[-1] == "-more?[2J"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert tool("diff", "my.py")[1].splitlines()[-1] == "\x1b[32m+more?[2J\x1b[0m"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert tool("diff", "my.py")[1] == plain
 
 
 def test_table_is_idempotent_checked_and_safe(tool, root):
@@ -477,20 +656,26 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     readme.write_text(EMPTY_TABLES)
     write_record(root, NAME, good())
     folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after=NAME)
-    write_race(folder / "race.json", NEWER, SOURCE)
-    more = dict(after=NEXT, ranked=False, kind=rules.UNMEASURED, what="<b>|\x1b")
-    write_record(root, "2026-01-05_Form", [], NEWER + "#", **more)
-    follower = write_record(root, "2026-01-06_Six", good(source="six"), "six", after="2026-01-05_Form")
-    write_race(follower / "race.json", "six", NEWER + "#")
+    write_race(folder / "race.json", "", NEWER, SOURCE, ms=810.0)
+    hostile = good(cpu="<img src=x>|\x1b[2J", source="\x1b[2J")
+    folder = write_record(root, "2026-01-04_Hostile", hostile, "\x1b[2J", what="<b>|", after=NEXT)
+    write_race(folder / "race.json", "\x1b[2J", NEWER, ms=810.0)
     assert (tool("table", "--check")[0], readme.read_text()) == (1, EMPTY_TABLES)
     assert tool("table")[0] == 0
     text = readme.read_text()
     cells = "one line that says what | 20 | 1.4302 (sd 0.0019, n=5) | 1e-05 | 0.81 (sd 0.00)"
     assert f"| [{NAME}]({NAME}) | {cells} |  | 1.000 | 499 | Some Proc" in text
     assert f"| [{NEXT}]({NEXT}) | {cells} | 0.900 (0.900 to 0.900) | 0.900 | 499 | Some Proc" in text
-    assert "| [2026-01-05_Form](2026-01-05_Form) | &#60;b&#62;&#124;? |" in text
-    assert re.search(r"_Six\) \|.* 0\.900 \(0\.900 to 0\.900\), against 2026-01-05_Form \|  \| 499", text)
+    assert "&#60;img src=x&#62;&#124;?&#91;2J" in text
     assert (tool("table", "--check")[0], tool("table")[0], readme.read_text()) == (0, 0, text)
+    more = dict(after=folder.name, ranked=False, kind=rules.UNMEASURED)
+    write_record(root, "2026-01-05_Form", [], NEWER + "#", **more)
+    follower = write_record(root, "2026-01-06_Six", good(source="six"), "six", after="2026-01-05_Form")
+    write_race(follower / "race.json", "six", NEWER + "#", ms=810.0)
+    assert tool("table")[0] == 0
+    new = "\n".join(line for line in readme.read_text().splitlines() if line not in text)
+    assert "### gpt2: unmeasured, nobody has timed these\n| [2026-01-05_Form](2026-01-05_Form) | one line that" in new
+    assert re.search(r"_Six\) \|.* 0\.900 \(0\.900 to 0\.900\), against 2026-01-05_Form \|  \| 499", new)
 
 
 def test_the_picture_shows_what_its_command_draws_today(tmp_path):
@@ -503,10 +688,13 @@ def test_the_picture_shows_what_its_command_draws_today(tmp_path):
     assert new["curves"][-1]["name"] == "plain GPT"
 
 
-PUBLIC_LINES = [  # as public logs have them: main track, medium track, those of the optimizer track
+PUBLIC_LINES = [  # as public logs have them, main and medium track first, then those of the optimizer track
     "step:{0}/250 val_loss:{1:.4f} train_time:{2}ms step_avg:96.38ms",
+    "step:{0}/250 val_loss:{1:.5f} train_time:{3:.3f}s step_avg:191.72ms",
     "step:{0}/250 val_loss:{1:.5f} train_time:{3:.3f}s step_avg:nanms",
-    "step:{0}/250 val_loss:{1:.5f} val_avg_loss:9.1 train_time:{3:.3f}s step_avg:191.72ms handoff:keep",
+    "step:{0}/250 val_loss:{1:.5f} val_avg_loss:9.1 val_ema_loss:4.5 train_time:{3:.3f}s step_avg:191.72ms",
+    "step:{0}/250 val_loss:{1:.5f} train_time:{3:.3f}s step_avg:191.72ms ema_beta:0.998",
+    "step:{0}/250 val_loss:{1:.5f} train_time:{3:.3f}s step_avg:nanms extrap_count:3 extrap_rel:1.2e-03 handoff:keep",
 ]
 
 
@@ -518,33 +706,53 @@ def test_public_logs_of_all_tracks_are_read(tool, tmp_path, form):
         (tmp_path / f"{name}.txt").write_text("\n".join(["import sys", RULE, "Running Python 3", RULE, *lines, ""]))
     told = "n=2 mean 3.2725 sd 0.0035"
     assert tool("stats", "a.txt", "b.txt", "--target", "3.28")[1].startswith(f"{told} p=0.1 against 3.28")
-    assert tool("stats", "a.txt", "b.txt")[1].startswith(f"{told}; the logs state no track")
+    assert (
+        tool("stats", "a.txt", "b.txt")[1]
+        == f"{told}; the logs state no track, so give its target for a p: --target LOSS\n"
+    )
     assert tool("plot", "a.txt", "b.txt", "-o", "x.png")[0] == 0
     (curve, _) = json.loads(Image.open("x.png").text["Comment"])["curves"]
     assert (curve["seconds"], curve["mean"][1]) == ([0, 23.965, 47.93], pytest.approx(4.63, abs=1e-4))
 
 
-def test_a_plot_names_what_it_cannot_draw(tool):
-    Path("cut.txt").write_text("cut short")
-    Path("whole.txt").write_text(log_text())
-    code, _, err = tool("plot", "cut.txt", "whole.txt", "-o", "x.png")
-    assert (code, err.startswith("left out: cut.txt: not a log"), err.count("\n")) == (0, True, 1)
-    (curve,) = json.loads(Image.open("x.png").text["Comment"])["curves"]
-    assert (curve["name"], curve["steps"], curve["mean"][-1]) == ("whole", [0, 5, 10, 15, 20], 1.43)
+def test_a_plot_shows_what_there_is(tool, root, tmp_path):
+    """A run that only validates at its end has a smoothed training loss; what holds no curve is named, not drawn."""
+    losses, text = itertools.count(1), log_text(steps=60, curve={60: 1.43})
+    text = re.sub(r"train_loss:[\d.]+", lambda _: f"train_loss:{next(losses)}", text)
+    begun = text[: text.index("step:1/60")]
+    for name, part in dict(begun=begun, cut="cut short", half=text[: text.index("step:31/60")], whole=text).items():
+        Path(f"{name}.txt").write_text(part)
+    code, _, err = tool("plot", *sorted(tmp_path.glob("*.txt")), "-o", "x.png")
+    told = r"left out: .*begun\.txt: no step lines.*\nleft out: .*cut\.txt: not a log.*\n.*half\.txt: ends at step 30"
+    assert (code, bool(re.match(told, err))) == (0, True)
+    half, dot, whole = json.loads(Image.open("x.png").text["Comment"])["curves"]
+    assert [curve["is_training"] for curve in (half, dot, whole)] == [True, False, True]
+    assert (dot["steps"], dot["mean"], whole["steps"], half["steps"][-1]) == ([60], [1.43], [*range(3, 61)], 30)
+    assert whole["mean"] == pytest.approx([*range(2, 60)]), "of three steps each"
+    write_record(root, NAME, [text, text[: text.index("step:31/60")]])
+    assert re.search(r"run1\.txt: ends at step 30 of 60: left out", tool("plot", "good", "-o", "x.png")[2])
+    assert json.loads(Image.open("x.png").text["Comment"])["curves"][1]["steps"] == whole["steps"]
     assert "nothing to draw" in tool("plot", "cut.txt")[2]
 
 
+FAILURES = {  # what rank 1 does and what is told; rank 0 waits for it, and loses it
+    "sys.exit('train_gpt.py: mend this')": "exit code 1: train_gpt.py: mend this",
+    "raise ValueError('mend this')": r"exit code 1: \[rank1\]: ValueError: mend this",
+    "os.kill(os.getpid(), 9)": r"exit code 1: .*failed \(exitcode: -9\) local_rank: 1",
+}
+
+
 @pytest.mark.slow
-def test_a_race_tells_what_the_rank_said_that_failed(tool, tmp_path):
-    """Rank 0 waits for rank 1, and loses it."""
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_race_tells_what_the_rank_said_that_failed(tool, tmp_path, failure):
     script = tmp_path / "fails.py"
     begin = "import os, sys\nfrom torch.distributed import *\ninit_process_group('gloo')\n"
-    script.write_text(f"{begin}if get_rank():\n    sys.exit('train_gpt.py: mend this')\nbarrier()")
+    script.write_text(f"{begin}if get_rank():\n    {failure}\nbarrier()")
     told = tool("race", script, script, "--nproc_per_node", "2", "--out", tmp_path / "race")[2]
-    assert "run race-1-a failed: 'exit code 1: train_gpt.py: mend this" in told
+    assert re.search(rf"run race-1-a failed: ['\"]{FAILURES[failure]}", told), told
 
 
-def test_modules_are_commands_and_the_benchmark_gets_the_environment_of_a_training(monkeypatch):
+def test_modules_are_commands_and_the_benchmark_gets_the_environment_of_a_training(capsys, monkeypatch):
     monkeypatch.setattr(os, "environ", {"MALLOC_TRIM_THRESHOLD_": "7"})
     options: list[tuple[int, int]] = []
     monkeypatch.setattr(process, "LIBC", types.SimpleNamespace(mallopt=lambda *option: options.append(option)))
@@ -554,3 +762,8 @@ def test_modules_are_commands_and_the_benchmark_gets_the_environment_of_a_traini
         expandable = "expandable_segments:True" if name == "bench" else None
         assert main([name, "--preset", "nano"]) == [["--preset", "nano"], expandable]
     assert (options, os.environ["GOMP_SPINCOUNT"]) == ([(-1, 7), (-3, 33554432)], "10000")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    told = capsys.readouterr().out
+    names = "check evaluate bench race tried diff stats verify table new submit plot".split()
+    assert [name for name in names if not re.search(rf"^    {name} ", told, re.M)] == []
