@@ -246,7 +246,7 @@ FIRST_89["gates.mid.b2"] = [*[0] * 12, *[2.5] * 6, *[0, 0.5] * 5, 5, *[10] * 6, 
 STD = dict(embed=0.005, lm_head=0.005, value_embeds=0.01, w1=(3 * 96) ** -0.5)
 STD |= dict.fromkeys(["qk_w", "v_w", "attn.c_proj", "c_fc"], 0.5 * 96**-0.5)
 TABLES = r"(embed|bigram_embed|value_embeds\.\d+)\.weight|lm_head"  # and the rest is stored:
-STORED = dict(bfloat16=rf"{TABLES}|nets\..*|.*gate")
+STORED: dict[str, str] = dict(bfloat16=rf"{TABLES}|nets\..*|.*gate")
 STORED["float32"] = r".*(qk_w|v_w|c_proj|c_fc|lambdas?|xsa_alpha|skip_weights)|gate_scale"
 
 

@@ -65,21 +65,15 @@ def test_any_number_of_processes_runs_the_same(tmp_path: Path, name: str, size: 
     assert run.wait(timeout=400) == [0] * size, run.text("err")
 
 
-def take_run(ranks: list[int], name: str, folder: str) -> None:
+def take_run(place: list[int], name: str, folder: str) -> None:
     """Train from data to the last validation, as one of the processes of a run.
 
     Compare tokens and loss of every step, by their public names, parameters after it, and the validations. A single
     process keeps gradients after an even step, as Adam waits: compare the norms. Eight do without the warm-up.
     """
     record = getattr(public_records, name)()
-    m, cfg, validations, losses, compared = (
-        record.script,
-        record.config(Path(folder), **record.small | record.run),
-        [],
-        [],
-        0,
-    )
-    ranks = m.Ranks(*ranks)
+    m, cfg = record.script, record.config(Path(folder), **record.small | record.run)
+    ranks, validations, losses, compared = m.Ranks(*place), [], [], 0
     if ranks.world_size > 1:
         m.init_distributed()
     trainer, plans, own = m.Trainer(cfg, ranks), m.plan_data(cfg), range(ranks.rank, 8, ranks.world_size)
@@ -217,8 +211,9 @@ def test_states(record, tmp_path: Path, count: int):
 
 def take_step(record: PublicRecord, trainer, step: int, shown: int) -> None:
     """Step the optimizers with learning rate and momentum of step `shown`."""
-    now = {name: getattr(record.script, name)(shown, trainer.cfg) for name in ("lr_multiplier", "muon_momentum")}
-    with mock.patch.multiple(record.script, **{name: lambda *_, value=value: value for name, value in now.items()}):
+    m, cfg = record.script, trainer.cfg
+    lr, momentum = m.lr_multiplier(shown, cfg), m.muon_momentum(shown, cfg)
+    with mock.patch.multiple(m, lr_multiplier=lambda *_: lr, muon_momentum=lambda *_: momentum):
         if hasattr(record.script, "TiedAdam"):
             record.script.step_optimizers(trainer.optimizers, step)
         else:  # the trainer ties: give it a loss with these gradients
