@@ -357,12 +357,12 @@ def modules_beside(path: Path, source: str) -> list[str]:
 
 def get_data(race: Race, sources: Sequence[str]) -> None:
     """Let the preflight get the data of the presets that our scripts train, before anything is written."""
-    wanted = set[tuple[str, ...]]()
+    wanted: list[tuple[str, ...]] = []
     for script, source in zip(race.scripts, sources, strict=True):
         text = " ".join([*race.flags, *script.flags])
         if is_ours(source) and "--train_files" not in text:
-            wanted.add(tuple(re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", text))))
-    for flags in wanted:
+            wanted.append(tuple(re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", text))))
+    for flags in dict.fromkeys(wanted):
         command = [sys.executable, "-m", "speedrun", "check", *flags]
         environment = os.environ | dict(
             SCRIPT="race", NPROC=str(race.nproc_per_node)
