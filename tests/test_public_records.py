@@ -2,8 +2,8 @@
 
 These numbers notice what no other test does: a factor, a window, a rate or an order that changes in the middle of gpt2.
 The root is held against record 89, in seconds; an idea of gpt2 makes it another model, and `./test.sh --idea` leaves
-these tests out. Of the frozen scripts the slow tier holds that of record 89, test_record92.py that of record 92; that of
-83 is for `./test.sh -m proof`. No number has FP8.
+these tests out. The slow tier holds the frozen script of record 89, and test_record92.py that of record 92; that of 83
+is for `./test.sh -m proof`. No number has FP8.
 """
 
 import dataclasses
