@@ -23,7 +23,10 @@ for flag in "$@"; do
     --check) exec "$python" -m speedrun.check "$@" ;;
     esac
 done
-nproc=$("$python" -m speedrun.check "$@")
+plan=$("$python" -m speedrun.check "$@") # how many processes, and flags that this machine needs
+nproc=${plan%% *}
+# shellcheck disable=SC2086 # one argument for each flag
+set -- ${plan#"$nproc"} "$@"
 trap '' HUP # a console that goes away does not end a training
 if [ "$nproc" = 1 ]; then
     exec "$python" "$script" "$@"

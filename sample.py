@@ -4,11 +4,13 @@
     python sample.py logs/RUN_ID.pt --prompt "class " --seed 1       this one, and the same text every time
 
 The text goes to stdout, all else to stderr. Exit codes: 0; 2 something has to be mended, one line says what; 130
-interrupted. For each new token the model reads the whole text, as it does in training.
+interrupted. For each new token the model reads the whole text, as it does in training. Beside RUN_ID.pt lie the rows of
+n-grams, a file for each process that trained, RUN_ID.ngrams0 and so on: only the rows that a text needs are read.
 """
 
 import argparse
 import codecs
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,22 +18,95 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from speedrun import needs
 
 with needs.packages():
+    import numpy as np
     import torch
     from torch import Tensor
 
     import train_gpt
-    from train_gpt import GPT, Hyperparameters, UserError
+    from train_gpt import GPT, Hyperparameters, Plan, Ranks, Reader, Settings, UserError
 
 SMALL = 10_000_000  # parameters, below which a second thread costs more than it saves (nano, busy machine: 20 times)
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # for terminals
 
 
-def load_model(path: Path, device: str) -> GPT:
+class Model:
+    """Hold a trained model, and what is set in its last validation.
+
+    ngrams: the rows that were ever stepped, of each process that trained: `ids`, ascending, and their `rows`.
+    """
+
+    def __init__(self, gpt: GPT, ngrams: Sequence[dict[str, Tensor]]):
+        self.gpt = gpt
+        self.cfg = gpt.cfg
+        self.device = gpt.lm_head.device
+        self.ngrams = ngrams
+        self.now = Plan(self.cfg.num_iterations, self.cfg, trains=False)
+        self.settings = Settings.of(self.now, self.device)
+        self.reader = Reader(self.cfg, Ranks(), self.device)
+        bits = train_gpt.read_canon(self.cfg)
+        self.canon = torch.from_numpy(bits).to(self.device) if len(bits) else None
+        self.size = sum(p.numel() for p in gpt.parameters())
+
+    def find_ngrams(self, numbers: Tensor) -> Tensor:
+        """Return rows (..., K) by their numbers: zeros where no step has changed them."""
+        found = torch.zeros(*numbers.shape, self.cfg.model_dim, dtype=getattr(torch, self.cfg.dtype), device="cpu")
+        for part in self.ngrams:
+            places = torch.searchsorted(part["ids"], numbers.long()).clamp(max=len(part["ids"]) - 1)
+            is_here = part["ids"][places] == numbers
+            found[is_here] = part["rows"][places[is_here]].to(found.dtype)
+        return found.to(self.device)
+
+    def features(self, tokens: Sequence[int]) -> Tensor:
+        """Return the head's input (T, K) for these tokens."""
+        rest = -len(tokens) % self.cfg.block_size + 1  # to whole blocks, and a last target: no token sees what follows
+        read = np.array([*tokens, *[self.cfg.eot_token] * rest])
+        [[inputs]], _ = self.reader.make([self.now], [[read]])
+        ngrams = self.find_ngrams(inputs.rows)
+        # A mask is made where torch makes tensors; saying where takes a fifth of nano's time
+        with torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext():
+            return self.gpt.features(self.reader.on_device(inputs), ngrams, self.settings)[: len(tokens)]
+
+    def logits(self, x: Tensor, before: Tensor) -> Tensor:
+        """Return the logits (n, vocab_size) of what follows the tokens `before` (n,), for the head's input x (n, K)."""
+        cfg = self.cfg
+        z = train_gpt.linear(x, self.gpt.lm_head)[:, : cfg.vocab_size]
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        logits = cfg.softcap_range * torch.sigmoid((z + cfg.softcap_shift) * 2 / cfg.lm_head_softcap)
+        if self.canon is None:
+            return logits
+        bits = self.canon[before][:, :, None] >> torch.arange(8, dtype=torch.uint8, device=self.device) & 1
+        return logits.masked_fill(bits.flatten(1)[:, : cfg.vocab_size] > 0, -60)  # as in the last validation
+
+    @torch.inference_mode()
+    def next_logits(self, tokens: Sequence[int]) -> Tensor:
+        """Return the logits (vocab_size,) of the token that follows `tokens`."""
+        return self.logits(self.features(tokens)[-1:], torch.tensor(tokens[-1:], device=self.device))[0]
+
+
+def load_ngrams(path: Path, cfg: Hyperparameters) -> list[dict[str, Tensor]]:
+    """Open the rows of n-grams beside a model. They stay on the disk: gpt2's take up to 130 GB."""
+    parts: list[dict[str, Tensor]] = []
+    while (file := path.with_suffix(f".ngrams{len(parts)}")).is_file():
+        try:
+            part = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+            parts.append({name: part[name] for name in ("ids", "rows")})
+        except Exception as error:  # a damaged file fails in many ways
+            message = train_gpt.first_line(error)[:100]
+            raise UserError(f"{file}: not sound rows of n-grams: {message}") from None
+    touched = [part for part in parts if len(part["ids"])]
+    # The last row of all is read at the beginning of every sequence
+    if not parts or (touched and touched[-1]["ids"][-1] != cfg.ngram_rows - 1):
+        raise UserError(f"{file}: there is no such file; all files with rows of n-grams belong beside {path.name}")
+    return touched
+
+
+def load_model(path: Path, device: str) -> Model:
     """Load the model that --save_checkpoint wrote to `path`. Raise UserError if it is none, or another script's."""
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; train a model with --save_checkpoint, or name its file")
@@ -40,18 +115,19 @@ def load_model(path: Path, device: str) -> GPT:
         cfg = Hyperparameters(**json.loads(saved["configuration"]))
         # What was trained in bf16 is sampled in fp32 where that is faster
         dtype = "auto" if cfg.dtype == "bfloat16" else cfg.dtype
-        cfg = train_gpt.resolve(dataclasses.replace(cfg, device=device, dtype=dtype))  # type: ignore[arg-type]
+        cfg = dataclasses.replace(cfg, device=device, dtype=dtype, prefix_file="")  # type: ignore[arg-type]
+        cfg = train_gpt.resolve(cfg)
         cfg = dataclasses.replace(cfg, device="cpu")  # attention in plain PyTorch, which compiles for no length of text
         with torch.device("meta"):  # the initial values are not needed
             gpt = GPT(cfg).eval()
         gpt.to_empty(device=device).load_state_dict(saved["model"])
-        gpt.rotary.set_stage(train_gpt.stage_index(cfg.num_iterations, cfg), cfg)
     except Exception as error:  # odd values fail in many ways
         message = " ".join(str(error).split())[:150]
         raise UserError(f"{path}: not a model of this train_gpt.py, use the one that wrote it: {message}") from None
-    if sum(p.numel() for p in gpt.parameters()) < SMALL:
+    model = Model(gpt, load_ngrams(path, cfg))
+    if model.size < SMALL:
         torch.set_num_threads(1)
-    return gpt
+    return model
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +138,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[%(default)s]")
 
 
-def find_model(path: Path | None, device: str) -> tuple[Path, GPT]:
+def find_model(path: Path | None, device: str) -> tuple[Path, Model]:
     """Load this model, or the newest in logs/, to this device or with `auto` the best."""
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no GPU; leave the flag out")
@@ -95,37 +171,12 @@ def choose(logits: Tensor, temperature: float, top_k: int, rng: torch.Generator)
     return int(tokens[torch.multinomial(p, 1, generator=rng)])
 
 
-def features(gpt: GPT, tokens: Sequence[int]) -> Tensor:
-    """Return the head's input (T, K) for these tokens, with the windows of the last validation."""
-    cfg = gpt.cfg
-    padding = [cfg.eot_token] * (-len(tokens) % cfg.block_size)  # to whole blocks: no token sees what follows
-    windows = train_gpt.attention_windows(cfg.num_iterations, cfg)
-    read = (
-        torch.tensor(x, dtype=torch.int32, device=gpt.lm_head.device)
-        for x in ([*tokens, *padding], [*windows.values()])
-    )
-    return gpt.features(*read)[: len(tokens)]
-
-
-def logits_of(gpt: GPT, x: Tensor) -> Tensor:
-    """Return the logits (..., vocab_size) of the tokens that follow, for the head's input x (..., K)."""
-    cfg, z = gpt.cfg, train_gpt.linear(x, gpt.lm_head)[..., : gpt.cfg.vocab_size]
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
-    return cfg.softcap_range * torch.sigmoid((z + cfg.softcap_shift) * 2 / cfg.lm_head_softcap)
-
-
-@torch.inference_mode()
-def next_logits(gpt: GPT, tokens: Sequence[int]) -> Tensor:
-    """Return the logits (vocab_size,) of the token that follows `tokens`."""
-    return logits_of(gpt, features(gpt, tokens)[-1])
-
-
-def generate(gpt: GPT, prompt: Sequence[int], num_tokens: int, chooser: Callable[[Tensor], int]) -> Iterator[int]:
+def generate(model: Model, prompt: Sequence[int], num_tokens: int, chooser: Callable[[Tensor], int]) -> Iterator[int]:
     """Yield at most `num_tokens` tokens that follow `prompt` at the beginning of a document, until it ends."""
-    tokens = [gpt.cfg.eot_token, *prompt]
+    tokens = [model.cfg.eot_token, *prompt]
     for _ in range(num_tokens):
-        tokens.append(chooser(next_logits(gpt, tokens)))
-        if tokens[-1] == gpt.cfg.eot_token:
+        tokens.append(chooser(model.next_logits(tokens)))
+        if tokens[-1] == model.cfg.eot_token:
             return
         yield tokens[-1]
 
@@ -152,19 +203,20 @@ def sample(argv: Sequence[str] | None) -> None:
     for name, high in dict(tokens=100_000, temperature=100, top_k=2**16, seed=2**63 - 1).items():
         if (value := getattr(args, name)) is not None and not 0 <= value <= high:
             raise UserError(f"--{name} {str(value)[:50]}: expected a number from 0 to {high}")
-    path, gpt = find_model(args.model or args.file, args.device)
-    prompt = ("def " if gpt.cfg.vocab_size == 257 else "The ") if args.prompt is None else args.prompt
+    path, model = find_model(args.model or args.file, args.device)
+    prompt = ("def " if model.cfg.vocab_size == 257 else "The ") if args.prompt is None else args.prompt
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
-    encode, decode = tokenizer(gpt.cfg)
+    encode, decode = tokenizer(model.cfg)
     rng, read, generated = torch.Generator().manual_seed(seed), encode(prompt), list[int]()
-    if len(read) + args.tokens > (most := gpt.cfg.val_seq_len):
+    if len(read) + args.tokens > (most := model.cfg.val_seq_len):
         raise UserError(f"--prompt of {len(read)} tokens, --tokens {args.tokens}: the model reads {most} at most")
-    print(f"{path}, {sum(p.numel() for p in gpt.parameters()):,} parameters", file=sys.stderr)
+    print(f"{path}, {model.size:,} parameters, {model.cfg.ngram_rows:,} rows of n-grams", file=sys.stderr)
     start = time.perf_counter()
 
     def text() -> Iterator[bytes]:
         yield from map(decode, read)
-        for token in generate(gpt, read, args.tokens, lambda logits: choose(logits, args.temperature, args.top_k, rng)):
+        chooser = partial(choose, temperature=args.temperature, top_k=args.top_k, rng=rng)
+        for token in generate(model, read, args.tokens, chooser):
             generated.append(token)
             yield decode(token)
 

@@ -43,12 +43,12 @@ MAX_TOKENS = 2048  # after which gpt2 cuts documents
 BATCH_DOCUMENTS = 256  # encoded at a time
 MANY_FILES = 20  # are split by file, fewer by document: a file is then too much or too little for validation
 EXTENSIONS = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
-MIN_STEPS = 40  # the least that have one in each stage of gpt2 and in its extension
-# Sizes of documents; what the preset's run takes: its steps, tokens of the largest one, sequences of its validation
-Tokenizer = namedtuple("Tokenizer", "preset min_bytes max_bytes steps step_tokens val_sequences val_seq_len")
+# Sizes of documents; what the preset's run takes: its steps, and the least that have one in each stage, tokens of the
+# largest step, sequences of its validation
+Tokenizer = namedtuple("Tokenizer", "preset min_bytes max_bytes steps min_steps step_tokens val_sequences val_seq_len")
 TOKENIZERS = {
-    "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, 196, 2**10, 32, 2**13),
-    "gpt2": Tokenizer("gpt2", 2**13, 2**14, 1285, 3 * 2**17, 40, 2**18),
+    "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, 196, 40, 2**10, 32, 2**13),
+    "gpt2": Tokenizer("gpt2", 2**13, 2**14, 1194, 81, 3 * 2**17, 40, 2**18),
 }
 COMPRESSED = (b"\x1f\x8b", b"PK\3\4", b"BZh91AY", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, zip, bzip2, xz, zstd
 
@@ -159,8 +159,10 @@ def cut_shards(documents: list[bytes], encode: Callable, split: str) -> Iterator
 def fit(tokenizer: Tokenizer, train: int, val: int) -> list[str]:
     """Return the flags that cut the preset's run to so many tokens."""
     steps, sequences = (train - 1) // tokenizer.step_tokens, (val - 1) // tokenizer.val_seq_len
-    if steps < MIN_STEPS or not sequences:
-        needed = f"{MIN_STEPS * tokenizer.step_tokens + 1:,} tokens, and {tokenizer.val_seq_len + 1:,} to validate"
+    if steps < tokenizer.min_steps or not sequences:
+        needed = (
+            f"{tokenizer.min_steps * tokenizer.step_tokens + 1:,} tokens, {tokenizer.val_seq_len + 1:,} to validate"
+        )
         note(f"too little text for {tokenizer.preset}: it takes {needed}; add text, or give smaller sizes after --")
         return []
     few_steps = ["--num_iterations", str(steps)] * (steps < tokenizer.steps)

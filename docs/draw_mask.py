@@ -11,7 +11,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from train_gpt import Hyperparameters, attention_windows, document_block_mask, stage_starts
+from train_gpt import Hyperparameters, document_block_mask
 
 STAGE, TOKENS = 1, 8192
 KINDS = {"skipped": "0.92", "seen in part: masked token by token": "#8fc1e3", "seen whole: no mask": "#005b9f"}
@@ -22,9 +22,8 @@ lengths = lengths.clamp(max=cfg.stages[STAGE].max_doc_len)
 doc_ids = torch.arange(len(lengths), dtype=torch.int32).repeat_interleave(lengths)[:TOKENS]
 figure, N = Figure(figsize=(10.4, 5.6), layout="constrained"), TOKENS // cfg.block_size
 panels = figure.subplots(1, 2, sharey=True)
-windows = attention_windows(stage_starts(cfg)[STAGE], cfg)
 for panel, name in zip(panels, ("long", "short"), strict=True):
-    window = windows[name]
+    window = cfg.stages[STAGE].windows[name]
     mask = document_block_mask(doc_ids, torch.tensor(window, dtype=torch.int32), cfg.block_size)
     kinds = torch.zeros(N, N)
     lists = (mask.kv_num_blocks, mask.kv_indices), (mask.full_kv_num_blocks, mask.full_kv_indices)

@@ -1,54 +1,51 @@
 #!/usr/bin/env bash
-# Run what docs/first_gpu_run.md describes, and pack what it shows: docs/first_gpu_run.sh [flags of train_gpt.py]
+# Ask one GPU what it can say in nine minutes, without network or data: docs/first_gpu_run.sh [flags of train_gpt.py]
 #
-#   docs/first_gpu_run.sh --train_seq_len 8192              where memory is short
-#   docs/first_gpu_run.sh --preset nano --device cpu        try it without a GPU
+#   docs/first_gpu_run.sh --preset mini --device cpu --batch_tokens 8192         try it without a GPU
 #
-# OUT=FOLDER names another folder than logs/first-gpu-run-TIME. Every stage has an hour; if one fails, the others still
-# run. Exit codes: 0 done, 1 a stage failed, 2 no Python.
+# The flags are for the steps as one rank of eight. OUT=FOLDER names another folder than logs/first-gpu-run-TIME,
+# MINUTES=20 another limit. If a part fails, the others still run. Exit codes: 0 done, 1 a part failed, 2 no Python.
 set -uo pipefail
 CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")/.." || exit
 source speedrun/environment.sh
 find_python
-export PYTHON=$python
+limit=$((60 * ${MINUTES:-9}))
 out=${OUT:-logs/first-gpu-run-$(date +%Y%m%d-%H%M%S)}
 mkdir -p "$out"
 failed=0
+SECONDS=0
 
-stage() { # NAME COMMAND...
+part() { # NAME COMMAND...
+    if [ $((limit - SECONDS)) -lt 30 ]; then
+        echo "$1: skipped, the time is over" | tee -a "$out/parts.txt"
+        return
+    fi
     echo "$1: ${*:2}"
-    if timeout --kill-after=60 3600 "${@:2}" >"$out/$1.txt" 2>&1 </dev/null; then
-        echo "$1: ok" | tee -a "$out/stages.txt"
+    local began=$SECONDS
+    if timeout --kill-after=5 $((limit - SECONDS)) "${@:2}" >"$out/$1.txt" 2>&1 </dev/null; then
+        echo "$1: ok, $((SECONDS - began)) s" | tee -a "$out/parts.txt"
     else
-        echo "$1: FAILED, exit code $?" | tee -a "$out/stages.txt"
+        echo "$1: FAILED, exit code $?, $((SECONDS - began)) s" | tee -a "$out/parts.txt"
         failed=1
     fi
 }
 
-gpus=$(nvidia-smi --list-gpus 2>/dev/null | grep -c ^GPU)
-case " $* " in *" --device cpu "* | *" --device=cpu "*) gpus=0 ;; esac
-if [ "$gpus" = 0 ]; then
-    self_test=(tests/test_gpu.py)
-    quick=(--quick)
-else
-    self_test=(-m gpu)
-    quick=()
-    stage nvidia-smi nvidia-smi
-    stage topology nvidia-smi topo -m
-fi
-run=(--num_iterations 100 --no-save_checkpoint "$@")
-stage versions "$python" -m torch.utils.collect_env
-stage check ./run.sh --check "${run[@]}"
-stage self-test ./test.sh "${self_test[@]}"
-stage run ./run.sh "${run[@]}" --log_dir "$out" --run_id short
-stage bench "$python" -m speedrun bench "${quick[@]}" --out "$out/bench" "$@"
-for processes in 8 4 2; do
-    if [ "$processes" -le "$gpus" ]; then
-        stage "bench-on-$processes" "$python" -m torch.distributed.run --standalone --nproc_per_node=$processes \
-            -m speedrun bench --out "$out/bench-on-$processes" "$@"
-        break
-    fi
-done
+device=(--device cuda --block_size 128)
+self_test=(-m gpu -k 'not four_steps')
+case " $* " in *" --device cpu "* | *" --device=cpu "*)
+    device=(--device cpu --num_iterations 14)
+    self_test=(-m 'not gpu and not slow')
+    ;;
+esac
+run=("$python" train_gpt.py "${device[@]}" --seed 1 --no-save_checkpoint --log_dir "$out")
+part card nvidia-smi
+part versions "$python" -m torch.utils.collect_env
+part one-of-8 "$python" -m speedrun bench --one_of 8 --synthetic --out "$out/one-of-8" "$@"
+part self-test "$python" -m pytest -q tests/test_gpu.py "${self_test[@]}"
+[ -e data/nano/nano_val_000000.bin ] || part pack "$python" data/pack_nano.py
+part nano "${run[@]}" --preset nano --run_id nano
+part nano-without-graphs "${run[@]}" --preset nano --no-cuda_graphs --run_id nano-without-graphs
+part mini "${run[@]}" --preset mini --run_id mini
 
 hide() { # TEXT NEW: where no letter or digit is beside it; twice, as neighbours share what is between them
     local other='[^[:alnum:]]'
@@ -60,5 +57,8 @@ hide "$HOME" '~'
 hide "$(uname -n)" HOST
 [ "$(id -un)" = root ] || hide "$(id -un)" USER
 tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
+grep -h '^|' "$out/one-of-8.txt"
+tail -qn 1 "$out"/{self-test,nano,nano-without-graphs,mini}.txt
+cat "$out/parts.txt"
 echo "look through $out, and send back $out.tar.gz"
 exit $failed

@@ -22,14 +22,14 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -42,9 +42,10 @@ from speedrun.process import own_process
 CHILD = "import sys; from gpu_proof import pretend_gpu; pretend_gpu.install(int(sys.argv[1])); "
 CHILD += "from gpu_proof import gpu_graphs; gpu_graphs.child(sys.argv[1:])"
 WORLDS = (8, 4, 2, 1)  # numbers of processes
+DOCUMENT = 690  # tokens of a document on average: FineWeb's sample of 10.2 billion in 14.9 million documents
 SPARE = 1500  # MiB that CUDA, its libraries and the allocator need beside the tensors
-WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_")  # do not read what they overwrite
-LOOKUPS = ("index", "index_add_", "index_select", "index_put_", "embedding")
+WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_", "index_copy_")  # do not read what they overwrite
+LOOKUPS = ("index", "index_add_", "index_copy_", "index_select", "index_put_", "embedding")
 NO_WORK = ("empty", "detach", "set_", "resize_")
 
 
@@ -121,7 +122,7 @@ class Recorder(TorchDispatchMode):
 
     def called(self, is_backward: bool, function: Callable):
         kind, _, shape = self.phase.partition(" ")
-        names = dict(train=f"{'backward' if is_backward else 'forward'} {shape}", optimizers="optimizers")
+        names = dict(rows="rows", train=f"{'backward' if is_backward else 'forward'} {shape}", optimizers="optimizers")
         self.graph = names.get(kind, self.phase)
         self.kernels.setdefault(self.graph, {})
         try:
@@ -187,13 +188,6 @@ class Recorder(TorchDispatchMode):
             reads, writes = ([t for t in ts if t.is_cuda] for ts in (reads, writes))
         if not reads and not writes:
             return
-        if name.startswith("_foreach") and len({len(tree_leaves(arg)) for arg in args[:2]}) == 1:
-            pairs = list(zip(*(arg for arg in args[:2] if isinstance(arg, (list, tuple))), strict=True))
-            if any(not same_layout(pair) for pair in pairs):  # then it is a loop
-                for pair in pairs:
-                    single = getattr(torch.ops.aten, name.removeprefix("_foreach_")).default
-                    self.operation(single, pair, {}, pair[0])
-                return
         shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in (*reads, *writes))
         if self.again(key := (self.world, self.phase, self.graph, name, shapes)):
             return
@@ -217,13 +211,6 @@ class Recorder(TorchDispatchMode):
         place = dict(zip(("world", "phase", "graph", "name"), key, strict=False))
         place["name"] = name or place["name"]
         self.calls[key] = dict(**place, kind=kind, count=1, flops=0) | costs
-
-
-def same_layout(tensors: Sequence[Tensor]) -> bool:
-    """Say whether all tensors with several elements lie in memory in one order."""
-    orders = [sorted(range(t.ndim), key=t.stride().__getitem__, reverse=True) for t in tensors if t.numel() > 1]
-    most = max((len(order) for order in orders), default=0)
-    return len({tuple(order) for order in orders if len(order) == most}) < 2
 
 
 def compile_config(kernel, config) -> dict:
@@ -257,92 +244,130 @@ def load_script(path: Path):
     return module
 
 
-def find_stages(script, trainer) -> list[dict]:
-    """Return the stages of a run: steps, tokens and windows. Equal phases have the same graphs."""
-    cfg, found = trainer.cfg, []
-    for first, end in pairwise(sorted({*script.stage_starts(cfg), cfg.num_iterations})):
-        trainer.set_schedules(first)
-        length, losses = script.train_seq_len(first, cfg), len(trainer.weights)
-        windows = script.attention_windows(first, cfg)
-        if not isinstance(windows, dict):  # the script on which record 21 is predicted
-            windows = dict(zip(("long", "short", "paired"), (*windows, windows[-1]), strict=True))
-        stage = dict(first=first, steps=end - first, tokens=length, windows=windows)
-        found.append(stage | dict(phase=f"train {length} x {losses}"))
+def find_stages(script, cfg) -> list[dict]:
+    """Return the parts of a run whose steps have equal graphs and windows."""
+    found: list[dict] = []
+    for step in range(cfg.num_iterations):
+        now = script.Plan(step, cfg)
+        phase = f"train {now.seq_len} x {len(now.weights)} of {now.classes or 'all'}"
+        if not found or (phase, now.windows) != (found[-1]["phase"], found[-1]["windows"]):
+            found.append(dict(first=step, steps=0, tokens=now.seq_len, windows=now.windows, phase=phase))
+        found[-1]["steps"] += 1
     return found
 
 
 def describe_attention(cfg) -> dict:
-    """Return the kind of attention of each layer, and the tokens of a block of the mask."""
-    if hasattr(cfg, "layers"):
-        return dict(kinds=[layer.attention for layer in cfg.layers], block=cfg.block_size)
-    names = dict(L="long", S="short", P="paired")  # of that script, too
-    return dict(kinds=[names.get(letter, "none") for letter in cfg.attention_layout], block=cfg.mask_block)
+    """Return the kind and the widths of heads of each layer that attends, and the tokens of a block of the mask."""
+    layers = [layer for layer in cfg.layers if layer.attention != "none"]
+    widths = [[cfg.head_dim // (1 + half) for half in (layer.half_qk, layer.half_v)] for layer in layers]
+    return dict(kinds=[layer.attention for layer in layers], widths=widths, block=cfg.block_size)
 
 
-def run_steps(script, cfg, recorder: Recorder) -> tuple[list[dict], dict[int, dict]]:
-    """Take steps of every stage as one of WORLDS processes, and score a sequence. Return stages and peaks of memory.
+def rows_that_fit(script, cfg, memory: int, world: int) -> int:
+    """Return how many rows `world` GPUs of so many MiB have for n-grams: another number than gpt2's is a flag's."""
+    part = {8: 1, 4: 2}.get(world, 4) if memory > 40_000 else 32
+    return cfg.ngram_rows // part if cfg.ngram_rows == script.PRESETS["gpt2"].ngram_rows else cfg.ngram_rows
 
-    Of a stage as many steps as Adam makes one of.
+
+def run_steps(script, cfg, device_memory: int, recorder: Recorder) -> dict:
+    """Take a cycle of steps of every stage as one of WORLDS processes, and score a sequence.
+
+    Return stages, graphs, and by number of processes the n-grams' rows, peaks of memory, and what a step communicates
+    in bytes. Tokens are random, as frequent as Zipf's law says: they have more n-grams than text has.
     """
+    rng, table = np.random.default_rng(0), script.NgramTable
+    frequencies = (np.arange(cfg.vocab_size) + 3.0) ** -1.1
+    sent_bytes: list[int] = []
 
-    def batch(length: int) -> tuple[Tensor, Tensor]:
-        tokens = torch.randint(cfg.vocab_size, (length + 1,), device="cuda", dtype=torch.int32)
-        return tokens[:-1], tokens[1:].long()
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        sent_bytes.append(sum(sent) * rows[0].nbytes)
+        return rows.new_empty(sum(received), rows.size(1))
 
-    step_optimizers, memory = script.step_optimizers, {}
+    def make(plans: list, length: int, count: int) -> tuple[list, Any]:
+        size = len(plans), count, length + 1
+        tokens = rng.choice(cfg.vocab_size, size, p=frequencies / frequencies.sum()).astype(np.uint16)
+        tokens[rng.random(size) < 1 / DOCUMENT] = cfg.eot_token
+        with unset_fake_temporarily():
+            made = trainer.reader.make(plans, tokens)
+        with recorder.during("setup"):
+            return trainer.reader.on_device(made)
 
-    def optimize(*args) -> None:
-        with recorder.during(f"optimizers {recorder.phase}"):
-            step_optimizers(*args)
+    def during(kind: str, function: Callable) -> Callable:
+        def wrapped(*args):
+            with recorder.during(f"{kind} {recorder.phase}"):
+                return function(*args)
 
-    script.step_optimizers = optimize
-    with recorder.during("setup"):
-        with pretend_gpu.building():
-            trainer = script.Trainer(cfg, script.Ranks())
-        stages = find_stages(script, trainer)
+        return wrapped
+
+    script.step_optimizers = during("optimizers", script.step_optimizers)
+    table.fetch, table.update, table.exchange = during("rows", table.fetch), during("rows", table.update), exchange
+    script.Reader.on_host = lambda self, array: torch.from_numpy(np.require(array, requirements="CW"))
+    stages = find_stages(script, cfg)
+    rows: dict[int, int] = {}
+    memory: dict[int, dict] = {}
+    communication: dict[int, dict] = {}
     phases = {stage["phase"]: stage for stage in reversed(stages)}
+    with recorder.during("setup"), pretend_gpu.building():
+        trainer = script.Trainer(cfg, script.Ranks())
+    graphs = 0
     for world in [world for world in WORLDS if cfg.batch_sequences % world == 0]:
         recorder.world, recorder.peaks = world, {}
         with recorder.during("setup"), pretend_gpu.building():
-            # The model's graphs are the same for all; the optimizers' have other shapes, over 8 in all
-            for name in {"zeropower_via_newtonschulz5", "adam_update", "muon_update"} & {*vars(script)}:
-                torch._dynamo.reset_code(getattr(script, name).__code__)
             trainer.gpt.zero_grad(set_to_none=True)
-            trainer.ranks, trainer.optimizers = script.Ranks(0, world, 0, world), []
+            trainer.ranks = trainer.reader.ranks = ranks = script.Ranks(0, world, 0, world)
+            trainer.optimizers = trainer.table = trainer.reads = trainer.rows = trainer.sums = None
             gc.collect()
-            trainer.optimizers = script.build_optimizers(trainer.gpt, trainer.ranks)
+            trainer.optimizers = script.build_optimizers(trainer.gpt, ranks)
+            rows[world] = rows_that_fit(script, cfg, device_memory, world)
+            trainer.reader.cfg = own = dataclasses.replace(cfg, ngram_rows=rows[world])
+            trainer.table = table(own, ranks, trainer.device)
+        communication[world] = {}
         for phase, stage in phases.items():
-            first = -(-stage["first"] // cfg.adam_every) * cfg.adam_every  # its gradients find none of Adam's waiting
-            with recorder.during("setup"):
-                trainer.set_schedules(first)
-            for step in range(first, first + cfg.adam_every):
-                with recorder.during(phase):  # the second sequence finds the gradients of the first
-                    trainer.train_step(step, [batch(stage["tokens"])] * min(2, cfg.batch_sequences // world))
+            if world in WORLDS[1:-1] and stage["tokens"] < max(stage["tokens"] for stage in stages):
+                continue  # the longest sequences take the most memory
+            first = (stage["first"] + stage["steps"] // 2) // cfg.all_step * cfg.all_step
+            sent_bytes.clear()
+            cycle: list = []
+            nbytes = 0.0
+            for step in range(first, first + cfg.all_step):
+                cycle.append(now := script.Plan(step, cfg))
+                nbytes += sum(o.grad_buffer.nbytes * 2 for o in trainer.optimizers if now.is_due(o.groups[0]))
+                if now.is_due(trainer.table.group):
+                    steps, reads = make(cycle, now.seq_len, cfg.batch_sequences)
+                    for now, sequences in zip(cycle, steps, strict=True):
+                        with recorder.during(phase):  # the second sequence finds the gradients of the first
+                            trainer.train_step(now, sequences[:2], reads)
+                    cycle = []
+            communication[world][phase] = round((nbytes + sum(sent_bytes)) / cfg.all_step)
+        now = script.Plan(cfg.num_iterations, cfg, trains=False)
+        (sequences,), reads = make([now], cfg.val_seq_len, world)
+        V = cfg.padded_vocab
         with recorder.during("validation"), torch.no_grad():
-            trainer.model(*batch(cfg.val_seq_len), trainer.windows, torch.ones_like(trainer.weights[:1]))
+            canon = torch.empty(V, V // 8, dtype=torch.uint8, device="cuda") if cfg.canon_file else None
+            trainer.score(now, sequences, reads, canon)
         memory[world] = {name: peak for name, peak in recorder.peaks.items() if name != "setup"}
-        nbytes = sum((o.grad_buffer.nbytes + o.param_buffer.nbytes) / o.every for o in trainer.optimizers)
-        memory[world] |= dict(communication=round(nbytes))
-    return stages, memory
+        graphs = graphs or torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return dict(stages=stages, graphs=graphs, rows=rows, memory=memory, communication=communication)
 
 
 def child(argv: Sequence[str]) -> None:
     """Print what was found out about one architecture, as a line of JSON."""
     arch, path, names, changes, *flags = argv
-    stages: list[dict] = []
-    memory: dict[int, dict] = {}
-    failed = ""
     recorder, script = Recorder(names), load_script(Path(path))
-    cfg = script.parse_args(["--preset", "gpt2", "--device", "cuda", "--seed", "1", *flags])
-    cfg = script.resolve(dataclasses.replace(cfg, **json.loads(changes)))
+    given = script.parse_args(["--preset", "gpt2", "--device", "cuda", "--seed", "1", *flags])
+    given = dataclasses.replace(given, **json.loads(changes))
+    # A mask costs without a file, too; what CUDA graphs would replay is recorded launch by launch
+    cfg = dataclasses.replace(script.resolve(given), canon_file=given.canon_file, cuda_graphs=False)
+    device, counters = pretend_gpu.DEVICES[int(arch)], torch._dynamo.utils.counters
+    found = dict(device=device.name, shared_limit=device.shared_limit, memory_mib=device.memory, cycle=cfg.all_step)
+    found |= dict(failed="", stages=[], memory={})
+    torch._dynamo.config.recompile_limit = 64  # as four numbers of processes share this one
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-            stages, memory = run_steps(script, cfg, recorder)
+            found |= run_steps(script, cfg, device.memory, recorder)
     except Exception as error:  # what was found before is worth having
-        failed = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
-    device, counters = pretend_gpu.DEVICES[int(arch)], torch._dynamo.utils.counters
-    found = dict(device=device.name, shared_limit=device.shared_limit, memory_mib=device.memory, failed=failed)
-    found |= dict(graph_breaks=dict(counters["graph_break"]), memory=memory, stages=stages)
+        found["failed"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+    found |= dict(graph_breaks=dict(counters["graph_break"]))
     found |= dict(configuration=dataclasses.asdict(cfg), attention=describe_attention(cfg))
     calls = [call for call in recorder.calls.values() if call["phase"] != "setup"]
     kernels = {
@@ -389,22 +414,25 @@ def failures(found: dict) -> list[str]:
 
 
 def step_launches(found: dict) -> list[float]:
-    """Return the launches of a step of each stage for 8 processes, the mean over steps with and without Adam."""
+    """Return the launches of a step of each stage for 8 processes, the mean over a cycle of updates."""
     counts: Counter = Counter()
     for call in found["calls"]:
         if call["world"] == WORLDS[0]:
-            counts[call["phase"].removeprefix("optimizers ")] += call["count"]
-    return [counts[stage["phase"]] / found["configuration"]["adam_every"] for stage in found["stages"]]
+            counts[call["phase"][call["phase"].find("train") :]] += call["count"]
+    return [counts[stage["phase"]] / found["cycle"] for stage in found["stages"]]
 
 
 def memory_lines(found: dict) -> list[str]:
     """Return a line for each number of processes: MiB of the phase that needs most, and of validation."""
     lines = []
     for world, memory in found["memory"].items():
-        peaks = {name: n / 2**20 for name, n in memory.items() if name != "communication"}
+        peaks = {name: n / 2**20 for name, n in memory.items()}
         most = max(peaks, key=peaks.__getitem__)
         fits = "fits" if peaks[most] + SPARE < found["memory_mib"] else "DOES NOT FIT"
-        told = f"Processes: {world}. Peak in MiB: {most} {peaks[most]:,.0f}, validation {peaks['validation']:,.0f}"
+        told = (
+            f"Processes: {world}. Rows of n-grams: {found['rows'][world]:,}. Peak in MiB: {most} {peaks[most]:,.0f}, "
+        )
+        told += f"validation {peaks['validation']:,.0f}"
         lines.append(f"{told}. This {fits} into {found['memory_mib']:,} with {SPARE:,} to spare")
     return lines
 
@@ -420,7 +448,8 @@ def table(arch: int, found: dict) -> str:
         cells = [graph, len(kernels), len(entries), registers, max(map(least_spills, kernels), default=0)]
         lines.append(f"| {' | '.join(map(str, cells))} | {shared:,} |")
     launches = ", ".join(f"{n:g}" for n in step_launches(found))
-    lines += ["", f"Launches of a step, by stage, on one of {WORLDS[0]} processes: {launches}", *memory_lines(found)]
+    lines += ["", f"Graphs: {found.get('graphs', 0)}. Launches of a step, by stage, on one of 8 processes: {launches}"]
+    lines += memory_lines(found)
     return "\n".join([*lines, "", *(f"FAILED: {line}" for line in failures(found))]).rstrip()
 
 

@@ -17,9 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
 
 from gpu_proof import gpu_graphs, pretend_gpu
 from gpu_proof.randomize import randomize
@@ -30,32 +33,32 @@ CHILD = "from gpu_proof import pretend_gpu; pretend_gpu.install(90); "
 CHILD += "import sys; from gpu_proof import gpu_numbers; gpu_numbers.child(*sys.argv[1:])"
 # Five blocks of tokens. The third document fills blocks 1 to 3, so that blocks are seen whole and in part, and all
 # windows cut off both kinds. The last slice of the head is shorter than the others
-SEQ_LEN, DOCUMENTS, WINDOWS, WEIGHTS = 640, (0, 50, 100, 560), (440, 190, 190), (1.0, 0.5, 0.2, 0.3)
-NO_FP8 = dict(lm_head_fp8=False, mlp_fp8=False)
+SEQ_LEN, DOCUMENTS, SEGMENT, WINDOWS = 640, (0, 50, 100, 560), 300, dict(short=190, long=440)
+NO_FP8 = dict(lm_head_fp8=False, layers_fp8=False)
 
 
 def small_model(script):
     """Return the configuration of a small model with every mechanism of gpt2."""
     layers = (
-        script.Layer("long", value_embed=True, net=True),
-        script.Layer("short", xsa=True),
-        script.Layer("paired", value_embed=True, net=True),
-        script.Layer("long", skip=0, reads=1, head_gate=True, dc=True, mudd=(1, 0)),
+        script.Layer("paired", half_qk=True, net=True, x0=True, ngram=True),
+        script.Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, ngram=True, mlps=2),
+        script.Layer("none", net=True, skip=1, x0=True, mlps=0),
+        script.Layer("long", value_embed=True, reads=1, head_gate=True, x0=True, ngram=True, mudd=(2, 0)),
     )
-    stages = (script.Stage(1, batch=1, max_doc_len=2048, window=512),)
-    sizes: dict[str, Any] = dict(model_dim=128, num_heads=2, head_dim=64, dc_keys=100, lm_head_slice=256)
-    sizes |= dict(vocab_size=500, eot_token=499, bigram_rows=61, sign_rows=31, prefix_file="", extension_steps=0)
+    mtp = (1, 1), (0.5, 0.5), (0.2, 0.2)
+    stages = (script.Stage(1, batch=1, max_doc_len=2048, windows=WINDOWS, mtp=mtp, classes=(448,)),)
+    sizes: dict[str, Any] = dict(model_dim=128, num_heads=2, head_dim=64, mlp_dim=256, mix_groups=8, lm_head_slice=256)
+    sizes |= dict(vocab_size=500, eot_token=499, ngram_rows=62, sign_rows=31, prefix_file="", segment=SEGMENT)
     sizes |= dict.fromkeys(("train_seq_len", "val_seq_len", "batch_tokens", "val_tokens"), SEQ_LEN)
     return dataclasses.replace(script.PRESETS["gpt2"], layers=layers, stages=stages, device="cuda", seed=1, **sizes)
 
 
-def results(model: Callable[..., Tensor], params: dict[str, Tensor], inputs: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return the loss, the validation loss and the gradients. The last two inputs are the weights of these losses."""
-    *inputs, weights, val_weights = inputs
-    loss = model(*inputs, weights)
+def results(model: Callable, params: dict[str, Tensor], training: tuple, validation: tuple) -> dict[str, Tensor]:
+    """Return the loss, the validation loss and the gradients, from the inputs of training and validation."""
+    loss = model(*training)
     grads = torch.autograd.grad(loss, list(params.values()))
     with torch.no_grad():
-        return dict(loss=loss.detach(), validation=model(*inputs, val_weights)) | dict(zip(params, grads, strict=True))
+        return dict(loss=loss.detach(), validation=model(*validation)) | dict(zip(params, grads, strict=True))
 
 
 def child(script: str, fp8: str, changes: str) -> None:
@@ -76,43 +79,68 @@ def child(script: str, fp8: str, changes: str) -> None:
     exact = train_gpt.GPT(dataclasses.replace(cpu, dtype="float64", **NO_FP8))
     exact.load_state_dict(eager.state_dict())
     real = {name: t.detach() for name, t in [*eager.named_parameters(), *eager.named_buffers()]}
-    tokens, narrow = torch.randint(cfg.eot_token, (SEQ_LEN + 1,)), getattr(torch, dtype)
+    tokens, narrow = np.random.default_rng(0).integers(cfg.eot_token, size=SEQ_LEN + 1), getattr(torch, dtype)
     tokens[list(DOCUMENTS)] = cfg.eot_token
-    weights = torch.tensor(WEIGHTS), torch.ones(1)  # the last one is of the prefixes; a fifth of the tokens have none
-    prefixes = torch.randint(-cfg.vocab_size // 4, cfg.vocab_size, (cfg.vocab_size,)).clamp(min=-1)
-    columns = train_gpt.next_targets(tokens[1:], len(WEIGHTS) - 1, prefixes)
-    inputs = tokens[:-1].int(), columns, torch.tensor(WINDOWS, dtype=torch.int32), *weights
+    V = cfg.padded_vocab
+    rows = torch.randn(cfg.ngram_rows, cfg.model_dim).to(narrow)
+    never = torch.randint(256, (SEQ_LEN, V // 8), dtype=torch.uint8)
 
-    def generated(function: Callable[..., dict[str, Tensor]], *tensors: Tensor) -> dict[str, Tensor]:
+    def model_inputs(cfg) -> list[tuple]:
+        """Return what the model takes in training and in validation."""
+        made = []
+        reader = train_gpt.Reader(cpu, train_gpt.Ranks(), torch.device("cpu"))
+        reader.prefixes = np.random.default_rng(1).integers(-V // 4, cfg.vocab_size, V).clip(-1)  # a fifth have none
+        for trains in (True, False):
+            now = train_gpt.Plan(0, cfg, trains)
+            if trains:
+                now.prefix = 0.3
+                now.weights.append(now.prefix)
+            ((inputs,),), _ = reader.make([now], [[tokens]])
+            ngrams = F.embedding(inputs.rows, rows).to(getattr(torch, cfg.dtype))
+            made.append((inputs, ngrams, train_gpt.Settings.of(now, "cpu"), None if trains else never))
+        return made
+
+    def gpt_results(gpt, model: Callable, training: tuple, validation: tuple) -> dict[str, Tensor]:
+        params = dict(gpt.named_parameters(), ngrams=training[1].requires_grad_())
+        return results(model, params, training, validation)
+
+    def generated(function: Callable[..., dict[str, Tensor]], *inputs: tuple) -> dict[str, Tensor]:
         with FakeTensorMode(allow_non_fake_inputs=True):
-            return {name: stand_ins.real(fake) for name, fake in function(*map(stand_ins.fake, tensors)).items()}
+            fakes = tree_map_only(Tensor, stand_ins.fake, inputs)
+            return {name: stand_ins.real(fake) for name, fake in function(*fakes).items()}
 
-    def model_results(*inputs: Tensor) -> dict[str, Tensor]:
+    def model_results(*inputs: tuple) -> dict[str, Tensor]:
         with pretend_gpu.building():
             gpt = train_gpt.GPT(cfg)
         for name, fake in [*gpt.named_parameters(), *gpt.named_buffers()]:
             stand_ins.add(fake, real[name])
-        return results(torch.compile(gpt, fullgraph=True, dynamic=False), dict(gpt.named_parameters()), inputs)
+        return gpt_results(gpt, torch.compile(gpt, fullgraph=True, dynamic=False), *inputs)
 
     # Of each part: the results in float64, by the eager CPU path, by the generated kernels
-    parts = {"": [results(gpt, dict(gpt.named_parameters()), inputs) for gpt in (exact, eager)]}
+    parts: dict[str, list] = {"": []}
+    for gpt in (exact, eager):
+        parts[""].append(gpt_results(gpt, gpt, *model_inputs(gpt.cfg)))
+    inputs = model_inputs(cpu)
     parts[""].append(generated(model_results, *inputs))
 
     def head(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         with_grads = torch.is_grad_enabled()
         softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
         scales = train_gpt.FP8_SCALES if with_grads and x.dtype == narrow else None
-        return train_gpt.HeadLoss.apply(x, w, targets, weights, softcap, cfg.lm_head_slice, scales, with_grads)
+        return train_gpt.HeadLoss.apply(x, w, targets, weights, softcap, cfg.lm_head_slice, scales, with_grads, None)
 
     def head_results(head: Callable, x: Tensor, w: Tensor, *rest: Tensor) -> dict[str, Tensor]:
-        return results(head, dict(x=x.requires_grad_(), w=w.requires_grad_()), (x, w, *rest))
+        training, validation = ((x.requires_grad_(), w.requires_grad_(), rest[0], weights) for weights in rest[1:])
+        return results(head, dict(x=x, w=w), training, validation)
 
     if fp8:  # from the same input the head has to give almost the same numbers
         x, w = torch.randn(SEQ_LEN, cfg.model_dim).to(narrow), eager.get_parameter("lm_head").detach()
+        training, _, settings, _ = inputs[0]
+        w, rest = w[training.classes], (training.targets, settings.weights, torch.ones(1))
         pairs = (x.double(), w.double()), (x.clone(), w.clone())
-        parts["head alone: "] = [head_results(head, *pair, columns, *weights) for pair in pairs]
+        parts["head alone: "] = [head_results(head, *pair, *rest) for pair in pairs]
         compiled = torch.compile(head, fullgraph=True, dynamic=False)
-        parts["head alone: "].append(generated(partial(head_results, compiled), x, w, columns, *weights))
+        parts["head alone: "].append(generated(partial(head_results, compiled), x, w, *rest))
 
     def apart(a: Tensor, b: Tensor) -> float:
         return ((a.double() - b.double()).norm() / b.double().norm()).item()

@@ -11,6 +11,6 @@ def randomize(gpt: torch.nn.Module) -> torch.nn.Module:
             p.uniform_(0.5, 1.5)
         else:
             p.normal_(std=1 if "embed" in name else p.size(-1) ** -0.5)
-        if name.endswith(("w2", "gate_scale")):  # or factors that grow with the stream let it explode
+        if name.endswith(("w2", "w2g", "gate_scale")):  # or factors that grow with the stream let it explode
             p.mul_(0.1)
     return gpt

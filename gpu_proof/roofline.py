@@ -26,10 +26,9 @@ class Gpu:
     """Hold a GPU's rates per second, and the shares of them that kernels reach.
 
     Peaks: NVIDIA's data sheets (H100 SXM, A100 80GB SXM) and the Ada whitepaper (RTX 4090), dense, accumulated in fp32.
-    link: bus bandwidth of large collectives over 8 GPUs, as NCCL reaches it over NVLink or PCIe: assumed. attention,
-    attention_backward: FlashAttention-2's share of the peak (arXiv:2407.08608 for the H100) times the 0.9 and 0.85
-    that FlexAttention reaches of it (arXiv:2412.05496). matmul, memory: assumed, as large cuBLAS products and streaming
-    kernels reach them; triton: products in a kernel of the script, assumed.
+    link: bus bandwidth of large collectives over 8 GPUs, as NCCL reaches it over NVLink or PCIe: assumed. All else was
+    measured on one H100 (README.md), and is assumed for the others but for attention: there it is FlashAttention-2's
+    share of the peak times the 0.9 and 0.85 that FlexAttention reaches of it (arXiv:2412.05496).
     """
 
     arch: int
@@ -40,41 +39,40 @@ class Gpu:
     link: float
     attention: float
     attention_backward: float
-    matmul: float = 0.75
-    triton: float = 0.64  # 15% less than cuBLAS
-    memory: float = 0.85
-    launch: float = 2e-6  # seconds of the smallest kernel, assumed
-    gap: float = 1e-6  # seconds between a kernel and the next, assumed
+    matmul: float = 0.735
+    triton: float = 0.45  # products in a kernel of the script
+    memory: float = 0.84
+    tail: float = 35e-6  # seconds that a kernel of attention takes beyond its products
+    launch: float = 2e-6  # seconds of the smallest kernel
+    gap: float = 1.6e-6  # seconds between a kernel and the next
+    host: float = 42e-6  # seconds of a CPU for each launch outside of CUDA graphs; a step takes no less
 
 
 FLEX_ATTENTION = "triton_tem"  # its kernels are the only templates: their names begin so
 GPUS = {
-    "h100": Gpu(90, 989e12, 1979e12, 67e12, 3.35e12, 340e9, attention=0.34, attention_backward=0.26),
+    "h100": Gpu(90, 989e12, 1979e12, 67e12, 3.35e12, 340e9, attention=0.327, attention_backward=0.25),
     "a100": Gpu(80, 312e12, 312e12, 19.5e12, 2.04e12, 230e9, attention=0.6, attention_backward=0.5),
     "rtx4090": Gpu(89, 165e12, 330e12, 82.6e12, 1.01e12, 10e9, attention=0.6, attention_backward=0.5),
 }
-DOCUMENT = 690  # tokens of a document on average: FineWeb's sample of 10.2 billion in 14.9 million documents
-# Parts of a step: the names of our launches, of which each belongs to the first part that fits, and ms of public record
-# 89 in stages 1, 2, 3 on 8 H100 at the same rates. These are ESTIMATES, from reading its sources: what it moves and
-# multiplies, with its own kernels
+# Parts of a step: the names of their launches, of which each belongs to the first part that fits; how many times as
+# long as its bytes and FLOPs say it took on one H100; and the seconds of a run of public record 92 on 8 H100. These are
+# ESTIMATES at the same rates: what it moves and multiplies, with its own kernels
 PARTS = {
-    "attention": (FLEX_ATTENTION, (0.9, 4.0, 7.8)),
-    "MLP: relu squared": ("relu|fused_mul_sqrt", (0.0, 0.0, 0.0)),
-    "cross entropy": ("exp_gather", (1.5, 2.9, 4.3)),
-    "QK-norm, rotary": ("flip|mul_squeeze_sub_transpose_view_where|stack|rsqrt_split_with_sizes_view", (1.0, 1.9, 2.8)),
-    "XSA, heads that mix, nets": ("softmax|tanh|d_add_clamp_div|_div_exp|bmm|mm .*[ x]64(x|$)", (0.8, 1.7, 2.4)),
-    "tables: lookups, gradients": ("embedding", (2.2, 2.7, 3.1)),
-    "products of MLPs, head, attention": ("mm .*x", (11.5, 22.9, 34.5)),
-    "norms, factors, sums, casts": ("", (4.2, 7.7, 11.4)),  # all else in graphs; the others lie outside
-    "outside of graphs": ("", (0.8, 0.8, 0.8)),
-    "optimizers": ("", (1.9, 1.9, 1.9)),  # Newton-Schulz: 0.3
-    "communication": ("", (2.9, 2.9, 2.9)),
-    "gaps between launches": ("", (1.0, 1.0, 1.0)),  # as many launches as ours
+    "attention": (FLEX_ATTENTION, 1.0, 3.4),
+    "MLP: relu squared, scales of rows": ("relu", 1.93, 1.2),
+    "cross entropy": ("exp_gather|gather", 2.21, 1.0),
+    "QK-norm, rotary": ("flip|mul_squeeze_sub_transpose_view_where|stack|rsqrt_split_with_sizes_view", 1.13, 1.5),
+    "XSA, nets": ("tanh|clamp_div|_div_exp|bmm|mm .*[ x]64(x|$)", 1.2, 0.8),
+    "tables: lookups, gradients": ("embedding", 0.83, 0.9),
+    "products of MLPs, head, attention": ("mm .*x", 1.0, 13.0),
+    "norms, factors, sums, casts": ("", 1.0, 7.4),  # all else in graphs; the others lie outside
+    "n-grams: rows, their sums and steps": ("", 1.0, 1.0),
+    "outside of graphs": ("", 1.2, 0.2),
+    "optimizers, averages": ("", 1.25, 1.4),
+    "communication": ("", 1.0, 2.6),
+    "gaps between launches": ("", 1.0, 0.0),
+    "waiting for the host": ("", 1.0, 0.0),
 }
-PUBLIC_RUN = sum(n * sum(ms) for n, *ms in zip((423, 424, 438), *(ms for _, ms in PARTS.values()), strict=True)) / 1000
-# How many times as long as predicted they took: record 21, 101.6 ms a step by today's rules, of which README.md's
-# command predicts 83.2; record 89, 73.8 s
-CALIBRATION = 101.6 / 83.2, 73.8 / PUBLIC_RUN
 
 
 def seconds(call: dict, gpu: Gpu) -> float:
@@ -88,28 +86,33 @@ def seconds(call: dict, gpu: Gpu) -> float:
     )
 
 
-def visible_pairs(attention: dict, length: int, windows: dict[str, int]) -> float:
-    """Return the (query, key) pairs per head that FlexAttention computes for a sequence, over all layers.
+def attention_seconds(found: dict, stage: dict, gpu: Gpu) -> float:
+    """Return the time of FlexAttention for a sequence, over all layers.
 
-    Documents are exponentially distributed with mean DOCUMENT; blocks are computed whole, which adds about one to what
-    a token sees. A pair of heads is one of twice the length, its documents too.
+    Documents are exponentially distributed; blocks are computed whole, which adds about one to what a token sees. A
+    pair of heads is one of twice the length, its documents too.
     """
     total = 0.0
-    for kind in attention["kinds"]:
-        if kind != "none":
-            document = DOCUMENT * (1 + (kind == "paired"))
-            seen = document * (1 - math.exp(-windows[kind] / document))
-            total += length * (seen + attention["block"])
+    for kind, (qk, v) in zip(found["attention"]["kinds"], found["attention"]["widths"], strict=True):
+        is_pair = kind == "paired"
+        document = gpu_graphs.DOCUMENT * (1 + is_pair)
+        seen = document * (1 - math.exp(-stage["windows"]["short" if is_pair else kind] / document))
+        pairs = found["configuration"]["num_heads"] * stage["tokens"] * (seen + found["attention"]["block"])
+        flops = (2 * qk + 2 * v) / gpu.attention + (6 * qk + 4 * v) / gpu.attention_backward
+        total += pairs * flops / gpu.bfloat16 + 2 * gpu.tail
     return total
 
 
 def part_of(call: dict) -> str:
     """Return the part of a step that a launch belongs to."""
-    if call["phase"].startswith("optimizers"):
-        return "optimizers"
+    kind = call["phase"].split()[0]
+    if kind == "optimizers":
+        return "optimizers, averages"
+    if kind == "rows" or (not call["graph"] and call["name"] in ("embedding", "index_add_", "zeros")):
+        return "n-grams: rows, their sums and steps"
     if not call["graph"]:
         return "outside of graphs"
-    return next(part for part, (pattern, _) in PARTS.items() if re.search(pattern, call["name"]))
+    return next(part for part, (pattern, *_) in PARTS.items() if re.search(pattern, call["name"]))
 
 
 def predict_step(found: dict, gpu: Gpu, stage: dict, world: int) -> dict:
@@ -120,21 +123,24 @@ def predict_step(found: dict, gpu: Gpu, stage: dict, world: int) -> dict:
     """
     cfg, many, phase = found["configuration"], gpu_graphs.WORLDS[0], stage["phase"]
     sequences = cfg["batch_tokens"] // cfg["train_seq_len"] // world
-    times = {(world, phase, False): max(1, sequences - 1), (world, f"optimizers {phase}", False): 1}
-    times |= {(many, phase, True): sequences, (world, f"optimizers {phase}", True): 1}
-    if sequences > 1:
-        times[many, phase, False] = 2 - sequences
-    launches, ms = 0.0, dict.fromkeys(PARTS, 0.0)
+    launches, by_host, ms = 0.0, 1.0 * sequences, dict.fromkeys(PARTS, 0.0)
     for call in found["calls"]:
-        if n := times.get((call["world"], call["phase"], call["graph"] != ""), 0) * call["count"] / cfg["adam_every"]:
-            ms[part_of(call)] += 1000 * n * seconds(call, gpu)
+        is_own = call["world"] == world
+        if call["phase"] != phase or call["name"] == "zeros":  # once in a step or cycle
+            times = is_own * call["phase"].endswith(phase)
+        elif call["graph"]:
+            times = sequences * (call["world"] == many)
+        else:
+            times = is_own * max(1, sequences - 1) + (call["world"] == many) * min(0, 2 - sequences)
+        if n := times * call["count"] / found["cycle"]:
+            part = part_of(call)
+            ms[part] += 1000 * n * seconds(call, gpu) * PARTS[part][1]
             launches += n
-    pairs = sequences * cfg["num_heads"] * cfg["head_dim"]
-    pairs *= visible_pairs(found["attention"], stage["tokens"], stage["windows"])
-    compute = pairs * (4 / gpu.attention + 10 / gpu.attention_backward) / gpu.bfloat16
-    ms["attention"] = max(ms["attention"], 1000 * compute)
-    ms["communication"] = 1000 * (1 - 1 / world) * found["memory"][str(world)]["communication"] / gpu.link
+            by_host += n * (call["phase"] != phase or not call["graph"])  # others are replayed by a CUDA graph
+    ms["attention"] = max(ms["attention"], 1000 * sequences * attention_seconds(found, stage, gpu))
+    ms["communication"] = 1000 * (1 - 1 / world) * found["communication"][str(world)][phase] / gpu.link
     ms["gaps between launches"] = 1000 * gpu.gap * launches
+    ms["waiting for the host"] = max(0.0, 1000 * gpu.host * by_host - sum(ms.values()))
     return dict(launches=launches, ms=ms, sum=sum(ms.values()))
 
 
@@ -143,7 +149,11 @@ def predict(found: dict, gpu: Gpu) -> dict:
     worlds = gpu_graphs.WORLDS[0], gpu_graphs.WORLDS[-1]
     steps = {str(world): [predict_step(found, gpu, stage, world) for stage in found["stages"]] for world in worlds}
     runs = {
-        world: sum(stage["steps"] * step["sum"] for stage, step in zip(found["stages"], own, strict=True)) / 1000
+        world: {
+            part: sum(stage["steps"] * step["ms"][part] for stage, step in zip(found["stages"], own, strict=True))
+            / 1000
+            for part in PARTS
+        }
         for world, own in steps.items()
     }
     return dict(steps=steps, seconds=runs, memory=found["memory"])
@@ -153,15 +163,14 @@ def table(name: str, found: dict, predicted: dict) -> str:
     lines = [f"## {name}: {found['device']}"]
     for world, steps in predicted["steps"].items():
         numbers = range(1, len(steps) + 1)
-        lines += ["", f"| ms of a step of stage, processes: {world} | {' | '.join(map(str, numbers))} |"]
-        lines += ["|---|" + "---|" * len(steps)]
-        rows = {part: [f"{step['ms'][part]:.1f}" for step in steps] for part in PARTS}
-        rows |= {"sum": [f"{step['sum']:.1f}" for step in steps]}
-        rows |= {"launches": [f"{step['launches']:g}" for step in steps]}
+        lines += ["", f"| ms of a step of part, processes: {world} | {' | '.join(map(str, numbers))} | run, s |"]
+        lines += ["|---|" + "---|" * (len(steps) + 1)]
+        runs = predicted["seconds"][world]
+        rows = {part: [f"{step['ms'][part]:.1f}" for step in steps] + [f"{runs[part]:.1f}"] for part in PARTS}
+        rows |= {"sum": [f"{step['sum']:.1f}" for step in steps] + [f"{sum(runs.values()):.1f}"]}
+        rows |= {"launches": [f"{step['launches']:g}" for step in steps] + [""]}
         lines += [f"| {row} | {' | '.join(cells)} |" for row, cells in rows.items()]
-    factor = sum(CALIBRATION) / len(CALIBRATION)
-    runs = [f"{run:.1f} s, calibrated {factor * run:.0f} (processes: {n})" for n, run in predicted["seconds"].items()]
-    return "\n".join([*lines, "", f"All steps: {'; '.join(runs)}", *gpu_graphs.memory_lines(found)])
+    return "\n".join([*lines, "", *gpu_graphs.memory_lines(found)])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -181,7 +190,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"--gpu {args.gpu}: {min(unknown)!r} is none of {','.join(GPUS)}")
     args.out.parent.mkdir(parents=True, exist_ok=True)
     known: dict = json.loads(args.graphs.read_text()) if args.graphs else dict(script=str(args.script), flags=flags)
-    document: dict = dict(script=known["script"], flags=known["flags"], calibration=CALIBRATION, gpus={})
+    document: dict = dict(script=known["script"], flags=known["flags"], gpus={})
     for name in names:
         arch = GPUS[name].arch
         if args.graphs:
@@ -196,6 +205,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             continue
         document["gpus"][name] = dict(rates=asdict(GPUS[name])) | predict(found, GPUS[name])
         print(f"{table(name, found, document['gpus'][name])}\n", flush=True)
-    args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    args.out.write_text(json.dumps(document) + "\n", encoding="utf-8")
     print(f"written to {args.out}")
     return int(any("failed" in gpu for gpu in document["gpus"].values()))

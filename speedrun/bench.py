@@ -23,13 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 import train_gpt
-from train_gpt import Hyperparameters, Ranks, Trainer, UserError
+from train_gpt import Batch, Hyperparameters, Inputs, Plan, Ranks, Reads, Trainer, UserError
 
-Batches = Iterator[list[tuple[Tensor, Tensor]]]
+Steps = Iterator[tuple[Plan, list[Inputs], Reads]]  # what `Trainer.train_step` takes
 Figures = dict[str, dict]  # by name: a median with its 10th and 90th percentiles, n and a unit
 
 
@@ -57,13 +56,29 @@ def timed(trainer: Trainer, function: Callable[[], object], n: int) -> list[floa
     return taken
 
 
-def step_ms(trainer: Trainer, batches: Batches, step: int, n: int) -> list[float]:
-    """Return the ms of steps as in training, n times the mean over one that Adam takes and those that it leaves out.
+def read_steps(trainer: Trainer, batches: Sequence[Batch], first: int) -> Steps:
+    """Read batches again and again, for steps like `first`. Groups step as in a whole cycle of `all_step` steps."""
+    cfg = trainer.cfg
+    plans = [Plan(first, cfg) for _ in range(cfg.all_step)]
+    for i, now in enumerate(plans):
+        now.step = first + -first % cfg.all_step + i
+    group = train_gpt.row_of("ngrams", cfg)
+    ends = [i + 1 for i, now in enumerate(plans) if now.is_due(group)]
+    cycles = [plans[start:end] for start, end in itertools.pairwise([0, *ends])]
+    endless = itertools.cycle(batches)
+    planned = ((cycle, [next(endless) for _ in cycle]) for cycle in itertools.cycle(cycles))
+    with contextlib.closing(trainer.reader.read(planned)) as read:  # type: ignore[type-var]
+        for now, inputs in zip(itertools.cycle(plans), read, strict=False):
+            yield now, *inputs
+
+
+def step_ms(trainer: Trainer, steps: Steps, n: int) -> list[float]:
+    """Return the ms of steps as in training, n times the mean over as many as it takes until all groups have stepped.
 
     A median of single steps would be that of one kind. On CUDA the clock is events in the stream, which wait for
     nothing.
     """
-    every, on_cuda = trainer.cfg.adam_every, trainer.device.type == "cuda"
+    every, on_cuda = trainer.cfg.all_step, trainer.device.type == "cuda"
     marks: list[Any] = []
     for cycle in range(n + 1):
         if on_cuda:
@@ -71,32 +86,33 @@ def step_ms(trainer: Trainer, batches: Batches, step: int, n: int) -> list[float
             marks[-1].record()
         else:
             marks.append(time.perf_counter())
-        for i in range(every if cycle < n else 0):
-            trainer.train_step(step + i, next(batches))
+        for _ in range(every if cycle < n else 0):
+            trainer.train_step(*next(steps))
     synchronize(trainer)
     pairs = itertools.pairwise(marks)
     return [(start.elapsed_time(end) if on_cuda else 1000 * (end - start)) / every for start, end in pairs]
 
 
-def profile(trainer: Trainer, batches: Batches, step: int) -> str:
-    """Return the operations that take longest in a step that Adam takes and those that it leaves out."""
+def profile(trainer: Trainer, steps: Steps) -> str:
+    """Return the operations that take longest in steps in which all groups step."""
     on_cuda = trainer.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
     with torch.profiler.profile(activities=activities) as profiler:
-        for i in range(trainer.cfg.adam_every):
-            trainer.train_step(step + i, next(batches))
+        for _ in range(trainer.cfg.all_step):
+            trainer.train_step(*next(steps))
         synchronize(trainer)
     order = "self_device_time_total" if on_cuda else "self_cpu_time_total"
     return profiler.key_averages().table(sort_by=order, row_limit=20)
 
 
-def host_waits(trainer: Trainer, batches: Batches, step: int) -> int:
-    """Count the operations of a step that wait for the device, and print where they are. None is the aim."""
+def host_waits(trainer: Trainer, steps: Steps) -> int:
+    """Count the operations of these steps that wait for the device, and print where they are. None is the aim."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            trainer.train_step(step, next(batches))
+            for _ in range(trainer.cfg.all_step):
+                trainer.train_step(*next(steps))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     found = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
@@ -106,9 +122,19 @@ def host_waits(trainer: Trainer, batches: Batches, step: int) -> int:
 
 
 # ---- Work ------------------------------------------------------------------------------------------------------------
-def weight_flops(trainer: Trainer) -> int:
-    """Count the FLOPs of forward and backward pass of a token: 6 per weight of the blocks and the head."""
-    return 6 * sum(p.numel() for name, p in trainer.gpt.named_parameters() if p.ndim >= 2 and "embed" not in name)
+def weight_flops(trainer: Trainer, step: int) -> float:
+    """Count the FLOPs of a token's forward and backward pass: 6 per weight of blocks and head that takes part."""
+    count = 0.0
+    for name, p in trainer.gpt.named_parameters():
+        part = 1.0
+        if name == "lm_head":  # few tokens may be in the softmax
+            part = (Plan(step, trainer.cfg).classes or len(p)) / len(p)
+        elif ".attn." in name:  # heads may be half as wide
+            layer = trainer.cfg.layers[int(name.split(".")[1])]
+            is_half = layer.half_qk if name.endswith("qk_w") else layer.half_v and name.endswith(("v_w", "c_proj"))
+            part = 0.5 if is_half else 1.0
+        count += part * p.numel() * (p.ndim >= 2 and "embed" not in name)
+    return 6 * count
 
 
 def large_matmul(trainer: Trainer, n: int) -> list[float]:
@@ -121,29 +147,29 @@ def large_matmul(trainer: Trainer, n: int) -> list[float]:
 # ---- The report ------------------------------------------------------------------------------------------------------
 def first_steps(cfg: Hyperparameters) -> list[int]:
     """Return the first step of each stage that has steps."""
-    return sorted({*train_gpt.stage_starts(cfg)} - {cfg.num_iterations})
+    return sorted({0, *train_gpt.stage_ends(cfg)} - {cfg.num_iterations})
 
 
 def plan(cfg: Hyperparameters, quick: bool) -> dict:
     """Plan the validation, and equally many batches for each stage of training, which are read again and again."""
     share = -(-(16 if quick else max(64, 2**21 // cfg.batch_tokens)) // len(first_steps(cfg)))
-    firsts = [first for first in first_steps(cfg) for _ in range(share)]
-    lengths = [(train_gpt.train_seq_len(first, cfg), train_gpt.stage_of(first, cfg).max_doc_len) for first in firsts]
+    plans = [Plan(first, cfg) for first in first_steps(cfg) for _ in range(share)]
+    lengths = [(now.seq_len, now.stage.max_doc_len) for now in plans]
     val_tokens = min(cfg.val_tokens, 4 * cfg.val_seq_len) if quick else cfg.val_tokens
     val_lengths = [(cfg.val_seq_len, 0)] * (val_tokens // cfg.val_seq_len)
     train = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg)
     return dict(train=train, val=train_gpt.plan_batches(cfg.val_files, val_lengths, 1, cfg))
 
 
-def measure_stage(trainer: Trainer, batches: Batches, step: int, n: int, matmul_tflops: float) -> Figures:
-    cfg = trainer.cfg
-    step_ms(trainer, batches, step, 1)
-    ms = figure(step_ms(trainer, batches, step, n), "ms")
-    rate = cfg.batch_sequences * train_gpt.train_seq_len(step, cfg) / ms["median"] * 1000
+def measure_stage(trainer: Trainer, steps: Steps, first: int, n: int, matmul_tflops: float) -> Figures:
+    now = Plan(first, trainer.cfg)
+    step_ms(trainer, steps, 1)
+    ms = figure(step_ms(trainer, steps, n), "ms")
+    rate = trainer.cfg.batch_sequences * now.seq_len / ms["median"] * 1000
     found = dict(step=ms, throughput=figure([rate], "tokens/s"))
-    share = weight_flops(trainer) * rate / trainer.ranks.world_size / matmul_tflops / 1e12
+    share = weight_flops(trainer, first) * rate / trainer.ranks.world_size / matmul_tflops / 1e12
     found |= dict(utilization=figure([100 * share], "%"))
-    return {f"stage {train_gpt.stage_index(step, cfg) + 1}: {name}": value for name, value in found.items()}
+    return {f"stage {now.index + 1}: {name}": value for name, value in found.items()}
 
 
 def measure(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) -> tuple[Figures, str]:
@@ -159,19 +185,18 @@ def measure(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) -> tup
     figures, n = {"warm-up": figure(timed(trainer, trainer.warm_up, 1), "ms")}, 3 if quick else 20
     rates = large_matmul(trainer, n)
     figures[f"large matmul in {cfg.dtype}"] = figure(rates, "TFLOP/s")
-    firsts, own = first_steps(cfg), range(ranks.rank, cfg.batch_sequences, ranks.world_size)
+    firsts = first_steps(cfg)
     share = len(plans["train"]) // len(firsts)
     gc.disable()  # as in training
-    for number, step in enumerate(firsts):
-        tell(f"steps from {step} on")
-        part = itertools.cycle(plans["train"][number * share : (number + 1) * share])
-        batches: Any = train_gpt.read_batches(part, own, cfg, trainer.device)
-        with contextlib.closing(batches):
-            figures |= measure_stage(trainer, batches, step, n, float(np.median(rates)))
-            if step == firsts[-1]:
+    for number, first in enumerate(firsts):
+        tell(f"steps from {first} on")
+        steps: Any = read_steps(trainer, plans["train"][number * share : (number + 1) * share], first)
+        with contextlib.closing(steps):
+            figures |= measure_stage(trainer, steps, first, n, float(np.median(rates)))
+            if first == firsts[-1]:
                 if trainer.device.type == "cuda":
-                    figures["host waits"] = figure([host_waits(trainer, batches, step)])
-                profiled = profile(trainer, batches, step)
+                    figures["host waits"] = figure([host_waits(trainer, steps)])
+                profiled = profile(trainer, steps)
     gc.enable()
     tell("validation")
     name = f"validation of {len(plans['val']) * cfg.val_seq_len:,} tokens"
@@ -227,8 +252,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few repetitions, and only a part of the validation")
     out = Path("logs") / time.strftime("benchmark-%Y%m%d-%H%M%S")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=out, help="default: logs/benchmark-TIME")
+    parser.add_argument("--one_of", type=int, metavar="N", help="as one rank of N, without communication")
+    parser.add_argument("--stages", default="", help="with --one_of: which, such as 1,3")
+    parser.add_argument("--synthetic", action="store_true", help="with --one_of: on random tokens, which need no data")
     args, flags = parser.parse_known_args(argv)
     try:
+        if args.one_of:
+            from speedrun import one_of  # which needs this module
+
+            cfg = train_gpt.resolve(train_gpt.parse_args(flags))
+            stages = [int(stage) for stage in args.stages.split(",") if stage] or [*range(1, 1 + len(cfg.stages))]
+            one_of.measure(cfg, args.one_of, stages, args.out, args.synthetic)
+            return 0
         run(flags, args.quick, args.out, train_gpt.init_distributed())
     except (UserError, OSError) as error:
         parser.error(str(error))

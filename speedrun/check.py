@@ -4,7 +4,8 @@
     ./run.sh --check [flags of train_gpt.py]            only the checks, with all that they find
 
 Exit codes: 0 ready, 2 something has to be mended first (a line for each thing), 130 interrupted. When ready, the last
-line of stdout is the number of processes to start: NPROC, or as many as there are GPUs and divide a step's sequences.
+line of stdout is the number of processes to start, NPROC or as many as there are GPUs and divide a step's sequences.
+Where GPUs cannot hold all rows of n-grams, `--ngram_rows N` follows, which run.sh passes on.
 """
 
 import dataclasses
@@ -28,19 +29,21 @@ with needs.packages():
     import torch
 
     import train_gpt
-    from train_gpt import GPT, PRESETS, Hyperparameters, Ranks, UserError
+    from train_gpt import GPT, PRESETS, Hyperparameters, NgramTable, Plan, Ranks, Reader, Settings, UserError
 
 NO_GPU = "there is no NVIDIA GPU"
 CPU_RUNS = "--preset nano or --preset mini trains on a CPU"
 CAPABILITY = "gpt2 needs a GPU of compute capability 8.0 or newer (A100, RTX 30)"
 SHARD_TOKENS, PACKING = 10**8, 1.5  # 1.5: tokens for one that packing keeps, assumed
-# MiB that gpt2 needs beside parameters, gradients and optimizers, by `python -m gpu_proof gpu_graphs`, in the step that
-# needs most (of stage 2) and in validation: what a slice of the head's logits takes, and what grows with the sequence
-BUFFER_MIB = {"train_seq_len": (1_763, 12_600), "val_seq_len": (0, 4_690)}
+# Bytes that gpt2 needs for a token of the longest sequence, by layer and channel, beside parameters, gradients,
+# optimizers and n-grams: by the peaks of `python -m gpu_proof gpu_graphs` in training and validation
+BUFFER_BYTES = {"train_seq_len": 24.8, "val_seq_len": 3.3}
 SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the free memory is looked at
-# Useful TFLOP/s, 6 FLOP per weight and token, by a part of the GPU's name. H100, 4090 and A100: by the roofline,
-# calibrated (gpu_proof/README.md). Others: 32% of their peak, as the H100.
-TFLOPS = {"MIG": 0, "B200": 723, "H200": 318, "H100 PCIe": 243, "H100": 318, "A100": 128, "4090": 75, "3090": 22}
+# Useful TFLOP/s, 6 FLOP per token and weight, in the head those of the softmax, by a part of the GPU's name. H100, 4090
+# and A100: by the roofline (gpu_proof/README.md). Others: 32% of their peak, as the H100.
+TFLOPS = {"MIG": 0, "B200": 723, "H200": 373, "H100 PCIe": 285, "H100": 373, "A100": 128, "4090": 75, "3090": 22}
+ROWS_COST = "a quarter of the rows costs 0.005 of loss, a two-hundredth 0.036"  # of public record 92
+RENAMED = {"mlp_fp8": "layers_fp8", "bigram_rows": "ngram_rows", "bigram_lambda_init": "ngram_lambda_init"}
 
 
 class Gpu(NamedTuple):
@@ -140,14 +143,17 @@ def check_compiler(is_for_cpu: bool, report: Report) -> None:
 def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> Iterator[str]:
     """Yield a line for what would be trained otherwise in silence, or fail only once all processes have started."""
     for i, layer in enumerate(cfg.layers):
-        unused = [name for name in ("xsa", "head_gate", "dc") if getattr(layer, name)]
+        unused = [name for name in ("xsa", "head_gate") if getattr(layer, name)]
         unused += ["reads"] * (layer.reads is not None)
         if layer.attention == "none" and unused:
             yield f"layer {i} has no attention: {' and '.join(unused)} needs it"
         if not {layer.reads, layer.skip, *layer.mudd} <= {None, *range(i)}:
             yield f"layer {i} has reads {layer.reads}, skip {layer.skip}, mudd {layer.mudd}: expected earlier layers"
-    if cfg.adam_every > cfg.num_iterations:
-        yield f"--adam_every {cfg.adam_every}: expected at most num_iterations, or the head is never trained"
+    steps = max(group.every[cfg.rare_from == 0] for group in cfg.groups)
+    if cfg.num_iterations < steps:
+        yield f"--num_iterations {cfg.num_iterations}: expected at least {steps}, or a group is never trained"
+    if cfg.canon_file not in ("", PRESETS["gpt2"].canon_file) and not Path(cfg.canon_file).exists():
+        yield f"--canon_file {cfg.canon_file}: there is no such file; --canon_file= goes without"
     if cfg.batch_sequences % processes or 0 < len(gpus) < processes:
         told = f"NPROC={processes}: {cfg.batch_sequences} sequences a step, {len(gpus) or 'no'} GPUs: another number"
         fitting = math.lcm(cfg.batch_sequences, processes) * cfg.train_seq_len
@@ -156,15 +162,19 @@ def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> Ite
 
 def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
     """Build model and optimizers on no device, and run sequences through. Raise UserError if that fails."""
-    cfg = dataclasses.replace(cfg, device="cpu", lm_head_fp8=False, mlp_fp8=False)
+    cfg = dataclasses.replace(cfg, device="cpu", lm_head_fp8=False, layers_fp8=False)
+    nowhere = torch.device("meta")
+    plans = [Plan(0, cfg, trains=False), *(Plan(step, cfg) for step in range(cfg.num_iterations))]
     try:
-        with torch.device("meta"):
-            gpt = train_gpt.GPT(cfg)
+        with nowhere:
+            gpt = GPT(cfg)
             optimizers = train_gpt.build_optimizers(gpt, Ranks(0, processes, 0, processes))
-            windows = torch.zeros(len(train_gpt.attention_windows(0, cfg)), dtype=torch.int32)
-            for length in cfg.val_seq_len, cfg.train_seq_len:
-                tokens = torch.zeros(length, dtype=torch.int32)
-                loss = gpt(tokens, tokens[:, None].long(), windows, torch.zeros(1))
+            reader = Reader(cfg, Ranks(), nowhere)
+            for length, now in {now.seq_len if now.trains else cfg.val_seq_len: now for now in plans}.items():
+                tokens = numpy.arange(length + 1) % 16  # few, as all are classes of the softmax
+                ((inputs,),), _ = reader.on_device(reader.make([now], [[tokens]]))
+                ngrams = torch.zeros(*inputs.rows.shape, cfg.model_dim, dtype=getattr(torch, cfg.dtype))
+                loss = gpt(inputs, ngrams, Settings.of(now, nowhere))
             loss.backward()
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
         told = f"{type(error).__name__}: {reason(error)}"
@@ -174,32 +184,55 @@ def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
     return gpt, optimizers
 
 
-def check_memory_and_time(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report) -> None:
-    """Estimate both on GPUs, from the model itself and gpt2's buffers and speed. Compare free memory."""
+def ngram_bytes(cfg: Hyperparameters, processes: int, longest: int) -> float:
+    """Return what n-grams take of a process: its rows, and sums and fetched rows of a cycle of different n-grams."""
+    table = NgramTable(cfg, Ranks(0, processes, 0, processes), torch.device("meta"))
+    places = (cfg.ngram_order - 1) * max(table.group.every) * cfg.batch_sequences * longest / processes
+    read = -cfg.ngram_rows * math.expm1(-places / cfg.ngram_rows)  # some n-grams share a row
+    fetched = table.rows.itemsize if processes > 1 else 0
+    return table.rows.nbytes + table.v.nbytes + read * cfg.model_dim * (table.sum_dtype.itemsize + fetched)
+
+
+def check_memory_and_time(
+    cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report, may_halve: bool = False
+) -> list[str]:
+    """Estimate both on GPUs, from the model itself and gpt2's buffers and speed. Compare free memory.
+
+    may_halve: halve the rows of n-grams, five times at most, until all fits. Return the flag that does so, if any.
+    """
     gpt, optimizers = build(cfg, processes)
     if not gpus:
-        return
+        return []
     tensors = [t for o in optimizers for t in (*o.params, o.grad_buffer, o.grad_shard, *o.state.values())]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}  # some share one
     fixed = sum(storages.values()) + sum(p.nbytes for p in gpt.parameters())  # and their gradients
-    gpt2, free = PRESETS["gpt2"], min(gpu.free for gpu in gpus[:processes])
-    for name, (slice_mib, length_mib) in BUFFER_MIB.items():
-        length, growth = getattr(cfg, name) / getattr(gpt2, name), 1.0
-        if name == "train_seq_len":
-            growth = max(stage.batch for stage in cfg.stages) / max(stage.batch for stage in gpt2.stages)
-        size = len(cfg.layers) * cfg.model_dim / (len(gpt2.layers) * gpt2.model_dim)
-        logits = cfg.lm_head_slice * cfg.vocab_size / (gpt2.lm_head_slice * gpt2.vocab_size)
-        need = fixed + (SPARE_MIB + logits * slice_mib + size * length_mib * growth * length) * 2**20
-        told = f"--{name} {getattr(cfg, name)} takes {need / 2**30:.1f} GiB a process (estimated), "
-        told += f"{free / 2**30:.1f} are free"
+    plans = [Plan(step, cfg) for step in range(cfg.num_iterations)]
+    longest = {"train_seq_len": max(now.seq_len for now in plans), "val_seq_len": cfg.val_seq_len}
+    size, free = len(cfg.layers) * cfg.model_dim, min(gpu.free for gpu in gpus[:processes])
+    need = {name: fixed + SPARE_MIB * 2**20 + BUFFER_BYTES[name] * n * size for name, n in longest.items()}
+    all_rows, kinds = cfg.ngram_rows, cfg.ngram_order - 1
+    for i in range(6 if may_halve else 1):
+        cfg = dataclasses.replace(cfg, ngram_rows=all_rows // kinds // 2**i * kinds)
+        if max(need.values()) + (ngrams := ngram_bytes(cfg, processes, longest["train_seq_len"])) <= free:
+            break
+    flags = [] if cfg.ngram_rows == all_rows else ["--ngram_rows", str(cfg.ngram_rows)]
+    for name, rest in need.items():
+        told = " ".join([f"--{name} {getattr(cfg, name)}", *flags])
+        told += f" takes {(rest + ngrams) / 2**30:.1f} GiB a process (estimated), {free / 2**30:.1f} are free"
         report.fact(f"memory: {told}")
-        if need > free:
+        if rest + ngrams > free:
             report.problems.append(f"{told}: free some, or halve --{name}")
-    weights = sum(p.numel() for name, p in gpt.named_parameters() if p.ndim > 1 and "embed" not in name)
-    flop = 6 * weights * train_gpt.num_tokens(cfg.num_iterations, cfg)
+    if flags and not report.problems:
+        told = f"{' '.join(flags)} is what fits here, not the record's {all_rows}; in public runs {ROWS_COST}"
+        report.fact(f"n-grams: {told}", note=True)
+    tokens = sum(now.seq_len for now in plans)
+    weights = sum(p.numel() for name, p in gpt.named_parameters() if p.ndim > 1 and not re.search("embed|head", name))
+    logits = sum(now.seq_len * (now.classes or cfg.vocab_size) for now in plans)
+    flop = 6 * cfg.batch_sequences * (weights * tokens + cfg.model_dim * logits)
     rate = 1e12 * processes * min(next((n for part, n in TFLOPS.items() if part in gpu.name), 0) for gpu in gpus)
     minutes = f"about {flop / rate / 60:.1f} minutes" if rate else "unknown"
     report.fact(f"time: {minutes} of training on {processes} x {gpus[0].name} (estimated)", note=not report.problems)
+    return flags
 
 
 def wrong_shard(path: str, cfg: Hyperparameters) -> str | None:
@@ -245,20 +278,23 @@ def data_problems(cfg: Hyperparameters) -> Iterator[tuple[str, str]]:
             yield problem + f"; lower --{flag}" * ("the run needs" in problem), ""
 
 
-def check_machine(argv: list[str], report: Report) -> tuple[Hyperparameters, int]:
-    """Check all but the data. Return configuration and processes. Raise UserError where more checks are pointless."""
+def check_machine(argv: list[str], report: Report) -> tuple[Hyperparameters, int, list[str]]:
+    """Check all but the data. Return configuration, processes and flags. Raise UserError where more is pointless."""
     report.fact(f"versions: Python {sys.version.split()[0]}, torch {torch.__version__}, numpy {numpy.__version__}")
     wish, is_root = os.environ.get("NPROC") or "0", os.environ.get("SCRIPT") in (None, "", "train_gpt.py")
     if not is_root:  # its flags are its own: check the machine and a preset's data only
         argv = re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", " ".join(argv)))
     if not re.fullmatch("[0-9]{1,4}", wish):
         raise UserError(f"NPROC={wish}: expected a number of processes")
+    for flag in argv:
+        if new := RENAMED.get(flag.partition("=")[0].removeprefix("--").removeprefix("no-")):
+            raise UserError(f"{flag}: this is called {new} now")
     cfg = train_gpt.parse_args(argv)
     is_for_cpu = cfg.device == "cpu" and any(flag.startswith(("--preset", "--device")) for flag in argv)
     gpus = find_gpus(cfg, is_for_cpu, report)
     if report.problems:
-        return cfg, 0
-    cfg = train_gpt.resolve(cfg)
+        return cfg, 0, []
+    cfg, flags = dataclasses.replace(train_gpt.resolve(cfg), canon_file=cfg.canon_file * is_root), []
     processes = int(wish) or next(n for n in range(max(1, len(gpus)), 0, -1) if cfg.batch_sequences % n == 0)
     if cfg.compile:
         check_compiler(not gpus, report)
@@ -266,13 +302,27 @@ def check_machine(argv: list[str], report: Report) -> tuple[Hyperparameters, int
         report.problems += (found := [*contradictions(cfg, gpus, processes)])
         if not found:
             train_gpt.parse_args(argv, processes)  # refuses to choose a preset for several without a GPU
-            check_memory_and_time(cfg, gpus, processes, report)
-    return cfg, processes
+            may_halve = not any(flag.partition("=")[0] == "--ngram_rows" for flag in argv)
+            flags = check_memory_and_time(cfg, gpus, processes, report, may_halve)
+    return cfg, processes, flags
 
 
-def examine(argv: list[str], report: Report) -> int:
-    """Check everything, get the data, and return the number of processes."""
-    cfg, processes = check_machine(argv, report)
+def make_mask(cfg: Hyperparameters, report: Report) -> None:
+    """Make gpt2's mask of the last validation. A run goes on without it where the tokenizer cannot be had."""
+    command = f"{needs.PYTHON} data/gpt2_canonical.py"
+    if report.is_full:
+        report.fact(f"data: no {cfg.canon_file}; run.sh makes it: {command}")
+        return
+    print(f"making {cfg.canon_file}: {command}", file=sys.stderr, flush=True)
+    if Path(sys.prefix) == needs.ROOT / ".venv" and (missing := needs.missing("text")):  # nothing is added elsewhere
+        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *missing], stdout=sys.stderr)
+    if subprocess.run([sys.executable, "data/gpt2_canonical.py"], stdout=sys.stderr).returncode:
+        report.fact("the last validation goes without the mask, which costs 0.0017 of loss: see above", note=True)
+
+
+def examine(argv: list[str], report: Report) -> list[str]:
+    """Check everything, get the data, and return the number of processes, and flags for this machine."""
+    cfg, processes, flags = check_machine(argv, report)
     found = [*data_problems(cfg)] if processes else []
     commands = {command for _, command in found}
     is_fetched = bool(commands) and "" not in commands and not report.problems and not report.is_full
@@ -287,23 +337,26 @@ def examine(argv: list[str], report: Report) -> int:
             report.fact(f"data: {problem}; run.sh gets them: {needs.PYTHON} {command}")
         else:
             report.problems.append(problem)
-    return processes
+    is_gpt2 = cfg.device == "cuda" and cfg.canon_file == PRESETS["gpt2"].canon_file
+    if is_gpt2 and not report.problems and not Path(cfg.canon_file).exists():
+        make_mask(cfg, report)
+    return [str(processes), *flags]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv, processes = list(sys.argv[1:] if argv is None else argv), 0
+    argv, found = list(sys.argv[1:] if argv is None else argv), [""]
     report = Report("--check" in argv)
     warnings.simplefilter("ignore")  # torch's, about drivers: check.py says it in one line
     try:
-        processes = examine([flag for flag in argv if flag != "--check"], report)
+        found = examine([flag for flag in argv if flag != "--check"], report)
     except (UserError, OSError) as error:  # the latter: a shard that cannot be read
-        report.problems.append(str(error))
+        report.problems.append(str(error).partition("; ./run.sh")[0])
     except KeyboardInterrupt:  # while data are fetched
         return 130
     for problem in report.problems:
         print("check: " + "".join(c if c.isprintable() else "?" for c in problem), file=sys.stderr)
     if not report.problems:
-        print(f"processes: {processes}" if report.is_full else processes)
+        print(*["processes:"] * report.is_full, *found)
     return 2 if report.problems else 0
 
 

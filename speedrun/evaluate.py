@@ -4,8 +4,9 @@
     python -m speedrun evaluate logs/RUN_ID.pt --choices FILE.jsonl  a question a line: ctx, endings, label (from 0)
     python -m speedrun evaluate logs/RUN_ID.pt --text FILE           bits per byte, which models of all tokens share
 
-An answer is the ending whose tokens have the lowest mean loss after the context and a space. The result, a JSON object,
-goes to stdout, all else to stderr. Exit codes: 0; 2 something has to be mended, one line says what; 130 interrupted.
+An answer is the ending whose tokens have the lowest mean loss after the context and a space. What the last validation
+knows of the tokenizer, `canon_file`, is known here, too, if the file is there. The result, a JSON object, goes to
+stdout, all else to stderr. Exit codes: 0; 2 something has to be mended, one line says what; 130 interrupted.
 """
 
 import argparse
@@ -25,7 +26,8 @@ with needs.packages():
     from tqdm import tqdm
 
     import sample
-    from train_gpt import GPT, UserError, first_line
+    from sample import Model
+    from train_gpt import UserError, first_line
 
 PROGRAM = "python -m speedrun evaluate"
 HELLASWAG: dict[str, Any] = dict(
@@ -35,8 +37,8 @@ HELLASWAG |= dict(revision="218ec52e09a7e7462a5400043bb9a69a41d06b76")
 LENGTH = 4096  # tokens that the model reads at a time, or val_seq_len: in plain PyTorch attention takes memory
 OVERLAP = 1024  # tokens of a long text that the model reads again, before those to be scored
 SLICE = 512  # tokens whose logits exist at a time
-# Smear, bigrams and key offset give a token something of the one before it, even of another document, and the first two
-# of a sequence have bigrams of their own. The fourth of four documents that are one token each is the same anywhere
+# Smear, n-grams and key offset give a token something of those before it, even of another document, and the first two
+# of a sequence have n-grams of their own. The fourth of four documents that are one token each is the same anywhere
 RUN_UP = 4  # end-of-text tokens before a document's others
 Document = tuple[list[int], int]  # tokens, and how many of them are only context
 Question = tuple[str, list[str], int]  # context, endings and the number of the right one
@@ -54,7 +56,7 @@ def pack(documents: Sequence[Document], length: int) -> Iterator[Sequence[Docume
 
 
 @torch.inference_mode()
-def score(gpt: GPT, documents: Sequence[Document], length: int, name: str) -> list[float]:
+def score(model: Model, documents: Sequence[Document], length: int, name: str) -> list[float]:
     """Return the summed loss of each document's tokens, without those of its context, in nats."""
     found: list[float] = []
     options = dict(total=sum(RUN_UP + len(tokens) for tokens, _ in documents), unit="tok", unit_scale=True)
@@ -63,12 +65,12 @@ def score(gpt: GPT, documents: Sequence[Document], length: int, name: str) -> li
             read: list[int] = []
             places: list[Tensor] = []  # of the tokens to score, for each document
             for tokens, context in packed:
-                read += [gpt.cfg.eot_token] * RUN_UP + tokens
+                read += [model.cfg.eot_token] * RUN_UP + tokens
                 places.append(torch.arange(len(read) - len(tokens) + context, len(read)))
-            x, losses = sample.features(gpt, read), []
+            x, losses = model.features(read), []
             targets = torch.tensor(read, device=x.device)
             for some in torch.cat(places).to(x.device).split(SLICE):
-                logits = sample.logits_of(gpt, x[some - 1]).double()
+                logits = model.logits(x[some - 1], targets[some - 1]).double()
                 losses.append(F.cross_entropy(logits, targets[some], reduction="none").cpu())
             found += [part.sum().item() for part in torch.cat(losses).split([len(place) for place in places])]
             bar.update(len(read))
@@ -122,9 +124,9 @@ def hellaswag() -> Iterator[Question]:
     return (parse_question(question, f"HellaSwag {i}") for i, question in enumerate(table.to_pylist()))
 
 
-def answer(gpt: GPT, questions: Sequence[Question], length: int, name: str) -> dict:
+def answer(model: Model, questions: Sequence[Question], length: int, name: str) -> dict:
     """Return how many questions the model answers rightly."""
-    encode, _ = sample.tokenizer(gpt.cfg)
+    encode, _ = sample.tokenizer(model.cfg)
     documents: list[Document] = []
     most = length - RUN_UP
     for number, (ctx, endings, _) in enumerate(questions, start=1):
@@ -132,7 +134,7 @@ def answer(gpt: GPT, questions: Sequence[Question], length: int, name: str) -> d
         documents += [([*context, *encode(f" {ending}")], len(context)) for ending in endings]
         if (longest := max(len(tokens) for tokens, _ in documents[-len(endings) :])) > most:
             raise UserError(f"{name}: question {number} has {longest} tokens, the model reads {most} at most")
-    losses = iter(score(gpt, documents, length, name))
+    losses = iter(score(model, documents, length, name))
     sizes, right = iter(len(tokens) - context for tokens, context in documents), 0
     for _, endings, label in questions:
         means = [next(losses) / next(sizes) for _ in endings]
@@ -142,13 +144,13 @@ def answer(gpt: GPT, questions: Sequence[Question], length: int, name: str) -> d
     return dict(questions=n, right=right, accuracy=right / n, standard_error=error, chance=chance / n)
 
 
-def compress(gpt: GPT, text: str, length: int, name: str) -> dict:
+def compress(model: Model, text: str, length: int, name: str) -> dict:
     """Return the model's bits per byte of a text, which it reads in pieces that overlap."""
-    tokens = sample.tokenizer(gpt.cfg)[0](text)
+    tokens = sample.tokenizer(model.cfg)[0](text)
     overlap = min(OVERLAP, length // 4)
     starts = range(0, len(tokens), step := length - RUN_UP - overlap)
     documents = [(tokens[max(0, i - overlap) : i + step], min(i, overlap)) for i in starts]
-    nats = sum(score(gpt, documents, length, name))
+    nats = sum(score(model, documents, length, name))
     size = len(text.encode())
     return dict(bytes=size, tokens=len(tokens), bits_per_byte=nats / math.log(2) / size, loss=nats / len(tokens))
 
@@ -173,11 +175,12 @@ def evaluate(argv: Sequence[str] | None) -> None:
         sets["HellaSwag"] = list(hellaswag())[: args.limit]
     if empty := [name for name, questions in sets.items() if not questions]:
         raise UserError(f"{empty[0]}: has no questions")
-    path, gpt = sample.find_model(args.model or args.file, args.device)
-    length, start = min(LENGTH, gpt.cfg.val_seq_len), time.perf_counter()
-    found: dict = dict(model=str(path), parameters=sum(p.numel() for p in gpt.parameters()), dtype=gpt.cfg.dtype)
-    found["choices"] = {name: answer(gpt, questions, length, name) for name, questions in sets.items()}
-    found["texts"] = {name: compress(gpt, text, length, name) for name, text in texts.items()}
+    path, model = sample.find_model(args.model or args.file, args.device)
+    length, start = min(LENGTH, model.cfg.val_seq_len), time.perf_counter()
+    found: dict = dict(model=str(path), parameters=model.size, ngram_rows=model.cfg.ngram_rows, dtype=model.cfg.dtype)
+    found["canon_file"] = model.cfg.canon_file
+    found["choices"] = {name: answer(model, questions, length, name) for name, questions in sets.items()}
+    found["texts"] = {name: compress(model, text, length, name) for name, text in texts.items()}
     print(json.dumps(found | dict(seconds=round(time.perf_counter() - start, 1)), indent=1))
 
 

@@ -27,7 +27,7 @@ MAX_SCRIPTS = 26  # a letter each
 MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 # Flags of such a race: others would change the training of the record before, too
 SAME_TRAINING = {f"--{name}" for name in "preset device val_loss_every cpu_threads train_files val_files".split()}
-ON_ONE_GPU = {"--train_seq_len"}  # for gpt2 on one GPU, where the preset's sequences may not fit
+ON_ONE_GPU = {"--train_seq_len", "--ngram_rows"}  # for gpt2 on one GPU, where the preset's may not fit
 BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
 CONTRACT = (
     "A script has to accept --seed N, --log_dir FOLDER and --run_id NAME, and to write FOLDER/NAME.txt: its source, a "

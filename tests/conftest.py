@@ -25,18 +25,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The presets with little to do. Their layers and stages are their own, so the script itself runs them, by flags
 CPU = dict(dtype="float32", device="cpu", cpu_threads=1)
 TINY = dict(preset="nano", num_iterations=8, batch_tokens=128, train_seq_len=64, val_seq_len=128, val_tokens=256)
-TINY |= dict(block_size=8, dc_keys=8, model_dim=32, num_heads=2, head_dim=16, bigram_rows=61) | CPU
-# Stages begin at steps 0, 2, 3 and 5: the last one at the second of Adam's pair, so the warm-up ends between two steps
-# of Adam. Embedding and head part at step 4
-GPT2 = dict(preset="gpt2", num_iterations=8, extension_steps=3, val_loss_every=4, batch_tokens=32, train_seq_len=16)
-GPT2 |= dict(val_seq_len=96, val_tokens=288, block_size=16, dc_keys=9, model_dim=24, num_heads=2, head_dim=12)
-GPT2 |= dict(vocab_size=257, eot_token=256, bigram_rows=66, sign_rows=16, value_gate_inputs=6, smear_gate_inputs=6)
-GPT2 |= dict(lm_head_slice=20, momentum_warmup_steps=4, momentum_cooldown_steps=3, prefix_file="") | CPU
+TINY |= dict(block_size=8, model_dim=32, num_heads=2, head_dim=16, mlp_dim=128, ngram_rows=61) | CPU
+# mini has gpt2's rows. Stages begin at steps 0, 2, 4, 16 and 16; updates of tables become rare at step 8, the slow rail
+# begins at 12. Averages would begin earlier than the run
+GPT2 = dict(preset="mini", num_iterations=20, val_loss_every=4, batch_tokens=32, train_seq_len=16, segment=12)
+GPT2 |= dict(val_seq_len=96, val_tokens=288, block_size=16, model_dim=24, num_heads=2, head_dim=12, mlp_dim=40)
+GPT2 |= dict(net_dim=6, ngram_rows=66, sign_rows=16, value_gate_inputs=6, smear_gate_inputs=6, slow_rail_from=12)
+GPT2 |= dict(lm_head_slice=20, momentum_warmup_steps=4, momentum_cooldown_steps=3, rare_from=8) | CPU
 TINY_FLAGS, GPT2_FLAGS = ([f"--{name}={value}" for name, value in numbers.items()] for numbers in (TINY, GPT2))
-# Stages of gpt2 for models that no run trains: windows and cuts that its short sequences feel
+# Stages of mini for models that no run trains: windows and cuts that its short sequences feel
 SHORT_STAGES = tuple(
-    stage._replace(window=stage.window // 16 // 8 * 8, max_doc_len=stage.max_doc_len // 32)
-    for stage in train_gpt.PRESETS["gpt2"].stages
+    stage._replace(
+        windows={kind: window // 16 * 8 for kind, window in stage.windows.items()},
+        max_doc_len=stage.max_doc_len // 16,
+    )
+    for stage in train_gpt.PRESETS["mini"].stages
 )
 
 
@@ -128,7 +131,7 @@ def tiny64() -> Hyperparameters:
 
 @pytest.fixture
 def gpt2() -> Hyperparameters:
-    """Return the preset gpt2 in small: all of its layers, 8 blocks of 8 tokens, windows of 3, 7, 11 and 13 blocks."""
+    """Return the preset gpt2 in small: all of its layers, 8 blocks of 8 tokens."""
     wide = dict(train_seq_len=64, batch_tokens=64, val_seq_len=192, val_tokens=192, block_size=8, final_window=160)
     return small(GPT2 | wide, stages=SHORT_STAGES)
 

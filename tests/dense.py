@@ -11,6 +11,6 @@ def dense_mask(docs: Tensor, window: int) -> Tensor:
 
 
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Write down softmax attention of q, k, v (T, H, D)."""
+    """Write down softmax attention of q, k, v (T, H, D); v has a D of its own."""
     weights = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~mask, -torch.inf).exp()
     return torch.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdim=True), v)

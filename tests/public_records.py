@@ -28,7 +28,6 @@ SIGN_TRICK, DOWN_PROJECTION = "2026-05-20_BigramsSignTrick", "2026-07-17_FP8Down
 # Our names of the schedules, by those of the public numbers
 NAMES = dict(lr="lr_multiplier", mtp="mtp_weights", attn_scale="attention_scale", adam_step="adam_steps")
 NAMES |= dict(yarn_freq="rotary_frequencies", window_long_tokens="window_long", window_short_tokens="window_short")
-KINDS = [(0, "long"), (1, "short")]  # of windows, which frozen scripts have by number
 VOCAB_SIZE = 120  # rows of the public tables of embeddings that ours have, too
 # What rotates together are neighbours in public, and a quarter of a head apart here; from 8 on nothing rotates
 ROTARY_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7, 8, 9, 10, 11, 12, 13, 14, 15])
@@ -79,12 +78,9 @@ def read(record: str) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     return numbers, params
 
 
-def loss_weights(m: types.ModuleType, step: int, cfg) -> tuple[list[float], list[float]]:
-    """Return a script's weights of the losses of next tokens, and of the prefix."""
-    if hasattr(m, "loss_weights"):
-        weights, n = m.loss_weights(step, cfg), len(m.stage_of(step, cfg).mtp)
-        return weights[:n], weights[n:]
-    return m.mtp_weights(step, cfg), getattr(m, "prefix_weights", lambda *_: [])(step, cfg)
+def prefix_weights(m: types.ModuleType, step: int, cfg) -> list[float]:
+    """Return a script's weights of the loss of the prefix, which record 83 does not have."""
+    return getattr(m, "prefix_weights", lambda *_: [])(step, cfg)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +99,7 @@ class PublicRecord:
     nets: str  # name of the samples of the factors that nets make
     members: dict[str, str]  # patterns of the names of ours that stand, one after the other, for each public array
     first: dict  # first values of vectors, by public name, 0 by default
-    stored: dict[str, str] = dataclasses.field(default_factory=lambda: STORED)  # names of parameters by precision
     renames: dict[str, str] = dataclasses.field(default_factory=dict)  # patterns of our names, and what is public
-    rows: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)  # of a public net, in our order
 
     numbers = property(lambda self: read(self.record)[0])
     params = property(lambda self: read(self.record)[1])
@@ -125,18 +119,11 @@ class PublicRecord:
         return name + ".weight" * name.endswith(("c_proj", "c_fc", "gate", "head")), 0
 
     def reorder(self, name: str, values: np.ndarray, public: bool) -> np.ndarray:
-        """Return a parameter's values in the public order, or back in ours.
-
-        Queries and keys, what nets make, and the first matrix of an MLP, which is transposed.
-        """
+        """Return values in the public order, or back in ours: queries and keys, and a transposed matrix of an MLP."""
         if name.endswith("c_fc"):
             return values.reshape((96, 384) if public else (384, 96)).T
         if name.endswith("qk_w"):
             return values.reshape(2, 6, 16, 96)[:, :, np.argsort(ROTARY_ORDER) if public else ROTARY_ORDER]
-        net, _, kind = self.place(name)[0].rpartition(".")
-        if net in self.rows and kind != "w1":
-            rows = self.rows[net]
-            return values.reshape(len(rows), -1)[np.argsort(rows) if public else rows]
         return values
 
     def config(self, folder: Path, **changes):
@@ -195,19 +182,20 @@ class PublicRecord:
     def schedules(self, folder: Path) -> dict:
         """Return all schedules of the preset gpt2 at all of its steps, by our names."""
         m, cfg = self.script, self.config(folder, device="cpu", seed=0)
-        steps, stage_index = range(cfg.num_iterations), getattr(m, "stage_index", m.stage_of)
-        stages = [stage_index(s, cfg) for s in range(cfg.num_iterations + 1)]
+        steps = range(cfg.num_iterations)
+        stages = [m.stage_of(s, cfg) for s in range(cfg.num_iterations + 1)]
         freqs, scales = zip(*(m.rotary_frequencies(i, cfg, torch.float64) for i in range(4)), strict=True)
         windows = [m.attention_windows(s, cfg) for s in range(len(stages))]
-        long, short = ([w[name] if isinstance(w, dict) else w[i] for w in windows] for i, name in KINDS)
+        long, short = zip(*windows, strict=True)
         found = {name: [getattr(m, name)(s, cfg) for s in steps] for name in ("lr_multiplier", "muon_momentum")}
         found |= dict(stage=stages[:-1], batch_tokens=[8 * m.train_seq_len(s, cfg) for s in steps])
-        cuts = [stage.max_doc_len for stage in cfg.stages] if hasattr(cfg, "stages") else cfg.max_doc_len
-        found |= dict(max_doc_len=[cuts[i] for i in stages[:-1]], window_long=long, window_short=short)
+        found |= dict(max_doc_len=[cfg.max_doc_len[i] for i in stages[:-1]], window_long=long, window_short=short)
         found |= dict(adam_steps=[s % cfg.adam_every == 1 for s in steps], rotary_frequencies=torch.stack(freqs))
         found |= dict(attention_scale=[scales[stage] for stage in stages])
-        next_weights, prefix_weights = zip(*(loss_weights(m, s, cfg) for s in steps), strict=True)
-        found |= dict(prefix_weight=[*map(sum, prefix_weights)], mtp_count=[*map(len, next_weights)])
+        next_weights = [m.mtp_weights(s, cfg) for s in steps]
+        found |= dict(
+            prefix_weight=[sum(prefix_weights(m, s, cfg)) for s in steps], mtp_count=[*map(len, next_weights)]
+        )
         found |= dict(mtp_weights=[weights + [0] * (3 - len(weights)) for weights in next_weights])
         return found | dict(tied=[s - 1 - s % 2 < cfg.tied_frac * cfg.scheduled_steps for s in steps])
 
@@ -270,31 +258,3 @@ def record_89() -> PublicRecord:
     numbers |= dict(hashes=dict(bigram_rows=377280, sign_rows=8192), renames={r"nets\.(early|mid)": r"gates.\1"})
     script = load(DOWN_PROJECTION)
     return PublicRecord(DOWN_PROJECTION, script, small=SMALL_89, run=RUN_89, steps=steps, **numbers)
-
-
-def root() -> PublicRecord:
-    """Return record 89 with the root's script, which has tables of rows."""
-    layers, stages = train_gpt.GPT2_LAYERS, train_gpt.GPT2_STAGES
-    # Our rows are by block. In public, xsa of all blocks comes first, then their head gates, embeds, skip and dc; in
-    # the last block attention's factors come before those of the embeddings
-    rows = {"gates.early": np.r_[18:22, 0:6, 22:26, 6:18], "mudd.last": np.r_[0:9, 12, 9, 13, 10:12]}
-    rows["gates.mid"] = np.r_[18:20, 0:6, 20:22, 28, 22:24, 6:12, 24:28, 12:18, 29:41]
-    renames = {r"gate_nets\.0": "gates.early", r"gate_nets\.4": "gates.mid", r"blocks\.10\.mudd_net": "mudd.last"}
-    renames |= {"head_net": "mudd.out", r"blocks\.6\.skip_lambda": "skip_lambda"}
-    tables = [i for i, layer in enumerate(layers) if layer.value_embed]
-    renames |= {rf"value_embeds\.{i}\.": f"value_embeds.{n}." for n, i in enumerate(tables)}
-    members = MEMBERS_89 | {f"gate.{kind}": rf"gate_nets\.\d\.{kind}" for kind in ("w1", "w2", "b2")}
-    members |= {f"mudd.{kind}": rf".*(mudd|head)_net\.{kind}" for kind in ("w1", "w2", "b2")}
-    stored = {"bfloat16": rf"{TABLES}|.*net.*|.*_gate|.*(qk_w|v_w|c_proj|c_fc)", "float32": r".*lambdas?|gate_scale"}
-
-    def with_stages(settings: dict) -> dict:
-        settings = dict(settings)
-        numbers = zip(stages, settings.pop("window_tokens"), settings.pop("max_doc_len"), strict=True)
-        short = tuple(stage._replace(window=window, max_doc_len=cut) for stage, window, cut in numbers)
-        block, final = settings.pop("mask_block"), settings.pop("final_window_tokens")
-        return settings | dict(stages=short, block_size=block, final_window=final)
-
-    changes = dict(small=with_stages(SMALL_89), run=with_stages(RUN_89), renames=renames, rows=rows, stored=stored)
-    # With a layer more there are as many factors as the public arrays have
-    steps = STEPS_89 | dict(layers=(*layers[:10], *layers[1::9]))
-    return dataclasses.replace(record_89(), script=train_gpt, steps=steps, members=members, **changes)

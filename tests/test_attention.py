@@ -57,9 +57,12 @@ def test_blocks_with_element_mask_are_the_definition(case):
 @settings(max_examples=50, deadline=None)
 @given(case=cases())
 def test_gathered_attention_is_dense_attention(case):
-    """A key that is gathered twice, or not at all, changes the result; the window may be narrower than the widest."""
+    """A key that is gathered twice, or not at all, changes the result; the window may be narrower than the widest.
+
+    Values are wider than keys.
+    """
     docs, block, window = case
-    *qkv, grad = torch.randn(4, len(docs), 3, 16, dtype=torch.float64).unbind()
+    *qkv, grad = (torch.randn(len(docs), 3, width, dtype=torch.float64) for width in (8, 8, 16, 16))
     qkv = [(factor * t).requires_grad_() for factor, t in zip((1, 0.5, 1), qkv, strict=True)]  # uneven weights
     expected = dense_attention(*qkv, dense_mask(docs, window))
     expected_grads = torch.autograd.grad(expected, qkv, grad)

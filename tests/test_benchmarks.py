@@ -1,6 +1,8 @@
 """The benchmarks: figures, report, the CPU starting point, the file of a first GPU run."""
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -13,14 +15,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from conftest import TINY_FLAGS, pytest_configure
 from speedrun import bench, plain_gpt
 from speedrun.logs import Log
 from speedrun.process import ROOT
-from train_gpt import Ranks, Trainer
+from train_gpt import Plan, Ranks, Trainer
 
 
 def test_figures_are_of_the_steps_that_train(tiny, script_flags, tmp_path, capsys):
@@ -33,33 +35,51 @@ def test_figures_are_of_the_steps_that_train(tiny, script_flags, tmp_path, capsy
     rate, peak = median["stage 1: throughput"], median["large matmul in float32"] * 1e12
     assert rate == pytest.approx(tiny.batch_tokens / median["stage 1: step"] * 1000)
     assert median["stage 1: utilization"] == pytest.approx(
-        100 * bench.weight_flops(Trainer(tiny, Ranks())) * rate / peak
+        100 * bench.weight_flops(Trainer(tiny, Ranks()), 0) * rate / peak
     )
     assert "Self CPU" in (tmp_path / "out/profile.txt").read_text()
 
 
-def test_measured_steps_are_steps_of_training(tiny64):
-    """Timed and profiled steps, of a pair where Adam takes every other one, leave the same parameters."""
-    cfg = dataclasses.replace(tiny64, adam_every=2)
+def test_measured_steps_are_steps_of_training(gpt2, corpus):
+    """Timed and profiled steps of a stage leave the same parameters; groups step as rarely as at its first step."""
+    cfg = dataclasses.replace(gpt2, train_files=f"{corpus}/long.bin")
     trainer, other = Trainer(cfg, Ranks()), Trainer(cfg, Ranks())
-    tokens = torch.randint(cfg.vocab_size, (65,))
-    sequences = [(tokens[:-1].int(), tokens[1:])] * 2
-    bench.step_ms(trainer, iter([sequences] * 4), 0, 2)
-    bench.profile(trainer, iter([sequences] * 2), 4)
-    for step in (0, 1, 0, 1, 4, 5):
-        other.train_step(step, sequences)
+    first = bench.first_steps(cfg)[2]
+    now = Plan(first, cfg)
+    batches = train_gpt.plan_batches(cfg.train_files, [(now.seq_len, now.stage.max_doc_len)] * 4, 1, cfg)
+    with contextlib.closing(bench.read_steps(trainer, batches, first)) as steps:
+        bench.step_ms(trainer, steps, 2)
+        bench.profile(trainer, steps)
+    with contextlib.closing(bench.read_steps(other, batches, first)) as steps:
+        taken = list(itertools.islice(steps, 12))
+    ends = [later is not reads for (*_, reads), (*_, later) in itertools.pairwise(taken)]
+    assert ends == [now.is_due(train_gpt.row_of("ngrams", cfg)) for now, *_ in taken[:-1]]
+    for step in taken:
+        other.train_step(*step)
     assert all(torch.equal(p, q) for p, q in zip(trainer.gpt.parameters(), other.gpt.parameters(), strict=True))
+    assert torch.equal(trainer.table.rows, other.table.rows)
+    assert trainer.table.rows.any()
 
 
-def test_flops_are_those_of_the_products_that_torch_counts(tiny64, monkeypatch):
-    trainer = Trainer(dataclasses.replace(tiny64, layers=[train_gpt.Layer("long"), train_gpt.Layer("none")]), Ranks())
-    tokens = torch.randint(tiny64.eot_token, (65,))
+class Products(TorchDispatchMode):
+    """Count the FLOPs of products of two matrices; attention's are others."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket is torch.ops.aten.mm:
+            self.flops += 2 * args[0].numel() * args[1].size(1)
+        return func(*args, **(kwargs or {}))
+
+
+def test_flops_are_those_of_the_products(gpt2, monkeypatch):
+    trainer = Trainer(gpt2, Ranks())
     monkeypatch.setattr(train_gpt, "step_optimizers", lambda *args: None)
-    with FlopCounterMode(display=False) as counter:
-        trainer.train_step(4, [(tokens[:-1].int(), tokens[1:])])
-    products = counter.get_flop_counts()["Global"][torch.ops.aten.mm]  # attention's are others
-    # A new parameter of a few numbers is counted as if it were multiplied
-    assert 64 * bench.weight_flops(trainer) == pytest.approx(products, rel=0.005)
+    for now in Plan(0, gpt2), Plan(gpt2.num_iterations - 1, gpt2):
+        with Products() as products:
+            trainer.train_step(now, *trainer.dummies(now, now.seq_len))
+        # A new parameter of a few numbers is counted as if it were multiplied
+        assert now.seq_len * bench.weight_flops(trainer, now.step) == pytest.approx(products.flops, rel=0.005)
 
 
 def test_plain_gpt_learns_causally_and_validates_every_position_once():
@@ -96,13 +116,15 @@ def test_without_a_gpu_one_line_says_so(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_first_gpu_run_on_a_cpu_packs_what_its_stages_show(tmp_path):
-    env = os.environ | dict(OUT=f"{tmp_path}/out", PYTHON=sys.executable)
-    command = [ROOT / "docs" / "first_gpu_run.sh", *TINY_FLAGS, "--num_iterations=4"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
+def test_a_first_gpu_run_on_a_cpu_packs_what_its_parts_show(tmp_path):
+    """Steps as one rank of eight among them, with the rows that it would exchange. Only the card is missing."""
+    env = os.environ | dict(OUT=f"{tmp_path}/out", PYTHON=sys.executable, OMP_NUM_THREADS="1")
+    flags = "--preset mini --device cpu --batch_tokens 512 --train_seq_len 64 --block_size 16 --stages 1,4".split()
+    done = subprocess.run([ROOT / "docs/first_gpu_run.sh", *flags], env=env, capture_output=True, text=True)
     with tarfile.open(tmp_path / "out.tar.gz") as archive:
-        texts = {name: archive.extractfile(name).read().decode() for name in archive.getnames() if "." in name}
-    assert json.loads(texts["out/short.json"])["num_iterations"] == 4
-    assert "| stage 1: step |" in texts["out/bench/benchmark.md"]
+        names = [name for name in archive.getnames() if name.endswith(".txt")]
+        texts = {name: archive.extractfile(name).read().decode() for name in names}
+    failed = [line for line in texts["out/parts.txt"].splitlines() if ": ok, " not in line]
+    assert [line.partition(":")[0] for line in failed] == ["card"], done.stdout
+    assert "| with_tables |" in texts["out/one-of-8.txt"]
     assert not [name for name, text in texts.items() if str(ROOT) in text]

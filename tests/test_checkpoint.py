@@ -17,19 +17,21 @@ import torch
 
 import train_gpt
 from test_train import flags, gpt2_flags, gpt2_run, long_flags, losses, refusal, wait_for  # noqa: F401  (fixtures)
+from train_gpt import RunLog
 from world_worker import ENVIRONMENT, ROOT, Run
 
-# A line of the log, or an event of world_worker.kill_at in rank 0, after which all are killed; its number; the step of
-# the checkpoint that is left, if known. At "open" a checkpoint is written in part, at "os.rename" all but for its name
-FEW = [("open", 2, 2)]
-ALL = [("step:3/", 0, None), ("open", 1, 0), ("os.rename", 1, 0), ("os.rename", 2, 2), ("at any time", 0, None)]
+# A line of the log, or what world_worker.kill_at takes, after which all are killed; the step of the checkpoint that is
+# left, if known. At "open" a file is written in part, at "os.rename" all but for its name
+ALL = [("step:5/", None), ("at any time", None), ("open .rank 1", 0), ("open .checkpoint 1", 0)]
+ALL += [("os.rename .checkpoint 1", 0), ("os.rename .checkpoint 2", 4)]
+FEW = [("os.rename .rank 2", 4), ("open .checkpoint 2", 4)]
 
-MORE = "--checkpoint_every 2 --save_checkpoint".split()
+MORE = "--checkpoint_every 4 --save_checkpoint".split()
 
 
 @pytest.fixture
 def run_flags(gpt2_flags) -> list[str]:  # noqa: F811
-    """Return flags without a seed for 8 steps, in which stages begin between checkpoints, and tables part."""
+    """Return flags without a seed for 20 steps, in which stages begin between checkpoints, and the last rows change."""
     return [*gpt2_flags, *MORE]
 
 
@@ -43,9 +45,21 @@ def whole_run(corpus, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def saved(whole_run, tmp_path) -> Path:
-    """Return a copy of its last checkpoint, after step 6, with all that lies beside it."""
+    """Return a copy of its last checkpoint, after step 16, with all that lies beside it."""
     shutil.copytree(whole_run, tmp_path / "logs")
     return tmp_path / "logs" / "whole.checkpoint"
+
+
+def stop_at(step: int):
+    """Return a `RunLog.log_loss` that is interrupted at a step."""
+    log_loss = RunLog.log_loss
+
+    def stop(log, name: str, at: int, *args) -> None:
+        if at == step:
+            raise KeyboardInterrupt
+        log_loss(log, name, at, *args)
+
+    return stop
 
 
 def step_of(checkpoint: Path) -> int:
@@ -53,28 +67,29 @@ def step_of(checkpoint: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("moments", "size"), [(FEW, 2), *(pytest.param(ALL, n, marks=pytest.mark.slow) for n in (1, 2))]
+    ("moments", "size"), [(FEW, 1), (FEW, 2), *(pytest.param(ALL, n, marks=pytest.mark.slow) for n in (1, 2))]
 )
 def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
-    """The few are on two nodes with disks of their own."""
-    resumed = []
+    """The few are on nodes with disks of their own. The last rank is killed where it saves its share."""
+    resumed, few = [], moments is not ALL
 
     def start(name: str, run_id: str, *more: str, **options) -> Run:
-        folders = [tmp_path / ("node" if moments is FEW and rank else "logs") for rank in range(size)]
-        more = *more, *["--dtype=bfloat16"] * (moments is FEW)  # so Muon's values are apart from the parameters
+        folders = [tmp_path / ("node" if few and rank else "logs") for rank in range(size)]
+        more = *more, *["--dtype=bfloat16"] * few  # so Muon's values are apart from the parameters
         argv = [[*run_flags, "--seed=5", "--run_id", run_id, "--log_dir", folder, *more] for folder in folders]
-        return Run(argv, tmp_path / name, nodes=moments is FEW, **options)
+        return Run(argv, tmp_path / name, nodes=few, **options)
 
     whole = start("whole", "whole")
-    for i, (moment, count, expected) in enumerate(moments):
-        run = start(f"killed{i}", f"killed{i}", kill=(moment, count, 0))
+    for i, (moment, expected) in enumerate(moments):
+        victim = size - 1 if ".rank" in moment else 0
+        run = start(f"killed{i}", f"killed{i}", kill=(moment, victim) if expected is not None else None)
         log = tmp_path / "logs" / f"killed{i}.txt"
         if expected is None:
             wait_for(lambda: log.exists() and (moment[:5] != "step:" or f"\n{moment}" in log.read_text()))  # noqa: B023
             time.sleep(random.SystemRandom().random() if moment == "at any time" else 0)
         codes = run.wait(0 if expected is None else 60, kill_others=True)
         found = step_of(log.with_suffix(".checkpoint"))
-        assert expected is None or (codes[0] == -signal.SIGKILL and found == expected), (moment, run.text("err"))
+        assert expected is None or (codes[victim] == -signal.SIGKILL and found == expected), (moment, run.text("err"))
         resumed.append((moment, log, found, start(f"resumed{i}", f"killed{i}", "--resume", "latest")))
     assert whole.wait() == [0] * size, whole.text("err")
     for moment, log, found, run in resumed:
@@ -84,8 +99,11 @@ def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
         assert re.findall(r"^resumed at step (\d+)", run.text("out"), re.M) == [str(found)] * bool(found), moment
         assert ("no checkpoint in" in run.text("out")) == (not found), moment
         kinds = {path.suffix for path in log.parent.glob(f"{log.stem}.*")}
-        assert kinds - {".torn"} == {".txt", ".json", ".pt", ".checkpoint"}  # a log of no checkpoint moves aside
-        assert step_of(log.with_suffix(".checkpoint")) == 6
+        kinds -= {".torn"} | {
+            f".{kind}{rank}" for kind in ("rank", "ngrams") for rank in range(size)
+        }  # a log of no checkpoint moves aside
+        assert kinds == {".txt", ".json", ".pt", ".checkpoint"}
+        assert step_of(log.with_suffix(".checkpoint")) == 16
 
 
 def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_flags, saved):
@@ -99,7 +117,7 @@ def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_fla
     assert (result["seed"], losses(result)) == (whole["seed"], losses(whole))
     assert 1e6 < result["train_time_ms"] < 1e6 + 60_000
     assert log.read_text().startswith(before)
-    assert re.match(r"resumed at step 6.*\nstep:7/8 train", log.read_text().removeprefix(before))
+    assert re.match(r"resumed at step 16.*\nstep:16/20 val.*\nstep:17/20 train", log.read_text().removeprefix(before))
 
 
 def test_a_run_that_has_ended_is_left_alone(run_flags, saved, tmp_path):
@@ -113,40 +131,63 @@ def test_a_run_that_has_ended_is_left_alone(run_flags, saved, tmp_path):
 def test_a_damaged_or_incomplete_checkpoint_is_refused(run_flags, saved):
     resume = [*run_flags, "--resume", "latest"]
     saved.with_suffix(".json").unlink()  # as if the run had not ended
-    whole, state = saved.read_bytes(), torch.load(saved, weights_only=True)
-    data = max(state["tensors"].values(), key=torch.numel).numpy().tobytes()
-    flipped = whole.replace(data, data[:-1] + bytes([data[-1] ^ 1]), 1)
-    assert flipped != whole
-    for content in (whole[:-1000], whole[1000:], flipped, b""):
-        saved.write_bytes(content)
-        assert "whole.checkpoint" in refusal(resume)
+    state = torch.load(saved, weights_only=True)
+    share, older = (saved.with_suffix(f".{turn}.rank0") for turn in (state["turn"], 1 - state["turn"]))
+    tensors = torch.load(share, weights_only=True)
+    data = max((t for t in tensors.values() if isinstance(t, torch.Tensor)), key=torch.numel).numpy().tobytes()
+    flipped = share.read_bytes().replace(data, data[:-1] + bytes([data[-1] ^ 1]), 1)
+    assert flipped != share.read_bytes()
+    for path, more in (saved, []), (share, [flipped, older.read_bytes()]):
+        whole = path.read_bytes()
+        for content in (whole[:-1000], whole[1000:], *more, b""):
+            path.write_bytes(content)
+            assert path.name in refusal(resume)
+        path.write_bytes(whole)
+    head = next(name for name in tensors if name.startswith("lm_head "))
+    wrong = [tensors | {head: value} for value in (tensors[head][1:], tensors[head].to(torch.int32))]
+    for changed in {name: t for name, t in tensors.items() if name != head}, *wrong:
+        torch.save(changed, share)
+        assert f"the checkpoint does not fit the model at {head}" in refusal(resume)
     without_step = {key: value for key, value in state.items() if key != "step"}
     for content in without_step, state | dict(step=Path()):  # a Path is code that a pickle calls
         torch.save(content, saved)
         assert "whole.checkpoint" in refusal(resume)
-    tensors, head = state["tensors"], state["tensors"]["lm_head"]
-    fewer = {name: tensor for name, tensor in tensors.items() if name != "lm_head"}
-    others = (tensors | dict(lm_head=value) for value in (head[1:], head.to(torch.int32)))
-    for wrong in {}, fewer, tensors | dict(more=head), *others:
-        torch.save(state | dict(tensors=wrong), saved)
-        assert "the checkpoint does not fit the model at " in refusal(resume)
     saved.unlink()
     assert "whole.checkpoint" in refusal([*run_flags, "--resume", str(saved)])
+
+
+def test_a_share_that_could_not_be_written_leaves_the_checkpoint_before(run_flags, tmp_path, monkeypatch):
+    """The disk is full at the second checkpoint's share, and then has room again."""
+    write, flags = torch.save, [*run_flags, "--seed=5", "--run_id=full"]  # noqa: F811
+
+    def fail(state: dict, file) -> None:
+        if state.get("step") == 8 and "ids" in state:
+            raise OSError(28, "No space left on device")
+        write(state, file)
+
+    monkeypatch.setattr(torch, "save", fail)
+    monkeypatch.setattr(RunLog, "log_loss", stop_at(9))
+    with pytest.raises(KeyboardInterrupt):
+        train_gpt.main(flags)
+    monkeypatch.undo()
+    assert step_of(tmp_path / "logs" / "full.checkpoint") == 4
+    resumed = train_gpt.main([*flags, "--resume=latest"])
+    assert losses(resumed) == losses(train_gpt.main([*flags, "--run_id=whole"]))
 
 
 def test_another_configuration_script_text_or_number_of_processes_is_refused(run_flags, saved, tmp_path):
     script, resume = tmp_path / "train_gpt.py", [*run_flags, "--resume", str(saved)]
     script.write_text((ROOT / "train_gpt.py").read_text() + "# changed\n")
     log = saved.with_suffix(".txt").read_bytes()
-    changes = "seed 6", "num_iterations 20", "muon_lr 0.5", "cpu_threads 2", "dtype float64"
+    changes = "seed 6", "num_iterations 21", "muon_lr 0.5", "cpu_threads 2", "dtype float64"
     for change in changes:
         assert f"has --{change.partition(' ')[0]} " in refusal([*resume, *f"--{change}".split()])
     assert f"--run_id b: {saved} is of run whole" in refusal([*resume, "--run_id", "b"])
     plans = train_gpt.plan_data(train_gpt.resolve(train_gpt.parse_args(run_flags)))
     for name, text, last in ("train", "training", 1), ("val", "validation", 2):  # which has no last target
-        batch, changed = plans[name][-1], tmp_path / f"{name}.bin"
-        tokens = np.fromfile(batch.path, "<u2")
-        at = 512 + batch.sequences[-1][-1, 1] - last  # the very last that is used
+        (path, pieces), changed = plans[name][-1][-1], tmp_path / f"{name}.bin"
+        tokens = np.fromfile(path, "<u2")
+        at = 512 + pieces[-1, 1] - last  # the very last that is used
         tokens[at] = (tokens[at] + 1) % 200
         tokens.tofile(changed)
         assert f"the checkpoint has {text} tokens " in refusal([*resume, f"--{name}_files={changed}"])

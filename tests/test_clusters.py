@@ -55,4 +55,4 @@ def test_batch_script_trains_on_two_nodes_what_one_process_does(sbatch, script_f
     assert "\n2 processes, " in run.with_suffix(".txt").read_text()
     alone = train_gpt.main([*flags, "--log_dir", str(tmp_path / "alone")])
     assert json.loads(run.with_suffix(".json").read_text())["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-7)
-    assert not (tmp_path / "1" / "logs").exists()
+    assert {path.suffix for path in (tmp_path / "1" / "logs").iterdir()} == {".rank1", ".ngrams1"}, "its share alone"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from torch.distributed.run import get_args_parser
 
@@ -128,8 +129,7 @@ DIFFS = re.findall(r"^### (.*?)\n.*?^```diff\n(.*?)^```", CHANGES, re.M | re.S)
 TABLE = CHANGES.partition("## Take one idea out")[2].partition("\n## ")[0]
 IDEAS = {idea: re.findall("`(.*?)`", cell) for idea, cell in re.findall(r"^\| (.*) \| (`.*`) \|$", TABLE, re.M)}
 # What a CPU does not show, nor a model of two heads with sequences of up to 48 tokens
-UNSEEN = {"a longer window in the last validation", "shorter documents at first"}
-UNSEEN |= {"FP8 in the head", "FP8 in MLPs"}
+UNSEEN = {"a longer window in the last validation", "FP8 in the head", "FP8 in layers"}
 
 
 def take_out(change: list[str]) -> tuple[str, list[str]]:
@@ -138,6 +138,9 @@ def take_out(change: list[str]) -> tuple[str, list[str]]:
         return SOURCE, change[0].split()
     old, new = change
     assert SOURCE.count(old) == 1, f"train_gpt.py has `{old}` {SOURCE.count(old)} times: update docs/change.md"
+    if old.startswith("= "):  # a table of gpt2's, of which mini makes its own
+        old, new = rf"(= |\bin ){old[2:]}\b", rf"\g<1>{new[2:]}"
+        return re.sub(old, new, SOURCE), []
     return SOURCE.replace(old, new), []
 
 
@@ -147,17 +150,21 @@ def train(source: str, flags: list[str], path: Path):
     spec = importlib.util.spec_from_file_location("changed", path)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     cfg = module.resolve(module.parse_args([*flags, "--seed=0"]))
-    plans, trainer = module.plan_data(cfg), module.Trainer(cfg, module.Ranks())
-    batches = module.read_batches(plans["train"], range(cfg.batch_sequences), cfg, trainer.device)
-    losses = [trainer.train_step(step, batch).item() for step, batch in enumerate(batches)]
-    return trainer, [*losses, trainer.evaluate(cfg.num_iterations, plans["val"])]
+    data, trainer = module.plan_data(cfg), module.Trainer(cfg, module.Ranks())
+    batches = trainer.reader.read(module.train_cycles(data["train"], cfg))
+    losses = [trainer.train_step(module.Plan(step, cfg), *batch).item() for step, batch in enumerate(batches)]
+    trainer.finish()
+    return trainer, [*losses, trainer.evaluate(cfg.num_iterations, data["val"])]
 
 
 @pytest.fixture(scope="module")
-def small_flags(corpus) -> dict[str, list[str]]:
+def small_flags(corpus, tmp_path_factory) -> dict[str, list[str]]:
     """Return flags by preset, with which it has little to do."""
-    files = [f"--train_files={corpus}/train_*.bin", f"--val_files={corpus}/val_*.bin"]
-    less = ["--num_iterations=6", "--extension_steps=2", "--batch_tokens=16", "--val_tokens=96"]
+    files = [f"--train_files={corpus}/long.bin", f"--val_files={corpus}/val_*.bin"]
+    bits, canon = np.zeros((320, 40), np.uint8), tmp_path_factory.mktemp("canon") / "canon"
+    bits[:, 16:32] = 255  # tokens 128 to 255 are never there
+    bits.tofile(canon)
+    less = ["--batch_tokens=16", "--val_tokens=96", f"--canon_file={canon}"]
     heads = ["--num_heads=6", "--head_dim=8", "--model_dim=48"]  # of which 1, 2, 3 or 6 are a matrix
     gpt2 = [*GPT2_FLAGS, *files, *less, *heads, f"--prefix_file={corpus}/prefixes"]
     return dict(gpt2=gpt2, nano=[*TINY_FLAGS, *files])

@@ -11,24 +11,25 @@ from torch.nn.attention import flex_attention as flex_module
 
 import train_gpt
 from shards import write_shard
-from train_gpt import Layer, Ranks, Stage, Trainer
+from train_gpt import Layer, Plan, Ranks, Stage, Trainer, compiled, muon_update, row_adam_update
 
-# In 14 steps stages begin at 0, 4, 8 and 12; the tables part in the third
+# In 14 steps stages begin at 0, 4, 8 and 12; the last is as long as the one before. In the first two the head has fewer
+# classes, in the second of two numbers
 STAGES = (
-    Stage(1 / 3, batch=1, max_doc_len=28, window=24, mtp=((1, 1), (0.5, 0.5), (0.25, 0))),
-    Stage(1 / 3, batch=2, max_doc_len=64, window=56, lr=1.5, mtp=((1, 1), (0.5, 0))),
-    Stage(1 / 3, batch=3, max_doc_len=64, window=88, lr=1.7),
-    Stage(0, batch=3, max_doc_len=64, window=104, lr=1.7),
+    Stage(1 / 3, 1, 28, dict(short=8, long=24), mtp=((1, 1), (0.5, 0.5), (0.25, 0)), classes=(64,)),
+    Stage(1 / 3, 2, 64, dict(short=24, long=56), lr=1.5, mtp=((1, 1), (0.5, 0)), classes=(80, 96)),
+    Stage(1 / 3, 3, 64, dict(short=40, long=88), lr=1.7),
+    Stage(0, 3, 64, dict(short=48, long=104), more_steps=2, lr=1.7),
 )
-LONG = dict(num_iterations=14, extension_steps=2, val_seq_len=256, val_tokens=512, head_dim=16, model_dim=32)
-LONG |= dict(vocab_size=128, eot_token=127, final_window=120, compile=True, stages=STAGES)
-# Fewer layers, as flex without code takes long: two nets, MUDD, heads in pairs, and all that nets make factors of
+LONG = dict(num_iterations=14, val_seq_len=256, val_tokens=512, head_dim=16, model_dim=32, tied_frac=0.5)
+LONG |= dict(vocab_size=128, eot_token=127, final_window=120, compile=True, mix_groups=8, stages=STAGES)
+# Fewer layers, as flex without code takes long: two nets, MUDD, heads in pairs and halves, and all that nets make
 LONG |= dict(
     layers=(
-        Layer("paired", net=True),
-        Layer("long", value_embed=True, xsa=True),
-        Layer("none", net=True, skip=1),
-        Layer("short", value_embed=True, reads=1, head_gate=True, dc=True, mudd=(1, 0)),
+        Layer("paired", half_qk=True, net=True, x0=True, ngram=True),
+        Layer("long", half_v=True, value_embed=True, xsa=True),
+        Layer("none", net=True, skip=1, mlps=0),
+        Layer("short", value_embed=True, reads=1, head_gate=True, ngram=True, mlps=2, mudd=(1, 0)),
     )
 )
 
@@ -57,7 +58,7 @@ def count_calls(graph: torch.fx.GraphModule, name: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(lm_head_fp8=True, mlp_fp8=True, dtype="bfloat16")])
+@pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(lm_head_fp8=True, layers_fp8=True, dtype="bfloat16")])
 def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, changes: dict):
     """Run in small: warm up, then take every step, validate after it, and compare with attention that is gathered.
 
@@ -71,18 +72,53 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, ch
     trainer.gpt.cfg = dataclasses.replace(cfg, device="cpu" if cfg.lm_head_fp8 else "cuda")  # what the masks go by
     trainer.warm_up()
     *trainings, validation = (graph for graph in graphs if count_calls(graph, "embedding"))
-    assert len(trainings) == 3, "three lengths; the extension is as long as the stage before it"
+    assert len(trainings) == 4, "three lengths, the second with two numbers of classes"
     for graph in (*trainings, validation):
         attentions = sum(layer.attention != "none" for layer in cfg.layers)
         assert count_calls(graph, "flex_attention") == (not cfg.lm_head_fp8) * attentions
     assert count_calls(validation, "scaled_mm") == 0
 
     counters = torch._dynamo.utils.counters["stats"]
-    compiled, plans = (len(graphs), counters["unique_graphs"]), train_gpt.plan_data(cfg)
-    batches = train_gpt.read_batches(plans["train"], range(cfg.batch_sequences), cfg, trainer.device)
-    for step, batch in enumerate(batches):
-        losses = [(t.train_step(step, batch).item(), t.evaluate(step + 1, plans["val"])) for t in (trainer, plain)]
+    before, data = (len(graphs), counters["unique_graphs"]), train_gpt.plan_data(cfg)
+    for t in (trainer, plain):
+        t.batches = t.reader.read(train_gpt.train_cycles(data["train"], cfg))
+    for step in range(cfg.num_iterations):
+        now = Plan(step, cfg)
+        losses = [
+            (t.train_step(now, *next(t.batches)).item(), t.evaluate(step + 1, data["val"])) for t in (trainer, plain)
+        ]
         assert losses[0] == pytest.approx(losses[1], rel=0.02 if cfg.lm_head_fp8 else 1e-10)
-    assert (step, trainer.windows.max(), trainer.stage) == (13, 120, 3)
+    assert (now.index, now.windows["long"]) == (3, 104)
     assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head), "two tables in the end"
-    assert (len(graphs), counters["unique_graphs"]) == compiled
+    assert (len(graphs), counters["unique_graphs"]) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), ("bfloat16", 0.02)])
+def test_updates_as_the_compiler_makes_them_equal_eager_ones(dtype: str, limit: float):
+    """Rows of n-grams, by one graph for any number, and two matrices of Muon."""
+    kind, wide = getattr(torch, dtype), torch.promote_types(getattr(torch, dtype), torch.float32)
+
+    def draw(*shape: int, dtype=wide) -> torch.Tensor:
+        return torch.randn(shape).to(dtype)
+
+    def rates(*values: float) -> tuple[torch.Tensor, ...]:
+        return torch.tensor(values, dtype=wide).unbind()
+
+    torch._dynamo.reset()
+    for n in (40, 24, 7):
+        rows = draw(n, 16, dtype=kind), draw(n, 1).square(), draw(n, 16), *rates(0.01, 1e-10, 0.1, 0.05)
+        for a, b in zip(compiled(row_adam_update, True, dynamic=True)(*rows), row_adam_update(*rows), strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=limit, atol=limit)
+    values, state = draw(2, 16, 24), [draw(2, 16, 24), draw(2, 16, 24), draw(2, 1, 24).square()]
+    matrices = values.to(kind), draw(2, 16, 24, dtype=kind), draw(2, 1, 1), values, *state
+    found = []
+    for update in (compiled(muon_update, True, dynamic=False), muon_update):
+        own = [t.clone() for t in matrices]
+        arguments = [*own, *rates(0.85, 0.4385, 0.9, 0.02), 0.1, 0.9, -2]
+        update(*arguments)
+        found.append(own)
+    for i, (a, b, before) in enumerate(zip(*found, matrices, strict=True)):
+        torch.testing.assert_close(a, b, rtol=limit, atol=limit)
+        assert torch.equal(a, before) == (i in (1, 2)), "the gradient and the factors stay"

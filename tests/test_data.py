@@ -1,5 +1,6 @@
 """The plan of a run's batches, and the reader: the same tokens in the same order for any number of processes."""
 
+import dataclasses
 import itertools
 import os
 from pathlib import Path
@@ -13,11 +14,10 @@ from hypothesis import strategies as st
 import train_gpt
 from shards import write_shard
 from test_train import wait_for
-from train_gpt import Batch, Hyperparameters, UserError
+from train_gpt import Batch, Hyperparameters, Plan, Ranks, Reader, UserError
 
-CPU = torch.device("cpu")
-NANO = train_gpt.PRESETS["nano"]  # of a run's configuration plan and reader look at vocab_size and eot_token alone
-SMALL = Hyperparameters(vocab_size=9, eot_token=8)
+NANO = train_gpt.PRESETS["nano"]
+SMALL = dataclasses.replace(NANO, vocab_size=9, eot_token=8)
 
 
 def make_shards(folder: Path, *lengths: int) -> str:
@@ -32,8 +32,11 @@ def plan_stream(pattern: str, seq_lens: list[int]) -> list[Batch]:
     return train_gpt.plan_batches(pattern, [(seq_len, 0) for seq_len in seq_lens], 1, NANO)
 
 
-def read_all(plan: list[Batch], sequences, cfg=NANO) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [pair for batch in train_gpt.read_batches(plan, sequences, cfg, CPU) for pair in batch]
+def read(plan: list[Batch], cfg: Hyperparameters = NANO, rank: int = 0, size: int = 1):
+    """Yield what a rank reads for each batch, as in validations."""
+    cfg = dataclasses.replace(cfg, batch_tokens=len(plan[0]) * cfg.train_seq_len) if plan else cfg
+    cycles = (([Plan(0, cfg, trains=False)], [batch]) for batch in plan)
+    return (sequences for sequences, _ in Reader(cfg, Ranks(rank, size), torch.device("cpu")).read(cycles))
 
 
 def slow_row(documents: list[list[int]], seq_len: int, cut: int) -> list[int] | None:
@@ -65,7 +68,7 @@ def slow_rows(shards: list[list[int]], seq_lens: list[int], num_sequences: int, 
 @settings(max_examples=40, deadline=None)
 @given(
     shards=st.lists(st.lists(st.sampled_from([*range(8), 8]), min_size=30, max_size=80), max_size=4),
-    seq_lens=st.lists(st.integers(1, 12), min_size=1, max_size=6).map(sorted),
+    seq_lens=st.lists(st.integers(2, 12), min_size=1, max_size=6).map(sorted),
     num_sequences=st.integers(1, 3),
     cuts=st.sampled_from([[0] * 6, [4] * 6, [100] * 6, [3, 3, 4, 100, 100, 100]]),
 )
@@ -80,27 +83,29 @@ def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_len
         with pytest.raises(UserError, match=f"{len(expected)} .*{len(seq_lens)}"):
             train_gpt.plan_batches(f"{folder}/*.bin", lengths, num_sequences, SMALL)
     plan = train_gpt.plan_batches(f"{folder}/*.bin", lengths[: len(expected)], num_sequences, SMALL)
-    rows = [row for batch in expected for row in batch]
-    for (inputs, targets), row in zip(read_all(plan, range(num_sequences), SMALL), rows, strict=True):
-        assert (inputs.dtype, targets.dtype) == (torch.int32, torch.int64)
-        assert (inputs.tolist(), targets.tolist()) == (row[:-1], row[1:])
+    for rank in range(2):
+        found = [x for sequences in read(plan, SMALL, rank, 2) for x in sequences]
+        for x, row in zip(found, [row for batch in expected for row in batch[rank::2]], strict=True):
+            assert (x.tokens.dtype, x.targets.dtype) == (torch.int32, torch.int64)
+            assert (x.tokens.tolist(), x.targets[:, 0].tolist()) == (row[:-1], row[1:])
 
 
 def test_each_sequence_of_a_process_begins_at_16_bytes(tmp_path):
     plan = train_gpt.plan_batches(make_shards(tmp_path, 2000), [(64, 0)], 4, NANO)
-    for inputs, targets in read_all(plan, range(4)):
-        assert inputs.data_ptr() % 16 == targets.data_ptr() % 16 == 0
-        assert inputs[1:].tolist() == targets[:-1].tolist()
+    for sequences in read(plan):
+        for x in sequences:
+            assert all(t.data_ptr() % 16 == 0 for t in x if t is not None)
+            assert x.tokens[1:].tolist() == x.targets[:-1, 0].tolist()
 
 
 def test_reader_starts_with_the_first_batch_and_reads_ahead(tmp_path, monkeypatch):
     plan = plan_stream(make_shards(tmp_path, 2000), [64] * 20)
-    read, reads = train_gpt.read_sequence, []
-    monkeypatch.setattr(train_gpt, "read_sequence", lambda *args: (reads.append(None), read(*args))[1])
-    batches = train_gpt.read_batches(plan, [0], NANO, CPU)
+    read_sequence, reads = train_gpt.read_sequence, []
+    monkeypatch.setattr(train_gpt, "read_sequence", lambda *args: (reads.append(None), read_sequence(*args))[1])
+    batches = read(plan)
     assert reads == []
     next(batches)
-    wait_for(lambda: len(reads) == 3)  # the first, and two ahead
+    wait_for(lambda: len(reads) == 3)  # the first, and two ahead: the GPU waits for none
 
 
 def test_a_spoiled_shard_is_refused_by_name(tmp_path):
@@ -118,7 +123,7 @@ def test_a_spoiled_shard_is_refused_by_name(tmp_path):
 @pytest.mark.parametrize("spoil", [os.remove, lambda path: os.truncate(path, 1200)])
 def test_a_shard_that_goes_away_while_training_is_noticed(tmp_path, spoil):
     plan = plan_stream(make_shards(tmp_path, 2000), [64] * 30)
-    batches = train_gpt.read_batches(plan, [0], NANO, CPU)
+    batches = read(plan)
     next(batches)
     spoil(tmp_path / "x_000000.bin")
     with pytest.raises(UserError, match=r"x_000000\.bin"):

@@ -15,7 +15,7 @@ import sample
 import train_gpt
 from speedrun import evaluate
 from speedrun.__main__ import main
-from test_sample import model  # noqa: F401  a fixture
+from test_sample import model, random_ngrams  # noqa: F401  a fixture
 from test_train import SMALL_GPT2
 
 QUESTIONS = [("ab", ["cd", "c"], 0), ("", ["b\n" * 20, "abc", "xyz"], 1), ("f" * 30, ["g", "naïve", "g h"], 2)]
@@ -23,16 +23,16 @@ QUESTIONS = [("ab", ["cd", "c"], 0), ("", ["b\n" * 20, "abc", "xyz"], 1), ("f" *
 
 @pytest.mark.parametrize("preset", ["nano", "gpt2"])
 def test_packed_documents_score_as_one_at_a_time(preset, tiny64, random_gpt, monkeypatch):
-    """Smear, bigrams and key offset cross documents. A long text is cut into pieces of 40 tokens, 10 of them again."""
+    """Smear, n-grams and key offset cross documents. A long text is cut into pieces of 40 tokens, 10 of them again."""
     cfg = train_gpt.resolve(train_gpt.parse_args([*SMALL_GPT2, "--dtype=float64"])) if preset == "gpt2" else tiny64
-    stages = tuple(stage._replace(window=1000) for stage in cfg.stages)
-    gpt = random_gpt(dataclasses.replace(cfg, stages=stages, final_window=1000))
+    stages = tuple(stage._replace(windows=dict.fromkeys(stage.windows, 1000)) for stage in cfg.stages)
+    gpt = sample.Model(random_gpt(dataclasses.replace(cfg, stages=stages, final_window=1000)), [random_ngrams(cfg)])
     documents = [([*ctx.encode(), *end.encode()], len(ctx)) for ctx, ends, _ in QUESTIONS for end in ends]
 
     def alone(tokens: list[int], context: int) -> float:
         losses = []
         for i in range(context, len(tokens)):
-            logits = sample.next_logits(gpt, [cfg.eot_token] * evaluate.RUN_UP + tokens[:i])
+            logits = gpt.next_logits([cfg.eot_token] * evaluate.RUN_UP + tokens[:i])
             losses.append(F.cross_entropy(logits, torch.tensor(tokens[i])).item())
         return sum(losses)
 
@@ -47,13 +47,12 @@ def test_packed_documents_score_as_one_at_a_time(preset, tiny64, random_gpt, mon
         assert (evaluate.score(gpt, documents, 96, "") == expected) == (run_up == 4)
 
 
-def test_answers_and_bits_by_hand(monkeypatch):
+def test_answers_and_bits_by_hand():
     """The byte after a byte costs 1 bit, any other 10, so does the space before an ending. The mean decides."""
     successor = torch.arange(1, 514).remainder(513)[:, None]
     rows = torch.full((513, 513), 0.5 / 512).log().scatter(1, successor, math.log(0.5))
-    monkeypatch.setattr(sample, "features", lambda gpt, tokens: torch.tensor(tokens))
-    monkeypatch.setattr(sample, "logits_of", lambda gpt, x: rows[x])
     gpt = SimpleNamespace(cfg=SimpleNamespace(eot_token=256, vocab_size=257))
+    gpt.features, gpt.logits = torch.tensor, lambda x, before: rows[x]
     assert evaluate.compress(gpt, "abcd", 96, "")["bits_per_byte"] == pytest.approx((10 + 1 + 1 + 1) / 4)
     questions = [("x", ["abcdef", "z"], 0), ("x", ["ace", "abc"], 1), ("x", ["ace", "abc"], 0), ("@", ["!x", "!"], 1)]
     found, error = evaluate.answer(gpt, questions, 96, ""), pytest.approx((0.75 * 0.25 / 4) ** 0.5)

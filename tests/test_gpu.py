@@ -24,8 +24,8 @@ from dense import dense_attention, dense_mask
 from shards import write_shard
 from speedrun import check
 from speedrun.process import ROOT
-from test_head import needs_fp8, whole, with_gradients
-from train_gpt import GatheredMask
+from test_head import E4M3, needs_fp8, needs_fp8_rows, quantized, whole, with_gradients
+from train_gpt import GatheredMask, NgramTable, Plan, Ranks, Reader
 
 GPT2, NANO = (train_gpt.PRESETS[name] for name in ("gpt2", "nano"))
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -40,7 +40,7 @@ def write_documents(folder: Path, cfg: train_gpt.Hyperparameters) -> dict[str, s
     table, the model favours the token that it has just seen.
     """
     rng = np.random.default_rng(0)
-    for name, length in ("train_000001", 8 * cfg.batch_tokens), ("val_000000", cfg.val_tokens + cfg.val_seq_len):
+    for name, length in ("train_000001", 20 * cfg.batch_tokens), ("val_000000", cfg.val_tokens + cfg.val_seq_len):
         tokens = 2 * (rng.zipf(1.2, length) % (cfg.vocab_size // 2 - 1)) + np.arange(length) % 2
         tokens[rng.random(length) < 1 / 700] = cfg.eot_token
         write_shard(folder / f"{name}.bin", tokens)
@@ -57,29 +57,51 @@ def shortened(cfg: train_gpt.Hyperparameters, memory: float) -> train_gpt.Hyperp
     return shortened(dataclasses.replace(cfg, **lengths, val_tokens=lengths["val_seq_len"]), memory)
 
 
+# Flags reach all but the rows of stages: without `more_steps` four steps are one of each of gpt2's first two stages and
+# two of the third, and so are all of its shapes but for some numbers of classes
+FEW_STEPS = """
+import dataclasses
+
+import train_gpt
+
+for name, cfg in train_gpt.PRESETS.items():
+    stages = tuple(stage._replace(more_steps=0) for stage in cfg.stages)
+    train_gpt.PRESETS[name] = dataclasses.replace(cfg, stages=stages)
+train_gpt.main()
+"""
+
+
 # First, while this process holds nothing on the GPU: the runs may need most of it
 @pytest.mark.parametrize(
     ("preset", "device"),
     [pytest.param("nano", "cpu", marks=pytest.mark.slow), pytest.param("gpt2", "cuda", marks=pytest.mark.gpu)],
 )
-def test_two_steps_are_the_same_on_one_process_and_on_all(preset: str, device: str, tmp_path: Path):
-    """Random text of the preset's vocabulary is enough for two steps, and for a validation before and after them."""
+def test_four_steps_are_the_same_on_one_process_and_on_all(preset: str, device: str, tmp_path: Path):
+    """Random text of the preset's vocabulary is enough for them, and for a validation before and after them."""
     if device == "cuda":
         gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-        cfg = dataclasses.replace(GPT2, val_tokens=GPT2.val_seq_len, extension_steps=0)
-        cfg, sizes = shortened(cfg, 0.95 * min(gpus)), {1, max(n for n in (1, 2, 4, 8) if n <= len(gpus))}
+        stages = tuple(stage._replace(more_steps=0) for stage in GPT2.stages)
+        cfg = dataclasses.replace(GPT2, val_tokens=GPT2.val_seq_len, stages=stages, ngram_rows=2**18)
+        sizes = {1, max(n for n in (1, 2, 4, 8) if n <= len(gpus))}
     else:
         cfg, sizes = dataclasses.replace(NANO, batch_tokens=2048, val_tokens=NANO.val_seq_len, cpu_threads=1), {1, 2}
         cfg = dataclasses.replace(cfg, val_loss_every=2)
-    files, results = write_documents(tmp_path, cfg), []
-    cfg = dataclasses.replace(cfg, **files, num_iterations=2, seed=1, log_dir=str(tmp_path))
-    default = dataclasses.asdict(train_gpt.PRESETS[cfg.preset])
-    flags = [f"--{name}={value}" for name, value in dataclasses.asdict(cfg).items() if value != default[name]]
+    cfg = dataclasses.replace(cfg, num_iterations=4, seed=1, log_dir=str(tmp_path), canon_file="")
+    if device == "cuda":
+        cfg = shortened(cfg, 0.95 * min(gpus))
+    cfg, results = dataclasses.replace(cfg, **write_documents(tmp_path, cfg)), []
+    default = dataclasses.asdict(train_gpt.PRESETS[cfg.preset]) | {
+        name: getattr(cfg, name) for name in train_gpt.TABLES
+    }
+    flags = [f"--{name}={getattr(cfg, name)}" for name, value in default.items() if value != getattr(cfg, name)]
     flags += [f"--preset={cfg.preset}", f"--device={device}"]
+    script = tmp_path / "few_steps.py"
+    script.write_text(FEW_STEPS)
     for size in sorted(sizes):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"] if size > 1 else []
-        command = [sys.executable, *launcher, train_gpt.__file__, *flags, f"--run_id=on-{size}"]
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=1500)
+        command = [sys.executable, *launcher, str(script), *flags, f"--run_id=on-{size}"]
+        options = dict(env=os.environ | dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True, errors="replace")
+        done = subprocess.run(command, **options, timeout=1500)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         results.append(json.loads((tmp_path / f"on-{size}.json").read_text()))
     guess = math.log(cfg.vocab_size + -cfg.vocab_size % 64)
@@ -115,13 +137,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, docs: Tensor, window: Tensor, blo
 
 
 @on_both
-@pytest.mark.parametrize(("window", "mean_document"), [(100, 700), (256, 40), (650, 10**9), (4096, 700)])
-def test_attention_equals_dense_forward_and_backward(window: int, mean_document: int, device: str):
+@pytest.mark.parametrize(
+    ("window", "mean_document", "is_half"),
+    [(100, 700, (0, 0)), (256, 40, (1, 0)), (650, 10**9, (1, 1)), (4096, 700, (1, 0)), (4096, 10**9, (0, 0))],
+)
+def test_attention_equals_dense_forward_and_backward(window: int, mean_document: int, is_half: tuple, device: str):
+    """Queries and keys, or values, may be half as wide."""
     T, H, D, block = (4096, 6, 128, 128) if device == "cuda" else (512, 2, 32, 16)
+    half_qk, half_v = is_half
+    widths = [D >> half_qk, D >> half_qk, D >> half_v, D >> half_v]
     generator = torch.Generator().manual_seed(window)
     docs = (torch.rand(T, generator=generator) < 1 / mean_document).cumsum(0, dtype=torch.int32)
     dense = functools.partial(dense_attention, mask=dense_mask(docs, window).to(device))
-    q, k, v, grad = (torch.randn(T, H, D, generator=generator).to(device) for _ in range(4))
+    q, k, v, grad = (torch.randn(T, H, width, generator=generator).to(device) for width in widths)
     qkv = [0.12 * train_gpt.norm(q), train_gpt.norm(k), v]
     settings = dict(docs=docs.to(device), window=torch.tensor(window, dtype=torch.int32, device=device), block=block)
     function = functools.partial(compiled(attention) if device == "cuda" else attention, **settings)
@@ -130,29 +158,63 @@ def test_attention_equals_dense_forward_and_backward(window: int, mean_document:
     assert within(errors, 0.015), f"output, grad q, k, v: {errors}; bf16 gives 0.005, a CPU's softmax in it 0.01"
 
 
+def skip_without_fp8(device: str, needed: pytest.MarkDecorator) -> None:
+    reason = needed.kwargs["reason"] if device == "cpu" else ""
+    if reason or (device == "cuda" and torch.cuda.get_device_capability() < (8, 9)):
+        pytest.skip(reason or "this GPU has no FP8")
+
+
 @on_both
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_head_equals_autograd_of_the_whole(precision: str, device: str):
-    reason = needs_fp8.kwargs["reason"] if device == "cpu" else ""
-    if precision == "fp8" and (reason or (device == "cuda" and torch.cuda.get_device_capability() < (8, 9))):
-        pytest.skip(reason or "this GPU has no FP8")
-    T, K, V = (4096, 768, 50304) if device == "cuda" else (64, 48, 320)
+@pytest.mark.parametrize("is_sampled", [False, True])
+def test_head_equals_autograd_of_the_whole(precision: str, is_sampled: bool, device: str):
+    """Over all tokens, or over some that are the sequence's own."""
+    if precision == "fp8":
+        skip_without_fp8(device, needs_fp8)
+    T, K, V, C = (4096, 768, 50304, 10240) if device == "cuda" else (64, 48, 320, 192)
     generator = torch.Generator(device).manual_seed(0)
     x = train_gpt.norm(torch.randn(T, K, device=device, generator=generator)).bfloat16()
     w = (torch.randn(V, K, device=device, generator=generator) * 0.02).bfloat16()
-    targets = torch.randint(V, (T,), device=device, generator=generator)
+    classes = torch.arange(V, device=device)
+    if is_sampled:
+        classes = torch.randperm(V, device=device, generator=generator)[:C].sort().values
+    targets = torch.randint(len(classes), (T,), device=device, generator=generator)
     weights = torch.tensor([1.0, 0.5, 0.25], device=device)
     softcap = GPT2.lm_head_softcap, GPT2.softcap_range, GPT2.softcap_shift
     scales = train_gpt.FP8_SCALES if precision == "fp8" else None
+    columns = torch.nn.functional.pad(targets, (0, 2), value=-2).unfold(0, 3, 1)
 
     def head(x, w):
-        columns = train_gpt.next_targets(targets, len(weights))
-        return train_gpt.HeadLoss.apply(x, w, columns, weights, softcap, T // 4, scales, True)
+        rows = torch.nn.functional.embedding(classes, w)
+        return train_gpt.HeadLoss.apply(x, rows, columns, weights, softcap, T // 4, scales, True, None)
 
-    expected, limit = whole(x, w, targets, weights, softcap), 0.09 if scales else 0.01
+    loss, grad_x, grad_rows = whole(x, w[classes], targets, weights, softcap)
+    expected, limit = (loss, grad_x, torch.zeros_like(w).index_copy_(0, classes, grad_rows)), 0.09 if scales else 0.01
     for function in [head, compiled(head)] if device == "cuda" else [head]:
-        errors = relative_errors(with_gradients(function, x, w), expected)
+        found = with_gradients(function, x, w)
+        errors = relative_errors(found, expected)
         assert within(errors, limit), f"loss, grad x, w: {errors}; e5m2 rounds by 0.066, root mean square"
+        assert found[2].any(1).sum() == len(classes)
+
+
+@on_both
+def test_a_product_in_fp8_equals_that_of_quantized_rows(device: str):
+    """The largest number of each becomes the largest of e4m3, and zeros stay zeros; backward it is exact."""
+    skip_without_fp8(device, needs_fp8_rows)
+    T, K, N = (4096, 768, 1920) if device == "cuda" else (64, 48, 80)
+    generator = torch.Generator(device).manual_seed(0)
+    x, w, grad = (torch.randn(*shape, device=device, generator=generator) for shape in ((T, K), (N, K), (T, N)))
+    x = (x * torch.logspace(-3, 3, T, device=device)[:, None]).bfloat16()
+    x[0] = 0
+    w = (w * torch.logspace(-1, 1, N, device=device)[:, None]).bfloat16()
+    scales = (448 / t.abs().amax(1, keepdim=True).float().clamp(min=1e-12) for t in (x, w))
+    x_q, w_q = (quantized(t, scale, E4M3) for t, scale in zip((x, w), scales, strict=True))
+    _, *grads = with_gradients(torch.nn.functional.linear, x.double(), w.double(), grad=grad.bfloat16())
+    product = lambda x, w: train_gpt.FP8Linear.apply(x, w)  # noqa: E731
+    for function in [product, compiled(product)] if device == "cuda" else [product]:
+        y, *found = with_gradients(function, x, w, grad=grad)
+        assert ((y - x_q @ w_q.T).norm(dim=1) <= 0.006 * (x_q @ w_q.T).norm(dim=1)).all(), "to bf16 0.002"
+        assert within(relative_errors(found, grads), 0.006)
 
 
 @on_both
@@ -172,18 +234,49 @@ def test_mlp_equals_autograd_in_float64(T: int, device: str):
 
 
 @on_both
-def test_a_look_up_sums_gradients_in_fp32(device: str):
-    rows, T, K = (300_000, 8192, 768) if device == "cuda" else (300, 4096, 16)
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_whitening_in_bf16_is_that_in_float64(is_wide: bool, device: str):
+    """A stack of matrices, one of them zero."""
+    rows, columns = (768, 2816 if is_wide else 768) if device == "cuda" else (48, 96 if is_wide else 48)
     generator = torch.Generator(device).manual_seed(0)
-    table = torch.randn(rows, K, device=device, generator=generator).bfloat16()
-    ids = torch.randint(rows, (T,), dtype=torch.int32, device=device, generator=generator)
-    ids[T // 2 :] = ids[0]  # a GPU that sums in bf16 would lose most of it
-    ids[-1] = rows - 1
-    grad = torch.randn(T, K, device=device, generator=generator).add_(1).bfloat16()
-    exact = torch.zeros_like(table, dtype=torch.float64).index_add_(0, ids, grad.double())
-    look_up = lambda table: train_gpt.LookUp.apply(table, ids)  # noqa: E731
-    for function in [look_up, compiled(look_up)] if device == "cuda" else [look_up]:
-        found, grads = with_gradients(function, table, grad=grad)
-        assert torch.equal(found, table[ids])
-        assert within(relative_errors((grads,), (exact,)), 0.003)
-        assert torch.equal(grads.any(1), exact.any(1)), "rows that no token has"
+    g = torch.randn(3, rows, columns, device=device, generator=generator)
+    g[1] *= 1e-4
+    g[2] = 0
+    exact = train_gpt.whiten(g.double(), torch.float64)
+    for function in [train_gpt.whiten, compiled(train_gpt.whiten)] if device == "cuda" else [train_gpt.whiten]:
+        found = function(g)
+        assert within(relative_errors(tuple(found[:2]), tuple(exact[:2])), 0.015), "on a CPU 0.008"
+        assert not found[2].any()
+
+
+@on_both
+def test_rows_of_ngrams_step_as_in_a_plain_loop(device: str):
+    """In three cycles, of other tokens each; rows that none reads stay as they are."""
+    sizes = dict(ngram_rows=30_000) if device == "cuda" else dict(ngram_rows=300, model_dim=24)
+    cfg = dataclasses.replace(GPT2, **sizes, device=device, dtype="bfloat16", compile=device == "cuda", prefix_file="")
+    table = NgramTable(cfg, Ranks(), torch.device(device))
+    reader = Reader(cfg, Ranks(), table.rows.device)
+    generator = torch.Generator().manual_seed(0)
+    table.rows.copy_(torch.randn(table.rows.shape, generator=generator))
+    v = torch.zeros(len(table.rows), dtype=torch.float64)
+    for step in (1, 3, 339):
+        now = Plan(step, cfg)
+        now.classes = 0
+        tokens = torch.randint(9, (2, 129), generator=generator).numpy()
+        _, reads = reader.on_device(reader.make([now], [[*tokens]]))
+        sums = torch.randn(len(reads.ids), cfg.model_dim, generator=generator).half()
+        rows = table.rows.cpu().clone()
+        expected = rows.double()
+        rate, decay, _, beta2 = now.adam(table.group)
+        v *= beta2
+        for i, grad in zip(reads.ids.tolist(), sums.double() / cfg.batch_sequences, strict=True):
+            v[i] += (1 - beta2) * grad.square().mean()
+            u = rate * grad / (v[i].sqrt() + cfg.adam_eps)
+            expected[i] -= u + decay * expected[i] * (u * expected[i] > 0)
+        table.update(reads, sums.to(device), now)
+        found = table.rows.cpu()
+        assert ((found - expected).abs() <= 2**-7 * expected.abs() + 1e-6).all()
+        assert within(relative_errors((found - rows, table.v.cpu()[:, 0]), (expected - rows, v)), 0.01)
+        is_read = torch.zeros(len(rows), dtype=torch.bool).index_fill_(0, reads.ids.cpu().long(), True)
+        assert torch.equal(found[~is_read], rows[~is_read])
+        assert (found[is_read] != rows[is_read]).any(1).all()

@@ -48,7 +48,7 @@ def test_generated_kernels_agree_with_the_cpu_path(flags: list[str], tmp_path: P
     assert capsys.readouterr().out.endswith(": they agree\n")
     document = json.loads((tmp_path / "numbers.json").read_text())
     names = {row["name"] for row in document["rows"]}
-    assert {"loss", "validation", "embed.weight", "value_embeds.0.weight", "bigram_embed.weight", "smear_gate"} <= names
+    assert {"loss", "validation", "embed.weight", "value_embeds.1.weight", "ngrams", "smear_gate"} <= names
     assert document["kernels"] > 50
 
 
@@ -64,6 +64,6 @@ def test_a_fault_is_seen(name: str, tmp_path: Path):
     script, source = tmp_path / "train_gpt.py", (ROOT / "train_gpt.py").read_text()
     assert source.count(right) == 1
     script.write_text(source.replace(right, wrong))
-    one_layer = dict(layers=[train_gpt.Layer("short")], fp8=fp8)  # quick, as it takes a minute
+    one_layer = dict(layers=[train_gpt.Layer("short", net=True, ngram=True)], fp8=fp8)  # quick, as it takes a minute
     assert gpu_numbers.compare(ROOT / "train_gpt.py", **one_layer)["agrees"], "without the fault"
     assert not gpu_numbers.compare(script, **one_layer)["agrees"]

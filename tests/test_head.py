@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
-from train_gpt import HeadLoss, Ranks, Trainer, fp8_product, next_targets
+from gpu_proof.randomize import randomize
+from train_gpt import HeadLoss, Plan, Ranks, Settings, Trainer, fp8_product
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**13
@@ -34,9 +36,14 @@ def with_gradients(function: Callable, *inputs: Tensor, grad: Tensor | None = No
     return y.detach(), *torch.autograd.grad(y, inputs, grad if grad is None else grad.to(y.dtype))
 
 
+def next_targets(targets: Tensor, n: int) -> Tensor:
+    """Return (T, n): the next tokens, -2 beyond the end."""
+    return F.pad(targets, (0, n - 1), value=-2).unfold(0, n, 1)
+
+
 def in_slices(x: Tensor, w: Tensor, targets: Tensor, slice_tokens: int = T, scales=None, weights=THREE, factor=1.0):
     columns, weights = next_targets(targets, len(weights)), weights.to(torch.promote_types(w.dtype, torch.float32))
-    rest = columns, weights, CAP, slice_tokens, scales, True
+    rest = columns, weights, CAP, slice_tokens, scales, True, None
     return with_gradients(lambda x, w: factor * HeadLoss.apply(x, w, *rest), x, w)
 
 
@@ -108,7 +115,7 @@ def test_logits_never_exist_whole(with_grads: bool):
     expected = 20 * in_slices(*inputs(), weights=ONE)[0]
     for slice_tokens, size in (len(x), len(x) * V), (T, max(x.numel() * with_grads, T * V)):
         with Watch() as watch:
-            loss = HeadLoss.apply(x, w, targets[:, None], ONE, CAP, slice_tokens, None, with_grads)
+            loss = HeadLoss.apply(x, w, targets[:, None], ONE, CAP, slice_tokens, None, with_grads, None)
         assert watch.size == size
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
@@ -161,59 +168,59 @@ def test_numbers_beyond_the_largest_saturate(index: int, scale: float, size: flo
 
 
 @needs_fp8
-def test_the_model_takes_fp8_in_training_only(tiny, random_gpt):
-    """The head has the script's scales, the configuration's softcap, and slices that do not divide the sequence."""
-    cap = dict(lm_head_softcap=SOFTCAP, softcap_range=RANGE, softcap_shift=SHIFT)
-    tokens = torch.randint(tiny.vocab_size, (tiny.train_seq_len + 1,))
-    batch = tokens[:-1].int(), next_targets(tokens[1:], 3), Trainer(tiny, Ranks()).windows, THREE
-    plain = random_gpt(dataclasses.replace(tiny, **cap, dtype="bfloat16", lm_head_slice=24))
-    fp8 = random_gpt(dataclasses.replace(plain.cfg, lm_head_fp8=True))
+@needs_fp8_rows
+def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
+    """In the head with the script's scales and the configuration's softcap, in MLPs and products to q, k, v."""
+    cap = dict(lm_head_softcap=SOFTCAP, softcap_range=RANGE, softcap_shift=SHIFT, lm_head_slice=24)
+    cfg = dataclasses.replace(gpt2, **cap, dtype="bfloat16", model_dim=96, num_heads=6, head_dim=16, mlp_dim=64)
+    trainer = Trainer(cfg, Ranks())
+    plain = randomize(trainer.gpt)
+    fp8 = Trainer(dataclasses.replace(cfg, lm_head_fp8=True, layers_fp8=True), Ranks()).gpt
     fp8.load_state_dict(plain.state_dict())
-    x, w = plain.features(batch[0], batch[2]).detach(), plain.lm_head.detach()
-    expected, _, grad_w = in_slices(x, w, tokens[1:], 24, train_gpt.FP8_SCALES)
+    now = Plan(0, cfg)
+    [inputs], _ = trainer.dummies(now, now.seq_len)
+    batch = inputs, torch.randn(2, now.seq_len, 96).bfloat16(), Settings.of(now, trainer.device)
+    products, in_head = [], []
+    monkeypatch.setattr(train_gpt, "fp8_product", lambda x, w: products.append(w.shape) or fp8_product(x, w))
+    apply = HeadLoss.apply
+    monkeypatch.setattr(HeadLoss, "apply", lambda *args: in_head.append(args[4:7]) or apply(*args))
     loss = fp8(*batch)
     loss.backward()
-    assert loss == expected != plain(*batch)
-    assert torch.equal(fp8.lm_head.grad, grad_w.to(w.dtype))
+    count = len(products)
+    assert count > sum(layer.attention != "none" for layer in cfg.layers), "MLPs, too"
+    assert in_head == [(CAP, 24, train_gpt.FP8_SCALES)]
+    assert loss != plain(*batch)
     with torch.no_grad():
         assert fp8(*batch) == plain(*batch)
+    assert len(products) == count, "not in validation"
 
 
-def row_scales(t: Tensor) -> Tensor:
-    """Return what makes the largest number of each row the largest of e4m3."""
-    return torch.finfo(E4M3).max / t.abs().amax(1, keepdim=True).float().clamp(min=1e-12)
-
-
-@needs_fp8_rows
-def test_products_of_mlps_are_exact_but_for_quantization():
-    """Of each row by its own largest number; a row of zeros stays zeros."""
-    x, w, _ = inputs()
-    x = x * torch.logspace(-3, 3, T)[:, None] * (torch.arange(T) > 0)[:, None]
-    x, w = x.bfloat16(), w.bfloat16()
-    y, plain = fp8_product(x, w), F.linear(x, w)
-    expected = quantized(x, row_scales(x), E4M3) @ quantized(w, row_scales(w), E4M3).T
-    errors, rounding = ((y - other).norm(dim=1) for other in (expected, plain))
-    assert (errors <= 3e-3 * expected.norm(dim=1)).all()
-    assert (errors[1:] < 0.2 * rounding[1:]).all()
+def test_a_softmax_over_some_classes_is_that_of_their_logits(gpt2):
+    """All of the sequence's targets are among them; no other row of the head has a gradient."""
+    cfg = dataclasses.replace(gpt2, dtype="float64", prefix_file="")
+    trainer = Trainer(cfg, Ranks())
+    gpt = randomize(trainer.gpt)
+    now = Plan(0, cfg)
+    settings = Settings.of(now, trainer.device)
+    tokens = np.random.default_rng(0).integers(256, size=now.seq_len + 1)
+    [[inputs]], _ = trainer.reader.make([now], [[tokens]])
+    classes = inputs.classes
+    assert len(classes.unique()) == now.classes < cfg.vocab_size
+    ngrams = torch.randn(2, now.seq_len, cfg.model_dim, dtype=torch.float64)
+    loss = gpt(inputs, ngrams, settings)
+    loss.backward()
+    x = gpt.features(inputs, ngrams, settings).detach()
+    z = F.linear(x, gpt.lm_head.detach()[classes])
+    cap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
+    places = torch.searchsorted(classes, torch.from_numpy(tokens[1:]))
+    assert torch.equal(classes[places], torch.from_numpy(tokens[1:]))
+    torch.testing.assert_close(loss, loss_of(z, places, settings.weights, cap))
+    touched = gpt.lm_head.grad.abs().sum(1) > 0
+    assert torch.equal(touched.nonzero().flatten(), classes.long())
 
 
 # An idea may have another MLP
 needs_relu_squared = pytest.mark.skipif(not hasattr(train_gpt, "ReluSquaredMLP"), reason="MLPs are others")
-
-
-@needs_fp8_rows
-@needs_relu_squared
-def test_mlps_take_fp8_in_training_forward_only(tiny, monkeypatch):
-    trainer = Trainer(dataclasses.replace(tiny, dtype="bfloat16", mlp_fp8=True), Ranks())
-    mlps, products, apply = [], [], train_gpt.ReluSquaredMLP.apply
-    monkeypatch.setattr(train_gpt.ReluSquaredMLP, "apply", lambda *args: mlps.append(0) or apply(*args))
-    monkeypatch.setattr(train_gpt, "fp8_product", lambda x, w: products.append(w.shape) or fp8_product(x, w))
-    tokens, targets = torch.randint(tiny.vocab_size, (2, tiny.train_seq_len))
-    trainer.train_step(0, [(tokens.int(), targets)])
-    assert len(products) == 2 * len(mlps)
-    products.clear()
-    trainer.score(tokens.int(), targets)
-    assert not products, "not in validation"
 
 
 KINDS = [(torch.float64, False), (torch.float32, False), (torch.bfloat16, False)]

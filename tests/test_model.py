@@ -1,10 +1,11 @@
 """What is true of any model here: which tokens an output depends on, derivatives, precision, schedules, Newton-Schulz.
 
-Formulas of gpt2 are held by numbers of the public record that it equals (test_public_records.py).
+Formulas of gpt2 are held by numbers of the public record that it equals (test_record92.py).
 """
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_gpt
 from dense import dense_mask
 from gpu_proof.randomize import randomize
-from train_gpt import PRESETS, Layer, Ranks, Rotary, Trainer
-from train_gpt import zeropower_via_newtonschulz5 as zeropower
+from train_gpt import PRESETS, Plan, Ranks, Settings, Trainer
 
 
 def text(cfg) -> Tensor:
@@ -23,6 +23,22 @@ def text(cfg) -> Tensor:
     tokens = torch.randint(cfg.eot_token, (cfg.train_seq_len,), dtype=torch.int32)
     tokens[[0, 5, 6, 11]] = cfg.eot_token
     return tokens
+
+
+def random_trainer(cfg) -> Trainer:
+    """Return one with random values in every parameter and row of n-grams."""
+    trainer = Trainer(cfg, Ranks())
+    randomize(trainer.gpt)
+    trainer.table.rows.normal_()
+    return trainer
+
+
+def features(trainer: Trainer, tokens: Tensor) -> Tensor:
+    """Return the head's input, as in validation."""
+    now = Plan(0, trainer.cfg, trains=False)
+    [[inputs]], _ = trainer.reader.make([now], [[np.append(tokens.numpy(), 0)]])
+    ngrams = F.embedding(inputs.rows, trainer.table.rows)
+    return trainer.gpt.features(inputs, ngrams, Settings.of(now, trainer.device))
 
 
 class Products(TorchDispatchMode):
@@ -42,14 +58,12 @@ class Products(TorchDispatchMode):
 def test_products_are_in_the_precision_of_the_activations(request, preset: str):
     """A factor of shape (1,) in fp32 once made fp32 of nano's stream, and bf16 brought nothing."""
     cfg = dataclasses.replace(request.getfixturevalue(preset), dtype="bfloat16")
-    trainer = Trainer(cfg, Ranks())
-    gpt = trainer.gpt
-    randomize(gpt)
-    assert gpt.lm_head.dtype == (torch.bfloat16 if cfg.tied_frac else torch.float32), "of its own"
+    trainer = random_trainer(cfg)
+    assert trainer.gpt.lm_head.dtype == (torch.bfloat16 if cfg.tied_frac else torch.float32), "of its own"
     with Products() as products:
-        features = gpt.features(text(cfg), trainer.windows)
-        features.backward(torch.ones_like(features))
-    assert features.dtype == torch.bfloat16
+        x = features(trainer, text(cfg))
+        x.backward(torch.ones_like(x))
+    assert x.dtype == torch.bfloat16
     assert {*products.dtypes} == {torch.bfloat16}
     assert len(products.dtypes) > 10 * len(cfg.layers)
 
@@ -59,24 +73,23 @@ def test_products_are_in_the_precision_of_the_activations(request, preset: str):
 def test_no_output_depends_on_later_tokens_or_other_documents(gpt2, is_strict: bool):
     """Change one token after the other, and see which outputs change.
 
-    Long keys, bigrams and the smear look at the token before, which may end another document: strict without.
+    Long keys, n-grams and the smear look at tokens before, which may end another document: strict without.
     """
-    stages = tuple(stage._replace(window=120) for stage in gpt2.stages)  # half of it reaches over a document, too
+    # Half of it reaches over a document, too
+    stages = tuple(stage._replace(windows=dict.fromkeys(stage.windows, 120)) for stage in gpt2.stages)
     cfg, tokens = dataclasses.replace(gpt2, dtype="float64", stages=stages), text(gpt2)
     if is_strict:
         layers = (layer._replace(attention=layer.attention.replace("long", "short")) for layer in cfg.layers)
         cfg = dataclasses.replace(cfg, layers=tuple(layers), smear_gate_inputs=0)
-    trainer = Trainer(cfg, Ranks())
-    gpt = trainer.gpt
-    randomize(gpt)
+    trainer = random_trainer(cfg)
     if is_strict:
-        gpt.bigram_embed.weight.zero_()
-    before, columns = gpt.features(tokens, trainer.windows), []
+        trainer.table.rows.zero_()
+    before, columns = features(trainer, tokens), []
     places = [*range(13), 20, 31, 32, 40, 55, 63]
     for place in places:
         changed = tokens.clone()
         changed[place] = (changed[place] + 1) % cfg.eot_token
-        columns.append((gpt.features(changed, trainer.windows) - before).abs().amax(1) > 1e-11)
+        columns.append((features(trainer, changed) - before).abs().amax(1) > 1e-11)
     seen, docs = torch.stack(columns, dim=1), (tokens == cfg.eot_token).cumsum(0)
     in_document, causal = dense_mask(docs, len(docs))[:, places], torch.ones(len(docs), len(docs)).tril().bool()
     assert not (seen & ~(in_document if is_strict else causal[:, places])).any()
@@ -99,75 +112,84 @@ def test_the_norm_and_its_derivative_are_right_to_rounding():
             assert got.dtype == dtype
 
 
-def test_the_gradient_of_a_table_is_the_sum_over_the_tokens_of_a_row():
-    """As autograd's own, also where a row is read several times, in bf16 with one rounding."""
-    ids, grad = torch.randint(5, (40,)), torch.randn(40, 8)
-    table = torch.randn(9, 8, dtype=torch.float64)
-    for dtype, limit in (torch.float64, 1e-15), (torch.bfloat16, torch.finfo(torch.bfloat16).eps):
-        rows, exact = (table.to(kind, copy=True).requires_grad_() for kind in (dtype, torch.float64))
-        train_gpt.LookUp.apply(rows, ids).backward(grad.to(dtype))
-        F.embedding(ids, exact).backward(grad.to(dtype).double())
-        assert rows.grad.dtype == dtype
-        assert (rows.grad - exact.grad).norm() <= limit * exact.grad.norm()
-
-
-def test_signs_of_bigrams_are_the_same_in_all_runs(gpt2):
+def test_signs_of_ngrams_are_the_same_in_all_runs(gpt2):
     signs = train_gpt.GPT(gpt2).signs
     assert torch.equal(train_gpt.GPT(gpt2).signs, signs)
     assert signs.unique().tolist() == [-1, 1]
     assert signs.double().mean().abs() < 0.2
 
 
-def test_rotary_tables_are_precise(tiny):
-    """The angles are right to 2^-20 of themselves, for 128K positions."""
-    long = dict(layers=(Layer("paired"),), dtype="bfloat16", head_dim=64, val_seq_len=2**16, val_tokens=2**16)
-    cfg = dataclasses.replace(tiny, **long)
-    rotary, freqs = Rotary(cfg), train_gpt.rotary_frequencies(0, cfg, torch.float64)[0]
-    angles = torch.outer(torch.arange(0, 128 * 1024, 511, dtype=torch.float64), freqs)
-    for table, exact in (rotary.cos, angles.cos()), (rotary.sin, angles.sin()):
-        assert (table.dtype, len(table)) == (torch.float32, 128 * 1024), "pairs have two positions a token"
-        assert torch.all((table[::511] - exact).abs() <= 1e-7 + angles * 2**-20)
-    q, k = torch.randn(2, 400, 2, 64).bfloat16()
-    for got, want in zip(rotary(q, k, 2), rotary(q.float(), k.float(), 2), strict=True):
-        assert torch.equal(got, want.bfloat16()), "it computes in fp32"
+def test_rotated_heads_and_their_derivative_are_right_to_rounding():
+    """Pairs of numbers turn as complex ones do; half heads have no quarters that stay."""
+    for quarters in 2, 4:
+        x, grad = torch.randn(2, 30, 3, 1, quarters // 2, 2, 5, dtype=torch.float64)
+        angles = 9 * torch.rand(30, 1, 1, 1, 1, 5, dtype=torch.float64)
+        cos, sin, scale = angles.cos(), angles.sin(), torch.tensor(0.1, dtype=torch.float64)
+        args = x[:2].clone().requires_grad_(), cos[:2], sin[:2], scale
+        torch.autograd.gradcheck(train_gpt.NormRotate.apply, args)
+        got = train_gpt.NormRotate.apply(x, cos, sin, scale)
+        want = scale * x / x.square().mean((-3, -2, -1), keepdim=True).sqrt()
+        turned = (
+            torch.complex(want[..., :1, 0, :], want[..., :1, 1, :])
+            * torch.polar(torch.ones_like(angles), -angles)[..., 0, :]
+        )
+        want[..., :1, 0, :], want[..., :1, 1, :] = turned.real, turned.imag
+        torch.testing.assert_close(got, want)
+        rounded = x.bfloat16().requires_grad_()
+        y = train_gpt.NormRotate.apply(rounded, cos.float(), sin.float(), scale.float())
+        y.backward(grad.bfloat16())
+        exact = x.bfloat16().double().requires_grad_()
+        train_gpt.NormRotate.apply(exact, cos, sin, scale).backward(grad.bfloat16().double())
+        for a, b in (y, train_gpt.NormRotate.apply(exact, cos, sin, scale)), (rounded.grad, exact.grad):
+            assert a.dtype == torch.bfloat16
+            assert (a - b).norm() < torch.finfo(torch.bfloat16).eps * b.norm()
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_schedules_are_what_the_rows_say(preset: str):
     """At every step. Rates may fall in any way, but from what the stages say to `min_lr_frac`."""
     cfg = dataclasses.replace(PRESETS[preset], prefix_file="prefixes")
-    n, starts, highest = cfg.num_iterations, train_gpt.stage_starts(cfg), max(stage.lr for stage in cfg.stages)
-    ends = [cfg.scheduled_steps * sum(stage.share for stage in cfg.stages[: i + 1]) for i in range(len(cfg.stages))]
-    assert starts == [0, *map(round, ends[:-1]), n]
-    for i, stage in enumerate(cfg.stages):
-        steps = range(starts[i], starts[i + 1])
-        for step in steps:
-            assert train_gpt.stage_of(step, cfg) == stage
-            assert train_gpt.train_seq_len(step, cfg) == stage.batch * cfg.train_seq_len
-            assert train_gpt.attention_windows(step, cfg)["long"] == stage.window
-            assert min(cfg.min_lr_frac, stage.lr) <= train_gpt.lr_multiplier(step, cfg) <= highest
-            pairs = [*stage.mtp, *[stage.prefix] * any(stage.prefix)]
-            done = (step - starts[i]) / len(steps)
-            expected = [first + done * (last - first) for first, last in pairs]
-            assert train_gpt.loss_weights(step, cfg) == pytest.approx(expected)
-    assert train_gpt.lr_multiplier(0, cfg) == cfg.stages[0].lr
-    assert train_gpt.lr_multiplier(cfg.scheduled_steps, cfg) == pytest.approx(cfg.min_lr_frac)
-    last = train_gpt.attention_windows(n, cfg)
-    assert last["long"] == (cfg.final_window or cfg.stages[-1].window), "in the last validation"
-    assert all(window >= 0 for window in last.values())
-    momentum = [train_gpt.muon_momentum(step, cfg) for step in range(n)]
+    plans = [Plan(step, cfg) for step in range(cfg.num_iterations)]
+    highest = max(stage.lr for stage in cfg.stages)
+    shares = [stage.share for stage in cfg.stages]
+    more = [stage.more_steps for stage in cfg.stages]
+    ends = [round((len(plans) - sum(more)) * sum(shares[:i])) + sum(more[:i]) for i in range(1, len(shares) + 1)]
+    assert train_gpt.stage_ends(cfg) == ends
+    assert ends[-1] == len(plans)
+    for stage, start, end in zip(cfg.stages, [0, *ends], ends, strict=False):
+        for now in plans[start:end]:
+            done = (now.step - start) / (end - start)
+            assert (now.stage, now.windows) == (stage, stage.windows)
+            assert now.seq_len == stage.batch * cfg.train_seq_len
+            assert min(cfg.min_lr_frac, stage.lr) <= now.lr <= highest
+            assert now.prefix == stage.prefix[int(len(stage.prefix) * done)]
+            assert now.classes == stage.classes[int(len(stage.classes) * done)]
+            expected = [first + done * (last - first) for first, last in stage.mtp]
+            assert now.weights == pytest.approx(expected + [now.prefix] * (now.prefix > 0))
+    assert plans[0].lr == cfg.stages[0].lr
+    assert Plan(cfg.scheduled_steps, cfg).lr == pytest.approx(cfg.min_lr_frac)
+    last = Plan(len(plans), cfg, trains=False)
+    assert last.windows["long"] == (cfg.final_window or cfg.stages[-1].windows["long"]), "in the last validation"
+    assert (last.weights, last.classes) == ([1.0], 0)
+    momentum = [now.momentum for now in plans]
     assert max(momentum) == cfg.muon_momentum
     assert (momentum[0] == cfg.muon_momentum) == (cfg.momentum_warmup_steps == 0)
+    for group in cfg.groups:
+        updates = [now.updates(group) for now in plans]
+        assert updates == [sum(now.is_due(group) for now in plans[:step]) for step in range(len(plans))]
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])
 def test_tables_part_right_after_a_step_of_adam(every: int):
     """The last tied step is one in which Adam steps, for any number of steps."""
+    cfg = PRESETS["gpt2"]
+    groups = tuple(group._replace(every=(every, every)) for group in cfg.groups)
+    stages = (cfg.stages[0]._replace(share=1),)
     for steps in range(20, 400):
-        changes = dict(num_iterations=steps, extension_steps=0, adam_every=every, checkpoint_every=0, tied_frac=0.6)
-        cfg = dataclasses.replace(PRESETS["gpt2"], **changes)
+        changes = dict(num_iterations=steps, tied_frac=0.6, groups=groups, stages=stages)
+        changed = dataclasses.replace(cfg, **changes)
         last = next(step for step in range(round(0.6 * steps), steps) if (step + 1) % every == 0)
-        assert [train_gpt.is_tied(step, cfg) for step in (0, last, last + 1)] == [True, True, False]
+        assert [Plan(step, changed).tied for step in (0, last, last + every)] == [True, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -177,7 +199,7 @@ def test_singular_values_end_near_1_and_vectors_stay(size: tuple, scale: float, 
     """Each matrix of a stack has its own norm; a zero one stays zero, and nothing overflows."""
     norms = scale * torch.tensor([1, 10, 1000, 0])
     g = F.normalize(torch.randn(4, *size, dtype=torch.float64), dim=(1, 2)) * norms[:, None, None]
-    x = zeropower(g.float(), dtype)
+    x = train_gpt.whiten(g.float(), dtype)
     assert (x.dtype, x[3].any()) == (dtype, False)
     u, _, vh = torch.linalg.svd(g[:3], full_matrices=False)
     turned = u.mT @ x[:3].double() @ vh.mT

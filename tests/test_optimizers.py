@@ -1,6 +1,6 @@
 """Groups of parameters, and what travels in a step, when, and through which buffers.
 
-The mathematics of Muon and Adam are held by numbers of the public record (test_public_records.py).
+The mathematics of Muon and Adam are held by numbers of the public record (test_record92.py).
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import train_gpt
-from train_gpt import GPT, Muon, Ranks, UserError, build_optimizers, step_optimizers
+from train_gpt import GPT, Muon, Plan, Ranks, Trainer, UserError, build_optimizers, step_optimizers
 
-MUON = train_gpt.Group("Muon", "*", lr=1.0, decay=0.0, beta1=0.9, beta2=0.95)
+MUON = train_gpt.Group("Muon", "*", lr=1.0, beta2=0.95)
 
 
 @pytest.mark.parametrize("rows", [0, 2])
@@ -28,13 +28,12 @@ def test_a_parameter_without_exactly_one_row_is_refused_by_name(gpt2, rows: int)
 
 
 def test_a_parameter_that_the_loss_does_not_use_is_named(gpt2):
-    gpt = GPT(gpt2)
-    optimizers = build_optimizers(gpt, Ranks())
-    for p in gpt.parameters():
-        p.grad = torch.zeros_like(p)
-    gpt.lm_head.grad = None
-    with pytest.raises(UserError, match=r"^lm_head: has no gradient"):
-        step_optimizers(optimizers, gpt2.adam_every - 1)
+    trainer = Trainer(gpt2, Ranks())
+    forward = trainer.gpt.forward
+    trainer.gpt.forward = lambda *args: 0 * trainer.gpt.lm_head.sum() + forward(*args).detach()
+    now = Plan(0, gpt2)
+    with pytest.raises(UserError, match=r"^[a-z0-9_.]+: has no gradient, so the loss does not use this parameter"):
+        trainer.train_step(now, *trainer.dummies(now, now.seq_len))
 
 
 @pytest.mark.parametrize("changes", [dict(lr=0.5), dict(optimizer="Other"), dict(beta2=0.5)], ids=str)
@@ -53,52 +52,26 @@ def test_tied_tables_need_equal_rows(gpt2, monkeypatch, changes: dict):
 def test_squares_of_updates_are_averaged_over_columns_or_over_fewer_rows():
     for rows, columns, averages in (24, 16, (24, 1)), (16, 16, (16, 1)), (16, 24, (1, 24)):
         params = dict(w=nn.Parameter(torch.zeros(rows, columns)))
-        muon = Muon(params, [MUON], train_gpt.resolve(train_gpt.PRESETS["nano"]), Ranks())
-        assert muon.state["second_moment"].shape[1:] == averages
+        muon = Muon(params, [MUON], {}, train_gpt.resolve(train_gpt.PRESETS["nano"]), Ranks())
+        assert muon.state["lanes"].shape[1:] == averages
 
 
 def test_muon_keeps_steps_that_bf16_would_lose():
     cfg = dataclasses.replace(train_gpt.PRESETS["nano"], dtype="bfloat16", device="cpu", muon_lr=1e-4, cpu_threads=0)
     first = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     params = dict(w=nn.Parameter(first.clone()))
-    muon = Muon(params, [MUON], cfg, Ranks())
+    muon = Muon(params, [MUON], {}, cfg, Ranks())
     values = muon.state["values"][0]
     assert torch.equal(values, first)
     for step in range(30):
         before = values.clone()
-        params["w"].grad = torch.eye(16).bfloat16()
+        muon.add([torch.eye(16).bfloat16()])
         muon.reduce()
-        muon.update(step)
+        muon.update(Plan(step, cfg))
         assert torch.equal(params["w"], values.bfloat16())
         assert (values.diag() < before.diag()).all()
     moved = (first - values).diag()
     assert (moved > 1e-3).all(), "each step is about 1e-4: bf16 loses that from 0.05 on"
-
-
-@pytest.mark.parametrize("lr", [0.01, 0.0])
-@pytest.mark.parametrize("decay", [0.5, 0.0])
-@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-14), ("bfloat16", 3e-3)])
-def test_adam_to_be_compiled_equals_the_kernel(monkeypatch, dtype: str, limit: float, decay: float, lr: float):
-    """Rows without any gradient have a second moment of 0, and stay where they are, also at a rate of 0."""
-    monkeypatch.setattr(train_gpt, "compiled", lambda function, dynamic: function)
-    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], dtype=dtype, adam_fp32=True, adam_every=2)
-    group, found = train_gpt.Group("Adam", "*", lr, decay, 0.9, 0.95), []
-    for is_compiled in (False, True):
-        generator, kind = torch.Generator().manual_seed(0), getattr(torch, dtype)
-        params = dict(w=nn.Parameter(torch.randn(40, 24, generator=generator).to(kind)))
-        adam = train_gpt.Adam(params, [group], dataclasses.replace(cfg, compile=is_compiled), Ranks())
-        for step in (1, 3, 5):
-            params["w"].grad = torch.randn(40, 24, generator=generator).to(kind)
-            params["w"].grad[:4] = 0
-            adam.reduce()
-            adam.update(step)
-        assert {t.dtype for t in adam.numbers(0.95)} == {torch.promote_types(kind, torch.float32)}
-        found.append([params["w"].detach(), *adam.state.values()])
-    for a, b in zip(*found, strict=True):
-        assert (a.double() - b.double()).norm() <= limit * b.double().norm()
-    first = torch.randn(40, 24, generator=torch.Generator().manual_seed(0)).to(kind)
-    assert torch.equal(found[1][0][:4], first[:4])
-    assert torch.equal(found[1][0], first) == (lr == 0)
 
 
 def shared(a: Tensor, b: Tensor) -> bool:
@@ -154,16 +127,16 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, gp
     """With n groups a step has 4 n units of time, of which 2 n - 2 are hidden: half of these if only gradients, or only
     updates, travel beside compute. The second step finds the buffers of the first."""
     network = Network(monkeypatch, Ranks(rank, size))
-    gpt = GPT(dataclasses.replace(gpt2, adam_every=1))
+    gpt = GPT(gpt2)
     optimizers = build_optimizers(gpt, network.ranks)
     for optimizer in optimizers:
         optimizer.update_shard = lambda *args, update=optimizer.update_shard: network.compute(update, *args)
     own = [optimizer.param_buffer.unflatten(0, (size, -1))[rank] for optimizer in optimizers]
     assert [o.param_shard.data_ptr() for o in optimizers] == [rows.data_ptr() for rows in own]
     for step in range(2):
-        for p in gpt.parameters():
-            p.grad = torch.randn_like(p)
-        step_optimizers(optimizers, step)
+        for optimizer in optimizers:
+            optimizer.add([torch.randn_like(p) for p in optimizer.params])
+        step_optimizers(optimizers, Plan(gpt2.all_step - 1, gpt2))
         assert not network.under_way
         assert all(p.isfinite().all() for p in gpt.parameters()), "a result was used before it was there"
         groups = len(optimizers)
@@ -175,7 +148,7 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, gp
 @pytest.mark.parametrize("size", [3, 8])
 def test_buffers_have_little_padding(size):
     """Fewer rows than there are ranks: in gpt2 22 matrices of MLPs are 24 on 8."""
-    cfg = dataclasses.replace(train_gpt.PRESETS["gpt2"], device="cuda", dtype="bfloat16", compile=False)
+    cfg = dataclasses.replace(train_gpt.PRESETS["gpt2"], device="cpu", dtype="bfloat16", compile=False)
     with torch.device("meta"):
         gpt = GPT(cfg)
         optimizers = build_optimizers(gpt, Ranks(size - 1, size))

@@ -266,7 +266,7 @@ def test_what_is_left_out_or_odd_is_counted_and_named(texts_folder, tmp_path):
 
 @pytest.mark.parametrize("tokenizer", pack_text.TOKENIZERS.values(), ids=pack_text.TOKENIZERS)
 def test_a_text_too_small_for_the_preset_gets_a_run_that_fits(tmp_path, capsys, tokenizer):
-    sizes = dict(train=pack_text.MIN_STEPS * tokenizer.step_tokens + 1, val=tokenizer.val_seq_len + 1)
+    sizes = dict(train=tokenizer.min_steps * tokenizer.step_tokens + 1, val=tokenizer.val_seq_len + 1)
     flags = ["--preset", tokenizer.preset, "--device", "cpu", *pack_text.fit(tokenizer, **sizes)]
     for split, size in sizes.items():
         tokens = np.full(size, len(split))
@@ -276,7 +276,7 @@ def test_a_text_too_small_for_the_preset_gets_a_run_that_fits(tmp_path, capsys, 
         assert pack_text.fit(tokenizer, **sizes | {split: size - 1}) == []
         assert capsys.readouterr().err.startswith(f"note: too little text for {tokenizer.preset}: it takes ")
     train_gpt.plan_data(cfg := train_gpt.parse_args(flags))
-    assert (cfg.num_iterations, cfg.val_tokens) == (pack_text.MIN_STEPS, tokenizer.val_seq_len)
+    assert (cfg.num_iterations, cfg.val_tokens) == (tokenizer.min_steps, tokenizer.val_seq_len)
     enough = tokenizer.steps * tokenizer.step_tokens + 1, tokenizer.val_sequences * tokenizer.val_seq_len + 1
     assert pack_text.fit(tokenizer, *enough) == [], "no flags"
 

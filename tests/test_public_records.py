@@ -1,13 +1,10 @@
-"""Scripts are equal in mathematics to public records: schedules, losses, gradients, steps and a run, to 1e-8 or better.
+"""Milestones equal public records 83 and 89: schedules, losses, gradients, steps and a run, to 1e-8 or better.
 
-These numbers notice what no other test does: a factor, a window, a rate or an order that changes in the middle of gpt2.
-The root is held against record 89, in seconds; an idea of gpt2 makes it another model, and `./test.sh --idea` leaves
-these tests out. The slow tier holds the frozen script of record 89, and test_record92.py that of record 92; that of 83
-is for `./test.sh -m proof`. No number has FP8.
+The slow tier holds the script of record 89; that of 83 is for `./test.sh -m proof`. test_record92.py holds the root. No
+number has FP8.
 """
 
 import dataclasses
-import hashlib
 import re
 import types
 from collections.abc import Iterator
@@ -20,17 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import public_records
-from public_records import PublicRecord, digest, loss_weights, norm, project
-from world_worker import ROOT, Run
+from public_records import PublicRecord, digest, norm, prefix_weights, project
+from world_worker import Run
 
-published, slow = pytest.mark.published, pytest.mark.slow
-RECORDS = [
-    pytest.param("root", marks=published),
-    pytest.param("record_89", marks=slow),
-    pytest.param("record_83", marks=[slow, pytest.mark.proof]),
-]
-SIZES = [*(pytest.param("root", n, marks=published) for n in (1, 8)), ("record_83", 8)]
-SIZES += [("record_89", n) for n in (1, 8)]
+pytestmark = pytest.mark.slow
+RECORDS = ["record_89", pytest.param("record_83", marks=pytest.mark.proof)]
+SIZES = [("record_83", 8), ("record_89", 1), ("record_89", 8)]
 
 
 @pytest.fixture(params=RECORDS)
@@ -55,14 +47,12 @@ def test_first_values(record, tmp_path: Path):
     for name, p in record.script.GPT(record.config(tmp_path, **record.small)).named_parameters():
         if p.ndim < 2:
             first = np.broadcast_to(record.first.get(record.place(name)[0], 0), p.shape)
-            first = record.reorder(name, first, public=False).reshape(p.shape)
             np.testing.assert_allclose(p.detach(), first, rtol=1e-6, err_msg=name)
         else:
             (rms,) = [v for k, v in public_records.STD.items() if f".{k}." in f".{name}."] or [0]
             assert p.square().mean().sqrt().item() == pytest.approx(rms, rel=0.05), name
 
 
-@slow
 @pytest.mark.parametrize(("name", "size"), SIZES)
 def test_any_number_of_processes_runs_the_same(tmp_path: Path, name: str, size: int):
     getattr(public_records, name)().config(tmp_path)
@@ -119,10 +109,7 @@ def test_packing(record, tmp_path: Path):
     stages = [record.numbers[f"pack/stage{i}/inputs"] for i in (1, 2, 3)]
     lengths = [inputs.shape[-1] for inputs in stages for _ in range(3)]
     cuts, pattern = (28,) * 3 + (64,) * 6, f"{tmp_path}/pack_*.bin"
-    if hasattr(cfg, "stages"):
-        plan = m.plan_batches(pattern, [*zip(lengths, cuts, strict=True)], 8, cfg)
-    else:
-        plan = m.plan_batches(pattern, lengths, 8, cfg, cuts)
+    plan = m.plan_batches(pattern, lengths, 8, cfg, cuts)
     for step, batch in enumerate(m.read_batches(plan, range(8), cfg, torch.device("cpu"))):
         for rank, (tokens, targets) in enumerate(batch):
             hashes = m.GPT.bigram_hashes(types.SimpleNamespace(cfg=cfg), tokens)
@@ -150,9 +137,9 @@ def compare_gradients(record: PublicRecord, gpt: nn.Module, row: int) -> None:
             record.expect(name, value, row, scale)
 
 
-def losses_of_states(record: PublicRecord, trainer, states: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+def losses_of_states(record: PublicRecord, trainer) -> Iterator[tuple[str, Tensor]]:
     """Yield the names of states and their losses: sums, in training, and else means."""
-    for state, step in states.items():
+    for state, step in record.states.items():
         kind = "val" if state.startswith("val") else "train"
         kind += "1" * (f"{kind}1/inputs" in record.numbers and state == "s1")  # with shorter documents
         record.load_parameters(trainer, is_tied=step <= record.states["s3_tied"])
@@ -160,39 +147,28 @@ def losses_of_states(record: PublicRecord, trainer, states: dict[str, int]) -> I
         tokens, targets = (record.tokens(f"{kind}/{name}") for name in ("inputs", "targets"))
         weights = torch.ones(1).double() if kind == "val" else trainer.weights
         if kind != "val" and hasattr(record.script, "next_targets"):
-            next_weights, prefix_weights = loss_weights(record.script, step, trainer.cfg)
-            prefixes = trainer.prefixes if prefix_weights else None
-            targets = record.script.next_targets(targets, len(next_weights), prefixes)
+            prefixes = trainer.prefixes if prefix_weights(record.script, step, trainer.cfg) else None
+            num_next = len(record.script.mtp_weights(step, trainer.cfg))
+            targets = record.script.next_targets(targets, num_next, prefixes)
         loss = trainer.gpt(tokens.int(), targets, trainer.windows, weights)
         yield state, loss / len(tokens) if kind == "val" else loss
         trainer.gpt.zero_grad()
 
 
-def made_by(net: nn.Module, inputs: tuple, output: list[dict] | None) -> np.ndarray:
-    """Return all factors that a net has made (n, T). Nets of records write them into their last argument."""
-    if output:
-        factors = [factor for layer in output for factor in layer.values()]
-    else:
-        factors = [inputs[-1][i][kind] for kind, i in net.keys]
-    return torch.cat(factors)[..., 0].detach().numpy()
+def made_by(net: nn.Module, inputs: tuple, _) -> np.ndarray:
+    """Return all factors that a net has made (n, T): it writes them into its last argument."""
+    return torch.cat([inputs[-1][i][kind] for kind, i in net.keys])[..., 0].detach().numpy()
 
 
-@pytest.mark.parametrize("count", [3, pytest.param(9, marks=slow)])
-def test_states(record, tmp_path: Path, count: int):
-    """Compare losses, also of each token, the stream between layers, what nets make, and every gradient.
-
-    Later stages have other numbers alone, which the schedules show.
-    """
+def test_states(record, tmp_path: Path):
+    """Compare losses, also of each token, the stream between layers, what nets make, and every gradient."""
     outputs, made, losses, row = [], [], [], 0
-    states = dict([*record.states.items()][:count])
     trainer = record.trainer(tmp_path, **record.small)
-    for name, module in trainer.gpt.named_modules():
+    for module in trainer.gpt.modules():
         if type(module).__name__ == "Block":
             module.register_forward_hook(lambda *result: outputs.append(result[2].detach().numpy()))
         if "w2" in dict(module.named_parameters(recurse=False)):
-            module.register_forward_hook(
-                lambda *call, name=name: made.append(record.reorder(f"{name}.b2", made_by(*call), public=True))
-            )
+            module.register_forward_hook(lambda *call: made.append(made_by(*call)))
     plain = record.script.softcapped_cross_entropy
 
     def with_losses(*inputs):
@@ -200,7 +176,7 @@ def test_states(record, tmp_path: Path, count: int):
         return result
 
     with mock.patch.object(record.script, "softcapped_cross_entropy", with_losses):
-        for case, (state, loss) in enumerate(losses_of_states(record, trainer, states)):
+        for case, (state, loss) in enumerate(losses_of_states(record, trainer)):
             record.expect("loss", loss.item(), case)
             record.expect(f"token_loss/{state}", torch.cat(losses), ..., 1)
             record.expect(record.nets, np.concatenate(made).T[[0, 384, 767]], case, 1)
@@ -219,13 +195,7 @@ def take_step(record: PublicRecord, trainer, step: int, shown: int) -> None:
     m, cfg = record.script, trainer.cfg
     lr, momentum = m.lr_multiplier(shown, cfg), m.muon_momentum(shown, cfg)
     with mock.patch.multiple(m, lr_multiplier=lambda *_: lr, muon_momentum=lambda *_: momentum):
-        if hasattr(record.script, "TiedAdam"):
-            record.script.step_optimizers(trainer.optimizers, step)
-        else:  # the trainer ties: give it a loss with these gradients
-            loss = sum((p * p.grad).sum() for p in trainer.gpt.parameters())
-            trainer.gpt.zero_grad()
-            trainer.model = lambda *_: loss
-            trainer.train_step(step, [(torch.zeros(8), torch.zeros(8).long())])
+        m.step_optimizers(trainer.optimizers, step)
 
 
 def set_values(tensors: list[Tensor], values: np.ndarray) -> None:
@@ -280,7 +250,7 @@ def test_precision(record, tmp_path: Path):
         params = dict(trainer.gpt.named_parameters())
         biases = {p: p.detach().clone() for name, p in params.items() if name.endswith("b2")}
         for name, p in params.items():
-            (kind,) = (kind for kind, names in record.stored.items() if re.fullmatch(names, name))
+            (kind,) = (kind for kind, names in public_records.STORED.items() if re.fullmatch(names, name))
             assert p.dtype == getattr(torch, kind if dtype == "bfloat16" else dtype), name
         assert {m.dtype for optimizer in trainer.optimizers for m in optimizer.state.values()} == {torch.float32}
         for step in range(8):
@@ -296,13 +266,3 @@ def test_precision(record, tmp_path: Path):
     for optimizer in record.script.Trainer(record.script.resolve(nano), record.script.Ranks()).optimizers:
         if "exp_avg" in optimizer.state:
             assert {m.dtype for m in optimizer.state.values()} == {optimizer.param_buffer.dtype}
-
-
-@slow
-def test_prefixes_of_gpt2_are_the_public_ones():
-    """They have 47 tokens more, without a prefix."""
-    m = public_records.record_89().script
-    cfg = m.resolve(dataclasses.replace(m.PRESETS["gpt2"], prefix_file=f"{ROOT}/data/gpt2_prefixes.bin"))
-    table = np.pad(m.read_prefixes(cfg), (0, 47), constant_values=-1).astype("<i4")
-    public = "36281293860d09f2307c3d2cd503f2e595e24c165fbd49b11f89cfaed71b617c"
-    assert hashlib.sha256(table).hexdigest() == public

@@ -230,8 +230,8 @@ def test_verify_computes_the_hash_of_the_training_tokens(tmp_path, monkeypatch):
     tokens = np.random.default_rng(0).integers(257, size=99).astype("<u2")
     (tmp_path / "shard.bin").write_bytes(bytes(1024) + tokens.tobytes())
     cfg = dataclasses.replace(train_gpt.PRESETS["nano"], train_seq_len=8, batch_tokens=16)
-    sequences = [np.array([[i, i + 9]]) for i in range(0, 80, 8)]
-    digest = train_gpt.hash_tokens([train_gpt.Batch(str(tmp_path / "shard.bin"), sequences)], cfg, targets=True)
+    batch = [(str(tmp_path / "shard.bin"), np.array([[i, i + 9]])) for i in range(0, 80, 8)]
+    digest = train_gpt.hash_tokens([batch], cfg, targets=True)
     monkeypatch.setattr(rules, "nano_shard", tokens.tobytes)
     text = f'"training tokens: "{log_text(steps=5, batch_tokens=16)}'.replace('"preset"', '"train_seq_len":8, "preset"')
     for stated, problem in {

@@ -21,6 +21,11 @@ from synthetic_logs import ROOT
 from test_train import SMALL, SMALL_GPT2
 
 
+def random_ngrams(cfg) -> dict[str, torch.Tensor]:
+    """Draw all rows of n-grams."""
+    return dict(ids=torch.arange(cfg.ngram_rows), rows=torch.randn(cfg.ngram_rows, cfg.model_dim, dtype=torch.float64))
+
+
 @pytest.fixture
 def model(tiny, random_gpt, tmp_path) -> Path:
     """A model with random values, of bytes."""
@@ -28,22 +33,38 @@ def model(tiny, random_gpt, tmp_path) -> Path:
     path, state = tmp_path / "logs" / "random.pt", dict(configuration=json.dumps(dataclasses.asdict(cfg)))
     path.parent.mkdir()
     torch.save(state | dict(model=random_gpt(cfg).state_dict()), path)
+    torch.save(random_ngrams(cfg), path.with_suffix(".ngrams0"))
     return path
 
 
 @pytest.mark.parametrize("preset", ["nano", "gpt2"])
 def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpus, tmp_path, monkeypatch):
-    """From the flag to the loss: what is written, what is loaded, and every logit, with the last windows."""
+    """From the flag to the loss: what is written, what is loaded, and every logit, with the last windows and the mask.
+
+    The rows of n-grams may lie in several files, but then in all of them.
+    """
     monkeypatch.setattr(train_gpt.gc, "collect", lambda: 0)  # it takes as long as the run
     files = f"--train_files {corpus}/long.bin --val_files {corpus}/val_*.bin --log_dir {tmp_path} --run_id {preset}"
     flags = [*(SMALL if preset == "nano" else SMALL_GPT2), *files.split(), "--dtype=float64", "--save_checkpoint"]
+    canon = np.random.default_rng(0).integers(256, size=(320, 40), dtype=np.uint8)
+    canon[:, : 256 // 8 + 1] = 0  # of bytes nothing
+    canon.tofile(tmp_path / "canon")
     # No padding of the head, which the softmax of training sees, too
-    result = train_gpt.main([*flags, "--vocab_size=320", "--val_tokens=96", "--final_window=40"])
-    gpt = sample.load_model(tmp_path / f"{preset}.pt", "cpu")
+    more = f"--vocab_size=320 --val_tokens=96 --final_window=40 --canon_file={tmp_path}/canon".split()
+    result = train_gpt.main([*flags, *more])
     text = torch.from_numpy(np.fromfile(corpus / "val_000000.bin", "<u2", 97, offset=1024).astype(np.int64))
-    logits = torch.stack([sample.next_logits(gpt, text[:n].tolist()) for n in range(1, 97)])
+    path = tmp_path / f"{preset}.ngrams0"
+    whole = torch.load(path)
+    assert 0 < len(whole["ids"]) <= sample.load_model(tmp_path / f"{preset}.pt", "cpu").cfg.ngram_rows
+    for rank, part in enumerate((slice(20), slice(20, None))):
+        torch.save({name: values[part] for name, values in whole.items()}, path.with_suffix(f".ngrams{rank}"))
+    model = sample.load_model(tmp_path / f"{preset}.pt", "cpu")
+    logits = torch.stack([model.next_logits(text[:n].tolist()) for n in range(1, 97)])
     assert F.cross_entropy(logits, text[1:]).item() == pytest.approx(result["val_loss"], abs=1e-10)
     assert result["val_loss"] < 5.6
+    path.with_suffix(".ngrams1").unlink()
+    with pytest.raises(train_gpt.UserError, match=rf"{preset}.ngrams1: there is no such file"):
+        sample.load_model(tmp_path / f"{preset}.pt", "cpu")
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 4)])
@@ -57,9 +78,9 @@ def test_tokens_come_as_often_as_the_softmax_says(temperature, top_k):
 
 
 def test_a_text_ends_with_its_document(tiny, random_gpt):
-    gpt, script = random_gpt(tiny), iter([7, 8, tiny.eot_token, 9])
-    assert list(sample.generate(gpt, [1, 2], 10, lambda logits: next(script))) == [7, 8]
-    assert list(sample.generate(gpt, [], 3, lambda logits: 7)) == [7, 7, 7]
+    model, script = sample.Model(random_gpt(tiny), []), iter([7, 8, tiny.eot_token, 9])
+    assert list(sample.generate(model, [1, 2], 10, lambda logits: next(script))) == [7, 8]
+    assert list(sample.generate(model, [], 3, lambda logits: 7)) == [7, 7, 7]
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -115,6 +136,8 @@ ODD = {
     "shape": lambda cfg, values: cfg.update(model_dim=64),
     "lacks": lambda cfg, values: values.pop("lm_head"),
     "nan": lambda cfg, values: values["lm_head"].fill_(torch.nan),
+    "alone": lambda cfg, values: None,
+    "torn": lambda cfg, values: None,
 }
 
 
@@ -128,6 +151,8 @@ ODD = {
         ("older.pt", "use the one that wrote it: .*odd"),
         *((f"{name}.pt", "not a model of this train_gpt.py") for name in ("type", "shape", "lacks")),
         ("nan.pt", "logits are not finite"),
+        ("alone.pt", "alone.ngrams0: there is no such file; all files with rows of n-grams belong beside alone.pt"),
+        ("torn.pt", "torn.ngrams0: not sound rows of n-grams: "),
         ("random.pt --prompt ab --tokens 79999", "of 2 tokens, --tokens 79999: the model reads 80000 at most"),
         ("random.pt --temperature nan", "--temperature nan: expected a number from 0 to 100"),
         pytest.param(
@@ -142,8 +167,12 @@ def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeyp
     monkeypatch.chdir(model.parent)
     Path("LICENSE").write_text("not a model")
     torch.save([1], "list.pt")
-    if change := ODD.get(argv.removesuffix(".pt")):
+    name = argv.removesuffix(".pt")
+    if change := ODD.get(name):
         torch.save(odd_model(saved, change), argv)
+    if name in ("nan", "torn"):
+        rows = Path("random.ngrams0").read_bytes()
+        Path(f"{name}.ngrams0").write_bytes(rows if name == "nan" else rows[:-1000])
     code, text, errors = run(capsys, *argv.split())
     is_late = "finite" in message
     assert (code, text.strip(), errors.count("\n")) == (2, "def" * is_late, 1 + is_late)

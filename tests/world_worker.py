@@ -23,7 +23,7 @@ FORKS.set_forkserver_preload(["torch._dynamo", "torch.nn.attention.flex_attentio
 class Run:
     """Start one process for each list of flags in `ranks`. Their output goes to OUT.RANK.out and .err.
 
-    `nodes`: each rank is a machine of its own. `kill`: an event, its number and a rank (see `kill_at`).
+    `nodes`: each rank is a machine of its own. `kill`: a moment (see `kill_at`) and a rank.
     """
 
     def __init__(self, ranks, out="", console="", nodes=False, kill=None, target=None, scripts=()):
@@ -36,7 +36,7 @@ class Run:
             local = dict(RANK=rank, LOCAL_RANK=0 if nodes else rank, LOCAL_WORLD_SIZE=1 if nodes else size)
             variables = {name: str(value) for name, value in (shared | local).items() if size > 1}
             paths = [console or f"{out}.{rank}.{name}" for name in ("out", "err")]
-            moment = kill[:2] if kill and kill[2] == rank else None
+            moment = kill[0] if kill and kill[1] == rank else ""
             script = str(scripts[rank]) if scripts else "train_gpt.py"
             args = (script, [str(flag) for flag in flags], variables, paths, moment, target)
             self.processes.append(FORKS.Process(target=run_rank, args=args))
@@ -58,7 +58,7 @@ class Run:
         return Path(f"{self.out}.{rank}.{name}").read_text()
 
 
-def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], moment, target) -> None:
+def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], moment: str, target) -> None:
     """Run the script as this process, or else call `target`."""
     for name in [name for name in os.environ if "RANK" in name or "WORLD_SIZE" in name]:
         del os.environ[name]
@@ -68,7 +68,7 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOCTTY, 0o644), fd)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", 1, closefd=False)
     if moment:
-        kill_at(*moment)
+        kill_at(*moment.split())
     sys.argv = [script, *flags]
     init = torch.distributed.init_process_group  # to which records name no backend; a CUDA build would take NCCL
     torch.distributed.init_process_group = lambda *backend, **options: init(*(backend or ["gloo"]), **options)
@@ -80,17 +80,18 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
         target([int(variables.get(name, value)) for name, value in alone.items()], *flags)
 
 
-def kill_at(event: str, count: int) -> None:
-    """Kill this process before the `count`-th event of Python's audit that concerns the checkpoint.
+def kill_at(event: str, suffix: str, count: str) -> None:
+    """Kill this process before the `count`-th event of Python's audit that concerns a file with this suffix.
 
     At "open" it begins to be written: leave some of it.
     """
+    left = int(count)
 
     def hook(name: str, args: tuple) -> None:
-        nonlocal count
-        if name == event and "checkpoint" in str(args[0]):
-            count -= 1
-            if count == 0:
+        nonlocal left
+        if name == event and suffix in str(args[0]):
+            left -= 1
+            if left == 0:
                 if event == "open":
                     Path(args[0]).write_bytes(b"PK" * 1000)
                 os.kill(os.getpid(), signal.SIGKILL)

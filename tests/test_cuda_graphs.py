@@ -1,0 +1,83 @@
+"""What a CUDA graph captures and replays, shown on a CPU: a tape of operations stands in for the graph."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import train_gpt
+from conftest import GPT2, small
+from shards import write_shard
+from train_gpt import CUDAGraphs, Plan, Ranks, Trainer, train_cycles
+
+HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select"}
+
+
+class Tape(TorchDispatchMode):
+    """Record operations, and undo them. Replaying computes them again from the same tensors, into the same tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations: list[tuple] = []
+        self.before: list[tuple] = []  # tensors that an operation has written to, and what they held
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function._schema.is_mutable:
+            self.before += [(t, t.clone()) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        result = function(*args, **(kwargs or {}))
+        self.operations.append((function, args, kwargs or {}, result))
+        return result
+
+    def replay(self) -> None:
+        with torch.no_grad():
+            for function, args, kwargs, result in self.operations:
+                for old, new in zip(tree_leaves(result), tree_leaves(function(*args, **kwargs)), strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+@contextlib.contextmanager
+def record(tape: Tape, **options):
+    with tape:
+        yield
+    for tensor, held in reversed(tape.before):  # a GPU computes nothing while it captures
+        tensor.detach().copy_(held)
+
+
+@pytest.fixture
+def tapes(monkeypatch) -> list[Tape]:
+    """Replace CUDA's graphs by tapes, and return those that are made."""
+    made: list[Tape] = []
+
+    def make() -> Tape:
+        made.append(Tape())
+        return made[-1]
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", make)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return made
+
+
+def test_a_run_by_graphs_is_the_run_without(tapes, corpus, tmp_path):
+    """Every bit is the same in all stages, with one graph for each shape, and a graph reads nothing back."""
+    tokens = torch.randint(256, (20_000,)).numpy()
+    tokens[::100] = 256
+    write_shard(tmp_path / "tokens.bin", tokens)
+    cfg = small(GPT2, dtype="float64", train_files=f"{tmp_path}/tokens.bin", val_files=f"{corpus}/val_000000.bin")
+    batches = train_gpt.plan_data(cfg)["train"]
+    trainers = [Trainer(cfg, Ranks()) for _ in range(2)]
+    trainers[1].gradients = CUDAGraphs(trainers[1].add_gradients)
+    for trainer in trainers:
+        inputs = trainer.reader.read(train_cycles(batches, cfg))
+        trainer.losses = [trainer.train_step(Plan(step, cfg), *next(inputs)) for step in range(cfg.num_iterations)]
+    assert torch.equal(*(torch.stack(trainer.losses) for trainer in trainers))
+    assert all(map(torch.equal, *(trainer.state().values() for trainer in trainers)))
+    assert torch.equal(*(trainer.table.rows for trainer in trainers))
+    shapes = {(now.seq_len, now.classes, len(now.weights)) for now in (Plan(i, cfg) for i in range(cfg.num_iterations))}
+    assert len(tapes) == len(shapes) > 2
+    names = {function.name().split("::")[1].split(".")[0] for tape in tapes for function, *_ in tape.operations}
+    assert "mm" in names
+    assert not names & HOST_READS
