@@ -265,7 +265,7 @@ def describe_attention(cfg) -> dict:
 
 def rows_that_fit(script, cfg, memory: int, world: int) -> int:
     """Return how many rows `world` GPUs of so many MiB have for n-grams: another number than gpt2's is a flag's."""
-    part = {8: 1, 4: 2}.get(world, 4) if memory > 40_000 else 32
+    part = {8: 1, 4: 2}.get(world, 4) if memory > 40_000 else {1: 64}.get(world, 32)
     return cfg.ngram_rows // part if cfg.ngram_rows == script.PRESETS["gpt2"].ngram_rows else cfg.ngram_rows
 
 

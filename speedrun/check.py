@@ -38,6 +38,7 @@ SHARD_TOKENS, PACKING = 10**8, 1.5  # 1.5: tokens for one that packing keeps, as
 # Bytes that gpt2 needs for a token of the longest sequence, by layer and channel, beside parameters, gradients,
 # optimizers and n-grams: by the peaks of `python -m gpu_proof gpu_graphs` in training and validation
 BUFFER_BYTES = {"train_seq_len": 24.8, "val_seq_len": 3.3}
+WITHOUT_KERNEL = 1.3  # times as many below compute capability 9.0, where the MLP has no kernel
 SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the free memory is looked at
 # Useful TFLOP/s, 6 FLOP per token and weight, in the head those of the softmax, by a part of the GPU's name. H100, 4090
 # and A100: by the roofline (gpu_proof/README.md). Others: 32% of their peak, as the H100.
@@ -198,7 +199,7 @@ def check_memory_and_time(
 ) -> list[str]:
     """Estimate both on GPUs, from the model itself and gpt2's buffers and speed. Compare free memory.
 
-    may_halve: halve the rows of n-grams, five times at most, until all fits. Return the flag that does so, if any.
+    may_halve: halve the rows of n-grams, eight times at most, until all fits. Return the flag that does so, if any.
     """
     gpt, optimizers = build(cfg, processes)
     if not gpus:
@@ -209,9 +210,10 @@ def check_memory_and_time(
     plans = [Plan(step, cfg) for step in range(cfg.num_iterations)]
     longest = {"train_seq_len": max(now.seq_len for now in plans), "val_seq_len": cfg.val_seq_len}
     size, free = len(cfg.layers) * cfg.model_dim, min(gpu.free for gpu in gpus[:processes])
+    size *= WITHOUT_KERNEL if any(gpu.capability < (9, 0) for gpu in gpus[:processes]) else 1.0
     need = {name: fixed + SPARE_MIB * 2**20 + BUFFER_BYTES[name] * n * size for name, n in longest.items()}
     all_rows, kinds = cfg.ngram_rows, cfg.ngram_order - 1
-    for i in range(6 if may_halve else 1):
+    for i in range(9 if may_halve else 1):
         cfg = dataclasses.replace(cfg, ngram_rows=all_rows // kinds // 2**i * kinds)
         if max(need.values()) + (ngrams := ngram_bytes(cfg, processes, longest["train_seq_len"])) <= free:
             break
