@@ -209,8 +209,9 @@ def check_memory_and_time(
     fixed = sum(storages.values()) + sum(p.nbytes for p in gpt.parameters())  # and their gradients
     plans = [Plan(step, cfg) for step in range(cfg.num_iterations)]
     longest = {"train_seq_len": max(now.seq_len for now in plans), "val_seq_len": cfg.val_seq_len}
-    size, free = len(cfg.layers) * cfg.model_dim, min(gpu.free for gpu in gpus[:processes])
-    size *= WITHOUT_KERNEL if any(gpu.capability < (9, 0) for gpu in gpus[:processes]) else 1.0
+    free = min(gpu.free for gpu in gpus[:processes])
+    has_kernel = all(gpu.capability >= (9, 0) for gpu in gpus[:processes])
+    size = len(cfg.layers) * cfg.model_dim * (1.0 if has_kernel else WITHOUT_KERNEL)
     need = {name: fixed + SPARE_MIB * 2**20 + BUFFER_BYTES[name] * n * size for name, n in longest.items()}
     all_rows, kinds = cfg.ngram_rows, cfg.ngram_order - 1
     for i in range(9 if may_halve else 1):
