@@ -341,8 +341,10 @@ class Hyperparameters:
 
         for name, row in TABLES.items():  # from JSON they come as lists
             object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
-        for name in "num_iterations batch_tokens train_seq_len val_tokens val_seq_len heads_per_matrix".split():
+        for name in "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment heads_per_matrix".split():
             require(name, 0 < getattr(self, name) < 2**31, "a number from 1 to 2^31 - 1")
+        require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
+        require("ngram_rows", self.ngram_order < self.ngram_rows < 2**31, "more than ngram_order, below 2^31")
         units = dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len, num_heads=self.heads_per_matrix)
         units |= dict(ngram_rows=self.ngram_order - 1, checkpoint_every=self.all_step, rare_from=self.all_step)
         for name, unit in units.items():
@@ -919,16 +921,16 @@ class Reader:
         batches = [[tokens.astype(np.int32) for tokens in batch] for batch in batches]
         hashes = [[find_ngrams(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]
         nothing = np.empty(0, np.int32)
-        read = [[nothing, *(rows for batch in hashes for rows, _ in batch[k::size])] for k in range(size)]
+        read = [[rows for batch in hashes for rows, _ in batch[k::size]] for k in range(size)]  # by each rank
         rows_per_rank = -(-self.cfg.ngram_rows // size)
-        all_places, reads = plan_reads([np.concatenate(r, axis=None) for r in read], rank, rows_per_rank)
-        parts = iter(np.split(all_places.astype(np.int32), np.cumsum([rows.size for rows in read[rank]])[1:-1]))
+        places, reads = plan_reads([np.concatenate([nothing, *r], axis=None) for r in read], rank, rows_per_rank)
+        own_places = iter(np.split(places.astype(np.int32), np.cumsum([rows.size for rows in read[rank]])[:-1]))
         steps: list[list[Inputs]] = []
         for now, batch, batch_hashes in zip(plans, batches, hashes, strict=True):
             steps.append([])
             for i in range(rank, len(batch), size):
                 rows, signs = batch_hashes[i]
-                places = next(parts).reshape(rows.shape)
+                places = next(own_places).reshape(rows.shape)
                 ids = self.doc_ids(now, batch[i][:-1])
                 targets = self.targets(now, i, batch[i])
                 rows = rows if size == 1 else places
@@ -2002,14 +2004,17 @@ class NgramTable:
 
     def state(self) -> dict[str, Tensor]:
         """Return the rows that ever had a gradient, on the host."""
-        ids = self.v.cpu().flatten().nonzero().flatten()
-        return dict(ids=ids + self.first, rows=self.rows.cpu()[ids], v=self.v.cpu()[ids])
+        ids = self.v.flatten().nonzero().flatten()
+        parts = ids.split(2**18)
+        rows, v = (torch.cat([t[part].cpu() for part in parts]) for t in (self.rows, self.v))
+        return dict(ids=ids.cpu() + self.first, rows=rows, v=v)
 
     def restore(self, ids: Tensor, **saved: Tensor) -> None:
-        """Set rows to what `state` returned, by way of the host."""
+        """Set rows to what `state` returned."""
         for name, values in saved.items():
             own = getattr(self, name)
-            own.copy_(own.cpu().index_copy_(0, ids - self.first, values))
+            for part, new in zip((ids - self.first).split(2**18), values.split(2**18), strict=True):
+                own.index_copy_(0, part.to(own.device), new.to(own.device))
 
 
 # ---- Log: the clock, the curves and the files of a run ---------------------------------------------------------------
@@ -2169,7 +2174,7 @@ def use_device(cfg: Hyperparameters, ranks: Ranks) -> torch.device:
 class CUDAGraphs:
     """Replay the launches of a function by a CUDA graph for each of its inputs' shapes (record 92).
 
-    One by one, those of a step of gpt2 took a host 31 to 41 ms, more than the kernels of a small batch take (measured:
+    One by one, those of a step of gpt2 took a host 23 to 55 ms, more than the kernels of a small batch take (measured:
     one H100, 16 cores). A graph reads copies of its inputs, and its results last until the next call.
     """
 
@@ -2483,6 +2488,9 @@ def describe(argv: Sequence[str], cfg: Hyperparameters, ranks: Ranks, data: Data
     note = "" if cfg.val_sha256 in ("", hashes["validation tokens"]) else " (not the track's: do not compare losses)"
     lines.append(f"training tokens: {num_tokens(cfg.num_iterations, cfg)}, sha256 {hashes['training tokens']}")
     lines.append(f"validation tokens: {cfg.val_tokens}, sha256 {hashes['validation tokens']}{note}")
+    rows = PRESETS[cfg.preset].ngram_rows
+    note = "" if cfg.ngram_rows == rows else f" (not the preset's {rows}: do not compare losses)"
+    lines.append(f"rows of n-grams: {cfg.ngram_rows}{note}")
     lines += [f"flags: {json.dumps(argv)}", f"configuration: {json.dumps(dataclasses.asdict(cfg))}"]
     return "\n".join(lines)
 

@@ -9,6 +9,7 @@ Exit codes: 0 done, 1 a graph failed, 2 something is missing, 130 interrupted.
 """
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -147,7 +148,14 @@ def predict_step(found: dict, gpu: Gpu, stage: dict, world: int) -> dict:
 def predict(found: dict, gpu: Gpu) -> dict:
     """Return the steps of all stages, and the seconds of all steps, on one of 8 processes and on the only one."""
     worlds = gpu_graphs.WORLDS[0], gpu_graphs.WORLDS[-1]
-    steps = {str(world): [predict_step(found, gpu, stage, world) for stage in found["stages"]] for world in worlds}
+    firsts = [0, *itertools.accumulate(stage["steps"] for stage in found["stages"])]
+    steps = {
+        str(world): [
+            predict_step(found, gpu, stage, world) | dict(first=first)
+            for stage, first in zip(found["stages"], firsts, strict=False)
+        ]
+        for world in worlds
+    }
     runs = {
         world: {
             part: sum(stage["steps"] * step["ms"][part] for stage, step in zip(found["stages"], own, strict=True))

@@ -72,25 +72,27 @@ def read_steps(trainer: Trainer, batches: Sequence[Batch], first: int) -> Steps:
             yield now, *inputs
 
 
-def step_ms(trainer: Trainer, steps: Steps, n: int) -> list[float]:
-    """Return the ms of steps as in training, n times the mean over as many as it takes until all groups have stepped.
-
-    A median of single steps would be that of one kind. On CUDA the clock is events in the stream, which wait for
-    nothing.
-    """
-    every, on_cuda = trainer.cfg.all_step, trainer.device.type == "cuda"
+def each_step_ms(trainer: Trainer, steps: Steps, n: int) -> np.ndarray:
+    """Return the ms of n steps as in training. On CUDA the clock is events in the stream, which wait for nothing."""
+    on_cuda = trainer.device.type == "cuda"
     marks: list[Any] = []
-    for cycle in range(n + 1):
+    for i in range(n + 1):
+        marks.append(torch.cuda.Event(enable_timing=True) if on_cuda else time.perf_counter())
         if on_cuda:
-            marks.append(torch.cuda.Event(enable_timing=True))
             marks[-1].record()
-        else:
-            marks.append(time.perf_counter())
-        for _ in range(every if cycle < n else 0):
+        if i < n:
             trainer.train_step(*next(steps))
     synchronize(trainer)
-    pairs = itertools.pairwise(marks)
-    return [(start.elapsed_time(end) if on_cuda else 1000 * (end - start)) / every for start, end in pairs]
+    return np.array([a.elapsed_time(b) if on_cuda else 1000 * (b - a) for a, b in itertools.pairwise(marks)])
+
+
+def step_ms(trainer: Trainer, steps: Steps, n: int) -> list[float]:
+    """Return n times the mean ms over as many steps as it takes until all groups have stepped.
+
+    A median of single steps would be that of one kind.
+    """
+    every = trainer.cfg.all_step
+    return each_step_ms(trainer, steps, n * every).reshape(n, every).mean(1).tolist()
 
 
 def profile(trainer: Trainer, steps: Steps) -> str:
@@ -253,16 +255,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path("logs") / time.strftime("benchmark-%Y%m%d-%H%M%S")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=out, help="default: logs/benchmark-TIME")
     parser.add_argument("--one_of", type=int, metavar="N", help="as one rank of N, without communication")
-    parser.add_argument("--stages", default="", help="with --one_of: which, such as 1,3")
+    parser.add_argument("--stages", type=int, nargs="+", help="with --one_of: which, such as 1 3 (default: all)")
     parser.add_argument("--synthetic", action="store_true", help="with --one_of: on random tokens, which need no data")
     args, flags = parser.parse_known_args(argv)
     try:
-        if args.one_of:
+        if args.one_of is not None:
             from speedrun import one_of  # which needs this module
 
             cfg = train_gpt.resolve(train_gpt.parse_args(flags))
-            stages = [int(stage) for stage in args.stages.split(",") if stage] or [*range(1, 1 + len(cfg.stages))]
-            one_of.measure(cfg, args.one_of, stages, args.out, args.synthetic)
+            one_of.measure(cfg, args.one_of, args.stages, args.out, args.synthetic)
             return 0
         run(flags, args.quick, args.out, train_gpt.init_distributed())
     except (UserError, OSError) as error:

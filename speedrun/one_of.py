@@ -12,7 +12,6 @@ import re
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +20,9 @@ from torch.profiler import ProfilerActivity, record_function
 
 import train_gpt
 from gpu_proof import roofline
-from speedrun.bench import Steps, read_steps, synchronize
+from speedrun.bench import Steps, each_step_ms, read_steps, synchronize
 from speedrun.process import ROOT
-from train_gpt import Hyperparameters, Plan, Ranks, Trainer
+from train_gpt import Hyperparameters, Plan, Ranks, Trainer, UserError
 
 CYCLES = 8  # that are timed, per stage
 PRODUCTS = dict(mm=0, addmm=1, bmm=0, baddbmm=1, _scaled_mm=0)  # which input is the first factor
@@ -42,21 +41,17 @@ def build(cfg: Hyperparameters, size: int) -> Trainer:
 
 def time_steps(trainer: Trainer, steps: Steps, count: int) -> dict:
     """Return the ms of steps: by the device's clock, of the host when it waits for nothing, and of reading."""
-    on_cuda = trainer.device.type == "cuda"
-    marks: list[Any] = []
-    due, waited = [], 0.0
-    for _ in range(count + 1):
-        marks.append(torch.cuda.Event(enable_timing=True) if on_cuda else time.perf_counter())
-        if on_cuda:
-            marks[-1].record()
-        if len(marks) <= count:
+    due, waited = [], []
+
+    def noted() -> Steps:
+        while True:
             began = time.perf_counter()
             step = next(steps)
-            waited += time.perf_counter() - began
-            trainer.train_step(*step)
+            waited.append(1000 * (time.perf_counter() - began))
             due.append(step[0].is_due(trainer.table.group))
-    synchronize(trainer)
-    ms = np.array([a.elapsed_time(b) if on_cuda else 1000 * (b - a) for a, b in itertools.pairwise(marks)])
+            yield step
+
+    ms = each_step_ms(trainer, noted(), count)
     host = []
     for _ in range(trainer.cfg.all_step):
         step = next(steps)
@@ -73,7 +68,7 @@ def time_steps(trainer: Trainer, steps: Steps, count: int) -> dict:
         with_tables=float(np.median(ms[rare])),
         without_tables=float(np.median(ms[~rare])) if not rare.all() else None,
         host_ms=float(np.mean(host)),
-        wait_for_reader_ms=1000 * waited / count,
+        wait_for_reader_ms=float(np.mean(waited)),
         n=len(whole),
     )
 
@@ -89,6 +84,7 @@ def label_of(op) -> str:
 
 
 def phase_of(op) -> str:
+    """Say whether an operation is one of the optimizers'."""
     while op is not None:
         if op.name == "optimizers":
             return op.name
@@ -154,16 +150,19 @@ def write_tokens(cfg: Hyperparameters, folder: Path) -> Hyperparameters:
     return dataclasses.replace(cfg, train_files=str(folder / "random.bin"))
 
 
-def predicted(size: int) -> list[dict] | None:
-    """Return what the roofline predicts for the steps of the stages on this card, if it was asked."""
-    path = ROOT / "gpu_proof" / "h100.json"
-    if torch.cuda.is_available() and "H100" in torch.cuda.get_device_name() and path.exists():
-        return json.loads(path.read_text())["gpus"]["h100"]["steps"].get(str(size))
-    return None
+def predicted(size: int, start: int) -> dict[str, float]:
+    """Return the ms that the roofline predicts for the parts of a step of gpt2 on an H100, of one rank of 8 or of 1."""
+    steps = json.loads((ROOT / "gpu_proof" / "h100.json").read_text())["gpus"]["h100"]["steps"].get(str(size), [])
+    return next((step["ms"] for step in reversed(steps) if step["first"] <= start), {})
 
 
-def measure(cfg: Hyperparameters, size: int, stages: list[int], out: Path, synthetic: bool) -> dict:
-    """Measure stages, numbered from 1; print and write what each shows as soon as it is there."""
+def measure(cfg: Hyperparameters, size: int, stages: list[int] | None, out: Path, synthetic: bool) -> None:
+    """Measure stages, numbered from 1 and by default all; print and write what each shows as soon as it is there."""
+    numbers = range(1, 1 + len(cfg.stages))
+    if size < 1 or cfg.batch_sequences % size:
+        raise UserError(f"--one_of {size}: expected a divisor of {cfg.batch_sequences}, the sequences of a step")
+    if stages and not {*stages} <= {*numbers}:
+        raise UserError(f"--stages {' '.join(map(str, stages))}: expected some of 1 to {len(cfg.stages)}")
     out.mkdir(parents=True, exist_ok=True)
     if synthetic:
         cfg = write_tokens(cfg, out)
@@ -172,8 +171,8 @@ def measure(cfg: Hyperparameters, size: int, stages: list[int], out: Path, synth
     trainer = build(cfg, size)
     print(f"built in {time.perf_counter() - began:.1f} s", flush=True)
     starts = [0, *train_gpt.stage_ends(cfg)[:-1]]
-    for stage in stages:
-        start = -(-starts[stage - 1] // cfg.all_step) * cfg.all_step
+    for stage in stages or numbers:
+        start = starts[stage - 1]
         now = Plan(start, cfg)
         lengths = [(now.seq_len, now.stage.max_doc_len)] * (2 * cfg.all_step)
         batches = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg)
@@ -190,12 +189,11 @@ def measure(cfg: Hyperparameters, size: int, stages: list[int], out: Path, synth
         kernels = profile(trainer, steps)
         parts = by_part(kernels)
         found |= dict(kernels_ms=sum(parts.values()), parts=parts, kernels=dict(itertools.islice(kernels.items(), 60)))
-        if guess := predicted(size):
-            found["predicted"] = guess[stage - 1]["ms"]
+        if cfg.preset == "gpt2" and trainer.device.type == "cuda" and "H100" in torch.cuda.get_device_name():
+            found["predicted"] = predicted(size, start)
         document["stages"][str(stage)] = found
         (out / "one_of.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
         print(table(stage, found), flush=True)
-    return document
 
 
 def table(stage: int, found: dict) -> str:
@@ -207,8 +205,6 @@ def table(stage: int, found: dict) -> str:
     guess = found.get("predicted", {})
     for part in sorted({*found["parts"], *guess}, key=lambda part: -found["parts"].get(part, 0.0)):
         lines.append(f"| {part} | {found['parts'].get(part, 0.0):.2f} | {guess.get(part, float('nan')):.2f} |")
-    lines += [
-        "",
-        *(f"{row['ms']:8.3f} {row['launches']:6.1f}  {name[:110]}" for name, row in found["kernels"].items()),
-    ][:31]
+    kernels = itertools.islice(found["kernels"].items(), 30)
+    lines += ["", *(f"{row['ms']:8.3f} {row['launches']:6.1f}  {name[:110]}" for name, row in kernels)]
     return "\n".join([*lines, ""])

@@ -108,6 +108,13 @@ def test_plain_gpt_writes_a_log_that_can_be_raced_on_any_text(corpus, tmp_path, 
     assert log.train_time == pytest.approx(told["train_time_ms"], abs=1)
 
 
+@pytest.mark.parametrize("flags", ["--one_of 3", "--one_of 0", "--one_of 8 --stages 9"])
+def test_a_share_that_there_is_not_is_refused(flags: str, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        bench.main([*flags.split(), "--preset=mini", "--device=cpu", "--batch_tokens=8192", f"--out={tmp_path}"])
+    assert "expected " in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_without_a_gpu_one_line_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(pytest.exit.Exception, match="no GPU that torch can use") as stopped:  # ./test.sh -m gpu
