@@ -181,7 +181,8 @@ def refusal(argv: list[str]) -> str:
 
 BAD = """preset gpt3;device tpu;num_iterations five;num_iterations 1.5;num_iteration 5;layers 1;num_iterations 0;
 batch_tokens -1;batch_tokens 100;val_tokens 100;batch_tokens 2147483648;heads_per_matrix 3;vocab_size 256;
-ngram_rows 3 --ngram_order 3;ngram_rows 1;ngram_order 5;ngram_order 1;segment 0;train_files nowhere/*.bin;train_files LICENSE;num_iterations 1000;
+ngram_rows 3 --ngram_order 3;ngram_rows 1;ngram_order 5;ngram_order 1;segment 0;
+train_files nowhere/*.bin;train_files LICENSE;num_iterations 1000;
 prefix_file nowhere;prefix_file LICENSE;canon_file LICENSE;log_dir LICENSE;run_id \0;resume nowhere"""
 BAD += ";device cuda" * (not torch.cuda.is_available())
 
