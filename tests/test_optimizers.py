@@ -159,3 +159,17 @@ def test_buffers_have_little_padding(size):
         row = optimizer.grad_buffer[0].numel()
         needed = sum(-(-p.numel() // row) for p in optimizer.params)
         assert needed <= len(optimizer.grad_buffer) < needed + size
+
+
+def test_rows_of_ngrams_are_saved_and_restored_in_blocks(gpt2, monkeypatch):
+    """As the second of two ranks has them: 33 rows, those that had a gradient in blocks of four."""
+    monkeypatch.setattr(train_gpt, "ROWS_AT_ONCE", 4)
+    tables = [train_gpt.NgramTable(gpt2, Ranks(1, 2, 1, 2), torch.device("cpu")) for _ in range(2)]
+    touched = torch.arange(len(tables[0].rows)) % 3 > 0
+    tables[0].rows[touched] = torch.randn(int(touched.sum()), gpt2.model_dim)
+    tables[0].v[touched] = torch.rand(int(touched.sum()), 1) + 0.1
+    saved = tables[0].state()
+    assert len(saved["ids"]) == touched.sum() > 16
+    tables[1].restore(**saved)
+    assert torch.equal(tables[1].rows, tables[0].rows)
+    assert torch.equal(tables[1].v, tables[0].v)
