@@ -1,7 +1,8 @@
-"""Pretend that one NVIDIA GPU is here: torch's CPU build then lowers graphs for it, and Triton compiles their kernels.
+"""Pretend that one NVIDIA GPU is here: torch then lowers graphs for it, and Triton compiles their kernels.
 
 Nothing runs there. Tensors are fake: shapes without data. All of it is for one process, which must not have imported
-torch, and is written for TORCH: each pretence below says what asks for it.
+torch, and is written for the versions in TRITON: each pretence below says what asks for it. CUDA builds of torch can
+pretend, too; the CPU build is smaller.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from types import SimpleNamespace
 
 from speedrun.needs import PIP
 
-TORCH, TRITON = "2.13.", "3.7.1"  # the latter also in pyproject.toml
+TRITON = {"2.11": "3.6.0", "2.13": "3.7.1"}  # by version of torch; the last also in pyproject.toml
 
 # By compute capability, from the CUDA C++ Programming Guide and NVIDIA's data sheets: multiprocessors, threads of each,
 # bytes of shared memory that a block may have, MiB of memory as torch reports them (rounded; 300 to 900 less than
@@ -39,15 +40,16 @@ def missing() -> str:
     version, has_triton = importlib.metadata.version("torch"), importlib.util.find_spec("triton")
     if sys.platform != "linux":
         return f"needs Linux, for which Triton is built; this is {sys.platform}"
-    if not version.startswith(TORCH) or "+cpu" not in version:
-        cpu_build = f"{PIP} 'torch=={TORCH}*' --index-url https://download.pytorch.org/whl/cpu"
-        return f"needs the CPU build of torch {TORCH}x, this is {version}: {cpu_build}, in an environment of its own"
-    if not has_triton or importlib.metadata.version("triton") != TRITON:
-        return f"needs triton {TRITON}: {PIP} triton=={TRITON}"
+    wanted = TRITON.get(version.rpartition(".")[0])
+    if not wanted:
+        cpu_build = f"{PIP} 'torch=={max(TRITON)}.*' --index-url https://download.pytorch.org/whl/cpu"
+        return f"needs torch {' or '.join(TRITON)}, this is {version}: {cpu_build}, in an environment of its own"
+    if not has_triton or importlib.metadata.version("triton") != wanted:
+        return f"needs triton {wanted}: {PIP} triton=={wanted}"
     return "" if shutil.which("g++") else "needs a C++ compiler: install g++ (Debian, Ubuntu: apt install g++)"
 
 
-def load_guard() -> None:
+def load_guard() -> ctypes.CDLL:
     """Build pretend_guard.cpp, once per version of torch, and load it: torch asks for CUDA's hooks while it starts."""
     source, torch_folder = Path(__file__).with_name("pretend_guard.cpp"), Path(importlib.util.find_spec("torch").origin)
     torch_folder, version = torch_folder.parent, importlib.metadata.version("torch")
@@ -60,7 +62,7 @@ def load_guard() -> None:
             options += [f"-Wl,-rpath,{torch_folder}/lib", "-lc10", "-ltorch_cpu", "-o", f"{folder}/guard.so"]
             subprocess.run(["g++", source, *options], check=True)
             os.rename(f"{folder}/guard.so", library)
-    ctypes.CDLL(str(library))
+    return ctypes.CDLL(str(library))
 
 
 def install(arch: int) -> None:
@@ -71,9 +73,10 @@ def install(arch: int) -> None:
     # The compiler would time whether to pad the gates' products, of 12 inputs, as it does not know the GPU's rates; an
     # H100's make it pad none, as these products wait for memory (torch._inductor.fx_passes.pad_mm, is_mm_compute_bound)
     os.environ["TORCHINDUCTOR_SHAPE_PADDING"] = "0"
-    load_guard()
+    guard = load_guard()
     import torch
 
+    guard.take_over()  # a CUDA build has put its own there
     kind = DEVICES[arch]
     properties = SimpleNamespace(  # for Inductor's heuristics and FlexAttention's tiles
         name=kind.name, major=arch // 10, minor=arch % 10, multi_processor_count=kind.processors, warp_size=32,
@@ -132,6 +135,7 @@ def pretend_dynamo_and_inductor(torch) -> None:
 
     # torch.tensor(..., device="cuda") begins as a real tensor: on the CPU
     FakeTensorMode.avoid_device_init = property(lambda self: True)
+    torch._subclasses.fake_tensor.init_gpu_context = lambda device: None  # a CUDA build makes a tensor there
 
     class OnCPU(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

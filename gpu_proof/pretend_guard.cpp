@@ -1,5 +1,6 @@
-// For torch's CPU build to index and differentiate fake CUDA tensors: a device guard that does nothing, and hooks that
-// say there is one CUDA device. torch finds the hooks by the name CUDAHooks, and asks for them once, while it starts.
+// For torch to index and differentiate fake CUDA tensors: a device guard that does nothing, and hooks that say there is
+// one CUDA device. torch finds the hooks by the name CUDAHooks, and asks for them once, while it starts: of a CUDA build
+// they take the place by priority, and the guard when `take_over` is called after torch has been imported.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -29,5 +30,7 @@ impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, new Guard());
 }  // namespace
 
 namespace at {
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }
+
+extern "C" void take_over() { c10::impl::DeviceGuardImplRegistrar again(c10::DeviceType::CUDA, new Guard()); }
