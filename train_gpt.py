@@ -485,6 +485,8 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     if cfg.device == "cuda" and not on_cuda:
         raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU; ./run.sh --check says why")
+    if on_cuda and cfg.head_dim < 32:
+        raise UserError(f"--head_dim {cfg.head_dim}: FlexAttention takes 32 or more, as half heads have half of it")
     # A CPU with AVX512-BF16 or AMX multiplies bf16 2.1 times as fast as fp32, others 3 to 10 times slower
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
@@ -1042,6 +1044,11 @@ def matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast
     return torch._scaled_mm(a, b, one / scale, one, out_dtype=dtype, use_fast_accum=fast)
 
 
+def has_kernels(t: Tensor) -> bool:
+    """Say whether kernels of this script take t, or PyTorch does what they do."""
+    return triton is not None and t.is_cuda and t.dtype == torch.bfloat16
+
+
 if triton:
 
     @triton.jit
@@ -1055,6 +1062,17 @@ if triton:
         relu = tl.maximum(z.load([t, n]).to(tl.float32), 0)
         dz.store([t, n], (2 * relu * total).to(dz.dtype))
         y.store([t, n], (relu * relu).to(y.dtype))
+
+    @triton.jit
+    def relu_squared_fp8_kernel(z, y, scales, N, BLOCK: tl.constexpr):
+        """Compute a row of `relu_squared_fp8_rows`."""
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.arange(0, BLOCK)
+        relu = tl.maximum(tl.load(z + row * N + columns, columns < N, other=0).to(tl.float32), 0)
+        squares = relu * relu
+        scale = 448 / tl.maximum(tl.max(squares), 1e-12)
+        tl.store(scales + row, 1 / scale)
+        tl.store(y + row * N + columns, tl.minimum(squares * scale, 448).to(y.dtype.element_ty), columns < N)
 
 
 def relu_squared_backward(grad: Tensor, w: Tensor, z: Tensor, by_kernel: bool) -> tuple[Tensor, Tensor]:
@@ -1080,16 +1098,34 @@ def relu_squared_backward(grad: Tensor, w: Tensor, z: Tensor, by_kernel: bool) -
     return dz, y
 
 
-def fp8_product(x: Tensor, w: Tensor) -> Tensor:
+def fp8_rows(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return t in e4m3, and what its rows (n, 1) are to be multiplied by: their largest number becomes 448, e4m3's."""
+    scale = 448 / t.abs().amax(1, keepdim=True).float().clamp(min=1e-12)
+    return quantize(t, scale, torch.float8_e4m3fn).contiguous(), 1 / scale
+
+
+def relu_squared_fp8_rows(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `fp8_rows` of relu(z)^2 for z (T, N).
+
+    A kernel holds a row in registers. The compiler's reads long rows twice, in twice the time (measured: one H100).
+    """
+    if not has_kernels(z):
+        return fp8_rows(F.relu(z).square_())
+    T, N = z.shape
+    y = torch.empty_like(z, dtype=torch.float8_e4m3fn)
+    scales = z.new_empty(T, 1, dtype=torch.float32)
+    relu_squared_fp8_kernel[(T,)](z, y, scales, N, triton.next_power_of_2(N))
+    return y, scales
+
+
+def fp8_product(x: tuple[Tensor, Tensor], w: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x @ w.T, multiplied in FP8 (records 84, @sisovicm, 89, @Mister-dev-oss and others, 90, @Glitchfix).
 
-    The largest number of each row becomes 448, the largest of e4m3. Records have one scale for a weight, and scale
-    all hidden units of a rank by the largest of the step before, which a checkpoint would have to keep.
+    x comes from `fp8_rows`. Records have one scale for a weight, and scale all hidden units of a rank by the largest of
+    the step before, which a checkpoint would have to keep.
     """
-    x_scale, w_scale = (448 / t.abs().amax(1, keepdim=True).float().clamp(min=1e-12) for t in (x, w))
-    x_q = quantize(x, x_scale, torch.float8_e4m3fn)
-    w_q = quantize(w, w_scale, torch.float8_e4m3fn).contiguous()
-    return torch._scaled_mm(x_q, w_q.t(), 1 / x_scale, 1 / w_scale.t(), out_dtype=x.dtype, use_fast_accum=True)
+    (x_q, x_scale), (w_q, w_scale) = x, fp8_rows(w)
+    return torch._scaled_mm(x_q, w_q.t(), x_scale, w_scale.t(), out_dtype=dtype, use_fast_accum=True)
 
 
 class FP8Linear(torch.autograd.Function):
@@ -1098,7 +1134,7 @@ class FP8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
         ctx.save_for_backward(x, w)
-        return fp8_product(x, w)
+        return fp8_product(fp8_rows(x), w, x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -1115,11 +1151,10 @@ class ReluSquaredMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, c_fc: Tensor, c_proj: Tensor, fp8: bool, by_kernel: bool) -> Tensor:
-        multiply = fp8_product if fp8 else F.linear
         ctx.by_kernel = by_kernel
-        z = multiply(x, c_fc)
+        z = fp8_product(fp8_rows(x), c_fc, x.dtype) if fp8 else F.linear(x, c_fc)
         ctx.save_for_backward(x, c_fc, c_proj, z)
-        return multiply(F.relu(z).square_(), c_proj)
+        return fp8_product(relu_squared_fp8_rows(z), c_proj, x.dtype) if fp8 else F.linear(F.relu(z).square_(), c_proj)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -1612,6 +1647,55 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
     return losses, torch.ops.aten.sigmoid_backward(d_logits, s).mul_(r * 2 / c)
 
 
+if triton:
+
+    @triton.jit
+    def cross_entropy_kernel(
+        z, targets, weights, losses, grad, V, n,
+        slope: tl.constexpr, shift: tl.constexpr, r: tl.constexpr, scale: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Compute the loss of a token, and its gradient by the logits times `scale`, as `cross_entropy_by_kernel`."""
+        row = tl.program_id(0).to(tl.int64)
+        z += row * V
+        grad += row * V
+        targets += row * n
+        totals = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, V, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            s = tl.sigmoid(slope * tl.load(z + columns, columns < V, other=0).to(tl.float32) + shift)
+            totals += tl.where(columns < V, tl.exp(-r * s), 0)
+        total = tl.sum(totals)
+        loss = 0.0
+        total_weight = 0.0
+        for k in range(n):
+            target = tl.load(targets + k)
+            weight = tl.load(weights + k)
+            s = tl.sigmoid(slope * tl.load(z + tl.maximum(target, 0)).to(tl.float32) + shift)
+            loss += tl.where(target >= 0, weight * (tl.log(total) + r * s), 0)
+            total_weight += tl.where(target != -1, weight, 0)
+        tl.store(losses + row, loss)
+        for start in range(0, V, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            s = tl.sigmoid(slope * tl.load(z + columns, columns < V, other=0).to(tl.float32) + shift)
+            d = total_weight / total * tl.exp(-r * s)
+            for k in range(n):
+                d -= tl.where(columns == tl.load(targets + k), tl.load(weights + k), 0)
+            tl.store(grad + columns, (scale * d * s * (1 - s)).to(grad.dtype.element_ty), columns < V)
+
+
+def cross_entropy_by_kernel(z, targets, weights, softcap: tuple, scale: float, dtype: torch.dtype):
+    """Return what `softcapped_cross_entropy` does, the gradient times `scale` in `dtype`.
+
+    z is read twice, the second time from a cache; the compiler's kernel took up to twice as long (measured: one H100).
+    """
+    c, r, d = softcap
+    losses = torch.empty(len(z), dtype=torch.float32, device=z.device)
+    grad = torch.empty_like(z, dtype=dtype)
+    numbers = -2 / c, -2 * d / c, r, scale * r * 2 / c
+    cross_entropy_kernel[(len(z),)](z, targets, weights, losses, grad, z.size(1), len(weights), *numbers, 2048)
+    return losses, grad
+
+
 FP8_SCALES = 448 / 100, 448 / 2, 448 / 0.75  # of the head's input, its weight, the logits' gradient
 
 
@@ -1639,11 +1723,14 @@ class HeadLoss(torch.autograd.Function):
             x_slice, t = x[part], targets[part]
             x_q = quantize(x_slice, x_scale, low)
             z = matmul(x_q, w_q.t(), x_scale * w_scale, x.dtype, fast=True)
-            bits = None if never is None else never[part]
-            loss, grad_z = softcapped_cross_entropy(z.to(wide(w.dtype)), t, weights, softcap, with_grads, bits)
+            if with_grads and has_kernels(z):
+                loss, grad_q = cross_entropy_by_kernel(z, t, weights, softcap, grad_scale, grad_low)
+            else:
+                bits = None if never is None else never[part]
+                loss, grad_z = softcapped_cross_entropy(z.to(wide(w.dtype)), t, weights, softcap, with_grads, bits)
+                grad_q = quantize(grad_z, grad_scale, grad_low) if with_grads else None
             losses.append(loss)
             if with_grads:
-                grad_q = quantize(grad_z, grad_scale, grad_low)
                 grads_x.append(matmul(grad_q, w_q, grad_scale * w_scale, x.dtype))
                 # As (K, V), then transposed: faster than (V, K) directly (record 19)
                 added = matmul(x_q.t(), grad_q, x_scale * grad_scale, wide(w.dtype)).t()
@@ -1954,6 +2041,11 @@ def row_adam_update(rows, v, grad, rate, eps, decay, added) -> tuple[Tensor, Ten
     return (old - u - decay * old * (u * old > 0)).to(rows.dtype), v
 
 
+def add_rows(sums: Tensor, places: Tensor, grad: Tensor) -> None:
+    """Add gradients of n-grams (n, T, K) to the rows of `sums` at `places` (n, T)."""
+    sums.index_add_(0, places.flatten(), grad.flatten(0, 1).to(sums.dtype))
+
+
 ROWS_AT_ONCE = 2**18  # that are copied: 400 MB in gpt2
 
 
@@ -2233,7 +2325,7 @@ class Trainer:
             self.sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
         for inputs in sequences:
             loss, grad = self.gradients(inputs, F.embedding(inputs.rows, self.rows), settings)
-            self.sums.index_add_(0, inputs.places.flatten(), grad.flatten(0, 1).to(self.sums.dtype))
+            compiled(add_rows, self.cfg.compile, dynamic=True)(self.sums, inputs.places, grad)
             losses.append(loss / len(inputs.tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
         wait = start_collective(dist.all_reduce, mean)

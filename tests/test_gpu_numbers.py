@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,39 @@ def check_mlp_kernel():
         assert T == 1 or not torch.equal(found, twin), "the kernel ran"
 
 
-def test_mlp_kernel_interpreted():
-    code = "import test_gpu_numbers; from gpu_proof import interpret; interpret.mend(); "
-    command = [sys.executable, "-c", code + "test_gpu_numbers.check_mlp_kernel()"]
+def check_squares_kernel():
+    """Compare rows with PyTorch's, of which one has no positive number."""
+    for T, N in ((8, 2816), (3, 64)):
+        z = torch.randn(T, N, generator=torch.Generator().manual_seed(0)).bfloat16()
+        z[1] = -z[1].abs()
+        (y, scales), (twin, of_twin) = train_gpt.relu_squared_fp8_rows(z), train_gpt.fp8_rows(z.float().relu().square())
+        assert torch.equal(y.float(), twin.float())
+        torch.testing.assert_close(scales, of_twin, rtol=1e-6, atol=0)
+
+
+def check_cross_entropy_kernel():
+    """Compare losses and gradients with float64: with some targets missing, and two that are equal."""
+    generator = torch.Generator().manual_seed(0)
+    softcap = 15.0, 23.0, 5.0
+    for V, n in ((320, 3), (2112, 1), (4096, 2)):
+        z = (3 * torch.randn(12, V, generator=generator)).bfloat16()
+        targets = torch.randint(-2, V, (12, n), generator=generator)
+        targets[:3] = torch.tensor([-1, -2, V - 1])[:, None]
+        weights = torch.tensor([1.0, 0.5, 0.25])[:n]
+        exact = train_gpt.softcapped_cross_entropy(z.double(), targets, weights, softcap, True)
+        found = train_gpt.cross_entropy_by_kernel(z, targets, weights, softcap, 2.0, torch.float32)
+        for a, b, scale in zip(found, exact, (1, 2), strict=True):
+            torch.testing.assert_close(a.double(), scale * b, rtol=1e-5, atol=1e-6)
+        narrow = train_gpt.cross_entropy_by_kernel(z, targets, weights, softcap, 597.0, torch.float8_e5m2)[1]
+        expected = (597 * exact[1]).to(torch.float8_e5m2)
+        assert (narrow.float() != expected.float()).float().mean() < 0.001, "rounded from other last bits"
+
+
+@pytest.mark.parametrize("check", [check_mlp_kernel, check_squares_kernel, check_cross_entropy_kernel])
+def test_kernels_interpreted(check: Callable[[], None]):
+    code = "import test_gpu_numbers, train_gpt; from gpu_proof import interpret; interpret.mend(); "
+    code += f"train_gpt.has_kernels = lambda t: True; test_gpu_numbers.{check.__name__}()"
+    command = [sys.executable, "-c", code]
     env = os.environ | dict(TRITON_INTERPRET="1", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
     subprocess.run(command, env=env, check=True)
 

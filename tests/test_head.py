@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from gpu_proof.randomize import randomize
-from train_gpt import HeadLoss, Plan, Ranks, Settings, Trainer, fp8_product
+from train_gpt import HeadLoss, Plan, Ranks, Settings, Trainer, fp8_product, fp8_rows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**13
@@ -170,7 +170,12 @@ def test_numbers_beyond_the_largest_saturate(index: int, scale: float, size: flo
 @pytest.mark.published
 def test_an_mlp_multiplies_twice_in_fp8(gpt2, monkeypatch):
     mlp, products = train_gpt.MLP(dataclasses.replace(gpt2, layers_fp8=True)), []
-    monkeypatch.setattr(train_gpt, "fp8_product", lambda x, w: products.append(w.shape) or x @ w.t())
+
+    def product(x, w, dtype):
+        products.append(w.shape)
+        return x[0].to(dtype) @ w.t()
+
+    monkeypatch.setattr(train_gpt, "fp8_product", product)
     mlp(torch.randn(4, gpt2.model_dim), torch.ones(()))
     assert products == [mlp.c_fc.mT.shape, mlp.c_proj.shape]
 
@@ -189,7 +194,7 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     [inputs], _ = trainer.dummies(now, now.seq_len)
     batch = inputs, torch.randn(2, now.seq_len, 96).bfloat16(), Settings.of(now, trainer.device)
     products, in_head = [], []
-    monkeypatch.setattr(train_gpt, "fp8_product", lambda x, w: products.append(w.shape) or fp8_product(x, w))
+    monkeypatch.setattr(train_gpt, "fp8_product", lambda *args: products.append(args[1].shape) or fp8_product(*args))
     apply = HeadLoss.apply
     monkeypatch.setattr(HeadLoss, "apply", lambda *args: in_head.append(args[4:7]) or apply(*args))
     loss = fp8(*batch)
@@ -244,7 +249,8 @@ def test_gradients_of_the_mlp_are_those_of_autograd(dtype: torch.dtype, fp8: boo
 
     def multiply(x: Tensor, w: Tensor) -> Tensor:
         product = F.linear(x, w)
-        rounded = fp8_product(*(t.detach().to(args[0].dtype) for t in (x, w))) if fp8 else product
+        narrow = [t.detach().to(args[0].dtype) for t in (x, w)]
+        rounded = fp8_product(fp8_rows(narrow[0]), narrow[1], args[0].dtype) if fp8 else product
         return product + (rounded - product).detach()
 
     def mlp(x: Tensor, c_fc: Tensor, c_proj: Tensor) -> Tensor:

@@ -239,6 +239,12 @@ def test_gpus_are_for_gpt2_and_leave_nano_to_the_cpu(monkeypatch):
         assert (cfg.lm_head_fp8, cfg.layers_fp8) == (dtype == "bfloat16",) * 2
 
 
+def test_heads_that_are_too_narrow_for_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UserError, match="head_dim 16: FlexAttention takes 32 or more"):
+        train_gpt.resolve(dataclasses.replace(train_gpt.PRESETS["mini"], device="cuda"))
+
+
 @pytest.mark.parametrize("suffix", [".txt", ".json", ".pt", ".checkpoint"])
 def test_log_of_another_run_is_not_overwritten(flags, tmp_path, suffix):
     """Nor any other file of its name, also where --resume finds no checkpoint and begins anew."""
