@@ -4,10 +4,12 @@
     python data/pack_text.py FILES_OR_FOLDERS... --train             # and trains on them
     python data/pack_text.py FILES_OR_FOLDERS... --tokenizer gpt2    # needs tiktoken: pip install -e ".[text]"
     python data/pack_text.py FILES_OR_FOLDERS... --train -- --seed 1 --compile    # flags of train_gpt.py, after --
+    python data/pack_text.py corpus.jsonl --field text               # a text on each line, as JSON
+    python data/pack_text.py corpus.txt --separator '<|endoftext|>'  # texts with this between them
 
 The last line of output is the command that trains on the shards, with fewer steps and a shorter validation if they hold
-less than the preset's run takes. Of 20 and more files whole ones are for validation, by the hash of their names; of
-fewer, documents are. A document is
+less than the preset's run takes. A file is one text, or holds several, as above. Of 20 and more texts whole ones are
+for validation, by the hash of their names; of fewer, documents are. A document is
 - bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 2,048. What many files
   repeat (a licence, a quoted mail) then counts once, and the model's window of 256 bytes loses little.
 - gpt2: a piece of at least 8 KiB that ends at a blank line, cut after 16 KiB and after 2,048 tokens, because training
@@ -21,6 +23,7 @@ Exit codes: 0 packed, 2 something has to be fixed first, 130 interrupted: older 
 import argparse
 import glob
 import hashlib
+import json
 import os
 import shlex
 import shutil
@@ -41,8 +44,9 @@ ROOT = Path(__file__).resolve().parents[1]
 SHARD_TOKENS = 100_000_000
 MAX_TOKENS = 2048  # after which gpt2 cuts documents
 BATCH_DOCUMENTS = 256  # encoded at a time
-MANY_FILES = 20  # are split by file, fewer by document: a file is then too much or too little for validation
-EXTENSIONS = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
+MANY_TEXTS = 20  # are split by text, fewer by document: a text is then too much or too little for validation
+JSON_LINES = (".jsonl", ".ndjson")
+EXTENSIONS = ".jsonl,.ndjson,.txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
 # Sizes of documents; what the preset's run takes: its steps, and the least that have one in each stage, tokens of the
 # largest step, sequences of its validation
 Tokenizer = namedtuple("Tokenizer", "preset min_bytes max_bytes steps min_steps step_tokens val_sequences val_seq_len")
@@ -80,6 +84,21 @@ def find_files(arguments: Iterable[Path], extensions: set[str]) -> dict[Path, st
     return files
 
 
+def split_texts(name: str, content: bytes, separator: str, field: str) -> list[bytes]:
+    """Return the texts of a file: of JSON lines a field, of others what is between separators, if there is one."""
+    if not name.lower().endswith(JSON_LINES):
+        return content.split(separator.encode()) if separator else [content]
+    texts = []
+    for number, line in enumerate(content.splitlines(), start=1):
+        if line.strip():
+            try:
+                texts.append(json.loads(line)[field].encode())
+            except (ValueError, KeyError, TypeError, AttributeError):
+                text = f"{name}, line {number}: expected a JSON object with text in its field {field!r}"
+                raise RuntimeError(f"{text}; --field names another") from None
+    return texts
+
+
 def cut_documents(text: bytes, tokenizer: Tokenizer) -> Iterator[bytes]:
     """Cut a file into documents, without a character of UTF-8 cut in two."""
     # Windows newlines become \n first, or a file from there would have no double newlines
@@ -92,29 +111,32 @@ def cut_documents(text: bytes, tokenizer: Tokenizer) -> Iterator[bytes]:
         yield document[start:]
 
 
-def read_documents(files: dict[Path, str], tokenizer: Tokenizer, val_fraction: float) -> dict[str, list[bytes]]:
-    """Read all files, and split their documents. At least one file or document is for validation."""
+def read_documents(files: dict[Path, str], args: argparse.Namespace) -> dict[str, list[bytes]]:
+    """Read all files, and split their documents. At least one text or document is for validation."""
+    tokenizer = TOKENIZERS[args.tokenizer]
     groups = []  # a name, and the documents that stay together
     odd: dict[str, list[str]] = defaultdict(list)
     for path, name in files.items():
-        text = path.read_bytes()
-        if text.startswith(COMPRESSED):
+        content = path.read_bytes()
+        if content.startswith(COMPRESSED):
             odd["compressed, left out; unpack them first, as with gunzip"].append(name)
-        elif b"\0" in text:
+        elif b"\0" in content:
             odd["binary or UTF-16, left out; iconv -f UTF-16 -t UTF-8 converts"].append(name)
-        elif documents := [*cut_documents(text, tokenizer)]:
-            groups.append((os.fsencode(name), documents))
+        else:
+            texts = split_texts(name, content, args.separator, args.field)
+            for i, text in enumerate(texts):
+                if documents := [*cut_documents(text, tokenizer)]:
+                    groups.append((os.fsencode(f"{name} {i}" if len(texts) > 1 else name), documents))
             try:
-                for document in documents:
-                    document.decode()
+                content.decode()
             except UnicodeDecodeError:
                 odd["not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts"].append(name)
     for what, names in odd.items():
         note(f"{len(names):,} files ({', '.join(names[:3])} ...): {what}")
-    if len(groups) < MANY_FILES:
+    if len(groups) < MANY_TEXTS:
         groups = [(document, [document]) for document in {*chain(*(documents for _, documents in groups))}]
     groups.sort(key=lambda group: hashlib.sha1(group[0]).digest())
-    num_val = max(1, round(val_fraction * len(groups)))
+    num_val = max(1, round(args.val_fraction * len(groups)))
     val, train = (chain(*(documents for _, documents in part)) for part in (groups[:num_val], groups[num_val:]))
     splits = shuffle_documents(train, val)
     if not all(splits.values()):
@@ -183,7 +205,7 @@ def pack(args: argparse.Namespace) -> list[str]:
         old = {*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")}
         if old and not args.force:
             raise RuntimeError(f"{min(old)} is there already: --force replaces all {len(old)} shards, or change --out")
-        documents = read_documents(files, tokenizer, args.val_fraction)
+        documents = read_documents(files, args)
         with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as folder:
             for split, texts in documents.items():
                 for i, tokens in enumerate(cut_shards(texts, encode, split)):
@@ -207,7 +229,9 @@ def main(argv: list[str] | None = None) -> None:
     add("inputs", metavar="FILE_OR_FOLDER", nargs="+", type=Path)
     add("--tokenizer", choices=TOKENIZERS, default="bytes", help="[%(default)s]")
     add("--out", type=Path, default=own, help="folder for the shards [%(default)s]")
-    add("--val_fraction", type=float, default=0.1, help="part of the files for validation [%(default)s]")
+    add("--val_fraction", type=float, default=0.1, help="part of the texts for validation [%(default)s]")
+    add("--separator", default="", help="text between texts of a file, such as '<|endoftext|>'")
+    add("--field", default="text", help="that holds the text of a line of .jsonl and .ndjson [%(default)s]")
     add("--ext", default=EXTENSIONS, help="files to take from folders, '' for those without an ending [%(default)s]")
     add("--force", action="store_true", help="replace all train_*.bin and val_*.bin in --out")
     add("--train", action="store_true", help="then train on the shards; after -- with other flags of train_gpt.py")

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
+import json
 import lzma
 import os
 import shlex
@@ -178,6 +179,22 @@ def test_one_file_is_split_by_document_into_many_shards_and_trained_on(tmp_path,
     assert len(documents["val"]) == round(0.2 * len(whole))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+def test_one_file_holds_several_texts_and_none_is_in_both_splits(name: str, tmp_path, capsys):
+    texts = [b"caf\xc3\xa9 " + prose(i, 3000) for i in range(40)]
+    lines = [json.dumps(dict(body=text.decode(), id=i)) for i, text in enumerate(texts)]
+    content = "\r\n\n".join(lines).encode() if name == "a.jsonl" else b"<|end|>".join([b"", *texts])
+    (tmp_path / name).write_bytes(content)
+    options = "--field", "body", "--separator", "<|end|>", "--val_fraction", 0.25
+    run(capsys, pack_text.main, tmp_path / name, *options, "--out", tmp_path / "out")
+    found = packed(tmp_path / "out")
+    whole = {text: {*pack_nano.split_documents(text)} for text in texts}
+    assert {*found["train"]} | {*found["val"]} == set().union(*whole.values())
+    in_val = [documents for documents in whole.values() if documents & {*found["val"]}]
+    assert len(in_val) == 10
+    assert all(not documents & {*found["train"]} for documents in in_val)
+
+
 def test_a_second_run_needs_force_and_leaves_no_old_shards(texts_folder, tmp_path, capsys, monkeypatch):
     folder = tmp_path / "out"
     run(capsys, pack_text.main, texts_folder, "--out", folder)
@@ -211,6 +228,9 @@ def test_a_file_system_without_locks_is_a_note(tmp_path, capsys, monkeypatch):
 
 
 ERRORS = {
+    "c.jsonl": "c.jsonl, line 2: expected a JSON object with text in its field 'text'; --field names another",
+    "c.jsonl --field n": "c.jsonl, line 1: expected a JSON object with text in its field 'n'",
+    "d.jsonl": "d.jsonl, line 1: expected a JSON object",
     "absent.txt": "absent.txt: No such file or directory; fix that",
     "blank.txt": "too little text in 1 files",
     "page.txt": "too little text in 1 files",
@@ -234,6 +254,8 @@ def test_errors_are_one_line_and_nothing_is_written(texts_folder, tmp_path, caps
         Path("bare/data", name).write_bytes(prose(0, 9000))
     Path("book.gz").write_bytes(gzip.compress(prose(0, 9000)))
     Path("blank.txt").write_bytes(b"\n" * 100)
+    Path("c.jsonl").write_text('{"text": "a", "n": 1}\n["text"]\n')
+    Path("d.jsonl").write_text('{"text": "\\ud800"}\n')
     Path("page.txt").write_bytes(b"a line ")
     os.mkfifo("bare/pipe")
     assert ERRORS[arguments] in fails(capsys, pack_text.main, "--out", "out", *shlex.split(arguments))
