@@ -26,6 +26,7 @@ import math
 import os
 import resource
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -330,6 +331,7 @@ class Hyperparameters:
     run_id: str = ""  # name of the log, without folders; by default preset, time and seed
     save_checkpoint: bool = False  # write the final model, for sample.py, to LOG_DIR/RUN_ID.pt
     checkpoint_every: int = 0  # steps between checkpoints to resume from, off the clock; 0: none
+    init_from: str = ""  # a model, LOG_DIR/RUN_ID.pt, with whose weights and rows of n-grams to begin
     resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
 
     def __post_init__(self) -> None:
@@ -1758,6 +1760,13 @@ def start_collective(collective: Callable, *args) -> Callable[[], object]:
     return collective(*args, async_op=True).wait if dist.is_initialized() else lambda: None
 
 
+def on_any_rank(says: bool) -> bool:
+    """Return whether any rank says so."""
+    count = torch.tensor(says, dtype=torch.int32)
+    start_collective(dist.all_reduce, count)()
+    return count.item() > 0
+
+
 class ShardedOptimizer:
     """Update parameters of one precision, every rank an equal share of their rows.
 
@@ -2111,6 +2120,13 @@ class NgramTable:
             for part, new in zip((ids - self.first).split(ROWS_AT_ONCE), values.split(ROWS_AT_ONCE), strict=True):
                 own.index_copy_(0, part.to(own.device), new.to(own.device))
 
+    def begin_with(self, model: Path) -> None:
+        """Take this rank's rows from the files beside a model."""
+        for path in sorted(model.parent.glob(f"{glob.escape(model.stem)}.ngrams*")):
+            ids, rows, v = load(path, "ids", "rows", "v").values()
+            own = (ids >= self.first) & (ids < self.first + len(self.rows))
+            self.restore(ids[own], rows=rows[own], v=v[own])
+
 
 # ---- Log: the clock, the curves and the files of a run ---------------------------------------------------------------
 # How far a run is, as a checkpoint holds it. must_match: what has to be the same on all ranks and when the run goes on;
@@ -2244,10 +2260,9 @@ class RunLog:
         except (OSError, RuntimeError) as error:
             part.unlink(missing_ok=True)
             problem = first_line(error) if isinstance(error, OSError) else "torch could not write it; is the disk full?"
-        failed = torch.tensor(problem != "", dtype=torch.int32)
-        start_collective(dist.all_reduce, failed)()
+        failed = on_any_rank(problem != "")
         outcome = f"not saved: {problem or 'another process could not write its own'}" if failed else f"saved; {note}"
-        self.write(f"{path}: {outcome}", console=bool(failed) or suffix != ".json")
+        self.write(f"{path}: {outcome}", console=failed or suffix != ".json")
         return not failed
 
 
@@ -2306,6 +2321,8 @@ class Trainer:
         self.device = use_device(cfg, ranks)
         torch.manual_seed(cfg.seed)
         self.gpt = GPT(cfg).to(self.device)
+        if cfg.init_from:
+            load_weights(self.gpt, Path(cfg.init_from))
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
         self.grads = {name: grad for o in self.optimizers for name, grad in zip(o.names, o.grad_views, strict=True)}
@@ -2404,6 +2421,8 @@ class Trainer:
             self.score(now, sequences[:1], reads, self.canon(is_last=False))
         self.table.rows.zero_()  # as all begin; of these there is no copy
         self.table.v.zero_()
+        if self.cfg.init_from:
+            self.table.begin_with(Path(self.cfg.init_from))
         self.reader.offsets = offsets
         self.restore(saved)
 
@@ -2444,8 +2463,13 @@ def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float) -> None
 
 
 def train(trainer: Trainer, data: Data, log: RunLog) -> int:
-    """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug."""
+    """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug.
+
+    SIGTERM, which schedulers send before they kill, lets the run save a checkpoint and stop; a second one kills.
+    """
     cfg = trainer.cfg
+    told: list = []  # filled by SIGTERM
+    signal.signal(signal.SIGTERM, lambda *_: told.append(signal.signal(signal.SIGTERM, signal.SIG_DFL)))
     start = log.saved.step
     graphs = torch._dynamo.utils.counters["stats"]
     batches = trainer.reader.read(train_cycles(data["train"], cfg))
@@ -2457,7 +2481,9 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
     log.start_clock(log.saved.ms)
     for step in range(start, cfg.num_iterations + 1):
         is_last = step == cfg.num_iterations
-        saves = cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and start < step and not is_last
+        can_save = step % cfg.all_step == 0 and start < step and not is_last  # no gradients wait for an update
+        stops = can_save and on_any_rank(bool(told))
+        saves = stops or (can_save and cfg.checkpoint_every and step % cfg.checkpoint_every == 0)
         validates = is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0)
         if is_last:
             trainer.finish()
@@ -2466,12 +2492,15 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
             ms = log.read_clock()
             if saves:
                 save_checkpoint(trainer, log, step, ms)
+            if stops:
+                raise KeyboardInterrupt("SIGTERM")
             if validates:  # after saving: a run that resumes here validates, too
                 log.log_loss("val_loss", step, trainer.evaluate(step, data["val"]), ms)
             log.start_clock(ms)
         if not is_last:
             log.send_loss(step + 1, trainer.train_step(Plan(step, cfg), *next(batches)))
     gc.unfreeze()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     return graphs["unique_graphs"] - compiled
 
 
@@ -2489,7 +2518,7 @@ def init_distributed() -> Ranks:
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(max(1, workers), 32)))
         if ranks.world_size > 1:
             if sys.platform == "linux":
-                ctypes.CDLL(None).prctl(1, 15)  # PR_SET_PDEATHSIG to SIGTERM: no rank outlives its launcher
+                ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG to SIGKILL: no rank outlives its launcher
             backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, timeout=timedelta(minutes=30))  # one may compile while the others wait
         return ranks
@@ -2524,6 +2553,14 @@ def load(path: Path, *names: str) -> dict:
         return {name: state[name] for name in names or state}
     except Exception as error:  # a damaged file fails in many ways
         raise UserError(f"{path}: not a sound checkpoint: {first_line(error)[:100]}") from None
+
+
+def load_weights(gpt: GPT, path: Path) -> None:
+    """Give a model the weights that a run saved."""
+    try:
+        gpt.load_state_dict(load(path, "model")["model"])
+    except RuntimeError as error:
+        raise UserError(f"--init_from {path}: a model of other sizes: {' '.join(str(error).split())[:200]}") from None
 
 
 def load_checkpoint(given: Hyperparameters) -> Saved:

@@ -1,5 +1,6 @@
 """Checkpoints: a run that is killed and resumed ends as the run that was not, to the last bit."""
 
+import dataclasses
 import json
 import os
 import random
@@ -17,7 +18,7 @@ import torch
 
 import train_gpt
 from test_train import flags, gpt2_flags, gpt2_run, long_flags, losses, refusal, wait_for  # noqa: F401  (fixtures)
-from train_gpt import RunLog
+from train_gpt import RunLog, UserError
 from world_worker import ENVIRONMENT, ROOT, Run
 
 # A line of the log, or what world_worker.kill_at takes, after which all are killed; the step of the checkpoint that is
@@ -198,6 +199,55 @@ def test_another_configuration_script_text_or_number_of_processes_is_refused(run
     assert (run.wait(), run.text("err", 1)) == ([2, 2], ""), "one line"
     assert re.fullmatch(r".* the checkpoint has processes 1 instead of 2.*\n", run.text("err"))
     assert saved.with_suffix(".txt").read_bytes() == log
+
+
+def test_a_run_begins_with_the_weights_of_a_model(run_flags, whole_run, tmp_path):
+    """And with its rows of n-grams, of which each rank takes its own; a model of other sizes is refused."""
+    model = whole_run / "whole.pt"
+    argv = [*map(str, run_flags), "--init_from", str(model), "--seed=6"]
+    cfg = train_gpt.resolve(train_gpt.parse_args(argv))
+    trainer = train_gpt.Trainer(cfg, train_gpt.Ranks())
+    trainer.warm_up()
+    saved = torch.load(model)["model"]
+    assert all(torch.equal(t, saved[name]) for name, t in trainer.gpt.state_dict().items())
+    rows = torch.load(model.with_suffix(".ngrams0"))
+    assert all(torch.equal(t, rows[name]) for name, t in trainer.table.state().items())
+    assert len(rows["ids"])
+    for rank in range(2):
+        table = train_gpt.NgramTable(cfg, train_gpt.Ranks(rank, 2), torch.device("cpu"))
+        table.begin_with(model)
+        own = (rows["ids"] < table.first + len(table.rows)) & (rows["ids"] >= table.first)
+        assert torch.equal(table.state()["rows"], rows["rows"][own])
+        assert own.any()
+    with pytest.raises(UserError, match=f"^--init_from {model}: a model of other sizes: .*size mismatch"):
+        train_gpt.Trainer(dataclasses.replace(cfg, mlp_dim=cfg.mlp_dim + 8), train_gpt.Ranks())
+    with pytest.raises(UserError, match="not a sound checkpoint"):
+        train_gpt.Trainer(dataclasses.replace(cfg, init_from=str(model.with_suffix(".txt"))), train_gpt.Ranks())
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_sigterm_saves_and_stops_all_ranks(run_flags, tmp_path, size):
+    """Only one of them is told. The resumed run ends as if nothing had been."""
+    argv = [*run_flags, "--seed=5", "--checkpoint_every=0", "--log_dir", tmp_path]
+    script, send = tmp_path / "slow.py", "            log.send_loss("
+    source = (ROOT / "train_gpt.py").read_text()
+    assert source.count(send) == 1
+    script.write_text(source.replace(send, f"            time.sleep(0.1)\n{send}"))
+
+    def start(name: str, *more: str) -> Run:
+        return Run([[*argv, "--run_id", name, *more]] * size, tmp_path / f"{name}{len(more)}", scripts=[script] * size)
+
+    run, whole = start("told"), start("whole")
+    log = tmp_path / "told.txt"
+    wait_for(lambda: log.exists() and "\nstep:5/" in log.read_text())
+    os.kill(run.processes[-1].pid, signal.SIGTERM)
+    assert run.wait() == [130] * size, run.text("err")
+    resume = f"; to go on, add --resume {log.with_suffix('.checkpoint')}"
+    assert log.read_text().splitlines()[-1] == f"stopped: SIGTERM{resume}"
+    assert step_of(log.with_suffix(".checkpoint")) in (8, 12)
+    assert start("told", "--resume=latest").wait() == whole.wait() == [0] * size
+    ends = [losses(json.loads((tmp_path / f"{name}.json").read_text())) for name in ("told", "whole")]
+    assert ends[0] == ends[1]
 
 
 @pytest.mark.slow
