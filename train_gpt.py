@@ -31,7 +31,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections import deque, namedtuple
+from collections import Counter, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -2471,7 +2471,7 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
     told: list = []  # filled by SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: told.append(signal.signal(signal.SIGTERM, signal.SIG_DFL)))
     start = log.saved.step
-    graphs = torch._dynamo.utils.counters["stats"]
+    graphs = torch._dynamo.utils.counters["stats"] if cfg.compile else Counter()  # importing it takes a second
     batches = trainer.reader.read(train_cycles(data["train"], cfg))
     for _ in range(start):  # a resumed run has trained on them; classes depend on all tokens before
         next(batches)
