@@ -488,7 +488,7 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     if cfg.device == "cuda" and not on_cuda:
         raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU; ./run.sh --check says why")
     if on_cuda and cfg.head_dim < 32:
-        raise UserError(f"--head_dim {cfg.head_dim}: FlexAttention takes 32 or more, as half heads have half of it")
+        raise UserError(f"--head_dim {cfg.head_dim}: expected 32 or more on a GPU, as half heads take half")
     # A CPU with AVX512-BF16 or AMX multiplies bf16 2.1 times as fast as fp32, others 3 to 10 times slower
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
@@ -1761,7 +1761,7 @@ def start_collective(collective: Callable, *args) -> Callable[[], object]:
 
 
 def on_any_rank(says: bool) -> bool:
-    """Return whether any rank says so."""
+    """Return whether any rank says so. Hosts wait for each other, and for no device."""
     count = torch.tensor(says, dtype=torch.int32)
     start_collective(dist.all_reduce, count)()
     return count.item() > 0
@@ -2121,11 +2121,14 @@ class NgramTable:
                 own.index_copy_(0, part.to(own.device), new.to(own.device))
 
     def begin_with(self, model: Path) -> None:
-        """Take this rank's rows from the files beside a model."""
-        for path in sorted(model.parent.glob(f"{glob.escape(model.stem)}.ngrams*")):
+        """Take this rank's rows from the files beside a model, one for each process that trained it."""
+        ids = torch.empty(0)
+        for path in takewhile(Path.is_file, (model.with_suffix(f".ngrams{i}") for i in range(2**16))):
             ids, rows, v = load(path, "ids", "rows", "v").values()
             own = (ids >= self.first) & (ids < self.first + len(self.rows))
-            self.restore(ids[own], rows=rows[own], v=v[own])
+            self.restore(ids[own], rows=rows[own].to(self.rows.dtype), v=v[own].to(self.v.dtype))
+        if ids[-1:].tolist() != [self.cfg.ngram_rows - 1]:  # the last row is read at the beginning of every sequence
+            raise UserError(f"--init_from {model}: rows of n-grams are missing beside it")
 
 
 # ---- Log: the clock, the curves and the files of a run ---------------------------------------------------------------
@@ -2465,11 +2468,11 @@ def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float) -> None
 def train(trainer: Trainer, data: Data, log: RunLog) -> int:
     """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug.
 
-    SIGTERM, which schedulers send before they kill, lets the run save a checkpoint and stop; a second one kills.
+    SIGTERM, which schedulers send before they kill, lets the run save a checkpoint and stop.
     """
     cfg = trainer.cfg
     told: list = []  # filled by SIGTERM
-    signal.signal(signal.SIGTERM, lambda *_: told.append(signal.signal(signal.SIGTERM, signal.SIG_DFL)))
+    handler = signal.signal(signal.SIGTERM, lambda *_: told.append("SIGTERM"))
     start = log.saved.step
     graphs = torch._dynamo.utils.counters["stats"] if cfg.compile else Counter()  # importing it takes a second
     batches = trainer.reader.read(train_cycles(data["train"], cfg))
@@ -2500,7 +2503,7 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
         if not is_last:
             log.send_loss(step + 1, trainer.train_step(Plan(step, cfg), *next(batches)))
     gc.unfreeze()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, handler)
     return graphs["unique_graphs"] - compiled
 
 
@@ -2556,11 +2559,18 @@ def load(path: Path, *names: str) -> dict:
 
 
 def load_weights(gpt: GPT, path: Path) -> None:
-    """Give a model the weights that a run saved."""
+    """Give a model the weights that a run saved. Tied tables begin as the head."""
+    saved = load(path, "configuration", "model")
+    theirs = json.loads(saved["configuration"])
+    for name in ("ngram_rows", "ngram_order", "sign_rows"):  # else its rows would be those of other n-grams
+        if theirs.get(name) != getattr(gpt.cfg, name):
+            raise UserError(f"--init_from {path}: it has --{name} {theirs.get(name)}: give the same")
     try:
-        gpt.load_state_dict(load(path, "model")["model"])
+        gpt.load_state_dict(saved["model"])
     except RuntimeError as error:
         raise UserError(f"--init_from {path}: a model of other sizes: {' '.join(str(error).split())[:200]}") from None
+    if gpt.cfg.tied_frac:
+        gpt.embed.weight.data.copy_(gpt.lm_head.data)
 
 
 def load_checkpoint(given: Hyperparameters) -> Saved:
@@ -2587,6 +2597,8 @@ def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Data, 
     n = cfg.batch_sequences
     if n % ranks.world_size:
         raise UserError(f"{ranks.world_size} processes: expected a divisor of {n}, the number of sequences in a step")
+    if cfg.init_from and not Path(cfg.init_from).is_file():
+        raise UserError(f"--init_from {cfg.init_from}: there is no such file")
     use_device(cfg, ranks)
     data = plan_data(cfg)
     may_differ = "run_id log_dir train_files val_files prefix_file canon_file save_checkpoint checkpoint_every resume"

@@ -46,7 +46,7 @@ MAX_TOKENS = 2048  # after which gpt2 cuts documents
 BATCH_DOCUMENTS = 256  # encoded at a time
 MANY_TEXTS = 20  # are split by text, fewer by document: a text is then too much or too little for validation
 JSON_LINES = (".jsonl", ".ndjson")
-EXTENSIONS = ".jsonl,.ndjson,.txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
+EXTENSIONS = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
 # Sizes of documents; what the preset's run takes: its steps, and the least that have one in each stage, tokens of the
 # largest step, sequences of its validation
 Tokenizer = namedtuple("Tokenizer", "preset min_bytes max_bytes steps min_steps step_tokens val_sequences val_seq_len")
@@ -115,6 +115,7 @@ def read_documents(files: dict[Path, str], args: argparse.Namespace) -> dict[str
     """Read all files, and split their documents. At least one text or document is for validation."""
     tokenizer = TOKENIZERS[args.tokenizer]
     groups = []  # a name, and the documents that stay together
+    is_split = False
     odd: dict[str, list[str]] = defaultdict(list)
     for path, name in files.items():
         content = path.read_bytes()
@@ -124,6 +125,7 @@ def read_documents(files: dict[Path, str], args: argparse.Namespace) -> dict[str
             odd["binary or UTF-16, left out; iconv -f UTF-16 -t UTF-8 converts"].append(name)
         else:
             texts = split_texts(name, content, args.separator, args.field)
+            is_split |= len(texts) > 1
             for i, text in enumerate(texts):
                 if documents := [*cut_documents(text, tokenizer)]:
                     groups.append((os.fsencode(f"{name} {i}" if len(texts) > 1 else name), documents))
@@ -131,6 +133,8 @@ def read_documents(files: dict[Path, str], args: argparse.Namespace) -> dict[str
                 content.decode()
             except UnicodeDecodeError:
                 odd["not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts"].append(name)
+    if args.separator and not is_split:
+        note(f"--separator {args.separator}: it is in no file")
     for what, names in odd.items():
         note(f"{len(names):,} files ({', '.join(names[:3])} ...): {what}")
     if len(groups) < MANY_TEXTS:

@@ -40,9 +40,9 @@ def missing() -> str:
     version, has_triton = importlib.metadata.version("torch"), importlib.util.find_spec("triton")
     if sys.platform != "linux":
         return f"needs Linux, for which Triton is built; this is {sys.platform}"
-    wanted = TRITON.get(version.rpartition(".")[0])
+    wanted = TRITON.get(".".join(version.split(".")[:2]))
     if not wanted:
-        cpu_build = f"{PIP} 'torch=={max(TRITON)}.*' --index-url https://download.pytorch.org/whl/cpu"
+        cpu_build = f"{PIP} 'torch=={[*TRITON][-1]}.*' --index-url https://download.pytorch.org/whl/cpu"
         return f"needs torch {' or '.join(TRITON)}, this is {version}: {cpu_build}, in an environment of its own"
     if not has_triton or importlib.metadata.version("triton") != wanted:
         return f"needs triton {wanted}: {PIP} triton=={wanted}"

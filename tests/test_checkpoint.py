@@ -209,6 +209,7 @@ def test_a_run_begins_with_the_weights_of_a_model(run_flags, whole_run, tmp_path
     trainer = train_gpt.Trainer(cfg, train_gpt.Ranks())
     trainer.warm_up()
     saved = torch.load(model)["model"]
+    saved["embed.weight"] = saved["lm_head"]  # as they step as one table at first
     assert all(torch.equal(t, saved[name]) for name, t in trainer.gpt.state_dict().items())
     rows = torch.load(model.with_suffix(".ngrams0"))
     assert all(torch.equal(t, rows[name]) for name, t in trainer.table.state().items())
@@ -221,6 +222,15 @@ def test_a_run_begins_with_the_weights_of_a_model(run_flags, whole_run, tmp_path
         assert own.any()
     with pytest.raises(UserError, match=f"^--init_from {model}: a model of other sizes: .*size mismatch"):
         train_gpt.Trainer(dataclasses.replace(cfg, mlp_dim=cfg.mlp_dim + 8), train_gpt.Ranks())
+    other = dataclasses.replace(cfg, ngram_rows=cfg.ngram_rows + 2)
+    with pytest.raises(UserError, match=f"it has --ngram_rows {cfg.ngram_rows}: give the same"):
+        train_gpt.Trainer(other, train_gpt.Ranks())
+    wide = train_gpt.NgramTable(dataclasses.replace(cfg, dtype="float32"), train_gpt.Ranks(), torch.device("cpu"))
+    wide.begin_with(model)
+    assert wide.rows.any()
+    shutil.copy(model.with_suffix(".ngrams0"), tmp_path / "copy.ngrams1")  # of two files, one is missing
+    with pytest.raises(UserError, match="rows of n-grams are missing beside it"):
+        table.begin_with(tmp_path / "copy.pt")
     with pytest.raises(UserError, match="not a sound checkpoint"):
         train_gpt.Trainer(dataclasses.replace(cfg, init_from=str(model.with_suffix(".txt"))), train_gpt.Ranks())
 

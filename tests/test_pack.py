@@ -272,7 +272,7 @@ def test_what_is_left_out_or_odd_is_counted_and_named(texts_folder, tmp_path):
         "x.csv": b"",
     }.items():
         (texts_folder / name).write_bytes(text)
-    command = [sys.executable, pack_text.__file__, "texts", "--out", "out"]
+    command = [sys.executable, pack_text.__file__, "texts", "--out", "out", "--separator", "@@"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, {*done.stderr.splitlines()}) == (
         0,
@@ -281,6 +281,7 @@ def test_what_is_left_out_or_odd_is_counted_and_named(texts_folder, tmp_path):
             "note: 2 files (a.txt, b.txt ...): compressed, left out; unpack them first, as with gunzip",
             "note: 1 files (utf?16.txt ...): binary or UTF-16, left out; iconv -f UTF-16 -t UTF-8 converts",
             "note: 1 files (latin.md ...): not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts",
+            "note: --separator @@: it is in no file",
         },
     )
     assert contents(tmp_path / "out")["val_000000.bin"]

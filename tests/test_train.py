@@ -241,7 +241,7 @@ def test_gpus_are_for_gpt2_and_leave_nano_to_the_cpu(monkeypatch):
 
 def test_heads_that_are_too_narrow_for_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match="head_dim 16: FlexAttention takes 32 or more"):
+    with pytest.raises(UserError, match="--head_dim 16: expected 32 or more on a GPU"):
         train_gpt.resolve(dataclasses.replace(train_gpt.PRESETS["mini"], device="cuda"))
 
 
