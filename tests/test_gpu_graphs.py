@@ -179,10 +179,9 @@ def test_bytes_and_memory_of_kernels_by_hand(seen: dict):
     calls = [call | dict(bytes=call["bytes"] * call["count"]) for call in seen["calls"]]
     for name, expected in BYTES.items():
         assert sum(call["bytes"] for call in calls if call["graph"] == name) == pytest.approx(expected, rel=0.001), name
-    # Per logit of three targets: bf16 in, FP8 out in each layout, little for all the rest. Where a kernel computes too
-    # much at once, the compiler writes the gradient in fp32 between, which is 12 bytes
+    # Per logit of three targets: bf16 in and FP8 out, FP8 in and out for the other layout, little for all the rest
     own = [call["bytes"] for call in calls if call["graph"] == "head" and not call["flops"]]
-    assert 4 < sum(own) / (1024 * 8192) < 5
+    assert 5 < sum(own) / (1024 * 8192) < 5.5
     # Of three products in a row, two results are needed at a time
     assert seen["peaks"]["chain"] - seen["peaks"][""] == (1024 * 1024 + 1024 * 512) * 2
     products = [call for call in calls if call["graph"] == "chain"]
