@@ -89,23 +89,6 @@ class Model:
         return self.logits(self.features(tokens)[-1:], torch.tensor(tokens[-1:], device=self.device))[0]
 
 
-def load_ngrams(path: Path, cfg: Hyperparameters) -> list[dict[str, Tensor]]:
-    """Open the rows of n-grams beside a model. They stay on the disk: gpt2's take up to 130 GB."""
-    parts: list[dict[str, Tensor]] = []
-    while (file := path.with_suffix(f".ngrams{len(parts)}")).is_file():
-        try:
-            part = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-            parts.append({name: part[name] for name in ("ids", "rows")})
-        except Exception as error:  # a damaged file fails in many ways
-            message = train_gpt.first_line(error)[:100]
-            raise UserError(f"{file}: not sound rows of n-grams: {message}") from None
-    touched = [part for part in parts if len(part["ids"])]
-    # The last row of all is read at the beginning of every sequence
-    if not parts or (touched and touched[-1]["ids"][-1] != cfg.ngram_rows - 1):
-        raise UserError(f"{file}: there is no such file; all files with rows of n-grams belong beside {path.name}")
-    return touched
-
-
 def load_model(path: Path, device: str) -> Model:
     """Load the model that --save_checkpoint wrote to `path`. Raise UserError if it is none, or another script's."""
     if not path.is_file():
@@ -124,7 +107,7 @@ def load_model(path: Path, device: str) -> Model:
     except Exception as error:  # odd values fail in many ways
         message = " ".join(str(error).split())[:150]
         raise UserError(f"{path}: not a model of this train_gpt.py, use the one that wrote it: {message}") from None
-    model = Model(gpt, load_ngrams(path, cfg))
+    model = Model(gpt, train_gpt.load_ngrams(path, cfg))
     if model.size < SMALL:
         torch.set_num_threads(1)
     return model

@@ -2041,9 +2041,12 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer], now: Plan) -> None:
 
 
 # ---- N-grams: a table of which a cycle of steps reads few rows -------------------------------------------------------
-def row_adam_update(rows, v, grad, rate, eps, decay, added) -> tuple[Tensor, Tensor]:
-    """Return rows and their means of squares after a step as `NgramTable.update` says; `added` is 1 - beta2."""
-    grad = grad.to(v.dtype)
+def row_adam_update(rows, v, grad, rate, eps, decay, added, n) -> tuple[Tensor, Tensor]:
+    """Return rows and their means of squares after a step as `NgramTable.update` says.
+
+    grad: summed over n sequences. `added` is 1 - beta2.
+    """
+    grad = grad.to(v.dtype) / n
     v = v + added * grad.square().mean(1, keepdim=True)
     old = rows.to(v.dtype)
     u = rate * grad / (v.sqrt() + eps)
@@ -2097,12 +2100,11 @@ class NgramTable:
             got = self.exchange(sums, reads.counts, reads.asked_counts)
             sums = got.new_zeros(len(reads.touched), got.size(1)).index_add_(0, reads.merged, got)
         rate, decay, _, beta2 = now.adam(self.group)
-        values = rate, self.cfg.adam_eps, decay, 1 - beta2, self.cfg.batch_sequences
-        *rates, n = numbers(self.cfg, *values)
+        rates = numbers(self.cfg, rate, self.cfg.adam_eps, decay, 1 - beta2, self.cfg.batch_sequences)
         update = compiled(row_adam_update, self.cfg.compile, dynamic=True)
         self.v *= beta2
         for ids, grad in zip(reads.touched.split(ROWS_AT_ONCE), sums.split(ROWS_AT_ONCE), strict=True):
-            rows, v = update(self.rows[ids], self.v[ids], grad.to(self.v.dtype) / n, *rates)
+            rows, v = update(self.rows[ids], self.v[ids], grad, *rates)
             self.rows.index_copy_(0, ids, rows)
             self.v.index_copy_(0, ids, v)
 
@@ -2122,13 +2124,11 @@ class NgramTable:
 
     def begin_with(self, model: Path) -> None:
         """Take this rank's rows from the files beside a model, one for each process that trained it."""
-        ids = torch.empty(0)
-        for path in takewhile(Path.is_file, (model.with_suffix(f".ngrams{i}") for i in range(2**16))):
-            ids, rows, v = load(path, "ids", "rows", "v").values()
+        for part in load_ngrams(model, self.cfg):
+            ids = part["ids"]
             own = (ids >= self.first) & (ids < self.first + len(self.rows))
-            self.restore(ids[own], rows=rows[own].to(self.rows.dtype), v=v[own].to(self.v.dtype))
-        if ids[-1:].tolist() != [self.cfg.ngram_rows - 1]:  # the last row is read at the beginning of every sequence
-            raise UserError(f"--init_from {model}: rows of n-grams are missing beside it")
+            values = {name: part[name][own].to(getattr(self, name).dtype) for name in ("rows", "v")}
+            self.restore(ids[own], **values)
 
 
 # ---- Log: the clock, the curves and the files of a run ---------------------------------------------------------------
@@ -2556,6 +2556,22 @@ def load(path: Path, *names: str) -> dict:
         return {name: state[name] for name in names or state}
     except Exception as error:  # a damaged file fails in many ways
         raise UserError(f"{path}: not a sound checkpoint: {first_line(error)[:100]}") from None
+
+
+def load_ngrams(model: Path, cfg: Hyperparameters) -> list[dict[str, Tensor]]:
+    """Open the rows of n-grams beside a model. They stay on the disk until they are used: gpt2's take up to 130 GB."""
+    parts: list[dict[str, Tensor]] = []
+    while (path := model.with_suffix(f".ngrams{len(parts)}")).is_file():
+        try:
+            part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            parts.append({name: part[name] for name in ("ids", "rows", "v")})
+        except Exception as error:  # a damaged file fails in many ways
+            raise UserError(f"{path}: not sound rows of n-grams: {first_line(error)[:100]}") from None
+    touched = [part for part in parts if len(part["ids"])]
+    # The last row of all is read at the beginning of every sequence
+    if not parts or (touched and touched[-1]["ids"][-1] != cfg.ngram_rows - 1):
+        raise UserError(f"{path}: there is no such file; all files with rows of n-grams belong beside {model.name}")
+    return touched
 
 
 def load_weights(gpt: GPT, path: Path) -> None:

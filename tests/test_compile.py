@@ -107,7 +107,7 @@ def test_updates_as_the_compiler_makes_them_equal_eager_ones(dtype: str, limit: 
 
     torch._dynamo.reset()
     for n in (40, 24, 7):
-        rows = draw(n, 16, dtype=kind), draw(n, 1).square(), draw(n, 16), *rates(0.01, 1e-10, 0.1, 0.05)
+        rows = draw(n, 16, dtype=kind), draw(n, 1).square(), draw(n, 16), *rates(0.01, 1e-10, 0.1, 0.05, 8)
         for a, b in zip(compiled(row_adam_update, True, dynamic=True)(*rows), row_adam_update(*rows), strict=True):
             assert a.dtype == b.dtype
             torch.testing.assert_close(a, b, rtol=limit, atol=limit)

@@ -23,7 +23,8 @@ from test_train import SMALL, SMALL_GPT2
 
 def random_ngrams(cfg) -> dict[str, torch.Tensor]:
     """Draw all rows of n-grams."""
-    return dict(ids=torch.arange(cfg.ngram_rows), rows=torch.randn(cfg.ngram_rows, cfg.model_dim, dtype=torch.float64))
+    rows = torch.randn(cfg.ngram_rows, cfg.model_dim, dtype=torch.float64)
+    return dict(ids=torch.arange(cfg.ngram_rows), rows=rows, v=torch.ones(cfg.ngram_rows, 1))
 
 
 @pytest.fixture
