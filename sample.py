@@ -76,7 +76,7 @@ class Model:
         """Return the logits (n, vocab_size) of what follows the tokens `before` (n,), for the head's input x (n, K)."""
         cfg = self.cfg
         z = train_gpt.linear(x, self.gpt.lm_head)[:, : cfg.vocab_size]
-        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        z = z.to(train_gpt.wide(z.dtype))
         logits = cfg.softcap_range * torch.sigmoid((z + cfg.softcap_shift) * 2 / cfg.lm_head_softcap)
         if self.canon is None:
             return logits
