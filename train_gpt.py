@@ -6,8 +6,8 @@
 
 The preset gpt2 has the mathematics of record 92 of the NanoGPT speedrun (ANVIL2 by Deven Pietrzak, 2026-08-30, 1,194
 steps, https://github.com/KellerJordan/modded-nanogpt). mini is gpt2 in small, for a CPU. nano is a model of one layer
-whose query and key weights start hand-set. "Record n" credits the record in which an idea first appeared. It follows a
-token: configuration, schedules, data, inputs, layers, attention, model, head, optimizers, n-grams, log,
+that looks for repetitions from the first step on. "Record n" credits the record in which an idea first appeared. The
+file follows a token: configuration, schedules, data, inputs, layers, attention, model, head, optimizers, n-grams, log,
 training, run. Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width,
 V vocabulary, C classes in the softmax.
 """
@@ -74,10 +74,13 @@ class AlreadyComplete(UserError):
 class Layer(NamedTuple):
     """Say what a layer has. Numbers name earlier layers, counted from 0."""
 
-    attention: str  # the kind of window, see `Stage`; paired: the short one, and two heads share keys; none
+    # The kind of window, see `Stage`, or none. paired: the short one, and two heads share keys. alike: the long one,
+    # without positions; a key is the token before's, and queries and keys begin equal
+    attention: str
     half_qk: bool = False  # queries and keys are half as wide
     half_v: bool = False  # values are half as wide
     value_embed: bool = False  # values add a row of a table, by the token
+    shift: tuple[int, ...] = ()  # the stream's channels, in as many parts, become those of so many tokens before
     reads: int | None = None  # attention reads the output of this layer, not the stream
     net: bool = False  # a net reads the stream here, and makes factors for each token up to the next such row
     # The next five have factors: from the net here or above, or else parameters; xsa and head_gate need a net
@@ -105,7 +108,7 @@ GPT2_LAYERS = (
     Layer("none", ngram=True),
     Layer("long", value_embed=True, reads=7, head_gate=True, x0=True, ngram=True, mudd=(7, 9, 3)),
 )
-NANO_LAYERS = (Layer("long", value_embed=True, x0=True, ngram=True),)
+NANO_LAYERS = (Layer("alike", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1, 2, 3, 4)),)
 
 
 class Stage(NamedTuple):
@@ -165,7 +168,7 @@ MINI_STAGES = tuple(
     )
     for stage in GPT2_STAGES
 )
-NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, windows=dict(long=256)),)
+NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, windows=dict(long=512)),)
 
 
 class Group(NamedTuple):
@@ -207,9 +210,9 @@ NANO_GROUPS = tuple(
     for group in (
         Group("Muon", "*.qk_w *.v_w *.c_proj", lr=1.0, beta2=0.95),
         Group("Muon", "*.c_fc", lr=2.0, beta2=0.95),
-        Group("Adam", "lm_head", lr=0.01, beta1=0.5, beta2=0.9),
-        Group("Adam", "embed.weight value_embeds.*", lr=0.25, beta1=0.5, beta2=0.9),
-        Group("RowAdam", "ngrams", lr=0.15, beta1=0.0, beta2=0.9),
+        Group("Adam", "lm_head", lr=0.015, beta1=0.5, beta2=0.9),
+        Group("Adam", "embed.weight value_embeds.*", lr=0.18, beta1=0.5, beta2=0.9),
+        Group("RowAdam", "ngrams", lr=0.25, beta1=0.0, beta2=0.9),
         Group("Adam", "*lambda *lambdas", lr=0.04, beta1=0.5, beta2=0.9),
         *NET_GROUPS,
     )
@@ -291,14 +294,12 @@ class Hyperparameters:
     net_dim: int = 64  # hidden units of a net that makes factors
     attn_scale: float = 0.085  # initial factor on the scores of long attention; queries and keys have unit RMS
     short_attn_scale: float = 0.13  # of other kinds
-    local_heads: int = 0  # heads that start by attending to near tokens, the others to similar ones; 0: all at random
     resid_lambda_init: float = 1.1**0.5  # initial factor on the residual stream
     mix_groups: int = 12  # groups of channels to which the last mix of the stream has factors of their own
     ngram_rows: int = 84_602_880  # rows of the hashed table for n-grams of tokens, a multiple of ngram_order - 1
     ngram_order: int = 3  # longest n-grams that have rows
     ngram_lambda_init: float = 0.05  # initial factor on the embeddings of n-grams in each layer
     sign_rows: int = 8192  # rows of the table of signs for n-grams that share a row; 0: no table
-    embed_mean: float = 0.0  # initial mean of the untied embedding
     value_embed_std: float = 0.01  # initial standard deviation of the value embeddings
     value_gate_inputs: int = 12  # inputs of value gates, half from x, half from the value embedding; 0: no gates
     smear_gate_inputs: int = 12  # input channels of the smear gate; 0: no smear
@@ -390,26 +391,26 @@ NANO = SMALL | dict(
     val_tokens=262_144,
     val_sha256="e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33",
     target_loss=1.45,
-    num_iterations=196,
+    batch_tokens=2048,
+    train_seq_len=2048,
+    num_iterations=32,
     final_window=0,
     cooldown_frac=0.85,
-    min_lr_frac=0.1,
+    min_lr_frac=0.2,
     tied_frac=0.0,
     grad_scale=2**-10,
     model_dim=128,
-    num_heads=2,
+    num_heads=1,
     head_dim=64,
-    mlp_dim=512,
-    block_size=64,
+    mlp_dim=384,
+    block_size=128,
     attn_scale=0.12,
-    local_heads=1,
     resid_lambda_init=1.0,
     ngram_rows=8192,
     ngram_order=2,
     ngram_lambda_init=1.0,
     sign_rows=0,
-    embed_mean=0.5,
-    value_embed_std=0.0,
+    value_embed_std=0.2,
     value_gate_inputs=0,
     smear_gate_inputs=0,
     head_std=0.0,
@@ -417,9 +418,9 @@ NANO = SMALL | dict(
     softcap_shift=0.0,
     lm_head_fp8=False,
     layers_fp8=False,
-    muon_lr=0.06,
-    muon_momentum=0.9,
-    momentum_warmup_steps=50,
+    muon_lr=0.075,
+    muon_momentum=0.88,
+    momentum_warmup_steps=30,
     momentum_cooldown_steps=0,
     slow_rail_from=0,
     rare_from=0,
@@ -612,7 +613,7 @@ def num_tokens(steps: int, cfg: Hyperparameters) -> int:
 
 def window_of(attention: str) -> str:
     """Return the kind of window of a kind of attention."""
-    return "short" if attention == "paired" else attention
+    return dict(paired="short", alike="long").get(attention, attention)
 
 
 def rotary_frequencies(window: str, now: Plan) -> tuple[Tensor, float]:
@@ -990,6 +991,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.type_as(x))
 
 
+def delay(x: Tensor, n: int) -> Tensor:
+    """Return x (T, ...) moved n tokens later, for n <= T; the first n tokens keep their own rows."""
+    return torch.cat([x[:n], x[: len(x) - n]])
+
+
 def scaled(factor: Tensor, product: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
     """Return factor * product(weight), for one factor () or one for each token (T, 1).
 
@@ -1340,15 +1346,9 @@ class CausalSelfAttention(nn.Module):
         self.value_gate = None
         if layer.value_embed and cfg.value_gate_inputs and not layer.mudd:
             self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype)))
-        if n := cfg.local_heads:
-            q, k = self.qk_w.data.view(2, H, D, K)
-            # The first n heads begin with what all tokens share (`embed_mean`), rotated: they see by distance
-            q[:n, : D // 2] += 4 / K
-            q[:n, D // 2 :] = 0
-            # The others begin with what tokens do not share, hardly rotated: they see those like them
-            q[n:] -= q[n:].mean(-1, keepdim=True)
-            q[n:, : D // 2] /= 4
-            k.copy_(q)  # a token attends to those like it from the start (arXiv:2305.09828)
+        if layer.attention == "alike":  # queries and keys begin alike (arXiv:2305.09828)
+            q, k = self.qk_w.data.chunk(2)
+            k.copy_(q)
 
     def forward(self, x: Tensor, value_embed: Tensor | None, mask, rotary: tuple, f: dict) -> Tensor:
         """Attend, with the layer's factors f: numbers, or made by nets for each token (..., T, 1)."""
@@ -1366,13 +1366,15 @@ class CausalSelfAttention(nn.Module):
         qkv = product(x, qkv_w.type_as(x)).split([H * width, H * width, H * v_width], dim=1)
         q, k, v = (t.unflatten(1, (H, -1)) for t in qkv)
         cos, sin, scale = rotary
-        split = T, -1, self.heads_per_pair, width // (D // 2), 2, D // 4
-        q = NormRotate.apply(q.reshape(split), cos, sin, scale).view_as(q)  # QK-norm: @Grad62304977
-        k = NormRotate.apply(k.reshape(split), cos, sin, torch.ones_like(scale)).view_as(k)
-        if self.layer.attention == "long":
-            # Half of a key is the token before's (record 49): what followed a token like this one?
-            own, shifted = k.split(D // 2, dim=-1)
-            k = torch.cat([own, torch.cat([shifted[:1], shifted[:-1]])], dim=-1)
+        if self.layer.attention == "alike":  # a key is the token before's: what followed a token like this one?
+            q, k = scale.type_as(q) * norm(q), delay(norm(k), 1)  # QK-norm: @Grad62304977
+        else:
+            split = T, -1, self.heads_per_pair, width // (D // 2), 2, D // 4
+            q = NormRotate.apply(q.reshape(split), cos, sin, scale).view_as(q)
+            k = NormRotate.apply(k.reshape(split), cos, sin, torch.ones_like(scale)).view_as(k)
+        if self.layer.attention == "long":  # half of a key is the token before's: record 49
+            own, before = k.split(D // 2, dim=-1)
+            k = torch.cat([own, delay(before, 1)], dim=-1)
         v = self.add_embeddings(v, x, value_embed, f)
         y = attend(q, k, v, mask, self.heads_per_pair)
         if "xsa" in f:  # a head leaves out what its output shares with the token's own value: record 82 (@_djdumpling)
@@ -1507,7 +1509,6 @@ class GPT(nn.Module):
         V = cfg.vocab_size
         dtype = getattr(torch, cfg.dtype)  # of tables, nets and gates, as of activations; the rest is in fp32 at first
         self.embed = nn.Embedding(cfg.padded_vocab if cfg.tied_frac else V, K, dtype=dtype)
-        self.embed.weight.data += cfg.embed_mean  # a part that all tokens share lets scores go by position alone
         self.value_embeds = nn.ModuleDict()
         for i, layer in enumerate(cfg.layers):
             if layer.value_embed:
@@ -1533,6 +1534,10 @@ class GPT(nn.Module):
             self.smear_lambda = nn.Parameter(torch.tensor(0.0))
         head = torch.empty(cfg.padded_vocab, K, dtype=dtype if cfg.tied_frac else torch.float32)
         self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
+        last = cfg.layers[-1]
+        if last.attention == "alike" and last.value_embed:  # the head begins by predicting what attention finds:
+            values = self.value_embeds[str(len(cfg.layers) - 1)].weight  # a row is what its value adds to the stream
+            self.lm_head.data[:V] = F.normalize(linear(values, self.blocks[-1].attn.c_proj)).detach()
         if cfg.tied_frac:  # and equal they stay while `Plan.tied`
             self.embed.weight.data.copy_(head)
         if dtype == torch.float64:
@@ -1572,6 +1577,9 @@ class GPT(nn.Module):
                     of_layer |= made
             if i == 0 and layer.ngram:  # the first stream has its n-grams
                 x = x + f.pop("ngram")[0] * ngrams
+            if layer.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
+                parts = x.tensor_split(len(layer.shift), dim=1)
+                x = torch.cat([delay(part, n) for part, n in zip(parts, layer.shift, strict=True)], dim=1)
             if i == 0:
                 first = x
             if layer.mudd:

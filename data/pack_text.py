@@ -7,11 +7,11 @@
     python data/pack_text.py corpus.jsonl --field text               # a text on each line, as JSON
     python data/pack_text.py corpus.txt --separator '<|endoftext|>'  # texts with this between them
 
-The last line of output is the command that trains on the shards, with fewer steps and a shorter validation if they hold
-less than the preset's run takes. A file is one text, or holds several, as above. Of 20 and more texts whole ones are
-for validation, by the hash of their names; of fewer, documents are. A document is
+The last line of output is the command that trains on the shards: 200 steps for bytes, as nano's own are a race, and
+fewer with a shorter validation where the text is small. A file is one text, or holds several, as above. Of 20 and more
+texts whole ones are for validation, by the hash of their names; of fewer, documents are. A document is
 - bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 2,048. What many files
-  repeat (a licence, a quoted mail) then counts once, and the model's window of 256 bytes loses little.
+  repeat (a licence, a quoted mail) then counts once, and the model, which sees 512 bytes, loses little.
 - gpt2: a piece of at least 8 KiB that ends at a blank line, cut after 16 KiB and after 2,048 tokens, because training
   drops what follows. Bytes that are not UTF-8 become U+FFFD; names of special tokens are plain text.
 
@@ -47,11 +47,11 @@ BATCH_DOCUMENTS = 256  # encoded at a time
 MANY_TEXTS = 20  # are split by text, fewer by document: a text is then too much or too little for validation
 JSON_LINES = (".jsonl", ".ndjson")
 EXTENSIONS = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
-# Sizes of documents; what the preset's run takes: its steps, and the least that have one in each stage, tokens of the
-# largest step, sequences of its validation
+# Sizes of documents; what a run takes: its steps (nano's own are a race, so a text gets six times as many), the least
+# that have one in each stage, tokens of the largest step, sequences of its validation
 Tokenizer = namedtuple("Tokenizer", "preset min_bytes max_bytes steps min_steps step_tokens val_sequences val_seq_len")
 TOKENIZERS = {
-    "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, 196, 40, 2**10, 32, 2**13),
+    "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, 200, 20, 2**11, 32, 2**13),
     "gpt2": Tokenizer("gpt2", 2**13, 2**14, 1194, 81, 3 * 2**17, 40, 2**18),
 }
 COMPRESSED = (b"\x1f\x8b", b"PK\3\4", b"BZh91AY", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, zip, bzip2, xz, zstd
@@ -183,7 +183,7 @@ def cut_shards(documents: list[bytes], encode: Callable, split: str) -> Iterator
 
 
 def fit(tokenizer: Tokenizer, train: int, val: int) -> list[str]:
-    """Return the flags that cut the preset's run to so many tokens."""
+    """Return the flags of a run that so many tokens are enough for."""
     steps, sequences = (train - 1) // tokenizer.step_tokens, (val - 1) // tokenizer.val_seq_len
     if steps < tokenizer.min_steps or not sequences:
         needed = (
@@ -191,9 +191,8 @@ def fit(tokenizer: Tokenizer, train: int, val: int) -> list[str]:
         )
         note(f"too little text for {tokenizer.preset}: it takes {needed}; add text, or give smaller sizes after --")
         return []
-    few_steps = ["--num_iterations", str(steps)] * (steps < tokenizer.steps)
     short_val = ["--val_tokens", str(sequences * tokenizer.val_seq_len)] * (sequences < tokenizer.val_sequences)
-    return few_steps + short_val
+    return ["--num_iterations", str(min(steps, tokenizer.steps)), *short_val]
 
 
 def pack(args: argparse.Namespace) -> list[str]:

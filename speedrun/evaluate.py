@@ -37,9 +37,9 @@ HELLASWAG |= dict(revision="218ec52e09a7e7462a5400043bb9a69a41d06b76")
 LENGTH = 4096  # tokens that the model reads at a time, or val_seq_len: in plain PyTorch attention takes memory
 OVERLAP = 1024  # tokens of a long text that the model reads again, before those to be scored
 SLICE = 512  # tokens whose logits exist at a time
-# Smear, n-grams and key offset give a token something of those before it, even of another document, and the first two
-# of a sequence have n-grams of their own. The fourth of four documents that are one token each is the same anywhere
-RUN_UP = 4  # end-of-text tokens before a document's others
+# Smear, n-grams, key offset and token shift give a token something of those before it, even of another document, and
+# the first two of a sequence have n-grams of their own. The last of so many documents of one token is the same anywhere
+RUN_UP = 8  # end-of-text tokens before a document's others: the last is its own, 1 for the key, 4 for nano's shift
 Document = tuple[list[int], int]  # tokens, and how many of them are only context
 Question = tuple[str, list[str], int]  # context, endings and the number of the right one
 

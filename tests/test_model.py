@@ -68,6 +68,18 @@ def test_products_are_in_the_precision_of_the_activations(request, preset: str):
     assert len(products.dtypes) > 10 * len(cfg.layers)
 
 
+@torch.no_grad()
+def test_no_output_of_nano_depends_on_later_tokens(tiny64):
+    trainer, tokens = random_trainer(tiny64), text(tiny64)
+    before, docs = features(trainer, tokens), (tokens == tiny64.eot_token).cumsum(0)
+    for place in range(len(tokens)):
+        changed = tokens.clone()
+        changed[place] = (changed[place] + 1) % tiny64.eot_token  # an end of text becomes another token
+        differs = (features(trainer, changed) - before).abs().amax(1) > 1e-11
+        assert not differs[:place].any()
+        assert differs[place:][docs[place:] == docs[place]].all(), "a token sees its whole document"
+
+
 @pytest.mark.parametrize("is_strict", [False, True])
 @torch.no_grad()
 def test_no_output_depends_on_later_tokens_or_other_documents(gpt2, is_strict: bool):
@@ -94,6 +106,34 @@ def test_no_output_depends_on_later_tokens_or_other_documents(gpt2, is_strict: b
     in_document, causal = dense_mask(docs, len(docs))[:, places], torch.ones(len(docs), len(docs)).tril().bool()
     assert not (seen & ~(in_document if is_strict else causal[:, places])).any()
     assert torch.equal(seen & in_document, in_document), "a token sees its whole document"
+
+
+@torch.no_grad()
+def test_channels_come_from_as_many_tokens_before_as_the_layer_says(tiny64):
+    """Change one token, and see which channels of what a layer reads change, and where."""
+    shift = (0, 2, 0, 1)
+    cfg = dataclasses.replace(tiny64, layers=(train_gpt.Layer("none", mlps=0, shift=shift),))
+    trainer, tokens, streams = random_trainer(cfg), text(cfg), list[Tensor]()
+    trainer.gpt.blocks[0].register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+    features(trainer, tokens)
+    tokens[20] = (tokens[20] + 1) % cfg.eot_token
+    features(trainer, tokens)
+    differs = (streams[1] - streams[0]).abs() > 1e-11
+    parts = differs.unflatten(1, (len(shift), -1)).any(2).nonzero().tolist()
+    assert parts == sorted([20 + n, part] for part, n in enumerate(shift))
+
+
+@torch.no_grad()
+def test_nano_copies_what_it_has_seen_before_its_first_step(tiny64):
+    """Show a model without training words a s c twice, all with the same s: only a tells which c follows."""
+    cfg = dataclasses.replace(tiny64, model_dim=128, num_heads=1, head_dim=64, mlp_dim=512)
+    trainer = Trainer(cfg, Ranks())
+    words = torch.randperm(200)[:64].view(32, 2)
+    tokens = torch.stack([words[:, 0], torch.full((32,), 255), words[:, 1]], dim=1).flatten().repeat(2).int()
+    z = features(trainer, tokens) @ trainer.gpt.lm_head[: cfg.vocab_size].T
+    z = (z - z.mean(1, keepdim=True)) / z.std(1, keepdim=True)
+    after_s = z.view(2, 32, 3, -1)[:, :, 1].gather(2, words[:, 1:].expand(2, 32, 1)).mean(1)
+    assert after_s[1] > after_s[0] + 0.2, "a c stands out when its word comes up again"
 
 
 def test_the_norm_and_its_derivative_are_right_to_rounding():

@@ -301,7 +301,7 @@ def test_a_text_too_small_for_the_preset_gets_a_run_that_fits(tmp_path, capsys, 
     train_gpt.plan_data(cfg := train_gpt.parse_args(flags))
     assert (cfg.num_iterations, cfg.val_tokens) == (tokenizer.min_steps, tokenizer.val_seq_len)
     enough = tokenizer.steps * tokenizer.step_tokens + 1, tokenizer.val_sequences * tokenizer.val_seq_len + 1
-    assert pack_text.fit(tokenizer, *enough) == [], "no flags"
+    assert pack_text.fit(tokenizer, *enough) == ["--num_iterations", str(tokenizer.steps)], "validation is whole"
 
 
 def test_gpt2_tokens_give_the_text_back(tmp_path, capsys, monkeypatch):

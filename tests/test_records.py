@@ -57,7 +57,7 @@ def test_scripts_import_nothing_of_this_repository():
 
 # Losses of these scripts with torch 2.13.0, on the text of the first of them (`corpus`). All but the root are frozen
 GOLDEN = {V14: 4.510611, V15: 4.512255, V18: 4.514202, V20: 4.455960, V21: 4.455960, PAIRS: 4.308473, START: 4.531433}
-GOLDEN |= {ROLES: 4.534994, LAYER: 4.041625, PASSES: 4.041538, "train_gpt.py": 4.038376}
+GOLDEN |= {ROLES: 4.534994, LAYER: 4.041625, PASSES: 4.041538, "train_gpt.py": 3.486589}
 MARKED = [pytest.param(name, marks=pytest.mark.slow if name in NAMES else pytest.mark.published) for name in GOLDEN]
 
 

