@@ -125,9 +125,11 @@ def plot_curves(curves: Sequence[Curve], anchor: Curve | None, path: Path) -> No
         low = min([*targets, *(min(curve.low) for curve in mine)])
         height = high - low or 0.05
         panel.set_ylim(low - 0.05 * height, high + 0.05 * height)
-        width = max(curve.seconds[-1] for curve in mine) or 1.0
-        panel.set_xlim(0, 1.05 * width)
-        panel.legend(loc="upper right", fontsize=8, frameon=False)
+        ends = [curve.seconds[-1] or 1.0 for curve in mine]
+        panel.set_xscale("log", nonpositive="mask")  # the first record takes many times as long as the newest
+        panel.set_xlim(min(ends) / 20, 1.2 * max(ends))
+        panel.xaxis.set_major_formatter("{x:g}")
+        panel.legend(loc="lower left", fontsize=8, framealpha=1, edgecolor="none")
         panel.set_xlabel("train time (s)")
         panel.set_ylabel(f"validation loss (nats per {'byte' if track == 'nano' else 'token'})")
         thin = f"; thin: training loss, smoothed over 1/{SMOOTHING} of the run"

@@ -84,8 +84,8 @@ def test_four_steps_are_the_same_on_one_process_and_on_all(preset: str, device: 
         cfg = dataclasses.replace(GPT2, val_tokens=GPT2.val_seq_len, stages=stages, ngram_rows=2**18)
         sizes = {1, max(n for n in (1, 2, 4, 8) if n <= len(gpus))}
     else:
-        cfg, sizes = dataclasses.replace(NANO, batch_tokens=2048, val_tokens=NANO.val_seq_len, cpu_threads=1), {1, 2}
-        cfg = dataclasses.replace(cfg, val_loss_every=2)
+        two = dict(batch_tokens=2 * NANO.train_seq_len, val_loss_every=2)
+        cfg, sizes = dataclasses.replace(NANO, val_tokens=NANO.val_seq_len, cpu_threads=1, **two), {1, 2}
     cfg = dataclasses.replace(cfg, num_iterations=4, seed=1, log_dir=str(tmp_path), canon_file="")
     if device == "cuda":
         cfg = shortened(cfg, 0.95 * min(gpus))
@@ -106,7 +106,7 @@ def test_four_steps_are_the_same_on_one_process_and_on_all(preset: str, device: 
         results.append(json.loads((tmp_path / f"on-{size}.json").read_text()))
     guess = math.log(cfg.vocab_size + -cfg.vocab_size % 64)
     for result in results:
-        assert abs(result["val_curve"][0][1] - guess) < 0.05
+        assert abs(result["val_curve"][0][1] - guess) < (0.05 if preset == "gpt2" else 0.5)  # nano begins by copying
         assert result["val_loss"] < guess - 0.3
         assert abs(result["val_loss"] - results[0]["val_loss"]) < 0.02
         assert result["recompiles"] == 0
