@@ -111,7 +111,7 @@ def test_no_output_depends_on_later_tokens_or_other_documents(gpt2, is_strict: b
 @torch.no_grad()
 def test_channels_come_from_as_many_tokens_before_as_the_layer_says(tiny64):
     """Change one token, and see which channels of what a layer reads change, and where."""
-    shift = (0, 2, 0, 1)
+    shift = (0, 2, 0, 1, 4, 0, 3, 0)
     cfg = dataclasses.replace(tiny64, layers=(train_gpt.Layer("none", mlps=0, shift=shift),))
     trainer, tokens, streams = random_trainer(cfg), text(cfg), list[Tensor]()
     trainer.gpt.blocks[0].register_forward_pre_hook(lambda _, args: streams.append(args[0]))
@@ -130,7 +130,9 @@ def test_nano_copies_what_it_has_seen_before_its_first_step(tiny64):
     trainer = Trainer(cfg, Ranks())
     words = torch.randperm(200)[:64].view(32, 2)
     tokens = torch.stack([words[:, 0], torch.full((32,), 255), words[:, 1]], dim=1).flatten().repeat(2).int()
-    z = features(trainer, tokens) @ trainer.gpt.lm_head[: cfg.vocab_size].T
+    head = trainer.gpt.lm_head[: cfg.vocab_size]
+    assert torch.allclose(head.norm(dim=1), torch.ones(cfg.vocab_size, dtype=head.dtype))
+    z = features(trainer, tokens) @ head.T
     z = (z - z.mean(1, keepdim=True)) / z.std(1, keepdim=True)
     after_s = z.view(2, 32, 3, -1)[:, :, 1].gather(2, words[:, 1:].expand(2, 32, 1)).mean(1)
     assert after_s[1] > after_s[0] + 0.2, "a c stands out when its word comes up again"
