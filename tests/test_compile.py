@@ -24,13 +24,13 @@ STAGES = (
 LONG = dict(num_iterations=14, val_seq_len=256, val_tokens=512, head_dim=16, model_dim=32, tied_frac=0.5)
 LONG |= dict(vocab_size=128, eot_token=127, final_window=120, compile=True, mix_groups=8, stages=STAGES)
 # Fewer layers, as flex without code takes long: two nets, MUDD, heads in pairs and halves, all that nets make,
-# and a layer as in nano
+# and attention as in nano
 LONG |= dict(
     layers=(
         Layer("paired", half_qk=True, net=True, x0=True, ngram=True),
         Layer("long", half_v=True, value_embed=True, xsa=True),
-        Layer("alike", half_qk=True, shift=(0, 2, 1), net=True, skip=1, mlps=0),
-        Layer("short", value_embed=True, reads=1, head_gate=True, ngram=True, mlps=2, mudd=(1, 0)),
+        Layer("none", shift=(0, 2, 1), net=True, skip=1, mlps=0),
+        Layer("alike", value_embed=True, reads=1, head_gate=True, ngram=True, mlps=2, mudd=(1, 0)),
     )
 )
 
