@@ -26,6 +26,7 @@ with needs.packages():
     from tqdm import tqdm
 
     import sample
+    from data import texts
     from sample import Model
     from train_gpt import UserError, first_line
 
@@ -93,11 +94,11 @@ def parse_question(question: Any, where: str) -> Question:
 
 def read_text(path: Path) -> str:
     try:
-        if text := path.read_bytes().decode():
+        if text := texts.read_text(path):
             return text
         raise UserError(f"{path}: is empty")
     except UnicodeDecodeError:
-        raise UserError(f"{path}: is not text in UTF-8") from None
+        raise UserError(f"{path}: is not text in UTF-8 or UTF-16") from None
 
 
 def read_questions(path: Path) -> Iterator[Question]:
@@ -162,7 +163,7 @@ def evaluate(argv: Sequence[str] | None) -> None:
     add = parser.add_argument
     add("--hellaswag", action="store_true", help="fetch its validation questions; needs pyarrow")
     add("--choices", type=Path, metavar="FILE", action="append", default=[], help="questions in JSON lines; repeatable")
-    add("--text", type=Path, metavar="FILE", action="append", default=[], help="any text in UTF-8; repeatable")
+    add("--text", type=Path, metavar="FILE", action="append", default=[], help="any text; repeatable")
     add("--limit", type=int, metavar="N", help="only the first N questions of each set")
     args = parser.parse_args(argv)
     if args.limit is not None and args.limit < 1:

@@ -60,6 +60,14 @@ def test_answers_and_bits_by_hand():
     assert found == dict(questions=4, right=3, accuracy=0.75, standard_error=error, chance=0.5)
 
 
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_texts_of_windows_are_read_as_ours(encoding, tmp_path):
+    path = tmp_path / "questions"
+    path.write_bytes('{"ctx": "é", "endings": ["b", "c"], "label": 0}\r\n\r\n'.encode(encoding))
+    assert list(evaluate.read_questions(path)) == [("é", ["b", "c"], 0)]
+    assert evaluate.read_text(path)[-4:] == "0}\n\n"
+
+
 BAD = ["{", "[" * 20_000, "[1]", "5", "null", '{"ctx": "a", "endings": ["b", "c"]}']
 BAD += [
     json.dumps(dict(ctx="a", endings=["b", "c"], label=0) | odd)
@@ -95,7 +103,7 @@ def test_program_scores_files_and_hellaswag_or_says_what_is_wrong(model, capsys,
         return main(["evaluate", *argv.split()]), *capsys.readouterr()
 
     found = json.loads(run("--choices good --text text")[1])
-    assert (found["choices"]["good"]["questions"], found["texts"]["text"]["bytes"]) == (3, 8)
+    assert (found["choices"]["good"]["questions"], found["texts"]["text"]["bytes"]) == (3, 7)
     table = SimpleNamespace(to_pylist=lambda: [line | dict(label=str(line["label"])) for line in lines])
     parquet = SimpleNamespace(read_table=lambda path, columns: table)
     monkeypatch.setitem(sys.modules, "pyarrow", SimpleNamespace(parquet=parquet))
