@@ -248,6 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.function is not command_diff:
         with needs.packages("race"):
             import matplotlib  # noqa: F401
+            import psutil  # noqa: F401
             import scipy.stats  # noqa: F401  to miss it now, and not after all runs
     try:
         told, code = args.function(args)

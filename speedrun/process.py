@@ -35,6 +35,21 @@ def end_with_parent() -> None:
         LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
+def end_all(process: subprocess.Popen[str]) -> None:
+    """End a process with all that it started: torchrun's ranks are in sessions of their own."""
+    import psutil
+
+    tree = []
+    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+        tree = [top := psutil.Process(process.pid), *top.children(recursive=True)]
+    for action, patience in (("terminate", 40), ("kill", None)):  # torchrun ends its ranks by force after 30 s
+        for one in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                getattr(one, action)()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=patience)
+
+
 def own_process(command: Sequence[str], **environment: str) -> str:
     """Run Python with these arguments in the repository's root and return its stdout.
 
@@ -54,19 +69,15 @@ def own_process(command: Sequence[str], **environment: str) -> str:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            start_new_session=True,  # so that its children end with it
+            start_new_session=True,  # so that a terminal's Ctrl-C comes here alone
             preexec_fn=end_with_parent,
         )
         stdout, stderr = process.communicate()
     except BaseException:
         for number in before:  # all goes on to its end
             signal.signal(number, signal.SIG_IGN)
-        # torchrun's ranks are in sessions of their own; it ends them when told, after 30 s by force
-        for number, patience in ((signal.SIGTERM, 40), (signal.SIGKILL, None)):
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):  # the former: it has just ended
-                if process is not None:
-                    os.killpg(process.pid, number)
-                    process.communicate(timeout=patience)
+        if process is not None:
+            end_all(process)
         raise
     finally:
         for number, handler in before.items():

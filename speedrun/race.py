@@ -29,6 +29,7 @@ MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 SAME_TRAINING = {f"--{name}" for name in "preset device val_loss_every cpu_threads train_files val_files".split()}
 ON_ONE_GPU = {"--train_seq_len", "--ngram_rows"}  # for gpt2 on one GPU, where the preset's may not fit
 BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
+LOWER_END = "2026-11-27"  # races before that day asked of the loss that the lower end of its interval is low enough
 CONTRACT = (
     "A script has to accept --seed N, --log_dir FOLDER and --run_id NAME, and to write FOLDER/NAME.txt: its source, a "
     "line of 100 '=', what it says of itself, the line again, and a line "
@@ -53,7 +54,7 @@ class Run:
             0 < number < 1e15
             for number in (self.val_loss, self.train_time, 1 if self.step_time is None else self.step_time)
         ):
-            raise ValueError(f"numbers above 0 are wanted: {self}")
+            raise ValueError(f"val_loss {self.val_loss}, train_time {self.train_time}: expected numbers above 0")
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,11 @@ class Race:
         """Compare each script with the next one, and all with the last, as far as they have runs of one seed."""
         last = len(self.scripts) - 1
         for a, b in [*((i, i + 1) for i in range(last)), *((i, last) for i in range(last - 1))]:
-            if found := compare(self.of(a), self.of(b), self.slack):
+            if found := self.compare(self.of(a), self.of(b)):
                 yield (a, b), found
+
+    def compare(self, a: Sequence[Run], b: Sequence[Run]) -> dict:
+        return compare(a, b, self.slack, "low" if self.date < LOWER_END else "high")
 
     def check_order(self, path: Path) -> None:
         """Raise ToolError unless the runs are the first ones of a race, on the same tokens and one kind of machine."""
@@ -149,10 +153,10 @@ def figures_of(log: Log) -> dict:
     return figures | dict(val_sha256=log.val_sha256, hardware=log.hardware)
 
 
-def run_script(script: Path, flags: Sequence[str], nproc: int, seed: int, run_id: str, log_dir: Path) -> dict:
-    """Run a training script in the repository's root, and return its figures as fields of Run."""
+def run_script(script: Path, flags: Sequence[str], nproc: int, run_id: str, log_dir: Path, run: dict) -> Run:
+    """Run a training script in the repository's root; `run` has index and seed, and the log says the rest."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc_per_node={nproc}"]
-    own = ["--seed", str(seed), "--log_dir", str(log_dir), "--run_id", run_id]
+    own = ["--seed", str(run["seed"]), "--log_dir", str(log_dir), "--run_id", run_id]
     # What torchrun would choose, without its warning
     threads = dict(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")) if nproc > 1 else {}
     try:
@@ -163,8 +167,18 @@ def run_script(script: Path, flags: Sequence[str], nproc: int, seed: int, run_id
     if not (path := ROOT / log_dir / f"{run_id}.txt").is_file():
         raise ToolError(f"run {run_id} ended well, but wrote no {path}. {CONTRACT}")
     if (log := Log(path)).incomplete:
-        raise ToolError(f"{log.path}: {log.incomplete}")
-    return figures_of(log)
+        raise ToolError(f"{path}: {log.incomplete}")
+    try:
+        return Run(**run, **figures_of(log))
+    except ValueError as error:
+        raise ToolError(f"{path}: {error}. {CONTRACT}") from None
+
+
+def clear(folder: Path, run_id: str, *kept: str) -> None:
+    """Remove what a run left: checkpoints, the model and its rows of n-grams, which a race needs no more."""
+    for path in folder.glob(f"{run_id}.*"):
+        if path.suffix not in kept:
+            path.unlink()
 
 
 def obstacle(race: Race, rivals: Sequence[tuple[str, str]]) -> str | None:
@@ -177,7 +191,8 @@ def obstacle(race: Race, rivals: Sequence[tuple[str, str]]) -> str | None:
     if others := names[0] - allowed | names[1]:
         return f"flags {', '.join(sorted(others))}: put settings into the script, race without"
     if rivals and not any(digest(source) in race.hashes for _, source in rivals):
-        return f"not the script of {' or '.join(name for name, _ in rivals)}: race against it as it is"
+        older = [name.partition("_")[2] for name, _ in rivals]
+        return f"none of its scripts is {' or '.join(older)}: race YOUR_SCRIPT {older[0]}"
     return (
         f"fewer than {MIN_PAIRS} pairs are a screen: race with --pairs {MIN_PAIRS}" if race.pairs < MIN_PAIRS else None
     )
@@ -222,7 +237,7 @@ def record_race(
         raise ToolError(f"{path}: {problem}")
     race.check_order(path)
     a, b = (race.of(race.hashes.index(digest(script))) for script in (newer, older))
-    found = compare(a, b, race.slack)
+    found = race.compare(a, b)
     if not problem and len(race.runs) != len(race.order):
         problem = f"has {len(race.runs)} runs, not {race.pairs} of each script; --resume the race"
     if not problem and own is not None:
@@ -297,10 +312,13 @@ def in_turn(plan: Race, paths: Sequence[Path], folder: Path, is_resumed: bool) -
         print(f"the load of the last minute is {load:.1f}: times mean little if anything else runs", file=sys.stderr)
     for done, (seed, script) in enumerate(left, start=1):
         run_id, name = run_id_of(seed, script), race.scripts[script].name
-        (folder / f"{run_id}.txt").unlink(missing_ok=True)  # of a run that was stopped
         flags = race.flags + race.scripts[script].flags
-        run = Run(script, seed, **run_script(paths[script], flags, race.nproc_per_node, seed, run_id, log_dir))
-        (folder / f"{run_id}.pt").unlink(missing_ok=True)  # the model is of no use here
+        clear(folder, run_id)  # what a run left that was stopped
+        try:
+            it = dict(script=script, seed=seed)
+            run = run_script(paths[script], flags, race.nproc_per_node, run_id, log_dir, it)
+        finally:
+            clear(folder, run_id, ".txt", ".json")
         if not run.val_sha256 and not race.of(script):
             print(f"{name} states no validation tokens: losses compare only if all read the same", file=sys.stderr)
         race.runs.append(run)

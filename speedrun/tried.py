@@ -31,7 +31,7 @@ def with_error(figures: dict) -> str:
 def rows(race: Race, date: str) -> Iterator[tuple[str, ...]]:
     for (a, b), found in race.compared():
         names = (short(race.scripts[i].name) for i in (a, b))
-        verdict = "loss high" if "too high" in found["verdict"] else found["verdict"].split()[0].strip(",")
+        verdict = "loss high" if "loss" in found["verdict"] else found["verdict"].split()[0].strip(",")
         figures = with_error(found["train_time"]), with_error(found["val_loss"])
         yield (race.date or date)[2:], *names, str(found["n"][0]), *figures, verdict, race.note
 

@@ -22,14 +22,16 @@ import json, pathlib, sys, zlib
 from synthetic_logs import log_text
 flags = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 if "--stop" in flags and pathlib.Path(flags["--stop"]).read_text() == flags["--run_id"]:
-    pathlib.Path(flags["--log_dir"], flags["--run_id"] + ".txt").write_text("cut short")
+    for kind in "txt", "checkpoint", "0.rank0":
+        pathlib.Path(flags["--log_dir"], f"{flags['--run_id']}.{kind}").write_text("cut short")
     sys.exit("first line\\nstopped")
 seed, log = int(flags["--seed"]), pathlib.Path(flags["--log_dir"]) / (flags["--run_id"] + ".txt")
-assert not log.exists()
+assert not [*log.parent.glob(f"{log.stem}.*")]
 disturbed = 3 if "--stop" in flags and seed == 9 else 1
 step_ms = disturbed * SLOWNESS * (40 + 0.1 * (zlib.crc32(log.name.encode()) % 5))
 loss = 1.4 + 0.001 * (seed % 100) + SLOWNESS / 100
 log.with_suffix(".pt").touch()
+log.with_suffix(".ngrams0").touch()
 own = dict(flags=sys.argv[1:], source=pathlib.Path(__file__).read_text().rstrip("\\n"))
 own |= dict(every=int(flags.get("--val_loss_every", 5)) or 20)
 own |= dict(val_sha256="cd" * 32) if SLOWNESS == 9 else dict()
