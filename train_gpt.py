@@ -2326,6 +2326,9 @@ class CUDAGraphs:
 class Trainer:
     """Hold model and optimizers, the same on all ranks from `warm_up` on, and take the steps of a run."""
 
+    # Two hooks for tools that measure a step: who moves rows of n-grams, and a context for a part of it by its name
+    table_class, part = NgramTable, contextlib.nullcontext
+
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         self.cfg = cfg
         self.ranks = ranks
@@ -2338,7 +2341,7 @@ class Trainer:
         self.optimizers = build_optimizers(self.gpt, ranks)
         self.grads = {name: grad for o in self.optimizers for name, grad in zip(o.names, o.grad_views, strict=True)}
         self.gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
-        self.table = NgramTable(cfg, ranks, self.device)
+        self.table = self.table_class(cfg, ranks, self.device)
         self.reader = Reader(cfg, ranks, self.device)
         self.reads: Reads | None = None  # of the present cycle
 
@@ -2360,7 +2363,8 @@ class Trainer:
         if now.tied and now.is_due(row_of("lm_head", self.cfg)):  # both step on the sum of their gradients
             self.grads["embed.weight"] += self.grads["lm_head"]  # (records 51, 53: @varunneal)
             self.grads["lm_head"].copy_(self.grads["embed.weight"])
-        step_optimizers(self.optimizers, now)
+        with self.part("optimizers"):
+            step_optimizers(self.optimizers, now)
         if now.is_due(self.table.group):
             self.table.update(reads, self.sums, now)
         wait()

@@ -23,6 +23,7 @@ MODULES = dict(
     check="Look at machine, data and flags before a training, and get the data; run.sh does it.",
     evaluate="Score a model: HellaSwag, choices of your own, bits per byte.",
     bench="Time the parts of a step of train_gpt.py on this machine.",
+    lower="Lower train_gpt.py for GPUs that are not here: graph breaks, memory, spills, predicted times.",
 )
 COMMANDS: list[tuple[Callable, str, tuple, dict]] = []
 Outcome = tuple[str, int]  # the text and the exit code

@@ -36,12 +36,12 @@ CPU_RUNS = "--preset nano or --preset mini trains on a CPU"
 CAPABILITY = "gpt2 needs a GPU of compute capability 8.0 or newer (A100, RTX 30)"
 SHARD_TOKENS, PACKING = 10**8, 1.5  # 1.5: tokens for one that packing keeps, assumed
 # Bytes that gpt2 needs for a token of the longest sequence, by layer and channel, beside parameters, gradients,
-# optimizers and n-grams: by the peaks of `python -m gpu_proof gpu_graphs` in training and validation
+# optimizers and n-grams: by the peaks of `python -m speedrun lower` in training and validation
 BUFFER_BYTES = {"train_seq_len": 24.8, "val_seq_len": 3.3}
 WITHOUT_KERNEL = 1.3  # times as many below compute capability 9.0, where the MLP has no kernel
 SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the free memory is looked at
 # Useful TFLOP/s, 6 FLOP per token and weight, in the head those of the softmax, by a part of the GPU's name. H100, 4090
-# and A100: by the roofline (gpu_proof/README.md). Others: 32% of their peak, as the H100.
+# and A100: by the roofline (docs/gpu.md). Others: 32% of their peak, as the H100.
 TFLOPS = {"MIG": 0, "B200": 723, "H200": 373, "H100 PCIe": 285, "H100": 373, "A100": 128, "4090": 75, "3090": 22}
 ROWS_COST = "a quarter of the rows costs 0.005 of loss, a two-hundredth 0.036"  # of public record 92
 RENAMED = {"mlp_fp8": "layers_fp8", "bigram_rows": "ngram_rows", "bigram_lambda_init": "ngram_lambda_init"}

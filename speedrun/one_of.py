@@ -19,7 +19,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
 import train_gpt
-from gpu_proof import roofline
+from speedrun import roofline
 from speedrun.bench import Steps, each_step_ms, read_steps, synchronize
 from speedrun.process import ROOT
 from train_gpt import Hyperparameters, Plan, Ranks, Trainer, UserError
@@ -157,7 +157,7 @@ def write_tokens(cfg: Hyperparameters, folder: Path) -> Hyperparameters:
 
 def predicted(size: int, start: int) -> dict[str, float]:
     """Return the ms that the roofline predicts for the parts of a step of gpt2 on an H100, of one rank of 8 or of 1."""
-    steps = json.loads((ROOT / "gpu_proof" / "h100.json").read_text())["gpus"]["h100"]["steps"].get(str(size), [])
+    steps = json.loads((ROOT / "speedrun" / "h100.json").read_text())["gpus"]["h100"]["steps"].get(str(size), [])
     return next((step["ms"] for step in reversed(steps) if step["first"] <= start), {})
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import train_gpt
-from gpu_proof.randomize import randomize
+from dense import randomize
 from shards import write_shard
 from speedrun.process import ROOT
 from train_gpt import GPT, Hyperparameters

@@ -162,7 +162,7 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
 @pytest.mark.published
 def test_estimates_are_those_of_the_lowered_graphs_and_of_the_gpu(capsys):
     """Training to 10%: an idea may need a moment more. The page has all, half, a quarter, a quarter of the n-grams."""
-    page = (ROOT / "gpu_proof" / "README.md").read_text().replace(",", "")
+    page = (ROOT / "docs" / "gpu.md").read_text().replace(",", "")
     rows = re.findall(r"^\| (?:the step that needs most|validation)[^|]*\|((?: \d+ \|){4})$", page, re.M)  # MiB
     for processes, *mib in zip((8, 4, 2, 1), *(map(int, re.findall(r"\d+", row)) for row in rows), strict=True):
         part = dataclasses.replace(BF16, ngram_rows=BF16.ngram_rows * max(processes, 2) // 8)

@@ -16,12 +16,12 @@ from torch.distributed.run import get_args_parser
 
 import train_gpt
 from conftest import GPT2_FLAGS, TINY_FLAGS
-from gpu_proof import gpu_graphs
 from public_records import load
+from speedrun import lower
 from world_worker import ROOT
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
-FOLDERS = ("*.md", "docs/*.md", "speedrun/*.md", "gpu_proof/*.md", "records/**/*.md")
+FOLDERS = ("*.md", "docs/*.md", "speedrun/*.md", "records/**/*.md")
 PAGES = [page for pattern in FOLDERS for page in ROOT.glob(pattern)]
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )?(?:[\w./]*python|torchrun|\./run\.sh|train_gpt\.py)(?: [^=]|$)")
 FILE = re.compile(r"(?:\./)?\w[\w./-]*\.(?:py|sh|md|json|txt|slurm|toml|png)")
@@ -61,7 +61,7 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
     def start(program, argv: list[str]) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_end)
-            patch.setattr(gpu_graphs, "measure", end)  # it passes on what it does not know
+            patch.setattr(lower, "measure", end)  # it passes on what it does not know
             patch.setattr(sys, "argv", ["program", *argv])
             patch.setattr(signal, "signal", lambda *_: None)  # a script ignores SIGHUP, and so would our children
             with pytest.raises(Understood):
@@ -78,7 +78,7 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
                 args = get_args_parser().parse_args(argv if argv[-1][0] != "-" else [*argv, "train_gpt.py"])
                 module = ["-m"] if args.module else []
                 understand(shlex.join(["python", *module, args.training_script, *args.training_script_args]))
-            case ["python", "-m", "gpu_proof", _, *argv] if "--script" in argv:
+            case ["python", "-m", "speedrun", "lower", *argv] if "--script" in argv:
                 load(Path(argv[argv.index("--script") + 1]).parent.name)  # whose flags the rest may be
             case ["python", "-m", module, *argv]:
                 start(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True), argv)

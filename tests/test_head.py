@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
-from gpu_proof.randomize import randomize
+from dense import randomize
 from train_gpt import HeadLoss, Plan, Ranks, Settings, Trainer, fp8_product, fp8_rows
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
-from dense import dense_mask
-from gpu_proof.randomize import randomize
+from dense import dense_mask, randomize
 from train_gpt import PRESETS, Plan, Ranks, Settings, Trainer
 
 

@@ -1,9 +1,9 @@
-"""Lower train_gpt.py's graphs for GPUs that are not here, and compile every kernel to machine code.
+"""Lower train_gpt.py's graphs for GPUs that are not here, compile every kernel to machine code, and predict a step.
 
-    python -m gpu_proof gpu_graphs [--arch 90,89,86,80] [--script FILE] [--kernels PATTERN] [--out FILE] [FLAG ...]
+    python -m speedrun lower [--arch 90,89,80] [--script FILE] [--kernels PATTERN] [--out FILE] [flags of train_gpt.py]
 
-Training, validation and optimizers of gpt2, with the flags of train_gpt.py. README.md says what the columns mean; the
-table goes to a JSON file, too. --kernels '^$' compiles no kernel and counts launches, bytes and memory alone.
+Training, validation and optimizers of gpt2. docs/gpu.md says what the figures mean; they go to a JSON file, too.
+--kernels '^$' compiles no kernel: launches, memory and predicted times alone.
 Exit codes: 0 done, 1 a graph or a kernel failed, 2 something is missing, 130 interrupted.
 """
 
@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import dataclasses
 import gc
-import importlib.metadata
 import importlib.util
 import json
 import math
@@ -35,65 +34,63 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from gpu_proof import pretend_gpu
+from speedrun import pretend_gpu, roofline
 from speedrun.process import own_process
+from speedrun.roofline import DOCUMENT, GPUS, WORLDS
 
 # The process of one architecture: pretend, then import torch
-CHILD = "import sys; from gpu_proof import pretend_gpu; pretend_gpu.install(int(sys.argv[1])); "
-CHILD += "from gpu_proof import gpu_graphs; gpu_graphs.child(sys.argv[1:])"
-WORLDS = (8, 4, 2, 1)  # numbers of processes
-DOCUMENT = 690  # tokens of a document on average: FineWeb's sample of 10.2 billion in 14.9 million documents
+CHILD = "import sys; from speedrun import pretend_gpu; pretend_gpu.install(int(sys.argv[1])); "
+CHILD += "from speedrun import lower; lower.child(*sys.argv[1:])"
 SPARE = 1500  # MiB that CUDA, its libraries and the allocator need beside the tensors
 WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_", "index_copy_")  # do not read what they overwrite
 LOOKUPS = ("index", "index_add_", "index_copy_", "index_select", "index_put_", "embedding")
 NO_WORK = ("empty", "detach", "set_", "resize_")
 
 
-# ---- Bytes -----------------------------------------------------------------------------------------------------------
+# ---- Bytes and FLOPs of a launch -------------------------------------------------------------------------------------
 def elements(t: Tensor) -> int:
     return math.prod(size for size, stride in zip(t.shape, t.stride(), strict=True) if stride)
 
 
-def find_ranges(source: str, arguments: dict[str, Any]) -> list[int]:
-    """Return the numbers of indices of a launch: x, y, z, and of a reduction. FlexAttention's kernels have none."""
-    ranges = {name: n for name, n in arguments.items() if name.endswith("numel")}
-    ranges |= dict(re.findall(r"^    (\w+?numel) = (\d+)$", source, re.M))
-    return [int(n) for n in ranges.values()]
+def kernel_costs(source: str, arguments: dict[str, Any]) -> dict:
+    """Return the kind, bytes and FLOPs of a launch, and of a product that the script's own kernel makes a name.
 
-
-def kernel_bytes(source: str, arguments: dict[str, Any]) -> int:
-    """Count the bytes that a launch moves: of each argument an element by access and index, and none twice.
-
-    Every argument is read at most once and written at most once, as a whole; FlexAttention's and the script's own
-    kernels do both so. What a kernel reads back of its own output is in a cache, and masks are ignored.
+    Bytes are an element by access and index, none twice: every argument is read at most once and written at most once,
+    as a whole. FlexAttention's and the script's own kernels, which have no numbered ranges of indices, do both so. What
+    a kernel reads back of its own output is in a cache, and masks are ignored.
     """
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
-    if not (ranges := find_ranges(source, arguments)):
-        return sum(elements(t) * t.itemsize for t in tensors.values())
+    ranges = {name: n for name, n in arguments.items() if name.endswith("numel")}
+    ranges |= dict(re.findall(r"^    (\w+?numel) = (\d+)$", source, re.M))
+    if not ranges:
+        costs: dict = dict(kind="kernel", bytes=sum(elements(t) * t.itemsize for t in tensors.values()))
+        if "tl.dot" in source and "flex" not in source:  # which takes three matrices
+            a, b, *_ = tensors.values()
+            (rows, inner), columns = a.shape, b.shape[1]
+            kind = f"{a.dtype} in Triton".removeprefix("torch.")
+            costs |= dict(kind=kind, name=f"mm {rows}x{inner}x{columns}", flops=2 * rows * inner * columns)
+        return costs
     touched: Counter = Counter()
     for kind, pointer, _ in {*re.findall(r"tl\.(load|store|atomic_add)\((\w+) \+ ([^,]*)", source)}:
         if kind != "load" or not pointer.startswith("out_ptr"):
             for way in ("load", "store") if kind == "atomic_add" else (kind,):
-                touched[way, pointer] += math.prod(ranges)
-    return sum(min(elements(tensors[name]), n) * tensors[name].itemsize for (_, name), n in touched.items())
+                touched[way, pointer] += math.prod(map(int, ranges.values()))
+    moved = (min(elements(tensors[name]), n) * tensors[name].itemsize for (_, name), n in touched.items())
+    return dict(kind="kernel", bytes=sum(moved))
 
 
-def product(arguments: dict[str, Any], source: str) -> tuple[str, str, int] | None:
-    """Return the precision of a product that the script's own kernel makes of its first two arguments, name and FLOPs.
-
-    Inductor's kernels have numbered ranges, and FlexAttention's take three matrices.
-    """
-    if "tl.dot" not in source or find_ranges(source, arguments) or "flex" in source:
-        return None
-    a, b, *_ = arguments.values()
-    (rows, inner), columns = a.shape, b.shape[1]
-    return f"{a.dtype} in Triton".removeprefix("torch."), f"mm {rows}x{inner}x{columns}", 2 * rows * inner * columns
-
-
-def operation_bytes(tensors: Sequence[Tensor], table: Tensor | None) -> int:
-    """Count the bytes of an operation's arguments and results; of a table only as many as the rows that it looks up."""
-    rows = max((elements(t) * t.itemsize for t in tensors if t is not table), default=0)
-    return sum(min(elements(t) * t.itemsize, rows) if t is table else elements(t) * t.itemsize for t in tensors)
+def operation_costs(func, args: tuple, reads: list[Tensor], writes: list[Tensor], result) -> dict:
+    """Return the same of a call of ATen; of a table only the bytes of as many rows as it looks up."""
+    packet, table = func._overloadpacket, args[0] if func._overloadpacket.__name__ in LOOKUPS else None
+    sizes = [(t, elements(t) * t.itemsize) for t in (*reads, *writes)]
+    rows = max((size for t, size in sizes if t is not table), default=0)
+    costs = dict(kind="copy", bytes=sum(min(size, rows) if t is table else size for t, size in sizes))
+    if packet in flop_registry:
+        wide = [t for t in reads if t.ndim > 1]
+        a, b = wide[:2] if packet.__name__ == "_scaled_mm" else wide[-2:]  # scales come last, and what is added first
+        costs["name"] = f"{packet.__name__} {'x'.join(map(str, (*a.shape, b.shape[-1])))}"
+        costs |= dict(kind=str(a.dtype).removeprefix("torch."), flops=flop_registry[packet](*args, out_val=result))
+    return costs
 
 
 # ---- What runs -------------------------------------------------------------------------------------------------------
@@ -120,6 +117,10 @@ class Recorder(TorchDispatchMode):
         yield
         self.phase = before
 
+    def part(self, name: str):
+        """Return a context for a part of a phase, as `Trainer.part` does."""
+        return self.during(f"{name} {self.phase}")
+
     def called(self, is_backward: bool, function: Callable):
         kind, _, shape = self.phase.partition(" ")
         names = dict(rows="rows", train=f"{'backward' if is_backward else 'forward'} {shape}", optimizers="optimizers")
@@ -141,14 +142,11 @@ class Recorder(TorchDispatchMode):
                 found[-1]["error"] = f"{type(error).__name__}: {str(error).strip() or 'no message'}"[:2000]
 
     def launched(self, kernel, args: tuple) -> None:
-        name = kernel.fn.__name__
         self.kernels[self.graph][kernel] = self.compiled[kernel]
         args = tuple(getattr(a, "base", a) for a in args)  # a TensorDescriptor stands for its tensor
         shapes = tuple((tuple(a.shape), a.stride()) if isinstance(a, Tensor) else a for a in args)
-        if not self.again(key := (self.world, self.phase, self.graph, name, shapes)):
-            arguments = dict(zip(kernel.fn.arg_names, args, strict=False))
-            kind, called, flops = product(arguments, kernel.fn.src) or ("kernel", "", 0)
-            self.note(key, kind, called, bytes=kernel_bytes(kernel.fn.src, arguments), flops=flops)
+        arguments = dict(zip(kernel.fn.arg_names, args, strict=False))
+        self.note(kernel.fn.__name__, shapes, lambda: kernel_costs(kernel.fn.src, arguments))
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -172,7 +170,7 @@ class Recorder(TorchDispatchMode):
         self.peaks[self.phase] = max(self.peaks.get(self.phase, 0), sum(n for _, n in self.live))
 
     def operation(self, func, args: tuple, kwargs: dict, result) -> None:
-        """Note a call of ATen: its bytes, and the FLOPs of a matmul."""
+        """Note a call of ATen."""
         schema, name = func._schema, func._overloadpacket.__name__
         is_view = any(r.alias_info and not r.alias_info.is_write for r in schema.returns)
         if func.namespace != "aten" or is_view or any(name.removeprefix("new_").startswith(word) for word in NO_WORK):
@@ -186,31 +184,17 @@ class Recorder(TorchDispatchMode):
         reads, writes = ([t for t in ts if isinstance(t, Tensor)] for ts in (reads, writes))
         if name not in LOOKUPS:  # pretending leaves the table of signs on the CPU
             reads, writes = ([t for t in ts if t.is_cuda] for ts in (reads, writes))
-        if not reads and not writes:
-            return
-        shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in (*reads, *writes))
-        if self.again(key := (self.world, self.phase, self.graph, name, shapes)):
-            return
-        num_bytes = operation_bytes((*reads, *writes), table=args[0] if name in LOOKUPS else None)
-        if func._overloadpacket in flop_registry:
-            flops = flop_registry[func._overloadpacket](*args, out_val=result if writes else None)
-            wide = [t for t in reads if t.ndim > 1]
-            a, b = wide[:2] if name == "_scaled_mm" else wide[-2:]  # scales come last, and what is added first
-            size = "x".join(map(str, (*a.shape, b.shape[-1])))
-            kind = str(a.dtype).removeprefix("torch.")
-            self.note(key, kind, f"{name} {size}", bytes=num_bytes, flops=flops)
-        else:
-            self.note(key, "copy", bytes=num_bytes)
+        if reads or writes:
+            shapes = tuple((tuple(t.shape), t.stride(), t.dtype) for t in (*reads, *writes))
+            result = result if writes else None
+            self.note(name, shapes, lambda: operation_costs(func, args, reads, writes, result))
 
-    def again(self, key: tuple) -> bool:
-        if key in self.calls:
-            self.calls[key]["count"] += 1
-        return key in self.calls
-
-    def note(self, key: tuple, kind: str, name: str = "", **costs: int) -> None:
-        place = dict(zip(("world", "phase", "graph", "name"), key, strict=False))
-        place["name"] = name or place["name"]
-        self.calls[key] = dict(**place, kind=kind, count=1, flops=0) | costs
+    def note(self, name: str, shapes: tuple, costs: Callable[[], dict]) -> None:
+        key = self.world, self.phase, self.graph, name, shapes
+        if key not in self.calls:
+            place = dict(zip(("world", "phase", "graph", "name"), key, strict=False))
+            self.calls[key] = place | dict(count=0, flops=0) | costs()
+        self.calls[key]["count"] += 1
 
 
 def compile_config(kernel, config) -> dict:
@@ -237,13 +221,6 @@ def compile_config(kernel, config) -> dict:
 
 
 # ---- The process of one architecture ---------------------------------------------------------------------------------
-def load_script(path: Path):
-    spec: Any = importlib.util.spec_from_file_location("train_gpt", path)
-    module = sys.modules["train_gpt"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def find_stages(script, cfg) -> list[dict]:
     """Return the parts of a run whose steps have equal graphs and windows."""
     found: list[dict] = []
@@ -256,34 +233,39 @@ def find_stages(script, cfg) -> list[dict]:
     return found
 
 
-def describe_attention(cfg) -> dict:
-    """Return the kind and the widths of heads of each layer that attends, and the tokens of a block of the mask."""
-    layers = [layer for layer in cfg.layers if layer.attention != "none"]
-    widths = [[cfg.head_dim // (1 + half) for half in (layer.half_qk, layer.half_v)] for layer in layers]
-    return dict(kinds=[layer.attention for layer in layers], widths=widths, block=cfg.block_size)
-
-
 def rows_that_fit(script, cfg, memory: int, world: int) -> int:
     """Return how many rows `world` GPUs of so many MiB have for n-grams: another number than gpt2's is a flag's."""
     part = {8: 1, 4: 2}.get(world, 4) if memory > 40_000 else {1: 64}.get(world, 32)
     return cfg.ngram_rows // part if cfg.ngram_rows == script.PRESETS["gpt2"].ngram_rows else cfg.ngram_rows
 
 
-def run_steps(script, cfg, device_memory: int, recorder: Recorder) -> dict:
+def run_steps(script, cfg, memory_mib: int, recorder: Recorder) -> dict:
     """Take a cycle of steps of every stage as one of WORLDS processes, and score a sequence.
 
     Return stages, graphs, and by number of processes the n-grams' rows, peaks of memory, and what a step communicates
     in bytes. Tokens are random, as frequent as Zipf's law says: they have more n-grams than text has.
     """
-    rng, table = np.random.default_rng(0), script.NgramTable
-    frequencies = (np.arange(cfg.vocab_size) + 3.0) ** -1.1
+    rng, frequencies = np.random.default_rng(0), (np.arange(cfg.vocab_size) + 3.0) ** -1.1
     sent_bytes: list[int] = []
 
-    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        sent_bytes.append(sum(sent) * rows[0].nbytes)
-        return rows.new_empty(sum(received), rows.size(1))
+    class Table(script.NgramTable):
+        def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+            sent_bytes.append(sum(sent) * rows[0].nbytes)
+            return rows.new_empty(sum(received), rows.size(1))
 
-    def make(plans: list, length: int, count: int) -> tuple[list, Any]:
+        def fetch(self, *args):
+            with recorder.part("rows"):
+                return super().fetch(*args)
+
+        def update(self, *args):
+            with recorder.part("rows"):
+                super().update(*args)
+
+    class Reader(script.Reader):
+        def on_host(self, array: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.require(array, requirements="CW"))
+
+    def read(plans: list, length: int, count: int) -> tuple[list, Any]:
         size = len(plans), count, length + 1
         tokens = rng.choice(cfg.vocab_size, size, p=frequencies / frequencies.sum()).astype(np.uint16)
         tokens[rng.random(size) < 1 / DOCUMENT] = cfg.eot_token
@@ -292,37 +274,26 @@ def run_steps(script, cfg, device_memory: int, recorder: Recorder) -> dict:
         with recorder.during("setup"):
             return trainer.reader.on_device(made)
 
-    def during(kind: str, function: Callable) -> Callable:
-        def wrapped(*args):
-            with recorder.during(f"{kind} {recorder.phase}"):
-                return function(*args)
-
-        return wrapped
-
-    script.step_optimizers = during("optimizers", script.step_optimizers)
-    table.fetch, table.update, table.exchange = during("rows", table.fetch), during("rows", table.update), exchange
-    script.Reader.on_host = lambda self, array: torch.from_numpy(np.require(array, requirements="CW"))
     stages = find_stages(script, cfg)
     rows: dict[int, int] = {}
     memory: dict[int, dict] = {}
     communication: dict[int, dict] = {}
-    phases = {stage["phase"]: stage for stage in reversed(stages)}
     with recorder.during("setup"), pretend_gpu.building():
         trainer = script.Trainer(cfg, script.Ranks())
-    graphs = 0
+    trainer.part, graphs = recorder.part, 0
     for world in [world for world in WORLDS if cfg.batch_sequences % world == 0]:
         recorder.world, recorder.peaks = world, {}
         with recorder.during("setup"), pretend_gpu.building():
             trainer.gpt.zero_grad(set_to_none=True)
-            trainer.ranks = trainer.reader.ranks = ranks = script.Ranks(0, world, 0, world)
+            trainer.ranks = ranks = script.Ranks(0, world, 0, world)
             trainer.optimizers = trainer.table = trainer.reads = trainer.rows = trainer.sums = None
             gc.collect()
             trainer.optimizers = script.build_optimizers(trainer.gpt, ranks)
-            rows[world] = rows_that_fit(script, cfg, device_memory, world)
-            trainer.reader.cfg = own = dataclasses.replace(cfg, ngram_rows=rows[world])
-            trainer.table = table(own, ranks, trainer.device)
+            rows[world] = rows_that_fit(script, cfg, memory_mib, world)
+            own = dataclasses.replace(cfg, ngram_rows=rows[world])
+            trainer.table, trainer.reader = (kind(own, ranks, trainer.device) for kind in (Table, Reader))
         communication[world] = {}
-        for phase, stage in phases.items():
+        for phase, stage in {stage["phase"]: stage for stage in reversed(stages)}.items():
             if world in WORLDS[1:-1] and stage["tokens"] < max(stage["tokens"] for stage in stages):
                 continue  # the longest sequences take the most memory
             first = (stage["first"] + stage["steps"] // 2) // cfg.all_step * cfg.all_step
@@ -333,14 +304,14 @@ def run_steps(script, cfg, device_memory: int, recorder: Recorder) -> dict:
                 cycle.append(now := script.Plan(step, cfg))
                 nbytes += sum(o.grad_buffer.nbytes * 2 for o in trainer.optimizers if now.is_due(o.groups[0]))
                 if now.is_due(trainer.table.group):
-                    steps, reads = make(cycle, now.seq_len, cfg.batch_sequences)
+                    steps, reads = read(cycle, now.seq_len, cfg.batch_sequences)
                     for now, sequences in zip(cycle, steps, strict=True):
                         with recorder.during(phase):  # the second sequence finds the gradients of the first
                             trainer.train_step(now, sequences[:2], reads)
                     cycle = []
             communication[world][phase] = round((nbytes + sum(sent_bytes)) / cfg.all_step)
         now = script.Plan(cfg.num_iterations, cfg, trains=False)
-        (sequences,), reads = make([now], cfg.val_seq_len, world)
+        (sequences,), reads = read([now], cfg.val_seq_len, world)
         V = cfg.padded_vocab
         with recorder.during("validation"), torch.no_grad():
             canon = torch.empty(V, V // 8, dtype=torch.uint8, device="cuda") if cfg.canon_file else None
@@ -350,33 +321,33 @@ def run_steps(script, cfg, device_memory: int, recorder: Recorder) -> dict:
     return dict(stages=stages, graphs=graphs, rows=rows, memory=memory, communication=communication)
 
 
-def child(argv: Sequence[str]) -> None:
+def child(arch: str, path: str, names: str, changes: str, *flags: str) -> None:
     """Print what was found out about one architecture, as a line of JSON."""
-    arch, path, names, changes, *flags = argv
-    recorder, script = Recorder(names), load_script(Path(path))
+    recorder, gpu, counters = Recorder(names), GPUS[int(arch)], torch._dynamo.utils.counters
+    spec: Any = importlib.util.spec_from_file_location("train_gpt", path)
+    script: Any = importlib.util.module_from_spec(spec)
+    sys.modules["train_gpt"] = script
+    spec.loader.exec_module(script)
     given = script.parse_args(["--preset", "gpt2", "--device", "cuda", "--seed", "1", *flags])
     given = dataclasses.replace(given, **json.loads(changes))
     # A mask costs without a file, too; what CUDA graphs would replay is recorded launch by launch
     cfg = dataclasses.replace(script.resolve(given), canon_file=given.canon_file, cuda_graphs=False)
-    device, counters = pretend_gpu.DEVICES[int(arch)], torch._dynamo.utils.counters
-    found = dict(device=device.name, shared_limit=device.shared_limit, memory_mib=device.memory, cycle=cfg.all_step)
-    found |= dict(failed="", stages=[], memory={})
+    layers = [layer for layer in cfg.layers if layer.attention != "none"]
+    widths = [[cfg.head_dim // (1 + half) for half in (layer.half_qk, layer.half_v)] for layer in layers]
+    found = dict(configuration=dataclasses.asdict(cfg), cycle=cfg.all_step, failed="", stages=[], memory={})
+    found |= dict(attention=dict(kinds=[layer.attention for layer in layers], widths=widths, block=cfg.block_size))
     torch._dynamo.config.recompile_limit = 64  # as four numbers of processes share this one
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-            found |= run_steps(script, cfg, device.memory, recorder)
+            found |= run_steps(script, cfg, gpu.memory_mib, recorder)
     except Exception as error:  # what was found before is worth having
         found["failed"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
-    found |= dict(graph_breaks=dict(counters["graph_break"]))
-    found |= dict(configuration=dataclasses.asdict(cfg), attention=describe_attention(cfg))
-    calls = [call for call in recorder.calls.values() if call["phase"] != "setup"]
     kernels = {
-        graph: [
-            dict(name=kernel.fn.__name__, configurations=configurations) for kernel, configurations in found.items()
-        ]
-        for graph, found in recorder.kernels.items()
+        graph: [dict(name=kernel.fn.__name__, configurations=configs) for kernel, configs in own.items()]
+        for graph, own in recorder.kernels.items()
     }
-    print(json.dumps(found | dict(kernels=kernels, calls=calls)))
+    calls = [call for call in recorder.calls.values() if call["phase"] != "setup"]
+    print(json.dumps(found | dict(graph_breaks=dict(counters["graph_break"]), kernels=kernels, calls=calls)))
 
 
 # ---- The report ------------------------------------------------------------------------------------------------------
@@ -390,7 +361,7 @@ def measure(arch: int, script: Path, flags: Sequence[str] = (), names: str = "",
         raise RuntimeError(why)
     told = own_process(["-c", CHILD, str(arch), str(script.resolve()), names, json.dumps(changes), *flags])
     found = json.loads(told.splitlines()[-1])
-    return found if flags or changes else found | dict(spill_limit=pretend_gpu.DEVICES[arch].spills)
+    return found if flags or changes else found | dict(spill_limit=GPUS[arch].spills)
 
 
 def least_spills(kernel: dict) -> int:
@@ -398,7 +369,7 @@ def least_spills(kernel: dict) -> int:
     return min((entry["spills"] for entry in kernel["configurations"] if "spills" in entry), default=0)
 
 
-def failures(found: dict) -> list[str]:
+def failures(arch: int, found: dict) -> list[str]:
     """Return what keeps the graphs from running on this GPU: a line each."""
     lines = [found["failed"]] if found["failed"] else []
     lines += [f"graph break: {reason}" for reason in found["graph_breaks"]]
@@ -406,74 +377,66 @@ def failures(found: dict) -> list[str]:
         for entry in kernel["configurations"]:
             if "error" in entry:
                 lines.append(f"{kernel['name']} ({entry['config']}) does not compile: {entry['error']}")
-            elif entry["shared"] > found["shared_limit"]:
+            elif entry["shared"] > GPUS[arch].shared_limit:
                 lines.append(f"{kernel['name']} ({entry['config']}) needs {entry['shared']:,} bytes of shared memory")
         if (spills := least_spills(kernel)) > found.get("spill_limit", math.inf):
             lines.append(f"{kernel['name']} spills at least {spills} bytes: more than any kernel before")
     return list(dict.fromkeys(lines))
 
 
-def step_launches(found: dict) -> list[float]:
-    """Return the launches of a step of each stage for 8 processes, the mean over a cycle of updates."""
-    counts: Counter = Counter()
-    for call in found["calls"]:
-        if call["world"] == WORLDS[0]:
-            counts[call["phase"][call["phase"].find("train") :]] += call["count"]
-    return [counts[stage["phase"]] / found["cycle"] for stage in found["stages"]]
-
-
-def memory_lines(found: dict) -> list[str]:
-    """Return a line for each number of processes: MiB of the phase that needs most, and of validation."""
-    lines = []
+def memory_lines(arch: int, found: dict) -> Iterator[str]:
+    """Yield a line for each number of processes: MiB of the phase that needs most, and of validation."""
     for world, memory in found["memory"].items():
-        peaks = {name: n / 2**20 for name, n in memory.items()}
+        peaks, limit = {name: n / 2**20 for name, n in memory.items()}, GPUS[arch].memory_mib
         most = max(peaks, key=peaks.__getitem__)
-        fits = "fits" if peaks[most] + SPARE < found["memory_mib"] else "DOES NOT FIT"
-        told = (
-            f"Processes: {world}. Rows of n-grams: {found['rows'][world]:,}. Peak in MiB: {most} {peaks[most]:,.0f}, "
-        )
-        told += f"validation {peaks['validation']:,.0f}"
-        lines.append(f"{told}. This {fits} into {found['memory_mib']:,} with {SPARE:,} to spare")
-    return lines
+        fits = "fits" if peaks[most] + SPARE < limit else "DOES NOT FIT"
+        told = f"Processes: {world}. Rows of n-grams: {found['rows'][world]:,}. Peak in MiB: {most} {peaks[most]:,.0f},"
+        told += f" validation {peaks['validation']:,.0f}"
+        yield f"{told}. This {fits} into {limit:,} with {SPARE:,} to spare"
 
 
 def table(arch: int, found: dict) -> str:
-    limit = found["shared_limit"]
-    lines = [f"## sm_{arch}: {found['device']}, {limit:,} bytes of shared memory per block", ""]
-    lines += ["| graph | kernels | configurations | registers | spills | shared memory |"]
-    lines += ["|---|---|---|---|---|---|"]
+    gpu = GPUS[arch]
+    lines = [f"## sm_{arch}: {gpu.name}, {gpu.shared_limit:,} bytes of shared memory per block", ""]
+    lines += ["| graph | kernels | configurations | registers | spills | shared memory |", "|---|---|---|---|---|---|"]
     for graph, kernels in found["kernels"].items():
         entries = [entry for kernel in kernels for entry in kernel["configurations"] if "error" not in entry]
         registers, shared = (max((e[key] for e in entries), default=0) for key in ("registers", "shared"))
         cells = [graph, len(kernels), len(entries), registers, max(map(least_spills, kernels), default=0)]
         lines.append(f"| {' | '.join(map(str, cells))} | {shared:,} |")
-    launches = ", ".join(f"{n:g}" for n in step_launches(found))
-    lines += ["", f"Graphs: {found.get('graphs', 0)}. Launches of a step, by stage, on one of 8 processes: {launches}"]
-    lines += memory_lines(found)
-    return "\n".join([*lines, "", *(f"FAILED: {line}" for line in failures(found))]).rstrip()
+    lines += [*roofline.lines(found, found["predicted"]), "", f"Graphs: {found.get('graphs', 0)}"]
+    return "\n".join([*lines, *memory_lines(arch, found), *(f"FAILED: {line}" for line in failures(arch, found))])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     options: dict[str, Any] = dict(usage=argparse.SUPPRESS, allow_abbrev=False)
     options |= dict(formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(prog="python -m gpu_proof gpu_graphs", description=__doc__, **options)
-    archs = ",".join(map(str, pretend_gpu.DEVICES))
+    parser = argparse.ArgumentParser(prog="python -m speedrun lower", description=__doc__, **options)
+    archs = ",".join(map(str, GPUS))
     parser.add_argument("--arch", default=archs, help="compute capabilities (default: %(default)s)")
     parser.add_argument("--script", type=Path, default=Path("train_gpt.py"), metavar="FILE")
     parser.add_argument("--kernels", default="", metavar="PATTERN", help="compile those with it in their names")
-    out = Path("logs") / time.strftime("gpu-graphs-%Y%m%d-%H%M%S.json")
-    parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/gpu-graphs-TIME.json")
+    out = Path("logs") / time.strftime("lower-%Y%m%d-%H%M%S.json")
+    parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/lower-TIME.json")
     args, flags = parser.parse_known_args(argv)
-    if unknown := set(args.arch.split(",")) - set(archs.split(",")):
+    if unknown := {*args.arch.split(",")} - {*archs.split(",")}:
         parser.error(f"--arch {args.arch}: {min(unknown)!r} is none of {archs}")
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    document: dict = dict(script=str(args.script), flags=flags, architectures={})
-    for arch in map(int, args.arch.split(",")):
-        found = measure(arch, args.script, flags, args.kernels)  # says so if Triton is missing
-        document["architectures"][arch] = found
-        document |= {name: importlib.metadata.version(name) for name in ("torch", "triton")}
-        print(f"{table(arch, found)}\n", flush=True)
-        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(f"written to {args.out}")
-    return int(any(failures(found) for found in document["architectures"].values()))
+    document: dict = dict(script=str(args.script), flags=flags, torch=torch.__version__, gpus={})
+    code = 0
+    try:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        for arch in map(int, args.arch.split(",")):
+            found = measure(arch, args.script, flags, args.kernels)
+            is_whole = len(found["memory"]) == len(WORLDS)  # else it failed, or 8 processes do not divide a step
+            found["predicted"] = roofline.predict(found, GPUS[arch]) if is_whole else {}
+            print(f"{table(arch, found)}\n", flush=True)
+            document["gpus"][arch] = {name: value for name, value in found.items() if name != "calls"}
+            args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            code |= bool(failures(arch, found))
+        print(f"written to {args.out}")
+    except (RuntimeError, OSError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        parser.exit(130, "python -m speedrun lower: interrupted\n")
+    return code

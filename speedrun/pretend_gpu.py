@@ -1,8 +1,7 @@
 """Pretend that one NVIDIA GPU is here: torch then lowers graphs for it, and Triton compiles their kernels.
 
 Nothing runs there. Tensors are fake: shapes without data. All of it is for one process, which must not have imported
-torch, and is written for the versions in TRITON: each pretence below says what asks for it. CUDA builds of torch can
-pretend, too; the CPU build is smaller.
+torch, and is written for the versions below: each pretence says what asks for it.
 """
 
 import contextlib
@@ -14,25 +13,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
 from speedrun.needs import PIP
+from speedrun.roofline import GPUS
 
-TRITON = {"2.11": "3.6.0", "2.13": "3.7.1"}  # by version of torch; the last also in pyproject.toml
-
-# By compute capability, from the CUDA C++ Programming Guide and NVIDIA's data sheets: multiprocessors, threads of each,
-# bytes of shared memory that a block may have, MiB of memory as torch reports them (rounded; 300 to 900 less than
-# nvidia-smi says), MiB of L2 cache; last the most bytes that a thread of any kernel of gpt2 was seen to spill:
-# FlexAttention's backward, of half queries and keys but for 90. More is a failure
-Device = namedtuple("Device", "name processors threads shared_limit memory l2_cache spills")
-DEVICES = {
-    90: Device("NVIDIA H100 80GB HBM3", 132, 2048, 232_448, 81_000, 50, 68),
-    89: Device("NVIDIA GeForce RTX 4090", 128, 1536, 101_376, 24_200, 72, 552),
-    86: Device("NVIDIA GeForce RTX 3090", 82, 1536, 101_376, 24_200, 6, 552),
-    80: Device("NVIDIA A100-SXM4-80GB", 108, 2048, 166_912, 81_000, 40, 484),
-}
+TORCH, TRITON = "2.13", "3.7.1"  # Triton's also in pyproject.toml
 
 
 def missing() -> str:
@@ -40,12 +27,11 @@ def missing() -> str:
     version, has_triton = importlib.metadata.version("torch"), importlib.util.find_spec("triton")
     if sys.platform != "linux":
         return f"needs Linux, for which Triton is built; this is {sys.platform}"
-    wanted = TRITON.get(".".join(version.split(".")[:2]))
-    if not wanted:
-        cpu_build = f"{PIP} 'torch=={[*TRITON][-1]}.*' --index-url https://download.pytorch.org/whl/cpu"
-        return f"needs torch {' or '.join(TRITON)}, this is {version}: {cpu_build}, in an environment of its own"
-    if not has_triton or importlib.metadata.version("triton") != wanted:
-        return f"needs triton {wanted}: {PIP} triton=={wanted}"
+    if not version.startswith(f"{TORCH}."):
+        cpu_build = f"{PIP} 'torch=={TORCH}.*' --index-url https://download.pytorch.org/whl/cpu"
+        return f"needs torch {TORCH}, this is {version}: {cpu_build}, in an environment of its own"
+    if not has_triton or importlib.metadata.version("triton") != TRITON:
+        return f"needs triton {TRITON}: {PIP} triton=={TRITON}"
     return "" if shutil.which("g++") else "needs a C++ compiler: install g++ (Debian, Ubuntu: apt install g++)"
 
 
@@ -77,12 +63,12 @@ def install(arch: int) -> None:
     import torch
 
     guard.take_over()  # a CUDA build has put its own there
-    kind = DEVICES[arch]
+    kind = GPUS[arch]
     properties = SimpleNamespace(  # for Inductor's heuristics and FlexAttention's tiles
         name=kind.name, major=arch // 10, minor=arch % 10, multi_processor_count=kind.processors, warp_size=32,
         max_threads_per_multi_processor=kind.threads, max_threads_per_block=1024, regs_per_multiprocessor=65536,
         shared_memory_per_block=49152, shared_memory_per_block_optin=kind.shared_limit,
-        shared_memory_per_multiprocessor=kind.shared_limit + 1024, total_memory=kind.memory << 20,
+        shared_memory_per_multiprocessor=kind.shared_limit + 1024, total_memory=kind.memory_mib << 20,
         L2_cache_size=kind.l2_cache << 20, gcnArchName="", is_integrated=0, is_multi_gpu_board=0,
     )  # fmt: skip
     pretend_torch(torch, properties)

@@ -1,0 +1,166 @@
+"""Predict the ms of a step on a GPU: each launch takes as long as its bytes or its FLOPs, whichever takes longer."""
+
+import itertools
+import math
+import re
+from dataclasses import dataclass
+
+WORLDS = (8, 4, 2, 1)  # numbers of processes that are lowered; times are those of the first and of the last
+DOCUMENT = 690  # tokens of a document on average: FineWeb's sample of 10.2 billion in 14.9 million documents
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """Hold what a GPU has, its rates per second, and the shares of them that kernels reach.
+
+    First from the CUDA C++ Programming Guide and NVIDIA's data sheets: multiprocessors, threads of each, bytes of
+    shared memory that a block may have, MiB of memory as torch reports them (rounded; 300 to 900 less than nvidia-smi
+    says), MiB of L2 cache. spills: the most bytes that a thread of any kernel of gpt2 was seen to spill, which is
+    FlexAttention's backward, of half queries and keys but on the H100; more is a failure.
+
+    Peaks: NVIDIA's data sheets (H100 SXM, A100 80GB SXM) and the Ada whitepaper (RTX 4090), dense, accumulated in fp32.
+    link: bus bandwidth of large collectives over 8 GPUs, as NCCL reaches it over NVLink or PCIe: assumed. All else was
+    measured on one H100 (docs/gpu.md), and is assumed for the others but for attention: there it is FlashAttention-2's
+    share of the peak times the 0.9 and 0.85 that FlexAttention reaches of it (arXiv:2412.05496).
+    """
+
+    name: str
+    processors: int
+    threads: int
+    shared_limit: int
+    memory_mib: int
+    l2_cache: int
+    spills: int
+    bfloat16: float
+    fp8: float
+    float32: float
+    bandwidth: float
+    link: float
+    attention: float = 0.6
+    attention_backward: float = 0.5
+    matmul: float = 0.735
+    triton: float = 0.45  # products in a kernel of the script
+    memory: float = 0.84
+    tail: float = 35e-6  # seconds that a kernel of attention takes beyond its products
+    launch: float = 2e-6  # seconds of the smallest kernel
+    host: float = 42e-6  # seconds of a CPU for each launch outside of CUDA graphs; a step takes no less
+
+
+# By compute capability
+GPUS = {
+    90: Gpu("NVIDIA H100 80GB HBM3", 132, 2048, 232_448, 81_000, 50, 68,
+            989e12, 1979e12, 67e12, 3.35e12, 340e9, attention=0.311, attention_backward=0.238),
+    89: Gpu("NVIDIA GeForce RTX 4090", 128, 1536, 101_376, 24_200, 72, 552, 165e12, 330e12, 82.6e12, 1.01e12, 10e9),
+    80: Gpu("NVIDIA A100-SXM4-80GB", 108, 2048, 166_912, 81_000, 40, 484, 312e12, 312e12, 19.5e12, 2.04e12, 230e9),
+}  # fmt: skip
+# Parts of a step: the names of their launches, of which each belongs to the first part that fits, and how many times as
+# long as its bytes and FLOPs say it took on one H100
+PARTS = {
+    "attention": ("triton_tem", 1.0),  # FlexAttention's kernels are the only templates
+    "MLP: relu squared, scales of rows": ("relu(?!_squared_backward)", 1.03),
+    "cross entropy": ("cross_entropy|gather", 1.98),
+    "n-grams: rows, their sums and steps": ("index_add", 1.32),
+    "QK-norm, rotary": ("flip|mul_squeeze_sub_transpose_view_where|stack|rsqrt_split_with_sizes_view", 1.83),
+    "XSA, nets": ("tanh|clamp_div|_div_exp|bmm|mm .*[ x]64(x|$)", 1.25),
+    "tables: lookups, gradients": ("embedding", 1.18),
+    "products of MLPs, head, attention": ("mm .*x|relu_squared_backward", 1.0),
+    "norms, factors, sums, casts": ("", 1.1),  # all else in graphs; the others lie outside
+    "outside of graphs": ("", 1.32),
+    "optimizers, averages": ("", 1.36),
+    "communication": ("", 1.0),
+    "waiting for the host": ("", 1.0),
+}
+
+
+def seconds(call: dict, gpu: Gpu) -> float:
+    """Return the time of one launch."""
+    precision, *own = call["kind"].split()
+    peak = gpu.fp8 if precision.startswith("float8") else getattr(gpu, precision, math.inf)
+    return max(
+        gpu.launch,
+        call["bytes"] / (gpu.bandwidth * gpu.memory),
+        call["flops"] / (peak * (gpu.triton if own else gpu.matmul)),
+    )
+
+
+def attention_seconds(found: dict, stage: dict, gpu: Gpu) -> float:
+    """Return the time of FlexAttention for a sequence, over all layers.
+
+    Documents are exponentially distributed; blocks are computed whole, which adds about one to what a token sees. A
+    pair of heads is one of twice the length, its documents too.
+    """
+    total = 0.0
+    for kind, (qk, v) in zip(found["attention"]["kinds"], found["attention"]["widths"], strict=True):
+        is_pair = kind == "paired"
+        document = DOCUMENT * (1 + is_pair)
+        seen = document * (1 - math.exp(-stage["windows"]["short" if is_pair else kind] / document))
+        pairs = found["configuration"]["num_heads"] * stage["tokens"] * (seen + found["attention"]["block"])
+        flops = (2 * qk + 2 * v) / gpu.attention + (6 * qk + 4 * v) / gpu.attention_backward
+        total += pairs * flops / gpu.bfloat16 + 2 * gpu.tail
+    return total
+
+
+def part_of(call: dict) -> str:
+    """Return the part of a step that a launch belongs to."""
+    kind = call["phase"].split()[0]
+    if kind == "optimizers":
+        return "optimizers, averages"
+    if kind == "rows" or (not call["graph"] and call["name"] in ("embedding", "index_add_", "zeros")):
+        return "n-grams: rows, their sums and steps"
+    if not call["graph"]:
+        return "outside of graphs"
+    return next(part for part, (pattern, _) in PARTS.items() if re.search(pattern, call["name"]))
+
+
+def predict_step(found: dict, gpu: Gpu, stage: dict, world: int) -> dict:
+    """Return the launches of a step of a stage on one of `world` processes, and the ms of its parts.
+
+    FlexAttention takes its bytes or its compute, the larger. Of many sequences of a process two were lowered: each
+    after the first adds its gradients to those before.
+    """
+    cfg, phase = found["configuration"], stage["phase"]
+    sequences = cfg["batch_tokens"] // cfg["train_seq_len"] // world
+    launches, by_host, ms = 0.0, 1.0 * sequences, dict.fromkeys(PARTS, 0.0)
+    for call in found["calls"]:
+        is_own, is_of_many = call["world"] == world, call["world"] == WORLDS[0]
+        if call["phase"] != phase or call["name"] == "zeros":  # once in a step or cycle
+            times = is_own * call["phase"].endswith(phase)
+        elif call["graph"]:
+            times = sequences * is_of_many
+        else:
+            times = is_own * max(1, sequences - 1) + is_of_many * min(0, 2 - sequences)
+        if n := times * call["count"] / found["cycle"]:
+            part = part_of(call)
+            ms[part] += 1000 * n * seconds(call, gpu) * PARTS[part][1]
+            launches += n
+            by_host += n * (call["phase"] != phase or not call["graph"])  # others are replayed by a CUDA graph
+    ms["attention"] = max(ms["attention"], 1000 * sequences * attention_seconds(found, stage, gpu))
+    ms["communication"] = 1000 * (1 - 1 / world) * found["communication"][str(world)][phase] / gpu.link
+    ms["waiting for the host"] = max(0.0, 1000 * gpu.host * by_host - sum(ms.values()))
+    return dict(launches=launches, ms=ms, sum=sum(ms.values()))
+
+
+def predict(found: dict, gpu: Gpu) -> dict[str, list[dict]]:
+    """Return a step of each stage, with its first step: on one of 8 processes and on the only one."""
+    firsts = [0, *itertools.accumulate(stage["steps"] for stage in found["stages"])]
+    return {
+        str(world): [
+            dict(first=n) | predict_step(found, gpu, stage, world)
+            for n, stage in zip(firsts[:-1], found["stages"], strict=True)
+        ]
+        for world in (WORLDS[0], WORLDS[-1])
+    }
+
+
+def lines(found: dict, predicted: dict[str, list[dict]]) -> list[str]:
+    """Return tables of the ms of parts by stage, and of the seconds of all steps."""
+    told = []
+    for world, steps in predicted.items():
+        head = [f"ms of a step, processes: {world}", *(f"from step {step['first']}" for step in steps), "run, s"]
+        rows = {part: [step["ms"][part] for step in steps] for part in PARTS} | {"sum": [s["sum"] for s in steps]}
+        told += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+        for name, ms in rows.items():
+            run = sum(stage["steps"] * n for stage, n in zip(found["stages"], ms, strict=True)) / 1000
+            told.append(f"| {name} | {' | '.join(f'{n:.1f}' for n in (*ms, run))} |")
+        told.append(f"| launches | {' | '.join(format(step['launches'], 'g') for step in steps)} | |")
+    return told

@@ -1,0 +1,65 @@
+"""The script's kernels compute what the CPU path computes, by Triton's interpreter; a GPU's self-test compiles them.
+
+Each test runs in a process of its own, as Triton has to interpret from its import on. It keeps bf16 and FP8 as bits, so
+numbers are wider here; how the kernels round to narrow ones, only a GPU shows.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import train_gpt
+from speedrun.process import ROOT
+
+
+def check_mlp_kernel():
+    """Compare the MLP's kernel with float64, also where tiles reach beyond the edge; the twin that CPUs run rounds."""
+    generator = torch.Generator().manual_seed(0)
+    for T, K, N in ((256, 128, 256), (200, 96, 384), (1, 8, 16)):
+        grad, w, z = (torch.randn(shape, generator=generator).half() for shape in ((T, K), (K, N), (T, N)))
+        exact = 2 * z.double().relu() * (grad.double() @ w.double())
+        (found, squares), (twin, y) = (train_gpt.relu_squared_backward(grad, w, z, kernel) for kernel in (True, False))
+        assert torch.equal(squares, y)
+        assert torch.equal(y, z.relu().square())
+        error, of_twin = (((dz.double() - exact).norm() / exact.norm()).item() for dz in (found, twin))
+        assert error < of_twin < 0.0004, "rounded once and twice"
+
+
+def check_squares_kernel():
+    """Compare rows before they are rounded, of which one has no positive number."""
+    for T, N, block in ((8, 2816, 4096), (3, 64, 64)):
+        z = torch.randn(T, N, generator=torch.Generator().manual_seed(0))
+        z[1] = -z[1].abs()
+        y, scales, squares = torch.empty(T, N), torch.empty(T, 1), z.relu().square()
+        train_gpt.relu_squared_fp8_kernel[(T,)](z, y, scales, N, block)
+        torch.testing.assert_close(scales, train_gpt.fp8_rows(squares)[1], rtol=1e-6, atol=0)
+        torch.testing.assert_close(y, squares / scales, rtol=1e-6, atol=0)
+
+
+def check_cross_entropy_kernel():
+    """Compare losses and gradients with float64: with some targets missing, and two that are equal."""
+    generator = torch.Generator().manual_seed(0)
+    softcap = 15.0, 23.0, 5.0
+    for V, n in ((320, 3), (2112, 1), (4096, 2)):
+        z = 3 * torch.randn(12, V, generator=generator)
+        targets = torch.randint(-2, V, (12, n), generator=generator)
+        targets[:3] = torch.tensor([-1, -2, V - 1])[:, None]
+        weights = torch.tensor([1.0, 0.5, 0.25])[:n]
+        exact = train_gpt.softcapped_cross_entropy(z.double(), targets, weights, softcap, True)
+        found = train_gpt.cross_entropy_by_kernel(z, targets, weights, softcap, 2.0, torch.float32)
+        for a, b, scale in zip(found, exact, (1, 2), strict=True):
+            torch.testing.assert_close(a.double(), scale * b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton: pip install '.[proof]'")
+@pytest.mark.parametrize("check", [check_mlp_kernel, check_squares_kernel, check_cross_entropy_kernel])
+def test_kernels_interpreted(check: Callable[[], None]):
+    code = f"import test_kernels; test_kernels.{check.__name__}()"
+    env = os.environ | dict(TRITON_INTERPRET="1", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")
+    subprocess.run([sys.executable, "-c", code], env=env, check=True)
