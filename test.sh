@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Set up what is missing and run the tests: ./test.sh [flags of pytest]
 #
-#   ./test.sh            the fast ones, which need neither a GPU nor the network
+#   ./test.sh            the unit tests: a minute on two cores, which needs neither a GPU nor the network
 #   ./test.sh --idea     without those that hold train_gpt.py to a record's numbers: for a script with an idea in it
-#   ./test.sh -m slow    those that take longer
+#   ./test.sh -m slow    those that take longer: kills, processes, ideas, a record's numbers, compilation
 #   ./test.sh -m gpu     the self-test of a machine with GPUs: run it before the first training there
+#
+# Two processes run them; `-n 0` is none beside pytest's own, as --pdb needs.
 set -euo pipefail
 CDPATH='' cd -- "$(dirname -- "$0")"
 source speedrun/environment.sh
@@ -13,7 +15,4 @@ if [[ " $* " == *" -m gpu "* ]]; then # where there may be no network, and no ne
     exec "$python" -m pytest tests/test_gpu.py "$@"
 fi
 find_python dev race text
-case "$*" in
-"" | --idea) set -- --numprocesses 2 --dist loadfile "$@" ;; # two files at a time; a few tests start sooner alone
-esac
-exec "$python" -m pytest "$@"
+exec "$python" -m pytest --numprocesses 2 --dist worksteal "$@"

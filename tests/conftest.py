@@ -1,6 +1,7 @@
 """Shared fixtures: small resolved configurations on the CPU, and models with random values in every parameter."""
 
 import dataclasses
+import json
 import signal
 import warnings
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import train_gpt
 from dense import randomize
 from shards import write_shard
 from speedrun.process import ROOT
-from train_gpt import GPT, Hyperparameters
+from train_gpt import GPT, Hyperparameters, UserError
 
 torch.set_num_threads(1)  # for models so small threads cost more than they save: on a busy machine four times the time
 
@@ -33,6 +34,9 @@ GPT2 |= dict(val_seq_len=96, val_tokens=288, block_size=16, model_dim=24, num_he
 GPT2 |= dict(net_dim=6, ngram_rows=66, sign_rows=16, value_gate_inputs=6, smear_gate_inputs=6, slow_rail_from=12)
 GPT2 |= dict(lm_head_slice=20, momentum_warmup_steps=4, momentum_cooldown_steps=3, rare_from=8) | CPU
 TINY_FLAGS, GPT2_FLAGS = ([f"--{name}={value}" for name, value in numbers.items()] for numbers in (TINY, GPT2))
+SMALL = [*TINY_FLAGS, *"--seed 5 --num_iterations 4 --val_loss_every 2 --val_seq_len 96 --val_tokens 288".split()]
+SMALL += ["--block_size=16", "--val_sha256="]
+SMALL_GPT2 = [*GPT2_FLAGS, "--seed", "5"]
 # Stages of mini for models that no run trains: windows and cuts that its short sequences feel
 SHORT_STAGES = tuple(
     stage._replace(
@@ -112,6 +116,43 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def flags(corpus, tmp_path, monkeypatch) -> list[str]:
+    monkeypatch.setattr(train_gpt.gc, "collect", lambda: 0)  # it takes as long as such a run
+    data = ["--train_files", f"{corpus}/train_*.bin", "--val_files", f"{corpus}/val_*.bin"]
+    return [*SMALL, *data, "--log_dir", str(tmp_path / "logs")]
+
+
+def gpt2_run(corpus: Path, logs: Path) -> list[str]:
+    """Return flags for a run of gpt2 in small."""
+    data = [f"--train_files={corpus}/long.bin", f"--val_files={corpus}/val_*.bin", f"--prefix_file={corpus}/prefixes"]
+    return [*GPT2_FLAGS, "--val_sha256=", *data, "--log_dir", str(logs)]
+
+
+@pytest.fixture
+def gpt2_flags(flags, corpus, tmp_path) -> list[str]:
+    return gpt2_run(corpus, tmp_path / "logs")
+
+
+@pytest.fixture
+def long_flags(flags, corpus) -> list[str]:
+    """Return flags for a run that goes on until it is stopped."""
+    return [*flags, "--train_files", f"{corpus}/long.bin", "--num_iterations", "1500", "--val_loss_every", "0"]
+
+
+def losses(result: dict) -> list[tuple[int, float]]:
+    """Return steps and losses of a result, or of its JSON, without the times."""
+    return [(step, loss) for name in ("train_curve", "val_curve") for step, loss, _ in result[name]]
+
+
+def refusal(argv: list[str]) -> str:
+    """Return the line with which the script refuses its flags."""
+    with pytest.raises(UserError) as error:
+        train_gpt.main(argv)
+    assert (error.value.code, str(error.value).count("\n")) == (2, 0)
+    return str(error.value)
+
+
 def small(numbers: dict, **changes) -> Hyperparameters:
     preset = train_gpt.PRESETS[numbers["preset"]]
     return train_gpt.resolve(dataclasses.replace(preset, **numbers | dict(seed=0, run_id="small") | changes))
@@ -139,3 +180,20 @@ def gpt2() -> Hyperparameters:
 @pytest.fixture
 def random_gpt() -> Callable[[Hyperparameters], GPT]:
     return lambda cfg: randomize(GPT(cfg))
+
+
+def random_ngrams(cfg) -> dict[str, torch.Tensor]:
+    """Draw all rows of n-grams."""
+    rows = torch.randn(cfg.ngram_rows, cfg.model_dim, dtype=torch.float64)
+    return dict(ids=torch.arange(cfg.ngram_rows), rows=rows, v=torch.ones(cfg.ngram_rows, 1))
+
+
+@pytest.fixture
+def model(tiny, random_gpt, tmp_path) -> Path:
+    """A model with random values, of bytes."""
+    cfg = dataclasses.replace(tiny, val_seq_len=80_000, val_tokens=80_000)
+    path, state = tmp_path / "logs" / "random.pt", dict(configuration=json.dumps(dataclasses.asdict(cfg)))
+    path.parent.mkdir()
+    torch.save(state | dict(model=random_gpt(cfg).state_dict()), path)
+    torch.save(random_ngrams(cfg), path.with_suffix(".ngrams0"))
+    return path

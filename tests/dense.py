@@ -1,7 +1,13 @@
-"""What tests compare with: attention over whole masks; models with random values in every parameter."""
+"""What tests compare with: plain attention and head; models with random values in every parameter."""
+
+from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+CAP = 6.0, 9.0, 1.5
 
 
 def dense_mask(docs: Tensor, window: int) -> Tensor:
@@ -14,6 +20,34 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Write down softmax attention of q, k, v (T, H, D); v has a D of its own."""
     weights = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~mask, -torch.inf).exp()
     return torch.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdim=True), v)
+
+
+def with_gradients(function: Callable, *inputs: Tensor, grad: Tensor | None = None) -> tuple[Tensor, ...]:
+    """Return what the function of `inputs` returns, and their gradients."""
+    inputs = tuple(t.detach().clone().requires_grad_() for t in inputs)
+    y = function(*inputs)
+    return y.detach(), *torch.autograd.grad(y, inputs, grad if grad is None else grad.to(y.dtype))
+
+
+def softcapped_loss(z: Tensor, targets: Tensor, weights: Tensor, cap: tuple[float, float, float] = CAP) -> Tensor:
+    softcap, span, shift = cap
+    logits = span * torch.sigmoid((z + shift) * 2 / softcap)
+    losses = [F.cross_entropy(logits[: len(z) - k], targets[k:], reduction="sum") for k in range(len(weights))]
+    beyond = torch.stack([logits[len(z) - k :].logsumexp(-1).sum() for k in range(len(weights))])  # gradients count it
+    return weights.to(z.dtype) @ (torch.stack(losses) + beyond - beyond.detach())
+
+
+def dense_head(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, cap=CAP) -> tuple[Tensor, ...]:
+    """Return the loss of all logits (T, V) and its gradients by autograd."""
+    wide = torch.promote_types(w.dtype, torch.float32)
+    z = lambda x, w: F.linear(x, w.type_as(x)).to(wide)  # noqa: E731
+    return with_gradients(lambda x, w: softcapped_loss(z(x, w), targets, weights, cap), x, w)
+
+
+def quantized(t: Tensor, scale: float | Tensor, kind: torch.dtype) -> Tensor:
+    """Return what FP8 makes of numbers, in float64."""
+    limit = torch.finfo(kind).max
+    return (t * scale).clamp(-limit, limit).to(kind).double() / scale
 
 
 @torch.no_grad()

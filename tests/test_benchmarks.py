@@ -40,6 +40,7 @@ def test_figures_are_of_the_steps_that_train(tiny, script_flags, tmp_path, capsy
     assert "Self CPU" in (tmp_path / "out/profile.txt").read_text()
 
 
+@pytest.mark.slow
 def test_measured_steps_are_steps_of_training(gpt2, corpus):
     """Timed and profiled steps of a stage leave the same parameters; groups step as rarely as at its first step."""
     cfg = dataclasses.replace(gpt2, train_files=f"{corpus}/long.bin")

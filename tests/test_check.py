@@ -159,6 +159,7 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
     assert any("goes without the mask" in line for line in errors) == (bool(expected) and not has_mask)
 
 
+@pytest.mark.slow
 @pytest.mark.published
 def test_estimates_are_those_of_the_lowered_graphs_and_of_the_gpu(capsys):
     """Training to 10%: an idea may need a moment more. The page has all, half, a quarter, a quarter of the n-grams."""

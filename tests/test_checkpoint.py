@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import train_gpt
-from test_train import flags, gpt2_flags, gpt2_run, long_flags, losses, refusal, wait_for  # noqa: F401  (fixtures)
+from conftest import gpt2_run, losses, refusal
 from train_gpt import RunLog, UserError
-from world_worker import ENVIRONMENT, ROOT, Run
+from world_worker import ENVIRONMENT, ROOT, Run, wait_for
 
 # A line of the log, or what world_worker.kill_at takes, after which all are killed; the step of the checkpoint that is
 # left, if known. At "open" a file is written in part, at "os.rename" all but for its name
@@ -31,7 +31,7 @@ MORE = "--checkpoint_every 4 --save_checkpoint".split()
 
 
 @pytest.fixture
-def run_flags(gpt2_flags) -> list[str]:  # noqa: F811
+def run_flags(gpt2_flags) -> list[str]:
     """Return flags without a seed for 20 steps, in which stages begin between checkpoints, and the last rows change."""
     return [*gpt2_flags, *MORE]
 
@@ -67,9 +67,8 @@ def step_of(checkpoint: Path) -> int:
     return torch.load(checkpoint, weights_only=True)["step"] if checkpoint.exists() else 0
 
 
-@pytest.mark.parametrize(
-    ("moments", "size"), [(FEW, 1), (FEW, 2), *(pytest.param(ALL, n, marks=pytest.mark.slow) for n in (1, 2))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("moments", "size"), [(ALL, 1), (FEW, 2)])
 def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
     """The few are on nodes with disks of their own. The last rank is killed where it saves its share."""
     resumed, few = [], moments is not ALL
@@ -157,9 +156,10 @@ def test_a_damaged_or_incomplete_checkpoint_is_refused(run_flags, saved):
     assert "whole.checkpoint" in refusal([*run_flags, "--resume", str(saved)])
 
 
+@pytest.mark.slow
 def test_a_share_that_could_not_be_written_leaves_the_checkpoint_before(run_flags, tmp_path, monkeypatch):
     """The disk is full at the second checkpoint's share, and then has room again."""
-    write, flags = torch.save, [*run_flags, "--seed=5", "--run_id=full"]  # noqa: F811
+    write, flags = torch.save, [*run_flags, "--seed=5", "--run_id=full"]
 
     def fail(state: dict, file) -> None:
         if state.get("step") == 8 and "ids" in state:
@@ -235,7 +235,8 @@ def test_a_run_begins_with_the_weights_of_a_model(run_flags, whole_run, tmp_path
         train_gpt.Trainer(dataclasses.replace(cfg, init_from=str(model.with_suffix(".txt"))), train_gpt.Ranks())
 
 
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2])
 def test_sigterm_saves_and_stops_all_ranks(run_flags, tmp_path, size):
     """Only one of them is told. The resumed run ends as if nothing had been."""
     argv = [*run_flags, "--seed=5", "--checkpoint_every=0", "--log_dir", tmp_path]
@@ -262,7 +263,7 @@ def test_sigterm_saves_and_stops_all_ranks(run_flags, tmp_path, size):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
-def test_no_process_outlives_the_others(long_flags, tmp_path, victim):  # noqa: F811
+def test_no_process_outlives_the_others(long_flags, tmp_path, victim):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     options = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT, env=ENVIRONMENT)
     launcher = subprocess.Popen([*torchrun, "train_gpt.py", *long_flags, "--run_id", "long"], **options)

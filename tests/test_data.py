@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import train_gpt
 from shards import write_shard
-from test_train import wait_for
 from train_gpt import Batch, Hyperparameters, Plan, Ranks, Reader, UserError
+from world_worker import wait_for
 
 NANO = train_gpt.PRESETS["nano"]
 SMALL = dataclasses.replace(NANO, vocab_size=9, eot_token=8)

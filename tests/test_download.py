@@ -17,7 +17,7 @@ import pytest
 
 import cached_fineweb10B
 from shards import shard_header
-from test_train import wait_for
+from world_worker import wait_for
 
 SCRIPT = Path(cached_fineweb10B.__file__)
 VAL, TRAIN_1, TRAIN_2 = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"

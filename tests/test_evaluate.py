@@ -13,10 +13,9 @@ import torch.nn.functional as F
 
 import sample
 import train_gpt
+from conftest import SMALL_GPT2, random_ngrams
 from speedrun import evaluate
 from speedrun.__main__ import main
-from test_sample import model, random_ngrams  # noqa: F401  a fixture
-from test_train import SMALL_GPT2
 
 QUESTIONS = [("ab", ["cd", "c"], 0), ("", ["b\n" * 20, "abc", "xyz"], 1), ("f" * 30, ["g", "naïve", "g h"], 2)]
 
@@ -90,7 +89,7 @@ def test_odd_questions_are_refused_by_file_and_line(bad, tmp_path):
         list(evaluate.read_questions(path))
 
 
-def test_program_scores_files_and_hellaswag_or_says_what_is_wrong(model, capsys, monkeypatch):  # noqa: F811
+def test_program_scores_files_and_hellaswag_or_says_what_is_wrong(model, capsys, monkeypatch):
     """From the flags to JSON, or one line and code 2. The hub has Parquet, with labels as text."""
     monkeypatch.chdir(model.parent.parent)
     lines = [dict(ctx=ctx, endings=endings, label=label) for ctx, endings, label in QUESTIONS]

@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from conftest import TINY_FLAGS
 from world_worker import ROOT
 
+pytestmark = pytest.mark.slow
 # Every name that is looked up and every connection goes through the audit of Python
 OFFLINE = """
 import runpy, sys

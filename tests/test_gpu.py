@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 import train_gpt
-from dense import dense_attention, dense_mask
+from dense import E4M3, dense_attention, dense_head, dense_mask, quantized, with_gradients
 from shards import write_shard
 from speedrun import check
 from speedrun.process import ROOT
-from test_head import E4M3, needs_fp8, needs_fp8_rows, quantized, whole, with_gradients
 from train_gpt import GatheredMask, NgramTable, Plan, Ranks, Reader
 
 GPT2, NANO = (train_gpt.PRESETS[name] for name in ("gpt2", "nano"))
@@ -121,6 +120,7 @@ def within(errors: Iterable[float], limit: float) -> bool:
     return all(error < limit for error in errors)
 
 
+@pytest.mark.slow
 def test_these_tests_need_no_package_but_torch_numpy_tqdm_and_pytest():
     """A machine with a GPU may have no network."""
     others = "hypothesis", "scipy", "matplotlib", "tiktoken", "triton", "xdist", "ruff", "mypy", "huggingface_hub"
@@ -158,10 +158,9 @@ def test_attention_equals_dense_forward_and_backward(window: int, mean_document:
     assert within(errors, 0.015), f"output, grad q, k, v: {errors}; bf16 gives 0.005, a CPU's softmax in it 0.01"
 
 
-def skip_without_fp8(device: str, needed: pytest.MarkDecorator) -> None:
-    reason = needed.kwargs["reason"] if device == "cpu" else ""
-    if reason or (device == "cuda" and torch.cuda.get_device_capability() < (8, 9)):
-        pytest.skip(reason or "this GPU has no FP8")
+def skip_without_fp8(device: str) -> None:
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8")
 
 
 @on_both
@@ -170,7 +169,7 @@ def skip_without_fp8(device: str, needed: pytest.MarkDecorator) -> None:
 def test_head_equals_autograd_of_the_whole(precision: str, is_sampled: bool, device: str):
     """Over all tokens, or over some that are the sequence's own."""
     if precision == "fp8":
-        skip_without_fp8(device, needs_fp8)
+        skip_without_fp8(device)
     T, K, V, C = (4096, 768, 50304, 10240) if device == "cuda" else (64, 48, 320, 192)
     generator = torch.Generator(device).manual_seed(0)
     x = train_gpt.norm(torch.randn(T, K, device=device, generator=generator)).bfloat16()
@@ -188,7 +187,7 @@ def test_head_equals_autograd_of_the_whole(precision: str, is_sampled: bool, dev
         rows = torch.nn.functional.embedding(classes, w)
         return train_gpt.HeadLoss.apply(x, rows, columns, weights, softcap, T // 4, scales, True, None)
 
-    loss, grad_x, grad_rows = whole(x, w[classes], targets, weights, softcap)
+    loss, grad_x, grad_rows = dense_head(x, w[classes], targets, weights, softcap)
     expected, limit = (loss, grad_x, torch.zeros_like(w).index_copy_(0, classes, grad_rows)), 0.09 if scales else 0.01
     for function in [head, compiled(head)] if device == "cuda" else [head]:
         found = with_gradients(function, x, w)
@@ -200,7 +199,7 @@ def test_head_equals_autograd_of_the_whole(precision: str, is_sampled: bool, dev
 @on_both
 def test_a_product_in_fp8_equals_that_of_quantized_rows(device: str):
     """The largest number of each becomes the largest of e4m3, and zeros stay zeros; backward it is exact."""
-    skip_without_fp8(device, needs_fp8_rows)
+    skip_without_fp8(device)
     T, K, N = (4096, 768, 1920) if device == "cuda" else (64, 48, 80)
     generator = torch.Generator(device).manual_seed(0)
     x, w, grad = (torch.randn(*shape, device=device, generator=generator) for shape in ((T, K), (N, K), (T, N)))

@@ -1,7 +1,6 @@
 """The head's loss and gradients, in slices, against autograd of the whole, and in FP8 against quantized factors."""
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -11,13 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
-from dense import randomize
+from dense import CAP, E4M3, E5M2, dense_head, quantized, randomize, softcapped_loss, with_gradients
 from train_gpt import HeadLoss, Plan, Ranks, Settings, Trainer, fp8_product, fp8_rows
 
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SCALES = X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**13
 T, K, V = 80, 48, 112  # tokens, width, rows of the head: few, as the CPU's FP8 kernels are slow
-CAP = SOFTCAP, RANGE, SHIFT = 6.0, 9.0, 1.5
+SOFTCAP, RANGE, SHIFT = CAP
 ONE, THREE = torch.ones(1), torch.tensor([1.0, 0.5, 0.3])  # weights of the next tokens
 
 
@@ -27,13 +25,6 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]
     x = F.rms_norm(torch.randn(T, K, generator=generator, dtype=torch.float64), (K,)).to(dtype)
     w = 0.2 * torch.randn(V, K, generator=generator, dtype=torch.float64)
     return x, w.to(torch.promote_types(dtype, torch.float32)), torch.randint(V, (T,), generator=generator)
-
-
-def with_gradients(function: Callable, *inputs: Tensor, grad: Tensor | None = None) -> tuple[Tensor, ...]:
-    """Return what the function of `inputs` returns, and their gradients."""
-    inputs = [t.detach().clone().requires_grad_() for t in inputs]
-    y = function(*inputs)
-    return y.detach(), *torch.autograd.grad(y, inputs, grad if grad is None else grad.to(y.dtype))
 
 
 def next_targets(targets: Tensor, n: int) -> Tensor:
@@ -47,37 +38,6 @@ def in_slices(x: Tensor, w: Tensor, targets: Tensor, slice_tokens: int = T, scal
     return with_gradients(lambda x, w: factor * HeadLoss.apply(x, w, *rest), x, w)
 
 
-def loss_of(z: Tensor, targets: Tensor, weights: Tensor, cap: tuple[float, float, float] = CAP) -> Tensor:
-    softcap, span, shift = cap
-    logits = span * torch.sigmoid((z + shift) * 2 / softcap)
-    losses = [F.cross_entropy(logits[: len(z) - k], targets[k:], reduction="sum") for k in range(len(weights))]
-    beyond = torch.stack([logits[len(z) - k :].logsumexp(-1).sum() for k in range(len(weights))])  # gradients count it
-    return weights.to(z.dtype) @ (torch.stack(losses) + beyond - beyond.detach())
-
-
-def whole(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor = THREE, cap=CAP) -> tuple[Tensor, ...]:
-    """Compute the same from all logits (T, V), with the gradients of autograd."""
-    wide = torch.promote_types(w.dtype, torch.float32)
-    return with_gradients(lambda x, w: loss_of(F.linear(x, w.type_as(x)).to(wide), targets, weights, cap), x, w)
-
-
-def problem(scale: Tensor) -> str:
-    """Say why torch cannot multiply FP8 numbers here: 2.11 has scales of rows on GPUs alone."""
-    ones = torch.ones(16, 16)
-    kinds = [(E4M3, E4M3, torch.bfloat16), (E5M2, E4M3, torch.bfloat16), (E4M3, E5M2, torch.float32)]
-    try:
-        for left, right, out in kinds[: 3 if scale.ndim == 0 else 1]:
-            torch._scaled_mm(ones.to(left), ones.to(right).t(), scale, scale.t(), out_dtype=out)
-        return ""
-    except (RuntimeError, NotImplementedError) as error:
-        return f"torch._scaled_mm does not work here: {str(error).splitlines()[0]}"
-
-
-PROBLEM, OF_ROWS = problem(torch.ones(())), problem(torch.ones(16, 1))
-needs_fp8 = pytest.mark.skipif(PROBLEM != "", reason=PROBLEM)
-needs_fp8_rows = pytest.mark.skipif(OF_ROWS != "", reason=OF_ROWS)
-
-
 @pytest.mark.parametrize("slice_tokens", [7, 16, T, 1000])
 def test_slices_are_the_whole(slice_tokens: int):
     """To rounding in float64, and to the rounding of bf16."""
@@ -85,10 +45,10 @@ def test_slices_are_the_whole(slice_tokens: int):
     assert F.linear(x, w).abs().max() > SOFTCAP / 2, "logits that the cap does not bend test nothing of it"
     for weights in ONE, THREE:
         tripled = in_slices(x, w, targets, slice_tokens, weights=weights, factor=3.0)
-        for got, want in zip(tripled, whole(x, w, targets, weights), strict=True):
+        for got, want in zip(tripled, dense_head(x, w, targets, weights), strict=True):
             torch.testing.assert_close(got, 3 * want, rtol=1e-12, atol=1e-13)
     if slice_tokens in (16, T):
-        actual, expected = in_slices(*inputs(), slice_tokens), whole(*inputs())
+        actual, expected = in_slices(*inputs(), slice_tokens), dense_head(*inputs(), THREE)
         for got, want, limit in zip(actual, expected, (1e-6, 0.006, 0.006), strict=True):
             assert got.dtype == want.dtype
             assert (got - want).norm() <= limit * want.norm()
@@ -120,29 +80,22 @@ def test_logits_never_exist_whole(with_grads: bool):
         torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
-def quantized(t: Tensor, scale: float | Tensor, kind: torch.dtype) -> Tensor:
-    """Return what FP8 makes of numbers, in float64."""
-    limit = torch.finfo(kind).max
-    return (t * scale).clamp(-limit, limit).to(kind).double() / scale
-
-
 def fp8_by_hand(x: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Multiply quantized factors in float64; round the logits to x's precision."""
 
     x_q, w_q = quantized(x, X_S, E4M3), quantized(w, W_S, E4M3)
     z = (x_q @ w_q.T).to(x.dtype).double().requires_grad_()
-    loss = loss_of(z, targets, THREE)
+    loss = softcapped_loss(z, targets, THREE)
     loss.backward()
     grad = quantized(z.grad.float(), GRAD_S, E5M2)
     return loss.detach(), grad @ w_q, grad.T @ x_q
 
 
-@needs_fp8
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_fp8_is_exact_but_for_quantization(dtype: torch.dtype):
     """Scales, formats and transpositions. In fp32 a number in the middle may be rounded to the other side, rarely."""
     args = inputs(dtype)
-    plain = whole(*(t.double() if t.is_floating_point() else t for t in args))
+    plain = dense_head(*(t.double() if t.is_floating_point() else t for t in args), THREE)
     actual = in_slices(*args, scales=SCALES)
     assert [t.dtype for t in actual] == [torch.float32, dtype, torch.float32]
     for got, want, other, limit in zip(actual, fp8_by_hand(*args), plain, (1e-4, 5e-3, 2e-3), strict=True):
@@ -154,7 +107,6 @@ def test_fp8_is_exact_but_for_quantization(dtype: torch.dtype):
         torch.testing.assert_close((loss, grad_w), actual[::2], rtol=1e-5, atol=1e-8)
 
 
-@needs_fp8
 @pytest.mark.parametrize(("index", "scale", "size"), [(0, X_S, 1e4), (1, W_S, 0.9), (1, W_S, 1e6)])
 def test_numbers_beyond_the_largest_saturate(index: int, scale: float, size: float):
     """Before the cast, which may give NaN beyond it, though that of torch 2.13 on a CPU saturates."""
@@ -180,8 +132,6 @@ def test_an_mlp_multiplies_twice_in_fp8(gpt2, monkeypatch):
     assert products == [mlp.c_fc.mT.shape, mlp.c_proj.shape]
 
 
-@needs_fp8
-@needs_fp8_rows
 def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     """In the head with the script's scales and the configuration's softcap, in MLPs and products to q, k, v."""
     cap = dict(lm_head_softcap=SOFTCAP, softcap_range=RANGE, softcap_shift=SHIFT, lm_head_slice=24)
@@ -227,7 +177,7 @@ def test_a_softmax_over_some_classes_is_that_of_their_logits(gpt2):
     cap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
     places = torch.searchsorted(classes, torch.from_numpy(tokens[1:]))
     assert torch.equal(classes[places], torch.from_numpy(tokens[1:]))
-    torch.testing.assert_close(loss, loss_of(z, places, settings.weights, cap))
+    torch.testing.assert_close(loss, softcapped_loss(z, places, settings.weights, cap))
     touched = gpt.lm_head.grad.abs().sum(1) > 0
     assert torch.equal(touched.nonzero().flatten(), classes.long())
 
@@ -240,7 +190,7 @@ KINDS = [(torch.float64, False), (torch.float32, False), (torch.bfloat16, False)
 
 
 @needs_relu_squared
-@pytest.mark.parametrize(("dtype", "fp8"), [*KINDS, pytest.param(torch.bfloat16, True, marks=needs_fp8_rows)])
+@pytest.mark.parametrize(("dtype", "fp8"), [*KINDS, (torch.bfloat16, True)])
 def test_gradients_of_the_mlp_are_those_of_autograd(dtype: torch.dtype, fp8: bool):
     """In FP8 they are those of exact products, at what the rounded ones gave."""
     generator = torch.Generator().manual_seed(0)

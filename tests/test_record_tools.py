@@ -36,7 +36,7 @@ from synthetic_logs import (
     write_race,
     write_record,
 )
-from test_train import wait_for
+from world_worker import wait_for
 
 NAME = "2026-01-02_Good"
 FORM = dict(kind="form", evidence="tests/test_records.py")
@@ -345,9 +345,10 @@ def test_what_was_raced_is_a_table_that_fits_a_terminal(tool, root, tmp_path, sc
     assert max(map(len, tool("tried")[1].splitlines())) <= 80
 
 
-TWO = pytest.param(signal.SIGINT, 2, marks=pytest.mark.slow)
+TWO = (signal.SIGINT, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("number", "processes"), [(signal.SIGTERM, 1), (signal.SIGHUP, 1), (signal.SIGKILL, 1), TWO])
 def test_a_stopped_race_leaves_no_process(tmp_path, number, processes):
     script = tmp_path / "wait.py"
@@ -445,7 +446,7 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
         assert tool("race", fast, slow, *fresh, "--", *flags)[2] == ""
 
 
-@pytest.mark.parametrize("track", ["nano", "gpt2 on 1x NVIDIA GeForce RTX 4090"])
+@pytest.mark.parametrize("track", ["nano", pytest.param("gpt2 on 1x NVIDIA GeForce RTX 4090", marks=pytest.mark.slow)])
 def test_from_a_race_to_a_pull_request(tool, root, tmp_path, scripts, track):
     """From a copy of the root's script, which is the newest record's, to what verify accepts, by submit, twice."""
     fast, slow, _ = (path.read_text() for path in scripts)
@@ -541,6 +542,7 @@ def ways(value, *way):
             yield from ways(value[key], *way, key)
 
 
+@pytest.mark.slow
 def test_odd_values_in_race_json_give_no_traceback(tool, root):
     write_record(root, NAME, good())
     folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after=NAME)

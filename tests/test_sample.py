@@ -17,25 +17,8 @@ from scipy import stats
 
 import sample
 import train_gpt
+from conftest import SMALL, SMALL_GPT2
 from synthetic_logs import ROOT
-from test_train import SMALL, SMALL_GPT2
-
-
-def random_ngrams(cfg) -> dict[str, torch.Tensor]:
-    """Draw all rows of n-grams."""
-    rows = torch.randn(cfg.ngram_rows, cfg.model_dim, dtype=torch.float64)
-    return dict(ids=torch.arange(cfg.ngram_rows), rows=rows, v=torch.ones(cfg.ngram_rows, 1))
-
-
-@pytest.fixture
-def model(tiny, random_gpt, tmp_path) -> Path:
-    """A model with random values, of bytes."""
-    cfg = dataclasses.replace(tiny, val_seq_len=80_000, val_tokens=80_000)
-    path, state = tmp_path / "logs" / "random.pt", dict(configuration=json.dumps(dataclasses.asdict(cfg)))
-    path.parent.mkdir()
-    torch.save(state | dict(model=random_gpt(cfg).state_dict()), path)
-    torch.save(random_ngrams(cfg), path.with_suffix(".ngrams0"))
-    return path
 
 
 @pytest.mark.parametrize("preset", ["nano", "gpt2"])

@@ -21,50 +21,10 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import GPT2_FLAGS, TINY_FLAGS
+from conftest import losses, refusal
 from shards import write_shard
 from train_gpt import Hyperparameters, Ranks, RunLog, Trainer, UserError
-from world_worker import ENVIRONMENT, ROOT, Run
-
-SMALL = [*TINY_FLAGS, *"--seed 5 --num_iterations 4 --val_loss_every 2 --val_seq_len 96 --val_tokens 288".split()]
-SMALL += ["--block_size=16", "--val_sha256="]
-SMALL_GPT2 = [*GPT2_FLAGS, "--seed", "5"]
-
-
-@pytest.fixture
-def flags(corpus, tmp_path, monkeypatch) -> list[str]:
-    monkeypatch.setattr(train_gpt.gc, "collect", lambda: 0)  # it takes as long as such a run
-    data = ["--train_files", f"{corpus}/train_*.bin", "--val_files", f"{corpus}/val_*.bin"]
-    return [*SMALL, *data, "--log_dir", str(tmp_path / "logs")]
-
-
-def gpt2_run(corpus: Path, logs: Path) -> list[str]:
-    """Return flags for a run of gpt2 in small."""
-    data = [f"--train_files={corpus}/long.bin", f"--val_files={corpus}/val_*.bin", f"--prefix_file={corpus}/prefixes"]
-    return [*GPT2_FLAGS, "--val_sha256=", *data, "--log_dir", str(logs)]
-
-
-@pytest.fixture
-def gpt2_flags(flags, corpus, tmp_path) -> list[str]:
-    return gpt2_run(corpus, tmp_path / "logs")
-
-
-@pytest.fixture
-def long_flags(flags, corpus) -> list[str]:
-    """Return flags for a run that goes on until it is stopped."""
-    return [*flags, "--train_files", f"{corpus}/long.bin", "--num_iterations", "1500", "--val_loss_every", "0"]
-
-
-def losses(result: dict) -> list[tuple[int, float]]:
-    """Return steps and losses of a result, or of its JSON, without the times."""
-    return [(step, loss) for name in ("train_curve", "val_curve") for step, loss, _ in result[name]]
-
-
-def wait_for(condition, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+from world_worker import ENVIRONMENT, ROOT, Run, wait_for
 
 
 def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
@@ -170,14 +130,6 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
             assert int(re.findall(r"^step:(\d+)/", log, re.M)[-1]) <= (12 if name == "diverged" else 1499)
             assert not (tmp_path / "logs" / f"{name}.json").exists()
     assert runs["diverged"].text("out", 1) == ""
-
-
-def refusal(argv: list[str]) -> str:
-    """Return the line with which the script refuses its flags."""
-    with pytest.raises(UserError) as error:
-        train_gpt.main(argv)
-    assert (error.value.code, str(error.value).count("\n")) == (2, 0)
-    return str(error.value)
 
 
 BAD = """preset gpt3;device tpu;num_iterations five;num_iterations 1.5;num_iteration 5;layers 1;num_iterations 0;

@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-import test_train
+import conftest
 import train_gpt
+from conftest import SMALL_GPT2
 from shards import write_shard
-from test_train import SMALL_GPT2
 from world_worker import ROOT, Run
 
 # No size divides 7 sequences of validation; 4 divides no number of matrices of a shape in nano, nor 3 the rows of gpt2
-SIZES = [("nano", 4), ("gpt2", 2), ("gpt2", 3)]
+SLOW = [pytest.param(preset, size, marks=pytest.mark.slow) for preset, size in (("nano", 4), ("gpt2", 2))]
+SIZES = [("gpt2", 3), *SLOW]
 MORE = "--dtype float64 --seed 0 --num_iterations 6 --val_loss_every 3 --model_dim 25 --batch_tokens 768 "
-SMALL = [*test_train.SMALL, *MORE.split(), "--val_tokens=672", "--momentum_warmup_steps=3"]
+SMALL = [*conftest.SMALL, *MORE.split(), "--val_tokens=672", "--momentum_warmup_steps=3"]
 
 
 @pytest.fixture
