@@ -108,6 +108,13 @@ GPT2_LAYERS = (
     Layer("none", ngram=True),
     Layer("long", value_embed=True, reads=7, head_gate=True, x0=True, ngram=True, mudd=(7, 9, 3)),
 )
+MINI_LAYERS = (  # each kind of row once
+    Layer("paired", half_qk=True, net=True, value_embed=True, x0=True, ngram=True),
+    Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True, mlps=2),
+    Layer("long", xsa=True, head_gate=True),
+    Layer("none", net=True, skip=1, x0=True, mlps=0),
+    Layer("long", value_embed=True, reads=3, head_gate=True, x0=True, ngram=True, mudd=(3, 2, 1)),
+)
 NANO_LAYERS = (Layer("alike", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1, 2, 3, 4)),)
 
 
@@ -427,6 +434,7 @@ NANO = SMALL | dict(
     heads_per_matrix=1,
 )
 MINI = SMALL | dict(
+    layers=MINI_LAYERS,
     stages=MINI_STAGES,
     averages=MINI_AVERAGES,
     preset="mini",

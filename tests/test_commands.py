@@ -1,6 +1,7 @@
 """What the pages say holds: commands, files, links, tests, names and the worked changes."""
 
 import argparse
+import dataclasses
 import importlib.util
 import re
 import runpy
@@ -16,7 +17,6 @@ from torch.distributed.run import get_args_parser
 
 import train_gpt
 from conftest import GPT2_FLAGS, TINY_FLAGS
-from public_records import load
 from speedrun import lower
 from world_worker import ROOT
 
@@ -79,7 +79,7 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
                 module = ["-m"] if args.module else []
                 understand(shlex.join(["python", *module, args.training_script, *args.training_script_args]))
             case ["python", "-m", "speedrun", "lower", *argv] if "--script" in argv:
-                load(Path(argv[argv.index("--script") + 1]).parent.name)  # whose flags the rest may be
+                pass  # the rest may be flags of that script
             case ["python", "-m", module, *argv]:
                 start(lambda: runpy.run_module(module, run_name="__main__", alter_sys=True), argv)
             case ["python", "train_gpt.py" | "my.py", *argv] | ["train_gpt.py" | "./run.sh", *argv]:
@@ -128,8 +128,8 @@ CHANGES = (ROOT / "docs" / "change.md").read_text()
 DIFFS = re.findall(r"^### (.*?)\n.*?^```diff\n(.*?)^```", CHANGES, re.M | re.S)
 TABLE = CHANGES.partition("## Take one idea out")[2].partition("\n## ")[0]
 IDEAS = {idea: re.findall("`(.*?)`", cell) for idea, cell in re.findall(r"^\| (.*) \| (`.*`) \|$", TABLE, re.M)}
-# What a CPU does not show, nor a model of two heads with sequences of up to 48 tokens
-UNSEEN = {"a longer window in the last validation", "FP8 in the head", "FP8 in layers"}
+# Every fourth is tried, but for what a CPU does not show, nor sequences of up to 48 tokens
+TRIED = [idea for idea in IDEAS if not re.search("^FP8|last validation", idea)][::4]
 
 
 def take_out(change: list[str]) -> tuple[str, list[str]]:
@@ -150,6 +150,8 @@ def train(source: str, flags: list[str], path: Path):
     spec = importlib.util.spec_from_file_location("changed", path)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
     cfg = module.resolve(module.parse_args([*flags, "--seed=0"]))
+    if cfg.preset == "mini":
+        cfg = dataclasses.replace(cfg, layers=module.PRESETS["gpt2"].layers)
     data, trainer = module.plan_data(cfg), module.Trainer(cfg, module.Ranks())
     batches = trainer.reader.read(module.train_cycles(data["train"], cfg))
     losses = [trainer.train_step(module.Plan(step, cfg), *batch).item() for step, batch in enumerate(batches)]
@@ -186,13 +188,13 @@ def test_the_page_of_changes_fits_the_script():
 
 @pytest.mark.published
 @pytest.mark.slow
-@pytest.mark.parametrize("idea", IDEAS)
+@pytest.mark.parametrize("idea", TRIED)
 def test_an_idea_is_taken_out(tmp_path, small_flags, unchanged, idea: str):
     preset = "nano" if idea.startswith("nano") else "gpt2"
     source, flags = take_out(IDEAS[idea])
     _, losses = train(source, [*small_flags[preset], *flags], tmp_path / "train_gpt.py")
     assert all(0 < loss < 20 for loss in losses)  # and so not NaN
-    assert (losses != unchanged[preset]) == (idea not in UNSEEN)
+    assert losses != unchanged[preset]
 
 
 @pytest.mark.published
