@@ -21,7 +21,7 @@ from speedrun import lower
 from world_worker import ROOT
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
-FOLDERS = ("*.md", "docs/*.md", "speedrun/*.md", "records/**/*.md")
+FOLDERS = ("*.md", ".github/**/*.md", "docs/*.md", "speedrun/*.md", "records/**/*.md")
 PAGES = [page for pattern in FOLDERS for page in ROOT.glob(pattern)]
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )?(?:[\w./]*python|torchrun|\./run\.sh|train_gpt\.py)(?: [^=]|$)")
 FILE = re.compile(r"(?:\./)?\w[\w./-]*\.(?:py|sh|md|json|txt|slurm|toml|png)")
@@ -98,12 +98,22 @@ def test_commands_of_the_pages_are_understood(monkeypatch):
             raise AssertionError(f"{page.relative_to(ROOT)}: {text}: {error!r}") from error
 
 
+def anchors(page: Path) -> set[str]:
+    """Return where links into a page may point: its headings as GitHub names them, and ids."""
+    text = (page / "README.md" if page.is_dir() else page).read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.M)
+    names = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+    return names | set(re.findall(r'id="(.+?)"', text))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_links_tests_and_flags_of_a_page_are_there(page: Path):
     words = {word for text in [*quoted(page), *blocks(page)] for word in text.split()}
     files = {word for word in words if FILE.fullmatch(word) and not MADE_BY_RUNS.fullmatch(word)}
     files |= set(re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", page.read_text()))
     assert [name for name in files if not any((folder / name).exists() for folder in (page.parent, ROOT))] == []
+    places = re.findall(r"\]\((?!http)([^)#]*)#([^)]+)\)", page.read_text())
+    assert [link for link in places if link[1] not in anchors(page.parent / link[0] if link[0] else page)] == []
     tests = "".join(path.read_text() for path in ROOT.glob("tests/*.py"))
     assert [word for word in words if re.fullmatch(r"test_\w+", word) and f"def {word}(" not in tests] == []
     paths = [path for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern)]
