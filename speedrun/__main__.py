@@ -153,7 +153,7 @@ NEW = (
 def command_new(args: argparse.Namespace) -> Outcome:
     folder = publish.new_record(args.name, args.logs, args.root, args.date, args.race)
     verdict = rules.verify(folder, args.root)
-    return f"{folder}\nWhat is left to do, as `{PYTHON} -m speedrun verify {folder.name}` says:\n{verdict}", 0
+    return f"{folder}\nWhat is left to do, as `{PYTHON} -m speedrun verify {logs.name_of(folder)}` says:\n{verdict}", 0
 
 
 @command(

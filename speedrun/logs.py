@@ -15,7 +15,7 @@ from speedrun.process import ROOT
 
 RULE = "=" * 100
 RECORDS = ROOT / "records"
-RECORD_FOLDER = re.compile(r"\d{4}-\d{2}-\d{2}_[\w.-]+", re.ASCII)
+RECORD_FOLDER = re.compile(r"\d+[a-z]?_[\w.-]+", re.ASCII)  # of a track, in the order of its line
 NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 OTHERS = r"(?: (?!train_loss|val_loss:|train_time|step_avg)\w+:\S+)*"  # fields that some public logs have
 STEP_LINE = re.compile(
@@ -225,6 +225,7 @@ def read_json(path: Path) -> dict:
 class Card(NamedTuple):
     """What record.json says of a record: rules.py has the kinds, `evidence` belongs to some of them."""
 
+    date: str
     what: str
     kind: str
     after: str | None
@@ -237,16 +238,21 @@ def read_card(folder: Path) -> Card:
     found = read_json(path) if path.is_file() else {}
     try:
         card = Card(**found)
-        if all(isinstance(value, str) for value in (card.what, card.kind, card.after or "", card.evidence)):
+        if all(isinstance(value, str) for value in (card.date, card.what, card.kind, card.after or "", card.evidence)):
             return card
     except TypeError:
         pass
-    raise ToolError(f"{path}: needs what, kind, after (null: none) and ranked (true or false); write it")
+    raise ToolError(f"{path}: needs date, what, kind, after (null: none) and ranked (true or false); write it")
 
 
 def record_folders(root: Path) -> list[Path]:
-    """Return all records by name."""
-    return sorted(path for path in root.iterdir() if path.is_dir() and RECORD_FOLDER.fullmatch(path.name))
+    """Return the records of all tracks by name."""
+    return sorted(path for path in root.glob("*/*") if path.is_dir() and RECORD_FOLDER.fullmatch(path.name))
+
+
+def name_of(folder: Path) -> str:
+    """Name a record by its track and folder."""
+    return f"{folder.parent.name}/{folder.name}"
 
 
 def lineage(root: Path) -> list[Path]:
@@ -255,13 +261,13 @@ def lineage(root: Path) -> list[Path]:
     for folder in record_folders(root):
         before = read_card(folder).after
         if before in followers:
-            names = f"{followers[before].name} and {folder.name}"
+            names = f"{name_of(followers[before])} and {name_of(folder)}"
             raise ToolError(f"{names} both come after {before or 'none'}: mend after in a record.json")
         followers[before] = folder
-    while followers.get(line[-1].name if line else None):
-        line.append(followers.pop(line[-1].name if line else None))
+    while (before := name_of(line[-1]) if line else None) in followers:
+        line.append(followers.pop(before))
     if followers:
-        names = ", ".join(folder.name for folder in followers.values())
+        names = ", ".join(map(name_of, followers.values()))
         raise ToolError(f"{names}: no line leads there from the first record: mend after in record.json")
     return line
 
@@ -286,19 +292,20 @@ def is_on_board(folder: Path, board: str) -> bool:
 
 
 def find_record(name: str, root: Path) -> Path:
-    """Return the record of this name, or the only one whose name has it as a part, in small or capital letters.
+    """Return the record of this number or name, or the only one whose name has it as a part, in any letters.
 
-    Any folder with logs will do where it is named by its path.
+    Names of before, with a date, will do, and any folder with logs that is named by its path.
     """
     path = Path(name)
     if path.is_dir() and (RECORD_FOLDER.fullmatch(path.name) or log_paths(path)):
         return path
-    folders, wanted = record_folders(root), name.lower()
-    exact = [folder for folder in folders if wanted in (folder.name.lower(), folder.name[11:].lower())]
-    found = exact or [folder for folder in folders if wanted in folder.name.lower()]
+    folders, wanted = record_folders(root), name.lower().removesuffix("/train_gpt.py").rstrip("/").rpartition("/")[2]
+    wanted = re.sub(r"^\d{4}-\d{2}-\d{2}_", "", wanted)
+    exact = [path for path in folders if wanted in (path.name.lower(), *path.name.lower().split("_", 1))]
+    found = exact or [path for path in folders if wanted in path.name.lower()]
     if len(found) == 1:
         return found[0]
-    names = ", ".join(folder.name for folder in found or folders) or "none"
+    names = ", ".join(map(name_of, found or folders)) or "none"
     problem = f"is part of {len(found)} names" if found else f"is neither a file nor a record in {root}"
     raise ToolError(f"{shown(name)} {problem}; name one of: {names}")
 
@@ -327,7 +334,7 @@ def read_script(name: str, root: Path) -> tuple[str, str]:
     path = Path(name)
     if not path.is_file():
         folder = find_record(name, root)
-        return folder.name, read_text(folder / "train_gpt.py").rstrip("\n")
+        return name_of(folder), read_text(folder / "train_gpt.py").rstrip("\n")
     text = read_text(path)
     return str(path), script_of(path, text.split(f"\n{RULE}\n")[0])
 

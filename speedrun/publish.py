@@ -7,7 +7,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from speedrun import logs
-from speedrun.logs import Log, ToolError, board_of, lineage, printable, read_card, read_text, require_one_experiment
+from speedrun.logs import (
+    Log,
+    ToolError,
+    board_of,
+    lineage,
+    name_of,
+    printable,
+    read_card,
+    read_text,
+    require_one_experiment,
+)
 from speedrun.needs import PYTHON
 from speedrun.proof import describe, interval, public_history
 from speedrun.race import FILE, OLDER, modules_beside, older_logs, read_race, record_race
@@ -36,6 +46,10 @@ def cell(text: str) -> str:
     return re.sub(r"[&<>|\\`\[\]\n]", lambda found: f"&#{ord(found[0])};", printable(text))
 
 
+def link(folder: Path) -> str:
+    return f"[{folder.name.partition('_')[2]}]({name_of(folder)})"
+
+
 def hardware_of(own: Sequence[Log]) -> str:
     return cell("; ".join(sorted({log.hardware or "not stated" for log in own})))
 
@@ -44,8 +58,8 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date,
     """Make the folder from finished logs of one script and its race, once nothing of this is known to be wrong."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise ToolError(f"{name!r} is no name for a record: take letters, digits, '-' and '.'")
-    line, folder = lineage(root), root / f"{date}_{name}"
-    if taken := [path.name for path in line if path.name.partition("_")[2].lower() == name.lower()]:
+    line = lineage(root)
+    if taken := [name_of(path) for path in line if path.name.partition("_")[2].lower() == name.lower()]:
         raise ToolError(f"{taken[0]} has that name: choose another, or remove it first")
     if not paths:
         raise ToolError("name the logs of its runs")
@@ -54,9 +68,9 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date,
     own = [Log(Path(path)) for path in paths]
     require_one_experiment(own)
     modules_beside(own[0].path, own[0].source)  # refuses what is not one script
-    before = line[-1] if line else None
+    before, folder = line[-1] if line else None, root / track_of(own[0]).name / next_name(name, own[0], line)
     what = (race and read_race(race).note) or "<say in one line what it is>"
-    card = dict(what=what, kind="idea", after=before and before.name, ranked=True)
+    card = dict(date=str(date), what=what, kind="idea", after=before and name_of(before), ranked=True)
     files = {"README.md": page_of(name, own, before), "train_gpt.py": own[0].source + "\n"}
     files["record.json"] = json.dumps(card, indent=1) + "\n"
     files |= {log.name: logs.without_script(read_text(log.path), log.source) for log in own}
@@ -64,9 +78,18 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date,
         others = older_logs(race, line, board_of(own[0]))
         files |= {FILE: read_text(race)} | {f"{OLDER}/{name}": text for name, text in others.items()}
     for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
         (folder / name).write_text(text, encoding="utf-8")
     return folder
+
+
+def next_name(name: str, log: Log, line: Sequence[Path]) -> str:
+    """Number a record after the last of its track; among numbers of public records a letter tells ours."""
+    last = max((path.name for path in line if path.parent.name == log.track), default="00_")
+    number, letter = re.findall(r"^(\d+)([a-z]?)_", last)[0]
+    if log.track == "gpt2":
+        return f"{number}{chr(ord(letter or 'a') + 1)}_{name}"
+    return f"{int(number) + 1:02}_{name}"
 
 
 def page_of(name: str, own: Sequence[Log], before: Path | None) -> str:
@@ -80,7 +103,7 @@ def page_of(name: str, own: Sequence[Log], before: Path | None) -> str:
     rows["hardware"] = hardware_of(own)
     if before:
         _, removed, added = logs.diff(logs.read_script(str(before), before.parent), (name, own[0].source))
-        rows["script"] = f"{removed} lines removed, {added} added against [{before.name}](../{before.name})"
+        rows["script"] = f"{removed} lines removed, {added} added against [{name_of(before)}](../../{name_of(before)})"
     return README.format(name=name, rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()))
 
 
@@ -90,7 +113,7 @@ def row(folder: Path, own: list[Log], ratio: str, product: float | None) -> list
     times = describe([log.train_time / 1000 for log in own])
     peaks = [log.peak_mib for log in own if log.peak_mib is not None]
     return [
-        f"[{folder.name}]({folder.name})",
+        link(folder),
         cell(read_card(folder).what),
         f"{own[0].num_steps:,}",
         f"{sample.mean:.4f} ({'' if sample.sd is None else f'sd {sample.sd:.4f}, '}n={sample.n})",
@@ -125,9 +148,9 @@ def ranked(root: Path) -> Iterator[tuple[str, Path, list[Log], str, float | None
                 ratio = interval(found["train_time"], ".3f") + f", against {rival}" * (rival != before)
                 product = product * found["train_time"]["ratio"] if product and rival == before else None
         except ToolError as error:
-            remedy = f"finish it ({PYTHON} -m speedrun verify {folder.name}) or move it away"
-            raise ToolError(f"waiting for {folder.name}: {remedy}: {error}") from None
-        newest[board] = folder.name, product
+            remedy = f"finish it ({PYTHON} -m speedrun verify {name_of(folder)}) or move it away"
+            raise ToolError(f"waiting for {name_of(folder)}: {remedy}: {error}") from None
+        newest[board] = name_of(folder), product
         yield board, folder, own, ratio, product
 
 
@@ -143,7 +166,7 @@ def leaderboards(root: Path) -> str:
         target = TRACKS[board.split()[0]].target
         parts += [f"### {cell(board)}: at most {target}, measured here", markdown(head, boards[board])]
     if untimed := [folder for folder in lineage(root) if read_card(folder).kind == UNMEASURED]:
-        rows = [[f"[{folder.name}]({folder.name})", cell(read_card(folder).what)] for folder in untimed]
+        rows = [[link(folder), cell(read_card(folder).what)] for folder in untimed]
         parts += ["### gpt2: unmeasured, nobody has timed these", markdown("record|what", rows)]
     public = public_history()
     source = f"[{public['credit']}]({public['url']})"

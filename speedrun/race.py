@@ -241,7 +241,7 @@ def record_race(
     if not problem and len(race.runs) != len(race.order):
         problem = f"has {len(race.runs)} runs, not {race.pairs} of each script; --resume the race"
     if not problem and own is not None:
-        others = [*others, *map(Log, logs.log_paths(folder.parent / name))]
+        others = [*others, *map(Log, logs.log_paths(folder.parent.parent / name))]
         others = [log for log in others if log.source in (older, digest(older)) and not log.incomplete]
         if len(own) != len(a):
             counts = f"{len(a)} runs of the script, there are {len(own)} sound logs"
@@ -405,7 +405,7 @@ def race_scripts(
     board = "nano" if race.trains("nano") else "gpt2 on 8xH100" if race.nproc_per_node == 8 else "gpt2"
     before = rivals(logs.lineage(root), board)
     folder = resume or out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
-    others = sorted({*folder.parent.glob(f"*/{FILE}"), *root.glob(f"*/{FILE}")} - {folder / FILE})
+    others = sorted({*folder.parent.glob(f"*/{FILE}"), *root.glob(f"*/*/{FILE}")} - {folder / FILE})
     size_problem = before and too_different((names[0], sources[0]), before[-1])
     if len({(script.sha256, *script.flags) for script in scripts}) < len(scripts):
         print("two of these scripts are the same: they differ by chance alone", file=sys.stderr)

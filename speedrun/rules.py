@@ -13,7 +13,6 @@ from pathlib import Path
 
 from speedrun import logs
 from speedrun.logs import (
-    RECORD_FOLDER,
     Card,
     Log,
     ToolError,
@@ -96,8 +95,8 @@ class Verdict:
         for (name, problem), *others in kinds.values():
             more = len({other for other, _ in others} - {name})
             name = f"{more + 1} logs, first {name}" if more else name
-            lines.append(f"FAIL {self.folder.name}: {f'{name}: ' if name else ''}{problem}")
-        return "\n".join(lines or [f"ok {self.folder.name}: {self.summary}"])
+            lines.append(f"FAIL {logs.name_of(self.folder)}: {f'{name}: ' if name else ''}{problem}")
+        return "\n".join(lines or [f"ok {logs.name_of(self.folder)}: {self.summary}"])
 
 
 def clock_problems(log: Log) -> Iterator[str]:
@@ -201,13 +200,13 @@ def target_problem(sample: Sample, target: float, is_form: bool) -> str | None:
 
 def kind_problems(folder: Path, card: Card, before: Path | None, page: str) -> Iterator[str]:
     """Check the kind of a record: RULES.md says what each allows."""
-    numbers = [record["number"] for record in public_history()["records"] if folder.name.startswith(record["date"])]
+    numbers = [record["number"] for record in public_history()["records"] if record["date"] == card.date]
     if card.kind == "form":
         is_tested = re.fullmatch(r"tests/test_\w+\.py", card.evidence) and (ROOT / card.evidence).is_file()
         if not is_tested and not re.fullmatch(r"tests/test_\w+\.py at commit [0-9a-f]{7,40}", card.evidence):
             yield "record.json: evidence names no test that is there; name the one that shows this form to be equal"
     elif card.kind == IN_HISTORY:
-        if not RECORD_FOLDER.fullmatch(card.evidence):
+        if not re.fullmatch(r"\d{4}-\d{2}-\d{2}_[\w.-]+", card.evidence):
             yield f"record.json: evidence is {shown(card.evidence)}, not the name of a step; mend it"
     elif card.kind == UNMEASURED:
         if card.ranked or "unmeasured" not in page.lower():
@@ -216,7 +215,7 @@ def kind_problems(folder: Path, card: Card, before: Path | None, page: str) -> I
         if before and (problem := too_different(*(read_script(str(path), path.parent) for path in (folder, before)))):
             yield f"train_gpt.py: {problem}"
     elif card.kind not in (f"public record {number}" for number in numbers):
-        kinds = f"idea, form, {UNMEASURED}, or public record N of the folder's date"
+        kinds = f"idea, form, {UNMEASURED}, or public record N of its date"
         yield f"record.json: its kind is {shown(card.kind)}; take one of: {kinds}"
 
 

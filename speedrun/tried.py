@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from speedrun.logs import ToolError, printable
+from speedrun.logs import ToolError, printable, read_card
 from speedrun.race import FILE, Race, read_race
 
 COLUMNS = dict(date=8, script=13, against=13, n=3, time=12, loss=15, verdict=9, note=99)  # and their widths
@@ -16,7 +16,7 @@ def short(name: str) -> str:
     script, _, flags = name.partition(" ")
     path = Path(script)
     script = path.parent.name if path.name == "train_gpt.py" and path.parent.name else path.stem
-    return f"{script.partition('_')[2] if script[:2] == '20' else script} {flags}"
+    return f"{script.partition('_')[2] if script[:1].isdigit() else script} {flags}"
 
 
 def with_error(figures: dict) -> str:
@@ -46,9 +46,9 @@ def line(cells: Sequence[str], width: int) -> str:
 def table(root: Path) -> str:
     """Return the table, as wide as the terminal. Races that cannot be read are named on stderr."""
     found: dict[tuple[str, ...], str] = {}  # dates; several records may have the same race
-    for path in sorted({*Path("logs").glob(f"**/{FILE}"), *root.glob(f"*/{FILE}")}, reverse=True):
+    for path in sorted({*Path("logs").glob(f"**/{FILE}"), *root.glob(f"*/*/{FILE}")}, reverse=True):
         try:
-            for date, *row in rows(read_race(path), path.parent.name[:10] if path.is_relative_to(root) else ""):
+            for date, *row in rows(read_race(path), read_card(path.parent).date if path.is_relative_to(root) else ""):
                 found.setdefault(tuple(row), date)
         except ToolError as error:
             print(printable(str(error)), file=sys.stderr)

@@ -99,7 +99,7 @@ def corpus(tmp_path_factory) -> Path:
     for name, token in dict(gpt2=5, other_gpt2=6).items():
         write_shard(folder / f"{name}.bin", np.where(np.arange(700_000) % 1000, token, 50256))
     # It seldom changes: records have golden losses on it
-    script = np.fromfile(ROOT / "records" / "2024-12-04_ValueEmbed" / "train_gpt.py", dtype=np.uint8).astype(int)
+    script = np.fromfile(ROOT / "records" / "nano" / "01_ValueEmbed" / "train_gpt.py", dtype=np.uint8).astype(int)
     tokens = np.where(np.arange(60_000) % 500, np.resize(script, 60_000), 256)
     write_shard(folder / "script.bin", tokens)
     write_shard(folder / "script_val.bin", tokens[7_000:17_000])

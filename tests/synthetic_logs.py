@@ -79,7 +79,7 @@ def write_record(root: Path, name: str, texts: list[str], source=SOURCE, readme=
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "train_gpt.py").write_text(source)
     (folder / "README.md").write_text(readme)
-    card = dict(what="one line that says what", kind="idea", after=None, ranked=True) | card
+    card = dict(date="2026-01-02", what="one line that says what", kind="idea", after=None, ranked=True) | card
     (folder / "record.json").write_text(json.dumps(card))
     for i, text in enumerate(texts):
         (folder / f"run{i}.txt").write_text(text)

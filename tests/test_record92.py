@@ -20,7 +20,7 @@ from shards import write_shard
 from world_worker import ROOT, Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.published]
-FOLDER = ROOT / "records" / "2026-08-30_ANVIL2"
+FOLDER = ROOT / "records" / "gpt2" / "92_ANVIL2"
 INFO = json.loads((FOLDER / "golden.json").read_text())
 H = 6
 KINDS = ["xsa", "head_gate", "x0", "ngram", "skip"]  # the public order of factors: by kind, then by layer

@@ -38,7 +38,7 @@ from synthetic_logs import (
 )
 from world_worker import wait_for
 
-NAME = "2026-01-02_Good"
+NAME = "nano/01_Good"
 FORM = dict(kind="form", evidence="tests/test_records.py")
 EMPTY_TABLES = f"# Records\n\n{BEGIN}\n{END}\n\nMore.\n"
 
@@ -329,15 +329,15 @@ def test_what_was_raced_is_a_table_that_fits_a_terminal(tool, root, tmp_path, sc
     (folder,) = Path("logs").iterdir()
     flags = [Log(folder / f"race-1-{letter}.txt").flags[6:] for letter in "abc"]
     assert flags == [["--val_loss_every", "0"], [], []]
-    for name in "2026-01-02_Old", "2026-01-03_Same":
-        (root / name).mkdir()
+    for name in "nano/01_Old", "nano/02_Same":
+        write_record(root, name, [])
         write_race(root / name / "race.json", "", SOURCE)
-    (root / "2026-01-04_Odd").mkdir()
-    (root / "2026-01-04_Odd" / "race.json").write_text("half")
+    (root / "nano/03_Odd").mkdir()
+    (root / "nano/03_Odd" / "race.json").write_text("half")
     code, out, err = tool("tried")
     head, *rows = out.splitlines()
     assert (code, head.split(), len(rows)) == (0, "date script against n time loss verdict note".split(), 4)
-    assert rows[0] == "26-01-03 script 0      script 1      5   0.900 ±0.0%  +0.0000 ±0.0000 faster"
+    assert rows[0] == "26-01-02 script 0      script 1      5   0.900 ±0.0%  +0.0000 ±0.0000 faster"
     assert re.search(r"fast --val_lo slow          2   0\.6\d\d ±\d+\.\d%.* screen    an idea\|\?$", out, re.M)
     assert max(map(len, rows)) <= 100
     assert "Odd/race.json: no JSON object" in err
@@ -463,7 +463,7 @@ def test_from_a_race_to_a_pull_request(tool, root, tmp_path, scripts, track):
     assert "p=" in tool("stats", *paths)[1]
     code, out, _ = tool("submit", "MyIdea", *paths, "--race", "logs/MyIdea/race.json")
     folder, *left = out.splitlines()
-    (readme,) = root.glob("*_MyIdea/README.md")
+    (readme,) = root.glob("*/*_MyIdea/README.md")
     assert (code, folder) == (1, f"{readme.parent}: what is left to do")
     kinds = ["write what '<say what the", "write what '<say why", "cp ", "README.md: its rows", "./test.sh"]
     assert [kind in line for kind, line in zip(kinds, left, strict=True)] == [True] * 5
@@ -476,18 +476,18 @@ def test_from_a_race_to_a_pull_request(tool, root, tmp_path, scripts, track):
     assert "_MyIdea" in Image.open(root / "curves.png").text["Comment"]
 
 
-NEWER, NEXT = SOURCE + "# newer\n", "2026-01-01_Next"  # the older by name
+NEWER, NEXT = SOURCE + "# newer\n", "nano/02_Next"
 
 
 def test_verify_wants_the_race_against_the_record_before(tool, root):
     write_record(root, NAME, good())
     idea = dict(source=f"{SOURCE}# of gpt2\n", ranked=False)
-    write_record(root, "2026-01-02_Idea", [], **idea, after=NAME)
-    folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after="2026-01-02_Idea")
+    write_record(root, "gpt2/01_Idea", [], **idea, after=NAME)
+    folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after="gpt2/01_Idea")
     path = folder / "race.json"
     write_race(path, NEWER, idea["source"])
     against = "loss +0.0000 (+0.0000 to +0.0000), against"
-    assert f"{against} 2026-01-02_Idea" in tool("verify")[1], "the newest one, though it is not ranked"
+    assert f"{against} gpt2/01_Idea" in tool("verify")[1], "the newest one, though it is not ranked"
     document = write_race(path, NEWER, SOURCE)
     assert f"steps); faster: train time 0.900 (0.900 to 0.900), {against} {NAME}\n" in tool("verify")[1]
     scripts, runs, other = document["scripts"], document["runs"], dict(sha256="ab" * 32)
@@ -574,17 +574,17 @@ def test_each_kind_of_gpu_has_a_leaderboard_that_its_first_record_opens(tool, ro
     runs = [log_text(seed=seed, val_loss=3.27 + loss / 1000, **on_gpu) for seed, loss in enumerate(LOSSES)]
     write_record(root, NEXT, runs, on_gpu["source"], after=NAME)
     assert re.search(rf"ok {NEXT}: n=5 mean 3.2714 .* \(gpt2 on 1x NVIDIA GeForce RTX 4090, 20", tool("verify")[1])
-    third = write_record(root, "2026-01-03_Third", good(source=NEWER), NEWER, after=NEXT)
+    write_record(root, "nano/03_Third", good(source=NEWER), NEWER, after=NEXT)
     assert f"is missing; race the script against {NAME} or {NEXT}" in tool("verify", "third")[1]
-    write_record(root, "2026-01-04_Fourth", runs, on_gpu["source"], after=third.name)
-    assert f"is missing; race the script against {NEXT} or {third.name}" in tool("verify", "fourth")[1]
+    write_record(root, "gpt2/01_Fourth", runs, on_gpu["source"], after="nano/03_Third")
+    assert f"is missing; race the script against {NEXT} or nano/03_Third" in tool("verify", "fourth")[1]
 
 
 def test_record_json_says_what_kind_of_record_it_is(tool, root):
     """An idea changes at most 200 lines; others may change more. A form names a test, now or at a commit."""
     write_record(root, NAME, good())
-    more = dict(after=NAME, ranked=False)
-    write_record(root, "2025-11-29_Next", [], SOURCE + "# line\n" * 200, **more)
+    more = dict(after=NAME, ranked=False, date="2025-11-29")
+    write_record(root, "gpt2/46_Next", [], SOURCE + "# line\n" * 200, **more)
     assert tool("verify", "next")[0] == 0
     for card, wrong in (
         (dict(kind="idea"), f"201 lines change against {NAME}, for an idea at most 200"),
@@ -597,10 +597,10 @@ def test_record_json_says_what_kind_of_record_it_is(tool, root):
         (dict(kind=rules.UNMEASURED), "is not ranked, and its page says 'unmeasured'"),
         (dict(kind=rules.UNMEASURED, readme="unmeasured", ranked=True), "is not ranked, and its page"),
         (dict(kind="public record 46"), None),
-        (dict(kind="public record 55"), "of the folder's date"),
+        (dict(kind="public record 55"), "of its date"),
         (dict(kind="ideas"), "its kind is 'ideas'"),
     ):
-        write_record(root, "2025-11-29_Next", [], SOURCE + "# line\n" * 201, **more | card)
+        write_record(root, "gpt2/46_Next", [], SOURCE + "# line\n" * 201, **more | card)
         code, out, _ = tool("verify", "next")
         assert (code, wrong is None or wrong in out) == (int(wrong is not None), True), out
 
@@ -608,45 +608,47 @@ def test_record_json_says_what_kind_of_record_it_is(tool, root):
 def test_records_follow_each_other_by_their_cards(tool, root):
     write_record(root, NAME, good())
     write_record(root, NEXT, good(), after=NAME)
-    assert [path.name for path in lineage(root)] == [NAME, NEXT]
-    third = write_record(root, "2026-01-03_Third", good(), after=NAME)
-    assert f"{NEXT} and {third.name} both come after {NAME}: mend" in tool("verify")[2]
-    write_record(root, third.name, good(), after="2026-01-09_Gone")
-    assert f"{third.name}: no line leads there from the first record" in tool("verify")[2]
-    for odd in "{}", "[1]", '{"what": 1, "kind": "idea", "after": null, "ranked": true}', '{"more": 1}':
+    assert [*map(logs.name_of, lineage(root))] == [NAME, NEXT]
+    third = write_record(root, "nano/03_Third", good(), after=NAME)
+    assert f"{NEXT} and nano/03_Third both come after {NAME}: mend" in tool("verify")[2]
+    write_record(root, "nano/03_Third", good(), after="nano/09_Gone")
+    assert "nano/03_Third: no line leads there from the first record" in tool("verify")[2]
+    for odd in "{}", "[1]", '{"date": "", "what": 1, "kind": "idea", "after": null, "ranked": true}', '{"more": 1}':
         (third / "record.json").write_text(odd)
         code, _, err = tool("verify")
         assert (code, err.count("\n"), "Third/record.json" in err) == (2, 1, True), err
 
 
 def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
-    write_record(root, "2026-01-01_Before", [], source=SOURCE.replace("dynamic=False", "dynamic=True"))
-    write_record(root, "2025-03-01_Before", [], source=NEWER, after="2026-01-01_Before")
+    write_record(root, "nano/01_Before", [], source=SOURCE.replace("dynamic=False", "dynamic=True"))
+    write_record(root, "nano/03_Later", [], source=NEWER, after="nano/01_Before")
     paths = sorted(write_record(tmp_path, "logs", good()).glob("*.txt"))
     write_race(tmp_path / "race.json", SOURCE, NEWER)
     for path in (tmp_path / "older").iterdir():
         path.rename(tmp_path / path.name)
     argv = ("new", "Fresh", *paths, "--date", "2026-02-03", "--race", tmp_path / "race.json")
-    folder, (code, told, _) = root / "2026-02-03_Fresh", tool(*argv)
+    folder, (code, told, _) = root / "nano/04_Fresh", tool(*argv)
     files = {"README.md", "record.json", "train_gpt.py", "race.json", "older", *(path.name for path in paths)}
     assert (code, {path.name for path in folder.iterdir()}) == (0, files)
     assert Log(folder / "older" / "race-3-b.txt").source == race.digest(NEWER.rstrip("\n"))
     stated = (folder / "run0.txt").read_text().split("\n")[0]
     assert (stated, Log(folder / "run0.txt").source) == (race.digest(SOURCE.rstrip("\n")), SOURCE.rstrip("\n"))
     readme = (folder / "README.md").read_text()
-    assert re.search(r"n=5 mean 1.4302 sd .*1 lines removed, 0 added against \[2025-03-01_B", readme, re.S)
-    assert json.loads((folder / "record.json").read_text())["after"] == "2025-03-01_Before"
+    assert re.search(
+        r"n=5 mean 1.4302 sd .*1 lines removed, 0 added against \[nano/03_Later\]\(../../nano/03_L", readme, re.S
+    )
+    assert json.loads((folder / "record.json").read_text())["after"] == "nano/03_Later"
     left = tool("verify", "fresh")[1]
     assert (left.count("<say"), told.endswith(left)) == (3, True)
     for name in "README.md", "record.json":
         (folder / name).write_text(re.sub("<say.*?>", "said", (folder / name).read_text()))
     assert tool("verify", "fresh")[0] == 0
     assert "name the logs" in tool("submit", "Other")[2]
-    for name in "../up", "", "<b>", "before", "fresh":
+    for name in "../up", "", "<b>", "later", "fresh":
         assert tool("new", name, *paths)[0] == 2, name
     Path("bad.txt").write_text(log_text(source="import sys\nimport"))
     assert "bad.txt: is not one Python script ('invalid syntax" in tool("new", "Bad", "bad.txt")[2]
-    assert len(list(root.iterdir())) == 3, "a refused record leaves nothing"
+    assert len(list(root.glob("*/*"))) == 3, "a refused record leaves nothing"
 
 
 def test_diff_is_coloured_on_terminals_and_begins_at_the_root(tool, root, tmp_path, monkeypatch):
@@ -668,24 +670,24 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after=NAME)
     write_race(folder / "race.json", "", NEWER, SOURCE, ms=810.0)
     hostile = good(cpu="<img src=x>|\x1b[2J", source="\x1b[2J")
-    folder = write_record(root, "2026-01-04_Hostile", hostile, "\x1b[2J", what="<b>|", after=NEXT)
+    folder = write_record(root, "nano/04_Hostile", hostile, "\x1b[2J", what="<b>|", after=NEXT)
     write_race(folder / "race.json", "\x1b[2J", NEWER, ms=810.0)
     assert (tool("table", "--check")[0], readme.read_text()) == (1, EMPTY_TABLES)
     assert tool("table")[0] == 0
     text = readme.read_text()
     cells = "one line that says what | 20 | 1.4302 (sd 0.0019, n=5) | 1e-05 | 0.81 (sd 0.00)"
-    assert f"| [{NAME}]({NAME}) | {cells} |  | 1.000 | 499 | Some Proc" in text
-    assert f"| [{NEXT}]({NEXT}) | {cells} | 0.900 (0.900 to 0.900) | 0.900 | 499 | Some Proc" in text
+    assert f"| [Good]({NAME}) | {cells} |  | 1.000 | 499 | Some Proc" in text
+    assert f"| [Next]({NEXT}) | {cells} | 0.900 (0.900 to 0.900) | 0.900 | 499 | Some Proc" in text
     assert "&#60;img src=x&#62;&#124;?&#91;2J" in text
     assert (tool("table", "--check")[0], tool("table")[0], readme.read_text()) == (0, 0, text)
-    more = dict(after=folder.name, ranked=False, kind=rules.UNMEASURED)
-    write_record(root, "2026-01-05_Form", [], NEWER + "#", **more)
-    follower = write_record(root, "2026-01-06_Six", good(source="six"), "six", after="2026-01-05_Form")
+    more = dict(after="nano/04_Hostile", ranked=False, kind=rules.UNMEASURED)
+    write_record(root, "gpt2/01_Form", [], NEWER + "#", **more)
+    follower = write_record(root, "nano/06_Six", good(source="six"), "six", after="gpt2/01_Form")
     write_race(follower / "race.json", "six", NEWER + "#", ms=810.0)
     assert tool("table")[0] == 0
     new = "\n".join(line for line in readme.read_text().splitlines() if line not in text)
-    assert "### gpt2: unmeasured, nobody has timed these\n| [2026-01-05_Form](2026-01-05_Form) | one line that" in new
-    assert re.search(r"_Six\) \|.* 0\.900 \(0\.900 to 0\.900\), against 2026-01-05_Form \|  \| 499", new)
+    assert "### gpt2: unmeasured, nobody has timed these\n| [Form](gpt2/01_Form) | one line that" in new
+    assert re.search(r"_Six\) \|.* 0\.900 \(0\.900 to 0\.900\), against gpt2/01_Form \|  \| 499", new)
 
 
 def test_the_picture_shows_what_its_command_draws_today(tmp_path):

@@ -12,7 +12,7 @@ import train_gpt
 from speedrun.logs import RECORDS, diff, lineage, read_script
 from world_worker import ROOT
 
-SCRIPTS = [RECORDS / folder.name / "train_gpt.py" for folder in lineage(RECORDS)]
+SCRIPTS = [folder / "train_gpt.py" for folder in lineage(RECORDS)]
 SHORT = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --seed 1 --num_iterations 8 --model_dim 32 "
 SHORT += "--num_heads 2 --head_dim 16 --block_size 16 --train_seq_len 128 --batch_tokens 768 --val_seq_len 256 "
 SHORT += "--val_tokens 1280"
@@ -38,9 +38,7 @@ def train(script, script_flags, tmp_path) -> float:
 
 @pytest.mark.published
 def test_the_root_is_the_newest_record_and_at_most_100_changed_lines():
-    _, removed, added = diff(
-        read_script(SCRIPTS[-1].parent.name, RECORDS), read_script(str(ROOT / "train_gpt.py"), RECORDS)
-    )
+    _, removed, added = diff(*(read_script(str(path), RECORDS) for path in (SCRIPTS[-1], ROOT / "train_gpt.py")))
     assert removed + added <= 100
 
 
