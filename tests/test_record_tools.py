@@ -765,10 +765,10 @@ def test_a_race_tells_what_the_rank_said_that_failed(tool, tmp_path, failure):
 
 
 def test_modules_are_commands_and_the_benchmark_gets_the_environment_of_a_training(capsys, monkeypatch):
-    monkeypatch.setattr(os, "environ", {"MALLOC_TRIM_THRESHOLD_": "7"})
     options: list[tuple[int, int]] = []
     monkeypatch.setattr(process, "LIBC", types.SimpleNamespace(mallopt=lambda *option: options.append(option)))
-    for name in MODULES:
+    for name in sorted(MODULES, key="bench".__eq__):
+        monkeypatch.setattr(os, "environ", {"MALLOC_TRIM_THRESHOLD_": "7"})
         seen = types.SimpleNamespace(main=lambda argv: [argv, os.environ.get("PYTORCH_ALLOC_CONF")])
         monkeypatch.setitem(sys.modules, f"speedrun.{name}", seen)
         expandable = "expandable_segments:True" if name == "bench" else None
