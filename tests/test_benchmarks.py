@@ -33,7 +33,7 @@ def test_figures_are_of_the_steps_that_train(tiny, script_flags, tmp_path, capsy
         assert f"| {name} | {bench.shown(figure['median'])} {figure['unit']} |" in told
     median = {name: figure["median"] for name, figure in found["figures"].items()}
     rate, peak = median["stage 1: throughput"], median["large matmul in float32"] * 1e12
-    assert rate == pytest.approx(tiny.batch_tokens / median["stage 1: step"] * 1000)
+    assert rate == pytest.approx(train_gpt.num_tokens(1, tiny) / median["stage 1: step"] * 1000)
     assert median["stage 1: utilization"] == pytest.approx(
         100 * bench.weight_flops(Trainer(tiny, Ranks()), 0) * rate / peak
     )

@@ -77,7 +77,7 @@ def outcome(capfd, corpus, monkeypatch):
     [
         ("--device cuda", f"there is no NVIDIA GPU{CPU_RUNS}"),
         ("--preset gpt2 --device auto --ngram_rows 62", f"gpt2 needs a GPU, and there is no NVIDIA GPU{CPU_RUNS}"),
-        ("--num_iterations 37", "tokens for 36 batches, the run needs 37; lower --num_iterations"),
+        ("--num_iterations 999", "batches, the run needs 999; lower --num_iterations"),
         ("--val_files none_*.bin", f"no shards match none_*.bin in {os.getcwd()}; data/pack_text.py packs text"),
         ("--train_files {tmp}/short.bin", "{tmp}/short.bin: not a whole shard of tokens; data/pack_text.py"),
         ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has tokens up to 50256, not of 257"),

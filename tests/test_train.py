@@ -35,7 +35,8 @@ def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
     shard = f"train shard: {corpus}/train_000000.bin, {(corpus / 'train_000000.bin').stat().st_size} bytes"
     scored = np.fromfile(corpus / "val_000000.bin", dtype="<u2", offset=1024)[:288]
     sha256 = f"validation tokens: 288, sha256 {hashlib.sha256(scored).hexdigest()}\n"
-    tokens = f"training tokens: {4 * 128}, "
+    before_last, trained = (train_gpt.num_tokens(n, train_gpt.parse_args(flags)) for n in (3, 4))
+    tokens = f"training tokens: {trained}, "
     wants = f"Running PyTorch {torch.__version__}", '"--run_id", "form"', '"num_iterations": 4', shard, tokens, sha256
     for wanted in (*wants, "rows of n-grams: 61 (not the preset's 8192: do not compare losses)\n"):
         assert wanted in environment
@@ -44,7 +45,12 @@ def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
     order = [("val", 0), ("train", 1), ("train", 2), ("val", 2), ("train", 3), ("train", 4), ("val", 4)]
     assert [line for line, _ in lines] == [f"step:{i}/4 {name}_loss:{curves[name][i]:.4f}" for name, i in order]
     assert sorted(lines, key=lambda line: int(line[1])) == lines, "the clock goes on"
-    for wanted in ("train_000000.bin position 0\nlast", "position 384\n", "seed: 5", "after the clock started: 0"):
+    for wanted in (
+        "train_000000.bin position 0\nlast",
+        f"position {before_last}\n",
+        "seed: 5",
+        "after the clock started: 0",
+    ):
         assert wanted in steps
     assert json.loads(log.with_suffix(".json").read_text()) == json.loads(json.dumps(result))
     assert {path.name for path in log.parent.iterdir()} == {"form.txt", "form.json", "form.pt", "form.ngrams0"}
@@ -219,7 +225,7 @@ def test_log_of_another_run_is_not_overwritten(flags, tmp_path, suffix):
 
 def test_text_that_would_spoil_the_run_is_refused_before_it_starts(flags, corpus, tmp_path):
     """Another tokenizer's token as the last target of the run or of its validation; one file for both."""
-    for name, count in dict(train=4 * 128 + 1, val=288 + 1).items():
+    for name, count in dict(train=train_gpt.num_tokens(4, train_gpt.parse_args(flags)) + 1, val=288 + 1).items():
         tokens = np.fromfile(corpus / "long.bin", "<u2", 1000, offset=1024).astype(int)
         tokens[count - 1] = 257
         write_shard(tmp_path / f"{name}.bin", tokens)
