@@ -27,7 +27,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 CPU = dict(dtype="float32", device="cpu", cpu_threads=1)
 TINY = dict(preset="nano", num_iterations=8, batch_tokens=128, train_seq_len=64, val_seq_len=128, val_tokens=256)
 TINY |= dict(block_size=8, model_dim=32, num_heads=2, head_dim=16, mlp_dim=128, ngram_rows=61) | CPU
-# mini has gpt2's rows. Stages begin at steps 0, 2, 4, 16 and 16; updates of tables become rare at step 8, the slow rail
+# Stages of mini begin at steps 0, 2, 4, 16 and 16; updates of tables become rare at step 8, the slow rail
 # begins at 12. Averages would begin earlier than the run
 GPT2 = dict(preset="mini", num_iterations=20, val_loss_every=4, batch_tokens=32, train_seq_len=16, segment=12)
 GPT2 |= dict(val_seq_len=96, val_tokens=288, block_size=16, model_dim=24, num_heads=2, head_dim=12, mlp_dim=40)
@@ -98,7 +98,7 @@ def corpus(tmp_path_factory) -> Path:
     np.where(np.arange(257) % 3, 65535, np.arange(257) // 2).astype("<u2").tofile(folder / "prefixes")
     for name, token in dict(gpt2=5, other_gpt2=6).items():
         write_shard(folder / f"{name}.bin", np.where(np.arange(700_000) % 1000, token, 50256))
-    # It seldom changes: records have golden losses on it
+    # It does not change: the root has a golden loss on it
     script = np.fromfile(ROOT / "records" / "nano" / "01_ValueEmbed" / "train_gpt.py", dtype=np.uint8).astype(int)
     tokens = np.where(np.arange(60_000) % 500, np.resize(script, 60_000), 256)
     write_shard(folder / "script.bin", tokens)
@@ -172,7 +172,7 @@ def tiny64() -> Hyperparameters:
 
 @pytest.fixture
 def gpt2() -> Hyperparameters:
-    """Return the preset gpt2 in small: all of its layers, 8 blocks of 8 tokens."""
+    """Return mini with less work: all of its layers, 8 blocks of 8 tokens."""
     wide = dict(train_seq_len=64, batch_tokens=64, val_seq_len=192, val_tokens=192, block_size=8, final_window=160)
     return small(GPT2 | wide, stages=SHORT_STAGES)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import re
 import runpy
@@ -11,7 +12,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from torch.distributed.run import get_args_parser
 
@@ -135,89 +135,75 @@ def test_names_on_the_tour_are_in_the_script():
 
 
 CHANGES = (ROOT / "docs" / "change.md").read_text()
-DIFFS = re.findall(r"^### (.*?)\n.*?^```diff\n(.*?)^```", CHANGES, re.M | re.S)
+DIFFS = dict(re.findall(r"^### (.*?)\n.*?^```diff\n(.*?)^```", CHANGES, re.M | re.S))
 TABLE = CHANGES.partition("## Take one idea out")[2].partition("\n## ")[0]
 IDEAS = {idea: re.findall("`(.*?)`", cell) for idea, cell in re.findall(r"^\| (.*) \| (`.*`) \|$", TABLE, re.M)}
-TRIED = [*IDEAS][::3]
+TRIED = [*DIFFS, *(pytest.param(idea, marks=pytest.mark.slow) for idea in [*IDEAS][::3])]
 
 
-def take_out(change: list[str]) -> tuple[str, list[str]]:
-    """Return the script with a row's change, a flag or a text and its replacement, and flags."""
+def take_out(idea: str) -> tuple[str, list[str]]:
+    """Return the script with a row's change, a flag or a text and its replacement, and all flags."""
+    change = IDEAS[idea]
+    preset = [f"--preset={'nano' if idea.startswith('nano') else 'gpt2'}"]
     if rows := re.fullmatch(r"(GPT2_\w+): (.*)", change[0]):  # the short form
         change = [f"= {rows[1]}", f"= tuple(row._replace({rows[2]}) for row in {rows[1]})"]
     if len(change) == 1:
-        return SOURCE, change[0].split()
+        return SOURCE, [*preset, *change[0].split()]
     old, new = change
     assert SOURCE.count(old) == 1, f"train_gpt.py has `{old}` {SOURCE.count(old)} times: update docs/change.md"
     if old.startswith("= "):  # a table of gpt2's, of which mini makes its own
         old, new = rf"(= |\bin ){old[2:]}\b", rf"\g<1>{new[2:]}"
-        return re.sub(old, new, SOURCE), []
-    return SOURCE.replace(old, new), []
-
-
-def train(source: str, flags: list[str], path: Path):
-    """Train all steps with a script, and return the trainer and the losses, that of validation last."""
-    path.write_text(source)
-    spec = importlib.util.spec_from_file_location("changed", path)
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-    cfg = module.resolve(module.parse_args([*flags, "--seed=0"]))
-    if cfg.preset == "mini":
-        cfg = dataclasses.replace(cfg, layers=module.PRESETS["gpt2"].layers)
-    data, trainer = module.plan_data(cfg), module.Trainer(cfg, module.Ranks())
-    batches = trainer.reader.read(module.train_cycles(data["train"], cfg))
-    losses = [trainer.train_step(module.Plan(step, cfg), *batch).item() for step, batch in enumerate(batches)]
-    trainer.finish()
-    return trainer, [*losses, trainer.evaluate(cfg.num_iterations, data["val"])]
+        return re.sub(old, new, SOURCE), preset
+    return SOURCE.replace(old, new), preset
 
 
 @pytest.fixture(scope="module")
-def small_flags(corpus, tmp_path_factory) -> dict[str, list[str]]:
-    """Return flags by preset, with which it has little to do."""
-    files = [f"--train_files={corpus}/long.bin", f"--val_files={corpus}/val_*.bin"]
-    bits, canon = np.zeros((320, 40), np.uint8), tmp_path_factory.mktemp("canon") / "canon"
-    bits[:, 16:32] = 255  # tokens 128 to 255 are never there
-    bits.tofile(canon)
-    less = ["--batch_tokens=16", "--val_tokens=96", f"--canon_file={canon}"]
-    heads = ["--num_heads=6", "--head_dim=8", "--model_dim=48"]  # of which 1, 2, 3 or 6 are a matrix
-    gpt2 = [*GPT2_FLAGS, *files, *less, *heads, f"--prefix_file={corpus}/prefixes"]
-    return dict(gpt2=gpt2, nano=[*TINY_FLAGS, *files])
+def train(corpus, tmp_path_factory):
+    """Return a function that trains all steps with a script, and returns the trainer and the losses."""
+    files = [f"--train_files={corpus}/long.bin", f"--val_files={corpus}/val_*.bin", "--seed=0"]
+    # Six heads, of which 1, 2, 3 or 6 are a matrix
+    wide = [*"--batch_tokens=16 --num_heads=6 --head_dim=8 --model_dim=48".split(), f"--prefix_file={corpus}/prefixes"]
+    path = tmp_path_factory.mktemp("changed") / "train_gpt.py"
 
+    @functools.cache
+    def run(source: str, preset: str, *flags: str) -> tuple:
+        path.write_text(source)
+        spec = importlib.util.spec_from_file_location("changed", path)
+        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+        small = TINY_FLAGS if preset.endswith("nano") else [*GPT2_FLAGS, *wide]
+        cfg = module.resolve(module.parse_args([*small, *files, *flags]))
+        cfg = dataclasses.replace(cfg, layers=module.PRESETS[preset.removeprefix("--preset=")].layers)
+        data, trainer = module.plan_data(cfg), module.Trainer(cfg, module.Ranks())
+        batches = trainer.reader.read(module.train_cycles(data["train"], cfg))
+        losses = [trainer.train_step(module.Plan(step, cfg), *batch).item() for step, batch in enumerate(batches)]
+        trainer.finish()
+        return trainer, [*losses, trainer.evaluate(cfg.num_iterations, data["val"])]
 
-@pytest.fixture(scope="module")
-def unchanged(small_flags, tmp_path_factory) -> dict[str, list[float]]:
-    path = tmp_path_factory.mktemp("unchanged") / "train_gpt.py"
-    return {preset: train(SOURCE, flags, path)[1] for preset, flags in small_flags.items()}
+    return run
 
 
 @pytest.mark.published
 def test_the_page_of_changes_fits_the_script():
     assert (len(IDEAS) > 20, len(DIFFS)) == (True, 3)
-    for idea, change in IDEAS.items():
-        _, flags = take_out(change)
-        train_gpt.parse_args([f"--preset={'nano' if idea.startswith('nano') else 'gpt2'}", "--num_heads=6", *flags])
+    for idea in IDEAS:
+        train_gpt.parse_args([*take_out(idea)[1], "--num_heads=6"])
 
 
 @pytest.mark.published
-@pytest.mark.slow
-@pytest.mark.parametrize("idea", TRIED)
-def test_an_idea_is_taken_out(tmp_path, small_flags, unchanged, idea: str):
-    preset = "nano" if idea.startswith("nano") else "gpt2"
-    source, flags = take_out(IDEAS[idea])
-    _, losses = train(source, [*small_flags[preset], *flags], tmp_path / "train_gpt.py")
+@pytest.mark.parametrize("name", TRIED)
+def test_a_change_of_the_page_trains_something_else(tmp_path, train, name: str):
+    source, flags = SOURCE, ["--preset=gpt2"]
+    if name in IDEAS:
+        source, flags = take_out(name)
+    else:
+        (tmp_path / "train_gpt.py").write_text(SOURCE)
+        applied = subprocess.run(["git", "apply"], input=DIFFS[name], text=True, cwd=tmp_path)
+        assert applied.returncode == 0, "train_gpt.py has changed where docs/change.md changes it: update the page"
+        source = (tmp_path / "train_gpt.py").read_text()
+    trainer, losses = train(source, *flags)
+    _, before = train(SOURCE, flags[0])
     assert all(0 < loss < 20 for loss in losses)  # and so not NaN
-    assert losses != unchanged[preset]
-
-
-@pytest.mark.published
-@pytest.mark.parametrize(("name", "diff"), DIFFS, ids=[name for name, _ in DIFFS])
-def test_worked_changes(tmp_path, small_flags, unchanged, name: str, diff: str):
-    path = tmp_path / "train_gpt.py"
-    path.write_text(SOURCE)
-    applied = subprocess.run(["git", "apply"], input=diff, text=True, cwd=tmp_path)
-    assert applied.returncode == 0, "train_gpt.py has changed where docs/change.md changes it: update the page"
-    trainer, losses = train(path.read_text(), small_flags["gpt2"], path)
-    assert all(0 < loss < 20 for loss in losses)
-    assert losses != unchanged["gpt2"]
+    assert losses != before
     if "sharply" in name:  # neutral at the start, and then trained
-        assert losses[0] == unchanged["gpt2"][0]
+        assert losses[0] == before[0]
         assert all((block.attn.sharpness != 1).all() for block in trainer.gpt.blocks if block.attn)
