@@ -98,20 +98,6 @@ def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags
     assert (all(frozen), gc.get_freeze_count()) == (True, 0), "a collection of all there is would take long"
 
 
-@pytest.mark.parametrize("window", [8, 100])
-def test_averages_of_what_stands_still_are_what_it_is(gpt2, window: int):
-    """Also in a run that is shorter than their windows: the first tick copies."""
-    averages = tuple(row._replace(window=window, rate=0.1) for row in gpt2.averages)
-    trainer = Trainer(dataclasses.replace(gpt2, dtype="float64", averages=averages), Ranks())
-    before = {name: p.detach().clone() for name, p in trainer.gpt.named_parameters()}
-    for step in range(gpt2.num_iterations):
-        for optimizer in trainer.optimizers:
-            optimizer.tick(step)
-    trainer.finish()
-    for name, p in trainer.gpt.named_parameters():
-        torch.testing.assert_close(p.detach(), before[name], rtol=1e-12, atol=0)
-
-
 def test_exit_codes_and_messages(flags, long_flags, tmp_path):
     """A run that fails says why in one line, on stderr and in its log. A loss that is not finite stops all ranks."""
     endings = dict(
