@@ -4,11 +4,24 @@
 #   docs/first_gpu_run.sh --preset mini --device cpu --batch_tokens 8192         try it without a GPU
 #
 # The flags are for the steps as one rank of eight. OUT=FOLDER names another folder than logs/first-gpu-run-TIME,
-# MINUTES=20 another limit. If a part fails, the others still run. Exit codes: 0 done, 1 a part failed, 2 no Python.
+# MINUTES=20 another limit. If a part fails, the others still run. Exit codes: 0 done, 1 a part failed, 2 no Python or GPU.
 set -uo pipefail
 CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")/.." || exit
 source speedrun/environment.sh
-find_python
+find_python pytest
+device=(--device cuda --block_size 128)
+wide=(--model_dim 192 --head_dim 32) # mini's own heads are too narrow for FlexAttention
+self_test=(-m gpu -k 'not four_steps')
+case " $* " in *" --device cpu "* | *" --device=cpu "*)
+    device=(--device cpu --num_iterations 14)
+    wide=()
+    self_test=(-k whitening) # all of it is in ./test.sh
+    ;;
+*)
+    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
+        fail "there is no GPU that torch can use: ./run.sh --check says why; flags to try it on a CPU are in this file"
+    ;;
+esac
 limit=$((60 * ${MINUTES:-9}))
 out=${OUT:-logs/first-gpu-run-$(date +%Y%m%d-%H%M%S)}
 mkdir -p "$out"
@@ -30,15 +43,6 @@ part() { # NAME COMMAND...
     fi
 }
 
-device=(--device cuda --block_size 128)
-wide=(--model_dim 192 --head_dim 32) # mini's own heads are too narrow for FlexAttention
-self_test=(-m gpu -k 'not four_steps')
-case " $* " in *" --device cpu "* | *" --device=cpu "*)
-    device=(--device cpu --num_iterations 14)
-    wide=()
-    self_test=(-k whitening) # all of it is in ./test.sh
-    ;;
-esac
 run=("$python" train_gpt.py "${device[@]}" --seed 1 --no-save_checkpoint --log_dir "$out")
 part card nvidia-smi
 part versions "$python" -m torch.utils.collect_env
@@ -59,7 +63,7 @@ hide "$HOME" '~'
 hide "$(uname -n)" HOST
 [ "$(id -un)" = root ] || hide "$(id -un)" USER
 tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
-grep -h '^|' "$out/one-of-8.txt"
+grep -h '^|' "$out/one-of-8/benchmark.md"
 tail -qn 1 "$out"/{self-test,nano,nano-without-graphs,mini}.txt
 cat "$out/parts.txt"
 echo "look through $out, and send back $out.tar.gz"

@@ -1,9 +1,12 @@
-"""Measure train_gpt.py on this machine: its steps, utilization, memory.
+"""Measure the steps of train_gpt.py on this machine: their parts, utilization, memory.
 
     python -m speedrun bench [--quick] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
-    torchrun --standalone --nproc_per_node=8 -m speedrun bench       with communication
+    torchrun --standalone --nproc_per_node=8 -m speedrun bench     with communication
+    python -m speedrun bench --one_of 8 --synthetic                one GPU as one rank of eight, without data
 
-The table, a JSON document and a profile go to the folder. Exit codes: 0 done, 2 bad input, 130 interrupted.
+As one of N a process has its sequences and its share of rows and matrices. Nothing is communicated: rows that other
+ranks own are replaced by own ones. docs/gpu.md says what the figures mean. The table, a JSON document and a profile go
+to the folder. Exit codes: 0 done, 2 bad input, 130 interrupted.
 """
 
 import argparse
@@ -13,23 +16,43 @@ import gc
 import itertools
 import json
 import os
+import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, record_function
 
 import train_gpt
-from train_gpt import Batch, Hyperparameters, Inputs, Plan, Ranks, Reads, Trainer, UserError
+from speedrun import roofline
+from train_gpt import Batch, Hyperparameters, Inputs, NgramTable, Plan, Ranks, Reads, Trainer, UserError
 
 Steps = Iterator[tuple[Plan, list[Inputs], Reads]]  # what `Trainer.train_step` takes
 Figures = dict[str, dict]  # by name: a median with its 10th and 90th percentiles, n and a unit
+PREDICTED = Path(__file__).with_name("h100.json")  # made by `python -m speedrun lower --arch 90 --kernels '^$'`
+OWN = "triton_|relu_squared|cross_entropy"  # kernels of the compiler and of the script
+PRODUCTS = dict(mm=0, addmm=1, bmm=0, baddbmm=1, _scaled_mm=0)  # which input is the first factor
+
+
+class OwnRows(NgramTable):
+    def exchange(self, rows, sent, received):
+        return rows[torch.arange(sum(received), device=rows.device) % max(1, len(rows))]
+
+
+class Measured(Trainer):
+    part = record_function  # type: ignore[assignment]
+
+
+class OneOf(Measured):
+    table_class = OwnRows
 
 
 def figure(values: Sequence[float], unit: str = "") -> dict:
@@ -43,27 +66,13 @@ def synchronize(trainer: Trainer) -> None:
         torch.cuda.synchronize()
 
 
-def timed(trainer: Trainer, function: Callable[[], object], n: int) -> list[float]:
-    """Return the ms of n calls that all ranks begin together, from idle device to idle device."""
-    taken = []
-    for _ in range(n):
-        train_gpt.start_collective(dist.all_reduce, torch.zeros(1, device=trainer.device))()
-        synchronize(trainer)
-        start = time.perf_counter()
-        function()
-        synchronize(trainer)
-        taken.append(1000 * (time.perf_counter() - start))
-    return taken
-
-
 def read_steps(trainer: Trainer, batches: Sequence[Batch], first: int) -> Steps:
     """Read batches again and again, for steps like `first`. Groups step as in a whole cycle of `all_step` steps."""
     cfg = trainer.cfg
     plans = [Plan(first, cfg) for _ in range(cfg.all_step)]
     for i, now in enumerate(plans):
         now.step = first + -first % cfg.all_step + i
-    group = train_gpt.row_of("ngrams", cfg)
-    ends = [i + 1 for i, now in enumerate(plans) if now.is_due(group)]
+    ends = [i + 1 for i, now in enumerate(plans) if now.is_due(trainer.table.group)]
     cycles = [plans[start:end] for start, end in itertools.pairwise([0, *ends])]
     endless = itertools.cycle(batches)
     planned = ((cycle, [next(endless) for _ in cycle]) for cycle in itertools.cycle(cycles))
@@ -72,39 +81,43 @@ def read_steps(trainer: Trainer, batches: Sequence[Batch], first: int) -> Steps:
             yield now, *inputs
 
 
-def each_step_ms(trainer: Trainer, steps: Steps, n: int) -> np.ndarray:
-    """Return the ms of n steps as in training. On CUDA the clock is events in the stream, which wait for nothing."""
-    on_cuda = trainer.device.type == "cuda"
+def take_cycle(trainer: Trainer, steps: Steps) -> torch.Tensor:
+    """Take as many steps as it takes until all groups have stepped, and return the last loss."""
+    for _ in range(trainer.cfg.all_step):
+        loss = trainer.train_step(*next(steps))
+    return loss
+
+
+def time_steps(trainer: Trainer, steps: Steps, n: int) -> Figures:
+    """Return the ms of n cycles of steps as in training, of launching one step, and of waiting for the reader.
+
+    On CUDA the clock is events in the stream, which wait for nothing. A step is the mean of its cycle: a median of
+    single steps would be that of one kind.
+    """
+    on_cuda, every = trainer.device.type == "cuda", trainer.cfg.all_step
     marks: list[Any] = []
-    for i in range(n + 1):
+    due, waited, launched = [], [], []
+    for i in range(n * every + 1):
         marks.append(torch.cuda.Event(enable_timing=True) if on_cuda else time.perf_counter())
         if on_cuda:
             marks[-1].record()
-        if i < n:
-            trainer.train_step(*next(steps))
+        if i < n * every:
+            began = time.perf_counter()
+            step = next(steps)
+            waited.append(1000 * (time.perf_counter() - began))
+            due.append(step[0].is_due(trainer.table.group))
+            trainer.train_step(*step)
     synchronize(trainer)
-    return np.array([a.elapsed_time(b) if on_cuda else 1000 * (b - a) for a, b in itertools.pairwise(marks)])
-
-
-def step_ms(trainer: Trainer, steps: Steps, n: int) -> list[float]:
-    """Return n times the mean ms over as many steps as it takes until all groups have stepped.
-
-    A median of single steps would be that of one kind.
-    """
-    every = trainer.cfg.all_step
-    return each_step_ms(trainer, steps, n * every).reshape(n, every).mean(1).tolist()
-
-
-def profile(trainer: Trainer, steps: Steps) -> str:
-    """Return the operations that take longest in steps in which all groups step."""
-    on_cuda = trainer.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(trainer.cfg.all_step):
-            trainer.train_step(*next(steps))
+    ms = np.array([a.elapsed_time(b) if on_cuda else 1000 * (b - a) for a, b in itertools.pairwise(marks)])
+    for _ in range(every * on_cuda):  # on a CPU that is the step itself
+        step = next(steps)
         synchronize(trainer)
-    order = "self_device_time_total" if on_cuda else "self_cpu_time_total"
-    return profiler.key_averages().table(sort_by=order, row_limit=20)
+        began = time.perf_counter()
+        trainer.train_step(*step)
+        launched.append(1000 * (time.perf_counter() - began))
+    found = {"step": ms.reshape(n, every).mean(1), "step with tables": ms[due], "step without": ms[np.invert(due)]}
+    found |= {"launching by the host": launched, "waiting for the reader": waited}
+    return {name: figure(values, "ms") for name, values in found.items() if len(values)}
 
 
 def host_waits(trainer: Trainer, steps: Steps) -> int:
@@ -113,14 +126,79 @@ def host_waits(trainer: Trainer, steps: Steps) -> int:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            for _ in range(trainer.cfg.all_step):
-                trainer.train_step(*next(steps))
+            take_cycle(trainer, steps)
         finally:
             torch.cuda.set_sync_debug_mode("default")
     found = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
     for warning in found:
         print(f"host waits at {warning.filename}:{warning.lineno}", file=sys.stderr)
     return len(found)
+
+
+# ---- Parts of a step -------------------------------------------------------------------------------------------------
+def label_of(op) -> str:
+    """Return a product's name as the roofline writes it, such as mm 49152x768x3072, or the operation's."""
+    name = op.name.removeprefix("aten::")
+    shapes = [list(shape) for shape in op.input_shapes or ()]
+    if name in PRODUCTS and len(shapes) > PRODUCTS[name] + 1:
+        a, b = shapes[PRODUCTS[name] :][:2]
+        return f"{name} {'x'.join(map(str, [*a, b[-1]]))}"
+    return name
+
+
+def phase_of(op) -> str:
+    """Say whether an operation is one of the optimizers'."""
+    while op is not None and op.name != "optimizers":
+        op = op.cpu_parent
+    return "" if op is None else op.name
+
+
+def profile(trainer: Trainer, steps: Steps) -> tuple[str, dict[str, dict]]:
+    """Return the operations of a cycle of steps that take longest, as text.
+
+    On CUDA also ms and launches of a step by kernel: Triton's by name, products by shape, others by operation.
+    """
+    on_cuda, count, gradients = trainer.device.type == "cuda", trainer.cfg.all_step, trainer.gradients
+    trainer.gradients = trainer.add_gradients  # the kernels of a CUDA graph have no operation
+    kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
+    with torch.profiler.profile(activities=kinds, record_shapes=True) as profiler:
+        take_cycle(trainer, steps)
+        synchronize(trainer)
+    trainer.gradients = gradients
+    found: dict[str, dict] = defaultdict(lambda: dict(ms=0.0, launches=0.0))
+    unowned: dict[str, float] = defaultdict(float)
+    for op in profiler.events() or ():
+        if op.device_type == DeviceType.CUDA and not op.name.startswith(("optimizers", "ProfilerStep", "## Call")):
+            unowned[op.name] += op.time_range.elapsed_us() / 1000 / count
+        for kernel in getattr(op, "kernels", None) or () if op.device_type == DeviceType.CPU else ():
+            name = kernel.name if re.match(OWN, kernel.name) else label_of(op)
+            row = found[f"{phase_of(op)} {name}".strip()]
+            row["ms"] += kernel.duration / 1000 / count
+            row["launches"] += 1 / count
+            unowned[kernel.name] -= kernel.duration / 1000 / count
+    for name, ms in unowned.items():
+        if ms > 0.002:
+            found[name]["ms"] += ms
+    order = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+    told = profiler.key_averages().table(sort_by=order, row_limit=20)
+    return told, dict(sorted(found.items(), key=lambda item: -item[1]["ms"]))
+
+
+def by_part(kernels: dict[str, dict]) -> dict[str, float]:
+    """Sum the ms of kernels by the parts of the roofline."""
+    parts: dict[str, float] = defaultdict(float)
+    for name, row in kernels.items():
+        graph = "graph" if re.search(f"mm|{OWN}", name) else ""
+        parts[roofline.part_of(dict(phase=name.partition(" ")[0], graph=graph, name=name))] += row["ms"]
+    return dict(parts)
+
+
+def predicted_parts(trainer: Trainer, first: int) -> dict[str, float]:
+    """Return the ms that the roofline predicts for the parts of a step of gpt2 on an H100, of one rank of 8 or of 1."""
+    if trainer.cfg.preset != "gpt2" or trainer.device.type != "cuda" or "H100" not in torch.cuda.get_device_name():
+        return {}
+    steps = json.loads(PREDICTED.read_text())["gpus"]["90"]["predicted"].get(str(trainer.ranks.world_size), [])
+    return next((step["ms"] for step in reversed(steps) if step["first"] <= first), {})
 
 
 # ---- Work ------------------------------------------------------------------------------------------------------------
@@ -141,70 +219,54 @@ def weight_flops(trainer: Trainer, step: int) -> float:
 
 def large_matmul(trainer: Trainer, n: int) -> list[float]:
     """Return the TFLOP/s of a large square matmul: what utilization is measured against."""
-    size = 16384 if trainer.device.type == "cuda" else 1024
+    size, rates = 16384 if trainer.device.type == "cuda" else 1024, []
     a, b = (torch.randn(size, size, device=trainer.device).to(getattr(torch, trainer.cfg.dtype)) for _ in range(2))
-    return [2 * size**3 / ms / 1e9 for ms in timed(trainer, lambda: a @ b, n)]
+    for _ in range(n + 1):
+        synchronize(trainer)
+        began = time.perf_counter()
+        a @ b
+        synchronize(trainer)
+        rates.append(2 * size**3 / (time.perf_counter() - began) / 1e12)
+    return rates[1:]
+
+
+def write_tokens(cfg: Hyperparameters, folder: Path) -> Hyperparameters:
+    """Write a shard of random tokens, few of them frequent, in documents of about 700. Return what trains on it.
+
+    They are few enough for the smallest softmax.
+    """
+    rng, longest = np.random.default_rng(0), max(stage.batch for stage in cfg.stages)
+    classes = [number // 2 for stage in cfg.stages for number in stage.classes if number]
+    tokens = rng.zipf(1.2, int(3 * cfg.all_step * longest * cfg.batch_tokens) + 2**16) % min([cfg.eot_token, *classes])
+    tokens[rng.random(len(tokens)) < 1 / 700] = cfg.eot_token
+    header = np.zeros(256, "<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    (folder / "random.bin").write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+    return dataclasses.replace(cfg, train_files=str(folder / "random.bin"))
 
 
 # ---- The report ------------------------------------------------------------------------------------------------------
-def first_steps(cfg: Hyperparameters) -> list[int]:
-    """Return the first step of each stage that has steps."""
-    return sorted({0, *train_gpt.stage_ends(cfg)} - {cfg.num_iterations})
-
-
-def plan(cfg: Hyperparameters, quick: bool) -> dict:
-    """Plan the validation, and equally many batches for each stage of training, which are read again and again."""
-    share = -(-(16 if quick else max(64, 2**21 // cfg.batch_tokens)) // len(first_steps(cfg)))
-    plans = [Plan(first, cfg) for first in first_steps(cfg) for _ in range(share)]
-    lengths = [(now.seq_len, now.stage.max_doc_len) for now in plans]
-    val_tokens = min(cfg.val_tokens, 4 * cfg.val_seq_len) if quick else cfg.val_tokens
-    val_lengths = [(cfg.val_seq_len, 0)] * (val_tokens // cfg.val_seq_len)
-    train = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg)
-    return dict(train=train, val=train_gpt.plan_batches(cfg.val_files, val_lengths, 1, cfg))
-
-
-def measure_stage(trainer: Trainer, steps: Steps, first: int, n: int, matmul_tflops: float) -> Figures:
-    now = Plan(first, trainer.cfg)
-    step_ms(trainer, steps, 1)
-    ms = figure(step_ms(trainer, steps, n), "ms")
-    rate = trainer.cfg.batch_sequences * now.seq_len / ms["median"] * 1000
-    found = dict(step=ms, throughput=figure([rate], "tokens/s"))
-    share = weight_flops(trainer, first) * rate / trainer.ranks.world_size / matmul_tflops / 1e12
-    found |= dict(utilization=figure([100 * share], "%"))
-    return {f"stage {now.index + 1}: {name}": value for name, value in found.items()}
-
-
-def measure(cfg: Hyperparameters, ranks: Ranks, plans: dict, quick: bool) -> tuple[Figures, str]:
-    """Return all figures and the profile of the last stage."""
-    began, profiled = time.perf_counter(), ""
-
-    def tell(name: str) -> None:
-        if ranks.rank == 0:
-            print(f"{time.perf_counter() - began:6.1f} s: {name}", file=sys.stderr, flush=True)
-
-    tell("warm-up, which compiles")
-    trainer = Trainer(cfg, ranks)
-    figures, n = {"warm-up": figure(timed(trainer, trainer.warm_up, 1), "ms")}, 3 if quick else 20
-    rates = large_matmul(trainer, n)
-    figures[f"large matmul in {cfg.dtype}"] = figure(rates, "TFLOP/s")
-    firsts = first_steps(cfg)
-    share = len(plans["train"]) // len(firsts)
-    gc.disable()  # as in training
-    for number, first in enumerate(firsts):
-        tell(f"steps from {first} on")
-        steps: Any = read_steps(trainer, plans["train"][number * share : (number + 1) * share], first)
-        with contextlib.closing(steps):
-            figures |= measure_stage(trainer, steps, first, n, float(np.median(rates)))
-            if first == firsts[-1]:
-                if trainer.device.type == "cuda":
-                    figures["host waits"] = figure([host_waits(trainer, steps)])
-                profiled = profile(trainer, steps)
-    gc.enable()
-    tell("validation")
-    name = f"validation of {len(plans['val']) * cfg.val_seq_len:,} tokens"
-    figures[name] = figure(timed(trainer, lambda: trainer.evaluate(cfg.num_iterations, plans["val"]), 1), "ms")
-    figures["peak memory"] = figure([trainer.peak_memory_mib()], "MiB")
-    return figures, profiled
+def measure_stage(trainer: Trainer, first: int, n: int, tflops: float) -> tuple[Figures, tuple[str, dict]]:
+    """Return the figures of the steps like `first`, and their profile."""
+    cfg, now, world = trainer.cfg, Plan(first, trainer.cfg), trainer.ranks.world_size
+    lengths = [(now.seq_len, now.stage.max_doc_len)] * (2 * cfg.all_step)
+    batches = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg)
+    with contextlib.closing(read_steps(trainer, batches, first)) as steps:  # type: ignore[type-var]
+        began = time.perf_counter()
+        for _ in range(2):
+            loss = take_cycle(trainer, steps).item()
+        found = {f"{2 * cfg.all_step} steps, compiling": figure([time.perf_counter() - began], "s")}
+        found["loss"] = figure([loss if dist.is_initialized() else loss * world])
+        found |= time_steps(trainer, steps, n)
+        rate = cfg.batch_sequences * now.seq_len / found["step"]["median"] * 1000
+        found["throughput"] = figure([rate], "tokens/s")
+        share = weight_flops(trainer, first) * rate / world / tflops / 1e12
+        found["utilization"] = figure([100 * share], "%")
+        if trainer.device.type == "cuda":
+            found["host waits"] = figure([host_waits(trainer, steps)])
+            torch.cuda.reset_peak_memory_stats()
+        profiled = profile(trainer, steps)  # without CUDA graphs, whose memory counts only while they are captured
+    return found | {"peak memory": figure([trainer.peak_memory_mib()], "MiB")}, profiled
 
 
 def shown(value: float) -> str:
@@ -214,36 +276,62 @@ def shown(value: float) -> str:
 
 def table(document: dict) -> str:
     """Return the document as Markdown."""
-    lines = [f"# Preset {document['configuration']['preset']}, processes: {document['processes']}", ""]
+    kind = f", as one of {document['one_of']}" if document["one_of"] else ""
+    lines = [f"# Preset {document['configuration']['preset']}, processes: {document['processes']}{kind}", ""]
     lines += [f"- {name}: {document[name]}" for name in ("machine", "torch", "flags", "load_average", "seconds")]
     lines += ["", "| what | median | 10th to 90th percentile | n |", "|---|---|---|---|"]
     for name, found in document["figures"].items():
         spread = f"{shown(found['p10'])} to {shown(found['p90'])}" if found["n"] > 1 else ""
         lines.append(f"| {name} | {shown(found['median'])} {found['unit']} | {spread} | {found['n']} |")
-    return "\n".join(lines)
+    parts, predicted = document["parts"], document["predicted"]
+    if not any(parts.values()):
+        return "\n".join([*lines, "", "Parts of a step are told apart by a GPU's kernels; profile.txt has operations."])
+    lines += ["", f"| ms of a step by part (predicted) | {' | '.join(parts)} |", f"|---|{'---|' * len(parts)}"]
+    for name in roofline.PARTS:
+        guesses = {stage: f" ({own[name]:.2f})" if name in own else "" for stage, own in predicted.items()}
+        cells = [f"{own.get(name, 0.0):.2f}{guesses[stage]}" for stage, own in parts.items()]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines.append(f"| all kernels | {' | '.join(f'{sum(own.values()):.2f}' for own in parts.values())} |")
+    last = itertools.islice([*document["kernels"].values()][-1].items(), 30)
+    return "\n".join([*lines, "", *(f"{row['ms']:8.3f} {row['launches']:6.1f}  {name[:110]}" for name, row in last)])
 
 
-def run(flags: Sequence[str], quick: bool, out: Path, ranks: Ranks) -> None:
+def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Measure, and write what there is after each stage."""
     load, began = os.getloadavg()[0], time.perf_counter()
+    ranks = Ranks(0, args.one_of, 0, args.one_of) if args.one_of else train_gpt.init_distributed()
     cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
     if cfg.batch_sequences % ranks.world_size:
-        raise UserError(f"{ranks.world_size} processes do not divide {cfg.batch_sequences} sequences")
-    plans = plan(cfg, quick)
-    out.mkdir(parents=True, exist_ok=True)
-    figures, profiled = measure(cfg, ranks, plans, quick)
-    if ranks.rank == 0:
-        on_cuda = torch.cuda.is_available()
-        machine = torch.cuda.get_device_name() if on_cuda else f"{os.cpu_count()} CPU cores"
-        document: dict = dict(
-            machine=machine, torch=torch.__version__, processes=ranks.world_size, flags=" ".join(flags)
-        )
+        name = f"--one_of {args.one_of}" if args.one_of else f"{ranks.world_size} processes"
+        raise UserError(f"{name}: expected a divisor of {cfg.batch_sequences}, the sequences of a step")
+    stages = itertools.pairwise([0, *train_gpt.stage_ends(cfg)])
+    firsts = {number: first for number, (first, end) in enumerate(stages, start=1) if first < end}
+    if unknown := {*(args.stages or ())} - {*firsts}:
+        raise UserError(f"--stages {min(unknown)}: expected some of {' '.join(map(str, firsts))}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    cfg = write_tokens(cfg, args.out) if args.synthetic else cfg
+    trainer, n = (OneOf if args.one_of else Measured)(cfg, ranks), 3 if args.quick else 20
+    figures = {f"large matmul in {cfg.dtype}": (rates := figure(large_matmul(trainer, n), "TFLOP/s"))}
+    machine = torch.cuda.get_device_name() if trainer.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+    document: dict = dict(machine=machine, torch=torch.__version__, flags=" ".join(flags), one_of=args.one_of)
+    document |= dict(processes=1 if args.one_of else ranks.world_size, configuration=dataclasses.asdict(cfg))
+    document |= dict(figures=figures, parts={}, predicted={}, kernels={})
+    gc.disable()  # as in training
+    for number in args.stages or firsts:
+        stage, first = f"stage {number}", firsts[number]
+        found, (operations, kernels) = measure_stage(trainer, first, n, rates["median"])
+        figures |= {f"{stage}: {name}": value for name, value in found.items()}
+        document["parts"][stage], document["predicted"][stage] = by_part(kernels), predicted_parts(trainer, first)
+        document["kernels"][stage] = dict(itertools.islice(kernels.items(), 60))
         document |= dict(load_average=f"{load:.1f} before, {os.getloadavg()[0]:.1f} after")
         document |= dict(seconds=round(time.perf_counter() - began))
-        document |= dict(configuration=dataclasses.asdict(cfg), figures=figures)
-        texts = {"benchmark.md": table(document), "benchmark.json": json.dumps(document, indent=1)}
-        for name, text in (texts | {"profile.txt": profiled}).items():
-            (out / name).write_text(text + "\n", encoding="utf-8")
-        print(f"{texts['benchmark.md']}\n\nwritten to {out}", flush=True)
+        if ranks.rank == 0:
+            (args.out / "benchmark.md").write_text(table(document) + "\n", encoding="utf-8")
+            (args.out / "benchmark.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            (args.out / "profile.txt").write_text(operations, encoding="utf-8")
+            print(f"{stage}: measured", file=sys.stderr, flush=True)
+    if ranks.rank == 0:
+        print(f"{table(document)}\n\nwritten to {args.out}", flush=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -255,17 +343,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path("logs") / time.strftime("benchmark-%Y%m%d-%H%M%S")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=out, help="default: logs/benchmark-TIME")
     parser.add_argument("--one_of", type=int, metavar="N", help="as one rank of N, without communication")
-    parser.add_argument("--stages", type=int, nargs="+", help="with --one_of: which, such as 1 3 (default: all)")
-    parser.add_argument("--synthetic", action="store_true", help="with --one_of: on random tokens, which need no data")
+    parser.add_argument("--stages", type=int, nargs="+", help="which, such as 1 3 (default: all)")
+    parser.add_argument("--synthetic", action="store_true", help="train on random tokens, which need no data")
     args, flags = parser.parse_known_args(argv)
+    if args.one_of is not None and args.one_of < 1:
+        parser.error(f"--one_of {args.one_of}: expected 1 or more")
     try:
-        if args.one_of is not None:
-            from speedrun import one_of  # which needs this module
-
-            cfg = train_gpt.resolve(train_gpt.parse_args(flags))
-            one_of.measure(cfg, args.one_of, args.stages, args.out, args.synthetic)
-            return 0
-        run(flags, args.quick, args.out, train_gpt.init_distributed())
+        run(args, flags)
     except (UserError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
