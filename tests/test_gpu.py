@@ -11,7 +11,7 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,15 @@ GPT2, NANO = (train_gpt.PRESETS[name] for name in ("gpt2", "nano"))
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 compiled = functools.partial(torch.compile, fullgraph=True, dynamic=False)
 on_both = pytest.mark.parametrize("device", ["cpu", CUDA])
+
+
+def randn(device: str, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, device=device, generator=torch.Generator(device).manual_seed(seed))
+
+
+def both(function: Callable, device: str) -> list[Callable]:
+    """Return a function, and on a GPU also compiled."""
+    return [function, compiled(function)] if device == "cuda" else [function]
 
 
 def write_documents(folder: Path, cfg: train_gpt.Hyperparameters) -> dict[str, str]:
@@ -52,17 +61,14 @@ def shortened(cfg: train_gpt.Hyperparameters, memory: float) -> train_gpt.Hyperp
     check.check_memory_and_time(dataclasses.replace(cfg, dtype="bfloat16"), [check.Gpu("", (0, 0), memory)], 1, report)
     if not report.problems:
         return cfg
-    lengths = dict(train_seq_len=cfg.train_seq_len // 2, val_seq_len=cfg.val_seq_len // 2)
-    return shortened(dataclasses.replace(cfg, **lengths, val_tokens=lengths["val_seq_len"]), memory)
+    half = dict(train_seq_len=cfg.train_seq_len // 2, val_seq_len=cfg.val_seq_len // 2, val_tokens=cfg.val_seq_len // 2)
+    return shortened(dataclasses.replace(cfg, **half), memory)
 
 
 # Flags reach all but the rows of stages: without `more_steps` four steps are one of each of gpt2's first two stages and
 # two of the third, and so are all of its shapes but for some numbers of classes
 FEW_STEPS = """
-import dataclasses
-
-import train_gpt
-
+import dataclasses, train_gpt
 for name, cfg in train_gpt.PRESETS.items():
     stages = tuple(stage._replace(more_steps=0) for stage in cfg.stages)
     train_gpt.PRESETS[name] = dataclasses.replace(cfg, stages=stages)
@@ -79,27 +85,21 @@ def test_four_steps_are_the_same_on_one_process_and_on_all(preset: str, device: 
     """Random text of the preset's vocabulary is enough for them, and for a validation before and after them."""
     if device == "cuda":
         gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
-        stages = tuple(stage._replace(more_steps=0) for stage in GPT2.stages)
-        cfg = dataclasses.replace(GPT2, val_tokens=GPT2.val_seq_len, stages=stages, ngram_rows=2**18)
         sizes = {1, max(n for n in (1, 2, 4, 8) if n <= len(gpus))}
-    else:
-        two = dict(batch_tokens=2 * NANO.train_seq_len, val_loss_every=2)
-        cfg, sizes = dataclasses.replace(NANO, val_tokens=NANO.val_seq_len, cpu_threads=1, **two), {1, 2}
-    cfg = dataclasses.replace(cfg, num_iterations=4, seed=1, log_dir=str(tmp_path), canon_file="")
-    if device == "cuda":
+        cfg = dataclasses.replace(GPT2, ngram_rows=2**18, val_tokens=GPT2.val_seq_len, canon_file="")
         cfg = shortened(cfg, 0.95 * min(gpus))
-    cfg, results = dataclasses.replace(cfg, **write_documents(tmp_path, cfg)), []
-    default = dataclasses.asdict(train_gpt.PRESETS[cfg.preset]) | {
-        name: getattr(cfg, name) for name in train_gpt.TABLES
-    }
-    flags = [f"--{name}={getattr(cfg, name)}" for name, value in default.items() if value != getattr(cfg, name)]
-    flags += [f"--preset={cfg.preset}", f"--device={device}"]
-    script = tmp_path / "few_steps.py"
-    script.write_text(FEW_STEPS)
+    else:
+        sizes, two = {1, 2}, dict(batch_tokens=2 * NANO.train_seq_len, val_loss_every=2, cpu_threads=1)
+        cfg = dataclasses.replace(NANO, val_tokens=NANO.val_seq_len, **two)
+    names = "preset ngram_rows train_seq_len val_seq_len val_tokens batch_tokens val_loss_every cpu_threads canon_file"
+    given = {name: getattr(cfg, name) for name in names.split()} | write_documents(tmp_path, cfg)
+    given |= dict(device=device, num_iterations=4, seed=1, log_dir=tmp_path)
+    flags, results = [f"--{name}={value}" for name, value in given.items()], []
+    (script := tmp_path / "few_steps.py").write_text(FEW_STEPS)
+    options = dict(env=os.environ | dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True, errors="replace")
     for size in sorted(sizes):
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={size}"] if size > 1 else []
         command = [sys.executable, *launcher, str(script), *flags, f"--run_id=on-{size}"]
-        options = dict(env=os.environ | dict(PYTHONPATH=str(ROOT)), capture_output=True, text=True, errors="replace")
         done = subprocess.run(command, **options, timeout=1500)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
         results.append(json.loads((tmp_path / f"on-{size}.json").read_text()))
@@ -174,9 +174,7 @@ def test_head_equals_autograd_of_the_whole(precision: str, is_sampled: bool, dev
     generator = torch.Generator(device).manual_seed(0)
     x = train_gpt.norm(torch.randn(T, K, device=device, generator=generator)).bfloat16()
     w = (torch.randn(V, K, device=device, generator=generator) * 0.02).bfloat16()
-    classes = torch.arange(V, device=device)
-    if is_sampled:
-        classes = torch.randperm(V, device=device, generator=generator)[:C].sort().values
+    classes = torch.randperm(V, device=device, generator=generator)[: C if is_sampled else V].sort().values
     targets = torch.randint(len(classes), (T,), device=device, generator=generator)
     weights = torch.tensor([1.0, 0.5, 0.25], device=device)
     softcap = GPT2.lm_head_softcap, GPT2.softcap_range, GPT2.softcap_shift
@@ -189,7 +187,7 @@ def test_head_equals_autograd_of_the_whole(precision: str, is_sampled: bool, dev
 
     loss, grad_x, grad_rows = dense_head(x, w[classes], targets, weights, softcap)
     expected, limit = (loss, grad_x, torch.zeros_like(w).index_copy_(0, classes, grad_rows)), 0.09 if scales else 0.01
-    for function in [head, compiled(head)] if device == "cuda" else [head]:
+    for function in both(head, device):
         found = with_gradients(function, x, w)
         errors = relative_errors(found, expected)
         assert within(errors, limit), f"loss, grad x, w: {errors}; e5m2 rounds by 0.066, root mean square"
@@ -201,8 +199,7 @@ def test_a_product_in_fp8_equals_that_of_quantized_rows(device: str):
     """The largest number of each becomes the largest of e4m3, and zeros stay zeros; backward it is exact."""
     skip_without_fp8(device)
     T, K, N = (4096, 768, 1920) if device == "cuda" else (64, 48, 80)
-    generator = torch.Generator(device).manual_seed(0)
-    x, w, grad = (torch.randn(*shape, device=device, generator=generator) for shape in ((T, K), (N, K), (T, N)))
+    x, w, grad = (randn(device, *shape, seed=n) for n, shape in enumerate(((T, K), (N, K), (T, N))))
     x = (x * torch.logspace(-3, 3, T, device=device)[:, None]).bfloat16()
     x[0] = 0
     w = (w * torch.logspace(-1, 1, N, device=device)[:, None]).bfloat16()
@@ -212,7 +209,7 @@ def test_a_product_in_fp8_equals_that_of_quantized_rows(device: str):
     product = lambda x, w: train_gpt.FP8Linear.apply(x, w)  # noqa: E731
     # Compiled, a scale may be off in its last bit: where the largest is 1.75 2^n, that breaks ties the other way, and a
     # row is off by 0.012 (measured: one H100, 27 rows of 4,096)
-    for function, limit in [(product, 0.006), (compiled(product), 0.02)] if device == "cuda" else [(product, 0.006)]:
+    for function, limit in zip(both(product, device), (0.006, 0.02), strict=False):
         y, *found = with_gradients(function, x, w, grad=grad)
         assert ((y - x_q @ w_q.T).norm(dim=1) <= limit * (x_q @ w_q.T).norm(dim=1)).all(), "to bf16 0.002"
         assert within(relative_errors(found, grads), 0.006)
@@ -222,13 +219,11 @@ def test_a_product_in_fp8_equals_that_of_quantized_rows(device: str):
 def test_squares_in_fp8_are_those_of_their_rows(device: str):
     """The largest number of each row becomes 448, and zeros stay zeros."""
     T, N = (4096, 2816) if device == "cuda" else (64, 80)
-    z = torch.randn(T, N, device=device, generator=torch.Generator(device).manual_seed(0))
-    z = (z * torch.logspace(-3, 3, T, device=device)[:, None]).bfloat16()
+    z = (randn(device, T, N) * torch.logspace(-3, 3, T, device=device)[:, None]).bfloat16()
     z[0] = -1
     squares = z.double().relu().square()
     largest = squares.amax(1, keepdim=True)
-    rows = train_gpt.relu_squared_fp8_rows
-    for function in [rows, compiled(rows)] if device == "cuda" else [rows]:
+    for function in both(train_gpt.relu_squared_fp8_rows, device):
         y, scales = function(z)
         assert ((y.double() * scales - squares).abs() <= squares / 15 + largest * 2**-18).all()
         assert ((448 * scales[1:] - largest[1:]).abs() <= 0.004 * largest[1:]).all()
@@ -239,14 +234,13 @@ def test_squares_in_fp8_are_those_of_their_rows(device: str):
 @pytest.mark.parametrize("T", [4096, 200])  # 200: the kernel's last tiles reach beyond the edge
 def test_mlp_equals_autograd_in_float64(T: int, device: str):
     K = 768 if device == "cuda" else 32
-    generator = torch.Generator(device).manual_seed(0)
     shapes = (T, K), (4 * K, K), (K, 4 * K), (T, K)
-    x, c_fc, c_proj, grad = (torch.randn(s, device=device, generator=generator).bfloat16() for s in shapes)
+    x, c_fc, c_proj, grad = (randn(device, *shape, seed=n).bfloat16() for n, shape in enumerate(shapes))
     args = x, c_fc / K**0.5, c_proj / K**0.5
     exact = with_gradients(lambda x, a, b: (x @ a.T).relu().square() @ b.T, *(t.double() for t in args), grad=grad)
     by_kernel = train_gpt.MLP(dataclasses.replace(GPT2, device=device, dtype="bfloat16")).by_kernel
     mlp = lambda *args: train_gpt.ReluSquaredMLP.apply(*args, False, by_kernel)  # noqa: E731
-    for function in [mlp, compiled(mlp)] if device == "cuda" else [mlp]:
+    for function in both(mlp, device):
         errors = relative_errors(with_gradients(function, *args, grad=grad), exact)
         assert within(errors, 0.006), f"output, grad x, c_fc, c_proj: {errors}; on a CPU at most 0.0045"
 
@@ -256,12 +250,11 @@ def test_mlp_equals_autograd_in_float64(T: int, device: str):
 def test_whitening_in_bf16_is_that_in_float64(is_wide: bool, device: str):
     """A stack of matrices, one of them zero."""
     rows, columns = (768, 2816 if is_wide else 768) if device == "cuda" else (48, 96 if is_wide else 48)
-    generator = torch.Generator(device).manual_seed(0)
-    g = torch.randn(3, rows, columns, device=device, generator=generator)
+    g = randn(device, 3, rows, columns)
     g[1] *= 1e-4
     g[2] = 0
     exact = train_gpt.whiten(g.double(), torch.float64)
-    for function in [train_gpt.whiten, compiled(train_gpt.whiten)] if device == "cuda" else [train_gpt.whiten]:
+    for function in both(train_gpt.whiten, device):
         found = function(g)
         assert within(relative_errors(tuple(found[:2]), tuple(exact[:2])), 0.015), "on a CPU 0.008"
         assert not found[2].any()
