@@ -1,4 +1,4 @@
-"""Measure the steps of train_gpt.py on this machine: their parts, utilization, memory.
+"""Measure the steps of train_gpt.py on this machine: their parts, memory.
 
     python -m speedrun bench [--quick] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
     torchrun --standalone --nproc_per_node=8 -m speedrun bench     with communication
@@ -201,35 +201,6 @@ def predicted_parts(trainer: Trainer, first: int) -> dict[str, float]:
     return next((step["ms"] for step in reversed(steps) if step["first"] <= first), {})
 
 
-# ---- Work ------------------------------------------------------------------------------------------------------------
-def weight_flops(trainer: Trainer, step: int) -> float:
-    """Count the FLOPs of a token's forward and backward pass: 6 per weight of blocks and head that takes part."""
-    count = 0.0
-    for name, p in trainer.gpt.named_parameters():
-        part = 1.0
-        if name == "lm_head":  # few tokens may be in the softmax
-            part = (Plan(step, trainer.cfg).classes or len(p)) / len(p)
-        elif ".attn." in name:  # heads may be half as wide
-            layer = trainer.cfg.layers[int(name.split(".")[1])]
-            is_half = layer.half_qk if name.endswith("qk_w") else layer.half_v and name.endswith(("v_w", "c_proj"))
-            part = 0.5 if is_half else 1.0
-        count += part * p.numel() * (p.ndim >= 2 and "embed" not in name)
-    return 6 * count
-
-
-def large_matmul(trainer: Trainer, n: int) -> list[float]:
-    """Return the TFLOP/s of a large square matmul: what utilization is measured against."""
-    size, rates = 16384 if trainer.device.type == "cuda" else 1024, []
-    a, b = (torch.randn(size, size, device=trainer.device).to(getattr(torch, trainer.cfg.dtype)) for _ in range(2))
-    for _ in range(n + 1):
-        synchronize(trainer)
-        began = time.perf_counter()
-        a @ b
-        synchronize(trainer)
-        rates.append(2 * size**3 / (time.perf_counter() - began) / 1e12)
-    return rates[1:]
-
-
 def write_tokens(cfg: Hyperparameters, folder: Path) -> Hyperparameters:
     """Write a shard of random tokens, few of them frequent, in documents of about 700. Return what trains on it.
 
@@ -246,9 +217,9 @@ def write_tokens(cfg: Hyperparameters, folder: Path) -> Hyperparameters:
 
 
 # ---- The report ------------------------------------------------------------------------------------------------------
-def measure_stage(trainer: Trainer, first: int, n: int, tflops: float) -> tuple[Figures, tuple[str, dict]]:
+def measure_stage(trainer: Trainer, first: int, n: int) -> tuple[Figures, tuple[str, dict]]:
     """Return the figures of the steps like `first`, and their profile."""
-    cfg, now, world = trainer.cfg, Plan(first, trainer.cfg), trainer.ranks.world_size
+    cfg, now = trainer.cfg, Plan(first, trainer.cfg)
     lengths = [(now.seq_len, now.stage.max_doc_len)] * (2 * cfg.all_step)
     batches = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg)
     with contextlib.closing(read_steps(trainer, batches, first)) as steps:  # type: ignore[type-var]
@@ -256,12 +227,10 @@ def measure_stage(trainer: Trainer, first: int, n: int, tflops: float) -> tuple[
         for _ in range(2):
             loss = take_cycle(trainer, steps).item()
         found = {f"{2 * cfg.all_step} steps, compiling": figure([time.perf_counter() - began], "s")}
-        found["loss"] = figure([loss if dist.is_initialized() else loss * world])
+        found["loss"] = figure([loss if dist.is_initialized() else loss * trainer.ranks.world_size])
         found |= time_steps(trainer, steps, n)
         rate = cfg.batch_sequences * now.seq_len / found["step"]["median"] * 1000
         found["throughput"] = figure([rate], "tokens/s")
-        share = weight_flops(trainer, first) * rate / world / tflops / 1e12
-        found["utilization"] = figure([100 * share], "%")
         if trainer.device.type == "cuda":
             found["host waits"] = figure([host_waits(trainer, steps)])
             torch.cuda.reset_peak_memory_stats()
@@ -311,16 +280,15 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     cfg = write_tokens(cfg, args.out) if args.synthetic else cfg
     trainer, n = (OneOf if args.one_of else Measured)(cfg, ranks), 3 if args.quick else 20
-    figures = {f"large matmul in {cfg.dtype}": (rates := figure(large_matmul(trainer, n), "TFLOP/s"))}
     machine = torch.cuda.get_device_name() if trainer.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     document: dict = dict(machine=machine, torch=torch.__version__, flags=" ".join(flags), one_of=args.one_of)
     document |= dict(processes=1 if args.one_of else ranks.world_size, configuration=dataclasses.asdict(cfg))
-    document |= dict(figures=figures, parts={}, predicted={}, kernels={})
+    document |= dict(figures={}, parts={}, predicted={}, kernels={})
     gc.disable()  # as in training
     for number in args.stages or firsts:
         stage, first = f"stage {number}", firsts[number]
-        found, (operations, kernels) = measure_stage(trainer, first, n, rates["median"])
-        figures |= {f"{stage}: {name}": value for name, value in found.items()}
+        found, (operations, kernels) = measure_stage(trainer, first, n)
+        document["figures"] |= {f"{stage}: {name}": value for name, value in found.items()}
         document["parts"][stage], document["predicted"][stage] = by_part(kernels), predicted_parts(trainer, first)
         document["kernels"][stage] = dict(itertools.islice(kernels.items(), 60))
         document |= dict(load_average=f"{load:.1f} before, {os.getloadavg()[0]:.1f} after")

@@ -1,4 +1,4 @@
-"""Lower train_gpt.py's graphs for GPUs that are not here, compile every kernel to machine code, and predict a step.
+"""Lower train_gpt.py's graphs for GPUs that are not here, compile every kernel to machine code, predict a step.
 
     python -m speedrun lower [--arch 90,89,80] [--script FILE] [--kernels PATTERN] [--out FILE] [flags of train_gpt.py]
 
@@ -35,8 +35,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from speedrun import pretend_gpu, roofline
+from speedrun.pretend_gpu import GPUS
 from speedrun.process import own_process
-from speedrun.roofline import DOCUMENT, GPUS, WORLDS
+from speedrun.roofline import DOCUMENT, WORLDS
 
 # The process of one architecture: pretend, then import torch
 CHILD = "import sys; from speedrun import pretend_gpu; pretend_gpu.install(int(sys.argv[1])); "
@@ -428,8 +429,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         for arch in map(int, args.arch.split(",")):
             found = measure(arch, args.script, flags, args.kernels)
-            is_whole = len(found["memory"]) == len(WORLDS)  # else it failed, or 8 processes do not divide a step
-            found["predicted"] = roofline.predict(found, GPUS[arch]) if is_whole else {}
+            can_predict = arch == 90 and len(found["memory"]) == len(WORLDS)  # not if 8 do not divide the sequences
+            found["predicted"] = roofline.predict(found) if can_predict else {}
             print(f"{table(arch, found)}\n", flush=True)
             document["gpus"][arch] = {name: value for name, value in found.items() if name != "calls"}
             args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -13,13 +13,23 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
 from speedrun.needs import PIP
-from speedrun.roofline import GPUS
 
 TORCH, TRITON = "2.13", "3.7.1"  # Triton's also in pyproject.toml
+# By compute capability, from the CUDA C++ Programming Guide and NVIDIA's data sheets: multiprocessors, threads of each,
+# bytes of shared memory that a block may have, MiB of memory as torch reports them (rounded; 300 to 900 less than
+# nvidia-smi says), MiB of L2 cache; last the most bytes that a thread of any kernel of gpt2 was seen to spill:
+# FlexAttention's backward, of half queries and keys but for 90. More is a failure
+Gpu = namedtuple("Gpu", "name processors threads shared_limit memory_mib l2_cache spills")
+GPUS = {
+    90: Gpu("NVIDIA H100 80GB HBM3", 132, 2048, 232_448, 81_000, 50, 68),
+    89: Gpu("NVIDIA GeForce RTX 4090", 128, 1536, 101_376, 24_200, 72, 552),
+    80: Gpu("NVIDIA A100-SXM4-80GB", 108, 2048, 166_912, 81_000, 40, 484),
+}
 
 
 def missing() -> str:

@@ -1,43 +1,28 @@
-"""Predict the ms of a step on a GPU: each launch takes as long as its bytes or its FLOPs, whichever takes longer."""
+"""Predict the ms of a step on one H100: each launch takes as long as its bytes or its FLOPs, whichever takes longer."""
 
 import itertools
 import math
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 WORLDS = (8, 4, 2, 1)  # numbers of processes that are lowered; times are those of the first and of the last
 DOCUMENT = 690  # tokens of a document on average: FineWeb's sample of 10.2 billion in 14.9 million documents
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """Hold what a GPU has, its rates per second, and the shares of them that kernels reach.
+class Rates(NamedTuple):
+    """Hold the H100's peaks per second (NVIDIA's data sheet; dense, accumulated in fp32), and what kernels reach.
 
-    First from the CUDA C++ Programming Guide and NVIDIA's data sheets: multiprocessors, threads of each, bytes of
-    shared memory that a block may have, MiB of memory as torch reports them (rounded; 300 to 900 less than nvidia-smi
-    says), MiB of L2 cache. spills: the most bytes that a thread of any kernel of gpt2 was seen to spill, which is
-    FlexAttention's backward, of half queries and keys but on the H100; more is a failure.
-
-    Peaks: NVIDIA's data sheets (H100 SXM, A100 80GB SXM) and the Ada whitepaper (RTX 4090), dense, accumulated in fp32.
-    link: bus bandwidth of large collectives over 8 GPUs, as NCCL reaches it over NVLink or PCIe: assumed. All else was
-    measured on one H100 (docs/gpu.md), and is assumed for the others but for attention: there it is FlashAttention-2's
-    share of the peak times the 0.9 and 0.85 that FlexAttention reaches of it (arXiv:2412.05496).
+    link: bus bandwidth of large collectives over 8 GPUs, as NCCL reaches it over NVLink: assumed. All shares of peaks
+    were measured on one H100 (docs/gpu.md).
     """
 
-    name: str
-    processors: int
-    threads: int
-    shared_limit: int
-    memory_mib: int
-    l2_cache: int
-    spills: int
-    bfloat16: float
-    fp8: float
-    float32: float
-    bandwidth: float
-    link: float
-    attention: float = 0.6
-    attention_backward: float = 0.5
+    bfloat16: float = 989e12
+    fp8: float = 1979e12
+    float32: float = 67e12
+    bandwidth: float = 3.35e12
+    link: float = 340e9
+    attention: float = 0.311
+    attention_backward: float = 0.238
     matmul: float = 0.735
     triton: float = 0.45  # products in a kernel of the script
     memory: float = 0.84
@@ -46,13 +31,7 @@ class Gpu:
     host: float = 42e-6  # seconds of a CPU for each launch outside of CUDA graphs; a step takes no less
 
 
-# By compute capability
-GPUS = {
-    90: Gpu("NVIDIA H100 80GB HBM3", 132, 2048, 232_448, 81_000, 50, 68,
-            989e12, 1979e12, 67e12, 3.35e12, 340e9, attention=0.311, attention_backward=0.238),
-    89: Gpu("NVIDIA GeForce RTX 4090", 128, 1536, 101_376, 24_200, 72, 552, 165e12, 330e12, 82.6e12, 1.01e12, 10e9),
-    80: Gpu("NVIDIA A100-SXM4-80GB", 108, 2048, 166_912, 81_000, 40, 484, 312e12, 312e12, 19.5e12, 2.04e12, 230e9),
-}  # fmt: skip
+H100 = Rates()
 # Parts of a step: the names of their launches, of which each belongs to the first part that fits, and how many times as
 # long as its bytes and FLOPs say it took on one H100
 PARTS = {
@@ -72,7 +51,7 @@ PARTS = {
 }
 
 
-def seconds(call: dict, gpu: Gpu) -> float:
+def seconds(call: dict, gpu: Rates) -> float:
     """Return the time of one launch."""
     precision, *own = call["kind"].split()
     peak = gpu.fp8 if precision.startswith("float8") else getattr(gpu, precision, math.inf)
@@ -83,7 +62,7 @@ def seconds(call: dict, gpu: Gpu) -> float:
     )
 
 
-def attention_seconds(found: dict, stage: dict, gpu: Gpu) -> float:
+def attention_seconds(found: dict, stage: dict, gpu: Rates) -> float:
     """Return the time of FlexAttention for a sequence, over all layers.
 
     Documents are exponentially distributed; blocks are computed whole, which adds about one to what a token sees. A
@@ -112,7 +91,7 @@ def part_of(call: dict) -> str:
     return next(part for part, (pattern, _) in PARTS.items() if re.search(pattern, call["name"]))
 
 
-def predict_step(found: dict, gpu: Gpu, stage: dict, world: int) -> dict:
+def predict_step(found: dict, gpu: Rates, stage: dict, world: int) -> dict:
     """Return the launches of a step of a stage on one of `world` processes, and the ms of its parts.
 
     FlexAttention takes its bytes or its compute, the larger. Of many sequences of a process two were lowered: each
@@ -140,7 +119,7 @@ def predict_step(found: dict, gpu: Gpu, stage: dict, world: int) -> dict:
     return dict(launches=launches, ms=ms, sum=sum(ms.values()))
 
 
-def predict(found: dict, gpu: Gpu) -> dict[str, list[dict]]:
+def predict(found: dict, gpu: Rates = H100) -> dict[str, list[dict]]:
     """Return a step of each stage, with its first step: on one of 8 processes and on the only one."""
     firsts = [0, *itertools.accumulate(stage["steps"] for stage in found["stages"])]
     return {

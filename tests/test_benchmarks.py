@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from conftest import TINY_FLAGS
@@ -32,10 +31,7 @@ def test_figures_are_of_the_steps_that_train(share: list[str], tiny, script_flag
         assert 0 < figure["p10"] <= figure["median"] <= figure["p90"] < math.inf, name
         assert f"| {name} | {bench.shown(figure['median'])} {figure['unit']} |" in told
     median = {name: figure["median"] for name, figure in found["figures"].items()}
-    rate, peak = median["stage 1: throughput"], median["large matmul in float32"] * 1e12
-    assert rate == pytest.approx(train_gpt.num_tokens(1, tiny) / median["stage 1: step"] * 1000)
-    used = bench.weight_flops(Trainer(tiny, Ranks()), 0) * rate / (2 if share else 1)
-    assert median["stage 1: utilization"] == pytest.approx(100 * used / peak)
+    assert median["stage 1: throughput"] == pytest.approx(train_gpt.num_tokens(1, tiny) / median["stage 1: step"] * 1000)
     assert "a GPU's kernels" in told  # of which a CPU has none
     assert "Self CPU" in (tmp_path / "profile.txt").read_text()
 
@@ -61,27 +57,6 @@ def test_measured_steps_are_steps_of_training(gpt2, corpus):
     assert torch.equal(trainer.table.rows, other.table.rows)
     assert trainer.table.rows.any()
     assert "optimizers" in told
-
-
-class Products(TorchDispatchMode):
-    """Count the FLOPs of products of two matrices; attention's are others."""
-
-    flops = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket is torch.ops.aten.mm:
-            self.flops += 2 * args[0].numel() * args[1].size(1)
-        return func(*args, **(kwargs or {}))
-
-
-def test_flops_are_those_of_the_products(gpt2, monkeypatch):
-    trainer = Trainer(gpt2, Ranks())
-    monkeypatch.setattr(train_gpt, "step_optimizers", lambda *args: None)
-    for now in Plan(0, gpt2), Plan(gpt2.num_iterations - 1, gpt2):
-        with Products() as products:
-            trainer.train_step(now, *trainer.dummies(now, now.seq_len))
-        # A new parameter of a few numbers is counted as if it were multiplied
-        assert now.seq_len * bench.weight_flops(trainer, now.step) == pytest.approx(products.flops, rel=0.005)
 
 
 @pytest.mark.parametrize("flags", ["--one_of 3", "--one_of 0", "--one_of 8 --stages 9"])

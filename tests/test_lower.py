@@ -1,6 +1,5 @@
 """Graphs lowered for a GPU that is not here: what is counted is right, and what would fail there is reported."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -16,7 +15,7 @@ from speedrun import lower, pretend_gpu, roofline
 from speedrun.process import ROOT, own_process
 
 lowers = pytest.mark.skipif(bool(WHY_NOT := pretend_gpu.missing()), reason=f"lower {WHY_NOT}")
-SCRIPT, GPT2, H100 = ROOT / "train_gpt.py", train_gpt.PRESETS["gpt2"], roofline.GPUS[90]
+SCRIPT, GPT2, H100 = ROOT / "train_gpt.py", train_gpt.PRESETS["gpt2"], pretend_gpu.GPUS[90]
 STAGES = [stage._replace(batch=1, mtp=((1, 1),), prefix=(0,), classes=(0,)) for stage in GPT2.stages]
 SMALL: dict[str, Any] = dict(
     layers=[train_gpt.Layer("long", value_embed=True, net=True, ngram=True)], stages=STAGES, averages=()
@@ -29,7 +28,7 @@ WORKER = "from speedrun import pretend_gpu; pretend_gpu.install(90); import test
 
 def test_a_step_is_the_sum_of_its_parts():
     """Of one sequence of a process, and of eight, of which two were lowered: the others cost as much as the second."""
-    gpu, phase = dataclasses.replace(H100, host=0.0), "train 512 x 1 of all"
+    gpu, phase = roofline.H100._replace(host=0.0), "train 512 x 1 of all"
     launch = dict(
         world=8, phase=phase, count=2, kind="kernel", flops=0, bytes=gpu.bandwidth * gpu.memory / 1000
     )  # 1 ms
@@ -54,7 +53,7 @@ def test_a_step_is_the_sum_of_its_parts():
     for world, numbers in {"8": (attention, 1, 1, 1, 1, 7 / 8), "1": (8 * attention, 8, 8, 1, 1, 0)}.items():
         named = {part: n * roofline.PARTS[part][1] for part, n in zip(parts, numbers, strict=True)}
         assert ms[world] == pytest.approx(dict.fromkeys(roofline.PARTS, 0.0) | named)
-    slow = roofline.predict_step(found, dataclasses.replace(gpu, host=1.0), stage, 8)
+    slow = roofline.predict_step(found, gpu._replace(host=1.0), stage, 8)
     assert (slow["launches"], slow["sum"]) == (4, pytest.approx(4000))  # three launches, and a CUDA graph for the other
     for costs, expected in (
         (dict(flops=989e9, kind="bfloat16"), 0.735),
@@ -163,4 +162,4 @@ def test_flex_attention_compiles_for_the_other_gpus(arch: int):
     layers = dict(layers=[*SMALL["layers"], train_gpt.Layer("paired", half_qk=True)], head_dim=128, batch_tokens=512)
     found = lower.measure(arch, SCRIPT, names="flex_attention", **SMALL | layers)
     assert sum(len(kernel["configurations"]) for graph in found["kernels"].values() for kernel in graph) >= 3
-    assert lower.failures(arch, found | dict(spill_limit=roofline.GPUS[arch].spills)) == []
+    assert lower.failures(arch, found | dict(spill_limit=pretend_gpu.GPUS[arch].spills)) == []
