@@ -31,7 +31,8 @@ def test_figures_are_of_the_steps_that_train(share: list[str], tiny, script_flag
         assert 0 < figure["p10"] <= figure["median"] <= figure["p90"] < math.inf, name
         assert f"| {name} | {bench.shown(figure['median'])} {figure['unit']} |" in told
     median = {name: figure["median"] for name, figure in found["figures"].items()}
-    assert median["stage 1: throughput"] == pytest.approx(train_gpt.num_tokens(1, tiny) / median["stage 1: step"] * 1000)
+    rate = train_gpt.num_tokens(1, tiny) / median["stage 1: step"] * 1000
+    assert median["stage 1: throughput"] == pytest.approx(rate)
     assert "a GPU's kernels" in told  # of which a CPU has none
     assert "Self CPU" in (tmp_path / "profile.txt").read_text()
 
