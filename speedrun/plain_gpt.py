@@ -13,6 +13,7 @@ import argparse
 import json
 import math
 import random
+import sys
 import time
 from pathlib import Path
 
@@ -100,6 +101,8 @@ def train(
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
+        if step % 100 == 99:
+            print(f"step {step + 1}/{steps}: training loss {np.mean(losses[-100:]):.3f}", file=sys.stderr, flush=True)
     return model, losses, 1000 * (time.perf_counter() - start), curve
 
 
