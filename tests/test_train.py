@@ -271,7 +271,8 @@ def test_nano_preset_reaches_the_target(tmp_path):
     """A seed nobody chose, on the track's own text."""
     train = ["train_gpt.py", "--preset", "nano", "--log_dir", tmp_path, "--run_id", "nano"]
     for command in ["data/pack_nano.py"], train:  # packed before: left alone
-        subprocess.run([sys.executable, *command], cwd=ROOT, env=ENVIRONMENT, capture_output=True, timeout=600, check=True)
+        env = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+        subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, timeout=600, check=True)
     result, cfg = json.loads((tmp_path / "nano.json").read_text()), train_gpt.PRESETS["nano"]
     assert len(result["train_curve"]) == cfg.num_iterations
     assert result["val_loss"] <= cfg.target_loss
