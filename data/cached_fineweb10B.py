@@ -12,13 +12,12 @@ Exit codes: 0 all shards are there, 1 a download failed, 2 bad argument, 130 int
 import argparse
 import hashlib
 import os
-import re
 import shutil
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
+# Not snapshot_download, which after Ctrl-C waits until its threads are done, for minutes where a server stalls
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 
@@ -40,37 +39,31 @@ def download(name: str) -> Path:
         return Path(get(token=False))  # the data are public, and the user's token has expired
 
 
-def cached_problem(path: Path) -> str | None:
-    """Return None for the shard that the hub has, else a few words: the library compares only the length."""
-    etag = os.path.basename(os.readlink(path)) if path.is_symlink() else ""  # of large files their SHA-256
-    if (problem := shard_problem(path)) or not re.fullmatch("[0-9a-f]{64}", etag):
-        return problem
-    with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    return None if found == etag else f"its SHA-256 is {found}, the hub states {etag}"
-
-
-def fetch(path: Path) -> str | None:
-    """Let the shard of this name appear, whole or not at all. Return None, or what is wrong with the hub's."""
-    for _ in range(2):  # what is in the cache may be damaged
-        cached = download(path.name)
-        if not (problem := cached_problem(cached)):
+def fetch(path: Path) -> None:
+    """Let the shard of this name appear, whole or not at all."""
+    for _ in range(2):  # what is in the cache may be damaged: the library compares only the length
+        blob = (cached := download(path.name)).resolve()
+        with open(blob, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        problem = shard_problem(blob)
+        if not problem and len(blob.name) == 64 and blob.name != found:  # the name of a large one is its SHA-256
+            problem = f"its SHA-256 is {found}, the hub states {blob.name}"
+        if not problem:
             break
-        for wrong in {cached.resolve(), cached}:
+        for wrong in {blob, cached}:
             wrong.unlink(missing_ok=True)
     else:
-        return f"{constants.ENDPOINT} sends a wrong file: {problem}: try another HF_ENDPOINT"
+        raise RuntimeError(f"{constants.ENDPOINT} sends a wrong file: {problem}: try another HF_ENDPOINT")
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as folder:
         new = Path(folder) / path.name
         try:
-            os.link(cached.resolve(), new)
+            os.link(blob, new)
         except OSError:  # another disk, or a cache that belongs to somebody else
-            shutil.copyfile(cached, new)
+            shutil.copyfile(blob, new)
         os.replace(new, path)
-    return None
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     raw, own = argparse.RawDescriptionHelpFormatter, Path(__file__).with_name("fineweb10B")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
     parser.add_argument("shards", metavar="N", nargs="?", type=int, default=RECORD_SHARDS, help="[%(default)s]")
@@ -86,21 +79,16 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{error.filename or args.out}: {error.strerror or error}; fix that, or choose another --out")
     for i, name in enumerate(missing):
         try:
-            problem = fetch(args.out / name)
+            fetch(args.out / name)
         except KeyboardInterrupt:
             parser.exit(130, f"\n{parser.prog}: interrupted; the same command continues\n")
         except Exception as error:  # of whatever kind: to the user it is a line
-            why = (
-                error.__cause__ or error
-            )  # where there is a cause, the error only says that the cache has no such file
-            problem = f"{type(why).__name__}: {str(why).strip().partition(chr(10))[0]}"
-        if problem:
+            why = error.__cause__ or error  # the error only says that the cache has no such file
             left = f"{len(missing) - i} of {len(names)} files are missing, the same command continues"
-            print(f"{parser.prog}: {name}: {problem}; {left}", file=sys.stderr)
-            return 1
+            text = str(why).strip().partition("\n")[0]
+            parser.exit(1, f"{parser.prog}: {name}: {type(why).__name__}: {text}; {left}\n")
     print(f"{args.out}: {len(names)} shards complete, {len(missing)} of them new")
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,15 +8,16 @@
     python data/pack_text.py corpus.txt --separator '<|endoftext|>'  # texts with this between them
 
 The last line of output is the command that trains on the shards: 200 steps for bytes, as nano's own are a race, and
-fewer with a shorter validation where the text is small. A file is one text, or holds several, as above. Of 20 and more
-texts whole ones are for validation, by the hash of their names; of fewer, documents are. A document is
+fewer with a shorter validation where the text is small. A file is one text, or holds several, as above, in UTF-8, or in
+UTF-16 with a byte order mark. Equal texts count once. A tenth of the bytes is for validation: whole texts, by the hash
+of their names, where each is less than half of that; else documents. A document is
 - bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 2,048. What many files
   repeat (a licence, a quoted mail) then counts once, and the model, which sees 512 bytes, loses little.
 - gpt2: a piece of at least 8 KiB that ends at a blank line, cut after 16 KiB and after 2,048 tokens, because training
   drops what follows. Bytes that are not UTF-8 become U+FFFD; names of special tokens are plain text.
 
 Equal documents count once; one that both splits have stays in training. Documents are sorted by SHA-1, a fixed shuffle.
-Memory needs room for three times the text.
+Memory needs room for three times the text. What data/own had of an earlier text is replaced once all is well.
 Exit codes: 0 packed, 2 something has to be fixed first, 130 interrupted: older shards are as they were.
 """
 
@@ -25,10 +26,10 @@ import glob
 import hashlib
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
-import tempfile
 from collections import Counter, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -38,13 +39,14 @@ import numpy as np
 from tqdm import tqdm
 
 from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
-from shards import lock_folder, write_shard
+from shards import write_shard
+from texts import decode
 
 ROOT = Path(__file__).resolve().parents[1]
+OWN = ROOT / "data/own"
 SHARD_TOKENS = 100_000_000
 MAX_TOKENS = 2048  # after which gpt2 cuts documents
 BATCH_DOCUMENTS = 256  # encoded at a time
-MANY_TEXTS = 20  # are split by text, fewer by document: a text is then too much or too little for validation
 JSON_LINES = (".jsonl", ".ndjson")
 EXTENSIONS = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
 # Sizes of documents; what a run takes: its steps (nano's own are a race, so a text gets six times as many), the least
@@ -75,34 +77,63 @@ def find_files(arguments: Iterable[Path], extensions: set[str]) -> dict[Path, st
             if ending in extensions and not is_hidden:
                 files[path.resolve()] = name.as_posix()
             else:
-                left_out["hidden" if is_hidden else ending or "without an ending"] += 1
-    told = ", ".join(f"{count:,} {kind}" for kind, count in left_out.most_common(6)) or "nothing"
+                left_out["hidden" if is_hidden else ending] += 1
+    told = ", ".join(f"{count:,} {kind or 'without an ending'}" for kind, count in left_out.most_common(6)) or "nothing"
+    others = [kind for kind, _ in left_out.most_common(6) if kind != "hidden"]
     if not files:
-        raise RuntimeError(f"no text: left out: {told}; --ext takes other endings, such as --ext .json,.csv")
+        fix = f"--ext {shlex.quote(','.join(others))} takes them" if others else "name files, or another folder"
+        raise RuntimeError(f"no text: left out: {told}; {fix}")
     if left_out:
         note(f"left out: {told}; --ext takes other endings")
     return files
 
 
-def split_texts(name: str, content: bytes, separator: str, field: str) -> list[bytes]:
+def read_file(path: Path) -> tuple[str, str]:
+    """Return a file's text, and what is odd about it. Bytes that are not UTF-8 become surrogates, which keep them."""
+    if (content := path.read_bytes()).startswith(COMPRESSED):
+        return "", "compressed, left out; unpack them first, as with gunzip"
+    odd = ""
+    try:
+        text = decode(content)
+    except UnicodeDecodeError:
+        odd = "not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts"
+        text = content.replace(b"\r\n", b"\n").decode(errors="surrogateescape")
+    if "\0" in text:
+        return "", "binary or unmarked UTF-16, left out; iconv -f UTF-16LE -t UTF-8 converts"
+    return text, odd
+
+
+def parse_line(line: str, field: str) -> str:
+    """Return the text of a JSON line, empty for null. Raise ValueError with what is wrong."""
+    try:
+        found = json.loads(line)
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"not JSON: {getattr(error, 'msg', error)}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"a {type(found).__name__}, where a JSON object is expected")
+    if field not in found:
+        raise ValueError(f"no field {field!r} in {', '.join(found)[:80] or 'it'}; --field names another")
+    if not isinstance(text := found[field], str | None):
+        raise ValueError(f"its field {field!r} is a {type(text).__name__}, not text; --field names another")
+    return re.sub("[\ud800-\udfff]", "\ufffd", text or "")  # halves of a pair, which stand for no character
+
+
+def split_file(name: str, text: str, separator: str, field: str) -> list[str]:
     """Return the texts of a file: of JSON lines a field, of others what is between separators, if there is one."""
     if not name.lower().endswith(JSON_LINES):
-        return content.split(separator.encode()) if separator else [content]
+        return text.split(separator) if separator else [text]
     texts = []
-    for number, line in enumerate(content.splitlines(), start=1):
-        if line.strip():
-            try:
-                texts.append(json.loads(line)[field].encode())
-            except (ValueError, KeyError, TypeError, AttributeError):
-                text = f"{name}, line {number}: expected a JSON object with text in its field {field!r}"
-                raise RuntimeError(f"{text}; --field names another") from None
+    for number, line in enumerate(text.split("\n"), start=1):
+        try:
+            texts += [parse_line(line, field)] if line.strip() else []
+        except ValueError as error:
+            raise RuntimeError(f"{name}, line {number}: {error}") from None
     return texts
 
 
 def cut_documents(text: bytes, tokenizer: Tokenizer) -> Iterator[bytes]:
-    """Cut a file into documents, without a character of UTF-8 cut in two."""
-    # Windows newlines become \n first, or a file from there would have no double newlines
-    for document in join_pieces(text.replace(b"\r\n", b"\n"), tokenizer.min_bytes):
+    """Cut a text into documents, without a character of UTF-8 cut in two."""
+    for document in join_pieces(text, tokenizer.min_bytes):
         start = 0
         while len(document) > (end := start + tokenizer.max_bytes):
             end = next((i for i in range(end, end - 4, -1) if document[i] & 0xC0 != 0x80), end)  # one begins there
@@ -112,40 +143,47 @@ def cut_documents(text: bytes, tokenizer: Tokenizer) -> Iterator[bytes]:
 
 
 def read_documents(files: dict[Path, str], args: argparse.Namespace) -> dict[str, list[bytes]]:
-    """Read all files, and split their documents. At least one text or document is for validation."""
-    tokenizer = TOKENIZERS[args.tokenizer]
-    groups = []  # a name, and the documents that stay together
-    is_split = False
+    """Read all files, and split their documents. Tell what is left out or odd."""
     odd: dict[str, list[str]] = defaultdict(list)
+    texts: dict[bytes, tuple[bytes, list[bytes]]] = {}  # a name, and the documents that stay together
+    is_split = False
     for path, name in files.items():
-        content = path.read_bytes()
-        if content.startswith(COMPRESSED):
-            odd["compressed, left out; unpack them first, as with gunzip"].append(name)
-        elif b"\0" in content:
-            odd["binary or UTF-16, left out; iconv -f UTF-16 -t UTF-8 converts"].append(name)
-        else:
-            texts = split_texts(name, content, args.separator, args.field)
-            is_split |= len(texts) > 1
-            for i, text in enumerate(texts):
-                if documents := [*cut_documents(text, tokenizer)]:
-                    groups.append((os.fsencode(f"{name} {i}" if len(texts) > 1 else name), documents))
-            try:
-                content.decode()
-            except UnicodeDecodeError:
-                odd["not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts"].append(name)
-    if args.separator and not is_split:
+        content, what = read_file(path)
+        odd[what].append(name)
+        parts = split_file(name, content, args.separator, args.field) if content else []
+        is_split |= args.separator in content
+        for i, part in enumerate(parts, start=1):
+            text = part.encode(errors="surrogateescape")
+            key, this = hashlib.sha1(text.strip()).digest(), f"{name} {i}" if len(parts) > 1 else name
+            if key in texts or not text.strip():
+                odd["without text or equal to another, left out"].append(this)
+            else:
+                texts[key] = os.fsencode(this), [*cut_documents(text, TOKENIZERS[args.tokenizer])]
+    if not is_split:
         note(f"--separator {args.separator}: it is in no file")
     for what, names in odd.items():
-        note(f"{len(names):,} files ({', '.join(names[:3])} ...): {what}")
-    if len(groups) < MANY_TEXTS:
-        groups = [(document, [document]) for document in {*chain(*(documents for _, documents in groups))}]
-    groups.sort(key=lambda group: hashlib.sha1(group[0]).digest())
-    num_val = max(1, round(args.val_fraction * len(groups)))
-    val, train = (chain(*(documents for _, documents in part)) for part in (groups[:num_val], groups[num_val:]))
-    splits = shuffle_documents(train, val)
-    if not all(splits.values()):
-        raise RuntimeError(f"too little text in {len(files)} files")
-    return splits
+        if what:
+            note(f"{len(names):,} texts ({', '.join(names[:3])}{' ...' * (len(names) > 3)}): {what}")
+    return split_texts([*texts.values()], args.val_fraction, TOKENIZERS[args.tokenizer].val_seq_len)
+
+
+def split_texts(texts: list[tuple[bytes, list[bytes]]], fraction: float, least: int) -> dict[str, list[bytes]]:
+    """Give validation a fraction of the bytes, or enough for a sequence. A text that is large is split by documents.
+
+    So are all if one is, or if they have most in common, which does not count as it may stay in training.
+    """
+    times = Counter(chain.from_iterable({*documents} for _, documents in texts))
+    total = sum(map(len, times))
+    wanted = max(fraction * total, min(least + 1, total / 4))
+    sizes = [sum(len(document) for document in documents if times[document] == 1) for _, documents in texts]
+    if max(sizes, default=0) > wanted / 2 or sum(sizes) < max(wanted, total / 2):
+        texts, sizes = [(document, [document]) for document in times], [*map(len, times)]
+    train, val, begin = list[bytes](), list[bytes](), 0
+    order = sorted(zip(texts, sizes, strict=True), key=lambda part: hashlib.sha1(part[0][0]).digest())
+    for (_, documents), size in order:
+        (val if begin < wanted else train).extend(documents)
+        begin += size
+    return shuffle_documents(train, val)
 
 
 def load_gpt2() -> Callable[[list[bytes]], np.ndarray]:
@@ -179,64 +217,74 @@ def cut_shards(documents: list[bytes], encode: Callable, split: str) -> Iterator
             yield np.concatenate(held)
             held.clear()
         held.append(tokens)
-    yield np.concatenate(held)
+    if held:
+        yield np.concatenate(held)
 
 
-def fit(tokenizer: Tokenizer, train: int, val: int) -> list[str]:
-    """Return the flags of a run that so many tokens are enough for."""
+def fit(tokenizer: Tokenizer, train: int, val: int, own: Iterable[str] = ()) -> list[str]:
+    """Return the flags of a run that so many tokens are enough for, but those that are the user's own."""
+    given = {flag.partition("=")[0] for flag in own}
     steps, sequences = (train - 1) // tokenizer.step_tokens, (val - 1) // tokenizer.val_seq_len
-    if steps < tokenizer.min_steps or not sequences:
-        needed = (
-            f"{tokenizer.min_steps * tokenizer.step_tokens + 1:,} tokens, {tokenizer.val_seq_len + 1:,} to validate"
-        )
-        note(f"too little text for {tokenizer.preset}: it takes {needed}; add text, or give smaller sizes after --")
-        return []
-    short_val = ["--val_tokens", str(sequences * tokenizer.val_seq_len)] * (sequences < tokenizer.val_sequences)
-    return ["--num_iterations", str(min(steps, tokenizer.steps)), *short_val]
+    least_train, least_val = tokenizer.min_steps * tokenizer.step_tokens + 1, tokenizer.val_seq_len + 1
+    sides = []
+    if steps < tokenizer.min_steps and "--num_iterations" not in given:
+        sides.append(f"{train:,} tokens to train on, not {least_train:,}: add text, or give --num_iterations after --")
+    if not sequences and "--val_tokens" not in given:
+        sides.append(f"{val:,} to validate on, not {least_val:,}: add text, or give --val_tokens after --")
+    if sides:
+        raise RuntimeError(f"too little text for {tokenizer.preset}: {'; '.join(sides)}")
+    short_val = ["--val_tokens", str(sequences * tokenizer.val_seq_len)] * (0 < sequences < tokenizer.val_sequences)
+    return ["--num_iterations", str(max(1, min(steps, tokenizer.steps))), *short_val]
 
 
 def pack(args: argparse.Namespace) -> list[str]:
     """Write the shards and return the trainer's flags for them."""
     tokenizer = TOKENIZERS[args.tokenizer]
-    files = find_files(args.inputs, {end.strip().lower() for end in args.ext.split(",")})
+    files = find_files(args.inputs, {f".{end.strip(' .').lower()}" if end else "" for end in args.ext.split(",")})
     encode = load_gpt2() if args.tokenizer == "gpt2" else to_tokens
     sizes, flags = Counter[str](), ["--preset", tokenizer.preset, "--target_loss", "0"]
     out = args.out.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")  # run.sh changes to ROOT
-    with lock_folder(args.out):
-        for killed in args.out.glob(".packing-*"):  # left behind by a killed packer, because we hold the lock
-            shutil.rmtree(killed, ignore_errors=True)
-        old = {*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")}
-        if old and not args.force:
-            raise RuntimeError(f"{min(old)} is there already: --force replaces all {len(old)} shards, or change --out")
-        documents = read_documents(files, args)
-        with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as folder:
-            for split, texts in documents.items():
-                for i, tokens in enumerate(cut_shards(texts, encode, split)):
-                    write_shard(Path(folder, f"{split}_{i:06d}.bin"), tokens)
-                    sizes[split] += len(tokens)
-            new = {args.out / shard.name: shard for shard in Path(folder).iterdir()}
-            for path, shard in new.items():
-                os.replace(shard, path)
-        for path in old - new.keys():  # last: no failure loses both
-            path.unlink()
+    old = {*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")}
+    if old and args.out.resolve() != OWN:
+        raise RuntimeError(f"{min(old)} is there already: remove the {len(old)} shards, or choose another --out")
+    documents = read_documents(files, args)
+    folder = args.out / ".packing"
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        text = "is there: wait for the other process that packs, or remove what a killed one left"
+        raise RuntimeError(f"{folder} {text}") from None
+    try:
+        for split, texts in documents.items():
+            for i, tokens in enumerate(cut_shards(texts, encode, split)):
+                write_shard(folder / f"{split}_{i:06d}.bin", tokens)
+                sizes[split] += len(tokens)
+            flags += [f"--{split}_files", f"{glob.escape(out)}/{split}_*.bin"]
+        flags += fit(tokenizer, sizes["train"], sizes["val"], args.flags)
+        new = {args.out / shard.name: shard for shard in folder.iterdir()}
+        for path, shard in new.items():
+            os.replace(shard, path)
+    finally:
+        shutil.rmtree(folder)
+    for path in old - new.keys():  # last: no failure loses both
+        path.unlink()
     for split, texts in documents.items():
         print(f"{args.out}: {split}: {len(texts):,} documents, {sizes[split]:,} tokens")
-        flags += [f"--{split}_files", f"{glob.escape(out)}/{split}_*.bin"]
-    return [*flags, *fit(tokenizer, **sizes), *args.flags]
+    return [*flags, *args.flags]
 
 
 def main(argv: list[str] | None = None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
-    add, own = parser.add_argument, os.path.relpath(ROOT / "data/own")
+    add, own = parser.add_argument, os.path.relpath(OWN)
     add("inputs", metavar="FILE_OR_FOLDER", nargs="+", type=Path)
     add("--tokenizer", choices=TOKENIZERS, default="bytes", help="[%(default)s]")
     add("--out", type=Path, default=own, help="folder for the shards [%(default)s]")
-    add("--val_fraction", type=float, default=0.1, help="part of the texts for validation [%(default)s]")
+    add("--val_fraction", type=float, default=0.1, help="part of the text for validation [%(default)s]")
     add("--separator", default="", help="text between texts of a file, such as '<|endoftext|>'")
     add("--field", default="text", help="that holds the text of a line of .jsonl and .ndjson [%(default)s]")
-    add("--ext", default=EXTENSIONS, help="files to take from folders, '' for those without an ending [%(default)s]")
-    add("--force", action="store_true", help="replace all train_*.bin and val_*.bin in --out")
+    add("--ext", default=EXTENSIONS, help="files to take from folders; --ext '' those without an ending [%(default)s]")
     add("--train", action="store_true", help="then train on the shards; after -- with other flags of train_gpt.py")
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
@@ -245,8 +293,6 @@ def main(argv: list[str] | None = None) -> None:
         parser.error(f"--val_fraction {args.val_fraction}: expected more than 0 and less than 1")
     try:
         flags = pack(args)
-    except BlockingIOError:
-        parser.error(f"{args.out}: another process is packing there: wait for it, or choose another --out")
     except OSError as error:
         parser.error(f"{error.filename or args.out}: {error.strerror or error}; fix that, or name another path")
     except RuntimeError as error:

@@ -4,35 +4,14 @@ The header is [20240520, 1, number of tokens, 0, ...], all little-endian, as in 
 train_gpt.py parses it with its own code, because it imports nothing from this repository.
 """
 
-import fcntl
 import os
-import sys
 import tempfile
-import typing
 from pathlib import Path
 
 import numpy as np
 
 SHARD_MAGIC, SHARD_VERSION, HEADER_INTS = 20240520, 1, 256
 HEADER_BYTES = 4 * HEADER_INTS
-
-
-def lock_folder(folder: Path) -> typing.BinaryIO:
-    """Create `folder` and lock it until the returned file is closed or this process dies.
-
-    Raise BlockingIOError if another process holds the lock. Nobody removes the file `.lock`: else two processes could
-    hold locks on different files of that name.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / ".lock", "ab")  # noqa: SIM115 (the caller closes it)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.close()
-        raise
-    except OSError as error:  # Lustre and NFS may come without locks
-        print(f"note: {folder} cannot be locked ({error.strerror}): let no other process write there", file=sys.stderr)
-    return lock
 
 
 def shard_header(num_tokens: int) -> bytes:

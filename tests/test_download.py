@@ -3,13 +3,14 @@
 import hashlib
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import defaultdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -17,62 +18,51 @@ import pytest
 
 import cached_fineweb10B
 from shards import shard_header
-from world_worker import wait_for
 
-SCRIPT = Path(cached_fineweb10B.__file__)
 VAL, TRAIN_1, TRAIN_2 = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
-
-
-def shard(seed: int, num_tokens: int = 1000) -> bytes:
-    return shard_header(num_tokens) + np.random.default_rng(seed).bytes(2 * num_tokens)
-
-
-class Hub(ThreadingHTTPServer):
-    """Serve `files` (name: bytes) as the hub does. `faults[method, name]` are used up one by one, per request.
-
-    A fault is a status code, "cut" (the connection ends within the body), "stall" (so does the body, but not the
-    connection) or "flip" (the last bit is another one). A token is refused, as the hub refuses one that has expired.
-    """
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.files = {VAL: shard(0), TRAIN_1: shard(1), TRAIN_2: shard(2)}
-        self.faults, self.asked = defaultdict(list), []  # asked: for the content, request by request
-        self.closing, self.handle_error = threading.Event(), Mock()  # a client that hangs up is part of the tests
+FILES = {
+    name: shard_header(1000) + np.random.default_rng(i).bytes(2000) for i, name in enumerate((VAL, TRAIN_1, TRAIN_2))
+}
 
 
 class Handler(BaseHTTPRequestHandler):
+    """Serve `files` as the hub does. `faults` of a file are used up one by one, by requests for it.
+
+    A fault is the status code of HEAD, or that of the body: "cut" (the connection ends within it), "stall" (it does not
+    end) or "flip" (its last bit is another one). A token is refused, as the hub refuses one that has expired.
+    """
+
     protocol_version, log_message = "HTTP/1.1", Mock()
 
-    def do_HEAD(self) -> None:
-        hub, name = self.server, self.path.removeprefix("/datasets/kjj0/fineweb10B-gpt2/resolve/main/")
-        faults = hub.faults[self.command, name]
-        fault = 401 if "Authorization" in self.headers else faults.pop(0) if faults else None
-        body, status = hub.files.get(name, b""), 200 if name in hub.files else 404
-        etag = hashlib.sha256(body).hexdigest()
-        if isinstance(fault, int):
-            body, status = b"", fault
-        if fault == "flip":
-            body = body[:-1] + bytes([body[-1] ^ 1])
-        self.send_response(status)
-        for header in dict(ETag=f'"{etag}"', **{"X-Repo-Commit": "c0" * 20, "Content-Length": len(body)}).items():
-            self.send_header(*header)
+    def do_GET(self) -> None:
+        hub, name, gets = self.server, self.path.rpartition("/")[2], self.command == "GET"
+        fault = (hub.faults[name] or [""])[0]
+        fault = hub.faults[name].pop(0) if fault and gets == isinstance(fault, str) else ""
+        fault = 401 if "Authorization" in self.headers else fault
+        body = hub.files.get(name, b"")
+        sent = body[: len(body) // 2] if fault in ("cut", "stall") else body
+        self.send_response(fault if isinstance(fault, int) else 200 if body else 404)
+        self.send_header("ETag", f'"{hashlib.sha256(body).hexdigest()}"')
+        self.send_header("X-Repo-Commit", "c0" * 20)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.close_connection = fault in ("cut", "stall")
-        if self.command == "GET":
+        self.close_connection = bool(fault)
+        if gets:
             hub.asked.append(name)
-            self.wfile.write(body[: len(body) // 2] if self.close_connection else body)
+            self.wfile.write(sent[:-1] + bytes([sent[-1] ^ 1]) if fault == "flip" else sent)
+            self.wfile.flush()
         if fault == "stall":
             hub.closing.wait()
 
-    do_GET = do_HEAD
+    do_HEAD = do_GET
 
 
 @pytest.fixture
 def hub():
-    with Hub() as server:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads, server.handle_error = True, Mock()  # a client that hangs up is part of the tests
+        server.files, server.faults, server.asked = dict(FILES), defaultdict(list), []  # asked: for content
+        server.closing = threading.Event()
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.closing.set()
@@ -83,97 +73,102 @@ def hub():
 def start(hub, tmp_path):
     """Return a function that starts the script; its cache is `tmp_path`/home, its shards go to `tmp_path`/out."""
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith("HF_")}
-    env |= {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HOME": str(tmp_path / "home")}
-    env |= {"HF_HUB_DISABLE_TELEMETRY": "1", "NO_PROXY": "127.0.0.1"}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    command = [sys.executable, SCRIPT, "--out", tmp_path / "out"]
-    return lambda *arguments, **variables: subprocess.Popen([*command, *arguments], env=env | variables, **pipes)
+    env |= dict(HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_HOME=f"{tmp_path}/home", NO_PROXY="127.0.0.1")
+    env["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    command = [sys.executable, cached_fineweb10B.__file__, "--out", tmp_path / "out"]
+
+    def start(*arguments, max_bytes: int = resource.RLIM_INFINITY, **variables) -> subprocess.Popen:
+        return subprocess.Popen(
+            [*command, *arguments],
+            env=env | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes)),  # a disk that is full
+        )
+
+    return start
 
 
-def end(process: subprocess.Popen) -> tuple[int, str, list[str]]:
-    """Wait for the script. Return its exit code, stdout and the lines of stderr."""
-    out, err = process.communicate(timeout=60)
-    assert not re.search("Traceback|\r", err), "a traceback, or a progress bar where there is no terminal"
-    return process.returncode, out, err.splitlines()
+@pytest.fixture
+def ends(tmp_path):
+    """Return a function that waits for the script: its exit code, stdout, the last line of stderr, and its shards."""
+
+    def ends(process: subprocess.Popen) -> tuple[int, str, str, dict[str, bytes]]:
+        out, err = process.communicate(timeout=60)
+        assert not re.search("Traceback|\r", err), "a traceback, or a progress bar where there is no terminal"
+        assert not [*tmp_path.rglob("*.incomplete"), *tmp_path.rglob(".download-*")], "a part of a file is left"
+        files = {path.name: path.read_bytes() for path in tmp_path.glob("out/*.bin")}
+        return process.returncode, out, err[err.rstrip().rfind("\n") + 1 :], files
+
+    return ends
 
 
-def shards_in(folder: Path) -> dict[str, bytes]:
-    assert not [*folder.glob(".download-*"), *folder.parent.rglob("*.incomplete")], "a partial download was left behind"
-    return {path.name: path.read_bytes() for path in folder.glob("*.bin")}
-
-
-def test_fetches_what_is_missing_or_damaged_and_nothing_else(hub, start, tmp_path):
+def test_fetches_what_is_missing_or_damaged_and_nothing_else(hub, start, ends, tmp_path):
     out = tmp_path / "out"
-    hub.faults["HEAD", VAL], hub.faults["GET", TRAIN_1] = [503], ["cut"]  # huggingface_hub tries again
-    code, told, _ = end(start("2"))
-    assert (code, told, shards_in(out)) == (0, f"{out}: 3 shards complete, 3 of them new\n", hub.files)
+    hub.faults[VAL], hub.faults[TRAIN_1] = [503], ["cut"]  # huggingface_hub tries again
+    assert ends(start("2"))[:2] == (0, f"{out}: 3 shards complete, 3 of them new\n")
     hub.asked.clear()
     (out / TRAIN_1).unlink()
-    (out / TRAIN_1).write_bytes(shard(9, 50))
+    (out / TRAIN_1).write_bytes(FILES[VAL])  # sound, so it stays
     os.truncate(out / TRAIN_2, 1500)  # in the cache, too: the two are one file
-    assert end(start("2")) == (0, f"{out}: 3 shards complete, 1 of them new\n", [])
-    assert (hub.asked, shards_in(out)) == ([TRAIN_2], hub.files | {TRAIN_1: shard(9, 50)})
+    complete = f"{out}: 3 shards complete, 1 of them new\n"
+    assert ends(start("2", HF_TOKEN="hf_expired")) == (0, complete, "", FILES | {TRAIN_1: FILES[VAL]})
+    assert hub.asked == [TRAIN_2]
 
 
-def test_what_the_cache_has_needs_no_hub(hub, start, tmp_path):
-    assert end(start("1", "--out", tmp_path / "login"))[0] == 0
-    hub.asked.clear()
-    code, _, err = end(start("2", HF_HUB_OFFLINE="1"))
-    assert (code, len(err), "offline mode is enabled" in err[0], hub.asked) == (1, 1, True, [])
-    assert shards_in(tmp_path / "out") == {name: hub.files[name] for name in (VAL, TRAIN_1)}
+def test_what_the_cache_has_needs_no_hub(hub, start, ends, tmp_path):
+    for process in [start("1", "--out", tmp_path / name) for name in ("login", "other")]:
+        assert ends(process)[0] == 0
+    assert sorted(hub.asked) == [TRAIN_1, VAL], "two at once ask once"
+    code, _, err, files = ends(start("2", HF_HUB_OFFLINE="1"))
+    assert (code, "offline mode is enabled" in err, files) == (1, True, {name: FILES[name] for name in (VAL, TRAIN_1)})
+    assert len(hub.asked) == 2
 
 
-def test_a_token_that_has_expired_does_not_matter(hub, start, tmp_path):
-    assert end(start("0", HF_TOKEN="hf_expired")) == (0, f"{tmp_path}/out: 1 shards complete, 1 of them new\n", [])
-    hub.faults["HEAD", TRAIN_1] = [401, 401]
-    code, _, err = end(start("1"))
-    assert (code, len(err), "401" in err[0], hub.faults["HEAD", TRAIN_1]) == (1, 1, True, [])
-
-
-@pytest.mark.parametrize("wrong", [b"<html>" + bytes(5000), shard(1)[:-2], b"", "flip"])
-def test_a_wrong_or_missing_file_is_one_line_and_gets_no_name(hub, start, tmp_path, wrong):
-    if wrong == "flip":
-        hub.faults["GET", TRAIN_1] = [wrong, wrong]
-    elif wrong:
-        hub.files[TRAIN_1] = wrong
-    else:
-        del hub.files[TRAIN_1]
-    code, _, err = end(start("2"))
-    why = r"http\S+ sends a wrong file: .*" if wrong else r".*Error: .* '404 .*"
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("flip", r"RuntimeError: http\S+ sends a wrong file: its SHA-256 is .*: try another HF_ENDPOINT"),
+        (b"<html>" + bytes(5000), r"RuntimeError: http\S+ sends a wrong file: header starts with .*"),
+        (FILES[TRAIN_1][:-2], r"RuntimeError: http\S+ sends a wrong file: 3022 bytes, but the header's 1000 tokens .*"),
+        (b"", r"\w*Error: .*404 .*"),
+        (401, r"\w*Error: .*401 .*"),
+        ("no space", r"OSError: \[Errno \d+\] \w.*"),
+        pytest.param("no network", r"ConnectError: .*", marks=pytest.mark.slow),  # the library tries for 23 s
+    ],
+)
+def test_what_cannot_be_fetched_is_one_line_and_gets_no_name(hub, start, ends, fault, why):
+    assert ends(start("0"))[0] == 0
+    if isinstance(fault, bytes):
+        hub.files[TRAIN_1] = fault
+    elif "no " not in str(fault):
+        hub.faults[TRAIN_1] = [fault] * 2
+    nowhere = dict(HF_ENDPOINT="http://127.0.0.1:1") if fault == "no network" else {}
+    code, _, err, files = ends(start("2", max_bytes=2000 if fault == "no space" else resource.RLIM_INFINITY, **nowhere))
     left = "2 of 3 files are missing, the same command continues"
-    assert (code, len(err), bool(re.fullmatch(f"{SCRIPT.name}: {TRAIN_1}: {why}; {left}", err[0]))) == (1, 1, True), err
-    assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL]}
-    hub.files[TRAIN_1] = shard(1)
-    assert (end(start("2"))[0], shards_in(tmp_path / "out")) == (0, hub.files)
+    assert (code, files) == (1, {VAL: FILES[VAL]})
+    assert re.fullmatch(f"cached_fineweb10B.py: {TRAIN_1}: {why}; {left}\n", err), err
+    hub.files, hub.faults = FILES, defaultdict(list)
+    assert ends(start("2"))[::3] == (0, FILES)
 
 
-def test_two_downloads_at_once_ask_once(hub, start, tmp_path):
-    for process in [start("2"), start("2")]:
-        assert end(process)[0] == 0
-    assert (sorted(hub.asked), shards_in(tmp_path / "out")) == (sorted(hub.files), hub.files)
-
-
-def test_interrupt_ends_at_once_and_leaves_nothing_half_written(hub, start, tmp_path):
-    hub.faults["GET", TRAIN_1] = ["stall"]
-    process = start("1", HF_HUB_DOWNLOAD_TIMEOUT="90")
-    wait_for(lambda: TRAIN_1 in hub.asked)
+def test_interrupt_ends_at_once_and_leaves_nothing_half_written(hub, start, ends):
+    hub.faults[TRAIN_1] = ["stall"]
+    process = start("1", HF_HUB_DOWNLOAD_TIMEOUT="90")  # the test waits for 60 s
+    while TRAIN_1 not in hub.asked and process.poll() is None:
+        time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=45)  # less than the library waits for a stalled server
-    assert (process.returncode, err) == (130, f"\n{SCRIPT.name}: interrupted; the same command continues\n")
-    assert shards_in(tmp_path / "out") == {VAL: hub.files[VAL]}
+    told = "cached_fineweb10B.py: interrupted; the same command continues\n"
+    assert ends(process) == (130, "", told, {VAL: FILES[VAL]})
 
 
-def test_a_cache_on_another_disk_is_copied_and_a_failed_copy_leaves_nothing(tmp_path, monkeypatch):
-    (tmp_path / "cached").write_bytes(shard(0))
-    (tmp_path / "out").mkdir()
+def test_a_cache_on_another_disk_is_copied(tmp_path, monkeypatch):
+    (tmp_path / "cached").write_bytes(FILES[VAL])
     monkeypatch.setattr(os, "link", Mock(side_effect=OSError))
     monkeypatch.setattr(cached_fineweb10B, "download", Mock(return_value=tmp_path / "cached"))
-    assert cached_fineweb10B.fetch(tmp_path / "out" / VAL) is None
-    assert shards_in(tmp_path / "out") == {VAL: shard(0)}
-    monkeypatch.setattr("shutil.copyfile", lambda source, new: (new.write_bytes(b"half"), 1 / 0))
-    with pytest.raises(ZeroDivisionError):
-        cached_fineweb10B.fetch(tmp_path / "out" / TRAIN_1)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [VAL]
+    cached_fineweb10B.fetch(tmp_path / VAL)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == dict.fromkeys(("cached", VAL), FILES[VAL])
 
 
 def test_bad_arguments_end_before_the_download(tmp_path, capsys):
