@@ -184,12 +184,6 @@ def live(name: str, t: np.ndarray) -> np.ndarray:
     return np.concatenate([w.reshape(H, n, -1, t.shape[-1])[:, 0].ravel() for w, n in zip(t, parts, strict=True)])
 
 
-def starts_of(inputs) -> list[int]:
-    """Return where documents start, and the length."""
-    ids = inputs.doc_ids.numpy()
-    return [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), len(ids)]
-
-
 def test_schedules(model, optim):
     cfg = m.PRESETS["gpt2"]
     ends = m.stage_ends(cfg)
@@ -327,200 +321,164 @@ def start_run(optim, folder: Path):
     return cfg, trainer, names, m.plan_data(cfg)
 
 
-class TestRun:
-    def test_one_process(self, optim, tmp_path):
-        c = optim.info["config"]["run"]
-        cfg, trainer, names, data = start_run(optim, tmp_path)
-        gpt, table = trainer.gpt, trainer.table
-        public_names = optim.info["param_names"]
-        start = start_of(optim)
-        ends = m.stage_ends(cfg)
-        assert [*map(list, zip([0, *ends], ends, strict=False))] == c["stage_steps"]
-        optim.compare("run/val_steps", c["val_steps"])
+def test_a_whole_small_run(optim, tmp_path):
+    c = optim.info["config"]["run"]
+    cfg, trainer, names, data = start_run(optim, tmp_path)
+    gpt, table = trainer.gpt, trainer.table
+    public_names = optim.info["param_names"]
+    start = start_of(optim)
+    ends = m.stage_ends(cfg)
+    assert [*map(list, zip([0, *ends], ends, strict=False))] == c["stage_steps"]
+    optim.compare("run/val_steps", c["val_steps"])
 
-        def digest(name, t):
-            t = live(name, t)
-            return np.array([t.sum(), np.linalg.norm(t), *t[c["digest_index"][name]]])
+    def digest(name, t):
+        t = live(name, t)
+        return np.array([t.sum(), np.linalg.norm(t), *t[c["digest_index"][name]]])
 
-        def padded(name, t):
-            """Return a table with the public rows of padding, which no token reads."""
-            if name not in start or t.ndim < 2 or len(t) == len(start[name]):
-                return t
-            return np.concatenate([t, start[name][len(t) :]])
+    def padded(name, t):
+        """Return a table with the public rows of padding, which no token reads."""
+        if name not in start or t.ndim < 2 or len(t) == len(start[name]):
+            return t
+        return np.concatenate([t, start[name][len(t) :]])
 
-        step_grads: dict[str, torch.Tensor] = {}
-        for name, p in gpt.named_parameters():
-            step_grads[name] = torch.zeros_like(p)
+    step_grads = {n: torch.zeros_like(p) for n, p in gpt.named_parameters()}
+    step_grads["ngram_embed.weight"] = sums = torch.zeros_like(table.rows)
 
-            def add(g, name=name):
-                step_grads[name] += g
+    def add_to(total, rows=None):
+        """Return a hook that adds a gradient, and returns nothing, so that the gradient stays."""
 
-            p.register_hook(add)
-        sums: list[torch.Tensor] = []
-        model, losses = trainer.model, []
+        def add(g):
+            if rows is None:
+                total.add_(g)
+            else:
+                total.index_add_(0, rows, g.flatten(0, 1))
 
-        def observed(inputs, ngrams, settings, canon=None):
-            loss = model(inputs, ngrams, settings, canon)
-            if ngrams.requires_grad:
-                losses.append(loss.item())
-                rows = inputs.rows.flatten()
+        return add
 
-                def add(g):
-                    sums[0].index_add_(0, rows, g.flatten(0, 1))
+    for name, p in gpt.named_parameters():
+        p.register_hook(add_to(step_grads[name]))
+    model, losses = trainer.model, []
 
-                ngrams.register_hook(add)
-            return loss
+    def observed(inputs, ngrams, settings, canon=None):
+        loss = model(inputs, ngrams, settings, canon)
+        if ngrams.requires_grad:
+            losses.append(loss.item())
+            ngrams.register_hook(add_to(sums, inputs.rows.flatten()))
+        return loss
 
-        trainer.model = observed
-        for step, (sequences, reads) in enumerate(trainer.reader.read(m.train_cycles(data["train"], cfg))):
-            now = m.Plan(step, cfg)
-            if step in c["val_steps"]:
-                loss = trainer.evaluate(step, data["val"])
-                optim.compare("run/val_loss", loss, c["val_steps"].index(step))
-            if f"run/{step}/tokens" in optim.arrays:
-                self.compare_batch(optim, step, sequences)
-            sums[:] = [torch.zeros_like(table.rows)]
-            losses.clear()
-            for g in step_grads.values():
-                g.zero_()
-            trainer.train_step(now, sequences, reads)
-            total = sum(losses)
-            optim.compare("run/loss_sum_ranks", losses, step)
-            optim.compare("run/loss_sum", total, step)
-            optim.compare("run/loss_per_token", total / (8 * now.seq_len), step)
-            grads = names.to_public(step_grads | {"ngram_embed.weight": sums[0]})
-            optim.compare("run/grad_norm", [np.linalg.norm(grads[n]) / 8 for n in public_names], step)
-            values = names.to_public(dict(gpt.named_parameters()) | {"ngram_embed.weight": table.rows}, start)
-            for n in public_names:
-                if n.startswith(("value_embeds", "embed", "lm_head")):
-                    values[n] = padded("lm_head.weight" if n == "embed.weight" else n, values[n])
-                optim.compare(f"run/digest/{n}", digest(n, values[n]), step)
-            adam, tables = (m.row_of(n, cfg) for n in ("lm_head", "ngrams"))
-            scalars = dict(
-                batch_tokens=8 * now.seq_len,
-                mtp=now.weights[: now.num_next] + [0.0] * (3 - now.num_next),
-                mtp_count=now.num_next,
-                candidates=now.classes,
-                prefix_weight=now.prefix,
-                lr=now.lr,
-                fast_beta=0.85 if now.two_rails else now.momentum,
-                fast_weight=0.4385 if now.two_rails else 1.0,
-                lookahead=now.momentum,
-                adam_step=now.is_due(adam),
-                table_step=now.is_due(tables),
-                tied=now.tied,
-                max_doc_len=now.stage.max_doc_len,
-            )
-            for name, value in scalars.items():
-                optim.compare(f"run/{name}", value, step)
-        trainer.model = model
-        N = cfg.num_iterations
-        for step in range(N + 1):
-            for kind in ("short", "long"):
-                optim.compare(f"run/window_{kind}", m.Plan(step, cfg).windows[kind], step)
-        compare_ticks(optim, "run/tick", cfg)
-        self.compare_state(optim, trainer, names, digest, start)
-        self.compare_end(optim, trainer, names, data, digest, start, padded)
-
-    def compare_batch(self, optim, step, sequences):
-        for rank, x in enumerate(sequences):
-            optim.compare(f"run/{step}/tokens", x.tokens, rank)
-            found = x.targets[:, 0] if x.classes is None else x.classes[x.targets[:, 0]]
-            assert np.array_equal(found, optim[f"run/{step}/targets"][rank])
-            optim.compare(f"run/{step}/ngram", x.rows.flatten(), rank)
-            cu = optim[f"run/{step}/cu_seqlens"][rank]
-            starts = starts_of(x)
-            assert sorted({*cu.tolist()})[: len(starts)] == starts[: len({*cu.tolist()})]
-            optim.compare(f"run/{step}/candidates", x.classes, rank)
-
-    def compare_state(self, optim, trainer, names, digest, start):
-        public_names = optim.info["param_names"]
-        for key, ours in dict(fast="fast", slow="slow", m="exp_avg", v="exp_avg_sq").items():
-            held = {}
-            for o in trainer.optimizers:
-                if ours in o.state:
-                    held |= zip(o.names, o.views(o.state[ours]), strict=True)
-            found = names.to_public(held) if held else {}
-            for n in public_names:
-                if f"run/state/{key}/{n}" in optim.arrays:
-                    t = found[n]
-                    if n in start and t.ndim == 2 and len(t) < len(start[n]):
-                        t = np.concatenate([t, np.zeros((len(start[n]) - len(t), t.shape[1]))])
-                    optim.compare(f"run/state/{key}/{n}", digest(n, t))
-        optim.compare("run/state/v/ngram_rows", trainer.table.v.flatten())
-        end = m.Plan(trainer.cfg.num_iterations, trainer.cfg)
-        groups = ["lm_head", "embed.weight", "value_embeds.1.weight", "ngrams"]
-        optim.compare("run/state/updates", [end.updates(m.row_of(n, trainer.cfg)) for n in groups])
-
-        def sums(name, j=0):
-            o = next(o for o in trainer.optimizers if name in o.names)
-            t = o.state["lanes"].split(o.rows_per_param)[o.names.index(name)][j]
-            return [t.sum().item(), t.norm().item()]
-
-        order = (0, 2, 5, 1, 8, 3, 10)
-        optim.compare("run/state/lane/qk_bank", [sums(f"blocks.{i}.attn.qk_w", j) for i in order for j in range(6)])
-        both = [f"blocks.{i}.attn.{n}" for i in order for n in ("v_w", "c_proj")]
-        optim.compare("run/state/lane/vo_bank", [sums(name) for name in both])
-        mlps = [f"blocks.{i}.mlps.0" for i in range(11)] + ["blocks.8.mlps.1"]
-        ours = [[0.0, 0.0] if "s.7." in f"{n}." else sums(f"{n}.{w}") for n in mlps for w in ("c_fc", "c_proj")]
-        optim.compare("run/state/lane/mlp_bank", ours)
-
-    def compare_end(self, optim, trainer, names, data, digest, start, padded):
-        """Compare the endgame, with all that the public norms count: also what nothing reads, and layer 7's c_fc."""
-        cfg, gpt = trainer.cfg, trainer.gpt
-        N = cfg.num_iterations
-        optim.compare("run/val_final_before_ship", trainer.evaluate(N, data["val"]))
-        order = ["embed.weight", "lm_head", "blocks.0.mlps.0.c_fc", "blocks.0.attn.qk_w", "blocks.0.attn.v_w"]
-        optimizers = [next(o for o in trainer.optimizers if n in o.names) for n in order]
-        final = {n: p.detach().clone() for n, p in gpt.named_parameters()}
-        frozen = optim["run/frozen_c_fc"] * 2.0 ** -optim.info["param_scale_log2"]["frozen_c_fc"]
-        held = dict(gpt.named_parameters())
-        # What finish() makes, before matrices get their norm back
-        no_norm = [row._replace(same_norm=False) for row in cfg.averages]
-        for o in trainer.optimizers:
-            kept = dict(o.averages)
-            o.averages = {i: no_norm[i] for i in kept}
-            o.finish()
-            o.kept = kept
-        blended = {n: p.detach().clone() for n, p in held.items()}
-
-        def norms(values):
-            public = names.to_public(values, start)
-            qkv = [t for n, t in public.items() if n.endswith("qkv_w")]
-            groups = [[padded("lm_head.weight", public[n])] for n in ("embed.weight", "lm_head.weight")]
-            groups.append([*(t for n, t in public.items() if ".mlp" in n), frozen])
-            groups.append([t[:2] for t in qkv])
-            groups.append([*(t[2] for t in qkv), *(t for n, t in public.items() if n.endswith("attn.c_proj.weight"))])
-            return np.array([np.sqrt(sum(np.square(t).sum() for t in group)) for group in groups])
-
-        before, after = norms(final), norms(blended)
-        optim.compare("run/norm_before", before)
-        optim.compare("run/ratio", before / after)
-        with torch.no_grad():
-            for ratio, o in zip(before / after, optimizers, strict=True):
-                for p in o.params:
-                    p.mul_(ratio)
-        optim.compare("run/val_final", trainer.evaluate(N, data["val"]))
-        values = names.to_public(dict(held), start)
-        for n in optim.info["param_names"]:
-            if f"run/shipped/{n}" in optim.arrays and n != "ngram_embed.weight":
+    trainer.model = observed
+    for step, (sequences, reads) in enumerate(trainer.reader.read(m.train_cycles(data["train"], cfg))):
+        now = m.Plan(step, cfg)
+        if step in c["val_steps"]:
+            loss = trainer.evaluate(step, data["val"])
+            optim.compare("run/val_loss", loss, c["val_steps"].index(step))
+        losses.clear()
+        for g in step_grads.values():
+            g.zero_()
+        trainer.train_step(now, sequences, reads)
+        optim.compare("run/loss_sum_ranks", losses, step)
+        grads = names.to_public(step_grads)
+        optim.compare("run/grad_norm", [np.linalg.norm(grads[n]) / 8 for n in public_names], step)
+        values = names.to_public(dict(gpt.named_parameters()) | {"ngram_embed.weight": table.rows}, start)
+        for n in public_names:
+            if n.startswith(("value_embeds", "embed", "lm_head")):
                 values[n] = padded("lm_head.weight" if n == "embed.weight" else n, values[n])
-                optim.compare(f"run/shipped/{n}", digest(n, values[n]))
-        optim.compare("run/shipped/ngram_embed.weight", digest("ngram_embed.weight", trainer.table.rows.numpy()))
-        trainer.cfg = dataclasses.replace(cfg, canon_file="")
-        optim.compare("run/val_final_unmasked", trainer.evaluate(N, data["val"]))
-        trainer.cfg = cfg
-        # finish() itself: norms of all that is stored
-        with torch.no_grad():
-            for o in trainer.optimizers:
-                o.averages = o.kept
-                for n, view in zip(o.names, o.views(o.param_shard), strict=True):
-                    view.copy_(final[n])
-                if "values" in o.state:
-                    o.state["values"].copy_(o.param_shard)
-        trainer.finish()
-        for o in optimizers:
-            before = torch.cat([final[n].flatten() for n in o.names]).norm()
-            after = torch.cat([blended[n].flatten() for n in o.names]).norm()
-            for n, p in zip(o.names, o.params, strict=True):
-                assert torch.allclose(p, blended[n] * (before / after), rtol=1e-10, atol=0)
+            optim.compare(f"run/digest/{n}", digest(n, values[n]), step)
+    trainer.model = model
+    compare_ticks(optim, "run/tick", cfg)
+    compare_state(optim, trainer, names, digest, start)
+    compare_end(optim, trainer, names, data, digest, start, padded)
+
+
+def compare_state(optim, trainer, names, digest, start):
+    public_names = optim.info["param_names"]
+    for key, ours in dict(fast="fast", slow="slow", m="exp_avg", v="exp_avg_sq").items():
+        held = {}
+        for o in trainer.optimizers:
+            if ours in o.state:
+                held |= zip(o.names, o.views(o.state[ours]), strict=True)
+        found = names.to_public(held) if held else {}
+        for n in public_names:
+            if f"run/state/{key}/{n}" in optim.arrays:
+                t = found[n]
+                if n in start and t.ndim == 2 and len(t) < len(start[n]):
+                    t = np.concatenate([t, np.zeros((len(start[n]) - len(t), t.shape[1]))])
+                optim.compare(f"run/state/{key}/{n}", digest(n, t))
+    optim.compare("run/state/v/ngram_rows", trainer.table.v.flatten())
+    end = m.Plan(trainer.cfg.num_iterations, trainer.cfg)
+    groups = ["lm_head", "embed.weight", "value_embeds.1.weight", "ngrams"]
+    optim.compare("run/state/updates", [end.updates(m.row_of(n, trainer.cfg)) for n in groups])
+
+    def sums(name, j=0):
+        o = next(o for o in trainer.optimizers if name in o.names)
+        t = o.state["lanes"].split(o.rows_per_param)[o.names.index(name)][j]
+        return [t.sum().item(), t.norm().item()]
+
+    order = (0, 2, 5, 1, 8, 3, 10)
+    optim.compare("run/state/lane/qk_bank", [sums(f"blocks.{i}.attn.qk_w", j) for i in order for j in range(6)])
+    both = [f"blocks.{i}.attn.{n}" for i in order for n in ("v_w", "c_proj")]
+    optim.compare("run/state/lane/vo_bank", [sums(name) for name in both])
+    mlps = [f"blocks.{i}.mlps.0" for i in range(11)] + ["blocks.8.mlps.1"]
+    ours = [[0.0, 0.0] if "s.7." in f"{n}." else sums(f"{n}.{w}") for n in mlps for w in ("c_fc", "c_proj")]
+    optim.compare("run/state/lane/mlp_bank", ours)
+
+
+def compare_end(optim, trainer, names, data, digest, start, padded):
+    """Compare the endgame, with all that the public norms count: also what nothing reads, and layer 7's c_fc."""
+    cfg, gpt = trainer.cfg, trainer.gpt
+    N = cfg.num_iterations
+    optim.compare("run/val_final_before_ship", trainer.evaluate(N, data["val"]))
+    order = ["embed.weight", "lm_head", "blocks.0.mlps.0.c_fc", "blocks.0.attn.qk_w", "blocks.0.attn.v_w"]
+    optimizers = [next(o for o in trainer.optimizers if n in o.names) for n in order]
+    final = {n: p.detach().clone() for n, p in gpt.named_parameters()}
+    frozen = optim["run/frozen_c_fc"] * 2.0 ** -optim.info["param_scale_log2"]["frozen_c_fc"]
+    held = dict(gpt.named_parameters())
+    # What finish() makes, before matrices get their norm back
+    no_norm = [row._replace(same_norm=False) for row in cfg.averages]
+    for o in trainer.optimizers:
+        kept = dict(o.averages)
+        o.averages = {i: no_norm[i] for i in kept}
+        o.finish()
+        o.kept = kept
+    blended = {n: p.detach().clone() for n, p in held.items()}
+
+    def norms(values):
+        public = names.to_public(values, start)
+        qkv = [t for n, t in public.items() if n.endswith("qkv_w")]
+        groups = [[padded("lm_head.weight", public[n])] for n in ("embed.weight", "lm_head.weight")]
+        groups.append([*(t for n, t in public.items() if ".mlp" in n), frozen])
+        groups.append([t[:2] for t in qkv])
+        groups.append([*(t[2] for t in qkv), *(t for n, t in public.items() if n.endswith("attn.c_proj.weight"))])
+        return np.array([np.sqrt(sum(np.square(t).sum() for t in group)) for group in groups])
+
+    before, after = norms(final), norms(blended)
+    optim.compare("run/norm_before", before)
+    optim.compare("run/ratio", before / after)
+    with torch.no_grad():
+        for ratio, o in zip(before / after, optimizers, strict=True):
+            for p in o.params:
+                p.mul_(ratio)
+    optim.compare("run/val_final", trainer.evaluate(N, data["val"]))
+    values = names.to_public(dict(held), start)
+    for n in optim.info["param_names"]:
+        if f"run/shipped/{n}" in optim.arrays and n != "ngram_embed.weight":
+            values[n] = padded("lm_head.weight" if n == "embed.weight" else n, values[n])
+            optim.compare(f"run/shipped/{n}", digest(n, values[n]))
+    optim.compare("run/shipped/ngram_embed.weight", digest("ngram_embed.weight", trainer.table.rows.numpy()))
+    trainer.cfg = dataclasses.replace(cfg, canon_file="")
+    optim.compare("run/val_final_unmasked", trainer.evaluate(N, data["val"]))
+    trainer.cfg = cfg
+    # finish() itself: norms of all that is stored
+    with torch.no_grad():
+        for o in trainer.optimizers:
+            o.averages = o.kept
+            for n, view in zip(o.names, o.views(o.param_shard), strict=True):
+                view.copy_(final[n])
+            if "values" in o.state:
+                o.state["values"].copy_(o.param_shard)
+    trainer.finish()
+    for o in optimizers:
+        before = torch.cat([final[n].flatten() for n in o.names]).norm()
+        after = torch.cat([blended[n].flatten() for n in o.names]).norm()
+        for n, p in zip(o.names, o.params, strict=True):
+            assert torch.allclose(p, blended[n] * (before / after), rtol=1e-10, atol=0)
