@@ -11,7 +11,7 @@ from torch.nn.attention import flex_attention as flex_module
 
 import train_gpt
 from shards import write_shard
-from train_gpt import Layer, Plan, Ranks, Stage, Trainer, add_rows, compiled, muon_update, row_adam_update
+from train_gpt import Layer, Plan, Ranks, Stage, Trainer
 
 # In 14 steps stages begin at 0, 4, 8 and 12; the last is as long as the one before. In the first two the head has fewer
 # classes, in the second of two numbers
@@ -92,39 +92,3 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, ch
     assert (now.index, now.windows["long"]) == (3, 104)
     assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head), "two tables in the end"
     assert (len(graphs), counters["unique_graphs"]) == before
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "limit"), [("float64", 1e-12), ("bfloat16", 0.02)])
-def test_updates_as_the_compiler_makes_them_equal_eager_ones(dtype: str, limit: float):
-    """Rows of n-grams and their sums, by one graph for any number, and two matrices of Muon."""
-    kind, wide = getattr(torch, dtype), torch.promote_types(getattr(torch, dtype), torch.float32)
-
-    def draw(*shape: int, dtype=wide) -> torch.Tensor:
-        return torch.randn(shape).to(dtype)
-
-    def rates(*values: float) -> tuple[torch.Tensor, ...]:
-        return torch.tensor(values, dtype=wide).unbind()
-
-    torch._dynamo.reset()
-    for n in (40, 24, 7):
-        rows = draw(n, 16, dtype=kind), draw(n, 1).square(), draw(n, 16), *rates(0.01, 1e-10, 0.1, 0.05, 8)
-        for a, b in zip(compiled(row_adam_update, True, dynamic=True)(*rows), row_adam_update(*rows), strict=True):
-            assert a.dtype == b.dtype
-            torch.testing.assert_close(a, b, rtol=limit, atol=limit)
-        sums = torch.zeros(2, n, 16, dtype=torch.float16 if dtype == "bfloat16" else kind)
-        places, grad = torch.randint(n, (2, 50), dtype=torch.int32), draw(2, 50, 16, dtype=kind)
-        for of, function in zip(sums, (compiled(add_rows, True, dynamic=True), add_rows), strict=True):
-            function(of, places, grad)
-        torch.testing.assert_close(*sums, rtol=limit, atol=limit)
-    values, state = draw(2, 16, 24), [draw(2, 16, 24), draw(2, 16, 24), draw(2, 1, 24).square()]
-    matrices = values.to(kind), draw(2, 16, 24, dtype=kind), draw(2, 1, 1), values, *state
-    found = []
-    for update in (compiled(muon_update, True, dynamic=False), muon_update):
-        own = [t.clone() for t in matrices]
-        arguments = [*own, *rates(0.85, 0.4385, 0.9, 0.02), 0.1, 0.9, -2]
-        update(*arguments)
-        found.append(own)
-    for i, (a, b, before) in enumerate(zip(*found, matrices, strict=True)):
-        torch.testing.assert_close(a, b, rtol=limit, atol=limit)
-        assert torch.equal(a, before) == (i in (1, 2)), "the gradient and the factors stay"
