@@ -39,4 +39,4 @@ workers=$(((cores + nproc - 1) / nproc))
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$((workers < 32 ? workers : 32))}
 # Without --local-addr the ranks look for this machine by its name, for ten minutes where that does not resolve
 exec "$python" -m torch.distributed.run --standalone --local-addr localhost --nproc_per_node="$nproc" \
-    --signals-to-handle SIGTERM,SIGINT,SIGQUIT "$script" "$@"
+    --signals-to-handle SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU "$script" "$@"

@@ -93,21 +93,20 @@ def load_model(path: Path, device: str) -> Model:
     """Load the model that --save_checkpoint wrote to `path`. Raise UserError if it is none, or another script's."""
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; train a model with --save_checkpoint, or name its file")
-    saved = train_gpt.load(path, "configuration", "model")
-    try:
+    saved = train_gpt.load(path, "model")
+    with train_gpt.reading(path, "model"):
         cfg = Hyperparameters(**json.loads(saved["configuration"]))
         # What was trained in bf16 is sampled in fp32 where that is faster
         dtype = "auto" if cfg.dtype == "bfloat16" else cfg.dtype
-        cfg = dataclasses.replace(cfg, device=device, dtype=dtype, prefix_file="")  # type: ignore[arg-type]
-        cfg = train_gpt.resolve(cfg)
+        canon = cfg.canon_file if Path(cfg.canon_file).is_file() else ""
+        changes: dict = dict(device=device, dtype=dtype, prefix_file="", canon_file=canon)
+        cfg = train_gpt.resolve(dataclasses.replace(cfg, **changes))
         cfg = dataclasses.replace(cfg, device="cpu")  # attention in plain PyTorch, which compiles for no length of text
         with torch.device("meta"):  # the initial values are not needed
             gpt = GPT(cfg).eval()
         gpt.to_empty(device=device).load_state_dict(saved["model"])
-    except Exception as error:  # odd values fail in many ways
-        message = " ".join(str(error).split())[:150]
-        raise UserError(f"{path}: not a model of this train_gpt.py, use the one that wrote it: {message}") from None
-    model = Model(gpt, train_gpt.load_ngrams(path, cfg))
+        parts = train_gpt.load_ngrams(path, saved["rows"])
+    model = Model(gpt, [part for part in parts if len(part["ids"])])
     if model.size < SMALL:
         torch.set_num_threads(1)
     return model

@@ -37,7 +37,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from functools import cache
-from itertools import accumulate, chain, islice, pairwise, takewhile
+from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, TextIO, get_args
 
@@ -207,7 +207,7 @@ GPT2_GROUPS = (
     Group("Adam", "embed.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
     Group("Adam", "value_embeds.*", lr=0.56, decay=0.025, beta1=0.75, beta2=0.95, every=(2, 4)),
     Group("RowAdam", "ngrams", lr=0.56, decay=0.025, beta1=0.0, beta2=0.95, every=(2, 4)),
-    Group("Adam", "*.attn.lambdas *.x0_lambdas *.ngram_lambdas *.skip_lambda smear_lambda", lr=0.04),
+    Group("Adam", "*.attn.lambdas *.x0_lambdas *.ngram_lambdas *.skip_lambda* smear_lambda", lr=0.04),
     Group("Adam", "*.resid_lambdas", lr=0.04, beta2=0.95),
     Group("Adam", "*.post_lambdas", lr=0.008, beta2=0.95),
     *NET_GROUPS,
@@ -236,7 +236,7 @@ class Average(NamedTuple):
     every: int = 4  # steps between ticks
     offset: int = 1  # a step in which it ticks; -1: the last one
     at_end: int = 0  # it also ticks in so many last steps
-    same_norm: bool = True  # in the end matrices get their norm back, which averaging shortens
+    same_norm: bool = True  # in the end matrices get their norm back, which averaging shortens, if any row says so
 
     def rate_at(self, step: int, num_iterations: int) -> float:
         """Return the rate of the tick after a step; 0: none."""
@@ -351,20 +351,27 @@ class Hyperparameters:
 
         for name, row in TABLES.items():  # from JSON they come as lists
             object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
-        for name in "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment heads_per_matrix".split():
-            require(name, 0 < getattr(self, name) < 2**31, "a number from 1 to 2^31 - 1")
+        limits = dict(num_iterations=10**6, cpu_threads=1024)
+        for name in self.__slots__:
+            value = getattr(self, name)  # NaN is not below anything
+            most = limits.get(name, 2**31 - 1)
+            require(name, not isinstance(value, float | int) or abs(value) <= most, f"a number of at most {most}")
+        for name in "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment".split():
+            require(name, getattr(self, name) > 0, "1 or more")
+        require("run_id", Path(self.run_id).name == self.run_id, "a name, without folders")
         require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
-        require("ngram_rows", self.ngram_order < self.ngram_rows < 2**31, "more than ngram_order, below 2^31")
-        units = dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len, num_heads=self.heads_per_matrix)
+        require("ngram_rows", self.ngram_order < self.ngram_rows, "more than ngram_order")
+        units = dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len)
         units |= dict(ngram_rows=self.ngram_order - 1, checkpoint_every=self.all_step, rare_from=self.all_step)
         for name, unit in units.items():
             require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
         require("num_iterations", self.base_steps >= 0, "at least the more_steps of all stages")
-        require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
-        need_net = [layer.xsa or layer.head_gate for layer in takewhile(lambda layer: not layer.net, self.layers)]
-        require("layers", not any(need_net), "a net in or above layers with xsa or head_gate")
+        require("layers", not any(layer.mudd for layer in self.layers[:-1]), "mudd in the last layer alone")
+        require("averages", all(row.window >= row.every for row in self.averages), "windows in which each ticks")
         require("stages", math.isclose(sum(stage.share for stage in self.stages), 1), "shares that add up to 1")
-        require("stages", len({stage.max_doc_len > 0 for stage in self.stages}) == 1, "max_doc_len 0 in all or in none")
+        kinds = {(stage.max_doc_len > 0, *sorted(stage.windows)) for stage in self.stages}
+        require("stages", len(kinds) == 1, "the same kinds of windows in all, and max_doc_len 0 in all or in none")
+        require("final_window", not self.final_window or "long" in self.stages[0].windows, "0, without long windows")
 
     all_step = property(lambda self: math.lcm(*chain(*(group.every for group in self.groups))))  # steps till then
     base_steps = property(lambda self: self.num_iterations - sum(stage.more_steps for stage in self.stages))
@@ -457,7 +464,8 @@ MINI = SMALL | dict(
     slow_rail_from=78,
     rare_from=52,
 )
-PRESETS = {"gpt2": Hyperparameters(), "mini": Hyperparameters(**MINI), "nano": Hyperparameters(**NANO)}
+GPT2 = Hyperparameters()
+PRESETS = {"gpt2": GPT2, "mini": Hyperparameters(**MINI), "nano": Hyperparameters(**NANO)}
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -468,11 +476,10 @@ class FlagParser(argparse.ArgumentParser):
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     """Return a preset, changed by the flags in `argv`: every field of Hyperparameters but the tables is one."""
     if {"-h", "--help"} & {*argv}:
-        print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD.")
-        for preset in MINI, NANO:
-            own = {name: value for name, value in preset.items() if name not in TABLES}
-            print(f"What {preset['preset']} has instead: {own}")
+        print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD\n")
         print(inspect.getsource(Hyperparameters).partition("    def ")[0])
+        for preset in MINI, NANO:
+            print("Instead:", *(f"--{name}={value}" for name, value in preset.items() if name not in TABLES), "\n")
         sys.exit()
     parser = FlagParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for field in dataclasses.fields(Hyperparameters)[len(TABLES) :]:
@@ -496,8 +503,6 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
     if cfg.device == "cuda" and not on_cuda:
         raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU; ./run.sh --check says why")
-    if on_cuda and cfg.head_dim < 32:
-        raise UserError(f"--head_dim {cfg.head_dim}: expected 32 or more on a GPU, as half heads take half")
     # A CPU with AVX512-BF16 or AMX multiplies bf16 2.1 times as fast as fp32, others 3 to 10 times slower
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
@@ -511,7 +516,7 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
         dtype=dtype,
         compile=on_cuda if cfg.compile is None else cfg.compile,
         cuda_graphs=cfg.cuda_graphs and on_cuda and cfg.compile is not False,
-        canon_file=cfg.canon_file if Path(cfg.canon_file).is_file() else "",
+        canon_file="" if cfg.canon_file == GPT2.canon_file and not Path(cfg.canon_file).exists() else cfg.canon_file,
         layers_fp8=cfg.layers_fp8 and has_fp8,
         lm_head_fp8=cfg.lm_head_fp8 and has_fp8,
         seed=seed,
@@ -566,7 +571,7 @@ class Plan:
         w = min(step / max(1, cfg.momentum_warmup_steps), left / max(1, cfg.momentum_cooldown_steps), 1.0)
         self.momentum = (1 - w) * 0.85 + w * cfg.muon_momentum
         self.two_rails = 0 < cfg.slow_rail_from <= step
-        self.windows = dict(stage.windows)
+        self.windows = dict(sorted(stage.windows.items()))
         if step == cfg.num_iterations and cfg.final_window:  # for the last validation: record 33 (@classiclarryd)
             self.windows["long"] = cfg.final_window
         # Weights of the losses of the next tokens (record 53, @varunneal) and of the prefix of the first, the longest
@@ -644,7 +649,7 @@ def rotary_frequencies(window: str, now: Plan) -> tuple[Tensor, float]:
 class Settings(NamedTuple):
     """Hold what a step sets in the model. They are tensors, so that nothing recompiles."""
 
-    windows: Tensor  # (kinds,) int32, in the order of `Stage.windows`
+    windows: Tensor  # (kinds,) int32, by the name of the kind
     frequencies: Tensor  # (kinds, D / 4)
     scales: Tensor  # (kinds,)
     weights: Tensor  # (n,): of the losses of the targets
@@ -667,6 +672,8 @@ Data = dict[str, list[Batch]]  # what to train on, and what to validate on
 def read_numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
     """Return `count` numbers of a file from byte `offset` on, or fewer at its end."""
     try:
+        if not os.path.isfile(path):  # a pipe would never end
+            raise OSError("there is no such file")
         return np.fromfile(path, dtype, count, offset=offset)  # not mmap: a truncated mapped file raises SIGBUS
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; ./run.sh --check says what to do") from None
@@ -761,9 +768,9 @@ def read_sequence(path: str, pieces: np.ndarray, vocab_size: int) -> np.ndarray:
 def read_table(cfg: Hyperparameters, flag: str, dtype: str, count: int) -> np.ndarray:
     """Return the numbers of a file that a flag names, or none if it names none."""
     path = getattr(cfg, flag)
-    table = read_numbers(path, dtype, -1, 0) if path else np.empty(0, dtype)
+    table = read_numbers(path, dtype, -1, 0) if os.path.isfile(path) else np.empty(0, dtype)
     if path and len(table) != count:
-        raise UserError(f"--{flag} {path}: not of {cfg.vocab_size} tokens; --{flag}= goes without")
+        raise UserError(f"--{flag} {path}: not a file of {cfg.vocab_size} tokens; --{flag}= goes without")
     return table
 
 
@@ -796,7 +803,7 @@ class Inputs(NamedTuple):
     doc_ids: Tensor  # (T,) int32, non-decreasing: attention stays within documents
     targets: Tensor  # (T, n): the next tokens, and the prefix of the first; -1 for none, -2 beyond the end
     classes: Tensor | None  # (C,): the tokens in the softmax, ascending; targets number them then. None: all
-    signs: Tensor  # (n, T): rows of the table of signs, for bigrams, trigrams ...
+    signs: Tensor  # (n, T): rows of the table of signs, for bigrams, trigrams ...; (0,) without such a table
     rows: Tensor  # (n, T): where the rows of its n-grams are, in what `NgramTable.fetch` returns
     places: Tensor  # (n, T): where their gradients go, among `Reads.ids`
 
@@ -850,8 +857,8 @@ def find_ngrams(tokens: np.ndarray, cfg: Hyperparameters) -> tuple[np.ndarray, n
     last = cfg.ngram_rows // len(kinds) - 1
     quirk = np.concatenate([[last], tokens[1:]], dtype=np.int32)  # for bigrams, as in the record
     rows = [hash_ngrams(tokens if k else quirk, kinds[k][0], last, last) + k * (last + 1) for k in range(len(kinds))]
-    signs = [hash_ngrams(tokens, factors, max(1, cfg.sign_rows), 0) for _, factors in kinds]
-    return np.stack(rows), np.stack(signs)
+    signs = [hash_ngrams(tokens, factors, cfg.sign_rows, 0) for _, factors in kinds if cfg.sign_rows]
+    return np.stack(rows), np.array(signs)
 
 
 def plan_reads(rows: list[np.ndarray], rank: int, rows_per_rank: int) -> tuple[np.ndarray, Reads]:
@@ -1616,7 +1623,7 @@ class GPT(nn.Module):
         views: dict[str, tuple] = {}
         for kind in dict.fromkeys(layer.attention for layer in cfg.layers if layer.attention != "none"):
             heads_per_pair = 2 if kind == "paired" else 1
-            i = [*cfg.stages[0].windows].index(window_of(kind))
+            i = sorted(cfg.stages[0].windows).index(window_of(kind))
             ids = doc_ids.repeat_interleave(heads_per_pair)  # a token has two positions then
             mask: BlockMask | GatheredMask = document_block_mask(
                 ids, settings.windows[i], cfg.block_size, for_flex=cfg.device == "cuda"
@@ -1776,11 +1783,12 @@ def start_collective(collective: Callable, *args) -> Callable[[], object]:
     return collective(*args, async_op=True).wait if dist.is_initialized() else lambda: None
 
 
-def on_any_rank(says: bool) -> bool:
-    """Return whether any rank says so. Hosts wait for each other, and for no device."""
-    count = torch.tensor(says, dtype=torch.int32)
-    start_collective(dist.all_reduce, count)()
-    return count.item() > 0
+def gather(own) -> list:
+    """Return what each rank has. Hosts wait for each other, and for no device."""
+    everyone = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, own)
+    return everyone
 
 
 class ShardedOptimizer:
@@ -1840,9 +1848,6 @@ class ShardedOptimizer:
 
     def add(self, grads: Sequence[Tensor | None]) -> None:
         """Add gradients of the parameters to those before."""
-        for name, grad in zip(self.names, grads, strict=True):
-            if grad is None:
-                raise UserError(f"{name}: has no gradient, so the loss does not use this parameter")
         torch._foreach_add_(self.grad_views, grads)
 
     def reduce(self) -> None:
@@ -1878,7 +1883,7 @@ class ShardedOptimizer:
             blended = blended.lerp(self.state[f"average {i}"], row.blend)
         squares = torch.stack([t.square().sum() for t in (before, blended)])
         start_collective(dist.all_reduce, squares)()
-        if row.same_norm:
+        if any(row.same_norm for row in self.averages.values()):
             blended *= (squares[0] / squares[1]).sqrt()
         self.values.copy_(blended)
         self.param_shard.copy_(blended)
@@ -2026,7 +2031,7 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
         if OPTIMIZERS[group.optimizer].by_matrix:
             key = (group._replace(names="", lr=0.0), p.shape[-2:])
         averages = tuple(i for i, row in enumerate(cfg.averages) if matches(name, row.names))
-        members.setdefault((group.optimizer, averages, key), {})[name] = p
+        members.setdefault((group.optimizer, averages, repr(key)), {})[name] = p  # rows from JSON have lists
     embed, head = (row_of(name, cfg)._replace(names="") for name in ("embed.weight", "lm_head"))
     if cfg.tied_frac and embed != head:
         raise UserError(f"embed.weight has {embed}, lm_head {head}: expected the same, or --tied_frac 0")
@@ -2131,41 +2136,51 @@ class NgramTable:
         rows, v = (torch.cat([t[part].cpu() for part in parts]) for t in (self.rows, self.v))
         return dict(ids=ids.cpu() + self.first, rows=rows, v=v)
 
-    def restore(self, ids: Tensor, **saved: Tensor) -> None:
-        """Set rows to what `state` returned."""
-        for name, values in saved.items():
-            own = getattr(self, name)
-            for part, new in zip((ids - self.first).split(ROWS_AT_ONCE), values.split(ROWS_AT_ONCE), strict=True):
-                own.index_copy_(0, part.to(own.device), new.to(own.device))
-
-    def begin_with(self, model: Path) -> None:
-        """Take this rank's rows from the files beside a model, one for each process that trained it."""
-        for part in load_ngrams(model, self.cfg):
-            ids = part["ids"]
-            own = (ids >= self.first) & (ids < self.first + len(self.rows))
-            values = {name: part[name][own].to(getattr(self, name).dtype) for name in ("rows", "v")}
-            self.restore(ids[own], **values)
+    def restore(self, ids: Tensor, rows: Tensor, v: Tensor) -> None:
+        """Set this rank's among these rows to what `state` returned on any rank."""
+        for some in zip(*(t.split(ROWS_AT_ONCE) for t in (ids - self.first, rows, v)), strict=True):
+            is_own = (some[0] >= 0) & (some[0] < len(self.rows))
+            places, *values = (t[is_own].to(self.rows.device) for t in some)
+            for own, new in zip((self.rows, self.v), values, strict=True):
+                own.index_copy_(0, places, new.to(own.dtype))
 
 
 # ---- Log: the clock, the curves and the files of a run ---------------------------------------------------------------
 # How far a run is, as a checkpoint holds it. must_match: what has to be the same on all ranks and when the run goes on;
-# curves: (step, loss, ms) by name; turn: which files have the tensors
-Saved = namedtuple("Saved", "run_id seed must_match step ms curves turn", defaults=("", None, {}, 0, 0.0, {}, 0))
+# curves: (step, loss, ms) by name; turn: which files have the tensors; marks: of these files
+Saved = namedtuple(
+    "Saved", "run_id seed must_match step ms curves turn marks", defaults=("", None, {}, 0, 0.0, {}, 0, [])
+)
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or else its name."""
-    return (str(error).strip() or type(error).__name__).partition("\n")[0][:200]
+    """Return what an error says in one line, or else its name."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def digest(value) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def mark(path: Path) -> str:
+    """Return what tells a file of tensors from any other: a hash of the checksums in its zip archive."""
+    if not path.is_file():  # a pipe would never end
+        raise OSError("there is no such file")
+    with zipfile.ZipFile(path) as archive:
+        return digest([part.CRC for part in archive.infolist()])
 
 
 class RunLog:
     """Keep the clock and the curves of a run. On rank 0 also write LOG_DIR/RUN_ID.txt and tell the console."""
 
-    def __init__(self, cfg: Hyperparameters, is_main: bool, goes_on: bool):
+    def __init__(self, cfg: Hyperparameters, is_main: bool, saved: Saved):
         self.cfg = cfg
         self.is_main = is_main
+        self.saved = saved
+        self.curves = dict(saved.curves)
+        self.asked = False  # whether a signal has asked a rank to stop
         self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
-        self.file = self.open(goes_on) if is_main else None
+        self.file = self.open(saved.step > 0) if is_main else None
         self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
         self.pending: deque = deque()  # losses on their way to the host
 
@@ -2188,19 +2203,15 @@ class RunLog:
                 file = self.open(goes_on)
             return file
         except (OSError, ValueError) as error:  # the latter: a null byte
-            name = str(self.path)[:200]
-            raise UserError(f"log {name}: {first_line(error)}; choose another --run_id or --log_dir") from None
+            raise UserError(f"log {self.path}: {first_line(error)}; choose another --run_id or --log_dir") from None
 
     @contextlib.contextmanager
-    def going_on(self, saved: Saved) -> Iterator[None]:
-        """Go on from what has been saved, as all ranks have agreed. If the run stops, say why, and how it goes on."""
-        self.saved = saved
-        self.path = self.path.with_name(f"{saved.run_id}.txt")
-        self.curves = dict(saved.curves)
-        has_bar = self.is_main and os.isatty(1) and os.isatty(2)
-        tokens = dict(initial=num_tokens(saved.step, self.cfg), total=num_tokens(self.cfg.num_iterations, self.cfg))
-        form = "{desc} |{bar}| {rate_fmt} {remaining} left"
-        self.bar = tqdm(**tokens, unit="tok", unit_scale=True, bar_format=form, dynamic_ncols=True, disable=not has_bar)
+    def going_on(self) -> Iterator[None]:
+        """Show how far the run is. If it stops, say why, and how it goes on."""
+        no_bar = not (self.is_main and os.isatty(1) and os.isatty(2))
+        initial, total = (num_tokens(steps, self.cfg) for steps in (self.saved.step, self.cfg.num_iterations))
+        options = dict(bar_format="{desc} |{bar}| {rate_fmt} {remaining} left", dynamic_ncols=True, disable=no_bar)
+        self.bar = tqdm(initial=initial, total=total, unit="tok", unit_scale=True, **options)
         try:
             yield
         except BaseException as error:
@@ -2231,20 +2242,22 @@ class RunLog:
             with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode(stream):  # above the bar
                 print(text, file=stream, flush=True)
 
-    def send_loss(self, step: int, loss: Tensor) -> None:
-        """Send the loss of a step to the host without waiting, and log those that were sent 8 steps ago."""
-        on_host = loss.to("cpu", non_blocking=True)
+    def send_loss(self, step: int, sent: Tensor) -> None:
+        """Send `Trainer.sent` of a step to the host without waiting, and log the loss of 8 steps ago."""
+        on_host = sent.to("cpu", non_blocking=True)
         arrived = self.device.Event()
         arrived.record()
         self.pending.append((step, on_host, arrived))
-        self.flush(lag=8 if loss.is_cuda else 0)
+        self.flush(lag=8 if sent.is_cuda else 0)
 
     def flush(self, lag: int = 0) -> None:
         """Wait for the losses of all but the last `lag` steps, and log them; a pipe sees every 25th."""
         while len(self.pending) > lag:
-            step, loss, arrived = self.pending.popleft()
+            step, sent, arrived = self.pending.popleft()
             arrived.synchronize()
-            self.log_loss("train_loss", step, loss.item(), self.read_clock(), self.bar.disable and step % 25 == 0)
+            loss, asked = sent.tolist()
+            self.asked |= asked > 0
+            self.log_loss("train_loss", step, loss, self.read_clock(), self.bar.disable and step % 25 == 0)
             self.bar.update(self.cfg.batch_sequences * Plan(step - 1, self.cfg).seq_len)
 
     def log_loss(self, name: str, step: int, loss: float, ms: float, console: bool = True) -> None:
@@ -2257,32 +2270,30 @@ class RunLog:
         timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
         self.write(f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f} {timing}", console)
 
-    def save(self, suffix: str, state: dict, note: str, by_all: bool = False) -> bool:
+    def save(self, suffix: str, state: dict | bytes, note: str, by_all: bool = False) -> list[str]:
         """Write a file beside the log, whole or not at all, through to the disk, and say how it went.
 
-        by_all: each rank has a file of its own. Return False if any rank failed.
+        by_all: each rank has a file of its own. Return the files' marks, or none if a rank failed.
         """
         path = self.path.with_suffix(suffix)
         part = self.path.with_suffix(f"{suffix}.part")
-        problem = ""
+        own: object = ""
         try:
             if self.is_main or by_all:
                 part.parent.mkdir(parents=True, exist_ok=True)
                 with part.open("wb") as file:
-                    if suffix == ".json":
-                        file.write(json.dumps(state).encode() + b"\n")
-                    else:
-                        torch.save(state, file)
+                    torch.save(state, file) if isinstance(state, dict) else file.write(state)
                     file.flush()
                     os.fsync(file.fileno())
+                own = mark(part) if by_all else own
                 part.replace(path)
         except (OSError, RuntimeError) as error:
             part.unlink(missing_ok=True)
-            problem = first_line(error) if isinstance(error, OSError) else "torch could not write it; is the disk full?"
-        failed = on_any_rank(problem != "")
-        outcome = f"not saved: {problem or 'another process could not write its own'}" if failed else f"saved; {note}"
-        self.write(f"{path}: {outcome}", console=failed or suffix != ".json")
-        return not failed
+            own = error
+        marks = gather(own)
+        problems = [f"not saved: {first_line(it)}; is the disk full?" for it in marks if isinstance(it, Exception)]
+        self.write(f"{path}: {[*problems, f'saved; {note}'][0]}", console=bool(problems) or suffix != ".json")
+        return [] if problems else marks
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -2343,8 +2354,7 @@ class Trainer:
         self.device = use_device(cfg, ranks)
         torch.manual_seed(cfg.seed)
         self.gpt = GPT(cfg).to(self.device)
-        if cfg.init_from:
-            load_weights(self.gpt, Path(cfg.init_from))
+        self.base = begin_with(self.gpt, Path(cfg.init_from)) if cfg.init_from else []  # rows of n-grams
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
         self.grads = {name: grad for o in self.optimizers for name, grad in zip(o.names, o.grad_views, strict=True)}
@@ -2352,6 +2362,7 @@ class Trainer:
         self.table = self.table_class(cfg, ranks, self.device)
         self.reader = Reader(cfg, ranks, self.device)
         self.reads: Reads | None = None  # of the present cycle
+        self.told: list[str] = []  # signals that asked this rank to stop
 
     def train_step(self, now: Plan, sequences: Sequence[Inputs], reads: Reads) -> Tensor:
         """Take a step on this rank's sequences, and return the mean loss over those of all ranks."""
@@ -2367,7 +2378,9 @@ class Trainer:
             compiled(add_rows, self.cfg.compile, dynamic=True)(self.sums, inputs.places, grad)
             losses.append(loss / len(inputs.tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
-        wait = start_collective(dist.all_reduce, mean)
+        # And how many signals ask to stop, of all ranks: so all stop at the same step
+        self.sent = F.pad(mean[None], (0, 1), value=len(self.told))
+        wait = start_collective(dist.all_reduce, self.sent)
         if now.tied and now.is_due(row_of("lm_head", self.cfg)):  # both step on the sum of their gradients
             self.grads["embed.weight"] += self.grads["lm_head"]  # (records 51, 53: @varunneal)
             self.grads["lm_head"].copy_(self.grads["embed.weight"])
@@ -2376,7 +2389,7 @@ class Trainer:
         if now.is_due(self.table.group):
             self.table.update(reads, self.sums, now)
         wait()
-        return mean
+        return self.sent[0]
 
     def add_gradients(self, inputs: Inputs, ngrams: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
         """Add the gradients of a sequence to those before. Return its summed loss, and the gradient by its n-grams."""
@@ -2412,14 +2425,19 @@ class Trainer:
         return sum(self.model(i, n, settings, mask) for i, n, mask in zip(sequences, ngrams, never, strict=True))
 
     @torch.no_grad()
-    def evaluate(self, step: int, batches: Sequence[Batch]) -> float:
-        """Return the mean loss over the validation tokens. A rank may score more sequences than others, or none."""
+    def evaluate(self, step: int, batches: Sequence[Batch], may_stop: bool = False) -> float | None:
+        """Return the mean loss over the validation tokens, or None if a rank was told to stop.
+
+        A rank may score more sequences than others, or none.
+        """
         now = Plan(step, self.cfg, trains=False)
         canon = self.canon(is_last=step == self.cfg.num_iterations)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         size = self.ranks.world_size
         cycles = (([now], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
         for sequences, reads in self.reader.read(cycles):
+            if may_stop and any(gather(self.told)):
+                return None
             total += self.score(now, sequences, reads, canon)
         start_collective(dist.all_reduce, total)()
         return total.item() / self.cfg.val_tokens
@@ -2438,14 +2456,14 @@ class Trainer:
         for now in {(now.seq_len, now.classes, now.num_next, len(now.weights)): now for now in plans}.values():
             now.step = self.cfg.all_step - 1
             self.train_step(now, *self.dummies(now, now.seq_len))
-        now = Plan(0, self.cfg, trains=False)
+        now = Plan(self.cfg.num_iterations, self.cfg, trains=False)
         with torch.no_grad():
             sequences, reads = self.dummies(now, self.cfg.val_seq_len)
             self.score(now, sequences[:1], reads, self.canon(is_last=False))
         self.table.rows.zero_()  # as all begin; of these there is no copy
         self.table.v.zero_()
-        if self.cfg.init_from:
-            self.table.begin_with(Path(self.cfg.init_from))
+        for part in self.base:
+            self.table.restore(**part)
         self.reader.offsets = offsets
         self.restore(saved)
 
@@ -2463,12 +2481,9 @@ class Trainer:
     def restore(self, saved: dict[str, Tensor]) -> None:
         """Set this rank's share to what `state` returned, n-grams to those saved beside it, and send the parameters."""
         for name, tensor in self.state().items():
-            own = saved.get(name)
-            if not isinstance(own, Tensor) or (own.shape, own.dtype) != (tensor.shape, tensor.dtype):
-                raise UserError(f"the checkpoint does not fit the model at {name}: resume with its own script")
-            tensor.copy_(own)
+            tensor.copy_(saved[name])
         if "ids" in saved:
-            self.table.restore(saved["ids"], rows=saved["rows"], v=saved["v"])
+            self.table.restore(saved["ids"], saved["rows"], saved["v"])
         for optimizer in self.optimizers:
             optimizer.gather()()
 
@@ -2479,52 +2494,75 @@ def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float) -> None
     So the checkpoint before is whole until there is a newer one.
     """
     saved = log.saved._replace(step=step, ms=ms, curves=log.curves, turn=1 - log.saved.turn)
-    tensors = trainer.state() | trainer.table.state() | dict(step=step)
-    written = log.save(f".{saved.turn}.rank{trainer.ranks.rank}", tensors, "tensors", by_all=True)
-    if written and log.save(".checkpoint", saved._asdict(), f"step {step}"):
+    tensors = trainer.state() | trainer.table.state()
+    saved = saved._replace(marks=log.save(f".{saved.turn}.rank{trainer.ranks.rank}", tensors, "tensors", by_all=True))
+    if saved.marks and log.save(".checkpoint", saved._asdict() | dict(seal=digest(saved)), f"step {step}"):
         log.saved = saved
+
+
+@contextlib.contextmanager
+def undisturbed(told: list[str]) -> Iterator[None]:
+    """Put signals that ask to stop into `told`, so that a checkpoint comes first, and keep garbage collection short."""
+
+    def tell(number: int, _) -> None:
+        told.append(signal.Signals(number).name)
+        if told.count("SIGINT") > 1 + dist.is_initialized():  # Ctrl-C again stops at once; torchrun repeats the first
+            raise KeyboardInterrupt
+
+    with contextlib.ExitStack() as stack:
+        gc.collect()
+        gc.freeze()  # one collection of all there is was measured at 0.6 s (nanochat issue 477)
+        stack.callback(gc.unfreeze)
+        with contextlib.suppress(ValueError):  # only the main thread may
+            for name in "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split():
+                number = getattr(signal, name)
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup ignores one
+                    stack.callback(signal.signal, number, signal.signal(number, tell))
+        yield
 
 
 def train(trainer: Trainer, data: Data, log: RunLog) -> int:
     """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug.
 
-    SIGTERM, which schedulers send before they kill, lets the run save a checkpoint and stop.
+    A signal, which schedulers send before they kill, lets the run save a checkpoint and stop, at the end even one of
+    what only has to be validated.
     """
     cfg = trainer.cfg
-    told: list = []  # filled by SIGTERM
-    handler = signal.signal(signal.SIGTERM, lambda *_: told.append("SIGTERM"))
     start = log.saved.step
     graphs = torch._dynamo.utils.counters["stats"] if cfg.compile else Counter()  # importing it takes a second
     batches = trainer.reader.read(train_cycles(data["train"], cfg))
     for _ in range(start):  # a resumed run has trained on them; classes depend on all tokens before
         next(batches)
-    gc.collect()
-    gc.freeze()  # one collection of all there is was measured at 0.6 s (nanochat issue 477)
-    compiled = graphs["unique_graphs"]
-    log.start_clock(log.saved.ms)
-    for step in range(start, cfg.num_iterations + 1):
-        is_last = step == cfg.num_iterations
-        can_save = step % cfg.all_step == 0 and start < step and not is_last  # no gradients wait for an update
-        stops = can_save and on_any_rank(bool(told))
-        saves = stops or (can_save and cfg.checkpoint_every and step % cfg.checkpoint_every == 0)
-        validates = is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0)
-        if is_last:
-            trainer.finish()
-        if saves or validates:
-            log.flush()
-            ms = log.read_clock()
-            if saves:
-                save_checkpoint(trainer, log, step, ms)
-            if stops:
-                raise KeyboardInterrupt("SIGTERM")
-            if validates:  # after saving: a run that resumes here validates, too
-                log.log_loss("val_loss", step, trainer.evaluate(step, data["val"]), ms)
-            log.start_clock(ms)
-        if not is_last:
-            log.send_loss(step + 1, trainer.train_step(Plan(step, cfg), *next(batches)))
-    gc.unfreeze()
-    signal.signal(signal.SIGTERM, handler)
-    return graphs["unique_graphs"] - compiled
+    with undisturbed(trainer.told):
+        compiled = graphs["unique_graphs"]
+        log.start_clock(log.saved.ms)
+        for step in range(start, cfg.num_iterations + 1):
+            is_last = step == cfg.num_iterations
+            can_stop = is_last or step % cfg.all_step == 0  # no gradients wait for an update
+            stops = can_stop and log.asked
+            saves = start < step and not is_last and cfg.checkpoint_every and step % cfg.checkpoint_every == 0
+            validates = is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0)
+            if is_last and start < step:
+                trainer.finish()
+            if stops or saves or validates:
+                log.flush()
+                ms = log.read_clock()
+                if saves:
+                    save_checkpoint(trainer, log, step, ms)
+                if validates and not stops:  # after saving: a run that resumes here validates, too
+                    loss = trainer.evaluate(step, data["val"], can_stop)
+                    stops = loss is None
+                    if loss is not None:
+                        log.log_loss("val_loss", step, loss, ms)
+                if stops:
+                    if log.saved.step < step:
+                        save_checkpoint(trainer, log, step, ms)
+                    raise KeyboardInterrupt(" ".join({*chain(*gather(trainer.told))}))
+                log.start_clock(ms)
+            if not is_last:
+                trainer.train_step(Plan(step, cfg), *next(batches))
+                log.send_loss(step + 1, trainer.sent)
+        return graphs["unique_graphs"] - compiled
 
 
 # ---- Run: ranks that agree, checkpoints, summary ---------------------------------------------------------------------
@@ -2549,64 +2587,64 @@ def init_distributed() -> Ranks:
         raise UserError(f"RANK, WORLD_SIZE: {first_line(error)}; use torchrun, or unset them") from None
 
 
-def agree(ranks: Ranks, problem: UserError | None, saved: Saved) -> Saved:
-    """Return what rank 0 has saved. Raise on all ranks if one has a problem, or does not match rank 0."""
-    own = problem, saved
-    everyone = [own] * ranks.world_size
-    if ranks.world_size > 1:
-        dist.all_gather_object(everyone, own)
-    agreed = everyone[0][1]
-    for rank, (their_problem, theirs) in enumerate(everyone):
-        for name, value in agreed.must_match.items():
-            if not their_problem and theirs.must_match[name] != value:
-                their_problem = UserError(f"has {name} {theirs.must_match[name]} instead of {value}: start all alike")
-        if their_problem and ranks.local_rank > 0:
-            sys.exit(their_problem.code)  # one rank per node says why
-        if their_problem:
-            raise type(their_problem)(f"rank {rank}: {their_problem}" if ranks.world_size > 1 else str(their_problem))
-    return agreed
-
-
-def load(path: Path, *names: str) -> dict:
-    """Return what `RunLog.save` wrote, or `names` of it. Refuse a damaged file, by the checksums of its zip archive."""
+@contextlib.contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """Do what can fail on one rank alone: then all ranks fail, and one of each node says why."""
+    problem = None
     try:
-        if not path.is_file() or zipfile.ZipFile(path).testzip():
-            raise OSError("missing or damaged")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        return {name: state[name] for name in names or state}
-    except Exception as error:  # a damaged file fails in many ways
-        raise UserError(f"{path}: not a sound checkpoint: {first_line(error)[:100]}") from None
+        yield
+    except UserError as error:
+        problem = error
+    for rank, theirs in enumerate(gather(problem)):
+        if theirs and ranks.local_rank > 0:
+            sys.exit(theirs.code)
+        if theirs:
+            raise type(theirs)(f"rank {rank}: {theirs}" if ranks.world_size > 1 else str(theirs))
 
 
-def load_ngrams(model: Path, cfg: Hyperparameters) -> list[dict[str, Tensor]]:
-    """Open the rows of n-grams beside a model. They stay on the disk until they are used: gpt2's take up to 130 GB."""
-    parts: list[dict[str, Tensor]] = []
-    while (path := model.with_suffix(f".ngrams{len(parts)}")).is_file():
-        try:
-            part = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-            parts.append({name: part[name] for name in ("ids", "rows", "v")})
-        except Exception as error:  # a damaged file fails in many ways
-            raise UserError(f"{path}: not sound rows of n-grams: {first_line(error)[:100]}") from None
-    touched = [part for part in parts if len(part["ids"])]
-    # The last row of all is read at the beginning of every sequence
-    if not parts or (touched and touched[-1]["ids"][-1] != cfg.ngram_rows - 1):
-        raise UserError(f"{path}: there is no such file; all files with rows of n-grams belong beside {model.name}")
-    return touched
-
-
-def load_weights(gpt: GPT, path: Path) -> None:
-    """Give a model the weights that a run saved. Tied tables begin as the head."""
-    saved = load(path, "configuration", "model")
-    theirs = json.loads(saved["configuration"])
-    for name in ("ngram_rows", "ngram_order", "sign_rows"):  # else its rows would be those of other n-grams
-        if theirs.get(name) != getattr(gpt.cfg, name):
-            raise UserError(f"--init_from {path}: it has --{name} {theirs.get(name)}: give the same")
+@contextlib.contextmanager
+def reading(path: Path, kind: str) -> Iterator[None]:
+    """Say in one line what is wrong with a file: damaged and odd ones fail in many ways."""
     try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        told = "it has no " * isinstance(error, KeyError) + first_line(error)
+        raise UserError(f"{path}: not a sound {kind} of this script: {told}") from None
+
+
+def load(path: Path, kind: str, expected: str = "", mmap: bool = False) -> dict:
+    """Return what `RunLog.save` wrote, with the mark that is expected, if any.
+
+    mmap: tensors stay on the disk until they are used, and nothing looks for damage in them.
+    """
+    with reading(path, kind):
+        if expected not in ("", mark(path)):
+            raise OSError("it is of another run, step or rank")
+        if not mmap and zipfile.ZipFile(path).testzip():
+            raise OSError("it is damaged")
+        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
+
+
+def load_ngrams(model: Path, marks: Sequence[str]) -> list[dict[str, Tensor]]:
+    """Open the rows of n-grams beside a model, of each process that trained it: gpt2's take up to 130 GB."""
+    paths = map(model.with_suffix, (f".ngrams{rank}" for rank in range(len(marks))))
+    return [load(path, "part of a model", expected, mmap=True) for path, expected in zip(paths, marks, strict=True)]
+
+
+def begin_with(gpt: GPT, path: Path) -> list[dict[str, Tensor]]:
+    """Give a model the weights that a run saved, and return its rows of n-grams. Tied tables begin as the head."""
+    saved = load(path, "model")
+    with reading(path, "model"):
+        theirs = json.loads(saved["configuration"])
+        for name in "ngram_rows", "ngram_order":  # else its rows would be those of other n-grams
+            if theirs[name] != getattr(gpt.cfg, name):
+                raise UserError(f"--init_from {path}: it has --{name} {theirs[name]}: give the same")
         gpt.load_state_dict(saved["model"])
-    except RuntimeError as error:
-        raise UserError(f"--init_from {path}: a model of other sizes: {' '.join(str(error).split())[:200]}") from None
-    if gpt.cfg.tied_frac:
-        gpt.embed.weight.data.copy_(gpt.lm_head.data)
+        if gpt.cfg.tied_frac:
+            gpt.embed.weight.data.copy_(gpt.lm_head.data)
+        return load_ngrams(path, saved["rows"])
 
 
 def load_checkpoint(given: Hyperparameters) -> Saved:
@@ -2619,37 +2657,38 @@ def load_checkpoint(given: Hyperparameters) -> Saved:
             raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
     if path is None:
         return Saved(given.run_id, given.seed)
-    saved = Saved(**load(path, *Saved._fields))
+    state = load(path, "checkpoint")
+    with reading(path, "checkpoint"):
+        seal = state.pop("seal")
+        saved = Saved(**state)
+        if seal != digest(saved):
+            raise ValueError("somebody edited it")
     if given.run_id not in ("", saved.run_id):
         raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
     return saved
 
 
-def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Data, Saved]:
-    """Read flags, checkpoint and data. Return configuration, what to read, and how far the run is."""
+def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Data, dict, Saved]:
+    """Read flags, checkpoint and data. Return configuration, data, what ranks have to agree on, how far the run is."""
     given = parse_args(argv, ranks.world_size)
     saved = load_checkpoint(given) if ranks.rank == 0 else Saved(given.run_id, given.seed)
     cfg = resolve(dataclasses.replace(given, run_id=saved.run_id, seed=saved.seed))
     n = cfg.batch_sequences
     if n % ranks.world_size:
         raise UserError(f"{ranks.world_size} processes: expected a divisor of {n}, the number of sequences in a step")
-    if cfg.init_from and not Path(cfg.init_from).is_file():
-        raise UserError(f"--init_from {cfg.init_from}: there is no such file")
-    use_device(cfg, ranks)
     data = plan_data(cfg)
     may_differ = "run_id log_dir train_files val_files prefix_file canon_file save_checkpoint checkpoint_every resume"
     fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
+    if cfg.init_from:  # a run that goes on takes from it the rows that it has not trained yet
+        with reading(Path(cfg.init_from), "model"):
+            fields["init_from"] = mark(Path(cfg.init_from))
     must_match = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ.split()}
     must_match |= {"processes": ranks.world_size, "torch": str(torch.__version__), "numpy": np.__version__}
     files = {"script": Path(__file__).read_bytes(), "prefixes": read_prefixes(cfg), "canonical mask": read_canon(cfg)}
     must_match |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     must_match["training tokens"] = hash_tokens(data["train"], cfg, targets=True)
     must_match["validation tokens"] = hash_tokens(data["val"], cfg, targets=False)
-    for name, value in saved.must_match.items():
-        own = must_match.get(name)
-        if own != value:
-            raise UserError(f"the checkpoint has {name} {value} instead of {own}: resume with the same")
-    return cfg, data, saved._replace(must_match=must_match, run_id=cfg.run_id, seed=cfg.seed)
+    return cfg, data, must_match, saved if saved.step else Saved(cfg.run_id, cfg.seed, must_match)
 
 
 def describe(argv: Sequence[str], cfg: Hyperparameters, ranks: Ranks, data: Data, hashes: dict) -> str:
@@ -2670,7 +2709,7 @@ def describe(argv: Sequence[str], cfg: Hyperparameters, ranks: Ranks, data: Data
     lines.append(f"validation tokens: {cfg.val_tokens}, sha256 {hashes['validation tokens']}{note}")
     rows = PRESETS[cfg.preset].ngram_rows
     note = "" if cfg.ngram_rows == rows else f" (not the preset's {rows}: do not compare losses)"
-    lines.append(f"rows of n-grams: {cfg.ngram_rows}{note}")
+    lines += [f"rows of n-grams: {cfg.ngram_rows}{note}", f"canonical mask: {cfg.canon_file or 'none'}"]
     lines += [f"flags: {json.dumps(argv)}", f"configuration: {json.dumps(dataclasses.asdict(cfg))}"]
     return "\n".join(lines)
 
@@ -2698,10 +2737,10 @@ def report(log: RunLog, data: Data, trainer: Trainer, recompiles: int) -> dict:
     log.write(f"recompiles after the clock started: {recompiles}", console=recompiles > 0)
     log.write(f"peak memory: {peak} MiB")
     if cfg.save_checkpoint:
-        model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict())
-        log.save(f".ngrams{trainer.ranks.rank}", trainer.table.state(), "rows of n-grams", by_all=True)
+        rows = log.save(f".ngrams{trainer.ranks.rank}", trainer.table.state(), "rows of n-grams", by_all=True)
+        model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict(), rows=rows)
         log.save(".pt", model, f"next: {shlex.join([sys.executable, 'sample.py', str(log.path.with_suffix('.pt'))])}")
-    log.save(".json", result, "the result")
+    log.save(".json", json.dumps(result).encode() + b"\n", "the result")
     text = f"val_loss {val_loss:.4f} after {ms / 1000:.2f} s"
     if cfg.target_loss and cfg.val_sha256 in ("", log.saved.must_match["validation tokens"]):  # or else another text
         text += f"; target {cfg.target_loss} {'reached' if val_loss <= cfg.target_loss else 'not reached'}"
@@ -2714,32 +2753,31 @@ def main(argv: Sequence[str] | None = None) -> dict:
     argv = sys.argv[1:] if argv is None else list(argv)
     source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
     ranks = init_distributed()
-    try:  # all that can fail on one rank alone
-        cfg, data, saved = plan_run(argv, ranks)
-        log = RunLog(cfg, is_main=ranks.rank == 0, goes_on=saved.step > 0)
-        problem = None
-    except UserError as error:
-        saved = Saved()
-        problem = error
-    agreed = agree(ranks, problem, saved)
-    with log.going_on(agreed):
-        trainer = Trainer(dataclasses.replace(cfg, seed=agreed.seed), ranks)
-        if agreed.step:
-            log.write(f"resumed at step {agreed.step}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
+    with together(ranks):
+        cfg, data, must_match, own = plan_run(argv, ranks)
+    saved = gather(own)[0]
+    cfg = dataclasses.replace(cfg, run_id=saved.run_id, seed=saved.seed)
+    with together(ranks):
+        for name, value in saved.must_match.items():
+            if value != (here := must_match.get(name)):
+                raise UserError(f"has {name} {here}, and the run began with {value}: give the same")
+        tensors = {}
+        if saved.step:
+            folder = Path(cfg.log_dir) if cfg.resume == "latest" else Path(cfg.resume).parent
+            path = folder / f"{saved.run_id}.{saved.turn}.rank{ranks.rank}"
+            tensors = load(path, "part of the checkpoint", saved.marks[ranks.rank])
+        trainer = Trainer(cfg, ranks)
+        log = RunLog(cfg, ranks.rank == 0, saved)
+    with log.going_on():
+        if saved.step:
+            log.write(f"resumed at step {saved.step}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
         elif log.is_main:
             rule = "=" * 100
-            log.write(f"{source}\n{rule}\n{describe(argv, cfg, ranks, data, agreed.must_match)}\n{rule}")
+            log.write(f"{source}\n{rule}\n{describe(argv, cfg, ranks, data, must_match)}\n{rule}")
             log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
             if cfg.resume:
                 log.write(f"--resume latest: no checkpoint in {cfg.log_dir}, this is a new run", console=True)
         log.bar.set_description_str("warming up")
-        tensors = {}
-        if agreed.step:
-            folder = Path(cfg.log_dir) if cfg.resume == "latest" else Path(cfg.resume).parent
-            path = folder / f"{agreed.run_id}.{agreed.turn}.rank{ranks.rank}"
-            tensors = load(path)
-            if tensors["step"] != agreed.step:
-                raise UserError(f"{path}: not of the checkpoint's step {agreed.step}")
         trainer.warm_up(tensors)
         recompiles = train(trainer, data, log)
         return report(log, data, trainer, recompiles)
@@ -2753,3 +2791,10 @@ if __name__ == "__main__":
     except (UserError, FloatingPointError, KeyboardInterrupt) as error:
         print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit(getattr(error, "code", 3 if isinstance(error, FloatingPointError) else 130))
+    except BrokenPipeError:  # whoever read the help has seen enough
+        pass
+    finally:
+        try:
+            sys.stdout.flush()
+        except OSError:  # the console has gone away; what it has not read shall not fail later
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

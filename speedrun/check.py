@@ -153,8 +153,8 @@ def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> Ite
     steps = max(group.every[cfg.rare_from == 0] for group in cfg.groups)
     if cfg.num_iterations < steps:
         yield f"--num_iterations {cfg.num_iterations}: expected at least {steps}, or a group is never trained"
-    if cfg.canon_file not in ("", PRESETS["gpt2"].canon_file) and not Path(cfg.canon_file).exists():
-        yield f"--canon_file {cfg.canon_file}: there is no such file; --canon_file= goes without"
+    if gpus and cfg.head_dim < 32:
+        yield f"--head_dim {cfg.head_dim}: expected 32 or more on a GPU, as half heads take half"
     if cfg.batch_sequences % processes or 0 < len(gpus) < processes:
         told = f"NPROC={processes}: {cfg.batch_sequences} sequences a step, {len(gpus) or 'no'} GPUs: another number"
         fitting = math.lcm(cfg.batch_sequences, processes) * cfg.train_seq_len
@@ -168,10 +168,12 @@ def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
     """
     cfg = dataclasses.replace(cfg, device="cpu", lm_head_fp8=False, layers_fp8=False)
     device = torch.device("cpu" if cfg.preset == "nano" else "meta")
-    plans = [Plan(0, cfg, trains=False), *(Plan(step, cfg) for step in range(cfg.num_iterations))]
     try:
+        plans = [Plan(cfg.num_iterations, cfg, trains=False), *(Plan(step, cfg) for step in range(cfg.num_iterations))]
         with device:
             gpt = GPT(cfg)
+            if cfg.init_from:
+                train_gpt.begin_with(gpt, Path(cfg.init_from))
             optimizers = train_gpt.build_optimizers(gpt, Ranks(0, processes, 0, processes))
             reader = Reader(cfg, Ranks(), device)
             for length, now in {now.seq_len if now.trains else cfg.val_seq_len: now for now in plans}.items():
@@ -300,7 +302,10 @@ def check_machine(argv: list[str], report: Report) -> tuple[Hyperparameters, int
     gpus = find_gpus(cfg, is_for_cpu, report)
     if report.problems:
         return cfg, 0, []
-    cfg, flags = dataclasses.replace(train_gpt.resolve(cfg), canon_file=cfg.canon_file * is_root), []
+    wanted, cfg, flags = cfg.canon_file * is_root, train_gpt.resolve(cfg), []
+    if is_root:
+        train_gpt.read_canon(cfg)
+    cfg = dataclasses.replace(cfg, canon_file=wanted)
     processes = int(wish) or next(n for n in range(max(1, len(gpus)), 0, -1) if cfg.batch_sequences % n == 0)
     if cfg.compile:
         check_compiler(not gpus, report)

@@ -192,8 +192,9 @@ def random_ngrams(cfg) -> dict[str, torch.Tensor]:
 def model(tiny, random_gpt, tmp_path) -> Path:
     """A model with random values, of bytes."""
     cfg = dataclasses.replace(tiny, val_seq_len=80_000, val_tokens=80_000)
-    path, state = tmp_path / "logs" / "random.pt", dict(configuration=json.dumps(dataclasses.asdict(cfg)))
+    path = tmp_path / "logs" / "random.pt"
     path.parent.mkdir()
-    torch.save(state | dict(model=random_gpt(cfg).state_dict()), path)
-    torch.save(random_ngrams(cfg), path.with_suffix(".ngrams0"))
+    torch.save(random_ngrams(cfg), rows := path.with_suffix(".ngrams0"))
+    saved = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=random_gpt(cfg).state_dict())
+    torch.save(saved | dict(rows=[train_gpt.mark(rows)]), path)
     return path

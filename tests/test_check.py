@@ -84,7 +84,9 @@ def outcome(capfd, corpus, monkeypatch):
         ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: another number, or --preset nano --batch_tokens 384"),
         ("CXX=/none --compile", "torch.compile finds no /none (CXX): Debian, Ubuntu: apt install g++"),
         ("--preset gpt2 --no-mlp_fp8", "--no-mlp_fp8: this is called layers_fp8 now"),
-        ("--canon_file none.bin", "--canon_file none.bin: there is no such file; --canon_file= goes without"),
+        ("--canon_file none.bin", "--canon_file none.bin: not a file of 257 tokens; --canon_file= goes without"),
+        ("--cooldown_frac inf", "--cooldown_frac inf: expected a number of at most 2147483647"),
+        ("--init_from none.pt", "none.pt: not a sound model of this script: there is no such file"),
         ("--train_seq_len 72 --batch_tokens 144", "do not fit each other: RuntimeError: shape '[-1, 16]'"),
     ],
 )

@@ -1,6 +1,7 @@
 """Checkpoints: a run that is killed and resumed ends as the run that was not, to the last bit."""
 
-import dataclasses
+import gc
+import io
 import json
 import os
 import random
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -18,7 +20,7 @@ import torch
 
 import train_gpt
 from conftest import gpt2_run, losses, refusal
-from train_gpt import RunLog, UserError
+from train_gpt import RunLog, Trainer
 from world_worker import ENVIRONMENT, ROOT, Run, wait_for
 
 # A line of the log, or what world_worker.kill_at takes, after which all are killed; the step of the checkpoint that is
@@ -37,18 +39,21 @@ def run_flags(gpt2_flags) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole_run(corpus, tmp_path_factory) -> Path:
-    """Return the folder of the log of a run that has ended."""
-    logs = tmp_path_factory.mktemp("whole")
-    train_gpt.main([*gpt2_run(corpus, logs), *MORE, "--run_id", "whole"])
+def runs(corpus, tmp_path_factory) -> Path:
+    """Return the folder of the logs of two runs that have ended, alike but for their seeds."""
+    logs = tmp_path_factory.mktemp("runs")
+    for name in "whole", "other":
+        train_gpt.main([*gpt2_run(corpus, logs), *MORE, "--run_id", name])
     return logs
 
 
 @pytest.fixture
-def saved(whole_run, tmp_path) -> Path:
-    """Return a copy of its last checkpoint, after step 16, with all that lies beside it."""
-    shutil.copytree(whole_run, tmp_path / "logs")
-    return tmp_path / "logs" / "whole.checkpoint"
+def saved(runs, tmp_path) -> Path:
+    """Return a copy of the last checkpoint of one, after step 16, as if it had been killed then."""
+    shutil.copytree(runs, tmp_path / "logs")
+    path = tmp_path / "logs" / "whole.checkpoint"
+    shutil.move(path.with_suffix(".json"), tmp_path / "whole.json")
+    return path
 
 
 def stop_at(step: int):
@@ -106,13 +111,19 @@ def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
         assert step_of(log.with_suffix(".checkpoint")) == 16
 
 
-def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_flags, saved):
+def edit(checkpoint: Path, **changes) -> None:
+    state = torch.load(checkpoint, weights_only=True) | changes
+    state["seal"] = train_gpt.digest(train_gpt.Saved(**{name: state[name] for name in train_gpt.Saved._fields}))
+    torch.save(state, checkpoint)
+
+
+def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_flags, saved, tmp_path):
     log = saved.with_suffix(".txt")
-    before, whole = log.read_text(), json.loads(saved.with_suffix(".json").read_text())
-    torch.save(torch.load(saved) | dict(ms=1e6), saved)
-    saved.with_suffix(".json").unlink()  # as if the run had been killed at the end
+    before, whole = log.read_text(), json.loads((tmp_path / "whole.json").read_text())
+    edit(saved, ms=1e6)
     saved.with_name("older.checkpoint").touch()
-    os.utime(saved.with_name("older.checkpoint"), (1, 1))
+    for name in "older", "other":
+        os.utime(saved.with_name(f"{name}.checkpoint"), (1, 1))
     result = train_gpt.main([*run_flags, "--resume", "latest"])
     assert (result["seed"], losses(result)) == (whole["seed"], losses(whole))
     assert 1e6 < result["train_time_ms"] < 1e6 + 60_000
@@ -121,48 +132,65 @@ def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_fla
 
 
 def test_a_run_that_has_ended_is_left_alone(run_flags, saved, tmp_path):
+    saved.with_suffix(".json").touch()
     before = {path: path.read_bytes() for path in saved.parent.iterdir()}
-    run = Run([[*run_flags, "--resume", "latest"]] * 2, tmp_path / "again")
+    run = Run([[*run_flags, "--resume=latest", "--run_id=whole"]] * 2, tmp_path / "again")
     assert run.wait() == [0, 0]
     assert "whole.json: this run is already complete" in run.text("err")
     assert {path: path.read_bytes() for path in saved.parent.iterdir()} == before
 
 
-def test_a_damaged_or_incomplete_checkpoint_is_refused(run_flags, saved):
-    resume = [*run_flags, "--resume", "latest"]
-    saved.with_suffix(".json").unlink()  # as if the run had not ended
+def test_what_is_no_checkpoint_of_this_run_is_refused(run_flags, saved):
+    """Torn and flipped files, those of another step or run, one that is gone, what was edited, and another kind."""
+    resume = [*run_flags, "--resume", str(saved)]
     state = torch.load(saved, weights_only=True)
     share, older = (saved.with_suffix(f".{turn}.rank0") for turn in (state["turn"], 1 - state["turn"]))
-    tensors = torch.load(share, weights_only=True)
-    data = max((t for t in tensors.values() if isinstance(t, torch.Tensor)), key=torch.numel).numpy().tobytes()
-    flipped = share.read_bytes().replace(data, data[:-1] + bytes([data[-1] ^ 1]), 1)
-    assert flipped != share.read_bytes()
-    for path, more in (saved, []), (share, [flipped, older.read_bytes()]):
-        whole = path.read_bytes()
-        for content in (whole[:-1000], whole[1000:], *more, b""):
+    whole, others = share.read_bytes(), share.with_stem(share.stem.replace("whole", "other")).read_bytes()
+    largest = max((t for t in torch.load(share).values()), key=torch.numel).numpy().tobytes()
+    flipped = whole.replace(largest, largest[:-1] + bytes([largest[-1] ^ 1]), 1)
+    odd = [state | {name: value} for name, value in dict(step="16", run_id="../x", curves=[1], ms=float("nan")).items()]
+    odd += [{name: value for name, value in state.items() if name != "step"}, state | dict(step=Path()), [1]]
+    buffers = [io.BytesIO() for _ in odd]
+    for value, buffer in zip(odd, buffers, strict=True):
+        torch.save(value, buffer)
+    edited = [buffer.getvalue() for buffer in buffers]
+    model = saved.with_suffix(".pt").read_bytes()
+    for path, more in (share, [flipped, older.read_bytes(), others]), (saved, [model, *edited]):
+        good = path.read_bytes()
+        for content in (good[:-1000], good[1000:], b"", *more):
+            assert content != good
             path.write_bytes(content)
-            assert path.name in refusal(resume)
-        path.write_bytes(whole)
-    head = next(name for name in tensors if name.startswith("lm_head "))
-    wrong = [tensors | {head: value} for value in (tensors[head][1:], tensors[head].to(torch.int32))]
-    for changed in {name: t for name, t in tensors.items() if name != head}, *wrong:
-        torch.save(changed, share)
-        assert f"the checkpoint does not fit the model at {head}" in refusal(resume)
-    without_step = {key: value for key, value in state.items() if key != "step"}
-    for content in without_step, state | dict(step=Path()):  # a Path is code that a pickle calls
-        torch.save(content, saved)
-        assert "whole.checkpoint" in refusal(resume)
-    saved.unlink()
-    assert "whole.checkpoint" in refusal([*run_flags, "--resume", str(saved)])
+            assert f"{path}: not a sound " in refusal(resume)
+        path.unlink()
+        assert f"{path}: not a sound " in refusal(resume)
+        path.write_bytes(good)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fault", ["exchanged", "the same", "gone"])
+def test_what_one_rank_finds_all_say(run_flags, tmp_path, fault):
+    argv = [*run_flags, "--run_id=two", "--num_iterations=20"]
+    run = Run([argv] * 2, tmp_path / "two", kill=("os.rename .checkpoint 3", 0))
+    run.wait(kill_others=True)
+    log = tmp_path / "logs" / "two.txt"
+    turn = torch.load(log.with_suffix(".checkpoint"), weights_only=True)["turn"]
+    first, second = (log.with_suffix(f".{turn}.rank{rank}") for rank in range(2))
+    content = first.read_bytes()
+    if fault == "exchanged":
+        first.write_bytes(second.read_bytes())
+    second.unlink() if fault == "gone" else second.write_bytes(content)
+    run = Run([[*argv, "--resume=latest"]] * 2, tmp_path / "again")
+    assert (run.wait(), run.text("err", 1)) == ([2, 2], "")
+    assert re.fullmatch(r"train_gpt.py: rank [01]: [^\n]* not a sound part of the checkpoint [^\n]*\n", run.text("err"))
+
+
 def test_a_share_that_could_not_be_written_leaves_the_checkpoint_before(run_flags, tmp_path, monkeypatch):
     """The disk is full at the second checkpoint's share, and then has room again."""
-    write, flags = torch.save, [*run_flags, "--seed=5", "--run_id=full"]
+    write, flags, shares = torch.save, [*run_flags, "--seed=5", "--run_id=full"], []
 
     def fail(state: dict, file) -> None:
-        if state.get("step") == 8 and "ids" in state:
+        shares.extend(["share"] * ("ids" in state))
+        if len(shares) == 2:
             raise OSError(28, "No space left on device")
         write(state, file)
 
@@ -170,10 +198,10 @@ def test_a_share_that_could_not_be_written_leaves_the_checkpoint_before(run_flag
     monkeypatch.setattr(RunLog, "log_loss", stop_at(9))
     with pytest.raises(KeyboardInterrupt):
         train_gpt.main(flags)
-    monkeypatch.undo()
     assert step_of(tmp_path / "logs" / "full.checkpoint") == 4
-    resumed = train_gpt.main([*flags, "--resume=latest"])
-    assert losses(resumed) == losses(train_gpt.main([*flags, "--run_id=whole"]))
+    monkeypatch.undo()
+    whole = losses(train_gpt.main([*flags, "--run_id=whole"]))
+    assert losses(train_gpt.main([*flags, "--resume=latest"])) == whole
 
 
 def test_another_configuration_script_text_or_number_of_processes_is_refused(run_flags, saved, tmp_path):
@@ -182,7 +210,8 @@ def test_another_configuration_script_text_or_number_of_processes_is_refused(run
     log = saved.with_suffix(".txt").read_bytes()
     changes = "seed 6", "num_iterations 21", "muon_lr 0.5", "cpu_threads 2", "dtype float64"
     for change in changes:
-        assert f"has --{change.partition(' ')[0]} " in refusal([*resume, *f"--{change}".split()])
+        name, value = change.split()
+        assert re.match(rf"has --{name} {value}, and the run began with ", refusal([*resume, f"--{name}={value}"]))
     assert f"--run_id b: {saved} is of run whole" in refusal([*resume, "--run_id", "b"])
     plans = train_gpt.plan_data(train_gpt.resolve(train_gpt.parse_args(run_flags)))
     for name, text, last in ("train", "training", 1), ("val", "validation", 2):  # which has no last target
@@ -191,72 +220,149 @@ def test_another_configuration_script_text_or_number_of_processes_is_refused(run
         at = 512 + pieces[-1, 1] - last  # the very last that is used
         tokens[at] = (tokens[at] + 1) % 200
         tokens.tofile(changed)
-        assert f"the checkpoint has {text} tokens " in refusal([*resume, f"--{name}_files={changed}"])
+        assert f"has {text} tokens " in refusal([*resume, f"--{name}_files={changed}"])
     run = Run([resume], tmp_path / "run", scripts=[script])
     assert (run.wait(), run.text("err").count("\n")) == ([2], 1)
     assert "script" in run.text("err")
     run = Run([resume] * 2, tmp_path / "two")
     assert (run.wait(), run.text("err", 1)) == ([2, 2], ""), "one line"
-    assert re.fullmatch(r".* the checkpoint has processes 1 instead of 2.*\n", run.text("err"))
+    assert re.fullmatch(r".* has processes 2, and the run began with 1: .*\n", run.text("err"))
     assert saved.with_suffix(".txt").read_bytes() == log
 
 
-def test_a_run_begins_with_the_weights_of_a_model(run_flags, whole_run, tmp_path):
-    """And with its rows of n-grams, of which each rank takes its own; a model of other sizes is refused."""
-    model = whole_run / "whole.pt"
-    argv = [*map(str, run_flags), "--init_from", str(model), "--seed=6"]
-    cfg = train_gpt.resolve(train_gpt.parse_args(argv))
-    trainer = train_gpt.Trainer(cfg, train_gpt.Ranks())
-    trainer.warm_up()
-    saved = torch.load(model)["model"]
+def test_a_run_begins_with_the_weights_of_a_model(run_flags, runs, tmp_path):
+    """And with its rows of n-grams, of which each rank takes its own, in the run's own precision."""
+    model = runs / "whole.pt"
+    cfg = train_gpt.resolve(train_gpt.parse_args([*run_flags, f"--init_from={model}", "--seed=6", "--dtype=float64"]))
+    saved, rows = torch.load(model)["model"], torch.load(model.with_suffix(".ngrams0"))
     saved["embed.weight"] = saved["lm_head"]  # as they step as one table at first
-    assert all(torch.equal(t, saved[name]) for name, t in trainer.gpt.state_dict().items())
-    rows = torch.load(model.with_suffix(".ngrams0"))
-    assert all(torch.equal(t, rows[name]) for name, t in trainer.table.state().items())
-    assert len(rows["ids"])
+    found = []
     for rank in range(2):
-        table = train_gpt.NgramTable(cfg, train_gpt.Ranks(rank, 2), torch.device("cpu"))
-        table.begin_with(model)
-        own = (rows["ids"] < table.first + len(table.rows)) & (rows["ids"] >= table.first)
-        assert torch.equal(table.state()["rows"], rows["rows"][own])
-        assert own.any()
-    with pytest.raises(UserError, match=f"^--init_from {model}: a model of other sizes: .*size mismatch"):
-        train_gpt.Trainer(dataclasses.replace(cfg, mlp_dim=cfg.mlp_dim + 8), train_gpt.Ranks())
-    other = dataclasses.replace(cfg, ngram_rows=cfg.ngram_rows + 2)
-    with pytest.raises(UserError, match=f"it has --ngram_rows {cfg.ngram_rows}: give the same"):
-        train_gpt.Trainer(other, train_gpt.Ranks())
-    wide = train_gpt.NgramTable(dataclasses.replace(cfg, dtype="float32"), train_gpt.Ranks(), torch.device("cpu"))
-    wide.begin_with(model)
-    assert wide.rows.any()
-    shutil.copy(model.with_suffix(".ngrams0"), tmp_path / "copy.ngrams1")  # of two files, one is missing
-    with pytest.raises(UserError, match=r"copy\.ngrams0: there is no such file"):
-        table.begin_with(tmp_path / "copy.pt")
-    with pytest.raises(UserError, match="not a sound checkpoint"):
-        train_gpt.Trainer(dataclasses.replace(cfg, init_from=str(model.with_suffix(".txt"))), train_gpt.Ranks())
+        trainer = train_gpt.Trainer(cfg, train_gpt.Ranks(rank, 2))
+        assert all(torch.equal(t, saved[name].to(t.dtype)) for name, t in trainer.gpt.state_dict().items())
+        for part in trainer.base:
+            trainer.table.restore(**part)
+        found.append(trainer.table.state())
+    for name in "ids", "rows", "v":
+        parts = [part[name] for part in found]
+        assert all(map(len, parts))
+        assert torch.equal(torch.cat(parts), rows[name].to(parts[0].dtype))
+
+
+def test_what_is_no_model_to_begin_with_is_refused_before_there_is_a_log(run_flags, runs, tmp_path):
+    """Rows of another run, one file too few, odd contents, other sizes, other n-grams, other kinds of files."""
+    begin = [*run_flags, f"--init_from={tmp_path}/whole.pt"]
+    saved = torch.load(runs / "whole.pt", weights_only=True)
+    cfg = json.loads(saved["configuration"])
+    odd = [dict(configuration="{"), dict(configuration="5"), dict(model=[1]), dict(model={}), dict(rows=[5])]
+    odd += [dict(rows=saved["rows"] * 2), dict(configuration=json.dumps(cfg | dict(ngram_order=2)))]
+    files = {}
+    for i, changes in enumerate(odd):
+        torch.save(saved | changes, tmp_path / "whole.pt")
+        files[i] = (tmp_path / "whole.pt").read_bytes()
+    files |= {suffix: (runs / f"whole{suffix}").read_bytes() for suffix in (".checkpoint", ".ngrams0", ".txt", ".json")}
+    shutil.copy(runs / "whole.ngrams0", tmp_path)
+    for content in files.values():
+        (tmp_path / "whole.pt").write_bytes(content)
+        assert re.search(
+            r"whole\.(pt|ngrams[01]): (not a sound |it has --ngram_order 2: give the same)", refusal(begin)
+        )
+    shutil.copy(runs / "whole.pt", tmp_path)
+    assert "whole.pt: not a sound model of this script: Error(s)" in refusal([*begin, "--mlp_dim=48"])
+    shutil.copy(runs / "other.ngrams0", tmp_path / "whole.ngrams0")
+    assert "whole.ngrams0: not a sound part of a model of this script: it is of another run" in refusal(begin)
+    assert not [*tmp_path.glob("logs/*")]
+
+
+def test_a_run_goes_on_with_the_model_that_it_began_with(run_flags, runs, tmp_path, monkeypatch):
+    """Rows that it has not trained yet come from there."""
+    for path in runs.glob("*.[pn]*"):
+        shutil.copy(path, tmp_path)
+    argv = [*run_flags, "--seed=5", f"--init_from={tmp_path}/whole.pt", "--run_id"]
+    whole = train_gpt.main([*argv, "whole"])
+    monkeypatch.setattr(RunLog, "log_loss", stop_at(9))
+    with pytest.raises(KeyboardInterrupt):
+        train_gpt.main([*argv, "stopped"])
+    monkeypatch.undo()
+    for suffix in ".pt", ".ngrams0":
+        (tmp_path / f"whole{suffix}").rename(tmp_path / f"moved{suffix}")
+        (tmp_path / f"other{suffix}").rename(tmp_path / f"whole{suffix}")
+    resume = [*argv, "stopped", "--resume=latest"]
+    assert re.match("has --init_from .*, and the run began with ", refusal(resume))
+    assert losses(train_gpt.main([*resume, f"--init_from={tmp_path}/moved.pt"])) == losses(whole)
+
+
+SIGNALS = [(f"SIG{name}", "train_step", 1, 2) for name in "TERM INT HUP USR1 USR2 XCPU".split()]
+
+
+@pytest.mark.parametrize(("name", "where", "at", "saved"), [*SIGNALS, *(("SIGTERM", "score", n, n) for n in (2, 4))])
+def test_a_signal_saves_and_stops(flags, tmp_path, monkeypatch, name, where, at, saved):
+    """Also one in a validation, even the last. Signals then do what they did before."""
+    method, number, before = getattr(Trainer, where), getattr(signal, name), signal.getsignal(getattr(signal, name))
+
+    def told(trainer, now, *args):
+        if now.step == at and signal.getsignal(number) is not before:
+            os.kill(os.getpid(), number)
+        return method(trainer, now, *args)
+
+    whole = train_gpt.main([*flags, "--run_id=whole"])
+    monkeypatch.setattr(Trainer, where, told)
+    with pytest.raises(KeyboardInterrupt, match=name):
+        train_gpt.main([*flags, "--run_id=told"])
+    assert (signal.getsignal(number), gc.get_freeze_count()) == (before, 0)
+    log = tmp_path / "logs" / "told.txt"
+    assert log.read_text().endswith(f"stopped: {name}; to go on, add --resume {log.with_suffix('.checkpoint')}\n")
+    assert step_of(log.with_suffix(".checkpoint")) == saved
+    monkeypatch.undo()
+    assert losses(train_gpt.main([*flags, "--resume=latest"])) == losses(whole)
+
+
+def test_ctrl_c_twice_stops_at_once_and_a_signal_that_is_ignored_stays_so(flags, tmp_path, monkeypatch):
+    step, gaps = Trainer.train_step, []
+
+    def told(trainer, now, *args):
+        if now.step == 1:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            gaps.append(now.step)
+        return step(trainer, now, *args)
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(Trainer, "train_step", told)
+    with pytest.raises(KeyboardInterrupt):
+        train_gpt.main(flags)
+    assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
+    assert (gaps, [*tmp_path.glob("logs/*.checkpoint")]) == ([], [])
+
+
+def test_a_thread_may_train(flags):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(train_gpt.main(flags)))
+    thread.start()
+    thread.join()
+    assert results[0]["val_loss"] < 6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_sigterm_saves_and_stops_all_ranks(run_flags, tmp_path, size):
-    """Only one of them is told. The resumed run ends as if nothing had been."""
+def test_a_signal_to_one_rank_stops_all_at_one_step(run_flags, tmp_path):
     argv = [*run_flags, "--seed=5", "--checkpoint_every=0", "--log_dir", tmp_path]
-    script, send = tmp_path / "slow.py", "            log.send_loss("
+    script, send = tmp_path / "slow.py", "                log.send_loss("
     source = (ROOT / "train_gpt.py").read_text()
     assert source.count(send) == 1
-    script.write_text(source.replace(send, f"            time.sleep(0.1)\n{send}"))
+    script.write_text(source.replace(send, f"                time.sleep(0.1)\n{send}"))
 
     def start(name: str, *more: str) -> Run:
-        return Run([[*argv, "--run_id", name, *more]] * size, tmp_path / f"{name}{len(more)}", scripts=[script] * size)
+        return Run([[*argv, "--run_id", name, *more]] * 2, tmp_path / f"{name}{len(more)}", scripts=[script] * 2)
 
     run, whole = start("told"), start("whole")
     log = tmp_path / "told.txt"
     wait_for(lambda: log.exists() and "\nstep:5/" in log.read_text())
     os.kill(run.processes[-1].pid, signal.SIGTERM)
-    assert run.wait() == [130] * size, run.text("err")
-    resume = f"; to go on, add --resume {log.with_suffix('.checkpoint')}"
-    assert log.read_text().splitlines()[-1] == f"stopped: SIGTERM{resume}"
+    assert run.wait() == [130] * 2, run.text("err")
+    assert "\nstopped: SIGTERM; to go on, add --resume " in log.read_text()
     assert step_of(log.with_suffix(".checkpoint")) in (8, 12)
-    assert start("told", "--resume=latest").wait() == whole.wait() == [0] * size
+    assert start("told", "--resume=latest").wait() == whole.wait() == [0] * 2
     ends = [losses(json.loads((tmp_path / f"{name}.json").read_text())) for name in ("told", "whole")]
     assert ends[0] == ends[1]
 

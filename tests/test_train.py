@@ -38,7 +38,10 @@ def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
     before_last, trained = (train_gpt.num_tokens(n, train_gpt.parse_args(flags)) for n in (3, 4))
     tokens = f"training tokens: {trained}, "
     wants = f"Running PyTorch {torch.__version__}", '"--run_id", "form"', '"num_iterations": 4', shard, tokens, sha256
-    for wanted in (*wants, "rows of n-grams: 61 (not the preset's 8192: do not compare losses)\n"):
+    for wanted in (
+        *wants,
+        "rows of n-grams: 61 (not the preset's 8192: do not compare losses)\ncanonical mask: none\n",
+    ):
         assert wanted in environment
     lines = re.findall(r"^(step:.*) train_time:(\d+)ms step_avg:\d+\.\d\dms$", steps, re.M)
     curves = {name: {step: loss for step, loss, _ in result[f"{name}_curve"]} for name in ("train", "val")}
@@ -59,9 +62,8 @@ def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
 
 def test_seed_decides_the_run_which_starts_at_the_loss_of_a_guess_and_falls(flags, capsys):
     flags += ["--num_iterations", "30"]
-    first, again = (train_gpt.main([*flags, "--run_id", name]) for name in ("first", "again"))
-    assert re.findall(r"^step:(\d+)/30 train_loss", capsys.readouterr().out, re.M) == ["25", "25"], "signs of life"
-    assert losses(first) == losses(again)
+    first = train_gpt.main(flags)
+    assert re.findall(r"^step:(\d+)/30 train_loss", capsys.readouterr().out, re.M) == ["25"], "signs of life"
     for curve in ("train_curve", "val_curve"):
         # 257 tokens, padded to 320; the head begins by copying what is random here
         assert first[curve][0][1] == pytest.approx(np.log(320), abs=0.6)
@@ -72,17 +74,28 @@ def test_seed_decides_the_run_which_starts_at_the_loss_of_a_guess_and_falls(flag
 
 
 def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags, monkeypatch):
-    """Leave out the warm-up and write checkpoints, and let each of these and each validation take 1,000 seconds."""
+    """Leave out the warm-up and write checkpoints. Hosts that wait for each other, too, take 1,000 seconds."""
     gpt2_flags += ["--seed", "5"]
     usual = train_gpt.main([*gpt2_flags, "--run_id", "usual"])
-    clock, evaluate, save, frozen, skipped = time.perf_counter, Trainer.evaluate, RunLog.save, [], []
+    clock, evaluate, save, gather, frozen, skipped = (
+        time.perf_counter,
+        Trainer.evaluate,
+        RunLog.save,
+        train_gpt.gather,
+        [],
+        [],
+    )
 
     def slow(*args) -> float:
         skipped.append("validation")
         frozen.append(gc.get_freeze_count() > 0)
         return evaluate(*args)
 
-    def save_and_note(log, suffix: str, *args, **options) -> bool:
+    def wait(own) -> list:
+        skipped.append("wait")
+        return gather(own)
+
+    def save_and_note(log, suffix: str, *args, **options) -> list[str]:
         skipped.append(suffix)
         return save(log, suffix, *args, **options)
 
@@ -90,6 +103,7 @@ def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags
     monkeypatch.setattr(Trainer, "warm_up", lambda *_: skipped.append("warm-up"))
     monkeypatch.setattr(Trainer, "evaluate", slow)
     monkeypatch.setattr(RunLog, "save", save_and_note)
+    monkeypatch.setattr(train_gpt, "gather", wait)
     other = train_gpt.main([*gpt2_flags, "--run_id", "other", "--checkpoint_every", "4"])
     assert losses(usual) == losses(other)
     assert other["train_time_ms"] < 1e6
@@ -98,14 +112,24 @@ def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags
     assert (all(frozen), gc.get_freeze_count()) == (True, 0), "a collection of all there is would take long"
 
 
+def test_a_row_of_averages_that_keeps_the_norm_keeps_it_for_all(gpt2):
+    row = train_gpt.Average("lm_head", window=8, rate=0.1, blend=0.5)
+    averages = row, row._replace(same_norm=False)
+    trainer = Trainer(dataclasses.replace(gpt2, dtype="float64", averages=averages), Ranks())
+    head = trainer.gpt.lm_head
+    before = head.norm().item()
+    trainer.finish()  # with averages of zeros
+    assert head.norm().item() == pytest.approx(before)
+
+
 def test_exit_codes_and_messages(flags, long_flags, tmp_path):
     """A run that fails says why in one line, on stderr and in its log. A loss that is not finite stops all ranks."""
     endings = dict(
         unknown=(2, 1, [*flags, "--num_iteration", "5"], "--num_iteration 5; see --help"),
         short=(2, 1, [*flags, "--num_iterations", "1000"], r"train_\*\.bin.* 1000"),
-        diverged=(3, 2, [*long_flags, "--grad_scale", "nan"], "train_loss nan at step 2"),
-        ended=(3, 1, [*flags, "--num_iterations=1", "--grad_scale=nan"], "val_loss nan at step 1"),
-        stopped=(130, 1, long_flags, "interrupted$|^stopped: KeyboardInterrupt$"),
+        diverged=(3, 2, [*long_flags, "--softcap_range=1e9"], "train_loss -inf at step 1"),
+        ended=(3, 1, [*flags, "--softcap_range=1e9"], "val_loss -inf at step 0"),
+        stopped=(130, 1, long_flags, "SIGINT$|^stopped: SIGINT; to go on"),
     )
     runs = {name: Run([[*argv, "--run_id", name]] * n, tmp_path / name) for name, (_, n, argv, _) in endings.items()}
     log = tmp_path / "logs" / "stopped.txt"
@@ -119,39 +143,63 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
         if code > 2:
             log = (tmp_path / "logs" / f"{name}.txt").read_text()
             assert re.search(message, log.splitlines()[-1])
-            assert int(re.findall(r"^step:(\d+)/", log, re.M)[-1]) <= (12 if name == "diverged" else 1499)
+            assert all(int(step) <= 1499 for step in re.findall(r"^step:(\d+)/", log, re.M))
             assert not (tmp_path / "logs" / f"{name}.json").exists()
     assert runs["diverged"].text("out", 1) == ""
 
 
 BAD = """preset gpt3;device tpu;num_iterations five;num_iterations 1.5;num_iteration 5;layers 1;num_iterations 0;
-batch_tokens -1;batch_tokens 100;val_tokens 100;batch_tokens 2147483648;heads_per_matrix 3;vocab_size 256;
-ngram_rows 3 --ngram_order 3;ngram_rows 1;ngram_order 5;ngram_order 1;segment 0;
-train_files nowhere/*.bin;train_files LICENSE;num_iterations 1000;
-prefix_file nowhere;prefix_file LICENSE;canon_file LICENSE;log_dir LICENSE;run_id \0;resume nowhere"""
+batch_tokens -1;batch_tokens 100;val_tokens 100;batch_tokens 2147483648;vocab_size 256;num_iterations 2000000;
+ngram_rows 3 --ngram_order 3;ngram_rows 1;ngram_order 5;ngram_order 1;segment 0;cpu_threads 100000000;
+final_window 1000000000000;seed 11111111111111111111111111;cooldown_frac nan;tied_frac inf;
+train_files nowhere/*.bin;train_files LICENSE;train_files {fifo};num_iterations 1000;prefix_file nowhere;
+prefix_file LICENSE;canon_file nowhere;canon_file LICENSE;canon_file {fifo};init_from nowhere;init_from {fifo};
+log_dir LICENSE;run_id \0;run_id ../x;run_id a/b;resume nowhere;resume {fifo}"""
 BAD += ";device cuda" * (not torch.cuda.is_available())
 
 
 @pytest.mark.parametrize("flag", BAD.replace("\n", "").split(";"))
 def test_bad_input_is_refused_by_name(flags, tmp_path, monkeypatch, flag):
     monkeypatch.chdir(ROOT)
-    text = refusal([*flags, *f"--{flag}".split(" ")])
-    assert flag.split()[0] in text or flag.split()[-1] in text
+    os.mkfifo(fifo := tmp_path / "fifo")  # which never ends
+    text = refusal([*flags, *f"--{flag.format(fifo=fifo)}".split(" ")])
+    assert flag.split()[0] in text or flag.format(fifo=fifo).split()[-1] in text
     assert not [*tmp_path.glob("logs/*.*")]
 
 
 def test_rows_that_do_not_fit_together_are_refused(gpt2):
-    cuts = tuple(stage._replace(max_doc_len=i) for i, stage in enumerate(gpt2.stages))  # in some stages, not in all
-    shares = tuple(stage._replace(share=0.9 * stage.share) for stage in gpt2.stages)
-    for name, changes in dict(
-        layers=dict(layers=(train_gpt.Layer("long", xsa=True),)),
-        shares=dict(stages=shares),
-        max_doc_len=dict(stages=cuts),
-        checkpoint_every=dict(checkpoint_every=gpt2.all_step + 1),
-        more_steps=dict(num_iterations=3),
-    ).items():
-        with pytest.raises(UserError, match=rf"^--[^\n]*{name}[^\n]*$"):
+    stages, mid = gpt2.stages, dict(mid=32)
+    for name, changes in {
+        "stages": dict(stages=[stage._replace(share=0.9 * stage.share) for stage in stages]),
+        "stages .*max_doc_len": dict(stages=[stage._replace(max_doc_len=i) for i, stage in enumerate(stages)]),
+        "stages .*same kinds of windows": dict(stages=[*stages[:-1], stages[-1]._replace(windows=mid)]),
+        "final_window": dict(stages=[stage._replace(windows=mid) for stage in stages]),
+        "averages": dict(averages=[train_gpt.Average("x", window=2, rate=0.5, blend=1)]),
+        "layers": dict(layers=[train_gpt.Layer("long", mudd=(0, 0)), train_gpt.Layer("long")]),
+        "checkpoint_every": dict(checkpoint_every=gpt2.all_step + 1),
+        "num_iterations .*more_steps": dict(num_iterations=3),
+    }.items():
+        with pytest.raises(UserError, match=rf"^--{name}[^\n]*$"):
             dataclasses.replace(gpt2, **changes)
+
+
+def test_rows_from_json_and_without_nets_and_windows_in_any_order_are_rows(gpt2):
+    same = Hyperparameters(**json.loads(json.dumps(dataclasses.asdict(gpt2))))
+    bare = [layer._replace(net=False, xsa=False, head_gate=False) for layer in gpt2.layers]
+    cfg = dataclasses.replace(same, layers=bare)
+    assert train_gpt.build_optimizers(train_gpt.GPT(cfg), Ranks())
+    turned = [dict(reversed(stage.windows.items())) for stage in gpt2.stages]
+    mixed = [stage._replace(windows=turned[i] if i else stage.windows) for i, stage in enumerate(gpt2.stages)]
+    for step in range(gpt2.num_iterations):
+        plans = [train_gpt.Plan(step, cfg) for cfg in (gpt2, dataclasses.replace(gpt2, stages=mixed))]
+        ours, theirs = (train_gpt.Settings.of(now, torch.device("cpu")) for now in plans)
+        assert all(map(torch.equal, ours, theirs))
+    for cfg in gpt2, dataclasses.replace(gpt2, stages=mixed[::-1]):
+        place = torch.tensor([10.0, 20.0])  # of the kinds in the order of their names
+        settings = train_gpt.Settings(torch.tensor([8, 16], dtype=torch.int32), torch.zeros(2, 1), place, place)
+        views = train_gpt.GPT(cfg).attention_views(torch.zeros(64, dtype=torch.int32), settings)
+        seen = {train_gpt.window_of(kind): view[1][2].item() for kind, view in views.items()}
+        assert seen == dict(long=10, short=20)
 
 
 def test_number_of_processes_has_to_divide_the_sequences(flags, monkeypatch):
@@ -165,14 +213,6 @@ def test_number_of_processes_has_to_divide_the_sequences(flags, monkeypatch):
             train_gpt.plan_run(flags, Ranks(0, size, 0, size))
 
 
-@pytest.mark.parametrize("ranks", "2,2,0,1 -1,2,0,1 0,2,1,1 0,2,0,x".split())
-def test_impossible_ranks_are_refused(monkeypatch, ranks):
-    for name, value in zip(Ranks._fields, ranks.split(","), strict=True):
-        monkeypatch.setenv(name.upper(), value)
-    with pytest.raises(UserError, match=r"^RANK, WORLD_SIZE: .*torchrun"):
-        train_gpt.main([])
-
-
 def test_gpus_are_for_gpt2_and_leave_nano_to_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -182,12 +222,6 @@ def test_gpus_are_for_gpt2_and_leave_nano_to_the_cpu(monkeypatch):
     for dtype in ("bfloat16", "float32", "float64"):  # of FP8 products with scales of rows
         cfg = train_gpt.resolve(train_gpt.parse_args(["--dtype", dtype]))
         assert (cfg.lm_head_fp8, cfg.layers_fp8) == (dtype == "bfloat16",) * 2
-
-
-def test_heads_that_are_too_narrow_for_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match="--head_dim 16: expected 32 or more on a GPU"):
-        train_gpt.resolve(dataclasses.replace(train_gpt.PRESETS["mini"], device="cuda"))
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".json", ".pt", ".checkpoint"])
@@ -249,8 +283,7 @@ def test_terminal_shows_a_bar_and_a_console_may_go_away(flags, long_flags, tmp_p
     os.close(theirs)
     os.close(ours)
     at = len(log.read_text())
-    run.wait()
-    full.wait()
+    assert run.wait() == full.wait() == [0]
     assert log.read_text().count("\nstep:", at) > 20, "it was closed after the run"
     assert log.with_suffix(".json").exists()
     assert log.with_name("full.json").exists()
@@ -288,14 +321,6 @@ def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_in_a_log_
     train_gpt.main([*flags, "--run_id=mine", "--resume=latest"])
     assert [path.read_text() for path in logs.glob("mine.*.torn")] == ["torn"]
     assert (logs / "mine.txt").read_text().startswith('"""')
-
-
-def test_a_file_system_without_locks_is_no_problem(flags, monkeypatch):
-    def flock(*_):
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    assert train_gpt.main(flags)["recompiles"] == 0
 
 
 def test_wrong_products_and_variables_of_the_compiler_do_not_go_unseen(flags, tmp_path, monkeypatch):
