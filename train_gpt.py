@@ -41,14 +41,17 @@ from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, TextIO, get_args
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
-from torch.utils._pytree import tree_leaves, tree_map_only
-from tqdm import tqdm
+try:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from torch.utils._pytree import tree_leaves, tree_map_only
+    from tqdm import tqdm
+except KeyboardInterrupt:  # they take seconds
+    sys.exit(130)
 
 try:
     import triton
@@ -2493,10 +2496,11 @@ def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float) -> None
 
     So the checkpoint before is whole until there is a newer one.
     """
-    saved = log.saved._replace(step=step, ms=ms, curves=log.curves, turn=1 - log.saved.turn)
+    turn = 1 - log.saved.turn
     tensors = trainer.state() | trainer.table.state()
-    saved = saved._replace(marks=log.save(f".{saved.turn}.rank{trainer.ranks.rank}", tensors, "tensors", by_all=True))
-    if saved.marks and log.save(".checkpoint", saved._asdict() | dict(seal=digest(saved)), f"step {step}"):
+    marks = log.save(f".{turn}.rank{trainer.ranks.rank}", tensors, "tensors", by_all=True)
+    saved = log.saved._replace(step=step, ms=ms, curves=log.curves, turn=turn, marks=marks)
+    if marks and log.save(".checkpoint", saved._asdict() | dict(seal=digest(saved)), f"step {step}"):
         log.saved = saved
 
 

@@ -8,6 +8,7 @@ line of stdout is the number of processes to start, NPROC or as many as there ar
 Where GPUs cannot hold all rows of n-grams, `--ngram_rows N` follows, which run.sh passes on.
 """
 
+import contextlib
 import dataclasses
 import glob
 import math
@@ -305,6 +306,8 @@ def check_machine(argv: list[str], report: Report) -> tuple[Hyperparameters, int
     wanted, cfg, flags = cfg.canon_file * is_root, train_gpt.resolve(cfg), []
     if is_root:
         train_gpt.read_canon(cfg)
+        with contextlib.suppress(train_gpt.AlreadyComplete):  # then it has nothing to do
+            train_gpt.load_checkpoint(cfg)
     cfg = dataclasses.replace(cfg, canon_file=wanted)
     processes = int(wish) or next(n for n in range(max(1, len(gpus)), 0, -1) if cfg.batch_sequences % n == 0)
     if cfg.compile:

@@ -10,8 +10,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ import torch
 
 import train_gpt
 from conftest import gpt2_run, losses, refusal
-from train_gpt import RunLog, Trainer
+from train_gpt import RunLog, Trainer, UserError
 from world_worker import ENVIRONMENT, ROOT, Run, wait_for
 
 # A line of the log, or what world_worker.kill_at takes, after which all are killed; the step of the checkpoint that is
@@ -131,12 +131,12 @@ def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_fla
     assert re.match(r"resumed at step 16.*\nstep:16/20 val.*\nstep:17/20 train", log.read_text().removeprefix(before))
 
 
-def test_a_run_that_has_ended_is_left_alone(run_flags, saved, tmp_path):
+def test_a_run_that_has_ended_is_left_alone(run_flags, saved):
     saved.with_suffix(".json").touch()
     before = {path: path.read_bytes() for path in saved.parent.iterdir()}
-    run = Run([[*run_flags, "--resume=latest", "--run_id=whole"]] * 2, tmp_path / "again")
-    assert run.wait() == [0, 0]
-    assert "whole.json: this run is already complete" in run.text("err")
+    with pytest.raises(UserError, match="this run is already complete") as error:
+        train_gpt.main([*run_flags, "--resume=latest", "--run_id=whole"])
+    assert error.value.code == 0
     assert {path: path.read_bytes() for path in saved.parent.iterdir()} == before
 
 
@@ -317,31 +317,28 @@ def test_a_signal_saves_and_stops(flags, tmp_path, monkeypatch, name, where, at,
     assert losses(train_gpt.main([*flags, "--resume=latest"])) == losses(whole)
 
 
-def test_ctrl_c_twice_stops_at_once_and_a_signal_that_is_ignored_stays_so(flags, tmp_path, monkeypatch):
-    step, gaps = Trainer.train_step, []
+def test_ctrl_c_twice_stops_at_once(flags, tmp_path, monkeypatch):
+    sent = []
 
-    def told(trainer, now, *args):
-        if now.step == 1:
-            os.kill(os.getpid(), signal.SIGHUP)
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-            gaps.append(now.step)
-        return step(trainer, now, *args)
+    def told(*_):
+        for number in signal.SIGINT, signal.SIGINT:
+            sent.append(number)
+            os.kill(os.getpid(), number)
+        sent.append("too late")
 
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    monkeypatch.setattr(Trainer, "train_step", told)
+    monkeypatch.setattr(RunLog, "send_loss", told)
     with pytest.raises(KeyboardInterrupt):
         train_gpt.main(flags)
+    assert (len(sent), [*tmp_path.glob("logs/*.checkpoint")]) == (2, [])
+
+
+def test_a_thread_may_train_and_an_ignored_signal_stays_ignored(flags, tmp_path, monkeypatch):
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(train_gpt.main, [*flags, "--run_id=thread"]).result()["val_loss"] < 6
+    send_loss, before = RunLog.send_loss, signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(RunLog, "send_loss", lambda *args: (os.kill(os.getpid(), signal.SIGHUP), send_loss(*args)))
+    assert train_gpt.main(flags)["val_loss"] < 6
     assert signal.signal(signal.SIGHUP, before) is signal.SIG_IGN
-    assert (gaps, [*tmp_path.glob("logs/*.checkpoint")]) == ([], [])
-
-
-def test_a_thread_may_train(flags):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(train_gpt.main(flags)))
-    thread.start()
-    thread.join()
-    assert results[0]["val_loss"] < 6
 
 
 @pytest.mark.slow
