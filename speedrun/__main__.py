@@ -203,7 +203,7 @@ def draw(names: Sequence[str], root: Path, anchor: Path | None, output: Path | N
     path = output or (Path("curves.png") if names else root / "curves.png")
     usual = root / "anchor.json"
     anchor = anchor or (usual if not names and usual.is_file() else None)
-    plots.plot_curves(plots.curves_of(names, root), plots.read_result(anchor) if anchor else None, path)
+    plots.plot_curves([*plots.curves_of(names, root), *([plots.read_result(anchor)] if anchor else [])], path)
     return path
 
 

@@ -181,6 +181,11 @@ def clear(folder: Path, run_id: str, *kept: str) -> None:
             path.unlink()
 
 
+def short_name(folder: str) -> str:
+    """Return the name of a record without the number or date that its folder begins with."""
+    return re.sub(r"^\d[\d-]*_", "", Path(folder).name)
+
+
 def obstacle(race: Race, rivals: Sequence[tuple[str, str]]) -> str | None:
     """Say why no record can come of this race against one of `rivals` (name, source), or return None."""
     if race.trains("mini"):
@@ -191,7 +196,7 @@ def obstacle(race: Race, rivals: Sequence[tuple[str, str]]) -> str | None:
     if others := names[0] - allowed | names[1]:
         return f"flags {', '.join(sorted(others))}: put settings into the script, race without"
     if rivals and not any(digest(source) in race.hashes for _, source in rivals):
-        older = [name.partition("_")[2] for name, _ in rivals]
+        older = [short_name(name) for name, _ in rivals]
         return f"none of its scripts is {' or '.join(older)}: race YOUR_SCRIPT {older[0]}"
     return (
         f"fewer than {MIN_PAIRS} pairs are a screen: race with --pairs {MIN_PAIRS}" if race.pairs < MIN_PAIRS else None

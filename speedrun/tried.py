@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from speedrun.logs import ToolError, printable, read_card
-from speedrun.race import FILE, Race, read_race
+from speedrun.race import FILE, Race, read_race, short_name
 
 COLUMNS = dict(date=8, script=13, against=13, n=3, time=12, loss=15, verdict=9, note=99)  # and their widths
 
@@ -16,7 +16,7 @@ def short(name: str) -> str:
     script, _, flags = name.partition(" ")
     path = Path(script)
     script = path.parent.name if path.name == "train_gpt.py" and path.parent.name else path.stem
-    return f"{script.partition('_')[2] if script[:1].isdigit() else script} {flags}"
+    return f"{short_name(script)} {flags}"
 
 
 def with_error(figures: dict) -> str:

@@ -20,7 +20,7 @@ from PIL import Image
 from scipy import stats
 
 import train_gpt
-from speedrun import logs, needs, process, proof, race, rules
+from speedrun import logs, needs, plots, process, proof, race, rules
 from speedrun.__main__ import MODULES, build_parser, main
 from speedrun.logs import Log, lineage
 from speedrun.publish import BEGIN, END
@@ -745,6 +745,25 @@ def test_a_plot_shows_what_there_is(tool, root, tmp_path):
     assert re.search(r"run1\.txt: ends at step 30 of 60: left out", tool("plot", "good", "-o", "x.png")[2])
     assert json.loads(Image.open("x.png").text["Comment"])["curves"][1]["steps"] == whole["steps"]
     assert "nothing to draw" in tool("plot", "cut.txt")[2]
+
+
+def test_a_plot_tells_runs_apart_and_draws_the_target_of_their_text_alone(root, tmp_path):
+    paths = [tmp_path / name for name in ("a/r.txt", "b/r.txt", "x__y$.txt")]
+    for i, path in enumerate(paths):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(log_text(val_loss=0.2 + i, val_sha256="ab" * 32))
+    drawn = plots.plot_curves(plots.curves_of(paths, root), tmp_path / "x.png").axes
+    assert [text.get_text().strip() for panel in drawn for text in panel.texts] == ["a/r", "b/r", "x__y$"]
+    assert len({line.get_color() for line in drawn[0].lines}) == 3
+    paths[0].write_text(log_text(step_ms=900))
+    drawn = plots.plot_curves(plots.curves_of(paths, root), tmp_path / "x.png").axes
+    texts = [[text.get_text().strip() for text in panel.texts] for panel in drawn]
+    assert texts == [["a/r", "target 1.45"], ["b/r", "x__y$"]]
+    many = [log_text(step_ms=ms, seed=ms) for ms in (40, 900)]
+    for path, text in zip(paths, many, strict=False):
+        path.write_text(text)
+    [panel] = plots.plot_curves(plots.curves_of(paths[:2], root), tmp_path / "x.png").axes
+    assert panel.get_xscale() == "log"
 
 
 FAILURES = {  # what rank 1 does and what is told; rank 0 waits for it, and loses it
