@@ -21,6 +21,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH nothing beside this file is found
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONSAFEPATH": ""})
+
 from speedrun import needs
 
 with needs.packages():

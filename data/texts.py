@@ -1,6 +1,7 @@
 """Decode texts that users hand over: in UTF-8 or UTF-16, perhaps with a byte order mark or the line ends of Windows."""
 
 import codecs
+import re
 from pathlib import Path
 
 MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
@@ -14,3 +15,8 @@ def decode(content: bytes) -> str:
 
 def read_text(path: Path) -> str:
     return decode(path.read_bytes())
+
+
+def without_surrogates(text: str) -> str:
+    """Put U+FFFD for each half of a surrogate pair, which JSON may hold and no encoding has."""
+    return re.sub("[\ud800-\udfff]", "\ufffd", text)

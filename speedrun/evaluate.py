@@ -12,6 +12,7 @@ stdout, all else to stderr. Exit codes: 0; 2 something has to be mended, one lin
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -83,8 +84,8 @@ def score(model: Model, documents: Sequence[Document], length: int, name: str) -
 def parse_question(question: Any, where: str) -> Question:
     try:
         ctx, endings, label = question["ctx"], question["endings"], int(str(question["label"]))  # HellaSwag has texts
-        (ctx + "".join(endings)).encode()  # half a surrogate pair has no tokens
         if isinstance(endings, list) and 0 <= label < len(endings) and len(endings) > 1:
+            ctx, *endings = map(texts.without_surrogates, (ctx, *endings))
             return ctx, endings, label
     except (TypeError, KeyError, ValueError):
         pass
@@ -102,13 +103,23 @@ def read_text(path: Path) -> str:
 
 
 def read_questions(path: Path) -> Iterator[Question]:
+    skipped = 0
     for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if line.strip():
-            try:
-                question = json.loads(line)
-            except (ValueError, RecursionError):
-                question = None
-            yield parse_question(question, f"{path} line {number}")
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            question = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where}: is no JSON: {str(error).partition(': line')[0]}; mend or remove it") from None
+        except RecursionError:
+            raise UserError(f"{where}: is JSON in too many brackets; mend or remove it") from None
+        if question is None:
+            skipped += 1
+        else:
+            yield parse_question(question, where)
+    if skipped:
+        print(f"note: {path}: {skipped} lines are null, left out", file=sys.stderr)
 
 
 def hellaswag() -> Iterator[Question]:

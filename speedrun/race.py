@@ -183,7 +183,8 @@ def clear(folder: Path, run_id: str, *kept: str) -> None:
 
 def short_name(folder: str) -> str:
     """Return the name of a record without the number or date that its folder begins with."""
-    return re.sub(r"^\d[\d-]*_", "", Path(folder).name)
+    name = Path(folder).name
+    return name.partition("_")[2] if name[:1].isdigit() else name
 
 
 def obstacle(race: Race, rivals: Sequence[tuple[str, str]]) -> str | None:

@@ -60,32 +60,27 @@ def test_answers_and_bits_by_hand():
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_texts_of_windows_are_read_as_ours(encoding, tmp_path):
+def test_questions_are_read_as_windows_saves_them_and_in_spite_of_an_odd_line(encoding, tmp_path, capsys):
     path = tmp_path / "questions"
-    path.write_bytes('{"ctx": "é", "endings": ["b", "c"], "label": 0}\r\n\r\n'.encode(encoding))
-    assert list(evaluate.read_questions(path)) == [("é", ["b", "c"], 0)]
-    assert evaluate.read_text(path)[-4:] == "0}\n\n"
+    lines = ['{"ctx": "é", "endings": ["b", "\\ud83d"], "label": 0}', "null", ""]
+    path.write_bytes("\r\n".join(lines).encode(encoding))
+    assert list(evaluate.read_questions(path)) == [("é", ["b", "\ufffd"], 0)]
+    assert capsys.readouterr().err == f"note: {path}: 1 lines are null, left out\n"
+    assert evaluate.read_text(path)[-6:] == "\nnull\n"
 
 
-BAD = ["{", "[" * 20_000, "[1]", "5", "null", '{"ctx": "a", "endings": ["b", "c"]}']
-BAD += [
-    json.dumps(dict(ctx="a", endings=["b", "c"], label=0) | odd)
-    for odd in (
-        *(dict(ctx=odd) for odd in (None, 1, ["a"], {}, "\ud800")),
-        *(
-            dict(endings=odd)
-            for odd in (None, "bc", ["b"], ["b", 5], ["b", "\udfff"], {"a": 1, "b": 2}, [["b"], ["c"]])
-        ),
-        *(dict(label=odd) for odd in (None, True, -1, 2, 0.9, 1e999, "", [])),
-    )
-]
+QUESTION, WANTED = dict(ctx="a", endings=["b", "c"], label=0), "expected an object with ctx, a text"
+BAD = {"5": WANTED, "{}": WANTED, '{"ctx': "is no JSON: Unterminated string", "[" * 100_000: "is JSON in too many"}
+ODD = dict(ctx=[None, 1, {}], endings=["bc", ["b"], ["b", 5], {"a": 1, "b": 2}, [["b"], ["c"]]])
+ODD |= dict(label=[None, True, -1, 2, 0.9, 1e999, ""])
+BAD |= {json.dumps(QUESTION | {name: value}): WANTED for name, values in ODD.items() for value in values}
 
 
 @pytest.mark.parametrize("bad", BAD)
 def test_odd_questions_are_refused_by_file_and_line(bad, tmp_path):
     path = tmp_path / "questions"
-    path.write_text(f'{{"ctx": "", "endings": ["b", ""], "label": "1"}}\n\n{bad}')
-    with pytest.raises(train_gpt.UserError, match=rf"^{path} line 3: expected an object with ctx, a text"):
+    path.write_text(f"{json.dumps(QUESTION)}\n\n{bad}")
+    with pytest.raises(train_gpt.UserError, match=rf"^{path} line 3: {BAD[bad]}"):
         list(evaluate.read_questions(path))
 
 

@@ -473,7 +473,7 @@ def test_from_a_race_to_a_pull_request(tool, root, tmp_path, scripts, track):
     assert (code, out.count("\n")) == (0, 3)
     assert f"({track}, 20 steps" in tool("verify")[1]
     assert re.search(rf"### {track}: at most .*_MyIdea\) \| my idea \|", (root / "README.md").read_text(), re.S)
-    assert "_MyIdea" in Image.open(root / "curves.png").text["Comment"]
+    assert '"MyIdea"' in Image.open(root / "curves.png").text["Comment"]
 
 
 NEWER, NEXT = SOURCE + "# newer\n", "nano/02_Next"

@@ -157,9 +157,11 @@ def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "code"), [("reader leaves", 0), ("Ctrl-C", 130)])
-def test_program_ends_without_a_traceback(model, end, code):
-    command = [sys.executable, "sample.py", str(model), *"--tokens 70000 --top_k 1 --prompt a".split()]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def test_program_is_found_through_a_link_and_ends_without_a_traceback(model, tmp_path, end, code):
+    (tmp_path / "link.py").symlink_to(ROOT / "sample.py")
+    command = [sys.executable, "link.py", str(model), *"--tokens 70000 --top_k 1 --prompt a".split()]
+    options = dict(cwd=tmp_path, env=os.environ | dict(PYTHONSAFEPATH="1"))
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
     assert process.stdout.read(1) == b"a"
     process.stdout.close() if end == "reader leaves" else process.send_signal(signal.SIGINT)
     errors = process.stderr.read().decode()
