@@ -226,7 +226,7 @@ def measure_stage(trainer: Trainer, first: int, n: int) -> tuple[Figures, tuple[
         began = time.perf_counter()
         for _ in range(2):
             loss = take_cycle(trainer, steps).item()
-        found = {f"{2 * cfg.all_step} steps, compiling": figure([time.perf_counter() - began], "s")}
+        found = {f"first {2 * cfg.all_step} steps": figure([time.perf_counter() - began], "s")}
         found["loss"] = figure([loss if dist.is_initialized() else loss * trainer.ranks.world_size])
         found |= time_steps(trainer, steps, n)
         rate = cfg.batch_sequences * now.seq_len / found["step"]["median"] * 1000
@@ -294,9 +294,9 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
         document |= dict(load_average=f"{load:.1f} before, {os.getloadavg()[0]:.1f} after")
         document |= dict(seconds=round(time.perf_counter() - began))
         if ranks.rank == 0:
-            (args.out / "benchmark.md").write_text(table(document) + "\n", encoding="utf-8")
-            (args.out / "benchmark.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            (args.out / "profile.txt").write_text(operations, encoding="utf-8")
+            texts = {"benchmark.md": table(document), "benchmark.json": json.dumps(document, indent=1)}
+            for name, text in (texts | {"profile.txt": operations}).items():
+                (args.out / name).write_text(text + "\n", encoding="utf-8")
             print(f"{stage}: measured", file=sys.stderr, flush=True)
     if ranks.rank == 0:
         print(f"{table(document)}\n\nwritten to {args.out}", flush=True)
@@ -307,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options: dict[str, Any] = dict(usage=argparse.SUPPRESS, allow_abbrev=False)
     options |= dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(prog="python -m speedrun bench", description=__doc__, **options)
-    parser.add_argument("--quick", action="store_true", help="few repetitions, and only a part of the validation")
+    parser.add_argument("--quick", action="store_true", help="few repetitions")
     out = Path("logs") / time.strftime("benchmark-%Y%m%d-%H%M%S")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=out, help="default: logs/benchmark-TIME")
     parser.add_argument("--one_of", type=int, metavar="N", help="as one rank of N, without communication")
@@ -323,6 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         parser.exit(130, "python -m speedrun bench: interrupted\n")
     finally:
+        gc.enable()
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
