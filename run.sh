@@ -19,7 +19,11 @@ find_python
 
 for flag in "$@"; do
     case $flag in
-    --help | -h) exec "$python" "$script" --help ;;
+    --help | -h)
+        text=$("$python" "$script" --help) # first all of it: `head` reads no more than its lines
+        printf '%s\n' "$text"
+        exit
+        ;;
     --check) exec "$python" -m speedrun.check "$@" ;;
     esac
 done

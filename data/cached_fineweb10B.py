@@ -13,6 +13,7 @@ import argparse
 import hashlib
 import os
 import shutil
+import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,9 @@ from pathlib import Path
 # Not snapshot_download, which after Ctrl-C waits until its threads are done, for minutes where a server stalls
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
+
+if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH nothing beside this file is found
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONSAFEPATH": ""})
 
 from shards import shard_problem
 

@@ -26,7 +26,6 @@ import glob
 import hashlib
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -38,9 +37,12 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH nothing beside this file is found
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONSAFEPATH": ""})
+
 from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
 from shards import write_shard
-from texts import decode
+from texts import decode, without_surrogates
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ROOT / "data/own"
@@ -115,7 +117,7 @@ def parse_line(line: str, field: str) -> str:
         raise ValueError(f"no field {field!r} in {', '.join(found)[:80] or 'it'}; --field names another")
     if not isinstance(text := found[field], str | None):
         raise ValueError(f"its field {field!r} is a {type(text).__name__}, not text; --field names another")
-    return re.sub("[\ud800-\udfff]", "\ufffd", text or "")  # halves of a pair, which stand for no character
+    return without_surrogates(text or "")
 
 
 def split_file(name: str, text: str, separator: str, field: str) -> list[str]:

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -45,7 +46,6 @@ SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the f
 # and A100: by the roofline (docs/gpu.md). Others: 32% of their peak, as the H100.
 TFLOPS = {"MIG": 0, "B200": 723, "H200": 373, "H100 PCIe": 285, "H100": 373, "A100": 128, "4090": 75, "3090": 22}
 ROWS_COST = "a quarter of the rows costs 0.005 of loss, a two-hundredth 0.036"  # of public record 92
-RENAMED = {"mlp_fp8": "layers_fp8", "bigram_rows": "ngram_rows", "bigram_lambda_init": "ngram_lambda_init"}
 
 
 class Gpu(NamedTuple):
@@ -135,6 +135,10 @@ def check_compiler(is_for_cpu: bool, report: Report) -> None:
     """Look for what torch.compile needs: Triton builds a Python module in C, and a CPU's kernels are C++."""
     variable, usual = ("CXX", "clang++" if sys.platform == "darwin" else "g++") if is_for_cpu else ("CC", "gcc clang")
     names = os.environ.get(variable, usual)
+    places = torch.__path__[0], os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
+    if is_for_cpu and (odd := [place for place in places if len(place.split()) > 1]):  # torch quotes only some paths
+        fix = "take a PYTHON whose torch is elsewhere" if odd[0] == places[0] else "set TORCHINDUCTOR_CACHE_DIR"
+        report.problems.append(f"torch.compile fails on a CPU where a path has a space, as {odd[0]}: {fix}")
     if not any(map(shutil.which, names.split())):
         report.problems.append(f"torch.compile finds no {names} ({variable}): Debian, Ubuntu: apt install g++")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # where Debian has its headers
@@ -246,6 +250,8 @@ def check_memory_and_time(
 
 def wrong_shard(path: str, cfg: Hyperparameters) -> str | None:
     """Say what is wrong with a shard, by its header and its first million tokens."""
+    if not Path(path).is_file():
+        return f"{path}: not a regular file"
     try:
         train_gpt.find_documents(path, cfg, True)
         tokens = train_gpt.read_numbers(path, "<u2", 2**20, 1024)
@@ -295,9 +301,6 @@ def check_machine(argv: list[str], report: Report) -> tuple[Hyperparameters, int
         argv = re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", " ".join(argv)))
     if not re.fullmatch("[0-9]{1,4}", wish):
         raise UserError(f"NPROC={wish}: expected a number of processes")
-    for flag in argv:
-        if new := RENAMED.get(flag.partition("=")[0].removeprefix("--").removeprefix("no-")):
-            raise UserError(f"{flag}: this is called {new} now")
     cfg = train_gpt.parse_args(argv)
     is_for_cpu = cfg.device == "cpu" and any(flag.startswith(("--preset", "--device")) for flag in argv)
     gpus = find_gpus(cfg, is_for_cpu, report)
@@ -329,7 +332,8 @@ def make_mask(cfg: Hyperparameters, report: Report) -> None:
         return
     print(f"making {cfg.canon_file}: {command}", file=sys.stderr, flush=True)
     if Path(sys.prefix) == needs.ROOT / ".venv" and (missing := needs.missing("text")):  # nothing is added elsewhere
-        subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *missing], stdout=sys.stderr)
+        pip = [sys.executable, *"-m pip install --quiet --no-user --target= --prefix".split(), sys.prefix]
+        subprocess.run([*pip, *missing], stdout=sys.stderr)  # as in environment.sh
     if subprocess.run([sys.executable, "data/gpt2_canonical.py"], stdout=sys.stderr).returncode:
         report.fact("the last validation goes without the mask, which costs 0.0017 of loss: see above", note=True)
 

@@ -25,9 +25,9 @@ lacks() { # PYTHON EXTRA...: print the requirements that it lacks. Fails if this
     "$1" -m speedrun.needs "${@:2}" 2>/dev/null
 }
 
-meets() { # PYTHON EXTRA...
+meets() { # EXTRA...: whether $python lacks nothing
     local missing
-    missing=$(lacks "$@") && [ -z "$missing" ]
+    missing=$(lacks "$python" "$@") && [ -z "$missing" ]
 }
 
 # The default wheels of torch need driver 580 for CUDA 13, and bring gigabytes that are useless without an NVIDIA GPU
@@ -49,37 +49,36 @@ make_environment() { # EXTRA..., with a file to lock as file descriptor 9
     if ! flock -n 9 2>/dev/null; then
         echo "waiting for another ${0##*/} to finish .venv, if this file system has locks" >&2
         flock 9 2>/dev/null || true
-        meets "$python" "$@" && return
+        meets "$@" && return
     fi
-    if [ -L "$python" ] && ! "$python" -c '' 2>/dev/null; then
-        fail "$python does not start: load the Python it was made with, or remove .venv"
-    fi
-    if ! "$python" -m pip --version >/dev/null 2>&1; then # there is none, or making it was interrupted
+    if ! "$python" -m pip --version &>/dev/null; then # there is none, or making it was interrupted
         for base in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python ''; do
             lacks "$base" >/dev/null && break
         done
         [ -n "$base" ] || fail "no Python 3.11 or newer found: install one, or name it: PYTHON=/path/to/python $0"
         echo "making the environment .venv, once: this can take some minutes" >&2
-        [ -e .venv ] || rm -f .venv # a link to nowhere
         "$base" -m venv .venv >&2 || fail "$base could not make .venv (Debian, Ubuntu: apt install python3-venv)"
     fi
     missing=$(lacks "$python" "$@") || fail ".venv has a Python older than 3.11: remove it"
-    export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 # a setting `user = true` would keep pip out of .venv
+    # What a user has set for pip may say where packages come from, but not where they go, or that they do not
+    export PIP_USER=0 PIP_ROOT=/ PIP_DRY_RUN=0 PIP_NO_DEPS=0
+    "$python" -m pip config list 2>/dev/null | grep -q find-links || export PIP_NO_INDEX=0
+    local install=("$python" -m pip install --quiet --disable-pip-version-check --target= --prefix "$PWD/.venv")
     index=$(torch_index)
     if [ -n "$index" ] && [[ $missing == torch==* ]]; then # if that fails, the default wheels will do
-        "$python" -m pip install --quiet --timeout 5 --retries 0 --index-url "$index" "${missing%%$'\n'*}" &>/dev/null || true
+        "${install[@]}" --timeout 5 --retries 0 --index-url "$index" "${missing%%$'\n'*}" &>/dev/null || true
     fi
     # shellcheck disable=SC2086 # one argument for each requirement
-    "$python" -m pip install --quiet $missing >&2 || fail "pip failed, see above; then run $0 again"
-    meets "$python" "$@" || fail "pip has put packages elsewhere: see $python -m pip config list"
+    "${install[@]}" $missing >&2 || fail "pip failed, see above; then run $0 again"
+    meets "$@" || fail "pip has put packages elsewhere: see $python -m pip config list"
 }
 
 find_python() { # EXTRA...
     python=${PYTHON:-python3}
     [ -z "${PYTHON:-}" ] || lacks "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is not Python 3.11 or newer"
-    meets "$python" "$@" && return
+    meets "$@" && return
     python=.venv/bin/python
-    meets "$python" "$@" && return
+    meets "$@" && return
     trap 'exit 130' INT # pip ends with 1 when it is interrupted, as if it had failed
     make_environment "$@" 9<speedrun/environment.sh
     trap - INT

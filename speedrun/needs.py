@@ -30,10 +30,11 @@ PIP = f"{PYTHON} -m pip install"
 
 def is_installed(name: str) -> bool:
     """Tell whether a package is there. Its version does not matter, but torch must not be too old."""
-    version = None
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError, KeyError):
-        version = importlib.metadata.version(name)  # None or a KeyError where pip was killed
-    return version is not None and (name != "torch" or tuple(map(int, version.split(".")[:2])) >= OLDEST_TORCH)
+    try:
+        version = importlib.metadata.version(name) or ""  # none where pip was killed
+    except (importlib.metadata.PackageNotFoundError, KeyError):
+        return False
+    return bool(version) and (name != "torch" or tuple(map(int, version.split(".")[:2])) >= OLDEST_TORCH)
 
 
 def missing(*extras: str) -> list[str]:
@@ -52,8 +53,6 @@ def packages(*extras: str) -> Iterator[None]:
     path = Path(sys.argv[0])
     program = f"python -m {path.parent.name}" if path.name == "__main__.py" else path.name
     try:
-        if sys.platform == "win32":
-            sys.exit(f"{program}: Windows is not supported: start this in WSL")
         if sys.version_info < (3, 11):  # noqa: UP036
             raise ImportError(f"Python {platform.python_version()} is older than 3.11")
         yield

@@ -83,15 +83,17 @@ def outcome(capfd, corpus, monkeypatch):
         ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has tokens up to 50256, not of 257"),
         ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: another number, or --preset nano --batch_tokens 384"),
         ("CXX=/none --compile", "torch.compile finds no /none (CXX): Debian, Ubuntu: apt install g++"),
-        ("--preset gpt2 --no-mlp_fp8", "--no-mlp_fp8: this is called layers_fp8 now"),
         ("--canon_file none.bin", "--canon_file none.bin: not a file of 257 tokens; --canon_file= goes without"),
         ("--cooldown_frac inf", "--cooldown_frac inf: expected a number of at most 2147483647"),
         ("--init_from none.pt", "none.pt: not a sound model of this script: there is no such file"),
+        ("--train_files {tmp}/pipe", "{tmp}/pipe: not a regular file"),
+        ("TORCHINDUCTOR_CACHE_DIR=/c\td --compile", "where a path has a space, as /c\td: set TORCHINDUCTOR_CACHE_DIR"),
         ("--train_seq_len 72 --batch_tokens 144", "do not fit each other: RuntimeError: shape '[-1, 16]'"),
     ],
 )
 def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, monkeypatch, argv, message):
     (tmp_path / "short.bin").write_bytes((corpus / "val_000000.bin").read_bytes()[:-1])
+    os.mkfifo(tmp_path / "pipe")
     argv, message = (text.format(tmp=tmp_path, corpus=corpus) for text in (argv, message))
     variable, is_set, rest = argv.partition("=")
     if is_set and variable.isupper():
@@ -269,6 +271,8 @@ def test_run_sh(corpus, tmp_path):
     flags = [*SMALL, f"--train_files={corpus}/train_*.bin", f"--val_files={corpus}/val_*.bin", f"--log_dir={tmp_path}"]
     done = program("./run.sh", *flags, "--foo", "3")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    done = program("bash", "-c", "./run.sh --help | head -n 1")
+    assert (done.stdout.count("\n"), done.stderr) == (1, "")
     (tmp_path / "run").symlink_to(ROOT / "run.sh")
     done = program(tmp_path / "run", *flags, cwd=tmp_path, NPROC="2", PYTHONSAFEPATH="1")
     assert (done.returncode, "val_loss" in done.stdout) == (0, True)
@@ -287,7 +291,7 @@ def test_wheels_of_torch_suit_the_driver(machine, prints, wheels):
 
 @pytest.mark.slow
 def test_environment_is_made_once_and_completed(tmp_path):
-    """With pip itself and a package of one file, from a folder; a user's setting sends packages elsewhere."""
+    """With pip itself and a package of one file, from a folder; a user's settings send packages elsewhere."""
     folder = tmp_path / "a clone"
     (folder / "speedrun").mkdir(parents=True)
     for name in ("speedrun/needs.py", "speedrun/environment.sh", "pyproject.toml"):
@@ -298,7 +302,10 @@ def test_environment_is_made_once_and_completed(tmp_path):
         wheel.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
         wheel.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr("tiny-1.0.dist-info/RECORD", "tiny.py,,\n")
-    pip = dict(PIP_USER="1", PIP_NO_INDEX="1", PIP_FIND_LINKS=str(tmp_path))
+    elsewhere = f"target = {tmp_path}/elsewhere\nprefix = {tmp_path}/elsewhere\n"
+    (tmp_path / "pip.conf").write_text(f"[global]\nfind-links = {tmp_path}\nno-index = true\n[install]\n{elsewhere}")
+    pip = dict(PIP_CONFIG_FILE=f"{tmp_path}/pip.conf", PIP_REQUIRE_VIRTUALENV="1", PIP_DRY_RUN="1", PIP_FIND_LINKS="")
+    pip |= dict.fromkeys(("PIP_TARGET", "PIP_PREFIX", "PIP_ROOT"), f"{tmp_path}/elsewhere") | dict(PIP_USER="1")
     script = "set -euo pipefail; source speedrun/environment.sh; find_python; echo $python $GOMP_SPINCOUNT"
 
     def start(**env: str) -> tuple[int, str, str]:
@@ -313,4 +320,5 @@ def test_environment_is_made_once_and_completed(tmp_path):
     metadata.unlink()  # pip writes it last, so it is missing where pip was killed
     assert start()[:2] == (0, ".venv/bin/python 10000\n")
     assert metadata.exists()
+    assert not (tmp_path / "elsewhere").exists()
     assert start(PYTHON="/nowhere") == (2, "", "run.sh: PYTHON=/nowhere is not Python 3.11 or newer\n")

@@ -74,7 +74,7 @@ def start(hub, tmp_path):
     """Return a function that starts the script; its cache is `tmp_path`/home, its shards go to `tmp_path`/out."""
     env = {name: value for name, value in os.environ.items() if not name.upper().startswith("HF_")}
     env |= dict(HF_ENDPOINT=f"http://127.0.0.1:{hub.server_port}", HF_HOME=f"{tmp_path}/home", NO_PROXY="127.0.0.1")
-    env["HF_HUB_DISABLE_TELEMETRY"] = "1"
+    env |= dict(HF_HUB_DISABLE_TELEMETRY="1", PYTHONSAFEPATH="1")
     command = [sys.executable, cached_fineweb10B.__file__, "--out", tmp_path / "out"]
 
     def start(*arguments, max_bytes: int = resource.RLIM_INFINITY, **variables) -> subprocess.Popen:

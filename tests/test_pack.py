@@ -294,8 +294,9 @@ def test_what_is_left_out_or_odd_is_counted_and_named(texts_folder, tmp_path):
         "x.csv": b"",
     }.items():
         (texts_folder / name).write_bytes(text)
+    env = os.environ | dict(PYTHONSAFEPATH="1")
     command = [sys.executable, pack_text.__file__, "texts", "texts/a.ndjson", "--out", "out", "--separator", "@@"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     assert (done.returncode, {*done.stderr.splitlines()}) == (
         0,
         {
