@@ -87,7 +87,7 @@ def outcome(capfd, corpus, monkeypatch):
         ("--cooldown_frac inf", "--cooldown_frac inf: expected a number of at most 2147483647"),
         ("--init_from none.pt", "none.pt: not a sound model of this script: there is no such file"),
         ("--train_files {tmp}/pipe", "{tmp}/pipe: not a regular file"),
-        ("TORCHINDUCTOR_CACHE_DIR=/c\td --compile", "where a path has a space, as /c\td: set TORCHINDUCTOR_CACHE_DIR"),
+        ("TORCHINDUCTOR_CACHE_DIR=/c\td --compile", "where a path has a space, as /c?d: set TORCHINDUCTOR_CACHE_DIR"),
         ("--train_seq_len 72 --batch_tokens 144", "do not fit each other: RuntimeError: shape '[-1, 16]'"),
     ],
 )
