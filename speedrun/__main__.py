@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from speedrun import logs, needs, process, proof, publish, race, rules, tried
-from speedrun.logs import RECORDS, ToolError
+from speedrun import needs, process, proof, publish, race, rules, store, tried
+from speedrun.logs import Log, ToolError, printable
 from speedrun.needs import PYTHON
 
 INTRODUCTION = (
@@ -47,7 +47,7 @@ def command(text: str, *arguments: tuple, **settings: str) -> Callable:
 def say(text: str, stream: TextIO) -> None:
     """Print without the control characters that names, scripts and logs may hold."""
     if text:
-        print(logs.printable(text), file=stream, flush=True)
+        print(printable(text), file=stream, flush=True)
 
 
 @command(
@@ -80,12 +80,12 @@ def command_tried(args: argparse.Namespace) -> Outcome:
     arg("b", metavar="B"),
 )
 def command_diff(args: argparse.Namespace) -> Outcome:
-    names = args.a or str(args.root.parent / "train_gpt.py"), args.b
-    lines, removed, added = logs.diff(*(logs.read_script(name, args.root) for name in names))
+    names = args.a or str(args.root.parent / store.SCRIPT), args.b
+    lines, removed, added = store.diff(*(store.read_script(name, args.root) for name in names))
     say(f"{removed} lines removed, {added} added", sys.stderr)
     if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
         return "\n".join(lines), 0
-    for line in map(logs.printable, lines):
+    for line in map(printable, lines):
         print(f"\033[{COLORS[line[0]]}m{line}\033[0m" if line[:1] in COLORS else line)
     return "", 0
 
@@ -96,9 +96,9 @@ def command_diff(args: argparse.Namespace) -> Outcome:
     arg("--target", type=float, metavar="LOSS", help="(default: that of the logs' track, if they state it)"),
 )
 def command_stats(args: argparse.Namespace) -> Outcome:
-    found = logs.read_logs(args.logs, args.root)
-    logs.require_one_experiment(found)
-    track, target = rules.TRACKS.get(found[0].track or ""), args.target
+    found = store.read_logs(args.logs, args.root)
+    rules.require_one_experiment(found)
+    track, target = store.TRACKS.get(found[0].track or ""), args.target
     if track and target is None:
         if problem := rules.validation_problem(found[0], track):
             raise ToolError(f"{found[0].path}: {problem}; or name the target of its own: --target LOSS")
@@ -124,9 +124,9 @@ def command_verify(args: argparse.Namespace) -> Outcome:
     if args.against:
         if len(args.records) != 1:
             raise ToolError("--against takes one log; name it")
-        told, follows = proof.against_public(logs.Log(Path(args.records[0])), args.against)
+        told, follows = proof.against_public(Log(Path(args.records[0])), args.against)
         return told, int(not follows)
-    folders = [logs.find_record(name, args.root) for name in args.records] or logs.lineage(args.root)
+    folders = [store.find_record(name, args.root) for name in args.records] or store.lineage(args.root)
     verdicts = [rules.verify(folder, args.root) for folder in folders]
     return "\n".join(map(str, verdicts)) or "no records yet", int(any(verdict.failures for verdict in verdicts))
 
@@ -141,40 +141,27 @@ def command_table(args: argparse.Namespace) -> Outcome:
     return f"{args.root / 'README.md'} {wrong if differs else 'is up to date'}", int(differs and args.check)
 
 
-NEW = (
+@command(
+    "From a race to a pull request: make the record's folder, after the newest, from finished logs of one script; "
+    "write boards and picture; verify; say what is left. Run it again after each change; it goes on with the folder.",
     arg("name", metavar="NAME"),
-    arg("logs", metavar="LOG", nargs="*"),
+    arg("logs", nargs="*", metavar="LOG"),
     arg("--date", type=datetime.date.fromisoformat, default=datetime.date.today(), help="(default: today)"),
     arg("--race", type=Path, metavar="FILE", help="race.json against the record before, to be stored, too"),
 )
-
-
-@command("Make a record's folder, after the newest record, from finished logs of one script.", *NEW)
-def command_new(args: argparse.Namespace) -> Outcome:
-    folder = publish.new_record(args.name, args.logs, args.root, args.date, args.race)
-    verdict = rules.verify(folder, args.root)
-    return f"{folder}\nWhat is left to do, as `{PYTHON} -m speedrun verify {logs.name_of(folder)}` says:\n{verdict}", 0
-
-
-@command(
-    "From a race to a pull request: do new, table, plot and verify, and say what is left. Run it again after each "
-    "change; it goes on with the folder that is there.",
-    *NEW,
-)
 def command_submit(args: argparse.Namespace) -> Outcome:
-    mine = [folder for folder in logs.record_folders(args.root) if folder.name.partition("_")[2] == args.name]
+    mine = [folder for folder in store.record_folders(args.root) if folder.name.partition("_")[2] == args.name]
     folder = mine[0] if mine else publish.new_record(args.name, args.logs, args.root, args.date, args.race)
-    verdict, left = rules.verify(folder, args.root), []
-    if verdict.failures:
-        left += str(verdict).splitlines()
+    verdict = rules.verify(folder, args.root)
+    left = str(verdict).splitlines() if verdict.failures else []
     try:
         publish.rewrite_tables(args.root, check_only=False)
         draw([], args.root, None, None)
     except ToolError as error:
         left.append(str(error))
-    script = args.root.parent / "train_gpt.py"
-    if logs.read_script(str(script), args.root)[1] != logs.read_script(str(folder), args.root)[1]:
-        left.append(f"the root is the newest record's script: cp {folder / 'train_gpt.py'} {script}")
+    script, own = args.root.parent / store.SCRIPT, folder / store.SCRIPT
+    if store.read_script(str(script), args.root)[1] != store.read_script(str(own), args.root)[1]:
+        left.append(f"the root is the newest record's script: cp {own} {script}")
     left += [
         "README.md: its rows and figures of the newest record are written by hand",
         "./test.sh, then commit all of it",
@@ -218,7 +205,9 @@ def build_parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, allow_abbrev=False, **settings)
         for names, options in arguments:
             command.add_argument(*names, **options)
-        command.add_argument("--root", type=Path, default=RECORDS, help="folder of the records (default: %(default)s)")
+        command.add_argument(
+            "--root", type=Path, default=store.RECORDS, help="where records are (default: %(default)s)"
+        )
         command.set_defaults(function=function)
     return parser
 

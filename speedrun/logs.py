@@ -1,21 +1,17 @@
-"""Read logs, ours and the public speedrun's, and find records."""
+"""Read logs, ours and the public speedrun's."""
 
-import difflib
+import ast
 import hashlib
 import itertools
 import json
 import re
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from speedrun.process import ROOT
-
 RULE = "=" * 100
-RECORDS = ROOT / "records"
-RECORD_FOLDER = re.compile(r"\d+[a-z]?_[\w.-]+", re.ASCII)  # of a track, in the order of its line
 NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 OTHERS = r"(?: (?!train_loss|val_loss:|train_time|step_avg)\w+:\S+)*"  # fields that some public logs have
 STEP_LINE = re.compile(
@@ -23,15 +19,8 @@ STEP_LINE = re.compile(
     rf" train_time:{NUMBER}(m?s) step_avg:(?:{NUMBER}|nan|inf)ms{OTHERS}\s*"
 )
 HEADER_BYTES, TOKEN_BYTES = 1024, 2  # of a shard
-ODD = (
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    IndexError,
-    OverflowError,
-    RecursionError,
-)  # JSON of another form
+# What JSON of another form raises
+ODD = ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError
 
 
 class ToolError(Exception):
@@ -56,15 +45,27 @@ class Line(NamedTuple):
     train_loss: float | None
     val_loss: float | None
     time: float
+    average: float | None  # of all steps so far
 
     @classmethod
     def of(cls, text: str) -> "Line | None":
         """Read a line of a log; None if it is no step line, or not whole."""
         if (found := STEP_LINE.fullmatch(text)) is None:
             return None
-        train_loss, val_loss = (None if found[i] is None else float(found[i]) for i in (3, 4))
+        train_loss, val_loss, average = (None if found[i] is None else float(found[i]) for i in (3, 4, 7))
         time = float(found[5]) * (1000 if found[6] == "s" else 1)
-        return cls(int(found[1]), int(found[2]), train_loss, val_loss, round(time, 6))
+        return cls(int(found[1]), int(found[2]), train_loss, val_loss, round(time, 6), average)
+
+
+def read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def read_json(path: Path) -> dict:
+    try:
+        return dict(json.loads(read_text(path)))
+    except ODD as error:
+        raise ToolError(f"{path}: no JSON object ({shown(str(error))}); take the file as it was written") from None
 
 
 def digest(script: str) -> str:
@@ -72,38 +73,47 @@ def digest(script: str) -> str:
     return hashlib.sha256(f"{script}\n".encode()).hexdigest()
 
 
-def without_script(text: str, script: str) -> str:
-    """Return the text of a log of this script with its SHA-256 in its place, as records keep it."""
-    return digest(script) + text[text.find(f"\n{RULE}\n") :]
+def nodes_of(script: str) -> Iterator[ast.AST]:
+    """Walk over all nodes of a script. Raise ToolError if Python cannot read it."""
+    try:
+        return ast.walk(ast.parse(script))
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:  # the latter two: nested too deeply
+        told = shown(str(error) or type(error).__name__)
+        raise ToolError(f"is not one Python script ({told}); take the one that ran") from None
 
 
-def script_of(log: Path, text: str) -> str:
-    """Return the script that a log begins with. A record's log states its SHA-256, and the script lies beside it."""
-    text, beside = text.rstrip("\n"), log.with_name("train_gpt.py")
-    if re.fullmatch("[0-9a-f]{64}", text) and beside.is_file():
-        script = read_text(beside).rstrip("\n")
-        if digest(script) == text:
-            return script
-    return text
+def near(value: float, other: float, by: float) -> float:
+    """Return the value where another is that but for rounding, or else the other."""
+    return value if abs(value - other) <= by else other
 
 
-def has_packed_batches(configuration: dict) -> bool:
-    """Return whether documents or growing batches decide where a batch begins."""
+def batch_factors(configuration: dict) -> tuple[list[float], bool]:
+    """Return the factors on the batch, and whether documents or factors decide where a batch begins."""
     if configuration.get("stages"):  # rows of share, batch, max_doc_len and others
-        return any(row[1:3] != [1, 0] for row in configuration["stages"])
-    lengths, factors = configuration.get("max_doc_len"), configuration.get("batch_factors")  # of older scripts
-    return lengths not in (None, 0, [0]) or factors not in (None, [1])
+        return [float(row[1]) for row in configuration["stages"]], any(
+            row[1:3] != [1, 0] for row in configuration["stages"]
+        )
+    lengths, factors = configuration.get("max_doc_len"), configuration.get("batch_factors") or [1]  # of older scripts
+    return [*map(float, factors)], lengths not in (None, 0, [0]) or factors != [1]
 
 
 class Log:
-    """A log. What it does not state is None, and a number 0; train_shards are (name, tokens)."""
+    """A log. What it does not state is None, and a number 0; train_shards are (name, tokens).
 
-    def __init__(self, path: Path):
-        """Raise ToolError where the file is no log, or holds a line that no run wrote."""
-        source, *rest = re.split(f"^{RULE}$\n?", read_text(path), flags=re.MULTILINE)
+    It begins with its script. A record's log has the script's SHA-256 instead, and `source` is empty.
+    """
+
+    def __init__(self, path: Path, text: str | None = None):
+        """Read the file, or this text of it. Raise ToolError if it is no log, or holds a line that no run wrote."""
+        text = read_text(path) if text is None else text
+        source, *rest = re.split(f"^{RULE}$\n?", text, flags=re.MULTILINE)
         if len(rest) < 2:
             raise ToolError(f"{path}: not a log, or cut short: a log has two lines of 100 '='; name the .txt of a run")
-        self.path, self.name, self.source, self.text = path, path.name, script_of(path, source), "\n".join(rest)
+        is_stated = re.fullmatch("[0-9a-f]{64}\n", source)
+        self.source = "" if is_stated else source.rstrip("\n")
+        self.sha256 = source.strip() if is_stated else digest(self.source)
+        self.path, self.name, self.text = path, path.name, "\n".join(rest)
+        self.stored = f"{self.sha256}\n{text[len(source) :]}"  # as records keep it
         ended = re.search(r"^(?:stopped:|interrupted:|resumed).*", self.text, re.MULTILINE)
         self.ended = ended and ended[0].strip()  # says that this is not one whole run
         self.lines = self.read_lines("\n".join(rest[1:]))
@@ -116,7 +126,8 @@ class Log:
             self.batch_tokens, self.train_seq_len, self.cpu_threads = (
                 int(self.configuration.get(name) or 0) for name in names
             )
-            self.is_packed = has_packed_batches(self.configuration)
+            factors, self.is_packed = batch_factors(self.configuration)
+            self.largest_batch = int(max(factors) * self.batch_tokens)
         except ODD as error:
             why = shown(repr(error))
             raise ToolError(f"{path}: its configuration, flags or environment are odd ({why}): run it again") from None
@@ -198,8 +209,8 @@ class Log:
         return statistics.median_grouped(steps, 1) if steps else None
 
     @property
-    def incomplete(self) -> str | None:
-        """Say why this is not the log of a whole run, or return None."""
+    def problem(self) -> str | None:
+        """Say why this is not the log of one whole run that agrees with itself, or return None."""
         last, steps = self.lines[-1], [line.step for line in self.training]
         if self.ended is not None:
             return f"has the line {shown(self.ended)}: not one whole run; run it again"
@@ -208,166 +219,28 @@ class Log:
         # Public logs may have lines of validations alone
         if (steps or self.configuration) and (len(steps) < last.total or steps != [*range(1, last.total + 1)]):
             return f"lacks a step line of 1 to {last.total}, or has one twice; run it again"
+        for before, line in itertools.pairwise(self.lines):
+            if line.time < before.time:
+                return f"train_time falls at step {line.step}: the clock went wrong; run it again"
+        for what, one, other in self.stated_twice() if self.configuration else ():
+            if str(one) != str(other):
+                return f"says {what} {shown(str(one))} and {shown(str(other))}; take the log as it was, or run it again"
         return None
 
-
-def read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
-
-
-def read_json(path: Path) -> dict:
-    try:
-        return dict(json.loads(read_text(path)))
-    except ODD as error:
-        raise ToolError(f"{path}: no JSON object ({shown(str(error))}); take the file as it was written") from None
-
-
-class Card(NamedTuple):
-    """What record.json says of a record: rules.py has the kinds, `evidence` belongs to some of them."""
-
-    date: str
-    what: str
-    kind: str
-    after: str | None
-    ranked: bool
-    evidence: str = ""
-
-
-def read_card(folder: Path) -> Card:
-    path = folder / "record.json"
-    found = read_json(path) if path.is_file() else {}
-    try:
-        card = Card(**found)
-        if all(isinstance(value, str) for value in (card.date, card.what, card.kind, card.after or "", card.evidence)):
-            return card
-    except TypeError:
-        pass
-    raise ToolError(f"{path}: needs date, what, kind, after (null: none) and ranked (true or false); write it")
-
-
-def record_folders(root: Path) -> list[Path]:
-    """Return the records of all tracks by name."""
-    return sorted(path for path in root.glob("*/*") if path.is_dir() and RECORD_FOLDER.fullmatch(path.name))
-
-
-def name_of(folder: Path) -> str:
-    """Name a record by its track and folder."""
-    return f"{folder.parent.name}/{folder.name}"
-
-
-def lineage(root: Path) -> list[Path]:
-    """Return all records in order: "after" in record.json names the record before; the first one has none."""
-    line, followers = list[Path](), dict[str | None, Path]()
-    for folder in record_folders(root):
-        before = read_card(folder).after
-        if before in followers:
-            names = f"{name_of(followers[before])} and {name_of(folder)}"
-            raise ToolError(f"{names} both come after {before or 'none'}: mend after in a record.json")
-        followers[before] = folder
-    while (before := name_of(line[-1]) if line else None) in followers:
-        line.append(followers.pop(before))
-    if followers:
-        names = ", ".join(map(name_of, followers.values()))
-        raise ToolError(f"{names}: no line leads there from the first record: mend after in record.json")
-    return line
-
-
-def rivals(line: Sequence[Path], board: str) -> list[tuple[str, str]]:
-    """Return name and script of those that a record after `line` may race: the newest on its board, and the newest."""
-    ranked = [folder for folder in line if is_on_board(folder, board)]
-    return [read_script(str(folder), folder.parent) for folder in dict.fromkeys([*ranked[-1:], *line[-1:]])]
-
-
-def board_of(log: Log) -> str:
-    """Name the leaderboard of a log: its track and, as gpt2 has one for each kind of machine, the hardware."""
-    if log.track != "gpt2":
-        return log.track or "unknown track"
-    is_node = re.match(r"8x NVIDIA H100\b", log.hardware or "")
-    return "gpt2 on 8xH100" if is_node else f"gpt2 on {log.hardware or 'unknown hardware'}"
-
-
-def is_on_board(folder: Path, board: str) -> bool:
-    """Return whether a record is timed on a leaderboard whose name begins with `board`."""
-    return read_card(folder).ranked and all(board_of(Log(path)).startswith(board) for path in log_paths(folder)[:1])
-
-
-def find_record(name: str, root: Path) -> Path:
-    """Return the record of this number or name, or the only one whose name has it as a part, in any letters.
-
-    Names of before, with a date, will do, and any folder with logs that is named by its path.
-    """
-    path = Path(name)
-    if path.is_dir() and (RECORD_FOLDER.fullmatch(path.name) or log_paths(path)):
-        return path
-    folders, wanted = record_folders(root), name.lower().removesuffix("/train_gpt.py").rstrip("/").rpartition("/")[2]
-    wanted = re.sub(r"^\d{4}-\d{2}-\d{2}_", "", wanted)
-    exact = [path for path in folders if wanted in (path.name.lower(), *path.name.lower().split("_", 1))]
-    found = exact or [path for path in folders if wanted in path.name.lower()]
-    if len(found) == 1:
-        return found[0]
-    names = ", ".join(map(name_of, found or folders)) or "none"
-    problem = f"is part of {len(found)} names" if found else f"is neither a file nor a record in {root}"
-    raise ToolError(f"{shown(name)} {problem}; name one of: {names}")
-
-
-def log_paths(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.txt"))
-
-
-def record_logs(folder: Path) -> list[Log]:
-    logs = [Log(path) for path in log_paths(folder)]
-    if not logs:
-        raise ToolError(f"{folder.name} has no logs: name another record, or put the .txt of its runs there")
-    return logs
-
-
-def read_logs(names: Iterable[str], root: Path) -> list[Log]:
-    """Read the logs that `names` name: files, or records with all of theirs."""
-    logs = []
-    for name in names:
-        logs += [Log(Path(name))] if Path(name).is_file() else record_logs(find_record(name, root))
-    return logs
-
-
-def read_script(name: str, root: Path) -> tuple[str, str]:
-    """Return a label and the script that `name` names: a record's, a log's, or a file's."""
-    path = Path(name)
-    if not path.is_file():
-        folder = find_record(name, root)
-        return name_of(folder), read_text(folder / "train_gpt.py").rstrip("\n")
-    text = read_text(path)
-    return str(path), script_of(path, text.split(f"\n{RULE}\n")[0])
-
-
-def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:
-    """Return the unified diff of two (label, script), and how many lines it removes and adds."""
-    lines = list(difflib.unified_diff(a[1].split("\n"), b[1].split("\n"), a[0], b[0], lineterm=""))
-    removed, added = (sum(line.startswith(sign) for line in lines[2:]) for sign in "-+")
-    return lines, removed, added
-
-
-def differences(logs: list[Log]) -> Iterator[tuple[str, str]]:
-    """Yield the name of a log, and where its run is not one of the others' experiment with a seed of its own."""
-    for i, log in enumerate(logs):
-        for other in logs[:i]:
-            if log.seed is not None and log.seed == other.seed:
-                yield log.name, f"has seed {log.seed}, as {other.name} has; leave one out, or run another --seed"
-            elif log.train_losses and log.train_losses == other.train_losses:
-                yield log.name, f"has all training losses of {other.name}: does the script use its seed?"
-    stated = [log.configuration | {"steps": log.num_steps, "validation tokens": log.val_sha256} for log in logs]
-    for log, mine in zip(logs, stated, strict=True):
-        keys = {key for key in mine | stated[0] if mine.get(key) != stated[0].get(key)} - {"seed", "run_id", "log_dir"}
-        if keys:
-            yield log.name, f"unlike {logs[0].name} in {', '.join(sorted(keys))}; run all with the same flags and data"
-
-
-def require_one_experiment(logs: list[Log]) -> None:
-    """Raise ToolError unless the logs are whole runs of one script and configuration, each with its own seed."""
-    for log in logs:
-        if log.incomplete:
-            raise ToolError(f"{log.path}: {log.incomplete}")
-        if log.source != logs[0].source:
-            both = f"{log.path} and {logs[0].path}"
-            raise ToolError(f"{both} are of different scripts: see `diff`, and name logs of one")
-    for problem in differences(logs):
-        raise ToolError(": ".join(problem))
+    def stated_twice(self) -> Iterator[tuple[str, object, object]]:
+        """Yield what this log states in two places, and both."""
+        flags = dict(re.findall(r"--(seed|run_id|preset|num_iterations)[= ](\S+)", " ".join(self.flags)))
+        yield from ((name, value, self.configuration.get(name)) for name, value in flags.items())
+        yield "seed", self.configuration.get("seed"), self.seed
+        yield "num_iterations", self.configuration.get("num_iterations"), self.num_steps
+        yield from ((f"total of step {line.step}", line.total, self.num_steps) for line in self.lines)
+        for line in self.lines:
+            if line.average is not None:
+                yield (
+                    f"ms at step {line.step}",
+                    line.time,
+                    near(line.time, line.average * line.step, 1 + line.step / 150),
+                )
+        if end := re.search(rf"^val_loss {NUMBER} after {NUMBER} s\b", self.text, re.MULTILINE):
+            yield "val_loss", self.val_loss, float(end[1])
+            yield "ms at the end", self.train_time, near(self.train_time, float(end[2]) * 1000, 6)

@@ -9,10 +9,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from speedrun import logs
-from speedrun.logs import Log, ToolError, board_of, find_record, log_paths, printable, record_logs
-from speedrun.race import short_name
-from speedrun.rules import TRACKS, board_order, validation_problem
+from speedrun.logs import ODD, Log, ToolError, printable, read_json
+from speedrun.rules import validation_problem
+from speedrun.store import (
+    CURVE,
+    TRACKS,
+    board_of,
+    board_order,
+    find_record,
+    lineage,
+    logs_of,
+    read_card,
+    record_logs,
+    short_name,
+)
 
 # Target or None; lists over the steps at which all logs have a loss: mean time in s; mean, lowest and highest loss
 Curve = namedtuple("Curve", "name track target steps seconds mean low high is_training", defaults=[False])
@@ -49,10 +59,10 @@ def labels_of(paths: Sequence[Path]) -> list[str]:
 
 def read_result(path: Path) -> Curve:
     """Read what plain_gpt.py printed of its run on the nano track."""
-    found = logs.read_json(path)
+    found = read_json(path)
     try:
         curve = {int(step): (float(loss), float(ms)) for step, loss, ms in found["val_curve"]}
-    except logs.ODD:
+    except ODD:
         raise ToolError(f"{path}: has no val_curve of [step, loss, ms], as plain_gpt.py prints it") from None
     return curve_of(ANCHOR, ("nano", TRACKS["nano"].target), [curve])
 
@@ -69,7 +79,7 @@ def training_curve(log: Log, smoothing: int) -> dict[int, tuple[float, float]]:
 def curves_of_one(path: Path, label: str, with_training: bool) -> Iterator[Curve]:
     """Yield the curve of a record or log, or that of training losses, too, where there is at most one validation.
 
-    Where a record has logs in a folder `curve`, they give its losses, on the clock of its race.
+    Where a record has logs whose names begin with `curve`, they give its losses, on the clock of its race.
     """
     logs = [Log(path)] if path.is_file() else record_logs(path)
     last = max(log.lines[-1].step for log in logs)
@@ -78,7 +88,7 @@ def curves_of_one(path: Path, label: str, with_training: bool) -> Iterator[Curve
             told = f"{log.path}: ends at step {step} of {log.num_steps}{': left out' if step < last else ''}"
             print(printable(told), file=sys.stderr)
     logs = [log for log in logs if log.lines[-1].step == min(last, log.num_steps)]
-    often = [Log(log) for log in log_paths(path / "curve")]  # runs that validated often, at other times
+    often = [] if path.is_file() else logs_of(path, beside=CURVE)  # runs that validated often, at other times
     track, curves = track_of(logs[0]), [log.curve for log in often or logs]
     if all(curves):
         curve = curve_of(label, track, curves)
@@ -98,7 +108,7 @@ def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
     Say which cannot be drawn.
     """
     curves, paths, labels = list[Curve](), dict[Path, str](), list[str]()
-    for name in names or [str(folder) for folder in logs.lineage(root) if logs.read_card(folder).ranked]:
+    for name in names or [str(folder) for folder in lineage(root) if read_card(folder).ranked]:
         try:
             path = Path(name) if Path(name).is_file() else find_record(name, root)
             paths[path] = short_name(path.name) if path.is_dir() else ""

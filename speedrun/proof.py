@@ -1,19 +1,29 @@
 """Compute from runs whether the target is reached, how many runs that needs, and how wide an interval is."""
 
+import dataclasses
+import json
 import math
+import os
 import statistics
+import string
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
 
-from speedrun.logs import RECORDS, Log, ToolError, read_json
+from speedrun.logs import ODD, Log, ToolError, read_json, shown
+from speedrun.store import RECORDS, TRACKS
 
 ALPHA = 0.01  # a record's p has to be below it
 MIN_PAIRS = 5  # of a race that decides; fewer are a screen
-SLACK = dict(gpt2=0.002, nano=0.005)  # where the interval of a loss difference has to end, so that pairs narrow it
+MAX_SCRIPTS = 26  # of a race, a letter each
+# Races before that day asked of the loss that the lower end of its interval is low enough, and their runs do not say
+# which of how many rounds they are
+OLD_RACES = "2026-11-27"
 FASTER = (
     "A script is faster if the 95% interval of the ratio of train times lies below 1, and that of the difference of "
-    f"losses ends at {SLACK['gpt2']:g} or below (nano: {SLACK['nano']:g})."
+    f"losses ends at {TRACKS['gpt2'].slack:g} or below (nano: {TRACKS['nano'].slack:g})."
 )
 POWER = 0.9
 MAX_RUNS = 1_000
@@ -146,6 +156,127 @@ def told(a: str, b: str, found: dict) -> str:
     lines.append("  val_loss: {}, {:.4f} and {:.4f}".format(interval(loss, "+.4f"), *loss["means"]))
     lines.append("  verdict: " + "; ".join(filter(None, (found["verdict"], found["advice"]))))
     return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Hold a run of the script of this index; times in ms, the step time is the median of the step lines."""
+
+    script: int
+    seed: int
+    val_loss: float
+    train_time: float
+    step_time: float | None = None
+    val_sha256: str | None = None
+    hardware: str | None = None
+
+    def __post_init__(self):
+        if not all(
+            0 < number < 1e15
+            for number in (self.val_loss, self.train_time, 1 if self.step_time is None else self.step_time)
+        ):
+            raise ValueError(f"val_loss {self.val_loss}, train_time {self.train_time}: expected numbers above 0")
+
+
+@dataclass(frozen=True)
+class Script:
+    name: str
+    sha256: str
+    flags: list[str] = field(default_factory=list)  # that it has alone
+
+
+@dataclass
+class Race:
+    """Hold what race.json does. The fields before `note` are its plan, which stays."""
+
+    scripts: list[Script]
+    flags: list[str]
+    pairs: int
+    seed: int
+    nproc_per_node: int
+    note: str = ""
+    date: str = ""
+    runs: list[Run] = field(default_factory=list)
+    comparisons: list[dict] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.own_flags = [*chain(*(script.flags for script in self.scripts))]
+        " ".join([*self.flags, *self.own_flags, *self.hashes, self.note, self.date])  # TypeError where one is no text
+        if not (2 <= len(self.scripts) <= MAX_SCRIPTS and 1 <= self.pairs <= 1000 and 1 <= self.nproc_per_node <= 1024):
+            numbers = f"2 to {MAX_SCRIPTS} scripts, --pairs from 1 to 1000, --nproc_per_node from 1 to 1024"
+            raise ValueError(f"a race needs {numbers}")
+        if not 0 <= self.seed <= 2**31 - self.pairs:
+            raise ValueError(f"--seed {self.seed}: all seeds of a race have to be from 0 to 2^31 - 1")
+
+    @property
+    def plan(self) -> tuple:
+        scripts = [(script.sha256, script.flags) for script in self.scripts]
+        return scripts, self.flags, self.pairs, self.seed, self.nproc_per_node
+
+    @property
+    def hashes(self) -> list[str]:
+        return [script.sha256 for script in self.scripts]
+
+    @property
+    def order(self) -> list[tuple[int, int]]:
+        """Return seed and script of all runs, in the order A B C, C B A, A B C ...; all of a round have one seed."""
+        forwards = range(len(self.scripts))
+        rounds = (forwards[::-1] if i % 2 else forwards for i in range(self.pairs))
+        return [(self.seed + i, script) for i, scripts in enumerate(rounds) for script in scripts]
+
+    def of(self, script: int) -> list[Run]:
+        return [run for run in self.runs if run.script == script]
+
+    def trains(self, preset: str) -> bool:
+        return any(flag.split("=")[-1] == preset for flag in chain(self.flags, self.own_flags))
+
+    @property
+    def slack(self) -> float:
+        return TRACKS["nano" if self.trains("nano") else "gpt2"].slack
+
+    def compared(self) -> Iterator[tuple[tuple[int, int], dict]]:
+        """Compare each script with the next one, and all with the last, as far as they have runs of one seed."""
+        last = len(self.scripts) - 1
+        for a, b in [*((i, i + 1) for i in range(last)), *((i, last) for i in range(last - 1))]:
+            if found := self.compare(self.of(a), self.of(b)):
+                yield (a, b), found
+
+    def compare(self, a: Sequence[Run], b: Sequence[Run]) -> dict:
+        return compare(a, b, self.slack, "low" if self.date < OLD_RACES else "high")
+
+    def run_id(self, seed: int, script: int) -> str:
+        """Name a run; the round lets a reader see that none before it is left out."""
+        number = "" if self.date < OLD_RACES else f"{seed - self.seed + 1}of{self.pairs}-"
+        return f"race-{number}{seed}-{string.ascii_lowercase[script]}"
+
+    def check_order(self, path: Path) -> None:
+        """Raise ToolError unless the runs are the first ones of a race, on the same tokens and one kind of machine."""
+        if [(run.seed, run.script) for run in self.runs] != self.order[: len(self.runs)]:
+            raise ToolError(f"{path}: its runs are not those of a race in order; begin a new race with --out")
+        for what in ("val_sha256", "hardware"):
+            if len({str(getattr(run, what)) for run in self.runs} - {"None"}) > 1:
+                raise ToolError(f"{path}: its runs differ in {what}: race with the same data, on one machine")
+
+    def write(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        beside = path.with_suffix(".part")
+        beside.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(beside, path)
+
+
+def read_race(path: Path) -> Race:
+    found = read_json(path)
+    try:
+        scripts, runs = [Script(**script) for script in found["scripts"]], [Run(**run) for run in found["runs"]]
+        return Race(**found | dict(scripts=scripts, runs=runs))
+    except ODD as error:
+        raise ToolError(f"{path}: not what `race` wrote ({shown(str(error))}); take the file as it was") from None
+
+
+def figures_of(log: Log) -> dict:
+    """Return the fields of Run that a log states; what the run wrote elsewhere does not count."""
+    figures = dict(val_loss=log.val_loss, train_time=log.train_time, step_time=log.step_time or None)
+    return figures | dict(val_sha256=log.val_sha256, hardware=log.hardware)
 
 
 def public_history() -> dict:

@@ -6,22 +6,32 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from speedrun import logs
-from speedrun.logs import (
-    Log,
-    ToolError,
+from speedrun.logs import Log, ToolError, printable, read_text
+from speedrun.needs import PYTHON
+from speedrun.proof import describe, interval, public_history, read_race
+from speedrun.race import modules_beside
+from speedrun.rules import ONE_CARD, record_race, require_one_experiment, sha256_of
+from speedrun.store import (
+    CARD,
+    OLDER,
+    PAGE,
+    RACE,
+    RUNS,
+    SCRIPT,
+    TRACKS,
     board_of,
+    board_order,
+    diff,
+    joined,
     lineage,
     name_of,
-    printable,
     read_card,
-    read_text,
-    require_one_experiment,
+    read_script,
+    record_logs,
+    rivals,
+    short_name,
+    track_of,
 )
-from speedrun.needs import PYTHON
-from speedrun.proof import describe, interval, public_history
-from speedrun.race import FILE, OLDER, modules_beside, older_logs, read_race, record_race
-from speedrun.rules import TRACKS, UNMEASURED, board_order, track_of
 
 BEGIN = "<!-- leaderboards: python -m speedrun table -->"
 END = "<!-- end of leaderboards -->"
@@ -47,7 +57,7 @@ def cell(text: str) -> str:
 
 
 def link(folder: Path) -> str:
-    return f"[{folder.name.partition('_')[2]}]({name_of(folder)})"
+    return f"[{short_name(folder.name)}]({name_of(folder)})"
 
 
 def hardware_of(own: Sequence[Log]) -> str:
@@ -59,7 +69,7 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date,
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise ToolError(f"{name!r} is no name for a record: take letters, digits, '-' and '.'")
     line = lineage(root)
-    if taken := [name_of(path) for path in line if path.name.partition("_")[2].lower() == name.lower()]:
+    if taken := [name_of(path) for path in line if short_name(path.name).lower() == name.lower()]:
         raise ToolError(f"{taken[0]} has that name: choose another, or remove it first")
     if not paths:
         raise ToolError("name the logs of its runs")
@@ -71,16 +81,26 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date,
     before, folder = line[-1] if line else None, root / track_of(own[0]).name / next_name(name, own[0], line)
     what = (race and read_race(race).note) or "<say in one line what it is>"
     card = dict(date=str(date), what=what, kind="idea", after=before and name_of(before), ranked=True)
-    files = {"README.md": page_of(name, own, before), "train_gpt.py": own[0].source + "\n"}
-    files["record.json"] = json.dumps(card, indent=1) + "\n"
-    files |= {log.name: logs.without_script(read_text(log.path), log.source) for log in own}
+    texts = {log.name: log.stored for log in own}
+    files = {PAGE: page_of(name, own, before), SCRIPT: own[0].source + "\n", CARD: json.dumps(card, indent=1) + "\n"}
     if race:
-        others = older_logs(race, line, board_of(own[0]))
-        files |= {FILE: read_text(race)} | {f"{OLDER}/{name}": text for name, text in others.items()}
-    for name, text in files.items():
-        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        texts |= older_logs(race, rivals(line, board_of(own[0])))
+        files[RACE] = read_text(race)
+    folder.mkdir(parents=True)
+    for name, text in (files | {RUNS: joined(texts)}).items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder
+
+
+def older_logs(path: Path, before: Sequence[Path]) -> dict[str, str]:
+    """Return name and text of the logs beside a race.json of the first of these records that was raced."""
+    race = read_race(path)
+    for sha256 in map(sha256_of, before):
+        if sha256 in race.hashes:
+            names = [f"{race.run_id(run.seed, run.script)}.txt" for run in race.of(race.hashes.index(sha256))]
+            paths = filter(Path.is_file, map(path.with_name, names))
+            return {f"{OLDER}/{path.name}": Log(path).stored for path in paths}
+    return {}
 
 
 def next_name(name: str, log: Log, line: Sequence[Path]) -> str:
@@ -102,7 +122,7 @@ def page_of(name: str, own: Sequence[Log], before: Path | None) -> str:
     rows["train time"] = f"mean {times.mean:.2f} s{'' if times.sd is None else f', sd {times.sd:.2f} s'}"
     rows["hardware"] = hardware_of(own)
     if before:
-        _, removed, added = logs.diff(logs.read_script(str(before), before.parent), (name, own[0].source))
+        _, removed, added = diff(read_script(str(before), before.parent), (name, own[0].source))
         rows["script"] = f"{removed} lines removed, {added} added against [{name_of(before)}](../../{name_of(before)})"
     return README.format(name=name, rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()))
 
@@ -139,7 +159,7 @@ def ranked(root: Path) -> Iterator[tuple[str, Path, list[Log], str, float | None
         if not read_card(folder).ranked:
             continue
         try:
-            own, ratio = logs.record_logs(folder), ""
+            own, ratio = record_logs(folder), ""
             require_one_experiment(own)
             board = board_of(own[0])
             before, product = newest.get(board, ("", 1.0))
@@ -165,9 +185,9 @@ def leaderboards(root: Path) -> str:
     for board in sorted(boards, key=board_order):
         target = TRACKS[board.split()[0]].target
         parts += [f"### {cell(board)}: at most {target}, measured here", markdown(head, boards[board])]
-    if untimed := [folder for folder in lineage(root) if read_card(folder).kind == UNMEASURED]:
-        rows = [[link(folder), cell(read_card(folder).what)] for folder in untimed]
-        parts += ["### gpt2: unmeasured, nobody has timed these", markdown("record|what", rows)]
+    if unranked := [folder for folder in lineage(root) if read_card(folder).kind == ONE_CARD]:
+        rows = [[link(folder), cell(read_card(folder).what)] for folder in unranked]
+        parts += [f"### gpt2: {ONE_CARD}, no whole run", markdown("record|what", rows)]
     public = public_history()
     source = f"[{public['credit']}]({public['url']})"
     parts.append(f"### Public history, {public['hardware']}: figures of {source}, not measured here")

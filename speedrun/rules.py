@@ -6,55 +6,56 @@ import hashlib
 import itertools
 import os
 import re
-from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from speedrun import logs
-from speedrun.logs import (
-    Card,
-    Log,
-    ToolError,
-    board_of,
-    is_on_board,
-    log_paths,
-    read_script,
-    read_text,
-    shown,
-)
+from speedrun.logs import HEADER_BYTES, TOKEN_BYTES, Log, ToolError, digest, nodes_of, read_text, shown
 from speedrun.needs import PYTHON
 from speedrun.process import ROOT
-from speedrun.proof import ALPHA, Sample, describe, public_history, standing
-from speedrun.race import FILE, OLDER, ON_ONE_GPU, SAME_TRAINING, record_race, too_different
+from speedrun.proof import (
+    ALPHA,
+    MIN_PAIRS,
+    Race,
+    Run,
+    Sample,
+    describe,
+    figures_of,
+    public_history,
+    read_race,
+    standing,
+)
+from speedrun.store import (
+    HISTORY,
+    OLDER,
+    PAGE,
+    RACE,
+    RUNS,
+    SCRIPT,
+    TRACKS,
+    Card,
+    Track,
+    board_of,
+    diff,
+    is_on_board,
+    lineage,
+    logs_of,
+    name_of,
+    read_card,
+    read_script,
+    rivals,
+    short_name,
+    texts_of,
+    track_of,
+)
 
 PLACEHOLDER = re.compile("<say[^>]*>?")
 COMPILER_SETTING = re.compile(
     r"\b_(inductor|dynamo)\b(?!\.utils)|\bTORCH(INDUCTOR|DYNAMO|_COMPILE)(?!_COMPILE_THREADS|_CACHE_DIR)\w*"
 )
 HARMLESS = {"TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR"}  # variables of the compiler
-UNMEASURED = "speed, unmeasured"  # the kind of a record of several ideas for speed that nobody has timed
-IN_HISTORY = "idea, after a step in the history"  # that step is its evidence
-
-# target: a mean validation loss in nats; val_sha256 None: no hash is known to this tool yet
-Track = namedtuple("Track", "name target val_tokens val_sha256 shard_name shard_tokens max_threads")
-NANO_VAL = "e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33"
-NANO_SHARD = "c468b0dbbe20b2eb747b07e8c3667cf914c15c64686145fc1bf28cc8d3614497"  # SHA-256 of the training shard
-TRACKS = {
-    "nano": Track("nano", 1.45, 262_144, NANO_VAL, "nano_train_{:06d}.bin", 43_511_879, max_threads=2),
-    "gpt2": Track("gpt2", 3.28, 10_485_760, None, "fineweb_train_{:06d}.bin", 100_000_000, max_threads=None),
-}
-
-
-def track_of(log: Log) -> Track:
-    if log.track not in TRACKS:
-        what = f"preset {shown(log.track)} is no track" if log.track else "states no preset, so no track"
-        raise ToolError(f"{log.path}: {what}; the tracks are {', '.join(TRACKS)}")
-    return TRACKS[log.track]
-
-
-def board_order(board: str) -> tuple[bool, bool, str]:
-    return board != "nano", board != "gpt2 on 8xH100", board
+ONE_CARD = "measured on one card"  # the kind of ideas for speed that have no whole run yet
+MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 
 
 def hardware_problem(log: Log) -> str | None:
@@ -69,14 +70,13 @@ def compiler_flags(source: str) -> Iterator[str]:
     for found in COMPILER_SETTING.finditer(source):
         yield f"line {source.count(chr(10), 0, found.start()) + 1} uses {found[0]}"
     try:
-        nodes = ast.walk(ast.parse(source))
-    except (SyntaxError, ValueError) as error:
-        yield f"is not one Python script ({shown(str(error))})"
-        return
-    for node in nodes:
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.compile":
-            words = [word.arg or "**" for word in node.keywords if word.arg not in ("fullgraph", "dynamic")]
-            yield from (f"line {node.lineno} uses torch.compile({word}=)" for word in words)
+        for node in nodes_of(source):
+            match node:
+                case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="compile"), keywords=words):
+                    names = [word.arg or "**" for word in words if word.arg not in ("fullgraph", "dynamic")]
+                    yield from (f"line {node.lineno} uses torch.compile({name}=)" for name in names)
+    except ToolError as error:
+        yield str(error)
 
 
 @dataclass
@@ -95,22 +95,16 @@ class Verdict:
         for (name, problem), *others in kinds.values():
             more = len({other for other, _ in others} - {name})
             name = f"{more + 1} logs, first {name}" if more else name
-            lines.append(f"FAIL {logs.name_of(self.folder)}: {f'{name}: ' if name else ''}{problem}")
-        return "\n".join(lines or [f"ok {logs.name_of(self.folder)}: {self.summary}"])
+            lines.append(f"FAIL {name_of(self.folder)}: {f'{name}: ' if name else ''}{problem}")
+        return "\n".join(lines or [f"ok {name_of(self.folder)}: {self.summary}"])
 
 
-def clock_problems(log: Log) -> Iterator[str]:
-    for before, line in itertools.pairwise(log.lines):
-        if line.time < before.time:
-            fall = f"train_time falls from {before.time:.0f} to {line.time:.0f} ms at step {line.step}"
-            yield f"{fall}: the clock went wrong; run it again"
-            return
+def allowed_flags(track: Track, is_one_gpu: bool) -> set[str]:
+    return {f"--{name}" for name in track.flags + track.flags_on_one_gpu * is_one_gpu}
 
 
 def flag_problems(log: Log) -> Iterator[str]:
-    allowed = {*SAME_TRAINING, "--seed", "--log_dir", "--run_id"}
-    if board_of(log) not in ("nano", "gpt2 on 8xH100"):
-        allowed |= ON_ONE_GPU
+    allowed = allowed_flags(track_of(log), board_of(log) != "gpt2 on 8xH100") | {"--seed", "--log_dir", "--run_id"}
     for name in [flag.partition("=")[0] for flag in log.flags if flag.startswith("--")]:
         if name not in allowed:
             yield f"has the flag {name}: put settings into the script, run it without"
@@ -119,20 +113,20 @@ def flag_problems(log: Log) -> Iterator[str]:
 @functools.cache
 def nano_shard() -> bytes:
     """Return the tokens of the nano track's training shard, or nothing if data/nano lacks it."""
-    path = ROOT / "data" / "nano" / TRACKS["nano"].shard_name.format(0)
+    path = ROOT / "data" / "nano" / TRACKS["nano"].shard.format(0)
     data = path.read_bytes() if path.is_file() else b""
-    return data[logs.HEADER_BYTES :] if hashlib.sha256(data).hexdigest() == NANO_SHARD else b""
+    return data[HEADER_BYTES:] if hashlib.sha256(data).hexdigest() == TRACKS["nano"].shard_sha256 else b""
 
 
 def training_tokens(log: Log) -> str | None:
     """Return what a log should state of its training tokens, or None where this tool cannot know."""
     length, total = log.train_seq_len, log.batch_tokens * log.num_steps
     shard = nano_shard() if log.track == "nano" and not log.is_packed else b""
-    if length < 1 or not 0 < total * logs.TOKEN_BYTES < len(shard):
+    if length < 1 or not 0 < total * TOKEN_BYTES < len(shard):
         return None
-    size, digest = length * logs.TOKEN_BYTES, hashlib.sha256()
-    for begin in range(0, total * logs.TOKEN_BYTES, size):  # with the last target, which begins the next one
-        digest.update(shard[begin : begin + size + logs.TOKEN_BYTES])
+    size, digest = length * TOKEN_BYTES, hashlib.sha256()
+    for begin in range(0, total * TOKEN_BYTES, size):  # with the last target, which begins the next one
+        digest.update(shard[begin : begin + size + TOKEN_BYTES])
     return f"{total}, sha256 {digest.hexdigest()}"
 
 
@@ -140,39 +134,39 @@ def validation_problem(log: Log, track: Track) -> str | None:
     """Say that the losses are of other tokens than the target, or return None."""
     if log.val_tokens != track.val_tokens:
         return f"validates on {log.val_tokens} tokens, the track on {track.val_tokens}; run it without --val_tokens"
-    if track.val_sha256 not in (None, log.val_sha256):
+    if track.val_sha256 not in ("", log.val_sha256):
         return f"other validation tokens, sha256 {log.val_sha256}, than the track's; get the track's data, run it again"
     return None
 
 
-def data_problems(log: Log, track: Track) -> Iterator[str]:
+def data_problems(log: Log, track: Track, script: str) -> Iterator[str]:
     """Check that validation tokens and training stream are the track's."""
     yield from filter(None, [validation_problem(log, track)])
     touched = "the training stream is not the track's"
-    if log.training_tokens is None and "training tokens: " in log.source:  # older scripts do not state them
+    if log.training_tokens is None and "training tokens: " in script:  # older scripts do not state them
         yield "states no training tokens; run the script as it is"
     if log.training_tokens and (expected := training_tokens(log)) not in (None, log.training_tokens):
         yield f"{touched}: its tokens are {log.training_tokens}, in order they are {expected}; get the data again"
     shards = max(len(log.train_shards), 1)
-    names = [track.shard_name.format(i + (track.name == "gpt2")) for i in range(shards)]  # FineWeb's 0: validation
+    names = [track.shard.format(track.first_shard + i) for i in range(shards)]
     if log.train_shards != [(name, track.shard_tokens) for name in names]:
         found = shown(", ".join(f"{name} of {tokens} tokens" for name, tokens in log.train_shards))
         yield f"{touched}: its shards are {found}, not those from {names[0]} on of {track.shard_tokens} tokens"
     if log.first_batch != f"{names[0]} position 0":
         yield f"{touched}: the first batch is {log.first_batch}; train on all batches in order"
-    used = (log.num_steps - 1) * log.batch_tokens - (shards - 1) * track.shard_tokens  # of the last shard
+    total = int((log.training_tokens or f"{log.num_steps * log.batch_tokens},").partition(",")[0])
+    used = total - log.largest_batch - (shards - 1) * track.shard_tokens  # of the last shard, before the last batch
     name, _, position = (log.last_batch or " position 0").partition(" position ")
     if name != names[-1] or not used <= int(position) < track.shard_tokens:
         yield f"{touched}: the last batch cannot be {log.last_batch}; train on each token once, in order"
 
 
 def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
-    if script and log.source != script:
-        yield "the script in the log is not the folder's train_gpt.py; put there the one that ran, or run it again"
+    if script and log.sha256 != digest(script):
+        yield "the script of the log is not the folder's train_gpt.py; put there the one that ran, or run it again"
     yield from filter(None, [hardware_problem(log)])
-    yield from data_problems(log, track)
+    yield from data_problems(log, track, script)
     yield from flag_problems(log)
-    yield from clock_problems(log)
     if flags := [name for name in log.environment if name.startswith("TORCHINDUCTOR_") and name not in HARMLESS]:
         yield f"ran with {', '.join(flags)}: the track allows no compiler flags; unset it and run it again"
     if log.recompiles != 0:
@@ -180,7 +174,7 @@ def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
         yield f"{count} compiled after the clock started; cover them in the warm-up, then run it again"
     if log.seed is None:
         yield "states no seed; run the track's train_gpt.py with --seed"
-    if track.max_threads is not None:
+    if track.max_threads:
         used = max(log.num_threads or 0, log.cpu_threads)
         if log.num_threads is None or used > track.max_threads:
             told = "an unknown number of" if log.num_threads is None else used
@@ -201,25 +195,25 @@ def target_problem(sample: Sample, target: float, is_form: bool) -> str | None:
 def kind_problems(folder: Path, card: Card, before: Path | None, page: str) -> Iterator[str]:
     """Check the kind of a record: RULES.md says what each allows."""
     numbers = [record["number"] for record in public_history()["records"] if record["date"] == card.date]
-    if card.kind == "form":
-        is_tested = re.fullmatch(r"tests/test_\w+\.py", card.evidence) and (ROOT / card.evidence).is_file()
-        if not is_tested and not re.fullmatch(r"tests/test_\w+\.py at commit [0-9a-f]{7,40}", card.evidence):
-            yield "record.json: evidence names no test that is there; name the one that shows this form to be equal"
-    elif card.kind == IN_HISTORY:
-        if not re.fullmatch(r"\d{4}-\d{2}-\d{2}_[\w.-]+", card.evidence):
-            yield f"record.json: evidence is {shown(card.evidence)}, not the name of a step; mend it"
-    elif card.kind == UNMEASURED:
-        if card.ranked or "unmeasured" not in page.lower():
-            yield f"a record of the kind {UNMEASURED!r} is not ranked, and its page says 'unmeasured'; mend them"
-    elif card.kind == "idea":
-        if before and (problem := too_different(*(read_script(str(path), path.parent) for path in (folder, before)))):
-            yield f"train_gpt.py: {problem}"
-    elif card.kind not in (f"public record {number}" for number in numbers):
-        kinds = f"idea, form, {UNMEASURED}, or public record N of its date"
-        yield f"record.json: its kind is {shown(card.kind)}; take one of: {kinds}"
+    match card.kind:
+        case "idea" if not card.evidence:
+            scripts = (read_script(str(path), path.parent) for path in (folder, before or folder))
+            if problem := too_different(*scripts):
+                yield f"{SCRIPT}: {problem}"
+        case "idea" | "form":
+            if not re.fullmatch(r"[\w./-]+ at commit [0-9a-f]{7,40}", card.evidence):
+                yield "record.json: evidence names no step (of an idea) or test (of a form) 'at commit HASH'; mend it"
+        case "milestone":
+            if card.evidence not in [f"public record {number}" for number in numbers]:
+                yield "record.json: evidence is not 'public record N' of its date; mend one of the two"
+        case kind if kind == ONE_CARD:
+            if card.ranked or "measured on one" not in page.lower():
+                yield f"a record of the kind {ONE_CARD!r} is not ranked, and its page says 'measured on one'; mend them"
+        case _:
+            yield f"record.json: its kind is {shown(card.kind)}; take idea, form, milestone or {ONE_CARD}"
 
 
-def page_problems(page: str, script: str, card: Card) -> Iterator[str]:
+def page_problems(page: str, script: str, what: str) -> Iterator[str]:
     """Check what every record has: a script and a written page."""
     for problem in sorted(set(compiler_flags(script))):
         yield f"train_gpt.py: {problem}; the track allows no compiler flags: take it out"
@@ -227,50 +221,55 @@ def page_problems(page: str, script: str, card: Card) -> Iterator[str]:
         if not text:
             yield f"{name} is missing; a record has one"
     places = enumerate(page.split("\n"), start=1)
-    for where, line in [("record.json", card.what), *((f"README.md line {number}", line) for number, line in places)]:
+    for where, line in [("record.json", what), *((f"README.md line {number}", line) for number, line in places)]:
         for placeholder in PLACEHOLDER.findall(line):
             yield f"{where}: write what {shown(placeholder)} asks for"
 
 
 def verify(folder: Path, root: Path) -> Verdict:
-    """Check all that the files of a record allow."""
-    line = [*itertools.takewhile(lambda other: not other.samefile(folder), logs.lineage(root))]  # the records before it
-    files = (folder / name for name in ("train_gpt.py", "README.md"))
+    """Check all that the files of a record allow; of one in the history, script and page."""
+    files = (folder / name for name in (SCRIPT, PAGE))
     script, page = (read_text(path).rstrip("\n") if path.is_file() else "" for path in files)
-    card = logs.read_card(folder)
-    problems = [*page_problems(page, script, card)]
+    if folder.parent.name == HISTORY:
+        failures = [("", problem) for problem in page_problems(page, script, "")]
+        return Verdict(folder, failures, "left the tree: script and page")
+    line = [*itertools.takewhile(lambda other: not other.samefile(folder), lineage(root))]  # the records before it
+    card = read_card(folder)
+    problems = [*page_problems(page, script, card.what)]
     if page and script:
         problems += kind_problems(folder, card, line[-1] if line else None, page)
     verdict = Verdict(folder, [("", problem) for problem in problems])
     if not card.ranked:
-        verdict.summary = f"not ranked: script and page; {card.kind}"
+        verdict.summary = f"not ranked: script and page; {card.evidence if card.kind == 'milestone' else card.kind}"
         return verdict
-    whole, others = whole_logs(verdict, folder, script), whole_logs(verdict, folder / OLDER, "")
-    verdict.failures += logs.differences(others)
-    if not log_paths(folder):
-        verdict.failures.append(("", "has no logs; put the .txt of its runs there"))
-    if whole:
-        check_together(verdict, whole, card.kind == "form")
     try:
+        whole, others = whole_logs(verdict, "", script), whole_logs(verdict, OLDER, "")
+        verdict.failures += differences(others)
+        if not whole and not verdict.failures:
+            raise ToolError("has no logs; submit puts those of its race there")
+        if whole:
+            check_together(verdict, whole, card.kind == "form")
         board = board_of(whole[0]) if whole else ""
         if any(is_on_board(other, board) for other in line):  # or else it opens its leaderboard
             name, found = record_race(folder, line, board, whole, others)
             verdict.summary += f"; {standing(found)}, against {name}"
-            if card.kind.startswith("idea") and found["verdict"] != "faster":  # a public record gained elsewhere
-                raise ToolError(f"{FILE}: against {name} {standing(found)}")
+            if card.kind == "idea" and found["verdict"] != "faster":  # a public record gained elsewhere
+                raise ToolError(f"{RACE}: against {name} {standing(found)}")
     except ToolError as error:
         verdict.failures.append(("", str(error).removeprefix(f"{folder}{os.sep}")))
     return verdict
 
 
-def whole_logs(verdict: Verdict, folder: Path, script: str) -> list[Log]:
-    """Return the folder's logs of whole runs, and add what is wrong with each log to the verdict."""
+def whole_logs(verdict: Verdict, beside: str, script: str) -> list[Log]:
+    """Return the record's logs of whole runs, and add what is wrong with each log to the verdict."""
     whole = []
-    for path in log_paths(folder):
+    for path, text in texts_of(verdict.folder).items():
+        if path.parent != verdict.folder / beside:
+            continue
         try:
-            log = Log(path)
-            problems = [log.incomplete] if log.incomplete else [*log_problems(log, track_of(log), script)]
-            whole += [] if log.incomplete else [log]
+            log = Log(path, text)
+            problems = [log.problem] if log.problem else [*log_problems(log, track_of(log), script)]
+            whole += [] if log.problem else [log]
         except ToolError as error:
             problems = [str(error).removeprefix(f"{path}: ")]
         verdict.failures += [(str(path.relative_to(verdict.folder)), problem) for problem in problems]
@@ -279,7 +278,7 @@ def whole_logs(verdict: Verdict, folder: Path, script: str) -> list[Log]:
 
 def check_together(verdict: Verdict, whole: list[Log], is_form: bool) -> None:
     """Check what the logs of a record show together, and sum it up."""
-    verdict.failures += logs.differences(whole)
+    verdict.failures += differences(whole)
     track = track_of(whole[0])
     sample = describe([log.val_loss for log in whole], track.target)
     problems = [target_problem(sample, track.target, is_form)]
@@ -291,3 +290,104 @@ def check_together(verdict: Verdict, whole: list[Log], is_form: bool) -> None:
     if any(log.training_tokens and training_tokens(log) is None for log in whole):
         note = "; training tokens not checked" + f": first run {PYTHON} data/pack_nano.py" * (track.name == "nano")
     verdict.summary = f"{sample} {p} ({board_of(whole[0])}, {whole[0].num_steps} steps{note})"
+
+
+def obstacle(race: Race, before: Sequence[Path]) -> str | None:
+    """Say why no record can come of this race against one of those before, or return None."""
+    if race.trains("mini"):
+        return "mini has no leaderboard"
+    is_nano = race.trains("nano")
+    allowed = allowed_flags(TRACKS["nano" if is_nano else "gpt2"], race.nproc_per_node == 1 and not is_nano)
+    names = [{word.split("=")[0] for word in words if word.startswith("--")} for words in (race.flags, race.own_flags)]
+    if others := names[0] - allowed | names[1]:
+        return f"flags {', '.join(sorted(others))}: put settings into the script, race without"
+    if before and not any(sha256_of(folder) in race.hashes for folder in before):
+        older = [short_name(folder.name) for folder in before]
+        return f"none of its scripts is {' or '.join(older)}: race YOUR_SCRIPT {older[0]}"
+    few = f"fewer than {MIN_PAIRS} pairs are a screen: race with --pairs {MIN_PAIRS}"
+    return few if race.pairs < MIN_PAIRS else None
+
+
+def sha256_of(folder: Path) -> str:
+    return digest(read_script(str(folder), folder.parent)[1])
+
+
+def too_different(newer: tuple[str, str], older: tuple[str, str]) -> str | None:
+    """Say that more lines change than an idea may, or return None."""
+    changed = sum(diff(older, newer)[1:])
+    told = f"{changed} lines change against {older[0]}, for an idea at most {MAX_CHANGED}: take out what it can spare"
+    return told if changed > MAX_CHANGED else None
+
+
+def record_race(
+    folder: Path, line: Sequence[Path], board: str, own: Sequence[Log] | None = None, others: Sequence[Log] = ()
+) -> tuple[str, dict]:
+    """Compare a record of a leaderboard with one of those before it, `line`, by its race.json; also return its name.
+
+    Raise ToolError if the race proves nothing, or not by these logs: the record's own, and others of the script before.
+    """
+    path, before, newer = folder / RACE, rivals(line, board), sha256_of(folder)
+    if not path.is_file():
+        names = " or ".join(map(name_of, before))
+        raise ToolError(f"{path}: is missing; race the script against {names}, and put the {RACE} there")
+    race = read_race(path)
+    if newer not in race.hashes:
+        raise ToolError(f"{path}: lacks this record's script, SHA-256 {newer}; race it as it is")
+    problem = obstacle(race, before)
+    rival = next((rival for rival in before if sha256_of(rival) in race.hashes), None)
+    if not rival:
+        raise ToolError(f"{path}: {problem}")
+    race.check_order(path)
+    a, b = (race.of(race.hashes.index(sha256)) for sha256 in (newer, sha256_of(rival)))
+    found = race.compare(a, b)
+    if not problem and len(race.runs) != len(race.order):
+        problem = f"has {len(race.runs)} runs, not {race.pairs} of each script; --resume the race"
+    if not problem and own is not None:
+        others = [log for log in [*others, *logs_of(rival)] if log.sha256 == sha256_of(rival) and not log.problem]
+        if len(own) != len(a):
+            problem = f"has {len(a)} runs of the script, there are {len(own)} sound logs: leave none out"
+        else:
+            problem = run_problem(race, a, own, f"its {RUNS}")
+            problem = problem or run_problem(race, b, others, f"its {RUNS}, nor in that of {name_of(rival)}")
+    if problem:
+        raise ToolError(f"{path}: {problem}. So far {standing(found) if found else 'it has no pair'}")
+    return name_of(rival), found
+
+
+def run_problem(race: Race, runs: Sequence[Run], found: Sequence[Log], where: str) -> str | None:
+    """Say that one of the race's runs has no log that says the same, or return None."""
+    for run in runs:
+        run_id = race.run_id(run.seed, run.script)
+        own = [log for log in found if log.flags[4:] == ["--run_id", run_id, *race.flags]]
+        if not own:
+            return f"no sound log of its run {run_id}, with the race's flags, is in {where}"
+        if not any(Run(run.script, log.seed, **figures_of(log)) == run for log in own):
+            return f"the log of its run {run_id} says otherwise; take the files that `race` left"
+    return None
+
+
+def differences(found: list[Log]) -> Iterator[tuple[str, str]]:
+    """Yield the name of a log, and where its run is not one of the others' experiment with a seed of its own."""
+    for i, log in enumerate(found):
+        for other in found[:i]:
+            if log.seed is not None and log.seed == other.seed:
+                yield log.name, f"has seed {log.seed}, as {other.name} has; leave one out, or run another --seed"
+            elif log.train_losses and log.train_losses == other.train_losses:
+                yield log.name, f"has all training losses of {other.name}: does the script use its seed?"
+    stated = [log.configuration | {"steps": log.num_steps, "validation tokens": log.val_sha256} for log in found]
+    for log, mine in zip(found, stated, strict=True):
+        keys = {key for key in mine | stated[0] if mine.get(key) != stated[0].get(key)} - {"seed", "run_id", "log_dir"}
+        if keys:
+            yield log.name, f"unlike {found[0].name} in {', '.join(sorted(keys))}; run all with the same flags and data"
+
+
+def require_one_experiment(found: list[Log]) -> None:
+    """Raise ToolError unless the logs are whole runs of one script and configuration, each with its own seed."""
+    for log in found:
+        if log.problem:
+            raise ToolError(f"{log.path}: {log.problem}")
+        if log.sha256 != found[0].sha256:
+            both = f"{log.path} and {found[0].path}"
+            raise ToolError(f"{both} are of different scripts: see `diff`, and name logs of one")
+    for problem in differences(found):
+        raise ToolError(": ".join(problem))

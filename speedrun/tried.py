@@ -5,8 +5,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from speedrun.logs import ToolError, printable, read_card
-from speedrun.race import FILE, Race, read_race, short_name
+from speedrun.logs import ToolError, printable
+from speedrun.proof import Race, read_race
+from speedrun.store import RACE, read_card, short_name
 
 COLUMNS = dict(date=8, script=13, against=13, n=3, time=12, loss=15, verdict=9, note=99)  # and their widths
 
@@ -46,7 +47,7 @@ def line(cells: Sequence[str], width: int) -> str:
 def table(root: Path) -> str:
     """Return the table, as wide as the terminal. Races that cannot be read are named on stderr."""
     found: dict[tuple[str, ...], str] = {}  # dates; several records may have the same race
-    for path in sorted({*Path("logs").glob(f"**/{FILE}"), *root.glob(f"*/*/{FILE}")}, reverse=True):
+    for path in sorted({*Path("logs").glob(f"**/{RACE}"), *root.glob(f"*/*/{RACE}")}, reverse=True):
         try:
             for date, *row in rows(read_race(path), read_card(path.parent).date if path.is_relative_to(root) else ""):
                 found.setdefault(tuple(row), date)

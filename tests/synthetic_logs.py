@@ -1,18 +1,15 @@
 """Logs and records that no run wrote."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from speedrun import race
-from speedrun.logs import Log
+from speedrun.logs import RULE, Log, digest
+from speedrun.proof import Race, Run, Script, figures_of
+from speedrun.store import OLDER, RUNS, TRACKS, joined, logs_of
 
-ROOT = Path(__file__).parent.parent
-RULE = "=" * 100
 SOURCE = "import torch\n\nmodel = torch.compile(torch.nn.Identity(), dynamic=False)\n"
-NANO_VAL = "e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33"
-SHARDS = {"nano": ("data/nano/nano_train_{:06d}.bin", 0, 43_511_879), "gpt2": ("fineweb_train_{:06d}.bin", 1, 10**8)}
+NANO_VAL = TRACKS["nano"].val_sha256
 LOSSES = (1.431, 1.428, 1.433, 1.430, 1.429)  # by seed
 README = "# Name\n\nWhat changed, and why.\n"
 
@@ -42,24 +39,24 @@ log.with_suffix(".json").write_text(json.dumps(dict(val_loss=1, train_time_ms=1,
 
 def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step_ms=40.3, batch_tokens=1024, **more):
     """Write the log of a whole run, whose step k ends at k times step_ms."""
-    pattern, first_shard, shard_tokens = SHARDS[preset]
-    starts = range(0, shard_tokens - batch_tokens, batch_tokens)
-    shards = [pattern.format(first_shard + i) for i in range((steps - 1) // len(starts) + 1)]
+    track = TRACKS[preset]
+    starts = range(0, track.shard_tokens - batch_tokens, batch_tokens)
+    shards = [track.shard.format(track.first_shard + i) for i in range((steps - 1) // len(starts) + 1)]
     gpus = more.get("gpus", ["NVIDIA H100 80GB HBM3"] * 8 if preset == "gpt2" else [])
     device = "cuda" if gpus else "cpu"
     config = dict(preset=preset, batch_tokens=batch_tokens, num_iterations=steps, seed=seed, device=device)
+    flags = more.get("flags") or f"--seed {seed} --log_dir x --run_id race-{seed}-{more.get('side', 'a')}".split()
+    config["run_id"] = flags[flags.index("--run_id") + 1] if "--run_id" in flags else "x"
     config["val_loss_every"] = every = more.get("every", 5)
-    size = f"{2 * shard_tokens + 1024} bytes"
+    size = f"{2 * track.shard_tokens + 1024} bytes"
     lines = [source, RULE, "Running Python 3.11.7 (main, May  9 2026) [GCC 12.2.0]"]
     lines += ["Running PyTorch 2.13.0+cpu, numpy 2.4.6", f"{len(gpus) or 1} processes, 2 threads each, 2 cores"]
     lines += [f"|   {i}  {gpu:<30} On  |   00000000:2D:00.0 Off |    0 |" for i, gpu in enumerate(gpus)]
     lines += ["$ lscpu", f"  Model name:   {more.get('cpu', 'Some Processor')}"]
     lines += [f"train shard: {shard}, {size}" for shard in shards] + [f"val shard: nano_val_000000.bin, {size}"]
-    flags = more.get("flags") or f"--seed {seed} --log_dir x --run_id race-{seed}-{more.get('side', 'a')}".split()
     lines += [f"environment: {json.dumps(more.get('environment'))}"] * ("environment" in more)
     lines += [f"flags: {json.dumps(flags)}", f"configuration: {json.dumps(config)}"]
-    val_tokens = 262144 if preset == "nano" else 10485760
-    lines += [f"validation tokens: {val_tokens}, sha256 {more.get('val_sha256', NANO_VAL)}"]
+    lines += [f"validation tokens: {track.val_tokens}, sha256 {more.get('val_sha256', NANO_VAL)}"]
     lines += [RULE, f"seed: {seed}, log: x"]
     curve = more.get("curve") or {step: val_loss + 1 - step / steps for step in [*range(0, steps, every), steps]}
     for step in range(steps + 1):
@@ -81,26 +78,31 @@ def write_record(root: Path, name: str, texts: list[str], source=SOURCE, readme=
     (folder / "README.md").write_text(readme)
     card = dict(date="2026-01-02", what="one line that says what", kind="idea", after=None, ranked=True) | card
     (folder / "record.json").write_text(json.dumps(card))
-    for i, text in enumerate(texts):
-        (folder / f"run{i}.txt").write_text(text)
+    write_logs(folder, {f"run{i}.txt": text for i, text in enumerate(texts)})
     return folder
 
 
-def write_race(path: Path, *sources: str, losses: Sequence[float] = LOSSES, ratio=0.9, ms=806.0, drop=0.0) -> dict:
+def write_logs(folder: Path, texts: dict[str, str]) -> None:
+    """Write logs as records keep them."""
+    parts = {name: text.partition(f"\n{RULE}\n") for name, text in texts.items()}
+    texts = {name: digest(script.rstrip("\n")) + rest + end for name, (script, rest, end) in parts.items()}
+    (folder / RUNS).write_text(joined(texts))
+
+
+def write_race(folder: Path, *sources: str, losses: Sequence[float] = LOSSES, ratio=0.9, ms=806.0, drop=0.0) -> dict:
     """Write the race of these scripts, each in `ratio` of the time of the next, the first in that of `log_text`.
 
-    Each ends `drop` above the next. The logs of all but the first lie in older/.
+    Each ends `drop` above the next. The record keeps its own logs, and gets those of the other scripts.
     """
-    scripts = [race.Script(f"script {i}", race.digest(source.rstrip("\n"))) for i, source in enumerate(sources)]
-    found = race.Race(scripts, [], len(losses), seed=0, nproc_per_node=1)
-    shutil.rmtree(path.parent / "older", ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    scripts = [Script(f"script {i}", digest(source.rstrip("\n"))) for i, source in enumerate(sources)]
+    found = Race(scripts, [], len(losses), seed=0, nproc_per_node=1)
+    texts = {log.name: log.stored for log in logs_of(folder)}
     for seed, script in found.order:
         more = dict(source=sources[script].rstrip("\n"), side="abc"[script], step_ms=ms * ratio**-script / 20)
-        log = path.parent / "older" / f"{race.run_id_of(seed, script)}.txt"
-        log.parent.mkdir(exist_ok=True)
-        log.write_text(log_text(seed, losses[seed] - drop * script, **more))
-        found.runs.append(race.Run(script, seed, **race.figures_of(Log(log))))
-        if script == 0:
-            log.unlink()
-    found.write(path)
-    return json.loads(path.read_text())
+        log = Log(folder / f"{found.run_id(seed, script)}.txt", log_text(seed, losses[seed] - drop * script, **more))
+        found.runs.append(Run(script, seed, **figures_of(log)))
+        texts |= {f"{OLDER}/{log.name}": log.stored} if script else {}
+    (folder / RUNS).write_text(joined(texts))
+    found.write(folder / "race.json")
+    return json.loads((folder / "race.json").read_text())

@@ -1,6 +1,8 @@
 """python -m speedrun: what verify lets through and what not, statistics, a race, the other commands, the picture."""
 
+import contextlib
 import dataclasses
+import fnmatch
 import functools
 import itertools
 import json
@@ -19,27 +21,19 @@ import pytest
 from PIL import Image
 from scipy import stats
 
+import pack_nano
 import train_gpt
-from speedrun import logs, needs, plots, process, proof, race, rules
+from speedrun import logs, needs, plots, process, proof, race, rules, store
 from speedrun.__main__ import MODULES, build_parser, main
-from speedrun.logs import Log, lineage
+from speedrun.logs import RULE, Log
+from speedrun.process import ROOT
 from speedrun.publish import BEGIN, END
-from synthetic_logs import (
-    LOSSES,
-    NANO_VAL,
-    README,
-    ROOT,
-    RULE,
-    SCRIPT,
-    SOURCE,
-    log_text,
-    write_race,
-    write_record,
-)
+from speedrun.store import TRACKS, lineage
+from synthetic_logs import LOSSES, NANO_VAL, README, SCRIPT, SOURCE, log_text, write_race, write_record
 from world_worker import wait_for
 
 NAME = "nano/01_Good"
-FORM = dict(kind="form", evidence="tests/test_records.py")
+FORM = dict(kind="form", evidence="tests/test_x.py at commit d13ea94")
 EMPTY_TABLES = f"# Records\n\n{BEGIN}\n{END}\n\nMore.\n"
 
 
@@ -71,6 +65,10 @@ def tool(root, tmp_path, capsys, monkeypatch):
     return run
 
 
+def halved(match: re.Match) -> str:
+    return f"train_time:{int(match[1]) / 2:.0f}ms step_avg:{float(match[2]) / 2:.2f}ms"
+
+
 def edit(old: str, new: str):
     return lambda texts: [texts[0].replace(old, new), *texts[1:]]
 
@@ -80,9 +78,9 @@ FAULTS = {
     "cut short": (edit("step:20/20 val_loss", "no"), r"run0\.txt: ends at step 20 of 20 without .*: cut short"),
     "a step missing": (edit("step:7/20", "tep:7/20"), r"run0\.txt: lacks a step line"),
     "resumed": (edit("step:1/20", "resumed at step 1\nstep:1/20"), r"run0\.txt: has the line 'resumed"),
-    "other script": (edit("import torch\n", "import os\n"), r"run0\.txt: the script in the log is not the folder's"),
+    "other script": (edit("import torch\n", "import os\n"), r"run0\.txt: the script of the log is not the folder's"),
     "one seed twice": (lambda t: [*t, log_text(seed=2, val_loss=1.4312)], r"run5\.txt: has seed 2, as run2\.txt has"),
-    "no seed": (edit("seed: 0, log", "log"), r"run0\.txt: states no seed"),
+    "no seed": (edit("seed: 0, log", "log"), r"run0\.txt: says seed '0' and 'None'"),
     "validation hash": (edit(NANO_VAL, "ab" * 32), r"run0\.txt: other validation tokens, sha256 abab"),
     "other settings": (
         edit('"preset"', '"muon_lr": 1, "preset"'),
@@ -91,10 +89,20 @@ FAULTS = {
     "shard name": (edit("000000.bin, 8", "000001.bin, 8"), r"run0\.txt: the training stream .* shards"),
     "first batch": (edit("position 0", "position 1024"), r"run0\.txt: the training stream .* first batch is .* 1024"),
     "last batch": (edit("position 19456", "position 19455"), r"run0\.txt: the training stream .* last batch cannot"),
-    "clock falls": (edit("time:403ms", "time:303ms"), r"run0\.txt: train_time falls from 363 to 303 ms at step 10"),
+    "clock falls": (edit("time:403ms", "time:303ms"), r"run0\.txt: train_time falls at step 10"),
     "recompiled": (edit("started: 0", "started: 2"), r"run0\.txt: 2 graphs compiled after the clock"),
     "threads": (edit("1 processes, 2 threads", "2 processes, 2 threads"), r"run0\.txt: uses 4 CPU threads"),
     "a GPU": (edit('"device": "cpu"', '"device": "cuda"'), r"run0\.txt: ran on a GPU"),
+    "two seeds": (edit('"seed": 0', '"seed": 7'), r"run0\.txt: says seed '0' and '7'"),
+    "two numbers of steps": (
+        edit('iterations": 20', 'iterations": 21'),
+        r"run0\.txt: says num_iterations '21' and '20'",
+    ),
+    "one time halved": (edit("time:403ms", "time:401ms"), r"run0\.txt: says ms at step 10 '401.0' and '403.0'"),
+    "all times halved but one": (
+        lambda t: [re.sub(r"train_time:(\d+)ms step_avg:([\d.]+)ms", halved, t[0]), *t[1:]],
+        r"run0\.txt: says ms at the end '403.0' and '810.0'",
+    ),
     "no track": (edit('"preset": "nano"', '"preset": "own"'), r"run0\.txt: preset 'own' is no track"),
     "own flag": (edit('"--seed"', '"--muon_lr=1", "--seed"'), r"run0\.txt: has the flag --muon_lr: put settings"),
     "compiler": (
@@ -154,21 +162,58 @@ def test_verify_passes_a_good_record_and_a_form_by_its_mean(tool, root):
     write_record(root, NAME, good(environment=dict(TORCHINDUCTOR_CACHE_DIR="x", OMP_NUM_THREADS="2")))
     assert tool("verify")[:2] == (0, f"ok {NAME}: n=5 mean 1.4302 sd 0.0019 p=1.1e-05 (nano, 20 steps)\n")
     for loss, told in (1.431, f"ok {NAME}: n=1"), (1.4501, f"FAIL {NAME}: mean 1.4501 is"):
-        for i in range(1, 5):
-            (root / NAME / f"run{i}.txt").unlink(missing_ok=True)
         write_record(root, NAME, [log_text(val_loss=loss)], **FORM)
         assert tool("verify")[1].startswith(told)
 
 
-PACKED = ['"batch_factors": [1, 2]', '"max_doc_len": [896]']
-PACKED += ['"stages": [[1, 1, 0, 256], [0, 2, 0, 256]]', '"stages": [[1, 1, 896, 256]]']
-STREAMS = ['"batch_factors": [1], "max_doc_len": [0]', '"stages": [[1, 1, 0, 256]]']
+HOSTILE = ["-" * 200_000 + "1", "1+" * 300_000 + "1", "(" * 100_000, "torch" + ".a" * 100_000 + "()", "\0"]
 
 
-@pytest.mark.parametrize("settings", [*PACKED, *STREAMS])
-def test_packed_runs_are_told_by_newer_and_older_configurations(tmp_path, settings):
-    (tmp_path / "log.txt").write_text(log_text(**GPT2).replace('"preset"', f'{settings}, "preset"'))
-    assert Log(tmp_path / "log.txt").is_packed == (settings in PACKED)
+@pytest.mark.parametrize("script", HOSTILE, ids=["signs", "sums", "brackets", "dots", "null"])
+def test_scripts_that_python_cannot_read_get_one_line(script, tmp_path):
+    for told in rules.compiler_flags(script):
+        assert re.match(r"is not one Python script \(.*\); take", told)
+    (tmp_path / "my.py").write_text(script)
+    with contextlib.suppress(logs.ToolError):
+        assert race.modules_beside(tmp_path / "my.py", script) == []
+
+
+def test_the_batch_may_change_in_a_run(tool, root):
+    """Half a batch in the first half of the steps: 10 x 512 and 10 x 1,024 tokens, the last batch begins at 14,336."""
+    for position, code in (14336, 0), (14335, 1):
+        texts = [
+            text.replace('"preset"', '"stages": [[0.5, 0.5, 0, {}], [0.5, 1, 0, {}]], "preset"')
+            .replace("validation tokens: ", f"training tokens: 15360, sha256 {'ab' * 32}\nvalidation tokens: ")
+            .replace("position 19456", f"position {position}")
+            for text in good()
+        ]
+        write_record(root, NAME, texts)
+        assert tool("verify")[0] == code
+
+
+def test_scripts_that_run_alone_have_the_tracks_numbers():
+    for name, track in TRACKS.items():
+        cfg = train_gpt.PRESETS[name]
+        assert (cfg.target_loss, cfg.val_tokens, cfg.val_sha256) == (track.target, track.val_tokens, track.val_sha256)
+        assert fnmatch.fnmatch(track.shard.format(track.first_shard), Path(cfg.train_files).name)
+    assert pack_nano.TRACK_SHA256["train"] == TRACKS["nano"].shard_sha256
+
+
+def test_names_of_before_and_of_the_history_still_work(tool):
+    """A shallow clone, as CI has, lacks the history."""
+    for name in (
+        "2025-01-26_BatchSize",
+        "records/2025-01-26_BatchSize/train_gpt.py",
+        "batchsize",
+        "21",
+        "gpt2/21_BatchS",
+    ):
+        assert store.find_record(name, store.RECORDS).name == "21_BatchSize"
+    assert "is neither a file nor a record" in tool("diff", "Unheard", "21")[2]
+    if store.git("cat-file", "-t", store.COMMITS[-1]):
+        for name in "2025-12-29_VeSkipGates", "ThreeTables", "groups":
+            assert main(["verify", name]) == 0
+            assert store.read_script(name, store.RECORDS)[1].startswith('"""')
 
 
 def test_against_names_the_first_deviation(tool, tmp_path):
@@ -189,18 +234,19 @@ def test_against_names_the_first_deviation(tool, tmp_path):
 
 
 def test_a_log_that_is_cut_short_never_gives_a_traceback(tool, root):
-    folder, text = write_record(root, NAME, good()[:2]), log_text()
+    path, text = root / "run0.txt", log_text()
     for end in range(0, len(text), 199):
-        (folder / "run0.txt").write_text(text[:end])
+        write_record(root, NAME, [text[:end]])
         assert tool("verify")[0] == 1
-        code, _, err = tool("stats", folder / "run0.txt")
-        told = f"python -m speedrun: {folder / 'run0.txt'}: "
+        path.write_text(text[:end])
+        code, _, err = tool("stats", path)
+        told = f"python -m speedrun: {path}: "
         assert (code, err.count("\n")) == ((2, 1) if err.startswith(told) else (0, 0))
 
 
 def test_runs_are_compared_by_pairs_of_one_seed():
-    newer = [race.Run(0, seed, loss, ms) for seed, loss, ms in ((1, 1.44, 401.0), (2, 1.43, 409.0), (3, 1.42, 405.0))]
-    older = [race.Run(1, seed, loss, 806.0) for seed, loss in ((3, 1.46), (2, 1.45), (1, 1.43))]
+    newer = [proof.Run(0, seed, loss, ms) for seed, loss, ms in ((1, 1.44, 401.0), (2, 1.43, 409.0), (3, 1.42, 405.0))]
+    older = [proof.Run(1, seed, loss, 806.0) for seed, loss in ((3, 1.46), (2, 1.45), (1, 1.43))]
     found = proof.compare(newer, older, slack=0.005)
     times = stats.ttest_1samp(np.log([401 / 806, 409 / 806, 405 / 806]), 0).confidence_interval()
     losses = stats.ttest_1samp([0.01, -0.02, -0.04], 0).confidence_interval()
@@ -240,7 +286,7 @@ def test_verify_computes_the_hash_of_the_training_tokens(tmp_path, monkeypatch):
         "": "states no training tokens",
     }.items():
         (tmp_path / "log.txt").write_text(text.replace("validation tokens: ", f"{stated}validation tokens: "))
-        found = [*rules.data_problems(Log(tmp_path / "log.txt"), rules.TRACKS["nano"])]
+        found = [*rules.data_problems(log := Log(tmp_path / "log.txt"), TRACKS["nano"], log.source)]
         assert (len(found), bool(re.search(problem, "".join(found)))) == (bool(problem), True), found
 
 
@@ -267,7 +313,7 @@ def test_race_takes_turns_and_compares_each_with_the_next_and_the_last(tool, tmp
     assert second["train_time"]["ratio"] == pytest.approx(1 / 1.5, abs=0.02)
     assert ("load of the last minute is 1.5" in err, "something else ran" in err) == (True, False)
     order = "1-a 1-b 1-c 2-c 2-b 2-a 3-a 3-b 3-c 4-c 4-b 4-a".split()
-    assert re.findall(r"race-(\d-\w): .*/12, 0:\d\d:\d\d left", err) == order
+    assert re.findall(r"race-\dof4-(\d-\w): .*/12, 0:\d\d:\d\d left", err) == order
     assert not [*tmp_path.rglob("*.pt")]
 
 
@@ -276,7 +322,7 @@ def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scr
     folder, stop = tmp_path / "race", tmp_path / "stop"
     flags = ("--pairs", "3", "--seed", "7", "--", "--stop", stop)
     new, argv = (("race", slow, fast, option, folder, *flags) for option in ("--out", "--resume"))
-    for name, command, done in ("race-7-a", new, 0), ("race-8-a", argv, 3):
+    for name, command, done in ("race-1of3-7-a", new, 0), ("race-2of3-8-a", argv, 3):
         stop.write_text(name)
         assert f"run {name} failed: 'exit code 1: stopped'" in tool(*command)[2]
         document = json.loads((folder / "race.json").read_text())
@@ -286,7 +332,7 @@ def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scr
     for other in (*argv[:-1], "elsewhere"), (*argv[:6], "4", *argv[7:]), ("race", fast, *argv[2:]):
         assert "begun with other scripts, flags, pairs" in tool(*other)[2]
     code, out, err = tool(*argv)
-    assert (code, re.findall(r"race-(\d-\w):", err)) == (0, ["8-a", "9-a", "9-b"])
+    assert (code, re.findall(r"race-\dof3-(\d-\w):", err)) == (0, ["8-a", "9-a", "9-b"])
     assert re.findall(r"(\w+)\.py took .* something else ran", err) == ["slow", "fast"]
     assert {path.suffix for path in folder.glob("race-*")} == {".txt", ".json"}
     assert re.search(r"slow.py against .*fast.py: n=3 pairs of one seed \(7, 8, 9\).*\n  train time: 1\.\d+ \(", out)
@@ -308,9 +354,9 @@ VERDICTS = [  # mean ratio of times, mean difference of losses, pairs
 
 @pytest.mark.parametrize(("ratio", "drop", "n", "verdict", "advice"), VERDICTS)
 def test_a_comparison_ends_with_a_verdict(ratio, drop, n, verdict, advice):
-    older = [race.Run(1, seed, 1.44, 800.0) for seed in range(n)]
+    older = [proof.Run(1, seed, 1.44, 800.0) for seed in range(n)]
     spread = [(-1) ** seed * (seed > 0) for seed in range(n)]
-    newer = [race.Run(0, i, 1.44 + drop + x * 0.004, 800 * ratio * (1 + x / 60)) for i, x in enumerate(spread)]
+    newer = [proof.Run(0, i, 1.44 + drop + x * 0.004, 800 * ratio * (1 + x / 60)) for i, x in enumerate(spread)]
     found = proof.compare(newer, older, slack=0.005)
     assert (found["verdict"], bool(re.match(advice, found["advice"]))) == (verdict, True), found
     assert verdict in proof.told("a", "b", found)
@@ -327,11 +373,11 @@ def test_what_was_raced_is_a_table_that_fits_a_terminal(tool, root, tmp_path, sc
     assert "no race has a pair yet" in tool("tried")[2]
     assert tool("race", f"{fast} --val_loss_every 0", fast, slow, "--pairs", "2", "--note", "an\tidea|\x1b")[0] == 0
     (folder,) = Path("logs").iterdir()
-    flags = [Log(folder / f"race-1-{letter}.txt").flags[6:] for letter in "abc"]
+    flags = [Log(folder / f"race-1of2-1-{letter}.txt").flags[6:] for letter in "abc"]
     assert flags == [["--val_loss_every", "0"], [], []]
     for name in "nano/01_Old", "nano/02_Same":
         write_record(root, name, [])
-        write_race(root / name / "race.json", "", SOURCE)
+        write_race(root / name, "", SOURCE)
     (root / "nano/03_Odd").mkdir()
     (root / "nano/03_Odd" / "race.json").write_text("half")
     code, out, err = tool("tried")
@@ -377,11 +423,11 @@ def test_a_race_that_cannot_be_run_says_so_in_one_line(tool, tmp_path, scripts, 
     assert "leave them out" in tool("race", fast, f"{fast} --seed 1")[2]
     assert "perhaps with flags (No closing quotation)" in tool("race", fast, f"{fast} '--seed")[2]
     zero.write_text(SCRIPT.replace("SLOWNESS", "0"))
-    assert (
-        f"{tmp_path}/z/race-1-a.txt: val_loss 1.401, train_time 0.0: expec" in tool("race", zero, fast, "--out", "z")[2]
-    )
+    told = f"{tmp_path}/z/race-1of6-1-a.txt: val_loss 1.401, train_time 0.0: expec"
+    assert told in tool("race", zero, fast, "--out", "z")[2]
     assert "its runs differ in val_sha256: race with the same data" in tool("race", fast, other)[2]
-    assert f"wrote no {tmp_path}/r/race-1-a.txt. A script has to" in tool("race", "silent.py", fast, "--out", "r")[2]
+    told = f"wrote no {tmp_path}/r/race-1of6-1-a.txt. A script has to"
+    assert told in tool("race", "silent.py", fast, "--out", "r")[2]
     monkeypatch.setattr(race, "run_script", lambda *_: pytest.fail("a run for nothing"))
     assert "--seed 2147483646: all seeds" in tool("race", fast, other, "--pairs", "3", "--seed", str(2**31 - 2))[2]
     assert "two.py: is not one Python script ('invalid syntax" in tool("race", "two.py", fast)[2]
@@ -429,7 +475,7 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
     write_record(root, NAME, [], slow.read_text())
     (tmp_path / "long.py").write_text(fast.read_text() + 199 * "# line\n")
     (tmp_path / "a").mkdir()
-    write_race(tmp_path / "a" / "race.json", "", "")  # of seeds 0 to 4
+    write_race(tmp_path / "a", "", "")  # of seeds 0 to 4
     for argv, problem in (
         ((fast, fast, slow), "two of these scripts are the same"),
         ((fast, other), "no record can come of this race: none of its scripts is Good: race YOUR_SCRIPT Good"),
@@ -472,6 +518,11 @@ def test_from_a_race_to_a_pull_request(tool, root, tmp_path, scripts, track):
     code, out, _ = tool("submit", "MyIdea")
     assert (code, out.count("\n")) == (0, 3)
     assert f"({track}, 20 steps" in tool("verify")[1]
+    path, document = readme.with_name("race.json"), json.loads(readme.with_name("race.json").read_text())
+    path.write_text(json.dumps(document | dict(seed=103, pairs=6, runs=document["runs"][4:])))
+    kept = {log.name: log.stored for log in store.logs_of(path.parent) if log.seed > 102}
+    (path.parent / "runs.txt").write_text(store.joined(kept))
+    assert "race.json: no sound log of its run race-1of6-103-a" in tool("verify", "MyIdea")[1], "rounds were left out"
     assert re.search(rf"### {track}: at most .*_MyIdea\) \| my idea \|", (root / "README.md").read_text(), re.S)
     assert '"MyIdea"' in Image.open(root / "curves.png").text["Comment"]
 
@@ -485,10 +536,10 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     write_record(root, "gpt2/01_Idea", [], **idea, after=NAME)
     folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after="gpt2/01_Idea")
     path = folder / "race.json"
-    write_race(path, NEWER, idea["source"])
+    write_race(folder, NEWER, idea["source"])
     against = "loss +0.0000 (+0.0000 to +0.0000), against"
     assert f"{against} gpt2/01_Idea" in tool("verify")[1], "the newest one, though it is not ranked"
-    document = write_race(path, NEWER, SOURCE)
+    document = write_race(folder, NEWER, SOURCE)
     assert f"steps); faster: train time 0.900 (0.900 to 0.900), {against} {NAME}\n" in tool("verify")[1]
     scripts, runs, other = document["scripts"], document["runs"], dict(sha256="ab" * 32)
     for problem, change in {
@@ -512,16 +563,19 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
         "fewer than 5 pairs are a screen: race with --pairs 5. So far screen of 4": dict(losses=LOSSES[1:]),
         f"against {NAME} slower: train time 1.100 (1.100 to 1.100), loss +0.0000": dict(ratio=1.1),
     }.items():
-        write_race(path, NEWER, SOURCE, **settings)
+        write_race(folder, NEWER, SOURCE, **settings)
         assert problem in tool("verify", "next")[1]
     card = folder / "record.json"
     card.write_text(json.dumps(json.loads(card.read_text()) | FORM))
     assert tool("verify", "next")[0] == 0, "a form need not gain"
-    (folder / "older" / "race-3-b.txt").rename(root / NAME / "race-3-b.txt")
-    assert tool("verify", "next")[0] == 0, "the older record has it"
-    (root / NAME / "race-3-b.txt").unlink()
-    lacking = f"no sound log of its run race-3-b, with the race's flags, is in its folder older, nor in {NAME}"
+    texts = {path.relative_to(folder): text for path, text in store.texts_of(folder).items()}
+    (folder / "runs.txt").write_text(store.joined({k: v for k, v in texts.items() if k.name != "race-3-b.txt"}))
+    lacking = f"no sound log of its run race-3-b, with the race's flags, is in its runs.txt, nor in that of {NAME}"
     assert lacking in tool("verify", "next")[1]
+    kept = (root / NAME / "runs.txt").read_text()
+    (root / NAME / "runs.txt").write_text(kept + store.joined({k.name: v for k, v in texts.items() if "-b" in k.name}))
+    assert tool("verify", "next")[0] == 0, "the older record has it"
+    (root / NAME / "runs.txt").write_text(kept)
     path.unlink()
     assert "race.json: is missing; race the script against" in tool("verify", "next")[1]
     (root / "README.md").write_text(EMPTY_TABLES)
@@ -546,7 +600,7 @@ def ways(value, *way):
 def test_odd_values_in_race_json_give_no_traceback(tool, root):
     write_record(root, NAME, good())
     folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after=NAME)
-    path, document = folder / "race.json", write_race(folder / "race.json", NEWER, SOURCE)
+    path, document = folder / "race.json", write_race(folder, NEWER, SOURCE)
     told = set()
     for way in [*ways([document])][1:]:
         for value in ODD:
@@ -588,16 +642,15 @@ def test_record_json_says_what_kind_of_record_it_is(tool, root):
     assert tool("verify", "next")[0] == 0
     for card, wrong in (
         (dict(kind="idea"), f"201 lines change against {NAME}, for an idea at most 200"),
-        (dict(kind=rules.IN_HISTORY, evidence="2026-01-01_Gone"), None),
-        (dict(kind=rules.IN_HISTORY, evidence="2026-01-01"), "evidence is '2026-01-01', not the name of a step"),
+        (dict(kind="idea", evidence="2026-01-01_Gone at commit e5eb9b8"), None),
+        (dict(kind="idea", evidence="2026-01-01_Gone"), "evidence names no step"),
         (FORM, None),
-        (FORM | dict(evidence="tests/test_nothing.py"), "names no test"),
-        (FORM | dict(evidence="tests/test_nothing.py at commit d13ea94"), None),
-        (dict(kind=rules.UNMEASURED, readme="It is unmeasured."), None),
-        (dict(kind=rules.UNMEASURED), "is not ranked, and its page says 'unmeasured'"),
-        (dict(kind=rules.UNMEASURED, readme="unmeasured", ranked=True), "is not ranked, and its page"),
-        (dict(kind="public record 46"), None),
-        (dict(kind="public record 55"), "of its date"),
+        (FORM | dict(evidence="tests/test_nothing.py"), "evidence names no step (of an idea) or test"),
+        (dict(kind=rules.ONE_CARD, readme="# Measured on one H100"), None),
+        (dict(kind=rules.ONE_CARD), "is not ranked, and its page says 'measured on one'"),
+        (dict(kind=rules.ONE_CARD, readme="measured on one", ranked=True), "is not ranked, and its page"),
+        (dict(kind="milestone", evidence="public record 46"), None),
+        (dict(kind="milestone", evidence="public record 55"), "not 'public record N' of its date"),
         (dict(kind="ideas"), "its kind is 'ideas'"),
     ):
         write_record(root, "gpt2/46_Next", [], SOURCE + "# line\n" * 201, **more | card)
@@ -608,7 +661,7 @@ def test_record_json_says_what_kind_of_record_it_is(tool, root):
 def test_records_follow_each_other_by_their_cards(tool, root):
     write_record(root, NAME, good())
     write_record(root, NEXT, good(), after=NAME)
-    assert [*map(logs.name_of, lineage(root))] == [NAME, NEXT]
+    assert [*map(store.name_of, lineage(root))] == [NAME, NEXT]
     third = write_record(root, "nano/03_Third", good(), after=NAME)
     assert f"{NEXT} and nano/03_Third both come after {NAME}: mend" in tool("verify")[2]
     write_record(root, "nano/03_Third", good(), after="nano/09_Gone")
@@ -619,35 +672,39 @@ def test_records_follow_each_other_by_their_cards(tool, root):
         assert (code, err.count("\n"), "Third/record.json" in err) == (2, 1, True), err
 
 
-def test_new_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
+def test_submit_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
+    (root / "README.md").write_text(EMPTY_TABLES)
+    (tmp_path / "train_gpt.py").write_text(SOURCE)
     write_record(root, "nano/01_Before", [], source=SOURCE.replace("dynamic=False", "dynamic=True"))
     write_record(root, "nano/03_Later", [], source=NEWER, after="nano/01_Before")
-    paths = sorted(write_record(tmp_path, "logs", good()).glob("*.txt"))
-    write_race(tmp_path / "race.json", SOURCE, NEWER)
-    for path in (tmp_path / "older").iterdir():
-        path.rename(tmp_path / path.name)
-    argv = ("new", "Fresh", *paths, "--date", "2026-02-03", "--race", tmp_path / "race.json")
-    folder, (code, told, _) = root / "nano/04_Fresh", tool(*argv)
-    files = {"README.md", "record.json", "train_gpt.py", "race.json", "older", *(path.name for path in paths)}
-    assert (code, {path.name for path in folder.iterdir()}) == (0, files)
-    assert Log(folder / "older" / "race-3-b.txt").source == race.digest(NEWER.rstrip("\n"))
-    stated = (folder / "run0.txt").read_text().split("\n")[0]
-    assert (stated, Log(folder / "run0.txt").source) == (race.digest(SOURCE.rstrip("\n")), SOURCE.rstrip("\n"))
-    readme = (folder / "README.md").read_text()
-    assert re.search(
-        r"n=5 mean 1.4302 sd .*1 lines removed, 0 added against \[nano/03_Later\]\(../../nano/03_L", readme, re.S
+    document = write_race(tmp_path, SOURCE, NEWER)
+    for seed, side in itertools.product(range(5), "ab"):
+        loss, step_ms = LOSSES[seed], (40.3, 40.3 / 0.9)[side == "b"]
+        text = log_text(seed, loss, side=side, step_ms=step_ms, source=(SOURCE, NEWER)[side == "b"].rstrip("\n"))
+        (tmp_path / f"race-{seed}-{side}.txt").write_text(text)
+    paths = sorted(tmp_path.glob("race-*-a.txt"))
+    argv = (*paths, "--date", "2026-02-03", "--race", tmp_path / "race.json")
+    folder, (code, told, _) = root / "nano/04_Fresh", tool("submit", "Fresh", *argv)
+    files = {"README.md", "record.json", "train_gpt.py", "race.json", "runs.txt"}
+    assert (code, {path.name for path in folder.iterdir()}) == (1, files)
+    assert [len(store.logs_of(folder)), len(store.logs_of(folder, beside="older"))] == [5, 5]
+    assert "import torch" not in (folder / "runs.txt").read_text(), "no copies of the script"
+    readme, card = ((folder / name).read_text() for name in ("README.md", "record.json"))
+    assert re.search(r"n=5 mean 1.4302 sd .*1 lines removed, 0 added against \[nano/03_Later\]", readme, re.S)
+    assert json.loads(card) | dict(what="") == dict(
+        date="2026-02-03", what="", kind="idea", after="nano/03_Later", ranked=True
     )
-    assert json.loads((folder / "record.json").read_text())["after"] == "nano/03_Later"
     left = tool("verify", "fresh")[1]
-    assert (left.count("<say"), told.endswith(left)) == (3, True)
+    assert (left.count("<say"), left.strip() in told.replace("\n- ", "\n")) == (3, True)
     for name in "README.md", "record.json":
         (folder / name).write_text(re.sub("<say.*?>", "said", (folder / name).read_text()))
     assert tool("verify", "fresh")[0] == 0
+    assert document["scripts"] == json.loads((folder / "race.json").read_text())["scripts"]
     assert "name the logs" in tool("submit", "Other")[2]
-    for name in "../up", "", "<b>", "later", "fresh":
-        assert tool("new", name, *paths)[0] == 2, name
+    for name in "../up", "", "<b>", "later":
+        assert tool("submit", name, *paths)[0] == 2, name
     Path("bad.txt").write_text(log_text(source="import sys\nimport"))
-    assert "bad.txt: is not one Python script ('invalid syntax" in tool("new", "Bad", "bad.txt")[2]
+    assert "bad.txt: is not one Python script ('invalid syntax" in tool("submit", "Bad", "bad.txt")[2]
     assert len(list(root.glob("*/*"))) == 3, "a refused record leaves nothing"
 
 
@@ -668,10 +725,10 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     readme.write_text(EMPTY_TABLES)
     write_record(root, NAME, good())
     folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after=NAME)
-    write_race(folder / "race.json", "", NEWER, SOURCE, ms=810.0)
+    write_race(folder, "", NEWER, SOURCE, ms=810.0)
     hostile = good(cpu="<img src=x>|\x1b[2J", source="\x1b[2J")
     folder = write_record(root, "nano/04_Hostile", hostile, "\x1b[2J", what="<b>|", after=NEXT)
-    write_race(folder / "race.json", "\x1b[2J", NEWER, ms=810.0)
+    write_race(folder, "\x1b[2J", NEWER, ms=810.0)
     assert (tool("table", "--check")[0], readme.read_text()) == (1, EMPTY_TABLES)
     assert tool("table")[0] == 0
     text = readme.read_text()
@@ -680,13 +737,13 @@ def test_table_is_idempotent_checked_and_safe(tool, root):
     assert f"| [Next]({NEXT}) | {cells} | 0.900 (0.900 to 0.900) | 0.900 | 499 | Some Proc" in text
     assert "&#60;img src=x&#62;&#124;?&#91;2J" in text
     assert (tool("table", "--check")[0], tool("table")[0], readme.read_text()) == (0, 0, text)
-    more = dict(after="nano/04_Hostile", ranked=False, kind=rules.UNMEASURED)
+    more = dict(after="nano/04_Hostile", ranked=False, kind=rules.ONE_CARD)
     write_record(root, "gpt2/01_Form", [], NEWER + "#", **more)
     follower = write_record(root, "nano/06_Six", good(source="six"), "six", after="gpt2/01_Form")
-    write_race(follower / "race.json", "six", NEWER + "#", ms=810.0)
+    write_race(follower, "six", NEWER + "#", ms=810.0)
     assert tool("table")[0] == 0
     new = "\n".join(line for line in readme.read_text().splitlines() if line not in text)
-    assert "### gpt2: unmeasured, nobody has timed these\n| [Form](gpt2/01_Form) | one line that" in new
+    assert "### gpt2: measured on one card, no whole run\n| [Form](gpt2/01_Form) | one line that" in new
     assert re.search(r"_Six\) \|.* 0\.900 \(0\.900 to 0\.900\), against gpt2/01_Form \|  \| 499", new)
 
 
@@ -694,7 +751,7 @@ def test_the_picture_shows_what_its_command_draws_today(tmp_path):
     """The PNG carries what it shows."""
     assert main(["plot", "-o", str(tmp_path / "new.png")]) == 0
     shipped, new = (
-        json.loads(Image.open(path).text["Comment"]) for path in (logs.RECORDS / "curves.png", tmp_path / "new.png")
+        json.loads(Image.open(path).text["Comment"]) for path in (store.RECORDS / "curves.png", tmp_path / "new.png")
     )
     assert shipped == new, "draw it anew: python -m speedrun plot"
     assert new["curves"][-1]["name"] == "plain GPT"
@@ -780,7 +837,7 @@ def test_a_race_tells_what_the_rank_said_that_failed(tool, tmp_path, failure):
     begin = "import os, sys\nfrom torch.distributed import *\ninit_process_group('gloo')\n"
     script.write_text(f"{begin}if get_rank():\n    {failure}\nbarrier()")
     told = tool("race", script, script, "--nproc_per_node", "2", "--out", tmp_path / "race")[2]
-    assert re.search(rf"run race-1-a failed: ['\"]{FAILURES[failure]}", told), told
+    assert re.search(rf"run race-1of6-1-a failed: ['\"]{FAILURES[failure]}", told), told
 
 
 def test_modules_are_commands_and_the_benchmark_gets_the_environment_of_a_training(capsys, monkeypatch):
@@ -796,5 +853,5 @@ def test_modules_are_commands_and_the_benchmark_gets_the_environment_of_a_traini
     with pytest.raises(SystemExit):
         main(["--help"])
     told = capsys.readouterr().out
-    names = "check evaluate bench race tried diff stats verify table new submit plot".split()
+    names = "check evaluate bench race tried diff stats verify table submit plot".split()
     assert [name for name in names if not re.search(rf"^    {name} ", told, re.M)] == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from speedrun.logs import RECORDS, diff, lineage, read_script
+from speedrun.store import RECORDS, diff, lineage, read_script
 from world_worker import ROOT
 
 SCRIPTS = [folder / "train_gpt.py" for folder in lineage(RECORDS)]

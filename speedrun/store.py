@@ -1,0 +1,230 @@
+"""Find and read records: what records/ holds, and what git has of those that left it."""
+
+import difflib
+import functools
+import io
+import itertools
+import re
+import subprocess
+import tarfile
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from speedrun.logs import RULE, Log, ToolError, read_json, read_text, shown
+from speedrun.process import ROOT
+
+RECORDS = ROOT / "records"
+SCRIPT, RUNS, CARD, PAGE, RACE = "train_gpt.py", "runs.txt", "record.json", "README.md", "race.json"
+OLDER, CURVE = "older", "curve"  # begin names of logs of the script before, and of runs that validated often
+RECORD_FOLDER = re.compile(r"\d+[a-z]?_[\w.-]+", re.ASCII)  # of a track, in the order of its line
+HEAD = re.compile(r"^==> (\S+) <==\n", re.MULTILINE)  # before each log of RUNS, as `tail -n +1` writes it
+HISTORY = "history"  # stands for a track in names of records that only these commits have, the newest first
+COMMITS = "655ba79", "d13ea94", "e5eb9b8"
+
+
+class Track(NamedTuple):
+    """What tracks.toml says."""
+
+    name: str
+    target: float
+    slack: float
+    val_tokens: int
+    val_sha256: str
+    shard: str
+    first_shard: int
+    shard_tokens: int
+    shard_sha256: str
+    max_threads: int
+    flags: list[str]
+    flags_on_one_gpu: list[str]
+
+
+TRACKS = {name: Track(name, **row) for name, row in tomllib.loads(read_text(RECORDS / "tracks.toml")).items()}
+
+
+def track_of(log: Log) -> Track:
+    if log.track not in TRACKS:
+        what = f"preset {shown(log.track)} is no track" if log.track else "states no preset, so no track"
+        raise ToolError(f"{log.path}: {what}; the tracks are {', '.join(TRACKS)}")
+    return TRACKS[log.track]
+
+
+class Card(NamedTuple):
+    """What record.json says of a record: rules.py has the kinds, `evidence` belongs to some of them."""
+
+    date: str
+    what: str
+    kind: str
+    after: str | None
+    ranked: bool
+    evidence: str = ""
+
+
+def read_card(folder: Path) -> Card:
+    path = folder / CARD
+    found = read_json(path) if path.is_file() else {}
+    try:
+        card = Card(**found)
+        if all(isinstance(value, str) for value in (card.date, card.what, card.kind, card.after or "", card.evidence)):
+            return card
+    except TypeError:
+        pass
+    raise ToolError(f"{path}: needs date, what, kind, after (null: none) and ranked (true or false); write it")
+
+
+def record_folders(root: Path) -> list[Path]:
+    """Return the records of all tracks by name."""
+    return sorted(path for path in root.glob("*/*") if path.is_dir() and RECORD_FOLDER.fullmatch(path.name))
+
+
+def name_of(folder: Path) -> str:
+    """Name a record by its track and folder."""
+    return f"{folder.parent.name}/{folder.name}"
+
+
+def short_name(folder: str) -> str:
+    """Return the name of a record without the number or date that its folder begins with."""
+    name = Path(folder).name
+    return name.partition("_")[2] if name[:1].isdigit() else name
+
+
+def lineage(root: Path) -> list[Path]:
+    """Return all records in order: "after" in record.json names the record before; the first one has none."""
+    line, followers = list[Path](), dict[str | None, Path]()
+    for folder in record_folders(root):
+        before = read_card(folder).after
+        if before in followers:
+            names = f"{name_of(followers[before])} and {name_of(folder)}"
+            raise ToolError(f"{names} both come after {before or 'none'}: mend after in a record.json")
+        followers[before] = folder
+    while (before := name_of(line[-1]) if line else None) in followers:
+        line.append(followers.pop(before))
+    if followers:
+        names = ", ".join(map(name_of, followers.values()))
+        raise ToolError(f"{names}: no line leads there from the first record: mend after in record.json")
+    for one, other in itertools.combinations(line, 2):
+        if one.parent == other.parent and one.name > other.name:
+            raise ToolError(f"{name_of(other)} comes after {name_of(one)}: give it a higher number")
+    return line
+
+
+def rivals(line: Sequence[Path], board: str) -> list[Path]:
+    """Return those that a record after `line` may race: the newest on its board, and the newest."""
+    ranked = [folder for folder in line if is_on_board(folder, board)]
+    return [*dict.fromkeys([*ranked[-1:], *line[-1:]])]
+
+
+def board_of(log: Log) -> str:
+    """Name the leaderboard of a log: its track and, as gpt2 has one for each kind of machine, the hardware."""
+    if log.track != "gpt2":
+        return log.track or "unknown track"
+    is_node = re.match(r"8x NVIDIA H100\b", log.hardware or "")
+    return "gpt2 on 8xH100" if is_node else f"gpt2 on {log.hardware or 'unknown hardware'}"
+
+
+def board_order(board: str) -> tuple[bool, bool, str]:
+    return board != "nano", board != "gpt2 on 8xH100", board
+
+
+def is_on_board(folder: Path, board: str) -> bool:
+    """Return whether a record is timed on a leaderboard whose name begins with `board`."""
+    return read_card(folder).ranked and all(board_of(log).startswith(board) for log in logs_of(folder, 1))
+
+
+def texts_of(folder: Path) -> dict[Path, str]:
+    """Return the logs of a record, or those that lie in another folder, by name."""
+    path = folder / RUNS
+    if not path.is_file():
+        return {path: read_text(path) for path in sorted(folder.glob("*.txt"))}
+    before, *parts = HEAD.split(read_text(path))
+    if before or len({*parts[::2]}) < len(parts[::2]):
+        raise ToolError(f"{path}: begins without a line '==> NAME <==', or has one of them twice; take it as it was")
+    return {folder / name: text.removesuffix("\n") for name, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def joined(texts: Mapping[str, str]) -> str:
+    """Return what texts_of reads."""
+    return "".join(f"==> {name} <==\n{text}\n" for name, text in texts.items())
+
+
+def logs_of(folder: Path, most: int | None = None, beside: str = "") -> list[Log]:
+    """Read the logs of a record, or with `beside` those whose names begin so."""
+    texts = [(path, text) for path, text in texts_of(folder).items() if path.parent == folder / beside]
+    return [Log(path, text) for path, text in texts[:most]]
+
+
+def record_logs(folder: Path) -> list[Log]:
+    if logs := logs_of(folder):
+        return logs
+    raise ToolError(f"{name_of(folder)} has no logs: name another record, or the .txt of its runs")
+
+
+def read_logs(names: Iterable[str], root: Path) -> list[Log]:
+    """Read the logs that `names` name: files, or records with all of theirs."""
+    logs = []
+    for name in names:
+        logs += [Log(Path(name))] if Path(name).is_file() else record_logs(find_record(name, root))
+    return logs
+
+
+def find_record(name: str, root: Path) -> Path:
+    """Return the record of this number or name, or the only one whose name has it as a part, in any letters.
+
+    Names of before, with a date, will do, those of records in the history, and any folder with logs by its path.
+    """
+    path = Path(name)
+    if path.is_dir() and (RECORD_FOLDER.fullmatch(path.name) or texts_of(path)):
+        return path
+    folders, wanted = record_folders(root), name.lower().removesuffix(f"/{SCRIPT}").rstrip("/").rpartition("/")[2]
+    wanted = re.sub(r"^\d{4}-\d{2}-\d{2}_", "", wanted)
+    exact = [path for path in folders if wanted in (path.name.lower(), *path.name.lower().split("_", 1))]
+    found = exact or [*filter(None, [from_history(wanted)])]
+    found = found or [path for path in folders if wanted in path.name.lower()]
+    if len(found) == 1:
+        return found[0]
+    names = ", ".join(map(name_of, found or folders)) or "none"
+    problem = f"is part of {len(found)} names" if found else f"is neither a file nor a record in {root}"
+    raise ToolError(f"{shown(name)} {problem}; name one of: {names}")
+
+
+@functools.cache
+def scratch() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory(prefix="records-")  # until this process ends
+
+
+def git(*arguments: str) -> bytes:
+    """Return what git says of this repository; nothing where it has no such commit, as a clone that is not full."""
+    found = subprocess.run(["git", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    return found.stdout if found.returncode == 0 else b""
+
+
+def from_history(name: str) -> Path | None:
+    """Return a copy of the record of this name, without a date, that left the tree."""
+    for commit in COMMITS:
+        for old in git("ls-tree", "--name-only", f"{commit}:records").decode().split():
+            if old.partition("_")[2].lower() == name:
+                folder = Path(scratch().name, HISTORY, f"{commit}_{old.partition('_')[2]}")
+                with tarfile.open(fileobj=io.BytesIO(git("archive", f"{commit}:records/{old}"))) as files:
+                    files.extractall(folder, filter="data")
+                return folder
+    return None
+
+
+def read_script(name: str, root: Path) -> tuple[str, str]:
+    """Return a label and the script that `name` names: a record's, a log's, or a file's."""
+    path = Path(name)
+    if not path.is_file():
+        folder = find_record(name, root)
+        return name_of(folder), read_text(folder / SCRIPT).rstrip("\n")
+    text = read_text(path).partition(f"\n{RULE}\n")[0].rstrip("\n")
+    return str(path), text
+
+
+def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:
+    """Return the unified diff of two (label, script), and how many lines it removes and adds."""
+    lines = list(difflib.unified_diff(a[1].split("\n"), b[1].split("\n"), a[0], b[0], lineterm=""))
+    removed, added = (sum(line.startswith(sign) for line in lines[2:]) for sign in "-+")
+    return lines, removed, added
