@@ -2,12 +2,11 @@
 
 import contextlib
 import dataclasses
+import datetime
 import fnmatch
 import functools
 import itertools
 import json
-import math
-import operator
 import os
 import re
 import signal
@@ -492,38 +491,49 @@ def test_race_says_before_it_begins_why_no_record_can_come_of_it(tool, root, tmp
         assert tool("race", fast, slow, *fresh, "--", *flags)[2] == ""
 
 
-@pytest.mark.parametrize("track", ["nano", pytest.param("gpt2 on 1x NVIDIA GeForce RTX 4090", marks=pytest.mark.slow)])
-def test_from_a_race_to_a_pull_request(tool, root, tmp_path, scripts, track):
+def test_from_a_race_to_a_pull_request(tool, root, tmp_path, scripts):
     """From a copy of the root's script, which is the newest record's, to what verify accepts, by submit, twice."""
     fast, slow, _ = (path.read_text() for path in scripts)
-    if track != "nano":
-        on_gpu = "log_text(preset='gpt2', batch_tokens=393216, gpus=['NVIDIA GeForce RTX 4090'], s"
-        fast, slow = (text.replace("loss = 1.4", "loss = 3.2").replace("log_text(s", on_gpu) for text in (fast, slow))
     write_record(root, NAME, good(source=slow.rstrip("\n")), slow)
     (root / "README.md").write_text(EMPTY_TABLES)
     Path("train_gpt.py").write_text(slow)
     Path("my.py").write_text(fast)  # with the idea
     argv = ("my.py", "train_gpt.py", "--pairs", "8", "--seed", "101", "--out", "logs/MyIdea", "--note", "my idea")
-    assert "no record can" not in tool("race", *argv, *(["--", "--preset", "nano"] if track == "nano" else []))[2]
+    assert "no record can" not in tool("race", *argv, "--", "--preset", "nano")[2]
     paths = sorted(tmp_path.glob("logs/MyIdea/race-*-a.txt"))
     assert "p=" in tool("stats", *paths)[1]
     code, out, _ = tool("submit", "MyIdea", *paths, "--race", "logs/MyIdea/race.json")
     folder, *left = out.splitlines()
     (readme,) = root.glob("*/*_MyIdea/README.md")
     assert (code, folder) == (1, f"{readme.parent}: what is left to do")
+    files = {path.name for path in readme.parent.iterdir()}
+    assert files == {"README.md", "record.json", "train_gpt.py", "race.json", "runs.txt"}
+    assert [len(store.logs_of(readme.parent, beside=beside)) for beside in ("", "older")] == [8, 8]
+    assert "import json" not in (readme.parent / "runs.txt").read_text(), "no copies of the script"
+    card = dict(date=str(datetime.date.today()), what="my idea", kind="idea", after=NAME, ranked=True)
+    assert json.loads((readme.parent / "record.json").read_text()) == card
     kinds = ["write what '<say what the", "write what '<say why", "cp ", "README.md: its rows", "./test.sh"]
     assert [kind in line for kind, line in zip(kinds, left, strict=True)] == [True] * 5
     readme.write_text(re.sub("<say.*>", "said", readme.read_text()))
     Path("train_gpt.py").write_text(fast)
     code, out, _ = tool("submit", "MyIdea")
     assert (code, out.count("\n")) == (0, 3)
-    assert f"({track}, 20 steps" in tool("verify")[1]
+    assert "(nano, 20 steps" in tool("verify")[1]
+    Path("bad.txt").write_text(log_text(source="import sys\nimport"))
+    for argv, told in (
+        (["Other"], "name the logs"),
+        (["../up", *paths], "no name for a record"),
+        (["good", *paths], f"{NAME} has that name"),
+        (["Bad", "bad.txt"], "bad.txt: is not one Python script ('invalid syntax"),
+    ):
+        assert told in tool("submit", *argv)[2]
+    assert len(list(root.glob("*/*"))) == 2, "a refused record leaves nothing"
     path, document = readme.with_name("race.json"), json.loads(readme.with_name("race.json").read_text())
     path.write_text(json.dumps(document | dict(seed=103, pairs=6, runs=document["runs"][4:])))
     kept = {log.name: log.stored for log in store.logs_of(path.parent) if log.seed > 102}
     (path.parent / "runs.txt").write_text(store.joined(kept))
     assert "race.json: no sound log of its run race-1of6-103-a" in tool("verify", "MyIdea")[1], "rounds were left out"
-    assert re.search(rf"### {track}: at most .*_MyIdea\) \| my idea \|", (root / "README.md").read_text(), re.S)
+    assert re.search(r"### nano: at most .*_MyIdea\) \| my idea \|", (root / "README.md").read_text(), re.S)
     assert '"MyIdea"' in Image.open(root / "curves.png").text["Comment"]
 
 
@@ -585,33 +595,6 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
     assert waiting in tool("table")[2]
 
 
-ODD = [None, -1, 0.5, 10**400, math.nan, "", "x", [], {}, [{}]]
-
-
-def ways(value, *way):
-    """Yield the way to each field of a document, and into the first item of each list."""
-    yield way
-    if isinstance(value, dict | list):
-        for key in [*value] if isinstance(value, dict) else range(len(value))[:1]:
-            yield from ways(value[key], *way, key)
-
-
-@pytest.mark.slow
-def test_odd_values_in_race_json_give_no_traceback(tool, root):
-    write_record(root, NAME, good())
-    folder = write_record(root, NEXT, good(source=NEWER), source=NEWER, after=NAME)
-    path, document = folder / "race.json", write_race(folder, NEWER, SOURCE)
-    told = set()
-    for way in [*ways([document])][1:]:
-        for value in ODD:
-            changed = [json.loads(json.dumps(document))]
-            functools.reduce(operator.getitem, way[:-1], changed)[way[-1]] = value
-            path.write_text(json.dumps(changed[0]))
-            code, out, _ = tool("verify", "next")
-            told.add((code, "race.json" in out))
-    assert told == {(0, False), (1, True)}
-
-
 @pytest.mark.parametrize("odd", ['{"preset": []}', '{"stages": [1]}', '{"batch_tokens": -1}', "7"])
 def test_an_odd_configuration_of_a_log_is_named(tool, root, odd):
     write_record(root, NAME, [re.sub("(?m)^configuration: .*", f"configuration: {odd}", text) for text in good()])
@@ -670,42 +653,6 @@ def test_records_follow_each_other_by_their_cards(tool, root):
         (third / "record.json").write_text(odd)
         code, _, err = tool("verify")
         assert (code, err.count("\n"), "Third/record.json" in err) == (2, 1, True), err
-
-
-def test_submit_makes_a_record_that_lacks_only_words(tool, root, tmp_path):
-    (root / "README.md").write_text(EMPTY_TABLES)
-    (tmp_path / "train_gpt.py").write_text(SOURCE)
-    write_record(root, "nano/01_Before", [], source=SOURCE.replace("dynamic=False", "dynamic=True"))
-    write_record(root, "nano/03_Later", [], source=NEWER, after="nano/01_Before")
-    document = write_race(tmp_path, SOURCE, NEWER)
-    for seed, side in itertools.product(range(5), "ab"):
-        loss, step_ms = LOSSES[seed], (40.3, 40.3 / 0.9)[side == "b"]
-        text = log_text(seed, loss, side=side, step_ms=step_ms, source=(SOURCE, NEWER)[side == "b"].rstrip("\n"))
-        (tmp_path / f"race-{seed}-{side}.txt").write_text(text)
-    paths = sorted(tmp_path.glob("race-*-a.txt"))
-    argv = (*paths, "--date", "2026-02-03", "--race", tmp_path / "race.json")
-    folder, (code, told, _) = root / "nano/04_Fresh", tool("submit", "Fresh", *argv)
-    files = {"README.md", "record.json", "train_gpt.py", "race.json", "runs.txt"}
-    assert (code, {path.name for path in folder.iterdir()}) == (1, files)
-    assert [len(store.logs_of(folder)), len(store.logs_of(folder, beside="older"))] == [5, 5]
-    assert "import torch" not in (folder / "runs.txt").read_text(), "no copies of the script"
-    readme, card = ((folder / name).read_text() for name in ("README.md", "record.json"))
-    assert re.search(r"n=5 mean 1.4302 sd .*1 lines removed, 0 added against \[nano/03_Later\]", readme, re.S)
-    assert json.loads(card) | dict(what="") == dict(
-        date="2026-02-03", what="", kind="idea", after="nano/03_Later", ranked=True
-    )
-    left = tool("verify", "fresh")[1]
-    assert (left.count("<say"), left.strip() in told.replace("\n- ", "\n")) == (3, True)
-    for name in "README.md", "record.json":
-        (folder / name).write_text(re.sub("<say.*?>", "said", (folder / name).read_text()))
-    assert tool("verify", "fresh")[0] == 0
-    assert document["scripts"] == json.loads((folder / "race.json").read_text())["scripts"]
-    assert "name the logs" in tool("submit", "Other")[2]
-    for name in "../up", "", "<b>", "later":
-        assert tool("submit", name, *paths)[0] == 2, name
-    Path("bad.txt").write_text(log_text(source="import sys\nimport"))
-    assert "bad.txt: is not one Python script ('invalid syntax" in tool("submit", "Bad", "bad.txt")[2]
-    assert len(list(root.glob("*/*"))) == 3, "a refused record leaves nothing"
 
 
 def test_diff_is_coloured_on_terminals_and_begins_at_the_root(tool, root, tmp_path, monkeypatch):
