@@ -647,6 +647,11 @@ def test_records_follow_each_other_by_their_cards(tool, root):
     assert [*map(store.name_of, lineage(root))] == [NAME, NEXT]
     third = write_record(root, "nano/03_Third", good(), after=NAME)
     assert f"{NEXT} and nano/03_Third both come after {NAME}: mend" in tool("verify")[2]
+    write_record(root, "nano/00_Third", good(), after=NEXT)
+    (third / "record.json").unlink()
+    third.rename(root / "gone")
+    assert f"nano/00_Third comes after {NAME}: give it a higher number" in tool("verify")[2]
+    (root / "nano/00_Third").rename(third)
     write_record(root, "nano/03_Third", good(), after="nano/09_Gone")
     assert "nano/03_Third: no line leads there from the first record" in tool("verify")[2]
     for odd in "{}", "[1]", '{"date": "", "what": 1, "kind": "idea", "after": null, "ranked": true}', '{"more": 1}':
