@@ -201,7 +201,7 @@ def predicted_parts(trainer: Trainer, first: int) -> dict[str, float]:
     return next((step["ms"] for step in reversed(steps) if step["first"] <= first), {})
 
 
-def write_tokens(cfg: Hyperparameters, folder: Path) -> Hyperparameters:
+def write_tokens(cfg: Hyperparameters, path: Path) -> Hyperparameters:
     """Write a shard of random tokens, few of them frequent, in documents of about 700. Return what trains on it.
 
     They are few enough for the smallest softmax.
@@ -212,8 +212,8 @@ def write_tokens(cfg: Hyperparameters, folder: Path) -> Hyperparameters:
     tokens[rng.random(len(tokens)) < 1 / 700] = cfg.eot_token
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, len(tokens)
-    (folder / "random.bin").write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
-    return dataclasses.replace(cfg, train_files=str(folder / "random.bin"))
+    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+    return dataclasses.replace(cfg, train_files=str(path))
 
 
 # ---- The report ------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
     if unknown := {*(args.stages or ())} - {*firsts}:
         raise UserError(f"--stages {min(unknown)}: expected some of {' '.join(map(str, firsts))}")
     args.out.mkdir(parents=True, exist_ok=True)
-    cfg = write_tokens(cfg, args.out) if args.synthetic else cfg
+    cfg = write_tokens(cfg, args.out / f"random{ranks.rank}.bin") if args.synthetic else cfg
     trainer, n = (OneOf if args.one_of else Measured)(cfg, ranks), 3 if args.quick else 20
     machine = torch.cuda.get_device_name() if trainer.device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     document: dict = dict(machine=machine, torch=torch.__version__, flags=" ".join(flags), one_of=args.one_of)
