@@ -306,11 +306,12 @@ def check_machine(argv: list[str], report: Report) -> tuple[Hyperparameters, int
     gpus = find_gpus(cfg, is_for_cpu, report)
     if report.problems:
         return cfg, 0, []
-    wanted, cfg, flags = cfg.canon_file * is_root, train_gpt.resolve(cfg), []
+    wanted, flags, given = cfg.canon_file * is_root, list[str](), cfg
+    cfg = train_gpt.resolve(given)
     if is_root:
         train_gpt.read_canon(cfg)
-        with contextlib.suppress(train_gpt.AlreadyComplete):  # then it has nothing to do
-            train_gpt.load_checkpoint(cfg)
+        with contextlib.suppress(train_gpt.AlreadyComplete):  # then there is nothing to do
+            train_gpt.load_checkpoint(given)
     cfg = dataclasses.replace(cfg, canon_file=wanted)
     processes = int(wish) or next(n for n in range(max(1, len(gpus)), 0, -1) if cfg.batch_sequences % n == 0)
     if cfg.compile:

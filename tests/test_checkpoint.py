@@ -103,11 +103,10 @@ def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path, size, moments):
         assert ends[0] == ends[1], (moment, found)
         assert re.findall(r"^resumed at step (\d+)", run.text("out"), re.M) == [str(found)] * bool(found), moment
         assert ("no checkpoint in" in run.text("out")) == (not found), moment
-        kinds = {path.suffix for path in log.parent.glob(f"{log.stem}.*")}
-        kinds -= {".torn"} | {
-            f".{kind}{rank}" for kind in ("rank", "ngrams") for rank in range(size)
-        }  # a log of no checkpoint moves aside
-        assert kinds == {".txt", ".json", ".pt", ".checkpoint"}
+        kinds = {path.suffix.rstrip("01") for path in log.parent.glob(f"{log.stem}.*")} - {
+            ".torn"
+        }  # no checkpoint's log
+        assert kinds == {".txt", ".json", ".pt", ".checkpoint", ".rank", ".ngrams"}
         assert step_of(log.with_suffix(".checkpoint")) == 16
 
 
@@ -167,26 +166,25 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(run_flags, saved):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["exchanged", "the same", "gone"])
-def test_what_one_rank_finds_all_say(run_flags, tmp_path, fault):
-    argv = [*run_flags, "--run_id=two", "--num_iterations=20"]
-    run = Run([argv] * 2, tmp_path / "two", kill=("os.rename .checkpoint 3", 0))
-    run.wait(kill_others=True)
+def test_what_one_rank_finds_all_say(run_flags, tmp_path):
+    """Shares that are exchanged between ranks, twice the same, gone."""
+    argv = [*run_flags, "--run_id=two"]
+    Run([argv] * 2, tmp_path / "two", kill=("os.rename .checkpoint 3", 0)).wait(kill_others=True)
     log = tmp_path / "logs" / "two.txt"
     turn = torch.load(log.with_suffix(".checkpoint"), weights_only=True)["turn"]
-    first, second = (log.with_suffix(f".{turn}.rank{rank}") for rank in range(2))
-    content = first.read_bytes()
-    if fault == "exchanged":
-        first.write_bytes(second.read_bytes())
-    second.unlink() if fault == "gone" else second.write_bytes(content)
-    run = Run([[*argv, "--resume=latest"]] * 2, tmp_path / "again")
-    assert (run.wait(), run.text("err", 1)) == ([2, 2], "")
-    assert re.fullmatch(r"train_gpt.py: rank [01]: [^\n]* not a sound part of the checkpoint [^\n]*\n", run.text("err"))
+    shares = [log.with_suffix(f".{turn}.rank{rank}") for rank in range(2)]
+    first, second = (share.read_bytes() for share in shares)
+    for i, contents in enumerate([(second, first), (first, first), (first, None)]):
+        for share, content in zip(shares, contents, strict=True):
+            share.write_bytes(content) if content else share.unlink()
+        run = Run([[*argv, "--resume=latest"]] * 2, tmp_path / f"again{i}")
+        assert (run.wait(), run.text("err", 1)) == ([2, 2], "")
+        assert re.fullmatch(r".*: rank [01]: .* not a sound part of the checkpoint .*\n", run.text("err"))
 
 
-def test_a_share_that_could_not_be_written_leaves_the_checkpoint_before(run_flags, tmp_path, monkeypatch):
+def test_a_share_that_could_not_be_written_leaves_the_checkpoint_before(run_flags, runs, tmp_path, monkeypatch):
     """The disk is full at the second checkpoint's share, and then has room again."""
-    write, flags, shares = torch.save, [*run_flags, "--seed=5", "--run_id=full"], []
+    whole, write, shares = json.loads((runs / "whole.json").read_text()), torch.save, []
 
     def fail(state: dict, file) -> None:
         shares.extend(["share"] * ("ids" in state))
@@ -196,21 +194,17 @@ def test_a_share_that_could_not_be_written_leaves_the_checkpoint_before(run_flag
 
     monkeypatch.setattr(torch, "save", fail)
     monkeypatch.setattr(RunLog, "log_loss", stop_at(9))
+    flags = [*run_flags, f"--seed={whole['seed']}", "--run_id=full"]
     with pytest.raises(KeyboardInterrupt):
         train_gpt.main(flags)
     assert step_of(tmp_path / "logs" / "full.checkpoint") == 4
     monkeypatch.undo()
-    whole = losses(train_gpt.main([*flags, "--run_id=whole"]))
-    assert losses(train_gpt.main([*flags, "--resume=latest"])) == whole
+    assert losses(train_gpt.main([*flags, "--resume=latest"])) == losses(whole)
 
 
 def test_another_configuration_script_text_or_number_of_processes_is_refused(run_flags, saved, tmp_path):
-    script, resume = tmp_path / "train_gpt.py", [*run_flags, "--resume", str(saved)]
-    script.write_text((ROOT / "train_gpt.py").read_text() + "# changed\n")
-    log = saved.with_suffix(".txt").read_bytes()
-    changes = "seed 6", "num_iterations 21", "muon_lr 0.5", "cpu_threads 2", "dtype float64"
-    for change in changes:
-        name, value = change.split()
+    resume, log = [*run_flags, "--resume", str(saved)], saved.with_suffix(".txt").read_bytes()
+    for name, value in dict(seed=6, num_iterations=21, muon_lr=0.5, cpu_threads=2, dtype="float64").items():
         assert re.match(rf"has --{name} {value}, and the run began with ", refusal([*resume, f"--{name}={value}"]))
     assert f"--run_id b: {saved} is of run whole" in refusal([*resume, "--run_id", "b"])
     plans = train_gpt.plan_data(train_gpt.resolve(train_gpt.parse_args(run_flags)))
@@ -221,12 +215,13 @@ def test_another_configuration_script_text_or_number_of_processes_is_refused(run
         tokens[at] = (tokens[at] + 1) % 200
         tokens.tofile(changed)
         assert f"has {text} tokens " in refusal([*resume, f"--{name}_files={changed}"])
-    run = Run([resume], tmp_path / "run", scripts=[script])
-    assert (run.wait(), run.text("err").count("\n")) == ([2], 1)
-    assert "script" in run.text("err")
-    run = Run([resume] * 2, tmp_path / "two")
-    assert (run.wait(), run.text("err", 1)) == ([2, 2], ""), "one line"
-    assert re.fullmatch(r".* has processes 2, and the run began with 1: .*\n", run.text("err"))
+    script = tmp_path / "train_gpt.py"
+    script.write_text((ROOT / "train_gpt.py").read_text() + "# changed\n")
+    runs = Run([resume], tmp_path / "script", scripts=[script]), Run([resume] * 2, tmp_path / "processes")
+    for run, words in zip(runs, ("has script ", "has processes 2, and the run began with 1: "), strict=True):
+        assert set(run.wait()) == {2}
+        assert re.fullmatch(rf".* {words}.*\n", run.text("err"))
+    assert runs[1].text("err", 1) == "", "one line"
     assert saved.with_suffix(".txt").read_bytes() == log
 
 
