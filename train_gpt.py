@@ -2621,12 +2621,12 @@ def reading(path: Path, kind: str) -> Iterator[None]:
 def load(path: Path, kind: str, expected: str = "", mmap: bool = False) -> dict:
     """Return what `RunLog.save` wrote, with the mark that is expected, if any.
 
-    mmap: tensors stay on the disk until they are used, and nothing looks for damage in them.
+    mmap: tensors stay on the disk until they are used, and in large files nothing looks for damage.
     """
     with reading(path, kind):
         if expected not in ("", mark(path)):
             raise OSError("it is of another run, step or rank")
-        if not mmap and zipfile.ZipFile(path).testzip():
+        if (not mmap or path.stat().st_size < 2**30) and zipfile.ZipFile(path).testzip():
             raise OSError("it is damaged")
         return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
 

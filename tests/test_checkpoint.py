@@ -264,6 +264,10 @@ def test_what_is_no_model_to_begin_with_is_refused_before_there_is_a_log(run_fla
         )
     shutil.copy(runs / "whole.pt", tmp_path)
     assert "whole.pt: not a sound model of this script: Error(s)" in refusal([*begin, "--mlp_dim=48"])
+    rows = (tmp_path / "whole.ngrams0").read_bytes()
+    at = rows.index(torch.load(tmp_path / "whole.ngrams0")["rows"].numpy().tobytes())
+    (tmp_path / "whole.ngrams0").write_bytes(rows[:at] + bytes([rows[at] ^ 1]) + rows[at + 1 :])
+    assert "whole.ngrams0: not a sound part of a model of this script: it is damaged" in refusal(begin)
     shutil.copy(runs / "other.ngrams0", tmp_path / "whole.ngrams0")
     assert "whole.ngrams0: not a sound part of a model of this script: it is of another run" in refusal(begin)
     assert not [*tmp_path.glob("logs/*")]
