@@ -77,6 +77,8 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date,
         raise ToolError("two of the logs have the same file name: rename one")
     own = [Log(Path(path)) for path in paths]
     require_one_experiment(own)
+    if not own[0].source:
+        raise ToolError(f"{own[0].path}: states no script but its SHA-256: take the log that the run wrote")
     modules_beside(own[0].path, own[0].source)  # refuses what is not one script
     before, folder = line[-1] if line else None, root / track_of(own[0]).name / next_name(name, own[0], line)
     what = (race and read_race(race).note) or "<say in one line what it is>"

@@ -20,7 +20,7 @@ RECORDS = ROOT / "records"
 SCRIPT, RUNS, CARD, PAGE, RACE = "train_gpt.py", "runs.txt", "record.json", "README.md", "race.json"
 OLDER, CURVE = "older", "curve"  # begin names of logs of the script before, and of runs that validated often
 RECORD_FOLDER = re.compile(r"\d+[a-z]?_[\w.-]+", re.ASCII)  # of a track, in the order of its line
-HEAD = re.compile(r"^==> (\S+) <==\n", re.MULTILINE)  # before each log of RUNS, as `tail -n +1` writes it
+HEAD = re.compile(r"^==> (.+) <==\n", re.MULTILINE)  # before each log of RUNS, as `tail -n +1` writes it
 HISTORY = "history"  # stands for a track in names of records that only these commits have, the newest first
 COMMITS = "655ba79", "d13ea94", "e5eb9b8"
 

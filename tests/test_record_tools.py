@@ -520,10 +520,12 @@ def test_from_a_race_to_a_pull_request(tool, root, tmp_path, scripts):
     assert (code, out.count("\n")) == (0, 3)
     assert "(nano, 20 steps" in tool("verify")[1]
     Path("bad.txt").write_text(log_text(source="import sys\nimport"))
+    Path("bare.txt").write_text(Log(paths[0]).stored)
     for argv, told in (
         (["Other"], "name the logs"),
         (["../up", *paths], "no name for a record"),
         (["good", *paths], f"{NAME} has that name"),
+        (["Bare", "bare.txt"], "bare.txt: states no script but its SHA-256"),
         (["Bad", "bad.txt"], "bad.txt: is not one Python script ('invalid syntax"),
     ):
         assert told in tool("submit", *argv)[2]
@@ -593,6 +595,15 @@ def test_verify_wants_the_race_against_the_record_before(tool, root):
         f"waiting for {NEXT}: finish it ({needs.PYTHON} -m speedrun verify {NEXT}) or move it away: {path}: is missing"
     )
     assert waiting in tool("table")[2]
+
+
+def test_the_runs_of_a_record_come_back_as_they_were(tmp_path):
+    texts = {"a b.txt": "one\n\n", "c.txt": "", "older/c.txt": "==> two\nend"}
+    (tmp_path / "runs.txt").write_text(store.joined(texts))
+    assert {str(path.relative_to(tmp_path)): text for path, text in store.texts_of(tmp_path).items()} == texts
+    (tmp_path / "runs.txt").write_text(store.joined(texts) + store.joined({"c.txt": ""}))
+    with pytest.raises(logs.ToolError, match="has one of them twice"):
+        store.texts_of(tmp_path)
 
 
 @pytest.mark.parametrize("odd", ['{"preset": []}', '{"stages": [1]}', '{"batch_tokens": -1}', "7"])
