@@ -6,7 +6,7 @@
 #   ./run.sh --check                                    only the checks, with any flags, and all that they find
 #   NPROC=2 ./run.sh                                    two processes instead of as many as fit
 #   PYTHON=python3.12 ./run.sh                          this Python, or an environment made with it
-#   SCRIPT=records/NAME/train_gpt.py ./run.sh           another script, with flags of its own
+#   SCRIPT=records/TRACK/NAME/train_gpt.py ./run.sh     another script, with flags of its own
 #
 # Paths are relative to the repository. Exit codes: 0 trained, 2 something has to be mended first (a line for each
 # thing says what), 3 the loss became NaN or infinite, 130 interrupted; with several processes torchrun makes it 1.

@@ -196,9 +196,11 @@ def scratch() -> tempfile.TemporaryDirectory:
 
 
 def git(*arguments: str) -> bytes:
-    """Return what git says of this repository; nothing where it has no such commit, as a clone that is not full."""
-    found = subprocess.run(["git", *arguments], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    return found.stdout if found.returncode == 0 else b""
+    """Return what git says of this repository; nothing without git or such a commit, which only a full clone has."""
+    try:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return b""
 
 
 def from_history(name: str) -> Path | None:

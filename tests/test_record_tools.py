@@ -198,7 +198,7 @@ def test_scripts_that_run_alone_have_the_tracks_numbers():
     assert pack_nano.TRACK_SHA256["train"] == TRACKS["nano"].shard_sha256
 
 
-def test_names_of_before_and_of_the_history_still_work(tool):
+def test_names_of_before_and_of_the_history_still_work(tool, monkeypatch):
     """A shallow clone, as CI has, lacks the history."""
     for name in (
         "2025-01-26_BatchSize",
@@ -213,6 +213,8 @@ def test_names_of_before_and_of_the_history_still_work(tool):
         for name in "2025-12-29_VeSkipGates", "ThreeTables", "groups":
             assert main(["verify", name]) == 0
             assert store.read_script(name, store.RECORDS)[1].startswith('"""')
+    monkeypatch.setenv("PATH", "")
+    assert "is neither a file nor a record" in tool("diff", "VeSkipGates", "21")[2], "there may be no git"
 
 
 def test_against_names_the_first_deviation(tool, tmp_path):
