@@ -82,6 +82,14 @@ def test_the_sweep_of_classes_repeats_none_before_all_have_come():
         seen |= others
 
 
+def test_the_warm_up_leaves_the_sweep_where_it_began(gpt2):
+    """In a vocabulary that the sweep does not pass through in one step."""
+    trainer = train_gpt.Trainer(dataclasses.replace(gpt2, vocab_size=4000), Ranks())
+    begins = [*trainer.reader.offsets]
+    trainer.warm_up()
+    assert trainer.reader.offsets == begins
+
+
 def attend_slowly(cfg, attn, x: Tensor, value_embed: Tensor | None, docs: Tensor, now: Plan, f: dict) -> Tensor:
     """Return attention's output. A head of a token sees all heads of all tokens but for a mask."""
     T, H, D, layer, kind = len(x), cfg.num_heads, cfg.head_dim, attn.layer, attn.layer.attention
