@@ -95,6 +95,10 @@ def curves_of_one(path: Path, label: str, with_training: bool) -> Iterator[Curve
         if often:
             seconds = statistics.fmean(log.train_time for log in logs) / 1000
             curve = curve._replace(seconds=[x * seconds / curve.seconds[-1] for x in curve.seconds])
+        if len(curve.steps) < 2 and not with_training:
+            run = f"SCRIPT={path / 'train_gpt.py'} ./run.sh --preset {logs[0].track} --seed 1 --log_dir {path / CURVE}"
+            every = max(1, logs[0].num_steps // 8)
+            print(printable(f"{label}: no curve, only its end: {run} --val_loss_every {every}"), file=sys.stderr)
         yield curve
     fewest = min(len(log.train_losses) for log in logs)
     if not all(curves) or (with_training and fewest and min(map(len, curves)) < 2):

@@ -142,7 +142,8 @@ def texts_of(folder: Path) -> dict[Path, str]:
     before, *parts = HEAD.split(read_text(path))
     if before or len({*parts[::2]}) < len(parts[::2]):
         raise ToolError(f"{path}: begins without a line '==> NAME <==', or has one of them twice; take it as it was")
-    return {folder / name: text.removesuffix("\n") for name, text in zip(parts[::2], parts[1::2], strict=True)}
+    texts = {folder / name: text.removesuffix("\n") for name, text in zip(parts[::2], parts[1::2], strict=True)}
+    return texts | {path: read_text(path) for path in sorted(folder.glob(f"{CURVE}/*.txt"))}  # what came later
 
 
 def joined(texts: Mapping[str, str]) -> str:

@@ -766,6 +766,11 @@ def test_a_plot_shows_what_there_is(tool, root, tmp_path):
     write_record(root, NAME, [text, text[: text.index("step:31/60")]])
     assert re.search(r"run1\.txt: ends at step 30 of 60: left out", tool("plot", "good", "-o", "x.png")[2])
     assert json.loads(Image.open("x.png").text["Comment"])["curves"][1]["steps"] == whole["steps"]
+    assert "Good: no curve, only its end: SCRIPT=" in tool("plot", "-o", "x.png")[2]
+    assert [curve["steps"] for curve in json.loads(Image.open("x.png").text["Comment"])["curves"]] == [[60]]
+    (root / NAME / "curve").mkdir()
+    (root / NAME / "curve" / "run.txt").write_text(log_text(curve={30: 1.6, 60: 1.43}, steps=60))
+    assert "no curve" not in tool("plot", "-o", "x.png")[2]
     assert "nothing to draw" in tool("plot", "cut.txt")[2]
 
 
