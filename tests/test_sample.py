@@ -17,7 +17,7 @@ from scipy import stats
 import sample
 import train_gpt
 from conftest import SMALL, SMALL_GPT2
-from synthetic_logs import ROOT
+from speedrun.process import ROOT
 
 
 @pytest.mark.parametrize("preset", ["nano", "gpt2"])
