@@ -79,7 +79,7 @@ def test_plain_gpt_learns_and_writes_a_log_that_can_be_raced(corpus, tmp_path, m
     log, told = Log(tmp_path / "r.txt"), json.loads(capsys.readouterr().out)
     assert log.source == Path(plain_gpt.__file__).read_text().rstrip("\n")
     assert log.curve == {step: pytest.approx((loss, ms), abs=1) for step, loss, ms in told["val_curve"]}
-    assert (log.incomplete, log.val_loss) == (None, pytest.approx(told["val_loss"], abs=1e-4))
+    assert (log.ended, log.val_loss) == (None, pytest.approx(told["val_loss"], abs=1e-4))
     assert log.val_loss < math.log(plain_gpt.VOCAB_SIZE) - 0.05
 
 
