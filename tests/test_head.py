@@ -94,8 +94,8 @@ def fp8_by_hand(x: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_fp8_is_exact_but_for_quantization(dtype: torch.dtype):
     """Scales, formats and transpositions. In fp32 a number in the middle may be rounded to the other side, rarely."""
-    args = inputs(dtype)
-    plain = dense_head(*(t.double() if t.is_floating_point() else t for t in args), THREE)
+    x, w, targets = args = inputs(dtype)
+    plain = dense_head(x.double(), w.double(), targets, THREE)
     actual = in_slices(*args, scales=SCALES)
     assert [t.dtype for t in actual] == [torch.float32, dtype, torch.float32]
     for got, want, other, limit in zip(actual, fp8_by_hand(*args), plain, (1e-4, 5e-3, 2e-3), strict=True):
