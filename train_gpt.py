@@ -2198,9 +2198,10 @@ class RunLog:
                 raise OSError("another process is writing it") from None
             except OSError:  # the file system has no locks
                 pass
-            taken = [".json"] if self.cfg.resume else [".json", ".checkpoint", ".pt"]
-            if (file.tell() and not self.cfg.resume) or any(self.path.with_suffix(kind).exists() for kind in taken):
-                raise OSError("this run is there already")
+            kinds = [".json"] if self.cfg.resume else [".json", ".checkpoint", ".pt", ".ngrams0", ".ngrams1"]
+            taken = [kind for kind in kinds if self.path.with_suffix(kind).exists()]
+            if taken or (file.tell() and not self.cfg.resume):
+                raise OSError(f"this run is there already {' '.join(taken)}")
             if file.tell() and not goes_on:  # a run that was killed before its first checkpoint
                 self.path.rename(self.path.with_suffix(f".{time.time_ns()}.torn"))
                 file = self.open(goes_on)
@@ -2600,9 +2601,9 @@ def together(ranks: Ranks) -> Iterator[None]:
     except UserError as error:
         problem = error
     for rank, theirs in enumerate(gather(problem)):
-        if theirs and ranks.local_rank > 0:
-            sys.exit(theirs.code)
         if theirs:
+            if ranks.local_rank > 0:
+                sys.exit(theirs.code)
             raise type(theirs)(f"rank {rank}: {theirs}" if ranks.world_size > 1 else str(theirs))
 
 

@@ -212,7 +212,7 @@ def test_gpus_are_for_gpt2_and_leave_nano_to_the_cpu(monkeypatch):
         assert (cfg.lm_head_fp8, cfg.layers_fp8) == (dtype == "bfloat16",) * 2
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".json", ".pt", ".checkpoint"])
+@pytest.mark.parametrize("suffix", [".txt", ".json", ".pt", ".checkpoint", ".ngrams1"])
 def test_log_of_another_run_is_not_overwritten(flags, tmp_path, suffix):
     """Nor any other file of its name, also where --resume finds no checkpoint and begins anew."""
     path = (tmp_path / "logs" / "mine").with_suffix(suffix)
