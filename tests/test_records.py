@@ -1,5 +1,6 @@
 """The root beside the newest record, and a short training of nano by each record's script."""
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -9,10 +10,12 @@ from pathlib import Path
 import pytest
 
 import train_gpt
-from speedrun.store import RECORDS, diff, lineage, read_script
+from conftest import GPT2_FLAGS
+from speedrun.store import RECORDS, diff, lineage, read_card, read_script
 from world_worker import ROOT
 
-SCRIPTS = [folder / "train_gpt.py" for folder in lineage(RECORDS)]
+LINE = lineage(RECORDS)
+SCRIPTS = [folder / "train_gpt.py" for folder in LINE]
 SHORT = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --seed 1 --num_iterations 8 --model_dim 32 "
 SHORT += "--num_heads 2 --head_dim 16 --block_size 16 --train_seq_len 128 --batch_tokens 768 --val_seq_len 256 "
 SHORT += "--val_tokens 1280"
@@ -59,3 +62,21 @@ def test_nano_still_trains_what_it_did(script_flags, tmp_path):
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.parent.name)
 def test_a_record_still_trains(path: Path, script_flags, tmp_path):
     assert train(load(path), script_flags, tmp_path) < 5.2, "ln 257 = 5.55 is the loss of no training"
+
+
+@pytest.mark.slow
+def test_the_newest_form_trains_what_the_record_before_does(script_flags, tmp_path):
+    """nano, and gpt2's rows in small. Settings of the two that differ are given to both."""
+    form = max(i for i, folder in enumerate(LINE) if read_card(folder).kind == "form")
+    losses = []
+    for i in form - 1, form:
+        script = load(SCRIPTS[i])
+        script.PRESETS["mini"] = dataclasses.replace(script.PRESETS["mini"], layers=script.GPT2_LAYERS)
+        small = [*GPT2_FLAGS, "--dtype=float64", "--num_iterations=20", "--seed=1"]
+        nano = [*SHORT.split(), "--muon_momentum=0.9", "--momentum_warmup_steps=50"]
+        for name, flags in dict(gpt2=small, nano=nano).items():
+            script.main([*flags, *script_flags, f"--log_dir={tmp_path}", f"--run_id={name}{i}"])
+            losses.append(json.loads((tmp_path / f"{name}{i}.json").read_text())["train_curve"])
+    # What a step's milliseconds were does not count
+    before, after = ([loss for curve in half for _, loss, _ in curve] for half in (losses[:2], losses[2:]))
+    assert after == pytest.approx(before, abs=1e-12)
