@@ -25,39 +25,28 @@ from huggingface_hub.errors import HfHubHTTPError
 if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH nothing beside this file is found
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONSAFEPATH": ""})
 
-from shards import shard_problem
-
-REPO = "kjj0/fineweb10B-gpt2"
-RECORD_SHARDS = 5  # enough for the gpt2 preset, which takes seconds to import; a test compares them
-MAX_SHARDS = 103
-
-
-def download(name: str) -> Path:
-    """Return the path of a shard in the hub's cache, where it may be already."""
-    get = partial(hf_hub_download, REPO, name, repo_type="dataset")
-    try:
-        return Path(get())
-    except HfHubHTTPError as error:
-        if error.response.status_code != 401:
-            raise
-        return Path(get(token=False))  # the data are public, and the user's token has expired
+from shards import is_shard
 
 
 def fetch(path: Path) -> None:
     """Let the shard of this name appear, whole or not at all."""
-    for _ in range(2):  # what is in the cache may be damaged: the library compares only the length
-        blob = (cached := download(path.name)).resolve()
+    # What is in the cache may be damaged, as the library compares only the length. And a user's token that has expired
+    # is refused, though the data are public
+    get = partial(hf_hub_download, "kjj0/fineweb10B-gpt2", path.name, repo_type="dataset")
+    for again in (False, True):
+        try:
+            blob = Path(get(force_download=True, token=False) if again else get()).resolve()
+        except HfHubHTTPError as error:
+            if again or error.response.status_code != 401:
+                raise
+            continue
         with open(blob, "rb") as file:
             found = hashlib.file_digest(file, "sha256").hexdigest()
-        problem = shard_problem(blob)
-        if not problem and len(blob.name) == 64 and blob.name != found:  # the name of a large one is its SHA-256
-            problem = f"its SHA-256 is {found}, the hub states {blob.name}"
-        if not problem:
+        if is_shard(blob) and (len(blob.name) != 64 or blob.name == found):  # the name of a large one is its SHA-256
             break
-        for wrong in {blob, cached}:
-            wrong.unlink(missing_ok=True)
     else:
-        raise RuntimeError(f"{constants.ENDPOINT} sends a wrong file: {problem}: try another HF_ENDPOINT")
+        raise RuntimeError(f"{constants.ENDPOINT} sends no such shard, but SHA-256 {found}: try another HF_ENDPOINT")
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as folder:
         new = Path(folder) / path.name
         try:
@@ -70,28 +59,23 @@ def fetch(path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     raw, own = argparse.RawDescriptionHelpFormatter, Path(__file__).with_name("fineweb10B")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
-    parser.add_argument("shards", metavar="N", nargs="?", type=int, default=RECORD_SHARDS, help="[%(default)s]")
+    parser.add_argument("shards", metavar="N", nargs="?", type=int, default=5, help="[%(default)s]")
     parser.add_argument("--out", type=Path, default=own, help="folder for the shards")
     args = parser.parse_args(argv)
-    if not 0 <= args.shards <= MAX_SHARDS:
-        parser.error(f"N is {args.shards}: expected 0 to {MAX_SHARDS} training shards")
+    if not 0 <= args.shards <= 103:
+        parser.error(f"N is {args.shards}: expected 0 to 103 training shards")
     names = ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, args.shards + 1))]
     try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        missing = [name for name in names if shard_problem(args.out / name)]
-    except OSError as error:
-        parser.error(f"{error.filename or args.out}: {error.strerror or error}; fix that, or choose another --out")
-    for i, name in enumerate(missing):
-        try:
-            fetch(args.out / name)
-        except KeyboardInterrupt:
-            parser.exit(130, f"\n{parser.prog}: interrupted; the same command continues\n")
-        except Exception as error:  # of whatever kind: to the user it is a line
-            why = error.__cause__ or error  # the error only says that the cache has no such file
-            left = f"{len(missing) - i} of {len(names)} files are missing, the same command continues"
-            text = str(why).strip().partition("\n")[0]
-            parser.exit(1, f"{parser.prog}: {name}: {type(why).__name__}: {text}; {left}\n")
-    print(f"{args.out}: {len(names)} shards complete, {len(missing)} of them new")
+        for name in names:
+            if not is_shard(args.out / name):
+                fetch(args.out / name)
+    except KeyboardInterrupt:
+        parser.exit(130, f"\n{parser.prog}: interrupted; the same command continues\n")
+    except Exception as error:  # of whatever kind: to the user it is a line
+        why = error.__cause__ or error  # the error only says that the cache has no such file
+        text = str(why).strip().partition("\n")[0]
+        parser.exit(1, f"{parser.prog}: {name}: {type(why).__name__}: {text}; the same command continues\n")
+    print(f"{args.out}: {len(names)} shards complete")
 
 
 if __name__ == "__main__":

@@ -14,8 +14,7 @@ no other than the one with the known hash.
 
 import hashlib
 import os
-import platform
-import tempfile
+import sys
 import unicodedata
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from bisect import bisect_left
@@ -25,6 +24,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+
+if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH nothing beside this file is found
+    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONSAFEPATH": ""})
+
+from shards import write_file
+from texts import gpt2_encoding
 
 PATH, VOCAB_SIZE = Path(__file__).with_name("gpt2_canonical.bin"), 50304
 SHA256 = "3bc096d452b0497e12da82158856669bc3bb3735281f3d676d0bf2ac20d95998"
@@ -103,42 +108,18 @@ def canonical_rows(tokens: list[bytes], vocab_size: int) -> Iterator[np.ndarray]
         yield np.zeros(vocab_size // 8, np.uint8)
 
 
-def write_mask(tokens: list[bytes]) -> bool:
-    """Write the file if it is the known one, whole or not at all. Return whether it is."""
-    digest = hashlib.sha256()
-    handle, temporary = tempfile.mkstemp(dir=PATH.parent, prefix=f".{PATH.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            for row in canonical_rows(tokens, VOCAB_SIZE):
-                digest.update(row)
-                file.write(row)
-        if is_known := digest.hexdigest() == SHA256:
-            os.chmod(temporary, 0o644)  # mkstemp makes files that only their owner can read
-            os.replace(temporary, PATH)
-        return is_known
-    finally:
-        Path(temporary).unlink(missing_ok=True)
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, usage=SUPPRESS)
     parser.parse_args(argv)
     try:
-        import tiktoken
-
-        encoding = tiktoken.get_encoding("gpt2")
-    except ImportError:
-        parser.error('this needs the package tiktoken: pip install -e ".[text]"')
-    except (OSError, ValueError) as error:  # OSError includes those of requests; ValueError: unexpected content
-        fix = "set TIKTOKEN_CACHE_DIR to a folder that has it from an earlier download, perhaps on another machine"
-        parser.error(f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}): {fix}")
-    try:
-        is_known = write_mask([encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)])
-    except OSError as error:
-        parser.error(f"{PATH}: {error.strerror}; it needs 316 MB there")
-    if not is_known:
-        versions = f"tiktoken {tiktoken.__version__} or Python {platform.python_version()}"
-        parser.error(f"another mask came out: {versions} has another vocabulary or Unicode; try other versions")
+        encoding = gpt2_encoding()
+        tokens = [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)]
+        mask = np.concatenate([*canonical_rows(tokens, VOCAB_SIZE)])
+        if hashlib.sha256(mask).hexdigest() != SHA256:
+            raise RuntimeError("another vocabulary or Unicode gave another mask: try another tiktoken or Python")
+        write_file(PATH, mask)
+    except (OSError, RuntimeError) as error:
+        parser.error(str(error))
     print(f"{PATH}: 316 MB")
 
 

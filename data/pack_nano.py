@@ -3,9 +3,8 @@
     python data/pack_nano.py            # writes data/nano/nano_{train,val}_000000.bin in about 3 s
 
 Everybody who can run the trainer already has this text, so nothing is downloaded. With torch 2.13.0 the shards are the
-track's, byte for byte. Another torch version gives another corpus: it trains as well, but its losses are not
-comparable, and the packer says so. Exit codes: 0 the shards are there, 2 torch is missing, its sources have been
-changed, or the shards cannot be written.
+track's, byte for byte, by the hashes of records/tracks.toml. Another version gives another corpus: it trains as well,
+but its losses are not comparable, and the packer says so. Exit codes: 0 packed, 2 it could not be.
 """
 
 import argparse
@@ -13,9 +12,8 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-import shlex
 import sys
-from collections.abc import Iterable
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -23,24 +21,11 @@ import numpy as np
 if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH nothing beside this file is found
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONSAFEPATH": ""})
 
-from shards import shard_header, write_shard
+from shards import write_shard
 
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
-MIN_DOCUMENT_BYTES = 256
-MAX_DOCUMENT_BYTES = 2048
+MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES = 256, 2048
 VAL_DIVISOR = 20  # a file is validation if the first byte of SHA-1(path) is divisible by this
-TRACK_TORCH = "2.13.0"
-TRACK_SHA256 = {
-    "train": "c468b0dbbe20b2eb747b07e8c3667cf914c15c64686145fc1bf28cc8d3614497",
-    "val": "1d93c563f7bdc2254d348b95a472178782ace4b2344bc11b31fc6ce035444802",
-}
-
-
-def corpus_files(torch_folder: Path) -> list[str]:
-    """List the corpus: sorted POSIX paths relative to the torch package."""
-    paths = (path.relative_to(torch_folder).as_posix() for path in torch_folder.rglob("*.py"))
-    # Both exceptions are generated when torch is built, so they differ between builds of one version
-    return sorted(p for p in paths if p != "version.py" and not p.startswith("testing/_internal/generated/"))
 
 
 def join_pieces(text: bytes, min_bytes: int) -> list[bytes]:
@@ -69,7 +54,7 @@ def split_documents(text: bytes) -> list[bytes]:
     return parts
 
 
-def shuffle_documents(train: Iterable[bytes], val: Iterable[bytes]) -> dict[str, list[bytes]]:
+def shuffle_documents(train: list[bytes], val: list[bytes]) -> dict[str, list[bytes]]:
     """Remove duplicates, from validation also what training has, and sort by SHA-1.
 
     The order is a fixed shuffle: neighbouring documents come from different files, so any stretch of the validation
@@ -83,9 +68,12 @@ def shuffle_documents(train: Iterable[bytes], val: Iterable[bytes]) -> dict[str,
 def build_corpus(torch_folder: Path) -> dict[str, list[bytes]]:
     """Collect the track's documents; all documents of a file go to the same split."""
     documents: dict[str, list[bytes]] = {"train": [], "val": []}
-    for path in corpus_files(torch_folder):
-        split = "train" if hashlib.sha1(path.encode()).digest()[0] % VAL_DIVISOR else "val"
-        documents[split] += split_documents((torch_folder / path).read_bytes())
+    for file in torch_folder.rglob("*.py"):
+        path = file.relative_to(torch_folder).as_posix()
+        # Both are generated when torch is built, so they differ between builds of one version
+        if path != "version.py" and not path.startswith("testing/_internal/generated/"):
+            split = "train" if hashlib.sha1(path.encode()).digest()[0] % VAL_DIVISOR else "val"
+            documents[split] += split_documents(file.read_bytes())
     return shuffle_documents(**documents)
 
 
@@ -96,37 +84,28 @@ def to_tokens(documents: list[bytes]) -> np.ndarray:
     return np.concatenate([*parts], dtype=np.uint16)
 
 
-def is_track_shard(path: Path, split: str) -> bool:
-    """Tell whether the file is the nano track's shard for this split."""
-    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == TRACK_SHA256[split]
-
-
 def main(argv: list[str] | None = None) -> None:
     raw, own = argparse.RawDescriptionHelpFormatter, Path(__file__).with_name("nano")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=own, help="folder for the shards")
     args = parser.parse_args(argv)
-    pip, spec = f"{shlex.quote(sys.executable)} -m pip install", importlib.util.find_spec("torch")  # not imported
+    spec = importlib.util.find_spec("torch")  # which is not imported
     if spec is None or spec.origin is None:
-        parser.error(f"torch is not installed here: {pip} torch=={TRACK_TORCH}")
-    version = importlib.metadata.version("torch").split("+")[0]
-    paths = {split: args.out / f"nano_{split}_000000.bin" for split in ("train", "val")}
+        parser.error("torch is not installed here: pip install -r requirements.txt")
     try:
-        if all(is_track_shard(path, split) for split, path in paths.items()):
-            print(f"{args.out}: the corpus of the nano track is complete")
-            return
+        track = tomllib.loads((Path(__file__).resolve().parents[1] / "records/tracks.toml").read_text())["nano"]
         for split, documents in build_corpus(Path(spec.origin).parent).items():
-            path, tokens = paths[split], to_tokens(documents)
-            digest = hashlib.sha256(shard_header(len(tokens)) + tokens.astype("<u2").tobytes()).hexdigest()
-            if version == TRACK_TORCH and digest != TRACK_SHA256[split]:  # before it replaces a sound shard
-                changed = f"the sources of the installed torch {version} have been changed; reinstall it"
-                parser.error(f"{path} is not written: {changed}: {pip} --force-reinstall --no-deps torch=={version}")
+            path, tokens = args.out / f"nano_{split}_000000.bin", to_tokens(documents)
             write_shard(path, tokens)
-            print(f"{path}: {len(documents):,} documents, {len(tokens):,} tokens, sha256 {digest}")
-            if version != TRACK_TORCH:
-                print(f"  packed from torch {version}; the nano track is torch {TRACK_TORCH}: trains, not comparable")
+            print(f"{path}: {len(documents):,} documents, {len(tokens):,} tokens")
+            name, content = "shard_sha256", path.read_bytes()
+            if split == "val":  # of which the track reads the first tokens
+                name, content = "val_sha256", tokens[: track["val_tokens"]].tobytes()
+            if hashlib.sha256(content).hexdigest() != track[name]:
+                fix = "pip install --force-reinstall --no-deps torch==2.13.0"
+                print(f"  torch {importlib.metadata.version('torch')}, or changed: losses do not compare; {fix}")
     except OSError as error:
-        parser.error(f"{error.filename or args.out}: {error.strerror or error}; fix that, or choose another --out")
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

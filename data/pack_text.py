@@ -27,10 +27,11 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 import sys
+import tempfile
 from collections import Counter, defaultdict, namedtuple
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -42,7 +43,7 @@ if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH
 
 from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
 from shards import write_shard
-from texts import decode, without_surrogates
+from texts import decode, gpt2_encoding, without_surrogates
 
 ROOT = Path(__file__).resolve().parents[1]
 OWN = ROOT / "data/own"
@@ -58,7 +59,6 @@ TOKENIZERS = {
     "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, 200, 20, 2**11, 32, 2**13),
     "gpt2": Tokenizer("gpt2", 2**13, 2**14, 1194, 81, 3 * 2**17, 40, 2**18),
 }
-COMPRESSED = (b"\x1f\x8b", b"PK\3\4", b"BZh91AY", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")  # gzip, zip, bzip2, xz, zstd
 
 
 def note(line: str) -> None:
@@ -69,55 +69,37 @@ def find_files(arguments: Iterable[Path], extensions: set[str]) -> dict[Path, st
     """Map each file to its name below its argument. Folders: what has an extension, and is not hidden or linked to."""
     files, left_out = {}, Counter[str]()
     for argument in arguments:
-        if argument.exists() and not (argument.is_file() or argument.is_dir()):  # a pipe or a device might never end
-            raise RuntimeError(f"{argument}: not a regular file: copy its content to one, or leave it out")
-        if not argument.is_dir():
+        if argument.is_file():
             files[argument.resolve()] = argument.name
+        elif not argument.is_dir():  # a pipe or a device might never end
+            raise RuntimeError(f"{argument}: no regular file and no folder")
         for path in filter(Path.is_file, sorted(argument.rglob("*"))):
             name, ending = path.relative_to(argument), path.suffix.lower()
             is_hidden = any(part.startswith(".") for part in name.parts)
             if ending in extensions and not is_hidden:
                 files[path.resolve()] = name.as_posix()
             else:
-                left_out["hidden" if is_hidden else ending] += 1
-    told = ", ".join(f"{count:,} {kind or 'without an ending'}" for kind, count in left_out.most_common(6)) or "nothing"
-    others = [kind for kind, _ in left_out.most_common(6) if kind != "hidden"]
+                left_out["hidden" if is_hidden else ending or "without an ending"] += 1
+    told = ", ".join(f"{count:,} {kind}" for kind, count in left_out.most_common(6)) or "nothing"
+    told = f"left out: {told}; --ext takes other endings, and --ext '' files without one"
     if not files:
-        fix = f"--ext {shlex.quote(','.join(others))} takes them" if others else "name files, or another folder"
-        raise RuntimeError(f"no text: left out: {told}; {fix}")
+        raise RuntimeError(f"no text: {told}")
     if left_out:
-        note(f"left out: {told}; --ext takes other endings")
+        note(told)
     return files
 
 
 def read_file(path: Path) -> tuple[str, str]:
     """Return a file's text, and what is odd about it. Bytes that are not UTF-8 become surrogates, which keep them."""
-    if (content := path.read_bytes()).startswith(COMPRESSED):
-        return "", "compressed, left out; unpack them first, as with gunzip"
-    odd = ""
+    odd, content = "", path.read_bytes()
     try:
         text = decode(content)
     except UnicodeDecodeError:
         odd = "not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts"
         text = content.replace(b"\r\n", b"\n").decode(errors="surrogateescape")
     if "\0" in text:
-        return "", "binary or unmarked UTF-16, left out; iconv -f UTF-16LE -t UTF-8 converts"
+        return "", "compressed, binary or unmarked UTF-16, left out; unpack, or iconv -f UTF-16LE -t UTF-8 converts"
     return text, odd
-
-
-def parse_line(line: str, field: str) -> str:
-    """Return the text of a JSON line, empty for null. Raise ValueError with what is wrong."""
-    try:
-        found = json.loads(line)
-    except (RecursionError, ValueError) as error:
-        raise ValueError(f"not JSON: {getattr(error, 'msg', error)}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"a {type(found).__name__}, where a JSON object is expected")
-    if field not in found:
-        raise ValueError(f"no field {field!r} in {', '.join(found)[:80] or 'it'}; --field names another")
-    if not isinstance(text := found[field], str | None):
-        raise ValueError(f"its field {field!r} is a {type(text).__name__}, not text; --field names another")
-    return without_surrogates(text or "")
 
 
 def split_file(name: str, text: str, separator: str, field: str) -> list[str]:
@@ -127,9 +109,11 @@ def split_file(name: str, text: str, separator: str, field: str) -> list[str]:
     texts = []
     for number, line in enumerate(text.split("\n"), start=1):
         try:
-            texts += [parse_line(line, field)] if line.strip() else []
-        except ValueError as error:
-            raise RuntimeError(f"{name}, line {number}: {error}") from None
+            if line.strip():
+                texts.append(without_surrogates(json.loads(line)[field] or ""))
+        except (RecursionError, ValueError, TypeError, KeyError) as error:
+            told = f"{type(error).__name__}: {error}; expected a JSON object with a text {field!r}"
+            raise RuntimeError(f"{name}, line {number}: {told}; --field names another field") from None
     return texts
 
 
@@ -148,24 +132,20 @@ def read_documents(files: dict[Path, str], args: argparse.Namespace) -> dict[str
     """Read all files, and split their documents. Tell what is left out or odd."""
     odd: dict[str, list[str]] = defaultdict(list)
     texts: dict[bytes, tuple[bytes, list[bytes]]] = {}  # a name, and the documents that stay together
-    is_split = False
     for path, name in files.items():
         content, what = read_file(path)
         odd[what].append(name)
         parts = split_file(name, content, args.separator, args.field) if content else []
-        is_split |= args.separator in content
         for i, part in enumerate(parts, start=1):
-            text = part.encode(errors="surrogateescape")
-            key, this = hashlib.sha1(text.strip()).digest(), f"{name} {i}" if len(parts) > 1 else name
+            this, text = f"{name} {i}" if len(parts) > 1 else name, part.encode(errors="surrogateescape")
+            key = hashlib.sha1(text.strip()).digest()
             if key in texts or not text.strip():
                 odd["without text or equal to another, left out"].append(this)
             else:
                 texts[key] = os.fsencode(this), [*cut_documents(text, TOKENIZERS[args.tokenizer])]
-    if not is_split:
-        note(f"--separator {args.separator}: it is in no file")
+    odd.pop("", None)
     for what, names in odd.items():
-        if what:
-            note(f"{len(names):,} texts ({', '.join(names[:3])}{' ...' * (len(names) > 3)}): {what}")
+        note(f"{len(names):,} texts ({', '.join(names[:3])}{' ...' * (len(names) > 3)}): {what}")
     return split_texts([*texts.values()], args.val_fraction, TOKENIZERS[args.tokenizer].val_seq_len)
 
 
@@ -188,26 +168,13 @@ def split_texts(texts: list[tuple[bytes, list[bytes]]], fraction: float, least: 
     return shuffle_documents(train, val)
 
 
-def load_gpt2() -> Callable[[list[bytes]], np.ndarray]:
-    """Return what turns text into documents of GPT-2 tokens; tiktoken downloads the vocabulary on first use."""
-    try:
-        import tiktoken
-
-        encoding = tiktoken.get_encoding("gpt2")
-    except ImportError:
-        raise RuntimeError('--tokenizer gpt2 needs the package tiktoken: pip install -e ".[text]"') from None
-    except (OSError, ValueError) as error:  # OSError includes those of requests; ValueError: unexpected content
-        fix = "set TIKTOKEN_CACHE_DIR to a folder that has it from an earlier download, perhaps on another machine"
-        raise RuntimeError(f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}): {fix}") from None
-
-    def encode(documents: list[bytes]) -> np.ndarray:
-        texts = [document.decode(errors="replace") for document in documents]
-        lists = encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
-        begins = (range(0, len(tokens), MAX_TOKENS - 1) for tokens in lists)
-        parts = [np.insert(tokens, places, encoding.eot_token) for tokens, places in zip(lists, begins, strict=True)]
-        return np.concatenate(parts).astype(np.uint16)
-
-    return encode
+def encode_gpt2(encoding, documents: list[bytes]) -> np.ndarray:
+    """Return GPT-2 tokens, with an end of text before each document and each part of one that is too long."""
+    texts = [document.decode(errors="replace") for document in documents]
+    lists = encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+    begins = (range(0, len(tokens), MAX_TOKENS - 1) for tokens in lists)
+    parts = [np.insert(tokens, places, encoding.eot_token) for tokens, places in zip(lists, begins, strict=True)]
+    return np.concatenate(parts).astype(np.uint16)
 
 
 def cut_shards(documents: list[bytes], encode: Callable, split: str) -> Iterator[np.ndarray]:
@@ -223,18 +190,13 @@ def cut_shards(documents: list[bytes], encode: Callable, split: str) -> Iterator
         yield np.concatenate(held)
 
 
-def fit(tokenizer: Tokenizer, train: int, val: int, own: Iterable[str] = ()) -> list[str]:
-    """Return the flags of a run that so many tokens are enough for, but those that are the user's own."""
-    given = {flag.partition("=")[0] for flag in own}
+def fit(tokenizer: Tokenizer, train: int, val: int, own: Sequence[str] = ()) -> list[str]:
+    """Return the flags of a run that so many tokens are enough for. The user's own flags may need fewer than ours."""
     steps, sequences = (train - 1) // tokenizer.step_tokens, (val - 1) // tokenizer.val_seq_len
-    least_train, least_val = tokenizer.min_steps * tokenizer.step_tokens + 1, tokenizer.val_seq_len + 1
-    sides = []
-    if steps < tokenizer.min_steps and "--num_iterations" not in given:
-        sides.append(f"{train:,} tokens to train on, not {least_train:,}: add text, or give --num_iterations after --")
-    if not sequences and "--val_tokens" not in given:
-        sides.append(f"{val:,} to validate on, not {least_val:,}: add text, or give --val_tokens after --")
-    if sides:
-        raise RuntimeError(f"too little text for {tokenizer.preset}: {'; '.join(sides)}")
+    if not own and (steps < tokenizer.min_steps or not sequences):
+        least = f"{tokenizer.min_steps * tokenizer.step_tokens + 1:,} and {tokenizer.val_seq_len + 1:,}"
+        told = f"{train:,} tokens to train on and {val:,} to validate on, not {least}"
+        raise RuntimeError(f"too little text for {tokenizer.preset}: {told}: add some, or your own flags after --")
     short_val = ["--val_tokens", str(sequences * tokenizer.val_seq_len)] * (0 < sequences < tokenizer.val_sequences)
     return ["--num_iterations", str(max(1, min(steps, tokenizer.steps))), *short_val]
 
@@ -243,32 +205,24 @@ def pack(args: argparse.Namespace) -> list[str]:
     """Write the shards and return the trainer's flags for them."""
     tokenizer = TOKENIZERS[args.tokenizer]
     files = find_files(args.inputs, {f".{end.strip(' .').lower()}" if end else "" for end in args.ext.split(",")})
-    encode = load_gpt2() if args.tokenizer == "gpt2" else to_tokens
+    encode = partial(encode_gpt2, gpt2_encoding()) if args.tokenizer == "gpt2" else to_tokens
     sizes, flags = Counter[str](), ["--preset", tokenizer.preset, "--target_loss", "0"]
-    out = args.out.resolve().as_posix().removeprefix(f"{ROOT.as_posix()}/")  # run.sh changes to ROOT
+    out = str(args.out.resolve()).removeprefix(f"{ROOT}/")  # run.sh changes to ROOT
     old = {*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")}
     if old and args.out.resolve() != OWN:
         raise RuntimeError(f"{min(old)} is there already: remove the {len(old)} shards, or choose another --out")
     documents = read_documents(files, args)
-    folder = args.out / ".packing"
     args.out.mkdir(parents=True, exist_ok=True)
-    try:
-        folder.mkdir()
-    except FileExistsError:
-        text = "is there: wait for the other process that packs, or remove what a killed one left"
-        raise RuntimeError(f"{folder} {text}") from None
-    try:
+    with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as folder:
         for split, texts in documents.items():
             for i, tokens in enumerate(cut_shards(texts, encode, split)):
-                write_shard(folder / f"{split}_{i:06d}.bin", tokens)
+                write_shard(Path(folder, f"{split}_{i:06d}.bin"), tokens)
                 sizes[split] += len(tokens)
             flags += [f"--{split}_files", f"{glob.escape(out)}/{split}_*.bin"]
         flags += fit(tokenizer, sizes["train"], sizes["val"], args.flags)
-        new = {args.out / shard.name: shard for shard in folder.iterdir()}
+        new = {args.out / shard.name: shard for shard in Path(folder).iterdir()}
         for path, shard in new.items():
             os.replace(shard, path)
-    finally:
-        shutil.rmtree(folder)
     for path in old - new.keys():  # last: no failure loses both
         path.unlink()
     for split, texts in documents.items():
@@ -291,13 +245,9 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end], argparse.Namespace(flags=argv[end + 1 :]))
-    if not 0 < args.val_fraction < 1:
-        parser.error(f"--val_fraction {args.val_fraction}: expected more than 0 and less than 1")
     try:
         flags = pack(args)
-    except OSError as error:
-        parser.error(f"{error.filename or args.out}: {error.strerror or error}; fix that, or name another path")
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         parser.exit(130, f"{parser.prog}: interrupted\n")

@@ -6,7 +6,6 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import json
-import lzma
 import os
 import shlex
 import struct
@@ -48,33 +47,28 @@ def run(capsys, main, *arguments) -> str:
     return out
 
 
-def fails(capsys, main, *arguments) -> str:
-    with pytest.raises(SystemExit, match="2"):
+def fails(capsys, main, *arguments, code: int = 2) -> str:
+    with pytest.raises(SystemExit, match=str(code)):
         main([*map(str, arguments)])
     out, err = capsys.readouterr()
     *notes, line = err.splitlines()
     assert (out, all(note.startswith("note: ") for note in notes)) == ("", True), err
-    return f"{line}\n"
+    return line
 
 
 def test_a_shard_is_written_whole_or_not_at_all_and_damage_is_seen(tmp_path, monkeypatch):
     path = tmp_path / "new" / "shard.bin"
     shards.write_shard(path, np.array([0, 1, 50256, 65535], dtype=np.int64))
     sound = struct.pack("<256i", 20240520, 1, 4, *[0] * 253) + struct.pack("<4H", 0, 1, 50256, 65535)
-    assert (shards.shard_problem(path), path.stat().st_mode & 0o777) == (None, 0o644)
-    for token in (-1, 65536):
-        with pytest.raises(ValueError, match=r"shard\.bin: tokens must be in"):
-            shards.write_shard(path, np.array([1, token]))
+    assert (shards.is_shard(path), path.stat().st_mode & 0o777) == (True, 0o644)
     for call in ("fsync", "replace"):
         monkeypatch.setattr(os, call, lambda *args: sys.exit())
         with pytest.raises(SystemExit):
             shards.write_shard(path, np.arange(10))
     assert contents(path.parent) == {"shard.bin": sound}, "a write that fails changes nothing"
-    headers = [b"\0" + sound[1:], sound[:4] + b"\2" + sound[5:], sound[:8] + b"\6" + sound[9:]]
-    for content in [b"", sound[:1023], sound[:1024], sound[:-1], sound + b"\0", *headers, sound[:8] + b"\xff" * 1030]:
+    for content in b"", sound[:1024], sound + b"\0", b"\0" + sound[1:], sound[:8] + b"\6" + sound[9:]:
         path.write_bytes(content)
-        assert shards.shard_problem(path), content
-    assert shards.shard_problem(tmp_path) == "no such file"
+        assert not shards.is_shard(path), content
 
 
 @pytest.mark.parametrize("tokenizer", pack_text.TOKENIZERS.values(), ids=pack_text.TOKENIZERS)
@@ -90,31 +84,17 @@ def test_documents_are_the_text_and_no_character_is_cut_in_two(tokenizer):
     assert [*map(len, pack_text.cut_documents(other, tokenizer))] == [tokenizer.max_bytes, 3], "no UTF-8"
 
 
-@pytest.mark.skipif(pack_nano.TRACK_TORCH not in importlib.metadata.version("torch"), reason="another torch's corpus")
-def test_nano_is_the_corpus_of_the_track_and_packed_once(tmp_path, capsys):
-    (tmp_path / "nano_val_000000.bin").write_bytes(b"damaged")
-    run(capsys, pack_nano.main, "--out", tmp_path)
-    found = {name.split("_")[1]: hashlib.sha256(content).hexdigest() for name, content in contents(tmp_path).items()}
-    assert found == pack_nano.TRACK_SHA256
-    before = {path: path.stat() for path in tmp_path.iterdir()}
-    assert "complete" in run(capsys, pack_nano.main, "--out", tmp_path)
-    assert {path: path.stat() for path in tmp_path.iterdir()} == before
-
-
-def test_another_or_a_changed_torch_is_noticed(tmp_path, monkeypatch, capsys):
-    main, out = pack_nano.main, tmp_path / "out"
+def test_nano_is_the_corpus_of_the_track_or_says_that_it_is_another(tmp_path, monkeypatch, capsys):
+    out = run(capsys, pack_nano.main, "--out", tmp_path / "out")
+    if importlib.metadata.version("torch").startswith("2.13.0"):
+        assert (out.count("tokens"), out.count("losses do not compare")) == (2, 0)
+        digests = {hashlib.sha256(content).hexdigest()[:8] for content in contents(tmp_path / "out").values()}
+        assert digests == {"c468b0db", "1d93c563"}
     for i in range(40):
         (tmp_path / f"{i}.py").write_bytes(b"value = %d\n" % i * 60)
     monkeypatch.setattr(importlib.util, "find_spec", Mock(return_value=Mock(origin=str(tmp_path / "__init__.py"))))
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.99.0+cpu")
-    assert run(capsys, main, "--out", out).count("packed from torch 2.99.0; the nano track is torch 2.13.0") == 2
-    before = contents(out)
-    assert "File exists; fix that" in fails(capsys, main, "--out", tmp_path / "0.py")
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.13.0+cpu")
-    assert "pip install --force-reinstall --no-deps torch==2.13.0" in fails(capsys, main, "--out", out)
-    assert contents(out) == before, "it replaces no shards, which may be sound"
-    importlib.util.find_spec.return_value = None
-    assert "torch is not installed" in fails(capsys, main, "--out", out)
+    assert run(capsys, pack_nano.main, "--out", tmp_path / "out").count("losses do not compare; pip install") == 2
+    assert "File exists" in fails(capsys, pack_nano.main, "--out", tmp_path / "0.py")
 
 
 def prose(seed: int, size: int) -> bytes:
@@ -133,7 +113,6 @@ def texts_folder(tmp_path):
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    (folder / "loop").symlink_to(folder)
     return folder
 
 
@@ -141,15 +120,12 @@ def test_a_folder_is_split_by_file_name_and_shuffled(texts_folder, tmp_path, cap
     names = {path: path.relative_to(texts_folder).as_posix() for path in texts_folder.rglob("[0-9]*.txt")}
     order = sorted(names, key=lambda path: hashlib.sha1(names[path].encode()).digest())
     texts = [pack_nano.split_documents(path.read_bytes().replace(b"\r\n", b"\n")) for path in order]
-    run(capsys, pack_text.main, texts_folder, "--val_fraction", 0.3, "--out", tmp_path / "out")
+    run(capsys, pack_text.main, texts_folder, texts_folder / "0.txt", "--val_fraction", 0.3, "--out", tmp_path / "out")
     found = packed(tmp_path / "out")
     splits = [[[*chain(*part)] for part in (texts[n:], texts[:n])] for n in range(31)]
     [(train, val)] = [parts for parts in splits if pack_nano.shuffle_documents(*parts) == found]
     assert {*train} & {*val}, "choose other file names: no duplicate between splits"
     assert sum(map(len, found["val"])) / sum(map(len, {*chain(*texts)})) == pytest.approx(0.32, abs=0.02)
-    moved = texts_folder.rename(tmp_path / "moved")
-    run(capsys, pack_text.main, moved, moved / "0.txt", "--val_fraction", 0.3, "--out", tmp_path / "again")
-    assert contents(tmp_path / "again") == contents(tmp_path / "out"), "the place does not matter"
 
 
 LINES = b"".join(b'{"text": %s}\n' % json.dumps(prose(i, 1500).decode()).encode() for i in range(200))
@@ -185,36 +161,30 @@ def test_one_file_is_split_by_document_into_many_shards_and_trained_on(tmp_path,
     monkeypatch.setattr(os, "execve", Mock())
     text, folder = prose(0, 600_000), tmp_path / "[o]*ut $x'y"
     (tmp_path / "book").write_bytes(text)
-    arguments = tmp_path / "book", "--val_fraction", 0.2, "--out", folder, "--train", "--", "--seed", 7
+    arguments = tmp_path / "book", "--out", folder, "--train", "--", "--seed", 7
     command = shlex.split(run(capsys, pack_text.main, *arguments).splitlines()[-1])[3:]
     (path, argv, environment), _ = os.execve.call_args
     assert ([path, *argv[1:]], environment["PYTHON"]) == ([tmp_path / "run.sh", *command[1:]], sys.executable)
-    assert argv[-2:] == ["--seed", "7"]
     cfg = train_gpt.parse_args(command[1:])
-    assert (cfg.preset, cfg.target_loss) == ("nano", 0)
-    for split, pattern in (("train", cfg.train_files), ("val", cfg.val_files)):
-        sizes = {f"{folder.name}/{path.name}": path.stat().st_size for path in folder.glob(f"{split}_*.bin")}
-        assert set(glob.glob(pattern, root_dir=tmp_path)) == sizes.keys()
-        assert (len(sizes) > 2, max(sizes.values()) <= 1024 + 2 * 40_000) == (True, True)
-    documents, whole = packed(folder), {*pack_nano.split_documents(text)}
-    assert sorted(documents["train"] + documents["val"]) == sorted(whole)
-    assert sum(map(len, documents["val"])) / sum(map(len, whole)) == pytest.approx(0.2, abs=0.004)
+    assert (cfg.preset, cfg.target_loss, cfg.seed) == ("nano", 0, 7)
+    for pattern in cfg.train_files, cfg.val_files:
+        sizes = [path.stat().st_size for path in map(tmp_path.joinpath, glob.glob(pattern, root_dir=tmp_path))]
+        assert (len(sizes) > 1, max(sizes) <= 1024 + 2 * 40_000) == (True, True)
+    assert sorted(chain(*packed(folder).values())) == sorted({*pack_nano.split_documents(text)})
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
-def test_one_file_holds_several_texts_and_none_is_in_both_splits(name: str, tmp_path, capsys):
+def test_files_hold_several_texts_and_none_is_in_both_splits(tmp_path, capsys):
     texts = [b"caf\xc3\xa9 " + prose(i, 3000) for i in range(40)]
-    lines = [json.dumps(dict(body=text.decode(), id=i)) for i, text in enumerate(texts)]
-    content = "\r\n\n".join(lines).encode() if name == "a.jsonl" else b"<|end|>".join([b"", *texts])
-    (tmp_path / name).write_bytes(content)
-    options = "--field", "body", "--separator", "<|end|>", "--val_fraction", 0.25
-    run(capsys, pack_text.main, tmp_path / name, *options, "--out", tmp_path / "out")
-    found = packed(tmp_path / "out")
-    whole = {text: {*pack_nano.split_documents(text)} for text in texts}
-    assert {*found["train"]} | {*found["val"]} == set().union(*whole.values())
-    in_val = [documents for documents in whole.values() if documents & {*found["val"]}]
-    assert len(in_val) in (10, 11)
-    assert all(not documents & {*found["train"]} for documents in in_val)
+    lines = [json.dumps(dict(body=text.decode(), id=0)).encode() for text in texts[:20]]
+    (tmp_path / "a.jsonl").write_bytes(b"\r\n\n".join(lines))
+    (tmp_path / "a.txt").write_bytes(b"<|end|>".join([b"", *texts[20:]]))
+    options = "--ext", "txt,jsonl", "--field", "body", "--separator", "<|end|>", "--val_fraction", 0.25
+    run(capsys, pack_text.main, tmp_path, *options, "--out", tmp_path / "out")
+    train, val = map(set, packed(tmp_path / "out").values())
+    whole = [{*pack_nano.split_documents(text)} for text in texts]
+    assert train | val == set().union(*whole)
+    in_val = [documents for documents in whole if documents & val]
+    assert (len(in_val) in (10, 11), train & set().union(*in_val)) == (True, set())
 
 
 def test_another_text_replaces_the_one_before_once_all_is_well(texts_folder, tmp_path, capsys, monkeypatch):
@@ -225,87 +195,68 @@ def test_another_text_replaces_the_one_before_once_all_is_well(texts_folder, tmp
     before = contents(folder)
     (tmp_path / "page").write_bytes(prose(1, 300))
     assert "too little text" in fails(capsys, pack_text.main, tmp_path / "page", "--out", folder)
-    (folder / ".packing").mkdir()
-    assert ".packing is there: wait for the other process" in fails(capsys, pack_text.main, *arguments)
-    (folder / ".packing").rmdir()
     with monkeypatch.context() as interrupted:
         interrupted.setattr(os, "fsync", Mock(side_effect=[None, KeyboardInterrupt]))  # in the second shard
-        with pytest.raises(SystemExit, match="130"):
-            pack_text.main([*map(str, arguments)])
+        assert fails(capsys, pack_text.main, *arguments, code=130).endswith(": interrupted")
     assert contents(folder) == before
-    assert capsys.readouterr().err.endswith(": interrupted\n")
     run(capsys, pack_text.main, *arguments)
     assert sorted(contents(folder)) == ["train_000000.bin", "val_000000.bin"]
     monkeypatch.setattr(pack_text, "OWN", tmp_path)
     assert "train_000000.bin is there already: remove the 2 shards" in fails(capsys, pack_text.main, *arguments)
 
 
-ERRORS = {
-    "a.jsonl": "a.jsonl, line 2: a list, where a JSON object is expected",
-    "a.jsonl --field n": "a.jsonl, line 1: its field 'n' is a int, not text; --field names another",
-    "a.jsonl --field m": "a.jsonl, line 1: no field 'm' in text, n; --field names another",
-    "cut.jsonl": "cut.jsonl, line 3: not JSON: Unterminated string",
-    "deep.jsonl": "deep.jsonl, line 1: not JSON: maximum recursion depth",
-    "absent.txt": "absent.txt: No such file or directory; fix that",
-    "blank.txt": "too little text for nano: 0 tokens to train on, not 40,961: add text",
-    "page.txt -- --num_iterations=1": "too little text for nano: 10 to validate on, not 8,193",
-    "book.gz": "too little text for nano",
-    "bare/data": "error: no text: left out: 2 .json, 1 hidden, 1 without an ending; --ext .json, takes them",
-    "bare/other": "error: no text: left out: 1 without an ending; --ext '' takes them",
-    "bare/none": "error: no text: left out: nothing; name files",
-    "bare/pipe": "bare/pipe: not a regular file",
-    "texts --tokenizer gpt2": "--tokenizer gpt2 needs the package tiktoken: pip install",
-    "texts --out blank.txt": "blank.txt: File exists; fix that",
-    "texts --val_fraction 1": "--val_fraction 1.0: expected more than 0",
-}
-
-
-@pytest.mark.parametrize("arguments", ERRORS)
-def test_errors_are_one_line_and_nothing_is_written(texts_folder, tmp_path, capsys, monkeypatch, arguments):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("a.jsonl", "a.jsonl, line 3: TypeError: list indices must be integers"),
+        ("a.jsonl --field n", "a.jsonl, line 1: TypeError: expected string"),
+        ("a.jsonl --field m", "a.jsonl, line 1: KeyError: 'm'; expected a JSON object with a text 'm'; --field names"),
+        ("cut.jsonl", "cut.jsonl, line 3: JSONDecodeError: Unterminated string"),
+        ("deep.jsonl", "deep.jsonl, line 1: RecursionError: maximum recursion depth"),
+        ("absent.txt", "absent.txt: no regular file and no folder"),
+        ("pipe", "pipe: no regular file and no folder"),
+        ("blank.txt", "too little text for nano: 0 tokens to train on and 0 to validate on, not 40,961 and 8,193: add"),
+        ("bare", "no text: left out: 2 .json, 1 hidden, 1 without an ending; --ext takes other endings, and --ext ''"),
+        ("texts --tokenizer gpt2", "this needs the package tiktoken: pip install"),
+        ("texts --out blank.txt", "File exists: 'blank.txt'"),
+    ],
+)
+def test_errors_are_one_line_and_nothing_is_written(texts_folder, tmp_path, capsys, monkeypatch, arguments, message):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     monkeypatch.chdir(tmp_path)
-    for name in ("bare/none", "bare/other", "bare/data/.hidden"):
-        Path(name).mkdir(parents=True)
-    for name in ("data/a.json", "data/b.JSON", "data/noending", "data/.hidden/c.txt", "other/noending"):
+    Path("bare/.hidden").mkdir(parents=True)
+    for name in ("a.json", "b.JSON", "noending", ".hidden/c.txt"):
         Path("bare", name).write_bytes(prose(0, 9000))
-    Path("book.gz").write_bytes(gzip.compress(prose(0, 9000)))
     Path("blank.txt").write_bytes(b"\n" * 100)
-    Path("a.jsonl").write_text('{"text": "a", "n": 1}\n["text"]\n')
+    Path("a.jsonl").write_text('{"text": "a", "n": 1}\n\n["text"]\n')
     Path("cut.jsonl").write_text('{"text": null}\n\n{"text": "a')
     Path("deep.jsonl").write_text("[" * 100_000)
-    Path("page.txt").write_bytes(b"a line ")
-    os.mkfifo("bare/pipe")
-    assert ERRORS[arguments] in fails(capsys, pack_text.main, "--out", "out", *shlex.split(arguments))
+    os.mkfifo("pipe")
+    assert message in fails(capsys, pack_text.main, "--out", "out", *shlex.split(arguments))
     assert not Path("out").exists() or contents(Path("out")) == {}
 
 
 def test_what_is_left_out_or_odd_is_counted_and_named(texts_folder, tmp_path):
     """As a process elsewhere: pytest's path would hide an import that does not work."""
-    lines = b'\xef\xbb\xbf{"text": "windows"}\r\n{"text": null}\n{"text": "  "}\n{"text": "half \\ud83d"}'
     for name, text in {
         "utf16.txt": "sixteen\r\n".encode("utf-16"),
         "no\x1bmark.txt": "text".encode("utf-16-le"),
         "latin.md": prose(9, 999) + b"caf\xe9",
-        "a.ndjson": lines,
+        "a.ndjson": b'\xef\xbb\xbf{"text": "windows"}\r\n{"text": null}\n{"text": "  "}\n{"text": "half \\ud83d"}',
         "a.txt": gzip.compress(b"text"),
-        "b.txt": lzma.compress(b"text"),
-        "x.csv": b"",
     }.items():
         (texts_folder / name).write_bytes(text)
     env = os.environ | dict(PYTHONSAFEPATH="1")
-    command = [sys.executable, pack_text.__file__, "texts", "texts/a.ndjson", "--out", "out", "--separator", "@@"]
+    command = [sys.executable, pack_text.__file__, "texts", "texts/a.ndjson", "--out", "out"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    assert (done.returncode, {*done.stderr.splitlines()}) == (
-        0,
-        {
-            "note: left out: 2 hidden, 1 .ndjson, 1 .png, 1 .csv; --ext takes other endings",
-            "note: 2 texts (a.txt, b.txt): compressed, left out; unpack them first, as with gunzip",
-            "note: 1 texts (no?mark.txt): binary or unmarked UTF-16, left out; iconv -f UTF-16LE -t UTF-8 converts",
-            "note: 1 texts (latin.md): not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts",
-            "note: 2 texts (a.ndjson 2, a.ndjson 3): without text or equal to another, left out",
-            "note: --separator @@: it is in no file",
-        },
-    )
+    told = [
+        "note: left out: 2 hidden, 1 .ndjson, 1 .png; --ext takes other endings",
+        "note: 2 texts (a.txt, no?mark.txt): compressed, binary or unmarked UTF-16, left out; unpack, or iconv",
+        "note: 1 texts (latin.md): not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts",
+        "note: 2 texts (a.ndjson 2, a.ndjson 3): without text or equal to another, left out",
+    ]
+    assert done.returncode == 0
+    assert [line[: len(note)] for line, note in zip(done.stderr.splitlines(), told, strict=True)] == told
     documents = {*chain(*packed(tmp_path / "out").values())}
     assert {b"windows\n\n", "half \ufffd\n\n".encode(), b"sixteen\n\n\n"} <= documents
     assert any(document.endswith(b"caf\xe9\n\n") for document in documents)
@@ -320,7 +271,7 @@ def test_a_text_too_small_for_the_preset_gets_a_run_that_fits(tmp_path, tokenize
         tokens[::2048] = train_gpt.PRESETS[tokenizer.preset].eot_token
         shards.write_shard(tmp_path / f"{split}.bin", tokens)
         flags += [f"--{split}_files", f"{tmp_path}/{split}.bin"]
-        with pytest.raises(RuntimeError, match=f"too little text for {tokenizer.preset}: {size - 1:,} .*: add text"):
+        with pytest.raises(RuntimeError, match=rf"too little text for {tokenizer.preset}: .*\b{size - 1:,} to.*: add "):
             pack_text.fit(tokenizer, **sizes | {split: size - 1})
     train_gpt.plan_data(cfg := train_gpt.parse_args(flags))
     assert (cfg.num_iterations, cfg.val_tokens) == (tokenizer.min_steps, tokenizer.val_seq_len)

@@ -20,7 +20,6 @@ import pytest
 from PIL import Image
 from scipy import stats
 
-import pack_nano
 import train_gpt
 from speedrun import logs, needs, plots, process, proof, race, rules, store
 from speedrun.__main__ import MODULES, build_parser, main
@@ -195,7 +194,6 @@ def test_scripts_that_run_alone_have_the_tracks_numbers():
         cfg = train_gpt.PRESETS[name]
         assert (cfg.target_loss, cfg.val_tokens, cfg.val_sha256) == (track.target, track.val_tokens, track.val_sha256)
         assert fnmatch.fnmatch(track.shard.format(track.first_shard), Path(cfg.train_files).name)
-    assert pack_nano.TRACK_SHA256["train"] == TRACKS["nano"].shard_sha256
 
 
 def test_names_of_before_and_of_the_history_still_work(tool, monkeypatch):
