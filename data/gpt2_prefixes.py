@@ -7,6 +7,7 @@ alone. The file is in the repository: this command shows where it comes from, an
 """
 
 import hashlib
+from argparse import ArgumentParser
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ def longest_prefixes(tokens: list[bytes]) -> np.ndarray:
 
 
 def main() -> None:
+    ArgumentParser(description=__doc__).parse_args()
     encoding = tiktoken.get_encoding("gpt2")
     tokens = [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)]
     table = np.append(longest_prefixes(tokens), np.uint16(NONE)).astype("<u2").tobytes()
