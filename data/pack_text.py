@@ -195,7 +195,7 @@ def fit(tokenizer: Tokenizer, train: int, val: int, own: Sequence[str] = ()) -> 
     steps, sequences = (train - 1) // tokenizer.step_tokens, (val - 1) // tokenizer.val_seq_len
     if not own and (steps < tokenizer.min_steps or not sequences):
         least = f"{tokenizer.min_steps * tokenizer.step_tokens + 1:,} and {tokenizer.val_seq_len + 1:,}"
-        told = f"{train:,} tokens to train on and {val:,} to validate on, not {least}"
+        told = f"{train:,} tokens to train on and {val:,} to validate on, expected {least}"
         raise RuntimeError(f"too little text for {tokenizer.preset}: {told}: add some, or your own flags after --")
     short_val = ["--val_tokens", str(sequences * tokenizer.val_seq_len)] * (0 < sequences < tokenizer.val_sequences)
     return ["--num_iterations", str(max(1, min(steps, tokenizer.steps))), *short_val]

@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,17 +34,15 @@ with needs.packages():
     from train_gpt import GPT, PRESETS, Hyperparameters, NgramTable, Plan, Ranks, Reader, Settings, UserError
 
 NO_GPU = "there is no NVIDIA GPU"
+VERSION = torch.__version__.partition("+")[0]
 CPU_RUNS = "--preset nano or --preset mini trains on a CPU"
 CAPABILITY = "gpt2 needs a GPU of compute capability 8.0 or newer (A100, RTX 30)"
-SHARD_TOKENS, PACKING = 10**8, 1.5  # 1.5: tokens for one that packing keeps, assumed
+PACKING = 1.5  # tokens for one that packing keeps, assumed
 # Bytes that gpt2 needs for a token of the longest sequence, by layer and channel, beside parameters, gradients,
 # optimizers and n-grams: by the peaks of `python -m speedrun lower` in training and validation
 BUFFER_BYTES = {"train_seq_len": 24.8, "val_seq_len": 3.3}
 WITHOUT_KERNEL = 1.3  # times as many below compute capability 9.0, where the MLP has no kernel
 SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the free memory is looked at
-# Useful TFLOP/s, 6 FLOP per token and weight, in the head those of the softmax, by a part of the GPU's name. H100, 4090
-# and A100: by the roofline (docs/gpu.md). Others: 32% of their peak, as the H100.
-TFLOPS = {"MIG": 0, "B200": 723, "H200": 373, "H100 PCIe": 285, "H100": 373, "A100": 128, "4090": 75, "3090": 22}
 ROWS_COST = "a quarter of the rows costs 0.005 of loss, a two-hundredth 0.036"  # of public record 92
 
 
@@ -85,7 +83,7 @@ def why_no_gpu() -> tuple[str, bool]:
         return f"CUDA_VISIBLE_DEVICES={visible} hides every GPU", False
     if shutil.which("nvidia-smi") is None:
         return NO_GPU, False
-    command = ["nvidia-smi", "--query-gpu=compute_cap,driver_version,name", "--format=csv,noheader"]
+    command = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=20)
         told = (done.stdout + done.stderr).strip() or "No devices"
@@ -93,15 +91,12 @@ def why_no_gpu() -> tuple[str, bool]:
         told = str(error)
     if told.startswith("No devices"):
         return "nvidia-smi finds no GPU", False
-    if not (gpus := re.findall(r"(?m)^(\d+\.\d), (\d+)[\d.]*, (.+)$", told)):
+    if not (found := re.match(r"(\d+)[\d.]*, (.+)", told)):
         return f"nvidia-smi fails: {told.splitlines()[0][:200]}: install or update the driver, to 580 or newer", True
-    capability, driver, name = max((float(capability), int(driver), name) for capability, driver, name in gpus)
-    if capability < 8:
-        return f"{name} is too old: {CAPABILITY}", True
-    fix = "update the driver to 580 or newer, restart the machine, or unset CUDA_VISIBLE_DEVICES"
-    if driver >= 525 and (torch.version.cuda is None or (driver < 580 and torch.version.cuda >= "13")):
-        version, wheels = torch.__version__.partition("+")[0], "cu126" if driver < 580 else "cu130"
-        fix = f"{needs.PIP} --index-url https://download.pytorch.org/whl/{wheels} torch=={version}+{wheels}"
+    driver, name = found.groups()
+    wheels = "cu126" if int(driver) < 580 else "cu130"
+    pip = f"{needs.PIP} --index-url https://download.pytorch.org/whl/{wheels} torch=={VERSION}+{wheels}"
+    fix = f"update the driver to 580 or newer, restart the machine, or {pip}; {CAPABILITY}"
     return f"torch {torch.__version__} cannot use the {name} with driver {driver}: {fix}", True
 
 
@@ -110,10 +105,9 @@ def find_gpus(cfg: Hyperparameters, is_for_cpu: bool, report: Report) -> list[Gp
     gpus: list[Gpu] = []
     if not torch.cuda.is_available():
         why, is_problem = why_no_gpu()
-        if cfg.device == "cuda" or (is_problem and not is_for_cpu):
+        is_wanted = cfg.device == "cuda" or (cfg.preset == "gpt2" and cfg.device != "cpu")
+        if is_wanted or (is_problem and not is_for_cpu):
             raise UserError(f"{why}; {CPU_RUNS}")
-        if cfg.preset == "gpt2" and cfg.device != "cpu":
-            raise UserError(f"gpt2 needs a GPU, and {why}; {CPU_RUNS}")
         report.fact(f"hardware: {os.cpu_count()} CPU cores, {why}", note=why != NO_GPU)
     elif cfg.device != "cpu":
         for index in range(torch.cuda.device_count()):
@@ -146,31 +140,16 @@ def check_compiler(is_for_cpu: bool, report: Report) -> None:
         report.problems.append(f"torch.compile needs {header}: apt install python3.{sys.version_info.minor}-dev")
 
 
-def contradictions(cfg: Hyperparameters, gpus: list[Gpu], processes: int) -> Iterator[str]:
-    """Yield a line for what would be trained otherwise in silence, or fail only once all processes have started."""
-    for i, layer in enumerate(cfg.layers):
-        unused = [name for name in ("xsa", "head_gate") if getattr(layer, name)]
-        unused += ["reads"] * (layer.reads is not None)
-        if layer.attention == "none" and unused:
-            yield f"layer {i} has no attention: {' and '.join(unused)} needs it"
-        if not {layer.reads, layer.skip, *layer.mudd} <= {None, *range(i)}:
-            yield f"layer {i} has reads {layer.reads}, skip {layer.skip}, mudd {layer.mudd}: expected earlier layers"
-    steps = max(group.every[cfg.rare_from == 0] for group in cfg.groups)
-    if cfg.num_iterations < steps:
-        yield f"--num_iterations {cfg.num_iterations}: expected at least {steps}, or a group is never trained"
-    if gpus and cfg.head_dim < 32:
-        yield f"--head_dim {cfg.head_dim}: expected 32 or more on a GPU, as half heads take half"
-    if cfg.batch_sequences % processes or 0 < len(gpus) < processes:
-        told = f"NPROC={processes}: {cfg.batch_sequences} sequences a step, {len(gpus) or 'no'} GPUs: another number"
-        fitting = math.lcm(cfg.batch_sequences, processes) * cfg.train_seq_len
-        yield told + f", or --preset {cfg.preset} --batch_tokens {fitting}" * (not gpus)
-
-
 def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
     """Build model and optimizers on no device, and run sequences through. Raise UserError if that fails.
 
     nano is built for real: it takes 0.1 s, and shapes without a device import torch's compiler, which takes 1.4 s.
     """
+    steps = max((group.every[cfg.rare_from == 0] for group in cfg.groups), default=0)
+    if cfg.num_iterations < steps:
+        raise UserError(
+            f"--num_iterations {cfg.num_iterations}: expected at least {steps}, or a group is never trained"
+        )
     cfg = dataclasses.replace(cfg, device="cpu", lm_head_fp8=False, layers_fp8=False)
     device = torch.device("cpu" if cfg.preset == "nano" else "meta")
     try:
@@ -204,10 +183,8 @@ def ngram_bytes(cfg: Hyperparameters, processes: int, longest: int) -> float:
     return table.rows.nbytes + table.v.nbytes + read * cfg.model_dim * (table.sum_dtype.itemsize + fetched)
 
 
-def check_memory_and_time(
-    cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report, may_halve: bool = False
-) -> list[str]:
-    """Estimate both on GPUs, from the model itself and gpt2's buffers and speed. Compare free memory.
+def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report, may_halve=False) -> list[str]:
+    """Estimate what GPUs need, by the model itself and gpt2's buffers, and compare what is free.
 
     may_halve: halve the rows of n-grams, eight times at most, until all fits. Return the flag that does so, if any.
     """
@@ -238,127 +215,89 @@ def check_memory_and_time(
     if flags and not report.problems:
         told = f"{' '.join(flags)} is what fits here, not the record's {all_rows}; in public runs {ROWS_COST}"
         report.fact(f"n-grams: {told}", note=True)
-    tokens = sum(now.seq_len for now in plans)
-    weights = sum(p.numel() for name, p in gpt.named_parameters() if p.ndim > 1 and not re.search("embed|head", name))
-    logits = sum(now.seq_len * (now.classes or cfg.vocab_size) for now in plans)
-    flop = 6 * cfg.batch_sequences * (weights * tokens + cfg.model_dim * logits)
-    rate = 1e12 * processes * min(next((n for part, n in TFLOPS.items() if part in gpu.name), 0) for gpu in gpus)
-    minutes = f"about {flop / rate / 60:.1f} minutes" if rate else "unknown"
-    report.fact(f"time: {minutes} of training on {processes} x {gpus[0].name} (estimated)", note=not report.problems)
     return flags
 
 
-def wrong_shard(path: str, cfg: Hyperparameters) -> str | None:
-    """Say what is wrong with a shard, by its header and its first million tokens."""
-    if not Path(path).is_file():
-        return f"{path}: not a regular file"
+def data_problem(cfg: Hyperparameters) -> tuple[str, str]:
+    """Return what is wrong with the shards, as the script says it, and the command that gets them, if there is one."""
     try:
-        train_gpt.find_documents(path, cfg, True)
-        tokens = train_gpt.read_numbers(path, "<u2", 2**20, 1024)
-    except (UserError, OSError, ValueError) as error:  # what is no shard at all has no header to read
-        return reason(error)
-    highest = tokens.max(initial=0)
-    if highest >= cfg.vocab_size or 0 < highest <= 256 < cfg.vocab_size - 1:
-        return f"{path}: has tokens up to {highest}, not of {cfg.vocab_size} (--vocab_size)"
-    if cfg.stages[0].max_doc_len and cfg.eot_token not in tokens:
-        return f"{path}: no document begins in it, with --eot_token {cfg.eot_token}"
-    return None
-
-
-def data_problems(cfg: Hyperparameters) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the shards, and the command that gets them, empty if there is none."""
-    gpt2, nano = ((PRESETS[name].train_files, PRESETS[name].val_files) for name in ("gpt2", "nano"))
-    tokens = train_gpt.num_tokens(cfg.num_iterations, cfg) if cfg.train_files in gpt2 else 0
-    shards = math.ceil(PACKING * tokens / SHARD_TOKENS)
-    commands = dict.fromkeys(gpt2, f"data/cached_fineweb10B.py {shards}") | dict.fromkeys(nano, "data/pack_nano.py")
-    is_sound = True
-    for files in (cfg.train_files, cfg.val_files):
-        paths = sorted(glob.glob(files, recursive=True))
-        problems = [*filter(None, (wrong_shard(path, cfg) for path in paths))]
-        if problems or not paths:
-            is_sound = False
-            problem = [*problems, f"no shards match {files} in {os.getcwd()}"][0]
-            command = commands.get(files, "")
-            yield problem + "; data/pack_text.py packs text" * (not command), command
-    if not is_sound:
-        return
-    try:
-        train_gpt.plan_data(cfg)
+        for plan in train_gpt.plan_data(cfg).values():
+            train_gpt.read_sequence(*plan[0][0], cfg.vocab_size)
+        return "", ""
     except UserError as error:
-        is_train = (problem := reason(error)).startswith(cfg.train_files)
-        if is_train and len(glob.glob(cfg.train_files)) < shards:
-            yield problem, commands[cfg.train_files]
-        else:
-            flag = "num_iterations" if is_train else "val_tokens"
-            yield problem + f"; lower --{flag}" * ("the run needs" in problem), ""
+        problem = reason(error)
+    gpt2, nano = ((PRESETS[name].train_files, PRESETS[name].val_files) for name in ("gpt2", "nano"))
+    shards = math.ceil(PACKING * train_gpt.num_tokens(cfg.num_iterations, cfg) / 10**8)
+    commands = dict.fromkeys(gpt2, f"data/cached_fineweb10B.py {shards}") | dict.fromkeys(nano, "data/pack_nano.py")
+    for files in {cfg.train_files, cfg.val_files} & commands.keys():
+        paths = glob.glob(files, recursive=True)
+        is_short = "the run needs" not in problem or len(paths) < (shards if files == gpt2[0] else 1)
+        if is_short and problem.startswith((files, *paths)):
+            return problem, commands[files]
+    return f"{problem}; data/pack_text.py packs text; --num_iterations and --val_tokens say how much is read", ""
 
 
-def check_machine(argv: list[str], report: Report) -> tuple[Hyperparameters, int, list[str]]:
-    """Check all but the data. Return configuration, processes and flags. Raise UserError where more is pointless."""
+def get(what: str, command: str, report: Report) -> bool:
+    """Run a command that gets data, or only name it for --check. Return whether all is well."""
+    if report.is_full:
+        report.fact(f"data: {what}; run.sh gets them: {needs.PYTHON} {command}")
+        return True
+    print(f"getting data: {needs.PYTHON} {command}", file=sys.stderr, flush=True)
+    return subprocess.run([sys.executable, *command.split()], stdout=sys.stderr).returncode == 0
+
+
+def make_mask(path: str, report: Report) -> None:
+    """Make gpt2's mask of the last validation. A run goes on without it where the tokenizer cannot be had."""
+    is_ours = Path(sys.prefix) == needs.ROOT / ".venv" and not report.is_full  # nothing is added elsewhere
+    if is_ours and (missing := needs.missing("text")):
+        pip = [sys.executable, *"-m pip install --quiet --no-user --target= --prefix".split(), sys.prefix]
+        subprocess.run([*pip, *missing], stdout=sys.stderr)  # as in environment.sh
+    if not get(f"no {path}", "data/gpt2_canonical.py", report):
+        report.fact("the last validation goes without the mask, which costs 0.0017 of loss: see above", note=True)
+
+
+def get_data(cfg: Hyperparameters, report: Report) -> None:
+    """Get the data that a run lacks, or report what is wrong with them."""
+    problem, command = data_problem(cfg)
+    if command and (report.is_full or not report.problems):
+        if not get(problem, command, report):
+            raise UserError("the data could not be fetched: see above, then run this again")
+        problem, command = "" if report.is_full else data_problem(cfg)[0], ""
+    if problem and not command:
+        report.problems.append(problem)
+
+
+def examine(argv: list[str], report: Report) -> list[str]:
+    """Check everything, get the data, and return the number of processes, and flags for this machine."""
     report.fact(f"versions: Python {sys.version.split()[0]}, torch {torch.__version__}, numpy {numpy.__version__}")
     wish, is_root = os.environ.get("NPROC") or "0", os.environ.get("SCRIPT") in (None, "", "train_gpt.py")
     if not is_root:  # its flags are its own: check the machine and a preset's data only
         argv = re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", " ".join(argv)))
     if not re.fullmatch("[0-9]{1,4}", wish):
         raise UserError(f"NPROC={wish}: expected a number of processes")
-    cfg = train_gpt.parse_args(argv)
-    is_for_cpu = cfg.device == "cpu" and any(flag.startswith(("--preset", "--device")) for flag in argv)
-    gpus = find_gpus(cfg, is_for_cpu, report)
+    given = train_gpt.parse_args(argv)
+    is_for_cpu = given.device == "cpu" and any(flag.startswith(("--preset", "--device")) for flag in argv)
+    gpus = find_gpus(given, is_for_cpu, report)
     if report.problems:
-        return cfg, 0, []
-    wanted, flags, given = cfg.canon_file * is_root, list[str](), cfg
-    cfg = train_gpt.resolve(given)
-    if is_root:
-        train_gpt.read_canon(cfg)
-        with contextlib.suppress(train_gpt.AlreadyComplete):  # then there is nothing to do
-            train_gpt.load_checkpoint(given)
-    cfg = dataclasses.replace(cfg, canon_file=wanted)
+        return []
+    cfg, flags = train_gpt.resolve(given), list[str]()
     processes = int(wish) or next(n for n in range(max(1, len(gpus)), 0, -1) if cfg.batch_sequences % n == 0)
     if cfg.compile:
         check_compiler(not gpus, report)
-    if is_root:
-        report.problems += (found := [*contradictions(cfg, gpus, processes)])
-        if not found:
-            train_gpt.parse_args(argv, processes)  # refuses to choose a preset for several without a GPU
-            may_halve = not any(flag.partition("=")[0] == "--ngram_rows" for flag in argv)
-            flags = check_memory_and_time(cfg, gpus, processes, report, may_halve)
-    return cfg, processes, flags
-
-
-def make_mask(cfg: Hyperparameters, report: Report) -> None:
-    """Make gpt2's mask of the last validation. A run goes on without it where the tokenizer cannot be had."""
-    command = f"{needs.PYTHON} data/gpt2_canonical.py"
-    if report.is_full:
-        report.fact(f"data: no {cfg.canon_file}; run.sh makes it: {command}")
-        return
-    print(f"making {cfg.canon_file}: {command}", file=sys.stderr, flush=True)
-    if Path(sys.prefix) == needs.ROOT / ".venv" and (missing := needs.missing("text")):  # nothing is added elsewhere
-        pip = [sys.executable, *"-m pip install --quiet --no-user --target= --prefix".split(), sys.prefix]
-        subprocess.run([*pip, *missing], stdout=sys.stderr)  # as in environment.sh
-    if subprocess.run([sys.executable, "data/gpt2_canonical.py"], stdout=sys.stderr).returncode:
-        report.fact("the last validation goes without the mask, which costs 0.0017 of loss: see above", note=True)
-
-
-def examine(argv: list[str], report: Report) -> list[str]:
-    """Check everything, get the data, and return the number of processes, and flags for this machine."""
-    cfg, processes, flags = check_machine(argv, report)
-    found = [*data_problems(cfg)] if processes else []
-    commands = {command for _, command in found}
-    is_fetched = bool(commands) and "" not in commands and not report.problems and not report.is_full
-    if is_fetched:
-        for command in sorted(commands):
-            print(f"getting the data: {needs.PYTHON} {command}", file=sys.stderr, flush=True)
-            if subprocess.run([sys.executable, *command.split()], stdout=sys.stderr).returncode:
-                raise UserError("the data could not be fetched: see above, then run this again")
-        found = [*data_problems(cfg)]
-    for problem, command in found:
-        if command and not is_fetched:
-            report.fact(f"data: {problem}; run.sh gets them: {needs.PYTHON} {command}")
-        else:
-            report.problems.append(problem)
-    is_gpt2 = cfg.device == "cuda" and cfg.canon_file == PRESETS["gpt2"].canon_file
-    if is_gpt2 and not report.problems and not Path(cfg.canon_file).exists():
-        make_mask(cfg, report)
+    if cfg.batch_sequences % processes or 0 < len(gpus) < processes:
+        told = f"{cfg.batch_sequences} sequences a step, {len(gpus) or 'no'} GPUs"
+        report.problems.append(f"NPROC={processes}: {told}: expected a divisor, and a GPU for each")
+    elif is_root:
+        train_gpt.read_canon(cfg)
+        with contextlib.suppress(train_gpt.AlreadyComplete):  # then there is nothing to do
+            train_gpt.load_checkpoint(given)
+        train_gpt.parse_args(argv, processes)  # refuses to choose a preset for several without a GPU
+        may_halve = not any(flag.partition("=")[0] == "--ngram_rows" for flag in argv)
+        flags = check_memory(cfg, gpus, processes, report, may_halve)
+    get_data(cfg, report)
+    is_gpt2 = is_root and gpus and given.canon_file == PRESETS["gpt2"].canon_file
+    if is_gpt2 and not (cfg.canon_file or report.problems):
+        make_mask(given.canon_file, report)
     return [str(processes), *flags]
 
 

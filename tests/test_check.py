@@ -1,7 +1,6 @@
 """check.py, run.sh's use of it, needs.py and environment.sh: on invented machines, with data of a few tokens."""
 
 import dataclasses
-import math
 import os
 import re
 import shutil
@@ -11,13 +10,11 @@ import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import train_gpt
 from conftest import TINY_FLAGS
-from shards import write_shard
 from speedrun import check, needs
 from train_gpt import Layer
 from world_worker import ROOT
@@ -76,25 +73,26 @@ def outcome(capfd, corpus, monkeypatch):
     ("argv", "message"),
     [
         ("--device cuda", f"there is no NVIDIA GPU{CPU_RUNS}"),
-        ("--preset gpt2 --device auto --ngram_rows 62", f"gpt2 needs a GPU, and there is no NVIDIA GPU{CPU_RUNS}"),
-        ("--num_iterations 999", "batches, the run needs 999; lower --num_iterations"),
-        ("--val_files none_*.bin", f"no shards match none_*.bin in {os.getcwd()}; data/pack_text.py packs text"),
+        ("--preset gpt2 --device auto --ngram_rows 62", f"there is no NVIDIA GPU{CPU_RUNS}"),
+        ("--num_iterations 999", "batches, the run needs 999; data/pack_text.py packs text; --num_iterations and"),
+        ("--val_files none_*.bin", "none_*.bin in {cwd}: tokens for 0 batches, the run needs 3; data/pack_text.py"),
         ("--train_files {tmp}/short.bin", "{tmp}/short.bin: not a whole shard of tokens; data/pack_text.py"),
-        ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has tokens up to 50256, not of 257"),
-        ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: another number, or --preset nano --batch_tokens 384"),
+        ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has token 50256, --vocab_size is 257: another tokenizer's?"),
+        ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: expected a divisor"),
         ("CXX=/none --compile", "torch.compile finds no /none (CXX): Debian, Ubuntu: apt install g++"),
         ("--canon_file none.bin", "--canon_file none.bin: not a file of 257 tokens; --canon_file= goes without"),
         ("--cooldown_frac inf", "--cooldown_frac inf: expected a number of at most 2147483647"),
         ("--init_from none.pt", "none.pt: not a sound model of this script: there is no such file"),
-        ("--train_files {tmp}/pipe", "{tmp}/pipe: not a regular file"),
+        ("--train_files {tmp}/pipe", "{tmp}/pipe: there is no such file; data/pack_text.py"),
         ("TORCHINDUCTOR_CACHE_DIR=/c\td --compile", "where a path has a space, as /c?d: set TORCHINDUCTOR_CACHE_DIR"),
         ("--train_seq_len 72 --batch_tokens 144", "do not fit each other: RuntimeError: shape '[-1, 16]'"),
+        ("--num_iterations 0", "--num_iterations 0: expected"),
     ],
 )
 def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, monkeypatch, argv, message):
     (tmp_path / "short.bin").write_bytes((corpus / "val_000000.bin").read_bytes()[:-1])
     os.mkfifo(tmp_path / "pipe")
-    argv, message = (text.format(tmp=tmp_path, corpus=corpus) for text in (argv, message))
+    argv, message = (text.format(tmp=tmp_path, corpus=corpus, cwd=os.getcwd()) for text in (argv, message))
     variable, is_set, rest = argv.partition("=")
     if is_set and variable.isupper():
         value, _, argv = rest.partition(" ")
@@ -104,16 +102,11 @@ def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, m
     assert message in line
 
 
-LONG, BARE = Layer("long", net=True, x0=True), Layer("none")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (dict(layers=()), "do not fit each other: IndexError"),
-        (dict(layers=(LONG, Layer("none", net=True))), "layers: nothing uses gate_nets.1.w1"),
-        (dict(layers=(LONG, BARE._replace(xsa=True, reads=0))), "layer 1 has no attention: xsa and reads needs it"),
-        (dict(layers=(LONG, LONG._replace(reads=-1))), "layer 1 has reads -1, skip None, mudd (): expected earlier"),
+        (dict(layers=(Layer("long", net=True, x0=True), Layer("none", net=True))), "nothing uses gate_nets.1.w1"),
         (dict(groups=(train_gpt.NANO_GROUPS[0],)), "name this parameter, expected one"),
         (dict(groups=[group._replace(every=(9, 9)) for group in train_gpt.NANO_GROUPS]), "at least 9"),
     ],
@@ -122,22 +115,6 @@ def test_rows_that_fit_nothing_or_train_nothing_are_one_line(outcome, monkeypatc
     monkeypatch.setitem(train_gpt.PRESETS, "nano", dataclasses.replace(train_gpt.PRESETS["nano"], **changes))
     code, out, [line] = outcome()
     assert (code, out, message in line) == (2, [], True)
-
-
-def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tmp_path):
-    machine(H100, H100)
-    monkeypatch.setenv("NPROC", "4")
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(check.sysconfig, "get_path", lambda *_: str(tmp_path))
-    lines = outcome(*GPT2, "--val_files=none", small=False)[2]
-    parts = [
-        "torch.compile finds no gcc clang (CC)",
-        "Python.h: apt install python3.",
-        "NPROC=4: 8 sequences a step, 2 GPUs: another number",
-        "no shards match none",
-    ]
-    problems = [line for line in lines if line.startswith("check: ")]
-    assert [part in line for line, part in zip(problems, parts, strict=True)] == [True] * len(parts)
 
 
 @pytest.mark.parametrize(
@@ -163,49 +140,52 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
     assert any("goes without the mask" in line for line in errors) == (bool(expected) and not has_mask)
 
 
+def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tmp_path):
+    machine(H100, H100)
+    monkeypatch.setenv("NPROC", "4")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(check.sysconfig, "get_path", lambda *_: str(tmp_path))
+    problems = [line for line in outcome(*GPT2, "--val_files=none", small=False)[2] if line.startswith("check: ")]
+    parts = "finds no gcc clang (CC)", "Python.h: apt install python3.", "NPROC=4: 8 sequences a step, 2", "none in"
+    assert [part in line for line, part in zip(problems, parts, strict=True)] == [True] * len(parts)
+
+
 @pytest.mark.slow
 @pytest.mark.published
-def test_estimates_are_those_of_the_lowered_graphs_and_of_the_gpu(capsys):
+def test_estimates_are_those_of_the_lowered_graphs(capsys):
     """Training to 10%: an idea may need a moment more. The page has all, half, a quarter, a quarter of the n-grams."""
     page = (ROOT / "docs" / "gpu.md").read_text().replace(",", "")
     rows = re.findall(r"^\| (?:the step that needs most|validation)[^|]*\|((?: \d+ \|){4})$", page, re.M)  # MiB
     for processes, *mib in zip((8, 4, 2, 1), *(map(int, re.findall(r"\d+", row)) for row in rows), strict=True):
         part = dataclasses.replace(BF16, ngram_rows=BF16.ngram_rows * max(processes, 2) // 8)
-        check.check_memory_and_time(part, [H100] * processes, processes, check.Report(is_full=True))
-        told = capsys.readouterr().out
-        gibs = re.findall(r"takes ([\d.]+) GiB", told)
+        check.check_memory(part, [H100] * processes, processes, check.Report(is_full=True))
+        gibs = re.findall(r"takes ([\d.]+) GiB", capsys.readouterr().out)
         for gib, expected, within in zip(gibs, mib, (0.1, 0.08), strict=True):
             assert float(gib) == pytest.approx((expected + check.SPARE_MIB) / 1024, rel=within)
-        assert f"time: about {6.82 / processes:.1f} minutes of training on {processes} x {H100.name}" in told
 
 
 @pytest.mark.parametrize(
-    ("prints", "cuda", "part", "wheels"),
+    ("prints", "part"),
     [
-        ("7.0, 470.57.02, Tesla V100-SXM2-16GB", "13.0", "V100-SXM2-16GB is too old: gpt2 needs a GPU of compute", []),
-        ("5.0, 535.1, GeForce GT 710\n8.6, 535.1, NVIDIA RTX A5000", "13.0", "the NVIDIA RTX A5000 with", ["cu126"]),
-        ("8.6, 580.65.06, NVIDIA RTX A5000", None, "pip install", ["cu130"]),
-        ("8.6, 580.65.06, NVIDIA RTX A5000", "13.0", "restart the machine", []),
-        ('Field "compute_cap" is not a valid field', "13.0", "nvidia-smi fails: Field", []),
+        ("535.1, NVIDIA RTX A5000", "cannot use the NVIDIA RTX A5000 with driver 535: update .*whl/cu126 torch=="),
+        ("580.65.06, NVIDIA RTX A5000", "restart the machine, or .*whl/cu130 torch=="),
+        ("NVIDIA-SMI has failed", "nvidia-smi fails: NVIDIA-SMI has failed"),
     ],
 )
-def test_gpu_that_torch_cannot_use_is_a_problem(machine, outcome, prints, cuda, part, wheels):
+def test_gpu_that_torch_cannot_use_is_a_problem(machine, outcome, monkeypatch, prints, part):
     """Whatever the preset: never a silent run on the CPU, unless it is asked for."""
-    machine(prints=prints, cuda=cuda)
+    machine(prints=prints)
     for small in (True, False):
         code, out, [line] = outcome("--device", "auto", small=small)
-        assert (code, out, re.findall(r"whl/(\w+) torch==", line)) == (2, [], wheels)
-        assert part in line
-        assert line.endswith(CPU_RUNS)
+        assert (code, out, line.endswith(CPU_RUNS)) == (2, [], True)
+        assert re.search(part, line)
     assert outcome()[0] == 0  # --device cpu
-
-
-def test_hidden_gpus_are_none_and_a_broken_one_is_named(machine, outcome, monkeypatch):
-    machine(prints="8.6, 580.1, NVIDIA RTX A5000")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     assert outcome("--device", "auto")[0] == 0
+
+
+def test_a_broken_gpu_is_named(machine, outcome, monkeypatch):
     machine(H100, H100)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     monkeypatch.setattr(check, "try_gpu", lambda index: H100 if index == 0 else torch.zeros(2).reshape(3))
     assert "GPU 1 does not work: shape '[3]' is invalid" in outcome("--device", "auto")[2][-1]
 
@@ -221,7 +201,8 @@ def test_presets_data_are_fetched_when_they_are_missing(corpus, tmp_path, monkey
     assert f"run.sh gets them: {needs.PYTHON} data/pack_nano.py" in capfd.readouterr().out
     assert not [*tmp_path.glob("data/nano/*")]
     assert check.main(SMALL) == 0
-    assert capfd.readouterr() == ("1\n", f"getting the data: {needs.PYTHON} data/pack_nano.py\npacking\n")
+    assert capfd.readouterr() == ("1\n", f"getting data: {needs.PYTHON} data/pack_nano.py\npacking\n")
+    assert check.main([*SMALL, "--num_iterations=999", "--check"]) == 2  # the packer has no more
     (tmp_path / "data/nano/nano_train_0.bin").write_text("damaged")
     for program, message in (("raise SystemExit(1)", "the data could not be fetched"), ("", "not a whole shard")):
         packer.write_text(program)
@@ -232,15 +213,9 @@ def test_as_much_of_fineweb_is_fetched_as_the_run_needs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stages = tuple(stage._replace(batch=1, more_steps=0) for stage in BF16.stages)
     even = dataclasses.replace(BF16, stages=stages)  # 508 steps train on 2/3 of a shard
-    whole = math.ceil(1.5 * train_gpt.num_tokens(BF16.num_iterations, BF16) / 10**8)
-    for cfg, steps, shards in ((even, 1, 1), (even, 508, 1), (even, 509, 2), (BF16, BF16.num_iterations, whole)):
-        (_, command), *_ = check.data_problems(dataclasses.replace(cfg, num_iterations=steps))
-        assert command == f"data/cached_fineweb10B.py {shards}"
-    (tmp_path / "data" / "fineweb10B").mkdir(parents=True)
-    write_shard(tmp_path / "data/fineweb10B/fineweb_val_000000.bin", np.arange(300_000) % 50257)
-    write_shard(tmp_path / "train.bin", np.arange(300_000) % 50256)
-    [(problem, command)] = check.data_problems(dataclasses.replace(even, train_files="train.bin"))
-    assert problem.startswith("train.bin: no document begins in it, with --eot_token 50256; data/pack_text.py")
+    for cfg, steps, shards in ((even, 1, 1), (even, 508, 1), (even, 509, 2), (BF16, BF16.num_iterations, 5)):
+        problem, command = check.data_problem(dataclasses.replace(cfg, num_iterations=steps))
+        assert (command, "the run needs" in problem) == (f"data/cached_fineweb10B.py {shards}", True)
 
 
 # ---- needs.py, run.sh and environment.sh ----------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def write_documents(folder: Path, cfg: train_gpt.Hyperparameters) -> dict[str, s
 def shortened(cfg: train_gpt.Hyperparameters, memory: float) -> train_gpt.Hyperparameters:
     """Halve the sequences until they fit by check.py's estimate."""
     report = check.Report(False)
-    check.check_memory_and_time(dataclasses.replace(cfg, dtype="bfloat16"), [check.Gpu("", (0, 0), memory)], 1, report)
+    check.check_memory(dataclasses.replace(cfg, dtype="bfloat16"), [check.Gpu("", (0, 0), memory)], 1, report)
     if not report.problems:
         return cfg
     half = dict(train_seq_len=cfg.train_seq_len // 2, val_seq_len=cfg.val_seq_len // 2, val_tokens=cfg.val_seq_len // 2)
