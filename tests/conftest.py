@@ -4,7 +4,6 @@ import dataclasses
 import json
 import signal
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -37,14 +36,6 @@ TINY_FLAGS, GPT2_FLAGS = ([f"--{name}={value}" for name, value in numbers.items(
 SMALL = [*TINY_FLAGS, *"--seed 5 --num_iterations 4 --val_loss_every 2 --val_seq_len 96 --val_tokens 288".split()]
 SMALL += ["--block_size=16", "--val_sha256="]
 SMALL_GPT2 = [*GPT2_FLAGS, "--seed", "5"]
-# Stages of mini for models that no run trains: windows and cuts that its short sequences feel
-SHORT_STAGES = tuple(
-    stage._replace(
-        windows={kind: window // 16 * 8 for kind, window in stage.windows.items()},
-        max_doc_len=stage.max_doc_len // 16,
-    )
-    for stage in train_gpt.PRESETS["mini"].stages
-)
 
 
 def sees_gpu() -> bool:
@@ -57,26 +48,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--idea", action="store_true", help="leave out what holds the root against published numbers")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if config.option.idea and item.get_closest_marker("published"):
-            item.add_marker(pytest.mark.skip(reason="--idea"))
-
-
-def pytest_terminal_summary(terminalreporter) -> None:
-    skipped = terminalreporter.stats.get("skipped", [])
-    kept = [report for report in skipped if "--idea" not in str(report.longrepr)]
-    if terminalreporter.config.option.idea:
-        left_out = f"left out {len(skipped) - len(kept)} tests"
-        terminalreporter.write_line(
-            f"--idea: {left_out} of equality with public records, golden losses and record texts"
-        )
-        terminalreporter.stats["skipped"] = kept
-
-
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "gpu" and not sees_gpu():
         pytest.exit("no GPU that torch can use: ./run.sh --check says why", returncode=2)
+    if config.option.idea:
+        marks = config.option.markexpr
+        config.option.markexpr = f"({marks}) and not published" if marks else "not published"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -165,21 +142,14 @@ def tiny() -> Hyperparameters:
 
 
 @pytest.fixture
-def tiny64() -> Hyperparameters:
-    """Return `tiny` in double precision: what is equal in exact arithmetic is equal to 1e-10."""
-    return small(TINY, dtype="float64")
-
-
-@pytest.fixture
 def gpt2() -> Hyperparameters:
     """Return mini with less work: all of its layers, 8 blocks of 8 tokens."""
     wide = dict(train_seq_len=64, batch_tokens=64, val_seq_len=192, val_tokens=192, block_size=8, final_window=160)
-    return small(GPT2 | wide, stages=SHORT_STAGES)
-
-
-@pytest.fixture
-def random_gpt() -> Callable[[Hyperparameters], GPT]:
-    return lambda cfg: randomize(GPT(cfg))
+    stages = []
+    for row in train_gpt.PRESETS["mini"].stages:
+        windows = {kind: window // 16 * 8 for kind, window in row.windows.items()}
+        stages.append(row._replace(windows=windows, max_doc_len=row.max_doc_len // 16))
+    return small(GPT2 | wide, stages=tuple(stages))
 
 
 def random_ngrams(cfg) -> dict[str, torch.Tensor]:
@@ -189,12 +159,12 @@ def random_ngrams(cfg) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture
-def model(tiny, random_gpt, tmp_path) -> Path:
+def model(tiny, tmp_path) -> Path:
     """A model with random values, of bytes."""
     cfg = dataclasses.replace(tiny, val_seq_len=80_000, val_tokens=80_000)
     path = tmp_path / "logs" / "random.pt"
     path.parent.mkdir()
     torch.save(random_ngrams(cfg), rows := path.with_suffix(".ngrams0"))
-    saved = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=random_gpt(cfg).state_dict())
+    saved = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=randomize(GPT(cfg)).state_dict())
     torch.save(saved | dict(rows=[train_gpt.mark(rows)]), path)
     return path

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import sample
 import train_gpt
 from conftest import SMALL_GPT2, random_ngrams
+from dense import randomize
 from speedrun import evaluate
 from speedrun.__main__ import main
 
@@ -21,11 +22,12 @@ QUESTIONS = [("ab", ["cd", "c"], 0), ("", ["b\n" * 20, "abc", "xyz"], 1), ("f" *
 
 
 @pytest.mark.parametrize("preset", ["nano", "gpt2"])
-def test_packed_documents_score_as_one_at_a_time(preset, tiny64, random_gpt, monkeypatch):
+def test_packed_documents_score_as_one_at_a_time(preset, tiny, monkeypatch):
     """Smear, n-grams, keys and shifts cross documents. A text is cut into pieces of 36 tokens, 11 of them again."""
-    cfg = train_gpt.resolve(train_gpt.parse_args([*SMALL_GPT2, "--dtype=float64"])) if preset == "gpt2" else tiny64
+    cfg = train_gpt.resolve(train_gpt.parse_args(SMALL_GPT2)) if preset == "gpt2" else tiny
     stages = tuple(stage._replace(windows=dict.fromkeys(stage.windows, 1000)) for stage in cfg.stages)
-    gpt = sample.Model(random_gpt(dataclasses.replace(cfg, stages=stages, final_window=1000)), [random_ngrams(cfg)])
+    cfg = dataclasses.replace(cfg, dtype="float64", stages=stages, final_window=1000)
+    gpt = sample.Model(randomize(train_gpt.GPT(cfg)), [random_ngrams(cfg)])
     documents = [([*ctx.encode(), *end.encode()], len(ctx)) for ctx, ends, _ in QUESTIONS for end in ends]
 
     def alone(tokens: list[int], context: int) -> float:

@@ -17,6 +17,7 @@ from scipy import stats
 import sample
 import train_gpt
 from conftest import SMALL, SMALL_GPT2
+from dense import randomize
 from speedrun.process import ROOT
 
 
@@ -61,8 +62,8 @@ def test_tokens_come_as_often_as_the_softmax_says(temperature, top_k):
     assert stats.chisquare(seen[kept], 4000 * p / p.sum()).pvalue > 0.001
 
 
-def test_a_text_ends_with_its_document(tiny, random_gpt):
-    model, script = sample.Model(random_gpt(tiny), []), iter([7, 8, tiny.eot_token, 9])
+def test_a_text_ends_with_its_document(tiny):
+    model, script = sample.Model(randomize(train_gpt.GPT(tiny)), []), iter([7, 8, tiny.eot_token, 9])
     assert list(sample.generate(model, [1, 2], 10, lambda logits: next(script))) == [7, 8]
     assert list(sample.generate(model, [], 3, lambda logits: 7)) == [7, 7, 7]
 
