@@ -25,8 +25,7 @@ lacks() { # PYTHON EXTRA...: print the requirements that it lacks. Fails if this
     "$1" -m speedrun.needs "${@:2}" 2>/dev/null
 }
 
-meets() { # EXTRA...: whether $python lacks nothing
-    local missing
+meets() { # EXTRA...: set $missing to what $python lacks, and tell whether that is nothing
     missing=$(lacks "$python" "$@") && [ -z "$missing" ]
 }
 
@@ -35,22 +34,15 @@ torch_index() {
     local driver
     driver=$({ nvidia-smi --query-gpu=driver_version --format=csv,noheader || cat /proc/driver/nvidia/version; } 2>/dev/null |
         grep -oE '[0-9]{3}\.[0-9.]+' | head -n 1) || true
-    if [ "$(uname -s)" != Linux ]; then
-        return
-    elif [ -z "$driver" ] || [ "${driver%%.*}" -lt 525 ]; then
-        echo https://download.pytorch.org/whl/cpu
-    elif [ "${driver%%.*}" -lt 580 ]; then
-        echo https://download.pytorch.org/whl/cu126
+    driver=${driver%%.*}
+    if [ "${driver:-0}" -lt 580 ]; then
+        echo --index-url "https://download.pytorch.org/whl/$([ "${driver:-0}" -lt 525 ] && echo cpu || echo cu126)"
     fi
 }
 
 make_environment() { # EXTRA..., with a file to lock as file descriptor 9
-    local base missing index
-    if ! flock -n 9 2>/dev/null; then
-        echo "waiting for another ${0##*/} to finish .venv, if this file system has locks" >&2
-        flock 9 2>/dev/null || true
-        meets "$@" && return
-    fi
+    local base missing
+    flock 9 2>/dev/null || true # not all file systems have locks
     if ! "$python" -m pip --version &>/dev/null; then # there is none, or making it was interrupted
         for base in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python ''; do
             lacks "$base" >/dev/null && break
@@ -59,14 +51,15 @@ make_environment() { # EXTRA..., with a file to lock as file descriptor 9
         echo "making the environment .venv, once: this can take some minutes" >&2
         "$base" -m venv .venv >&2 || fail "$base could not make .venv (Debian, Ubuntu: apt install python3-venv)"
     fi
-    missing=$(lacks "$python" "$@") || fail ".venv has a Python older than 3.11: remove it"
+    meets "$@" && return # another process has made it
+    [ -n "$missing" ] || fail ".venv has a Python older than 3.11: remove it"
     # What a user has set for pip may say where packages come from, but not where they go, or that they do not
     export PIP_USER=0 PIP_ROOT=/ PIP_DRY_RUN=0 PIP_NO_DEPS=0
     "$python" -m pip config list 2>/dev/null | grep -q find-links || export PIP_NO_INDEX=0
     local install=("$python" -m pip install --quiet --disable-pip-version-check --target= --prefix "$PWD/.venv")
-    index=$(torch_index)
-    if [ -n "$index" ] && [[ $missing == torch==* ]]; then # if that fails, the default wheels will do
-        "${install[@]}" --timeout 5 --retries 0 --index-url "$index" "${missing%%$'\n'*}" &>/dev/null || true
+    if [[ $missing == torch==* ]]; then # if that fails, the default wheels will do
+        # shellcheck disable=SC2046 # a flag and its value
+        "${install[@]}" --timeout 5 --retries 0 $(torch_index) "${missing%%$'\n'*}" &>/dev/null || true
     fi
     # shellcheck disable=SC2086 # one argument for each requirement
     "${install[@]}" $missing >&2 || fail "pip failed, see above; then run $0 again"
@@ -79,7 +72,5 @@ find_python() { # EXTRA...
     meets "$@" && return
     python=.venv/bin/python
     meets "$@" && return
-    trap 'exit 130' INT # pip ends with 1 when it is interrupted, as if it had failed
     make_environment "$@" 9<speedrun/environment.sh
-    trap - INT
 }
