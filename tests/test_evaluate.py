@@ -73,8 +73,7 @@ def test_questions_are_read_as_windows_saves_them_and_in_spite_of_an_odd_line(en
 
 QUESTION, WANTED = dict(ctx="a", endings=["b", "c"], label=0), "expected an object with ctx, a text"
 BAD = {"5": WANTED, "{}": WANTED, '{"ctx': "is no JSON: Unterminated string", "[" * 100_000: "is JSON in too many"}
-ODD = dict(ctx=[None, 1, {}], endings=["bc", ["b"], ["b", 5], {"a": 1, "b": 2}, [["b"], ["c"]]])
-ODD |= dict(label=[None, True, -1, 2, 0.9, 1e999, ""])
+ODD = dict(ctx=[None, 1], endings=["bc", ["b"], ["b", 5], {"a": 1, "b": 2}], label=[True, -1, 2, 0.9, 1e999, ""])
 BAD |= {json.dumps(QUESTION | {name: value}): WANTED for name, values in ODD.items() for value in values}
 
 
@@ -90,8 +89,8 @@ def test_program_scores_files_and_hellaswag_or_says_what_is_wrong(model, capsys,
     """From the flags to JSON, or one line and code 2. The hub has Parquet, with labels as text."""
     monkeypatch.chdir(model.parent.parent)
     lines = [dict(ctx=ctx, endings=endings, label=label) for ctx, endings, label in QUESTIONS]
-    files = dict(empty="", blank="\n \n", text="naïve\r\n", good="\n\n".join(map(json.dumps, lines)))
-    files["long"] = json.dumps(dict(ctx="a" * 4997, endings=["b", "bc"], label=0))
+    long = json.dumps(dict(ctx="a" * 4997, endings=["b", "bc"], label=0))
+    files = dict(empty="", text="naïve\r\n", good="\n\n".join(map(json.dumps, lines)), long=long)
     for name, text in files.items():
         Path(name).write_bytes(text.encode())
 
@@ -107,9 +106,8 @@ def test_program_scores_files_and_hellaswag_or_says_what_is_wrong(model, capsys,
     assert json.loads(run("--hellaswag --limit 2")[1])["choices"]["HellaSwag"]["questions"] == 2
     parquet.read_table = lambda path, columns: 1 / 0
     wrong = {"--hellaswag": "HellaSwag cannot be fetched: division by zero; or give --choices"}
-    wrong |= {"--text nowhere": "[Errno 2] No such file or directory: 'nowhere'", "--text empty": "empty: is empty"}
-    wrong |= {"": "nothing to score: give --hellaswag", "--text logs/random.pt": "logs/random.pt: is not text in UTF-8"}
-    wrong |= {"logs/no.pt --text text": "logs/no.pt: there is no such", "--choices blank": "blank: has no questions"}
+    wrong |= {"--text nowhere": "[Errno 2] No such file or directory: 'nowhere'", "": "nothing to score: give --hella"}
+    wrong |= {"--text logs/random.pt": "logs/random.pt: is not text in UTF-8", "--choices empty": "empty: is empty"}
     wrong |= {"--choices long": "long: question 1 has 5000 tokens, the model", "--choices x --limit 0": "--limit"}
     for argv, message in wrong.items():
         code, out, err = run(argv)

@@ -405,22 +405,6 @@ def compare_state(optim, trainer, names, digest, start):
                     t = np.concatenate([t, np.zeros((len(start[n]) - len(t), t.shape[1]))])
                 optim.compare(f"run/state/{key}/{n}", digest(n, t))
     optim.compare("run/state/v/ngram_rows", trainer.table.v.flatten())
-    end = m.Plan(trainer.cfg.num_iterations, trainer.cfg)
-    groups = ["lm_head", "embed.weight", "value_embeds.1.weight", "ngrams"]
-    optim.compare("run/state/updates", [end.updates(m.row_of(n, trainer.cfg)) for n in groups])
-
-    def sums(name, j=0):
-        o = next(o for o in trainer.optimizers if name in o.names)
-        t = o.state["lanes"].split(o.rows_per_param)[o.names.index(name)][j]
-        return [t.sum().item(), t.norm().item()]
-
-    order = (0, 2, 5, 1, 8, 3, 10)
-    optim.compare("run/state/lane/qk_bank", [sums(f"blocks.{i}.attn.qk_w", j) for i in order for j in range(6)])
-    both = [f"blocks.{i}.attn.{n}" for i in order for n in ("v_w", "c_proj")]
-    optim.compare("run/state/lane/vo_bank", [sums(name) for name in both])
-    mlps = [f"blocks.{i}.mlps.0" for i in range(11)] + ["blocks.8.mlps.1"]
-    ours = [[0.0, 0.0] if "s.7." in f"{n}." else sums(f"{n}.{w}") for n in mlps for w in ("c_fc", "c_proj")]
-    optim.compare("run/state/lane/mlp_bank", ours)
 
 
 def compare_end(optim, trainer, names, data, digest, start, padded):
@@ -436,11 +420,8 @@ def compare_end(optim, trainer, names, data, digest, start, padded):
     # What finish() makes, before matrices get their norm back
     no_norm = [row._replace(same_norm=False) for row in cfg.averages]
     for o in trainer.optimizers:
-        kept = dict(o.averages)
-        o.averages = {i: no_norm[i] for i in kept}
+        o.averages = {i: no_norm[i] for i in o.averages}
         o.finish()
-        o.kept = kept
-    blended = {n: p.detach().clone() for n, p in held.items()}
 
     def norms(values):
         public = names.to_public(values, start)
@@ -451,7 +432,7 @@ def compare_end(optim, trainer, names, data, digest, start, padded):
         groups.append([*(t[2] for t in qkv), *(t for n, t in public.items() if n.endswith("attn.c_proj.weight"))])
         return np.array([np.sqrt(sum(np.square(t).sum() for t in group)) for group in groups])
 
-    before, after = norms(final), norms(blended)
+    before, after = norms(final), norms(held)
     optim.compare("run/norm_before", before)
     optim.compare("run/ratio", before / after)
     with torch.no_grad():
@@ -467,18 +448,3 @@ def compare_end(optim, trainer, names, data, digest, start, padded):
     optim.compare("run/shipped/ngram_embed.weight", digest("ngram_embed.weight", trainer.table.rows.numpy()))
     trainer.cfg = dataclasses.replace(cfg, canon_file="")
     optim.compare("run/val_final_unmasked", trainer.evaluate(N, data["val"]))
-    trainer.cfg = cfg
-    # finish() itself: norms of all that is stored
-    with torch.no_grad():
-        for o in trainer.optimizers:
-            o.averages = o.kept
-            for n, view in zip(o.names, o.views(o.param_shard), strict=True):
-                view.copy_(final[n])
-            if "values" in o.state:
-                o.state["values"].copy_(o.param_shard)
-    trainer.finish()
-    for o in optimizers:
-        before = torch.cat([final[n].flatten() for n in o.names]).norm()
-        after = torch.cat([blended[n].flatten() for n in o.names]).norm()
-        for n, p in zip(o.names, o.params, strict=True):
-            assert torch.allclose(p, blended[n] * (before / after), rtol=1e-10, atol=0)

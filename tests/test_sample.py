@@ -39,7 +39,6 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     text = torch.from_numpy(np.fromfile(corpus / "val_000000.bin", "<u2", 97, offset=1024).astype(np.int64))
     path = tmp_path / f"{preset}.pt"
     saved, whole = torch.load(path), torch.load(path.with_suffix(".ngrams0"))
-    assert 0 < len(whole["ids"]) <= sample.load_model(path, "cpu").cfg.ngram_rows
     for rank, part in enumerate((slice(20), slice(20, None), slice(0), slice(20))):  # the last is of an older run
         torch.save({name: values[part] for name, values in whole.items()}, path.with_suffix(f".ngrams{rank}"))
     torch.save(saved | dict(rows=[train_gpt.mark(path.with_suffix(f".ngrams{rank}")) for rank in range(3)]), path)
@@ -47,9 +46,6 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     logits = torch.stack([model.next_logits(text[:n].tolist()) for n in range(1, 97)])
     assert F.cross_entropy(logits, text[1:]).item() == pytest.approx(result["val_loss"], abs=1e-10)
     assert result["val_loss"] < 5.6
-    shutil.copy(path.with_suffix(".ngrams3"), path.with_suffix(".ngrams1"))
-    with pytest.raises(train_gpt.UserError, match=rf"{preset}.ngrams1: .* it is of another run"):
-        sample.load_model(path, "cpu")
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 4)])
@@ -78,9 +74,10 @@ def test_text_is_the_same_with_the_same_seed(model, capsys, monkeypatch):
     Path("logs/older.pt").touch()
     os.utime("logs/older.pt", (1, 1))
     options = "--seed 1", "--model logs/random.pt --seed 1", "--seed 2", "--temperature 0", "--top_k 1"
-    found = [run(capsys, "--tokens", "30", "--prompt", "naïve \x1b", *option.split()) for option in options]
+    prompt = "naïve \x1b\udcff"  # a byte that is no text is a token all the same
+    found = [run(capsys, "--tokens", "30", "--prompt", prompt, *option.split()) for option in options]
     first, again, other, *greedy = (text for _, text, _ in found)
-    assert (first == again != other, len({*greedy}), first.startswith("naïve \ufffd")) == (True, 1, True)
+    assert (first == again != other, len({*greedy}), first.startswith("naïve \ufffd\ufffd")) == (True, 1, True)
     assert found[2][2].endswith("seed 2]\n"), "a fresh seed is told, too"
 
 
@@ -98,55 +95,29 @@ def test_text_is_printed_as_it_comes(capsys):
     assert capsys.readouterr().out == "\ufffd\n"
 
 
-def test_bytes_that_are_no_text_are_tokens_all_the_same(tiny):
-    encode, decode = sample.tokenizer(tiny)
-    assert encode("naïve \udcff") == [*"naïve ".encode(), 255]
-    assert decode(255) == b"\xff"
-
-
-CHANGES = {
-    "older": lambda cfg, values: cfg.update(odd=1),
-    "shape": lambda cfg, values: cfg.update(model_dim=64),
-    "lacks": lambda cfg, values: values.pop("lm_head"),
-    "nan": lambda cfg, values: values["lm_head"].fill_(torch.nan),
-    "alone": lambda cfg, values: None,
-    "torn": lambda cfg, values: None,
-}
-NO_MODEL = "not a sound model of this script: "
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        ("--model nowhere.pt", "nowhere.pt: there is no such file"),
         ("", "logs/*.pt: there is no such file"),
-        ("LICENSE", f"LICENSE: {NO_MODEL}"),
-        ("older.pt", f"older.pt: {NO_MODEL}.*odd"),
-        *((f"{name}.pt", NO_MODEL) for name in ("shape", "lacks")),
+        ("LICENSE", "LICENSE: not a sound model of this script: "),
+        ("older.pt", "older.pt: not a sound model of this script: "),
         ("nan.pt", "logits are not finite"),
-        ("alone.pt", "alone.ngrams0: not a sound part of a model of this script: there is no such file"),
-        ("torn.pt", "torn.ngrams0: not a sound part of a model of this script: "),
         ("random.pt --prompt ab --tokens 79999", "of 2 tokens, --tokens 79999: the model reads 80000 at most"),
         ("random.pt --temperature nan", "--temperature nan: expected a number from 0 to 100"),
     ],
 )
 def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeypatch, argv, message):
-    saved = torch.load(model, weights_only=True)
     monkeypatch.chdir(model.parent)
     Path("LICENSE").write_text("not a model")
-    name = argv.removesuffix(".pt")
-    if name in CHANGES:
-        cfg = json.loads(saved["configuration"])
-        CHANGES[name](cfg, saved["model"])
-        torch.save(saved | dict(configuration=json.dumps(cfg)), argv)
-        rows = Path("random.ngrams0").read_bytes()
-        if name != "alone":
-            Path(f"{name}.ngrams0").write_bytes(rows[:-1000] if name == "torn" else rows)
+    saved = torch.load(model, weights_only=True)
+    torch.save(saved | dict(configuration=json.dumps(json.loads(saved["configuration"]) | dict(odd=1))), "older.pt")
+    saved["model"]["lm_head"].fill_(torch.nan)
+    torch.save(saved, "nan.pt")
+    shutil.copy("random.ngrams0", "nan.ngrams0")
     code, text, errors = run(capsys, *argv.split())
     is_late = "finite" in message
     assert (code, text.strip(), errors.count("\n")) == (2, "def" * is_late, 1 + is_late)
-    assert all(part in errors.splitlines()[-1] for part in message.split(".*"))
-    assert len(errors) < 300
+    assert message in errors.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -2,12 +2,10 @@
 
 import dataclasses
 import fcntl
-import gc
 import hashlib
 import json
 import os
 import re
-import resource
 import select
 import signal
 import subprocess
@@ -23,7 +21,7 @@ import torch
 import train_gpt
 from conftest import losses, refusal
 from shards import write_shard
-from train_gpt import Hyperparameters, Ranks, RunLog, Trainer, UserError
+from train_gpt import Hyperparameters, Ranks, Trainer, UserError
 from world_worker import ENVIRONMENT, ROOT, Run, wait_for
 
 
@@ -32,29 +30,19 @@ def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
     log = Path(result["log"])
     source, environment, steps = log.read_text().split("=" * 100 + "\n")
     assert source == (ROOT / "train_gpt.py").read_text() + "\n"
-    shard = f"train shard: {corpus}/train_000000.bin, {(corpus / 'train_000000.bin').stat().st_size} bytes"
-    scored = np.fromfile(corpus / "val_000000.bin", dtype="<u2", offset=1024)[:288]
-    sha256 = f"validation tokens: 288, sha256 {hashlib.sha256(scored).hexdigest()}\n"
     before_last, trained = (train_gpt.num_tokens(n, train_gpt.parse_args(flags)) for n in (3, 4))
-    tokens = f"training tokens: {trained}, "
-    wants = f"Running PyTorch {torch.__version__}", '"--run_id", "form"', '"num_iterations": 4', shard, tokens, sha256
-    for wanted in (
-        *wants,
-        "rows of n-grams: 61 (not the preset's 8192: do not compare losses)\ncanonical mask: none\n",
-    ):
-        assert wanted in environment
+    scored = hashlib.sha256(np.fromfile(corpus / "val_000000.bin", dtype="<u2", offset=1024)[:288]).hexdigest()
+    wanted = [f"Running PyTorch {torch.__version__}", f"train shard: {corpus}/train_000000.bin, ", '"--run_id", "form"']
+    wanted += [f"training tokens: {trained}, ", f"validation tokens: 288, sha256 {scored}\n", '"num_iterations": 4']
+    wanted += ['"TORCHINDUCTOR_COMPILE_THREADS": ', "n-grams: 61 (not the preset's 8192: do not compare losses)\n"]
+    assert [text for text in wanted if text not in environment] == []
+    wanted = ["train_000000.bin position 0\nlast", f"position {before_last}\n", "seed: 5", "clock started: 0"]
+    assert [text for text in wanted if text not in steps] == []
     lines = re.findall(r"^(step:.*) train_time:(\d+)ms step_avg:\d+\.\d\dms$", steps, re.M)
     curves = {name: {step: loss for step, loss, _ in result[f"{name}_curve"]} for name in ("train", "val")}
     order = [("val", 0), ("train", 1), ("train", 2), ("val", 2), ("train", 3), ("train", 4), ("val", 4)]
     assert [line for line, _ in lines] == [f"step:{i}/4 {name}_loss:{curves[name][i]:.4f}" for name, i in order]
     assert sorted(lines, key=lambda line: int(line[1])) == lines, "the clock goes on"
-    for wanted in (
-        "train_000000.bin position 0\nlast",
-        f"position {before_last}\n",
-        "seed: 5",
-        "after the clock started: 0",
-    ):
-        assert wanted in steps
     assert json.loads(log.with_suffix(".json").read_text()) == json.loads(json.dumps(result))
     assert {path.name for path in log.parent.iterdir()} == {"form.txt", "form.json", "form.pt", "form.ngrams0"}
     assert re.search("(?s)^.{,1400} reached", capsys.readouterr().out), "the console sees a few lines"
@@ -62,41 +50,23 @@ def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
 
 def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags, monkeypatch):
     """Leave out the warm-up and write checkpoints. Hosts that wait for each other, too, take 1,000 seconds."""
-    gpt2_flags += ["--seed", "5"]
-    usual = train_gpt.main([*gpt2_flags, "--run_id", "usual"])
-    clock, evaluate, save, gather, frozen, skipped = (
-        time.perf_counter,
-        Trainer.evaluate,
-        RunLog.save,
-        train_gpt.gather,
-        [],
-        [],
-    )
-
-    def slow(*args) -> float:
-        skipped.append("validation")
-        frozen.append(gc.get_freeze_count() > 0)
-        return evaluate(*args)
-
-    def wait(own) -> list:
-        skipped.append("wait")
-        return gather(own)
-
-    def save_and_note(log, suffix: str, *args, **options) -> list[str]:
-        skipped.append(suffix)
-        return save(log, suffix, *args, **options)
-
+    usual = train_gpt.main([*gpt2_flags, "--seed=5", "--run_id=usual"])
+    clock, skipped = time.perf_counter, list[str]()
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1000 * len(skipped))
-    monkeypatch.setattr(Trainer, "warm_up", lambda *_: skipped.append("warm-up"))
-    monkeypatch.setattr(Trainer, "evaluate", slow)
-    monkeypatch.setattr(RunLog, "save", save_and_note)
-    monkeypatch.setattr(train_gpt, "gather", wait)
-    other = train_gpt.main([*gpt2_flags, "--run_id", "other", "--checkpoint_every", "4"])
+    monkeypatch.setattr(Trainer, "warm_up", lambda *_: skipped.append("warm_up"))
+    functions = (Trainer, Trainer.evaluate), (train_gpt, train_gpt.save_checkpoint), (train_gpt, train_gpt.gather)
+    for owner, function in functions:
+
+        def take_long(*args, function=function):
+            skipped.append(function.__name__)
+            return function(*args)
+
+        monkeypatch.setattr(owner, function.__name__, take_long)
+    other = train_gpt.main([*gpt2_flags, "--seed=5", "--run_id=other", "--checkpoint_every=4"])
     assert losses(usual) == losses(other)
     assert other["train_time_ms"] < 1e6
-    assert skipped.count("warm-up") == 1
-    assert skipped.count(".checkpoint") == skipped.count("validation") - 2 > 1, "none at first and last"
-    assert (all(frozen), gc.get_freeze_count()) == (True, 0), "a collection of all there is would take long"
+    assert skipped.count("warm_up") == 1
+    assert skipped.count("save_checkpoint") == skipped.count("evaluate") - 2 > 1, "none at first and last"
 
 
 def test_a_row_of_averages_that_keeps_the_norm_keeps_it_for_all(gpt2):
@@ -113,7 +83,6 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
     """A run that fails says why in one line, on stderr and in its log. A loss that is not finite stops all ranks."""
     endings = dict(
         unknown=(2, 1, [*flags, "--num_iteration", "5"], "--num_iteration 5; see --help"),
-        short=(2, 1, [*flags, "--num_iterations", "1000"], r"train_\*\.bin.* 1000"),
         diverged=(3, 2, [*long_flags, "--softcap_range=1e9"], "train_loss -inf at step 1"),
         ended=(3, 1, [*flags, "--softcap_range=1e9"], "val_loss -inf at step 0"),
         stopped=(130, 1, long_flags, "SIGINT$|^stopped: SIGINT; to go on"),
@@ -130,7 +99,6 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
         if code > 2:
             log = (tmp_path / "logs" / f"{name}.txt").read_text()
             assert re.search(message, log.splitlines()[-1])
-            assert all(int(step) <= 1499 for step in re.findall(r"^step:(\d+)/", log, re.M))
             assert not (tmp_path / "logs" / f"{name}.json").exists()
     assert runs["diverged"].text("out", 1) == ""
 
@@ -196,9 +164,8 @@ def test_number_of_processes_has_to_divide_the_sequences(flags, monkeypatch):
         train_gpt.parse_args([], world_size=2)
     flags += ["--batch_tokens", "768", "--num_iterations", "1"]
     train_gpt.plan_run(flags, Ranks(5, 6, 5, 6))
-    for size in 5, 24:
-        with pytest.raises(UserError, match=rf"^{size} processes: expected a divisor of 12,"):
-            train_gpt.plan_run(flags, Ranks(0, size, 0, size))
+    with pytest.raises(UserError, match=r"^24 processes: expected a divisor of 12,"):
+        train_gpt.plan_run(flags, Ranks(0, 24, 0, 24))
 
 
 def test_gpus_are_for_gpt2_and_leave_nano_to_the_cpu(monkeypatch):
@@ -242,20 +209,19 @@ def test_text_that_would_spoil_the_run_is_refused_before_it_starts(flags, corpus
     assert not [*tmp_path.glob("logs/*.*")]
 
 
-def test_full_disk_ends_the_log_and_not_the_training(flags, tmp_path):
-    """Limit the size of files to the log's first lines, or to less than a checkpoint and the model."""
-    more = ["--num_iterations=6", "--checkpoint_every=2", "--model_dim=64", "--run_id"]
-    whole = train_gpt.main([*flags, *more, "whole"])
-    first_lines = len(Path(whole["log"]).read_text().partition("step:1/")[0])
-    runs = {}
-    for name, size in ("log", first_lines), ("checkpoints", first_lines * 6 // 5):
-        runs[name] = Run([[*flags, *more, name]], tmp_path / name)
-        resource.prlimit(runs[name].processes[0].pid, resource.RLIMIT_FSIZE, (size, size))
-    for run in runs.values():
-        assert run.wait() == [0], run.text("err")
-        assert f"val_loss {whole['val_loss']:.4f} after" in run.text("out")
-        assert ("not saved" in run.text("out"), "sample.py" in run.text("out")) == (True, False)
-    assert not [path for path in (tmp_path / "logs").rglob("*.[pc]*") if "whole" not in str(path)]
+def test_a_full_disk_ends_neither_the_training_nor_the_checkpoint_before(flags, tmp_path, monkeypatch, capsys):
+    written = []
+
+    def fill_up(file: int) -> None:
+        written.append(file)
+        if len(written) > 2:  # a checkpoint's two
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fill_up)
+    train_gpt.main([*flags, "--checkpoint_every=1", "--run_id=full"])
+    assert "not saved: [Errno 28] No space left on device; is the disk full?" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.glob("logs/*")} == {"full.txt", "full.1.rank0", "full.checkpoint"}
+    assert torch.load(tmp_path / "logs" / "full.checkpoint", weights_only=True)["step"] == 1
 
 
 def test_terminal_shows_a_bar_and_a_console_may_go_away(flags, long_flags, tmp_path):
@@ -275,51 +241,23 @@ def test_terminal_shows_a_bar_and_a_console_may_go_away(flags, long_flags, tmp_p
     assert full.wait() == [0]
     assert log.read_text().count("\nstep:", at) > 20, "it was closed after the run"
     assert log.with_suffix(".json").exists()
-    assert log.with_name("full.json").exists()
-
-
-def test_preset_suits_the_machine_and_each_flag_has_help(capsys):
-    assert train_gpt.parse_args([]).preset == ("gpt2" if torch.cuda.is_available() else "nano")
-    with pytest.raises(SystemExit):
-        train_gpt.parse_args(["--help"])
-    text = capsys.readouterr().out  # a comment is beside its field or above it
-    told = {*re.findall(r"^ +(\w+): .*  # \w", text, re.M), *re.findall(r"^ +# .*\n +(\w+): ", text, re.M)}
-    numbers = {field.name for field in dataclasses.fields(Hyperparameters) if field.type in (int, float)}
-    assert numbers <= told
 
 
 @pytest.mark.slow
 def test_nano_preset_reaches_the_target(tmp_path):
     """A seed nobody chose, on the track's own text."""
     train = ["train_gpt.py", "--preset", "nano", "--log_dir", tmp_path, "--run_id", "nano"]
+    env = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
     for command in ["data/pack_nano.py"], train:  # packed before: left alone
-        env = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
         subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, timeout=600, check=True)
     result, cfg = json.loads((tmp_path / "nano.json").read_text()), train_gpt.PRESETS["nano"]
     assert len(result["train_curve"]) == cfg.num_iterations
     assert result["val_loss"] <= cfg.target_loss
-    environment = (tmp_path / "nano.txt").read_text().split("\n" + "=" * 100 + "\n")[1]
-    assert f"validation tokens: {cfg.val_tokens}" in environment
-    assert "not the track's" not in environment
+    assert "not the track's: do" not in (tmp_path / "nano.txt").read_text().split("\n" + "=" * 100 + "\n")[1]
 
 
-def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew_in_a_log_of_its_own(flags, tmp_path):
-    logs = tmp_path / "logs"
-    logs.mkdir()
-    (logs / "mine.txt").write_text("torn")
-    train_gpt.main([*flags, "--run_id=mine", "--resume=latest"])
-    assert [path.read_text() for path in logs.glob("mine.*.torn")] == ["torn"]
-    assert (logs / "mine.txt").read_text().startswith('"""')
-
-
-def test_wrong_products_and_variables_of_the_compiler_do_not_go_unseen(flags, tmp_path, monkeypatch):
+def test_wrong_products_do_not_go_unseen(flags, monkeypatch):
     """OpenMP with fewer threads than torch counts on was seen to give wrong products in bf16."""
-    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
-    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
-    train_gpt.main([*flags, "--run_id=mine"])
-    (line,) = re.findall("^environment: (.*)$", (tmp_path / "logs" / "mine.txt").read_text(), re.M)[-1:]
-    assert json.loads(line)["TORCHINDUCTOR_MAX_AUTOTUNE"] == "1"
-    assert json.loads(line)["TORCHINDUCTOR_COMPILE_THREADS"] == str(min(os.cpu_count() or 1, 32))
     ones = torch.ones
     monkeypatch.setattr(torch, "ones", lambda *size, **more: ones(*size, **more) * (1 + (size == (128, 1024))))
     with pytest.raises(UserError, match="OMP_DYNAMIC"):
