@@ -183,7 +183,7 @@ def test_what_is_no_model_to_begin_with_is_refused_before_there_is_a_log(run_fla
 
 
 def test_a_run_goes_on_with_the_model_that_it_began_with(run_flags, runs, tmp_path):
-    """Rows that it has not trained yet come from there. The model's file may have moved."""
+    """Another is refused, by its contents: the file may have moved."""
     argv = [*run_flags, "--seed=5", "--run_id=based"]
     whole = train_gpt.main([*argv, f"--init_from={runs}/whole.pt"])
     (tmp_path / "logs" / "based.json").unlink()
@@ -194,7 +194,7 @@ def test_a_run_goes_on_with_the_model_that_it_began_with(run_flags, runs, tmp_pa
     assert losses(train_gpt.main([*resume, f"{tmp_path}/moved.pt"])) == losses(whole)
 
 
-SIGNALS = [(f"SIG{name}", "train_step", 1, 2) for name in "TERM INT HUP USR1 USR2 XCPU".split()]
+SIGNALS = [(f"SIG{name}", "train_step", 2, 3) for name in "TERM INT HUP USR1 USR2 XCPU".split()]
 
 
 @pytest.mark.parametrize(("name", "where", "at", "saved"), [*SIGNALS, *(("SIGTERM", "score", n, n) for n in (2, 4))])
@@ -239,15 +239,14 @@ def test_a_thread_may_train_and_an_ignored_signal_stays_ignored(flags, tmp_path,
 @pytest.mark.slow
 def test_a_signal_to_one_rank_stops_all_at_one_step(run_flags, tmp_path):
     """At one at which all optimizers have stepped."""
-    longer = "--num_iterations=300 --train_seq_len=32 --batch_tokens=64 --checkpoint_every=0 --run_id=told".split()
-    run = Run([[*run_flags, *longer]] * 2, tmp_path / "told")
+    more = "--num_iterations=300 --train_seq_len=32 --batch_tokens=64 --val_loss_every=0 --checkpoint_every=0".split()
+    run = Run([[*run_flags, *more, "--run_id=told"]] * 2, tmp_path / "told")
     log = tmp_path / "logs" / "told.txt"
     wait_for(lambda: log.exists() and "\nstep:5/" in log.read_text())
     os.kill(run.processes[-1].pid, signal.SIGTERM)
     assert run.wait() == [130] * 2, run.text("err")
     assert "\nstopped: SIGTERM; to go on, add --resume " in log.read_text()
-    step = step_of(log.with_suffix(".checkpoint"))
-    assert step in range(8, 300, 4)
+    assert step_of(log.with_suffix(".checkpoint")) in range(8, 300, 4)
 
 
 @pytest.mark.slow
