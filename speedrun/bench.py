@@ -32,6 +32,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, record_function
 
 import train_gpt
+from data.shards import write_shard
 from speedrun import roofline
 from train_gpt import Batch, Hyperparameters, Inputs, NgramTable, Plan, Ranks, Reads, Trainer, UserError
 
@@ -81,30 +82,27 @@ def read_steps(trainer: Trainer, batches: Sequence[Batch], first: int) -> Steps:
             yield now, *inputs
 
 
-def take_cycle(trainer: Trainer, steps: Steps) -> torch.Tensor:
-    """Take as many steps as it takes until all groups have stepped, and return the last loss."""
+def take_cycle(trainer: Trainer, steps: Steps) -> None:
+    """Take as many steps as it takes until all groups have stepped."""
     for _ in range(trainer.cfg.all_step):
-        loss = trainer.train_step(*next(steps))
-    return loss
+        trainer.train_step(*next(steps))
 
 
 def time_steps(trainer: Trainer, steps: Steps, n: int) -> Figures:
-    """Return the ms of n cycles of steps as in training, of launching one step, and of waiting for the reader.
+    """Return the ms of n cycles of steps as in training, and of launching one step.
 
     On CUDA the clock is events in the stream, which wait for nothing. A step is the mean of its cycle: a median of
     single steps would be that of one kind.
     """
     on_cuda, every = trainer.device.type == "cuda", trainer.cfg.all_step
     marks: list[Any] = []
-    due, waited, launched = [], [], []
+    due, launched = [], []
     for i in range(n * every + 1):
         marks.append(torch.cuda.Event(enable_timing=True) if on_cuda else time.perf_counter())
         if on_cuda:
             marks[-1].record()
         if i < n * every:
-            began = time.perf_counter()
             step = next(steps)
-            waited.append(1000 * (time.perf_counter() - began))
             due.append(step[0].is_due(trainer.table.group))
             trainer.train_step(*step)
     synchronize(trainer)
@@ -116,7 +114,7 @@ def time_steps(trainer: Trainer, steps: Steps, n: int) -> Figures:
         trainer.train_step(*step)
         launched.append(1000 * (time.perf_counter() - began))
     found = {"step": ms.reshape(n, every).mean(1), "step with tables": ms[due], "step without": ms[np.invert(due)]}
-    found |= {"launching by the host": launched, "waiting for the reader": waited}
+    found["launching by the host"] = launched
     return {name: figure(values, "ms") for name, values in found.items() if len(values)}
 
 
@@ -125,10 +123,8 @@ def host_waits(trainer: Trainer, steps: Steps) -> int:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        try:
-            take_cycle(trainer, steps)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        take_cycle(trainer, steps)
+        torch.cuda.set_sync_debug_mode("default")
     found = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
     for warning in found:
         print(f"host waits at {warning.filename}:{warning.lineno}", file=sys.stderr)
@@ -139,11 +135,10 @@ def host_waits(trainer: Trainer, steps: Steps) -> int:
 def label_of(op) -> str:
     """Return a product's name as the roofline writes it, such as mm 49152x768x3072, or the operation's."""
     name = op.name.removeprefix("aten::")
-    shapes = [list(shape) for shape in op.input_shapes or ()]
-    if name in PRODUCTS and len(shapes) > PRODUCTS[name] + 1:
-        a, b = shapes[PRODUCTS[name] :][:2]
-        return f"{name} {'x'.join(map(str, [*a, b[-1]]))}"
-    return name
+    if name not in PRODUCTS:
+        return name
+    a, b = op.input_shapes[PRODUCTS[name] :][:2]
+    return f"{name} {'x'.join(map(str, [*a, b[-1]]))}"
 
 
 def phase_of(op) -> str:
@@ -194,10 +189,11 @@ def by_part(kernels: dict[str, dict]) -> dict[str, float]:
 
 
 def predicted_parts(trainer: Trainer, first: int) -> dict[str, float]:
-    """Return the ms that the roofline predicts for the parts of a step of gpt2 on an H100, of one rank of 8 or of 1."""
-    if trainer.cfg.preset != "gpt2" or trainer.device.type != "cuda" or "H100" not in torch.cuda.get_device_name():
+    """Return the ms that the roofline predicts for the parts of a step of gpt2 on an H100, of one rank of 8."""
+    is_h100 = trainer.device.type == "cuda" and "H100" in torch.cuda.get_device_name()
+    if trainer.cfg.preset != "gpt2" or trainer.ranks.world_size != 8 or not is_h100:
         return {}
-    steps = json.loads(PREDICTED.read_text())["gpus"]["90"]["predicted"].get(str(trainer.ranks.world_size), [])
+    steps = json.loads(PREDICTED.read_text())["gpus"]["90"]["predicted"]["8"]
     return next((step["ms"] for step in reversed(steps) if step["first"] <= first), {})
 
 
@@ -210,9 +206,7 @@ def write_tokens(cfg: Hyperparameters, path: Path) -> Hyperparameters:
     classes = [number // 2 for stage in cfg.stages for number in stage.classes if number]
     tokens = rng.zipf(1.2, int(3 * cfg.all_step * longest * cfg.batch_tokens) + 2**16) % min([cfg.eot_token, *classes])
     tokens[rng.random(len(tokens)) < 1 / 700] = cfg.eot_token
-    header = np.zeros(256, "<i4")
-    header[:3] = 20240520, 1, len(tokens)
-    path.write_bytes(header.tobytes() + tokens.astype("<u2").tobytes())
+    write_shard(path, tokens)
     return dataclasses.replace(cfg, train_files=str(path))
 
 
@@ -225,9 +219,9 @@ def measure_stage(trainer: Trainer, first: int, n: int) -> tuple[Figures, tuple[
     with contextlib.closing(read_steps(trainer, batches, first)) as steps:  # type: ignore[type-var]
         began = time.perf_counter()
         for _ in range(2):
-            loss = take_cycle(trainer, steps).item()
+            take_cycle(trainer, steps)
+        synchronize(trainer)
         found = {f"first {2 * cfg.all_step} steps": figure([time.perf_counter() - began], "s")}
-        found["loss"] = figure([loss if dist.is_initialized() else loss * trainer.ranks.world_size])
         found |= time_steps(trainer, steps, n)
         rate = cfg.batch_sequences * now.seq_len / found["step"]["median"] * 1000
         found["throughput"] = figure([rate], "tokens/s")
@@ -247,7 +241,7 @@ def table(document: dict) -> str:
     """Return the document as Markdown."""
     kind = f", as one of {document['one_of']}" if document["one_of"] else ""
     lines = [f"# Preset {document['configuration']['preset']}, processes: {document['processes']}{kind}", ""]
-    lines += [f"- {name}: {document[name]}" for name in ("machine", "torch", "flags", "load_average", "seconds")]
+    lines += [f"- {name}: {document[name]}" for name in ("machine", "torch", "flags")]
     lines += ["", "| what | median | 10th to 90th percentile | n |", "|---|---|---|---|"]
     for name, found in document["figures"].items():
         spread = f"{shown(found['p10'])} to {shown(found['p90'])}" if found["n"] > 1 else ""
@@ -261,22 +255,16 @@ def table(document: dict) -> str:
         cells = [f"{own.get(name, 0.0):.2f}{guesses[stage]}" for stage, own in parts.items()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines.append(f"| all kernels | {' | '.join(f'{sum(own.values()):.2f}' for own in parts.values())} |")
-    last = itertools.islice([*document["kernels"].values()][-1].items(), 30)
-    return "\n".join([*lines, "", *(f"{row['ms']:8.3f} {row['launches']:6.1f}  {name[:110]}" for name, row in last)])
+    return "\n".join(lines)
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
     """Measure, and write what there is after each stage."""
-    load, began = os.getloadavg()[0], time.perf_counter()
     ranks = Ranks(0, args.one_of, 0, args.one_of) if args.one_of else train_gpt.init_distributed()
     cfg = train_gpt.resolve(train_gpt.parse_args(flags, ranks.world_size))
     if cfg.batch_sequences % ranks.world_size:
         name = f"--one_of {args.one_of}" if args.one_of else f"{ranks.world_size} processes"
         raise UserError(f"{name}: expected a divisor of {cfg.batch_sequences}, the sequences of a step")
-    stages = itertools.pairwise([0, *train_gpt.stage_ends(cfg)])
-    firsts = {number: first for number, (first, end) in enumerate(stages, start=1) if first < end}
-    if unknown := {*(args.stages or ())} - {*firsts}:
-        raise UserError(f"--stages {min(unknown)}: expected some of {' '.join(map(str, firsts))}")
     args.out.mkdir(parents=True, exist_ok=True)
     cfg = write_tokens(cfg, args.out / f"random{ranks.rank}.bin") if args.synthetic else cfg
     trainer, n = (OneOf if args.one_of else Measured)(cfg, ranks), 3 if args.quick else 20
@@ -285,14 +273,14 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
     document |= dict(processes=1 if args.one_of else ranks.world_size, configuration=dataclasses.asdict(cfg))
     document |= dict(figures={}, parts={}, predicted={}, kernels={})
     gc.disable()  # as in training
-    for number in args.stages or firsts:
-        stage, first = f"stage {number}", firsts[number]
+    for number, (first, end) in enumerate(itertools.pairwise([0, *train_gpt.stage_ends(cfg)]), start=1):
+        if first == end:
+            continue
+        stage = f"stage {number}"
         found, (operations, kernels) = measure_stage(trainer, first, n)
         document["figures"] |= {f"{stage}: {name}": value for name, value in found.items()}
         document["parts"][stage], document["predicted"][stage] = by_part(kernels), predicted_parts(trainer, first)
         document["kernels"][stage] = dict(itertools.islice(kernels.items(), 60))
-        document |= dict(load_average=f"{load:.1f} before, {os.getloadavg()[0]:.1f} after")
-        document |= dict(seconds=round(time.perf_counter() - began))
         if ranks.rank == 0:
             texts = {"benchmark.md": table(document), "benchmark.json": json.dumps(document, indent=1)}
             for name, text in (texts | {"profile.txt": operations}).items():
@@ -311,7 +299,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = Path("logs") / time.strftime("benchmark-%Y%m%d-%H%M%S")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=out, help="default: logs/benchmark-TIME")
     parser.add_argument("--one_of", type=int, metavar="N", help="as one rank of N, without communication")
-    parser.add_argument("--stages", type=int, nargs="+", help="which, such as 1 3 (default: all)")
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens, which need no data")
     args, flags = parser.parse_known_args(argv)
     if args.one_of is not None and args.one_of < 1:
@@ -327,7 +314,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         if dist.is_initialized():
             dist.destroy_process_group()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

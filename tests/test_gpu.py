@@ -120,15 +120,6 @@ def within(errors: Iterable[float], limit: float) -> bool:
     return all(error < limit for error in errors)
 
 
-@pytest.mark.slow
-def test_these_tests_need_no_package_but_torch_numpy_tqdm_and_pytest():
-    """A machine with a GPU may have no network."""
-    others = "hypothesis", "scipy", "matplotlib", "tiktoken", "triton", "xdist", "ruff", "mypy", "huggingface_hub"
-    code = f"import sys; sys.modules.update(dict.fromkeys({others})); import conftest, test_gpu"
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "data", ROOT / "tests")))
-    subprocess.run([sys.executable, "-c", code], env=os.environ | dict(PYTHONPATH=path), check=True)
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor, docs: Tensor, window: Tensor, block: int) -> Tensor:
     """Attend as the model does. What differs between the tests is in tensors: they share one graph."""
     mask = train_gpt.document_block_mask(docs, window, block)
