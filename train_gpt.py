@@ -359,7 +359,7 @@ class Hyperparameters:
             value = getattr(self, name)  # NaN is not below anything
             most = limits.get(name, 2**31 - 1)
             require(name, not isinstance(value, float | int) or abs(value) <= most, f"a number of at most {most}")
-        for name in "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment".split():
+        for name in "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment vocab_size".split():
             require(name, getattr(self, name) > 0, "1 or more")
         require("run_id", Path(self.run_id).name == self.run_id, "a name, without folders")
         require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
@@ -374,7 +374,8 @@ class Hyperparameters:
         require("stages", math.isclose(sum(stage.share for stage in self.stages), 1), "shares that add up to 1")
         kinds = {(stage.max_doc_len > 0, *sorted(stage.windows)) for stage in self.stages}
         require("stages", len(kinds) == 1, "the same kinds of windows in all, and max_doc_len 0 in all or in none")
-        require("final_window", not self.final_window or "long" in self.stages[0].windows, "0, without long windows")
+        last = range(2**31 if "long" in self.stages[0].windows else 1)
+        require("final_window", self.final_window in last, "0, or with long windows 1 or more")
 
     all_step = property(lambda self: math.lcm(*chain(*(group.every for group in self.groups))))  # steps till then
     base_steps = property(lambda self: self.num_iterations - sum(stage.more_steps for stage in self.stages))

@@ -105,8 +105,8 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
 
 BAD = """preset gpt3;device tpu;num_iterations five;num_iterations 1.5;num_iteration 5;layers 1;num_iterations 0;
 batch_tokens -1;batch_tokens 100;val_tokens 100;batch_tokens 2147483648;vocab_size 256;num_iterations 2000000;
-ngram_rows 3 --ngram_order 3;ngram_rows 1;ngram_order 5;ngram_order 1;segment 0;cpu_threads 100000000;
-final_window 1000000000000;seed 11111111111111111111111111;cooldown_frac nan;tied_frac inf;
+ngram_rows 3 --ngram_order 3;ngram_rows 1;ngram_order 5;ngram_order 1;segment 0;cpu_threads 100000000;vocab_size 0;
+final_window 1000000000000;final_window -1;seed 11111111111111111111111111;cooldown_frac nan;tied_frac inf;
 train_files nowhere/*.bin;train_files LICENSE;train_files {fifo};num_iterations 1000;prefix_file nowhere;
 prefix_file LICENSE;canon_file nowhere;canon_file LICENSE;canon_file {fifo};init_from nowhere;init_from {fifo};
 log_dir LICENSE;run_id \0;run_id ../x;run_id a/b;resume nowhere;resume {fifo}"""
