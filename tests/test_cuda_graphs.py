@@ -2,7 +2,6 @@
 
 import contextlib
 
-import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -46,23 +45,12 @@ def record(tape: Tape, **options):
         tensor.detach().copy_(held)
 
 
-@pytest.fixture
-def tapes(monkeypatch) -> list[Tape]:
-    """Replace CUDA's graphs by tapes, and return those that are made."""
-    made: list[Tape] = []
-
-    def make() -> Tape:
-        made.append(Tape())
-        return made[-1]
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", make)
+def test_a_run_by_graphs_is_the_run_without(monkeypatch, corpus, tmp_path):
+    """Every bit is the same in all stages, with one graph for each shape, and a graph reads nothing back."""
+    tapes: list[Tape] = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: tapes.append(Tape()) or tapes[-1])
     monkeypatch.setattr(torch.cuda, "graph", record)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    return made
-
-
-def test_a_run_by_graphs_is_the_run_without(tapes, corpus, tmp_path):
-    """Every bit is the same in all stages, with one graph for each shape, and a graph reads nothing back."""
     tokens = torch.randint(256, (20_000,)).numpy()
     tokens[::100] = 256
     write_shard(tmp_path / "tokens.bin", tokens)

@@ -33,7 +33,7 @@ class Run:
     `nodes`: each rank is a machine of its own. `kill`: a moment (see `kill_at`) and a rank.
     """
 
-    def __init__(self, ranks, out="", console="", nodes=False, kill=None, target=None, scripts=()):
+    def __init__(self, ranks, out="", console="", nodes=False, kill=None, scripts=()):
         size, self.out, self.processes = len(ranks), out, []
         # Serve the store that the ranks meet at, as torchrun does: a port looked for and let go can be taken
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -45,7 +45,7 @@ class Run:
             paths = [console or f"{out}.{rank}.{name}" for name in ("out", "err")]
             moment = kill[0] if kill and kill[1] == rank else ""
             script = str(scripts[rank]) if scripts else "train_gpt.py"
-            args = (script, [str(flag) for flag in flags], variables, paths, moment, target)
+            args = (script, [str(flag) for flag in flags], variables, paths, moment)
             self.processes.append(FORKS.Process(target=run_rank, args=args))
             self.processes[-1].start()
 
@@ -65,8 +65,8 @@ class Run:
         return Path(f"{self.out}.{rank}.{name}").read_text()
 
 
-def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], moment: str, target) -> None:
-    """Run the script as this process, or else call `target`."""
+def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], moment: str) -> None:
+    """Run the script as this process."""
     for name in [name for name in os.environ if "RANK" in name or "WORLD_SIZE" in name]:
         del os.environ[name]
     os.environ.update(variables)
@@ -79,12 +79,7 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
     sys.argv = [script, *flags]
     init = torch.distributed.init_process_group  # to which records name no backend; a CUDA build would take NCCL
     torch.distributed.init_process_group = lambda *backend, **options: init(*(backend or ["gloo"]), **options)
-    if target is None:
-        runpy.run_path(script, run_name="__main__")
-    else:
-        torch.set_num_threads(1)
-        alone = dict(RANK=0, WORLD_SIZE=1, LOCAL_RANK=0, LOCAL_WORLD_SIZE=1)
-        target([int(variables.get(name, value)) for name, value in alone.items()], *flags)
+    runpy.run_path(script, run_name="__main__")
 
 
 def kill_at(event: str, suffix: str, count: str) -> None:
