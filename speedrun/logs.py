@@ -1,13 +1,10 @@
 """Read logs, ours and the public speedrun's."""
 
-import ast
 import hashlib
 import itertools
 import json
 import re
-import statistics
 from collections.abc import Callable, Iterator
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,15 +44,6 @@ class Line(NamedTuple):
     time: float
     average: float | None  # of all steps so far
 
-    @classmethod
-    def of(cls, text: str) -> "Line | None":
-        """Read a line of a log; None if it is no step line, or not whole."""
-        if (found := STEP_LINE.fullmatch(text)) is None:
-            return None
-        train_loss, val_loss, average = (None if found[i] is None else float(found[i]) for i in (3, 4, 7))
-        time = float(found[5]) * (1000 if found[6] == "s" else 1)
-        return cls(int(found[1]), int(found[2]), train_loss, val_loss, round(time, 6), average)
-
 
 def read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
@@ -73,28 +61,9 @@ def digest(script: str) -> str:
     return hashlib.sha256(f"{script}\n".encode()).hexdigest()
 
 
-def nodes_of(script: str) -> Iterator[ast.AST]:
-    """Walk over all nodes of a script. Raise ToolError if Python cannot read it."""
-    try:
-        return ast.walk(ast.parse(script))
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:  # the latter two: nested too deeply
-        told = shown(str(error) or type(error).__name__)
-        raise ToolError(f"is not one Python script ({told}); take the one that ran") from None
-
-
 def near(value: float, other: float, by: float) -> float:
     """Return the value where another is that but for rounding, or else the other."""
     return value if abs(value - other) <= by else other
-
-
-def batch_factors(configuration: dict) -> tuple[list[float], bool]:
-    """Return the factors on the batch, and whether documents or factors decide where a batch begins."""
-    if configuration.get("stages"):  # rows of share, batch, max_doc_len and others
-        return [float(row[1]) for row in configuration["stages"]], any(
-            row[1:3] != [1, 0] for row in configuration["stages"]
-        )
-    lengths, factors = configuration.get("max_doc_len"), configuration.get("batch_factors") or [1]  # of older scripts
-    return [*map(float, factors)], lengths not in (None, 0, [0]) or factors != [1]
 
 
 class Log:
@@ -117,6 +86,11 @@ class Log:
         ended = re.search(r"^(?:stopped:|interrupted:|resumed).*", self.text, re.MULTILINE)
         self.ended = ended and ended[0].strip()  # says that this is not one whole run
         self.lines = self.read_lines("\n".join(rest[1:]))
+        self.num_steps, self.train_time = self.lines[-1].total, self.lines[-1].time
+        # Loss, and train time in ms, of the validations, by step
+        self.curve = {line.step: (line.val_loss, line.time) for line in self.lines if line.val_loss is not None}
+        self.training = [line for line in self.lines if line.val_loss is None]
+        self.train_losses = [line.train_loss for line in self.training if line.train_loss is not None]
         self.configuration: dict = self.find("configuration: (.*)", json.loads) or {}  # the public form has none
         try:
             self.flags = [*map(str, self.find("flags: (.*)", json.loads) or [])]
@@ -126,8 +100,9 @@ class Log:
             self.batch_tokens, self.train_seq_len, self.cpu_threads = (
                 int(self.configuration.get(name) or 0) for name in names
             )
-            factors, self.is_packed = batch_factors(self.configuration)
-            self.largest_batch = int(max(factors) * self.batch_tokens)
+            stages = self.configuration.get("stages") or [[1, 1, 0]]  # rows of share, batch, max_doc_len and others
+            self.is_packed = any(row[1:3] != [1, 0] for row in stages)  # documents or batches decide where one begins
+            self.largest_batch = int(max(float(row[1]) for row in stages) * self.batch_tokens)
         except ODD as error:
             why = shown(repr(error))
             raise ToolError(f"{path}: its configuration, flags or environment are odd ({why}): run it again") from None
@@ -166,9 +141,11 @@ class Log:
     def read_lines(self, text: str) -> list[Line]:
         lines = []
         for line in re.findall("^(step:.*)\n", text, re.MULTILINE):  # a run may write at the last one yet
-            if (found := Line.of(line)) is None:
+            if (found := STEP_LINE.fullmatch(line)) is None:
                 raise ToolError(f"{self.path}: {shown(line)} is no step line: cut short or edited; run it again")
-            lines.append(found)
+            train_loss, val_loss, average = (None if found[i] is None else float(found[i]) for i in (3, 4, 7))
+            time = round(float(found[5]) * (1000 if found[6] == "s" else 1), 6)
+            lines.append(Line(int(found[1]), int(found[2]), train_loss, val_loss, time, average))
         if not lines:
             why = shown(self.ended) if self.ended else "the run never started, or was cut short"
             raise ToolError(f"{self.path}: no step lines ({why}); leave it out")
@@ -176,37 +153,9 @@ class Log:
         return sorted(lines, key=lambda line: (line.step, line.val_loss is not None))
 
     @property
-    def num_steps(self) -> int:
-        return self.lines[-1].total
-
-    @cached_property
-    def curve(self) -> dict[int, tuple[float, float]]:
-        """Return loss, and train time in ms, of the validations, by step."""
-        return {line.step: (line.val_loss, line.time) for line in self.lines if line.val_loss is not None}
-
-    @cached_property
-    def training(self) -> list[Line]:
-        return [line for line in self.lines if line.val_loss is None]
-
-    @property
-    def train_losses(self) -> list[float]:
-        return [line.train_loss for line in self.training if line.train_loss is not None]
-
-    @property
     def val_loss(self) -> float:
         """Return the last validation's loss; only for logs whose `incomplete` is None."""
         return self.curve[self.num_steps][0]
-
-    @property
-    def train_time(self) -> float:
-        return self.lines[-1].time
-
-    @property
-    def step_time(self) -> float | None:
-        """Return the median ms of a step, that of grouped data, as step lines are rounded to 1 ms; None without any."""
-        times = [0.0, *(line.time for line in self.training)]
-        steps = [after - before for before, after in itertools.pairwise(times)]
-        return statistics.median_grouped(steps, 1) if steps else None
 
     @property
     def problem(self) -> str | None:
@@ -236,11 +185,8 @@ class Log:
         yield from ((f"total of step {line.step}", line.total, self.num_steps) for line in self.lines)
         for line in self.lines:
             if line.average is not None:
-                yield (
-                    f"ms at step {line.step}",
-                    line.time,
-                    near(line.time, line.average * line.step, 1 + line.step / 150),
-                )
+                time = near(line.time, line.average * line.step, 1 + line.step / 150)
+                yield f"ms at step {line.step}", line.time, time
         if end := re.search(rf"^val_loss {NUMBER} after {NUMBER} s\b", self.text, re.MULTILINE):
             yield "val_loss", self.val_loss, float(end[1])
             yield "ms at the end", self.train_time, near(self.train_time, float(end[2]) * 1000, 6)

@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 
 from speedrun.logs import ODD, Log, ToolError, read_json, shown
-from speedrun.store import RECORDS, TRACKS
+from speedrun.store import TRACKS
 
 ALPHA = 0.01  # a record's p has to be below it
 MIN_PAIRS = 5  # of a race that decides; fewer are a screen
@@ -25,9 +25,9 @@ FASTER = (
     "A script is faster if the 95% interval of the ratio of train times lies below 1, and that of the difference of "
     f"losses ends at {TRACKS['gpt2'].slack:g} or below (nano: {TRACKS['nano'].slack:g})."
 )
+OWN_FLAGS = {"--seed", "--log_dir", "--run_id"}  # that a race sets
 POWER = 0.9
 MAX_RUNS = 1_000
-TOLERANCE, AT_THE_END = 0.05, 0.01  # nats that a log may be away from a public curve, and from its last point
 PEEKING = (
     "Fix the number of runs before the first one: who looks after each of 3 to 20 runs and stops at the first "
     "p < 0.01 passes about 6% of the time, not 1%, with a script whose true mean is the target itself."
@@ -36,25 +36,24 @@ PEEKING = (
 
 @dataclass(frozen=True)
 class Sample:
-    """n runs; sd is None for one run, p also where there is no target."""
+    """n runs; sd is NaN for one run, p also where there is no target."""
 
     n: int
     mean: float
-    sd: float | None
-    p: float | None
+    sd: float
+    p: float
 
     def __str__(self) -> str:
-        sd = "" if self.sd is None else f" sd {self.sd:.4f}"
-        return f"n={self.n} mean {self.mean:.4f}{sd}"
+        return f"n={self.n} mean {self.mean:.4f} sd {self.sd:.4f}"
 
 
-def describe(values: Sequence[float], target: float | None = None) -> Sample:
+def describe(values: Sequence[float], target: float = math.nan) -> Sample:
     """Summarize runs; p is that of the one-sided t-test for a mean below `target`."""
-    sd, p = statistics.stdev(values) if len(values) > 1 else None, None
-    if sd is not None and target is not None:
-        from scipy.stats import ttest_1samp
+    from scipy.stats import ttest_1samp
 
-        p = float(ttest_1samp(values, target, alternative="less").pvalue)
+    sd, p = math.nan, math.nan
+    if len(values) > 1:
+        sd, p = statistics.stdev(values), float(ttest_1samp(values, target, alternative="less").pvalue)
     return Sample(len(values), statistics.fmean(values), sd, p)
 
 
@@ -80,8 +79,8 @@ def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
 def compare(a: Sequence, b: Sequence, slack: float, end: str = "high") -> dict:
     """Return ratios of times a / b and the difference of losses a - b, with 95% intervals, and the verdict.
 
-    Runs have seed, val_loss, train_time and step_time, and are paired by seed; without a pair there is nothing. This
-    end of the interval of the losses may be `slack` at most.
+    Runs have seed, val_loss and train_time, and are paired by seed; without a pair there is nothing. This end
+    of the interval of the losses may be `slack` at most.
     """
     by_seed = [{run.seed: run for run in runs} for runs in (a, b)]
     seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
@@ -89,18 +88,15 @@ def compare(a: Sequence, b: Sequence, slack: float, end: str = "high") -> dict:
         return {}
     a, b = ([runs[seed] for seed in seeds] for runs in by_seed)
     found: dict = dict(n=[len(a), len(b)], seeds=seeds)
-    for key in ("train_time", "step_time", "val_loss"):
+    for key in ("train_time", "val_loss"):
         values = [[getattr(run, key) for run in runs] for runs in (a, b)]
-        if any(value is None for side in values for value in side):
-            continue  # a run that does not state it
         if key == "val_loss":
             ends = dict(zip(("difference", "low", "high"), difference(*values), strict=False))
         else:
             scaled = difference(*([math.log(value) for value in side] for side in values))
             ends = dict(zip(("ratio", "low", "high"), map(math.exp, scaled), strict=False))
-        means = [round(statistics.fmean(side), 6) for side in values]
-        found[key] = {name: round(value, 6) for name, value in ends.items()} | dict(means=means)
-    return found | verdict(found, slack, end)
+        found[key] = {name: round(value, 6) for name, value in ends.items()}
+    return found | dict(verdict=verdict(found, slack, end))
 
 
 def interval(figures: dict, form: str) -> str:
@@ -109,72 +105,46 @@ def interval(figures: dict, form: str) -> str:
     return f"{value} ({figures['low']:{form}} to {figures['high']:{form}})" if "low" in figures else value
 
 
-def verdict(found: dict, slack: float, end: str) -> dict[str, str]:
-    """Return what a comparison says of its first script, "faster" as in FASTER, and what to do next."""
+def verdict(found: dict, slack: float, end: str) -> str:
+    """Return what a comparison says of its first script, "faster" as in FASTER. docs/submit.md says what to do next."""
     from scipy.stats import t
 
     n, times, losses = found["n"][0], found["train_time"], found["val_loss"]
-    again = "race again with fresh seeds"
-    decide = f"to decide, {again} and --pairs {MIN_PAIRS} or more"
     if n == 1:
-        return dict(verdict="screen of 1 pair: no interval", advice=decide)
-    advice = ""
-    if times["high"] < 1 and losses[end] <= slack:
-        said = "faster"
-    elif times["high"] < 1:
-        alike = "take more steps, until both end alike" if losses["low"] > 0 else "take more pairs, or more steps"
-        said, advice = "faster at a loss that may be too high", f"{alike}, and {again}"
+        return "screen of 1 pair: no interval"
+    if times["high"] < 1:
+        said = "faster" if losses[end] <= slack else "faster at a loss that may be too high"
     elif times["low"] > 1:
         said = "slower"
     else:
         low, middle, high = (math.log(times[key]) for key in ("low", "ratio", "high"))
         sd = (high - low) / 2 / float(t.isf(0.025, n - 1)) * math.sqrt(n)
-        needed = runs_needed(abs(middle), sd, 0.025)
-        said, advice = f"undecided, would take about {needed} pairs", f"{again} and as many --pairs, or leave it"
+        said = f"undecided, would take about {runs_needed(abs(middle), sd, 0.025)} pairs"
     if said != "faster" and losses["high"] < 0:
-        advice = f"its loss is lower: take fewer steps, until both end alike, and {again}"
-    if n < MIN_PAIRS:
-        said, advice = f"screen of {n} pairs: {said}", decide
-    return dict(verdict=said, advice=advice)
+        said += " at a lower loss"
+    return f"screen of {n} pairs: {said}" if n < MIN_PAIRS else said
 
 
 def standing(found: dict) -> str:
     """Return the verdict on a comparison with its figures, in one line."""
     time, loss = interval(found["train_time"], ".3f"), interval(found["val_loss"], "+.4f")
-    return f"{found['verdict']}: train time {time}, loss {loss}" + f"; {found['advice']}" * bool(found["advice"])
-
-
-def told(a: str, b: str, found: dict) -> str:
-    """Return a comparison and its verdict in words."""
-    seeds = ", ".join(map(str, found["seeds"]))
-    lines = [f"{a} against {b}: n={found['n'][0]} pairs of one seed ({seeds}); 95% intervals"]
-    for key, label in (("train_time", "train time"), ("step_time", "median step")):
-        if figures := found.get(key):
-            means = "{:.2f} and {:.2f} ms".format(*figures["means"])
-            lines.append(f"  {label}: {interval(figures, '.4f')} times, {means}")
-    loss = found["val_loss"]
-    lines.append("  val_loss: {}, {:.4f} and {:.4f}".format(interval(loss, "+.4f"), *loss["means"]))
-    lines.append("  verdict: " + "; ".join(filter(None, (found["verdict"], found["advice"]))))
-    return "\n".join(lines)
+    return f"{found['verdict']}: train time {time}, loss {loss}"
 
 
 @dataclass(frozen=True)
 class Run:
-    """Hold a run of the script of this index; times in ms, the step time is the median of the step lines."""
+    """Hold a run of the script of this index; times in ms."""
 
     script: int
     seed: int
     val_loss: float
     train_time: float
-    step_time: float | None = None
+    step_time: float | None = field(default=None, compare=False)  # of races before 2026-11-27
     val_sha256: str | None = None
     hardware: str | None = None
 
     def __post_init__(self):
-        if not all(
-            0 < number < 1e15
-            for number in (self.val_loss, self.train_time, 1 if self.step_time is None else self.step_time)
-        ):
+        if not (0 < self.val_loss < 1e15 and 0 < self.train_time < 1e15):
             raise ValueError(f"val_loss {self.val_loss}, train_time {self.train_time}: expected numbers above 0")
 
 
@@ -275,32 +245,5 @@ def read_race(path: Path) -> Race:
 
 def figures_of(log: Log) -> dict:
     """Return the fields of Run that a log states; what the run wrote elsewhere does not count."""
-    figures = dict(val_loss=log.val_loss, train_time=log.train_time, step_time=log.step_time or None)
+    figures = dict(val_loss=log.val_loss, train_time=log.train_time)
     return figures | dict(val_sha256=log.val_sha256, hardware=log.hardware)
-
-
-def public_history() -> dict:
-    """Read records/public.json, the public speedrun's history and curves, which were not measured here."""
-    return read_json(RECORDS / "public.json")
-
-
-def against_public(log: Log, name: str) -> tuple[str, bool]:
-    """Hold a gpt2 log's validations against the curve of a public record, such as "record21"; say if it follows."""
-    known = public_history()["records"]
-    curves = {f"record{record['number']}": record["curve"] for record in known if "curve" in record}
-    if name not in curves:
-        raise ToolError(f"no public curve {name!r}; choose one of {', '.join(curves)}")
-    if log.track not in (None, "gpt2"):
-        raise ToolError(f"{log.path}: a log of the {log.track} track; the public curves are of gpt2")
-    curve = {int(step): loss for step, loss in curves[name].items()}
-    common = {step: log.curve[step][0] for step in curve if step in log.curve}
-    if not common:
-        raise ToolError(f"{log.path}: no validation at a step of the curve; run it with --val_loss_every 125")
-    lacking = len(curve) - len(common)
-    points = f"{len(common)} points" + (f"; {lacking} more it lacks" if lacking else "")
-    for step, loss in common.items():
-        if abs(loss - curve[step]) > (AT_THE_END if step == max(curve) else TOLERANCE):
-            losses = f"{loss:.4f}, the curve {curve[step]:.4f}"
-            return f"leaves {name} first at step {step}: {losses} (compared at {points})", False
-    at_end = f", within {AT_THE_END} at its end" if max(curve) in common else ""
-    return f"follows {name} within {TOLERANCE} at {points}{at_end}", True

@@ -6,40 +6,15 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from speedrun.logs import Log, ToolError, printable, read_text
-from speedrun.needs import PYTHON
-from speedrun.proof import describe, interval, public_history, read_race
-from speedrun.race import modules_beside
+from speedrun import store
+from speedrun.logs import Log, ToolError, printable, read_json, read_text
+from speedrun.proof import describe, interval, read_race
 from speedrun.rules import ONE_CARD, record_race, require_one_experiment, sha256_of
-from speedrun.store import (
-    CARD,
-    OLDER,
-    PAGE,
-    RACE,
-    RUNS,
-    SCRIPT,
-    TRACKS,
-    board_of,
-    board_order,
-    diff,
-    joined,
-    lineage,
-    name_of,
-    read_card,
-    read_script,
-    record_logs,
-    rivals,
-    short_name,
-    track_of,
-)
+from speedrun.store import CARD, OLDER, PAGE, RACE, RUNS, SCRIPT, TRACKS, name_of
 
 BEGIN = "<!-- leaderboards: python -m speedrun table -->"
 END = "<!-- end of leaderboards -->"
-README = """# {name}
-
-| | |
-|---|---|
-{rows}
+README = """# {}
 
 ## What changed
 
@@ -57,19 +32,15 @@ def cell(text: str) -> str:
 
 
 def link(folder: Path) -> str:
-    return f"[{short_name(folder.name)}]({name_of(folder)})"
+    return f"[{store.short_name(folder.name)}]({name_of(folder)})"
 
 
-def hardware_of(own: Sequence[Log]) -> str:
-    return cell("; ".join(sorted({log.hardware or "not stated" for log in own})))
-
-
-def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date, race: Path | None) -> Path:
+def new_record(name: str, paths: Sequence[str], root: Path, race: Path | None) -> Path:
     """Make the folder from finished logs of one script and its race, once nothing of this is known to be wrong."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise ToolError(f"{name!r} is no name for a record: take letters, digits, '-' and '.'")
-    line = lineage(root)
-    if taken := [name_of(path) for path in line if short_name(path.name).lower() == name.lower()]:
+    line = store.lineage(root)
+    if taken := [name_of(path) for path in line if store.short_name(path.name).lower() == name.lower()]:
         raise ToolError(f"{taken[0]} has that name: choose another, or remove it first")
     if not paths:
         raise ToolError("name the logs of its runs")
@@ -79,17 +50,16 @@ def new_record(name: str, paths: Sequence[str], root: Path, date: datetime.date,
     require_one_experiment(own)
     if not own[0].source:
         raise ToolError(f"{own[0].path}: states no script but its SHA-256: take the log that the run wrote")
-    modules_beside(own[0].path, own[0].source)  # refuses what is not one script
-    before, folder = line[-1] if line else None, root / track_of(own[0]).name / next_name(name, own[0], line)
+    before, folder = line[-1] if line else None, root / store.track_of(own[0]).name / next_name(name, own[0], line)
     what = (race and read_race(race).note) or "<say in one line what it is>"
-    card = dict(date=str(date), what=what, kind="idea", after=before and name_of(before), ranked=True)
+    card = dict(date=str(datetime.date.today()), what=what, kind="idea", after=before and name_of(before), ranked=True)
     texts = {log.name: log.stored for log in own}
-    files = {PAGE: page_of(name, own, before), SCRIPT: own[0].source + "\n", CARD: json.dumps(card, indent=1) + "\n"}
+    files = {PAGE: README.format(name), SCRIPT: own[0].source + "\n", CARD: json.dumps(card, indent=1) + "\n"}
     if race:
-        texts |= older_logs(race, rivals(line, board_of(own[0])))
+        texts |= older_logs(race, store.rivals(line, store.board_of(own[0])))
         files[RACE] = read_text(race)
     folder.mkdir(parents=True)
-    for name, text in (files | {RUNS: joined(texts)}).items():
+    for name, text in (files | {RUNS: store.joined(texts)}).items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder
 
@@ -114,37 +84,22 @@ def next_name(name: str, log: Log, line: Sequence[Path]) -> str:
     return f"{int(number) + 1:02}_{name}"
 
 
-def page_of(name: str, own: Sequence[Log], before: Path | None) -> str:
-    """Return a page that lacks only words."""
-    target = track_of(own[0]).target
-    sample, times = describe([log.val_loss for log in own], target), describe([log.train_time / 1000 for log in own])
-    rows = {"validation loss": f"{sample}{'' if sample.p is None else f', p={sample.p:.2g}'}, target {target}"}
-    rows["seeds"] = ", ".join(str(log.seed) for log in own)
-    rows["steps"] = f"{own[0].num_steps:,}"
-    rows["train time"] = f"mean {times.mean:.2f} s{'' if times.sd is None else f', sd {times.sd:.2f} s'}"
-    rows["hardware"] = hardware_of(own)
-    if before:
-        _, removed, added = diff(read_script(str(before), before.parent), (name, own[0].source))
-        rows["script"] = f"{removed} lines removed, {added} added against [{name_of(before)}](../../{name_of(before)})"
-    return README.format(name=name, rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()))
-
-
 def row(folder: Path, own: list[Log], ratio: str, product: float | None) -> list[str]:
     """Return a record's row; `ratio` is its race's, `product` its train time in times of the first's."""
-    sample = describe([log.val_loss for log in own], track_of(own[0]).target)
+    sample = describe([log.val_loss for log in own], store.track_of(own[0]).target)
     times = describe([log.train_time / 1000 for log in own])
     peaks = [log.peak_mib for log in own if log.peak_mib is not None]
     return [
         link(folder),
-        cell(read_card(folder).what),
+        cell(store.read_card(folder).what),
         f"{own[0].num_steps:,}",
-        f"{sample.mean:.4f} ({'' if sample.sd is None else f'sd {sample.sd:.4f}, '}n={sample.n})",
-        "" if sample.p is None else f"{sample.p:.1g}",
-        f"{times.mean:.2f}" + ("" if times.sd is None else f" (sd {times.sd:.2f})"),
+        f"{sample.mean:.4f} (sd {sample.sd:.4f}, n={sample.n})",
+        f"{sample.p:.1g}",
+        f"{times.mean:.2f} (sd {times.sd:.2f})",
         ratio,
         "" if product is None else f"{product:.3f}",
         f"{max(peaks):,}" if peaks else "",
-        hardware_of(own),
+        cell("; ".join(sorted({log.hardware or "not stated" for log in own}))),
     ]
 
 
@@ -157,21 +112,17 @@ def markdown(head: str, rows: Iterable[Iterable[str]]) -> str:
 def ranked(root: Path) -> Iterator[tuple[str, Path, list[Log], str, float | None]]:
     """Yield each ranked record: leaderboard, folder, logs, its race's ratio, its train time in times of the first's."""
     newest: dict[str, tuple[str, float | None]] = {}  # of each leaderboard
-    for i, folder in enumerate(line := lineage(root)):
-        if not read_card(folder).ranked:
+    for i, folder in enumerate(line := store.lineage(root)):
+        if not store.read_card(folder).ranked:
             continue
-        try:
-            own, ratio = record_logs(folder), ""
-            require_one_experiment(own)
-            board = board_of(own[0])
-            before, product = newest.get(board, ("", 1.0))
-            if before:  # or else it opens its leaderboard
-                rival, found = record_race(folder, line[:i], board)
-                ratio = interval(found["train_time"], ".3f") + f", against {rival}" * (rival != before)
-                product = product * found["train_time"]["ratio"] if product and rival == before else None
-        except ToolError as error:
-            remedy = f"finish it ({PYTHON} -m speedrun verify {name_of(folder)}) or move it away"
-            raise ToolError(f"waiting for {name_of(folder)}: {remedy}: {error}") from None
+        own, ratio = store.record_logs(folder), ""
+        require_one_experiment(own)
+        board = store.board_of(own[0])
+        before, product = newest.get(board, ("", 1.0))
+        if before:  # or else it opens its leaderboard
+            rival, found = record_race(folder, line[:i], board)
+            ratio = interval(found["train_time"], ".3f") + f", against {rival}" * (rival != before)
+            product = product * found["train_time"]["ratio"] if product and rival == before else None
         newest[board] = name_of(folder), product
         yield board, folder, own, ratio, product
 
@@ -184,13 +135,13 @@ def leaderboards(root: Path) -> str:
     head = "record|what|steps|val_loss, mean|p|train time (s)|times the one before (95%)|times the first"
     head += "|peak memory (MiB)|hardware"
     parts = []
-    for board in sorted(boards, key=board_order):
+    for board in sorted(boards, reverse=True):
         target = TRACKS[board.split()[0]].target
         parts += [f"### {cell(board)}: at most {target}, measured here", markdown(head, boards[board])]
-    if unranked := [folder for folder in lineage(root) if read_card(folder).kind == ONE_CARD]:
-        rows = [[link(folder), cell(read_card(folder).what)] for folder in unranked]
+    if unranked := [folder for folder in store.lineage(root) if store.read_card(folder).kind == ONE_CARD]:
+        rows = [[link(folder), cell(store.read_card(folder).what)] for folder in unranked]
         parts += [f"### gpt2: {ONE_CARD}, no whole run", markdown("record|what", rows)]
-    public = public_history()
+    public = read_json(store.PUBLIC)
     source = f"[{public['credit']}]({public['url']})"
     parts.append(f"### Public history, {public['hardware']}: figures of {source}, not measured here")
     head = "#|date|name|steps|tokens per step|step_avg (ms)|train time (s)|official time (min)|val_loss"

@@ -8,18 +8,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from ast import Import, ImportFrom
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from speedrun import proof
-from speedrun.logs import Log, ToolError, digest, nodes_of, shown
+from speedrun.logs import Log, ToolError, digest, shown
 from speedrun.process import ROOT, own_process
 from speedrun.proof import Race, Run, Script, figures_of, read_race
 from speedrun.rules import obstacle, too_different
 from speedrun.store import RACE, lineage, read_script, rivals
 
-BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
+Copy = tuple[Path, Path]  # of a script, and the folder where it imports from what lay beside it
 CONTRACT = (
     "A script has to accept --seed N, --log_dir FOLDER and --run_id NAME, and to write FOLDER/NAME.txt: its source, a "
     "line of 100 '=', what it says of itself, the line again, and a line "
@@ -27,16 +26,18 @@ CONTRACT = (
 )
 
 
-def run_script(script: Path, flags: Sequence[str], nproc: int, run_id: str, log_dir: Path, run: dict) -> Run:
+def run_script(copy: Copy, flags: Sequence[str], nproc: int, run_id: str, log_dir: Path, run: dict) -> Run:
     """Run a training script in the repository's root; `run` has index and seed, and the log says the rest."""
+    script, beside = copy
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc_per_node={nproc}"]
     own = ["--seed", str(run["seed"]), "--log_dir", str(log_dir), "--run_id", run_id]
     # What torchrun would choose, without its warning
-    threads = dict(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")) if nproc > 1 else {}
+    environment = dict(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")) if nproc > 1 else {}
+    environment["PYTHONPATH"] = os.pathsep.join([str(beside), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     try:
-        own_process([*torchrun * (nproc > 1), str(script), *own, *flags], **threads)
+        own_process([*torchrun * (nproc > 1), str(script), *own, *flags], **environment)
     except RuntimeError as error:
-        fix = "with that mended, --resume the race; with other flags or scripts, begin a new one"
+        fix = "with that mended, the same with --out goes on; with other flags or scripts, begin a new one"
         raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; {fix}") from None
     if not (path := ROOT / log_dir / f"{run_id}.txt").is_file():
         raise ToolError(f"run {run_id} ended well, but wrote no {path}. {CONTRACT}")
@@ -67,47 +68,39 @@ def used_seeds(race: Race, paths: Iterable[Path]) -> str | None:
     return None
 
 
-def begin(plan: Race, folder: Path, is_resumed: bool) -> Race:
-    """Start a race in the folder, or read what there is of the one to resume."""
+def begin(plan: Race, folder: Path) -> Race:
+    """Start a race in the folder, or read what there is of it."""
     path = folder / RACE
-    if not is_resumed:
+    if not path.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        try:
-            path.open("x").close()
-        except FileExistsError:
-            raise ToolError(f"{path} is there already: go on with --resume {folder}, or choose another --out") from None
         plan.write(path)  # so that a race can go on whose first run fails
     race = read_race(path)
     if race.plan != plan.plan:
-        raise ToolError(f"{path}: was begun with other scripts, flags, pairs or seed: use the same, or --out")
+        raise ToolError(f"{path}: was begun with other scripts, flags, pairs or seed: use the same, or another --out")
     race.check_order(path)
     return race
 
 
-def in_turn(plan: Race, paths: Sequence[Path], folder: Path, is_resumed: bool) -> Race:
+def in_turn(plan: Race, copies: Sequence[Copy], folder: Path) -> Race:
     """Run each script once per round, and return the race.
 
     Every other round is in reverse: a drift of the machine's speed that is linear in time cancels in two of them.
     """
-    race = begin(plan, folder, is_resumed)
-    stop = f"to stop it: kill -TERM {os.getpid()}; to go on: --resume {folder}"  # nohup and & ignore Ctrl-C
+    race = begin(plan, folder)
+    stop = f"to stop it: kill -TERM {os.getpid()}; to go on: the same with --out {folder}"  # nohup and & ignore Ctrl-C
     print(f"{len(race.runs)}/{len(race.order)} runs; {stop}", file=sys.stderr, flush=True)
     log_dir = folder.resolve()
     log_dir = log_dir.relative_to(ROOT) if log_dir.is_relative_to(ROOT) else log_dir  # a log names no home folder
     left, began = race.order[len(race.runs) :], time.monotonic()
-    if left and (load := os.getloadavg()[0]) > BUSY:
-        print(f"the load of the last minute is {load:.1f}: times mean little if anything else runs", file=sys.stderr)
     for done, (seed, script) in enumerate(left, start=1):
-        run_id, name = race.run_id(seed, script), race.scripts[script].name
+        run_id = race.run_id(seed, script)
         flags = race.flags + race.scripts[script].flags
         clear(folder, run_id)  # what a run left that was stopped
         try:
-            it = dict(script=script, seed=seed)
-            run = run_script(paths[script], flags, race.nproc_per_node, run_id, log_dir, it)
+            of = dict(script=script, seed=seed)
+            run = run_script(copies[script], flags, race.nproc_per_node, run_id, log_dir, of)
         finally:
             clear(folder, run_id, ".txt", ".json")
-        if not run.val_sha256 and not race.of(script):
-            print(f"{name} states no validation tokens: losses compare only if all read the same", file=sys.stderr)
         race.runs.append(run)
         race.check_order(folder / RACE)
         race.write(folder / RACE)
@@ -126,8 +119,12 @@ def in_turn(plan: Race, paths: Sequence[Path], folder: Path, is_resumed: bool) -
 
 def told(race: Race) -> str:
     """Return the comparisons in words."""
-    names = [script.name for script in race.scripts]
-    return "\n".join(proof.told(names[a], names[b], found) for (a, b), found in race.compared())
+    lines = []
+    for (a, b), found in race.compared():
+        seeds = ", ".join(map(str, found["seeds"]))
+        pairs = f"n={found['n'][0]} pairs of one seed ({seeds}), 95% intervals"
+        lines.append(f"{race.scripts[a].name} against {race.scripts[b].name}: {pairs}\n  {proof.standing(found)}")
+    return "\n".join(lines)
 
 
 def find_script(name: str, root: Path) -> tuple[Path, str, Script]:
@@ -143,55 +140,32 @@ def find_script(name: str, root: Path) -> tuple[Path, str, Script]:
     return Path(path), source, Script(shlex.join([label, *flags]), digest(source), flags)
 
 
-def is_ours(source: str) -> bool:
-    """Tell, by a quick look, whether a script has the flags that a race gives it."""
-    return "run_id" in source and "log_dir" in source
-
-
-def modules_beside(path: Path, source: str) -> list[str]:
-    """Return the modules in its folder that a script imports. Raise ToolError if it is no Python."""
-    try:
-        nodes = [*nodes_of(source)]
-    except ToolError as error:
-        raise ToolError(f"{path}: {error}") from None
-    names = {alias.name for node in nodes if isinstance(node, Import) for alias in node.names}
-    names |= {node.module for node in nodes if isinstance(node, ImportFrom) and node.module and not node.level}
-    names = {name.split(".")[0] for name in names}
-    return sorted(name for name in names if path.suffix == ".py" and any(path.parent.glob(f"{name}.py")))
-
-
 def get_data(race: Race, sources: Sequence[str]) -> None:
-    """Let the preflight get the data of the presets that our scripts train, before anything is written."""
-    wanted: list[tuple[str, ...]] = []
-    for script, source in zip(race.scripts, sources, strict=True):
-        text = " ".join([*race.flags, *script.flags])
-        if is_ours(source) and "--train_files" not in text:
-            wanted.append(tuple(re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", text))))
-    for flags in dict.fromkeys(wanted):
+    """Let the preflight get the data of the presets that scripts with our flags train, before anything is written."""
+    texts = [" ".join([*race.flags, *script.flags]) for script in race.scripts]
+    ours = [text for text, source in zip(texts, sources, strict=True) if "run_id" in source]
+    for text in dict.fromkeys(text for text in ours if "--train_files" not in text):
+        flags = re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", text))
         command = [sys.executable, "-m", "speedrun", "check", *flags]
-        environment = os.environ | dict(
-            SCRIPT="race", NPROC=str(race.nproc_per_node)
-        )  # their other flags are their own
+        environment = os.environ | dict(SCRIPT="race", NPROC=str(race.nproc_per_node))  # other flags are their own
         if code := subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL).returncode:
             if code == 130:
                 raise KeyboardInterrupt
             raise ToolError("the machine or the data are not ready, see above: mend that, then race again")
 
 
-def race_scripts(
-    names: Sequence[str], root: Path, flags: Sequence[str], out: Path | None, resume: Path | None, **settings
-) -> Race:
-    """Race training scripts, frozen as they are now, with these flags."""
+def race_scripts(names: Sequence[str], root: Path, flags: Sequence[str], out: Path | None, **settings) -> Race:
+    """Race training scripts, frozen as they are now, but not what they import from their folders, with these flags."""
     given, sources, scripts = zip(*(find_script(name, root) for name in names), strict=True)
     try:
         race = Race([*scripts], [*map(str, flags)], date=str(datetime.date.today()), **settings)
     except ValueError as error:
         raise ToolError(str(error)) from None
-    if any(flag.split("=")[0] in ("--seed", "--log_dir", "--run_id") for flag in race.flags + race.own_flags):
+    if any(flag.split("=")[0] in proof.OWN_FLAGS for flag in race.flags + race.own_flags):
         raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out")
     board = "nano" if race.trains("nano") else "gpt2 on 8xH100" if race.nproc_per_node == 8 else "gpt2"
     before = rivals(lineage(root), board)
-    folder = resume or out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
+    folder = out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
     others = sorted({*folder.parent.glob(f"*/{RACE}"), *root.glob(f"*/*/{RACE}")} - {folder / RACE})
     size_problem = before and too_different((names[0], sources[0]), read_script(str(before[-1]), root))
     if len({(script.sha256, *script.flags) for script in scripts}) < len(scripts):
@@ -199,17 +173,9 @@ def race_scripts(
     elif problem := obstacle(race, before) or size_problem or used_seeds(race, others):
         print(f"no record can come of this race: {problem}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="race-") as temporary:
-        paths = []
+        copies = []
         for i, (path, source) in enumerate(zip(given, sources, strict=True)):
-            if not is_ours(source):
-                print(f"{path} does not look like one of our scripts. {CONTRACT}", file=sys.stderr)
-            if beside := modules_beside(path, source):
-                told = f"imports {', '.join(beside)} beside it, so it runs where it lies: change nothing there"
-                print(f"{path} {told}", file=sys.stderr)
-                paths.append(path.resolve())
-                continue
-            paths.append(Path(temporary) / str(i) / "train_gpt.py")
-            paths[-1].parent.mkdir()
-            paths[-1].write_text(source + "\n", encoding="utf-8")
+            copies.append((Path(temporary) / f"script_{i}.py", path.resolve().parent))
+            copies[-1][0].write_text(source + "\n", encoding="utf-8")
         get_data(race, sources)
-        return in_turn(race, paths, folder, is_resumed=resume is not None)
+        return in_turn(race, copies, folder)

@@ -10,46 +10,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from speedrun.logs import HEADER_BYTES, TOKEN_BYTES, Log, ToolError, digest, nodes_of, read_text, shown
+from speedrun import proof, store
+from speedrun.logs import HEADER_BYTES, TOKEN_BYTES, Log, ToolError, digest, read_json, read_text, shown
 from speedrun.needs import PYTHON
 from speedrun.process import ROOT
-from speedrun.proof import (
-    ALPHA,
-    MIN_PAIRS,
-    Race,
-    Run,
-    Sample,
-    describe,
-    figures_of,
-    public_history,
-    read_race,
-    standing,
-)
-from speedrun.store import (
-    HISTORY,
-    OLDER,
-    PAGE,
-    RACE,
-    RUNS,
-    SCRIPT,
-    TRACKS,
-    Card,
-    Track,
-    board_of,
-    diff,
-    is_on_board,
-    lineage,
-    logs_of,
-    name_of,
-    read_card,
-    read_script,
-    rivals,
-    short_name,
-    texts_of,
-    track_of,
-)
+from speedrun.store import HISTORY, OLDER, PAGE, RACE, RUNS, SCRIPT, TRACKS, Card, Track, name_of, track_of
 
-PLACEHOLDER = re.compile("<say[^>]*>?")
+PLACEHOLDER = re.compile(r"<say[^>\n]*>?")
 COMPILER_SETTING = re.compile(
     r"\b_(inductor|dynamo)\b(?!\.utils)|\bTORCH(INDUCTOR|DYNAMO|_COMPILE)(?!_COMPILE_THREADS|_CACHE_DIR)\w*"
 )
@@ -58,56 +25,35 @@ ONE_CARD = "measured on one card"  # the kind of ideas for speed that have no wh
 MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 
 
-def hardware_problem(log: Log) -> str | None:
-    """Say that no track is for the hardware of a log of gpt2, or return None."""
-    if log.track != "gpt2" or re.match(r"gpt2 on (8xH100$|1x NVIDIA (?!.* or NVIDIA))", board := board_of(log)):
-        return None
-    return f"ran {board.removeprefix('gpt2 ')}; gpt2's tracks are 8xH100, and one GPU that the log names: run it there"
-
-
 def compiler_flags(source: str) -> Iterator[str]:
     """Yield what a script plainly does to the compiler beyond torch.compile(..., fullgraph=, dynamic=)."""
     for found in COMPILER_SETTING.finditer(source):
         yield f"line {source.count(chr(10), 0, found.start()) + 1} uses {found[0]}"
     try:
-        for node in nodes_of(source):
+        for node in ast.walk(ast.parse(source)):
             match node:
                 case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="compile"), keywords=words):
                     names = [word.arg or "**" for word in words if word.arg not in ("fullgraph", "dynamic")]
                     yield from (f"line {node.lineno} uses torch.compile({name}=)" for name in names)
-    except ToolError as error:
-        yield str(error)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:  # the latter two: nested too deeply
+        yield f"is not one Python script ({shown(str(error) or type(error).__name__)}); take the one that ran"
 
 
 @dataclass
 class Verdict:
-    """What verify found out about a record: failures, each of a log of this name, or with "" of the record."""
+    """What verify found out about a record."""
 
     folder: Path
-    failures: list[tuple[str, str]]
+    failures: list[str]
     summary: str = ""
 
     def __str__(self) -> str:
-        kinds: dict[str, list[tuple[str, str]]] = {}  # failures that differ in numbers alone are of one kind
-        for name, problem in self.failures:
-            kinds.setdefault(re.sub(r"\d+", "", problem) if name else problem, []).append((name, problem))
-        lines = []
-        for (name, problem), *others in kinds.values():
-            more = len({other for other, _ in others} - {name})
-            name = f"{more + 1} logs, first {name}" if more else name
-            lines.append(f"FAIL {name_of(self.folder)}: {f'{name}: ' if name else ''}{problem}")
+        lines = [f"FAIL {name_of(self.folder)}: {failure}" for failure in self.failures]
         return "\n".join(lines or [f"ok {name_of(self.folder)}: {self.summary}"])
 
 
 def allowed_flags(track: Track, is_one_gpu: bool) -> set[str]:
     return {f"--{name}" for name in track.flags + track.flags_on_one_gpu * is_one_gpu}
-
-
-def flag_problems(log: Log) -> Iterator[str]:
-    allowed = allowed_flags(track_of(log), board_of(log) != "gpt2 on 8xH100") | {"--seed", "--log_dir", "--run_id"}
-    for name in [flag.partition("=")[0] for flag in log.flags if flag.startswith("--")]:
-        if name not in allowed:
-            yield f"has the flag {name}: put settings into the script, run it without"
 
 
 @functools.cache
@@ -164,9 +110,14 @@ def data_problems(log: Log, track: Track, script: str) -> Iterator[str]:
 def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
     if script and log.sha256 != digest(script):
         yield "the script of the log is not the folder's train_gpt.py; put there the one that ran, or run it again"
-    yield from filter(None, [hardware_problem(log)])
+    board = store.board_of(log)
+    if track.name == "gpt2" and not re.match(r"gpt2 on (8xH100$|1x NVIDIA (?!.* or NVIDIA))", board):
+        yield f"ran {board.removeprefix('gpt2 ')}; gpt2's tracks are 8xH100, and one GPU that the log names"
     yield from data_problems(log, track, script)
-    yield from flag_problems(log)
+    allowed = allowed_flags(track, board != "gpt2 on 8xH100") | proof.OWN_FLAGS
+    for name in [flag.partition("=")[0] for flag in log.flags if flag.startswith("--")]:
+        if name not in allowed:
+            yield f"has the flag {name}: put settings into the script, run it without"
     if flags := [name for name in log.environment if name.startswith("TORCHINDUCTOR_") and name not in HARMLESS]:
         yield f"ran with {', '.join(flags)}: the track allows no compiler flags; unset it and run it again"
     if log.recompiles != 0:
@@ -183,21 +134,12 @@ def log_problems(log: Log, track: Track, script: str) -> Iterator[str]:
             yield "ran on a GPU, the track is for CPUs; run it with --device cpu"
 
 
-def target_problem(sample: Sample, target: float, is_form: bool) -> str | None:
-    if sample.mean > target:
-        return f"mean {sample.mean:.4f} is above the target {target}; train better or longer"
-    if is_form or (sample.p is not None and sample.p < ALPHA):
-        return None
-    p = "no p for one run" if sample.p is None else f"p={sample.p:.2g}"
-    return f"n too small: {p} is not below {ALPHA} at n={sample.n}; `stats` says how many runs it is likely to take"
-
-
 def kind_problems(folder: Path, card: Card, before: Path | None, page: str) -> Iterator[str]:
     """Check the kind of a record: RULES.md says what each allows."""
-    numbers = [record["number"] for record in public_history()["records"] if record["date"] == card.date]
+    numbers = [record["number"] for record in read_json(store.PUBLIC)["records"] if record["date"] == card.date]
     match card.kind:
         case "idea" if not card.evidence:
-            scripts = (read_script(str(path), path.parent) for path in (folder, before or folder))
+            scripts = (store.read_script(str(path), path.parent) for path in (folder, before or folder))
             if problem := too_different(*scripts):
                 yield f"{SCRIPT}: {problem}"
         case "idea" | "form":
@@ -220,9 +162,8 @@ def page_problems(page: str, script: str, what: str) -> Iterator[str]:
     for name, text in (("train_gpt.py", script), ("README.md", page)):
         if not text:
             yield f"{name} is missing; a record has one"
-    places = enumerate(page.split("\n"), start=1)
-    for where, line in [("record.json", what), *((f"README.md line {number}", line) for number, line in places)]:
-        for placeholder in PLACEHOLDER.findall(line):
+    for where, text in (("record.json", what), ("README.md", page)):
+        for placeholder in PLACEHOLDER.findall(text):
             yield f"{where}: write what {shown(placeholder)} asks for"
 
 
@@ -231,14 +172,13 @@ def verify(folder: Path, root: Path) -> Verdict:
     files = (folder / name for name in (SCRIPT, PAGE))
     script, page = (read_text(path).rstrip("\n") if path.is_file() else "" for path in files)
     if folder.parent.name == HISTORY:
-        failures = [("", problem) for problem in page_problems(page, script, "")]
-        return Verdict(folder, failures, "left the tree: script and page")
-    line = [*itertools.takewhile(lambda other: not other.samefile(folder), lineage(root))]  # the records before it
-    card = read_card(folder)
-    problems = [*page_problems(page, script, card.what)]
+        return Verdict(folder, [*page_problems(page, script, "")], "left the tree: script and page")
+    before = itertools.takewhile(lambda other: not other.samefile(folder), store.lineage(root))
+    line = [*before]
+    card = store.read_card(folder)
+    verdict = Verdict(folder, [*page_problems(page, script, card.what)])
     if page and script:
-        problems += kind_problems(folder, card, line[-1] if line else None, page)
-    verdict = Verdict(folder, [("", problem) for problem in problems])
+        verdict.failures += kind_problems(folder, card, line[-1] if line else None, page)
     if not card.ranked:
         verdict.summary = f"not ranked: script and page; {card.evidence if card.kind == 'milestone' else card.kind}"
         return verdict
@@ -249,21 +189,21 @@ def verify(folder: Path, root: Path) -> Verdict:
             raise ToolError("has no logs; submit puts those of its race there")
         if whole:
             check_together(verdict, whole, card.kind == "form")
-        board = board_of(whole[0]) if whole else ""
-        if any(is_on_board(other, board) for other in line):  # or else it opens its leaderboard
+        board = store.board_of(whole[0]) if whole else ""
+        if any(store.is_on_board(other, board) for other in line):  # or else it opens its leaderboard
             name, found = record_race(folder, line, board, whole, others)
-            verdict.summary += f"; {standing(found)}, against {name}"
+            verdict.summary += f"; {proof.standing(found)}, against {name}"
             if card.kind == "idea" and found["verdict"] != "faster":  # a public record gained elsewhere
-                raise ToolError(f"{RACE}: against {name} {standing(found)}")
+                raise ToolError(f"{RACE}: against {name} {proof.standing(found)}")
     except ToolError as error:
-        verdict.failures.append(("", str(error).removeprefix(f"{folder}{os.sep}")))
+        verdict.failures.append(str(error).removeprefix(f"{folder}{os.sep}"))
     return verdict
 
 
 def whole_logs(verdict: Verdict, beside: str, script: str) -> list[Log]:
     """Return the record's logs of whole runs, and add what is wrong with each log to the verdict."""
     whole = []
-    for path, text in texts_of(verdict.folder).items():
+    for path, text in store.texts_of(verdict.folder).items():
         if path.parent != verdict.folder / beside:
             continue
         try:
@@ -272,7 +212,7 @@ def whole_logs(verdict: Verdict, beside: str, script: str) -> list[Log]:
             whole += [] if log.problem else [log]
         except ToolError as error:
             problems = [str(error).removeprefix(f"{path}: ")]
-        verdict.failures += [(str(path.relative_to(verdict.folder)), problem) for problem in problems]
+        verdict.failures += [f"{path.relative_to(verdict.folder)}: {problem}" for problem in problems]
     return whole
 
 
@@ -280,19 +220,21 @@ def check_together(verdict: Verdict, whole: list[Log], is_form: bool) -> None:
     """Check what the logs of a record show together, and sum it up."""
     verdict.failures += differences(whole)
     track = track_of(whole[0])
-    sample = describe([log.val_loss for log in whole], track.target)
-    problems = [target_problem(sample, track.target, is_form)]
-    if len(boards := {board_of(log) for log in whole}) > 1:
-        problems.append(f"its logs are of {' and '.join(sorted(boards))}: run all on one kind of machine")
-    verdict.failures += [("", problem) for problem in problems if problem]
-    p = "p waived: a form" if is_form else f"p={sample.p:.2g}" if sample.p is not None else "p unknown"
+    sample = proof.describe([log.val_loss for log in whole], track.target)
+    if sample.mean > track.target:
+        verdict.failures.append(f"mean {sample.mean:.4f} is above the target {track.target}; train better or longer")
+    elif not is_form and not sample.p < proof.ALPHA:
+        few = f"n too small: p={sample.p:.2g} is not below {proof.ALPHA} at n={sample.n}"
+        verdict.failures.append(f"{few}; `stats` says how many runs it is likely to take")
+    if len(boards := {store.board_of(log) for log in whole}) > 1:
+        verdict.failures.append(f"its logs are of {' and '.join(sorted(boards))}: run all on one kind of machine")
     note = ""
     if any(log.training_tokens and training_tokens(log) is None for log in whole):
         note = "; training tokens not checked" + f": first run {PYTHON} data/pack_nano.py" * (track.name == "nano")
-    verdict.summary = f"{sample} {p} ({board_of(whole[0])}, {whole[0].num_steps} steps{note})"
+    verdict.summary = f"{sample} p={sample.p:.2g} ({store.board_of(whole[0])}, {whole[0].num_steps} steps{note})"
 
 
-def obstacle(race: Race, before: Sequence[Path]) -> str | None:
+def obstacle(race: proof.Race, before: Sequence[Path]) -> str | None:
     """Say why no record can come of this race against one of those before, or return None."""
     if race.trains("mini"):
         return "mini has no leaderboard"
@@ -302,19 +244,19 @@ def obstacle(race: Race, before: Sequence[Path]) -> str | None:
     if others := names[0] - allowed | names[1]:
         return f"flags {', '.join(sorted(others))}: put settings into the script, race without"
     if before and not any(sha256_of(folder) in race.hashes for folder in before):
-        older = [short_name(folder.name) for folder in before]
+        older = [store.short_name(folder.name) for folder in before]
         return f"none of its scripts is {' or '.join(older)}: race YOUR_SCRIPT {older[0]}"
-    few = f"fewer than {MIN_PAIRS} pairs are a screen: race with --pairs {MIN_PAIRS}"
-    return few if race.pairs < MIN_PAIRS else None
+    few = f"fewer than {proof.MIN_PAIRS} pairs are a screen: race with --pairs {proof.MIN_PAIRS}"
+    return few if race.pairs < proof.MIN_PAIRS else None
 
 
 def sha256_of(folder: Path) -> str:
-    return digest(read_script(str(folder), folder.parent)[1])
+    return digest(store.read_script(str(folder), folder.parent)[1])
 
 
 def too_different(newer: tuple[str, str], older: tuple[str, str]) -> str | None:
     """Say that more lines change than an idea may, or return None."""
-    changed = sum(diff(older, newer)[1:])
+    changed = sum(store.diff(older, newer)[1:])
     told = f"{changed} lines change against {older[0]}, for an idea at most {MAX_CHANGED}: take out what it can spare"
     return told if changed > MAX_CHANGED else None
 
@@ -326,59 +268,57 @@ def record_race(
 
     Raise ToolError if the race proves nothing, or not by these logs: the record's own, and others of the script before.
     """
-    path, before, newer = folder / RACE, rivals(line, board), sha256_of(folder)
+    path, before, newer = folder / RACE, store.rivals(line, board), sha256_of(folder)
     if not path.is_file():
         names = " or ".join(map(name_of, before))
         raise ToolError(f"{path}: is missing; race the script against {names}, and put the {RACE} there")
-    race = read_race(path)
+    race = proof.read_race(path)
     if newer not in race.hashes:
         raise ToolError(f"{path}: lacks this record's script, SHA-256 {newer}; race it as it is")
-    problem = obstacle(race, before)
-    rival = next((rival for rival in before if sha256_of(rival) in race.hashes), None)
-    if not rival:
+    if problem := obstacle(race, before):
         raise ToolError(f"{path}: {problem}")
     race.check_order(path)
+    if len(race.runs) != len(race.order):
+        raise ToolError(f"{path}: has {len(race.runs)} runs, not {race.pairs} of each script; finish the race")
+    rival = next(rival for rival in before if sha256_of(rival) in race.hashes)
     a, b = (race.of(race.hashes.index(sha256)) for sha256 in (newer, sha256_of(rival)))
-    found = race.compare(a, b)
-    if not problem and len(race.runs) != len(race.order):
-        problem = f"has {len(race.runs)} runs, not {race.pairs} of each script; --resume the race"
-    if not problem and own is not None:
-        others = [log for log in [*others, *logs_of(rival)] if log.sha256 == sha256_of(rival) and not log.problem]
+    if own is not None:
+        others = [log for log in [*others, *store.logs_of(rival)] if log.sha256 == sha256_of(rival) and not log.problem]
         if len(own) != len(a):
-            problem = f"has {len(a)} runs of the script, there are {len(own)} sound logs: leave none out"
-        else:
-            problem = run_problem(race, a, own, f"its {RUNS}")
-            problem = problem or run_problem(race, b, others, f"its {RUNS}, nor in that of {name_of(rival)}")
-    if problem:
-        raise ToolError(f"{path}: {problem}. So far {standing(found) if found else 'it has no pair'}")
-    return name_of(rival), found
+            raise ToolError(f"{path}: has {len(a)} runs of the script, there are {len(own)} sound logs: leave none out")
+        problem = run_problem(race, a, own, f"its {RUNS}")
+        problem = problem or run_problem(race, b, others, f"its {RUNS}, nor in that of {name_of(rival)}")
+        if problem:
+            raise ToolError(f"{path}: {problem}")
+    return name_of(rival), race.compare(a, b)
 
 
-def run_problem(race: Race, runs: Sequence[Run], found: Sequence[Log], where: str) -> str | None:
+def run_problem(race: proof.Race, runs: Sequence[proof.Run], found: Sequence[Log], where: str) -> str | None:
     """Say that one of the race's runs has no log that says the same, or return None."""
     for run in runs:
         run_id = race.run_id(run.seed, run.script)
         own = [log for log in found if log.flags[4:] == ["--run_id", run_id, *race.flags]]
         if not own:
             return f"no sound log of its run {run_id}, with the race's flags, is in {where}"
-        if not any(Run(run.script, log.seed, **figures_of(log)) == run for log in own):
+        if not any(proof.Run(run.script, log.seed, **proof.figures_of(log)) == run for log in own):
             return f"the log of its run {run_id} says otherwise; take the files that `race` left"
     return None
 
 
-def differences(found: list[Log]) -> Iterator[tuple[str, str]]:
-    """Yield the name of a log, and where its run is not one of the others' experiment with a seed of its own."""
+def differences(found: list[Log]) -> Iterator[str]:
+    """Yield where the run of a log is not one of the others' experiment with a seed of its own."""
     for i, log in enumerate(found):
         for other in found[:i]:
             if log.seed is not None and log.seed == other.seed:
-                yield log.name, f"has seed {log.seed}, as {other.name} has; leave one out, or run another --seed"
+                yield f"{log.name}: has seed {log.seed}, as {other.name} has; leave one out, or run another --seed"
             elif log.train_losses and log.train_losses == other.train_losses:
-                yield log.name, f"has all training losses of {other.name}: does the script use its seed?"
+                yield f"{log.name}: has all training losses of {other.name}: does the script use its seed?"
     stated = [log.configuration | {"steps": log.num_steps, "validation tokens": log.val_sha256} for log in found]
     for log, mine in zip(found, stated, strict=True):
         keys = {key for key in mine | stated[0] if mine.get(key) != stated[0].get(key)} - {"seed", "run_id", "log_dir"}
         if keys:
-            yield log.name, f"unlike {found[0].name} in {', '.join(sorted(keys))}; run all with the same flags and data"
+            told = ", ".join(sorted(keys))
+            yield f"{log.name}: unlike {found[0].name} in {told}; run all with the same flags and data"
 
 
 def require_one_experiment(found: list[Log]) -> None:
@@ -390,4 +330,4 @@ def require_one_experiment(found: list[Log]) -> None:
             both = f"{log.path} and {found[0].path}"
             raise ToolError(f"{both} are of different scripts: see `diff`, and name logs of one")
     for problem in differences(found):
-        raise ToolError(": ".join(problem))
+        raise ToolError(problem)

@@ -9,6 +9,7 @@ import subprocess
 import tarfile
 import tempfile
 import tomllib
+import types
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from speedrun.logs import RULE, Log, ToolError, read_json, read_text, shown
 from speedrun.process import ROOT
 
 RECORDS = ROOT / "records"
+PUBLIC = RECORDS / "public.json"  # the public speedrun's history, which was not measured here
 SCRIPT, RUNS, CARD, PAGE, RACE = "train_gpt.py", "runs.txt", "record.json", "README.md", "race.json"
 OLDER, CURVE = "older", "curve"  # begin names of logs of the script before, and of runs that validated often
 RECORD_FOLDER = re.compile(r"\d+[a-z]?_[\w.-]+", re.ASCII)  # of a track, in the order of its line
@@ -25,30 +27,14 @@ HISTORY = "history"  # stands for a track in names of records that only these co
 COMMITS = "655ba79", "d13ea94", "e5eb9b8"
 
 
-class Track(NamedTuple):
-    """What tracks.toml says."""
-
-    name: str
-    target: float
-    slack: float
-    val_tokens: int
-    val_sha256: str
-    shard: str
-    first_shard: int
-    shard_tokens: int
-    shard_sha256: str
-    max_threads: int
-    flags: list[str]
-    flags_on_one_gpu: list[str]
-
-
-TRACKS = {name: Track(name, **row) for name, row in tomllib.loads(read_text(RECORDS / "tracks.toml")).items()}
+Track = types.SimpleNamespace  # as tracks.toml has it, with its name
+TRACKS = {name: Track(name=name, **row) for name, row in tomllib.loads(read_text(RECORDS / "tracks.toml")).items()}
 
 
 def track_of(log: Log) -> Track:
     if log.track not in TRACKS:
         what = f"preset {shown(log.track)} is no track" if log.track else "states no preset, so no track"
-        raise ToolError(f"{log.path}: {what}; the tracks are {', '.join(TRACKS)}")
+        raise ToolError(f"{log.path}: {what}; the tracks are {', '.join(TRACKS)}; `stats` takes --target LOSS")
     return TRACKS[log.track]
 
 
@@ -65,12 +51,11 @@ class Card(NamedTuple):
 
 def read_card(folder: Path) -> Card:
     path = folder / CARD
-    found = read_json(path) if path.is_file() else {}
     try:
-        card = Card(**found)
-        if all(isinstance(value, str) for value in (card.date, card.what, card.kind, card.after or "", card.evidence)):
-            return card
-    except TypeError:
+        card = Card(**read_json(path))
+        "".join([card.date, card.what, card.kind, card.after or "", card.evidence])  # TypeError where one is no text
+        return card
+    except (TypeError, FileNotFoundError):
         pass
     raise ToolError(f"{path}: needs date, what, kind, after (null: none) and ranked (true or false); write it")
 
@@ -123,10 +108,6 @@ def board_of(log: Log) -> str:
         return log.track or "unknown track"
     is_node = re.match(r"8x NVIDIA H100\b", log.hardware or "")
     return "gpt2 on 8xH100" if is_node else f"gpt2 on {log.hardware or 'unknown hardware'}"
-
-
-def board_order(board: str) -> tuple[bool, bool, str]:
-    return board != "nano", board != "gpt2 on 8xH100", board
 
 
 def is_on_board(folder: Path, board: str) -> bool:

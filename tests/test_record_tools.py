@@ -158,14 +158,6 @@ def test_old_names_and_those_of_the_history_still_work(tool, monkeypatch):
     assert "is neither a file nor a record" in tool("diff", "VeSkipGates", "21")[2], "there may be no git"
 
 
-def test_against_names_the_first_deviation():
-    (record,) = (record for record in proof.public_history()["records"] if record["number"] == 21)
-    curve = {int(step): loss for step, loss in record["curve"].items()}
-    for off, told in (0, "follows record21 within 0.05 at 16 points"), (0.0101, "leaves record21 first at step 1770"):
-        text = log_text(**GPT2 | dict(steps=1770), curve=curve | {1770: curve[1770] + off})
-        assert proof.against_public(Log(Path("x.txt"), text), "record21")[0].startswith(told)
-
-
 def test_runs_are_compared_by_pairs_of_one_seed():
     newer = [proof.Run(0, seed, loss, ms) for seed, loss, ms in ((1, 1.44, 401.0), (2, 1.43, 409.0), (3, 1.42, 405.0))]
     older = [proof.Run(1, seed, loss, 806.0) for seed, loss in ((3, 1.46), (2, 1.45), (1, 1.43))]
@@ -187,22 +179,21 @@ def test_stats_of_one_experiment_against_a_target(tool, root):
 
 
 VERDICTS = [  # mean ratio of times, mean difference of losses, pairs
-    (0.9, 0.002, 20, "faster", "$"),
-    (0.9, 0.002, 5, "faster at a loss that may be too high", "take more pairs"),
-    (0.9, 0.02, 5, "faster at a loss that may be too high", "take more steps"),
-    (1.1, 0.02, 5, "slower", "$"),
-    (0.99, 0.02, 5, "undecided, would take about 31 pairs", "race again with fresh seeds and as many --pairs"),
-    (0.9, -0.02, 1, "screen of 1 pair: no interval", "to decide, race again"),
+    (0.9, 0.002, 20, "faster"),
+    (0.9, 0.002, 5, "faster at a loss that may be too high"),
+    (1.1, 0.02, 5, "slower"),
+    (1.1, -0.02, 5, "slower at a lower loss"),
+    (0.99, 0.02, 5, "undecided, would take about 31 pairs"),
+    (0.9, -0.02, 1, "screen of 1 pair: no interval"),
 ]
 
 
-@pytest.mark.parametrize(("ratio", "drop", "n", "verdict", "advice"), VERDICTS)
-def test_a_comparison_ends_with_a_verdict(ratio, drop, n, verdict, advice):
+@pytest.mark.parametrize(("ratio", "drop", "n", "verdict"), VERDICTS)
+def test_a_comparison_ends_with_a_verdict(ratio, drop, n, verdict):
     older = [proof.Run(1, seed, 1.44, 800.0) for seed in range(n)]
     spread = [(-1) ** seed * (seed > 0) for seed in range(n)]
     newer = [proof.Run(0, i, 1.44 + drop + x * 0.004, 800 * ratio * (1 + x / 60)) for i, x in enumerate(spread)]
-    found = proof.compare(newer, older, slack=0.005)
-    assert (found["verdict"], bool(re.match(advice, found["advice"]))) == (verdict, True), found
+    assert proof.compare(newer, older, slack=0.005)["verdict"] == verdict
 
 
 @pytest.fixture
@@ -212,13 +203,13 @@ def scripts(tmp_path) -> list[Path]:
     return [tmp_path / "fast.py", tmp_path / "slow.py"]
 
 
-def test_race_takes_turns_compares_each_with_the_next_and_the_last_and_is_listed(tool, scripts, monkeypatch):
-    """An idea may be a flag alone. The table fits a terminal."""
+def test_race_takes_turns_compares_each_with_the_next_and_the_last_and_is_listed(tool, scripts):
+    """An idea may be a flag alone."""
     fast, slow = scripts
     argv = (f"{slow} --muon_lr 1", fast, slow, "--pairs", "4", "--note", "an\tidea|\x1b", "--out", "logs/race")
     _, out, err = tool("race", *argv)
     first, second, last = json.loads(Path("logs/race/race.json").read_text())["comparisons"]
-    assert re.findall(r"verdict: screen of 4 pairs: (\w+)", out) == ["slower", "faster", "undecided"]
+    assert re.findall(r"screen of 4 pairs: (\w+)", out) == ["slower", "faster", "undecided"]
     assert 1.4 < first["train_time"]["low"] < 1.5 < first["train_time"]["high"]
     assert (first["val_loss"]["high"], last["val_loss"]["difference"]) == (pytest.approx(0.005), 0)
     assert second["train_time"]["ratio"] == pytest.approx(1 / 1.5, abs=0.02)
@@ -226,21 +217,19 @@ def test_race_takes_turns_compares_each_with_the_next_and_the_last_and_is_listed
     assert re.findall(r"race-\dof4-(\d-\w): .*/12, 0:\d\d:\d\d left", err) == order
     flags = [Log(Path(f"logs/race/race-1of4-1-{letter}.txt")).flags[6:] for letter in "ac"]
     assert flags == [["--muon_lr", "1"], []]
-    monkeypatch.setenv("COLUMNS", "88")
-    assert re.search(r"(?m)^.{9}slow --muon_l fast +4 +1\.\d+ ±\d+\.\d%.* screen +an idea\|$", tool("tried")[1])
+    assert re.search(r"(?m)--muon_lr 1 +fast +4 1\.\d+ \(.* screen of 4 pairs: \w+ an\sidea\|\?$", tool("tried")[1])
 
 
 def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scripts):
     fast, slow = scripts
     folder, stop = tmp_path / "race", tmp_path / "stop"
     flags = ("--pairs", "3", "--seed", "7", "--", "--stop", stop)
-    new, argv = (("race", slow, fast, option, folder, *flags) for option in ("--out", "--resume"))
-    for name, command, done in ("race-1of3-7-a", new, 0), ("race-2of3-8-a", argv, 3):
+    argv = ("race", slow, fast, "--out", folder, *flags)
+    for name, done in ("race-1of3-7-a", 0), ("race-2of3-8-a", 3):
         stop.write_text(name)
-        assert f"run {name} failed: 'exit code 1: stopped'" in tool(*command)[2]
+        assert f"run {name} failed: 'exit code 1: stopped'" in tool(*argv)[2]
         assert len(json.loads((folder / "race.json").read_text())["runs"]) == done
     stop.write_text("")
-    assert "is there already: go on with --resume" in tool(*new)[2]
     for other in (*argv[:-1], "elsewhere"), (*argv[:6], "4", *argv[7:]), ("race", fast, *argv[2:]):
         assert "begun with other scripts, flags, pairs" in tool(*other)[2]
     code, _, err = tool(*argv)
@@ -288,11 +277,9 @@ def test_a_race_gets_its_data_first_and_leaves_nothing_if_that_fails(tool, tmp_p
 def test_race_says_before_it_begins_what_is_wrong_or_why_no_record_can_come_of_it(tool, root, scripts, monkeypatch):
     monkeypatch.setattr(race, "in_turn", lambda plan, *_, **__: plan)
     write_record(root, NAME, [], scripts[1].read_text())
-    Path("two.py").write_text("import sys\nimport\n")
     write_race(write_record(root.parent, "others/a", []), "", "")  # of seeds 0 to 4
     for argv, told in (
         (["fast.py", "fast.py --seed 1"], "leave them out"),
-        (["fast.py", "two.py"], "two.py: is not one Python script"),
         (["fast.py", "slow.py", "--pairs", "4"], "no record can come of this race: fewer than 5 pairs"),
         (["fast.py", "slow.py", "--seed", "3", "--out", "others/b"], "its seeds are not fresh"),
     ):
@@ -317,18 +304,19 @@ def test_from_a_race_to_a_pull_request(tool, root, tmp_path, scripts):
     for name, told in ("../up", "no name for a record"), ("good", f"{NAME} has that name"):
         assert told in tool("submit", name, *paths)[2]
     code, out, _ = tool("submit", "MyIdea", *paths, "--race", "logs/MyIdea/race.json")
-    folder, *left = out.splitlines()
+    told, *left = out.splitlines()
     _, readme = sorted(root.glob("*/*/README.md"))  # a refused record leaves nothing
     path = readme.with_name("race.json")
-    assert (code, folder) == (1, f"{path.parent}: what is left to do")
+    assert (code, told.partition(":")[0]) == (1, str(path.parent))
     assert "import pathlib" not in (path.parent / "runs.txt").read_text(), "no copies of the script"
     card = dict(date=str(datetime.date.today()), what="my idea", kind="idea", after=NAME, ranked=True)
     assert json.loads((path.parent / "record.json").read_text()) == card
-    kinds = ["write what '<say what the", "write what '<say why", "cp ", "README.md: its rows", "./test.sh"]
-    assert [kind in line for kind, line in zip(kinds, left, strict=True)] == [True] * 5
+    kinds = ["write what '<say what the", "write what '<say why"]
+    assert [kind in line for kind, line in zip(kinds, left, strict=True)] == [True] * 2
     readme.write_text(re.sub("<say.*>", "said", readme.read_text()))
     Path("train_gpt.py").write_text(fast)
-    assert (tool("submit", "MyIdea")[0], tool("verify")[0]) == (0, 0)
+    code, out, _ = tool("submit", "MyIdea")
+    assert (code, re.findall("^- .*(cp |rows|./test.sh)", out, re.M)) == (0, ["cp ", "rows", "./test.sh"])
     assert re.search(r"### nano: at most .*_MyIdea\) \| my idea \|", (root / "README.md").read_text(), re.S)
     assert '"MyIdea"' in Image.open(root / "curves.png").text["Comment"]
     document = json.loads(path.read_text())
@@ -343,9 +331,7 @@ def test_verify_wants_the_race_against_the_record_before_and_table_shows_it(tool
     folder = write_record(root, NEXT, good(source=NEWER), NEWER, after=NAME)
     path, readme = folder / "race.json", root / "README.md"
     readme.write_text(EMPTY_TABLES)
-    assert re.search(
-        f"waiting for {NEXT}: finish it .*race.json: is missing; race the script against", tool("table")[2]
-    )
+    assert f"{path}: is missing; race the script against" in tool("table")[2]
     write_race(folder, NEWER, SOURCE)
     assert f"0.900 (0.900 to 0.900), loss +0.0000 (+0.0000 to +0.0000), against {NAME}\n" in tool("verify")[1]
     assert (tool("table", "--check")[0], readme.read_text(), tool("table")[0]) == (1, EMPTY_TABLES, 0)
@@ -360,7 +346,7 @@ def test_verify_wants_the_race_against_the_record_before_and_table_shows_it(tool
         "none of its scripts is Good": dict(scripts=[scripts[0], scripts[1] | other]),
         "the log of its run race-0-a says otherwise": dict(runs=[runs[0] | dict(train_time=900.0), *runs[1:]]),
         "the log of its run race-0-b says otherwise": dict(runs=[runs[0], runs[1] | dict(val_loss=1.4), *runs[2:]]),
-        "has 9 runs, not 5 of each script; --resume the race": dict(runs=runs[:-1]),
+        "has 9 runs, not 5 of each script; finish the race": dict(runs=runs[:-1]),
         "its runs are not those of a race in order": dict(runs=[*runs[:8], runs[0], runs[9]]),
         "its runs differ in val_sha256": dict(runs=[*runs[:9], runs[9] | dict(val_sha256="ab" * 32)]),
         "flags --muon_lr: put": dict(flags=["--preset", "nano", "--muon_lr=-1"]),
@@ -425,17 +411,19 @@ def test_public_logs_of_all_tracks_are_read(tool, form):
     assert (shown()[0]["seconds"], shown()[0]["mean"][1]) == ([0, 23.965, 47.93], pytest.approx(4.63, abs=1e-4))
 
 
-def test_a_plot_shows_what_there_is(tool, tmp_path):
-    """A run that only validates at its end has a smoothed training loss; what holds no curve is named, not drawn."""
-    text = re.sub(r"step:(\d+)/60 train_loss:[\d.]+", r"step:\1/60 train_loss:\1", log_text(steps=60, curve={60: 1.43}))
+def test_a_plot_shows_what_there_is(tool, root, tmp_path):
+    """What holds no curve is named, not drawn. A record's own curve is on the clock of its race."""
+    text = log_text(steps=60, curve={60: 1.43})
     for name, part in dict(cut="cut short", half=text[: text.index("step:31/60")], whole=text).items():
         Path(f"{name}.txt").write_text(part)
     err = tool("plot", *sorted(tmp_path.glob("*.txt")), "-o", "x.png")[2]
-    assert re.match(r"left out: .*cut\.txt: not a log.*\n.*half\.txt: ends at step 30", err)
-    stopped, dot, whole = shown()
-    assert [curve["is_training"] for curve in (stopped, dot, whole)] == [True, False, True]
-    assert (dot["steps"], dot["mean"], whole["steps"], stopped["steps"][-1]) == ([60], [1.43], [*range(3, 61)], 30)
-    assert whole["mean"] == pytest.approx([*range(2, 60)]), "of three steps each"
+    assert re.match(r"left out: .*cut\.txt: not a log.*\nleft out: .*half: no step at which", err)
+    write_record(root, NAME, [text])
+    assert "Good: no curve, only its end: SCRIPT=" in tool("plot", "-o", "x.png")[2]
+    (root / NAME / "curve").mkdir()
+    (root / NAME / "curve" / "run.txt").write_text(log_text(curve={30: 1.6, 60: 1.43}, steps=60, step_ms=80.6))
+    assert "no curve" not in tool("plot", "-o", "x.png")[2]
+    assert (shown()[0]["steps"], shown()[0]["seconds"]) == ([30, 60], pytest.approx([1.209, 2.418], abs=1e-3))
 
 
 def test_a_plot_tells_runs_apart_and_draws_the_target_of_their_text_alone(root, tmp_path):
@@ -445,6 +433,7 @@ def test_a_plot_tells_runs_apart_and_draws_the_target_of_their_text_alone(root, 
         path.write_text(log_text(val_loss=0.2 + i, val_sha256="ab" * 32))
     paths[0].write_text(log_text(step_ms=900))
     drawn = plots.plot_curves(plots.curves_of(paths, root), tmp_path / "x.png").axes
-    texts = [[text.get_text().strip() for text in panel.texts] for panel in drawn]
-    assert texts == [["a/r", "target 1.45"], ["b/r", "x__y$"]]
+    labels = [panel.get_legend_handles_labels()[1] for panel in drawn]
+    a, b, x = (str(path.with_suffix("")).replace("$", r"\$") for path in paths)
+    assert labels == [[a, "target 1.45"], [b, x]]
     assert len({line.get_color() for line in drawn[1].lines}) == 2

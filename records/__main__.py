@@ -1,1 +1,0 @@
-raise SystemExit("python -m records is now: python -m speedrun COMMAND")
