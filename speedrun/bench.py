@@ -193,7 +193,7 @@ def predicted_parts(trainer: Trainer, first: int) -> dict[str, float]:
     is_h100 = trainer.device.type == "cuda" and "H100" in torch.cuda.get_device_name()
     if trainer.cfg.preset != "gpt2" or trainer.ranks.world_size != 8 or not is_h100:
         return {}
-    steps = json.loads(PREDICTED.read_text())["gpus"]["90"]["predicted"]["8"]
+    steps = json.loads(PREDICTED.read_text())["gpus"]["90"]["predicted"]
     return next((step["ms"] for step in reversed(steps) if step["first"] <= first), {})
 
 

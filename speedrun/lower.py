@@ -1,6 +1,7 @@
 """Lower train_gpt.py's graphs for GPUs that are not here, compile every kernel to machine code, predict a step.
 
-    python -m speedrun lower [--arch 90,89,80] [--script FILE] [--kernels PATTERN] [--out FILE] [flags of train_gpt.py]
+    python -m speedrun lower [--arch 90 89 80] [--one_of 8] [--script FILE] [--kernels PATTERN] [--out FILE]
+        [flags of train_gpt.py]
 
 Training, validation and optimizers of gpt2. docs/gpu.md says what the figures mean; they go to a JSON file, too.
 --kernels '^$' compiles no kernel: launches, memory and predicted times alone.
@@ -10,14 +11,12 @@ Exit codes: 0 done, 1 a graph or a kernel failed, 2 something is missing, 130 in
 import argparse
 import contextlib
 import dataclasses
-import gc
 import importlib.util
+import io
 import json
 import math
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +36,7 @@ from torch.utils.flop_counter import flop_registry
 from speedrun import pretend_gpu, roofline
 from speedrun.pretend_gpu import GPUS
 from speedrun.process import own_process
-from speedrun.roofline import DOCUMENT, WORLDS
+from speedrun.roofline import DOCUMENT
 
 # The process of one architecture: pretend, then import torch
 CHILD = "import sys; from speedrun import pretend_gpu; pretend_gpu.install(int(sys.argv[1])); "
@@ -100,7 +99,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, names: str = ""):
         super().__init__()
-        self.names, self.world, self.phase, self.graph = names, 1, "", ""  # names: a pattern for kernels to compile
+        self.names, self.phase, self.graph = names, "", ""  # names: a pattern for kernels to compile
         self.calls: dict[tuple, dict] = {}  # every launch, equal ones together
         self.kernels: dict[str, dict[Any, list]] = {}  # by graph and kernel: its configurations
         self.compiled: dict[object, list] = {}
@@ -191,33 +190,26 @@ class Recorder(TorchDispatchMode):
             self.note(name, shapes, lambda: operation_costs(func, args, reads, writes, result))
 
     def note(self, name: str, shapes: tuple, costs: Callable[[], dict]) -> None:
-        key = self.world, self.phase, self.graph, name, shapes
+        key = self.phase, self.graph, name, shapes
         if key not in self.calls:
-            place = dict(zip(("world", "phase", "graph", "name"), key, strict=False))
+            place = dict(zip(("phase", "graph", "name"), key, strict=False))
             self.calls[key] = place | dict(count=0, flops=0) | costs()
         self.calls[key]["count"] += 1
 
 
 def compile_config(kernel, config) -> dict:
-    """Compile with Triton, and its PTX once more with ptxas, which says what a thread and a block need."""
+    """Compile with Triton, and return what its ptxas says that a thread and a block need."""
     import triton
     from torch._inductor.runtime.triton_compat import ASTSource
     from triton.backends.compiler import GPUTarget
-    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
     meta = kernel._create_compile_meta(config)
     source = ASTSource(kernel.fn, meta["signature"], meta["constants"], meta["configs"][0])
     options = kernel._create_compile_options(config, meta)
-    binary = triton.compile(source, target=GPUTarget("cuda", meta["cc"], 32), options=options)
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(binary.asm["ptx"])
-        file.flush()
-        command = [get_ptxas(meta["cc"]).path, "-v", "--regAllocOptLevel=2", file.name, "-o", "/dev/null"]  # as Triton
-        command += [f"--gpu-name={sm_arch_from_capability(meta['cc'])}"]
-        command += [] if options.get("enable_fp_fusion", True) else ["--fmad=false"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        binary = triton.compile(source, target=GPUTarget("cuda", meta["cc"], 32), options=options)
     patterns = dict(registers=r"Used (\d+) registers", spills=r"(\d+) bytes spill stores")
-    needs = {name: max(map(int, re.findall(pattern, told))) for name, pattern in patterns.items()}
+    needs = {name: max(map(int, re.findall(pattern, told.getvalue()))) for name, pattern in patterns.items()}
     return needs | dict(shared=binary.metadata.shared)
 
 
@@ -234,17 +226,11 @@ def find_stages(script, cfg) -> list[dict]:
     return found
 
 
-def rows_that_fit(script, cfg, memory: int, world: int) -> int:
-    """Return how many rows `world` GPUs of so many MiB have for n-grams: another number than gpt2's is a flag's."""
-    part = {8: 1, 4: 2}.get(world, 4) if memory > 40_000 else {1: 64}.get(world, 32)
-    return cfg.ngram_rows // part if cfg.ngram_rows == script.PRESETS["gpt2"].ngram_rows else cfg.ngram_rows
+def run_steps(script, cfg, world: int, recorder: Recorder) -> dict:
+    """Take a cycle of steps of every stage as one of `world` processes, and score a sequence.
 
-
-def run_steps(script, cfg, memory_mib: int, recorder: Recorder) -> dict:
-    """Take a cycle of steps of every stage as one of WORLDS processes, and score a sequence.
-
-    Return stages, graphs, and by number of processes the n-grams' rows, peaks of memory, and what a step communicates
-    in bytes. Tokens are random, as frequent as Zipf's law says: they have more n-grams than text has.
+    Return stages, graphs, peaks of memory, and what a step communicates in bytes. Tokens are random, as frequent as
+    Zipf's law says: they have more n-grams than text has.
     """
     rng, frequencies = np.random.default_rng(0), (np.arange(cfg.vocab_size) + 3.0) ** -1.1
     sent_bytes: list[int] = []
@@ -262,9 +248,8 @@ def run_steps(script, cfg, memory_mib: int, recorder: Recorder) -> dict:
             with recorder.part("rows"):
                 super().update(*args)
 
-    class Reader(script.Reader):
-        def on_host(self, array: np.ndarray) -> Tensor:
-            return torch.from_numpy(np.require(array, requirements="CW"))
+    class Trainer(script.Trainer):
+        table_class, part = Table, recorder.part
 
     def read(plans: list, length: int, count: int) -> tuple[list, Any]:
         size = len(plans), count, length + 1
@@ -275,72 +260,53 @@ def run_steps(script, cfg, memory_mib: int, recorder: Recorder) -> dict:
         with recorder.during("setup"):
             return trainer.reader.on_device(made)
 
-    stages = find_stages(script, cfg)
-    rows: dict[int, int] = {}
-    memory: dict[int, dict] = {}
-    communication: dict[int, dict] = {}
-    with recorder.during("setup"), pretend_gpu.building():
-        trainer = script.Trainer(cfg, script.Ranks())
-    trainer.part, graphs = recorder.part, 0
-    for world in [world for world in WORLDS if cfg.batch_sequences % world == 0]:
-        recorder.world, recorder.peaks = world, {}
-        with recorder.during("setup"), pretend_gpu.building():
-            trainer.gpt.zero_grad(set_to_none=True)
-            trainer.ranks = ranks = script.Ranks(0, world, 0, world)
-            trainer.optimizers = trainer.table = trainer.reads = trainer.rows = trainer.sums = None
-            gc.collect()
-            trainer.optimizers = script.build_optimizers(trainer.gpt, ranks)
-            rows[world] = rows_that_fit(script, cfg, memory_mib, world)
-            own = dataclasses.replace(cfg, ngram_rows=rows[world])
-            trainer.table, trainer.reader = (kind(own, ranks, trainer.device) for kind in (Table, Reader))
-        communication[world] = {}
-        for phase, stage in {stage["phase"]: stage for stage in reversed(stages)}.items():
-            if world in WORLDS[1:-1] and stage["tokens"] < max(stage["tokens"] for stage in stages):
-                continue  # the longest sequences take the most memory
-            first = (stage["first"] + stage["steps"] // 2) // cfg.all_step * cfg.all_step
-            sent_bytes.clear()
-            cycle: list = []
-            nbytes = 0.0
-            for step in range(first, first + cfg.all_step):
-                cycle.append(now := script.Plan(step, cfg))
-                nbytes += sum(o.grad_buffer.nbytes * 2 for o in trainer.optimizers if now.is_due(o.groups[0]))
-                if now.is_due(trainer.table.group):
-                    steps, reads = read(cycle, now.seq_len, cfg.batch_sequences)
-                    for now, sequences in zip(cycle, steps, strict=True):
-                        with recorder.during(phase):  # the second sequence finds the gradients of the first
-                            trainer.train_step(now, sequences[:2], reads)
-                    cycle = []
-            communication[world][phase] = round((nbytes + sum(sent_bytes)) / cfg.all_step)
-        now = script.Plan(cfg.num_iterations, cfg, trains=False)
-        (sequences,), reads = read([now], cfg.val_seq_len, world)
-        V = cfg.padded_vocab
-        with recorder.during("validation"), torch.no_grad():
-            canon = torch.empty(V, V // 8, dtype=torch.uint8, device="cuda") if cfg.canon_file else None
-            trainer.score(now, sequences, reads, canon)
-        memory[world] = {name: peak for name, peak in recorder.peaks.items() if name != "setup"}
-        graphs = graphs or torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return dict(stages=stages, graphs=graphs, rows=rows, memory=memory, communication=communication)
+    with recorder.during("setup"), torch.device("cuda"):
+        trainer = Trainer(cfg, script.Ranks(0, world, 0, world))
+    trainer.reader.on_host = lambda array: torch.from_numpy(np.require(array, requirements="CW"))
+    stages, communication = find_stages(script, cfg), {}
+    for phase, stage in {stage["phase"]: stage for stage in reversed(stages)}.items():
+        first = (stage["first"] + stage["steps"] // 2) // cfg.all_step * cfg.all_step
+        sent_bytes.clear()
+        cycle: list = []
+        nbytes = 0.0
+        for step in range(first, first + cfg.all_step):
+            cycle.append(now := script.Plan(step, cfg))
+            nbytes += sum(o.grad_buffer.nbytes * 2 for o in trainer.optimizers if now.is_due(o.groups[0]))
+            if now.is_due(trainer.table.group):
+                steps, reads = read(cycle, now.seq_len, cfg.batch_sequences)
+                for now, sequences in zip(cycle, steps, strict=True):
+                    with recorder.during(phase):  # the second sequence finds the gradients of the first
+                        trainer.train_step(now, sequences[:2], reads)
+                cycle = []
+        communication[phase] = round((nbytes + sum(sent_bytes)) / cfg.all_step)
+    now = script.Plan(cfg.num_iterations, cfg, trains=False)
+    (sequences,), reads = read([now], cfg.val_seq_len, world)
+    V = cfg.padded_vocab
+    with recorder.during("validation"), torch.no_grad():
+        canon = torch.empty(V, V // 8, dtype=torch.uint8, device="cuda") if cfg.canon_file else None
+        trainer.score(now, sequences, reads, canon)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    memory = {name: peak for name, peak in recorder.peaks.items() if name != "setup"}
+    return dict(stages=stages, graphs=graphs, memory=memory, communication=communication)
 
 
-def child(arch: str, path: str, names: str, changes: str, *flags: str) -> None:
+def child(arch: str, world: str, path: str, names: str, *flags: str) -> None:
     """Print what was found out about one architecture, as a line of JSON."""
-    recorder, gpu, counters = Recorder(names), GPUS[int(arch)], torch._dynamo.utils.counters
+    recorder, breaks = Recorder(names), torch._dynamo.utils.counters["graph_break"]
     spec: Any = importlib.util.spec_from_file_location("train_gpt", path)
     script: Any = importlib.util.module_from_spec(spec)
     sys.modules["train_gpt"] = script
     spec.loader.exec_module(script)
     given = script.parse_args(["--preset", "gpt2", "--device", "cuda", "--seed", "1", *flags])
-    given = dataclasses.replace(given, **json.loads(changes))
     # A mask costs without a file, too; what CUDA graphs would replay is recorded launch by launch
     cfg = dataclasses.replace(script.resolve(given), canon_file=given.canon_file, cuda_graphs=False)
     layers = [layer for layer in cfg.layers if layer.attention != "none"]
     widths = [[cfg.head_dim // (1 + half) for half in (layer.half_qk, layer.half_v)] for layer in layers]
-    found = dict(configuration=dataclasses.asdict(cfg), cycle=cfg.all_step, failed="", stages=[], memory={})
+    found = dict(configuration=dataclasses.asdict(cfg), cycle=cfg.all_step, one_of=int(world), failed="")
     found |= dict(attention=dict(kinds=[layer.attention for layer in layers], widths=widths, block=cfg.block_size))
-    torch._dynamo.config.recompile_limit = 64  # as four numbers of processes share this one
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-            found |= run_steps(script, cfg, gpu.memory_mib, recorder)
+            found |= run_steps(script, cfg, int(world), recorder)
     except Exception as error:  # what was found before is worth having
         found["failed"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
     kernels = {
@@ -348,21 +314,19 @@ def child(arch: str, path: str, names: str, changes: str, *flags: str) -> None:
         for graph, own in recorder.kernels.items()
     }
     calls = [call for call in recorder.calls.values() if call["phase"] != "setup"]
-    print(json.dumps(found | dict(graph_breaks=dict(counters["graph_break"]), kernels=kernels, calls=calls)))
+    print(json.dumps(found | dict(graph_breaks=dict(breaks), kernels=kernels, calls=calls)))
 
 
 # ---- The report ------------------------------------------------------------------------------------------------------
-def measure(arch: int, script: Path, flags: Sequence[str] = (), names: str = "", **changes) -> dict:
+def measure(arch: int, script: Path, flags: Sequence[str] = (), names: str = "", one_of: int = 8) -> dict:
     """Return what `child` found out, in a process of its own. Raise RuntimeError if it could not begin.
 
-    `names` is a pattern: compile the kernels that have it in their names; "^$" is none, "" all. `changes` are fields of
-    the configuration that are no flags, such as `layers`.
+    `names` is a pattern: compile the kernels that have it in their names; "^$" is none, "" all.
     """
     if why := pretend_gpu.missing():
         raise RuntimeError(why)
-    told = own_process(["-c", CHILD, str(arch), str(script.resolve()), names, json.dumps(changes), *flags])
-    found = json.loads(told.splitlines()[-1])
-    return found if flags or changes else found | dict(spill_limit=GPUS[arch].spills)
+    told = own_process(["-c", CHILD, str(arch), str(one_of), str(script.resolve()), names, *flags])
+    return json.loads(told.splitlines()[-1])
 
 
 def least_spills(kernel: dict) -> int:
@@ -380,33 +344,25 @@ def failures(arch: int, found: dict) -> list[str]:
                 lines.append(f"{kernel['name']} ({entry['config']}) does not compile: {entry['error']}")
             elif entry["shared"] > GPUS[arch].shared_limit:
                 lines.append(f"{kernel['name']} ({entry['config']}) needs {entry['shared']:,} bytes of shared memory")
-        if (spills := least_spills(kernel)) > found.get("spill_limit", math.inf):
-            lines.append(f"{kernel['name']} spills at least {spills} bytes: more than any kernel before")
     return list(dict.fromkeys(lines))
-
-
-def memory_lines(arch: int, found: dict) -> Iterator[str]:
-    """Yield a line for each number of processes: MiB of the phase that needs most, and of validation."""
-    for world, memory in found["memory"].items():
-        peaks, limit = {name: n / 2**20 for name, n in memory.items()}, GPUS[arch].memory_mib
-        most = max(peaks, key=peaks.__getitem__)
-        fits = "fits" if peaks[most] + SPARE < limit else "DOES NOT FIT"
-        told = f"Processes: {world}. Rows of n-grams: {found['rows'][world]:,}. Peak in MiB: {most} {peaks[most]:,.0f},"
-        told += f" validation {peaks['validation']:,.0f}"
-        yield f"{told}. This {fits} into {limit:,} with {SPARE:,} to spare"
 
 
 def table(arch: int, found: dict) -> str:
     gpu = GPUS[arch]
     lines = [f"## sm_{arch}: {gpu.name}, {gpu.shared_limit:,} bytes of shared memory per block", ""]
-    lines += ["| graph | kernels | configurations | registers | spills | shared memory |", "|---|---|---|---|---|---|"]
     for graph, kernels in found["kernels"].items():
         entries = [entry for kernel in kernels for entry in kernel["configurations"] if "error" not in entry]
         registers, shared = (max((e[key] for e in entries), default=0) for key in ("registers", "shared"))
-        cells = [graph, len(kernels), len(entries), registers, max(map(least_spills, kernels), default=0)]
-        lines.append(f"| {' | '.join(map(str, cells))} | {shared:,} |")
-    lines += [*roofline.lines(found, found["predicted"]), "", f"Graphs: {found.get('graphs', 0)}"]
-    return "\n".join([*lines, *memory_lines(arch, found), *(f"FAILED: {line}" for line in failures(arch, found))])
+        told = f"- {graph}: {len(kernels)} kernels, {registers} registers, {shared:,} bytes of shared memory,"
+        lines.append(f"{told} {max(map(least_spills, kernels), default=0)} of spills")
+    lines += [*roofline.lines(found), ""]
+    if "memory" in found:
+        peaks = {name: n / 2**20 for name, n in found["memory"].items()}
+        most = max(peaks, key=peaks.__getitem__)
+        fits = "fits" if peaks[most] + SPARE < gpu.memory_mib else "DOES NOT FIT"
+        told = f"Peak in MiB: {most} {peaks[most]:,.0f}, validation {peaks['validation']:,.0f}"
+        lines += [f"Graphs: {found['graphs']}. {told}. This {fits} into {gpu.memory_mib:,} with {SPARE:,} to spare"]
+    return "\n".join([*lines, *(f"FAILED: {line}" for line in failures(arch, found))])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -414,23 +370,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     options: dict[str, Any] = dict(usage=argparse.SUPPRESS, allow_abbrev=False)
     options |= dict(formatter_class=argparse.RawDescriptionHelpFormatter)
     parser = argparse.ArgumentParser(prog="python -m speedrun lower", description=__doc__, **options)
-    archs = ",".join(map(str, GPUS))
-    parser.add_argument("--arch", default=archs, help="compute capabilities (default: %(default)s)")
+    parser.add_argument("--arch", type=int, nargs="+", choices=GPUS, default=[*GPUS], help="(default: %(default)s)")
+    parser.add_argument("--one_of", type=int, default=8, metavar="N", help="as one process of N (default: 8)")
     parser.add_argument("--script", type=Path, default=Path("train_gpt.py"), metavar="FILE")
     parser.add_argument("--kernels", default="", metavar="PATTERN", help="compile those with it in their names")
     out = Path("logs") / time.strftime("lower-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/lower-TIME.json")
     args, flags = parser.parse_known_args(argv)
-    if unknown := {*args.arch.split(",")} - {*archs.split(",")}:
-        parser.error(f"--arch {args.arch}: {min(unknown)!r} is none of {archs}")
     document: dict = dict(script=str(args.script), flags=flags, torch=torch.__version__, gpus={})
     code = 0
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        for arch in map(int, args.arch.split(",")):
-            found = measure(arch, args.script, flags, args.kernels)
-            can_predict = arch == 90 and len(found["memory"]) == len(WORLDS)  # not if 8 do not divide the sequences
-            found["predicted"] = roofline.predict(found) if can_predict else {}
+        for arch in args.arch:
+            found = measure(arch, args.script, flags, args.kernels, args.one_of)
+            found["predicted"] = roofline.predict(found) if arch == 90 and "memory" in found else []
             print(f"{table(arch, found)}\n", flush=True)
             document["gpus"][arch] = {name: value for name, value in found.items() if name != "calls"}
             args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -12,7 +12,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,27 +21,23 @@ from speedrun.needs import PIP
 TORCH, TRITON = "2.13", "3.7.1"  # Triton's also in pyproject.toml
 # By compute capability, from the CUDA C++ Programming Guide and NVIDIA's data sheets: multiprocessors, threads of each,
 # bytes of shared memory that a block may have, MiB of memory as torch reports them (rounded; 300 to 900 less than
-# nvidia-smi says), MiB of L2 cache; last the most bytes that a thread of any kernel of gpt2 was seen to spill:
-# FlexAttention's backward, of half queries and keys but for 90. More is a failure
-Gpu = namedtuple("Gpu", "name processors threads shared_limit memory_mib l2_cache spills")
+# nvidia-smi says), MiB of L2 cache
+Gpu = namedtuple("Gpu", "name processors threads shared_limit memory_mib l2_cache")
 GPUS = {
-    90: Gpu("NVIDIA H100 80GB HBM3", 132, 2048, 232_448, 81_000, 50, 68),
-    89: Gpu("NVIDIA GeForce RTX 4090", 128, 1536, 101_376, 24_200, 72, 552),
-    80: Gpu("NVIDIA A100-SXM4-80GB", 108, 2048, 166_912, 81_000, 40, 484),
+    90: Gpu("NVIDIA H100 80GB HBM3", 132, 2048, 232_448, 81_000, 50),
+    89: Gpu("NVIDIA GeForce RTX 4090", 128, 1536, 101_376, 24_200, 72),
+    80: Gpu("NVIDIA A100-SXM4-80GB", 108, 2048, 166_912, 81_000, 40),
 }
 
 
 def missing() -> str:
     """Return what keeps this machine from pretending, and the fix, in a line; "" if nothing does. Imports no torch."""
-    version, has_triton = importlib.metadata.version("torch"), importlib.util.find_spec("triton")
-    if sys.platform != "linux":
-        return f"needs Linux, for which Triton is built; this is {sys.platform}"
-    if not version.startswith(f"{TORCH}."):
-        cpu_build = f"{PIP} 'torch=={TORCH}.*' --index-url https://download.pytorch.org/whl/cpu"
-        return f"needs torch {TORCH}, this is {version}: {cpu_build}, in an environment of its own"
-    if not has_triton or importlib.metadata.version("triton") != TRITON:
-        return f"needs triton {TRITON}: {PIP} triton=={TRITON}"
-    return "" if shutil.which("g++") else "needs a C++ compiler: install g++ (Debian, Ubuntu: apt install g++)"
+    has = {name: importlib.metadata.version(name) for name in ("torch", "triton") if importlib.util.find_spec(name)}
+    is_right = has["torch"].startswith(f"{TORCH}.") and has.get("triton") == TRITON
+    if sys.platform == "linux" and is_right and shutil.which("g++"):
+        return ""
+    told = f"needs Linux, g++, torch {TORCH} and triton {TRITON}; here are {sys.platform}, {shutil.which('g++')}, {has}"
+    return f"{told}: {PIP} 'torch=={TORCH}.*' triton=={TRITON}, in an environment of its own"
 
 
 def load_guard() -> ctypes.CDLL:
@@ -53,11 +48,11 @@ def load_guard() -> ctypes.CDLL:
     library = cache / f"guard-{version}-{source.stat().st_mtime_ns}.so"
     if not library.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as folder:  # then renamed: others may build it, too
-            options = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder}/include", f"-L{torch_folder}/lib"]
-            options += [f"-Wl,-rpath,{torch_folder}/lib", "-lc10", "-ltorch_cpu", "-o", f"{folder}/guard.so"]
-            subprocess.run(["g++", source, *options], check=True)
-            os.rename(f"{folder}/guard.so", library)
+        made = f"{library}.{os.getpid()}"  # then renamed: others may build it, too
+        options = ["-std=c++20", "-O1", "-shared", "-fPIC", f"-I{torch_folder}/include", f"-L{torch_folder}/lib"]
+        options += [f"-Wl,-rpath,{torch_folder}/lib", "-lc10", "-ltorch_cpu", "-o", made]
+        subprocess.run(["g++", source, *options], check=True)
+        os.rename(made, library)
     return ctypes.CDLL(str(library))
 
 
@@ -69,6 +64,7 @@ def install(arch: int) -> None:
     # The compiler would time whether to pad the gates' products, of 12 inputs, as it does not know the GPU's rates; an
     # H100's make it pad none, as these products wait for memory (torch._inductor.fx_passes.pad_mm, is_mm_compute_bound)
     os.environ["TORCHINDUCTOR_SHAPE_PADDING"] = "0"
+    os.environ |= dict(TRITON_ALWAYS_COMPILE="1", TRITON_DUMP_PTXAS_LOG="1")  # which says what a kernel needs
     guard = load_guard()
     import torch
 
@@ -82,7 +78,7 @@ def install(arch: int) -> None:
         L2_cache_size=kind.l2_cache << 20, gcnArchName="", is_integrated=0, is_multi_gpu_board=0,
     )  # fmt: skip
     pretend_torch(torch, properties)
-    pretend_dynamo_and_inductor(torch)
+    pretend_constants(torch)
     pretend_triton(torch, arch)
 
 
@@ -115,39 +111,38 @@ def pretend_torch(torch, properties: SimpleNamespace) -> None:
     for name in ("current_device", "get_rng_state", "set_rng_state"):  # has imported them by name
         setattr(torch.cuda.random, name, answers[name])
     torch._C._cuda_getCurrentRawStream = lambda index: 0
+    torch.nn.Module.to = lambda self, *args: self  # it cannot move fake parameters: modules are built on the GPU
     from torch._dynamo.device_interface import CudaInterface
+    from torch._subclasses import fake_tensor
 
     CudaInterface.device = device
     for name in ("current_device", "device_count", "get_device_properties", "set_device"):
         setattr(CudaInterface, name, staticmethod(answers[name]))
     CudaInterface.get_raw_stream = staticmethod(lambda index: 0)
-
-
-def pretend_dynamo_and_inductor(torch) -> None:
-    """Keep the compiler from making real tensors on the device."""
-    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     # torch.tensor(..., device="cuda") begins as a real tensor: on the CPU
-    FakeTensorMode.avoid_device_init = property(lambda self: True)
-    torch._subclasses.fake_tensor.init_gpu_context = lambda device: None  # a CUDA build makes a tensor there
+    fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)
+    fake_tensor.init_gpu_context = lambda device: None  # a CUDA build makes a tensor there
+
+
+def pretend_constants(torch) -> None:
+    """Let the compiler fold constants on the CPU: it computes one element of them."""
+    from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_map_only
 
     class OnCPU(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            cpu, kwargs = torch.device("cpu"), dict(kwargs or {})
-            if "device" in kwargs:
-                kwargs["device"] = cpu
-            return func(*(cpu if isinstance(arg, torch.device) else arg for arg in args), **kwargs)
+            args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs or {}))
+            return func(*args, **kwargs)
 
     def on_cpu(method):
-        def wrapped(self, *args):
+        def wrapped(*args):
             with OnCPU():
-                return method(self, *args)
+                return method(*args)
 
         return wrapped
 
-    for name in ("_deduce_value", "_add_peephole_patterns"):  # folds constants by computing one element of them
+    for name in ("_deduce_value", "_add_peephole_patterns"):
         setattr(UniformValueConstantFolder, name, on_cpu(getattr(UniformValueConstantFolder, name)))
 
 
@@ -158,16 +153,13 @@ def pretend_triton(torch, arch: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
 
-    def nothing(*args):
-        raise RuntimeError("there is no GPU")
-
     methods = dict(
         __init__=lambda self: None,
         is_active=staticmethod(lambda: True),
         get_current_target=lambda self: GPUTarget("cuda", arch, 32),
         get_active_torch_device=lambda self: torch.device("cuda", 0),
         get_current_device=lambda self: 0,
-        **dict.fromkeys(("get_benchmarker", "map_python_to_cpp_type"), nothing),  # abstract
+        **dict.fromkeys(("get_benchmarker", "map_python_to_cpp_type")),  # abstract
     )
     triton.runtime.driver.set_active(type("Driver", (DriverBase,), methods)())
     triton_helpers.set_driver_to_gpu = lambda: None  # every kernel's source calls it: it would look for a real driver
@@ -205,16 +197,3 @@ def pretend_launches(precompile, launched, called) -> None:
     CompiledFxGraph.__call__ = lambda self, inputs: called(
         bool(self.fx_kwargs["is_backward"]), lambda: call(self, inputs)
     )
-
-
-@contextlib.contextmanager
-def building():
-    """Build modules on the GPU at once: Module.to cannot move fake parameters."""
-    import torch
-
-    to, torch.nn.Module.to = torch.nn.Module.to, lambda self, *args, **options: self
-    try:
-        with torch.device("cuda"):
-            yield
-    finally:
-        torch.nn.Module.to = to

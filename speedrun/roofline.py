@@ -1,11 +1,9 @@
 """Predict the ms of a step on one H100: each launch takes as long as its bytes or its FLOPs, whichever takes longer."""
 
-import itertools
 import math
 import re
 from typing import NamedTuple
 
-WORLDS = (8, 4, 2, 1)  # numbers of processes that are lowered; times are those of the first and of the last
 DOCUMENT = 690  # tokens of a document on average: FineWeb's sample of 10.2 billion in 14.9 million documents
 
 
@@ -91,55 +89,41 @@ def part_of(call: dict) -> str:
     return next(part for part, (pattern, _) in PARTS.items() if re.search(pattern, call["name"]))
 
 
-def predict_step(found: dict, gpu: Rates, stage: dict, world: int) -> dict:
-    """Return the launches of a step of a stage on one of `world` processes, and the ms of its parts.
+def predict_step(found: dict, stage: dict, gpu: Rates = H100) -> dict:
+    """Return the launches of a step of a stage, and the ms of its parts.
 
-    FlexAttention takes its bytes or its compute, the larger. Of many sequences of a process two were lowered: each
-    after the first adds its gradients to those before.
+    FlexAttention takes its bytes or its compute, the larger.
     """
-    cfg, phase = found["configuration"], stage["phase"]
-    sequences = cfg["batch_tokens"] // cfg["train_seq_len"] // world
-    launches, by_host, ms = 0.0, 1.0 * sequences, dict.fromkeys(PARTS, 0.0)
+    phase, world = stage["phase"], found["one_of"]
+    launches, by_host, ms = 0.0, 1.0, dict.fromkeys(PARTS, 0.0)
     for call in found["calls"]:
-        is_own, is_of_many = call["world"] == world, call["world"] == WORLDS[0]
-        if call["phase"] != phase or call["name"] == "zeros":  # once in a step or cycle
-            times = is_own * call["phase"].endswith(phase)
-        elif call["graph"]:
-            times = sequences * is_of_many
-        else:
-            times = is_own * max(1, sequences - 1) + is_of_many * min(0, 2 - sequences)
-        if n := times * call["count"] / found["cycle"]:
+        if call["phase"].endswith(phase):
+            n = call["count"] / found["cycle"]
             part = part_of(call)
             ms[part] += 1000 * n * seconds(call, gpu) * PARTS[part][1]
             launches += n
             by_host += n * (call["phase"] != phase or not call["graph"])  # others are replayed by a CUDA graph
-    ms["attention"] = max(ms["attention"], 1000 * sequences * attention_seconds(found, stage, gpu))
-    ms["communication"] = 1000 * (1 - 1 / world) * found["communication"][str(world)][phase] / gpu.link
+    ms["attention"] = max(ms["attention"], 1000 * attention_seconds(found, stage, gpu))
+    ms["communication"] = 1000 * (1 - 1 / world) * found["communication"][phase] / gpu.link
     ms["waiting for the host"] = max(0.0, 1000 * gpu.host * by_host - sum(ms.values()))
-    return dict(launches=launches, ms=ms, sum=sum(ms.values()))
+    return dict(first=stage["first"], launches=launches, ms=ms, sum=sum(ms.values()))
 
 
-def predict(found: dict, gpu: Rates = H100) -> dict[str, list[dict]]:
-    """Return a step of each stage, with its first step: on one of 8 processes and on the only one."""
-    firsts = [0, *itertools.accumulate(stage["steps"] for stage in found["stages"])]
-    return {
-        str(world): [
-            dict(first=n) | predict_step(found, gpu, stage, world)
-            for n, stage in zip(firsts[:-1], found["stages"], strict=True)
-        ]
-        for world in (WORLDS[0], WORLDS[-1])
-    }
+def predict(found: dict) -> list[dict]:
+    """Return a step of each stage, if it has a sequence for each process."""
+    cfg = found["configuration"]
+    is_whole = cfg["batch_tokens"] == cfg["train_seq_len"] * found["one_of"]
+    return [predict_step(found, stage) for stage in found["stages"] if is_whole]
 
 
-def lines(found: dict, predicted: dict[str, list[dict]]) -> list[str]:
-    """Return tables of the ms of parts by stage, and of the seconds of all steps."""
-    told = []
-    for world, steps in predicted.items():
-        head = [f"ms of a step, processes: {world}", *(f"from step {step['first']}" for step in steps), "run, s"]
-        rows = {part: [step["ms"][part] for step in steps] for part in PARTS} | {"sum": [s["sum"] for s in steps]}
-        told += ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-        for name, ms in rows.items():
-            run = sum(stage["steps"] * n for stage, n in zip(found["stages"], ms, strict=True)) / 1000
-            told.append(f"| {name} | {' | '.join(f'{n:.1f}' for n in (*ms, run))} |")
-        told.append(f"| launches | {' | '.join(format(step['launches'], 'g') for step in steps)} | |")
-    return told
+def lines(found: dict) -> list[str]:
+    """Return a table of the ms of parts by stage, and of the seconds of all steps."""
+    if not (steps := found["predicted"]):
+        return []
+    head = ["ms of a step", *(f"from step {step['first']}" for step in steps), "run, s"]
+    told = ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows = {part: [step["ms"][part] for step in steps] for part in PARTS} | {"sum": [s["sum"] for s in steps]}
+    for name, ms in rows.items():
+        run = sum(stage["steps"] * n for stage, n in zip(found["stages"], ms, strict=True)) / 1000
+        told.append(f"| {name} | {' | '.join(f'{n:.1f}' for n in (*ms, run))} |")
+    return [*told, f"| launches | {' | '.join(format(step['launches'], 'g') for step in steps)} | |"]
