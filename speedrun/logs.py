@@ -187,6 +187,9 @@ class Log:
             if line.average is not None:
                 time = near(line.time, line.average * line.step, 1 + line.step / 150)
                 yield f"ms at step {line.step}", line.time, time
+        for before, line in itertools.pairwise(self.lines):
+            if before.step == line.step:  # a loss of training and one of validation
+                yield f"ms at step {line.step}", before.time, near(before.time, line.time, 50 + 0.01 * line.time)
         if end := re.search(rf"^val_loss {NUMBER} after {NUMBER} s\b", self.text, re.MULTILINE):
             yield "val_loss", self.val_loss, float(end[1])
             yield "ms at the end", self.train_time, near(self.train_time, float(end[2]) * 1000, 6)

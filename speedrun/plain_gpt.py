@@ -82,7 +82,7 @@ def train(tokens: np.ndarray, val_tokens: np.ndarray, steps: int, seed: int, val
             curve.append((step, validate(model, val_tokens), 1000 * elapsed))
             start = time.perf_counter() - elapsed
         if step == steps:
-            return curve
+            break
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, steps)
         at = rng.integers(len(tokens) - CONTEXT, size=(BATCH, 1)) + np.arange(CONTEXT + 1)
@@ -94,6 +94,7 @@ def train(tokens: np.ndarray, val_tokens: np.ndarray, steps: int, seed: int, val
         optimizer.zero_grad(set_to_none=True)
         if step % 100 == 99:
             print(f"step {step + 1}/{steps}: training loss {loss.item():.3f}", file=sys.stderr, flush=True)
+    return curve
 
 
 @torch.no_grad()

@@ -58,7 +58,16 @@ def edit(old: str, new: str):
 
 
 GPT2 = dict(preset="gpt2", batch_tokens=393216, steps=510)  # two shards of 254 batches each, and two more
-HALVED = edit(r"time:(\d+)ms step_avg:([\d.]+)", lambda x: f"time:{int(x[1]) / 2}ms step_avg:{float(x[2]) / 2}")
+
+
+def half(ms: int, average: float) -> str:
+    return f"time:{ms / 2}ms step_avg:{average / 2}ms"
+
+
+TRAINING_HALVED = edit(
+    r"(train_loss\S+ train_)time:(\d+)ms step_avg:([\d.]+)ms", lambda x: x[1] + half(int(x[2]), float(x[3]))
+)
+HALVED = edit(r"time:(\d+)ms step_avg:([\d.]+)ms", lambda x: half(int(x[1]), float(x[2])))
 FAULTS = {
     "cut short": (edit("step:20/20 val_loss", "no"), "run0.txt: ends at step 20 of 20 without .*: cut short"),
     "odd configuration": (edit('"batch_tokens": 1024', '"stages": [1]'), "run0.txt: its configuration"),
@@ -71,6 +80,10 @@ FAULTS = {
     "seed of the flags": (edit('--seed", "0"', '--seed", "7"'), "run0.txt: says seed '7' and '0'"),
     "one time halved": (edit("time:403ms", "time:401ms"), "run0.txt: says ms at step 10 '401.0' and '403.0'"),
     "all times halved but the last line's": (HALVED, "run0.txt: says ms at the end '403.0' and '810.0'"),
+    "times of training halved": (
+        lambda t: TRAINING_HALVED(edit(r"step:\d+/20 val_loss.*\n(?=step)", "")(t)),
+        "run0.txt: says ms at step 20 '403.0' and '806.0'",
+    ),
     "validation tokens": (edit("sha256 .*", f"sha256 {'ab' * 32}"), "run0.txt: other validation tokens, sha256 abab"),
     "unlike tokens": (lambda t: [log_text(i, val_sha256=f"{i}" * 64, **GPT2) for i in (0, 1)], "run1.txt: unlike run0"),
     "last batch": (edit("position 19456", "position 19455"), "run0.txt: the training stream .* last batch cannot"),

@@ -107,7 +107,7 @@ BAD = """preset gpt3;device tpu;num_iterations five;num_iterations 1.5;num_itera
 batch_tokens -1;batch_tokens 100;val_tokens 100;batch_tokens 2147483648;vocab_size 256;num_iterations 2000000;
 ngram_rows 3 --ngram_order 3;ngram_rows 1;ngram_order 5;ngram_order 1;segment 0;cpu_threads 100000000;vocab_size 0;
 final_window 1000000000000;final_window -1;seed 11111111111111111111111111;cooldown_frac nan;tied_frac inf;
-train_files nowhere/*.bin;train_files LICENSE;train_files {fifo};num_iterations 1000;prefix_file nowhere;
+eot_token 257;train_files nowhere/*.bin;train_files LICENSE;train_files {fifo};num_iterations 1000;prefix_file nowhere;
 prefix_file LICENSE;canon_file nowhere;canon_file LICENSE;canon_file {fifo};init_from nowhere;init_from {fifo};
 log_dir LICENSE;run_id \0;run_id ../x;run_id a/b;resume nowhere;resume {fifo}"""
 BAD += ";device cuda" * (not torch.cuda.is_available())

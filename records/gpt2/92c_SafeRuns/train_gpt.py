@@ -362,6 +362,7 @@ class Hyperparameters:
         for name in "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment vocab_size".split():
             require(name, getattr(self, name) > 0, "1 or more")
         require("run_id", Path(self.run_id).name == self.run_id, "a name, without folders")
+        require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
         require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
         require("ngram_rows", self.ngram_order < self.ngram_rows, "more than ngram_order")
         units = dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len)
@@ -2685,7 +2686,7 @@ def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Data, 
     data = plan_data(cfg)
     may_differ = "run_id log_dir train_files val_files prefix_file canon_file save_checkpoint checkpoint_every resume"
     fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
-    if cfg.init_from:  # a run that goes on takes from it the rows that it has not trained yet
+    if cfg.init_from:  # all nodes begin with the same, and so does a run that goes on, before it takes its own rows
         with reading(Path(cfg.init_from), "model"):
             fields["init_from"] = mark(Path(cfg.init_from))
     must_match = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ.split()}
@@ -2802,5 +2803,7 @@ if __name__ == "__main__":
     finally:
         try:
             sys.stdout.flush()
+        except AttributeError:  # it began without a console
+            pass
         except OSError:  # the console has gone away; what it has not read shall not fail later
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
