@@ -2787,14 +2787,15 @@ def main(argv: Sequence[str] | None = None) -> dict:
         log.bar.set_description_str("warming up")
         trainer.warm_up(tensors)
         recompiles = train(trainer, data, log)
-        return report(log, data, trainer, recompiles)
+        result = report(log, data, trainer, recompiles)
+    if dist.is_initialized():  # a thread that is left was seen to abort a process that ended well
+        dist.destroy_process_group()
+    return result
 
 
 if __name__ == "__main__":
     try:
         main()
-        if dist.is_initialized():
-            dist.destroy_process_group()
     except (UserError, FloatingPointError, KeyboardInterrupt) as error:
         print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit(getattr(error, "code", 3 if isinstance(error, FloatingPointError) else 130))
