@@ -18,6 +18,7 @@ from speedrun.proof import Race, Run, Script, figures_of, read_race
 from speedrun.rules import obstacle, too_different
 from speedrun.store import RACE, lineage, read_script, rivals
 
+BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
 Copy = tuple[Path, Path]  # of a script, and the folder where it imports from what lay beside it
 CONTRACT = (
     "A script has to accept --seed N, --log_dir FOLDER and --run_id NAME, and to write FOLDER/NAME.txt: its source, a "
@@ -92,6 +93,8 @@ def in_turn(plan: Race, copies: Sequence[Copy], folder: Path) -> Race:
     log_dir = folder.resolve()
     log_dir = log_dir.relative_to(ROOT) if log_dir.is_relative_to(ROOT) else log_dir  # a log names no home folder
     left, began = race.order[len(race.runs) :], time.monotonic()
+    if left and (load := os.getloadavg()[0]) > BUSY:
+        print(f"the load of the last minute is {load:.1f}: times mean little if anything else runs", file=sys.stderr)
     for done, (seed, script) in enumerate(left, start=1):
         run_id = race.run_id(seed, script)
         flags = race.flags + race.scripts[script].flags
