@@ -67,7 +67,7 @@ def near(value: float, other: float, by: float) -> float:
 
 
 class Log:
-    """A log. What it does not state is None, and a number 0; train_shards are (name, tokens).
+    """Read a log. What it does not state is None, and a number 0; train_shards are (name, tokens).
 
     It begins with its script. A record's log has the script's SHA-256 instead, and `source` is empty.
     """

@@ -36,7 +36,7 @@ PEEKING = (
 
 @dataclass(frozen=True)
 class Sample:
-    """n runs; sd is NaN for one run, p also where there is no target."""
+    """Sum up n runs; sd is NaN for one run, p also where there is no target."""
 
     n: int
     mean: float
