@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, TextIO, get_args
@@ -73,29 +73,47 @@ class AlreadyComplete(UserError):
     code = 0
 
 
-# ---- Configuration: layers, stages, groups of parameters, averages are rows of tables; other numbers are flags ------
+# ---- Configuration: layers, stages, groups of parameters, EMAs are rows of tables; other numbers are flags ----------
+class Attention(NamedTuple):
+    """Say what a kind of attention is."""
+
+    window: str  # the kind of window, see `Stage`
+    heads_per_pair: int = 1  # 2: heads go in pairs, in one sequence of twice the length, and share keys
+    rotary: bool = True  # queries and keys turn by their positions; or else they begin equal
+    before: float = 0.0  # the last part of a key that is the token before's
+
+
+ATTENTION = {
+    "long": Attention("long", before=0.5),  # record 49
+    "short": Attention("short"),
+    "paired": Attention("short", heads_per_pair=2),  # record 58 (@classiclarryd)
+    "alike": Attention("long", rotary=False, before=1.0),  # what followed a token like this one?
+}
+
+
 class Layer(NamedTuple):
     """Say what a layer has. Numbers name earlier layers, counted from 0."""
 
-    # The kind of window, see `Stage`, or none. paired: the short one, and two heads share keys. alike: the long one,
-    # without positions; a key is the token before's, and queries and keys begin equal
-    attention: str
+    attention: str  # one of ATTENTION, or none
     half_qk: bool = False  # queries and keys are half as wide
     half_v: bool = False  # values are half as wide
     value_embed: bool = False  # values add a row of a table, by the token
     shift: tuple[int, ...] = ()  # the stream's channels, in as many parts, become those of so many tokens before
-    reads: int | None = None  # attention reads the output of this layer, not the stream
-    net: bool = False  # a net reads the stream here, and makes factors for each token up to the next such row
-    # The next five have factors: from the net here or above, or else parameters; xsa and head_gate need a net
+    reads: int | None = None  # attention reads the output of this layer, not the residual stream
+    net: bool = False  # a net reads the residual stream here, and makes factors for the layers up to the next net
+    # These have factors, see `resolve_layers`; xsa and head_gate need a net here or above
     xsa: bool = False  # heads subtract part of the token's own value
     head_gate: bool = False  # the output of each head has a factor
-    x0: bool = False  # the stream adds the embedding
-    ngram: bool = False  # the stream adds the embeddings of the n-grams that end with the token
-    skip: int | None = None  # the stream adds the output of this layer (U-Net)
-    mlps: int = 1  # all read the same stream
-    # In the last layer; (7, 9, 3): mixtures of the first stream, output 7 and the stream join stream and values,
-    # and one of the first stream, outputs 7, 9 and 3, value embeddings and what this layer reads joins the head's input
-    mudd: tuple[int, ...] = ()
+    x0: bool = False  # the residual stream adds the embedding
+    ngram: bool = False  # the residual stream adds the embeddings of the n-grams that end with the token
+    skip: int | None = None  # the residual stream adds the output of this layer (U-Net)
+    mlps: int = 1  # all read the same
+    # MUDD: a net of the layer's own mixes the first stream, the output of this layer and the residual stream, once
+    # into the residual stream and once into the values, and makes the factors on the stream, x0, n-grams and outputs
+    mudd: int | None = None
+    # In the last layer: the head reads, beside the residual stream, a mixture of the first stream, the outputs of these
+    # layers, the value embeddings, and what this layer's MLPs and attention read
+    head_mix: tuple[int, ...] = ()
 
 
 GPT2_LAYERS = (
@@ -109,14 +127,14 @@ GPT2_LAYERS = (
     Layer("none", x0=True, mlps=0),
     Layer("short", half_qk=True, half_v=True, value_embed=True, mlps=2),
     Layer("none", ngram=True),
-    Layer("long", value_embed=True, reads=7, head_gate=True, x0=True, ngram=True, mudd=(7, 9, 3)),
+    Layer("long", value_embed=True, reads=7, head_gate=True, x0=True, ngram=True, mudd=7, head_mix=(7, 9, 3)),
 )
 MINI_LAYERS = (  # each kind of row once
     Layer("paired", half_qk=True, net=True, value_embed=True, x0=True, ngram=True),
     Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True, mlps=2),
     Layer("long", xsa=True, head_gate=True),
     Layer("none", net=True, skip=1, x0=True, mlps=0),
-    Layer("long", value_embed=True, reads=3, head_gate=True, x0=True, ngram=True, mudd=(3, 2, 1)),
+    Layer("long", value_embed=True, reads=3, head_gate=True, x0=True, ngram=True, mudd=3, head_mix=(3, 2, 1)),
 )
 NANO_LAYERS = (Layer("alike", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1, 2, 3, 4)),)
 
@@ -125,18 +143,21 @@ class Stage(NamedTuple):
     """Say what holds for a part of the steps."""
 
     share: float  # of the steps that `more_steps` of all stages leave over
-    batch: float  # factor on batch_tokens and train_seq_len
+    batch: float  # factor on batch_tokens and train_seq_len: small batches first (record 46, @varunneal)
     max_doc_len: int  # tokens at which documents are cut; 0 in all stages: a stream, nothing is cut
-    windows: dict[str, int]  # by kind, how many tokens attention reaches back; the same kinds in all stages
+    windows: dict[str, int]  # by kind, how many tokens attention reaches back
     more_steps: int = 0  # in addition; those of the last stage have the lowest learning rates
-    lr: float = 1.0  # factor on all learning rates
-    # Multi-token prediction: weights of the losses of tokens +1, +2, ..., at the first step and after the last
+    lr: float = 1.0  # factor on all learning rates, as they rise with the batch
+    # Multi-token prediction (record 53, @varunneal): weights of the losses of tokens +1, +2, ..., at the first step and
+    # after the last
     mtp: tuple[tuple[float, float], ...] = ((1, 1),)
-    prefix: tuple[float, ...] = (0,)  # weight of the loss of the next token's prefix, in equal parts of the stage
-    classes: tuple[int, ...] = (0,)  # tokens in the softmax of a sequence, in equal parts of the stage; 0: all
+    # The next two in equal parts of the stage. Weight of the loss of the next token's prefix, the longest other token
+    # that begins it (record 88, @jvarho)
+    prefix: tuple[float, ...] = (0,)
+    candidates: tuple[int, ...] = (0,)  # tokens in the softmax of a sequence (record 92); 0: all
 
 
-SHARES = [share / 0.9994 for share in (0.2854, 0.3209, 0.3931)]
+SHARES = [share / 0.9994 for share in (0.2854, 0.3209, 0.3931)]  # the record's, which add up to 0.9994
 GPT2_STAGES = (
     Stage(
         SHARES[0],
@@ -145,7 +166,7 @@ GPT2_STAGES = (
         windows=dict(short=128, long=384),
         mtp=((1, 1), (0.5, 0.5), (0.25, 0)),
         prefix=(0.25,),
-        classes=(10240,),
+        candidates=(10240,),
     ),
     Stage(
         SHARES[1],
@@ -155,7 +176,7 @@ GPT2_STAGES = (
         lr=1.52,
         mtp=((1, 1), (0.5, 0)),
         prefix=(0.20, 0.15, 0.10, 0.05),
-        classes=(10240,),
+        candidates=(10240,),
     ),
     Stage(
         SHARES[2] - 0.06,
@@ -164,7 +185,7 @@ GPT2_STAGES = (
         windows=dict(short=640, long=1408),
         more_steps=52,
         lr=1.73,
-        classes=(14336, 14336, 24576),
+        candidates=(14336, 14336, 24576),
     ),
     Stage(0.06, batch=2.5, max_doc_len=3072, windows=dict(short=640, long=1408), lr=1.73 * (20 / 24) ** 0.5),
     Stage(0, batch=1, max_doc_len=3072, windows=dict(short=768, long=1664), more_steps=20),
@@ -174,7 +195,7 @@ MINI_STAGES = tuple(
         max_doc_len=stage.max_doc_len // 2,
         windows={kind: tokens // 8 for kind, tokens in stage.windows.items()},
         more_steps=stage.more_steps // 5,
-        classes=tuple(min(count, 192) for count in stage.classes),
+        candidates=tuple(min(count, 192) for count in stage.candidates),
     )
     for stage in GPT2_STAGES
 )
@@ -182,25 +203,18 @@ NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, windows=dict(long=512)),)
 
 
 class Group(NamedTuple):
-    """Say how the parameters whose names match one of `names` are stepped."""
+    """Say how the parameters whose names match one of `names` are updated."""
 
     optimizer: str  # Muon, Adam, or RowAdam for the table of n-grams
     names: str  # globs, separated by spaces
-    lr: float  # Adam's learning rate; a factor on muon_lr in rows of Muon, so another optimizer needs another lr
-    decay: float = 0.0  # cautious weight decay; per step: Adam decay * rate^2, Muon decay * lr * rate^2
+    lr: float  # learning rate; in rows of Muon a factor on muon_lr
+    # Cautious weight decay, with the learning rate twice, that of the step: decay * lr^2 off each unit of a value
+    decay: float = 0.0
     beta1: float = 0.9  # decay of Adam's mean of gradients; Muon has muon_momentum instead
     beta2: float = 0.99  # decay of the mean of squares: of gradients in Adam, of updates in Muon
     every: tuple[int, int] = (2, 2)  # steps between updates, which take summed gradients: before and from rare_from
 
 
-NET_GROUPS = (
-    Group("Adam", "gate_nets.*.w?", lr=8e-4, decay=0.005),
-    Group("Adam", "gate_nets.*.b2 gate_scale", lr=8e-4),
-    Group("Adam", "*.mudd_net.w? head_net.w?*", lr=0.002, decay=0.005),
-    Group("Adam", "*.mudd_net.b2 head_net.b2", lr=0.002),
-    Group("Adam", "*.value_gate", lr=0.008, decay=0.005),
-    Group("Adam", "smear_gate", lr=8e-5),
-)
 UP = (2816 / 768) ** 0.5  # root of an MLP's hidden units by the model width
 GPT2_GROUPS = (
     Group("Muon", "*.qk_w *.v_w *.attn.c_proj", lr=1.0, decay=2.25, beta2=0.9, every=(1, 1)),
@@ -210,10 +224,15 @@ GPT2_GROUPS = (
     Group("Adam", "embed.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
     Group("Adam", "value_embeds.*", lr=0.56, decay=0.025, beta1=0.75, beta2=0.95, every=(2, 4)),
     Group("RowAdam", "ngrams", lr=0.56, decay=0.025, beta1=0.0, beta2=0.95, every=(2, 4)),
-    Group("Adam", "*.attn.lambdas *.x0_lambdas *.ngram_lambdas *.skip_lambda* smear_lambda", lr=0.04),
+    Group("Adam", "*.attn.lambdas *.skip_lambda smear_lambda", lr=0.04),
     Group("Adam", "*.resid_lambdas", lr=0.04, beta2=0.95),
     Group("Adam", "*.post_lambdas", lr=0.008, beta2=0.95),
-    *NET_GROUPS,
+    Group("Adam", "gate_nets.*.w?", lr=8e-4, decay=0.005),
+    Group("Adam", "gate_nets.*.b2 gate_scale", lr=8e-4),
+    Group("Adam", "*.mudd_net.w? head_net.w?*", lr=0.002, decay=0.005),
+    Group("Adam", "*.mudd_net.b2 head_net.b2", lr=0.002),
+    Group("Adam", "*.value_gate", lr=0.008, decay=0.005),
+    Group("Adam", "smear_gate", lr=8e-5),
 )
 NANO_GROUPS = tuple(
     group._replace(every=(1, 1))
@@ -223,26 +242,25 @@ NANO_GROUPS = tuple(
         Group("Adam", "lm_head", lr=0.015, beta1=0.5, beta2=0.9),
         Group("Adam", "embed.weight value_embeds.*", lr=0.18, beta1=0.5, beta2=0.9),
         Group("RowAdam", "ngrams", lr=0.25, beta1=0.0, beta2=0.9),
-        Group("Adam", "*lambda *lambdas", lr=0.04, beta1=0.5, beta2=0.9),
-        *NET_GROUPS,
+        Group("Adam", "*lambdas", lr=0.04, beta1=0.5, beta2=0.9),
     )
 )
 
 
-class Average(NamedTuple):
-    """Say how the last steps' values of parameters are averaged, and what that changes after the last step."""
+class EMA(NamedTuple):
+    """Say of which parameters a moving average is kept in the last steps, and what it changes after them."""
 
     names: str  # globs of parameters
-    window: int  # last steps in which it ticks: average += rate * (value - average); the first tick copies
+    window: int  # last steps in which it moves: ema += rate * (value - ema); at first it copies
     rate: float
-    blend: float  # after the last step, row after row: value += blend * (average - value)
-    every: int = 4  # steps between ticks
-    offset: int = 1  # a step in which it ticks; -1: the last one
-    at_end: int = 0  # it also ticks in so many last steps
+    blend: float  # after the last step, row after row: value += blend * (ema - value)
+    every: int = 4  # steps from one move to the next
+    offset: int = 1  # a step after which it moves; -1: the last one
+    at_end: int = 0  # it also moves after each of so many last steps
     same_norm: bool = True  # in the end matrices get their norm back, which averaging shortens, if any row says so
 
     def rate_at(self, step: int, num_iterations: int) -> float:
-        """Return the rate of the tick after a step; 0: none."""
+        """Return the rate of the move after a step; 0: none."""
         start = max(0, num_iterations - self.window)
         is_due = (step - self.offset % num_iterations) % self.every == 0 or step >= num_iterations - self.at_end
         if step < start or not is_due:
@@ -251,27 +269,27 @@ class Average(NamedTuple):
 
 
 VO_MLP = "*.v_w *.attn.c_proj *.mlps.*"
-GPT2_AVERAGES = (
-    Average("lm_head embed.weight", window=298, rate=2 / 299, blend=0.65, every=1),
-    Average(VO_MLP, window=250, rate=4 / 53, blend=1.0, offset=-1),
-    Average("value_embeds.*", window=250, rate=4 / 53, blend=1.0, offset=3, same_norm=False),
-    Average("*.qk_w", window=298, rate=2 / 75, blend=0.55, at_end=2),
-    Average(VO_MLP, window=298, rate=2 / 75, blend=0.55 - 0.2007, at_end=2),  # on from what the second row set
+GPT2_EMAS = (
+    EMA("lm_head embed.weight", window=298, rate=2 / 299, blend=0.65, every=1),
+    EMA(VO_MLP, window=250, rate=4 / 53, blend=1.0, offset=-1),
+    EMA("value_embeds.*", window=250, rate=4 / 53, blend=1.0, offset=3, same_norm=False),
+    EMA("*.qk_w", window=298, rate=2 / 75, blend=0.55, at_end=2),
+    EMA(VO_MLP, window=298, rate=2 / 75, blend=0.55 - 0.2007, at_end=2),  # on from what the second row set
 )
-MINI_AVERAGES = tuple(row._replace(window=row.window // 6, rate=6 * row.rate) for row in GPT2_AVERAGES)
+MINI_EMAS = tuple(row._replace(window=row.window // 6, rate=6 * row.rate) for row in GPT2_EMAS)
 
 
-TABLES = dict(layers=Layer, stages=Stage, groups=Group, averages=Average)
+TABLES = dict(layers=Layer, stages=Stage, groups=Group, emas=EMA)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Hyperparameters:
     """Hold what defines a run, here gpt2's. Every field is a flag, except for the four tables."""
 
     layers: tuple[Layer, ...] = GPT2_LAYERS
     stages: tuple[Stage, ...] = GPT2_STAGES
     groups: tuple[Group, ...] = GPT2_GROUPS
-    averages: tuple[Average, ...] = GPT2_AVERAGES
+    emas: tuple[EMA, ...] = GPT2_EMAS
     # Data. Shards are read in sorted order; the log says so if the validation tokens do not have val_sha256
     preset: Literal["gpt2", "mini", "nano"] = "gpt2"  # all settings; by default gpt2 on a GPU and nano elsewhere
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # training shards: a glob
@@ -327,7 +345,7 @@ class Hyperparameters:
     momentum_warmup_steps: int = 240  # steps at the start, over which momentum rises from 0.85
     momentum_cooldown_steps: int = 50  # steps at the end, over which momentum falls to 0.85
     heads_per_matrix: int = 2  # heads whose queries, or keys, are one matrix for Muon (record 80, @samacqua)
-    slow_rail_from: int = 514  # step from which Muon's slow momentum takes part in updates; 0: never
+    slow_momentum_from: int = 514  # step from which Muon's slow momentum takes part in updates; 0: never
     rare_from: int = 336  # step from which groups step as `every` says second
     adam_eps: float = 1e-10  # added to the root of the second moment
     # Machine
@@ -346,7 +364,7 @@ class Hyperparameters:
     resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
 
     def __post_init__(self) -> None:
-        """Refuse what would train something else in silence. Torch refuses shapes that do not fit."""
+        """Refuse what would train something else in silence. What cannot train at all fails before the first step."""
 
         def require(name, holds, expected):
             if not holds:
@@ -354,35 +372,31 @@ class Hyperparameters:
 
         for name, row in TABLES.items():  # from JSON they come as lists
             object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
-        limits = dict(num_iterations=10**6, cpu_threads=1024)
-        for name in self.__slots__:
-            value = getattr(self, name)  # NaN is not below anything
-            most = limits.get(name, 2**31 - 1)
-            require(name, not isinstance(value, float | int) or abs(value) <= most, f"a number of at most {most}")
-        for name in "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment vocab_size".split():
-            require(name, getattr(self, name) > 0, "1 or more")
-        require("run_id", Path(self.run_id).name == self.run_id, "a name, without folders")
-        require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)  # NaN is in no range
+            is_fine = not isinstance(value, float | int) or 0 <= value < 2**31
+            require(field.name, is_fine, "a number from 0 to 2**31 - 1")
         require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
-        require("ngram_rows", self.ngram_order < self.ngram_rows, "more than ngram_order")
-        units = dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len)
-        units |= dict(ngram_rows=self.ngram_order - 1, checkpoint_every=self.all_step, rare_from=self.all_step)
+        units = dict(num_iterations=1, train_seq_len=1, val_seq_len=1, segment=1, vocab_size=1)
+        units |= dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len, ngram_rows=self.ngram_order - 1)
         for name, unit in units.items():
-            require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
+            value = getattr(self, name)
+            require(name, value > 0 and value % unit == 0, f"a multiple of {unit}, and not 0")
+        for name in "checkpoint_every", "rare_from":
+            require(name, getattr(self, name) % self.all_step == 0, f"a multiple of {self.all_step}")
+        require("run_id", Path(self.run_id).name == self.run_id, "a name, without folders")
         require("num_iterations", self.base_steps >= 0, "at least the more_steps of all stages")
-        require("layers", not any(layer.mudd for layer in self.layers[:-1]), "mudd in the last layer alone")
-        require("averages", all(row.window >= row.every for row in self.averages), "windows in which each ticks")
+        require("emas", all(row.window >= row.every for row in self.emas), "windows in which each moves")
         require("stages", math.isclose(sum(stage.share for stage in self.stages), 1), "shares that add up to 1")
-        kinds = {(stage.max_doc_len > 0, *sorted(stage.windows)) for stage in self.stages}
-        require("stages", len(kinds) == 1, "the same kinds of windows in all, and max_doc_len 0 in all or in none")
-        last = range(2**31 if "long" in self.stages[0].windows else 1)
-        require("final_window", self.final_window in last, "0, or with long windows 1 or more")
 
     all_step = property(lambda self: math.lcm(*chain(*(group.every for group in self.groups))))  # steps till then
     base_steps = property(lambda self: self.num_iterations - sum(stage.more_steps for stage in self.stages))
     scheduled_steps = property(lambda self: self.num_iterations - self.stages[-1].more_steps)
     padded_vocab = property(lambda self: self.vocab_size + -self.vocab_size % 64)  # rows of the head, for matmul tiles
     batch_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)
+    # What the tables mean for a run, made once: --describe prints them
+    plans = cached_property(lambda self: make_plans(self))  # of each step
+    resolved_layers = cached_property(lambda self: resolve_layers(self))
 
 
 SMALL = dict(  # for CPUs, on the text in data/nano
@@ -405,7 +419,7 @@ NANO = SMALL | dict(
     layers=NANO_LAYERS,
     stages=NANO_STAGES,
     groups=NANO_GROUPS,
-    averages=(),
+    emas=(),
     preset="nano",
     val_tokens=262_144,
     val_sha256="e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33",
@@ -441,14 +455,14 @@ NANO = SMALL | dict(
     muon_momentum=0.88,
     momentum_warmup_steps=30,
     momentum_cooldown_steps=0,
-    slow_rail_from=0,
+    slow_momentum_from=0,
     rare_from=0,
     heads_per_matrix=1,
 )
 MINI = SMALL | dict(
     layers=MINI_LAYERS,
     stages=MINI_STAGES,
-    averages=MINI_AVERAGES,
+    emas=MINI_EMAS,
     preset="mini",
     val_tokens=65_536,
     target_loss=0.0,
@@ -466,7 +480,7 @@ MINI = SMALL | dict(
     muon_lr=0.04,
     momentum_warmup_steps=30,
     momentum_cooldown_steps=5,
-    slow_rail_from=78,
+    slow_momentum_from=78,
     rare_from=52,
 )
 GPT2 = Hyperparameters()
@@ -481,7 +495,7 @@ class FlagParser(argparse.ArgumentParser):
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     """Return a preset, changed by the flags in `argv`: every field of Hyperparameters but the tables is one."""
     if {"-h", "--help"} & {*argv}:
-        print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD\n")
+        print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD; --describe prints what they and the tables mean\n")
         print(inspect.getsource(Hyperparameters).partition("    def ")[0])
         for preset in MINI, NANO:
             print("Instead:", *(f"--{name}={value}" for name, value in preset.items() if name not in TABLES), "\n")
@@ -495,12 +509,17 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
             parser.add_argument(f"--{field.name}", choices=[kind, *others])
         else:
             parser.add_argument(f"--{field.name}", type=kind)
+    parser.add_argument("--describe", action="store_true")
     flags = vars(parser.parse_args(argv))
+    describes = flags.pop("describe", False)
     sees_gpu = torch.cuda.is_available() and flags.get("device") != "cpu"
     if "preset" not in flags and world_size > 1 and not sees_gpu:
         raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
     default = "gpt2" if sees_gpu else "nano"
-    return dataclasses.replace(PRESETS[flags.get("preset", default)], **flags)
+    cfg = dataclasses.replace(PRESETS[flags.get("preset", default)], **flags)
+    if describes:
+        sys.exit(describe_tables(cfg))
+    return cfg
 
 
 def resolve(cfg: Hyperparameters) -> Hyperparameters:
@@ -534,18 +553,171 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# ---- Schedules -------------------------------------------------------------------------------------------------------
+# ---- Plans: what the tables mean for each step and each layer, worked out once ---------------------------------------
 def matches(name: str, names: str) -> bool:
     """Say whether a parameter's name matches one of the globs in `names`."""
     return any(fnmatchcase(name, pattern) for pattern in names.split())
 
 
-def row_of(name: str, cfg: Hyperparameters) -> Group:
+def group_of(name: str, cfg: Hyperparameters) -> Group:
     """Return the row of `groups` that names a parameter."""
     rows = [row for row in cfg.groups if matches(name, row.names)]
     if len(rows) != 1:
         raise UserError(f"{name}: {len(rows)} rows of `groups` name this parameter, expected one")
     return rows[0]
+
+
+class Factor(NamedTuple):
+    """Say where a factor of a layer comes from, and the numbers that it begins with."""
+
+    kind: str
+    source: str  # net N: the gate net of layer N; mudd_net, KIND_lambdas: the layer's own net or parameter
+    first: list[float]
+
+
+class ResolvedLayer(NamedTuple):
+    """Say what a row of `layers` means."""
+
+    index: int
+    row: Layer
+    attention: Attention | None
+    qk_dim: int  # dimensions of a query or a key
+    v_dim: int  # dimensions of a value
+    has_value_gate: bool  # whether a gate of its own decides how much of the value embedding joins the values
+    factors: list[Factor]
+
+
+def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
+    """Return what the rows of `layers` mean."""
+    H = cfg.num_heads
+    D = cfg.head_dim
+    net = None  # the layer whose net makes factors
+    layers = []
+    for i, row in enumerate(cfg.layers):
+        net = i if row.net else net
+        by_net = None if net is None else f"net {net}"
+        has_mudd = row.mudd is not None
+        by_mudd = "mudd_net" if has_mudd else None
+        adds = row.attention != "none" or row.mlps > 0
+        table = (  # whether it has the factor, kind, which net makes it, first values
+            (has_mudd, "to_values", by_mudd, [0.0] * 3),
+            (has_mudd, "to_stream", by_mudd, [0.0] * 3),
+            (has_mudd, "value_embed", by_mudd, [2.0] * 2),  # for either half of the heads
+            (True, "resid", by_mudd, [cfg.resid_lambda_init] * 2),  # on the stream, before attention and before MLPs,
+            (adds, "post", by_mudd, [1.0] * 2),  # and on what these add: record 73
+            (row.xsa, "xsa", by_net, [0.0] * H),
+            (row.head_gate, "head_gate", by_net, [0.25] * H),
+            (row.x0, "x0", by_mudd or by_net, [0.0]),
+            (row.ngram, "ngram", by_mudd or by_net, [cfg.ngram_lambda_init]),
+            (row.skip is not None, "skip", by_net, [0.5]),
+        )
+        factors = [Factor(kind, source or f"{kind}_lambdas", first) for has, kind, source, first in table if has]
+        qk_dim = D // 2 if row.half_qk else D
+        v_dim = D // 2 if row.half_v else D
+        has_gate = row.value_embed and cfg.value_gate_inputs > 0 and not has_mudd
+        layers.append(ResolvedLayer(i, row, ATTENTION.get(row.attention), qk_dim, v_dim, has_gate, factors))
+    return layers
+
+
+class Window(NamedTuple):
+    """Say how far attention reaches back, and what goes with it."""
+
+    tokens: int
+    attn_scale: float  # factor on scores
+    frequencies: Tensor  # (D / 4,): rotary frequencies, in radians a token
+
+    def grown(self, tokens: int) -> "Window":
+        """Return the window after it grew to `tokens`, by YaRN (arXiv:2309.00071; record 31, @classiclarryd).
+
+        Frequencies of at most one turn in the old window shrink by old / new, those of 32 turns or more stay.
+        """
+        shrunk = self.tokens / tokens
+        turns = self.tokens * self.frequencies / (2 * math.pi)
+        kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
+        scale = self.attn_scale * (1 + 0.2 * math.log(tokens / self.tokens))
+        return Window(tokens, scale, self.frequencies * (shrunk + kept * (1 - shrunk)))
+
+
+def plan_windows(cfg: Hyperparameters) -> list[dict[str, Window]]:
+    """Return for each stage its windows by kind."""
+    frequencies = (1 / 1024) ** torch.linspace(0, 1, steps=cfg.head_dim // 4, dtype=torch.float64)
+    scales = {kind: cfg.attn_scale if kind == "long" else cfg.short_attn_scale for kind in cfg.stages[0].windows}
+    stages = [{kind: Window(cfg.stages[0].windows[kind], scale, frequencies) for kind, scale in scales.items()}]
+    for stage in cfg.stages[1:]:
+        stages.append({kind: window.grown(stage.windows[kind]) for kind, window in stages[-1].items()})
+    return stages
+
+
+class Update(NamedTuple):
+    """Hold the numbers of a group's update in a step."""
+
+    lr: float  # learning rate
+    rate: float  # of Adam with both bias corrections, of Muon without the row's factor, which each matrix has
+    decay: float  # weight decay: of Adam with the learning rates, of Muon without
+    beta1: float  # of Muon its momentum
+    beta2: float
+
+
+def steps_between(group: Group, step: int, cfg: Hyperparameters) -> int:
+    """Return the steps between the updates of a group, at a step."""
+    often, rarely = group.every
+    return rarely if step >= cfg.rare_from else often
+
+
+def plan_update(group: Group, count: int, step: int, lr: float, cfg: Hyperparameters) -> Update | None:
+    """Return the numbers of a group's update, its `count`-th, or None if it waits. lr: factor on learning rates."""
+    every = steps_between(group, step, cfg)
+    if (step + 1) % every:
+        return None
+    if group.optimizer == "Muon":
+        rate = cfg.muon_lr * lr
+        return Update(rate * group.lr, rate, group.decay, plan_momentum(step, cfg), group.beta2)
+    lr *= group.lr
+    n = every / group.every[0]  # an update after more steps than at first stands for several (record 92)
+    beta1, beta2 = group.beta1**n, group.beta2**n
+    rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
+    return Update(lr, rate, group.decay * n * lr**2, beta1, beta2)
+
+
+def plan_lr(step: int, stage: Stage, cfg: Hyperparameters) -> float:
+    """Return the factor on learning rates: the stage's, and in the cooldown linearly down to min_lr_frac."""
+    start = int(cfg.scheduled_steps * (1 - cfg.cooldown_frac))
+    done = min(max(0.0, (step - start) / max(1, cfg.scheduled_steps - start)), 1.0)
+    return stage.lr * (1 - done) + cfg.min_lr_frac * done
+
+
+def plan_momentum(step: int, cfg: Hyperparameters) -> float:
+    """Return Muon's momentum, which rises from 0.85 in its warm-up and falls back in its cooldown (record 39)."""
+    left = cfg.num_iterations - step
+    risen = min(step / max(1, cfg.momentum_warmup_steps), left / max(1, cfg.momentum_cooldown_steps), 1.0)
+    return (1 - risen) * 0.85 + risen * cfg.muon_momentum
+
+
+def is_tied(step: int, head: Group, cfg: Hyperparameters) -> bool:
+    """Say whether an update in a step is of embedding and head as one table (records 51, 53: @varunneal).
+
+    An accident of the record: the first update after the tied steps still is.
+    """
+    last = round(cfg.tied_frac * cfg.scheduled_steps)
+    return last > 0 and step - steps_between(head, step, cfg) < last
+
+
+class Plan(NamedTuple):
+    """Say what a step does or, unless it `trains`, a validation before it."""
+
+    step: int
+    stage: int  # number of its row
+    trains: bool
+    seq_len: int  # tokens of a training sequence
+    max_doc_len: int
+    windows: dict[str, Window]  # by kind
+    next_weights: list[float]  # of the losses of tokens +1, +2, ...
+    prefix_weight: float  # of the loss of the next token's prefix; 0: none
+    candidates: int  # tokens in the softmax of a sequence; 0: all
+    updates: dict[str, Update]  # of the groups that do not wait, by their `names`
+    has_slow_momentum: bool  # whether Muon's slow momentum takes part
+    ties: bool  # whether embedding and head are updated as one table
+    ema_rates: list[float]  # of the rows of `emas`; 0: it does not move
 
 
 def stage_ends(cfg: Hyperparameters) -> list[int]:
@@ -555,117 +727,96 @@ def stage_ends(cfg: Hyperparameters) -> list[int]:
     return [round(cfg.base_steps * end) + added for end, added in zip(ends, more, strict=True)]
 
 
-class Plan:
-    """Hold what is due in a step or, unless it `trains`, in a validation before it; the last is at num_iterations."""
+def make_plans(cfg: Hyperparameters) -> list[Plan]:
+    """Return what each step does."""
+    windows = plan_windows(cfg)
+    head = group_of("lm_head", cfg)
+    counts: Counter[str] = Counter()  # of updates, by group
+    plans: list[Plan] = []
+    for index, (start, end) in enumerate(pairwise([0, *stage_ends(cfg)])):
+        stage, length = cfg.stages[index], end - start
+        for step in range(start, end):
+            done = step - start
+            lr = plan_lr(step, stage, cfg)
+            planned = {row.names: plan_update(row, counts[row.names] + 1, step, lr, cfg) for row in cfg.groups}
+            updates = {names: update for names, update in planned.items() if update}
+            counts.update(updates.keys())
+            plan = Plan(
+                step,
+                stage=index,
+                trains=True,
+                seq_len=int(cfg.train_seq_len * stage.batch),
+                max_doc_len=stage.max_doc_len,
+                windows=windows[index],
+                next_weights=[first + (last - first) * done / length for first, last in stage.mtp],
+                prefix_weight=stage.prefix[len(stage.prefix) * done // length] if cfg.prefix_file else 0.0,
+                candidates=stage.candidates[len(stage.candidates) * done // length],
+                updates=updates,
+                has_slow_momentum=0 < cfg.slow_momentum_from <= step,
+                ties=head.names in updates and is_tied(step, head, cfg),
+                ema_rates=[row.rate_at(step, cfg.num_iterations) for row in cfg.emas],
+            )
+            plans.append(plan)
+    return plans
 
-    def __init__(self, step: int, cfg: Hyperparameters, trains: bool = True):
-        self.step = step
-        self.cfg = cfg
-        self.trains = trains
-        ends = stage_ends(cfg)
-        self.index = sum(end <= min(step, ends[-1] - 1) for end in ends)
-        start, end = [0, *ends][self.index : self.index + 2]
-        self.stage = stage = cfg.stages[self.index]
-        self.seq_len = int(cfg.train_seq_len * stage.batch)  # small batches first (record 46, @varunneal)
-        # Learning rates rise with the batch, and fall linearly in the cooldown
-        cooldown = int(cfg.scheduled_steps * (1 - cfg.cooldown_frac))
-        u = min(max(0.0, (step - cooldown) / max(1, cfg.scheduled_steps - cooldown)), 1.0)
-        self.lr = stage.lr * (1 - u) + cfg.min_lr_frac * u
-        # Muon's momentum rises linearly in its warm-up and falls in its cooldown (record 39)
-        left = cfg.num_iterations - step
-        w = min(step / max(1, cfg.momentum_warmup_steps), left / max(1, cfg.momentum_cooldown_steps), 1.0)
-        self.momentum = (1 - w) * 0.85 + w * cfg.muon_momentum
-        self.two_rails = 0 < cfg.slow_rail_from <= step
-        self.windows = dict(sorted(stage.windows.items()))
-        if step == cfg.num_iterations and cfg.final_window:  # for the last validation: record 33 (@classiclarryd)
-            self.windows["long"] = cfg.final_window
-        # Weights of the losses of the next tokens (record 53, @varunneal) and of the prefix of the first, the longest
-        # other token that begins it (88, @jvarho); tokens in the softmax
-        done, length = min(step, end - 1) - start, end - start
-        self.weights = [first + (last - first) * done / length for first, last in stage.mtp]
-        self.num_next = len(self.weights)
-        self.prefix = stage.prefix[len(stage.prefix) * done // length] if cfg.prefix_file else 0.0
-        self.classes = stage.classes[len(stage.classes) * done // length]
-        if not trains:
-            self.weights, self.num_next, self.prefix, self.classes = [1.0], 1, 0.0, 0
-        if self.prefix:
-            self.weights.append(self.prefix)
 
-    def every(self, group: Group) -> int:
-        """Return the steps between the updates of a group."""
-        return group.every[self.step >= self.cfg.rare_from]
-
-    def is_due(self, group: Group) -> bool:
-        """Say whether a group steps."""
-        return (self.step + 1) % self.every(group) == 0
-
-    def updates(self, group: Group) -> int:
-        """Return how often a group has stepped before."""
-        often, rarely = group.every
-        border = min(self.step, self.cfg.rare_from)
-        return border // often + self.step // rarely - border // rarely
-
-    def adam(self, group: Group) -> tuple[float, float, float, float]:
-        """Return Adam's rate with both bias corrections, decay, beta1, beta2.
-
-        An update after more steps than at first stands for several (record 92).
-        """
-        n = self.every(group) / group.every[0]
-        beta1, beta2 = group.beta1**n, group.beta2**n
-        count = self.updates(group) + 1
-        lr = group.lr * self.lr
-        rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
-        return rate, group.decay * n * lr**2, beta1, beta2
-
-    @property
-    def tied(self) -> bool:
-        """Say whether embedding and head step as one table: up to the update with the last tied step's gradient."""
-        last = round(self.cfg.tied_frac * self.cfg.scheduled_steps)
-        return last > 0 and self.step - self.every(row_of("lm_head", self.cfg)) < last
+def plan_validation(step: int, cfg: Hyperparameters) -> Plan:
+    """Return what a validation before a step does. The last has a longer window: record 33 (@classiclarryd)."""
+    plan = cfg.plans[min(step, cfg.num_iterations - 1)]
+    windows = plan.windows
+    if step == cfg.num_iterations and cfg.final_window:
+        windows = windows | {"long": windows["long"]._replace(tokens=cfg.final_window)}
+    return plan._replace(step=step, trains=False, windows=windows, next_weights=[1.0], prefix_weight=0.0, candidates=0)
 
 
 def num_tokens(steps: int, cfg: Hyperparameters) -> int:
     """Return how many tokens the first `steps` steps train on."""
-    return cfg.batch_sequences * sum(Plan(step, cfg).seq_len for step in range(steps))
+    return cfg.batch_sequences * sum(plan.seq_len for plan in cfg.plans[:steps])
 
 
-def window_of(attention: str) -> str:
-    """Return the kind of window of a kind of attention."""
-    return dict(paired="short", alike="long").get(attention, attention)
-
-
-def rotary_frequencies(window: str, now: Plan) -> tuple[Tensor, float]:
-    """Return the rotary frequencies (D / 4,) of a kind of window, and its factor on scores.
-
-    YaRN (arXiv:2309.00071; record 31, @classiclarryd): when the window grows from old to new tokens, frequencies of at
-    most one turn in the old window shrink by old / new, those of 32 turns or more stay, and the factor grows.
-    """
-    cfg = now.cfg
-    frequencies = (1 / 1024) ** torch.linspace(0, 1, steps=cfg.head_dim // 4, dtype=torch.float64)
-    scale = cfg.attn_scale if window == "long" else cfg.short_attn_scale
-    for old, new in pairwise(stage.windows[window] for stage in cfg.stages[: now.index + 1]):
-        turns = old * frequencies / (2 * math.pi)
-        kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
-        frequencies = frequencies * (old / new + kept * (1 - old / new))
-        scale *= 1 + 0.2 * math.log(new / old)
-    return frequencies, scale
+def describe_tables(cfg: Hyperparameters) -> str:
+    """Return as text what each layer has and what each step does, learning rates by the numbers of the groups."""
+    lines = []
+    for layer in cfg.resolved_layers:
+        factors = ", ".join(f"{kind} {first} by {source}" for kind, source, first in layer.factors)
+        dims = f"queries {layer.qk_dim}, values {layer.v_dim}" if layer.attention else ""
+        lines.append(f"layer {layer.index}: attention {layer.row.attention} {dims}, MLPs {layer.row.mlps}; {factors}")
+    lines += [f"group {i}: {group.optimizer} {group.names}" for i, group in enumerate(cfg.groups)]
+    for plan in cfg.plans:
+        reach = ", ".join(f"{kind} {window.tokens} x {window.attn_scale:.4f}" for kind, window in plan.windows.items())
+        weights = " ".join(f"{weight:.3f}" for weight in [*plan.next_weights, plan.prefix_weight])
+        rates = (
+            f"{i}: {plan.updates[row.names].lr:.3g}" for i, row in enumerate(cfg.groups) if row.names in plan.updates
+        )
+        text = f"step {plan.step}: stage {plan.stage}, {plan.seq_len} tokens, documents of {plan.max_doc_len}"
+        text += f"; windows {reach}; losses {weights} of {plan.candidates or 'all'} tokens; lr {', '.join(rates)}"
+        lines.append(text + "; tied" * plan.ties)
+    return "\n".join(lines)
 
 
 class Settings(NamedTuple):
     """Hold what a step sets in the model. They are tensors, so that nothing recompiles."""
 
-    windows: Tensor  # (kinds,) int32, by the name of the kind
+    kinds: tuple[str, ...]  # of windows
+    tokens: Tensor  # (kinds,) int32: how far the windows reach back
     frequencies: Tensor  # (kinds, D / 4)
-    scales: Tensor  # (kinds,)
-    weights: Tensor  # (n,): of the losses of the targets
+    attn_scales: Tensor  # (kinds,)
+    loss_weights: Tensor  # (n,): of the losses of the targets
 
     @classmethod
-    def of(cls, now: Plan, device: torch.device) -> "Settings":
-        dtype = wide(getattr(torch, now.cfg.dtype))
-        frequencies, scales = zip(*(rotary_frequencies(window, now) for window in now.windows), strict=True)
-        windows = torch.tensor([*now.windows.values()], dtype=torch.int32)
-        numbers = torch.stack(frequencies).to(dtype), *(torch.tensor(x, dtype=dtype) for x in (scales, now.weights))
-        return cls(*(t.to(device, non_blocking=True) for t in (windows, *numbers)))
+    def of(cls, plan: Plan, cfg: Hyperparameters, device: torch.device) -> "Settings":
+        """Return what a step or a validation sets."""
+        tokens, scales, frequencies = zip(*plan.windows.values(), strict=True)
+        weights = plan.next_weights + [plan.prefix_weight] * (plan.prefix_weight > 0)
+        dtype = wide(getattr(torch, cfg.dtype))
+        numbers = torch.stack(frequencies).to(dtype), *(torch.tensor(x, dtype=dtype) for x in (scales, weights))
+        tensors = torch.tensor(tokens, dtype=torch.int32), *numbers
+        return cls(tuple(plan.windows), *(t.to(device, non_blocking=True) for t in tensors))
+
+    def window(self, kind: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Return of a kind of window its tokens (), frequencies (D / 4,) and factor on scores ()."""
+        i = self.kinds.index(kind)
+        return self.tokens[i], self.frequencies[i], self.attn_scales[i]
 
 
 # ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
@@ -742,8 +893,7 @@ def plan_batches(pattern: str, lengths, num_sequences: int, cfg: Hyperparameters
 
 def plan_data(cfg: Hyperparameters) -> Data:
     """Return the batches of training and those of validation, which are one sequence each."""
-    plans = [Plan(step, cfg) for step in range(cfg.num_iterations)]
-    train_lengths = [(now.seq_len, now.stage.max_doc_len) for now in plans]
+    train_lengths = [(plan.seq_len, plan.max_doc_len) for plan in cfg.plans]
     train = plan_batches(cfg.train_files, train_lengths, cfg.batch_sequences, cfg)
     val_lengths = [(cfg.val_seq_len, 0)] * (cfg.val_tokens // cfg.val_seq_len)
     val = plan_batches(cfg.val_files, val_lengths, 1, cfg)
@@ -806,25 +956,24 @@ class Inputs(NamedTuple):
 
     tokens: Tensor  # (T,) int32
     doc_ids: Tensor  # (T,) int32, non-decreasing: attention stays within documents
-    targets: Tensor  # (T, n): the next tokens, and the prefix of the first; -1 for none, -2 beyond the end
-    classes: Tensor | None  # (C,): the tokens in the softmax, ascending; targets number them then. None: all
+    targets: Tensor  # (T, n): the next tokens, and the prefix of the first; or their index among the candidates
+    candidates: Tensor | None  # (C,): the tokens in the softmax, ascending. None: all
+    ngrams: Tensor  # (n, T): index of the rows of its n-grams among `Requests.ids`
     signs: Tensor  # (n, T): rows of the table of signs, for bigrams, trigrams ...; (0,) without such a table
-    rows: Tensor  # (n, T): where the rows of its n-grams are, in what `NgramTable.fetch` returns
-    places: Tensor  # (n, T): where their gradients go, among `Reads.ids`
 
 
-class Reads(NamedTuple):
-    """Say what is read in a cycle: the steps from one update of the table of n-grams to the next.
+class Requests(NamedTuple):
+    """Say which rows of the table of n-grams a cycle reads: the steps from one update of the table to the next.
 
-    Each rank owns an equal part of the rows, and all make the same plan of who reads what.
+    Each rank owns an equal part of the rows, and all make the same plan of who requests what.
     """
 
-    ids: Tensor  # the rows that this rank reads, ascending, each once
+    ids: Tensor  # the rows that this rank requests, ascending, each once
     counts: list[int]  # how many of them each rank owns
-    asked: Tensor  # which of its own rows each rank reads, rank after rank
-    asked_counts: list[int]  # how many
-    touched: Tensor  # of these each once, ascending
-    merged: Tensor  # the place of each of `asked` in `touched`
+    served: Tensor  # which of this rank's own rows each rank requests, rank after rank
+    served_counts: list[int]  # how many
+    updated: Tensor  # the served rows, each once
+    inverse: Tensor  # index of each served row in `updated`
 
 
 HASHES = (  # factors of the current token, the one before, ...: for rows and for signs
@@ -846,40 +995,42 @@ def hash_ngrams(tokens: np.ndarray, factors: Sequence[int], modulus: int, first:
     return hashed
 
 
-def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct numbers of `ids`, ascending, and the place of each of `ids` among them."""
-    found, places = torch.unique(torch.from_numpy(ids), return_inverse=True)  # np.unique took 3 to 9 times as long
-    return found.numpy(), places.numpy()
-
-
 def find_ngrams(tokens: np.ndarray, cfg: Hyperparameters) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows (n, T) of the table of n-grams, and of the table of signs.
+    """Return rows (n, T) of the table of n-grams, and of the table of signs, for int32 tokens (T,).
 
     Bigrams (record 62, @classiclarryd) and trigrams (92, Deven Pietrzak @devenpzak) have equal parts of the table, with
     a last row for tokens with too few before them. N-grams that share a row interfere less with signs (83, @TrianX).
     """
     kinds = HASHES[: cfg.ngram_order - 1]
-    last = cfg.ngram_rows // len(kinds) - 1
-    quirk = np.concatenate([[last], tokens[1:]], dtype=np.int32)  # for bigrams, as in the record
-    rows = [hash_ngrams(tokens if k else quirk, kinds[k][0], last, last) + k * (last + 1) for k in range(len(kinds))]
-    signs = [hash_ngrams(tokens, factors, cfg.sign_rows, 0) for _, factors in kinds if cfg.sign_rows]
+    size = cfg.ngram_rows // len(kinds)
+    rows = []
+    for k, (factors, _) in enumerate(kinds):
+        read = tokens
+        if k == 0:  # an accident of the record: its second bigram takes the first token for the number of the last row
+            read = np.concatenate([[size - 1], tokens[1:]], dtype=np.int32)
+        rows.append(k * size + hash_ngrams(read, factors, size - 1, first=size - 1))
+    signs = [hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for _, factors in kinds if cfg.sign_rows]
     return np.stack(rows), np.array(signs)
 
 
-def plan_reads(rows: list[np.ndarray], rank: int, rows_per_rank: int) -> tuple[np.ndarray, Reads]:
-    """Return what a rank does in a cycle, from the numbers of the rows that each rank reads.
+def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct numbers of `ids`, ascending, and the index of each of `ids` among them."""
+    found, inverse = torch.unique(torch.from_numpy(ids), return_inverse=True)  # np.unique took 3 to 9 times as long
+    return found.numpy(), inverse.numpy()
 
-    Also return the places of its own rows among those that it reads.
-    """
-    ids, places = distinct(rows[rank])
+
+def plan_requests(ids: list[np.ndarray], rank: int, rows_per_rank: int) -> tuple[Requests, np.ndarray]:
+    """Return a rank's requests, and the index of each of its ids among them, from the ids (m,) that each rank reads."""
+    own, index = distinct(ids[rank])
+    counts = np.bincount(own // rows_per_rank, minlength=len(ids)).tolist()
     first = rank * rows_per_rank
-    asked = [distinct(r[(r >= first) & (r < first + rows_per_rank)])[0] - first for r in rows]
-    all_asked = np.concatenate(asked).astype(np.int64)
-    counts = np.bincount(ids // rows_per_rank, minlength=len(rows)).tolist()
-    return places, Reads(ids, counts, all_asked, [*map(len, asked)], *distinct(all_asked))
+    served = [distinct(read[(read >= first) & (read < first + rows_per_rank)])[0] - first for read in ids]
+    all_served = np.concatenate(served).astype(np.int64)
+    updated, inverse = distinct(all_served)
+    return Requests(own, counts, all_served, [*map(len, served)], updated, inverse), index
 
 
-def choose_classes(targets: np.ndarray, count: int, offset: int, vocab: int) -> tuple[np.ndarray, int]:
+def choose_candidates(targets: np.ndarray, count: int, offset: int, vocab: int) -> tuple[np.ndarray, int]:
     """Return `count` tokens, ascending, for a softmax over fewer than all, and the next offset (record 92).
 
     They are all targets, and others from a sweep over all tokens, whose k-th is 20011 k mod V: each comes once in V.
@@ -888,9 +1039,10 @@ def choose_classes(targets: np.ndarray, count: int, offset: int, vocab: int) -> 
     chosen[targets] = True
     missing = count - chosen.sum()
     if missing < 0:
-        raise UserError(f"{chosen.sum()} different targets in a sequence: raise `classes` {count} of its stage")
+        raise UserError(f"{chosen.sum()} different targets in a sequence: raise `candidates` {count} of its stage")
     if missing:
-        look = min(vocab, int(1.7 * missing) + 256)  # enough, as targets are few
+        # The sweep goes on behind all that was looked at, chosen or not: so far as is enough where targets are few
+        look = min(vocab, int(1.7 * missing) + 256)
         ids = 20011 * ((offset + np.arange(look)) % vocab) % vocab
         others = ids[~chosen[ids]]
         if len(others) < missing:  # in small vocabularies
@@ -899,6 +1051,9 @@ def choose_classes(targets: np.ndarray, count: int, offset: int, vocab: int) -> 
         chosen[others[:missing]] = True
         offset = (offset + look) % vocab
     return np.flatnonzero(chosen), offset
+
+
+NONE, BEYOND = -1, -2  # targets that have no loss: a token without a prefix, and what would follow the last target
 
 
 class Reader:
@@ -913,54 +1068,53 @@ class Reader:
         # Of the sweep of each sequence of a step. It depends on all tokens before, and on nothing else
         self.offsets = [cfg.padded_vocab * i // n for i in range(n)]
 
-    def targets(self, now: Plan, i: int, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return `Inputs.targets` and `Inputs.classes` of sequence i of a step, from its tokens and the last target."""
-        following = tokens[1:].astype(np.int64)
-        padded = np.pad(following, (0, now.num_next - 1), constant_values=-2)
-        targets = np.lib.stride_tricks.sliding_window_view(padded, now.num_next)
-        if now.prefix:
+    def targets(self, plan: Plan, i: int, following: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return `Inputs.targets` and `Inputs.candidates` of a step's i-th sequence, from the next tokens (T,)."""
+        following = following.astype(np.int64)
+        count = len(plan.next_weights)
+        padded = np.pad(following, (0, count - 1), constant_values=BEYOND)
+        targets = np.lib.stride_tricks.sliding_window_view(padded, count)
+        if plan.prefix_weight:
             targets = np.column_stack([targets, self.prefixes[following]])
-        if not now.classes:
+        if not plan.candidates:
             return targets, None
         V = self.cfg.padded_vocab
-        classes, self.offsets[i] = choose_classes(following, now.classes, self.offsets[i], V)
-        numbers = np.full(V + 2, -1)
-        numbers[-2] = -2
-        numbers[classes] = np.arange(len(classes))
-        return numbers[targets], classes
+        candidates, self.offsets[i] = choose_candidates(following, plan.candidates, self.offsets[i], V)
+        index = np.full(V, NONE)
+        index[candidates] = np.arange(len(candidates))
+        return np.where(targets < 0, targets, index[targets]), candidates
 
-    def doc_ids(self, now: Plan, tokens: np.ndarray) -> np.ndarray:
+    def doc_ids(self, plan: Plan, tokens: np.ndarray) -> np.ndarray:
         """Number the documents; in training, parts of at most `segment` tokens."""
         t = np.arange(len(tokens))
         starts = tokens == self.cfg.eot_token
-        if now.trains:
+        if plan.trains:
             starts |= (t - np.maximum.accumulate(np.where(starts, t, 0))) % self.cfg.segment == 0
         return starts.cumsum(dtype=np.int32)
 
-    def make(self, plans: Sequence[Plan], batches: Sequence[Sequence[np.ndarray]]) -> tuple[list[list[Inputs]], Reads]:
-        """Return for each step of a cycle the inputs of this rank's sequences, and what the cycle reads, on the host.
+    def make(
+        self, plans: Sequence[Plan], batches: Sequence[Sequence[np.ndarray]]
+    ) -> tuple[list[list[Inputs]], Requests]:
+        """Return the inputs of this rank's sequences, for each step of a cycle, and what the cycle requests, on the host.
 
-        batches: for each step the tokens of all sequences, with their last targets.
+        batches: for each step the tokens of all sequences (T + 1,), with their last targets.
         """
-        rank, size = self.ranks[:2]
+        rank, size = self.ranks.rank, self.ranks.world_size
         batches = [[tokens.astype(np.int32) for tokens in batch] for batch in batches]
-        hashes = [[find_ngrams(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]
-        nothing = np.empty(0, np.int32)
-        read = [[rows for batch in hashes for rows, _ in batch[k::size]] for k in range(size)]  # by each rank
-        rows_per_rank = -(-self.cfg.ngram_rows // size)
-        places, reads = plan_reads([np.concatenate([nothing, *r], axis=None) for r in read], rank, rows_per_rank)
-        own_places = iter(np.split(places.astype(np.int32), np.cumsum([rows.size for rows in read[rank]])[:-1]))
-        steps: list[list[Inputs]] = []
-        for now, batch, batch_hashes in zip(plans, batches, hashes, strict=True):
-            steps.append([])
+        found = [[find_ngrams(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]
+        read_by = [[rows for batch in found for rows, _ in batch[k::size]] for k in range(size)]
+        nothing = np.empty(0, np.int32)  # a rank may have no sequence
+        ids = [np.concatenate([nothing, *rows], axis=None) for rows in read_by]
+        requests, index = plan_requests(ids, rank, -(-self.cfg.ngram_rows // size))
+        of_sequences = iter(np.split(index.astype(np.int32), np.cumsum([rows.size for rows in read_by[rank]])))
+        steps: list[list[Inputs]] = [[] for _ in plans]
+        for step, plan, batch, ngrams in zip(steps, plans, batches, found, strict=True):
             for i in range(rank, len(batch), size):
-                rows, signs = batch_hashes[i]
-                places = next(own_places).reshape(rows.shape)
-                ids = self.doc_ids(now, batch[i][:-1])
-                targets = self.targets(now, i, batch[i])
-                rows = rows if size == 1 else places
-                steps[-1].append(Inputs(batch[i][:-1], ids, *targets, signs, rows, places))
-        return tree_map_only(np.ndarray, self.on_host, (steps, reads))
+                tokens, signs = batch[i], ngrams[i][1]
+                targets, candidates = self.targets(plan, i, tokens[1:])
+                own = next(of_sequences).reshape(-1, len(tokens) - 1)
+                step.append(Inputs(tokens[:-1], self.doc_ids(plan, tokens[:-1]), targets, candidates, own, signs))
+        return tree_map_only(np.ndarray, self.on_host, (steps, requests))
 
     def on_host(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(np.require(array, requirements="CW"))
@@ -970,33 +1124,34 @@ class Reader:
         """Return what `make` has made, on the device."""
         return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), made)
 
-    def read(self, cycles: Iterable[tuple[list[Plan], Sequence[Batch]]]) -> Iterator[tuple[list[Inputs], Reads]]:
-        """Yield for each step this rank's sequences and what its cycle reads, on the device."""
+    def read(self, cycles: Iterable[tuple[list[Plan], Sequence[Batch]]]) -> Iterator[tuple[list[Inputs], Requests]]:
+        """Yield for each step this rank's sequences and what its cycle requests, on the device."""
 
         def make(plans, batches):
-            V = self.cfg.vocab_size
-            return self.make(plans, [[read_sequence(path, pieces, V) for path, pieces in batch] for batch in batches])
+            return self.make(
+                plans, [[read_sequence(*sequence, self.cfg.vocab_size) for sequence in batch] for batch in batches]
+            )
 
-        first = (torch.cuda.set_device, (self.device,)) if self.device.type == "cuda" else ()  # else it opens GPU 0
-        with ThreadPoolExecutor(1, "reader", *first) as thread:  # ahead of the steps, from the first `next` on
+        on_gpu = (torch.cuda.set_device, (self.device,)) if self.device.type == "cuda" else ()  # else it opens GPU 0
+        with ThreadPoolExecutor(1, "reader", *on_gpu) as thread:  # ahead of the steps, from the first `next` on
             futures = (thread.submit(make, *cycle) for cycle in cycles)
             ready = deque(islice(futures, 2))  # cycles that are read or being read
             while ready:
-                steps, reads = self.on_device(ready.popleft().result())
+                steps, requests = self.on_device(ready.popleft().result())
                 ready.extend(islice(futures, 1))
                 for sequences in steps:
-                    yield sequences, reads
+                    yield sequences, requests
 
 
 def train_cycles(batches: Sequence[Batch], cfg: Hyperparameters) -> Iterator[tuple[list[Plan], Sequence[Batch]]]:
     """Yield the plans and batches of each cycle of a training."""
-    group = row_of("ngrams", cfg)
-    plans: list[Plan] = []
-    for step in range(cfg.num_iterations):
-        plans.append(Plan(step, cfg))
-        if plans[-1].is_due(group) or step == cfg.num_iterations - 1:
-            yield plans, batches[plans[0].step : step + 1]
-            plans = []
+    names = group_of("ngrams", cfg).names
+    first = 0
+    for plan in cfg.plans:
+        end = plan.step + 1
+        if names in plan.updates or end == cfg.num_iterations:
+            yield cfg.plans[first:end], batches[first:end]
+            first = end
 
 
 # ---- Layers: each draws its own initial values; MLPs begin with zero outputs (@Grad62304977) -------------------------
@@ -1016,12 +1171,12 @@ def delay(x: Tensor, n: int) -> Tensor:
     return torch.cat([x[:n], x[: len(x) - n]])
 
 
-def scaled(factor: Tensor, product: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
-    """Return factor * product(weight), for one factor () or one for each token (T, 1).
+def scaled_linear(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+    """Return factor * x @ weight.T, for one factor () or one for each token (T, 1).
 
     One for all tokens goes into the weight, which is smaller; then its gradient needs no product saved.
     """
-    return factor * product(weight) if factor.ndim else product(factor * weight)
+    return factor * linear(x, weight) if factor.ndim else linear(x, factor * weight)
 
 
 def gate(x: Tensor, weight: Tensor) -> Tensor:
@@ -1204,12 +1359,12 @@ class MLP(nn.Module):
         self.by_kernel = fits and triton is not None and torch.cuda.get_device_capability() >= (9, 0)
 
     def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+        c_proj = self.c_proj.type_as(x)
+        if factor.ndim == 0:  # as in `scaled_linear`
+            c_proj = factor * c_proj
         fp8 = self.fp8 and torch.is_grad_enabled()
-
-        def product(c_proj: Tensor) -> Tensor:
-            return ReluSquaredMLP.apply(x, self.c_fc.mT.type_as(x), c_proj, fp8, self.by_kernel)
-
-        return scaled(factor, product, self.c_proj.type_as(x))
+        y = ReluSquaredMLP.apply(x, self.c_fc.mT.type_as(x), c_proj, fp8, self.by_kernel)
+        return factor * y if factor.ndim else y
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -1329,9 +1484,11 @@ class GatheredMask:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | GatheredMask, heads_per_pair: int) -> Tensor:
-    """Return softmax(q k') v of each head (T, H, D), within the mask; v has a D of its own."""
+    """Return softmax(q k') v of each head (T, H, D), within the mask; v has a D of its own.
+
+    The heads of a pair, h and h + H / 2, alternate in one sequence of 2 T.
+    """
     T, H, D = v.shape
-    # The heads of a pair, h and h + H / 2, alternate in one sequence of 2 T and share keys (record 58, @classiclarryd)
     q, k, v = (t.reshape(T * heads_per_pair, H // heads_per_pair, -1) for t in (q, k, v))
     if isinstance(mask, GatheredMask):
         return mask.attend(q, k, v).reshape(T, H, D)
@@ -1343,6 +1500,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | GatheredMask, head
     return y.squeeze(0).transpose(0, 1).reshape(T, H, D)
 
 
+class View(NamedTuple):
+    """Hold what a kind of attention sees of a sequence, and where it is."""
+
+    mask: BlockMask | GatheredMask
+    cos: Tensor  # (T, 1, heads_per_pair, 1, 1, D / 4), as `NormRotate` takes them
+    sin: Tensor
+    scale: Tensor  # (): factor on scores
+
+
 class CausalSelfAttention(nn.Module):
     """Map x (T, K), of unit RMS, to (T, K): attention with QK-norm, rotary and value embeddings.
 
@@ -1350,111 +1516,122 @@ class CausalSelfAttention(nn.Module):
     so that Muon has few shapes: the rest is never read, and only decays.
     """
 
-    def __init__(self, cfg: Hyperparameters, layer: Layer):
+    def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer, kind: Attention):
         super().__init__()
         H = cfg.num_heads
         D = cfg.head_dim
         K = cfg.model_dim
         self.cfg = cfg
         self.layer = layer
-        self.heads_per_pair = 2 if layer.attention == "paired" else 1
+        self.kind = kind
         rows = cfg.heads_per_matrix * D
         self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
         self.v_w = uniform_weight(K, H * D, K)
         self.c_proj = uniform_weight(H * D, K, H * D)  # not zero: record 64
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
         self.value_gate = None
-        if layer.value_embed and cfg.value_gate_inputs and not layer.mudd:
+        if layer.has_value_gate:
             self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype)))
-        if layer.attention == "alike":  # queries and keys begin alike (arXiv:2305.09828)
+        if not kind.rotary:  # queries and keys begin alike (arXiv:2305.09828)
             q, k = self.qk_w.data.chunk(2)
             k.copy_(q)
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, mask, rotary: tuple, f: dict) -> Tensor:
-        """Attend, with the layer's factors f: numbers, or made by nets for each token (..., T, 1)."""
-        T, K = x.shape
+    def forward(self, x: Tensor, value_embed: Tensor | None, mixed: Tensor | None, view: View, f: dict) -> Tensor:
+        """Attend, with the layer's factors f: numbers, or made by nets for each token (..., T, 1).
+
+        value_embed and mixed (T, H D): what joins the values, if anything.
+        """
+        q, k, v = self.project(x)
+        q, k = self.position(q, k, view)
+        if value_embed is not None:
+            v = v + self.gated(value_embed, x, f)[..., : v.size(-1)]
+        if mixed is not None:
+            v = v + mixed.view_as(v)
+        y = attend(q, k, v, view.mask, self.kind.heads_per_pair)
+        if "xsa" in f:  # a head leaves out what its output shares with the token's own value: record 82 (@_djdumpling)
+            overlap = (y * v).sum(-1, keepdim=True)
+            along_v = overlap / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
+            y = y - f["xsa"].transpose(0, 1).tanh() * along_v * v
+        if "head_gate" in f:  # a head may attend to nothing: record 28 (@classiclarryd)
+            y = y * f["head_gate"].transpose(0, 1)
+        c_proj = self.c_proj.unflatten(1, (y.size(1), -1))[..., : y.size(-1)].flatten(1)
+        return scaled_linear(y.flatten(1), self.lambdas[1] * c_proj, f["post"][0])
+
+    def project(self, x: Tensor) -> list[Tensor]:
+        """Return queries and keys (T, H, qk_dim), and values (T, H, v_dim), of one product."""
         H = self.cfg.num_heads
         D = self.cfg.head_dim
-        width = D // 2 if self.layer.half_qk else D
-        v_width = D // 2 if self.layer.half_v else D
-        v_lambda, out_lambda = self.lambdas
-        qk_w = self.qk_w.view(2 * H, D, K)[:, :width]
-        v_w = v_lambda * self.v_w.view(H, D, K)[:, :v_width]
+        qk_dim = self.layer.qk_dim
+        v_dim = self.layer.v_dim
+        qk_w = self.qk_w.view(2 * H, D, -1)[:, :qk_dim]
+        v_w = self.lambdas[0] * self.v_w.view(H, D, -1)[:, :v_dim]
         qkv_w = torch.cat([qk_w.flatten(0, 1), v_w.flatten(0, 1)])
         product = FP8Linear.apply if self.cfg.layers_fp8 and torch.is_grad_enabled() else F.linear
         # One split of all three: each then writes its gradient where the product reads it, and none is copied
-        qkv = product(x, qkv_w.type_as(x)).split([H * width, H * width, H * v_width], dim=1)
-        q, k, v = (t.unflatten(1, (H, -1)) for t in qkv)
-        cos, sin, scale = rotary
-        if self.layer.attention == "alike":  # a key is the token before's: what followed a token like this one?
-            q, k = scale.type_as(q) * norm(q), delay(norm(k), 1)  # QK-norm: @Grad62304977
-        else:
-            split = T, -1, self.heads_per_pair, width // (D // 2), 2, D // 4
-            q = NormRotate.apply(q.reshape(split), cos, sin, scale).view_as(q)
-            k = NormRotate.apply(k.reshape(split), cos, sin, torch.ones_like(scale)).view_as(k)
-        if self.layer.attention == "long":  # half of a key is the token before's: record 49
-            own, before = k.split(D // 2, dim=-1)
-            k = torch.cat([own, delay(before, 1)], dim=-1)
-        v = self.add_embeddings(v, x, value_embed, f)
-        y = attend(q, k, v, mask, self.heads_per_pair)
-        if "xsa" in f:  # a head leaves out what its output shares with the token's own value: record 82 (@_djdumpling)
-            overlap = (y * v).sum(-1, keepdim=True)
-            share = overlap / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
-            y = y - f["xsa"].transpose(0, 1).tanh() * share * v
-        if "head_gate" in f:  # a head may attend to nothing: record 28 (@classiclarryd)
-            y = y * f["head_gate"].transpose(0, 1)
-        c_proj = self.c_proj.view(K, H, D)[..., :v_width].flatten(1)
-        return scaled(f["post"][0], lambda weight: linear(y.flatten(1), weight), out_lambda * c_proj)
+        qkv = product(x, qkv_w.type_as(x)).split([H * qk_dim, H * qk_dim, H * v_dim], dim=1)
+        return [t.unflatten(1, (H, -1)) for t in qkv]
 
-    def add_embeddings(self, v: Tensor, x: Tensor, value_embed: Tensor | None, f: dict) -> Tensor:
-        """Add to the values v (T, H, D) the value embedding, as much as a gate lets through, and what MUDD mixed."""
-        if value_embed is not None:  # after value residuals (arXiv:2410.17897): record 14 (@KoszarskyB)
-            added = value_embed.unflatten(1, (v.size(1), -1))[..., : v.size(-1)]
-            if self.value_gate is not None:  # record 55 (@classiclarryd); the embedding decides, too: 70 (@photon_mz)
-                n = self.value_gate.size(1) // 2
-                decides = torch.cat([x[:, :n], value_embed[:, :n]], dim=-1)
-                added = 2 * gate(decides, self.value_gate)[:, :, None] * added
-            elif "value_gate" in f:  # one for either half of the heads
-                added = f["value_gate"].transpose(0, 1).repeat_interleave(v.size(1) // 2, dim=1) * added
-            v = v + added
-        if "value" in f:
-            v = v + f["value"].view_as(v)
-        return v
+    def position(self, q: Tensor, k: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        """Give queries and keys unit RMS (QK-norm: @Grad62304977), and positions; scale the queries."""
+        if self.kind.rotary:
+            half = self.cfg.head_dim // 2
+            split = len(q), -1, self.kind.heads_per_pair, self.layer.qk_dim // half, 2, half // 2
+            q = NormRotate.apply(q.reshape(split), view.cos, view.sin, view.scale).view_as(q)
+            k = NormRotate.apply(k.reshape(split), view.cos, view.sin, torch.ones_like(view.scale)).view_as(k)
+        else:
+            q = view.scale.type_as(q) * norm(q)
+            k = norm(k)
+        if self.kind.before:
+            late = int(self.kind.before * k.size(-1))
+            own, before = k.split([k.size(-1) - late, late], dim=-1)
+            k = torch.cat([own, delay(before, 1)], dim=-1)
+        return q, k
+
+    def gated(self, value_embed: Tensor, x: Tensor, f: dict) -> Tensor:
+        """Return the value embedding (T, H, D), as much of it as a gate lets through.
+
+        After value residuals (arXiv:2410.17897): record 14 (@KoszarskyB). Gates: record 55 (@classiclarryd); the
+        embedding decides, too: 70 (@photon_mz).
+        """
+        H = self.cfg.num_heads
+        embed = value_embed.unflatten(1, (H, -1))[..., : self.layer.v_dim]
+        if self.value_gate is not None:
+            n = self.value_gate.size(1) // 2
+            decides = torch.cat([x[:, :n], value_embed[:, :n]], dim=-1)
+            embed = 2 * gate(decides, self.value_gate)[:, :, None] * embed
+        elif "value_embed" in f:  # one factor for either half of the heads
+            embed = f["value_embed"].transpose(0, 1).repeat_interleave(H // 2, dim=1) * embed
+        return embed
 
 
 # ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
 class GateNet(nn.Module):
-    """Make factors for each token of the stream x (T, K): scale (W2 gelu(W1 x) + b2).
+    """Make factors for each token from the residual stream x (T, K): scale (W2 gelu(W1 x) + b2).
 
-    wanted: for each layer by kind the numbers that its factors begin with. groups: factors also have a part for each
-    group of channels, scale W2g gelu(W1 x) (record 92). Multiway dynamic dense connections (MUDD, arXiv:2502.12170;
-    record 81) and gates (85): both by @Lisennlp.
+    wanted: the numbers that factors begin with, by a key for each. groups: factors also have a part for each group of
+    channels, scale W2g gelu(W1 x) (record 92). Multiway dynamic dense connections (MUDD, arXiv:2502.12170; record 81)
+    and gates (85): both by @Lisennlp.
     """
 
-    def __init__(self, cfg: Hyperparameters, *wanted: dict[str, list[float]], groups: int = 0):
+    def __init__(self, cfg: Hyperparameters, wanted: dict, groups: int = 0):
         super().__init__()
-        dtype = getattr(torch, cfg.dtype)  # bf16 as in the record, though steps of 8e-4 cannot move a bias near 25
-        self.wanted = wanted
-        first = [*chain(*(numbers for kinds in wanted for numbers in kinds.values()))]
+        dtype = getattr(torch, cfg.dtype)  # bf16 as in the record, where steps of 8e-4 do not move a bias of 2.5
+        self.sizes = {key: len(first) for key, first in wanted.items()}
+        first = [*chain(*wanted.values())]
         w1 = torch.empty(cfg.net_dim, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5
         self.w1 = nn.Parameter(w1.to(dtype))
         self.w2 = nn.Parameter(torch.zeros(len(first), cfg.net_dim, dtype=dtype))
         self.b2 = nn.Parameter((torch.tensor(first) / 0.1).to(dtype))  # `scale` begins at 0.1
         self.w2g = nn.Parameter(torch.zeros(len(first), groups, cfg.net_dim, dtype=dtype)) if groups else None
 
-    def forward(self, x: Tensor, scale: Tensor | float = 0.1) -> list[dict[str, Tensor]]:
-        """Return for each layer by kind the factors (n, T, 1), in the precision of x: so the stream keeps its own.
-
-        With groups they are (n, T, groups).
-        """
+    def forward(self, x: Tensor, scale: Tensor | float = 0.1) -> dict:
+        """Return the factors (n, T, 1) by key, with groups (n, T, groups), in the precision of x, which they keep."""
         hidden = F.gelu(linear(x, self.w1))
-        made = (scale * (linear(hidden, self.w2) + self.b2.type_as(x))).mT[:, :, None]
+        factors = (scale * (linear(hidden, self.w2) + self.b2.type_as(x))).mT[:, :, None]
         if self.w2g is not None:
             by_group = linear(hidden, self.w2g.flatten(0, 1)).unflatten(1, self.w2g.shape[:2])
-            made = made + scale * by_group.transpose(0, 1)
-        sizes = [len(numbers) for kinds in self.wanted for numbers in kinds.values()]
-        factors = iter(made.split(sizes))
-        return [{kind: next(factors) for kind in kinds} for kinds in self.wanted]
+            factors = factors + scale * by_group.transpose(0, 1)
+        return dict(zip(self.sizes, factors.split([*self.sizes.values()]), strict=True))
 
 
 def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
@@ -1462,58 +1639,73 @@ def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
     return sum(factor * source for factor, source in zip(factors, sources, strict=True))  # type: ignore[return-value]
 
 
-class Block(nn.Module):
-    """Add attention, embeddings or an earlier layer to the stream and then MLPs, with factors on the stream and on all.
+class Sources(NamedTuple):
+    """Hold what layers read beside the residual stream."""
 
-    A factor is a parameter of the block's `own`, or a net makes one for each token (`from_net` says which, and the
-    values to begin with): the block's own net for MUDD, or else one that several blocks share.
+    x0: Tensor  # (T, K): the embedding stays at hand (record 9, @KoszarskyB),
+    ngrams: Tensor  # (T, K): and the embeddings of n-grams (62, @classiclarryd)
+    value_embeds: dict[int, Tensor]  # (T, H D), by layer
+    views: dict[str, View]  # by kind of attention
+    streams: list[Tensor]  # the residual stream (T, K) as each layer so far reads it
+
+    def output(self, layer: int) -> Tensor:
+        """Return the residual stream after a layer: as the next one reads it."""
+        return self.streams[layer + 1]
+
+
+class Block(nn.Module):
+    """Add attention, embeddings or an earlier layer to the residual stream and then MLPs, with factors on it and on all.
+
+    `ResolvedLayer.factors` says where each factor comes from.
     """
 
-    def __init__(self, cfg: Hyperparameters, layer: Layer, has_net: bool):
+    def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer):
         super().__init__()
-        self.attn = CausalSelfAttention(cfg, layer) if layer.attention != "none" else None
-        self.mlps = nn.ModuleList(MLP(cfg) for _ in range(layer.mlps))
-        H = cfg.num_heads
-        own = dict(resid=[cfg.resid_lambda_init] * 2)  # before attention and MLPs, and on what they add: record 73
-        if self.attn or layer.mlps:
-            own["post"] = [1.0] * 2
-        first = dict(xsa=[0.0] * H, head_gate=[0.25] * H, x0=[0.0], ngram=[cfg.ngram_lambda_init], skip=[0.5])
-        added = {kind: first[kind] for kind in first if getattr(layer, kind) not in (False, None)}
-        if layer.skip is not None:
+        self.layer = layer
+        self.attn = CausalSelfAttention(cfg, layer, layer.attention) if layer.attention else None
+        self.mlps = nn.ModuleList(MLP(cfg) for _ in range(layer.row.mlps))
+        if layer.row.skip is not None:
             self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
-        self.mudd_net = None
-        if layer.mudd:
-            own |= {kind: added.pop(kind) for kind in ("x0", "ngram") if kind in added}
-            mixes = dict(values=[0.0] * 3, stream=[0.0] * 3, value_gate=[2.0] * 2)
-            self.mudd_net = GateNet(cfg, mixes | own)
-            own = {}
-        if not has_net:
-            own |= added
-            added = {}
-        self.own = own
-        self.from_net = added
-        for kind, numbers in own.items():
-            self.register_parameter(f"{kind}_lambdas", nn.Parameter(torch.tensor(numbers)))
+        if layer.row.mudd is not None:
+            self.mudd_net = GateNet(cfg, {f.kind: f.first for f in layer.factors if f.source == "mudd_net"})
+        self.own = {f.kind: f.source for f in layer.factors if f.source == f"{f.kind}_lambdas"}
+        for factor in layer.factors:
+            if factor.kind in self.own:
+                self.register_parameter(factor.source, nn.Parameter(torch.tensor(factor.first)))
 
-    def forward(self, x, read, x0, ngrams, skipped, value_embed, view, f: dict) -> tuple[Tensor, Tensor]:
-        """Return the new stream (T, K) from x, and what MLPs read.
+    def factors(self, by_nets: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
+        """Return the layer's factors by kind: its parameters, and those that gate nets have made."""
+        own = {kind: getattr(self, name) for kind, name in self.own.items()}
+        return own | {kind: factor for (layer, kind), factor in by_nets.items() if layer == self.layer.index}
 
-        Attention reads `read`; view: its mask and rotary tables; f: all factors of the layer. The embedding x0 (record
-        9, @KoszarskyB) and n-grams (62, @classiclarryd) stay at hand. `skipped`, an earlier output (U-Net: record 11,
-        @brendanh0gan), comes without a factor on the stream.
-        """
-        x = f["resid"][0] * x if skipped is None else x + self.skip_lambda.sigmoid() * f["skip"][0] * skipped
+    def forward(self, x: Tensor, sources: Sources, f: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the residual stream (T, K) after the layer, what its attention reads, and what its MLPs read."""
+        row = self.layer.row
+        x0 = sources.x0
+        mixed = None
+        if row.mudd is not None:
+            f = f | self.mudd_net(x)
+            read = [sources.streams[0], sources.output(row.mudd), x]
+            mixed = mix(f["to_values"], read)
+            x = x + mix(f["to_stream"], read)
+            x0 = sources.streams[0]  # with n-grams, as in the record
+        attn_input = x if row.reads is None else sources.output(row.reads)  # record 77 (@classiclarryd)
+        if row.skip is None:
+            x = f["resid"][0] * x
+        else:  # U-Net: record 11 (@brendanh0gan); as in the record without a factor on the stream
+            x = x + self.skip_lambda.sigmoid() * f["skip"][0] * sources.output(row.skip)
         if self.attn is not None:
-            x = x + self.attn(norm(read), value_embed, *view, f)
-        if "x0" in f:
+            value_embed = sources.value_embeds.get(self.layer.index)
+            x = x + self.attn(norm(attn_input), value_embed, mixed, sources.views[row.attention], f)
+        if row.x0:
             x = x + f["x0"][0] * x0
-        if "ngram" in f:
-            x = x + f["ngram"][0] * ngrams
-        m = norm(x)
+        if row.ngram and self.layer.index > 0:  # the first stream has them
+            x = x + f["ngram"][0] * sources.ngrams
+        mlp_input = norm(x)
         x = f["resid"][1] * x
         for mlp in self.mlps:
-            x = x + mlp(m, f["post"][1])
-        return x, m
+            x = x + mlp(mlp_input, f["post"][1])
+        return x, attn_input, mlp_input
 
 
 class GPT(nn.Module):
@@ -1530,49 +1722,56 @@ class GPT(nn.Module):
         dtype = getattr(torch, cfg.dtype)  # of tables, nets and gates, as of activations; the rest is in fp32 at first
         self.embed = nn.Embedding(cfg.padded_vocab if cfg.tied_frac else V, K, dtype=dtype)
         self.value_embeds = nn.ModuleDict()
-        for i, layer in enumerate(cfg.layers):
-            if layer.value_embed:
+        for layer in cfg.resolved_layers:
+            if layer.row.value_embed:
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
-                self.value_embeds[str(i)] = nn.Embedding.from_pretrained(table, freeze=False)
+                self.value_embeds[str(layer.index)] = nn.Embedding.from_pretrained(table, freeze=False)
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
-        starts = [i for i, layer in enumerate(cfg.layers) if layer.net]
-        nets = accumulate(layer.net for layer in cfg.layers)  # how many there are at or above each layer
-        self.blocks = nn.ModuleList(Block(cfg, layer, n > 0) for layer, n in zip(cfg.layers, nets, strict=True))
+        widest = max(
+            window.tokens
+            for plan in [*cfg.plans, plan_validation(cfg.num_iterations, cfg)]
+            for window in plan.windows.values()
+        )
+        self.max_blocks = 1 + math.ceil(widest / cfg.block_size)  # that a block of queries sees
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
         self.gate_nets = nn.ModuleDict()
-        for start, end in pairwise([*starts, len(cfg.layers)]):
-            self.gate_nets[str(start)] = GateNet(cfg, *(block.from_net for block in self.blocks[start:end]))
-        self.gate_scale = nn.Parameter(torch.tensor(0.1)) if starts else None
-        if mudd := cfg.layers[-1].mudd:
+        for i, row in enumerate(cfg.layers):
+            if row.net:
+                made = ((layer.index, f) for layer in cfg.resolved_layers for f in layer.factors)
+                self.gate_nets[str(i)] = GateNet(cfg, {(j, f.kind): f.first for j, f in made if f.source == f"net {i}"})
+        self.gate_scale = nn.Parameter(torch.tensor(0.1)) if self.gate_nets else None
+        if head_mix := cfg.layers[-1].head_mix:
             # The head gets less of what only later layers needed: record 40 (@snimu, @classiclarryd)
-            wanted = [0.0, -0.5] + [0.0] * (len(mudd) + len(self.value_embeds) + 1)
-            self.head_net = GateNet(cfg, dict(out=wanted), groups=cfg.mix_groups)
+            first = [0.0, -0.5] + [0.0] * (len(head_mix) + len(self.value_embeds) + 1)
+            self.head_net = GateNet(cfg, dict(factors=first), groups=cfg.mix_groups)
         if n := cfg.smear_gate_inputs:
             self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
             self.smear_lambda = nn.Parameter(torch.tensor(0.0))
         head = torch.empty(cfg.padded_vocab, K, dtype=dtype if cfg.tied_frac else torch.float32)
         self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
-        last = cfg.layers[-1]
-        if last.attention == "alike" and last.value_embed:  # the head begins by predicting what attention finds:
-            values = self.value_embeds[str(len(cfg.layers) - 1)].weight  # a row is what its value adds to the stream
-            self.lm_head.data[:V] = F.normalize(linear(values, self.blocks[-1].attn.c_proj)).detach()
-        if cfg.tied_frac:  # and equal they stay while `Plan.tied`
+        last = self.blocks[-1]
+        if last.attn and not last.attn.kind.rotary and last.layer.row.value_embed:
+            # The head begins by predicting what attention finds: a row is what its value adds to the residual stream
+            values = self.value_embeds[str(last.layer.index)].weight
+            self.lm_head.data[:V] = F.normalize(linear(values, last.attn.c_proj)).detach()
+        if cfg.tied_frac:  # and equal they stay while updates tie them
             self.embed.weight.data.copy_(head)
         if dtype == torch.float64:
             self.double()
 
-    def forward(self, inputs: Inputs, ngrams: Tensor, settings: Settings, never=None) -> Tensor:
+    def forward(self, inputs: Inputs, ngrams: Tensor, settings: Settings, never: Tensor | None = None) -> Tensor:
         """Return the summed loss, in FP8 where the configuration says so and gradients are wanted."""
-        cfg = self.cfg
         x = self.features(inputs, ngrams, settings)
+        head = self.lm_head if inputs.candidates is None else F.embedding(inputs.candidates, self.lm_head)
+        cfg = self.cfg
         with_grads = torch.is_grad_enabled()
-        softcap = (cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift)
+        softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
         scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
-        head = self.lm_head if inputs.classes is None else F.embedding(inputs.classes, self.lm_head)
         return HeadLoss.apply(
-            x, head, inputs.targets, settings.weights, softcap, cfg.lm_head_slice, scales, with_grads, never
+            x, head, inputs.targets, settings.loss_weights, softcap, cfg.lm_head_slice, scales, with_grads, never
         )
 
     def features(self, inputs: Inputs, ngrams: Tensor, settings: Settings) -> Tensor:
@@ -1582,63 +1781,54 @@ class GPT(nn.Module):
         value_embeds = {int(i): table(tokens) for i, table in self.value_embeds.items()}
         if self.cfg.sign_rows:
             ngrams = ngrams * self.signs[inputs.signs].type_as(ngrams)
-        ngrams = ngrams.sum(0)
         x = self.embed(tokens)
         if self.cfg.smear_gate_inputs:  # some of the token before, of another document too: record 34 (@classiclarryd)
             before = F.pad(x[:-1], (0, 0, 1, 0))
             x = x + self.smear_lambda * gate(x, self.smear_gate) * before
-        x = x0 = norm(x)
-        factors = [{kind: getattr(block, f"{kind}_lambdas") for kind in block.own} for block in self.blocks]
-        outputs: list[Tensor] = []
-        mudd = self.cfg.layers[-1].mudd
-        for i, (layer, block, f) in enumerate(zip(self.cfg.layers, self.blocks, factors, strict=True)):
-            if layer.net:
-                for of_layer, made in zip(factors[i:], self.gate_nets[str(i)](x, self.gate_scale), strict=False):
-                    of_layer |= made
-            if i == 0 and layer.ngram:  # the first stream has its n-grams
-                x = x + f.pop("ngram")[0] * ngrams
-            if layer.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
-                parts = x.tensor_split(len(layer.shift), dim=1)
-                x = torch.cat([delay(part, n) for part, n in zip(parts, layer.shift, strict=True)], dim=1)
-            if i == 0:
-                first = x
-            if layer.mudd:
-                sources = [first, outputs[mudd[0]], x]
-                f |= block.mudd_net(x)[0]
-                f["value"] = mix(f["values"], sources)
-                x = x + mix(f["stream"], sources)
-                x0 = first  # with n-grams, as in the record
-            read = x if layer.reads is None else outputs[layer.reads]  # record 77 (@classiclarryd)
-            skipped = None if layer.skip is None else outputs[layer.skip]
-            x, m = block(x, read, x0, ngrams, skipped, value_embeds.get(i), views.get(layer.attention), f)
-            outputs.append(x)
-        if mudd:  # groups of channels have factors of their own (record 92)
-            sources = [first, *(outputs[i] for i in mudd), *value_embeds.values(), m, norm(read)]
-            by_group = [source.unflatten(1, (self.cfg.mix_groups, -1)) for source in sources]
-            x = x + mix(self.head_net(x)[0]["out"][..., None], by_group).flatten(1)
+        x = norm(x)
+        sources = Sources(x, ngrams.sum(0), value_embeds, views, streams=[])
+        by_nets: dict[tuple[int, str], Tensor] = {}  # factors by layer and kind
+        for block in self.blocks:
+            layer, row = block.layer.index, block.layer.row
+            if row.net:
+                by_nets |= self.gate_nets[str(layer)](x, self.gate_scale)
+            f = block.factors(by_nets)
+            if layer == 0 and row.ngram:  # the first stream has its n-grams
+                x = x + f["ngram"][0] * sources.ngrams
+            if row.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
+                parts = x.tensor_split(len(row.shift), dim=1)
+                x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift, strict=True)], dim=1)
+            sources.streams.append(x)
+            x, attn_input, mlp_input = block(x, sources, f)
+            if row.head_mix:
+                outputs = [sources.streams[0], *map(sources.output, row.head_mix)]
+                x = self.mix_for_head(x, [*outputs, *value_embeds.values(), mlp_input, norm(attn_input)])
         return norm(x)
 
-    def attention_views(self, doc_ids: Tensor, settings: Settings) -> dict[str, tuple]:
-        """Return for each kind of attention its mask, and what `NormRotate` takes: in pairs h rotates to 2 t + h % 2.
+    def mix_for_head(self, x: Tensor, sources: list[Tensor]) -> Tensor:
+        """Return x (T, K) with a mixture of sources. Groups of channels have factors of their own (record 92)."""
+        by_group = [source.unflatten(1, (self.cfg.mix_groups, -1)) for source in sources]
+        return x + mix(self.head_net(x)["factors"][..., None], by_group).flatten(1)
 
-        The record pairs h with h + H / 2 (`attend`), but rotates by h % 2 too: of the pairs (0, 3), (1, 4), (2, 5) the
-        second has its positions swapped.
+    def attention_views(self, doc_ids: Tensor, settings: Settings) -> dict[str, View]:
+        """Return for each kind of attention its mask and rotary tables. A token of a pair has two positions.
+
+        An accident of the record: `attend` pairs the heads h and h + H / 2, but h takes the position 2 t + h % 2. So of
+        the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
         """
         cfg = self.cfg
-        views: dict[str, tuple] = {}
-        for kind in dict.fromkeys(layer.attention for layer in cfg.layers if layer.attention != "none"):
-            heads_per_pair = 2 if kind == "paired" else 1
-            i = sorted(cfg.stages[0].windows).index(window_of(kind))
-            ids = doc_ids.repeat_interleave(heads_per_pair)  # a token has two positions then
-            mask: BlockMask | GatheredMask = document_block_mask(
-                ids, settings.windows[i], cfg.block_size, for_flex=cfg.device == "cuda"
-            )
-            if cfg.device != "cuda":
-                longest = max(cfg.final_window, *chain(*(stage.windows.values() for stage in cfg.stages)))
-                mask = GatheredMask(mask, 1 + math.ceil(longest / cfg.block_size), self.embed.weight.dtype)
-            positions = torch.arange(len(ids), device=ids.device).view(-1, 1, heads_per_pair, 1, 1, 1)
-            angles = positions * settings.frequencies[i]
-            views[kind] = mask, (angles.cos(), angles.sin(), settings.scales[i])
+        on_cuda = cfg.device == "cuda"
+        views: dict[str, View] = {}
+        for name in dict.fromkeys(row.attention for row in cfg.layers if row.attention != "none"):
+            kind = ATTENTION[name]
+            window, frequencies, scale = settings.window(kind.window)
+            ids = doc_ids.repeat_interleave(kind.heads_per_pair)
+            mask: BlockMask | GatheredMask = document_block_mask(ids, window, cfg.block_size, for_flex=on_cuda)
+            if not on_cuda:
+                mask = GatheredMask(mask, self.max_blocks, self.embed.weight.dtype)
+            positions = torch.arange(len(ids), device=ids.device).view(-1, 1, kind.heads_per_pair, 1, 1, 1)
+            angles = positions * frequencies
+            views[name] = View(mask, angles.cos(), angles.sin(), scale)
         return views
 
 
@@ -1797,12 +1987,12 @@ def gather(own) -> list:
 
 
 class ShardedOptimizer:
-    """Update parameters of one precision, every rank an equal share of their rows.
+    """Update parameters of one precision, every rank an equal shard of their rows.
 
-    Parameters become views of one buffer: each starts at a row and is zero-padded. groups: the table's row for each
-    parameter; averages: by number the rows of `averages` that apply to all of them. A subclass defines
-    init_state(values), which gets the rank's rows and returns by name what to keep, and update_shard(shard, grad, now),
-    which writes new values into these rows and may overwrite `grad`.
+    Parameters become views of one buffer: each starts at a row and is zero-padded. With one process its shard is the
+    whole buffer. groups: the table's row for each parameter; emas: by number the rows of `emas` that apply to all of
+    them. A subclass defines init_state(values), which gets the rank's rows and returns by name what to keep, and
+    update_shard(shard, grad, plan), which writes new values into these rows and may overwrite `grad`.
     """
 
     update_shard: Callable
@@ -1814,19 +2004,19 @@ class ShardedOptimizer:
         self,
         params: dict[str, nn.Parameter],
         groups: list[Group],
-        averages: dict[int, Average],
+        emas: dict[int, EMA],
         cfg: Hyperparameters,
         ranks: Ranks,
     ):
         self.names = [*params]
         self.params = [*params.values()]
         self.groups = groups
-        self.averages = averages
+        self.emas = emas
         self.cfg = cfg
         self.ranks = ranks
         row = self.params[0].shape[-2:] if self.by_matrix else (16,)
         self.rows_per_param = [-(-p.numel() // math.prod(row)) for p in self.params]
-        self.rows_per_param[-1] += -sum(self.rows_per_param) % ranks.world_size  # padding: equal shares
+        self.rows_per_param[-1] += -sum(self.rows_per_param) % ranks.world_size  # padding: equal shards
         values = self.params[0].detach().new_zeros(sum(self.rows_per_param), *row)
         for p, view in zip(self.params, self.views(values), strict=True):
             view.copy_(p.detach())
@@ -1835,19 +2025,19 @@ class ShardedOptimizer:
         for p, view in zip(self.params, self.views(self.param_buffer), strict=True):
             p.data = view
         self.grad_views = self.views(self.grad_buffer)
-        self.param_shard = self.share(self.param_buffer)
+        self.param_shard = self.shard(self.param_buffer)
         self.grad_shard = self.grad_buffer if ranks.world_size == 1 else torch.zeros_like(self.param_shard)
-        own = self.share(values)
+        own = self.shard(values)
         self.state = self.init_state(own if self.param_buffer is values else own.clone())  # frees the others'
         self.values = self.state.get("values", self.param_shard)  # in fp32 where there are such
-        self.state |= {f"average {i}": torch.zeros_like(own, dtype=wide(own.dtype)) for i in averages}
+        self.state |= {f"ema {i}": torch.zeros_like(own, dtype=wide(own.dtype)) for i in emas}
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the part of a buffer that belongs to each parameter, in its shape."""
         parts = buffer.split(self.rows_per_param)
         return [part.flatten()[: p.numel()].view_as(p) for part, p in zip(parts, self.params, strict=True)]
 
-    def share(self, buffer: Tensor) -> Tensor:
+    def shard(self, buffer: Tensor) -> Tensor:
         """Return the rows of a buffer that belong to this rank."""
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
@@ -1855,16 +2045,20 @@ class ShardedOptimizer:
         """Add gradients of the parameters to those before."""
         torch._foreach_add_(self.grad_views, grads)
 
+    def is_due(self, plan: Plan) -> bool:
+        """Say whether a step updates these parameters: all groups of an optimizer are due together."""
+        return self.groups[0].names in plan.updates
+
     def reduce(self) -> None:
         """Start to sum the gradients over the ranks; each gets the sums of its rows."""
         self.wait_for_grads = start_collective(reduce_scatter, self.grad_shard, self.grad_buffer)
 
-    def update(self, now: Plan) -> None:
+    def update(self, plan: Plan) -> None:
         """Update this rank's rows with the mean over the sequences, and start to send them to the other ranks."""
         self.wait_for_grads()
         if self.cfg.batch_sequences > 1:
             self.grad_shard.div_(self.cfg.batch_sequences)
-        self.update_shard(self.param_shard, self.grad_shard, now)
+        self.update_shard(self.param_shard, self.grad_shard, plan)
         self.grad_buffer.zero_()
         self.wait_for_params = self.gather()
 
@@ -1872,33 +2066,34 @@ class ShardedOptimizer:
         """Start to send this rank's parameters to the others, and return a function that waits for theirs."""
         return start_collective(all_gather, self.param_buffer, self.param_shard)
 
-    def tick(self, step: int) -> None:
-        """Move the averages of this rank's rows."""
-        for i, row in self.averages.items():
-            if rate := row.rate_at(step, self.cfg.num_iterations):
-                average = self.state[f"average {i}"]
-                average.lerp_(self.values.to(average.dtype), rate)
+    def move_emas(self, plan: Plan) -> None:
+        """Move the averages of this rank's rows towards their values."""
+        for i in self.emas:
+            if rate := plan.ema_rates[i]:
+                ema = self.state[f"ema {i}"]
+                ema.lerp_(self.values.to(ema.dtype), rate)
 
     def finish(self) -> None:
         """Blend the averages in, and give the parameters together the norm that they had."""
-        if not self.averages:
+        if not self.emas:
             return
         before = blended = self.values.to(wide(self.values.dtype))
-        for i, row in self.averages.items():
-            blended = blended.lerp(self.state[f"average {i}"], row.blend)
+        for i, row in self.emas.items():
+            blended = blended.lerp(self.state[f"ema {i}"], row.blend)
         squares = torch.stack([t.square().sum() for t in (before, blended)])
         start_collective(dist.all_reduce, squares)()
-        if any(row.same_norm for row in self.averages.values()):
+        if any(row.same_norm for row in self.emas.values()):
             blended *= (squares[0] / squares[1]).sqrt()
         self.values.copy_(blended)
         self.param_shard.copy_(blended)
         self.gather()()
 
 
-def numbers(cfg: Hyperparameters, *values: float) -> Sequence[Tensor]:
+def to_tensors(cfg: Hyperparameters, **numbers: float) -> dict[str, Tensor]:
     """Return numbers as tensors, as each new value of a Python number would need a graph of its own."""
     dtype = wide(getattr(torch, cfg.dtype))
-    return torch.tensor(values, dtype=dtype).to(cfg.device, non_blocking=True).unbind()
+    tensors = torch.tensor([*numbers.values()], dtype=dtype).to(cfg.device, non_blocking=True).unbind()
+    return dict(zip(numbers, tensors, strict=True))
 
 
 @cache
@@ -1907,36 +2102,40 @@ def compiled(function: Callable, wanted: bool, dynamic: bool) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=dynamic) if wanted else function
 
 
-def adam_update(shard, grad, m, v, rate, eps, decay, beta1, beta2) -> None:
-    """Step rows as `Adam.update_shard` does, in operations of which the compiler makes one kernel, casts and all."""
+def adam_values(old: Tensor, mean: Tensor, squares: Tensor, rate: Tensor, eps: Tensor, decay: Tensor) -> Tensor:
+    """Return new values from the means of gradients and of their squares. The decay only goes towards 0."""
+    return old - rate * mean / (squares.sqrt() + eps) - decay * old * (mean * old > 0)
+
+
+def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, beta1, beta2, rate, eps, decay) -> None:
+    """Step rows as `Adam` says, in operations of which the compiler makes one kernel, casts and all."""
     assert shard.size(1) == 16  # tells the compiler that a thread may move several numbers at once
     grad = grad.to(m.dtype)
     m += (1 - beta1) * (grad - m)
     v += (1 - beta2) * (grad * grad - v)
-    old = shard.to(m.dtype)
-    shard.copy_(old - rate * m / (v.sqrt() + eps) - decay * old * (m * old > 0))
+    shard.copy_(adam_values(shard.to(m.dtype), m, v, rate, eps, decay))
 
 
 class Adam(ShardedOptimizer):
-    """Step tables, head, scalars and gates by Adam (arXiv:1412.6980).
+    """Update tables, head, scalars and gates by Adam (arXiv:1412.6980).
 
     In gpt2 it steps every other time, on the sum of two gradients (record 39, @classiclarryd), with moments in fp32
     (record 56, @ChrisJMcCormick). The weight decay is cautious (record 50, @roeeshenberg). Tables later step every
-    fourth time (`Plan.adam`).
+    fourth time (`plan_update`).
     """
 
     def init_state(self, values: Tensor) -> dict[str, Tensor]:
         dtype = wide(values.dtype)
         return {name: torch.zeros_like(values, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
 
-    def update_shard(self, shard: Tensor, grad: Tensor, now: Plan) -> None:
-        m, v = self.state["exp_avg"], self.state["exp_avg_sq"]
-        rate, *others = now.adam(self.groups[0])  # all have the same row
+    def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan) -> None:
+        _, rate, decay, beta1, beta2 = plan.updates[self.groups[0].names]
+        numbers = to_tensors(self.cfg, beta1=beta1, beta2=beta2, rate=rate, eps=self.cfg.adam_eps, decay=decay)
         update = compiled(adam_update, self.cfg.compile, dynamic=True)
-        update(shard, grad, m, v, *numbers(self.cfg, rate, self.cfg.adam_eps, *others))
+        update(shard, grad, self.state["exp_avg"], self.state["exp_avg_sq"], **numbers)
 
 
-MAPS = (  # a, b, c of each step: together they take singular values from 0.003 to 1 / 1.05 near 1
+NEWTON_SCHULZ = (  # a, b, c of each step: together they take singular values from 0.003 to 1 / 1.05 near 1
     (3.923798038567, -6.095026865488, 3.905234618423),
     (3.278126713798, -3.328923386476, 0.989127286973),
     (3.505298394150, -5.137358782410, 1.968325560615),
@@ -1946,7 +2145,7 @@ MAPS = (  # a, b, c of each step: together they take singular values from 0.003 
 )
 
 
-def whiten(G: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Approximate U V' for every matrix U S V' of G (n, rows, cols), in `dtype`. A zero matrix stays zero.
 
     Six steps of a quintic Newton-Schulz iteration (Keller Jordan, https://kellerjordan.github.io/posts/muon), with
@@ -1955,49 +2154,51 @@ def whiten(G: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """
     norms = G.norm(dim=(-2, -1), keepdim=True)
     X = (G / (1.05 * norms + 1e-6)).to(dtype)
-    for a, b, c in MAPS:  # X <- a X + b (X X') X + c (X X')^2 X
+    for a, b, c in NEWTON_SCHULZ:  # X <- a X + b (X X') X + c (X X')^2 X
         A = X @ X.mT
         B = torch.baddbmm(A, A, A, beta=b, alpha=c)
         X = torch.baddbmm(X, B, X, beta=a)
     return X
 
 
-def equalize(update: Tensor, lanes: Tensor, beta2: float, dim: int) -> Tensor:
-    """Divide lanes of matrices by their RMS, which `lanes` averages over steps, and give the matrices their norm back.
+def normalize_neurons(update: Tensor, squares: Tensor, beta2: float, dim: int) -> Tensor:
+    """Divide neurons of matrices by their RMS, which `squares` averages over steps, and keep the norm of each matrix.
 
-    Means are over dimension `dim`, the shorter one: lanes are columns, or rows where these are no fewer. So there is
+    Means are over dimension `dim`, the shorter one: neurons are columns, or rows where these are no fewer. So there is
     one for each hidden unit of an MLP (NorMuon, arXiv:2510.05491; records 41, @li_zichong, 48, @ChrisJMcCormick).
     """
-    lanes.lerp_(update.square().mean(dim, keepdim=True), 1 - beta2)
-    even = update / lanes.clamp(min=1e-10).sqrt()
+    squares.lerp_(update.square().mean(dim, keepdim=True), 1 - beta2)
+    even = update / squares.clamp(min=1e-10).sqrt()
     norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, even))
     return even * (norms / new_norms.clamp(min=1e-10))
 
 
 def muon_update(
-    shard, grad, factors, values, fast, slow, lanes, fast_beta, fast_share, momentum, lr: Tensor, decay, beta2, dim
+    shard: Tensor, grad: Tensor, factors: Tensor, state: dict, n: dict, decay: float, beta2: float, dim: int
 ) -> None:
-    """Step matrices as `Muon` says."""
+    """Step matrices as `Muon` says, with its state and numbers by name."""
+    values, fast, slow = state["values"], state["fast"], state["slow"]
     grad = grad.to(values.dtype)
-    fast.lerp_(grad, 1 - fast_beta)
-    slow.lerp_(grad, torch.full_like(lr, 0.02))
-    u = whiten(grad.lerp(slow.lerp(fast, fast_share), momentum), shard.dtype)
-    u = equalize(u.to(values.dtype), lanes, beta2, dim)
+    fast.lerp_(grad, 1 - n["fast_beta"])
+    slow.lerp_(grad, n["slow_share"])
+    momentum = slow.lerp(fast, n["fast_share"])
+    u = zeropower_via_newtonschulz5(grad.lerp(momentum, n["momentum"]), shard.dtype)
+    u = normalize_neurons(u.to(values.dtype), state["squares"], beta2, dim)
     if decay:
-        u += decay * lr * values * (slow * values >= 0)
-    values -= lr * factors * u
+        u += decay * n["lr"] * values * (slow * values >= 0)
+    values -= n["lr"] * factors * u
     shard.copy_(values)
 
 
 class Muon(ShardedOptimizer):
-    """Step hidden matrices of one shape by MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024).
+    """Update hidden matrices of one shape by MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024).
 
     With g the mean gradient of the step, in the lerp form of record 15, and two momenta (ANVIL, record 92):
 
-        fast <- b fast + (1 - b) g,    b = momentum, from slow_rail_from on 0.85
+        fast <- b fast + (1 - b) g,    b = momentum, from slow_momentum_from on 0.85
         slow <- 0.98 slow + 0.02 g
-        m = fast, from slow_rail_from on 0.4385 fast + 0.5615 slow
-        u <- equalize(whiten(momentum m + (1 - momentum) g))
+        m = fast, from slow_momentum_from on 0.4385 fast + 0.5615 slow
+        u <- normalize_neurons(zeropower(momentum m + (1 - momentum) g))
         p <- p - factor lr (u + decay lr p [slow p >= 0])
 
     The factor is the lr of a matrix's group. The weight decay is cautious, only towards 0 (record 43, @varunneal).
@@ -2009,18 +2210,20 @@ class Muon(ShardedOptimizer):
     def init_state(self, values: Tensor) -> dict[str, Tensor]:
         rows, columns = values.shape[-2:]
         self.mean_dim = -1 if rows >= columns else -2
-        rows_and_groups = zip(self.rows_per_param, self.groups, strict=True)
-        self.factors = self.share(torch.cat([values.new_full((n, 1, 1), group.lr) for n, group in rows_and_groups]))
-        lanes = torch.zeros_like(values.narrow(self.mean_dim, 0, 1))
-        return dict(values=values, fast=torch.zeros_like(values), slow=torch.zeros_like(values), lanes=lanes)
+        factors = [
+            values.new_full((n, 1, 1), group.lr) for n, group in zip(self.rows_per_param, self.groups, strict=True)
+        ]
+        self.factors = self.shard(torch.cat(factors))
+        squares = torch.zeros_like(values.narrow(self.mean_dim, 0, 1))
+        return dict(values=values, fast=torch.zeros_like(values), slow=torch.zeros_like(values), squares=squares)
 
-    def update_shard(self, shard: Tensor, grad: Tensor, now: Plan) -> None:
-        beta, share = (0.85, 0.4385) if now.two_rails else (now.momentum, 1.0)
-        rates = numbers(self.cfg, beta, share, now.momentum, self.cfg.muon_lr * now.lr)
-        group = self.groups[0]  # all agree in decay and beta2
-        state = [self.state[name] for name in ("values", "fast", "slow", "lanes")]
+    def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan) -> None:
+        now = plan.updates[self.groups[0].names]  # all agree but for the factor
+        fast_beta, fast_share = (0.85, 0.4385) if plan.has_slow_momentum else (now.beta1, 1.0)
+        numbers = dict(lr=now.rate, momentum=now.beta1, fast_beta=fast_beta, fast_share=fast_share, slow_share=0.02)
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
-        update(shard, grad, self.factors, *state, *rates, group.decay, group.beta2, self.mean_dim)
+        tensors = to_tensors(self.cfg, **numbers)
+        update(shard, grad, self.factors, self.state, tensors, now.decay, now.beta2, self.mean_dim)
 
 
 OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
@@ -2031,64 +2234,62 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     cfg = gpt.cfg
     members: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, p in gpt.named_parameters():
-        group = row_of(name, cfg)
-        key: tuple = (group, p.dtype)
+        group = group_of(name, cfg)
+        emas = tuple(i for i, row in enumerate(cfg.emas) if matches(name, row.names))
+        shape = ()
         if OPTIMIZERS[group.optimizer].by_matrix:
-            key = (group._replace(names="", lr=0.0), p.shape[-2:])
-        averages = tuple(i for i, row in enumerate(cfg.averages) if matches(name, row.names))
-        members.setdefault((group.optimizer, averages, repr(key)), {})[name] = p  # rows from JSON have lists
-    embed, head = (row_of(name, cfg)._replace(names="") for name in ("embed.weight", "lm_head"))
+            group, shape = group._replace(names="", lr=0.0), p.shape[-2:]
+        members.setdefault((group.optimizer, emas, repr(group), shape, p.dtype), {})[name] = p
+    embed, head = (group_of(name, cfg)._replace(names="") for name in ("embed.weight", "lm_head"))
     if cfg.tied_frac and embed != head:
         raise UserError(f"embed.weight has {embed}, lm_head {head}: expected the same, or --tied_frac 0")
     optimizers = []
-    for (kind, averages, _), params in members.items():
-        rows = {i: cfg.averages[i] for i in averages}
-        optimizers.append(OPTIMIZERS[kind](params, [row_of(name, cfg) for name in params], rows, cfg, ranks))
+    for (kind, numbers, *_), params in members.items():
+        emas = {i: cfg.emas[i] for i in numbers}
+        optimizers.append(OPTIMIZERS[kind](params, [group_of(name, cfg) for name in params], emas, cfg, ranks))
     # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
     return sorted(optimizers, key=lambda optimizer: -optimizer.grad_buffer.nbytes)
 
 
 @torch.no_grad()
-def step_optimizers(optimizers: Sequence[ShardedOptimizer], now: Plan) -> None:
+def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan) -> None:
     """Take a step on the gradients, summed over this rank's sequences, and clear those that were used.
 
     Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
     the gradients of the next and the values of the last are on their way.
     """
-    due = [optimizer for optimizer in optimizers if now.is_due(optimizer.groups[0])]
+    due = [optimizer for optimizer in optimizers if optimizer.is_due(plan)]
     for optimizer in due:
         optimizer.reduce()
     for optimizer in due:
-        optimizer.update(now)
+        optimizer.update(plan)
     for optimizer in due:
         optimizer.wait_for_params()
     for optimizer in optimizers:
-        optimizer.tick(now.step)
+        optimizer.move_emas(plan)
 
 
 # ---- N-grams: a table of which a cycle of steps reads few rows -------------------------------------------------------
-def row_adam_update(rows, v, grad, rate, eps, decay, added, n) -> tuple[Tensor, Tensor]:
-    """Return rows and their means of squares after a step as `NgramTable.update` says.
+def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, added, rate, eps, decay, n) -> tuple[Tensor, Tensor]:
+    """Return rows and their means of squares after a step as `NgramTable.update` says. grad: summed over n sequences.
 
-    grad: summed over n sequences. `added` is 1 - beta2.
+    v has decayed already; added: 1 - beta2.
     """
     grad = grad.to(v.dtype) / n
     v = v + added * grad.square().mean(1, keepdim=True)
-    old = rows.to(v.dtype)
-    u = rate * grad / (v.sqrt() + eps)
-    return (old - u - decay * old * (u * old > 0)).to(rows.dtype), v
+    return adam_values(rows.to(v.dtype), grad, v, rate, eps, decay).to(rows.dtype), v
 
 
-def add_rows(sums: Tensor, places: Tensor, grad: Tensor) -> None:
-    """Add gradients of n-grams (n, T, K) to the rows of `sums` at `places` (n, T)."""
-    sums.index_add_(0, places.flatten(), grad.flatten(0, 1).to(sums.dtype))
+def add_rows(sums: Tensor, index: Tensor, grad: Tensor) -> None:
+    """Add gradients of n-grams (n, T, K) to the rows of `sums` that `index` (n, T) names."""
+    sums.index_add_(0, index.flatten(), grad.flatten(0, 1).to(sums.dtype))
 
 
 ROWS_AT_ONCE = 2**18  # that are copied: 400 MB in gpt2
 
 
 class NgramTable:
-    """Hold the embeddings of n-grams, and step those that were read.
+    """Hold the embeddings of n-grams, and update those that were read.
 
     Each rank owns an equal part of the rows, and the table is there once: no other tensor has its size. When a cycle
     begins, its ranks fetch the rows that they will read; when it ends, summed gradients go back.
@@ -2097,7 +2298,7 @@ class NgramTable:
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg
         self.ranks = ranks
-        self.group = row_of("ngrams", cfg)
+        self.group = group_of("ngrams", cfg)
         dtype = getattr(torch, cfg.dtype)
         rows = -(-cfg.ngram_rows // ranks.world_size)
         self.first = rows * ranks.rank  # number of the first row
@@ -2111,26 +2312,28 @@ class NgramTable:
         dist.all_to_all_single(got, rows, received, sent)
         return got
 
-    def fetch(self, reads: Reads) -> Tensor:
-        """Return the rows for `Inputs.rows`: with one process all, else those that this rank reads."""
-        if self.ranks.world_size == 1:
-            return self.rows
-        return self.exchange(self.rows[reads.asked], reads.asked_counts, reads.counts)
+    def fetch(self, requests: Requests) -> Callable[[Tensor], Tensor]:
+        """Fetch the rows that a cycle reads. Return what looks them up by `Inputs.ngrams` (n, T), as (n, T, K)."""
+        if self.ranks.world_size == 1:  # they are here: nothing is copied
+            return lambda index: F.embedding(requests.ids[index], self.rows)
+        rows = self.exchange(self.rows[requests.served], requests.served_counts, requests.counts)
+        return lambda index: F.embedding(index, rows)
 
-    def update(self, reads: Reads, sums: Tensor, now: Plan) -> None:
-        """Step the rows that the cycle has read by an Adam without momentum, and with one v for each row.
+    def update(self, requests: Requests, sums: Tensor, plan: Plan) -> None:
+        """Update the rows that the cycle has read by an Adam without momentum, and with one v for each row.
 
-        v decays for all rows. sums: of the gradients of this rank's sequences.
+        v decays for all rows. sums: of the gradients of this rank's sequences, for each of `Requests.ids`.
         """
         if self.ranks.world_size > 1:
-            got = self.exchange(sums, reads.counts, reads.asked_counts)
-            sums = got.new_zeros(len(reads.touched), got.size(1)).index_add_(0, reads.merged, got)
-        rate, decay, _, beta2 = now.adam(self.group)
-        rates = numbers(self.cfg, rate, self.cfg.adam_eps, decay, 1 - beta2, self.cfg.batch_sequences)
+            got = self.exchange(sums, requests.counts, requests.served_counts)
+            sums = got.new_zeros(len(requests.updated), got.size(1)).index_add_(0, requests.inverse, got)
+        now = plan.updates[self.group.names]
+        numbers = dict(added=1 - now.beta2, rate=now.rate, eps=self.cfg.adam_eps, decay=now.decay)
+        tensors = to_tensors(self.cfg, n=self.cfg.batch_sequences, **numbers)
         update = compiled(row_adam_update, self.cfg.compile, dynamic=True)
-        self.v *= beta2
-        for ids, grad in zip(reads.touched.split(ROWS_AT_ONCE), sums.split(ROWS_AT_ONCE), strict=True):
-            rows, v = update(self.rows[ids], self.v[ids], grad, *rates)
+        self.v *= now.beta2
+        for ids, grad in zip(requests.updated.split(ROWS_AT_ONCE), sums.split(ROWS_AT_ONCE), strict=True):
+            rows, v = update(self.rows[ids], self.v[ids], grad, **tensors)
             self.rows.index_copy_(0, ids, rows)
             self.v.index_copy_(0, ids, v)
 
@@ -2264,7 +2467,7 @@ class RunLog:
             loss, asked = sent.tolist()
             self.asked |= asked > 0
             self.log_loss("train_loss", step, loss, self.read_clock(), self.bar.disable and step % 25 == 0)
-            self.bar.update(self.cfg.batch_sequences * Plan(step - 1, self.cfg).seq_len)
+            self.bar.update(self.cfg.batch_sequences * self.cfg.plans[step - 1].seq_len)
 
     def log_loss(self, name: str, step: int, loss: float, ms: float, console: bool = True) -> None:
         """Log a loss, and add it to its curve."""
@@ -2367,33 +2570,33 @@ class Trainer:
         self.gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
         self.reader = Reader(cfg, ranks, self.device)
-        self.reads: Reads | None = None  # of the present cycle
+        self.sums: Tensor | None = None  # of the n-grams' gradients, within a cycle
         self.told: list[str] = []  # signals that asked this rank to stop
 
-    def train_step(self, now: Plan, sequences: Sequence[Inputs], reads: Reads) -> Tensor:
+    def train_step(self, plan: Plan, sequences: Sequence[Inputs], requests: Requests) -> Tensor:
         """Take a step on this rank's sequences, and return the mean loss over those of all ranks."""
-        losses = []
-        settings = Settings.of(now, self.device)
-        if reads is not self.reads:  # a cycle begins
-            self.reads = reads
-            self.rows = self.table.fetch(reads)
-            shape = len(reads.ids), self.cfg.model_dim
+        if self.sums is None:  # a cycle begins
+            self.look_up = self.table.fetch(requests)
+            shape = len(requests.ids), self.cfg.model_dim
             self.sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
+        losses = []
+        settings = Settings.of(plan, self.cfg, self.device)
         for inputs in sequences:
-            loss, grad = self.gradients(inputs, F.embedding(inputs.rows, self.rows), settings)
-            compiled(add_rows, self.cfg.compile, dynamic=True)(self.sums, inputs.places, grad)
+            loss, grad = self.gradients(inputs, self.look_up(inputs.ngrams), settings)
+            compiled(add_rows, self.cfg.compile, dynamic=True)(self.sums, inputs.ngrams, grad)
             losses.append(loss / len(inputs.tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
         # And how many signals ask to stop, of all ranks: so all stop at the same step
         self.sent = F.pad(mean[None], (0, 1), value=len(self.told))
         wait = start_collective(dist.all_reduce, self.sent)
-        if now.tied and now.is_due(row_of("lm_head", self.cfg)):  # both step on the sum of their gradients
-            self.grads["embed.weight"] += self.grads["lm_head"]  # (records 51, 53: @varunneal)
+        if plan.ties:  # both are updated with the sum of their gradients
+            self.grads["embed.weight"] += self.grads["lm_head"]
             self.grads["lm_head"].copy_(self.grads["embed.weight"])
         with self.part("optimizers"):
-            step_optimizers(self.optimizers, now)
-        if now.is_due(self.table.group):
-            self.table.update(reads, self.sums, now)
+            step_optimizers(self.optimizers, plan)
+        if self.table.group.names in plan.updates:
+            self.table.update(requests, self.sums, plan)
+            self.sums = None
         wait()
         return self.sent[0]
 
@@ -2421,11 +2624,11 @@ class Trainer:
         bits = read_canon(self.cfg)
         return torch.from_numpy(bits * is_last).to(self.device) if len(bits) else None
 
-    def score(self, now: Plan, sequences: Sequence[Inputs], reads: Reads, canon: Tensor | None) -> Tensor | int:
+    def score(self, plan: Plan, sequences: Sequence[Inputs], requests: Requests, canon: Tensor | None) -> Tensor | int:
         """Return the summed loss of a rank's sequences, for all ranks at once."""
-        rows = self.table.fetch(reads)
-        settings = Settings.of(now, self.device)
-        ngrams = [F.embedding(inputs.rows, rows) for inputs in sequences]
+        look_up = self.table.fetch(requests)
+        settings = Settings.of(plan, self.cfg, self.device)
+        ngrams = [look_up(inputs.ngrams) for inputs in sequences]
         # Looked up here: within the graph, all slices of logits would read one table, and so become one kernel
         never = [None if canon is None else F.embedding(inputs.tokens, canon) for inputs in sequences]
         return sum(self.model(i, n, settings, mask) for i, n, mask in zip(sequences, ngrams, never, strict=True))
@@ -2436,36 +2639,40 @@ class Trainer:
 
         A rank may score more sequences than others, or none.
         """
-        now = Plan(step, self.cfg, trains=False)
+        plan = plan_validation(step, self.cfg)
         canon = self.canon(is_last=step == self.cfg.num_iterations)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         size = self.ranks.world_size
-        cycles = (([now], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
-        for sequences, reads in self.reader.read(cycles):
+        cycles = (([plan], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
+        for sequences, requests in self.reader.read(cycles):
             if may_stop and any(gather(self.told)):
                 return None
-            total += self.score(now, sequences, reads, canon)
+            total += self.score(plan, sequences, requests, canon)
         start_collective(dist.all_reduce, total)()
         return total.item() / self.cfg.val_tokens
 
-    def dummies(self, now: Plan, length: int) -> tuple[list[Inputs], Reads]:
+    def dummies(self, plan: Plan, length: int) -> tuple[list[Inputs], Requests]:
         """Return inputs of sequences of some length."""
-        tokens = np.arange(length + 1) % 16  # few, as all are classes of the softmax
-        (sequences,), reads = self.reader.on_device(self.reader.make([now], [[tokens] * self.cfg.batch_sequences]))
-        return sequences, reads
+        tokens = np.arange(length + 1) % 16  # few, as all are candidates
+        (sequences,), requests = self.reader.on_device(self.reader.make([plan], [[tokens] * self.cfg.batch_sequences]))
+        return sequences, requests
 
     def warm_up(self, saved: dict[str, Tensor] | None = None) -> None:
         """Run every graph once on dummy tokens, then restore this rank's state, or `saved`."""
         saved = saved or {name: t.to("cpu", copy=True) for name, t in self.state().items()}
         offsets = [*self.reader.offsets]
-        plans = [Plan(step, self.cfg) for step in range(self.cfg.num_iterations)]
-        for now in {(now.seq_len, now.classes, now.num_next, len(now.weights)): now for now in plans}.values():
-            now.step = self.cfg.all_step - 1
-            self.train_step(now, *self.dummies(now, now.seq_len))
-        now = Plan(self.cfg.num_iterations, self.cfg, trains=False)
+        plans = self.cfg.plans
+        updates = {names: update for plan in plans for names, update in plan.updates.items()}  # of all groups
+        kinds = {
+            (plan.seq_len, plan.candidates, len(plan.next_weights), plan.prefix_weight > 0): plan for plan in plans
+        }
+        for plan in kinds.values():
+            self.train_step(plan._replace(updates=updates), *self.dummies(plan, plan.seq_len))
+        plan = plan_validation(self.cfg.num_iterations, self.cfg)
         with torch.no_grad():
-            sequences, reads = self.dummies(now, self.cfg.val_seq_len)
-            self.score(now, sequences[:1], reads, self.canon(is_last=False))
+            sequences, requests = self.dummies(plan, self.cfg.val_seq_len)
+            self.score(plan, sequences[:1], requests, self.canon(is_last=False))
+        self.sums = None
         self.table.rows.zero_()  # as all begin; of these there is no copy
         self.table.v.zero_()
         for part in self.base:
@@ -2567,7 +2774,7 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
                     raise KeyboardInterrupt(" ".join({*chain(*gather(trainer.told))}))
                 log.start_clock(ms)
             if not is_last:
-                trainer.train_step(Plan(step, cfg), *next(batches))
+                trainer.train_step(cfg.plans[step], *next(batches))
                 log.send_loss(step + 1, trainer.sent)
         return graphs["unique_graphs"] - compiled
 
