@@ -1,6 +1,7 @@
 """What the script computes, against formulas written down here. Numbers come from the script's own tables."""
 
 import dataclasses
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import train_gpt
 from dense import randomize
-from train_gpt import PRESETS, Adam, Muon, Plan, Ranks, Reader, Settings
+from train_gpt import PRESETS, Adam, Muon, Plan, Ranks, Reader, Settings, plan_lr
 
 
 def close(found, expected) -> None:
@@ -20,25 +21,28 @@ def close(found, expected) -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_schedules_turn_in_the_steps_that_the_configuration_names(preset: str):
     cfg = PRESETS[preset]
-    plans = [Plan(step, cfg) for step in range(cfg.num_iterations)]
     cooldown = int(cfg.scheduled_steps * (1 - cfg.cooldown_frac))
-    assert [now.lr == now.stage.lr for now in plans].index(False) == cooldown + 1
+    stages = [cfg.stages[plan.stage] for plan in cfg.plans]
+    rates = [plan_lr(step, stage, cfg) for step, stage in enumerate(stages)]
+    assert [rate == stage.lr for rate, stage in zip(rates, stages, strict=True)].index(False) == cooldown + 1
+    muon = next(group for group in cfg.groups if group.optimizer == "Muon")
+    assert [plan.updates[muon.names].rate for plan in cfg.plans] == [cfg.muon_lr * rate for rate in rates]
     end = min(cfg.num_iterations - cfg.momentum_cooldown_steps + 1, cfg.num_iterations)
-    highest = [now.step for now in plans if now.momentum == cfg.muon_momentum]
+    highest = [plan.step for plan in cfg.plans if plan.updates[muon.names].beta1 == cfg.muon_momentum]
     assert highest == [*range(cfg.momentum_warmup_steps, end)]
-    assert [now.step for now in plans if now.two_rails][:1] == [cfg.slow_rail_from] * (cfg.slow_rail_from > 0)
+    slow = [plan.step for plan in cfg.plans if plan.has_slow_momentum]
+    assert slow[:1] == [cfg.slow_momentum_from] * (cfg.slow_momentum_from > 0)
 
 
 def test_yarn_slows_what_turned_less_than_once_and_keeps_what_turned_32_times():
-    now, cfg = Plan(0, PRESETS["gpt2"]), PRESETS["gpt2"]
-    for window in cfg.stages[0].windows:
-        sizes, tables = [stage.windows[window] for stage in cfg.stages], []
-        for now.index in range(len(sizes)):
-            tables.append(train_gpt.rotary_frequencies(window, now)[0])
-        for old, new, before, after in zip(sizes, sizes[1:], tables, tables[1:], strict=False):
-            turns = old * before / (2 * torch.pi)
-            close(after[turns <= 1], before[turns <= 1] * old / new)
-            close(after[turns >= 32], before[turns >= 32])
+    cfg = PRESETS["gpt2"]
+    stages = train_gpt.plan_windows(cfg)
+    for kind in cfg.stages[0].windows:
+        assert [stage[kind].tokens for stage in stages] == [stage.windows[kind] for stage in cfg.stages]
+        for old, new in pairwise(stage[kind] for stage in stages):
+            turns = old.tokens * old.frequencies / (2 * torch.pi)
+            close(new.frequencies[turns <= 1], old.frequencies[turns <= 1] * old.tokens / new.tokens)
+            close(new.frequencies[turns >= 32], old.frequencies[turns >= 32])
 
 
 def hash_of(tokens: list[int], factors: tuple[int, ...], modulus: int, first: int, t: int) -> int:
@@ -54,39 +58,41 @@ def test_rows_targets_and_parts_of_documents_are_those_of_a_slow_loop(gpt2):
     tokens[[0, 3, 20, 51]] = gpt2.eot_token
     text, last = tokens.tolist(), gpt2.ngram_rows // (gpt2.ngram_order - 1) - 1
     rows, signs = train_gpt.find_ngrams(tokens[:-1], gpt2)
-    now, reader = Plan(0, gpt2), Reader(gpt2, Ranks(), torch.device("cpu"))
+    reader = Reader(gpt2, Ranks(), torch.device("cpu"))
     reader.prefixes = np.random.default_rng(1).integers(-1, 200, size=gpt2.vocab_size)
-    now.prefix, now.num_next, now.classes = 0.5, 3, 100
-    targets, classes = reader.targets(now, 0, tokens)
-    ids, begin = reader.doc_ids(now, tokens[:-1]), 0
+    plan = gpt2.plans[0]._replace(prefix_weight=0.5, next_weights=[1.0, 0.5, 0.25], candidates=100)
+    targets, candidates = reader.targets(plan, 0, tokens[1:])
+    assert len(candidates) == 100
+    ids, begin = reader.doc_ids(plan, tokens[:-1]), 0
     for t, token in enumerate(text[:-1]):
         for k, (for_rows, for_signs) in enumerate(train_gpt.HASHES[: gpt2.ngram_order - 1]):
             read = text if k else [last, *text[1:]]  # the first one as in the record
             assert rows[k, t] == k * (last + 1) + hash_of(read, for_rows, last, last, t)
             assert signs[k, t] == hash_of(text, for_signs, gpt2.sign_rows, 0, t)
         prefix = reader.prefixes[text[t + 1]]
-        expected = [*[*text[t + 1 : t + 4], -2, -2][:3], prefix if prefix in classes else -1]
-        assert [x if x < 0 else classes[x] for x in targets[t]] == expected
+        expected = [*[*text[t + 1 : t + 4], -2, -2][:3], prefix if prefix in candidates else -1]
+        assert [x if x < 0 else candidates[x] for x in targets[t]] == expected
         begin = t if token == gpt2.eot_token else begin
         assert ids[t] - ids[max(t - 1, 0)] == (t > 0 and (t - begin) % gpt2.segment == 0)
 
 
-def test_the_sweep_of_classes_repeats_none_before_all_have_come():
+def test_the_sweep_of_candidates_repeats_none_before_all_have_come():
     targets = np.arange(0, 20011 * 200, 20011) % 2048  # the sweep meets them first
     offset, seen = 0, {*targets.tolist()}
     for _ in range(2):
-        classes, offset = train_gpt.choose_classes(targets, 400, offset, 2048)
-        others = {*classes.tolist()} - {*targets.tolist()}
+        candidates, offset = train_gpt.choose_candidates(targets, 400, offset, 2048)
+        others = {*candidates.tolist()} - {*targets.tolist()}
         assert (len(others), others & seen) == (200, set())
         seen |= others
 
 
-def attend_slowly(cfg, attn, x: Tensor, value_embed: Tensor | None, docs: Tensor, now: Plan, f: dict) -> Tensor:
+def attend_slowly(
+    cfg, attn, x: Tensor, value_embed: Tensor | None, mixed: Tensor | None, docs: Tensor, plan: Plan, f: dict
+) -> Tensor:
     """Return attention's output. A head of a token sees all heads of all tokens but for a mask."""
-    T, H, D, layer, kind = len(x), cfg.num_heads, cfg.head_dim, attn.layer, attn.layer.attention
+    T, H, D, layer, kind = len(x), cfg.num_heads, cfg.head_dim, attn.layer.row, attn.layer.row.attention
     n, t, h = 1 + (kind == "paired"), torch.arange(T)[:, None], torch.arange(H)
-    window = train_gpt.window_of(kind)
-    frequencies, scale = train_gpt.rotary_frequencies(window, now)
+    reach, scale, frequencies = plan.windows[dict(paired="short", alike="long").get(kind, kind)]
     qk = torch.einsum("gdc,tc->tgd", attn.qk_w.view(2 * H, D, -1)[:, : D // (1 + layer.half_qk)], x)
     qk = F.rms_norm(qk, qk.shape[-1:]).unflatten(1, (2, H))
     if kind != "alike":
@@ -98,14 +104,15 @@ def attend_slowly(cfg, attn, x: Tensor, value_embed: Tensor | None, docs: Tensor
     k = torch.cat([k[..., :late], torch.cat([k[:1], k[:-1]])[..., late:]], dim=-1)
     v = attn.lambdas[0] * torch.einsum("hdc,tc->thd", attn.v_w.view(H, D, -1)[:, : D // (1 + layer.half_v)], x)
     if value_embed is not None:
-        factor = f["value_gate"][h * 2 // H].transpose(0, 1) if "value_gate" in f else 1
+        factor = f["value_embed"][h * 2 // H].transpose(0, 1) if "value_embed" in f else 1
         if attn.value_gate is not None:
             w = attn.value_gate.shape[1] // 2
             factor = 2 * (torch.cat([x[:, :w], value_embed[:, :w]], 1) @ attn.value_gate.T).sigmoid()[..., None]
-        v = v + factor * value_embed.view(T, H, D)[..., : v.shape[-1]] + (f["value"].view_as(v) if "value" in f else 0)
+        v = v + factor * value_embed.view(T, H, D)[..., : v.shape[-1]]
+    v = v if mixed is None else v + mixed.view_as(v)
     place, group = (n * t + h // (H // n)).flatten(), (docs[:, None] * H + h % (H // n)).flatten()
     back = place[:, None] - place
-    seen = (back >= 0) & (back <= now.windows[window]) & (group[:, None] == group)
+    seen = (back >= 0) & (back <= reach) & (group[:, None] == group)
     weights = (scale * q.flatten(0, 1) @ k.flatten(0, 1).T).masked_fill(~seen, -torch.inf).softmax(1)
     y = (weights @ v.flatten(0, 1)).view_as(v)
     if "xsa" in f:
@@ -120,36 +127,52 @@ def attend_slowly(cfg, attn, x: Tensor, value_embed: Tensor | None, docs: Tensor
 def test_layers_are_dense_ones(request, preset: str):
     """Each layer on what it gets in a forward pass, what its nets read, the smear, and the head's mix."""
     cfg = dataclasses.replace(request.getfixturevalue(preset), dtype="float64")
-    gpt, now, calls, nets = randomize(train_gpt.GPT(cfg)), Plan(0, cfg), [], {}
+    gpt, plan, calls, nets = randomize(train_gpt.GPT(cfg)), cfg.plans[0], [], {}
     tokens = np.random.default_rng(0).integers(cfg.eot_token, size=cfg.train_seq_len + 1)
     tokens[[0, 5, 6, 40]] = cfg.eot_token
-    [[inputs]], _ = Reader(cfg, Ranks(), torch.device("cpu")).make([now], [[tokens]])
+    [[inputs]], _ = Reader(cfg, Ranks(), torch.device("cpu")).make([plan], [[tokens]])
     for block in gpt.blocks:
-        block.register_forward_hook(lambda _, args, out: calls.append((*args, *out)))
+        block.register_forward_hook(lambda _, args, out: calls.append((args, out)))
     for i, net in gpt.gate_nets.items():
         net.register_forward_pre_hook(lambda _, args, i=int(i): nets.update({i: args[0]}))
-    ngrams = torch.randn(len(inputs.rows), len(tokens) - 1, cfg.model_dim, dtype=torch.float64)
-    found, before = gpt.features(inputs, ngrams, Settings.of(now, torch.device("cpu"))), None
-    for i, block in enumerate(gpt.blocks):
-        x, read, x0, ngram, skipped, value_embed, _, f, out, m = calls[i]
-        x = f["resid"][0] * x if skipped is None else x + block.skip_lambda.sigmoid() * f["skip"][0] * skipped
+    ngrams = torch.randn(len(inputs.ngrams), len(tokens) - 1, cfg.model_dim, dtype=torch.float64)
+    found = gpt.features(inputs, ngrams, Settings.of(plan, cfg, torch.device("cpu")))
+    first, outputs = calls[0][0][0], [out for _, (out, *_) in calls]
+    tables = {int(i): table(inputs.tokens) for i, table in gpt.value_embeds.items()}
+    ngram = (ngrams * gpt.signs[inputs.signs] if cfg.sign_rows else ngrams).sum(0)
+    for i, (row, block) in enumerate(zip(cfg.layers, gpt.blocks, strict=True)):
+        (x, sources, f), (out, attn_input, mlp_input) = calls[i]
+        x0, mixed = sources.x0, None
+        assert i == 0 or torch.equal(x, outputs[i - 1])
+        if row.mudd is not None:
+            f = f | block.mudd_net(x)
+            read = torch.stack([first, outputs[row.mudd], x])
+            x, x0, mixed = x + (f["to_stream"] * read).sum(0), first, (f["to_values"] * read).sum(0)
+        close(attn_input, x if row.reads is None else outputs[row.reads])
+        if row.skip is None:
+            x = f["resid"][0] * x
+        else:
+            x = x + block.skip_lambda.sigmoid() * f["skip"][0] * outputs[row.skip]
         if block.attn is not None:
-            x = x + attend_slowly(cfg, block.attn, train_gpt.norm(read), value_embed, inputs.doc_ids, now, f)
-        x = x + sum(f[kind][0] * source for kind, source in dict(x0=x0, ngram=ngram).items() if kind in f)
-        close(m, F.rms_norm(x, x.shape[-1:]))
-        close(out, f["resid"][1] * x + sum(mlp(m, f["post"][1]) for mlp in block.mlps))
-        assert i == 0 or i not in nets or torch.equal(nets[i], before)
-        before = out
+            args = cfg, block.attn, train_gpt.norm(attn_input), tables.get(i), mixed, inputs.doc_ids, plan, f
+            x = x + attend_slowly(*args)
+        x = x + row.x0 * f.get("x0", [0])[0] * x0 + (row.ngram and i > 0) * f.get("ngram", [0])[0] * ngram
+        close(mlp_input, F.rms_norm(x, x.shape[-1:]))
+        close(out, f["resid"][1] * x + sum(mlp(mlp_input, f["post"][1]) for mlp in block.mlps))
+        assert i == 0 or i not in nets or torch.equal(nets[i], outputs[i - 1])
     if w := cfg.smear_gate_inputs:
         e = gpt.embed(inputs.tokens)
         e[1:] += gpt.smear_lambda * (e[1:, :w] @ gpt.smear_gate.T).sigmoid() * e[:-1].clone()
-        close(calls[0][2], F.rms_norm(e, e.shape[-1:]))
-    if mudd := cfg.layers[-1].mudd:
-        tables = [table(inputs.tokens) for table in gpt.value_embeds.values()]
-        factors = gpt.head_net(out)[0]["out"].repeat_interleave(cfg.model_dim // cfg.mix_groups, dim=2)
-        sources = [calls[0][0], *(calls[i][-2] for i in mudd), *tables, m, train_gpt.norm(read)]
-        out = out + (factors * torch.stack(sources)).sum(0)
+        close(sources.x0, F.rms_norm(e, e.shape[-1:]))
+    if row.head_mix:
+        factors = gpt.head_net(out)["factors"].repeat_interleave(cfg.model_dim // cfg.mix_groups, dim=2)
+        read = [first, *(outputs[i] for i in row.head_mix), *tables.values(), mlp_input, train_gpt.norm(attn_input)]
+        out = out + (factors * torch.stack(read)).sum(0)
     close(found, F.rms_norm(out, out.shape[-1:]))
+
+
+def lr_of(plan: Plan, cfg) -> float:
+    return plan_lr(plan.step, cfg.stages[plan.stage], cfg)
 
 
 def matrices() -> dict[str, nn.Parameter]:
@@ -159,14 +182,14 @@ def matrices() -> dict[str, nn.Parameter]:
 def stepped(optimizer, cfg):
     """Yield for each update of two matrices its plan, the mean gradients, and the values before and after."""
     total, before = 0, torch.stack(optimizer.params).detach()
-    for now in (Plan(step, cfg) for step in range(cfg.num_iterations)):
+    for plan in cfg.plans:
         optimizer.add([*(grads := torch.randn_like(before))])
         total = total + grads / cfg.batch_sequences
-        if now.is_due(optimizer.groups[0]):
+        if optimizer.is_due(plan):
             optimizer.reduce()
-            optimizer.update(now)
+            optimizer.update(plan)
             after = torch.stack(optimizer.params).detach()
-            yield now, total, before, after
+            yield plan, total, before, after
             total, before = 0, after
 
 
@@ -174,29 +197,30 @@ def test_adam_takes_sums_and_knows_how_often_it_has_stepped(gpt2):
     cfg = dataclasses.replace(gpt2, dtype="float64", batch_tokens=2 * gpt2.train_seq_len)
     for group in [group for group in cfg.groups if group.optimizer == "Adam"]:
         m = v = 0
-        for count, (now, g, p, after) in enumerate(stepped(Adam(matrices(), [group] * 2, {}, cfg, Ranks()), cfg), 1):
-            n = group.every[now.step >= cfg.rare_from] / group.every[0]
-            beta1, beta2, lr = group.beta1**n, group.beta2**n, group.lr * now.lr
+        for count, (plan, g, p, after) in enumerate(stepped(Adam(matrices(), [group] * 2, {}, cfg, Ranks()), cfg), 1):
+            n = group.every[plan.step >= cfg.rare_from] / group.every[0]
+            beta1, beta2, lr = group.beta1**n, group.beta2**n, group.lr * lr_of(plan, cfg)
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
             rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
             close(after, p - rate * m / (v.sqrt() + cfg.adam_eps) - group.decay * n * lr**2 * p * (m * p > 0))
 
 
 @pytest.mark.published
-def test_muon_steps_on_two_rails(gpt2):
-    """With the record's 0.85, 0.4385 and 0.98. Matrices of a stack have norms and lanes of their own."""
+def test_muon_steps_with_two_momenta(gpt2):
+    """With the record's 0.85, 0.4385 and 0.98. Matrices of a stack have norms and squares of their own."""
     cfg = dataclasses.replace(gpt2, dtype="float64")
     group = next(group for group in cfg.groups if group.optimizer == "Muon")
-    fast = slow = lanes = 0
-    for now, g, p, after in stepped(Muon(matrices(), [group, group._replace(lr=2.0)], {}, cfg, Ranks()), cfg):
-        beta, share = (0.85, 0.4385) if now.two_rails else (now.momentum, 1)
+    fast = slow = squares = 0
+    for plan, g, p, after in stepped(Muon(matrices(), [group, group._replace(lr=2.0)], {}, cfg, Ranks()), cfg):
+        momentum = train_gpt.plan_momentum(plan.step, cfg)
+        beta, share = (0.85, 0.4385) if plan.has_slow_momentum else (momentum, 1)
         fast, slow = beta * fast + (1 - beta) * g, 0.98 * slow + 0.02 * g
         mean = share * fast + (1 - share) * slow
-        u = train_gpt.whiten(now.momentum * mean + (1 - now.momentum) * g, torch.float64)
-        lanes = group.beta2 * lanes + (1 - group.beta2) * u.square().mean(2, keepdim=True)
-        even = u / lanes.sqrt()
+        u = train_gpt.zeropower_via_newtonschulz5(momentum * mean + (1 - momentum) * g, torch.float64)
+        squares = group.beta2 * squares + (1 - group.beta2) * u.square().mean(2, keepdim=True)
+        even = u / squares.sqrt()
         u = even * u.norm(dim=(1, 2), keepdim=True) / even.norm(dim=(1, 2), keepdim=True)
-        lr, factors = cfg.muon_lr * now.lr, torch.tensor([group.lr, 2.0])[:, None, None]
+        lr, factors = cfg.muon_lr * lr_of(plan, cfg), torch.tensor([group.lr, 2.0])[:, None, None]
         close(after, p - factors * lr * (u + group.decay * lr * p * (slow * p >= 0)))
 
 
@@ -206,23 +230,24 @@ def test_singular_values_become_1_and_vectors_stay(size: tuple):
     u, _, vh = torch.linalg.svd(torch.randn(4, *size, dtype=torch.float64), full_matrices=False)
     norms = torch.tensor([1e-4, 1, 1e15, 0]).view(4, 1, 1)
     s = torch.logspace(-2, 0, size[0], dtype=torch.float64)
-    x = train_gpt.whiten(norms * (u * s) @ vh, torch.float64)
+    x = train_gpt.zeropower_via_newtonschulz5(norms * (u * s) @ vh, torch.float64)
     assert (u[:3].mT @ x[:3] @ vh[:3].mT - torch.eye(size[0])).abs().max() < 0.01
     assert not x[3].any()
 
 
 @pytest.mark.parametrize("window", [13, 100])
-def test_averages_tick_and_blend_as_their_rows_say(gpt2, window: int):
+def test_emas_move_and_blend_as_their_rows_say(gpt2, window: int):
     """Also in a run that is shorter than their windows."""
     cfg, n = dataclasses.replace(gpt2, dtype="float64"), gpt2.num_iterations
     start = max(0, n - window)
-    for names in dict.fromkeys(row.names for row in cfg.averages):
-        rows = [row._replace(window=window, rate=0.2) for row in cfg.averages if row.names == names]
+    for names in dict.fromkeys(row.names for row in cfg.emas):
+        rows = [row._replace(window=window, rate=0.2) for row in cfg.emas if row.names == names]
         adam = Adam(matrices(), [cfg.groups[-1]] * 2, dict(enumerate(rows)), cfg, Ranks())
         values = torch.randn(n, *adam.param_shard.shape, dtype=torch.float64)
         for step in range(n):
             adam.param_shard.copy_(values[step])
-            adam.tick(step)
+            rates = [row.rate_at(step, n) for row in rows]
+            adam.move_emas(cfg.plans[step]._replace(ema_rates=rates))
         adam.finish()
         blended = values[-1]
         for row in rows:

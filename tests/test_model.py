@@ -4,7 +4,6 @@ What layers compute is in test_formulas.py.
 """
 
 import dataclasses
-from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from dense import dense_mask, randomize
-from train_gpt import PRESETS, Plan, Ranks, Settings, Trainer
+from train_gpt import PRESETS, Ranks, Settings, Trainer, plan_lr, plan_validation
 
 
 def text(cfg) -> Tensor:
@@ -35,10 +34,10 @@ def random_trainer(cfg) -> Trainer:
 
 def features(trainer: Trainer, tokens: Tensor) -> Tensor:
     """Return the head's input, as in validation."""
-    now = Plan(0, trainer.cfg, trains=False)
-    [[inputs]], _ = trainer.reader.make([now], [[np.append(tokens.numpy(), 0)]])
-    ngrams = F.embedding(inputs.rows, trainer.table.rows)
-    return trainer.gpt.features(inputs, ngrams, Settings.of(now, trainer.device))
+    plan = plan_validation(0, trainer.cfg)
+    [[inputs]], requests = trainer.reader.make([plan], [[np.append(tokens.numpy(), 0)]])
+    ngrams = trainer.table.fetch(requests)(inputs.ngrams)
+    return trainer.gpt.features(inputs, ngrams, Settings.of(plan, trainer.cfg, trainer.device))
 
 
 class Products(TorchDispatchMode):
@@ -157,7 +156,7 @@ def test_rotated_heads_and_their_derivative_are_right_to_rounding():
 def test_schedules_are_what_the_rows_say(preset: str):
     """At every step. Rates may fall in any way, but from what the stages say to `min_lr_frac`."""
     cfg = dataclasses.replace(PRESETS[preset], prefix_file="prefixes")
-    plans = [Plan(step, cfg) for step in range(cfg.num_iterations)]
+    plans = cfg.plans
     highest = max(stage.lr for stage in cfg.stages)
     shares = [stage.share for stage in cfg.stages]
     more = [stage.more_steps for stage in cfg.stages]
@@ -165,28 +164,28 @@ def test_schedules_are_what_the_rows_say(preset: str):
     assert train_gpt.stage_ends(cfg) == ends
     assert ends[-1] == len(plans)
     for stage, start, end in zip(cfg.stages, [0, *ends], ends, strict=False):
-        for now in plans[start:end]:
-            done = (now.step - start) / (end - start)
-            assert (now.stage, now.windows) == (stage, stage.windows)
-            assert now.seq_len == stage.batch * cfg.train_seq_len
-            assert min(cfg.min_lr_frac, stage.lr) <= now.lr <= highest
-            assert now.prefix == stage.prefix[int(len(stage.prefix) * done)]
-            assert now.classes == stage.classes[int(len(stage.classes) * done)]
-            expected = [first + done * (last - first) for first, last in stage.mtp]
-            assert now.weights == pytest.approx(expected + [now.prefix] * (now.prefix > 0))
-    assert plans[0].lr == cfg.stages[0].lr
-    assert Plan(cfg.scheduled_steps, cfg).lr == pytest.approx(cfg.min_lr_frac)
-    last = Plan(len(plans), cfg, trains=False)
-    assert last.windows["long"] == (cfg.final_window or cfg.stages[-1].windows["long"]), "in the last validation"
-    assert (last.weights, last.classes) == ([1.0], 0)
-    for group in cfg.groups:
-        updates = accumulate((now.is_due(group) for now in plans[:-1]), initial=0)
-        assert [now.updates(group) for now in plans] == [*updates]
+        for plan in plans[start:end]:
+            done = (plan.step - start) / (end - start)
+            assert cfg.stages[plan.stage] == stage
+            assert {kind: window.tokens for kind, window in plan.windows.items()} == stage.windows
+            assert (plan.seq_len, plan.max_doc_len) == (stage.batch * cfg.train_seq_len, stage.max_doc_len)
+            assert min(cfg.min_lr_frac, stage.lr) <= plan_lr(plan.step, stage, cfg) <= highest
+            assert plan.prefix_weight == stage.prefix[int(len(stage.prefix) * done)]
+            assert plan.candidates == stage.candidates[int(len(stage.candidates) * done)]
+            assert plan.next_weights == pytest.approx([first + done * (last - first) for first, last in stage.mtp])
+            due = {row.names for row in cfg.groups if (plan.step + 1) % row.every[plan.step >= cfg.rare_from] == 0}
+            assert {*plan.updates} == due
+    assert [plan.step for plan in plans] == [*range(cfg.num_iterations)]
+    assert plan_lr(0, cfg.stages[0], cfg) == cfg.stages[0].lr
+    assert plan_lr(cfg.scheduled_steps, cfg.stages[-1], cfg) == pytest.approx(cfg.min_lr_frac)
+    last = plan_validation(len(plans), cfg)
+    assert last.windows["long"].tokens == (cfg.final_window or cfg.stages[-1].windows["long"]), "in the last validation"
+    assert (last.next_weights, last.prefix_weight, last.candidates) == ([1.0], 0, 0)
 
 
-def test_a_warm_up_leaves_the_sweep_of_classes_where_it_was(gpt2):
+def test_a_warm_up_leaves_the_sweep_of_candidates_where_it_was(gpt2):
     """With mini's few tokens a sweep always comes round to where it was."""
-    stages = tuple(stage._replace(classes=(100,)) for stage in gpt2.stages)
+    stages = tuple(stage._replace(candidates=(100,)) for stage in gpt2.stages)
     trainer = Trainer(dataclasses.replace(gpt2, vocab_size=2000, stages=stages), Ranks())
     before = [*trainer.reader.offsets]
     trainer.warm_up()
@@ -203,4 +202,4 @@ def test_tables_part_right_after_a_step_of_adam(every: int):
         changes = dict(num_iterations=steps, tied_frac=0.6, groups=groups, stages=stages)
         changed = dataclasses.replace(cfg, **changes)
         last = next(step for step in range(round(0.6 * steps), steps) if (step + 1) % every == 0)
-        assert [Plan(step, changed).tied for step in (0, last, last + every)] == [True, True, False]
+        assert [plan.step for plan in changed.plans if plan.ties] == [*range(every - 1, last + 1, every)]
