@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import train_gpt
 from shards import write_shard
-from train_gpt import Batch, Hyperparameters, Plan, Ranks, Reader, UserError
+from train_gpt import Batch, Hyperparameters, Ranks, Reader, UserError, plan_validation
 from world_worker import wait_for
 
 NANO = train_gpt.PRESETS["nano"]
@@ -35,7 +35,7 @@ def plan_stream(pattern: str, seq_lens: list[int]) -> list[Batch]:
 def read(plan: list[Batch], cfg: Hyperparameters = NANO, rank: int = 0, size: int = 1):
     """Yield what a rank reads for each batch, as in validations."""
     cfg = dataclasses.replace(cfg, batch_tokens=len(plan[0]) * cfg.train_seq_len) if plan else cfg
-    cycles = (([Plan(0, cfg, trains=False)], [batch]) for batch in plan)
+    cycles = (([plan_validation(0, cfg)], [batch]) for batch in plan)
     return (sequences for sequences, _ in Reader(cfg, Ranks(rank, size), torch.device("cpu")).read(cycles))
 
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from dense import CAP, E4M3, E5M2, dense_head, quantized, randomize, softcapped_loss, with_gradients
-from train_gpt import HeadLoss, Plan, Ranks, Settings, Trainer, fp8_product, fp8_rows
+from train_gpt import HeadLoss, Ranks, Settings, Trainer, fp8_product, fp8_rows
 
 SCALES = X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**13
 T, K, V = 80, 48, 112  # tokens, width, rows of the head: few, as the CPU's FP8 kernels are slow
@@ -128,9 +128,9 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     plain = randomize(trainer.gpt)
     fp8 = Trainer(dataclasses.replace(cfg, lm_head_fp8=True, layers_fp8=True), Ranks()).gpt
     fp8.load_state_dict(plain.state_dict())
-    now = Plan(0, cfg)
-    [inputs], _ = trainer.dummies(now, now.seq_len)
-    batch = inputs, torch.randn(2, now.seq_len, 96).bfloat16(), Settings.of(now, trainer.device)
+    plan = cfg.plans[0]
+    [inputs], _ = trainer.dummies(plan, plan.seq_len)
+    batch = inputs, torch.randn(2, plan.seq_len, 96).bfloat16(), Settings.of(plan, cfg, trainer.device)
     products, in_head = [], []
     monkeypatch.setattr(train_gpt, "fp8_product", lambda *args: products.append(args[1].shape) or fp8_product(*args))
     apply = HeadLoss.apply
@@ -146,28 +146,28 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     assert len(products) == count, "not in validation"
 
 
-def test_a_softmax_over_some_classes_is_that_of_their_logits(gpt2):
+def test_a_softmax_over_some_tokens_is_that_of_their_logits(gpt2):
     """All of the sequence's targets are among them; no other row of the head has a gradient."""
     cfg = dataclasses.replace(gpt2, dtype="float64", prefix_file="")
     trainer = Trainer(cfg, Ranks())
     gpt = randomize(trainer.gpt)
-    now = Plan(0, cfg)
-    settings = Settings.of(now, trainer.device)
-    tokens = np.random.default_rng(0).integers(256, size=now.seq_len + 1)
-    [[inputs]], _ = trainer.reader.make([now], [[tokens]])
-    classes = inputs.classes
-    assert len(classes.unique()) == now.classes < cfg.vocab_size
-    ngrams = torch.randn(2, now.seq_len, cfg.model_dim, dtype=torch.float64)
+    plan = cfg.plans[0]
+    settings = Settings.of(plan, cfg, trainer.device)
+    tokens = np.random.default_rng(0).integers(256, size=plan.seq_len + 1)
+    [[inputs]], _ = trainer.reader.make([plan], [[tokens]])
+    candidates = inputs.candidates
+    assert len(candidates.unique()) == plan.candidates < cfg.vocab_size
+    ngrams = torch.randn(2, plan.seq_len, cfg.model_dim, dtype=torch.float64)
     loss = gpt(inputs, ngrams, settings)
     loss.backward()
     x = gpt.features(inputs, ngrams, settings).detach()
-    z = F.linear(x, gpt.lm_head.detach()[classes])
+    z = F.linear(x, gpt.lm_head.detach()[candidates])
     cap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
-    places = torch.searchsorted(classes, torch.from_numpy(tokens[1:]))
-    assert torch.equal(classes[places], torch.from_numpy(tokens[1:]))
-    torch.testing.assert_close(loss, softcapped_loss(z, places, settings.weights, cap))
+    places = torch.searchsorted(candidates, torch.from_numpy(tokens[1:]))
+    assert torch.equal(candidates[places], torch.from_numpy(tokens[1:]))
+    torch.testing.assert_close(loss, softcapped_loss(z, places, settings.loss_weights, cap))
     touched = gpt.lm_head.grad.abs().sum(1) > 0
-    assert torch.equal(touched.nonzero().flatten(), classes.long())
+    assert torch.equal(touched.nonzero().flatten(), candidates.long())
 
 
 # An idea may have another MLP

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import train_gpt
-from train_gpt import GPT, Muon, Plan, Ranks, UserError, build_optimizers, step_optimizers
+from train_gpt import GPT, Muon, Ranks, UserError, build_optimizers, step_optimizers
 
-MUON = train_gpt.Group("Muon", "*", lr=1.0, beta2=0.95)
+MUON = train_gpt.Group("Muon", "*", lr=1.0, beta2=0.95, every=(1, 1))
 
 
 @pytest.mark.parametrize("rows", [0, 2])
@@ -38,7 +38,7 @@ def test_tied_tables_need_equal_rows(gpt2, monkeypatch, changes: dict):
 
 
 def test_muon_keeps_steps_that_bf16_would_lose():
-    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], dtype="bfloat16", device="cpu", muon_lr=1e-4, cpu_threads=0)
+    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], dtype="bfloat16", device="cpu", muon_lr=1e-4, groups=(MUON,))
     first = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     params = dict(w=nn.Parameter(first.clone()))
     muon = Muon(params, [MUON], {}, cfg, Ranks())
@@ -48,7 +48,7 @@ def test_muon_keeps_steps_that_bf16_would_lose():
         before = values.clone()
         muon.add([torch.eye(16).bfloat16()])
         muon.reduce()
-        muon.update(Plan(step, cfg))
+        muon.update(cfg.plans[step])
         assert torch.equal(params["w"], values.bfloat16())
         assert (values.diag() < before.diag()).all()
     moved = (first - values).diag()
@@ -114,7 +114,7 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, gp
     for step in range(2):
         for optimizer in optimizers:
             optimizer.add([torch.randn_like(p) for p in optimizer.params])
-        step_optimizers(optimizers, Plan(gpt2.all_step - 1, gpt2))
+        step_optimizers(optimizers, gpt2.plans[gpt2.all_step - 1])
         assert not network.under_way
         assert all(p.isfinite().all() for p in gpt.parameters()), "a result was used before it was there"
         groups = len(optimizers)
