@@ -361,6 +361,7 @@ class Hyperparameters:
     save_checkpoint: bool = False  # write the final model, for sample.py, to LOG_DIR/RUN_ID.pt
     checkpoint_every: int = 0  # steps between checkpoints to resume from, off the clock; 0: none
     init_from: str = ""  # a model, LOG_DIR/RUN_ID.pt, with whose weights and rows of n-grams to begin
+    describe: bool = False  # print what the tables mean, a line for each layer and each step, and stop
     resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
 
     def __post_init__(self) -> None:
@@ -368,22 +369,21 @@ class Hyperparameters:
 
         def require(name, holds, expected):
             if not holds:
-                raise UserError(f"--{name} {str(getattr(self, name))[:100]}: expected {expected}")
+                raise UserError(f"--{name} {getattr(self, name)}: expected {expected}")
 
         for name, row in TABLES.items():  # from JSON they come as lists
             object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)  # NaN is in no range
-            is_fine = not isinstance(value, float | int) or 0 <= value < 2**31
-            require(field.name, is_fine, "a number from 0 to 2**31 - 1")
+        for name, value in vars(self).items():  # NaN is in no range
+            require(name, not isinstance(value, float | int) or 0 <= value < 2**31, "a number from 0 to 2**31 - 1")
+        for (
+            name
+        ) in "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment vocab_size ngram_rows".split():
+            require(name, getattr(self, name) > 0, "1 or more")
         require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
-        units = dict(num_iterations=1, train_seq_len=1, val_seq_len=1, segment=1, vocab_size=1)
-        units |= dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len, ngram_rows=self.ngram_order - 1)
+        units = dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len, ngram_rows=self.ngram_order - 1)
+        units |= dict(checkpoint_every=self.all_step, rare_from=self.all_step)
         for name, unit in units.items():
-            value = getattr(self, name)
-            require(name, value > 0 and value % unit == 0, f"a multiple of {unit}, and not 0")
-        for name in "checkpoint_every", "rare_from":
-            require(name, getattr(self, name) % self.all_step == 0, f"a multiple of {self.all_step}")
+            require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
         require("run_id", Path(self.run_id).name == self.run_id, "a name, without folders")
         require("num_iterations", self.base_steps >= 0, "at least the more_steps of all stages")
         require("emas", all(row.window >= row.every for row in self.emas), "windows in which each moves")
@@ -495,7 +495,7 @@ class FlagParser(argparse.ArgumentParser):
 def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     """Return a preset, changed by the flags in `argv`: every field of Hyperparameters but the tables is one."""
     if {"-h", "--help"} & {*argv}:
-        print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD; --describe prints what they and the tables mean\n")
+        print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD\n")
         print(inspect.getsource(Hyperparameters).partition("    def ")[0])
         for preset in MINI, NANO:
             print("Instead:", *(f"--{name}={value}" for name, value in preset.items() if name not in TABLES), "\n")
@@ -509,16 +509,15 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
             parser.add_argument(f"--{field.name}", choices=[kind, *others])
         else:
             parser.add_argument(f"--{field.name}", type=kind)
-    parser.add_argument("--describe", action="store_true")
     flags = vars(parser.parse_args(argv))
-    describes = flags.pop("describe", False)
     sees_gpu = torch.cuda.is_available() and flags.get("device") != "cpu"
     if "preset" not in flags and world_size > 1 and not sees_gpu:
         raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
     default = "gpt2" if sees_gpu else "nano"
     cfg = dataclasses.replace(PRESETS[flags.get("preset", default)], **flags)
-    if describes:
-        sys.exit(describe_tables(cfg))
+    if cfg.describe:
+        print(describe_tables(cfg))
+        sys.exit()
     return cfg
 
 
@@ -571,7 +570,7 @@ class Factor(NamedTuple):
     """Say where a factor of a layer comes from, and the numbers that it begins with."""
 
     kind: str
-    source: str  # net N: the gate net of layer N; mudd_net, KIND_lambdas: the layer's own net or parameter
+    source: str  # net N: the gate net of layer N; mudd_net or KIND_lambdas: the layer's own net or parameter
     first: list[float]
 
 
@@ -580,10 +579,8 @@ class ResolvedLayer(NamedTuple):
 
     index: int
     row: Layer
-    attention: Attention | None
     qk_dim: int  # dimensions of a query or a key
     v_dim: int  # dimensions of a value
-    has_value_gate: bool  # whether a gate of its own decides how much of the value embedding joins the values
     factors: list[Factor]
 
 
@@ -591,31 +588,27 @@ def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
     """Return what the rows of `layers` mean."""
     H = cfg.num_heads
     D = cfg.head_dim
-    net = None  # the layer whose net makes factors
+    net = ""  # the last one so far
     layers = []
     for i, row in enumerate(cfg.layers):
-        net = i if row.net else net
-        by_net = None if net is None else f"net {net}"
+        net = f"net {i}" if row.net else net
         has_mudd = row.mudd is not None
-        by_mudd = "mudd_net" if has_mudd else None
+        mudd = "mudd_net" if has_mudd else ""
         adds = row.attention != "none" or row.mlps > 0
-        table = (  # whether it has the factor, kind, which net makes it, first values
-            (has_mudd, "to_values", by_mudd, [0.0] * 3),
-            (has_mudd, "to_stream", by_mudd, [0.0] * 3),
-            (has_mudd, "value_embed", by_mudd, [2.0] * 2),  # for either half of the heads
-            (True, "resid", by_mudd, [cfg.resid_lambda_init] * 2),  # on the stream, before attention and before MLPs,
-            (adds, "post", by_mudd, [1.0] * 2),  # and on what these add: record 73
-            (row.xsa, "xsa", by_net, [0.0] * H),
-            (row.head_gate, "head_gate", by_net, [0.25] * H),
-            (row.x0, "x0", by_mudd or by_net, [0.0]),
-            (row.ngram, "ngram", by_mudd or by_net, [cfg.ngram_lambda_init]),
-            (row.skip is not None, "skip", by_net, [0.5]),
+        table = (  # whether it has the factor, kind, what makes it if not a parameter, first values
+            (has_mudd, "to_values", mudd, [0.0] * 3),
+            (has_mudd, "to_stream", mudd, [0.0] * 3),
+            (has_mudd, "value_embed", mudd, [2.0] * 2),  # for either half of the heads
+            (True, "resid", mudd, [cfg.resid_lambda_init] * 2),  # on the stream before attention and before MLPs,
+            (adds, "post", mudd, [1.0] * 2),  # and on what these add: record 73
+            (row.xsa, "xsa", net, [0.0] * H),
+            (row.head_gate, "head_gate", net, [0.25] * H),
+            (row.x0, "x0", mudd or net, [0.0]),
+            (row.ngram, "ngram", mudd or net, [cfg.ngram_lambda_init]),
+            (row.skip is not None, "skip", net, [0.5]),
         )
         factors = [Factor(kind, source or f"{kind}_lambdas", first) for has, kind, source, first in table if has]
-        qk_dim = D // 2 if row.half_qk else D
-        v_dim = D // 2 if row.half_v else D
-        has_gate = row.value_embed and cfg.value_gate_inputs > 0 and not has_mudd
-        layers.append(ResolvedLayer(i, row, ATTENTION.get(row.attention), qk_dim, v_dim, has_gate, factors))
+        layers.append(ResolvedLayer(i, row, D // (1 + row.half_qk), D // (1 + row.half_v), factors))
     return layers
 
 
@@ -641,8 +634,10 @@ class Window(NamedTuple):
 def plan_windows(cfg: Hyperparameters) -> list[dict[str, Window]]:
     """Return for each stage its windows by kind."""
     frequencies = (1 / 1024) ** torch.linspace(0, 1, steps=cfg.head_dim // 4, dtype=torch.float64)
-    scales = {kind: cfg.attn_scale if kind == "long" else cfg.short_attn_scale for kind in cfg.stages[0].windows}
-    stages = [{kind: Window(cfg.stages[0].windows[kind], scale, frequencies) for kind, scale in scales.items()}]
+    windows = {}
+    for kind, tokens in cfg.stages[0].windows.items():
+        windows[kind] = Window(tokens, cfg.attn_scale if kind == "long" else cfg.short_attn_scale, frequencies)
+    stages = [windows]
     for stage in cfg.stages[1:]:
         stages.append({kind: window.grown(stage.windows[kind]) for kind, window in stages[-1].items()})
     return stages
@@ -777,20 +772,21 @@ def num_tokens(steps: int, cfg: Hyperparameters) -> int:
 def describe_tables(cfg: Hyperparameters) -> str:
     """Return as text what each layer has and what each step does, learning rates by the numbers of the groups."""
     lines = []
-    for layer in cfg.resolved_layers:
-        factors = ", ".join(f"{kind} {first} by {source}" for kind, source, first in layer.factors)
-        dims = f"queries {layer.qk_dim}, values {layer.v_dim}" if layer.attention else ""
-        lines.append(f"layer {layer.index}: attention {layer.row.attention} {dims}, MLPs {layer.row.mlps}; {factors}")
+    for index, row, qk_dim, v_dim, factors in cfg.resolved_layers:
+        made = ", ".join(f"{kind} {first} by {source}" for kind, source, first in factors)
+        lines.append(f"layer {index}: {row.attention}, queries {qk_dim}, values {v_dim}, MLPs {row.mlps}; {made}")
     lines += [f"group {i}: {group.optimizer} {group.names}" for i, group in enumerate(cfg.groups)]
+    numbers = {group.names: i for i, group in enumerate(cfg.groups)}
     for plan in cfg.plans:
-        reach = ", ".join(f"{kind} {window.tokens} x {window.attn_scale:.4f}" for kind, window in plan.windows.items())
-        weights = " ".join(f"{weight:.3f}" for weight in [*plan.next_weights, plan.prefix_weight])
-        rates = (
-            f"{i}: {plan.updates[row.names].lr:.3g}" for i, row in enumerate(cfg.groups) if row.names in plan.updates
+        windows = ", ".join(
+            f"{kind} {window.tokens} x {window.attn_scale:.4f}" for kind, window in plan.windows.items()
         )
-        text = f"step {plan.step}: stage {plan.stage}, {plan.seq_len} tokens, documents of {plan.max_doc_len}"
-        text += f"; windows {reach}; losses {weights} of {plan.candidates or 'all'} tokens; lr {', '.join(rates)}"
-        lines.append(text + "; tied" * plan.ties)
+        weights = " ".join(f"{weight:.3f}" for weight in [*plan.next_weights, plan.prefix_weight])
+        rates = ", ".join(f"{numbers[names]}: {update.lr:.3g}" for names, update in plan.updates.items())
+        head = f"step {plan.step}: stage {plan.stage}, {plan.seq_len} tokens, documents of {plan.max_doc_len}"
+        lines.append(
+            f"{head}; {windows}; losses {weights} of {plan.candidates or 'all'}; lr {rates}{'; tied' * plan.ties}"
+        )
     return "\n".join(lines)
 
 
@@ -1516,23 +1512,23 @@ class CausalSelfAttention(nn.Module):
     so that Muon has few shapes: the rest is never read, and only decays.
     """
 
-    def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer, kind: Attention):
+    def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer):
         super().__init__()
         H = cfg.num_heads
         D = cfg.head_dim
         K = cfg.model_dim
         self.cfg = cfg
         self.layer = layer
-        self.kind = kind
+        self.kind = ATTENTION[layer.row.attention]
         rows = cfg.heads_per_matrix * D
         self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
         self.v_w = uniform_weight(K, H * D, K)
         self.c_proj = uniform_weight(H * D, K, H * D)  # not zero: record 64
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
         self.value_gate = None
-        if layer.has_value_gate:
+        if layer.row.value_embed and cfg.value_gate_inputs and layer.row.mudd is None:
             self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype)))
-        if not kind.rotary:  # queries and keys begin alike (arXiv:2305.09828)
+        if not self.kind.rotary:  # queries and keys begin alike (arXiv:2305.09828)
             q, k = self.qk_w.data.chunk(2)
             k.copy_(q)
 
@@ -1662,7 +1658,7 @@ class Block(nn.Module):
     def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer):
         super().__init__()
         self.layer = layer
-        self.attn = CausalSelfAttention(cfg, layer, layer.attention) if layer.attention else None
+        self.attn = CausalSelfAttention(cfg, layer) if layer.row.attention != "none" else None
         self.mlps = nn.ModuleList(MLP(cfg) for _ in range(layer.row.mlps))
         if layer.row.skip is not None:
             self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
