@@ -791,28 +791,25 @@ def describe_tables(cfg: Hyperparameters) -> str:
 
 
 class Settings(NamedTuple):
-    """Hold what a step sets in the model. They are tensors, so that nothing recompiles."""
+    """Hold what a step sets in the model. All are tensors, so that nothing recompiles."""
 
-    kinds: tuple[str, ...]  # of windows
-    tokens: Tensor  # (kinds,) int32: how far the windows reach back
-    frequencies: Tensor  # (kinds, D / 4)
-    attn_scales: Tensor  # (kinds,)
+    windows: dict[str, Window]  # by kind, with tokens () int32
     loss_weights: Tensor  # (n,): of the losses of the targets
 
-    @classmethod
-    def of(cls, plan: Plan, cfg: Hyperparameters, device: torch.device) -> "Settings":
-        """Return what a step or a validation sets."""
-        tokens, scales, frequencies = zip(*plan.windows.values(), strict=True)
-        weights = plan.next_weights + [plan.prefix_weight] * (plan.prefix_weight > 0)
-        dtype = wide(getattr(torch, cfg.dtype))
-        numbers = torch.stack(frequencies).to(dtype), *(torch.tensor(x, dtype=dtype) for x in (scales, weights))
-        tensors = torch.tensor(tokens, dtype=torch.int32), *numbers
-        return cls(tuple(plan.windows), *(t.to(device, non_blocking=True) for t in tensors))
 
-    def window(self, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return of a kind of window its tokens (), frequencies (D / 4,) and factor on scores ()."""
-        i = self.kinds.index(kind)
-        return self.tokens[i], self.frequencies[i], self.attn_scales[i]
+def settings_of(plan: Plan, cfg: Hyperparameters, device: torch.device) -> Settings:
+    """Return what a step or a validation sets."""
+
+    def send(numbers, dtype):
+        return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+
+    dtype = wide(getattr(torch, cfg.dtype))
+    windows = {}
+    for kind, window in plan.windows.items():
+        tokens = send(window.tokens, torch.int32)
+        windows[kind] = Window(tokens, send(window.attn_scale, dtype), send(window.frequencies, dtype))
+    weights = [*plan.next_weights, plan.prefix_weight] if plan.prefix_weight else plan.next_weights
+    return Settings(windows, send(weights, dtype))
 
 
 # ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
@@ -822,11 +819,14 @@ Data = dict[str, list[Batch]]  # what to train on, and what to validate on
 
 
 def read_numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
-    """Return `count` numbers of a file from byte `offset` on, or fewer at its end."""
+    """Return `count` numbers of a file from byte `offset` on; -1: all to its end."""
     try:
         if not os.path.isfile(path):  # a pipe would never end
             raise OSError("there is no such file")
-        return np.fromfile(path, dtype, count, offset=offset)  # not mmap: a truncated mapped file raises SIGBUS
+        numbers = np.fromfile(path, dtype, count, offset=offset)  # not mmap: a truncated mapped file raises SIGBUS
+        if len(numbers) < count:
+            raise OSError("it is too short")
+        return numbers
     except OSError as error:
         raise UserError(f"{path}: {error.strerror or error}; ./run.sh --check says what to do") from None
 
@@ -880,10 +880,10 @@ def plan_batches(pattern: str, lengths, num_sequences: int, cfg: Hyperparameters
             path = paths.popleft()
             documents = deque(find_documents(path, cfg, is_stream=max_doc_len == 0))
         else:
-            found = f"{pattern} in {os.getcwd()}: tokens for {len(plan)} batches, the run needs {len(lengths)}"
-            if max_doc_len:
-                found += f"; documents begin with --eot_token {cfg.eot_token}"
-            raise UserError(f"{found}; ./run.sh gets a preset's data, data/pack_text.py packs text")
+            raise UserError(
+                f"{pattern} in {os.getcwd()}: tokens for {len(plan)} batches, the run needs {len(lengths)}; "
+                f"is --eot_token {cfg.eot_token}? ./run.sh gets a preset's data, data/pack_text.py packs text"
+            )
     return plan
 
 
@@ -908,8 +908,6 @@ def read_sequence(path: str, pieces: np.ndarray, vocab_size: int) -> np.ndarray:
     first = pieces[0, 0]
     last = pieces[-1, 1]
     tokens = read_numbers(path, "<u2", last - first, 1024 + 2 * first)
-    if len(tokens) < last - first:
-        raise UserError(f"{path}: has become shorter: leave it alone while it is used")
     tokens = np.concatenate([tokens[begin:end] for begin, end in pieces - first])
     if tokens.max() >= vocab_size:
         raise UserError(f"{path}: has token {tokens.max()}, --vocab_size is {vocab_size}: another tokenizer's?")
@@ -1091,25 +1089,27 @@ class Reader:
     def make(
         self, plans: Sequence[Plan], batches: Sequence[Sequence[np.ndarray]]
     ) -> tuple[list[list[Inputs]], Requests]:
-        """Return the inputs of this rank's sequences, for each step of a cycle, and what the cycle requests, on the host.
+        """Return for each step of a cycle the inputs of this rank's sequences, and what the cycle requests, on the host.
 
         batches: for each step the tokens of all sequences (T + 1,), with their last targets.
         """
-        rank, size = self.ranks.rank, self.ranks.world_size
+        rank, size, *_ = self.ranks
         batches = [[tokens.astype(np.int32) for tokens in batch] for batch in batches]
         found = [[find_ngrams(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]
-        read_by = [[rows for batch in found for rows, _ in batch[k::size]] for k in range(size)]
-        nothing = np.empty(0, np.int32)  # a rank may have no sequence
-        ids = [np.concatenate([nothing, *rows], axis=None) for rows in read_by]
+        read = [[rows for ngrams in found for rows, _ in ngrams[k::size]] for k in range(size)]  # by each rank
+        nothing = np.empty(0, np.int32)
+        ids = [np.concatenate([nothing, *rows], axis=None) for rows in read]
         requests, index = plan_requests(ids, rank, -(-self.cfg.ngram_rows // size))
-        of_sequences = iter(np.split(index.astype(np.int32), np.cumsum([rows.size for rows in read_by[rank]])))
-        steps: list[list[Inputs]] = [[] for _ in plans]
-        for step, plan, batch, ngrams in zip(steps, plans, batches, found, strict=True):
+        own_index = iter(np.split(index.astype(np.int32), np.cumsum([rows.size for rows in read[rank]])))
+        steps: list[list[Inputs]] = []
+        for plan, batch, ngrams in zip(plans, batches, found, strict=True):
+            steps.append([])
             for i in range(rank, len(batch), size):
-                tokens, signs = batch[i], ngrams[i][1]
-                targets, candidates = self.targets(plan, i, tokens[1:])
-                own = next(of_sequences).reshape(-1, len(tokens) - 1)
-                step.append(Inputs(tokens[:-1], self.doc_ids(plan, tokens[:-1]), targets, candidates, own, signs))
+                tokens = batch[i][:-1]
+                rows, signs = ngrams[i]
+                targets, candidates = self.targets(plan, i, batch[i][1:])
+                numbers = next(own_index).reshape(rows.shape)
+                steps[-1].append(Inputs(tokens, self.doc_ids(plan, tokens), targets, candidates, numbers, signs))
         return tree_map_only(np.ndarray, self.on_host, (steps, requests))
 
     def on_host(self, array: np.ndarray) -> Tensor:
@@ -1124,9 +1124,8 @@ class Reader:
         """Yield for each step this rank's sequences and what its cycle requests, on the device."""
 
         def make(plans, batches):
-            return self.make(
-                plans, [[read_sequence(*sequence, self.cfg.vocab_size) for sequence in batch] for batch in batches]
-            )
+            tokens = [[read_sequence(*sequence, self.cfg.vocab_size) for sequence in batch] for batch in batches]
+            return self.make(plans, tokens)
 
         on_gpu = (torch.cuda.set_device, (self.device,)) if self.device.type == "cuda" else ()  # else it opens GPU 0
         with ThreadPoolExecutor(1, "reader", *on_gpu) as thread:  # ahead of the steps, from the first `next` on
@@ -1650,7 +1649,7 @@ class Sources(NamedTuple):
 
 
 class Block(nn.Module):
-    """Add attention, embeddings or an earlier layer to the residual stream and then MLPs, with factors on it and on all.
+    """Add attention, embeddings or an earlier layer to the residual stream and then MLPs, with factors on all of these.
 
     `ResolvedLayer.factors` says where each factor comes from.
     """
@@ -1726,18 +1725,13 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
-        widest = max(
-            window.tokens
-            for plan in [*cfg.plans, plan_validation(cfg.num_iterations, cfg)]
-            for window in plan.windows.values()
-        )
+        widest = max(cfg.final_window, *(tokens for stage in cfg.stages for tokens in stage.windows.values()))
         self.max_blocks = 1 + math.ceil(widest / cfg.block_size)  # that a block of queries sees
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
         self.gate_nets = nn.ModuleDict()
-        for i, row in enumerate(cfg.layers):
-            if row.net:
-                made = ((layer.index, f) for layer in cfg.resolved_layers for f in layer.factors)
-                self.gate_nets[str(i)] = GateNet(cfg, {(j, f.kind): f.first for j, f in made if f.source == f"net {i}"})
+        for i in (i for i, row in enumerate(cfg.layers) if row.net):
+            made = ((layer.index, f) for layer in cfg.resolved_layers for f in layer.factors if f.source == f"net {i}")
+            self.gate_nets[str(i)] = GateNet(cfg, {(layer, f.kind): f.first for layer, f in made})
         self.gate_scale = nn.Parameter(torch.tensor(0.1)) if self.gate_nets else None
         if head_mix := cfg.layers[-1].head_mix:
             # The head gets less of what only later layers needed: record 40 (@snimu, @classiclarryd)
@@ -1817,14 +1811,14 @@ class GPT(nn.Module):
         views: dict[str, View] = {}
         for name in dict.fromkeys(row.attention for row in cfg.layers if row.attention != "none"):
             kind = ATTENTION[name]
-            window, frequencies, scale = settings.window(kind.window)
+            window = settings.windows[kind.window]
             ids = doc_ids.repeat_interleave(kind.heads_per_pair)
-            mask: BlockMask | GatheredMask = document_block_mask(ids, window, cfg.block_size, for_flex=on_cuda)
+            mask: BlockMask | GatheredMask = document_block_mask(ids, window.tokens, cfg.block_size, for_flex=on_cuda)
             if not on_cuda:
                 mask = GatheredMask(mask, self.max_blocks, self.embed.weight.dtype)
             positions = torch.arange(len(ids), device=ids.device).view(-1, 1, kind.heads_per_pair, 1, 1, 1)
-            angles = positions * frequencies
-            views[name] = View(mask, angles.cos(), angles.sin(), scale)
+            angles = positions * window.frequencies
+            views[name] = View(mask, angles.cos(), angles.sin(), window.attn_scale)
         return views
 
 
@@ -2232,17 +2226,17 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     for name, p in gpt.named_parameters():
         group = group_of(name, cfg)
         emas = tuple(i for i, row in enumerate(cfg.emas) if matches(name, row.names))
-        shape = ()
+        alike = f"{group} {p.dtype}"
         if OPTIMIZERS[group.optimizer].by_matrix:
-            group, shape = group._replace(names="", lr=0.0), p.shape[-2:]
-        members.setdefault((group.optimizer, emas, repr(group), shape, p.dtype), {})[name] = p
+            alike = f"{group._replace(names='', lr=0.0)} {p.shape[-2:]}"
+        members.setdefault((group.optimizer, emas, alike), {})[name] = p
     embed, head = (group_of(name, cfg)._replace(names="") for name in ("embed.weight", "lm_head"))
     if cfg.tied_frac and embed != head:
         raise UserError(f"embed.weight has {embed}, lm_head {head}: expected the same, or --tied_frac 0")
     optimizers = []
-    for (kind, numbers, *_), params in members.items():
-        emas = {i: cfg.emas[i] for i in numbers}
-        optimizers.append(OPTIMIZERS[kind](params, [group_of(name, cfg) for name in params], emas, cfg, ranks))
+    for (kind, emas, _), params in members.items():
+        groups = [group_of(name, cfg) for name in params]
+        optimizers.append(OPTIMIZERS[kind](params, groups, {i: cfg.emas[i] for i in emas}, cfg, ranks))
     # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
     return sorted(optimizers, key=lambda optimizer: -optimizer.grad_buffer.nbytes)
 
@@ -2328,10 +2322,10 @@ class NgramTable:
         tensors = to_tensors(self.cfg, n=self.cfg.batch_sequences, **numbers)
         update = compiled(row_adam_update, self.cfg.compile, dynamic=True)
         self.v *= now.beta2
-        for ids, grad in zip(requests.updated.split(ROWS_AT_ONCE), sums.split(ROWS_AT_ONCE), strict=True):
-            rows, v = update(self.rows[ids], self.v[ids], grad, **tensors)
-            self.rows.index_copy_(0, ids, rows)
-            self.v.index_copy_(0, ids, v)
+        ids = requests.updated
+        rows, v = update(self.rows[ids], self.v[ids], sums, **tensors)
+        self.rows.index_copy_(0, ids, rows)
+        self.v.index_copy_(0, ids, v)
 
     def state(self) -> dict[str, Tensor]:
         """Return the rows that ever had a gradient, on the host."""
@@ -2503,16 +2497,13 @@ class RunLog:
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 def use_device(cfg: Hyperparameters, ranks: Ranks) -> torch.device:
-    """Return this rank's device, or share out the threads of a CPU, and refuse one that multiplies wrongly."""
+    """Return this rank's device, or share out the threads of a CPU."""
     if cfg.device == "cuda":
         device = torch.device("cuda", ranks.local_rank)
         torch.cuda.set_device(device)
         return device
     if cfg.cpu_threads:
         torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
-    ones = torch.ones(128, 1024, dtype=getattr(torch, cfg.dtype))
-    if not (ones @ ones.T == 1024).all():  # seen in bf16 where OpenMP starts fewer threads than torch counts on
-        raise UserError("products are wrong here: unset OMP_DYNAMIC and OMP_THREAD_LIMIT")
     return torch.device("cpu")
 
 
@@ -2541,8 +2532,7 @@ class CUDAGraphs:
             self.captured[shapes] = graph, own_tensors, later
             return result
         graph, own_tensors, result = self.captured[shapes]
-        for mine, theirs in zip(own_tensors, tensors, strict=True):
-            mine.copy_(theirs)
+        torch._foreach_copy_(own_tensors, tensors)
         graph.replay()
         return result
 
@@ -2576,7 +2566,7 @@ class Trainer:
             shape = len(requests.ids), self.cfg.model_dim
             self.sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
         losses = []
-        settings = Settings.of(plan, self.cfg, self.device)
+        settings = settings_of(plan, self.cfg, self.device)
         for inputs in sequences:
             loss, grad = self.gradients(inputs, self.look_up(inputs.ngrams), settings)
             compiled(add_rows, self.cfg.compile, dynamic=True)(self.sums, inputs.ngrams, grad)
@@ -2623,7 +2613,7 @@ class Trainer:
     def score(self, plan: Plan, sequences: Sequence[Inputs], requests: Requests, canon: Tensor | None) -> Tensor | int:
         """Return the summed loss of a rank's sequences, for all ranks at once."""
         look_up = self.table.fetch(requests)
-        settings = Settings.of(plan, self.cfg, self.device)
+        settings = settings_of(plan, self.cfg, self.device)
         ngrams = [look_up(inputs.ngrams) for inputs in sequences]
         # Looked up here: within the graph, all slices of logits would read one table, and so become one kernel
         never = [None if canon is None else F.embedding(inputs.tokens, canon) for inputs in sequences]
