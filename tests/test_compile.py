@@ -11,13 +11,13 @@ from torch.nn.attention import flex_attention as flex_module
 
 import train_gpt
 from shards import write_shard
-from train_gpt import Layer, Plan, Ranks, Stage, Trainer
+from train_gpt import Layer, Ranks, Stage, Trainer
 
-# In 14 steps stages begin at 0, 4, 8 and 12; the last is as long as the one before. In the first two the head has fewer
-# classes, in the second of two numbers
+# In 14 steps stages begin at 0, 4, 8 and 12; the last is as long as the one before. In the first two the
+# softmax is over fewer tokens, in the second of two numbers
 STAGES = (
-    Stage(1 / 3, 1, 28, dict(short=8, long=24), mtp=((1, 1), (0.5, 0.5), (0.25, 0)), classes=(64,)),
-    Stage(1 / 3, 2, 64, dict(short=24, long=56), lr=1.5, mtp=((1, 1), (0.5, 0)), classes=(80, 96)),
+    Stage(1 / 3, 1, 28, dict(short=8, long=24), mtp=((1, 1), (0.5, 0.5), (0.25, 0)), candidates=(64,)),
+    Stage(1 / 3, 2, 64, dict(short=24, long=56), lr=1.5, mtp=((1, 1), (0.5, 0)), candidates=(80, 96)),
     Stage(1 / 3, 3, 64, dict(short=40, long=88), lr=1.7),
     Stage(0, 3, 64, dict(short=48, long=104), more_steps=2, lr=1.7),
 )
@@ -30,7 +30,7 @@ LONG |= dict(
         Layer("paired", half_qk=True, net=True, x0=True, ngram=True),
         Layer("long", half_v=True, value_embed=True, xsa=True),
         Layer("none", shift=(0, 2, 1), net=True, skip=1, mlps=0),
-        Layer("alike", value_embed=True, reads=1, head_gate=True, ngram=True, mlps=2, mudd=(1, 0)),
+        Layer("alike", value_embed=True, reads=1, head_gate=True, ngram=True, mlps=2, mudd=1, head_mix=(1, 0)),
     )
 )
 
@@ -73,7 +73,7 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, ch
     trainer.gpt.cfg = dataclasses.replace(cfg, device="cpu" if cfg.lm_head_fp8 else "cuda")  # what the masks go by
     trainer.warm_up()
     *trainings, validation = (graph for graph in graphs if count_calls(graph, "embedding"))
-    assert len(trainings) == 4, "three lengths, the second with two numbers of classes"
+    assert len(trainings) == 4, "three lengths, the second with two numbers of candidates"
     for graph in (*trainings, validation):
         attentions = sum(layer.attention != "none" for layer in cfg.layers)
         assert count_calls(graph, "flex_attention") == (not cfg.lm_head_fp8) * attentions
@@ -83,12 +83,12 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, ch
     before, data = (len(graphs), counters["unique_graphs"]), train_gpt.plan_data(cfg)
     for t in (trainer, plain):
         t.batches = t.reader.read(train_gpt.train_cycles(data["train"], cfg))
-    for step in range(cfg.num_iterations):
-        now = Plan(step, cfg)
+    for plan in cfg.plans:
         losses = [
-            (t.train_step(now, *next(t.batches)).item(), t.evaluate(step + 1, data["val"])) for t in (trainer, plain)
+            (t.train_step(plan, *next(t.batches)).item(), t.evaluate(plan.step + 1, data["val"]))
+            for t in (trainer, plain)
         ]
         assert losses[0] == pytest.approx(losses[1], rel=0.02 if cfg.lm_head_fp8 else 1e-10)
-    assert (now.index, now.windows["long"]) == (3, 104)
+    assert (plan.stage, plan.windows["long"].tokens) == (3, 104)
     assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head), "two tables in the end"
     assert (len(graphs), counters["unique_graphs"]) == before

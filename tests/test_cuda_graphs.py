@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 import train_gpt
 from conftest import GPT2, small
 from shards import write_shard
-from train_gpt import CUDAGraphs, Plan, Ranks, Trainer, train_cycles
+from train_gpt import CUDAGraphs, Ranks, Trainer, train_cycles
 
 HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select"}
 
@@ -60,11 +60,11 @@ def test_a_run_by_graphs_is_the_run_without(monkeypatch, corpus, tmp_path):
     trainers[1].gradients = CUDAGraphs(trainers[1].add_gradients)
     for trainer in trainers:
         inputs = trainer.reader.read(train_cycles(batches, cfg))
-        trainer.losses = [trainer.train_step(Plan(step, cfg), *next(inputs)) for step in range(cfg.num_iterations)]
+        trainer.losses = [trainer.train_step(plan, *next(inputs)) for plan in cfg.plans]
     assert torch.equal(*(torch.stack(trainer.losses) for trainer in trainers))
     assert all(map(torch.equal, *(trainer.state().values() for trainer in trainers)))
     assert torch.equal(*(trainer.table.rows for trainer in trainers))
-    shapes = {(now.seq_len, now.classes, len(now.weights)) for now in (Plan(i, cfg) for i in range(cfg.num_iterations))}
+    shapes = {(p.seq_len, p.candidates, len(p.next_weights), p.prefix_weight > 0) for p in cfg.plans}
     assert len(tapes) == len(shapes) > 2
     names = {function.name().split("::")[1].split(".")[0] for tape in tapes for function, *_ in tape.operations}
     assert "mm" in names

@@ -21,7 +21,7 @@ STAGES = "tuple(row._replace(share=1 / 2) for row in GPT2_STAGES[:2])"
 FEWER = {  # a layer less, two stages, and nano with a batch that grows
     f"    {ROW},\n": "",
     "reads=3": "reads=2",
-    "mudd=(3, 2, 1)": "mudd=(2, 1)",
+    "mudd=3, head_mix=(3, 2, 1)": "mudd=2, head_mix=(2, 1)",
     "= GPT2_STAGES": f"= {STAGES}",
     "stage in GPT2_STAGES": f"stage in {STAGES}",
     "NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, windows=dict(long=512)),)": "NANO_STAGES = tuple("

@@ -74,8 +74,7 @@ def rotated(head_dim: int) -> np.ndarray:
 
 def factor_places(net) -> np.ndarray:
     """Return the public place of each factor of a net that layers share."""
-    wanted = enumerate(net.wanted)
-    own = [(KINDS.index(kind), i, k) for i, kinds in wanted for kind in kinds for k in range(len(kinds[kind]))]
+    own = [(KINDS.index(kind), i, k) for (i, kind), count in net.sizes.items() for k in range(count)]
     order = sorted(own)
     return np.array([order.index(entry) for entry in own])
 
@@ -185,63 +184,74 @@ def live(name: str, t: np.ndarray) -> np.ndarray:
 
 
 def test_schedules(model, optim):
-    cfg = m.PRESETS["gpt2"]
-    ends = m.stage_ends(cfg)
-    steps = range(ends[-1] + 1)
-    plans = [m.Plan(s, dataclasses.replace(cfg, prefix_file="p")) for s in steps]
-    adam, tables, muon = (m.row_of(name, cfg) for name in ("lm_head", "ngrams", "blocks.0.attn.qk_w"))
-    values = m.row_of("value_embeds.1.weight", cfg)
-    assert all(now.is_due(muon) for now in plans)
-    assert m.num_tokens(1194, cfg) == sum(now.seq_len * 8 for now in plans[:-1]) == 328_663_040
+    """Of all steps, and the model's also of the last validation; updates where they are due."""
+    cfg = dataclasses.replace(m.PRESETS["gpt2"], prefix_file="p")
+    ends, N = m.stage_ends(cfg), cfg.num_iterations
+    plans = [*cfg.plans, m.plan_validation(N, cfg)]
+    names = "lm_head", "ngrams", "blocks.0.attn.qk_w", "value_embeds.1.weight"
+    head, tables, muon, values = (m.group_of(name, cfg) for name in names)
+    assert m.num_tokens(1194, cfg) == sum(plan.seq_len * 8 for plan in cfg.plans) == 328_663_040
     both = {
-        "lr": [now.lr for now in plans],
-        "batch_tokens": [now.seq_len * 8 for now in plans],
-        "adam_step": [now.is_due(adam) for now in plans],
-        "table_step": [now.is_due(tables) for now in plans],
-        "tied": [now.tied for now in plans],
+        "lr": [plan.updates[muon.names].rate / cfg.muon_lr for plan in cfg.plans],
+        "batch_tokens": [plan.seq_len * 8 for plan in cfg.plans],
+        "adam_step": [head.names in plan.updates for plan in cfg.plans],
+        "table_step": [tables.names in plan.updates for plan in cfg.plans],
+        "tied": [m.is_tied(plan.step, head, cfg) for plan in cfg.plans],
+    }
+    whole = {
         "boundaries": [*zip([0, *ends], ends, strict=False)],
-        "split_step": max(now.step for now in plans if now.tied and now.is_due(adam)),
+        "split_step": max(plan.step for plan in cfg.plans if plan.ties),
     }
     first = model["schedule/stage"][0]
-    chain = {
-        "stage": [now.index + first for now in plans],
-        "rail_beta": [now.momentum for now in plans],
-        "window_short": [now.windows["short"] for now in plans],
-        "window_long": [now.windows["long"] for now in plans],
-        "max_doc_len": [now.stage.max_doc_len for now in plans],
-        "candidates": [now.classes for now in plans],
-        "prefix_weight": [now.prefix for now in plans],
-        "mtp": [now.weights[: now.num_next] + [0.0] * (3 - now.num_next) for now in plans],
-        "mtp_count": [now.num_next for now in plans],
+    chain = whole | {
+        "stage": [plan.stage + first for plan in plans],
+        "window_short": [plan.windows["short"].tokens for plan in plans],
+        "window_long": [plan.windows["long"].tokens for plan in plans],
+        "max_doc_len": [plan.max_doc_len for plan in plans],
+        "candidates": [plan.candidates for plan in plans],
+        "prefix_weight": [plan.prefix_weight for plan in plans],
+        "mtp": [plan.next_weights + [0.0] * (3 - len(plan.next_weights)) for plan in plans],
+        "mtp_count": [len(plan.next_weights) for plan in plans],
     }
     for width, kind in dict(wide="long", narrow="short").items():
-        yarn = [m.rotary_frequencies(kind, m.Plan(max(0, end - 1), cfg)) for end in ends]
-        chain[f"yarn_freq_{width}"] = np.stack([f for f, _ in yarn])
-        chain[f"attn_scale_{width}"] = [yarn[now.index][1] for now in plans]
-    rails = [(0.85, 0.4385) if now.two_rails else (now.momentum, 1.0) for now in plans]
+        chain[f"yarn_freq_{width}"] = np.stack([windows[kind].frequencies for windows in m.plan_windows(cfg)])
+        chain[f"attn_scale_{width}"] = [plan.windows[kind].attn_scale for plan in plans]
+    momenta = [plan.updates[muon.names].beta1 for plan in cfg.plans]
+    slow = [plan.has_slow_momentum for plan in cfg.plans]
     optimizers = {
-        "lookahead": [now.momentum for now in plans],
-        "fast_beta": [beta for beta, _ in rails],
-        "fast_weight": [share for _, share in rails],
-        "value_embed_betas": [now.adam(values)[2:] for now in plans],
-        "table_wd_mult": [now.adam(values)[1] / (values.lr * now.lr) ** 2 / 0.005 for now in plans],
-        "ngram_beta2": [now.adam(tables)[3] for now in plans],
+        "lookahead": momenta,
+        "fast_beta": [0.85 if is_slow else momentum for is_slow, momentum in zip(slow, momenta, strict=True)],
+        "fast_weight": [0.4385 if is_slow else 1.0 for is_slow in slow],
     }
-    for name, ours in (both | chain).items():
+    due = {group: [plan.step for plan in cfg.plans if group.names in plan.updates] for group in (values, tables)}
+    assert due[values] == due[tables]
+    of_values, of_tables = ([plans[step].updates[group.names] for step in steps] for group, steps in due.items())
+    sparse = {
+        "value_embed_betas": [update[3:] for update in of_values],
+        "table_wd_mult": [update.decay / update.lr**2 / 0.005 for update in of_values],
+        "ngram_beta2": [update.beta2 for update in of_tables],
+    }
+    for name, ours in chain.items():
         model.compare(f"schedule/{name}", ours)
-    for name, ours in (both | optimizers).items():
+    for name, ours in (both | dict(rail_beta=momenta)).items():
+        model.compare(f"schedule/{name}", ours, slice(N))
+    for name, ours in whole.items():
         optim.compare(f"schedule/{name}", ours)
+    for name, ours in (both | optimizers).items():
+        optim.compare(f"schedule/{name}", ours, slice(N))
+    for name, ours in sparse.items():
+        optim.compare(f"schedule/{name}", ours, due[values])
 
 
 def compare_ticks(golden: Golden, folder: str, cfg) -> None:
     """The files have the first row as the original does it: at odd steps, two rates in one."""
     N = cfg.num_iterations
     found = {}
-    for i, row in enumerate(cfg.averages):
+    for i, row in enumerate(cfg.emas):
         rates = np.array([row.rate_at(s, N) for s in range(N)])
         assert rates[rates > 0][0] == 1  # the first copies
         found[i] = np.where(rates > 0, row.rate, -1)
-    first, rate = np.flatnonzero(found[0] > 0)[0], cfg.averages[0].rate
+    first, rate = np.flatnonzero(found[0] > 0)[0], cfg.emas[0].rate
     for s in range(first + 1, N):
         found[0][s] = rate if s == N - 1 else (1 - (1 - rate) ** 2 if s % 2 else -1)
     assert np.array_equal(found[3], found[4])
@@ -283,15 +293,15 @@ def run_config(optim, folder: Path):
             batch=n / lens[0],
             max_doc_len=d,
             windows={kind: w * unit // 128 for kind, w in s.windows.items()},
-            classes=tuple(x or [0]),
+            candidates=tuple(x or [0]),
         )
         for s, n, d, x in zip(m.GPT2_STAGES, lens, c["max_doc_len"], c["candidates"], strict=True)
     )
     w = c["average_windows"]
     windows = [w[n] for n in ("tail_ema", "tail_avg", "value_embed_avg", "bank_blend", "bank_blend")]
     rates = [2 / (windows[0] + 1), 4 / 53, 4 / 53, 2 / (windows[3] // 4 + 1), 2 / (windows[3] // 4 + 1)]
-    rows = zip(m.GPT2_AVERAGES, windows, rates, strict=True)
-    averages = tuple(row._replace(window=n, rate=rate) for row, n, rate in rows)
+    rows = zip(m.GPT2_EMAS, windows, rates, strict=True)
+    emas = tuple(row._replace(window=n, rate=rate) for row, n, rate in rows)
     up = (c["mlp_dim"] / c["model_dim"]) ** 0.5
     rates_of_mlps = {m.UP: up, 2 * m.UP: 2 * up}
     groups = tuple(row._replace(lr=rates_of_mlps.get(row.lr, row.lr)) for row in m.GPT2_GROUPS)
@@ -302,9 +312,9 @@ def run_config(optim, folder: Path):
     sizes |= dict(head_dim=c["head_dim"], mlp_dim=c["mlp_dim"], net_dim=c["gate_dim"], ngram_rows=c["ngram_rows"])
     sizes |= dict(sign_rows=c["sign_rows"], segment=c["segment_cap"], block_size=16, final_window=20 * unit)
     sizes |= dict(train_seq_len=lens[0], batch_tokens=8 * lens[0], val_seq_len=c["val_len"], stages=stages)
-    sizes |= dict(val_tokens=8 * c["val_batches"] * c["val_len"], num_iterations=c["steps"], averages=averages)
+    sizes |= dict(val_tokens=8 * c["val_batches"] * c["val_len"], num_iterations=c["steps"], emas=emas)
     sizes |= dict(momentum_warmup_steps=c["beta_warmup_steps"], momentum_cooldown_steps=c["beta_cooldown_steps"])
-    sizes |= dict(slow_rail_from=c["rail_engage_step"], rare_from=c["period4_start"], groups=groups)
+    sizes |= dict(slow_momentum_from=c["rail_engage_step"], rare_from=c["period4_start"], groups=groups)
     sizes |= dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val.bin", log_dir=str(folder))
     sizes |= dict(prefix_file=f"{folder}/prefixes", canon_file=f"{folder}/canon")
     fixed = dict(device="cpu", dtype="float64", seed=0, compile=False, run_id="golden")
@@ -363,19 +373,19 @@ def test_a_whole_small_run(optim, tmp_path):
         loss = model(inputs, ngrams, settings, canon)
         if ngrams.requires_grad:
             losses.append(loss.item())
-            ngrams.register_hook(add_to(sums, inputs.rows.flatten()))
+            ngrams.register_hook(add_to(sums, requests.ids[inputs.ngrams.flatten()]))
         return loss
 
     trainer.model = observed
-    for step, (sequences, reads) in enumerate(trainer.reader.read(m.train_cycles(data["train"], cfg))):
-        now = m.Plan(step, cfg)
+    steps = trainer.reader.read(m.train_cycles(data["train"], cfg))
+    for step, (plan, (sequences, requests)) in enumerate(zip(cfg.plans, steps, strict=True)):
         if step in c["val_steps"]:
             loss = trainer.evaluate(step, data["val"])
             optim.compare("run/val_loss", loss, c["val_steps"].index(step))
         losses.clear()
         for g in step_grads.values():
             g.zero_()
-        trainer.train_step(now, sequences, reads)
+        trainer.train_step(plan, sequences, requests)
         optim.compare("run/loss_sum_ranks", losses, step)
         grads = names.to_public(step_grads)
         optim.compare("run/grad_norm", [np.linalg.norm(grads[n]) / 8 for n in public_names], step)
@@ -418,9 +428,9 @@ def compare_end(optim, trainer, names, data, digest, start, padded):
     frozen = optim["run/frozen_c_fc"] * 2.0 ** -optim.info["param_scale_log2"]["frozen_c_fc"]
     held = dict(gpt.named_parameters())
     # What finish() makes, before matrices get their norm back
-    no_norm = [row._replace(same_norm=False) for row in cfg.averages]
+    no_norm = [row._replace(same_norm=False) for row in cfg.emas]
     for o in trainer.optimizers:
-        o.averages = {i: no_norm[i] for i in o.averages}
+        o.emas = {i: no_norm[i] for i in o.emas}
         o.finish()
 
     def norms(values):
