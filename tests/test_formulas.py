@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import train_gpt
 from dense import randomize
-from train_gpt import PRESETS, Adam, Muon, Plan, Ranks, Reader, Settings, plan_lr
+from train_gpt import PRESETS, Adam, Muon, Plan, Ranks, Reader, plan_lr, settings_of
 
 
 def close(found, expected) -> None:
@@ -136,7 +136,7 @@ def test_layers_are_dense_ones(request, preset: str):
     for i, net in gpt.gate_nets.items():
         net.register_forward_pre_hook(lambda _, args, i=int(i): nets.update({i: args[0]}))
     ngrams = torch.randn(len(inputs.ngrams), len(tokens) - 1, cfg.model_dim, dtype=torch.float64)
-    found = gpt.features(inputs, ngrams, Settings.of(plan, cfg, torch.device("cpu")))
+    found = gpt.features(inputs, ngrams, settings_of(plan, cfg, torch.device("cpu")))
     first, outputs = calls[0][0][0], [out for _, (out, *_) in calls]
     tables = {int(i): table(inputs.tokens) for i, table in gpt.value_embeds.items()}
     ngram = (ngrams * gpt.signs[inputs.signs] if cfg.sign_rows else ngrams).sum(0)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from dense import CAP, E4M3, E5M2, dense_head, quantized, randomize, softcapped_loss, with_gradients
-from train_gpt import HeadLoss, Ranks, Settings, Trainer, fp8_product, fp8_rows
+from train_gpt import HeadLoss, Ranks, Trainer, fp8_product, fp8_rows, settings_of
 
 SCALES = X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**13
 T, K, V = 80, 48, 112  # tokens, width, rows of the head: few, as the CPU's FP8 kernels are slow
@@ -130,7 +130,7 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     fp8.load_state_dict(plain.state_dict())
     plan = cfg.plans[0]
     [inputs], _ = trainer.dummies(plan, plan.seq_len)
-    batch = inputs, torch.randn(2, plan.seq_len, 96).bfloat16(), Settings.of(plan, cfg, trainer.device)
+    batch = inputs, torch.randn(2, plan.seq_len, 96).bfloat16(), settings_of(plan, cfg, trainer.device)
     products, in_head = [], []
     monkeypatch.setattr(train_gpt, "fp8_product", lambda *args: products.append(args[1].shape) or fp8_product(*args))
     apply = HeadLoss.apply
@@ -152,7 +152,7 @@ def test_a_softmax_over_some_tokens_is_that_of_their_logits(gpt2):
     trainer = Trainer(cfg, Ranks())
     gpt = randomize(trainer.gpt)
     plan = cfg.plans[0]
-    settings = Settings.of(plan, cfg, trainer.device)
+    settings = settings_of(plan, cfg, trainer.device)
     tokens = np.random.default_rng(0).integers(256, size=plan.seq_len + 1)
     [[inputs]], _ = trainer.reader.make([plan], [[tokens]])
     candidates = inputs.candidates

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from dense import dense_mask, randomize
-from train_gpt import PRESETS, Ranks, Settings, Trainer, plan_lr, plan_validation
+from train_gpt import PRESETS, Ranks, Trainer, plan_lr, plan_validation, settings_of
 
 
 def text(cfg) -> Tensor:
@@ -37,7 +37,7 @@ def features(trainer: Trainer, tokens: Tensor) -> Tensor:
     plan = plan_validation(0, trainer.cfg)
     [[inputs]], requests = trainer.reader.make([plan], [[np.append(tokens.numpy(), 0)]])
     ngrams = trainer.table.fetch(requests)(inputs.ngrams)
-    return trainer.gpt.features(inputs, ngrams, Settings.of(plan, trainer.cfg, trainer.device))
+    return trainer.gpt.features(inputs, ngrams, settings_of(plan, trainer.cfg, trainer.device))
 
 
 class Products(TorchDispatchMode):
