@@ -364,7 +364,7 @@ class Hyperparameters:
     describe: bool = False  # print what the tables mean, a line for each layer and each step, and stop
     resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         """Refuse what would train something else in silence. What cannot train at all fails before the first step."""
 
         def require(name, holds, expected):
@@ -577,8 +577,9 @@ class Factor(NamedTuple):
 class ResolvedLayer(NamedTuple):
     """Say what a row of `layers` means."""
 
-    index: int
+    number: int  # from 0
     row: Layer
+    window: str  # kind of window, if it has attention
     qk_dim: int  # dimensions of a query or a key
     v_dim: int  # dimensions of a value
     factors: list[Factor]
@@ -608,7 +609,8 @@ def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
             (row.skip is not None, "skip", net, [0.5]),
         )
         factors = [Factor(kind, source or f"{kind}_lambdas", first) for has, kind, source, first in table if has]
-        layers.append(ResolvedLayer(i, row, D // (1 + row.half_qk), D // (1 + row.half_v), factors))
+        window = ATTENTION[row.attention].window if row.attention != "none" else ""
+        layers.append(ResolvedLayer(i, row, window, D // (1 + row.half_qk), D // (1 + row.half_v), factors))
     return layers
 
 
@@ -719,7 +721,7 @@ def stage_ends(cfg: Hyperparameters) -> list[int]:
     """Return the end of each stage: shares of the base steps, moved by the steps that have been added so far."""
     ends = accumulate(stage.share for stage in cfg.stages)
     more = accumulate(stage.more_steps for stage in cfg.stages)
-    return [round(cfg.base_steps * end) + added for end, added in zip(ends, more, strict=True)]
+    return [round(cfg.base_steps * end) + added for end, added in zip(ends, more)]
 
 
 def make_plans(cfg: Hyperparameters) -> list[Plan]:
@@ -772,9 +774,10 @@ def num_tokens(steps: int, cfg: Hyperparameters) -> int:
 def describe_tables(cfg: Hyperparameters) -> str:
     """Return as text what each layer has and what each step does, learning rates by the numbers of the groups."""
     lines = []
-    for index, row, qk_dim, v_dim, factors in cfg.resolved_layers:
+    for number, row, window, qk_dim, v_dim, factors in cfg.resolved_layers:
         made = ", ".join(f"{kind} {first} by {source}" for kind, source, first in factors)
-        lines.append(f"layer {index}: {row.attention}, queries {qk_dim}, values {v_dim}, MLPs {row.mlps}; {made}")
+        dims = f" in the {window} window, queries {qk_dim}, values {v_dim}" if window else ""
+        lines.append(f"layer {number}: attention {row.attention}{dims}, MLPs {row.mlps}; {made}")
     lines += [f"group {i}: {group.optimizer} {group.names}" for i, group in enumerate(cfg.groups)]
     numbers = {group.names: i for i, group in enumerate(cfg.groups)}
     for plan in cfg.plans:
@@ -1089,7 +1092,7 @@ class Reader:
     def make(
         self, plans: Sequence[Plan], batches: Sequence[Sequence[np.ndarray]]
     ) -> tuple[list[list[Inputs]], Requests]:
-        """Return for each step of a cycle the inputs of this rank's sequences, and what the cycle requests, on the host.
+        """Return for each step of a cycle this rank's sequences, and what the cycle requests, on the host.
 
         batches: for each step the tokens of all sequences (T + 1,), with their last targets.
         """
@@ -1102,7 +1105,7 @@ class Reader:
         requests, index = plan_requests(ids, rank, -(-self.cfg.ngram_rows // size))
         own_index = iter(np.split(index.astype(np.int32), np.cumsum([rows.size for rows in read[rank]])))
         steps: list[list[Inputs]] = []
-        for plan, batch, ngrams in zip(plans, batches, found, strict=True):
+        for plan, batch, ngrams in zip(plans, batches, found):
             steps.append([])
             for i in range(rank, len(batch), size):
                 tokens = batch[i][:-1]
@@ -1124,8 +1127,8 @@ class Reader:
         """Yield for each step this rank's sequences and what its cycle requests, on the device."""
 
         def make(plans, batches):
-            tokens = [[read_sequence(*sequence, self.cfg.vocab_size) for sequence in batch] for batch in batches]
-            return self.make(plans, tokens)
+            V = self.cfg.vocab_size
+            return self.make(plans, [[read_sequence(path, pieces, V) for path, pieces in batch] for batch in batches])
 
         on_gpu = (torch.cuda.set_device, (self.device,)) if self.device.type == "cuda" else ()  # else it opens GPU 0
         with ThreadPoolExecutor(1, "reader", *on_gpu) as thread:  # ahead of the steps, from the first `next` on
@@ -1186,7 +1189,7 @@ class RMSNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor) -> Tensor:
+    def forward(ctx, x):
         x32 = x.to(wide(x.dtype))
         scale = (x32.square().mean(-1, keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
         y = x32 * scale
@@ -1195,7 +1198,7 @@ class RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> Tensor:
+    def backward(ctx, grad):
         y, scale = ctx.saved_tensors
         return scale * (grad - y * (grad * y).mean(-1, keepdim=True))
 
@@ -1310,12 +1313,12 @@ class FP8Linear(torch.autograd.Function):
     """Return x @ w.T, forward in FP8."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:
+    def forward(ctx, x, w):
         ctx.save_for_backward(x, w)
         return fp8_product(fp8_rows(x), w, x.dtype)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx, grad):
         x, w = ctx.saved_tensors
         return grad @ w, grad.t() @ x
 
@@ -1328,14 +1331,14 @@ class ReluSquaredMLP(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, c_fc: Tensor, c_proj: Tensor, fp8: bool, by_kernel: bool) -> Tensor:
+    def forward(ctx, x, c_fc, c_proj, fp8, by_kernel):
         ctx.by_kernel = by_kernel
         z = fp8_product(fp8_rows(x), c_fc, x.dtype) if fp8 else F.linear(x, c_fc)
         ctx.save_for_backward(x, c_fc, c_proj, z)
         return fp8_product(relu_squared_fp8_rows(z), c_proj, x.dtype) if fp8 else F.linear(F.relu(z).square_(), c_proj)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         x, c_fc, c_proj, z = ctx.saved_tensors
         dz, y = relu_squared_backward(grad, c_proj, z, ctx.by_kernel)
         return dz @ c_fc, dz.t() @ x, grad.t() @ y, None, None
@@ -1383,7 +1386,7 @@ class NormRotate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx, x, cos, sin, scale):
         x32 = x.to(cos.dtype)
         by_rms = (x32.square().mean((-3, -2, -1), keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
         y = rotate(x32 * by_rms, cos, sin) * scale
@@ -1392,7 +1395,7 @@ class NormRotate(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         y, by_rms, cos, sin, scale = ctx.saved_tensors
         g = grad.to(cos.dtype)
         across = scale * g - y * ((g * y).mean((-3, -2, -1), keepdim=True) / scale)
@@ -1626,12 +1629,12 @@ class GateNet(nn.Module):
         if self.w2g is not None:
             by_group = linear(hidden, self.w2g.flatten(0, 1)).unflatten(1, self.w2g.shape[:2])
             factors = factors + scale * by_group.transpose(0, 1)
-        return dict(zip(self.sizes, factors.split([*self.sizes.values()]), strict=True))
+        return dict(zip(self.sizes, factors.split([*self.sizes.values()])))
 
 
 def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
     """Return the sum of factors times sources."""
-    return sum(factor * source for factor, source in zip(factors, sources, strict=True))  # type: ignore[return-value]
+    return sum(factor * source for factor, source in zip(factors, sources))  # type: ignore[return-value]
 
 
 class Sources(NamedTuple):
@@ -1671,7 +1674,7 @@ class Block(nn.Module):
     def factors(self, by_nets: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
         """Return the layer's factors by kind: its parameters, and those that gate nets have made."""
         own = {kind: getattr(self, name) for kind, name in self.own.items()}
-        return own | {kind: factor for (layer, kind), factor in by_nets.items() if layer == self.layer.index}
+        return own | {kind: factor for (layer, kind), factor in by_nets.items() if layer == self.layer.number}
 
     def forward(self, x: Tensor, sources: Sources, f: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the residual stream (T, K) after the layer, what its attention reads, and what its MLPs read."""
@@ -1690,11 +1693,11 @@ class Block(nn.Module):
         else:  # U-Net: record 11 (@brendanh0gan); as in the record without a factor on the stream
             x = x + self.skip_lambda.sigmoid() * f["skip"][0] * sources.output(row.skip)
         if self.attn is not None:
-            value_embed = sources.value_embeds.get(self.layer.index)
+            value_embed = sources.value_embeds.get(self.layer.number)
             x = x + self.attn(norm(attn_input), value_embed, mixed, sources.views[row.attention], f)
         if row.x0:
             x = x + f["x0"][0] * x0
-        if row.ngram and self.layer.index > 0:  # the first stream has them
+        if row.ngram and self.layer.number > 0:  # the first stream has them
             x = x + f["ngram"][0] * sources.ngrams
         mlp_input = norm(x)
         x = f["resid"][1] * x
@@ -1720,7 +1723,7 @@ class GPT(nn.Module):
         for layer in cfg.resolved_layers:
             if layer.row.value_embed:
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
-                self.value_embeds[str(layer.index)] = nn.Embedding.from_pretrained(table, freeze=False)
+                self.value_embeds[str(layer.number)] = nn.Embedding.from_pretrained(table, freeze=False)
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
@@ -1730,7 +1733,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
         self.gate_nets = nn.ModuleDict()
         for i in (i for i, row in enumerate(cfg.layers) if row.net):
-            made = ((layer.index, f) for layer in cfg.resolved_layers for f in layer.factors if f.source == f"net {i}")
+            made = ((layer.number, f) for layer in cfg.resolved_layers for f in layer.factors if f.source == f"net {i}")
             self.gate_nets[str(i)] = GateNet(cfg, {(layer, f.kind): f.first for layer, f in made})
         self.gate_scale = nn.Parameter(torch.tensor(0.1)) if self.gate_nets else None
         if head_mix := cfg.layers[-1].head_mix:
@@ -1745,7 +1748,7 @@ class GPT(nn.Module):
         last = self.blocks[-1]
         if last.attn and not last.attn.kind.rotary and last.layer.row.value_embed:
             # The head begins by predicting what attention finds: a row is what its value adds to the residual stream
-            values = self.value_embeds[str(last.layer.index)].weight
+            values = self.value_embeds[str(last.layer.number)].weight
             self.lm_head.data[:V] = F.normalize(linear(values, last.attn.c_proj)).detach()
         if cfg.tied_frac:  # and equal they stay while updates tie them
             self.embed.weight.data.copy_(head)
@@ -1779,7 +1782,7 @@ class GPT(nn.Module):
         sources = Sources(x, ngrams.sum(0), value_embeds, views, streams=[])
         by_nets: dict[tuple[int, str], Tensor] = {}  # factors by layer and kind
         for block in self.blocks:
-            layer, row = block.layer.index, block.layer.row
+            layer, row = block.layer.number, block.layer.row
             if row.net:
                 by_nets |= self.gate_nets[str(layer)](x, self.gate_scale)
             f = block.factors(by_nets)
@@ -1787,7 +1790,7 @@ class GPT(nn.Module):
                 x = x + f["ngram"][0] * sources.ngrams
             if row.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
                 parts = x.tensor_split(len(row.shift), dim=1)
-                x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift, strict=True)], dim=1)
+                x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift)], dim=1)
             sources.streams.append(x)
             x, attn_input, mlp_input = block(x, sources, f)
             if row.head_mix:
@@ -1921,7 +1924,7 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, w, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, never) -> Tensor:
+    def forward(ctx, x, w, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, never):
         x_scale, w_scale, grad_scale = fp8_scales or (1.0, 1.0, 1.0)
         low, grad_low = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
         w_q = quantize(w, w_scale, low)
@@ -1950,7 +1953,7 @@ class HeadLoss(torch.autograd.Function):
         return torch.cat(losses).sum()
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         grad_x, grad_w = ctx.saved_tensors
         # grad_w is a transpose; autograd accumulates slowly unless it is as contiguous as the weight
         return grad * grad_x, (grad * grad_w).contiguous(), *[None] * 7
@@ -2008,11 +2011,11 @@ class ShardedOptimizer:
         self.rows_per_param = [-(-p.numel() // math.prod(row)) for p in self.params]
         self.rows_per_param[-1] += -sum(self.rows_per_param) % ranks.world_size  # padding: equal shards
         values = self.params[0].detach().new_zeros(sum(self.rows_per_param), *row)
-        for p, view in zip(self.params, self.views(values), strict=True):
+        for p, view in zip(self.params, self.views(values)):
             view.copy_(p.detach())
         self.param_buffer = values.to(getattr(torch, cfg.dtype)) if self.keeps_values else values
         self.grad_buffer = torch.zeros_like(self.param_buffer)
-        for p, view in zip(self.params, self.views(self.param_buffer), strict=True):
+        for p, view in zip(self.params, self.views(self.param_buffer)):
             p.data = view
         self.grad_views = self.views(self.grad_buffer)
         self.param_shard = self.shard(self.param_buffer)
@@ -2025,13 +2028,13 @@ class ShardedOptimizer:
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the part of a buffer that belongs to each parameter, in its shape."""
         parts = buffer.split(self.rows_per_param)
-        return [part.flatten()[: p.numel()].view_as(p) for part, p in zip(parts, self.params, strict=True)]
+        return [part.flatten()[: p.numel()].view_as(p) for part, p in zip(parts, self.params)]
 
     def shard(self, buffer: Tensor) -> Tensor:
         """Return the rows of a buffer that belong to this rank."""
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
-    def add(self, grads: Sequence[Tensor | None]) -> None:
+    def add(self, grads: Sequence[Tensor | None]):
         """Add gradients of the parameters to those before."""
         torch._foreach_add_(self.grad_views, grads)
 
@@ -2039,11 +2042,11 @@ class ShardedOptimizer:
         """Say whether a step updates these parameters: all groups of an optimizer are due together."""
         return self.groups[0].names in plan.updates
 
-    def reduce(self) -> None:
+    def reduce(self):
         """Start to sum the gradients over the ranks; each gets the sums of its rows."""
         self.wait_for_grads = start_collective(reduce_scatter, self.grad_shard, self.grad_buffer)
 
-    def update(self, plan: Plan) -> None:
+    def update(self, plan: Plan):
         """Update this rank's rows with the mean over the sequences, and start to send them to the other ranks."""
         self.wait_for_grads()
         if self.cfg.batch_sequences > 1:
@@ -2056,14 +2059,14 @@ class ShardedOptimizer:
         """Start to send this rank's parameters to the others, and return a function that waits for theirs."""
         return start_collective(all_gather, self.param_buffer, self.param_shard)
 
-    def move_emas(self, plan: Plan) -> None:
+    def move_emas(self, plan: Plan):
         """Move the averages of this rank's rows towards their values."""
         for i in self.emas:
             if rate := plan.ema_rates[i]:
                 ema = self.state[f"ema {i}"]
                 ema.lerp_(self.values.to(ema.dtype), rate)
 
-    def finish(self) -> None:
+    def finish(self):
         """Blend the averages in, and give the parameters together the norm that they had."""
         if not self.emas:
             return
@@ -2083,7 +2086,7 @@ def to_tensors(cfg: Hyperparameters, **numbers: float) -> dict[str, Tensor]:
     """Return numbers as tensors, as each new value of a Python number would need a graph of its own."""
     dtype = wide(getattr(torch, cfg.dtype))
     tensors = torch.tensor([*numbers.values()], dtype=dtype).to(cfg.device, non_blocking=True).unbind()
-    return dict(zip(numbers, tensors, strict=True))
+    return dict(zip(numbers, tensors))
 
 
 @cache
@@ -2097,7 +2100,7 @@ def adam_values(old: Tensor, mean: Tensor, squares: Tensor, rate: Tensor, eps: T
     return old - rate * mean / (squares.sqrt() + eps) - decay * old * (mean * old > 0)
 
 
-def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, beta1, beta2, rate, eps, decay) -> None:
+def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, beta1, beta2, rate, eps, decay):
     """Step rows as `Adam` says, in operations of which the compiler makes one kernel, casts and all."""
     assert shard.size(1) == 16  # tells the compiler that a thread may move several numbers at once
     grad = grad.to(m.dtype)
@@ -2118,7 +2121,7 @@ class Adam(ShardedOptimizer):
         dtype = wide(values.dtype)
         return {name: torch.zeros_like(values, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
 
-    def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan) -> None:
+    def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan):
         _, rate, decay, beta1, beta2 = plan.updates[self.groups[0].names]
         numbers = to_tensors(self.cfg, beta1=beta1, beta2=beta2, rate=rate, eps=self.cfg.adam_eps, decay=decay)
         update = compiled(adam_update, self.cfg.compile, dynamic=True)
@@ -2165,7 +2168,7 @@ def normalize_neurons(update: Tensor, squares: Tensor, beta2: float, dim: int) -
 
 def muon_update(
     shard: Tensor, grad: Tensor, factors: Tensor, state: dict, n: dict, decay: float, beta2: float, dim: int
-) -> None:
+):
     """Step matrices as `Muon` says, with its state and numbers by name."""
     values, fast, slow = state["values"], state["fast"], state["slow"]
     grad = grad.to(values.dtype)
@@ -2200,14 +2203,12 @@ class Muon(ShardedOptimizer):
     def init_state(self, values: Tensor) -> dict[str, Tensor]:
         rows, columns = values.shape[-2:]
         self.mean_dim = -1 if rows >= columns else -2
-        factors = [
-            values.new_full((n, 1, 1), group.lr) for n, group in zip(self.rows_per_param, self.groups, strict=True)
-        ]
+        factors = [values.new_full((n, 1, 1), group.lr) for n, group in zip(self.rows_per_param, self.groups)]
         self.factors = self.shard(torch.cat(factors))
         squares = torch.zeros_like(values.narrow(self.mean_dim, 0, 1))
         return dict(values=values, fast=torch.zeros_like(values), slow=torch.zeros_like(values), squares=squares)
 
-    def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan) -> None:
+    def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan):
         now = plan.updates[self.groups[0].names]  # all agree but for the factor
         fast_beta, fast_share = (0.85, 0.4385) if plan.has_slow_momentum else (now.beta1, 1.0)
         numbers = dict(lr=now.rate, momentum=now.beta1, fast_beta=fast_beta, fast_share=fast_share, slow_share=0.02)
@@ -2242,7 +2243,7 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
 
 
 @torch.no_grad()
-def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan) -> None:
+def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan):
     """Take a step on the gradients, summed over this rank's sequences, and clear those that were used.
 
     Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
@@ -2270,7 +2271,7 @@ def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, added, rate, eps, dec
     return adam_values(rows.to(v.dtype), grad, v, rate, eps, decay).to(rows.dtype), v
 
 
-def add_rows(sums: Tensor, index: Tensor, grad: Tensor) -> None:
+def add_rows(sums: Tensor, index: Tensor, grad: Tensor):
     """Add gradients of n-grams (n, T, K) to the rows of `sums` that `index` (n, T) names."""
     sums.index_add_(0, index.flatten(), grad.flatten(0, 1).to(sums.dtype))
 
@@ -2309,7 +2310,7 @@ class NgramTable:
         rows = self.exchange(self.rows[requests.served], requests.served_counts, requests.counts)
         return lambda index: F.embedding(index, rows)
 
-    def update(self, requests: Requests, sums: Tensor, plan: Plan) -> None:
+    def update(self, requests: Requests, sums: Tensor, plan: Plan):
         """Update the rows that the cycle has read by an Adam without momentum, and with one v for each row.
 
         v decays for all rows. sums: of the gradients of this rank's sequences, for each of `Requests.ids`.
@@ -2334,12 +2335,12 @@ class NgramTable:
         rows, v = (torch.cat([t[part].cpu() for part in parts]) for t in (self.rows, self.v))
         return dict(ids=ids.cpu() + self.first, rows=rows, v=v)
 
-    def restore(self, ids: Tensor, rows: Tensor, v: Tensor) -> None:
+    def restore(self, ids: Tensor, rows: Tensor, v: Tensor):
         """Set this rank's among these rows to what `state` returned on any rank."""
-        for some in zip(*(t.split(ROWS_AT_ONCE) for t in (ids - self.first, rows, v)), strict=True):
+        for some in zip(*(t.split(ROWS_AT_ONCE) for t in (ids - self.first, rows, v))):
             is_own = (some[0] >= 0) & (some[0] < len(self.rows))
             places, *values = (t[is_own].to(self.rows.device) for t in some)
-            for own, new in zip((self.rows, self.v), values, strict=True):
+            for own, new in zip((self.rows, self.v), values):
                 own.index_copy_(0, places, new.to(own.dtype))
 
 
@@ -2423,7 +2424,7 @@ class RunLog:
                 with contextlib.suppress(OSError):
                     self.file.close()
 
-    def start_clock(self, ms: float) -> None:
+    def start_clock(self, ms: float):
         """Go on from `ms` of training, once the device has done all that it was given."""
         self.device.synchronize()
         self.bar.unpause()
@@ -2433,7 +2434,7 @@ class RunLog:
         """Return the milliseconds of training so far, without validations and checkpoints."""
         return 1000 * (time.perf_counter() - self.started)
 
-    def write(self, text: str, console: bool = False) -> None:
+    def write(self, text: str, console: bool = False):
         """Write a line. If the disk is full or the console has gone away, the training goes on."""
         if not self.is_main:
             return
@@ -2441,7 +2442,7 @@ class RunLog:
             with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode(stream):  # above the bar
                 print(text, file=stream, flush=True)
 
-    def send_loss(self, step: int, sent: Tensor) -> None:
+    def send_loss(self, step: int, sent: Tensor):
         """Send `Trainer.sent` of a step to the host without waiting, and log the loss of 8 steps ago."""
         on_host = sent.to("cpu", non_blocking=True)
         arrived = self.device.Event()
@@ -2449,7 +2450,7 @@ class RunLog:
         self.pending.append((step, on_host, arrived))
         self.flush(lag=8 if sent.is_cuda else 0)
 
-    def flush(self, lag: int = 0) -> None:
+    def flush(self, lag: int = 0):
         """Wait for the losses of all but the last `lag` steps, and log them; a pipe sees every 25th."""
         while len(self.pending) > lag:
             step, sent, arrived = self.pending.popleft()
@@ -2459,7 +2460,7 @@ class RunLog:
             self.log_loss("train_loss", step, loss, self.read_clock(), self.bar.disable and step % 25 == 0)
             self.bar.update(self.cfg.batch_sequences * self.cfg.plans[step - 1].seq_len)
 
-    def log_loss(self, name: str, step: int, loss: float, ms: float, console: bool = True) -> None:
+    def log_loss(self, name: str, step: int, loss: float, ms: float, console: bool = True):
         """Log a loss, and add it to its curve."""
         if not math.isfinite(loss):
             raise FloatingPointError(f"{name} {loss:.4f} at step {step}: lower learning rates or change --seed")
@@ -2552,7 +2553,7 @@ class Trainer:
         self.base = begin_with(self.gpt, Path(cfg.init_from)) if cfg.init_from else []  # rows of n-grams
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
-        self.grads = {name: grad for o in self.optimizers for name, grad in zip(o.names, o.grad_views, strict=True)}
+        self.grads = {name: grad for o in self.optimizers for name, grad in zip(o.names, o.grad_views)}
         self.gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
         self.reader = Reader(cfg, ranks, self.device)
@@ -2599,7 +2600,7 @@ class Trainer:
             optimizer.add([*islice(parts, len(optimizer.params))])
         return loss.detach(), torch.zeros_like(ngrams) if by_ngrams is None else by_ngrams  # None: no layer reads them
 
-    def finish(self) -> None:
+    def finish(self):
         """Blend the averages into the parameters, after the last step."""
         for optimizer in self.optimizers:
             optimizer.finish()
@@ -2617,7 +2618,7 @@ class Trainer:
         ngrams = [look_up(inputs.ngrams) for inputs in sequences]
         # Looked up here: within the graph, all slices of logits would read one table, and so become one kernel
         never = [None if canon is None else F.embedding(inputs.tokens, canon) for inputs in sequences]
-        return sum(self.model(i, n, settings, mask) for i, n, mask in zip(sequences, ngrams, never, strict=True))
+        return sum(self.model(i, n, settings, mask) for i, n, mask in zip(sequences, ngrams, never))
 
     @torch.no_grad()
     def evaluate(self, step: int, batches: Sequence[Batch], may_stop: bool = False) -> float | None:
@@ -2643,7 +2644,7 @@ class Trainer:
         (sequences,), requests = self.reader.on_device(self.reader.make([plan], [[tokens] * self.cfg.batch_sequences]))
         return sequences, requests
 
-    def warm_up(self, saved: dict[str, Tensor] | None = None) -> None:
+    def warm_up(self, saved: dict[str, Tensor] | None = None):
         """Run every graph once on dummy tokens, then restore this rank's state, or `saved`."""
         saved = saved or {name: t.to("cpu", copy=True) for name, t in self.state().items()}
         offsets = [*self.reader.offsets]
@@ -2677,7 +2678,7 @@ class Trainer:
         shares = [(o.names[0], o.state | dict(params=o.param_shard)) for o in self.optimizers]
         return {f"{first} {name}": tensor for first, state in shares for name, tensor in state.items()}
 
-    def restore(self, saved: dict[str, Tensor]) -> None:
+    def restore(self, saved: dict[str, Tensor]):
         """Set this rank's share to what `state` returned, n-grams to those saved beside it, and send the parameters."""
         for name, tensor in self.state().items():
             tensor.copy_(saved[name])
@@ -2687,7 +2688,7 @@ class Trainer:
             optimizer.gather()()
 
 
-def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float) -> None:
+def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float):
     """Write the tensors of each rank, and then the file that names them. Two files of a rank take turns.
 
     So the checkpoint before is whole until there is a newer one.
@@ -2704,7 +2705,7 @@ def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float) -> None
 def undisturbed(told: list[str]) -> Iterator[None]:
     """Put signals that ask to stop into `told`, so that a checkpoint comes first, and keep garbage collection short."""
 
-    def tell(number: int, _) -> None:
+    def tell(number: int, _):
         told.append(signal.Signals(number).name)
         if told.count("SIGINT") > 1 + dist.is_initialized():  # Ctrl-C again stops at once; torchrun repeats the first
             raise KeyboardInterrupt
@@ -2830,7 +2831,7 @@ def load(path: Path, kind: str, expected: str = "", mmap: bool = False) -> dict:
 def load_ngrams(model: Path, marks: Sequence[str]) -> list[dict[str, Tensor]]:
     """Open the rows of n-grams beside a model, of each process that trained it: gpt2's take up to 130 GB."""
     paths = map(model.with_suffix, (f".ngrams{rank}" for rank in range(len(marks))))
-    return [load(path, "part of a model", expected, mmap=True) for path, expected in zip(paths, marks, strict=True)]
+    return [load(path, "part of a model", expected, mmap=True) for path, expected in zip(paths, marks)]
 
 
 def begin_with(gpt: GPT, path: Path) -> list[dict[str, Tensor]]:
