@@ -917,25 +917,23 @@ def read_sequence(path: str, pieces: np.ndarray, vocab_size: int) -> np.ndarray:
     return tokens
 
 
-def read_table(cfg: Hyperparameters, flag: str, dtype: str, count: int) -> np.ndarray:
-    """Return the numbers of a file that a flag names, or none if it names none."""
-    path = getattr(cfg, flag)
-    table = read_numbers(path, dtype, -1, 0) if os.path.isfile(path) else np.empty(0, dtype)
-    if path and len(table) != count:
-        raise UserError(f"--{flag} {path}: not a file of {cfg.vocab_size} tokens; --{flag}= goes without")
-    return table
+def read_table(path: str, dtype: str, *shape: int) -> np.ndarray:
+    """Return the numbers of a file in a shape, or none if no file is named."""
+    table = read_numbers(path, dtype, -1, 0) if path else np.empty(0, dtype)
+    if path and len(table) != math.prod(shape):
+        raise UserError(f"{path}: of another vocabulary; --prefix_file= and --canon_file= go without")
+    return table.reshape(-1, *shape[1:])
 
 
 def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
     """Return for each token the longest other token that its bytes begin with, or -1 (data/gpt2_prefixes.py)."""
-    table = read_table(cfg, "prefix_file", "<u2", cfg.vocab_size).astype(np.int64)
-    return np.where(table < cfg.vocab_size, table, -1)
+    table = read_table(cfg.prefix_file, "<u2", cfg.vocab_size).astype(np.int64)
+    return np.where(table < cfg.vocab_size, table, NONE)
 
 
 def read_canon(cfg: Hyperparameters) -> np.ndarray:
     """Return bits (V, V / 8): bit x of row p says that the tokenizer never puts x behind p (data/gpt2_canonical.py)."""
-    V = cfg.padded_vocab
-    return read_table(cfg, "canon_file", "u1", V * V // 8).reshape(-1, V // 8)
+    return read_table(cfg.canon_file, "u1", cfg.padded_vocab, cfg.padded_vocab // 8)
 
 
 def hash_tokens(plan: Sequence[Batch], cfg: Hyperparameters, targets: bool) -> str:
@@ -2558,7 +2556,7 @@ class Trainer:
         self.table = self.table_class(cfg, ranks, self.device)
         self.reader = Reader(cfg, ranks, self.device)
         self.sums: Tensor | None = None  # of the n-grams' gradients, within a cycle
-        self.told: list[str] = []  # signals that asked this rank to stop
+        self.signals: list[str] = []  # those that asked this rank to stop
 
     def train_step(self, plan: Plan, sequences: Sequence[Inputs], requests: Requests) -> Tensor:
         """Take a step on this rank's sequences, and return the mean loss over those of all ranks."""
@@ -2574,7 +2572,7 @@ class Trainer:
             losses.append(loss / len(inputs.tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
         # And how many signals ask to stop, of all ranks: so all stop at the same step
-        self.sent = F.pad(mean[None], (0, 1), value=len(self.told))
+        self.sent = F.pad(mean[None], (0, 1), value=len(self.signals))
         wait = start_collective(dist.all_reduce, self.sent)
         if plan.ties:  # both are updated with the sum of their gradients
             self.grads["embed.weight"] += self.grads["lm_head"]
@@ -2621,19 +2619,14 @@ class Trainer:
         return sum(self.model(i, n, settings, mask) for i, n, mask in zip(sequences, ngrams, never))
 
     @torch.no_grad()
-    def evaluate(self, step: int, batches: Sequence[Batch], may_stop: bool = False) -> float | None:
-        """Return the mean loss over the validation tokens, or None if a rank was told to stop.
-
-        A rank may score more sequences than others, or none.
-        """
+    def evaluate(self, step: int, batches: Sequence[Batch]) -> float:
+        """Return the mean loss over the validation tokens. A rank may score more sequences than others, or none."""
         plan = plan_validation(step, self.cfg)
         canon = self.canon(is_last=step == self.cfg.num_iterations)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         size = self.ranks.world_size
         cycles = (([plan], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
         for sequences, requests in self.reader.read(cycles):
-            if may_stop and any(gather(self.told)):
-                return None
             total += self.score(plan, sequences, requests, canon)
         start_collective(dist.all_reduce, total)()
         return total.item() / self.cfg.val_tokens
@@ -2702,12 +2695,14 @@ def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float):
 
 
 @contextlib.contextmanager
-def undisturbed(told: list[str]) -> Iterator[None]:
-    """Put signals that ask to stop into `told`, so that a checkpoint comes first, and keep garbage collection short."""
+def undisturbed(signals: list[str]) -> Iterator[None]:
+    """Keep signals that ask to stop in a list, so that a checkpoint comes first, and collections of garbage short."""
 
     def tell(number: int, _):
-        told.append(signal.Signals(number).name)
-        if told.count("SIGINT") > 1 + dist.is_initialized():  # Ctrl-C again stops at once; torchrun repeats the first
+        signals.append(signal.Signals(number).name)
+        if (
+            signals.count("SIGINT") > 1 + dist.is_initialized()
+        ):  # Ctrl-C again stops at once; torchrun repeats the first
             raise KeyboardInterrupt
 
     with contextlib.ExitStack() as stack:
@@ -2725,40 +2720,34 @@ def undisturbed(told: list[str]) -> Iterator[None]:
 def train(trainer: Trainer, data: Data, log: RunLog) -> int:
     """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug.
 
-    A signal, which schedulers send before they kill, lets the run save a checkpoint and stop, at the end even one of
-    what only has to be validated.
+    A signal, which schedulers send before they kill, lets the run save a checkpoint and stop.
     """
     cfg = trainer.cfg
     start = log.saved.step
     graphs = torch._dynamo.utils.counters["stats"] if cfg.compile else Counter()  # importing it takes a second
     batches = trainer.reader.read(train_cycles(data["train"], cfg))
-    for _ in range(start):  # a resumed run has trained on them; classes depend on all tokens before
+    for _ in range(start):  # a resumed run has trained on them; candidates depend on all tokens before
         next(batches)
-    with undisturbed(trainer.told):
+    with undisturbed(trainer.signals):
         compiled = graphs["unique_graphs"]
         log.start_clock(log.saved.ms)
         for step in range(start, cfg.num_iterations + 1):
             is_last = step == cfg.num_iterations
-            can_stop = is_last or step % cfg.all_step == 0  # no gradients wait for an update
-            stops = can_stop and log.asked
-            saves = start < step and not is_last and cfg.checkpoint_every and step % cfg.checkpoint_every == 0
-            validates = is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0)
             if is_last and start < step:
                 trainer.finish()
-            if stops or saves or validates:
+            stops = log.asked and (is_last or step % cfg.all_step == 0)  # else gradients wait for an update
+            is_due = cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and not is_last
+            saves = start < step and (stops or is_due)
+            validates = is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0)
+            if saves or validates:
                 log.flush()
                 ms = log.read_clock()
                 if saves:
                     save_checkpoint(trainer, log, step, ms)
-                if validates and not stops:  # after saving: a run that resumes here validates, too
-                    loss = trainer.evaluate(step, data["val"], can_stop)
-                    stops = loss is None
-                    if loss is not None:
-                        log.log_loss("val_loss", step, loss, ms)
                 if stops:
-                    if log.saved.step < step:
-                        save_checkpoint(trainer, log, step, ms)
-                    raise KeyboardInterrupt(" ".join({*chain(*gather(trainer.told))}))
+                    raise KeyboardInterrupt(" ".join({*chain(*gather(trainer.signals))}))
+                if validates:  # after saving: a run that resumes here validates, too
+                    log.log_loss("val_loss", step, trainer.evaluate(step, data["val"]), ms)
                 log.start_clock(ms)
             if not is_last:
                 trainer.train_step(cfg.plans[step], *next(batches))
