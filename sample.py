@@ -32,7 +32,7 @@ with needs.packages():
     from torch import Tensor
 
     import train_gpt
-    from train_gpt import GPT, Hyperparameters, Plan, Ranks, Reader, Settings, UserError
+    from train_gpt import GPT, Hyperparameters, Ranks, Reader, Settings, UserError
 
 SMALL = 10_000_000  # parameters, below which a second thread costs more than it saves (nano, busy machine: 20 times)
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # for terminals
@@ -46,11 +46,11 @@ class Model:
 
     def __init__(self, gpt: GPT, ngrams: Sequence[dict[str, Tensor]]):
         self.gpt = gpt
-        self.cfg = gpt.cfg
+        self.cfg = dataclasses.replace(gpt.cfg)  # plans anew: those of a model made on no device have no frequencies
         self.device = gpt.lm_head.device
         self.ngrams = ngrams
-        self.now = Plan(self.cfg.num_iterations, self.cfg, trains=False)
-        self.settings = Settings.of(self.now, self.device)
+        self.plan = train_gpt.plan_validation(self.cfg.num_iterations, self.cfg)
+        self.settings = Settings.of(self.plan, self.cfg, self.device)
         self.reader = Reader(self.cfg, Ranks(), self.device)
         bits = train_gpt.read_canon(self.cfg)
         self.canon = torch.from_numpy(bits).to(self.device) if len(bits) else None
@@ -69,8 +69,8 @@ class Model:
         """Return the head's input (T, K) for these tokens."""
         rest = -len(tokens) % self.cfg.block_size + 1  # to whole blocks, and a last target: no token sees what follows
         read = np.array([*tokens, *[self.cfg.eot_token] * rest])
-        [[inputs]], _ = self.reader.make([self.now], [[read]])
-        ngrams = self.find_ngrams(inputs.rows)
+        [[inputs]], requests = self.reader.make([self.plan], [[read]])
+        ngrams = self.find_ngrams(requests.ids[inputs.ngrams])
         # A mask is made where torch makes tensors; saying where takes a fifth of nano's time
         with torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext():
             return self.gpt.features(self.reader.on_device(inputs), ngrams, self.settings)[: len(tokens)]

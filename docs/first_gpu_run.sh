@@ -15,7 +15,7 @@ self_test=(-m gpu -k 'not four_steps')
 case " $* " in *" --device cpu "* | *" --device=cpu "*)
     device=(--device cpu --num_iterations 14)
     wide=()
-    self_test=(-k whitening) # all of it is in ./test.sh
+    self_test=(-k newton_schulz) # all of it is in ./test.sh
     ;;
 *)
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||

@@ -34,9 +34,9 @@ from torch.profiler import ProfilerActivity, record_function
 import train_gpt
 from data.shards import write_shard
 from speedrun import roofline
-from train_gpt import Batch, Hyperparameters, Inputs, NgramTable, Plan, Ranks, Reads, Trainer, UserError
+from train_gpt import Batch, Hyperparameters, Inputs, NgramTable, Plan, Ranks, Requests, Trainer, UserError
 
-Steps = Iterator[tuple[Plan, list[Inputs], Reads]]  # what `Trainer.train_step` takes
+Steps = Iterator[tuple[Plan, list[Inputs], Requests]]  # what `Trainer.train_step` takes
 Figures = dict[str, dict]  # by name: a median with its 10th and 90th percentiles, n and a unit
 PREDICTED = Path(__file__).with_name("h100.json")  # made by `python -m speedrun lower --arch 90 --kernels '^$'`
 OWN = "triton_|relu_squared|cross_entropy"  # kernels of the compiler and of the script
@@ -67,19 +67,26 @@ def synchronize(trainer: Trainer) -> None:
         torch.cuda.synchronize()
 
 
+def has_tables(trainer: Trainer, plan: Plan) -> bool:
+    """Say whether a step updates the table of n-grams."""
+    return trainer.table.group.names in plan.updates
+
+
 def read_steps(trainer: Trainer, batches: Sequence[Batch], first: int) -> Steps:
-    """Read batches again and again, for steps like `first`. Groups step as in a whole cycle of `all_step` steps."""
+    """Read batches again and again, for steps like `first`. Groups are due as in the whole cycle in which it is."""
     cfg = trainer.cfg
-    plans = [Plan(first, cfg) for _ in range(cfg.all_step)]
-    for i, now in enumerate(plans):
-        now.step = first + -first % cfg.all_step + i
-    ends = [i + 1 for i, now in enumerate(plans) if now.is_due(trainer.table.group)]
+    start = first - first % cfg.all_step
+    plans = [
+        cfg.plans[first]._replace(step=plan.step, updates=plan.updates, ties=plan.ties, ema_rates=plan.ema_rates)
+        for plan in cfg.plans[start : start + cfg.all_step]
+    ]
+    ends = [i + 1 for i, plan in enumerate(plans) if has_tables(trainer, plan)]
     cycles = [plans[start:end] for start, end in itertools.pairwise([0, *ends])]
     endless = itertools.cycle(batches)
     planned = ((cycle, [next(endless) for _ in cycle]) for cycle in itertools.cycle(cycles))
     with contextlib.closing(trainer.reader.read(planned)) as read:  # type: ignore[type-var]
-        for now, inputs in zip(itertools.cycle(plans), read, strict=False):
-            yield now, *inputs
+        for plan, inputs in zip(itertools.cycle(plans), read, strict=False):
+            yield plan, *inputs
 
 
 def take_cycle(trainer: Trainer, steps: Steps) -> None:
@@ -103,7 +110,7 @@ def time_steps(trainer: Trainer, steps: Steps, n: int) -> Figures:
             marks[-1].record()
         if i < n * every:
             step = next(steps)
-            due.append(step[0].is_due(trainer.table.group))
+            due.append(has_tables(trainer, step[0]))
             trainer.train_step(*step)
     synchronize(trainer)
     ms = np.array([a.elapsed_time(b) if on_cuda else 1000 * (b - a) for a, b in itertools.pairwise(marks)])
@@ -203,8 +210,8 @@ def write_tokens(cfg: Hyperparameters, path: Path) -> Hyperparameters:
     They are few enough for the smallest softmax.
     """
     rng, longest = np.random.default_rng(0), max(stage.batch for stage in cfg.stages)
-    classes = [number // 2 for stage in cfg.stages for number in stage.classes if number]
-    tokens = rng.zipf(1.2, int(3 * cfg.all_step * longest * cfg.batch_tokens) + 2**16) % min([cfg.eot_token, *classes])
+    most = [plan.candidates // 2 for plan in cfg.plans if plan.candidates]
+    tokens = rng.zipf(1.2, int(3 * cfg.all_step * longest * cfg.batch_tokens) + 2**16) % min([cfg.eot_token, *most])
     tokens[rng.random(len(tokens)) < 1 / 700] = cfg.eot_token
     write_shard(path, tokens)
     return dataclasses.replace(cfg, train_files=str(path))
@@ -213,8 +220,8 @@ def write_tokens(cfg: Hyperparameters, path: Path) -> Hyperparameters:
 # ---- The report ------------------------------------------------------------------------------------------------------
 def measure_stage(trainer: Trainer, first: int, n: int) -> tuple[Figures, tuple[str, dict]]:
     """Return the figures of the steps like `first`, and their profile."""
-    cfg, now = trainer.cfg, Plan(first, trainer.cfg)
-    lengths = [(now.seq_len, now.stage.max_doc_len)] * (2 * cfg.all_step)
+    cfg, plan = trainer.cfg, trainer.cfg.plans[first]
+    lengths = [(plan.seq_len, plan.max_doc_len)] * (2 * cfg.all_step)
     batches = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg)
     with contextlib.closing(read_steps(trainer, batches, first)) as steps:  # type: ignore[type-var]
         began = time.perf_counter()
@@ -223,7 +230,7 @@ def measure_stage(trainer: Trainer, first: int, n: int) -> tuple[Figures, tuple[
         synchronize(trainer)
         found = {f"first {2 * cfg.all_step} steps": figure([time.perf_counter() - began], "s")}
         found |= time_steps(trainer, steps, n)
-        rate = cfg.batch_sequences * now.seq_len / found["step"]["median"] * 1000
+        rate = cfg.batch_sequences * plan.seq_len / found["step"]["median"] * 1000
         found["throughput"] = figure([rate], "tokens/s")
         if trainer.device.type == "cuda":
             found["host waits"] = figure([host_waits(trainer, steps)])

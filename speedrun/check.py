@@ -31,7 +31,7 @@ with needs.packages():
     import torch
 
     import train_gpt
-    from train_gpt import GPT, PRESETS, Hyperparameters, NgramTable, Plan, Ranks, Reader, Settings, UserError
+    from train_gpt import GPT, PRESETS, Hyperparameters, NgramTable, Ranks, Reader, Settings, UserError
 
 NO_GPU = "there is no NVIDIA GPU"
 VERSION = torch.__version__.partition("+")[0]
@@ -145,26 +145,24 @@ def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
 
     nano is built for real: it takes 0.1 s, and shapes without a device import torch's compiler, which takes 1.4 s.
     """
-    steps = max((group.every[cfg.rare_from == 0] for group in cfg.groups), default=0)
-    if cfg.num_iterations < steps:
-        raise UserError(
-            f"--num_iterations {cfg.num_iterations}: expected at least {steps}, or a group is never trained"
-        )
     cfg = dataclasses.replace(cfg, device="cpu", lm_head_fp8=False, layers_fp8=False)
     device = torch.device("cpu" if cfg.preset == "nano" else "meta")
     try:
-        plans = [Plan(cfg.num_iterations, cfg, trains=False), *(Plan(step, cfg) for step in range(cfg.num_iterations))]
+        trained = {names for plan in cfg.plans for names in plan.updates}
+        if never := [group.names for group in cfg.groups if group.names not in trained]:
+            raise UserError(f"--num_iterations {cfg.num_iterations}: too few, {never[0]} would never be trained")
+        plans = [train_gpt.plan_validation(cfg.num_iterations, cfg), *cfg.plans]
         with device:
             gpt = GPT(cfg)
             if cfg.init_from:
                 train_gpt.begin_with(gpt, Path(cfg.init_from))
             optimizers = train_gpt.build_optimizers(gpt, Ranks(0, processes, 0, processes))
             reader = Reader(cfg, Ranks(), device)
-            for length, now in {now.seq_len if now.trains else cfg.val_seq_len: now for now in plans}.items():
-                tokens = numpy.arange(length + 1) % 16  # few, as all are classes of the softmax
-                ((inputs,),), _ = reader.on_device(reader.make([now], [[tokens]]))
-                ngrams = torch.zeros(*inputs.rows.shape, cfg.model_dim, dtype=getattr(torch, cfg.dtype))
-                loss = gpt(inputs, ngrams, Settings.of(now, device))
+            for length, plan in {plan.seq_len if plan.trains else cfg.val_seq_len: plan for plan in plans}.items():
+                tokens = numpy.arange(length + 1) % 16  # few, as all are candidates
+                ((inputs,),), _ = reader.on_device(reader.make([plan], [[tokens]]))
+                ngrams = torch.zeros(*inputs.ngrams.shape, cfg.model_dim, dtype=getattr(torch, cfg.dtype))
+                loss = gpt(inputs, ngrams, Settings.of(plan, cfg, device))
             loss.backward()
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
         told = f"{type(error).__name__}: {reason(error)}"
@@ -194,8 +192,7 @@ def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: 
     tensors = [t for o in optimizers for t in (*o.params, o.grad_buffer, o.grad_shard, *o.state.values())]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}  # some share one
     fixed = sum(storages.values()) + sum(p.nbytes for p in gpt.parameters())  # and their gradients
-    plans = [Plan(step, cfg) for step in range(cfg.num_iterations)]
-    longest = {"train_seq_len": max(now.seq_len for now in plans), "val_seq_len": cfg.val_seq_len}
+    longest = {"train_seq_len": max(plan.seq_len for plan in cfg.plans), "val_seq_len": cfg.val_seq_len}
     free = min(gpu.free for gpu in gpus[:processes])
     has_kernel = all(gpu.capability >= (9, 0) for gpu in gpus[:processes])
     size = len(cfg.layers) * cfg.model_dim * (1.0 if has_kernel else WITHOUT_KERNEL)

@@ -214,22 +214,23 @@ def compile_config(kernel, config) -> dict:
 
 
 # ---- The process of one architecture ---------------------------------------------------------------------------------
-def find_stages(script, cfg) -> list[dict]:
+def find_stages(cfg) -> list[dict]:
     """Return the parts of a run whose steps have equal graphs and windows."""
     found: list[dict] = []
-    for step in range(cfg.num_iterations):
-        now = script.Plan(step, cfg)
-        phase = f"train {now.seq_len} x {len(now.weights)} of {now.classes or 'all'}"
-        if not found or (phase, now.windows) != (found[-1]["phase"], found[-1]["windows"]):
-            found.append(dict(first=step, steps=0, tokens=now.seq_len, windows=now.windows, phase=phase))
+    for plan in cfg.plans:
+        targets = len(plan.next_weights) + (plan.prefix_weight > 0)
+        phase = f"train {plan.seq_len} x {targets} of {plan.candidates or 'all'}"
+        windows = {kind: window.tokens for kind, window in plan.windows.items()}
+        if not found or (phase, windows) != (found[-1]["phase"], found[-1]["windows"]):
+            found.append(dict(first=plan.step, steps=0, tokens=plan.seq_len, windows=windows, phase=phase))
         found[-1]["steps"] += 1
     return found
 
 
-def run_steps(script, cfg, world: int, recorder: Recorder) -> dict:
+def run_steps(script, cfg, stages: list[dict], world: int, recorder: Recorder) -> dict:
     """Take a cycle of steps of every stage as one of `world` processes, and score a sequence.
 
-    Return stages, graphs, peaks of memory, and what a step communicates in bytes. Tokens are random, as frequent as
+    Return graphs, peaks of memory, and what a step communicates in bytes. Tokens are random, as frequent as
     Zipf's law says: they have more n-grams than text has.
     """
     rng, frequencies = np.random.default_rng(0), (np.arange(cfg.vocab_size) + 3.0) ** -1.1
@@ -263,31 +264,31 @@ def run_steps(script, cfg, world: int, recorder: Recorder) -> dict:
     with recorder.during("setup"), torch.device("cuda"):
         trainer = Trainer(cfg, script.Ranks(0, world, 0, world))
     trainer.reader.on_host = lambda array: torch.from_numpy(np.require(array, requirements="CW"))
-    stages, communication = find_stages(script, cfg), {}
+    communication = {}
     for phase, stage in {stage["phase"]: stage for stage in reversed(stages)}.items():
         first = (stage["first"] + stage["steps"] // 2) // cfg.all_step * cfg.all_step
         sent_bytes.clear()
         cycle: list = []
         nbytes = 0.0
-        for step in range(first, first + cfg.all_step):
-            cycle.append(now := script.Plan(step, cfg))
-            nbytes += sum(o.grad_buffer.nbytes * 2 for o in trainer.optimizers if now.is_due(o.groups[0]))
-            if now.is_due(trainer.table.group):
-                steps, reads = read(cycle, now.seq_len, cfg.batch_sequences)
-                for now, sequences in zip(cycle, steps, strict=True):
+        for last in cfg.plans[first : first + cfg.all_step]:
+            cycle.append(last)
+            nbytes += sum(o.grad_buffer.nbytes * 2 for o in trainer.optimizers if o.is_due(last))
+            if trainer.table.group.names in last.updates:
+                steps, requests = read(cycle, last.seq_len, cfg.batch_sequences)
+                for plan, sequences in zip(cycle, steps, strict=True):
                     with recorder.during(phase):  # the second sequence finds the gradients of the first
-                        trainer.train_step(now, sequences[:2], reads)
+                        trainer.train_step(plan, sequences[:2], requests)
                 cycle = []
         communication[phase] = round((nbytes + sum(sent_bytes)) / cfg.all_step)
-    now = script.Plan(cfg.num_iterations, cfg, trains=False)
-    (sequences,), reads = read([now], cfg.val_seq_len, world)
+    plan = script.plan_validation(cfg.num_iterations, cfg)
+    (sequences,), requests = read([plan], cfg.val_seq_len, world)
     V = cfg.padded_vocab
     with recorder.during("validation"), torch.no_grad():
         canon = torch.empty(V, V // 8, dtype=torch.uint8, device="cuda") if cfg.canon_file else None
-        trainer.score(now, sequences, reads, canon)
+        trainer.score(plan, sequences, requests, canon)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     memory = {name: peak for name, peak in recorder.peaks.items() if name != "setup"}
-    return dict(stages=stages, graphs=graphs, memory=memory, communication=communication)
+    return dict(graphs=graphs, memory=memory, communication=communication)
 
 
 def child(arch: str, world: str, path: str, names: str, *flags: str) -> None:
@@ -300,13 +301,17 @@ def child(arch: str, world: str, path: str, names: str, *flags: str) -> None:
     given = script.parse_args(["--preset", "gpt2", "--device", "cuda", "--seed", "1", *flags])
     # A mask costs without a file, too; what CUDA graphs would replay is recorded launch by launch
     cfg = dataclasses.replace(script.resolve(given), canon_file=given.canon_file, cuda_graphs=False)
-    layers = [layer for layer in cfg.layers if layer.attention != "none"]
-    widths = [[cfg.head_dim // (1 + half) for half in (layer.half_qk, layer.half_v)] for layer in layers]
+    stages = find_stages(cfg)  # before tensors are fake: plans have some
+    attention = [
+        dict(layer.attention._asdict(), qk_dim=layer.qk_dim, v_dim=layer.v_dim)
+        for layer in cfg.resolved_layers
+        if layer.attention
+    ]
     found = dict(configuration=dataclasses.asdict(cfg), cycle=cfg.all_step, one_of=int(world), failed="")
-    found |= dict(attention=dict(kinds=[layer.attention for layer in layers], widths=widths, block=cfg.block_size))
+    found |= dict(attention=attention, stages=stages)
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), recorder:
-            found |= run_steps(script, cfg, int(world), recorder)
+            found |= run_steps(script, cfg, stages, int(world), recorder)
     except Exception as error:  # what was found before is worth having
         found["failed"] = " ".join(f"{type(error).__name__}: {error}".split())[:1000]
     kernels = {

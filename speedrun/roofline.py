@@ -67,11 +67,12 @@ def attention_seconds(found: dict, stage: dict, gpu: Rates) -> float:
     pair of heads is one of twice the length, its documents too.
     """
     total = 0.0
-    for kind, (qk, v) in zip(found["attention"]["kinds"], found["attention"]["widths"], strict=True):
-        is_pair = kind == "paired"
-        document = DOCUMENT * (1 + is_pair)
-        seen = document * (1 - math.exp(-stage["windows"]["short" if is_pair else kind] / document))
-        pairs = found["configuration"]["num_heads"] * stage["tokens"] * (seen + found["attention"]["block"])
+    cfg = found["configuration"]
+    for layer in found["attention"]:
+        qk, v = layer["qk_dim"], layer["v_dim"]
+        document = DOCUMENT * layer["heads_per_pair"]
+        seen = document * (1 - math.exp(-stage["windows"][layer["window"]] / document))
+        pairs = cfg["num_heads"] * stage["tokens"] * (seen + cfg["block_size"])
         flops = (2 * qk + 2 * v) / gpu.attention + (6 * qk + 4 * v) / gpu.attention_backward
         total += pairs * flops / gpu.bfloat16 + 2 * gpu.tail
     return total

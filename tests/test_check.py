@@ -24,6 +24,7 @@ GPT2 = "--preset gpt2 --num_iterations 2 --val_tokens 262144".split()
 H100 = check.Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 10**9)
 RTX_4090 = check.Gpu("NVIDIA GeForce RTX 4090", (8, 9), 25 * 10**9)
 BF16 = dataclasses.replace(train_gpt.PRESETS["gpt2"], dtype="bfloat16")
+NETS = Layer("long", net=True, x0=True), Layer("none", net=True)
 CPU_RUNS = "; --preset nano or --preset mini trains on a CPU"
 
 
@@ -81,7 +82,7 @@ def outcome(capfd, corpus, monkeypatch):
         ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: expected a divisor"),
         ("CXX=/none --compile", "torch.compile finds no /none (CXX): Debian, Ubuntu: apt install g++"),
         ("--canon_file none.bin", "--canon_file none.bin: not a file of 257 tokens; --canon_file= goes without"),
-        ("--cooldown_frac inf", "--cooldown_frac inf: expected a number of at most 2147483647"),
+        ("--cooldown_frac inf", "--cooldown_frac inf: expected a number from 0 to 2**31 - 1"),
         ("--init_from none.pt", "none.pt: not a sound model of this script: there is no such file"),
         ("--train_files {tmp}/pipe", "{tmp}/pipe: there is no such file; data/pack_text.py"),
         ("TORCHINDUCTOR_CACHE_DIR=/c\td --compile", "where a path has a space, as /c?d: set TORCHINDUCTOR_CACHE_DIR"),
@@ -106,9 +107,9 @@ def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, m
     ("changes", "message"),
     [
         (dict(layers=()), "do not fit each other: IndexError"),
-        (dict(layers=(Layer("long", net=True, x0=True), Layer("none", net=True))), "nothing uses gate_nets.1.w1"),
+        (dict(layers=NETS, groups=train_gpt.GPT2_GROUPS), "nothing uses gate_nets.1.w1"),
         (dict(groups=(train_gpt.NANO_GROUPS[0],)), "name this parameter, expected one"),
-        (dict(groups=[group._replace(every=(9, 9)) for group in train_gpt.NANO_GROUPS]), "at least 9"),
+        (dict(groups=[group._replace(every=(9, 9)) for group in train_gpt.NANO_GROUPS]), "too few, *.qk_w *.v_w"),
     ],
 )
 def test_rows_that_fit_nothing_or_train_nothing_are_one_line(outcome, monkeypatch, changes, message):

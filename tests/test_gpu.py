@@ -24,7 +24,7 @@ from dense import E4M3, dense_attention, dense_head, dense_mask, quantized, with
 from shards import write_shard
 from speedrun import check
 from speedrun.process import ROOT
-from train_gpt import GatheredMask, NgramTable, Plan, Ranks, Reader
+from train_gpt import GatheredMask, NgramTable, Ranks, Reader
 
 GPT2, NANO = (train_gpt.PRESETS[name] for name in ("gpt2", "nano"))
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -66,7 +66,7 @@ def shortened(cfg: train_gpt.Hyperparameters, memory: float) -> train_gpt.Hyperp
 
 
 # Flags reach all but the rows of stages: without `more_steps` four steps are one of each of gpt2's first two stages and
-# two of the third, and so are all of its shapes but for some numbers of classes
+# two of the third, and so are all of its shapes but for some numbers of candidates
 FEW_STEPS = """
 import dataclasses, train_gpt
 for name, cfg in train_gpt.PRESETS.items():
@@ -165,24 +165,25 @@ def test_head_equals_autograd_of_the_whole(precision: str, is_sampled: bool, dev
     generator = torch.Generator(device).manual_seed(0)
     x = train_gpt.norm(torch.randn(T, K, device=device, generator=generator)).bfloat16()
     w = (torch.randn(V, K, device=device, generator=generator) * 0.02).bfloat16()
-    classes = torch.randperm(V, device=device, generator=generator)[: C if is_sampled else V].sort().values
-    targets = torch.randint(len(classes), (T,), device=device, generator=generator)
+    candidates = torch.randperm(V, device=device, generator=generator)[: C if is_sampled else V].sort().values
+    targets = torch.randint(len(candidates), (T,), device=device, generator=generator)
     weights = torch.tensor([1.0, 0.5, 0.25], device=device)
     softcap = GPT2.lm_head_softcap, GPT2.softcap_range, GPT2.softcap_shift
     scales = train_gpt.FP8_SCALES if precision == "fp8" else None
     columns = torch.nn.functional.pad(targets, (0, 2), value=-2).unfold(0, 3, 1)
 
     def head(x, w):
-        rows = torch.nn.functional.embedding(classes, w)
+        rows = torch.nn.functional.embedding(candidates, w)
         return train_gpt.HeadLoss.apply(x, rows, columns, weights, softcap, T // 4, scales, True, None)
 
-    loss, grad_x, grad_rows = dense_head(x, w[classes], targets, weights, softcap)
-    expected, limit = (loss, grad_x, torch.zeros_like(w).index_copy_(0, classes, grad_rows)), 0.09 if scales else 0.01
+    loss, grad_x, grad_rows = dense_head(x, w[candidates], targets, weights, softcap)
+    expected = loss, grad_x, torch.zeros_like(w).index_copy_(0, candidates, grad_rows)
+    limit = 0.09 if scales else 0.01
     for function in both(head, device):
         found = with_gradients(function, x, w)
         errors = relative_errors(found, expected)
         assert within(errors, limit), f"loss, grad x, w: {errors}; e5m2 rounds by 0.066, root mean square"
-        assert found[2].any(1).sum() == len(classes)
+        assert found[2].any(1).sum() == len(candidates)
 
 
 @on_both
@@ -238,14 +239,14 @@ def test_mlp_equals_autograd_in_float64(T: int, device: str):
 
 @on_both
 @pytest.mark.parametrize("is_wide", [False, True])
-def test_whitening_in_bf16_is_that_in_float64(is_wide: bool, device: str):
+def test_newton_schulz_in_bf16_is_that_in_float64(is_wide: bool, device: str):
     """A stack of matrices, one of them zero."""
     rows, columns = (768, 2816 if is_wide else 768) if device == "cuda" else (48, 96 if is_wide else 48)
     g = randn(device, 3, rows, columns)
     g[1] *= 1e-4
     g[2] = 0
-    exact = train_gpt.whiten(g.double(), torch.float64)
-    for function in both(train_gpt.whiten, device):
+    exact = train_gpt.zeropower_via_newtonschulz5(g.double(), torch.float64)
+    for function in both(train_gpt.zeropower_via_newtonschulz5, device):
         found = function(g)
         assert within(relative_errors(tuple(found[:2]), tuple(exact[:2])), 0.015), "on a CPU 0.008"
         assert not found[2].any()
@@ -262,23 +263,22 @@ def test_rows_of_ngrams_step_as_in_a_plain_loop(device: str):
     table.rows.copy_(torch.randn(table.rows.shape, generator=generator))
     v = torch.zeros(len(table.rows), dtype=torch.float64)
     for step in (1, 3, 339):
-        now = Plan(step, cfg)
-        now.classes = 0
+        plan = cfg.plans[step]._replace(candidates=0)
         tokens = torch.randint(9, (2, 129), generator=generator).numpy()
-        _, reads = reader.on_device(reader.make([now], [[*tokens]]))
-        sums = torch.randn(len(reads.ids), cfg.model_dim, generator=generator).half()
+        _, requests = reader.on_device(reader.make([plan], [[*tokens]]))
+        sums = torch.randn(len(requests.ids), cfg.model_dim, generator=generator).half()
         rows = table.rows.cpu().clone()
         expected = rows.double()
-        rate, decay, _, beta2 = now.adam(table.group)
+        _, rate, decay, _, beta2 = plan.updates[table.group.names]
         v *= beta2
-        for i, grad in zip(reads.ids.tolist(), sums.double() / cfg.batch_sequences, strict=True):
+        for i, grad in zip(requests.ids.tolist(), sums.double() / cfg.batch_sequences, strict=True):
             v[i] += (1 - beta2) * grad.square().mean()
             u = rate * grad / (v[i].sqrt() + cfg.adam_eps)
             expected[i] -= u + decay * expected[i] * (u * expected[i] > 0)
-        table.update(reads, sums.to(device), now)
+        table.update(requests, sums.to(device), plan)
         found = table.rows.cpu()
         assert ((found - expected).abs() <= 2**-7 * expected.abs() + 1e-6).all()
         assert within(relative_errors((found - rows, table.v.cpu()[:, 0]), (expected - rows, v)), 0.01)
-        is_read = torch.zeros(len(rows), dtype=torch.bool).index_fill_(0, reads.ids.cpu().long(), True)
+        is_read = torch.zeros(len(rows), dtype=torch.bool).index_fill_(0, requests.ids.cpu().long(), True)
         assert torch.equal(found[~is_read], rows[~is_read])
         assert (found[is_read] != rows[is_read]).any(1).all()

@@ -13,9 +13,9 @@ lowers = pytest.mark.skipif(bool(WHY_NOT := pretend_gpu.missing()), reason=f"low
 SCRIPT, H100 = (ROOT / "train_gpt.py").read_text(), pretend_gpu.GPUS[90]
 SMALL = """
 GPT2 = PRESETS["gpt2"]
-STAGES = [stage._replace(batch=1, mtp=((1, 1),), prefix=(0,), classes=(0,)) for stage in GPT2.stages]
+STAGES = [stage._replace(batch=1, mtp=((1, 1),), prefix=(0,), candidates=(0,)) for stage in GPT2.stages]
 PRESETS["gpt2"] = dataclasses.replace(
-    GPT2, layers=[Layer("long", value_embed=True, net=True, ngram=True)], stages=STAGES, averages=(), tied_frac=0.0,
+    GPT2, layers=[Layer("long", value_embed=True, net=True, ngram=True)], stages=STAGES, emas=(), tied_frac=0.0,
     model_dim=128, num_heads=2, head_dim=64, mlp_dim=512, vocab_size=512, eot_token=511, batch_tokens=4096,
     train_seq_len=512, val_seq_len=512, val_tokens=512, lm_head_slice=512, prefix_file="", canon_file="",
     ngram_rows=64, smear_gate_inputs=0)
@@ -33,8 +33,9 @@ def test_a_step_is_the_sum_of_its_parts():
         launch | dict(phase="validation", graph="validation", name="mm"),
     ]
     stage = dict(first=0, phase=phase, steps=10, tokens=512, windows=dict(long=256, short=128))
-    found = dict(calls=calls, attention=dict(kinds=["short"], widths=[[64, 128]], block=128), cycle=2, one_of=8)
-    found |= dict(configuration=dict(num_heads=2), communication={phase: gpu.link / 1000})
+    attention = dict(window="short", heads_per_pair=1, qk_dim=64, v_dim=128)
+    found = dict(calls=calls, attention=[attention], cycle=2, one_of=8)
+    found |= dict(configuration=dict(num_heads=2, block_size=128), communication={phase: gpu.link / 1000})
     pairs = 2 * 512 * (690 * (1 - math.exp(-128 / 690)) + 128)
     flops = pairs * ((2 * 64 + 2 * 128) / 0.311 + (6 * 64 + 4 * 128) / 0.238)
     parts = "MLP: relu squared, scales of rows", "outside of graphs"
