@@ -32,7 +32,7 @@ with needs.packages():
     from torch import Tensor
 
     import train_gpt
-    from train_gpt import GPT, Hyperparameters, Ranks, Reader, Settings, UserError
+    from train_gpt import GPT, Hyperparameters, Ranks, Reader, UserError
 
 SMALL = 10_000_000  # parameters, below which a second thread costs more than it saves (nano, busy machine: 20 times)
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # for terminals
@@ -46,11 +46,11 @@ class Model:
 
     def __init__(self, gpt: GPT, ngrams: Sequence[dict[str, Tensor]]):
         self.gpt = gpt
-        self.cfg = dataclasses.replace(gpt.cfg)  # plans anew: those of a model made on no device have no frequencies
+        self.cfg = gpt.cfg
         self.device = gpt.lm_head.device
         self.ngrams = ngrams
         self.plan = train_gpt.plan_validation(self.cfg.num_iterations, self.cfg)
-        self.settings = Settings.of(self.plan, self.cfg, self.device)
+        self.settings = train_gpt.settings_of(self.plan, self.cfg, self.device)
         self.reader = Reader(self.cfg, Ranks(), self.device)
         bits = train_gpt.read_canon(self.cfg)
         self.canon = torch.from_numpy(bits).to(self.device) if len(bits) else None

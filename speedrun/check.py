@@ -31,7 +31,7 @@ with needs.packages():
     import torch
 
     import train_gpt
-    from train_gpt import GPT, PRESETS, Hyperparameters, NgramTable, Ranks, Reader, Settings, UserError
+    from train_gpt import GPT, PRESETS, Hyperparameters, NgramTable, Ranks, Reader, UserError
 
 NO_GPU = "there is no NVIDIA GPU"
 VERSION = torch.__version__.partition("+")[0]
@@ -66,7 +66,8 @@ class Report:
 
 def reason(error: Exception) -> str:
     """Return the first line of a message, without what train_gpt.py advises to do about data."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0].partition("; ./run.sh")[0][:300]
+    line = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return re.split(r";? \./run\.sh", line)[0][:300]
 
 
 def try_gpu(i: int) -> Gpu:
@@ -162,7 +163,7 @@ def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
                 tokens = numpy.arange(length + 1) % 16  # few, as all are candidates
                 ((inputs,),), _ = reader.on_device(reader.make([plan], [[tokens]]))
                 ngrams = torch.zeros(*inputs.ngrams.shape, cfg.model_dim, dtype=getattr(torch, cfg.dtype))
-                loss = gpt(inputs, ngrams, Settings.of(plan, cfg, device))
+                loss = gpt(inputs, ngrams, train_gpt.settings_of(plan, cfg, device))
             loss.backward()
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
         told = f"{type(error).__name__}: {reason(error)}"

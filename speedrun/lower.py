@@ -303,9 +303,9 @@ def child(arch: str, world: str, path: str, names: str, *flags: str) -> None:
     cfg = dataclasses.replace(script.resolve(given), canon_file=given.canon_file, cuda_graphs=False)
     stages = find_stages(cfg)  # before tensors are fake: plans have some
     attention = [
-        dict(layer.attention._asdict(), qk_dim=layer.qk_dim, v_dim=layer.v_dim)
+        dict(script.ATTENTION[layer.row.attention]._asdict(), qk_dim=layer.qk_dim, v_dim=layer.v_dim)
         for layer in cfg.resolved_layers
-        if layer.attention
+        if layer.row.attention != "none"
     ]
     found = dict(configuration=dataclasses.asdict(cfg), cycle=cfg.all_step, one_of=int(world), failed="")
     found |= dict(attention=attention, stages=stages)

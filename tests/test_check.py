@@ -75,8 +75,8 @@ def outcome(capfd, corpus, monkeypatch):
     [
         ("--device cuda", f"there is no NVIDIA GPU{CPU_RUNS}"),
         ("--preset gpt2 --device auto --ngram_rows 62", f"there is no NVIDIA GPU{CPU_RUNS}"),
-        ("--num_iterations 999", "batches, the run needs 999; data/pack_text.py packs text; --num_iterations and"),
-        ("--val_files none_*.bin", "none_*.bin in {cwd}: tokens for 0 batches, the run needs 3; data/pack_text.py"),
+        ("--num_iterations 999", "999; is --eot_token 256?; data/pack_text.py packs text; --num_iterations and"),
+        ("--val_files none_*.bin", "none_*.bin in {cwd}: tokens for 0 batches, the run needs 3; is"),
         ("--train_files {tmp}/short.bin", "{tmp}/short.bin: not a whole shard of tokens; data/pack_text.py"),
         ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has token 50256, --vocab_size is 257: another tokenizer's?"),
         ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: expected a divisor"),
@@ -205,7 +205,7 @@ def test_presets_data_are_fetched_when_they_are_missing(corpus, tmp_path, monkey
     assert capfd.readouterr() == ("1\n", f"getting data: {needs.PYTHON} data/pack_nano.py\npacking\n")
     assert check.main([*SMALL, "--num_iterations=999", "--check"]) == 2  # the packer has no more
     (tmp_path / "data/nano/nano_train_0.bin").write_text("damaged")
-    for program, message in (("raise SystemExit(1)", "the data could not be fetched"), ("", "not a whole shard")):
+    for program, message in (("raise SystemExit(1)", "the data could not be fetched"), ("", "it is too short")):
         packer.write_text(program)
         assert (check.main(SMALL), message in capfd.readouterr().err) == (2, True)
 
