@@ -69,10 +69,10 @@ def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags
     assert skipped.count("save_checkpoint") == skipped.count("evaluate") - 2 > 1, "none at first and last"
 
 
-def test_a_row_of_averages_that_keeps_the_norm_keeps_it_for_all(gpt2):
-    row = train_gpt.Average("lm_head", window=8, rate=0.1, blend=0.5)
-    averages = row, row._replace(same_norm=False)
-    trainer = Trainer(dataclasses.replace(gpt2, dtype="float64", averages=averages), Ranks())
+def test_a_row_of_emas_that_keeps_the_norm_keeps_it_for_all(gpt2):
+    row = train_gpt.EMA("lm_head", window=8, rate=0.1, blend=0.5)
+    emas = row, row._replace(same_norm=False)
+    trainer = Trainer(dataclasses.replace(gpt2, dtype="float64", emas=emas), Ranks())
     head = trainer.gpt.lm_head
     before = head.norm().item()
     trainer.finish()  # with averages of zeros
@@ -104,8 +104,8 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
 
 
 BAD = """preset gpt3;device tpu;num_iterations five;num_iterations 1.5;num_iteration 5;layers 1;num_iterations 0;
-batch_tokens -1;batch_tokens 100;val_tokens 100;batch_tokens 2147483648;vocab_size 256;num_iterations 2000000;
-ngram_rows 3 --ngram_order 3;ngram_rows 1;ngram_order 5;ngram_order 1;segment 0;cpu_threads 100000000;vocab_size 0;
+batch_tokens -1;batch_tokens 100;val_tokens 100;batch_tokens 2147483648;vocab_size 256;
+ngram_rows 3 --ngram_order 3;ngram_order 5;ngram_order 1;segment 0;vocab_size 0;
 final_window 1000000000000;final_window -1;seed 11111111111111111111111111;cooldown_frac nan;tied_frac inf;
 eot_token 257;train_files nowhere/*.bin;train_files LICENSE;train_files {fifo};num_iterations 1000;prefix_file nowhere;
 prefix_file LICENSE;canon_file nowhere;canon_file LICENSE;canon_file {fifo};init_from nowhere;init_from {fifo};
@@ -123,14 +123,9 @@ def test_bad_input_is_refused_by_name(flags, tmp_path, monkeypatch, flag):
 
 
 def test_rows_that_do_not_fit_together_are_refused(gpt2):
-    stages, mid = gpt2.stages, dict(mid=32)
     for name, changes in {
-        "stages": dict(stages=[stage._replace(share=0.9 * stage.share) for stage in stages]),
-        "stages .*max_doc_len": dict(stages=[stage._replace(max_doc_len=i) for i, stage in enumerate(stages)]),
-        "stages .*same kinds of windows": dict(stages=[*stages[:-1], stages[-1]._replace(windows=mid)]),
-        "final_window": dict(stages=[stage._replace(windows=mid) for stage in stages]),
-        "averages": dict(averages=[train_gpt.Average("x", window=2, rate=0.5, blend=1)]),
-        "layers": dict(layers=[train_gpt.Layer("long", mudd=(0, 0)), train_gpt.Layer("long")]),
+        "stages": dict(stages=[stage._replace(share=0.9 * stage.share) for stage in gpt2.stages]),
+        "emas": dict(emas=[train_gpt.EMA("x", window=2, rate=0.5, blend=1)]),
         "checkpoint_every": dict(checkpoint_every=gpt2.all_step + 1),
         "num_iterations .*more_steps": dict(num_iterations=3),
     }.items():
@@ -141,21 +136,16 @@ def test_rows_that_do_not_fit_together_are_refused(gpt2):
 def test_rows_from_json_and_without_nets_and_windows_in_any_order_are_rows(gpt2):
     same = Hyperparameters(**json.loads(json.dumps(dataclasses.asdict(gpt2))))
     bare = [layer._replace(net=False, xsa=False, head_gate=False) for layer in gpt2.layers]
-    cfg = dataclasses.replace(same, layers=bare)
+    group = train_gpt.Group("Adam", "*.x0_lambdas *.ngram_lambdas *.skip_lambdas", lr=0.04)
+    cfg = dataclasses.replace(same, layers=bare, groups=(*same.groups, group))
     assert train_gpt.build_optimizers(train_gpt.GPT(cfg), Ranks())
     assert not train_gpt.find_ngrams(np.arange(9, dtype=np.int32), dataclasses.replace(cfg, sign_rows=0))[1].size
     turned = [dict(reversed(stage.windows.items())) for stage in gpt2.stages]
     mixed = [stage._replace(windows=turned[i] if i else stage.windows) for i, stage in enumerate(gpt2.stages)]
-    for step in range(gpt2.num_iterations):
-        plans = [train_gpt.Plan(step, cfg) for cfg in (gpt2, dataclasses.replace(gpt2, stages=mixed))]
-        ours, theirs = (train_gpt.Settings.of(now, torch.device("cpu")) for now in plans)
-        assert all(map(torch.equal, ours, theirs))
-    for cfg in gpt2, dataclasses.replace(gpt2, stages=mixed[::-1]):
-        place = torch.tensor([10.0, 20.0])  # of the kinds in the order of their names
-        settings = train_gpt.Settings(torch.tensor([8, 16], dtype=torch.int32), torch.zeros(2, 1), place, place)
-        views = train_gpt.GPT(cfg).attention_views(torch.zeros(64, dtype=torch.int32), settings)
-        seen = {train_gpt.window_of(kind): view[1][2].item() for kind, view in views.items()}
-        assert seen == dict(long=10, short=20)
+    for plan, other in zip(gpt2.plans, dataclasses.replace(gpt2, stages=mixed).plans, strict=True):
+        for kind, (tokens, scale, frequencies) in plan.windows.items():
+            assert other.windows[kind][:2] == (tokens, scale)
+            assert torch.equal(other.windows[kind].frequencies, frequencies)
 
 
 def test_number_of_processes_has_to_divide_the_sequences(flags, monkeypatch):
@@ -254,11 +244,3 @@ def test_nano_preset_reaches_the_target(tmp_path):
     assert len(result["train_curve"]) == cfg.num_iterations
     assert result["val_loss"] <= cfg.target_loss
     assert "not the track's: do" not in (tmp_path / "nano.txt").read_text().split("\n" + "=" * 100 + "\n")[1]
-
-
-def test_wrong_products_do_not_go_unseen(flags, monkeypatch):
-    """OpenMP with fewer threads than torch counts on was seen to give wrong products in bf16."""
-    ones = torch.ones
-    monkeypatch.setattr(torch, "ones", lambda *size, **more: ones(*size, **more) * (1 + (size == (128, 1024))))
-    with pytest.raises(UserError, match="OMP_DYNAMIC"):
-        train_gpt.main(flags)
