@@ -29,13 +29,17 @@ def load(path: Path):
     return module
 
 
+def spelled(script, flags: list[str]) -> list[str]:
+    """Return flags as the script spells them: what some were called once."""
+    former = dict(block_size="mask_block", slow_momentum_from="slow_rail_from")
+    former = {new: old for new, old in former.items() if not hasattr(script.PRESETS["nano"], new)}
+    return [re.sub(r"^--(\w+)", lambda found: f"--{former.get(found[1], found[1])}", flag) for flag in flags]
+
+
 def train(script, script_flags, tmp_path) -> float:
     """Train nano in small, and return the last validation loss."""
-    preset, short = script.PRESETS["nano"], SHORT
-    if not hasattr(preset, "block_size"):  # once it was called so
-        short = SHORT.replace("block_size", "mask_block")
-    window = ["--window_tokens=64"] * hasattr(preset, "window_tokens")
-    script.main([*short.split(), *window, *script_flags, f"--log_dir={tmp_path}", "--run_id=r"])
+    window = ["--window_tokens=64"] * hasattr(script.PRESETS["nano"], "window_tokens")
+    script.main([*spelled(script, SHORT.split()), *window, *script_flags, f"--log_dir={tmp_path}", "--run_id=r"])
     return json.loads((tmp_path / "r.json").read_text())["val_loss"]
 
 
@@ -75,7 +79,7 @@ def test_the_newest_form_trains_what_the_record_before_does(script_flags, tmp_pa
         small = [*GPT2_FLAGS, "--dtype=float64", "--num_iterations=20", "--seed=1"]
         nano = [*SHORT.split(), "--muon_momentum=0.9", "--momentum_warmup_steps=50"]
         for name, flags in dict(gpt2=small, nano=nano).items():
-            script.main([*flags, *script_flags, f"--log_dir={tmp_path}", f"--run_id={name}{i}"])
+            script.main([*spelled(script, flags), *script_flags, f"--log_dir={tmp_path}", f"--run_id={name}{i}"])
             losses.append(json.loads((tmp_path / f"{name}{i}.json").read_text())["train_curve"])
     # What a step's milliseconds were does not count
     before, after = ([loss for curve in half for _, loss, _ in curve] for half in (losses[:2], losses[2:]))
