@@ -2152,21 +2152,21 @@ def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) 
     return X
 
 
-def normalize_neurons(update: Tensor, squares: Tensor, beta2: float, dim: int) -> Tensor:
-    """Divide neurons of matrices by their RMS, which `squares` averages over steps, and keep the norm of each matrix.
+def normalize_neurons(update: Tensor, squares: Tensor, beta2: float) -> Tensor:
+    """Divide neurons of matrices by their RMS, and keep the norm of each matrix.
 
-    Means are over dimension `dim`, the shorter one: neurons are columns, or rows where these are no fewer. So there is
-    one for each hidden unit of an MLP (NorMuon, arXiv:2510.05491; records 41, @li_zichong, 48, @ChrisJMcCormick).
+    Neurons are columns, or rows where these are no fewer: so there is one for each hidden unit of an MLP. `squares`,
+    (n, rows, 1) or (n, 1, columns), averages their mean squares over steps (NorMuon, arXiv:2510.05491; records 41,
+    @li_zichong, 48, @ChrisJMcCormick).
     """
+    dim = -1 if squares.size(-1) == 1 else -2
     squares.lerp_(update.square().mean(dim, keepdim=True), 1 - beta2)
     even = update / squares.clamp(min=1e-10).sqrt()
     norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, even))
     return even * (norms / new_norms.clamp(min=1e-10))
 
 
-def muon_update(
-    shard: Tensor, grad: Tensor, factors: Tensor, state: dict, n: dict, decay: float, beta2: float, dim: int
-):
+def muon_update(shard: Tensor, grad: Tensor, factors: Tensor, state: dict, n: dict, decay: float, beta2: float):
     """Step matrices as `Muon` says, with its state and numbers by name."""
     values, fast, slow = state["values"], state["fast"], state["slow"]
     grad = grad.to(values.dtype)
@@ -2174,7 +2174,7 @@ def muon_update(
     slow.lerp_(grad, n["slow_share"])
     momentum = slow.lerp(fast, n["fast_share"])
     u = zeropower_via_newtonschulz5(grad.lerp(momentum, n["momentum"]), shard.dtype)
-    u = normalize_neurons(u.to(values.dtype), state["squares"], beta2, dim)
+    u = normalize_neurons(u.to(values.dtype), state["squares"], beta2)
     if decay:
         u += decay * n["lr"] * values * (slow * values >= 0)
     values -= n["lr"] * factors * u
@@ -2199,11 +2199,10 @@ class Muon(ShardedOptimizer):
     keeps_values = True  # bf16 alone would round small steps away
 
     def init_state(self, values: Tensor) -> dict[str, Tensor]:
-        rows, columns = values.shape[-2:]
-        self.mean_dim = -1 if rows >= columns else -2
         factors = [values.new_full((n, 1, 1), group.lr) for n, group in zip(self.rows_per_param, self.groups)]
         self.factors = self.shard(torch.cat(factors))
-        squares = torch.zeros_like(values.narrow(self.mean_dim, 0, 1))
+        rows, columns = values.shape[-2:]
+        squares = torch.zeros_like(values[:, :, :1] if rows >= columns else values[:, :1])
         return dict(values=values, fast=torch.zeros_like(values), slow=torch.zeros_like(values), squares=squares)
 
     def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan):
@@ -2212,7 +2211,7 @@ class Muon(ShardedOptimizer):
         numbers = dict(lr=now.rate, momentum=now.beta1, fast_beta=fast_beta, fast_share=fast_share, slow_share=0.02)
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
         tensors = to_tensors(self.cfg, **numbers)
-        update(shard, grad, self.factors, self.state, tensors, now.decay, now.beta2, self.mean_dim)
+        update(shard, grad, self.factors, self.state, tensors, now.decay, now.beta2)
 
 
 OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
@@ -2240,6 +2239,13 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     return sorted(optimizers, key=lambda optimizer: -optimizer.grad_buffer.nbytes)
 
 
+def tie_gradients(optimizers: Sequence[ShardedOptimizer]):
+    """Give embedding and head the sum of their gradients, so that both take the same step (`is_tied`)."""
+    grads = {name: grad for optimizer in optimizers for name, grad in zip(optimizer.names, optimizer.grad_views)}
+    grads["embed.weight"] += grads["lm_head"]
+    grads["lm_head"].copy_(grads["embed.weight"])
+
+
 @torch.no_grad()
 def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan):
     """Take a step on the gradients, summed over this rank's sequences, and clear those that were used.
@@ -2247,6 +2253,8 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan):
     Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
     the gradients of the next and the values of the last are on their way.
     """
+    if plan.ties:
+        tie_gradients(optimizers)
     due = [optimizer for optimizer in optimizers if optimizer.is_due(plan)]
     for optimizer in due:
         optimizer.reduce()
@@ -2551,7 +2559,6 @@ class Trainer:
         self.base = begin_with(self.gpt, Path(cfg.init_from)) if cfg.init_from else []  # rows of n-grams
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
-        self.grads = {name: grad for o in self.optimizers for name, grad in zip(o.names, o.grad_views)}
         self.gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
         self.reader = Reader(cfg, ranks, self.device)
@@ -2574,9 +2581,6 @@ class Trainer:
         # And how many signals ask to stop, of all ranks: so all stop at the same step
         self.sent = F.pad(mean[None], (0, 1), value=len(self.signals))
         wait = start_collective(dist.all_reduce, self.sent)
-        if plan.ties:  # both are updated with the sum of their gradients
-            self.grads["embed.weight"] += self.grads["lm_head"]
-            self.grads["lm_head"].copy_(self.grads["embed.weight"])
         with self.part("optimizers"):
             step_optimizers(self.optimizers, plan)
         if self.table.group.names in plan.updates:
