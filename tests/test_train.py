@@ -148,6 +148,36 @@ def test_rows_from_json_and_without_nets_and_windows_in_any_order_are_rows(gpt2)
             assert torch.equal(other.windows[kind].frequencies, frequencies)
 
 
+@pytest.mark.parametrize("preset", train_gpt.PRESETS)
+def test_describe_prints_every_layer_group_and_step(preset: str, capsys):
+    """And trains nothing. Steps have the numbers of the plans that a run goes by."""
+    with pytest.raises(SystemExit) as ended:
+        train_gpt.main(["--preset", preset, "--describe"])
+    assert not ended.value.code
+    cfg, wanted = train_gpt.PRESETS[preset], []
+    for i, (row, layer) in enumerate(zip(cfg.layers, cfg.resolved_layers, strict=True)):
+        made = [f"{kind} {first} by {source}" for kind, source, first in layer.factors]
+        dims = [f"queries {layer.qk_dim}", f"values {layer.v_dim}"] if row.attention != "none" else []
+        wanted.append([f"layer {i}:", row.attention, f"MLPs {row.mlps}", *dims, *made])
+    numbers = {group.names: i for i, group in enumerate(cfg.groups)}
+    wanted += [[f"group {i}:", cfg.groups[i].optimizer, names] for names, i in numbers.items()]
+    for plan in cfg.plans:
+        windows = [f"{kind} {window.tokens} x {window.attn_scale:.4f}" for kind, window in plan.windows.items()]
+        rates = [f"{numbers[names]}: {update.lr:.3g}" for names, update in plan.updates.items()]
+        others = [
+            f"stage {plan.stage},",
+            f"{plan.seq_len} tokens",
+            str(plan.max_doc_len),
+            str(plan.candidates or "all"),
+        ]
+        weights = " ".join(f"{weight:.3f}" for weight in plan.next_weights)
+        wanted.append([f"step {plan.step}:", *windows, *rates, *others, weights, "tied" * plan.ties])
+    lines = capsys.readouterr().out.splitlines()
+    for line, texts in zip(lines, wanted, strict=True):
+        assert [text for text in texts if text not in line] == [], line
+        assert ("tied" in line) == ("tied" in texts)
+
+
 def test_number_of_processes_has_to_divide_the_sequences(flags, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="--preset"):
