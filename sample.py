@@ -92,12 +92,30 @@ class Model:
         return self.logits(self.features(tokens)[-1:], torch.tensor(tokens[-1:], device=self.device))[0]
 
 
+def load_ngrams(model: Path, marks: Sequence[str]) -> list[dict[str, Tensor]]:
+    """Open the rows of n-grams beside a model, of each process that trained it.
+
+    gpt2's take up to 130 GB: large files stay on the disk, and nothing looks for damage in them.
+    """
+    parts = []
+    for rank, expected in enumerate(marks):
+        path = model.with_suffix(f".ngrams{rank}")
+        with train_gpt.refusing(f"{path}: not a sound part of a model"):
+            if path.stat().st_size < 2**30:
+                parts.append(train_gpt.load(path, expected))
+            elif train_gpt.mark(path) == expected:
+                parts.append(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+            else:
+                raise ValueError("it is of another model")
+    return parts
+
+
 def load_model(path: Path, device: str) -> Model:
     """Load the model that --save_checkpoint wrote to `path`. Raise UserError if it is none, or another script's."""
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; train a model with --save_checkpoint, or name its file")
-    saved = train_gpt.load(path, "model")
-    with train_gpt.reading(path, "model"):
+    saved = train_gpt.load(path)
+    with train_gpt.refusing(f"{path}: not a sound model of this script"):
         cfg = Hyperparameters(**json.loads(saved["configuration"]))
         # What was trained in bf16 is sampled in fp32 where that is faster
         dtype = "auto" if cfg.dtype == "bfloat16" else cfg.dtype
@@ -108,7 +126,7 @@ def load_model(path: Path, device: str) -> Model:
         with torch.device("meta"):  # the initial values are not needed
             gpt = GPT(cfg).eval()
         gpt.to_empty(device=device).load_state_dict(saved["model"])
-        parts = train_gpt.load_ngrams(path, saved["rows"])
+        parts = load_ngrams(path, saved["rows"])
     model = Model(gpt, [part for part in parts if len(part["ids"])])
     if model.size < SMALL:
         torch.set_num_threads(1)

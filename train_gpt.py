@@ -25,11 +25,11 @@ import json
 import math
 import os
 import resource
-import shlex
 import signal
 import subprocess
 import sys
 import time
+import traceback
 import zipfile
 from collections import Counter, deque, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,7 +39,7 @@ from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn, TextIO, get_args
+from typing import Literal, NamedTuple, NoReturn, get_args
 
 try:
     import numpy as np
@@ -360,7 +360,6 @@ class Hyperparameters:
     run_id: str = ""  # name of the log, without folders; by default preset, time and seed
     save_checkpoint: bool = False  # write the final model, for sample.py, to LOG_DIR/RUN_ID.pt
     checkpoint_every: int = 0  # steps between checkpoints to resume from, off the clock; 0: none
-    init_from: str = ""  # a model, LOG_DIR/RUN_ID.pt, with whose weights and rows of n-grams to begin
     describe: bool = False  # print what the tables mean, a line for each layer and each step, and stop
     resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
 
@@ -2342,25 +2341,29 @@ class NgramTable:
         return dict(ids=ids.cpu() + self.first, rows=rows, v=v)
 
     def restore(self, ids: Tensor, rows: Tensor, v: Tensor):
-        """Set this rank's among these rows to what `state` returned on any rank."""
-        for some in zip(*(t.split(ROWS_AT_ONCE) for t in (ids - self.first, rows, v))):
-            is_own = (some[0] >= 0) & (some[0] < len(self.rows))
-            places, *values = (t[is_own].to(self.rows.device) for t in some)
+        """Set rows of this rank to what `state` returned."""
+        for places, *values in zip(*(t.split(ROWS_AT_ONCE) for t in (ids - self.first, rows, v))):
             for own, new in zip((self.rows, self.v), values):
-                own.index_copy_(0, places, new.to(own.dtype))
+                own.index_copy_(0, places.to(own.device), new.to(own))
 
 
 # ---- Log: the clock, the curves and the files of a run ---------------------------------------------------------------
 # How far a run is, as a checkpoint holds it. must_match: what has to be the same on all ranks and when the run goes on;
-# curves: (step, loss, ms) by name; turn: which files have the tensors; marks: of these files
+# curves: (step, loss, ms) by name; turn: which files have the tensors; marks: of these files, none before there are any
 Saved = namedtuple(
     "Saved", "run_id seed must_match step ms curves turn marks", defaults=("", None, {}, 0, 0.0, {}, 0, [])
 )
 
 
-def first_line(error: BaseException) -> str:
-    """Return what an error says in one line, or else its name."""
-    return " ".join(str(error).split())[:200] or type(error).__name__
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Say in one line what is wrong, where it can fail in many ways."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {error!r:.300}") from error
 
 
 def digest(value) -> str:
@@ -2369,10 +2372,7 @@ def digest(value) -> str:
 
 def mark(path: Path) -> str:
     """Return what tells a file of tensors from any other: a hash of the checksums in its zip archive."""
-    if not path.is_file():  # a pipe would never end
-        raise OSError("there is no such file")
-    with zipfile.ZipFile(path) as archive:
-        return digest([part.CRC for part in archive.infolist()])
+    return digest([part.CRC for part in zipfile.ZipFile(path).infolist()])
 
 
 class RunLog:
@@ -2380,49 +2380,41 @@ class RunLog:
 
     def __init__(self, cfg: Hyperparameters, is_main: bool, saved: Saved):
         self.cfg = cfg
-        self.is_main = is_main
         self.saved = saved
         self.curves = dict(saved.curves)
         self.asked = False  # whether a signal has asked a rank to stop
         self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
-        self.file = self.open(saved.step > 0) if is_main else None
+        self.file = None
+        with refusing(f"log {self.path}: if another run has it, choose another --run_id or --log_dir"):
+            for kind in ".json .checkpoint .pt .ngrams0 .ngrams1".split():
+                if not saved.marks and self.path.with_suffix(kind).exists():
+                    raise FileExistsError(kind)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if is_main:
+                self.file = self.path.open("a" if cfg.resume else "x", encoding="utf-8")
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
         self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
         self.pending: deque = deque()  # losses on their way to the host
-
-    def open(self, goes_on: bool) -> TextIO:
-        """Open and lock the log. Refuse if another run has written, or is writing, under its name."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            file: TextIO = self.path.open("a", encoding="utf-8")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dies with the process
-            except BlockingIOError:
-                raise OSError("another process is writing it") from None
-            except OSError:  # the file system has no locks
-                pass
-            kinds = [".json"] if self.cfg.resume else [".json", ".checkpoint", ".pt", ".ngrams0", ".ngrams1"]
-            taken = [kind for kind in kinds if self.path.with_suffix(kind).exists()]
-            if taken or (file.tell() and not self.cfg.resume):
-                raise OSError(f"this run is there already {' '.join(taken)}")
-            if file.tell() and not goes_on:  # a run that was killed before its first checkpoint
-                self.path.rename(self.path.with_suffix(f".{time.time_ns()}.torn"))
-                file = self.open(goes_on)
-            return file
-        except (OSError, ValueError) as error:  # the latter: a null byte
-            raise UserError(f"log {self.path}: {first_line(error)}; choose another --run_id or --log_dir") from None
 
     @contextlib.contextmanager
     def going_on(self) -> Iterator[None]:
         """Show how far the run is. If it stops, say why, and how it goes on."""
-        no_bar = not (self.is_main and os.isatty(1) and os.isatty(2))
-        initial, total = (num_tokens(steps, self.cfg) for steps in (self.saved.step, self.cfg.num_iterations))
-        options = dict(bar_format="{desc} |{bar}| {rate_fmt} {remaining} left", dynamic_ncols=True, disable=no_bar)
-        self.bar = tqdm(initial=initial, total=total, unit="tok", unit_scale=True, **options)
+        self.bar = tqdm(
+            desc="warming up",
+            initial=num_tokens(self.saved.step, self.cfg),
+            total=num_tokens(self.cfg.num_iterations, self.cfg),
+            unit="tok",
+            unit_scale=True,
+            dynamic_ncols=True,
+            bar_format="{desc} |{bar}| {rate_fmt} {remaining} left",
+            disable=None if self.file else True,  # None: shown on a terminal alone
+        )
         try:
             yield
         except BaseException as error:
-            resume = f"; to go on, add --resume {self.path.with_suffix('.checkpoint')}" if self.saved.step else ""
-            self.write(f"stopped: {first_line(error)}{resume}", console=bool(resume))
+            self.write(traceback.format_exc())
+            resume = f"; to go on, add --resume {self.path.with_suffix('.checkpoint')}" if self.saved.marks else ""
+            self.write(f"stopped: {error!r:.300}{resume}", console=bool(resume))
             raise
         finally:
             self.bar.close()
@@ -2442,9 +2434,8 @@ class RunLog:
 
     def write(self, text: str, console: bool = False):
         """Write a line. If the disk is full or the console has gone away, the training goes on."""
-        if not self.is_main:
-            return
-        for stream in [self.file, sys.stdout] if console else [self.file]:
+        streams = [self.file, sys.stdout] if console else [self.file]
+        for stream in streams if self.file else []:
             with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode(stream):  # above the bar
                 print(text, file=stream, flush=True)
 
@@ -2457,7 +2448,7 @@ class RunLog:
         self.flush(lag=8 if sent.is_cuda else 0)
 
     def flush(self, lag: int = 0):
-        """Wait for the losses of all but the last `lag` steps, and log them; a pipe sees every 25th."""
+        """Wait for the losses of all but the last `lag` steps, and log them; without a bar the console sees some."""
         while len(self.pending) > lag:
             step, sent, arrived = self.pending.popleft()
             arrived.synchronize()
@@ -2471,34 +2462,30 @@ class RunLog:
         if not math.isfinite(loss):
             raise FloatingPointError(f"{name} {loss:.4f} at step {step}: lower learning rates or change --seed")
         self.curves.setdefault(name, []).append((step, loss, ms))
-        last = " ".join(f"{name} {curve[-1][1]:.4f}" for name, curve in self.curves.items())
-        self.bar.set_description_str(f"step {step} {last}", refresh=False)
-        timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-        self.write(f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f} {timing}", console)
+        line = f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f}"
+        self.bar.set_description_str(line, refresh=False)
+        self.write(f"{line} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms", console)
 
-    def save(self, suffix: str, state: dict | bytes, note: str, by_all: bool = False) -> list[str]:
-        """Write a file beside the log, whole or not at all, through to the disk, and say how it went.
+    def save(self, suffix: str, state: dict | bytes, by_all: bool = False) -> list[str]:
+        """Write a file beside the log, whole or not at all; by_all: each rank has one of its own.
 
-        by_all: each rank has a file of its own. Return the files' marks, or none if a rank failed.
+        Return the files' marks, or none if a rank failed.
         """
         path = self.path.with_suffix(suffix)
         part = self.path.with_suffix(f"{suffix}.part")
         own: object = ""
         try:
-            if self.is_main or by_all:
-                part.parent.mkdir(parents=True, exist_ok=True)
+            if self.file or by_all:
                 with part.open("wb") as file:
                     torch.save(state, file) if isinstance(state, dict) else file.write(state)
-                    file.flush()
-                    os.fsync(file.fileno())
-                own = mark(part) if by_all else own
+                own = mark(part) if by_all else ""
                 part.replace(path)
-        except (OSError, RuntimeError) as error:
+        except Exception as error:
             part.unlink(missing_ok=True)
             own = error
         marks = gather(own)
-        problems = [f"not saved: {first_line(it)}; is the disk full?" for it in marks if isinstance(it, Exception)]
-        self.write(f"{path}: {[*problems, f'saved; {note}'][0]}", console=bool(problems) or suffix != ".json")
+        problems = [f"not saved: {it!r}" for it in marks if isinstance(it, Exception)]
+        self.write(f"{path}: {[*problems, 'saved'][0]}", console=True)
         return [] if problems else marks
 
 
@@ -2556,7 +2543,6 @@ class Trainer:
         self.device = use_device(cfg, ranks)
         torch.manual_seed(cfg.seed)
         self.gpt = GPT(cfg).to(self.device)
-        self.base = begin_with(self.gpt, Path(cfg.init_from)) if cfg.init_from else []  # rows of n-grams
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
         self.gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
@@ -2659,8 +2645,6 @@ class Trainer:
         self.sums = None
         self.table.rows.zero_()  # as all begin; of these there is no copy
         self.table.v.zero_()
-        for part in self.base:
-            self.table.restore(**part)
         self.reader.offsets = offsets
         self.restore(saved)
 
@@ -2691,10 +2675,10 @@ def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float):
     So the checkpoint before is whole until there is a newer one.
     """
     turn = 1 - log.saved.turn
-    tensors = trainer.state() | trainer.table.state()
-    marks = log.save(f".{turn}.rank{trainer.ranks.rank}", tensors, "tensors", by_all=True)
+    marks = log.save(f".{turn}.rank{trainer.ranks.rank}", trainer.state() | trainer.table.state(), by_all=True)
     saved = log.saved._replace(step=step, ms=ms, curves=log.curves, turn=turn, marks=marks)
-    if marks and log.save(".checkpoint", saved._asdict() | dict(seal=digest(saved)), f"step {step}"):
+    state = saved._asdict()
+    if marks and log.save(".checkpoint", state | dict(seal=digest(state))):
         log.saved = saved
 
 
@@ -2760,25 +2744,22 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
 
 
 # ---- Run: ranks that agree, checkpoints, summary ---------------------------------------------------------------------
+SOURCE = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
+CANNOT_TRAIN = "these settings cannot train (--describe shows what they mean)"
+
+
+@refusing("RANK, WORLD_SIZE: use torchrun, or unset them")
 def init_distributed() -> Ranks:
     """Join the ranks that torchrun's environment names. Objects travel by gloo: ranks need not agree on a device."""
     # Segments of GPU memory that grow waste less of it. torch reads this when CUDA starts, not when it is imported
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    try:
-        ranks = Ranks(*(int(os.environ.get(name.upper(), default)) for name, default in Ranks._field_defaults.items()))
-        if not 0 <= ranks.rank < ranks.world_size or not 0 <= ranks.local_rank < ranks.local_world_size:
-            raise ValueError(f"impossible {ranks}")
-        # Every rank compiles in as many processes as there are cores, up to 32: let the ranks share the cores
-        workers = (os.cpu_count() or 1) // ranks.local_world_size
-        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(max(1, workers), 32)))
-        if ranks.world_size > 1:
-            if sys.platform == "linux":
-                ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG to SIGKILL: no rank outlives its launcher
-            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(minutes=30))  # one may compile while the others wait
-        return ranks
-    except (RuntimeError, ValueError) as error:
-        raise UserError(f"RANK, WORLD_SIZE: {first_line(error)}; use torchrun, or unset them") from None
+    ranks = Ranks(*(int(os.environ.get(name.upper(), default)) for name, default in Ranks._field_defaults.items()))
+    if ranks.world_size > 1:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG to SIGKILL: no rank outlives its launcher
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))  # one may compile while the others wait
+    return ranks
 
 
 @contextlib.contextmanager
@@ -2793,186 +2774,129 @@ def together(ranks: Ranks) -> Iterator[None]:
         if theirs:
             if ranks.local_rank > 0:
                 sys.exit(theirs.code)
-            raise type(theirs)(f"rank {rank}: {theirs}" if ranks.world_size > 1 else str(theirs))
+            raise problem or type(theirs)(f"rank {rank}: {theirs}")
 
 
-@contextlib.contextmanager
-def reading(path: Path, kind: str) -> Iterator[None]:
-    """Say in one line what is wrong with a file: damaged and odd ones fail in many ways."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        told = "it has no " * isinstance(error, KeyError) + first_line(error)
-        raise UserError(f"{path}: not a sound {kind} of this script: {told}") from None
+def load(path: Path, expected: str = "") -> dict:
+    """Return what `RunLog.save` wrote, with the mark that is expected, if any."""
+    with refusing(f"{path}: not a sound file of this script"):
+        if expected not in ("", mark(path)) or zipfile.ZipFile(path).testzip():
+            raise ValueError("it is damaged, or of another run, step or rank")
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
 
 
-def load(path: Path, kind: str, expected: str = "", mmap: bool = False) -> dict:
-    """Return what `RunLog.save` wrote, with the mark that is expected, if any.
-
-    mmap: tensors stay on the disk until they are used, and in large files nothing looks for damage.
-    """
-    with reading(path, kind):
-        if expected not in ("", mark(path)):
-            raise OSError("it is of another run, step or rank")
-        if (not mmap or path.stat().st_size < 2**30) and zipfile.ZipFile(path).testzip():
-            raise OSError("it is damaged")
-        return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=mmap))
-
-
-def load_ngrams(model: Path, marks: Sequence[str]) -> list[dict[str, Tensor]]:
-    """Open the rows of n-grams beside a model, of each process that trained it: gpt2's take up to 130 GB."""
-    paths = map(model.with_suffix, (f".ngrams{rank}" for rank in range(len(marks))))
-    return [load(path, "part of a model", expected, mmap=True) for path, expected in zip(paths, marks)]
-
-
-def begin_with(gpt: GPT, path: Path) -> list[dict[str, Tensor]]:
-    """Give a model the weights that a run saved, and return its rows of n-grams. Tied tables begin as the head."""
-    saved = load(path, "model")
-    with reading(path, "model"):
-        theirs = json.loads(saved["configuration"])
-        for name in "ngram_rows", "ngram_order":  # else its rows would be those of other n-grams
-            if theirs[name] != getattr(gpt.cfg, name):
-                raise UserError(f"--init_from {path}: it has --{name} {theirs[name]}: give the same")
-        gpt.load_state_dict(saved["model"])
-        if gpt.cfg.tied_frac:
-            gpt.embed.weight.data.copy_(gpt.lm_head.data)
-        return load_ngrams(path, saved["rows"])
-
-
-def load_checkpoint(given: Hyperparameters) -> Saved:
-    """Return what --resume names. `latest`: the newest in log_dir, of run_id if given; a new run if there is none."""
+def load_checkpoint(given: Hyperparameters) -> Saved | None:
+    """Return what --resume names. `latest`: the newest in log_dir, of run_id if given; None: a new run."""
     path = Path(given.resume) if given.resume else None
     if given.resume == "latest":
         paths = Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")
-        path = max(paths, key=lambda path: path.lstat().st_mtime_ns, default=None)
-        if path and path.with_suffix(".json").exists():
-            raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
+        path = max(paths, key=os.path.getmtime, default=None)
     if path is None:
-        return Saved(given.run_id, given.seed)
-    state = load(path, "checkpoint")
-    with reading(path, "checkpoint"):
-        seal = state.pop("seal")
-        saved = Saved(**state)
-        if seal != digest(saved):
-            raise ValueError("somebody edited it")
-    if given.run_id not in ("", saved.run_id):
-        raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
-    return saved
+        return None
+    if path.with_suffix(".json").exists():
+        raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
+    state = load(path)
+    if state.pop("seal", "") != digest(state):
+        raise UserError(f"{path}: not a sound checkpoint of this script, or somebody edited it")
+    return Saved(**state)
 
 
 def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Data, dict, Saved]:
     """Read flags, checkpoint and data. Return configuration, data, what ranks have to agree on, how far the run is."""
     given = parse_args(argv, ranks.world_size)
-    saved = load_checkpoint(given) if ranks.rank == 0 else Saved(given.run_id, given.seed)
-    cfg = resolve(dataclasses.replace(given, run_id=saved.run_id, seed=saved.seed))
-    n = cfg.batch_sequences
-    if n % ranks.world_size:
-        raise UserError(f"{ranks.world_size} processes: expected a divisor of {n}, the number of sequences in a step")
+    saved = load_checkpoint(given) if ranks.rank == 0 else None
+    cfg = resolve(given)
+    if cfg.batch_sequences % ranks.world_size:
+        raise UserError(f"{ranks.world_size} processes: expected a divisor of {cfg.batch_sequences} sequences a step")
     data = plan_data(cfg)
     may_differ = "run_id log_dir train_files val_files prefix_file canon_file save_checkpoint checkpoint_every resume"
     fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
-    if cfg.init_from:  # all nodes begin with the same, and so does a run that goes on, before it takes its own rows
-        with reading(Path(cfg.init_from), "model"):
-            fields["init_from"] = mark(Path(cfg.init_from))
     must_match = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ.split()}
-    must_match |= {"processes": ranks.world_size, "torch": str(torch.__version__), "numpy": np.__version__}
-    files = {"script": Path(__file__).read_bytes(), "prefixes": read_prefixes(cfg), "canonical mask": read_canon(cfg)}
+    must_match["processes"] = f"{ranks.world_size}, of torch {torch.__version__} and numpy {np.__version__}"
+    files = {"script": SOURCE.encode(), "prefixes": read_prefixes(cfg), "canonical mask": read_canon(cfg)}
     must_match |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    must_match["training tokens"] = hash_tokens(data["train"], cfg, targets=True)
-    must_match["validation tokens"] = hash_tokens(data["val"], cfg, targets=False)
-    return cfg, data, must_match, saved if saved.step else Saved(cfg.run_id, cfg.seed, must_match)
+    tokens = num_tokens(cfg.num_iterations, cfg)
+    must_match["training tokens"] = f"{tokens}, sha256 {hash_tokens(data['train'], cfg, targets=True)}"
+    must_match["validation tokens"] = f"{cfg.val_tokens}, sha256 {hash_tokens(data['val'], cfg, targets=False)}"
+    return cfg, data, must_match, saved or Saved(cfg.run_id, cfg.seed, must_match)
 
 
-def describe(argv: Sequence[str], cfg: Hyperparameters, ranks: Ranks, data: Data, hashes: dict) -> str:
-    """Return versions, hardware, environment, shards, hashes of tokens, flags and configuration, for the log."""
-    lines = [f"Running Python {sys.version}", f"Running PyTorch {torch.__version__}, numpy {np.__version__}"]
-    lines.append(f"{ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores")
-    how: dict = dict(cwd=Path(__file__).parent, capture_output=True, text=True, errors="replace", timeout=20)
-    for command in ("git --no-optional-locks describe --always --abbrev=40 --dirty", "lscpu", "nvidia-smi"):
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            lines += [f"$ {command}", subprocess.run(command.split(), **how).stdout.strip()]
-    prefixes = "TORCH", "PYTORCH", "TRITON", "CUDA", "NCCL", "OMP"  # of variables that change how it runs
-    lines.append(f"environment: {json.dumps({k: v for k, v in sorted(os.environ.items()) if k.startswith(prefixes)})}")
-    for name, plan in data.items():
-        for path in paths_of(plan):
-            lines.append(f"{name} shard: {path}, {os.path.getsize(path)} bytes")
-    note = "" if cfg.val_sha256 in ("", hashes["validation tokens"]) else " (not the track's: do not compare losses)"
-    lines.append(f"training tokens: {num_tokens(cfg.num_iterations, cfg)}, sha256 {hashes['training tokens']}")
-    lines.append(f"validation tokens: {cfg.val_tokens}, sha256 {hashes['validation tokens']}{note}")
-    rows = PRESETS[cfg.preset].ngram_rows
-    note = "" if cfg.ngram_rows == rows else f" (not the preset's {rows}: do not compare losses)"
-    lines += [f"rows of n-grams: {cfg.ngram_rows}{note}", f"canonical mask: {cfg.canon_file or 'none'}"]
-    lines += [f"flags: {json.dumps(argv)}", f"configuration: {json.dumps(dataclasses.asdict(cfg))}"]
-    return "\n".join(lines)
+def agree(argv: Sequence[str], ranks: Ranks) -> tuple[Data, RunLog]:
+    """Plan a run, the same on all ranks and, if it goes on, as it began. Return its data and its log."""
+    with together(ranks), refusing(CANNOT_TRAIN):
+        cfg, data, must_match, own = plan_run(argv, ranks)
+    saved = gather(own)[0]
+    with together(ranks):
+        if differing := dict(saved.must_match.items() - must_match.items()):
+            raise UserError(f"the run began with {differing}: give the same")
+        cfg = dataclasses.replace(cfg, run_id=saved.run_id, seed=saved.seed)
+        return data, RunLog(cfg, ranks.rank == 0, saved)
+
+
+def describe(argv: Sequence[str], log: RunLog, ranks: Ranks, data: Data) -> str:
+    """Return what begins a log: script, versions, hardware, environment, data, flags and configuration."""
+    hardware = subprocess.getoutput("lscpu; nvidia-smi" if log.cfg.device == "cuda" else "lscpu")  # noqa: S605
+    kinds = "TORCH", "PYTORCH", "TRITON", "CUDA", "NCCL", "OMP"  # of variables that change how it runs
+    environment = {name: value for name, value in os.environ.items() if name.startswith(kinds)}
+    shards = [f"{name} shard: {path}, {os.path.getsize(path)} bytes" for name in data for path in paths_of(data[name])]
+    return f"""{SOURCE}
+{"=" * 100}
+Running Python {sys.version}, PyTorch {torch.__version__}, numpy {np.__version__}
+{ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores
+{hardware}
+environment: {json.dumps(environment)}
+{chr(10).join(shards)}
+training tokens: {log.saved.must_match["training tokens"]}
+validation tokens: {log.saved.must_match["validation tokens"]}
+flags: {json.dumps(argv)}
+configuration: {json.dumps(dataclasses.asdict(log.cfg))}
+{"=" * 100}"""
 
 
 def report(log: RunLog, data: Data, trainer: Trainer, recompiles: int) -> dict:
-    """Log the summary, write the result and the model, and say what to try next."""
+    """Log the summary, write the model and the result, and return the latter."""
     cfg = trainer.cfg
-    peak = trainer.peak_memory_mib()
     _, val_loss, ms = log.curves["val_loss"][-1]
+    verdict = f"target {cfg.target_loss} {'reached' if val_loss <= cfg.target_loss else 'not reached'}; "
+    if cfg.val_sha256 not in log.saved.must_match["validation tokens"]:
+        verdict = "these are not the track's validation tokens: do not compare losses; "
+    first, last = (f"{path} position {pieces[0, 0]}" for (path, pieces), *_ in (data["train"][0], data["train"][-1]))
+    summary = f"""first batch: {first}
+last batch: {last}
+recompiles after the clock started: {recompiles}
+peak memory: {trainer.peak_memory_mib()} MiB
+val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict if cfg.target_loss else ""}log: {log.path}"""
+    log.write(summary, console=True)
+    if cfg.save_checkpoint and (rows := log.save(f".ngrams{trainer.ranks.rank}", trainer.table.state(), by_all=True)):
+        configuration = json.dumps(dataclasses.asdict(cfg))
+        log.save(".pt", dict(configuration=configuration, model=trainer.gpt.state_dict(), rows=rows))
     result = dict(
-        num_iterations=cfg.num_iterations,
         seed=cfg.seed,
-        target_loss=cfg.target_loss,
         val_loss=val_loss,
         train_time_ms=ms,
-        peak_memory_mib=peak,
         recompiles=recompiles,
         log=str(log.path),
         val_curve=log.curves["val_loss"],
         train_curve=log.curves["train_loss"],
     )
-    for name, batch in dict(first=data["train"][0], last=data["train"][-1]).items():
-        path, pieces = batch[0]
-        log.write(f"{name} batch: {path} position {pieces[0, 0]}")
-    log.write(f"recompiles after the clock started: {recompiles}", console=recompiles > 0)
-    log.write(f"peak memory: {peak} MiB")
-    if cfg.save_checkpoint:
-        rows = log.save(f".ngrams{trainer.ranks.rank}", trainer.table.state(), "rows of n-grams", by_all=True)
-        model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict(), rows=rows)
-        log.save(".pt", model, f"next: {shlex.join([sys.executable, 'sample.py', str(log.path.with_suffix('.pt'))])}")
-    log.save(".json", json.dumps(result).encode() + b"\n", "the result")
-    text = f"val_loss {val_loss:.4f} after {ms / 1000:.2f} s"
-    if cfg.target_loss and cfg.val_sha256 in ("", log.saved.must_match["validation tokens"]):  # or else another text
-        text += f"; target {cfg.target_loss} {'reached' if val_loss <= cfg.target_loss else 'not reached'}"
-    log.write(f"{text}; peak memory {peak} MiB; log: {log.path}", console=True)
+    log.save(".json", json.dumps(result).encode())
     return result
 
 
-def main(argv: Sequence[str] | None = None) -> dict:
+def main(argv: Sequence[str]) -> dict:
     """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
-    argv = sys.argv[1:] if argv is None else list(argv)
-    source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
     ranks = init_distributed()
-    with together(ranks):
-        cfg, data, must_match, own = plan_run(argv, ranks)
-    saved = gather(own)[0]
-    cfg = dataclasses.replace(cfg, run_id=saved.run_id, seed=saved.seed)
-    with together(ranks):
-        for name, value in saved.must_match.items():
-            if value != (here := must_match.get(name)):
-                raise UserError(f"has {name} {here}, and the run began with {value}: give the same")
-        tensors = {}
-        if saved.step:
-            folder = Path(cfg.log_dir) if cfg.resume == "latest" else Path(cfg.resume).parent
-            path = folder / f"{saved.run_id}.{saved.turn}.rank{ranks.rank}"
-            tensors = load(path, "part of the checkpoint", saved.marks[ranks.rank])
-        trainer = Trainer(cfg, ranks)
-        log = RunLog(cfg, ranks.rank == 0, saved)
+    data, log = agree(argv, ranks)
+    saved = log.saved
     with log.going_on():
-        if saved.step:
-            log.write(f"resumed at step {saved.step}, log: {log.path}, flags: {json.dumps(argv)}", console=True)
-        elif log.is_main:
-            rule = "=" * 100
-            log.write(f"{source}\n{rule}\n{describe(argv, cfg, ranks, data, must_match)}\n{rule}")
-            log.write(f"seed: {cfg.seed}, log: {log.path}", console=True)
-            if cfg.resume:
-                log.write(f"--resume latest: no checkpoint in {cfg.log_dir}, this is a new run", console=True)
-        log.bar.set_description_str("warming up")
-        trainer.warm_up(tensors)
+        with together(ranks):
+            part = log.path.with_suffix(f".{saved.turn}.rank{ranks.rank}")
+            tensors = load(part, saved.marks[ranks.rank]) if saved.marks else None
+        with refusing(CANNOT_TRAIN):
+            trainer = Trainer(log.cfg, ranks)
+            log.write(describe(argv, log, ranks, data))
+            log.write(f"seed: {log.cfg.seed}, from step {saved.step} on, log: {log.path}", console=True)
+            trainer.warm_up(tensors)
         recompiles = train(trainer, data, log)
         result = report(log, data, trainer, recompiles)
     if dist.is_initialized():  # a thread that is left was seen to abort a process that ended well
@@ -2982,7 +2906,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
 
 if __name__ == "__main__":
     try:
-        main()
+        main(sys.argv[1:])
     except (UserError, FloatingPointError, KeyboardInterrupt) as error:
         print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit(getattr(error, "code", 3 if isinstance(error, FloatingPointError) else 130))
@@ -2991,7 +2915,5 @@ if __name__ == "__main__":
     finally:
         try:
             sys.stdout.flush()
-        except AttributeError:  # it began without a console
-            pass
-        except OSError:  # the console has gone away; what it has not read shall not fail later
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        except (AttributeError, OSError):  # there is no console, or it has gone away: what waits shall not fail later
+            sys.stdout = None

@@ -155,8 +155,6 @@ def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
         plans = [train_gpt.plan_validation(cfg.num_iterations, cfg), *cfg.plans]
         with device:
             gpt = GPT(cfg)
-            if cfg.init_from:
-                train_gpt.begin_with(gpt, Path(cfg.init_from))
             optimizers = train_gpt.build_optimizers(gpt, Ranks(0, processes, 0, processes))
             reader = Reader(cfg, Ranks(), device)
             for length, plan in {plan.seq_len if plan.trains else cfg.val_seq_len: plan for plan in plans}.items():

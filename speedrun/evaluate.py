@@ -29,7 +29,7 @@ with needs.packages():
     import sample
     from data import texts
     from sample import Model
-    from train_gpt import UserError, first_line
+    from train_gpt import UserError
 
 PROGRAM = "python -m speedrun evaluate"
 HELLASWAG: dict[str, Any] = dict(
@@ -132,7 +132,7 @@ def hellaswag() -> Iterator[Question]:
     except ImportError as error:
         raise UserError(f"{error}: {needs.PIP} pyarrow huggingface_hub, or give --choices FILE.jsonl") from None
     except Exception as error:  # a download fails in many ways
-        raise UserError(f"HellaSwag cannot be fetched: {first_line(error)}; or give --choices FILE.jsonl") from None
+        raise UserError(f"HellaSwag cannot be fetched: {error!r:.200}; or give --choices FILE.jsonl") from None
     return (parse_question(question, f"HellaSwag {i}") for i, question in enumerate(table.to_pylist()))
 
 

@@ -85,6 +85,7 @@ class Log:
         self.stored = f"{self.sha256}\n{text[len(source) :]}"  # as records keep it
         ended = re.search(r"^(?:stopped:|interrupted:|resumed).*", self.text, re.MULTILINE)
         self.ended = ended and ended[0].strip()  # says that this is not one whole run
+        self.starts = len(rest) // 2  # of which each writes script, machine and flags
         self.lines = self.read_lines("\n".join(rest[1:]))
         self.num_steps, self.train_time = self.lines[-1].total, self.lines[-1].time
         # Loss, and train time in ms, of the validations, by step
@@ -161,6 +162,8 @@ class Log:
     def problem(self) -> str | None:
         """Say why this is not the log of one whole run that agrees with itself, or return None."""
         last, steps = self.lines[-1], [line.step for line in self.training]
+        if self.starts > 1:
+            return f"was started {self.starts} times: not one whole run; run it again"
         if self.ended is not None:
             return f"has the line {shown(self.ended)}: not one whole run; run it again"
         if last.val_loss is None or last.step != last.total:

@@ -83,7 +83,6 @@ def outcome(capfd, corpus, monkeypatch):
         ("CXX=/none --compile", "torch.compile finds no /none (CXX): Debian, Ubuntu: apt install g++"),
         ("--canon_file none.bin", "--canon_file none.bin: not a file of 257 tokens; --canon_file= goes without"),
         ("--cooldown_frac inf", "--cooldown_frac inf: expected a number from 0 to 2**31 - 1"),
-        ("--init_from none.pt", "none.pt: not a sound model of this script: there is no such file"),
         ("--train_files {tmp}/pipe", "{tmp}/pipe: there is no such file; data/pack_text.py"),
         ("TORCHINDUCTOR_CACHE_DIR=/c\td --compile", "where a path has a space, as /c?d: set TORCHINDUCTOR_CACHE_DIR"),
         ("--train_seq_len 72 --batch_tokens 144", "do not fit each other: RuntimeError: shape '[-1, 16]'"),

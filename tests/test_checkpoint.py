@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ import torch
 
 import train_gpt
 from conftest import gpt2_run, losses, refusal
+from speedrun import begin
 from train_gpt import Ranks, RunLog, Trainer, UserError
 from world_worker import ENVIRONMENT, ROOT, Run, wait_for
 
@@ -80,8 +82,7 @@ def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path):
         resumed = start(log.stem, "--resume=latest")
         assert resumed.wait() == [0, 0], (moment, resumed.text("err"))
         assert losses(json.loads(log.with_suffix(".json").read_text())) == expected, (moment, found)
-        assert re.findall(r"^resumed at step (\d+)", resumed.text("out"), re.M) == [str(found)] * bool(found), moment
-        assert len([*log.parent.glob(f"{log.stem}.*.torn")]) == (not found), "a run that begins anew has its own log"
+        assert re.findall(r"^seed: 5, from step (\d+) on", resumed.text("out"), re.M) == [str(found)], moment
         assert not [*tmp_path.rglob("*.part")]
 
 
@@ -94,7 +95,8 @@ def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_fla
     times = [ms for _, _, ms in result["train_curve"]]
     assert times == sorted(times)
     assert log.read_text().startswith(before)
-    assert re.match(r"resumed at step 16.*\nstep:16/20 val.*\nstep:17/20 train", log.read_text().removeprefix(before))
+    added = log.read_text().removeprefix(before)
+    assert re.search(r"\nseed: \d+, from step 16 on, .*\nstep:16/20 val.*\nstep:17/20 train", added)
 
 
 def test_a_run_that_has_ended_is_left_alone(run_flags, saved):
@@ -135,63 +137,76 @@ def test_another_configuration_or_number_of_processes_is_refused(run_flags, save
     """And whatever else ranks have to agree on, by the same comparison."""
     resume, log = [*run_flags, "--resume", str(saved)], saved.with_suffix(".txt").read_bytes()
     for name, value in dict(seed=6, num_iterations=21, muon_lr=0.5, dtype="float64").items():
-        assert re.match(rf"has --{name} {value}, and the run began with ", refusal([*resume, f"--{name}={value}"]))
-    assert f"--run_id b: {saved} is of run whole" in refusal([*resume, "--run_id", "b"])
+        assert re.match(rf"the run began with .*'--{name}': ", refusal([*resume, f"--{name}={value}"]))
     monkeypatch.setattr(train_gpt, "init_distributed", lambda: Ranks(0, 2, 0, 2))
-    assert "has processes 2, and the run began with 1: " in refusal(resume)
+    assert "the run began with {'processes': '1, of " in refusal(resume)
     assert saved.with_suffix(".txt").read_bytes() == log
 
 
-def test_a_run_begins_with_the_weights_of_a_model(run_flags, runs, tmp_path):
-    """And with its rows of n-grams, of which each rank takes its own, in the run's own precision."""
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_a_run_begins_with_the_weights_of_a_model(run_flags, runs, tmp_path, monkeypatch, dtype):
+    """And with its rows of n-grams, of which each rank takes its own, in the run's own precision; then it trains."""
     model = runs / "whole.pt"
-    cfg = train_gpt.resolve(train_gpt.parse_args([*run_flags, f"--init_from={model}", "--seed=6", "--dtype=float64"]))
+    flags = [*run_flags, f"--dtype={dtype}", "--run_id=begun"]
+    assert begin.main([str(model), *flags]) == 0
     saved, rows = torch.load(model)["model"], torch.load(model.with_suffix(".ngrams0"))
     saved["embed.weight"] = saved["lm_head"]  # as they step as one table at first
+    train, seen = train_gpt.train, []
+    monkeypatch.setattr(
+        train_gpt, "train", lambda trainer, *args: (seen.append(look(trainer)), train(trainer, *args))[1]
+    )
+
+    def look(trainer: Trainer) -> tuple[dict, dict, list]:
+        """Return parameters, rows of n-grams, and the optimizers' values by name."""
+        values = [zip(o.names, o.views(o.values.clone()), strict=True) for o in trainer.optimizers]
+        parameters = {name: t.clone() for name, t in trainer.gpt.state_dict().items()}
+        return parameters, trainer.table.state(), [*chain(*values)]
+
+    result = train_gpt.main([*flags, f"--resume={tmp_path}/logs/begun.checkpoint"])
+    assert len(result["train_curve"]) == 20
+    [(parameters, table, values)] = seen
+    assert all(torch.equal(t, saved[name].to(t.dtype)) for name, t in parameters.items())
+    assert all(torch.equal(t, saved[name].to(t.dtype)) for name, t in values)
+    assert all(torch.equal(t, rows[name].to(t.dtype)) for name, t in table.items())
     found = []
     for rank in range(2):
-        trainer = train_gpt.Trainer(cfg, train_gpt.Ranks(rank, 2))
-        assert all(torch.equal(t, saved[name].to(t.dtype)) for name, t in trainer.gpt.state_dict().items())
-        for part in trainer.base:
-            trainer.table.restore(**part)
+        trainer = Trainer(train_gpt.resolve(train_gpt.parse_args(flags)), Ranks(rank, 2))
+        begin.take_weights(trainer, model)
         found.append(trainer.table.state())
+        for optimizer in trainer.optimizers:
+            assert torch.equal(optimizer.values.to(optimizer.param_shard.dtype), optimizer.param_shard)
     for name in "ids", "rows", "v":
         parts = [part[name] for part in found]
         assert all(map(len, parts))
         assert torch.equal(torch.cat(parts), rows[name].to(parts[0].dtype))
 
 
-def test_what_is_no_model_to_begin_with_is_refused_before_there_is_a_log(run_flags, runs, tmp_path):
+def test_what_is_no_model_to_begin_with_is_refused_and_leaves_no_log(run_flags, runs, tmp_path, capsys):
     """Odd contents, one file of rows too few, other n-grams, another kind of file, other sizes, foreign rows."""
     model, rows = tmp_path / "whole.pt", tmp_path / "whole.ngrams0"
-    begin = [*run_flags, f"--init_from={model}"]
+
+    def refused(*more: str) -> str:
+        assert begin.main([str(model), *run_flags, *more]) == 2
+        assert not [*tmp_path.glob("logs/*")]
+        errors = capsys.readouterr().err
+        assert errors.count("\n") == 1
+        return errors
+
+    assert "whole.pt: not a sound file of this script: FileNotFoundError" in refused()
     shutil.copy(runs / rows.name, rows)
     state = torch.load(runs / model.name, weights_only=True)
     others = json.dumps(json.loads(state["configuration"]) | dict(ngram_order=2))
-    refused = r"whole\.(pt|ngrams[01]): (not a sound |it has --ngram_order 2: give the same)"
     for changes in dict(configuration="{"), dict(model=[1]), dict(rows=state["rows"] * 2), dict(configuration=others):
         torch.save(state | changes, model)
-        assert re.search(refused, refusal(begin))
+        assert re.search(r"whole\.(pt|ngrams[01]): (not a sound |it has --ngram_order 2: give the same)", refused())
     shutil.copy(runs / "whole.checkpoint", model)
-    assert re.search(refused, refusal(begin))
+    assert "whole.pt: not a sound model for these flags: KeyError('configuration')" in refused()
     shutil.copy(runs / model.name, model)
-    assert "whole.pt: not a sound model of this script: Error(s)" in refusal([*begin, "--mlp_dim=48"])
+    assert "whole.pt: not a sound model for these flags: RuntimeError('Error(s) in loading" in refused("--mlp_dim=48")
     for content in flip(rows, "rows"), (runs / "other.ngrams0").read_bytes():
         rows.write_bytes(content)
-        assert "whole.ngrams0: not a sound part of a model of this script: it is " in refusal(begin)
-    assert not [*tmp_path.glob("logs/*")]
-
-
-def test_a_run_goes_on_with_the_model_that_it_began_with(run_flags, runs, tmp_path):
-    """Another is refused, by its contents: the file may have moved."""
-    argv = [*run_flags, "--seed=5", "--run_id=based"]
-    whole = train_gpt.main([*argv, f"--init_from={runs}/whole.pt"])
-    (tmp_path / "logs" / "based.json").unlink()
-    for suffix in ".pt", ".ngrams0":
-        shutil.copy(runs / f"whole{suffix}", tmp_path / f"moved{suffix}")
-    resume = [*argv, "--resume=latest", "--init_from"]
-    assert re.match("has --init_from .*, and the run began with ", refusal([*resume, f"{runs}/other.pt"]))
-    assert losses(train_gpt.main([*resume, f"{tmp_path}/moved.pt"])) == losses(whole)
+        assert "whole.ngrams0: not a sound file of this script: ValueError('it is damaged, or of anoth" in refused()
+    assert "--resume is for the run that goes on" in refused("--resume=latest")
 
 
 SIGNALS = [(f"SIG{name}", "train_step", 2, 3) for name in "TERM INT HUP USR1 USR2 XCPU".split()]
@@ -213,7 +228,8 @@ def test_a_signal_saves_and_stops(flags, tmp_path, monkeypatch, name, where, at,
         train_gpt.main([*flags, "--run_id=told"])
     assert (signal.getsignal(number), gc.get_freeze_count()) == (before, 0)
     log = tmp_path / "logs" / "told.txt"
-    assert log.read_text().endswith(f"stopped: {name}; to go on, add --resume {log.with_suffix('.checkpoint')}\n")
+    resume = f"; to go on, add --resume {log.with_suffix('.checkpoint')}\n"
+    assert log.read_text().endswith(f"\nstopped: KeyboardInterrupt('{name}'){resume}")
     assert step_of(log.with_suffix(".checkpoint")) == saved
     monkeypatch.undo()
     assert losses(train_gpt.main([*flags, "--resume=latest"])) == losses(whole)
@@ -245,7 +261,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(run_flags, tmp_path):
     wait_for(lambda: log.exists() and "\nstep:5/" in log.read_text())
     os.kill(run.processes[-1].pid, signal.SIGTERM)
     assert run.wait() == [130] * 2, run.text("err")
-    assert "\nstopped: SIGTERM; to go on, add --resume " in log.read_text()
+    assert "\nstopped: KeyboardInterrupt('SIGTERM'); to go on, add --resume " in log.read_text()
     assert step_of(log.with_suffix(".checkpoint")) in range(8, 300, 4)
 
 

@@ -99,7 +99,7 @@ def test_text_is_printed_as_it_comes(capsys):
     ("argv", "message"),
     [
         ("", "logs/*.pt: there is no such file"),
-        ("LICENSE", "LICENSE: not a sound model of this script: "),
+        ("LICENSE", "LICENSE: not a sound file of this script: "),
         ("older.pt", "older.pt: not a sound model of this script: "),
         ("nan.pt", "logits are not finite"),
         ("random.pt --prompt ab --tokens 79999", "of 2 tokens, --tokens 79999: the model reads 80000 at most"),
