@@ -305,7 +305,7 @@ def child(arch: str, world: str, path: str, names: str, *flags: str) -> None:
     attention = [
         dict(script.ATTENTION[layer.row.attention]._asdict(), qk_dim=layer.qk_dim, v_dim=layer.v_dim)
         for layer in cfg.resolved_layers
-        if layer.row.attention != "none"
+        if layer.window
     ]
     found = dict(configuration=dataclasses.asdict(cfg), cycle=cfg.all_step, one_of=int(world), failed="")
     found |= dict(attention=attention, stages=stages)
@@ -377,7 +377,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m speedrun lower", description=__doc__, **options)
     parser.add_argument("--arch", type=int, nargs="+", choices=GPUS, default=[*GPUS], help="(default: %(default)s)")
     parser.add_argument("--one_of", type=int, default=8, metavar="N", help="as one process of N (default: 8)")
-    parser.add_argument("--script", type=Path, default=Path("train_gpt.py"), metavar="FILE")
+    told = "a changed train_gpt.py; a record has another interface: lower it with the tools of its day"
+    parser.add_argument("--script", type=Path, default=Path("train_gpt.py"), metavar="FILE", help=told)
     parser.add_argument("--kernels", default="", metavar="PATTERN", help="compile those with it in their names")
     out = Path("logs") / time.strftime("lower-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/lower-TIME.json")

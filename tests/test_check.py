@@ -81,7 +81,7 @@ def outcome(capfd, corpus, monkeypatch):
         ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has token 50256, --vocab_size is 257: another tokenizer's?"),
         ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: expected a divisor"),
         ("CXX=/none --compile", "torch.compile finds no /none (CXX): Debian, Ubuntu: apt install g++"),
-        ("--canon_file none.bin", "--canon_file none.bin: not a file of 257 tokens; --canon_file= goes without"),
+        ("--canon_file {corpus}/prefixes", "of another vocabulary; --prefix_file= and --canon_file= go without"),
         ("--cooldown_frac inf", "--cooldown_frac inf: expected a number from 0 to 2**31 - 1"),
         ("--train_files {tmp}/pipe", "{tmp}/pipe: there is no such file; data/pack_text.py"),
         ("TORCHINDUCTOR_CACHE_DIR=/c\td --compile", "where a path has a space, as /c?d: set TORCHINDUCTOR_CACHE_DIR"),
