@@ -676,7 +676,10 @@ def plan_update(group: Group, count: int, step: int, lr: float, cfg: Hyperparame
 
 
 def plan_lr(step: int, stage: Stage, cfg: Hyperparameters) -> float:
-    """Return the factor on learning rates: the stage's, and in the cooldown linearly down to min_lr_frac."""
+    """Return the factor on learning rates: the stage's, and in the cooldown linearly down to min_lr_frac.
+
+    As in the record the cooldown ends where the steps begin that the last stage has in addition.
+    """
     start = int(cfg.scheduled_steps * (1 - cfg.cooldown_frac))
     done = min(max(0.0, (step - start) / max(1, cfg.scheduled_steps - start)), 1.0)
     return stage.lr * (1 - done) + cfg.min_lr_frac * done
@@ -1826,7 +1829,7 @@ class GPT(nn.Module):
 def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softcap: tuple, with_grad: bool, never=None):
     """Return the losses (T,) of logits z (T, V), which it overwrites, in nats, and their gradient by z or None.
 
-    targets (T, n): -1 or, beyond the end, -2 for none. weights (n,): of their losses. softcap (c, r, d): a logit is
+    targets (T, n): NONE or BEYOND for none. weights (n,): of their losses. softcap (c, r, d): a logit is
     l = r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18
     (@KoszarskyB), lopsided since record 54 (@classiclarryd). never: bits (T, V / 8) of tokens whose logit becomes -60
     (record 91, @jvarho).
@@ -1842,15 +1845,16 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
     if never is not None:
         bits = never[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=z.device) & 1
         logits.masked_fill_(bits.flatten(1) > 0, -60 - r)
-    shares = (targets >= 0) * weights
-    target_logits = (shares * logits.gather(1, targets.clamp(min=0))).sum(-1)
+    present = (targets >= 0) * weights
+    target_logits = (present * logits.gather(1, targets.clamp(min=0))).sum(-1)
     exps = logits.exp_()
     total = exps.sum(-1)
-    losses = shares.sum(-1) * total.log() - target_logits
+    losses = present.sum(-1) * total.log() - target_logits
     if not with_grad:
         return losses, None
     columns = torch.arange(z.size(1), device=z.device)
-    total_weight = ((targets != -1) * weights).sum(-1)  # a quirk of the record, kept: missing targets (-2) count
+    # An accident of the record: a target BEYOND the end has no loss, but its weight counts here
+    total_weight = ((targets != NONE) * weights).sum(-1)
     d_logits = exps.mul_((total_weight / total)[:, None])  # total_weight softmax(logits), less the weights of targets
     for k in range(len(weights)):
         d_logits.sub_(weights[k] * (targets[:, k, None] == columns))
@@ -1882,7 +1886,7 @@ if triton:
             weight = tl.load(weights + k)
             s = tl.sigmoid(slope * tl.load(z + tl.maximum(target, 0)).to(tl.float32) + shift)
             loss += tl.where(target >= 0, weight * (tl.log(total) + r * s), 0)
-            total_weight += tl.where(target != -1, weight, 0)
+            total_weight += tl.where(target != -1, weight, 0)  # as there: -1 is NONE
         tl.store(losses + row, loss)
         for start in range(0, V, BLOCK):
             columns = start + tl.arange(0, BLOCK)
