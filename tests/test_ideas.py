@@ -28,6 +28,7 @@ FEWER = {  # a layer less, two stages, and nano with a batch that grows
     "Stage(0.5, batch=batch, max_doc_len=0, windows=dict(long=512)) for batch in (0.5, 1))",
 }
 OTHER = {  # a third kind of window, SwiGLU, and Lion for the embedding
+    '"short": Attention("short"),': '"short": Attention("short"),\n    "mid": Attention("mid"),',
     "windows=dict(short=": "windows=dict(mid=256, short=",
     ROW: 'Layer("mid", half_v=True, mlps=2)',
     '"*.c_fc"': '"*.c_fc *.c_gate"',
