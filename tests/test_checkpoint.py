@@ -210,11 +210,12 @@ def test_what_is_no_model_to_begin_with_is_refused_and_leaves_no_log(run_flags, 
 
 
 SIGNALS = [(f"SIG{name}", "train_step", 2, 3) for name in "TERM INT HUP USR1 USR2 XCPU".split()]
+SIGNALS += [("SIGTERM", "score", 2, 3), ("SIGTERM", "score", 4, 4)]
 
 
-@pytest.mark.parametrize(("name", "where", "at", "saved"), [*SIGNALS, *(("SIGTERM", "score", n, n) for n in (2, 4))])
+@pytest.mark.parametrize(("name", "where", "at", "saved"), SIGNALS)
 def test_a_signal_saves_and_stops(flags, tmp_path, monkeypatch, name, where, at, saved):
-    """Also one in a validation, even the last. Signals then do what they did before."""
+    """One in a validation lets it end, and in the last one the run with it. Signals then do what they did before."""
     method, number, before = getattr(Trainer, where), getattr(signal, name), signal.getsignal(getattr(signal, name))
 
     def told(trainer, now, *args):
@@ -224,6 +225,9 @@ def test_a_signal_saves_and_stops(flags, tmp_path, monkeypatch, name, where, at,
 
     whole = train_gpt.main([*flags, "--run_id=whole"])
     monkeypatch.setattr(Trainer, where, told)
+    if saved == 4:
+        assert losses(train_gpt.main([*flags, "--run_id=told"])) == losses(whole)
+        return
     with pytest.raises(KeyboardInterrupt, match=name):
         train_gpt.main([*flags, "--run_id=told"])
     assert (signal.getsignal(number), gc.get_freeze_count()) == (before, 0)

@@ -105,7 +105,7 @@ def test_program_scores_files_and_hellaswag_or_says_what_is_wrong(model, capsys,
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda **of: of["filename"])
     assert json.loads(run("--hellaswag --limit 2")[1])["choices"]["HellaSwag"]["questions"] == 2
     parquet.read_table = lambda path, columns: 1 / 0
-    wrong = {"--hellaswag": "HellaSwag cannot be fetched: division by zero; or give --choices"}
+    wrong = {"--hellaswag": "HellaSwag cannot be fetched: ZeroDivisionError('division by zero'); or give --choices"}
     wrong |= {"--text nowhere": "[Errno 2] No such file or directory: 'nowhere'", "": "nothing to score: give --hella"}
     wrong |= {"--text logs/random.pt": "logs/random.pt: is not text in UTF-8", "--choices empty": "empty: is empty"}
     wrong |= {"--choices long": "long: question 1 has 5000 tokens, the model", "--choices x --limit 0": "--limit"}
