@@ -2364,7 +2364,7 @@ def refusing(what: str) -> Iterator[None]:
     """Say in one line what is wrong, where it can fail in many ways."""
     try:
         yield
-    except UserError:
+    except (UserError, BrokenPipeError):  # the latter: whoever read the help has seen enough
         raise
     except Exception as error:
         raise UserError(f"{what}: {error!r:.300}") from error
@@ -2438,10 +2438,10 @@ class RunLog:
 
     def write(self, text: str, console: bool = False):
         """Write a line. If the disk is full or the console has gone away, the training goes on."""
-        streams = [self.file, sys.stdout] if console else [self.file]
-        for stream in streams if self.file else []:
-            with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode(stream):  # above the bar
-                print(text, file=stream, flush=True)
+        if self.file:
+            for stream in [self.file, sys.stdout] if console else [self.file]:
+                with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode(stream):  # above the bar
+                    print(text, file=stream, flush=True)
 
     def send_loss(self, step: int, sent: Tensor):
         """Send `Trainer.sent` of a step to the host without waiting, and log the loss of 8 steps ago."""
@@ -2833,14 +2833,13 @@ def agree(argv: Sequence[str], ranks: Ranks) -> tuple[Data, RunLog]:
     with together(ranks):
         if differing := dict(saved.must_match.items() - must_match.items()):
             raise UserError(f"the run began with {differing}: give the same")
-        cfg = dataclasses.replace(cfg, run_id=saved.run_id, seed=saved.seed)
-        return data, RunLog(cfg, ranks.rank == 0, saved)
+        return data, RunLog(dataclasses.replace(cfg, run_id=saved.run_id, seed=saved.seed), ranks.rank == 0, saved)
 
 
 def describe(argv: Sequence[str], log: RunLog, ranks: Ranks, data: Data) -> str:
     """Return what begins a log: script, versions, hardware, environment, data, flags and configuration."""
-    hardware = subprocess.getoutput("lscpu; nvidia-smi" if log.cfg.device == "cuda" else "lscpu")  # noqa: S605
-    kinds = "TORCH", "PYTORCH", "TRITON", "CUDA", "NCCL", "OMP"  # of variables that change how it runs
+    hardware = subprocess.getoutput("lscpu; timeout 20 nvidia-smi")  # noqa: S605 (it hangs where the driver does)
+    kinds = tuple("TORCH PYTORCH TRITON CUDA NCCL OMP".split())  # of variables that change how it runs
     environment = {name: value for name, value in os.environ.items() if name.startswith(kinds)}
     shards = [f"{name} shard: {path}, {os.path.getsize(path)} bytes" for name in data for path in paths_of(data[name])]
     return f"""{SOURCE}
@@ -2861,21 +2860,22 @@ def report(log: RunLog, data: Data, trainer: Trainer, recompiles: int) -> dict:
     """Log the summary, write the model and the result, and return the latter."""
     cfg = trainer.cfg
     _, val_loss, ms = log.curves["val_loss"][-1]
-    verdict = f"target {cfg.target_loss} {'reached' if val_loss <= cfg.target_loss else 'not reached'}; "
+    verdict = f"target {cfg.target_loss} {'not ' * (val_loss > cfg.target_loss)}reached; " if cfg.target_loss else ""
     if cfg.val_sha256 not in log.saved.must_match["validation tokens"]:
         verdict = "these are not the track's validation tokens: do not compare losses; "
     first, last = (f"{path} position {pieces[0, 0]}" for (path, pieces), *_ in (data["train"][0], data["train"][-1]))
-    summary = f"""first batch: {first}
+    log.write(
+        f"""first batch: {first}
 last batch: {last}
 recompiles after the clock started: {recompiles}
 peak memory: {trainer.peak_memory_mib()} MiB
-val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict if cfg.target_loss else ""}log: {log.path}"""
-    log.write(summary, console=True)
+val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
+        console=True,
+    )
     if cfg.save_checkpoint and (rows := log.save(f".ngrams{trainer.ranks.rank}", trainer.table.state(), by_all=True)):
-        configuration = json.dumps(dataclasses.asdict(cfg))
-        log.save(".pt", dict(configuration=configuration, model=trainer.gpt.state_dict(), rows=rows))
+        model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict(), rows=rows)
+        log.save(".pt", model)
     result = dict(
-        seed=cfg.seed,
         val_loss=val_loss,
         train_time_ms=ms,
         recompiles=recompiles,
@@ -2914,7 +2914,7 @@ if __name__ == "__main__":
     except (UserError, FloatingPointError, KeyboardInterrupt) as error:
         print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit(getattr(error, "code", 3 if isinstance(error, FloatingPointError) else 130))
-    except BrokenPipeError:  # whoever read the help has seen enough
+    except BrokenPipeError:
         pass
     finally:
         try:

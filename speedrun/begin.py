@@ -64,9 +64,11 @@ def begin(argv: Sequence[str] | None) -> None:
                 take_weights(trainer, Path(model))
             log.write(train_gpt.describe(flags, log, ranks, data))
             log.write(f"begins with {model}")
+            path = log.path.with_suffix(".checkpoint")
             train_gpt.save_checkpoint(trainer, log, step=0, ms=0.0)
             if not log.saved.marks:
-                raise UserError(f"{log.path}: there is no checkpoint: see above")
+                raise UserError(f"{path}: there is none, see above")
+            log.write(f"to train: train_gpt.py with the same flags and --resume {path}", console=True)
     except BaseException:
         if ranks.rank == 0:
             log.path.unlink()

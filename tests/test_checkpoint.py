@@ -20,6 +20,7 @@ import torch
 import train_gpt
 from conftest import gpt2_run, losses, refusal
 from speedrun import begin
+from speedrun.logs import Log
 from train_gpt import Ranks, RunLog, Trainer, UserError
 from world_worker import ENVIRONMENT, ROOT, Run, wait_for
 
@@ -91,10 +92,11 @@ def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_fla
     before, whole = log.read_text(), json.loads((tmp_path / "whole.json").read_text())
     os.utime(saved.with_name("other.checkpoint"), (1, 1))
     result = train_gpt.main([*run_flags, "--resume", "latest"])
-    assert (result["seed"], losses(result)) == (whole["seed"], losses(whole))
+    assert losses(result) == losses(whole)
     times = [ms for _, _, ms in result["train_curve"]]
     assert times == sorted(times)
     assert log.read_text().startswith(before)
+    assert Log(log).problem.startswith("was started 2 times: not one whole run")
     added = log.read_text().removeprefix(before)
     assert re.search(r"\nseed: \d+, from step 16 on, .*\nstep:16/20 val.*\nstep:17/20 train", added)
 
@@ -164,6 +166,7 @@ def test_a_run_begins_with_the_weights_of_a_model(run_flags, runs, tmp_path, mon
 
     result = train_gpt.main([*flags, f"--resume={tmp_path}/logs/begun.checkpoint"])
     assert len(result["train_curve"]) == 20
+    assert f"\nbegins with {model}\n" in (tmp_path / "logs" / "begun.txt").read_text()
     [(parameters, table, values)] = seen
     assert all(torch.equal(t, saved[name].to(t.dtype)) for name, t in parameters.items())
     assert all(torch.equal(t, saved[name].to(t.dtype)) for name, t in values)
