@@ -153,19 +153,22 @@ def test_a_run_begins_with_the_weights_of_a_model(run_flags, runs, tmp_path, mon
     assert begin.main([str(model), *flags]) == 0
     saved, rows = torch.load(model)["model"], torch.load(model.with_suffix(".ngrams0"))
     saved["embed.weight"] = saved["lm_head"]  # as they step as one table at first
-    train, seen = train_gpt.train, []
-    monkeypatch.setattr(
-        train_gpt, "train", lambda trainer, *args: (seen.append(look(trainer)), train(trainer, *args))[1]
-    )
+    seen = []
 
-    def look(trainer: Trainer) -> tuple[dict, dict, list]:
-        """Return parameters, rows of n-grams, and the optimizers' values by name."""
+    def look(trainer: Trainer, *_) -> None:
+        """Keep parameters, rows of n-grams, and the optimizers' values by name; train no step."""
         values = [zip(o.names, o.views(o.values.clone()), strict=True) for o in trainer.optimizers]
         parameters = {name: t.clone() for name, t in trainer.gpt.state_dict().items()}
-        return parameters, trainer.table.state(), [*chain(*values)]
+        seen.append((parameters, trainer.table.state(), [*chain(*values)]))
+        raise KeyboardInterrupt
 
-    result = train_gpt.main([*flags, f"--resume={tmp_path}/logs/begun.checkpoint"])
-    assert len(result["train_curve"]) == 20
+    resume = [*flags, f"--resume={tmp_path}/logs/begun.checkpoint"]
+    monkeypatch.setattr(train_gpt, "train", look)
+    with pytest.raises(KeyboardInterrupt):
+        train_gpt.main(resume)
+    monkeypatch.undo()
+    if dtype == "float64":
+        assert len(train_gpt.main(resume)["train_curve"]) == 20
     assert f"\nbegins with {model}\n" in (tmp_path / "logs" / "begun.txt").read_text()
     [(parameters, table, values)] = seen
     assert all(torch.equal(t, saved[name].to(t.dtype)) for name, t in parameters.items())
