@@ -9,7 +9,7 @@ steps, https://github.com/KellerJordan/modded-nanogpt). mini is gpt2 in small, f
 that looks for repetitions from the first step on. "Record n" credits the record in which an idea first appeared. The
 file follows a token: configuration, schedules, data, inputs, layers, attention, model, head, optimizers, n-grams, log,
 training, run. Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width,
-V vocabulary, C classes in the softmax.
+V vocabulary with padding, C candidates in the softmax, G kinds of n-grams, n targets of a token.
 """
 
 import argparse
@@ -50,7 +50,7 @@ try:
     from torch.nn.attention.flex_attention import BlockMask, flex_attention
     from torch.utils._pytree import tree_leaves, tree_map_only
     from tqdm import tqdm
-except KeyboardInterrupt:  # they take seconds
+except KeyboardInterrupt:  # these imports take seconds
     sys.exit(130)
 
 try:
@@ -80,7 +80,7 @@ class Attention(NamedTuple):
     window: str  # the kind of window, see `Stage`
     heads_per_pair: int = 1  # 2: heads go in pairs, in one sequence of twice the length, and share keys
     rotary: bool = True  # queries and keys turn by their positions; or else they begin equal
-    before: float = 0.0  # the last part of a key that is the token before's
+    before: float = 0.0  # the part of a key, at its end, that is taken from the token before
 
 
 ATTENTION = {
@@ -98,7 +98,7 @@ class Layer(NamedTuple):
     half_qk: bool = False  # queries and keys are half as wide
     half_v: bool = False  # values are half as wide
     value_embed: bool = False  # values add a row of a table, by the token
-    shift: tuple[int, ...] = ()  # the stream's channels, in as many parts, become those of so many tokens before
+    shift: tuple[int, ...] = ()  # equal parts of the stream's channels are taken from so many tokens before
     reads: int | None = None  # attention reads the output of this layer, not the residual stream
     net: bool = False  # a net reads the residual stream here, and makes factors for the layers up to the next net
     # These have factors, see `resolve_layers`; xsa and head_gate need a net here or above
@@ -142,10 +142,10 @@ NANO_LAYERS = (Layer("alike", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1
 class Stage(NamedTuple):
     """Say what holds for a part of the steps."""
 
-    share: float  # of the steps that `more_steps` of all stages leave over
+    share: float  # of `base_steps`: those that the more_steps of all stages leave over
     batch: float  # factor on batch_tokens and train_seq_len: small batches first (record 46, @varunneal)
     max_doc_len: int  # tokens at which documents are cut; 0 in all stages: a stream, nothing is cut
-    windows: dict[str, int]  # by kind, how many tokens attention reaches back
+    windows: dict[str, int]  # by kind, how many positions attention reaches back; tokens have one, in pairs two
     more_steps: int = 0  # in addition; those of the last stage have the lowest learning rates
     lr: float = 1.0  # factor on all learning rates, as they rise with the batch
     # Multi-token prediction (record 53, @varunneal): weights of the losses of tokens +1, +2, ..., at the first step and
@@ -208,7 +208,7 @@ class Group(NamedTuple):
     optimizer: str  # Muon, Adam, or RowAdam for the table of n-grams
     names: str  # globs, separated by spaces
     lr: float  # learning rate; in rows of Muon a factor on muon_lr
-    # Cautious weight decay, with the learning rate twice, that of the step: decay * lr^2 off each unit of a value
+    # Cautious weight decay. A step takes decay * lr^2 off each unit of a value, of Muon with its row's factor once
     decay: float = 0.0
     beta1: float = 0.9  # decay of Adam's mean of gradients; Muon has muon_momentum instead
     beta2: float = 0.99  # decay of the mean of squares: of gradients in Adam, of updates in Muon
@@ -255,7 +255,7 @@ class EMA(NamedTuple):
     rate: float
     blend: float  # after the last step, row after row: value += blend * (ema - value)
     every: int = 4  # steps from one move to the next
-    offset: int = 1  # a step after which it moves; -1: the last one
+    offset: int = 1  # a step after which it moves; -1 counts from the end: the last one
     at_end: int = 0  # it also moves after each of so many last steps
     same_norm: bool = True  # in the end matrices get their norm back, which averaging shortens, if any row says so
 
@@ -340,7 +340,7 @@ class Hyperparameters:
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never uses it
     layers_fp8: bool = True  # the same for the forward passes of MLPs, and for queries, keys and values
     # Optimizers
-    muon_lr: float = 0.023  # learning rate of Muon: the spectral norm of an update
+    muon_lr: float = 0.023  # learning rate of Muon, times the factors of stage and group
     muon_momentum: float = 0.93  # momentum after its warm-up
     momentum_warmup_steps: int = 240  # steps at the start, over which momentum rises from 0.85
     momentum_cooldown_steps: int = 50  # steps at the end, over which momentum falls to 0.85
@@ -388,7 +388,7 @@ class Hyperparameters:
         require("emas", all(row.window >= row.every for row in self.emas), "windows in which each moves")
         require("stages", math.isclose(sum(stage.share for stage in self.stages), 1), "shares that add up to 1")
 
-    all_step = property(lambda self: math.lcm(*chain(*(group.every for group in self.groups))))  # steps till then
+    all_step = property(lambda self: math.lcm(*chain(*(group.every for group in self.groups))))  # in a cycle of all
     base_steps = property(lambda self: self.num_iterations - sum(stage.more_steps for stage in self.stages))
     scheduled_steps = property(lambda self: self.num_iterations - self.stages[-1].more_steps)
     padded_vocab = property(lambda self: self.vocab_size + -self.vocab_size % 64)  # rows of the head, for matmul tiles
@@ -530,7 +530,7 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
     seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
     dtype = fast if cfg.dtype == "auto" else cfg.dtype
-    # FP8 products with scales of rows give nothing but bf16
+    # FP8 products with a scale for each row give bf16 alone
     has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9) and dtype == "bfloat16"
     return dataclasses.replace(
         cfg,
@@ -616,9 +616,9 @@ def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
 class Window(NamedTuple):
     """Say how far attention reaches back, and what goes with it."""
 
-    tokens: int
+    tokens: int  # positions
     attn_scale: float  # factor on scores
-    frequencies: Tensor  # (D / 4,): rotary frequencies, in radians a token
+    frequencies: Tensor  # (D / 4,): rotary frequencies, in radians a position
 
     def grown(self, tokens: int) -> "Window":
         """Return the window after it grew to `tokens`, by YaRN (arXiv:2309.00071; record 31, @classiclarryd).
@@ -660,19 +660,20 @@ def steps_between(group: Group, step: int, cfg: Hyperparameters) -> int:
     return rarely if step >= cfg.rare_from else often
 
 
-def plan_update(group: Group, count: int, step: int, lr: float, cfg: Hyperparameters) -> Update | None:
-    """Return the numbers of a group's update, its `count`-th, or None if it waits. lr: factor on learning rates."""
+def plan_update(group: Group, count: int, step: int, factor: float, cfg: Hyperparameters) -> Update | None:
+    """Return the numbers of a group's update, its `count`-th, or None if it waits. factor: on learning rates."""
     every = steps_between(group, step, cfg)
     if (step + 1) % every:
         return None
     if group.optimizer == "Muon":
-        rate = cfg.muon_lr * lr
+        rate = cfg.muon_lr * factor
         return Update(rate * group.lr, rate, group.decay, plan_momentum(step, cfg), group.beta2)
-    lr *= group.lr
-    n = every / group.every[0]  # an update after more steps than at first stands for several (record 92)
-    beta1, beta2 = group.beta1**n, group.beta2**n
+    lr = group.lr * factor
+    # An update after more steps than at first stands for several; its bias corrections count it once (record 92)
+    several = every / group.every[0]
+    beta1, beta2 = group.beta1**several, group.beta2**several
     rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
-    return Update(lr, rate, group.decay * n * lr**2, beta1, beta2)
+    return Update(lr, rate, group.decay * several * lr**2, beta1, beta2)
 
 
 def plan_lr(step: int, stage: Stage, cfg: Hyperparameters) -> float:
@@ -736,8 +737,8 @@ def make_plans(cfg: Hyperparameters) -> list[Plan]:
         stage, length = cfg.stages[index], end - start
         for step in range(start, end):
             done = step - start
-            lr = plan_lr(step, stage, cfg)
-            planned = {row.names: plan_update(row, counts[row.names] + 1, step, lr, cfg) for row in cfg.groups}
+            factor = plan_lr(step, stage, cfg)
+            planned = {row.names: plan_update(row, counts[row.names] + 1, step, factor, cfg) for row in cfg.groups}
             updates = {names: update for names, update in planned.items() if update}
             counts.update(updates.keys())
             plan = Plan(
@@ -760,7 +761,10 @@ def make_plans(cfg: Hyperparameters) -> list[Plan]:
 
 
 def plan_validation(step: int, cfg: Hyperparameters) -> Plan:
-    """Return what a validation before a step does. The last has a longer window: record 33 (@classiclarryd)."""
+    """Return what a validation before a step does.
+
+    The last one has a longer window, without another step of YaRN: record 33 (@classiclarryd).
+    """
     plan = cfg.plans[min(step, cfg.num_iterations - 1)]
     windows = plan.windows
     if step == cfg.num_iterations and cfg.final_window:
@@ -786,11 +790,11 @@ def describe_tables(cfg: Hyperparameters) -> str:
         windows = ", ".join(
             f"{kind} {window.tokens} x {window.attn_scale:.4f}" for kind, window in plan.windows.items()
         )
-        weights = " ".join(f"{weight:.3f}" for weight in [*plan.next_weights, plan.prefix_weight])
+        weights = " ".join(f"{weight:.3f}" for weight in plan.next_weights)
         rates = ", ".join(f"{numbers[names]}: {update.lr:.3g}" for names, update in plan.updates.items())
         head = f"step {plan.step}: stage {plan.stage}, {plan.seq_len} tokens, documents of {plan.max_doc_len}"
         lines.append(
-            f"{head}; {windows}; losses {weights} of {plan.candidates or 'all'}; lr {rates}{'; tied' * plan.ties}"
+            f"{head}; {windows}; losses {weights}, prefix {plan.prefix_weight}, of {plan.candidates or 'all'}; lr {rates}{'; tied' * plan.ties}"
         )
     return "\n".join(lines)
 
@@ -818,6 +822,7 @@ def settings_of(plan: Plan, cfg: Hyperparameters, device: torch.device) -> Setti
 
 
 # ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
+NONE, BEYOND = -1, -2  # targets without a loss: no prefix, or no candidate; what would follow the last target
 # For each sequence a shard and an array (pieces, 2): where its pieces of documents begin and end
 Batch = list[tuple[str, np.ndarray]]
 Data = dict[str, list[Batch]]  # what to train on, and what to validate on
@@ -852,7 +857,8 @@ def find_documents(path: str, cfg: Hyperparameters, is_stream: bool) -> list[tup
 def cut_sequence(documents: deque[tuple[int, int]], length: int, max_doc_len: int) -> np.ndarray | None:
     """Take a sequence of `length` tokens from the front of `documents`; None if they have fewer.
 
-    Documents are cut to max_doc_len (record 29, @varunneal), and sequences begin with one (26, @classiclarryd).
+    Documents are cut to max_doc_len, and their rest is dropped (record 29, @varunneal); sequences begin with a document
+    (26, @classiclarryd).
     """
     pieces = []
     missing = length
@@ -861,13 +867,13 @@ def cut_sequence(documents: deque[tuple[int, int]], length: int, max_doc_len: in
         stop = min(end, begin + missing, begin + (max_doc_len or missing))
         pieces.append((begin, stop))
         missing -= stop - begin
-        if not max_doc_len:  # the next sequence begins with the last target of this one, else with a document
+        if not max_doc_len:  # a stream: the next sequence begins with the last target of this one
             documents.appendleft((stop - 1, end))
             break
     return np.array(pieces) if missing == 0 else None
 
 
-def plan_batches(pattern: str, lengths, num_sequences: int, cfg: Hyperparameters) -> list[Batch]:
+def plan_batches(pattern: str, lengths: list[tuple[int, int]], num_sequences: int, cfg: Hyperparameters) -> list[Batch]:
     """Plan a batch of `num_sequences` for each of `lengths`, shard after shard; the rest of each shard is dropped.
 
     lengths: (seq_len, max_doc_len) of each batch. Raise UserError if the shards have too few tokens.
@@ -875,21 +881,21 @@ def plan_batches(pattern: str, lengths, num_sequences: int, cfg: Hyperparameters
     paths = deque(sorted(glob.glob(pattern, recursive=True)))
     path = ""
     documents: deque[tuple[int, int]] = deque()  # those of the shard at `path` that are left
-    plan: list[Batch] = []
-    while len(plan) < len(lengths):
-        seq_len, max_doc_len = lengths[len(plan)]
+    batches: list[Batch] = []
+    while len(batches) < len(lengths):
+        seq_len, max_doc_len = lengths[len(batches)]
         sequences = [cut_sequence(documents, seq_len + 1, max_doc_len) for _ in range(num_sequences)]
         if all(sequence is not None for sequence in sequences):  # else the shard has too little left
-            plan.append([(path, sequence) for sequence in sequences])
+            batches.append([(path, sequence) for sequence in sequences])
         elif paths:
             path = paths.popleft()
             documents = deque(find_documents(path, cfg, is_stream=max_doc_len == 0))
         else:
             raise UserError(
-                f"{pattern} in {os.getcwd()}: tokens for {len(plan)} batches, the run needs {len(lengths)}; "
+                f"{pattern} in {os.getcwd()}: tokens for {len(batches)} batches, the run needs {len(lengths)}; "
                 f"is --eot_token {cfg.eot_token}? ./run.sh gets a preset's data, data/pack_text.py packs text"
             )
-    return plan
+    return batches
 
 
 def plan_data(cfg: Hyperparameters) -> Data:
@@ -903,9 +909,9 @@ def plan_data(cfg: Hyperparameters) -> Data:
     return dict(train=train, val=val)
 
 
-def paths_of(plan: Sequence[Batch]) -> list[str]:
-    """Return the shards of a plan, each once, in order."""
-    return [*dict.fromkeys(path for batch in plan for path, _ in batch)]
+def paths_of(batches: Sequence[Batch]) -> list[str]:
+    """Return the shards of batches, each once, in order."""
+    return [*dict.fromkeys(path for batch in batches for path, _ in batch)]
 
 
 def read_sequence(path: str, pieces: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -938,13 +944,13 @@ def read_canon(cfg: Hyperparameters) -> np.ndarray:
     return read_table(cfg.canon_file, "u1", cfg.padded_vocab, cfg.padded_vocab // 8)
 
 
-def hash_tokens(plan: Sequence[Batch], cfg: Hyperparameters, targets: bool) -> str:
-    """Return the SHA-256 of all tokens of a plan; targets: with the last target of each sequence."""
-    digest = hashlib.sha256()
-    for path, pieces in chain(*plan):
+def hash_tokens(batches: Sequence[Batch], cfg: Hyperparameters, targets: bool) -> str:
+    """Return the SHA-256 of all tokens of batches; targets: with the last target of each sequence."""
+    sha256 = hashlib.sha256()
+    for path, pieces in chain(*batches):
         tokens = read_sequence(path, pieces, cfg.vocab_size)
-        digest.update((tokens if targets else tokens[:-1]).tobytes())
-    return digest.hexdigest()
+        sha256.update((tokens if targets else tokens[:-1]).tobytes())
+    return sha256.hexdigest()
 
 
 # ---- Inputs: what the model reads of a sequence, made by a thread ahead of the steps ---------------------------------
@@ -953,10 +959,11 @@ class Inputs(NamedTuple):
 
     tokens: Tensor  # (T,) int32
     doc_ids: Tensor  # (T,) int32, non-decreasing: attention stays within documents
-    targets: Tensor  # (T, n): the next tokens, and the prefix of the first; or their index among the candidates
+    # (T, n) int64: the next tokens, and the prefix of the first, or NONE, BEYOND; with candidates their index there
+    targets: Tensor
     candidates: Tensor | None  # (C,): the tokens in the softmax, ascending. None: all
-    ngrams: Tensor  # (n, T): index of the rows of its n-grams among `Requests.ids`
-    signs: Tensor  # (n, T): rows of the table of signs, for bigrams, trigrams ...; (0,) without such a table
+    ngram_index: Tensor  # (G, T): where the rows of its n-grams are among `Requests.ids`
+    signs: Tensor  # (G, T): rows of the table of signs; (0,) without such a table
 
 
 class Requests(NamedTuple):
@@ -973,7 +980,7 @@ class Requests(NamedTuple):
     inverse: Tensor  # index of each served row in `updated`
 
 
-HASHES = (  # factors of the current token, the one before, ...: for rows and for signs
+HASHES = (  # the record's factors of the current token, the one before, ...: for rows and for signs
     ((36313, 27191), (48271, 30011)),
     ((17351, 60961, 45259), (58699, 39779, 26801)),
 )
@@ -993,7 +1000,7 @@ def hash_ngrams(tokens: np.ndarray, factors: Sequence[int], modulus: int, first:
 
 
 def find_ngrams(tokens: np.ndarray, cfg: Hyperparameters) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows (n, T) of the table of n-grams, and of the table of signs, for int32 tokens (T,).
+    """Return rows (G, T) of the table of n-grams, and of the table of signs, for int32 tokens (T,).
 
     Bigrams (record 62, @classiclarryd) and trigrams (92, Deven Pietrzak @devenpzak) have equal parts of the table, with
     a last row for tokens with too few before them. N-grams that share a row interfere less with signs (83, @TrianX).
@@ -1002,10 +1009,10 @@ def find_ngrams(tokens: np.ndarray, cfg: Hyperparameters) -> tuple[np.ndarray, n
     size = cfg.ngram_rows // len(kinds)
     rows = []
     for k, (factors, _) in enumerate(kinds):
-        read = tokens
-        if k == 0:  # an accident of the record: its second bigram takes the first token for the number of the last row
-            read = np.concatenate([[size - 1], tokens[1:]], dtype=np.int32)
-        rows.append(k * size + hash_ngrams(read, factors, size - 1, first=size - 1))
+        hashed = tokens
+        if k == 0:  # an accident of the record: for bigrams the first token is not itself, but the number size - 1
+            hashed = np.concatenate([[size - 1], tokens[1:]], dtype=np.int32)
+        rows.append(k * size + hash_ngrams(hashed, factors, size - 1, first=size - 1))
     signs = [hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for _, factors in kinds if cfg.sign_rows]
     return np.stack(rows), np.array(signs)
 
@@ -1030,7 +1037,8 @@ def plan_requests(ids: list[np.ndarray], rank: int, rows_per_rank: int) -> tuple
 def choose_candidates(targets: np.ndarray, count: int, offset: int, vocab: int) -> tuple[np.ndarray, int]:
     """Return `count` tokens, ascending, for a softmax over fewer than all, and the next offset (record 92).
 
-    They are all targets, and others from a sweep over all tokens, whose k-th is 20011 k mod V: each comes once in V.
+    They are all targets, and others from a sweep over the vocabulary, whose k-th token is 20011 k mod V: as 20011 is
+    prime, V steps name each token once. As in the record, the next sweep goes on behind all that this one looked at.
     """
     chosen = np.zeros(vocab, bool)
     chosen[targets] = True
@@ -1038,8 +1046,7 @@ def choose_candidates(targets: np.ndarray, count: int, offset: int, vocab: int) 
     if missing < 0:
         raise UserError(f"{chosen.sum()} different targets in a sequence: raise `candidates` {count} of its stage")
     if missing:
-        # The sweep goes on behind all that was looked at, chosen or not: so far as is enough where targets are few
-        look = min(vocab, int(1.7 * missing) + 256)
+        look = min(vocab, int(1.7 * missing) + 256)  # the record's: some are chosen already
         ids = 20011 * ((offset + np.arange(look)) % vocab) % vocab
         others = ids[~chosen[ids]]
         if len(others) < missing:  # in small vocabularies
@@ -1050,11 +1057,8 @@ def choose_candidates(targets: np.ndarray, count: int, offset: int, vocab: int) 
     return np.flatnonzero(chosen), offset
 
 
-NONE, BEYOND = -1, -2  # targets that have no loss: a token without a prefix, and what would follow the last target
-
-
 class Reader:
-    """Make the inputs of this rank's sequences, cycle after cycle."""
+    """Make the inputs of this rank's sequences, cycle after cycle, from the tokens of all ranks."""
 
     def __init__(self, cfg: Hyperparameters, ranks: "Ranks", device: torch.device):
         self.cfg = cfg
@@ -1062,7 +1066,7 @@ class Reader:
         self.device = device
         self.prefixes = read_prefixes(cfg)
         n = cfg.batch_sequences
-        # Of the sweep of each sequence of a step. It depends on all tokens before, and on nothing else
+        # Where the sweep of each sequence of a step begins. It depends on all tokens before, and on nothing else
         self.offsets = [cfg.padded_vocab * i // n for i in range(n)]
 
     def targets(self, plan: Plan, i: int, following: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -1077,16 +1081,17 @@ class Reader:
             return targets, None
         V = self.cfg.padded_vocab
         candidates, self.offsets[i] = choose_candidates(following, plan.candidates, self.offsets[i], V)
-        index = np.full(V, NONE)
+        index = np.full(V, NONE)  # of what is no candidate
         index[candidates] = np.arange(len(candidates))
         return np.where(targets < 0, targets, index[targets]), candidates
 
     def doc_ids(self, plan: Plan, tokens: np.ndarray) -> np.ndarray:
         """Number the documents; in training, parts of at most `segment` tokens."""
-        t = np.arange(len(tokens))
         starts = tokens == self.cfg.eot_token
         if plan.trains:
-            starts |= (t - np.maximum.accumulate(np.where(starts, t, 0))) % self.cfg.segment == 0
+            t = np.arange(len(tokens))
+            last_start = np.maximum.accumulate(np.where(starts, t, 0))
+            starts |= (t - last_start) % self.cfg.segment == 0
         return starts.cumsum(dtype=np.int32)
 
     def make(
@@ -1096,14 +1101,15 @@ class Reader:
 
         batches: for each step the tokens of all sequences (T + 1,), with their last targets.
         """
-        rank, size, *_ = self.ranks
+        rank, size = self.ranks.rank, self.ranks.world_size
         batches = [[tokens.astype(np.int32) for tokens in batch] for batch in batches]
         found = [[find_ngrams(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]
-        read = [[rows for ngrams in found for rows, _ in ngrams[k::size]] for k in range(size)]  # by each rank
-        nothing = np.empty(0, np.int32)
-        ids = [np.concatenate([nothing, *rows], axis=None) for rows in read]
+        rows_of_ranks = [[rows for ngrams in found for rows, _ in ngrams[k::size]] for k in range(size)]
+        nothing = np.empty(0, np.int32)  # ranks may have no sequence
+        ids = [np.concatenate([nothing, *rows], axis=None) for rows in rows_of_ranks]
         requests, index = plan_requests(ids, rank, -(-self.cfg.ngram_rows // size))
-        own_index = iter(np.split(index.astype(np.int32), np.cumsum([rows.size for rows in read[rank]])))
+        ends = np.cumsum([rows.size for rows in rows_of_ranks[rank]])
+        indices = iter(np.split(index.astype(np.int32), ends))  # of the n-grams of each own sequence
         steps: list[list[Inputs]] = []
         for plan, batch, ngrams in zip(plans, batches, found):
             steps.append([])
@@ -1111,12 +1117,12 @@ class Reader:
                 tokens = batch[i][:-1]
                 rows, signs = ngrams[i]
                 targets, candidates = self.targets(plan, i, batch[i][1:])
-                numbers = next(own_index).reshape(rows.shape)
-                steps[-1].append(Inputs(tokens, self.doc_ids(plan, tokens), targets, candidates, numbers, signs))
+                ngram_index = next(indices).reshape(rows.shape)
+                steps[-1].append(Inputs(tokens, self.doc_ids(plan, tokens), targets, candidates, ngram_index, signs))
         return tree_map_only(np.ndarray, self.on_host, (steps, requests))
 
     def on_host(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.require(array, requirements="CW"))
+        tensor = torch.from_numpy(np.require(array, requirements="CW"))  # in C's order, writable
         return tensor.pin_memory() if self.device.type == "cuda" else tensor  # here, as pinning may allocate
 
     def on_device(self, made):
@@ -1130,9 +1136,9 @@ class Reader:
             V = self.cfg.vocab_size
             return self.make(plans, [[read_sequence(path, pieces, V) for path, pieces in batch] for batch in batches])
 
-        on_gpu = (torch.cuda.set_device, (self.device,)) if self.device.type == "cuda" else ()  # else it opens GPU 0
-        with ThreadPoolExecutor(1, "reader", *on_gpu) as thread:  # ahead of the steps, from the first `next` on
-            futures = (thread.submit(make, *cycle) for cycle in cycles)
+        on_gpu: dict = dict(initializer=torch.cuda.set_device, initargs=(self.device,))  # else the thread opens GPU 0
+        with ThreadPoolExecutor(1, "reader", **on_gpu if self.device.type == "cuda" else {}) as thread:
+            futures = (thread.submit(make, *cycle) for cycle in cycles)  # islice submits some
             ready = deque(islice(futures, 2))  # cycles that are read or being read
             while ready:
                 steps, requests = self.on_device(ready.popleft().result())
@@ -1324,24 +1330,24 @@ class FP8Linear(torch.autograd.Function):
 
 
 class ReluSquaredMLP(torch.autograd.Function):
-    """Return relu(x @ c_fc.T)^2 @ c_proj.T, forward in FP8 if `fp8`, backward by a kernel if `by_kernel`.
+    """Return relu(x @ w1.T)^2 @ w2.T, forward in FP8 if `fp8`, backward by a kernel if `by_kernel`.
 
     The square of relu is 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977). Squares are not
     saved (3.6 GB, estimated): the backward pass makes them anew, and in FP8 the forward pass need not even write them.
     """
 
     @staticmethod
-    def forward(ctx, x, c_fc, c_proj, fp8, by_kernel):
+    def forward(ctx, x, w1, w2, fp8, by_kernel):
         ctx.by_kernel = by_kernel
-        z = fp8_product(fp8_rows(x), c_fc, x.dtype) if fp8 else F.linear(x, c_fc)
-        ctx.save_for_backward(x, c_fc, c_proj, z)
-        return fp8_product(relu_squared_fp8_rows(z), c_proj, x.dtype) if fp8 else F.linear(F.relu(z).square_(), c_proj)
+        z = fp8_product(fp8_rows(x), w1, x.dtype) if fp8 else F.linear(x, w1)
+        ctx.save_for_backward(x, w1, w2, z)
+        return fp8_product(relu_squared_fp8_rows(z), w2, x.dtype) if fp8 else F.linear(F.relu(z).square_(), w2)
 
     @staticmethod
     def backward(ctx, grad):
-        x, c_fc, c_proj, z = ctx.saved_tensors
-        dz, y = relu_squared_backward(grad, c_proj, z, ctx.by_kernel)
-        return dz @ c_fc, dz.t() @ x, grad.t() @ y, None, None
+        x, w1, w2, z = ctx.saved_tensors
+        dz, y = relu_squared_backward(grad, w2, z, ctx.by_kernel)
+        return dz @ w1, dz.t() @ x, grad.t() @ y, None, None
 
 
 class MLP(nn.Module):
@@ -1368,15 +1374,15 @@ class MLP(nn.Module):
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first two quarters of D against each other and keep any others, for x (..., 2, 2, D / 4).
 
-    Half heads have two quarters, x (..., 1, 2, D / 4). One formula serves all: the compiler makes one kernel of it, but
-    three of a split and a cat.
+    Half heads have two quarters, x (..., 1, 2, D / 4). One formula serves all: with a split and a cat the compiler
+    makes three kernels.
     """
-    quarter = torch.arange(2 * x.size(-3), device=x.device).view(-1, 2, 1)
+    quarter = torch.arange(2 * x.size(-3), device=x.device).view(-1, 2, 1)  # sin: + in quarter 0, - in quarter 1
     return torch.where(quarter < 2, x * cos + x.flip(-2) * sin * (1 - 2 * quarter), x)
 
 
 class NormRotate(torch.autograd.Function):
-    """Divide heads x (..., D / 2 n, 2, n) by their RMS, rotate them, multiply by `scale`. Save the result, and not x.
+    """Divide heads x, in quarters as in `rotate`, by their RMS, rotate them, multiply by `scale`. Save y, and not x.
 
     Two quarters of a head rotate by the position (arXiv:2104.09864; record 17).
 
@@ -1526,7 +1532,9 @@ class CausalSelfAttention(nn.Module):
         self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
         self.v_w = uniform_weight(K, H * D, K)
         self.c_proj = uniform_weight(H * D, K, H * D)  # not zero: record 64
-        self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))  # records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
+        self.lambdas = nn.Parameter(
+            torch.tensor([0.5, 1.0])
+        )  # on values, on the output: records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
         self.value_gate = None
         if layer.row.value_embed and cfg.value_gate_inputs and layer.row.mudd is None:
             self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype)))
@@ -1534,35 +1542,37 @@ class CausalSelfAttention(nn.Module):
             q, k = self.qk_w.data.chunk(2)
             k.copy_(q)
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, mixed: Tensor | None, view: View, f: dict) -> Tensor:
-        """Attend, with the layer's factors f: numbers, or made by nets for each token (..., T, 1).
+    def forward(self, x: Tensor, value_embed: Tensor | None, mixed: Tensor | None, view: View, factors: dict) -> Tensor:
+        """Attend, with the layer's factors but for those after attention: numbers, or made for each token (..., T, 1).
 
         value_embed and mixed (T, H D): what joins the values, if anything.
         """
-        q, k, v = self.project(x)
+        value_lambda, output_lambda = self.lambdas
+        q, k, v = self.project(x, value_lambda)
         q, k = self.position(q, k, view)
         if value_embed is not None:
-            v = v + self.gated(value_embed, x, f)[..., : v.size(-1)]
+            v = v + self.gated(value_embed, x, factors)
         if mixed is not None:
             v = v + mixed.view_as(v)
         y = attend(q, k, v, view.mask, self.kind.heads_per_pair)
-        if "xsa" in f:  # a head leaves out what its output shares with the token's own value: record 82 (@_djdumpling)
+        if "xsa" in factors:  # a head leaves out what it shares with the token's own value: record 82 (@_djdumpling)
             overlap = (y * v).sum(-1, keepdim=True)
             along_v = overlap / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
-            y = y - f["xsa"].transpose(0, 1).tanh() * along_v * v
-        if "head_gate" in f:  # a head may attend to nothing: record 28 (@classiclarryd)
-            y = y * f["head_gate"].transpose(0, 1)
+            y = y - factors["xsa"].transpose(0, 1).tanh() * along_v * v
+        if "head_gate" in factors:  # a head may attend to nothing: record 28 (@classiclarryd)
+            y = y * factors["head_gate"].transpose(0, 1)
         c_proj = self.c_proj.unflatten(1, (y.size(1), -1))[..., : y.size(-1)].flatten(1)
-        return scaled_linear(y.flatten(1), self.lambdas[1] * c_proj, f["post"][0])
+        after_attn, _ = factors["post"]
+        return scaled_linear(y.flatten(1), output_lambda * c_proj, after_attn)
 
-    def project(self, x: Tensor) -> list[Tensor]:
+    def project(self, x: Tensor, value_lambda: Tensor) -> list[Tensor]:
         """Return queries and keys (T, H, qk_dim), and values (T, H, v_dim), of one product."""
         H = self.cfg.num_heads
         D = self.cfg.head_dim
         qk_dim = self.layer.qk_dim
         v_dim = self.layer.v_dim
         qk_w = self.qk_w.view(2 * H, D, -1)[:, :qk_dim]
-        v_w = self.lambdas[0] * self.v_w.view(H, D, -1)[:, :v_dim]
+        v_w = value_lambda * self.v_w.view(H, D, -1)[:, :v_dim]
         qkv_w = torch.cat([qk_w.flatten(0, 1), v_w.flatten(0, 1)])
         product = FP8Linear.apply if self.cfg.layers_fp8 and torch.is_grad_enabled() else F.linear
         # One split of all three: each then writes its gradient where the product reads it, and none is copied
@@ -1585,8 +1595,8 @@ class CausalSelfAttention(nn.Module):
             k = torch.cat([own, delay(before, 1)], dim=-1)
         return q, k
 
-    def gated(self, value_embed: Tensor, x: Tensor, f: dict) -> Tensor:
-        """Return the value embedding (T, H, D), as much of it as a gate lets through.
+    def gated(self, value_embed: Tensor, x: Tensor, factors: dict) -> Tensor:
+        """Return the value embedding (T, H, v_dim), as much of it as a gate lets through.
 
         After value residuals (arXiv:2410.17897): record 14 (@KoszarskyB). Gates: record 55 (@classiclarryd); the
         embedding decides, too: 70 (@photon_mz).
@@ -1597,12 +1607,15 @@ class CausalSelfAttention(nn.Module):
             n = self.value_gate.size(1) // 2
             decides = torch.cat([x[:, :n], value_embed[:, :n]], dim=-1)
             embed = 2 * gate(decides, self.value_gate)[:, :, None] * embed
-        elif "value_embed" in f:  # one factor for either half of the heads
-            embed = f["value_embed"].transpose(0, 1).repeat_interleave(H // 2, dim=1) * embed
+        elif "value_embed" in factors:  # one factor for either half of the heads
+            embed = factors["value_embed"].transpose(0, 1).repeat_interleave(H // 2, dim=1) * embed
         return embed
 
 
 # ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
+GATE_SCALE = 0.1  # factor on what nets make, at first
+
+
 class GateNet(nn.Module):
     """Make factors for each token from the residual stream x (T, K): scale (W2 gelu(W1 x) + b2).
 
@@ -1619,10 +1632,10 @@ class GateNet(nn.Module):
         w1 = torch.empty(cfg.net_dim, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5
         self.w1 = nn.Parameter(w1.to(dtype))
         self.w2 = nn.Parameter(torch.zeros(len(first), cfg.net_dim, dtype=dtype))
-        self.b2 = nn.Parameter((torch.tensor(first) / 0.1).to(dtype))  # `scale` begins at 0.1
+        self.b2 = nn.Parameter((torch.tensor(first) / GATE_SCALE).to(dtype))
         self.w2g = nn.Parameter(torch.zeros(len(first), groups, cfg.net_dim, dtype=dtype)) if groups else None
 
-    def forward(self, x: Tensor, scale: Tensor | float = 0.1) -> dict:
+    def forward(self, x: Tensor, scale: Tensor | float = GATE_SCALE) -> dict:
         """Return the factors (n, T, 1) by key, with groups (n, T, groups), in the precision of x, which they keep."""
         hidden = F.gelu(linear(x, self.w1))
         factors = (scale * (linear(hidden, self.w2) + self.b2.type_as(x))).mT[:, :, None]
@@ -1654,62 +1667,63 @@ class Sources(NamedTuple):
 class Block(nn.Module):
     """Add attention, embeddings or an earlier layer to the residual stream and then MLPs, with factors on all of these.
 
-    `ResolvedLayer.factors` says where each factor comes from.
+    `ResolvedLayer.factors` says where each factor comes from. "resid" and "post" are two: for attention and for MLPs.
     """
 
     def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer):
         super().__init__()
         self.layer = layer
-        self.attn = CausalSelfAttention(cfg, layer) if layer.row.attention != "none" else None
+        self.attn = CausalSelfAttention(cfg, layer) if layer.window else None
         self.mlps = nn.ModuleList(MLP(cfg) for _ in range(layer.row.mlps))
         if layer.row.skip is not None:
             self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
         if layer.row.mudd is not None:
-            self.mudd_net = GateNet(cfg, {f.kind: f.first for f in layer.factors if f.source == "mudd_net"})
-        self.own = {f.kind: f.source for f in layer.factors if f.source == f"{f.kind}_lambdas"}
-        for factor in layer.factors:
-            if factor.kind in self.own:
-                self.register_parameter(factor.source, nn.Parameter(torch.tensor(factor.first)))
+            self.mudd_net = GateNet(cfg, {kind: first for kind, source, first in layer.factors if source == "mudd_net"})
+        self.own = {kind: source for kind, source, _ in layer.factors if source == f"{kind}_lambdas"}
+        for kind, source, first in layer.factors:
+            if kind in self.own:
+                self.register_parameter(source, nn.Parameter(torch.tensor(first)))
 
-    def factors(self, by_nets: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
+    def collect(self, by_nets: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
         """Return the layer's factors by kind: its parameters, and those that gate nets have made."""
         own = {kind: getattr(self, name) for kind, name in self.own.items()}
         return own | {kind: factor for (layer, kind), factor in by_nets.items() if layer == self.layer.number}
 
-    def forward(self, x: Tensor, sources: Sources, f: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, sources: Sources, factors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the residual stream (T, K) after the layer, what its attention reads, and what its MLPs read."""
         row = self.layer.row
         x0 = sources.x0
         mixed = None
         if row.mudd is not None:
-            f = f | self.mudd_net(x)
-            read = [sources.streams[0], sources.output(row.mudd), x]
-            mixed = mix(f["to_values"], read)
-            x = x + mix(f["to_stream"], read)
+            factors = factors | self.mudd_net(x)
+            streams = [sources.streams[0], sources.output(row.mudd), x]
+            mixed = mix(factors["to_values"], streams)  # K is H D here
+            x = x + mix(factors["to_stream"], streams)
             x0 = sources.streams[0]  # with n-grams, as in the record
+        before_attn, before_mlps = factors["resid"]
         attn_input = x if row.reads is None else sources.output(row.reads)  # record 77 (@classiclarryd)
         if row.skip is None:
-            x = f["resid"][0] * x
-        else:  # U-Net: record 11 (@brendanh0gan); as in the record without a factor on the stream
-            x = x + self.skip_lambda.sigmoid() * f["skip"][0] * sources.output(row.skip)
+            x = before_attn * x
+        else:  # U-Net: record 11 (@brendanh0gan); two factors on the skip and none on the stream, as in the record
+            x = x + self.skip_lambda.sigmoid() * factors["skip"][0] * sources.output(row.skip)
         if self.attn is not None:
             value_embed = sources.value_embeds.get(self.layer.number)
-            x = x + self.attn(norm(attn_input), value_embed, mixed, sources.views[row.attention], f)
+            x = x + self.attn(norm(attn_input), value_embed, mixed, sources.views[row.attention], factors)
         if row.x0:
-            x = x + f["x0"][0] * x0
-        if row.ngram and self.layer.number > 0:  # the first stream has them
-            x = x + f["ngram"][0] * sources.ngrams
+            x = x + factors["x0"][0] * x0
+        if row.ngram and self.layer.number > 0:  # the first layer reads them: see `GPT.features`
+            x = x + factors["ngram"][0] * sources.ngrams
         mlp_input = norm(x)
-        x = f["resid"][1] * x
+        x = before_mlps * x
         for mlp in self.mlps:
-            x = x + mlp(mlp_input, f["post"][1])
+            x = x + mlp(mlp_input, factors["post"][1])
         return x, attn_input, mlp_input
 
 
 class GPT(nn.Module):
     """Map the inputs of a sequence to the sum of losses.
 
-    ngrams (n, T, K): the rows of its n-grams. never (T, V / 8): rows of `read_canon`'s table, for validation.
+    ngram_embeds (G, T, K): the rows of its n-grams. never (T, V / 8): rows of `read_canon`'s table, for validation.
     """
 
     def __init__(self, cfg: Hyperparameters):
@@ -1732,12 +1746,16 @@ class GPT(nn.Module):
         self.max_blocks = 1 + math.ceil(widest / cfg.block_size)  # that a block of queries sees
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
         self.gate_nets = nn.ModuleDict()
-        for i in (i for i, row in enumerate(cfg.layers) if row.net):
-            made = ((layer.number, f) for layer in cfg.resolved_layers for f in layer.factors if f.source == f"net {i}")
-            self.gate_nets[str(i)] = GateNet(cfg, {(layer, f.kind): f.first for layer, f in made})
-        self.gate_scale = nn.Parameter(torch.tensor(0.1)) if self.gate_nets else None
+        for net in (layer.number for layer in cfg.resolved_layers if layer.row.net):
+            wanted: dict = {}
+            for layer in cfg.resolved_layers:
+                wanted |= {
+                    (layer.number, kind): first for kind, source, first in layer.factors if source == f"net {net}"
+                }
+            self.gate_nets[str(net)] = GateNet(cfg, wanted)
+        self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
         if head_mix := cfg.layers[-1].head_mix:
-            # The head gets less of what only later layers needed: record 40 (@snimu, @classiclarryd)
+            # In the order of `features`. Less of what only later layers needed: record 40 (@snimu, @classiclarryd)
             first = [0.0, -0.5] + [0.0] * (len(head_mix) + len(self.value_embeds) + 1)
             self.head_net = GateNet(cfg, dict(factors=first), groups=cfg.mix_groups)
         if n := cfg.smear_gate_inputs:
@@ -1755,9 +1773,9 @@ class GPT(nn.Module):
         if dtype == torch.float64:
             self.double()
 
-    def forward(self, inputs: Inputs, ngrams: Tensor, settings: Settings, never: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings, never: Tensor | None = None) -> Tensor:
         """Return the summed loss, in FP8 where the configuration says so and gradients are wanted."""
-        x = self.features(inputs, ngrams, settings)
+        x = self.features(inputs, ngram_embeds, settings)
         head = self.lm_head if inputs.candidates is None else F.embedding(inputs.candidates, self.lm_head)
         cfg = self.cfg
         with_grads = torch.is_grad_enabled()
@@ -1767,32 +1785,32 @@ class GPT(nn.Module):
             x, head, inputs.targets, settings.loss_weights, softcap, cfg.lm_head_slice, scales, with_grads, never
         )
 
-    def features(self, inputs: Inputs, ngrams: Tensor, settings: Settings) -> Tensor:
+    def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
         """Return the head's input (T, K)."""
         tokens = inputs.tokens
         views = self.attention_views(inputs.doc_ids, settings)
         value_embeds = {int(i): table(tokens) for i, table in self.value_embeds.items()}
         if self.cfg.sign_rows:
-            ngrams = ngrams * self.signs[inputs.signs].type_as(ngrams)
+            ngram_embeds = ngram_embeds * self.signs[inputs.signs].type_as(ngram_embeds)
         x = self.embed(tokens)
         if self.cfg.smear_gate_inputs:  # some of the token before, of another document too: record 34 (@classiclarryd)
             before = F.pad(x[:-1], (0, 0, 1, 0))
             x = x + self.smear_lambda * gate(x, self.smear_gate) * before
         x = norm(x)
-        sources = Sources(x, ngrams.sum(0), value_embeds, views, streams=[])
+        sources = Sources(x, ngram_embeds.sum(0), value_embeds, views, streams=[])
         by_nets: dict[tuple[int, str], Tensor] = {}  # factors by layer and kind
         for block in self.blocks:
             layer, row = block.layer.number, block.layer.row
             if row.net:
                 by_nets |= self.gate_nets[str(layer)](x, self.gate_scale)
-            f = block.factors(by_nets)
+            factors = block.collect(by_nets)
             if layer == 0 and row.ngram:  # the first stream has its n-grams
-                x = x + f["ngram"][0] * sources.ngrams
+                x = x + factors["ngram"][0] * sources.ngrams
             if row.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
                 parts = x.tensor_split(len(row.shift), dim=1)
                 x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift)], dim=1)
             sources.streams.append(x)
-            x, attn_input, mlp_input = block(x, sources, f)
+            x, attn_input, mlp_input = block(x, sources, factors)
             if row.head_mix:
                 outputs = [sources.streams[0], *map(sources.output, row.head_mix)]
                 x = self.mix_for_head(x, [*outputs, *value_embeds.values(), mlp_input, norm(attn_input)])
@@ -1804,7 +1822,7 @@ class GPT(nn.Module):
         return x + mix(self.head_net(x)["factors"][..., None], by_group).flatten(1)
 
     def attention_views(self, doc_ids: Tensor, settings: Settings) -> dict[str, View]:
-        """Return for each kind of attention its mask and rotary tables. A token of a pair has two positions.
+        """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions.
 
         An accident of the record: `attend` pairs the heads h and h + H / 2, but h takes the position 2 t + h % 2. So of
         the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
@@ -1832,7 +1850,7 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
     targets (T, n): NONE or BEYOND for none. weights (n,): of their losses. softcap (c, r, d): a logit is
     l = r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18
     (@KoszarskyB), lopsided since record 54 (@classiclarryd). never: bits (T, V / 8) of tokens whose logit becomes -60
-    (record 91, @jvarho).
+    (record 91, @jvarho). The padding of the vocabulary is in the softmax, as in the record.
 
         s = sigmoid(-(z + d) 2 / c)
         l - r = -r s          a softmax ignores the shift by r; never above 0, so exp needs no maximum subtracted
@@ -1841,15 +1859,15 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
     """
     c, r, d = softcap
     s = z.add_(d).mul_(-2 / c).sigmoid_()  # in place, as eager CPUs gain by it
-    logits = -r * s
+    shifted = -r * s  # logits less r
     if never is not None:
         bits = never[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=z.device) & 1
-        logits.masked_fill_(bits.flatten(1) > 0, -60 - r)
-    present = (targets >= 0) * weights
-    target_logits = (present * logits.gather(1, targets.clamp(min=0))).sum(-1)
-    exps = logits.exp_()
+        shifted.masked_fill_(bits.flatten(1) > 0, -60 - r)
+    target_weights = (targets >= 0) * weights
+    target_logits = (target_weights * shifted.gather(1, targets.clamp(min=0))).sum(-1)
+    exps = shifted.exp_()
     total = exps.sum(-1)
-    losses = present.sum(-1) * total.log() - target_logits
+    losses = target_weights.sum(-1) * total.log() - target_logits
     if not with_grad:
         return losses, None
     columns = torch.arange(z.size(1), device=z.device)
@@ -1910,7 +1928,8 @@ def cross_entropy_by_kernel(z, targets, weights, softcap: tuple, scale: float, d
     return losses, grad
 
 
-FP8_SCALES = 448 / 100, 448 / 2, 448 / 0.75  # of the head's input, its weight, the logits' gradient
+# Of the head's input, its weight, the logits' gradient: 100, 2 and 0.75 become 448, e4m3's largest number (the record's)
+FP8_SCALES = 448 / 100, 448 / 2, 448 / 0.75
 
 
 class HeadLoss(torch.autograd.Function):
@@ -2022,9 +2041,10 @@ class ShardedOptimizer:
         self.param_shard = self.shard(self.param_buffer)
         self.grad_shard = self.grad_buffer if ranks.world_size == 1 else torch.zeros_like(self.param_shard)
         own = self.shard(values)
-        self.state = self.init_state(own if self.param_buffer is values else own.clone())  # frees the others'
-        self.values = self.state.get("values", self.param_shard)  # in fp32 where there are such
+        self.state = self.init_state(own.clone() if self.keeps_values else own)  # a clone: other ranks' rows are freed
+        self.values = self.state.get("values", self.param_shard)  # in fp32 if kept, or else the parameters themselves
         self.state |= {f"ema {i}": torch.zeros_like(own, dtype=wide(own.dtype)) for i in emas}
+        self.wait_for_grads = self.wait_for_params = lambda: None
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the part of a buffer that belongs to each parameter, in its shape."""
@@ -2035,12 +2055,12 @@ class ShardedOptimizer:
         """Return the rows of a buffer that belong to this rank."""
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
-    def add(self, grads: Sequence[Tensor | None]):
+    def add(self, grads: Sequence[Tensor]):
         """Add gradients of the parameters to those before."""
         torch._foreach_add_(self.grad_views, grads)
 
     def is_due(self, plan: Plan) -> bool:
-        """Say whether a step updates these parameters: all groups of an optimizer are due together."""
+        """Say whether a step updates these parameters: groups are together in one optimizer if they agree in that."""
         return self.groups[0].names in plan.updates
 
     def reduce(self):
@@ -2054,9 +2074,9 @@ class ShardedOptimizer:
             self.grad_shard.div_(self.cfg.batch_sequences)
         self.update_shard(self.param_shard, self.grad_shard, plan)
         self.grad_buffer.zero_()
-        self.wait_for_params = self.gather()
+        self.wait_for_params = self.send_params()
 
-    def gather(self) -> Callable[[], object]:
+    def send_params(self) -> Callable[[], object]:
         """Start to send this rank's parameters to the others, and return a function that waits for theirs."""
         return start_collective(all_gather, self.param_buffer, self.param_shard)
 
@@ -2080,10 +2100,10 @@ class ShardedOptimizer:
             blended *= (squares[0] / squares[1]).sqrt()
         self.values.copy_(blended)
         self.param_shard.copy_(blended)
-        self.gather()()
+        self.send_params()()
 
 
-def to_tensors(cfg: Hyperparameters, **numbers: float) -> dict[str, Tensor]:
+def to_tensors(cfg: Hyperparameters, numbers: dict[str, float]) -> dict[str, Tensor]:
     """Return numbers as tensors, as each new value of a Python number would need a graph of its own."""
     dtype = wide(getattr(torch, cfg.dtype))
     tensors = torch.tensor([*numbers.values()], dtype=dtype).to(cfg.device, non_blocking=True).unbind()
@@ -2096,18 +2116,19 @@ def compiled(function: Callable, wanted: bool, dynamic: bool) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=dynamic) if wanted else function
 
 
-def adam_values(old: Tensor, mean: Tensor, squares: Tensor, rate: Tensor, eps: Tensor, decay: Tensor) -> Tensor:
+def adam_values(old: Tensor, mean: Tensor, squares: Tensor, numbers: dict) -> Tensor:
     """Return new values from the means of gradients and of their squares. The decay only goes towards 0."""
-    return old - rate * mean / (squares.sqrt() + eps) - decay * old * (mean * old > 0)
+    update = numbers["rate"] * mean / (squares.sqrt() + numbers["eps"])
+    return old - update - numbers["decay"] * old * (mean * old > 0)
 
 
-def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, beta1, beta2, rate, eps, decay):
-    """Step rows as `Adam` says, in operations of which the compiler makes one kernel, casts and all."""
+def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, numbers: dict):
+    """Update rows as `Adam` says, in operations of which the compiler makes one kernel, casts and all."""
     assert shard.size(1) == 16  # tells the compiler that a thread may move several numbers at once
     grad = grad.to(m.dtype)
-    m += (1 - beta1) * (grad - m)
-    v += (1 - beta2) * (grad * grad - v)
-    shard.copy_(adam_values(shard.to(m.dtype), m, v, rate, eps, decay))
+    m += (1 - numbers["beta1"]) * (grad - m)
+    v += (1 - numbers["beta2"]) * (grad * grad - v)
+    shard.copy_(adam_values(shard.to(m.dtype), m, v, numbers))
 
 
 class Adam(ShardedOptimizer):
@@ -2123,10 +2144,10 @@ class Adam(ShardedOptimizer):
         return {name: torch.zeros_like(values, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
 
     def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan):
-        _, rate, decay, beta1, beta2 = plan.updates[self.groups[0].names]
-        numbers = to_tensors(self.cfg, beta1=beta1, beta2=beta2, rate=rate, eps=self.cfg.adam_eps, decay=decay)
+        now = plan.updates[self.groups[0].names]
+        numbers = now._asdict() | dict(eps=self.cfg.adam_eps)
         update = compiled(adam_update, self.cfg.compile, dynamic=True)
-        update(shard, grad, self.state["exp_avg"], self.state["exp_avg_sq"], **numbers)
+        update(shard, grad, self.state["exp_avg"], self.state["exp_avg_sq"], to_tensors(self.cfg, numbers))
 
 
 NEWTON_SCHULZ = (  # a, b, c of each step: together they take singular values from 0.003 to 1 / 1.05 near 1
@@ -2169,18 +2190,18 @@ def normalize_neurons(update: Tensor, squares: Tensor, beta2: float) -> Tensor:
     return even * (norms / new_norms.clamp(min=1e-10))
 
 
-def muon_update(shard: Tensor, grad: Tensor, factors: Tensor, state: dict, n: dict, decay: float, beta2: float):
-    """Step matrices as `Muon` says, with its state and numbers by name."""
+def muon_update(shard: Tensor, grad: Tensor, factors: Tensor, state: dict, numbers: dict, decay: float, beta2: float):
+    """Update matrices as `Muon` says, with its state and numbers by name."""
     values, fast, slow = state["values"], state["fast"], state["slow"]
     grad = grad.to(values.dtype)
-    fast.lerp_(grad, 1 - n["fast_beta"])
-    slow.lerp_(grad, n["slow_share"])
-    momentum = slow.lerp(fast, n["fast_share"])
-    u = zeropower_via_newtonschulz5(grad.lerp(momentum, n["momentum"]), shard.dtype)
+    fast.lerp_(grad, 1 - numbers["fast_beta"])
+    slow.lerp_(grad, numbers["slow_rate"])
+    m = slow.lerp(fast, numbers["fast_share"])
+    u = zeropower_via_newtonschulz5(grad.lerp(m, numbers["momentum"]), shard.dtype)
     u = normalize_neurons(u.to(values.dtype), state["squares"], beta2)
     if decay:
-        u += decay * n["lr"] * values * (slow * values >= 0)
-    values -= n["lr"] * factors * u
+        u += decay * numbers["lr"] * values * (slow * values >= 0)
+    values -= numbers["lr"] * factors * u
     shard.copy_(values)
 
 
@@ -2196,9 +2217,10 @@ class Muon(ShardedOptimizer):
         p <- p - factor lr (u + decay lr p [slow p >= 0])
 
     The factor is the lr of a matrix's group. The weight decay is cautious, only towards 0 (record 43, @varunneal).
+    Ranks have whole matrices: of the 22 of gpt2's MLPs each of 8 has 3, two of them padding.
     """
 
-    by_matrix = True  # gpt2's MLPs have 22: each of 8 ranks steps 3, some of them padding
+    by_matrix = True
     keeps_values = True  # bf16 alone would round small steps away
 
     def init_state(self, values: Tensor) -> dict[str, Tensor]:
@@ -2211,9 +2233,9 @@ class Muon(ShardedOptimizer):
     def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan):
         now = plan.updates[self.groups[0].names]  # all agree but for the factor
         fast_beta, fast_share = (0.85, 0.4385) if plan.has_slow_momentum else (now.beta1, 1.0)
-        numbers = dict(lr=now.rate, momentum=now.beta1, fast_beta=fast_beta, fast_share=fast_share, slow_share=0.02)
+        numbers = dict(lr=now.rate, momentum=now.beta1, fast_beta=fast_beta, fast_share=fast_share, slow_rate=0.02)
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
-        tensors = to_tensors(self.cfg, **numbers)
+        tensors = to_tensors(self.cfg, numbers)
         update(shard, grad, self.factors, self.state, tensors, now.decay, now.beta2)
 
 
@@ -2270,18 +2292,15 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan):
 
 
 # ---- N-grams: a table of which a cycle of steps reads few rows -------------------------------------------------------
-def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, added, rate, eps, decay, n) -> tuple[Tensor, Tensor]:
-    """Return rows and their means of squares after a step as `NgramTable.update` says. grad: summed over n sequences.
-
-    v has decayed already; added: 1 - beta2.
-    """
-    grad = grad.to(v.dtype) / n
-    v = v + added * grad.square().mean(1, keepdim=True)
-    return adam_values(rows.to(v.dtype), grad, v, rate, eps, decay).to(rows.dtype), v
+def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, numbers: dict) -> tuple[Tensor, Tensor]:
+    """Return rows and their means of squares after a step as `NgramTable.update` says. v has decayed already."""
+    grad = grad.to(v.dtype) / numbers["sequences"]
+    v = v + numbers["added"] * grad.square().mean(1, keepdim=True)
+    return adam_values(rows.to(v.dtype), grad, v, numbers).to(rows.dtype), v
 
 
 def add_rows(sums: Tensor, index: Tensor, grad: Tensor):
-    """Add gradients of n-grams (n, T, K) to the rows of `sums` that `index` (n, T) names."""
+    """Add gradients of n-grams (G, T, K) to the rows of `sums` that `index` (G, T) names."""
     sums.index_add_(0, index.flatten(), grad.flatten(0, 1).to(sums.dtype))
 
 
@@ -2313,7 +2332,7 @@ class NgramTable:
         return got
 
     def fetch(self, requests: Requests) -> Callable[[Tensor], Tensor]:
-        """Fetch the rows that a cycle reads. Return what looks them up by `Inputs.ngrams` (n, T), as (n, T, K)."""
+        """Fetch the rows that a cycle reads. Return what looks them up by `Inputs.ngram_index` (G, T), as (G, T, K)."""
         if self.ranks.world_size == 1:  # they are here: nothing is copied
             return lambda index: F.embedding(requests.ids[index], self.rows)
         rows = self.exchange(self.rows[requests.served], requests.served_counts, requests.counts)
@@ -2322,18 +2341,18 @@ class NgramTable:
     def update(self, requests: Requests, sums: Tensor, plan: Plan):
         """Update the rows that the cycle has read by an Adam without momentum, and with one v for each row.
 
-        v decays for all rows. sums: of the gradients of this rank's sequences, for each of `Requests.ids`.
+        As in the record v decays for all rows. sums: of the gradients of this rank's sequences, for `Requests.ids`.
         """
-        if self.ranks.world_size > 1:
+        if self.ranks.world_size > 1:  # or else they are for `Requests.updated` already, which is the same
             got = self.exchange(sums, requests.counts, requests.served_counts)
             sums = got.new_zeros(len(requests.updated), got.size(1)).index_add_(0, requests.inverse, got)
         now = plan.updates[self.group.names]
-        numbers = dict(added=1 - now.beta2, rate=now.rate, eps=self.cfg.adam_eps, decay=now.decay)
-        tensors = to_tensors(self.cfg, n=self.cfg.batch_sequences, **numbers)
-        update = compiled(row_adam_update, self.cfg.compile, dynamic=True)
-        self.v *= now.beta2
+        numbers = dict(rate=now.rate, eps=self.cfg.adam_eps, decay=now.decay, added=1 - now.beta2)
+        tensors = to_tensors(self.cfg, numbers | dict(sequences=self.cfg.batch_sequences))
         ids = requests.updated
-        rows, v = update(self.rows[ids], self.v[ids], sums, **tensors)
+        self.v *= now.beta2
+        update = compiled(row_adam_update, self.cfg.compile, dynamic=True)
+        rows, v = update(self.rows[ids], self.v[ids], sums, tensors)
         self.rows.index_copy_(0, ids, rows)
         self.v.index_copy_(0, ids, v)
 
@@ -2556,41 +2575,42 @@ class Trainer:
         self.signals: list[str] = []  # those that asked this rank to stop
 
     def train_step(self, plan: Plan, sequences: Sequence[Inputs], requests: Requests) -> Tensor:
-        """Take a step on this rank's sequences, and return the mean loss over those of all ranks."""
-        if self.sums is None:  # a cycle begins
+        """Take a step on this rank's sequences. Return the mean loss over all ranks' and how many signals ask to stop."""
+        if self.sums is None:  # a cycle begins: `table.update` has ended the one before
             self.look_up = self.table.fetch(requests)
             shape = len(requests.ids), self.cfg.model_dim
             self.sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
         losses = []
         settings = settings_of(plan, self.cfg, self.device)
         for inputs in sequences:
-            loss, grad = self.gradients(inputs, self.look_up(inputs.ngrams), settings)
-            compiled(add_rows, self.cfg.compile, dynamic=True)(self.sums, inputs.ngrams, grad)
+            loss, grad = self.gradients(inputs, self.look_up(inputs.ngram_index), settings)
+            compiled(add_rows, self.cfg.compile, dynamic=True)(self.sums, inputs.ngram_index, grad)
             losses.append(loss / len(inputs.tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
-        # And how many signals ask to stop, of all ranks: so all stop at the same step
-        self.sent = F.pad(mean[None], (0, 1), value=len(self.signals))
-        wait = start_collective(dist.all_reduce, self.sent)
+        sent = F.pad(
+            mean[None], (0, 1), value=len(self.signals)
+        )  # summed over ranks, so that all stop at the same step
+        wait = start_collective(dist.all_reduce, sent)
         with self.part("optimizers"):
             step_optimizers(self.optimizers, plan)
         if self.table.group.names in plan.updates:
             self.table.update(requests, self.sums, plan)
             self.sums = None
         wait()
-        return self.sent[0]
+        return sent
 
-    def add_gradients(self, inputs: Inputs, ngrams: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+    def add_gradients(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
         """Add the gradients of a sequence to those before. Return its summed loss, and the gradient by its n-grams."""
-        ngrams = ngrams.detach().requires_grad_()
-        loss = self.model(inputs, ngrams, settings)
-        # A sum over tokens, as in the record: gradients grow with train_seq_len. Only the optimizers divide by the
-        # number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
-        sources = [ngrams, *chain(*(optimizer.params for optimizer in self.optimizers))]
-        by_ngrams, *grads = torch.autograd.grad(loss * self.cfg.grad_scale, sources, allow_unused=True)
-        parts = iter(grads)
+        embeds = ngram_embeds.detach().requires_grad_()
+        loss = self.model(inputs, embeds, settings)
+        # The loss is a sum over tokens, as in the record: gradients grow with train_seq_len. Only the optimizers divide
+        # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
+        wanted = [embeds, *chain(*(optimizer.params for optimizer in self.optimizers))]
+        by_embeds, *grads = torch.autograd.grad(loss * self.cfg.grad_scale, wanted, allow_unused=True)
+        of_params = iter(grads)
         for optimizer in self.optimizers:
-            optimizer.add([*islice(parts, len(optimizer.params))])
-        return loss.detach(), torch.zeros_like(ngrams) if by_ngrams is None else by_ngrams  # None: no layer reads them
+            optimizer.add([*islice(of_params, len(optimizer.params))])
+        return loss.detach(), torch.zeros_like(embeds) if by_embeds is None else by_embeds  # None: no layer reads them
 
     def finish(self):
         """Blend the averages into the parameters, after the last step."""
@@ -2607,10 +2627,10 @@ class Trainer:
         """Return the summed loss of a rank's sequences, for all ranks at once."""
         look_up = self.table.fetch(requests)
         settings = settings_of(plan, self.cfg, self.device)
-        ngrams = [look_up(inputs.ngrams) for inputs in sequences]
+        embeds = [look_up(inputs.ngram_index) for inputs in sequences]
         # Looked up here: within the graph, all slices of logits would read one table, and so become one kernel
         never = [None if canon is None else F.embedding(inputs.tokens, canon) for inputs in sequences]
-        return sum(self.model(i, n, settings, mask) for i, n, mask in zip(sequences, ngrams, never))
+        return sum(self.model(i, e, settings, n) for i, e, n in zip(sequences, embeds, never))
 
     @torch.no_grad()
     def evaluate(self, step: int, batches: Sequence[Batch]) -> float:
@@ -2670,7 +2690,7 @@ class Trainer:
         if "ids" in saved:
             self.table.restore(saved["ids"], saved["rows"], saved["v"])
         for optimizer in self.optimizers:
-            optimizer.gather()()
+            optimizer.send_params()()
 
 
 def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float):
@@ -2721,7 +2741,7 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
     for _ in range(start):  # a resumed run has trained on them; candidates depend on all tokens before
         next(batches)
     with undisturbed(trainer.signals):
-        compiled = graphs["unique_graphs"]
+        before = graphs["unique_graphs"]
         log.start_clock(log.saved.ms)
         for step in range(start, cfg.num_iterations + 1):
             is_last = step == cfg.num_iterations
@@ -2742,9 +2762,8 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
                     log.log_loss("val_loss", step, trainer.evaluate(step, data["val"]), ms)
                 log.start_clock(ms)
             if not is_last:
-                trainer.train_step(cfg.plans[step], *next(batches))
-                log.send_loss(step + 1, trainer.sent)
-        return graphs["unique_graphs"] - compiled
+                log.send_loss(step + 1, trainer.train_step(cfg.plans[step], *next(batches)))
+        return graphs["unique_graphs"] - before
 
 
 # ---- Run: ranks that agree, checkpoints, summary ---------------------------------------------------------------------
