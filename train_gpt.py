@@ -613,6 +613,12 @@ def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
     return layers
 
 
+def made_by(net: str, cfg: Hyperparameters) -> dict[tuple[int, str], list[float]]:
+    """Return what the factors begin with that a net makes, by layer and kind."""
+    factors = [(layer.number, factor) for layer in cfg.resolved_layers for factor in layer.factors]
+    return {(number, factor.kind): factor.first for number, factor in factors if factor.source == net}
+
+
 class Window(NamedTuple):
     """Say how far attention reaches back, and what goes with it."""
 
@@ -786,16 +792,16 @@ def describe_tables(cfg: Hyperparameters) -> str:
         lines.append(f"layer {number}: attention {row.attention}{dims}, MLPs {row.mlps}; {made}")
     lines += [f"group {i}: {group.optimizer} {group.names}" for i, group in enumerate(cfg.groups)]
     numbers = {group.names: i for i, group in enumerate(cfg.groups)}
-    for plan in cfg.plans:
+    for plan in [*cfg.plans, plan_validation(cfg.num_iterations, cfg)]:
+        name = f"step {plan.step}" if plan.trains else "last validation"
         windows = ", ".join(
             f"{kind} {window.tokens} x {window.attn_scale:.4f}" for kind, window in plan.windows.items()
         )
         weights = " ".join(f"{weight:.3f}" for weight in plan.next_weights)
+        losses = f"losses {weights}, of prefixes {plan.prefix_weight}, candidates {plan.candidates or 'all'}"
         rates = ", ".join(f"{numbers[names]}: {update.lr:.3g}" for names, update in plan.updates.items())
-        head = f"step {plan.step}: stage {plan.stage}, {plan.seq_len} tokens, documents of {plan.max_doc_len}"
-        lines.append(
-            f"{head}; {windows}; losses {weights}, prefix {plan.prefix_weight}, of {plan.candidates or 'all'}; lr {rates}{'; tied' * plan.ties}"
-        )
+        head = f"{name}: stage {plan.stage}, {plan.seq_len} tokens, documents of {plan.max_doc_len}"
+        lines.append(f"{head}; {windows}; {losses}; lr {rates}{'; tied' * plan.ties}")
     return "\n".join(lines)
 
 
@@ -1746,13 +1752,9 @@ class GPT(nn.Module):
         self.max_blocks = 1 + math.ceil(widest / cfg.block_size)  # that a block of queries sees
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
         self.gate_nets = nn.ModuleDict()
-        for net in (layer.number for layer in cfg.resolved_layers if layer.row.net):
-            wanted: dict = {}
-            for layer in cfg.resolved_layers:
-                wanted |= {
-                    (layer.number, kind): first for kind, source, first in layer.factors if source == f"net {net}"
-                }
-            self.gate_nets[str(net)] = GateNet(cfg, wanted)
+        for i, row in enumerate(cfg.layers):
+            if row.net:
+                self.gate_nets[str(i)] = GateNet(cfg, made_by(f"net {i}", cfg))
         self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
         if head_mix := cfg.layers[-1].head_mix:
             # In the order of `features`. Less of what only later layers needed: record 40 (@snimu, @classiclarryd)
@@ -1928,7 +1930,7 @@ def cross_entropy_by_kernel(z, targets, weights, softcap: tuple, scale: float, d
     return losses, grad
 
 
-# Of the head's input, its weight, the logits' gradient: 100, 2 and 0.75 become 448, e4m3's largest number (the record's)
+# Of the head's input, its weight, the logits' gradient: 100, 2, 0.75 become 448, e4m3's largest number (the record's)
 FP8_SCALES = 448 / 100, 448 / 2, 448 / 0.75
 
 
@@ -2010,6 +2012,8 @@ class ShardedOptimizer:
 
     update_shard: Callable
     init_state: Callable
+    wait_for_grads: Callable
+    wait_for_params: Callable
     by_matrix = False  # a row is a matrix, or else 16 numbers, as kernels want addresses that are multiples of 16
     keeps_values = False  # True: the state has values in fp32; parameters and gradients travel as activations are
 
@@ -2044,7 +2048,6 @@ class ShardedOptimizer:
         self.state = self.init_state(own.clone() if self.keeps_values else own)  # a clone: other ranks' rows are freed
         self.values = self.state.get("values", self.param_shard)  # in fp32 if kept, or else the parameters themselves
         self.state |= {f"ema {i}": torch.zeros_like(own, dtype=wide(own.dtype)) for i in emas}
-        self.wait_for_grads = self.wait_for_params = lambda: None
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the part of a buffer that belongs to each parameter, in its shape."""
@@ -2575,7 +2578,7 @@ class Trainer:
         self.signals: list[str] = []  # those that asked this rank to stop
 
     def train_step(self, plan: Plan, sequences: Sequence[Inputs], requests: Requests) -> Tensor:
-        """Take a step on this rank's sequences. Return the mean loss over all ranks' and how many signals ask to stop."""
+        """Take a step on this rank's sequences. Return the mean loss of all ranks, and how many signals ask to stop."""
         if self.sums is None:  # a cycle begins: `table.update` has ended the one before
             self.look_up = self.table.fetch(requests)
             shape = len(requests.ids), self.cfg.model_dim
@@ -2587,9 +2590,8 @@ class Trainer:
             compiled(add_rows, self.cfg.compile, dynamic=True)(self.sums, inputs.ngram_index, grad)
             losses.append(loss / len(inputs.tokens))
         mean = torch.stack(losses).sum() / self.cfg.batch_sequences
-        sent = F.pad(
-            mean[None], (0, 1), value=len(self.signals)
-        )  # summed over ranks, so that all stop at the same step
+        # Summed over ranks, so that all stop at the same step
+        sent = F.pad(mean[None], (0, 1), value=len(self.signals))
         wait = start_collective(dist.all_reduce, sent)
         with self.part("optimizers"):
             step_optimizers(self.optimizers, plan)
