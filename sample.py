@@ -70,7 +70,7 @@ class Model:
         rest = -len(tokens) % self.cfg.block_size + 1  # to whole blocks, and a last target: no token sees what follows
         read = np.array([*tokens, *[self.cfg.eot_token] * rest])
         [[inputs]], requests = self.reader.make([self.plan], [[read]])
-        ngrams = self.find_ngrams(requests.ids[inputs.ngrams])
+        ngrams = self.find_ngrams(requests.ids[inputs.ngram_index])
         # A mask is made where torch makes tensors; saying where takes a fifth of nano's time
         with torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext():
             return self.gpt.features(self.reader.on_device(inputs), ngrams, self.settings)[: len(tokens)]

@@ -160,7 +160,7 @@ def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
             for length, plan in {plan.seq_len if plan.trains else cfg.val_seq_len: plan for plan in plans}.items():
                 tokens = numpy.arange(length + 1) % 16  # few, as all are candidates
                 ((inputs,),), _ = reader.on_device(reader.make([plan], [[tokens]]))
-                ngrams = torch.zeros(*inputs.ngrams.shape, cfg.model_dim, dtype=getattr(torch, cfg.dtype))
+                ngrams = torch.zeros(*inputs.ngram_index.shape, cfg.model_dim, dtype=getattr(torch, cfg.dtype))
                 loss = gpt(inputs, ngrams, train_gpt.settings_of(plan, cfg, device))
             loss.backward()
     except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
