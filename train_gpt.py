@@ -2418,7 +2418,12 @@ class RunLog:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if is_main:
                 self.file = self.path.open("a" if cfg.resume else "x", encoding="utf-8")
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+                try:
+                    fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+                except BlockingIOError:
+                    raise
+                except OSError:  # the file system has no locks
+                    pass
         self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
         self.pending: deque = deque()  # losses on their way to the host
 
@@ -2769,7 +2774,6 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
 
 
 # ---- Run: ranks that agree, checkpoints, summary ---------------------------------------------------------------------
-SOURCE = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
 CANNOT_TRAIN = "these settings cannot train (--describe shows what they mean)"
 
 
@@ -2826,7 +2830,7 @@ def load_checkpoint(given: Hyperparameters) -> Saved | None:
     return Saved(**state)
 
 
-def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Data, dict, Saved]:
+def plan_run(source: str, argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Data, dict, Saved]:
     """Read flags, checkpoint and data. Return configuration, data, what ranks have to agree on, how far the run is."""
     given = parse_args(argv, ranks.world_size)
     saved = load_checkpoint(given) if ranks.rank == 0 else None
@@ -2838,7 +2842,7 @@ def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Data, 
     fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
     must_match = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ.split()}
     must_match["processes"] = f"{ranks.world_size}, of torch {torch.__version__} and numpy {np.__version__}"
-    files = {"script": SOURCE.encode(), "prefixes": read_prefixes(cfg), "canonical mask": read_canon(cfg)}
+    files = {"script": source.encode(), "prefixes": read_prefixes(cfg), "canonical mask": read_canon(cfg)}
     must_match |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     tokens = num_tokens(cfg.num_iterations, cfg)
     must_match["training tokens"] = f"{tokens}, sha256 {hash_tokens(data['train'], cfg, targets=True)}"
@@ -2846,10 +2850,10 @@ def plan_run(argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Data, 
     return cfg, data, must_match, saved or Saved(cfg.run_id, cfg.seed, must_match)
 
 
-def agree(argv: Sequence[str], ranks: Ranks) -> tuple[Data, RunLog]:
+def agree(source: str, argv: Sequence[str], ranks: Ranks) -> tuple[Data, RunLog]:
     """Plan a run, the same on all ranks and, if it goes on, as it began. Return its data and its log."""
     with together(ranks), refusing(CANNOT_TRAIN):
-        cfg, data, must_match, own = plan_run(argv, ranks)
+        cfg, data, must_match, own = plan_run(source, argv, ranks)
     saved = gather(own)[0]
     with together(ranks):
         if differing := dict(saved.must_match.items() - must_match.items()):
@@ -2857,13 +2861,13 @@ def agree(argv: Sequence[str], ranks: Ranks) -> tuple[Data, RunLog]:
         return data, RunLog(dataclasses.replace(cfg, run_id=saved.run_id, seed=saved.seed), ranks.rank == 0, saved)
 
 
-def describe(argv: Sequence[str], log: RunLog, ranks: Ranks, data: Data) -> str:
+def describe(source: str, argv: Sequence[str], log: RunLog, ranks: Ranks, data: Data) -> str:
     """Return what begins a log: script, versions, hardware, environment, data, flags and configuration."""
     hardware = subprocess.getoutput("lscpu; timeout 20 nvidia-smi")  # noqa: S605 (it hangs where the driver does)
     kinds = tuple("TORCH PYTORCH TRITON CUDA NCCL OMP".split())  # of variables that change how it runs
     environment = {name: value for name, value in os.environ.items() if name.startswith(kinds)}
     shards = [f"{name} shard: {path}, {os.path.getsize(path)} bytes" for name in data for path in paths_of(data[name])]
-    return f"""{SOURCE}
+    return f"""{source}
 {"=" * 100}
 Running Python {sys.version}, PyTorch {torch.__version__}, numpy {np.__version__}
 {ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores
@@ -2896,6 +2900,7 @@ val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
     if cfg.save_checkpoint and (rows := log.save(f".ngrams{trainer.ranks.rank}", trainer.table.state(), by_all=True)):
         model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict(), rows=rows)
         log.save(".pt", model)
+        log.write(f"next: python sample.py {log.path.with_suffix('.pt')}", console=True)
     result = dict(
         val_loss=val_loss,
         train_time_ms=ms,
@@ -2908,10 +2913,12 @@ val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
     return result
 
 
-def main(argv: Sequence[str]) -> dict:
+def main(argv: Sequence[str] | None = None) -> dict:
     """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
+    argv = sys.argv[1:] if argv is None else argv
+    source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
     ranks = init_distributed()
-    data, log = agree(argv, ranks)
+    data, log = agree(source, argv, ranks)
     saved = log.saved
     with log.going_on():
         with together(ranks):
@@ -2919,7 +2926,7 @@ def main(argv: Sequence[str]) -> dict:
             tensors = load(part, saved.marks[ranks.rank]) if saved.marks else None
         with refusing(CANNOT_TRAIN):
             trainer = Trainer(log.cfg, ranks)
-            log.write(describe(argv, log, ranks, data))
+            log.write(describe(source, argv, log, ranks, data))
             log.write(f"seed: {log.cfg.seed}, from step {saved.step} on, log: {log.path}", console=True)
             trainer.warm_up(tensors)
         recompiles = train(trainer, data, log)
@@ -2931,7 +2938,7 @@ def main(argv: Sequence[str]) -> dict:
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        main()
     except (UserError, FloatingPointError, KeyboardInterrupt) as error:
         print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
         sys.exit(getattr(error, "code", 3 if isinstance(error, FloatingPointError) else 130))

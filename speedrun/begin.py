@@ -55,14 +55,15 @@ def begin(argv: Sequence[str] | None) -> None:
         return
     if any(flag.startswith("--resume") for flag in flags):
         raise UserError("--resume is for the run that goes on from here: leave it out")
+    source = Path(train_gpt.__file__).read_text(encoding="utf-8")
     ranks = train_gpt.init_distributed()
-    data, log = train_gpt.agree(flags, ranks)
+    data, log = train_gpt.agree(source, flags, ranks)
     try:
         with log.going_on():
             with train_gpt.together(ranks), train_gpt.refusing(train_gpt.CANNOT_TRAIN):
                 trainer = Trainer(log.cfg, ranks)
                 take_weights(trainer, Path(model))
-            log.write(train_gpt.describe(flags, log, ranks, data))
+            log.write(train_gpt.describe(source, flags, log, ranks, data))
             log.write(f"begins with {model}")
             path = log.path.with_suffix(".checkpoint")
             train_gpt.save_checkpoint(trainer, log, step=0, ms=0.0)
