@@ -374,10 +374,10 @@ class Hyperparameters:
             object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
         for name, value in vars(self).items():  # NaN is in no range
             require(name, not isinstance(value, float | int) or 0 <= value < 2**31, "a number from 0 to 2**31 - 1")
-        for (
-            name
-        ) in "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment vocab_size ngram_rows".split():
+        sizes = "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment vocab_size ngram_rows"
+        for name in sizes.split():
             require(name, getattr(self, name) > 0, "1 or more")
+        require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
         require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
         units = dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len, ngram_rows=self.ngram_order - 1)
         units |= dict(checkpoint_every=self.all_step, rare_from=self.all_step)
@@ -816,7 +816,8 @@ def settings_of(plan: Plan, cfg: Hyperparameters, device: torch.device) -> Setti
     """Return what a step or a validation sets."""
 
     def send(numbers, dtype):
-        return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True)
+        # A copy, as windows may begin with the same frequencies: the compiler takes note of inputs that are the same
+        return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True, copy=True)
 
     dtype = wide(getattr(torch, cfg.dtype))
     windows = {}
@@ -1663,10 +1664,10 @@ class Sources(NamedTuple):
     ngrams: Tensor  # (T, K): and the embeddings of n-grams (62, @classiclarryd)
     value_embeds: dict[int, Tensor]  # (T, H D), by layer
     views: dict[str, View]  # by kind of attention
-    streams: list[Tensor]  # the residual stream (T, K) as each layer so far reads it
+    streams: list[Tensor]  # the residual stream (T, K) before each layer so far; before the first, with n-grams
 
     def output(self, layer: int) -> Tensor:
-        """Return the residual stream after a layer: as the next one reads it."""
+        """Return the residual stream after a layer."""
         return self.streams[layer + 1]
 
 
@@ -1808,10 +1809,10 @@ class GPT(nn.Module):
             factors = block.collect(by_nets)
             if layer == 0 and row.ngram:  # the first stream has its n-grams
                 x = x + factors["ngram"][0] * sources.ngrams
+            sources.streams.append(x)
             if row.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
                 parts = x.tensor_split(len(row.shift), dim=1)
                 x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift)], dim=1)
-            sources.streams.append(x)
             x, attn_input, mlp_input = block(x, sources, factors)
             if row.head_mix:
                 outputs = [sources.streams[0], *map(sources.output, row.head_mix)]
@@ -2922,7 +2923,8 @@ def main(argv: Sequence[str] | None = None) -> dict:
     saved = log.saved
     with log.going_on():
         with together(ranks):
-            part = log.path.with_suffix(f".{saved.turn}.rank{ranks.rank}")
+            folder = log.path.parent if log.cfg.resume == "latest" else Path(log.cfg.resume).parent
+            part = folder / f"{saved.run_id}.{saved.turn}.rank{ranks.rank}"
             tensors = load(part, saved.marks[ranks.rank]) if saved.marks else None
         with refusing(CANNOT_TRAIN):
             trainer = Trainer(log.cfg, ranks)
