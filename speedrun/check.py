@@ -141,6 +141,14 @@ def check_compiler(is_for_cpu: bool, report: Report) -> None:
         report.problems.append(f"torch.compile needs {header}: apt install python3.{sys.version_info.minor}-dev")
 
 
+def check_products(cfg: Hyperparameters, processes: int, report: Report) -> None:
+    """Look for a CPU that multiplies wrongly: seen in bf16 where OpenMP starts fewer threads than torch counts on."""
+    train_gpt.use_device(cfg, Ranks(0, processes, 0, processes))
+    ones = torch.ones(128, 1024, dtype=getattr(torch, cfg.dtype))
+    if not (ones @ ones.T == 1024).all():
+        report.problems.append("products are wrong here: unset OMP_DYNAMIC and OMP_THREAD_LIMIT")
+
+
 def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
     """Build model and optimizers on no device, and run sequences through. Raise UserError if that fails.
 
@@ -280,6 +288,8 @@ def examine(argv: list[str], report: Report) -> list[str]:
     processes = int(wish) or next(n for n in range(max(1, len(gpus)), 0, -1) if cfg.batch_sequences % n == 0)
     if cfg.compile:
         check_compiler(not gpus, report)
+    if cfg.device == "cpu":
+        check_products(cfg, processes, report)
     if cfg.batch_sequences % processes or 0 < len(gpus) < processes:
         told = f"{cfg.batch_sequences} sequences a step, {len(gpus) or 'no'} GPUs"
         report.problems.append(f"NPROC={processes}: {told}: expected a divisor, and a GPU for each")

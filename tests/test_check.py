@@ -102,6 +102,15 @@ def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, m
     assert message in line
 
 
+def test_wrong_products_do_not_go_unseen(outcome, monkeypatch):
+    """OpenMP with fewer threads than torch counts on was seen to give wrong products in bf16."""
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, **more: ones(*size, **more) * (1 + (size == (128, 1024))))
+    code, out, [line] = outcome()
+    assert (code, out) == (2, [])
+    assert line == "check: products are wrong here: unset OMP_DYNAMIC and OMP_THREAD_LIMIT"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

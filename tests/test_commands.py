@@ -104,7 +104,7 @@ def train(path: Path, corpus: Path) -> list[float]:
     cfg = dataclasses.replace(cfg, layers=module.GPT2_LAYERS)
     data, trainer = module.plan_data(cfg), module.Trainer(cfg, module.Ranks())
     batches = trainer.reader.read(module.train_cycles(data["train"], cfg))
-    losses = [trainer.train_step(plan, *batch).item() for plan, batch in zip(cfg.plans, batches, strict=True)]
+    losses = [trainer.train_step(plan, *batch)[0].item() for plan, batch in zip(cfg.plans, batches, strict=True)]
     trainer.finish()
     return [*losses, trainer.evaluate(cfg.num_iterations, data["val"])]
 

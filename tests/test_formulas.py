@@ -135,7 +135,7 @@ def test_layers_are_dense_ones(request, preset: str):
         block.register_forward_hook(lambda _, args, out: calls.append((args, out)))
     for i, net in gpt.gate_nets.items():
         net.register_forward_pre_hook(lambda _, args, i=int(i): nets.update({i: args[0]}))
-    ngrams = torch.randn(len(inputs.ngrams), len(tokens) - 1, cfg.model_dim, dtype=torch.float64)
+    ngrams = torch.randn(len(inputs.ngram_index), len(tokens) - 1, cfg.model_dim, dtype=torch.float64)
     found = gpt.features(inputs, ngrams, settings_of(plan, cfg, torch.device("cpu")))
     first, outputs = calls[0][0][0], [out for _, (out, *_) in calls]
     tables = {int(i): table(inputs.tokens) for i, table in gpt.value_embeds.items()}

@@ -36,7 +36,7 @@ def features(trainer: Trainer, tokens: Tensor) -> Tensor:
     """Return the head's input, as in validation."""
     plan = plan_validation(0, trainer.cfg)
     [[inputs]], requests = trainer.reader.make([plan], [[np.append(tokens.numpy(), 0)]])
-    ngrams = trainer.table.fetch(requests)(inputs.ngrams)
+    ngrams = trainer.table.fetch(requests)(inputs.ngram_index)
     return trainer.gpt.features(inputs, ngrams, settings_of(plan, trainer.cfg, trainer.device))
 
 

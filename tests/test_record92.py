@@ -373,7 +373,7 @@ def test_a_whole_small_run(optim, tmp_path):
         loss = model(inputs, ngrams, settings, canon)
         if ngrams.requires_grad:
             losses.append(loss.item())
-            ngrams.register_hook(add_to(sums, requests.ids[inputs.ngrams.flatten()]))
+            ngrams.register_hook(add_to(sums, requests.ids[inputs.ngram_index.flatten()]))
         return loss
 
     trainer.model = observed

@@ -159,7 +159,7 @@ def test_rows_from_json_and_without_nets_and_windows_in_any_order_are_rows(gpt2)
 
 
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)
-def test_describe_prints_every_layer_group_and_step(preset: str, capsys):
+def test_describe_prints_every_layer_group_and_step_and_the_last_validation(preset: str, capsys):
     """And trains nothing. Steps have the numbers of the plans that a run goes by."""
     with pytest.raises(SystemExit) as ended:
         train_gpt.main(["--preset", preset, "--describe"])
@@ -171,7 +171,7 @@ def test_describe_prints_every_layer_group_and_step(preset: str, capsys):
         wanted.append([f"layer {i}:", row.attention, f"MLPs {row.mlps}", *dims, *made])
     numbers = {group.names: i for i, group in enumerate(cfg.groups)}
     wanted += [[f"group {i}:", cfg.groups[i].optimizer, names] for names, i in numbers.items()]
-    for plan in cfg.plans:
+    for plan in [*cfg.plans, train_gpt.plan_validation(cfg.num_iterations, cfg)]:
         windows = [f"{kind} {window.tokens} x {window.attn_scale:.4f}" for kind, window in plan.windows.items()]
         rates = [f"{numbers[names]}: {update.lr:.3g}" for names, update in plan.updates.items()]
         others = [
@@ -181,7 +181,8 @@ def test_describe_prints_every_layer_group_and_step(preset: str, capsys):
             str(plan.candidates or "all"),
         ]
         weights = " ".join(f"{weight:.3f}" for weight in plan.next_weights)
-        wanted.append([f"step {plan.step}:", *windows, *rates, *others, weights, "tied" * plan.ties])
+        name = f"step {plan.step}:" if plan.trains else "last validation:"
+        wanted.append([name, *windows, *rates, *others, weights, "tied" * plan.ties])
     lines = capsys.readouterr().out.splitlines()
     for line, texts in zip(lines, wanted, strict=True):
         assert [text for text in texts if text not in line] == [], line
