@@ -145,7 +145,7 @@ class Stage(NamedTuple):
     share: float  # of `base_steps`: those that the more_steps of all stages leave over
     batch: float  # factor on batch_tokens and train_seq_len: small batches first (record 46, @varunneal)
     max_doc_len: int  # tokens at which documents are cut; 0 in all stages: a stream, nothing is cut
-    windows: dict[str, int]  # by kind, how many positions attention reaches back; tokens have one, in pairs two
+    windows: dict[str, int]  # by kind, how many positions attention reaches back: in pairs half as many tokens
     more_steps: int = 0  # in addition; those of the last stage have the lowest learning rates
     lr: float = 1.0  # factor on all learning rates, as they rise with the batch
     # Multi-token prediction (record 53, @varunneal): weights of the losses of tokens +1, +2, ..., at the first step and
@@ -187,7 +187,7 @@ GPT2_STAGES = (
         lr=1.73,
         candidates=(14336, 14336, 24576),
     ),
-    Stage(0.06, batch=2.5, max_doc_len=3072, windows=dict(short=640, long=1408), lr=1.73 * (20 / 24) ** 0.5),
+    Stage(0.06, batch=2.5, max_doc_len=3072, windows=dict(short=640, long=1408), lr=1.73 * (2.5 / 3) ** 0.5),
     Stage(0, batch=1, max_doc_len=3072, windows=dict(short=768, long=1664), more_steps=20),
 )
 MINI_STAGES = tuple(
@@ -205,10 +205,10 @@ NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, windows=dict(long=512)),)
 class Group(NamedTuple):
     """Say how the parameters whose names match one of `names` are updated."""
 
-    optimizer: str  # Muon, Adam, or RowAdam for the table of n-grams
+    optimizer: str  # Muon, Adam, or RowAdam for "ngrams": `NgramTable`, which is no parameter
     names: str  # globs, separated by spaces
     lr: float  # learning rate; in rows of Muon a factor on muon_lr
-    # Cautious weight decay. A step takes decay * lr^2 off each unit of a value, of Muon with its row's factor once
+    # Cautious weight decay: an update takes decay * lr^2 times the value off, of Muon without the row's factor once
     decay: float = 0.0
     beta1: float = 0.9  # decay of Adam's mean of gradients; Muon has muon_momentum instead
     beta2: float = 0.99  # decay of the mean of squares: of gradients in Adam, of updates in Muon
@@ -257,12 +257,13 @@ class EMA(NamedTuple):
     every: int = 4  # steps from one move to the next
     offset: int = 1  # a step after which it moves; -1 counts from the end: the last one
     at_end: int = 0  # it also moves after each of so many last steps
-    same_norm: bool = True  # in the end matrices get their norm back, which averaging shortens, if any row says so
+    same_norm: bool = True  # if any row says so, an optimizer's values get back their common norm, which blends shorten
 
     def rate_at(self, step: int, num_iterations: int) -> float:
         """Return the rate of the move after a step; 0: none."""
         start = max(0, num_iterations - self.window)
-        is_due = (step - self.offset % num_iterations) % self.every == 0 or step >= num_iterations - self.at_end
+        first = self.offset % num_iterations
+        is_due = (step - first) % self.every == 0 or step >= num_iterations - self.at_end
         if step < start or not is_due:
             return 0.0
         return 1.0 if step < start + self.every else self.rate
@@ -274,7 +275,9 @@ GPT2_EMAS = (
     EMA(VO_MLP, window=250, rate=4 / 53, blend=1.0, offset=-1),
     EMA("value_embeds.*", window=250, rate=4 / 53, blend=1.0, offset=3, same_norm=False),
     EMA("*.qk_w", window=298, rate=2 / 75, blend=0.55, at_end=2),
-    EMA(VO_MLP, window=298, rate=2 / 75, blend=0.55 - 0.2007, at_end=2),  # on from what the second row set
+    EMA(
+        VO_MLP, window=298, rate=2 / 75, blend=0.55 - 0.2007, at_end=2
+    ),  # (the record's) on from what the second row set
 )
 MINI_EMAS = tuple(row._replace(window=row.window // 6, rate=6 * row.rate) for row in GPT2_EMAS)
 
@@ -307,7 +310,7 @@ class Hyperparameters:
     batch_tokens: int = 8 * 16 * 1024  # tokens a step where a stage's batch is 1, a multiple of train_seq_len
     train_seq_len: int = 16 * 1024  # tokens a training sequence there, a multiple of block_size
     val_seq_len: int = 256 * 1024  # tokens of a validation sequence, a multiple of block_size
-    segment: int = 2560  # tokens after which attention takes a document for a new one, in training
+    segment: int = 2560  # tokens after which attention takes a document for a new one, in training; cuts nothing else
     final_window: int = 2560  # long window in the last validation; 0: that of the last stage
     cooldown_frac: float = 0.8  # last part of the scheduled steps, those without the last stage's more_steps
     min_lr_frac: float = 0.3  # factor on learning rates at the end of the cooldown and later
@@ -388,7 +391,8 @@ class Hyperparameters:
         require("emas", all(row.window >= row.every for row in self.emas), "windows in which each moves")
         require("stages", math.isclose(sum(stage.share for stage in self.stages), 1), "shares that add up to 1")
 
-    all_step = property(lambda self: math.lcm(*chain(*(group.every for group in self.groups))))  # in a cycle of all
+    # After how many steps all groups have been updated; steps that stages share out; steps to the end of the cooldown
+    all_step = property(lambda self: math.lcm(*chain(*(group.every for group in self.groups))))
     base_steps = property(lambda self: self.num_iterations - sum(stage.more_steps for stage in self.stages))
     scheduled_steps = property(lambda self: self.num_iterations - self.stages[-1].more_steps)
     padded_vocab = property(lambda self: self.vocab_size + -self.vocab_size % 64)  # rows of the head, for matmul tiles
@@ -614,36 +618,36 @@ def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
 
 
 def made_by(net: str, cfg: Hyperparameters) -> dict[tuple[int, str], list[float]]:
-    """Return what the factors begin with that a net makes, by layer and kind."""
+    """Return by layer and kind the first values of the factors that a net makes."""
     factors = [(layer.number, factor) for layer in cfg.resolved_layers for factor in layer.factors]
     return {(number, factor.kind): factor.first for number, factor in factors if factor.source == net}
 
 
 class Window(NamedTuple):
-    """Say how far attention reaches back, and what goes with it."""
+    """Say how far attention reaches back, and what goes with it. A token has one position, in pairs two."""
 
-    tokens: int  # positions
+    reach: int  # positions
     attn_scale: float  # factor on scores
     frequencies: Tensor  # (D / 4,): rotary frequencies, in radians a position
 
-    def grown(self, tokens: int) -> "Window":
-        """Return the window after it grew to `tokens`, by YaRN (arXiv:2309.00071; record 31, @classiclarryd).
+    def grown(self, reach: int) -> "Window":
+        """Return the window after it grew, by YaRN (arXiv:2309.00071; record 31, @classiclarryd).
 
         Frequencies of at most one turn in the old window shrink by old / new, those of 32 turns or more stay.
         """
-        shrunk = self.tokens / tokens
-        turns = self.tokens * self.frequencies / (2 * math.pi)
+        shrunk = self.reach / reach
+        turns = self.reach * self.frequencies / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
-        scale = self.attn_scale * (1 + 0.2 * math.log(tokens / self.tokens))
-        return Window(tokens, scale, self.frequencies * (shrunk + kept * (1 - shrunk)))
+        scale = self.attn_scale * (1 + 0.2 * math.log(reach / self.reach))  # 0.2: the record's
+        return Window(reach, scale, self.frequencies * (shrunk + kept * (1 - shrunk)))
 
 
 def plan_windows(cfg: Hyperparameters) -> list[dict[str, Window]]:
     """Return for each stage its windows by kind."""
-    frequencies = (1 / 1024) ** torch.linspace(0, 1, steps=cfg.head_dim // 4, dtype=torch.float64)
+    frequencies = (1 / 1024) ** torch.linspace(0, 1, steps=cfg.head_dim // 4, dtype=torch.float64, device="cpu")
     windows = {}
-    for kind, tokens in cfg.stages[0].windows.items():
-        windows[kind] = Window(tokens, cfg.attn_scale if kind == "long" else cfg.short_attn_scale, frequencies)
+    for kind, reach in cfg.stages[0].windows.items():
+        windows[kind] = Window(reach, cfg.attn_scale if kind == "long" else cfg.short_attn_scale, frequencies)
     stages = [windows]
     for stage in cfg.stages[1:]:
         stages.append({kind: window.grown(stage.windows[kind]) for kind, window in stages[-1].items()})
@@ -653,8 +657,7 @@ def plan_windows(cfg: Hyperparameters) -> list[dict[str, Window]]:
 class Update(NamedTuple):
     """Hold the numbers of a group's update in a step."""
 
-    lr: float  # learning rate
-    rate: float  # of Adam with both bias corrections, of Muon without the row's factor, which each matrix has
+    rate: float  # of Adam lr with both bias corrections, of Muon lr without the row's factor, which each matrix has
     decay: float  # weight decay: of Adam with the learning rates, of Muon without
     beta1: float  # of Muon its momentum
     beta2: float
@@ -672,14 +675,14 @@ def plan_update(group: Group, count: int, step: int, factor: float, cfg: Hyperpa
     if (step + 1) % every:
         return None
     if group.optimizer == "Muon":
-        rate = cfg.muon_lr * factor
-        return Update(rate * group.lr, rate, group.decay, plan_momentum(step, cfg), group.beta2)
+        return Update(cfg.muon_lr * factor, group.decay, plan_momentum(step, cfg), group.beta2)
     lr = group.lr * factor
-    # An update after more steps than at first stands for several; its bias corrections count it once (record 92)
+    # An update after more steps than at first stands for several. As in the record that changes beta at once and for
+    # good, but `count` is of updates, earlier ones too
     several = every / group.every[0]
     beta1, beta2 = group.beta1**several, group.beta2**several
     rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
-    return Update(lr, rate, group.decay * several * lr**2, beta1, beta2)
+    return Update(rate, group.decay * several * lr**2, beta1, beta2)
 
 
 def plan_lr(step: int, stage: Stage, cfg: Hyperparameters) -> float:
@@ -720,6 +723,7 @@ class Plan(NamedTuple):
     next_weights: list[float]  # of the losses of tokens +1, +2, ...
     prefix_weight: float  # of the loss of the next token's prefix; 0: none
     candidates: int  # tokens in the softmax of a sequence; 0: all
+    lr_factor: float  # on all learning rates
     updates: dict[str, Update]  # of the groups that do not wait, by their `names`
     has_slow_momentum: bool  # whether Muon's slow momentum takes part
     ties: bool  # whether embedding and head are updated as one table
@@ -743,8 +747,8 @@ def make_plans(cfg: Hyperparameters) -> list[Plan]:
         stage, length = cfg.stages[index], end - start
         for step in range(start, end):
             done = step - start
-            factor = plan_lr(step, stage, cfg)
-            planned = {row.names: plan_update(row, counts[row.names] + 1, step, factor, cfg) for row in cfg.groups}
+            lr_factor = plan_lr(step, stage, cfg)
+            planned = {row.names: plan_update(row, counts[row.names] + 1, step, lr_factor, cfg) for row in cfg.groups}
             updates = {names: update for names, update in planned.items() if update}
             counts.update(updates.keys())
             plan = Plan(
@@ -757,6 +761,7 @@ def make_plans(cfg: Hyperparameters) -> list[Plan]:
                 next_weights=[first + (last - first) * done / length for first, last in stage.mtp],
                 prefix_weight=stage.prefix[len(stage.prefix) * done // length] if cfg.prefix_file else 0.0,
                 candidates=stage.candidates[len(stage.candidates) * done // length],
+                lr_factor=lr_factor,
                 updates=updates,
                 has_slow_momentum=0 < cfg.slow_momentum_from <= step,
                 ties=head.names in updates and is_tied(step, head, cfg),
@@ -774,8 +779,19 @@ def plan_validation(step: int, cfg: Hyperparameters) -> Plan:
     plan = cfg.plans[min(step, cfg.num_iterations - 1)]
     windows = plan.windows
     if step == cfg.num_iterations and cfg.final_window:
-        windows = windows | {"long": windows["long"]._replace(tokens=cfg.final_window)}
-    return plan._replace(step=step, trains=False, windows=windows, next_weights=[1.0], prefix_weight=0.0, candidates=0)
+        windows = windows | {"long": windows["long"]._replace(reach=cfg.final_window)}
+    return plan._replace(
+        step=step,
+        trains=False,
+        seq_len=cfg.val_seq_len,
+        max_doc_len=0,
+        windows=windows,
+        next_weights=[1.0],
+        prefix_weight=0.0,
+        candidates=0,
+        updates={},
+        ties=False,
+    )
 
 
 def num_tokens(steps: int, cfg: Hyperparameters) -> int:
@@ -790,42 +806,48 @@ def describe_tables(cfg: Hyperparameters) -> str:
         made = ", ".join(f"{kind} {first} by {source}" for kind, source, first in factors)
         dims = f" in the {window} window, queries {qk_dim}, values {v_dim}" if window else ""
         lines.append(f"layer {number}: attention {row.attention}{dims}, MLPs {row.mlps}; {made}")
-    lines += [f"group {i}: {group.optimizer} {group.names}" for i, group in enumerate(cfg.groups)]
+    for i, group in enumerate(cfg.groups):
+        of_muon = f" x {cfg.muon_lr}" if group.optimizer == "Muon" else ""
+        lines.append(f"group {i}: {group.optimizer} {group.names}, lr {group.lr:.4g}{of_muon} x the step's")
     numbers = {group.names: i for i, group in enumerate(cfg.groups)}
     for plan in [*cfg.plans, plan_validation(cfg.num_iterations, cfg)]:
-        name = f"step {plan.step}" if plan.trains else "last validation"
-        windows = ", ".join(
-            f"{kind} {window.tokens} x {window.attn_scale:.4f}" for kind, window in plan.windows.items()
-        )
+        windows = ", ".join(f"{kind} {window.reach} x {window.attn_scale:.4f}" for kind, window in plan.windows.items())
         weights = " ".join(f"{weight:.3f}" for weight in plan.next_weights)
         losses = f"losses {weights}, of prefixes {plan.prefix_weight}, candidates {plan.candidates or 'all'}"
-        rates = ", ".join(f"{numbers[names]}: {update.lr:.3g}" for names, update in plan.updates.items())
-        head = f"{name}: stage {plan.stage}, {plan.seq_len} tokens, documents of {plan.max_doc_len}"
-        lines.append(f"{head}; {windows}; {losses}; lr {rates}{'; tied' * plan.ties}")
+        due = " ".join(str(numbers[names]) for names in plan.updates)
+        updates = f"; lr {plan.lr_factor:.6g} for groups {due}{', tied' * plan.ties}" if due else ""
+        head = f"{'step' if plan.trains else 'validation'} {plan.step}: stage {plan.stage}, {plan.seq_len} tokens"
+        lines.append(f"{head}, documents of {plan.max_doc_len}; {windows}; {losses}{updates}")
     return "\n".join(lines)
 
 
 class Settings(NamedTuple):
-    """Hold what a step sets in the model. All are tensors, so that nothing recompiles."""
+    """Hold what a step sets in the model. They are tensors, so that nothing recompiles."""
 
-    windows: dict[str, Window]  # by kind, with tokens () int32
-    loss_weights: Tensor  # (n,): of the losses of the targets
+    kinds: tuple[str, ...]  # of windows
+    reach: Tensor  # (kinds,) int32
+    attn_scales: Tensor  # (kinds,)
+    frequencies: Tensor  # (kinds, D / 4)
+    loss_weights: Tensor  # (n,): of the losses of the targets, in their order
+
+    def window(self, kind: str) -> Window:
+        """Return a window, with tensors (), () and (D / 4,)."""
+        i = self.kinds.index(kind)
+        return Window(self.reach[i], self.attn_scales[i], self.frequencies[i])
 
 
 def settings_of(plan: Plan, cfg: Hyperparameters, device: torch.device) -> Settings:
     """Return what a step or a validation sets."""
-
-    def send(numbers, dtype):
-        # A copy, as windows may begin with the same frequencies: the compiler takes note of inputs that are the same
-        return torch.as_tensor(numbers, dtype=dtype).to(device, non_blocking=True, copy=True)
-
-    dtype = wide(getattr(torch, cfg.dtype))
-    windows = {}
-    for kind, window in plan.windows.items():
-        tokens = send(window.tokens, torch.int32)
-        windows[kind] = Window(tokens, send(window.attn_scale, dtype), send(window.frequencies, dtype))
+    reach, scales, frequencies = zip(*plan.windows.values())
     weights = [*plan.next_weights, plan.prefix_weight] if plan.prefix_weight else plan.next_weights
-    return Settings(windows, send(weights, dtype))
+    dtype = wide(getattr(torch, cfg.dtype))
+    numbers = [
+        torch.tensor(scales, dtype=dtype),
+        torch.stack(frequencies).to(dtype),
+        torch.tensor(weights, dtype=dtype),
+    ]
+    tensors = [torch.tensor(reach, dtype=torch.int32), *numbers]
+    return Settings(tuple(plan.windows), *(tensor.to(device, non_blocking=True) for tensor in tensors))
 
 
 # ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
@@ -900,7 +922,7 @@ def plan_batches(pattern: str, lengths: list[tuple[int, int]], num_sequences: in
         else:
             raise UserError(
                 f"{pattern} in {os.getcwd()}: tokens for {len(batches)} batches, the run needs {len(lengths)}; "
-                f"is --eot_token {cfg.eot_token}? ./run.sh gets a preset's data, data/pack_text.py packs text"
+                f"documents begin with --eot_token {cfg.eot_token}; ./run.sh gets a preset's data, data/pack_text.py packs text"
             )
     return batches
 
@@ -1016,10 +1038,10 @@ def find_ngrams(tokens: np.ndarray, cfg: Hyperparameters) -> tuple[np.ndarray, n
     size = cfg.ngram_rows // len(kinds)
     rows = []
     for k, (factors, _) in enumerate(kinds):
-        hashed = tokens
+        read = tokens
         if k == 0:  # an accident of the record: for bigrams the first token is not itself, but the number size - 1
-            hashed = np.concatenate([[size - 1], tokens[1:]], dtype=np.int32)
-        rows.append(k * size + hash_ngrams(hashed, factors, size - 1, first=size - 1))
+            read = np.concatenate([[size - 1], tokens[1:]], dtype=np.int32)
+        rows.append(k * size + hash_ngrams(read, factors, size - 1, first=size - 1))
     signs = [hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for _, factors in kinds if cfg.sign_rows]
     return np.stack(rows), np.array(signs)
 
@@ -1056,7 +1078,7 @@ def choose_candidates(targets: np.ndarray, count: int, offset: int, vocab: int) 
         look = min(vocab, int(1.7 * missing) + 256)  # the record's: some are chosen already
         ids = 20011 * ((offset + np.arange(look)) % vocab) % vocab
         others = ids[~chosen[ids]]
-        if len(others) < missing:  # in small vocabularies
+        if len(others) < missing:  # if nearly all that it looked at are targets
             others = np.flatnonzero(~chosen)
             others = others[:: max(1, len(others) // missing)]
         chosen[others[:missing]] = True
@@ -1108,19 +1130,19 @@ class Reader:
 
         batches: for each step the tokens of all sequences (T + 1,), with their last targets.
         """
-        rank, size = self.ranks.rank, self.ranks.world_size
+        rank, world_size = self.ranks.rank, self.ranks.world_size
         batches = [[tokens.astype(np.int32) for tokens in batch] for batch in batches]
         found = [[find_ngrams(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]
-        rows_of_ranks = [[rows for ngrams in found for rows, _ in ngrams[k::size]] for k in range(size)]
+        rows_of_ranks = [[rows for ngrams in found for rows, _ in ngrams[k::world_size]] for k in range(world_size)]
         nothing = np.empty(0, np.int32)  # ranks may have no sequence
         ids = [np.concatenate([nothing, *rows], axis=None) for rows in rows_of_ranks]
-        requests, index = plan_requests(ids, rank, -(-self.cfg.ngram_rows // size))
+        requests, index = plan_requests(ids, rank, -(-self.cfg.ngram_rows // world_size))
         ends = np.cumsum([rows.size for rows in rows_of_ranks[rank]])
-        indices = iter(np.split(index.astype(np.int32), ends))  # of the n-grams of each own sequence
+        indices = iter(np.split(index.astype(np.int32), ends))  # of each own sequence's n-grams, as below
         steps: list[list[Inputs]] = []
         for plan, batch, ngrams in zip(plans, batches, found):
             steps.append([])
-            for i in range(rank, len(batch), size):
+            for i in range(rank, len(batch), world_size):
                 tokens = batch[i][:-1]
                 rows, signs = ngrams[i]
                 targets, candidates = self.targets(plan, i, batch[i][1:])
@@ -1451,12 +1473,13 @@ def document_block_mask(doc_ids: Tensor, window: Tensor, block: int, for_flex: b
     slot = own[None, :]  # in the list of a query block
     full = (query - 1 - slot).clamp(min=0)
     partial = torch.where(slot == 0, query, query - num_full[:, None] - slot).clamp(min=0)
-    lists = num_partial[None, None], partial[None, None], num_full[None, None], full[None, None]
+    lists = dict(kv_num_blocks=num_partial, kv_indices=partial, full_kv_num_blocks=num_full, full_kv_indices=full)
+    lists = {name: t[None, None] for name, t in lists.items()}  # of all sequences and heads
 
     def causal_in_document(b, h, q, kv):
         return (q >= kv) & (q - kv <= window) & (doc_ids[q] == doc_ids[kv])
 
-    return BlockMask.from_kv_blocks(*lists, block, causal_in_document, compute_q_blocks=for_flex)
+    return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=block, mask_mod=causal_in_document, compute_q_blocks=for_flex)
 
 
 class GatheredMask:
@@ -1550,7 +1573,7 @@ class CausalSelfAttention(nn.Module):
             k.copy_(q)
 
     def forward(self, x: Tensor, value_embed: Tensor | None, mixed: Tensor | None, view: View, factors: dict) -> Tensor:
-        """Attend, with the layer's factors but for those after attention: numbers, or made for each token (..., T, 1).
+        """Attend, with the layer's factors by kind: numbers (n,), or made for each token (n, T, 1).
 
         value_embed and mixed (T, H D): what joins the values, if anything.
         """
@@ -1587,7 +1610,10 @@ class CausalSelfAttention(nn.Module):
         return [t.unflatten(1, (H, -1)) for t in qkv]
 
     def position(self, q: Tensor, k: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        """Give queries and keys unit RMS (QK-norm: @Grad62304977), and positions; scale the queries."""
+        """Give queries and keys unit RMS (QK-norm: @Grad62304977), and positions; scale the queries.
+
+        In pairs the h-th head has the position 2 t + h % 2: see `GPT.attention_views`.
+        """
         if self.kind.rotary:
             half = self.cfg.head_dim // 2
             split = len(q), -1, self.kind.heads_per_pair, self.layer.qk_dim // half, 2, half // 2
@@ -1620,7 +1646,7 @@ class CausalSelfAttention(nn.Module):
 
 
 # ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
-GATE_SCALE = 0.1  # factor on what nets make, at first
+GATE_SCALE = 0.1  # factor on what nets make; that of the gate nets is a parameter, and begins so
 
 
 class GateNet(nn.Module):
@@ -1697,7 +1723,7 @@ class Block(nn.Module):
         return own | {kind: factor for (layer, kind), factor in by_nets.items() if layer == self.layer.number}
 
     def forward(self, x: Tensor, sources: Sources, factors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the residual stream (T, K) after the layer, what its attention reads, and what its MLPs read."""
+        """Return the residual stream (T, K) after the layer, what attention reads, before its norm, and MLPs' input."""
         row = self.layer.row
         x0 = sources.x0
         mixed = None
@@ -1758,7 +1784,8 @@ class GPT(nn.Module):
                 self.gate_nets[str(i)] = GateNet(cfg, made_by(f"net {i}", cfg))
         self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
         if head_mix := cfg.layers[-1].head_mix:
-            # In the order of `features`. Less of what only later layers needed: record 40 (@snimu, @classiclarryd)
+            # Of the first stream, outputs, value embeddings, inputs of MLPs and attention: see `features`. Less of the
+            # first output, of which only later layers needed much: record 40 (@snimu, @classiclarryd)
             first = [0.0, -0.5] + [0.0] * (len(head_mix) + len(self.value_embeds) + 1)
             self.head_net = GateNet(cfg, dict(factors=first), groups=cfg.mix_groups)
         if n := cfg.smear_gate_inputs:
@@ -1835,9 +1862,9 @@ class GPT(nn.Module):
         views: dict[str, View] = {}
         for name in dict.fromkeys(row.attention for row in cfg.layers if row.attention != "none"):
             kind = ATTENTION[name]
-            window = settings.windows[kind.window]
+            window = settings.window(kind.window)
             ids = doc_ids.repeat_interleave(kind.heads_per_pair)
-            mask: BlockMask | GatheredMask = document_block_mask(ids, window.tokens, cfg.block_size, for_flex=on_cuda)
+            mask: BlockMask | GatheredMask = document_block_mask(ids, window.reach, cfg.block_size, for_flex=on_cuda)
             if not on_cuda:
                 mask = GatheredMask(mask, self.max_blocks, self.embed.weight.dtype)
             positions = torch.arange(len(ids), device=ids.device).view(-1, 1, kind.heads_per_pair, 1, 1, 1)
@@ -1887,9 +1914,9 @@ if triton:
     @triton.jit
     def cross_entropy_kernel(
         z, targets, weights, losses, grad, V, n,
-        slope: tl.constexpr, shift: tl.constexpr, r: tl.constexpr, scale: tl.constexpr, BLOCK: tl.constexpr,
+        slope: tl.constexpr, shift: tl.constexpr, r: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Compute the loss of a token, and its gradient by the logits times `scale`, as `cross_entropy_by_kernel`."""
+        """Compute the loss of a token, and its gradient by the logits, as `cross_entropy_by_kernel` does."""
         row = tl.program_id(0).to(tl.int64)
         z += row * V
         grad += row * V
@@ -1915,7 +1942,7 @@ if triton:
             d = total_weight / total * tl.exp(-r * s)
             for k in range(n):
                 d -= tl.where(columns == tl.load(targets + k), tl.load(weights + k), 0)
-            tl.store(grad + columns, (scale * d * s * (1 - s)).to(grad.dtype.element_ty), columns < V)
+            tl.store(grad + columns, (factor * d * s * (1 - s)).to(grad.dtype.element_ty), columns < V)
 
 
 def cross_entropy_by_kernel(z, targets, weights, softcap: tuple, scale: float, dtype: torch.dtype):
@@ -1927,11 +1954,11 @@ def cross_entropy_by_kernel(z, targets, weights, softcap: tuple, scale: float, d
     losses = torch.empty(len(z), dtype=torch.float32, device=z.device)
     grad = torch.empty_like(z, dtype=dtype)
     numbers = -2 / c, -2 * d / c, r, scale * r * 2 / c
-    cross_entropy_kernel[(len(z),)](z, targets, weights, losses, grad, z.size(1), len(weights), *numbers, 2048)
+    cross_entropy_kernel[(len(z),)](z, targets, weights, losses, grad, z.size(1), len(weights), *numbers, BLOCK=2048)
     return losses, grad
 
 
-# Of the head's input, its weight, the logits' gradient: 100, 2, 0.75 become 448, e4m3's largest number (the record's)
+# Of the head's input, its weight (100 and 2 become 448, e4m3's largest), the logits' gradient in e5m2: the record's
 FP8_SCALES = 448 / 100, 448 / 2, 448 / 0.75
 
 
@@ -1948,28 +1975,28 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, never):
-        x_scale, w_scale, grad_scale = fp8_scales or (1.0, 1.0, 1.0)
-        low, grad_low = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
-        w_q = quantize(w, w_scale, low)
+        x_scale, w_scale, z_scale = fp8_scales or (1.0, 1.0, 1.0)
+        dtype, z_dtype = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
+        w_q = quantize(w, w_scale, dtype)
         losses = []
         grads_x = []
         grad_w = None
         for start in range(0, len(x), slice_tokens):
             part = slice(start, start + slice_tokens)
             x_slice, t = x[part], targets[part]
-            x_q = quantize(x_slice, x_scale, low)
+            x_q = quantize(x_slice, x_scale, dtype)
             z = matmul(x_q, w_q.t(), x_scale * w_scale, x.dtype, fast=True)
             if with_grads and has_kernels(z):
-                loss, grad_q = cross_entropy_by_kernel(z, t, weights, softcap, grad_scale, grad_low)
+                loss, grad_q = cross_entropy_by_kernel(z, t, weights, softcap, z_scale, z_dtype)
             else:
                 bits = None if never is None else never[part]
                 loss, grad_z = softcapped_cross_entropy(z.to(wide(w.dtype)), t, weights, softcap, with_grads, bits)
-                grad_q = quantize(grad_z, grad_scale, grad_low) if with_grads else None
+                grad_q = quantize(grad_z, z_scale, z_dtype) if with_grads else None
             losses.append(loss)
             if with_grads:
-                grads_x.append(matmul(grad_q, w_q, grad_scale * w_scale, x.dtype))
+                grads_x.append(matmul(grad_q, w_q, z_scale * w_scale, x.dtype))
                 # As (K, V), then transposed: faster than (V, K) directly (record 19)
-                added = matmul(x_q.t(), grad_q, x_scale * grad_scale, wide(w.dtype)).t()
+                added = matmul(x_q.t(), grad_q, x_scale * z_scale, wide(w.dtype)).t()
                 grad_w = added if grad_w is None else grad_w + added
         if with_grads:
             ctx.save_for_backward(torch.cat(grads_x), grad_w.to(w.dtype))
@@ -2045,9 +2072,10 @@ class ShardedOptimizer:
         self.grad_views = self.views(self.grad_buffer)
         self.param_shard = self.shard(self.param_buffer)
         self.grad_shard = self.grad_buffer if ranks.world_size == 1 else torch.zeros_like(self.param_shard)
+        # Values of Adam are the parameters. Those of Muon are in fp32: parameters are their rounded copies
         own = self.shard(values)
         self.state = self.init_state(own.clone() if self.keeps_values else own)  # a clone: other ranks' rows are freed
-        self.values = self.state.get("values", self.param_shard)  # in fp32 if kept, or else the parameters themselves
+        self.values = self.state.get("values", self.param_shard)
         self.state |= {f"ema {i}": torch.zeros_like(own, dtype=wide(own.dtype)) for i in emas}
 
     def views(self, buffer: Tensor) -> list[Tensor]:
@@ -2064,7 +2092,7 @@ class ShardedOptimizer:
         torch._foreach_add_(self.grad_views, grads)
 
     def is_due(self, plan: Plan) -> bool:
-        """Say whether a step updates these parameters: groups are together in one optimizer if they agree in that."""
+        """Say whether a step updates these parameters. Its groups differ in lr alone: see `build_optimizers`."""
         return self.groups[0].names in plan.updates
 
     def reduce(self):
@@ -2121,7 +2149,7 @@ def compiled(function: Callable, wanted: bool, dynamic: bool) -> Callable:
 
 
 def adam_values(old: Tensor, mean: Tensor, squares: Tensor, numbers: dict) -> Tensor:
-    """Return new values from the means of gradients and of their squares. The decay only goes towards 0."""
+    """Return new values from the means of gradients and of their squares. Decay only where the step goes towards 0."""
     update = numbers["rate"] * mean / (squares.sqrt() + numbers["eps"])
     return old - update - numbers["decay"] * old * (mean * old > 0)
 
@@ -2204,8 +2232,8 @@ def muon_update(shard: Tensor, grad: Tensor, factors: Tensor, state: dict, numbe
     u = zeropower_via_newtonschulz5(grad.lerp(m, numbers["momentum"]), shard.dtype)
     u = normalize_neurons(u.to(values.dtype), state["squares"], beta2)
     if decay:
-        u += decay * numbers["lr"] * values * (slow * values >= 0)
-    values -= numbers["lr"] * factors * u
+        u += decay * numbers["rate"] * values * (slow * values >= 0)
+    values -= numbers["rate"] * factors * u
     shard.copy_(values)
 
 
@@ -2218,9 +2246,10 @@ class Muon(ShardedOptimizer):
         slow <- 0.98 slow + 0.02 g
         m = fast, from slow_momentum_from on 0.4385 fast + 0.5615 slow
         u <- normalize_neurons(zeropower(momentum m + (1 - momentum) g))
-        p <- p - factor lr (u + decay lr p [slow p >= 0])
+        p <- p - factor rate (u + decay rate p [slow p >= 0])
 
-    The factor is the lr of a matrix's group. The weight decay is cautious, only towards 0 (record 43, @varunneal).
+    rate is muon_lr by the schedule, factor the lr of a matrix's group. The weight decay is cautious: it acts where the
+    slow momentum moves towards 0, too, from the first step on (record 43, @varunneal).
     Ranks have whole matrices: of the 22 of gpt2's MLPs each of 8 has 3, two of them padding.
     """
 
@@ -2235,9 +2264,9 @@ class Muon(ShardedOptimizer):
         return dict(values=values, fast=torch.zeros_like(values), slow=torch.zeros_like(values), squares=squares)
 
     def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan):
-        now = plan.updates[self.groups[0].names]  # all agree but for the factor
-        fast_beta, fast_share = (0.85, 0.4385) if plan.has_slow_momentum else (now.beta1, 1.0)
-        numbers = dict(lr=now.rate, momentum=now.beta1, fast_beta=fast_beta, fast_share=fast_share, slow_rate=0.02)
+        now = plan.updates[self.groups[0].names]
+        fast_beta, fast_share = (0.85, 0.4385) if plan.has_slow_momentum else (now.beta1, 1.0)  # ANVIL's
+        numbers = dict(rate=now.rate, momentum=now.beta1, fast_beta=fast_beta, fast_share=fast_share, slow_rate=0.02)
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
         tensors = to_tensors(self.cfg, numbers)
         update(shard, grad, self.factors, self.state, tensors, now.decay, now.beta2)
@@ -2347,7 +2376,7 @@ class NgramTable:
 
         As in the record v decays for all rows. sums: of the gradients of this rank's sequences, for `Requests.ids`.
         """
-        if self.ranks.world_size > 1:  # or else they are for `Requests.updated` already, which is the same
+        if self.ranks.world_size > 1:  # with one process, requested and updated rows are the same
             got = self.exchange(sums, requests.counts, requests.served_counts)
             sums = got.new_zeros(len(requests.updated), got.size(1)).index_add_(0, requests.inverse, got)
         now = plan.updates[self.group.names]
@@ -2472,7 +2501,7 @@ class RunLog:
                     print(text, file=stream, flush=True)
 
     def send_loss(self, step: int, sent: Tensor):
-        """Send `Trainer.sent` of a step to the host without waiting, and log the loss of 8 steps ago."""
+        """Send what `train_step` returned to the host without waiting, and log the loss of 8 steps ago."""
         on_host = sent.to("cpu", non_blocking=True)
         arrived = self.device.Event()
         arrived.record()
@@ -2613,7 +2642,7 @@ class Trainer:
         loss = self.model(inputs, embeds, settings)
         # The loss is a sum over tokens, as in the record: gradients grow with train_seq_len. Only the optimizers divide
         # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
-        wanted = [embeds, *chain(*(optimizer.params for optimizer in self.optimizers))]
+        wanted = [embeds, *chain(*(optimizer.params for optimizer in self.optimizers))]  # gradients come in this order
         by_embeds, *grads = torch.autograd.grad(loss * self.cfg.grad_scale, wanted, allow_unused=True)
         of_params = iter(grads)
         for optimizer in self.optimizers:
@@ -2647,15 +2676,16 @@ class Trainer:
         canon = self.canon(is_last=step == self.cfg.num_iterations)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         size = self.ranks.world_size
+        # One sequence of as many batches as there are ranks makes a cycle of one step
         cycles = (([plan], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
         for sequences, requests in self.reader.read(cycles):
             total += self.score(plan, sequences, requests, canon)
         start_collective(dist.all_reduce, total)()
         return total.item() / self.cfg.val_tokens
 
-    def dummies(self, plan: Plan, length: int) -> tuple[list[Inputs], Requests]:
-        """Return inputs of sequences of some length."""
-        tokens = np.arange(length + 1) % 16  # few, as all are candidates
+    def dummies(self, plan: Plan) -> tuple[list[Inputs], Requests]:
+        """Return inputs of sequences as a step or a validation has."""
+        tokens = np.arange(plan.seq_len + 1) % 16  # few, as all are candidates
         (sequences,), requests = self.reader.on_device(self.reader.make([plan], [[tokens] * self.cfg.batch_sequences]))
         return sequences, requests
 
@@ -2669,10 +2699,10 @@ class Trainer:
             (plan.seq_len, plan.candidates, len(plan.next_weights), plan.prefix_weight > 0): plan for plan in plans
         }
         for plan in kinds.values():
-            self.train_step(plan._replace(updates=updates), *self.dummies(plan, plan.seq_len))
+            self.train_step(plan._replace(updates=updates), *self.dummies(plan))
         plan = plan_validation(self.cfg.num_iterations, self.cfg)
         with torch.no_grad():
-            sequences, requests = self.dummies(plan, self.cfg.val_seq_len)
+            sequences, requests = self.dummies(plan)
             self.score(plan, sequences[:1], requests, self.canon(is_last=False))
         self.sums = None
         self.table.rows.zero_()  # as all begin; of these there is no copy
