@@ -922,7 +922,8 @@ def plan_batches(pattern: str, lengths: list[tuple[int, int]], num_sequences: in
         else:
             raise UserError(
                 f"{pattern} in {os.getcwd()}: tokens for {len(batches)} batches, the run needs {len(lengths)}; "
-                f"documents begin with --eot_token {cfg.eot_token}; ./run.sh gets a preset's data, data/pack_text.py packs text"
+                f"documents begin with --eot_token {cfg.eot_token}; ./run.sh gets a preset's data, "
+                "data/pack_text.py packs text"
             )
     return batches
 

@@ -165,7 +165,7 @@ def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
             gpt = GPT(cfg)
             optimizers = train_gpt.build_optimizers(gpt, Ranks(0, processes, 0, processes))
             reader = Reader(cfg, Ranks(), device)
-            for length, plan in {plan.seq_len if plan.trains else cfg.val_seq_len: plan for plan in plans}.items():
+            for length, plan in {plan.seq_len: plan for plan in plans}.items():
                 tokens = numpy.arange(length + 1) % 16  # few, as all are candidates
                 ((inputs,),), _ = reader.on_device(reader.make([plan], [[tokens]]))
                 ngrams = torch.zeros(*inputs.ngram_index.shape, cfg.model_dim, dtype=getattr(torch, cfg.dtype))

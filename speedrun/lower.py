@@ -220,7 +220,7 @@ def find_stages(cfg) -> list[dict]:
     for plan in cfg.plans:
         targets = len(plan.next_weights) + (plan.prefix_weight > 0)
         phase = f"train {plan.seq_len} x {targets} of {plan.candidates or 'all'}"
-        windows = {kind: window.tokens for kind, window in plan.windows.items()}
+        windows = {kind: window.reach for kind, window in plan.windows.items()}
         if not found or (phase, windows) != (found[-1]["phase"], found[-1]["windows"]):
             found.append(dict(first=plan.step, steps=0, tokens=plan.seq_len, windows=windows, phase=phase))
         found[-1]["steps"] += 1

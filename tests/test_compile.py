@@ -89,6 +89,6 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, ch
             for t in (trainer, plain)
         ]
         assert losses[0] == pytest.approx(losses[1], rel=0.02 if cfg.lm_head_fp8 else 1e-10)
-    assert (plan.stage, plan.windows["long"].tokens) == (3, 104)
+    assert (plan.stage, plan.windows["long"].reach) == (3, 104)
     assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head), "two tables in the end"
     assert (len(graphs), counters["unique_graphs"]) == before

@@ -38,10 +38,10 @@ def test_yarn_slows_what_turned_less_than_once_and_keeps_what_turned_32_times():
     cfg = PRESETS["gpt2"]
     stages = train_gpt.plan_windows(cfg)
     for kind in cfg.stages[0].windows:
-        assert [stage[kind].tokens for stage in stages] == [stage.windows[kind] for stage in cfg.stages]
+        assert [stage[kind].reach for stage in stages] == [stage.windows[kind] for stage in cfg.stages]
         for old, new in pairwise(stage[kind] for stage in stages):
-            turns = old.tokens * old.frequencies / (2 * torch.pi)
-            close(new.frequencies[turns <= 1], old.frequencies[turns <= 1] * old.tokens / new.tokens)
+            turns = old.reach * old.frequencies / (2 * torch.pi)
+            close(new.frequencies[turns <= 1], old.frequencies[turns <= 1] * old.reach / new.reach)
             close(new.frequencies[turns >= 32], old.frequencies[turns >= 32])
 
 

@@ -129,7 +129,7 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     fp8 = Trainer(dataclasses.replace(cfg, lm_head_fp8=True, layers_fp8=True), Ranks()).gpt
     fp8.load_state_dict(plain.state_dict())
     plan = cfg.plans[0]
-    [inputs], _ = trainer.dummies(plan, plan.seq_len)
+    [inputs], _ = trainer.dummies(plan)
     batch = inputs, torch.randn(2, plan.seq_len, 96).bfloat16(), settings_of(plan, cfg, trainer.device)
     products, in_head = [], []
     monkeypatch.setattr(train_gpt, "fp8_product", lambda *args: products.append(args[1].shape) or fp8_product(*args))

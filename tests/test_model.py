@@ -167,7 +167,7 @@ def test_schedules_are_what_the_rows_say(preset: str):
         for plan in plans[start:end]:
             done = (plan.step - start) / (end - start)
             assert cfg.stages[plan.stage] == stage
-            assert {kind: window.tokens for kind, window in plan.windows.items()} == stage.windows
+            assert {kind: window.reach for kind, window in plan.windows.items()} == stage.windows
             assert (plan.seq_len, plan.max_doc_len) == (stage.batch * cfg.train_seq_len, stage.max_doc_len)
             assert min(cfg.min_lr_frac, stage.lr) <= plan_lr(plan.step, stage, cfg) <= highest
             assert plan.prefix_weight == stage.prefix[int(len(stage.prefix) * done)]
@@ -179,7 +179,7 @@ def test_schedules_are_what_the_rows_say(preset: str):
     assert plan_lr(0, cfg.stages[0], cfg) == cfg.stages[0].lr
     assert plan_lr(cfg.scheduled_steps, cfg.stages[-1], cfg) == pytest.approx(cfg.min_lr_frac)
     last = plan_validation(len(plans), cfg)
-    assert last.windows["long"].tokens == (cfg.final_window or cfg.stages[-1].windows["long"]), "in the last validation"
+    assert last.windows["long"].reach == (cfg.final_window or cfg.stages[-1].windows["long"]), "in the last validation"
     assert (last.next_weights, last.prefix_weight, last.candidates) == ([1.0], 0, 0)
 
 

@@ -205,8 +205,8 @@ def test_schedules(model, optim):
     first = model["schedule/stage"][0]
     chain = whole | {
         "stage": [plan.stage + first for plan in plans],
-        "window_short": [plan.windows["short"].tokens for plan in plans],
-        "window_long": [plan.windows["long"].tokens for plan in plans],
+        "window_short": [plan.windows["short"].reach for plan in plans],
+        "window_long": [plan.windows["long"].reach for plan in plans],
         "max_doc_len": [plan.max_doc_len for plan in plans],
         "candidates": [plan.candidates for plan in plans],
         "prefix_weight": [plan.prefix_weight for plan in plans],
@@ -226,9 +226,10 @@ def test_schedules(model, optim):
     due = {group: [plan.step for plan in cfg.plans if group.names in plan.updates] for group in (values, tables)}
     assert due[values] == due[tables]
     of_values, of_tables = ([plans[step].updates[group.names] for step in steps] for group, steps in due.items())
+    lrs = [values.lr * plans[step].lr_factor for step in due[values]]
     sparse = {
-        "value_embed_betas": [update[3:] for update in of_values],
-        "table_wd_mult": [update.decay / update.lr**2 / 0.005 for update in of_values],
+        "value_embed_betas": [(update.beta1, update.beta2) for update in of_values],
+        "table_wd_mult": [update.decay / lr**2 / 0.005 for update, lr in zip(of_values, lrs, strict=True)],
         "ngram_beta2": [update.beta2 for update in of_tables],
     }
     for name, ours in chain.items():

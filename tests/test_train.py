@@ -170,10 +170,11 @@ def test_describe_prints_every_layer_group_and_step_and_the_last_validation(pres
         dims = [f"queries {layer.qk_dim}", f"values {layer.v_dim}"] if row.attention != "none" else []
         wanted.append([f"layer {i}:", row.attention, f"MLPs {row.mlps}", *dims, *made])
     numbers = {group.names: i for i, group in enumerate(cfg.groups)}
-    wanted += [[f"group {i}:", cfg.groups[i].optimizer, names] for names, i in numbers.items()]
+    wanted += [[f"group {i}:", row.optimizer, row.names, f"lr {row.lr:.4g}"] for i, row in enumerate(cfg.groups)]
     for plan in [*cfg.plans, train_gpt.plan_validation(cfg.num_iterations, cfg)]:
-        windows = [f"{kind} {window.tokens} x {window.attn_scale:.4f}" for kind, window in plan.windows.items()]
-        rates = [f"{numbers[names]}: {update.lr:.3g}" for names, update in plan.updates.items()]
+        windows = [f"{kind} {window.reach} x {window.attn_scale:.4f}" for kind, window in plan.windows.items()]
+        due = " ".join(str(numbers[names]) for names in plan.updates)
+        rates = [f"lr {plan.lr_factor:.6g} for groups {due}"] if due else []
         others = [
             f"stage {plan.stage},",
             f"{plan.seq_len} tokens",
@@ -181,7 +182,7 @@ def test_describe_prints_every_layer_group_and_step_and_the_last_validation(pres
             str(plan.candidates or "all"),
         ]
         weights = " ".join(f"{weight:.3f}" for weight in plan.next_weights)
-        name = f"step {plan.step}:" if plan.trains else "last validation:"
+        name = f"{'step' if plan.trains else 'validation'} {plan.step}:"
         wanted.append([name, *windows, *rates, *others, weights, "tied" * plan.ties])
     lines = capsys.readouterr().out.splitlines()
     for line, texts in zip(lines, wanted, strict=True):
