@@ -269,7 +269,7 @@ def test_rows_of_ngrams_step_as_in_a_plain_loop(device: str):
         sums = torch.randn(len(requests.ids), cfg.model_dim, generator=generator).half()
         rows = table.rows.cpu().clone()
         expected = rows.double()
-        _, rate, decay, _, beta2 = plan.updates[table.group.names]
+        rate, decay, _, beta2 = plan.updates[table.group.names]
         v *= beta2
         for i, grad in zip(requests.ids.tolist(), sums.double() / cfg.batch_sequences, strict=True):
             v[i] += (1 - beta2) * grad.square().mean()
