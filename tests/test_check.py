@@ -75,7 +75,7 @@ def outcome(capfd, corpus, monkeypatch):
     [
         ("--device cuda", f"there is no NVIDIA GPU{CPU_RUNS}"),
         ("--preset gpt2 --device auto --ngram_rows 62", f"there is no NVIDIA GPU{CPU_RUNS}"),
-        ("--num_iterations 999", "999; documents begin with --eot_token 256; data/pack_text.py packs text; --num_iterations and"),
+        ("--num_iterations 999", "999; documents begin with --eot_token 256; data/pack_text.py packs text; --num_"),
         ("--val_files none_*.bin", "none_*.bin in {cwd}: tokens for 0 batches, the run needs 3; documents"),
         ("--train_files {tmp}/short.bin", "{tmp}/short.bin: not a whole shard of tokens; data/pack_text.py"),
         ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has token 50256, --vocab_size is 257: another tokenizer's?"),
