@@ -108,8 +108,8 @@ class Layer(NamedTuple):
     ngram: bool = False  # the residual stream adds the embeddings of the n-grams that end with the token
     skip: int | None = None  # the residual stream adds the output of this layer (U-Net)
     mlps: int = 1  # all read the same
-    # MUDD: a net of the layer's own mixes the first stream, the output of this layer and the residual stream, once
-    # into the residual stream and once into the values, and makes the factors on the stream, x0, n-grams and outputs
+    # MUDD: a net of this layer mixes the first stream, the output of the layer named here and the residual stream, once
+    # into the residual stream and once into the values; and it makes the factors on the stream, x0, n-grams and outputs
     mudd: int | None = None
     # In the last layer: the head reads, beside the residual stream, a mixture of the first stream, the outputs of these
     # layers, the value embeddings, and what this layer's MLPs and attention read
@@ -208,7 +208,7 @@ class Group(NamedTuple):
     optimizer: str  # Muon, Adam, or RowAdam for "ngrams": `NgramTable`, which is no parameter
     names: str  # globs, separated by spaces
     lr: float  # learning rate; in rows of Muon a factor on muon_lr
-    # Cautious weight decay: an update takes decay * lr^2 times the value off, of Muon without the row's factor once
+    # Cautious weight decay: an update takes decay * lr^2 times the value off; in Muon only one lr has the row's factor
     decay: float = 0.0
     beta1: float = 0.9  # decay of Adam's mean of gradients; Muon has muon_momentum instead
     beta2: float = 0.99  # decay of the mean of squares: of gradients in Adam, of updates in Muon
@@ -275,9 +275,8 @@ GPT2_EMAS = (
     EMA(VO_MLP, window=250, rate=4 / 53, blend=1.0, offset=-1),
     EMA("value_embeds.*", window=250, rate=4 / 53, blend=1.0, offset=3, same_norm=False),
     EMA("*.qk_w", window=298, rate=2 / 75, blend=0.55, at_end=2),
-    EMA(
-        VO_MLP, window=298, rate=2 / 75, blend=0.55 - 0.2007, at_end=2
-    ),  # (the record's) on from what the second row set
+    # Blends follow each other: this one starts from what the second row's made. 0.2007 is the record's
+    EMA(VO_MLP, window=298, rate=2 / 75, blend=0.55 - 0.2007, at_end=2),
 )
 MINI_EMAS = tuple(row._replace(window=row.window // 6, rate=6 * row.rate) for row in GPT2_EMAS)
 
@@ -677,8 +676,8 @@ def plan_update(group: Group, count: int, step: int, factor: float, cfg: Hyperpa
     if group.optimizer == "Muon":
         return Update(cfg.muon_lr * factor, group.decay, plan_momentum(step, cfg), group.beta2)
     lr = group.lr * factor
-    # An update after more steps than at first stands for several. As in the record that changes beta at once and for
-    # good, but `count` is of updates, earlier ones too
+    # An update after more steps than at first stands for several. As in the record the bias corrections take the new
+    # betas for all `count` updates, also for those made with the old ones
     several = every / group.every[0]
     beta1, beta2 = group.beta1**several, group.beta2**several
     rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
@@ -718,7 +717,7 @@ class Plan(NamedTuple):
     stage: int  # number of its row
     trains: bool
     seq_len: int  # tokens of a training sequence
-    max_doc_len: int
+    max_doc_len: int  # 0: documents are not cut
     windows: dict[str, Window]  # by kind
     next_weights: list[float]  # of the losses of tokens +1, +2, ...
     prefix_weight: float  # of the loss of the next token's prefix; 0: none
@@ -817,7 +816,7 @@ def describe_tables(cfg: Hyperparameters) -> str:
         due = " ".join(str(numbers[names]) for names in plan.updates)
         updates = f"; lr {plan.lr_factor:.6g} for groups {due}{', tied' * plan.ties}" if due else ""
         head = f"{'step' if plan.trains else 'validation'} {plan.step}: stage {plan.stage}, {plan.seq_len} tokens"
-        lines.append(f"{head}, documents of {plan.max_doc_len}; {windows}; {losses}{updates}")
+        lines.append(f"{head}, documents cut at {plan.max_doc_len or 'no length'}; {windows}; {losses}{updates}")
     return "\n".join(lines)
 
 
@@ -1040,7 +1039,7 @@ def find_ngrams(tokens: np.ndarray, cfg: Hyperparameters) -> tuple[np.ndarray, n
     rows = []
     for k, (factors, _) in enumerate(kinds):
         read = tokens
-        if k == 0:  # an accident of the record: for bigrams the first token is not itself, but the number size - 1
+        if k == 0:  # an accident of the record: the bigram of the second token takes size - 1 for the first token
             read = np.concatenate([[size - 1], tokens[1:]], dtype=np.int32)
         rows.append(k * size + hash_ngrams(read, factors, size - 1, first=size - 1))
     signs = [hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for _, factors in kinds if cfg.sign_rows]
@@ -1055,13 +1054,13 @@ def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def plan_requests(ids: list[np.ndarray], rank: int, rows_per_rank: int) -> tuple[Requests, np.ndarray]:
     """Return a rank's requests, and the index of each of its ids among them, from the ids (m,) that each rank reads."""
-    own, index = distinct(ids[rank])
-    counts = np.bincount(own // rows_per_rank, minlength=len(ids)).tolist()
+    requested, index = distinct(ids[rank])
+    counts = np.bincount(requested // rows_per_rank, minlength=len(ids)).tolist()
     first = rank * rows_per_rank
     served = [distinct(read[(read >= first) & (read < first + rows_per_rank)])[0] - first for read in ids]
     all_served = np.concatenate(served).astype(np.int64)
     updated, inverse = distinct(all_served)
-    return Requests(own, counts, all_served, [*map(len, served)], updated, inverse), index
+    return Requests(requested, counts, all_served, [*map(len, served)], updated, inverse), index
 
 
 def choose_candidates(targets: np.ndarray, count: int, offset: int, vocab: int) -> tuple[np.ndarray, int]:
@@ -1096,7 +1095,7 @@ class Reader:
         self.device = device
         self.prefixes = read_prefixes(cfg)
         n = cfg.batch_sequences
-        # Where the sweep of each sequence of a step begins. It depends on all tokens before, and on nothing else
+        # Where the sweep of each sequence of a step begins. These depend on all tokens before, and on nothing else
         self.offsets = [cfg.padded_vocab * i // n for i in range(n)]
 
     def targets(self, plan: Plan, i: int, following: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
@@ -1136,10 +1135,10 @@ class Reader:
         found = [[find_ngrams(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]
         rows_of_ranks = [[rows for ngrams in found for rows, _ in ngrams[k::world_size]] for k in range(world_size)]
         nothing = np.empty(0, np.int32)  # ranks may have no sequence
-        ids = [np.concatenate([nothing, *rows], axis=None) for rows in rows_of_ranks]
+        ids = [np.concatenate([nothing, *rows_of_rank], axis=None) for rows_of_rank in rows_of_ranks]
         requests, index = plan_requests(ids, rank, -(-self.cfg.ngram_rows // world_size))
         ends = np.cumsum([rows.size for rows in rows_of_ranks[rank]])
-        indices = iter(np.split(index.astype(np.int32), ends))  # of each own sequence's n-grams, as below
+        indices = iter(np.split(index.astype(np.int32), ends))  # of each own sequence's n-grams, step by step as below
         steps: list[list[Inputs]] = []
         for plan, batch, ngrams in zip(plans, batches, found):
             steps.append([])
@@ -1563,9 +1562,8 @@ class CausalSelfAttention(nn.Module):
         self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
         self.v_w = uniform_weight(K, H * D, K)
         self.c_proj = uniform_weight(H * D, K, H * D)  # not zero: record 64
-        self.lambdas = nn.Parameter(
-            torch.tensor([0.5, 1.0])
-        )  # on values, on the output: records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
+        # On values and on the output: records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
+        self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))
         self.value_gate = None
         if layer.row.value_embed and cfg.value_gate_inputs and layer.row.mudd is None:
             self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype)))
@@ -1613,7 +1611,8 @@ class CausalSelfAttention(nn.Module):
     def position(self, q: Tensor, k: Tensor, view: View) -> tuple[Tensor, Tensor]:
         """Give queries and keys unit RMS (QK-norm: @Grad62304977), and positions; scale the queries.
 
-        In pairs the h-th head has the position 2 t + h % 2: see `GPT.attention_views`.
+        In pairs the h-th head has the position 2 t + h % 2, which is not its place in `attend`: see
+        `GPT.attention_views`.
         """
         if self.kind.rotary:
             half = self.cfg.head_dim // 2
@@ -1660,7 +1659,8 @@ class GateNet(nn.Module):
 
     def __init__(self, cfg: Hyperparameters, wanted: dict, groups: int = 0):
         super().__init__()
-        dtype = getattr(torch, cfg.dtype)  # bf16 as in the record, where steps of 8e-4 do not move a bias of 2.5
+        # bf16 as in the record, where steps of 8e-4 do not move a bias of 2.5 = 0.25 / GATE_SCALE
+        dtype = getattr(torch, cfg.dtype)
         self.sizes = {key: len(first) for key, first in wanted.items()}
         first = [*chain(*wanted.values())]
         w1 = torch.empty(cfg.net_dim, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5
@@ -1670,7 +1670,7 @@ class GateNet(nn.Module):
         self.w2g = nn.Parameter(torch.zeros(len(first), groups, cfg.net_dim, dtype=dtype)) if groups else None
 
     def forward(self, x: Tensor, scale: Tensor | float = GATE_SCALE) -> dict:
-        """Return the factors (n, T, 1) by key, with groups (n, T, groups), in the precision of x, which they keep."""
+        """Return the factors by key: (n, T, 1), with groups (n, T, groups), in the precision of x."""
         hidden = F.gelu(linear(x, self.w1))
         factors = (scale * (linear(hidden, self.w2) + self.b2.type_as(x))).mT[:, :, None]
         if self.w2g is not None:
@@ -1730,9 +1730,9 @@ class Block(nn.Module):
         mixed = None
         if row.mudd is not None:
             factors = factors | self.mudd_net(x)
-            streams = [sources.streams[0], sources.output(row.mudd), x]
-            mixed = mix(factors["to_values"], streams)  # K is H D here
-            x = x + mix(factors["to_stream"], streams)
+            mixes = [sources.streams[0], sources.output(row.mudd), x]
+            mixed = mix(factors["to_values"], mixes)  # K is H D here
+            x = x + mix(factors["to_stream"], mixes)
             x0 = sources.streams[0]  # with n-grams, as in the record
         before_attn, before_mlps = factors["resid"]
         attn_input = x if row.reads is None else sources.output(row.reads)  # record 77 (@classiclarryd)
@@ -1785,9 +1785,9 @@ class GPT(nn.Module):
                 self.gate_nets[str(i)] = GateNet(cfg, made_by(f"net {i}", cfg))
         self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
         if head_mix := cfg.layers[-1].head_mix:
-            # Of the first stream, outputs, value embeddings, inputs of MLPs and attention: see `features`. Less of the
-            # first output, of which only later layers needed much: record 40 (@snimu, @classiclarryd)
-            first = [0.0, -0.5] + [0.0] * (len(head_mix) + len(self.value_embeds) + 1)
+            # Of the first stream, outputs, value embeddings, what MLPs and attention read, as in `features`. Less of the
+            # output of the layer named first: record 40 (@snimu, @classiclarryd)
+            first = [0.0, -0.5] + [0.0] * (len(head_mix) - 1) + [0.0] * len(self.value_embeds) + [0.0] * 2
             self.head_net = GateNet(cfg, dict(factors=first), groups=cfg.mix_groups)
         if n := cfg.smear_gate_inputs:
             self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
@@ -1954,12 +1954,13 @@ def cross_entropy_by_kernel(z, targets, weights, softcap: tuple, scale: float, d
     c, r, d = softcap
     losses = torch.empty(len(z), dtype=torch.float32, device=z.device)
     grad = torch.empty_like(z, dtype=dtype)
-    numbers = -2 / c, -2 * d / c, r, scale * r * 2 / c
-    cross_entropy_kernel[(len(z),)](z, targets, weights, losses, grad, z.size(1), len(weights), *numbers, BLOCK=2048)
+    numbers = dict(slope=-2 / c, shift=-2 * d / c, r=r, factor=scale * r * 2 / c)
+    cross_entropy_kernel[(len(z),)](z, targets, weights, losses, grad, z.size(1), len(weights), **numbers, BLOCK=2048)
     return losses, grad
 
 
-# Of the head's input, its weight (100 and 2 become 448, e4m3's largest), the logits' gradient in e5m2: the record's
+# Of the head's input and weight: 100 and 2 become 448, e4m3's largest number. Of the logits' gradient, in e5m2: 1.6,
+# about its largest, becomes 956 of 57,344. All are the record's
 FP8_SCALES = 448 / 100, 448 / 2, 448 / 0.75
 
 
@@ -1976,8 +1977,8 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, never):
-        x_scale, w_scale, z_scale = fp8_scales or (1.0, 1.0, 1.0)
-        dtype, z_dtype = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
+        x_scale, w_scale, dz_scale = fp8_scales or (1.0, 1.0, 1.0)
+        dtype, dz_dtype = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
         w_q = quantize(w, w_scale, dtype)
         losses = []
         grads_x = []
@@ -1988,16 +1989,16 @@ class HeadLoss(torch.autograd.Function):
             x_q = quantize(x_slice, x_scale, dtype)
             z = matmul(x_q, w_q.t(), x_scale * w_scale, x.dtype, fast=True)
             if with_grads and has_kernels(z):
-                loss, grad_q = cross_entropy_by_kernel(z, t, weights, softcap, z_scale, z_dtype)
+                loss, grad_q = cross_entropy_by_kernel(z, t, weights, softcap, dz_scale, dz_dtype)
             else:
                 bits = None if never is None else never[part]
                 loss, grad_z = softcapped_cross_entropy(z.to(wide(w.dtype)), t, weights, softcap, with_grads, bits)
-                grad_q = quantize(grad_z, z_scale, z_dtype) if with_grads else None
+                grad_q = quantize(grad_z, dz_scale, dz_dtype) if with_grads else None
             losses.append(loss)
             if with_grads:
-                grads_x.append(matmul(grad_q, w_q, z_scale * w_scale, x.dtype))
+                grads_x.append(matmul(grad_q, w_q, dz_scale * w_scale, x.dtype))
                 # As (K, V), then transposed: faster than (V, K) directly (record 19)
-                added = matmul(x_q.t(), grad_q, x_scale * z_scale, wide(w.dtype)).t()
+                added = matmul(x_q.t(), grad_q, x_scale * dz_scale, wide(w.dtype)).t()
                 grad_w = added if grad_w is None else grad_w + added
         if with_grads:
             ctx.save_for_backward(torch.cat(grads_x), grad_w.to(w.dtype))
@@ -2266,8 +2267,9 @@ class Muon(ShardedOptimizer):
 
     def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan):
         now = plan.updates[self.groups[0].names]
-        fast_beta, fast_share = (0.85, 0.4385) if plan.has_slow_momentum else (now.beta1, 1.0)  # ANVIL's
-        numbers = dict(rate=now.rate, momentum=now.beta1, fast_beta=fast_beta, fast_share=fast_share, slow_rate=0.02)
+        momentum = now.beta1
+        fast_beta, fast_share = (0.85, 0.4385) if plan.has_slow_momentum else (momentum, 1.0)  # ANVIL's
+        numbers = dict(rate=now.rate, momentum=momentum, fast_beta=fast_beta, fast_share=fast_share, slow_rate=0.02)
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
         tensors = to_tensors(self.cfg, numbers)
         update(shard, grad, self.factors, self.state, tensors, now.decay, now.beta2)
@@ -2277,7 +2279,7 @@ OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
 
 
 def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
-    """Put every parameter into exactly one group. Muon steps matrices of one shape together, also those of two rows."""
+    """Put every parameter into exactly one group. Muon updates all matrices of one shape together, whatever their lr."""
     cfg = gpt.cfg
     members: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, p in gpt.named_parameters():
@@ -2641,7 +2643,7 @@ class Trainer:
         """Add the gradients of a sequence to those before. Return its summed loss, and the gradient by its n-grams."""
         embeds = ngram_embeds.detach().requires_grad_()
         loss = self.model(inputs, embeds, settings)
-        # The loss is a sum over tokens, as in the record: gradients grow with train_seq_len. Only the optimizers divide
+        # The loss is a sum over tokens, as in the record: gradients grow with the sequence. Only the optimizers divide
         # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
         wanted = [embeds, *chain(*(optimizer.params for optimizer in self.optimizers))]  # gradients come in this order
         by_embeds, *grads = torch.autograd.grad(loss * self.cfg.grad_scale, wanted, allow_unused=True)
