@@ -178,7 +178,7 @@ def test_describe_prints_every_layer_group_and_step_and_the_last_validation(pres
         others = [
             f"stage {plan.stage},",
             f"{plan.seq_len} tokens",
-            str(plan.max_doc_len),
+            str(plan.max_doc_len or "no length"),
             str(plan.candidates or "all"),
         ]
         weights = " ".join(f"{weight:.3f}" for weight in plan.next_weights)
