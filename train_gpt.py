@@ -1785,7 +1785,7 @@ class GPT(nn.Module):
                 self.gate_nets[str(i)] = GateNet(cfg, made_by(f"net {i}", cfg))
         self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
         if head_mix := cfg.layers[-1].head_mix:
-            # Of the first stream, outputs, value embeddings, inputs of MLPs and attention, as in `features`. Less of the
+            # Of the first stream, outputs, value embeddings, inputs of MLPs and attention: see `features`. Less of the
             # output of the layer named first: record 40 (@snimu, @classiclarryd)
             first = [0.0, -0.5] + [0.0] * (len(head_mix) - 1) + [0.0] * len(self.value_embeds) + [0.0] * 2
             self.head_net = GateNet(cfg, dict(factors=first), groups=cfg.mix_groups)
