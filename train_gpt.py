@@ -716,7 +716,7 @@ class Plan(NamedTuple):
     step: int
     stage: int  # number of its row
     trains: bool
-    seq_len: int  # tokens of a training sequence
+    seq_len: int  # tokens of a sequence
     max_doc_len: int  # 0: documents are not cut
     windows: dict[str, Window]  # by kind
     next_weights: list[float]  # of the losses of tokens +1, +2, ...
