@@ -87,10 +87,12 @@ def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path):
         assert not [*tmp_path.rglob("*.part")]
 
 
-def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_flags, saved, tmp_path):
+def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_flags, runs, saved, tmp_path):
     log = saved.with_suffix(".txt")
     before, whole = log.read_text(), json.loads((tmp_path / "whole.json").read_text())
-    os.utime(saved.with_name("other.checkpoint"), (1, 1))
+    for name in "other", "z":  # older, whatever their names
+        path = shutil.copy(runs / "other.checkpoint", saved.with_name(f"{name}.checkpoint"))
+        os.utime(path, (1, 1))
     result = train_gpt.main([*run_flags, "--resume", "latest"])
     assert losses(result) == losses(whole)
     times = [ms for _, _, ms in result["train_curve"]]
@@ -216,12 +218,16 @@ def test_what_is_no_model_to_begin_with_is_refused_and_leaves_no_log(run_flags, 
 
 
 SIGNALS = [(f"SIG{name}", "train_step", 2, 3) for name in "TERM INT HUP USR1 USR2 XCPU".split()]
-SIGNALS += [("SIGTERM", "score", 2, 3), ("SIGTERM", "score", 4, 4)]
+SIGNALS += [("SIGTERM", "score", 2, 3), ("SIGTERM", "score", 4, 4), ("SIGTERM", "train_step", 17, 20)]
 
 
 @pytest.mark.parametrize(("name", "where", "at", "saved"), SIGNALS)
-def test_a_signal_saves_and_stops(flags, tmp_path, monkeypatch, name, where, at, saved):
-    """One in a validation lets it end, and in the last one the run with it. Signals then do what they did before."""
+def test_a_signal_saves_and_stops(flags, gpt2_flags, tmp_path, monkeypatch, name, where, at, saved):
+    """One in a validation lets it end, and in the last one the run with it. Signals then do what they did before.
+
+    Where gradients wait for an update it goes on, here to the end: the model saved has averages blended in, once.
+    """
+    flags = [*gpt2_flags, "--seed=5"] if saved == 20 else flags
     method, number, before = getattr(Trainer, where), getattr(signal, name), signal.getsignal(getattr(signal, name))
 
     def told(trainer, now, *args):

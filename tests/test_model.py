@@ -180,7 +180,10 @@ def test_schedules_are_what_the_rows_say(preset: str):
     assert plan_lr(cfg.scheduled_steps, cfg.stages[-1], cfg) == pytest.approx(cfg.min_lr_frac)
     last = plan_validation(len(plans), cfg)
     assert last.windows["long"].reach == (cfg.final_window or cfg.stages[-1].windows["long"]), "in the last validation"
-    assert (last.next_weights, last.prefix_weight, last.candidates) == ([1.0], 0, 0)
+    assert last.windows["long"].attn_scale == plans[-1].windows["long"].attn_scale, "no step of YaRN"
+    for plan in (plan_validation(step, cfg) for step in range(len(plans) + 1)):
+        assert (plan.next_weights, plan.prefix_weight, plan.candidates, plan.updates) == ([1.0], 0, 0, {})
+        assert (plan.seq_len, plan.max_doc_len, plan.trains) == (cfg.val_seq_len, 0, False)
 
 
 def test_a_warm_up_leaves_the_sweep_of_candidates_where_it_was(gpt2):
@@ -190,6 +193,13 @@ def test_a_warm_up_leaves_the_sweep_of_candidates_where_it_was(gpt2):
     before = [*trainer.reader.offsets]
     trainer.warm_up()
     assert trainer.reader.offsets == before
+
+
+def test_a_net_makes_no_factors_of_later_nets(gpt2):
+    """Net 1 makes none of net 10's."""
+    layers = [layer._replace(net=i in (1, 10)) for i, layer in enumerate(train_gpt.GPT2_LAYERS)]
+    made = train_gpt.made_by("net 1", dataclasses.replace(gpt2, layers=layers))
+    assert {number for number, _ in made} <= {*range(1, 10)}
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])

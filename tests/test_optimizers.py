@@ -14,6 +14,7 @@ import train_gpt
 from train_gpt import GPT, Muon, Ranks, UserError, build_optimizers, step_optimizers
 
 MUON = train_gpt.Group("Muon", "*", lr=1.0, beta2=0.95, every=(1, 1))
+EMA = train_gpt.EMA("w", window=30, rate=0.5, blend=1.0)
 
 
 @pytest.mark.parametrize("rows", [0, 2])
@@ -41,7 +42,7 @@ def test_muon_keeps_steps_that_bf16_would_lose():
     cfg = dataclasses.replace(train_gpt.PRESETS["nano"], dtype="bfloat16", device="cpu", muon_lr=1e-4, groups=(MUON,))
     first = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     params = dict(w=nn.Parameter(first.clone()))
-    muon = Muon(params, [MUON], {}, cfg, Ranks())
+    muon = Muon(params, [MUON], {0: EMA}, cfg, Ranks())
     values = muon.state["values"][0]
     assert torch.equal(values, first)
     for step in range(30):
@@ -50,6 +51,8 @@ def test_muon_keeps_steps_that_bf16_would_lose():
         muon.reduce()
         muon.update(cfg.plans[step])
         assert torch.equal(params["w"], values.bfloat16())
+        muon.move_emas(cfg.plans[step]._replace(ema_rates=[1.0]))
+        assert torch.equal(muon.state["ema 0"][0], values), "nor does an average"
         assert (values.diag() < before.diag()).all()
     moved = (first - values).diag()
     assert (moved > 1e-3).all(), "each step is about 1e-4: bf16 loses that from 0.05 on"

@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -36,10 +37,10 @@ def spelled(script, flags: list[str]) -> list[str]:
     return [re.sub(r"^--(\w+)", lambda found: f"--{former.get(found[1], found[1])}", flag) for flag in flags]
 
 
-def train(script, script_flags, tmp_path) -> float:
-    """Train nano in small, and return the last validation loss."""
+def train(script, script_flags, tmp_path, small: Sequence[str] = SHORT.split()) -> float:
+    """Train nano, or what `small` says, and return the last validation loss."""
     window = ["--window_tokens=64"] * hasattr(script.PRESETS["nano"], "window_tokens")
-    script.main([*spelled(script, SHORT.split()), *window, *script_flags, f"--log_dir={tmp_path}", "--run_id=r"])
+    script.main([*spelled(script, [*small]), *window, *script_flags, f"--log_dir={tmp_path}", "--run_id=r"])
     return json.loads((tmp_path / "r.json").read_text())["val_loss"]
 
 
@@ -60,6 +61,14 @@ def test_scripts_import_nothing_of_this_repository():
 def test_nano_still_trains_what_it_did(script_flags, tmp_path):
     """Whoever changes nano's mathematics in the root changes its loss, of torch 2.13.0, here."""
     assert train(train_gpt, script_flags, tmp_path) == pytest.approx(3.486589, abs=1e-6)
+
+
+@pytest.mark.published
+def test_mini_still_trains_what_it_did(script_flags, corpus, tmp_path):
+    """Nor does anybody change mini's, here with the heads of gpt2, or what its parameters begin with."""
+    small = [*GPT2_FLAGS, f"--prefix_file={corpus}/prefixes", *"--dtype=float64 --seed=1 --num_heads=6".split()]
+    small += ["--head_dim=8", "--model_dim=48"]
+    assert train(train_gpt, script_flags, tmp_path, small) == pytest.approx(3.729798, abs=1e-6)
 
 
 @pytest.mark.slow
