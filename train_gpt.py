@@ -2445,10 +2445,12 @@ class RunLog:
         self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
         self.file = None
         with refusing(f"log {self.path}: if another run has it, choose another --run_id or --log_dir"):
-            for kind in ".json .checkpoint .pt .ngrams0 .ngrams1".split():
-                if not saved.marks and self.path.with_suffix(kind).exists():
-                    raise FileExistsError(kind)
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            folder = Path(cfg.resume).parent if cfg.resume not in ("", "latest") else self.path.parent
+            is_there = cfg.resume and folder.samefile(self.path.parent)  # it goes on where it was: but for its result
+            for kind in [".json"] if is_there else ".json .checkpoint .pt .ngrams0 .ngrams1".split():
+                if self.path.with_suffix(kind).exists():
+                    raise FileExistsError(kind)
             if is_main:
                 self.file = self.path.open("a" if cfg.resume else "x", encoding="utf-8")
                 try:
@@ -2471,7 +2473,7 @@ class RunLog:
             unit_scale=True,
             dynamic_ncols=True,
             bar_format="{desc} |{bar}| {rate_fmt} {remaining} left",
-            disable=None if self.file else True,  # None: shown on a terminal alone
+            disable=None if self.file and sys.stderr else True,  # None: shown on a terminal alone
         )
         try:
             yield
@@ -2540,6 +2542,7 @@ class RunLog:
         own: object = ""
         try:
             if self.file or by_all:
+                part.parent.mkdir(parents=True, exist_ok=True)
                 with part.open("wb") as file:
                     torch.save(state, file) if isinstance(state, dict) else file.write(state)
                 own = mark(part) if by_all else ""
@@ -2817,6 +2820,8 @@ def init_distributed() -> Ranks:
     # Segments of GPU memory that grow waste less of it. torch reads this when CUDA starts, not when it is imported
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     ranks = Ranks(*(int(os.environ.get(name.upper(), default)) for name, default in Ranks._field_defaults.items()))
+    if not 0 <= ranks.rank < ranks.world_size:
+        raise ValueError(f"impossible {ranks}")
     if ranks.world_size > 1:
         if sys.platform == "linux":
             ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG to SIGKILL: no rank outlives its launcher
@@ -2861,6 +2866,8 @@ def load_checkpoint(given: Hyperparameters) -> Saved | None:
     state = load(path)
     if state.pop("seal", "") != digest(state):
         raise UserError(f"{path}: not a sound checkpoint of this script, or somebody edited it")
+    if given.run_id not in ("", state["run_id"]):
+        raise UserError(f"--run_id {given.run_id}: {path} is of run {state['run_id']}")
     return Saved(**state)
 
 
@@ -2933,8 +2940,8 @@ val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
     )
     if cfg.save_checkpoint and (rows := log.save(f".ngrams{trainer.ranks.rank}", trainer.table.state(), by_all=True)):
         model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict(), rows=rows)
-        log.save(".pt", model)
-        log.write(f"next: python sample.py {log.path.with_suffix('.pt')}", console=True)
+        if log.save(".pt", model):
+            log.write(f"next: python sample.py {log.path.with_suffix('.pt')}", console=True)
     result = dict(
         val_loss=val_loss,
         train_time_ms=ms,
@@ -2943,7 +2950,8 @@ val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
         val_curve=log.curves["val_loss"],
         train_curve=log.curves["train_loss"],
     )
-    log.save(".json", json.dumps(result).encode())
+    if not log.save(".json", json.dumps(result).encode()):
+        raise UserError(f"{log.path}: the run is complete, but its result is not saved")
     return result
 
 

@@ -291,3 +291,15 @@ def test_no_rank_outlives_its_launcher(long_flags, tmp_path):
     launcher.kill()
     launcher.communicate(timeout=40)  # which ends when none holds its pipe
     assert "step:1500/" not in log.read_text()
+
+
+def test_a_run_that_goes_on_takes_no_other_name_and_overwrites_no_other_run(run_flags, saved, tmp_path):
+    flags = [*run_flags, f"--resume={saved}"]
+    with pytest.raises(UserError, match="--run_id other: .* is of run whole"):
+        train_gpt.main([*flags, "--run_id=other"])
+    taken = tmp_path / "elsewhere" / "whole.checkpoint"
+    taken.parent.mkdir()
+    taken.write_text("another's")
+    with pytest.raises(UserError, match=r"FileExistsError\('.checkpoint'\)"):
+        train_gpt.main([*flags, f"--log_dir={taken.parent}"])
+    assert taken.read_text() == "another's"
