@@ -59,6 +59,10 @@ def test_products_are_in_the_precision_of_the_activations(request, preset: str):
     cfg = dataclasses.replace(request.getfixturevalue(preset), dtype="bfloat16")
     trainer = random_trainer(cfg)
     assert trainer.gpt.lm_head.dtype == (torch.bfloat16 if cfg.tied_frac else torch.float32), "of its own"
+    fresh = dict(train_gpt.GPT(cfg).named_parameters())
+    for optimizer in trainer.optimizers:  # those of Muon become copies in the precision of the activations
+        for name, p in zip(optimizer.names, optimizer.params, strict=True):
+            assert p.dtype == (getattr(torch, cfg.dtype) if optimizer.keeps_values else fresh[name].dtype), name
     with Products() as products:
         x = features(trainer, text(cfg))
         x.backward(torch.ones_like(x))
