@@ -2950,8 +2950,7 @@ val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
         val_curve=log.curves["val_loss"],
         train_curve=log.curves["train_loss"],
     )
-    if not log.save(".json", json.dumps(result).encode()):
-        raise UserError(f"{log.path}: the run is complete, but its result is not saved")
+    log.save(".json", json.dumps(result).encode())
     return result
 
 

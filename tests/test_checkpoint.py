@@ -295,7 +295,7 @@ def test_no_rank_outlives_its_launcher(long_flags, tmp_path):
 
 def test_a_run_that_goes_on_takes_no_other_name_and_overwrites_no_other_run(run_flags, saved, tmp_path):
     flags = [*run_flags, f"--resume={saved}"]
-    with pytest.raises(UserError, match="--run_id other: .* is of run whole"):
+    with pytest.raises(UserError, match=r"--run_id other: .* is of run whole"):
         train_gpt.main([*flags, "--run_id=other"])
     taken = tmp_path / "elsewhere" / "whole.checkpoint"
     taken.parent.mkdir()

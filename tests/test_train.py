@@ -214,7 +214,7 @@ def test_gpus_are_for_gpt2_and_leave_nano_to_the_cpu(monkeypatch):
 
 @pytest.mark.parametrize("suffix", [".txt", ".json", ".pt", ".checkpoint", ".ngrams1"])
 def test_log_of_another_run_is_not_overwritten(flags, tmp_path, suffix):
-    """Nor any other file of its name. With --resume what a killed run of the name left does not hinder, but for these."""
+    """Nor any other file of its name. With --resume, files that a killed run left do not hinder."""
     path = (tmp_path / "logs" / "mine").with_suffix(suffix)
     path.parent.mkdir()
     for name in ("mine", "other"):
