@@ -43,7 +43,7 @@ part() { # NAME COMMAND...
     fi
 }
 
-run=("$python" train_gpt.py "${device[@]}" --seed 1 --no-save_checkpoint --log_dir "$out")
+run=("$python" train_gpt.py "${device[@]}" --seed 1 --no-save_checkpoint --log_dir "$out/logs")
 part card nvidia-smi
 part versions "$python" -m torch.utils.collect_env
 part one-of-8 "$python" -m speedrun bench --one_of 8 --synthetic --out "$out/one-of-8" "$@"
@@ -64,7 +64,8 @@ hide "$(uname -n)" HOST
 [ "$(id -un)" = root ] || hide "$(id -un)" USER
 tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
 grep -h '^|' "$out/one-of-8/benchmark.md"
-tail -qn 1 "$out"/{self-test,nano,nano-without-graphs,mini}.txt
+tail -qn 1 "$out/self-test.txt"
+grep -h '^val_loss' "$out"/{nano,nano-without-graphs,mini}.txt
 cat "$out/parts.txt"
 echo "look through $out, and send back $out.tar.gz"
 exit $failed

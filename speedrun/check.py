@@ -179,13 +179,17 @@ def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
     return gpt, optimizers
 
 
-def ngram_bytes(cfg: Hyperparameters, processes: int, longest: int) -> float:
-    """Return what n-grams take of a process: its rows, and sums and fetched rows of a cycle of different n-grams."""
+def ngram_bytes(cfg: Hyperparameters, processes: int, longest: int, trains: bool) -> float:
+    """Return what n-grams take of a process: its rows, and fetched rows and sums of a cycle of different n-grams.
+
+    A validation has no sums, but the fetched rows of the cycle before.
+    """
     table = NgramTable(cfg, Ranks(0, processes, 0, processes), torch.device("meta"))
     places = (cfg.ngram_order - 1) * max(table.group.every) * cfg.batch_sequences * longest / processes
     read = -cfg.ngram_rows * math.expm1(-places / cfg.ngram_rows)  # some n-grams share a row
+    sums = table.sum_dtype.itemsize if trains else 0
     fetched = table.rows.itemsize if processes > 1 else 0
-    return table.rows.nbytes + table.v.nbytes + read * cfg.model_dim * (table.sum_dtype.itemsize + fetched)
+    return table.rows.nbytes + table.v.nbytes + read * cfg.model_dim * (sums + fetched)
 
 
 def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report, may_halve=False) -> list[str]:
@@ -203,18 +207,21 @@ def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: 
     free = min(gpu.free for gpu in gpus[:processes])
     has_kernel = all(gpu.capability >= (9, 0) for gpu in gpus[:processes])
     size = len(cfg.layers) * cfg.model_dim * (1.0 if has_kernel else WITHOUT_KERNEL)
-    need = {name: fixed + SPARE_MIB * 2**20 + BUFFER_BYTES[name] * n * size for name, n in longest.items()}
     all_rows, kinds = cfg.ngram_rows, cfg.ngram_order - 1
     for i in range(9 if may_halve else 1):
         cfg = dataclasses.replace(cfg, ngram_rows=all_rows // kinds // 2**i * kinds)
-        if max(need.values()) + (ngrams := ngram_bytes(cfg, processes, longest["train_seq_len"])) <= free:
+        need = {}
+        for name, n in longest.items():
+            ngrams = ngram_bytes(cfg, processes, longest["train_seq_len"], trains=name == "train_seq_len")
+            need[name] = fixed + SPARE_MIB * 2**20 + BUFFER_BYTES[name] * n * size + ngrams
+        if max(need.values()) <= free:
             break
     flags = [] if cfg.ngram_rows == all_rows else ["--ngram_rows", str(cfg.ngram_rows)]
-    for name, rest in need.items():
+    for name, total in need.items():
         told = " ".join([f"--{name} {getattr(cfg, name)}", *flags])
-        told += f" takes {(rest + ngrams) / 2**30:.1f} GiB a process (estimated), {free / 2**30:.1f} are free"
+        told += f" takes {total / 2**30:.1f} GiB a process (estimated), {free / 2**30:.1f} are free"
         report.fact(f"memory: {told}")
-        if rest + ngrams > free:
+        if total > free:
             report.problems.append(f"{told}: free some, or halve --{name}")
     if flags and not report.problems:
         told = f"{' '.join(flags)} is what fits here, not the record's {all_rows}; in public runs {ROWS_COST}"

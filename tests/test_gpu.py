@@ -72,7 +72,7 @@ import dataclasses, train_gpt
 for name, cfg in train_gpt.PRESETS.items():
     stages = tuple(stage._replace(more_steps=0) for stage in cfg.stages)
     train_gpt.PRESETS[name] = dataclasses.replace(cfg, stages=stages)
-train_gpt.main(sys.argv[1:])
+train_gpt.main()
 """
 
 

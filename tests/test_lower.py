@@ -96,7 +96,7 @@ def test_a_small_gpt2_lowers_for_an_h100_and_has_a_prediction(tmp_path: Path, mo
 @lowers
 @pytest.mark.slow
 def test_a_graph_break_is_reported(tmp_path: Path):
-    begin = "    def features(self, inputs: Inputs, ngrams: Tensor, settings: Settings) -> Tensor:\n"
+    begin = "    def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:\n"
     assert begin in SCRIPT
     script = tmp_path / "train_gpt.py"
     script.write_text(SCRIPT.replace(begin, f"{begin}        torch._dynamo.graph_break()\n") + SMALL)

@@ -207,7 +207,6 @@ def test_schedules(model, optim):
         "stage": [plan.stage + first for plan in plans],
         "window_short": [plan.windows["short"].reach for plan in plans],
         "window_long": [plan.windows["long"].reach for plan in plans],
-        "max_doc_len": [plan.max_doc_len for plan in plans],
         "candidates": [plan.candidates for plan in plans],
         "prefix_weight": [plan.prefix_weight for plan in plans],
         "mtp": [plan.next_weights + [0.0] * (3 - len(plan.next_weights)) for plan in plans],
@@ -234,7 +233,8 @@ def test_schedules(model, optim):
     }
     for name, ours in chain.items():
         model.compare(f"schedule/{name}", ours)
-    for name, ours in (both | dict(rail_beta=momenta)).items():
+    of_steps = dict(rail_beta=momenta, max_doc_len=[plan.max_doc_len for plan in cfg.plans])
+    for name, ours in (both | of_steps).items():
         model.compare(f"schedule/{name}", ours, slice(N))
     for name, ours in whole.items():
         optim.compare(f"schedule/{name}", ours)
