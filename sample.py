@@ -75,21 +75,42 @@ class Model:
         with torch.device(self.device) if self.device.type != "cpu" else contextlib.nullcontext():
             return self.gpt.features(self.reader.on_device(inputs), ngrams, self.settings)[: len(tokens)]
 
-    def logits(self, x: Tensor, before: Tensor) -> Tensor:
-        """Return the logits (n, vocab_size) of what follows the tokens `before` (n,), for the head's input x (n, K)."""
+    def logits(self, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+        """Return the logits (n, vocab_size) of what follows the tokens at `places` (n,).
+
+        x (T, K): the head's input for `tokens` (T,). With a pointer they are logarithms of probabilities.
+        """
         cfg = self.cfg
-        z = train_gpt.linear(x, self.gpt.lm_head)[:, : cfg.vocab_size]
+        z = train_gpt.linear(x[places], self.gpt.lm_head)
         z = z.to(train_gpt.wide(z.dtype))
         logits = cfg.softcap_range * torch.sigmoid((z + cfg.softcap_shift) * 2 / cfg.lm_head_softcap)
-        if self.canon is None:
-            return logits
-        bits = self.canon[before][:, :, None] >> torch.arange(8, dtype=torch.uint8, device=self.device) & 1
-        return logits.masked_fill(bits.flatten(1)[:, : cfg.vocab_size] > 0, -60)  # as in the last validation
+        if self.canon is not None:
+            bits = self.canon[tokens[places]][:, :, None] >> torch.arange(8, dtype=torch.uint8, device=self.device) & 1
+            logits = logits.masked_fill(bits.flatten(1) > 0, -60)  # as in the last validation
+        if self.gpt.pointer:
+            logits = self.with_copies(logits, x, tokens, places)
+        return logits[:, : cfg.vocab_size]
+
+    def with_copies(self, logits: Tensor, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+        """Return logarithms of probabilities: the pointer shares out that of a copy, see `train_gpt.Pointer`."""
+        block, copy = self.cfg.val_pointer_block, self.cfg.vocab_size
+        q, k, sink = self.gpt.pointer.project(x)
+        docs, t = (tokens == self.cfg.eot_token).cumsum(0), places[:, None]
+        earlier = torch.arange(len(tokens), device=self.device)
+        sees = (earlier < t) & (earlier >= (t // block - 1) * block) & (docs == docs[t])
+        scores = (q[places].to(sink.dtype) @ k.to(sink.dtype).T).masked_fill(~sees, -torch.inf)
+        weights = torch.cat([scores, sink[t]], dim=1).softmax(1)
+        p = logits.softmax(1)
+        alpha = p[:, [copy]]
+        p = p * (1 + alpha * weights[:, -1:] / (1 - alpha))
+        p[:, copy] = 0
+        return p.index_add_(1, tokens, (alpha * weights[:, :-1]).type_as(p)).log()
 
     @torch.inference_mode()
     def next_logits(self, tokens: Sequence[int]) -> Tensor:
         """Return the logits (vocab_size,) of the token that follows `tokens`."""
-        return self.logits(self.features(tokens)[-1:], torch.tensor(tokens[-1:], device=self.device))[0]
+        read = torch.tensor(tokens, device=self.device)
+        return self.logits(self.features(tokens), read, torch.tensor([len(tokens) - 1], device=self.device))[0]
 
 
 def load_ngrams(model: Path, marks: Sequence[str]) -> list[dict[str, Tensor]]:

@@ -47,7 +47,7 @@ try:
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch import Tensor, nn
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
     from torch.utils._pytree import tree_leaves, tree_map_only
     from tqdm import tqdm
 except KeyboardInterrupt:  # these imports take seconds
@@ -233,6 +233,8 @@ GPT2_GROUPS = (
     Group("Adam", "*.mudd_net.b2 head_net.b2", lr=0.002),
     Group("Adam", "*.value_gate", lr=0.008, decay=0.005),
     Group("Adam", "smear_gate", lr=8e-5),
+    Group("Adam", "pointer.weight", lr=0.008, decay=0.005),
+    Group("Adam", "pointer.sink pointer.gain", lr=0.008),
 )
 NANO_GROUPS = tuple(
     group._replace(every=(1, 1))
@@ -304,7 +306,7 @@ class Hyperparameters:
     prefix_file: str = "data/gpt2_prefixes.bin"  # the longest token that begins each token; empty: no such loss
     canon_file: str = "data/gpt2_canonical.bin"  # what the tokenizer never puts behind each token; empty: not used
     # Training
-    num_iterations: int = 1194  # steps, `more_steps` included
+    num_iterations: int = 1050  # steps, `more_steps` included
     val_loss_every: int = 250  # steps between validations; 0: only after the last step
     batch_tokens: int = 8 * 16 * 1024  # tokens a step where a stage's batch is 1, a multiple of train_seq_len
     train_seq_len: int = 16 * 1024  # tokens a training sequence there, a multiple of block_size
@@ -338,6 +340,9 @@ class Hyperparameters:
     lm_head_softcap: float = 15.0  # c in the softcap r sigmoid((z + d) 2 / c) of the logits z
     softcap_range: float = 23.0  # r in the softcap
     softcap_shift: float = 5.0  # d in the softcap
+    pointer_dim: int = 128  # dimensions of the pointer's queries and keys; 0: no pointer
+    pointer_block: int = 2048  # the pointer sees tokens of its own block of so many, and of the one before
+    val_pointer_block: int = 8192  # the same in validation
     lm_head_slice: int = 8192  # tokens whose logits exist at a time
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never uses it
     layers_fp8: bool = True  # the same for the forward passes of MLPs, and for queries, keys and values
@@ -394,7 +399,8 @@ class Hyperparameters:
     all_step = property(lambda self: math.lcm(*chain(*(group.every for group in self.groups))))
     base_steps = property(lambda self: self.num_iterations - sum(stage.more_steps for stage in self.stages))
     scheduled_steps = property(lambda self: self.num_iterations - self.stages[-1].more_steps)
-    padded_vocab = property(lambda self: self.vocab_size + -self.vocab_size % 64)  # rows of the head, for matmul tiles
+    # Rows of the head: tokens, a copy (see `Pointer`), padding for matmul tiles
+    padded_vocab = property(lambda self: (self.vocab_size + (self.pointer_dim > 0) + 63) // 64 * 64)
     batch_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)
     # What the tables mean for a run, made once: --describe prints them
     plans = cached_property(lambda self: make_plans(self))  # of each step
@@ -449,6 +455,7 @@ NANO = SMALL | dict(
     value_gate_inputs=0,
     smear_gate_inputs=0,
     head_std=0.0,
+    pointer_dim=0,
     softcap_range=30.0,
     softcap_shift=0.0,
     lm_head_fp8=False,
@@ -479,6 +486,9 @@ MINI = SMALL | dict(
     attn_scale=0.17,
     short_attn_scale=0.26,
     ngram_rows=16384,
+    pointer_dim=16,
+    pointer_block=256,
+    val_pointer_block=1024,
     muon_lr=0.04,
     momentum_warmup_steps=30,
     momentum_cooldown_steps=5,
@@ -839,6 +849,8 @@ def settings_of(plan: Plan, cfg: Hyperparameters, device: torch.device) -> Setti
     """Return what a step or a validation sets."""
     reach, scales, frequencies = zip(*plan.windows.values())
     weights = [*plan.next_weights, plan.prefix_weight] if plan.prefix_weight else plan.next_weights
+    if cfg.pointer_dim:  # the pointer's row of the head is no target
+        weights = [*weights, 0.0]
     dtype = wide(getattr(torch, cfg.dtype))
     numbers = [
         torch.tensor(scales, dtype=dtype),
@@ -988,7 +1000,8 @@ class Inputs(NamedTuple):
 
     tokens: Tensor  # (T,) int32
     doc_ids: Tensor  # (T,) int32, non-decreasing: attention stays within documents
-    # (T, n) int64: the next tokens, and the prefix of the first, or NONE, BEYOND; with candidates their index there
+    # (T, n) int64: the next tokens, the prefix of the first, or NONE, BEYOND, the pointer's row; with candidates their
+    # index there
     targets: Tensor
     candidates: Tensor | None  # (C,): the tokens in the softmax, ascending. None: all
     ngram_index: Tensor  # (G, T): where the rows of its n-grams are among `Requests.ids`
@@ -1106,10 +1119,14 @@ class Reader:
         targets = np.lib.stride_tricks.sliding_window_view(padded, count)
         if plan.prefix_weight:
             targets = np.column_stack([targets, self.prefixes[following]])
+        wanted = following
+        if self.cfg.pointer_dim:
+            targets = np.pad(targets, ((0, 0), (0, 1)), constant_values=self.cfg.vocab_size)
+            wanted = np.append(following, self.cfg.vocab_size)
         if not plan.candidates:
             return targets, None
         V = self.cfg.padded_vocab
-        candidates, self.offsets[i] = choose_candidates(following, plan.candidates, self.offsets[i], V)
+        candidates, self.offsets[i] = choose_candidates(wanted, plan.candidates, self.offsets[i], V)
         index = np.full(V, NONE)  # of what is no candidate
         index[candidates] = np.arange(len(candidates))
         return np.where(targets < 0, targets, index[targets]), candidates
@@ -1438,11 +1455,14 @@ class NormRotate(torch.autograd.Function):
 
 
 # ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
-def document_block_mask(doc_ids: Tensor, window: Tensor, block: int, for_flex: bool = True) -> BlockMask:
+def document_block_mask(
+    doc_ids: Tensor, window: Tensor | int, block: int, for_flex: bool = True, also: Callable | None = None
+) -> BlockMask:
     """Return the mask of causal attention within documents and a sliding window (records 20 and 29).
 
     doc_ids (T,): non-decreasing document id of each token. window () int32: how many tokens before itself a token sees;
     a tensor, so that a change never recompiles. for_flex: also build the key-major lists of FlexAttention's backward.
+    also(b, h, q, kv): what else has to hold for a token to see another; then no block is full.
 
     A query block sees the key blocks from first_visible to its own. If it lies in one document, all of its tokens see
     all of the blocks from first_full to the one before: these are full and need no mask. Lists go from near to far.
@@ -1467,7 +1487,7 @@ def document_block_mask(doc_ids: Tensor, window: Tensor, block: int, for_flex: b
     first_visible = torch.maximum(blocks_ended_before, own - seen_by_first)
     blocks_begun_before = (first_doc[None, :] < first_doc[:, None]).sum(1, dtype=torch.int32)
     first_full = torch.maximum(blocks_begun_before, own - seen_by_last)
-    num_full = torch.where(first_doc == last_doc, own - first_full, 0).clamp(min=0)
+    num_full = torch.where(first_doc == last_doc, own - first_full, 0).clamp(min=0) * (also is None)
     num_partial = own - first_visible + 1 - num_full
     query = own[:, None]
     slot = own[None, :]  # in the list of a query block
@@ -1476,17 +1496,19 @@ def document_block_mask(doc_ids: Tensor, window: Tensor, block: int, for_flex: b
     lists = dict(kv_num_blocks=num_partial, kv_indices=partial, full_kv_num_blocks=num_full, full_kv_indices=full)
     lists = {name: t[None, None] for name, t in lists.items()}  # of all sequences and heads
 
-    def causal_in_document(b, h, q, kv):
-        return (q >= kv) & (q - kv <= window) & (doc_ids[q] == doc_ids[kv])
+    def sees(b, h, q, kv):
+        in_document = (q >= kv) & (q - kv <= window) & (doc_ids[q] == doc_ids[kv])
+        return in_document & also(b, h, q, kv) if also else in_document
 
-    return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=block, mask_mod=causal_in_document, compute_q_blocks=for_flex)
+    return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=block, mask_mod=sees, compute_q_blocks=for_flex)
 
 
 class GatheredMask:
     """Hold a BlockMask for attention in plain PyTorch: FlexAttention has no backward on CPUs.
 
-    kv_blocks (N, M): the key blocks of each query block, partial ones first. bias (N, block, M block): 0 where a
-    token sees another, -inf where not. max_blocks: M, the most that any query block sees with the widest window.
+    kv_blocks (N, M): the key blocks of each query block, partial ones first. bias (N, block, M block), of the pointer's
+    two heads (2, N, block, M block): 0 where a token sees another, -inf where not. max_blocks: M, the most that any
+    query block sees with the widest window.
     """
 
     def __init__(self, mask: BlockMask, max_blocks: int, dtype: torch.dtype):
@@ -1500,21 +1522,30 @@ class GatheredMask:
         tokens = torch.arange(N * block, dtype=torch.int32).view(N, block)
         q = tokens[:, :, None, None]
         kv = tokens[self.kv_blocks][:, None]
-        visible = (slot < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, None, q, kv)
-        self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -torch.inf).flatten(2)
+        heads = torch.arange(2)[:, None, None, None, None]
+        visible = (slot < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, heads, q, kv)
+        self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -torch.inf).flatten(-2)
+
+    def blocks(self, t: Tensor) -> Tensor:
+        """Return the blocks of t (T, H, D), as (H, N, block, D)."""
+        _, H, D = t.shape
+        return t.transpose(0, 1).reshape(H, len(self.kv_blocks), -1, D)
+
+    def gather(self, t: Tensor) -> Tensor:
+        """Return what each block of queries sees of t (T, H, D), as (H, N, M block, D)."""
+        t = self.blocks(t)
+        H, N, _, D = t.shape
+        return t.flatten(2).index_select(1, self.kv_blocks.flatten()).view(H, N, -1, D)  # a block in one piece
+
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return the scores (H, N, block, M block) of q and k (T, H, D). They grow with the window, not as T^2."""
+        return (self.blocks(q) @ self.gather(k).mT).add_(self.bias)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from q to k and v (T, H, D); v has a D of its own. The cost grows with the window, not as T^2."""
-        T, H, D = v.shape
-        N = len(self.kv_blocks)
-        width = q.size(-1)
-        q, k, v = (t.transpose(0, 1).reshape(H, N, -1) for t in (q, k, v))  # (H, N, block D): a block in one piece
-        k, v = (t.index_select(1, self.kv_blocks.flatten()) for t in (k, v))  # (H, N M, block D)
-        q, k = (t.view(H, N, -1, width) for t in (q, k))  # (H, N, block, D) and (H, N, M block, D)
-        v = v.view(H, N, -1, D)
+        """Attend from q to k and v (T, H, D); v has a D of its own."""
         # Written out: scaled_dot_product_attention took 2.5 times as long, forward and backward (16 x 64 queries)
-        y = torch.softmax((q @ k.mT).add_(self.bias), dim=-1) @ v  # (H, N, block, D)
-        return y.view(H, T, D).transpose(0, 1)
+        y = torch.softmax(self.scores(q, k), dim=-1) @ self.gather(v)  # (H, N, block, D)
+        return y.flatten(1, 2).transpose(0, 1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | GatheredMask, heads_per_pair: int) -> Tensor:
@@ -1792,6 +1823,7 @@ class GPT(nn.Module):
         if n := cfg.smear_gate_inputs:
             self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
             self.smear_lambda = nn.Parameter(torch.tensor(0.0))
+        self.pointer = Pointer(cfg) if cfg.pointer_dim else None
         head = torch.empty(cfg.padded_vocab, K, dtype=dtype if cfg.tied_frac else torch.float32)
         self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
         last = self.blocks[-1]
@@ -1807,13 +1839,15 @@ class GPT(nn.Module):
     def forward(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings, never: Tensor | None = None) -> Tensor:
         """Return the summed loss, in FP8 where the configuration says so and gradients are wanted."""
         x = self.features(inputs, ngram_embeds, settings)
+        pointer = self.pointer(x, inputs) if self.pointer else x.new_empty(len(x), 0)
         head = self.lm_head if inputs.candidates is None else F.embedding(inputs.candidates, self.lm_head)
         cfg = self.cfg
         with_grads = torch.is_grad_enabled()
         softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
         scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
+        weights = settings.loss_weights
         return HeadLoss.apply(
-            x, head, inputs.targets, settings.loss_weights, softcap, cfg.lm_head_slice, scales, with_grads, never
+            x, head, pointer, inputs.targets, weights, softcap, cfg.lm_head_slice, scales, with_grads, never
         )
 
     def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
@@ -1874,11 +1908,84 @@ class GPT(nn.Module):
         return views
 
 
-# ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
-def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softcap: tuple, with_grad: bool, never=None):
-    """Return the losses (T,) of logits z (T, V), which it overwrites, in nats, and their gradient by z or None.
+# ---- Pointer: the next token may stand in the document already (CPLM by Nathan Godey, proposal 379 of the speedrun) --
+class Pointer(nn.Module):
+    """Weigh the earlier tokens of a document: which of them comes next?
 
-    targets (T, n): NONE or BEYOND for none. weights (n,): of their losses. softcap (c, r, d): a logit is
+    One more token, row vocab_size of the head, takes part in the softmax: "a copy". Its probability alpha is shared out
+    by a head of attention without positions, whose queries and keys are made of the head's input: to the tokens that it
+    sees, and to a sink, a key of its own for "none of them". The sink's part goes back to the vocabulary. See
+    `with_copies`. Sequences are cut into blocks of pointer_block tokens, and a token sees the earlier tokens of its
+    document in its own block and the one before.
+    """
+
+    def __init__(self, cfg: Hyperparameters):
+        super().__init__()
+        K = cfg.model_dim
+        D = cfg.pointer_dim
+        self.cfg = cfg
+        self.weight = nn.Parameter(2 * uniform_weight(K, 2 * D, K).detach().to(getattr(torch, cfg.dtype)))
+        self.sink = nn.Parameter(torch.empty(D).normal_(0, D**-0.5))
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys (T, D), and the scores of the sink (T,), of the head's input x (T, K)."""
+        q, k = norm(linear(x, self.weight).unflatten(1, (2, -1))).unbind(1)
+        q = (self.gain * self.cfg.pointer_dim**-0.5 * q).type_as(x)
+        return q, k, q.to(self.sink.dtype) @ self.sink
+
+    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+        """Return for each token the weight on tokens that equal the next one, and on the sink: (T, 2)."""
+        cfg = self.cfg
+        tokens = inputs.tokens
+        following = inputs.targets[:, 0]
+        if inputs.candidates is not None:
+            following = inputs.candidates[following]
+        block = cfg.pointer_block if torch.is_grad_enabled() else cfg.val_pointer_block
+
+        def copies(b, h, q, kv):  # of two heads the second sees nothing but the next token
+            return (q > kv) & (kv >= (q // block - 1) * block) & ((h == 0) | (tokens[kv] == following[q]))
+
+        on_cuda = cfg.device == "cuda"
+        mask = document_block_mask(inputs.doc_ids, 2 * block - 1, cfg.block_size, for_flex=on_cuda, also=copies)
+        q, k, sink = self.project(x)
+        if on_cuda:
+            q, k = q.expand(1, 2, -1, -1), k[None, None]
+            options = dict(scale=1.0, enable_gqa=True, return_aux=AuxRequest(lse=True))
+            _, found = flex_attention(q, k, k[..., :16], block_mask=mask, **options)  # values are not wanted
+            seen, copied = found.lse[0]
+        else:
+            mask = GatheredMask(mask, 1 + math.ceil(2 * block / cfg.block_size), sink.dtype)
+            q, k = (t.to(sink.dtype)[:, None].expand(-1, 2, -1) for t in (q, k))
+            seen, copied = mask.scores(q, k).clamp(min=-1e30).logsumexp(-1).flatten(1)  # -inf alone has no gradient
+        total = torch.logaddexp(seen, sink)
+        return torch.stack([copied - total, sink - total], dim=1).exp()
+
+
+def with_copies(p, alpha, copied, sink, weight):
+    """Return p' of the next token, with the pointer's part, and gradients of a loss -weight log p'.
+
+    p, alpha: what the softmax gives the next token, and a copy. copied, sink: the weights c and a from `Pointer`. With
+    q, the next token's probability among all but a copy:
+
+        p' = p + alpha (c + a q) + 1e-9,  q = p / (1 - alpha)
+
+    By logits, the gradient is that of two targets, the next token and a copy, with the weights that are returned here;
+    the last two are the gradients by c and a. This is plain arithmetic, so that a kernel takes it, too.
+    """
+    q = p / (1 - alpha)
+    mixed = p + alpha * (copied + sink * q) + 1e-9
+    share = weight / mixed
+    of_next = share * (p + alpha * sink * q)
+    of_copy = share * alpha * (copied + sink * q / (1 - alpha))
+    return mixed, of_next, of_copy, -share * alpha, -share * alpha * q
+
+
+def softcapped_cross_entropy(z, targets, weights, pointer, softcap: tuple, with_grad: bool, never=None):
+    """Return the losses (T,) of logits z (T, V), which it overwrites, in nats, and gradients by z and pointer or None.
+
+    targets (T, n): NONE or BEYOND for none. weights (n,): of their losses. pointer (T, 2): see `with_copies`; then the
+    last target is the row of a copy. softcap (c, r, d): a logit is
     l = r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18
     (@KoszarskyB), lopsided since record 54 (@classiclarryd). never: bits (T, V / 8) of tokens whose logit becomes -60
     (record 91, @jvarho). The padding of the vocabulary is in the softmax, as in the record.
@@ -1894,27 +2001,40 @@ def softcapped_cross_entropy(z: Tensor, targets: Tensor, weights: Tensor, softca
     if never is not None:
         bits = never[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=z.device) & 1
         shifted.masked_fill_(bits.flatten(1) > 0, -60 - r)
-    target_weights = (targets >= 0) * weights
-    target_logits = (target_weights * shifted.gather(1, targets.clamp(min=0))).sum(-1)
+    target_logits = shifted.gather(1, targets.clamp(min=0))
     exps = shifted.exp_()
-    total = exps.sum(-1)
-    losses = target_weights.sum(-1) * total.log() - target_logits
+    total = exps.sum(-1, keepdim=True)
+    log_p = [*(target_logits - total.log()).unbind(1)]
+    pulls = [*weights]  # with which a target draws its logit up, and all of them down
+    d_pointer = pointer
+    if pointer.size(1):
+        alpha = log_p[-1].exp().clamp(max=1 - 1e-6)
+        p, pulls[0], pulls[-1], *found = with_copies(log_p[0].exp(), alpha, *pointer.unbind(1), weights[0])
+        log_p[0] = p.log()
+        d_pointer = torch.stack(found, dim=1)
+    losses = -(weights * (targets >= 0) * torch.stack(log_p, dim=1)).sum(-1)
     if not with_grad:
-        return losses, None
+        return losses, None, None
+    # An accident of the record: a target BEYOND the end has no loss, but its pull counts here
+    total_pull = sum((targets[:, [k]] != NONE) * pull.view(-1, 1) for k, pull in enumerate(pulls))
+    d_logits = exps.mul_(total_pull / total)  # total_pull softmax(logits), less the pulls of targets
     columns = torch.arange(z.size(1), device=z.device)
-    # An accident of the record: a target BEYOND the end has no loss, but its weight counts here
-    total_weight = ((targets != NONE) * weights).sum(-1)
-    d_logits = exps.mul_((total_weight / total)[:, None])  # total_weight softmax(logits), less the weights of targets
-    for k in range(len(weights)):
-        d_logits.sub_(weights[k] * (targets[:, k, None] == columns))
-    return losses, torch.ops.aten.sigmoid_backward(d_logits, s).mul_(r * 2 / c)
+    for k, pull in enumerate(pulls):
+        d_logits.sub_(pull.view(-1, 1) * (targets[:, [k]] == columns))
+    return losses, torch.ops.aten.sigmoid_backward(d_logits, s).mul_(r * 2 / c), d_pointer
 
 
 if triton:
+    with_copies_in_kernel = triton.jit(with_copies)
+
+    @triton.jit
+    def sigmoid_at(columns, z, V, slope, shift):
+        """Return s of `softcapped_cross_entropy`, for columns of a token's logits."""
+        return tl.sigmoid(slope * tl.load(z + columns, columns < V, other=0).to(tl.float32) + shift)
 
     @triton.jit
     def cross_entropy_kernel(
-        z, targets, weights, losses, grad, V, n,
+        z, targets, weights, pointer, losses, grad, d_pointer, V, n,
         slope: tl.constexpr, shift: tl.constexpr, r: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Compute the loss of a token, and its gradient by the logits, as `cross_entropy_by_kernel` does."""
@@ -1922,41 +2042,55 @@ if triton:
         z += row * V
         grad += row * V
         targets += row * n
+        pointer += row * 2
+        d_pointer += row * 2
         totals = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            s = tl.sigmoid(slope * tl.load(z + columns, columns < V, other=0).to(tl.float32) + shift)
-            totals += tl.where(columns < V, tl.exp(-r * s), 0)
+            totals += tl.where(columns < V, tl.exp(-r * sigmoid_at(columns, z, V, slope, shift)), 0)
         total = tl.sum(totals)
-        loss = 0.0
-        total_weight = 0.0
-        for k in range(n):
+        first = tl.load(targets)
+        copy = tl.load(targets + n - 1)
+        p = tl.exp(-r * sigmoid_at(first, z, V, slope, shift)) / total
+        alpha = tl.minimum(tl.exp(-r * sigmoid_at(copy, z, V, slope, shift)) / total, 1 - 1e-6)
+        weight = tl.load(weights)
+        copied = tl.load(pointer)
+        sink = tl.load(pointer + 1)
+        p, pull, copy_pull, d_copied, d_sink = with_copies_in_kernel(p, alpha, copied, sink, weight)
+        tl.store(d_pointer, d_copied)
+        tl.store(d_pointer + 1, d_sink)
+        loss = -weight * tl.log(p)
+        total_pull = pull + copy_pull
+        for k in range(1, n - 1):
             target = tl.load(targets + k)
             weight = tl.load(weights + k)
-            s = tl.sigmoid(slope * tl.load(z + tl.maximum(target, 0)).to(tl.float32) + shift)
+            s = sigmoid_at(tl.maximum(target, 0), z, V, slope, shift)
             loss += tl.where(target >= 0, weight * (tl.log(total) + r * s), 0)
-            total_weight += tl.where(target != -1, weight, 0)  # as there: -1 is NONE
+            total_pull += tl.where(target != -1, weight, 0)  # as there: -1 is NONE
         tl.store(losses + row, loss)
         for start in range(0, V, BLOCK):
             columns = start + tl.arange(0, BLOCK)
-            s = tl.sigmoid(slope * tl.load(z + columns, columns < V, other=0).to(tl.float32) + shift)
-            d = total_weight / total * tl.exp(-r * s)
-            for k in range(n):
+            s = sigmoid_at(columns, z, V, slope, shift)
+            d = total_pull / total * tl.exp(-r * s)
+            d -= tl.where(columns == first, pull, 0) + tl.where(columns == copy, copy_pull, 0)
+            for k in range(1, n - 1):
                 d -= tl.where(columns == tl.load(targets + k), tl.load(weights + k), 0)
             tl.store(grad + columns, (factor * d * s * (1 - s)).to(grad.dtype.element_ty), columns < V)
 
 
-def cross_entropy_by_kernel(z, targets, weights, softcap: tuple, scale: float, dtype: torch.dtype):
-    """Return what `softcapped_cross_entropy` does, the gradient times `scale` in `dtype`.
+def cross_entropy_by_kernel(z, targets, weights, pointer, softcap: tuple, scale: float, dtype: torch.dtype):
+    """Return what `softcapped_cross_entropy` does, the gradient by z times `scale` in `dtype`.
 
     z is read twice, the second time from a cache; the compiler's kernel took up to twice as long (measured: one H100).
     """
     c, r, d = softcap
     losses = torch.empty(len(z), dtype=torch.float32, device=z.device)
     grad = torch.empty_like(z, dtype=dtype)
+    d_pointer = torch.empty_like(pointer)
     numbers = dict(slope=-2 / c, shift=-2 * d / c, r=r, factor=scale * r * 2 / c)
-    cross_entropy_kernel[(len(z),)](z, targets, weights, losses, grad, z.size(1), len(weights), **numbers, BLOCK=2048)
-    return losses, grad
+    tensors = z, targets, weights, pointer, losses, grad, d_pointer
+    cross_entropy_kernel[(len(z),)](*tensors, z.size(1), len(weights), **numbers, BLOCK=2048)
+    return losses, grad, d_pointer
 
 
 # Of the head's input and weight: 100 and 2 become 448, e4m3's largest number. Of the logits' gradient, in e5m2: 1.6,
@@ -1976,39 +2110,43 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, w, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, never):
+    def forward(ctx, x, w, pointer, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, never):
         x_scale, w_scale, dz_scale = fp8_scales or (1.0, 1.0, 1.0)
         dtype, dz_dtype = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
         w_q = quantize(w, w_scale, dtype)
         losses = []
         grads_x = []
+        grads_pointer = []
         grad_w = None
         for start in range(0, len(x), slice_tokens):
             part = slice(start, start + slice_tokens)
             x_slice, t = x[part], targets[part]
+            copies = pointer[part]
             x_q = quantize(x_slice, x_scale, dtype)
             z = matmul(x_q, w_q.t(), x_scale * w_scale, x.dtype, fast=True)
-            if with_grads and has_kernels(z):
-                loss, grad_q = cross_entropy_by_kernel(z, t, weights, softcap, dz_scale, dz_dtype)
+            if with_grads and has_kernels(z) and pointer.size(1):
+                loss, grad_q, d_copies = cross_entropy_by_kernel(z, t, weights, copies, softcap, dz_scale, dz_dtype)
             else:
+                z = z.to(wide(w.dtype))
                 bits = None if never is None else never[part]
-                loss, grad_z = softcapped_cross_entropy(z.to(wide(w.dtype)), t, weights, softcap, with_grads, bits)
+                loss, grad_z, d_copies = softcapped_cross_entropy(z, t, weights, copies, softcap, with_grads, bits)
                 grad_q = quantize(grad_z, dz_scale, dz_dtype) if with_grads else None
             losses.append(loss)
+            grads_pointer.append(d_copies)
             if with_grads:
                 grads_x.append(matmul(grad_q, w_q, dz_scale * w_scale, x.dtype))
                 # As (K, V), then transposed: faster than (V, K) directly (record 19)
                 added = matmul(x_q.t(), grad_q, x_scale * dz_scale, wide(w.dtype)).t()
                 grad_w = added if grad_w is None else grad_w + added
         if with_grads:
-            ctx.save_for_backward(torch.cat(grads_x), grad_w.to(w.dtype))
+            ctx.save_for_backward(torch.cat(grads_x), grad_w.to(w.dtype), torch.cat(grads_pointer))
         return torch.cat(losses).sum()
 
     @staticmethod
     def backward(ctx, grad):
-        grad_x, grad_w = ctx.saved_tensors
+        grad_x, grad_w, grad_pointer = ctx.saved_tensors
         # grad_w is a transpose; autograd accumulates slowly unless it is as contiguous as the weight
-        return grad * grad_x, (grad * grad_w).contiguous(), *[None] * 7
+        return grad * grad_x, (grad * grad_w).contiguous(), grad * grad_pointer, *[None] * 7
 
 
 # ---- Optimizers: every rank updates its share of each group of parameters, as in ZeRO-1 (arXiv:1910.02054) -----------

@@ -72,7 +72,7 @@ def score(model: Model, documents: Sequence[Document], length: int, name: str) -
             x, losses = model.features(read), []
             targets = torch.tensor(read, device=x.device)
             for some in torch.cat(places).to(x.device).split(SLICE):
-                logits = model.logits(x[some - 1], targets[some - 1]).double()
+                logits = model.logits(x, targets, some - 1).double()
                 losses.append(F.cross_entropy(logits, targets[some], reduction="none").cpu())
             found += [part.sum().item() for part in torch.cat(losses).split([len(place) for place in places])]
             bar.update(len(read))

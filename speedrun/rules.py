@@ -22,6 +22,7 @@ COMPILER_SETTING = re.compile(
 )
 HARMLESS = {"TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR"}  # variables of the compiler
 ONE_CARD = "measured on one card"  # the kind of ideas for speed that have no whole run yet
+OPEN = re.compile(r"open proposal \d+")  # the kind of a script with the mathematics of a public pull request
 MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 
 
@@ -148,11 +149,15 @@ def kind_problems(folder: Path, card: Card, before: Path | None, page: str) -> I
         case "milestone":
             if card.evidence not in [f"public record {number}" for number in numbers]:
                 yield "record.json: evidence is not 'public record N' of its date; mend one of the two"
+        case kind if OPEN.fullmatch(kind):
+            if card.ranked or "not merged" not in page:
+                yield f"a record of the kind {kind!r} is not ranked, and its page says 'not merged'; mend them"
         case kind if kind == ONE_CARD:
             if card.ranked or "measured on one" not in page.lower():
                 yield f"a record of the kind {ONE_CARD!r} is not ranked, and its page says 'measured on one'; mend them"
         case _:
-            yield f"record.json: its kind is {shown(card.kind)}; take idea, form, milestone or {ONE_CARD}"
+            kinds = f"idea, form, milestone, open proposal N or {ONE_CARD}"
+            yield f"record.json: its kind is {shown(card.kind)}; take {kinds}"
 
 
 def page_problems(page: str, script: str, what: str) -> Iterator[str]:

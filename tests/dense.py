@@ -29,19 +29,27 @@ def with_gradients(function: Callable, *inputs: Tensor, grad: Tensor | None = No
     return y.detach(), *torch.autograd.grad(y, inputs, grad if grad is None else grad.to(y.dtype))
 
 
-def softcapped_loss(z: Tensor, targets: Tensor, weights: Tensor, cap: tuple[float, float, float] = CAP) -> Tensor:
+def softcapped_loss(z: Tensor, targets: Tensor, weights: Tensor, cap=CAP, pointer=None, copy: int = -1) -> Tensor:
+    """Return the loss of logits. pointer (T, 2): the weights on the next token and on the sink; copy: its row."""
     softcap, span, shift = cap
     logits = span * torch.sigmoid((z + shift) * 2 / softcap)
     losses = [F.cross_entropy(logits[: len(z) - k], targets[k:], reduction="sum") for k in range(len(weights))]
+    if pointer is not None:
+        p = logits.softmax(-1)
+        alpha, of_next = p[:, copy], p.gather(1, targets[:, None])[:, 0]
+        copied, sink = pointer.to(z.dtype).unbind(1)
+        mixed = of_next / (1 - alpha) * (1 - alpha * (1 - sink)) + alpha * copied
+        losses[0] = -(mixed + 1e-9).log().sum()
     beyond = torch.stack([logits[len(z) - k :].logsumexp(-1).sum() for k in range(len(weights))])  # gradients count it
     return weights.to(z.dtype) @ (torch.stack(losses) + beyond - beyond.detach())
 
 
-def dense_head(x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, cap=CAP) -> tuple[Tensor, ...]:
-    """Return the loss of all logits (T, V) and its gradients by autograd."""
+def dense_head(x, w, targets: Tensor, weights: Tensor, cap=CAP, *pointer: Tensor, copy: int = -1) -> tuple[Tensor, ...]:
+    """Return the loss of all logits (T, V) and its gradients by x, w and any pointer, by autograd."""
     wide = torch.promote_types(w.dtype, torch.float32)
     z = lambda x, w: F.linear(x, w.type_as(x)).to(wide)  # noqa: E731
-    return with_gradients(lambda x, w: softcapped_loss(z(x, w), targets, weights, cap), x, w)
+    loss = lambda x, w, *pointer: softcapped_loss(z(x, w), targets, weights, cap, *pointer, copy=copy)  # noqa: E731
+    return with_gradients(loss, x, w, *pointer)
 
 
 def quantized(t: Tensor, scale: float | Tensor, kind: torch.dtype) -> Tensor:

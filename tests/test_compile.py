@@ -17,7 +17,7 @@ from train_gpt import Layer, Ranks, Stage, Trainer
 # softmax is over fewer tokens, in the second of two numbers
 STAGES = (
     Stage(1 / 3, 1, 28, dict(short=8, long=24), mtp=((1, 1), (0.5, 0.5), (0.25, 0)), candidates=(64,)),
-    Stage(1 / 3, 2, 64, dict(short=24, long=56), lr=1.5, mtp=((1, 1), (0.5, 0)), candidates=(80, 96)),
+    Stage(1 / 3, 2, 64, dict(short=24, long=56), lr=1.5, mtp=((1, 1), (0.5, 0)), candidates=(88, 96)),
     Stage(1 / 3, 3, 64, dict(short=40, long=88), lr=1.7),
     Stage(0, 3, 64, dict(short=48, long=104), more_steps=2, lr=1.7),
 )
@@ -70,12 +70,13 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, ch
         write_shard(Path(path), np.random.default_rng(seed).integers(128, size=20_000))
     cfg = dataclasses.replace(gpt2, **LONG | changes | files)
     trainer, plain = Trainer(cfg, Ranks()), Trainer(dataclasses.replace(cfg, compile=False), Ranks())
-    trainer.gpt.cfg = dataclasses.replace(cfg, device="cpu" if cfg.lm_head_fp8 else "cuda")  # what the masks go by
+    for module in trainer.gpt, trainer.gpt.pointer:
+        module.cfg = dataclasses.replace(cfg, device="cpu" if cfg.lm_head_fp8 else "cuda")  # what the masks go by
     trainer.warm_up()
     *trainings, validation = (graph for graph in graphs if count_calls(graph, "embedding"))
     assert len(trainings) == 4, "three lengths, the second with two numbers of candidates"
     for graph in (*trainings, validation):
-        attentions = sum(layer.attention != "none" for layer in cfg.layers)
+        attentions = 1 + sum(layer.attention != "none" for layer in cfg.layers)  # the pointer is one
         assert count_calls(graph, "flex_attention") == (not cfg.lm_head_fp8) * attentions
     assert count_calls(validation, "scaled_mm") == 0
 

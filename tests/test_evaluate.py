@@ -54,7 +54,7 @@ def test_answers_and_bits_by_hand():
     successor = torch.arange(1, 514).remainder(513)[:, None]
     rows = torch.full((513, 513), 0.5 / 512).log().scatter(1, successor, math.log(0.5))
     gpt = SimpleNamespace(cfg=SimpleNamespace(eot_token=256, vocab_size=257))
-    gpt.features, gpt.logits = torch.tensor, lambda x, before: rows[x]
+    gpt.features, gpt.logits = torch.tensor, lambda x, tokens, places: rows[x[places]]
     assert evaluate.compress(gpt, "abcd", 96, "")["bits_per_byte"] == pytest.approx((10 + 1 + 1 + 1) / 4)
     questions = [("x", ["abcdef", "z"], 0), ("x", ["ace", "abc"], 1), ("x", ["ace", "abc"], 0), ("@", ["!x", "!"], 1)]
     found, error = evaluate.answer(gpt, questions, 96, ""), pytest.approx((0.75 * 0.25 / 4) ** 0.5)

@@ -64,7 +64,7 @@ def test_rows_targets_and_parts_of_documents_are_those_of_a_slow_loop(gpt2):
     plan = gpt2.plans[0]._replace(prefix_weight=0.125, next_weights=[1.0, 0.5, 0.25], candidates=100)
     targets, candidates = reader.targets(plan, 0, tokens[1:])
     assert len(candidates) == 100
-    assert settings_of(plan, gpt2, reader.device).loss_weights.tolist() == [1, 0.5, 0.25, 0.125], "in this order"
+    assert settings_of(plan, gpt2, reader.device).loss_weights.tolist() == [1, 0.5, 0.25, 0.125, 0], "in this order"
     ids, begin = reader.doc_ids(plan, tokens[:-1]), 0
     whole = reader.doc_ids(plan._replace(trains=False), tokens[:-1])
     assert whole.tolist() == (tokens[:-1] == gpt2.eot_token).cumsum().tolist(), "in validation"
@@ -74,7 +74,7 @@ def test_rows_targets_and_parts_of_documents_are_those_of_a_slow_loop(gpt2):
             assert rows[k, t] == k * (last + 1) + hash_of(read, for_rows, last, last, t)
             assert signs[k, t] == hash_of(text, for_signs, gpt2.sign_rows, 0, t)
         prefix = reader.prefixes[text[t + 1]]
-        expected = [*[*text[t + 1 : t + 4], -2, -2][:3], prefix if prefix in candidates else -1]
+        expected = [*[*text[t + 1 : t + 4], -2, -2][:3], prefix if prefix in candidates else -1, gpt2.vocab_size]
         assert [x if x < 0 else candidates[x] for x in targets[t]] == expected
         begin = t if token == gpt2.eot_token else begin
         assert ids[t] - ids[max(t - 1, 0)] == (t > 0 and (t - begin) % gpt2.segment == 0)

@@ -158,7 +158,7 @@ def skip_without_fp8(device: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("is_sampled", [False, True])
 def test_head_equals_autograd_of_the_whole(precision: str, is_sampled: bool, device: str):
-    """Over all tokens, or over some that are the sequence's own."""
+    """Over all tokens, or over some that are the sequence's own, with a pointer and by its kernel."""
     if precision == "fp8":
         skip_without_fp8(device)
     T, K, V, C = (4096, 768, 50304, 10240) if device == "cuda" else (64, 48, 320, 192)
@@ -170,19 +170,24 @@ def test_head_equals_autograd_of_the_whole(precision: str, is_sampled: bool, dev
     weights = torch.tensor([1.0, 0.5, 0.25], device=device)
     softcap = GPT2.lm_head_softcap, GPT2.softcap_range, GPT2.softcap_shift
     scales = train_gpt.FP8_SCALES if precision == "fp8" else None
+    copy = len(candidates) - 2
     columns = torch.nn.functional.pad(targets, (0, 2), value=-2).unfold(0, 3, 1)
+    columns = torch.cat([columns, torch.full_like(targets, copy)[:, None]], dim=1)
+    pointer = torch.rand(T, 3, device=device, generator=generator).softmax(1)[:, :2].contiguous()
+    w[candidates[copy]] += 0.1 * x[0]  # a copy has a part
 
-    def head(x, w):
+    def head(x, w, pointer):
         rows = torch.nn.functional.embedding(candidates, w)
-        return train_gpt.HeadLoss.apply(x, rows, columns, weights, softcap, T // 4, scales, True, None)
+        with_copy = torch.cat([weights, weights.new_zeros(1)])
+        return train_gpt.HeadLoss.apply(x, rows, pointer, columns, with_copy, softcap, T // 4, scales, True, None)
 
-    loss, grad_x, grad_rows = dense_head(x, w[candidates], targets, weights, softcap)
-    expected = loss, grad_x, torch.zeros_like(w).index_copy_(0, candidates, grad_rows)
+    loss, grad_x, grad_rows, *rest = dense_head(x, w[candidates], targets, weights, softcap, pointer, copy=copy)
+    expected = loss, grad_x, torch.zeros_like(w).index_copy_(0, candidates, grad_rows), *rest
     limit = 0.09 if scales else 0.01
     for function in both(head, device):
-        found = with_gradients(function, x, w)
+        found = with_gradients(function, x, w, pointer)
         errors = relative_errors(found, expected)
-        assert within(errors, limit), f"loss, grad x, w: {errors}; e5m2 rounds by 0.066, root mean square"
+        assert within(errors, limit), f"loss, grad x, w, pointer: {errors}; e5m2 rounds by 0.066, root mean square"
         assert found[2].any(1).sum() == len(candidates)
 
 

@@ -42,17 +42,21 @@ def check_squares_kernel():
 
 
 def check_cross_entropy_kernel():
-    """Compare losses and gradients with float64: with some targets missing, and two that are equal."""
+    """Compare losses and gradients with float64: with some targets missing, and some that are equal or a copy."""
     generator = torch.Generator().manual_seed(0)
     softcap = 15.0, 23.0, 5.0
-    for V, n in ((320, 3), (2112, 1), (4096, 2)):
+    for V, n in ((320, 4), (2112, 2), (4096, 3)):  # the first target is always there, the last one is the row of a copy
         z = 3 * torch.randn(12, V, generator=generator)
         targets = torch.randint(-2, V, (12, n), generator=generator)
         targets[:3] = torch.tensor([-1, -2, V - 1])[:, None]
-        weights = torch.tensor([1.0, 0.5, 0.25])[:n]
-        exact = train_gpt.softcapped_cross_entropy(z.double(), targets, weights, softcap, True)
-        found = train_gpt.cross_entropy_by_kernel(z, targets, weights, softcap, 2.0, torch.float32)
-        for a, b, scale in zip(found, exact, (1, 2), strict=True):
+        targets[:, 0].clamp_(min=0)
+        targets[:, -1] = V - 3
+        z[:6, V - 3] += torch.arange(6)
+        pointer = torch.rand(12, 3, generator=generator).softmax(1)[:, :2].contiguous()
+        weights = torch.tensor([1.0, 0.5, 0.25, 0.0])[[*range(n - 1), 3]]
+        exact = train_gpt.softcapped_cross_entropy(z.double(), targets, weights, pointer.double(), softcap, True)
+        found = train_gpt.cross_entropy_by_kernel(z, targets, weights, pointer, softcap, 2.0, torch.float32)
+        for a, b, scale in zip(found, exact, (1, 2, 1), strict=True):
             torch.testing.assert_close(a.double(), scale * b, rtol=1e-5, atol=1e-6)
 
 

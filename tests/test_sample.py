@@ -33,8 +33,9 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     canon = np.random.default_rng(0).integers(256, size=(320, 40), dtype=np.uint8)
     canon[:, : 256 // 8 + 1] = 0  # of bytes nothing
     canon.tofile(tmp_path / "canon")
-    # No padding of the head, which the softmax of training sees, too
-    more = f"--vocab_size=320 --val_tokens=96 --final_window=40 --canon_file={tmp_path}/canon".split()
+    # No padding of the head, which the softmax of training sees, too, but the row of a copy
+    size = 320 if preset == "nano" else 319
+    more = f"--vocab_size={size} --val_tokens=96 --final_window=40 --canon_file={tmp_path}/canon".split()
     result = train_gpt.main([*flags, *more])
     text = torch.from_numpy(np.fromfile(corpus / "val_000000.bin", "<u2", 97, offset=1024).astype(np.int64))
     path = tmp_path / f"{preset}.pt"
@@ -44,7 +45,9 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     torch.save(saved | dict(rows=[train_gpt.mark(path.with_suffix(f".ngrams{rank}")) for rank in range(3)]), path)
     model = sample.load_model(path, "cpu")
     logits = torch.stack([model.next_logits(text[:n].tolist()) for n in range(1, 97)])
-    assert F.cross_entropy(logits, text[1:]).item() == pytest.approx(result["val_loss"], abs=1e-10)
+    assert F.cross_entropy(logits, text[1:]).item() == pytest.approx(
+        result["val_loss"], abs=1e-10 if preset == "nano" else 1e-6
+    )
     assert result["val_loss"] < 5.6
 
 
