@@ -22,6 +22,17 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdim=True), v)
 
 
+def dense_pointer(y, weight, sink, gain, tokens: Tensor, following: Tensor, docs: Tensor, block: int) -> Tensor:
+    """Return the pointer's weights (T, 2) on tokens that equal the next one, and on the sink."""
+    w_q, w_k = weight.chunk(2)
+    q, k = (F.rms_norm(y @ w.T, (len(w),)) for w in (w_q, w_k))
+    t = torch.arange(len(tokens), device=y.device)
+    sees = (t < t[:, None]) & (t >= (t[:, None] // block - 1) * block) & (docs == docs[:, None])
+    scores = torch.cat([(gain * q @ k.T).masked_fill(~sees, -torch.inf), (gain * q @ sink)[:, None]], dim=1)
+    weights = (scores / len(sink) ** 0.5).softmax(1)
+    return torch.stack([(weights[:, :-1] * (tokens == following[:, None])).sum(1), weights[:, -1]], dim=1)
+
+
 def with_gradients(function: Callable, *inputs: Tensor, grad: Tensor | None = None) -> tuple[Tensor, ...]:
     """Return what the function of `inputs` returns, and their gradients."""
     inputs = tuple(t.detach().clone().requires_grad_() for t in inputs)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import train_gpt
-from dense import E4M3, dense_attention, dense_head, dense_mask, quantized, with_gradients
+from dense import E4M3, dense_attention, dense_head, dense_mask, dense_pointer, quantized, with_gradients
 from shards import write_shard
 from speedrun import check
 from speedrun.process import ROOT
@@ -147,6 +147,37 @@ def test_attention_equals_dense_forward_and_backward(window: int, mean_document:
     actual = with_gradients(function, *(t.bfloat16() for t in qkv), grad=grad)
     errors = relative_errors(actual, with_gradients(dense, *qkv, grad=grad))
     assert within(errors, 0.015), f"output, grad q, k, v: {errors}; bf16 gives 0.005, a CPU's softmax in it 0.01"
+
+
+@on_both
+@pytest.mark.parametrize(("mean_document", "is_sampled"), [(700, True), (40, False), (10**9, True)])
+def test_the_pointer_equals_a_dense_one_forward_and_backward(mean_document: int, is_sampled: bool, device: str):
+    """Of blocks and documents; many tokens are repeated, and of some documents none."""
+    T, K, D, block, mask_block = (4096, 768, 128, 512, 128) if device == "cuda" else (512, 48, 16, 64, 16)
+    changes = dict(model_dim=K, pointer_dim=D, pointer_block=block, block_size=mask_block, dtype="bfloat16")
+    pointer = train_gpt.Pointer(dataclasses.replace(GPT2, **changes, device=device)).to(device)
+    generator = torch.Generator().manual_seed(0)
+    docs = (torch.rand(T, generator=generator) < 1 / mean_document).cumsum(0, dtype=torch.int32)
+    read = (torch.rand(T + 1, generator=generator) ** 3 * 300).int()
+    x = train_gpt.norm(torch.randn(T, K, generator=generator)).bfloat16()
+    grad = torch.randn(T, 2, generator=generator).to(device)
+    x, docs, tokens, following = (t.to(device) for t in (x, docs, read[:-1], read[1:].long()))
+    candidates, places = following.unique(return_inverse=True)
+    targets, some = (places, candidates) if is_sampled else (following, None)
+    inputs = train_gpt.Inputs(tokens, docs, targets[:, None], some, None, None)
+    names = ("weight", "sink", "gain")
+    values = [x, 2 * pointer.weight, 3 * pointer.sink, 4 * pointer.gain]  # uneven weights
+
+    def ours(x, *values):
+        return torch.func.functional_call(pointer, dict(zip(names, values, strict=True)), (x, inputs))
+
+    dense = functools.partial(dense_pointer, tokens=tokens, following=following, docs=docs, block=block)
+    expected = with_gradients(dense, *(t.double() for t in values), grad=grad)
+    assert min(expected[0].amax(0)) > 0.5 > 0.2 > max(expected[0].amin(0))
+    for function in both(ours, device):
+        errors = relative_errors(with_gradients(function, *values, grad=grad), expected)
+        assert within(errors[:-1], 0.02), f"weights, grad x, weight, sink: {errors}"
+        assert errors[-1] < 0.1, "the gain's gradient is a sum that cancels"
 
 
 def skip_without_fp8(device: str) -> None:
