@@ -1952,8 +1952,8 @@ class Pointer(nn.Module):
         if on_cuda:
             q, k = q.expand(1, 2, -1, -1), k[None, None]
             options = dict(scale=1.0, enable_gqa=True, return_aux=AuxRequest(lse=True))
-            _, found = flex_attention(q, k, k[..., :16], block_mask=mask, **options)  # values are not wanted
-            seen, copied = found.lse[0]
+            y, found = flex_attention(q, k, k[..., :16], block_mask=mask, **options)
+            seen, copied = found.lse[0] + 0 * y[0, ..., 0]  # torch 2.13 cannot compile a y without a gradient
         else:
             mask = GatheredMask(mask, 1 + math.ceil(2 * block / cfg.block_size), sink.dtype)
             q, k = (t.to(sink.dtype)[:, None].expand(-1, 2, -1) for t in (q, k))
@@ -1979,6 +1979,9 @@ def with_copies(p, alpha, copied, sink, weight):
     of_next = share * (p + alpha * sink * q)
     of_copy = share * alpha * (copied + sink * q / (1 - alpha))
     return mixed, of_next, of_copy, -share * alpha, -share * alpha * q
+
+
+copies_of_tensors = with_copies
 
 
 def softcapped_cross_entropy(z, targets, weights, pointer, softcap: tuple, with_grad: bool, never=None):
@@ -2009,7 +2012,7 @@ def softcapped_cross_entropy(z, targets, weights, pointer, softcap: tuple, with_
     d_pointer = pointer
     if pointer.size(1):
         alpha = log_p[-1].exp().clamp(max=1 - 1e-6)
-        p, pulls[0], pulls[-1], *found = with_copies(log_p[0].exp(), alpha, *pointer.unbind(1), weights[0])
+        p, pulls[0], pulls[-1], *found = copies_of_tensors(log_p[0].exp(), alpha, *pointer.unbind(1), weights[0])
         log_p[0] = p.log()
         d_pointer = torch.stack(found, dim=1)
     losses = -(weights * (targets >= 0) * torch.stack(log_p, dim=1)).sum(-1)
@@ -2025,7 +2028,7 @@ def softcapped_cross_entropy(z, targets, weights, pointer, softcap: tuple, with_
 
 
 if triton:
-    with_copies_in_kernel = triton.jit(with_copies)
+    with_copies = triton.jit(with_copies)  # type: ignore[assignment]  # the compiler finds it by its own name
 
     @triton.jit
     def sigmoid_at(columns, z, V, slope, shift):
@@ -2056,7 +2059,7 @@ if triton:
         weight = tl.load(weights)
         copied = tl.load(pointer)
         sink = tl.load(pointer + 1)
-        p, pull, copy_pull, d_copied, d_sink = with_copies_in_kernel(p, alpha, copied, sink, weight)
+        p, pull, copy_pull, d_copied, d_sink = with_copies(p, alpha, copied, sink, weight)
         tl.store(d_pointer, d_copied)
         tl.store(d_pointer + 1, d_sink)
         loss = -weight * tl.log(p)
