@@ -87,7 +87,7 @@ class Model:
         if self.canon is not None:
             bits = self.canon[tokens[places]][:, :, None] >> torch.arange(8, dtype=torch.uint8, device=self.device) & 1
             logits = logits.masked_fill(bits.flatten(1) > 0, -60)  # as in the last validation
-        if self.gpt.pointer:
+        if cfg.pointer_dim:
             logits = self.with_copies(logits, x, tokens, places)
         return logits[:, : cfg.vocab_size]
 

@@ -1947,12 +1947,14 @@ class Pointer(nn.Module):
             return (q > kv) & (kv >= (q // block - 1) * block) & ((h == 0) | (tokens[kv] == following[q]))
 
         on_cuda = cfg.device == "cuda"
-        mask = document_block_mask(inputs.doc_ids, 2 * block - 1, cfg.block_size, for_flex=on_cuda, also=copies)
+        mask: BlockMask | GatheredMask = document_block_mask(
+            inputs.doc_ids, 2 * block - 1, cfg.block_size, for_flex=on_cuda, also=copies
+        )
         q, k, sink = self.project(x)
         if on_cuda:
             q, k = q.expand(1, 2, -1, -1), k[None, None]
-            options = dict(scale=1.0, enable_gqa=True, return_aux=AuxRequest(lse=True))
-            y, found = flex_attention(q, k, k[..., :16], block_mask=mask, **options)
+            lse = AuxRequest(lse=True)
+            y, found = flex_attention(q, k, k[..., :16], block_mask=mask, scale=1.0, enable_gqa=True, return_aux=lse)
             seen, copied = found.lse[0] + 0 * y[0, ..., 0]  # torch 2.13 cannot compile a y without a gradient
         else:
             mask = GatheredMask(mask, 1 + math.ceil(2 * block / cfg.block_size), sink.dtype)
@@ -1981,7 +1983,7 @@ def with_copies(p, alpha, copied, sink, weight):
     return mixed, of_next, of_copy, -share * alpha, -share * alpha * q
 
 
-copies_of_tensors = with_copies
+copies_of_tensors: Callable = with_copies
 
 
 def softcapped_cross_entropy(z, targets, weights, pointer, softcap: tuple, with_grad: bool, never=None):
@@ -2028,7 +2030,7 @@ def softcapped_cross_entropy(z, targets, weights, pointer, softcap: tuple, with_
 
 
 if triton:
-    with_copies = triton.jit(with_copies)  # type: ignore[assignment]  # the compiler finds it by its own name
+    with_copies = triton.jit(with_copies)  # the compiler looks for it by its own name
 
     @triton.jit
     def sigmoid_at(columns, z, V, slope, shift):

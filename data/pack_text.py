@@ -57,7 +57,7 @@ EXTENSIONS = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
 Tokenizer = namedtuple("Tokenizer", "preset min_bytes max_bytes steps min_steps step_tokens val_sequences val_seq_len")
 TOKENIZERS = {
     "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, 200, 20, 2**11, 32, 2**13),
-    "gpt2": Tokenizer("gpt2", 2**13, 2**14, 1194, 81, 3 * 2**17, 40, 2**18),
+    "gpt2": Tokenizer("gpt2", 2**13, 2**14, 1050, 81, 3 * 2**17, 40, 2**18),
 }
 
 

@@ -128,3 +128,20 @@ def test_schedules():
             left.remove(f"schedule/{name}")
     assert not left
     compare_ticks(SimpleNamespace(compare=compare), "schedule/tick", cfg)
+
+
+def test_updates_of_its_parameters():
+    """Adam's of the proposal, in no average."""
+    cfg = m.PRESETS["gpt2"]
+    ours = {"pointer.weight": "W_q, W_k (2, 128, 768), bf16", "pointer.sink": "sink key (128), fp32"}
+    for name, theirs in (ours | {"pointer.gain": "gain (1), fp32"}).items():
+        row, public = m.group_of(name, cfg), FACTS["groups"][f"copy {theirs}"]
+        assert (row.optimizer, [row.beta1, row.beta2], row.lr / 0.008) == ("Adam", public["betas"], public["lr"])
+        assert (row.decay, row.every) == (0.005 * public["decay"], (2, 2))
+        assert not any(m.matches(name, ema.names) for ema in cfg.emas)
+    torch.manual_seed(0)
+    pointer = m.Pointer(dataclasses.replace(cfg, dtype="bfloat16"))
+    stds = pointer.weight.float().std().item(), pointer.sink.std().item() * 128**0.5
+    assert stds == (pytest.approx(768**-0.5, rel=0.01), pytest.approx(1, rel=0.2))
+    assert pointer.weight.abs().max() <= 0.0625
+    assert (pointer.weight.dtype, pointer.sink.dtype, pointer.gain.item()) == (torch.bfloat16, torch.float32, 1)
