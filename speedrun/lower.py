@@ -220,7 +220,8 @@ def find_stages(cfg) -> list[dict]:
     for plan in cfg.plans:
         targets = len(plan.next_weights) + (plan.prefix_weight > 0)
         phase = f"train {plan.seq_len} x {targets} of {plan.candidates or 'all'}"
-        windows = {kind: window.reach for kind, window in plan.windows.items()}
+        # Of the pointer, the mean: a token sees the part of its block before it, and the block before
+        windows = {kind: window.reach for kind, window in plan.windows.items()} | dict(pointer=1.5 * cfg.pointer_block)
         if not found or (phase, windows) != (found[-1]["phase"], found[-1]["windows"]):
             found.append(dict(first=plan.step, steps=0, tokens=plan.seq_len, windows=windows, phase=phase))
         found[-1]["steps"] += 1
@@ -303,10 +304,12 @@ def child(arch: str, world: str, path: str, names: str, *flags: str) -> None:
     cfg = dataclasses.replace(script.resolve(given), canon_file=given.canon_file, cuda_graphs=False)
     stages = find_stages(cfg)  # before tensors are fake: plans have some
     attention = [
-        dict(script.ATTENTION[layer.row.attention]._asdict(), qk_dim=layer.qk_dim, v_dim=layer.v_dim)
+        dict(script.ATTENTION[row.attention]._asdict(), heads=cfg.num_heads, qk_dim=layer.qk_dim, v_dim=layer.v_dim)
         for layer in cfg.resolved_layers
-        if layer.window
+        if (row := layer.row) and layer.window
     ]
+    if cfg.pointer_dim:
+        attention.append(dict(window="pointer", heads_per_pair=1, heads=2, qk_dim=cfg.pointer_dim, v_dim=16))
     found = dict(configuration=dataclasses.asdict(cfg), cycle=cfg.all_step, one_of=int(world), failed="")
     found |= dict(attention=attention, stages=stages)
     try:

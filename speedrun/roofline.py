@@ -61,7 +61,7 @@ def seconds(call: dict, gpu: Rates) -> float:
 
 
 def attention_seconds(found: dict, stage: dict, gpu: Rates) -> float:
-    """Return the time of FlexAttention for a sequence, over all layers.
+    """Return the time of FlexAttention for a sequence, over all layers and the pointer.
 
     Documents are exponentially distributed; blocks are computed whole, which adds about one to what a token sees. A
     pair of heads is one of twice the length, its documents too.
@@ -72,7 +72,7 @@ def attention_seconds(found: dict, stage: dict, gpu: Rates) -> float:
         qk, v = layer["qk_dim"], layer["v_dim"]
         document = DOCUMENT * layer["heads_per_pair"]
         seen = document * (1 - math.exp(-stage["windows"][layer["window"]] / document))
-        pairs = cfg["num_heads"] * stage["tokens"] * (seen + cfg["block_size"])
+        pairs = layer["heads"] * stage["tokens"] * (seen + cfg["block_size"])
         flops = (2 * qk + 2 * v) / gpu.attention + (6 * qk + 4 * v) / gpu.attention_backward
         total += pairs * flops / gpu.bfloat16 + 2 * gpu.tail
     return total

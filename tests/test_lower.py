@@ -33,9 +33,9 @@ def test_a_step_is_the_sum_of_its_parts():
         launch | dict(phase="validation", graph="validation", name="mm"),
     ]
     stage = dict(first=0, phase=phase, steps=10, tokens=512, windows=dict(long=256, short=128))
-    attention = dict(window="short", heads_per_pair=1, qk_dim=64, v_dim=128)
+    attention = dict(window="short", heads_per_pair=1, heads=2, qk_dim=64, v_dim=128)
     found = dict(calls=calls, attention=[attention], cycle=2, one_of=8)
-    found |= dict(configuration=dict(num_heads=2, block_size=128), communication={phase: gpu.link / 1000})
+    found |= dict(configuration=dict(block_size=128), communication={phase: gpu.link / 1000})
     pairs = 2 * 512 * (690 * (1 - math.exp(-128 / 690)) + 128)
     flops = pairs * ((2 * 64 + 2 * 128) / 0.311 + (6 * 64 + 4 * 128) / 0.238)
     parts = "MLP: relu squared, scales of rows", "outside of graphs"
