@@ -66,8 +66,8 @@ def test_gathered_attention_is_dense_attention(case):
     qkv = [(factor * t).requires_grad_() for factor, t in zip((1, 0.5, 1), qkv, strict=True)]  # uneven weights
     expected = dense_attention(*qkv, dense_mask(docs, window))
     expected_grads = torch.autograd.grad(expected, qkv, grad)
-    for max_blocks in 1 - (-window // block), window + 3:
-        mask = GatheredMask(build(docs, window, block), max_blocks, torch.float64)
+    for reach in window, block * (window + 2):
+        mask = GatheredMask(build(docs, window, block), reach, torch.float64)
         assert mask.bias.shape == (len(docs) // block, block, mask.kv_blocks.size(1) * block)
         actual = mask.attend(*qkv)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)

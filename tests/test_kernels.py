@@ -54,7 +54,9 @@ def check_cross_entropy_kernel():
         z[:6, V - 3] += torch.arange(6)
         pointer = torch.rand(12, 3, generator=generator).softmax(1)[:, :2].contiguous()
         weights = torch.tensor([1.0, 0.5, 0.25, 0.0])[[*range(n - 1), 3]]
-        exact = train_gpt.softcapped_cross_entropy(z.double(), targets, weights, pointer.double(), softcap, True)
+        exact = train_gpt.softcapped_cross_entropy(
+            z.double(), targets, weights.double(), pointer.double(), softcap, True
+        )
         found = train_gpt.cross_entropy_by_kernel(z, targets, weights, pointer, softcap, 2.0, torch.float32)
         for a, b, scale in zip(found, exact, (1, 2, 1), strict=True):
             torch.testing.assert_close(a.double(), scale * b, rtol=1e-5, atol=1e-6)

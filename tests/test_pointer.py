@@ -69,7 +69,7 @@ def test_loss_and_gradients(gpt2, case: dict):
         wanted = np.where(wanted < 0, wanted, index[wanted])
     assert (wanted[:, -2] >= 0).sum() == case["prefix_terms"] if trains else True
     chosen = None if candidates is None else torch.from_numpy(candidates)
-    inputs = m.Inputs(tokens, doc_ids, torch.from_numpy(wanted), chosen, *[None] * 2)
+    inputs = m.Inputs(tokens, targets, doc_ids, torch.from_numpy(wanted), chosen, *[None] * 2)
     weights = torch.tensor([*weights, 0.0])
     never = None
     if case.get("mask"):

@@ -4,12 +4,13 @@
     ./run.sh --preset nano                                    a small model on a CPU, in seconds
     torchrun --standalone --nproc_per_node=8 train_gpt.py     what run.sh starts on one 8xH100 node
 
-The preset gpt2 has the mathematics of record 92 of the NanoGPT speedrun (ANVIL2 by Deven Pietrzak, 2026-08-30, 1,194
-steps, https://github.com/KellerJordan/modded-nanogpt). mini is gpt2 in small, for a CPU. nano is a model of one layer
-that looks for repetitions from the first step on. "Record n" credits the record in which an idea first appeared. The
-file follows a token: configuration, schedules, data, inputs, layers, attention, model, head, optimizers, n-grams, log,
-training, run. Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens, M visible blocks, K model width,
-V vocabulary with padding, C candidates in the softmax, G kinds of n-grams, n targets of a token.
+The preset gpt2 has the mathematics of record 92 of the NanoGPT speedrun (ANVIL2 by Deven Pietrzak, 2026-08-30,
+https://github.com/KellerJordan/modded-nanogpt), and a pointer, proposal 379 (CPLM by Nathan Godey): 1,050 steps. mini
+is gpt2 in small, for a CPU. nano is a model of one layer that looks for repetitions from the first step on. "Record n"
+credits the record in which an idea first appeared. The file follows a token: configuration, plans, data, inputs,
+layers, attention, model, pointer, head, optimizers, n-grams, log, training, run. Shapes: T tokens, H heads, D
+dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary with padding, C candidates in the
+softmax, G kinds of n-grams, n targets of a token.
 """
 
 import argparse
@@ -849,7 +850,7 @@ def settings_of(plan: Plan, cfg: Hyperparameters, device: torch.device) -> Setti
     """Return what a step or a validation sets."""
     reach, scales, frequencies = zip(*plan.windows.values())
     weights = [*plan.next_weights, plan.prefix_weight] if plan.prefix_weight else plan.next_weights
-    if cfg.pointer_dim:  # the pointer's row of the head is no target
+    if cfg.pointer_dim:  # a copy, the last target, has no loss of its own
         weights = [*weights, 0.0]
     dtype = wide(getattr(torch, cfg.dtype))
     numbers = [
@@ -999,9 +1000,10 @@ class Inputs(NamedTuple):
     """Hold a sequence of T tokens."""
 
     tokens: Tensor  # (T,) int32
+    following: Tensor  # (T,) int32: the next tokens
     doc_ids: Tensor  # (T,) int32, non-decreasing: attention stays within documents
-    # (T, n) int64: the next tokens, the prefix of the first, or NONE, BEYOND, the pointer's row; with candidates their
-    # index there
+    # (T, n) int64: the next tokens, the prefix of the first, and with a pointer the row of a copy; NONE or BEYOND where
+    # there is none. With candidates their index there
     targets: Tensor
     candidates: Tensor | None  # (C,): the tokens in the softmax, ascending. None: all
     ngram_index: Tensor  # (G, T): where the rows of its n-grams are among `Requests.ids`
@@ -1161,10 +1163,11 @@ class Reader:
             steps.append([])
             for i in range(rank, len(batch), world_size):
                 tokens = batch[i][:-1]
+                following = batch[i][1:].copy()  # of its own, as compiled code wants addresses that are multiples of 16
                 rows, signs = ngrams[i]
-                targets, candidates = self.targets(plan, i, batch[i][1:])
-                ngram_index = next(indices).reshape(rows.shape)
-                steps[-1].append(Inputs(tokens, self.doc_ids(plan, tokens), targets, candidates, ngram_index, signs))
+                doc_ids = self.doc_ids(plan, tokens)
+                targets = self.targets(plan, i, following)
+                steps[-1].append(Inputs(tokens, following, doc_ids, *targets, next(indices).reshape(rows.shape), signs))
         return tree_map_only(np.ndarray, self.on_host, (steps, requests))
 
     def on_host(self, array: np.ndarray) -> Tensor:
@@ -1455,13 +1458,12 @@ class NormRotate(torch.autograd.Function):
 
 
 # ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
-def document_block_mask(
-    doc_ids: Tensor, window: Tensor | int, block: int, for_flex: bool = True, also: Callable | None = None
-) -> BlockMask:
+def document_block_mask(doc_ids: Tensor, window, block: int, for_flex=True, also: Callable | None = None) -> BlockMask:
     """Return the mask of causal attention within documents and a sliding window (records 20 and 29).
 
     doc_ids (T,): non-decreasing document id of each token. window () int32: how many tokens before itself a token sees;
-    a tensor, so that a change never recompiles. for_flex: also build the key-major lists of FlexAttention's backward.
+    a tensor, so that a change never recompiles, or a number that never changes. for_flex: also build the key-major
+    lists of FlexAttention's backward.
     also(b, h, q, kv): what else has to hold for a token to see another; then no block is full.
 
     A query block sees the key blocks from first_visible to its own. If it lies in one document, all of its tokens see
@@ -1507,24 +1509,24 @@ class GatheredMask:
     """Hold a BlockMask for attention in plain PyTorch: FlexAttention has no backward on CPUs.
 
     kv_blocks (N, M): the key blocks of each query block, partial ones first. bias (N, block, M block), of the pointer's
-    two heads (2, N, block, M block): 0 where a token sees another, -inf where not. max_blocks: M, the most that any
-    query block sees with the widest window.
+    two heads (2, N, block, M block): 0 where a token sees another, -1e30 where not. reach: the widest window.
     """
 
-    def __init__(self, mask: BlockMask, max_blocks: int, dtype: torch.dtype):
+    def __init__(self, mask: BlockMask, reach: int, dtype: torch.dtype):
         num_partial = mask.kv_num_blocks[0, 0, :, None]
         num_full = mask.full_kv_num_blocks[0, 0, :, None]
         N = len(num_partial)
         block = mask.BLOCK_SIZE[0]
-        slot = torch.arange(min(max_blocks, N))
+        slot = torch.arange(min(1 + math.ceil(reach / block), N))  # M
         full = mask.full_kv_indices[0, 0].gather(1, (slot - num_partial).clamp(min=0))
         self.kv_blocks = torch.where(slot < num_partial, mask.kv_indices[0, 0, :, : len(slot)], full)
         tokens = torch.arange(N * block, dtype=torch.int32).view(N, block)
         q = tokens[:, :, None, None]
         kv = tokens[self.kv_blocks][:, None]
-        heads = torch.arange(2)[:, None, None, None, None]
+        heads = torch.arange(2)[:, None, None, None, None]  # masks that ask for no head have no such dimension
         visible = (slot < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, heads, q, kv)
-        self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -torch.inf).flatten(-2)
+        # Not -inf, which has no gradient where the pointer's second head sees nothing
+        self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -1e30).flatten(-2)
 
     def blocks(self, t: Tensor) -> Tensor:
         """Return the blocks of t (T, H, D), as (H, N, block, D)."""
@@ -1537,14 +1539,11 @@ class GatheredMask:
         H, N, _, D = t.shape
         return t.flatten(2).index_select(1, self.kv_blocks.flatten()).view(H, N, -1, D)  # a block in one piece
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the scores (H, N, block, M block) of q and k (T, H, D). They grow with the window, not as T^2."""
-        return (self.blocks(q) @ self.gather(k).mT).add_(self.bias)
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from q to k and v (T, H, D); v has a D of its own."""
+        """Attend from q to k and v (T, H, D); v has a D of its own. The cost grows with the window, not as T^2."""
+        scores = (self.blocks(q) @ self.gather(k).mT).add_(self.bias)  # (H, N, block, M block)
         # Written out: scaled_dot_product_attention took 2.5 times as long, forward and backward (16 x 64 queries)
-        y = torch.softmax(self.scores(q, k), dim=-1) @ self.gather(v)  # (H, N, block, D)
+        y = torch.softmax(scores, dim=-1) @ self.gather(v)  # (H, N, block, D)
         return y.flatten(1, 2).transpose(0, 1)
 
 
@@ -1807,8 +1806,7 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
-        widest = max(cfg.final_window, *(tokens for stage in cfg.stages for tokens in stage.windows.values()))
-        self.max_blocks = 1 + math.ceil(widest / cfg.block_size)  # that a block of queries sees
+        self.reach = max(cfg.final_window, *(tokens for stage in cfg.stages for tokens in stage.windows.values()))
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
         self.gate_nets = nn.ModuleDict()
         for i, row in enumerate(cfg.layers):
@@ -1839,7 +1837,7 @@ class GPT(nn.Module):
     def forward(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings, never: Tensor | None = None) -> Tensor:
         """Return the summed loss, in FP8 where the configuration says so and gradients are wanted."""
         x = self.features(inputs, ngram_embeds, settings)
-        pointer = self.pointer(x, inputs) if self.pointer else x.new_empty(len(x), 0)
+        shares = self.pointer(x, inputs) if self.pointer else x.new_empty(len(x), 0)
         head = self.lm_head if inputs.candidates is None else F.embedding(inputs.candidates, self.lm_head)
         cfg = self.cfg
         with_grads = torch.is_grad_enabled()
@@ -1847,7 +1845,7 @@ class GPT(nn.Module):
         scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
         weights = settings.loss_weights
         return HeadLoss.apply(
-            x, head, pointer, inputs.targets, weights, softcap, cfg.lm_head_slice, scales, with_grads, never
+            x, head, shares, inputs.targets, weights, softcap, cfg.lm_head_slice, scales, with_grads, never
         )
 
     def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
@@ -1901,7 +1899,7 @@ class GPT(nn.Module):
             ids = doc_ids.repeat_interleave(kind.heads_per_pair)
             mask: BlockMask | GatheredMask = document_block_mask(ids, window.reach, cfg.block_size, for_flex=on_cuda)
             if not on_cuda:
-                mask = GatheredMask(mask, self.max_blocks, self.embed.weight.dtype)
+                mask = GatheredMask(mask, self.reach, self.embed.weight.dtype)
             positions = torch.arange(len(ids), device=ids.device).view(-1, 1, kind.heads_per_pair, 1, 1, 1)
             angles = positions * window.frequencies
             views[name] = View(mask, angles.cos(), angles.sin(), window.attn_scale)
@@ -1912,11 +1910,10 @@ class GPT(nn.Module):
 class Pointer(nn.Module):
     """Weigh the earlier tokens of a document: which of them comes next?
 
-    One more token, row vocab_size of the head, takes part in the softmax: "a copy". Its probability alpha is shared out
-    by a head of attention without positions, whose queries and keys are made of the head's input: to the tokens that it
-    sees, and to a sink, a key of its own for "none of them". The sink's part goes back to the vocabulary. See
-    `with_copies`. Sequences are cut into blocks of pointer_block tokens, and a token sees the earlier tokens of its
-    document in its own block and the one before.
+    One more token, row vocab_size of lm_head, takes part in the softmax: "a copy". Attention without positions shares
+    out its probability alpha: to earlier tokens, and to a sink, a key of its own for "none of them", whose share goes
+    back to the vocabulary. `with_copies` has the formulas. Queries and keys are made of what lm_head reads. A sequence
+    is in blocks of pointer_block tokens; a token sees those of its document in its own block and the one before.
     """
 
     def __init__(self, cfg: Hyperparameters):
@@ -1924,7 +1921,7 @@ class Pointer(nn.Module):
         K = cfg.model_dim
         D = cfg.pointer_dim
         self.cfg = cfg
-        self.weight = nn.Parameter(2 * uniform_weight(K, 2 * D, K).detach().to(getattr(torch, cfg.dtype)))
+        self.weight = nn.Parameter(2 * uniform_weight(K, 2 * D, K).to(getattr(torch, cfg.dtype)))
         self.sink = nn.Parameter(torch.empty(D).normal_(0, D**-0.5))
         self.gain = nn.Parameter(torch.ones(1))
 
@@ -1935,60 +1932,63 @@ class Pointer(nn.Module):
         return q, k, q.to(self.sink.dtype) @ self.sink
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        """Return for each token the weight on tokens that equal the next one, and on the sink: (T, 2)."""
+        """Return each token's shares (T, 2): on all tokens that equal the next one, and on the sink."""
         cfg = self.cfg
         tokens = inputs.tokens
-        following = inputs.targets[:, 0]
-        if inputs.candidates is not None:
-            following = inputs.candidates[following]
-        block = cfg.pointer_block if torch.is_grad_enabled() else cfg.val_pointer_block
+        block = cfg.pointer_block if torch.is_grad_enabled() else cfg.val_pointer_block  # or else it is a validation
 
-        def copies(b, h, q, kv):  # of two heads the second sees nothing but the next token
-            return (q > kv) & (kv >= (q // block - 1) * block) & ((h == 0) | (tokens[kv] == following[q]))
+        def sees(b, h, q, kv):  # the first of two heads sees all of these tokens, the second those that equal the next
+            return (q > kv) & (q // block - kv // block < 2) & ((h == 0) | (tokens[kv] == inputs.following[q]))
 
         on_cuda = cfg.device == "cuda"
-        mask = document_block_mask(inputs.doc_ids, 2 * block - 1, cfg.block_size, for_flex=on_cuda, also=copies)
+        mask = document_block_mask(inputs.doc_ids, 2 * block - 1, cfg.block_size, for_flex=on_cuda, also=sees)
         q, k, sink = self.project(x)
         if on_cuda:
             q, k = q.expand(1, 2, -1, -1), k[None, None]
-            options = dict(scale=1.0, enable_gqa=True, return_aux=AuxRequest(lse=True))
-            _, found = flex_attention(q, k, k[..., :16], block_mask=mask, **options)  # values are not wanted
-            seen, copied = found.lse[0]
+            some = k[..., :16]  # values are not wanted: these are the fewest that the kernel takes
+            options: dict = dict(scale=1.0, enable_gqa=True, return_aux=AuxRequest(lse=True))
+            y, found = flex_attention(q, k, some, block_mask=mask, **options)
+            seen, equal = found.lse[0] + 0 * y[0, ..., 0]  # torch 2.13 cannot compile a y without a gradient
         else:
-            mask = GatheredMask(mask, 1 + math.ceil(2 * block / cfg.block_size), sink.dtype)
-            q, k = (t.to(sink.dtype)[:, None].expand(-1, 2, -1) for t in (q, k))
-            seen, copied = mask.scores(q, k).clamp(min=-1e30).logsumexp(-1).flatten(1)  # -inf alone has no gradient
+            gathered = GatheredMask(mask, 2 * block, sink.dtype)
+            q, k = (t[:, None].to(sink.dtype) for t in (q, k))
+            scores = gathered.blocks(q) @ gathered.gather(k).mT + gathered.bias  # (2, N, block, M block)
+            seen, equal = scores.logsumexp(-1).flatten(1)
         total = torch.logaddexp(seen, sink)
-        return torch.stack([copied - total, sink - total], dim=1).exp()
+        return torch.stack([equal - total, sink - total], dim=1).exp()
 
 
 def with_copies(p, alpha, copied, sink, weight):
-    """Return p' of the next token, with the pointer's part, and gradients of a loss -weight log p'.
+    """Return p' of the next token, with its share of the copies, and gradients of the loss -weight log p'.
 
-    p, alpha: what the softmax gives the next token, and a copy. copied, sink: the weights c and a from `Pointer`. With
-    q, the next token's probability among all but a copy:
+    p, alpha: what the softmax gives the next token and a copy. copied, sink: `Pointer`'s shares c and a. q is what the
+    softmax would give the next token without a copy:
 
         p' = p + alpha (c + a q) + 1e-9,  q = p / (1 - alpha)
 
-    By logits, the gradient is that of two targets, the next token and a copy, with the weights that are returned here;
-    the last two are the gradients by c and a. This is plain arithmetic, so that a kernel takes it, too.
+    The gradient by logit j is (n + m) softmax_j - n [j is the next token] - m [j is a copy]: as of two targets. n and m
+    are returned, then the gradients by c and a. This is plain arithmetic, so that a kernel takes it, too.
     """
     q = p / (1 - alpha)
     mixed = p + alpha * (copied + sink * q) + 1e-9
-    share = weight / mixed
-    of_next = share * (p + alpha * sink * q)
-    of_copy = share * alpha * (copied + sink * q / (1 - alpha))
-    return mixed, of_next, of_copy, -share * alpha, -share * alpha * q
+    scale = weight / mixed
+    of_next = scale * (p + alpha * sink * q)
+    of_copy = scale * alpha * (copied + sink * q / (1 - alpha))
+    return mixed, of_next, of_copy, -scale * alpha, -scale * alpha * q
 
 
-def softcapped_cross_entropy(z, targets, weights, pointer, softcap: tuple, with_grad: bool, never=None):
-    """Return the losses (T,) of logits z (T, V), which it overwrites, in nats, and gradients by z and pointer or None.
+copies_of_tensors: Callable = with_copies  # as the kernel's compiler takes the name
 
-    targets (T, n): NONE or BEYOND for none. weights (n,): of their losses. pointer (T, 2): see `with_copies`; then the
-    last target is the row of a copy. softcap (c, r, d): a logit is
-    l = r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18
-    (@KoszarskyB), lopsided since record 54 (@classiclarryd). never: bits (T, V / 8) of tokens whose logit becomes -60
-    (record 91, @jvarho). The padding of the vocabulary is in the softmax, as in the record.
+
+# ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
+def softcapped_cross_entropy(z, targets, weights, shares, softcap: tuple, with_grad: bool, never=None):
+    """Return the losses (T,) of logits z (T, V), which it overwrites, in nats, and gradients by z and shares or None.
+
+    targets (T, n): NONE or BEYOND for none. weights (n,): of their losses. shares (T, 2): of `Pointer`, and the last
+    target is the row of a copy; (T, 0): without a pointer. softcap (c, r, d): a logit is l = r sigmoid((z + d) 2 / c),
+    after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18 (@KoszarskyB), lopsided since record
+    54 (@classiclarryd). never: bits (T, V / 8) of tokens whose logit becomes -60 (record 91, @jvarho). The padding of
+    the vocabulary is in the softmax, as in the record.
 
         s = sigmoid(-(z + d) 2 / c)
         l - r = -r s          a softmax ignores the shift by r; never above 0, so exp needs no maximum subtracted
@@ -2004,28 +2004,26 @@ def softcapped_cross_entropy(z, targets, weights, pointer, softcap: tuple, with_
     target_logits = shifted.gather(1, targets.clamp(min=0))
     exps = shifted.exp_()
     total = exps.sum(-1, keepdim=True)
-    log_p = [*(target_logits - total.log()).unbind(1)]
-    pulls = [*weights]  # with which a target draws its logit up, and all of them down
-    d_pointer = pointer
-    if pointer.size(1):
-        alpha = log_p[-1].exp().clamp(max=1 - 1e-6)
-        p, pulls[0], pulls[-1], *found = with_copies(log_p[0].exp(), alpha, *pointer.unbind(1), weights[0])
-        log_p[0] = p.log()
-        d_pointer = torch.stack(found, dim=1)
-    losses = -(weights * (targets >= 0) * torch.stack(log_p, dim=1)).sum(-1)
+    log_p = target_logits - total.log()
+    pulls = weights * (targets != NONE)  # with which a target draws its logit up, and all of them down
+    d_shares = shares
+    if shares.size(1):
+        alpha = log_p[:, -1].exp().clamp(max=1 - 1e-6)
+        found = copies_of_tensors(log_p[:, 0].exp(), alpha, shares[:, 0], shares[:, 1], weights[0])
+        mixed, pulls[:, 0], pulls[:, -1], *of_shares = found
+        log_p[:, 0] = mixed.log()
+        d_shares = torch.stack(of_shares, dim=1)
+    losses = -(weights * (targets >= 0) * log_p).sum(-1)
     if not with_grad:
         return losses, None, None
     # An accident of the record: a target BEYOND the end has no loss, but its pull counts here
-    total_pull = sum((targets[:, [k]] != NONE) * pull.view(-1, 1) for k, pull in enumerate(pulls))
-    d_logits = exps.mul_(total_pull / total)  # total_pull softmax(logits), less the pulls of targets
-    columns = torch.arange(z.size(1), device=z.device)
-    for k, pull in enumerate(pulls):
-        d_logits.sub_(pull.view(-1, 1) * (targets[:, [k]] == columns))
-    return losses, torch.ops.aten.sigmoid_backward(d_logits, s).mul_(r * 2 / c), d_pointer
+    d_logits = exps.mul_(pulls.sum(-1, keepdim=True) / total)  # softmax(logits) times all pulls, less pulls of targets
+    d_logits.scatter_add_(1, targets.clamp(min=0), -pulls * (targets >= 0))
+    return losses, torch.ops.aten.sigmoid_backward(d_logits, s).mul_(r * 2 / c), d_shares
 
 
 if triton:
-    with_copies_in_kernel = triton.jit(with_copies)
+    with_copies = triton.jit(with_copies)
 
     @triton.jit
     def sigmoid_at(columns, z, V, slope, shift):
@@ -2034,7 +2032,7 @@ if triton:
 
     @triton.jit
     def cross_entropy_kernel(
-        z, targets, weights, pointer, losses, grad, d_pointer, V, n,
+        z, targets, weights, shares, losses, grad, d_shares, V, n,
         slope: tl.constexpr, shift: tl.constexpr, r: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Compute the loss of a token, and its gradient by the logits, as `cross_entropy_by_kernel` does."""
@@ -2042,8 +2040,6 @@ if triton:
         z += row * V
         grad += row * V
         targets += row * n
-        pointer += row * 2
-        d_pointer += row * 2
         totals = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
             columns = start + tl.arange(0, BLOCK)
@@ -2054,11 +2050,10 @@ if triton:
         p = tl.exp(-r * sigmoid_at(first, z, V, slope, shift)) / total
         alpha = tl.minimum(tl.exp(-r * sigmoid_at(copy, z, V, slope, shift)) / total, 1 - 1e-6)
         weight = tl.load(weights)
-        copied = tl.load(pointer)
-        sink = tl.load(pointer + 1)
-        p, pull, copy_pull, d_copied, d_sink = with_copies_in_kernel(p, alpha, copied, sink, weight)
-        tl.store(d_pointer, d_copied)
-        tl.store(d_pointer + 1, d_sink)
+        found = with_copies(p, alpha, tl.load(shares + 2 * row), tl.load(shares + 2 * row + 1), weight)
+        p, pull, copy_pull, d_copied, d_sink = found
+        tl.store(d_shares + 2 * row, d_copied)
+        tl.store(d_shares + 2 * row + 1, d_sink)
         loss = -weight * tl.log(p)
         total_pull = pull + copy_pull
         for k in range(1, n - 1):
@@ -2078,7 +2073,7 @@ if triton:
             tl.store(grad + columns, (factor * d * s * (1 - s)).to(grad.dtype.element_ty), columns < V)
 
 
-def cross_entropy_by_kernel(z, targets, weights, pointer, softcap: tuple, scale: float, dtype: torch.dtype):
+def cross_entropy_by_kernel(z, targets, weights, shares, softcap: tuple, scale: float, dtype: torch.dtype):
     """Return what `softcapped_cross_entropy` does, the gradient by z times `scale` in `dtype`.
 
     z is read twice, the second time from a cache; the compiler's kernel took up to twice as long (measured: one H100).
@@ -2086,11 +2081,11 @@ def cross_entropy_by_kernel(z, targets, weights, pointer, softcap: tuple, scale:
     c, r, d = softcap
     losses = torch.empty(len(z), dtype=torch.float32, device=z.device)
     grad = torch.empty_like(z, dtype=dtype)
-    d_pointer = torch.empty_like(pointer)
+    d_shares = torch.empty_like(shares)
     numbers = dict(slope=-2 / c, shift=-2 * d / c, r=r, factor=scale * r * 2 / c)
-    tensors = z, targets, weights, pointer, losses, grad, d_pointer
+    tensors = z, targets, weights, shares, losses, grad, d_shares
     cross_entropy_kernel[(len(z),)](*tensors, z.size(1), len(weights), **numbers, BLOCK=2048)
-    return losses, grad, d_pointer
+    return losses, grad, d_shares
 
 
 # Of the head's input and weight: 100 and 2 become 448, e4m3's largest number. Of the logits' gradient, in e5m2: 1.6,
@@ -2110,43 +2105,42 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, w, pointer, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, never):
+    def forward(ctx, x, w, shares, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, never):
         x_scale, w_scale, dz_scale = fp8_scales or (1.0, 1.0, 1.0)
         dtype, dz_dtype = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
         w_q = quantize(w, w_scale, dtype)
         losses = []
         grads_x = []
-        grads_pointer = []
+        grads_shares = []
         grad_w = None
         for start in range(0, len(x), slice_tokens):
             part = slice(start, start + slice_tokens)
-            x_slice, t = x[part], targets[part]
-            copies = pointer[part]
-            x_q = quantize(x_slice, x_scale, dtype)
+            of_slice = targets[part], weights, shares[part], softcap
+            x_q = quantize(x[part], x_scale, dtype)
             z = matmul(x_q, w_q.t(), x_scale * w_scale, x.dtype, fast=True)
-            if with_grads and has_kernels(z) and pointer.size(1):
-                loss, grad_q, d_copies = cross_entropy_by_kernel(z, t, weights, copies, softcap, dz_scale, dz_dtype)
+            if with_grads and has_kernels(z) and shares.size(1):
+                loss, grad_q, grad_slice = cross_entropy_by_kernel(z, *of_slice, dz_scale, dz_dtype)
             else:
                 z = z.to(wide(w.dtype))
                 bits = None if never is None else never[part]
-                loss, grad_z, d_copies = softcapped_cross_entropy(z, t, weights, copies, softcap, with_grads, bits)
+                loss, grad_z, grad_slice = softcapped_cross_entropy(z, *of_slice, with_grads, bits)
                 grad_q = quantize(grad_z, dz_scale, dz_dtype) if with_grads else None
             losses.append(loss)
-            grads_pointer.append(d_copies)
             if with_grads:
+                grads_shares.append(grad_slice)
                 grads_x.append(matmul(grad_q, w_q, dz_scale * w_scale, x.dtype))
                 # As (K, V), then transposed: faster than (V, K) directly (record 19)
                 added = matmul(x_q.t(), grad_q, x_scale * dz_scale, wide(w.dtype)).t()
                 grad_w = added if grad_w is None else grad_w + added
         if with_grads:
-            ctx.save_for_backward(torch.cat(grads_x), grad_w.to(w.dtype), torch.cat(grads_pointer))
+            ctx.save_for_backward(torch.cat(grads_x), grad_w.to(w.dtype), torch.cat(grads_shares))
         return torch.cat(losses).sum()
 
     @staticmethod
     def backward(ctx, grad):
-        grad_x, grad_w, grad_pointer = ctx.saved_tensors
+        grad_x, grad_w, grad_shares = ctx.saved_tensors
         # grad_w is a transpose; autograd accumulates slowly unless it is as contiguous as the weight
-        return grad * grad_x, (grad * grad_w).contiguous(), grad * grad_pointer, *[None] * 7
+        return grad * grad_x, (grad * grad_w).contiguous(), grad * grad_shares, *[None] * 7
 
 
 # ---- Optimizers: every rank updates its share of each group of parameters, as in ZeRO-1 (arXiv:1910.02054) -----------
