@@ -88,23 +88,22 @@ class Model:
             bits = self.canon[tokens[places]][:, :, None] >> torch.arange(8, dtype=torch.uint8, device=self.device) & 1
             logits = logits.masked_fill(bits.flatten(1) > 0, -60)  # as in the last validation
         if cfg.pointer_dim:
-            logits = self.with_copies(logits, x, tokens, places)
+            logits = self.share_out_copies(logits, x, tokens, places)
         return logits[:, : cfg.vocab_size]
 
-    def with_copies(self, logits: Tensor, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+    def share_out_copies(self, logits: Tensor, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
         """Return logarithms of probabilities: the pointer shares out that of a copy, see `train_gpt.Pointer`."""
-        block, copy = self.cfg.val_pointer_block, self.cfg.vocab_size
+        block = self.cfg.val_pointer_block
         q, k, sink = self.gpt.pointer.project(x)
         docs, t = (tokens == self.cfg.eot_token).cumsum(0), places[:, None]
-        earlier = torch.arange(len(tokens), device=self.device)
-        sees = (earlier < t) & (earlier >= (t // block - 1) * block) & (docs == docs[t])
+        other = torch.arange(len(tokens), device=self.device)
+        sees = (other < t) & (t // block - other // block < 2) & (docs == docs[t])
         scores = (q[places].to(sink.dtype) @ k.to(sink.dtype).T).masked_fill(~sees, -torch.inf)
         weights = torch.cat([scores, sink[t]], dim=1).softmax(1)
         p = logits.softmax(1)
-        alpha = p[:, [copy]]
-        p = p * (1 + alpha * weights[:, -1:] / (1 - alpha))
-        p[:, copy] = 0
-        return p.index_add_(1, tokens, (alpha * weights[:, :-1]).type_as(p)).log()
+        alpha = p[:, self.cfg.vocab_size, None]
+        p = p * (1 + alpha * weights[:, -1:] )
+        return p.index_add_(1, tokens, alpha * weights[:, :-1]).log()
 
     @torch.inference_mode()
     def next_logits(self, tokens: Sequence[int]) -> Tensor:

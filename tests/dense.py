@@ -50,7 +50,7 @@ def softcapped_loss(z: Tensor, targets: Tensor, weights: Tensor, cap=CAP, pointe
         alpha, of_next = p[:, copy], p.gather(1, targets[:, None])[:, 0]
         copied, sink = pointer.to(z.dtype).unbind(1)
         mixed = of_next / (1 - alpha) * (1 - alpha * (1 - sink)) + alpha * copied
-        losses[0] = -(mixed + 1e-9).log().sum()
+        losses[0] = -(mixed + 1e-9).log().sum()  # with a copy's row in the softmax of all others
     beyond = torch.stack([logits[len(z) - k :].logsumexp(-1).sum() for k in range(len(weights))])  # gradients count it
     return weights.to(z.dtype) @ (torch.stack(losses) + beyond - beyond.detach())
 

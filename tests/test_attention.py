@@ -54,6 +54,19 @@ def test_blocks_with_element_mask_are_the_definition(case):
     assert torch.equal(mask.q_num_blocks[0, 0].long(), partial.sum(0))
 
 
+def test_a_further_condition_leaves_no_block_full():
+    """A full block would not ask for it."""
+    docs = torch.zeros(64, dtype=torch.int32)
+    mask = document_block_mask(docs, 40, 8, also=lambda b, h, q, kv: kv % 2 == h)
+    assert not mask.full_kv_num_blocks.any()
+    position = torch.arange(64)
+    dense = dense_mask(docs, 40)
+    in_list = as_dense(mask, "").repeat_interleave(8, 0).repeat_interleave(8, 1)
+    for head in 0, 1:
+        seen = in_list & mask.mask_mod(None, head, position[:, None], position)
+        assert torch.equal(seen, dense & (position % 2 == head))
+
+
 @settings(max_examples=50, deadline=None)
 @given(case=cases())
 def test_gathered_attention_is_dense_attention(case):

@@ -54,6 +54,27 @@ def test_slices_are_the_whole(slice_tokens: int):
             assert (got - want).norm() <= limit * want.norm()
 
 
+@pytest.mark.parametrize("slice_tokens", [7, T])
+def test_slices_with_a_pointer_are_the_whole(slice_tokens: int):
+    """Also where nearly all is a copy, with any weight of the next token's loss, and a factor on all."""
+    x, w, targets = inputs(torch.float64)
+    copy = V - 5
+    x[:9], w[copy] = x[0], x[0] / 2
+    shares = torch.rand(T, 3, dtype=torch.float64).softmax(1)[:, :2]
+    weights = torch.tensor([0.7, 0.5, 0.0], dtype=torch.float64)
+    columns = torch.cat([next_targets(targets, 2), torch.full((T, 1), copy)], dim=1)
+    wide = 6.0, 40.0, 1.5
+
+    def head(x, w, shares):
+        return 3 * HeadLoss.apply(x, w, shares, columns, weights, wide, slice_tokens, None, True, None)
+
+    expected = dense_head(x, w, targets, weights[:2], wide, shares, copy=copy)
+    alpha = (wide[1] * ((x @ w.T + wide[2]) * 2 / wide[0]).sigmoid()).softmax(-1)[:, copy]
+    assert alpha[0] > 0.99 > 0.01 > alpha[10:].min()
+    for got, want in zip(with_gradients(head, x, w, shares), expected, strict=True):
+        torch.testing.assert_close(got, 3 * want, rtol=1e-10, atol=1e-11)
+
+
 class Watch(TorchDispatchMode):
     """Note the size of the largest result, and the largest number that is cast to e4m3."""
 
@@ -194,3 +215,31 @@ def test_gradients_of_the_mlp_in_fp8_are_those_of_exact_products():
     found = with_gradients(lambda *args: train_gpt.ReluSquaredMLP.apply(*args, True, False), *args, grad=grad)
     for a, b in zip(found, expected, strict=True):
         assert (a.double() - b).norm() <= 0.006 * b.norm()
+
+
+@pytest.mark.parametrize("candidates", [0, 192])
+def test_gradients_are_those_of_the_loss(gpt2, candidates: int):
+    """The pointer's, the layers' and the head's, by a difference along a random direction."""
+    cfg = dataclasses.replace(gpt2, dtype="float64", prefix_file="")
+    trainer = Trainer(cfg, Ranks())
+    gpt = randomize(trainer.gpt)
+    plan = cfg.plans[0]._replace(next_weights=[0.7], candidates=candidates)  # the gradients of more have an accident
+    tokens = np.random.default_rng(0).integers(40, size=plan.seq_len + 1)
+    [[read]], _ = trainer.reader.make([plan], [[tokens]])
+    ngrams = torch.randn(2, plan.seq_len, cfg.model_dim, dtype=torch.float64)
+    settings = settings_of(plan, cfg, trainer.device)
+    gpt.lm_head.data[cfg.vocab_size] = 0.3 * gpt.features(read, ngrams, settings)[3].detach()
+    start = {name: p.detach().clone() for name, p in gpt.named_parameters()}
+    gpt(read, ngrams, settings).backward()
+    for prefix in "pointer.weight", "pointer.sink", "pointer.gain", "blocks.", "lm_head":
+        names = [name for name in start if name.startswith(prefix)]
+        way = {name: torch.randn_like(start[name]) for name in names}
+        expected = sum((way[name] * gpt.get_parameter(name).grad).sum() for name in names)
+        losses = []
+        for step in 1e-6, -1e-6:
+            for name in names:
+                gpt.get_parameter(name).data.copy_(start[name] + step * way[name])
+            losses.append(gpt(read, ngrams, settings).item())
+            for name in names:
+                gpt.get_parameter(name).data.copy_(start[name])
+        assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(expected.item(), rel=1e-4), prefix

@@ -52,14 +52,17 @@ def check_cross_entropy_kernel():
         targets[:, 0].clamp_(min=0)
         targets[:, -1] = V - 3
         z[:6, V - 3] += torch.arange(6)
+        z[6], z[6, V - 3] = -50, 50  # nothing but a copy
         pointer = torch.rand(12, 3, generator=generator).softmax(1)[:, :2].contiguous()
-        weights = torch.tensor([1.0, 0.5, 0.25, 0.0])[[*range(n - 1), 3]]
+        weights = torch.tensor([0.7, 0.5, 0.25, 0.0])[[*range(n - 1), 3]]
         exact = train_gpt.softcapped_cross_entropy(
             z.double(), targets, weights.double(), pointer.double(), softcap, True
         )
         found = train_gpt.cross_entropy_by_kernel(z, targets, weights, pointer, softcap, 2.0, torch.float32)
         for a, b, scale in zip(found, exact, (1, 2, 1), strict=True):
-            torch.testing.assert_close(a.double(), scale * b, rtol=1e-5, atol=1e-6)
+            copy = torch.arange(12) == 6  # there float32 rounds what is left to other tokens
+            torch.testing.assert_close(a[~copy].double(), scale * b[~copy], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(a[copy].double(), scale * b[copy], rtol=0.02, atol=1e-6)
 
 
 @pytest.mark.slow

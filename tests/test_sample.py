@@ -1,5 +1,6 @@
 """sample.py: its logits are those of training, what it draws, what it prints, and how it ends."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -49,6 +50,26 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
         result["val_loss"], abs=1e-10 if preset == "nano" else 1e-6
     )
     assert result["val_loss"] < 5.6
+
+
+def test_every_token_gets_its_share_of_the_copies(gpt2):
+    """As in validation, of a model that copies much: two documents, longer than the pointer's blocks."""
+    changes = dict(dtype="float64", vocab_size=255, eot_token=254, canon_file="", val_pointer_block=24)
+    cfg = dataclasses.replace(gpt2, **changes)
+    gpt = randomize(train_gpt.GPT(cfg))
+    model = sample.Model(gpt, [])
+    text = np.random.default_rng(0).integers(9, size=193)
+    text[[0, 100]] = cfg.eot_token
+    read = torch.from_numpy(text[:-1])
+    x = model.features(read.tolist())
+    gpt.lm_head.data[255] = 0.1 * x[5]
+    logits = model.logits(x, read, torch.arange(192)).detach()
+    torch.testing.assert_close(logits.exp().sum(1), torch.ones(192, dtype=torch.float64))
+    [[inputs]], _ = model.reader.make([model.plan], [[text]])
+    with torch.no_grad():
+        loss = gpt(inputs, torch.zeros(2, 192, cfg.model_dim, dtype=torch.float64), model.settings)
+    found = F.nll_loss(logits, torch.from_numpy(text[1:]), reduction="sum")
+    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 4)])
