@@ -67,7 +67,7 @@ def test_a_share_that_there_is_not_is_refused(flags: str, tmp_path, capsys):
 
 def test_plain_gpt_learns_and_writes_a_log_that_can_be_raced(corpus, tmp_path, monkeypatch, capsys):
     tokens = np.random.default_rng(0).integers(257, size=300 * 64 + 5)
-    mean = plain_gpt.validate(lambda x, y: (x + 2 * y).double().mean(), tokens)
+    mean = plain_gpt.validate(lambda read: torch.from_numpy(read[:, :-1] + 2 * read[:, 1:]).double().mean(), tokens, 64)
     assert mean == pytest.approx(np.mean(tokens[:-5] + 2 * tokens[1:-4])), "each position once"
     argv = f"plain --data {corpus}/ --steps 9 --val_every 3 --log_dir {tmp_path} --run_id r".split()
     monkeypatch.setattr(sys, "argv", argv)
@@ -77,7 +77,7 @@ def test_plain_gpt_learns_and_writes_a_log_that_can_be_raced(corpus, tmp_path, m
     assert log.source == Path(plain_gpt.__file__).read_text().rstrip("\n")
     assert log.curve == {step: pytest.approx((loss, ms), abs=1) for step, loss, ms in told["val_curve"]}
     assert (log.ended, log.val_loss) == (None, pytest.approx(told["val_curve"][-1][1], abs=1e-4))
-    assert log.val_loss < math.log(plain_gpt.VOCAB_SIZE) - 0.05
+    assert log.val_loss < math.log(257) - 0.05
 
 
 def first_gpu_run(out: Path, *flags: str) -> subprocess.CompletedProcess:
@@ -103,4 +103,6 @@ def test_a_first_gpu_run_on_a_cpu_packs_what_its_parts_show(tmp_path):
     failed = [line for line in texts["out/parts.txt"].splitlines() if b": ok, " not in line]
     assert [line.partition(b":")[0] for line in failed] == [b"card"], done.stdout
     assert b"| stage 1: step with tables |" in texts["out/one-of-8/benchmark.md"]
+    assert all(b"\nval_loss " in texts[f"out/{name}.txt"] for name in ("whole", "whole-without-fp8", "nano", "mini"))
+    assert b'{"val_curve": [[' in texts["out/plain.txt"]
     assert not [name for name, text in texts.items() if bytes(ROOT) in text]

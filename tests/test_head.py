@@ -75,6 +75,18 @@ def test_slices_with_a_pointer_are_the_whole(slice_tokens: int):
         torch.testing.assert_close(got, 3 * want, rtol=1e-10, atol=1e-11)
 
 
+def test_nothing_but_a_copy_has_a_loss_and_gradients():
+    """In float32 alpha would be 1."""
+    x, w, targets = inputs(torch.float32)
+    x[:] = x[0]
+    w[V - 5] = 9 * x[0]
+    w[: V - 5] = -x[0]
+    columns = torch.stack([targets.clamp(max=V - 6), torch.full((T,), V - 5)], dim=1)
+    rest = columns, torch.tensor([1.0, 0.0]), (6.0, 40.0, 1.5), T, None, True, None
+    loss = lambda *given: HeadLoss.apply(*given, *rest)  # noqa: E731
+    assert all(t.isfinite().all() for t in with_gradients(loss, x, w, torch.rand(T, 3).softmax(1)[:, :2]))
+
+
 class Watch(TorchDispatchMode):
     """Note the size of the largest result, and the largest number that is cast to e4m3."""
 

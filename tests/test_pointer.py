@@ -144,4 +144,23 @@ def test_updates_of_its_parameters():
     stds = pointer.weight.float().std().item(), pointer.sink.std().item() * 128**0.5
     assert stds == (pytest.approx(768**-0.5, rel=0.01), pytest.approx(1, rel=0.2))
     assert pointer.weight.abs().max() <= 0.0625
-    assert (pointer.weight.dtype, pointer.sink.dtype, pointer.gain.item()) == (torch.bfloat16, torch.float32, 1)
+    kinds = [p.dtype for p in (pointer.weight, pointer.sink, pointer.gain)]
+    assert (kinds, pointer.gain.item()) == ([torch.bfloat16, torch.float32, torch.float32], 1)
+
+
+def test_a_copy_has_a_row_of_head_and_embedding(gpt2):
+    for size, rows in (256, 320), (255, 256):
+        gpt = m.GPT(dataclasses.replace(gpt2, vocab_size=size, eot_token=1))
+        assert gpt.lm_head.shape[0] == rows
+        assert torch.equal(gpt.embed.weight, gpt.lm_head), "tied at first"
+
+
+def test_blocks_may_be_longer_than_any_sequence(gpt2):
+    """As long as may be: the mask is that of one block."""
+    tokens, shares = torch.randint(9, (65,), dtype=torch.int32), []
+    inputs = m.Inputs(tokens[:-1], tokens[1:], torch.zeros(64, dtype=torch.int32), *[None] * 4)
+    x, pointer = torch.randn(64, gpt2.model_dim), m.Pointer(gpt2)
+    for block in 64, 2**31 - 1:
+        pointer.cfg = dataclasses.replace(gpt2, pointer_block=block)
+        shares.append(pointer(x, inputs))
+    assert torch.equal(*shares)

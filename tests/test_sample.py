@@ -64,12 +64,14 @@ def test_every_token_gets_its_share_of_the_copies(gpt2):
     x = model.features(read.tolist())
     gpt.lm_head.data[255] = 0.1 * x[5]
     logits = model.logits(x, read, torch.arange(192)).detach()
-    torch.testing.assert_close(logits.exp().sum(1), torch.ones(192, dtype=torch.float64))
+    torch.testing.assert_close(logits.exp().sum(1), torch.ones(192, dtype=torch.float64), rtol=1e-6, atol=0)
     [[inputs]], _ = model.reader.make([model.plan], [[text]])
     with torch.no_grad():
         loss = gpt(inputs, torch.zeros(2, 192, cfg.model_dim, dtype=torch.float64), model.settings)
     found = F.nll_loss(logits, torch.from_numpy(text[1:]), reduction="sum")
-    torch.testing.assert_close(found, loss, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found, loss, rtol=1e-9, atol=0)
+    gpt.float().lm_head.data[255] = 1e3 * x[5].float()  # alpha is 1
+    assert model.logits(x.float(), read, torch.tensor([5])).isfinite().all()
 
 
 @pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 4)])

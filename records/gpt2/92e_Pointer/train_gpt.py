@@ -382,7 +382,8 @@ class Hyperparameters:
             object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
         for name, value in vars(self).items():  # NaN is in no range
             require(name, not isinstance(value, float | int) or 0 <= value < 2**31, "a number from 0 to 2**31 - 1")
-        sizes = "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment vocab_size ngram_rows"
+        sizes = "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment vocab_size ngram_rows "
+        sizes += "pointer_block val_pointer_block"
         for name in sizes.split():
             require(name, getattr(self, name) > 0, "1 or more")
         require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
@@ -1941,7 +1942,7 @@ class Pointer(nn.Module):
             return (q > kv) & (q // block - kv // block < 2) & ((h == 0) | (tokens[kv] == inputs.following[q]))
 
         on_cuda = cfg.device == "cuda"
-        mask = document_block_mask(inputs.doc_ids, 2 * block - 1, cfg.block_size, for_flex=on_cuda, also=sees)
+        mask = document_block_mask(inputs.doc_ids, min(2 * block, len(x)), cfg.block_size, for_flex=on_cuda, also=sees)
         q, k, sink = self.project(x)
         if on_cuda:
             q, k = q.expand(1, 2, -1, -1), k[None, None]
