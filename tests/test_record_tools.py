@@ -385,6 +385,9 @@ def test_record_json_says_the_kind_of_a_record_and_which_one_it_follows(tool, ro
         (FORM | dict(evidence=""), "evidence names no step (of an idea) or test"),
         (dict(kind=rules.ONE_CARD, ranked=True), "is not ranked, and its page"),
         (dict(kind="milestone", evidence="public record 55"), "not 'public record N' of its date"),
+        (dict(kind="open proposal 9", readme="# It was not merged"), "ok"),
+        (dict(kind="open proposal 9"), "and its page says 'not merged'"),
+        (dict(kind="open proposal"), "its kind is 'open proposal'; take idea"),
     ):
         write_record(root, "gpt2/46_Next", [], SOURCE + "\n# line" * 201, **more | card)
         code, out, _ = tool("verify", "next")
