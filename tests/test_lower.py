@@ -16,7 +16,7 @@ GPT2 = PRESETS["gpt2"]
 STAGES = [stage._replace(batch=1, mtp=((1, 1),), prefix=(0,), candidates=(0,)) for stage in GPT2.stages]
 PRESETS["gpt2"] = dataclasses.replace(
     GPT2, layers=[Layer("long", value_embed=True, net=True, ngram=True)], stages=STAGES, emas=(), tied_frac=0.0,
-    model_dim=128, num_heads=2, head_dim=64, mlp_dim=512, vocab_size=512, eot_token=511, batch_tokens=4096,
+    model_dim=128, num_heads=2, head_dim=64, mlp_dim=512, vocab_size=511, eot_token=510, batch_tokens=4096,
     train_seq_len=512, val_seq_len=512, val_tokens=512, lm_head_slice=512, prefix_file="", canon_file="",
     ngram_rows=64, smear_gate_inputs=0)
 """

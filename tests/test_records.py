@@ -33,10 +33,10 @@ def load(path: Path):
 def spelled(script, flags: list[str]) -> list[str]:
     """Return flags as the script spells them: what some were called once."""
     former = dict(block_size="mask_block", slow_momentum_from="slow_rail_from")
-    known = vars(script.PRESETS["nano"])
-    former = {new: old for new, old in former.items() if new not in known}
+    nano = script.PRESETS["nano"]
+    former = {new: old for new, old in former.items() if not hasattr(nano, new)}
     flags = [re.sub(r"^--(\w+)", lambda found: f"--{former.get(found[1], found[1])}", flag) for flag in flags]
-    return [flag for flag in flags if "pointer" not in flag or "pointer_dim" in known]
+    return [flag for flag in flags if "pointer" not in flag or hasattr(nano, "pointer_dim")]
 
 
 def train(script, script_flags, tmp_path, small: Sequence[str] = SHORT.split()) -> float:
