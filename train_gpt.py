@@ -1978,7 +1978,7 @@ def with_copies(p, alpha, copied, sink, weight):
     return mixed, of_next, of_copy, -scale * alpha, -scale * alpha * q
 
 
-copies_of_tensors: Callable = with_copies  # as the kernel's compiler takes the name
+copies_of_tensors: Callable = with_copies  # below, triton.jit takes the name, by which a kernel finds it
 
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------

@@ -110,7 +110,7 @@ class Trainer:
 
     def loss(self, read: np.ndarray) -> Tensor:
         """Return the mean loss of windows (batch, context + 1)."""
-        window = torch.from_numpy(read.astype(np.int64)).to(self.device, non_blocking=True)
+        window = torch.from_numpy(read.astype(np.int64)).to(self.device)
         with torch.autocast("cuda", torch.bfloat16, enabled=self.device == "cuda"):
             return self.model(window[:, :-1], window[:, 1:])
 
@@ -182,10 +182,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
     try:
-        shards = [
-            [*sorted(glob.glob(f"{args.data}{part}*.bin")), f"{args.data}{part}*.bin"] for part in ("train", "val")
-        ]
-        tokens, val_tokens = (np.fromfile(paths[0], "<u2", offset=1024) for paths in shards)
+        patterns = [f"{args.data}{part}*.bin" for part in ("train", "val")]
+        shards = [min(glob.glob(pattern), default=pattern) for pattern in patterns]  # the first, or no file
+        tokens, val_tokens = (np.fromfile(path, "<u2", offset=1024) for path in shards)
         size = SIZES[args.size]
         trainer = Trainer(size, tokens, args.seed, "cuda" if size.width > 128 and torch.cuda.is_available() else "cpu")
         validate(trainer.loss, val_tokens[: 16 * size.context + 1], size.context)  # warm-up, off the clock
