@@ -192,7 +192,9 @@ def from_history(name: str) -> Path | None:
             if old.partition("_")[2].lower() == name:
                 folder = Path(scratch().name, HISTORY, f"{commit}_{old.partition('_')[2]}")
                 with tarfile.open(fileobj=io.BytesIO(git("archive", f"{commit}:records/{old}"))) as files:
-                    files.extractall(folder, filter="data")
+                    # As `filter="data"`, which Python 3.11.2, Debian 12's, does not know
+                    files.extraction_filter = getattr(tarfile, "data_filter", None)
+                    files.extractall(folder)
                 return folder
     return None
 
