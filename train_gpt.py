@@ -838,13 +838,14 @@ class Settings(NamedTuple):
     kinds: tuple[str, ...]  # of windows
     reach: Tensor  # (kinds,) int32
     attn_scales: Tensor  # (kinds,)
-    frequencies: Tensor  # (kinds, D / 4)
+    rotary: Tensor  # (kinds, 2, 2 T, D / 4): cosines and sines of positions: in pairs a token has two
     loss_weights: Tensor  # (n,): of the losses of the targets, in their order
 
-    def window(self, kind: str) -> Window:
-        """Return a window, with tensors (), () and (D / 4,)."""
-        i = self.kinds.index(kind)
-        return Window(self.reach[i], self.attn_scales[i], self.frequencies[i])
+
+def rotary_tables(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return cosines and sines (kinds, 2, positions, D / 4). Within the model's graph each use would compute them."""
+    angles = positions[:, None] * frequencies[:, None]
+    return torch.stack([angles.cos(), angles.sin()], dim=1).to(dtype)
 
 
 def settings_of(plan: Plan, cfg: Hyperparameters, device: torch.device) -> Settings:
@@ -853,14 +854,17 @@ def settings_of(plan: Plan, cfg: Hyperparameters, device: torch.device) -> Setti
     weights = [*plan.next_weights, plan.prefix_weight] if plan.prefix_weight else plan.next_weights
     if cfg.pointer_dim:  # a copy, the last target, has no loss of its own
         weights = [*weights, 0.0]
-    dtype = wide(getattr(torch, cfg.dtype))
+    dtype = getattr(torch, cfg.dtype)
     numbers = [
-        torch.tensor(scales, dtype=dtype),
-        torch.stack(frequencies).to(dtype),
-        torch.tensor(weights, dtype=dtype),
+        torch.tensor(reach, dtype=torch.int32),
+        torch.tensor(scales, dtype=wide(dtype)),
+        torch.stack(frequencies).to(wide(dtype)),
+        torch.tensor(weights, dtype=wide(dtype)),
     ]
-    tensors = [torch.tensor(reach, dtype=torch.int32), *numbers]
-    return Settings(tuple(plan.windows), *(tensor.to(device, non_blocking=True) for tensor in tensors))
+    of_kinds, attn_scales, turns, loss_weights = (tensor.to(device, non_blocking=True) for tensor in numbers)
+    positions = torch.arange(2 * plan.seq_len, device=device)
+    rotary = compiled(rotary_tables, cfg.compile, dynamic=True)(turns, positions, dtype)
+    return Settings(tuple(plan.windows), of_kinds, attn_scales, rotary, loss_weights)
 
 
 # ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
@@ -1443,7 +1447,7 @@ class NormRotate(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, cos, sin, scale):
-        x32 = x.to(cos.dtype)
+        x32 = x.to(scale.dtype)
         by_rms = (x32.square().mean((-3, -2, -1), keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
         y = rotate(x32 * by_rms, cos, sin) * scale
         y = y if x32 is x else y.type_as(x)  # as in RMSNorm
@@ -1453,7 +1457,7 @@ class NormRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         y, by_rms, cos, sin, scale = ctx.saved_tensors
-        g = grad.to(cos.dtype)
+        g = grad.to(scale.dtype)
         across = scale * g - y * ((g * y).mean((-3, -2, -1), keepdim=True) / scale)
         return (by_rms * rotate(across, cos, -sin)).type_as(y), None, None, None
 
@@ -1896,14 +1900,13 @@ class GPT(nn.Module):
         views: dict[str, View] = {}
         for name in dict.fromkeys(row.attention for row in cfg.layers if row.attention != "none"):
             kind = ATTENTION[name]
-            window = settings.window(kind.window)
+            i = settings.kinds.index(kind.window)
             ids = doc_ids.repeat_interleave(kind.heads_per_pair)
-            mask: BlockMask | GatheredMask = document_block_mask(ids, window.reach, cfg.block_size, for_flex=on_cuda)
+            mask: BlockMask | GatheredMask = document_block_mask(ids, settings.reach[i], cfg.block_size, for_flex=on_cuda)
             if not on_cuda:
                 mask = GatheredMask(mask, self.reach, self.embed.weight.dtype)
-            positions = torch.arange(len(ids), device=ids.device).view(-1, 1, kind.heads_per_pair, 1, 1, 1)
-            angles = positions * window.frequencies
-            views[name] = View(mask, angles.cos(), angles.sin(), window.attn_scale)
+            cos, sin = settings.rotary[i, :, : len(ids)].unflatten(1, (-1, 1, kind.heads_per_pair, 1, 1))
+            views[name] = View(mask, cos, sin, settings.attn_scales[i])
         return views
 
 
