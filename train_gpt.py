@@ -344,7 +344,8 @@ class Hyperparameters:
     pointer_dim: int = 128  # dimensions of the pointer's queries and keys; 0: no pointer
     pointer_block: int = 2048  # the pointer sees tokens of its own block of so many, and of the one before
     val_pointer_block: int = 8192  # the same in validation
-    lm_head_slice: int = 8192  # tokens whose logits exist at a time
+    lm_head_slice: int = 49152  # tokens whose logits exist at a time in training: of gpt2 all of a sequence
+    val_lm_head_slice: int = 8192  # the same in validation, where they are in fp32
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never uses it
     layers_fp8: bool = True  # the same for the forward passes of MLPs, and for queries, keys and values
     # Optimizers
@@ -421,6 +422,7 @@ SMALL = dict(  # for CPUs, on the text in data/nano
     train_seq_len=1024,
     val_seq_len=8192,
     lm_head_slice=1024,
+    val_lm_head_slice=1024,
     device="cpu",
     cpu_threads=2,
     save_checkpoint=True,
@@ -1848,10 +1850,9 @@ class GPT(nn.Module):
         with_grads = torch.is_grad_enabled()
         softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
         scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
+        slice_tokens = cfg.lm_head_slice if with_grads else cfg.val_lm_head_slice
         weights = settings.loss_weights
-        return HeadLoss.apply(
-            x, head, shares, inputs.targets, weights, softcap, cfg.lm_head_slice, scales, with_grads, never
-        )
+        return HeadLoss.apply(x, head, shares, inputs.targets, weights, softcap, slice_tokens, scales, with_grads, never)
 
     def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
         """Return the head's input (T, K)."""
@@ -2036,13 +2037,12 @@ if triton:
 
     @triton.jit
     def cross_entropy_kernel(
-        z, targets, weights, shares, losses, grad, d_shares, V, n,
+        z, targets, weights, shares, losses, d_shares, V, n,
         slope: tl.constexpr, shift: tl.constexpr, r: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Compute the loss of a token, and its gradient by the logits, as `cross_entropy_by_kernel` does."""
         row = tl.program_id(0).to(tl.int64)
         z += row * V
-        grad += row * V
         targets += row * n
         totals = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
@@ -2074,22 +2074,23 @@ if triton:
             d -= tl.where(columns == first, pull, 0) + tl.where(columns == copy, copy_pull, 0)
             for k in range(1, n - 1):
                 d -= tl.where(columns == tl.load(targets + k), tl.load(weights + k), 0)
-            tl.store(grad + columns, (factor * d * s * (1 - s)).to(grad.dtype.element_ty), columns < V)
+            d = (factor * d * s * (1 - s)).to(tl.float8e5 if z.dtype.element_ty == tl.float8e4nv else z.dtype.element_ty)
+            tl.store(z + columns, d.to(z.dtype.element_ty, bitcast=True), columns < V)
 
 
-def cross_entropy_by_kernel(z, targets, weights, shares, softcap: tuple, scale: float, dtype: torch.dtype):
-    """Return what `softcapped_cross_entropy` does, the gradient by z times `scale` in `dtype`.
+def cross_entropy_by_kernel(z, targets, weights, shares, softcap: tuple, scale: float):
+    """Return what `softcapped_cross_entropy` does, the gradient by z times `scale`.
 
-    z is read twice, the second time from a cache; the compiler's kernel took up to twice as long (measured: one H100).
+    The gradient takes the place of z, in its precision, but in e5m2 that of e4m3. z is read twice, the second time from
+    a cache; the compiler's kernel took up to twice as long (measured: one H100).
     """
     c, r, d = softcap
     losses = torch.empty(len(z), dtype=torch.float32, device=z.device)
-    grad = torch.empty_like(z, dtype=dtype)
     d_shares = torch.empty_like(shares)
     numbers = dict(slope=-2 / c, shift=-2 * d / c, r=r, factor=scale * r * 2 / c)
-    tensors = z, targets, weights, shares, losses, grad, d_shares
+    tensors = z, targets, weights, shares, losses, d_shares
     cross_entropy_kernel[(len(z),)](*tensors, z.size(1), len(weights), **numbers, BLOCK=2048)
-    return losses, grad, d_shares
+    return losses, z.view(torch.float8_e5m2) if z.itemsize == 1 else z, d_shares
 
 
 # Of the head's input and weight: 100 and 2 become 448, e4m3's largest number. Of the logits' gradient, in e5m2: 1.6,
@@ -2102,8 +2103,8 @@ class HeadLoss(torch.autograd.Function):
 
     Only `slice_tokens` rows of the logits (T, V) exist at a time. The forward pass computes the gradients of a slice as
     well, as computing its logits again in the backward pass took 27 to 41% of the head's time.
-    fp8_scales of x, w and the logits' gradient, or None: multiply in FP8 (record 19, @YouJiacheng), e4m3 forward and
-    e5m2 for the gradient, which needs range more than precision. Static scales suffice: x has unit RMS, w saturates,
+    fp8_scales of x, w and the logits' gradient, or None: multiply in FP8 (record 19, @YouJiacheng), e4m3 forward, logits
+    too (record 92), and e5m2 for the gradient, which needs range more than precision. Static scales suffice: x has unit RMS, w saturates,
     and the gradient of a token's loss by a logit is below 1.6 in gpt2. never (T, V / 8): `read_canon`'s rows
     for the tokens.
     """
@@ -2121,9 +2122,9 @@ class HeadLoss(torch.autograd.Function):
             part = slice(start, start + slice_tokens)
             of_slice = targets[part], weights, shares[part], softcap
             x_q = quantize(x[part], x_scale, dtype)
-            z = matmul(x_q, w_q.t(), x_scale * w_scale, x.dtype, fast=True)
-            if with_grads and has_kernels(z) and shares.size(1):
-                loss, grad_q, grad_slice = cross_entropy_by_kernel(z, *of_slice, dz_scale, dz_dtype)
+            z = matmul(x_q, w_q.t(), x_scale * w_scale, dtype, fast=True)
+            if with_grads and has_kernels(x) and shares.size(1):
+                loss, grad_q, grad_slice = cross_entropy_by_kernel(z, *of_slice, dz_scale)
             else:
                 z = z.to(wide(w.dtype))
                 bits = None if never is None else never[part]
