@@ -1791,6 +1791,25 @@ class Block(nn.Module):
         return x, attn_input, mlp_input
 
 
+class LookUp(torch.autograd.Function):
+    """Return rows of a table (V, K). Add their gradients to `sums`, in place.
+
+    As a result of autograd they would have the table's size: to fill, to cast and to add for each sequence.
+    """
+
+    @staticmethod
+    def forward(ctx, table, index, sums):
+        ctx.save_for_backward(index)
+        ctx.sums = sums
+        return F.embedding(index, table)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index,) = ctx.saved_tensors
+        ctx.sums.index_add_(0, index, grad.to(ctx.sums.dtype))
+        return None, None, None
+
+
 class GPT(nn.Module):
     """Map the inputs of a sequence to the sum of losses.
 
@@ -1809,6 +1828,9 @@ class GPT(nn.Module):
             if layer.row.value_embed:
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
                 self.value_embeds[str(layer.number)] = nn.Embedding.from_pretrained(table, freeze=False)
+        # Names of the parameters that `look_up` reads, and where a trainer wants gradients of their rows
+        self.tables = {"embed.weight", "lm_head", *(f"value_embeds.{i}.weight" for i in self.value_embeds)}
+        self.row_sums: dict[str, Tensor] = {}
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
@@ -1845,7 +1867,7 @@ class GPT(nn.Module):
         """Return the summed loss, in FP8 where the configuration says so and gradients are wanted."""
         x = self.features(inputs, ngram_embeds, settings)
         shares = self.pointer(x, inputs) if self.pointer else x.new_empty(len(x), 0)
-        head = self.lm_head if inputs.candidates is None else F.embedding(inputs.candidates, self.lm_head)
+        head = self.lm_head if inputs.candidates is None else self.look_up("lm_head", inputs.candidates)
         cfg = self.cfg
         with_grads = torch.is_grad_enabled()
         softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
@@ -1858,10 +1880,10 @@ class GPT(nn.Module):
         """Return the head's input (T, K)."""
         tokens = inputs.tokens
         views = self.attention_views(inputs.doc_ids, settings)
-        value_embeds = {int(i): table(tokens) for i, table in self.value_embeds.items()}
+        value_embeds = {int(i): self.look_up(f"value_embeds.{i}.weight", tokens) for i in self.value_embeds}
         if self.cfg.sign_rows:
             ngram_embeds = ngram_embeds * self.signs[inputs.signs].type_as(ngram_embeds)
-        x = self.embed(tokens)
+        x = self.look_up("embed.weight", tokens)
         if self.cfg.smear_gate_inputs:  # some of the token before, of another document too: record 34 (@classiclarryd)
             before = F.pad(x[:-1], (0, 0, 1, 0))
             x = x + self.smear_lambda * gate(x, self.smear_gate) * before
@@ -1884,6 +1906,12 @@ class GPT(nn.Module):
                 outputs = [sources.streams[0], *map(sources.output, row.head_mix)]
                 x = self.mix_for_head(x, [*outputs, *value_embeds.values(), mlp_input, norm(attn_input)])
         return norm(x)
+
+    def look_up(self, name: str, index: Tensor) -> Tensor:
+        """Return rows of a table."""
+        table = self.get_parameter(name)
+        sums = self.row_sums.get(name)
+        return F.embedding(index, table) if sums is None else LookUp.apply(table, index, sums)
 
     def mix_for_head(self, x: Tensor, sources: list[Tensor]) -> Tensor:
         """Return x (T, K) with a mixture of sources. Groups of channels have factors of their own (record 92)."""
@@ -2173,7 +2201,7 @@ class ShardedOptimizer:
 
     Parameters become views of one buffer: each starts at a row and is zero-padded. With one process its shard is the
     whole buffer. groups: the table's row for each parameter; emas: by number the rows of `emas` that apply to all of
-    them. A subclass defines init_state(values), which gets the rank's rows and returns by name what to keep, and
+    them; sum_dtype: for the gradients of a rank's sequences, if wider than they are. A subclass defines init_state(values), which gets the rank's rows and returns by name what to keep, and
     update_shard(shard, grad, plan), which writes new values into these rows and may overwrite `grad`.
     """
 
@@ -2191,6 +2219,7 @@ class ShardedOptimizer:
         emas: dict[int, EMA],
         cfg: Hyperparameters,
         ranks: Ranks,
+        sum_dtype: torch.dtype | None = None,
     ):
         self.names = [*params]
         self.params = [*params.values()]
@@ -2205,7 +2234,7 @@ class ShardedOptimizer:
         for p, view in zip(self.params, self.views(values)):
             view.copy_(p.detach())
         self.param_buffer = values.to(getattr(torch, cfg.dtype)) if self.keeps_values else values
-        self.grad_buffer = torch.zeros_like(self.param_buffer)
+        self.grad_buffer = torch.zeros_like(self.param_buffer, dtype=sum_dtype)
         for p, view in zip(self.params, self.views(self.param_buffer)):
             p.data = view
         self.grad_views = self.views(self.grad_buffer)
@@ -2226,17 +2255,20 @@ class ShardedOptimizer:
         """Return the rows of a buffer that belong to this rank."""
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
-    def add(self, grads: Sequence[Tensor]):
-        """Add gradients of the parameters to those before."""
-        torch._foreach_add_(self.grad_views, grads)
+    def add(self, grads: Sequence[Tensor | None]):
+        """Add gradients of the parameters to those before; None: `LookUp` has done it."""
+        pairs = [(view, grad) for view, grad in zip(self.grad_views, grads) if grad is not None]
+        if pairs:
+            torch._foreach_add_(*map(list, zip(*pairs)))
 
     def is_due(self, plan: Plan) -> bool:
         """Say whether a step updates these parameters. Its groups differ in lr alone: see `build_optimizers`."""
         return self.groups[0].names in plan.updates
 
     def reduce(self):
-        """Start to sum the gradients over the ranks; each gets the sums of its rows."""
-        self.wait_for_grads = start_collective(reduce_scatter, self.grad_shard, self.grad_buffer)
+        """Start to sum the gradients over the ranks, in the precision of parameters; each gets the sums of its rows."""
+        sent = self.grad_buffer.type_as(self.param_buffer)
+        self.wait_for_grads = start_collective(reduce_scatter, self.grad_shard, sent)
 
     def update(self, plan: Plan):
         """Update this rank's rows with the mean over the sequences, and start to send them to the other ranks."""
@@ -2250,6 +2282,12 @@ class ShardedOptimizer:
     def send_params(self) -> Callable[[], object]:
         """Start to send this rank's parameters to the others, and return a function that waits for theirs."""
         return start_collective(all_gather, self.param_buffer, self.param_shard)
+
+    def become(self, other: "ShardedOptimizer"):
+        """Take the parameters and the state of another optimizer."""
+        self.param_buffer.copy_(other.param_buffer)
+        for name in self.state.keys() & other.state.keys():
+            self.state[name].copy_(other.state[name])
 
     def move_emas(self, plan: Plan):
         """Move the averages of this rank's rows towards their values."""
@@ -2426,22 +2464,16 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
         if OPTIMIZERS[group.optimizer].by_matrix:
             alike = f"{group._replace(names='', lr=0.0)} {p.shape[-2:]}"
         members.setdefault((group.optimizer, emas, alike), {})[name] = p
-    embed, head = (group_of(name, cfg)._replace(names="") for name in ("embed.weight", "lm_head"))
-    if cfg.tied_frac and embed != head:
-        raise UserError(f"embed.weight has {embed}, lm_head {head}: expected the same, or --tied_frac 0")
+    embed, head = (group_of(name, cfg) for name in ("embed.weight", "lm_head"))
+    if cfg.tied_frac and (embed is head or embed._replace(names="") != head._replace(names="")):
+        raise UserError(f"embed.weight has {embed}, lm_head {head}: expected two equal rows, or --tied_frac 0")
     optimizers = []
     for (kind, emas, _), params in members.items():
         groups = [group_of(name, cfg) for name in params]
-        optimizers.append(OPTIMIZERS[kind](params, groups, {i: cfg.emas[i] for i in emas}, cfg, ranks))
+        sum_dtype = wide(getattr(torch, cfg.dtype)) if gpt.tables & params.keys() else None
+        optimizers.append(OPTIMIZERS[kind](params, groups, {i: cfg.emas[i] for i in emas}, cfg, ranks, sum_dtype))
     # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
-    return sorted(optimizers, key=lambda optimizer: -optimizer.grad_buffer.nbytes)
-
-
-def tie_gradients(optimizers: Sequence[ShardedOptimizer]):
-    """Give embedding and head the sum of their gradients, so that both take the same step (`is_tied`)."""
-    grads = {name: grad for optimizer in optimizers for name, grad in zip(optimizer.names, optimizer.grad_views)}
-    grads["embed.weight"] += grads["lm_head"]
-    grads["lm_head"].copy_(grads["embed.weight"])
+    return sorted(optimizers, key=lambda optimizer: -optimizer.param_buffer.nbytes)
 
 
 @torch.no_grad()
@@ -2451,15 +2483,20 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan):
     Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
     the gradients of the next and the values of the last are on their way.
     """
-    if plan.ties:
-        tie_gradients(optimizers)
     due = [optimizer for optimizer in optimizers if optimizer.is_due(plan)]
+    if plan.ties:  # embedding and head are one table
+        embed, head = (next(o for o in due if name in o.names) for name in ("embed.weight", "lm_head"))
+        embed.grad_buffer += head.grad_buffer
+        head.grad_buffer.zero_()
+        due.remove(head)
     for optimizer in due:
         optimizer.reduce()
     for optimizer in due:
         optimizer.update(plan)
     for optimizer in due:
         optimizer.wait_for_params()
+    if plan.ties:
+        head.become(embed)
     for optimizer in optimizers:
         optimizer.move_emas(plan)
 
@@ -2749,6 +2786,8 @@ class Trainer:
         self.gpt = GPT(cfg).to(self.device)
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
+        views = {name: view for o in self.optimizers for name, view in zip(o.names, o.grad_views)}
+        self.gpt.row_sums = {name: views[name] for name in self.gpt.tables}
         self.gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
         self.reader = Reader(cfg, ranks, self.device)

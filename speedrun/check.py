@@ -154,7 +154,7 @@ def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
 
     nano is built for real: it takes 0.1 s, and shapes without a device import torch's compiler, which takes 1.4 s.
     """
-    cfg = dataclasses.replace(cfg, device="cpu", lm_head_fp8=False, layers_fp8=False)
+    cfg = dataclasses.replace(cfg, device="cpu", compile=False, lm_head_fp8=False, layers_fp8=False)
     device = torch.device("cpu" if cfg.preset == "nano" else "meta")
     try:
         trained = {names for plan in cfg.plans for names in plan.updates}
@@ -202,7 +202,8 @@ def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: 
         return []
     tensors = [t for o in optimizers for t in (*o.params, o.grad_buffer, o.grad_shard, *o.state.values())]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}  # some share one
-    fixed = sum(storages.values()) + sum(p.nbytes for p in gpt.parameters())  # and their gradients
+    gradients = sum(p.nbytes for name, p in gpt.named_parameters() if name not in gpt.tables)
+    fixed = sum(storages.values()) + gradients
     longest = {"train_seq_len": max(plan.seq_len for plan in cfg.plans), "val_seq_len": cfg.val_seq_len}
     free = min(gpu.free for gpu in gpus[:processes])
     has_kernel = all(gpu.capability >= (9, 0) for gpu in gpus[:processes])

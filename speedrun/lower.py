@@ -273,7 +273,8 @@ def run_steps(script, cfg, stages: list[dict], world: int, recorder: Recorder) -
         nbytes = 0.0
         for last in cfg.plans[first : first + cfg.all_step]:
             cycle.append(last)
-            nbytes += sum(o.grad_buffer.nbytes * 2 for o in trainer.optimizers if o.is_due(last))
+            sent = [o for o in trainer.optimizers if o.is_due(last) and not (last.ties and "lm_head" in o.names)]
+            nbytes += sum(o.param_buffer.nbytes * 2 for o in sent)
             if trainer.table.group.names in last.updates:
                 steps, requests = read(cycle, last.seq_len, cfg.batch_sequences)
                 for plan, sequences in zip(cycle, steps, strict=True):

@@ -192,6 +192,7 @@ def test_a_softmax_over_some_tokens_is_that_of_their_logits(gpt2):
     candidates = inputs.candidates
     assert len(candidates.unique()) == plan.candidates < cfg.vocab_size
     ngrams = torch.randn(2, plan.seq_len, cfg.model_dim, dtype=torch.float64)
+    gpt.row_sums.clear()  # where a trainer has gradients of rows
     loss = gpt(inputs, ngrams, settings)
     loss.backward()
     x = gpt.features(inputs, ngrams, settings).detach()
@@ -242,6 +243,7 @@ def test_gradients_are_those_of_the_loss(gpt2, candidates: int):
     settings = settings_of(plan, cfg, trainer.device)
     gpt.lm_head.data[cfg.vocab_size] = 0.3 * gpt.features(read, ngrams, settings)[3].detach()
     start = {name: p.detach().clone() for name, p in gpt.named_parameters()}
+    gpt.row_sums.clear()
     gpt(read, ngrams, settings).backward()
     for prefix in "pointer.weight", "pointer.sink", "pointer.gain", "blocks.", "lm_head":
         names = [name for name in start if name.startswith(prefix)]
