@@ -1295,20 +1295,26 @@ def has_kernels(t: Tensor) -> bool:
 if triton:
 
     @triton.jit
-    def relu_squared_backward_kernel(grad, w, z, dz, y, K, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-        """Compute a block of dz and y, see `relu_squared_backward`. Hardware copies blocks, and sees to the edges."""
+    def relu_squared_backward_kernel(
+        grad, w, y, dz, dz_columns, y_columns, scales, y_scale, T, K,
+        factor: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    ):  # fmt: skip
+        """Compute a block of `relu_squared_backward`. Hardware copies blocks, and sees to the edges."""
         t = tl.program_id(1) * BLOCK
         n = tl.program_id(0) * BLOCK  # programs that run side by side have the same tokens
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
         for k in range(0, K, BLOCK_K):
-            total = tl.dot(grad.load([t, k]), w.load([k, n]), total)
-        relu = tl.maximum(z.load([t, n]).to(tl.float32), 0)
-        dz.store([t, n], (2 * relu * total).to(dz.dtype))
-        y.store([t, n], (relu * relu).to(y.dtype))
+            total = tl.dot(grad.load([t, k]), w.load([n, k]).T, total)
+        rows = t + tl.arange(0, BLOCK)
+        squares = y.load([t, n]).to(tl.float32) * tl.load(scales + rows, rows < T, other=0)[:, None]
+        d = (factor * tl.sqrt(squares) * total).to(dz.dtype)
+        dz.store([t, n], d)
+        dz_columns.store([n, t], d.T)
+        y_columns.store([n, t], (squares * tl.load(y_scale)).to(y.dtype).T)
 
     @triton.jit
     def relu_squared_fp8_kernel(z, y, scales, N, BLOCK: tl.constexpr):
-        """Compute a row of `relu_squared_fp8_rows`."""
+        """Compute a row of `relu_squared_rows` in FP8."""
         row = tl.program_id(0).to(tl.int64)
         columns = tl.arange(0, BLOCK)
         relu = tl.maximum(tl.load(z + row * N + columns, columns < N, other=0).to(tl.float32), 0)
@@ -1318,92 +1324,106 @@ if triton:
         tl.store(y + row * N + columns, tl.minimum(squares * scale, 448).to(y.dtype.element_ty), columns < N)
 
 
-def relu_squared_backward(grad: Tensor, w: Tensor, z: Tensor, by_kernel: bool) -> tuple[Tensor, Tensor]:
-    """Return the gradient of y @ w.T by z (T, N), and y = relu(z)^2 itself, for grad (T, K) and w (K, N).
-
-    It is 2 relu(z) (grad @ w). A kernel multiplies while the product is in registers: in memory it would be written and
-    read again, 0.6 GB in all for a layer at 48K tokens.
-    """
-    if not by_kernel:
-        relu = F.relu(z)
-        dz = (grad @ w).mul_(relu).mul_(2)
-        return dz, relu.square_()
-    K, N = w.shape
-    grad = grad.contiguous()
-    dz = torch.empty_like(z)
-    y = torch.empty_like(z)
-    block, block_k = 128, 64  # with 3 stages two programs fit into a multiprocessor: one stores, the other multiplies
-    tile = [block, block]
-    shapes = [block, block_k], [block_k, block], tile, tile, tile
-    blocks = map(TensorDescriptor.from_tensor, (grad, w, z, dz, y), shapes)
-    grid = triton.cdiv(N, block), triton.cdiv(len(z), block)
-    relu_squared_backward_kernel[grid](*blocks, K, block, block_k, num_warps=8, num_stages=3)
-    return dz, y
+# What inputs, weights and gradients of products in layers are multiplied by before they are rounded to FP8. Inputs have
+# unit RMS: over 768 channels none is beyond 27.7, of which e4m3 makes 443. Weights saturate beyond 7, gradients, in
+# e5m2, beyond 896. Records 84 (@sisovicm), 89 (@Mister-dev-oss and others) and 90 (@Glitchfix) brought FP8 to layers
+FP8_X, FP8_W, FP8_GRAD = 2.0**4, 2.0**6, 2.0**6
 
 
-def fp8_rows(t: Tensor) -> tuple[Tensor, Tensor]:
-    """Return t in e4m3, and what its rows (n, 1) are to be multiplied by: their largest number becomes 448, e4m3's."""
-    scale = 448 / t.abs().amax(1, keepdim=True).float().clamp(min=1e-12)
-    return quantize(t, scale, torch.float8_e4m3fn).contiguous(), 1 / scale
-
-
-def relu_squared_fp8_rows(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `fp8_rows` of relu(z)^2 for z (T, N).
+def relu_squared_rows(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return relu(z)^2 for z (T, N) and what its rows (T, 1) are to be multiplied by: in FP8 the largest becomes 448.
 
     A kernel holds a row in registers. The compiler's reads long rows twice, in twice the time (measured: one H100).
     """
+    if dtype.itemsize > 1:
+        return F.relu(z).square_(), z.new_ones(len(z), 1, dtype=wide(z.dtype))
     if not has_kernels(z):
-        return fp8_rows(F.relu(z).square_())
+        squares = F.relu(z).square_()
+        scale = 448 / squares.amax(1, keepdim=True).float().clamp(min=1e-12)
+        return quantize(squares, scale, dtype), 1 / scale
     T, N = z.shape
-    y = torch.empty_like(z, dtype=torch.float8_e4m3fn)
+    y = torch.empty_like(z, dtype=dtype)
     scales = z.new_empty(T, 1, dtype=torch.float32)
     relu_squared_fp8_kernel[(T,)](z, y, scales, N, triton.next_power_of_2(N))
     return y, scales
 
 
-def fp8_product(x: tuple[Tensor, Tensor], w: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return x @ w.T, multiplied in FP8 (records 84, @sisovicm, 89, @Mister-dev-oss and others, 90, @Glitchfix).
+def relu_squared_backward(grad, w, y, scales, y_scale, by_kernel: bool) -> tuple[Tensor, ...]:
+    """Return the gradient of y @ w.T by z, by rows and by columns, and y = relu(z)^2 by columns.
 
-    x comes from `fp8_rows`. Records have one scale for a weight, and scale all hidden units of a rank by the largest of
-    the step before, which a checkpoint would have to keep.
+    It is 2 relu(z) (grad @ w), for grad (T, K) and w (K, N), and relu(z) the root of y (T, N) times scales (T, 1)
+    (record 87). In FP8 weights are times FP8_W, gradients times FP8_GRAD, and the returned y times y_scale. A kernel
+    multiplies while the product is in registers: in memory it would be written and read again. Products of FP8 take
+    what is summed over, here tokens, in columns.
     """
-    (x_q, x_scale), (w_q, w_scale) = x, fp8_rows(w)
-    return torch._scaled_mm(x_q, w_q.t(), x_scale, w_scale.t(), out_dtype=dtype, use_fast_accum=True)
+    if not by_kernel:
+        squares = y.to(scales.dtype) * scales
+        dz = matmul(grad, w, FP8_GRAD * FP8_W, scales.dtype) * squares.sqrt() * 2
+        dz = quantize(dz, FP8_GRAD, grad.dtype)
+        return dz, dz, quantize(squares, y_scale, y.dtype)
+    (T, N), K = y.shape, len(w)
+    dz = torch.empty_like(y, dtype=grad.dtype)
+    dz_columns = dz.new_empty(N, T)
+    y_columns = y.new_empty(N, T)
+    block, block_k = 128, 128 // grad.itemsize  # with 3 stages two programs fit into a multiprocessor
+    tile = [block, block]
+    shapes = [block, block_k], [block, block_k], tile, tile, tile, tile
+    tensors = grad.contiguous(), w.t().contiguous(), y, dz, dz_columns, y_columns
+    grid = triton.cdiv(N, block), triton.cdiv(T, block)
+    numbers = T, K, 2 / FP8_W if grad.itemsize == 1 else 2.0, block, block_k
+    blocks = map(TensorDescriptor.from_tensor, tensors, shapes)
+    relu_squared_backward_kernel[grid](*blocks, scales, y_scale, *numbers, num_warps=8, num_stages=3)
+    return dz, dz_columns.t(), y_columns.t()
+
+
+def linear_gradients(grad: Tensor, columns: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x @ w.T by x and w. grad, by rows and by columns, x and w are in FP8, or all in dtype."""
+    return matmul(grad, w, FP8_GRAD * FP8_W, dtype), matmul(columns.t(), x, FP8_GRAD * FP8_X, dtype)
 
 
 class FP8Linear(torch.autograd.Function):
-    """Return x @ w.T, forward in FP8."""
+    """Return x @ w.T in FP8."""
 
     @staticmethod
     def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return fp8_product(fp8_rows(x), w, x.dtype)
+        x_q, w_q = (quantize(t, scale, torch.float8_e4m3fn) for t, scale in ((x, FP8_X), (w, FP8_W)))
+        ctx.save_for_backward(x_q, w_q)
+        return matmul(x_q, w_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ w, grad.t() @ x
+        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2)
+        return linear_gradients(grad_q, grad_q, *ctx.saved_tensors, grad.dtype)
 
 
 class ReluSquaredMLP(torch.autograd.Function):
-    """Return relu(x @ w1.T)^2 @ w2.T, forward in FP8 if `fp8`, backward by a kernel if `by_kernel`.
+    """Return relu(x @ w1.T)^2 @ w2.T, in FP8 if `fp8`, backward by a kernel if `by_kernel`.
 
-    The square of relu is 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977). Squares are not
-    saved (3.6 GB, estimated): the backward pass makes them anew, and in FP8 the forward pass need not even write them.
+    The square of relu is 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977). In FP8 squares
+    have a scale for each row. Records take the largest of the step before, which a checkpoint would have to keep.
     """
 
     @staticmethod
     def forward(ctx, x, w1, w2, fp8, by_kernel):
         ctx.by_kernel = by_kernel
-        z = fp8_product(fp8_rows(x), w1, x.dtype) if fp8 else F.linear(x, w1)
-        ctx.save_for_backward(x, w1, w2, z)
-        return fp8_product(relu_squared_fp8_rows(z), w2, x.dtype) if fp8 else F.linear(F.relu(z).square_(), w2)
+        dtype = torch.float8_e4m3fn if fp8 else x.dtype
+        x_q, w1_q, w2_q = (quantize(t, scale, dtype) for t, scale in ((x, FP8_X), (w1, FP8_W), (w2, FP8_W)))
+        z = matmul(x_q, w1_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
+        y, scales = relu_squared_rows(z, dtype)
+        ctx.save_for_backward(x_q, w1_q, w2_q, y, scales)
+        if not fp8:
+            return F.linear(y, w2)
+        of_w2 = scales.new_full((1, len(w2)), 1 / FP8_W)
+        return torch._scaled_mm(y, w2_q.t(), scales, of_w2, out_dtype=x.dtype, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx, grad):
-        x, w1, w2, z = ctx.saved_tensors
-        dz, y = relu_squared_backward(grad, w2, z, ctx.by_kernel)
-        return dz @ w1, dz.t() @ x, grad.t() @ y, None, None
+        x, w1, w2, y, scales = ctx.saved_tensors
+        y_scale = 1 / scales.max()
+        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2 if y.dtype.itemsize == 1 else grad.dtype)
+        dz, dz_columns, y = relu_squared_backward(grad_q, w2, y, scales, y_scale, ctx.by_kernel)
+        by_w2 = matmul(grad_q.t(), y, FP8_GRAD * y_scale, grad.dtype)
+        return *linear_gradients(dz, dz_columns, x, w1, grad.dtype), by_w2, None, None
 
 
 class MLP(nn.Module):
@@ -2061,7 +2081,7 @@ if triton:
     @triton.jit
     def sigmoid_at(columns, z, V, slope, shift):
         """Return s of `softcapped_cross_entropy`, for columns of a token's logits."""
-        return tl.sigmoid(slope * tl.load(z + columns, columns < V, other=0).to(tl.float32) + shift)
+        return tl.sigmoid(slope * tl.load(z + columns, columns < V).to(tl.float32) + shift)
 
     @triton.jit
     def cross_entropy_kernel(

@@ -36,10 +36,10 @@ PARTS = {
     "attention": ("triton_tem", 1.0),  # FlexAttention's kernels are the only templates
     "MLP: relu squared, scales of rows": ("relu(?!_squared_backward)", 1.03),
     "cross entropy": ("cross_entropy|gather", 1.98),
-    "n-grams: rows, their sums and steps": ("index_add", 1.32),
+    "n-grams: rows, their sums and steps": ("copy_index_add_view_0$", 1.32),
     "QK-norm, rotary": ("flip|mul_squeeze_sub_transpose_view_where|stack|rsqrt_split_with_sizes_view", 1.83),
     "XSA, nets": ("tanh|clamp_div|_div_exp|bmm|mm .*[ x]64(x|$)", 1.25),
-    "tables: lookups, gradients": ("embedding", 1.18),
+    "tables: lookups, gradients": ("embedding|index_add", 1.18),
     "products of MLPs, head, attention": ("mm .*x|relu_squared_backward", 1.0),
     "norms, factors, sums, casts": ("", 1.1),  # all else in graphs; the others lie outside
     "outside of graphs": ("", 1.32),
