@@ -2497,11 +2497,11 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
 
 
 @torch.no_grad()
-def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan):
+def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan, meanwhile: Callable = lambda: None):
     """Take a step on the gradients, summed over this rank's sequences, and clear those that were used.
 
     Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
-    the gradients of the next and the values of the last are on their way.
+    the gradients of the next and the values of the last are on their way. meanwhile: starts what may travel, too.
     """
     due = [optimizer for optimizer in optimizers if optimizer.is_due(plan)]
     if plan.ties:  # embedding and head are one table
@@ -2511,6 +2511,7 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan):
         due.remove(head)
     for optimizer in due:
         optimizer.reduce()
+    meanwhile()
     for optimizer in due:
         optimizer.update(plan)
     for optimizer in due:
@@ -2555,27 +2556,34 @@ class NgramTable:
         self.v = torch.zeros(rows, 1, dtype=wide(dtype), device=device)
         self.sum_dtype = torch.float16 if dtype == torch.bfloat16 else dtype  # sums need bits more than range
 
-    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send each rank its part of the rows, and return what all have sent."""
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Callable[[], object]]:
+        """Start to send each rank its part of the rows. Return what all send, and a function that waits for it."""
         got = rows.new_empty(sum(received), rows.size(1))
-        dist.all_to_all_single(got, rows, received, sent)
-        return got
+        return got, start_collective(dist.all_to_all_single, got, rows, received, sent)
 
     def fetch(self, requests: Requests) -> Callable[[Tensor], Tensor]:
         """Fetch the rows that a cycle reads. Return what looks them up by `Inputs.ngram_index` (G, T), as (G, T, K)."""
         if self.ranks.world_size == 1:  # they are here: nothing is copied
             return lambda index: F.embedding(requests.ids[index], self.rows)
-        rows = self.exchange(self.rows[requests.served], requests.served_counts, requests.counts)
+        rows, wait = self.exchange(self.rows[requests.served], requests.served_counts, requests.counts)
+        wait()
         return lambda index: F.embedding(index, rows)
 
-    def update(self, requests: Requests, sums: Tensor, plan: Plan):
+    def send(self, requests: Requests, sums: Tensor):
+        """Start to send the sums of the gradients of this rank's sequences, for `Requests.ids`, to the rows' owners."""
+        self.sums, self.wait = sums, lambda: None  # of one process
+        if self.ranks.world_size > 1:
+            self.sums, self.wait = self.exchange(sums, requests.counts, requests.served_counts)
+
+    def update(self, requests: Requests, plan: Plan):
         """Update the rows that the cycle has read by an Adam without momentum, and with one v for each row.
 
-        As in the record v decays for all rows. sums: of the gradients of this rank's sequences, for `Requests.ids`.
+        As in the record v decays for all rows.
         """
+        self.wait()
+        sums, self.sums = self.sums, None
         if self.ranks.world_size > 1:  # with one process, requested and updated rows are the same
-            got = self.exchange(sums, requests.counts, requests.served_counts)
-            sums = got.new_zeros(len(requests.updated), got.size(1)).index_add_(0, requests.inverse, got)
+            sums = sums.new_zeros(len(requests.updated), sums.size(1)).index_add_(0, requests.inverse, sums)
         now = plan.updates[self.group.names]
         numbers = dict(rate=now.rate, eps=self.cfg.adam_eps, decay=now.decay, added=1 - now.beta2)
         tensors = to_tensors(self.cfg, numbers | dict(sequences=self.cfg.batch_sequences))
@@ -2830,10 +2838,11 @@ class Trainer:
         # Summed over ranks, so that all stop at the same step
         sent = F.pad(mean[None], (0, 1), value=len(self.signals))
         wait = start_collective(dist.all_reduce, sent)
+        ends_cycle = self.table.group.names in plan.updates
         with self.part("optimizers"):
-            step_optimizers(self.optimizers, plan)
-        if self.table.group.names in plan.updates:
-            self.table.update(requests, self.sums, plan)
+            step_optimizers(self.optimizers, plan, lambda: ends_cycle and self.table.send(requests, self.sums))
+        if ends_cycle:
+            self.table.update(requests, plan)
             self.sums = None
         wait()
         return sent
@@ -2961,6 +2970,8 @@ def undisturbed(signals: list[str]) -> Iterator[None]:
         gc.collect()
         gc.freeze()  # one collection of all there is was measured at 0.6 s (nanochat issue 477)
         stack.callback(gc.unfreeze)
+        gc.disable()  # `train` collects off the clock
+        stack.callback(gc.enable)
         with contextlib.suppress(ValueError):  # only the main thread may
             for name in "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split():
                 number = getattr(signal, name)
@@ -3000,6 +3011,7 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
                     raise KeyboardInterrupt(" ".join({*chain(*gather(trainer.signals))}))
                 if validates:  # after saving: a run that resumes here validates, too
                     log.log_loss("val_loss", step, trainer.evaluate(step, data["val"]), ms)
+                gc.collect()
                 log.start_clock(ms)
             if not is_last:
                 log.send_loss(step + 1, trainer.train_step(cfg.plans[step], *next(batches)))

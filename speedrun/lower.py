@@ -66,7 +66,7 @@ def kernel_costs(source: str, arguments: dict[str, Any]) -> dict:
         costs: dict = dict(kind="kernel", bytes=sum(elements(t) * t.itemsize for t in tensors.values()))
         if "tl.dot" in source and "flex" not in source:  # which takes three matrices
             a, b, *_ = tensors.values()
-            (rows, inner), columns = a.shape, b.shape[1]
+            (rows, inner), columns = a.shape, b.numel() // a.shape[1]
             kind = f"{a.dtype} in Triton".removeprefix("torch.")
             costs |= dict(kind=kind, name=f"mm {rows}x{inner}x{columns}", flops=2 * rows * inner * columns)
         return costs
@@ -238,9 +238,9 @@ def run_steps(script, cfg, stages: list[dict], world: int, recorder: Recorder) -
     sent_bytes: list[int] = []
 
     class Table(script.NgramTable):
-        def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Callable]:
             sent_bytes.append(sum(sent) * rows[0].nbytes)
-            return rows.new_empty(sum(received), rows.size(1))
+            return rows.new_empty(sum(received), rows.size(1)), lambda: None
 
         def fetch(self, *args):
             with recorder.part("rows"):
