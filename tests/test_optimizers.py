@@ -39,6 +39,32 @@ def test_tied_tables_need_equal_rows(gpt2, monkeypatch, changes: dict | None):
     build_optimizers(GPT(dataclasses.replace(cfg, tied_frac=0.0)), Ranks())
 
 
+def test_a_tied_pair_steps_as_one_table_and_then_each_alone(gpt2):
+    """As an optimizer of its own does for each: tied steps take the sum of both gradients, twice here."""
+    cfg = dataclasses.replace(gpt2, dtype="float64")
+    gpt = GPT(cfg)
+    optimizers = build_optimizers(gpt, Ranks())
+    embed, head = (next(o for o in optimizers if name in o.names) for name in ("embed.weight", "lm_head"))
+    alone = []
+    for o in embed, head:
+        params = {name: nn.Parameter(p.detach().clone()) for name, p in zip(o.names, o.params, strict=True)}
+        alone.append(train_gpt.Adam(params, o.groups, {}, cfg, Ranks()))
+    plan = cfg.plans[cfg.all_step - 1]
+    assert plan.ties
+    for step, ties in enumerate((True, True, False)):
+        grads = torch.randn(2, *gpt.lm_head.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+        for o, other, grad in zip((embed, head), alone, grads, strict=True):
+            o.add([grad])
+            other.add([grads.sum(0) if ties else grad])
+            other.reduce()
+            other.update(plan)
+        step_optimizers(optimizers, plan._replace(ties=ties))
+        assert torch.equal(gpt.embed.weight, gpt.lm_head) == ties
+        for o, other in zip((embed, head), alone, strict=True):
+            torch.testing.assert_close(o.param_buffer, other.param_buffer, rtol=1e-12, atol=1e-15)
+            assert not o.grad_buffer.any()
+
+
 def test_gradients_of_rows_add_up_in_place_without_loss(gpt2):
     """A thousand tokens that are equal, in bf16, which counts no further than 256."""
     table = nn.Parameter(torch.randn(7, 16).bfloat16())
