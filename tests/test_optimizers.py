@@ -5,6 +5,7 @@ import math
 import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -119,6 +120,7 @@ class Network:
 
     def launch(self, kind: str, result: Tensor, tensor: Tensor) -> SimpleNamespace:
         self.events.append(kind)
+        assert result.dtype == tensor.dtype
         self.free = arrival = max(self.now, self.free) + 1
         sent, buffers, (rank, size, *_) = tensor.clone(), (result, tensor), self.ranks
         for others in self.under_way:
@@ -153,17 +155,18 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, gp
     """With n groups a step has 4 n units of time, of which 2 n - 2 are hidden: half of these if only gradients, or only
     updates, travel beside compute. The second step finds the buffers of the first."""
     network = Network(monkeypatch, Ranks(rank, size))
-    optimizers = build_optimizers(gpt := GPT(gpt2), network.ranks)
+    optimizers = build_optimizers(gpt := GPT(dataclasses.replace(gpt2, dtype="bfloat16")), network.ranks)
     for optimizer in optimizers:
         optimizer.update_shard = lambda *args, update=optimizer.update_shard: network.compute(update, *args)
     for step in range(2):
         for optimizer in optimizers:
             optimizer.add([torch.randn_like(p) for p in optimizer.params])
-        step_optimizers(optimizers, plan := gpt2.plans[gpt2.all_step - 1])
+        plan = gpt2.plans[gpt2.all_step - 1]
+        step_optimizers(optimizers, plan, lambda: network.events.append("rows"))
         assert not network.under_way
         assert all(p.isfinite().all() for p in gpt.parameters()), "a result was used before it was there"
         groups = len(optimizers) - plan.ties  # then embedding and head are one table
-        assert network.events == ["reduce_scatter"] * groups + ["update", "all_gather"] * groups
+        assert network.events == ["reduce_scatter"] * groups + ["rows"] + ["update", "all_gather"] * groups
         assert network.now <= (2 * groups + 2) * (step + 1)
         network.events.clear()
 
@@ -182,6 +185,28 @@ def test_buffers_have_little_padding(size):
         assert optimizer.grad_buffer.shape == optimizer.param_buffer.shape
         needed = sum(-(-p.numel() // row) for p in optimizer.params)
         assert needed <= len(optimizer.grad_buffer) < needed + size
+
+
+def test_rows_of_ngrams_wait_for_what_other_ranks_send(gpt2):
+    """Both ways. The other of two ranks sends what this one does."""
+
+    class Table(train_gpt.NgramTable):
+        def exchange(self, rows, sent, received):
+            got = torch.full((sum(received), rows.size(1)), math.nan, dtype=rows.dtype)
+            assert rows.isfinite().all()
+            return got, lambda: got.copy_(rows[torch.arange(len(got)) % len(rows)])
+
+    plan = gpt2.plans[gpt2.all_step - 1]
+    table = Table(gpt2, Ranks(0, 2, 0, 2), torch.device("cpu"))
+    reader = train_gpt.Reader(gpt2, table.ranks, torch.device("cpu"))
+    tokens = np.arange(plan.seq_len + 1) % 7
+    ((inputs, *_),), requests = reader.on_device(reader.make([plan], [[tokens] * gpt2.batch_sequences]))
+    for _ in range(2):
+        assert table.fetch(requests)(inputs.ngram_index).isfinite().all()
+        table.send(requests, torch.ones(len(requests.ids), gpt2.model_dim, dtype=table.sum_dtype))
+        table.update(requests, plan)
+        assert table.rows.isfinite().all()
+        assert table.rows.any(1).sum() == len(requests.updated)
 
 
 def test_rows_of_ngrams_are_saved_and_restored_in_blocks(gpt2, monkeypatch):
