@@ -347,7 +347,7 @@ class Hyperparameters:
     lm_head_slice: int = 49152  # tokens whose logits exist at a time in training: of gpt2 all of a sequence
     val_lm_head_slice: int = 8192  # the same in validation, where they are in fp32
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never uses it
-    layers_fp8: bool = True  # the same for the forward passes of MLPs, and for queries, keys and values
+    layers_fp8: bool = True  # the same for MLPs, and for queries, keys and values
     # Optimizers
     muon_lr: float = 0.023  # learning rate of Muon, times the factors of stage and group
     muon_momentum: float = 0.93  # momentum after its warm-up
@@ -1392,8 +1392,9 @@ class FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        x, w = ctx.saved_tensors
         grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2)
-        return linear_gradients(grad_q, grad_q, *ctx.saved_tensors, grad.dtype)
+        return linear_gradients(grad_q, grad_q, x, w, grad.dtype)
 
 
 class ReluSquaredMLP(torch.autograd.Function):
@@ -1848,9 +1849,7 @@ class GPT(nn.Module):
             if layer.row.value_embed:
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
                 self.value_embeds[str(layer.number)] = nn.Embedding.from_pretrained(table, freeze=False)
-        # Names of the parameters that `look_up` reads, and where a trainer wants gradients of their rows
-        self.tables = {"embed.weight", "lm_head", *(f"value_embeds.{i}.weight" for i in self.value_embeds)}
-        self.row_sums: dict[str, Tensor] = {}
+        self.row_sums: dict[str, Tensor] = {}  # by table: where `LookUp` adds gradients, which autograd then has not
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
@@ -1892,9 +1891,9 @@ class GPT(nn.Module):
         with_grads = torch.is_grad_enabled()
         softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
         scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
-        slice_tokens = cfg.lm_head_slice if with_grads else cfg.val_lm_head_slice
+        size = cfg.lm_head_slice if with_grads else cfg.val_lm_head_slice
         weights = settings.loss_weights
-        return HeadLoss.apply(x, head, shares, inputs.targets, weights, softcap, slice_tokens, scales, with_grads, never)
+        return HeadLoss.apply(x, head, shares, inputs.targets, weights, softcap, size, scales, with_grads, never)
 
     def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
         """Return the head's input (T, K)."""
@@ -1927,6 +1926,11 @@ class GPT(nn.Module):
                 x = self.mix_for_head(x, [*outputs, *value_embeds.values(), mlp_input, norm(attn_input)])
         return norm(x)
 
+    @property
+    def tables(self) -> set[str]:
+        """Return the names of the parameters of which `look_up` reads rows."""
+        return {"embed.weight", "lm_head", *(f"value_embeds.{i}.weight" for i in self.value_embeds)}
+
     def look_up(self, name: str, index: Tensor) -> Tensor:
         """Return rows of a table."""
         table = self.get_parameter(name)
@@ -1951,7 +1955,8 @@ class GPT(nn.Module):
             kind = ATTENTION[name]
             i = settings.kinds.index(kind.window)
             ids = doc_ids.repeat_interleave(kind.heads_per_pair)
-            mask: BlockMask | GatheredMask = document_block_mask(ids, settings.reach[i], cfg.block_size, for_flex=on_cuda)
+            reach = settings.reach[i]
+            mask: BlockMask | GatheredMask = document_block_mask(ids, reach, cfg.block_size, for_flex=on_cuda)
             if not on_cuda:
                 mask = GatheredMask(mask, self.reach, self.embed.weight.dtype)
             cos, sin = settings.rotary[i, :, : len(ids)].unflatten(1, (-1, 1, kind.heads_per_pair, 1, 1))
@@ -2122,8 +2127,9 @@ if triton:
             d -= tl.where(columns == first, pull, 0) + tl.where(columns == copy, copy_pull, 0)
             for k in range(1, n - 1):
                 d -= tl.where(columns == tl.load(targets + k), tl.load(weights + k), 0)
-            d = (factor * d * s * (1 - s)).to(tl.float8e5 if z.dtype.element_ty == tl.float8e4nv else z.dtype.element_ty)
-            tl.store(z + columns, d.to(z.dtype.element_ty, bitcast=True), columns < V)
+            dtype = z.dtype.element_ty
+            d = (factor * d * s * (1 - s)).to(tl.float8e5 if dtype == tl.float8e4nv else dtype)
+            tl.store(z + columns, d.to(dtype, bitcast=True), columns < V)
 
 
 def cross_entropy_by_kernel(z, targets, weights, shares, softcap: tuple, scale: float):
@@ -2151,10 +2157,10 @@ class HeadLoss(torch.autograd.Function):
 
     Only `slice_tokens` rows of the logits (T, V) exist at a time. The forward pass computes the gradients of a slice as
     well, as computing its logits again in the backward pass took 27 to 41% of the head's time.
-    fp8_scales of x, w and the logits' gradient, or None: multiply in FP8 (record 19, @YouJiacheng), e4m3 forward, logits
-    too (record 92), and e5m2 for the gradient, which needs range more than precision. Static scales suffice: x has unit RMS, w saturates,
-    and the gradient of a token's loss by a logit is below 1.6 in gpt2. never (T, V / 8): `read_canon`'s rows
-    for the tokens.
+    fp8_scales of x, w and the logits' gradient, or None: multiply in FP8 (record 19, @YouJiacheng), e4m3 forward, which
+    the logits are, too (92), and e5m2 for the gradient, which needs range more than precision. Static scales suffice: x
+    has unit RMS, w saturates, and the gradient of a token's loss by a logit is below 1.6 in gpt2. never (T, V / 8):
+    `read_canon`'s rows for the tokens.
     """
 
     @staticmethod
@@ -2221,8 +2227,9 @@ class ShardedOptimizer:
 
     Parameters become views of one buffer: each starts at a row and is zero-padded. With one process its shard is the
     whole buffer. groups: the table's row for each parameter; emas: by number the rows of `emas` that apply to all of
-    them; sum_dtype: for the gradients of a rank's sequences, if wider than they are. A subclass defines init_state(values), which gets the rank's rows and returns by name what to keep, and
-    update_shard(shard, grad, plan), which writes new values into these rows and may overwrite `grad`.
+    them; sum_dtype: of the sums of gradients, if wider than they are. A subclass defines init_state(values), which gets
+    the rank's rows and returns by name what to keep, and update_shard(shard, grad, plan), which writes new values into
+    these rows and may overwrite `grad`.
     """
 
     update_shard: Callable
@@ -2544,6 +2551,8 @@ class NgramTable:
     Each rank owns an equal part of the rows, and the table is there once: no other tensor has its size. When a cycle
     begins, its ranks fetch the rows that they will read; when it ends, summed gradients go back.
     """
+
+    wait: Callable[[], object]  # for the sums that ranks send
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg

@@ -156,7 +156,9 @@ def test_numbers_beyond_the_largest_saturate(index: int, scale: float, size: flo
 @pytest.mark.published
 def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     """In the head with the script's scales and the configuration's softcap, in MLPs and products to q, k, v."""
-    cap = dict(lm_head_softcap=SOFTCAP, softcap_range=RANGE, softcap_shift=SHIFT, lm_head_slice=24, val_lm_head_slice=40)
+    cap = dict(
+        lm_head_softcap=SOFTCAP, softcap_range=RANGE, softcap_shift=SHIFT, lm_head_slice=24, val_lm_head_slice=40
+    )
     cfg = dataclasses.replace(gpt2, **cap, dtype="bfloat16", model_dim=96, num_heads=6, head_dim=16, mlp_dim=64)
     trainer = Trainer(cfg, Ranks())
     plain = randomize(trainer.gpt)

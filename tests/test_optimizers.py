@@ -78,7 +78,9 @@ def test_gradients_of_rows_add_up_in_place_without_loss(gpt2):
     assert sums.mean(1).tolist() == [1, 1, 1, 2001, 1, 3, 1]
     trainer = train_gpt.Trainer(dataclasses.replace(gpt2, dtype="bfloat16"), Ranks())
     assert all(sums.dtype == torch.float32 for sums in trainer.gpt.row_sums.values())
-    assert {*trainer.gpt.row_sums} == {name for name, p in trainer.gpt.named_parameters() if p.ndim == 2 and len(p) >= 256}
+    assert {*trainer.gpt.row_sums} == {
+        name for name, p in trainer.gpt.named_parameters() if p.ndim == 2 and len(p) >= 256
+    }
 
 
 def test_muon_keeps_steps_that_bf16_would_lose():
