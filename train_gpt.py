@@ -344,7 +344,7 @@ class Hyperparameters:
     pointer_dim: int = 128  # dimensions of the pointer's queries and keys; 0: no pointer
     pointer_block: int = 2048  # the pointer sees tokens of its own block of so many, and of the one before
     val_pointer_block: int = 8192  # the same in validation
-    lm_head_slice: int = 49152  # tokens whose logits exist at a time in training: of gpt2 all of a sequence
+    lm_head_slice: int = 49152  # tokens whose logits exist at a time, in training: in gpt2 a whole sequence
     val_lm_head_slice: int = 8192  # the same in validation, where they are in fp32
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never uses it
     layers_fp8: bool = True  # the same for MLPs, and for queries, keys and values
@@ -840,12 +840,12 @@ class Settings(NamedTuple):
     kinds: tuple[str, ...]  # of windows
     reach: Tensor  # (kinds,) int32
     attn_scales: Tensor  # (kinds,)
-    rotary: Tensor  # (kinds, 2, 2 T, D / 4): cosines and sines of positions: in pairs a token has two
+    rotary: Tensor  # (kinds, 2, 2 T, D / 4): cosines and sines of 2 T positions, as in pairs a token has two
     loss_weights: Tensor  # (n,): of the losses of the targets, in their order
 
 
 def rotary_tables(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return cosines and sines (kinds, 2, positions, D / 4). Within the model's graph each use would compute them."""
+    """Return cosines and sines (kinds, 2, positions, D / 4). Within the model's graph every use would compute them."""
     angles = positions[:, None] * frequencies[:, None]
     return torch.stack([angles.cos(), angles.sin()], dim=1).to(dtype)
 
@@ -857,16 +857,16 @@ def settings_of(plan: Plan, cfg: Hyperparameters, device: torch.device) -> Setti
     if cfg.pointer_dim:  # a copy, the last target, has no loss of its own
         weights = [*weights, 0.0]
     dtype = getattr(torch, cfg.dtype)
-    numbers = [
-        torch.tensor(reach, dtype=torch.int32),
-        torch.tensor(scales, dtype=wide(dtype)),
-        torch.stack(frequencies).to(wide(dtype)),
-        torch.tensor(weights, dtype=wide(dtype)),
-    ]
-    of_kinds, attn_scales, turns, loss_weights = (tensor.to(device, non_blocking=True) for tensor in numbers)
+    numbers = dict(
+        reach=torch.tensor(reach, dtype=torch.int32),
+        attn_scales=torch.tensor(scales, dtype=wide(dtype)),
+        frequencies=torch.stack(frequencies).to(wide(dtype)),
+        loss_weights=torch.tensor(weights, dtype=wide(dtype)),
+    )
+    tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in numbers.items()}
     positions = torch.arange(2 * plan.seq_len, device=device)
-    rotary = compiled(rotary_tables, cfg.compile, dynamic=True)(turns, positions, dtype)
-    return Settings(tuple(plan.windows), of_kinds, attn_scales, rotary, loss_weights)
+    make = compiled(rotary_tables, cfg.compile, dynamic=True)
+    return Settings(tuple(plan.windows), rotary=make(tensors.pop("frequencies"), positions, dtype), **tensors)
 
 
 # ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
@@ -1303,7 +1303,7 @@ if triton:
         t = tl.program_id(1) * BLOCK
         n = tl.program_id(0) * BLOCK  # programs that run side by side have the same tokens
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for k in range(0, K, BLOCK_K):
+        for k in range(0, K, BLOCK_K):  # in FP8 the hardware sums up in less than fp32: dz keeps 2 bits of mantissa
             total = tl.dot(grad.load([t, k]), w.load([n, k]).T, total)
         rows = t + tl.arange(0, BLOCK)
         squares = y.load([t, n]).to(tl.float32) * tl.load(scales + rows, rows < T, other=0)[:, None]
@@ -1325,13 +1325,13 @@ if triton:
 
 
 # What inputs, weights and gradients of products in layers are multiplied by before they are rounded to FP8. Inputs have
-# unit RMS: over 768 channels none is beyond 27.7, of which e4m3 makes 443. Weights saturate beyond 7, gradients, in
-# e5m2, beyond 896. Records 84 (@sisovicm), 89 (@Mister-dev-oss and others) and 90 (@Glitchfix) brought FP8 to layers
+# unit RMS: over 768 channels none exceeds 27.7, times 16 443 of 448. Weights saturate beyond 7, gradients, in e5m2,
+# beyond 896. Records 84 (@sisovicm), 89 (@Mister-dev-oss and others) and 90 (@Glitchfix) brought FP8 to layers
 FP8_X, FP8_W, FP8_GRAD = 2.0**4, 2.0**6, 2.0**6
 
 
 def relu_squared_rows(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return relu(z)^2 for z (T, N) and what its rows (T, 1) are to be multiplied by: in FP8 the largest becomes 448.
+    """Return y (T, N) and scales (T, 1), of which the product is relu(z)^2. In FP8 the largest of a row is 448.
 
     A kernel holds a row in registers. The compiler's reads long rows twice, in twice the time (measured: one H100).
     """
@@ -1349,12 +1349,12 @@ def relu_squared_rows(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def relu_squared_backward(grad, w, y, scales, y_scale, by_kernel: bool) -> tuple[Tensor, ...]:
-    """Return the gradient of y @ w.T by z, by rows and by columns, and y = relu(z)^2 by columns.
+    """Return dz twice, and relu(z)^2 times y_scale, for what `relu_squared_rows` made of z, and for grad (T, K).
 
-    It is 2 relu(z) (grad @ w), for grad (T, K) and w (K, N), and relu(z) the root of y (T, N) times scales (T, 1)
-    (record 87). In FP8 weights are times FP8_W, gradients times FP8_GRAD, and the returned y times y_scale. A kernel
-    multiplies while the product is in registers: in memory it would be written and read again. Products of FP8 take
-    what is summed over, here tokens, in columns.
+    dz = 2 relu(z) (grad @ w) is the gradient of relu(z)^2 @ w.T, for w (K, N); relu(z) is the root of its square
+    (record 87). In FP8 w is times FP8_W, and gradients are times FP8_GRAD. A kernel multiplies while the product is in
+    registers: in memory it would be written and read again. It stores the second dz and the squares by columns (tokens
+    of a hidden unit side by side), as products of FP8 want both factors where they sum over tokens.
     """
     if not by_kernel:
         squares = y.to(scales.dtype) * scales
@@ -1377,7 +1377,7 @@ def relu_squared_backward(grad, w, y, scales, y_scale, by_kernel: bool) -> tuple
 
 
 def linear_gradients(grad: Tensor, columns: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x @ w.T by x and w. grad, by rows and by columns, x and w are in FP8, or all in dtype."""
+    """Return the gradients of x @ w.T by x and w, in dtype. grad and columns: its gradient; all may be in FP8."""
     return matmul(grad, w, FP8_GRAD * FP8_W, dtype), matmul(columns.t(), x, FP8_GRAD * FP8_X, dtype)
 
 
@@ -1401,7 +1401,7 @@ class ReluSquaredMLP(torch.autograd.Function):
     """Return relu(x @ w1.T)^2 @ w2.T, in FP8 if `fp8`, backward by a kernel if `by_kernel`.
 
     The square of relu is 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977). In FP8 squares
-    have a scale for each row. Records take the largest of the step before, which a checkpoint would have to keep.
+    have a scale for each row. Records scale by the maximum of the step before, which a checkpoint would have to keep.
     """
 
     @staticmethod
@@ -1813,9 +1813,9 @@ class Block(nn.Module):
 
 
 class LookUp(torch.autograd.Function):
-    """Return rows of a table (V, K). Add their gradients to `sums`, in place.
+    """Return rows of a table (V, K). Each backward pass adds their gradients to `sums`, and returns none.
 
-    As a result of autograd they would have the table's size: to fill, to cast and to add for each sequence.
+    Autograd would make a gradient of the table's size for each sequence: a fill, a cast and an addition more.
     """
 
     @staticmethod
@@ -1849,7 +1849,7 @@ class GPT(nn.Module):
             if layer.row.value_embed:
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
                 self.value_embeds[str(layer.number)] = nn.Embedding.from_pretrained(table, freeze=False)
-        self.row_sums: dict[str, Tensor] = {}  # by table: where `LookUp` adds gradients, which autograd then has not
+        self.row_sums: dict[str, Tensor] = {}  # by table: where `LookUp` adds gradients; autograd then returns None
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
@@ -1886,7 +1886,7 @@ class GPT(nn.Module):
         """Return the summed loss, in FP8 where the configuration says so and gradients are wanted."""
         x = self.features(inputs, ngram_embeds, settings)
         shares = self.pointer(x, inputs) if self.pointer else x.new_empty(len(x), 0)
-        head = self.lm_head if inputs.candidates is None else self.look_up("lm_head", inputs.candidates)
+        head = self.lm_head if inputs.candidates is None else self.table_rows("lm_head", inputs.candidates)
         cfg = self.cfg
         with_grads = torch.is_grad_enabled()
         softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
@@ -1899,10 +1899,10 @@ class GPT(nn.Module):
         """Return the head's input (T, K)."""
         tokens = inputs.tokens
         views = self.attention_views(inputs.doc_ids, settings)
-        value_embeds = {int(i): self.look_up(f"value_embeds.{i}.weight", tokens) for i in self.value_embeds}
+        value_embeds = {int(i): self.table_rows(f"value_embeds.{i}.weight", tokens) for i in self.value_embeds}
         if self.cfg.sign_rows:
             ngram_embeds = ngram_embeds * self.signs[inputs.signs].type_as(ngram_embeds)
-        x = self.look_up("embed.weight", tokens)
+        x = self.table_rows("embed.weight", tokens)
         if self.cfg.smear_gate_inputs:  # some of the token before, of another document too: record 34 (@classiclarryd)
             before = F.pad(x[:-1], (0, 0, 1, 0))
             x = x + self.smear_lambda * gate(x, self.smear_gate) * before
@@ -1928,11 +1928,10 @@ class GPT(nn.Module):
 
     @property
     def tables(self) -> set[str]:
-        """Return the names of the parameters of which `look_up` reads rows."""
+        """Return the names of the parameters that `table_rows` reads."""
         return {"embed.weight", "lm_head", *(f"value_embeds.{i}.weight" for i in self.value_embeds)}
 
-    def look_up(self, name: str, index: Tensor) -> Tensor:
-        """Return rows of a table."""
+    def table_rows(self, name: str, index: Tensor) -> Tensor:
         table = self.get_parameter(name)
         sums = self.row_sums.get(name)
         return F.embedding(index, table) if sums is None else LookUp.apply(table, index, sums)
@@ -2120,6 +2119,7 @@ if triton:
             loss += tl.where(target >= 0, weight * (tl.log(total) + r * s), 0)
             total_pull += tl.where(target != -1, weight, 0)  # as there: -1 is NONE
         tl.store(losses + row, loss)
+        tl.debug_barrier()  # no thread may overwrite logits of targets that another has not read yet
         for start in range(0, V, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             s = sigmoid_at(columns, z, V, slope, shift)
@@ -2135,8 +2135,8 @@ if triton:
 def cross_entropy_by_kernel(z, targets, weights, shares, softcap: tuple, scale: float):
     """Return what `softcapped_cross_entropy` does, the gradient by z times `scale`.
 
-    The gradient takes the place of z, in its precision, but in e5m2 that of e4m3. z is read twice, the second time from
-    a cache; the compiler's kernel took up to twice as long (measured: one H100).
+    The gradient overwrites z, in its precision, or in e5m2 where z is e4m3. z is read twice, the second time from a
+    cache; the compiler's kernel took up to twice as long (measured: one H100).
     """
     c, r, d = softcap
     losses = torch.empty(len(z), dtype=torch.float32, device=z.device)
@@ -2157,9 +2157,9 @@ class HeadLoss(torch.autograd.Function):
 
     Only `slice_tokens` rows of the logits (T, V) exist at a time. The forward pass computes the gradients of a slice as
     well, as computing its logits again in the backward pass took 27 to 41% of the head's time.
-    fp8_scales of x, w and the logits' gradient, or None: multiply in FP8 (record 19, @YouJiacheng), e4m3 forward, which
-    the logits are, too (92), and e5m2 for the gradient, which needs range more than precision. Static scales suffice: x
-    has unit RMS, w saturates, and the gradient of a token's loss by a logit is below 1.6 in gpt2. never (T, V / 8):
+    fp8_scales of x, w and the logits' gradient, or None: multiply in FP8 (record 19, @YouJiacheng), with x, w and the
+    logits (92) in e4m3, and the gradient, which needs range more than precision, in e5m2. Static scales suffice: x has
+    unit RMS, w saturates, and the gradient of a token's loss by a logit is below 1.6 in gpt2. never (T, V / 8):
     `read_canon`'s rows for the tokens.
     """
 
@@ -2227,9 +2227,9 @@ class ShardedOptimizer:
 
     Parameters become views of one buffer: each starts at a row and is zero-padded. With one process its shard is the
     whole buffer. groups: the table's row for each parameter; emas: by number the rows of `emas` that apply to all of
-    them; sum_dtype: of the sums of gradients, if wider than they are. A subclass defines init_state(values), which gets
-    the rank's rows and returns by name what to keep, and update_shard(shard, grad, plan), which writes new values into
-    these rows and may overwrite `grad`.
+    them; sum_dtype: in which gradients add up, for optimizers of tables. A subclass defines init_state(values), which
+    gets the rank's rows and returns by name what to keep, and update_shard(shard, grad, plan), which writes new values
+    into these rows and may overwrite `grad`.
     """
 
     update_shard: Callable
@@ -2248,6 +2248,7 @@ class ShardedOptimizer:
         ranks: Ranks,
         sum_dtype: torch.dtype | None = None,
     ):
+        self.has_tables = sum_dtype is not None
         self.names = [*params]
         self.params = [*params.values()]
         self.groups = groups
@@ -2283,10 +2284,12 @@ class ShardedOptimizer:
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
     def add(self, grads: Sequence[Tensor | None]):
-        """Add gradients of the parameters to those before; None: `LookUp` has done it."""
-        pairs = [(view, grad) for view, grad in zip(self.grad_views, grads) if grad is not None]
-        if pairs:
-            torch._foreach_add_(*map(list, zip(*pairs)))
+        """Add gradients of the parameters to those before. Of a table None: `LookUp` has added them."""
+        if not self.has_tables:
+            return torch._foreach_add_(self.grad_views, grads)
+        for view, grad in zip(self.grad_views, grads):
+            if grad is not None:
+                view += grad
 
     def is_due(self, plan: Plan) -> bool:
         """Say whether a step updates these parameters. Its groups differ in lr alone: see `build_optimizers`."""
@@ -2492,8 +2495,8 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
             alike = f"{group._replace(names='', lr=0.0)} {p.shape[-2:]}"
         members.setdefault((group.optimizer, emas, alike), {})[name] = p
     embed, head = (group_of(name, cfg) for name in ("embed.weight", "lm_head"))
-    if cfg.tied_frac and (embed is head or embed._replace(names="") != head._replace(names="")):
-        raise UserError(f"embed.weight has {embed}, lm_head {head}: expected two equal rows, or --tied_frac 0")
+    if cfg.tied_frac and (embed.names != "embed.weight" or head != embed._replace(names="lm_head")):
+        raise UserError(f"embed.weight has {embed}, lm_head {head}: expected equal rows of their own, or --tied_frac 0")
     optimizers = []
     for (kind, emas, _), params in members.items():
         groups = [group_of(name, cfg) for name in params]
@@ -2508,7 +2511,7 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan, meanwhil
     """Take a step on the gradients, summed over this rank's sequences, and clear those that were used.
 
     Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
-    the gradients of the next and the values of the last are on their way. meanwhile: starts what may travel, too.
+    the gradients of the next and the values of the last are on their way. meanwhile: starts what else may travel.
     """
     due = [optimizer for optimizer in optimizers if optimizer.is_due(plan)]
     if plan.ties:  # embedding and head are one table
@@ -2552,7 +2555,7 @@ class NgramTable:
     begins, its ranks fetch the rows that they will read; when it ends, summed gradients go back.
     """
 
-    wait: Callable[[], object]  # for the sums that ranks send
+    wait: Callable[[], object]  # for the sums that all ranks send
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg
@@ -2580,8 +2583,9 @@ class NgramTable:
 
     def send(self, requests: Requests, sums: Tensor):
         """Start to send the sums of the gradients of this rank's sequences, for `Requests.ids`, to the rows' owners."""
-        self.sums, self.wait = sums, lambda: None  # of one process
-        if self.ranks.world_size > 1:
+        if self.ranks.world_size == 1:
+            self.sums, self.wait = sums, lambda: None
+        else:
             self.sums, self.wait = self.exchange(sums, requests.counts, requests.served_counts)
 
     def update(self, requests: Requests, plan: Plan):
@@ -2823,8 +2827,8 @@ class Trainer:
         self.gpt = GPT(cfg).to(self.device)
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
-        views = {name: view for o in self.optimizers for name, view in zip(o.names, o.grad_views)}
-        self.gpt.row_sums = {name: views[name] for name in self.gpt.tables}
+        sums = (pair for optimizer in self.optimizers for pair in zip(optimizer.names, optimizer.grad_views))
+        self.gpt.row_sums = {name: view for name, view in sums if name in self.gpt.tables}
         self.gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
         self.reader = Reader(cfg, ranks, self.device)
@@ -2966,7 +2970,7 @@ def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float):
 
 @contextlib.contextmanager
 def undisturbed(signals: list[str]) -> Iterator[None]:
-    """Keep signals that ask to stop in a list, so that a checkpoint comes first, and collections of garbage short."""
+    """Keep signals that ask to stop in a list, so that a checkpoint comes first, and the garbage collector off."""
 
     def tell(number: int, _):
         signals.append(signal.Signals(number).name)

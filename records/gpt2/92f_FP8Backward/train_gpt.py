@@ -1,0 +1,3214 @@
+"""Train a GPT-2-small-sized language model to 3.28 validation loss on FineWeb, as fast as the hardware allows.
+
+    ./run.sh                                                  environment, data, checks and launch in one command
+    ./run.sh --preset nano                                    a small model on a CPU, in seconds
+    torchrun --standalone --nproc_per_node=8 train_gpt.py     what run.sh starts on one 8xH100 node
+
+The preset gpt2 has the mathematics of record 92 of the NanoGPT speedrun (ANVIL2 by Deven Pietrzak, 2026-08-30,
+https://github.com/KellerJordan/modded-nanogpt), and a pointer, proposal 379 (CPLM by Nathan Godey): 1,050 steps. mini
+is gpt2 in small, for a CPU. nano is a model of one layer that looks for repetitions from the first step on. "Record n"
+credits the record in which an idea first appeared. The file follows a token: configuration, plans, data, inputs,
+layers, attention, model, pointer, head, optimizers, n-grams, log, training, run. Shapes: T tokens, H heads, D
+dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary with padding, C candidates in the
+softmax, G kinds of n-grams, n targets of a token.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import fcntl
+import gc
+import glob
+import hashlib
+import inspect
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import zipfile
+from collections import Counter, deque, namedtuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from fnmatch import fnmatchcase
+from functools import cache, cached_property
+from itertools import accumulate, chain, islice, pairwise
+from pathlib import Path
+from typing import Literal, NamedTuple, NoReturn, get_args
+
+try:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+    from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+    from torch.utils._pytree import tree_leaves, tree_map_only
+    from tqdm import tqdm
+except KeyboardInterrupt:  # these imports take seconds
+    sys.exit(130)
+
+try:
+    import triton
+    import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
+except ImportError:  # torch comes without it on Windows, Macs and machines without a GPU
+    triton = None
+
+
+class UserError(Exception):
+    """An error that the user can fix; exits with code 2."""
+
+    code = 2
+
+
+class AlreadyComplete(UserError):
+    """A run to resume that has ended: nothing is left to do, and a job that was started again has not failed."""
+
+    code = 0
+
+
+# ---- Configuration: layers, stages, groups of parameters, EMAs are rows of tables; other numbers are flags ----------
+class Attention(NamedTuple):
+    """Say what a kind of attention is."""
+
+    window: str  # the kind of window, see `Stage`
+    heads_per_pair: int = 1  # 2: heads go in pairs, in one sequence of twice the length, and share keys
+    rotary: bool = True  # queries and keys turn by their positions; or else they begin equal
+    before: float = 0.0  # the part of a key, at its end, that is taken from the token before
+
+
+ATTENTION = {
+    "long": Attention("long", before=0.5),  # record 49
+    "short": Attention("short"),
+    "paired": Attention("short", heads_per_pair=2),  # record 58 (@classiclarryd)
+    "alike": Attention("long", rotary=False, before=1.0),  # what followed a token like this one?
+}
+
+
+class Layer(NamedTuple):
+    """Say what a layer has. Numbers name earlier layers, counted from 0."""
+
+    attention: str  # one of ATTENTION, or none
+    half_qk: bool = False  # queries and keys are half as wide
+    half_v: bool = False  # values are half as wide
+    value_embed: bool = False  # values add a row of a table, by the token
+    shift: tuple[int, ...] = ()  # equal parts of the stream's channels are taken from so many tokens before
+    reads: int | None = None  # attention reads the output of this layer, not the residual stream
+    net: bool = False  # a net reads the residual stream here, and makes factors for the layers up to the next net
+    # These have factors, see `resolve_layers`; xsa and head_gate need a net here or above
+    xsa: bool = False  # heads subtract part of the token's own value
+    head_gate: bool = False  # the output of each head has a factor
+    x0: bool = False  # the residual stream adds the embedding
+    ngram: bool = False  # the residual stream adds the embeddings of the n-grams that end with the token
+    skip: int | None = None  # the residual stream adds the output of this layer (U-Net)
+    mlps: int = 1  # all read the same
+    # MUDD: a net of this layer mixes the first stream, the output of the layer named here and the residual stream, once
+    # into the residual stream and once into the values; and it makes the factors on the stream, x0, n-grams and outputs
+    mudd: int | None = None
+    # In the last layer: the head reads, beside the residual stream, a mixture of the first stream, the outputs of these
+    # layers, the value embeddings, and what this layer's MLPs and attention read
+    head_mix: tuple[int, ...] = ()
+
+
+GPT2_LAYERS = (
+    Layer("paired", half_qk=True, net=True, x0=True, ngram=True),
+    Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True),
+    Layer("paired", half_qk=True, value_embed=True, x0=True),
+    Layer("long", xsa=True, head_gate=True),
+    Layer("none", net=True, x0=True, ngram=True),
+    Layer("paired", half_qk=True, x0=True, ngram=True),
+    Layer("none", skip=3),
+    Layer("none", x0=True, mlps=0),
+    Layer("short", half_qk=True, half_v=True, value_embed=True, mlps=2),
+    Layer("none", ngram=True),
+    Layer("long", value_embed=True, reads=7, head_gate=True, x0=True, ngram=True, mudd=7, head_mix=(7, 9, 3)),
+)
+MINI_LAYERS = (  # each kind of row once
+    Layer("paired", half_qk=True, net=True, value_embed=True, x0=True, ngram=True),
+    Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True, mlps=2),
+    Layer("long", xsa=True, head_gate=True),
+    Layer("none", net=True, skip=1, x0=True, mlps=0),
+    Layer("long", value_embed=True, reads=3, head_gate=True, x0=True, ngram=True, mudd=3, head_mix=(3, 2, 1)),
+)
+NANO_LAYERS = (Layer("alike", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1, 2, 3, 4)),)
+
+
+class Stage(NamedTuple):
+    """Say what holds for a part of the steps."""
+
+    share: float  # of `base_steps`: those that the more_steps of all stages leave over
+    batch: float  # factor on batch_tokens and train_seq_len: small batches first (record 46, @varunneal)
+    max_doc_len: int  # tokens at which documents are cut; 0 in all stages: a stream, nothing is cut
+    windows: dict[str, int]  # by kind, how many positions attention reaches back: in pairs half as many tokens
+    more_steps: int = 0  # in addition; those of the last stage have the lowest learning rates
+    lr: float = 1.0  # factor on all learning rates, as they rise with the batch
+    # Multi-token prediction (record 53, @varunneal): weights of the losses of tokens +1, +2, ..., at the first step and
+    # after the last
+    mtp: tuple[tuple[float, float], ...] = ((1, 1),)
+    # The next two in equal parts of the stage. Weight of the loss of the next token's prefix, the longest other token
+    # that begins it (record 88, @jvarho)
+    prefix: tuple[float, ...] = (0,)
+    candidates: tuple[int, ...] = (0,)  # tokens in the softmax of a sequence (record 92); 0: all
+
+
+SHARES = [share / 0.9994 for share in (0.2854, 0.3209, 0.3931)]  # the record's, which add up to 0.9994
+GPT2_STAGES = (
+    Stage(
+        SHARES[0],
+        batch=1,
+        max_doc_len=896,
+        windows=dict(short=128, long=384),
+        mtp=((1, 1), (0.5, 0.5), (0.25, 0)),
+        prefix=(0.25,),
+        candidates=(10240,),
+    ),
+    Stage(
+        SHARES[1],
+        batch=2,
+        max_doc_len=2048,
+        windows=dict(short=384, long=896),
+        lr=1.52,
+        mtp=((1, 1), (0.5, 0)),
+        prefix=(0.20, 0.15, 0.10, 0.05),
+        candidates=(10240,),
+    ),
+    Stage(
+        SHARES[2] - 0.06,
+        batch=3,
+        max_doc_len=3072,
+        windows=dict(short=640, long=1408),
+        more_steps=52,
+        lr=1.73,
+        candidates=(14336, 14336, 24576),
+    ),
+    Stage(0.06, batch=2.5, max_doc_len=3072, windows=dict(short=640, long=1408), lr=1.73 * (2.5 / 3) ** 0.5),
+    Stage(0, batch=1, max_doc_len=3072, windows=dict(short=768, long=1664), more_steps=20),
+)
+MINI_STAGES = tuple(
+    stage._replace(
+        max_doc_len=stage.max_doc_len // 2,
+        windows={kind: tokens // 8 for kind, tokens in stage.windows.items()},
+        more_steps=stage.more_steps // 5,
+        candidates=tuple(min(count, 192) for count in stage.candidates),
+    )
+    for stage in GPT2_STAGES
+)
+NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, windows=dict(long=512)),)
+
+
+class Group(NamedTuple):
+    """Say how the parameters whose names match one of `names` are updated."""
+
+    optimizer: str  # Muon, Adam, or RowAdam for "ngrams": `NgramTable`, which is no parameter
+    names: str  # globs, separated by spaces
+    lr: float  # learning rate; in rows of Muon a factor on muon_lr
+    # Cautious weight decay: an update takes decay * lr^2 times the value off; in Muon only one lr has the row's factor
+    decay: float = 0.0
+    beta1: float = 0.9  # decay of Adam's mean of gradients; Muon has muon_momentum instead
+    beta2: float = 0.99  # decay of the mean of squares: of gradients in Adam, of updates in Muon
+    every: tuple[int, int] = (2, 2)  # steps between updates, which take summed gradients: before and from rare_from
+
+
+UP = (2816 / 768) ** 0.5  # root of an MLP's hidden units by the model width
+GPT2_GROUPS = (
+    Group("Muon", "*.qk_w *.v_w *.attn.c_proj", lr=1.0, decay=2.25, beta2=0.9, every=(1, 1)),
+    Group("Muon", "*.c_fc", lr=UP, decay=2.25, beta2=0.9, every=(1, 1)),
+    Group("Muon", "*.mlps.*.c_proj", lr=2 * UP, decay=2.25, beta2=0.9, every=(1, 1)),
+    Group("Adam", "lm_head", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
+    Group("Adam", "embed.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
+    Group("Adam", "value_embeds.*", lr=0.56, decay=0.025, beta1=0.75, beta2=0.95, every=(2, 4)),
+    Group("RowAdam", "ngrams", lr=0.56, decay=0.025, beta1=0.0, beta2=0.95, every=(2, 4)),
+    Group("Adam", "*.attn.lambdas *.skip_lambda smear_lambda", lr=0.04),
+    Group("Adam", "*.resid_lambdas", lr=0.04, beta2=0.95),
+    Group("Adam", "*.post_lambdas", lr=0.008, beta2=0.95),
+    Group("Adam", "gate_nets.*.w?", lr=8e-4, decay=0.005),
+    Group("Adam", "gate_nets.*.b2 gate_scale", lr=8e-4),
+    Group("Adam", "*.mudd_net.w? head_net.w?*", lr=0.002, decay=0.005),
+    Group("Adam", "*.mudd_net.b2 head_net.b2", lr=0.002),
+    Group("Adam", "*.value_gate", lr=0.008, decay=0.005),
+    Group("Adam", "smear_gate", lr=8e-5),
+    Group("Adam", "pointer.weight", lr=0.008, decay=0.005),
+    Group("Adam", "pointer.sink pointer.gain", lr=0.008),
+)
+NANO_GROUPS = tuple(
+    group._replace(every=(1, 1))
+    for group in (
+        Group("Muon", "*.qk_w *.v_w *.c_proj", lr=1.0, beta2=0.95),
+        Group("Muon", "*.c_fc", lr=2.0, beta2=0.95),
+        Group("Adam", "lm_head", lr=0.015, beta1=0.5, beta2=0.9),
+        Group("Adam", "embed.weight value_embeds.*", lr=0.18, beta1=0.5, beta2=0.9),
+        Group("RowAdam", "ngrams", lr=0.25, beta1=0.0, beta2=0.9),
+        Group("Adam", "*lambdas", lr=0.04, beta1=0.5, beta2=0.9),
+    )
+)
+
+
+class EMA(NamedTuple):
+    """Say of which parameters a moving average is kept in the last steps, and what it changes after them."""
+
+    names: str  # globs of parameters
+    window: int  # last steps in which it moves: ema += rate * (value - ema); at first it copies
+    rate: float
+    blend: float  # after the last step, row after row: value += blend * (ema - value)
+    every: int = 4  # steps from one move to the next
+    offset: int = 1  # a step after which it moves; -1 counts from the end: the last one
+    at_end: int = 0  # it also moves after each of so many last steps
+    same_norm: bool = True  # if any row says so, an optimizer's values get back their common norm, which blends shorten
+
+    def rate_at(self, step: int, num_iterations: int) -> float:
+        """Return the rate of the move after a step; 0: none."""
+        start = max(0, num_iterations - self.window)
+        first = self.offset % num_iterations
+        is_due = (step - first) % self.every == 0 or step >= num_iterations - self.at_end
+        if step < start or not is_due:
+            return 0.0
+        return 1.0 if step < start + self.every else self.rate
+
+
+VO_MLP = "*.v_w *.attn.c_proj *.mlps.*"
+GPT2_EMAS = (
+    EMA("lm_head embed.weight", window=298, rate=2 / 299, blend=0.65, every=1),
+    EMA(VO_MLP, window=250, rate=4 / 53, blend=1.0, offset=-1),
+    EMA("value_embeds.*", window=250, rate=4 / 53, blend=1.0, offset=3, same_norm=False),
+    EMA("*.qk_w", window=298, rate=2 / 75, blend=0.55, at_end=2),
+    # Blends follow each other: this one starts from what the second row's made. 0.2007 is the record's
+    EMA(VO_MLP, window=298, rate=2 / 75, blend=0.55 - 0.2007, at_end=2),
+)
+MINI_EMAS = tuple(row._replace(window=row.window // 6, rate=6 * row.rate) for row in GPT2_EMAS)
+
+
+TABLES = dict(layers=Layer, stages=Stage, groups=Group, emas=EMA)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hyperparameters:
+    """Hold what defines a run, here gpt2's. Every field is a flag, except for the four tables."""
+
+    layers: tuple[Layer, ...] = GPT2_LAYERS
+    stages: tuple[Stage, ...] = GPT2_STAGES
+    groups: tuple[Group, ...] = GPT2_GROUPS
+    emas: tuple[EMA, ...] = GPT2_EMAS
+    # Data. Shards are read in sorted order; the log says so if the validation tokens do not have val_sha256
+    preset: Literal["gpt2", "mini", "nano"] = "gpt2"  # all settings; by default gpt2 on a GPU and nano elsewhere
+    train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # training shards: a glob
+    val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # validation shards: a glob
+    val_tokens: int = 10_485_760  # validation tokens, a multiple of val_seq_len
+    val_sha256: str = ""  # SHA-256 of the validation tokens; empty: not compared
+    target_loss: float = 3.28  # validation loss to reach; 0: none
+    vocab_size: int = 50257  # tokens are 0 ... vocab_size - 1, stored in 16 bits
+    eot_token: int = 50256  # end of text, opens every document
+    prefix_file: str = "data/gpt2_prefixes.bin"  # the longest token that begins each token; empty: no such loss
+    canon_file: str = "data/gpt2_canonical.bin"  # what the tokenizer never puts behind each token; empty: not used
+    # Training
+    num_iterations: int = 1050  # steps, `more_steps` included
+    val_loss_every: int = 250  # steps between validations; 0: only after the last step
+    batch_tokens: int = 8 * 16 * 1024  # tokens a step where a stage's batch is 1, a multiple of train_seq_len
+    train_seq_len: int = 16 * 1024  # tokens a training sequence there, a multiple of block_size
+    val_seq_len: int = 256 * 1024  # tokens of a validation sequence, a multiple of block_size
+    segment: int = 2560  # tokens after which attention takes a document for a new one, in training; cuts nothing else
+    final_window: int = 2560  # long window in the last validation; 0: that of the last stage
+    cooldown_frac: float = 0.8  # last part of the scheduled steps, those without the last stage's more_steps
+    min_lr_frac: float = 0.3  # factor on learning rates at the end of the cooldown and later
+    tied_frac: float = 1.0  # first part of the scheduled steps, in which embedding and head are one table; 0: never
+    grad_scale: float = 1.0  # factor on a sequence's summed loss before the backward pass
+    # Model
+    model_dim: int = 768  # width of the residual stream
+    num_heads: int = 6  # attention heads, a multiple of heads_per_matrix
+    head_dim: int = 128  # dimensions per head, a multiple of 4
+    block_size: int = 128  # tokens per block of the attention mask
+    mlp_dim: int = 2816  # hidden units of an MLP
+    net_dim: int = 64  # hidden units of a net that makes factors
+    attn_scale: float = 0.085  # initial factor on the scores of long attention; queries and keys have unit RMS
+    short_attn_scale: float = 0.13  # of other kinds
+    resid_lambda_init: float = 1.1**0.5  # initial factor on the residual stream
+    mix_groups: int = 12  # groups of channels to which the last mix of the stream has factors of their own
+    ngram_rows: int = 84_602_880  # rows of the hashed table for n-grams of tokens, a multiple of ngram_order - 1
+    ngram_order: int = 3  # longest n-grams that have rows
+    ngram_lambda_init: float = 0.05  # initial factor on the embeddings of n-grams in each layer
+    sign_rows: int = 8192  # rows of the table of signs for n-grams that share a row; 0: no table
+    value_embed_std: float = 0.01  # initial standard deviation of the value embeddings
+    value_gate_inputs: int = 12  # inputs of value gates, half from x, half from the value embedding; 0: no gates
+    smear_gate_inputs: int = 12  # input channels of the smear gate; 0: no smear
+    # Head
+    head_std: float = 0.005  # initial standard deviation of the head, and of the embedding that is tied to it
+    lm_head_softcap: float = 15.0  # c in the softcap r sigmoid((z + d) 2 / c) of the logits z
+    softcap_range: float = 23.0  # r in the softcap
+    softcap_shift: float = 5.0  # d in the softcap
+    pointer_dim: int = 128  # dimensions of the pointer's queries and keys; 0: no pointer
+    pointer_block: int = 2048  # the pointer sees tokens of its own block of so many, and of the one before
+    val_pointer_block: int = 8192  # the same in validation
+    lm_head_slice: int = 49152  # tokens whose logits exist at a time, in training: in gpt2 a whole sequence
+    val_lm_head_slice: int = 8192  # the same in validation, where they are in fp32
+    lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never uses it
+    layers_fp8: bool = True  # the same for MLPs, and for queries, keys and values
+    # Optimizers
+    muon_lr: float = 0.023  # learning rate of Muon, times the factors of stage and group
+    muon_momentum: float = 0.93  # momentum after its warm-up
+    momentum_warmup_steps: int = 240  # steps at the start, over which momentum rises from 0.85
+    momentum_cooldown_steps: int = 50  # steps at the end, over which momentum falls to 0.85
+    heads_per_matrix: int = 2  # heads whose queries, or keys, are one matrix for Muon (record 80, @samacqua)
+    slow_momentum_from: int = 514  # step from which Muon's slow momentum takes part in updates; 0: never
+    rare_from: int = 336  # step from which groups step as `every` says second
+    adam_eps: float = 1e-10  # added to the root of the second moment
+    # Machine
+    seed: int | None = None  # random seed; by default a fresh one, printed and logged
+    device: Literal["auto", "cuda", "cpu"] = "auto"  # auto: cuda where torch sees a GPU
+    dtype: Literal["auto", "bfloat16", "float32", "float64"] = "auto"  # auto: bfloat16 where it is fast
+    compile: bool | None = None  # use torch.compile; by default on CUDA only
+    cuda_graphs: bool = True  # replay compiled steps as CUDA graphs
+    cpu_threads: int = 0  # CPU threads of all processes together; 0: torch's choice
+    # Output
+    log_dir: str = "logs"  # folder of the logs
+    run_id: str = ""  # name of the log, without folders; by default preset, time and seed
+    save_checkpoint: bool = False  # write the final model, for sample.py, to LOG_DIR/RUN_ID.pt
+    checkpoint_every: int = 0  # steps between checkpoints to resume from, off the clock; 0: none
+    describe: bool = False  # print what the tables mean, a line for each layer and each step, and stop
+    resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
+
+    def __post_init__(self):
+        """Refuse what would train something else in silence. What cannot train at all fails before the first step."""
+
+        def require(name, holds, expected):
+            if not holds:
+                raise UserError(f"--{name} {getattr(self, name)}: expected {expected}")
+
+        for name, row in TABLES.items():  # from JSON they come as lists
+            object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
+        for name, value in vars(self).items():  # NaN is in no range
+            require(name, not isinstance(value, float | int) or 0 <= value < 2**31, "a number from 0 to 2**31 - 1")
+        sizes = "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment vocab_size ngram_rows "
+        sizes += "pointer_block val_pointer_block"
+        for name in sizes.split():
+            require(name, getattr(self, name) > 0, "1 or more")
+        require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
+        require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
+        units = dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len, ngram_rows=self.ngram_order - 1)
+        units |= dict(checkpoint_every=self.all_step, rare_from=self.all_step)
+        for name, unit in units.items():
+            require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
+        require("run_id", Path(self.run_id).name == self.run_id, "a name, without folders")
+        require("num_iterations", self.base_steps >= 0, "at least the more_steps of all stages")
+        require("emas", all(row.window >= row.every for row in self.emas), "windows in which each moves")
+        require("stages", math.isclose(sum(stage.share for stage in self.stages), 1), "shares that add up to 1")
+
+    # After how many steps all groups have been updated; steps that stages share out; steps to the end of the cooldown
+    all_step = property(lambda self: math.lcm(*chain(*(group.every for group in self.groups))))
+    base_steps = property(lambda self: self.num_iterations - sum(stage.more_steps for stage in self.stages))
+    scheduled_steps = property(lambda self: self.num_iterations - self.stages[-1].more_steps)
+    # Rows of the head: tokens, a copy (see `Pointer`), padding for matmul tiles
+    padded_vocab = property(lambda self: (self.vocab_size + (self.pointer_dim > 0) + 63) // 64 * 64)
+    batch_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)
+    # What the tables mean for a run, made once: --describe prints them
+    plans = cached_property(lambda self: make_plans(self))  # of each step
+    resolved_layers = cached_property(lambda self: resolve_layers(self))
+
+
+SMALL = dict(  # for CPUs, on the text in data/nano
+    train_files="data/nano/nano_train_*.bin",
+    val_files="data/nano/nano_val_*.bin",
+    vocab_size=257,
+    eot_token=256,
+    prefix_file="",
+    canon_file="",
+    val_loss_every=0,
+    batch_tokens=1024,
+    train_seq_len=1024,
+    val_seq_len=8192,
+    lm_head_slice=1024,
+    val_lm_head_slice=1024,
+    device="cpu",
+    cpu_threads=2,
+    save_checkpoint=True,
+)
+NANO = SMALL | dict(
+    layers=NANO_LAYERS,
+    stages=NANO_STAGES,
+    groups=NANO_GROUPS,
+    emas=(),
+    preset="nano",
+    val_tokens=262_144,
+    val_sha256="e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33",
+    target_loss=1.45,
+    batch_tokens=2048,
+    train_seq_len=2048,
+    num_iterations=32,
+    final_window=0,
+    cooldown_frac=0.85,
+    min_lr_frac=0.2,
+    tied_frac=0.0,
+    grad_scale=2**-10,
+    model_dim=128,
+    num_heads=1,
+    head_dim=64,
+    mlp_dim=384,
+    block_size=128,
+    attn_scale=0.12,
+    resid_lambda_init=1.0,
+    ngram_rows=8192,
+    ngram_order=2,
+    ngram_lambda_init=1.0,
+    sign_rows=0,
+    value_embed_std=0.2,
+    value_gate_inputs=0,
+    smear_gate_inputs=0,
+    head_std=0.0,
+    pointer_dim=0,
+    softcap_range=30.0,
+    softcap_shift=0.0,
+    lm_head_fp8=False,
+    layers_fp8=False,
+    muon_lr=0.075,
+    muon_momentum=0.88,
+    momentum_warmup_steps=30,
+    momentum_cooldown_steps=0,
+    slow_momentum_from=0,
+    rare_from=0,
+    heads_per_matrix=1,
+)
+MINI = SMALL | dict(
+    layers=MINI_LAYERS,
+    stages=MINI_STAGES,
+    emas=MINI_EMAS,
+    preset="mini",
+    val_tokens=65_536,
+    target_loss=0.0,
+    num_iterations=182,
+    segment=1280,
+    final_window=192,
+    model_dim=96,
+    head_dim=16,
+    mlp_dim=352,
+    net_dim=16,
+    block_size=32,
+    attn_scale=0.17,
+    short_attn_scale=0.26,
+    ngram_rows=16384,
+    pointer_dim=16,
+    pointer_block=256,
+    val_pointer_block=1024,
+    muon_lr=0.04,
+    momentum_warmup_steps=30,
+    momentum_cooldown_steps=5,
+    slow_momentum_from=78,
+    rare_from=52,
+)
+GPT2 = Hyperparameters()
+PRESETS = {"gpt2": GPT2, "mini": Hyperparameters(**MINI), "nano": Hyperparameters(**NANO)}
+
+
+class FlagParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:  # instead of exiting: other ranks have to hear of it
+        raise UserError(f"{message}; see --help")
+
+
+def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
+    """Return a preset, changed by the flags in `argv`: every field of Hyperparameters but the tables is one."""
+    if {"-h", "--help"} & {*argv}:
+        print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD\n")
+        print(inspect.getsource(Hyperparameters).partition("    def ")[0])
+        for preset in MINI, NANO:
+            print("Instead:", *(f"--{name}={value}" for name, value in preset.items() if name not in TABLES), "\n")
+        sys.exit()
+    parser = FlagParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    for field in dataclasses.fields(Hyperparameters)[len(TABLES) :]:
+        kind, *others = get_args(field.type) or [field.type]  # the first of a Literal's choices, int of int | None
+        if kind is bool:
+            parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction)
+        elif isinstance(kind, str):
+            parser.add_argument(f"--{field.name}", choices=[kind, *others])
+        else:
+            parser.add_argument(f"--{field.name}", type=kind)
+    flags = vars(parser.parse_args(argv))
+    sees_gpu = torch.cuda.is_available() and flags.get("device") != "cpu"
+    if "preset" not in flags and world_size > 1 and not sees_gpu:
+        raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
+    default = "gpt2" if sees_gpu else "nano"
+    cfg = dataclasses.replace(PRESETS[flags.get("preset", default)], **flags)
+    if cfg.describe:
+        print(describe_tables(cfg))
+        sys.exit()
+    return cfg
+
+
+def resolve(cfg: Hyperparameters) -> Hyperparameters:
+    """Decide what `cfg` leaves open: device, precision, FP8, compilation, seed, name of the run."""
+    on_cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    if cfg.device == "cuda" and not on_cuda:
+        raise UserError(f"--device cuda: torch {torch.__version__} sees no GPU; ./run.sh --check says why")
+    # A CPU with AVX512-BF16 or AMX multiplies bf16 2.1 times as fast as fp32, others 3 to 10 times slower
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
+    seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
+    dtype = fast if cfg.dtype == "auto" else cfg.dtype
+    # FP8 products with a scale for each row give bf16 alone
+    has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9) and dtype == "bfloat16"
+    return dataclasses.replace(
+        cfg,
+        device="cuda" if on_cuda else "cpu",
+        dtype=dtype,
+        compile=on_cuda if cfg.compile is None else cfg.compile,
+        cuda_graphs=cfg.cuda_graphs and on_cuda and cfg.compile is not False,
+        canon_file="" if cfg.canon_file == GPT2.canon_file and not Path(cfg.canon_file).exists() else cfg.canon_file,
+        layers_fp8=cfg.layers_fp8 and has_fp8,
+        lm_head_fp8=cfg.lm_head_fp8 and has_fp8,
+        seed=seed,
+        run_id=cfg.run_id or f"{cfg.preset}-{time.strftime('%Y%m%d-%H%M%S')}-{seed}",
+    )
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return fp32, or the precision itself if it is wider: for moments, norms, averages and losses."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+# ---- Plans: what the tables mean for each step and each layer, worked out once ---------------------------------------
+def matches(name: str, names: str) -> bool:
+    """Say whether a parameter's name matches one of the globs in `names`."""
+    return any(fnmatchcase(name, pattern) for pattern in names.split())
+
+
+def group_of(name: str, cfg: Hyperparameters) -> Group:
+    """Return the row of `groups` that names a parameter."""
+    rows = [row for row in cfg.groups if matches(name, row.names)]
+    if len(rows) != 1:
+        raise UserError(f"{name}: {len(rows)} rows of `groups` name this parameter, expected one")
+    return rows[0]
+
+
+class Factor(NamedTuple):
+    """Say where a factor of a layer comes from, and the numbers that it begins with."""
+
+    kind: str
+    source: str  # net N: the gate net of layer N; mudd_net or KIND_lambdas: the layer's own net or parameter
+    first: list[float]
+
+
+class ResolvedLayer(NamedTuple):
+    """Say what a row of `layers` means."""
+
+    number: int  # from 0
+    row: Layer
+    window: str  # kind of window, if it has attention
+    qk_dim: int  # dimensions of a query or a key
+    v_dim: int  # dimensions of a value
+    factors: list[Factor]
+
+
+def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
+    """Return what the rows of `layers` mean."""
+    H = cfg.num_heads
+    D = cfg.head_dim
+    net = ""  # the last one so far
+    layers = []
+    for i, row in enumerate(cfg.layers):
+        net = f"net {i}" if row.net else net
+        has_mudd = row.mudd is not None
+        mudd = "mudd_net" if has_mudd else ""
+        adds = row.attention != "none" or row.mlps > 0
+        table = (  # whether it has the factor, kind, what makes it if not a parameter, first values
+            (has_mudd, "to_values", mudd, [0.0] * 3),
+            (has_mudd, "to_stream", mudd, [0.0] * 3),
+            (has_mudd, "value_embed", mudd, [2.0] * 2),  # for either half of the heads
+            (True, "resid", mudd, [cfg.resid_lambda_init] * 2),  # on the stream before attention and before MLPs,
+            (adds, "post", mudd, [1.0] * 2),  # and on what these add: record 73
+            (row.xsa, "xsa", net, [0.0] * H),
+            (row.head_gate, "head_gate", net, [0.25] * H),
+            (row.x0, "x0", mudd or net, [0.0]),
+            (row.ngram, "ngram", mudd or net, [cfg.ngram_lambda_init]),
+            (row.skip is not None, "skip", net, [0.5]),
+        )
+        factors = [Factor(kind, source or f"{kind}_lambdas", first) for has, kind, source, first in table if has]
+        window = ATTENTION[row.attention].window if row.attention != "none" else ""
+        layers.append(ResolvedLayer(i, row, window, D // (1 + row.half_qk), D // (1 + row.half_v), factors))
+    return layers
+
+
+def made_by(net: str, cfg: Hyperparameters) -> dict[tuple[int, str], list[float]]:
+    """Return by layer and kind the first values of the factors that a net makes."""
+    factors = [(layer.number, factor) for layer in cfg.resolved_layers for factor in layer.factors]
+    return {(number, factor.kind): factor.first for number, factor in factors if factor.source == net}
+
+
+class Window(NamedTuple):
+    """Say how far attention reaches back, and what goes with it. A token has one position, in pairs two."""
+
+    reach: int  # positions
+    attn_scale: float  # factor on scores
+    frequencies: Tensor  # (D / 4,): rotary frequencies, in radians a position
+
+    def grown(self, reach: int) -> "Window":
+        """Return the window after it grew, by YaRN (arXiv:2309.00071; record 31, @classiclarryd).
+
+        Frequencies of at most one turn in the old window shrink by old / new, those of 32 turns or more stay.
+        """
+        shrunk = self.reach / reach
+        turns = self.reach * self.frequencies / (2 * math.pi)
+        kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
+        scale = self.attn_scale * (1 + 0.2 * math.log(reach / self.reach))  # 0.2: the record's
+        return Window(reach, scale, self.frequencies * (shrunk + kept * (1 - shrunk)))
+
+
+def plan_windows(cfg: Hyperparameters) -> list[dict[str, Window]]:
+    """Return for each stage its windows by kind."""
+    frequencies = (1 / 1024) ** torch.linspace(0, 1, steps=cfg.head_dim // 4, dtype=torch.float64, device="cpu")
+    windows = {}
+    for kind, reach in cfg.stages[0].windows.items():
+        windows[kind] = Window(reach, cfg.attn_scale if kind == "long" else cfg.short_attn_scale, frequencies)
+    stages = [windows]
+    for stage in cfg.stages[1:]:
+        stages.append({kind: window.grown(stage.windows[kind]) for kind, window in stages[-1].items()})
+    return stages
+
+
+class Update(NamedTuple):
+    """Hold the numbers of a group's update in a step."""
+
+    rate: float  # of Adam lr with both bias corrections, of Muon lr without the row's factor, which each matrix has
+    decay: float  # weight decay: of Adam with the learning rates, of Muon without
+    beta1: float  # of Muon its momentum
+    beta2: float
+
+
+def steps_between(group: Group, step: int, cfg: Hyperparameters) -> int:
+    """Return the steps between the updates of a group, at a step."""
+    often, rarely = group.every
+    return rarely if step >= cfg.rare_from else often
+
+
+def plan_update(group: Group, count: int, step: int, factor: float, cfg: Hyperparameters) -> Update | None:
+    """Return the numbers of a group's update, its `count`-th, or None if it waits. factor: on learning rates."""
+    every = steps_between(group, step, cfg)
+    if (step + 1) % every:
+        return None
+    if group.optimizer == "Muon":
+        return Update(cfg.muon_lr * factor, group.decay, plan_momentum(step, cfg), group.beta2)
+    lr = group.lr * factor
+    # An update after more steps than at first stands for several. As in the record the bias corrections take the new
+    # betas for all `count` updates, also for those made with the old ones
+    several = every / group.every[0]
+    beta1, beta2 = group.beta1**several, group.beta2**several
+    rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
+    return Update(rate, group.decay * several * lr**2, beta1, beta2)
+
+
+def plan_lr(step: int, stage: Stage, cfg: Hyperparameters) -> float:
+    """Return the factor on learning rates: the stage's, and in the cooldown linearly down to min_lr_frac.
+
+    As in the record the cooldown ends where the steps begin that the last stage has in addition.
+    """
+    start = int(cfg.scheduled_steps * (1 - cfg.cooldown_frac))
+    done = min(max(0.0, (step - start) / max(1, cfg.scheduled_steps - start)), 1.0)
+    return stage.lr * (1 - done) + cfg.min_lr_frac * done
+
+
+def plan_momentum(step: int, cfg: Hyperparameters) -> float:
+    """Return Muon's momentum, which rises from 0.85 in its warm-up and falls back in its cooldown (record 39)."""
+    left = cfg.num_iterations - step
+    risen = min(step / max(1, cfg.momentum_warmup_steps), left / max(1, cfg.momentum_cooldown_steps), 1.0)
+    return (1 - risen) * 0.85 + risen * cfg.muon_momentum
+
+
+def is_tied(step: int, head: Group, cfg: Hyperparameters) -> bool:
+    """Say whether an update in a step is of embedding and head as one table (records 51, 53: @varunneal).
+
+    An accident of the record: the first update after the tied steps still is.
+    """
+    last = round(cfg.tied_frac * cfg.scheduled_steps)
+    return last > 0 and step - steps_between(head, step, cfg) < last
+
+
+class Plan(NamedTuple):
+    """Say what a step does or, unless it `trains`, a validation before it."""
+
+    step: int
+    stage: int  # number of its row
+    trains: bool
+    seq_len: int  # tokens of a sequence
+    max_doc_len: int  # 0: documents are not cut
+    windows: dict[str, Window]  # by kind
+    next_weights: list[float]  # of the losses of tokens +1, +2, ...
+    prefix_weight: float  # of the loss of the next token's prefix; 0: none
+    candidates: int  # tokens in the softmax of a sequence; 0: all
+    lr_factor: float  # on all learning rates
+    updates: dict[str, Update]  # of the groups that do not wait, by their `names`
+    has_slow_momentum: bool  # whether Muon's slow momentum takes part
+    ties: bool  # whether embedding and head are updated as one table
+    ema_rates: list[float]  # of the rows of `emas`; 0: it does not move
+
+
+def stage_ends(cfg: Hyperparameters) -> list[int]:
+    """Return the end of each stage: shares of the base steps, moved by the steps that have been added so far."""
+    ends = accumulate(stage.share for stage in cfg.stages)
+    more = accumulate(stage.more_steps for stage in cfg.stages)
+    return [round(cfg.base_steps * end) + added for end, added in zip(ends, more)]
+
+
+def make_plans(cfg: Hyperparameters) -> list[Plan]:
+    """Return what each step does."""
+    windows = plan_windows(cfg)
+    head = group_of("lm_head", cfg)
+    counts: Counter[str] = Counter()  # of updates, by group
+    plans: list[Plan] = []
+    for index, (start, end) in enumerate(pairwise([0, *stage_ends(cfg)])):
+        stage, length = cfg.stages[index], end - start
+        for step in range(start, end):
+            done = step - start
+            lr_factor = plan_lr(step, stage, cfg)
+            planned = {row.names: plan_update(row, counts[row.names] + 1, step, lr_factor, cfg) for row in cfg.groups}
+            updates = {names: update for names, update in planned.items() if update}
+            counts.update(updates.keys())
+            plan = Plan(
+                step,
+                stage=index,
+                trains=True,
+                seq_len=int(cfg.train_seq_len * stage.batch),
+                max_doc_len=stage.max_doc_len,
+                windows=windows[index],
+                next_weights=[first + (last - first) * done / length for first, last in stage.mtp],
+                prefix_weight=stage.prefix[len(stage.prefix) * done // length] if cfg.prefix_file else 0.0,
+                candidates=stage.candidates[len(stage.candidates) * done // length],
+                lr_factor=lr_factor,
+                updates=updates,
+                has_slow_momentum=0 < cfg.slow_momentum_from <= step,
+                ties=head.names in updates and is_tied(step, head, cfg),
+                ema_rates=[row.rate_at(step, cfg.num_iterations) for row in cfg.emas],
+            )
+            plans.append(plan)
+    return plans
+
+
+def plan_validation(step: int, cfg: Hyperparameters) -> Plan:
+    """Return what a validation before a step does.
+
+    The last one has a longer window, without another step of YaRN: record 33 (@classiclarryd).
+    """
+    plan = cfg.plans[min(step, cfg.num_iterations - 1)]
+    windows = plan.windows
+    if step == cfg.num_iterations and cfg.final_window:
+        windows = windows | {"long": windows["long"]._replace(reach=cfg.final_window)}
+    return plan._replace(
+        step=step,
+        trains=False,
+        seq_len=cfg.val_seq_len,
+        max_doc_len=0,
+        windows=windows,
+        next_weights=[1.0],
+        prefix_weight=0.0,
+        candidates=0,
+        updates={},
+        ties=False,
+    )
+
+
+def num_tokens(steps: int, cfg: Hyperparameters) -> int:
+    """Return how many tokens the first `steps` steps train on."""
+    return cfg.batch_sequences * sum(plan.seq_len for plan in cfg.plans[:steps])
+
+
+def describe_tables(cfg: Hyperparameters) -> str:
+    """Return as text what each layer has and what each step does, learning rates by the numbers of the groups."""
+    lines = []
+    for number, row, window, qk_dim, v_dim, factors in cfg.resolved_layers:
+        made = ", ".join(f"{kind} {first} by {source}" for kind, source, first in factors)
+        dims = f" in the {window} window, queries {qk_dim}, values {v_dim}" if window else ""
+        lines.append(f"layer {number}: attention {row.attention}{dims}, MLPs {row.mlps}; {made}")
+    for i, group in enumerate(cfg.groups):
+        of_muon = f" x {cfg.muon_lr}" if group.optimizer == "Muon" else ""
+        lines.append(f"group {i}: {group.optimizer} {group.names}, lr {group.lr:.4g}{of_muon} x the step's")
+    numbers = {group.names: i for i, group in enumerate(cfg.groups)}
+    for plan in [*cfg.plans, plan_validation(cfg.num_iterations, cfg)]:
+        windows = ", ".join(f"{kind} {window.reach} x {window.attn_scale:.4f}" for kind, window in plan.windows.items())
+        weights = " ".join(f"{weight:.3f}" for weight in plan.next_weights)
+        losses = f"losses {weights}, of prefixes {plan.prefix_weight}, candidates {plan.candidates or 'all'}"
+        due = " ".join(str(numbers[names]) for names in plan.updates)
+        updates = f"; lr {plan.lr_factor:.6g} for groups {due}{', tied' * plan.ties}" if due else ""
+        head = f"{'step' if plan.trains else 'validation'} {plan.step}: stage {plan.stage}, {plan.seq_len} tokens"
+        lines.append(f"{head}, documents cut at {plan.max_doc_len or 'no length'}; {windows}; {losses}{updates}")
+    return "\n".join(lines)
+
+
+class Settings(NamedTuple):
+    """Hold what a step sets in the model. They are tensors, so that nothing recompiles."""
+
+    kinds: tuple[str, ...]  # of windows
+    reach: Tensor  # (kinds,) int32
+    attn_scales: Tensor  # (kinds,)
+    rotary: Tensor  # (kinds, 2, 2 T, D / 4): cosines and sines of 2 T positions, as in pairs a token has two
+    loss_weights: Tensor  # (n,): of the losses of the targets, in their order
+
+
+def rotary_tables(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return cosines and sines (kinds, 2, positions, D / 4). Within the model's graph every use would compute them."""
+    angles = positions[:, None] * frequencies[:, None]
+    return torch.stack([angles.cos(), angles.sin()], dim=1).to(dtype)
+
+
+def settings_of(plan: Plan, cfg: Hyperparameters, device: torch.device) -> Settings:
+    """Return what a step or a validation sets."""
+    reach, scales, frequencies = zip(*plan.windows.values())
+    weights = [*plan.next_weights, plan.prefix_weight] if plan.prefix_weight else plan.next_weights
+    if cfg.pointer_dim:  # a copy, the last target, has no loss of its own
+        weights = [*weights, 0.0]
+    dtype = getattr(torch, cfg.dtype)
+    numbers = dict(
+        reach=torch.tensor(reach, dtype=torch.int32),
+        attn_scales=torch.tensor(scales, dtype=wide(dtype)),
+        frequencies=torch.stack(frequencies).to(wide(dtype)),
+        loss_weights=torch.tensor(weights, dtype=wide(dtype)),
+    )
+    tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in numbers.items()}
+    positions = torch.arange(2 * plan.seq_len, device=device)
+    make = compiled(rotary_tables, cfg.compile, dynamic=True)
+    return Settings(tuple(plan.windows), rotary=make(tensors.pop("frequencies"), positions, dtype), **tensors)
+
+
+# ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
+NONE, BEYOND = -1, -2  # targets without a loss: no prefix, or no candidate; what would follow the last target
+# For each sequence a shard and an array (pieces, 2): where its pieces of documents begin and end
+Batch = list[tuple[str, np.ndarray]]
+Data = dict[str, list[Batch]]  # what to train on, and what to validate on
+
+
+def read_numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
+    """Return `count` numbers of a file from byte `offset` on; -1: all to its end."""
+    try:
+        if not os.path.isfile(path):  # a pipe would never end
+            raise OSError("there is no such file")
+        numbers = np.fromfile(path, dtype, count, offset=offset)  # not mmap: a truncated mapped file raises SIGBUS
+        if len(numbers) < count:
+            raise OSError("it is too short")
+        return numbers
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror or error}; ./run.sh --check says what to do") from None
+
+
+def find_documents(path: str, cfg: Hyperparameters, is_stream: bool) -> list[tuple[int, int]]:
+    """Return where a shard's documents begin and end; of a stream all is one."""
+    # The format of llm.c: a header of 256 int32 [20240520, 1, number of tokens, 0 ...], then uint16 tokens
+    header = read_numbers(path, "<i4", 3, 0).tolist()
+    if header != [20240520, 1, (os.path.getsize(path) - 1024) / 2]:
+        raise UserError(f"{path}: not a whole shard of tokens; ./run.sh --check says what to do")
+    count = header[2]
+    if is_stream:
+        return [(0, count)]
+    begins = np.flatnonzero(read_numbers(path, "<u2", count, 1024) == cfg.eot_token)
+    return list(pairwise([*begins.tolist(), count]))
+
+
+def cut_sequence(documents: deque[tuple[int, int]], length: int, max_doc_len: int) -> np.ndarray | None:
+    """Take a sequence of `length` tokens from the front of `documents`; None if they have fewer.
+
+    Documents are cut to max_doc_len, and their rest is dropped (record 29, @varunneal); sequences begin with a document
+    (26, @classiclarryd).
+    """
+    pieces = []
+    missing = length
+    while missing and documents:
+        begin, end = documents.popleft()
+        stop = min(end, begin + missing, begin + (max_doc_len or missing))
+        pieces.append((begin, stop))
+        missing -= stop - begin
+        if not max_doc_len:  # a stream: the next sequence begins with the last target of this one
+            documents.appendleft((stop - 1, end))
+            break
+    return np.array(pieces) if missing == 0 else None
+
+
+def plan_batches(pattern: str, lengths: list[tuple[int, int]], num_sequences: int, cfg: Hyperparameters) -> list[Batch]:
+    """Plan a batch of `num_sequences` for each of `lengths`, shard after shard; the rest of each shard is dropped.
+
+    lengths: (seq_len, max_doc_len) of each batch. Raise UserError if the shards have too few tokens.
+    """
+    paths = deque(sorted(glob.glob(pattern, recursive=True)))
+    path = ""
+    documents: deque[tuple[int, int]] = deque()  # those of the shard at `path` that are left
+    batches: list[Batch] = []
+    while len(batches) < len(lengths):
+        seq_len, max_doc_len = lengths[len(batches)]
+        sequences = [cut_sequence(documents, seq_len + 1, max_doc_len) for _ in range(num_sequences)]
+        if all(sequence is not None for sequence in sequences):  # else the shard has too little left
+            batches.append([(path, sequence) for sequence in sequences])
+        elif paths:
+            path = paths.popleft()
+            documents = deque(find_documents(path, cfg, is_stream=max_doc_len == 0))
+        else:
+            raise UserError(
+                f"{pattern} in {os.getcwd()}: tokens for {len(batches)} batches, the run needs {len(lengths)}; "
+                f"documents begin with --eot_token {cfg.eot_token}; ./run.sh gets a preset's data, "
+                "data/pack_text.py packs text"
+            )
+    return batches
+
+
+def plan_data(cfg: Hyperparameters) -> Data:
+    """Return the batches of training and those of validation, which are one sequence each."""
+    train_lengths = [(plan.seq_len, plan.max_doc_len) for plan in cfg.plans]
+    train = plan_batches(cfg.train_files, train_lengths, cfg.batch_sequences, cfg)
+    val_lengths = [(cfg.val_seq_len, 0)] * (cfg.val_tokens // cfg.val_seq_len)
+    val = plan_batches(cfg.val_files, val_lengths, 1, cfg)
+    if shared := {*paths_of(train)} & {*paths_of(val)}:
+        raise UserError(f"{min(shared)}: trains and validates: change --train_files or --val_files")
+    return dict(train=train, val=val)
+
+
+def paths_of(batches: Sequence[Batch]) -> list[str]:
+    """Return the shards of batches, each once, in order."""
+    return [*dict.fromkeys(path for batch in batches for path, _ in batch)]
+
+
+def read_sequence(path: str, pieces: np.ndarray, vocab_size: int) -> np.ndarray:
+    """Return the uint16 tokens of a sequence, the last target included."""
+    first = pieces[0, 0]
+    last = pieces[-1, 1]
+    tokens = read_numbers(path, "<u2", last - first, 1024 + 2 * first)
+    tokens = np.concatenate([tokens[begin:end] for begin, end in pieces - first])
+    if tokens.max() >= vocab_size:
+        raise UserError(f"{path}: has token {tokens.max()}, --vocab_size is {vocab_size}: another tokenizer's?")
+    return tokens
+
+
+def read_table(path: str, dtype: str, *shape: int) -> np.ndarray:
+    """Return the numbers of a file in a shape, or none if no file is named."""
+    table = read_numbers(path, dtype, -1, 0) if path else np.empty(0, dtype)
+    if path and len(table) != math.prod(shape):
+        raise UserError(f"{path}: of another vocabulary; --prefix_file= and --canon_file= go without")
+    return table.reshape(-1, *shape[1:])
+
+
+def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
+    """Return for each token the longest other token that its bytes begin with, or -1 (data/gpt2_prefixes.py)."""
+    table = read_table(cfg.prefix_file, "<u2", cfg.vocab_size).astype(np.int64)
+    return np.where(table < cfg.vocab_size, table, NONE)
+
+
+def read_canon(cfg: Hyperparameters) -> np.ndarray:
+    """Return bits (V, V / 8): bit x of row p says that the tokenizer never puts x behind p (data/gpt2_canonical.py)."""
+    return read_table(cfg.canon_file, "u1", cfg.padded_vocab, cfg.padded_vocab // 8)
+
+
+def hash_tokens(batches: Sequence[Batch], cfg: Hyperparameters, targets: bool) -> str:
+    """Return the SHA-256 of all tokens of batches; targets: with the last target of each sequence."""
+    sha256 = hashlib.sha256()
+    for path, pieces in chain(*batches):
+        tokens = read_sequence(path, pieces, cfg.vocab_size)
+        sha256.update((tokens if targets else tokens[:-1]).tobytes())
+    return sha256.hexdigest()
+
+
+# ---- Inputs: what the model reads of a sequence, made by a thread ahead of the steps ---------------------------------
+class Inputs(NamedTuple):
+    """Hold a sequence of T tokens."""
+
+    tokens: Tensor  # (T,) int32
+    following: Tensor  # (T,) int32: the next tokens
+    doc_ids: Tensor  # (T,) int32, non-decreasing: attention stays within documents
+    # (T, n) int64: the next tokens, the prefix of the first, and with a pointer the row of a copy; NONE or BEYOND where
+    # there is none. With candidates their index there
+    targets: Tensor
+    candidates: Tensor | None  # (C,): the tokens in the softmax, ascending. None: all
+    ngram_index: Tensor  # (G, T): where the rows of its n-grams are among `Requests.ids`
+    signs: Tensor  # (G, T): rows of the table of signs; (0,) without such a table
+
+
+class Requests(NamedTuple):
+    """Say which rows of the table of n-grams a cycle reads: the steps from one update of the table to the next.
+
+    Each rank owns an equal part of the rows, and all make the same plan of who requests what.
+    """
+
+    ids: Tensor  # the rows that this rank requests, ascending, each once
+    counts: list[int]  # how many of them each rank owns
+    served: Tensor  # which of this rank's own rows each rank requests, rank after rank
+    served_counts: list[int]  # how many
+    updated: Tensor  # the served rows, each once
+    inverse: Tensor  # index of each served row in `updated`
+
+
+HASHES = (  # the record's factors of the current token, the one before, ...: for rows and for signs
+    ((36313, 27191), (48271, 30011)),
+    ((17351, 60961, 45259), (58699, 39779, 26801)),
+)
+
+
+def hash_ngrams(tokens: np.ndarray, factors: Sequence[int], modulus: int, first: int) -> np.ndarray:
+    """Return (f0 t_p XOR f1 t_{p-1} ...) mod modulus for int32 tokens (T,), or `first` without enough tokens before.
+
+    Products wrap.
+    """
+    hashed = tokens * np.int32(factors[0])
+    for back, factor in enumerate(factors[1:], start=1):
+        hashed[back:] ^= tokens[:-back] * np.int32(factor)
+    hashed -= hashed // modulus * modulus  # as hashed % modulus, in a quarter of the time
+    hashed[: len(factors) - 1] = first
+    return hashed
+
+
+def find_ngrams(tokens: np.ndarray, cfg: Hyperparameters) -> tuple[np.ndarray, np.ndarray]:
+    """Return rows (G, T) of the table of n-grams, and of the table of signs, for int32 tokens (T,).
+
+    Bigrams (record 62, @classiclarryd) and trigrams (92, Deven Pietrzak @devenpzak) have equal parts of the table, with
+    a last row for tokens with too few before them. N-grams that share a row interfere less with signs (83, @TrianX).
+    """
+    kinds = HASHES[: cfg.ngram_order - 1]
+    size = cfg.ngram_rows // len(kinds)
+    rows = []
+    for k, (factors, _) in enumerate(kinds):
+        read = tokens
+        if k == 0:  # an accident of the record: the bigram of the second token takes size - 1 for the first token
+            read = np.concatenate([[size - 1], tokens[1:]], dtype=np.int32)
+        rows.append(k * size + hash_ngrams(read, factors, size - 1, first=size - 1))
+    signs = [hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for _, factors in kinds if cfg.sign_rows]
+    return np.stack(rows), np.array(signs)
+
+
+def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct numbers of `ids`, ascending, and the index of each of `ids` among them."""
+    found, inverse = torch.unique(torch.from_numpy(ids), return_inverse=True)  # np.unique took 3 to 9 times as long
+    return found.numpy(), inverse.numpy()
+
+
+def plan_requests(ids: list[np.ndarray], rank: int, rows_per_rank: int) -> tuple[Requests, np.ndarray]:
+    """Return a rank's requests, and the index of each of its ids among them, from the ids (m,) that each rank reads."""
+    requested, index = distinct(ids[rank])
+    counts = np.bincount(requested // rows_per_rank, minlength=len(ids)).tolist()
+    first = rank * rows_per_rank
+    served = [distinct(read[(read >= first) & (read < first + rows_per_rank)])[0] - first for read in ids]
+    all_served = np.concatenate(served).astype(np.int64)
+    updated, inverse = distinct(all_served)
+    return Requests(requested, counts, all_served, [*map(len, served)], updated, inverse), index
+
+
+def choose_candidates(targets: np.ndarray, count: int, offset: int, vocab: int) -> tuple[np.ndarray, int]:
+    """Return `count` tokens, ascending, for a softmax over fewer than all, and the next offset (record 92).
+
+    They are all targets, and others from a sweep over the vocabulary, whose k-th token is 20011 k mod V: as 20011 is
+    prime, V steps name each token once. As in the record, the next sweep goes on behind all that this one looked at.
+    """
+    chosen = np.zeros(vocab, bool)
+    chosen[targets] = True
+    missing = count - chosen.sum()
+    if missing < 0:
+        raise UserError(f"{chosen.sum()} different targets in a sequence: raise `candidates` {count} of its stage")
+    if missing:
+        look = min(vocab, int(1.7 * missing) + 256)  # the record's: some are chosen already
+        ids = 20011 * ((offset + np.arange(look)) % vocab) % vocab
+        others = ids[~chosen[ids]]
+        if len(others) < missing:  # if nearly all that it looked at are targets
+            others = np.flatnonzero(~chosen)
+            others = others[:: max(1, len(others) // missing)]
+        chosen[others[:missing]] = True
+        offset = (offset + look) % vocab
+    return np.flatnonzero(chosen), offset
+
+
+class Reader:
+    """Make the inputs of this rank's sequences, cycle after cycle, from the tokens of all ranks."""
+
+    def __init__(self, cfg: Hyperparameters, ranks: "Ranks", device: torch.device):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.device = device
+        self.prefixes = read_prefixes(cfg)
+        n = cfg.batch_sequences
+        # Where the sweep of each sequence of a step begins. These depend on all tokens before, and on nothing else
+        self.offsets = [cfg.padded_vocab * i // n for i in range(n)]
+
+    def targets(self, plan: Plan, i: int, following: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """Return `Inputs.targets` and `Inputs.candidates` of a step's i-th sequence, from the next tokens (T,)."""
+        following = following.astype(np.int64)
+        count = len(plan.next_weights)
+        padded = np.pad(following, (0, count - 1), constant_values=BEYOND)
+        targets = np.lib.stride_tricks.sliding_window_view(padded, count)
+        if plan.prefix_weight:
+            targets = np.column_stack([targets, self.prefixes[following]])
+        wanted = following
+        if self.cfg.pointer_dim:
+            targets = np.pad(targets, ((0, 0), (0, 1)), constant_values=self.cfg.vocab_size)
+            wanted = np.append(following, self.cfg.vocab_size)
+        if not plan.candidates:
+            return targets, None
+        V = self.cfg.padded_vocab
+        candidates, self.offsets[i] = choose_candidates(wanted, plan.candidates, self.offsets[i], V)
+        index = np.full(V, NONE)  # of what is no candidate
+        index[candidates] = np.arange(len(candidates))
+        return np.where(targets < 0, targets, index[targets]), candidates
+
+    def doc_ids(self, plan: Plan, tokens: np.ndarray) -> np.ndarray:
+        """Number the documents; in training, parts of at most `segment` tokens."""
+        starts = tokens == self.cfg.eot_token
+        if plan.trains:
+            t = np.arange(len(tokens))
+            last_start = np.maximum.accumulate(np.where(starts, t, 0))
+            starts |= (t - last_start) % self.cfg.segment == 0
+        return starts.cumsum(dtype=np.int32)
+
+    def make(
+        self, plans: Sequence[Plan], batches: Sequence[Sequence[np.ndarray]]
+    ) -> tuple[list[list[Inputs]], Requests]:
+        """Return for each step of a cycle this rank's sequences, and what the cycle requests, on the host.
+
+        batches: for each step the tokens of all sequences (T + 1,), with their last targets.
+        """
+        rank, world_size = self.ranks.rank, self.ranks.world_size
+        batches = [[tokens.astype(np.int32) for tokens in batch] for batch in batches]
+        found = [[find_ngrams(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]
+        rows_of_ranks = [[rows for ngrams in found for rows, _ in ngrams[k::world_size]] for k in range(world_size)]
+        nothing = np.empty(0, np.int32)  # ranks may have no sequence
+        ids = [np.concatenate([nothing, *rows_of_rank], axis=None) for rows_of_rank in rows_of_ranks]
+        requests, index = plan_requests(ids, rank, -(-self.cfg.ngram_rows // world_size))
+        ends = np.cumsum([rows.size for rows in rows_of_ranks[rank]])
+        indices = iter(np.split(index.astype(np.int32), ends))  # of each own sequence's n-grams, step by step as below
+        steps: list[list[Inputs]] = []
+        for plan, batch, ngrams in zip(plans, batches, found):
+            steps.append([])
+            for i in range(rank, len(batch), world_size):
+                tokens = batch[i][:-1]
+                following = batch[i][1:].copy()  # of its own, as compiled code wants addresses that are multiples of 16
+                rows, signs = ngrams[i]
+                doc_ids = self.doc_ids(plan, tokens)
+                targets = self.targets(plan, i, following)
+                steps[-1].append(Inputs(tokens, following, doc_ids, *targets, next(indices).reshape(rows.shape), signs))
+        return tree_map_only(np.ndarray, self.on_host, (steps, requests))
+
+    def on_host(self, array: np.ndarray) -> Tensor:
+        tensor = torch.from_numpy(np.require(array, requirements="CW"))  # in C's order, writable
+        return tensor.pin_memory() if self.device.type == "cuda" else tensor  # here, as pinning may allocate
+
+    def on_device(self, made):
+        """Return what `make` has made, on the device."""
+        return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), made)
+
+    def read(self, cycles: Iterable[tuple[list[Plan], Sequence[Batch]]]) -> Iterator[tuple[list[Inputs], Requests]]:
+        """Yield for each step this rank's sequences and what its cycle requests, on the device."""
+
+        def make(plans, batches):
+            V = self.cfg.vocab_size
+            return self.make(plans, [[read_sequence(path, pieces, V) for path, pieces in batch] for batch in batches])
+
+        on_gpu: dict = dict(initializer=torch.cuda.set_device, initargs=(self.device,))  # else the thread opens GPU 0
+        with ThreadPoolExecutor(1, "reader", **on_gpu if self.device.type == "cuda" else {}) as thread:
+            futures = (thread.submit(make, *cycle) for cycle in cycles)  # islice submits some
+            ready = deque(islice(futures, 2))  # cycles that are read or being read
+            while ready:
+                steps, requests = self.on_device(ready.popleft().result())
+                ready.extend(islice(futures, 1))
+                for sequences in steps:
+                    yield sequences, requests
+
+
+def train_cycles(batches: Sequence[Batch], cfg: Hyperparameters) -> Iterator[tuple[list[Plan], Sequence[Batch]]]:
+    """Yield the plans and batches of each cycle of a training."""
+    names = group_of("ngrams", cfg).names
+    first = 0
+    for plan in cfg.plans:
+        end = plan.step + 1
+        if names in plan.updates or end == cfg.num_iterations:
+            yield cfg.plans[first:end], batches[first:end]
+            first = end
+
+
+# ---- Layers: each draws its own initial values; MLPs begin with zero outputs (@Grad62304977) -------------------------
+def uniform_weight(inputs: int, *shape: int) -> nn.Parameter:
+    """Return a weight of standard deviation 0.5 / sqrt(inputs); PyTorch's is 0.58 / sqrt(inputs) (record 19)."""
+    bound = (0.75 / inputs) ** 0.5
+    return nn.Parameter(torch.empty(shape).uniform_(-bound, bound))
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Return x @ weight.T in the precision of x: weights may be wider."""
+    return F.linear(x, weight.type_as(x))
+
+
+def delay(x: Tensor, n: int) -> Tensor:
+    """Return x (T, ...) moved n tokens later, for n <= T; the first n tokens keep their own rows."""
+    return torch.cat([x[:n], x[: len(x) - n]])
+
+
+def scaled_linear(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
+    """Return factor * x @ weight.T, for one factor () or one for each token (T, 1).
+
+    One for all tokens goes into the weight, which is smaller; then its gradient needs no product saved.
+    """
+    return factor * linear(x, weight) if factor.ndim else linear(x, factor * weight)
+
+
+def gate(x: Tensor, weight: Tensor) -> Tensor:
+    """Return factors from 0 to 1 for each token, from its first channels."""
+    return linear(x[:, : weight.size(1)], weight).sigmoid()
+
+
+class RMSNorm(torch.autograd.Function):
+    """Divide x by its RMS over the last dimension. Save the result y, which the next product saves anyway, and not x.
+
+    With r = 1 / rms(x) and a gradient g by y = r x, that by x is r (g - y mean(g . y)).
+    """
+
+    @staticmethod
+    def forward(ctx, x):
+        x32 = x.to(wide(x.dtype))
+        scale = (x32.square().mean(-1, keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
+        y = x32 * scale
+        y = y if x32 is x else y.to(x.dtype)  # torch 2.11 compiles a cast to the same type without its gradient
+        ctx.save_for_backward(y, scale.to(x.dtype))
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, scale = ctx.saved_tensors
+        return scale * (grad - y * (grad * y).mean(-1, keepdim=True))
+
+
+norm = RMSNorm.apply
+
+
+def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
+    """Return t in `dtype`, in FP8 scale * t. Beyond FP8's limit some devices saturate and others give NaN: clamp."""
+    limit = torch.finfo(dtype).max
+    return (t * scale).clamp(-limit, limit).to(dtype) if dtype.itemsize == 1 else t.to(dtype)
+
+
+def matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """Return a @ b. FP8 operands come multiplied by numbers whose product is `scale`: divide it out.
+
+    fast: the hardware may sum up in less than fp32 (`use_fast_accum`).
+    """
+    if a.dtype.itemsize > 1:
+        return (a @ b).to(dtype)
+    a = a.contiguous()  # cuBLAS wants row-major by column-major
+    b = b.t().contiguous().t()
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    return torch._scaled_mm(a, b, one / scale, one, out_dtype=dtype, use_fast_accum=fast)
+
+
+def has_kernels(t: Tensor) -> bool:
+    """Say whether kernels of this script take t, or PyTorch does what they do."""
+    return triton is not None and t.is_cuda and t.dtype == torch.bfloat16
+
+
+if triton:
+
+    @triton.jit
+    def relu_squared_backward_kernel(
+        grad, w, y, dz, dz_columns, y_columns, scales, y_scale, T, K,
+        factor: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    ):  # fmt: skip
+        """Compute a block of `relu_squared_backward`. Hardware copies blocks, and sees to the edges."""
+        t = tl.program_id(1) * BLOCK
+        n = tl.program_id(0) * BLOCK  # programs that run side by side have the same tokens
+        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for k in range(0, K, BLOCK_K):  # in FP8 the hardware sums up in less than fp32: dz keeps 2 bits of mantissa
+            total = tl.dot(grad.load([t, k]), w.load([n, k]).T, total)
+        rows = t + tl.arange(0, BLOCK)
+        squares = y.load([t, n]).to(tl.float32) * tl.load(scales + rows, rows < T, other=0)[:, None]
+        d = (factor * tl.sqrt(squares) * total).to(dz.dtype)
+        dz.store([t, n], d)
+        dz_columns.store([n, t], d.T)
+        y_columns.store([n, t], (squares * tl.load(y_scale)).to(y.dtype).T)
+
+    @triton.jit
+    def relu_squared_fp8_kernel(z, y, scales, N, BLOCK: tl.constexpr):
+        """Compute a row of `relu_squared_rows` in FP8."""
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.arange(0, BLOCK)
+        relu = tl.maximum(tl.load(z + row * N + columns, columns < N, other=0).to(tl.float32), 0)
+        squares = relu * relu
+        scale = 448 / tl.maximum(tl.max(squares), 1e-12)
+        tl.store(scales + row, 1 / scale)
+        tl.store(y + row * N + columns, tl.minimum(squares * scale, 448).to(y.dtype.element_ty), columns < N)
+
+
+# What inputs, weights and gradients of products in layers are multiplied by before they are rounded to FP8. Inputs have
+# unit RMS: over 768 channels none exceeds 27.7, times 16 443 of 448. Weights saturate beyond 7, gradients, in e5m2,
+# beyond 896. Records 84 (@sisovicm), 89 (@Mister-dev-oss and others) and 90 (@Glitchfix) brought FP8 to layers
+FP8_X, FP8_W, FP8_GRAD = 2.0**4, 2.0**6, 2.0**6
+
+
+def relu_squared_rows(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return y (T, N) and scales (T, 1), of which the product is relu(z)^2. In FP8 the largest of a row is 448.
+
+    A kernel holds a row in registers. The compiler's reads long rows twice, in twice the time (measured: one H100).
+    """
+    if dtype.itemsize > 1:
+        return F.relu(z).square_(), z.new_ones(len(z), 1, dtype=wide(z.dtype))
+    if not has_kernels(z):
+        squares = F.relu(z).square_()
+        scale = 448 / squares.amax(1, keepdim=True).float().clamp(min=1e-12)
+        return quantize(squares, scale, dtype), 1 / scale
+    T, N = z.shape
+    y = torch.empty_like(z, dtype=dtype)
+    scales = z.new_empty(T, 1, dtype=torch.float32)
+    relu_squared_fp8_kernel[(T,)](z, y, scales, N, triton.next_power_of_2(N))
+    return y, scales
+
+
+def relu_squared_backward(grad, w, y, scales, y_scale, by_kernel: bool) -> tuple[Tensor, ...]:
+    """Return dz twice, and relu(z)^2 times y_scale, for what `relu_squared_rows` made of z, and for grad (T, K).
+
+    dz = 2 relu(z) (grad @ w) is the gradient of relu(z)^2 @ w.T, for w (K, N); relu(z) is the root of its square
+    (record 87). In FP8 w is times FP8_W, and gradients are times FP8_GRAD. A kernel multiplies while the product is in
+    registers: in memory it would be written and read again. It stores the second dz and the squares by columns (tokens
+    of a hidden unit side by side), as products of FP8 want both factors where they sum over tokens.
+    """
+    if not by_kernel:
+        squares = y.to(scales.dtype) * scales
+        dz = matmul(grad, w, FP8_GRAD * FP8_W, scales.dtype) * squares.sqrt() * 2
+        dz = quantize(dz, FP8_GRAD, grad.dtype)
+        return dz, dz, quantize(squares, y_scale, y.dtype)
+    (T, N), K = y.shape, len(w)
+    dz = torch.empty_like(y, dtype=grad.dtype)
+    dz_columns = dz.new_empty(N, T)
+    y_columns = y.new_empty(N, T)
+    block, block_k = 128, 128 // grad.itemsize  # with 3 stages two programs fit into a multiprocessor
+    tile = [block, block]
+    shapes = [block, block_k], [block, block_k], tile, tile, tile, tile
+    tensors = grad.contiguous(), w.t().contiguous(), y, dz, dz_columns, y_columns
+    grid = triton.cdiv(N, block), triton.cdiv(T, block)
+    numbers = T, K, 2 / FP8_W if grad.itemsize == 1 else 2.0, block, block_k
+    blocks = map(TensorDescriptor.from_tensor, tensors, shapes)
+    relu_squared_backward_kernel[grid](*blocks, scales, y_scale, *numbers, num_warps=8, num_stages=3)
+    return dz, dz_columns.t(), y_columns.t()
+
+
+def linear_gradients(grad: Tensor, columns: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x @ w.T by x and w, in dtype. grad and columns: its gradient; all may be in FP8."""
+    return matmul(grad, w, FP8_GRAD * FP8_W, dtype), matmul(columns.t(), x, FP8_GRAD * FP8_X, dtype)
+
+
+class FP8Linear(torch.autograd.Function):
+    """Return x @ w.T in FP8."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        x_q, w_q = (quantize(t, scale, torch.float8_e4m3fn) for t, scale in ((x, FP8_X), (w, FP8_W)))
+        ctx.save_for_backward(x_q, w_q)
+        return matmul(x_q, w_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2)
+        return linear_gradients(grad_q, grad_q, x, w, grad.dtype)
+
+
+class ReluSquaredMLP(torch.autograd.Function):
+    """Return relu(x @ w1.T)^2 @ w2.T, in FP8 if `fp8`, backward by a kernel if `by_kernel`.
+
+    The square of relu is 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977). In FP8 squares
+    have a scale for each row. Records scale by the maximum of the step before, which a checkpoint would have to keep.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w1, w2, fp8, by_kernel):
+        ctx.by_kernel = by_kernel
+        dtype = torch.float8_e4m3fn if fp8 else x.dtype
+        x_q, w1_q, w2_q = (quantize(t, scale, dtype) for t, scale in ((x, FP8_X), (w1, FP8_W), (w2, FP8_W)))
+        z = matmul(x_q, w1_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
+        y, scales = relu_squared_rows(z, dtype)
+        ctx.save_for_backward(x_q, w1_q, w2_q, y, scales)
+        if not fp8:
+            return F.linear(y, w2)
+        of_w2 = scales.new_full((1, len(w2)), 1 / FP8_W)
+        return torch._scaled_mm(y, w2_q.t(), scales, of_w2, out_dtype=x.dtype, use_fast_accum=True)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w1, w2, y, scales = ctx.saved_tensors
+        y_scale = 1 / scales.max()
+        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2 if y.dtype.itemsize == 1 else grad.dtype)
+        dz, dz_columns, y = relu_squared_backward(grad_q, w2, y, scales, y_scale, ctx.by_kernel)
+        by_w2 = matmul(grad_q.t(), y, FP8_GRAD * y_scale, grad.dtype)
+        return *linear_gradients(dz, dz_columns, x, w1, grad.dtype), by_w2, None, None
+
+
+class MLP(nn.Module):
+    """Map x (T, K) to (T, K) through hidden units, times a factor."""
+
+    def __init__(self, cfg: Hyperparameters):
+        super().__init__()
+        K = cfg.model_dim
+        self.c_fc = uniform_weight(K, K, cfg.mlp_dim)  # stored transposed, so that Muon can batch it with c_proj
+        self.c_proj = nn.Parameter(torch.zeros(K, cfg.mlp_dim))
+        self.fp8 = cfg.layers_fp8
+        fits = cfg.device == "cuda" and cfg.dtype == "bfloat16" and K % 8 == 0
+        self.by_kernel = fits and triton is not None and torch.cuda.get_device_capability() >= (9, 0)
+
+    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+        c_proj = self.c_proj.type_as(x)
+        if factor.ndim == 0:  # as in `scaled_linear`
+            c_proj = factor * c_proj
+        fp8 = self.fp8 and torch.is_grad_enabled()
+        y = ReluSquaredMLP.apply(x, self.c_fc.mT.type_as(x), c_proj, fp8, self.by_kernel)
+        return factor * y if factor.ndim else y
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first two quarters of D against each other and keep any others, for x (..., 2, 2, D / 4).
+
+    Half heads have two quarters, x (..., 1, 2, D / 4). One formula serves all: with a split and a cat the compiler
+    makes three kernels.
+    """
+    quarter = torch.arange(2 * x.size(-3), device=x.device).view(-1, 2, 1)  # sin: + in quarter 0, - in quarter 1
+    return torch.where(quarter < 2, x * cos + x.flip(-2) * sin * (1 - 2 * quarter), x)
+
+
+class NormRotate(torch.autograd.Function):
+    """Divide heads x, in quarters as in `rotate`, by their RMS, rotate them, multiply by `scale`. Save y, and not x.
+
+    Two quarters of a head rotate by the position (arXiv:2104.09864; record 17).
+
+    Forward, with a scale s, a rotation R and r = 1 / rms(x):    y = s R z,  z = r x
+    Backward, for a gradient g by y:                             dx = r (s R'g - z mean(z . s R'g))
+    A rotation keeps products, so z . s R'g = y . g, and z = R'y / s:   dx = r R'(s g - y mean(y . g) / s)
+    """
+
+    @staticmethod
+    def forward(ctx, x, cos, sin, scale):
+        x32 = x.to(scale.dtype)
+        by_rms = (x32.square().mean((-3, -2, -1), keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
+        y = rotate(x32 * by_rms, cos, sin) * scale
+        y = y if x32 is x else y.type_as(x)  # as in RMSNorm
+        ctx.save_for_backward(y, by_rms, cos, sin, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, by_rms, cos, sin, scale = ctx.saved_tensors
+        g = grad.to(scale.dtype)
+        across = scale * g - y * ((g * y).mean((-3, -2, -1), keepdim=True) / scale)
+        return (by_rms * rotate(across, cos, -sin)).type_as(y), None, None, None
+
+
+# ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
+def document_block_mask(doc_ids: Tensor, window, block: int, for_flex=True, also: Callable | None = None) -> BlockMask:
+    """Return the mask of causal attention within documents and a sliding window (records 20 and 29).
+
+    doc_ids (T,): non-decreasing document id of each token. window () int32: how many tokens before itself a token sees;
+    a tensor, so that a change never recompiles, or a number that never changes. for_flex: also build the key-major
+    lists of FlexAttention's backward.
+    also(b, h, q, kv): what else has to hold for a token to see another; then no block is full.
+
+    A query block sees the key blocks from first_visible to its own. If it lies in one document, all of its tokens see
+    all of the blocks from first_full to the one before: these are full and need no mask. Lists go from near to far.
+    Eight tokens of the documents a and b, in blocks of two with a window of three:
+
+        query  keys a a   a a   a b   b b
+        0 a         x .   . .   . .   . .      query block 0: partial 0
+        1 a         x x   . .   . .   . .
+        2 a         x x   x .   . .   . .      query block 1: partial 1, full 0
+        3 a         x x   x x   . .   . .
+        4 a         . x   x x   x .   . .      query block 2: partial 2, 1, 0
+        5 b         . .   . .   . x   . .
+        6 b         . .   . .   . x   x .      query block 3: partial 3, 2
+        7 b         . .   . .   . x   x x
+    """
+    first_doc = doc_ids.view(-1, block)[:, 0]
+    last_doc = doc_ids.view(-1, block)[:, -1]
+    own = torch.arange(len(first_doc), dtype=torch.int32, device=doc_ids.device)  # number of each query block
+    seen_by_first = (window + block - 1) // block  # so many blocks back the first token sees something,
+    seen_by_last = (window + 1) // block - 1  # and so many the last one sees whole
+    blocks_ended_before = (last_doc[None, :] < first_doc[:, None]).sum(1, dtype=torch.int32)
+    first_visible = torch.maximum(blocks_ended_before, own - seen_by_first)
+    blocks_begun_before = (first_doc[None, :] < first_doc[:, None]).sum(1, dtype=torch.int32)
+    first_full = torch.maximum(blocks_begun_before, own - seen_by_last)
+    num_full = torch.where(first_doc == last_doc, own - first_full, 0).clamp(min=0) * (also is None)
+    num_partial = own - first_visible + 1 - num_full
+    query = own[:, None]
+    slot = own[None, :]  # in the list of a query block
+    full = (query - 1 - slot).clamp(min=0)
+    partial = torch.where(slot == 0, query, query - num_full[:, None] - slot).clamp(min=0)
+    lists = dict(kv_num_blocks=num_partial, kv_indices=partial, full_kv_num_blocks=num_full, full_kv_indices=full)
+    lists = {name: t[None, None] for name, t in lists.items()}  # of all sequences and heads
+
+    def sees(b, h, q, kv):
+        in_document = (q >= kv) & (q - kv <= window) & (doc_ids[q] == doc_ids[kv])
+        return in_document & also(b, h, q, kv) if also else in_document
+
+    return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=block, mask_mod=sees, compute_q_blocks=for_flex)
+
+
+class GatheredMask:
+    """Hold a BlockMask for attention in plain PyTorch: FlexAttention has no backward on CPUs.
+
+    kv_blocks (N, M): the key blocks of each query block, partial ones first. bias (N, block, M block), of the pointer's
+    two heads (2, N, block, M block): 0 where a token sees another, -1e30 where not. reach: the widest window.
+    """
+
+    def __init__(self, mask: BlockMask, reach: int, dtype: torch.dtype):
+        num_partial = mask.kv_num_blocks[0, 0, :, None]
+        num_full = mask.full_kv_num_blocks[0, 0, :, None]
+        N = len(num_partial)
+        block = mask.BLOCK_SIZE[0]
+        slot = torch.arange(min(1 + math.ceil(reach / block), N))  # M
+        full = mask.full_kv_indices[0, 0].gather(1, (slot - num_partial).clamp(min=0))
+        self.kv_blocks = torch.where(slot < num_partial, mask.kv_indices[0, 0, :, : len(slot)], full)
+        tokens = torch.arange(N * block, dtype=torch.int32).view(N, block)
+        q = tokens[:, :, None, None]
+        kv = tokens[self.kv_blocks][:, None]
+        heads = torch.arange(2)[:, None, None, None, None]  # masks that ask for no head have no such dimension
+        visible = (slot < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, heads, q, kv)
+        # Not -inf, which has no gradient where the pointer's second head sees nothing
+        self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -1e30).flatten(-2)
+
+    def blocks(self, t: Tensor) -> Tensor:
+        """Return the blocks of t (T, H, D), as (H, N, block, D)."""
+        _, H, D = t.shape
+        return t.transpose(0, 1).reshape(H, len(self.kv_blocks), -1, D)
+
+    def gather(self, t: Tensor) -> Tensor:
+        """Return what each block of queries sees of t (T, H, D), as (H, N, M block, D)."""
+        t = self.blocks(t)
+        H, N, _, D = t.shape
+        return t.flatten(2).index_select(1, self.kv_blocks.flatten()).view(H, N, -1, D)  # a block in one piece
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend from q to k and v (T, H, D); v has a D of its own. The cost grows with the window, not as T^2."""
+        scores = (self.blocks(q) @ self.gather(k).mT).add_(self.bias)  # (H, N, block, M block)
+        # Written out: scaled_dot_product_attention took 2.5 times as long, forward and backward (16 x 64 queries)
+        y = torch.softmax(scores, dim=-1) @ self.gather(v)  # (H, N, block, D)
+        return y.flatten(1, 2).transpose(0, 1)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | GatheredMask, heads_per_pair: int) -> Tensor:
+    """Return softmax(q k') v of each head (T, H, D), within the mask; v has a D of its own.
+
+    The heads of a pair, h and h + H / 2, alternate in one sequence of 2 T.
+    """
+    T, H, D = v.shape
+    q, k, v = (t.reshape(T * heads_per_pair, H // heads_per_pair, -1) for t in (q, k, v))
+    if isinstance(mask, GatheredMask):
+        return mask.attend(q, k, v).reshape(T, H, D)
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
+    warps = dict(bwd_num_warps=8)  # as on an H100; with the 4 of other GPUs the backward pass spills its registers,
+    if q.size(-1) == 64:  # and so does the forward pass of half heads
+        warps |= dict(fwd_num_warps=8)
+    y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=warps)  # type: ignore[call-overload]
+    return y.squeeze(0).transpose(0, 1).reshape(T, H, D)
+
+
+class View(NamedTuple):
+    """Hold what a kind of attention sees of a sequence, and where it is."""
+
+    mask: BlockMask | GatheredMask
+    cos: Tensor  # (T, 1, heads_per_pair, 1, 1, D / 4), as `NormRotate` takes them
+    sin: Tensor
+    scale: Tensor  # (): factor on scores
+
+
+class CausalSelfAttention(nn.Module):
+    """Map x (T, K), of unit RMS, to (T, K): attention with QK-norm, rotary and value embeddings.
+
+    Half heads (record 92) read the first half of a head's rows, or columns of c_proj. Matrices are whole all the same,
+    so that Muon has few shapes: the rest is never read, and only decays.
+    """
+
+    def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer):
+        super().__init__()
+        H = cfg.num_heads
+        D = cfg.head_dim
+        K = cfg.model_dim
+        self.cfg = cfg
+        self.layer = layer
+        self.kind = ATTENTION[layer.row.attention]
+        rows = cfg.heads_per_matrix * D
+        self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
+        self.v_w = uniform_weight(K, H * D, K)
+        self.c_proj = uniform_weight(H * D, K, H * D)  # not zero: record 64
+        # On values and on the output: records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
+        self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))
+        self.value_gate = None
+        if layer.row.value_embed and cfg.value_gate_inputs and layer.row.mudd is None:
+            self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype)))
+        if not self.kind.rotary:  # queries and keys begin alike (arXiv:2305.09828)
+            q, k = self.qk_w.data.chunk(2)
+            k.copy_(q)
+
+    def forward(self, x: Tensor, value_embed: Tensor | None, mixed: Tensor | None, view: View, factors: dict) -> Tensor:
+        """Attend, with the layer's factors by kind: numbers (n,), or made for each token (n, T, 1).
+
+        value_embed and mixed (T, H D): what joins the values, if anything.
+        """
+        value_lambda, output_lambda = self.lambdas
+        q, k, v = self.project(x, value_lambda)
+        q, k = self.position(q, k, view)
+        if value_embed is not None:
+            v = v + self.gated(value_embed, x, factors)
+        if mixed is not None:
+            v = v + mixed.view_as(v)
+        y = attend(q, k, v, view.mask, self.kind.heads_per_pair)
+        if "xsa" in factors:  # a head leaves out what it shares with the token's own value: record 82 (@_djdumpling)
+            overlap = (y * v).sum(-1, keepdim=True)
+            along_v = overlap / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
+            y = y - factors["xsa"].transpose(0, 1).tanh() * along_v * v
+        if "head_gate" in factors:  # a head may attend to nothing: record 28 (@classiclarryd)
+            y = y * factors["head_gate"].transpose(0, 1)
+        c_proj = self.c_proj.unflatten(1, (y.size(1), -1))[..., : y.size(-1)].flatten(1)
+        after_attn, _ = factors["post"]
+        return scaled_linear(y.flatten(1), output_lambda * c_proj, after_attn)
+
+    def project(self, x: Tensor, value_lambda: Tensor) -> list[Tensor]:
+        """Return queries and keys (T, H, qk_dim), and values (T, H, v_dim), of one product."""
+        H = self.cfg.num_heads
+        D = self.cfg.head_dim
+        qk_dim = self.layer.qk_dim
+        v_dim = self.layer.v_dim
+        qk_w = self.qk_w.view(2 * H, D, -1)[:, :qk_dim]
+        v_w = value_lambda * self.v_w.view(H, D, -1)[:, :v_dim]
+        qkv_w = torch.cat([qk_w.flatten(0, 1), v_w.flatten(0, 1)])
+        product = FP8Linear.apply if self.cfg.layers_fp8 and torch.is_grad_enabled() else F.linear
+        # One split of all three: each then writes its gradient where the product reads it, and none is copied
+        qkv = product(x, qkv_w.type_as(x)).split([H * qk_dim, H * qk_dim, H * v_dim], dim=1)
+        return [t.unflatten(1, (H, -1)) for t in qkv]
+
+    def position(self, q: Tensor, k: Tensor, view: View) -> tuple[Tensor, Tensor]:
+        """Give queries and keys unit RMS (QK-norm: @Grad62304977), and positions; scale the queries.
+
+        In pairs the h-th head has the position 2 t + h % 2, which is not its place in `attend`: see
+        `GPT.attention_views`.
+        """
+        if self.kind.rotary:
+            half = self.cfg.head_dim // 2
+            split = len(q), -1, self.kind.heads_per_pair, self.layer.qk_dim // half, 2, half // 2
+            q = NormRotate.apply(q.reshape(split), view.cos, view.sin, view.scale).view_as(q)
+            k = NormRotate.apply(k.reshape(split), view.cos, view.sin, torch.ones_like(view.scale)).view_as(k)
+        else:
+            q = view.scale.type_as(q) * norm(q)
+            k = norm(k)
+        if self.kind.before:
+            late = int(self.kind.before * k.size(-1))
+            own, before = k.split([k.size(-1) - late, late], dim=-1)
+            k = torch.cat([own, delay(before, 1)], dim=-1)
+        return q, k
+
+    def gated(self, value_embed: Tensor, x: Tensor, factors: dict) -> Tensor:
+        """Return the value embedding (T, H, v_dim), as much of it as a gate lets through.
+
+        After value residuals (arXiv:2410.17897): record 14 (@KoszarskyB). Gates: record 55 (@classiclarryd); the
+        embedding decides, too: 70 (@photon_mz).
+        """
+        H = self.cfg.num_heads
+        embed = value_embed.unflatten(1, (H, -1))[..., : self.layer.v_dim]
+        if self.value_gate is not None:
+            n = self.value_gate.size(1) // 2
+            decides = torch.cat([x[:, :n], value_embed[:, :n]], dim=-1)
+            embed = 2 * gate(decides, self.value_gate)[:, :, None] * embed
+        elif "value_embed" in factors:  # one factor for either half of the heads
+            embed = factors["value_embed"].transpose(0, 1).repeat_interleave(H // 2, dim=1) * embed
+        return embed
+
+
+# ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
+GATE_SCALE = 0.1  # factor on what nets make; that of the gate nets is a parameter, and begins so
+
+
+class GateNet(nn.Module):
+    """Make factors for each token from the residual stream x (T, K): scale (W2 gelu(W1 x) + b2).
+
+    wanted: the numbers that factors begin with, by a key for each. groups: factors also have a part for each group of
+    channels, scale W2g gelu(W1 x) (record 92). Multiway dynamic dense connections (MUDD, arXiv:2502.12170; record 81)
+    and gates (85): both by @Lisennlp.
+    """
+
+    def __init__(self, cfg: Hyperparameters, wanted: dict, groups: int = 0):
+        super().__init__()
+        # bf16 as in the record, where steps of 8e-4 do not move a bias of 2.5 = 0.25 / GATE_SCALE
+        dtype = getattr(torch, cfg.dtype)
+        self.sizes = {key: len(first) for key, first in wanted.items()}
+        first = [*chain(*wanted.values())]
+        w1 = torch.empty(cfg.net_dim, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5
+        self.w1 = nn.Parameter(w1.to(dtype))
+        self.w2 = nn.Parameter(torch.zeros(len(first), cfg.net_dim, dtype=dtype))
+        self.b2 = nn.Parameter((torch.tensor(first) / GATE_SCALE).to(dtype))
+        self.w2g = nn.Parameter(torch.zeros(len(first), groups, cfg.net_dim, dtype=dtype)) if groups else None
+
+    def forward(self, x: Tensor, scale: Tensor | float = GATE_SCALE) -> dict:
+        """Return the factors by key: (n, T, 1), with groups (n, T, groups), in the precision of x."""
+        hidden = F.gelu(linear(x, self.w1))
+        factors = (scale * (linear(hidden, self.w2) + self.b2.type_as(x))).mT[:, :, None]
+        if self.w2g is not None:
+            by_group = linear(hidden, self.w2g.flatten(0, 1)).unflatten(1, self.w2g.shape[:2])
+            factors = factors + scale * by_group.transpose(0, 1)
+        return dict(zip(self.sizes, factors.split([*self.sizes.values()])))
+
+
+def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
+    """Return the sum of factors times sources."""
+    return sum(factor * source for factor, source in zip(factors, sources))  # type: ignore[return-value]
+
+
+class Sources(NamedTuple):
+    """Hold what layers read beside the residual stream."""
+
+    x0: Tensor  # (T, K): the embedding stays at hand (record 9, @KoszarskyB),
+    ngrams: Tensor  # (T, K): and the embeddings of n-grams (62, @classiclarryd)
+    value_embeds: dict[int, Tensor]  # (T, H D), by layer
+    views: dict[str, View]  # by kind of attention
+    streams: list[Tensor]  # the residual stream (T, K) before each layer so far; before the first, with n-grams
+
+    def output(self, layer: int) -> Tensor:
+        """Return the residual stream after a layer."""
+        return self.streams[layer + 1]
+
+
+class Block(nn.Module):
+    """Add attention, embeddings or an earlier layer to the residual stream and then MLPs, with factors on all of these.
+
+    `ResolvedLayer.factors` says where each factor comes from. "resid" and "post" are two: for attention and for MLPs.
+    """
+
+    def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer):
+        super().__init__()
+        self.layer = layer
+        self.attn = CausalSelfAttention(cfg, layer) if layer.window else None
+        self.mlps = nn.ModuleList(MLP(cfg) for _ in range(layer.row.mlps))
+        if layer.row.skip is not None:
+            self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
+        if layer.row.mudd is not None:
+            self.mudd_net = GateNet(cfg, {kind: first for kind, source, first in layer.factors if source == "mudd_net"})
+        self.own = {kind: source for kind, source, _ in layer.factors if source == f"{kind}_lambdas"}
+        for kind, source, first in layer.factors:
+            if kind in self.own:
+                self.register_parameter(source, nn.Parameter(torch.tensor(first)))
+
+    def collect(self, by_nets: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
+        """Return the layer's factors by kind: its parameters, and those that gate nets have made."""
+        own = {kind: getattr(self, name) for kind, name in self.own.items()}
+        return own | {kind: factor for (layer, kind), factor in by_nets.items() if layer == self.layer.number}
+
+    def forward(self, x: Tensor, sources: Sources, factors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the residual stream (T, K) after the layer, what attention reads, before its norm, and MLPs' input."""
+        row = self.layer.row
+        x0 = sources.x0
+        mixed = None
+        if row.mudd is not None:
+            factors = factors | self.mudd_net(x)
+            mixes = [sources.streams[0], sources.output(row.mudd), x]
+            mixed = mix(factors["to_values"], mixes)  # K is H D here
+            x = x + mix(factors["to_stream"], mixes)
+            x0 = sources.streams[0]  # with n-grams, as in the record
+        before_attn, before_mlps = factors["resid"]
+        attn_input = x if row.reads is None else sources.output(row.reads)  # record 77 (@classiclarryd)
+        if row.skip is None:
+            x = before_attn * x
+        else:  # U-Net: record 11 (@brendanh0gan); two factors on the skip and none on the stream, as in the record
+            x = x + self.skip_lambda.sigmoid() * factors["skip"][0] * sources.output(row.skip)
+        if self.attn is not None:
+            value_embed = sources.value_embeds.get(self.layer.number)
+            x = x + self.attn(norm(attn_input), value_embed, mixed, sources.views[row.attention], factors)
+        if row.x0:
+            x = x + factors["x0"][0] * x0
+        if row.ngram and self.layer.number > 0:  # the first layer reads them: see `GPT.features`
+            x = x + factors["ngram"][0] * sources.ngrams
+        mlp_input = norm(x)
+        x = before_mlps * x
+        for mlp in self.mlps:
+            x = x + mlp(mlp_input, factors["post"][1])
+        return x, attn_input, mlp_input
+
+
+class LookUp(torch.autograd.Function):
+    """Return rows of a table (V, K). Each backward pass adds their gradients to `sums`, and returns none.
+
+    Autograd would make a gradient of the table's size for each sequence: a fill, a cast and an addition more.
+    """
+
+    @staticmethod
+    def forward(ctx, table, index, sums):
+        ctx.save_for_backward(index)
+        ctx.sums = sums
+        return F.embedding(index, table)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index,) = ctx.saved_tensors
+        ctx.sums.index_add_(0, index, grad.to(ctx.sums.dtype))
+        return None, None, None
+
+
+class GPT(nn.Module):
+    """Map the inputs of a sequence to the sum of losses.
+
+    ngram_embeds (G, T, K): the rows of its n-grams. never (T, V / 8): rows of `read_canon`'s table, for validation.
+    """
+
+    def __init__(self, cfg: Hyperparameters):
+        super().__init__()
+        self.cfg = cfg
+        K = cfg.model_dim
+        V = cfg.vocab_size
+        dtype = getattr(torch, cfg.dtype)  # of tables, nets and gates, as of activations; the rest is in fp32 at first
+        self.embed = nn.Embedding(cfg.padded_vocab if cfg.tied_frac else V, K, dtype=dtype)
+        self.value_embeds = nn.ModuleDict()
+        for layer in cfg.resolved_layers:
+            if layer.row.value_embed:
+                table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
+                self.value_embeds[str(layer.number)] = nn.Embedding.from_pretrained(table, freeze=False)
+        self.row_sums: dict[str, Tensor] = {}  # by table: where `LookUp` adds gradients; autograd then returns None
+        if cfg.sign_rows:  # a constant, the same in all runs
+            generator = torch.Generator().manual_seed(83)
+            signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
+            self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
+        self.reach = max(cfg.final_window, *(tokens for stage in cfg.stages for tokens in stage.windows.values()))
+        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
+        self.gate_nets = nn.ModuleDict()
+        for i, row in enumerate(cfg.layers):
+            if row.net:
+                self.gate_nets[str(i)] = GateNet(cfg, made_by(f"net {i}", cfg))
+        self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
+        if head_mix := cfg.layers[-1].head_mix:
+            # Of the first stream, outputs, value embeddings, inputs of MLPs and attention: see `features`. Less of the
+            # output of the layer named first: record 40 (@snimu, @classiclarryd)
+            first = [0.0, -0.5] + [0.0] * (len(head_mix) - 1) + [0.0] * len(self.value_embeds) + [0.0] * 2
+            self.head_net = GateNet(cfg, dict(factors=first), groups=cfg.mix_groups)
+        if n := cfg.smear_gate_inputs:
+            self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
+            self.smear_lambda = nn.Parameter(torch.tensor(0.0))
+        self.pointer = Pointer(cfg) if cfg.pointer_dim else None
+        head = torch.empty(cfg.padded_vocab, K, dtype=dtype if cfg.tied_frac else torch.float32)
+        self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
+        last = self.blocks[-1]
+        if last.attn and not last.attn.kind.rotary and last.layer.row.value_embed:
+            # The head begins by predicting what attention finds: a row is what its value adds to the residual stream
+            values = self.value_embeds[str(last.layer.number)].weight
+            self.lm_head.data[:V] = F.normalize(linear(values, last.attn.c_proj)).detach()
+        if cfg.tied_frac:  # and equal they stay while updates tie them
+            self.embed.weight.data.copy_(head)
+        if dtype == torch.float64:
+            self.double()
+
+    def forward(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings, never: Tensor | None = None) -> Tensor:
+        """Return the summed loss, in FP8 where the configuration says so and gradients are wanted."""
+        x = self.features(inputs, ngram_embeds, settings)
+        shares = self.pointer(x, inputs) if self.pointer else x.new_empty(len(x), 0)
+        head = self.lm_head if inputs.candidates is None else self.table_rows("lm_head", inputs.candidates)
+        cfg = self.cfg
+        with_grads = torch.is_grad_enabled()
+        softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
+        scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
+        size = cfg.lm_head_slice if with_grads else cfg.val_lm_head_slice
+        weights = settings.loss_weights
+        return HeadLoss.apply(x, head, shares, inputs.targets, weights, softcap, size, scales, with_grads, never)
+
+    def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
+        """Return the head's input (T, K)."""
+        tokens = inputs.tokens
+        views = self.attention_views(inputs.doc_ids, settings)
+        value_embeds = {int(i): self.table_rows(f"value_embeds.{i}.weight", tokens) for i in self.value_embeds}
+        if self.cfg.sign_rows:
+            ngram_embeds = ngram_embeds * self.signs[inputs.signs].type_as(ngram_embeds)
+        x = self.table_rows("embed.weight", tokens)
+        if self.cfg.smear_gate_inputs:  # some of the token before, of another document too: record 34 (@classiclarryd)
+            before = F.pad(x[:-1], (0, 0, 1, 0))
+            x = x + self.smear_lambda * gate(x, self.smear_gate) * before
+        x = norm(x)
+        sources = Sources(x, ngram_embeds.sum(0), value_embeds, views, streams=[])
+        by_nets: dict[tuple[int, str], Tensor] = {}  # factors by layer and kind
+        for block in self.blocks:
+            layer, row = block.layer.number, block.layer.row
+            if row.net:
+                by_nets |= self.gate_nets[str(layer)](x, self.gate_scale)
+            factors = block.collect(by_nets)
+            if layer == 0 and row.ngram:  # the first stream has its n-grams
+                x = x + factors["ngram"][0] * sources.ngrams
+            sources.streams.append(x)
+            if row.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
+                parts = x.tensor_split(len(row.shift), dim=1)
+                x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift)], dim=1)
+            x, attn_input, mlp_input = block(x, sources, factors)
+            if row.head_mix:
+                outputs = [sources.streams[0], *map(sources.output, row.head_mix)]
+                x = self.mix_for_head(x, [*outputs, *value_embeds.values(), mlp_input, norm(attn_input)])
+        return norm(x)
+
+    @property
+    def tables(self) -> set[str]:
+        """Return the names of the parameters that `table_rows` reads."""
+        return {"embed.weight", "lm_head", *(f"value_embeds.{i}.weight" for i in self.value_embeds)}
+
+    def table_rows(self, name: str, index: Tensor) -> Tensor:
+        table = self.get_parameter(name)
+        sums = self.row_sums.get(name)
+        return F.embedding(index, table) if sums is None else LookUp.apply(table, index, sums)
+
+    def mix_for_head(self, x: Tensor, sources: list[Tensor]) -> Tensor:
+        """Return x (T, K) with a mixture of sources. Groups of channels have factors of their own (record 92)."""
+        by_group = [source.unflatten(1, (self.cfg.mix_groups, -1)) for source in sources]
+        return x + mix(self.head_net(x)["factors"][..., None], by_group).flatten(1)
+
+    def attention_views(self, doc_ids: Tensor, settings: Settings) -> dict[str, View]:
+        """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions.
+
+        An accident of the record: `attend` pairs the heads h and h + H / 2, but h takes the position 2 t + h % 2. So of
+        the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
+        """
+        cfg = self.cfg
+        on_cuda = cfg.device == "cuda"
+        views: dict[str, View] = {}
+        for name in dict.fromkeys(row.attention for row in cfg.layers if row.attention != "none"):
+            kind = ATTENTION[name]
+            i = settings.kinds.index(kind.window)
+            ids = doc_ids.repeat_interleave(kind.heads_per_pair)
+            reach = settings.reach[i]
+            mask: BlockMask | GatheredMask = document_block_mask(ids, reach, cfg.block_size, for_flex=on_cuda)
+            if not on_cuda:
+                mask = GatheredMask(mask, self.reach, self.embed.weight.dtype)
+            cos, sin = settings.rotary[i, :, : len(ids)].unflatten(1, (-1, 1, kind.heads_per_pair, 1, 1))
+            views[name] = View(mask, cos, sin, settings.attn_scales[i])
+        return views
+
+
+# ---- Pointer: the next token may stand in the document already (CPLM by Nathan Godey, proposal 379 of the speedrun) --
+class Pointer(nn.Module):
+    """Weigh the earlier tokens of a document: which of them comes next?
+
+    One more token, row vocab_size of lm_head, takes part in the softmax: "a copy". Attention without positions shares
+    out its probability alpha: to earlier tokens, and to a sink, a key of its own for "none of them", whose share goes
+    back to the vocabulary. `with_copies` has the formulas. Queries and keys are made of what lm_head reads. A sequence
+    is in blocks of pointer_block tokens; a token sees those of its document in its own block and the one before.
+    """
+
+    def __init__(self, cfg: Hyperparameters):
+        super().__init__()
+        K = cfg.model_dim
+        D = cfg.pointer_dim
+        self.cfg = cfg
+        self.weight = nn.Parameter(2 * uniform_weight(K, 2 * D, K).to(getattr(torch, cfg.dtype)))
+        self.sink = nn.Parameter(torch.empty(D).normal_(0, D**-0.5))
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys (T, D), and the scores of the sink (T,), of the head's input x (T, K)."""
+        q, k = norm(linear(x, self.weight).unflatten(1, (2, -1))).unbind(1)
+        q = (self.gain * self.cfg.pointer_dim**-0.5 * q).type_as(x)
+        return q, k, q.to(self.sink.dtype) @ self.sink
+
+    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+        """Return each token's shares (T, 2): on all tokens that equal the next one, and on the sink."""
+        cfg = self.cfg
+        tokens = inputs.tokens
+        block = cfg.pointer_block if torch.is_grad_enabled() else cfg.val_pointer_block  # or else it is a validation
+
+        def sees(b, h, q, kv):  # the first of two heads sees all of these tokens, the second those that equal the next
+            return (q > kv) & (q // block - kv // block < 2) & ((h == 0) | (tokens[kv] == inputs.following[q]))
+
+        on_cuda = cfg.device == "cuda"
+        mask = document_block_mask(inputs.doc_ids, min(2 * block, len(x)), cfg.block_size, for_flex=on_cuda, also=sees)
+        q, k, sink = self.project(x)
+        if on_cuda:
+            q, k = q.expand(1, 2, -1, -1), k[None, None]
+            some = k[..., :16]  # values are not wanted: these are the fewest that the kernel takes
+            options: dict = dict(scale=1.0, enable_gqa=True, return_aux=AuxRequest(lse=True))
+            y, found = flex_attention(q, k, some, block_mask=mask, **options)
+            seen, equal = found.lse[0] + 0 * y[0, ..., 0]  # torch 2.13 cannot compile a y without a gradient
+        else:
+            gathered = GatheredMask(mask, 2 * block, sink.dtype)
+            q, k = (t[:, None].to(sink.dtype) for t in (q, k))
+            scores = gathered.blocks(q) @ gathered.gather(k).mT + gathered.bias  # (2, N, block, M block)
+            seen, equal = scores.logsumexp(-1).flatten(1)
+        total = torch.logaddexp(seen, sink)
+        return torch.stack([equal - total, sink - total], dim=1).exp()
+
+
+def with_copies(p, alpha, copied, sink, weight):
+    """Return p' of the next token, with its share of the copies, and gradients of the loss -weight log p'.
+
+    p, alpha: what the softmax gives the next token and a copy. copied, sink: `Pointer`'s shares c and a. q is what the
+    softmax would give the next token without a copy:
+
+        p' = p + alpha (c + a q) + 1e-9,  q = p / (1 - alpha)
+
+    The gradient by logit j is (n + m) softmax_j - n [j is the next token] - m [j is a copy]: as of two targets. n and m
+    are returned, then the gradients by c and a. This is plain arithmetic, so that a kernel takes it, too.
+    """
+    q = p / (1 - alpha)
+    mixed = p + alpha * (copied + sink * q) + 1e-9
+    scale = weight / mixed
+    of_next = scale * (p + alpha * sink * q)
+    of_copy = scale * alpha * (copied + sink * q / (1 - alpha))
+    return mixed, of_next, of_copy, -scale * alpha, -scale * alpha * q
+
+
+copies_of_tensors: Callable = with_copies  # below, triton.jit takes the name, by which a kernel finds it
+
+
+# ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
+def softcapped_cross_entropy(z, targets, weights, shares, softcap: tuple, with_grad: bool, never=None):
+    """Return the losses (T,) of logits z (T, V), which it overwrites, in nats, and gradients by z and shares or None.
+
+    targets (T, n): NONE or BEYOND for none. weights (n,): of their losses. shares (T, 2): of `Pointer`, and the last
+    target is the row of a copy; (T, 0): without a pointer. softcap (c, r, d): a logit is l = r sigmoid((z + d) 2 / c),
+    after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18 (@KoszarskyB), lopsided since record
+    54 (@classiclarryd). never: bits (T, V / 8) of tokens whose logit becomes -60 (record 91, @jvarho). The padding of
+    the vocabulary is in the softmax, as in the record.
+
+        s = sigmoid(-(z + d) 2 / c)
+        l - r = -r s          a softmax ignores the shift by r; never above 0, so exp needs no maximum subtracted
+
+    Written out, as log_softmax would keep the logits of all slices alive (10 GB more in gpt2, estimated).
+    """
+    c, r, d = softcap
+    s = z.add_(d).mul_(-2 / c).sigmoid_()  # in place, as eager CPUs gain by it
+    shifted = -r * s  # logits less r
+    if never is not None:
+        bits = never[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=z.device) & 1
+        shifted.masked_fill_(bits.flatten(1) > 0, -60 - r)
+    target_logits = shifted.gather(1, targets.clamp(min=0))
+    exps = shifted.exp_()
+    total = exps.sum(-1, keepdim=True)
+    log_p = target_logits - total.log()
+    pulls = weights * (targets != NONE)  # with which a target draws its logit up, and all of them down
+    d_shares = shares
+    if shares.size(1):
+        alpha = log_p[:, -1].exp().clamp(max=1 - 1e-6)
+        found = copies_of_tensors(log_p[:, 0].exp(), alpha, shares[:, 0], shares[:, 1], weights[0])
+        mixed, pulls[:, 0], pulls[:, -1], *of_shares = found
+        log_p[:, 0] = mixed.log()
+        d_shares = torch.stack(of_shares, dim=1)
+    losses = -(weights * (targets >= 0) * log_p).sum(-1)
+    if not with_grad:
+        return losses, None, None
+    # An accident of the record: a target BEYOND the end has no loss, but its pull counts here
+    d_logits = exps.mul_(pulls.sum(-1, keepdim=True) / total)  # softmax(logits) times all pulls, less pulls of targets
+    d_logits.scatter_add_(1, targets.clamp(min=0), -pulls * (targets >= 0))
+    return losses, torch.ops.aten.sigmoid_backward(d_logits, s).mul_(r * 2 / c), d_shares
+
+
+if triton:
+    with_copies = triton.jit(with_copies)
+
+    @triton.jit
+    def sigmoid_at(columns, z, V, slope, shift):
+        """Return s of `softcapped_cross_entropy`, for columns of a token's logits."""
+        return tl.sigmoid(slope * tl.load(z + columns, columns < V).to(tl.float32) + shift)
+
+    @triton.jit
+    def cross_entropy_kernel(
+        z, targets, weights, shares, losses, d_shares, V, n,
+        slope: tl.constexpr, shift: tl.constexpr, r: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Compute the loss of a token, and its gradient by the logits, as `cross_entropy_by_kernel` does."""
+        row = tl.program_id(0).to(tl.int64)
+        z += row * V
+        targets += row * n
+        totals = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, V, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            totals += tl.where(columns < V, tl.exp(-r * sigmoid_at(columns, z, V, slope, shift)), 0)
+        total = tl.sum(totals)
+        first = tl.load(targets)
+        copy = tl.load(targets + n - 1)
+        p = tl.exp(-r * sigmoid_at(first, z, V, slope, shift)) / total
+        alpha = tl.minimum(tl.exp(-r * sigmoid_at(copy, z, V, slope, shift)) / total, 1 - 1e-6)
+        weight = tl.load(weights)
+        found = with_copies(p, alpha, tl.load(shares + 2 * row), tl.load(shares + 2 * row + 1), weight)
+        p, pull, copy_pull, d_copied, d_sink = found
+        tl.store(d_shares + 2 * row, d_copied)
+        tl.store(d_shares + 2 * row + 1, d_sink)
+        loss = -weight * tl.log(p)
+        total_pull = pull + copy_pull
+        for k in range(1, n - 1):
+            target = tl.load(targets + k)
+            weight = tl.load(weights + k)
+            s = sigmoid_at(tl.maximum(target, 0), z, V, slope, shift)
+            loss += tl.where(target >= 0, weight * (tl.log(total) + r * s), 0)
+            total_pull += tl.where(target != -1, weight, 0)  # as there: -1 is NONE
+        tl.store(losses + row, loss)
+        tl.debug_barrier()  # no thread may overwrite logits of targets that another has not read yet
+        for start in range(0, V, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            s = sigmoid_at(columns, z, V, slope, shift)
+            d = total_pull / total * tl.exp(-r * s)
+            d -= tl.where(columns == first, pull, 0) + tl.where(columns == copy, copy_pull, 0)
+            for k in range(1, n - 1):
+                d -= tl.where(columns == tl.load(targets + k), tl.load(weights + k), 0)
+            dtype = z.dtype.element_ty
+            d = (factor * d * s * (1 - s)).to(tl.float8e5 if dtype == tl.float8e4nv else dtype)
+            tl.store(z + columns, d.to(dtype, bitcast=True), columns < V)
+
+
+def cross_entropy_by_kernel(z, targets, weights, shares, softcap: tuple, scale: float):
+    """Return what `softcapped_cross_entropy` does, the gradient by z times `scale`.
+
+    The gradient overwrites z, in its precision, or in e5m2 where z is e4m3. z is read twice, the second time from a
+    cache; the compiler's kernel took up to twice as long (measured: one H100).
+    """
+    c, r, d = softcap
+    losses = torch.empty(len(z), dtype=torch.float32, device=z.device)
+    d_shares = torch.empty_like(shares)
+    numbers = dict(slope=-2 / c, shift=-2 * d / c, r=r, factor=scale * r * 2 / c)
+    tensors = z, targets, weights, shares, losses, d_shares
+    cross_entropy_kernel[(len(z),)](*tensors, z.size(1), len(weights), **numbers, BLOCK=2048)
+    return losses, z.view(torch.float8_e5m2) if z.itemsize == 1 else z, d_shares
+
+
+# Of the head's input and weight: 100 and 2 become 448, e4m3's largest number. Of the logits' gradient, in e5m2: 1.6,
+# about its largest, becomes 956 of 57,344. All are the record's
+FP8_SCALES = 448 / 100, 448 / 2, 448 / 0.75
+
+
+class HeadLoss(torch.autograd.Function):
+    """Return the summed `softcapped_cross_entropy` of z = x @ w.T, for x (T, K), w (V, K), targets (T, n).
+
+    Only `slice_tokens` rows of the logits (T, V) exist at a time. The forward pass computes the gradients of a slice as
+    well, as computing its logits again in the backward pass took 27 to 41% of the head's time.
+    fp8_scales of x, w and the logits' gradient, or None: multiply in FP8 (record 19, @YouJiacheng), with x, w and the
+    logits (92) in e4m3, and the gradient, which needs range more than precision, in e5m2. Static scales suffice: x has
+    unit RMS, w saturates, and the gradient of a token's loss by a logit is below 1.6 in gpt2. never (T, V / 8):
+    `read_canon`'s rows for the tokens.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w, shares, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, never):
+        x_scale, w_scale, dz_scale = fp8_scales or (1.0, 1.0, 1.0)
+        dtype, dz_dtype = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
+        w_q = quantize(w, w_scale, dtype)
+        losses = []
+        grads_x = []
+        grads_shares = []
+        grad_w = None
+        for start in range(0, len(x), slice_tokens):
+            part = slice(start, start + slice_tokens)
+            of_slice = targets[part], weights, shares[part], softcap
+            x_q = quantize(x[part], x_scale, dtype)
+            z = matmul(x_q, w_q.t(), x_scale * w_scale, dtype, fast=True)
+            if with_grads and has_kernels(x) and shares.size(1):
+                loss, grad_q, grad_slice = cross_entropy_by_kernel(z, *of_slice, dz_scale)
+            else:
+                z = z.to(wide(w.dtype))
+                bits = None if never is None else never[part]
+                loss, grad_z, grad_slice = softcapped_cross_entropy(z, *of_slice, with_grads, bits)
+                grad_q = quantize(grad_z, dz_scale, dz_dtype) if with_grads else None
+            losses.append(loss)
+            if with_grads:
+                grads_shares.append(grad_slice)
+                grads_x.append(matmul(grad_q, w_q, dz_scale * w_scale, x.dtype))
+                # As (K, V), then transposed: faster than (V, K) directly (record 19)
+                added = matmul(x_q.t(), grad_q, x_scale * dz_scale, wide(w.dtype)).t()
+                grad_w = added if grad_w is None else grad_w + added
+        if with_grads:
+            ctx.save_for_backward(torch.cat(grads_x), grad_w.to(w.dtype), torch.cat(grads_shares))
+        return torch.cat(losses).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_w, grad_shares = ctx.saved_tensors
+        # grad_w is a transpose; autograd accumulates slowly unless it is as contiguous as the weight
+        return grad * grad_x, (grad * grad_w).contiguous(), grad * grad_shares, *[None] * 7
+
+
+# ---- Optimizers: every rank updates its share of each group of parameters, as in ZeRO-1 (arXiv:1910.02054) -----------
+# The place of this process among all, as torchrun names it
+Ranks = namedtuple("Ranks", "rank world_size local_rank local_world_size", defaults=(0, 1, 0, 1))
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed in torch 2.13
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
+
+def start_collective(collective: Callable, *args) -> Callable[[], object]:
+    """Start a collective and return a function that waits for it. With one process there is nothing to do."""
+    return collective(*args, async_op=True).wait if dist.is_initialized() else lambda: None
+
+
+def gather(own) -> list:
+    """Return what each rank has. Hosts wait for each other, and for no device."""
+    everyone = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(everyone) > 1:
+        dist.all_gather_object(everyone, own)
+    return everyone
+
+
+class ShardedOptimizer:
+    """Update parameters of one precision, every rank an equal shard of their rows.
+
+    Parameters become views of one buffer: each starts at a row and is zero-padded. With one process its shard is the
+    whole buffer. groups: the table's row for each parameter; emas: by number the rows of `emas` that apply to all of
+    them; sum_dtype: in which gradients add up, for optimizers of tables. A subclass defines init_state(values), which
+    gets the rank's rows and returns by name what to keep, and update_shard(shard, grad, plan), which writes new values
+    into these rows and may overwrite `grad`.
+    """
+
+    update_shard: Callable
+    init_state: Callable
+    wait_for_grads: Callable
+    wait_for_params: Callable
+    by_matrix = False  # a row is a matrix, or else 16 numbers, as kernels want addresses that are multiples of 16
+    keeps_values = False  # True: the state has values in fp32; parameters and gradients travel as activations are
+
+    def __init__(
+        self,
+        params: dict[str, nn.Parameter],
+        groups: list[Group],
+        emas: dict[int, EMA],
+        cfg: Hyperparameters,
+        ranks: Ranks,
+        sum_dtype: torch.dtype | None = None,
+    ):
+        self.has_tables = sum_dtype is not None
+        self.names = [*params]
+        self.params = [*params.values()]
+        self.groups = groups
+        self.emas = emas
+        self.cfg = cfg
+        self.ranks = ranks
+        row = self.params[0].shape[-2:] if self.by_matrix else (16,)
+        self.rows_per_param = [-(-p.numel() // math.prod(row)) for p in self.params]
+        self.rows_per_param[-1] += -sum(self.rows_per_param) % ranks.world_size  # padding: equal shards
+        values = self.params[0].detach().new_zeros(sum(self.rows_per_param), *row)
+        for p, view in zip(self.params, self.views(values)):
+            view.copy_(p.detach())
+        self.param_buffer = values.to(getattr(torch, cfg.dtype)) if self.keeps_values else values
+        self.grad_buffer = torch.zeros_like(self.param_buffer, dtype=sum_dtype)
+        for p, view in zip(self.params, self.views(self.param_buffer)):
+            p.data = view
+        self.grad_views = self.views(self.grad_buffer)
+        self.param_shard = self.shard(self.param_buffer)
+        self.grad_shard = self.grad_buffer if ranks.world_size == 1 else torch.zeros_like(self.param_shard)
+        # Values of Adam are the parameters. Those of Muon are in fp32: parameters are their rounded copies
+        own = self.shard(values)
+        self.state = self.init_state(own.clone() if self.keeps_values else own)  # a clone: other ranks' rows are freed
+        self.values = self.state.get("values", self.param_shard)
+        self.state |= {f"ema {i}": torch.zeros_like(own, dtype=wide(own.dtype)) for i in emas}
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return the part of a buffer that belongs to each parameter, in its shape."""
+        parts = buffer.split(self.rows_per_param)
+        return [part.flatten()[: p.numel()].view_as(p) for part, p in zip(parts, self.params)]
+
+    def shard(self, buffer: Tensor) -> Tensor:
+        """Return the rows of a buffer that belong to this rank."""
+        return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
+
+    def add(self, grads: Sequence[Tensor | None]):
+        """Add gradients of the parameters to those before. Of a table None: `LookUp` has added them."""
+        if not self.has_tables:
+            return torch._foreach_add_(self.grad_views, grads)
+        for view, grad in zip(self.grad_views, grads):
+            if grad is not None:
+                view += grad
+
+    def is_due(self, plan: Plan) -> bool:
+        """Say whether a step updates these parameters. Its groups differ in lr alone: see `build_optimizers`."""
+        return self.groups[0].names in plan.updates
+
+    def reduce(self):
+        """Start to sum the gradients over the ranks, in the precision of parameters; each gets the sums of its rows."""
+        sent = self.grad_buffer.type_as(self.param_buffer)
+        self.wait_for_grads = start_collective(reduce_scatter, self.grad_shard, sent)
+
+    def update(self, plan: Plan):
+        """Update this rank's rows with the mean over the sequences, and start to send them to the other ranks."""
+        self.wait_for_grads()
+        if self.cfg.batch_sequences > 1:
+            self.grad_shard.div_(self.cfg.batch_sequences)
+        self.update_shard(self.param_shard, self.grad_shard, plan)
+        self.grad_buffer.zero_()
+        self.wait_for_params = self.send_params()
+
+    def send_params(self) -> Callable[[], object]:
+        """Start to send this rank's parameters to the others, and return a function that waits for theirs."""
+        return start_collective(all_gather, self.param_buffer, self.param_shard)
+
+    def become(self, other: "ShardedOptimizer"):
+        """Take the parameters and the state of another optimizer."""
+        self.param_buffer.copy_(other.param_buffer)
+        for name in self.state.keys() & other.state.keys():
+            self.state[name].copy_(other.state[name])
+
+    def move_emas(self, plan: Plan):
+        """Move the averages of this rank's rows towards their values."""
+        for i in self.emas:
+            if rate := plan.ema_rates[i]:
+                ema = self.state[f"ema {i}"]
+                ema.lerp_(self.values.to(ema.dtype), rate)
+
+    def finish(self):
+        """Blend the averages in, and give the parameters together the norm that they had."""
+        if not self.emas:
+            return
+        before = blended = self.values.to(wide(self.values.dtype))
+        for i, row in self.emas.items():
+            blended = blended.lerp(self.state[f"ema {i}"], row.blend)
+        squares = torch.stack([t.square().sum() for t in (before, blended)])
+        start_collective(dist.all_reduce, squares)()
+        if any(row.same_norm for row in self.emas.values()):
+            blended *= (squares[0] / squares[1]).sqrt()
+        self.values.copy_(blended)
+        self.param_shard.copy_(blended)
+        self.send_params()()
+
+
+def to_tensors(cfg: Hyperparameters, numbers: dict[str, float]) -> dict[str, Tensor]:
+    """Return numbers as tensors, as each new value of a Python number would need a graph of its own."""
+    dtype = wide(getattr(torch, cfg.dtype))
+    tensors = torch.tensor([*numbers.values()], dtype=dtype).to(cfg.device, non_blocking=True).unbind()
+    return dict(zip(numbers, tensors))
+
+
+@cache
+def compiled(function: Callable, wanted: bool, dynamic: bool) -> Callable:
+    """Return what an optimizer does to its rows, compiled if `wanted`. dynamic: one graph serves all sizes."""
+    return torch.compile(function, fullgraph=True, dynamic=dynamic) if wanted else function
+
+
+def adam_values(old: Tensor, mean: Tensor, squares: Tensor, numbers: dict) -> Tensor:
+    """Return new values from the means of gradients and of their squares. Decay only where the step goes towards 0."""
+    update = numbers["rate"] * mean / (squares.sqrt() + numbers["eps"])
+    return old - update - numbers["decay"] * old * (mean * old > 0)
+
+
+def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, numbers: dict):
+    """Update rows as `Adam` says, in operations of which the compiler makes one kernel, casts and all."""
+    assert shard.size(1) == 16  # tells the compiler that a thread may move several numbers at once
+    grad = grad.to(m.dtype)
+    m += (1 - numbers["beta1"]) * (grad - m)
+    v += (1 - numbers["beta2"]) * (grad * grad - v)
+    shard.copy_(adam_values(shard.to(m.dtype), m, v, numbers))
+
+
+class Adam(ShardedOptimizer):
+    """Update tables, head, scalars and gates by Adam (arXiv:1412.6980).
+
+    In gpt2 it steps every other time, on the sum of two gradients (record 39, @classiclarryd), with moments in fp32
+    (record 56, @ChrisJMcCormick). The weight decay is cautious (record 50, @roeeshenberg). Tables later step every
+    fourth time (`plan_update`).
+    """
+
+    def init_state(self, values: Tensor) -> dict[str, Tensor]:
+        dtype = wide(values.dtype)
+        return {name: torch.zeros_like(values, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")}
+
+    def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan):
+        now = plan.updates[self.groups[0].names]
+        numbers = now._asdict() | dict(eps=self.cfg.adam_eps)
+        update = compiled(adam_update, self.cfg.compile, dynamic=True)
+        update(shard, grad, self.state["exp_avg"], self.state["exp_avg_sq"], to_tensors(self.cfg, numbers))
+
+
+NEWTON_SCHULZ = (  # a, b, c of each step: together they take singular values from 0.003 to 1 / 1.05 near 1
+    (3.923798038567, -6.095026865488, 3.905234618423),
+    (3.278126713798, -3.328923386476, 0.989127286973),
+    (3.505298394150, -5.137358782410, 1.968325560615),
+    (2.815058591845, -3.685181239622, 1.417196497642),
+    (2.245503932403, -2.443826979899, 0.963091710461),
+    (2.256537145403, -2.166840097229, 0.929501253245),
+)
+
+
+def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Approximate U V' for every matrix U S V' of G (n, rows, cols), in `dtype`. A zero matrix stays zero.
+
+    Six steps of a quintic Newton-Schulz iteration (Keller Jordan, https://kellerjordan.github.io/posts/muon), with
+    coefficients that differ from step to step, like those of the Polar Express (arXiv:2505.16932; record 38,
+    @varunneal).
+    """
+    norms = G.norm(dim=(-2, -1), keepdim=True)
+    X = (G / (1.05 * norms + 1e-6)).to(dtype)
+    for a, b, c in NEWTON_SCHULZ:  # X <- a X + b (X X') X + c (X X')^2 X
+        A = X @ X.mT
+        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        X = torch.baddbmm(X, B, X, beta=a)
+    return X
+
+
+def normalize_neurons(update: Tensor, squares: Tensor, beta2: float) -> Tensor:
+    """Divide neurons of matrices by their RMS, and keep the norm of each matrix.
+
+    Neurons are columns, or rows where these are no fewer: so there is one for each hidden unit of an MLP. `squares`,
+    (n, rows, 1) or (n, 1, columns), averages their mean squares over steps (NorMuon, arXiv:2510.05491; records 41,
+    @li_zichong, 48, @ChrisJMcCormick).
+    """
+    dim = -1 if squares.size(-1) == 1 else -2
+    squares.lerp_(update.square().mean(dim, keepdim=True), 1 - beta2)
+    even = update / squares.clamp(min=1e-10).sqrt()
+    norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, even))
+    return even * (norms / new_norms.clamp(min=1e-10))
+
+
+def muon_update(shard: Tensor, grad: Tensor, factors: Tensor, state: dict, numbers: dict, decay: float, beta2: float):
+    """Update matrices as `Muon` says, with its state and numbers by name."""
+    values, fast, slow = state["values"], state["fast"], state["slow"]
+    grad = grad.to(values.dtype)
+    fast.lerp_(grad, 1 - numbers["fast_beta"])
+    slow.lerp_(grad, numbers["slow_rate"])
+    m = slow.lerp(fast, numbers["fast_share"])
+    u = zeropower_via_newtonschulz5(grad.lerp(m, numbers["momentum"]), shard.dtype)
+    u = normalize_neurons(u.to(values.dtype), state["squares"], beta2)
+    if decay:
+        u += decay * numbers["rate"] * values * (slow * values >= 0)
+    values -= numbers["rate"] * factors * u
+    shard.copy_(values)
+
+
+class Muon(ShardedOptimizer):
+    """Update hidden matrices of one shape by MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024).
+
+    With g the mean gradient of the step, in the lerp form of record 15, and two momenta (ANVIL, record 92):
+
+        fast <- b fast + (1 - b) g,    b = momentum, from slow_momentum_from on 0.85
+        slow <- 0.98 slow + 0.02 g
+        m = fast, from slow_momentum_from on 0.4385 fast + 0.5615 slow
+        u <- normalize_neurons(zeropower(momentum m + (1 - momentum) g))
+        p <- p - factor rate (u + decay rate p [slow p >= 0])
+
+    rate is muon_lr by the schedule, factor the lr of a matrix's group. The weight decay is cautious: it acts where the
+    slow momentum moves towards 0, too, from the first step on (record 43, @varunneal).
+    Ranks have whole matrices: of the 22 of gpt2's MLPs each of 8 has 3, two of them padding.
+    """
+
+    by_matrix = True
+    keeps_values = True  # bf16 alone would round small steps away
+
+    def init_state(self, values: Tensor) -> dict[str, Tensor]:
+        factors = [values.new_full((n, 1, 1), group.lr) for n, group in zip(self.rows_per_param, self.groups)]
+        self.factors = self.shard(torch.cat(factors))
+        rows, columns = values.shape[-2:]
+        squares = torch.zeros_like(values[:, :, :1] if rows >= columns else values[:, :1])
+        return dict(values=values, fast=torch.zeros_like(values), slow=torch.zeros_like(values), squares=squares)
+
+    def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan):
+        now = plan.updates[self.groups[0].names]
+        momentum = now.beta1
+        fast_beta, fast_share = (0.85, 0.4385) if plan.has_slow_momentum else (momentum, 1.0)  # ANVIL's
+        numbers = dict(rate=now.rate, momentum=momentum, fast_beta=fast_beta, fast_share=fast_share, slow_rate=0.02)
+        update = compiled(muon_update, self.cfg.compile, dynamic=False)
+        tensors = to_tensors(self.cfg, numbers)
+        update(shard, grad, self.factors, self.state, tensors, now.decay, now.beta2)
+
+
+OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
+
+
+def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
+    """Put every parameter into exactly one group. Muon updates all matrices of a shape together, whatever their lr."""
+    cfg = gpt.cfg
+    members: dict[tuple, dict[str, nn.Parameter]] = {}
+    for name, p in gpt.named_parameters():
+        group = group_of(name, cfg)
+        emas = tuple(i for i, row in enumerate(cfg.emas) if matches(name, row.names))
+        alike = f"{group} {p.dtype}"
+        if OPTIMIZERS[group.optimizer].by_matrix:
+            alike = f"{group._replace(names='', lr=0.0)} {p.shape[-2:]}"
+        members.setdefault((group.optimizer, emas, alike), {})[name] = p
+    embed, head = (group_of(name, cfg) for name in ("embed.weight", "lm_head"))
+    if cfg.tied_frac and (embed.names != "embed.weight" or head != embed._replace(names="lm_head")):
+        raise UserError(f"embed.weight has {embed}, lm_head {head}: expected equal rows of their own, or --tied_frac 0")
+    optimizers = []
+    for (kind, emas, _), params in members.items():
+        groups = [group_of(name, cfg) for name in params]
+        sum_dtype = wide(getattr(torch, cfg.dtype)) if gpt.tables & params.keys() else None
+        optimizers.append(OPTIMIZERS[kind](params, groups, {i: cfg.emas[i] for i in emas}, cfg, ranks, sum_dtype))
+    # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
+    return sorted(optimizers, key=lambda optimizer: -optimizer.param_buffer.nbytes)
+
+
+@torch.no_grad()
+def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan, meanwhile: Callable = lambda: None):
+    """Take a step on the gradients, summed over this rank's sequences, and clear those that were used.
+
+    Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
+    the gradients of the next and the values of the last are on their way. meanwhile: starts what else may travel.
+    """
+    due = [optimizer for optimizer in optimizers if optimizer.is_due(plan)]
+    if plan.ties:  # embedding and head are one table
+        embed, head = (next(o for o in due if name in o.names) for name in ("embed.weight", "lm_head"))
+        embed.grad_buffer += head.grad_buffer
+        head.grad_buffer.zero_()
+        due.remove(head)
+    for optimizer in due:
+        optimizer.reduce()
+    meanwhile()
+    for optimizer in due:
+        optimizer.update(plan)
+    for optimizer in due:
+        optimizer.wait_for_params()
+    if plan.ties:
+        head.become(embed)
+    for optimizer in optimizers:
+        optimizer.move_emas(plan)
+
+
+# ---- N-grams: a table of which a cycle of steps reads few rows -------------------------------------------------------
+def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, numbers: dict) -> tuple[Tensor, Tensor]:
+    """Return rows and their means of squares after a step as `NgramTable.update` says. v has decayed already."""
+    grad = grad.to(v.dtype) / numbers["sequences"]
+    v = v + numbers["added"] * grad.square().mean(1, keepdim=True)
+    return adam_values(rows.to(v.dtype), grad, v, numbers).to(rows.dtype), v
+
+
+def add_rows(sums: Tensor, index: Tensor, grad: Tensor):
+    """Add gradients of n-grams (G, T, K) to the rows of `sums` that `index` (G, T) names."""
+    sums.index_add_(0, index.flatten(), grad.flatten(0, 1).to(sums.dtype))
+
+
+ROWS_AT_ONCE = 2**18  # that are copied: 400 MB in gpt2
+
+
+class NgramTable:
+    """Hold the embeddings of n-grams, and update those that were read.
+
+    Each rank owns an equal part of the rows, and the table is there once: no other tensor has its size. When a cycle
+    begins, its ranks fetch the rows that they will read; when it ends, summed gradients go back.
+    """
+
+    wait: Callable[[], object]  # for the sums that all ranks send
+
+    def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.group = group_of("ngrams", cfg)
+        dtype = getattr(torch, cfg.dtype)
+        rows = -(-cfg.ngram_rows // ranks.world_size)
+        self.first = rows * ranks.rank  # number of the first row
+        self.rows = torch.zeros(rows, cfg.model_dim, dtype=dtype, device=device)
+        self.v = torch.zeros(rows, 1, dtype=wide(dtype), device=device)
+        self.sum_dtype = torch.float16 if dtype == torch.bfloat16 else dtype  # sums need bits more than range
+
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Callable[[], object]]:
+        """Start to send each rank its part of the rows. Return what all send, and a function that waits for it."""
+        got = rows.new_empty(sum(received), rows.size(1))
+        return got, start_collective(dist.all_to_all_single, got, rows, received, sent)
+
+    def fetch(self, requests: Requests) -> Callable[[Tensor], Tensor]:
+        """Fetch the rows that a cycle reads. Return what looks them up by `Inputs.ngram_index` (G, T), as (G, T, K)."""
+        if self.ranks.world_size == 1:  # they are here: nothing is copied
+            return lambda index: F.embedding(requests.ids[index], self.rows)
+        rows, wait = self.exchange(self.rows[requests.served], requests.served_counts, requests.counts)
+        wait()
+        return lambda index: F.embedding(index, rows)
+
+    def send(self, requests: Requests, sums: Tensor):
+        """Start to send the sums of the gradients of this rank's sequences, for `Requests.ids`, to the rows' owners."""
+        if self.ranks.world_size == 1:
+            self.sums, self.wait = sums, lambda: None
+        else:
+            self.sums, self.wait = self.exchange(sums, requests.counts, requests.served_counts)
+
+    def update(self, requests: Requests, plan: Plan):
+        """Update the rows that the cycle has read by an Adam without momentum, and with one v for each row.
+
+        As in the record v decays for all rows.
+        """
+        self.wait()
+        sums, self.sums = self.sums, None
+        if self.ranks.world_size > 1:  # with one process, requested and updated rows are the same
+            sums = sums.new_zeros(len(requests.updated), sums.size(1)).index_add_(0, requests.inverse, sums)
+        now = plan.updates[self.group.names]
+        numbers = dict(rate=now.rate, eps=self.cfg.adam_eps, decay=now.decay, added=1 - now.beta2)
+        tensors = to_tensors(self.cfg, numbers | dict(sequences=self.cfg.batch_sequences))
+        ids = requests.updated
+        self.v *= now.beta2
+        update = compiled(row_adam_update, self.cfg.compile, dynamic=True)
+        rows, v = update(self.rows[ids], self.v[ids], sums, tensors)
+        self.rows.index_copy_(0, ids, rows)
+        self.v.index_copy_(0, ids, v)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the rows that ever had a gradient, on the host."""
+        ids = self.v.flatten().nonzero().flatten()
+        parts = ids.split(ROWS_AT_ONCE)
+        rows, v = (torch.cat([t[part].cpu() for part in parts]) for t in (self.rows, self.v))
+        return dict(ids=ids.cpu() + self.first, rows=rows, v=v)
+
+    def restore(self, ids: Tensor, rows: Tensor, v: Tensor):
+        """Set rows of this rank to what `state` returned."""
+        for places, *values in zip(*(t.split(ROWS_AT_ONCE) for t in (ids - self.first, rows, v))):
+            for own, new in zip((self.rows, self.v), values):
+                own.index_copy_(0, places.to(own.device), new.to(own))
+
+
+# ---- Log: the clock, the curves and the files of a run ---------------------------------------------------------------
+# How far a run is, as a checkpoint holds it. must_match: what has to be the same on all ranks and when the run goes on;
+# curves: (step, loss, ms) by name; turn: which files have the tensors; marks: of these files, none before there are any
+Saved = namedtuple(
+    "Saved", "run_id seed must_match step ms curves turn marks", defaults=("", None, {}, 0, 0.0, {}, 0, [])
+)
+
+
+@contextlib.contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Say in one line what is wrong, where it can fail in many ways."""
+    try:
+        yield
+    except (UserError, BrokenPipeError):  # the latter: whoever read the help has seen enough
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {error!r:.300}") from error
+
+
+def digest(value) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def mark(path: Path) -> str:
+    """Return what tells a file of tensors from any other: a hash of the checksums in its zip archive."""
+    return digest([part.CRC for part in zipfile.ZipFile(path).infolist()])
+
+
+class RunLog:
+    """Keep the clock and the curves of a run. On rank 0 also write LOG_DIR/RUN_ID.txt and tell the console."""
+
+    def __init__(self, cfg: Hyperparameters, is_main: bool, saved: Saved):
+        self.cfg = cfg
+        self.saved = saved
+        self.curves = dict(saved.curves)
+        self.asked = False  # whether a signal has asked a rank to stop
+        self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
+        self.file = None
+        with refusing(f"log {self.path}: if another run has it, choose another --run_id or --log_dir"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            folder = Path(cfg.resume).parent if cfg.resume not in ("", "latest") else self.path.parent
+            is_there = cfg.resume and folder.samefile(self.path.parent)  # it goes on where it was: but for its result
+            for kind in [".json"] if is_there else ".json .checkpoint .pt .ngrams0 .ngrams1".split():
+                if self.path.with_suffix(kind).exists():
+                    raise FileExistsError(kind)
+            if is_main:
+                self.file = self.path.open("a" if cfg.resume else "x", encoding="utf-8")
+                try:
+                    fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+                except BlockingIOError:
+                    raise
+                except OSError:  # the file system has no locks
+                    pass
+        self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
+        self.pending: deque = deque()  # losses on their way to the host
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Show how far the run is. If it stops, say why, and how it goes on."""
+        self.bar = tqdm(
+            desc="warming up",
+            initial=num_tokens(self.saved.step, self.cfg),
+            total=num_tokens(self.cfg.num_iterations, self.cfg),
+            unit="tok",
+            unit_scale=True,
+            dynamic_ncols=True,
+            bar_format="{desc} |{bar}| {rate_fmt} {remaining} left",
+            disable=None if self.file and sys.stderr else True,  # None: shown on a terminal alone
+        )
+        try:
+            yield
+        except BaseException as error:
+            self.write(traceback.format_exc())
+            resume = f"; to go on, add --resume {self.path.with_suffix('.checkpoint')}" if self.saved.marks else ""
+            self.write(f"stopped: {error!r:.300}{resume}", console=bool(resume))
+            raise
+        finally:
+            self.bar.close()
+            if self.file:
+                with contextlib.suppress(OSError):
+                    self.file.close()
+
+    def start_clock(self, ms: float):
+        """Go on from `ms` of training, once the device has done all that it was given."""
+        self.device.synchronize()
+        self.bar.unpause()
+        self.started = time.perf_counter() - ms / 1000
+
+    def read_clock(self) -> float:
+        """Return the milliseconds of training so far, without validations and checkpoints."""
+        return 1000 * (time.perf_counter() - self.started)
+
+    def write(self, text: str, console: bool = False):
+        """Write a line. If the disk is full or the console has gone away, the training goes on."""
+        if self.file:
+            for stream in [self.file, sys.stdout] if console else [self.file]:
+                with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode(stream):  # above the bar
+                    print(text, file=stream, flush=True)
+
+    def send_loss(self, step: int, sent: Tensor):
+        """Send what `train_step` returned to the host without waiting, and log the loss of 8 steps ago."""
+        on_host = sent.to("cpu", non_blocking=True)
+        arrived = self.device.Event()
+        arrived.record()
+        self.pending.append((step, on_host, arrived))
+        self.flush(lag=8 if sent.is_cuda else 0)
+
+    def flush(self, lag: int = 0):
+        """Wait for the losses of all but the last `lag` steps, and log them; without a bar the console sees some."""
+        while len(self.pending) > lag:
+            step, sent, arrived = self.pending.popleft()
+            arrived.synchronize()
+            loss, asked = sent.tolist()
+            self.asked |= asked > 0
+            self.log_loss("train_loss", step, loss, self.read_clock(), self.bar.disable and step % 25 == 0)
+            self.bar.update(self.cfg.batch_sequences * self.cfg.plans[step - 1].seq_len)
+
+    def log_loss(self, name: str, step: int, loss: float, ms: float, console: bool = True):
+        """Log a loss, and add it to its curve."""
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"{name} {loss:.4f} at step {step}: lower learning rates or change --seed")
+        self.curves.setdefault(name, []).append((step, loss, ms))
+        line = f"step:{step}/{self.cfg.num_iterations} {name}:{loss:.4f}"
+        self.bar.set_description_str(line, refresh=False)
+        self.write(f"{line} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms", console)
+
+    def save(self, suffix: str, state: dict | bytes, by_all: bool = False) -> list[str]:
+        """Write a file beside the log, whole or not at all; by_all: each rank has one of its own.
+
+        Return the files' marks, or none if a rank failed.
+        """
+        path = self.path.with_suffix(suffix)
+        part = self.path.with_suffix(f"{suffix}.part")
+        own: object = ""
+        try:
+            if self.file or by_all:
+                part.parent.mkdir(parents=True, exist_ok=True)
+                with part.open("wb") as file:
+                    torch.save(state, file) if isinstance(state, dict) else file.write(state)
+                own = mark(part) if by_all else ""
+                part.replace(path)
+        except Exception as error:
+            part.unlink(missing_ok=True)
+            own = error
+        marks = gather(own)
+        problems = [f"not saved: {it!r}" for it in marks if isinstance(it, Exception)]
+        self.write(f"{path}: {[*problems, 'saved'][0]}", console=True)
+        return [] if problems else marks
+
+
+# ---- Training --------------------------------------------------------------------------------------------------------
+def use_device(cfg: Hyperparameters, ranks: Ranks) -> torch.device:
+    """Return this rank's device, or share out the threads of a CPU."""
+    if cfg.device == "cuda":
+        device = torch.device("cuda", ranks.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    if cfg.cpu_threads:
+        torch.set_num_threads(max(1, cfg.cpu_threads // ranks.local_world_size))
+    return torch.device("cpu")
+
+
+class CUDAGraphs:
+    """Replay the launches of a function by a CUDA graph for each of its inputs' shapes (record 92).
+
+    One by one, those of a step of gpt2 took a host 23 to 55 ms, more than the kernels of a small batch take (measured:
+    one H100, 16 cores). A graph reads copies of its inputs, and its results last until the next call.
+    """
+
+    def __init__(self, function: Callable):
+        self.function = function
+        self.captured: dict[tuple, tuple] = {}
+        self.pool = torch.cuda.graph_pool_handle()  # of memory for all graphs, as one runs at a time
+
+    def __call__(self, *args):
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        shapes = tuple(tensor.shape for tensor in tensors)
+        if shapes not in self.captured:
+            result = self.function(*args)  # compiles; capturing computes nothing
+            own = tree_map_only(Tensor, torch.clone, args)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                later = self.function(*own)
+            own_tensors = [leaf for leaf in tree_leaves(own) if isinstance(leaf, Tensor)]
+            self.captured[shapes] = graph, own_tensors, later
+            return result
+        graph, own_tensors, result = self.captured[shapes]
+        torch._foreach_copy_(own_tensors, tensors)
+        graph.replay()
+        return result
+
+
+class Trainer:
+    """Hold model and optimizers, the same on all ranks from `warm_up` on, and take the steps of a run."""
+
+    # Two hooks for tools that measure a step: who moves rows of n-grams, and a context for a part of it by its name
+    table_class, part = NgramTable, contextlib.nullcontext
+
+    def __init__(self, cfg: Hyperparameters, ranks: Ranks):
+        self.cfg = cfg
+        self.ranks = ranks
+        self.device = use_device(cfg, ranks)
+        torch.manual_seed(cfg.seed)
+        self.gpt = GPT(cfg).to(self.device)
+        self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
+        self.optimizers = build_optimizers(self.gpt, ranks)
+        sums = (pair for optimizer in self.optimizers for pair in zip(optimizer.names, optimizer.grad_views))
+        self.gpt.row_sums = {name: view for name, view in sums if name in self.gpt.tables}
+        self.gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
+        self.table = self.table_class(cfg, ranks, self.device)
+        self.reader = Reader(cfg, ranks, self.device)
+        self.sums: Tensor | None = None  # of the n-grams' gradients, within a cycle
+        self.signals: list[str] = []  # those that asked this rank to stop
+
+    def train_step(self, plan: Plan, sequences: Sequence[Inputs], requests: Requests) -> Tensor:
+        """Take a step on this rank's sequences. Return the mean loss of all ranks, and how many signals ask to stop."""
+        if self.sums is None:  # a cycle begins: `table.update` has ended the one before
+            self.look_up = self.table.fetch(requests)
+            shape = len(requests.ids), self.cfg.model_dim
+            self.sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
+        losses = []
+        settings = settings_of(plan, self.cfg, self.device)
+        for inputs in sequences:
+            loss, grad = self.gradients(inputs, self.look_up(inputs.ngram_index), settings)
+            compiled(add_rows, self.cfg.compile, dynamic=True)(self.sums, inputs.ngram_index, grad)
+            losses.append(loss / len(inputs.tokens))
+        mean = torch.stack(losses).sum() / self.cfg.batch_sequences
+        # Summed over ranks, so that all stop at the same step
+        sent = F.pad(mean[None], (0, 1), value=len(self.signals))
+        wait = start_collective(dist.all_reduce, sent)
+        ends_cycle = self.table.group.names in plan.updates
+        with self.part("optimizers"):
+            step_optimizers(self.optimizers, plan, lambda: ends_cycle and self.table.send(requests, self.sums))
+        if ends_cycle:
+            self.table.update(requests, plan)
+            self.sums = None
+        wait()
+        return sent
+
+    def add_gradients(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
+        """Add the gradients of a sequence to those before. Return its summed loss, and the gradient by its n-grams."""
+        embeds = ngram_embeds.detach().requires_grad_()
+        loss = self.model(inputs, embeds, settings)
+        # The loss is a sum over tokens, as in the record: gradients grow with the sequence. Only the optimizers divide
+        # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
+        wanted = [embeds, *chain(*(optimizer.params for optimizer in self.optimizers))]  # gradients come in this order
+        by_embeds, *grads = torch.autograd.grad(loss * self.cfg.grad_scale, wanted, allow_unused=True)
+        of_params = iter(grads)
+        for optimizer in self.optimizers:
+            optimizer.add([*islice(of_params, len(optimizer.params))])
+        return loss.detach(), torch.zeros_like(embeds) if by_embeds is None else by_embeds  # None: no layer reads them
+
+    def finish(self):
+        """Blend the averages into the parameters, after the last step."""
+        for optimizer in self.optimizers:
+            optimizer.finish()
+        getattr(torch, self.device.type).synchronize()
+
+    def canon(self, is_last: bool) -> Tensor | None:
+        """Return what no token may be followed by: nothing but in the last validation (record 91, @jvarho)."""
+        bits = read_canon(self.cfg)
+        return torch.from_numpy(bits * is_last).to(self.device) if len(bits) else None
+
+    def score(self, plan: Plan, sequences: Sequence[Inputs], requests: Requests, canon: Tensor | None) -> Tensor | int:
+        """Return the summed loss of a rank's sequences, for all ranks at once."""
+        look_up = self.table.fetch(requests)
+        settings = settings_of(plan, self.cfg, self.device)
+        embeds = [look_up(inputs.ngram_index) for inputs in sequences]
+        # Looked up here: within the graph, all slices of logits would read one table, and so become one kernel
+        never = [None if canon is None else F.embedding(inputs.tokens, canon) for inputs in sequences]
+        return sum(self.model(i, e, settings, n) for i, e, n in zip(sequences, embeds, never))
+
+    @torch.no_grad()
+    def evaluate(self, step: int, batches: Sequence[Batch]) -> float:
+        """Return the mean loss over the validation tokens. A rank may score more sequences than others, or none."""
+        plan = plan_validation(step, self.cfg)
+        canon = self.canon(is_last=step == self.cfg.num_iterations)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        size = self.ranks.world_size
+        # One sequence of as many batches as there are ranks makes a cycle of one step
+        cycles = (([plan], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
+        for sequences, requests in self.reader.read(cycles):
+            total += self.score(plan, sequences, requests, canon)
+        start_collective(dist.all_reduce, total)()
+        return total.item() / self.cfg.val_tokens
+
+    def dummies(self, plan: Plan) -> tuple[list[Inputs], Requests]:
+        """Return inputs of sequences as a step or a validation has."""
+        tokens = np.arange(plan.seq_len + 1) % 16  # few, as all are candidates
+        (sequences,), requests = self.reader.on_device(self.reader.make([plan], [[tokens] * self.cfg.batch_sequences]))
+        return sequences, requests
+
+    def warm_up(self, saved: dict[str, Tensor] | None = None):
+        """Run every graph once on dummy tokens, then restore this rank's state, or `saved`."""
+        saved = saved or {name: t.to("cpu", copy=True) for name, t in self.state().items()}
+        offsets = [*self.reader.offsets]
+        plans = self.cfg.plans
+        updates = {names: update for plan in plans for names, update in plan.updates.items()}  # of all groups
+        kinds = {
+            (plan.seq_len, plan.candidates, len(plan.next_weights), plan.prefix_weight > 0): plan for plan in plans
+        }
+        for plan in kinds.values():
+            self.train_step(plan._replace(updates=updates), *self.dummies(plan))
+        plan = plan_validation(self.cfg.num_iterations, self.cfg)
+        with torch.no_grad():
+            sequences, requests = self.dummies(plan)
+            self.score(plan, sequences[:1], requests, self.canon(is_last=False))
+        self.sums = None
+        self.table.rows.zero_()  # as all begin; of these there is no copy
+        self.table.v.zero_()
+        self.reader.offsets = offsets
+        self.restore(saved)
+
+    def peak_memory_mib(self) -> int:
+        """Return the most memory that torch allocated on the GPU, or that the whole process held on a CPU."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated() // 2**20
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return this rank's share of what a step changes, but for the rows of n-grams."""
+        shares = [(o.names[0], o.state | dict(params=o.param_shard)) for o in self.optimizers]
+        return {f"{first} {name}": tensor for first, state in shares for name, tensor in state.items()}
+
+    def restore(self, saved: dict[str, Tensor]):
+        """Set this rank's share to what `state` returned, n-grams to those saved beside it, and send the parameters."""
+        for name, tensor in self.state().items():
+            tensor.copy_(saved[name])
+        if "ids" in saved:
+            self.table.restore(saved["ids"], saved["rows"], saved["v"])
+        for optimizer in self.optimizers:
+            optimizer.send_params()()
+
+
+def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float):
+    """Write the tensors of each rank, and then the file that names them. Two files of a rank take turns.
+
+    So the checkpoint before is whole until there is a newer one.
+    """
+    turn = 1 - log.saved.turn
+    marks = log.save(f".{turn}.rank{trainer.ranks.rank}", trainer.state() | trainer.table.state(), by_all=True)
+    saved = log.saved._replace(step=step, ms=ms, curves=log.curves, turn=turn, marks=marks)
+    state = saved._asdict()
+    if marks and log.save(".checkpoint", state | dict(seal=digest(state))):
+        log.saved = saved
+
+
+@contextlib.contextmanager
+def undisturbed(signals: list[str]) -> Iterator[None]:
+    """Keep signals that ask to stop in a list, so that a checkpoint comes first, and the garbage collector off."""
+
+    def tell(number: int, _):
+        signals.append(signal.Signals(number).name)
+        if (
+            signals.count("SIGINT") > 1 + dist.is_initialized()
+        ):  # Ctrl-C again stops at once; torchrun repeats the first
+            raise KeyboardInterrupt
+
+    with contextlib.ExitStack() as stack:
+        gc.collect()
+        gc.freeze()  # one collection of all there is was measured at 0.6 s (nanochat issue 477)
+        stack.callback(gc.unfreeze)
+        gc.disable()  # `train` collects off the clock
+        stack.callback(gc.enable)
+        with contextlib.suppress(ValueError):  # only the main thread may
+            for name in "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split():
+                number = getattr(signal, name)
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup ignores one
+                    stack.callback(signal.signal, number, signal.signal(number, tell))
+        yield
+
+
+def train(trainer: Trainer, data: Data, log: RunLog) -> int:
+    """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug.
+
+    A signal, which schedulers send before they kill, lets the run save a checkpoint and stop.
+    """
+    cfg = trainer.cfg
+    start = log.saved.step
+    graphs = torch._dynamo.utils.counters["stats"] if cfg.compile else Counter()  # importing it takes a second
+    batches = trainer.reader.read(train_cycles(data["train"], cfg))
+    for _ in range(start):  # a resumed run has trained on them; candidates depend on all tokens before
+        next(batches)
+    with undisturbed(trainer.signals):
+        before = graphs["unique_graphs"]
+        log.start_clock(log.saved.ms)
+        for step in range(start, cfg.num_iterations + 1):
+            is_last = step == cfg.num_iterations
+            if is_last and start < step:
+                trainer.finish()
+            stops = log.asked and (is_last or step % cfg.all_step == 0)  # else gradients wait for an update
+            is_due = cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and not is_last
+            saves = start < step and (stops or is_due)
+            validates = is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0)
+            if saves or validates:
+                log.flush()
+                ms = log.read_clock()
+                if saves:
+                    save_checkpoint(trainer, log, step, ms)
+                if stops:
+                    raise KeyboardInterrupt(" ".join({*chain(*gather(trainer.signals))}))
+                if validates:  # after saving: a run that resumes here validates, too
+                    log.log_loss("val_loss", step, trainer.evaluate(step, data["val"]), ms)
+                gc.collect()
+                log.start_clock(ms)
+            if not is_last:
+                log.send_loss(step + 1, trainer.train_step(cfg.plans[step], *next(batches)))
+        return graphs["unique_graphs"] - before
+
+
+# ---- Run: ranks that agree, checkpoints, summary ---------------------------------------------------------------------
+CANNOT_TRAIN = "these settings cannot train (--describe shows what they mean)"
+
+
+@refusing("RANK, WORLD_SIZE: use torchrun, or unset them")
+def init_distributed() -> Ranks:
+    """Join the ranks that torchrun's environment names. Objects travel by gloo: ranks need not agree on a device."""
+    # Segments of GPU memory that grow waste less of it. torch reads this when CUDA starts, not when it is imported
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    ranks = Ranks(*(int(os.environ.get(name.upper(), default)) for name, default in Ranks._field_defaults.items()))
+    if not 0 <= ranks.rank < ranks.world_size:
+        raise ValueError(f"impossible {ranks}")
+    if ranks.world_size > 1:
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG to SIGKILL: no rank outlives its launcher
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))  # one may compile while the others wait
+    return ranks
+
+
+@contextlib.contextmanager
+def together(ranks: Ranks) -> Iterator[None]:
+    """Do what can fail on one rank alone: then all ranks fail, and one of each node says why."""
+    problem = None
+    try:
+        yield
+    except UserError as error:
+        problem = error
+    for rank, theirs in enumerate(gather(problem)):
+        if theirs:
+            if ranks.local_rank > 0:
+                sys.exit(theirs.code)
+            raise problem or type(theirs)(f"rank {rank}: {theirs}")
+
+
+def load(path: Path, expected: str = "") -> dict:
+    """Return what `RunLog.save` wrote, with the mark that is expected, if any."""
+    with refusing(f"{path}: not a sound file of this script"):
+        if expected not in ("", mark(path)) or zipfile.ZipFile(path).testzip():
+            raise ValueError("it is damaged, or of another run, step or rank")
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+def load_checkpoint(given: Hyperparameters) -> Saved | None:
+    """Return what --resume names. `latest`: the newest in log_dir, of run_id if given; None: a new run."""
+    path = Path(given.resume) if given.resume else None
+    if given.resume == "latest":
+        paths = Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")
+        path = max(paths, key=os.path.getmtime, default=None)
+    if path is None:
+        return None
+    if path.with_suffix(".json").exists():
+        raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
+    state = load(path)
+    if state.pop("seal", "") != digest(state):
+        raise UserError(f"{path}: not a sound checkpoint of this script, or somebody edited it")
+    if given.run_id not in ("", state["run_id"]):
+        raise UserError(f"--run_id {given.run_id}: {path} is of run {state['run_id']}")
+    return Saved(**state)
+
+
+def plan_run(source: str, argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Data, dict, Saved]:
+    """Read flags, checkpoint and data. Return configuration, data, what ranks have to agree on, how far the run is."""
+    given = parse_args(argv, ranks.world_size)
+    saved = load_checkpoint(given) if ranks.rank == 0 else None
+    cfg = resolve(given)
+    if cfg.batch_sequences % ranks.world_size:
+        raise UserError(f"{ranks.world_size} processes: expected a divisor of {cfg.batch_sequences} sequences a step")
+    data = plan_data(cfg)
+    may_differ = "run_id log_dir train_files val_files prefix_file canon_file save_checkpoint checkpoint_every resume"
+    fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
+    must_match = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ.split()}
+    must_match["processes"] = f"{ranks.world_size}, of torch {torch.__version__} and numpy {np.__version__}"
+    files = {"script": source.encode(), "prefixes": read_prefixes(cfg), "canonical mask": read_canon(cfg)}
+    must_match |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    tokens = num_tokens(cfg.num_iterations, cfg)
+    must_match["training tokens"] = f"{tokens}, sha256 {hash_tokens(data['train'], cfg, targets=True)}"
+    must_match["validation tokens"] = f"{cfg.val_tokens}, sha256 {hash_tokens(data['val'], cfg, targets=False)}"
+    return cfg, data, must_match, saved or Saved(cfg.run_id, cfg.seed, must_match)
+
+
+def agree(source: str, argv: Sequence[str], ranks: Ranks) -> tuple[Data, RunLog]:
+    """Plan a run, the same on all ranks and, if it goes on, as it began. Return its data and its log."""
+    with together(ranks), refusing(CANNOT_TRAIN):
+        cfg, data, must_match, own = plan_run(source, argv, ranks)
+    saved = gather(own)[0]
+    with together(ranks):
+        if differing := dict(saved.must_match.items() - must_match.items()):
+            raise UserError(f"the run began with {differing}: give the same")
+        return data, RunLog(dataclasses.replace(cfg, run_id=saved.run_id, seed=saved.seed), ranks.rank == 0, saved)
+
+
+def describe(source: str, argv: Sequence[str], log: RunLog, ranks: Ranks, data: Data) -> str:
+    """Return what begins a log: script, versions, hardware, environment, data, flags and configuration."""
+    hardware = subprocess.getoutput("lscpu; timeout 20 nvidia-smi")  # noqa: S605 (it hangs where the driver does)
+    kinds = tuple("TORCH PYTORCH TRITON CUDA NCCL OMP".split())  # of variables that change how it runs
+    environment = {name: value for name, value in os.environ.items() if name.startswith(kinds)}
+    shards = [f"{name} shard: {path}, {os.path.getsize(path)} bytes" for name in data for path in paths_of(data[name])]
+    return f"""{source}
+{"=" * 100}
+Running Python {sys.version}, PyTorch {torch.__version__}, numpy {np.__version__}
+{ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores
+{hardware}
+environment: {json.dumps(environment)}
+{chr(10).join(shards)}
+training tokens: {log.saved.must_match["training tokens"]}
+validation tokens: {log.saved.must_match["validation tokens"]}
+flags: {json.dumps(argv)}
+configuration: {json.dumps(dataclasses.asdict(log.cfg))}
+{"=" * 100}"""
+
+
+def report(log: RunLog, data: Data, trainer: Trainer, recompiles: int) -> dict:
+    """Log the summary, write the model and the result, and return the latter."""
+    cfg = trainer.cfg
+    _, val_loss, ms = log.curves["val_loss"][-1]
+    verdict = f"target {cfg.target_loss} {'not ' * (val_loss > cfg.target_loss)}reached; " if cfg.target_loss else ""
+    if cfg.val_sha256 not in log.saved.must_match["validation tokens"]:
+        verdict = "these are not the track's validation tokens: do not compare losses; "
+    first, last = (f"{path} position {pieces[0, 0]}" for (path, pieces), *_ in (data["train"][0], data["train"][-1]))
+    log.write(
+        f"""first batch: {first}
+last batch: {last}
+recompiles after the clock started: {recompiles}
+peak memory: {trainer.peak_memory_mib()} MiB
+val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
+        console=True,
+    )
+    if cfg.save_checkpoint and (rows := log.save(f".ngrams{trainer.ranks.rank}", trainer.table.state(), by_all=True)):
+        model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict(), rows=rows)
+        if log.save(".pt", model):
+            log.write(f"next: python sample.py {log.path.with_suffix('.pt')}", console=True)
+    result = dict(
+        val_loss=val_loss,
+        train_time_ms=ms,
+        recompiles=recompiles,
+        log=str(log.path),
+        val_curve=log.curves["val_loss"],
+        train_curve=log.curves["train_loss"],
+    )
+    log.save(".json", json.dumps(result).encode())
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> dict:
+    """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
+    argv = sys.argv[1:] if argv is None else argv
+    source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
+    ranks = init_distributed()
+    data, log = agree(source, argv, ranks)
+    saved = log.saved
+    with log.going_on():
+        with together(ranks):
+            folder = log.path.parent if log.cfg.resume == "latest" else Path(log.cfg.resume).parent
+            part = folder / f"{saved.run_id}.{saved.turn}.rank{ranks.rank}"
+            tensors = load(part, saved.marks[ranks.rank]) if saved.marks else None
+        with refusing(CANNOT_TRAIN):
+            trainer = Trainer(log.cfg, ranks)
+            log.write(describe(source, argv, log, ranks, data))
+            log.write(f"seed: {log.cfg.seed}, from step {saved.step} on, log: {log.path}", console=True)
+            trainer.warm_up(tensors)
+        recompiles = train(trainer, data, log)
+        result = report(log, data, trainer, recompiles)
+    if dist.is_initialized():  # a thread that is left was seen to abort a process that ended well
+        dist.destroy_process_group()
+    return result
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (UserError, FloatingPointError, KeyboardInterrupt) as error:
+        print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
+        sys.exit(getattr(error, "code", 3 if isinstance(error, FloatingPointError) else 130))
+    except BrokenPipeError:
+        pass
+    finally:
+        try:
+            sys.stdout.flush()
+        except (AttributeError, OSError):  # there is no console, or it has gone away: what waits shall not fail later
+            sys.stdout = None
