@@ -50,4 +50,4 @@ def test_mini_trains_in_fp8(script_flags, tmp_path, monkeypatch, capsys):
     functions = "HeadLoss.forward FP8Linear.forward FP8Linear.backward ReluSquaredMLP.forward ReluSquaredMLP.backward"
     assert names == {*functions.split(), "relu_squared_rows", "relu_squared_backward"}
     assert found != without
-    assert abs(found - without) < 0.05, "eight seeds of all 182 steps differ by 0.01 at most"
+    assert abs(found - without) < 0.05, "all 182 steps differed by 0.016 at most, of eight seeds"
