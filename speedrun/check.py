@@ -40,7 +40,7 @@ CAPABILITY = "gpt2 needs a GPU of compute capability 8.0 or newer (A100, RTX 30)
 PACKING = 1.5  # tokens for one that packing keeps, assumed
 # Bytes that gpt2 needs for a token of the longest sequence, by layer and channel, beside parameters, gradients,
 # optimizers and n-grams: by the peaks of `python -m speedrun lower` in training and validation
-BUFFER_BYTES = {"train_seq_len": 24.8, "val_seq_len": 3.3}
+BUFFER_BYTES = {"train_seq_len": 22.7, "val_seq_len": 3.75}
 WITHOUT_KERNEL = 1.3  # times as many below compute capability 9.0, where the MLP has no kernel
 SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the free memory is looked at
 ROWS_COST = "a quarter of the rows costs 0.005 of loss, a two-hundredth 0.036"  # of public record 92

@@ -132,7 +132,7 @@ def test_rows_that_fit_nothing_or_train_nothing_are_one_line(outcome, monkeypatc
         ([H100] * 7, "4", "7 x NVIDIA H100 80GB HBM3 (compute capability 9.0)"),
         ([H100], "1 --ngram_rows 21150720", "not the record's 84602880; in public runs a quarter of the rows costs"),
         ([RTX_4090], "1 --ngram_rows 1321920", "not the record's 84602880"),
-        ([RTX_4090._replace(free=205 * 10**8)], None, "19.1 are free: free some, or halve --train_seq_len"),
+        ([RTX_4090._replace(free=195 * 10**8)], None, "18.2 are free: free some, or halve --train_seq_len"),
         ([H100, H100._replace(capability=(7, 5))], None, "(A100, RTX 30); CUDA_VISIBLE_DEVICES leaves it out;"),
     ],
 )
