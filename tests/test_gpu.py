@@ -220,7 +220,7 @@ def test_head_equals_autograd_of_the_whole(precision: str, is_sampled: bool, dev
         assert found[2].any(1).sum() == len(candidates)
 
 
-def fp8_by_hand(x: Tensor, w1: Tensor, w2: Tensor | None, grad: Tensor) -> list[Tensor]:
+def fp8_by_hand(x: Tensor, grad: Tensor, w1: Tensor, w2: Tensor | None = None) -> list[Tensor]:
     """Return an MLP, or without w2 x @ w1.T, and its gradients, of factors that FP8 has rounded, in float64."""
     found, dz = [], quantized(grad, train_gpt.FP8_GRAD, E5M2)
     x, w1 = quantized(x, train_gpt.FP8_X, E4M3), quantized(w1, train_gpt.FP8_W, E4M3)
@@ -253,7 +253,7 @@ def test_fp8_equals_rounded_factors_and_is_near_the_exact_product(is_mlp: bool, 
     else:
         plain, ours = torch.nn.functional.linear, lambda *args: train_gpt.FP8Linear.apply(*args)
     exact = with_gradients(plain, *(t.double() for t in (x, *weights)), grad=grad)
-    rounded = fp8_by_hand(x, *weights, *[None] * (not is_mlp), grad)
+    rounded = fp8_by_hand(x, grad, *weights)
     for function in both(ours, device):
         found = with_gradients(function, x, *weights, grad=grad)
         assert within(errors := relative_errors(found, rounded), 0.01), f"output, grad x and weights: {errors}"
