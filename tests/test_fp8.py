@@ -19,7 +19,7 @@ def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype, 
 
 @pytest.mark.slow
 def test_mini_trains_in_fp8(script_flags, tmp_path, monkeypatch, capsys):
-    """All of it: `python -m pytest -s tests/test_fp8.py` prints the shares."""
+    """With -s it prints the shares."""
     flags = f"--preset mini --seed 1 --dtype float32 --num_iterations {STEPS} --val_tokens 8192 --no-save_checkpoint"
     flags += f" --batch_tokens 512 --train_seq_len 512 --log_dir {tmp_path} --cpu_threads 1"
     without = train_gpt.main([*flags.split(), *script_flags, "--run_id=without"])["val_loss"]
