@@ -32,9 +32,9 @@ class Rates(NamedTuple):
 
 H100 = Rates()
 # Parts of a step: the names of their launches, of which each belongs to the first part that fits, and how many times as
-# long as its bytes and FLOPs say it took on one H100. Two were measured before they changed. The cross entropy was to
-# take 1.98 times as long as three bytes for a logit, and now reads one: exponentials, it is assumed, take as long as
-# ever. Queries and keys took 1.83 times as long, while their kernels computed cosines: now as other norms
+# long as its bytes and FLOPs say it took on one H100. Two factors are assumed, as their kernels have changed since. The
+# cross entropy took 1.98 times as long as three bytes for each logit; one is left, and if its exponentials decide, it
+# still takes as long: 3 x 1.98. QK-norm took 1.83 times as long while its kernels computed cosines, other norms 1.1
 PARTS = {
     "attention": ("triton_tem", 1.0),  # FlexAttention's kernels are the only templates
     "MLP: relu squared, scales of rows": ("relu(?!_squared_backward)", 1.03),

@@ -1932,6 +1932,7 @@ class GPT(nn.Module):
         return {"embed.weight", "lm_head", *(f"value_embeds.{i}.weight" for i in self.value_embeds)}
 
     def table_rows(self, name: str, index: Tensor) -> Tensor:
+        """Return rows of the table of that name, so that their gradients go to its `row_sums`, if it has any."""
         table = self.get_parameter(name)
         sums = self.row_sums.get(name)
         return F.embedding(index, table) if sums is None else LookUp.apply(table, index, sums)
@@ -2297,7 +2298,7 @@ class ShardedOptimizer:
 
     def reduce(self):
         """Start to sum the gradients over the ranks, in the precision of parameters; each gets the sums of its rows."""
-        sent = self.grad_buffer.type_as(self.param_buffer)
+        sent = self.grad_buffer.type_as(self.grad_shard)  # with one process they are one tensor
         self.wait_for_grads = start_collective(reduce_scatter, self.grad_shard, sent)
 
     def update(self, plan: Plan):
