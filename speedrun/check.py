@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from speedrun import needs
+from speedrun import cards, needs
 
 with needs.packages():
     import numpy
@@ -43,7 +43,6 @@ PACKING = 1.5  # tokens for one that packing keeps, assumed
 BUFFER_BYTES = {"train_seq_len": 22.7, "val_seq_len": 3.75}
 WITHOUT_KERNEL = 1.3  # times as many below compute capability 9.0, where the MLP has no kernel
 SPARE_MIB = 1_000  # for NCCL, cuBLAS and gaps; CUDA itself is there while the free memory is looked at
-ROWS_COST = "a quarter of the rows costs 0.005 of loss, a two-hundredth 0.036"  # of public record 92
 
 
 class Gpu(NamedTuple):
@@ -225,9 +224,24 @@ def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: 
         if total > free:
             report.problems.append(f"{told}: free some, or halve --{name}")
     if flags and not report.problems:
-        told = f"{' '.join(flags)} is what fits here, not the record's {all_rows}; in public runs {ROWS_COST}"
-        report.fact(f"n-grams: {told}", note=True)
+        told = f"{' '.join(flags)} is what fits here, not the record's {all_rows}"
+        losses = f"loss {cards.loss_of(cfg.ngram_rows):.3f} instead of {cards.POINTER_LOSS:.3f}"
+        report.fact(f"n-grams: {told}; by public runs {losses}", note=True)
+    if cfg.preset == "gpt2":
+        tell_cost(cfg, gpus[0].name, processes, report)
     return flags
+
+
+def tell_cost(cfg: Hyperparameters, name: str, processes: int, report: Report) -> None:
+    """Tell what a run takes on a card that is known, and what it takes to test an idea there."""
+    if card := cards.card_of(name):
+        stages = [seconds for _, seconds in cards.step_seconds(card, processes)]
+        minutes = cards.run_seconds(card, processes) / 60
+        told = f"{min(stages) * 1000:.0f} to {max(stages) * 1000:.0f} ms a step, {minutes:.1f} minutes for 1,050"
+        report.fact(f"time: {told} on {processes} x {name} (estimated), without compiling")
+        if processes == 1:
+            told = f"8 pairs of runs with --batch_tokens {cfg.train_seq_len}, {minutes * 16 / cfg.batch_sequences:.0f}"
+            report.fact(f"an idea: {told} minutes (estimated)")
 
 
 def data_problem(cfg: Hyperparameters) -> tuple[str, str]:
