@@ -220,7 +220,7 @@ def sample(argv: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(prog="sample.py", description=__doc__, **form)  # type: ignore[arg-type]
     add_model(parser)
     add = parser.add_argument
-    add("--prompt", metavar="TEXT", help="what to go on from [def for bytes]")
+    add("--prompt", metavar="TEXT", help="what to go on from ['def ' in code, or 'The ']")
     add("--tokens", type=int, metavar="N", default=300, help="the most tokens to add [%(default)s]")
     add("--temperature", type=float, metavar="X", default=0.8, help="0: the likeliest token always [%(default)s]")
     add("--top_k", type=int, metavar="K", default=50, help="only the K likeliest tokens; 0: all [%(default)s]")
@@ -230,7 +230,8 @@ def sample(argv: Sequence[str] | None) -> None:
         if (value := getattr(args, name)) is not None and not 0 <= value <= high:
             raise UserError(f"--{name} {str(value)[:50]}: expected a number from 0 to {high}")
     path, model = find_model(args.model or args.file, args.device)
-    prompt = ("def " if model.cfg.vocab_size == 257 else "The ") if args.prompt is None else args.prompt
+    is_code = model.cfg.train_files == train_gpt.PRESETS["nano"].train_files
+    prompt = ("def " if is_code else "The ") if args.prompt is None else args.prompt
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     encode, decode = tokenizer(model.cfg)
     rng, read, generated = torch.Generator().manual_seed(seed), encode(prompt), list[int]()

@@ -7,8 +7,9 @@
     python data/pack_text.py corpus.jsonl --field text               # a text on each line, as JSON
     python data/pack_text.py corpus.txt --separator '<|endoftext|>'  # texts with this between them
 
-The last line of output is the command that trains on the shards: 200 steps for bytes, as nano's own are a race, and
-fewer with a shorter validation where the text is small. A file is one text, or holds several, as above, in UTF-8, or in
+The last line of output is the command that trains on the shards. For bytes --train chooses steps by the size of the
+text, says why, goes on while validation falls, and ends with bits per byte, a sample and a picture of the losses; with
+a number of steps, a run id, a log folder or a checkpoint of your own it trains as you say. A file is one text, or holds several, as above, in UTF-8, or in
 UTF-16 with a byte order mark. Equal texts count once. A tenth of the bytes is for validation: whole texts, by the hash
 of their names, where each is less than half of that; else documents. A document is
 - bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 2,048. What many files
@@ -41,6 +42,7 @@ from tqdm import tqdm
 if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH nothing beside this file is found
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONSAFEPATH": ""})
 
+import own_text
 from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
 from shards import write_shard
 from texts import decode, gpt2_encoding, without_surrogates
@@ -52,12 +54,12 @@ MAX_TOKENS = 2048  # after which gpt2 cuts documents
 BATCH_DOCUMENTS = 256  # encoded at a time
 JSON_LINES = (".jsonl", ".ndjson")
 EXTENSIONS = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
-# Sizes of documents; what a run takes: its steps (nano's own are a race, so a text gets six times as many), the least
-# that have one in each stage, tokens of the largest step, sequences of its validation
+# Sizes of documents; what a run takes: its steps, by tokens, the least that have one in each stage, tokens of the largest
+# step, sequences of its validation
 Tokenizer = namedtuple("Tokenizer", "preset min_bytes max_bytes steps min_steps step_tokens val_sequences val_seq_len")
 TOKENIZERS = {
-    "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, 200, 20, 2**11, 32, 2**13),
-    "gpt2": Tokenizer("gpt2", 2**13, 2**14, 1050, 81, 3 * 2**17, 40, 2**18),
+    "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, own_text.steps_of, 20, own_text.STEP, 8, 2**13),
+    "gpt2": Tokenizer("gpt2", 2**13, 2**14, lambda tokens: 1050, 81, 3 * 2**17, 40, 2**18),
 }
 
 
@@ -197,12 +199,20 @@ def fit(tokenizer: Tokenizer, train: int, val: int, own: Sequence[str] = ()) -> 
         least = f"{tokenizer.min_steps * tokenizer.step_tokens + 1:,} and {tokenizer.val_seq_len + 1:,}"
         told = f"{train:,} tokens to train on and {val:,} to validate on, expected {least}"
         raise RuntimeError(f"too little text for {tokenizer.preset}: {told}: add some, or your own flags after --")
-    short_val = ["--val_tokens", str(sequences * tokenizer.val_seq_len)] * (0 < sequences < tokenizer.val_sequences)
-    return ["--num_iterations", str(max(1, min(steps, tokenizer.steps))), *short_val]
+    sizes = {"--num_iterations": max(1, min(steps, tokenizer.steps(train)))}
+    if sequences:
+        sizes["--val_tokens"] = min(sequences, tokenizer.val_sequences) * tokenizer.val_seq_len
+    return [word for name, size in sizes.items() for word in (name, str(size))]
 
 
-def pack(args: argparse.Namespace) -> list[str]:
-    """Write the shards and return the trainer's flags for them."""
+def passes(documents: list[bytes], count: int) -> list[bytes]:
+    """Return the documents `count` times, each time in another order."""
+    orders = (sorted(documents, key=lambda d: hashlib.sha1(b"%d " % i + d).digest()) for i in range(1, count))
+    return [*documents, *chain(*orders)]
+
+
+def pack(args: argparse.Namespace) -> tuple[list[str], own_text.Text]:
+    """Write the shards. Return the trainer's flags for them, and what is in them."""
     tokenizer = TOKENIZERS[args.tokenizer]
     files = find_files(args.inputs, {f".{end.strip(' .').lower()}" if end else "" for end in args.ext.split(",")})
     encode = partial(encode_gpt2, gpt2_encoding()) if args.tokenizer == "gpt2" else to_tokens
@@ -212,14 +222,18 @@ def pack(args: argparse.Namespace) -> list[str]:
     if old and args.out.resolve() != OWN:
         raise RuntimeError(f"{min(old)} is there already: remove the {len(old)} shards, or choose another --out")
     documents = read_documents(files, args)
+    is_bytes = args.tokenizer == "bytes"
+    times = own_text.passes_of(sum(1 + len(d) for d in documents["train"])) if args.train and is_bytes else 1
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as folder:
         for split, texts in documents.items():
+            texts = passes(texts, times if split == "train" else 1)
             for i, tokens in enumerate(cut_shards(texts, encode, split)):
                 write_shard(Path(folder, f"{split}_{i:06d}.bin"), tokens)
                 sizes[split] += len(tokens)
             flags += [f"--{split}_files", f"{glob.escape(out)}/{split}_*.bin"]
-        flags += fit(tokenizer, sizes["train"], sizes["val"], args.flags)
+        sizes["train"] //= times
+        flags += [*fit(tokenizer, sizes["train"], sizes["val"], args.flags), *own_text.MODEL * is_bytes]
         new = {args.out / shard.name: shard for shard in Path(folder).iterdir()}
         for path, shard in new.items():
             os.replace(shard, path)
@@ -227,7 +241,8 @@ def pack(args: argparse.Namespace) -> list[str]:
         path.unlink()
     for split, texts in documents.items():
         print(f"{args.out}: {split}: {len(texts):,} documents, {sizes[split]:,} tokens")
-    return [*flags, *args.flags]
+    scored = min(tokenizer.val_sequences, (sizes["val"] - 1) // tokenizer.val_seq_len) * tokenizer.val_seq_len
+    return flags, own_text.Text(documents["train"], documents["val"], sizes["train"], scored)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -246,15 +261,19 @@ def main(argv: list[str] | None = None) -> None:
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end], argparse.Namespace(flags=argv[end + 1 :]))
     try:
-        flags = pack(args)
+        flags, text = pack(args)
     except (OSError, RuntimeError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         parser.exit(130, f"{parser.prog}: interrupted\n")
-    run = ROOT / "run.sh"
-    print("train on it:", shlex.join(["./run.sh" if Path.cwd() == ROOT else str(run), *flags]), flush=True)
+    run = "./run.sh" if Path.cwd() == ROOT else str(ROOT / "run.sh")
+    print("train on it:", shlex.join([run, *flags, *args.flags]), flush=True)
+    named = {flag.partition("=")[0] for flag in args.flags}
+    if args.train and args.tokenizer == "bytes" and not named & {*own_text.SINGLE}:
+        print(*own_text.why(text), sep="\n", flush=True)
+        sys.exit(own_text.train(flags, args.flags, text))
     if args.train:  # with this Python, so that run.sh makes no other environment
-        os.execve(run, ["./run.sh", *flags], os.environ | {"PYTHON": sys.executable})
+        os.execve(ROOT / "run.sh", ["./run.sh", *flags, *args.flags], os.environ | {"PYTHON": sys.executable})
 
 
 if __name__ == "__main__":

@@ -161,16 +161,21 @@ def test_one_file_is_split_by_document_into_many_shards_and_trained_on(tmp_path,
     monkeypatch.setattr(os, "execve", Mock())
     text, folder = prose(0, 600_000), tmp_path / "[o]*ut $x'y"
     (tmp_path / "book").write_bytes(text)
-    arguments = tmp_path / "book", "--out", folder, "--train", "--", "--seed", 7
+    arguments = tmp_path / "book", "--out", folder, "--train", "--", "--seed", 7, "--run_id", "mine"
     command = shlex.split(run(capsys, pack_text.main, *arguments).splitlines()[-1])[3:]
     (path, argv, environment), _ = os.execve.call_args
     assert ([path, *argv[1:]], environment["PYTHON"]) == ([tmp_path / "run.sh", *command[1:]], sys.executable)
     cfg = train_gpt.parse_args(command[1:])
-    assert (cfg.preset, cfg.target_loss, cfg.seed) == ("nano", 0, 7)
+    assert (cfg.preset, cfg.target_loss, cfg.seed, cfg.ngram_order) == ("nano", 0, 7, 3)
     for pattern in cfg.train_files, cfg.val_files:
         sizes = [path.stat().st_size for path in map(tmp_path.joinpath, glob.glob(pattern, root_dir=tmp_path))]
         assert (len(sizes) > 1, max(sizes) <= 1024 + 2 * 40_000) == (True, True)
-    assert sorted(chain(*packed(folder).values())) == sorted({*pack_nano.split_documents(text)})
+    found = packed(folder)
+    once = {*found["train"]}
+    assert once | {*found["val"]} == {*pack_nano.split_documents(text)}
+    orders = [found["train"][i : i + len(once)] for i in range(0, len(found["train"]), len(once))]
+    assert [{*order} for order in orders] == [once] * 4, "it can be read four times"
+    assert len({*map(tuple, orders)}) == 4, "each time in another order"
 
 
 def test_files_hold_several_texts_and_none_is_in_both_splits(tmp_path, capsys):
@@ -275,8 +280,9 @@ def test_a_text_too_small_for_the_preset_gets_a_run_that_fits(tmp_path, tokenize
             pack_text.fit(tokenizer, **sizes | {split: size - 1})
     train_gpt.plan_data(cfg := train_gpt.parse_args(flags))
     assert (cfg.num_iterations, cfg.val_tokens) == (tokenizer.min_steps, tokenizer.val_seq_len)
-    enough = tokenizer.steps * tokenizer.step_tokens + 1, tokenizer.val_sequences * tokenizer.val_seq_len + 1
-    assert pack_text.fit(tokenizer, *enough) == ["--num_iterations", str(tokenizer.steps)], "validation is whole"
+    val_tokens, tokens = tokenizer.val_sequences * tokenizer.val_seq_len, 10**9
+    flags = ["--num_iterations", str(tokenizer.steps(tokens)), "--val_tokens", str(val_tokens)]
+    assert pack_text.fit(tokenizer, tokens, 2 * val_tokens) == flags, "neither is more than it needs"
 
 
 def test_gpt2_tokens_give_the_text_back(tmp_path, capsys, monkeypatch):

@@ -1,0 +1,88 @@
+"""data/own_text.py: what is chosen for a text, when training stops, and what is said at the end."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import own_text
+from own_text import Text
+
+
+def test_steps_and_passes_by_size():
+    sizes = [60_000, 500_000, 2_000_000, 5_000_000, 50_000_000]
+    assert [own_text.steps_of(n) for n in sizes] == [29, 244, 976, 1562, 4941]
+    assert [own_text.passes_of(n) for n in sizes] == [8, 8, 2, 1, 1]
+    assert all(own_text.steps_of(n) * own_text.passes_of(n) <= own_text.MOST_STEPS for n in range(4096, 2_040_000, 7919))
+    small, large = (own_text.why(Text([b"x" * n], [b"y" * 9], n + 1, 8))[1] for n in (60_000, 5_000_000))
+    assert small == "steps: 29 of 2,048 tokens read 99% of it, then up to 8 passes as long as validation falls"
+    assert large == "steps: 1,562 of 2,048 tokens read 64% of it"
+
+
+def test_bits_per_byte_by_hand():
+    """An end of text costs nats and is no byte. The first one is read only."""
+    documents = [b"ab", b"cde", b"f"]  # |ab|cde|f
+    for tokens, size in {2: 2, 3: 2, 4: 3, 7: 5, 8: 6}.items():
+        text = Text([], documents, 0, tokens)
+        assert own_text.bits_per_byte(1.5, text) == pytest.approx(1.5 * tokens / size / math.log(2)), tokens
+
+
+def test_xz_knows_the_training_text():
+    noise = bytes(os.urandom(4000))
+    assert own_text.xz_bits_per_byte(Text([noise], [noise], 0, 4000)) < 0.2
+    assert own_text.xz_bits_per_byte(Text([b"a" * 4000], [noise], 0, 4000)) > 7.9
+
+
+def test_the_prompt_is_the_first_words():
+    for begin, prompt in {"Der Hund bellt.\n": "Der Hund ", "  ä ö ü ß ẞ é": "  ä ö ü ß ", "日本語": ""}.items():
+        assert own_text.prompt_of(Text([], [begin.encode()], 0, 0)) == prompt
+
+
+@pytest.mark.parametrize(
+    ("losses", "runs", "best"), [([2.0, 1.9, 1.95], 3, 1), ([2.0, 2.0], 2, 0), ([4.0, 3.0, 2.0, 1.0], 4, 3)]
+)
+def test_it_trains_on_as_long_as_validation_falls(tmp_path, monkeypatch, losses, runs, best):
+    monkeypatch.setattr(own_text, "LOGS", tmp_path)
+    launched, shown = [], []
+
+    def launch(flags):
+        named = dict(zip(flags[::2], flags[1::2], strict=True))
+        (tmp_path / f"{named['--run_id']}.json").write_text(json.dumps(dict(val_loss=losses[len(launched)])))
+        launched.append((int(named["--num_iterations"]), named["--muon_lr"]))
+        return 0
+
+    monkeypatch.setattr(own_text, "launch", launch)
+    monkeypatch.setattr(own_text, "show", lambda run, loss, text: shown.append((int(run.name[-1]), loss)))
+    text = Text([], [], 60_000, 8192)
+    assert own_text.train(["--preset", "nano"], ["--muon_lr", "0.1"], text) == 0
+    assert launched == [(29 * 2**i, "0.1") for i in range(runs)]
+    assert shown == [(2**best, losses[best])]
+
+
+def test_a_run_that_fails_ends_all_with_its_code(monkeypatch):
+    monkeypatch.setattr(own_text, "launch", lambda flags: 3)
+    assert own_text.train([], [], Text([], [], 60_000, 8192)) == 3
+
+
+def test_signals_reach_the_run_and_its_code_comes_back(tmp_path):
+    """SIGTERM is for this process alone; on a terminal Ctrl-C is for both, and only the run ends by it."""
+    run = tmp_path / "run.sh"
+    run.write_text("#!/bin/sh\ntrap 'touch told; exit 7' TERM\ntouch begun\nwhile :; do sleep 0.05; done\n")
+    run.chmod(0o755)
+    code = f"import own_text; own_text.ROOT = own_text.Path({str(tmp_path)!r}); raise SystemExit(own_text.launch([]))"
+    env = os.environ | dict(PYTHONPATH=str(Path(own_text.__file__).parent))
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env)
+    for _ in range(600):
+        if (tmp_path / "begun").exists():
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=30) == 7
+    assert (tmp_path / "told").exists()
