@@ -54,9 +54,6 @@ class Model:
         self.reader = Reader(self.cfg, Ranks(), self.device)
         bits = train_gpt.read_canon(self.cfg)
         self.canon = torch.from_numpy(bits).to(self.device) if len(bits) else None
-        # Whether attention sees other documents: then each is read alone
-        kinds = (train_gpt.ATTENTION.get(row.attention) for row in self.cfg.layers)  # of none there is no row
-        self.sees_beyond = any(kind and kind.beyond for kind in kinds)
         self.size = sum(p.numel() for p in gpt.parameters())
 
     def find_ngrams(self, numbers: Tensor) -> Tensor:

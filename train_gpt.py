@@ -82,14 +82,13 @@ class Attention(NamedTuple):
     heads_per_pair: int = 1  # 2: heads go in pairs, in one sequence of twice the length, and share keys
     rotary: bool = True  # queries and keys turn by their positions; or else they begin equal
     before: float = 0.0  # the part of a key, at its end, that is taken from the token before
-    beyond: float = 0.0  # what scores of tokens of other documents lose; 0: no token sees them
 
 
 ATTENTION = {
     "long": Attention("long", before=0.5),  # record 49
     "short": Attention("short"),
     "paired": Attention("short", heads_per_pair=2),  # record 58 (@classiclarryd)
-    "alike": Attention("long", rotary=False, before=1.0, beyond=2.0),  # what followed a token like this one?
+    "alike": Attention("long", rotary=False, before=1.0),  # what followed a token like this one?
 }
 
 
@@ -439,7 +438,7 @@ NANO = SMALL | dict(
     target_loss=1.45,
     batch_tokens=2048,
     train_seq_len=2048,
-    num_iterations=30,
+    num_iterations=32,
     final_window=0,
     cooldown_frac=0.85,
     min_lr_frac=0.2,
@@ -1534,20 +1533,14 @@ def document_block_mask(doc_ids: Tensor, window, block: int, for_flex=True, also
     return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=block, mask_mod=sees, compute_q_blocks=for_flex)
 
 
-def lower_beyond(doc_ids: Tensor, penalty: float) -> Callable:
-    """Return a score_mod of FlexAttention: scores of tokens of other documents are lower by the penalty."""
-    return lambda score, b, h, q, kv: torch.where(doc_ids[q] == doc_ids[kv], score, score - penalty)
-
-
 class GatheredMask:
     """Hold a BlockMask for attention in plain PyTorch: FlexAttention has no backward on CPUs.
 
     kv_blocks (N, M): the key blocks of each query block, partial ones first. bias (N, block, M block), of the pointer's
-    two heads (2, N, block, M block): 0 where a token sees another, or what score_mod makes of it, -1e30 where not.
-    reach: the widest window.
+    two heads (2, N, block, M block): 0 where a token sees another, -1e30 where not. reach: the widest window.
     """
 
-    def __init__(self, mask: BlockMask, reach: int, dtype: torch.dtype, score_mod: Callable | None = None):
+    def __init__(self, mask: BlockMask, reach: int, dtype: torch.dtype):
         num_partial = mask.kv_num_blocks[0, 0, :, None]
         num_full = mask.full_kv_num_blocks[0, 0, :, None]
         N = len(num_partial)
@@ -1560,11 +1553,8 @@ class GatheredMask:
         kv = tokens[self.kv_blocks][:, None]
         heads = torch.arange(2)[:, None, None, None, None]  # masks that ask for no head have no such dimension
         visible = (slot < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, heads, q, kv)
-        scores = torch.zeros((), dtype=dtype)
-        if score_mod:
-            scores = score_mod(scores, None, heads, q, kv)
         # Not -inf, which has no gradient where the pointer's second head sees nothing
-        self.bias = torch.where(visible, scores, -1e30).flatten(-2)
+        self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -1e30).flatten(-2)
 
     def blocks(self, t: Tensor) -> Tensor:
         """Return the blocks of t (T, H, D), as (H, N, block, D)."""
@@ -1585,11 +1575,10 @@ class GatheredMask:
         return y.flatten(1, 2).transpose(0, 1)
 
 
-def attend(q, k, v, mask: BlockMask | GatheredMask, heads_per_pair: int, score_mod: Callable | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | GatheredMask, heads_per_pair: int) -> Tensor:
     """Return softmax(q k') v of each head (T, H, D), within the mask; v has a D of its own.
 
-    score_mod: what FlexAttention does to scores; a GatheredMask has it already. The heads of a
-    pair, h and h + H / 2, alternate in one sequence of 2 T.
+    The heads of a pair, h and h + H / 2, alternate in one sequence of 2 T.
     """
     T, H, D = v.shape
     q, k, v = (t.reshape(T * heads_per_pair, H // heads_per_pair, -1) for t in (q, k, v))
@@ -1599,7 +1588,7 @@ def attend(q, k, v, mask: BlockMask | GatheredMask, heads_per_pair: int, score_m
     warps = dict(bwd_num_warps=8)  # as on an H100; with the 4 of other GPUs the backward pass spills its registers,
     if q.size(-1) == 64:  # and so does the forward pass of half heads
         warps |= dict(fwd_num_warps=8)
-    y = flex_attention(q, k, v, score_mod, mask, scale=1.0, kernel_options=warps)  # type: ignore[call-overload]
+    y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=warps)  # type: ignore[call-overload]
     return y.squeeze(0).transpose(0, 1).reshape(T, H, D)
 
 
@@ -1610,7 +1599,6 @@ class View(NamedTuple):
     cos: Tensor  # (T, 1, heads_per_pair, 1, 1, D / 4), as `NormRotate` takes them
     sin: Tensor
     scale: Tensor  # (): factor on scores
-    score_mod: Callable | None  # what else happens to scores
 
 
 class CausalSelfAttention(nn.Module):
@@ -1653,7 +1641,7 @@ class CausalSelfAttention(nn.Module):
             v = v + self.gated(value_embed, x, factors)
         if mixed is not None:
             v = v + mixed.view_as(v)
-        y = attend(q, k, v, view.mask, self.kind.heads_per_pair, view.score_mod)
+        y = attend(q, k, v, view.mask, self.kind.heads_per_pair)
         if "xsa" in factors:  # a head leaves out what it shares with the token's own value: record 82 (@_djdumpling)
             overlap = (y * v).sum(-1, keepdim=True)
             along_v = overlap / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
@@ -1968,13 +1956,11 @@ class GPT(nn.Module):
             i = settings.kinds.index(kind.window)
             ids = doc_ids.repeat_interleave(kind.heads_per_pair)
             reach = settings.reach[i]
-            score_mod = lower_beyond(ids, kind.beyond) if kind.beyond else None
-            within = torch.zeros_like(ids) if kind.beyond else ids
-            mask: BlockMask | GatheredMask = document_block_mask(within, reach, cfg.block_size, for_flex=on_cuda)
+            mask: BlockMask | GatheredMask = document_block_mask(ids, reach, cfg.block_size, for_flex=on_cuda)
             if not on_cuda:
-                mask = GatheredMask(mask, self.reach, self.embed.weight.dtype, score_mod)
+                mask = GatheredMask(mask, self.reach, self.embed.weight.dtype)
             cos, sin = settings.rotary[i, :, : len(ids)].unflatten(1, (-1, 1, kind.heads_per_pair, 1, 1))
-            views[name] = View(mask, cos, sin, settings.attn_scales[i], score_mod)
+            views[name] = View(mask, cos, sin, settings.attn_scales[i])
         return views
 
 

@@ -57,7 +57,7 @@ def why(text: Text) -> list[str]:
     return [
         f"text: {size:,} bytes to train on, in random order, and {val:,} others to validate",
         f"steps: {steps:,} of {STEP:,} tokens read {part:.0%} of it{again}",
-        "model: nano, with rows for triples of bytes, too; attention reaches 512 bytes back, beyond documents as well",
+        "model: nano, with rows for triples of bytes, too; attention looks 512 bytes back",
     ]
 
 

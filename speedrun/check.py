@@ -240,7 +240,7 @@ def tell_cost(cfg: Hyperparameters, name: str, processes: int, report: Report) -
         told = f"{min(stages) * 1000:.0f} to {max(stages) * 1000:.0f} ms a step, {minutes:.1f} minutes for 1,050"
         report.fact(f"time: {told} on {processes} x {name} (estimated), without compiling")
         if processes == 1:
-            told = f"8 pairs of runs with --batch_tokens {cfg.train_seq_len}, {minutes * 16 / cfg.batch_sequences:.0f}"
+            told = f"8 pairs of runs with --batch_tokens {cfg.train_seq_len}, {16 * minutes / cfg.batch_sequences:.0f}"
             report.fact(f"an idea: {told} minutes (estimated)")
 
 

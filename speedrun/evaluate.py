@@ -39,15 +39,15 @@ HELLASWAG |= dict(revision="218ec52e09a7e7462a5400043bb9a69a41d06b76")
 LENGTH = 4096  # tokens that the model reads at a time, or val_seq_len: in plain PyTorch attention takes memory
 OVERLAP = 1024  # tokens of a long text that the model reads again, before those to be scored
 SLICE = 512  # tokens whose logits exist at a time
-# Smear, n-grams and key offset give a token something of those before it, even of another document, and the first two
-# of a sequence have n-grams of their own. The last of so many documents of one token is the same anywhere
-RUN_UP = 8  # end-of-text tokens before a document's others, of which the last is its own
+# Smear, n-grams, key offset and token shift give a token something of those before it, even of another document, and
+# the first two of a sequence have n-grams of their own. The last of so many documents of one token is the same anywhere
+RUN_UP = 8  # end-of-text tokens before a document's others: the last is its own, 1 for the key, 4 for nano's shift
 Document = tuple[list[int], int]  # tokens, and how many of them are only context
 Question = tuple[str, list[str], int]  # context, endings and the number of the right one
 
 
 def pack(documents: Sequence[Document], length: int) -> Iterator[Sequence[Document]]:
-    """Yield as many documents in turn as fit into a sequence of `length` tokens, with their run-ups; at least one."""
+    """Yield as many documents in turn as fit into a sequence of `length` tokens, with their run-ups."""
     begin = used = 0
     for end, (tokens, _) in enumerate(documents):
         used += RUN_UP + len(tokens)
@@ -63,7 +63,7 @@ def score(model: Model, documents: Sequence[Document], length: int, name: str) -
     found: list[float] = []
     options = dict(total=sum(RUN_UP + len(tokens) for tokens, _ in documents), unit="tok", unit_scale=True)
     with tqdm(**options, desc=name, disable=None) as bar:
-        for packed in pack(documents, 0 if model.sees_beyond else length):
+        for packed in pack(documents, length):
             read: list[int] = []
             places: list[Tensor] = []  # of the tokens to score, for each document
             for tokens, context in packed:

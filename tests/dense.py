@@ -16,9 +16,9 @@ def dense_mask(docs: Tensor, window: int) -> Tensor:
     return (back >= 0) & (back <= window) & (docs[:, None] == docs[None, :])
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, lost: Tensor | float = 0.0) -> Tensor:
-    """Write down softmax attention of q, k, v (T, H, D); v has a D of its own. lost (T, T): what scores lose."""
-    weights = (torch.einsum("qhd,khd->hqk", q, k) - lost).masked_fill(~mask, -torch.inf).exp()
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Write down softmax attention of q, k, v (T, H, D); v has a D of its own."""
+    weights = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~mask, -torch.inf).exp()
     return torch.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdim=True), v)
 
 

@@ -169,6 +169,17 @@ def test_what_a_run_costs_on_a_card(capsys):
     assert idea == "an idea: 8 pairs of runs with --batch_tokens 16384, 46 minutes (estimated)"
 
 
+def test_the_page_says_of_cards_what_the_check_does():
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    rows = re.findall(r"^\| ([HAR][\w ]+) \| ([\d,]+) \| \d+ \| (.*) to (.*) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$", page, re.M)
+    assert len(rows) == 4
+    for name, ngrams, *told in rows:
+        card = cards.card_of(name.replace("A100 40GB", "A100-SXM4-40GB"))
+        ms, minutes = [1000 * seconds for _, seconds in cards.step_seconds(card, 1)], cards.run_seconds(card, 1) / 60
+        loss = cards.loss_of(int(ngrams.replace(",", "")))
+        assert told == [f"{min(ms):,.0f}", f"{max(ms):,.0f}", f"{minutes:.1f}", f"{loss:.3f}", f"{2 * minutes:.0f}"]
+
+
 def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tmp_path):
     machine(H100, H100)
     monkeypatch.setenv("NPROC", "4")

@@ -114,11 +114,10 @@ def attend_slowly(
             factor = 2 * (torch.cat([x[:, :w], value_embed[:, :w]], 1) @ attn.value_gate.T).sigmoid()[..., None]
         v = v + factor * value_embed.view(T, H, D)[..., : v.shape[-1]]
     v = v if mixed is None else v + mixed.view_as(v)
-    place, head, doc = (n * t + h // (H // n)).flatten(), (h % (H // n)).repeat(T), docs.repeat_interleave(H)
+    place, group = (n * t + h // (H // n)).flatten(), (docs[:, None] * H + h % (H // n)).flatten()
     back = place[:, None] - place
-    seen = (back >= 0) & (back <= reach) & (head[:, None] == head)
-    lost = torch.where(doc[:, None] == doc, 0, 2 if kind == "alike" else 1e9)
-    weights = (scale * q.flatten(0, 1) @ k.flatten(0, 1).T - lost).masked_fill(~seen, -torch.inf).softmax(1)
+    seen = (back >= 0) & (back <= reach) & (group[:, None] == group)
+    weights = (scale * q.flatten(0, 1) @ k.flatten(0, 1).T).masked_fill(~seen, -torch.inf).softmax(1)
     y = (weights @ v.flatten(0, 1)).view_as(v)
     if "xsa" in f:
         y = y - f["xsa"].transpose(0, 1).tanh() * (y * v).sum(2, keepdim=True) / v.square().sum(2, keepdim=True) * v

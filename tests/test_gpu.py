@@ -120,41 +120,29 @@ def within(errors: Iterable[float], limit: float) -> bool:
     return all(error < limit for error in errors)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, docs: Tensor, window: Tensor, block: int, penalty: float = 0) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, docs: Tensor, window: Tensor, block: int) -> Tensor:
     """Attend as the model does. What differs between the tests is in tensors: they share one graph."""
-    score_mod = train_gpt.lower_beyond(docs, penalty) if penalty else None
-    mask = train_gpt.document_block_mask(torch.zeros_like(docs) if penalty else docs, window, block)
-    mask = mask if q.is_cuda else GatheredMask(mask, len(docs), q.dtype, score_mod)
-    return train_gpt.attend(q, k, v, mask, heads_per_pair=1, score_mod=score_mod)
+    mask = train_gpt.document_block_mask(docs, window, block)
+    mask = mask if q.is_cuda else GatheredMask(mask, len(docs), q.dtype)
+    return train_gpt.attend(q, k, v, mask, heads_per_pair=1)
 
 
 @on_both
 @pytest.mark.parametrize(
-    ("window", "mean_document", "is_half", "penalty"),
-    [
-        (100, 700, (0, 0), 0.0),
-        (256, 40, (1, 0), 0.0),
-        (650, 10**9, (1, 1), 0.0),
-        (4096, 700, (1, 0), 0.0),
-        (4096, 10**9, (0, 0), 0.0),
-        (650, 300, (0, 0), 2.0),
-    ],
+    ("window", "mean_document", "is_half"),
+    [(100, 700, (0, 0)), (256, 40, (1, 0)), (650, 10**9, (1, 1)), (4096, 700, (1, 0)), (4096, 10**9, (0, 0))],
 )
-def test_attention_equals_dense_forward_and_backward(
-    window: int, mean_document: int, is_half: tuple, penalty: float, device: str
-):
-    """Queries and keys, or values, may be half as wide; other documents may be seen, at a penalty."""
+def test_attention_equals_dense_forward_and_backward(window: int, mean_document: int, is_half: tuple, device: str):
+    """Queries and keys, or values, may be half as wide."""
     T, H, D, block = (4096, 6, 128, 128) if device == "cuda" else (512, 2, 32, 16)
     half_qk, half_v = is_half
     widths = [D >> half_qk, D >> half_qk, D >> half_v, D >> half_v]
     generator = torch.Generator().manual_seed(window)
     docs = (torch.rand(T, generator=generator) < 1 / mean_document).cumsum(0, dtype=torch.int32)
-    mask, lost = dense_mask(docs * (penalty == 0), window), penalty * (docs[:, None] != docs)
-    dense = functools.partial(dense_attention, mask=mask.to(device), lost=lost.to(device))
+    dense = functools.partial(dense_attention, mask=dense_mask(docs, window).to(device))
     q, k, v, grad = (torch.randn(T, H, width, generator=generator).to(device) for width in widths)
     qkv = [0.12 * train_gpt.norm(q), train_gpt.norm(k), v]
     settings = dict(docs=docs.to(device), window=torch.tensor(window, dtype=torch.int32, device=device), block=block)
-    settings |= dict(penalty=penalty)
     function = functools.partial(compiled(attention) if device == "cuda" else attention, **settings)
     actual = with_gradients(function, *(t.bfloat16() for t in qkv), grad=grad)
     errors = relative_errors(actual, with_gradients(dense, *qkv, grad=grad))

@@ -40,7 +40,7 @@ def test_xz_knows_the_training_text():
 
 
 def test_the_prompt_is_the_first_words():
-    for begin, prompt in {"Der Hund bellt.\n": "Der Hund ", "  ä ö ü ß ẞ é": "  ä ö ü ß ", "日本語": ""}.items():
+    for begin, prompt in {"Der Hund bellt.\n": "Der Hund bellt.\n", "  ä ö ü ß ẞ é": "  ä ö ü ß ", "日本語": ""}.items():
         assert own_text.prompt_of(Text([], [begin.encode()], 0, 0)) == prompt
 
 
