@@ -216,7 +216,7 @@ def pack(args: argparse.Namespace) -> tuple[list[str], own_text.Text]:
     tokenizer = TOKENIZERS[args.tokenizer]
     files = find_files(args.inputs, {f".{end.strip(' .').lower()}" if end else "" for end in args.ext.split(",")})
     encode = partial(encode_gpt2, gpt2_encoding()) if args.tokenizer == "gpt2" else to_tokens
-    sizes, flags = Counter[str](), ["--preset", tokenizer.preset, "--target_loss", "0"]
+    sizes, flags = Counter[str](), ["--preset", tokenizer.preset, "--target_loss", "0", "--val_sha256", ""]
     out = str(args.out.resolve()).removeprefix(f"{ROOT}/")  # run.sh changes to ROOT
     old = {*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")}
     if old and args.out.resolve() != OWN:

@@ -22,7 +22,7 @@ case " $* " in *" --device cpu "* | *" --device=cpu "*)
     device=(--device cpu --num_iterations 14)
     wide=()
     text=data/nano
-    whole=(--preset mini --val_tokens 8192)
+    whole=(--preset nano --val_tokens 8192) # mini comes below
     plain=(--seconds 1 --val_tokens 8192)
     self_test=(-k newton_schulz) # all of it is in ./test.sh
     ;;
