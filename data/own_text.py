@@ -62,9 +62,9 @@ def why(text: Text) -> list[str]:
 
 
 def launch(flags: Sequence[str]) -> int:
-    """Start run.sh, pass on signals to stop, and return its exit code."""
+    """Start run.sh, pass on SIGTERM, and return its exit code. A terminal's signals it gets by itself."""
     run = subprocess.Popen([ROOT / "run.sh", *flags], env=os.environ | {"PYTHON": sys.executable})
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}  # it gets them
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
     before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, _: run.send_signal(number))
     try:
         return run.wait()
@@ -103,10 +103,10 @@ def show(run: Path, loss: float, text: Text) -> None:
     model, picture = run.with_suffix(".pt"), run.with_suffix(".png")
     if model.exists():
         os.utime(model)  # the newest is what sample.py takes
-        command = ["sample.py", model, "--prompt", prompt_of(text), "--temperature", "0.6"]
+        command = ["sample.py", str(model), "--prompt", prompt_of(text)]
         subprocess.run([sys.executable, *command], cwd=ROOT)
     if importlib.util.find_spec("matplotlib"):
-        plot = ["-m", "speedrun", "plot", run.with_suffix(".txt"), "-o", picture]
+        plot = ["-m", "speedrun", "plot", str(run.with_suffix(".txt")), "-o", str(picture)]
         if subprocess.run([sys.executable, *plot], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0:
             print(f"curve: {picture}")
     else:

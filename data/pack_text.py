@@ -9,9 +9,9 @@
 
 The last line of output is the command that trains on the shards. For bytes --train chooses steps by the size of the
 text, says why, goes on while validation falls, and ends with bits per byte, a sample and a picture of the losses; with
-a number of steps, a run id, a log folder or a checkpoint of your own it trains as you say. A file is one text, or holds several, as above, in UTF-8, or in
-UTF-16 with a byte order mark. Equal texts count once. A tenth of the bytes is for validation: whole texts, by the hash
-of their names, where each is less than half of that; else documents. A document is
+a number of steps, a run id, a log folder or a checkpoint of your own it trains as you say. A file is one text, or holds
+several, as above, in UTF-8, or in UTF-16 with a byte order mark. Equal texts count once. A tenth of the bytes is for
+validation: whole texts, by the hash of their names, where each is less than half of that; else documents. A document is
 - bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 2,048. What many files
   repeat (a licence, a quoted mail) then counts once, and the model, which sees 512 bytes, loses little.
 - gpt2: a piece of at least 8 KiB that ends at a blank line, cut after 16 KiB and after 2,048 tokens, because training
@@ -54,8 +54,8 @@ MAX_TOKENS = 2048  # after which gpt2 cuts documents
 BATCH_DOCUMENTS = 256  # encoded at a time
 JSON_LINES = (".jsonl", ".ndjson")
 EXTENSIONS = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
-# Sizes of documents; what a run takes: its steps, by tokens, the least that have one in each stage, tokens of the largest
-# step, sequences of its validation
+# Sizes of documents; what a run takes: its steps, by tokens, the least that have one in each stage, tokens of the
+# largest step, sequences of its validation
 Tokenizer = namedtuple("Tokenizer", "preset min_bytes max_bytes steps min_steps step_tokens val_sequences val_seq_len")
 TOKENIZERS = {
     "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, own_text.steps_of, 20, own_text.STEP, 8, 2**13),

@@ -165,13 +165,17 @@ def test_what_a_run_costs_on_a_card(capsys):
     for name in "NVIDIA T4", RTX_4090.name:
         check.tell_cost(BF16, name, 1, check.Report(is_full=True))
     time, idea = capsys.readouterr().out.splitlines()
-    assert time.endswith("ms a step, 23.2 minutes for 1,050 on 1 x NVIDIA GeForce RTX 4090 (estimated), without compiling")
+    assert time.endswith(
+        "ms a step, 23.2 minutes for 1,050 on 1 x NVIDIA GeForce RTX 4090 (estimated), without compiling"
+    )
     assert idea == "an idea: 8 pairs of runs with --batch_tokens 16384, 46 minutes (estimated)"
 
 
 def test_the_page_says_of_cards_what_the_check_does():
     page = (ROOT / "docs" / "gpu.md").read_text()
-    rows = re.findall(r"^\| ([HAR][\w ]+) \| ([\d,]+) \| \d+ \| (.*) to (.*) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$", page, re.M)
+    rows = re.findall(
+        r"^\| ([HAR][\w ]+) \| ([\d,]+) \| \d+ \| (.*) to (.*) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$", page, re.M
+    )
     assert len(rows) == 4
     for name, ngrams, *told in rows:
         card = cards.card_of(name.replace("A100 40GB", "A100-SXM4-40GB"))

@@ -19,7 +19,9 @@ def test_steps_and_passes_by_size():
     sizes = [60_000, 500_000, 2_000_000, 5_000_000, 50_000_000]
     assert [own_text.steps_of(n) for n in sizes] == [29, 244, 976, 1562, 4941]
     assert [own_text.passes_of(n) for n in sizes] == [8, 8, 2, 1, 1]
-    assert all(own_text.steps_of(n) * own_text.passes_of(n) <= own_text.MOST_STEPS for n in range(4096, 2_040_000, 7919))
+    assert all(
+        own_text.steps_of(n) * own_text.passes_of(n) <= own_text.MOST_STEPS for n in range(4096, 2_040_000, 7919)
+    )
     small, large = (own_text.why(Text([b"x" * n], [b"y" * 9], n + 1, 8))[1] for n in (60_000, 5_000_000))
     assert small == "steps: 29 of 2,048 tokens read 99% of it, then up to 8 passes as long as validation falls"
     assert large == "steps: 1,562 of 2,048 tokens read 64% of it"
@@ -40,7 +42,11 @@ def test_xz_knows_the_training_text():
 
 
 def test_the_prompt_is_the_first_words():
-    for begin, prompt in {"Der Hund bellt.\n": "Der Hund bellt.\n", "  ä ö ü ß ẞ é": "  ä ö ü ß ", "日本語": ""}.items():
+    for begin, prompt in {
+        "Der Hund bellt.\n": "Der Hund bellt.\n",
+        "  ä ö ü ß ẞ é": "  ä ö ü ß ",
+        "日本語": "",
+    }.items():
         assert own_text.prompt_of(Text([], [begin.encode()], 0, 0)) == prompt
 
 
