@@ -92,3 +92,21 @@ def test_signals_reach_the_run_and_its_code_comes_back(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 7
     assert (tmp_path / "told").exists()
+
+
+def test_the_run_that_was_kept_has_the_newest_model(tmp_path, monkeypatch, capsys):
+    """`sample.py` takes the newest; without a model there is no sample."""
+    commands = []
+    done = subprocess.CompletedProcess([], 0)
+    monkeypatch.setattr(own_text.subprocess, "run", lambda command, **_: commands.append(command) or done)
+    kept, later = tmp_path / "own-1.pt", tmp_path / "own-2.pt"
+    text = Text([b"some words " * 40], [b"other words " * 40], 441, 256)
+    for models in [], [kept, later]:
+        for model in models:
+            model.touch()
+            os.utime(model, (1, 1 + (model == later)))
+        commands.clear()
+        own_text.show(tmp_path / "own-1", 1.0, text)
+        assert any("sample.py" in command for command in commands) == bool(models)
+    assert kept.stat().st_mtime > later.stat().st_mtime
+    assert capsys.readouterr().out.startswith("\n1.443 bits per byte of the validation text; ")
