@@ -192,16 +192,21 @@ def cut_shards(documents: list[bytes], encode: Callable, split: str) -> Iterator
         yield np.concatenate(held)
 
 
+def scored_tokens(tokenizer: Tokenizer, val: int) -> int:
+    """Return how many of so many validation tokens a run scores."""
+    return min((val - 1) // tokenizer.val_seq_len, tokenizer.val_sequences) * tokenizer.val_seq_len
+
+
 def fit(tokenizer: Tokenizer, train: int, val: int, own: Sequence[str] = ()) -> list[str]:
     """Return the flags of a run that so many tokens are enough for. The user's own flags may need fewer than ours."""
-    steps, sequences = (train - 1) // tokenizer.step_tokens, (val - 1) // tokenizer.val_seq_len
-    if not own and (steps < tokenizer.min_steps or not sequences):
+    steps, scored = (train - 1) // tokenizer.step_tokens, scored_tokens(tokenizer, val)
+    if not own and (steps < tokenizer.min_steps or scored < 1):
         least = f"{tokenizer.min_steps * tokenizer.step_tokens + 1:,} and {tokenizer.val_seq_len + 1:,}"
         told = f"{train:,} tokens to train on and {val:,} to validate on, expected {least}"
         raise RuntimeError(f"too little text for {tokenizer.preset}: {told}: add some, or your own flags after --")
     sizes = {"--num_iterations": max(1, min(steps, tokenizer.steps(train)))}
-    if sequences:
-        sizes["--val_tokens"] = min(sequences, tokenizer.val_sequences) * tokenizer.val_seq_len
+    if scored > 0:
+        sizes["--val_tokens"] = scored
     return [word for name, size in sizes.items() for word in (name, str(size))]
 
 
@@ -241,7 +246,7 @@ def pack(args: argparse.Namespace) -> tuple[list[str], own_text.Text]:
         path.unlink()
     for split, texts in documents.items():
         print(f"{args.out}: {split}: {len(texts):,} documents, {sizes[split]:,} tokens")
-    scored = min(tokenizer.val_sequences, (sizes["val"] - 1) // tokenizer.val_seq_len) * tokenizer.val_seq_len
+    scored = scored_tokens(tokenizer, sizes["val"])
     return flags, own_text.Text(documents["train"], documents["val"], sizes["train"], scored)
 
 

@@ -16,44 +16,41 @@ class Card(NamedTuple):
     bandwidth: float  # 10^12 bytes a second
 
 
-CARDS = {  # by a part of torch's name of it; the first that fits
-    "H200": Card(989, 1979, 4.8),
-    "H100": Card(989, 1979, 3.35),
-    "A100-SXM4-40GB": Card(312, 312, 1.555),
-    "A100-PCIE-40GB": Card(312, 312, 1.555),
-    "A100": Card(312, 312, 2.039),
-    "RTX 4090": Card(165, 330, 1.008),
+CARDS = {  # by torch's whole name of it, as others with nearly the same name are slower
+    "NVIDIA H200": Card(989, 1979, 4.8),
+    "NVIDIA H100 80GB HBM3": Card(989, 1979, 3.35),
+    "NVIDIA A100-SXM4-80GB": Card(312, 312, 2.039),
+    "NVIDIA A100-SXM4-40GB": Card(312, 312, 1.555),
+    "NVIDIA GeForce RTX 4090": Card(165, 330, 1.008),
 }
-# Loss of public record 92 by rows of n-grams, two runs each (seven of the first); with a pointer proposal 379 ended at
-# 3.2769 (n = 8) with all rows. That fewer rows cost it as much is assumed
+# Loss of public record 92 by rows of n-grams, two runs each; with a pointer proposal 379 ended at 3.2769 (n = 8) with
+# all rows. That fewer rows cost it as much is assumed
 DOSES = {84_602_880: 3.2791, 21_150_720: 3.2844, 377_280: 3.3150}
 POINTER_LOSS = 3.2769
 PREDICTED = Path(__file__).with_name("h100.json")
 
 
-def card_of(name: str) -> Card | None:
-    return next((card for part, card in CARDS.items() if part in name), None)
-
-
-def step_seconds(card: Card, processes: int) -> list[tuple[int, float]]:
+def step_seconds(card: Card, processes: int, sequences: int = 8) -> list[tuple[int, float]]:
     """Return for each stage its steps, and the seconds of one, from the prediction of a step as one rank of eight.
 
-    Each part takes longer by the ratio of the peaks that limit it on an H100. Fewer processes take more sequences each.
-    Nothing is known of the links of other cards: communication is as on 8 H100, or none.
+    sequences: of a step, of which gpt2 has 8; the optimizers do not depend on them. Each part takes longer by the ratio
+    of the peaks that limit it on an H100. Nothing is known of the links of other cards: communication is as on 8 H100.
     """
-    found, h100 = json.loads(PREDICTED.read_text())["gpus"]["90"], CARDS["H100"]
+    found, h100 = json.loads(PREDICTED.read_text())["gpus"]["90"], CARDS["NVIDIA H100 80GB HBM3"]
     slower = dict.fromkeys(found["predicted"][0]["ms"], h100.bandwidth / card.bandwidth)
     slower |= {"attention": h100.bf16 / card.bf16, "products of MLPs, head, attention": h100.fp8 / card.fp8}
+    share = dict.fromkeys(slower, sequences / processes)
+    share |= {"optimizers, averages": found["one_of"] / processes, "communication": processes > 1}
+    slower["communication"] = 1
     stages = []
     for stage, step in zip(found["stages"], found["predicted"], strict=True):
-        links = step["ms"].pop("communication") * (processes > 1)
-        ms = sum(slower[part] * n for part, n in step["ms"].items()) * found["one_of"] / processes
-        stages.append((stage["steps"], (ms + links) / 1000))
+        ms = sum(slower[part] * share[part] * n for part, n in step["ms"].items())
+        stages.append((stage["steps"], ms / 1000))
     return stages
 
 
-def run_seconds(card: Card, processes: int) -> float:
-    return sum(steps * seconds for steps, seconds in step_seconds(card, processes))
+def run_seconds(card: Card, processes: int, sequences: int = 8) -> float:
+    return sum(steps * seconds for steps, seconds in step_seconds(card, processes, sequences))
 
 
 def loss_of(rows: int) -> float:

@@ -228,20 +228,20 @@ def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: 
         losses = f"loss {cards.loss_of(cfg.ngram_rows):.3f} instead of {cards.POINTER_LOSS:.3f}"
         report.fact(f"n-grams: {told}; by public runs {losses}", note=True)
     if cfg.preset == "gpt2":
-        tell_cost(cfg, gpus[0].name, processes, report)
+        tell_cost(gpus[0].name, processes, report)
     return flags
 
 
-def tell_cost(cfg: Hyperparameters, name: str, processes: int, report: Report) -> None:
-    """Tell what a run takes on a card that is known, and what it takes to test an idea there."""
-    if card := cards.card_of(name):
+def tell_cost(name: str, processes: int, report: Report) -> None:
+    """Tell what the record's run takes on a card that is known, and what it takes to test an idea there."""
+    if card := cards.CARDS.get(name):
         stages = [seconds for _, seconds in cards.step_seconds(card, processes)]
         minutes = cards.run_seconds(card, processes) / 60
         told = f"{min(stages) * 1000:.0f} to {max(stages) * 1000:.0f} ms a step, {minutes:.1f} minutes for 1,050"
         report.fact(f"time: {told} on {processes} x {name} (estimated), without compiling")
         if processes == 1:
-            told = f"8 pairs of runs with --batch_tokens {cfg.train_seq_len}, {16 * minutes / cfg.batch_sequences:.0f}"
-            report.fact(f"an idea: {told} minutes (estimated)")
+            minutes = 16 * cards.run_seconds(card, 1, sequences=1) / 60
+            report.fact(f"an idea: 8 pairs of runs with --batch_tokens 16384, {minutes:.0f} minutes (estimated)")
 
 
 def data_problem(cfg: Hyperparameters) -> tuple[str, str]:

@@ -154,34 +154,37 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
 def test_what_a_run_costs_on_a_card(capsys):
     """An H100 alone takes 8 times the step of one of eight but for links. Losses lie on a line between doses."""
     found = json.loads(cards.PREDICTED.read_text())["gpus"]["90"]
-    steps = zip(found["stages"], found["predicted"], strict=True)
+    steps = [*zip(found["stages"], found["predicted"], strict=True)]
     alone = sum(8 * stage["steps"] * (step["sum"] - step["ms"]["communication"]) for stage, step in steps) / 1000
-    h100 = cards.card_of(H100.name)
+    h100 = cards.CARDS[H100.name]
     assert cards.run_seconds(h100, 1) == pytest.approx(alone, rel=1e-3)
     assert cards.run_seconds(cards.Card(*(peak / 2 for peak in h100)), 1) == pytest.approx(2 * alone, rel=1e-3)
     losses = [cards.loss_of(rows) for rows in (84_602_880, 42_301_440, 21_150_720, 377_280, 1_321_920)]
     between = 3.2822 + 0.0306 * 4 / math.log2(21_150_720 / 377_280)
     assert losses == pytest.approx([3.2769, 3.27955, 3.2822, 3.3128, between], abs=1e-6)
-    for name in "NVIDIA T4", RTX_4090.name:
-        check.tell_cost(BF16, name, 1, check.Report(is_full=True))
+    for name in "NVIDIA H100 PCIe", RTX_4090.name:
+        check.tell_cost(name, 1, check.Report(is_full=True))
     time, idea = capsys.readouterr().out.splitlines()
     assert time.endswith(
         "ms a step, 23.2 minutes for 1,050 on 1 x NVIDIA GeForce RTX 4090 (estimated), without compiling"
     )
-    assert idea == "an idea: 8 pairs of runs with --batch_tokens 16384, 46 minutes (estimated)"
+    whole = sum(stage["steps"] * step["ms"]["optimizers, averages"] for stage, step in steps) / 1000
+    assert cards.run_seconds(h100, 1, sequences=1) == pytest.approx(alone / 8 + 7 * whole, rel=1e-3)
+    assert idea == "an idea: 8 pairs of runs with --batch_tokens 16384, 56 minutes (estimated)"
 
 
 def test_the_page_says_of_cards_what_the_check_does():
+    names = {"H100 80GB": H100.name, "A100 80GB": "NVIDIA A100-SXM4-80GB", "A100 40GB": "NVIDIA A100-SXM4-40GB"}
+    names["RTX 4090"] = RTX_4090.name
     page = (ROOT / "docs" / "gpu.md").read_text()
-    rows = re.findall(
-        r"^\| ([HAR][\w ]+) \| ([\d,]+) \| \d+ \| (.*) to (.*) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$", page, re.M
-    )
-    assert len(rows) == 4
+    pattern = r"^\| ([HAR][\w ]+) \| ([\d,]+) \| \d+ \| (.*) to (.*) \| ([\d.]+) \| ([\d.]+) \| (\d+) \|$"
+    rows = re.findall(pattern, page, re.M)
+    assert [row[0] for row in rows] == [*names]
     for name, ngrams, *told in rows:
-        card = cards.card_of(name.replace("A100 40GB", "A100-SXM4-40GB"))
+        card = cards.CARDS[names[name]]
         ms, minutes = [1000 * seconds for _, seconds in cards.step_seconds(card, 1)], cards.run_seconds(card, 1) / 60
-        loss = cards.loss_of(int(ngrams.replace(",", "")))
-        assert told == [f"{min(ms):,.0f}", f"{max(ms):,.0f}", f"{minutes:.1f}", f"{loss:.3f}", f"{2 * minutes:.0f}"]
+        loss, idea = cards.loss_of(int(ngrams.replace(",", ""))), 16 * cards.run_seconds(card, 1, sequences=1) / 60
+        assert told == [f"{min(ms):,.0f}", f"{max(ms):,.0f}", f"{minutes:.1f}", f"{loss:.3f}", f"{idea:.0f}"]
 
 
 def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tmp_path):
