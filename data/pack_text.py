@@ -23,6 +23,8 @@ Exit codes: 0 packed, 2 something has to be fixed first, 130 interrupted: older 
 """
 
 import argparse
+import contextlib
+import fcntl
 import glob
 import hashlib
 import json
@@ -216,8 +218,25 @@ def passes(documents: list[bytes], count: int) -> list[bytes]:
     return [*documents, *chain(*orders)]
 
 
-def pack(args: argparse.Namespace) -> tuple[list[str], own_text.Text]:
-    """Write the shards. Return the trainer's flags for them, and what is in them."""
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Make a folder and keep other packers out of it: later passes of a training would read their text instead."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # the file system may have no locks
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                told = f"{folder}: another pack_text.py packs or trains there: choose another --out"
+                raise RuntimeError(told) from None
+        yield
+    finally:
+        os.close(lock)
+
+
+def pack(args: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[list[str], own_text.Text]:
+    """Write the shards, in a folder that is held as long as `stack`. Return the flags of a run, and what is in them."""
     tokenizer = TOKENIZERS[args.tokenizer]
     files = find_files(args.inputs, {f".{end.strip(' .').lower()}" if end else "" for end in args.ext.split(",")})
     encode = partial(encode_gpt2, gpt2_encoding()) if args.tokenizer == "gpt2" else to_tokens
@@ -229,7 +248,7 @@ def pack(args: argparse.Namespace) -> tuple[list[str], own_text.Text]:
     documents = read_documents(files, args)
     is_bytes = args.tokenizer == "bytes"
     times = own_text.passes_of(sum(1 + len(d) for d in documents["train"])) if args.train and is_bytes else 1
-    args.out.mkdir(parents=True, exist_ok=True)
+    stack.enter_context(held(args.out))
     with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as folder:
         for split, texts in documents.items():
             texts = passes(texts, times if split == "train" else 1)
@@ -265,20 +284,21 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end], argparse.Namespace(flags=argv[end + 1 :]))
-    try:
-        flags, text = pack(args)
-    except (OSError, RuntimeError) as error:
-        parser.error(str(error))
-    except KeyboardInterrupt:
-        parser.exit(130, f"{parser.prog}: interrupted\n")
-    run = "./run.sh" if Path.cwd() == ROOT else str(ROOT / "run.sh")
-    print("train on it:", shlex.join([run, *flags, *args.flags]), flush=True)
-    named = {flag.partition("=")[0] for flag in args.flags}
-    if args.train and args.tokenizer == "bytes" and not named & {*own_text.SINGLE}:
-        print(*own_text.why(text), sep="\n", flush=True)
-        sys.exit(own_text.train(flags, args.flags, text))
-    if args.train:  # with this Python, so that run.sh makes no other environment
-        os.execve(ROOT / "run.sh", ["./run.sh", *flags, *args.flags], os.environ | {"PYTHON": sys.executable})
+    with contextlib.ExitStack() as stack:
+        try:
+            flags, text = pack(args, stack)
+        except (OSError, RuntimeError) as error:
+            parser.error(str(error))
+        except KeyboardInterrupt:
+            parser.exit(130, f"{parser.prog}: interrupted\n")
+        run = "./run.sh" if Path.cwd() == ROOT else str(ROOT / "run.sh")
+        print("train on it:", shlex.join([run, *flags, *args.flags]), flush=True)
+        named = {flag.partition("=")[0] for flag in args.flags}
+        if args.train and args.tokenizer == "bytes" and not named & {*own_text.SINGLE}:
+            print(*own_text.why(text), sep="\n", flush=True)
+            sys.exit(own_text.train(flags, args.flags, text))
+        if args.train:  # with this Python, so that run.sh makes no other environment
+            os.execve(ROOT / "run.sh", ["./run.sh", *flags, *args.flags], os.environ | {"PYTHON": sys.executable})
 
 
 if __name__ == "__main__":

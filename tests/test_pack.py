@@ -210,6 +210,27 @@ def test_another_text_replaces_the_one_before_once_all_is_well(texts_folder, tmp
     assert "train_000000.bin is there already: remove the 2 shards" in fails(capsys, pack_text.main, *arguments)
 
 
+def test_a_text_does_not_replace_what_a_training_still_reads(texts_folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pack_text, "OWN", folder := tmp_path / "own")
+    run(capsys, pack_text.main, texts_folder, "--out", folder)
+    before = contents(folder)
+    (tmp_path / "other").write_bytes(prose(3, 90_000))
+    told = []
+
+    def train(*_) -> int:
+        capsys.readouterr()
+        told.append(fails(capsys, pack_text.main, tmp_path / "other", "--out", folder))
+        return 0
+
+    monkeypatch.setattr(pack_text.own_text, "train", train)
+    with pytest.raises(SystemExit, match="0"):
+        pack_text.main([str(texts_folder), "--out", str(folder), "--train"])
+    assert told[0].endswith(f"{folder}: another pack_text.py packs or trains there: choose another --out")
+    assert contents(folder).keys() == before.keys()
+    run(capsys, pack_text.main, tmp_path / "other", "--out", folder)
+    assert contents(folder)["val_000000.bin"] != before["val_000000.bin"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
