@@ -42,6 +42,11 @@ from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, get_args
 
+# Libraries read these when they load. OpenMP's threads spin while they wait for each other: by default so long that a
+# step of nano takes up to 1.6 s instead of 0.04 where another program keeps a core. Segments of GPU memory that grow
+# waste less of it
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 try:
     import numpy as np
     import torch
@@ -345,7 +350,7 @@ class Hyperparameters:
     pointer_block: int = 2048  # the pointer sees tokens of its own block of so many, and of the one before
     val_pointer_block: int = 8192  # the same in validation
     lm_head_slice: int = 49152  # tokens whose logits exist at a time, in training: in gpt2 a whole sequence
-    val_lm_head_slice: int = 8192  # the same in validation, where they are in fp32
+    val_lm_head_slice: int = 8192  # the same in validation or without a pointer, where they are in fp32
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never uses it
     layers_fp8: bool = True  # the same for MLPs, and for queries, keys and values
     # Optimizers
@@ -369,7 +374,6 @@ class Hyperparameters:
     run_id: str = ""  # name of the log, without folders; by default preset, time and seed
     save_checkpoint: bool = False  # write the final model, for sample.py, to LOG_DIR/RUN_ID.pt
     checkpoint_every: int = 0  # steps between checkpoints to resume from, off the clock; 0: none
-    describe: bool = False  # print what the tables mean, a line for each layer and each step, and stop
     resume: str = ""  # LOG_DIR/RUN_ID.checkpoint, or latest: the newest in log_dir, of run_id if given
 
     def __post_init__(self):
@@ -384,19 +388,22 @@ class Hyperparameters:
         for name, value in vars(self).items():  # NaN is in no range
             require(name, not isinstance(value, float | int) or 0 <= value < 2**31, "a number from 0 to 2**31 - 1")
         sizes = "num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment vocab_size ngram_rows "
-        sizes += "pointer_block val_pointer_block"
+        sizes += "pointer_block val_pointer_block heads_per_matrix"
         for name in sizes.split():
             require(name, getattr(self, name) > 0, "1 or more")
         require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
         require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
         units = dict(batch_tokens=self.train_seq_len, val_tokens=self.val_seq_len, ngram_rows=self.ngram_order - 1)
-        units |= dict(checkpoint_every=self.all_step, rare_from=self.all_step)
+        units |= dict(checkpoint_every=self.all_step, rare_from=self.all_step, num_heads=self.heads_per_matrix)
         for name, unit in units.items():
             require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
+        require("ngram_rows", self.ngram_rows >= 2 * (self.ngram_order - 1), "2 or more for each kind of n-grams")
         require("run_id", Path(self.run_id).name == self.run_id, "a name, without folders")
         require("num_iterations", self.base_steps >= 0, "at least the more_steps of all stages")
         require("emas", all(row.window >= row.every for row in self.emas), "windows in which each moves")
         require("stages", math.isclose(sum(stage.share for stage in self.stages), 1), "shares that add up to 1")
+        require("stages", len({row.max_doc_len > 0 for row in self.stages}) == 1, "max_doc_len 0 in all or in none")
+        require("groups", all(row.optimizer != "RowAdam" or not row.beta1 for row in self.groups), "RowAdam's beta1 0")
 
     # After how many steps all groups have been updated; steps that stages share out; steps to the end of the cooldown
     all_step = property(lambda self: math.lcm(*chain(*(group.every for group in self.groups))))
@@ -405,7 +412,7 @@ class Hyperparameters:
     # Rows of the head: tokens, a copy (see `Pointer`), padding for matmul tiles
     padded_vocab = property(lambda self: (self.vocab_size + (self.pointer_dim > 0) + 63) // 64 * 64)
     batch_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)
-    # What the tables mean for a run, made once: --describe prints them
+    # What the tables mean for a run, made once: `python -m speedrun describe` prints them
     plans = cached_property(lambda self: make_plans(self))  # of each step
     resolved_layers = cached_property(lambda self: resolve_layers(self))
 
@@ -530,11 +537,7 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     if "preset" not in flags and world_size > 1 and not sees_gpu:
         raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
     default = "gpt2" if sees_gpu else "nano"
-    cfg = dataclasses.replace(PRESETS[flags.get("preset", default)], **flags)
-    if cfg.describe:
-        print(describe_tables(cfg))
-        sys.exit()
-    return cfg
+    return dataclasses.replace(PRESETS[flags.get("preset", default)], **flags)
 
 
 def resolve(cfg: Hyperparameters) -> Hyperparameters:
@@ -810,28 +813,6 @@ def plan_validation(step: int, cfg: Hyperparameters) -> Plan:
 def num_tokens(steps: int, cfg: Hyperparameters) -> int:
     """Return how many tokens the first `steps` steps train on."""
     return cfg.batch_sequences * sum(plan.seq_len for plan in cfg.plans[:steps])
-
-
-def describe_tables(cfg: Hyperparameters) -> str:
-    """Return as text what each layer has and what each step does, learning rates by the numbers of the groups."""
-    lines = []
-    for number, row, window, qk_dim, v_dim, factors in cfg.resolved_layers:
-        made = ", ".join(f"{kind} {first} by {source}" for kind, source, first in factors)
-        dims = f" in the {window} window, queries {qk_dim}, values {v_dim}" if window else ""
-        lines.append(f"layer {number}: attention {row.attention}{dims}, MLPs {row.mlps}; {made}")
-    for i, group in enumerate(cfg.groups):
-        of_muon = f" x {cfg.muon_lr}" if group.optimizer == "Muon" else ""
-        lines.append(f"group {i}: {group.optimizer} {group.names}, lr {group.lr:.4g}{of_muon} x the step's")
-    numbers = {group.names: i for i, group in enumerate(cfg.groups)}
-    for plan in [*cfg.plans, plan_validation(cfg.num_iterations, cfg)]:
-        windows = ", ".join(f"{kind} {window.reach} x {window.attn_scale:.4f}" for kind, window in plan.windows.items())
-        weights = " ".join(f"{weight:.3f}" for weight in plan.next_weights)
-        losses = f"losses {weights}, of prefixes {plan.prefix_weight}, candidates {plan.candidates or 'all'}"
-        due = " ".join(str(numbers[names]) for names in plan.updates)
-        updates = f"; lr {plan.lr_factor:.6g} for groups {due}{', tied' * plan.ties}" if due else ""
-        head = f"{'step' if plan.trains else 'validation'} {plan.step}: stage {plan.stage}, {plan.seq_len} tokens"
-        lines.append(f"{head}, documents cut at {plan.max_doc_len or 'no length'}; {windows}; {losses}{updates}")
-    return "\n".join(lines)
 
 
 class Settings(NamedTuple):
@@ -1269,9 +1250,16 @@ norm = RMSNorm.apply
 
 
 def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return t in `dtype`, in FP8 scale * t. Beyond FP8's limit some devices saturate and others give NaN: clamp."""
+    """Return t in `dtype`, in FP8 scale * t. Beyond FP8's limit some devices saturate and others give NaN: clamp.
+
+    By comparisons: where a compiler makes min.NaN of `clamp`, and stores rows and columns, ptxas 12.9 was seen to spoil
+    the columns (triton issue 11111, torchao issue 4652).
+    """
+    if dtype.itemsize > 1:
+        return t.to(dtype)
     limit = torch.finfo(dtype).max
-    return (t * scale).clamp(-limit, limit).to(dtype) if dtype.itemsize == 1 else t.to(dtype)
+    t = t * scale
+    return torch.where(t > limit, limit, torch.where(t < -limit, -limit, t)).to(dtype)
 
 
 def matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast: bool = False) -> Tensor:
@@ -1436,7 +1424,7 @@ class MLP(nn.Module):
         self.c_fc = uniform_weight(K, K, cfg.mlp_dim)  # stored transposed, so that Muon can batch it with c_proj
         self.c_proj = nn.Parameter(torch.zeros(K, cfg.mlp_dim))
         self.fp8 = cfg.layers_fp8
-        fits = cfg.device == "cuda" and cfg.dtype == "bfloat16" and K % 8 == 0
+        fits = cfg.device == "cuda" and cfg.dtype == "bfloat16" and K % 16 == cfg.mlp_dim % 16 == 0
         self.by_kernel = fits and triton is not None and torch.cuda.get_device_capability() >= (9, 0)
 
     def forward(self, x: Tensor, factor: Tensor) -> Tensor:
@@ -1528,7 +1516,7 @@ def document_block_mask(doc_ids: Tensor, window, block: int, for_flex=True, also
 
     def sees(b, h, q, kv):
         in_document = (q >= kv) & (q - kv <= window) & (doc_ids[q] == doc_ids[kv])
-        return in_document & also(b, h, q, kv) if also else in_document
+        return in_document if also is None else in_document & also(b, h, q, kv)  # torch 2.11 compiles no `if also`
 
     return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=block, mask_mod=sees, compute_q_blocks=for_flex)
 
@@ -1891,7 +1879,7 @@ class GPT(nn.Module):
         with_grads = torch.is_grad_enabled()
         softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
         scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
-        size = cfg.lm_head_slice if with_grads else cfg.val_lm_head_slice
+        size = cfg.lm_head_slice if with_grads and self.pointer else cfg.val_lm_head_slice
         weights = settings.loss_weights
         return HeadLoss.apply(x, head, shares, inputs.targets, weights, softcap, size, scales, with_grads, never)
 
@@ -2632,13 +2620,14 @@ Saved = namedtuple(
 
 @contextlib.contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Say in one line what is wrong, where it can fail in many ways."""
+    """Say in one line what is wrong and where, as it can fail in many ways."""
     try:
         yield
     except (UserError, BrokenPipeError):  # the latter: whoever read the help has seen enough
         raise
     except Exception as error:
-        raise UserError(f"{what}: {error!r:.300}") from error
+        *_, line = (frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == __file__)
+        raise UserError(f"{what}: {error!r:.300} (line {line})") from error
 
 
 def digest(value) -> str:
@@ -2660,7 +2649,7 @@ class RunLog:
         self.asked = False  # whether a signal has asked a rank to stop
         self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
         self.file = None
-        with refusing(f"log {self.path}: if another run has it, choose another --run_id or --log_dir"):
+        with refusing(f"log {self.path}: choose another --run_id or --log_dir"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             folder = Path(cfg.resume).parent if cfg.resume not in ("", "latest") else self.path.parent
             is_there = cfg.resume and folder.samefile(self.path.parent)  # it goes on where it was: but for its result
@@ -2695,7 +2684,8 @@ class RunLog:
             yield
         except BaseException as error:
             self.write(traceback.format_exc())
-            resume = f"; to go on, add --resume {self.path.with_suffix('.checkpoint')}" if self.saved.marks else ""
+            saved = self.path.with_suffix(".checkpoint")
+            resume = f"; to go on, give the same flags and --resume {saved}" if saved.exists() else ""
             self.write(f"stopped: {error!r:.300}{resume}", console=bool(resume))
             raise
         finally:
@@ -2764,7 +2754,8 @@ class RunLog:
                 own = mark(part) if by_all else ""
                 part.replace(path)
         except Exception as error:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
             own = error
         marks = gather(own)
         problems = [f"not saved: {it!r}" for it in marks if isinstance(it, Exception)]
@@ -2910,7 +2901,9 @@ class Trainer:
 
     def dummies(self, plan: Plan) -> tuple[list[Inputs], Requests]:
         """Return inputs of sequences as a step or a validation has."""
-        tokens = np.arange(plan.seq_len + 1) % 16  # few, as all are candidates
+        # Few, as all are candidates, and so far apart that each of 8 ranks owns several of their n-grams: a rank with
+        # none or one would compile again in training, as torch takes a dimension of 0 or 1 for a constant
+        tokens = np.arange(plan.seq_len + 1) % 48 * (self.cfg.vocab_size // 48)
         (sequences,), requests = self.reader.on_device(self.reader.make([plan], [[tokens] * self.cfg.batch_sequences]))
         return sequences, requests
 
@@ -2995,7 +2988,7 @@ def undisturbed(signals: list[str]) -> Iterator[None]:
 
 
 def train(trainer: Trainer, data: Data, log: RunLog) -> int:
-    """Train to the end. Return the number of graphs compiled on the clock: 0, or a bug.
+    """Train to the end. Return the most graphs that a rank compiled on the clock: 0, or a bug.
 
     A signal, which schedulers send before they kill, lets the run save a checkpoint and stop.
     """
@@ -3029,20 +3022,18 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
                 log.start_clock(ms)
             if not is_last:
                 log.send_loss(step + 1, trainer.train_step(cfg.plans[step], *next(batches)))
-        return graphs["unique_graphs"] - before
+        return max(gather(graphs["unique_graphs"] - before))
 
 
 # ---- Run: ranks that agree, checkpoints, summary ---------------------------------------------------------------------
-CANNOT_TRAIN = "these settings cannot train (--describe shows what they mean)"
+CANNOT_TRAIN = "these settings cannot train (`python -m speedrun describe` shows what they mean)"
 
 
 @refusing("RANK, WORLD_SIZE: use torchrun, or unset them")
 def init_distributed() -> Ranks:
     """Join the ranks that torchrun's environment names. Objects travel by gloo: ranks need not agree on a device."""
-    # Segments of GPU memory that grow waste less of it. torch reads this when CUDA starts, not when it is imported
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     ranks = Ranks(*(int(os.environ.get(name.upper(), default)) for name, default in Ranks._field_defaults.items()))
-    if not 0 <= ranks.rank < ranks.world_size:
+    if not (0 <= ranks.rank < ranks.world_size and 0 <= ranks.local_rank < ranks.local_world_size):
         raise ValueError(f"impossible {ranks}")
     if ranks.world_size > 1:
         if sys.platform == "linux":
@@ -3050,6 +3041,12 @@ def init_distributed() -> Ranks:
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, timeout=timedelta(minutes=30))  # one may compile while the others wait
     return ranks
+
+
+def leave():
+    """Leave the other ranks: a thread that is left was seen to abort a process that had done its work."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextlib.contextmanager
@@ -3062,6 +3059,7 @@ def together(ranks: Ranks) -> Iterator[None]:
         problem = error
     for rank, theirs in enumerate(gather(problem)):
         if theirs:
+            leave()
             if ranks.local_rank > 0:
                 sys.exit(theirs.code)
             raise problem or type(theirs)(f"rank {rank}: {theirs}")
@@ -3113,15 +3111,23 @@ def plan_run(source: str, argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparam
     return cfg, data, must_match, saved or Saved(cfg.run_id, cfg.seed, must_match)
 
 
-def agree(source: str, argv: Sequence[str], ranks: Ranks) -> tuple[Data, RunLog]:
-    """Plan a run, the same on all ranks and, if it goes on, as it began. Return its data and its log."""
+def agree(source: str, argv: Sequence[str], ranks: Ranks) -> tuple[Data, dict[str, Tensor] | None, RunLog]:
+    """Plan a run, the same on all ranks and, if it goes on, as it began.
+
+    Return its data, this rank's tensors of its checkpoint, if there is one, and its log.
+    """
     with together(ranks), refusing(CANNOT_TRAIN):
         cfg, data, must_match, own = plan_run(source, argv, ranks)
     saved = gather(own)[0]
     with together(ranks):
-        if differing := dict(saved.must_match.items() - must_match.items()):
-            raise UserError(f"the run began with {differing}: give the same")
-        return data, RunLog(dataclasses.replace(cfg, run_id=saved.run_id, seed=saved.seed), ranks.rank == 0, saved)
+        if differing := {name: it for name, it in must_match.items() if it != saved.must_match.get(name)}:
+            theirs = {name: saved.must_match.get(name) for name in differing}
+            raise UserError(f"the run began with {theirs}, this has {differing}: give the same")
+        folder = Path(cfg.log_dir) if cfg.resume == "latest" else Path(cfg.resume).parent
+        part = folder / f"{saved.run_id}.{saved.turn}.rank{ranks.rank}"
+        tensors = load(part, saved.marks[ranks.rank]) if saved.marks else None
+        log = RunLog(dataclasses.replace(cfg, run_id=saved.run_id, seed=saved.seed), ranks.rank == 0, saved)
+    return data, tensors, log
 
 
 def describe(source: str, argv: Sequence[str], log: RunLog, ranks: Ranks, data: Data) -> str:
@@ -3181,22 +3187,16 @@ def main(argv: Sequence[str] | None = None) -> dict:
     argv = sys.argv[1:] if argv is None else argv
     source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
     ranks = init_distributed()
-    data, log = agree(source, argv, ranks)
-    saved = log.saved
+    data, tensors, log = agree(source, argv, ranks)
     with log.going_on():
-        with together(ranks):
-            folder = log.path.parent if log.cfg.resume == "latest" else Path(log.cfg.resume).parent
-            part = folder / f"{saved.run_id}.{saved.turn}.rank{ranks.rank}"
-            tensors = load(part, saved.marks[ranks.rank]) if saved.marks else None
         with refusing(CANNOT_TRAIN):
             trainer = Trainer(log.cfg, ranks)
             log.write(describe(source, argv, log, ranks, data))
-            log.write(f"seed: {log.cfg.seed}, from step {saved.step} on, log: {log.path}", console=True)
+            log.write(f"seed: {log.cfg.seed}, from step {log.saved.step} on, log: {log.path}", console=True)
             trainer.warm_up(tensors)
         recompiles = train(trainer, data, log)
         result = report(log, data, trainer, recompiles)
-    if dist.is_initialized():  # a thread that is left was seen to abort a process that ended well
-        dist.destroy_process_group()
+    leave()
     return result
 
 

@@ -20,6 +20,7 @@ INTRODUCTION = (
 # Commands that are modules, with flags of their own
 MODULES = dict(
     check="Look at machine, data and flags before a training, and get the data; run.sh does it.",
+    describe="Print what flags and tables mean: layers, groups of parameters, every step.",
     begin="Begin a run with the weights of a model: write a checkpoint of step 0 for train_gpt.py --resume.",
     evaluate="Score a model: HellaSwag, choices of your own, bits per byte.",
     bench="Time the parts of a step of train_gpt.py on this machine.",

@@ -57,7 +57,7 @@ def begin(argv: Sequence[str] | None) -> None:
         raise UserError("--resume is for the run that goes on from here: leave it out")
     source = Path(train_gpt.__file__).read_text(encoding="utf-8")
     ranks = train_gpt.init_distributed()
-    data, log = train_gpt.agree(source, flags, ranks)
+    data, _, log = train_gpt.agree(source, flags, ranks)
     try:
         with log.going_on():
             with train_gpt.together(ranks), train_gpt.refusing(train_gpt.CANNOT_TRAIN):

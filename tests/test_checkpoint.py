@@ -134,6 +134,7 @@ def test_what_is_no_checkpoint_of_this_run_is_refused(run_flags, saved, tmp_path
             assert content != good
             path.write_bytes(content) if content else path.unlink()
             assert f"{path}: not a sound " in refusal([*run_flags, "--resume", str(saved)])
+            assert "\nstopped: " not in saved.with_suffix(".txt").read_text(), "nor is it what a run goes on with"
         path.write_bytes(good)
 
 
@@ -244,7 +245,7 @@ def test_a_signal_saves_and_stops(flags, gpt2_flags, tmp_path, monkeypatch, name
         train_gpt.main([*flags, "--run_id=told"])
     assert (signal.getsignal(number), gc.get_freeze_count()) == (before, 0)
     log = tmp_path / "logs" / "told.txt"
-    resume = f"; to go on, add --resume {log.with_suffix('.checkpoint')}\n"
+    resume = f"; to go on, give the same flags and --resume {log.with_suffix('.checkpoint')}\n"
     assert log.read_text().endswith(f"\nstopped: KeyboardInterrupt('{name}'){resume}")
     assert step_of(log.with_suffix(".checkpoint")) == saved
     monkeypatch.undo()
@@ -277,7 +278,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(run_flags, tmp_path):
     wait_for(lambda: log.exists() and "\nstep:5/" in log.read_text())
     os.kill(run.processes[-1].pid, signal.SIGTERM)
     assert run.wait() == [130] * 2, run.text("err")
-    assert "\nstopped: KeyboardInterrupt('SIGTERM'); to go on, add --resume " in log.read_text()
+    assert "\nstopped: KeyboardInterrupt('SIGTERM'); to go on, give the same flags and --resume " in log.read_text()
     assert step_of(log.with_suffix(".checkpoint")) in range(8, 300, 4)
 
 

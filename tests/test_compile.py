@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import types
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.nn.attention import flex_attention as flex_module
 
 import train_gpt
 from shards import write_shard
+from speedrun import bench
 from train_gpt import Layer, Ranks, Stage, Trainer
 
 # In 14 steps stages begin at 0, 4, 8 and 12; the last is as long as the one before. In the first two the
@@ -95,3 +97,39 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, ch
     assert (plan.stage, plan.windows["long"].reach) == (3, 104)
     assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head), "two tables in the end"
     assert (len(graphs), counters["unique_graphs"]) == before
+
+
+@pytest.mark.parametrize("preset", train_gpt.PRESETS)
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_dummies_reach_rows_of_every_rank(preset: str, world_size: int):
+    """Several of them: torch compiles a dimension of 0 or 1 by itself, so a rank would compile again on the clock."""
+    cfg = dataclasses.replace(train_gpt.PRESETS[preset], batch_tokens=8 * train_gpt.PRESETS[preset].train_seq_len)
+    for rank in range(world_size):
+        trainer = types.SimpleNamespace(cfg=cfg)
+        trainer.reader = train_gpt.Reader(cfg, Ranks(rank, world_size), torch.device("cpu"))
+        _, requests = Trainer.dummies(trainer, cfg.plans[0])
+        assert min(len(requests.ids), len(requests.served), len(requests.updated)) > 1
+
+
+@pytest.mark.slow
+def test_no_rank_compiles_on_the_clock(gpt2, monkeypatch: pytest.MonkeyPatch, corpus: Path):
+    """What is compiled beside the model, by each of 8 ranks as if the others were there."""
+    torch_compile = torch.compile
+
+    def compile_functions(it, **how):
+        return it if isinstance(it, torch.nn.Module) else torch_compile(it, backend="eager", **how)
+
+    monkeypatch.setattr(torch, "compile", compile_functions)
+    files = dict(train_files=f"{corpus}/long.bin", prefix_file=f"{corpus}/prefixes")
+    cfg = dataclasses.replace(gpt2, batch_tokens=8 * gpt2.train_seq_len, ngram_rows=10**6, compile=True, **files)
+    data = train_gpt.plan_batches(cfg.train_files, [(p.seq_len, p.max_doc_len) for p in cfg.plans], 8, cfg)
+    counters = torch._dynamo.utils.counters["stats"]
+    for rank in range(8):
+        torch._dynamo.reset()
+        train_gpt.compiled.cache_clear()
+        trainer = bench.OneOf(cfg, Ranks(rank, 8))
+        trainer.warm_up()
+        before = counters["unique_graphs"]
+        for plan, inputs in zip(cfg.plans, trainer.reader.read(train_gpt.train_cycles(data, cfg)), strict=True):
+            trainer.train_step(plan, *inputs)
+        assert counters["unique_graphs"] == before > 0

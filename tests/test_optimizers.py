@@ -104,6 +104,54 @@ def test_muon_keeps_steps_that_bf16_would_lose():
     assert (moved > 1e-3).all(), "each step is about 1e-4: bf16 loses that from 0.05 on"
 
 
+def test_every_rank_has_the_factors_of_its_own_matrices(gpt2):
+    for own in zip(*(build_optimizers(GPT(gpt2), Ranks(rank, 2)) for rank in range(2)), strict=True):
+        if own[0].by_matrix:
+            expected = [g.lr for g, n in zip(own[0].groups, own[0].rows_per_param, strict=True) for _ in range(n)]
+            assert torch.cat([o.factors for o in own]).flatten().tolist() == pytest.approx(expected)
+
+
+def test_moments_are_wider_than_parameters(gpt2):
+    for optimizer in build_optimizers(GPT(dataclasses.replace(gpt2, dtype="bfloat16")), Ranks()):
+        assert {t.dtype for t in optimizer.state.values()} == {torch.float32}
+
+
+def test_gradients_are_the_mean_over_sequences(gpt2):
+    """Of parameters and of rows of n-grams: four sequences with a gradient are one."""
+    found = []
+    for n in 1, 4:
+        cfg = dataclasses.replace(gpt2, dtype="float64", batch_tokens=n * gpt2.train_seq_len)
+        optimizers = build_optimizers(gpt := GPT(cfg), Ranks())
+        plan = cfg.plans[cfg.all_step - 1]
+        for optimizer in optimizers:
+            for _ in range(n):
+                optimizer.add([p.detach().sin() for p in optimizer.params])
+        step_optimizers(optimizers, plan)
+        table = train_gpt.NgramTable(cfg, Ranks(), torch.device("cpu"))
+        ids = torch.arange(len(table.rows))
+        requests = train_gpt.Requests(ids, [len(ids)], ids, [len(ids)], ids, ids)
+        table.send(requests, n * (torch.arange(table.rows.numel(), dtype=torch.float64) - 100.5).view_as(table.rows))
+        table.update(requests, plan)
+        found.append([*gpt.state_dict().values(), table.rows, table.v])
+        torch.manual_seed(0)
+    for one, four in zip(*found, strict=True):
+        torch.testing.assert_close(one, four, rtol=1e-12, atol=1e-15)
+
+
+def test_rows_of_ngrams_decay_where_the_step_goes_towards_0(gpt2):
+    """By the formula, number by number: v is the mean of squares of a row."""
+    rows, grad = torch.randn(2, 5, 7, dtype=torch.float64)
+    v = torch.rand(5, 1, dtype=torch.float64)
+    numbers = dict(rate=0.3, eps=1e-10, decay=0.2, added=0.05, sequences=2.0)
+    new, new_v = train_gpt.row_adam_update(rows, v, 2 * grad, numbers)
+    for i in range(5):
+        expected = v[i].item() + 0.05 * sum(g**2 for g in grad[i].tolist()) / 7
+        assert new_v[i].item() == pytest.approx(expected, rel=1e-12)
+        for old, g, value in zip(rows[i].tolist(), grad[i].tolist(), new[i].tolist(), strict=True):
+            decay = 0.2 * old if g * old > 0 else 0.0
+            assert value == pytest.approx(old - 0.3 * g / (math.sqrt(expected) + 1e-10) - decay, rel=1e-12)
+
+
 def shared(a: Tensor, b: Tensor) -> bool:
     """Say whether two tensors without gaps have bytes in common."""
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes

@@ -38,6 +38,14 @@ def test_objects_travel_by_gloo_before_each_rank_has_its_device(monkeypatch, see
     assert (train_gpt.init_distributed(), begun) == (train_gpt.Ranks(1, 2, 1, 2), [backend])
 
 
+@pytest.mark.parametrize("odd", [dict(RANK=2), dict(LOCAL_WORLD_SIZE=0), dict(LOCAL_RANK=2), dict(WORLD_SIZE="two")])
+def test_impossible_ranks_are_one_line(monkeypatch, odd):
+    for name, value in (dict(RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2) | odd).items():
+        monkeypatch.setenv(name, str(value))
+    with pytest.raises(train_gpt.UserError, match=r"^RANK, WORLD_SIZE: use torchrun, or unset them: ValueError"):
+        train_gpt.init_distributed()
+
+
 @pytest.mark.parametrize(("preset", "size"), SIZES)
 def test_run_is_that_of_one_process(flags, corpus, tmp_path, preset, size):
     if preset == "gpt2":
@@ -98,6 +106,8 @@ def test_nodes_that_differ_or_fail_are_named_on_every_node(flags, tmp_path):
             assert re.search(rf"(?<!\w){name}\b", run.text("err", rank)), run.text("err", rank)
             assert run.text("err", rank).count("\n") == 1
             assert "step:" not in run.text("out", rank)
+    both = runs["num_iterations"].text("err", 1)
+    assert re.search("the run began with {'--num_iterations': '6'.*, this has {'--num_iterations': '5'", both), both
     assert one_node.wait() == [2, 2]
     assert [one_node.text("err", rank).count("\n") for rank in range(2)] == [1, 0], "one process of a node speaks"
     assert (tmp_path / "logs" / "taken.txt").read_text() == "mine"
