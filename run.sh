@@ -24,23 +24,11 @@ for flag in "$@"; do
         printf '%s\n' "$text"
         exit
         ;;
-    --check) exec "$python" -m speedrun.check "$@" ;;
+    --check)
+        "$python" -m speedrun.check "$@" || code=$?
+        [ "${code:-0}" != 137 ] || fail "the check was killed, as Linux does where memory is short: give it more"
+        exit "${code:-0}"
+        ;;
     esac
 done
-plan=$("$python" -m speedrun.check "$@") # how many processes, and flags that this machine needs
-nproc=${plan%% *}
-# shellcheck disable=SC2086 # one argument for each flag
-set -- ${plan#"$nproc"} "$@"
-trap '' HUP # a console that goes away does not end a training
-if [ "$nproc" = 1 ]; then
-    exec "$python" "$script" "$@"
-fi
-# torchrun would set 1 and say so at length; on a CPU train_gpt.py shares out the threads of its preset
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-# Every process would compile in as many workers as there are cores, up to 32: let them share the cores
-cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-workers=$(((cores + nproc - 1) / nproc))
-export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS:-$((workers < 32 ? workers : 32))}
-# Without --local-addr the ranks look for this machine by its name, for ten minutes where that does not resolve
-exec "$python" -m torch.distributed.run --standalone --local-addr localhost --nproc_per_node="$nproc" \
-    --signals-to-handle SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU "$script" "$@"
+exec "$python" -m speedrun.launch "$script" "$@"

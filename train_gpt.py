@@ -3200,12 +3200,13 @@ def main(argv: Sequence[str] | None = None) -> dict:
     return result
 
 
-if __name__ == "__main__":
+def program(argv: Sequence[str] | None = None) -> int:
+    """Do what `main` does, say in one line why it failed, and return the exit code."""
     try:
-        main()
+        main(argv)
     except (UserError, FloatingPointError, KeyboardInterrupt) as error:
         print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
-        sys.exit(getattr(error, "code", 3 if isinstance(error, FloatingPointError) else 130))
+        return getattr(error, "code", 3 if isinstance(error, FloatingPointError) else 130)
     except BrokenPipeError:
         pass
     finally:
@@ -3213,3 +3214,8 @@ if __name__ == "__main__":
             sys.stdout.flush()
         except (AttributeError, OSError):  # there is no console, or it has gone away: what waits shall not fail later
             sys.stdout = None
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(program())

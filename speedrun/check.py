@@ -1,16 +1,17 @@
 """Check a run in one plain process before it starts, and get the data it lacks.
 
-    python -m speedrun.check [flags of train_gpt.py]    what run.sh does before it launches
+    python -m speedrun check [flags of train_gpt.py]    what run.sh does before it trains (speedrun/launch.py)
     ./run.sh --check [flags of train_gpt.py]            only the checks, with all that they find
 
 Exit codes: 0 ready, 2 something has to be mended first (a line for each thing), 130 interrupted. When ready, the last
 line of stdout is the number of processes to start, NPROC or as many as there are GPUs and divide a step's sequences.
-Where GPUs cannot hold all rows of n-grams, `--ngram_rows N` follows, which run.sh passes on.
+Flags follow that suit this machine: rows of n-grams that its GPUs hold, and what they cannot do.
 """
 
 import contextlib
 import dataclasses
 import glob
+import itertools
 import math
 import os
 import re
@@ -49,6 +50,7 @@ class Gpu(NamedTuple):
     name: str
     capability: tuple[int, int]
     free: int  # bytes of memory
+    scales_rows: bool = True  # whether FP8 products with a scale for each row work
 
 
 class Report:
@@ -69,12 +71,28 @@ def reason(error: Exception) -> str:
     return re.split(r";? \./run\.sh", line)[0][:300]
 
 
+def scales_rows(device: torch.device, capability: tuple[int, int]) -> bool:
+    """Try an FP8 product with a scale for each row: on 12.0 it failed with torch 2.10.
+
+    On 8.9 it may hang below torch 2.12 (pytorch issues 177651, 192707), so that is not tried.
+    """
+    if capability < (8, 9) or (capability == (8, 9) and VERSION < "2.12"):
+        return False
+    a, scales = torch.ones(16, 16, device=device).to(torch.float8_e4m3fn), torch.ones(16, 1, device=device)
+    try:
+        product = torch._scaled_mm(a, a.t(), scales, scales.t(), out_dtype=torch.bfloat16)
+        return bool((product == 16).all())
+    except RuntimeError:
+        return False
+
+
 def try_gpu(i: int) -> Gpu:
     """Run a kernel. Raise RuntimeError if the GPU is broken, full, or none that this torch was built for."""
     gpu = Gpu(torch.cuda.get_device_name(i), torch.cuda.get_device_capability(i), torch.cuda.mem_get_info(i)[0])
-    if gpu.capability >= (8, 0):  # older ones are refused, and some have no kernels in torch
-        torch.ones(1, device=f"cuda:{i}").add_(1).item()
-    return gpu
+    if gpu.capability < (8, 0):  # these are refused, and for some torch has no kernels
+        return gpu
+    torch.ones(1, device=f"cuda:{i}").add_(1).item()
+    return gpu._replace(scales_rows=scales_rows(torch.device("cuda", i), gpu.capability))
 
 
 def why_no_gpu() -> tuple[str, bool]:
@@ -156,9 +174,6 @@ def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
     cfg = dataclasses.replace(cfg, device="cpu", compile=False, lm_head_fp8=False, layers_fp8=False)
     device = torch.device("cpu" if cfg.preset == "nano" else "meta")
     try:
-        trained = {names for plan in cfg.plans for names in plan.updates}
-        if never := [group.names for group in cfg.groups if group.names not in trained]:
-            raise UserError(f"--num_iterations {cfg.num_iterations}: too few, {never[0]} would never be trained")
         plans = [train_gpt.plan_validation(cfg.num_iterations, cfg), *cfg.plans]
         with device:
             gpt = GPT(cfg)
@@ -191,10 +206,23 @@ def ngram_bytes(cfg: Hyperparameters, processes: int, longest: int, trains: bool
     return table.rows.nbytes + table.v.nbytes + read * cfg.model_dim * (sums + fetched)
 
 
-def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report, may_halve=False) -> list[str]:
+def check_fp8(cfg: Hyperparameters, gpus: list[Gpu], report: Report) -> list[str]:
+    """Return the flag that leaves FP8 out of layers, where a GPU cannot scale rows."""
+    unable = [gpu.name for gpu in gpus if not gpu.scales_rows]
+    if not (cfg.layers_fp8 and unable):
+        return []
+    told = f"the {unable[0]} and torch {torch.__version__} cannot multiply with a scale for each row"
+    report.fact(f"FP8: {told}, so layers train in bf16: --no-layers_fp8", note=True)
+    return ["--no-layers_fp8"]
+
+
+def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report, free_to=()) -> list[str]:
     """Estimate what GPUs need, by the model itself and gpt2's buffers, and compare what is free.
 
-    may_halve: halve the rows of n-grams, eight times at most, until all fits. Return the flag that does so, if any.
+    free_to: fields that may change until all fits. Rows of n-grams are halved, eight times at most, and CUDA graphs
+    left out before: what a graph uses stays with it, beside what the first, ordinary call of its shape has used. The
+    host then launches each kernel, 23 to 55 ms a sequence, in which a GPU with so little memory computes for longer.
+    Return the flags that do so, if any.
     """
     gpt, optimizers = build(cfg, processes)
     if not gpus:
@@ -207,26 +235,33 @@ def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: 
     free = min(gpu.free for gpu in gpus[:processes])
     has_kernel = all(gpu.capability >= (9, 0) for gpu in gpus[:processes])
     size = len(cfg.layers) * cfg.model_dim * (1.0 if has_kernel else WITHOUT_KERNEL)
-    all_rows, kinds = cfg.ngram_rows, cfg.ngram_order - 1
-    for i in range(9 if may_halve else 1):
-        cfg = dataclasses.replace(cfg, ngram_rows=all_rows // kinds // 2**i * kinds)
+    buffers = {name: BUFFER_BYTES[name] * n * size for name, n in longest.items()}
+    all_rows, kinds, graphs = cfg.ngram_rows, cfg.ngram_order - 1, cfg.cuda_graphs
+    halves = range(9 if "ngram_rows" in free_to else 1)
+    with_graphs = [True, False] if graphs and "cuda_graphs" in free_to else [graphs]
+    for i, has_graphs in itertools.product(halves, with_graphs):
+        cfg = dataclasses.replace(cfg, ngram_rows=all_rows // kinds // 2**i * kinds, cuda_graphs=has_graphs)
         need = {}
-        for name, n in longest.items():
+        for name in longest:
             ngrams = ngram_bytes(cfg, processes, longest["train_seq_len"], trains=name == "train_seq_len")
-            need[name] = fixed + SPARE_MIB * 2**20 + BUFFER_BYTES[name] * n * size + ngrams
+            of_graphs = buffers["train_seq_len"] * has_graphs
+            need[name] = fixed + SPARE_MIB * 2**20 + buffers[name] + of_graphs + ngrams
         if max(need.values()) <= free:
             break
-    flags = [] if cfg.ngram_rows == all_rows else ["--ngram_rows", str(cfg.ngram_rows)]
+    rows = [] if cfg.ngram_rows == all_rows else ["--ngram_rows", str(cfg.ngram_rows)]
+    flags = rows + ["--no-cuda_graphs"] * (cfg.cuda_graphs < graphs)
     for name, total in need.items():
         told = " ".join([f"--{name} {getattr(cfg, name)}", *flags])
         told += f" takes {total / 2**30:.1f} GiB a process (estimated), {free / 2**30:.1f} are free"
         report.fact(f"memory: {told}")
         if total > free:
             report.problems.append(f"{told}: free some, or halve --{name}")
-    if flags and not report.problems:
-        told = f"{' '.join(flags)} is what fits here, not the record's {all_rows}"
+    if rows and not report.problems:
+        told = f"{' '.join(rows)} is what fits here, not the record's {all_rows}"
         losses = f"loss {cards.loss_of(cfg.ngram_rows):.3f} instead of {cards.POINTER_LOSS:.3f}"
         report.fact(f"n-grams: {told}; by public runs {losses}", note=True)
+    if cfg.cuda_graphs < graphs and not report.problems:
+        report.fact("CUDA graphs: left out, as their memory does not fit here: --no-cuda_graphs", note=True)
     if cfg.preset == "gpt2":
         tell_cost(gpus[0].name, processes, report)
     return flags
@@ -293,8 +328,11 @@ def get_data(cfg: Hyperparameters, report: Report) -> None:
         report.problems.append(problem)
 
 
-def examine(argv: list[str], report: Report) -> list[str]:
-    """Check everything, get the data, and return the number of processes, and flags for this machine."""
+def examine(argv: list[str], report: Report, trains_here: bool) -> list[str]:
+    """Check everything, get the data, and return the number of processes, and flags for this machine.
+
+    trains_here: a single process goes on with the training. On a CPU that says by itself what does not fit together.
+    """
     report.fact(f"versions: Python {sys.version.split()[0]}, torch {torch.__version__}, numpy {numpy.__version__}")
     wish, is_root = os.environ.get("NPROC") or "0", os.environ.get("SCRIPT") in (None, "", "train_gpt.py")
     if not is_root:  # its flags are its own: check the machine and a preset's data only
@@ -320,8 +358,15 @@ def examine(argv: list[str], report: Report) -> list[str]:
         with contextlib.suppress(train_gpt.AlreadyComplete):  # then there is nothing to do
             train_gpt.load_checkpoint(given)
         train_gpt.parse_args(argv, processes)  # refuses to choose a preset for several without a GPU
-        may_halve = not any(flag.partition("=")[0] == "--ngram_rows" for flag in argv)
-        flags = check_memory(cfg, gpus, processes, report, may_halve)
+        trained = {names for plan in cfg.plans for names in plan.updates}
+        if never := [group.names for group in cfg.groups if group.names not in trained]:
+            raise UserError(f"--num_iterations {cfg.num_iterations}: too few, {never[0]} would never be trained")
+        named = {flag.partition("=")[0].removeprefix("--").removeprefix("no-") for flag in argv}
+        if "layers_fp8" not in named:
+            flags = check_fp8(cfg, gpus, report)
+        if gpus or processes > 1 or not trains_here:
+            free_to = {"ngram_rows", "cuda_graphs"} - named
+            flags += check_memory(cfg, gpus, processes, report, free_to)
     get_data(cfg, report)
     is_gpt2 = is_root and gpus and given.canon_file == PRESETS["gpt2"].canon_file
     if is_gpt2 and not (cfg.canon_file or report.problems):
@@ -329,21 +374,29 @@ def examine(argv: list[str], report: Report) -> list[str]:
     return [str(processes), *flags]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    argv, found = list(sys.argv[1:] if argv is None else argv), [""]
-    report = Report("--check" in argv)
-    warnings.simplefilter("ignore")  # torch's, about drivers: check.py says it in one line
+def prepare(argv: list[str], report: Report, trains_here: bool = False) -> tuple[int, list[str]]:
+    """Return the exit code, and what `examine` does. Print the problems that it finds."""
+    found = [""]
     try:
-        found = examine([flag for flag in argv if flag != "--check"], report)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about drivers: this says it in one line
+            found = examine(argv, report, trains_here)
     except (UserError, OSError) as error:  # the latter: a shard that cannot be read
         report.problems.append(str(error).partition("; ./run.sh")[0])
     except KeyboardInterrupt:  # while data are fetched
-        return 130
+        return 130, found
     for problem in report.problems:
         print("check: " + "".join(c if c.isprintable() else "?" for c in problem), file=sys.stderr)
-    if not report.problems:
+    return 2 if report.problems else 0, found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    report = Report("--check" in argv)
+    code, found = prepare([flag for flag in argv if flag != "--check"], report)
+    if not code:
         print(*["processes:"] * report.is_full, *found)
-    return 2 if report.problems else 0
+    return code
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ torch_index() {
 make_environment() { # EXTRA..., with a file to lock as file descriptor 9
     local base missing
     flock 9 2>/dev/null || true # not all file systems have locks
+    [ -z "$(find .venv/bin -xtype l 2>/dev/null)" ] || fail ".venv links to a Python that is gone: remove it: rm -r .venv"
     if ! "$python" -m pip --version &>/dev/null; then # there is none, or making it was interrupted
         for base in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python ''; do
             lacks "$base" >/dev/null && break

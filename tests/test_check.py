@@ -24,6 +24,7 @@ from world_worker import ROOT
 SMALL = [*TINY_FLAGS, *"--num_iterations 4 --val_seq_len 96 --val_tokens 288 --block_size 16".split()]
 GPT2 = "--preset gpt2 --num_iterations 2 --val_tokens 262144".split()
 H100 = check.Gpu("NVIDIA H100 80GB HBM3", (9, 0), 80 * 10**9)
+A100_40GB = check.Gpu("NVIDIA A100-SXM4-40GB", (8, 0), 42 * 10**9, scales_rows=False)
 RTX_4090 = check.Gpu("NVIDIA GeForce RTX 4090", (8, 9), 25 * 10**9)
 BF16 = dataclasses.replace(train_gpt.PRESETS["gpt2"], dtype="bfloat16")
 NETS = Layer("long", net=True, x0=True), Layer("none", net=True)
@@ -133,7 +134,9 @@ def test_rows_that_fit_nothing_or_train_nothing_are_one_line(outcome, monkeypatc
     [
         ([H100] * 7, "4", "7 x NVIDIA H100 80GB HBM3 (compute capability 9.0)"),
         ([H100], "1 --ngram_rows 21150720", "record's 84602880; by public runs loss 3.282 instead of 3.277"),
-        ([RTX_4090], "1 --ngram_rows 1321920", "not the record's 84602880"),
+        ([RTX_4090], "1 --ngram_rows 1321920 --no-cuda_graphs", "not the record's 84602880"),
+        ([A100_40GB], "1 --ngram_rows 10575360 --no-cuda_graphs", "note: CUDA graphs: left out, as their memory does"),
+        ([H100._replace(scales_rows=False)], "1 --no-layers_fp8 --ngram_rows 21150720", "so layers train in bf16"),
         ([RTX_4090._replace(free=195 * 10**8)], None, "18.2 are free: free some, or halve --train_seq_len"),
         ([H100, H100._replace(capability=(7, 5))], None, "(A100, RTX 30); CUDA_VISIBLE_DEVICES leaves it out;"),
     ],
@@ -187,6 +190,27 @@ def test_the_page_says_of_cards_what_the_check_does():
         assert told == [f"{min(ms):,.0f}", f"{max(ms):,.0f}", f"{minutes:.1f}", f"{loss:.3f}", f"{idea:.0f}"]
 
 
+def test_cuda_graphs_take_memory_of_their_own(capsys):
+    """A training's, beside what the first calls of training and validation take."""
+    gibs = []
+    for graphs in True, False:
+        check.check_memory(dataclasses.replace(BF16, cuda_graphs=graphs), [H100] * 8, 8, check.Report(is_full=True))
+        gibs.append([float(gib) for gib in re.findall(r"takes ([\d.]+) GiB", capsys.readouterr().out)])
+    buffers = check.BUFFER_BYTES["train_seq_len"] * 3 * 2**14 * 11 * 768 / 2**30
+    assert [a - b for a, b in zip(*gibs, strict=True)] == pytest.approx([buffers] * 2, abs=0.11)
+
+
+def test_whether_fp8_products_scale_rows_is_tried_but_where_they_hang(monkeypatch):
+    cpu, multiply = torch.device("cpu"), torch._scaled_mm
+    assert check.scales_rows(cpu, (9, 0))
+    for version, tried in ("2.11.0", False), ("2.12.0", True):
+        monkeypatch.setattr(check, "VERSION", version)
+        assert (check.scales_rows(cpu, (8, 9)), check.scales_rows(cpu, (8, 0))) == (tried, False)
+    for wrong in (lambda *_, **__: torch.zeros(2).reshape(3)), (lambda *args, **more: multiply(*args, **more) * 2):
+        monkeypatch.setattr(torch, "_scaled_mm", wrong)
+        assert not check.scales_rows(cpu, (12, 0))
+
+
 def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tmp_path):
     machine(H100, H100)
     monkeypatch.setenv("NPROC", "4")
@@ -204,7 +228,8 @@ def test_estimates_are_those_of_the_lowered_graphs(capsys):
     page = (ROOT / "docs" / "gpu.md").read_text().replace(",", "")
     rows = re.findall(r"^\| (?:the step that needs most|validation)[^|]*\|((?: \d+ \|){4})$", page, re.M)  # MiB
     for processes, *mib in zip((8, 4, 2, 1), *(map(int, re.findall(r"\d+", row)) for row in rows), strict=True):
-        part = dataclasses.replace(BF16, ngram_rows=BF16.ngram_rows * max(processes, 2) // 8)
+        rows = BF16.ngram_rows * max(processes, 2) // 8
+        part = dataclasses.replace(BF16, ngram_rows=rows, cuda_graphs=False)  # one pool of memory
         check.check_memory(part, [H100] * processes, processes, check.Report(is_full=True))
         gibs = re.findall(r"takes ([\d.]+) GiB", capsys.readouterr().out)
         for gib, expected, within in zip(gibs, mib, (0.1, 0.08), strict=True):
@@ -298,6 +323,11 @@ def test_run_sh(corpus, tmp_path):
     (tmp_path / "run").symlink_to(ROOT / "run.sh")
     done = program(tmp_path / "run", *flags, cwd=tmp_path, NPROC="2", PYTHONSAFEPATH="1")
     assert (done.returncode, "val_loss" in done.stdout) == (0, True)
+    killed = tmp_path / "python"
+    killed.write_text(f'#!/bin/sh\ncase "$*" in *speedrun.check*) kill -9 $$ ;; esac\nexec {sys.executable} "$@"\n')
+    killed.chmod(0o755)
+    done = program("./run.sh", "--check", PYTHON=str(killed))
+    assert (done.returncode, "run.sh: the check was killed, as Linux does where memory" in done.stderr) == (2, True)
     assert program("./run.sh", SCRIPT="none.py").stderr == f"run.sh: SCRIPT=none.py: there is no such file in {ROOT}\n"
 
 
@@ -343,4 +373,7 @@ def test_environment_is_made_once_and_completed(tmp_path):
     assert start()[:2] == (0, ".venv/bin/python 10000\n")
     assert metadata.exists()
     assert not (tmp_path / "elsewhere").exists()
+    (folder / ".venv/bin/python").unlink()
+    (folder / ".venv/bin/python").symlink_to("/gone")
+    assert start() == (2, "", "run.sh: .venv links to a Python that is gone: remove it: rm -r .venv\n")
     assert start(PYTHON="/nowhere") == (2, "", "run.sh: PYTHON=/nowhere is not Python 3.11 or newer\n")
