@@ -327,6 +327,11 @@ def test_missing_package_is_one_line_that_says_what_to_type(tmp_path, monkeypatc
     assert re.fullmatch(rf"sample.py: no scipy; {needs.PIP} scipy==[\d.]+\n", told())
 
 
+def test_the_oldest_torch_that_is_accepted_compiles_every_week():
+    weekly = (ROOT / ".github" / "workflows" / "weekly.yml").read_text()
+    assert f"torch=={'.'.join(map(str, needs.OLDEST_TORCH))}.0\n" in weekly
+
+
 @pytest.mark.slow
 def test_run_sh(corpus, tmp_path):
     flags = [*SMALL, f"--train_files={corpus}/train_*.bin", f"--val_files={corpus}/val_*.bin", f"--log_dir={tmp_path}"]

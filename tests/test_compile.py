@@ -69,6 +69,8 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, ch
 
     Where that is not compiled. In float64 flex goes by its mask of elements: test_attention has the lists of blocks.
     """
+    if changes.get("layers_fp8") and torch.__version__ < "2.12":
+        pytest.skip("a CPU multiplies FP8 with scales of rows from torch 2.12 on")
     files = dict(train_files=f"{tmp_path}/train.bin", val_files=f"{tmp_path}/val.bin")
     for seed, path in enumerate(files.values()):
         write_shard(Path(path), np.random.default_rng(seed).integers(128, size=20_000))
