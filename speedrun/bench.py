@@ -1,12 +1,12 @@
 """Measure the steps of train_gpt.py on this machine: their parts, memory.
 
-    python -m speedrun bench [--quick] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
+    python -m speedrun bench [--quick] [--stages 3,1] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
     torchrun --standalone --nproc_per_node=8 -m speedrun bench     with communication
     python -m speedrun bench --one_of 8 --synthetic                one GPU as one rank of eight, without data
 
 As one of N a process has its sequences and its share of rows and matrices. Nothing is communicated: rows that other
-ranks own are replaced by own ones. docs/gpu.md says what the figures mean. The table, a JSON document and a profile go
-to the folder. Exit codes: 0 done, 2 bad input, 130 interrupted.
+ranks own are replaced by own ones. --stages: these alone, in this order. docs/gpu.md says what the figures mean. The
+table, a JSON document and a profile go to the folder. Exit codes: 0 done, 2 bad input, 130 interrupted.
 """
 
 import argparse
@@ -272,6 +272,10 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
     if cfg.batch_sequences % ranks.world_size:
         name = f"--one_of {args.one_of}" if args.one_of else f"{ranks.world_size} processes"
         raise UserError(f"{name}: expected a divisor of {cfg.batch_sequences}, the sequences of a step")
+    ends = enumerate(itertools.pairwise([0, *train_gpt.stage_ends(cfg)]), start=1)
+    stages = {number: first for number, (first, end) in ends if first < end}
+    if strange := [number for number in args.stages or () if number not in stages]:
+        raise UserError(f"--stages {strange[0]}: expected numbers of {', '.join(map(str, stages))}")
     args.out.mkdir(parents=True, exist_ok=True)
     cfg = write_tokens(cfg, args.out / f"random{ranks.rank}.bin") if args.synthetic else cfg
     trainer, n = (OneOf if args.one_of else Measured)(cfg, ranks), 3 if args.quick else 20
@@ -280,10 +284,8 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
     document |= dict(processes=1 if args.one_of else ranks.world_size, configuration=dataclasses.asdict(cfg))
     document |= dict(figures={}, parts={}, predicted={}, kernels={})
     gc.disable()  # as in training
-    for number, (first, end) in enumerate(itertools.pairwise([0, *train_gpt.stage_ends(cfg)]), start=1):
-        if first == end:
-            continue
-        stage = f"stage {number}"
+    for number in args.stages or stages:
+        first, stage = stages[number], f"stage {number}"
         found, (operations, kernels) = measure_stage(trainer, first, n)
         document["figures"] |= {f"{stage}: {name}": value for name, value in found.items()}
         document["parts"][stage], document["predicted"][stage] = by_part(kernels), predicted_parts(trainer, first)
@@ -297,6 +299,10 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
         print(f"{table(document)}\n\nwritten to {args.out}", flush=True)
 
 
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     options: dict[str, Any] = dict(usage=argparse.SUPPRESS, allow_abbrev=False)
@@ -305,6 +311,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     out = Path("logs") / time.strftime("benchmark-%Y%m%d-%H%M%S")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=out, help="default: logs/benchmark-TIME")
+    parser.add_argument("--stages", type=numbers, metavar="N,N", help="these alone, in this order (default: all)")
     parser.add_argument("--one_of", type=int, metavar="N", help="as one rank of N, without communication")
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens, which need no data")
     args, flags = parser.parse_known_args(argv)

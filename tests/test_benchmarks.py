@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import TINY_FLAGS
+from conftest import GPT2_FLAGS, TINY_FLAGS
 from speedrun import bench, plain_gpt
 from speedrun.logs import Log
 from speedrun.process import ROOT
@@ -58,11 +59,20 @@ def test_measured_steps_are_steps_of_training(gpt2, corpus):
     assert "optimizers" in told
 
 
-@pytest.mark.parametrize("flags", ["--one_of 3", "--one_of 0"])
-def test_a_share_that_there_is_not_is_refused(flags: str, tmp_path, capsys):
+def test_stages_are_measured_in_the_order_given(monkeypatch, tmp_path, capsys):
+    measured = []
+    monkeypatch.setattr(bench, "measure_stage", lambda trainer, first, n: measured.append(first) or ({}, ("", {})))
+    flags = [*GPT2_FLAGS, "--num_iterations=40", "--synthetic", f"--out={tmp_path}"]
+    assert bench.main([*flags, "--stages=3,1"]) == bench.main(flags) == 0
+    assert measured[:2] == [measured[4], 0] and measured[2:] == sorted(measured[2:])
+    assert list(json.loads((tmp_path / "benchmark.json").read_text())["parts"])[0] == "stage 1"
+
+
+@pytest.mark.parametrize("flags", ["--one_of 3", "--one_of 0", "--stages 1,9", "--stages 0", "--stages 1,"])
+def test_a_share_or_stage_that_there_is_not_is_refused(flags: str, tmp_path, capsys):
     with pytest.raises(SystemExit):
         bench.main([*flags.split(), "--preset=mini", "--device=cpu", "--batch_tokens=8192", f"--out={tmp_path}"])
-    assert "expected " in capsys.readouterr().err.splitlines()[-1]
+    assert re.search("expected |invalid numbers value", capsys.readouterr().err.splitlines()[-1])
 
 
 def test_plain_gpt_learns_and_writes_a_log_that_can_be_raced(corpus, tmp_path, monkeypatch, capsys):
