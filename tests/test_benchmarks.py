@@ -90,15 +90,42 @@ def test_plain_gpt_learns_and_writes_a_log_that_can_be_raced(corpus, tmp_path, m
     assert log.val_loss < math.log(257) - 0.05
 
 
-def first_gpu_run(out: Path, *flags: str) -> subprocess.CompletedProcess:
+def first_gpu_run(out: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess:
     env = os.environ | dict(OUT=str(out), PYTHON=sys.executable, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    return subprocess.run([ROOT / "docs/first_gpu_run.sh", *flags], env=env, capture_output=True, text=True)
+    script = ROOT / "docs/first_gpu_run.sh"
+    return subprocess.run([script, *flags], env=env | variables, capture_output=True, text=True)
 
 
 def test_a_first_gpu_run_without_a_gpu_says_so_and_tries_nothing(tmp_path):
     done = first_gpu_run(tmp_path / "out")
     assert (done.returncode, done.stdout, *tmp_path.iterdir()) == (2, "")
     assert "no GPU" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "found"),
+    [
+        ("step", "step 1 of nano, bye in ~/logs, by ann.b at [step]:29500"),
+        ("box.7[", "step 1 of nano, bye in ~/logs, by USER at [step]:29500, HOST: boxy7 HOST"),
+    ],
+)
+def test_a_first_gpu_run_hides_names_and_no_words(host: str, found: str, tmp_path):
+    """Where no part has time. The home has letters of patterns; a host or user named like a word of ours is told."""
+    user = "nano" if host == "step" else "ann.b"
+    home = f"{tmp_path}/a[1]#b"
+    (bin := tmp_path / "bin").mkdir()
+    for name, text in dict(uname=f'[ "$1" = -n ] && echo "{host}" || exec /bin/uname "$@"', id=f"echo {user}").items():
+        (bin / name).write_text(f"#!/bin/sh\n{text}\n")
+        (bin / name).chmod(0o755)
+    (out := tmp_path / "out").mkdir()
+    text = f"step 1 of nano, bye in {home}/logs, by ann.b at [step]:29500"
+    (out / "some.txt").write_text(text + f", {host}: boxy7 {host}" * (user != "nano"))
+    variables = dict(MINUTES="0", HOME=home, PATH=f"{bin}:{os.environ['PATH']}")
+    done = first_gpu_run(out, "--device", "cpu", **variables)
+    assert (out / "some.txt").read_text() == found
+    told = [line for line in done.stdout.splitlines() if line.startswith("look for")]
+    assert [line.split("'")[0] for line in told] == ["look for the HOST", "look for the USER"][: 2 * (user == "nano")]
+    assert (out / "parts.txt").read_text().count(": skipped, the time is over\n") > 8
 
 
 @pytest.mark.slow
