@@ -38,17 +38,30 @@ from train_gpt import Batch, Hyperparameters, Inputs, NgramTable, Plan, Ranks, R
 
 Steps = Iterator[tuple[Plan, list[Inputs], Requests]]  # what `Trainer.train_step` takes
 Figures = dict[str, dict]  # by name: a median with its 10th and 90th percentiles, n and a unit
-PREDICTED = Path(__file__).with_name("h100.json")  # made by `python -m speedrun lower --arch 90 --kernels '^$'`
+PREDICTED = Path(__file__).with_name("h100.json")  # made by `python -m speedrun lower --arch 90 89 80 --update`
 OWN = "triton_|relu_squared|cross_entropy"  # kernels of the compiler and of the script
+PHASES = "optimizers", "rows", "communication"
 PRODUCTS = dict(mm=0, addmm=1, bmm=0, baddbmm=1, _scaled_mm=0)  # which input is the first factor
 
 
-class OwnRows(NgramTable):
+class Rows(NgramTable):
+    def fetch(self, *args):
+        with record_function("rows"):
+            return super().fetch(*args)
+
+    def update(self, *args):
+        with record_function("rows"):
+            super().update(*args)
+
+
+class OwnRows(Rows):
     def exchange(self, rows, sent, received):
-        return rows[torch.arange(sum(received), device=rows.device) % max(1, len(rows))], lambda: None
+        with record_function("communication"):
+            return rows[torch.arange(sum(received), device=rows.device) % max(1, len(rows))], lambda: None
 
 
 class Measured(Trainer):
+    table_class = Rows
     part = record_function  # type: ignore[assignment]
 
 
@@ -149,8 +162,8 @@ def label_of(op) -> str:
 
 
 def phase_of(op) -> str:
-    """Say whether an operation is one of the optimizers'."""
-    while op is not None and op.name != "optimizers":
+    """Say whether an operation is one of the optimizers', the rows', or in the place of communication."""
+    while op is not None and op.name not in PHASES:
         op = op.cpu_parent
     return "" if op is None else op.name
 
@@ -163,6 +176,7 @@ def profile(trainer: Trainer, steps: Steps) -> tuple[str, dict[str, dict]]:
     on_cuda, count, gradients = trainer.device.type == "cuda", trainer.cfg.all_step, trainer.gradients
     trainer.gradients = trainer.add_gradients  # the kernels of a CUDA graph have no operation
     kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
+    synchronize(trainer)  # kernels of steps before do not count
     with torch.profiler.profile(activities=kinds, record_shapes=True) as profiler:
         take_cycle(trainer, steps)
         synchronize(trainer)
@@ -170,7 +184,7 @@ def profile(trainer: Trainer, steps: Steps) -> tuple[str, dict[str, dict]]:
     found: dict[str, dict] = defaultdict(lambda: dict(ms=0.0, launches=0.0))
     unowned: dict[str, float] = defaultdict(float)
     for op in profiler.events() or ():
-        if op.device_type == DeviceType.CUDA and not op.name.startswith(("optimizers", "ProfilerStep", "## Call")):
+        if op.device_type == DeviceType.CUDA and not op.name.startswith((*PHASES, "ProfilerStep", "## Call", "cuda")):
             unowned[op.name] += op.time_range.elapsed_us() / 1000 / count
         for kernel in getattr(op, "kernels", None) or () if op.device_type == DeviceType.CPU else ():
             name = kernel.name if re.match(OWN, kernel.name) else label_of(op)
@@ -189,9 +203,10 @@ def profile(trainer: Trainer, steps: Steps) -> tuple[str, dict[str, dict]]:
 def by_part(kernels: dict[str, dict]) -> dict[str, float]:
     """Sum the ms of kernels by the parts of the roofline."""
     parts: dict[str, float] = defaultdict(float)
-    for name, row in kernels.items():
+    for label, row in kernels.items():
+        phase, _, name = label.partition(" ") if label.startswith(PHASES) else ("train", "", label)
         graph = "graph" if re.search(f"mm|{OWN}", name) else ""
-        parts[roofline.part_of(dict(phase=name.partition(" ")[0], graph=graph, name=name))] += row["ms"]
+        parts[roofline.part_of(dict(phase=phase, graph=graph, name=name))] += row["ms"]
     return dict(parts)
 
 
