@@ -109,11 +109,14 @@ def predict_step(found: dict, stage: dict, gpu: Rates = H100) -> dict:
     """
     phase, world = stage["phase"], found["one_of"]
     launches, by_host, ms = 0.0, 1.0, dict.fromkeys(PARTS, 0.0)
+    logit = 1 if any(call["kind"].startswith("float8") for call in found["calls"]) else 2  # bytes
     for call in found["calls"]:
         if call["phase"].endswith(phase):
             n = call["count"] / found["cycle"]
             part = part_of(call)
-            factor = PARTS[part][1] + (part == "cross entropy") * TARGET * int(phase.split()[3])
+            factor = PARTS[part][1]
+            if part == "cross entropy":
+                factor = (factor + TARGET * int(phase.split()[3])) / logit
             tail = gpu.product * (call["flops"] > 0 and part != "XSA, nets")  # which are narrow, and one kernel each
             ms[part] += 1000 * n * (seconds(call, gpu, factor) + tail)
             launches += n
