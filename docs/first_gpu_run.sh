@@ -6,7 +6,7 @@
 #
 # Whole trainings are gpt2 with all its steps, each on one of its eight sequences, with and without FP8, and a plain GPT
 # of GPT-2's size for the same minute; they take 41 M tokens. The flags are for stages 3 and 1 of the steps as one rank
-# of eight. OUT=FOLDER names another folder than logs/first-gpu-run-TIME, MINUTES=25 another limit. If a part fails, the
+# of eight. OUT=FOLDER names another folder than logs/first-gpu-run-TIME, MINUTES=30 another limit. If a part fails, the
 # others still run. Exit codes: 0 done, 1 a part failed, 2 no Python or GPU.
 #
 # Compiling takes most of the time. On one H100, beside two other processes that compiled, too, the whole training's

@@ -10,8 +10,8 @@ DOCUMENT = 690  # tokens of a document on average: FineWeb's sample of 10.2 bill
 class Rates(NamedTuple):
     """Hold the H100's peaks per second (NVIDIA's data sheet; dense, accumulated in fp32), and what kernels reach.
 
-    link: bus bandwidth of large collectives over 8 GPUs, as NCCL reaches it over NVLink: assumed. `host` and `memory`
-    were measured on one H100 on 2026-11-26, all others on 2026-11-28 (docs/gpu.md).
+    link: bus bandwidth of large collectives over 8 GPUs, as NCCL reaches it over NVLink: assumed. `matmul`, `triton`,
+    `memory` and `host` were measured on one H100 on 2026-11-26, all others on 2026-11-28 (docs/gpu.md).
     """
 
     bfloat16: float = 989e12
@@ -28,7 +28,7 @@ class Rates(NamedTuple):
     tail: float = 41e-6  # seconds that a kernel of attention takes beyond its products
     product: float = 5e-6  # the same of a product: many launch a second kernel, or end with few blocks
     launch: float = 1.25e-6  # seconds of any kernel beyond its bytes
-    gap: float = 0.45e-6  # from a kernel of a CUDA graph to the next: a step took 0.25 and 0.43 ms more than its kernels
+    gap: float = 0.45e-6  # from one kernel to the next: a step took 0.25 and 0.43 ms more than its kernels
     host: float = 42e-6  # seconds of a CPU for each launch outside of CUDA graphs; a step takes no less
 
 
@@ -37,16 +37,16 @@ H100 = Rates()
 # long as the longer of bytes and FLOPs says it took on one H100 (2026-11-28), in the mean of stages 1 and 3
 PARTS = {
     "attention": ("triton_tem", 1.0),  # FlexAttention's kernels are the only templates
-    "MLP: relu squared, scales of rows": ("relu(?!_squared_backward)", 0.945),  # in two passes, one from a cache
+    "MLP: relu squared, scales of rows": ("relu(?!_squared_backward)", 0.945),
     "cross entropy": ("cross_entropy|gather", 4.81),  # exponentials decide: see TARGET
-    "n-grams: sums": ("copy_index_add_view_0$", 1.32),  # on text, 2026-11-26: random tokens collide
+    "n-grams: sums": ("copy_index_add_view_0$", 1.32),  # of 2026-11-26, as random tokens collide
     "QK-norm, rotary": ("flip|mul_squeeze_sub_transpose_view_where|stack|rsqrt_split_with_sizes_view", 1.09),
     "XSA, nets": ("tanh|clamp_div|_div_exp|bmm|mm .*[ x]64(x|$)", 1.08),
     "tables: lookups, gradients": ("embedding|index_add", 1.647),  # sums and reads of scattered rows
     "products in FP8": ("_scaled_mm .*x|relu_squared_backward", 1.0),
     "products in bf16": ("mm .*x", 1.0),
     "norms, factors, sums, casts": ("", 1.225),  # all else in graphs: 29 of them store copies with rows for columns
-    "n-grams: rows and their steps": ("", 1.32),  # the same day
+    "n-grams: rows and their steps": ("", 1.32),  # the same
     "outside of graphs": ("", 2.5),  # MLPs' gradients, by columns: PyTorch adds them one by one, at a third of the rate
     "optimizers, averages": ("", 0.93),
     "between kernels": ("", 1.0),
