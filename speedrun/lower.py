@@ -380,9 +380,8 @@ def table(arch: int, found: dict) -> str:
 def update(arch: int, found: dict):
     """Write what bench and cards read of an architecture, with three digits after the point."""
     document = json.loads(PREDICTED.read_text())
-    own = {
-        name: found[name] for name in ("cycle", "one_of", "stages", "graphs", "memory", "communication", "predicted")
-    }
+    names = "cycle", "one_of", "stages", "graphs", "memory", "communication", "predicted"
+    own = {name: found[name] for name in names}
     document["torch"] = torch.__version__
     document["gpus"][str(arch)] = json.loads(json.dumps(own), parse_float=lambda text: round(float(text), 3))
     PREDICTED.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

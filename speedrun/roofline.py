@@ -139,7 +139,7 @@ def lines(found: dict) -> list[str]:
     """Return a table of the ms of parts by stage, and of the seconds of all steps."""
     if not (steps := found["predicted"]):
         return []
-    head = ["ms of a step", *(f"from step {step['first']}" for step in steps), "run, s"]
+    head = ["ms of a step on an H100", *(f"from step {step['first']}" for step in steps), "run, s"]
     told = ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     rows = {part: [step["ms"][part] for step in steps] for part in PARTS} | {"sum": [s["sum"] for s in steps]}
     for name, ms in rows.items():

@@ -68,6 +68,13 @@ def test_stages_are_measured_in_the_order_given(monkeypatch, tmp_path, capsys):
     assert measured[2:] == sorted(measured[2:])
 
 
+def test_a_profile_has_the_parts_of_the_prediction():
+    parts = {"rows index": "n-grams: rows and their steps", "rows index_add_": "n-grams: sums"}
+    parts |= {"communication index": "communication", "optimizers copy_": "optimizers, averages"}
+    parts |= {"_scaled_mm 8x4x2": "products in FP8", "mm 8x4x2": "products in bf16", "add_": "outside of graphs"}
+    assert [bench.by_part({name: dict(ms=2.0)}) for name in parts] == [{part: 2.0} for part in parts.values()]
+
+
 @pytest.mark.parametrize("flags", ["--one_of 3", "--one_of 0", "--stages 1,9", "--stages 0", "--stages 1,"])
 def test_a_share_or_stage_that_there_is_not_is_refused(flags: str, tmp_path, capsys):
     with pytest.raises(SystemExit):

@@ -64,6 +64,19 @@ def test_the_prediction_is_what_one_h100_took():
         assert others == pytest.approx(found["step"][first][0] - found["sums_of_ngrams"][first], rel=0.03)
 
 
+def test_an_update_keeps_what_is_known_of_other_architectures(tmp_path: Path, monkeypatch):
+    found = json.loads((ROOT / "speedrun" / "h100_measured.json").read_text())["launched"]
+    found["configuration"] |= dict(batch_tokens=8, train_seq_len=1)
+    found |= dict(failed="", graph_breaks={}, kernels={}, graphs=1, memory=dict(validation=2**30))
+    (path := tmp_path / "h100.json").write_text(json.dumps(dict(gpus={"80": "old", "90": "old"})))
+    monkeypatch.setattr(lower, "PREDICTED", path)
+    monkeypatch.setattr(lower, "measure", lambda *args: found)
+    assert lower.main(["--arch=90", "--update", f"--out={tmp_path / 'out.json'}"]) == 0
+    gpus = json.loads(path.read_text())["gpus"]
+    assert gpus["80"] == "old"
+    assert [step["sum"] for step in gpus["90"]["predicted"]] == [round(s["sum"], 3) for s in roofline.predict(found)]
+
+
 def test_kernels_that_need_too_much_or_do_not_compile_are_reported():
     needs = dict(
         fits=dict(shared=H100.shared_limit),
