@@ -5,9 +5,15 @@
 #   TEXT=FOLDER docs/first_gpu_run.sh       whole trainings, too, on shards of GPT-2 tokens, *train*.bin and *val*.bin
 #
 # Whole trainings are gpt2 with all its steps, each on one of its eight sequences, with and without FP8, and a plain GPT
-# of GPT-2's size for the same minute; they take 41 M tokens. The flags are for the steps as one rank of eight.
-# OUT=FOLDER names another folder than logs/first-gpu-run-TIME, MINUTES=20 another limit. If a part fails, the others
-# still run. Exit codes: 0 done, 1 a part failed, 2 no Python or GPU.
+# of GPT-2's size for the same minute; they take 41 M tokens. The flags are for stages 3 and 1 of the steps as one rank
+# of eight. OUT=FOLDER names another folder than logs/first-gpu-run-TIME, MINUTES=30 another limit. If a part fails, the
+# others still run. Exit codes: 0 done, 1 a part failed, 2 no Python or GPU.
+#
+# Compiling takes most of the time. On one H100, beside two other processes that compiled, too, the whole training's
+# seven graphs took nine minutes: 52 s validation, 92 to 143 s a stage. What it compiled is kept: steps as one rank
+# began 28 and 55 s a stage later, and a second call of this script goes on quicker, too. A process compiles its graphs
+# one after another, each with up to 16 workers. Nothing is compiled beside it: a process needs 21 to 27 GB of the GPU
+# for that, takes the workers' cores, and would still be at it when a measurement begins.
 set -uo pipefail
 CDPATH='' cd -- "$(dirname -- "$(readlink -f -- "$0")")/.." || exit
 source speedrun/environment.sh
@@ -52,34 +58,58 @@ part() { # NAME COMMAND...
     fi
 }
 
+[ -e data/nano/nano_val_000000.bin ] || part pack "$python" data/pack_nano.py
+shards=("$text"/*train*.bin)
+steps=(--synthetic) # as one rank of eight; random tokens have few n-grams, whose sums collide
+estimates=("one-of-8 300" "self-test 55") # seconds; of the plain GPT's compiling nothing is known
+if [ -e "${shards[0]}" ]; then
+    estimates=("whole 590" "one-of-8 100" "self-test 55" "plain 60" "whole-without-fp8 590")
+    [[ " $* " == *" --preset"* && $text != data/nano ]] || steps=(--train_files "$text/*train*.bin")
+fi
+if [ "${device[1]}" = cuda ]; then
+    ends=0 told=()
+    for estimate in "${estimates[@]}"; do
+        told+=("${estimate% *} $((ends += ${estimate#* })) s")
+    done
+    printf -v told '%s, ' "${told[@]}"
+    echo "by one H100's times these end after: ${told}then nano and mini; the limit is $limit s, MINUTES sets another"
+fi
+
 run=("$python" train_gpt.py "${device[@]}" --seed 1 --no-save_checkpoint --log_dir "$out/logs")
 part card nvidia-smi
 part versions "$python" -m torch.utils.collect_env
-part one-of-8 "$python" -m speedrun bench --one_of 8 --synthetic --out "$out/one-of-8" "$@"
-[ -e data/nano/nano_val_000000.bin ] || part pack "$python" data/pack_nano.py
-shards=("$text"/*train*.bin)
+whole+=(--train_files "$text/*train*.bin" --val_files "$text/*val*.bin" --val_sha256=)
 if [ -e "${shards[0]}" ]; then
-    whole+=(--train_files "$text/*train*.bin" --val_files "$text/*val*.bin" --val_sha256=)
     part whole "${run[@]}" "${whole[@]}" --run_id whole
-    part plain "$python" speedrun/plain_gpt.py --data "${shards[0]%train*}" "${plain[@]}"
-    part whole-without-fp8 "${run[@]}" "${whole[@]}" --run_id whole-without-fp8 --no-lm_head_fp8 --no-layers_fp8
 else
     echo "whole trainings: left out, $text has no shards; TEXT=FOLDER names some" | tee -a "$out/parts.txt"
 fi
+part one-of-8 "$python" -m speedrun bench --one_of 8 --stages 3,1 "${steps[@]}" --out "$out/one-of-8" "$@"
 part self-test "$python" -m pytest -q tests/test_gpu.py "${self_test[@]}"
+if [ -e "${shards[0]}" ]; then
+    part plain "$python" speedrun/plain_gpt.py --data "${shards[0]%train*}" "${plain[@]}"
+    part whole-without-fp8 "${run[@]}" "${whole[@]}" --run_id whole-without-fp8 --no-lm_head_fp8 --no-layers_fp8
+fi
 part nano "${run[@]}" --preset nano --run_id nano
 part nano-without-graphs "${run[@]}" --preset nano --no-cuda_graphs --run_id nano-without-graphs
 part mini "${run[@]}" --preset mini "${wide[@]}" --run_id mini
 
 hide() { # TEXT NEW: where no letter or digit is beside it; twice, as neighbours share what is between them
-    local other='[^[:alnum:]]'
-    local rule="s#(^|$other)$1($other|\$)#\1$2\2#gI"
+    local other='[^[:alnum:]]' rule
+    rule="s#(^|$other)$(printf %s "$1" | sed 's/[][\.*^$+?(){}|#]/\\&/g')($other|\$)#\1$2\2#gI"
     find "$out" -type f -exec sed -i -E -e "$rule" -e "$rule" {} +
 }
+hide_name() { # NAME NEW: unless it is a word that logs have for other reasons
+    if grep -rqsiwF -e "$1" README.md train_gpt.py docs speedrun "$out"/{card,versions}.txt; then
+        echo "look for the $2's name, $1, yourself: it is a word of this repository or of the machine's description"
+    else
+        hide "$@"
+    fi
+}
 hide "$PWD" REPOSITORY
-hide "$HOME" '~'
-hide "$(uname -n)" HOST
-[ "$(id -un)" = root ] || hide "$(id -un)" USER
+[ "$HOME" = / ] || hide "$HOME" '~'
+hide_name "$(uname -n)" HOST
+[ "$(id -un)" = root ] || hide_name "$(id -un)" USER
 tar -czf "$out.tar.gz" -C "$(dirname "$out")" "$(basename "$out")"
 grep -h '^|' "$out/one-of-8/benchmark.md"
 tail -qn 1 "$out/self-test.txt"

@@ -1,12 +1,12 @@
 """Measure the steps of train_gpt.py on this machine: their parts, memory.
 
-    python -m speedrun bench [--quick] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
+    python -m speedrun bench [--quick] [--stages 3,1] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
     torchrun --standalone --nproc_per_node=8 -m speedrun bench     with communication
     python -m speedrun bench --one_of 8 --synthetic                one GPU as one rank of eight, without data
 
 As one of N a process has its sequences and its share of rows and matrices. Nothing is communicated: rows that other
-ranks own are replaced by own ones. docs/gpu.md says what the figures mean. The table, a JSON document and a profile go
-to the folder. Exit codes: 0 done, 2 bad input, 130 interrupted.
+ranks own are replaced by own ones. --stages: these alone, in this order. docs/gpu.md says what the figures mean. The
+table, a JSON document and a profile go to the folder. Exit codes: 0 done, 2 bad input, 130 interrupted.
 """
 
 import argparse
@@ -38,17 +38,30 @@ from train_gpt import Batch, Hyperparameters, Inputs, NgramTable, Plan, Ranks, R
 
 Steps = Iterator[tuple[Plan, list[Inputs], Requests]]  # what `Trainer.train_step` takes
 Figures = dict[str, dict]  # by name: a median with its 10th and 90th percentiles, n and a unit
-PREDICTED = Path(__file__).with_name("h100.json")  # made by `python -m speedrun lower --arch 90 --kernels '^$'`
+PREDICTED = Path(__file__).with_name("h100.json")  # made by `python -m speedrun lower --arch 90 89 80 --update`
 OWN = "triton_|relu_squared|cross_entropy"  # kernels of the compiler and of the script
+PHASES = "optimizers", "rows", "communication"
 PRODUCTS = dict(mm=0, addmm=1, bmm=0, baddbmm=1, _scaled_mm=0)  # which input is the first factor
 
 
-class OwnRows(NgramTable):
+class Rows(NgramTable):
+    def fetch(self, *args):
+        with record_function("rows"):
+            return super().fetch(*args)
+
+    def update(self, *args):
+        with record_function("rows"):
+            super().update(*args)
+
+
+class OwnRows(Rows):
     def exchange(self, rows, sent, received):
-        return rows[torch.arange(sum(received), device=rows.device) % max(1, len(rows))], lambda: None
+        with record_function("communication"):
+            return rows[torch.arange(sum(received), device=rows.device) % max(1, len(rows))], lambda: None
 
 
 class Measured(Trainer):
+    table_class = Rows
     part = record_function  # type: ignore[assignment]
 
 
@@ -149,8 +162,8 @@ def label_of(op) -> str:
 
 
 def phase_of(op) -> str:
-    """Say whether an operation is one of the optimizers'."""
-    while op is not None and op.name != "optimizers":
+    """Say whether an operation is one of the optimizers', the rows', or in the place of communication."""
+    while op is not None and op.name not in PHASES:
         op = op.cpu_parent
     return "" if op is None else op.name
 
@@ -163,6 +176,7 @@ def profile(trainer: Trainer, steps: Steps) -> tuple[str, dict[str, dict]]:
     on_cuda, count, gradients = trainer.device.type == "cuda", trainer.cfg.all_step, trainer.gradients
     trainer.gradients = trainer.add_gradients  # the kernels of a CUDA graph have no operation
     kinds = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_cuda]
+    synchronize(trainer)  # kernels of steps before do not count
     with torch.profiler.profile(activities=kinds, record_shapes=True) as profiler:
         take_cycle(trainer, steps)
         synchronize(trainer)
@@ -170,7 +184,7 @@ def profile(trainer: Trainer, steps: Steps) -> tuple[str, dict[str, dict]]:
     found: dict[str, dict] = defaultdict(lambda: dict(ms=0.0, launches=0.0))
     unowned: dict[str, float] = defaultdict(float)
     for op in profiler.events() or ():
-        if op.device_type == DeviceType.CUDA and not op.name.startswith(("optimizers", "ProfilerStep", "## Call")):
+        if op.device_type == DeviceType.CUDA and not op.name.startswith((*PHASES, "ProfilerStep", "## Call", "cuda")):
             unowned[op.name] += op.time_range.elapsed_us() / 1000 / count
         for kernel in getattr(op, "kernels", None) or () if op.device_type == DeviceType.CPU else ():
             name = kernel.name if re.match(OWN, kernel.name) else label_of(op)
@@ -189,9 +203,10 @@ def profile(trainer: Trainer, steps: Steps) -> tuple[str, dict[str, dict]]:
 def by_part(kernels: dict[str, dict]) -> dict[str, float]:
     """Sum the ms of kernels by the parts of the roofline."""
     parts: dict[str, float] = defaultdict(float)
-    for name, row in kernels.items():
+    for label, row in kernels.items():
+        phase, _, name = label.partition(" ") if label.startswith(PHASES) else ("train", "", label)
         graph = "graph" if re.search(f"mm|{OWN}", name) else ""
-        parts[roofline.part_of(dict(phase=name.partition(" ")[0], graph=graph, name=name))] += row["ms"]
+        parts[roofline.part_of(dict(phase=phase, graph=graph, name=name))] += row["ms"]
     return dict(parts)
 
 
@@ -272,6 +287,10 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
     if cfg.batch_sequences % ranks.world_size:
         name = f"--one_of {args.one_of}" if args.one_of else f"{ranks.world_size} processes"
         raise UserError(f"{name}: expected a divisor of {cfg.batch_sequences}, the sequences of a step")
+    ends = enumerate(itertools.pairwise([0, *train_gpt.stage_ends(cfg)]), start=1)
+    stages = {number: first for number, (first, end) in ends if first < end}
+    if strange := [number for number in args.stages or () if number not in stages]:
+        raise UserError(f"--stages {strange[0]}: expected numbers of {', '.join(map(str, stages))}")
     args.out.mkdir(parents=True, exist_ok=True)
     cfg = write_tokens(cfg, args.out / f"random{ranks.rank}.bin") if args.synthetic else cfg
     trainer, n = (OneOf if args.one_of else Measured)(cfg, ranks), 3 if args.quick else 20
@@ -280,10 +299,8 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
     document |= dict(processes=1 if args.one_of else ranks.world_size, configuration=dataclasses.asdict(cfg))
     document |= dict(figures={}, parts={}, predicted={}, kernels={})
     gc.disable()  # as in training
-    for number, (first, end) in enumerate(itertools.pairwise([0, *train_gpt.stage_ends(cfg)]), start=1):
-        if first == end:
-            continue
-        stage = f"stage {number}"
+    for number in args.stages or stages:
+        first, stage = stages[number], f"stage {number}"
         found, (operations, kernels) = measure_stage(trainer, first, n)
         document["figures"] |= {f"{stage}: {name}": value for name, value in found.items()}
         document["parts"][stage], document["predicted"][stage] = by_part(kernels), predicted_parts(trainer, first)
@@ -297,6 +314,10 @@ def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
         print(f"{table(document)}\n\nwritten to {args.out}", flush=True)
 
 
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     options: dict[str, Any] = dict(usage=argparse.SUPPRESS, allow_abbrev=False)
@@ -305,6 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="few repetitions")
     out = Path("logs") / time.strftime("benchmark-%Y%m%d-%H%M%S")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=out, help="default: logs/benchmark-TIME")
+    parser.add_argument("--stages", type=numbers, metavar="N,N", help="these alone, in this order (default: all)")
     parser.add_argument("--one_of", type=int, metavar="N", help="as one rank of N, without communication")
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens, which need no data")
     args, flags = parser.parse_known_args(argv)

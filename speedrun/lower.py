@@ -1,10 +1,11 @@
 """Lower train_gpt.py's graphs for GPUs that are not here, compile every kernel to machine code, predict a step.
 
     python -m speedrun lower [--arch 90 89 80] [--one_of 8] [--script FILE] [--kernels PATTERN] [--out FILE]
-        [flags of train_gpt.py]
+        [--update] [flags of train_gpt.py]
 
 Training, validation and optimizers of gpt2. docs/gpu.md says what the figures mean; they go to a JSON file, too.
---kernels '^$' compiles no kernel: launches, memory and predicted times alone.
+--kernels '^$' compiles no kernel: launches, memory and predicted times alone. --update does, and writes these to
+h100.json, which bench and cards read; of other architectures it keeps what it has.
 Exit codes: 0 done, 1 a graph or a kernel failed, 2 something is missing, 130 interrupted.
 """
 
@@ -41,6 +42,7 @@ from speedrun.roofline import DOCUMENT
 # The process of one architecture: pretend, then import torch
 CHILD = "import sys; from speedrun import pretend_gpu; pretend_gpu.install(int(sys.argv[1])); "
 CHILD += "from speedrun import lower; lower.child(*sys.argv[1:])"
+PREDICTED = Path(__file__).with_name("h100.json")
 SPARE = 1500  # MiB that CUDA, its libraries and the allocator need beside the tensors
 WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_", "index_copy_")  # do not read what they overwrite
 LOOKUPS = ("index", "index_add_", "index_copy_", "index_select", "index_put_", "embedding")
@@ -68,7 +70,8 @@ def kernel_costs(source: str, arguments: dict[str, Any]) -> dict:
             a, b, *_ = tensors.values()
             (rows, inner), columns = a.shape, b.numel() // a.shape[1]
             kind = f"{a.dtype} in Triton".removeprefix("torch.")
-            costs |= dict(kind=kind, name=f"mm {rows}x{inner}x{columns}", flops=2 * rows * inner * columns)
+            name = f"{'_scaled_' * (a.dtype.itemsize == 1)}mm {rows}x{inner}x{columns}"  # as PyTorch calls those in FP8
+            costs |= dict(kind=kind, name=name, flops=2 * rows * inner * columns)
         return costs
     touched: Counter = Counter()
     for kind, pointer, _ in {*re.findall(r"tl\.(load|store|atomic_add)\((\w+) \+ ([^,]*)", source)}:
@@ -374,6 +377,16 @@ def table(arch: int, found: dict) -> str:
     return "\n".join([*lines, *(f"FAILED: {line}" for line in failures(arch, found))])
 
 
+def update(arch: int, found: dict):
+    """Write what bench and cards read of an architecture, with three digits after the point."""
+    document = json.loads(PREDICTED.read_text())
+    names = "cycle", "one_of", "stages", "graphs", "memory", "communication", "predicted"
+    own = {name: found[name] for name in names}
+    document["torch"] = torch.__version__
+    document["gpus"][str(arch)] = json.loads(json.dumps(own), parse_float=lambda text: round(float(text), 3))
+    PREDICTED.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Return the exit code."""
     options: dict[str, Any] = dict(usage=argparse.SUPPRESS, allow_abbrev=False)
@@ -386,18 +399,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", default="", metavar="PATTERN", help="compile those with it in their names")
     out = Path("logs") / time.strftime("lower-%Y%m%d-%H%M%S.json")
     parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/lower-TIME.json")
+    parser.add_argument("--update", action="store_true", help="compile no kernel, and write times to h100.json")
     args, flags = parser.parse_known_args(argv)
     document: dict = dict(script=str(args.script), flags=flags, torch=torch.__version__, gpus={})
     code = 0
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         for arch in args.arch:
-            found = measure(arch, args.script, flags, args.kernels, args.one_of)
-            found["predicted"] = roofline.predict(found) if arch == 90 and "memory" in found else []
+            found = measure(arch, args.script, flags, "^$" if args.update else args.kernels, args.one_of)
+            found["predicted"] = roofline.predict(found) if "memory" in found else []
             print(f"{table(arch, found)}\n", flush=True)
             document["gpus"][arch] = {name: value for name, value in found.items() if name != "calls"}
             args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
             code |= bool(failures(arch, found))
+            if args.update and not failures(arch, found):
+                update(arch, found)
         print(f"written to {args.out}")
     except (RuntimeError, OSError) as error:
         parser.error(str(error))

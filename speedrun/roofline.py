@@ -10,8 +10,8 @@ DOCUMENT = 690  # tokens of a document on average: FineWeb's sample of 10.2 bill
 class Rates(NamedTuple):
     """Hold the H100's peaks per second (NVIDIA's data sheet; dense, accumulated in fp32), and what kernels reach.
 
-    link: bus bandwidth of large collectives over 8 GPUs, as NCCL reaches it over NVLink: assumed. All shares of peaks
-    were measured on one H100 (docs/gpu.md).
+    link: bus bandwidth of large collectives over 8 GPUs, as NCCL reaches it over NVLink: assumed. `matmul`, `triton`,
+    `memory` and `host` were measured on one H100 on 2026-11-26, all others on 2026-11-28 (docs/gpu.md).
     """
 
     bfloat16: float = 989e12
@@ -19,46 +19,50 @@ class Rates(NamedTuple):
     float32: float = 67e12
     bandwidth: float = 3.35e12
     link: float = 340e9
-    attention: float = 0.311
-    attention_backward: float = 0.238
+    attention: float = 0.308
+    attention_backward: float = 0.236
     matmul: float = 0.735
-    triton: float = 0.45  # products in a kernel of the script
-    triton_fp8: float = 0.27  # the same in FP8: assumed, as it transposes blocks byte by byte
+    triton: float = 0.45  # products in a kernel of the script: measured in bf16
+    triton_fp8: float = 0.253  # the same in FP8, as it transposes blocks byte by byte
     memory: float = 0.84
-    tail: float = 35e-6  # seconds that a kernel of attention takes beyond its products
-    launch: float = 2e-6  # seconds of the smallest kernel
+    tail: float = 41e-6  # seconds that a kernel of attention takes beyond its products
+    product: float = 5e-6  # the same of a product: many launch a second kernel, or end with few blocks
+    launch: float = 1.25e-6  # seconds of any kernel beyond its bytes
+    gap: float = 0.45e-6  # from one kernel to the next: a step took 0.25 and 0.43 ms more than its kernels
     host: float = 42e-6  # seconds of a CPU for each launch outside of CUDA graphs; a step takes no less
 
 
 H100 = Rates()
 # Parts of a step: the names of their launches, of which each belongs to the first part that fits, and how many times as
-# long as its bytes and FLOPs say it took on one H100. Two factors are assumed, as their kernels have changed since. The
-# cross entropy took 1.98 times as long as three bytes for each logit; one is left, and if its exponentials decide, it
-# still takes as long: 3 x 1.98. QK-norm took 1.83 times as long while its kernels computed cosines, other norms 1.1
+# long as the longer of bytes and FLOPs says it took on one H100 (2026-11-28), in the mean of stages 1 and 3
 PARTS = {
     "attention": ("triton_tem", 1.0),  # FlexAttention's kernels are the only templates
-    "MLP: relu squared, scales of rows": ("relu(?!_squared_backward)", 1.03),
-    "cross entropy": ("cross_entropy|gather", 5.94),
-    "n-grams: rows, their sums and steps": ("copy_index_add_view_0$", 1.32),
-    "QK-norm, rotary": ("flip|mul_squeeze_sub_transpose_view_where|stack|rsqrt_split_with_sizes_view", 1.1),
-    "XSA, nets": ("tanh|clamp_div|_div_exp|bmm|mm .*[ x]64(x|$)", 1.25),
-    "tables: lookups, gradients": ("embedding|index_add", 1.18),
-    "products of MLPs, head, attention": ("mm .*x|relu_squared_backward", 1.0),
-    "norms, factors, sums, casts": ("", 1.1),  # all else in graphs; the others lie outside
-    "outside of graphs": ("", 1.32),
-    "optimizers, averages": ("", 1.36),
+    "MLP: relu squared, scales of rows": ("relu(?!_squared_backward)", 0.945),
+    "cross entropy": ("cross_entropy|gather", 4.81),  # exponentials decide: see TARGET
+    "n-grams: sums": ("copy_index_add_view_0$", 1.32),  # of 2026-11-26, as random tokens collide
+    "QK-norm, rotary": ("flip|mul_squeeze_sub_transpose_view_where|stack|rsqrt_split_with_sizes_view", 1.09),
+    "XSA, nets": ("tanh|clamp_div|_div_exp|bmm|mm .*[ x]64(x|$)", 1.08),
+    "tables: lookups, gradients": ("embedding|index_add", 1.647),  # sums and reads of scattered rows
+    "products in FP8": ("_scaled_mm .*x|relu_squared_backward", 1.0),
+    "products in bf16": ("mm .*x", 1.0),
+    "norms, factors, sums, casts": ("", 1.225),  # all else in graphs: 29 of them store copies with rows for columns
+    "n-grams: rows and their steps": ("", 1.32),  # the same
+    "outside of graphs": ("", 2.5),  # MLPs' gradients, by columns: PyTorch adds them one by one, at a third of the rate
+    "optimizers, averages": ("", 0.93),
+    "between kernels": ("", 1.0),
     "communication": ("", 1.0),
     "waiting for the host": ("", 1.0),
 }
+TARGET = 0.89  # that the cross entropy takes longer for each target, with which every logit is compared
 
 
-def seconds(call: dict, gpu: Rates) -> float:
-    """Return the time of one launch."""
+def seconds(call: dict, gpu: Rates, factor: float = 1.0) -> float:
+    """Return the time of one launch. factor: how many times as long as said it takes for its bytes or FLOPs."""
     precision, *own = call["kind"].split()
     is_fp8 = precision.startswith("float8")
     peak = gpu.fp8 if is_fp8 else getattr(gpu, precision, math.inf)
     share = (gpu.triton_fp8 if is_fp8 else gpu.triton) if own else gpu.matmul
-    return max(gpu.launch, call["bytes"] / (gpu.bandwidth * gpu.memory), call["flops"] / (peak * share))
+    return gpu.launch + factor * max(call["bytes"] / (gpu.bandwidth * gpu.memory), call["flops"] / (peak * share))
 
 
 def attention_seconds(found: dict, stage: dict, gpu: Rates) -> float:
@@ -79,13 +83,20 @@ def attention_seconds(found: dict, stage: dict, gpu: Rates) -> float:
     return total
 
 
+LOOK_UPS = "embedding", "index_select", "zeros", "zero_", "fill_"  # as ATen calls them, and as a profile does
+
+
 def part_of(call: dict) -> str:
     """Return the part of a step that a launch belongs to."""
     kind = call["phase"].split()[0]
     if kind == "optimizers":
         return "optimizers, averages"
-    if kind == "rows" or (not call["graph"] and call["name"] in ("embedding", "index_add_", "zeros")):
-        return "n-grams: rows, their sums and steps"
+    if kind == "communication":  # in a profile
+        return kind
+    if not call["graph"] and call["name"] == "index_add_":
+        return "n-grams: sums"
+    if kind == "rows" or (not call["graph"] and call["name"] in LOOK_UPS):
+        return "n-grams: rows and their steps"
     if not call["graph"]:
         return "outside of graphs"
     return next(part for part, (pattern, _) in PARTS.items() if re.search(pattern, call["name"]))
@@ -98,14 +109,20 @@ def predict_step(found: dict, stage: dict, gpu: Rates = H100) -> dict:
     """
     phase, world = stage["phase"], found["one_of"]
     launches, by_host, ms = 0.0, 1.0, dict.fromkeys(PARTS, 0.0)
+    logit = 1 if any(call["kind"].startswith("float8") for call in found["calls"]) else 2  # bytes
     for call in found["calls"]:
         if call["phase"].endswith(phase):
             n = call["count"] / found["cycle"]
             part = part_of(call)
-            ms[part] += 1000 * n * seconds(call, gpu) * PARTS[part][1]
+            factor = PARTS[part][1]
+            if part == "cross entropy":
+                factor = (factor + TARGET * int(phase.split()[3])) / logit
+            tail = gpu.product * (call["flops"] > 0 and part != "XSA, nets")  # which are narrow, and one kernel each
+            ms[part] += 1000 * n * (seconds(call, gpu, factor) + tail)
             launches += n
             by_host += n * (call["phase"] != phase or not call["graph"])  # others are replayed by a CUDA graph
     ms["attention"] = max(ms["attention"], 1000 * attention_seconds(found, stage, gpu))
+    ms["between kernels"] = 1000 * gpu.gap * launches
     ms["communication"] = 1000 * (1 - 1 / world) * found["communication"][phase] / gpu.link
     ms["waiting for the host"] = max(0.0, 1000 * gpu.host * by_host - sum(ms.values()))
     return dict(first=stage["first"], launches=launches, ms=ms, sum=sum(ms.values()))
@@ -122,7 +139,7 @@ def lines(found: dict) -> list[str]:
     """Return a table of the ms of parts by stage, and of the seconds of all steps."""
     if not (steps := found["predicted"]):
         return []
-    head = ["ms of a step", *(f"from step {step['first']}" for step in steps), "run, s"]
+    head = ["ms of a step on an H100", *(f"from step {step['first']}" for step in steps), "run, s"]
     told = ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     rows = {part: [step["ms"][part] for step in steps] for part in PARTS} | {"sum": [s["sum"] for s in steps]}
     for name, ms in rows.items():

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import TINY_FLAGS
+from conftest import GPT2_FLAGS, TINY_FLAGS
 from speedrun import bench, plain_gpt
 from speedrun.logs import Log
 from speedrun.process import ROOT
@@ -58,11 +59,27 @@ def test_measured_steps_are_steps_of_training(gpt2, corpus):
     assert "optimizers" in told
 
 
-@pytest.mark.parametrize("flags", ["--one_of 3", "--one_of 0"])
-def test_a_share_that_there_is_not_is_refused(flags: str, tmp_path, capsys):
+def test_stages_are_measured_in_the_order_given(monkeypatch, tmp_path, capsys):
+    measured = []
+    monkeypatch.setattr(bench, "measure_stage", lambda trainer, first, n: measured.append(first) or ({}, ("", {})))
+    flags = [*GPT2_FLAGS, "--num_iterations=40", "--synthetic", f"--out={tmp_path}"]
+    assert bench.main([*flags, "--stages=3,1"]) == bench.main(flags) == 0
+    assert measured[:2] == [measured[4], 0]
+    assert measured[2:] == sorted(measured[2:])
+
+
+def test_a_profile_has_the_parts_of_the_prediction():
+    parts = {"rows index": "n-grams: rows and their steps", "rows index_add_": "n-grams: sums"}
+    parts |= {"communication index": "communication", "optimizers copy_": "optimizers, averages"}
+    parts |= {"_scaled_mm 8x4x2": "products in FP8", "mm 8x4x2": "products in bf16", "add_": "outside of graphs"}
+    assert [bench.by_part({name: dict(ms=2.0)}) for name in parts] == [{part: 2.0} for part in parts.values()]
+
+
+@pytest.mark.parametrize("flags", ["--one_of 3", "--one_of 0", "--stages 1,9", "--stages 0", "--stages 1,"])
+def test_a_share_or_stage_that_there_is_not_is_refused(flags: str, tmp_path, capsys):
     with pytest.raises(SystemExit):
         bench.main([*flags.split(), "--preset=mini", "--device=cpu", "--batch_tokens=8192", f"--out={tmp_path}"])
-    assert "expected " in capsys.readouterr().err.splitlines()[-1]
+    assert re.search("expected |invalid numbers value", capsys.readouterr().err.splitlines()[-1])
 
 
 def test_plain_gpt_learns_and_writes_a_log_that_can_be_raced(corpus, tmp_path, monkeypatch, capsys):
@@ -80,15 +97,42 @@ def test_plain_gpt_learns_and_writes_a_log_that_can_be_raced(corpus, tmp_path, m
     assert log.val_loss < math.log(257) - 0.05
 
 
-def first_gpu_run(out: Path, *flags: str) -> subprocess.CompletedProcess:
+def first_gpu_run(out: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess:
     env = os.environ | dict(OUT=str(out), PYTHON=sys.executable, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    return subprocess.run([ROOT / "docs/first_gpu_run.sh", *flags], env=env, capture_output=True, text=True)
+    script = ROOT / "docs/first_gpu_run.sh"
+    return subprocess.run([script, *flags], env=env | variables, capture_output=True, text=True)
 
 
 def test_a_first_gpu_run_without_a_gpu_says_so_and_tries_nothing(tmp_path):
     done = first_gpu_run(tmp_path / "out")
     assert (done.returncode, done.stdout, *tmp_path.iterdir()) == (2, "")
     assert "no GPU" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("host", "found"),
+    [
+        ("step", "step 1 of nano, bye in ~/logs, by ann.b at [step]:29500"),
+        ("box.7[", "step 1 of nano, bye in ~/logs, by USER at [step]:29500, HOST: boxy7 HOST"),
+    ],
+)
+def test_a_first_gpu_run_hides_names_and_no_words(host: str, found: str, tmp_path):
+    """Where no part has time. The home has letters of patterns; a host or user named like a word of ours is told."""
+    user = "nano" if host == "step" else "ann.b"
+    home = f"{tmp_path}/a[1]#b"
+    (bin := tmp_path / "bin").mkdir()
+    for name, text in dict(uname=f'[ "$1" = -n ] && echo "{host}" || exec /bin/uname "$@"', id=f"echo {user}").items():
+        (bin / name).write_text(f"#!/bin/sh\n{text}\n")
+        (bin / name).chmod(0o755)
+    (out := tmp_path / "out").mkdir()
+    text = f"step 1 of nano, bye in {home}/logs, by ann.b at [step]:29500"
+    (out / "some.txt").write_text(text + f", {host}: boxy7 {host}" * (user != "nano"))
+    variables = dict(MINUTES="0", HOME=home, PATH=f"{bin}:{os.environ['PATH']}")
+    done = first_gpu_run(out, "--device", "cpu", **variables)
+    assert (out / "some.txt").read_text() == found
+    told = [line for line in done.stdout.splitlines() if line.startswith("look for")]
+    assert [line.split("'")[0] for line in told] == ["look for the HOST", "look for the USER"][: 2 * (user == "nano")]
+    assert (out / "parts.txt").read_text().count(": skipped, the time is over\n") > 8
 
 
 @pytest.mark.slow
