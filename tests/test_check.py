@@ -23,8 +23,8 @@ from world_worker import ROOT
 
 SMALL = [*TINY_FLAGS, *"--num_iterations 4 --val_seq_len 96 --val_tokens 288 --block_size 16".split()]
 GPT2 = "--preset gpt2 --num_iterations 2 --val_tokens 262144".split()
-# GPUs with memory for a model of the script's width and depth, as these have for gpt2's own
-SIZE = train_gpt.GPT2.model_dim * len(train_gpt.GPT2.layers) / (768 * 11)
+# GPUs with memory for a model of the script's width, as these have for that of 768
+SIZE = train_gpt.GPT2.model_dim / 768
 H100 = check.Gpu("NVIDIA H100 80GB HBM3", (9, 0), int(80e9 * SIZE))
 A100_40GB = check.Gpu("NVIDIA A100-SXM4-40GB", (8, 0), int(42e9 * SIZE), scales_rows=False)
 RTX_4090 = check.Gpu("NVIDIA GeForce RTX 4090", (8, 9), int(25e9 * SIZE))
