@@ -24,7 +24,6 @@ Exit codes: 0 packed, 2 something has to be fixed first, 130 interrupted: older 
 
 import argparse
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
@@ -44,9 +43,12 @@ from tqdm import tqdm
 if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH nothing beside this file is found
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONSAFEPATH": ""})
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
 import own_text
 from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
 from shards import write_shard
+from speedrun.process import held
 from texts import decode, gpt2_encoding, without_surrogates
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -218,23 +220,6 @@ def passes(documents: list[bytes], count: int) -> list[bytes]:
     return [*documents, *chain(*orders)]
 
 
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Make a folder and keep other packers out of it: later passes of a training would read their text instead."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # the file system may have no locks
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                told = f"{folder}: another pack_text.py packs or trains there: choose another --out"
-                raise RuntimeError(told) from None
-        yield
-    finally:
-        os.close(lock)
-
-
 def pack(args: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[list[str], own_text.Text]:
     """Write the shards, in a folder that is held as long as `stack`. Return the flags of a run, and what is in them."""
     tokenizer = TOKENIZERS[args.tokenizer]
@@ -242,13 +227,13 @@ def pack(args: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[list[st
     encode = partial(encode_gpt2, gpt2_encoding()) if args.tokenizer == "gpt2" else to_tokens
     sizes, flags = Counter[str](), ["--preset", tokenizer.preset, "--target_loss", "0", "--val_sha256", ""]
     out = str(args.out.resolve()).removeprefix(f"{ROOT}/")  # run.sh changes to ROOT
+    stack.enter_context(held(args.out, "another pack_text.py packs or trains there: choose another --out"))
     old = {*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")}
     if old and args.out.resolve() != OWN:
         raise RuntimeError(f"{min(old)} is there already: remove the {len(old)} shards, or choose another --out")
     documents = read_documents(files, args)
     is_bytes = args.tokenizer == "bytes"
     times = own_text.passes_of(sum(1 + len(d) for d in documents["train"])) if args.train and is_bytes else 1
-    stack.enter_context(held(args.out))
     with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as folder:
         for split, texts in documents.items():
             texts = passes(texts, times if split == "train" else 1)

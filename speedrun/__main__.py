@@ -90,12 +90,13 @@ def command_submit(args: argparse.Namespace) -> Outcome:
     """Make a record's folder, after the newest, from finished logs of one script and their race; verify it; write
     boards and picture. Run it again after each change; it goes on with the folder."""
     mine = [folder for folder in store.record_folders(args.root) if folder.name.partition("_")[2] == args.name]
-    folder = mine[0] if mine else publish.new_record(args.name, args.logs, args.root, args.race)
-    verdict = rules.verify(folder, args.root)
-    if verdict.failures:
-        return f"{folder}: mend this, then run {PYTHON} -m speedrun submit {args.name}\n{verdict}", 1
-    publish.rewrite_tables(args.root, check_only=False)
-    command_plot(argparse.Namespace(records=[], root=args.root, output=None))
+    with process.held(args.root, "another submit runs there: wait for it"):
+        folder = mine[0] if mine else publish.new_record(args.name, args.logs, args.root, args.race)
+        verdict = rules.verify(folder, args.root)
+        if verdict.failures:
+            return f"{folder}: mend this, then run {PYTHON} -m speedrun submit {args.name}\n{verdict}", 1
+        publish.rewrite_tables(args.root, check_only=False)
+        command_plot(argparse.Namespace(records=[], root=args.root, output=None))
     left = f"the root is the newest record's script: cp {folder / store.SCRIPT} {args.root.parent / store.SCRIPT}"
     left += "\n- README.md: its rows and figures of the newest record are written by hand"
     return f"{verdict}\nwhat is left to do:\n- {left}\n- ./test.sh, then commit all of it", 0

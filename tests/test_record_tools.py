@@ -17,7 +17,7 @@ from PIL import Image
 from scipy import stats
 
 import train_gpt
-from speedrun import plots, proof, race, rules, store
+from speedrun import plots, process, proof, race, rules, store
 from speedrun.__main__ import build_parser, main
 from speedrun.logs import RULE, Log
 from speedrun.process import ROOT
@@ -248,6 +248,25 @@ def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scr
     code, _, err = tool(*argv)
     assert (code, re.findall(r"race-\dof3-(\d-\w):", err)) == (0, ["8-a", "9-a", "9-b"])
     assert {path.suffix for path in folder.glob("race-*")} == {".txt", ".json"}
+
+
+def test_what_goes_on_in_a_folder_is_not_begun_there_twice(tool, root, tmp_path, scripts, monkeypatch):
+    """Neither a race by its own command, which would remove the log that is being written, nor `submit`."""
+    argv, told, run_script = ("race", *scripts, "--out", tmp_path / "race"), [], race.run_script
+
+    def meanwhile(*of):
+        log = tmp_path / "race" / f"{of[3]}.txt"
+        log.touch()
+        told.extend(tool(*again)[2].splitlines()[-1] for again in (argv, ("submit", "New")))
+        log.unlink()
+        return run_script(*of)
+
+    with monkeypatch.context() as twice, process.held(root, ""):
+        twice.setattr(race, "run_script", meanwhile)
+        assert tool(*argv, "--pairs", "1")[0] == 0
+    assert told[0].endswith(f"{tmp_path}/race: another race runs there: wait for it, or choose another --out")
+    assert told[1].endswith(f"{root}: another submit runs there: wait for it")
+    assert tool(*argv, "--pairs", "1")[0] == 0, "the lock is gone"
 
 
 @pytest.mark.slow
