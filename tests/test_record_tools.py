@@ -461,6 +461,39 @@ def test_a_plot_shows_what_there_is(tool, root, tmp_path):
     assert (shown()[0]["steps"], shown()[0]["seconds"]) == ([30, 60], pytest.approx([1.209, 2.418], abs=1e-3))
 
 
+def test_a_plot_is_of_the_kind_that_its_ending_says(tool, tmp_path):
+    Path("run.txt").write_text(log_text())
+    begins = dict(svg=b"<?xml", pdf=b"%PDF", webp=b"RIFF", jpg=b"\xff\xd8\xff", PNG=b"\x89PNG")
+    for ending, begin in begins.items():
+        assert tool("plot", "run.txt", "-o", f"x.{ending}")[0] == 0
+        assert Path(f"x.{ending}").read_bytes().startswith(begin)
+    for name in "x.bmp", "x", ".png":
+        told = f"python -m speedrun: {name}: its ending is none of png, svg, pdf, webp, jpg\n"
+        assert tool("plot", "absent.txt", "-o", name) == (2, "", told)
+        assert not Path(name).exists()
+
+
+def test_tried_tells_scripts_apart(tool, tmp_path):
+    """Of one name in two folders, of one that was edited, and those whose names begin alike."""
+    names = "a/my.py", "b/my.py", "a_long_name_of_an_idea_1.py", "a_long_name_of_an_idea_2.py"
+    for i, name in enumerate(names):
+        (folder := tmp_path / "logs" / str(i)).mkdir(parents=True)
+        scripts = proof.Script(name, f"{i}" * 64), proof.Script("old.py", "ab" * 32)
+        proof.Race([*scripts], [], 1, 1, 1, "", "", [proof.Run(0, 1, 1.0, 1.0), proof.Run(1, 1, 1.0, 1.0)]).write(
+            folder / "race.json"
+        )
+    found = [line.partition(" old ")[0].strip() for line in tool("tried")[1].splitlines()[1:]]
+    assert found == ["a_long_name_of_an_idea_1", "a_long_name_of_an_idea_2", "my 000000", "my 111111"]
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["race", "--help"]])
+def test_help_has_signs_of_percent(capsys, argv):
+    with pytest.raises(SystemExit, match="0"):
+        main(argv)
+    assert re.search("95% ", out := capsys.readouterr().out)
+    assert "%%" not in out
+
+
 def test_a_plot_tells_runs_apart_and_draws_the_target_of_their_text_alone(root, tmp_path):
     paths = [tmp_path / name for name in ("a/r.txt", "b/r.txt", "x__y$.txt")]
     for i, path in enumerate(paths):
