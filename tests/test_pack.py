@@ -311,24 +311,23 @@ def test_folders_without_permission_are_told_before_files(tmp_path, monkeypatch,
     assert capsys.readouterr().err.startswith("note: left out: 1 folder(s) without permission, 1 hidden, 1 .")
 
 
-@pytest.mark.parametrize(
-    ("flags", "is_single"),
-    [(f, True) for f in own_text.SINGLE.split()] + [("--muon_lr", False), ("--val_loss_every", False)],
-)
-def test_what_changes_passes_or_validation_makes_a_run_ours_no_more(
-    texts_folder, tmp_path, capsys, monkeypatch, flags, is_single
-):
-    """Its figures would be of another text than the bits per byte, or of other passes than we say."""
+THEIRS = "num_iterations run_id log_dir resume preset train_files val_files val_tokens batch_tokens eot_token"
+
+
+@pytest.mark.parametrize("flag", [*THEIRS.split(), "vocab_size", "muon_lr", "val_loss_every"])
+def test_what_changes_passes_or_validation_makes_a_run_the_users(texts_folder, tmp_path, capsys, monkeypatch, flag):
+    """Its loss would be of another text than the bits per byte, or it would read more often than we say."""
+    is_single = flag not in ("muon_lr", "val_loss_every")
     monkeypatch.setattr(pack_text, "OWN", tmp_path / "own")
     monkeypatch.setattr(os, "execve", Mock())
     monkeypatch.setattr(own_text, "train", Mock(return_value=0))
-    arguments = [str(texts_folder), "--out", str(tmp_path / "own"), "--train", "--", f"{flags}=16"]
+    arguments = [str(texts_folder), "--out", str(tmp_path / "own"), "--train", "--", f"--{flag}=16"]
     with contextlib.nullcontext() if is_single else pytest.raises(SystemExit, match="0"):
         pack_text.main(arguments)
     out, err = capsys.readouterr()
     assert (os.execve.called, own_text.train.called) == (is_single, not is_single)
-    assert (f"note: one run as you say, without bits per byte: {flags}\n" in err) == is_single
-    assert (f"512 bytes back; your flags: {flags}=16\n" in out) != is_single
+    assert (f"note: one run as you say, without bits per byte: --{flag}\n" in err) == is_single
+    assert (f"512 bytes back; your flags: --{flag}=16\n" in out) != is_single
 
 
 @pytest.mark.parametrize("tokenizer", pack_text.TOKENIZERS.values(), ids=pack_text.TOKENIZERS)
