@@ -269,6 +269,19 @@ def test_what_goes_on_in_a_folder_is_not_begun_there_twice(tool, root, tmp_path,
     assert tool(*argv, "--pairs", "1")[0] == 0, "the lock is gone"
 
 
+def test_a_folder_is_held_by_what_takes_a_processs_place_until_it_is_killed(tmp_path):
+    code = f"""import os, pathlib; from speedrun.process import held
+with held(pathlib.Path({str(tmp_path)!r}), ""): os.execv("/bin/sh", ["sh", "-c", "echo; exec sleep 60"])"""
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    holder.stdout.read(1)
+    with pytest.raises(OSError, match=f"{tmp_path}: taken"), process.held(tmp_path, "taken"):
+        pass
+    holder.kill()
+    holder.wait()
+    with process.held(tmp_path, ""):
+        pass
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_stopped_race_leaves_no_process(tmp_path, number):
