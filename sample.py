@@ -130,11 +130,20 @@ def load_ngrams(model: Path, marks: Sequence[str]) -> list[dict[str, Tensor]]:
     return parts
 
 
-def load_model(path: Path, device: str) -> Model:
-    """Load the model that --save_checkpoint wrote to `path`. Raise UserError if it is none, or another script's."""
+def read_model(path: Path) -> dict:
+    """Return what --save_checkpoint wrote to `path`. Raise UserError if it is nothing of the kind."""
     if not path.is_file():
         raise UserError(f"{path}: there is no such file; train a model with --save_checkpoint, or name its file")
-    saved = train_gpt.load(path)
+    path.open("rb").close()  # it may not be for us
+    with contextlib.suppress(UserError):
+        if "configuration" in (saved := train_gpt.load(path)):
+            return saved
+    raise UserError(f"{path}: is no model, or damaged: name a .pt that a run with --save_checkpoint wrote")
+
+
+def load_model(path: Path, device: str) -> Model:
+    """Load the model that --save_checkpoint wrote to `path`. Raise UserError if it is none, or another script's."""
+    saved = read_model(path)
     with train_gpt.refusing(f"{path}: not a sound model of this script"):
         cfg = Hyperparameters(**json.loads(saved["configuration"]))
         # What was trained in bf16 is sampled in fp32 where that is faster
@@ -217,7 +226,7 @@ def sample(argv: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(prog="sample.py", description=__doc__, **form)  # type: ignore[arg-type]
     add_model(parser)
     add = parser.add_argument
-    add("--prompt", metavar="TEXT", help="what to go on from ['def ' in code, or 'The ']")
+    add("--prompt", metavar="TEXT", help="what to go on from; --prompt=TEXT if it begins with - ['def ' or 'The ']")
     add("--tokens", type=int, metavar="N", default=300, help="the most tokens to add [%(default)s]")
     add("--temperature", type=float, metavar="X", default=0.8, help="0: the likeliest token always [%(default)s]")
     add("--top_k", type=int, metavar="K", default=50, help="only the K likeliest tokens; 0: all [%(default)s]")
@@ -227,6 +236,8 @@ def sample(argv: Sequence[str] | None) -> None:
         if (value := getattr(args, name)) is not None and not 0 <= value <= high:
             raise UserError(f"--{name} {str(value)[:50]}: expected a number from 0 to {high}")
     path, model = find_model(args.model or args.file, args.device)
+    if args.prompt == []:  # what argparse of Python 3.11 makes of --
+        args.prompt = "--"
     is_code = model.cfg.train_files == train_gpt.PRESETS["nano"].train_files
     prompt = ("def " if is_code else "The ") if args.prompt is None else args.prompt
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed

@@ -6,6 +6,7 @@ import lzma
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple
 
+from speedrun.process import STOPS, end_with_parent
+
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "logs"
 STEP = 2048  # tokens
@@ -25,7 +28,9 @@ STEP = 2048  # tokens
 WHOLE, MOST_STEPS, MOST_PASSES, ROWS = 1000, 2000, 8, 262_144
 MODEL = ["--ngram_order", "3", "--ngram_rows", str(ROWS)]  # the track allows nano pairs alone
 XZ_BYTES = 8_000_000  # of the training text that xz reads before: its time grows with them
-SINGLE = ("--num_iterations", "--run_id", "--log_dir", "--resume")  # with one of these a run is the user's
+# With one of these a run is the user's: what a pass is, what is validated, or where the results are
+SINGLE = "--num_iterations --run_id --log_dir --resume --preset --train_files --val_files --val_tokens --batch_tokens"
+SINGLE += " --vocab_size --eot_token"
 
 
 class Text(NamedTuple):
@@ -49,7 +54,15 @@ def passes_of(tokens: int) -> int:
     return 1 if steps > WHOLE else 2 ** int(math.log2(min(MOST_PASSES, MOST_STEPS / steps)))
 
 
-def why(text: Text) -> list[str]:
+def say(*lines: str) -> None:
+    """Print, as long as the console is there."""
+    try:
+        print(*lines, sep="\n", flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def why(text: Text, own: Sequence[str] = ()) -> list[str]:
     """Say in three lines what is chosen."""
     size, val, passes = sum(map(len, text.train)), sum(map(len, text.val)), passes_of(text.tokens)
     steps = steps_of(text.tokens)
@@ -58,17 +71,28 @@ def why(text: Text) -> list[str]:
     return [
         f"text: {size:,} bytes to train on, in random order, and {val:,} others to validate",
         f"steps: {steps:,} of {STEP:,} tokens read {part:.0%} of it{again}",
-        "model: nano, with rows for triples of bytes, too; attention looks 512 bytes back",
+        "model: nano, with rows for triples of bytes, too; attention looks 512 bytes back"
+        + f"; your flags: {shlex.join(own)}" * bool(own),
     ]
 
 
 def launch(flags: Sequence[str]) -> int:
-    """Start run.sh, pass on SIGTERM, and return its exit code. A terminal's signals it gets by itself."""
-    run = subprocess.Popen([ROOT / "run.sh", *flags], env=os.environ | {"PYTHON": sys.executable})
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
-    before[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, _: run.send_signal(number))
+    """Start run.sh, and return its exit code, or 130 if it ended well in spite of a signal to stop.
+
+    SIGTERM is passed on. A terminal's signals it gets by itself.
+    """
+    env, asked = os.environ | {"PYTHON": sys.executable}, list[int]()
+    run = subprocess.Popen([ROOT / "run.sh", *flags], env=env, preexec_fn=end_with_parent)
+
+    def ask(number: int, _: object) -> None:
+        asked.append(number)
+        if number == signal.SIGTERM:
+            run.send_signal(number)
+
+    before = {number: signal.signal(number, ask) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
     try:
-        return run.wait()
+        code = run.wait()
+        return 128 - code if code < 0 else code or 130 * bool(asked)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -100,36 +124,41 @@ def show(run: Path, loss: float, text: Text) -> None:
     """Say how good a run is, let its model go on from the first words of the validation text, and draw its losses."""
     size = min(XZ_BYTES, sum(map(len, text.train)))
     told = f"{xz_bits_per_byte(text):.3f} of xz -9e that has read {size:,} bytes of the training text"
-    print(f"\n{bits_per_byte(loss, text):.3f} bits per byte of the validation text; {told}", flush=True)
+    say(f"\n{bits_per_byte(loss, text):.3f} bits per byte of the validation text; {told}")
     model, picture = run.with_suffix(".pt"), run.with_suffix(".png")
     if model.exists():
         os.utime(model)  # the newest is what sample.py takes
-        command = ["sample.py", str(model), "--prompt", prompt_of(text)]
+        command = ["sample.py", str(model), f"--prompt={prompt_of(text)}"]
         subprocess.run([sys.executable, *command], cwd=ROOT)
     if importlib.util.find_spec("matplotlib"):
         plot = ["-m", "speedrun", "plot", str(run.with_suffix(".txt")), "-o", str(picture)]
         if subprocess.run([sys.executable, *plot], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0:
-            print(f"curve: {picture}")
+            say(f"curve: {picture}")
     else:
-        print('no picture: pip install -e ".[race]" brings matplotlib')
+        say('no picture: pip install -e ".[race]" brings matplotlib')
 
 
 def train(flags: Sequence[str], own: Sequence[str], text: Text) -> int:
-    """Train on 1, 2, 4, ... passes until validation turns, and show the best run. Return the exit code."""
+    """Train on 1, 2, 4, ... passes until validation turns, or one fails or is stopped, and show the best run.
+
+    Return the exit code of the last.
+    """
     start, steps, passes = time.strftime("own-%Y%m%d-%H%M%S"), steps_of(text.tokens), 1
     best: tuple[float, Path] | None = None
-    while passes <= passes_of(text.tokens):
+    code = 0
+    while passes <= passes_of(text.tokens) and not code:
         run, count = LOGS / f"{start}-{passes}", steps * passes
         sizes = ["--num_iterations", str(count), "--val_loss_every", str(max(1, count // 8)), "--run_id", run.name]
-        print(f"{run.name}: {'one pass' if passes == 1 else f'{passes} passes'}, {count:,} steps", flush=True)
-        if code := launch([*flags, *sizes, *own]):
-            return code
-        loss = json.loads(run.with_suffix(".json").read_text())["val_loss"]
-        if best and loss >= best[0]:
-            print(f"{passes} passes are no better than {passes // 2}: the run before is kept", flush=True)
+        say(f"{run.name}: {'one pass' if passes == 1 else f'{passes} passes'}, {count:,} steps")
+        code, result = launch([*flags, *sizes, *own]), run.with_suffix(".json")
+        loss = json.loads(result.read_text())["val_loss"] if result.exists() else math.inf  # it did not end
+        if loss >= (best[0] if best else math.inf):
+            if best:
+                told = f"are no better than {passes // 2}" if loss < math.inf else "did not come to their end"
+                say(f"{passes} passes {told}: the run before is kept")
             break
         best = loss, run
         passes *= 2
     if best:
         show(best[1], best[0], text)
-    return 0
+    return code

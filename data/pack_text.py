@@ -9,9 +9,10 @@
 
 The last line of output is the command that trains on the shards. For bytes --train chooses steps by the size of the
 text, says why, goes on while validation falls, and ends with bits per byte, a sample and a picture of the losses; with
-a number of steps, a run id, a log folder or a checkpoint of your own it trains as you say. A file is one text, or holds
-several, as above, in UTF-8, or in UTF-16 with a byte order mark. Equal texts count once. A tenth of the bytes is for
-validation: whole texts, by the hash of their names, where each is less than half of that; else documents. A document is
+steps, batches, data, a run id, a log folder or a checkpoint of your own it trains once, as you say. A file is one text,
+or holds several, as above, in UTF-8, or in UTF-16 with a byte order mark; ./-NAME is one that begins so. Equal texts
+count once. A tenth of the bytes is for validation: whole texts, by the hash of their names, where each is less than
+half of that; else documents. A document is
 - bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 2,048. What many files
   repeat (a licence, a quoted mail) then counts once, and the model, which sees 512 bytes, loses little.
 - gpt2: a piece of at least 8 KiB that ends at a blank line, cut after 16 KiB and after 2,048 tokens, because training
@@ -19,16 +20,16 @@ validation: whole texts, by the hash of their names, where each is less than hal
 
 Equal documents count once; one that both splits have stays in training. Documents are sorted by SHA-1, a fixed shuffle.
 Memory needs room for three times the text. What data/own had of an earlier text is replaced once all is well.
-Exit codes: 0 packed, 2 something has to be fixed first, 130 interrupted: older shards are as they were.
+Exit codes: 0 packed, 2 something has to be fixed first, 130 interrupted: older shards are as they were; or run.sh's.
 """
 
 import argparse
 import contextlib
-import fcntl
 import glob
 import hashlib
 import json
 import os
+import re
 import shlex
 import sys
 import tempfile
@@ -44,9 +45,12 @@ from tqdm import tqdm
 if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH nothing beside this file is found
     os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONSAFEPATH": ""})
 
+sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
+
 import own_text
 from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
 from shards import write_shard
+from speedrun.process import held
 from texts import decode, gpt2_encoding, without_surrogates
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -69,22 +73,36 @@ def note(line: str) -> None:
     print("note: " + "".join(c if c.isprintable() else "?" for c in line), file=sys.stderr, flush=True)
 
 
+def walk(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield what is in a folder, at any depth, and why it is not read. A linked folder might hold this one."""
+    denied: list[str] = []
+    for top, folders, names in os.walk(folder, onerror=lambda error: denied.append(error.filename)):
+        for path in map(Path(top).joinpath, [*folders, *names]):  # os.path: those of pathlib may raise
+            if not os.path.isdir(path):
+                yield path, "" if os.path.isfile(path) else "no regular file(s)"
+            elif os.path.islink(path):
+                yield path, "linked folder(s), to be named themselves"
+    yield from ((Path(name), "folder(s) without permission") for name in denied)
+
+
 def find_files(arguments: Iterable[Path], extensions: set[str]) -> dict[Path, str]:
     """Map each file to its name below its argument. Folders: what has an extension, and is not hidden or linked to."""
     files, left_out = {}, Counter[str]()
     for argument in arguments:
         if argument.is_file():
             files[argument.resolve()] = argument.name
-        elif not argument.is_dir():  # a pipe or a device might never end
+            continue
+        if not argument.is_dir():  # a pipe or a device might never end
             raise RuntimeError(f"{argument}: no regular file and no folder")
-        for path in filter(Path.is_file, sorted(argument.rglob("*"))):
+        for path, problem in sorted(walk(argument)):
             name, ending = path.relative_to(argument), path.suffix.lower()
             is_hidden = any(part.startswith(".") for part in name.parts)
-            if ending in extensions and not is_hidden:
+            if ending in extensions and not is_hidden and not problem:
                 files[path.resolve()] = name.as_posix()
             else:
-                left_out["hidden" if is_hidden else ending or "without an ending"] += 1
-    told = ", ".join(f"{count:,} {kind}" for kind, count in left_out.most_common(6)) or "nothing"
+                left_out["hidden" if is_hidden else problem or ending or "without an ending"] += 1
+    kinds = sorted(left_out.most_common(), key=lambda found: "(s)" not in found[0])[:6]  # folders first
+    told = ", ".join(f"{count:,} {kind}" for kind, count in kinds) or "nothing"
     told = f"left out: {told}; --ext takes other endings, and --ext '' files without one"
     if not files:
         raise RuntimeError(f"no text: {told}")
@@ -160,6 +178,8 @@ def split_texts(texts: list[tuple[bytes, list[bytes]]], fraction: float, least: 
     """
     times = Counter(chain.from_iterable({*documents} for _, documents in texts))
     total = sum(map(len, times))
+    if equal := sum(len(document) for _, documents in texts for document in documents) - total:
+        note(f"{equal:,} bytes are in documents that are equal to others: each counts once")
     wanted = max(fraction * total, min(least + 1, total / 4))
     sizes = [sum(len(document) for document in documents if times[document] == 1) for _, documents in texts]
     if max(sizes, default=0) > wanted / 2 or sum(sizes) < max(wanted, total / 2):
@@ -199,9 +219,19 @@ def scored_tokens(tokenizer: Tokenizer, val: int) -> int:
     return min((val - 1) // tokenizer.val_seq_len, tokenizer.val_sequences) * tokenizer.val_seq_len
 
 
-def fit(tokenizer: Tokenizer, train: int, val: int, own: Sequence[str] = ()) -> list[str]:
-    """Return the flags of a run that so many tokens are enough for. The user's own flags may need fewer than ours."""
-    steps, scored = (train - 1) // tokenizer.step_tokens, scored_tokens(tokenizer, val)
+def fit(tokenizer: Tokenizer, train: int, val: int, own: Sequence[str] = (), times: int = 1) -> list[str]:
+    """Return the flags of a run that so many tokens are enough for, which are there so many times.
+
+    The user's own flags may need fewer than ours. Raise RuntimeError if they need more.
+    """
+    flags = " ".join(own)
+    given = {name: int(size) for name, size in re.findall(r"--(\w+)[= ]([1-9]\d{0,9})(?!\S)", flags)}
+    batches = 3 if tokenizer.preset == "gpt2" else 1  # in the largest step
+    batch = given.get("batch_tokens", tokenizer.step_tokens // batches)
+    for name, most in dict(num_iterations=(train * times - 1) // batch, val_tokens=val - 1).items():
+        if given.get(name, 0) > max(0, most) and not re.search("--(preset|train_files|val_files)", flags):
+            raise RuntimeError(f"--{name} {given[name]}: the text has enough for {max(0, most):,} at most")
+    steps, scored = (train - 1) // (batch * batches), scored_tokens(tokenizer, val)
     if not own and (steps < tokenizer.min_steps or scored < 1):
         least = f"{tokenizer.min_steps * tokenizer.step_tokens + 1:,} and {tokenizer.val_seq_len + 1:,}"
         told = f"{train:,} tokens to train on and {val:,} to validate on, expected {least}"
@@ -218,37 +248,22 @@ def passes(documents: list[bytes], count: int) -> list[bytes]:
     return [*documents, *chain(*orders)]
 
 
-@contextlib.contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Make a folder and keep other packers out of it: later passes of a training would read their text instead."""
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # the file system may have no locks
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                told = f"{folder}: another pack_text.py packs or trains there: choose another --out"
-                raise RuntimeError(told) from None
-        yield
-    finally:
-        os.close(lock)
-
-
 def pack(args: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[list[str], own_text.Text]:
     """Write the shards, in a folder that is held as long as `stack`. Return the flags of a run, and what is in them."""
     tokenizer = TOKENIZERS[args.tokenizer]
+    if not 0 <= args.val_fraction < 1:  # nor is NaN
+        raise RuntimeError(f"--val_fraction {args.val_fraction}: expected a number from 0 to less than 1")
     files = find_files(args.inputs, {f".{end.strip(' .').lower()}" if end else "" for end in args.ext.split(",")})
     encode = partial(encode_gpt2, gpt2_encoding()) if args.tokenizer == "gpt2" else to_tokens
     sizes, flags = Counter[str](), ["--preset", tokenizer.preset, "--target_loss", "0", "--val_sha256", ""]
     out = str(args.out.resolve()).removeprefix(f"{ROOT}/")  # run.sh changes to ROOT
+    stack.enter_context(held(args.out, "another pack_text.py packs or trains there: choose another --out"))
     old = {*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")}
     if old and args.out.resolve() != OWN:
         raise RuntimeError(f"{min(old)} is there already: remove the {len(old)} shards, or choose another --out")
     documents = read_documents(files, args)
     is_bytes = args.tokenizer == "bytes"
     times = own_text.passes_of(sum(1 + len(d) for d in documents["train"])) if args.train and is_bytes else 1
-    stack.enter_context(held(args.out))
     with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as folder:
         for split, texts in documents.items():
             texts = passes(texts, times if split == "train" else 1)
@@ -257,7 +272,7 @@ def pack(args: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[list[st
                 sizes[split] += len(tokens)
             flags += [f"--{split}_files", f"{glob.escape(out)}/{split}_*.bin"]
         sizes["train"] //= times
-        flags += [*fit(tokenizer, sizes["train"], sizes["val"], args.flags), *own_text.MODEL * is_bytes]
+        flags += [*fit(tokenizer, sizes["train"], sizes["val"], args.flags, times), *own_text.MODEL * is_bytes]
         new = {args.out / shard.name: shard for shard in Path(folder).iterdir()}
         for path, shard in new.items():
             os.replace(shard, path)
@@ -287,18 +302,20 @@ def main(argv: list[str] | None = None) -> None:
     with contextlib.ExitStack() as stack:
         try:
             flags, text = pack(args, stack)
+            run = "./run.sh" if Path.cwd() == ROOT else str(ROOT / "run.sh")
+            print("train on it:", shlex.join([run, *flags, *args.flags]), flush=True)
+            theirs = {flag.partition("=")[0] for flag in args.flags} & {*own_text.SINGLE.split()}
+            if args.train and args.tokenizer == "bytes" and not theirs:
+                own_text.say(*own_text.why(text, args.flags))
+                sys.exit(own_text.train(flags, args.flags, text))
+            if args.train and args.tokenizer == "bytes":
+                note(f"one run as you say, without bits per byte: {', '.join(sorted(theirs))}")
+            if args.train:  # with this Python, so that run.sh makes no other environment
+                os.execve(ROOT / "run.sh", ["./run.sh", *flags, *args.flags], os.environ | {"PYTHON": sys.executable})
         except (OSError, RuntimeError) as error:
             parser.error(str(error))
         except KeyboardInterrupt:
             parser.exit(130, f"{parser.prog}: interrupted\n")
-        run = "./run.sh" if Path.cwd() == ROOT else str(ROOT / "run.sh")
-        print("train on it:", shlex.join([run, *flags, *args.flags]), flush=True)
-        named = {flag.partition("=")[0] for flag in args.flags}
-        if args.train and args.tokenizer == "bytes" and not named & {*own_text.SINGLE}:
-            print(*own_text.why(text), sep="\n", flush=True)
-            sys.exit(own_text.train(flags, args.flags, text))
-        if args.train:  # with this Python, so that run.sh makes no other environment
-            os.execve(ROOT / "run.sh", ["./run.sh", *flags, *args.flags], os.environ | {"PYTHON": sys.executable})
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def say(text: str, stream: TextIO) -> None:
 
 def command_race(args: argparse.Namespace) -> Outcome:
     """Run scripts in turn on this machine, and compare times and losses of each with those of the one after it and of
-    the last one, with 95%% intervals and a verdict. Name the newest first. The data come first."""
+    the last one, with 95% intervals and a verdict. Name the newest first. The data come first."""
     settings = {name: getattr(args, name) for name in ("out", "pairs", "seed", "nproc_per_node", "note")}
     return race.told(race.race_scripts(args.scripts, args.root, args.flags, **settings)), 0
 
@@ -91,12 +91,13 @@ def command_submit(args: argparse.Namespace) -> Outcome:
     """Make a record's folder, after the newest, from finished logs of one script and their race; verify it; write
     boards and picture. Run it again after each change; it goes on with the folder."""
     mine = [folder for folder in store.record_folders(args.root) if folder.name.partition("_")[2] == args.name]
-    folder = mine[0] if mine else publish.new_record(args.name, args.logs, args.root, args.race)
-    verdict = rules.verify(folder, args.root)
-    if verdict.failures:
-        return f"{folder}: mend this, then run {PYTHON} -m speedrun submit {args.name}\n{verdict}", 1
-    publish.rewrite_tables(args.root, check_only=False)
-    command_plot(argparse.Namespace(records=[], root=args.root, output=None))
+    with process.held(args.root, "another submit runs there: wait for it"):
+        folder = mine[0] if mine else publish.new_record(args.name, args.logs, args.root, args.race)
+        verdict = rules.verify(folder, args.root)
+        if verdict.failures:
+            return f"{folder}: mend this, then run {PYTHON} -m speedrun submit {args.name}\n{verdict}", 1
+        publish.rewrite_tables(args.root, check_only=False)
+        command_plot(argparse.Namespace(records=[], root=args.root, output=None))
     left = f"the root is the newest record's script: cp {folder / store.SCRIPT} {args.root.parent / store.SCRIPT}"
     left += "\n- README.md: its rows and figures of the newest record are written by hand"
     return f"{verdict}\nwhat is left to do:\n- {left}\n- ./test.sh, then commit all of it", 0
@@ -107,6 +108,7 @@ def command_plot(args: argparse.Namespace) -> Outcome:
     from speedrun import plots
 
     path = args.output or (Path() if args.records else args.root) / "curves.png"
+    plots.kind_of(path)  # before all logs are read
     plots.plot_curves(plots.curves_of(args.records, args.root), path)
     return str(path), 0
 
@@ -119,7 +121,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     def command(function: Callable[[argparse.Namespace], Outcome], **settings: Any) -> Callable:
         name, text = function.__name__.removeprefix("command_"), function.__doc__
-        parser = commands.add_parser(name, allow_abbrev=False, help=text, description=text, **settings)
+        parser = commands.add_parser(
+            name, allow_abbrev=False, help=(text or "").replace("%", "%%"), description=text, **settings
+        )
         parser.add_argument("--root", type=Path, default=store.RECORDS, help="where records are (default: %(default)s)")
         parser.set_defaults(function=function)
         return parser.add_argument
@@ -130,7 +134,7 @@ def build_parser() -> argparse.ArgumentParser:
         f"race 'train_gpt.py --muon_lr 0.05' train_gpt.py. {race.CONTRACT} {proof.FASTER} "
         "docs/submit.md says what to do next."
     )
-    add = command(command_race, usage=usage, epilog=epilog.replace("%", "%%"))
+    add = command(command_race, usage=usage, epilog=epilog)
     add("scripts", nargs="+", metavar="SCRIPT", help="a record, a log, a script, or 'SCRIPT FLAGS OF ITS OWN'")
     add("--pairs", type=int, default=6, help="rounds, of one run of each script; 1 to 4 are a screen (default: 6)")
     add("--seed", type=int, default=1, help="of the first round; each next one is higher (default: 1)")
@@ -158,7 +162,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--race", type=Path, metavar="FILE", help="race.json against the record before, to be stored, too")
     add = command(command_plot)
     add("records", metavar="RECORD", nargs="*", help="(default: all ranked records, and the plain GPT)")
-    add("-o", "--output", type=Path, metavar="FILE.png", help="(default: curves.png, of all that in records/)")
+    add("-o", "--output", type=Path, metavar="FILE", help="png, svg, pdf, webp or jpg (default: curves.png)")
     return parser
 
 

@@ -27,7 +27,7 @@ PROGRAM = "python -m speedrun begin"
 
 def take_weights(trainer: Trainer, model: Path) -> None:
     """Set parameters and rows of n-grams to those of a model, in the precision of the run."""
-    saved = train_gpt.load(model)
+    saved = sample.read_model(model)
     with train_gpt.refusing(f"{model}: not a sound model for these flags"):
         theirs, state = json.loads(saved["configuration"]), saved["model"]
         for name in "ngram_rows", "ngram_order":  # else its rows would be those of other n-grams

@@ -15,7 +15,15 @@ from speedrun.rules import validation_problem
 # Target or None; lists over the steps at which all logs have a loss: mean time in s; mean, lowest and highest loss
 Curve = namedtuple("Curve", "name track target steps seconds mean low high")
 ANCHOR = "plain GPT"
+KINDS = "png", "svg", "pdf", "webp", "jpg"
 WIDE = 5  # times of the quickest run, from which on the clock is logarithmic
+
+
+def kind_of(path: Path) -> str:
+    """Return the kind of picture that a path's ending says."""
+    if (kind := path.suffix[1:].lower()) not in KINDS:
+        raise ToolError(f"{path}: its ending is none of {', '.join(KINDS)}")
+    return kind
 
 
 def curve_of(name: str, track: tuple[str, float | None], curves: Sequence[dict[int, tuple[float, float]]]) -> Curve:
@@ -117,9 +125,9 @@ def draw_panel(panel: Any, track: str, mine: Sequence[Curve]) -> None:
 
 
 def plot_curves(curves: Sequence[Curve], path: Path) -> Any:
-    """Draw loss against train time, one panel for each track, and return the figure.
+    """Draw loss against train time, one panel for each track, as the path's ending says, and return the figure.
 
-    The PNG has what it shows in its metadata, so that a stale one can be told.
+    A PNG has what it shows in its metadata, so that a stale one can be told.
     """
     from matplotlib.figure import Figure
 
@@ -129,5 +137,6 @@ def plot_curves(curves: Sequence[Curve], path: Path) -> Any:
         panel = figure.add_subplot(len(tracks), 1, i + 1)
         draw_panel(panel, track, [curve for curve in curves if curve.track == track])
     found = dict(curves=[curve._asdict() for curve in curves])
-    figure.savefig(path, dpi=110, format="png", metadata={"Comment": json.dumps(found)})
+    metadata = {"Comment": json.dumps(found)} if kind_of(path) == "png" else None
+    figure.savefig(path, dpi=110, format=kind_of(path), metadata=metadata)
     return figure

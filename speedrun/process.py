@@ -1,13 +1,14 @@
-"""Run Python in a process that ends with this one, and say why it failed."""
+"""Run Python in a process that ends with this one, and say why it failed. Keep a second process out of a folder."""
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -15,6 +16,24 @@ ROOT = Path(__file__).resolve().parent.parent
 ENVIRONMENT = dict(GOMP_SPINCOUNT="10000", MALLOC_TRIM_THRESHOLD_="2147483647", MALLOC_MMAP_THRESHOLD_="33554432")
 LIBC = ctypes.CDLL(None)  # here, as a process that has just been forked should not load libraries
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextlib.contextmanager
+def held(folder: Path, told: str) -> Iterator[None]:
+    """Make a folder and lock it until this process, or what takes its place, ends. Raise OSError if one holds it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BlockingIOError(f"{folder}: {told}") from None
+        except OSError:  # the file system has no locks
+            pass
+        os.set_inheritable(lock, True)  # by exec; subprocess closes it
+        yield
+    finally:
+        os.close(lock)
 
 
 def last_words(text: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from speedrun import proof
 from speedrun.logs import Log, ToolError, digest, shown
-from speedrun.process import ROOT, own_process
+from speedrun.process import ROOT, held, own_process
 from speedrun.proof import Race, Run, Script, figures_of, read_race
 from speedrun.rules import obstacle, too_different
 from speedrun.store import RACE, lineage, read_script, rivals
@@ -73,7 +73,6 @@ def begin(plan: Race, folder: Path) -> Race:
     """Start a race in the folder, or read what there is of it."""
     path = folder / RACE
     if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
         plan.write(path)  # so that a race can go on whose first run fails
     race = read_race(path)
     if race.plan != plan.plan:
@@ -171,14 +170,15 @@ def race_scripts(names: Sequence[str], root: Path, flags: Sequence[str], out: Pa
     folder = out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
     others = sorted({*folder.parent.glob(f"*/{RACE}"), *root.glob(f"*/*/{RACE}")} - {folder / RACE})
     size_problem = before and too_different((names[0], sources[0]), read_script(str(before[-1]), root))
-    if len({(script.sha256, *script.flags) for script in scripts}) < len(scripts):
-        print("two of these scripts are the same: they differ by chance alone", file=sys.stderr)
-    elif problem := obstacle(race, before) or size_problem or used_seeds(race, others):
-        print(f"no record can come of this race: {problem}", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="race-") as temporary:
         copies = []
         for i, (path, source) in enumerate(zip(given, sources, strict=True)):
             copies.append((Path(temporary) / f"script_{i}.py", path.resolve().parent))
             copies[-1][0].write_text(source + "\n", encoding="utf-8")
         get_data(race, sources)
-        return in_turn(race, copies, folder)
+        with held(folder, "another race runs there: wait for it, or choose another --out"):
+            if len({(script.sha256, *script.flags) for script in scripts}) < len(scripts):
+                print("two of these scripts are the same: they differ by chance alone", file=sys.stderr)
+            elif problem := obstacle(race, before) or size_problem or used_seeds(race, others):
+                print(f"no record can come of this race: {problem}", file=sys.stderr)
+            return in_turn(race, copies, folder)

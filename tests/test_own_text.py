@@ -1,5 +1,6 @@
 """data/own_text.py: what is chosen for a text, when training stops, and what is said at the end."""
 
+import functools
 import json
 import math
 import os
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 
 import own_text
+import sample
 from own_text import Text
+from world_worker import wait_for
 
 
 def test_steps_and_passes_by_size():
@@ -71,9 +74,54 @@ def test_it_trains_on_as_long_as_validation_falls(tmp_path, monkeypatch, losses,
     assert shown == [(2**best, losses[best])]
 
 
-def test_a_run_that_fails_ends_all_with_its_code(monkeypatch):
-    monkeypatch.setattr(own_text, "launch", lambda flags: 3)
-    assert own_text.train([], [], Text([], [], 60_000, 8192)) == 3
+@pytest.mark.parametrize(
+    ("runs", "code", "best"),
+    [([(3, None)], 3, None), ([(0, None)], 0, None), ([(0, 2.0), (130, None)], 130, 1), ([(0, 2.0), (1, 1.5)], 1, 2)],
+    ids=["the first fails", "it only checks", "the second is stopped", "it fails with all done"],
+)
+def test_what_is_finished_is_shown_and_the_code_is_that_of_the_last(tmp_path, monkeypatch, runs, code, best):
+    monkeypatch.setattr(own_text, "LOGS", tmp_path)
+    left, shown = iter(runs), []
+
+    def launch(flags):
+        code, loss = next(left)
+        if loss:
+            (tmp_path / f"{flags[-1]}.json").write_text(json.dumps(dict(val_loss=loss)))
+        return code
+
+    monkeypatch.setattr(own_text, "launch", launch)
+    monkeypatch.setattr(own_text, "show", lambda run, loss, text: shown.append(int(run.name[-1])))
+    assert own_text.train([], [], Text([], [], 60_000, 8192)) == code
+    assert shown == [best] * bool(best)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_in_the_second_pass_ends_with_the_figures_of_the_first(tmp_path, number):
+    """A terminal's come to all; run.sh heeds no SIGHUP. None outlives a kill."""
+    (tmp_path / "logs").mkdir()
+    run = tmp_path / "run.sh"
+    run.write_text("""#!/bin/bash
+trap '' HUP; trap 'touch told; exit 130' INT TERM
+[[ $* =~ own-[0-9-]+ ]]
+if [[ $BASH_REMATCH == *-2 ]]; then touch begun; for i in {1..60}; do sleep 0.05; done; fi
+echo '{"val_loss": 1.0}' >logs/$BASH_REMATCH.json
+""")
+    run.chmod(0o755)
+    code = f"""
+import own_text
+own_text.ROOT, own_text.LOGS = own_text.Path({str(tmp_path)!r}), own_text.Path({str(tmp_path)!r}, "logs")
+raise SystemExit(own_text.train([], [], own_text.Text([b"words " * 99], [b"words " * 9], 60_000, 8)))"""
+    env = os.environ | dict(PYTHONPATH=f"{Path(own_text.__file__).parent}:{Path(sample.__file__).parent}")
+    heed = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # though these tests may run under nohup
+    options = dict(cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed)
+    process = subprocess.Popen([sys.executable, "-c", code], **options)
+    wait_for((tmp_path / "begun").exists)
+    (os.kill if number in (signal.SIGTERM, signal.SIGKILL) else os.killpg)(process.pid, number)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == (-9 if number == signal.SIGKILL else 130)
+    assert ("bits per byte of the validation text" in out) == (number != signal.SIGKILL)
+    assert number == signal.SIGHUP or wait_for((tmp_path / "told").exists) is None
 
 
 def test_signals_reach_the_run_and_its_code_comes_back(tmp_path):
@@ -82,7 +130,7 @@ def test_signals_reach_the_run_and_its_code_comes_back(tmp_path):
     run.write_text("#!/bin/sh\ntrap 'touch told; exit 7' TERM\ntouch begun\nwhile :; do sleep 0.05; done\n")
     run.chmod(0o755)
     code = f"import own_text; own_text.ROOT = own_text.Path({str(tmp_path)!r}); raise SystemExit(own_text.launch([]))"
-    env = os.environ | dict(PYTHONPATH=str(Path(own_text.__file__).parent))
+    env = os.environ | dict(PYTHONPATH=f"{Path(own_text.__file__).parent}:{own_text.ROOT}")
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env)
     for _ in range(600):
         if (tmp_path / "begun").exists():
@@ -100,13 +148,13 @@ def test_the_run_that_was_kept_has_the_newest_model(tmp_path, monkeypatch, capsy
     done = subprocess.CompletedProcess([], 0)
     monkeypatch.setattr(own_text.subprocess, "run", lambda command, **_: commands.append(command) or done)
     kept, later = tmp_path / "own-1.pt", tmp_path / "own-2.pt"
-    text = Text([b"some words " * 40], [b"other words " * 40], 441, 256)
+    text = Text([b"some words " * 40], [b"--- other words " * 40], 441, 256)
     for models in [], [kept, later]:
         for model in models:
             model.touch()
             os.utime(model, (1, 1 + (model == later)))
         commands.clear()
         own_text.show(tmp_path / "own-1", 1.0, text)
-        assert any("sample.py" in command for command in commands) == bool(models)
+        assert any("--prompt=--- other words --- " in command for command in commands) == bool(models)
     assert kept.stat().st_mtime > later.stat().st_mtime
     assert capsys.readouterr().out.startswith("\n1.443 bits per byte of the validation text; ")

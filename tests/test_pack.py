@@ -1,5 +1,6 @@
 """data/shards.py, data/pack_nano.py and data/pack_text.py."""
 
+import contextlib
 import glob
 import gzip
 import hashlib
@@ -18,6 +19,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+import own_text
 import pack_nano
 import pack_text
 import shards
@@ -245,6 +247,12 @@ def test_a_text_does_not_replace_what_a_training_still_reads(texts_folder, tmp_p
         ("bare", "no text: left out: 2 .json, 1 hidden, 1 without an ending; --ext takes other endings, and --ext ''"),
         ("texts --tokenizer gpt2", "this needs the package tiktoken: pip install"),
         ("texts --out blank.txt", "File exists: 'blank.txt'"),
+        ("texts --val_fraction nan", "--val_fraction nan: expected a number from 0 to less than 1"),
+        ("texts --val_fraction -1", "--val_fraction -1.0: expected a number from 0 to less than 1"),
+        ("texts --val_fraction 1.5", "--val_fraction 1.5: expected a number from 0 to less than 1"),
+        ("texts -- --num_iterations 5000", "--num_iterations 5000: the text has enough for 277 at most"),
+        ("texts -- --num_iterations=60 --batch_tokens=16384", "--num_iterations 60: the text has enough for 34 at"),
+        ("texts -- --val_tokens 3000000", "--val_tokens 3000000: the text has enough for "),
     ],
 )
 def test_errors_are_one_line_and_nothing_is_written(texts_folder, tmp_path, capsys, monkeypatch, arguments, message):
@@ -272,20 +280,54 @@ def test_what_is_left_out_or_odd_is_counted_and_named(texts_folder, tmp_path):
         "a.txt": gzip.compress(b"text"),
     }.items():
         (texts_folder / name).write_bytes(text)
+    (texts_folder / "link").symlink_to(texts_folder / "more")
     env = os.environ | dict(PYTHONSAFEPATH="1")
     command = [sys.executable, pack_text.__file__, "texts", "texts/a.ndjson", "--out", "out"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
     told = [
-        "note: left out: 2 hidden, 1 .ndjson, 1 .png; --ext takes other endings",
+        "note: left out: 1 linked folder(s), to be named themselves, 2 hidden, 1 .ndjson, 1 .png; --ext takes",
         "note: 2 texts (a.txt, no?mark.txt): compressed, binary or unmarked UTF-16, left out; unpack, or iconv",
         "note: 1 texts (latin.md): not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts",
         "note: 2 texts (a.ndjson 2, a.ndjson 3): without text or equal to another, left out",
+        "note: 262,950 bytes are in documents that are equal to others: each counts once",
     ]
     assert done.returncode == 0
     assert [line[: len(note)] for line, note in zip(done.stderr.splitlines(), told, strict=True)] == told
     documents = {*chain(*packed(tmp_path / "out").values())}
     assert {b"windows\n\n", "half \ufffd\n\n".encode(), b"sixteen\n\n\n"} <= documents
     assert any(document.endswith(b"caf\xe9\n\n") for document in documents)
+
+
+def test_folders_without_permission_are_told_before_files(tmp_path, monkeypatch, capsys):
+    """Root may read all, so the system only seems to refuse."""
+    for name in ["a/x.txt", "b/denied/x.txt", ".c/denied/x.txt", *(f"y.{i}" for i in range(9))]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    scan = os.scandir
+    denied = PermissionError(13, "", tmp_path / "b/denied"), PermissionError(13, "", tmp_path / ".c/denied")
+    refuse = {error.filename: Mock(side_effect=error) for error in denied}
+    monkeypatch.setattr(os, "scandir", lambda path: refuse.get(Path(path), scan)(path))
+    assert [*pack_text.find_files([tmp_path], {".txt"})] == [tmp_path / "a/x.txt"]
+    assert capsys.readouterr().err.startswith("note: left out: 1 folder(s) without permission, 1 hidden, 1 .")
+
+
+THEIRS = "num_iterations run_id log_dir resume preset train_files val_files val_tokens batch_tokens eot_token"
+
+
+@pytest.mark.parametrize("flag", [*THEIRS.split(), "vocab_size", "muon_lr", "val_loss_every"])
+def test_what_changes_passes_or_validation_makes_a_run_the_users(texts_folder, tmp_path, capsys, monkeypatch, flag):
+    """Its loss would be of another text than the bits per byte, or it would read more often than we say."""
+    is_single = flag not in ("muon_lr", "val_loss_every")
+    monkeypatch.setattr(pack_text, "OWN", tmp_path / "own")
+    monkeypatch.setattr(os, "execve", Mock())
+    monkeypatch.setattr(own_text, "train", Mock(return_value=0))
+    arguments = [str(texts_folder), "--out", str(tmp_path / "own"), "--train", "--", f"--{flag}=16"]
+    with contextlib.nullcontext() if is_single else pytest.raises(SystemExit, match="0"):
+        pack_text.main(arguments)
+    out, err = capsys.readouterr()
+    assert (os.execve.called, own_text.train.called) == (is_single, not is_single)
+    assert (f"note: one run as you say, without bits per byte: --{flag}\n" in err) == is_single
+    assert (f"512 bytes back; your flags: --{flag}=16\n" in out) != is_single
 
 
 @pytest.mark.parametrize("tokenizer", pack_text.TOKENIZERS.values(), ids=pack_text.TOKENIZERS)
@@ -314,7 +356,7 @@ def test_gpt2_tokens_give_the_text_back(tmp_path, capsys, monkeypatch):
     texts = [f"a<|endoftext|>b äöü 漢 \U0001f600  [{i}]\n\n\tend ".encode() + prose(i, 1500) for i in range(60)]
     for i, text in enumerate([*texts, b"before \xff\xfe\r\nafter", b"word " * 900]):
         (tmp_path / f"{i}.txt").write_bytes(text)
-    sizes = "--num_iterations=1", "--val_tokens=1024"
+    sizes = "--num_iterations=1", "--batch_tokens=1024", "--val_tokens=1024"
     arguments = tmp_path, "--tokenizer", "gpt2", "--out", tmp_path / "out", "--", *sizes
     monkeypatch.setattr(tiktoken, "get_encoding", Mock(side_effect=OSError))
     assert "could not be downloaded (OSError): set TIKTOKEN_CACHE_DIR" in fails(capsys, pack_text.main, *arguments)

@@ -17,7 +17,7 @@ from PIL import Image
 from scipy import stats
 
 import train_gpt
-from speedrun import plots, proof, race, rules, store
+from speedrun import plots, process, proof, race, rules, store
 from speedrun.__main__ import build_parser, main
 from speedrun.logs import RULE, Log
 from speedrun.process import ROOT
@@ -250,6 +250,38 @@ def test_a_race_goes_on_after_a_stop_with_what_it_began_with(tool, tmp_path, scr
     assert {path.suffix for path in folder.glob("race-*")} == {".txt", ".json"}
 
 
+def test_what_goes_on_in_a_folder_is_not_begun_there_twice(tool, root, tmp_path, scripts, monkeypatch):
+    """Neither a race by its own command, which would remove the log that is being written, nor `submit`."""
+    argv, told, run_script = ("race", *scripts, "--out", tmp_path / "race"), [], race.run_script
+
+    def meanwhile(*of):
+        log = tmp_path / "race" / f"{of[3]}.txt"
+        log.touch()
+        told.extend(tool(*again)[2].splitlines()[-1] for again in (argv, ("submit", "New")))
+        log.unlink()
+        return run_script(*of)
+
+    with monkeypatch.context() as twice, process.held(root, ""):
+        twice.setattr(race, "run_script", meanwhile)
+        assert tool(*argv, "--pairs", "1")[0] == 0
+    assert told[0].endswith(f"{tmp_path}/race: another race runs there: wait for it, or choose another --out")
+    assert told[1].endswith(f"{root}: another submit runs there: wait for it")
+    assert tool(*argv, "--pairs", "1")[0] == 0, "the lock is gone"
+
+
+def test_a_folder_is_held_by_what_takes_a_processs_place_until_it_is_killed(tmp_path):
+    code = f"""import os, pathlib; from speedrun.process import held
+with held(pathlib.Path({str(tmp_path)!r}), ""): os.execv("/bin/sh", ["sh", "-c", "echo; exec sleep 60"])"""
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
+    holder.stdout.read(1)
+    with pytest.raises(OSError, match=f"{tmp_path}: taken"), process.held(tmp_path, "taken"):
+        pass
+    holder.kill()
+    holder.wait()
+    with process.held(tmp_path, ""):
+        pass
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_stopped_race_leaves_no_process(tmp_path, number):
@@ -440,6 +472,39 @@ def test_a_plot_shows_what_there_is(tool, root, tmp_path):
     (root / NAME / "curve" / "run.txt").write_text(log_text(curve={30: 1.6, 60: 1.43}, steps=60, step_ms=80.6))
     assert "no curve" not in tool("plot", "-o", "x.png")[2]
     assert (shown()[0]["steps"], shown()[0]["seconds"]) == ([30, 60], pytest.approx([1.209, 2.418], abs=1e-3))
+
+
+def test_a_plot_is_of_the_kind_that_its_ending_says(tool, tmp_path):
+    Path("run.txt").write_text(log_text())
+    begins = dict(svg=b"<?xml", pdf=b"%PDF", webp=b"RIFF", jpg=b"\xff\xd8\xff", PNG=b"\x89PNG")
+    for ending, begin in begins.items():
+        assert tool("plot", "run.txt", "-o", f"x.{ending}")[0] == 0
+        assert Path(f"x.{ending}").read_bytes().startswith(begin)
+    for name in "x.bmp", "x", ".png":
+        told = f"python -m speedrun: {name}: its ending is none of png, svg, pdf, webp, jpg\n"
+        assert tool("plot", "absent.txt", "-o", name) == (2, "", told)
+        assert not Path(name).exists()
+
+
+def test_tried_tells_scripts_apart(tool, tmp_path):
+    """Of one name in two folders, of one that was edited, and those whose names begin alike."""
+    names = "a/my.py", "b/my.py", "a_long_name_of_an_idea_1.py", "a_long_name_of_an_idea_2.py"
+    for i, name in enumerate(names):
+        (folder := tmp_path / "logs" / str(i)).mkdir(parents=True)
+        scripts = proof.Script(name, f"{i}" * 64), proof.Script("old.py", "ab" * 32)
+        proof.Race([*scripts], [], 1, 1, 1, "", "", [proof.Run(0, 1, 1.0, 1.0), proof.Run(1, 1, 1.0, 1.0)]).write(
+            folder / "race.json"
+        )
+    found = [line.partition(" old ")[0].strip() for line in tool("tried")[1].splitlines()[1:]]
+    assert found == ["a_long_name_of_an_idea_1", "a_long_name_of_an_idea_2", "my 000000", "my 111111"]
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["race", "--help"]])
+def test_help_has_signs_of_percent(capsys, argv):
+    with pytest.raises(SystemExit, match="0"):
+        main(argv)
+    assert re.search("95% ", out := capsys.readouterr().out)
+    assert "%%" not in out
 
 
 def test_a_plot_tells_runs_apart_and_draws_the_target_of_their_text_alone(root, tmp_path):

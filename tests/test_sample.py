@@ -124,10 +124,12 @@ def test_text_is_printed_as_it_comes(capsys):
     ("argv", "message"),
     [
         ("", "logs/*.pt: there is no such file"),
-        ("LICENSE", "LICENSE: not a sound file of this script: "),
+        ("LICENSE", "LICENSE: is no model, or damaged: name a .pt that a run with --save_checkpoint wrote"),
+        ("random.ngrams0", "random.ngrams0: is no model, or damaged: name a .pt"),
         ("older.pt", "older.pt: not a sound model of this script: "),
         ("nan.pt", "logits are not finite"),
         ("random.pt --prompt ab --tokens 79999", "of 2 tokens, --tokens 79999: the model reads 80000 at most"),
+        ("random.pt --prompt=-- --tokens 79999", "of 2 tokens, --tokens 79999: the model reads 80000 at most"),
         ("random.pt --temperature nan", "--temperature nan: expected a number from 0 to 100"),
     ],
 )
