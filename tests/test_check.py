@@ -159,7 +159,7 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
 
 
 @pytest.mark.published
-def test_rows_that_fit_a_card():
+def test_rows_that_fit_a_card(capsys):
     for gpu, flags in {
         H100: "--ngram_rows 21150720",
         A100_40GB: "--ngram_rows 10575360 --no-cuda_graphs",
@@ -167,6 +167,8 @@ def test_rows_that_fit_a_card():
     }.items():
         report = check.Report(is_full=True)
         assert " ".join(check.check_memory(BF16, [gpu], 1, report, {"ngram_rows", "cuda_graphs"})) == flags
+        gib = max(float(n) for n in re.findall(r"takes ([\d.]+) GiB", capsys.readouterr().out))
+        assert f"| {int(flags.split()[1]):,} | {gib:.0f} |" in (ROOT / "docs" / "gpu.md").read_text()
 
 
 def test_what_a_run_costs_on_a_card(capsys):
