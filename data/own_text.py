@@ -77,17 +77,14 @@ def why(text: Text, own: Sequence[str] = ()) -> list[str]:
 
 
 def launch(flags: Sequence[str]) -> int:
-    """Start run.sh, and return its exit code, or 130 if it ended well in spite of a signal to stop.
-
-    SIGTERM is passed on. A terminal's signals it gets by itself.
-    """
+    """Start run.sh, pass on SIGTERM, and return its exit code, or 130 if it ended well in spite of a signal."""
     env, asked = os.environ | {"PYTHON": sys.executable}, list[int]()
     run = subprocess.Popen([ROOT / "run.sh", *flags], env=env, preexec_fn=end_with_parent)
 
     def ask(number: int, _: object) -> None:
         asked.append(number)
         if number == signal.SIGTERM:
-            run.send_signal(number)
+            run.send_signal(number)  # a terminal's come to all
 
     before = {number: signal.signal(number, ask) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
     try:
@@ -139,10 +136,7 @@ def show(run: Path, loss: float, text: Text) -> None:
 
 
 def train(flags: Sequence[str], own: Sequence[str], text: Text) -> int:
-    """Train on 1, 2, 4, ... passes until validation turns, or one fails or is stopped, and show the best run.
-
-    Return the exit code of the last.
-    """
+    """Train on 1, 2, 4, ... passes until validation turns or a run fails. Show the best, return the last one's code."""
     start, steps, passes = time.strftime("own-%Y%m%d-%H%M%S"), steps_of(text.tokens), 1
     best: tuple[float, Path] | None = None
     code = 0
@@ -154,7 +148,7 @@ def train(flags: Sequence[str], own: Sequence[str], text: Text) -> int:
         loss = json.loads(result.read_text())["val_loss"] if result.exists() else math.inf  # it did not end
         if loss >= (best[0] if best else math.inf):
             if best:
-                told = f"are no better than {passes // 2}" if loss < math.inf else "did not come to their end"
+                told = "are no better" if loss < math.inf else "did not come to their end"
                 say(f"{passes} passes {told}: the run before is kept")
             break
         best = loss, run

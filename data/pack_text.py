@@ -220,10 +220,7 @@ def scored_tokens(tokenizer: Tokenizer, val: int) -> int:
 
 
 def fit(tokenizer: Tokenizer, train: int, val: int, own: Sequence[str] = (), times: int = 1) -> list[str]:
-    """Return the flags of a run that so many tokens are enough for, which are there so many times.
-
-    The user's own flags may need fewer than ours. Raise RuntimeError if they need more.
-    """
+    """Return the flags of a run for which the text, read so often, is enough. The user's own flags may need less."""
     flags = " ".join(own)
     given = {name: int(size) for name, size in re.findall(r"--(\w+)[= ]([1-9]\d{0,9})(?!\S)", flags)}
     batches = 3 if tokenizer.preset == "gpt2" else 1  # in the largest step

@@ -54,45 +54,36 @@ def test_the_prompt_is_the_first_words():
 
 
 @pytest.mark.parametrize(
-    ("losses", "runs", "best"), [([2.0, 1.9, 1.95], 3, 1), ([2.0, 2.0], 2, 0), ([4.0, 3.0, 2.0, 1.0], 4, 3)]
+    ("losses", "codes", "best"),
+    [
+        ([2.0, 1.9, 1.95], [0, 0, 0], 1),
+        ([2.0, 2.0], [0, 0], 0),
+        ([4.0, 3.0, 2.0, 1.0], [0, 0, 0, 0], 3),
+        ([None], [3], None),
+        ([None], [0], None),  # --help
+        ([2.0, None], [0, 130], 0),
+        ([2.0, 1.5], [0, 1], 1),
+    ],
 )
-def test_it_trains_on_as_long_as_validation_falls(tmp_path, monkeypatch, losses, runs, best):
+def test_it_trains_on_as_long_as_validation_falls_and_shows_what_is_finished(
+    tmp_path, monkeypatch, losses, codes, best
+):
     monkeypatch.setattr(own_text, "LOGS", tmp_path)
     launched, shown = [], []
 
     def launch(flags):
         named = dict(zip(flags[::2], flags[1::2], strict=True))
-        (tmp_path / f"{named['--run_id']}.json").write_text(json.dumps(dict(val_loss=losses[len(launched)])))
+        if loss := losses[len(launched)]:
+            (tmp_path / f"{named['--run_id']}.json").write_text(json.dumps(dict(val_loss=loss)))
         launched.append((int(named["--num_iterations"]), named["--muon_lr"]))
-        return 0
+        return codes[len(launched) - 1]
 
     monkeypatch.setattr(own_text, "launch", launch)
     monkeypatch.setattr(own_text, "show", lambda run, loss, text: shown.append((int(run.name[-1]), loss)))
     text = Text([], [], 60_000, 8192)
-    assert own_text.train(["--preset", "nano"], ["--muon_lr", "0.1"], text) == 0
-    assert launched == [(29 * 2**i, "0.1") for i in range(runs)]
-    assert shown == [(2**best, losses[best])]
-
-
-@pytest.mark.parametrize(
-    ("runs", "code", "best"),
-    [([(3, None)], 3, None), ([(0, None)], 0, None), ([(0, 2.0), (130, None)], 130, 1), ([(0, 2.0), (1, 1.5)], 1, 2)],
-    ids=["the first fails", "it only checks", "the second is stopped", "it fails with all done"],
-)
-def test_what_is_finished_is_shown_and_the_code_is_that_of_the_last(tmp_path, monkeypatch, runs, code, best):
-    monkeypatch.setattr(own_text, "LOGS", tmp_path)
-    left, shown = iter(runs), []
-
-    def launch(flags):
-        code, loss = next(left)
-        if loss:
-            (tmp_path / f"{flags[-1]}.json").write_text(json.dumps(dict(val_loss=loss)))
-        return code
-
-    monkeypatch.setattr(own_text, "launch", launch)
-    monkeypatch.setattr(own_text, "show", lambda run, loss, text: shown.append(int(run.name[-1])))
-    assert own_text.train([], [], Text([], [], 60_000, 8192)) == code
-    assert shown == [best] * bool(best)
+    assert own_text.train(["--preset", "nano"], ["--muon_lr", "0.1"], text) == codes[-1]
+    assert launched == [(29 * 2**i, "0.1") for i in range(len(losses))]
+    assert shown == ([] if best is None else [(2**best, losses[best])])
 
 
 @pytest.mark.slow
