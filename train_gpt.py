@@ -5,8 +5,8 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py     what run.sh starts on one 8xH100 node
 
 The preset gpt2 has the mathematics of record 92 of the NanoGPT speedrun (ANVIL2 by Deven Pietrzak, 2026-08-30,
-https://github.com/KellerJordan/modded-nanogpt), and a pointer, proposal 379 (CPLM by Nathan Godey): 1,050 steps. mini
-is gpt2 in small, for a CPU. nano is a model of one layer that looks for repetitions from the first step on. "Record n"
+https://github.com/KellerJordan/modded-nanogpt), and a pointer, proposal 379 (CPLM by Nathan Godey): 1,050 steps.
+nano is a model of one layer that looks for repetitions from the first step on. "Record n"
 credits the record in which an idea first appeared. The file follows a token: configuration, plans, data, inputs,
 layers, attention, model, pointer, head, optimizers, n-grams, log, training, run. Shapes: T tokens, H heads, D
 dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary with padding, C candidates in the
@@ -135,13 +135,6 @@ GPT2_LAYERS = (
     Layer("none", ngram=True),
     Layer("long", value_embed=True, reads=7, head_gate=True, x0=True, ngram=True, mudd=7, head_mix=(7, 9, 3)),
 )
-MINI_LAYERS = (  # each kind of row once
-    Layer("paired", half_qk=True, net=True, value_embed=True, x0=True, ngram=True),
-    Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True, mlps=2),
-    Layer("long", xsa=True, head_gate=True),
-    Layer("none", net=True, skip=1, x0=True, mlps=0),
-    Layer("long", value_embed=True, reads=3, head_gate=True, x0=True, ngram=True, mudd=3, head_mix=(3, 2, 1)),
-)
 NANO_LAYERS = (Layer("alike", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1, 2, 3, 4)),)
 
 
@@ -195,15 +188,6 @@ GPT2_STAGES = (
     ),
     Stage(0.06, batch=2.5, max_doc_len=3072, windows=dict(short=640, long=1408), lr=1.73 * (2.5 / 3) ** 0.5),
     Stage(0, batch=1, max_doc_len=3072, windows=dict(short=768, long=1664), more_steps=20),
-)
-MINI_STAGES = tuple(
-    stage._replace(
-        max_doc_len=stage.max_doc_len // 2,
-        windows={kind: tokens // 8 for kind, tokens in stage.windows.items()},
-        more_steps=stage.more_steps // 5,
-        candidates=tuple(min(count, 192) for count in stage.candidates),
-    )
-    for stage in GPT2_STAGES
 )
 NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, windows=dict(long=512)),)
 
@@ -286,7 +270,6 @@ GPT2_EMAS = (
     # Blends follow each other: this one starts from what the second row's made. 0.2007 is the record's
     EMA(VO_MLP, window=298, rate=2 / 75, blend=0.55 - 0.2007, at_end=2),
 )
-MINI_EMAS = tuple(row._replace(window=row.window // 6, rate=6 * row.rate) for row in GPT2_EMAS)
 
 
 TABLES = dict(layers=Layer, stages=Stage, groups=Group, emas=EMA)
@@ -301,7 +284,7 @@ class Hyperparameters:
     groups: tuple[Group, ...] = GPT2_GROUPS
     emas: tuple[EMA, ...] = GPT2_EMAS
     # Data. Shards are read in sorted order; the log says so if the validation tokens do not have val_sha256
-    preset: Literal["gpt2", "mini", "nano"] = "gpt2"  # all settings; by default gpt2 on a GPU and nano elsewhere
+    preset: str = "gpt2"  # all settings; by default gpt2 on a GPU and nano elsewhere
     train_files: str = "data/fineweb10B/fineweb_train_*.bin"  # training shards: a glob
     val_files: str = "data/fineweb10B/fineweb_val_*.bin"  # validation shards: a glob
     val_tokens: int = 10_485_760  # validation tokens, a multiple of val_seq_len
@@ -417,35 +400,29 @@ class Hyperparameters:
     resolved_layers = cached_property(lambda self: resolve_layers(self))
 
 
-SMALL = dict(  # for CPUs, on the text in data/nano
-    train_files="data/nano/nano_train_*.bin",
-    val_files="data/nano/nano_val_*.bin",
-    vocab_size=257,
-    eot_token=256,
-    prefix_file="",
-    canon_file="",
-    val_loss_every=0,
-    batch_tokens=1024,
-    train_seq_len=1024,
-    val_seq_len=8192,
-    lm_head_slice=1024,
-    val_lm_head_slice=1024,
-    device="cpu",
-    cpu_threads=2,
-    save_checkpoint=True,
-)
-NANO = SMALL | dict(
+NANO = dict(  # for CPUs, on the text in data/nano
     layers=NANO_LAYERS,
     stages=NANO_STAGES,
     groups=NANO_GROUPS,
     emas=(),
     preset="nano",
+    device="cpu",
+    cpu_threads=2,
+    save_checkpoint=True,
+    train_files="data/nano/nano_train_*.bin",
+    val_files="data/nano/nano_val_*.bin",
     val_tokens=262_144,
     val_sha256="e68a8584e00cd966bf543face589717086b72c931fab6296a72e280c8a8eab33",
     target_loss=1.45,
+    vocab_size=257,
+    eot_token=256,
+    prefix_file="",
+    canon_file="",
+    num_iterations=32,
+    val_loss_every=0,
     batch_tokens=2048,
     train_seq_len=2048,
-    num_iterations=32,
+    val_seq_len=8192,
     final_window=0,
     cooldown_frac=0.85,
     min_lr_frac=0.2,
@@ -467,6 +444,8 @@ NANO = SMALL | dict(
     smear_gate_inputs=0,
     head_std=0.0,
     pointer_dim=0,
+    lm_head_slice=1024,
+    val_lm_head_slice=1024,
     softcap_range=30.0,
     softcap_shift=0.0,
     lm_head_fp8=False,
@@ -479,35 +458,8 @@ NANO = SMALL | dict(
     rare_from=0,
     heads_per_matrix=1,
 )
-MINI = SMALL | dict(
-    layers=MINI_LAYERS,
-    stages=MINI_STAGES,
-    emas=MINI_EMAS,
-    preset="mini",
-    val_tokens=65_536,
-    target_loss=0.0,
-    num_iterations=182,
-    segment=1280,
-    final_window=192,
-    model_dim=96,
-    head_dim=16,
-    mlp_dim=352,
-    net_dim=16,
-    block_size=32,
-    attn_scale=0.17,
-    short_attn_scale=0.26,
-    ngram_rows=16384,
-    pointer_dim=16,
-    pointer_block=256,
-    val_pointer_block=1024,
-    muon_lr=0.04,
-    momentum_warmup_steps=30,
-    momentum_cooldown_steps=5,
-    slow_momentum_from=78,
-    rare_from=52,
-)
 GPT2 = Hyperparameters()
-PRESETS = {"gpt2": GPT2, "mini": Hyperparameters(**MINI), "nano": Hyperparameters(**NANO)}
+PRESETS = {"gpt2": GPT2, "nano": Hyperparameters(**NANO)}
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -520,16 +472,15 @@ def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
     if {"-h", "--help"} & {*argv}:
         print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD\n")
         print(inspect.getsource(Hyperparameters).partition("    def ")[0])
-        for preset in MINI, NANO:
-            print("Instead:", *(f"--{name}={value}" for name, value in preset.items() if name not in TABLES), "\n")
+        print("nano instead:", *(f"--{name}={value}" for name, value in NANO.items() if name not in TABLES))
         sys.exit()
     parser = FlagParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
     for field in dataclasses.fields(Hyperparameters)[len(TABLES) :]:
         kind, *others = get_args(field.type) or [field.type]  # the first of a Literal's choices, int of int | None
         if kind is bool:
             parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction)
-        elif isinstance(kind, str):
-            parser.add_argument(f"--{field.name}", choices=[kind, *others])
+        elif isinstance(kind, str) or field.name == "preset":
+            parser.add_argument(f"--{field.name}", choices=[kind, *others] if others else PRESETS)
         else:
             parser.add_argument(f"--{field.name}", type=kind)
     flags = vars(parser.parse_args(argv))

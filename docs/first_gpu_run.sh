@@ -92,7 +92,7 @@ if [ -e "${shards[0]}" ]; then
 fi
 part nano "${run[@]}" --preset nano --run_id nano
 part nano-without-graphs "${run[@]}" --preset nano --no-cuda_graphs --run_id nano-without-graphs
-part mini "${run[@]}" --preset mini "${wide[@]}" --run_id mini
+part mini "$python" -m speedrun mini "${run[@]:2}" "${wide[@]}" --run_id mini
 
 hide() { # TEXT NEW: where no letter or digit is beside it; twice, as neighbours share what is between them
     local other='[^[:alnum:]]' rule

@@ -24,6 +24,7 @@ MODULES = dict(
     begin="Begin a run with the weights of a model: write a checkpoint of step 0 for train_gpt.py --resume.",
     evaluate="Score a model: HellaSwag, choices of your own, bits per byte.",
     bench="Time the parts of a step of train_gpt.py on this machine.",
+    mini="Train gpt2 in small, on a CPU, as tests do.",
     lower="Lower train_gpt.py for GPUs that are not here: graph breaks, memory, spills, predicted times.",
 )
 Outcome = tuple[str, int]  # the text and the exit code

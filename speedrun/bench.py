@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 import train_gpt
 from data.shards import write_shard
-from speedrun import roofline
+from speedrun import mini, roofline  # noqa: F401  (mini is a preset of its own)
 from train_gpt import Batch, Hyperparameters, Inputs, NgramTable, Plan, Ranks, Requests, Trainer, UserError
 
 Steps = Iterator[tuple[Plan, list[Inputs], Requests]]  # what `Trainer.train_step` takes

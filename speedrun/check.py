@@ -36,7 +36,7 @@ with needs.packages():
 
 NO_GPU = "there is no NVIDIA GPU"
 VERSION = torch.__version__.partition("+")[0]
-CPU_RUNS = "--preset nano or --preset mini trains on a CPU"
+CPU_RUNS = "--preset nano trains on a CPU"
 CAPABILITY = "gpt2 needs a GPU of compute capability 8.0 or newer (A100, RTX 30)"
 PACKING = 1.5  # tokens for one that packing keeps, assumed
 # Bytes that gpt2 needs for a token of the longest sequence, by layer and channel, beside parameters, gradients,

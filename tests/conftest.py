@@ -13,6 +13,7 @@ import torch
 import train_gpt
 from dense import randomize
 from shards import write_shard
+from speedrun import mini  # noqa: F401  (a preset of its own)
 from speedrun.process import ROOT
 from train_gpt import GPT, Hyperparameters, UserError
 

@@ -30,7 +30,7 @@ A100_40GB = check.Gpu("NVIDIA A100-SXM4-40GB", (8, 0), int(42e9 * SIZE), scales_
 RTX_4090 = check.Gpu("NVIDIA GeForce RTX 4090", (8, 9), int(25e9 * SIZE))
 BF16 = dataclasses.replace(train_gpt.PRESETS["gpt2"], dtype="bfloat16")
 NETS = Layer("long", net=True, x0=True), Layer("none", net=True)
-CPU_RUNS = "; --preset nano or --preset mini trains on a CPU"
+CPU_RUNS = "; --preset nano trains on a CPU"
 
 
 @pytest.fixture(autouse=True)

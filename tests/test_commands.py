@@ -16,7 +16,7 @@ from torch.distributed.run import get_args_parser
 
 import train_gpt
 from conftest import GPT2_FLAGS
-from speedrun import lower
+from speedrun import lower, mini
 from world_worker import ROOT
 
 FOLDERS = ("*.md", ".github/**/*.md", "docs/*.md", "speedrun/*.md", "records/**/*.md")
@@ -97,6 +97,7 @@ def train(path: Path, corpus: Path) -> list[float]:
     """Train a small gpt2 with a script; return the losses."""
     spec = importlib.util.spec_from_file_location("changed", path)
     spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    module.PRESETS["mini"] = module.Hyperparameters(**mini.MINI)
     # Six heads, of which 1, 2, 3 or 6 are a matrix
     wide = [*"--batch_tokens=16 --num_heads=6 --head_dim=8 --model_dim=48".split(), f"--prefix_file={corpus}/prefixes"]
     files = [f"--train_files={corpus}/long.bin", f"--val_files={corpus}/val_*.bin"]
