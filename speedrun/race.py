@@ -16,7 +16,7 @@ from speedrun.logs import Log, ToolError, digest, shown
 from speedrun.process import ROOT, held, own_process
 from speedrun.proof import Race, Run, Script, figures_of, read_race
 from speedrun.rules import obstacle, too_different
-from speedrun.store import RACE, lineage, read_script, rivals
+from speedrun.store import RACE, SCRIPT, lineage, read_script, rivals
 
 BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
 Copy = tuple[Path, Path]  # of a script, and the folder where it imports from what lay beside it
@@ -169,7 +169,7 @@ def race_scripts(names: Sequence[str], root: Path, flags: Sequence[str], out: Pa
     before = rivals(lineage(root), board)
     folder = out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
     others = sorted({*folder.parent.glob(f"*/{RACE}"), *root.glob(f"*/*/{RACE}")} - {folder / RACE})
-    size_problem = before and too_different((names[0], sources[0]), read_script(str(before[-1]), root))
+    size_problem = before and too_different((names[0], sources[0]), before[-1], root.parent / SCRIPT)
     with tempfile.TemporaryDirectory(prefix="race-") as temporary:
         copies = []
         for i, (path, source) in enumerate(zip(given, sources, strict=True)):

@@ -140,8 +140,8 @@ def kind_problems(folder: Path, card: Card, before: Path | None, page: str) -> I
     numbers = [record["number"] for record in read_json(store.PUBLIC)["records"] if record["date"] == card.date]
     match card.kind:
         case "idea" if not card.evidence:
-            scripts = (store.read_script(str(path), path.parent) for path in (folder, before or folder))
-            if problem := too_different(*scripts):
+            script = store.read_script(str(folder), folder.parent)
+            if problem := too_different(script, before or folder, folder.parents[2] / SCRIPT):
                 yield f"{SCRIPT}: {problem}"
         case "idea" | "form":
             if not re.fullmatch(r"[\w./-]+ at commit [0-9a-f]{7,40}", card.evidence):
@@ -259,10 +259,14 @@ def sha256_of(folder: Path) -> str:
     return digest(store.read_script(str(folder), folder.parent)[1])
 
 
-def too_different(newer: tuple[str, str], older: tuple[str, str]) -> str | None:
-    """Say that more lines change than an idea may, or return None."""
-    changed = sum(store.diff(older, newer)[1:])
-    told = f"{changed} lines change against {older[0]}, for an idea at most {MAX_CHANGED}: take out what it can spare"
+def too_different(newer: tuple[str, str], *olders: Path) -> str | None:
+    """Say that more lines change than an idea may, or return None.
+
+    olders: the record before, and the root's script, which trains the same and may be written in another way.
+    """
+    others = [store.read_script(str(path), path.parent) for path in olders if path.exists()]
+    changed, name = min((sum(store.diff(other, newer)[1:]), other[0]) for other in others)
+    told = f"{changed} lines change against {name}, for an idea at most {MAX_CHANGED}: take out what it can spare"
     return told if changed > MAX_CHANGED else None
 
 

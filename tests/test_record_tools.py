@@ -424,6 +424,9 @@ def test_record_json_says_the_kind_of_a_record_and_which_one_it_follows(tool, ro
         write_record(root, "gpt2/46_Next", [], SOURCE + "\n# line" * 201, **more | card)
         code, out, _ = tool("verify", "next")
         assert (code, wrong in out) == (int(wrong != "ok"), True), out
+    (root.parent / "train_gpt.py").write_text(SOURCE + "\n# line" * 200)  # the root's script, which trains the same
+    write_record(root, "gpt2/46_Next", [], SOURCE + "\n# line" * 201, **more | dict(kind="idea"))
+    assert tool("verify", "next")[0] == 0
     write_record(root, "nano/03_Third", [], after="gpt2/46_Next")
     assert [*map(store.name_of, store.lineage(root))] == [NAME, "gpt2/46_Next", "nano/03_Third"]
     for after, told in (NAME, f"both come after {NAME}: mend"), ("nano/09_Gone", "nano/03_Third: no line leads there"):
