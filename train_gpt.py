@@ -1231,38 +1231,6 @@ def has_kernels(t: Tensor) -> bool:
     return triton is not None and t.is_cuda and t.dtype == torch.bfloat16
 
 
-if triton:
-
-    @triton.jit
-    def relu_squared_backward_kernel(
-        grad, w, y, dz, dz_columns, y_columns, scales, y_scale, T, K,
-        factor: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-    ):  # fmt: skip
-        """Compute a block of `relu_squared_backward`. Hardware copies blocks, and sees to the edges."""
-        t = tl.program_id(1) * BLOCK
-        n = tl.program_id(0) * BLOCK  # programs that run side by side have the same tokens
-        total = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for k in range(0, K, BLOCK_K):  # in FP8 the hardware sums up in less than fp32: dz keeps 2 bits of mantissa
-            total = tl.dot(grad.load([t, k]), w.load([n, k]).T, total)
-        rows = t + tl.arange(0, BLOCK)
-        squares = y.load([t, n]).to(tl.float32) * tl.load(scales + rows, rows < T, other=0)[:, None]
-        d = (factor * tl.sqrt(squares) * total).to(dz.dtype)
-        dz.store([t, n], d)
-        dz_columns.store([n, t], d.T)
-        y_columns.store([n, t], (squares * tl.load(y_scale)).to(y.dtype).T)
-
-    @triton.jit
-    def relu_squared_fp8_kernel(z, y, scales, N, BLOCK: tl.constexpr):
-        """Compute a row of `relu_squared_rows` in FP8."""
-        row = tl.program_id(0).to(tl.int64)
-        columns = tl.arange(0, BLOCK)
-        relu = tl.maximum(tl.load(z + row * N + columns, columns < N, other=0).to(tl.float32), 0)
-        squares = relu * relu
-        scale = 448 / tl.maximum(tl.max(squares), 1e-12)
-        tl.store(scales + row, 1 / scale)
-        tl.store(y + row * N + columns, tl.minimum(squares * scale, 448).to(y.dtype.element_ty), columns < N)
-
-
 # What inputs, weights and gradients of products in layers are multiplied by before they are rounded to FP8. Inputs have
 # unit RMS: over 768 channels none exceeds 27.7, times 16 443 of 448. Weights saturate beyond 7, gradients, in e5m2,
 # beyond 896. Records 84 (@sisovicm), 89 (@Mister-dev-oss and others) and 90 (@Glitchfix) brought FP8 to layers
@@ -1974,9 +1942,6 @@ def with_copies(p, alpha, copied, sink, weight):
     return mixed, of_next, of_copy, -scale * alpha, -scale * alpha * q
 
 
-copies_of_tensors: Callable = with_copies  # below, triton.jit takes the name, by which a kernel finds it
-
-
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
 def softcapped_cross_entropy(z, targets, weights, shares, softcap: tuple, with_grad: bool, never=None):
     """Return the losses (T,) of logits z (T, V), which it overwrites, in nats, and gradients by z and shares or None.
@@ -2006,7 +1971,7 @@ def softcapped_cross_entropy(z, targets, weights, shares, softcap: tuple, with_g
     d_shares = shares
     if shares.size(1):
         alpha = log_p[:, -1].exp().clamp(max=1 - 1e-6)
-        found = copies_of_tensors(log_p[:, 0].exp(), alpha, shares[:, 0], shares[:, 1], weights[0])
+        found = with_copies(log_p[:, 0].exp(), alpha, shares[:, 0], shares[:, 1], weights[0])
         mixed, pulls[:, 0], pulls[:, -1], *of_shares = found
         log_p[:, 0] = mixed.log()
         d_shares = torch.stack(of_shares, dim=1)
@@ -2017,59 +1982,6 @@ def softcapped_cross_entropy(z, targets, weights, shares, softcap: tuple, with_g
     d_logits = exps.mul_(pulls.sum(-1, keepdim=True) / total)  # softmax(logits) times all pulls, less pulls of targets
     d_logits.scatter_add_(1, targets.clamp(min=0), -pulls * (targets >= 0))
     return losses, torch.ops.aten.sigmoid_backward(d_logits, s).mul_(r * 2 / c), d_shares
-
-
-if triton:
-    with_copies = triton.jit(with_copies)
-
-    @triton.jit
-    def sigmoid_at(columns, z, V, slope, shift):
-        """Return s of `softcapped_cross_entropy`, for columns of a token's logits."""
-        return tl.sigmoid(slope * tl.load(z + columns, columns < V).to(tl.float32) + shift)
-
-    @triton.jit
-    def cross_entropy_kernel(
-        z, targets, weights, shares, losses, d_shares, V, n,
-        slope: tl.constexpr, shift: tl.constexpr, r: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        """Compute the loss of a token, and its gradient by the logits, as `cross_entropy_by_kernel` does."""
-        row = tl.program_id(0).to(tl.int64)
-        z += row * V
-        targets += row * n
-        totals = tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, V, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            totals += tl.where(columns < V, tl.exp(-r * sigmoid_at(columns, z, V, slope, shift)), 0)
-        total = tl.sum(totals)
-        first = tl.load(targets)
-        copy = tl.load(targets + n - 1)
-        p = tl.exp(-r * sigmoid_at(first, z, V, slope, shift)) / total
-        alpha = tl.minimum(tl.exp(-r * sigmoid_at(copy, z, V, slope, shift)) / total, 1 - 1e-6)
-        weight = tl.load(weights)
-        found = with_copies(p, alpha, tl.load(shares + 2 * row), tl.load(shares + 2 * row + 1), weight)
-        p, pull, copy_pull, d_copied, d_sink = found
-        tl.store(d_shares + 2 * row, d_copied)
-        tl.store(d_shares + 2 * row + 1, d_sink)
-        loss = -weight * tl.log(p)
-        total_pull = pull + copy_pull
-        for k in range(1, n - 1):
-            target = tl.load(targets + k)
-            weight = tl.load(weights + k)
-            s = sigmoid_at(tl.maximum(target, 0), z, V, slope, shift)
-            loss += tl.where(target >= 0, weight * (tl.log(total) + r * s), 0)
-            total_pull += tl.where(target != -1, weight, 0)  # as there: -1 is NONE
-        tl.store(losses + row, loss)
-        tl.debug_barrier()  # no thread may overwrite logits of targets that another has not read yet
-        for start in range(0, V, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            s = sigmoid_at(columns, z, V, slope, shift)
-            d = total_pull / total * tl.exp(-r * s)
-            d -= tl.where(columns == first, pull, 0) + tl.where(columns == copy, copy_pull, 0)
-            for k in range(1, n - 1):
-                d -= tl.where(columns == tl.load(targets + k), tl.load(weights + k), 0)
-            dtype = z.dtype.element_ty
-            d = (factor * d * s * (1 - s)).to(tl.float8e5 if dtype == tl.float8e4nv else dtype)
-            tl.store(z + columns, d.to(dtype, bitcast=True), columns < V)
 
 
 def cross_entropy_by_kernel(z, targets, weights, shares, softcap: tuple, scale: float):
@@ -3166,6 +3078,92 @@ def program(argv: Sequence[str] | None = None) -> int:
         except (AttributeError, OSError):  # there is no console, or it has gone away: what waits shall not fail later
             sys.stdout = None
     return 0
+
+
+# ---- Appendix: kernels in Triton. The functions above that start them have a twin of each in plain PyTorch ------------
+if triton:
+    copies_in_kernel = triton.jit(with_copies)
+
+    @triton.jit
+    def relu_squared_backward_kernel(
+        grad, w, y, dz, dz_columns, y_columns, scales, y_scale, T, K,
+        factor: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    ):  # fmt: skip
+        """Compute a block of dz and of the squares. Hardware copies blocks, and sees to the edges.
+
+        Twin: `relu_squared_backward` without `by_kernel`.
+        """
+        t = tl.program_id(1) * BLOCK
+        n = tl.program_id(0) * BLOCK  # programs that run side by side have the same tokens
+        total = tl.zeros((BLOCK, BLOCK), tl.float32)
+        for k in range(0, K, BLOCK_K):  # in FP8 the hardware sums up in less than fp32: dz keeps 2 bits of mantissa
+            total = tl.dot(grad.load([t, k]), w.load([n, k]).T, total)
+        rows = t + tl.arange(0, BLOCK)
+        squares = y.load([t, n]).to(tl.float32) * tl.load(scales + rows, rows < T, other=0)[:, None]
+        d = (factor * tl.sqrt(squares) * total).to(dz.dtype)
+        dz.store([t, n], d)
+        dz_columns.store([n, t], d.T)
+        y_columns.store([n, t], (squares * tl.load(y_scale)).to(y.dtype).T)
+
+    @triton.jit
+    def relu_squared_fp8_kernel(z, y, scales, N, BLOCK: tl.constexpr):
+        """Compute a row of squares in FP8, and its scale. Twin: `relu_squared_rows` where there are no kernels."""
+        row = tl.program_id(0).to(tl.int64)
+        columns = tl.arange(0, BLOCK)
+        relu = tl.maximum(tl.load(z + row * N + columns, columns < N, other=0).to(tl.float32), 0)
+        squares = relu * relu
+        scale = 448 / tl.maximum(tl.max(squares), 1e-12)
+        tl.store(scales + row, 1 / scale)
+        tl.store(y + row * N + columns, tl.minimum(squares * scale, 448).to(y.dtype.element_ty), columns < N)
+
+    @triton.jit
+    def sigmoid_at(columns, z, V, slope, shift):
+        """Return s of `softcapped_cross_entropy` for columns of a token's logits."""
+        return tl.sigmoid(slope * tl.load(z + columns, columns < V).to(tl.float32) + shift)
+
+    @triton.jit
+    def cross_entropy_kernel(
+        z, targets, weights, shares, losses, d_shares, V, n,
+        slope: tl.constexpr, shift: tl.constexpr, r: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Compute the loss of a token, and its gradient by the logits. Twin: `softcapped_cross_entropy`."""
+        row = tl.program_id(0).to(tl.int64)
+        z += row * V
+        targets += row * n
+        totals = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, V, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            totals += tl.where(columns < V, tl.exp(-r * sigmoid_at(columns, z, V, slope, shift)), 0)
+        total = tl.sum(totals)
+        first = tl.load(targets)
+        copy = tl.load(targets + n - 1)
+        p = tl.exp(-r * sigmoid_at(first, z, V, slope, shift)) / total
+        alpha = tl.minimum(tl.exp(-r * sigmoid_at(copy, z, V, slope, shift)) / total, 1 - 1e-6)
+        weight = tl.load(weights)
+        found = copies_in_kernel(p, alpha, tl.load(shares + 2 * row), tl.load(shares + 2 * row + 1), weight)
+        p, pull, copy_pull, d_copied, d_sink = found
+        tl.store(d_shares + 2 * row, d_copied)
+        tl.store(d_shares + 2 * row + 1, d_sink)
+        loss = -weight * tl.log(p)
+        total_pull = pull + copy_pull
+        for k in range(1, n - 1):
+            target = tl.load(targets + k)
+            weight = tl.load(weights + k)
+            s = sigmoid_at(tl.maximum(target, 0), z, V, slope, shift)
+            loss += tl.where(target >= 0, weight * (tl.log(total) + r * s), 0)
+            total_pull += tl.where(target != -1, weight, 0)  # as there: -1 is NONE
+        tl.store(losses + row, loss)
+        tl.debug_barrier()  # no thread may overwrite logits of targets that another has not read yet
+        for start in range(0, V, BLOCK):
+            columns = start + tl.arange(0, BLOCK)
+            s = sigmoid_at(columns, z, V, slope, shift)
+            d = total_pull / total * tl.exp(-r * s)
+            d -= tl.where(columns == first, pull, 0) + tl.where(columns == copy, copy_pull, 0)
+            for k in range(1, n - 1):
+                d -= tl.where(columns == tl.load(targets + k), tl.load(weights + k), 0)
+            dtype = z.dtype.element_ty
+            d = (factor * d * s * (1 - s)).to(tl.float8e5 if dtype == tl.float8e4nv else dtype)
+            tl.store(z + columns, d.to(dtype, bitcast=True), columns < V)
 
 
 if __name__ == "__main__":
