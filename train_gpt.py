@@ -3080,7 +3080,7 @@ def program(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-# ---- Appendix: kernels in Triton. The functions above that start them have a twin of each in plain PyTorch ------------
+# ---- Appendix: kernels in Triton. The functions above that start them have a twin of each in plain PyTorch -----------
 if triton:
     copies_in_kernel = triton.jit(with_copies)
 
