@@ -6,6 +6,7 @@ It proves nothing for gpt2, and has no leaderboard: docs/change.md says what a s
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from speedrun import needs
 
@@ -30,13 +31,14 @@ STAGES = tuple(
     for stage in GPT2_STAGES
 )
 EMAS = tuple(row._replace(window=row.window // 6, rate=6 * row.rate) for row in GPT2_EMAS)
-TEXT = "train_files val_files vocab_size eot_token prefix_file canon_file val_loss_every val_seq_len lm_head_slice "
+TEXT = "train_files val_files vocab_size eot_token prefix_file canon_file val_loss_every val_seq_len "
 TEXT += "val_lm_head_slice device cpu_threads save_checkpoint"
-MINI = {name: NANO[name] for name in TEXT.split()} | dict(
+MINI: dict[str, Any] = {name: NANO[name] for name in TEXT.split()} | dict(
     layers=LAYERS,
     stages=STAGES,
     emas=EMAS,
     batch_tokens=1024,
+    lm_head_slice=1024,
     train_seq_len=1024,
     preset="mini",
     val_tokens=65_536,
