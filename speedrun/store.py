@@ -24,7 +24,7 @@ OLDER, CURVE = "older", "curve"  # begin names of logs of the script before, and
 RECORD_FOLDER = re.compile(r"\d+[a-z]?_[\w.-]+", re.ASCII)  # of a track, in the order of its line
 HEAD = re.compile(r"^==> (.+) <==\n", re.MULTILINE)  # before each log of RUNS, as `tail -n +1` writes it
 HISTORY = "history"  # stands for a track in names of records that only these commits have, the newest first
-COMMITS = "655ba79", "d13ea94", "e5eb9b8"
+COMMITS = "6fd89e0", "655ba79", "d13ea94", "e5eb9b8"
 
 
 Track = types.SimpleNamespace  # as tracks.toml has it, with its name
@@ -188,9 +188,9 @@ def git(*arguments: str) -> bytes:
 def from_history(name: str) -> Path | None:
     """Return a copy of the record of this name, without a date, that left the tree."""
     for commit in COMMITS:
-        for old in git("ls-tree", "--name-only", f"{commit}:records").decode().split():
-            if old.partition("_")[2].lower() == name:
-                folder = Path(scratch().name, HISTORY, f"{commit}_{old.partition('_')[2]}")
+        for old in git("ls-tree", "-d", "-r", "--name-only", f"{commit}:records").decode().split():
+            if short_name(old).lower() == name and Path(old).name[:1].isdigit():
+                folder = Path(scratch().name, HISTORY, f"{commit}_{short_name(old)}")
                 with tarfile.open(fileobj=io.BytesIO(git("archive", f"{commit}:records/{old}"))) as files:
                     # As `filter="data"`, which Python 3.11.2, Debian 12's, does not know
                     files.extraction_filter = getattr(tarfile, "data_filter", None)

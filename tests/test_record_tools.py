@@ -165,7 +165,7 @@ def test_old_names_and_those_of_the_history_still_work(tool, monkeypatch):
     for name in "2025-01-26_BatchSize", "records/2025-01-26_BatchSize/train_gpt.py", "batchsize", "21":
         assert store.find_record(name, store.RECORDS).name == "21_BatchSize"
     if store.git("cat-file", "-t", store.COMMITS[-1]):
-        for name in "2025-12-29_VeSkipGates", "ThreeTables", "groups":
+        for name in "2025-12-29_VeSkipGates", "ThreeTables", "groups", "ResolvedRows":
             assert main(["verify", name]) == 0
     monkeypatch.setenv("PATH", "")
     assert "is neither a file nor a record" in tool("diff", "VeSkipGates", "21")[2], "there may be no git"
