@@ -112,18 +112,18 @@ class Model:
         return self.logits(self.features(tokens), read, torch.tensor([len(tokens) - 1], device=self.device))[0]
 
 
-def load_ngrams(model: Path, marks: Sequence[str]) -> list[dict[str, Tensor]]:
+def load_ngrams(model: Path, checksums: Sequence[str]) -> list[dict[str, Tensor]]:
     """Open the rows of n-grams beside a model, of each process that trained it.
 
     gpt2's take up to 130 GB: large files stay on the disk, and nothing looks for damage in them.
     """
     parts = []
-    for rank, expected in enumerate(marks):
+    for rank, expected in enumerate(checksums):
         path = model.with_suffix(f".ngrams{rank}")
         with train_gpt.refusing(f"{path}: not a sound part of a model"):
             if path.stat().st_size < 2**30:
                 parts.append(train_gpt.load(path, expected))
-            elif train_gpt.mark(path) == expected:
+            elif train_gpt.checksum(path) == expected:
                 parts.append(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
             else:
                 raise ValueError("it is of another model")

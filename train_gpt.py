@@ -2082,10 +2082,16 @@ class ShardedOptimizer:
     """Update parameters of one precision, every rank an equal shard of their rows.
 
     Parameters become views of one buffer: each starts at a row and is zero-padded. With one process its shard is the
-    whole buffer. groups: the table's row for each parameter; emas: by number the rows of `emas` that apply to all of
-    them; sum_dtype: in which gradients add up, for optimizers of tables. A subclass defines init_state(values), which
-    gets the rank's rows and returns by name what to keep, and update_shard(shard, grad, plan), which writes new values
-    into these rows and may overwrite `grad`.
+    whole buffer.
+
+        param_buffer, param_shard    all parameters, in the precision of activations, and this rank's rows of them
+        grad_buffer, grad_shard      this rank's gradients of all, and the sums over all ranks of its own rows
+        values                       this rank's rows, where updates add up: param_shard, of Muon an fp32 copy
+
+    groups: the table's row for each parameter; emas: by number the rows of `emas` that apply to all of them; sum_dtype:
+    in which gradients add up, for optimizers of tables, which get theirs from `LookUp`: see `GPT.row_sums`. A subclass
+    defines init_state(values), which gets the rank's rows and returns by name what to keep, and update_shard(shard,
+    grad, plan), which writes new values into these rows and may overwrite `grad`.
     """
 
     update_shard: Callable
@@ -2472,11 +2478,17 @@ class NgramTable:
 
 
 # ---- Log: the clock, the curves and the files of a run ---------------------------------------------------------------
-# How far a run is, as a checkpoint holds it. must_match: what has to be the same on all ranks and when the run goes on;
-# curves: (step, loss, ms) by name; turn: which files have the tensors; marks: of these files, none before there are any
-Saved = namedtuple(
-    "Saved", "run_id seed must_match step ms curves turn marks", defaults=("", None, {}, 0, 0.0, {}, 0, [])
-)
+class Saved(NamedTuple):
+    """Hold how far a run is: what a checkpoint has, beside the tensors."""
+
+    run_id: str
+    seed: int
+    must_match: dict[str, str]  # what has to be the same on all ranks, and when the run goes on
+    step: int
+    ms: float  # of training
+    curves: dict[str, list[tuple[int, float, float]]]  # (step, loss, ms) by name
+    slot: int  # which of a rank's two files has the tensors
+    checksums: list[str]  # of the ranks' files; none before there are any
 
 
 @contextlib.contextmanager
@@ -2495,8 +2507,8 @@ def digest(value) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
-def mark(path: Path) -> str:
-    """Return what tells a file of tensors from any other: a hash of the checksums in its zip archive."""
+def checksum(path: Path) -> str:
+    """Return a hash of the checksums that a file of tensors, a zip archive, has in it."""
     return digest([part.CRC for part in zipfile.ZipFile(path).infolist()])
 
 
@@ -2600,7 +2612,7 @@ class RunLog:
     def save(self, suffix: str, state: dict | bytes, by_all: bool = False) -> list[str]:
         """Write a file beside the log, whole or not at all; by_all: each rank has one of its own.
 
-        Return the files' marks, or none if a rank failed.
+        Return the files' checksums, or none if a rank failed.
         """
         path = self.path.with_suffix(suffix)
         part = self.path.with_suffix(f"{suffix}.part")
@@ -2610,16 +2622,16 @@ class RunLog:
                 part.parent.mkdir(parents=True, exist_ok=True)
                 with part.open("wb") as file:
                     torch.save(state, file) if isinstance(state, dict) else file.write(state)
-                own = mark(part) if by_all else ""
+                own = checksum(part) if by_all else ""
                 part.replace(path)
         except Exception as error:
             with contextlib.suppress(OSError):
                 part.unlink()
             own = error
-        marks = gather(own)
-        problems = [f"not saved: {it!r}" for it in marks if isinstance(it, Exception)]
+        checksums = gather(own)
+        problems = [f"not saved: {it!r}" for it in checksums if isinstance(it, Exception)]
         self.write(f"{path}: {[*problems, 'saved'][0]}", console=True)
-        return [] if problems else marks
+        return [] if problems else checksums
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -2820,11 +2832,11 @@ def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float):
 
     So the checkpoint before is whole until there is a newer one.
     """
-    turn = 1 - log.saved.turn
-    marks = log.save(f".{turn}.rank{trainer.ranks.rank}", trainer.state() | trainer.table.state(), by_all=True)
-    saved = log.saved._replace(step=step, ms=ms, curves=log.curves, turn=turn, marks=marks)
+    slot = 1 - log.saved.slot
+    checksums = log.save(f".{slot}.rank{trainer.ranks.rank}", trainer.state() | trainer.table.state(), by_all=True)
+    saved = log.saved._replace(step=step, ms=ms, curves=log.curves, slot=slot, checksums=checksums)
     state = saved._asdict()
-    if marks and log.save(".checkpoint", state | dict(seal=digest(state))):
+    if checksums and log.save(".checkpoint", state | dict(seal=digest(state))):
         log.saved = saved
 
 
@@ -2931,9 +2943,9 @@ def together(ranks: Ranks) -> Iterator[None]:
 
 
 def load(path: Path, expected: str = "") -> dict:
-    """Return what `RunLog.save` wrote, with the mark that is expected, if any."""
+    """Return what `RunLog.save` wrote. expected: its checksum, where that is known."""
     with refusing(f"{path}: not a sound file of this script"):
-        if expected not in ("", mark(path)) or zipfile.ZipFile(path).testzip():
+        if expected not in ("", checksum(path)) or zipfile.ZipFile(path).testzip():
             raise ValueError("it is damaged, or of another run, step or rank")
         return dict(torch.load(path, map_location="cpu", weights_only=True))
 
@@ -2956,46 +2968,53 @@ def load_checkpoint(given: Hyperparameters) -> Saved | None:
     return Saved(**state)
 
 
-def plan_run(source: str, argv: Sequence[str], ranks: Ranks) -> tuple[Hyperparameters, Data, dict, Saved]:
-    """Read flags, checkpoint and data. Return configuration, data, what ranks have to agree on, how far the run is."""
-    given = parse_args(argv, ranks.world_size)
-    saved = load_checkpoint(given) if ranks.rank == 0 else None
+def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, Data]:
+    """Return the whole configuration, and the tokens of every step."""
     cfg = resolve(given)
     if cfg.batch_sequences % ranks.world_size:
         raise UserError(f"{ranks.world_size} processes: expected a divisor of {cfg.batch_sequences} sequences a step")
-    data = plan_data(cfg)
+    return cfg, plan_data(cfg)
+
+
+def what_must_match(source: str, given: Hyperparameters, cfg: Hyperparameters, data: Data, ranks: Ranks) -> dict:
+    """Return by name, as text, what has to be the same on all ranks, and when a run goes on."""
     may_differ = "run_id log_dir train_files val_files prefix_file canon_file save_checkpoint checkpoint_every resume"
     fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
-    must_match = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ.split()}
-    must_match["processes"] = f"{ranks.world_size}, of torch {torch.__version__} and numpy {np.__version__}"
+    texts = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ.split()}
+    texts["processes"] = f"{ranks.world_size}, of torch {torch.__version__} and numpy {np.__version__}"
     files = {"script": source.encode(), "prefixes": read_prefixes(cfg), "canonical mask": read_canon(cfg)}
-    must_match |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    texts |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     tokens = num_tokens(cfg.num_iterations, cfg)
-    must_match["training tokens"] = f"{tokens}, sha256 {hash_tokens(data['train'], cfg, targets=True)}"
-    must_match["validation tokens"] = f"{cfg.val_tokens}, sha256 {hash_tokens(data['val'], cfg, targets=False)}"
-    return cfg, data, must_match, saved or Saved(cfg.run_id, cfg.seed, must_match)
+    texts["training tokens"] = f"{tokens}, sha256 {hash_tokens(data['train'], cfg, targets=True)}"
+    texts["validation tokens"] = f"{cfg.val_tokens}, sha256 {hash_tokens(data['val'], cfg, targets=False)}"
+    return texts
+
+
+def load_tensors(cfg: Hyperparameters, saved: Saved, ranks: Ranks) -> dict[str, Tensor] | None:
+    """Return a rank's tensors of the checkpoint that --resume names, if there is one."""
+    folder = Path(cfg.log_dir) if cfg.resume == "latest" else Path(cfg.resume).parent
+    part = folder / f"{saved.run_id}.{saved.slot}.rank{ranks.rank}"
+    return load(part, saved.checksums[ranks.rank]) if saved.checksums else None
 
 
 def agree(source: str, argv: Sequence[str], ranks: Ranks) -> tuple[Data, dict[str, Tensor] | None, RunLog]:
-    """Plan a run, the same on all ranks and, if it goes on, as it began.
-
-    Return its data, this rank's tensors of its checkpoint, if there is one, and its log.
-    """
+    """Plan a run, the same on all ranks and, if it goes on, as it began. Return data, `load_tensors`' and the log."""
     with together(ranks), refusing(CANNOT_TRAIN):
-        cfg, data, must_match, own = plan_run(source, argv, ranks)
-    saved = gather(own)[0]
+        given = parse_args(argv, ranks.world_size)
+        found = load_checkpoint(given) if ranks.rank == 0 else None
+        cfg, data = plan_run(given, ranks)
+        here = what_must_match(source, given, cfg, data, ranks)
+        own = found or Saved(cfg.run_id, cfg.seed, here, step=0, ms=0.0, curves={}, slot=0, checksums=[])
+    saved = gather(own)[0]  # rank 0's
     with together(ranks):
-        if differing := {name: it for name, it in must_match.items() if it != saved.must_match.get(name)}:
+        if differing := {name: text for name, text in here.items() if text != saved.must_match.get(name)}:
             theirs = {name: saved.must_match.get(name) for name in differing}
             raise UserError(f"the run began with {theirs}, this has {differing}: give the same")
-        folder = Path(cfg.log_dir) if cfg.resume == "latest" else Path(cfg.resume).parent
-        part = folder / f"{saved.run_id}.{saved.turn}.rank{ranks.rank}"
-        tensors = load(part, saved.marks[ranks.rank]) if saved.marks else None
-        log = RunLog(dataclasses.replace(cfg, run_id=saved.run_id, seed=saved.seed), ranks.rank == 0, saved)
-    return data, tensors, log
+        cfg = dataclasses.replace(cfg, run_id=saved.run_id, seed=saved.seed)
+        return data, load_tensors(cfg, saved, ranks), RunLog(cfg, ranks.rank == 0, saved)
 
 
-def describe(source: str, argv: Sequence[str], log: RunLog, ranks: Ranks, data: Data) -> str:
+def header(source: str, argv: Sequence[str], log: RunLog, ranks: Ranks, data: Data) -> str:
     """Return what begins a log: script, versions, hardware, environment, data, flags and configuration."""
     hardware = subprocess.getoutput("lscpu; timeout 20 nvidia-smi")  # noqa: S605 (it hangs where the driver does)
     kinds = tuple("TORCH PYTORCH TRITON CUDA NCCL OMP".split())  # of variables that change how it runs
@@ -3056,7 +3075,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
     with log.going_on():
         with refusing(CANNOT_TRAIN):
             trainer = Trainer(log.cfg, ranks)
-            log.write(describe(source, argv, log, ranks, data))
+            log.write(header(source, argv, log, ranks, data))
             log.write(f"seed: {log.cfg.seed}, from step {log.saved.step} on, log: {log.path}", console=True)
             trainer.warm_up(tensors)
         recompiles = train(trainer, data, log)

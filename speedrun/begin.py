@@ -63,11 +63,11 @@ def begin(argv: Sequence[str] | None) -> None:
             with train_gpt.together(ranks), train_gpt.refusing(train_gpt.CANNOT_TRAIN):
                 trainer = Trainer(log.cfg, ranks)
                 take_weights(trainer, Path(model))
-            log.write(train_gpt.describe(source, flags, log, ranks, data))
+            log.write(train_gpt.header(source, flags, log, ranks, data))
             log.write(f"begins with {model}")
             path = log.path.with_suffix(".checkpoint")
             train_gpt.save_checkpoint(trainer, log, step=0, ms=0.0)
-            if not log.saved.marks:
+            if not log.saved.checksums:
                 raise UserError(f"{path}: there is none, see above")
             log.write(f"to train: train_gpt.py with the same flags and --resume {path}", console=True)
     except BaseException:

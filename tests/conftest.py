@@ -168,5 +168,5 @@ def model(tiny, tmp_path) -> Path:
     path.parent.mkdir()
     torch.save(random_ngrams(cfg), rows := path.with_suffix(".ngrams0"))
     saved = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=randomize(GPT(cfg)).state_dict())
-    torch.save(saved | dict(rows=[train_gpt.mark(rows)]), path)
+    torch.save(saved | dict(rows=[train_gpt.checksum(rows)]), path)
     return path

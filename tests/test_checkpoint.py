@@ -121,7 +121,7 @@ def flip(path: Path, tensor: str) -> bytes:
 def test_what_is_no_checkpoint_of_this_run_is_refused(run_flags, saved, tmp_path):
     """Torn and flipped files, those of another step or run, one that is gone, what was edited, and another kind."""
     state = torch.load(saved, weights_only=True)
-    share, older = (saved.with_suffix(f".{turn}.rank0") for turn in (state["turn"], 1 - state["turn"]))
+    share, older = (saved.with_suffix(f".{slot}.rank0") for slot in (state["slot"], 1 - state["slot"]))
     other = share.with_stem(share.stem.replace("whole", "other"))
     shares = [flip(share, "rows"), older.read_bytes(), other.read_bytes()]
     others = [saved.with_suffix(".pt").read_bytes()]

@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
+import inspect
 import re
 import runpy
 import shlex
@@ -108,6 +110,19 @@ def train(path: Path, corpus: Path) -> list[float]:
     losses = [trainer.train_step(plan, *batch)[0].item() for plan, batch in zip(cfg.plans, batches, strict=True)]
     trainer.finish()
     return [*losses, trainer.evaluate(cfg.num_iterations, data["val"])]
+
+
+def test_the_path_of_reading_names_what_there_is_and_how_much():
+    """In the script's own order of names. An idea may make a part longer."""
+    path = (ROOT / "docs" / "tour.md").read_text().partition("## An hour's path")[2].partition("What can wait")[0]
+    most, lines = int(re.search(r"these (\d+) lines", path)[1]), 0
+    for name in re.findall(r"`([\w.]+)`", path):
+        found = functools.reduce(getattr, name.split("."), train_gpt)
+        if isinstance(found, tuple):
+            lines += SOURCE.partition(f"\n{name} = (")[2].partition("\n)\n")[0].count("\n") + 2
+        else:
+            lines += len(inspect.getsource(found).splitlines())
+    assert 0.8 * most < lines < 1.1 * most
 
 
 @pytest.mark.published

@@ -43,7 +43,7 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     saved, whole = torch.load(path), torch.load(path.with_suffix(".ngrams0"))
     for rank, part in enumerate((slice(20), slice(20, None), slice(0), slice(20))):  # the last is of an older run
         torch.save({name: values[part] for name, values in whole.items()}, path.with_suffix(f".ngrams{rank}"))
-    torch.save(saved | dict(rows=[train_gpt.mark(path.with_suffix(f".ngrams{rank}")) for rank in range(3)]), path)
+    torch.save(saved | dict(rows=[train_gpt.checksum(path.with_suffix(f".ngrams{rank}")) for rank in range(3)]), path)
     model = sample.load_model(path, "cpu")
     logits = torch.stack([model.next_logits(text[:n].tolist()) for n in range(1, 97)])
     score = F.cross_entropy if preset == "nano" else F.nll_loss  # with a pointer they are logarithms of probabilities

@@ -199,9 +199,9 @@ def test_number_of_processes_has_to_divide_the_sequences(flags, monkeypatch):
     with pytest.raises(UserError, match="--preset"):
         train_gpt.parse_args([], world_size=2)
     flags += ["--batch_tokens", "768", "--num_iterations", "1"]
-    train_gpt.plan_run("", flags, Ranks(5, 6, 5, 6))
+    train_gpt.plan_run(train_gpt.parse_args(flags), Ranks(5, 6, 5, 6))
     with pytest.raises(UserError, match=r"^24 processes: expected a divisor of 12 "):
-        train_gpt.plan_run("", flags, Ranks(0, 24, 0, 24))
+        train_gpt.plan_run(train_gpt.parse_args(flags), Ranks(0, 24, 0, 24))
 
 
 def test_gpus_are_for_gpt2_and_leave_nano_to_the_cpu(monkeypatch):
