@@ -1178,6 +1178,7 @@ class Reader:
         """
         arrays = [np.array(batch, np.int32) for batch in batches]  # (S, T + 1)
         rows = [np.stack([find_ngrams(tokens, self.cfg) for tokens in batch[:, :-1]]) for batch in arrays]
+        # (S, G, T) each. All steps of a cycle have S sequences: so side by side they are one array, and are split again
         requests, places = plan_requests(np.concatenate(rows, axis=2), self.ranks, self.cfg)
         parts = np.split(places, np.cumsum([of_step.shape[2] for of_step in rows]), axis=2)
         steps: list[list[Inputs]] = []
