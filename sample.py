@@ -101,7 +101,7 @@ class Model:
         scores = (q[places].to(sink.dtype) @ k.to(sink.dtype).T).masked_fill(~sees, -torch.inf)
         weights = torch.cat([scores, sink[t]], dim=1).softmax(1)
         p = logits.softmax(1)
-        alpha = p[:, self.cfg.vocab_size, None].clamp(max=1 - 1e-6)
+        alpha = p[:, self.cfg.copy_row, None].clamp(max=1 - 1e-6)
         p = p * (1 + alpha * weights[:, -1:] / (1 - alpha))
         return (p.index_add_(1, tokens, alpha * weights[:, :-1]) + 1e-9).log()
 

@@ -392,7 +392,8 @@ class Hyperparameters:
     all_step = property(lambda self: math.lcm(*chain(*(group.every for group in self.groups))))
     base_steps = property(lambda self: self.num_iterations - sum(stage.more_steps for stage in self.stages))
     scheduled_steps = property(lambda self: self.num_iterations - self.stages[-1].more_steps)
-    # Rows of the head: tokens, a copy (see `Pointer`), padding for matmul tiles
+    # Rows of the head: tokens, with a pointer one for a copy, padding for matmul tiles
+    copy_row = property(lambda self: self.vocab_size)
     padded_vocab = property(lambda self: (self.vocab_size + (self.pointer_dim > 0) + 63) // 64 * 64)
     batch_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)
     # What the tables mean for a run, made once: `python -m speedrun describe` prints them
@@ -522,7 +523,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def compiled(function: Callable, wanted: bool, dynamic: bool) -> Callable:
-    """Return a function, compiled if `wanted`. dynamic: one graph serves all sizes."""
+    """Return a function outside of the model's graph, compiled if `wanted`. dynamic: one graph serves all sizes."""
     return torch.compile(function, fullgraph=True, dynamic=dynamic) if wanted else function
 
 
@@ -777,7 +778,6 @@ class Settings(NamedTuple):
     reach: Tensor  # (kinds,) int32
     attn_scales: Tensor  # (kinds,)
     rotary: Tensor  # (kinds, 2, 2 T, D / 4): cosines and sines of 2 T positions, as in pairs a token has two
-    loss_weights: Tensor  # (n,): of the losses of the targets, in their order
 
 
 def rotary_tables(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -789,24 +789,20 @@ def rotary_tables(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) ->
 def settings_of(plan: Plan, cfg: Hyperparameters, device: torch.device) -> Settings:
     """Return what a step or a validation sets."""
     reach, scales, frequencies = zip(*plan.windows.values())
-    weights = [*plan.next_weights, plan.prefix_weight] if plan.prefix_weight else plan.next_weights
-    if cfg.pointer_dim:  # a copy, the last target, has no loss of its own
-        weights = [*weights, 0.0]
     dtype = getattr(torch, cfg.dtype)
-    numbers = dict(
-        reach=torch.tensor(reach, dtype=torch.int32),
-        attn_scales=torch.tensor(scales, dtype=wide(dtype)),
-        frequencies=torch.stack(frequencies).to(wide(dtype)),
-        loss_weights=torch.tensor(weights, dtype=wide(dtype)),
+    on_host = (
+        torch.tensor(reach, dtype=torch.int32),
+        torch.tensor(scales, dtype=wide(dtype)),
+        torch.stack(frequencies).to(wide(dtype)),
     )
-    tensors = {name: tensor.to(device, non_blocking=True) for name, tensor in numbers.items()}
+    reaches, attn_scales, by_kind = (tensor.to(device, non_blocking=True) for tensor in on_host)
     positions = torch.arange(2 * plan.seq_len, device=device)
-    make = compiled(rotary_tables, cfg.compile, dynamic=True)
-    return Settings(tuple(plan.windows), rotary=make(tensors.pop("frequencies"), positions, dtype), **tensors)
+    rotary = compiled(rotary_tables, cfg.compile, dynamic=True)(by_kind, positions, dtype)
+    return Settings(tuple(plan.windows), reaches, attn_scales, rotary)
 
 
 # ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
-NONE, BEYOND = -1, -2  # targets without a loss: no prefix, or no candidate; what would follow the last target
+NONE, BEYOND = -1, -2  # targets without a loss: see `Reader.targets`
 # For each sequence a shard and an array (pieces, 2): where its pieces of documents begin and end
 Batch = list[tuple[str, np.ndarray]]
 Data = dict[str, list[Batch]]  # what to train on, and what to validate on
@@ -854,7 +850,7 @@ def cut_sequence(documents: deque[tuple[int, int]], length: int, max_doc_len: in
         if not max_doc_len:  # a stream: the next sequence begins with the last target of this one
             documents.appendleft((stop - 1, end))
             break
-    return np.array(pieces) if missing == 0 else None
+    return None if missing else np.array(pieces)
 
 
 def plan_batches(pattern: str, lengths: list[tuple[int, int]], num_sequences: int, cfg: Hyperparameters) -> list[Batch]:
@@ -899,14 +895,14 @@ def paths_of(batches: Sequence[Batch]) -> list[str]:
     return [*dict.fromkeys(path for batch in batches for path, _ in batch)]
 
 
-def read_sequence(path: str, pieces: np.ndarray, vocab_size: int) -> np.ndarray:
+def read_sequence(path: str, pieces: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
     """Return the uint16 tokens of a sequence, the last target included."""
     first = pieces[0, 0]
     last = pieces[-1, 1]
     tokens = read_numbers(path, "<u2", last - first, 1024 + 2 * first)
     tokens = np.concatenate([tokens[begin:end] for begin, end in pieces - first])
-    if tokens.max() >= vocab_size:
-        raise UserError(f"{path}: has token {tokens.max()}, --vocab_size is {vocab_size}: another tokenizer's?")
+    if tokens.max() >= cfg.vocab_size:
+        raise UserError(f"{path}: has token {tokens.max()}, --vocab_size is {cfg.vocab_size}: another tokenizer's?")
     return tokens
 
 
@@ -932,8 +928,8 @@ def read_canon(cfg: Hyperparameters) -> np.ndarray:
 def hash_tokens(batches: Sequence[Batch], cfg: Hyperparameters, targets: bool) -> str:
     """Return the SHA-256 of all tokens of batches; targets: with the last target of each sequence."""
     sha256 = hashlib.sha256()
-    for path, pieces in chain(*batches):
-        tokens = read_sequence(path, pieces, cfg.vocab_size)
+    for sequence in chain(*batches):
+        tokens = read_sequence(*sequence, cfg)
         sha256.update((tokens if targets else tokens[:-1]).tobytes())
     return sha256.hexdigest()
 
@@ -945,32 +941,32 @@ class Inputs(NamedTuple):
     tokens: Tensor  # (T,) int32
     following: Tensor  # (T,) int32: the next tokens
     doc_ids: Tensor  # (T,) int32, non-decreasing: attention stays within documents
-    # (T, n) int64: the next tokens, the prefix of the first, and with a pointer the row of a copy; NONE or BEYOND where
-    # there is none. With candidates their index there
-    targets: Tensor
+    targets: Tensor  # (T, n) int64: see `Reader.targets`. With candidates their places there
+    loss_weights: Tensor  # (n,): of the losses of the targets
     candidates: Tensor | None  # (C,): the tokens in the softmax, ascending. None: all
-    ngram_index: Tensor  # (G, T): where the rows of its n-grams are among `Requests.ids`
+    # (G, T): places of its n-grams in `Requests.ids`, which has the numbers of their rows: see `NgramTable.fetch`
+    ngram_index: Tensor
     signs: Tensor  # (G, T): rows of the table of signs; (0,) without such a table
 
 
-class Requests(NamedTuple):
-    """Say which rows of the table of n-grams a cycle reads: the steps from one update of the table to the next.
-
-    Each rank owns an equal part of the rows, and all make the same plan of who requests what.
-    """
-
-    ids: Tensor  # the rows that this rank requests, ascending, each once
-    counts: list[int]  # how many of them each rank owns
-    served: Tensor  # which of this rank's own rows each rank requests, rank after rank
-    served_counts: list[int]  # how many
-    updated: Tensor  # the served rows, each once
-    inverse: Tensor  # index of each served row in `updated`
+# The steps from one update of the table of n-grams to the next, in which its rows do not change: they are fetched once
+Cycle = tuple[list[Plan], Sequence[Batch]]
 
 
-HASHES = (  # the record's factors of the current token, the one before, ...: for rows and for signs
-    ((36313, 27191), (48271, 30011)),
-    ((17351, 60961, 45259), (58699, 39779, 26801)),
-)
+def train_cycles(batches: Sequence[Batch], cfg: Hyperparameters) -> Iterator[Cycle]:
+    """Yield the cycles of a training; the last one may end without an update."""
+    names = group_of("ngrams", cfg).names
+    first = 0
+    for plan in cfg.plans:
+        end = plan.step + 1
+        if names in plan.updates or end == cfg.num_iterations:
+            yield cfg.plans[first:end], batches[first:end]
+            first = end
+
+
+# The record's factors of the current token, the one before, ...: of bigrams and of trigrams
+ROW_FACTORS = (36313, 27191), (17351, 60961, 45259)
+SIGN_FACTORS = (48271, 30011), (58699, 39779, 26801)
 
 
 def hash_ngrams(tokens: np.ndarray, factors: Sequence[int], modulus: int, first: int) -> np.ndarray:
@@ -986,61 +982,89 @@ def hash_ngrams(tokens: np.ndarray, factors: Sequence[int], modulus: int, first:
     return hashed
 
 
-def find_ngrams(tokens: np.ndarray, cfg: Hyperparameters) -> tuple[np.ndarray, np.ndarray]:
-    """Return rows (G, T) of the table of n-grams, and of the table of signs, for int32 tokens (T,).
+def find_ngrams(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
+    """Return the rows (G, T) of the n-grams that end with each of the int32 tokens (T,).
 
     Bigrams (record 62, @classiclarryd) and trigrams (92, Deven Pietrzak @devenpzak) have equal parts of the table, with
-    a last row for tokens with too few before them. N-grams that share a row interfere less with signs (83, @TrianX).
+    a last row for tokens with too few before them.
     """
-    kinds = HASHES[: cfg.ngram_order - 1]
+    kinds = ROW_FACTORS[: cfg.ngram_order - 1]
     size = cfg.ngram_rows // len(kinds)
-    rows = []
-    for k, (factors, _) in enumerate(kinds):
-        read = tokens
-        if k == 0:  # an accident of the record: the bigram of the second token takes size - 1 for the first token
-            read = np.concatenate([[size - 1], tokens[1:]], dtype=np.int32)
-        rows.append(k * size + hash_ngrams(read, factors, size - 1, first=size - 1))
-    signs = [hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for _, factors in kinds if cfg.sign_rows]
-    return np.stack(rows), np.array(signs)
+    # An accident of the record: the bigram of the second token takes size - 1 for the first token
+    for_bigrams = np.concatenate([[size - 1], tokens[1:]], dtype=np.int32)
+    parts = zip(range(0, cfg.ngram_rows, size), [for_bigrams, tokens], kinds)
+    return np.stack([start + hash_ngrams(read, factors, size - 1, first=size - 1) for start, read, factors in parts])
+
+
+def find_signs(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
+    """Return the rows (G, T) of the table of signs, by which n-grams in one row interfere less (record 83, @TrianX)."""
+    kinds = SIGN_FACTORS[: cfg.ngram_order - 1]
+    return np.array([hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for factors in kinds if cfg.sign_rows])
+
+
+class Requests(NamedTuple):
+    """Say which rows of the table of n-grams a cycle reads. All ranks make the same plan of who requests what."""
+
+    ids: Tensor  # the rows that this rank requests, ascending, each once
+    counts: list[int]  # how many of them each rank owns
+    served: Tensor  # which of this rank's own rows each rank requests, rank after rank
+    served_counts: list[int]  # how many
+    updated: Tensor  # the served rows, each once
+    inverse: Tensor  # the place of each served row in `updated`
+
+
+def rows_per_rank(cfg: Hyperparameters, ranks: "Ranks") -> int:
+    """Return how many rows of the table of n-grams each rank owns; at the end some may have no n-gram."""
+    return -(-cfg.ngram_rows // ranks.world_size)
 
 
 def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct numbers of `ids`, ascending, and the index of each of `ids` among them."""
-    found, inverse = torch.unique(torch.from_numpy(ids), return_inverse=True)  # np.unique took 3 to 9 times as long
-    return found.numpy(), inverse.numpy()
+    """Return the distinct numbers of `ids`, ascending, and the place of each of `ids` among them."""
+    found, places = torch.unique(torch.from_numpy(ids), return_inverse=True)  # np.unique took 3 to 9 times as long
+    return found.numpy(), places.numpy()
 
 
-def plan_requests(ids: list[np.ndarray], rank: int, rows_per_rank: int) -> tuple[Requests, np.ndarray]:
-    """Return a rank's requests, and the index of each of its ids among them, from the ids (m,) that each rank reads."""
-    requested, index = distinct(ids[rank])
-    counts = np.bincount(requested // rows_per_rank, minlength=len(ids)).tolist()
-    first = rank * rows_per_rank
-    served = [distinct(read[(read >= first) & (read < first + rows_per_rank)])[0] - first for read in ids]
+def plan_requests(rows: np.ndarray, ranks: "Ranks", cfg: Hyperparameters) -> tuple[Requests, np.ndarray]:
+    """Return this rank's requests, and the place in `Requests.ids` of each row that its own sequences read.
+
+    rows (S, G, T): what the S sequences of a step read, those of all ranks in turn; T: the tokens of all steps.
+    """
+    size = ranks.world_size
+    owned = rows_per_rank(cfg, ranks)
+    first = ranks.rank * owned
+    of_ranks = [rows[rank::size] for rank in range(size)]
+    ids, places = distinct(of_ranks[ranks.rank])
+    counts = np.bincount(ids // owned, minlength=size).tolist()
+    served = [distinct(read[(read >= first) & (read < first + owned)])[0] - first for read in of_ranks]
     all_served = np.concatenate(served).astype(np.int64)
     updated, inverse = distinct(all_served)
-    return Requests(requested, counts, all_served, [*map(len, served)], updated, inverse), index
+    return Requests(ids, counts, all_served, [*map(len, served)], updated, inverse), places.astype(np.int32)
 
 
-def choose_candidates(targets: np.ndarray, count: int, offset: int, vocab: int) -> tuple[np.ndarray, int]:
-    """Return `count` tokens, ascending, for a softmax over fewer than all, and the next offset (record 92).
+def choose_candidates(following: np.ndarray, count: int, offset: int, cfg: Hyperparameters) -> tuple[np.ndarray, int]:
+    """Return `count` tokens, ascending, for a sampled softmax, and the next offset (record 92).
 
-    They are all targets, and others from a sweep over the vocabulary, whose k-th token is 20011 k mod V: as 20011 is
-    prime, V steps name each token once. As in the record, the next sweep goes on behind all that this one looked at.
+    They are all next tokens, with a pointer the row of a copy, and others from a sweep over the vocabulary, whose k-th
+    token is 20011 k mod V: as 20011 is prime, V steps name each token once. As in the record, the next sweep goes on
+    behind all that this one looked at.
     """
-    chosen = np.zeros(vocab, bool)
-    chosen[targets] = True
+    V = cfg.padded_vocab
+    chosen = np.zeros(V, bool)
+    chosen[following] = True
+    if cfg.pointer_dim:
+        chosen[cfg.copy_row] = True
     missing = count - chosen.sum()
     if missing < 0:
         raise UserError(f"{chosen.sum()} different targets in a sequence: raise `candidates` {count} of its stage")
     if missing:
-        look = min(vocab, int(1.7 * missing) + 256)  # the record's: some are chosen already
-        ids = 20011 * ((offset + np.arange(look)) % vocab) % vocab
+        look = min(V, int(1.7 * missing) + 256)  # the record's: some are chosen already
+        ids = 20011 * (offset + np.arange(look)) % V
         others = ids[~chosen[ids]]
-        if len(others) < missing:  # if nearly all that it looked at are targets
+        if len(others) < missing:  # if nearly all that it looked at are chosen
             others = np.flatnonzero(~chosen)
             others = others[:: max(1, len(others) // missing)]
         chosen[others[:missing]] = True
-        offset = (offset + look) % vocab
+        offset = (offset + look) % V
     return np.flatnonzero(chosen), offset
 
 
@@ -1053,101 +1077,94 @@ class Reader:
         self.device = device
         self.prefixes = read_prefixes(cfg)
         n = cfg.batch_sequences
-        # Where the sweep of each sequence of a step begins. These depend on all tokens before, and on nothing else
+        # Where the next sweep for candidates begins, for the i-th sequence of a step: where the one before ended
         self.offsets = [cfg.padded_vocab * i // n for i in range(n)]
 
-    def targets(self, plan: Plan, i: int, following: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return `Inputs.targets` and `Inputs.candidates` of a step's i-th sequence, from the next tokens (T,)."""
-        following = following.astype(np.int64)
-        count = len(plan.next_weights)
-        padded = np.pad(following, (0, count - 1), constant_values=BEYOND)
-        targets = np.lib.stride_tricks.sliding_window_view(padded, count)
+    def targets(self, plan: Plan, following: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the targets (T, n) and the weights (n,) of their losses, from the next tokens (T,).
+
+        Without a loss: NONE, where a token has no prefix or its prefix is no candidate; BEYOND, after the last target.
+        """
+        cfg = self.cfg
+        T = len(following)
+        padded = np.pad(following.astype(np.int64), (0, len(plan.next_weights)), constant_values=BEYOND)
+        columns = [(padded[k : k + T], weight) for k, weight in enumerate(plan.next_weights)]
         if plan.prefix_weight:
-            targets = np.column_stack([targets, self.prefixes[following]])
-        wanted = following
-        if self.cfg.pointer_dim:
-            targets = np.pad(targets, ((0, 0), (0, 1)), constant_values=self.cfg.vocab_size)
-            wanted = np.append(following, self.cfg.vocab_size)
-        if not plan.candidates:
-            return targets, None
-        V = self.cfg.padded_vocab
-        candidates, self.offsets[i] = choose_candidates(wanted, plan.candidates, self.offsets[i], V)
-        index = np.full(V, NONE)  # of what is no candidate
-        index[candidates] = np.arange(len(candidates))
-        return np.where(targets < 0, targets, index[targets]), candidates
+            columns.append((self.prefixes[following], plan.prefix_weight))
+        if cfg.pointer_dim:  # the row of a copy is the last; `with_copies` adds its share to the next token, the first
+            columns.append((np.full(T, cfg.copy_row), 0.0))
+        targets, weights = zip(*columns)
+        return np.column_stack(targets), np.array(weights, "f8" if cfg.dtype == "float64" else "f4")
 
     def doc_ids(self, plan: Plan, tokens: np.ndarray) -> np.ndarray:
         """Number the documents; in training, parts of at most `segment` tokens."""
         starts = tokens == self.cfg.eot_token
         if plan.trains:
             t = np.arange(len(tokens))
-            last_start = np.maximum.accumulate(np.where(starts, t, 0))
+            last_start = np.maximum.accumulate(t * starts)
             starts |= (t - last_start) % self.cfg.segment == 0
         return starts.cumsum(dtype=np.int32)
+
+    def inputs(self, plan: Plan, i: int, sequence: np.ndarray, ngram_index: np.ndarray) -> Inputs:
+        """Return the inputs of a step's i-th sequence (T + 1,), the last target included, and move its sweep on."""
+        tokens, following = sequence[:-1], sequence[1:]
+        targets, weights = self.targets(plan, following)
+        candidates = None
+        if plan.candidates:
+            candidates, self.offsets[i] = choose_candidates(following, plan.candidates, self.offsets[i], self.cfg)
+            places = np.full(self.cfg.padded_vocab, NONE)  # of tokens among the candidates
+            places[candidates] = np.arange(len(candidates))
+            targets = np.where(targets < 0, targets, places[targets])
+        signs = find_signs(tokens, self.cfg)
+        return Inputs(tokens, following, self.doc_ids(plan, tokens), targets, weights, candidates, ngram_index, signs)
 
     def make(
         self, plans: Sequence[Plan], batches: Sequence[Sequence[np.ndarray]]
     ) -> tuple[list[list[Inputs]], Requests]:
-        """Return for each step of a cycle this rank's sequences, and what the cycle requests, on the host.
+        """Return for each step of a cycle this rank's inputs, and what the cycle requests, on the host.
 
         batches: for each step the tokens of all sequences (T + 1,), with their last targets.
         """
-        rank, world_size = self.ranks.rank, self.ranks.world_size
-        batches = [[tokens.astype(np.int32) for tokens in batch] for batch in batches]
-        found = [[find_ngrams(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]
-        rows_of_ranks = [[rows for ngrams in found for rows, _ in ngrams[k::world_size]] for k in range(world_size)]
-        nothing = np.empty(0, np.int32)  # ranks may have no sequence
-        ids = [np.concatenate([nothing, *rows_of_rank], axis=None) for rows_of_rank in rows_of_ranks]
-        requests, index = plan_requests(ids, rank, -(-self.cfg.ngram_rows // world_size))
-        ends = np.cumsum([rows.size for rows in rows_of_ranks[rank]])
-        indices = iter(np.split(index.astype(np.int32), ends))  # of each own sequence's n-grams, step by step as below
+        arrays = [np.array(batch, np.int32) for batch in batches]  # (S, T + 1)
+        rows = [np.stack([find_ngrams(tokens, self.cfg) for tokens in batch[:, :-1]]) for batch in arrays]
+        # (S, G, T) each. All steps of a cycle have S sequences: so side by side they are one array, and are split again
+        requests, places = plan_requests(np.concatenate(rows, axis=2), self.ranks, self.cfg)
+        parts = np.split(places, np.cumsum([of_step.shape[2] for of_step in rows]), axis=2)
         steps: list[list[Inputs]] = []
-        for plan, batch, ngrams in zip(plans, batches, found):
-            steps.append([])
-            for i in range(rank, len(batch), world_size):
-                tokens = batch[i][:-1]
-                following = batch[i][1:].copy()  # of its own, as compiled code wants addresses that are multiples of 16
-                rows, signs = ngrams[i]
-                doc_ids = self.doc_ids(plan, tokens)
-                targets = self.targets(plan, i, following)
-                steps[-1].append(Inputs(tokens, following, doc_ids, *targets, next(indices).reshape(rows.shape), signs))
+        for plan, batch, part in zip(plans, arrays, parts):
+            own = range(self.ranks.rank, len(batch), self.ranks.world_size)
+            steps.append([self.inputs(plan, i, batch[i], index) for i, index in zip(own, part)])
         return tree_map_only(np.ndarray, self.on_host, (steps, requests))
 
     def on_host(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(np.require(array, requirements="CW"))  # in C's order, writable
+        # The copy is in C's order, and begins at a multiple of 16 bytes, as compiled code wants it
+        tensor = torch.from_numpy(array.copy())
         return tensor.pin_memory() if self.device.type == "cuda" else tensor  # here, as pinning may allocate
 
     def on_device(self, made):
         """Return what `make` has made, on the device."""
         return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), made)
 
-    def read(self, cycles: Iterable[tuple[list[Plan], Sequence[Batch]]]) -> Iterator[tuple[list[Inputs], Requests]]:
-        """Yield for each step this rank's sequences and what its cycle requests, on the device."""
+    def read(self, cycles: Iterable[Cycle]) -> Iterator[tuple[list[Inputs], Requests]]:
+        """Yield for each step this rank's inputs and what its cycle requests, on the device."""
 
         def make(plans, batches):
-            V = self.cfg.vocab_size
-            return self.make(plans, [[read_sequence(path, pieces, V) for path, pieces in batch] for batch in batches])
+            return self.make(
+                plans, [[read_sequence(path, pieces, self.cfg) for path, pieces in batch] for batch in batches]
+            )
 
-        on_gpu: dict = dict(initializer=torch.cuda.set_device, initargs=(self.device,))  # else the thread opens GPU 0
-        with ThreadPoolExecutor(1, "reader", **on_gpu if self.device.type == "cuda" else {}) as thread:
-            futures = (thread.submit(make, *cycle) for cycle in cycles)  # islice submits some
-            ready = deque(islice(futures, 2))  # cycles that are read or being read
-            while ready:
-                steps, requests = self.on_device(ready.popleft().result())
-                ready.extend(islice(futures, 1))
-                for sequences in steps:
-                    yield sequences, requests
+        def start():
+            if self.device.type == "cuda":  # else the thread opens GPU 0
+                torch.cuda.set_device(self.device)
 
-
-def train_cycles(batches: Sequence[Batch], cfg: Hyperparameters) -> Iterator[tuple[list[Plan], Sequence[Batch]]]:
-    """Yield the plans and batches of each cycle of a training."""
-    names = group_of("ngrams", cfg).names
-    first = 0
-    for plan in cfg.plans:
-        end = plan.step + 1
-        if names in plan.updates or end == cfg.num_iterations:
-            yield cfg.plans[first:end], batches[first:end]
-            first = end
+        with ThreadPoolExecutor(1, "reader", start) as thread:
+            submitted = (thread.submit(make, *cycle) for cycle in cycles)  # lazily: taking one submits it
+            ahead = deque(islice(submitted, 2))
+            while ahead:
+                steps, requests = self.on_device(ahead.popleft().result())
+                ahead.extend(islice(submitted, 1))  # two are ahead of the cycle that the steps take
+                for inputs in steps:
+                    yield inputs, requests
 
 
 # ---- Layers: each draws its own initial values; MLPs begin with zero outputs (@Grad62304977) -------------------------
@@ -1803,7 +1820,7 @@ class GPT(nn.Module):
         softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
         scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
         size = cfg.lm_head_slice if with_grads and self.pointer else cfg.val_lm_head_slice
-        weights = settings.loss_weights
+        weights = inputs.loss_weights
         return HeadLoss.apply(x, head, shares, inputs.targets, weights, softcap, size, scales, with_grads, never)
 
     def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
@@ -2418,7 +2435,7 @@ class NgramTable:
         self.ranks = ranks
         self.group = group_of("ngrams", cfg)
         dtype = getattr(torch, cfg.dtype)
-        rows = -(-cfg.ngram_rows // ranks.world_size)
+        rows = rows_per_rank(cfg, ranks)
         self.first = rows * ranks.rank  # number of the first row
         self.rows = torch.zeros(rows, cfg.model_dim, dtype=dtype, device=device)
         self.v = torch.zeros(rows, 1, dtype=wide(dtype), device=device)

@@ -283,7 +283,7 @@ def data_problem(cfg: Hyperparameters) -> tuple[str, str]:
     """Return what is wrong with the shards, as the script says it, and the command that gets them, if there is one."""
     try:
         for plan in train_gpt.plan_data(cfg).values():
-            train_gpt.read_sequence(*plan[0][0], cfg.vocab_size)
+            train_gpt.read_sequence(*plan[0][0], cfg)
         return "", ""
     except UserError as error:
         problem = reason(error)

@@ -267,7 +267,7 @@ def run_steps(script, cfg, stages: list[dict], world: int, recorder: Recorder) -
 
     with recorder.during("setup"), torch.device("cuda"):
         trainer = Trainer(cfg, script.Ranks(0, world, 0, world))
-    trainer.reader.on_host = lambda array: torch.from_numpy(np.require(array, requirements="CW"))
+    trainer.reader.on_host = lambda array: torch.from_numpy(array.copy())
     communication = {}
     for phase, stage in {stage["phase"]: stage for stage in reversed(stages)}.items():
         first = (stage["first"] + stage["steps"] // 2) // cfg.all_step * cfg.all_step

@@ -58,18 +58,19 @@ def test_rows_targets_and_parts_of_documents_are_those_of_a_slow_loop(gpt2):
     tokens = np.random.default_rng(0).integers(gpt2.eot_token, size=gpt2.train_seq_len + 1).astype(np.int32)
     tokens[[0, 3, 20, 51]] = gpt2.eot_token
     text, last = tokens.tolist(), gpt2.ngram_rows // (gpt2.ngram_order - 1) - 1
-    rows, signs = train_gpt.find_ngrams(tokens[:-1], gpt2)
+    rows, signs = train_gpt.find_ngrams(tokens[:-1], gpt2), train_gpt.find_signs(tokens[:-1], gpt2)
     reader = Reader(gpt2, Ranks(), torch.device("cpu"))
     reader.prefixes = np.random.default_rng(1).integers(-1, 200, size=gpt2.vocab_size)
     plan = gpt2.plans[0]._replace(prefix_weight=0.125, next_weights=[1.0, 0.5, 0.25], candidates=100)
-    targets, candidates = reader.targets(plan, 0, tokens[1:])
+    inputs = reader.inputs(plan, 0, tokens, None)
+    targets, candidates, ids, begin = inputs.targets, inputs.candidates, inputs.doc_ids, 0
     assert len(candidates) == 100
-    assert settings_of(plan, gpt2, reader.device).loss_weights.tolist() == [1, 0.5, 0.25, 0.125, 0], "in this order"
-    ids, begin = reader.doc_ids(plan, tokens[:-1]), 0
+    assert inputs.loss_weights.tolist() == [1, 0.5, 0.25, 0.125, 0], "in this order"
     whole = reader.doc_ids(plan._replace(trains=False), tokens[:-1])
     assert whole.tolist() == (tokens[:-1] == gpt2.eot_token).cumsum().tolist(), "in validation"
     for t, token in enumerate(text[:-1]):
-        for k, (for_rows, for_signs) in enumerate(train_gpt.HASHES[: gpt2.ngram_order - 1]):
+        kinds = zip(train_gpt.ROW_FACTORS, train_gpt.SIGN_FACTORS, strict=True)
+        for k, (for_rows, for_signs) in enumerate([*kinds][: gpt2.ngram_order - 1]):
             read = text if k else [last, *text[1:]]  # the first one as in the record
             assert rows[k, t] == k * (last + 1) + hash_of(read, for_rows, last, last, t)
             assert signs[k, t] == hash_of(text, for_signs, gpt2.sign_rows, 0, t)
@@ -81,10 +82,11 @@ def test_rows_targets_and_parts_of_documents_are_those_of_a_slow_loop(gpt2):
 
 
 def test_the_sweep_of_candidates_repeats_none_before_all_have_come():
+    cfg = dataclasses.replace(train_gpt.PRESETS["mini"], vocab_size=2048, pointer_dim=0)
     targets = np.arange(0, 20011 * 200, 20011) % 2048  # the sweep meets them first
     offset, seen = 0, {*targets.tolist()}
     for _ in range(2):
-        candidates, offset = train_gpt.choose_candidates(targets, 400, offset, 2048)
+        candidates, offset = train_gpt.choose_candidates(targets, 400, offset, cfg)
         others = {*candidates.tolist()} - {*targets.tolist()}
         assert (len(others), others & seen) == (200, set())
         seen |= others

@@ -162,7 +162,7 @@ def test_the_pointer_equals_a_dense_one_forward_and_backward(mean_document: int,
     x = train_gpt.norm(torch.randn(T, K, generator=generator)).bfloat16()
     grad = torch.randn(T, 2, generator=generator).to(device)
     x, docs, tokens, following = (t.to(device) for t in (x, docs, read[:-1], read[1:]))
-    inputs = train_gpt.Inputs(tokens, following, docs, None, None, None, None)
+    inputs = train_gpt.Inputs(tokens, following, docs, *[None] * 5)
     names = ("weight", "sink", "gain")
     values = [x, 2 * pointer.weight, 3 * pointer.sink, 4 * pointer.gain]  # uneven weights
 

@@ -205,7 +205,7 @@ def test_a_softmax_over_some_tokens_is_that_of_their_logits(gpt2):
     cap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
     places = torch.searchsorted(candidates, torch.from_numpy(tokens[1:]))
     assert torch.equal(candidates[places], torch.from_numpy(tokens[1:]))
-    torch.testing.assert_close(loss, softcapped_loss(z, places, settings.loss_weights, cap))
+    torch.testing.assert_close(loss, softcapped_loss(z, places, inputs.loss_weights, cap))
     touched = gpt.lm_head.grad.abs().sum(1) > 0
     assert torch.equal(touched.nonzero().flatten(), candidates.long())
 

@@ -59,9 +59,8 @@ def test_loss_and_gradients(gpt2, case: dict):
     wanted = np.column_stack([*columns, np.full(len(tokens), SIZES["copy_id"])]).astype(np.int64)
     candidates = None
     if case.get("candidates"):
-        candidates, after = m.choose_candidates(
-            np.append(targets, SIZES["copy_id"]), case["candidates"], case["sweep_offset"], V
-        )
+        padded = SimpleNamespace(pointer_dim=cfg.pointer_dim, copy_row=SIZES["copy_id"], padded_vocab=V)  # to 16
+        candidates, after = m.choose_candidates(targets.numpy(), case["candidates"], case["sweep_offset"], padded)
         assert after == case["offset_after"]
         compare(f"cand/{case['case']}", candidates)
         index = np.full(V, m.NONE)
@@ -69,8 +68,8 @@ def test_loss_and_gradients(gpt2, case: dict):
         wanted = np.where(wanted < 0, wanted, index[wanted])
     assert (wanted[:, -2] >= 0).sum() == case["prefix_terms"] if trains else True
     chosen = None if candidates is None else torch.from_numpy(candidates)
-    inputs = m.Inputs(tokens, targets, doc_ids, torch.from_numpy(wanted), chosen, *[None] * 2)
     weights = torch.tensor([*weights, 0.0])
+    inputs = m.Inputs(tokens, targets, doc_ids, torch.from_numpy(wanted), weights, chosen, *[None] * 2)
     never = None
     if case.get("mask"):
         table = np.unpackbits(GOLDEN["canon_table"], axis=1, bitorder="little")
@@ -106,8 +105,10 @@ def test_candidates_have_the_row_of_a_copy(monkeypatch):
             states.append((1664525 * states[-1] + 1013904223) % 2**32)
         uniform = [(state >> 16) ** 4 >> 48 for state in states[1:]]
         following = np.array([((u * u >> 16) * 50257) >> 16 for u in uniform])
+        sequence = np.append(0, following).astype(np.int32)
         plan = cfg.plans[0]._replace(candidates=case["candidates"], next_weights=[1.0], prefix_weight=0.0)
-        targets, found = reader.targets(plan, case["rank"], following)
+        inputs = reader.inputs(plan, case["rank"], sequence, None)
+        targets, found = inputs.targets, inputs.candidates
         bits = np.packbits(np.isin(np.arange(50304), found), bitorder="little")
         assert np.array_equal(bits, GOLDEN[f"cand_real/rank{case['rank']}"][case["step"]])
         assert (found[targets] == np.column_stack([following, np.full_like(following, 50257)])).all()
@@ -158,7 +159,7 @@ def test_a_copy_has_a_row_of_head_and_embedding(gpt2):
 def test_blocks_may_be_longer_than_any_sequence(gpt2):
     """As long as may be: the mask is that of one block."""
     tokens, shares = torch.randint(9, (65,), dtype=torch.int32), []
-    inputs = m.Inputs(tokens[:-1], tokens[1:], torch.zeros(64, dtype=torch.int32), *[None] * 4)
+    inputs = m.Inputs(tokens[:-1], tokens[1:], torch.zeros(64, dtype=torch.int32), *[None] * 5)
     x, pointer = torch.randn(64, gpt2.model_dim), m.Pointer(gpt2)
     for block in 64, 2**31 - 1:
         pointer.cfg = dataclasses.replace(gpt2, pointer_block=block)

@@ -274,9 +274,9 @@ def test_ticks(optim):
 
 def test_hashes(model):
     cfg = RECORD92
-    rows, signs = m.find_ngrams(model["hash/tokens"].astype(np.int32), cfg)
-    model.compare("hash/rows", rows)
-    model.compare("hash/sign_rows", signs)
+    tokens = model["hash/tokens"].astype(np.int32)
+    model.compare("hash/rows", m.find_ngrams(tokens, cfg))
+    model.compare("hash/sign_rows", m.find_signs(tokens, cfg))
 
 
 def test_prefixes(model):

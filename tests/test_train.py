@@ -155,7 +155,7 @@ def test_rows_from_json_and_without_nets_and_windows_in_any_order_are_rows(gpt2)
     group = train_gpt.Group("Adam", "*.x0_lambdas *.ngram_lambdas *.skip_lambdas", lr=0.04)
     cfg = dataclasses.replace(same, layers=bare, groups=(*same.groups, group))
     assert train_gpt.build_optimizers(train_gpt.GPT(cfg), Ranks())
-    assert not train_gpt.find_ngrams(np.arange(9, dtype=np.int32), dataclasses.replace(cfg, sign_rows=0))[1].size
+    assert not train_gpt.find_signs(np.arange(9, dtype=np.int32), dataclasses.replace(cfg, sign_rows=0)).size
     turned = [dict(reversed(stage.windows.items())) for stage in gpt2.stages]
     mixed = [stage._replace(windows=turned[i] if i else stage.windows) for i, stage in enumerate(gpt2.stages)]
     for plan, other in zip(gpt2.plans, dataclasses.replace(gpt2, stages=mixed).plans, strict=True):
