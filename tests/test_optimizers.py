@@ -111,9 +111,10 @@ def test_every_rank_has_the_factors_of_its_own_matrices(gpt2):
             assert torch.cat([o.factors for o in own]).flatten().tolist() == pytest.approx(expected)
 
 
-def test_moments_are_wider_than_parameters(gpt2):
+def test_moments_of_adam_are_wider_than_parameters(gpt2):
     for optimizer in build_optimizers(GPT(dataclasses.replace(gpt2, dtype="bfloat16")), Ranks()):
-        assert {t.dtype for t in optimizer.state.values()} == {torch.float32}
+        if isinstance(optimizer, train_gpt.Adam):
+            assert {t.dtype for t in optimizer.state.values()} == {torch.float32}
 
 
 def test_gradients_are_the_mean_over_sequences(gpt2):
