@@ -571,7 +571,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-# ---- Plans: what the tables mean for each step and each layer, worked out once ---------------------------------------
+# ---- Plans: what the tables mean for each step, worked out once ------------------------------------------------------
 def matches(name: str, names: str) -> bool:
     """Say whether a parameter's name matches one of the globs in `names`."""
     return any(fnmatchcase(name, pattern) for pattern in names.split())
@@ -583,60 +583,6 @@ def group_of(name: str, cfg: Hyperparameters) -> Group:
     if len(rows) != 1:
         raise UserError(f"{name}: {len(rows)} rows of `groups` name this parameter, expected one")
     return rows[0]
-
-
-class Factor(NamedTuple):
-    """Say where a factor of a layer comes from, and the numbers that it begins with."""
-
-    kind: str
-    source: str  # net N: the gate net of layer N; mudd_net or KIND_lambdas: the layer's own net or parameter
-    first: list[float]
-
-
-class ResolvedLayer(NamedTuple):
-    """Say what a row of `layers` means."""
-
-    number: int  # from 0
-    row: Layer
-    window: str  # kind of window, if it has attention
-    qk_dim: int  # dimensions of a query or a key
-    v_dim: int  # dimensions of a value
-    factors: list[Factor]
-
-
-def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
-    """Return what the rows of `layers` mean."""
-    H = cfg.num_heads
-    D = cfg.head_dim
-    net = ""  # the last one so far
-    layers = []
-    for i, row in enumerate(cfg.layers):
-        net = f"net {i}" if row.net else net
-        has_mudd = row.mudd is not None
-        mudd = "mudd_net" if has_mudd else ""
-        adds = row.attention != "none" or row.mlps > 0
-        table = (  # whether it has the factor, kind, what makes it if not a parameter, first values
-            (has_mudd, "to_values", mudd, [0.0] * 3),
-            (has_mudd, "to_stream", mudd, [0.0] * 3),
-            (has_mudd, "value_embed", mudd, [2.0] * 2),  # for either half of the heads
-            (True, "resid", mudd, [cfg.resid_lambda_init] * 2),  # on the stream before attention and before MLPs,
-            (adds, "post", mudd, [1.0] * 2),  # and on what these add: record 73
-            (row.xsa, "xsa", net, [0.0] * H),
-            (row.head_gate, "head_gate", net, [0.25] * H),
-            (row.x0, "x0", mudd or net, [0.0]),
-            (row.ngram, "ngram", mudd or net, [cfg.ngram_lambda_init]),
-            (row.skip is not None, "skip", net, [0.5]),
-        )
-        factors = [Factor(kind, source or f"{kind}_lambdas", first) for has, kind, source, first in table if has]
-        window = ATTENTION[row.attention].window if row.attention != "none" else ""
-        layers.append(ResolvedLayer(i, row, window, D // (1 + row.half_qk), D // (1 + row.half_v), factors))
-    return layers
-
-
-def made_by(net: str, cfg: Hyperparameters) -> dict[tuple[int, str], list[float]]:
-    """Return by layer and kind the first values of the factors that a net makes."""
-    factors = [(layer.number, factor) for layer in cfg.resolved_layers for factor in layer.factors]
-    return {(number, factor.kind): factor.first for number, factor in factors if factor.source == net}
 
 
 class Window(NamedTuple):
@@ -1596,14 +1542,14 @@ class CausalSelfAttention(nn.Module):
     so that Muon has few shapes: the rest is never read, and only decays.
     """
 
-    def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer):
+    def __init__(self, cfg: Hyperparameters, layer: "ResolvedLayer"):
         super().__init__()
         H = cfg.num_heads
         D = cfg.head_dim
         K = cfg.model_dim
         self.cfg = cfg
         self.layer = layer
-        self.kind = ATTENTION[layer.row.attention]
+        self.attention = ATTENTION[layer.row.attention]
         rows = cfg.heads_per_matrix * D
         self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
         self.v_w = uniform_weight(K, H * D, K)
@@ -1613,23 +1559,23 @@ class CausalSelfAttention(nn.Module):
         self.value_gate = None
         if layer.row.value_embed and cfg.value_gate_inputs and layer.row.mudd is None:
             self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype)))
-        if not self.kind.rotary:  # queries and keys begin alike (arXiv:2305.09828)
+        if not self.attention.rotary:  # queries and keys begin alike (arXiv:2305.09828)
             q, k = self.qk_w.data.chunk(2)
             k.copy_(q)
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, mixed: Tensor | None, view: View, factors: dict) -> Tensor:
-        """Attend, with the layer's factors by kind: numbers (n,), or made for each token (n, T, 1).
+    def forward(self, x: Tensor, value_embed: Tensor | None, mudd: Tensor | None, view: View, factors: dict) -> Tensor:
+        """Attend, with the layer's factors: see `Block.collect`.
 
-        value_embed and mixed (T, H D): what joins the values, if anything.
+        value_embed and mudd (T, H D): a row of a table, and a mixture of streams, that join the values, if any.
         """
         value_lambda, output_lambda = self.lambdas
         q, k, v = self.project(x, value_lambda)
         q, k = self.position(q, k, view)
         if value_embed is not None:
             v = v + self.gated(value_embed, x, factors)
-        if mixed is not None:
-            v = v + mixed.view_as(v)
-        y = attend(q, k, v, view.mask, self.kind.heads_per_pair)
+        if mudd is not None:
+            v = v + mudd.view_as(v)
+        y = attend(q, k, v, view.mask, self.attention.heads_per_pair)
         if "xsa" in factors:  # a head leaves out what it shares with the token's own value: record 82 (@_djdumpling)
             overlap = (y * v).sum(-1, keepdim=True)
             along_v = overlap / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
@@ -1637,8 +1583,7 @@ class CausalSelfAttention(nn.Module):
         if "head_gate" in factors:  # a head may attend to nothing: record 28 (@classiclarryd)
             y = y * factors["head_gate"].transpose(0, 1)
         c_proj = self.c_proj.unflatten(1, (y.size(1), -1))[..., : y.size(-1)].flatten(1)
-        after_attn, _ = factors["post"]
-        return scaled_linear(y.flatten(1), output_lambda * c_proj, after_attn)
+        return scaled_linear(y.flatten(1), output_lambda * c_proj, factors["post_attn"])
 
     def project(self, x: Tensor, value_lambda: Tensor) -> list[Tensor]:
         """Return queries and keys (T, H, qk_dim), and values (T, H, v_dim), of one product."""
@@ -1660,16 +1605,16 @@ class CausalSelfAttention(nn.Module):
         In pairs the h-th head has the position 2 t + h % 2, which is not its place in `attend`: see
         `GPT.attention_views`.
         """
-        if self.kind.rotary:
+        if self.attention.rotary:
             half = self.cfg.head_dim // 2
-            split = len(q), -1, self.kind.heads_per_pair, self.layer.qk_dim // half, 2, half // 2
+            split = len(q), -1, self.attention.heads_per_pair, self.layer.qk_dim // half, 2, half // 2
             q = NormRotate.apply(q.reshape(split), view.cos, view.sin, view.scale).view_as(q)
             k = NormRotate.apply(k.reshape(split), view.cos, view.sin, torch.ones_like(view.scale)).view_as(k)
         else:
             q = view.scale.type_as(q) * norm(q)
             k = norm(k)
-        if self.kind.before:
-            late = int(self.kind.before * k.size(-1))
+        if self.attention.before:
+            late = int(self.attention.before * k.size(-1))
             own, before = k.split([k.size(-1) - late, late], dim=-1)
             k = torch.cat([own, delay(before, 1)], dim=-1)
         return q, k
@@ -1692,6 +1637,62 @@ class CausalSelfAttention(nn.Module):
 
 
 # ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
+class Factor(NamedTuple):
+    """Say where a factor of a layer comes from, and the numbers that it begins with."""
+
+    name: str
+    source: str  # net N: the gate net of layer N; mudd_net or NAME_lambdas: the layer's own net or parameter
+    first: list[float]
+
+
+class ResolvedLayer(NamedTuple):
+    """Say what a row of `layers` means."""
+
+    number: int  # from 0
+    row: Layer
+    window: str  # kind of window, if it has attention
+    qk_dim: int  # dimensions of a query or a key
+    v_dim: int  # dimensions of a value
+    factors: list[Factor]
+
+
+def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
+    """Return what the rows of `layers` mean."""
+    H = cfg.num_heads
+    D = cfg.head_dim
+    if any(row.mudd is not None or row.head_mix for row in cfg.layers) and cfg.model_dim != H * D:
+        raise UserError(f"--model_dim {cfg.model_dim}: mudd and head_mix need num_heads * head_dim, {H * D}")
+    net = ""  # the last one so far
+    layers = []
+    for i, row in enumerate(cfg.layers):
+        net = f"net {i}" if row.net else net
+        has_mudd = row.mudd is not None
+        mudd = "mudd_net" if has_mudd else ""
+        adds = row.attention != "none" or row.mlps > 0
+        table = (  # whether it has the factor, name, what makes it if not a parameter, first values
+            (has_mudd, "to_values", mudd, [0.0] * 3),
+            (has_mudd, "to_stream", mudd, [0.0] * 3),
+            (has_mudd, "value_embed", mudd, [2.0] * 2),  # for either half of the heads
+            (True, "resid", mudd, [cfg.resid_lambda_init] * 2),  # on the stream before attention and before MLPs,
+            (adds, "post", mudd, [1.0] * 2),  # and on what these add: record 73
+            (row.xsa, "xsa", net, [0.0] * H),
+            (row.head_gate, "head_gate", net, [0.25] * H),
+            (row.x0, "x0", mudd or net, [0.0]),
+            (row.ngram, "ngram", mudd or net, [cfg.ngram_lambda_init]),
+            (row.skip is not None, "skip", net, [0.5]),
+        )
+        factors = [Factor(name, source or f"{name}_lambdas", first) for has, name, source, first in table if has]
+        window = ATTENTION[row.attention].window if row.attention != "none" else ""
+        layers.append(ResolvedLayer(i, row, window, D // (1 + row.half_qk), D // (1 + row.half_v), factors))
+    return layers
+
+
+def made_by(net: str, cfg: Hyperparameters) -> dict[tuple[int, str], list[float]]:
+    """Return by layer and name the first values of the factors that a net makes."""
+    factors = [(layer.number, factor) for layer in cfg.resolved_layers for factor in layer.factors]
+    return {(number, factor.name): factor.first for number, factor in factors if factor.source == net}
+
+
 GATE_SCALE = 0.1  # factor on what nets make; that of the gate nets is a parameter, and begins so
 
 
@@ -1731,23 +1732,34 @@ def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
 
 
 class Sources(NamedTuple):
-    """Hold what layers read beside the residual stream."""
+    """Hold what any layer may read beside the residual stream."""
 
     x0: Tensor  # (T, K): the embedding stays at hand (record 9, @KoszarskyB),
     ngrams: Tensor  # (T, K): and the embeddings of n-grams (62, @classiclarryd)
     value_embeds: dict[int, Tensor]  # (T, H D), by layer
     views: dict[str, View]  # by kind of attention
-    streams: list[Tensor]  # the residual stream (T, K) before each layer so far; before the first, with n-grams
 
-    def output(self, layer: int) -> Tensor:
-        """Return the residual stream after a layer."""
-        return self.streams[layer + 1]
+
+class Streams(NamedTuple):
+    """Hold what a layer read and made: each (T, K)."""
+
+    first: Tensor  # the residual stream before the layer; in layer 0 with n-grams
+    value_embed: Tensor | None
+    before_attn: Tensor  # what attention reads, before its norm
+    mlp_input: Tensor
+    output: Tensor  # the residual stream after the layer
+
+    @property
+    def attn_input(self) -> Tensor:
+        """Return what attention reads."""
+        return norm(self.before_attn)
 
 
 class Block(nn.Module):
     """Add attention, embeddings or an earlier layer to the residual stream and then MLPs, with factors on all of these.
 
-    `ResolvedLayer.factors` says where each factor comes from. "resid" and "post" are two: for attention and for MLPs.
+    The first layer adds its n-grams before all else, and then what it reads of earlier tokens takes the place of some
+    channels (`shift`).
     """
 
     def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer):
@@ -1757,47 +1769,80 @@ class Block(nn.Module):
         self.mlps = nn.ModuleList(MLP(cfg) for _ in range(layer.row.mlps))
         if layer.row.skip is not None:
             self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
+        self.mudd_net = None
         if layer.row.mudd is not None:
-            self.mudd_net = GateNet(cfg, {kind: first for kind, source, first in layer.factors if source == "mudd_net"})
-        self.own = {kind: source for kind, source, _ in layer.factors if source == f"{kind}_lambdas"}
-        for kind, source, first in layer.factors:
-            if kind in self.own:
+            self.mudd_net = GateNet(cfg, {name: first for name, source, first in layer.factors if source == "mudd_net"})
+        self.own: list[str] = []  # factors that are parameters
+        for name, source, first in layer.factors:
+            if source == f"{name}_lambdas":
+                self.own.append(name)
                 self.register_parameter(source, nn.Parameter(torch.tensor(first)))
 
-    def collect(self, by_nets: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
-        """Return the layer's factors by kind: its parameters, and those that gate nets have made."""
-        own = {kind: getattr(self, name) for kind, name in self.own.items()}
-        return own | {kind: factor for (layer, kind), factor in by_nets.items() if layer == self.layer.number}
+    def collect(self, x: Tensor, by_net: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
+        """Return the layer's factors by name: (n,), or made by a net for each of T tokens, (n, T, 1). Pairs are split.
 
-    def forward(self, x: Tensor, sources: Sources, factors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the residual stream (T, K) after the layer, what attention reads, before its norm, and MLPs' input."""
+        Those of gpt2's layer 3, of which resid and post are parameters, and net 0 makes the others for six heads:
+
+            resid_attn (), resid_mlps (), post_attn (), post_mlps (), xsa (6, T, 1), head_gate (6, T, 1)
+        """
+        factors: dict[str, Tensor] = {name: getattr(self, f"{name}_lambdas") for name in self.own}
+        factors |= {name: factor for (number, name), factor in by_net.items() if number == self.layer.number}
+        if self.mudd_net is not None:
+            factors |= self.mudd_net(x)
+        for name in "resid", "post":
+            if name in factors:
+                factors[f"{name}_attn"], factors[f"{name}_mlps"] = factors.pop(name)
+        return factors
+
+    def forward(self, x: Tensor, sources: Sources, earlier: list[Streams], by_net: dict) -> Streams:
+        """Return what the layer makes of the residual stream x (T, K). earlier: what those before it made."""
         row = self.layer.row
+        factors = self.collect(x, by_net)
+        is_first = self.layer.number == 0
+        if row.ngram and is_first:
+            x = x + factors["ngram"][0] * sources.ngrams
+        first = x
+        if row.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
+            parts = x.tensor_split(len(row.shift), dim=1)
+            x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift)], dim=1)
         x0 = sources.x0
-        mixed = None
+        mudd_values = None
         if row.mudd is not None:
-            factors = factors | self.mudd_net(x)
-            mixes = [sources.streams[0], sources.output(row.mudd), x]
-            mixed = mix(factors["to_values"], mixes)  # K is H D here
-            x = x + mix(factors["to_stream"], mixes)
-            x0 = sources.streams[0]  # with n-grams, as in the record
-        before_attn, before_mlps = factors["resid"]
-        attn_input = x if row.reads is None else sources.output(row.reads)  # record 77 (@classiclarryd)
+            x0 = earlier[0].first  # with n-grams, as in the record
+            mudd_inputs = [x0, earlier[row.mudd].output, x]
+            mudd_values = mix(factors["to_values"], mudd_inputs)
+            x = x + mix(factors["to_stream"], mudd_inputs)
+        before_attn = x if row.reads is None else earlier[row.reads].output  # record 77 (@classiclarryd)
         if row.skip is None:
-            x = before_attn * x
-        else:  # U-Net: record 11 (@brendanh0gan); two factors on the skip and none on the stream, as in the record
-            x = x + self.skip_lambda.sigmoid() * factors["skip"][0] * sources.output(row.skip)
+            x = factors["resid_attn"] * x
+        else:  # U-Net: record 11 (@brendanh0gan). As in the record the skip has two factors, and resid_attn is not used
+            x = x + self.skip_lambda.sigmoid() * factors["skip"][0] * earlier[row.skip].output
+        value_embed = sources.value_embeds.get(self.layer.number)
         if self.attn is not None:
-            value_embed = sources.value_embeds.get(self.layer.number)
-            x = x + self.attn(norm(attn_input), value_embed, mixed, sources.views[row.attention], factors)
+            x = x + self.attn(norm(before_attn), value_embed, mudd_values, sources.views[row.attention], factors)
         if row.x0:
             x = x + factors["x0"][0] * x0
-        if row.ngram and self.layer.number > 0:  # the first layer reads them: see `GPT.features`
+        if row.ngram and not is_first:
             x = x + factors["ngram"][0] * sources.ngrams
         mlp_input = norm(x)
-        x = before_mlps * x
+        x = factors["resid_mlps"] * x
         for mlp in self.mlps:
-            x = x + mlp(mlp_input, factors["post"][1])
-        return x, attn_input, mlp_input
+            x = x + mlp(mlp_input, factors["post_mlps"])
+        return Streams(first, value_embed, before_attn, mlp_input, x)
+
+
+def head_sources(cfg: Hyperparameters) -> list[tuple[int, str, float]]:
+    """Return what `head_net` mixes, in its order: a layer, which of its `Streams`, and the factor's first value."""
+    last = len(cfg.layers) - 1
+    outputs = cfg.layers[last].head_mix
+    return [
+        (0, "first", 0.0),
+        # Less of the output that is named first: record 40 (@snimu, @classiclarryd)
+        *((i, "output", -0.5 if i == outputs[0] else 0.0) for i in outputs),
+        *((i, "value_embed", 0.0) for i, row in enumerate(cfg.layers) if row.value_embed),
+        (last, "mlp_input", 0.0),
+        (last, "attn_input", 0.0),
+    ]
 
 
 class LookUp(torch.autograd.Function):
@@ -1842,17 +1887,13 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
-        self.reach = max(cfg.final_window, *(tokens for stage in cfg.stages for tokens in stage.windows.values()))
+        self.widest = max(cfg.final_window, *(tokens for stage in cfg.stages for tokens in stage.windows.values()))
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
-        self.gate_nets = nn.ModuleDict()
-        for i, row in enumerate(cfg.layers):
-            if row.net:
-                self.gate_nets[str(i)] = GateNet(cfg, made_by(f"net {i}", cfg))
+        nets = {str(i): GateNet(cfg, made_by(f"net {i}", cfg)) for i, row in enumerate(cfg.layers) if row.net}
+        self.gate_nets = nn.ModuleDict(nets)  # each makes factors of its layer and of those up to the next net
         self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
-        if head_mix := cfg.layers[-1].head_mix:
-            # Of the first stream, outputs, value embeddings, inputs of MLPs and attention: see `features`. Less of the
-            # output of the layer named first: record 40 (@snimu, @classiclarryd)
-            first = [0.0, -0.5] + [0.0] * (len(head_mix) - 1) + [0.0] * len(self.value_embeds) + [0.0] * 2
+        if cfg.layers[-1].head_mix:
+            first = [factor for _, _, factor in head_sources(cfg)]
             self.head_net = GateNet(cfg, dict(factors=first), groups=cfg.mix_groups)
         if n := cfg.smear_gate_inputs:
             self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
@@ -1861,7 +1902,7 @@ class GPT(nn.Module):
         head = torch.empty(cfg.padded_vocab, K, dtype=dtype if cfg.tied_frac else torch.float32)
         self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
         last = self.blocks[-1]
-        if last.attn and not last.attn.kind.rotary and last.layer.row.value_embed:
+        if last.attn and not last.attn.attention.rotary and last.layer.row.value_embed:
             # The head begins by predicting what attention finds: a row is what its value adds to the residual stream
             values = self.value_embeds[str(last.layer.number)].weight
             self.lm_head.data[:V] = F.normalize(linear(values, last.attn.c_proj)).detach()
@@ -1886,7 +1927,6 @@ class GPT(nn.Module):
     def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
         """Return the head's input (T, K)."""
         tokens = inputs.tokens
-        views = self.attention_views(inputs.doc_ids, settings)
         value_embeds = {int(i): self.table_rows(f"value_embeds.{i}.weight", tokens) for i in self.value_embeds}
         if self.cfg.sign_rows:
             ngram_embeds = ngram_embeds * self.signs[inputs.signs].type_as(ngram_embeds)
@@ -1895,24 +1935,15 @@ class GPT(nn.Module):
             before = F.pad(x[:-1], (0, 0, 1, 0))
             x = x + self.smear_lambda * gate(x, self.smear_gate) * before
         x = norm(x)
-        sources = Sources(x, ngram_embeds.sum(0), value_embeds, views, streams=[])
-        by_nets: dict[tuple[int, str], Tensor] = {}  # factors by layer and kind
+        sources = Sources(x, ngram_embeds.sum(0), value_embeds, self.attention_views(inputs.doc_ids, settings))
+        by_net: dict[tuple[int, str], Tensor] = {}  # what the last net made: factors by layer and name
+        done: list[Streams] = []
         for block in self.blocks:
-            layer, row = block.layer.number, block.layer.row
-            if row.net:
-                by_nets |= self.gate_nets[str(layer)](x, self.gate_scale)
-            factors = block.collect(by_nets)
-            if layer == 0 and row.ngram:  # the first stream has its n-grams
-                x = x + factors["ngram"][0] * sources.ngrams
-            sources.streams.append(x)
-            if row.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
-                parts = x.tensor_split(len(row.shift), dim=1)
-                x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift)], dim=1)
-            x, attn_input, mlp_input = block(x, sources, factors)
-            if row.head_mix:
-                outputs = [sources.streams[0], *map(sources.output, row.head_mix)]
-                x = self.mix_for_head(x, [*outputs, *value_embeds.values(), mlp_input, norm(attn_input)])
-        return norm(x)
+            if block.layer.row.net:
+                by_net = self.gate_nets[str(block.layer.number)](x, self.gate_scale)
+            done.append(block(x, sources, done, by_net))
+            x = done[-1].output
+        return norm(self.mix_for_head(done) if self.cfg.layers[-1].head_mix else x)
 
     @property
     def tables(self) -> set[str]:
@@ -1925,8 +1956,10 @@ class GPT(nn.Module):
         sums = self.row_sums.get(name)
         return F.embedding(index, table) if sums is None else LookUp.apply(table, index, sums)
 
-    def mix_for_head(self, x: Tensor, sources: list[Tensor]) -> Tensor:
-        """Return x (T, K) with a mixture of sources. Groups of channels have factors of their own (record 92)."""
+    def mix_for_head(self, done: list[Streams]) -> Tensor:
+        """Return the last stream (T, K) and a mixture. Groups of channels have factors of their own (record 92)."""
+        x = done[-1].output
+        sources = [getattr(done[layer], stream) for layer, stream, _ in head_sources(self.cfg)]
         by_group = [source.unflatten(1, (self.cfg.mix_groups, -1)) for source in sources]
         return x + mix(self.head_net(x)["factors"][..., None], by_group).flatten(1)
 
@@ -1940,14 +1973,14 @@ class GPT(nn.Module):
         on_cuda = cfg.device == "cuda"
         views: dict[str, View] = {}
         for name in dict.fromkeys(row.attention for row in cfg.layers if row.attention != "none"):
-            kind = ATTENTION[name]
-            i = settings.kinds.index(kind.window)
-            ids = doc_ids.repeat_interleave(kind.heads_per_pair)
+            attention = ATTENTION[name]
+            i = settings.kinds.index(attention.window)
+            ids = doc_ids.repeat_interleave(attention.heads_per_pair)
             reach = settings.reach[i]
             mask: BlockMask | GatheredMask = document_block_mask(ids, reach, cfg.block_size, for_flex=on_cuda)
             if not on_cuda:
-                mask = GatheredMask(mask, self.reach, self.embed.weight.dtype)
-            cos, sin = settings.rotary[i, :, : len(ids)].unflatten(1, (-1, 1, kind.heads_per_pair, 1, 1))
+                mask = GatheredMask(mask, self.widest, self.embed.weight.dtype)
+            cos, sin = settings.rotary[i, :, : len(ids)].unflatten(1, (-1, 1, attention.heads_per_pair, 1, 1))
             views[name] = View(mask, cos, sin, settings.attn_scales[i])
         return views
 
