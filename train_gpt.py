@@ -1265,7 +1265,7 @@ FP8_X, FP8_W, FP8_GRAD = 2.0**4, 2.0**6, 2.0**6
 
 
 def relu_squared_rows(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return y (T, N) and scales (T, 1), of which the product is relu(z)^2. In FP8 the largest of a row is 448.
+    """Return relu(z)^2 (T, N) / scales and scales (T, 1). In FP8 the largest of a row is 448, or else scales are 1.
 
     A kernel holds a row in registers. The compiler's reads long rows twice, in twice the time (measured: one H100).
     """
@@ -1282,37 +1282,38 @@ def relu_squared_rows(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return y, scales
 
 
-def relu_squared_backward(grad, w, y, scales, y_scale, by_kernel: bool) -> tuple[Tensor, ...]:
-    """Return dz twice, and relu(z)^2 times y_scale, for what `relu_squared_rows` made of z, and for grad (T, K).
+def relu_squared_backward(grad, w, squares_q, scales, column_scale, by_kernel: bool) -> tuple[Tensor, ...]:
+    """Return dz by rows and by columns, and by columns relu(z)^2 times column_scale. All are (T, N) and may be in FP8.
 
-    dz = 2 relu(z) (grad @ w) is the gradient of relu(z)^2 @ w.T, for w (K, N); relu(z) is the root of its square
-    (record 87). In FP8 w is times FP8_W, and gradients are times FP8_GRAD. A kernel multiplies while the product is in
-    registers: in memory it would be written and read again. It stores the second dz and the squares by columns (tokens
-    of a hidden unit side by side), as products of FP8 want both factors where they sum over tokens.
+    squares_q and scales are what `relu_squared_rows` made of z. dz = 2 relu(z) (grad @ w) is the gradient of
+    relu(z)^2 @ w.T, for grad (T, K) and w (K, N); relu(z) is the root of its square (record 87). In FP8 w is times
+    FP8_W, and gradients are times FP8_GRAD. A kernel multiplies while the product is in registers: in memory it would
+    be written and read again. Products of FP8 want both factors by columns (tokens of a hidden unit side by side) where
+    they sum over tokens. Without the kernel columns are rows.
     """
     if not by_kernel:
-        squares = y.to(scales.dtype) * scales
+        squares = squares_q.to(scales.dtype) * scales
         dz = matmul(grad, w, FP8_GRAD * FP8_W, scales.dtype) * squares.sqrt() * 2
         dz = quantize(dz, FP8_GRAD, grad.dtype)
-        return dz, dz, quantize(squares, y_scale, y.dtype)
-    (T, N), K = y.shape, len(w)
-    dz = torch.empty_like(y, dtype=grad.dtype)
+        return dz, dz, quantize(squares, column_scale, squares_q.dtype)
+    (T, N), K = squares_q.shape, len(w)
+    dz = torch.empty_like(squares_q, dtype=grad.dtype)
     dz_columns = dz.new_empty(N, T)
-    y_columns = y.new_empty(N, T)
+    squares_columns = squares_q.new_empty(N, T)
     block, block_k = 128, 128 // grad.itemsize  # with 3 stages two programs fit into a multiprocessor
     tile = [block, block]
     shapes = [block, block_k], [block, block_k], tile, tile, tile, tile
-    tensors = grad.contiguous(), w.t().contiguous(), y, dz, dz_columns, y_columns
+    tensors = grad.contiguous(), w.t().contiguous(), squares_q, dz, dz_columns, squares_columns
     grid = triton.cdiv(N, block), triton.cdiv(T, block)
     numbers = T, K, 2 / FP8_W if grad.itemsize == 1 else 2.0, block, block_k
     blocks = map(TensorDescriptor.from_tensor, tensors, shapes)
-    relu_squared_backward_kernel[grid](*blocks, scales, y_scale, *numbers, num_warps=8, num_stages=3)
-    return dz, dz_columns.t(), y_columns.t()
+    relu_squared_backward_kernel[grid](*blocks, scales, column_scale, *numbers, num_warps=8, num_stages=3)
+    return dz, dz_columns.t(), squares_columns.t()
 
 
-def linear_gradients(grad: Tensor, columns: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x @ w.T by x and w, in dtype. grad and columns: its gradient; all may be in FP8."""
-    return matmul(grad, w, FP8_GRAD * FP8_W, dtype), matmul(columns.t(), x, FP8_GRAD * FP8_X, dtype)
+def linear_gradients(rows: Tensor, columns: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x @ w.T by x and w, in dtype, for its own gradient, by rows and by columns."""
+    return matmul(rows, w, FP8_GRAD * FP8_W, dtype), matmul(columns.t(), x, FP8_GRAD * FP8_X, dtype)
 
 
 class FP8Linear(torch.autograd.Function):
@@ -1344,21 +1345,21 @@ class ReluSquaredMLP(torch.autograd.Function):
         dtype = torch.float8_e4m3fn if fp8 else x.dtype
         x_q, w1_q, w2_q = (quantize(t, scale, dtype) for t, scale in ((x, FP8_X), (w1, FP8_W), (w2, FP8_W)))
         z = matmul(x_q, w1_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
-        y, scales = relu_squared_rows(z, dtype)
-        ctx.save_for_backward(x_q, w1_q, w2_q, y, scales)
+        squares_q, scales = relu_squared_rows(z, dtype)
+        ctx.save_for_backward(x_q, w1_q, w2_q, squares_q, scales)
         if not fp8:
-            return F.linear(y, w2)
+            return F.linear(squares_q, w2)
         of_w2 = scales.new_full((1, len(w2)), 1 / FP8_W)
-        return torch._scaled_mm(y, w2_q.t(), scales, of_w2, out_dtype=x.dtype, use_fast_accum=True)
+        return torch._scaled_mm(squares_q, w2_q.t(), scales, of_w2, out_dtype=x.dtype, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx, grad):
-        x, w1, w2, y, scales = ctx.saved_tensors
-        y_scale = 1 / scales.max()
-        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2 if y.dtype.itemsize == 1 else grad.dtype)
-        dz, dz_columns, y = relu_squared_backward(grad_q, w2, y, scales, y_scale, ctx.by_kernel)
-        by_w2 = matmul(grad_q.t(), y, FP8_GRAD * y_scale, grad.dtype)
-        return *linear_gradients(dz, dz_columns, x, w1, grad.dtype), by_w2, None, None
+        x_q, w1_q, w2_q, squares_q, scales = ctx.saved_tensors
+        scale = 1 / scales.max()  # one for all columns
+        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2 if squares_q.dtype.itemsize == 1 else grad.dtype)
+        dz, dz_columns, squares = relu_squared_backward(grad_q, w2_q, squares_q, scales, scale, ctx.by_kernel)
+        by_w2 = matmul(grad_q.t(), squares, FP8_GRAD * scale, grad.dtype)
+        return *linear_gradients(dz, dz_columns, x_q, w1_q, grad.dtype), by_w2, None, None
 
 
 class MLP(nn.Module):
@@ -1383,17 +1384,18 @@ class MLP(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first two quarters of D against each other and keep any others, for x (..., 2, 2, D / 4).
+    """Rotate a head's first half, its first quarter against its second: x (..., halves, 2, D / 4).
 
-    Half heads have two quarters, x (..., 1, 2, D / 4). One formula serves all: with a split and a cat the compiler
-    makes three kernels.
+    A second half, if there is one, stays. One formula serves all: with a split and a cat the compiler makes three
+    kernels.
     """
-    quarter = torch.arange(2 * x.size(-3), device=x.device).view(-1, 2, 1)  # sin: + in quarter 0, - in quarter 1
-    return torch.where(quarter < 2, x * cos + x.flip(-2) * sin * (1 - 2 * quarter), x)
+    half = torch.arange(x.size(-3), device=x.device).view(-1, 1, 1)
+    sign = 1 - 2 * torch.arange(2, device=x.device).view(2, 1)  # (a, b) becomes (a cos + b sin, b cos - a sin)
+    return torch.where(half == 0, x * cos + x.flip(-2) * sin * sign, x)
 
 
 class NormRotate(torch.autograd.Function):
-    """Divide heads x, in quarters as in `rotate`, by their RMS, rotate them, multiply by `scale`. Save y, and not x.
+    """Divide heads x, in halves as in `rotate`, by their RMS, rotate them, multiply by `scale`. Save y, and not x.
 
     Two quarters of a head rotate by the position (arXiv:2104.09864; record 17).
 
@@ -1530,7 +1532,7 @@ class View(NamedTuple):
     """Hold what a kind of attention sees of a sequence, and where it is."""
 
     mask: BlockMask | GatheredMask
-    cos: Tensor  # (T, 1, heads_per_pair, 1, 1, D / 4), as `NormRotate` takes them
+    cos: Tensor  # (T, 1, heads_per_pair, 1, 1, D / 4): see `CausalSelfAttention.position`
     sin: Tensor
     scale: Tensor  # (): factor on scores
 
@@ -1600,14 +1602,11 @@ class CausalSelfAttention(nn.Module):
         return [t.unflatten(1, (H, -1)) for t in qkv]
 
     def position(self, q: Tensor, k: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        """Give queries and keys unit RMS (QK-norm: @Grad62304977), and positions; scale the queries.
-
-        In pairs the h-th head has the position 2 t + h % 2, which is not its place in `attend`: see
-        `GPT.attention_views`.
-        """
+        """Give queries and keys unit RMS (QK-norm: @Grad62304977), and positions; scale the queries."""
         if self.attention.rotary:
-            half = self.cfg.head_dim // 2
-            split = len(q), -1, self.attention.heads_per_pair, self.layer.qk_dim // half, 2, half // 2
+            n = self.attention.heads_per_pair
+            quarter = self.cfg.head_dim // 4
+            split = len(q), -1, n, self.layer.qk_dim // (2 * quarter), 2, quarter  # T, H / n, n, halves, 2, D / 4
             q = NormRotate.apply(q.reshape(split), view.cos, view.sin, view.scale).view_as(q)
             k = NormRotate.apply(k.reshape(split), view.cos, view.sin, torch.ones_like(view.scale)).view_as(k)
         else:
@@ -1966,8 +1965,8 @@ class GPT(nn.Module):
     def attention_views(self, doc_ids: Tensor, settings: Settings) -> dict[str, View]:
         """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions.
 
-        An accident of the record: `attend` pairs the heads h and h + H / 2, but h takes the position 2 t + h % 2. So of
-        the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
+        An accident of the record: `attend` pairs the heads h and h + H / 2, but `CausalSelfAttention.position` gives h
+        the position 2 t + h % 2. So of the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
         """
         cfg = self.cfg
         on_cuda = cfg.device == "cuda"
@@ -2005,7 +2004,7 @@ class Pointer(nn.Module):
         self.gain = nn.Parameter(torch.ones(1))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys (T, D), and the scores of the sink (T,), of the head's input x (T, K)."""
+        """Return queries and keys (T, D), and scores (T,) of the sink's key, of the head's input x (T, K)."""
         q, k = norm(linear(x, self.weight).unflatten(1, (2, -1))).unbind(1)
         q = (self.gain * self.cfg.pointer_dim**-0.5 * q).type_as(x)
         return q, k, q.to(self.sink.dtype) @ self.sink
@@ -2037,23 +2036,27 @@ class Pointer(nn.Module):
         return torch.stack([equal - total, sink - total], dim=1).exp()
 
 
-def with_copies(p, alpha, copied, sink, weight):
+def with_copies(p, alpha, copied, sunk, weight):
     """Return p' of the next token, with its share of the copies, and gradients of the loss -weight log p'.
 
-    p, alpha: what the softmax gives the next token and a copy. copied, sink: `Pointer`'s shares c and a. q is what the
-    softmax would give the next token without a copy:
+    p, alpha: what the softmax gives the next token and a copy. copied, sunk: the shares of `Pointer`. p_alone is what
+    the softmax would give the next token without a copy:
 
-        p' = p + alpha (c + a q) + 1e-9,  q = p / (1 - alpha)
+        p' = p + alpha (copied + sunk p_alone) + 1e-9,  p_alone = p / (1 - alpha)
 
-    The gradient by logit j is (n + m) softmax_j - n [j is the next token] - m [j is a copy]: as of two targets. n and m
-    are returned, then the gradients by c and a. This is plain arithmetic, so that a kernel takes it, too.
+    The gradient by logit j is as of two targets, the next token and a copy:
+
+        (of_next + of_copy) softmax_j - of_next [j is the next token] - of_copy [j is a copy]
+
+    of_next and of_copy are returned, then the gradients by copied and sunk. This is plain arithmetic, so that a kernel
+    takes it, too.
     """
-    q = p / (1 - alpha)
-    mixed = p + alpha * (copied + sink * q) + 1e-9
+    p_alone = p / (1 - alpha)
+    mixed = p + alpha * (copied + sunk * p_alone) + 1e-9
     scale = weight / mixed
-    of_next = scale * (p + alpha * sink * q)
-    of_copy = scale * alpha * (copied + sink * q / (1 - alpha))
-    return mixed, of_next, of_copy, -scale * alpha, -scale * alpha * q
+    of_next = scale * (p + alpha * sunk * p_alone)
+    of_copy = scale * alpha * (copied + sunk * p_alone / (1 - alpha))
+    return mixed, of_next, of_copy, -scale * alpha, -scale * alpha * p_alone
 
 
 copies_of_tensors: Callable = with_copies  # below, triton.jit takes the name, by which a kernel finds it
