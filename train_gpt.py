@@ -1422,26 +1422,36 @@ class NormRotate(torch.autograd.Function):
 
 
 # ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
-def document_block_mask(doc_ids: Tensor, window, block: int, for_flex=True, also: Callable | None = None) -> BlockMask:
-    """Return the mask of causal attention within documents and a sliding window (records 20 and 29).
+def document_mask(doc_ids: Tensor, window, also: Callable | None = None) -> Callable:
+    """Return sees(b, h, q, kv): whether token q sees token kv, for head h: causal, within documents and a window.
 
     doc_ids (T,): non-decreasing document id of each token. window () int32: how many tokens before itself a token sees;
-    a tensor, so that a change never recompiles, or a number that never changes. for_flex: also build the key-major
-    lists of FlexAttention's backward.
-    also(b, h, q, kv): what else has to hold for a token to see another; then no block is full.
+    a tensor, so that a change never recompiles, or a number that never changes. also(b, h, q, kv): what else has to
+    hold.
+    """
+
+    def sees(b, h, q, kv):
+        in_document = (q >= kv) & (q - kv <= window) & (doc_ids[q] == doc_ids[kv])
+        return in_document if also is None else in_document & also(b, h, q, kv)  # torch 2.11 compiles no `if also`
+
+    return sees
+
+
+def document_block_mask(doc_ids: Tensor, window, block: int, also: Callable | None = None) -> BlockMask:
+    """Return `document_mask` for FlexAttention (records 20 and 29). Where there is `also`, no block is full.
 
     A query block sees the key blocks from first_visible to its own. If it lies in one document, all of its tokens see
     all of the blocks from first_full to the one before: these are full and need no mask. Lists go from near to far.
     Eight tokens of the documents a and b, in blocks of two with a window of three:
 
-        query  keys a a   a a   a b   b b
-        0 a         x .   . .   . .   . .      query block 0: partial 0
+        query  keys a a   a a   a b   b b      the lists of the query block, padded with what nobody reads:
+        0 a         x .   . .   . .   . .      partial 0 | 0 0 0     full none | 0 0 0 0
         1 a         x x   . .   . .   . .
-        2 a         x x   x .   . .   . .      query block 1: partial 1, full 0
+        2 a         x x   x .   . .   . .      partial 1 | 0 0 0     full 0 | 0 0 0
         3 a         x x   x x   . .   . .
-        4 a         . x   x x   x .   . .      query block 2: partial 2, 1, 0
+        4 a         . x   x x   x .   . .      partial 2 1 0 | 0     full none | 1 0 0 0
         5 b         . .   . .   . x   . .
-        6 b         . .   . .   . x   x .      query block 3: partial 3, 2
+        6 b         . .   . .   . x   x .      partial 3 2 | 1 0     full none | 2 1 0 0
         7 b         . .   . .   . x   x x
     """
     first_doc = doc_ids.view(-1, block)[:, 0]
@@ -1461,64 +1471,63 @@ def document_block_mask(doc_ids: Tensor, window, block: int, for_flex=True, also
     partial = torch.where(slot == 0, query, query - num_full[:, None] - slot).clamp(min=0)
     lists = dict(kv_num_blocks=num_partial, kv_indices=partial, full_kv_num_blocks=num_full, full_kv_indices=full)
     lists = {name: t[None, None] for name, t in lists.items()}  # of all sequences and heads
-
-    def sees(b, h, q, kv):
-        in_document = (q >= kv) & (q - kv <= window) & (doc_ids[q] == doc_ids[kv])
-        return in_document if also is None else in_document & also(b, h, q, kv)  # torch 2.11 compiles no `if also`
-
-    return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=block, mask_mod=sees, compute_q_blocks=for_flex)
+    return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=block, mask_mod=document_mask(doc_ids, window, also))
 
 
-class GatheredMask:
-    """Hold a BlockMask for attention in plain PyTorch: FlexAttention has no backward on CPUs.
+class BandMask:
+    """Hold a mask for attention in plain PyTorch: FlexAttention has no backward pass on CPUs.
 
-    kv_blocks (N, M): the key blocks of each query block, partial ones first. bias (N, block, M block), of the pointer's
-    two heads (2, N, block, M block): 0 where a token sees another, -1e30 where not. reach: the widest window.
+    A block of queries reads a band of keys: its own tokens and those before it, as far as the widest window reaches.
+    Before the first token there is padding. bias (N, block, band): 0 where a token sees another, -1e30 where not. Of
+    the pointer's two masks it is (2, N, block, band).
     """
 
-    def __init__(self, mask: BlockMask, reach: int, dtype: torch.dtype):
-        num_partial = mask.kv_num_blocks[0, 0, :, None]
-        num_full = mask.full_kv_num_blocks[0, 0, :, None]
-        N = len(num_partial)
-        block = mask.BLOCK_SIZE[0]
-        slot = torch.arange(min(1 + math.ceil(reach / block), N))  # M
-        full = mask.full_kv_indices[0, 0].gather(1, (slot - num_partial).clamp(min=0))
-        self.kv_blocks = torch.where(slot < num_partial, mask.kv_indices[0, 0, :, : len(slot)], full)
-        tokens = torch.arange(N * block, dtype=torch.int32).view(N, block)
-        q = tokens[:, :, None, None]
-        kv = tokens[self.kv_blocks][:, None]
-        heads = torch.arange(2)[:, None, None, None, None]  # masks that ask for no head have no such dimension
-        visible = (slot < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, heads, q, kv)
-        # Not -inf, which has no gradient where the pointer's second head sees nothing
-        self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -1e30).flatten(-2)
+    def __init__(self, sees: Callable, T: int, block: int, widest: int, dtype: torch.dtype):
+        band = block * (1 + math.ceil(widest / block))
+        q = torch.arange(T, dtype=torch.int32).view(-1, block, 1)
+        kv = q[:, -1:] + torch.arange(1 - band, 1, dtype=torch.int32)
+        heads = torch.arange(2)[:, None, None, None]  # masks that ask for no head have no such dimension
+        visible = (kv >= 0) & sees(None, heads, q, kv.clamp(min=0))
+        # Not -inf, which has no gradient where the pointer's second mask shows nothing
+        self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -1e30)
 
-    def blocks(self, t: Tensor) -> Tensor:
-        """Return the blocks of t (T, H, D), as (H, N, block, D)."""
-        _, H, D = t.shape
-        return t.transpose(0, 1).reshape(H, len(self.kv_blocks), -1, D)
+    def bands(self, t: Tensor) -> Tensor:
+        """Return for each of N blocks of queries its band of t (T, H, D), as (H, N, band, D)."""
+        block, band = self.bias.shape[-2:]
+        padded = F.pad(t, (0, 0, 0, 0, band - block, 0))
+        parts = [padded[i : i + len(t)].unflatten(0, (-1, block)) for i in range(0, band, block)]
+        return torch.cat(parts, dim=1).permute(2, 0, 1, 3)
 
-    def gather(self, t: Tensor) -> Tensor:
-        """Return what each block of queries sees of t (T, H, D), as (H, N, M block, D)."""
-        t = self.blocks(t)
-        H, N, _, D = t.shape
-        return t.flatten(2).index_select(1, self.kv_blocks.flatten()).view(H, N, -1, D)  # a block in one piece
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return q k' within the mask, for q and k (T, H, D), as (H, N, block, band)."""
+        blocks = q.unflatten(0, (-1, self.bias.size(-2))).permute(2, 0, 1, 3)
+        return blocks @ self.bands(k).mT + self.bias
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from q to k and v (T, H, D); v has a D of its own. The cost grows with the window, not as T^2."""
-        scores = (self.blocks(q) @ self.gather(k).mT).add_(self.bias)  # (H, N, block, M block)
         # Written out: scaled_dot_product_attention took 2.5 times as long, forward and backward (16 x 64 queries)
-        y = torch.softmax(scores, dim=-1) @ self.gather(v)  # (H, N, block, D)
+        y = torch.softmax(self.scores(q, k), dim=-1) @ self.bands(v)  # (H, N, block, D)
         return y.flatten(1, 2).transpose(0, 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | GatheredMask, heads_per_pair: int) -> Tensor:
+def attention_mask(
+    doc_ids: Tensor, window, widest: int, cfg: Hyperparameters, also: Callable | None = None
+) -> BlockMask | BandMask:
+    """Return `document_mask` as the device takes it. widest: a number that is at least the window, in all steps."""
+    if cfg.device == "cuda":
+        return document_block_mask(doc_ids, window, cfg.block_size, also)
+    sees = document_mask(doc_ids, window, also)
+    return BandMask(sees, len(doc_ids), cfg.block_size, widest, getattr(torch, cfg.dtype))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_per_pair: int) -> Tensor:
     """Return softmax(q k') v of each head (T, H, D), within the mask; v has a D of its own.
 
     The heads of a pair, h and h + H / 2, alternate in one sequence of 2 T.
     """
     T, H, D = v.shape
     q, k, v = (t.reshape(T * heads_per_pair, H // heads_per_pair, -1) for t in (q, k, v))
-    if isinstance(mask, GatheredMask):
+    if isinstance(mask, BandMask):
         return mask.attend(q, k, v).reshape(T, H, D)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     warps = dict(bwd_num_warps=8)  # as on an H100; with the 4 of other GPUs the backward pass spills its registers,
@@ -1531,7 +1540,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | GatheredMask, head
 class View(NamedTuple):
     """Hold what a kind of attention sees of a sequence, and where it is."""
 
-    mask: BlockMask | GatheredMask
+    mask: BlockMask | BandMask
     cos: Tensor  # (T, 1, heads_per_pair, 1, 1, D / 4): see `CausalSelfAttention.position`
     sin: Tensor
     scale: Tensor  # (): factor on scores
@@ -1968,17 +1977,12 @@ class GPT(nn.Module):
         An accident of the record: `attend` pairs the heads h and h + H / 2, but `CausalSelfAttention.position` gives h
         the position 2 t + h % 2. So of the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
         """
-        cfg = self.cfg
-        on_cuda = cfg.device == "cuda"
-        views: dict[str, View] = {}
-        for name in dict.fromkeys(row.attention for row in cfg.layers if row.attention != "none"):
+        views = {}
+        for name in dict.fromkeys(row.attention for row in self.cfg.layers if row.attention != "none"):
             attention = ATTENTION[name]
             i = settings.kinds.index(attention.window)
             ids = doc_ids.repeat_interleave(attention.heads_per_pair)
-            reach = settings.reach[i]
-            mask: BlockMask | GatheredMask = document_block_mask(ids, reach, cfg.block_size, for_flex=on_cuda)
-            if not on_cuda:
-                mask = GatheredMask(mask, self.widest, self.embed.weight.dtype)
+            mask = attention_mask(ids, settings.reach[i], self.widest, self.cfg)
             cos, sin = settings.rotary[i, :, : len(ids)].unflatten(1, (-1, 1, attention.heads_per_pair, 1, 1))
             views[name] = View(mask, cos, sin, settings.attn_scales[i])
         return views
@@ -1992,6 +1996,9 @@ class Pointer(nn.Module):
     out its probability alpha: to earlier tokens, and to a sink, a key of its own for "none of them", whose share goes
     back to the vocabulary. `with_copies` has the formulas. Queries and keys are made of what lm_head reads. A sequence
     is in blocks of pointer_block tokens; a token sees those of its document in its own block and the one before.
+
+    Only sums of exp(score) are wanted, of one attention under two masks, which go as two heads that share queries and
+    keys: the first shows all of these tokens, the second those of them that equal the next one.
     """
 
     def __init__(self, cfg: Hyperparameters):
@@ -2015,25 +2022,24 @@ class Pointer(nn.Module):
         tokens = inputs.tokens
         block = cfg.pointer_block if torch.is_grad_enabled() else cfg.val_pointer_block  # or else it is a validation
 
-        def sees(b, h, q, kv):  # the first of two heads sees all of these tokens, the second those that equal the next
+        def sees(b, h, q, kv):
             return (q > kv) & (q // block - kv // block < 2) & ((h == 0) | (tokens[kv] == inputs.following[q]))
 
-        on_cuda = cfg.device == "cuda"
-        mask = document_block_mask(inputs.doc_ids, min(2 * block, len(x)), cfg.block_size, for_flex=on_cuda, also=sees)
-        q, k, sink = self.project(x)
-        if on_cuda:
+        window = min(2 * block, len(x))
+        mask = attention_mask(inputs.doc_ids, window, window, cfg, also=sees)
+        q, k, sink_scores = self.project(x)
+        if isinstance(mask, BandMask):
+            scores = mask.scores(q[:, None].type_as(sink_scores), k[:, None].type_as(sink_scores))
+            seen, equal = scores.logsumexp(-1).flatten(1)
+        else:
             q, k = q.expand(1, 2, -1, -1), k[None, None]
             some = k[..., :16]  # values are not wanted: these are the fewest that the kernel takes
             options: dict = dict(scale=1.0, enable_gqa=True, return_aux=AuxRequest(lse=True))
             y, found = flex_attention(q, k, some, block_mask=mask, **options)
-            seen, equal = found.lse[0] + 0 * y[0, ..., 0]  # torch 2.13 cannot compile a y without a gradient
-        else:
-            gathered = GatheredMask(mask, 2 * block, sink.dtype)
-            q, k = (t[:, None].to(sink.dtype) for t in (q, k))
-            scores = gathered.blocks(q) @ gathered.gather(k).mT + gathered.bias  # (2, N, block, M block)
-            seen, equal = scores.logsumexp(-1).flatten(1)
-        total = torch.logaddexp(seen, sink)
-        return torch.stack([equal - total, sink - total], dim=1).exp()
+            # 0 * y changes nothing: torch 2.13 cannot compile a y that gets no gradient
+            seen, equal = found.lse[0] + 0 * y[0, ..., 0]
+        total = torch.logaddexp(seen, sink_scores)
+        return torch.stack([equal - total, sink_scores - total], dim=1).exp()
 
 
 def with_copies(p, alpha, copied, sunk, weight):
