@@ -1301,8 +1301,7 @@ def relu_squared_backward(grad, w, squares_q, scales, column_scale, by_kernel: b
     dz_columns = dz.new_empty(N, T)
     squares_columns = squares_q.new_empty(N, T)
     block, block_k = 128, 128 // grad.itemsize  # with 3 stages two programs fit into a multiprocessor
-    tile = [block, block]
-    shapes = [block, block_k], [block, block_k], tile, tile, tile, tile
+    shapes = [[block, block_k]] * 2 + [[block, block]] * 4
     tensors = grad.contiguous(), w.t().contiguous(), squares_q, dz, dz_columns, squares_columns
     grid = triton.cdiv(N, block), triton.cdiv(T, block)
     numbers = T, K, 2 / FP8_W if grad.itemsize == 1 else 2.0, block, block_k
@@ -1454,19 +1453,19 @@ def document_block_mask(doc_ids: Tensor, window, block: int, also: Callable | No
         6 b         . .   . .   . x   x .      partial 3 2 | 1 0     full none | 2 1 0 0
         7 b         . .   . .   . x   x x
     """
-    first_doc = doc_ids.view(-1, block)[:, 0]
-    last_doc = doc_ids.view(-1, block)[:, -1]
+    first_doc = doc_ids[::block]  # of each block
+    last_doc = doc_ids[block - 1 :: block]
     own = torch.arange(len(first_doc), dtype=torch.int32, device=doc_ids.device)  # number of each query block
     seen_by_first = (window + block - 1) // block  # so many blocks back the first token sees something,
     seen_by_last = (window + 1) // block - 1  # and so many the last one sees whole
-    blocks_ended_before = (last_doc[None, :] < first_doc[:, None]).sum(1, dtype=torch.int32)
+    blocks_ended_before = (last_doc < first_doc[:, None]).sum(1, dtype=torch.int32)
     first_visible = torch.maximum(blocks_ended_before, own - seen_by_first)
-    blocks_begun_before = (first_doc[None, :] < first_doc[:, None]).sum(1, dtype=torch.int32)
+    blocks_begun_before = (first_doc < first_doc[:, None]).sum(1, dtype=torch.int32)
     first_full = torch.maximum(blocks_begun_before, own - seen_by_last)
     num_full = torch.where(first_doc == last_doc, own - first_full, 0).clamp(min=0) * (also is None)
     num_partial = own - first_visible + 1 - num_full
     query = own[:, None]
-    slot = own[None, :]  # in the list of a query block
+    slot = own  # in the list of a query block
     full = (query - 1 - slot).clamp(min=0)
     partial = torch.where(slot == 0, query, query - num_full[:, None] - slot).clamp(min=0)
     lists = dict(kv_num_blocks=num_partial, kv_indices=partial, full_kv_num_blocks=num_full, full_kv_indices=full)
@@ -1649,7 +1648,7 @@ class Factor(NamedTuple):
     """Say where a factor of a layer comes from, and the numbers that it begins with."""
 
     name: str
-    source: str  # net N: the gate net of layer N; mudd_net or NAME_lambdas: the layer's own net or parameter
+    source: str  # net N: the gate net of layer N; or of the layer: mudd_net, or parameter: NAME_lambdas
     first: list[float]
 
 
@@ -1668,19 +1667,18 @@ def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
     """Return what the rows of `layers` mean."""
     H = cfg.num_heads
     D = cfg.head_dim
-    if any(row.mudd is not None or row.head_mix for row in cfg.layers) and cfg.model_dim != H * D:
-        raise UserError(f"--model_dim {cfg.model_dim}: mudd and head_mix need num_heads * head_dim, {H * D}")
     net = ""  # the last one so far
     layers = []
     for i, row in enumerate(cfg.layers):
         net = f"net {i}" if row.net else net
-        has_mudd = row.mudd is not None
-        mudd = "mudd_net" if has_mudd else ""
+        mudd = "" if row.mudd is None else "mudd_net"
+        if (mudd or row.head_mix) and cfg.model_dim != H * D:
+            raise UserError(f"--model_dim {cfg.model_dim}: layer {i} mixes streams with values, of {H * D} dimensions")
         adds = row.attention != "none" or row.mlps > 0
         table = (  # whether it has the factor, name, what makes it if not a parameter, first values
-            (has_mudd, "to_values", mudd, [0.0] * 3),
-            (has_mudd, "to_stream", mudd, [0.0] * 3),
-            (has_mudd, "value_embed", mudd, [2.0] * 2),  # for either half of the heads
+            (mudd, "to_values", mudd, [0.0] * 3),
+            (mudd, "to_stream", mudd, [0.0] * 3),
+            (mudd, "value_embed", mudd, [2.0] * 2),  # for either half of the heads
             (True, "resid", mudd, [cfg.resid_lambda_init] * 2),  # on the stream before attention and before MLPs,
             (adds, "post", mudd, [1.0] * 2),  # and on what these add: record 73
             (row.xsa, "xsa", net, [0.0] * H),
@@ -1689,7 +1687,7 @@ def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
             (row.ngram, "ngram", mudd or net, [cfg.ngram_lambda_init]),
             (row.skip is not None, "skip", net, [0.5]),
         )
-        factors = [Factor(name, source or f"{name}_lambdas", first) for has, name, source, first in table if has]
+        factors = [Factor(name, source or "parameter", first) for has, name, source, first in table if has]
         window = ATTENTION[row.attention].window if row.attention != "none" else ""
         layers.append(ResolvedLayer(i, row, window, D // (1 + row.half_qk), D // (1 + row.half_v), factors))
     return layers
@@ -1697,8 +1695,12 @@ def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
 
 def made_by(net: str, cfg: Hyperparameters) -> dict[tuple[int, str], list[float]]:
     """Return by layer and name the first values of the factors that a net makes."""
-    factors = [(layer.number, factor) for layer in cfg.resolved_layers for factor in layer.factors]
-    return {(number, factor.name): factor.first for number, factor in factors if factor.source == net}
+    return {
+        (layer.number, name): first
+        for layer in cfg.resolved_layers
+        for name, source, first in layer.factors
+        if source == net
+    }
 
 
 GATE_SCALE = 0.1  # factor on what nets make; that of the gate nets is a parameter, and begins so
@@ -1749,25 +1751,19 @@ class Sources(NamedTuple):
 
 
 class Streams(NamedTuple):
-    """Hold what a layer read and made: each (T, K)."""
+    """Hold what a layer read and made, each (T, K)."""
 
     first: Tensor  # the residual stream before the layer; in layer 0 with n-grams
     value_embed: Tensor | None
-    before_attn: Tensor  # what attention reads, before its norm
-    mlp_input: Tensor
+    attn_input: Tensor  # of unit RMS
+    mlp_input: Tensor  # of unit RMS
     output: Tensor  # the residual stream after the layer
-
-    @property
-    def attn_input(self) -> Tensor:
-        """Return what attention reads."""
-        return norm(self.before_attn)
 
 
 class Block(nn.Module):
     """Add attention, embeddings or an earlier layer to the residual stream and then MLPs, with factors on all of these.
 
-    The first layer adds its n-grams before all else, and then what it reads of earlier tokens takes the place of some
-    channels (`shift`).
+    The first layer adds its n-grams before all else, later layers after attention.
     """
 
     def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer):
@@ -1780,11 +1776,10 @@ class Block(nn.Module):
         self.mudd_net = None
         if layer.row.mudd is not None:
             self.mudd_net = GateNet(cfg, {name: first for name, source, first in layer.factors if source == "mudd_net"})
-        self.own: list[str] = []  # factors that are parameters
-        for name, source, first in layer.factors:
-            if source == f"{name}_lambdas":
-                self.own.append(name)
-                self.register_parameter(source, nn.Parameter(torch.tensor(first)))
+        self.own = [name for name, source, _ in layer.factors if source == "parameter"]
+        for name, _, first in layer.factors:
+            if name in self.own:
+                self.register_parameter(f"{name}_lambdas", nn.Parameter(torch.tensor(first)))
 
     def collect(self, x: Tensor, by_net: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
         """Return the layer's factors by name: (n,), or made by a net for each of T tokens, (n, T, 1). Pairs are split.
@@ -1806,8 +1801,7 @@ class Block(nn.Module):
         """Return what the layer makes of the residual stream x (T, K). earlier: what those before it made."""
         row = self.layer.row
         factors = self.collect(x, by_net)
-        is_first = self.layer.number == 0
-        if row.ngram and is_first:
+        if row.ngram and not earlier:
             x = x + factors["ngram"][0] * sources.ngrams
         first = x
         if row.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
@@ -1820,36 +1814,35 @@ class Block(nn.Module):
             mudd_inputs = [x0, earlier[row.mudd].output, x]
             mudd_values = mix(factors["to_values"], mudd_inputs)
             x = x + mix(factors["to_stream"], mudd_inputs)
-        before_attn = x if row.reads is None else earlier[row.reads].output  # record 77 (@classiclarryd)
+        attn_input = norm(x if row.reads is None else earlier[row.reads].output)  # record 77 (@classiclarryd)
         if row.skip is None:
             x = factors["resid_attn"] * x
         else:  # U-Net: record 11 (@brendanh0gan). As in the record the skip has two factors, and resid_attn is not used
             x = x + self.skip_lambda.sigmoid() * factors["skip"][0] * earlier[row.skip].output
         value_embed = sources.value_embeds.get(self.layer.number)
         if self.attn is not None:
-            x = x + self.attn(norm(before_attn), value_embed, mudd_values, sources.views[row.attention], factors)
+            x = x + self.attn(attn_input, value_embed, mudd_values, sources.views[row.attention], factors)
         if row.x0:
             x = x + factors["x0"][0] * x0
-        if row.ngram and not is_first:
+        if row.ngram and earlier:
             x = x + factors["ngram"][0] * sources.ngrams
         mlp_input = norm(x)
         x = factors["resid_mlps"] * x
         for mlp in self.mlps:
             x = x + mlp(mlp_input, factors["post_mlps"])
-        return Streams(first, value_embed, before_attn, mlp_input, x)
+        return Streams(first, value_embed, attn_input, mlp_input, x)
 
 
 def head_sources(cfg: Hyperparameters) -> list[tuple[int, str, float]]:
     """Return what `head_net` mixes, in its order: a layer, which of its `Streams`, and the factor's first value."""
-    last = len(cfg.layers) - 1
-    outputs = cfg.layers[last].head_mix
+    outputs = cfg.layers[-1].head_mix
     return [
         (0, "first", 0.0),
         # Less of the output that is named first: record 40 (@snimu, @classiclarryd)
         *((i, "output", -0.5 if i == outputs[0] else 0.0) for i in outputs),
         *((i, "value_embed", 0.0) for i, row in enumerate(cfg.layers) if row.value_embed),
-        (last, "mlp_input", 0.0),
-        (last, "attn_input", 0.0),
+        (-1, "mlp_input", 0.0),
+        (-1, "attn_input", 0.0),
     ]
 
 
@@ -1886,16 +1879,16 @@ class GPT(nn.Module):
         dtype = getattr(torch, cfg.dtype)  # of tables, nets and gates, as of activations; the rest is in fp32 at first
         self.embed = nn.Embedding(cfg.padded_vocab if cfg.tied_frac else V, K, dtype=dtype)
         self.value_embeds = nn.ModuleDict()
-        for layer in cfg.resolved_layers:
-            if layer.row.value_embed:
+        for i, row in enumerate(cfg.layers):
+            if row.value_embed:
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
-                self.value_embeds[str(layer.number)] = nn.Embedding.from_pretrained(table, freeze=False)
+                self.value_embeds[str(i)] = nn.Embedding.from_pretrained(table, freeze=False)
         self.row_sums: dict[str, Tensor] = {}  # by table: where `LookUp` adds gradients; autograd then returns None
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
-        self.widest = max(cfg.final_window, *(tokens for stage in cfg.stages for tokens in stage.windows.values()))
+        self.widest = max(cfg.final_window, *chain(*(stage.windows.values() for stage in cfg.stages)))
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
         nets = {str(i): GateNet(cfg, made_by(f"net {i}", cfg)) for i, row in enumerate(cfg.layers) if row.net}
         self.gate_nets = nn.ModuleDict(nets)  # each makes factors of its layer and of those up to the next net
@@ -1967,9 +1960,9 @@ class GPT(nn.Module):
     def mix_for_head(self, done: list[Streams]) -> Tensor:
         """Return the last stream (T, K) and a mixture. Groups of channels have factors of their own (record 92)."""
         x = done[-1].output
-        sources = [getattr(done[layer], stream) for layer, stream, _ in head_sources(self.cfg)]
-        by_group = [source.unflatten(1, (self.cfg.mix_groups, -1)) for source in sources]
-        return x + mix(self.head_net(x)["factors"][..., None], by_group).flatten(1)
+        groups = self.cfg.mix_groups, -1
+        sources = [getattr(done[layer], name).unflatten(1, groups) for layer, name, _ in head_sources(self.cfg)]
+        return x + mix(self.head_net(x)["factors"][..., None], sources).flatten(1)
 
     def attention_views(self, doc_ids: Tensor, settings: Settings) -> dict[str, View]:
         """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions.

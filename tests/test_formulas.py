@@ -164,7 +164,8 @@ def test_layers_are_dense_ones(request, preset: str):
         if row.mudd is not None:
             read = torch.stack([first, outputs[row.mudd], x])
             x, x0, mudd = x + (f["to_stream"] * read).sum(0), first, (f["to_values"] * read).sum(0)
-        close(made.before_attn, x if row.reads is None else outputs[row.reads])
+        read = x if row.reads is None else outputs[row.reads]
+        close(made.attn_input, F.rms_norm(read, x.shape[-1:]))
         if row.skip is None:
             x = f["resid_attn"] * x
         else:
