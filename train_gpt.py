@@ -527,7 +527,7 @@ def compiled(function: Callable, wanted: bool, dynamic: bool) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=dynamic) if wanted else function
 
 
-# ---- Plans: what the tables mean for each step and each layer, worked out once ---------------------------------------
+# ---- Plans: what the tables mean for each step, worked out once ------------------------------------------------------
 def matches(name: str, names: str) -> bool:
     """Say whether a parameter's name matches one of the globs in `names`."""
     return any(fnmatchcase(name, pattern) for pattern in names.split())
@@ -539,60 +539,6 @@ def group_of(name: str, cfg: Hyperparameters) -> Group:
     if len(rows) != 1:
         raise UserError(f"{name}: {len(rows)} rows of `groups` name this parameter, expected one")
     return rows[0]
-
-
-class Factor(NamedTuple):
-    """Say where a factor of a layer comes from, and the numbers that it begins with."""
-
-    kind: str
-    source: str  # net N: the gate net of layer N; mudd_net or KIND_lambdas: the layer's own net or parameter
-    first: list[float]
-
-
-class ResolvedLayer(NamedTuple):
-    """Say what a row of `layers` means."""
-
-    number: int  # from 0
-    row: Layer
-    window: str  # kind of window, if it has attention
-    qk_dim: int  # dimensions of a query or a key
-    v_dim: int  # dimensions of a value
-    factors: list[Factor]
-
-
-def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
-    """Return what the rows of `layers` mean."""
-    H = cfg.num_heads
-    D = cfg.head_dim
-    net = ""  # the last one so far
-    layers = []
-    for i, row in enumerate(cfg.layers):
-        net = f"net {i}" if row.net else net
-        has_mudd = row.mudd is not None
-        mudd = "mudd_net" if has_mudd else ""
-        adds = row.attention != "none" or row.mlps > 0
-        table = (  # whether it has the factor, kind, what makes it if not a parameter, first values
-            (has_mudd, "to_values", mudd, [0.0] * 3),
-            (has_mudd, "to_stream", mudd, [0.0] * 3),
-            (has_mudd, "value_embed", mudd, [2.0] * 2),  # for either half of the heads
-            (True, "resid", mudd, [cfg.resid_lambda_init] * 2),  # on the stream before attention and before MLPs,
-            (adds, "post", mudd, [1.0] * 2),  # and on what these add: record 73
-            (row.xsa, "xsa", net, [0.0] * H),
-            (row.head_gate, "head_gate", net, [0.25] * H),
-            (row.x0, "x0", mudd or net, [0.0]),
-            (row.ngram, "ngram", mudd or net, [cfg.ngram_lambda_init]),
-            (row.skip is not None, "skip", net, [0.5]),
-        )
-        factors = [Factor(kind, source or f"{kind}_lambdas", first) for has, kind, source, first in table if has]
-        window = ATTENTION[row.attention].window if row.attention != "none" else ""
-        layers.append(ResolvedLayer(i, row, window, D // (1 + row.half_qk), D // (1 + row.half_v), factors))
-    return layers
-
-
-def made_by(net: str, cfg: Hyperparameters) -> dict[tuple[int, str], list[float]]:
-    """Return by layer and kind the first values of the factors that a net makes."""
-    factors = [(layer.number, factor) for layer in cfg.resolved_layers for factor in layer.factors]
-    return {(number, factor.kind): factor.first for number, factor in factors if factor.source == net}
 
 
 class Window(NamedTuple):
@@ -1259,7 +1205,7 @@ FP8_X, FP8_W, FP8_GRAD = 2.0**4, 2.0**6, 2.0**6
 
 
 def relu_squared_rows(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return y (T, N) and scales (T, 1), of which the product is relu(z)^2. In FP8 the largest of a row is 448.
+    """Return relu(z)^2 (T, N) / scales and scales (T, 1). In FP8 the largest of a row is 448, or else scales are 1.
 
     A kernel holds a row in registers. The compiler's reads long rows twice, in twice the time (measured: one H100).
     """
@@ -1276,37 +1222,37 @@ def relu_squared_rows(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return y, scales
 
 
-def relu_squared_backward(grad, w, y, scales, y_scale, by_kernel: bool) -> tuple[Tensor, ...]:
-    """Return dz twice, and relu(z)^2 times y_scale, for what `relu_squared_rows` made of z, and for grad (T, K).
+def relu_squared_backward(grad, w, squares_q, scales, column_scale, by_kernel: bool) -> tuple[Tensor, ...]:
+    """Return dz by rows and by columns, and by columns relu(z)^2 times column_scale. All are (T, N) and may be in FP8.
 
-    dz = 2 relu(z) (grad @ w) is the gradient of relu(z)^2 @ w.T, for w (K, N); relu(z) is the root of its square
-    (record 87). In FP8 w is times FP8_W, and gradients are times FP8_GRAD. A kernel multiplies while the product is in
-    registers: in memory it would be written and read again. It stores the second dz and the squares by columns (tokens
-    of a hidden unit side by side), as products of FP8 want both factors where they sum over tokens.
+    squares_q and scales are what `relu_squared_rows` made of z. dz = 2 relu(z) (grad @ w) is the gradient of
+    relu(z)^2 @ w.T, for grad (T, K) and w (K, N); relu(z) is the root of its square (record 87). In FP8 w is times
+    FP8_W, and gradients are times FP8_GRAD. A kernel multiplies while the product is in registers: in memory it would
+    be written and read again. Products of FP8 want both factors by columns (tokens of a hidden unit side by side) where
+    they sum over tokens. Without the kernel columns are rows.
     """
     if not by_kernel:
-        squares = y.to(scales.dtype) * scales
+        squares = squares_q.to(scales.dtype) * scales
         dz = matmul(grad, w, FP8_GRAD * FP8_W, scales.dtype) * squares.sqrt() * 2
         dz = quantize(dz, FP8_GRAD, grad.dtype)
-        return dz, dz, quantize(squares, y_scale, y.dtype)
-    (T, N), K = y.shape, len(w)
-    dz = torch.empty_like(y, dtype=grad.dtype)
+        return dz, dz, quantize(squares, column_scale, squares_q.dtype)
+    (T, N), K = squares_q.shape, len(w)
+    dz = torch.empty_like(squares_q, dtype=grad.dtype)
     dz_columns = dz.new_empty(N, T)
-    y_columns = y.new_empty(N, T)
+    squares_columns = squares_q.new_empty(N, T)
     block, block_k = 128, 128 // grad.itemsize  # with 3 stages two programs fit into a multiprocessor
-    tile = [block, block]
-    shapes = [block, block_k], [block, block_k], tile, tile, tile, tile
-    tensors = grad.contiguous(), w.t().contiguous(), y, dz, dz_columns, y_columns
+    shapes = [[block, block_k]] * 2 + [[block, block]] * 4
+    tensors = grad.contiguous(), w.t().contiguous(), squares_q, dz, dz_columns, squares_columns
     grid = triton.cdiv(N, block), triton.cdiv(T, block)
     numbers = T, K, 2 / FP8_W if grad.itemsize == 1 else 2.0, block, block_k
     blocks = map(TensorDescriptor.from_tensor, tensors, shapes)
-    relu_squared_backward_kernel[grid](*blocks, scales, y_scale, *numbers, num_warps=8, num_stages=3)
-    return dz, dz_columns.t(), y_columns.t()
+    relu_squared_backward_kernel[grid](*blocks, scales, column_scale, *numbers, num_warps=8, num_stages=3)
+    return dz, dz_columns.t(), squares_columns.t()
 
 
-def linear_gradients(grad: Tensor, columns: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x @ w.T by x and w, in dtype. grad and columns: its gradient; all may be in FP8."""
-    return matmul(grad, w, FP8_GRAD * FP8_W, dtype), matmul(columns.t(), x, FP8_GRAD * FP8_X, dtype)
+def linear_gradients(rows: Tensor, columns: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x @ w.T by x and w, in dtype, for its own gradient, by rows and by columns."""
+    return matmul(rows, w, FP8_GRAD * FP8_W, dtype), matmul(columns.t(), x, FP8_GRAD * FP8_X, dtype)
 
 
 class FP8Linear(torch.autograd.Function):
@@ -1338,21 +1284,21 @@ class ReluSquaredMLP(torch.autograd.Function):
         dtype = torch.float8_e4m3fn if fp8 else x.dtype
         x_q, w1_q, w2_q = (quantize(t, scale, dtype) for t, scale in ((x, FP8_X), (w1, FP8_W), (w2, FP8_W)))
         z = matmul(x_q, w1_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
-        y, scales = relu_squared_rows(z, dtype)
-        ctx.save_for_backward(x_q, w1_q, w2_q, y, scales)
+        squares_q, scales = relu_squared_rows(z, dtype)
+        ctx.save_for_backward(x_q, w1_q, w2_q, squares_q, scales)
         if not fp8:
-            return F.linear(y, w2)
+            return F.linear(squares_q, w2)
         of_w2 = scales.new_full((1, len(w2)), 1 / FP8_W)
-        return torch._scaled_mm(y, w2_q.t(), scales, of_w2, out_dtype=x.dtype, use_fast_accum=True)
+        return torch._scaled_mm(squares_q, w2_q.t(), scales, of_w2, out_dtype=x.dtype, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx, grad):
-        x, w1, w2, y, scales = ctx.saved_tensors
-        y_scale = 1 / scales.max()
-        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2 if y.dtype.itemsize == 1 else grad.dtype)
-        dz, dz_columns, y = relu_squared_backward(grad_q, w2, y, scales, y_scale, ctx.by_kernel)
-        by_w2 = matmul(grad_q.t(), y, FP8_GRAD * y_scale, grad.dtype)
-        return *linear_gradients(dz, dz_columns, x, w1, grad.dtype), by_w2, None, None
+        x_q, w1_q, w2_q, squares_q, scales = ctx.saved_tensors
+        scale = 1 / scales.max()  # one for all columns
+        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2 if squares_q.dtype.itemsize == 1 else grad.dtype)
+        dz, dz_columns, squares = relu_squared_backward(grad_q, w2_q, squares_q, scales, scale, ctx.by_kernel)
+        by_w2 = matmul(grad_q.t(), squares, FP8_GRAD * scale, grad.dtype)
+        return *linear_gradients(dz, dz_columns, x_q, w1_q, grad.dtype), by_w2, None, None
 
 
 class MLP(nn.Module):
@@ -1377,17 +1323,18 @@ class MLP(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first two quarters of D against each other and keep any others, for x (..., 2, 2, D / 4).
+    """Rotate a head's first half, its first quarter against its second: x (..., halves, 2, D / 4).
 
-    Half heads have two quarters, x (..., 1, 2, D / 4). One formula serves all: with a split and a cat the compiler
-    makes three kernels.
+    A second half, if there is one, stays. One formula serves all: with a split and a cat the compiler makes three
+    kernels.
     """
-    quarter = torch.arange(2 * x.size(-3), device=x.device).view(-1, 2, 1)  # sin: + in quarter 0, - in quarter 1
-    return torch.where(quarter < 2, x * cos + x.flip(-2) * sin * (1 - 2 * quarter), x)
+    half = torch.arange(x.size(-3), device=x.device).view(-1, 1, 1)
+    sign = 1 - 2 * torch.arange(2, device=x.device).view(2, 1)  # (a, b) becomes (a cos + b sin, b cos - a sin)
+    return torch.where(half == 0, x * cos + x.flip(-2) * sin * sign, x)
 
 
 class NormRotate(torch.autograd.Function):
-    """Divide heads x, in quarters as in `rotate`, by their RMS, rotate them, multiply by `scale`. Save y, and not x.
+    """Divide heads x, in halves as in `rotate`, by their RMS, rotate them, multiply by `scale`. Save y, and not x.
 
     Two quarters of a head rotate by the position (arXiv:2104.09864; record 17).
 
@@ -1414,103 +1361,112 @@ class NormRotate(torch.autograd.Function):
 
 
 # ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
-def document_block_mask(doc_ids: Tensor, window, block: int, for_flex=True, also: Callable | None = None) -> BlockMask:
-    """Return the mask of causal attention within documents and a sliding window (records 20 and 29).
+def document_mask(doc_ids: Tensor, window, also: Callable | None = None) -> Callable:
+    """Return sees(b, h, q, kv): whether token q sees token kv, for head h: causal, within documents and a window.
 
     doc_ids (T,): non-decreasing document id of each token. window () int32: how many tokens before itself a token sees;
-    a tensor, so that a change never recompiles, or a number that never changes. for_flex: also build the key-major
-    lists of FlexAttention's backward.
-    also(b, h, q, kv): what else has to hold for a token to see another; then no block is full.
-
-    A query block sees the key blocks from first_visible to its own. If it lies in one document, all of its tokens see
-    all of the blocks from first_full to the one before: these are full and need no mask. Lists go from near to far.
-    Eight tokens of the documents a and b, in blocks of two with a window of three:
-
-        query  keys a a   a a   a b   b b
-        0 a         x .   . .   . .   . .      query block 0: partial 0
-        1 a         x x   . .   . .   . .
-        2 a         x x   x .   . .   . .      query block 1: partial 1, full 0
-        3 a         x x   x x   . .   . .
-        4 a         . x   x x   x .   . .      query block 2: partial 2, 1, 0
-        5 b         . .   . .   . x   . .
-        6 b         . .   . .   . x   x .      query block 3: partial 3, 2
-        7 b         . .   . .   . x   x x
+    a tensor, so that a change never recompiles, or a number that never changes. also(b, h, q, kv): what else has to
+    hold.
     """
-    first_doc = doc_ids.view(-1, block)[:, 0]
-    last_doc = doc_ids.view(-1, block)[:, -1]
-    own = torch.arange(len(first_doc), dtype=torch.int32, device=doc_ids.device)  # number of each query block
-    seen_by_first = (window + block - 1) // block  # so many blocks back the first token sees something,
-    seen_by_last = (window + 1) // block - 1  # and so many the last one sees whole
-    blocks_ended_before = (last_doc[None, :] < first_doc[:, None]).sum(1, dtype=torch.int32)
-    first_visible = torch.maximum(blocks_ended_before, own - seen_by_first)
-    blocks_begun_before = (first_doc[None, :] < first_doc[:, None]).sum(1, dtype=torch.int32)
-    first_full = torch.maximum(blocks_begun_before, own - seen_by_last)
-    num_full = torch.where(first_doc == last_doc, own - first_full, 0).clamp(min=0) * (also is None)
-    num_partial = own - first_visible + 1 - num_full
-    query = own[:, None]
-    slot = own[None, :]  # in the list of a query block
-    full = (query - 1 - slot).clamp(min=0)
-    partial = torch.where(slot == 0, query, query - num_full[:, None] - slot).clamp(min=0)
-    lists = dict(kv_num_blocks=num_partial, kv_indices=partial, full_kv_num_blocks=num_full, full_kv_indices=full)
-    lists = {name: t[None, None] for name, t in lists.items()}  # of all sequences and heads
 
     def sees(b, h, q, kv):
         in_document = (q >= kv) & (q - kv <= window) & (doc_ids[q] == doc_ids[kv])
         return in_document if also is None else in_document & also(b, h, q, kv)  # torch 2.11 compiles no `if also`
 
-    return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=block, mask_mod=sees, compute_q_blocks=for_flex)
+    return sees
 
 
-class GatheredMask:
-    """Hold a BlockMask for attention in plain PyTorch: FlexAttention has no backward on CPUs.
+def document_block_mask(doc_ids: Tensor, window, block: int, also: Callable | None = None) -> BlockMask:
+    """Return `document_mask` for FlexAttention (records 20 and 29). Where there is `also`, no block is full.
 
-    kv_blocks (N, M): the key blocks of each query block, partial ones first. bias (N, block, M block), of the pointer's
-    two heads (2, N, block, M block): 0 where a token sees another, -1e30 where not. reach: the widest window.
+    A query block sees the key blocks from first_visible to its own. If it lies in one document, all of its tokens see
+    all of the blocks from first_full to the one before: these are full and need no mask. Lists go from near to far.
+    Eight tokens of the documents a and b, in blocks of two with a window of three:
+
+        query  keys a a   a a   a b   b b      the lists of the query block, padded with what nobody reads:
+        0 a         x .   . .   . .   . .      partial 0 | 0 0 0     full none | 0 0 0 0
+        1 a         x x   . .   . .   . .
+        2 a         x x   x .   . .   . .      partial 1 | 0 0 0     full 0 | 0 0 0
+        3 a         x x   x x   . .   . .
+        4 a         . x   x x   x .   . .      partial 2 1 0 | 0     full none | 1 0 0 0
+        5 b         . .   . .   . x   . .
+        6 b         . .   . .   . x   x .      partial 3 2 | 1 0     full none | 2 1 0 0
+        7 b         . .   . .   . x   x x
+    """
+    first_doc = doc_ids[::block]  # of each block
+    last_doc = doc_ids[block - 1 :: block]
+    own = torch.arange(len(first_doc), dtype=torch.int32, device=doc_ids.device)  # number of each query block
+    seen_by_first = (window + block - 1) // block  # so many blocks back the first token sees something,
+    seen_by_last = (window + 1) // block - 1  # and so many the last one sees whole
+    blocks_ended_before = (last_doc < first_doc[:, None]).sum(1, dtype=torch.int32)
+    first_visible = torch.maximum(blocks_ended_before, own - seen_by_first)
+    blocks_begun_before = (first_doc < first_doc[:, None]).sum(1, dtype=torch.int32)
+    first_full = torch.maximum(blocks_begun_before, own - seen_by_last)
+    num_full = torch.where(first_doc == last_doc, own - first_full, 0).clamp(min=0) * (also is None)
+    num_partial = own - first_visible + 1 - num_full
+    query = own[:, None]
+    slot = own  # in the list of a query block
+    full = (query - 1 - slot).clamp(min=0)
+    partial = torch.where(slot == 0, query, query - num_full[:, None] - slot).clamp(min=0)
+    lists = dict(kv_num_blocks=num_partial, kv_indices=partial, full_kv_num_blocks=num_full, full_kv_indices=full)
+    lists = {name: t[None, None] for name, t in lists.items()}  # of all sequences and heads
+    return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=block, mask_mod=document_mask(doc_ids, window, also))
+
+
+class BandMask:
+    """Hold a mask for attention in plain PyTorch: FlexAttention has no backward pass on CPUs.
+
+    A block of queries reads a band of keys: its own tokens and those before it, as far as the widest window reaches.
+    Before the first token there is padding. bias (N, block, band): 0 where a token sees another, -1e30 where not. Of
+    the pointer's two masks it is (2, N, block, band).
     """
 
-    def __init__(self, mask: BlockMask, reach: int, dtype: torch.dtype):
-        num_partial = mask.kv_num_blocks[0, 0, :, None]
-        num_full = mask.full_kv_num_blocks[0, 0, :, None]
-        N = len(num_partial)
-        block = mask.BLOCK_SIZE[0]
-        slot = torch.arange(min(1 + math.ceil(reach / block), N))  # M
-        full = mask.full_kv_indices[0, 0].gather(1, (slot - num_partial).clamp(min=0))
-        self.kv_blocks = torch.where(slot < num_partial, mask.kv_indices[0, 0, :, : len(slot)], full)
-        tokens = torch.arange(N * block, dtype=torch.int32).view(N, block)
-        q = tokens[:, :, None, None]
-        kv = tokens[self.kv_blocks][:, None]
-        heads = torch.arange(2)[:, None, None, None, None]  # masks that ask for no head have no such dimension
-        visible = (slot < num_partial + num_full)[:, None, :, None] & mask.mask_mod(None, heads, q, kv)
-        # Not -inf, which has no gradient where the pointer's second head sees nothing
-        self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -1e30).flatten(-2)
+    def __init__(self, sees: Callable, T: int, block: int, widest: int, dtype: torch.dtype):
+        band = block * (1 + math.ceil(widest / block))
+        q = torch.arange(T, dtype=torch.int32).view(-1, block, 1)
+        kv = q[:, -1:] + torch.arange(1 - band, 1, dtype=torch.int32)
+        heads = torch.arange(2)[:, None, None, None]  # masks that ask for no head have no such dimension
+        visible = (kv >= 0) & sees(None, heads, q, kv.clamp(min=0))
+        # Not -inf, which has no gradient where the pointer's second mask shows nothing
+        self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -1e30)
 
-    def blocks(self, t: Tensor) -> Tensor:
-        """Return the blocks of t (T, H, D), as (H, N, block, D)."""
-        _, H, D = t.shape
-        return t.transpose(0, 1).reshape(H, len(self.kv_blocks), -1, D)
+    def bands(self, t: Tensor) -> Tensor:
+        """Return for each of N blocks of queries its band of t (T, H, D), as (H, N, band, D)."""
+        block, band = self.bias.shape[-2:]
+        padded = F.pad(t, (0, 0, 0, 0, band - block, 0))
+        parts = [padded[i : i + len(t)].unflatten(0, (-1, block)) for i in range(0, band, block)]
+        return torch.cat(parts, dim=1).permute(2, 0, 1, 3)
 
-    def gather(self, t: Tensor) -> Tensor:
-        """Return what each block of queries sees of t (T, H, D), as (H, N, M block, D)."""
-        t = self.blocks(t)
-        H, N, _, D = t.shape
-        return t.flatten(2).index_select(1, self.kv_blocks.flatten()).view(H, N, -1, D)  # a block in one piece
+    def scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Return q k' within the mask, for q and k (T, H, D), as (H, N, block, band)."""
+        blocks = q.unflatten(0, (-1, self.bias.size(-2))).permute(2, 0, 1, 3)
+        return blocks @ self.bands(k).mT + self.bias
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from q to k and v (T, H, D); v has a D of its own. The cost grows with the window, not as T^2."""
-        scores = (self.blocks(q) @ self.gather(k).mT).add_(self.bias)  # (H, N, block, M block)
         # Written out: scaled_dot_product_attention took 2.5 times as long, forward and backward (16 x 64 queries)
-        y = torch.softmax(scores, dim=-1) @ self.gather(v)  # (H, N, block, D)
+        y = torch.softmax(self.scores(q, k), dim=-1) @ self.bands(v)  # (H, N, block, D)
         return y.flatten(1, 2).transpose(0, 1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | GatheredMask, heads_per_pair: int) -> Tensor:
+def attention_mask(
+    doc_ids: Tensor, window, widest: int, cfg: Hyperparameters, also: Callable | None = None
+) -> BlockMask | BandMask:
+    """Return `document_mask` as the device takes it. widest: a number that is at least the window, in all steps."""
+    if cfg.device == "cuda":
+        return document_block_mask(doc_ids, window, cfg.block_size, also)
+    sees = document_mask(doc_ids, window, also)
+    return BandMask(sees, len(doc_ids), cfg.block_size, widest, getattr(torch, cfg.dtype))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_per_pair: int) -> Tensor:
     """Return softmax(q k') v of each head (T, H, D), within the mask; v has a D of its own.
 
     The heads of a pair, h and h + H / 2, alternate in one sequence of 2 T.
     """
     T, H, D = v.shape
     q, k, v = (t.reshape(T * heads_per_pair, H // heads_per_pair, -1) for t in (q, k, v))
-    if isinstance(mask, GatheredMask):
+    if isinstance(mask, BandMask):
         return mask.attend(q, k, v).reshape(T, H, D)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
     warps = dict(bwd_num_warps=8)  # as on an H100; with the 4 of other GPUs the backward pass spills its registers,
@@ -1523,8 +1479,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | GatheredMask, head
 class View(NamedTuple):
     """Hold what a kind of attention sees of a sequence, and where it is."""
 
-    mask: BlockMask | GatheredMask
-    cos: Tensor  # (T, 1, heads_per_pair, 1, 1, D / 4), as `NormRotate` takes them
+    mask: BlockMask | BandMask
+    cos: Tensor  # (T, 1, heads_per_pair, 1, 1, D / 4): see `CausalSelfAttention.position`
     sin: Tensor
     scale: Tensor  # (): factor on scores
 
@@ -1536,14 +1492,14 @@ class CausalSelfAttention(nn.Module):
     so that Muon has few shapes: the rest is never read, and only decays.
     """
 
-    def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer):
+    def __init__(self, cfg: Hyperparameters, layer: "ResolvedLayer"):
         super().__init__()
         H = cfg.num_heads
         D = cfg.head_dim
         K = cfg.model_dim
         self.cfg = cfg
         self.layer = layer
-        self.kind = ATTENTION[layer.row.attention]
+        self.attention = ATTENTION[layer.row.attention]
         rows = cfg.heads_per_matrix * D
         self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
         self.v_w = uniform_weight(K, H * D, K)
@@ -1553,23 +1509,23 @@ class CausalSelfAttention(nn.Module):
         self.value_gate = None
         if layer.row.value_embed and cfg.value_gate_inputs and layer.row.mudd is None:
             self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype)))
-        if not self.kind.rotary:  # queries and keys begin alike (arXiv:2305.09828)
+        if not self.attention.rotary:  # queries and keys begin alike (arXiv:2305.09828)
             q, k = self.qk_w.data.chunk(2)
             k.copy_(q)
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, mixed: Tensor | None, view: View, factors: dict) -> Tensor:
-        """Attend, with the layer's factors by kind: numbers (n,), or made for each token (n, T, 1).
+    def forward(self, x: Tensor, value_embed: Tensor | None, mudd: Tensor | None, view: View, factors: dict) -> Tensor:
+        """Attend, with the layer's factors: see `Block.collect`.
 
-        value_embed and mixed (T, H D): what joins the values, if anything.
+        value_embed and mudd (T, H D): a row of a table, and a mixture of streams, that join the values, if any.
         """
         value_lambda, output_lambda = self.lambdas
         q, k, v = self.project(x, value_lambda)
         q, k = self.position(q, k, view)
         if value_embed is not None:
             v = v + self.gated(value_embed, x, factors)
-        if mixed is not None:
-            v = v + mixed.view_as(v)
-        y = attend(q, k, v, view.mask, self.kind.heads_per_pair)
+        if mudd is not None:
+            v = v + mudd.view_as(v)
+        y = attend(q, k, v, view.mask, self.attention.heads_per_pair)
         if "xsa" in factors:  # a head leaves out what it shares with the token's own value: record 82 (@_djdumpling)
             overlap = (y * v).sum(-1, keepdim=True)
             along_v = overlap / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
@@ -1577,8 +1533,7 @@ class CausalSelfAttention(nn.Module):
         if "head_gate" in factors:  # a head may attend to nothing: record 28 (@classiclarryd)
             y = y * factors["head_gate"].transpose(0, 1)
         c_proj = self.c_proj.unflatten(1, (y.size(1), -1))[..., : y.size(-1)].flatten(1)
-        after_attn, _ = factors["post"]
-        return scaled_linear(y.flatten(1), output_lambda * c_proj, after_attn)
+        return scaled_linear(y.flatten(1), output_lambda * c_proj, factors["post_attn"])
 
     def project(self, x: Tensor, value_lambda: Tensor) -> list[Tensor]:
         """Return queries and keys (T, H, qk_dim), and values (T, H, v_dim), of one product."""
@@ -1595,21 +1550,18 @@ class CausalSelfAttention(nn.Module):
         return [t.unflatten(1, (H, -1)) for t in qkv]
 
     def position(self, q: Tensor, k: Tensor, view: View) -> tuple[Tensor, Tensor]:
-        """Give queries and keys unit RMS (QK-norm: @Grad62304977), and positions; scale the queries.
-
-        In pairs the h-th head has the position 2 t + h % 2, which is not its place in `attend`: see
-        `GPT.attention_views`.
-        """
-        if self.kind.rotary:
-            half = self.cfg.head_dim // 2
-            split = len(q), -1, self.kind.heads_per_pair, self.layer.qk_dim // half, 2, half // 2
+        """Give queries and keys unit RMS (QK-norm: @Grad62304977), and positions; scale the queries."""
+        if self.attention.rotary:
+            n = self.attention.heads_per_pair
+            quarter = self.cfg.head_dim // 4
+            split = len(q), -1, n, self.layer.qk_dim // (2 * quarter), 2, quarter  # T, H / n, n, halves, 2, D / 4
             q = NormRotate.apply(q.reshape(split), view.cos, view.sin, view.scale).view_as(q)
             k = NormRotate.apply(k.reshape(split), view.cos, view.sin, torch.ones_like(view.scale)).view_as(k)
         else:
             q = view.scale.type_as(q) * norm(q)
             k = norm(k)
-        if self.kind.before:
-            late = int(self.kind.before * k.size(-1))
+        if self.attention.before:
+            late = int(self.attention.before * k.size(-1))
             own, before = k.split([k.size(-1) - late, late], dim=-1)
             k = torch.cat([own, delay(before, 1)], dim=-1)
         return q, k
@@ -1632,6 +1584,65 @@ class CausalSelfAttention(nn.Module):
 
 
 # ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
+class Factor(NamedTuple):
+    """Say where a factor of a layer comes from, and the numbers that it begins with."""
+
+    name: str
+    source: str  # net N: the gate net of layer N; or of the layer: mudd_net, or parameter: NAME_lambdas
+    first: list[float]
+
+
+class ResolvedLayer(NamedTuple):
+    """Say what a row of `layers` means."""
+
+    number: int  # from 0
+    row: Layer
+    window: str  # kind of window, if it has attention
+    qk_dim: int  # dimensions of a query or a key
+    v_dim: int  # dimensions of a value
+    factors: list[Factor]
+
+
+def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
+    """Return what the rows of `layers` mean."""
+    H = cfg.num_heads
+    D = cfg.head_dim
+    net = ""  # the last one so far
+    layers = []
+    for i, row in enumerate(cfg.layers):
+        net = f"net {i}" if row.net else net
+        mudd = "" if row.mudd is None else "mudd_net"
+        if (mudd or row.head_mix) and cfg.model_dim != H * D:
+            raise UserError(f"--model_dim {cfg.model_dim}: layer {i} mixes streams with values, of {H * D} dimensions")
+        adds = row.attention != "none" or row.mlps > 0
+        table = (  # whether it has the factor, name, what makes it if not a parameter, first values
+            (mudd, "to_values", mudd, [0.0] * 3),
+            (mudd, "to_stream", mudd, [0.0] * 3),
+            (mudd, "value_embed", mudd, [2.0] * 2),  # for either half of the heads
+            (True, "resid", mudd, [cfg.resid_lambda_init] * 2),  # on the stream before attention and before MLPs,
+            (adds, "post", mudd, [1.0] * 2),  # and on what these add: record 73
+            (row.xsa, "xsa", net, [0.0] * H),
+            (row.head_gate, "head_gate", net, [0.25] * H),
+            (row.x0, "x0", mudd or net, [0.0]),
+            (row.ngram, "ngram", mudd or net, [cfg.ngram_lambda_init]),
+            (row.skip is not None, "skip", net, [0.5]),
+        )
+        factors = [Factor(name, source or "parameter", first) for has, name, source, first in table if has]
+        window = ATTENTION[row.attention].window if row.attention != "none" else ""
+        layers.append(ResolvedLayer(i, row, window, D // (1 + row.half_qk), D // (1 + row.half_v), factors))
+    return layers
+
+
+def made_by(net: str, cfg: Hyperparameters) -> dict[tuple[int, str], list[float]]:
+    """Return by layer and name the first values of the factors that a net makes."""
+    return {
+        (layer.number, name): first
+        for layer in cfg.resolved_layers
+        for name, source, first in layer.factors
+        if source == net
+    }
+
+
 GATE_SCALE = 0.1  # factor on what nets make; that of the gate nets is a parameter, and begins so
 
 
@@ -1671,23 +1682,28 @@ def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
 
 
 class Sources(NamedTuple):
-    """Hold what layers read beside the residual stream."""
+    """Hold what any layer may read beside the residual stream."""
 
     x0: Tensor  # (T, K): the embedding stays at hand (record 9, @KoszarskyB),
     ngrams: Tensor  # (T, K): and the embeddings of n-grams (62, @classiclarryd)
     value_embeds: dict[int, Tensor]  # (T, H D), by layer
     views: dict[str, View]  # by kind of attention
-    streams: list[Tensor]  # the residual stream (T, K) before each layer so far; before the first, with n-grams
 
-    def output(self, layer: int) -> Tensor:
-        """Return the residual stream after a layer."""
-        return self.streams[layer + 1]
+
+class Streams(NamedTuple):
+    """Hold what a layer read and made, each (T, K)."""
+
+    first: Tensor  # the residual stream before the layer; in layer 0 with n-grams
+    value_embed: Tensor | None
+    attn_input: Tensor  # of unit RMS
+    mlp_input: Tensor  # of unit RMS
+    output: Tensor  # the residual stream after the layer
 
 
 class Block(nn.Module):
     """Add attention, embeddings or an earlier layer to the residual stream and then MLPs, with factors on all of these.
 
-    `ResolvedLayer.factors` says where each factor comes from. "resid" and "post" are two: for attention and for MLPs.
+    The first layer adds its n-grams before all else, later layers after attention.
     """
 
     def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer):
@@ -1697,47 +1713,77 @@ class Block(nn.Module):
         self.mlps = nn.ModuleList(MLP(cfg) for _ in range(layer.row.mlps))
         if layer.row.skip is not None:
             self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
+        self.mudd_net = None
         if layer.row.mudd is not None:
-            self.mudd_net = GateNet(cfg, {kind: first for kind, source, first in layer.factors if source == "mudd_net"})
-        self.own = {kind: source for kind, source, _ in layer.factors if source == f"{kind}_lambdas"}
-        for kind, source, first in layer.factors:
-            if kind in self.own:
-                self.register_parameter(source, nn.Parameter(torch.tensor(first)))
+            self.mudd_net = GateNet(cfg, {name: first for name, source, first in layer.factors if source == "mudd_net"})
+        self.own = [name for name, source, _ in layer.factors if source == "parameter"]
+        for name, _, first in layer.factors:
+            if name in self.own:
+                self.register_parameter(f"{name}_lambdas", nn.Parameter(torch.tensor(first)))
 
-    def collect(self, by_nets: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
-        """Return the layer's factors by kind: its parameters, and those that gate nets have made."""
-        own = {kind: getattr(self, name) for kind, name in self.own.items()}
-        return own | {kind: factor for (layer, kind), factor in by_nets.items() if layer == self.layer.number}
+    def collect(self, x: Tensor, by_net: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
+        """Return the layer's factors by name: (n,), or made by a net for each of T tokens, (n, T, 1). Pairs are split.
 
-    def forward(self, x: Tensor, sources: Sources, factors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the residual stream (T, K) after the layer, what attention reads, before its norm, and MLPs' input."""
+        Those of gpt2's layer 3, of which resid and post are parameters, and net 0 makes the others for six heads:
+
+            resid_attn (), resid_mlps (), post_attn (), post_mlps (), xsa (6, T, 1), head_gate (6, T, 1)
+        """
+        factors: dict[str, Tensor] = {name: getattr(self, f"{name}_lambdas") for name in self.own}
+        factors |= {name: factor for (number, name), factor in by_net.items() if number == self.layer.number}
+        if self.mudd_net is not None:
+            factors |= self.mudd_net(x)
+        for name in "resid", "post":
+            if name in factors:
+                factors[f"{name}_attn"], factors[f"{name}_mlps"] = factors.pop(name)
+        return factors
+
+    def forward(self, x: Tensor, sources: Sources, earlier: list[Streams], by_net: dict) -> Streams:
+        """Return what the layer makes of the residual stream x (T, K). earlier: what those before it made."""
         row = self.layer.row
+        factors = self.collect(x, by_net)
+        if row.ngram and not earlier:
+            x = x + factors["ngram"][0] * sources.ngrams
+        first = x
+        if row.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
+            parts = x.tensor_split(len(row.shift), dim=1)
+            x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift)], dim=1)
         x0 = sources.x0
-        mixed = None
+        mudd_values = None
         if row.mudd is not None:
-            factors = factors | self.mudd_net(x)
-            mixes = [sources.streams[0], sources.output(row.mudd), x]
-            mixed = mix(factors["to_values"], mixes)  # K is H D here
-            x = x + mix(factors["to_stream"], mixes)
-            x0 = sources.streams[0]  # with n-grams, as in the record
-        before_attn, before_mlps = factors["resid"]
-        attn_input = x if row.reads is None else sources.output(row.reads)  # record 77 (@classiclarryd)
+            x0 = earlier[0].first  # with n-grams, as in the record
+            mudd_inputs = [x0, earlier[row.mudd].output, x]
+            mudd_values = mix(factors["to_values"], mudd_inputs)
+            x = x + mix(factors["to_stream"], mudd_inputs)
+        attn_input = norm(x if row.reads is None else earlier[row.reads].output)  # record 77 (@classiclarryd)
         if row.skip is None:
-            x = before_attn * x
-        else:  # U-Net: record 11 (@brendanh0gan); two factors on the skip and none on the stream, as in the record
-            x = x + self.skip_lambda.sigmoid() * factors["skip"][0] * sources.output(row.skip)
+            x = factors["resid_attn"] * x
+        else:  # U-Net: record 11 (@brendanh0gan). As in the record the skip has two factors, and resid_attn is not used
+            x = x + self.skip_lambda.sigmoid() * factors["skip"][0] * earlier[row.skip].output
+        value_embed = sources.value_embeds.get(self.layer.number)
         if self.attn is not None:
-            value_embed = sources.value_embeds.get(self.layer.number)
-            x = x + self.attn(norm(attn_input), value_embed, mixed, sources.views[row.attention], factors)
+            x = x + self.attn(attn_input, value_embed, mudd_values, sources.views[row.attention], factors)
         if row.x0:
             x = x + factors["x0"][0] * x0
-        if row.ngram and self.layer.number > 0:  # the first layer reads them: see `GPT.features`
+        if row.ngram and earlier:
             x = x + factors["ngram"][0] * sources.ngrams
         mlp_input = norm(x)
-        x = before_mlps * x
+        x = factors["resid_mlps"] * x
         for mlp in self.mlps:
-            x = x + mlp(mlp_input, factors["post"][1])
-        return x, attn_input, mlp_input
+            x = x + mlp(mlp_input, factors["post_mlps"])
+        return Streams(first, value_embed, attn_input, mlp_input, x)
+
+
+def head_sources(cfg: Hyperparameters) -> list[tuple[int, str, float]]:
+    """Return what `head_net` mixes, in its order: a layer, which of its `Streams`, and the factor's first value."""
+    outputs = cfg.layers[-1].head_mix
+    return [
+        (0, "first", 0.0),
+        # Less of the output that is named first: record 40 (@snimu, @classiclarryd)
+        *((i, "output", -0.5 if i == outputs[0] else 0.0) for i in outputs),
+        *((i, "value_embed", 0.0) for i, row in enumerate(cfg.layers) if row.value_embed),
+        (-1, "mlp_input", 0.0),
+        (-1, "attn_input", 0.0),
+    ]
 
 
 class LookUp(torch.autograd.Function):
@@ -1773,26 +1819,22 @@ class GPT(nn.Module):
         dtype = getattr(torch, cfg.dtype)  # of tables, nets and gates, as of activations; the rest is in fp32 at first
         self.embed = nn.Embedding(cfg.padded_vocab if cfg.tied_frac else V, K, dtype=dtype)
         self.value_embeds = nn.ModuleDict()
-        for layer in cfg.resolved_layers:
-            if layer.row.value_embed:
+        for i, row in enumerate(cfg.layers):
+            if row.value_embed:
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
-                self.value_embeds[str(layer.number)] = nn.Embedding.from_pretrained(table, freeze=False)
+                self.value_embeds[str(i)] = nn.Embedding.from_pretrained(table, freeze=False)
         self.row_sums: dict[str, Tensor] = {}  # by table: where `LookUp` adds gradients; autograd then returns None
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
-        self.reach = max(cfg.final_window, *(tokens for stage in cfg.stages for tokens in stage.windows.values()))
+        self.widest = max(cfg.final_window, *chain(*(stage.windows.values() for stage in cfg.stages)))
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
-        self.gate_nets = nn.ModuleDict()
-        for i, row in enumerate(cfg.layers):
-            if row.net:
-                self.gate_nets[str(i)] = GateNet(cfg, made_by(f"net {i}", cfg))
+        nets = {str(i): GateNet(cfg, made_by(f"net {i}", cfg)) for i, row in enumerate(cfg.layers) if row.net}
+        self.gate_nets = nn.ModuleDict(nets)  # each makes factors of its layer and of those up to the next net
         self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
-        if head_mix := cfg.layers[-1].head_mix:
-            # Of the first stream, outputs, value embeddings, inputs of MLPs and attention: see `features`. Less of the
-            # output of the layer named first: record 40 (@snimu, @classiclarryd)
-            first = [0.0, -0.5] + [0.0] * (len(head_mix) - 1) + [0.0] * len(self.value_embeds) + [0.0] * 2
+        if cfg.layers[-1].head_mix:
+            first = [factor for _, _, factor in head_sources(cfg)]
             self.head_net = GateNet(cfg, dict(factors=first), groups=cfg.mix_groups)
         if n := cfg.smear_gate_inputs:
             self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
@@ -1801,7 +1843,7 @@ class GPT(nn.Module):
         head = torch.empty(cfg.padded_vocab, K, dtype=dtype if cfg.tied_frac else torch.float32)
         self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
         last = self.blocks[-1]
-        if last.attn and not last.attn.kind.rotary and last.layer.row.value_embed:
+        if last.attn and not last.attn.attention.rotary and last.layer.row.value_embed:
             # The head begins by predicting what attention finds: a row is what its value adds to the residual stream
             values = self.value_embeds[str(last.layer.number)].weight
             self.lm_head.data[:V] = F.normalize(linear(values, last.attn.c_proj)).detach()
@@ -1826,7 +1868,6 @@ class GPT(nn.Module):
     def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
         """Return the head's input (T, K)."""
         tokens = inputs.tokens
-        views = self.attention_views(inputs.doc_ids, settings)
         value_embeds = {int(i): self.table_rows(f"value_embeds.{i}.weight", tokens) for i in self.value_embeds}
         if self.cfg.sign_rows:
             ngram_embeds = ngram_embeds * self.signs[inputs.signs].type_as(ngram_embeds)
@@ -1835,24 +1876,15 @@ class GPT(nn.Module):
             before = F.pad(x[:-1], (0, 0, 1, 0))
             x = x + self.smear_lambda * gate(x, self.smear_gate) * before
         x = norm(x)
-        sources = Sources(x, ngram_embeds.sum(0), value_embeds, views, streams=[])
-        by_nets: dict[tuple[int, str], Tensor] = {}  # factors by layer and kind
+        sources = Sources(x, ngram_embeds.sum(0), value_embeds, self.attention_views(inputs.doc_ids, settings))
+        by_net: dict[tuple[int, str], Tensor] = {}  # what the last net made: factors by layer and name
+        done: list[Streams] = []
         for block in self.blocks:
-            layer, row = block.layer.number, block.layer.row
-            if row.net:
-                by_nets |= self.gate_nets[str(layer)](x, self.gate_scale)
-            factors = block.collect(by_nets)
-            if layer == 0 and row.ngram:  # the first stream has its n-grams
-                x = x + factors["ngram"][0] * sources.ngrams
-            sources.streams.append(x)
-            if row.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
-                parts = x.tensor_split(len(row.shift), dim=1)
-                x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift)], dim=1)
-            x, attn_input, mlp_input = block(x, sources, factors)
-            if row.head_mix:
-                outputs = [sources.streams[0], *map(sources.output, row.head_mix)]
-                x = self.mix_for_head(x, [*outputs, *value_embeds.values(), mlp_input, norm(attn_input)])
-        return norm(x)
+            if block.layer.row.net:
+                by_net = self.gate_nets[str(block.layer.number)](x, self.gate_scale)
+            done.append(block(x, sources, done, by_net))
+            x = done[-1].output
+        return norm(self.mix_for_head(done) if self.cfg.layers[-1].head_mix else x)
 
     @property
     def tables(self) -> set[str]:
@@ -1865,29 +1897,26 @@ class GPT(nn.Module):
         sums = self.row_sums.get(name)
         return F.embedding(index, table) if sums is None else LookUp.apply(table, index, sums)
 
-    def mix_for_head(self, x: Tensor, sources: list[Tensor]) -> Tensor:
-        """Return x (T, K) with a mixture of sources. Groups of channels have factors of their own (record 92)."""
-        by_group = [source.unflatten(1, (self.cfg.mix_groups, -1)) for source in sources]
-        return x + mix(self.head_net(x)["factors"][..., None], by_group).flatten(1)
+    def mix_for_head(self, done: list[Streams]) -> Tensor:
+        """Return the last stream (T, K) and a mixture. Groups of channels have factors of their own (record 92)."""
+        x = done[-1].output
+        groups = self.cfg.mix_groups, -1
+        sources = [getattr(done[layer], name).unflatten(1, groups) for layer, name, _ in head_sources(self.cfg)]
+        return x + mix(self.head_net(x)["factors"][..., None], sources).flatten(1)
 
     def attention_views(self, doc_ids: Tensor, settings: Settings) -> dict[str, View]:
         """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions.
 
-        An accident of the record: `attend` pairs the heads h and h + H / 2, but h takes the position 2 t + h % 2. So of
-        the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
+        An accident of the record: `attend` pairs the heads h and h + H / 2, but `CausalSelfAttention.position` gives h
+        the position 2 t + h % 2. So of the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
         """
-        cfg = self.cfg
-        on_cuda = cfg.device == "cuda"
-        views: dict[str, View] = {}
-        for name in dict.fromkeys(row.attention for row in cfg.layers if row.attention != "none"):
-            kind = ATTENTION[name]
-            i = settings.kinds.index(kind.window)
-            ids = doc_ids.repeat_interleave(kind.heads_per_pair)
-            reach = settings.reach[i]
-            mask: BlockMask | GatheredMask = document_block_mask(ids, reach, cfg.block_size, for_flex=on_cuda)
-            if not on_cuda:
-                mask = GatheredMask(mask, self.reach, self.embed.weight.dtype)
-            cos, sin = settings.rotary[i, :, : len(ids)].unflatten(1, (-1, 1, kind.heads_per_pair, 1, 1))
+        views = {}
+        for name in dict.fromkeys(row.attention for row in self.cfg.layers if row.attention != "none"):
+            attention = ATTENTION[name]
+            i = settings.kinds.index(attention.window)
+            ids = doc_ids.repeat_interleave(attention.heads_per_pair)
+            mask = attention_mask(ids, settings.reach[i], self.widest, self.cfg)
+            cos, sin = settings.rotary[i, :, : len(ids)].unflatten(1, (-1, 1, attention.heads_per_pair, 1, 1))
             views[name] = View(mask, cos, sin, settings.attn_scales[i])
         return views
 
@@ -1900,6 +1929,9 @@ class Pointer(nn.Module):
     out its probability alpha: to earlier tokens, and to a sink, a key of its own for "none of them", whose share goes
     back to the vocabulary. `with_copies` has the formulas. Queries and keys are made of what lm_head reads. A sequence
     is in blocks of pointer_block tokens; a token sees those of its document in its own block and the one before.
+
+    Only sums of exp(score) are wanted, of one attention under two masks, which go as two heads that share queries and
+    keys: the first shows all of these tokens, the second those of them that equal the next one.
     """
 
     def __init__(self, cfg: Hyperparameters):
@@ -1912,7 +1944,7 @@ class Pointer(nn.Module):
         self.gain = nn.Parameter(torch.ones(1))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys (T, D), and the scores of the sink (T,), of the head's input x (T, K)."""
+        """Return queries and keys (T, D), and scores (T,) of the sink's key, of the head's input x (T, K)."""
         q, k = norm(linear(x, self.weight).unflatten(1, (2, -1))).unbind(1)
         q = (self.gain * self.cfg.pointer_dim**-0.5 * q).type_as(x)
         return q, k, q.to(self.sink.dtype) @ self.sink
@@ -1923,44 +1955,47 @@ class Pointer(nn.Module):
         tokens = inputs.tokens
         block = cfg.pointer_block if torch.is_grad_enabled() else cfg.val_pointer_block  # or else it is a validation
 
-        def sees(b, h, q, kv):  # the first of two heads sees all of these tokens, the second those that equal the next
+        def sees(b, h, q, kv):
             return (q > kv) & (q // block - kv // block < 2) & ((h == 0) | (tokens[kv] == inputs.following[q]))
 
-        on_cuda = cfg.device == "cuda"
-        mask = document_block_mask(inputs.doc_ids, min(2 * block, len(x)), cfg.block_size, for_flex=on_cuda, also=sees)
-        q, k, sink = self.project(x)
-        if on_cuda:
+        window = min(2 * block, len(x))
+        mask = attention_mask(inputs.doc_ids, window, window, cfg, also=sees)
+        q, k, sink_scores = self.project(x)
+        if isinstance(mask, BandMask):
+            scores = mask.scores(q[:, None].type_as(sink_scores), k[:, None].type_as(sink_scores))
+            seen, equal = scores.logsumexp(-1).flatten(1)
+        else:
             q, k = q.expand(1, 2, -1, -1), k[None, None]
             some = k[..., :16]  # values are not wanted: these are the fewest that the kernel takes
             options: dict = dict(scale=1.0, enable_gqa=True, return_aux=AuxRequest(lse=True))
             y, found = flex_attention(q, k, some, block_mask=mask, **options)
-            seen, equal = found.lse[0] + 0 * y[0, ..., 0]  # torch 2.13 cannot compile a y without a gradient
-        else:
-            gathered = GatheredMask(mask, 2 * block, sink.dtype)
-            q, k = (t[:, None].to(sink.dtype) for t in (q, k))
-            scores = gathered.blocks(q) @ gathered.gather(k).mT + gathered.bias  # (2, N, block, M block)
-            seen, equal = scores.logsumexp(-1).flatten(1)
-        total = torch.logaddexp(seen, sink)
-        return torch.stack([equal - total, sink - total], dim=1).exp()
+            # 0 * y changes nothing: torch 2.13 cannot compile a y that gets no gradient
+            seen, equal = found.lse[0] + 0 * y[0, ..., 0]
+        total = torch.logaddexp(seen, sink_scores)
+        return torch.stack([equal - total, sink_scores - total], dim=1).exp()
 
 
-def with_copies(p, alpha, copied, sink, weight):
+def with_copies(p, alpha, copied, sunk, weight):
     """Return p' of the next token, with its share of the copies, and gradients of the loss -weight log p'.
 
-    p, alpha: what the softmax gives the next token and a copy. copied, sink: `Pointer`'s shares c and a. q is what the
-    softmax would give the next token without a copy:
+    p, alpha: what the softmax gives the next token and a copy. copied, sunk: the shares of `Pointer`. p_alone is what
+    the softmax would give the next token without a copy:
 
-        p' = p + alpha (c + a q) + 1e-9,  q = p / (1 - alpha)
+        p' = p + alpha (copied + sunk p_alone) + 1e-9,  p_alone = p / (1 - alpha)
 
-    The gradient by logit j is (n + m) softmax_j - n [j is the next token] - m [j is a copy]: as of two targets. n and m
-    are returned, then the gradients by c and a. This is plain arithmetic, so that a kernel takes it, too.
+    The gradient by logit j is as of two targets, the next token and a copy:
+
+        (of_next + of_copy) softmax_j - of_next [j is the next token] - of_copy [j is a copy]
+
+    of_next and of_copy are returned, then the gradients by copied and sunk. This is plain arithmetic, so that a kernel
+    takes it, too.
     """
-    q = p / (1 - alpha)
-    mixed = p + alpha * (copied + sink * q) + 1e-9
+    p_alone = p / (1 - alpha)
+    mixed = p + alpha * (copied + sunk * p_alone) + 1e-9
     scale = weight / mixed
-    of_next = scale * (p + alpha * sink * q)
-    of_copy = scale * alpha * (copied + sink * q / (1 - alpha))
-    return mixed, of_next, of_copy, -scale * alpha, -scale * alpha * q
+    of_next = scale * (p + alpha * sunk * p_alone)
+    of_copy = scale * alpha * (copied + sunk * p_alone / (1 - alpha))
+    return mixed, of_next, of_copy, -scale * alpha, -scale * alpha * p_alone
 
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------

@@ -1,4 +1,4 @@
-"""Masks against dense ones, and gathered attention against dense attention."""
+"""Masks against dense ones, and attention in bands against dense attention."""
 
 import torch
 from hypothesis import given, settings
@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from dense import dense_attention, dense_mask
-from train_gpt import GatheredMask, document_block_mask
+from train_gpt import BandMask, document_block_mask, document_mask
 
 
 @st.composite
@@ -69,8 +69,8 @@ def test_a_further_condition_leaves_no_block_full():
 
 @settings(max_examples=50, deadline=None)
 @given(case=cases())
-def test_gathered_attention_is_dense_attention(case):
-    """A key that is gathered twice, or not at all, changes the result; the window may be narrower than the widest.
+def test_attention_in_bands_is_dense_attention(case):
+    """A key that is there twice, or not at all, changes the result; the window may be narrower than the widest.
 
     Values are wider than keys.
     """
@@ -79,9 +79,9 @@ def test_gathered_attention_is_dense_attention(case):
     qkv = [(factor * t).requires_grad_() for factor, t in zip((1, 0.5, 1), qkv, strict=True)]  # uneven weights
     expected = dense_attention(*qkv, dense_mask(docs, window))
     expected_grads = torch.autograd.grad(expected, qkv, grad)
-    for reach in window, block * (window + 2):
-        mask = GatheredMask(build(docs, window, block), reach, torch.float64)
-        assert mask.bias.shape == (len(docs) // block, block, mask.kv_blocks.size(1) * block)
+    for widest in window, block * (window + 2):
+        mask = BandMask(document_mask(docs, torch.tensor(window)), len(docs), block, widest, torch.float64)
+        assert mask.bias.shape == (len(docs) // block, block, block - -widest // block * block)
         actual = mask.attend(*qkv)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(torch.autograd.grad(actual, qkv, grad), expected_grads, rtol=0, atol=1e-11)

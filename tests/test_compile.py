@@ -65,7 +65,7 @@ def count_calls(graph: torch.fx.GraphModule, name: str) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(lm_head_fp8=True, layers_fp8=True, dtype="bfloat16")])
 def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, changes: dict):
-    """Run in small: warm up, then take every step, validate after it, and compare with attention that is gathered.
+    """Run in small: warm up, then take every step, validate after it, and compare with attention in bands.
 
     Where that is not compiled. In float64 flex goes by its mask of elements: test_attention has the lists of blocks.
     """

@@ -92,8 +92,15 @@ def test_the_sweep_of_candidates_repeats_none_before_all_have_come():
         seen |= others
 
 
+def shifted(x: Tensor, shift: tuple[int, ...]) -> Tensor:
+    """Return x, of which parts of the channels come from tokens before."""
+    rows = torch.arange(len(x))
+    parts = zip(x.tensor_split(max(1, len(shift)), dim=1), shift or (0,), strict=True)
+    return torch.cat([part[torch.where(rows < n, rows, rows - n)] for part, n in parts], dim=1)
+
+
 def attend_slowly(
-    cfg, attn, x: Tensor, value_embed: Tensor | None, mixed: Tensor | None, docs: Tensor, plan: Plan, f: dict
+    cfg, attn, x: Tensor, value_embed: Tensor | None, mudd: Tensor | None, docs: Tensor, plan: Plan, f: dict
 ) -> Tensor:
     """Return attention's output. A head of a token sees all heads of all tokens but for a mask."""
     T, H, D, layer, kind = len(x), cfg.num_heads, cfg.head_dim, attn.layer.row, attn.layer.row.attention
@@ -115,7 +122,7 @@ def attend_slowly(
             w = attn.value_gate.shape[1] // 2
             factor = 2 * (torch.cat([x[:, :w], value_embed[:, :w]], 1) @ attn.value_gate.T).sigmoid()[..., None]
         v = v + factor * value_embed.view(T, H, D)[..., : v.shape[-1]]
-    v = v if mixed is None else v + mixed.view_as(v)
+    v = v if mudd is None else v + mudd.view_as(v)
     place, group = (n * t + h // (H // n)).flatten(), (docs[:, None] * H + h % (H // n)).flatten()
     back = place[:, None] - place
     seen = (back >= 0) & (back <= reach) & (group[:, None] == group)
@@ -124,7 +131,7 @@ def attend_slowly(
     if "xsa" in f:
         y = y - f["xsa"].transpose(0, 1).tanh() * (y * v).sum(2, keepdim=True) / v.square().sum(2, keepdim=True) * v
     y = y * f["head_gate"].transpose(0, 1) if "head_gate" in f else y
-    return f["post"][0] * attn.lambdas[1] * y.flatten(1) @ attn.c_proj.view(-1, H, D)[..., : v.shape[-1]].flatten(1).T
+    return f["post_attn"] * attn.lambdas[1] * y.flatten(1) @ attn.c_proj.view(-1, H, D)[..., : v.shape[-1]].flatten(1).T
 
 
 @pytest.mark.published  # the record's mathematics, which an idea may change
@@ -144,38 +151,44 @@ def test_layers_are_dense_ones(request, preset: str):
         net.register_forward_pre_hook(lambda _, args, i=int(i): nets.update({i: args[0]}))
     ngrams = torch.randn(len(inputs.ngram_index), len(tokens) - 1, cfg.model_dim, dtype=torch.float64)
     found = gpt.features(inputs, ngrams, settings_of(plan, cfg, torch.device("cpu")))
-    first, outputs = calls[0][0][0], [out for _, (out, *_) in calls]
+    first, outputs = calls[0][1].first, [made.output for _, made in calls]
     tables = {int(i): table(inputs.tokens) for i, table in gpt.value_embeds.items()}
     ngram = (ngrams * gpt.signs[inputs.signs] if cfg.sign_rows else ngrams).sum(0)
     for i, (row, block) in enumerate(zip(cfg.layers, gpt.blocks, strict=True)):
-        (x, sources, f), (out, attn_input, mlp_input) = calls[i]
-        x0, mixed = sources.x0, None
-        assert i == 0 or torch.equal(x, outputs[i - 1])
+        (x, sources, _, by_net), made = calls[i]
+        x0, mudd, f = sources.x0, None, block.collect(x, by_net)
+        if i == 0:
+            x = x + row.ngram * f.get("ngram", [0])[0] * ngram
+            close(first, x)
+            x = shifted(x, row.shift)
+        else:
+            assert torch.equal(x, outputs[i - 1])
         if row.mudd is not None:
-            f = f | block.mudd_net(x)
             read = torch.stack([first, outputs[row.mudd], x])
-            x, x0, mixed = x + (f["to_stream"] * read).sum(0), first, (f["to_values"] * read).sum(0)
-        close(attn_input, x if row.reads is None else outputs[row.reads])
+            x, x0, mudd = x + (f["to_stream"] * read).sum(0), first, (f["to_values"] * read).sum(0)
+        read = x if row.reads is None else outputs[row.reads]
+        close(made.attn_input, F.rms_norm(read, x.shape[-1:]))
         if row.skip is None:
-            x = f["resid"][0] * x
+            x = f["resid_attn"] * x
         else:
             x = x + block.skip_lambda.sigmoid() * f["skip"][0] * outputs[row.skip]
         if block.attn is not None:
-            args = cfg, block.attn, train_gpt.norm(attn_input), tables.get(i), mixed, inputs.doc_ids, plan, f
+            args = cfg, block.attn, made.attn_input, tables.get(i), mudd, inputs.doc_ids, plan, f
             x = x + attend_slowly(*args)
         x = x + row.x0 * f.get("x0", [0])[0] * x0 + (row.ngram and i > 0) * f.get("ngram", [0])[0] * ngram
-        close(mlp_input, F.rms_norm(x, x.shape[-1:]))
-        close(out, f["resid"][1] * x + sum(mlp(mlp_input, f["post"][1]) for mlp in block.mlps))
+        close(made.mlp_input, F.rms_norm(x, x.shape[-1:]))
+        close(made.output, f["resid_mlps"] * x + sum(mlp(made.mlp_input, f["post_mlps"]) for mlp in block.mlps))
         assert i == 0 or i not in nets or torch.equal(nets[i], outputs[i - 1])
     if w := cfg.smear_gate_inputs:
         e = gpt.embed(inputs.tokens)
         e[1:] += gpt.smear_lambda * (e[1:, :w] @ gpt.smear_gate.T).sigmoid() * e[:-1].clone()
         close(sources.x0, F.rms_norm(e, e.shape[-1:]))
     if row.head_mix:
+        out = made.output
         factors = gpt.head_net(out)["factors"].repeat_interleave(cfg.model_dim // cfg.mix_groups, dim=2)
-        read = [first, *(outputs[i] for i in row.head_mix), *tables.values(), mlp_input, train_gpt.norm(attn_input)]
-        out = out + (factors * torch.stack(read)).sum(0)
-    close(found, F.rms_norm(out, out.shape[-1:]))
+        read = [first, *(outputs[i] for i in row.head_mix), *tables.values(), made.mlp_input, made.attn_input]
+        outputs.append(out + (factors * torch.stack(read)).sum(0))
+    close(found, F.rms_norm(outputs[-1], x.shape[-1:]))
 
 
 def lr_of(plan: Plan, cfg) -> float:

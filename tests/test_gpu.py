@@ -24,7 +24,7 @@ from dense import E4M3, E5M2, dense_attention, dense_head, dense_mask, dense_poi
 from shards import write_shard
 from speedrun import check
 from speedrun.process import ROOT
-from train_gpt import GatheredMask, NgramTable, Ranks, Reader
+from train_gpt import BandMask, NgramTable, Ranks, Reader
 
 GPT2, NANO = (train_gpt.PRESETS[name] for name in ("gpt2", "nano"))
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -122,8 +122,10 @@ def within(errors: Iterable[float], limit: float) -> bool:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, docs: Tensor, window: Tensor, block: int) -> Tensor:
     """Attend as the model does. What differs between the tests is in tensors: they share one graph."""
-    mask = train_gpt.document_block_mask(docs, window, block)
-    mask = mask if q.is_cuda else GatheredMask(mask, len(docs), q.dtype)
+    if q.is_cuda:
+        mask = train_gpt.document_block_mask(docs, window, block)
+    else:
+        mask = BandMask(train_gpt.document_mask(docs, window), len(docs), block, len(docs), q.dtype)
     return train_gpt.attend(q, k, v, mask, heads_per_pair=1)
 
 

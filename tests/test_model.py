@@ -106,7 +106,7 @@ def test_channels_come_from_as_many_tokens_before_as_the_layer_says(tiny):
     shift = (0, 2, 0, 1, 4, 0, 3, 0)
     cfg = dataclasses.replace(tiny, dtype="float64", layers=(train_gpt.Layer("none", mlps=0, shift=shift),))
     trainer, tokens, streams = random_trainer(cfg), text(cfg), list[Tensor]()
-    trainer.gpt.blocks[0].register_forward_pre_hook(lambda _, args: streams.append(args[0]))
+    trainer.gpt.blocks[0].register_forward_hook(lambda _, args, made: streams.append(made.output))
     features(trainer, tokens)
     tokens[20] = (tokens[20] + 1) % cfg.eot_token
     features(trainer, tokens)
