@@ -1648,7 +1648,7 @@ class Factor(NamedTuple):
     """Say where a factor of a layer comes from, and the numbers that it begins with."""
 
     name: str
-    source: str  # net N: the gate net of layer N; or of the layer: mudd_net, or parameter: NAME_lambdas
+    source: str  # net N, the gate net of layer N; or the layer's own mudd_net; or parameter, which is NAME_lambdas
     first: list[float]
 
 
@@ -1804,11 +1804,9 @@ class Block(nn.Module):
         if row.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
             parts = x.tensor_split(len(row.shift), dim=1)
             x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift)], dim=1)
-        x0 = sources.x0
         mudd_values = None
         if row.mudd is not None:
-            x0 = earlier[0].first  # with n-grams, as in the record
-            mudd_inputs = [x0, earlier[row.mudd].output, x]
+            mudd_inputs = [earlier[0].first, earlier[row.mudd].output, x]
             mudd_values = mix(factors["to_values"], mudd_inputs)
             x = x + mix(factors["to_stream"], mudd_inputs)
         attn_input = norm(x if row.reads is None else earlier[row.reads].output)  # record 77 (@classiclarryd)
@@ -1819,8 +1817,8 @@ class Block(nn.Module):
         value_embed = sources.value_embeds.get(self.layer.number)
         if self.attn is not None:
             x = x + self.attn(attn_input, value_embed, mudd_values, sources.views[row.attention], factors)
-        if row.x0:
-            x = x + factors["x0"][0] * x0
+        if row.x0:  # with MUDD it has n-grams, as in the record
+            x = x + factors["x0"][0] * (sources.x0 if row.mudd is None else earlier[0].first)
         if row.ngram and earlier:
             x = x + factors["ngram"][0] * sources.ngrams
         mlp_input = norm(x)
