@@ -1987,9 +1987,6 @@ class Pointer(nn.Module):
     out its probability alpha: to earlier tokens, and to a sink, a key of its own for "none of them", whose share goes
     back to the vocabulary. `with_copies` has the formulas. Queries and keys are made of what lm_head reads. A sequence
     is in blocks of pointer_block tokens; a token sees those of its document in its own block and the one before.
-
-    Only sums of exp(score) are wanted, of one attention under two masks, which go as two heads that share queries and
-    keys: the first shows all of these tokens, the second those of them that equal the next one.
     """
 
     def __init__(self, cfg: Hyperparameters):
@@ -2008,7 +2005,11 @@ class Pointer(nn.Module):
         return q, k, q.to(self.sink.dtype) @ self.sink
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        """Return each token's shares (T, 2): on all tokens that equal the next one, and on the sink."""
+        """Return each token's shares (T, 2): on all tokens that equal the next one, and on the sink.
+
+        There are two masks: the first shows all tokens that a token sees, the second those of them that equal the next
+        one. As two heads h with the same queries and keys they give logarithms of sums of exp(score), seen and equal.
+        """
         cfg = self.cfg
         tokens = inputs.tokens
         block = cfg.pointer_block if torch.is_grad_enabled() else cfg.val_pointer_block  # or else it is a validation
