@@ -1408,9 +1408,9 @@ def document_block_mask(doc_ids: Tensor, window, block: int, also: Callable | No
     slot = own  # in the list of a query block
     full = (query - 1 - slot).clamp(min=0)
     partial = torch.where(slot == 0, query, query - num_full[:, None] - slot).clamp(min=0)
-    lists = dict(kv_num_blocks=num_partial, kv_indices=partial, full_kv_num_blocks=num_full, full_kv_indices=full)
-    lists = {name: t[None, None] for name, t in lists.items()}  # of all sequences and heads
-    return BlockMask.from_kv_blocks(**lists, BLOCK_SIZE=block, mask_mod=document_mask(doc_ids, window, also))
+    sees = document_mask(doc_ids, window, also)
+    lists = num_partial[None, None], partial[None, None], num_full[None, None], full[None, None]  # of all heads
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, mask_mod=sees)
 
 
 class BandMask:
@@ -1588,7 +1588,7 @@ class Factor(NamedTuple):
     """Say where a factor of a layer comes from, and the numbers that it begins with."""
 
     name: str
-    source: str  # net N: the gate net of layer N; or of the layer: mudd_net, or parameter: NAME_lambdas
+    source: str  # net N, the gate net of layer N; or the layer's own mudd_net; or parameter, which is NAME_lambdas
     first: list[float]
 
 
@@ -1601,6 +1601,10 @@ class ResolvedLayer(NamedTuple):
     qk_dim: int  # dimensions of a query or a key
     v_dim: int  # dimensions of a value
     factors: list[Factor]
+
+    def made_by(self, source: str) -> dict[str, list[float]]:
+        """Return by name the first values of the factors from a source."""
+        return {factor.name: factor.first for factor in self.factors if factor.source == source}
 
 
 def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
@@ -1634,13 +1638,9 @@ def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
 
 
 def made_by(net: str, cfg: Hyperparameters) -> dict[tuple[int, str], list[float]]:
-    """Return by layer and name the first values of the factors that a net makes."""
-    return {
-        (layer.number, name): first
-        for layer in cfg.resolved_layers
-        for name, source, first in layer.factors
-        if source == net
-    }
+    """Return by layer and name the first values of the factors that a gate net makes."""
+    layers = cfg.resolved_layers
+    return {(layer.number, name): first for layer in layers for name, first in layer.made_by(net).items()}
 
 
 GATE_SCALE = 0.1  # factor on what nets make; that of the gate nets is a parameter, and begins so
@@ -1713,13 +1713,10 @@ class Block(nn.Module):
         self.mlps = nn.ModuleList(MLP(cfg) for _ in range(layer.row.mlps))
         if layer.row.skip is not None:
             self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
-        self.mudd_net = None
-        if layer.row.mudd is not None:
-            self.mudd_net = GateNet(cfg, {name: first for name, source, first in layer.factors if source == "mudd_net"})
-        self.own = [name for name, source, _ in layer.factors if source == "parameter"]
-        for name, _, first in layer.factors:
-            if name in self.own:
-                self.register_parameter(f"{name}_lambdas", nn.Parameter(torch.tensor(first)))
+        by_mudd = layer.made_by("mudd_net")
+        self.mudd_net = GateNet(cfg, by_mudd) if by_mudd else None
+        for name, first in layer.made_by("parameter").items():
+            self.register_parameter(f"{name}_lambdas", nn.Parameter(torch.tensor(first)))
 
     def collect(self, x: Tensor, by_net: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
         """Return the layer's factors by name: (n,), or made by a net for each of T tokens, (n, T, 1). Pairs are split.
@@ -1728,7 +1725,7 @@ class Block(nn.Module):
 
             resid_attn (), resid_mlps (), post_attn (), post_mlps (), xsa (6, T, 1), head_gate (6, T, 1)
         """
-        factors: dict[str, Tensor] = {name: getattr(self, f"{name}_lambdas") for name in self.own}
+        factors = {name: getattr(self, f"{name}_lambdas") for name in self.layer.made_by("parameter")}
         factors |= {name: factor for (number, name), factor in by_net.items() if number == self.layer.number}
         if self.mudd_net is not None:
             factors |= self.mudd_net(x)
@@ -1741,17 +1738,15 @@ class Block(nn.Module):
         """Return what the layer makes of the residual stream x (T, K). earlier: what those before it made."""
         row = self.layer.row
         factors = self.collect(x, by_net)
-        if row.ngram and not earlier:
+        if row.ngram and not earlier:  # in the first layer
             x = x + factors["ngram"][0] * sources.ngrams
         first = x
         if row.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
             parts = x.tensor_split(len(row.shift), dim=1)
             x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift)], dim=1)
-        x0 = sources.x0
         mudd_values = None
         if row.mudd is not None:
-            x0 = earlier[0].first  # with n-grams, as in the record
-            mudd_inputs = [x0, earlier[row.mudd].output, x]
+            mudd_inputs = [earlier[0].first, earlier[row.mudd].output, x]
             mudd_values = mix(factors["to_values"], mudd_inputs)
             x = x + mix(factors["to_stream"], mudd_inputs)
         attn_input = norm(x if row.reads is None else earlier[row.reads].output)  # record 77 (@classiclarryd)
@@ -1762,8 +1757,8 @@ class Block(nn.Module):
         value_embed = sources.value_embeds.get(self.layer.number)
         if self.attn is not None:
             x = x + self.attn(attn_input, value_embed, mudd_values, sources.views[row.attention], factors)
-        if row.x0:
-            x = x + factors["x0"][0] * x0
+        if row.x0:  # with MUDD it has n-grams, as in the record
+            x = x + factors["x0"][0] * (sources.x0 if row.mudd is None else earlier[0].first)
         if row.ngram and earlier:
             x = x + factors["ngram"][0] * sources.ngrams
         mlp_input = norm(x)
@@ -1823,7 +1818,9 @@ class GPT(nn.Module):
             if row.value_embed:
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
                 self.value_embeds[str(i)] = nn.Embedding.from_pretrained(table, freeze=False)
-        self.row_sums: dict[str, Tensor] = {}  # by table: where `LookUp` adds gradients; autograd then returns None
+        # By table: an optimizer's buffer, to which `LookUp` adds gradients. `Trainer` sets them; without one, the table
+        # gets its gradient from autograd
+        self.row_sums: dict[str, Tensor] = {}
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
@@ -1863,6 +1860,7 @@ class GPT(nn.Module):
         scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
         size = cfg.lm_head_slice if with_grads and self.pointer else cfg.val_lm_head_slice
         weights = inputs.loss_weights
+        # By position, as an autograd.Function takes no names
         return HeadLoss.apply(x, head, shares, inputs.targets, weights, softcap, size, scales, with_grads, never)
 
     def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
@@ -1929,9 +1927,6 @@ class Pointer(nn.Module):
     out its probability alpha: to earlier tokens, and to a sink, a key of its own for "none of them", whose share goes
     back to the vocabulary. `with_copies` has the formulas. Queries and keys are made of what lm_head reads. A sequence
     is in blocks of pointer_block tokens; a token sees those of its document in its own block and the one before.
-
-    Only sums of exp(score) are wanted, of one attention under two masks, which go as two heads that share queries and
-    keys: the first shows all of these tokens, the second those of them that equal the next one.
     """
 
     def __init__(self, cfg: Hyperparameters):
@@ -1950,7 +1945,11 @@ class Pointer(nn.Module):
         return q, k, q.to(self.sink.dtype) @ self.sink
 
     def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
-        """Return each token's shares (T, 2): on all tokens that equal the next one, and on the sink."""
+        """Return each token's shares (T, 2): on all tokens that equal the next one, and on the sink.
+
+        There are two masks: the first shows all tokens that a token sees, the second those of them that equal the next
+        one. As two heads h with the same queries and keys they give logarithms of sums of exp(score), seen and equal.
+        """
         cfg = self.cfg
         tokens = inputs.tokens
         block = cfg.pointer_block if torch.is_grad_enabled() else cfg.val_pointer_block  # or else it is a validation

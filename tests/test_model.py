@@ -199,6 +199,15 @@ def test_a_warm_up_leaves_the_sweep_of_candidates_where_it_was(gpt2):
     assert trainer.reader.offsets == before
 
 
+def test_streams_that_join_values_have_their_width(gpt2):
+    """Of heads and value embeddings; without such layers widths are free."""
+    wide = dataclasses.replace(gpt2, head_dim=2 * gpt2.head_dim)
+    with pytest.raises(train_gpt.UserError, match="layer 4 mixes streams with values"):
+        train_gpt.GPT(wide)
+    layers = tuple(layer._replace(mudd=None, head_mix=()) for layer in gpt2.layers)
+    train_gpt.GPT(dataclasses.replace(wide, layers=layers))
+
+
 def test_a_net_makes_no_factors_of_later_nets(gpt2):
     """Net 1 makes none of net 10's."""
     layers = [layer._replace(net=i in (1, 10)) for i, layer in enumerate(train_gpt.GPT2_LAYERS)]
