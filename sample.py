@@ -52,7 +52,7 @@ class Model:
         self.plan = train_gpt.plan_validation(self.cfg.num_iterations, self.cfg)
         self.settings = train_gpt.settings_of(self.plan, self.cfg, self.device)
         self.reader = Reader(self.cfg, Ranks(), self.device)
-        bits = train_gpt.read_canon(self.cfg)
+        bits = train_gpt.read_invalid_tokens(self.cfg)
         self.canon = torch.from_numpy(bits).to(self.device) if len(bits) else None
         self.size = sum(p.numel() for p in gpt.parameters())
 

@@ -93,7 +93,7 @@ ATTENTION = {
     "long": Attention("long", before=0.5),  # record 49
     "short": Attention("short"),
     "paired": Attention("short", heads_per_pair=2),  # record 58 (@classiclarryd)
-    "alike": Attention("long", rotary=False, before=1.0),  # what followed a token like this one?
+    "nope": Attention("long", rotary=False, before=1.0),  # no positions (NoPE): what followed a token like this one?
 }
 
 
@@ -135,7 +135,7 @@ GPT2_LAYERS = (
     Layer("none", ngram=True),
     Layer("long", value_embed=True, reads=7, head_gate=True, x0=True, ngram=True, mudd=7, head_mix=(7, 9, 3)),
 )
-NANO_LAYERS = (Layer("alike", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1, 2, 3, 4)),)
+NANO_LAYERS = (Layer("nope", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1, 2, 3, 4)),)
 
 
 class Stage(NamedTuple):
@@ -293,7 +293,7 @@ class Hyperparameters:
     vocab_size: int = 50257  # tokens are 0 ... vocab_size - 1, stored in 16 bits
     eot_token: int = 50256  # end of text, opens every document
     prefix_file: str = "data/gpt2_prefixes.bin"  # the longest token that begins each token; empty: no such loss
-    canon_file: str = "data/gpt2_canonical.bin"  # what the tokenizer never puts behind each token; empty: not used
+    canon_file: str = "data/gpt2_canonical.bin"  # invalid tokens: never put behind each token; empty: not used
     # Training
     num_iterations: int = 1050  # steps, `more_steps` included
     val_loss_every: int = 250  # steps between validations; 0: only after the last step
@@ -866,7 +866,7 @@ def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
     return np.where(table < cfg.vocab_size, table, NONE)
 
 
-def read_canon(cfg: Hyperparameters) -> np.ndarray:
+def read_invalid_tokens(cfg: Hyperparameters) -> np.ndarray:
     """Return bits (V, V / 8): bit x of row p says that the tokenizer never puts x behind p (data/gpt2_canonical.py)."""
     return read_table(cfg.canon_file, "u1", cfg.padded_vocab, cfg.padded_vocab // 8)
 
@@ -1803,7 +1803,7 @@ class LookUp(torch.autograd.Function):
 class GPT(nn.Module):
     """Map the inputs of a sequence to the sum of losses.
 
-    ngram_embeds (G, T, K): the rows of its n-grams. never (T, V / 8): rows of `read_canon`'s table, for validation.
+    ngram_embeds (G, T, K): the rows of its n-grams. invalid (T, V / 8): rows of `read_invalid_tokens`, for validation.
     """
 
     def __init__(self, cfg: Hyperparameters):
@@ -1849,7 +1849,7 @@ class GPT(nn.Module):
         if dtype == torch.float64:
             self.double()
 
-    def forward(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings, never: Tensor | None = None) -> Tensor:
+    def forward(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings, invalid=None) -> Tensor:
         """Return the summed loss, in FP8 where the configuration says so and gradients are wanted."""
         x = self.features(inputs, ngram_embeds, settings)
         shares = self.pointer(x, inputs) if self.pointer else x.new_empty(len(x), 0)
@@ -1861,7 +1861,7 @@ class GPT(nn.Module):
         size = cfg.lm_head_slice if with_grads and self.pointer else cfg.val_lm_head_slice
         weights = inputs.loss_weights
         # By position, as an autograd.Function takes no names
-        return HeadLoss.apply(x, head, shares, inputs.targets, weights, softcap, size, scales, with_grads, never)
+        return HeadLoss.apply(x, head, shares, inputs.targets, weights, softcap, size, scales, with_grads, invalid)
 
     def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
         """Return the head's input (T, K)."""
@@ -1998,13 +1998,13 @@ def with_copies(p, alpha, copied, sunk, weight):
 
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
-def softcapped_cross_entropy(z, targets, weights, shares, softcap: tuple, with_grad: bool, never=None):
+def softcapped_cross_entropy(z, targets, weights, shares, softcap: tuple, with_grad: bool, invalid=None):
     """Return the losses (T,) of logits z (T, V), which it overwrites, in nats, and gradients by z and shares or None.
 
     targets (T, n): NONE or BEYOND for none. weights (n,): of their losses. shares (T, 2): of `Pointer`, and the last
     target is the row of a copy; (T, 0): without a pointer. softcap (c, r, d): a logit is l = r sigmoid((z + d) 2 / c),
     after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18 (@KoszarskyB), lopsided since record
-    54 (@classiclarryd). never: bits (T, V / 8) of tokens whose logit becomes -60 (record 91, @jvarho). The padding of
+    54 (@classiclarryd). invalid: bits (T, V / 8) of tokens whose logit becomes -60 (record 91, @jvarho). The padding of
     the vocabulary is in the softmax, as in the record.
 
         s = sigmoid(-(z + d) 2 / c)
@@ -2015,8 +2015,8 @@ def softcapped_cross_entropy(z, targets, weights, shares, softcap: tuple, with_g
     c, r, d = softcap
     s = z.add_(d).mul_(-2 / c).sigmoid_()  # in place, as eager CPUs gain by it
     shifted = -r * s  # logits less r
-    if never is not None:
-        bits = never[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=z.device) & 1
+    if invalid is not None:
+        bits = invalid[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=z.device) & 1
         shifted.masked_fill_(bits.flatten(1) > 0, -60 - r)
     target_logits = shifted.gather(1, targets.clamp(min=0))
     exps = shifted.exp_()
@@ -2066,12 +2066,12 @@ class HeadLoss(torch.autograd.Function):
     well, as computing its logits again in the backward pass took 27 to 41% of the head's time.
     fp8_scales of x, w and the logits' gradient, or None: multiply in FP8 (record 19, @YouJiacheng), with x, w and the
     logits (92) in e4m3, and the gradient, which needs range more than precision, in e5m2. Static scales suffice: x has
-    unit RMS, w saturates, and the gradient of a token's loss by a logit is below 1.6 in gpt2. never (T, V / 8):
-    `read_canon`'s rows for the tokens.
+    unit RMS, w saturates, and the gradient of a token's loss by a logit is below 1.6 in gpt2. invalid (T, V / 8):
+    `read_invalid_tokens`'s rows for the tokens.
     """
 
     @staticmethod
-    def forward(ctx, x, w, shares, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, never):
+    def forward(ctx, x, w, shares, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, invalid):
         x_scale, w_scale, dz_scale = fp8_scales or (1.0, 1.0, 1.0)
         dtype, dz_dtype = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
         w_q = quantize(w, w_scale, dtype)
@@ -2088,7 +2088,7 @@ class HeadLoss(torch.autograd.Function):
                 loss, grad_q, grad_slice = cross_entropy_by_kernel(z, *of_slice, dz_scale)
             else:
                 z = z.to(wide(w.dtype))
-                bits = None if never is None else never[part]
+                bits = None if invalid is None else invalid[part]
                 loss, grad_z, grad_slice = softcapped_cross_entropy(z, *of_slice, with_grads, bits)
                 grad_q = quantize(grad_z, dz_scale, dz_dtype) if with_grads else None
             losses.append(loss)
@@ -2800,31 +2800,31 @@ class Trainer:
             optimizer.finish()
         getattr(torch, self.device.type).synchronize()
 
-    def canon(self, is_last: bool) -> Tensor | None:
+    def invalid_tokens(self, is_last: bool) -> Tensor | None:
         """Return what no token may be followed by: nothing but in the last validation (record 91, @jvarho)."""
-        bits = read_canon(self.cfg)
+        bits = read_invalid_tokens(self.cfg)
         return torch.from_numpy(bits * is_last).to(self.device) if len(bits) else None
 
-    def score(self, plan: Plan, sequences: Sequence[Inputs], requests: Requests, canon: Tensor | None) -> Tensor | int:
+    def score(self, plan: Plan, sequences: Sequence[Inputs], requests: Requests, mask: Tensor | None) -> Tensor | int:
         """Return the summed loss of a rank's sequences, for all ranks at once."""
         look_up = self.table.fetch(requests)
         settings = settings_of(plan, self.cfg, self.device)
         embeds = [look_up(inputs.ngram_index) for inputs in sequences]
         # Looked up here: within the graph, all slices of logits would read one table, and so become one kernel
-        never = [None if canon is None else F.embedding(inputs.tokens, canon) for inputs in sequences]
-        return sum(self.model(i, e, settings, n) for i, e, n in zip(sequences, embeds, never))
+        invalid = [None if mask is None else F.embedding(inputs.tokens, mask) for inputs in sequences]
+        return sum(self.model(i, e, settings, n) for i, e, n in zip(sequences, embeds, invalid))
 
     @torch.no_grad()
     def evaluate(self, step: int, batches: Sequence[Batch]) -> float:
         """Return the mean loss over the validation tokens. A rank may score more sequences than others, or none."""
         plan = plan_validation(step, self.cfg)
-        canon = self.canon(is_last=step == self.cfg.num_iterations)
+        mask = self.invalid_tokens(is_last=step == self.cfg.num_iterations)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         size = self.ranks.world_size
         # One sequence of as many batches as there are ranks makes a cycle of one step
         cycles = (([plan], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
         for sequences, requests in self.reader.read(cycles):
-            total += self.score(plan, sequences, requests, canon)
+            total += self.score(plan, sequences, requests, mask)
         start_collective(dist.all_reduce, total)()
         return total.item() / self.cfg.val_tokens
 
@@ -2850,7 +2850,7 @@ class Trainer:
         plan = plan_validation(self.cfg.num_iterations, self.cfg)
         with torch.no_grad():
             sequences, requests = self.dummies(plan)
-            self.score(plan, sequences[:1], requests, self.canon(is_last=False))
+            self.score(plan, sequences[:1], requests, self.invalid_tokens(is_last=False))
         self.requests = None
         self.table.rows.zero_()  # as all begin; of these there is no copy
         self.table.v.zero_()
@@ -3033,7 +3033,7 @@ def what_must_match(source: str, given: Hyperparameters, cfg: Hyperparameters, d
     fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
     texts = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ.split()}
     texts["processes"] = f"{ranks.world_size}, of torch {torch.__version__} and numpy {np.__version__}"
-    files = {"script": source.encode(), "prefixes": read_prefixes(cfg), "canonical mask": read_canon(cfg)}
+    files = {"script": source.encode(), "prefixes": read_prefixes(cfg), "canonical mask": read_invalid_tokens(cfg)}
     texts |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     tokens = num_tokens(cfg.num_iterations, cfg)
     texts["training tokens"] = f"{tokens}, sha256 {hash_tokens(data['train'], cfg, targets=True)}"

@@ -354,7 +354,7 @@ def examine(argv: list[str], report: Report, trains_here: bool) -> list[str]:
         told = f"{cfg.batch_sequences} sequences a step, {len(gpus) or 'no'} GPUs"
         report.problems.append(f"NPROC={processes}: {told}: expected a divisor, and a GPU for each")
     elif is_root:
-        train_gpt.read_canon(cfg)
+        train_gpt.read_invalid_tokens(cfg)
         with contextlib.suppress(train_gpt.AlreadyComplete):  # then there is nothing to do
             train_gpt.load_checkpoint(given)
         train_gpt.parse_args(argv, processes)  # refuses to choose a preset for several without a GPU

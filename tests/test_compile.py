@@ -32,7 +32,7 @@ LONG |= dict(
         Layer("paired", half_qk=True, net=True, x0=True, ngram=True),
         Layer("long", half_v=True, value_embed=True, xsa=True),
         Layer("none", shift=(0, 2, 1), net=True, skip=1, mlps=0),
-        Layer("alike", value_embed=True, reads=1, head_gate=True, ngram=True, mlps=2, mudd=1, head_mix=(1, 0)),
+        Layer("nope", value_embed=True, reads=1, head_gate=True, ngram=True, mlps=2, mudd=1, head_mix=(1, 0)),
     )
 )
 

@@ -108,7 +108,7 @@ def attend_slowly(
     reach, scale, frequencies = plan.windows[dict(paired="short", alike="long").get(kind, kind)]
     qk = torch.einsum("gdc,tc->tgd", attn.qk_w.view(2 * H, D, -1)[:, : D // (1 + layer.half_qk)], x)
     qk = F.rms_norm(qk, qk.shape[-1:]).unflatten(1, (2, H))
-    if kind != "alike":
+    if kind != "nope":
         z = torch.complex(*qk[..., : D // 2].chunk(2, dim=-1))
         z = z * torch.exp(-1j * (n * t + h % n)[:, None, :, None] * frequencies)
         qk = torch.cat([z.real, z.imag, qk[..., D // 2 :]], dim=-1)
