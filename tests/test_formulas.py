@@ -105,7 +105,7 @@ def attend_slowly(
     """Return attention's output. A head of a token sees all heads of all tokens but for a mask."""
     T, H, D, layer, kind = len(x), cfg.num_heads, cfg.head_dim, attn.layer.row, attn.layer.row.attention
     n, t, h = 1 + (kind == "paired"), torch.arange(T)[:, None], torch.arange(H)
-    reach, scale, frequencies = plan.windows[dict(paired="short", alike="long").get(kind, kind)]
+    reach, scale, frequencies = plan.windows[dict(paired="short", nope="long").get(kind, kind)]
     qk = torch.einsum("gdc,tc->tgd", attn.qk_w.view(2 * H, D, -1)[:, : D // (1 + layer.half_qk)], x)
     qk = F.rms_norm(qk, qk.shape[-1:]).unflatten(1, (2, H))
     if kind != "nope":
@@ -113,7 +113,7 @@ def attend_slowly(
         z = z * torch.exp(-1j * (n * t + h % n)[:, None, :, None] * frequencies)
         qk = torch.cat([z.real, z.imag, qk[..., D // 2 :]], dim=-1)
     q, k = qk.unbind(1)
-    late = dict(long=D // 2, alike=0).get(kind, D)  # from this channel on a key is the token before's
+    late = dict(long=D // 2, nope=0).get(kind, D)  # from this channel on a key is the token before's
     k = torch.cat([k[..., :late], torch.cat([k[:1], k[:-1]])[..., late:]], dim=-1)
     v = attn.lambdas[0] * torch.einsum("hdc,tc->thd", attn.v_w.view(H, D, -1)[:, : D // (1 + layer.half_v)], x)
     if value_embed is not None:
