@@ -9,8 +9,8 @@ https://github.com/KellerJordan/modded-nanogpt), and a pointer, proposal 379 (CP
 nano is a model of one layer that looks for repetitions from the first step on. "Record n"
 credits the record in which an idea first appeared. The file follows a token: configuration, plans, data, inputs,
 layers, attention, model, pointer, head, optimizers, n-grams, log, training, run. Shapes: T tokens, H heads, D
-dimensions per head, N blocks of tokens, M visible blocks, K model width, V vocabulary with padding, C candidates in the
-softmax, G kinds of n-grams, n targets of a token.
+dimensions per head, N blocks of tokens (of an MLP: hidden units), K model width, V vocabulary with padding, C
+candidates in the softmax, G kinds of n-grams, n targets of a token, S sequences of a step.
 """
 
 import argparse
@@ -115,7 +115,8 @@ class Layer(NamedTuple):
     skip: int | None = None  # the residual stream adds the output of this layer (U-Net)
     mlps: int = 1  # all read the same
     # MUDD: a net of this layer mixes the first stream, the output of the layer named here and the residual stream, once
-    # into the residual stream and once into the values; and it makes the factors on the stream, x0, n-grams and outputs
+    # into the residual stream and once into the values; and it makes the factors on the stream, x0, n-grams, outputs
+    # and, instead of a gate, on the value embedding
     mudd: int | None = None
     # In the last layer: the head reads, beside the residual stream, a mixture of the first stream, the outputs of these
     # layers, the value embeddings, and what this layer's MLPs and attention read
@@ -141,7 +142,7 @@ NANO_LAYERS = (Layer("nope", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1,
 class Stage(NamedTuple):
     """Say what holds for a part of the steps."""
 
-    share: float  # of `base_steps`: those that the more_steps of all stages leave over
+    share: float  # fraction of `base_steps`: num_iterations less the more_steps of all stages
     batch: float  # factor on batch_tokens and train_seq_len: small batches first (record 46, @varunneal)
     max_doc_len: int  # tokens at which documents are cut; 0 in all stages: a stream, nothing is cut
     windows: dict[str, int]  # by kind, how many positions attention reaches back: in pairs half as many tokens
@@ -202,7 +203,7 @@ class Group(NamedTuple):
     decay: float = 0.0
     beta1: float = 0.9  # decay of Adam's mean of gradients; Muon has muon_momentum instead
     beta2: float = 0.99  # decay of the mean of squares: of gradients in Adam, of updates in Muon
-    every: tuple[int, int] = (2, 2)  # steps between updates, which take summed gradients: before and from rare_from
+    every: tuple[int, int] = (2, 2)  # updates take the gradients of so many steps: before rare_from, and from there on
 
 
 UP = (2816 / 768) ** 0.5  # root of an MLP's hidden units by the model width
@@ -249,7 +250,7 @@ class EMA(NamedTuple):
     every: int = 4  # steps from one move to the next
     offset: int = 1  # a step after which it moves; -1 counts from the end: the last one
     at_end: int = 0  # it also moves after each of so many last steps
-    same_norm: bool = True  # if any row says so, an optimizer's values get back their common norm, which blends shorten
+    same_norm: bool = True  # if any row sets it, an optimizer's blended values are rescaled to their norm before
 
     def rate_at(self, step: int, num_iterations: int) -> float:
         """Return the rate of the move after a step; 0: none."""
@@ -267,7 +268,7 @@ GPT2_EMAS = (
     EMA(VO_MLP, window=250, rate=4 / 53, blend=1.0, offset=-1),
     EMA("value_embeds.*", window=250, rate=4 / 53, blend=1.0, offset=3, same_norm=False),
     EMA("*.qk_w", window=298, rate=2 / 75, blend=0.55, at_end=2),
-    # Blends follow each other: this one starts from what the second row's made. 0.2007 is the record's
+    # Blends apply in order: this one acts on the result of the second row. The difference is the record's
     EMA(VO_MLP, window=298, rate=2 / 75, blend=0.55 - 0.2007, at_end=2),
 )
 
@@ -304,7 +305,7 @@ class Hyperparameters:
     final_window: int = 2560  # long window in the last validation; 0: that of the last stage
     cooldown_frac: float = 0.8  # last part of the scheduled steps, those without the last stage's more_steps
     min_lr_frac: float = 0.3  # factor on learning rates at the end of the cooldown and later
-    tied_frac: float = 1.0  # first part of the scheduled steps, in which embedding and head are one table; 0: never
+    tied_frac: float = 1.0  # first part of the scheduled steps, in which embedding and head are one table; 0: none
     grad_scale: float = 1.0  # factor on a sequence's summed loss before the backward pass
     # Model
     model_dim: int = 768  # width of the residual stream
@@ -313,10 +314,10 @@ class Hyperparameters:
     block_size: int = 128  # tokens per block of the attention mask
     mlp_dim: int = 2816  # hidden units of an MLP
     net_dim: int = 64  # hidden units of a net that makes factors
-    attn_scale: float = 0.085  # initial factor on the scores of long attention; queries and keys have unit RMS
+    attn_scale: float = 0.085  # factor on the scores of long attention in the first stage, see `Window.grown`
     short_attn_scale: float = 0.13  # of other kinds
     resid_lambda_init: float = 1.1**0.5  # initial factor on the residual stream
-    mix_groups: int = 12  # groups of channels to which the last mix of the stream has factors of their own
+    mix_groups: int = 12  # groups of channels that get factors of their own in the head's mix
     ngram_rows: int = 84_602_880  # rows of the hashed table for n-grams of tokens, a multiple of ngram_order - 1
     ngram_order: int = 3  # longest n-grams that have rows
     ngram_lambda_init: float = 0.05  # initial factor on the embeddings of n-grams in each layer
@@ -333,7 +334,7 @@ class Hyperparameters:
     pointer_block: int = 2048  # the pointer sees tokens of its own block of so many, and of the one before
     val_pointer_block: int = 8192  # the same in validation
     lm_head_slice: int = 49152  # tokens whose logits exist at a time, in training: in gpt2 a whole sequence
-    val_lm_head_slice: int = 8192  # the same in validation or without a pointer, where they are in fp32
+    val_lm_head_slice: int = 8192  # the same in validation and without a pointer, as logits are in fp32 then
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never uses it
     layers_fp8: bool = True  # the same for MLPs, and for queries, keys and values
     # Optimizers
@@ -343,7 +344,7 @@ class Hyperparameters:
     momentum_cooldown_steps: int = 50  # steps at the end, over which momentum falls to 0.85
     heads_per_matrix: int = 2  # heads whose queries, or keys, are one matrix for Muon (record 80, @samacqua)
     slow_momentum_from: int = 514  # step from which Muon's slow momentum takes part in updates; 0: never
-    rare_from: int = 336  # step from which groups step as `every` says second
+    rare_from: int = 336  # step from which the second number of a group's `every` applies
     adam_eps: float = 1e-10  # added to the root of the second moment
     # Machine
     seed: int | None = None  # random seed; by default a fresh one, printed and logged
@@ -500,7 +501,7 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
     seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
     dtype = fast if cfg.dtype == "auto" else cfg.dtype
-    # FP8 products with a scale for each row give bf16 alone
+    # FP8 products with a scale for each row can only output bf16
     has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9) and dtype == "bfloat16"
     return dataclasses.replace(
         cfg,
@@ -630,7 +631,7 @@ def is_tied(step: int, head: Group, cfg: Hyperparameters) -> bool:
 
 
 class Plan(NamedTuple):
-    """Say what a step does or, unless it `trains`, a validation before it."""
+    """Say what a training step does or, if not `trains`, what the validation before it does."""
 
     step: int
     stage: int  # number of its row
@@ -784,7 +785,7 @@ def cut_sequence(documents: deque[tuple[int, int]], length: int, max_doc_len: in
     """Take a sequence of `length` tokens from the front of `documents`; None if they have fewer.
 
     Documents are cut to max_doc_len, and their rest is dropped (record 29, @varunneal); sequences begin with a document
-    (26, @classiclarryd).
+    (record 26, @classiclarryd).
     """
     pieces = []
     missing = length
@@ -890,7 +891,7 @@ class Inputs(NamedTuple):
     targets: Tensor  # (T, n) int64: see `Reader.targets`. With candidates their places there
     loss_weights: Tensor  # (n,): of the losses of the targets
     candidates: Tensor | None  # (C,): the tokens in the softmax, ascending. None: all
-    # (G, T): places of its n-grams in `Requests.ids`, which has the numbers of their rows: see `NgramTable.fetch`
+    # (G, T): places of its n-grams among the rows that this rank fetches for a cycle, in the order of `Requests.ids`
     ngram_index: Tensor
     signs: Tensor  # (G, T): rows of the table of signs; (0,) without such a table
 
@@ -948,18 +949,27 @@ def find_signs(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
     return np.array([hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for factors in kinds if cfg.sign_rows])
 
 
-class Requests(NamedTuple):
-    """Say which rows of the table of n-grams a cycle reads. All ranks make the same plan of who requests what."""
+# The place of this process among all, as torchrun names it
+Ranks = namedtuple("Ranks", "rank world_size local_rank local_world_size", defaults=(0, 1, 0, 1))
 
-    ids: Tensor  # the rows that this rank requests, ascending, each once
+
+class Requests(NamedTuple):
+    """Say which rows of the table of n-grams a cycle reads, as this rank sees it: what it requests, what it serves.
+
+    All ranks plan from the same tokens, so nobody has to ask. Rank r owns the rows from r `rows_per_rank` on.
+    """
+
+    ids: Tensor  # the rows that this rank requests, numbered in the whole table, ascending, each once
     counts: list[int]  # how many of them each rank owns
-    served: Tensor  # which of this rank's own rows each rank requests, rank after rank
-    served_counts: list[int]  # how many
+    served: (
+        Tensor  # rows that this rank owns, numbered from its first one: those that rank 0 requests, then rank 1, ...
+    )
+    served_counts: list[int]  # how many each rank requests
     updated: Tensor  # the served rows, each once
     inverse: Tensor  # the place of each served row in `updated`
 
 
-def rows_per_rank(cfg: Hyperparameters, ranks: "Ranks") -> int:
+def rows_per_rank(cfg: Hyperparameters, ranks: Ranks) -> int:
     """Return how many rows of the table of n-grams each rank owns; at the end some may have no n-gram."""
     return -(-cfg.ngram_rows // ranks.world_size)
 
@@ -970,10 +980,11 @@ def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return found.numpy(), places.numpy()
 
 
-def plan_requests(rows: np.ndarray, ranks: "Ranks", cfg: Hyperparameters) -> tuple[Requests, np.ndarray]:
+def plan_requests(rows: np.ndarray, ranks: Ranks, cfg: Hyperparameters) -> tuple[Requests, np.ndarray]:
     """Return this rank's requests, and the place in `Requests.ids` of each row that its own sequences read.
 
-    rows (S, G, T): what the S sequences of a step read, those of all ranks in turn; T: the tokens of all steps.
+    rows (S, G, T): what the S sequences of each step read; rank r has every world_size-th from the r-th on. T counts
+    the tokens of all steps of the cycle.
     """
     size = ranks.world_size
     owned = rows_per_rank(cfg, ranks)
@@ -1017,7 +1028,7 @@ def choose_candidates(following: np.ndarray, count: int, offset: int, cfg: Hyper
 class Reader:
     """Make the inputs of this rank's sequences, cycle after cycle, from the tokens of all ranks."""
 
-    def __init__(self, cfg: Hyperparameters, ranks: "Ranks", device: torch.device):
+    def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg
         self.ranks = ranks
         self.device = device
@@ -1037,7 +1048,7 @@ class Reader:
         columns = [(padded[k : k + T], weight) for k, weight in enumerate(plan.next_weights)]
         if plan.prefix_weight:
             columns.append((self.prefixes[following], plan.prefix_weight))
-        if cfg.pointer_dim:  # the row of a copy is the last; `with_copies` adds its share to the next token, the first
+        if cfg.pointer_dim:  # the row of a copy is the last. It weighs 0, as `with_copies` joins it to the next token
             columns.append((np.full(T, cfg.copy_row), 0.0))
         targets, weights = zip(*columns)
         return np.column_stack(targets), np.array(weights, "f8" if cfg.dtype == "float64" else "f4")
@@ -1223,13 +1234,13 @@ def relu_squared_rows(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def relu_squared_backward(grad, w, squares_q, scales, column_scale, by_kernel: bool) -> tuple[Tensor, ...]:
-    """Return dz by rows and by columns, and by columns relu(z)^2 times column_scale. All are (T, N) and may be in FP8.
+    """Return dz (T, N) row-major, dz column-major, and column_scale * relu(z)^2 column-major. All may be in FP8.
 
     squares_q and scales are what `relu_squared_rows` made of z. dz = 2 relu(z) (grad @ w) is the gradient of
     relu(z)^2 @ w.T, for grad (T, K) and w (K, N); relu(z) is the root of its square (record 87). In FP8 w is times
     FP8_W, and gradients are times FP8_GRAD. A kernel multiplies while the product is in registers: in memory it would
-    be written and read again. Products of FP8 want both factors by columns (tokens of a hidden unit side by side) where
-    they sum over tokens. Without the kernel columns are rows.
+    be written and read again. Where products sum over tokens, FP8 wants both factors column-major: tokens of a hidden
+    unit side by side. Without the kernel all are row-major, and `matmul` copies.
     """
     if not by_kernel:
         squares = squares_q.to(scales.dtype) * scales
@@ -1251,7 +1262,7 @@ def relu_squared_backward(grad, w, squares_q, scales, column_scale, by_kernel: b
 
 
 def linear_gradients(rows: Tensor, columns: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x @ w.T by x and w, in dtype, for its own gradient, by rows and by columns."""
+    """Return the gradients of x @ w.T with respect to x and w, in dtype. rows and columns: its own, in both layouts."""
     return matmul(rows, w, FP8_GRAD * FP8_W, dtype), matmul(columns.t(), x, FP8_GRAD * FP8_X, dtype)
 
 
@@ -1396,8 +1407,10 @@ def document_block_mask(doc_ids: Tensor, window, block: int, also: Callable | No
     first_doc = doc_ids[::block]  # of each block
     last_doc = doc_ids[block - 1 :: block]
     own = torch.arange(len(first_doc), dtype=torch.int32, device=doc_ids.device)  # number of each query block
-    seen_by_first = (window + block - 1) // block  # so many blocks back the first token sees something,
-    seen_by_last = (window + 1) // block - 1  # and so many the last one sees whole
+    # So many blocks back the first token of a block sees something, and so many the last one sees whole: it sees
+    # window + 1 tokens, and its own block is one of these
+    seen_by_first = (window + block - 1) // block
+    seen_by_last = (window + 1) // block - 1
     blocks_ended_before = (last_doc < first_doc[:, None]).sum(1, dtype=torch.int32)
     first_visible = torch.maximum(blocks_ended_before, own - seen_by_first)
     blocks_begun_before = (first_doc < first_doc[:, None]).sum(1, dtype=torch.int32)
@@ -1619,7 +1632,8 @@ def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
         if (mudd or row.head_mix) and cfg.model_dim != H * D:
             raise UserError(f"--model_dim {cfg.model_dim}: layer {i} mixes streams with values, of {H * D} dimensions")
         adds = row.attention != "none" or row.mlps > 0
-        table = (  # whether it has the factor, name, what makes it if not a parameter, first values
+        # Whether the layer has the factor, its name, the net that makes it ("": it is a parameter), first values
+        table = (
             (mudd, "to_values", mudd, [0.0] * 3),
             (mudd, "to_stream", mudd, [0.0] * 3),
             (mudd, "value_embed", mudd, [2.0] * 2),  # for either half of the heads
@@ -1637,7 +1651,7 @@ def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
     return layers
 
 
-def made_by(net: str, cfg: Hyperparameters) -> dict[tuple[int, str], list[float]]:
+def outputs_of(net: str, cfg: Hyperparameters) -> dict[tuple[int, str], list[float]]:
     """Return by layer and name the first values of the factors that a gate net makes."""
     layers = cfg.resolved_layers
     return {(layer.number, name): first for layer in layers for name, first in layer.made_by(net).items()}
@@ -1757,7 +1771,7 @@ class Block(nn.Module):
         value_embed = sources.value_embeds.get(self.layer.number)
         if self.attn is not None:
             x = x + self.attn(attn_input, value_embed, mudd_values, sources.views[row.attention], factors)
-        if row.x0:  # with MUDD it has n-grams, as in the record
+        if row.x0:  # with MUDD that is the input of layer 0, n-grams included, as in the record
             x = x + factors["x0"][0] * (sources.x0 if row.mudd is None else earlier[0].first)
         if row.ngram and earlier:
             x = x + factors["ngram"][0] * sources.ngrams
@@ -1819,7 +1833,7 @@ class GPT(nn.Module):
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
                 self.value_embeds[str(i)] = nn.Embedding.from_pretrained(table, freeze=False)
         # By table: an optimizer's buffer, to which `LookUp` adds gradients. `Trainer` sets them; without one, the table
-        # gets its gradient from autograd
+        # gets its gradient from autograd: see `ShardedOptimizer.add`
         self.row_sums: dict[str, Tensor] = {}
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
@@ -1827,7 +1841,7 @@ class GPT(nn.Module):
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
         self.widest = max(cfg.final_window, *chain(*(stage.windows.values() for stage in cfg.stages)))
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
-        nets = {str(i): GateNet(cfg, made_by(f"net {i}", cfg)) for i, row in enumerate(cfg.layers) if row.net}
+        nets = {str(i): GateNet(cfg, outputs_of(f"net {i}", cfg)) for i, row in enumerate(cfg.layers) if row.net}
         self.gate_nets = nn.ModuleDict(nets)  # each makes factors of its layer and of those up to the next net
         self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
         if cfg.layers[-1].head_mix:
@@ -1860,7 +1874,7 @@ class GPT(nn.Module):
         scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
         size = cfg.lm_head_slice if with_grads and self.pointer else cfg.val_lm_head_slice
         weights = inputs.loss_weights
-        # By position, as an autograd.Function takes no names
+        # By position, as an autograd.Function takes no names; within it gradients are off
         return HeadLoss.apply(x, head, shares, inputs.targets, weights, softcap, size, scales, with_grads, invalid)
 
     def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
@@ -1896,7 +1910,7 @@ class GPT(nn.Module):
         return F.embedding(index, table) if sums is None else LookUp.apply(table, index, sums)
 
     def mix_for_head(self, done: list[Streams]) -> Tensor:
-        """Return the last stream (T, K) and a mixture. Groups of channels have factors of their own (record 92)."""
+        """Return the last stream (T, K) plus a mixture. Groups of channels have factors of their own (record 92)."""
         x = done[-1].output
         groups = self.cfg.mix_groups, -1
         sources = [getattr(done[layer], name).unflatten(1, groups) for layer, name, _ in head_sources(self.cfg)]
@@ -1999,7 +2013,7 @@ def with_copies(p, alpha, copied, sunk, weight):
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
 def softcapped_cross_entropy(z, targets, weights, shares, softcap: tuple, with_grad: bool, invalid=None):
-    """Return the losses (T,) of logits z (T, V), which it overwrites, in nats, and gradients by z and shares or None.
+    """Overwrite the logits z (T, V). Return the losses (T,) in nats, dz and d_shares (None without with_grad).
 
     targets (T, n): NONE or BEYOND for none. weights (n,): of their losses. shares (T, 2): of `Pointer`, and the last
     target is the row of a copy; (T, 0): without a pointer. softcap (c, r, d): a logit is l = r sigmoid((z + d) 2 / c),
@@ -2110,8 +2124,6 @@ class HeadLoss(torch.autograd.Function):
 
 
 # ---- Optimizers: every rank updates its share of each group of parameters, as in ZeRO-1 (arXiv:1910.02054) -----------
-# The place of this process among all, as torchrun names it
-Ranks = namedtuple("Ranks", "rank world_size local_rank local_world_size", defaults=(0, 1, 0, 1))
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
@@ -2135,7 +2147,7 @@ class ShardedOptimizer:
     Parameters become views of one buffer: each starts at a row and is zero-padded. With one process its shard is the
     whole buffer.
 
-        param_buffer, param_shard    all parameters, in the precision of activations, and this rank's rows of them
+        param_buffer, param_shard    all parameters, of Muon in the precision of activations, and this rank's rows
         grad_buffer, grad_shard      this rank's gradients of all, and the sums over all ranks of its own rows
         values                       this rank's rows, where updates add up: param_shard, of Muon an fp32 copy
 
@@ -2149,7 +2161,7 @@ class ShardedOptimizer:
     init_state: Callable
     wait_for_grads: Callable
     wait_for_params: Callable
-    by_matrix = False  # a row is a matrix, or else 16 numbers, as kernels want addresses that are multiples of 16
+    by_matrix = False  # True: a row is a matrix; else 16 numbers, as kernels want addresses that are multiples of 16
     keeps_values = False  # True: the state has values in fp32; parameters and gradients travel as activations are
 
     def __init__(
@@ -2197,7 +2209,7 @@ class ShardedOptimizer:
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
     def add(self, grads: Sequence[Tensor | None]):
-        """Add gradients of the parameters to those before. Of a table None: `LookUp` has added them."""
+        """Add gradients of the parameters to those before. None: of a table, to which `LookUp` has added them."""
         if not self.has_tables:
             return torch._foreach_add_(self.grad_views, grads)
         for view, grad in zip(self.grad_views, grads):
@@ -2362,8 +2374,8 @@ class Muon(ShardedOptimizer):
         u <- normalize_neurons(zeropower(momentum m + (1 - momentum) g))
         p <- p - factor rate (u + decay rate p [slow p >= 0])
 
-    rate is muon_lr by the schedule, factor the lr of a matrix's group. The weight decay is cautious: it acts where the
-    slow momentum moves towards 0, too, from the first step on (record 43, @varunneal).
+    rate is muon_lr by the schedule, factor the lr of a matrix's group. The weight decay is cautious: it acts only
+    where a step along the slow momentum would shrink the value, too, from the first step on (record 43, @varunneal).
     Ranks have whole matrices: the 22 of gpt2's MLPs take 24 places on 8 ranks, two of them padding.
     """
 
@@ -2397,7 +2409,7 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     for name, p in gpt.named_parameters():
         group = group_of(name, cfg)
         emas = tuple(i for i, row in enumerate(cfg.emas) if matches(name, row.names))
-        alike = f"{group} {p.dtype}"
+        alike = f"{group} {p.dtype}"  # those with equal keys share an optimizer
         if OPTIMIZERS[group.optimizer].by_matrix:
             alike = f"{group._replace(names='', lr=0.0)} {p.shape[-2:]}"
         members.setdefault((group.optimizer, emas, alike), {})[name] = p
@@ -2434,7 +2446,7 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan, meanwhil
     for optimizer in due:
         optimizer.wait_for_params()
     if plan.ties:
-        head.become(embed)
+        head.become(embed)  # its moments and averages, too
     for optimizer in optimizers:
         optimizer.move_emas(plan)
 
@@ -2576,7 +2588,7 @@ class RunLog:
         with refusing(f"log {self.path}: choose another --run_id or --log_dir"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             folder = Path(cfg.resume).parent if cfg.resume not in ("", "latest") else self.path.parent
-            is_there = cfg.resume and folder.samefile(self.path.parent)  # it goes on where it was: but for its result
+            is_there = cfg.resume and folder.samefile(self.path.parent)  # then only a result is in the way
             for kind in [".json"] if is_there else ".json .checkpoint .pt .ngrams0 .ngrams1".split():
                 if self.path.with_suffix(kind).exists():
                     raise FileExistsError(kind)
@@ -2717,7 +2729,7 @@ class CUDAGraphs:
         tensors = self.tensors_in(args)
         shapes = tuple(tensor.shape for tensor in tensors)
         if shapes not in self.captured:
-            result = self.function(*args)  # compiles; capturing computes nothing
+            result = self.function(*args)  # compiles, and computes this call's; capturing below computes nothing
             own = tree_map_only(Tensor, torch.clone, args)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
@@ -2767,8 +2779,13 @@ class Trainer:
         sent = F.pad(mean[None], (0, 1), value=len(self.signals))
         wait = start_collective(dist.all_reduce, sent)
         ends_cycle = self.table.group.names in plan.updates
+
+        def send_ngrams():
+            if ends_cycle:
+                self.table.send(requests, self.ngram_sums)
+
         with self.part("optimizers"):
-            step_optimizers(self.optimizers, plan, lambda: ends_cycle and self.table.send(requests, self.ngram_sums))
+            step_optimizers(self.optimizers, plan, meanwhile=send_ngrams)
         if ends_cycle:
             self.table.update(requests, plan)
         wait()
@@ -2801,7 +2818,10 @@ class Trainer:
         getattr(torch, self.device.type).synchronize()
 
     def invalid_tokens(self, is_last: bool) -> Tensor | None:
-        """Return what no token may be followed by: nothing but in the last validation (record 91, @jvarho)."""
+        """Return the mask of what no token may be followed by, of use in the last validation (record 91, @jvarho).
+
+        Before it is zeros, so that one graph serves all validations.
+        """
         bits = read_invalid_tokens(self.cfg)
         return torch.from_numpy(bits * is_last).to(self.device) if len(bits) else None
 
@@ -2821,8 +2841,8 @@ class Trainer:
         mask = self.invalid_tokens(is_last=step == self.cfg.num_iterations)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         size = self.ranks.world_size
-        # One sequence of as many batches as there are ranks makes a cycle of one step
-        cycles = (([plan], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
+        steps = ([*chain(*batches[i : i + size])] for i in range(0, len(batches), size))  # a sequence for each rank
+        cycles = (([plan], [step]) for step in steps)
         for sequences, requests in self.reader.read(cycles):
             total += self.score(plan, sequences, requests, mask)
         start_collective(dist.all_reduce, total)()
@@ -2878,7 +2898,7 @@ class Trainer:
             optimizer.send_params()()
 
 
-def save_checkpoint(trainer: Trainer, log: RunLog, step: int, ms: float):
+def save_progress(trainer: Trainer, log: RunLog, step: int, ms: float):
     """Write the tensors of each rank, and then the file that names them. Two files of a rank take turns.
 
     So the checkpoint before is whole until there is a newer one.
@@ -2931,7 +2951,7 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
         log.start_clock(log.saved.ms)
         for step in range(start, cfg.num_iterations + 1):
             is_last = step == cfg.num_iterations
-            if is_last and start < step:
+            if is_last and start < step:  # a run that was saved at the last step has blended already
                 trainer.finish()
             stops = log.asked and (is_last or step % cfg.all_step == 0)  # else gradients wait for an update
             is_due = cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and not is_last
@@ -2941,7 +2961,7 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
                 log.flush()
                 ms = log.read_clock()
                 if saves:
-                    save_checkpoint(trainer, log, step, ms)
+                    save_progress(trainer, log, step, ms)
                 if stops:
                     raise KeyboardInterrupt(" ".join({*chain(*gather(trainer.signals))}))
                 if validates:  # after saving: a run that resumes here validates, too
@@ -3056,7 +3076,7 @@ def agree(source: str, argv: Sequence[str], ranks: Ranks) -> tuple[Data, dict[st
         cfg, data = plan_run(given, ranks)
         here = what_must_match(source, given, cfg, data, ranks)
         own = found or Saved(cfg.run_id, cfg.seed, here, step=0, ms=0.0, curves={}, slot=0, checksums=[])
-    saved = gather(own)[0]  # rank 0's
+    saved = gather(own)[0]  # rank 0's: its run_id and seed, too
     with together(ranks):
         if differing := {name: text for name, text in here.items() if text != saved.must_match.get(name)}:
             theirs = {name: saved.must_match.get(name) for name in differing}
@@ -3090,7 +3110,7 @@ def report(log: RunLog, data: Data, trainer: Trainer, recompiles: int) -> dict:
     cfg = trainer.cfg
     _, val_loss, ms = log.curves["val_loss"][-1]
     verdict = f"target {cfg.target_loss} {'not ' * (val_loss > cfg.target_loss)}reached; " if cfg.target_loss else ""
-    if cfg.val_sha256 not in log.saved.must_match["validation tokens"]:
+    if cfg.val_sha256 not in log.saved.must_match["validation tokens"]:  # the empty text is in all
         verdict = "these are not the track's validation tokens: do not compare losses; "
     first, last = (f"{path} position {pieces[0, 0]}" for (path, pieces), *_ in (data["train"][0], data["train"][-1]))
     log.write(
@@ -3101,8 +3121,9 @@ peak memory: {trainer.peak_memory_mib()} MiB
 val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
         console=True,
     )
-    if cfg.save_checkpoint and (rows := log.save(f".ngrams{trainer.ranks.rank}", trainer.table.state(), by_all=True)):
-        model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict(), rows=rows)
+    ngrams = f".ngrams{trainer.ranks.rank}"
+    if cfg.save_checkpoint and (checksums := log.save(ngrams, trainer.table.state(), by_all=True)):
+        model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict(), rows=checksums)
         if log.save(".pt", model):
             log.write(f"next: python sample.py {log.path.with_suffix('.pt')}", console=True)
     result = dict(
@@ -3147,7 +3168,7 @@ def program(argv: Sequence[str] | None = None) -> int:
     finally:
         try:
             sys.stdout.flush()
-        except (AttributeError, OSError):  # there is no console, or it has gone away: what waits shall not fail later
+        except (AttributeError, OSError):  # there is no console, or it has gone away: the flush at exit shall not fail
             sys.stdout = None
     return 0
 
@@ -3161,7 +3182,7 @@ if triton:
         grad, w, y, dz, dz_columns, y_columns, scales, y_scale, T, K,
         factor: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
-        """Compute a block of dz and of the squares. Hardware copies blocks, and sees to the edges.
+        """Compute a block of dz and of the squares. The TMA unit copies blocks, and masks the edges.
 
         Twin: `relu_squared_backward` without `by_kernel`.
         """

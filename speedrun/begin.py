@@ -66,7 +66,7 @@ def begin(argv: Sequence[str] | None) -> None:
             log.write(train_gpt.header(source, flags, log, ranks, data))
             log.write(f"begins with {model}")
             path = log.path.with_suffix(".checkpoint")
-            train_gpt.save_checkpoint(trainer, log, step=0, ms=0.0)
+            train_gpt.save_progress(trainer, log, step=0, ms=0.0)
             if not log.saved.checksums:
                 raise UserError(f"{path}: there is none, see above")
             log.write(f"to train: train_gpt.py with the same flags and --resume {path}", console=True)

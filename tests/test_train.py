@@ -56,7 +56,7 @@ def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags
     clock, skipped = time.perf_counter, list[str]()
     monkeypatch.setattr(time, "perf_counter", lambda: clock() + 1000 * len(skipped))
     monkeypatch.setattr(Trainer, "warm_up", lambda *_: skipped.append("warm_up"))
-    functions = (Trainer, Trainer.evaluate), (train_gpt, train_gpt.save_checkpoint), (train_gpt, train_gpt.gather)
+    functions = (Trainer, Trainer.evaluate), (train_gpt, train_gpt.save_progress), (train_gpt, train_gpt.gather)
     for owner, function in functions:
 
         def take_long(*args, function=function):
