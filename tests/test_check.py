@@ -90,7 +90,7 @@ def outcome(capfd, corpus, monkeypatch):
         ("--cooldown_frac inf", "--cooldown_frac inf: expected a number from 0 to 2**31 - 1"),
         ("--train_files {tmp}/pipe", "{tmp}/pipe: there is no such file; data/pack_text.py"),
         ("TORCHINDUCTOR_CACHE_DIR=/c\td --compile", "where a path has a space, as /c?d: set TORCHINDUCTOR_CACHE_DIR"),
-        ("--train_seq_len 72 --batch_tokens 144", "do not fit each other: RuntimeError: shape '[-1, 16]'"),
+        ("--train_seq_len 72 --batch_tokens 144", "do not fit each other: RuntimeError: shape '[-1, 16, 1]'"),
         ("--num_iterations 0", "--num_iterations 0: expected"),
     ],
 )
