@@ -211,7 +211,7 @@ def test_streams_that_join_values_have_their_width(gpt2):
 def test_a_net_makes_no_factors_of_later_nets(gpt2):
     """Net 1 makes none of net 10's."""
     layers = [layer._replace(net=i in (1, 10)) for i, layer in enumerate(train_gpt.GPT2_LAYERS)]
-    made = train_gpt.made_by("net 1", dataclasses.replace(gpt2, layers=layers))
+    made = train_gpt.outputs_of("net 1", dataclasses.replace(gpt2, layers=layers))
     assert {number for number, _ in made} <= {*range(1, 10)}
 
 
