@@ -2011,6 +2011,10 @@ def with_copies(p, alpha, copied, sunk, weight):
     return mixed, of_next, of_copy, -scale * alpha, -scale * alpha * p_alone
 
 
+# triton.jit takes the name in the appendix, as torch.compile looks for what a kernel calls by its own name
+copies_of_tensors: Callable = with_copies
+
+
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
 def softcapped_cross_entropy(z, targets, weights, shares, softcap: tuple, with_grad: bool, invalid=None):
     """Overwrite the logits z (T, V). Return the losses (T,) in nats, dz and d_shares (None without with_grad).
@@ -2040,7 +2044,7 @@ def softcapped_cross_entropy(z, targets, weights, shares, softcap: tuple, with_g
     d_shares = shares
     if shares.size(1):
         alpha = log_p[:, -1].exp().clamp(max=1 - 1e-6)
-        found = with_copies(log_p[:, 0].exp(), alpha, shares[:, 0], shares[:, 1], weights[0])
+        found = copies_of_tensors(log_p[:, 0].exp(), alpha, shares[:, 0], shares[:, 1], weights[0])
         mixed, pulls[:, 0], pulls[:, -1], *of_shares = found
         log_p[:, 0] = mixed.log()
         d_shares = torch.stack(of_shares, dim=1)
@@ -3175,7 +3179,7 @@ def program(argv: Sequence[str] | None = None) -> int:
 
 # ---- Appendix: kernels in Triton. The functions above that start them have a twin of each in plain PyTorch -----------
 if triton:
-    copies_in_kernel = triton.jit(with_copies)
+    with_copies = triton.jit(with_copies)
 
     @triton.jit
     def relu_squared_backward_kernel(
@@ -3233,7 +3237,7 @@ if triton:
         p = tl.exp(-r * sigmoid_at(first, z, V, slope, shift)) / total
         alpha = tl.minimum(tl.exp(-r * sigmoid_at(copy, z, V, slope, shift)) / total, 1 - 1e-6)
         weight = tl.load(weights)
-        found = copies_in_kernel(p, alpha, tl.load(shares + 2 * row), tl.load(shares + 2 * row + 1), weight)
+        found = with_copies(p, alpha, tl.load(shares + 2 * row), tl.load(shares + 2 * row + 1), weight)
         p, pull, copy_pull, d_copied, d_sink = found
         tl.store(d_shares + 2 * row, d_copied)
         tl.store(d_shares + 2 * row + 1, d_sink)

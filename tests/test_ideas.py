@@ -43,15 +43,15 @@ FAULT = {"(q >= kv) & ": ""}  # attention sees the tokens to come
 
 @pytest.mark.parametrize(("edits", "code"), [(FEWER, 0), (OTHER, 0), (FAULT, 1)], ids=["fewer", "other", "fault"])
 def test_ideas_pass_and_a_fault_does_not(tmp_path, edits: dict[str, str], code: int):
-    """Run tests of the root with --idea in a copy of the repository whose script has these edits."""
+    """Run tests of the root with --idea in a copy of the repository whose script, or mini, has these edits."""
     folder = tmp_path / "copy"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".*", "logs", "*.bin", "*.png", "__pycache__"))
-    script = folder / "train_gpt.py"
-    source = script.read_text()
+    paths = folder / "train_gpt.py", folder / "speedrun" / "mini.py"
     for old, new in edits.items():
-        assert old in source, f"train_gpt.py no longer has {old}"
-        source = source.replace(old, new)
-    script.write_text(source)
+        sources = [path.read_text() for path in paths]
+        assert any(old in source for source in sources), f"the script no longer has {old}"
+        for path, source in zip(paths, sources, strict=True):
+            path.write_text(source.replace(old, new))
     files = [f"tests/test_{name.replace('::', '.py::test_')}" for name in FILES.split()]
     files = [name if "::" in name else f"{name}.py" for name in files]
     command = [sys.executable, "-m", "pytest", "--idea", "-q", "-x", *files]
