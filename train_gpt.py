@@ -896,12 +896,12 @@ class Inputs(NamedTuple):
     signs: Tensor  # (G, T): rows of the table of signs; (0,) without such a table
 
 
-# The steps from one update of the table of n-grams to the next, in which its rows do not change: they are fetched once
+# The steps up to and including an update of the table of n-grams. Its rows do not change before: they are fetched once
 Cycle = tuple[list[Plan], Sequence[Batch]]
 
 
 def train_cycles(batches: Sequence[Batch], cfg: Hyperparameters) -> Iterator[Cycle]:
-    """Yield the cycles of a training; the last one may end without an update."""
+    """Yield the cycles of a training. The last one may end without an update, and drops its n-grams' gradients."""
     names = group_of("ngrams", cfg).names
     first = 0
     for plan in cfg.plans:
@@ -959,11 +959,11 @@ class Requests(NamedTuple):
     All ranks plan from the same tokens, so nobody has to ask. Rank r owns the rows from r `rows_per_rank` on.
     """
 
-    ids: Tensor  # the rows that this rank requests, numbered in the whole table, ascending, each once
+    # Numbered in the whole table
+    ids: Tensor  # the rows that this rank requests, ascending, each once
     counts: list[int]  # how many of them each rank owns
-    served: (
-        Tensor  # rows that this rank owns, numbered from its first one: those that rank 0 requests, then rank 1, ...
-    )
+    # Numbered from this rank's first row
+    served: Tensor  # those of its rows that rank 0 requests, then those that rank 1 requests, ...
     served_counts: list[int]  # how many each rank requests
     updated: Tensor  # the served rows, each once
     inverse: Tensor  # the place of each served row in `updated`
@@ -983,8 +983,8 @@ def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def plan_requests(rows: np.ndarray, ranks: Ranks, cfg: Hyperparameters) -> tuple[Requests, np.ndarray]:
     """Return this rank's requests, and the place in `Requests.ids` of each row that its own sequences read.
 
-    rows (S, G, T): what the S sequences of each step read; rank r has every world_size-th from the r-th on. T counts
-    the tokens of all steps of the cycle.
+    rows (S, G, tokens of the whole cycle): what the S sequences of each step read; rank r has every world_size-th from
+    the r-th on. places (S / world_size, G, the same).
     """
     size = ranks.world_size
     owned = rows_per_rank(cfg, ranks)
@@ -1001,9 +1001,9 @@ def plan_requests(rows: np.ndarray, ranks: Ranks, cfg: Hyperparameters) -> tuple
 def choose_candidates(following: np.ndarray, count: int, offset: int, cfg: Hyperparameters) -> tuple[np.ndarray, int]:
     """Return `count` tokens, ascending, for a sampled softmax, and the next offset (record 92).
 
-    They are all next tokens, with a pointer the row of a copy, and others from a sweep over the vocabulary, whose k-th
-    token is 20011 k mod V: as 20011 is prime, V steps name each token once. As in the record, the next sweep goes on
-    behind all that this one looked at.
+    They include every next token, with a pointer also the row of a copy; the rest come from a sweep over the
+    vocabulary, whose k-th token is 20011 k mod V: as 20011 and V have no common factor, V steps name each token once.
+    As in the record, the next sweep goes on behind all that this one looked at.
     """
     V = cfg.padded_vocab
     chosen = np.zeros(V, bool)
@@ -1063,7 +1063,10 @@ class Reader:
         return starts.cumsum(dtype=np.int32)
 
     def inputs(self, plan: Plan, i: int, sequence: np.ndarray, ngram_index: np.ndarray) -> Inputs:
-        """Return the inputs of a step's i-th sequence (T + 1,), the last target included, and move its sweep on."""
+        """Return the inputs of a step's i-th sequence (T + 1,), the last target included, and move its sweep on.
+
+        They are arrays, of which `make` makes tensors.
+        """
         tokens, following = sequence[:-1], sequence[1:]
         targets, weights = self.targets(plan, following)
         candidates = None
@@ -1086,7 +1089,7 @@ class Reader:
         rows = [np.stack([find_ngrams(tokens, self.cfg) for tokens in batch[:, :-1]]) for batch in arrays]
         # (S, G, T) each. All steps of a cycle have S sequences: so side by side they are one array, and are split again
         requests, places = plan_requests(np.concatenate(rows, axis=2), self.ranks, self.cfg)
-        parts = np.split(places, np.cumsum([of_step.shape[2] for of_step in rows]), axis=2)
+        parts = np.split(places, np.cumsum([of_step.shape[2] for of_step in rows])[:-1], axis=2)
         steps: list[list[Inputs]] = []
         for plan, batch, part in zip(plans, arrays, parts):
             own = range(self.ranks.rank, len(batch), self.ranks.world_size)
@@ -1637,8 +1640,8 @@ def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
             (mudd, "to_values", mudd, [0.0] * 3),
             (mudd, "to_stream", mudd, [0.0] * 3),
             (mudd, "value_embed", mudd, [2.0] * 2),  # for either half of the heads
-            (True, "resid", mudd, [cfg.resid_lambda_init] * 2),  # on the stream before attention and before MLPs,
-            (adds, "post", mudd, [1.0] * 2),  # and on what these add: record 73
+            (True, "resid", mudd, [cfg.resid_lambda_init] * 2),  # on the stream: before attention, before MLPs
+            (adds, "post", mudd, [1.0] * 2),  # on what attention adds, and on what MLPs add: record 73
             (row.xsa, "xsa", net, [0.0] * H),
             (row.head_gate, "head_gate", net, [0.25] * H),
             (row.x0, "x0", mudd or net, [0.0]),
@@ -1735,7 +1738,7 @@ class Block(nn.Module):
     def collect(self, x: Tensor, by_net: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
         """Return the layer's factors by name: (n,), or made by a net for each of T tokens, (n, T, 1). Pairs are split.
 
-        Those of gpt2's layer 3, of which resid and post are parameters, and net 0 makes the others for six heads:
+        (A pair that MUDD makes is then two of (T, 1).) Those of gpt2's layer 3, of which resid and post are parameters, and net 0 makes the others for six heads:
 
             resid_attn (), resid_mlps (), post_attn (), post_mlps (), xsa (6, T, 1), head_gate (6, T, 1)
         """
@@ -1755,7 +1758,8 @@ class Block(nn.Module):
         if row.ngram and not earlier:  # in the first layer
             x = x + factors["ngram"][0] * sources.ngrams
         first = x
-        if row.shift:  # all that follows sees the last tokens in order: after RWKV (arXiv:2305.13048)
+        if row.shift:  # from here on some channels are of earlier tokens, also of another document: after RWKV
+            # (arXiv:2305.13048)
             parts = x.tensor_split(len(row.shift), dim=1)
             x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift)], dim=1)
         mudd_values = None
@@ -1787,7 +1791,7 @@ def head_sources(cfg: Hyperparameters) -> list[tuple[int, str, float]]:
     outputs = cfg.layers[-1].head_mix
     return [
         (0, "first", 0.0),
-        # Less of the output that is named first: record 40 (@snimu, @classiclarryd)
+        # Half of the output that is named first is taken off: record 40 (@snimu, @classiclarryd)
         *((i, "output", -0.5 if i == outputs[0] else 0.0) for i in outputs),
         *((i, "value_embed", 0.0) for i, row in enumerate(cfg.layers) if row.value_embed),
         (-1, "mlp_input", 0.0),
@@ -1839,6 +1843,7 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
+        # The widest window of any step, for `BandMask`
         self.widest = max(cfg.final_window, *chain(*(stage.windows.values() for stage in cfg.stages)))
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
         nets = {str(i): GateNet(cfg, outputs_of(f"net {i}", cfg)) for i, row in enumerate(cfg.layers) if row.net}
@@ -1858,7 +1863,7 @@ class GPT(nn.Module):
             # The head begins by predicting what attention finds: a row is what its value adds to the residual stream
             values = self.value_embeds[str(last.layer.number)].weight
             self.lm_head.data[:V] = F.normalize(linear(values, last.attn.c_proj)).detach()
-        if cfg.tied_frac:  # and equal they stay while updates tie them
+        if cfg.tied_frac:  # they begin equal, and stay so while updates tie them
             self.embed.weight.data.copy_(head)
         if dtype == torch.float64:
             self.double()
@@ -1874,7 +1879,7 @@ class GPT(nn.Module):
         scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
         size = cfg.lm_head_slice if with_grads and self.pointer else cfg.val_lm_head_slice
         weights = inputs.loss_weights
-        # By position, as an autograd.Function takes no names; within it gradients are off
+        # By position, as `apply` takes no names. with_grads: within its forward pass gradients are always off
         return HeadLoss.apply(x, head, shares, inputs.targets, weights, softcap, size, scales, with_grads, invalid)
 
     def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
@@ -2468,13 +2473,13 @@ def add_rows(sums: Tensor, index: Tensor, grad: Tensor):
     sums.index_add_(0, index.flatten(), grad.flatten(0, 1).to(sums.dtype))
 
 
-ROWS_AT_ONCE = 2**18  # that are copied: 400 MB in gpt2
+ROWS_AT_ONCE = 2**18  # that are copied between device and host: 400 MB in gpt2
 
 
 class NgramTable:
     """Hold the embeddings of n-grams, and update those that were read.
 
-    Each rank owns an equal part of the rows, and the table is there once: no other tensor has its size. When a cycle
+    Each rank owns an equal part of the rows, and the table exists once across all: no other tensor has its size. When a cycle
     begins, its ranks fetch the rows that they will read; when it ends, summed gradients go back.
     """
 
@@ -2747,7 +2752,11 @@ class CUDAGraphs:
 
 
 class Trainer:
-    """Hold model and optimizers, the same on all ranks from `warm_up` on, and take the steps of a run."""
+    """Hold what a run trains, and take its steps.
+
+    From `warm_up` on the model's parameters are the same on all ranks. Each has its share of the optimizers' state and
+    of the table of n-grams.
+    """
 
     # Two hooks for tools that measure a step: who moves rows of n-grams, and a context for a part of it by its name
     table_class, part = NgramTable, contextlib.nullcontext
@@ -2834,9 +2843,10 @@ class Trainer:
         look_up = self.table.fetch(requests)
         settings = settings_of(plan, self.cfg, self.device)
         embeds = [look_up(inputs.ngram_index) for inputs in sequences]
-        # Looked up here: within the graph, all slices of logits would read one table, and so become one kernel
+        # Looked up here: within the graph, all slices of logits would read one table, so become one kernel, and exist at
+        # the same time
         invalid = [None if mask is None else F.embedding(inputs.tokens, mask) for inputs in sequences]
-        return sum(self.model(i, e, settings, n) for i, e, n in zip(sequences, embeds, invalid))
+        return sum(self.model(inputs, e, settings, bits) for inputs, e, bits in zip(sequences, embeds, invalid))
 
     @torch.no_grad()
     def evaluate(self, step: int, batches: Sequence[Batch]) -> float:
@@ -2845,8 +2855,8 @@ class Trainer:
         mask = self.invalid_tokens(is_last=step == self.cfg.num_iterations)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         size = self.ranks.world_size
-        steps = ([*chain(*batches[i : i + size])] for i in range(0, len(batches), size))  # a sequence for each rank
-        cycles = (([plan], [step]) for step in steps)
+        groups = ([*chain(*batches[i : i + size])] for i in range(0, len(batches), size))  # a sequence for each rank
+        cycles = (([plan], [group]) for group in groups)
         for sequences, requests in self.reader.read(cycles):
             total += self.score(plan, sequences, requests, mask)
         start_collective(dist.all_reduce, total)()
@@ -2888,7 +2898,7 @@ class Trainer:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
 
     def state(self) -> dict[str, Tensor]:
-        """Return this rank's share of what a step changes, but for the rows of n-grams."""
+        """Return this rank's share of what a checkpoint holds, beside the rows of n-grams."""
         shares = [(o.names[0], o.state | dict(params=o.param_shard)) for o in self.optimizers]
         return {f"{first} {name}": tensor for first, state in shares for name, tensor in state.items()}
 
@@ -2953,11 +2963,11 @@ def train(trainer: Trainer, data: Data, log: RunLog) -> int:
     with undisturbed(trainer.signals):
         before = graphs["unique_graphs"]
         log.start_clock(log.saved.ms)
-        for step in range(start, cfg.num_iterations + 1):
+        for step in range(start, cfg.num_iterations + 1):  # before a step: blend, save, stop or validate
             is_last = step == cfg.num_iterations
             if is_last and start < step:  # a run that was saved at the last step has blended already
                 trainer.finish()
-            stops = log.asked and (is_last or step % cfg.all_step == 0)  # else gradients wait for an update
+            stops = log.asked and (is_last or step % cfg.all_step == 0)  # no gradient waits for an update
             is_due = cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and not is_last
             saves = start < step and (stops or is_due)
             validates = is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0)
@@ -3054,7 +3064,7 @@ def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, Dat
 def what_must_match(source: str, given: Hyperparameters, cfg: Hyperparameters, data: Data, ranks: Ranks) -> dict:
     """Return by name, as text, what has to be the same on all ranks, and when a run goes on."""
     may_differ = "run_id log_dir train_files val_files prefix_file canon_file save_checkpoint checkpoint_every resume"
-    fields = dataclasses.asdict(cfg) | dict(seed=given.seed)
+    fields = dataclasses.asdict(cfg) | dict(seed=given.seed)  # where none is given, ranks draw different ones
     texts = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ.split()}
     texts["processes"] = f"{ranks.world_size}, of torch {torch.__version__} and numpy {np.__version__}"
     files = {"script": source.encode(), "prefixes": read_prefixes(cfg), "canonical mask": read_invalid_tokens(cfg)}
