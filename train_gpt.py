@@ -1738,7 +1738,8 @@ class Block(nn.Module):
     def collect(self, x: Tensor, by_net: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
         """Return the layer's factors by name: (n,), or made by a net for each of T tokens, (n, T, 1). Pairs are split.
 
-        (A pair that MUDD makes is then two of (T, 1).) Those of gpt2's layer 3, of which resid and post are parameters, and net 0 makes the others for six heads:
+        A pair that MUDD makes becomes two of (T, 1). Those of gpt2's layer 3, of which resid and post are parameters,
+        and net 0 makes the others for six heads:
 
             resid_attn (), resid_mlps (), post_attn (), post_mlps (), xsa (6, T, 1), head_gate (6, T, 1)
         """
@@ -2479,8 +2480,8 @@ ROWS_AT_ONCE = 2**18  # that are copied between device and host: 400 MB in gpt2
 class NgramTable:
     """Hold the embeddings of n-grams, and update those that were read.
 
-    Each rank owns an equal part of the rows, and the table exists once across all: no other tensor has its size. When a cycle
-    begins, its ranks fetch the rows that they will read; when it ends, summed gradients go back.
+    Each rank owns an equal part of the rows, and the table exists once across all: no other tensor has its size. When a
+    cycle begins, its ranks fetch the rows that they will read; when it ends, summed gradients go back.
     """
 
     wait: Callable[[], object]  # for the sums that all ranks send
@@ -2843,8 +2844,8 @@ class Trainer:
         look_up = self.table.fetch(requests)
         settings = settings_of(plan, self.cfg, self.device)
         embeds = [look_up(inputs.ngram_index) for inputs in sequences]
-        # Looked up here: within the graph, all slices of logits would read one table, so become one kernel, and exist at
-        # the same time
+        # Looked up here: within the graph, all slices of logits would read one table, so become one kernel, and exist
+        # at the same time
         invalid = [None if mask is None else F.embedding(inputs.tokens, mask) for inputs in sequences]
         return sum(self.model(inputs, e, settings, bits) for inputs, e, bits in zip(sequences, embeds, invalid))
 
