@@ -2801,7 +2801,7 @@ class Trainer:
         with self.part("optimizers"):
             step_optimizers(self.optimizers, plan, meanwhile=send_ngrams)
         if ends_cycle:
-            self.table.update(requests, plan)
+            self.end_cycle(plan)
         wait()
         return sent
 
@@ -2811,6 +2811,11 @@ class Trainer:
         self.look_up = self.table.fetch(requests)
         shape = len(requests.ids), self.cfg.model_dim
         self.ngram_sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
+
+    def end_cycle(self, plan: Plan):
+        """Update the rows that the cycle has read, and free the sums, which a validation does not need."""
+        self.table.update(self.requests, plan)
+        self.requests = self.ngram_sums = None
 
     def add_gradients(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
         """Add the gradients of a sequence to those before. Return its summed loss, and the gradient by its n-grams."""

@@ -190,6 +190,14 @@ def test_schedules_are_what_the_rows_say(preset: str):
         assert (plan.seq_len, plan.max_doc_len, plan.trains) == (cfg.val_seq_len, 0, False)
 
 
+def test_sums_of_ngrams_are_there_within_a_cycle_alone(gpt2):
+    """A validation, and the rows that the next cycle fetches, need their memory."""
+    trainer = train_gpt.Trainer(gpt2, train_gpt.Ranks())
+    for plan in gpt2.plans[: 2 * gpt2.all_step]:
+        trainer.train_step(plan, *trainer.dummies(plan))
+        assert (trainer.ngram_sums is None) == (trainer.table.group.names in plan.updates)
+
+
 def test_a_warm_up_leaves_the_sweep_of_candidates_where_it_was(gpt2):
     """With mini's few tokens a sweep always comes round to where it was."""
     stages = tuple(stage._replace(candidates=(100,)) for stage in gpt2.stages)
