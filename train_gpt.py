@@ -1759,8 +1759,8 @@ class Block(nn.Module):
         if row.ngram and not earlier:  # in the first layer
             x = x + factors["ngram"][0] * sources.ngrams
         first = x
-        if row.shift:  # from here on some channels are of earlier tokens, also of another document: after RWKV
-            # (arXiv:2305.13048)
+        if row.shift:
+            # From here on some channels are of earlier tokens, also of another document: after RWKV (arXiv:2305.13048)
             parts = x.tensor_split(len(row.shift), dim=1)
             x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift)], dim=1)
         mudd_values = None
