@@ -22,10 +22,11 @@ from pathlib import Path
 from huggingface_hub import constants, hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError
 
-if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH nothing beside this file is found
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONSAFEPATH": ""})
+if not __package__:  # `python data/cached_fineweb10B.py` is `python -m data.cached_fineweb10B`
+    env = os.environ | dict(PYTHONPATH=f"{Path(__file__).resolve().parents[1]}:{os.environ.get('PYTHONPATH', '')}")
+    os.execve(sys.executable, [sys.executable, "-m", "data.cached_fineweb10B", *sys.argv[1:]], env)
 
-from shards import is_shard
+from data.shards import is_shard
 
 
 def fetch(path: Path) -> None:

@@ -25,11 +25,12 @@ from pathlib import Path
 
 import numpy as np
 
-if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH nothing beside this file is found
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONSAFEPATH": ""})
+if not __package__:  # `python data/gpt2_canonical.py` is `python -m data.gpt2_canonical`
+    env = os.environ | dict(PYTHONPATH=f"{Path(__file__).resolve().parents[1]}:{os.environ.get('PYTHONPATH', '')}")
+    os.execve(sys.executable, [sys.executable, "-m", "data.gpt2_canonical", *sys.argv[1:]], env)
 
-from shards import write_file
-from texts import gpt2_encoding
+from data.shards import write_file
+from data.texts import gpt2_encoding
 
 PATH, VOCAB_SIZE = Path(__file__).with_name("gpt2_canonical.bin"), 50304
 SHA256 = "3bc096d452b0497e12da82158856669bc3bb3735281f3d676d0bf2ac20d95998"

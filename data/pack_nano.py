@@ -18,10 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
-if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH nothing beside this file is found
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONSAFEPATH": ""})
+if not __package__:  # `python data/pack_nano.py` is `python -m data.pack_nano`
+    env = os.environ | dict(PYTHONPATH=f"{Path(__file__).resolve().parents[1]}:{os.environ.get('PYTHONPATH', '')}")
+    os.execve(sys.executable, [sys.executable, "-m", "data.pack_nano", *sys.argv[1:]], env)
 
-from shards import write_shard
+from data.shards import write_shard
 
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
 MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES = 256, 2048

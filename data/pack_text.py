@@ -42,18 +42,16 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-if __name__ == "__main__" and sys.flags.safe_path:  # under -P or PYTHONSAFEPATH nothing beside this file is found
-    os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"PYTHONSAFEPATH": ""})
+if not __package__:  # `python data/pack_text.py` is `python -m data.pack_text`
+    env = os.environ | dict(PYTHONPATH=f"{Path(__file__).resolve().parents[1]}:{os.environ.get('PYTHONPATH', '')}")
+    os.execve(sys.executable, [sys.executable, "-m", "data.pack_text", *sys.argv[1:]], env)
 
-sys.path.insert(1, str(Path(__file__).resolve().parents[1]))
-
-import own_text
-from pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
-from shards import write_shard
+from data.pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
+from data.shards import write_shard
+from data.texts import decode, gpt2_encoding, without_surrogates
+from speedrun import ROOT, own_text
 from speedrun.process import held
-from texts import decode, gpt2_encoding, without_surrogates
 
-ROOT = Path(__file__).resolve().parents[1]
 OWN = ROOT / "data/own"
 SHARD_TOKENS = 100_000_000
 MAX_TOKENS = 2048  # after which gpt2 cuts documents

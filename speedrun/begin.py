@@ -18,8 +18,8 @@ from speedrun import needs
 with needs.packages():
     import torch
 
-    import sample
     import train_gpt
+    from speedrun.model import load_ngrams, read_model, run
     from train_gpt import Trainer, UserError
 
 PROGRAM = "python -m speedrun begin"
@@ -27,7 +27,7 @@ PROGRAM = "python -m speedrun begin"
 
 def take_weights(trainer: Trainer, model: Path) -> None:
     """Set parameters and rows of n-grams to those of a model, in the precision of the run."""
-    saved = sample.read_model(model)
+    saved = read_model(model)
     with train_gpt.refusing(f"{model}: not a sound model for these flags"):
         theirs, state = json.loads(saved["configuration"]), saved["model"]
         for name in "ngram_rows", "ngram_order":  # else its rows would be those of other n-grams
@@ -42,7 +42,7 @@ def take_weights(trainer: Trainer, model: Path) -> None:
                 view.copy_(state[name])
             optimizer.values.copy_(optimizer.shard(values))
         table = trainer.table
-        for part in sample.load_ngrams(model, saved["rows"]):
+        for part in load_ngrams(model, saved["rows"]):
             is_own = (part["ids"] >= table.first) & (part["ids"] < table.first + len(table.rows))
             table.restore(**{name: values[is_own] for name, values in part.items()})
 
@@ -80,4 +80,4 @@ def begin(argv: Sequence[str] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return sample.run(PROGRAM, begin, argv)
+    return run(PROGRAM, begin, argv)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from speedrun import needs
 
 with needs.packages():
-    import sample
     import train_gpt
+    from speedrun.model import run
     from train_gpt import Hyperparameters
 
 
@@ -46,4 +46,4 @@ def describe(argv: Sequence[str] | None) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return sample.run("python -m speedrun describe", describe, argv)
+    return run("python -m speedrun describe", describe, argv)

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from speedrun import ROOT
+
 # What environment.sh exports: short spinning of OpenMP's threads, freed memory that stays with the process
 ENVIRONMENT = dict(GOMP_SPINCOUNT="10000", MALLOC_TRIM_THRESHOLD_="2147483647", MALLOC_MMAP_THRESHOLD_="33554432")
 LIBC = ctypes.CDLL(None)  # here, as a process that has just been forked should not load libraries

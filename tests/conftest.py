@@ -11,10 +11,12 @@ import pytest
 import torch
 
 import train_gpt
+from data.shards import write_shard
 from dense import randomize
-from shards import write_shard
-from speedrun import mini  # noqa: F401  (a preset of its own)
-from speedrun.process import ROOT
+from speedrun import (
+    ROOT,
+    mini,  # noqa: F401  (a preset of its own)
+)
 from train_gpt import GPT, Hyperparameters, UserError
 
 torch.set_num_threads(1)  # for models so small threads cost more than they save: on a busy machine four times the time

@@ -18,9 +18,8 @@ import torch
 
 import train_gpt
 from conftest import GPT2_FLAGS, TINY_FLAGS
-from speedrun import bench, plain_gpt
+from speedrun import ROOT, bench, plain_gpt
 from speedrun.logs import Log
-from speedrun.process import ROOT
 from train_gpt import Ranks, Trainer
 
 
@@ -99,7 +98,7 @@ def test_plain_gpt_learns_and_writes_a_log_that_can_be_raced(corpus, tmp_path, m
 
 def first_gpu_run(out: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess:
     env = os.environ | dict(OUT=str(out), PYTHON=sys.executable, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    script = ROOT / "docs/first_gpu_run.sh"
+    script = ROOT / "runs/first_gpu_run.sh"
     return subprocess.run([script, *flags], env=env | variables, capture_output=True, text=True)
 
 

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-import gpt2_canonical as canonical
+from data import gpt2_canonical as canonical
 
 tiktoken = pytest.importorskip("tiktoken")
 # GPT-2's pattern, as tiktoken had it first

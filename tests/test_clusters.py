@@ -1,4 +1,4 @@
-"""docs/train.slurm with a stand-in for Slurm, as two nodes of one machine."""
+"""runs/train.slurm with a stand-in for Slurm, as two nodes of one machine."""
 
 import json
 import os

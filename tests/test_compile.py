@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import flex_attention as flex_module
 
 import train_gpt
-from shards import write_shard
+from data.shards import write_shard
 from speedrun import bench
 from train_gpt import Layer, Ranks, Stage, Trainer
 

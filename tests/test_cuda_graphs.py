@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 import train_gpt
 from conftest import GPT2, small
-from shards import write_shard
+from data.shards import write_shard
 from train_gpt import CUDAGraphs, Ranks, Trainer, train_cycles
 
 HOST_READS = {"_local_scalar_dense", "nonzero", "equal", "masked_select"}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import train_gpt
-from shards import write_shard
+from data.shards import write_shard
 from train_gpt import Batch, Hyperparameters, Ranks, Reader, UserError, plan_validation
 from world_worker import wait_for
 

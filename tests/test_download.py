@@ -13,8 +13,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-import cached_fineweb10B
-from shards import shard_header
+from data import cached_fineweb10B
+from data.shards import shard_header
 from world_worker import wait_for
 
 VAL, TRAIN = "fineweb_val_000000.bin", "fineweb_train_000001.bin"

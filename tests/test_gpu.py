@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 import train_gpt
+from data.shards import write_shard
 from dense import E4M3, E5M2, dense_attention, dense_head, dense_mask, dense_pointer, quantized, with_gradients
-from shards import write_shard
-from speedrun import check
-from speedrun.process import ROOT
+from speedrun import ROOT, check
 from train_gpt import BandMask, NgramTable, Ranks, Reader
 
 GPT2, NANO = (train_gpt.PRESETS[name] for name in ("gpt2", "nano"))

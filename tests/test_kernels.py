@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import train_gpt
-from speedrun.process import ROOT
+from speedrun import ROOT
 
 
 def check_mlp_kernel():

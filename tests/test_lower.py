@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from speedrun import lower, pretend_gpu, roofline
-from speedrun.process import ROOT
+from speedrun import ROOT, lower, pretend_gpu, roofline
 
 lowers = pytest.mark.skipif(bool(WHY_NOT := pretend_gpu.missing()), reason=f"lower {WHY_NOT}")
 SCRIPT, H100 = (ROOT / "train_gpt.py").read_text(), pretend_gpu.GPUS[90]

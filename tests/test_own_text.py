@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-import own_text
 import sample
-from own_text import Text
+from speedrun import own_text
+from speedrun.own_text import Text
 from world_worker import wait_for
 
 
@@ -100,7 +100,7 @@ echo '{"val_loss": 1.0}' >logs/$BASH_REMATCH.json
 """)
     run.chmod(0o755)
     code = f"""
-import own_text
+from speedrun import own_text
 own_text.ROOT, own_text.LOGS = own_text.Path({str(tmp_path)!r}), own_text.Path({str(tmp_path)!r}, "logs")
 raise SystemExit(own_text.train([], [], own_text.Text([b"words " * 99], [b"words " * 9], 60_000, 8)))"""
     env = os.environ | dict(PYTHONPATH=f"{Path(own_text.__file__).parent}:{Path(sample.__file__).parent}")

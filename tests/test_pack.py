@@ -19,11 +19,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-import own_text
-import pack_nano
-import pack_text
-import shards
 import train_gpt
+from data import pack_nano, pack_text, shards
+from speedrun import own_text
 
 
 def packed(folder: Path, eot: int = 256) -> dict[str, list[bytes]]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import train_gpt as m
-from shards import write_shard
+from data.shards import write_shard
 from world_worker import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.published]

@@ -17,10 +17,9 @@ from PIL import Image
 from scipy import stats
 
 import train_gpt
-from speedrun import plots, process, proof, race, rules, store
+from speedrun import ROOT, plots, process, proof, race, rules, store
 from speedrun.__main__ import build_parser, main
 from speedrun.logs import RULE, Log
-from speedrun.process import ROOT
 from speedrun.publish import BEGIN, END
 from speedrun.store import TRACKS
 from synthetic_logs import LOSSES, SCRIPT, SOURCE, log_text, write_race, write_record

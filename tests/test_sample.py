@@ -19,7 +19,8 @@ import sample
 import train_gpt
 from conftest import SMALL, SMALL_GPT2
 from dense import randomize
-from speedrun.process import ROOT
+from speedrun import ROOT
+from speedrun import model as models
 
 
 @pytest.mark.parametrize("preset", ["nano", "gpt2"])
@@ -44,7 +45,7 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     for rank, part in enumerate((slice(20), slice(20, None), slice(0), slice(20))):  # the last is of an older run
         torch.save({name: values[part] for name, values in whole.items()}, path.with_suffix(f".ngrams{rank}"))
     torch.save(saved | dict(rows=[train_gpt.checksum(path.with_suffix(f".ngrams{rank}")) for rank in range(3)]), path)
-    model = sample.load_model(path, "cpu")
+    model = models.load_model(path, "cpu")
     logits = torch.stack([model.next_logits(text[:n].tolist()) for n in range(1, 97)])
     score = F.cross_entropy if preset == "nano" else F.nll_loss  # with a pointer they are logarithms of probabilities
     assert score(logits, text[1:]).item() == pytest.approx(result["val_loss"], abs=1e-10)
@@ -56,7 +57,7 @@ def test_every_token_gets_its_share_of_the_copies(gpt2):
     changes = dict(dtype="float64", vocab_size=255, eot_token=254, canon_file="", val_pointer_block=24)
     cfg = dataclasses.replace(gpt2, **changes)
     gpt = randomize(train_gpt.GPT(cfg))
-    model = sample.Model(gpt, [])
+    model = models.Model(gpt, [])
     text = np.random.default_rng(0).integers(9, size=193)
     text[[0, 100]] = cfg.eot_token
     read = torch.from_numpy(text[:-1])
@@ -78,15 +79,15 @@ def test_tokens_come_as_often_as_the_softmax_says(temperature, top_k):
     logits, rng = torch.tensor([2.0, 0.5, 3.0, 1.0, -1.0, 2.5, 0.0]), torch.Generator().manual_seed(0)
     kept = np.argsort(logits.numpy())[-top_k:]
     p = np.exp(logits.double().numpy()[kept] / temperature)
-    seen = np.bincount([sample.choose(logits, temperature, top_k, rng) for _ in range(4000)], minlength=7)
+    seen = np.bincount([models.choose(logits, temperature, top_k, rng) for _ in range(4000)], minlength=7)
     assert seen[kept].sum() == 4000
     assert stats.chisquare(seen[kept], 4000 * p / p.sum()).pvalue > 0.001
 
 
 def test_a_text_ends_with_its_document(tiny):
-    model, script = sample.Model(randomize(train_gpt.GPT(tiny)), []), iter([7, 8, tiny.eot_token, 9])
-    assert list(sample.generate(model, [1, 2], 10, lambda logits: next(script))) == [7, 8]
-    assert list(sample.generate(model, [], 3, lambda logits: 7)) == [7, 7, 7]
+    model, script = models.Model(randomize(train_gpt.GPT(tiny)), []), iter([7, 8, tiny.eot_token, 9])
+    assert list(models.generate(model, [1, 2], 10, lambda logits: next(script))) == [7, 8]
+    assert list(models.generate(model, [], 3, lambda logits: 7)) == [7, 7, 7]
 
 
 def run(capsys, *argv: str) -> tuple[int, str, str]:
@@ -129,7 +130,6 @@ def test_text_is_printed_as_it_comes(capsys):
         ("older.pt", "older.pt: not a sound model of this script: "),
         ("nan.pt", "logits are not finite"),
         ("random.pt --prompt ab --tokens 79999", "of 2 tokens, --tokens 79999: the model reads 80000 at most"),
-        ("random.pt --prompt=-- --tokens 79999", "of 2 tokens, --tokens 79999: the model reads 80000 at most"),
         ("random.pt --temperature nan", "--temperature nan: expected a number from 0 to 100"),
     ],
 )
@@ -152,8 +152,7 @@ def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeyp
 def test_program_is_found_through_a_link_and_ends_without_a_traceback(model, tmp_path, end, code):
     (tmp_path / "link.py").symlink_to(ROOT / "sample.py")
     command = [sys.executable, "link.py", str(model), *"--tokens 70000 --top_k 1 --prompt a".split()]
-    options = dict(cwd=tmp_path, env=os.environ | dict(PYTHONSAFEPATH="1"))
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path)
     assert process.stdout.read(1) == b"a"
     process.stdout.close() if end == "reader leaves" else process.send_signal(signal.SIGINT)
     errors = process.stderr.read().decode()

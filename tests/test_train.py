@@ -20,7 +20,7 @@ import torch
 
 import train_gpt
 from conftest import losses, refusal
-from shards import write_shard
+from data.shards import write_shard
 from speedrun import describe
 from train_gpt import Hyperparameters, Ranks, Trainer, UserError
 from world_worker import ENVIRONMENT, ROOT, Run, wait_for

@@ -10,7 +10,7 @@ import torch
 import conftest
 import train_gpt
 from conftest import SMALL_GPT2
-from shards import write_shard
+from data.shards import write_shard
 from world_worker import ROOT, Run
 
 # No size divides 7 sequences of validation; 4 divides no number of matrices of a shape in nano, nor 3 the rows of gpt2

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Ask one GPU what it can say in nine minutes, without network: docs/first_gpu_run.sh [flags of train_gpt.py]
+# Ask one GPU what it can say in nine minutes, without network: runs/first_gpu_run.sh [flags of train_gpt.py]
 #
-#   docs/first_gpu_run.sh --preset mini --device cpu --batch_tokens 8192         try it without a GPU
-#   TEXT=FOLDER docs/first_gpu_run.sh       whole trainings, too, on shards of GPT-2 tokens, *train*.bin and *val*.bin
+#   runs/first_gpu_run.sh --preset mini --device cpu --batch_tokens 8192         try it without a GPU
+#   TEXT=FOLDER runs/first_gpu_run.sh       whole trainings, too, on shards of GPT-2 tokens, *train*.bin and *val*.bin
 #
 # Whole trainings are gpt2 with all its steps, each on one of its eight sequences, with and without FP8, and a plain GPT
 # of GPT-2's size for the same minute; they take 41 M tokens. The flags are for stages 3 and 1 of the steps as one rank

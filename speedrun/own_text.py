@@ -17,9 +17,9 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple
 
+from speedrun import ROOT
 from speedrun.process import STOPS, end_with_parent
 
-ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "logs"
 STEP = 2048  # tokens
 # Up to so many steps a text is read whole, and again as long as that helps; of larger ones a part is read, whose size
