@@ -1,4 +1,4 @@
-# shellcheck shell=bash
+# shellcheck shell=bash disable=SC2086 # $missing is a list
 # Sourced by run.sh, test.sh and .ci/run in the repository's root. `find_python [EXTRA...]` sets $python to one that has
 # the packages of requirements.txt and of these extras of pyproject.toml: $PYTHON or the python3 on the PATH if they
 # do, else that of .venv, which is made or completed. Nothing there is ever removed.
@@ -43,26 +43,27 @@ torch_index() {
 make_environment() { # EXTRA..., with a file to lock as file descriptor 9
     local base missing
     flock 9 2>/dev/null || true # not all file systems have locks
-    [ -z "$(find .venv/bin -xtype l 2>/dev/null)" ] || fail ".venv links to a Python that is gone: remove it: rm -r .venv"
+    meets "$@" && return # another process has made it
+    echo "completing the environment .venv, once: this can take some minutes" >&2
+    # uv, where it is installed, finds or fetches a Python, and chooses the wheels of torch by itself
+    if command -v uv >/dev/null && uv venv --quiet --allow-existing --python "${PYTHON:->=3.11}" .venv >&2; then
+        meets "$@" || uv pip install --quiet --python .venv --torch-backend=auto $missing >&2 && meets "$@" && return
+        echo "uv failed, see above: pip goes on" >&2
+    fi
     if ! "$python" -m pip --version &>/dev/null; then # there is none, or making it was interrupted
         for base in "${PYTHON:-python3}" python3.13 python3.12 python3.11 python ''; do
             lacks "$base" >/dev/null && break
         done
         [ -n "$base" ] || fail "no Python 3.11 or newer found: install one, or name it: PYTHON=/path/to/python $0"
-        echo "making the environment .venv, once: this can take some minutes" >&2
         "$base" -m venv .venv >&2 || fail "$base could not make .venv (Debian, Ubuntu: apt install python3-venv)"
     fi
-    meets "$@" && return # another process has made it
-    [ -n "$missing" ] || fail ".venv has a Python older than 3.11: remove it"
-    # What a user has set for pip may say where packages come from, but not where they go, or that they do not
-    export PIP_USER=0 PIP_ROOT=/ PIP_DRY_RUN=0 PIP_NO_DEPS=0
-    "$python" -m pip config list 2>/dev/null | grep -q find-links || export PIP_NO_INDEX=0
-    local install=("$python" -m pip install --quiet --disable-pip-version-check --target= --prefix "$PWD/.venv")
+    meets "$@" && return
+    [ -n "$missing" ] || fail ".venv has no Python from 3.11 on, or it is gone: rm -r .venv"
+    local install=("$python" -m pip install --quiet --disable-pip-version-check)
     if [[ $missing == torch==* ]]; then # if that fails, the default wheels will do
         # shellcheck disable=SC2046 # a flag and its value
         "${install[@]}" --timeout 5 --retries 0 $(torch_index) "${missing%%$'\n'*}" &>/dev/null || true
     fi
-    # shellcheck disable=SC2086 # one argument for each requirement
     "${install[@]}" $missing >&2 || fail "pip failed, see above; then run $0 again"
     meets "$@" || fail "pip has put packages elsewhere: see $python -m pip config list"
 }
