@@ -3,33 +3,22 @@
     python data/pack_text.py FILES_OR_FOLDERS...                     # writes data/own/train_000000.bin ..., val_...
     python data/pack_text.py FILES_OR_FOLDERS... --train             # and trains on them
     python data/pack_text.py FILES_OR_FOLDERS... --tokenizer gpt2    # needs tiktoken: pip install -e ".[text]"
-    python data/pack_text.py FILES_OR_FOLDERS... --train -- --seed 1 --compile    # flags of train_gpt.py, after --
     python data/pack_text.py corpus.jsonl --field text               # a text on each line, as JSON
     python data/pack_text.py corpus.txt --separator '<|endoftext|>'  # texts with this between them
 
-The last line of output is the command that trains on the shards. For bytes --train chooses steps by the size of the
-text, says why, goes on while validation falls, and ends with bits per byte, a sample and a picture of the losses; with
-steps, batches, data, a run id, a log folder or a checkpoint of your own it trains once, as you say. A file is one text,
-or holds several, as above, in UTF-8, or in UTF-16 with a byte order mark; ./-NAME is one that begins so. Equal texts
-count once. A tenth of the bytes is for validation: whole texts, by the hash of their names, where each is less than
-half of that; else documents. A document is
-- bytes: a piece of at least 256 bytes that ends at a blank line, as in pack_nano.py, cut after 2,048. What many files
-  repeat (a licence, a quoted mail) then counts once, and the model, which sees 512 bytes, loses little.
-- gpt2: a piece of at least 8 KiB that ends at a blank line, cut after 16 KiB and after 2,048 tokens, because training
-  drops what follows. Bytes that are not UTF-8 become U+FFFD; names of special tokens are plain text.
-
-Equal documents count once; one that both splits have stays in training. Documents are sorted by SHA-1, a fixed shuffle.
-Memory needs room for three times the text. What data/own had of an earlier text is replaced once all is well.
+The last line of output is the command that trains on the shards. For bytes --train chooses the steps, trains on while
+validation falls, and shows bits per byte, a sample and a picture; with your own steps, data, run id or checkpoint it
+trains once. Files are UTF-8, or UTF-16 with a byte order mark. Texts are cut at blank lines into documents of 256 to
+2,048 bytes, or for gpt2 of 8 to 16 KiB and at most 2,048 tokens; equal ones count once. A tenth of the bytes is for
+validation: whole texts, or documents where a text has more than half of that. Memory has to hold the text three times.
 Exit codes: 0 packed, 2 something has to be fixed first, 130 interrupted: older shards are as they were; or run.sh's.
 """
 
 import argparse
-import contextlib
 import glob
 import hashlib
 import json
 import os
-import re
 import shlex
 import sys
 import tempfile
@@ -56,10 +45,8 @@ OWN = ROOT / "data/own"
 SHARD_TOKENS = 100_000_000
 MAX_TOKENS = 2048  # after which gpt2 cuts documents
 BATCH_DOCUMENTS = 256  # encoded at a time
-JSON_LINES = (".jsonl", ".ndjson")
 EXTENSIONS = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
-# Sizes of documents; what a run takes: its steps, by tokens, the least that have one in each stage, tokens of the
-# largest step, sequences of its validation
+# Sizes of documents; steps by tokens, the least (one a stage), tokens of the largest; sequences of the validation
 Tokenizer = namedtuple("Tokenizer", "preset min_bytes max_bytes steps min_steps step_tokens val_sequences val_seq_len")
 TOKENIZERS = {
     "bytes": Tokenizer("nano", MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES, own_text.steps_of, 20, own_text.STEP, 8, 2**13),
@@ -71,36 +58,26 @@ def note(line: str) -> None:
     print("note: " + "".join(c if c.isprintable() else "?" for c in line), file=sys.stderr, flush=True)
 
 
-def walk(folder: Path) -> Iterator[tuple[Path, str]]:
-    """Yield what is in a folder, at any depth, and why it is not read. A linked folder might hold this one."""
-    denied: list[str] = []
-    for top, folders, names in os.walk(folder, onerror=lambda error: denied.append(error.filename)):
-        for path in map(Path(top).joinpath, [*folders, *names]):  # os.path: those of pathlib may raise
-            if not os.path.isdir(path):
-                yield path, "" if os.path.isfile(path) else "no regular file(s)"
-            elif os.path.islink(path):
-                yield path, "linked folder(s), to be named themselves"
-    yield from ((Path(name), "folder(s) without permission") for name in denied)
-
-
 def find_files(arguments: Iterable[Path], extensions: set[str]) -> dict[Path, str]:
     """Map each file to its name below its argument. Folders: what has an extension, and is not hidden or linked to."""
     files, left_out = {}, Counter[str]()
     for argument in arguments:
         if argument.is_file():
             files[argument.resolve()] = argument.name
-            continue
-        if not argument.is_dir():  # a pipe or a device might never end
+        elif not argument.is_dir():  # a pipe or a device might never end
             raise RuntimeError(f"{argument}: no regular file and no folder")
-        for path, problem in sorted(walk(argument)):
+        for path in sorted(argument.rglob("*")):
             name, ending = path.relative_to(argument), path.suffix.lower()
-            is_hidden = any(part.startswith(".") for part in name.parts)
-            if ending in extensions and not is_hidden and not problem:
+            if any(part.startswith(".") for part in name.parts):
+                left_out["hidden"] += 1
+            elif path.is_dir():
+                if path.is_symlink() or not os.access(path, os.R_OK | os.X_OK):
+                    note(f"{path}: left out, as it is a link or not readable")
+            elif ending in extensions and path.is_file():
                 files[path.resolve()] = name.as_posix()
             else:
-                left_out["hidden" if is_hidden else problem or ending or "without an ending"] += 1
-    kinds = sorted(left_out.most_common(), key=lambda found: "(s)" not in found[0])[:6]  # folders first
-    told = ", ".join(f"{count:,} {kind}" for kind, count in kinds) or "nothing"
+                left_out[ending or "without an ending"] += 1
+    told = ", ".join(f"{count:,} {kind}" for kind, count in left_out.most_common(6)) or "nothing"
     told = f"left out: {told}; --ext takes other endings, and --ext '' files without one"
     if not files:
         raise RuntimeError(f"no text: {told}")
@@ -111,29 +88,27 @@ def find_files(arguments: Iterable[Path], extensions: set[str]) -> dict[Path, st
 
 def read_file(path: Path) -> tuple[str, str]:
     """Return a file's text, and what is odd about it. Bytes that are not UTF-8 become surrogates, which keep them."""
-    odd, content = "", path.read_bytes()
+    content = path.read_bytes()
     try:
-        text = decode(content)
+        text, odd = decode(content), ""
     except UnicodeDecodeError:
         odd = "not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts"
         text = content.replace(b"\r\n", b"\n").decode(errors="surrogateescape")
-    if "\0" in text:
-        return "", "compressed, binary or unmarked UTF-16, left out; unpack, or iconv -f UTF-16LE -t UTF-8 converts"
-    return text, odd
+    return ("", "binary or unmarked UTF-16, left out") if "\0" in text else (text, odd)
 
 
 def split_file(name: str, text: str, separator: str, field: str) -> list[str]:
     """Return the texts of a file: of JSON lines a field, of others what is between separators, if there is one."""
-    if not name.lower().endswith(JSON_LINES):
+    if not name.lower().endswith((".jsonl", ".ndjson")):
         return text.split(separator) if separator else [text]
     texts = []
     for number, line in enumerate(text.split("\n"), start=1):
         try:
             if line.strip():
                 texts.append(without_surrogates(json.loads(line)[field] or ""))
-        except (RecursionError, ValueError, TypeError, KeyError) as error:
-            told = f"{type(error).__name__}: {error}; expected a JSON object with a text {field!r}"
-            raise RuntimeError(f"{name}, line {number}: {told}; --field names another field") from None
+        except (ValueError, TypeError, KeyError) as error:
+            told = f"no JSON object with a text {field!r}, see --field ({type(error).__name__}: {error})"
+            raise RuntimeError(f"{name}, line {number}: {told}") from None
     return texts
 
 
@@ -149,7 +124,7 @@ def cut_documents(text: bytes, tokenizer: Tokenizer) -> Iterator[bytes]:
 
 
 def read_documents(files: dict[Path, str], args: argparse.Namespace) -> dict[str, list[bytes]]:
-    """Read all files, and split their documents. Tell what is left out or odd."""
+    """Return the documents of each split. Tell what is left out or odd."""
     odd: dict[str, list[str]] = defaultdict(list)
     texts: dict[bytes, tuple[bytes, list[bytes]]] = {}  # a name, and the documents that stay together
     for path, name in files.items():
@@ -170,10 +145,7 @@ def read_documents(files: dict[Path, str], args: argparse.Namespace) -> dict[str
 
 
 def split_texts(texts: list[tuple[bytes, list[bytes]]], fraction: float, least: int) -> dict[str, list[bytes]]:
-    """Give validation a fraction of the bytes, or enough for a sequence. A text that is large is split by documents.
-
-    So are all if one is, or if they have most in common, which does not count as it may stay in training.
-    """
+    """Give validation a fraction of the bytes, or a sequence: whole texts, or documents if texts are large or alike."""
     times = Counter(chain.from_iterable({*documents} for _, documents in texts))
     total = sum(map(len, times))
     if equal := sum(len(document) for _, documents in texts for document in documents) - total:
@@ -193,7 +165,7 @@ def split_texts(texts: list[tuple[bytes, list[bytes]]], fraction: float, least: 
 def encode_gpt2(encoding, documents: list[bytes]) -> np.ndarray:
     """Return GPT-2 tokens, with an end of text before each document and each part of one that is too long."""
     texts = [document.decode(errors="replace") for document in documents]
-    lists = encoding.encode_ordinary_batch(texts, num_threads=os.cpu_count() or 1)
+    lists = encoding.encode_ordinary_batch(texts)
     begins = (range(0, len(tokens), MAX_TOKENS - 1) for tokens in lists)
     parts = [np.insert(tokens, places, encoding.eot_token) for tokens, places in zip(lists, begins, strict=True)]
     return np.concatenate(parts).astype(np.uint16)
@@ -212,70 +184,49 @@ def cut_shards(documents: list[bytes], encode: Callable, split: str) -> Iterator
         yield np.concatenate(held)
 
 
-def scored_tokens(tokenizer: Tokenizer, val: int) -> int:
-    """Return how many of so many validation tokens a run scores."""
-    return min((val - 1) // tokenizer.val_seq_len, tokenizer.val_sequences) * tokenizer.val_seq_len
-
-
-def fit(tokenizer: Tokenizer, train: int, val: int, own: Sequence[str] = (), times: int = 1) -> list[str]:
-    """Return the flags of a run for which the text, read so often, is enough. The user's own flags may need less."""
-    flags = " ".join(own)
-    given = {name: int(size) for name, size in re.findall(r"--(\w+)[= ]([1-9]\d{0,9})(?!\S)", flags)}
-    batches = 3 if tokenizer.preset == "gpt2" else 1  # in the largest step
-    batch = given.get("batch_tokens", tokenizer.step_tokens // batches)
-    for name, most in dict(num_iterations=(train * times - 1) // batch, val_tokens=val - 1).items():
-        if given.get(name, 0) > max(0, most) and not re.search("--(preset|train_files|val_files)", flags):
-            raise RuntimeError(f"--{name} {given[name]}: the text has enough for {max(0, most):,} at most")
-    steps, scored = (train - 1) // (batch * batches), scored_tokens(tokenizer, val)
+def fit(tokenizer: Tokenizer, train: int, val: int, own: Sequence[str] = ()) -> tuple[int, int]:
+    """Return the steps and the validation tokens of a run for which the text is enough. Flags of one's own may help."""
+    steps = (train - 1) // tokenizer.step_tokens
+    scored = min((val - 1) // tokenizer.val_seq_len, tokenizer.val_sequences) * tokenizer.val_seq_len
     if not own and (steps < tokenizer.min_steps or scored < 1):
-        least = f"{tokenizer.min_steps * tokenizer.step_tokens + 1:,} and {tokenizer.val_seq_len + 1:,}"
-        told = f"{train:,} tokens to train on and {val:,} to validate on, expected {least}"
+        told = f"{train:,} tokens to train on and {val:,} to validate on, expected "
+        told += f"{tokenizer.min_steps * tokenizer.step_tokens + 1:,} and {tokenizer.val_seq_len + 1:,}"
         raise RuntimeError(f"too little text for {tokenizer.preset}: {told}: add some, or your own flags after --")
-    sizes = {"--num_iterations": max(1, min(steps, tokenizer.steps(train)))}
-    if scored > 0:
-        sizes["--val_tokens"] = scored
-    return [word for name, size in sizes.items() for word in (name, str(size))]
+    return max(1, min(steps, tokenizer.steps(train))), max(scored, tokenizer.val_seq_len)
 
 
-def passes(documents: list[bytes], count: int) -> list[bytes]:
-    """Return the documents `count` times, each time in another order."""
-    orders = (sorted(documents, key=lambda d: hashlib.sha1(b"%d " % i + d).digest()) for i in range(1, count))
-    return [*documents, *chain(*orders)]
-
-
-def pack(args: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[list[str], own_text.Text]:
-    """Write the shards, in a folder that is held as long as `stack`. Return the flags of a run, and what is in them."""
-    tokenizer = TOKENIZERS[args.tokenizer]
+def pack(args: argparse.Namespace) -> tuple[list[str], own_text.Text]:
+    """Write the shards. Return the flags of a run, and what is in them."""
+    tokenizer, is_bytes = TOKENIZERS[args.tokenizer], args.tokenizer == "bytes"
     if not 0 <= args.val_fraction < 1:  # nor is NaN
         raise RuntimeError(f"--val_fraction {args.val_fraction}: expected a number from 0 to less than 1")
     files = find_files(args.inputs, {f".{end.strip(' .').lower()}" if end else "" for end in args.ext.split(",")})
-    encode = partial(encode_gpt2, gpt2_encoding()) if args.tokenizer == "gpt2" else to_tokens
-    sizes, flags = Counter[str](), ["--preset", tokenizer.preset, "--target_loss", "0", "--val_sha256", ""]
-    out = str(args.out.resolve()).removeprefix(f"{ROOT}/")  # run.sh changes to ROOT
-    stack.enter_context(held(args.out, "another pack_text.py packs or trains there: choose another --out"))
+    encode = to_tokens if is_bytes else partial(encode_gpt2, gpt2_encoding())
     old = {*args.out.glob("train_*.bin"), *args.out.glob("val_*.bin")}
     if old and args.out.resolve() != OWN:
         raise RuntimeError(f"{min(old)} is there already: remove the {len(old)} shards, or choose another --out")
-    documents = read_documents(files, args)
-    is_bytes = args.tokenizer == "bytes"
+    documents, sizes = read_documents(files, args), Counter[str]()
     times = own_text.passes_of(sum(1 + len(d) for d in documents["train"])) if args.train and is_bytes else 1
     with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as folder:
         for split, texts in documents.items():
-            texts = passes(texts, times if split == "train" else 1)
-            for i, tokens in enumerate(cut_shards(texts, encode, split)):
+            count = times if split == "train" else 1  # each time in another order
+            more = (sorted(texts, key=lambda d: hashlib.sha1(b"%d " % i + d).digest()) for i in range(1, count))
+            for i, tokens in enumerate(cut_shards([*texts, *chain(*more)], encode, split)):
                 write_shard(Path(folder, f"{split}_{i:06d}.bin"), tokens)
                 sizes[split] += len(tokens)
-            flags += [f"--{split}_files", f"{glob.escape(out)}/{split}_*.bin"]
         sizes["train"] //= times
-        flags += [*fit(tokenizer, sizes["train"], sizes["val"], args.flags, times), *own_text.MODEL * is_bytes]
-        new = {args.out / shard.name: shard for shard in Path(folder).iterdir()}
-        for path, shard in new.items():
-            os.replace(shard, path)
-    for path in old - new.keys():  # last: no failure loses both
+        steps, scored = fit(tokenizer, sizes["train"], sizes["val"], args.flags)
+        for shard in Path(folder).iterdir():
+            os.replace(shard, args.out / shard.name)
+            old.discard(args.out / shard.name)
+    for path in old:  # last: no failure loses both
         path.unlink()
+    flags = ["--preset", tokenizer.preset, "--target_loss", "0", "--val_sha256", ""]
+    flags += ["--num_iterations", str(steps), "--val_tokens", str(scored), *own_text.MODEL * is_bytes]
+    out = glob.escape(str(args.out.resolve()).removeprefix(f"{ROOT}/"))  # run.sh changes to ROOT
     for split, texts in documents.items():
         print(f"{args.out}: {split}: {len(texts):,} documents, {sizes[split]:,} tokens")
-    scored = scored_tokens(tokenizer, sizes["val"])
+        flags += [f"--{split}_files", f"{out}/{split}_*.bin"]
     return flags, own_text.Text(documents["train"], documents["val"], sizes["train"], scored)
 
 
@@ -294,23 +245,20 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end], argparse.Namespace(flags=argv[end + 1 :]))
-    with contextlib.ExitStack() as stack:
-        try:
-            flags, text = pack(args, stack)
-            run = "./run.sh" if Path.cwd() == ROOT else str(ROOT / "run.sh")
-            print("train on it:", shlex.join([run, *flags, *args.flags]), flush=True)
+    try:
+        with held(args.out, "another pack_text.py packs or trains there: choose another --out"):
+            flags, text = pack(args)
+            print("train on it:", shlex.join([f"{ROOT}/run.sh", *flags, *args.flags]), flush=True)
             theirs = {flag.partition("=")[0] for flag in args.flags} & {*own_text.SINGLE.split()}
-            if args.train and args.tokenizer == "bytes" and not theirs:
+            if args.train and (theirs or args.tokenizer != "bytes"):  # with this Python: run.sh makes no environment
+                os.execve(ROOT / "run.sh", ["./run.sh", *flags, *args.flags], os.environ | {"PYTHON": sys.executable})
+            elif args.train:
                 own_text.say(*own_text.why(text, args.flags))
                 sys.exit(own_text.train(flags, args.flags, text))
-            if args.train and args.tokenizer == "bytes":
-                note(f"one run as you say, without bits per byte: {', '.join(sorted(theirs))}")
-            if args.train:  # with this Python, so that run.sh makes no other environment
-                os.execve(ROOT / "run.sh", ["./run.sh", *flags, *args.flags], os.environ | {"PYTHON": sys.executable})
-        except (OSError, RuntimeError) as error:
-            parser.error(str(error))
-        except KeyboardInterrupt:
-            parser.exit(130, f"{parser.prog}: interrupted\n")
+    except (OSError, RuntimeError) as error:
+        parser.error(str(error))
+    except KeyboardInterrupt:
+        parser.exit(130, f"{parser.prog}: interrupted\n")
 
 
 if __name__ == "__main__":

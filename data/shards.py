@@ -1,4 +1,4 @@
-"""Read and write the shard format: 256 int32 of header, then the tokens as uint16.
+"""Write the shard format: 256 int32 of header, then the tokens as uint16.
 
 The header is [20240520, 1, number of tokens, 0, ...], all little-endian, as in the speedrun community's FineWeb shards.
 train_gpt.py parses it with its own code, because it imports nothing from this repository.
@@ -9,21 +9,6 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-
-
-def shard_header(num_tokens: int) -> bytes:
-    """Return the 1,024 header bytes of a shard of `num_tokens` tokens."""
-    header = np.zeros(256, dtype="<i4")
-    header[:3] = 20240520, 1, num_tokens
-    return header.tobytes()
-
-
-def is_shard(path: Path) -> bool:
-    """Tell whether a file is there, and is a complete shard."""
-    if not path.is_file():
-        return False
-    with open(path, "rb") as file:
-        return file.read(12) == shard_header((path.stat().st_size - 1024) // 2)[:12] and path.stat().st_size % 2 == 0
 
 
 def write_file(path: Path, *parts: bytes | np.ndarray) -> None:
@@ -41,4 +26,6 @@ def write_file(path: Path, *parts: bytes | np.ndarray) -> None:
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:
     """Write `tokens` (0 ... 65535) to `path`."""
-    write_file(path, shard_header(len(tokens)), np.ascontiguousarray(tokens, dtype="<u2"))
+    header = np.zeros(256, dtype="<i4")
+    header[:3] = 20240520, 1, len(tokens)
+    write_file(path, header, np.ascontiguousarray(tokens, dtype="<u2"))

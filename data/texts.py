@@ -2,7 +2,6 @@
 
 import codecs
 import re
-from pathlib import Path
 
 MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
 
@@ -11,10 +10,6 @@ def decode(content: bytes) -> str:
     r"""Return a file's text without its mark, and with \n at the end of each line. Raise UnicodeDecodeError."""
     mark = next((mark for mark in MARKS if content.startswith(mark)), b"")
     return content.removeprefix(mark).decode(MARKS.get(mark, "utf-8")).replace("\r\n", "\n")
-
-
-def read_text(path: Path) -> str:
-    return decode(path.read_bytes())
 
 
 def without_surrogates(text: str) -> str:

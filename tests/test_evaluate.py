@@ -35,17 +35,13 @@ def test_pieces_that_overlap_score_as_one_token_at_a_time(preset, tiny):
 
 def test_program_scores_texts_or_says_what_is_wrong(model, capsys, monkeypatch):
     monkeypatch.chdir(model.parent.parent)
-    for name, content in dict(empty=b"", text="\ufeffnaïve\r\n".encode()).items():
-        Path(name).write_bytes(content)
-
-    def run(argv: str) -> tuple[int, str, str]:
-        return main(["evaluate", *argv.split()]), *capsys.readouterr()
-
-    found = json.loads(run("--text text")[1])["texts"]["text"]
+    Path("empty").touch()
+    Path("text").write_bytes("\ufeffnaïve\r\n".encode())
+    assert main(["evaluate", "--text", "text"]) == 0
+    found = json.loads(capsys.readouterr().out)["texts"]["text"]
     assert found["bytes"] == found["tokens"] == 7
     assert found["bits_per_byte"] == pytest.approx(found["loss"] / math.log(2))
-    wrong = {"--text nowhere": "[Errno 2] No such file or directory: 'nowhere'", "--text empty": "empty: is empty"}
-    wrong |= {"--text logs/random.pt": "logs/random.pt: is not text in UTF-8"}
-    for argv, message in wrong.items():
-        code, out, err = run(argv)
+    wrong = {"empty": "empty: is empty", "logs/random.pt": "logs/random.pt: is not text in UTF-8"}
+    for name, message in wrong.items():
+        code, (out, err) = main(["evaluate", "--text", name]), capsys.readouterr()
         assert (code, out, err.count("\n"), message in err) == (2, "", 1, True), err
