@@ -13,10 +13,8 @@ from speedrun import needs, process, proof, publish, race, rules, store, tried
 from speedrun.logs import ToolError, printable
 from speedrun.needs import PYTHON
 
-INTRODUCTION = (
-    "Train, prove and compare: the tools around train_gpt.py. A record is named by its folder, or a unique part of "
-    "that. Exit codes: 0 done, 1 a check failed, 2 something has to be mended, 130 interrupted."
-)
+INTRODUCTION = """The tools around train_gpt.py. A record is named by its folder, or a unique part of that.
+Exit codes: 0 done, 1 a check failed, 2 something has to be mended, 130 interrupted."""
 # Commands that are modules, with flags of their own
 MODULES = dict(
     check="Look at machine, data and flags before a training, and get the data; run.sh does it.",
@@ -37,8 +35,8 @@ def say(text: str, stream: TextIO) -> None:
 
 
 def command_race(args: argparse.Namespace) -> Outcome:
-    """Run scripts in turn on this machine, and compare times and losses of each with those of the one after it and of
-    the last one, with 95% intervals and a verdict. Name the newest first. The data come first."""
+    """Run scripts in turn, and compare times and losses of each with the next and the last, with 95% intervals and a
+    verdict. Name the newest first."""
     settings = {name: getattr(args, name) for name in ("out", "pairs", "seed", "nproc_per_node", "note")}
     return race.told(race.race_scripts(args.scripts, args.root, args.flags, **settings)), 0
 
@@ -60,11 +58,9 @@ def command_stats(args: argparse.Namespace) -> Outcome:
     """Say mean, sd and p of runs, and how many the target is likely to need."""
     found = store.read_logs(args.logs, args.root)
     rules.require_one_experiment(found)
-    if (target := args.target) is None:
-        track = store.track_of(found[0])
-        if problem := rules.validation_problem(found[0], track):
-            raise ToolError(f"{found[0].path}: {problem}; or name the target of its own: --target LOSS")
-        target = track.target
+    target = store.track_of(found[0]).target if args.target is None else args.target
+    if args.target is None and (problem := rules.validation_problem(found[0], store.track_of(found[0]))):
+        raise ToolError(f"{found[0].path}: {problem}; or name the target of its own: --target LOSS")
     sample = proof.describe([log.val_loss for log in found], target)
     if sample.n == 1:
         return f"{sample} against {target}; one run gives no p", 0
@@ -99,9 +95,12 @@ def command_submit(args: argparse.Namespace) -> Outcome:
             return f"{folder}: mend this, then run {PYTHON} -m speedrun submit {args.name}\n{verdict}", 1
         publish.rewrite_tables(args.root, check_only=False)
         command_plot(argparse.Namespace(records=[], root=args.root, output=None))
-    left = f"the root is the newest record's script: cp {folder / store.SCRIPT} {args.root.parent / store.SCRIPT}"
-    left += "\n- README.md: its rows and figures of the newest record are written by hand"
-    return f"{verdict}\nwhat is left to do:\n- {left}\n- ./test.sh, then commit all of it", 0
+    left = f"""left to do by hand:
+- the root is the newest record's script: cp {folder / store.SCRIPT} {args.root.parent / store.SCRIPT}
+- {args.root / store.PAGE}: "The line so far"; README.md: rows and figures of the newest record; CHANGELOG.md
+- a new track: its rules in {args.root / "RULES.md"}
+- ./test.sh, then commit all of it"""
+    return f"{verdict}\n{left}", 0
 
 
 def command_plot(args: argparse.Namespace) -> Outcome:
@@ -109,7 +108,6 @@ def command_plot(args: argparse.Namespace) -> Outcome:
     from speedrun import plots
 
     path = args.output or (Path() if args.records else args.root) / "curves.png"
-    plots.kind_of(path)  # before all logs are read
     plots.plot_curves(plots.curves_of(args.records, args.root), path)
     return str(path), 0
 
@@ -121,31 +119,21 @@ def build_parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=text)
 
     def command(function: Callable[[argparse.Namespace], Outcome], **settings: Any) -> Callable:
-        name, text = function.__name__.removeprefix("command_"), function.__doc__
-        parser = commands.add_parser(
-            name, allow_abbrev=False, help=(text or "").replace("%", "%%"), description=text, **settings
-        )
+        name, text = function.__name__.removeprefix("command_"), function.__doc__ or ""
+        settings |= dict(help=text.replace("%", "%%"), description=text)
+        parser = commands.add_parser(name, allow_abbrev=False, **settings)
         parser.add_argument("--root", type=Path, default=store.RECORDS, help="where records are (default: %(default)s)")
         parser.set_defaults(function=function)
         return parser.add_argument
 
     usage = "%(prog)s [options] NEWEST OLDER [OLDER ...] [-- FLAGS ...]"
-    epilog = (
-        "FLAGS after -- go to all scripts, such as -- --num_iterations 100 --val_loss_every 0. An idea that is a flag: "
-        f"race 'train_gpt.py --muon_lr 0.05' train_gpt.py. {race.CONTRACT} {proof.FASTER} "
-        "docs/submit.md says what to do next."
-    )
-    add = command(command_race, usage=usage, epilog=epilog)
+    epilog = "FLAGS go to all scripts. An idea may be a flag: race 'train_gpt.py --muon_lr 0.05' train_gpt.py. "
+    add = command(command_race, usage=usage, epilog=f"{epilog}{race.CONTRACT} {proof.FASTER} See docs/submit.md.")
     add("scripts", nargs="+", metavar="SCRIPT", help="a record, a log, a script, or 'SCRIPT FLAGS OF ITS OWN'")
     add("--pairs", type=int, default=6, help="rounds, of one run of each script; 1 to 4 are a screen (default: 6)")
     add("--seed", type=int, default=1, help="of the first round; each next one is higher (default: 1)")
     add("--nproc_per_node", type=int, default=1, metavar="N", help="processes of each run; above 1 with torchrun")
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="of the race, which goes on there (default: logs/race-TIME)",
-    )
+    add("--out", type=Path, metavar="FOLDER", help="of the race, which resumes there (default: logs/race-TIME)")
     add("--note", metavar="TEXT", default="", help="what the idea is, for `tried` and the record")
     command(command_tried)
     add = command(command_diff)
@@ -163,7 +151,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--race", type=Path, metavar="FILE", help="race.json against the record before, to be stored, too")
     add = command(command_plot)
     add("records", metavar="RECORD", nargs="*", help="(default: all ranked records, and the plain GPT)")
-    add("-o", "--output", type=Path, metavar="FILE", help="png, svg, pdf, webp or jpg (default: curves.png)")
+    add("-o", "--output", type=Path, metavar="FILE", help="in the format of its ending (default: curves.png)")
     return parser
 
 
@@ -188,10 +176,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv[:at])
     args.flags = argv[at + 1 :]
     if args.function is not command_diff:
-        with needs.packages("race"):
+        with needs.packages("race"):  # to miss them now, and not after all runs
             import matplotlib  # noqa: F401
             import psutil  # noqa: F401
-            import scipy.stats  # noqa: F401  to miss it now, and not after all runs
+            import scipy.stats  # noqa: F401
     try:
         told, code = args.function(args)
         say(told, sys.stdout)

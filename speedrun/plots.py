@@ -9,21 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from speedrun import store
-from speedrun.logs import ODD, Log, ToolError, printable, read_json
+from speedrun.logs import Log, ToolError, printable, read_json
 from speedrun.rules import validation_problem
 
 # Target or None; lists over the steps at which all logs have a loss: mean time in s; mean, lowest and highest loss
 Curve = namedtuple("Curve", "name track target steps seconds mean low high")
 ANCHOR = "plain GPT"
-KINDS = "png", "svg", "pdf", "webp", "jpg"
 WIDE = 5  # times of the quickest run, from which on the clock is logarithmic
-
-
-def kind_of(path: Path) -> str:
-    """Return the kind of picture that a path's ending says."""
-    if (kind := path.suffix[1:].lower()) not in KINDS:
-        raise ToolError(f"{path}: its ending is none of {', '.join(KINDS)}")
-    return kind
 
 
 def curve_of(name: str, track: tuple[str, float | None], curves: Sequence[dict[int, tuple[float, float]]]) -> Curve:
@@ -45,14 +37,10 @@ def track_of(log: Log) -> tuple[str, float | None]:
     return f"{board}, validation tokens {(log.val_sha256 or 'unknown')[:6]}", None
 
 
-def read_result(path: Path) -> Curve:
-    """Read what plain_gpt.py printed of its run on the nano track."""
-    found = read_json(path)
-    try:
-        curve = {int(step): (float(loss), float(ms)) for step, loss, ms in found["val_curve"]}
-    except ODD:
-        raise ToolError(f"{path}: has no val_curve of [step, loss, ms], as plain_gpt.py prints it") from None
-    return curve_of(ANCHOR, ("nano", store.TRACKS["nano"].target), [curve])
+def read_result(path: Path, track: store.Track) -> Curve:
+    """Read what plain_gpt.py printed of its run on a track."""
+    curve = {step: (loss, ms) for step, loss, ms in read_json(path)["val_curve"]}
+    return curve_of(ANCHOR, (track.name, track.target), [curve])
 
 
 def curve_of_log(path: Path) -> Curve:
@@ -75,10 +63,7 @@ def curve_of_record(folder: Path) -> Curve:
 
 
 def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
-    """Read the curves of records and logs; without names, of all ranked records and the plain GPT.
-
-    Say which cannot be drawn.
-    """
+    """Read the curves of records and logs; without names, of all ranked records and plain GPTs."""
     curves = []
     for name in names or [str(folder) for folder in store.lineage(root) if store.read_card(folder).ranked]:
         path = Path(name)
@@ -86,8 +71,8 @@ def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
             curves.append(curve_of_log(path) if path.is_file() else curve_of_record(store.find_record(name, root)))
         except ToolError as error:
             print(printable(f"left out: {error}"), file=sys.stderr)
-    if not names and (anchor := root / "anchor.json").is_file():
-        curves.append(read_result(anchor))
+    anchors = [track for track in store.TRACKS.values() if track.anchor and (root / track.anchor).is_file()]
+    curves += [read_result(root / track.anchor, track) for track in anchors if not names]
     if not curves:
         raise ToolError("nothing to draw: name records or logs of runs")
     return curves
@@ -119,16 +104,14 @@ def draw_panel(panel: Any, track: str, mine: Sequence[Curve]) -> None:
         panel.set_xlim(min(ends) / 20, 1.2 * max(ends))
     panel.xaxis.set_major_formatter("{x:g}")
     panel.set_xlabel("train time (s)")
-    panel.set_ylabel(f"validation loss (nats per {'byte' if track.startswith('nano') else 'token'})")
+    unit = getattr(store.TRACKS.get(track.split()[0].rstrip(",")), "unit", "token")
+    panel.set_ylabel(f"validation loss (nats per {unit})")
     panel.set_title(f"{track}: validation loss against train time", fontsize=10, parse_math=False)
     panel.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
 def plot_curves(curves: Sequence[Curve], path: Path) -> Any:
-    """Draw loss against train time, one panel for each track, as the path's ending says, and return the figure.
-
-    A PNG has what it shows in its metadata, so that a stale one can be told.
-    """
+    """Draw one panel for each track, in the format of the path's ending, a PNG with its numbers; return the figure."""
     from matplotlib.figure import Figure
 
     tracks = sorted({curve.track for curve in curves})
@@ -136,7 +119,10 @@ def plot_curves(curves: Sequence[Curve], path: Path) -> Any:
     for i, track in enumerate(tracks):
         panel = figure.add_subplot(len(tracks), 1, i + 1)
         draw_panel(panel, track, [curve for curve in curves if curve.track == track])
-    found = dict(curves=[curve._asdict() for curve in curves])
-    metadata = {"Comment": json.dumps(found)} if kind_of(path) == "png" else None
-    figure.savefig(path, dpi=110, format=kind_of(path), metadata=metadata)
+    kind = path.suffix[1:].lower() or "png"
+    numbers = {"Comment": json.dumps(dict(curves=[curve._asdict() for curve in curves]))}
+    try:
+        figure.savefig(path, dpi=110, format=kind, metadata=numbers if kind == "png" else None)
+    except ValueError as error:
+        raise ToolError(f"{path}: {error}") from None
     return figure

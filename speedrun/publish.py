@@ -36,20 +36,16 @@ def link(folder: Path) -> str:
 
 
 def new_record(name: str, paths: Sequence[str], root: Path, race: Path | None) -> Path:
-    """Make the folder from finished logs of one script and its race, once nothing of this is known to be wrong."""
+    """Make the folder from finished logs of one script, and its race."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise ToolError(f"{name!r} is no name for a record: take letters, digits, '-' and '.'")
     line = store.lineage(root)
     if taken := [name_of(path) for path in line if store.short_name(path.name).lower() == name.lower()]:
         raise ToolError(f"{taken[0]} has that name: choose another, or remove it first")
-    if not paths:
-        raise ToolError("name the logs of its runs")
-    if len({Path(path).name for path in paths}) < len(paths):
-        raise ToolError("two of the logs have the same file name: rename one")
+    if not paths or len({Path(path).name for path in paths}) < len(paths):
+        raise ToolError("name the logs of its runs, which need names of their own")
     own = [Log(Path(path)) for path in paths]
     require_one_experiment(own)
-    if not own[0].source:
-        raise ToolError(f"{own[0].path}: states no script but its SHA-256: take the log that the run wrote")
     before, folder = line[-1] if line else None, root / store.track_of(own[0]).name / next_name(name, own[0], line)
     what = (race and read_race(race).note) or "<say in one line what it is>"
     card = dict(date=str(datetime.date.today()), what=what, kind="idea", after=before and name_of(before), ranked=True)
@@ -67,28 +63,25 @@ def new_record(name: str, paths: Sequence[str], root: Path, race: Path | None) -
 def older_logs(path: Path, before: Sequence[Path]) -> dict[str, str]:
     """Return name and text of the logs beside a race.json of the first of these records that was raced."""
     race = read_race(path)
-    for sha256 in map(sha256_of, before):
-        if sha256 in race.hashes:
-            names = [f"{race.run_id(run.seed, run.script)}.txt" for run in race.of(race.hashes.index(sha256))]
-            paths = filter(Path.is_file, map(path.with_name, names))
-            return {f"{OLDER}/{path.name}": Log(path).stored for path in paths}
-    return {}
+    raced = [race.hashes.index(sha256) for sha256 in map(sha256_of, before) if sha256 in race.hashes]
+    names = [f"{race.run_id(run.seed, run.script)}.txt" for script in raced[:1] for run in race.of(script)]
+    paths = filter(Path.is_file, map(path.with_name, names))
+    return {f"{OLDER}/{path.name}": Log(path).stored for path in paths}
 
 
 def next_name(name: str, log: Log, line: Sequence[Path]) -> str:
     """Number a record after the last of its track; among numbers of public records a letter tells ours."""
     last = max((path.name for path in line if path.parent.name == log.track), default="00_")
     number, letter = re.findall(r"^(\d+)([a-z]?)_", last)[0]
-    if log.track == "gpt2":
+    if store.track_of(log).lettered:
         return f"{number}{chr(ord(letter or 'a') + 1)}_{name}"
     return f"{int(number) + 1:02}_{name}"
 
 
 def row(folder: Path, own: list[Log], ratio: str, product: float | None) -> list[str]:
-    """Return a record's row; `ratio` is its race's, `product` its train time in times of the first's."""
     sample = describe([log.val_loss for log in own], store.track_of(own[0]).target)
     times = describe([log.train_time / 1000 for log in own])
-    peaks = [log.peak_mib for log in own if log.peak_mib is not None]
+    peaks = [log.peak_mib for log in own if log.peak_mib]
     return [
         link(folder),
         cell(store.read_card(folder).what),
@@ -138,9 +131,11 @@ def leaderboards(root: Path) -> str:
     for board in sorted(boards, reverse=True):
         target = TRACKS[board.split()[0]].target
         parts += [f"### {cell(board)}: at most {target}, measured here", markdown(head, boards[board])]
-    if unranked := [folder for folder in store.lineage(root) if store.read_card(folder).kind == ONE_CARD]:
-        rows = [[link(folder), cell(store.read_card(folder).what)] for folder in unranked]
-        parts += [f"### gpt2: {ONE_CARD}, no whole run", markdown("record|what", rows)]
+    cards = {folder: store.read_card(folder) for folder in store.lineage(root)}
+    for track in TRACKS:
+        unranked = [it for it in cards.items() if it[0].parent.name == track and it[1].kind == ONE_CARD]
+        if rows := [[link(folder), cell(card.what)] for folder, card in unranked]:
+            parts += [f"### {track}: {ONE_CARD}, no whole run", markdown("record|what", rows)]
     public = read_json(store.PUBLIC)
     source = f"[{public['credit']}]({public['url']})"
     parts.append(f"### Public history, {public['hardware']}: figures of {source}, not measured here")

@@ -1,5 +1,6 @@
 """Run scripts in turn on this machine and say by how much they differ."""
 
+import contextlib
 import datetime
 import os
 import re
@@ -16,7 +17,7 @@ from speedrun.logs import Log, ToolError, digest, shown
 from speedrun.process import ROOT, held, own_process
 from speedrun.proof import Race, Run, Script, figures_of, read_race
 from speedrun.rules import obstacle, too_different
-from speedrun.store import RACE, SCRIPT, lineage, read_script, rivals
+from speedrun.store import RACE, SCRIPT, TRACKS, lineage, read_script, rivals
 
 BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
 Copy = tuple[Path, Path]  # of a script, and the folder where it imports from what lay beside it
@@ -44,14 +45,11 @@ def run_script(copy: Copy, flags: Sequence[str], nproc: int, run_id: str, log_di
         raise ToolError(f"run {run_id} ended well, but wrote no {path}. {CONTRACT}")
     if (log := Log(path)).problem:
         raise ToolError(f"{path}: {log.problem}")
-    try:
-        return Run(**run, **figures_of(log))
-    except ValueError as error:
-        raise ToolError(f"{path}: {error}. {CONTRACT}") from None
+    return Run(**run, **figures_of(log))
 
 
 def clear(folder: Path, run_id: str, *kept: str) -> None:
-    """Remove what a run left: checkpoints, the model and its rows of n-grams, which a race needs no more."""
+    """Remove what a run left, such as checkpoints and the model."""
     for path in folder.glob(f"{run_id}.*"):
         if path.suffix not in kept:
             path.unlink()
@@ -60,37 +58,27 @@ def clear(folder: Path, run_id: str, *kept: str) -> None:
 def used_seeds(race: Race, paths: Iterable[Path]) -> str | None:
     """Say that one of these races had one of the planned seeds, or return None."""
     for path in paths:
-        try:
+        with contextlib.suppress(ToolError):  # what lies in logs/ may be old or cut
             theirs = {run.seed for run in read_race(path).runs}
-        except ToolError:
-            continue
-        if theirs & {*range(race.seed, race.seed + race.pairs)}:
-            return f"its seeds are not fresh, as {path} has some: race with --seed {max(theirs) + 1} or higher"
+            if theirs & {*range(race.seed, race.seed + race.pairs)}:
+                return f"its seeds are not fresh, as {path} has some: race with --seed {max(theirs) + 1} or higher"
     return None
 
 
-def begin(plan: Race, folder: Path) -> Race:
-    """Start a race in the folder, or read what there is of it."""
-    path = folder / RACE
-    if not path.is_file():
+def in_turn(plan: Race, copies: Sequence[Copy], folder: Path) -> Race:
+    """Run each script once per round, or what is left of that, and return the race.
+
+    Every other round is in reverse: a drift of the machine's speed that is linear in time cancels in two of them.
+    """
+    if not (path := folder / RACE).is_file():
         plan.write(path)  # so that a race can go on whose first run fails
     race = read_race(path)
     if race.plan != plan.plan:
         raise ToolError(f"{path}: was begun with other scripts, flags, pairs or seed: use the same, or another --out")
     race.check_order(path)
-    return race
-
-
-def in_turn(plan: Race, copies: Sequence[Copy], folder: Path) -> Race:
-    """Run each script once per round, and return the race.
-
-    Every other round is in reverse: a drift of the machine's speed that is linear in time cancels in two of them.
-    """
-    race = begin(plan, folder)
     stop = f"to stop it: kill -TERM {os.getpid()}; to go on: the same with --out {folder}"  # nohup and & ignore Ctrl-C
     print(f"{len(race.runs)}/{len(race.order)} runs; {stop}", file=sys.stderr, flush=True)
-    log_dir = folder.resolve()
-    log_dir = log_dir.relative_to(ROOT) if log_dir.is_relative_to(ROOT) else log_dir  # a log names no home folder
+    log_dir = Path(str(folder.resolve()).removeprefix(f"{ROOT}/"))  # a log names no home folder
     left, began = race.order[len(race.runs) :], time.monotonic()
     if left and (load := os.getloadavg()[0]) > BUSY:
         print(f"the load of the last minute is {load:.1f}: times mean little if anything else runs", file=sys.stderr)
@@ -104,18 +92,14 @@ def in_turn(plan: Race, copies: Sequence[Copy], folder: Path) -> Race:
         finally:
             clear(folder, run_id, ".txt", ".json")
         race.runs.append(run)
-        race.check_order(folder / RACE)
-        race.write(folder / RACE)
+        race.check_order(path)
+        race.write(path)
         seconds = (time.monotonic() - began) / done * (len(left) - done)
         told = f"val_loss {run.val_loss:.4f}, train time {run.train_time:.0f} ms"
         remaining = f"{len(race.runs)}/{len(race.order)}, {datetime.timedelta(seconds=round(seconds))} left"
         print(f"{run_id}: {told}; {remaining}", file=sys.stderr, flush=True)
     race.comparisons = [found for _, found in race.compared()]
-    race.write(folder / RACE)
-    for i, raced in enumerate(race.scripts):
-        times = [run.train_time for run in race.of(i)]
-        if (high := max(times)) > 2 * (low := min(times)):
-            print(f"{raced.name} took {low:.0f} to {high:.0f} ms: something else ran; race again", file=sys.stderr)
+    race.write(path)
     return race
 
 
@@ -123,37 +107,27 @@ def told(race: Race) -> str:
     """Return the comparisons in words."""
     lines = []
     for (a, b), found in race.compared():
-        seeds = ", ".join(map(str, found["seeds"]))
-        pairs = f"n={found['n'][0]} pairs of one seed ({seeds}), 95% intervals"
+        pairs = f"n={len(found['seeds'])} pairs, from seed {found['seeds'][0]}, 95% intervals"
         lines.append(f"{race.scripts[a].name} against {race.scripts[b].name}: {pairs}\n  {proof.standing(found)}")
     return "\n".join(lines)
 
 
 def find_script(name: str, root: Path) -> tuple[Path, str, Script]:
-    """Return path and source of the script that `name` names, and what race.json says of it.
-
-    Flags of its own may follow, as in "train_gpt.py --muon_lr 0.05".
-    """
-    try:
-        path, *flags = [name] if os.path.exists(name) else shlex.split(name) or [name]
-    except ValueError as error:
-        raise ToolError(f"{shown(name)}: expected a script, perhaps with flags ({error})") from None
+    """Return path and source of the script that `name` names, perhaps with flags, and what race.json says of it."""
+    path, *flags = [name] if os.path.exists(name) else shlex.split(name) or [name]
     label, source = read_script(path, root)
     return Path(path), source, Script(shlex.join([label, *flags]), digest(source), flags)
 
 
 def get_data(race: Race, sources: Sequence[str]) -> None:
-    """Let the preflight get the data of the presets that scripts with our flags train, before anything is written."""
-    texts = [" ".join([*race.flags, *script.flags]) for script in race.scripts]
-    ours = [text for text, source in zip(texts, sources, strict=True) if "run_id" in source]
-    for text in dict.fromkeys(text for text in ours if "--train_files" not in text):
-        flags = re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", text))
-        command = [sys.executable, "-m", "speedrun", "check", *flags]
-        environment = os.environ | dict(SCRIPT="race", NPROC=str(race.nproc_per_node))  # other flags are their own
-        if code := subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL).returncode:
-            if code == 130:
-                raise KeyboardInterrupt
-            raise ToolError("the machine or the data are not ready, see above: mend that, then race again")
+    """Let the preflight get the data before anything is written, if the scripts have our flags."""
+    text = re.sub(r"(--\w+) ", r"\1=", " ".join([*race.flags, *race.own_flags]))
+    if "--train_files" in text or not any("run_id" in source for source in sources):
+        return
+    command = [sys.executable, "-m", "speedrun", "check", *re.findall(r"--(?:preset|device)=\w+", text)]
+    environment = os.environ | dict(SCRIPT="race", NPROC=str(race.nproc_per_node))  # other flags are their own
+    if subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL).returncode:
+        raise ToolError("the machine or the data are not ready, see above: mend that, then race again")
 
 
 def race_scripts(names: Sequence[str], root: Path, flags: Sequence[str], out: Path | None, **settings) -> Race:
@@ -165,7 +139,8 @@ def race_scripts(names: Sequence[str], root: Path, flags: Sequence[str], out: Pa
         raise ToolError(str(error)) from None
     if any(flag.split("=")[0] in proof.OWN_FLAGS for flag in race.flags + race.own_flags):
         raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out")
-    board = "nano" if race.trains("nano") else "gpt2 on 8xH100" if race.nproc_per_node == 8 else "gpt2"
+    track = TRACKS.get(race.preset)
+    board = race.preset + (f" on {race.nproc_per_node}x" if track and track.machines else "")
     before = rivals(lineage(root), board)
     folder = out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
     others = sorted({*folder.parent.glob(f"*/{RACE}"), *root.glob(f"*/*/{RACE}")} - {folder / RACE})
