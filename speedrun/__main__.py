@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from speedrun import needs, process, proof, publish, race, rules, store, tried
+from speedrun import needs, process, proof, publish, race, rules, store
 from speedrun.logs import ToolError, printable
 from speedrun.needs import PYTHON
 
@@ -43,7 +43,7 @@ def command_race(args: argparse.Namespace) -> Outcome:
 
 def command_tried(args: argparse.Namespace) -> Outcome:
     """List what was raced, the newest last: times and losses against another script, and verdicts."""
-    return tried.table(args.root), 0
+    return publish.races(args.root), 0
 
 
 def command_diff(args: argparse.Namespace) -> Outcome:
@@ -61,7 +61,7 @@ def command_stats(args: argparse.Namespace) -> Outcome:
     target = store.track_of(found[0]).target if args.target is None else args.target
     if args.target is None and (problem := rules.validation_problem(found[0], store.track_of(found[0]))):
         raise ToolError(f"{found[0].path}: {problem}; or name the target of its own: --target LOSS")
-    sample = proof.describe([log.val_loss for log in found], target)
+    sample = proof.Sample([log.val_loss for log in found], target)
     if sample.n == 1:
         return f"{sample} against {target}; one run gives no p", 0
     needed = proof.runs_needed(target - sample.mean, sample.sd)

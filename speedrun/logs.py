@@ -102,15 +102,12 @@ class Log:
         self.batch_tokens, self.train_seq_len, self.cpu_threads = (int(self.configuration.get(it) or 0) for it in names)
         stages = self.configuration.get("stages") or [[1, 1, 0]]  # rows of share, batch, max_doc_len and others
         self.is_packed = any(row[1:3] != [1, 0] for row in stages)  # documents or batches decide where one begins
-        self.largest_batch = int(max(float(row[1]) for row in stages) * self.batch_tokens)
         self.seed = self.find(r"seed: (\d+)\b.*", int)
         shards = re.findall(r"^train shard: (.+), (\d{1,15}) bytes$", self.text, re.MULTILINE)
         self.train_shards = [(Path(name).name, (int(size) - HEADER_BYTES) // TOKEN_BYTES) for name, size in shards]
         self.val_tokens = self.find(r"validation tokens: (\d+), sha256 .*", int)
         self.val_sha256 = self.find(r"validation tokens: \d+, sha256 ([0-9a-f]{64})\b.*")
         self.training_tokens = self.find(r"training tokens: (\d+, sha256 [0-9a-f]{64})")
-        self.first_batch = self.find(r"first batch: (?:.*/)?(.+ position \d{1,15})")
-        self.last_batch = self.find(r"last batch: (?:.*/)?(.+ position \d{1,15})")
         self.recompiles = self.find(r"recompiles after the clock started: (\d+)", int)
         self.peak_mib = self.find(r"peak memory(?: allocated)?: (\d+) MiB.*", int)
         count = re.search(r"^(\d{1,6}) processes, (\d{1,6}) threads each, \d+ cores$", self.text, re.MULTILINE)

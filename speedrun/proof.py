@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 from speedrun.logs import ODD, Log, ToolError, read_json, shown
 from speedrun.store import DEFAULT, TRACKS
@@ -26,43 +25,33 @@ FASTER = (
     f"losses ends at {TRACKS[DEFAULT].slack:g} or below ({SLACKS})."
 )
 OWN_FLAGS = {"--seed", "--log_dir", "--run_id"}  # that a race sets
-MAX_RUNS = 1_000
-PEEKING = (
-    "Fix the number of runs before the first one: testing after each of 3 to 20 runs and stopping at the first "
-    "p < 0.01 passes about 6% of the time, not 1%, a script whose true mean is the target."
-)
+PEEKING = """Fix the number of runs before the first one: who tests after each of 3 to 20 runs and stops at p < 0.01
+passes about 6% of the time, not 1%, with a script whose true mean is the target."""
 
 
-class Sample(NamedTuple):
-    """Sum up n runs; sd is NaN for one run, p also where there is no target."""
+class Sample:
+    """Sum up runs. p is that of the one-sided t-test for a mean below `target`; one run has neither p nor sd."""
 
-    n: int
-    mean: float
-    sd: float
-    p: float
+    def __init__(self, values: Sequence[float], target: float = math.nan):
+        from scipy.stats import ttest_1samp
+
+        self.n, self.mean, self.sd, self.p = len(values), statistics.fmean(values), math.nan, math.nan
+        if self.n > 1:
+            self.sd = statistics.stdev(values)
+            self.p = float(ttest_1samp(values, target, alternative="less").pvalue)
 
     def __str__(self) -> str:
         return f"n={self.n} mean {self.mean:.4f} sd {self.sd:.4f}"
-
-
-def describe(values: Sequence[float], target: float = math.nan) -> Sample:
-    """Summarize runs; p is that of the one-sided t-test for a mean below `target`."""
-    from scipy.stats import ttest_1samp
-
-    n, mean = len(values), statistics.fmean(values)
-    if n < 2:
-        return Sample(n, mean, math.nan, math.nan)
-    return Sample(n, mean, statistics.stdev(values), float(ttest_1samp(values, target, alternative="less").pvalue))
 
 
 def runs_needed(gap: float, sd: float, alpha: float = ALPHA) -> str:
     """Return the smallest number of runs whose one-sided test has a power of 0.9 if the mean is `gap` below."""
     from scipy.stats import nct, t
 
-    for n in range(2, MAX_RUNS + 1):
+    for n in range(2, 1001):
         if gap > 0 and (sd == 0 or nct.sf(t.isf(alpha, n - 1), n - 1, gap / sd * math.sqrt(n)) >= 0.9):
             return str(n)
-    return f"more than {MAX_RUNS}"
+    return "more than 1000"
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:

@@ -1,14 +1,15 @@
-"""Make a record's folder, compare scripts, and write the leaderboards."""
+"""Make a record's folder, and write the tables of records and races."""
 
 import datetime
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from speedrun import store
 from speedrun.logs import Log, ToolError, printable, read_json, read_text
-from speedrun.proof import describe, interval, read_race
+from speedrun.proof import Sample, Script, interval, read_race
 from speedrun.rules import ONE_CARD, record_race, require_one_experiment, sha256_of
 from speedrun.store import CARD, OLDER, PAGE, RACE, RUNS, SCRIPT, TRACKS, name_of
 
@@ -79,21 +80,14 @@ def next_name(name: str, log: Log, line: Sequence[Path]) -> str:
 
 
 def row(folder: Path, own: list[Log], ratio: str, product: float | None) -> list[str]:
-    sample = describe([log.val_loss for log in own], store.track_of(own[0]).target)
-    times = describe([log.train_time / 1000 for log in own])
-    peaks = [log.peak_mib for log in own if log.peak_mib]
-    return [
-        link(folder),
-        cell(store.read_card(folder).what),
-        f"{own[0].num_steps:,}",
-        f"{sample.mean:.4f} (sd {sample.sd:.4f}, n={sample.n})",
-        f"{sample.p:.1g}",
-        f"{times.mean:.2f} (sd {times.sd:.2f})",
-        ratio,
-        "" if product is None else f"{product:.3f}",
-        f"{max(peaks):,}" if peaks else "",
-        cell("; ".join(sorted({log.hardware or "not stated" for log in own}))),
-    ]
+    sample = Sample([log.val_loss for log in own], store.track_of(own[0]).target)
+    times = Sample([log.train_time / 1000 for log in own])
+    figures = f"{own[0].num_steps:,}|{sample.mean:.4f} (sd {sample.sd:.4f}, n={sample.n})|{sample.p:.1g}"
+    figures += f"|{times.mean:.2f} (sd {times.sd:.2f})|{ratio}|" + ("" if product is None else f"{product:.3f}")
+    peak = max(log.peak_mib or 0 for log in own)
+    hardware = "; ".join(sorted({log.hardware or "not stated" for log in own}))
+    what = store.read_card(folder).what
+    return [link(folder), cell(what), *figures.split("|"), f"{peak:,}" if peak else "", cell(hardware)]
 
 
 def markdown(head: str, rows: Iterable[Iterable[str]]) -> str:
@@ -102,28 +96,23 @@ def markdown(head: str, rows: Iterable[Iterable[str]]) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def ranked(root: Path) -> Iterator[tuple[str, Path, list[Log], str, float | None]]:
-    """Yield each ranked record: leaderboard, folder, logs, its race's ratio, its train time in times of the first's."""
-    newest: dict[str, tuple[str, float | None]] = {}  # of each leaderboard
-    for i, folder in enumerate(line := store.lineage(root)):
-        if not store.read_card(folder).ranked:
+def leaderboards(root: Path) -> str:
+    """Return the tables of all tracks and machines with records, and of the public history."""
+    boards: dict[str, list[list[str]]] = {}
+    newest: dict[str, tuple[str, float | None]] = {}  # of each leaderboard, with its train time in times of the first's
+    cards = {folder: store.read_card(folder) for folder in store.lineage(root)}
+    for i, folder in enumerate(cards):
+        if not cards[folder].ranked:
             continue
         own, ratio = store.record_logs(folder), ""
         require_one_experiment(own)
         board = store.board_of(own[0])
         before, product = newest.get(board, ("", 1.0))
         if before:  # or else it opens its leaderboard
-            rival, found = record_race(folder, line[:i], board)
+            rival, found = record_race(folder, [*cards][:i], board)
             ratio = interval(found["train_time"], ".3f") + f", against {rival}" * (rival != before)
             product = product * found["train_time"]["ratio"] if product and rival == before else None
         newest[board] = name_of(folder), product
-        yield board, folder, own, ratio, product
-
-
-def leaderboards(root: Path) -> str:
-    """Return the tables of all tracks and machines with records, and of the public history."""
-    boards: dict[str, list[list[str]]] = {}
-    for board, folder, own, ratio, product in ranked(root):
         boards.setdefault(board, []).append(row(folder, own, ratio, product))
     head = "record|what|steps|val_loss, mean|p|train time (s)|times the one before (95%)|times the first"
     head += "|peak memory (MiB)|hardware"
@@ -131,7 +120,6 @@ def leaderboards(root: Path) -> str:
     for board in sorted(boards, reverse=True):
         target = TRACKS[board.split()[0]].target
         parts += [f"### {cell(board)}: at most {target}, measured here", markdown(head, boards[board])]
-    cards = {folder: store.read_card(folder) for folder in store.lineage(root)}
     for track in TRACKS:
         unranked = [it for it in cards.items() if it[0].parent.name == track and it[1].kind == ONE_CARD]
         if rows := [[link(folder), cell(card.what)] for folder, card in unranked]:
@@ -158,3 +146,33 @@ def rewrite_tables(root: Path, check_only: bool) -> bool:
     if new != text and not check_only:
         path.write_text(new, encoding="utf-8")
     return new != text
+
+
+def told(script: Script) -> str:
+    """Return a script's record or file, the beginning of its SHA-256, and its own flags."""
+    name, _, flags = script.name.partition(" ")
+    path = Path(name)
+    name = path.parent.name if path.name == SCRIPT and path.parent.name else path.stem
+    return f"{store.short_name(name)} {script.sha256[:6]} {flags}".strip()
+
+
+def races(root: Path) -> str:
+    """Return a row for each comparison of the races below logs/ and records/, the newest last."""
+    rows = set[tuple[str, ...]]()
+    paths = sorted({*Path("logs").glob(f"**/{RACE}"), *root.glob(f"*/*/{RACE}")})
+    for path in {read_text(path): path for path in paths}.values():  # several records may have the same race
+        try:
+            race = read_race(path)
+            date = race.date or (store.read_card(path.parent).date if path.is_relative_to(root) else "")
+        except ToolError as error:
+            print(error, file=sys.stderr)
+            continue
+        for (a, b), found in race.compared():
+            figures = str(found["n"][0]), interval(found["train_time"], ".3f"), interval(found["val_loss"], "+.4f")
+            note = race.note.replace("\n", " ")
+            rows.add((date, told(race.scripts[a]), told(race.scripts[b]), *figures, found["verdict"], note))
+    if not rows:
+        raise ToolError(f"no race has a pair yet below logs and {root}")
+    table = [("date", "script", "against", "n", "time", "loss", "verdict", "note"), *sorted(rows)]
+    widths = *(max(map(len, column)) for column in [*zip(*table, strict=True)][:-2]), 0, 0
+    return "\n".join(" ".join(map(str.ljust, row, widths)).rstrip() for row in table)

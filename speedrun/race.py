@@ -21,11 +21,9 @@ from speedrun.store import RACE, SCRIPT, TRACKS, lineage, read_script, rivals
 
 BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
 Copy = tuple[Path, Path]  # of a script, and the folder where it imports from what lay beside it
-CONTRACT = (
-    "A script has to accept --seed N, --log_dir FOLDER and --run_id NAME, and to write FOLDER/NAME.txt: its source, a "
-    "line of 100 '=', what it says of itself, the line again, and a line "
-    "'step:N/TOTAL val_loss:X train_time:Xms step_avg:Xms' for each validation, at last that of step TOTAL."
-)
+CONTRACT = """A script has to accept --seed N, --log_dir FOLDER and --run_id NAME, and to write FOLDER/NAME.txt: its
+source, a line of 100 '=', what it says of itself, the line again, and for each validation, at last that of step TOTAL,
+'step:N/TOTAL val_loss:X train_time:Xms step_avg:Xms'."""
 
 
 def run_script(copy: Copy, flags: Sequence[str], nproc: int, run_id: str, log_dir: Path, run: dict) -> Run:
@@ -42,7 +40,7 @@ def run_script(copy: Copy, flags: Sequence[str], nproc: int, run_id: str, log_di
         fix = "with that mended, the same with --out goes on; with other flags or scripts, begin a new one"
         raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; {fix}") from None
     if not (path := ROOT / log_dir / f"{run_id}.txt").is_file():
-        raise ToolError(f"run {run_id} ended well, but wrote no {path}. {CONTRACT}")
+        raise ToolError(f"run {run_id} ended well, but wrote no {path}; `race --help` says what a script has to do")
     if (log := Log(path)).problem:
         raise ToolError(f"{path}: {log.problem}")
     return Run(**run, **figures_of(log))
@@ -152,8 +150,6 @@ def race_scripts(names: Sequence[str], root: Path, flags: Sequence[str], out: Pa
             copies[-1][0].write_text(source + "\n", encoding="utf-8")
         get_data(race, sources)
         with held(folder, "another race runs there: wait for it, or choose another --out"):
-            if len({(script.sha256, *script.flags) for script in scripts}) < len(scripts):
-                print("two of these scripts are the same: they differ by chance alone", file=sys.stderr)
-            elif problem := obstacle(race, before) or size_problem or used_seeds(race, others):
+            if problem := obstacle(race, before) or size_problem or used_seeds(race, others):
                 print(f"no record can come of this race: {problem}", file=sys.stderr)
             return in_turn(race, copies, folder)

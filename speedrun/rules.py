@@ -82,17 +82,10 @@ def data_problems(log: Log, track: Track) -> Iterator[str]:
     touched = "the training stream is not the track's"
     if log.training_tokens and (expected := training_tokens(log, track)) not in (None, log.training_tokens):
         yield f"{touched}: its tokens are {log.training_tokens}, in order they are {expected}; get the data again"
-    shards = max(len(log.train_shards), 1)
-    names = [Path(track.shard.format(track.first_shard + i)).name for i in range(shards)]
+    names = [Path(track.shard.format(track.first_shard + i)).name for i in range(max(len(log.train_shards), 1))]
     if log.train_shards != [(name, track.shard_tokens) for name in names]:
         found = shown(", ".join(f"{name} of {tokens} tokens" for name, tokens in log.train_shards))
         yield f"{touched}: its shards are {found}, not those from {names[0]} on of {track.shard_tokens} tokens"
-    total = int((log.training_tokens or f"{log.num_steps * log.batch_tokens},").partition(",")[0])
-    used = total - log.largest_batch - (shards - 1) * track.shard_tokens  # of the last shard, before the last batch
-    name, _, position = (log.last_batch or " position 0").partition(" position ")
-    is_in_order = log.first_batch == f"{names[0]} position 0" and name == names[-1]
-    if not is_in_order or not used <= int(position) < track.shard_tokens:
-        yield f"{touched}: from {log.first_batch} to {log.last_batch}; train on each token once, in order"
 
 
 def log_problems(log: Log, script: str) -> Iterator[str]:
@@ -180,7 +173,7 @@ def verify(folder: Path, root: Path) -> Verdict:
 def check_together(verdict: Verdict, whole: list[Log], is_form: bool) -> None:
     """Check what the logs of a record show together, and sum it up."""
     track, boards = track_of(whole[0]), sorted({store.board_of(log) for log in whole})
-    sample = proof.describe([log.val_loss for log in whole], track.target)
+    sample = proof.Sample([log.val_loss for log in whole], track.target)
     verdict.failures += differences(whole)
     if sample.mean > track.target:
         verdict.failures.append(f"mean {sample.mean:.4f} is above the target {track.target}; train better or longer")
@@ -199,9 +192,9 @@ def obstacle(race: proof.Race, before: Sequence[Path]) -> str | None:
     if race.preset not in TRACKS:
         return f"{shown(race.preset)} has no leaderboard"
     allowed = allowed_flags(TRACKS[race.preset], race.nproc_per_node == 1)
-    names = [{word.split("=")[0] for word in words if word.startswith("--")} for words in (race.flags, race.own_flags)]
-    if others := names[0] - allowed | names[1]:
-        return f"flags {', '.join(sorted(others))}: put settings into the script, race without"
+    given = {word.split("=")[0] for word in race.flags if word.startswith("--")}
+    if others := sorted(given - allowed) + race.own_flags:
+        return f"flags {', '.join(others)}: put settings into the script, race without"
     if before and not any(sha256_of(folder) in race.hashes for folder in before):
         older = [store.short_name(folder.name) for folder in before]
         return f"none of its scripts is {' or '.join(older)}: race YOUR_SCRIPT {older[0]}"

@@ -42,13 +42,12 @@ def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step
     lines += [f"train shard: {shard}, {2 * track.shard_tokens + 1024} bytes" for shard in shards]
     lines += [f"flags: {json.dumps(flags)}", f"configuration: {json.dumps(config)}"]
     lines += [f"validation tokens: {track.val_tokens}, sha256 {more.get('val_sha256', track.val_sha256 or 64 * 'a')}"]
-    lines += [RULE, f"seed: {seed}, log: x", f"first batch: {shards[0]} position 0"]
+    lines += [RULE, f"seed: {seed}, log: x"]
     curve = more.get("curve") or {step: val_loss + 1 - step / steps for step in [*range(0, steps, 5), steps]}
     for step in range(steps + 1):
         timing = f"train_time:{step * step_ms:.0f}ms step_avg:{step_ms if step else 0:.2f}ms"
         lines += [f"step:{step}/{steps} train_loss:{2.5 + seed / 1000:.4f} {timing}"] if step else []
         lines += [f"step:{step}/{steps} val_loss:{curve[step]:.4f} {timing}"] if step in curve else []
-    lines += [f"last batch: {shards[-1]} position {starts[(steps - 1) % len(starts)]}"]
     lines += ["recompiles after the clock started: 0", "peak memory: 499 MiB"]
     return "\n".join([*lines, f"val_loss {curve[steps]:.4f} after {steps * step_ms / 1000:.2f} s", ""])
 
