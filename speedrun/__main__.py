@@ -1,4 +1,7 @@
-"""Run the tools from the command line: python -m speedrun COMMAND --help."""
+"""The tools around train_gpt.py: python -m speedrun COMMAND --help. A record is named by its folder or a part of that.
+
+Exit codes: 0 done, 1 a check failed, 2 something has to be mended, 130 interrupted.
+"""
 
 import argparse
 import contextlib
@@ -13,8 +16,6 @@ from speedrun import needs, process, proof, publish, race, rules, store
 from speedrun.logs import ToolError, printable
 from speedrun.needs import PYTHON
 
-INTRODUCTION = """The tools around train_gpt.py. A record is named by its folder, or a unique part of that.
-Exit codes: 0 done, 1 a check failed, 2 something has to be mended, 130 interrupted."""
 # Commands that are modules, with flags of their own
 MODULES = dict(
     check="Look at machine, data and flags before a training, and get the data; run.sh does it.",
@@ -38,7 +39,11 @@ def command_race(args: argparse.Namespace) -> Outcome:
     """Run scripts in turn, and compare times and losses of each with the next and the last, with 95% intervals and a
     verdict. Name the newest first."""
     settings = {name: getattr(args, name) for name in ("out", "pairs", "seed", "nproc_per_node", "note")}
-    return race.told(race.race_scripts(args.scripts, args.root, args.flags, **settings)), 0
+    raced, lines = race.race_scripts(args.scripts, args.root, args.flags, **settings), []
+    for (a, b), found in raced.compared():
+        pairs = f"n={found['n'][0]} pairs from seed {found['seeds'][0]} on, 95% intervals"
+        lines.append(f"{raced.scripts[a].name} against {raced.scripts[b].name}: {pairs}\n  {proof.standing(found)}")
+    return "\n".join(lines), 0
 
 
 def command_tried(args: argparse.Namespace) -> Outcome:
@@ -56,7 +61,7 @@ def command_diff(args: argparse.Namespace) -> Outcome:
 
 def command_stats(args: argparse.Namespace) -> Outcome:
     """Say mean, sd and p of runs, and how many the target is likely to need."""
-    found = store.read_logs(args.logs, args.root)
+    found = [log for name in args.logs for log in store.record_logs(store.find_record(name, args.root))]
     rules.require_one_experiment(found)
     target = store.track_of(found[0]).target if args.target is None else args.target
     if args.target is None and (problem := rules.validation_problem(found[0], store.track_of(found[0]))):
@@ -113,7 +118,7 @@ def command_plot(args: argparse.Namespace) -> Outcome:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m speedrun", description=INTRODUCTION)
+    parser = argparse.ArgumentParser(prog="python -m speedrun", description=__doc__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, text in MODULES.items():
         commands.add_parser(name, help=text)
@@ -177,9 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.flags = argv[at + 1 :]
     if args.function is not command_diff:
         with needs.packages("race"):  # to miss them now, and not after all runs
-            import matplotlib  # noqa: F401
-            import psutil  # noqa: F401
-            import scipy.stats  # noqa: F401
+            for name in "matplotlib", "psutil", "scipy.stats":
+                importlib.import_module(name)
     try:
         told, code = args.function(args)
         say(told, sys.stdout)

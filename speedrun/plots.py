@@ -15,7 +15,6 @@ from speedrun.rules import validation_problem
 # Target or None; lists over the steps at which all logs have a loss: mean time in s; mean, lowest and highest loss
 Curve = namedtuple("Curve", "name track target steps seconds mean low high")
 ANCHOR = "plain GPT"
-WIDE = 5  # times of the quickest run, from which on the clock is logarithmic
 
 
 def curve_of(name: str, track: tuple[str, float | None], curves: Sequence[dict[int, tuple[float, float]]]) -> Curve:
@@ -37,27 +36,17 @@ def track_of(log: Log) -> tuple[str, float | None]:
     return f"{board}, validation tokens {(log.val_sha256 or 'unknown')[:6]}", None
 
 
-def read_result(path: Path, track: store.Track) -> Curve:
-    """Read what plain_gpt.py printed of its run on a track."""
-    curve = {step: (loss, ms) for step, loss, ms in read_json(path)["val_curve"]}
-    return curve_of(ANCHOR, (track.name, track.target), [curve])
-
-
-def curve_of_log(path: Path) -> Curve:
-    log = Log(path)
-    return curve_of(str(path.with_suffix("")), track_of(log), [log.curve])
-
-
-def curve_of_record(folder: Path) -> Curve:
-    """Return the curve of a record's runs. Those in its folder `curve` give the losses, on the clock of its race."""
-    logs, often = store.record_logs(folder), store.logs_of(folder, beside=store.CURVE)
-    curve = curve_of(store.short_name(folder.name), track_of(logs[0]), [log.curve for log in often or logs])
+def curve_of_runs(path: Path) -> Curve:
+    """Return the curve of a log or a record. Runs in a record's folder `curve` give the losses on the race's clock."""
+    logs, often = store.record_logs(path), [] if path.is_file() else store.logs_of(path, beside=store.CURVE)
+    name = str(path.with_suffix("")) if path.is_file() else store.short_name(path.name)
+    curve = curve_of(name, track_of(logs[0]), [log.curve for log in often or logs])
     if often:
         seconds = statistics.fmean(log.train_time for log in logs) / 1000
         curve = curve._replace(seconds=[x * seconds / curve.seconds[-1] for x in curve.seconds])
-    if len(curve.steps) < 2:
-        run = f"SCRIPT={folder / store.SCRIPT} ./run.sh --preset {logs[0].track} --seed 1"
-        run += f" --log_dir {folder / store.CURVE} --val_loss_every {max(1, logs[0].num_steps // 8)}"
+    if len(curve.steps) < 2 and path.is_dir():
+        run = f"SCRIPT={path / store.SCRIPT} ./run.sh --preset {logs[0].track} --seed 1"
+        run += f" --log_dir {path / store.CURVE} --val_loss_every {max(1, logs[0].num_steps // 8)}"
         print(printable(f"{curve.name}: no curve, only its end: {run}"), file=sys.stderr)
     return curve
 
@@ -66,13 +55,14 @@ def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
     """Read the curves of records and logs; without names, of all ranked records and plain GPTs."""
     curves = []
     for name in names or [str(folder) for folder in store.lineage(root) if store.read_card(folder).ranked]:
-        path = Path(name)
         try:
-            curves.append(curve_of_log(path) if path.is_file() else curve_of_record(store.find_record(name, root)))
+            curves.append(curve_of_runs(store.find_record(name, root)))
         except ToolError as error:
             print(printable(f"left out: {error}"), file=sys.stderr)
-    anchors = [track for track in store.TRACKS.values() if track.anchor and (root / track.anchor).is_file()]
-    curves += [read_result(root / track.anchor, track) for track in anchors if not names]
+    for track in store.TRACKS.values():
+        if not names and track.anchor and (path := root / track.anchor).is_file():  # as plain_gpt.py printed it
+            curve = {step: (loss, ms) for step, loss, ms in read_json(path)["val_curve"]}
+            curves.append(curve_of(ANCHOR, (track.name, track.target), [curve]))
     if not curves:
         raise ToolError("nothing to draw: name records or logs of runs")
     return curves
@@ -99,7 +89,7 @@ def draw_panel(panel: Any, track: str, mine: Sequence[Curve]) -> None:
     margin = 0.05 * (high - low) or 0.05
     panel.set_ylim(low - margin, high + margin)
     ends = [curve.seconds[-1] or 1.0 for curve in mine]
-    if max(ends) > WIDE * min(ends):  # the first record takes many times as long as the newest
+    if max(ends) > 5 * min(ends):  # the first record takes many times as long as the newest
         panel.set_xscale("log", nonpositive="mask")
         panel.set_xlim(min(ends) / 20, 1.2 * max(ends))
     panel.xaxis.set_major_formatter("{x:g}")

@@ -10,7 +10,6 @@ import string
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 from speedrun.logs import ODD, Log, ToolError, read_json, shown
@@ -64,10 +63,7 @@ def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
 
 
 def compare(a: Sequence, b: Sequence, slack: float, end: str = "high") -> dict:
-    """Return the ratio of times a / b and the difference of losses a - b, with 95% intervals, and the verdict.
-
-    Runs are paired by seed; without a pair there is nothing. This end of the losses' interval may be `slack` at most.
-    """
+    """Compare times a / b and losses a - b, by pairs of one seed, with 95% intervals and the verdict."""
     by_seed = [{run.seed: run for run in runs} for runs in (a, b)]
     seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
     if not seeds:
@@ -148,7 +144,7 @@ class Race:
     comparisons: list[dict] = field(default_factory=list)
 
     def __post_init__(self):
-        self.own_flags = [*chain(*(script.flags for script in self.scripts))]
+        self.own_flags = [flag for script in self.scripts for flag in script.flags]
         if not (2 <= len(self.scripts) <= 26 and self.pairs >= 1 and self.seed >= 0 and self.nproc_per_node >= 1):
             raise ValueError("a race needs 2 to 26 scripts, --pairs and --nproc_per_node from 1, --seed from 0")
 
@@ -197,7 +193,7 @@ class Race:
         if [(run.seed, run.script) for run in self.runs] != self.order[: len(self.runs)]:
             raise ToolError(f"{path}: its runs are not those of a race in order; begin a new race with --out")
         for what in ("val_sha256", "hardware"):
-            if len({str(getattr(run, what)) for run in self.runs} - {"None"}) > 1:
+            if len({getattr(run, what) for run in self.runs} - {None}) > 1:
                 raise ToolError(f"{path}: its runs differ in {what}: race with the same data, on one machine")
 
     def write(self, path: Path) -> None:

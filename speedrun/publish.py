@@ -47,36 +47,26 @@ def new_record(name: str, paths: Sequence[str], root: Path, race: Path | None) -
         raise ToolError("name the logs of its runs, which need names of their own")
     own = [Log(Path(path)) for path in paths]
     require_one_experiment(own)
-    before, folder = line[-1] if line else None, root / store.track_of(own[0]).name / next_name(name, own[0], line)
-    what = (race and read_race(race).note) or "<say in one line what it is>"
+    before, track = line[-1] if line else None, store.track_of(own[0])
+    last = max((path.name for path in line if path.parent.name == track.name), default="00_")
+    number, letter = re.findall(r"^(\d+)([a-z]?)_", last)[0]
+    number = number + chr(ord(letter or "a") + 1) if track.lettered else f"{int(number) + 1:02}"
+    folder = root / track.name / f"{number}_{name}"
+    raced = race and read_race(race)
+    what = (raced and raced.note) or "<say in one line what it is>"
     card = dict(date=str(datetime.date.today()), what=what, kind="idea", after=before and name_of(before), ranked=True)
     texts = {log.name: log.stored for log in own}
     files = {PAGE: README.format(name), SCRIPT: own[0].source + "\n", CARD: json.dumps(card, indent=1) + "\n"}
-    if race:
-        texts |= older_logs(race, store.rivals(line, store.board_of(own[0])))
+    if race and raced:  # with the logs of the record before
         files[RACE] = read_text(race)
+        hashes = [*map(sha256_of, store.rivals(line, store.board_of(own[0])))]
+        others = [run for run in raced.runs if raced.hashes[run.script] in hashes]
+        older = [race.with_name(f"{raced.run_id(run.seed, run.script)}.txt") for run in others]
+        texts |= {f"{OLDER}/{path.name}": Log(path).stored for path in older if path.is_file()}
     folder.mkdir(parents=True)
     for name, text in (files | {RUNS: store.joined(texts)}).items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder
-
-
-def older_logs(path: Path, before: Sequence[Path]) -> dict[str, str]:
-    """Return name and text of the logs beside a race.json of the first of these records that was raced."""
-    race = read_race(path)
-    raced = [race.hashes.index(sha256) for sha256 in map(sha256_of, before) if sha256 in race.hashes]
-    names = [f"{race.run_id(run.seed, run.script)}.txt" for script in raced[:1] for run in race.of(script)]
-    paths = filter(Path.is_file, map(path.with_name, names))
-    return {f"{OLDER}/{path.name}": Log(path).stored for path in paths}
-
-
-def next_name(name: str, log: Log, line: Sequence[Path]) -> str:
-    """Number a record after the last of its track; among numbers of public records a letter tells ours."""
-    last = max((path.name for path in line if path.parent.name == log.track), default="00_")
-    number, letter = re.findall(r"^(\d+)([a-z]?)_", last)[0]
-    if store.track_of(log).lettered:
-        return f"{number}{chr(ord(letter or 'a') + 1)}_{name}"
-    return f"{int(number) + 1:02}_{name}"
 
 
 def row(folder: Path, own: list[Log], ratio: str, product: float | None) -> list[str]:

@@ -64,10 +64,7 @@ def used_seeds(race: Race, paths: Iterable[Path]) -> str | None:
 
 
 def in_turn(plan: Race, copies: Sequence[Copy], folder: Path) -> Race:
-    """Run each script once per round, or what is left of that, and return the race.
-
-    Every other round is in reverse: a drift of the machine's speed that is linear in time cancels in two of them.
-    """
+    """Run what is left of the rounds; every other one is in reverse, so that a linear drift of the speed cancels."""
     if not (path := folder / RACE).is_file():
         plan.write(path)  # so that a race can go on whose first run fails
     race = read_race(path)
@@ -85,8 +82,9 @@ def in_turn(plan: Race, copies: Sequence[Copy], folder: Path) -> Race:
         flags = race.flags + race.scripts[script].flags
         clear(folder, run_id)  # what a run left that was stopped
         try:
-            of = dict(script=script, seed=seed)
-            run = run_script(copies[script], flags, race.nproc_per_node, run_id, log_dir, of)
+            run = run_script(
+                copies[script], flags, race.nproc_per_node, run_id, log_dir, dict(script=script, seed=seed)
+            )
         finally:
             clear(folder, run_id, ".txt", ".json")
         race.runs.append(run)
@@ -99,22 +97,6 @@ def in_turn(plan: Race, copies: Sequence[Copy], folder: Path) -> Race:
     race.comparisons = [found for _, found in race.compared()]
     race.write(path)
     return race
-
-
-def told(race: Race) -> str:
-    """Return the comparisons in words."""
-    lines = []
-    for (a, b), found in race.compared():
-        pairs = f"n={len(found['seeds'])} pairs, from seed {found['seeds'][0]}, 95% intervals"
-        lines.append(f"{race.scripts[a].name} against {race.scripts[b].name}: {pairs}\n  {proof.standing(found)}")
-    return "\n".join(lines)
-
-
-def find_script(name: str, root: Path) -> tuple[Path, str, Script]:
-    """Return path and source of the script that `name` names, perhaps with flags, and what race.json says of it."""
-    path, *flags = [name] if os.path.exists(name) else shlex.split(name) or [name]
-    label, source = read_script(path, root)
-    return Path(path), source, Script(shlex.join([label, *flags]), digest(source), flags)
 
 
 def get_data(race: Race, sources: Sequence[str]) -> None:
@@ -130,9 +112,15 @@ def get_data(race: Race, sources: Sequence[str]) -> None:
 
 def race_scripts(names: Sequence[str], root: Path, flags: Sequence[str], out: Path | None, **settings) -> Race:
     """Race training scripts, frozen as they are now, but not what they import from their folders, with these flags."""
-    given, sources, scripts = zip(*(find_script(name, root) for name in names), strict=True)
+    folders, sources, scripts = list[Path](), list[str](), list[Script]()
+    for name in names:  # a script, perhaps with flags of its own
+        path, *own_flags = [name] if os.path.exists(name) else shlex.split(name) or [name]
+        label, source = read_script(path, root)
+        scripts.append(Script(shlex.join([label, *own_flags]), digest(source), own_flags))
+        folders.append(Path(path).resolve().parent)
+        sources.append(source)
     try:
-        race = Race([*scripts], [*map(str, flags)], date=str(datetime.date.today()), **settings)
+        race = Race(scripts, [*map(str, flags)], date=str(datetime.date.today()), **settings)
     except ValueError as error:
         raise ToolError(str(error)) from None
     if any(flag.split("=")[0] in proof.OWN_FLAGS for flag in race.flags + race.own_flags):
@@ -144,10 +132,9 @@ def race_scripts(names: Sequence[str], root: Path, flags: Sequence[str], out: Pa
     others = sorted({*folder.parent.glob(f"*/{RACE}"), *root.glob(f"*/*/{RACE}")} - {folder / RACE})
     size_problem = before and too_different((names[0], sources[0]), before[-1], root.parent / SCRIPT)
     with tempfile.TemporaryDirectory(prefix="race-") as temporary:
-        copies = []
-        for i, (path, source) in enumerate(zip(given, sources, strict=True)):
-            copies.append((Path(temporary) / f"script_{i}.py", path.resolve().parent))
-            copies[-1][0].write_text(source + "\n", encoding="utf-8")
+        copies = [(Path(temporary) / f"script_{i}.py", beside) for i, beside in enumerate(folders)]
+        for copy, source in zip(copies, sources, strict=True):
+            copy[0].write_text(source + "\n", encoding="utf-8")
         get_data(race, sources)
         with held(folder, "another race runs there: wait for it, or choose another --out"):
             if problem := obstacle(race, before) or size_problem or used_seeds(race, others):

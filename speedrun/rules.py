@@ -76,18 +76,6 @@ def validation_problem(log: Log, track: Track) -> str | None:
     return None
 
 
-def data_problems(log: Log, track: Track) -> Iterator[str]:
-    """Check that validation tokens and training stream are the track's."""
-    yield from filter(None, [validation_problem(log, track)])
-    touched = "the training stream is not the track's"
-    if log.training_tokens and (expected := training_tokens(log, track)) not in (None, log.training_tokens):
-        yield f"{touched}: its tokens are {log.training_tokens}, in order they are {expected}; get the data again"
-    names = [Path(track.shard.format(track.first_shard + i)).name for i in range(max(len(log.train_shards), 1))]
-    if log.train_shards != [(name, track.shard_tokens) for name in names]:
-        found = shown(", ".join(f"{name} of {tokens} tokens" for name, tokens in log.train_shards))
-        yield f"{touched}: its shards are {found}, not those from {names[0]} on of {track.shard_tokens} tokens"
-
-
 def log_problems(log: Log, script: str) -> Iterator[str]:
     track = track_of(log)
     if log.problem:
@@ -98,7 +86,15 @@ def log_problems(log: Log, script: str) -> Iterator[str]:
     if track.machines and store.machine_of(log, track) is None:
         patterns = " and ".join(repr(pattern) for _, pattern in track.machines)
         yield f"ran on {log.hardware or 'unknown hardware'}; the machines of {track.name} are {patterns}"
-    yield from data_problems(log, track)
+    if problem := validation_problem(log, track):
+        yield problem
+    touched = "the training stream is not the track's"
+    if log.training_tokens and (expected := training_tokens(log, track)) not in (None, log.training_tokens):
+        yield f"{touched}: its tokens are {log.training_tokens}, in order they are {expected}; get the data again"
+    names = [Path(track.shard.format(track.first_shard + i)).name for i in range(max(len(log.train_shards), 1))]
+    if log.train_shards != [(name, track.shard_tokens) for name in names]:
+        found = shown(", ".join(f"{name} of {tokens} tokens" for name, tokens in log.train_shards))
+        yield f"{touched}: its shards are {found}, not those from {names[0]} on of {track.shard_tokens} tokens"
     allowed = allowed_flags(track, (log.hardware or "").startswith("1x ")) | proof.OWN_FLAGS
     for name in [flag.partition("=")[0] for flag in log.flags if flag.startswith("--")]:
         if name not in allowed:
@@ -182,8 +178,8 @@ def check_together(verdict: Verdict, whole: list[Log], is_form: bool) -> None:
         verdict.failures.append(f"{few}; `stats` says how many runs it is likely to take")
     if len(boards) > 1:
         verdict.failures.append(f"its logs are of {' and '.join(boards)}: run all on one kind of machine")
-    is_unknown = any(log.training_tokens and training_tokens(log, track) is None for log in whole)
-    note = "; training tokens not checked" * is_unknown
+    unknown = any(log.training_tokens and training_tokens(log, track) is None for log in whole)
+    note = "; training tokens not checked" if unknown else ""
     verdict.summary = f"{sample} p={sample.p:.2g} ({boards[0]}, {whole[0].num_steps} steps{note})"
 
 
@@ -198,8 +194,8 @@ def obstacle(race: proof.Race, before: Sequence[Path]) -> str | None:
     if before and not any(sha256_of(folder) in race.hashes for folder in before):
         older = [store.short_name(folder.name) for folder in before]
         return f"none of its scripts is {' or '.join(older)}: race YOUR_SCRIPT {older[0]}"
-    few = f"fewer than {proof.MIN_PAIRS} pairs are a screen: race with --pairs {proof.MIN_PAIRS}"
-    return few if race.pairs < proof.MIN_PAIRS else None
+    told = f"fewer than {proof.MIN_PAIRS} pairs are a screen: race with --pairs {proof.MIN_PAIRS}"
+    return told if race.pairs < proof.MIN_PAIRS else None
 
 
 def sha256_of(folder: Path) -> str:
@@ -215,10 +211,7 @@ def too_different(newer: tuple[str, str], *olders: Path) -> str | None:
 
 
 def record_race(folder: Path, line: Sequence[Path], board: str, own: Sequence[Log] = ()) -> tuple[str, dict]:
-    """Compare a record of a leaderboard with one of those before it, `line`, by its race.json; also return its name.
-
-    Raise ToolError if the race proves nothing, or not by the record's own logs, if they are given.
-    """
+    """Return the name of a record before, in `line`, and the race against it, which `own` logs have to prove."""
     path, before, newer = folder / RACE, store.rivals(line, board), sha256_of(folder)
     if not path.is_file():
         names = " or ".join(map(name_of, before))
@@ -226,11 +219,10 @@ def record_race(folder: Path, line: Sequence[Path], board: str, own: Sequence[Lo
     race = proof.read_race(path)
     if newer not in race.hashes:
         raise ToolError(f"{path}: lacks this record's script, SHA-256 {newer}; race it as it is")
-    if problem := obstacle(race, before):
+    unfinished = f"has {len(race.runs)} runs, not {race.pairs} of each script; finish the race"
+    if problem := obstacle(race, before) or (unfinished if len(race.runs) != len(race.order) else None):
         raise ToolError(f"{path}: {problem}")
     race.check_order(path)
-    if len(race.runs) != len(race.order):
-        raise ToolError(f"{path}: has {len(race.runs)} runs, not {race.pairs} of each script; finish the race")
     rival = next(rival for rival in before if sha256_of(rival) in race.hashes)
     a, b = (race.of(race.hashes.index(sha256)) for sha256 in (newer, sha256_of(rival)))
     if own and len(own) != len(a):
@@ -248,12 +240,11 @@ def record_race(folder: Path, line: Sequence[Path], board: str, own: Sequence[Lo
 
 def differences(found: list[Log]) -> Iterator[str]:
     """Yield where the run of a log is not one of the others' experiment with a seed of its own."""
-    for i, log in enumerate(found):
-        for other in found[:i]:
-            if log.seed is not None and log.seed == other.seed:
-                yield f"{log.name}: has seed {log.seed}, as {other.name} has; leave one out, or run another --seed"
-            elif log.train_losses and log.train_losses == other.train_losses:
-                yield f"{log.name}: has all training losses of {other.name}: does the script use its seed?"
+    for other, log in itertools.combinations(found, 2):
+        if log.seed is not None and log.seed == other.seed:
+            yield f"{log.name}: has seed {log.seed}, as {other.name} has; leave one out, or run another --seed"
+        elif log.train_losses and log.train_losses == other.train_losses:
+            yield f"{log.name}: has all training losses of {other.name}: does the script use its seed?"
     stated = [log.configuration | {"steps": log.num_steps, "validation tokens": log.val_sha256} for log in found]
     for log, mine in zip(found, stated, strict=True):
         keys = {key for key in mine | stated[0] if mine.get(key) != stated[0].get(key)} - {"seed", "run_id", "log_dir"}

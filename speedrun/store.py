@@ -4,7 +4,7 @@ import difflib
 import re
 import tomllib
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,8 +46,7 @@ def read_card(folder: Path) -> Card:
     try:
         return Card(**read_json(path))
     except (TypeError, FileNotFoundError):
-        needs = "date, what, kind, after (null: none) and ranked (true or false)"
-        raise ToolError(f"{path}: needs {needs}; write it") from None
+        raise ToolError(f"{path}: needs date, what, kind, after (null: none) and ranked (true, false)") from None
 
 
 def record_folders(root: Path) -> list[Path]:
@@ -68,9 +67,8 @@ def lineage(root: Path) -> list[Path]:
     line, followers = list[Path](), dict[str | None, Path]()
     for folder in record_folders(root):
         before = read_card(folder).after
-        if before in followers:
-            names = f"{name_of(followers[before])} and {name_of(folder)}"
-            raise ToolError(f"{names} both come after {before or 'none'}: mend after in a record.json")
+        if other := followers.get(before):
+            raise ToolError(f"{name_of(other)} and {name_of(folder)} both come after {before}: mend a record.json")
         followers[before] = folder
     while (before := name_of(line[-1]) if line else None) in followers:
         line.append(followers.pop(before))
@@ -125,24 +123,17 @@ def logs_of(folder: Path, most: int | None = None, beside: str = "") -> list[Log
     return [Log(path, text) for path, text in texts[:most]]
 
 
-def record_logs(folder: Path) -> list[Log]:
-    if logs := logs_of(folder):
+def record_logs(path: Path) -> list[Log]:
+    """Read a log, or those of a record, which has some."""
+    if logs := [Log(path)] if path.is_file() else logs_of(path):
         return logs
-    raise ToolError(f"{name_of(folder)} has no logs: submit puts those of its race there")
-
-
-def read_logs(names: Iterable[str], root: Path) -> list[Log]:
-    """Read the logs that `names` name: files, or records with all of theirs."""
-    logs = []
-    for name in names:
-        logs += [Log(Path(name))] if Path(name).is_file() else record_logs(find_record(name, root))
-    return logs
+    raise ToolError(f"{name_of(path)} has no logs: submit puts those of its race there")
 
 
 def find_record(name: str, root: Path) -> Path:
-    """Return a folder with logs, or the record of this number, name, or part of a name, in any letters."""
+    """Return a file, a folder with logs, or the record of this number, name, or part of a name, in any letters."""
     path = Path(name)
-    if path.is_dir() and (RECORD_FOLDER.fullmatch(path.name) or texts_of(path)):
+    if path.is_file() or (path.is_dir() and (RECORD_FOLDER.fullmatch(path.name) or texts_of(path))):
         return path
     folders, wanted = record_folders(root), name.lower().removesuffix(f"/{SCRIPT}").rstrip("/").rpartition("/")[2]
     found = [path for path in folders if wanted in (path.name.lower(), *path.name.lower().split("_", 1))]
@@ -157,12 +148,10 @@ def find_record(name: str, root: Path) -> Path:
 
 def read_script(name: str, root: Path) -> tuple[str, str]:
     """Return a label and the script that `name` names: a record's, a log's, or a file's."""
-    path = Path(name)
-    if not path.is_file():
-        folder = find_record(name, root)
-        return name_of(folder), read_text(folder / SCRIPT).rstrip("\n")
-    text = read_text(path).partition(f"\n{RULE}\n")[0].rstrip("\n")
-    return str(path), text
+    path = find_record(name, root)
+    if path.is_dir():
+        return name_of(path), read_text(path / SCRIPT).rstrip("\n")
+    return str(path), read_text(path).partition(f"\n{RULE}\n")[0].rstrip("\n")
 
 
 def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:

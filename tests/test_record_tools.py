@@ -129,7 +129,7 @@ def test_verify_computes_the_hash_of_the_training_tokens(tmp_path, monkeypatch):
     text = log_text(steps=5, batch_tokens=16, length=8)
     for stated, problem in (digest, "^$"), ("ab" * 32, f"its tokens are 80, sha256 abab.* are 80, sha256 {digest}"):
         log = Log(tmp_path / "x.txt", text.replace("validation", f"training tokens: 80, sha256 {stated}\nvalidation"))
-        assert re.search(problem, "".join(rules.data_problems(log, TRACKS["nano"])))
+        assert re.search(problem, "".join(rules.log_problems(log, log.source)))
 
 
 def test_stats_of_one_experiment_against_a_target(tool, root):
