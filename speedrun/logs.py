@@ -15,8 +15,7 @@ STEP_LINE = re.compile(
     rf" train_time:{NUMBER}(m?s) step_avg:\S+ms{OTHERS}\s*"
 )
 HEADER_BYTES, TOKEN_BYTES = 1024, 2  # of a shard
-# What text of another form raises
-ODD = ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError
+ODD = ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError  # of text that is odd
 
 
 class ToolError(Exception):
@@ -143,7 +142,7 @@ class Log:
 
     @property
     def val_loss(self) -> float:
-        """Return the last validation's loss; only for logs whose `incomplete` is None."""
+        """Return the last validation's loss, of a log without a problem."""
         return self.curve[self.num_steps][0]
 
     @property

@@ -63,9 +63,9 @@ def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
         if not names and track.anchor and (path := root / track.anchor).is_file():  # as plain_gpt.py printed it
             curve = {step: (loss, ms) for step, loss, ms in read_json(path)["val_curve"]}
             curves.append(curve_of(ANCHOR, (track.name, track.target), [curve]))
-    if not curves:
-        raise ToolError("nothing to draw: name records or logs of runs")
-    return curves
+    if curves:
+        return curves
+    raise ToolError("nothing to draw: name records or logs of runs")
 
 
 def draw_panel(panel: Any, track: str, mine: Sequence[Curve]) -> None:

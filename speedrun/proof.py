@@ -7,7 +7,6 @@ import os
 import re
 import statistics
 import string
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,8 +57,7 @@ def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
     from scipy.stats import ttest_rel
 
     mean = statistics.fmean(a) - statistics.fmean(b)
-    with warnings.catch_warnings(action="ignore"):  # of pairs that hardly differ
-        return (mean, *map(float, ttest_rel(a, b).confidence_interval())) if len(a) > 1 else (mean,)
+    return (mean, *map(float, ttest_rel(a, b).confidence_interval())) if len(a) > 1 else (mean,)
 
 
 def compare(a: Sequence, b: Sequence, slack: float, end: str = "high") -> dict:

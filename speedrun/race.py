@@ -19,7 +19,6 @@ from speedrun.proof import Race, Run, Script, figures_of, read_race
 from speedrun.rules import obstacle, too_different
 from speedrun.store import RACE, SCRIPT, TRACKS, lineage, read_script, rivals
 
-BUSY = 0.7  # running processes, on average; two trainings at once were seen to take 5 to 10 times as long
 Copy = tuple[Path, Path]  # of a script, and the folder where it imports from what lay beside it
 CONTRACT = """A script has to accept --seed N, --log_dir FOLDER and --run_id NAME, and to write FOLDER/NAME.txt: its
 source, a line of 100 '=', what it says of itself, the line again, and for each validation, at last that of step TOTAL,
@@ -31,11 +30,9 @@ def run_script(copy: Copy, flags: Sequence[str], nproc: int, run_id: str, log_di
     script, beside = copy
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc_per_node={nproc}"]
     own = ["--seed", str(run["seed"]), "--log_dir", str(log_dir), "--run_id", run_id]
-    # What torchrun would choose, without its warning
-    environment = dict(OMP_NUM_THREADS=os.environ.get("OMP_NUM_THREADS", "1")) if nproc > 1 else {}
-    environment["PYTHONPATH"] = os.pathsep.join([str(beside), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    paths = os.pathsep.join([str(beside), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     try:
-        own_process([*torchrun * (nproc > 1), str(script), *own, *flags], **environment)
+        own_process([*torchrun * (nproc > 1), str(script), *own, *flags], PYTHONPATH=paths)
     except RuntimeError as error:
         fix = "with that mended, the same with --out goes on; with other flags or scripts, begin a new one"
         raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; {fix}") from None
@@ -75,7 +72,7 @@ def in_turn(plan: Race, copies: Sequence[Copy], folder: Path) -> Race:
     print(f"{len(race.runs)}/{len(race.order)} runs; {stop}", file=sys.stderr, flush=True)
     log_dir = Path(str(folder.resolve()).removeprefix(f"{ROOT}/"))  # a log names no home folder
     left, began = race.order[len(race.runs) :], time.monotonic()
-    if left and (load := os.getloadavg()[0]) > BUSY:
+    if left and (load := os.getloadavg()[0]) > 0.7:  # two trainings at once were seen to take 5 to 10 times as long
         print(f"the load of the last minute is {load:.1f}: times mean little if anything else runs", file=sys.stderr)
     for done, (seed, script) in enumerate(left, start=1):
         run_id = race.run_id(seed, script)
@@ -91,9 +88,8 @@ def in_turn(plan: Race, copies: Sequence[Copy], folder: Path) -> Race:
         race.check_order(path)
         race.write(path)
         seconds = (time.monotonic() - began) / done * (len(left) - done)
-        told = f"val_loss {run.val_loss:.4f}, train time {run.train_time:.0f} ms"
-        remaining = f"{len(race.runs)}/{len(race.order)}, {datetime.timedelta(seconds=round(seconds))} left"
-        print(f"{run_id}: {told}; {remaining}", file=sys.stderr, flush=True)
+        rest = f"{len(race.runs)}/{len(race.order)}, {datetime.timedelta(seconds=round(seconds))} left"
+        print(f"{run_id}: val_loss {run.val_loss:.4f}, {run.train_time:.0f} ms; {rest}", file=sys.stderr, flush=True)
     race.comparisons = [found for _, found in race.compared()]
     race.write(path)
     return race

@@ -19,7 +19,6 @@ COMPILER_SETTING = re.compile(
     r"\b_(?:inductor|dynamo)\b(?!\.utils)|\bTORCH(?:INDUCTOR|DYNAMO|_COMPILE)(?!_COMPILE_THREADS|_CACHE_DIR)\w*"
     r"|\btorch\.compile\((?:[^()]|\([^()]*\))*?\b(?:mode|options|backend|disable)="
 )
-HARMLESS = {"TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_CACHE_DIR"}  # variables of the compiler
 ONE_CARD = "measured on one card"
 KINDS = {  # of records, with what matches the evidence, and what the page of an unranked one says
     "idea": (r"|[\w./-]+ at commit [0-9a-f]{7,40}", ""),
@@ -83,9 +82,9 @@ def log_problems(log: Log, script: str) -> Iterator[str]:
         return
     if log.sha256 != digest(script):
         yield "the script of the log is not the folder's train_gpt.py; put there the one that ran, or run it again"
-    if track.machines and store.machine_of(log, track) is None:
-        patterns = " and ".join(repr(pattern) for _, pattern in track.machines)
-        yield f"ran on {log.hardware or 'unknown hardware'}; the machines of {track.name} are {patterns}"
+    patterns = [pattern for _, pattern in track.machines]
+    if patterns and not any(re.match(pattern, log.hardware or "") for pattern in patterns):
+        yield f"ran on {log.hardware}; the machines of {track.name} are {' and '.join(map(repr, patterns))}"
     if problem := validation_problem(log, track):
         yield problem
     touched = "the training stream is not the track's"
@@ -99,7 +98,7 @@ def log_problems(log: Log, script: str) -> Iterator[str]:
     for name in [flag.partition("=")[0] for flag in log.flags if flag.startswith("--")]:
         if name not in allowed:
             yield f"has the flag {name}: put settings into the script, run it without"
-    if flags := [name for name in log.environment if name.startswith("TORCHINDUCTOR_") and name not in HARMLESS]:
+    if flags := [name for name in log.environment if re.match("TORCHINDUCTOR_(?!COMPILE_THREADS|CACHE_DIR)", name)]:
         yield f"ran with {', '.join(flags)}: the track allows no compiler flags; unset it and run it again"
     if log.recompiles != 0:
         yield f"recompiles after the clock started: {log.recompiles}; cover them in the warm-up, then run it again"

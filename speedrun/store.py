@@ -42,11 +42,10 @@ class Card(NamedTuple):
 
 
 def read_card(folder: Path) -> Card:
-    path = folder / CARD
     try:
-        return Card(**read_json(path))
+        return Card(**read_json(folder / CARD))
     except (TypeError, FileNotFoundError):
-        raise ToolError(f"{path}: needs date, what, kind, after (null: none) and ranked (true, false)") from None
+        raise ToolError(f"{folder / CARD}: needs date, what, kind, after and ranked; write it") from None
 
 
 def record_folders(root: Path) -> list[Path]:
@@ -88,12 +87,8 @@ def board_of(log: Log) -> str:
     track, hardware = TRACKS.get(log.track or ""), log.hardware or "unknown hardware"
     if track is None or not track.machines:
         return log.track or "unknown track"
-    return f"{track.name} on {machine_of(log, track) or hardware}"
-
-
-def machine_of(log: Log, track: Track) -> str | None:
-    """Return the name of the track's machine that a log ran on, or None."""
-    return next((name for name, pattern in track.machines if re.match(pattern, log.hardware or "")), None)
+    names = [name for name, pattern in track.machines if name and re.match(pattern, hardware)]
+    return f"{track.name} on {names[0] if names else hardware}"
 
 
 def is_on_board(folder: Path, board: str) -> bool:
