@@ -279,15 +279,18 @@ def test_a_race_gets_its_data_first_and_leaves_nothing_if_that_fails(tool, tmp_p
 
 def test_race_says_before_it_begins_what_is_wrong_or_why_no_record_can_come_of_it(tool, root, scripts, monkeypatch):
     monkeypatch.setattr(race, "in_turn", lambda plan, *_, **__: plan)
-    write_record(root, NAME, [], scripts[1].read_text())
+    slow = scripts[1].read_text()
+    write_record(root, NAME, good(source=slow.rstrip("\n")), slow)
+    write_record(root, "gpt2/46_Next", [], after=NAME, ranked=False)  # newer, but nano is not raced against it
+    nano = ("--", "--preset", "nano")
     write_race(write_record(root.parent, "others/a", []), "", "")  # of seeds 0 to 4
     for argv, told in (
         (["fast.py", "fast.py --seed 1"], "leave them out"),
         (["fast.py", "slow.py", "--pairs", "4"], "no record can come of this race: fewer than 5 pairs"),
         (["fast.py", "slow.py", "--seed", "3", "--out", "others/b"], "its seeds are not fresh"),
     ):
-        assert told in tool("race", *argv)[2].splitlines()[-1]
-    assert tool("race", *scripts, "--", "--preset", "nano")[2] == ""
+        assert told in tool("race", *argv, *nano)[2].splitlines()[-1]
+    assert tool("race", *scripts, *nano)[2] == ""
     monkeypatch.setitem(sys.modules, "scipy.stats", None)  # missed now, and not after hours
     with pytest.raises(SystemExit):
         tool("race", *scripts)
@@ -423,7 +426,8 @@ def test_record_json_says_the_kind_of_a_record_and_which_one_it_follows(tool, ro
     write_record(root, "gpt2/46_Next", [], SOURCE + "\n# line" * 201, **more | dict(kind="idea"))
     assert tool("verify", "next")[0] == 0
     write_record(root, "nano/03_Third", [], after="gpt2/46_Next")
-    assert [*map(store.name_of, store.lineage(root))] == [NAME, "gpt2/46_Next", "nano/03_Third"]
+    assert [*map(store.name_of, line := store.lineage(root))] == [NAME, "gpt2/46_Next", "nano/03_Third"]
+    assert store.rivals(line[:2], "nano") == line[:2]
     for after, told in (NAME, f"both come after {NAME}: mend"), ("nano/09_Gone", "nano/03_Third: no line leads there"):
         write_record(root, "nano/03_Third", [], after=after)
         assert told in tool("verify")[2]
