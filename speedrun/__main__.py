@@ -76,7 +76,8 @@ def command_stats(args: argparse.Namespace) -> tuple[str, int]:
 
 def command_verify(args: argparse.Namespace) -> tuple[str, int]:
     """Check records; exit code 1 if one fails."""
-    folders = [store.find_record(name, args.root) for name in args.records] or store.lineage(args.root)
+    names = [name.removesuffix(f"/{store.SCRIPT}") for name in args.records]
+    folders = [store.find_record(name, args.root) for name in names] or store.lineage(args.root)
     verdicts = [rules.verify(folder, args.root) for folder in folders]
     return "\n".join(map(str, verdicts)) or "no records yet", int(any(verdict.failures for verdict in verdicts))
 

@@ -135,8 +135,7 @@ class Log:
             time = round(float(found[5]) * (1000 if found[6] == "s" else 1), 6)
             lines.append(Line(int(found[1]), int(found[2]), train_loss, val_loss, time))
         if not lines:
-            why = shown(self.ended) if self.ended else "the run never started, or was cut short"
-            raise ToolError(f"{self.path}: no step lines ({why}); leave it out")
+            raise ToolError(f"{self.path}: no step lines ({shown(self.ended or 'never started')}); leave it out")
         # A training loss is printed a few steps late, perhaps after the validation of a later step
         return sorted(lines, key=lambda line: (line.step, line.val_loss is not None))
 

@@ -18,7 +18,7 @@ ANCHOR = "plain GPT"
 
 
 def curve_of(name: str, track: tuple[str, float | None], curves: Sequence[dict[int, tuple[float, float]]]) -> Curve:
-    """Take what track_of returns, and the curves of runs: loss, and train time in ms, by step."""
+    """Average runs. `track` is what track_of returns; curves hold loss and train time in ms by step."""
     steps = sorted(set.intersection(*map(set, curves)))
     if not steps:
         raise ToolError(f"{name}: no step at which all its logs have a loss; name logs that do")

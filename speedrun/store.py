@@ -137,7 +137,7 @@ def find_record(name: str, root: Path) -> Path:
         return found[0]
     names = ", ".join(map(name_of, found or folders)) or "none"
     problem = f"is part of {len(found)} names" if found else f"is neither a file nor a record in {root}"
-    history = f"of those in the history, records/{PAGE} has the commits for `git show COMMIT:records/...`"
+    history = f"git show COMMIT:records/... has those that left the tree, records/{PAGE} names the commits"
     raise ToolError(f"{shown(name)} {problem}; name one of: {names}; {history}")
 
 
