@@ -26,6 +26,7 @@ MODULES = dict(
     mini="Train gpt2 in small, on a CPU, as tests do.",
     lower="Lower train_gpt.py for GPUs that are not here: graph breaks, memory, spills, predicted times.",
 )
+Outcome = tuple[str, int]  # the text and the exit code
 
 
 def say(text: str, stream: TextIO) -> None:
@@ -34,7 +35,7 @@ def say(text: str, stream: TextIO) -> None:
         print(printable(text), file=stream, flush=True)
 
 
-def command_race(args: argparse.Namespace) -> tuple[str, int]:
+def command_race(args: argparse.Namespace) -> Outcome:
     """Run scripts in turn, and compare times and losses of each with the next and the last, with 95% intervals and a
     verdict. Name the newest first."""
     settings = {name: getattr(args, name) for name in ("out", "pairs", "seed", "nproc_per_node", "note")}
@@ -45,12 +46,12 @@ def command_race(args: argparse.Namespace) -> tuple[str, int]:
     return "\n".join(lines), 0
 
 
-def command_tried(args: argparse.Namespace) -> tuple[str, int]:
+def command_tried(args: argparse.Namespace) -> Outcome:
     """List what was raced, the newest last: times and losses against another script, and verdicts."""
     return publish.races(args.root), 0
 
 
-def command_diff(args: argparse.Namespace) -> tuple[str, int]:
+def command_diff(args: argparse.Namespace) -> Outcome:
     """Compare two scripts, each named by a record, a log or a file. Without A, that is the root's train_gpt.py."""
     names = args.a or str(args.root.parent / store.SCRIPT), args.b
     lines, removed, added = store.diff(*(store.read_script(name, args.root) for name in names))
@@ -58,7 +59,7 @@ def command_diff(args: argparse.Namespace) -> tuple[str, int]:
     return "\n".join(lines), 0
 
 
-def command_stats(args: argparse.Namespace) -> tuple[str, int]:
+def command_stats(args: argparse.Namespace) -> Outcome:
     """Say mean, sd and p of runs, and how many the target is likely to need."""
     found = [log for name in args.logs for log in store.record_logs(store.find_record(name, args.root))]
     rules.require_one_experiment(found)
@@ -74,7 +75,7 @@ def command_stats(args: argparse.Namespace) -> tuple[str, int]:
     return f"{sample} p={sample.p:.2g} against {target}\n{needs}\n{proof.PEEKING}", 0
 
 
-def command_verify(args: argparse.Namespace) -> tuple[str, int]:
+def command_verify(args: argparse.Namespace) -> Outcome:
     """Check records; exit code 1 if one fails."""
     names = [name.removesuffix(f"/{store.SCRIPT}") for name in args.records]
     folders = [store.find_record(name, args.root) for name in names] or store.lineage(args.root)
@@ -82,14 +83,14 @@ def command_verify(args: argparse.Namespace) -> tuple[str, int]:
     return "\n".join(map(str, verdicts)) or "no records yet", int(any(verdict.failures for verdict in verdicts))
 
 
-def command_table(args: argparse.Namespace) -> tuple[str, int]:
+def command_table(args: argparse.Namespace) -> Outcome:
     """Rewrite the leaderboards in the records' README.md from the logs."""
     differs = publish.rewrite_tables(args.root, args.check)
     wrong = f"is out of date: run {PYTHON} -m speedrun table" if args.check else "written"
     return f"{args.root / 'README.md'} {wrong if differs else 'is up to date'}", int(differs and args.check)
 
 
-def command_submit(args: argparse.Namespace) -> tuple[str, int]:
+def command_submit(args: argparse.Namespace) -> Outcome:
     """Make a record's folder, after the newest, from finished logs of one script and their race; verify it; write
     boards and picture. Run it again after each change; it goes on with the folder."""
     mine = [folder for folder in store.record_folders(args.root) if folder.name.partition("_")[2] == args.name]
@@ -108,7 +109,7 @@ def command_submit(args: argparse.Namespace) -> tuple[str, int]:
     return f"{verdict}\n{left}", 0
 
 
-def command_plot(args: argparse.Namespace) -> tuple[str, int]:
+def command_plot(args: argparse.Namespace) -> Outcome:
     """Draw loss against train time of records or logs."""
     from speedrun import plots
 
@@ -123,7 +124,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, text in MODULES.items():
         commands.add_parser(name, help=text)
 
-    def command(function: Callable[[argparse.Namespace], tuple[str, int]], **settings: Any) -> Callable:
+    def command(function: Callable[[argparse.Namespace], Outcome], **settings: Any) -> Callable:
         name, text = function.__name__.removeprefix("command_"), function.__doc__ or ""
         settings |= dict(help=text.replace("%", "%%"), description=text)
         parser = commands.add_parser(name, allow_abbrev=False, **settings)

@@ -69,6 +69,36 @@ def new_record(name: str, paths: Sequence[str], root: Path, race: Path | None) -
     return folder
 
 
+def told(script: Script) -> str:
+    """Return a script's record or file, the beginning of its SHA-256, and its own flags."""
+    name, _, flags = script.name.partition(" ")
+    path = Path(name)
+    name = path.parent.name if path.name == SCRIPT and path.parent.name else path.stem
+    return f"{store.short_name(name)} {script.sha256[:6]} {flags}".strip()
+
+
+def races(root: Path) -> str:
+    """Return a row for each comparison of the races below logs/ and records/, the newest last."""
+    rows = set[tuple[str, ...]]()
+    paths = sorted({*Path("logs").glob(f"**/{RACE}"), *root.glob(f"*/*/{RACE}")})
+    for path in {read_text(path): path for path in paths}.values():  # several records may have the same race
+        try:
+            race = read_race(path)
+            date = race.date or (store.read_card(path.parent).date if path.is_relative_to(root) else "")
+        except ToolError as error:
+            print(error, file=sys.stderr)
+            continue
+        for (a, b), found in race.compared():
+            figures = str(found["n"][0]), interval(found["train_time"], ".3f"), interval(found["val_loss"], "+.4f")
+            note = race.note.replace("\n", " ")
+            rows.add((date, told(race.scripts[a]), told(race.scripts[b]), *figures, found["verdict"], note))
+    if not rows:
+        raise ToolError(f"no race has a pair yet below logs and {root}")
+    table = [("date", "script", "against", "n", "time", "loss", "verdict", "note"), *sorted(rows)]
+    widths = *(max(map(len, column)) for column in [*zip(*table, strict=True)][:-2]), 0, 0
+    return "\n".join(" ".join(map(str.ljust, row, widths)).rstrip() for row in table)
+
+
 def row(folder: Path, own: list[Log], ratio: str, product: float | None) -> list[str]:
     sample = Sample([log.val_loss for log in own], store.track_of(own[0]).target)
     times = Sample([log.train_time / 1000 for log in own])
@@ -136,33 +166,3 @@ def rewrite_tables(root: Path, check_only: bool) -> bool:
     if new != text and not check_only:
         path.write_text(new, encoding="utf-8")
     return new != text
-
-
-def told(script: Script) -> str:
-    """Return a script's record or file, the beginning of its SHA-256, and its own flags."""
-    name, _, flags = script.name.partition(" ")
-    path = Path(name)
-    name = path.parent.name if path.name == SCRIPT and path.parent.name else path.stem
-    return f"{store.short_name(name)} {script.sha256[:6]} {flags}".strip()
-
-
-def races(root: Path) -> str:
-    """Return a row for each comparison of the races below logs/ and records/, the newest last."""
-    rows = set[tuple[str, ...]]()
-    paths = sorted({*Path("logs").glob(f"**/{RACE}"), *root.glob(f"*/*/{RACE}")})
-    for path in {read_text(path): path for path in paths}.values():  # several records may have the same race
-        try:
-            race = read_race(path)
-            date = race.date or (store.read_card(path.parent).date if path.is_relative_to(root) else "")
-        except ToolError as error:
-            print(error, file=sys.stderr)
-            continue
-        for (a, b), found in race.compared():
-            figures = str(found["n"][0]), interval(found["train_time"], ".3f"), interval(found["val_loss"], "+.4f")
-            note = race.note.replace("\n", " ")
-            rows.add((date, told(race.scripts[a]), told(race.scripts[b]), *figures, found["verdict"], note))
-    if not rows:
-        raise ToolError(f"no race has a pair yet below logs and {root}")
-    table = [("date", "script", "against", "n", "time", "loss", "verdict", "note"), *sorted(rows)]
-    widths = *(max(map(len, column)) for column in [*zip(*table, strict=True)][:-2]), 0, 0
-    return "\n".join(" ".join(map(str.ljust, row, widths)).rstrip() for row in table)

@@ -139,8 +139,7 @@ def page_problems(page: str, script: str, what: str) -> Iterator[str]:
 
 def verify(folder: Path, root: Path) -> Verdict:
     """Check all that the files of a record allow."""
-    files = (folder / name for name in (SCRIPT, PAGE))
-    script, page = (read_text(path).rstrip("\n") if path.is_file() else "" for path in files)
+    script, page = (read_text(it).rstrip("\n") if it.is_file() else "" for it in (folder / SCRIPT, folder / PAGE))
     line = [*itertools.takewhile(lambda other: not other.samefile(folder), store.lineage(root))]
     card = store.read_card(folder)
     verdict = Verdict(folder, [*page_problems(page, script, card.what)])
