@@ -1,4 +1,7 @@
-"""Run the tools from the command line: python -m speedrun COMMAND --help."""
+"""The tools around train_gpt.py: python -m speedrun COMMAND --help. A record is named by its folder or a part of that.
+
+Exit codes: 0 done, 1 a check failed, 2 something has to be mended, 130 interrupted.
+"""
 
 import argparse
 import contextlib
@@ -9,14 +12,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from speedrun import needs, process, proof, publish, race, rules, store, tried
+from speedrun import needs, process, proof, publish, race, rules, store
 from speedrun.logs import ToolError, printable
 from speedrun.needs import PYTHON
 
-INTRODUCTION = (
-    "Train, prove and compare: the tools around train_gpt.py. A record is named by its folder, or a unique part of "
-    "that. Exit codes: 0 done, 1 a check failed, 2 something has to be mended, 130 interrupted."
-)
 # Commands that are modules, with flags of their own
 MODULES = dict(
     check="Look at machine, data and flags before a training, and get the data; run.sh does it.",
@@ -37,15 +36,19 @@ def say(text: str, stream: TextIO) -> None:
 
 
 def command_race(args: argparse.Namespace) -> Outcome:
-    """Run scripts in turn on this machine, and compare times and losses of each with those of the one after it and of
-    the last one, with 95% intervals and a verdict. Name the newest first. The data come first."""
+    """Run scripts in turn, and compare times and losses of each with the next and the last, with 95% intervals and a
+    verdict. Name the newest first."""
     settings = {name: getattr(args, name) for name in ("out", "pairs", "seed", "nproc_per_node", "note")}
-    return race.told(race.race_scripts(args.scripts, args.root, args.flags, **settings)), 0
+    raced, lines = race.race_scripts(args.scripts, args.root, args.flags, **settings), []
+    for (a, b), found in raced.compared():
+        pairs = f"n={found['n'][0]} pairs from seed {found['seeds'][0]} on, 95% intervals"
+        lines.append(f"{raced.scripts[a].name} against {raced.scripts[b].name}: {pairs}\n  {proof.standing(found)}")
+    return "\n".join(lines), 0
 
 
 def command_tried(args: argparse.Namespace) -> Outcome:
     """List what was raced, the newest last: times and losses against another script, and verdicts."""
-    return tried.table(args.root), 0
+    return publish.races(args.root), 0
 
 
 def command_diff(args: argparse.Namespace) -> Outcome:
@@ -58,25 +61,24 @@ def command_diff(args: argparse.Namespace) -> Outcome:
 
 def command_stats(args: argparse.Namespace) -> Outcome:
     """Say mean, sd and p of runs, and how many the target is likely to need."""
-    found = store.read_logs(args.logs, args.root)
+    found = [log for name in args.logs for log in store.record_logs(store.find_record(name, args.root))]
     rules.require_one_experiment(found)
-    if (target := args.target) is None:
-        track = store.track_of(found[0])
-        if problem := rules.validation_problem(found[0], track):
-            raise ToolError(f"{found[0].path}: {problem}; or name the target of its own: --target LOSS")
-        target = track.target
-    sample = proof.describe([log.val_loss for log in found], target)
+    target = store.track_of(found[0]).target if args.target is None else args.target
+    if args.target is None and (problem := rules.validation_problem(found[0], store.track_of(found[0]))):
+        raise ToolError(f"{found[0].path}: {problem}; or name the target of its own: --target LOSS")
+    sample = proof.Sample([log.val_loss for log in found], target)
     if sample.n == 1:
         return f"{sample} against {target}; one run gives no p", 0
     needed = proof.runs_needed(target - sample.mean, sample.sd)
     power = f"p < {proof.ALPHA} nine times in ten if the true mean and sd are these"
-    told = f"{sample} p={sample.p:.2g} against {target}\nruns that the target is likely to need ({power}): {needed}"
-    return f"{told} in all\n{proof.PEEKING}", 0
+    needs = f"runs that the target is likely to need ({power}): {needed} in all"
+    return f"{sample} p={sample.p:.2g} against {target}\n{needs}\n{proof.PEEKING}", 0
 
 
 def command_verify(args: argparse.Namespace) -> Outcome:
     """Check records; exit code 1 if one fails."""
-    folders = [store.find_record(name, args.root) for name in args.records] or store.lineage(args.root)
+    names = [name.removesuffix(f"/{store.SCRIPT}") for name in args.records]
+    folders = [store.find_record(name, args.root) for name in names] or store.lineage(args.root)
     verdicts = [rules.verify(folder, args.root) for folder in folders]
     return "\n".join(map(str, verdicts)) or "no records yet", int(any(verdict.failures for verdict in verdicts))
 
@@ -99,9 +101,12 @@ def command_submit(args: argparse.Namespace) -> Outcome:
             return f"{folder}: mend this, then run {PYTHON} -m speedrun submit {args.name}\n{verdict}", 1
         publish.rewrite_tables(args.root, check_only=False)
         command_plot(argparse.Namespace(records=[], root=args.root, output=None))
-    left = f"the root is the newest record's script: cp {folder / store.SCRIPT} {args.root.parent / store.SCRIPT}"
-    left += "\n- README.md: its rows and figures of the newest record are written by hand"
-    return f"{verdict}\nwhat is left to do:\n- {left}\n- ./test.sh, then commit all of it", 0
+    left = f"""left to do by hand:
+- the root is the newest record's script: cp {folder / store.SCRIPT} {args.root.parent / store.SCRIPT}
+- {args.root / store.PAGE}: "The line so far"; README.md: rows and figures of the newest record; CHANGELOG.md
+- a new track: its rules in {args.root / "RULES.md"}
+- ./test.sh, then commit all of it"""
+    return f"{verdict}\n{left}", 0
 
 
 def command_plot(args: argparse.Namespace) -> Outcome:
@@ -109,43 +114,32 @@ def command_plot(args: argparse.Namespace) -> Outcome:
     from speedrun import plots
 
     path = args.output or (Path() if args.records else args.root) / "curves.png"
-    plots.kind_of(path)  # before all logs are read
     plots.plot_curves(plots.curves_of(args.records, args.root), path)
     return str(path), 0
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m speedrun", description=INTRODUCTION)
+    parser = argparse.ArgumentParser(prog="python -m speedrun", description=__doc__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, text in MODULES.items():
         commands.add_parser(name, help=text)
 
     def command(function: Callable[[argparse.Namespace], Outcome], **settings: Any) -> Callable:
-        name, text = function.__name__.removeprefix("command_"), function.__doc__
-        parser = commands.add_parser(
-            name, allow_abbrev=False, help=(text or "").replace("%", "%%"), description=text, **settings
-        )
+        name, text = function.__name__.removeprefix("command_"), function.__doc__ or ""
+        settings |= dict(help=text.replace("%", "%%"), description=text)
+        parser = commands.add_parser(name, allow_abbrev=False, **settings)
         parser.add_argument("--root", type=Path, default=store.RECORDS, help="where records are (default: %(default)s)")
         parser.set_defaults(function=function)
         return parser.add_argument
 
     usage = "%(prog)s [options] NEWEST OLDER [OLDER ...] [-- FLAGS ...]"
-    epilog = (
-        "FLAGS after -- go to all scripts, such as -- --num_iterations 100 --val_loss_every 0. An idea that is a flag: "
-        f"race 'train_gpt.py --muon_lr 0.05' train_gpt.py. {race.CONTRACT} {proof.FASTER} "
-        "docs/submit.md says what to do next."
-    )
-    add = command(command_race, usage=usage, epilog=epilog)
+    epilog = "FLAGS go to all scripts. An idea may be a flag: race 'train_gpt.py --muon_lr 0.05' train_gpt.py. "
+    add = command(command_race, usage=usage, epilog=f"{epilog}{race.CONTRACT} {proof.FASTER} See docs/submit.md.")
     add("scripts", nargs="+", metavar="SCRIPT", help="a record, a log, a script, or 'SCRIPT FLAGS OF ITS OWN'")
     add("--pairs", type=int, default=6, help="rounds, of one run of each script; 1 to 4 are a screen (default: 6)")
     add("--seed", type=int, default=1, help="of the first round; each next one is higher (default: 1)")
     add("--nproc_per_node", type=int, default=1, metavar="N", help="processes of each run; above 1 with torchrun")
-    add(
-        "--out",
-        type=Path,
-        metavar="FOLDER",
-        help="of the race, which goes on there (default: logs/race-TIME)",
-    )
+    add("--out", type=Path, metavar="FOLDER", help="of the race, which resumes there (default: logs/race-TIME)")
     add("--note", metavar="TEXT", default="", help="what the idea is, for `tried` and the record")
     command(command_tried)
     add = command(command_diff)
@@ -163,7 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("--race", type=Path, metavar="FILE", help="race.json against the record before, to be stored, too")
     add = command(command_plot)
     add("records", metavar="RECORD", nargs="*", help="(default: all ranked records, and the plain GPT)")
-    add("-o", "--output", type=Path, metavar="FILE", help="png, svg, pdf, webp or jpg (default: curves.png)")
+    add("-o", "--output", type=Path, metavar="FILE", help="in the format of its ending (default: curves.png)")
     return parser
 
 
@@ -188,10 +182,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(argv[:at])
     args.flags = argv[at + 1 :]
     if args.function is not command_diff:
-        with needs.packages("race"):
-            import matplotlib  # noqa: F401
-            import psutil  # noqa: F401
-            import scipy.stats  # noqa: F401  to miss it now, and not after all runs
+        with needs.packages("race"):  # to miss them now, and not after all runs
+            for name in "matplotlib", "psutil", "scipy.stats":
+                importlib.import_module(name)
     try:
         told, code = args.function(args)
         say(told, sys.stdout)

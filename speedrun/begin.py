@@ -5,8 +5,7 @@
 
 For several processes start both with torchrun: torchrun --standalone --nproc_per_node=8 -m speedrun begin ... The rows
 of n-grams beside the model come along with their mean squares; optimizers, schedules and the clock begin anew. Where
-embedding and head are tied, both begin as the head. Exit codes: 0; 2 something has to be mended, one line says what;
-130 interrupted.
+embedding and head are tied, both begin as the head. Exit codes: 0; 2, and one line says what to mend; 130 interrupted.
 """
 
 import json

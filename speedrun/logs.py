@@ -1,10 +1,9 @@
 """Read logs, ours and the public speedrun's."""
 
 import hashlib
-import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,11 +12,10 @@ NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
 OTHERS = r"(?: (?!train_loss|val_loss:|train_time|step_avg)\w+:\S+)*"  # fields that some public logs have
 STEP_LINE = re.compile(
     rf"step:(\d{{1,9}})/(\d{{1,9}})(?: train_loss:(?:{NUMBER}|nan|inf))?(?: val_loss:(?:{NUMBER}|nan|inf))?{OTHERS}"
-    rf" train_time:{NUMBER}(m?s) step_avg:(?:{NUMBER}|nan|inf)ms{OTHERS}\s*"
+    rf" train_time:{NUMBER}(m?s) step_avg:\S+ms{OTHERS}\s*"
 )
 HEADER_BYTES, TOKEN_BYTES = 1024, 2  # of a shard
-# What JSON of another form raises
-ODD = ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError
+ODD = ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError  # of text that is odd
 
 
 class ToolError(Exception):
@@ -42,7 +40,6 @@ class Line(NamedTuple):
     train_loss: float | None
     val_loss: float | None
     time: float
-    average: float | None  # of all steps so far
 
 
 def read_text(path: Path) -> str:
@@ -61,11 +58,6 @@ def digest(script: str) -> str:
     return hashlib.sha256(f"{script}\n".encode()).hexdigest()
 
 
-def near(value: float, other: float, by: float) -> float:
-    """Return the value where another is that but for rounding, or else the other."""
-    return value if abs(value - other) <= by else other
-
-
 class Log:
     """Read a log. What it does not state is None, and a number 0; train_shards are (name, tokens).
 
@@ -74,14 +66,23 @@ class Log:
 
     def __init__(self, path: Path, text: str | None = None):
         """Read the file, or this text of it. Raise ToolError if it is no log, or holds a line that no run wrote."""
-        text = read_text(path) if text is None else text
+        self.path, self.name = path, path.name
+        try:
+            self.read(read_text(path) if text is None else text)
+        except ODD as error:
+            why = shown(repr(error))
+            raise ToolError(f"{path}: cannot be read ({why}): cut short or edited; run it again") from None
+
+    def read(self, text: str) -> None:
         source, *rest = re.split(f"^{RULE}$\n?", text, flags=re.MULTILINE)
         if len(rest) < 2:
-            raise ToolError(f"{path}: not a log, or cut short: a log has two lines of 100 '='; name the .txt of a run")
+            raise ToolError(
+                f"{self.path}: not a log, or cut short: a log has two lines of 100 '='; name the .txt of a run"
+            )
         is_stated = re.fullmatch("[0-9a-f]{64}\n", source)
         self.source = "" if is_stated else source.rstrip("\n")
         self.sha256 = source.strip() if is_stated else digest(self.source)
-        self.path, self.name, self.text = path, path.name, "\n".join(rest)
+        self.text = "\n".join(rest)
         self.stored = f"{self.sha256}\n{text[len(source) :]}"  # as records keep it
         ended = re.search(r"^(?:stopped:|interrupted:|resumed).*", self.text, re.MULTILINE)
         self.ended = ended and ended[0].strip()  # says that this is not one whole run
@@ -93,29 +94,19 @@ class Log:
         self.training = [line for line in self.lines if line.val_loss is None]
         self.train_losses = [line.train_loss for line in self.training if line.train_loss is not None]
         self.configuration: dict = self.find("configuration: (.*)", json.loads) or {}  # the public form has none
-        try:
-            self.flags = [*map(str, self.find("flags: (.*)", json.loads) or [])]
-            self.environment = dict(self.find("environment: (.*)", json.loads) or {})  # older logs have none
-            preset, device = (self.configuration.get(name) for name in ("preset", "device"))
-            names = "batch_tokens", "train_seq_len", "cpu_threads"
-            self.batch_tokens, self.train_seq_len, self.cpu_threads = (
-                int(self.configuration.get(name) or 0) for name in names
-            )
-            stages = self.configuration.get("stages") or [[1, 1, 0]]  # rows of share, batch, max_doc_len and others
-            self.is_packed = any(row[1:3] != [1, 0] for row in stages)  # documents or batches decide where one begins
-            self.largest_batch = int(max(float(row[1]) for row in stages) * self.batch_tokens)
-        except ODD as error:
-            why = shown(repr(error))
-            raise ToolError(f"{path}: its configuration, flags or environment are odd ({why}): run it again") from None
-        self.track = None if preset is None else str(preset)
+        self.flags = [*map(str, self.find("flags: (.*)", json.loads) or [])]
+        self.environment = dict(self.find("environment: (.*)", json.loads) or {})  # older logs have none
+        self.track, device = (self.configuration.get(name) for name in ("preset", "device"))
+        names = "batch_tokens", "train_seq_len", "cpu_threads"
+        self.batch_tokens, self.train_seq_len, self.cpu_threads = (int(self.configuration.get(it) or 0) for it in names)
+        stages = self.configuration.get("stages") or [[1, 1, 0]]  # rows of share, batch, max_doc_len and others
+        self.is_packed = any(row[1:3] != [1, 0] for row in stages)  # documents or batches decide where one begins
         self.seed = self.find(r"seed: (\d+)\b.*", int)
         shards = re.findall(r"^train shard: (.+), (\d{1,15}) bytes$", self.text, re.MULTILINE)
         self.train_shards = [(Path(name).name, (int(size) - HEADER_BYTES) // TOKEN_BYTES) for name, size in shards]
         self.val_tokens = self.find(r"validation tokens: (\d+), sha256 .*", int)
         self.val_sha256 = self.find(r"validation tokens: \d+, sha256 ([0-9a-f]{64})\b.*")
         self.training_tokens = self.find(r"training tokens: (\d+, sha256 [0-9a-f]{64})")
-        self.first_batch = self.find(r"first batch: (?:.*/)?(.+ position \d{1,15})")
-        self.last_batch = self.find(r"last batch: (?:.*/)?(.+ position \d{1,15})")
         self.recompiles = self.find(r"recompiles after the clock started: (\d+)", int)
         self.peak_mib = self.find(r"peak memory(?: allocated)?: (\d+) MiB.*", int)
         count = re.search(r"^(\d{1,6}) processes, (\d{1,6}) threads each, \d+ cores$", self.text, re.MULTILINE)
@@ -132,30 +123,25 @@ class Log:
 
     def find(self, pattern: str, kind: Callable[[str], Any] = str) -> Any:
         """Return the group of the first line that matches, or None."""
-        if (found := re.search(f"^{pattern}$", self.text, re.MULTILINE)) is None:
-            return None
-        try:
-            return kind(found[1].strip())
-        except ODD:
-            raise ToolError(f"{self.path}: cannot read {shown(found[0])}: cut short or edited; run it again") from None
+        found = re.search(f"^{pattern}$", self.text, re.MULTILINE)
+        return found and kind(found[1].strip())
 
     def read_lines(self, text: str) -> list[Line]:
         lines = []
         for line in re.findall("^(step:.*)\n", text, re.MULTILINE):  # a run may write at the last one yet
             if (found := STEP_LINE.fullmatch(line)) is None:
                 raise ToolError(f"{self.path}: {shown(line)} is no step line: cut short or edited; run it again")
-            train_loss, val_loss, average = (None if found[i] is None else float(found[i]) for i in (3, 4, 7))
+            train_loss, val_loss = (float(loss) if loss else None for loss in (found[3], found[4]))
             time = round(float(found[5]) * (1000 if found[6] == "s" else 1), 6)
-            lines.append(Line(int(found[1]), int(found[2]), train_loss, val_loss, time, average))
+            lines.append(Line(int(found[1]), int(found[2]), train_loss, val_loss, time))
         if not lines:
-            why = shown(self.ended) if self.ended else "the run never started, or was cut short"
-            raise ToolError(f"{self.path}: no step lines ({why}); leave it out")
+            raise ToolError(f"{self.path}: no step lines ({shown(self.ended or 'never started')}); leave it out")
         # A training loss is printed a few steps late, perhaps after the validation of a later step
         return sorted(lines, key=lambda line: (line.step, line.val_loss is not None))
 
     @property
     def val_loss(self) -> float:
-        """Return the last validation's loss; only for logs whose `incomplete` is None."""
+        """Return the last validation's loss, of a log without a problem."""
         return self.curve[self.num_steps][0]
 
     @property
@@ -171,28 +157,4 @@ class Log:
         # Public logs may have lines of validations alone
         if (steps or self.configuration) and (len(steps) < last.total or steps != [*range(1, last.total + 1)]):
             return f"lacks a step line of 1 to {last.total}, or has one twice; run it again"
-        for before, line in itertools.pairwise(self.lines):
-            if line.time < before.time:
-                return f"train_time falls at step {line.step}: the clock went wrong; run it again"
-        for what, one, other in self.stated_twice() if self.configuration else ():
-            if str(one) != str(other):
-                return f"says {what} {shown(str(one))} and {shown(str(other))}; take the log as it was, or run it again"
         return None
-
-    def stated_twice(self) -> Iterator[tuple[str, object, object]]:
-        """Yield what this log states in two places, and both."""
-        flags = dict(re.findall(r"--(seed|run_id|preset|num_iterations)[= ](\S+)", " ".join(self.flags)))
-        yield from ((name, value, self.configuration.get(name)) for name, value in flags.items())
-        yield "seed", self.configuration.get("seed"), self.seed
-        yield "num_iterations", self.configuration.get("num_iterations"), self.num_steps
-        yield from ((f"total of step {line.step}", line.total, self.num_steps) for line in self.lines)
-        for line in self.lines:
-            if line.average is not None:
-                time = near(line.time, line.average * line.step, 1 + line.step / 150)
-                yield f"ms at step {line.step}", line.time, time
-        for before, line in itertools.pairwise(self.lines):
-            if before.step == line.step:  # a loss of training and one of validation
-                yield f"ms at step {line.step}", before.time, near(before.time, line.time, 50 + 0.01 * line.time)
-        if end := re.search(rf"^val_loss {NUMBER} after {NUMBER} s\b", self.text, re.MULTILINE):
-            yield "val_loss", self.val_loss, float(end[1])
-            yield "ms at the end", self.train_time, near(self.train_time, float(end[2]) * 1000, 6)

@@ -9,25 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from speedrun import store
-from speedrun.logs import ODD, Log, ToolError, printable, read_json
+from speedrun.logs import Log, ToolError, printable, read_json
 from speedrun.rules import validation_problem
 
 # Target or None; lists over the steps at which all logs have a loss: mean time in s; mean, lowest and highest loss
 Curve = namedtuple("Curve", "name track target steps seconds mean low high")
 ANCHOR = "plain GPT"
-KINDS = "png", "svg", "pdf", "webp", "jpg"
-WIDE = 5  # times of the quickest run, from which on the clock is logarithmic
-
-
-def kind_of(path: Path) -> str:
-    """Return the kind of picture that a path's ending says."""
-    if (kind := path.suffix[1:].lower()) not in KINDS:
-        raise ToolError(f"{path}: its ending is none of {', '.join(KINDS)}")
-    return kind
 
 
 def curve_of(name: str, track: tuple[str, float | None], curves: Sequence[dict[int, tuple[float, float]]]) -> Curve:
-    """Take what track_of returns, and the curves of runs: loss, and train time in ms, by step."""
+    """Average runs. `track` is what track_of returns; curves hold loss and train time in ms by step."""
     steps = sorted(set.intersection(*map(set, curves)))
     if not steps:
         raise ToolError(f"{name}: no step at which all its logs have a loss; name logs that do")
@@ -45,52 +36,36 @@ def track_of(log: Log) -> tuple[str, float | None]:
     return f"{board}, validation tokens {(log.val_sha256 or 'unknown')[:6]}", None
 
 
-def read_result(path: Path) -> Curve:
-    """Read what plain_gpt.py printed of its run on the nano track."""
-    found = read_json(path)
-    try:
-        curve = {int(step): (float(loss), float(ms)) for step, loss, ms in found["val_curve"]}
-    except ODD:
-        raise ToolError(f"{path}: has no val_curve of [step, loss, ms], as plain_gpt.py prints it") from None
-    return curve_of(ANCHOR, ("nano", store.TRACKS["nano"].target), [curve])
-
-
-def curve_of_log(path: Path) -> Curve:
-    log = Log(path)
-    return curve_of(str(path.with_suffix("")), track_of(log), [log.curve])
-
-
-def curve_of_record(folder: Path) -> Curve:
-    """Return the curve of a record's runs. Those in its folder `curve` give the losses, on the clock of its race."""
-    logs, often = store.record_logs(folder), store.logs_of(folder, beside=store.CURVE)
-    curve = curve_of(store.short_name(folder.name), track_of(logs[0]), [log.curve for log in often or logs])
+def curve_of_runs(path: Path) -> Curve:
+    """Return the curve of a log or a record. Runs in a record's folder `curve` give the losses on the race's clock."""
+    logs, often = store.record_logs(path), [] if path.is_file() else store.logs_of(path, beside=store.CURVE)
+    name = str(path.with_suffix("")) if path.is_file() else store.short_name(path.name)
+    curve = curve_of(name, track_of(logs[0]), [log.curve for log in often or logs])
     if often:
         seconds = statistics.fmean(log.train_time for log in logs) / 1000
         curve = curve._replace(seconds=[x * seconds / curve.seconds[-1] for x in curve.seconds])
-    if len(curve.steps) < 2:
-        run = f"SCRIPT={folder / store.SCRIPT} ./run.sh --preset {logs[0].track} --seed 1"
-        run += f" --log_dir {folder / store.CURVE} --val_loss_every {max(1, logs[0].num_steps // 8)}"
+    if len(curve.steps) < 2 and path.is_dir():
+        run = f"SCRIPT={path / store.SCRIPT} ./run.sh --preset {logs[0].track} --seed 1"
+        run += f" --log_dir {path / store.CURVE} --val_loss_every {max(1, logs[0].num_steps // 8)}"
         print(printable(f"{curve.name}: no curve, only its end: {run}"), file=sys.stderr)
     return curve
 
 
 def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
-    """Read the curves of records and logs; without names, of all ranked records and the plain GPT.
-
-    Say which cannot be drawn.
-    """
+    """Read the curves of records and logs; without names, of all ranked records and plain GPTs."""
     curves = []
     for name in names or [str(folder) for folder in store.lineage(root) if store.read_card(folder).ranked]:
-        path = Path(name)
         try:
-            curves.append(curve_of_log(path) if path.is_file() else curve_of_record(store.find_record(name, root)))
+            curves.append(curve_of_runs(store.find_record(name, root)))
         except ToolError as error:
             print(printable(f"left out: {error}"), file=sys.stderr)
-    if not names and (anchor := root / "anchor.json").is_file():
-        curves.append(read_result(anchor))
-    if not curves:
-        raise ToolError("nothing to draw: name records or logs of runs")
-    return curves
+    for track in store.TRACKS.values():
+        if not names and track.anchor and (path := root / track.anchor).is_file():  # as plain_gpt.py printed it
+            curve = {step: (loss, ms) for step, loss, ms in read_json(path)["val_curve"]}
+            curves.append(curve_of(ANCHOR, (track.name, track.target), [curve]))
+    if curves:
+        return curves
+    raise ToolError("nothing to draw: name records or logs of runs")
 
 
 def draw_panel(panel: Any, track: str, mine: Sequence[Curve]) -> None:
@@ -114,21 +89,19 @@ def draw_panel(panel: Any, track: str, mine: Sequence[Curve]) -> None:
     margin = 0.05 * (high - low) or 0.05
     panel.set_ylim(low - margin, high + margin)
     ends = [curve.seconds[-1] or 1.0 for curve in mine]
-    if max(ends) > WIDE * min(ends):  # the first record takes many times as long as the newest
+    if max(ends) > 5 * min(ends):  # the first record takes many times as long as the newest
         panel.set_xscale("log", nonpositive="mask")
         panel.set_xlim(min(ends) / 20, 1.2 * max(ends))
     panel.xaxis.set_major_formatter("{x:g}")
     panel.set_xlabel("train time (s)")
-    panel.set_ylabel(f"validation loss (nats per {'byte' if track.startswith('nano') else 'token'})")
+    unit = getattr(store.TRACKS.get(track.split()[0].rstrip(",")), "unit", "token")
+    panel.set_ylabel(f"validation loss (nats per {unit})")
     panel.set_title(f"{track}: validation loss against train time", fontsize=10, parse_math=False)
     panel.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
 
 
 def plot_curves(curves: Sequence[Curve], path: Path) -> Any:
-    """Draw loss against train time, one panel for each track, as the path's ending says, and return the figure.
-
-    A PNG has what it shows in its metadata, so that a stale one can be told.
-    """
+    """Draw one panel for each track, in the format of the path's ending, a PNG with its numbers; return the figure."""
     from matplotlib.figure import Figure
 
     tracks = sorted({curve.track for curve in curves})
@@ -136,7 +109,10 @@ def plot_curves(curves: Sequence[Curve], path: Path) -> Any:
     for i, track in enumerate(tracks):
         panel = figure.add_subplot(len(tracks), 1, i + 1)
         draw_panel(panel, track, [curve for curve in curves if curve.track == track])
-    found = dict(curves=[curve._asdict() for curve in curves])
-    metadata = {"Comment": json.dumps(found)} if kind_of(path) == "png" else None
-    figure.savefig(path, dpi=110, format=kind_of(path), metadata=metadata)
+    kind = path.suffix[1:].lower() or "png"
+    numbers = {"Comment": json.dumps(dict(curves=[curve._asdict() for curve in curves]))}
+    try:
+        figure.savefig(path, dpi=110, format=kind, metadata=numbers if kind == "png" else None)
+    except ValueError as error:
+        raise ToolError(f"{path}: {error}") from None
     return figure

@@ -4,67 +4,52 @@ import dataclasses
 import json
 import math
 import os
+import re
 import statistics
 import string
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from pathlib import Path
 
 from speedrun.logs import ODD, Log, ToolError, read_json, shown
-from speedrun.store import TRACKS
+from speedrun.store import DEFAULT, TRACKS
 
 ALPHA = 0.01  # a record's p has to be below it
 MIN_PAIRS = 5  # of a race that decides; fewer are a screen
-MAX_SCRIPTS = 26  # of a race, a letter each
-# Races before that day asked of the loss that the lower end of its interval is low enough, and their runs do not say
-# which of how many rounds they are
-OLD_RACES = "2026-11-27"
+OLD_RACES = "2026-11-27"  # before, the lower end of the loss's interval had to be low enough, and runs named no round
+SLACKS = ", ".join(f"{name}: {track.slack:g}" for name, track in TRACKS.items() if name != DEFAULT)
 FASTER = (
     "A script is faster if the 95% interval of the ratio of train times lies below 1, and that of the difference of "
-    f"losses ends at {TRACKS['gpt2'].slack:g} or below (nano: {TRACKS['nano'].slack:g})."
+    f"losses ends at {TRACKS[DEFAULT].slack:g} or below ({SLACKS})."
 )
 OWN_FLAGS = {"--seed", "--log_dir", "--run_id"}  # that a race sets
-POWER = 0.9
-MAX_RUNS = 1_000
-PEEKING = (
-    "Fix the number of runs before the first one: who looks after each of 3 to 20 runs and stops at the first "
-    "p < 0.01 passes about 6% of the time, not 1%, with a script whose true mean is the target itself."
-)
+PEEKING = """Fix the number of runs before the first one: who tests after each of 3 to 20 runs and stops at p < 0.01
+passes about 6% of the time, not 1%, with a script whose true mean is the target."""
 
 
-@dataclass(frozen=True)
 class Sample:
-    """Sum up n runs; sd is NaN for one run, p also where there is no target."""
+    """Sum up runs. p is that of the one-sided t-test for a mean below `target`; one run has neither p nor sd."""
 
-    n: int
-    mean: float
-    sd: float
-    p: float
+    def __init__(self, values: Sequence[float], target: float = math.nan):
+        from scipy.stats import ttest_1samp
+
+        self.n, self.mean, self.sd, self.p = len(values), statistics.fmean(values), math.nan, math.nan
+        if self.n > 1:
+            self.sd = statistics.stdev(values)
+            self.p = float(ttest_1samp(values, target, alternative="less").pvalue)
 
     def __str__(self) -> str:
         return f"n={self.n} mean {self.mean:.4f} sd {self.sd:.4f}"
 
 
-def describe(values: Sequence[float], target: float = math.nan) -> Sample:
-    """Summarize runs; p is that of the one-sided t-test for a mean below `target`."""
-    from scipy.stats import ttest_1samp
-
-    sd, p = math.nan, math.nan
-    if len(values) > 1:
-        sd, p = statistics.stdev(values), float(ttest_1samp(values, target, alternative="less").pvalue)
-    return Sample(len(values), statistics.fmean(values), sd, p)
-
-
 def runs_needed(gap: float, sd: float, alpha: float = ALPHA) -> str:
-    """Return the smallest number of runs whose one-sided test has enough power if the mean is `gap` below."""
+    """Return the smallest number of runs whose one-sided test has a power of 0.9 if the mean is `gap` below."""
     from scipy.stats import nct, t
 
-    for n in range(2, MAX_RUNS + 1):
-        if gap > 0 and (sd == 0 or nct.sf(t.isf(alpha, n - 1), n - 1, gap / sd * math.sqrt(n)) >= POWER):
+    for n in range(2, 1001):
+        if gap > 0 and (sd == 0 or nct.sf(t.isf(alpha, n - 1), n - 1, gap / sd * math.sqrt(n)) >= 0.9):
             return str(n)
-    return f"more than {MAX_RUNS}"
+    return "more than 1000"
 
 
 def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
@@ -72,30 +57,21 @@ def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
     from scipy.stats import ttest_rel
 
     mean = statistics.fmean(a) - statistics.fmean(b)
-    with warnings.catch_warnings(action="ignore"):  # of pairs that hardly differ
-        return (mean, *map(float, ttest_rel(a, b).confidence_interval())) if len(a) > 1 else (mean,)
+    return (mean, *map(float, ttest_rel(a, b).confidence_interval())) if len(a) > 1 else (mean,)
 
 
 def compare(a: Sequence, b: Sequence, slack: float, end: str = "high") -> dict:
-    """Return ratios of times a / b and the difference of losses a - b, with 95% intervals, and the verdict.
-
-    Runs have seed, val_loss and train_time, and are paired by seed; without a pair there is nothing. This end
-    of the interval of the losses may be `slack` at most.
-    """
+    """Compare times a / b and losses a - b, by pairs of one seed, with 95% intervals and the verdict."""
     by_seed = [{run.seed: run for run in runs} for runs in (a, b)]
     seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
     if not seeds:
         return {}
     a, b = ([runs[seed] for seed in seeds] for runs in by_seed)
     found: dict = dict(n=[len(a), len(b)], seeds=seeds)
-    for key in ("train_time", "val_loss"):
-        values = [[getattr(run, key) for run in runs] for runs in (a, b)]
-        if key == "val_loss":
-            ends = dict(zip(("difference", "low", "high"), difference(*values), strict=False))
-        else:
-            scaled = difference(*([math.log(value) for value in side] for side in values))
-            ends = dict(zip(("ratio", "low", "high"), map(math.exp, scaled), strict=False))
-        found[key] = {name: round(value, 6) for name, value in ends.items()}
+    times = difference(*([math.log(run.train_time) for run in runs] for runs in (a, b)))
+    losses = difference(*([run.val_loss for run in runs] for runs in (a, b)))
+    for key, name, ends in ("train_time", "ratio", map(math.exp, times)), ("val_loss", "difference", losses):
+        found[key] = {what: round(value, 6) for what, value in zip((name, "low", "high"), ends, strict=False)}
     return found | dict(verdict=verdict(found, slack, end))
 
 
@@ -133,7 +109,7 @@ def standing(found: dict) -> str:
 
 @dataclass(frozen=True)
 class Run:
-    """Hold a run of the script of this index; times in ms."""
+    """Hold a run of the script of this index, and its time in ms."""
 
     script: int
     seed: int
@@ -142,10 +118,6 @@ class Run:
     step_time: float | None = field(default=None, compare=False)  # of races before 2026-11-27
     val_sha256: str | None = None
     hardware: str | None = None
-
-    def __post_init__(self):
-        if not (0 < self.val_loss < 1e15 and 0 < self.train_time < 1e15):
-            raise ValueError(f"val_loss {self.val_loss}, train_time {self.train_time}: expected numbers above 0")
 
 
 @dataclass(frozen=True)
@@ -170,18 +142,14 @@ class Race:
     comparisons: list[dict] = field(default_factory=list)
 
     def __post_init__(self):
-        self.own_flags = [*chain(*(script.flags for script in self.scripts))]
-        " ".join([*self.flags, *self.own_flags, *self.hashes, self.note, self.date])  # TypeError where one is no text
-        if not (2 <= len(self.scripts) <= MAX_SCRIPTS and 1 <= self.pairs <= 1000 and 1 <= self.nproc_per_node <= 1024):
-            numbers = f"2 to {MAX_SCRIPTS} scripts, --pairs from 1 to 1000, --nproc_per_node from 1 to 1024"
-            raise ValueError(f"a race needs {numbers}")
-        if not 0 <= self.seed <= 2**31 - self.pairs:
-            raise ValueError(f"--seed {self.seed}: all seeds of a race have to be from 0 to 2^31 - 1")
+        self.own_flags = [flag for script in self.scripts for flag in script.flags]
+        if not (2 <= len(self.scripts) <= 26 and self.pairs >= 1 and self.seed >= 0 and self.nproc_per_node >= 1):
+            raise ValueError("a race needs 2 to 26 scripts, --pairs and --nproc_per_node from 1, --seed from 0")
 
     @property
     def plan(self) -> tuple:
-        scripts = [(script.sha256, script.flags) for script in self.scripts]
-        return scripts, self.flags, self.pairs, self.seed, self.nproc_per_node
+        own_flags = [script.flags for script in self.scripts]
+        return self.hashes, own_flags, self.flags, self.pairs, self.seed, self.nproc_per_node
 
     @property
     def hashes(self) -> list[str]:
@@ -197,12 +165,10 @@ class Race:
     def of(self, script: int) -> list[Run]:
         return [run for run in self.runs if run.script == script]
 
-    def trains(self, preset: str) -> bool:
-        return any(flag.split("=")[-1] == preset for flag in chain(self.flags, self.own_flags))
-
     @property
-    def slack(self) -> float:
-        return TRACKS["nano" if self.trains("nano") else "gpt2"].slack
+    def preset(self) -> str:
+        found = re.search(r"--preset[= ](\S+)", " ".join([*self.flags, *self.own_flags]))
+        return found[1] if found else DEFAULT
 
     def compared(self) -> Iterator[tuple[tuple[int, int], dict]]:
         """Compare each script with the next one, and all with the last, as far as they have runs of one seed."""
@@ -212,7 +178,8 @@ class Race:
                 yield (a, b), found
 
     def compare(self, a: Sequence[Run], b: Sequence[Run]) -> dict:
-        return compare(a, b, self.slack, "low" if self.date < OLD_RACES else "high")
+        slack = TRACKS.get(self.preset, TRACKS[DEFAULT]).slack
+        return compare(a, b, slack, "low" if self.date < OLD_RACES else "high")
 
     def run_id(self, seed: int, script: int) -> str:
         """Name a run; the round lets a reader see that none before it is left out."""
@@ -224,7 +191,7 @@ class Race:
         if [(run.seed, run.script) for run in self.runs] != self.order[: len(self.runs)]:
             raise ToolError(f"{path}: its runs are not those of a race in order; begin a new race with --out")
         for what in ("val_sha256", "hardware"):
-            if len({str(getattr(run, what)) for run in self.runs} - {"None"}) > 1:
+            if len({getattr(run, what) for run in self.runs} - {None}) > 1:
                 raise ToolError(f"{path}: its runs differ in {what}: race with the same data, on one machine")
 
     def write(self, path: Path) -> None:
@@ -245,5 +212,4 @@ def read_race(path: Path) -> Race:
 
 def figures_of(log: Log) -> dict:
     """Return the fields of Run that a log states; what the run wrote elsewhere does not count."""
-    figures = dict(val_loss=log.val_loss, train_time=log.train_time)
-    return figures | dict(val_sha256=log.val_sha256, hardware=log.hardware)
+    return dict(val_loss=log.val_loss, train_time=log.train_time, val_sha256=log.val_sha256, hardware=log.hardware)

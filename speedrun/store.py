@@ -1,16 +1,10 @@
-"""Find and read records: what records/ holds, and what git has of those that left it."""
+"""Find and read tracks and records."""
 
 import difflib
-import functools
-import io
-import itertools
 import re
-import subprocess
-import tarfile
-import tempfile
 import tomllib
 import types
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,12 +17,10 @@ SCRIPT, RUNS, CARD, PAGE, RACE = "train_gpt.py", "runs.txt", "record.json", "REA
 OLDER, CURVE = "older", "curve"  # begin names of logs of the script before, and of runs that validated often
 RECORD_FOLDER = re.compile(r"\d+[a-z]?_[\w.-]+", re.ASCII)  # of a track, in the order of its line
 HEAD = re.compile(r"^==> (.+) <==\n", re.MULTILINE)  # before each log of RUNS, as `tail -n +1` writes it
-HISTORY = "history"  # stands for a track in names of records that only these commits have, the newest first
-COMMITS = "6fd89e0", "655ba79", "d13ea94", "e5eb9b8"
-
 
 Track = types.SimpleNamespace  # as tracks.toml has it, with its name
 TRACKS = {name: Track(name=name, **row) for name, row in tomllib.loads(read_text(RECORDS / "tracks.toml")).items()}
+DEFAULT = next(iter(TRACKS))
 
 
 def track_of(log: Log) -> Track:
@@ -50,49 +42,37 @@ class Card(NamedTuple):
 
 
 def read_card(folder: Path) -> Card:
-    path = folder / CARD
     try:
-        card = Card(**read_json(path))
-        "".join([card.date, card.what, card.kind, card.after or "", card.evidence])  # TypeError where one is no text
-        return card
+        return Card(**read_json(folder / CARD))
     except (TypeError, FileNotFoundError):
-        pass
-    raise ToolError(f"{path}: needs date, what, kind, after (null: none) and ranked (true or false); write it")
+        raise ToolError(f"{folder / CARD}: needs date, what, kind, after and ranked; write it") from None
 
 
 def record_folders(root: Path) -> list[Path]:
-    """Return the records of all tracks by name."""
     return sorted(path for path in root.glob("*/*") if path.is_dir() and RECORD_FOLDER.fullmatch(path.name))
 
 
 def name_of(folder: Path) -> str:
-    """Name a record by its track and folder."""
     return f"{folder.parent.name}/{folder.name}"
 
 
-def short_name(folder: str) -> str:
-    """Return the name of a record without the number or date that its folder begins with."""
-    name = Path(folder).name
+def short_name(name: str) -> str:
+    """Return the name of a record's folder without its number."""
     return name.partition("_")[2] if name[:1].isdigit() else name
 
 
 def lineage(root: Path) -> list[Path]:
-    """Return all records in order: "after" in record.json names the record before; the first one has none."""
+    """Return all records in order: each names the one before."""
     line, followers = list[Path](), dict[str | None, Path]()
     for folder in record_folders(root):
         before = read_card(folder).after
-        if before in followers:
-            names = f"{name_of(followers[before])} and {name_of(folder)}"
-            raise ToolError(f"{names} both come after {before or 'none'}: mend after in a record.json")
+        if other := followers.get(before):
+            raise ToolError(f"{name_of(other)} and {name_of(folder)} both come after {before}: mend a record.json")
         followers[before] = folder
     while (before := name_of(line[-1]) if line else None) in followers:
         line.append(followers.pop(before))
-    if followers:
-        names = ", ".join(map(name_of, followers.values()))
-        raise ToolError(f"{names}: no line leads there from the first record: mend after in record.json")
-    for one, other in itertools.combinations(line, 2):
-        if one.parent == other.parent and one.name > other.name:
-            raise ToolError(f"{name_of(other)} comes after {name_of(one)}: give it a higher number")
+    for folder in followers.values():
+        raise ToolError(f"{name_of(folder)}: no line leads there from the first record: mend after in record.json")
     return line
 
 
@@ -103,16 +83,18 @@ def rivals(line: Sequence[Path], board: str) -> list[Path]:
 
 
 def board_of(log: Log) -> str:
-    """Name the leaderboard of a log: its track and, as gpt2 has one for each kind of machine, the hardware."""
-    if log.track != "gpt2":
+    """Name the leaderboard of a log: its track and, where that has one for each machine, the hardware."""
+    track, hardware = TRACKS.get(log.track or ""), log.hardware or "unknown hardware"
+    if track is None or not track.machines:
         return log.track or "unknown track"
-    is_node = re.match(r"8x NVIDIA H100\b", log.hardware or "")
-    return "gpt2 on 8xH100" if is_node else f"gpt2 on {log.hardware or 'unknown hardware'}"
+    names = [name for name, pattern in track.machines if name and re.match(pattern, hardware)]
+    return f"{track.name} on {names[0] if names else hardware}"
 
 
 def is_on_board(folder: Path, board: str) -> bool:
     """Return whether a record is timed on a leaderboard whose name begins with `board`."""
-    return read_card(folder).ranked and all(board_of(log).startswith(board) for log in logs_of(folder, 1))
+    ranked = logs_of(folder, 1) if read_card(folder).ranked else []
+    return any(log.track == board.split()[0] and board_of(log).startswith(board) for log in ranked)
 
 
 def texts_of(folder: Path) -> dict[Path, str]:
@@ -120,9 +102,7 @@ def texts_of(folder: Path) -> dict[Path, str]:
     path = folder / RUNS
     if not path.is_file():
         return {path: read_text(path) for path in sorted(folder.glob("*.txt"))}
-    before, *parts = HEAD.split(read_text(path))
-    if before or len({*parts[::2]}) < len(parts[::2]):
-        raise ToolError(f"{path}: begins without a line '==> NAME <==', or has one of them twice; take it as it was")
+    parts = HEAD.split(read_text(path))[1:]
     texts = {folder / name: text.removesuffix("\n") for name, text in zip(parts[::2], parts[1::2], strict=True)}
     return texts | {path: read_text(path) for path in sorted(folder.glob(f"{CURVE}/*.txt"))}  # what came later
 
@@ -138,75 +118,35 @@ def logs_of(folder: Path, most: int | None = None, beside: str = "") -> list[Log
     return [Log(path, text) for path, text in texts[:most]]
 
 
-def record_logs(folder: Path) -> list[Log]:
-    if logs := logs_of(folder):
+def record_logs(path: Path) -> list[Log]:
+    """Read a log, or those of a record, which has some."""
+    if logs := [Log(path)] if path.is_file() else logs_of(path):
         return logs
-    raise ToolError(f"{name_of(folder)} has no logs: name another record, or the .txt of its runs")
-
-
-def read_logs(names: Iterable[str], root: Path) -> list[Log]:
-    """Read the logs that `names` name: files, or records with all of theirs."""
-    logs = []
-    for name in names:
-        logs += [Log(Path(name))] if Path(name).is_file() else record_logs(find_record(name, root))
-    return logs
+    raise ToolError(f"{name_of(path)} has no logs: submit puts those of its race there")
 
 
 def find_record(name: str, root: Path) -> Path:
-    """Return the record of this number or name, or the only one whose name has it as a part, in any letters.
-
-    Names of before, with a date, will do, those of records in the history, and any folder with logs by its path.
-    """
+    """Return a file, a folder with logs, or the record of this number, name, or part of a name, in any letters."""
     path = Path(name)
-    if path.is_dir() and (RECORD_FOLDER.fullmatch(path.name) or texts_of(path)):
+    if path.is_file() or (path.is_dir() and (RECORD_FOLDER.fullmatch(path.name) or texts_of(path))):
         return path
     folders, wanted = record_folders(root), name.lower().removesuffix(f"/{SCRIPT}").rstrip("/").rpartition("/")[2]
-    wanted = re.sub(r"^\d{4}-\d{2}-\d{2}_", "", wanted)
-    exact = [path for path in folders if wanted in (path.name.lower(), *path.name.lower().split("_", 1))]
-    found = exact or [*filter(None, [from_history(wanted)])]
+    found = [path for path in folders if wanted in (path.name.lower(), *path.name.lower().split("_", 1))]
     found = found or [path for path in folders if wanted in path.name.lower()]
     if len(found) == 1:
         return found[0]
     names = ", ".join(map(name_of, found or folders)) or "none"
     problem = f"is part of {len(found)} names" if found else f"is neither a file nor a record in {root}"
-    raise ToolError(f"{shown(name)} {problem}; name one of: {names}")
-
-
-@functools.cache
-def scratch() -> tempfile.TemporaryDirectory:
-    return tempfile.TemporaryDirectory(prefix="records-")  # until this process ends
-
-
-def git(*arguments: str) -> bytes:
-    """Return what git says of this repository; nothing without git or such a commit, which only a full clone has."""
-    try:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return b""
-
-
-def from_history(name: str) -> Path | None:
-    """Return a copy of the record of this name, without a date, that left the tree."""
-    for commit in COMMITS:
-        for old in git("ls-tree", "-d", "-r", "--name-only", f"{commit}:records").decode().split():
-            if short_name(old).lower() == name and Path(old).name[:1].isdigit():
-                folder = Path(scratch().name, HISTORY, f"{commit}_{short_name(old)}")
-                with tarfile.open(fileobj=io.BytesIO(git("archive", f"{commit}:records/{old}"))) as files:
-                    # As `filter="data"`, which Python 3.11.2, Debian 12's, does not know
-                    files.extraction_filter = getattr(tarfile, "data_filter", None)
-                    files.extractall(folder)
-                return folder
-    return None
+    history = f"git show COMMIT:records/... has those that left the tree, records/{PAGE} names the commits"
+    raise ToolError(f"{shown(name)} {problem}; name one of: {names}; {history}")
 
 
 def read_script(name: str, root: Path) -> tuple[str, str]:
     """Return a label and the script that `name` names: a record's, a log's, or a file's."""
-    path = Path(name)
-    if not path.is_file():
-        folder = find_record(name, root)
-        return name_of(folder), read_text(folder / SCRIPT).rstrip("\n")
-    text = read_text(path).partition(f"\n{RULE}\n")[0].rstrip("\n")
-    return str(path), text
+    path = find_record(name, root)
+    if path.is_dir():
+        return name_of(path), read_text(path / SCRIPT).rstrip("\n")
+    return str(path), read_text(path).partition(f"\n{RULE}\n")[0].rstrip("\n")
 
 
 def diff(a: tuple[str, str], b: tuple[str, str]) -> tuple[list[str], int, int]:

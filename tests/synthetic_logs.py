@@ -23,7 +23,8 @@ if "--stop" in flags and pathlib.Path(flags["--stop"]).read_text() == log.stem:
     sys.exit("first line\\nstopped")
 seed, source = int(flags["--seed"]), pathlib.Path(__file__).read_text().rstrip("\\n")
 step_ms = SLOWNESS * (40 + 0.1 * (zlib.crc32(log.name.encode()) % 5))
-log.write_text(log_text(seed, 1.4 + seed / 1000 + SLOWNESS / 100, step_ms=step_ms, flags=sys.argv[1:], source=source))
+more = dict(preset=flags.get("--preset", "nano"), flags=sys.argv[1:], source=source)
+log.write_text(log_text(seed, 1.4 + seed / 1000 + SLOWNESS / 100, step_ms=step_ms, **more))
 """
 
 
@@ -31,23 +32,22 @@ def log_text(seed=1, val_loss=1.43, steps=20, source=SOURCE, preset="nano", step
     """Write the log of a whole run, whose step k ends at k times step_ms."""
     track = TRACKS[preset]
     starts = range(0, track.shard_tokens - batch_tokens, batch_tokens)
-    shards = [track.shard.format(track.first_shard + i) for i in range((steps - 1) // len(starts) + 1)]
-    gpus = more.get("gpus", ["NVIDIA H100 80GB HBM3"] * 8 if preset == "gpt2" else [])
+    shards = [Path(track.shard.format(track.first_shard + i)).name for i in range((steps - 1) // len(starts) + 1)]
+    gpus = more.get("gpus", ["NVIDIA H100 80GB HBM3"] * 8 if track.machines else [])
     flags = more.get("flags") or f"--seed {seed} --log_dir x --run_id race-{seed}-a".split()
     config = dict(preset=preset, batch_tokens=batch_tokens, num_iterations=steps, seed=seed)
-    config |= dict(device="cuda" if gpus else "cpu", run_id="".join(flags[5:6]))
+    config |= dict(device="cuda" if gpus else "cpu", run_id="".join(flags[5:6]), train_seq_len=more.get("length", 1024))
     lines = [source, RULE, f"{len(gpus) or 1} processes, 2 threads each, 2 cores", "Model name: Some Processor"]
     lines += [f"|   {i}  {gpu:<30} On  |   00000000:2D:00.0 Off |    0 |" for i, gpu in enumerate(gpus)]
     lines += [f"train shard: {shard}, {2 * track.shard_tokens + 1024} bytes" for shard in shards]
     lines += [f"flags: {json.dumps(flags)}", f"configuration: {json.dumps(config)}"]
-    lines += [f"validation tokens: {track.val_tokens}, sha256 {more.get('val_sha256', TRACKS['nano'].val_sha256)}"]
-    lines += [RULE, f"seed: {seed}, log: x", f"first batch: {shards[0]} position 0"]
+    lines += [f"validation tokens: {track.val_tokens}, sha256 {more.get('val_sha256', track.val_sha256 or 64 * 'a')}"]
+    lines += [RULE, f"seed: {seed}, log: x"]
     curve = more.get("curve") or {step: val_loss + 1 - step / steps for step in [*range(0, steps, 5), steps]}
     for step in range(steps + 1):
         timing = f"train_time:{step * step_ms:.0f}ms step_avg:{step_ms if step else 0:.2f}ms"
         lines += [f"step:{step}/{steps} train_loss:{2.5 + seed / 1000:.4f} {timing}"] if step else []
         lines += [f"step:{step}/{steps} val_loss:{curve[step]:.4f} {timing}"] if step in curve else []
-    lines += [f"last batch: {shards[-1]} position {starts[(steps - 1) % len(starts)]}"]
     lines += ["recompiles after the clock started: 0", "peak memory: 499 MiB"]
     return "\n".join([*lines, f"val_loss {curve[steps]:.4f} after {steps * step_ms / 1000:.2f} s", ""])
 
