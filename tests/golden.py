@@ -1,4 +1,4 @@
-"""Numbers of published runs, which a record's golden.npz has and its golden.json explains."""
+"""Numbers of published runs: records/gpt2/golden.npz has them, golden.json explains them."""
 
 import json
 
@@ -11,8 +11,9 @@ from speedrun.store import RECORDS
 
 class Golden:
     def __init__(self, record: str):
-        self.facts = json.loads((RECORDS / "gpt2" / record / "golden.json").read_text())
-        self.arrays = dict(np.load(RECORDS / "gpt2" / record / "golden.npz"))
+        self.facts = json.loads((RECORDS / "gpt2" / "golden.json").read_text())[record]
+        arrays = np.load(RECORDS / "gpt2" / "golden.npz")
+        self.arrays = {n.removeprefix(f"{record}/"): arrays[n] for n in arrays.files if n.startswith(f"{record}/")}
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self.arrays[name]
