@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 from pathlib import Path
 
 import numpy as np
@@ -99,18 +98,6 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, ch
     assert (plan.stage, plan.windows["long"].reach) == (3, 104)
     assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head), "two tables in the end"
     assert (len(graphs), counters["unique_graphs"]) == before
-
-
-@pytest.mark.parametrize("preset", train_gpt.PRESETS)
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_dummies_reach_rows_of_every_rank(preset: str, world_size: int):
-    """Several of them: torch compiles a dimension of 0 or 1 by itself, so a rank would compile again on the clock."""
-    cfg = dataclasses.replace(train_gpt.PRESETS[preset], batch_tokens=8 * train_gpt.PRESETS[preset].train_seq_len)
-    for rank in range(world_size):
-        trainer = types.SimpleNamespace(cfg=cfg)
-        trainer.reader = train_gpt.Reader(cfg, Ranks(rank, world_size), torch.device("cpu"))
-        _, requests = Trainer.dummies(trainer, cfg.plans[0])
-        assert min(len(requests.ids), len(requests.served), len(requests.updated)) > 1
 
 
 @pytest.mark.slow

@@ -103,14 +103,3 @@ def test_a_copy_has_a_row_of_head_and_embedding(gpt2):
         gpt = m.GPT(dataclasses.replace(gpt2, vocab_size=size, eot_token=1))
         assert gpt.lm_head.shape[0] == rows
         assert torch.equal(gpt.embed.weight, gpt.lm_head), "tied at first"
-
-
-def test_blocks_may_be_longer_than_any_sequence(gpt2):
-    """As long as may be: the mask is that of one block."""
-    tokens, shares = torch.randint(9, (65,), dtype=torch.int32), []
-    inputs = m.Inputs(tokens[:-1], tokens[1:], torch.zeros(64, dtype=torch.int32), *[None] * 5)
-    x, pointer = torch.randn(64, gpt2.model_dim), m.Pointer(gpt2)
-    for block in 64, 2**31 - 1:
-        pointer.cfg = dataclasses.replace(gpt2, pointer_block=block)
-        shares.append(pointer(x, inputs))
-    assert torch.equal(*shares)

@@ -16,7 +16,7 @@ from golden import Golden
 from shards import write_shard
 from speedrun.process import ROOT
 
-pytestmark = [pytest.mark.slow, pytest.mark.published]
+pytestmark = pytest.mark.published
 RECORD92 = dataclasses.replace(m.PRESETS["gpt2"], num_iterations=1194, pointer_dim=0)  # the pointer came after it
 # What the averages rescale to its norm before: by names of parameters, and one of those that are updated together
 NORMS = {
@@ -122,6 +122,7 @@ class SmallRun:
         return np.array(norms)
 
 
+@pytest.mark.slow
 def test_a_whole_small_run(golden, tmp_path):
     run, names = SmallRun(golden, tmp_path), golden.facts["parameters"]
     cfg, trainer, val_steps = run.cfg, run.trainer, golden.facts["val_steps"]
