@@ -22,8 +22,8 @@ class Golden:
         t = torch.from_numpy(self[name])
         return t.double() if t.is_floating_point() else t
 
-    def compare(self, name: str, ours, index=..., error: float = 1e-8) -> None:
-        """Compare an array, or its part at `index`, relative to the array's largest entry."""
+    def compare(self, name: str, ours, index=...) -> None:
+        """Compare an array, or its part at `index`, to 1e-8 of the array's largest entry."""
         theirs = self[name][index]
         ours = ours.detach().numpy() if isinstance(ours, torch.Tensor) else np.asarray(ours)
         assert ours.shape == theirs.shape, (name, ours.shape, theirs.shape)
@@ -31,7 +31,7 @@ class Golden:
             assert np.array_equal(ours, theirs), name
             return
         worst = np.abs(ours - theirs).max(initial=0) / (np.abs(self[name]).max() or 1)
-        assert worst <= error, (name, index, worst)
+        assert worst <= 1e-8, (name, index, worst)
 
     def compare_schedule(self, cfg) -> None:
         """Compare every number of every step and of the last validation."""

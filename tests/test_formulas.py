@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import train_gpt
 from dense import randomize
-from train_gpt import Adam, Muon, Plan, Ranks, Reader, plan_lr, settings_of
+from train_gpt import Adam, Plan, Ranks, Reader, settings_of
 
 
 def close(found, expected) -> None:
@@ -137,10 +137,6 @@ def test_layers_are_dense_ones(request, preset: str):
     close(found, F.rms_norm(outputs[-1], x.shape[-1:]))
 
 
-def lr_of(plan: Plan, cfg) -> float:
-    return plan_lr(plan.step, cfg.stages[plan.stage], cfg)
-
-
 def matrices() -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(scale * torch.randn(6, 4).double()) for name, scale in dict(a=1, b=10).items()}
 
@@ -166,29 +162,10 @@ def test_adam_takes_sums_and_knows_how_often_it_has_stepped(gpt2):
         m = v = 0
         for count, (plan, g, p, after) in enumerate(stepped(Adam(matrices(), [group] * 2, {}, cfg, Ranks()), cfg), 1):
             n = group.every[plan.step >= cfg.rare_from] / group.every[0]
-            beta1, beta2, lr = group.beta1**n, group.beta2**n, group.lr * lr_of(plan, cfg)
+            beta1, beta2, lr = group.beta1**n, group.beta2**n, group.lr * plan.lr_factor
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
             rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
             close(after, p - rate * m / (v.sqrt() + cfg.adam_eps) - group.decay * n * lr**2 * p * (m * p > 0))
-
-
-@pytest.mark.published
-def test_muon_steps_with_two_momenta(gpt2):
-    """With the record's 0.85, 0.4385 and 0.98. Matrices of a stack have norms and squares of their own."""
-    cfg = dataclasses.replace(gpt2, dtype="float64", batch_tokens=2 * gpt2.train_seq_len)
-    group = next(group for group in cfg.groups if group.optimizer == "Muon")
-    fast = slow = squares = 0
-    for plan, g, p, after in stepped(Muon(matrices(), [group, group._replace(lr=2.0)], {}, cfg, Ranks()), cfg):
-        momentum = train_gpt.plan_momentum(plan.step, cfg)
-        beta, share = (0.85, 0.4385) if plan.has_slow_momentum else (momentum, 1)
-        fast, slow = beta * fast + (1 - beta) * g, 0.98 * slow + 0.02 * g
-        mean = share * fast + (1 - share) * slow
-        u = train_gpt.zeropower_via_newtonschulz5(momentum * mean + (1 - momentum) * g, torch.float64)
-        squares = group.beta2 * squares + (1 - group.beta2) * u.square().mean(2, keepdim=True)
-        even = u / squares.sqrt()
-        u = even * u.norm(dim=(1, 2), keepdim=True) / even.norm(dim=(1, 2), keepdim=True)
-        lr, factors = cfg.muon_lr * lr_of(plan, cfg), torch.tensor([group.lr, 2.0])[:, None, None]
-        close(after, p - factors * lr * (u + group.decay * lr * p * (slow * p >= 0)))
 
 
 @pytest.mark.parametrize("size", [(64, 64), (48, 160)], ids=str)

@@ -1,6 +1,6 @@
-"""The root is equal in mathematics to public record 92: its schedules, to 1e-8, and a whole small run.
+"""The root is equal in mathematics to public record 92: its schedules, and a whole small run, to 1e-8.
 
-The run from data to the last validation has every mechanism; in it rounding grows to 1e-6. No number has FP8.
+The run from data to the last validation has every mechanism. No number has FP8.
 """
 
 import dataclasses
@@ -106,9 +106,6 @@ class SmallRun:
             t = np.append(t, rest * self.golden[f"rest/{name}"].astype(float))
         return np.array([t.sum(), np.linalg.norm(t), *t[self.golden[f"index/{name}"]]])
 
-    def compare(self, name: str, ours, index=...) -> None:
-        self.golden.compare(name, ours, index, error=1e-6)
-
     def evaluate(self, step: int) -> float:
         return self.trainer.evaluate(step, self.data["val"])
 
@@ -131,16 +128,16 @@ def test_a_whole_small_run(golden, tmp_path):
     steps = trainer.reader.read(m.train_cycles(run.data["train"], cfg))
     for step, (plan, inputs) in enumerate(zip(cfg.plans, steps, strict=True)):
         if step in val_steps:
-            run.compare("val_loss", run.evaluate(step), val_steps.index(step))
+            golden.compare("val_loss", run.evaluate(step), val_steps.index(step))
         run.losses.clear()
         for total in run.grads.values():
             total.zero_()
         trainer.train_step(plan, *inputs)
-        run.compare("loss", run.losses, step)
+        golden.compare("loss", run.losses, step)
         norms = [torch.cat([run.grads[ours].flatten() for ours in names[name]]).norm() / 8 for name in names]
-        run.compare("grad_norm", norms, step)
+        golden.compare("grad_norm", norms, step)
         for name in names:
-            run.compare(f"digest/{name}", run.digest(name, run.values), step)
+            golden.compare(f"digest/{name}", run.digest(name, run.values), step)
     golden.compare_ticks("tick", cfg)
     for kind in "fast", "slow", "exp_avg", "exp_avg_sq":
         state = {}
@@ -148,30 +145,30 @@ def test_a_whole_small_run(golden, tmp_path):
             state |= zip(o.names, o.views(o.state[kind]), strict=True) if kind in o.state else ()
         for name in names:
             if f"state/{kind}/{name}" in golden.arrays:
-                run.compare(f"state/{kind}/{name}", run.digest(name, state, rest=0))
-    run.compare("state/ngram_squares", trainer.table.v.flatten())
+                golden.compare(f"state/{kind}/{name}", run.digest(name, state, rest=0))
+    golden.compare("state/ngram_squares", trainer.table.v.flatten())
     compare_end(run)
 
 
 def compare_end(run: SmallRun) -> None:
     """Compare what the averages make of the values, before and after matrices get their norms back."""
-    cfg, trainer, N = run.cfg, run.trainer, run.cfg.num_iterations
-    run.compare("val_final_before_ship", run.evaluate(N))
+    cfg, trainer, golden, N = run.cfg, run.trainer, run.golden, run.cfg.num_iterations
+    golden.compare("val_final_before_ship", run.evaluate(N))
     before = run.norms()
     no_norm = [row._replace(same_norm=False) for row in cfg.emas]
     for o in trainer.optimizers:
         o.emas = {i: no_norm[i] for i in o.emas}
         o.finish()
     after = run.norms()
-    run.compare("norm_before", before)
-    run.compare("ratio", before / after)
+    golden.compare("norm_before", before)
+    golden.compare("ratio", before / after)
     with torch.no_grad():
         for ratio, member in zip(before / after, NORMS.values(), strict=True):
             for p in next(o for o in trainer.optimizers if member in o.names).params:
                 p.mul_(ratio)
-    run.compare("val_final", run.evaluate(N))
-    for name in run.golden.facts["parameters"]:
-        if f"shipped/{name}" in run.golden.arrays:
-            run.compare(f"shipped/{name}", run.digest(name, run.values))
+    golden.compare("val_final", run.evaluate(N))
+    for name in golden.facts["parameters"]:
+        if f"shipped/{name}" in golden.arrays:
+            golden.compare(f"shipped/{name}", run.digest(name, run.values))
     trainer.cfg = dataclasses.replace(cfg, canon_file="")
-    run.compare("val_final_unmasked", run.evaluate(N))
+    golden.compare("val_final_unmasked", run.evaluate(N))
