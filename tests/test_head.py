@@ -17,7 +17,6 @@ from train_gpt import FP8Linear, HeadLoss, Ranks, ReluSquaredMLP, Trainer, setti
 
 SCALES = X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**13
 T, K, V = 80, 48, 112  # tokens, width, rows of the head: few, as the CPU's FP8 kernels are slow
-SOFTCAP, RANGE, SHIFT = CAP
 ONE, THREE = torch.ones(1), torch.tensor([1.0, 0.5, 0.3])  # weights of the next tokens
 
 

@@ -1,7 +1,4 @@
-"""What is true of any model here: which tokens an output depends on, derivatives, precision, schedules.
-
-What layers compute is in test_formulas.py.
-"""
+"""What is true of any model here: which tokens an output depends on, derivatives, precision, schedules."""
 
 import dataclasses
 
@@ -74,10 +71,7 @@ def test_products_are_in_the_precision_of_the_activations(request, preset: str):
 @pytest.mark.parametrize(("preset", "is_strict"), [("tiny", False), ("gpt2", False), ("gpt2", True)])
 @torch.no_grad()
 def test_no_output_depends_on_later_tokens_or_other_documents(request, preset: str, is_strict: bool):
-    """Change one token after the other, and see which outputs change.
-
-    Long keys, n-grams and the smear look at tokens before, which may end another document: strict without.
-    """
+    """Long keys, n-grams and the smear look at tokens before, which may end another document: strict without."""
     cfg = request.getfixturevalue(preset)
     # Half of it reaches over a document, too
     stages = tuple(stage._replace(windows=dict.fromkeys(stage.windows, 120)) for stage in cfg.stages)

@@ -40,33 +40,6 @@ def test_tied_tables_need_equal_rows(gpt2, monkeypatch, changes: dict | None):
     build_optimizers(GPT(dataclasses.replace(cfg, tied_frac=0.0)), Ranks())
 
 
-def test_a_tied_pair_steps_as_one_table_and_then_each_alone(gpt2):
-    """As an optimizer of its own does for each: tied steps take the sum of both gradients, twice here."""
-    cfg = dataclasses.replace(gpt2, dtype="float64")
-    gpt = GPT(cfg)
-    optimizers = build_optimizers(gpt, Ranks())
-    embed, head = (next(o for o in optimizers if name in o.names) for name in ("embed.weight", "lm_head"))
-    alone = []
-    for o in embed, head:
-        params = {name: nn.Parameter(p.detach().clone()) for name, p in zip(o.names, o.params, strict=True)}
-        alone.append(train_gpt.Adam(params, o.groups, {}, cfg, Ranks()))
-    plan = cfg.plans[cfg.all_step - 1]
-    if not plan.ties:
-        pytest.skip("nothing is tied")
-    for step, ties in enumerate((True, True, False)):
-        grads = torch.randn(2, *gpt.lm_head.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        for o, other, grad in zip((embed, head), alone, grads, strict=True):
-            o.add([grad])
-            other.add([grads.sum(0) if ties else grad])
-            other.reduce()
-            other.update(plan)
-        step_optimizers(optimizers, plan._replace(ties=ties))
-        assert torch.equal(gpt.embed.weight, gpt.lm_head) == ties
-        for o, other in zip((embed, head), alone, strict=True):
-            torch.testing.assert_close(o.param_buffer, other.param_buffer, rtol=1e-12, atol=1e-15)
-            assert not o.grad_buffer.any()
-
-
 def test_gradients_of_rows_add_up_in_place_without_loss(gpt2):
     """A thousand tokens that are equal, in bf16, which counts no further than 256."""
     table = nn.Parameter(torch.randn(7, 16).bfloat16())
@@ -79,9 +52,8 @@ def test_gradients_of_rows_add_up_in_place_without_loss(gpt2):
     assert sums.mean(1).tolist() == [1, 1, 1, 2001, 1, 3, 1]
     trainer = train_gpt.Trainer(dataclasses.replace(gpt2, dtype="bfloat16"), Ranks())
     assert all(sums.dtype == torch.float32 for sums in trainer.gpt.row_sums.values())
-    assert {*trainer.gpt.row_sums} == {
-        name for name, p in trainer.gpt.named_parameters() if p.ndim == 2 and len(p) >= 256
-    }
+    large = {name for name, p in trainer.gpt.named_parameters() if p.ndim == 2 and len(p) >= 256}
+    assert {*trainer.gpt.row_sums} == large
 
 
 def test_muon_keeps_steps_that_bf16_would_lose():
@@ -123,10 +95,7 @@ def shared(a: Tensor, b: Tensor) -> bool:
 
 
 class Network:
-    """Carry out one collective after the other, for one of several ranks. One takes a unit of time, an update two.
-
-    A result is NaN until it is waited for, and the input has to stay as it is.
-    """
+    """Carry out collectives one by one, in a unit of time each; an update takes two. Results are NaN until then."""
 
     def __init__(self, monkeypatch, ranks: Ranks):
         self.ranks, self.under_way, self.events, self.now, self.free = ranks, [], [], 0, 0

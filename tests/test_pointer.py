@@ -1,7 +1,4 @@
-"""The pointer is equal to public proposal 379: loss, gradients, candidates and schedule, in float64 to 1e-8.
-
-They have the same mathematics at other sizes.
-"""
+"""The pointer is equal to public proposal 379: loss, gradients, candidates and schedule, in float64 to 1e-8."""
 
 import dataclasses
 import hashlib

@@ -1,7 +1,4 @@
-"""The root is equal in mathematics to public record 92: its schedules, and a whole small run, to 1e-8.
-
-The run from data to the last validation has every mechanism. No number has FP8.
-"""
+"""The root is equal to public record 92, to 1e-8: schedules, and a small run from data to the last validation."""
 
 import dataclasses
 import hashlib
@@ -66,8 +63,8 @@ class SmallRun:
         for name, rows in tables.items():
             tables[name] = tuple(row._replace(**new) for row, new in zip(rows, facts[name], strict=True))
         up = (facts["config"]["mlp_dim"] / facts["config"]["model_dim"]) ** 0.5
-        lrs = {m.UP: up, 2 * m.UP: 2 * up}
-        tables["groups"] = tuple(row._replace(lr=lrs.get(row.lr, row.lr)) for row in m.GPT2_GROUPS)
+        lr_of = {m.UP: up, 2 * m.UP: 2 * up}
+        tables["groups"] = tuple(row._replace(lr=lr_of.get(row.lr, row.lr)) for row in m.GPT2_GROUPS)
         fixed = dict(device="cpu", dtype="float64", seed=0, compile=False, run_id="golden")
         self.cfg = m.resolve(dataclasses.replace(RECORD92, **fixed | files | tables | facts["config"]))
         self.trainer, self.data = m.Trainer(self.cfg, m.Ranks()), m.plan_data(self.cfg)

@@ -69,10 +69,7 @@ def test_a_record_still_trains(path: Path, script_flags, tmp_path):
 @pytest.mark.slow
 @pytest.mark.published
 def test_the_root_trains_what_the_newest_record_does(script_flags, corpus, tmp_path):
-    """nano, and gpt2's rows in small: losses of 20 steps, and then all parameters and rows of n-grams.
-
-    The record's attention on a CPU sums up in another order: 20 steps make 5e-11 of that.
-    """
+    """Losses of 20 steps, and then all parameters and rows of n-grams; sums in another order make 5e-11."""
     small = [*GPT2_FLAGS, f"--prefix_file={corpus}/prefixes"]
     more = [*script_flags, "--seed=1", "--dtype=float64", "--num_iterations=20", "--save_checkpoint"]
     for name, flags in dict(gpt2=small, nano=SHORT.split()).items():
