@@ -159,11 +159,12 @@ def stepped(optimizer, cfg):
 def test_adam_takes_sums_and_knows_how_often_it_has_stepped(gpt2):
     cfg = dataclasses.replace(gpt2, dtype="float64", batch_tokens=2 * gpt2.train_seq_len)
     for group in [group for group in cfg.groups if group.optimizer == "Adam"]:
-        m = v = 0
-        for count, (plan, g, p, after) in enumerate(stepped(Adam(matrices(), [group] * 2, {}, cfg, Ranks()), cfg), 1):
+        m, v, adam = 0, 0, Adam(matrices(), [group] * 2, {}, cfg, Ranks())
+        for count, (plan, g, p, after) in enumerate(stepped(adam, cfg), 1):
             n = group.every[plan.step >= cfg.rare_from] / group.every[0]
             beta1, beta2, lr = group.beta1**n, group.beta2**n, group.lr * plan.lr_factor
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
+            close(torch.stack(adam.views(adam.state["exp_avg"])), m)
             rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
             close(after, p - rate * m / (v.sqrt() + cfg.adam_eps) - group.decay * n * lr**2 * p * (m * p > 0))
 
