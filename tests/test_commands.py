@@ -16,8 +16,7 @@ import pytest
 
 import train_gpt
 from conftest import GPT2_FLAGS
-from speedrun import lower, mini
-from speedrun.process import ROOT
+from speedrun import ROOT, lower, mini
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("records/*.md")]
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )?(?:[\w./]*python|torchrun|\./run\.sh|train_gpt\.py)(?: [^=]|$)")

@@ -95,7 +95,6 @@ def test_each_sequence_of_a_process_begins_at_16_bytes(tmp_path):
     for sequences in read(plan):
         for x in sequences:
             assert all(t.data_ptr() % 16 == 0 for t in x if t is not None)
-            assert x.tokens[1:].tolist() == x.targets[:-1, 0].tolist()
 
 
 def test_reader_starts_with_the_first_batch_and_reads_ahead(tmp_path, monkeypatch):

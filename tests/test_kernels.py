@@ -1,7 +1,6 @@
-"""The script's kernels compute what the CPU path computes, by Triton's interpreter; a GPU's self-test compiles them.
+"""The script's kernels compute what the CPU path computes, by Triton's interpreter, which keeps bf16 and FP8 as bits.
 
-Each test runs in a process of its own, as Triton has to interpret from its import on. It keeps bf16 and FP8 as bits, so
-numbers are wider here; how the kernels round to narrow ones, only a GPU shows.
+So numbers are wider here. It has to interpret from Triton's import on: each test runs in a process of its own.
 """
 
 import importlib.util

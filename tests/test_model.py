@@ -1,7 +1,4 @@
-"""What is true of any model here: which tokens an output depends on, derivatives, precision, schedules.
-
-What layers compute is in test_formulas.py.
-"""
+"""What is true of any model here: which tokens an output depends on, derivatives, precision, schedules."""
 
 import dataclasses
 
@@ -74,10 +71,7 @@ def test_products_are_in_the_precision_of_the_activations(request, preset: str):
 @pytest.mark.parametrize(("preset", "is_strict"), [("tiny", False), ("gpt2", False), ("gpt2", True)])
 @torch.no_grad()
 def test_no_output_depends_on_later_tokens_or_other_documents(request, preset: str, is_strict: bool):
-    """Change one token after the other, and see which outputs change.
-
-    Long keys, n-grams and the smear look at tokens before, which may end another document: strict without.
-    """
+    """Long keys, n-grams and the smear look at tokens before, which may end another document: strict without."""
     cfg = request.getfixturevalue(preset)
     # Half of it reaches over a document, too
     stages = tuple(stage._replace(windows=dict.fromkeys(stage.windows, 120)) for stage in cfg.stages)
@@ -100,21 +94,6 @@ def test_no_output_depends_on_later_tokens_or_other_documents(request, preset: s
     assert torch.equal(seen & in_document, in_document), "a token sees its whole document"
 
 
-@torch.no_grad()
-def test_channels_come_from_as_many_tokens_before_as_the_layer_says(tiny):
-    """Change one token, and see which channels of what a layer reads change, and where."""
-    shift = (0, 2, 0, 1, 4, 0, 3, 0)
-    cfg = dataclasses.replace(tiny, dtype="float64", layers=(train_gpt.Layer("none", mlps=0, shift=shift),))
-    trainer, tokens, streams = random_trainer(cfg), text(cfg), list[Tensor]()
-    trainer.gpt.blocks[0].register_forward_hook(lambda _, args, made: streams.append(made.output))
-    features(trainer, tokens)
-    tokens[20] = (tokens[20] + 1) % cfg.eot_token
-    features(trainer, tokens)
-    differs = (streams[1] - streams[0]).abs() > 1e-11
-    parts = differs.unflatten(1, (len(shift), -1)).any(2).nonzero().tolist()
-    assert parts == sorted([20 + n, part] for part, n in enumerate(shift))
-
-
 def test_the_norm_and_its_derivative_are_right_to_rounding():
     x, grad = torch.randn(2, 300, 96, dtype=torch.float64)
     torch.autograd.gradcheck(train_gpt.norm, x[:4].clone().requires_grad_())
@@ -129,13 +108,6 @@ def test_the_norm_and_its_derivative_are_right_to_rounding():
             error = (got.double() - want).norm(dim=-1)
             assert (error < 2 * torch.finfo(dtype).eps * want.norm(dim=-1)).all()
             assert got.dtype == dtype
-
-
-def test_signs_of_ngrams_are_the_same_in_all_runs(gpt2):
-    signs = train_gpt.GPT(gpt2).signs
-    assert torch.equal(train_gpt.GPT(gpt2).signs, signs)
-    assert signs.unique().tolist() == [-1, 1]
-    assert signs.double().mean().abs() < 0.2
 
 
 def test_rotated_heads_and_their_derivative_are_right_to_rounding():
@@ -158,10 +130,10 @@ def test_rotated_heads_and_their_derivative_are_right_to_rounding():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_schedules_are_what_the_rows_say(preset: str):
-    """At every step. Rates may fall in any way, but from what the stages say to `min_lr_frac`."""
+    """At every step, and in the last validation."""
     cfg = dataclasses.replace(PRESETS[preset], prefix_file="prefixes")
     plans = cfg.plans
-    highest = max(stage.lr for stage in cfg.stages)
+    muon = next(group for group in cfg.groups if group.optimizer == "Muon")
     shares = [stage.share for stage in cfg.stages]
     more = [stage.more_steps for stage in cfg.stages]
     ends = [round((len(plans) - sum(more)) * sum(shares[:i])) + sum(more[:i]) for i in range(1, len(shares) + 1)]
@@ -173,15 +145,16 @@ def test_schedules_are_what_the_rows_say(preset: str):
             assert cfg.stages[plan.stage] == stage
             assert {kind: window.reach for kind, window in plan.windows.items()} == stage.windows
             assert (plan.seq_len, plan.max_doc_len) == (stage.batch * cfg.train_seq_len, stage.max_doc_len)
-            assert min(cfg.min_lr_frac, stage.lr) <= plan_lr(plan.step, stage, cfg) <= highest
             assert plan.prefix_weight == stage.prefix[int(len(stage.prefix) * done)]
             assert plan.candidates == stage.candidates[int(len(stage.candidates) * done)]
             assert plan.next_weights == pytest.approx([first + done * (last - first) for first, last in stage.mtp])
             due = {row.names for row in cfg.groups if (plan.step + 1) % row.every[plan.step >= cfg.rare_from] == 0}
             assert {*plan.updates} == due
     assert [plan.step for plan in plans] == [*range(cfg.num_iterations)]
-    assert plan_lr(0, cfg.stages[0], cfg) == cfg.stages[0].lr
+    rates = [plan_lr(plan.step, cfg.stages[plan.stage], cfg) for plan in plans]
+    assert rates[0] == cfg.stages[0].lr
     assert plan_lr(cfg.scheduled_steps, cfg.stages[-1], cfg) == pytest.approx(cfg.min_lr_frac)
+    assert [plan.updates[muon.names].rate for plan in plans] == [cfg.muon_lr * rate for rate in rates]
     last = plan_validation(len(plans), cfg)
     assert last.windows["long"].reach == (cfg.final_window or cfg.stages[-1].windows["long"]), "in the last validation"
     assert last.windows["long"].attn_scale == plans[-1].windows["long"].attn_scale, "no step of YaRN"
@@ -205,32 +178,3 @@ def test_a_warm_up_leaves_the_sweep_of_candidates_where_it_was(gpt2):
     before = [*trainer.reader.offsets]
     trainer.warm_up()
     assert trainer.reader.offsets == before
-
-
-def test_streams_that_join_values_have_their_width(gpt2):
-    """Of heads and value embeddings; without such layers widths are free."""
-    wide = dataclasses.replace(gpt2, head_dim=2 * gpt2.head_dim)
-    with pytest.raises(train_gpt.UserError, match=r"layer \d+ mixes streams with values"):
-        train_gpt.GPT(wide)
-    layers = tuple(layer._replace(mudd=None, head_mix=()) for layer in gpt2.layers)
-    train_gpt.GPT(dataclasses.replace(wide, layers=layers))
-
-
-def test_a_net_makes_no_factors_of_later_nets(gpt2):
-    """Net 1 makes none of net 10's."""
-    layers = [layer._replace(net=i in (1, 10)) for i, layer in enumerate(train_gpt.GPT2_LAYERS)]
-    made = train_gpt.outputs_of("net 1", dataclasses.replace(gpt2, layers=layers))
-    assert {number for number, _ in made} <= {*range(1, 10)}
-
-
-@pytest.mark.parametrize("every", [1, 2, 3])
-def test_tables_part_right_after_a_step_of_adam(every: int):
-    """The last tied step is one in which Adam steps, for any number of steps."""
-    cfg = PRESETS["gpt2"]
-    groups = tuple(group._replace(every=(every, every)) for group in cfg.groups)
-    stages = (cfg.stages[0]._replace(share=1),)
-    for steps in range(20, 400, 7):
-        changes = dict(num_iterations=steps, tied_frac=0.6, groups=groups, stages=stages)
-        changed = dataclasses.replace(cfg, **changes)
-        last = next(step for step in range(round(0.6 * steps), steps) if (step + 1) % every == 0)
-        assert [plan.step for plan in changed.plans if plan.ties] == [*range(every - 1, last + 1, every)]

@@ -40,33 +40,6 @@ def test_tied_tables_need_equal_rows(gpt2, monkeypatch, changes: dict | None):
     build_optimizers(GPT(dataclasses.replace(cfg, tied_frac=0.0)), Ranks())
 
 
-def test_a_tied_pair_steps_as_one_table_and_then_each_alone(gpt2):
-    """As an optimizer of its own does for each: tied steps take the sum of both gradients, twice here."""
-    cfg = dataclasses.replace(gpt2, dtype="float64")
-    gpt = GPT(cfg)
-    optimizers = build_optimizers(gpt, Ranks())
-    embed, head = (next(o for o in optimizers if name in o.names) for name in ("embed.weight", "lm_head"))
-    alone = []
-    for o in embed, head:
-        params = {name: nn.Parameter(p.detach().clone()) for name, p in zip(o.names, o.params, strict=True)}
-        alone.append(train_gpt.Adam(params, o.groups, {}, cfg, Ranks()))
-    plan = cfg.plans[cfg.all_step - 1]
-    if not plan.ties:
-        pytest.skip("nothing is tied")
-    for step, ties in enumerate((True, True, False)):
-        grads = torch.randn(2, *gpt.lm_head.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        for o, other, grad in zip((embed, head), alone, grads, strict=True):
-            o.add([grad])
-            other.add([grads.sum(0) if ties else grad])
-            other.reduce()
-            other.update(plan)
-        step_optimizers(optimizers, plan._replace(ties=ties))
-        assert torch.equal(gpt.embed.weight, gpt.lm_head) == ties
-        for o, other in zip((embed, head), alone, strict=True):
-            torch.testing.assert_close(o.param_buffer, other.param_buffer, rtol=1e-12, atol=1e-15)
-            assert not o.grad_buffer.any()
-
-
 def test_gradients_of_rows_add_up_in_place_without_loss(gpt2):
     """A thousand tokens that are equal, in bf16, which counts no further than 256."""
     table = nn.Parameter(torch.randn(7, 16).bfloat16())
@@ -79,9 +52,8 @@ def test_gradients_of_rows_add_up_in_place_without_loss(gpt2):
     assert sums.mean(1).tolist() == [1, 1, 1, 2001, 1, 3, 1]
     trainer = train_gpt.Trainer(dataclasses.replace(gpt2, dtype="bfloat16"), Ranks())
     assert all(sums.dtype == torch.float32 for sums in trainer.gpt.row_sums.values())
-    assert {*trainer.gpt.row_sums} == {
-        name for name, p in trainer.gpt.named_parameters() if p.ndim == 2 and len(p) >= 256
-    }
+    large = {name for name, p in trainer.gpt.named_parameters() if p.ndim == 2 and len(p) >= 256}
+    assert {*trainer.gpt.row_sums} == large
 
 
 def test_muon_keeps_steps_that_bf16_would_lose():
@@ -117,52 +89,13 @@ def test_moments_of_adam_are_wider_than_parameters(gpt2):
             assert {t.dtype for t in optimizer.state.values()} == {torch.float32}
 
 
-def test_gradients_are_the_mean_over_sequences(gpt2):
-    """Of parameters and of rows of n-grams: four sequences with a gradient are one."""
-    found = []
-    for n in 1, 4:
-        cfg = dataclasses.replace(gpt2, dtype="float64", batch_tokens=n * gpt2.train_seq_len)
-        optimizers = build_optimizers(gpt := GPT(cfg), Ranks())
-        plan = cfg.plans[cfg.all_step - 1]
-        for optimizer in optimizers:
-            for _ in range(n):
-                optimizer.add([p.detach().sin() for p in optimizer.params])
-        step_optimizers(optimizers, plan)
-        table = train_gpt.NgramTable(cfg, Ranks(), torch.device("cpu"))
-        ids = torch.arange(len(table.rows))
-        requests = train_gpt.Requests(ids, [len(ids)], ids, [len(ids)], ids, ids)
-        table.send(requests, n * (torch.arange(table.rows.numel(), dtype=torch.float64) - 100.5).view_as(table.rows))
-        table.update(requests, plan)
-        found.append([*gpt.state_dict().values(), table.rows, table.v])
-        torch.manual_seed(0)
-    for one, four in zip(*found, strict=True):
-        torch.testing.assert_close(one, four, rtol=1e-12, atol=1e-15)
-
-
-def test_rows_of_ngrams_decay_where_the_step_goes_towards_0(gpt2):
-    """By the formula, number by number: v is the mean of squares of a row."""
-    rows, grad = torch.randn(2, 5, 7, dtype=torch.float64)
-    v = torch.rand(5, 1, dtype=torch.float64)
-    numbers = dict(rate=0.3, eps=1e-10, decay=0.2, added=0.05, sequences=2.0)
-    new, new_v = train_gpt.row_adam_update(rows, v, 2 * grad, numbers)
-    for i in range(5):
-        expected = v[i].item() + 0.05 * sum(g**2 for g in grad[i].tolist()) / 7
-        assert new_v[i].item() == pytest.approx(expected, rel=1e-12)
-        for old, g, value in zip(rows[i].tolist(), grad[i].tolist(), new[i].tolist(), strict=True):
-            decay = 0.2 * old if g * old > 0 else 0.0
-            assert value == pytest.approx(old - 0.3 * g / (math.sqrt(expected) + 1e-10) - decay, rel=1e-12)
-
-
 def shared(a: Tensor, b: Tensor) -> bool:
     """Say whether two tensors without gaps have bytes in common."""
     return a.data_ptr() < b.data_ptr() + b.nbytes and b.data_ptr() < a.data_ptr() + a.nbytes
 
 
 class Network:
-    """Carry out one collective after the other, for one of several ranks. One takes a unit of time, an update two.
-
-    A result is NaN until it is waited for, and the input has to stay as it is.
-    """
+    """Carry out collectives one by one, in a unit of time each; an update takes two. Results are NaN until then."""
 
     def __init__(self, monkeypatch, ranks: Ranks):
         self.ranks, self.under_way, self.events, self.now, self.free = ranks, [], [], 0, 0
@@ -208,6 +141,8 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, gp
     updates, travel beside compute. The second step finds the buffers of the first."""
     network = Network(monkeypatch, Ranks(rank, size))
     optimizers = build_optimizers(gpt := GPT(dataclasses.replace(gpt2, dtype="bfloat16")), network.ranks)
+    sizes = [optimizer.param_buffer.nbytes for optimizer in optimizers]
+    assert sizes == sorted(sizes, reverse=True), "the largest computes while others communicate"
     for optimizer in optimizers:
         optimizer.update_shard = lambda *args, update=optimizer.update_shard: network.compute(update, *args)
     for step in range(2):
@@ -221,22 +156,6 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, gp
         assert network.events == ["reduce_scatter"] * groups + ["rows"] + ["update", "all_gather"] * groups
         assert network.now <= (2 * groups + 2) * (step + 1)
         network.events.clear()
-
-
-@pytest.mark.parametrize("size", [3, 8])
-def test_buffers_have_little_padding(size):
-    """Fewer rows than there are ranks: in gpt2 22 matrices of MLPs are 24 on 8."""
-    cfg = dataclasses.replace(train_gpt.PRESETS["gpt2"], device="cpu", dtype="bfloat16", compile=False)
-    with torch.device("meta"):
-        gpt = GPT(cfg)
-        optimizers = build_optimizers(gpt, Ranks(size - 1, size))
-    sizes = [optimizer.param_buffer.nbytes for optimizer in optimizers]
-    assert sizes == sorted(sizes, reverse=True), "the largest computes while others communicate"
-    for optimizer in optimizers:
-        row = optimizer.grad_buffer[0].numel()
-        assert optimizer.grad_buffer.shape == optimizer.param_buffer.shape
-        needed = sum(-(-p.numel() // row) for p in optimizer.params)
-        assert needed <= len(optimizer.grad_buffer) < needed + size
 
 
 def test_rows_of_ngrams_wait_for_what_other_ranks_send(gpt2):

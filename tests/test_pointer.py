@@ -1,97 +1,54 @@
-"""The pointer is equal to public proposal 379: loss, gradients, candidates and schedule, in float64 to 1e-8.
-
-The record's `golden.json` says what the numbers are. They have the same mathematics at other sizes.
-"""
+"""The pointer is equal to public proposal 379: loss, gradients, candidates and schedule, in float64 to 1e-8."""
 
 import dataclasses
-import json
-from types import SimpleNamespace
+import hashlib
 
 import numpy as np
 import pytest
 import torch
 
 import train_gpt as m
-from test_record92 import compare_ticks, planned
-from world_worker import ROOT
+from golden import Golden
 
 pytestmark = pytest.mark.published
-FOLDER = ROOT / "records" / "gpt2" / "92e_Pointer"
-GOLDEN = dict(np.load(FOLDER / "golden.npz"))
-FACTS = json.loads((FOLDER / "golden.json").read_text())
-CASES = {case["case"]: case for case in FACTS["cases"]}
-SIZES = FACTS["config"]
-V = SIZES["V"]
-
-
-def compare(name: str, ours, index=...) -> None:
-    """Compare with an array, or its part at `index`, relative to its largest entry."""
-    theirs = GOLDEN[name][index].astype(float)
-    ours = ours.detach().numpy() if isinstance(ours, torch.Tensor) else np.asarray(ours)
-    assert ours.shape == theirs.shape, name
-    worst = np.abs(ours - theirs).max() / (np.abs(theirs).max() or 1)
-    assert worst <= 1e-8, (name, worst)
-
-
-def numbers(name: str) -> torch.Tensor:
-    t = torch.from_numpy(GOLDEN[name])
-    return t if t.is_floating_point() else t.long()
+GOLDEN = Golden("92e_Pointer")
+CASES = {case["case"]: case for case in GOLDEN.facts["cases"]}
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_loss_and_gradients(gpt2, case: dict):
+def test_loss_and_gradients(gpt2, monkeypatch, case: dict):
     """Of all tokens and of some, with one to three next tokens and prefixes, short documents, a validation's blocks."""
-    trains = case["kind"] == "train"
-    sizes = dict(model_dim="H", pointer_dim="d", vocab_size="vocab", eot_token="bos", pointer_block="band")
-    sizes = {ours: SIZES[theirs] for ours, theirs in dict(sizes, val_pointer_block="val_band").items()}
-    cfg = dataclasses.replace(gpt2, **sizes, dtype="float64", block_size=16)
+    name, trains = case["case"], case["trains"]
+    monkeypatch.setattr(m.Hyperparameters, "padded_vocab", GOLDEN.facts["padded_vocab"])
+    cfg = dataclasses.replace(gpt2, **GOLDEN.facts["config"], dtype="float64", block_size=16, prefix_file="")
     pointer = m.Pointer(cfg).double()
-    with torch.no_grad():
-        pointer.weight.copy_(torch.cat([numbers("param/w_q"), numbers("param/w_k")]))
-        pointer.sink.copy_(numbers("param/k_sink"))
-        pointer.gain.copy_(numbers("param/gain"))
-    tokens, targets, cu_seqlens = (numbers(f"data/{case['data']}/{key}") for key in ("tokens", "targets", "cu_seqlens"))
-    doc_ids = (cu_seqlens <= torch.arange(len(tokens))[:, None]).sum(1)
-    weights = [*case.get("mtp", [1.0]), *[case.get("prefix_weight", 0)] * trains]
-    columns = np.pad(targets, (0, len(weights)), constant_values=m.BEYOND)
-    columns = [columns[k : k + len(tokens)] for k in range(len(case.get("mtp", [1])))]
-    columns += [GOLDEN["prefix_table"][targets]] * trains
-    wanted = np.column_stack([*columns, np.full(len(tokens), SIZES["copy_id"])]).astype(np.int64)
-    candidates = None
-    if case.get("candidates"):
-        padded = SimpleNamespace(pointer_dim=cfg.pointer_dim, copy_row=SIZES["copy_id"], padded_vocab=V)  # to 16
-        candidates, after = m.choose_candidates(targets.numpy(), case["candidates"], case["sweep_offset"], padded)
-        assert after == case["offset_after"]
-        compare(f"cand/{case['case']}", candidates)
-        index = np.full(V, m.NONE)
-        index[candidates] = np.arange(len(candidates))
-        wanted = np.where(wanted < 0, wanted, index[wanted])
-    assert (wanted[:, -2] >= 0).sum() == case["prefix_terms"] if trains else True
-    chosen = None if candidates is None else torch.from_numpy(candidates)
-    weights = torch.tensor([*weights, 0.0])
-    inputs = m.Inputs(tokens, targets, doc_ids, torch.from_numpy(wanted), weights, chosen, *[None] * 2)
-    never = None
-    if case.get("mask"):
-        table = np.unpackbits(GOLDEN["canon_table"], axis=1, bitorder="little")
-        table[:, SIZES["copy_id"]] = 0  # which the real table never has
-        never = torch.from_numpy(np.packbits(table, axis=1, bitorder="little"))[tokens]
-    hidden, head = (numbers(name).requires_grad_() for name in ("hidden", "param/lm_head"))
-    softcap = SIZES["softcap"][2] * 2, SIZES["softcap"][0], SIZES["softcap"][1]
-    grads = {}
+    pointer.load_state_dict({name: GOLDEN.tensor(name) for name in ("weight", "sink", "gain")})
+    reader = m.Reader(cfg, m.Ranks(), torch.device("cpu"))
+    reader.prefixes, reader.offsets = GOLDEN["prefixes"], [case.get("offset", 0)]
+    plan = cfg.plans[0] if trains else m.plan_validation(0, cfg)
+    plan = plan._replace(**{key: case[key] for key in ("next_weights", "prefix_weight", "candidates")})
+    found = reader.inputs(plan, 0, GOLDEN[f"sequence/{case['data']}"].astype(np.int32), None)
+    if case["candidates"]:
+        assert reader.offsets == [case["offset_after"]]
+        GOLDEN.compare(f"candidates/{name}", found.candidates)
+    if case["prefix_weight"]:
+        assert (found.targets[:, -2] >= 0).sum() == case["prefix_terms"]
+    inputs = m.Inputs(*(None if t is None else torch.from_numpy(t) for t in found))
+    inputs = inputs._replace(doc_ids=GOLDEN.tensor(f"doc_ids/{case['data']}"))  # parts of documents begin sequences
+    never = torch.from_numpy(GOLDEN["canon"])[inputs.tokens] if case.get("mask") else None
+    hidden, head = (GOLDEN.tensor(name).requires_grad_() for name in ("hidden", "lm_head"))
     with torch.set_grad_enabled(trains):
         y = m.norm(hidden)
-        rows = head if chosen is None else head[chosen]
-        weighed = pointer(y, inputs)
-        compare(f"p_copy/{case['case']}", weighed[:, 0])
-        compare(f"a_sink/{case['case']}", weighed[:, 1])
-        loss = m.HeadLoss.apply(y, rows, weighed, inputs.targets, weights.double(), softcap, 50, None, trains, never)
-        compare(f"loss/{case['case']}", loss if trains else loss / len(tokens))
+        rows = head if inputs.candidates is None else head[inputs.candidates]
+        shares = pointer(y, inputs)
+        GOLDEN.compare(f"shares/{name}", shares)
+        targets, weights, softcap = inputs.targets, inputs.loss_weights, GOLDEN.facts["softcap"]
+        loss = m.HeadLoss.apply(y, rows, shares, targets, weights, softcap, 50, None, trains, never)
+        GOLDEN.compare(f"loss/{name}", loss if trains else loss / len(inputs.tokens))
     if trains:
-        wanted = dict(hidden=hidden, y=y, k_sink=pointer.sink, gain=pointer.gain, lm_head=head, weight=pointer.weight)
-        grads = dict(zip(wanted, torch.autograd.grad(loss, wanted.values()), strict=True))
-        grads["w_q"], grads["w_k"] = grads.pop("weight").chunk(2)
-        for name, grad in grads.items():
-            compare(f"grad/{case['case']}/{name}", grad)
+        wanted = dict(hidden=hidden, lm_head=head, **dict(pointer.named_parameters()))
+        for key, grad in zip(wanted, torch.autograd.grad(loss, wanted.values()), strict=True):
+            GOLDEN.compare(f"grad/{name}/{key}", grad)
 
 
 def test_candidates_have_the_row_of_a_copy(monkeypatch):
@@ -99,7 +56,7 @@ def test_candidates_have_the_row_of_a_copy(monkeypatch):
     monkeypatch.setattr(m, "read_prefixes", lambda cfg: None)
     cfg = m.resolve(dataclasses.replace(m.PRESETS["gpt2"], device="cpu", run_id="r", seed=0))
     reader = m.Reader(cfg, m.Ranks(), torch.device("cpu"))
-    for case in FACTS["cand_real"]:
+    for case in GOLDEN.facts["real_candidates"]:
         states = [case["lcg_seed"]]
         for _ in range(case["tokens"]):
             states.append((1664525 * states[-1] + 1013904223) % 2**32)
@@ -109,8 +66,7 @@ def test_candidates_have_the_row_of_a_copy(monkeypatch):
         plan = cfg.plans[0]._replace(candidates=case["candidates"], next_weights=[1.0], prefix_weight=0.0)
         inputs = reader.inputs(plan, case["rank"], sequence, None)
         targets, found = inputs.targets, inputs.candidates
-        bits = np.packbits(np.isin(np.arange(50304), found), bitorder="little")
-        assert np.array_equal(bits, GOLDEN[f"cand_real/rank{case['rank']}"][case["step"]])
+        assert hashlib.sha256(found.astype("<i4")).hexdigest() == case["sha256_int32_le"]
         assert (found[targets] == np.column_stack([following, np.full_like(following, 50257)])).all()
         assert reader.offsets[case["rank"]] == case["offset_after"]
 
@@ -119,24 +75,14 @@ def test_schedules():
     """Of 1,050 steps and the last validation, with all that record 92 does after so many steps where it was."""
     cfg = dataclasses.replace(m.PRESETS["gpt2"], prefix_file="p")
     assert m.num_tokens(1050, cfg) == sum(plan.seq_len * 8 for plan in cfg.plans) == 289_472_512
-    whole, chain, of_steps, sparse, due = planned(cfg)
-    chain["pointer_band"] = [cfg.pointer_block] * 1050 + [cfg.val_pointer_block]
-    del of_steps["lookahead"]  # that is the rail's
-    left = {name for name in GOLDEN if name.startswith("schedule/") and not name.startswith("schedule/tick/")}
-    for part, index in (whole, ...), (chain, ...), (of_steps, slice(1050)), (sparse, due):
-        for name, ours in part.items():
-            compare(f"schedule/{name}", ours, index)
-            left.remove(f"schedule/{name}")
-    assert not left
-    compare_ticks(SimpleNamespace(compare=compare), "schedule/tick", cfg)
+    GOLDEN.compare_schedule(cfg)
 
 
 def test_updates_of_its_parameters():
     """Adam's of the proposal, in no average."""
     cfg = m.PRESETS["gpt2"]
-    ours = {"pointer.weight": "W_q, W_k (2, 128, 768), bf16", "pointer.sink": "sink key (128), fp32"}
-    for name, theirs in (ours | {"pointer.gain": "gain (1), fp32"}).items():
-        row, public = m.group_of(name, cfg), FACTS["groups"][f"copy {theirs}"]
+    for name, public in GOLDEN.facts["groups"].items():
+        row = m.group_of(name, cfg)
         assert (row.optimizer, [row.beta1, row.beta2], row.lr / 0.008) == ("Adam", public["betas"], public["lr"])
         assert (row.decay, row.every) == (0.005 * public["decay"], (2, 2))
         assert not any(m.matches(name, ema.names) for ema in cfg.emas)
@@ -154,14 +100,3 @@ def test_a_copy_has_a_row_of_head_and_embedding(gpt2):
         gpt = m.GPT(dataclasses.replace(gpt2, vocab_size=size, eot_token=1))
         assert gpt.lm_head.shape[0] == rows
         assert torch.equal(gpt.embed.weight, gpt.lm_head), "tied at first"
-
-
-def test_blocks_may_be_longer_than_any_sequence(gpt2):
-    """As long as may be: the mask is that of one block."""
-    tokens, shares = torch.randint(9, (65,), dtype=torch.int32), []
-    inputs = m.Inputs(tokens[:-1], tokens[1:], torch.zeros(64, dtype=torch.int32), *[None] * 5)
-    x, pointer = torch.randn(64, gpt2.model_dim), m.Pointer(gpt2)
-    for block in 64, 2**31 - 1:
-        pointer.cfg = dataclasses.replace(gpt2, pointer_block=block)
-        shares.append(pointer(x, inputs))
-    assert torch.equal(*shares)
