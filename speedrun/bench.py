@@ -33,40 +33,26 @@ from torch.profiler import ProfilerActivity, record_function
 
 import train_gpt
 from data.shards import write_shard
-from speedrun import mini, roofline  # noqa: F401  (mini is a preset of its own)
+from speedrun import cards, mini, roofline  # noqa: F401  (mini is a preset of its own)
 from train_gpt import Batch, Hyperparameters, Inputs, NgramTable, Plan, Ranks, Requests, Trainer, UserError
 
 Steps = Iterator[tuple[Plan, list[Inputs], Requests]]  # what `Trainer.train_step` takes
 Figures = dict[str, dict]  # by name: a median with its 10th and 90th percentiles, n and a unit
-PREDICTED = Path(__file__).with_name("h100.json")  # made by `python -m speedrun lower --arch 90 89 80 --update`
 OWN = "triton_|relu_squared|cross_entropy"  # kernels of the compiler and of the script
 PHASES = "optimizers", "rows", "communication"
 PRODUCTS = dict(mm=0, addmm=1, bmm=0, baddbmm=1, _scaled_mm=0)  # which input is the first factor
 
 
-class Rows(NgramTable):
-    def fetch(self, *args):
-        with record_function("rows"):
-            return super().fetch(*args)
-
-    def update(self, *args):
-        with record_function("rows"):
-            super().update(*args)
-
-
-class OwnRows(Rows):
-    def exchange(self, rows, sent, received):
-        with record_function("communication"):
-            return rows[torch.arange(sum(received), device=rows.device) % max(1, len(rows))], lambda: None
-
-
 class Measured(Trainer):
-    table_class = Rows
+    table_class = roofline.rows_apart(NgramTable, record_function)
     part = record_function  # type: ignore[assignment]
 
 
 class OneOf(Measured):
-    table_class = OwnRows
+    class table_class(Measured.table_class):  # type: ignore[name-defined]
+        def exchange(self, rows, sent, received):
+            with record_function("communication"):
+                return rows[torch.arange(sum(received), device=rows.device) % max(1, len(rows))], lambda: None
 
 
 def figure(values: Sequence[float], unit: str = "") -> dict:
@@ -145,9 +131,8 @@ def host_waits(trainer: Trainer, steps: Steps) -> int:
         torch.cuda.set_sync_debug_mode("warn")
         take_cycle(trainer, steps)
         torch.cuda.set_sync_debug_mode("default")
-    found = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
-    for warning in found:
-        print(f"host waits at {warning.filename}:{warning.lineno}", file=sys.stderr)
+    found = [f"{one.filename}:{one.lineno}" for one in caught if "called a synchronizing" in str(one.message)]
+    print(*(f"host waits at {place}" for place in found), sep="\n", end="\n" * bool(found), file=sys.stderr)
     return len(found)
 
 
@@ -215,8 +200,7 @@ def predicted_parts(trainer: Trainer, first: int) -> dict[str, float]:
     is_h100 = trainer.device.type == "cuda" and "H100" in torch.cuda.get_device_name()
     if trainer.cfg.preset != "gpt2" or trainer.ranks.world_size != 8 or not is_h100:
         return {}
-    steps = json.loads(PREDICTED.read_text())["gpus"]["90"]["predicted"]
-    return next((step["ms"] for step in reversed(steps) if step["first"] <= first), {})
+    return next((step["ms"] for step in reversed(cards.predicted()["predicted"]) if step["first"] <= first), {})
 
 
 def write_tokens(cfg: Hyperparameters, path: Path) -> Hyperparameters:
@@ -264,20 +248,20 @@ def table(document: dict) -> str:
     kind = f", as one of {document['one_of']}" if document["one_of"] else ""
     lines = [f"# Preset {document['configuration']['preset']}, processes: {document['processes']}{kind}", ""]
     lines += [f"- {name}: {document[name]}" for name in ("machine", "torch", "flags")]
-    lines += ["", "| what | median | 10th to 90th percentile | n |", "|---|---|---|---|"]
+    rows = []
     for name, found in document["figures"].items():
         spread = f"{shown(found['p10'])} to {shown(found['p90'])}" if found["n"] > 1 else ""
-        lines.append(f"| {name} | {shown(found['median'])} {found['unit']} | {spread} | {found['n']} |")
+        rows.append([name, f"{shown(found['median'])} {found['unit']}", spread, str(found["n"])])
+    lines += ["", roofline.markdown("what|median|10th to 90th percentile|n", rows), ""]
     parts, predicted = document["parts"], document["predicted"]
     if not any(parts.values()):
-        return "\n".join([*lines, "", "Parts of a step are told apart by a GPU's kernels; profile.txt has operations."])
-    lines += ["", f"| ms of a step by part (predicted) | {' | '.join(parts)} |", f"|---|{'---|' * len(parts)}"]
+        return "\n".join([*lines, "Parts of a step are told apart by a GPU's kernels; profile.txt has operations."])
+    rows = []
     for name in roofline.PARTS:
         guesses = {stage: f" ({own[name]:.2f})" if name in own else "" for stage, own in predicted.items()}
-        cells = [f"{own.get(name, 0.0):.2f}{guesses[stage]}" for stage, own in parts.items()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines.append(f"| all kernels | {' | '.join(f'{sum(own.values()):.2f}' for own in parts.values())} |")
-    return "\n".join(lines)
+        rows.append([name, *(f"{own.get(name, 0.0):.2f}{guesses[stage]}" for stage, own in parts.items())])
+    rows.append(["all kernels", *(f"{sum(own.values()):.2f}" for own in parts.values())])
+    return "\n".join([*lines, roofline.markdown("|".join(["ms of a step by part (predicted)", *parts]), rows)])
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> None:
