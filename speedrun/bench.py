@@ -71,11 +71,6 @@ def synchronize(trainer: Trainer) -> None:
         torch.cuda.synchronize()
 
 
-def has_tables(trainer: Trainer, plan: Plan) -> bool:
-    """Say whether a step updates the table of n-grams."""
-    return trainer.table.group.names in plan.updates
-
-
 def read_steps(trainer: Trainer, batches: Sequence[Batch], first: int) -> Steps:
     """Read batches again and again, for steps like `first`. Groups are due as in the whole cycle in which it is."""
     cfg = trainer.cfg
@@ -84,7 +79,7 @@ def read_steps(trainer: Trainer, batches: Sequence[Batch], first: int) -> Steps:
         cfg.plans[first]._replace(step=plan.step, updates=plan.updates, ties=plan.ties, ema_rates=plan.ema_rates)
         for plan in cfg.plans[start : start + cfg.all_step]
     ]
-    ends = [i + 1 for i, plan in enumerate(plans) if has_tables(trainer, plan)]
+    ends = [i + 1 for i, plan in enumerate(plans) if trainer.table.group.names in plan.updates]
     cycles = [plans[start:end] for start, end in itertools.pairwise([0, *ends])]
     endless = itertools.cycle(batches)
     planned = ((cycle, [next(endless) for _ in cycle]) for cycle in itertools.cycle(cycles))
@@ -114,7 +109,7 @@ def time_steps(trainer: Trainer, steps: Steps, n: int) -> Figures:
             marks[-1].record()
         if i < n * every:
             step = next(steps)
-            due.append(has_tables(trainer, step[0]))
+            due.append(trainer.table.group.names in step[0].updates)
             trainer.train_step(*step)
     synchronize(trainer)
     ms = np.array([a.elapsed_time(b) if on_cuda else 1000 * (b - a) for a, b in itertools.pairwise(marks)])

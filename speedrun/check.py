@@ -176,16 +176,6 @@ def ngram_bytes(cfg: Hyperparameters, processes: int, longest: int, trains: bool
     return table.rows.nbytes + table.v.nbytes + read * cfg.model_dim * (sums + fetched)
 
 
-def check_fp8(cfg: Hyperparameters, gpus: list[Gpu], report: Report) -> list[str]:
-    """Return the flag that leaves FP8 out of layers, where a GPU cannot scale rows."""
-    unable = [gpu.name for gpu in gpus if not gpu.scales_rows]
-    if not (cfg.layers_fp8 and unable):
-        return []
-    told = f"the {unable[0]} and torch {torch.__version__} cannot multiply with a scale for each row"
-    report.fact(f"FP8: {told}, so layers train in bf16: --no-layers_fp8", note=True)
-    return ["--no-layers_fp8"]
-
-
 def fit(cfg: Hyperparameters, gpu: Gpu, processes: int, free_to=()) -> tuple[Hyperparameters, dict[str, float]]:
     """Return what fits, if anything does, and the bytes that it needs for the longest sequences, by their fields.
 
@@ -230,20 +220,14 @@ def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: 
         report.fact(f"n-grams: {told}; by public runs {losses}", note=True)
     if found.cuda_graphs < cfg.cuda_graphs and not report.problems:
         report.fact("CUDA graphs: left out, as their memory does not fit here: --no-cuda_graphs", note=True)
-    if cfg.preset == "gpt2":
-        tell_cost(gpus[0].name, processes, report)
-    return flags
-
-
-def tell_cost(name: str, processes: int, report: Report) -> None:
-    """Tell what the record's run takes on a card that is known, and what it takes to test an idea there."""
-    if card := cards.CARDS.get(name):
+    if cfg.preset == "gpt2" and (card := cards.CARDS.get(gpus[0].name)):
         ms, minutes, minutes_of_pairs = cards.costs(card, processes)
         told = f"{ms[0]:,.0f} to {ms[1]:,.0f} ms a step, {minutes:.1f} minutes for 1,050"
-        report.fact(f"time: {told} on {processes} x {name} (estimated), without compiling")
+        report.fact(f"time: {told} on {processes} x {card.name} (estimated), without compiling")
         if processes == 1:
             told = f"8 pairs of runs with --batch_tokens 16384, {minutes_of_pairs:.0f} minutes"
             report.fact(f"an idea: {told} (estimated)")
+    return flags
 
 
 def data_problem(cfg: Hyperparameters) -> tuple[str, str]:
@@ -321,8 +305,11 @@ def examine(argv: list[str], report: Report) -> list[str]:
             train_gpt.load_checkpoint(given)
         train_gpt.parse_args(argv, processes)  # refuses to choose a preset for several without a GPU
         named = {flag.partition("=")[0].removeprefix("--").removeprefix("no-") for flag in argv}
-        if "layers_fp8" not in named:
-            flags = check_fp8(cfg, gpus, report)
+        unable = [gpu.name for gpu in gpus if not gpu.scales_rows]
+        if cfg.layers_fp8 and unable and "layers_fp8" not in named:
+            told = f"the {unable[0]} and torch {torch.__version__} cannot multiply with a scale for each row"
+            report.fact(f"FP8: {told}, so layers train in bf16: --no-layers_fp8", note=True)
+            flags.append("--no-layers_fp8")
         if gpus:
             flags += check_memory(cfg, gpus[:processes], processes, report, {"ngram_rows", "cuda_graphs"} - named)
     get_data(cfg, report)

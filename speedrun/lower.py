@@ -368,8 +368,7 @@ def update(arch: int, found: dict) -> None:
     """Write what bench and cards read of an architecture as one of 8, and of an H100 memory by processes."""
     document = json.loads(cards.PREDICTED.read_text()) | dict(torch=torch.__version__)
     if found["one_of"] == 8:
-        names = "cycle", "one_of", "stages", "graphs", "memory", "communication", "predicted"
-        told = json.dumps({name: found[name] for name in names})
+        told = json.dumps({name: found[name] for name in ("one_of", "stages", "memory", "predicted")})
         document["gpus"][str(arch)] = json.loads(told, parse_float=lambda text: round(float(text), 3))
     if arch == cards.H100.arch:
         mib = {name: round(n / 2**20) for name, n in found["memory"].items()}

@@ -172,11 +172,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="to train for, instead of so many steps")
     parser.add_argument("--val_tokens", type=int, default=262_144, help="(default: %(default)s)")
     parser.add_argument("--val_every", type=int, default=0, help="steps, for a curve (default: at the end alone)")
-    parser.add_argument(
-        "--data",
-        default="data/nano/nano_",
-        help="begins the names of shards, of which it reads the first (default: %(default)s)",
-    )
+    parser.add_argument("--data", default="data/nano/nano_", help="begins the shards' names (default: %(default)s)")
     parser.add_argument("--log_dir", type=Path, default=Path("logs"), help="of the log (default: %(default)s)")
     parser.add_argument("--run_id", default="", help="name of the log (default: none is written)")
     args = parser.parse_args()
