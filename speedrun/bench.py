@@ -131,8 +131,9 @@ def host_waits(trainer: Trainer, steps: Steps) -> int:
         torch.cuda.set_sync_debug_mode("warn")
         take_cycle(trainer, steps)
         torch.cuda.set_sync_debug_mode("default")
-    found = [f"{one.filename}:{one.lineno}" for one in caught if "called a synchronizing" in str(one.message)]
-    print(*(f"host waits at {place}" for place in found), sep="\n", end="\n" * bool(found), file=sys.stderr)
+    found = [warning for warning in caught if "called a synchronizing" in str(warning.message)]
+    for warning in found:
+        print(f"host waits at {warning.filename}:{warning.lineno}", file=sys.stderr)
     return len(found)
 
 
@@ -197,7 +198,7 @@ def by_part(kernels: dict[str, dict]) -> dict[str, float]:
 
 def predicted_parts(trainer: Trainer, first: int) -> dict[str, float]:
     """Return the ms that the roofline predicts for the parts of a step of gpt2 on an H100, of one rank of 8."""
-    is_h100 = trainer.device.type == "cuda" and "H100" in torch.cuda.get_device_name()
+    is_h100 = trainer.device.type == "cuda" and torch.cuda.get_device_name() == cards.H100.name
     if trainer.cfg.preset != "gpt2" or trainer.ranks.world_size != 8 or not is_h100:
         return {}
     return next((step["ms"] for step in reversed(cards.predicted()["predicted"]) if step["first"] <= first), {})
