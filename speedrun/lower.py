@@ -1,10 +1,10 @@
 """Lower train_gpt.py's graphs for GPUs that are not here, compile every kernel to machine code, predict a step.
 
-    python -m speedrun lower [--arch 90 89 80] [--one_of 8] [--script FILE] [--kernels PATTERN] [--out FILE]
-        [--update] [flags of train_gpt.py]
+    python -m speedrun lower [--arch 90 89 80] [--one_of 8] [--script FILE] [--kernels PATTERN] [--update]
+        [flags of train_gpt.py]
 
-docs/gpu.md says what the figures mean; they go to a JSON file, too. --kernels '^$' compiles no kernel. --update does
-the same, and writes launches, memory and predicted times to h100.json, beside those of other cards and processes.
+docs/gpu.md says what the figures mean. --kernels '^$' compiles no kernel. --update does the same, and writes launches,
+memory and predicted times to h100.json, beside those of other cards and numbers of processes.
 Exit codes: 0 done, 1 a graph or a kernel failed, 2 something is missing, 130 interrupted.
 """
 
@@ -17,7 +17,6 @@ import json
 import math
 import re
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -350,10 +349,11 @@ def table(arch: int, found: dict) -> str:
     for graph, kernels in found["kernels"].items():
         entries = [entry for kernel in kernels for entry in kernel["configurations"] if "error" not in entry]
         registers, shared = (max((e[key] for e in entries), default=0) for key in ("registers", "shared"))
-        # Of several configurations the compiler drops those that spill much
-        spills = [min((e["spills"] for e in k["configurations"] if "spills" in e), default=0) for k in kernels]
-        told = f"- {graph}: {len(kernels)} kernels, {registers} registers, {shared:,} bytes of shared memory,"
-        lines.append(f"{told} {max(spills, default=0)} of spills")
+        told = f"- {graph}: {len(kernels)} kernels, {registers} registers, {shared:,} bytes of shared memory"
+        for kernel in kernels:  # of several configurations the compiler drops those that spill much
+            if spills := min((e["spills"] for e in kernel["configurations"] if "spills" in e), default=0):
+                told += f"; {kernel['name']} spills {spills} bytes"
+        lines.append(told)
     lines += ["", roofline.table(found, {}), ""]
     if "memory" in found:
         peaks = {name: n / 2**20 for name, n in found["memory"].items()}
@@ -388,24 +388,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     told = "a changed train_gpt.py; a record has another interface: lower it with the tools of its day"
     parser.add_argument("--script", type=Path, default=Path("train_gpt.py"), metavar="FILE", help=told)
     parser.add_argument("--kernels", default="", metavar="PATTERN", help="compile those with it in their names")
-    out = Path("logs") / time.strftime("lower-%Y%m%d-%H%M%S.json")
-    parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/lower-TIME.json")
     parser.add_argument("--update", action="store_true", help="compile no kernel, and write times to h100.json")
     args, flags = parser.parse_known_args(argv)
-    document: dict = dict(script=str(args.script), flags=flags, torch=torch.__version__, gpus={})
     code = 0
     try:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         for arch in args.arch:
             found = measure(arch, args.script, flags, "^$" if args.update else args.kernels, args.one_of)
             found["predicted"] = roofline.predict(found) if "memory" in found else []
             print(f"{table(arch, found)}\n", flush=True)
-            document["gpus"][arch] = {name: value for name, value in found.items() if name != "calls"}
-            args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
             code |= bool(failures(arch, found))
             if args.update and not failures(arch, found):
                 update(arch, found)
-        print(f"written to {args.out}")
     except (RuntimeError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
