@@ -12,7 +12,7 @@ MEASURED = cards.PREDICTED.with_name("h100_measured.json")
 
 
 def steps() -> str:
-    """Predicted ms of a step by stage, beside what was measured elsewhere."""
+    """Return the predicted ms of a step by stage, beside what was measured of other scripts."""
     found = cards.predicted()
     rows = json.loads(MEASURED.read_text())["steps"]
     rows["the root as one of 8 H100, predicted"] = [step["sum"] for step in found["predicted"]]
@@ -21,12 +21,12 @@ def steps() -> str:
 
 
 def parts() -> str:
-    """Predicted ms by part and stage, those measured in brackets."""
+    """Return the predicted ms by part and stage, with the measured ones in brackets."""
     return roofline.table(cards.predicted(), json.loads(MEASURED.read_text())["measured"])
 
 
 def memory() -> str:
-    """Peaks of a process by the number of processes."""
+    """Return the peaks of a process by the number of processes."""
     found = json.loads(cards.PREDICTED.read_text())["processes"]
     names = {"ngram_rows": "rows of n-grams", "train": "training step, MiB", "validation": "validation, MiB"}
     rows = [[told, *(f"{found[n][name]:,}" for n in found)] for name, told in names.items()]
@@ -34,7 +34,7 @@ def memory() -> str:
 
 
 def one_card() -> str:
-    """What fits on one card of each kind, and how long it takes."""
+    """Return what fits on one card of each kind, and how long it takes."""
     rows = []
     for card in cards.CARDS.values():
         gpu = check.Gpu(card.name, divmod(card.arch, 10), (card.memory_mib - CUDA_MIB) * 2**20)
