@@ -84,10 +84,12 @@ def command_verify(args: argparse.Namespace) -> Outcome:
 
 
 def command_table(args: argparse.Namespace) -> Outcome:
-    """Rewrite the leaderboards in the records' README.md from the logs."""
-    differs = publish.rewrite_tables(args.root, args.check)
-    wrong = f"is out of date: run {PYTHON} -m speedrun table" if args.check else "written"
-    return f"{args.root / 'README.md'} {wrong if differs else 'is up to date'}", int(differs and args.check)
+    """Rewrite the tables of pages that come from logs and JSON: the leaderboards, and those of docs/gpu.md."""
+    changed = publish.rewrite_tables(args.root, args.check)
+    told = f"out of date: run {PYTHON} -m speedrun table" if args.check else "written"
+    return f"{', '.join(changed)}: {told}" if changed else "all tables are up to date", int(
+        args.check and bool(changed)
+    )
 
 
 def command_submit(args: argparse.Namespace) -> Outcome:

@@ -33,25 +33,17 @@ from torch.profiler import ProfilerActivity, record_function
 
 import train_gpt
 from data.shards import write_shard
-from speedrun import mini, roofline  # noqa: F401  (mini is a preset of its own)
+from speedrun import cards, mini, roofline  # noqa: F401  (mini is a preset of its own)
 from train_gpt import Batch, Hyperparameters, Inputs, NgramTable, Plan, Ranks, Requests, Trainer, UserError
 
 Steps = Iterator[tuple[Plan, list[Inputs], Requests]]  # what `Trainer.train_step` takes
 Figures = dict[str, dict]  # by name: a median with its 10th and 90th percentiles, n and a unit
-PREDICTED = Path(__file__).with_name("h100.json")  # made by `python -m speedrun lower --arch 90 89 80 --update`
 OWN = "triton_|relu_squared|cross_entropy"  # kernels of the compiler and of the script
 PHASES = "optimizers", "rows", "communication"
 PRODUCTS = dict(mm=0, addmm=1, bmm=0, baddbmm=1, _scaled_mm=0)  # which input is the first factor
 
 
-class Rows(NgramTable):
-    def fetch(self, *args):
-        with record_function("rows"):
-            return super().fetch(*args)
-
-    def update(self, *args):
-        with record_function("rows"):
-            super().update(*args)
+Rows: Any = roofline.rows_apart(NgramTable, record_function)
 
 
 class OwnRows(Rows):
@@ -61,8 +53,7 @@ class OwnRows(Rows):
 
 
 class Measured(Trainer):
-    table_class = Rows
-    part = record_function  # type: ignore[assignment]
+    table_class, part = Rows, record_function  # type: ignore[assignment]
 
 
 class OneOf(Measured):
@@ -80,11 +71,6 @@ def synchronize(trainer: Trainer) -> None:
         torch.cuda.synchronize()
 
 
-def has_tables(trainer: Trainer, plan: Plan) -> bool:
-    """Say whether a step updates the table of n-grams."""
-    return trainer.table.group.names in plan.updates
-
-
 def read_steps(trainer: Trainer, batches: Sequence[Batch], first: int) -> Steps:
     """Read batches again and again, for steps like `first`. Groups are due as in the whole cycle in which it is."""
     cfg = trainer.cfg
@@ -93,7 +79,7 @@ def read_steps(trainer: Trainer, batches: Sequence[Batch], first: int) -> Steps:
         cfg.plans[first]._replace(step=plan.step, updates=plan.updates, ties=plan.ties, ema_rates=plan.ema_rates)
         for plan in cfg.plans[start : start + cfg.all_step]
     ]
-    ends = [i + 1 for i, plan in enumerate(plans) if has_tables(trainer, plan)]
+    ends = [i + 1 for i, plan in enumerate(plans) if trainer.table.group.names in plan.updates]
     cycles = [plans[start:end] for start, end in itertools.pairwise([0, *ends])]
     endless = itertools.cycle(batches)
     planned = ((cycle, [next(endless) for _ in cycle]) for cycle in itertools.cycle(cycles))
@@ -123,7 +109,7 @@ def time_steps(trainer: Trainer, steps: Steps, n: int) -> Figures:
             marks[-1].record()
         if i < n * every:
             step = next(steps)
-            due.append(has_tables(trainer, step[0]))
+            due.append(trainer.table.group.names in step[0].updates)
             trainer.train_step(*step)
     synchronize(trainer)
     ms = np.array([a.elapsed_time(b) if on_cuda else 1000 * (b - a) for a, b in itertools.pairwise(marks)])
@@ -212,11 +198,10 @@ def by_part(kernels: dict[str, dict]) -> dict[str, float]:
 
 def predicted_parts(trainer: Trainer, first: int) -> dict[str, float]:
     """Return the ms that the roofline predicts for the parts of a step of gpt2 on an H100, of one rank of 8."""
-    is_h100 = trainer.device.type == "cuda" and "H100" in torch.cuda.get_device_name()
+    is_h100 = trainer.device.type == "cuda" and torch.cuda.get_device_name() == cards.H100.name
     if trainer.cfg.preset != "gpt2" or trainer.ranks.world_size != 8 or not is_h100:
         return {}
-    steps = json.loads(PREDICTED.read_text())["gpus"]["90"]["predicted"]
-    return next((step["ms"] for step in reversed(steps) if step["first"] <= first), {})
+    return next((step["ms"] for step in reversed(cards.predicted()["predicted"]) if step["first"] <= first), {})
 
 
 def write_tokens(cfg: Hyperparameters, path: Path) -> Hyperparameters:
@@ -264,20 +249,20 @@ def table(document: dict) -> str:
     kind = f", as one of {document['one_of']}" if document["one_of"] else ""
     lines = [f"# Preset {document['configuration']['preset']}, processes: {document['processes']}{kind}", ""]
     lines += [f"- {name}: {document[name]}" for name in ("machine", "torch", "flags")]
-    lines += ["", "| what | median | 10th to 90th percentile | n |", "|---|---|---|---|"]
+    rows = []
     for name, found in document["figures"].items():
         spread = f"{shown(found['p10'])} to {shown(found['p90'])}" if found["n"] > 1 else ""
-        lines.append(f"| {name} | {shown(found['median'])} {found['unit']} | {spread} | {found['n']} |")
+        rows.append([name, f"{shown(found['median'])} {found['unit']}", spread, str(found["n"])])
+    lines += ["", roofline.markdown("what|median|10th to 90th percentile|n", rows), ""]
     parts, predicted = document["parts"], document["predicted"]
     if not any(parts.values()):
-        return "\n".join([*lines, "", "Parts of a step are told apart by a GPU's kernels; profile.txt has operations."])
-    lines += ["", f"| ms of a step by part (predicted) | {' | '.join(parts)} |", f"|---|{'---|' * len(parts)}"]
+        return "\n".join([*lines, "Parts of a step are told apart by a GPU's kernels; profile.txt has operations."])
+    rows = []
     for name in roofline.PARTS:
         guesses = {stage: f" ({own[name]:.2f})" if name in own else "" for stage, own in predicted.items()}
-        cells = [f"{own.get(name, 0.0):.2f}{guesses[stage]}" for stage, own in parts.items()]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines.append(f"| all kernels | {' | '.join(f'{sum(own.values()):.2f}' for own in parts.values())} |")
-    return "\n".join(lines)
+        rows.append([name, *(f"{own.get(name, 0.0):.2f}{guesses[stage]}" for stage, own in parts.items())])
+    rows.append(["all kernels", *(f"{sum(own.values()):.2f}" for own in parts.values())])
+    return "\n".join([*lines, roofline.markdown("|".join(["ms of a step by part (predicted)", *parts]), rows)])
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Estimate what a training of gpt2 takes on NVIDIA cards, and where its loss ends, without running anything there."""
+"""Know NVIDIA's cards, and estimate what a training of gpt2 takes on them and where its loss ends."""
 
 import json
 import math
@@ -9,26 +9,35 @@ import numpy as np
 
 
 class Card(NamedTuple):
-    """Hold a card's peaks by NVIDIA's data sheets: dense, summed up in fp32."""
+    """Hold what NVIDIA's data sheets and the CUDA C++ Programming Guide say; products are dense, summed in fp32."""
 
+    name: str  # as torch names it, in full: others with nearly the same name are slower
+    arch: int  # compute capability, times ten
     bf16: float  # 10^12 operations a second
     fp8: float  # the same; of cards without FP8 the one in bf16
     bandwidth: float  # 10^12 bytes a second
-    arch: int = 90  # compute capability, whose graphs were lowered
+    memory_mib: int  # as torch reports it, rounded: 300 to 900 less than nvidia-smi says
+    processors: int = 132
+    threads: int = 2048  # of each processor
+    shared_limit: int = 232_448  # bytes of shared memory that a block may have
+    l2_cache: int = 50  # MiB
 
 
-CARDS = {  # by torch's whole name of it, as others with nearly the same name are slower
-    "NVIDIA H200": Card(989, 1979, 4.8),
-    "NVIDIA H100 80GB HBM3": Card(989, 1979, 3.35),
-    "NVIDIA A100-SXM4-80GB": Card(312, 312, 2.039, 80),
-    "NVIDIA A100-SXM4-40GB": Card(312, 312, 1.555, 80),
-    "NVIDIA GeForce RTX 4090": Card(165, 330, 1.008, 89),
-}
-# Loss of public record 92 by rows of n-grams, two runs each; with a pointer proposal 379 ended at 3.2769 (n = 8) with
-# all rows. That fewer rows cost it as much is assumed
+H100 = Card("NVIDIA H100 80GB HBM3", 90, 989, 1979, 3.35, 81_000)
+A100 = Card("NVIDIA A100-SXM4-80GB", 80, 312, 312, 2.039, 81_000, 108, 2048, 166_912, 40)
+A100_40GB = A100._replace(name="NVIDIA A100-SXM4-40GB", bandwidth=1.555, memory_mib=40_000)
+RTX_4090 = Card("NVIDIA GeForce RTX 4090", 89, 165, 330, 1.008, 24_200, 128, 1536, 101_376, 72)
+H200 = H100._replace(name="NVIDIA H200", bandwidth=4.8, memory_mib=143_000)
+CARDS = {card.name: card for card in (H200, H100, A100, A100_40GB, RTX_4090)}
+# Loss of public record 92 by rows of n-grams: all, a quarter, and a few, two runs each. With a pointer, proposal 379
+# ended at 3.2769 (n = 8) with all rows; that fewer cost it as much is assumed
 DOSES = {84_602_880: 3.2791, 21_150_720: 3.2844, 377_280: 3.3150}
 POINTER_LOSS = 3.2769
-PREDICTED = Path(__file__).with_name("h100.json")
+PREDICTED = Path(__file__).with_name("h100.json")  # made by `python -m speedrun lower --arch 90 89 80 --update`
+
+
+def predicted(arch: int = H100.arch) -> dict:
+    return json.loads(PREDICTED.read_text())["gpus"][str(arch)]
 
 
 def step_seconds(card: Card, processes: int, sequences: int = 8) -> list[tuple[int, float]]:
@@ -38,13 +47,12 @@ def step_seconds(card: Card, processes: int, sequences: int = 8) -> list[tuple[i
     for the graphs of the card's kind; each part takes longer by the ratio of the peaks that limit it. Nothing is known
     of the links of other cards: communication is as on 8 H100.
     """
-    found, h100 = json.loads(PREDICTED.read_text())["gpus"][str(card.arch)], CARDS["NVIDIA H100 80GB HBM3"]
-    slower = dict.fromkeys(found["predicted"][0]["ms"], h100.bandwidth / card.bandwidth)
-    slower |= dict.fromkeys(("attention", "products in bf16"), h100.bf16 / card.bf16)
-    slower["products in FP8"] = h100.fp8 / card.fp8
+    found = predicted(card.arch)
+    slower = dict.fromkeys(found["predicted"][0]["ms"], H100.bandwidth / card.bandwidth)
+    slower |= dict.fromkeys(("attention", "products in bf16"), H100.bf16 / card.bf16)
+    slower |= {"products in FP8": H100.fp8 / card.fp8, "communication": 1}
     share = dict.fromkeys(slower, sequences / processes)
     share |= {"optimizers, averages": found["one_of"] / processes, "communication": processes > 1}
-    slower["communication"] = 1
     stages = []
     for stage, step in zip(found["stages"], found["predicted"], strict=True):
         ms = sum(slower[part] * share[part] * n for part, n in step["ms"].items())
@@ -54,6 +62,13 @@ def step_seconds(card: Card, processes: int, sequences: int = 8) -> list[tuple[i
 
 def run_seconds(card: Card, processes: int, sequences: int = 8) -> float:
     return sum(steps * seconds for steps, seconds in step_seconds(card, processes, sequences))
+
+
+def costs(card: Card, processes: int = 1) -> tuple[tuple[float, float], float, float]:
+    """Return the least and the most ms of a step, minutes of a run, and those of 8 pairs of an eighth of the batch."""
+    ms = [1000 * seconds for _, seconds in step_seconds(card, processes)]
+    pairs = 16 * run_seconds(card, processes, sequences=1)
+    return (min(ms), max(ms)), run_seconds(card, processes) / 60, pairs / 60
 
 
 def loss_of(rows: int) -> float:

@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,11 +27,10 @@ from typing import NamedTuple
 from speedrun import cards, needs
 
 with needs.packages():
-    import numpy
     import torch
 
     import train_gpt
-    from train_gpt import GPT, PRESETS, Hyperparameters, NgramTable, Ranks, Reader, UserError
+    from train_gpt import GPT, PRESETS, Hyperparameters, NgramTable, Ranks, UserError
 
 NO_GPU = "there is no NVIDIA GPU"
 VERSION = torch.__version__.partition("+")[0]
@@ -145,12 +143,8 @@ def find_gpus(cfg: Hyperparameters, is_for_cpu: bool, report: Report) -> list[Gp
 
 def check_compiler(is_for_cpu: bool, report: Report) -> None:
     """Look for what torch.compile needs: Triton builds a Python module in C, and a CPU's kernels are C++."""
-    variable, usual = ("CXX", "clang++" if sys.platform == "darwin" else "g++") if is_for_cpu else ("CC", "gcc clang")
+    variable, usual = ("CXX", "g++ clang++") if is_for_cpu else ("CC", "gcc clang")
     names = os.environ.get(variable, usual)
-    places = torch.__path__[0], os.environ.get("TORCHINDUCTOR_CACHE_DIR", tempfile.gettempdir())
-    if is_for_cpu and (odd := [place for place in places if len(place.split()) > 1]):  # torch quotes only some paths
-        fix = "take a PYTHON whose torch is elsewhere" if odd[0] == places[0] else "set TORCHINDUCTOR_CACHE_DIR"
-        report.problems.append(f"torch.compile fails on a CPU where a path has a space, as {odd[0]}: {fix}")
     if not any(map(shutil.which, names.split())):
         report.problems.append(f"torch.compile finds no {names} ({variable}): Debian, Ubuntu: apt install g++")
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # where Debian has its headers
@@ -158,39 +152,15 @@ def check_compiler(is_for_cpu: bool, report: Report) -> None:
         report.problems.append(f"torch.compile needs {header}: apt install python3.{sys.version_info.minor}-dev")
 
 
-def check_products(cfg: Hyperparameters, processes: int, report: Report) -> None:
-    """Look for a CPU that multiplies wrongly: seen in bf16 where OpenMP starts fewer threads than torch counts on."""
-    train_gpt.use_device(cfg, Ranks(0, processes, 0, processes))
-    ones = torch.ones(128, 1024, dtype=getattr(torch, cfg.dtype))
-    if not (ones @ ones.T == 1024).all():
-        report.problems.append("products are wrong here: unset OMP_DYNAMIC and OMP_THREAD_LIMIT")
-
-
-def build(cfg: Hyperparameters, processes: int) -> tuple[GPT, list]:
-    """Build model and optimizers on no device, and run sequences through. Raise UserError if that fails.
-
-    nano is built for real: it takes 0.1 s, and shapes without a device import torch's compiler, which takes 1.4 s.
-    """
+def fixed_bytes(cfg: Hyperparameters, processes: int) -> int:
+    """Return what parameters, gradients and optimizers take of a process."""
     cfg = dataclasses.replace(cfg, device="cpu", compile=False, lm_head_fp8=False, layers_fp8=False)
-    device = torch.device("cpu" if cfg.preset == "nano" else "meta")
-    try:
-        plans = [train_gpt.plan_validation(cfg.num_iterations, cfg), *cfg.plans]
-        with device:
-            gpt = GPT(cfg)
-            optimizers = train_gpt.build_optimizers(gpt, Ranks(0, processes, 0, processes))
-            reader = Reader(cfg, Ranks(), device)
-            for length, plan in {plan.seq_len: plan for plan in plans}.items():
-                tokens = numpy.arange(length + 1) % 16  # few, as all are candidates
-                ((inputs,),), _ = reader.on_device(reader.make([plan], [[tokens]]))
-                ngrams = torch.zeros(*inputs.ngram_index.shape, cfg.model_dim, dtype=getattr(torch, cfg.dtype))
-                loss = gpt(inputs, ngrams, train_gpt.settings_of(plan, cfg, device))
-            loss.backward()
-    except (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        told = f"{type(error).__name__}: {reason(error)}"
-        raise UserError(f"rows of layers and groups, or sizes, do not fit each other: {told}") from None
-    if unused := [name for name, p in gpt.named_parameters() if p.grad is None]:
-        raise UserError(f"rows of layers: nothing uses {unused[0]}")
-    return gpt, optimizers
+    with train_gpt.refusing("rows of layers or groups do not fit each other"), torch.device("meta"):
+        gpt = GPT(cfg)
+        optimizers = train_gpt.build_optimizers(gpt, Ranks(0, processes, 0, processes))
+    tensors = [t for o in optimizers for t in (*o.params, o.grad_buffer, o.grad_shard, *o.state.values())]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}  # some share one
+    return sum(storages.values()) + sum(p.nbytes for name, p in gpt.named_parameters() if name not in gpt.tables)
 
 
 def ngram_bytes(cfg: Hyperparameters, processes: int, longest: int, trains: bool) -> float:
@@ -206,77 +176,58 @@ def ngram_bytes(cfg: Hyperparameters, processes: int, longest: int, trains: bool
     return table.rows.nbytes + table.v.nbytes + read * cfg.model_dim * (sums + fetched)
 
 
-def check_fp8(cfg: Hyperparameters, gpus: list[Gpu], report: Report) -> list[str]:
-    """Return the flag that leaves FP8 out of layers, where a GPU cannot scale rows."""
-    unable = [gpu.name for gpu in gpus if not gpu.scales_rows]
-    if not (cfg.layers_fp8 and unable):
-        return []
-    told = f"the {unable[0]} and torch {torch.__version__} cannot multiply with a scale for each row"
-    report.fact(f"FP8: {told}, so layers train in bf16: --no-layers_fp8", note=True)
-    return ["--no-layers_fp8"]
+def fit(cfg: Hyperparameters, gpu: Gpu, processes: int, free_to=()) -> tuple[Hyperparameters, dict[str, float]]:
+    """Return what fits, if anything does, and the bytes that it needs for the longest sequences, by their fields.
 
-
-def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report, free_to=()) -> list[str]:
-    """Estimate what GPUs need, by the model itself and gpt2's buffers, and compare what is free.
-
-    free_to: fields that may change until all fits. Rows of n-grams are halved, eight times at most, and CUDA graphs
-    left out before: what a graph uses stays with it, beside what the first, ordinary call of its shape has used. The
-    host then launches each kernel, 23 to 55 ms a sequence, in which a GPU with so little memory computes for longer.
-    Return the flags that do so, if any.
+    The need is estimated by the model itself and gpt2's buffers. free_to: fields that may change until all fits. Rows
+    of n-grams are halved, eight times at most, and CUDA graphs left out before: what a graph uses stays with it, beside
+    what the first, ordinary call of its shape has used. The host then launches each kernel, 23 to 55 ms a sequence, in
+    which a GPU with so little memory computes for longer.
     """
-    gpt, optimizers = build(cfg, processes)
-    if not gpus:
-        return []
-    tensors = [t for o in optimizers for t in (*o.params, o.grad_buffer, o.grad_shard, *o.state.values())]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}  # some share one
-    gradients = sum(p.nbytes for name, p in gpt.named_parameters() if name not in gpt.tables)
-    fixed = sum(storages.values()) + gradients
+    fixed = fixed_bytes(cfg, processes) + SPARE_MIB * 2**20
     longest = {"train_seq_len": max(plan.seq_len for plan in cfg.plans), "val_seq_len": cfg.val_seq_len}
-    free = min(gpu.free for gpu in gpus[:processes])
-    has_kernel = all(gpu.capability >= (9, 0) for gpu in gpus[:processes])
-    size = len(cfg.layers) * cfg.model_dim * (1.0 if has_kernel else WITHOUT_KERNEL)
+    size = len(cfg.layers) * cfg.model_dim * (1.0 if gpu.capability >= (9, 0) else WITHOUT_KERNEL)
     buffers = {name: BUFFER_BYTES[name] * n * size for name, n in longest.items()}
-    all_rows, kinds, graphs = cfg.ngram_rows, cfg.ngram_order - 1, cfg.cuda_graphs
+    all_rows, kinds = cfg.ngram_rows, cfg.ngram_order - 1
     halves = range(9 if "ngram_rows" in free_to else 1)
-    with_graphs = [True, False] if graphs and "cuda_graphs" in free_to else [graphs]
+    with_graphs = [True, False] if cfg.cuda_graphs and "cuda_graphs" in free_to else [cfg.cuda_graphs]
     for i, has_graphs in itertools.product(halves, with_graphs):
         cfg = dataclasses.replace(cfg, ngram_rows=all_rows // kinds // 2**i * kinds, cuda_graphs=has_graphs)
         need = {}
         for name in longest:
             ngrams = ngram_bytes(cfg, processes, longest["train_seq_len"], trains=name == "train_seq_len")
-            of_graphs = buffers["train_seq_len"] * has_graphs
-            need[name] = fixed + SPARE_MIB * 2**20 + buffers[name] + of_graphs + ngrams
-        if max(need.values()) <= free:
+            need[name] = fixed + buffers[name] + buffers["train_seq_len"] * has_graphs + ngrams
+        if max(need.values()) <= gpu.free:
             break
-    rows = [] if cfg.ngram_rows == all_rows else ["--ngram_rows", str(cfg.ngram_rows)]
-    flags = rows + ["--no-cuda_graphs"] * (cfg.cuda_graphs < graphs)
+    return cfg, need
+
+
+def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report, free_to=()) -> list[str]:
+    """Return the flags, of fields that may change, with which all fits, or report that nothing does."""
+    least = Gpu("", min(gpu.capability for gpu in gpus), min(gpu.free for gpu in gpus))
+    found, need = fit(cfg, least, processes, free_to)
+    rows = [] if found.ngram_rows == cfg.ngram_rows else ["--ngram_rows", str(found.ngram_rows)]
+    flags = rows + ["--no-cuda_graphs"] * (found.cuda_graphs < cfg.cuda_graphs)
     for name, total in need.items():
         told = " ".join([f"--{name} {getattr(cfg, name)}", *flags])
-        told += f" takes {total / 2**30:.1f} GiB a process (estimated), {free / 2**30:.1f} are free"
+        told += f" takes {total / 2**30:.1f} GiB a process (estimated), {least.free / 2**30:.1f} are free"
         report.fact(f"memory: {told}")
-        if total > free:
+        if total > least.free:
             report.problems.append(f"{told}: free some, or halve --{name}")
     if rows and not report.problems:
-        told = f"{' '.join(rows)} is what fits here, not the record's {all_rows}"
-        losses = f"loss {cards.loss_of(cfg.ngram_rows):.3f} instead of {cards.POINTER_LOSS:.3f}"
+        told = f"{' '.join(rows)} is what fits here, not the record's {cfg.ngram_rows}"
+        losses = f"loss {cards.loss_of(found.ngram_rows):.3f} instead of {cards.POINTER_LOSS:.3f}"
         report.fact(f"n-grams: {told}; by public runs {losses}", note=True)
-    if cfg.cuda_graphs < graphs and not report.problems:
+    if found.cuda_graphs < cfg.cuda_graphs and not report.problems:
         report.fact("CUDA graphs: left out, as their memory does not fit here: --no-cuda_graphs", note=True)
-    if cfg.preset == "gpt2":
-        tell_cost(gpus[0].name, processes, report)
-    return flags
-
-
-def tell_cost(name: str, processes: int, report: Report) -> None:
-    """Tell what the record's run takes on a card that is known, and what it takes to test an idea there."""
-    if card := cards.CARDS.get(name):
-        stages = [seconds for _, seconds in cards.step_seconds(card, processes)]
-        minutes = cards.run_seconds(card, processes) / 60
-        told = f"{min(stages) * 1000:.0f} to {max(stages) * 1000:.0f} ms a step, {minutes:.1f} minutes for 1,050"
-        report.fact(f"time: {told} on {processes} x {name} (estimated), without compiling")
+    if cfg.preset == "gpt2" and (card := cards.CARDS.get(gpus[0].name)):
+        ms, minutes, minutes_of_pairs = cards.costs(card, processes)
+        told = f"{ms[0]:,.0f} to {ms[1]:,.0f} ms a step, {minutes:.1f} minutes for 1,050"
+        report.fact(f"time: {told} on {processes} x {card.name} (estimated), without compiling")
         if processes == 1:
-            minutes = 16 * cards.run_seconds(card, 1, sequences=1) / 60
-            report.fact(f"an idea: 8 pairs of runs with --batch_tokens 16384, {minutes:.0f} minutes (estimated)")
+            told = f"8 pairs of runs with --batch_tokens 16384, {minutes_of_pairs:.0f} minutes"
+            report.fact(f"an idea: {told} (estimated)")
+    return flags
 
 
 def data_problem(cfg: Hyperparameters) -> tuple[str, str]:
@@ -309,7 +260,7 @@ def get(what: str, command: str, report: Report) -> bool:
 
 def make_mask(path: str, report: Report) -> None:
     """Make gpt2's mask of the last validation. A run goes on without it where the tokenizer cannot be had."""
-    is_ours = Path(sys.prefix) == needs.ROOT / ".venv" and not report.is_full  # nothing is added elsewhere
+    is_ours = Path(sys.prefix) == ROOT / ".venv" and not report.is_full  # nothing is added elsewhere
     if is_ours and (missing := needs.missing("text")):
         pip = [sys.executable, *"-m pip install --quiet --no-user --target= --prefix".split(), sys.prefix]
         subprocess.run([*pip, *missing], stdout=sys.stderr)  # as in environment.sh
@@ -328,12 +279,9 @@ def get_data(cfg: Hyperparameters, report: Report) -> None:
         report.problems.append(problem)
 
 
-def examine(argv: list[str], report: Report, trains_here: bool) -> list[str]:
-    """Check everything, get the data, and return the number of processes, and flags for this machine.
-
-    trains_here: a single process goes on with the training. On a CPU that says by itself what does not fit together.
-    """
-    report.fact(f"versions: Python {sys.version.split()[0]}, torch {torch.__version__}, numpy {numpy.__version__}")
+def examine(argv: list[str], report: Report) -> list[str]:
+    """Check everything, get the data, and return the number of processes, and flags for this machine."""
+    report.fact(f"versions: Python {sys.version.split()[0]}, torch {torch.__version__}")
     wish, is_root = os.environ.get("NPROC") or "0", os.environ.get("SCRIPT") in (None, "", "train_gpt.py")
     if not is_root:  # its flags are its own: check the machine and a preset's data only
         argv = re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", " ".join(argv)))
@@ -348,8 +296,6 @@ def examine(argv: list[str], report: Report, trains_here: bool) -> list[str]:
     processes = int(wish) or next(n for n in range(max(1, len(gpus)), 0, -1) if cfg.batch_sequences % n == 0)
     if cfg.compile:
         check_compiler(not gpus, report)
-    if cfg.device == "cpu":
-        check_products(cfg, processes, report)
     if cfg.batch_sequences % processes or 0 < len(gpus) < processes:
         told = f"{cfg.batch_sequences} sequences a step, {len(gpus) or 'no'} GPUs"
         report.problems.append(f"NPROC={processes}: {told}: expected a divisor, and a GPU for each")
@@ -358,15 +304,14 @@ def examine(argv: list[str], report: Report, trains_here: bool) -> list[str]:
         with contextlib.suppress(train_gpt.AlreadyComplete):  # then there is nothing to do
             train_gpt.load_checkpoint(given)
         train_gpt.parse_args(argv, processes)  # refuses to choose a preset for several without a GPU
-        trained = {names for plan in cfg.plans for names in plan.updates}
-        if never := [group.names for group in cfg.groups if group.names not in trained]:
-            raise UserError(f"--num_iterations {cfg.num_iterations}: too few, {never[0]} would never be trained")
         named = {flag.partition("=")[0].removeprefix("--").removeprefix("no-") for flag in argv}
-        if "layers_fp8" not in named:
-            flags = check_fp8(cfg, gpus, report)
-        if gpus or processes > 1 or not trains_here:
-            free_to = {"ngram_rows", "cuda_graphs"} - named
-            flags += check_memory(cfg, gpus, processes, report, free_to)
+        unable = [gpu.name for gpu in gpus if not gpu.scales_rows]
+        if cfg.layers_fp8 and unable and "layers_fp8" not in named:
+            told = f"the {unable[0]} and torch {torch.__version__} cannot multiply with a scale for each row"
+            report.fact(f"FP8: {told}, so layers train in bf16: --no-layers_fp8", note=True)
+            flags.append("--no-layers_fp8")
+        if gpus:
+            flags += check_memory(cfg, gpus[:processes], processes, report, {"ngram_rows", "cuda_graphs"} - named)
     get_data(cfg, report)
     is_gpt2 = is_root and gpus and given.canon_file == PRESETS["gpt2"].canon_file
     if is_gpt2 and not (cfg.canon_file or report.problems):
@@ -374,13 +319,13 @@ def examine(argv: list[str], report: Report, trains_here: bool) -> list[str]:
     return [str(processes), *flags]
 
 
-def prepare(argv: list[str], report: Report, trains_here: bool = False) -> tuple[int, list[str]]:
+def prepare(argv: list[str], report: Report) -> tuple[int, list[str]]:
     """Return the exit code, and what `examine` does. Print the problems that it finds."""
     found = [""]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, about drivers: this says it in one line
-            found = examine(argv, report, trains_here)
+            found = examine(argv, report)
     except (UserError, OSError) as error:  # the latter: a shard that cannot be read
         report.problems.append(str(error).partition("; ./run.sh")[0])
     except KeyboardInterrupt:  # while data are fetched

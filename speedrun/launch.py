@@ -34,7 +34,7 @@ def torchrun(processes: int) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Return the exit code, unless other processes take the place of this one."""
     script, *flags = argv
-    code, (processes, *own) = check.prepare(flags, check.Report(is_full=False), trains_here=True)
+    code, (processes, *own) = check.prepare(flags, check.Report(is_full=False))
     if code:
         return code
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a console that goes away does not end a training

@@ -1,11 +1,10 @@
 """Lower train_gpt.py's graphs for GPUs that are not here, compile every kernel to machine code, predict a step.
 
-    python -m speedrun lower [--arch 90 89 80] [--one_of 8] [--script FILE] [--kernels PATTERN] [--out FILE]
-        [--update] [flags of train_gpt.py]
+    python -m speedrun lower [--arch 90 89 80] [--one_of 8] [--script FILE] [--kernels PATTERN] [--update]
+        [flags of train_gpt.py]
 
-Training, validation and optimizers of gpt2. docs/gpu.md says what the figures mean; they go to a JSON file, too.
---kernels '^$' compiles no kernel: launches, memory and predicted times alone. --update does, and writes these to
-h100.json, which bench and cards read; of other architectures it keeps what it has.
+docs/gpu.md says what the figures mean. --kernels '^$' compiles no kernel. --update does the same, and writes launches,
+memory and predicted times to h100.json, beside those of other cards and numbers of processes.
 Exit codes: 0 done, 1 a graph or a kernel failed, 2 something is missing, 130 interrupted.
 """
 
@@ -18,7 +17,6 @@ import json
 import math
 import re
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -34,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from speedrun import pretend_gpu, roofline
+from speedrun import cards, pretend_gpu, roofline
 from speedrun.pretend_gpu import GPUS
 from speedrun.process import own_process
 from speedrun.roofline import DOCUMENT
@@ -42,7 +40,6 @@ from speedrun.roofline import DOCUMENT
 # The process of one architecture: pretend, then import torch
 CHILD = "import sys; from speedrun import pretend_gpu; pretend_gpu.install(int(sys.argv[1])); "
 CHILD += "from speedrun import lower; lower.child(*sys.argv[1:])"
-PREDICTED = Path(__file__).with_name("h100.json")
 SPARE = 1500  # MiB that CUDA, its libraries and the allocator need beside the tensors
 WRITES_ONLY = ("copy_", "fill_", "zero_", "_foreach_copy_", "index_copy_")  # do not read what they overwrite
 LOOKUPS = ("index", "index_add_", "index_copy_", "index_select", "index_put_", "embedding")
@@ -240,18 +237,10 @@ def run_steps(script, cfg, stages: list[dict], world: int, recorder: Recorder) -
     rng, frequencies = np.random.default_rng(0), (np.arange(cfg.vocab_size) + 3.0) ** -1.1
     sent_bytes: list[int] = []
 
-    class Table(script.NgramTable):
+    class Table(roofline.rows_apart(script.NgramTable, recorder.part)):  # type: ignore[misc]
         def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Callable]:
             sent_bytes.append(sum(sent) * rows[0].nbytes)
             return rows.new_empty(sum(received), rows.size(1)), lambda: None
-
-        def fetch(self, *args):
-            with recorder.part("rows"):
-                return super().fetch(*args)
-
-        def update(self, *args):
-            with recorder.part("rows"):
-                super().update(*args)
 
     class Trainer(script.Trainer):
         table_class, part = Table, recorder.part
@@ -341,11 +330,6 @@ def measure(arch: int, script: Path, flags: Sequence[str] = (), names: str = "",
     return json.loads(told.splitlines()[-1])
 
 
-def least_spills(kernel: dict) -> int:
-    """Return what a kernel spills at least: of several configurations the compiler drops those that spill much."""
-    return min((entry["spills"] for entry in kernel["configurations"] if "spills" in entry), default=0)
-
-
 def failures(arch: int, found: dict) -> list[str]:
     """Return what keeps the graphs from running on this GPU: a line each."""
     lines = [found["failed"]] if found["failed"] else []
@@ -365,9 +349,12 @@ def table(arch: int, found: dict) -> str:
     for graph, kernels in found["kernels"].items():
         entries = [entry for kernel in kernels for entry in kernel["configurations"] if "error" not in entry]
         registers, shared = (max((e[key] for e in entries), default=0) for key in ("registers", "shared"))
-        told = f"- {graph}: {len(kernels)} kernels, {registers} registers, {shared:,} bytes of shared memory,"
-        lines.append(f"{told} {max(map(least_spills, kernels), default=0)} of spills")
-    lines += [*roofline.lines(found), ""]
+        told = f"- {graph}: {len(kernels)} kernels, {registers} registers, {shared:,} bytes of shared memory"
+        for kernel in kernels:  # of several configurations the compiler drops those that spill much
+            if spills := min((e["spills"] for e in kernel["configurations"] if "spills" in e), default=0):
+                told += f"; {kernel['name']} spills {spills} bytes"
+        lines.append(told)
+    lines += ["", roofline.table(found, {}), ""]
     if "memory" in found:
         peaks = {name: n / 2**20 for name, n in found["memory"].items()}
         most = max(peaks, key=peaks.__getitem__)
@@ -377,14 +364,18 @@ def table(arch: int, found: dict) -> str:
     return "\n".join([*lines, *(f"FAILED: {line}" for line in failures(arch, found))])
 
 
-def update(arch: int, found: dict):
-    """Write what bench and cards read of an architecture, with three digits after the point."""
-    document = json.loads(PREDICTED.read_text())
-    names = "cycle", "one_of", "stages", "graphs", "memory", "communication", "predicted"
-    own = {name: found[name] for name in names}
-    document["torch"] = torch.__version__
-    document["gpus"][str(arch)] = json.loads(json.dumps(own), parse_float=lambda text: round(float(text), 3))
-    PREDICTED.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+def update(arch: int, found: dict) -> None:
+    """Write what bench and cards read of an architecture as one of 8, and of an H100 memory by processes."""
+    document = json.loads(cards.PREDICTED.read_text()) | dict(torch=torch.__version__)
+    if found["one_of"] == 8:
+        told = json.dumps({name: found[name] for name in ("one_of", "stages", "memory", "predicted")})
+        document["gpus"][str(arch)] = json.loads(told, parse_float=lambda text: round(float(text), 3))
+    if arch == cards.H100.arch:
+        mib = {name: round(n / 2**20) for name, n in found["memory"].items()}
+        own = dict(train=max(n for name, n in mib.items() if "train" in name), validation=mib["validation"])
+        own |= dict(ngram_rows=found["configuration"]["ngram_rows"])
+        document["processes"][str(found["one_of"])] = own
+    cards.PREDICTED.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -397,24 +388,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     told = "a changed train_gpt.py; a record has another interface: lower it with the tools of its day"
     parser.add_argument("--script", type=Path, default=Path("train_gpt.py"), metavar="FILE", help=told)
     parser.add_argument("--kernels", default="", metavar="PATTERN", help="compile those with it in their names")
-    out = Path("logs") / time.strftime("lower-%Y%m%d-%H%M%S.json")
-    parser.add_argument("--out", type=Path, metavar="FILE", default=out, help="default: logs/lower-TIME.json")
     parser.add_argument("--update", action="store_true", help="compile no kernel, and write times to h100.json")
     args, flags = parser.parse_known_args(argv)
-    document: dict = dict(script=str(args.script), flags=flags, torch=torch.__version__, gpus={})
     code = 0
     try:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         for arch in args.arch:
             found = measure(arch, args.script, flags, "^$" if args.update else args.kernels, args.one_of)
             found["predicted"] = roofline.predict(found) if "memory" in found else []
             print(f"{table(arch, found)}\n", flush=True)
-            document["gpus"][arch] = {name: value for name, value in found.items() if name != "calls"}
-            args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
             code |= bool(failures(arch, found))
             if args.update and not failures(arch, found):
                 update(arch, found)
-        print(f"written to {args.out}")
     except (RuntimeError, OSError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:

@@ -14,7 +14,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from speedrun import ROOT
+
 OLDEST_TORCH = (2, 11)
 
 

@@ -6,9 +6,8 @@
 nano: 4 layers of width 128, 4 heads, a context of 64; 2,000 steps of 12 random windows of the nano track's training
 shard, in fp32, on 2 threads of a CPU. gpt2: GPT-2 small, a context of 1,024, 16 windows a step; on a GPU compiled and
 in bf16. Validation is on the shard's first --val_tokens tokens, each position once, in consecutive contexts. Warm-up
-and validation are off the clock, as in train_gpt.py. It imports nothing of this repository. Prints the result as a line
-of JSON, and with --run_id writes a log that `python -m speedrun` can read, so it can be raced. Exit codes: 0 done, 2
-bad input.
+and validation are off the clock, as in train_gpt.py. It imports nothing of this repository, and prints the result as a
+line of JSON. Exit codes: 0 done, 2 bad input.
 """
 
 import argparse
@@ -19,7 +18,6 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BETAS, WEIGHT_DECAY, CLIP, THREADS, RULE = (0.9, 0.99), 0.1, 1.0, 2, "=" * 100
+BETAS, WEIGHT_DECAY, CLIP, THREADS = (0.9, 0.99), 0.1, 1.0, 2
 
 
 class Size(NamedTuple):
@@ -172,13 +170,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="to train for, instead of so many steps")
     parser.add_argument("--val_tokens", type=int, default=262_144, help="(default: %(default)s)")
     parser.add_argument("--val_every", type=int, default=0, help="steps, for a curve (default: at the end alone)")
-    parser.add_argument(
-        "--data",
-        default="data/nano/nano_",
-        help="begins the names of shards, of which it reads the first (default: %(default)s)",
-    )
-    parser.add_argument("--log_dir", type=Path, default=Path("logs"), help="of the log (default: %(default)s)")
-    parser.add_argument("--run_id", default="", help="name of the log (default: none is written)")
+    parser.add_argument("--data", default="data/nano/nano_", help="begins the shards' names (default: %(default)s)")
     args = parser.parse_args()
     torch.set_num_threads(THREADS)
     try:
@@ -193,13 +185,6 @@ def main() -> None:
             args.steps = max(1, round(10 * args.seconds / trainer.seconds(10)))
         trainer.restart()
         curve = trainer.train(val_tokens[: args.val_tokens + 1], args.steps, args.val_every)
-        if args.run_id:
-            text = [Path(__file__).read_text().rstrip("\n"), RULE, f"Running PyTorch {torch.__version__}", RULE]
-            for step, loss, ms in curve:
-                timing = f"train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms"
-                text.append(f"step:{step}/{args.steps} val_loss:{loss:.4f} {timing}")
-            args.log_dir.mkdir(parents=True, exist_ok=True)
-            (args.log_dir / f"{args.run_id}.txt").write_text("\n".join([*text, ""]))
     except OSError as error:
         parser.error(f"{error}: python data/pack_nano.py packs the shards")
     print(json.dumps(dict(val_curve=curve, seed=args.seed, steps=args.steps, torch=torch.__version__)))

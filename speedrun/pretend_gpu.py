@@ -12,22 +12,14 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
 
+from speedrun import cards
 from speedrun.needs import PIP
 
 TORCH, TRITON = "2.13", "3.7.1"  # Triton's also in pyproject.toml
-# By compute capability, from the CUDA C++ Programming Guide and NVIDIA's data sheets: multiprocessors, threads of each,
-# bytes of shared memory that a block may have, MiB of memory as torch reports them (rounded; 300 to 900 less than
-# nvidia-smi says), MiB of L2 cache
-Gpu = namedtuple("Gpu", "name processors threads shared_limit memory_mib l2_cache")
-GPUS = {
-    90: Gpu("NVIDIA H100 80GB HBM3", 132, 2048, 232_448, 81_000, 50),
-    89: Gpu("NVIDIA GeForce RTX 4090", 128, 1536, 101_376, 24_200, 72),
-    80: Gpu("NVIDIA A100-SXM4-80GB", 108, 2048, 166_912, 81_000, 40),
-}
+GPUS = {card.arch: card for card in (cards.H100, cards.RTX_4090, cards.A100)}
 
 
 def missing() -> str:

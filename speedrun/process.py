@@ -14,7 +14,8 @@ from pathlib import Path
 from speedrun import ROOT
 
 # What environment.sh exports: short spinning of OpenMP's threads, freed memory that stays with the process
-ENVIRONMENT = dict(GOMP_SPINCOUNT="10000", MALLOC_TRIM_THRESHOLD_="2147483647", MALLOC_MMAP_THRESHOLD_="33554432")
+EXPORTS = Path(__file__).with_name("environment.sh").read_text(encoding="utf-8")
+ENVIRONMENT = dict(re.findall(r"^export (\w+)=\$\{\1:-(\d+)\}$", EXPORTS, re.M))
 LIBC = ctypes.CDLL(None)  # here, as a process that has just been forked should not load libraries
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

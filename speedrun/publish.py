@@ -13,8 +13,8 @@ from speedrun.proof import Sample, Script, interval, read_race
 from speedrun.rules import ONE_CARD, record_race, require_one_experiment, sha256_of
 from speedrun.store import CARD, OLDER, PAGE, RACE, RUNS, SCRIPT, TRACKS, name_of
 
-BEGIN = "<!-- leaderboards: python -m speedrun table -->"
-END = "<!-- end of leaderboards -->"
+BEGIN = "<!-- table leaderboards: python -m speedrun table -->"
+END = "<!-- end of table -->"
 README = """# {}
 
 ## What changed
@@ -154,15 +154,23 @@ def leaderboards(root: Path) -> str:
     return "\n\n".join([*parts, markdown(head, rows)])
 
 
-def rewrite_tables(root: Path, check_only: bool) -> bool:
-    """Write the leaderboards that the logs make, unless `check_only`. Return whether README.md had others."""
-    path = root / "README.md"
-    text = read_text(path)
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise ToolError(f"{path} lacks the lines {BEGIN} and {END}; put them where the tables go")
-    new = f"{before}{BEGIN}\n\n{leaderboards(root)}\n\n{END}{after}"
-    if new != text and not check_only:
-        path.write_text(new, encoding="utf-8")
-    return new != text
+def rewrite_tables(root: Path, check_only: bool) -> list[str]:
+    """Write the tables that pages have between markers, unless `check_only`. Return the pages that had others."""
+    pages = {root / "README.md": {"leaderboards": lambda: leaderboards(root)}}
+    if (page := root.parent / "docs" / "gpu.md").exists():
+        from speedrun import gpu_tables  # which imports torch
+
+        pages[page] = gpu_tables.TABLES
+    changed = []
+    for path, tables in pages.items():
+        text = new = read_text(path)
+        for name, make in tables.items():
+            begin = BEGIN.replace("leaderboards", name)
+            if len(parts := re.split(f"(?s)(?<={begin}\n).*?(?={END})", new)) != 2:
+                raise ToolError(f"{path} lacks the lines {begin} and {END}; put them where the table goes")
+            new = f"\n{make()}\n\n".join(parts)
+        if new != text:
+            changed.append(str(path))
+            if not check_only:
+                path.write_text(new, encoding="utf-8")
+    return changed

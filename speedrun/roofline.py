@@ -2,22 +2,25 @@
 
 import math
 import re
+from collections.abc import Callable
 from typing import NamedTuple
+
+from speedrun.cards import H100 as CARD
 
 DOCUMENT = 690  # tokens of a document on average: FineWeb's sample of 10.2 billion in 14.9 million documents
 
 
 class Rates(NamedTuple):
-    """Hold the H100's peaks per second (NVIDIA's data sheet; dense, accumulated in fp32), and what kernels reach.
+    """Hold the H100's peaks per second, and what kernels reach.
 
     link: bus bandwidth of large collectives over 8 GPUs, as NCCL reaches it over NVLink: assumed. `matmul`, `triton`,
     `memory` and `host` were measured on one H100 on 2026-11-26, all others on 2026-11-28 (docs/gpu.md).
     """
 
-    bfloat16: float = 989e12
-    fp8: float = 1979e12
+    bfloat16: float = CARD.bf16 * 1e12
+    fp8: float = CARD.fp8 * 1e12
     float32: float = 67e12
-    bandwidth: float = 3.35e12
+    bandwidth: float = CARD.bandwidth * 1e12
     link: float = 340e9
     attention: float = 0.308
     attention_backward: float = 0.236
@@ -83,6 +86,21 @@ def attention_seconds(found: dict, stage: dict, gpu: Rates) -> float:
     return total
 
 
+def rows_apart(table_class: type, part: Callable) -> type:
+    """Return a table of n-grams whose steps on its rows are told apart from others. part(name): a context."""
+
+    class Rows(table_class):
+        def fetch(self, *args):
+            with part("rows"):
+                return super().fetch(*args)
+
+        def update(self, *args):
+            with part("rows"):
+                super().update(*args)
+
+    return Rows
+
+
 LOOK_UPS = "embedding", "index_select", "zeros", "zero_", "fill_"  # as ATen calls them, and as a profile does
 
 
@@ -135,14 +153,21 @@ def predict(found: dict) -> list[dict]:
     return [predict_step(found, stage) for stage in found["stages"] if is_whole]
 
 
-def lines(found: dict) -> list[str]:
-    """Return a table of the ms of parts by stage, and of the seconds of all steps."""
-    if not (steps := found["predicted"]):
-        return []
-    head = ["ms of a step on an H100", *(f"from step {step['first']}" for step in steps), "run, s"]
-    told = ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    rows = {part: [step["ms"][part] for step in steps] for part in PARTS} | {"sum": [s["sum"] for s in steps]}
-    for name, ms in rows.items():
+def table(found: dict, measured: dict[str, dict[str, float]]) -> str:
+    """Return the ms of parts by stage and the seconds of all steps; in brackets the ms measured, by first step."""
+    firsts = [str(step["first"]) for step in found["predicted"]]
+    rows = []
+    for name in dict.fromkeys(part.partition(" in ")[0] for part in (*PARTS, "sum")):  # "products" are two parts
+        steps = [step["ms"] | {"sum": step["sum"]} for step in found["predicted"]]
+        ms = [sum(n for part, n in step.items() if part.startswith(name)) for step in steps]
+        took = [measured.get(first, {}).get(name) for first in firsts]
+        cells = [f"{n:.2f}" if own is None else f"{n:.2f} ({own:.2f})" for n, own in zip(ms, took, strict=True)]
         run = sum(stage["steps"] * n for stage, n in zip(found["stages"], ms, strict=True)) / 1000
-        told.append(f"| {name} | {' | '.join(f'{n:.1f}' for n in (*ms, run))} |")
-    return [*told, f"| launches | {' | '.join(format(step['launches'], 'g') for step in steps)} | |"]
+        rows += [[name, *cells, f"{run:.1f}"]] if run else []
+    rows.append(["launches", *(f"{step['launches']:g}" for step in found["predicted"]), ""])
+    return markdown(f"ms of a step (as measured), from step|{'|'.join(firsts)}|run, s", rows)
+
+
+def markdown(head: str, rows: list[list[str]]) -> str:
+    names = head.split("|")
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows))

@@ -19,7 +19,6 @@ import torch
 import train_gpt
 from conftest import GPT2_FLAGS, TINY_FLAGS
 from speedrun import ROOT, bench, plain_gpt
-from speedrun.logs import Log
 from train_gpt import Ranks, Trainer
 
 
@@ -74,26 +73,23 @@ def test_a_profile_has_the_parts_of_the_prediction():
     assert [bench.by_part({name: dict(ms=2.0)}) for name in parts] == [{part: 2.0} for part in parts.values()]
 
 
-@pytest.mark.parametrize("flags", ["--one_of 3", "--one_of 0", "--stages 1,9", "--stages 0", "--stages 1,"])
+@pytest.mark.parametrize("flags", ["--one_of 3", "--one_of 0", "--stages 1,9", "--stages 1,"])
 def test_a_share_or_stage_that_there_is_not_is_refused(flags: str, tmp_path, capsys):
     with pytest.raises(SystemExit):
         bench.main([*flags.split(), "--preset=mini", "--device=cpu", "--batch_tokens=8192", f"--out={tmp_path}"])
     assert re.search("expected |invalid numbers value", capsys.readouterr().err.splitlines()[-1])
 
 
-def test_plain_gpt_learns_and_writes_a_log_that_can_be_raced(corpus, tmp_path, monkeypatch, capsys):
+def test_plain_gpt_learns(corpus, monkeypatch, capsys):
     tokens = np.random.default_rng(0).integers(257, size=300 * 64 + 5)
     mean = plain_gpt.validate(lambda read: torch.from_numpy(read[:, :-1] + 2 * read[:, 1:]).double().mean(), tokens, 64)
     assert mean == pytest.approx(np.mean(tokens[:-5] + 2 * tokens[1:-4])), "each position once"
-    argv = f"plain --data {corpus}/ --steps 9 --val_every 3 --log_dir {tmp_path} --run_id r".split()
-    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "argv", f"plain --data {corpus}/ --steps 9 --val_every 3".split())
     monkeypatch.setattr(plain_gpt, "THREADS", 1)
     plain_gpt.main()
-    log, told = Log(tmp_path / "r.txt"), json.loads(capsys.readouterr().out)
-    assert log.source == Path(plain_gpt.__file__).read_text().rstrip("\n")
-    assert log.curve == {step: pytest.approx((loss, ms), abs=1) for step, loss, ms in told["val_curve"]}
-    assert (log.ended, log.val_loss) == (None, pytest.approx(told["val_curve"][-1][1], abs=1e-4))
-    assert log.val_loss < math.log(257) - 0.05
+    steps, losses, ms = zip(*json.loads(capsys.readouterr().out)["val_curve"], strict=True)
+    assert (steps, sorted(ms)) == ((0, 3, 6, 9), [*ms])
+    assert losses[-1] < math.log(257) - 0.05
 
 
 def first_gpu_run(out: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess:
@@ -108,29 +104,19 @@ def test_a_first_gpu_run_without_a_gpu_says_so_and_tries_nothing(tmp_path):
     assert "no GPU" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("host", "found"),
-    [
-        ("step", "step 1 of nano, bye in ~/logs, by ann.b at [step]:29500"),
-        ("box.7[", "step 1 of nano, bye in ~/logs, by USER at [step]:29500, HOST: boxy7 HOST"),
-    ],
-)
-def test_a_first_gpu_run_hides_names_and_no_words(host: str, found: str, tmp_path):
-    """Where no part has time. The home has letters of patterns; a host or user named like a word of ours is told."""
-    user = "nano" if host == "step" else "ann.b"
-    home = f"{tmp_path}/a[1]#b"
+def test_a_first_gpu_run_hides_names_and_no_words(tmp_path):
+    """Where no part has time. Home and host have letters of patterns; a user named like a word of ours is told."""
     (bin := tmp_path / "bin").mkdir()
-    for name, text in dict(uname=f'[ "$1" = -n ] && echo "{host}" || exec /bin/uname "$@"', id=f"echo {user}").items():
+    for name, text in dict(uname='[ "$1" = -n ] && echo "box.7[" || exec /bin/uname "$@"', id="echo nano").items():
         (bin / name).write_text(f"#!/bin/sh\n{text}\n")
         (bin / name).chmod(0o755)
-    (out := tmp_path / "out").mkdir()
-    text = f"step 1 of nano, bye in {home}/logs, by ann.b at [step]:29500"
-    (out / "some.txt").write_text(text + f", {host}: boxy7 {host}" * (user != "nano"))
+    home, out = f"{tmp_path}/a[1]#b", tmp_path / "out"
+    out.mkdir()
+    (out / "some.txt").write_text(f"step 1 of nano, bye in {home}/logs at [step]:29500, box.7[: boxy7 box.7[")
     variables = dict(MINUTES="0", HOME=home, PATH=f"{bin}:{os.environ['PATH']}")
     done = first_gpu_run(out, "--device", "cpu", **variables)
-    assert (out / "some.txt").read_text() == found
-    told = [line for line in done.stdout.splitlines() if line.startswith("look for")]
-    assert [line.split("'")[0] for line in told] == ["look for the HOST", "look for the USER"][: 2 * (user == "nano")]
+    assert (out / "some.txt").read_text() == "step 1 of nano, bye in ~/logs at [step]:29500, HOST: boxy7 HOST"
+    assert re.findall(r"^look for the (\w+)", done.stdout, re.M) == ["USER"]
     parts = (out / "parts.txt").read_text().splitlines()
     assert {"card: skipped, the time is over", "mini: skipped, the time is over"} <= set(parts), parts
     assert not [line for line in parts if line.endswith(" s")], "a part ran"
@@ -142,9 +128,8 @@ def test_a_first_gpu_run_on_a_cpu_packs_what_its_parts_show(tmp_path):
     flags = "--preset mini --device cpu --batch_tokens 512 --train_seq_len 64 --block_size 16".split()
     done = first_gpu_run(tmp_path / "out", *flags)
     with tarfile.open(tmp_path / "out.tar.gz") as archive:
-        texts = {
-            name: archive.extractfile(name).read() for name in archive.getnames() if name.endswith((".txt", ".md"))
-        }
+        names = [name for name in archive.getnames() if name.endswith((".txt", ".md"))]
+        texts = {name: archive.extractfile(name).read() for name in names}
     failed = [line for line in texts["out/parts.txt"].splitlines() if b": ok, " not in line]
     assert [line.partition(b":")[0] for line in failed] == [b"card"], done.stdout
     assert b"| stage 1: step with tables |" in texts["out/one-of-8/benchmark.md"]

@@ -23,10 +23,11 @@ SCONTROL = """#!/bin/sh
 """
 
 
-@pytest.fixture
-def sbatch(tmp_path):
-    """Run the batch script with the variables that its #SBATCH lines ask for. Each node has a disk of its own."""
+@pytest.mark.slow
+def test_batch_script_trains_on_two_nodes_what_one_process_does(script_flags, tmp_path):
+    """With the variables that its #SBATCH lines ask for. Each node has a disk of its own."""
     script = ROOT / "docs" / "train.slurm"
+    job = str(random.SystemRandom().randrange(10_000))  # the port is 20,000 above it
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", script.read_text(), re.M))
     for node in "01":
         (tmp_path / node).mkdir()
@@ -34,22 +35,12 @@ def sbatch(tmp_path):
     for name, text in ("srun", SRUN), ("scontrol", SCONTROL):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-
-    def run(*flags: str, **env: str) -> subprocess.CompletedProcess:
-        slurm = dict(SLURM_JOB_NODELIST="node[1-2]", SLURM_JOB_NUM_NODES=options["nodes"])
-        slurm |= dict(SLURM_CPUS_PER_TASK=options["cpus-per-task"], SLURM_GPUS_ON_NODE=options["gpus-per-node"])
-        own = dict(PATH=f"{tmp_path}:{os.environ['PATH']}", NODES=str(tmp_path), PYTHON=sys.executable)
-        env = ENVIRONMENT | slurm | own | env
-        return subprocess.run(["bash", script, *flags], cwd=ROOT, env=env, capture_output=True, text=True, timeout=80)
-
-    return run
-
-
-@pytest.mark.slow
-def test_batch_script_trains_on_two_nodes_what_one_process_does(sbatch, script_flags, tmp_path):
+    slurm = dict(SLURM_JOB_NODELIST="node[1-2]", SLURM_JOB_NUM_NODES=options["nodes"], SLURM_JOB_ID=job)
+    slurm |= dict(SLURM_CPUS_PER_TASK=options["cpus-per-task"], SLURM_GPUS_ON_NODE=options["gpus-per-node"])
+    own = dict(PATH=f"{tmp_path}:{os.environ['PATH']}", NODES=str(tmp_path), PYTHON=sys.executable, NPROC="1")
     flags = [*TINY_FLAGS, "--dtype=float64", "--seed=1", *script_flags, "--checkpoint_every=4"]
-    job = str(random.SystemRandom().randrange(10_000))  # the port is 20,000 above it
-    done = sbatch(*flags, NPROC="1", SLURM_JOB_ID=job)
+    command = dict(cwd=ROOT, env=ENVIRONMENT | slurm | own, capture_output=True, text=True, timeout=80)
+    done = subprocess.run(["bash", script, *flags], **command)
     assert done.returncode == 0, done.stdout + done.stderr
     run = tmp_path / "0" / "logs" / f"slurm-{job}"
     assert "\n2 processes, " in run.with_suffix(".txt").read_text()

@@ -41,7 +41,7 @@ def both(function: Callable, device: str) -> list[Callable]:
 
 
 def write_documents(folder: Path, cfg: train_gpt.Hyperparameters) -> dict[str, str]:
-    """Write shards of random text: frequent words and rare ones, in documents of about 700. Return settings.
+    """Write shards of random text in documents of about 700 tokens. Return settings.
 
     Words at odd positions are others than those at even ones, so none follows itself: while embedding and head are one
     table, the model favours the token that it has just seen.
@@ -54,11 +54,10 @@ def write_documents(folder: Path, cfg: train_gpt.Hyperparameters) -> dict[str, s
     return dict(train_files=f"{folder}/train_*.bin", val_files=f"{folder}/val_*.bin", val_sha256="")
 
 
-def shortened(cfg: train_gpt.Hyperparameters, memory: float) -> train_gpt.Hyperparameters:
+def shortened(cfg: train_gpt.Hyperparameters, memory: int) -> train_gpt.Hyperparameters:
     """Halve the sequences until they fit by check.py's estimate."""
-    report = check.Report(False)
-    check.check_memory(dataclasses.replace(cfg, dtype="bfloat16"), [check.Gpu("", (0, 0), memory)], 1, report)
-    if not report.problems:
+    _, need = check.fit(dataclasses.replace(cfg, dtype="bfloat16"), check.Gpu("", (0, 0), memory), 1)
+    if max(need.values()) <= memory:
         return cfg
     half = dict(train_seq_len=cfg.train_seq_len // 2, val_seq_len=cfg.val_seq_len // 2, val_tokens=cfg.val_seq_len // 2)
     return shortened(dataclasses.replace(cfg, **half), memory)
@@ -86,7 +85,7 @@ def test_four_steps_are_the_same_on_one_process_and_on_all(preset: str, device: 
         gpus = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
         sizes = {1, max(n for n in (1, 2, 4, 8) if n <= len(gpus))}
         cfg = dataclasses.replace(GPT2, ngram_rows=2**18, val_tokens=GPT2.val_seq_len, canon_file="")
-        cfg = shortened(cfg, 0.95 * min(gpus))
+        cfg = shortened(cfg, int(0.95 * min(gpus)))
     else:
         sizes, two = {1, 2}, dict(batch_tokens=2 * NANO.train_seq_len, val_loss_every=2, cpu_threads=1)
         cfg = dataclasses.replace(NANO, val_tokens=NANO.val_seq_len, **two)
