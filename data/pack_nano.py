@@ -23,6 +23,7 @@ if not __package__:  # `python data/pack_nano.py` is `python -m data.pack_nano`
     os.execve(sys.executable, [sys.executable, "-m", "data.pack_nano", *sys.argv[1:]], env)
 
 from data.shards import write_shard
+from speedrun import ROOT
 
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
 MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES = 256, 2048
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     if spec is None or spec.origin is None:
         parser.error("torch is not installed here: pip install -r requirements.txt")
     try:
-        track = tomllib.loads((Path(__file__).resolve().parents[1] / "records/tracks.toml").read_text())["nano"]
+        track = tomllib.loads((ROOT / "records/tracks.toml").read_text())["nano"]
         for split, documents in build_corpus(Path(spec.origin).parent).items():
             path, tokens = args.out / f"nano_{split}_000000.bin", to_tokens(documents)
             write_shard(path, tokens)

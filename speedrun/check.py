@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from speedrun import cards, needs
+from speedrun import ROOT, cards, needs
 
 with needs.packages():
     import torch

@@ -16,8 +16,7 @@ import torch
 
 import train_gpt
 from conftest import TINY_FLAGS
-from speedrun import __main__, cards, check, gpu_tables, needs, publish
-from world_worker import ROOT
+from speedrun import ROOT, __main__, cards, check, gpu_tables, needs, publish
 
 SMALL = [*TINY_FLAGS, *"--num_iterations 4 --val_seq_len 96 --val_tokens 288 --block_size 16".split()]
 GPT2 = "--preset gpt2 --num_iterations 2 --val_tokens 262144".split()
@@ -296,7 +295,7 @@ def test_environment_is_made_once_and_completed(tmp_path):
     """With pip itself and a package of one file, from a folder; uv, if it is there, may fail."""
     folder = tmp_path / "a clone"
     (folder / "speedrun").mkdir(parents=True)
-    for name in ("speedrun/needs.py", "speedrun/environment.sh", "pyproject.toml"):
+    for name in ("speedrun/__init__.py", "speedrun/needs.py", "speedrun/environment.sh", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     (folder / "requirements.txt").write_text("tiny==1.0\n")
     with zipfile.ZipFile(tmp_path / "tiny-1.0-py3-none-any.whl", "w") as wheel:

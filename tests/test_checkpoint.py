@@ -19,10 +19,10 @@ import torch
 
 import train_gpt
 from conftest import gpt2_run, losses, refusal
-from speedrun import begin
+from speedrun import ROOT, begin
 from speedrun.logs import Log
 from train_gpt import Ranks, RunLog, Trainer, UserError
-from world_worker import ENVIRONMENT, ROOT, Run, wait_for
+from world_worker import ENVIRONMENT, Run, wait_for
 
 MORE = "--checkpoint_every 4 --save_checkpoint --ngram_rows 2000".split()  # of which a run trains some
 # What world_worker.kill_at takes, the rank, and the step of the checkpoint that is left. At "open" a file is written in

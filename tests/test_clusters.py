@@ -11,7 +11,8 @@ import pytest
 
 import train_gpt
 from conftest import TINY_FLAGS
-from world_worker import ENVIRONMENT, ROOT
+from speedrun import ROOT
+from world_worker import ENVIRONMENT
 
 SRUN = """#!/bin/bash
 shift 2

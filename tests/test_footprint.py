@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from conftest import TINY_FLAGS
-from world_worker import ROOT
+from speedrun import ROOT
 
 pytestmark = pytest.mark.slow
 # Every name that is looked up and every connection goes through the audit of Python

@@ -21,9 +21,9 @@ import torch
 import train_gpt
 from conftest import losses, refusal
 from data.shards import write_shard
-from speedrun import describe
+from speedrun import ROOT, describe
 from train_gpt import Hyperparameters, Ranks, Trainer, UserError
-from world_worker import ENVIRONMENT, ROOT, Run, wait_for
+from world_worker import ENVIRONMENT, Run, wait_for
 
 
 def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):

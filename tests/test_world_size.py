@@ -11,7 +11,8 @@ import conftest
 import train_gpt
 from conftest import SMALL_GPT2
 from data.shards import write_shard
-from world_worker import ROOT, Run
+from speedrun import ROOT
+from world_worker import Run
 
 # No size divides 7 sequences of validation; 4 divides no number of matrices of a shape in nano, nor 3 the rows of gpt2
 SLOW = [pytest.param(preset, size, marks=pytest.mark.slow) for preset, size in (("nano", 4), ("gpt2", 2))]

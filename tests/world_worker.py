@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed
 
-ROOT = Path(__file__).resolve().parent.parent
+from speedrun import ROOT
+
 os.environ.pop("PYTHONUNBUFFERED", None)  # buffers are part of what is tested
 # Without the variables of a launcher around us
 ENVIRONMENT = {name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD_SIZE" not in name}
