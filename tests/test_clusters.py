@@ -27,7 +27,7 @@ SCONTROL = """#!/bin/sh
 @pytest.mark.slow
 def test_batch_script_trains_on_two_nodes_what_one_process_does(script_flags, tmp_path):
     """With the variables that its #SBATCH lines ask for. Each node has a disk of its own."""
-    script = ROOT / "docs" / "train.slurm"
+    script = ROOT / "runs" / "train.slurm"
     job = str(random.SystemRandom().randrange(10_000))  # the port is 20,000 above it
     options = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", script.read_text(), re.M))
     for node in "01":
