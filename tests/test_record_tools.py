@@ -63,9 +63,9 @@ FAULTS = {
     "one seed twice": (lambda t: [*t, log_text(seed=2)], "run5.txt: has seed 2, as run2.txt has"),
     "one run twice": (lambda t: [*t, re.sub(r"(seed\W+|race-)0\b", r"\g<1>8", t[0])], "run5.txt: has all training"),
     "validation tokens": (edit("sha256 .*", f"sha256 {'ab' * 32}"), "run0.txt: other validation tokens, sha256 abab"),
-    "unlike tokens": (
+    "two texts": (
         lambda t: [log_text(i, preset="gpt2", val_sha256=f"{i}" * 64) for i in (0, 1)],
-        "run1.txt: unlike run0.txt in validation tokens",
+        "run1.txt: unlike run0",
     ),
     "shards": (edit("train_000000.bin, ", "train_000001.bin, "), "run0.txt: the training stream is not the track's"),
     "recompiled": (edit("started: 0", "started: 2"), "run0.txt: recompiles after the clock started: 2"),
