@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import signal
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +12,7 @@ import torch
 import train_gpt
 from data.shards import write_shard
 from dense import randomize
-from speedrun import (
-    ROOT,
-    mini,  # noqa: F401  (a preset of its own)
-)
+from speedrun import ROOT, mini
 from train_gpt import GPT, Hyperparameters, UserError
 
 torch.set_num_threads(1)  # for models so small threads cost more than they save: on a busy machine four times the time
@@ -42,28 +38,16 @@ SMALL += ["--block_size=16", "--val_sha256="]
 SMALL_GPT2 = [*GPT2_FLAGS, "--seed", "5"]
 
 
-def sees_gpu() -> bool:
-    with warnings.catch_warnings():  # torch's, about drivers
-        warnings.simplefilter("ignore")
-        return torch.cuda.is_available()
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--idea", action="store_true", help="leave out what holds the root against published numbers")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.option.markexpr == "gpu" and not sees_gpu():
+    if config.option.markexpr == "gpu" and not torch.cuda.is_available():
         pytest.exit("no GPU that torch can use: ./run.sh --check says why", returncode=2)
     if config.option.idea:
         marks = config.option.markexpr
         config.option.markexpr = f"({marks}) and not published" if marks else "not published"
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not sees_gpu():
-        pytest.skip("no GPU that torch can use")
 
 
 @pytest.fixture(scope="session")
@@ -150,7 +134,7 @@ def gpt2() -> Hyperparameters:
     """Return mini with less work: all of its layers, 8 blocks of 8 tokens."""
     wide = dict(train_seq_len=64, batch_tokens=64, val_seq_len=192, val_tokens=192, block_size=8, final_window=160)
     stages = []
-    for row in train_gpt.PRESETS["mini"].stages:
+    for row in mini.STAGES:
         windows = {kind: window // 16 * 8 for kind, window in row.windows.items()}
         stages.append(row._replace(windows=windows, max_doc_len=row.max_doc_len // 16))
     return small(GPT2 | wide, stages=tuple(stages))

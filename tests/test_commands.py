@@ -1,7 +1,6 @@
 """What the pages say holds: commands, files, links and the worked changes."""
 
 import argparse
-import functools
 import importlib.util
 import itertools
 import re
@@ -69,23 +68,12 @@ def test_a_command_of_the_pages_is_understood(monkeypatch, text: str):
         run(name, run_name="__main__")
 
 
-def anchors(page: Path) -> set[str]:
-    text = (page / "README.md" if page.is_dir() else page).read_text()
-    names = {
-        re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in re.findall(r"(?m)^#+ (.+)$", text)
-    }
-    return names | set(re.findall(r'id="(.+?)"', text))
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_and_links_of_a_page_are_there(page: Path):
     words = {word for text in code(page) for word in text.split()}
-    links = re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text())
     files = {word for word in words if FILE.fullmatch(word) and not MADE_BY_RUNS.fullmatch(word)}
-    files |= {name for name, _ in links}
+    files |= {*re.findall(r"\]\((?!http)([^)#]*)", page.read_text())}
     assert [name for name in files if not any((folder / name).exists() for folder in (page.parent, ROOT))] == []
-    places = [(page.parent / name if name else page, anchor) for name, anchor in links if anchor]
-    assert [place for place in places if place[1] not in anchors(place[0])] == []
 
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
@@ -102,12 +90,6 @@ def train(path: Path, corpus: Path, folder: Path) -> list[float]:
     flags += [f"--prefix_file={corpus}/prefixes", f"--train_files={corpus}/long.bin", f"--val_files={corpus}/val_*.bin"]
     result = module.main([*GPT2_FLAGS, *flags, f"--log_dir={folder}"])
     return [loss for _, loss, _ in result["train_curve"] + result["val_curve"]]
-
-
-def test_the_path_of_reading_names_what_there_is():
-    path = (ROOT / "docs" / "tour.md").read_text().partition("## An hour's path")[2].partition("What can wait")[0]
-    for name in re.findall(r"`([\w.]+)`", path):
-        functools.reduce(getattr, name.split("."), train_gpt)
 
 
 @pytest.mark.published

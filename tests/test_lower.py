@@ -53,11 +53,12 @@ def test_an_update_keeps_what_is_known_of_others(tmp_path: Path, monkeypatch):
     assert [step["sum"] for step in gpus["90"]["predicted"]] == [round(s["sum"], 3) for s in roofline.predict(found)]
 
 
-def test_kernels_that_need_too_much_or_do_not_compile_are_reported():
+def test_graphs_that_break_and_kernels_that_need_too_much_or_do_not_compile_are_reported():
     needs = dict(shared=cards.H100.shared_limit), dict(shared=cards.H100.shared_limit + 1), dict(error="why")
     kernel = dict(name="k", configurations=[dict(config=str(i)) | own for i, own in enumerate(needs)])
-    told = lower.failures(90, dict(failed="", graph_breaks={}, kernels=dict(one=[kernel], other=[kernel])))
-    assert told == ["k (1) needs 232,449 bytes of shared memory", "k (2) does not compile: why"]
+    found = dict(failed="Unsupported", graph_breaks=dict(call=1), kernels=dict(one=[kernel], other=[kernel]))
+    graphs, kernels = ["Unsupported", "graph break: call"], ["k (1) needs 232,449 bytes of shared memory"]
+    assert lower.failures(90, found) == [*graphs, *kernels, "k (2) does not compile: why"]
 
 
 @lowers
@@ -85,14 +86,3 @@ def test_a_small_gpt2_lowers_for_an_h100_and_has_a_prediction(tmp_path: Path, mo
     assert h100["memory"][f"train {phase}"] > 2 * 512 * 512
     assert all(text in told for text in ("| launches |", "This fits into"))
     assert all(ms > 0 for ms in roofline.predict(h100)[0]["ms"].values())
-
-
-@lowers
-@pytest.mark.slow
-def test_a_graph_break_is_reported(tmp_path: Path):
-    begin = "    def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:\n"
-    assert begin in SCRIPT
-    script = tmp_path / "train_gpt.py"
-    script.write_text(SCRIPT.replace(begin, f"{begin}        torch._dynamo.graph_break()\n") + SMALL)
-    (line,) = lower.failures(90, lower.measure(90, script))
-    assert "graph_break" in line

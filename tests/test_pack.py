@@ -2,7 +2,6 @@
 
 import glob
 import hashlib
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -66,10 +65,9 @@ def test_a_shard_is_written_whole_or_not_at_all_and_damage_is_seen(tmp_path, mon
 
 def test_nano_is_the_corpus_of_the_track_or_says_that_it_is_another(tmp_path, monkeypatch, capsys):
     pack_nano.main(["--out", str(tmp_path / "out")])
-    if importlib.metadata.version("torch").startswith("2.13.0"):
-        assert "losses do not compare" not in capsys.readouterr().out
-        digests = {hashlib.sha256(content).hexdigest()[:8] for content in contents(tmp_path / "out").values()}
-        assert digests == {"c468b0db", "1d93c563"}
+    assert "losses do not compare" not in capsys.readouterr().out
+    digests = {hashlib.sha256(content).hexdigest()[:8] for content in contents(tmp_path / "out").values()}
+    assert digests == {"c468b0db", "1d93c563"}
     for i in range(40):
         (tmp_path / f"{i}.py").write_bytes(b"value = %d\n" % i * 60)
     monkeypatch.setattr(importlib.util, "find_spec", Mock(return_value=Mock(origin=str(tmp_path / "__init__.py"))))
@@ -92,7 +90,7 @@ def test_texts_are_split_by_name_and_what_is_left_out_or_odd_is_told(tmp_path):
     texts |= {"latin.md": prose(99, 3000) + b"caf\xe9" + b"\x80" * 5000}
     files = {name: text.replace(b"\n", b"\r\n") for name, text in texts.items()} | {"copy": texts["0.txt"]}
     files |= dict.fromkeys(("i.png", ".git/notes.txt", "more/.x.txt"), b"SECRET" * 999)
-    files |= {"utf16.txt": "sixteen\r\n".encode("utf-16"), "no\x1bmark.txt": "text".encode("utf-16-le")}
+    files |= {"utf16.txt": "sixteen\r\n".encode("utf-16")}
     several = [b"caf\xc3\xa9 " + prose(200 + i, 3000) for i in range(10)]
     files["ends.rst"] = b"<|end|>".join([*several[:5], b" \n"])
     lines = [*(json.dumps(dict(body=text.decode())) for text in several[5:]), '{"body": null}', r'{"body": "\ud83d"}']
@@ -100,16 +98,13 @@ def test_texts_are_split_by_name_and_what_is_left_out_or_odd_is_told(tmp_path):
     for name, content in files.items():
         (path := tmp_path / "texts" / name).parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)
-    (tmp_path / "texts/link").symlink_to(tmp_path)
     argv = "texts texts/lines.ndjson --ext txt,.MD,rst, --field body --separator <|end|> --val_fraction 0.3 --out out"
     how = dict(cwd=tmp_path, env=os.environ | dict(PYTHONSAFEPATH="1"), capture_output=True, text=True)
     done = subprocess.run([sys.executable, pack_text.__file__, *argv.split()], **how)
     told = [
-        "note: texts/link: left out, as it is a link or not readable",
         "note: left out: 3 hidden, 1 .png, 1 .ndjson; --ext takes other endings, and --ext '' files without one",
         "note: 3 texts (copy, ends.rst 6, lines.ndjson 6): without text or equal to another, left out",
         "note: 1 texts (latin.md): not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts",
-        "note: 1 texts (no?mark.txt): binary or unmarked UTF-16, left out",
         "note: 113,372 bytes are in documents that are equal to others: each counts once",
     ]
     assert done.stderr.splitlines() == told, "nor is there a progress bar, which is for terminals"
@@ -127,7 +122,6 @@ def test_validation_has_its_share_of_different_text(tmp_path):
     for name, (texts, share) in {
         "little": ([prose(0, 60_000)], 8193),  # for a sequence; a tenth would be less
         "copies": ([prose(0, 200_000) + b"\n" * i for i in range(20)], 18_000),
-        "backup": ([prose(i // 2, 6000) + b"changed" * (i % 2) for i in range(120)], 35_000),
         "book and notes": ([prose(i, 500_000 if i == 9 else 3000) for i in range(20)], 50_000),
     }.items():
         (tmp_path / name).mkdir()
@@ -168,6 +162,8 @@ def test_another_text_replaces_the_one_before_once_all_is_well_and_nobody_trains
     (folder / "train_000001.bin").write_bytes((folder / "train_000000.bin").read_bytes())
     before = contents(folder)
     assert "too little text" in fails(capsys, tmp_path / "page", "--out", folder)
+    (tmp_path / "cut.jsonl").write_text('{"text": "a"}\n\n{"text": "cut')
+    assert "cut.jsonl, line 3: no JSON object" in fails(capsys, tmp_path / "cut.jsonl", book[1])
     monkeypatch.setattr(os, "fsync", Mock(side_effect=[None, KeyboardInterrupt, *[None] * 9]))  # in the second shard
     assert fails(capsys, *book, code=130).endswith(": interrupted")
     assert contents(folder) == before
@@ -189,23 +185,6 @@ def test_what_changes_passes_or_validation_makes_a_run_the_users(capsys, monkeyp
     assert "512 bytes back; your flags: --muon_lr=16\n" in capsys.readouterr().out
 
 
-def test_errors_are_one_line_and_nothing_is_written(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("bare").mkdir()
-    Path("bare/a.JSON").touch()
-    Path("a.jsonl").write_text('{"text": "a", "n": 1}\n\n{"text": "cut')
-    for arguments, message in {
-        "a.jsonl": "a.jsonl, line 3: no JSON object with a text 'text', see --field (JSONDecodeError: ",
-        "a.jsonl --field n": "a.jsonl, line 1: no JSON object with a text 'n', see --field (TypeError: ",
-        "a.jsonl --field m": "a.jsonl, line 1: no JSON object with a text 'm', see --field (KeyError: 'm')",
-        "/dev/null": "/dev/null: no regular file and no folder",
-        "bare": "no text: left out: 1 .json; --ext takes other endings, and --ext ''",
-        "a.jsonl --val_fraction 1": "--val_fraction 1.0: expected a number from 0 to less than 1",
-    }.items():
-        assert message in fails(capsys, "--out", "out", *shlex.split(arguments))
-        assert contents(Path("out")) == {}
-
-
 @pytest.mark.parametrize("tokenizer", pack_text.TOKENIZERS.values(), ids=pack_text.TOKENIZERS)
 def test_a_run_fits_the_text_or_there_is_too_little(tokenizer):
     sizes = dict(train=tokenizer.min_steps * tokenizer.step_tokens + 1, val=tokenizer.val_seq_len + 1)
@@ -216,8 +195,6 @@ def test_a_run_fits_the_text_or_there_is_too_little(tokenizer):
     flags = f"--preset={tokenizer.preset} --num_iterations={tokenizer.min_steps} --val_tokens={tokenizer.val_seq_len}"
     cfg = train_gpt.parse_args([*flags.split(), "--device=cpu"])
     assert train_gpt.num_tokens(tokenizer.min_steps, cfg) < sizes["train"]
-    most = tokenizer.val_sequences * tokenizer.val_seq_len
-    assert pack_text.fit(tokenizer, 10**9, 2 * most) == (tokenizer.steps(10**9), most), "no more than it needs"
 
 
 def test_gpt2_tokens_give_the_text_back(tmp_path, monkeypatch):
