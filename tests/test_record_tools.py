@@ -3,8 +3,10 @@
 import dataclasses
 import functools
 import hashlib
+import importlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -250,14 +252,53 @@ def test_race_says_before_it_begins_what_is_wrong_or_why_no_record_can_come_of_i
     assert tool("race", *scripts, *nano)[2] == ""
 
 
-def test_from_a_race_to_a_pull_request(tool, root, scripts):
-    """On one GPU, with a flag that the track has there alone."""
+TINY = """
+[tiny]
+target = 1.55
+unit = "word"
+slack = 0.02
+val_tokens = 4096
+val_sha256 = ""
+shard = "data/tiny_{:06d}.bin"
+first_shard = 3
+shard_tokens = 30_000
+shard_sha256 = ""
+machines = [["", "1x NVIDIA T4"]]
+max_threads = 0
+flags = ["preset", "train_files"]
+flags_on_one_gpu = ["muon_lr"]
+lettered = true
+anchor = "tiny.json"
+"""
+
+
+@pytest.fixture
+def tools_with_a_third_track(tmp_path, capsys, monkeypatch):
+    """Copy the tools, and add a track and the curve of its plain GPT. Nothing of it stands elsewhere."""
+    shutil.copytree(ROOT / "speedrun", tmp_path / "speedrun")
+    (root := tmp_path / "records").mkdir()
+    (root / "tracks.toml").write_text((store.RECORDS / "tracks.toml").read_text() + TINY)
+    (root / "tiny.json").write_text('{"val_curve": [[0, 2.5, 0], [20, 1.5, 9000]]}')
+    (root / "public.json").write_bytes(store.PUBLIC.read_bytes())
     (root / "README.md").write_text(EMPTY_TABLES)
-    for path in scripts:
-        path.write_text(path.read_text().replace("source=source", "source=source, gpus=['NVIDIA H100']"))
-    assert tool("diff", *scripts)[2] == "2 lines removed, 2 added\n"
-    argv = ("--pairs", "7", "--out", "logs/MyIdea", "--note", "my idea", "--", "--preset", "gpt2", "--ngram_rows", "64")
-    assert "no record can" not in tool("race", *scripts, *argv)[2]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT / 'tests'}")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "speedrun"]:
+        monkeypatch.delitem(sys.modules, name)
+    copied = importlib.import_module("speedrun.__main__").main
+    return lambda *argv: (copied([*map(str, argv)]), *capsys.readouterr())
+
+
+def test_from_a_race_to_a_pull_request_on_a_track_that_is_its_entry_alone(tools_with_a_third_track):
+    """On one GPU, with a flag that the track has there alone."""
+    tool, root = tools_with_a_third_track, Path("records").resolve()
+    script = SCRIPT.replace("1.4 +", "1.5 +").replace("source=source", "source=source, gpus=['NVIDIA T4']")
+    Path("train_gpt.py").write_text(script.replace("SLOWNESS / 100", "0.02").replace("SLOWNESS", "1.5"))
+    Path("my.py").write_text(script.replace("SLOWNESS / 100", "0.03").replace("SLOWNESS", "1.0"))  # with the idea
+    assert tool("diff", "my.py")[2] == "2 lines removed, 2 added\n"
+    argv = ("my.py", "train_gpt.py", "--pairs", "7", "--out", "logs/MyIdea", "--note", "my idea", "--", "--preset")
+    assert "no record can" not in tool("race", *argv, "tiny", "--train_files", "x", "--muon_lr", "1")[2]
     for name, run, its_race in ("Slow", "b", ()), ("MyIdea", "a", ("--race", "logs/MyIdea/race.json")):
         code, out, _ = tool("submit", name, *sorted(Path().glob(f"logs/MyIdea/race-*-{run}.txt")), *its_race)
         *_, folder = store.record_folders(root)  # a refused record leaves nothing
@@ -266,11 +307,12 @@ def test_from_a_race_to_a_pull_request(tool, root, scripts):
             path.write_text(re.sub("<say.*>", "said", path.read_text()))
         code, out, _ = tool("submit", name)
         assert code == 0, out
-    told = r"\(gpt2 on 1x NVIDIA H100, 20 steps\); faster: train time 0.66.*, loss -0.0050 .*, against gpt2/00b_Slow"
-    assert re.search(f"ok gpt2/00c_MyIdea: n=7 mean 1.4140 .* {told}", out)
-    table = r"### gpt2 on 1x NVIDIA H100: at most 3.28.*\| \[Slow\]\(.*\| \[MyIdea\]\(gpt2/00c_MyIdea\) \| my idea \|"
+    told = r"\(tiny on 1x NVIDIA T4, 20 steps\); faster: train time 0.66.*, loss \+0.0100 .*, against tiny/00b_Slow"
+    assert re.search(f"ok tiny/00c_MyIdea: n=7 mean 1.5340 .* {told}", out)
+    table = r"### tiny on 1x NVIDIA T4: at most 1.55.*\| \[Slow\]\(.*\| \[MyIdea\]\(tiny/00c_MyIdea\) \| my idea \|"
     assert re.search(table, (root / "README.md").read_text(), re.S)
-    assert [curve["name"] for curve in shown(root / "curves.png")] == ["Slow", "MyIdea"]
+    drawn = [(curve["name"], curve["track"].partition(" ")[0], curve["target"]) for curve in shown(root / "curves.png")]
+    assert drawn == [("Slow", "tiny", 1.55), ("MyIdea", "tiny", 1.55), ("plain GPT", "tiny", 1.55)]
 
     path, runs = folder / "race.json", folder / "runs.txt"
     document = json.loads(path.read_text())
