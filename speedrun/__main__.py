@@ -20,8 +20,7 @@ from speedrun.needs import PYTHON
 MODULES = dict(
     check="Look at machine, data and flags before a training, and get the data; run.sh does it.",
     describe="Print what flags and tables mean: layers, groups of parameters, every step.",
-    begin="Begin a run with the weights of a model: write a checkpoint of step 0 for train_gpt.py --resume.",
-    evaluate="Score a model: HellaSwag, choices of your own, bits per byte.",
+    evaluate="Score a model on any text: bits per byte.",
     bench="Time the parts of a step of train_gpt.py on this machine.",
     mini="Train gpt2 in small, on a CPU, as tests do.",
     lower="Lower train_gpt.py for GPUs that are not here: graph breaks, memory, spills, predicted times.",

@@ -19,7 +19,7 @@ import torch
 
 import train_gpt
 from conftest import gpt2_run, losses, refusal
-from speedrun import ROOT, begin
+from speedrun import ROOT
 from speedrun.logs import Log
 from train_gpt import Ranks, RunLog, Trainer, UserError
 from world_worker import ENVIRONMENT, Run, wait_for
@@ -189,29 +189,6 @@ def test_a_run_begins_with_the_weights_of_a_model(run_flags, runs, tmp_path, mon
         parts = [trainer.table.state()[name] for trainer in trainers]
         assert all(map(len, parts))
         assert torch.equal(torch.cat(parts), rows[name].to(parts[0].dtype))
-
-
-def test_what_is_no_model_to_begin_with_is_refused_and_leaves_no_log(run_flags, runs, tmp_path, capsys):
-    """A damaged model, one file of rows too few, other n-grams, other sizes, damaged and foreign rows."""
-    model, rows = tmp_path / "whole.pt", tmp_path / "whole.ngrams0"
-
-    def refused(*more: str) -> str:
-        assert begin.main([str(model), *run_flags, *more]) == 2
-        assert not [*tmp_path.glob("logs/*")]
-        return capsys.readouterr().err
-
-    shutil.copy(runs / rows.name, rows)
-    state = torch.load(runs / model.name, weights_only=True)
-    others = json.dumps(json.loads(state["configuration"]) | dict(ngram_order=2))
-    for changes in dict(model=[1]), dict(rows=state["rows"] * 2), dict(configuration=others):
-        torch.save(state | changes, model)
-        assert re.search(r"whole\.(pt|ngrams[01]): (not a sound |it has --ngram_order 2: give the same)", refused())
-    shutil.copy(runs / model.name, model)
-    assert "whole.pt: not a sound model for these flags: RuntimeError('Error(s) in loading" in refused("--mlp_dim=48")
-    for content in flip(rows, "rows"), (runs / "other.ngrams0").read_bytes():
-        rows.write_bytes(content)
-        assert "whole.ngrams0: not a sound file of this script: ValueError('it is damaged, or of anoth" in refused()
-    assert "--resume is for the run that goes on" in refused("--resume=latest")
 
 
 SIGNALS = [(f"SIG{name}", "train_step", 2, 3) for name in "TERM INT HUP USR1 USR2 XCPU".split()]
