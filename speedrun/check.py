@@ -268,6 +268,7 @@ def examine(argv: list[str], report: Report) -> list[str]:
         told = f"{cfg.batch_sequences} sequences a step, {len(gpus) or 'no'} GPUs"
         report.problems.append(f"NPROC={processes}: {told}: expected a divisor, and a GPU for each")
     elif is_root:
+        train_gpt.read_invalid_tokens(cfg)  # refuses those of another vocabulary
         named = {flag.partition("=")[0].removeprefix("--").removeprefix("no-") for flag in argv}
         hangs = VERSION < "2.12" and (8, 9) in {gpu.capability for gpu in gpus}  # pytorch issues 177651, 192707
         if cfg.layers_fp8 and hangs and "layers_fp8" not in named:

@@ -79,6 +79,7 @@ def outcome(capfd, corpus, monkeypatch):
         ("--train_files {tmp}/short.bin", "{tmp}/short.bin: not a whole shard of tokens; data/pack_text.py"),
         ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has token 50256, --vocab_size is 257: another tokenizer's?"),
         ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: expected a divisor"),
+        ("--canon_file {corpus}/prefixes", "of another vocabulary; --prefix_file= and --canon_file= go without"),
         ("--cooldown_frac inf", "--cooldown_frac inf: expected a number from 0 to 2**31 - 1"),
     ],
 )
