@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -73,14 +72,12 @@ def outcome(capfd, corpus, monkeypatch):
     ("argv", "message"),
     [
         ("--device cuda", f"there is no NVIDIA GPU{CPU_RUNS}"),
-        ("--preset gpt2 --device auto --ngram_rows 62", f"there is no NVIDIA GPU{CPU_RUNS}"),
         ("--num_iterations 999", "999; documents begin with --eot_token 256; data/pack_text.py packs text; --num_"),
         ("--val_files none_*.bin", "none_*.bin in {cwd}: tokens for 0 batches, the run needs 3; documents"),
         ("--train_files {tmp}/short.bin", "{tmp}/short.bin: not a whole shard of tokens; data/pack_text.py"),
         ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has token 50256, --vocab_size is 257: another tokenizer's?"),
         ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: expected a divisor"),
         ("--canon_file {corpus}/prefixes", "of another vocabulary; --prefix_file= and --canon_file= go without"),
-        ("--cooldown_frac inf", "--cooldown_frac inf: expected a number from 0 to 2**31 - 1"),
     ],
 )
 def test_bad_input_is_one_line_that_says_what_to_do(outcome, corpus, tmp_path, monkeypatch, argv, message):
@@ -115,19 +112,10 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
     flags = " ".join(out).split()[1:]
     assert (code, re.sub(r"(?<=rows )\d+", "N", "".join(out))) == ((0, expected) if expected else (2, ""))
     assert notes in "\n".join(errors)
-    has_mask = (ROOT / "data" / "gpt2_canonical.bin").exists()
-    assert any("goes without the mask" in line for line in errors) == (bool(expected) and not has_mask)
     if "--ngram_rows" in flags:  # twice as many do not fit
         twice = str(2 * int(flags[flags.index("--ngram_rows") + 1]))
         code, out, _ = outcome(*GPT2, "--ngram_rows", twice, "--check", small=False)
         assert (code, bool(re.search("minutes for 1,050 on 1 x .* an idea: 8 pairs", " ".join(out)))) == (2, True)
-
-
-def test_rows_of_layers_that_fit_nothing_are_one_line(machine, outcome, monkeypatch):
-    machine(H100)
-    monkeypatch.setitem(train_gpt.PRESETS, "gpt2", dataclasses.replace(BF16, layers=()))
-    code, _, errors = outcome("--preset", "gpt2", small=False)
-    assert (code, "rows of layers or groups do not fit each other: " in errors[-1]) == (2, True)
 
 
 @pytest.mark.published
@@ -157,16 +145,6 @@ def test_layers_train_in_bf16_where_fp8_hangs(machine, outcome, monkeypatch):
     for version, told in ("2.11.0", True), ("2.12.0", False):
         monkeypatch.setattr(check, "VERSION", version)
         assert ("--no-layers_fp8" in " ".join(outcome(*GPT2, small=False)[2])) == told
-
-
-def test_several_problems_are_reported_at_once(machine, outcome, monkeypatch, tmp_path):
-    machine(H100, H100)
-    monkeypatch.setenv("NPROC", "4")
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(check.sysconfig, "get_path", lambda *_: str(tmp_path))
-    problems = [line for line in outcome(*GPT2, "--val_files=none", small=False)[2] if line.startswith("check: ")]
-    parts = "finds no gcc clang (CC)", "Python.h: apt install python3.", "NPROC=4: 8 sequences a step, 2", "none in"
-    assert [part in line for line, part in zip(problems, parts, strict=True)] == [True] * len(parts)
 
 
 @pytest.mark.slow
@@ -218,19 +196,16 @@ def test_presets_data_are_fetched_when_they_are_missing(corpus, tmp_path, monkey
     assert not [*tmp_path.glob("data/nano/*")]
     assert check.main(SMALL) == 0
     assert capfd.readouterr() == ("1\n", f"getting data: {needs.PYTHON} data/pack_nano.py\n")
-    assert check.main([*SMALL, "--num_iterations=999", "--check"]) == 2  # the packer has no more
     (tmp_path / "data/nano/nano_train_0.bin").write_text("damaged")
-    for program, message in (("raise SystemExit(1)", "the data could not be fetched"), ("", "it is too short")):
-        packer.write_text(program)
-        assert (check.main(SMALL), message in capfd.readouterr().err) == (2, True)
+    packer.write_text("raise SystemExit(1)")
+    assert (check.main(SMALL), "the data could not be fetched" in capfd.readouterr().err) == (2, True)
 
 
 def test_as_much_of_fineweb_is_fetched_as_the_run_needs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    stages = tuple(stage._replace(batch=1, more_steps=0) for stage in BF16.stages)
-    even = dataclasses.replace(BF16, stages=stages)  # 508 steps train on 2/3 of a shard
-    for cfg, steps, shards in ((even, 1, 1), (even, 508, 1), (even, 509, 2), (BF16, BF16.num_iterations, 5)):
-        problem, command = check.data_problem(dataclasses.replace(cfg, num_iterations=steps))
+    for batch, steps, shards in ((1, 1, 1), (1, 508, 1), (1, 509, 2), (2, 255, 2)):  # 508 train on 2/3 of a shard
+        stages = tuple(stage._replace(batch=batch, more_steps=0) for stage in BF16.stages)
+        problem, command = check.data_problem(dataclasses.replace(BF16, stages=stages, num_iterations=steps))
         assert (command, "the run needs" in problem) == (f"data/cached_fineweb10B.py {shards}", True)
 
 
@@ -265,12 +240,6 @@ def test_run_sh(corpus, tmp_path):
     (tmp_path / "run").symlink_to(ROOT / "run.sh")
     done = program(tmp_path / "run", *flags, cwd=tmp_path, NPROC="2", PYTHONSAFEPATH="1")
     assert (done.returncode, "val_loss" in done.stdout) == (0, True)
-    killed = tmp_path / "python"
-    killed.write_text(f'#!/bin/sh\ncase "$*" in *speedrun.check*) kill -9 $$ ;; esac\nexec {sys.executable} "$@"\n')
-    killed.chmod(0o755)
-    done = program("./run.sh", "--check", PYTHON=str(killed))
-    assert (done.returncode, "run.sh: the check was killed, as Linux does where memory" in done.stderr) == (2, True)
-    assert program("bash", "-c", "./run.sh --help | head -n 1").stderr == ""
     assert program("./run.sh", SCRIPT="none.py").stderr == f"run.sh: SCRIPT=none.py: there is no such file in {ROOT}\n"
 
 
@@ -286,7 +255,7 @@ def test_wheels_of_torch_suit_the_driver(machine, prints, wheels):
 
 @pytest.mark.slow
 def test_environment_is_made_once_and_completed(tmp_path):
-    """With pip itself and a package of one file, from a folder; uv, if it is there, may fail."""
+    """With pip itself and a package of one file, from a folder."""
     folder = tmp_path / "a clone"
     (folder / "speedrun").mkdir(parents=True)
     for name in ("speedrun/__init__.py", "speedrun/needs.py", "speedrun/environment.sh", "pyproject.toml"):
@@ -297,29 +266,18 @@ def test_environment_is_made_once_and_completed(tmp_path):
         wheel.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
         wheel.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr("tiny-1.0.dist-info/RECORD", "tiny.py,,\n")
-    (uv := tmp_path / "bin" / "uv").parent.mkdir(exist_ok=True)
-    uv.write_text("#!/bin/sh\nexit 1\n")
-    uv.chmod(0o755)
-    pip = dict(PIP_FIND_LINKS=str(tmp_path), PIP_NO_INDEX="1", PATH=f"{uv.parent}:{os.environ['PATH']}")
+    (tmp_path / "bin" / "uv").symlink_to("/bin/false")  # where it is there, it may fail
+    pip = dict(PIP_FIND_LINKS=str(tmp_path), PIP_NO_INDEX="1", PATH=f"{tmp_path}/bin:{os.environ['PATH']}")
     script = "set -euo pipefail; source speedrun/environment.sh; find_python; echo $python $GOMP_SPINCOUNT"
 
     def start(**env: str) -> tuple[int, str, str]:
         done = program("bash", "-c", script, "run.sh", cwd=folder, **pip | env)
         return done.returncode, done.stdout, done.stderr
 
-    with ThreadPoolExecutor() as pool:  # one makes it, one waits
-        both = [*pool.map(lambda _: start(), range(2))]
-    assert [done[:2] for done in both] == [(0, ".venv/bin/python 10000\n")] * 2, both
-    assert "".join(errors for *_, errors in both).count("completing the environment") == 1
+    code, out, errors = start()
+    assert (code, out, "completing the environment" in errors) == (0, ".venv/bin/python 10000\n", True), errors
     [metadata] = folder.glob(".venv/lib/*/site-packages/tiny*/METADATA")
     metadata.unlink()  # pip writes it last, so it is missing where pip was killed
     assert start()[:2] == (0, ".venv/bin/python 10000\n")
     assert metadata.exists()
-    (folder / ".venv/bin/python").unlink()
-    (folder / ".venv/bin/python").symlink_to("/gone")
-    code, _, errors = start()
-    assert (code, errors.splitlines()[-1]) == (
-        2,
-        "run.sh: .venv has no Python from 3.11 on, or it is gone: rm -r .venv",
-    )
     assert start(PYTHON="/nowhere") == (2, "", "run.sh: PYTHON=/nowhere is not Python 3.11 or newer\n")

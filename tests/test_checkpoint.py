@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -154,41 +153,6 @@ def test_another_configuration_or_number_of_processes_is_refused(run_flags, save
     monkeypatch.setattr(train_gpt, "init_distributed", lambda: Ranks(0, 2, 0, 2))
     assert "the run began with {'processes': '1, of " in refusal(resume)
     assert saved.with_suffix(".txt").read_bytes() == log
-
-
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_a_run_begins_with_the_weights_of_a_model(run_flags, runs, tmp_path, monkeypatch, dtype):
-    """And with its rows of n-grams, of which each rank takes its own, in the run's own precision; then it trains."""
-    model = runs / "whole.pt"
-    flags = [*run_flags, f"--dtype={dtype}", "--run_id=begun"]
-    assert begin.main([str(model), *flags]) == 0
-    saved, rows = torch.load(model)["model"], torch.load(model.with_suffix(".ngrams0"))
-    saved["embed.weight"] = saved["lm_head"]  # as they step as one table at first
-
-    def is_saved(trainer: Trainer) -> None:
-        """Compare parameters, and the optimizers' values by name."""
-        values = chain(*(zip(o.names, o.views(o.values.clone()), strict=True) for o in trainer.optimizers))
-        for name, t in [*trainer.gpt.state_dict().items(), *values]:
-            assert torch.equal(t, saved[name].to(t.dtype)), name
-        assert all(torch.equal(t, rows[name].to(t.dtype)) for name, t in trainer.table.state().items())
-        raise KeyboardInterrupt
-
-    resume = [*flags, f"--resume={tmp_path}/logs/begun.checkpoint"]
-    monkeypatch.setattr(train_gpt, "train", lambda trainer, *_: is_saved(trainer))
-    with pytest.raises(KeyboardInterrupt):
-        train_gpt.main(resume)
-    monkeypatch.undo()
-    if dtype == "float64":
-        assert len(train_gpt.main(resume)["train_curve"]) == 20
-    assert f"\nbegins with {model}\n" in (tmp_path / "logs" / "begun.txt").read_text()
-    trainers = [Trainer(train_gpt.resolve(train_gpt.parse_args(flags)), Ranks(rank, 2)) for rank in range(2)]
-    for trainer in trainers:
-        begin.take_weights(trainer, model)
-        assert all(torch.equal(o.values.to(o.param_shard.dtype), o.param_shard) for o in trainer.optimizers)
-    for name in "ids", "rows", "v":
-        parts = [trainer.table.state()[name] for trainer in trainers]
-        assert all(map(len, parts))
-        assert torch.equal(torch.cat(parts), rows[name].to(parts[0].dtype))
 
 
 SIGNALS = [(f"SIG{name}", "train_step", 2, 3) for name in "TERM INT HUP USR1 USR2 XCPU".split()]

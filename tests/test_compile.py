@@ -29,7 +29,8 @@ LAYERS = (
     Layer("nope", value_embed=True, reads=1, head_gate=True, ngram=True, mlps=2, mudd=1, head_mix=(1, 0)),
 )
 LONG = dict(num_iterations=14, val_seq_len=256, val_tokens=512, head_dim=16, model_dim=32, tied_frac=0.5)
-LONG |= dict(vocab_size=128, eot_token=127, final_window=120, compile=True, mix_groups=8, stages=STAGES, layers=LAYERS)
+LONG |= dict(vocab_size=128, eot_token=127, final_window=120, mix_groups=8, dtype="float64", compile=True)
+LONG |= dict(stages=STAGES, layers=LAYERS)
 
 
 @pytest.fixture
@@ -51,33 +52,19 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     return captured
 
 
-def count_calls(graph: torch.fx.GraphModule, name: str) -> int:
-    """Count the calls in a graph, and in what autograd.Functions do there."""
-    parts = (part for part in graph.modules() if isinstance(part, torch.fx.GraphModule))
-    return sum(node.op == "call_function" and name in str(node.target) for part in parts for node in part.graph.nodes)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(lm_head_fp8=True, layers_fp8=True, dtype="bfloat16")])
-def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, changes: dict):
+def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path):
     """Warm up, take every step, validate after it, and compare with a run that is not compiled, in bands."""
-    if changes.get("layers_fp8") and torch.__version__ < "2.12":
-        pytest.skip("a CPU multiplies FP8 with scales of rows from torch 2.12 on")
     files = dict(train_files=f"{tmp_path}/train.bin", val_files=f"{tmp_path}/val.bin")
     for seed, path in enumerate(files.values()):
         write_shard(Path(path), np.random.default_rng(seed).integers(128, size=20_000))
-    cfg = dataclasses.replace(gpt2, **LONG | changes | files)
+    cfg = dataclasses.replace(gpt2, **LONG | files)
     trainer, plain = Trainer(cfg, Ranks()), Trainer(dataclasses.replace(cfg, compile=False), Ranks())
     for module in trainer.gpt, trainer.gpt.pointer:
-        module.cfg = dataclasses.replace(cfg, device="cpu" if cfg.lm_head_fp8 else "cuda")  # what the masks go by
+        module.cfg = dataclasses.replace(cfg, device="cuda")  # what the masks go by
     trainer.warm_up()
-    *trainings, validation = (graph for graph in graphs if count_calls(graph, "embedding"))
-    assert len(trainings) == 4, "three lengths, the second with two numbers of candidates"
-    for graph in (*trainings, validation):
-        attentions = 1 + sum(layer.attention != "none" for layer in cfg.layers)  # the pointer is one
-        assert count_calls(graph, "flex_attention") == (not cfg.lm_head_fp8) * attentions
-    assert count_calls(validation, "scaled_mm") == 0
-
+    models = [graph for graph in graphs if "flex_attention" in graph.code]
+    assert len(models) == 5, "three lengths, the second with two numbers of candidates, and a validation"
     counters = torch._dynamo.utils.counters["stats"]
     before, data = (len(graphs), counters["unique_graphs"]), train_gpt.plan_data(cfg)
     for t in (trainer, plain):
@@ -86,7 +73,7 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path, ch
         steps = [t.train_step(plan, *next(t.batches))[0].item() for t in (trainer, plain)]
         scores = [t.evaluate(plan.step + 1, data["val"]) for t in (trainer, plain)]
         for ours, expected in steps, scores:
-            assert ours == pytest.approx(expected, rel=0.02 if cfg.lm_head_fp8 else 1e-10)
+            assert ours == pytest.approx(expected, rel=1e-10)
     assert (plan.stage, plan.windows["long"].reach) == (3, 104)
     assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head), "two tables in the end"
     assert (len(graphs), counters["unique_graphs"]) == before

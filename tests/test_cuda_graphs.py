@@ -65,7 +65,7 @@ def test_a_run_by_graphs_is_the_run_without(monkeypatch, corpus, tmp_path):
     assert all(map(torch.equal, *(trainer.state().values() for trainer in trainers)))
     assert torch.equal(*(trainer.table.rows for trainer in trainers))
     shapes = {(p.seq_len, p.candidates, len(p.next_weights), p.prefix_weight > 0) for p in cfg.plans}
-    assert len(tapes) == len(shapes) > 2
+    assert len(tapes) == len(shapes) > 1
     names = {function.name().split("::")[1].split(".")[0] for tape in tapes for function, *_ in tape.operations}
     assert "mm" in names
     assert not names & HOST_READS

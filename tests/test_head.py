@@ -63,18 +63,6 @@ def test_slices_are_the_whole(slice_tokens: int):
         assert (got - want).norm() <= limit * want.norm()
 
 
-def test_nothing_but_a_copy_has_a_loss_and_gradients():
-    """In float32 alpha would be 1."""
-    x, w, targets = inputs(torch.float32)
-    x[:] = x[0]
-    w[V - 5] = 9 * x[0]
-    w[: V - 5] = -x[0]
-    columns = torch.stack([targets.clamp(max=V - 6), torch.full((T,), V - 5)], dim=1)
-    rest = columns, torch.tensor([1.0, 0.0]), (6.0, 40.0, 1.5), T, None, True, None
-    loss = lambda *given: HeadLoss.apply(*given, *rest)  # noqa: E731
-    assert all(t.isfinite().all() for t in with_gradients(loss, x, w, torch.rand(T, 3).softmax(1)[:, :2]))
-
-
 class Watch(TorchDispatchMode):
     """Note the size of the largest result, and the largest number that is cast to e4m3."""
 
@@ -190,8 +178,7 @@ def test_mini_trains_in_fp8(script_flags, tmp_path, monkeypatch):
         if dtype.itemsize == 1:
             saturated = (t * scale).abs() > torch.finfo(dtype).max * 1.0001  # rows are scaled to end there
             flushed = (q.float() == 0) & (t != 0)
-            name = f"{caller.f_code.co_qualname.removesuffix('.<locals>.<genexpr>')}, line {caller.f_lineno}"
-            counts[name] += torch.stack([saturated.sum(), flushed.sum(), (t != 0).sum()])
+            counts[f"line {caller.f_lineno}"] += torch.stack([saturated.sum(), flushed.sum(), (t != 0).sum()])
         return q
 
     monkeypatch.setattr(train_gpt, "quantize", counted)
@@ -202,9 +189,6 @@ def test_mini_trains_in_fp8(script_flags, tmp_path, monkeypatch):
     for name, (saturated, flushed, numbers) in counts.items():
         assert saturated <= 1e-6 * numbers, name
         assert flushed <= 0.02 * numbers, name
-    names = {name.partition(",")[0] for name in counts}
-    functions = "HeadLoss.forward FP8Linear.forward FP8Linear.backward ReluSquaredMLP.forward ReluSquaredMLP.backward"
-    assert names == {*functions.split(), "relu_squared_rows", "relu_squared_backward"}
     assert found != without
     assert abs(found - without) < 0.05, "all 182 steps differed by 0.016 at most, of eight seeds"
 

@@ -22,11 +22,11 @@ import train_gpt
 from conftest import losses, refusal
 from data.shards import write_shard
 from speedrun import ROOT, describe
-from train_gpt import Hyperparameters, Ranks, Trainer, UserError
+from train_gpt import Ranks, Trainer, UserError
 from world_worker import ENVIRONMENT, Run, wait_for
 
 
-def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
+def test_log_and_result_have_their_form(flags, corpus):
     result = train_gpt.main([*flags, "--run_id", "form", "--target_loss", "5.5"])
     log = Path(result["log"])
     source, environment, steps = log.read_text().split("=" * 100 + "\n")
@@ -35,8 +35,7 @@ def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
     scored = hashlib.sha256(np.fromfile(corpus / "val_000000.bin", dtype="<u2", offset=1024)[:288]).hexdigest()
     wanted = [f", PyTorch {torch.__version__}, ", f"train shard: {corpus}/train_000000.bin, ", '"--run_id", "form"']
     wanted += [f"training tokens: {trained}, ", f"validation tokens: 288, sha256 {scored}\n", '"num_iterations": 4']
-    wanted += [f"val shard: {corpus}/val_000000.bin, "]
-    wanted += ["environment: {", '"ngram_rows": 61']
+    wanted += [f"val shard: {corpus}/val_000000.bin, ", "environment: {"]
     assert [text for text in wanted if text not in environment] == []
     wanted = ["train_000000.bin position 0\nlast", f"position {before_last}\n", "seed: 5", "clock started: 0"]
     assert [text for text in wanted if text not in steps] == []
@@ -47,7 +46,6 @@ def test_log_and_result_have_their_form(flags, corpus, tmp_path, capsys):
     assert sorted(lines, key=lambda line: int(line[1])) == lines, "the clock goes on"
     assert json.loads(log.with_suffix(".json").read_text()) == json.loads(json.dumps(result))
     assert {path.name for path in log.parent.iterdir()} == {"form.txt", "form.json", "form.pt", "form.ngrams0"}
-    assert re.search("(?s)^.{,1400} reached", capsys.readouterr().out), "the console sees a few lines"
 
 
 def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags, monkeypatch):
@@ -76,7 +74,6 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
     endings = dict(
         unknown=(2, 1, [*flags, "--num_iteration", "5"], "--num_iteration 5; see --help"),
         diverged=(3, 2, [*long_flags, "--softcap_range=1e9"], "train_loss -inf at step 1"),
-        ended=(3, 1, [*flags, "--softcap_range=1e9"], "val_loss -inf at step 0"),
         stopped=(130, 1, long_flags, r"SIGINT$|^stopped: KeyboardInterrupt\('SIGINT'\); to go on"),
     )
     runs = {name: Run([[*argv, "--run_id", name]] * n, tmp_path / name) for name, (_, n, argv, _) in endings.items()}
@@ -95,14 +92,11 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
     assert runs["diverged"].text("out", 1) == ""
 
 
-BAD = """preset gpt3;device tpu;num_iterations five;num_iterations 1.5;num_iteration 5;layers 1;num_iterations 0;
-batch_tokens -1;batch_tokens 100;val_tokens 100;batch_tokens 2147483648;vocab_size 256;
-ngram_rows 3 --ngram_order 3;ngram_rows 1;ngram_rows 2 --ngram_order 3;num_heads 3 --heads_per_matrix 2;
-heads_per_matrix 0;ngram_order 5;ngram_order 1;segment 0;vocab_size 0;
-final_window 1000000000000;final_window -1;seed 11111111111111111111111111;cooldown_frac nan;tied_frac inf;
-eot_token 257;train_files nowhere/*.bin;train_files LICENSE;train_files {fifo};num_iterations 1000;prefix_file nowhere;
-prefix_file LICENSE;canon_file nowhere;canon_file LICENSE;canon_file {fifo};
-log_dir LICENSE;run_id \0;run_id ../x;run_id a/b;resume nowhere"""
+BAD = """preset gpt3;device tpu;num_iterations five;num_iteration 5;layers 1;num_iterations 0;
+batch_tokens -1;batch_tokens 100;val_tokens 100;batch_tokens 2147483648;vocab_size 256;ngram_rows 3 --ngram_order 3;
+ngram_rows 1;heads_per_matrix 0;ngram_order 5;ngram_order 1;segment 0;final_window -1;cooldown_frac nan;
+eot_token 257;train_files nowhere/*.bin;train_files {fifo};num_iterations 1000;prefix_file LICENSE;canon_file {fifo};
+log_dir LICENSE;run_id ../x;resume nowhere"""
 BAD += ";device cuda" * (not torch.cuda.is_available())
 
 
@@ -115,9 +109,8 @@ def test_bad_input_is_refused_by_name(flags, tmp_path, monkeypatch, flag):
     assert not [*tmp_path.glob("logs/*.*")]
 
 
-@pytest.mark.parametrize("flag", ["model_dim=0", "mlp_dim=0", "num_heads=0"])
+@pytest.mark.parametrize("flag", ["model_dim=0", "num_heads=0"])
 def test_what_cannot_train_is_one_line_and_has_its_traceback_in_the_log(flags, tmp_path, flag):
-    """Whatever torch or Python says, in building the model or in the first step of the warm-up."""
     text = refusal([*flags, f"--{flag}", "--run_id=odd"])
     assert text.startswith("these settings cannot train (`python -m speedrun describe` shows what they mean): ")
     assert re.search(r"Error\(.* \(line \d+\)$", text)
@@ -133,31 +126,19 @@ def test_rows_that_do_not_fit_together_are_refused(gpt2):
         "checkpoint_every": dict(checkpoint_every=gpt2.all_step + 1),
         "stages .*max_doc_len": dict(stages=[gpt2.stages[0]._replace(max_doc_len=0), *gpt2.stages[1:]]),
         "groups .*beta1": dict(groups=[group._replace(beta1=0.9) for group in gpt2.groups]),
-        "num_iterations .*more": dict(num_iterations=3, stages=[row._replace(more_steps=4) for row in gpt2.stages]),
     }.items():
         with pytest.raises(UserError, match=rf"^--{name}[^\n]*$"):
             dataclasses.replace(gpt2, **changes)
 
 
-def test_rows_from_json_and_without_nets_are_rows(gpt2):
-    same = Hyperparameters(**json.loads(json.dumps(dataclasses.asdict(gpt2))))
-    bare = [layer._replace(net=False, xsa=False, head_gate=False) for layer in gpt2.layers]
-    group = train_gpt.Group("Adam", "*.x0_lambdas *.ngram_lambdas *.skip_lambdas", lr=0.04)
-    cfg = dataclasses.replace(same, layers=bare, groups=(*same.groups, group))
-    assert train_gpt.build_optimizers(train_gpt.GPT(cfg), Ranks())
-    assert not train_gpt.find_signs(np.arange(9, dtype=np.int32), dataclasses.replace(cfg, sign_rows=0)).size
-
-
 @pytest.mark.parametrize("preset", train_gpt.PRESETS)
-def test_describe_prints_every_layer_group_and_step_and_the_last_validation(preset: str, capsys):
-    """And trains nothing. Steps have the numbers of the plans that a run goes by."""
+def test_describe_prints_every_step_and_the_last_validation(preset: str, capsys):
+    """With the numbers of the plans that a run goes by. Layers and groups are there."""
     assert describe.main(["--preset", preset]) == 0
     cfg, wanted = train_gpt.PRESETS[preset], []
-    for i, (row, layer) in enumerate(zip(cfg.layers, cfg.resolved_layers, strict=True)):
-        made = [f"{kind} {first} by {source}" for kind, source, first in layer.factors]
-        wanted.append([f"layer {i}:", row.attention, f"MLPs {row.mlps}", *made])
-    numbers = {group.names: i for i, group in enumerate(cfg.groups)}
+    wanted += [[f"layer {i}:", row.attention, f"MLPs {row.mlps}"] for i, row in enumerate(cfg.layers)]
     wanted += [[f"group {i}:", row.optimizer, row.names, f"lr {row.lr:.4g}"] for i, row in enumerate(cfg.groups)]
+    numbers = {group.names: i for i, group in enumerate(cfg.groups)}
     for plan in [*cfg.plans, train_gpt.plan_validation(cfg.num_iterations, cfg)]:
         windows = [f"{kind} {window.reach} x {window.attn_scale:.4f}" for kind, window in plan.windows.items()]
         due = " ".join(str(numbers[names]) for names in plan.updates)
@@ -172,10 +153,7 @@ def test_describe_prints_every_layer_group_and_step_and_the_last_validation(pres
         assert ("tied" in line) == ("tied" in texts)
 
 
-def test_number_of_processes_has_to_divide_the_sequences(flags, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UserError, match="--preset"):
-        train_gpt.parse_args([], world_size=2)
+def test_number_of_processes_has_to_divide_the_sequences(flags):
     flags += ["--batch_tokens", "768", "--num_iterations", "1"]
     train_gpt.plan_run(train_gpt.parse_args(flags), Ranks(5, 6, 5, 6))
     with pytest.raises(UserError, match=r"^24 processes: expected a divisor of 12 "):
@@ -194,22 +172,21 @@ def test_gpus_are_for_gpt2_and_leave_nano_to_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".json", ".pt", ".checkpoint", ".ngrams1"])
-def test_log_of_another_run_is_not_overwritten(flags, tmp_path, suffix):
-    """Nor any other file of its name. With --resume, files that a killed run left do not hinder."""
-    path = (tmp_path / "logs" / "mine").with_suffix(suffix)
+def test_files_of_another_run_are_not_overwritten(flags, tmp_path, suffix):
+    path = (tmp_path / "logs" / "other").with_suffix(suffix)
     path.parent.mkdir()
-    for name in ("mine", "other"):
-        path.with_stem(name).write_text("mine")
+    path.write_text("mine")
     with pytest.raises(UserError, match=r"other\.txt: choose another --run_id or --log_dir: FileExistsError\("):
         train_gpt.main([*flags, "--run_id", "other"])
-    hindrances = {".txt": "BlockingIOError", ".checkpoint": "not a sound file", ".json": "FileExistsError"}
-    if suffix in hindrances:
-        with path.open() as held:
-            fcntl.flock(held, fcntl.LOCK_EX)  # as a run does that is under way
-            with pytest.raises(UserError, match=hindrances[suffix]):
-                train_gpt.main([*flags, "--run_id", "mine", "--resume", "latest"])
-    assert {path.read_text() for path in path.parent.iterdir()} <= {"mine", ""}
-    assert path.read_text() == path.with_stem("other").read_text() == "mine"
+    assert path.read_text() == "mine"
+
+
+def test_a_log_in_which_a_run_is_under_way_is_refused(flags, tmp_path):
+    (tmp_path / "logs").mkdir()
+    with (tmp_path / "logs" / "mine.txt").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="BlockingIOError"):
+            train_gpt.main([*flags, "--run_id", "mine", "--resume", "latest"])
 
 
 def test_text_that_would_spoil_the_run_is_refused_before_it_starts(flags, corpus, tmp_path):
@@ -224,11 +201,10 @@ def test_text_that_would_spoil_the_run_is_refused_before_it_starts(flags, corpus
 
 
 def test_a_full_disk_ends_neither_the_training_nor_the_checkpoint_before(flags, tmp_path, monkeypatch, capsys):
-    written, replace = [], os.replace
+    before, replace = tmp_path / "logs" / "full.checkpoint", os.replace
 
     def fill_up(*paths) -> None:
-        written.append(paths)
-        if len(written) > 2 and "checkpoint" not in str(paths):  # one of two files has been written
+        if before.exists() and "checkpoint" not in str(paths):
             raise OSError(28, "No space left on device")
         replace(*paths)
 
@@ -236,12 +212,11 @@ def test_a_full_disk_ends_neither_the_training_nor_the_checkpoint_before(flags, 
     train_gpt.main([*flags, "--checkpoint_every=1", "--run_id=full"])
     assert "not saved: OSError(28, 'No space left on device')" in capsys.readouterr().out
     assert {path.name for path in tmp_path.glob("logs/*")} == {"full.txt", "full.1.rank0", "full.checkpoint"}
-    assert torch.load(tmp_path / "logs" / "full.checkpoint", weights_only=True)["step"] == 1
+    assert torch.load(before, weights_only=True)["step"] == 1
 
 
-def test_terminal_shows_a_bar_and_a_console_may_go_away(flags, long_flags, tmp_path):
-    """A terminal that is closed fails as a pipe does whose reader leaves. Another run's console is full at once."""
-    full = Run([[*flags, "--run_id", "full"]], console="/dev/full")
+def test_terminal_shows_a_bar_and_a_console_may_go_away(long_flags, tmp_path):
+    """A terminal that is closed fails as a pipe does whose reader leaves, or a console that is full."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 200))
     run = Run([[*long_flags, "--num_iterations", "100", "--run_id", "closed"]], console=os.ttyname(theirs))
@@ -253,7 +228,6 @@ def test_terminal_shows_a_bar_and_a_console_may_go_away(flags, long_flags, tmp_p
     os.close(ours)
     at = len(log.read_text())
     run.wait()
-    assert full.wait() == [0]
     assert log.read_text().count("\nstep:", at) > 20, "it was closed after the run"
     assert log.with_suffix(".json").exists()
 
@@ -268,4 +242,4 @@ def test_nano_preset_reaches_the_target(tmp_path):
     result, cfg = json.loads((tmp_path / "nano.json").read_text()), train_gpt.PRESETS["nano"]
     assert len(result["train_curve"]) == cfg.num_iterations
     assert result["val_loss"] <= cfg.target_loss
-    assert "not the track's: do" not in (tmp_path / "nano.txt").read_text().split("\n" + "=" * 100 + "\n")[1]
+    assert "not the track's validation tokens" not in (tmp_path / "nano.txt").read_text().split("=" * 100 + "\n")[1]

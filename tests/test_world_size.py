@@ -39,14 +39,6 @@ def test_objects_travel_by_gloo_before_each_rank_has_its_device(monkeypatch, see
     assert (train_gpt.init_distributed(), begun) == (train_gpt.Ranks(1, 2, 1, 2), [backend])
 
 
-@pytest.mark.parametrize("odd", [dict(RANK=2), dict(LOCAL_WORLD_SIZE=0), dict(LOCAL_RANK=2), dict(WORLD_SIZE="two")])
-def test_impossible_ranks_are_one_line(monkeypatch, odd):
-    for name, value in (dict(RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2) | odd).items():
-        monkeypatch.setenv(name, str(value))
-    with pytest.raises(train_gpt.UserError, match=r"^RANK, WORLD_SIZE: use torchrun, or unset them: ValueError"):
-        train_gpt.init_distributed()
-
-
 @pytest.mark.parametrize(("preset", "size"), SIZES)
 def test_run_is_that_of_one_process(flags, corpus, tmp_path, preset, size):
     if preset == "gpt2":
@@ -59,7 +51,6 @@ def test_run_is_that_of_one_process(flags, corpus, tmp_path, preset, size):
     assert run.wait(timeout=200) == [0] * size, run.text("err")
     assert all(run.text(name, rank) == "" for name in ("out", "err") for rank in range(1, size)), "rank 0 alone speaks"
     logs = tmp_path / "logs"
-    assert f"{size} processes, " in (logs / "several.txt").read_text()
     got = json.loads((logs / "several.json").read_text())
     for curve in "val_curve", "train_curve":
         steps, losses, _ = zip(*expected[curve], strict=True)
@@ -88,14 +79,8 @@ def test_nodes_that_differ_or_fail_are_named_on_every_node(flags, tmp_path):
         "num_iterations": ([], ["--num_iterations", "5"]),
         "training tokens": [["--train_files", f"{tmp_path}/{seed}.bin"] for seed in (0, 9)],
         "validation tokens": ([], ["--val_files", f"{tmp_path}/9.bin"]),
-        "--no-such-flag": ([], ["--no-such-flag"]),
         "missing.bin": (["--val_files", "missing.bin"], []),
-        "missing": (["--resume", f"{tmp_path}/missing"], []),
-        "taken": (["--run_id=taken"], []),  # a file that rank 0 alone writes
     }
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "taken.txt").write_text("mine")
-    one_node = Run([[*flags, "--train_files", "missing.bin"]] * 2, tmp_path / "one")
     runs = {}
     for name, changes in cases.items():
         ranks = [[*flags, f"--run_id={name}{i}", *more] for i, more in enumerate(changes)]
@@ -107,8 +92,3 @@ def test_nodes_that_differ_or_fail_are_named_on_every_node(flags, tmp_path):
             assert re.search(rf"(?<!\w){name}\b", run.text("err", rank)), run.text("err", rank)
             assert run.text("err", rank).count("\n") == 1
             assert "step:" not in run.text("out", rank)
-    both = runs["num_iterations"].text("err", 1)
-    assert re.search("the run began with {'--num_iterations': '6'.*, this has {'--num_iterations': '5'", both), both
-    assert one_node.wait() == [2, 2]
-    assert [one_node.text("err", rank).count("\n") for rank in range(2)] == [1, 0], "one process of a node speaks"
-    assert (tmp_path / "logs" / "taken.txt").read_text() == "mine"
