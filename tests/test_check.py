@@ -15,7 +15,7 @@ import torch
 
 import train_gpt
 from conftest import TINY_FLAGS
-from speedrun import ROOT, __main__, cards, check, gpu_tables, needs, publish
+from speedrun import ROOT, __main__, cards, check, needs, page_tables, publish
 
 SMALL = [*TINY_FLAGS, *"--num_iterations 4 --val_seq_len 96 --val_tokens 288 --block_size 16".split()]
 GPT2 = "--preset gpt2 --num_iterations 2 --val_tokens 262144".split()
@@ -119,10 +119,10 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
 
 
 @pytest.mark.published
-@pytest.mark.parametrize("name", gpu_tables.TABLES)
+@pytest.mark.parametrize("name", page_tables.TABLES)
 def test_a_table_of_the_page_is_what_is_predicted(name):
     """Else: python -m speedrun table. Rows that fit, GiB, times and losses of cards are seen here alone."""
-    assert f"<!-- table {name}: python -m speedrun table -->\n\n{gpu_tables.TABLES[name]()}\n\n<!--" in PAGE
+    assert f"<!-- table {name}: python -m speedrun table -->\n\n{page_tables.TABLES[name]()}\n\n<!--" in PAGE
 
 
 def test_a_changed_number_of_the_page_is_out_of_date(tmp_path, monkeypatch, capsys):
@@ -131,6 +131,7 @@ def test_a_changed_number_of_the_page_is_out_of_date(tmp_path, monkeypatch, caps
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "README.md").write_text(f"{publish.BEGIN}\n\n{publish.END}\n")
     (page := tmp_path / "docs" / "gpu.md").write_text(PAGE)
+    shutil.copy(ROOT / "README.md", tmp_path)
     table = ["table", f"--root={tmp_path / 'records'}"]
     assert (__main__.main(table), __main__.main([*table, "--check"])) == (0, 0)
     (row,) = re.findall(r"^\| attention .*\n", text := page.read_text(), re.M)
