@@ -1,4 +1,4 @@
-"""The tools around train_gpt.py: `python -m speedrun --help`. CONTRIBUTING.md says what each module is for."""
+"""The tools around train_gpt.py: `python -m speedrun --help`. Each module's docstring says what it is for."""
 
 from pathlib import Path
 

@@ -83,7 +83,7 @@ def command_verify(args: argparse.Namespace) -> Outcome:
 
 
 def command_table(args: argparse.Namespace) -> Outcome:
-    """Rewrite the tables of pages that come from logs and JSON: the leaderboards, and those of docs/gpu.md."""
+    """Rewrite the tables of pages that come from logs and JSON: leaderboards, and those of README and docs/gpu.md."""
     changed = publish.rewrite_tables(args.root, args.check)
     told = f"out of date: run {PYTHON} -m speedrun table" if args.check else "written"
     return f"{', '.join(changed)}: {told}" if changed else "all tables are up to date", int(
@@ -104,7 +104,7 @@ def command_submit(args: argparse.Namespace) -> Outcome:
         command_plot(argparse.Namespace(records=[], root=args.root, output=None))
     left = f"""left to do by hand:
 - the root is the newest record's script: cp {folder / store.SCRIPT} {args.root.parent / store.SCRIPT}
-- {args.root / store.PAGE}: "The line so far"; README.md: rows and figures of the newest record; CHANGELOG.md
+- {args.root / store.PAGE}: "The line so far"; README.md: figures of the newest record; CHANGELOG.md
 - a new track: its rules in {args.root / "RULES.md"}
 - ./test.sh, then commit all of it"""
     return f"{verdict}\n{left}", 0

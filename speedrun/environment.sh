@@ -1,7 +1,7 @@
 # shellcheck shell=bash disable=SC2086 # $missing is a list
-# Sourced by run.sh, test.sh and .ci/run in the repository's root. `find_python [EXTRA...]` sets $python to one that has
-# the packages of requirements.txt and of these extras of pyproject.toml: $PYTHON or the python3 on the PATH if they
-# do, else that of .venv, which is made or completed. Nothing there is ever removed.
+# Sourced in the repository's root by run.sh, test.sh, runs/first_gpu_run.sh and .ci/run. `find_python [EXTRA...]` sets
+# $python to one that has the packages of requirements.txt and of these extras of pyproject.toml: $PYTHON or the python3
+# on the PATH if they do, else that of .venv, which is made or completed. Nothing there is ever removed.
 
 # Speed on CPUs. OpenMP's threads spin while they wait for each other, by default so long that a nano step takes up to
 # 1.6 s instead of 0.04 where something else uses a core, too; with this 0.15, and as fast as before where not. glibc

@@ -186,8 +186,10 @@ def obstacle(race: proof.Race, before: Sequence[Path]) -> str | None:
     if race.preset not in TRACKS:
         return f"{shown(race.preset)} has no leaderboard"
     allowed = allowed_flags(TRACKS[race.preset], race.nproc_per_node == 1)
-    given = {word.split("=")[0] for word in race.flags if word.startswith("--")}
-    if others := sorted(given - allowed) + race.own_flags:
+    given, own = (
+        [word.split("=")[0] for word in words if word.startswith("--")] for words in (race.flags, race.own_flags)
+    )
+    if others := sorted({*given} - allowed) + own:
         return f"flags {', '.join(others)}: put settings into the script, race without"
     if before and not any(sha256_of(folder) in race.hashes for folder in before):
         older = [store.short_name(folder.name) for folder in before]

@@ -15,7 +15,7 @@ import torch
 
 import train_gpt
 from conftest import TINY_FLAGS
-from speedrun import ROOT, __main__, cards, check, needs, page_tables, publish
+from speedrun import ROOT, __main__, cards, check, launch, needs, page_tables, publish
 
 SMALL = [*TINY_FLAGS, *"--num_iterations 4 --val_seq_len 96 --val_tokens 288 --block_size 16".split()]
 GPT2 = "--preset gpt2 --num_iterations 2 --val_tokens 262144".split()
@@ -226,6 +226,13 @@ def test_missing_package_is_one_line_that_says_what_to_type(monkeypatch, capfd, 
         raise ModuleNotFoundError("no\nscipy")
     told = capfd.readouterr().err
     assert (": no scipy; " in told, fix in told, told.count("\n")) == (True, True, 1)
+
+
+def test_the_exit_code_of_a_training_is_that_of_run_sh(monkeypatch):
+    monkeypatch.setattr(check, "prepare", lambda *_, **__: (0, ["1", "--seed=1"]))
+    monkeypatch.setattr(launch.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(train_gpt, "program", lambda flags: len(flags))
+    assert launch.main([train_gpt.__file__, "--preset=nano", "--device=cpu"]) == 3
 
 
 def test_the_oldest_torch_that_is_accepted_compiles_every_week():
