@@ -27,7 +27,7 @@ import numpy as np
 
 if not __package__:  # `python data/gpt2_canonical.py` is `python -m data.gpt2_canonical`
     env = os.environ | dict(PYTHONPATH=f"{Path(__file__).resolve().parents[1]}:{os.environ.get('PYTHONPATH', '')}")
-    os.execve(sys.executable, [sys.executable, "-m", "data.gpt2_canonical", *sys.argv[1:]], env)
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "data.gpt2_canonical", *sys.argv[1:]], env)
 
 from data.shards import write_file
 from data.texts import gpt2_encoding

@@ -20,7 +20,7 @@ import numpy as np
 
 if not __package__:  # `python data/pack_nano.py` is `python -m data.pack_nano`
     env = os.environ | dict(PYTHONPATH=f"{Path(__file__).resolve().parents[1]}:{os.environ.get('PYTHONPATH', '')}")
-    os.execve(sys.executable, [sys.executable, "-m", "data.pack_nano", *sys.argv[1:]], env)
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "data.pack_nano", *sys.argv[1:]], env)
 
 from data.shards import write_shard
 from speedrun import ROOT

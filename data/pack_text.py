@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 if not __package__:  # `python data/pack_text.py` is `python -m data.pack_text`
     env = os.environ | dict(PYTHONPATH=f"{Path(__file__).resolve().parents[1]}:{os.environ.get('PYTHONPATH', '')}")
-    os.execve(sys.executable, [sys.executable, "-m", "data.pack_text", *sys.argv[1:]], env)
+    os.execve(sys.executable, [sys.executable, "-P", "-m", "data.pack_text", *sys.argv[1:]], env)
 
 from data.pack_nano import MAX_DOCUMENT_BYTES, MIN_DOCUMENT_BYTES, join_pieces, shuffle_documents, to_tokens
 from data.shards import write_shard

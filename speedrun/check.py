@@ -255,6 +255,8 @@ def examine(argv: list[str], report: Report) -> list[str]:
     wish, is_root = os.environ.get("NPROC") or "0", os.environ.get("SCRIPT") in (None, "", "train_gpt.py")
     if not is_root:  # its flags are its own: check the machine and a preset's data only
         argv = re.findall(r"--(?:preset|device)=\w+", re.sub(r"(--\w+) ", r"\1=", " ".join(argv)))
+    if not re.fullmatch("[0-9]{1,4}", wish):
+        raise UserError(f"NPROC={wish}: expected a number of processes")
     given = train_gpt.parse_args(argv)
     is_for_cpu = given.device == "cpu" and any(flag.startswith(("--preset", "--device")) for flag in argv)
     gpus = find_gpus(given, is_for_cpu, report)

@@ -76,6 +76,7 @@ def outcome(capfd, corpus, monkeypatch):
         ("--val_files none_*.bin", "none_*.bin in {cwd}: tokens for 0 batches, the run needs 3; documents"),
         ("--train_files {tmp}/short.bin", "{tmp}/short.bin: not a whole shard of tokens; data/pack_text.py"),
         ("--train_files {corpus}/gpt2.bin", "gpt2.bin: has token 50256, --vocab_size is 257: another tokenizer's?"),
+        ("NPROC=two", "NPROC=two: expected a number of processes"),
         ("NPROC=3", "NPROC=3: 2 sequences a step, no GPUs: expected a divisor"),
         ("--canon_file {corpus}/prefixes", "of another vocabulary; --prefix_file= and --canon_file= go without"),
     ],
