@@ -73,6 +73,7 @@ FAULTS = {
     "hardware": (lambda t: [log_text(preset="gpt2", gpus=["NVIDIA A100"] * 2)], "run0.txt: ran on 2x NVIDIA A100"),
     "own flag": (edit('"--seed"', '"--muon_lr=1", "--seed"'), "run0.txt: has the flag --muon_lr: put settings"),
     "compiler": (edit("flags:", 'environment: {"TORCHINDUCTOR_X": "1"}\nflags:'), "run0.txt: ran with TORCHINDUCTOR_X"),
+    "one run": (lambda t: t[:1], "n too small: p=nan is not"),
     "p too large": (lambda t: [t[0], log_text(seed=9, val_loss=1.449)], r"n too small: p=0\.23 is not"),
 }
 
@@ -91,6 +92,12 @@ def test_verify_passes_a_good_record_and_a_form_by_its_mean(tool, root):
     for loss, told in (1.431, f"ok {NAME}: n=1"), (1.4501, f"FAIL {NAME}: mean 1.4501 is"):
         write_record(root, NAME, [log_text(val_loss=loss)], **FORM)
         assert tool("verify")[1].startswith(told)
+
+
+def test_eight_h100_are_the_machine_of_gpt2_and_four_are_another():
+    for n, board in (8, "gpt2 on 8xH100"), (4, "gpt2 on 4x NVIDIA H100 80GB HBM3"):
+        text = log_text(preset="gpt2", gpus=["NVIDIA H100 80GB HBM3"] * n)
+        assert store.board_of(Log(Path("x.txt"), text)) == board
 
 
 def test_verify_finds_compiler_flags(tool, root):
