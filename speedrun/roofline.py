@@ -154,8 +154,12 @@ def predict(found: dict) -> list[dict]:
 
 
 def table(found: dict, measured: dict[str, dict[str, float]]) -> str:
-    """Return the ms of parts by stage and the seconds of all steps; in brackets the ms measured, by first step."""
+    """Return the ms of parts by stage and the seconds of all steps.
+
+    measured: by first step; if there are any, only those stages are shown, with the ms measured in brackets.
+    """
     firsts = [str(step["first"]) for step in found["predicted"]]
+    shown = [i for i, first in enumerate(firsts) if not measured or first in measured]
     rows = []
     for name in dict.fromkeys(part.partition(" in ")[0] for part in (*PARTS, "sum")):  # "products" are two parts
         steps = [step["ms"] | {"sum": step["sum"]} for step in found["predicted"]]
@@ -163,9 +167,9 @@ def table(found: dict, measured: dict[str, dict[str, float]]) -> str:
         took = [measured.get(first, {}).get(name) for first in firsts]
         cells = [f"{n:.2f}" if own is None else f"{n:.2f} ({own:.2f})" for n, own in zip(ms, took, strict=True)]
         run = sum(stage["steps"] * n for stage, n in zip(found["stages"], ms, strict=True)) / 1000
-        rows += [[name, *cells, f"{run:.1f}"]] if run else []
-    rows.append(["launches", *(f"{step['launches']:g}" for step in found["predicted"]), ""])
-    return markdown(f"ms of a step (as measured), from step|{'|'.join(firsts)}|run, s", rows)
+        rows += [[name, *(cells[i] for i in shown), f"{run:.1f}"]] if run else []
+    rows.append(["launches", *(f"{found['predicted'][i]['launches']:g}" for i in shown), ""])
+    return markdown(f"ms of a step (as measured), from step|{'|'.join(firsts[i] for i in shown)}|run, s", rows)
 
 
 def markdown(head: str, rows: list[list[str]]) -> str:
