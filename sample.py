@@ -21,7 +21,8 @@ with needs.packages():
     import torch
 
     import train_gpt
-    from speedrun.model import add_model, choose, find_model, generate, run, tokenizer
+    from speedrun.mixture import find_model
+    from speedrun.model import add_model, choose, generate, run, tokenizer
     from train_gpt import UserError
 
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # for terminals

@@ -7,10 +7,11 @@
     python data/pack_text.py corpus.txt --separator '<|endoftext|>'  # texts with this between them
 
 The last line of output is the command that trains on the shards. For bytes --train chooses the steps, trains on while
-validation falls, and shows bits per byte, a sample and a picture; with your own steps, data, run id or checkpoint it
-trains once. Files are UTF-8, or UTF-16 with a byte order mark. Texts are cut at blank lines into documents of 256 to
-2,048 bytes, or for gpt2 of 8 to 16 KiB and at most 2,048 tokens; equal ones count once. A tenth of the bytes is for
-validation: whole texts, or documents where a text has more than half of that. Memory has to hold the text three times.
+validation falls, mixes the models with counts, and shows bits per byte, a sample and a picture; with your own steps,
+data, run id or checkpoint it trains once. Files are UTF-8, or UTF-16 with a byte order mark. Texts are cut at blank
+lines into documents of 256 to 2,048 bytes, or for gpt2 of 8 to 16 KiB and at most 2,048 tokens; equal ones count once.
+A tenth of the bytes is for validation: whole texts, or documents where a text has more than half of that. Memory has to
+hold the text three times.
 Exit codes: 0 packed, 2 something has to be fixed first, 130 interrupted: older shards are as they were; or run.sh's.
 """
 

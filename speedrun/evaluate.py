@@ -19,20 +19,18 @@ from speedrun import needs
 
 with needs.packages():
     import torch
-    import torch.nn.functional as F
     from tqdm import tqdm
 
-    from speedrun.model import Model, add_model, find_model, run, tokenizer
+    from speedrun.mixture import Mixture, find_model
+    from speedrun.model import Model, add_model, run, tokenizer
     from train_gpt import UserError
 
 PROGRAM = "python -m speedrun evaluate"
 LENGTH = 4096  # tokens that the model reads at a time, or val_seq_len: in plain PyTorch attention takes memory
 OVERLAP = 1024  # tokens of a long text that the model reads again, before those to be scored
-SLICE = 512  # tokens whose logits exist at a time
 
 
-@torch.inference_mode()
-def losses(model: Model, tokens: Sequence[int], length: int, name: str = "") -> torch.Tensor:
+def losses(model: Model | Mixture, tokens: Sequence[int], length: int, name: str = "") -> torch.Tensor:
     """Return the loss (n,) in nats of each token of a text at the beginning of a document.
 
     The model reads pieces of at most `length` tokens, of which a quarter, or OVERLAP, is what it has read before.
@@ -42,14 +40,8 @@ def losses(model: Model, tokens: Sequence[int], length: int, name: str = "") -> 
     for start in tqdm(range(0, len(tokens), length - 1 - overlap), desc=name, disable=None):
         context = min(start, overlap)
         read = [model.cfg.eot_token, *tokens[start - context : start + length - 1 - overlap]]
-        x, targets = model.features(read), torch.tensor(read, device=model.device)
-        for places in torch.arange(context + 1, len(read), device=model.device).split(SLICE):
-            logits = model.logits(x, targets, places - 1).double()
-            parts.append(F.cross_entropy(logits, targets[places], reduction="none").cpu())
-    all_losses = torch.cat(parts)
-    if not all_losses.isfinite().all():
-        raise UserError("the model's losses are not finite: its training diverged")
-    return all_losses
+        parts.append(model.losses(read)[context:])
+    return torch.cat(parts)
 
 
 def read_text(path: Path) -> str:

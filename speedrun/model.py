@@ -12,17 +12,20 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from speedrun import needs
 
 with needs.packages():
     import numpy as np
     import torch
+    import torch.nn.functional as F
     from torch import Tensor
 
     import train_gpt
     from train_gpt import GPT, Hyperparameters, Ranks, Reader, UserError
 
+SLICE = 512  # tokens whose logits exist at a time
 SMALL = 10_000_000  # parameters, below which a second thread costs more than it saves (nano, busy machine: 20 times)
 
 
@@ -99,6 +102,19 @@ class Model:
         read = torch.tensor(tokens, device=self.device)
         return self.logits(self.features(tokens), read, torch.tensor([len(tokens) - 1], device=self.device))[0]
 
+    @torch.inference_mode()
+    def losses(self, tokens: Sequence[int]) -> Tensor:
+        """Return the loss (n - 1,) in nats of each token of a sequence but the first."""
+        x, read = self.features(tokens), torch.tensor(tokens, device=self.device)
+        parts = []
+        for places in torch.arange(len(tokens) - 1, device=self.device).split(SLICE):
+            logits = self.logits(x, read, places).double()
+            parts.append(F.cross_entropy(logits, read[places + 1], reduction="none").cpu())
+        found = torch.cat(parts)
+        if not found.isfinite().all():
+            raise UserError("the model's losses are not finite: its training diverged")
+        return found
+
 
 def load_ngrams(model: Path, checksums: Sequence[str]) -> list[dict[str, Tensor]]:
     """Open the rows of n-grams beside a model, of each process that trained it.
@@ -152,19 +168,10 @@ def load_model(path: Path, device: str) -> Model:
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name a model, as FILE or --model FILE, and its device."""
-    told = "a file that --save_checkpoint wrote [the newest in logs/]"
+    told = "a .pt that --save_checkpoint wrote, or the .mixture of an own text [the newest in logs/]"
     parser.add_argument("file", nargs="?", metavar="FILE", type=Path, help=told)
     parser.add_argument("--model", metavar="FILE", type=Path, help="the same")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[%(default)s]")
-
-
-def find_model(path: Path | None, device: str) -> tuple[Path, Model]:
-    """Load this model, or the newest in logs/, to this device or with `auto` the best."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: torch sees no GPU; leave the flag out")
-    if path is None:
-        path = max(Path("logs").glob("*.pt"), key=lambda path: path.lstat().st_mtime_ns, default=Path("logs/*.pt"))
-    return path, load_model(path, device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def tokenizer(cfg: Hyperparameters) -> tuple[Callable[[str], list[int]], Callable[[int], bytes]]:
@@ -191,7 +198,7 @@ def choose(logits: Tensor, temperature: float, top_k: int, rng: torch.Generator)
     return int(tokens[torch.multinomial(p, 1, generator=rng)])
 
 
-def generate(model: Model, prompt: Sequence[int], num_tokens: int, chooser: Callable[[Tensor], int]) -> Iterator[int]:
+def generate(model: Any, prompt: Sequence[int], num_tokens: int, chooser: Callable[[Tensor], int]) -> Iterator[int]:
     """Yield at most `num_tokens` tokens that follow `prompt` at the beginning of a document, until it ends."""
     tokens = [model.cfg.eot_token, *prompt]
     for _ in range(num_tokens):

@@ -11,11 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import NamedTuple
+
+import numpy as np
 
 from speedrun import ROOT
 from speedrun.process import STOPS, end_with_parent
@@ -27,7 +30,9 @@ STEP = 2048  # tokens
 # prose, and eight times as many on 5 MB (n = 1)
 WHOLE, MOST_STEPS, MOST_PASSES, ROWS = 1000, 2000, 8, 262_144
 MODEL = ["--ngram_order", "3", "--ngram_rows", str(ROWS)]  # the track allows nano pairs alone
-XZ_BYTES = 8_000_000  # of the training text that xz reads before: its time grows with them
+READ_BEFORE = 8_000_000  # bytes of the training text that xz and PPMd read before: their time grows with them
+MOST_COUNTED = 5_000_000  # tokens of the training text: their tables take up to 1 GB
+PPMD_ORDERS = 4, 6, 8, 12, 16
 # With one of these a run is the user's: what a pass is, what is validated, or where the results are
 SINGLE = "--num_iterations --run_id --log_dir --resume --preset --train_files --val_files --val_tokens --batch_tokens"
 SINGLE += " --vocab_size --eot_token"
@@ -102,13 +107,46 @@ def bits_per_byte(loss: float, text: Text) -> float:
     return loss * text.val_tokens / (text.val_tokens - ends) / math.log(2)
 
 
-def xz_bits_per_byte(text: Text) -> float:
-    """Return the bits that `xz -9e` takes for a byte of the validation text, once it has read the training text."""
-    train, val = b"".join(text.train)[:XZ_BYTES], b"".join(text.val)[: text.val_tokens]
+def tokens_of(documents: Sequence[bytes]) -> np.ndarray:
+    """Return the tokens of documents, each behind an end of text."""
+    return np.concatenate([np.r_[256, np.frombuffer(document, np.uint8).astype(int)] for document in documents])
+
+
+def compressed(text: Text) -> dict[str, float]:
+    """Return the bits that others take for a byte of the validation text, once they have read the training text."""
+    train, val = b"".join(text.train)[:READ_BEFORE], b"".join(text.val)[: text.val_tokens]
+    ways: dict[str, Callable[[bytes], bytes]]
+    ways = {"xz -9e": lambda part: lzma.compress(part, preset=9 | lzma.PRESET_EXTREME)}
+    if importlib.util.find_spec("pyppmd"):
+        import pyppmd
+
+        for order in PPMD_ORDERS:
+            ways[f"PPMd {order}"] = partial(pyppmd.compress, max_order=order, mem_size=2**28, variant="H")
+    else:
+        say('PPMd is left out: pip install -e ".[text]" brings pyppmd')
     with ThreadPoolExecutor(2) as threads:
-        sizes = threads.map(lambda part: len(lzma.compress(part, preset=9 | lzma.PRESET_EXTREME)), (train, train + val))
-        alone, both = sizes
-    return 8 * (both - alone) / len(val)
+        sizes = threads.map(lambda way: len(way(train + val)) - len(way(train)), ways.values())
+        bits = [8 * size / len(val) for size in sizes]
+    found = dict(zip(ways, bits, strict=True))
+    orders = {name: found.pop(name) for name in [*found] if name.startswith("PPMd")}
+    return found | ({min(orders, key=orders.__getitem__): min(orders.values())} if orders else {})
+
+
+def mix(runs: Sequence[Path], text: Text) -> dict[str, float]:
+    """Mix the models of runs with counts of the training text; write RUN.mixture beside the last one.
+
+    Return bits per byte of exactly the validation that the runs score: of the mixture, the last model and the counts.
+    """
+    from speedrun.mixture import Counts, Mixture, load_model, write_mixture  # torch takes seconds to load
+
+    tokens, val = tokens_of(text.train)[:MOST_COUNTED], tokens_of(text.val)[: text.val_tokens + 1].tolist()
+    mixture = Mixture([load_model(run.with_suffix(".pt"), "cpu") for run in runs], Counts(tokens))
+    length = mixture.cfg.val_seq_len
+    sequences = [val[start : start + length + 1] for start in range(0, text.val_tokens, length)]
+    parts = np.concatenate([mixture.parts(sequence) for sequence in sequences], axis=1)
+    found = {"all together": mixture.mix(parts), "the last model alone": parts[-2], "counts alone": parts[-1]}
+    write_mixture(runs[-1].with_suffix(".mixture"), runs, tokens, mixture.weights)
+    return {name: bits_per_byte(-np.log(p).mean(), text) for name, p in found.items()}
 
 
 def prompt_of(text: Text) -> str:
@@ -117,18 +155,21 @@ def prompt_of(text: Text) -> str:
     return words[0] if words else ""
 
 
-def show(run: Path, loss: float, text: Text) -> None:
-    """Say how good a run is, let its model go on from the first words of the validation text, and draw its losses."""
-    size = min(XZ_BYTES, sum(map(len, text.train)))
-    told = f"{xz_bits_per_byte(text):.3f} of xz -9e that has read {size:,} bytes of the training text"
-    say(f"\n{bits_per_byte(loss, text):.3f} bits per byte of the validation text; {told}")
-    model, picture = run.with_suffix(".pt"), run.with_suffix(".png")
+def show(runs: Sequence[Path], loss: float, text: Text) -> None:
+    """Say how good runs are, the last the best; sample what they would go on with; draw the losses of the last."""
+    size, last = min(READ_BEFORE, sum(map(len, text.train))), runs[-1]
+    picture, model = last.with_suffix(".png"), last.with_suffix(".pt")
+    found = {"the model": bits_per_byte(loss, text)}
+    if all(run.with_suffix(".pt").exists() for run in runs):
+        found, model = mix(runs, text), last.with_suffix(".mixture")
+    found |= {f"{name}, given {size:,} bytes of the training text": n for name, n in compressed(text).items()}
+    say("", "bits per byte of the validation text:", *(f"{bits:8.3f} {name}" for name, bits in found.items()))
     if model.exists():
         os.utime(model)  # the newest is what sample.py takes
         command = ["sample.py", str(model), f"--prompt={prompt_of(text)}"]
         subprocess.run([sys.executable, *command], cwd=ROOT)
     if importlib.util.find_spec("matplotlib"):
-        plot = ["-m", "speedrun", "plot", str(run.with_suffix(".txt")), "-o", str(picture)]
+        plot = ["-m", "speedrun", "plot", str(last.with_suffix(".txt")), "-o", str(picture)]
         if subprocess.run([sys.executable, *plot], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0:
             say(f"curve: {picture}")
     else:
@@ -136,23 +177,28 @@ def show(run: Path, loss: float, text: Text) -> None:
 
 
 def train(flags: Sequence[str], own: Sequence[str], text: Text) -> int:
-    """Train on 1, 2, 4, ... passes until validation turns or a run fails. Show the best, return the last one's code."""
+    """Train on 1, 2, 4, ... passes until validation turns or a run fails. Show what is finished, return the last code.
+
+    A run whose validation is no better than that of the run before is mixed in, too: it errs elsewhere.
+    """
     start, steps, passes = time.strftime("own-%Y%m%d-%H%M%S"), steps_of(text.tokens), 1
-    best: tuple[float, Path] | None = None
+    ended: list[tuple[float, Path]] = []
     code = 0
     while passes <= passes_of(text.tokens) and not code:
         run, count = LOGS / f"{start}-{passes}", steps * passes
         sizes = ["--num_iterations", str(count), "--val_loss_every", str(max(1, count // 8)), "--run_id", run.name]
         say(f"{run.name}: {'one pass' if passes == 1 else f'{passes} passes'}, {count:,} steps")
         code, result = launch([*flags, *sizes, *own]), run.with_suffix(".json")
-        loss = json.loads(result.read_text())["val_loss"] if result.exists() else math.inf  # it did not end
-        if loss >= (best[0] if best else math.inf):
-            if best:
-                told = "are no better" if loss < math.inf else "did not come to their end"
-                say(f"{passes} passes {told}: the run before is kept")
+        if not result.exists():  # it did not end
             break
-        best = loss, run
+        loss = json.loads(result.read_text())["val_loss"]
+        is_better = all(loss < other for other, _ in ended)
+        ended.append((loss, run))
+        if not is_better:
+            say(f"{passes} passes are no better")
+            break
         passes *= 2
-    if best:
-        show(best[1], best[0], text)
+    if ended:
+        ended.sort(key=lambda one: one[0], reverse=True)
+        show([run for _, run in ended], ended[-1][0], text)
     return code

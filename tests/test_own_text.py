@@ -7,8 +7,12 @@ import signal
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+import train_gpt
+from conftest import SMALL
+from data.shards import write_shard
 from speedrun import ROOT, own_text
 from speedrun.own_text import Text
 from world_worker import wait_for
@@ -28,24 +32,46 @@ def test_bits_per_byte_by_hand():
         assert own_text.bits_per_byte(1.5, text) == pytest.approx(1.5 * tokens / size / math.log(2)), tokens
 
 
-def test_xz_knows_the_training_text():
+def test_others_know_the_training_text():
     noise = os.urandom(4000)
-    assert own_text.xz_bits_per_byte(Text([noise], [noise], 0, 4000)) < 0.2
-    assert own_text.xz_bits_per_byte(Text([b"a" * 4000], [noise], 0, 4000)) > 7.9
+    assert all(bits < 0.2 for bits in own_text.compressed(Text([noise], [noise], 0, 4000)).values())
+    assert all(bits > 7.9 for bits in own_text.compressed(Text([b"a" * 4000], [noise], 0, 4000)).values())
+
+
+def test_a_mixture_is_scored_on_exactly_the_validation_of_the_runs(corpus, tmp_path, monkeypatch):
+    """The last model's part of it is the loss that the run said, where its softmax has no padding."""
+    monkeypatch.setattr(train_gpt.gc, "collect", lambda: 0)  # it takes as long as the run
+    words = b"muon adam rotary window shard block ".split()
+    rng = np.random.default_rng(0)
+    text = Text(
+        [b" ".join(rng.choice(words, 40)) for _ in range(40)],
+        [b" ".join(rng.choice(words, 9)) for _ in range(9)],
+        0,
+        288,
+    )
+    for name, documents in dict(train=text.train, val=text.val).items():
+        write_shard(tmp_path / f"{name}.bin", own_text.tokens_of(documents))
+    files = f"--train_files {tmp_path}/train.bin --val_files {tmp_path}/val.bin --log_dir {tmp_path} --run_id r"
+    result = train_gpt.main([*SMALL, *files.split(), "--dtype=float64", "--save_checkpoint", "--vocab_size=320"])
+    found = own_text.mix([tmp_path / "r"], text)
+    assert found["the last model alone"] == pytest.approx(own_text.bits_per_byte(result["val_loss"], text), abs=1e-9)
+    assert found["all together"] < min(found["the last model alone"], found["counts alone"]) + 0.1
+    assert (tmp_path / "r.mixture").exists()
 
 
 @pytest.mark.parametrize(
-    ("losses", "codes", "best"),
+    ("losses", "codes", "mixed"),
     [
-        ([2.0, 1.9, 1.95], [0, 0, 0], 1),
-        ([2.0, 2.0], [0, 0], 0),
-        ([4.0, 3.0, 2.0, 1.0], [0, 0, 0, 0], 3),
-        ([None], [3], None),
-        ([2.0, None], [0, 130], 0),
-        ([2.0, 1.5], [0, 1], 1),
+        ([2.0, 1.9, 1.95], [0, 0, 0], "142"),
+        ([2.0, 2.0], [0, 0], "12"),
+        ([4.0, 3.0, 2.0, 1.0], [0, 0, 0, 0], "1248"),
+        ([None], [3], ""),
+        ([2.0, None], [0, 130], "1"),
+        ([2.0, 1.5], [0, 1], "12"),
     ],
 )
-def test_it_trains_while_validation_falls_and_shows_what_is_finished(tmp_path, monkeypatch, losses, codes, best):
+def test_it_trains_while_validation_falls_and_shows_what_is_finished(tmp_path, monkeypatch, losses, codes, mixed):
+    """The best run is the last one of those that are mixed."""
     monkeypatch.setattr(own_text, "LOGS", tmp_path)
     launched, shown = [], []
 
@@ -57,10 +83,11 @@ def test_it_trains_while_validation_falls_and_shows_what_is_finished(tmp_path, m
         return codes[len(launched) - 1]
 
     monkeypatch.setattr(own_text, "launch", launch)
-    monkeypatch.setattr(own_text, "show", lambda run, loss, text: shown.append((int(run.name[-1]), loss)))
+    monkeypatch.setattr(own_text, "show", lambda runs, loss, _: shown.append((runs, loss)))
     assert own_text.train(["--preset", "nano"], ["--muon_lr", "0.1"], Text([], [], 60_000, 8192)) == codes[-1]
     assert launched == [(29 * 2**i, "0.1") for i in range(len(losses))]
-    assert shown == ([] if best is None else [(2**best, losses[best])])
+    told = ["".join(run.name[-1] for run in runs) for runs, _ in shown], [loss for _, loss in shown]
+    assert told == (([mixed], [min(filter(None, losses))]) if mixed else ([], []))
 
 
 @pytest.mark.slow
@@ -95,6 +122,9 @@ def test_a_model_goes_on_from_the_first_words_and_is_then_the_newest(tmp_path, m
     monkeypatch.setattr(own_text.importlib.util, "find_spec", lambda name: None)  # no picture
     (model := tmp_path / "own-1.pt").touch()
     os.utime(model, (1, 1))
-    own_text.show(tmp_path / "own-1", 1.0, Text([b"some words"], ["  --- ä ß words on and on".encode()], 11, 8))
-    assert capsys.readouterr().out.startswith("\n1.443 bits per byte of the validation text; ")
-    assert (prompts, model.stat().st_mtime > 1) == (["--prompt=  --- ä ß words "], True)
+    monkeypatch.setattr(own_text, "mix", lambda runs, text: {"all together": 1.443})
+    text = Text([b"some words"], ["  --- ä ß words on and on".encode()], 11, 8)
+    (mixture := tmp_path / "own-1.mixture").touch()
+    own_text.show([tmp_path / "own-1"], 1.0, text)
+    assert "bits per byte of the validation text:\n   1.443 all together\n" in capsys.readouterr().out
+    assert (prompts, mixture.stat().st_mtime > model.stat().st_mtime) == (["--prompt=  --- ä ß words "], True)
