@@ -14,6 +14,7 @@ import importlib.util
 import os
 import sys
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -79,7 +80,7 @@ def build_corpus(torch_folder: Path) -> dict[str, list[bytes]]:
     return shuffle_documents(**documents)
 
 
-def to_tokens(documents: list[bytes]) -> np.ndarray:
+def to_tokens(documents: Sequence[bytes]) -> np.ndarray:
     """Return uint16 tokens: for each document the end-of-text token, then its bytes."""
     eot = np.array([EOT], dtype=np.uint16)
     parts = (part for document in documents for part in (eot, np.frombuffer(document, dtype=np.uint8)))

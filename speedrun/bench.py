@@ -34,6 +34,7 @@ from torch.profiler import ProfilerActivity, record_function
 import train_gpt
 from data.shards import write_shard
 from speedrun import cards, mini, roofline  # noqa: F401  (mini is a preset of its own)
+from speedrun.logs import markdown
 from train_gpt import Batch, Hyperparameters, Inputs, NgramTable, Plan, Ranks, Requests, Trainer, UserError
 
 Steps = Iterator[tuple[Plan, list[Inputs], Requests]]  # what `Trainer.train_step` takes
@@ -253,7 +254,7 @@ def table(document: dict) -> str:
     for name, found in document["figures"].items():
         spread = f"{shown(found['p10'])} to {shown(found['p90'])}" if found["n"] > 1 else ""
         rows.append([name, f"{shown(found['median'])} {found['unit']}", spread, str(found["n"])])
-    lines += ["", roofline.markdown("what|median|10th to 90th percentile|n", rows), ""]
+    lines += ["", markdown("what|median|10th to 90th percentile|n", rows), ""]
     parts, predicted = document["parts"], document["predicted"]
     if not any(parts.values()):
         return "\n".join([*lines, "Parts of a step are told apart by a GPU's kernels; profile.txt has operations."])
@@ -262,7 +263,7 @@ def table(document: dict) -> str:
         guesses = {stage: f" ({own[name]:.2f})" if name in own else "" for stage, own in predicted.items()}
         rows.append([name, *(f"{own.get(name, 0.0):.2f}{guesses[stage]}" for stage, own in parts.items())])
     rows.append(["all kernels", *(f"{sum(own.values()):.2f}" for own in parts.values())])
-    return "\n".join([*lines, roofline.markdown("|".join(["ms of a step by part (predicted)", *parts]), rows)])
+    return "\n".join([*lines, markdown("|".join(["ms of a step by part (predicted)", *parts]), rows)])
 
 
 def run(args: argparse.Namespace, flags: Sequence[str]) -> None:

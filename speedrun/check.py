@@ -231,9 +231,9 @@ def get(what: str, command: str, report: Report) -> bool:
 def make_mask(path: str, report: Report) -> None:
     """Make gpt2's mask of the last validation. A run goes on without it where the tokenizer cannot be had."""
     is_ours = Path(sys.prefix) == ROOT / ".venv" and not report.is_full  # nothing is added elsewhere
-    if is_ours and (missing := needs.missing("text")):
-        pip = [sys.executable, *"-m pip install --quiet --no-user --target= --prefix".split(), sys.prefix]
-        subprocess.run([*pip, *missing], stdout=sys.stderr)  # as in environment.sh
+    if is_ours and needs.missing("text"):
+        command = "source speedrun/environment.sh; find_python text"
+        subprocess.run(["bash", "-c", command, "check"], cwd=ROOT, env=os.environ | dict(PYTHON=sys.executable))
     if not get(f"no {path}", "data/gpt2_canonical.py", report):
         report.fact("the last validation goes without the mask, which costs 0.0017 of loss: see above", note=True)
 

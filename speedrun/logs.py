@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,12 @@ def shown(text: str, length: int = 60) -> str:
 def printable(text: str) -> str:
     """Replace control characters, such as the escape sequences of a terminal, but no line ends and tabs."""
     return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
+
+
+def markdown(head: str, rows: Iterable[Iterable[str]]) -> str:
+    """Return a table of Markdown; head has the columns' names, with | between them."""
+    names = head.split("|")
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows))
 
 
 class Line(NamedTuple):

@@ -12,7 +12,9 @@ from speedrun.counts import SYMBOLS, Counts
 from speedrun.model import Model, load_model
 from train_gpt import UserError, refusing
 
-SHARE = 0.01  # of all weight, that flows back to all parts alike with each token
+# Of all weight, that flows back to all parts alike with each token. Two counts mixed, of four texts (n = 1): 0.005
+# ended up to 0.008 bits per byte below 0.02, and 0.05 up to 0.016 above
+SHARE = 0.01
 
 
 class Mixture:
@@ -67,9 +69,9 @@ def load_mixture(path: Path, device: str) -> Mixture:
     """Load what `write_mixture` wrote, and the models beside it. Raise UserError if it is none."""
     with refusing(f"{path}: not a sound mixture"):
         parts = json.loads(path.read_text(encoding="utf-8"))
-        counts = Counts(np.load(path.with_name(parts["counts"])))
-        return Mixture([load_model(path.with_name(name), device) for name in parts["models"]], counts, parts["weights"])
-    raise AssertionError  # `refusing` raises
+        models = [load_model(path.with_name(name), device) for name in parts["models"]]
+        mixture = Mixture(models, Counts(np.load(path.with_name(parts["counts"]))), parts["weights"])
+    return mixture
 
 
 def find_model(path: Path | None, device: str) -> tuple[Path, Model | Mixture]:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data.pack_nano import to_tokens
 from speedrun import ROOT
 from speedrun.process import STOPS, end_with_parent
 
@@ -32,7 +33,7 @@ WHOLE, MOST_STEPS, MOST_PASSES, ROWS = 1000, 2000, 8, 262_144
 MODEL = ["--ngram_order", "3", "--ngram_rows", str(ROWS)]  # the track allows nano pairs alone
 READ_BEFORE = 8_000_000  # bytes of the training text that xz and PPMd read before: their time grows with them
 MOST_COUNTED = 5_000_000  # tokens of the training text: their tables take up to 1 GB
-PPMD_ORDERS = 4, 6, 8, 12, 16
+PPMD_ORDERS = 4, 6, 8, 12, 16  # the best stands for it
 # With one of these a run is the user's: what a pass is, what is validated, or where the results are
 SINGLE = "--num_iterations --run_id --log_dir --resume --preset --train_files --val_files --val_tokens --batch_tokens"
 SINGLE += " --vocab_size --eot_token"
@@ -107,11 +108,6 @@ def bits_per_byte(loss: float, text: Text) -> float:
     return loss * text.val_tokens / (text.val_tokens - ends) / math.log(2)
 
 
-def tokens_of(documents: Sequence[bytes]) -> np.ndarray:
-    """Return the tokens of documents, each behind an end of text."""
-    return np.concatenate([np.r_[256, np.frombuffer(document, np.uint8).astype(int)] for document in documents])
-
-
 def compressed(text: Text) -> dict[str, float]:
     """Return the bits that others take for a byte of the validation text, once they have read the training text."""
     train, val = b"".join(text.train)[:READ_BEFORE], b"".join(text.val)[: text.val_tokens]
@@ -123,7 +119,7 @@ def compressed(text: Text) -> dict[str, float]:
         for order in PPMD_ORDERS:
             ways[f"PPMd {order}"] = partial(pyppmd.compress, max_order=order, mem_size=2**28, variant="H")
     else:
-        say('PPMd is left out: pip install -e ".[text]" brings pyppmd')
+        say('PPMd is left out: pip install -e ".[own]" brings pyppmd')
     with ThreadPoolExecutor(2) as threads:
         sizes = threads.map(lambda way: len(way(train + val)) - len(way(train)), ways.values())
         bits = [8 * size / len(val) for size in sizes]
@@ -139,7 +135,7 @@ def mix(runs: Sequence[Path], text: Text) -> dict[str, float]:
     """
     from speedrun.mixture import Counts, Mixture, load_model, write_mixture  # torch takes seconds to load
 
-    tokens, val = tokens_of(text.train)[:MOST_COUNTED], tokens_of(text.val)[: text.val_tokens + 1].tolist()
+    tokens, val = to_tokens(text.train)[:MOST_COUNTED], to_tokens(text.val)[: text.val_tokens + 1].tolist()
     mixture = Mixture([load_model(run.with_suffix(".pt"), "cpu") for run in runs], Counts(tokens))
     length = mixture.cfg.val_seq_len
     sequences = [val[start : start + length + 1] for start in range(0, text.val_tokens, length)]

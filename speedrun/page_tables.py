@@ -6,7 +6,7 @@ import json
 import torch
 
 from speedrun import cards, check, roofline
-from speedrun.roofline import markdown
+from speedrun.logs import markdown
 from train_gpt import GPT, GPT2, PRESETS, num_tokens, resolve
 
 CUDA_MIB = 500  # of a card's memory that CUDA takes, assumed

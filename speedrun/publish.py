@@ -4,11 +4,11 @@ import datetime
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from speedrun import store
-from speedrun.logs import Log, ToolError, printable, read_json, read_text
+from speedrun.logs import Log, ToolError, markdown, printable, read_json, read_text
 from speedrun.proof import Sample, Script, interval, read_race
 from speedrun.rules import ONE_CARD, record_race, require_one_experiment, sha256_of
 from speedrun.store import CARD, OLDER, PAGE, RACE, RUNS, SCRIPT, TRACKS, name_of
@@ -108,12 +108,6 @@ def row(folder: Path, own: list[Log], ratio: str, product: float | None) -> list
     hardware = "; ".join(sorted({log.hardware or "not stated" for log in own}))
     what = store.read_card(folder).what
     return [link(folder), cell(what), *figures.split("|"), f"{peak:,}" if peak else "", cell(hardware)]
-
-
-def markdown(head: str, rows: Iterable[Iterable[str]]) -> str:
-    names = head.split("|")
-    lines = [names, ["---"] * len(names), *rows]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
 def leaderboards(root: Path) -> str:

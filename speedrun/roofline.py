@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from speedrun.cards import H100 as CARD
+from speedrun.logs import markdown
 
 DOCUMENT = 690  # tokens of a document on average: FineWeb's sample of 10.2 billion in 14.9 million documents
 
@@ -170,8 +171,3 @@ def table(found: dict, measured: dict[str, dict[str, float]]) -> str:
         rows += [[name, *(cells[i] for i in shown), f"{run:.1f}"]] if run else []
     rows.append(["launches", *(f"{found['predicted'][i]['launches']:g}" for i in shown), ""])
     return markdown(f"ms of a step (as measured), from step|{'|'.join(firsts[i] for i in shown)}|run, s", rows)
-
-
-def markdown(head: str, rows: list[list[str]]) -> str:
-    names = head.split("|")
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows))

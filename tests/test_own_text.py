@@ -12,6 +12,7 @@ import pytest
 
 import train_gpt
 from conftest import SMALL
+from data.pack_nano import to_tokens
 from data.shards import write_shard
 from speedrun import ROOT, own_text
 from speedrun.own_text import Text
@@ -50,7 +51,7 @@ def test_a_mixture_is_scored_on_exactly_the_validation_of_the_runs(corpus, tmp_p
         288,
     )
     for name, documents in dict(train=text.train, val=text.val).items():
-        write_shard(tmp_path / f"{name}.bin", own_text.tokens_of(documents))
+        write_shard(tmp_path / f"{name}.bin", to_tokens(documents))
     files = f"--train_files {tmp_path}/train.bin --val_files {tmp_path}/val.bin --log_dir {tmp_path} --run_id r"
     result = train_gpt.main([*SMALL, *files.split(), "--dtype=float64", "--save_checkpoint", "--vocab_size=320"])
     found = own_text.mix([tmp_path / "r"], text)
