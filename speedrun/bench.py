@@ -156,7 +156,7 @@ def phase_of(op) -> str:
 
 
 def profile(trainer: Trainer, steps: Steps) -> tuple[str, dict[str, dict]]:
-    """Return the operations of a cycle of steps that take longest, as text.
+    """Return the operations of a cycle of steps, the longest first, as text.
 
     On CUDA also ms and launches of a step by kernel: Triton's by name, products by shape, others by operation.
     """
@@ -183,7 +183,7 @@ def profile(trainer: Trainer, steps: Steps) -> tuple[str, dict[str, dict]]:
         if ms > 0.002:
             found[name]["ms"] += ms
     order = "self_device_time_total" if on_cuda else "self_cpu_time_total"
-    told = profiler.key_averages().table(sort_by=order, row_limit=20)
+    told = profiler.key_averages().table(sort_by=order, row_limit=-1)
     return told, dict(sorted(found.items(), key=lambda item: -item[1]["ms"]))
 
 
