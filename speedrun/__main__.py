@@ -22,6 +22,7 @@ MODULES = dict(
     describe="Print what flags and tables mean: layers, groups of parameters, every step.",
     evaluate="Score a model on any text: bits per byte.",
     bench="Time the parts of a step of train_gpt.py on this machine.",
+    view="Show runs as one page: losses, plans, settings, a text coloured by bits.",
     mini="Train gpt2 in small, on a CPU, as tests do.",
     lower="Lower train_gpt.py for GPUs that are not here: graph breaks, memory, spills, predicted times.",
 )

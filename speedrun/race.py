@@ -92,6 +92,8 @@ def in_turn(plan: Race, copies: Sequence[Copy], folder: Path) -> Race:
         print(f"{run_id}: val_loss {run.val_loss:.4f}, {run.train_time:.0f} ms; {rest}", file=sys.stderr, flush=True)
     race.comparisons = [found for _, found in race.compared()]
     race.write(path)
+    logs = " ".join(f"{folder / race.run_id(race.runs[-1].seed, i)}.txt" for i in range(len(race.scripts)))
+    print(f"the last round as a page: python -m speedrun view {logs}", file=sys.stderr)
     return race
 
 

@@ -1,0 +1,80 @@
+"""speedrun view: one page with a run's figures, settings and text, whose bits are the model's loss."""
+
+import html
+import math
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt
+from data.shards import write_shard
+from speedrun import view
+from speedrun.__main__ import main
+from speedrun.mixture import load_mixture, write_mixture
+from speedrun.model import load_model
+from synthetic_logs import log_text
+
+SPAN = re.compile(r'<span class="b(\d)"(?: tabindex="0")? title="([^"]*)">([^<]*)</span>')
+
+
+@pytest.fixture
+def page(flags, corpus, tmp_path) -> tuple[str, dict, bytes]:
+    """Train a small model, and return its page, its result, and the tokens that it validated on."""
+    text = "if a < b & '\"' in \"</pre><script>\":\n    é = '😀'\n".encode() * 9
+    write_shard(tmp_path / "val.bin", tokens := np.array([256, *text[:288]]))
+    result = train_gpt.main([*flags, f"--val_files={tmp_path}/val.bin", "--muon_lr=0.05", "--run_id=<b>"])
+    assert main(["view", result["log"]]) == 0
+    return (tmp_path / "logs" / "<b>.html").read_text(), result, bytes(tokens[1:].tolist())
+
+
+def test_a_page_has_the_figures_of_a_run_and_each_token_with_its_bits(page):
+    text, result, tokens = page
+    assert f"<td>{result['val_loss']:.4f}</td>" in text
+    assert re.search(r'<th scope="row">muon_lr</th><td>0.075</td><td>0.05</td>', text)
+    assert (text.count("<svg"), "<b>" in html.unescape(text)) == (4, True), "two of validation, training, plan"
+    found = [[html.unescape(part) for part in span] for span in SPAN.findall(text.partition("data-walk")[2])]
+    assert "".join(part for *_, part in found).replace("↵", "") == tokens.decode("utf-8", "replace")
+    bits = [float(line.rpartition(" bits;")[0].split()[-1]) for _, told, _ in found for line in told.splitlines()]
+    model, read = load_model(Path(result["log"]).with_suffix(".pt"), "cpu"), [256, *tokens]
+    losses = torch.cat([model.losses(read[begin : begin + 97]) for begin in (0, 96, 192)])  # sequences of the run
+    assert bits == pytest.approx((losses / math.log(2)).tolist(), abs=0.006)
+    assert re.search(r"^'<': \d+\.\d\d bits; expected '.+' \d+%, '.+' \d+%, '.+' \d+%$", found[5][1])
+    assert not re.search(r"</pre><script>|(src|href)=.http|url\(.?http", text)
+
+
+def test_a_mixture_expects_what_it_scores(model):
+    path, text = model.with_suffix(".mixture"), [256, *b"a text, a text, a text"]
+    write_mixture(path, [model.with_suffix("")], np.array(text), np.array([0.5, 0.5]))
+    expected = torch.stack([*view.expected(load_mixture(path, "cpu"), text)])
+    assert expected.sum(1).numpy() == pytest.approx(1, abs=1e-6)
+    torch.testing.assert_close(-expected[range(22), text[1:]].log(), load_mixture(path, "cpu").losses(text))
+
+
+def test_runs_are_compared_and_those_of_other_scripts_get_no_plans(tmp_path, capsys):
+    paths = [tmp_path / f"{name}.txt" for name in "ab"]
+    for i, path in enumerate(paths):
+        path.write_text(log_text(seed=i))
+    paths[0].with_suffix(".pt").touch()
+    assert main(["view", *map(str, paths), "-o", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    assert '<th scope="row">seed</th><td>null</td><td>0</td><td>1</td>' in text
+    assert (text.count("<svg"), "record " in text, "a.pt: is no model, or damaged" in text) == (3, True, True)
+    for name, message in {"none.txt": "none.txt", "cut.txt": "not a log, or cut short"}.items():
+        (tmp_path / "cut.txt").write_text(log_text()[:50])
+        code, (out, err) = main(["view", str(tmp_path / name)]), capsys.readouterr()
+        assert (code, err.count("\n"), message in err) == (2, 1, True), (out, err)
+
+
+@pytest.mark.slow
+def test_a_browser_shows_it_without_errors(page, tmp_path):
+    if not (browser := shutil.which("chromium") or shutil.which("chromium-browser")):
+        pytest.skip("there is no chromium")
+    flags = "--headless --no-sandbox --enable-logging=stderr --virtual-time-budget=2000 --dump-dom".split()
+    command = [browser, *flags, (tmp_path / "logs" / "<b>.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ("CONSOLE" in done.stderr, "↵" in done.stdout) == (False, True), done.stderr
