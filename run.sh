@@ -4,6 +4,7 @@
 #   ./run.sh                                            gpt2, the record configuration, on GPUs; nano elsewhere
 #   ./run.sh --preset nano --num_iterations 300         any flags; --help lists them
 #   ./run.sh --check                                    only the checks, with any flags, and all that they find
+#   ./run.sh --check --card H100                        what gpt2 would take on one such card
 #   NPROC=2 ./run.sh                                    two processes instead of as many as fit
 #   PYTHON=python3.12 ./run.sh                          this Python, or an environment made with it
 #   SCRIPT=records/TRACK/NAME/train_gpt.py ./run.sh     another script, with flags of its own

@@ -33,6 +33,11 @@ CARDS = {card.name: card for card in (H200, H100, A100, A100_40GB, RTX_4090)}
 # ended at 3.2769 (n = 8) with all rows; that fewer cost it as much is assumed
 DOSES = {84_602_880: 3.2791, 21_150_720: 3.2844, 377_280: 3.3150}
 POINTER_LOSS = 3.2769
+# Measured on one H100 with 16 cores: compiling a training's seven graphs, beside two others that compiled, too; and all
+# steps of it with an eighth of the tokens
+COMPILE_MINUTES, EIGHTH_SECONDS = 9, 45.7
+CUDA_MIB = 500  # of a card's memory that CUDA takes, assumed
+PRICE = 3.0  # dollars for an hour of one card, assumed
 PREDICTED = Path(__file__).with_name("h100.json")  # made by `python -m speedrun lower --arch 90 89 80 --update`
 
 

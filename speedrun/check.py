@@ -2,6 +2,7 @@
 
     python -m speedrun check [flags of train_gpt.py]    what run.sh does before it trains (speedrun/launch.py)
     ./run.sh --check [flags of train_gpt.py]            only the checks, with all that they find
+    ./run.sh --check --card H100 [--price 2.5]          what gpt2 would take on one card that need not be here
 
 Exit codes: 0 ready, 2 something has to be mended first (a line for each thing), 130 interrupted. When ready, the last
 line of stdout is the number of processes to start, NPROC or as many as there are GPUs and divide a step's sequences.
@@ -28,6 +29,7 @@ with needs.packages():
     import torch
 
     import train_gpt
+    from speedrun.model import run
     from train_gpt import GPT, PRESETS, Hyperparameters, NgramTable, Ranks, UserError
 
 NO_GPU = "there is no NVIDIA GPU"
@@ -172,6 +174,13 @@ def fit(cfg: Hyperparameters, gpu: Gpu, processes: int, free_to=()) -> tuple[Hyp
     return cfg, need
 
 
+def fit_one(card: cards.Card) -> tuple[Hyperparameters, float]:
+    """Return gpt2 as it fits on one such card, and the GiB that it needs."""
+    gpu = Gpu(card.name, divmod(card.arch, 10), (card.memory_mib - cards.CUDA_MIB) * 2**20)
+    cfg, need = fit(dataclasses.replace(PRESETS["gpt2"], dtype="bfloat16"), gpu, 1, {"ngram_rows", "cuda_graphs"})
+    return cfg, max(need.values()) / 2**30
+
+
 def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: Report, free_to=()) -> list[str]:
     """Return the flags, of fields that may change, with which all fits, or report that nothing does."""
     least = Gpu("", min(gpu.capability for gpu in gpus), min(gpu.free for gpu in gpus))
@@ -200,6 +209,11 @@ def check_memory(cfg: Hyperparameters, gpus: list[Gpu], processes: int, report: 
     return flags
 
 
+def shards_of(cfg: Hyperparameters) -> int:
+    """Return how many training shards of FineWeb a run needs."""
+    return math.ceil(PACKING * train_gpt.num_tokens(cfg.num_iterations, cfg) / 10**8)
+
+
 def data_problem(cfg: Hyperparameters) -> tuple[str, str]:
     """Return what is wrong with the shards, as the script says it, and the command that gets them, if there is one."""
     try:
@@ -209,7 +223,7 @@ def data_problem(cfg: Hyperparameters) -> tuple[str, str]:
     except UserError as error:
         problem = reason(error)
     gpt2, nano = ((PRESETS[name].train_files, PRESETS[name].val_files) for name in ("gpt2", "nano"))
-    shards = math.ceil(PACKING * train_gpt.num_tokens(cfg.num_iterations, cfg) / 10**8)
+    shards = shards_of(cfg)
     commands = dict.fromkeys(gpt2, f"data/cached_fineweb10B.py {shards}") | dict.fromkeys(nano, "data/pack_nano.py")
     for files in {cfg.train_files, cfg.val_files} & commands.keys():
         paths = glob.glob(files, recursive=True)
@@ -285,6 +299,30 @@ def examine(argv: list[str], report: Report) -> list[str]:
     return [str(processes), *flags]
 
 
+def quote(argv: Sequence[str] | None) -> None:
+    """Say what a training of gpt2 would take on one card that need not be here."""
+    parser = train_gpt.FlagParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--card", required=True)
+    parser.add_argument("--price", type=float, default=cards.PRICE)
+    args = parser.parse_args(argv)
+    found = [card for card in cards.CARDS.values() if args.card.lower() in card.name.lower()]
+    if len(found) != 1:
+        raise UserError(f"--card {args.card}: is in {len(found)} of these names, expected 1: {', '.join(cards.CARDS)}")
+    card, (cfg, gib), (_, minutes, pairs) = found[0], fit_one(found[0]), cards.costs(found[0])
+    compiling, eighth = cards.COMPILE_MINUTES, cards.run_seconds(card, 1, sequences=1)
+    data, mask = 0.2 * (shards_of(cfg) + 1), cfg.padded_vocab**2 / 8e9
+    print(f"""card: one {card.name}, which need not be here; estimated where it does not say measured
+image: Linux, driver 580 or newer (525 with torch's wheels for CUDA 12.6), Python 3.11 to 3.13, gcc; or runs/Dockerfile
+disk: {data:.1f} GB of FineWeb, {mask:.1f} of the mask, and torch {VERSION} with CUDA, whose size nobody measured
+memory: {gib:.0f} GiB of the card with --ngram_rows {cfg.ngram_rows}; the host's was not measured
+commands: ./run.sh --check; ./test.sh -m gpu; ./run.sh --batch_tokens 16384; ./run.sh
+time: {compiling} minutes to compile (measured on an H100, 16 cores), {minutes:.1f} to train
+loss: {cards.loss_of(cfg.ngram_rows):.3f}, by public runs
+an eighth: --batch_tokens 16384: {eighth:.0f} s (H100, measured: {cards.EIGHTH_SECONDS}); 8 pairs: {pairs:.0f} minutes
+price: ${(compiling + minutes) / 60 * args.price:.2f} at ${args.price:g} an hour (--price), without downloads""")
+
+
 def prepare(argv: list[str], report: Report) -> tuple[int, list[str]]:
     """Return the exit code, and what `examine` does. Print the problems that it finds."""
     found = [""]
@@ -301,6 +339,8 @@ def prepare(argv: list[str], report: Report) -> tuple[int, list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
+    if any(flag.startswith("--card") for flag in argv):
+        return run("check", quote, argv)
     report = Report("--check" in argv)
     code, found = prepare([flag for flag in argv if flag != "--check"], report)
     if not code:

@@ -7,9 +7,8 @@ import torch
 
 from speedrun import cards, check, roofline
 from speedrun.logs import markdown
-from train_gpt import GPT, GPT2, PRESETS, num_tokens, resolve
+from train_gpt import GPT, PRESETS, num_tokens, resolve
 
-CUDA_MIB = 500  # of a card's memory that CUDA takes, assumed
 MEASURED = cards.PREDICTED.with_name("h100_measured.json")
 
 
@@ -39,10 +38,9 @@ def one_card() -> str:
     """Return what fits on one card of each kind, and how long it takes."""
     rows = []
     for card in cards.CARDS.values():
-        gpu = check.Gpu(card.name, divmod(card.arch, 10), (card.memory_mib - CUDA_MIB) * 2**20)
-        cfg, need = check.fit(dataclasses.replace(GPT2, dtype="bfloat16"), gpu, 1, {"ngram_rows", "cuda_graphs"})
+        cfg, gib = check.fit_one(card)
         (least, most), minutes, pairs = cards.costs(card)
-        name, gib, loss = card.name.removeprefix("NVIDIA "), max(need.values()) / 2**30, cards.loss_of(cfg.ngram_rows)
+        name, loss = card.name.removeprefix("NVIDIA "), cards.loss_of(cfg.ngram_rows)
         row = f"{name}|{cfg.ngram_rows:,}|{gib:.0f}|{least:,.0f} to {most:,.0f}|{minutes:.1f}|{loss:.3f}|{pairs:.0f}"
         rows.append(row.split("|"))
     return markdown("one|rows of n-grams|GiB|ms a step|minutes, 1,050 steps|loss|minutes, 8 pairs of an idea", rows)

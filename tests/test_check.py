@@ -120,6 +120,21 @@ def test_machines_with_gpus(machine, outcome, tmp_path, monkeypatch, gpus, expec
 
 
 @pytest.mark.published
+def test_a_card_that_is_not_here_has_the_figures_of_the_page(capsys):
+    for card in cards.CARDS.values():
+        assert check.main(["--check", "--card", card.name, "--price", "60"]) == 0
+        told = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+        row = next(line for line in PAGE.splitlines() if line.startswith(f"| {card.name.removeprefix('NVIDIA ')} |"))
+        _, rows, gib, _, _, loss, pairs = row.strip("| ").split(" | ")
+        assert told["memory"].startswith(f"{gib} GiB of the card with --ngram_rows {rows.replace(',', '')};")
+        assert (told["loss"][:5], told["an eighth"].endswith(f"8 pairs: {pairs} minutes")) == (loss, True)
+        minutes = cards.costs(card)[1] + cards.COMPILE_MINUTES
+        assert float(told["price"].split()[0][1:]) == pytest.approx(minutes, abs=0.01)
+    assert check.main(["--check", "--card", "A100"]) == 2
+    assert "--card A100: is in 2 of these names, expected 1: NVIDIA H200, " in capsys.readouterr().err
+
+
+@pytest.mark.published
 @pytest.mark.parametrize("name", page_tables.TABLES)
 def test_a_table_of_the_page_is_what_is_predicted(name):
     """Else: python -m speedrun table. Rows that fit, GiB, times and losses of cards are seen here alone."""

@@ -51,7 +51,7 @@ def test_a_command_of_the_pages_is_understood(monkeypatch, text: str):
     if program == "torchrun":
         argv = [*itertools.dropwhile(lambda word: word.startswith("--"), argv)]
     elif program != "python":
-        argv.insert(0, "train_gpt.py")
+        argv[:0] = ["-m", "speedrun.check"] if "--card" in argv else ["train_gpt.py"]
     if argv[0].startswith("data/"):
         argv[:1] = "-m", argv[0].removesuffix(".py").replace("/", ".")
     is_module, parse = argv[0] == "-m", argparse.ArgumentParser.parse_args
