@@ -1,8 +1,9 @@
-"""What the pages say holds: commands, files, links and the worked changes."""
+"""What the pages say holds: commands, files, links, the worked changes, and the notebook."""
 
 import argparse
 import importlib.util
 import itertools
+import json
 import re
 import runpy
 import shlex
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 
 import train_gpt
@@ -105,3 +107,17 @@ def test_changes_of_the_page_apply_and_train_something_else(tmp_path, corpus):
         assert applied.returncode == 0, "train_gpt.py has changed where docs/change.md changes it: update the page"
         losses = train(tmp_path / "train_gpt.py", corpus, tmp_path / str(i))
         assert (losses != before, all(0 < loss < 20 for loss in losses)) == (True, True)  # and so not NaN
+
+
+@pytest.mark.slow
+def test_the_notebook_clones_trains_races_and_draws(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHON", sys.executable)
+    cells = json.loads((ROOT / "notebooks" / "train_gpt.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    (tmp_path / "notebook.py").write_text(code.replace("https://github.com/OWNER/train_gpt", str(ROOT)))
+    plt.switch_backend("agg")
+    runpy.run_path("notebook.py")
+    told, changed = capsys.readouterr().out, (tmp_path / "train_gpt" / "my.py").read_text()
+    assert ("target 1.45 reached" in told, "n=3 pairs" in told, "muon_lr=0.15" in changed) == (True, True, True)
+    assert len(plt.gca().lines) == 6
