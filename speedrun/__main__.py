@@ -20,6 +20,7 @@ from speedrun.needs import PYTHON
 MODULES = dict(
     check="Look at machine, data and flags before a training, and get the data; run.sh does it.",
     describe="Print what flags and tables mean: layers, groups of parameters, every step.",
+    texts="Hold own texts' training against PPMd, xz and a plain GPT; draw the figures.",
     evaluate="Score a model on any text: bits per byte.",
     bench="Time the parts of a step of train_gpt.py on this machine.",
     mini="Train gpt2 in small, on a CPU, as tests do.",
