@@ -15,5 +15,5 @@ if [[ " $* " == *" -m gpu "* ]]; then # where there may be no network, and no ne
     find_python pytest
     exec "$python" -m pytest tests/test_gpu.py "$@"
 fi
-find_python dev race text own
+find_python dev race text own site
 exec "$python" -m pytest --numprocesses 2 --dist worksteal "$@"
