@@ -6,12 +6,12 @@
     python data/pack_text.py corpus.jsonl --field text               # a text on each line, as JSON
     python data/pack_text.py corpus.txt --separator '<|endoftext|>'  # texts with this between them
 
-The last line of output is the command that trains on the shards. For bytes --train chooses the steps, trains on while
-validation falls, mixes the models with counts, and shows bits per byte, a sample and a picture; with your own steps,
-data, run id or checkpoint it trains once. Files are UTF-8, or UTF-16 with a byte order mark. Texts are cut at blank
-lines into documents of 256 to 2,048 bytes, or for gpt2 of 8 to 16 KiB and at most 2,048 tokens; equal ones count once.
-A tenth of the bytes is for validation: whole texts, or documents where a text has more than half of that. Memory has to
-hold the text three times.
+The last line of output is the command that trains on the shards. For bytes --train takes --seconds, trains models of
+several lengths, mixes them with counts, and shows bits per byte, a sample and a picture; with your own steps, data, run
+id or checkpoint it trains once. Files are UTF-8, or UTF-16 with a byte order mark. Texts are cut at blank lines, or
+else at line ends, into documents of 256 to 2,048 bytes, or for gpt2 of 8 to 16 KiB and at most 2,048 tokens; equal ones
+count once. A tenth of the bytes is for validation: whole texts, or the ends of those that have more than half of that.
+Memory has to hold the text three times.
 Exit codes: 0 packed, 2 something has to be fixed first, 130 interrupted: older shards are as they were; or run.sh's.
 """
 
@@ -19,14 +19,16 @@ import argparse
 import glob
 import hashlib
 import json
+import math
 import os
 import shlex
 import sys
 import tempfile
+import time
 from collections import Counter, defaultdict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain, compress
 from pathlib import Path
 
 import numpy as np
@@ -114,11 +116,12 @@ def split_file(name: str, text: str, separator: str, field: str) -> list[str]:
 
 
 def cut_documents(text: bytes, tokenizer: Tokenizer) -> Iterator[bytes]:
-    """Cut a text into documents, without a character of UTF-8 cut in two."""
+    """Cut a text into documents: where none may end at a blank line, at the end of a line or else of a character."""
     for document in join_pieces(text, tokenizer.min_bytes):
         start = 0
         while len(document) > (end := start + tokenizer.max_bytes):
             end = next((i for i in range(end, end - 4, -1) if document[i] & 0xC0 != 0x80), end)  # one begins there
+            end = document.rfind(b"\n", start + tokenizer.min_bytes, end) + 1 or end
             yield document[start:end]
             start = end
         yield document[start:]
@@ -145,21 +148,42 @@ def read_documents(files: dict[Path, str], args: argparse.Namespace) -> dict[str
     return split_texts([*texts.values()], args.val_fraction, TOKENIZERS[args.tokenizer].val_seq_len)
 
 
+def without_end(documents: list[bytes], share: float) -> int:
+    """Return how many documents remain if the last ones, at least this share of the bytes, are taken away."""
+    left = (1 - share) * sum(map(len, documents))
+    return sum(end <= left for end in accumulate(map(len, documents)))
+
+
 def split_texts(texts: list[tuple[bytes, list[bytes]]], fraction: float, least: int) -> dict[str, list[bytes]]:
-    """Give validation a fraction of the bytes, or a sequence: whole texts, or documents if texts are large or alike."""
+    """Give validation a fraction of the bytes, or a sequence: whole texts, or the ends of large texts.
+
+    So it does not lie between what is trained on. If texts are alike, they are one large text.
+    """
     times = Counter(chain.from_iterable({*documents} for _, documents in texts))
     total = sum(map(len, times))
     if equal := sum(len(document) for _, documents in texts for document in documents) - total:
         note(f"{equal:,} bytes are in documents that are equal to others: each counts once")
     wanted = max(fraction * total, min(least + 1, total / 4))
     sizes = [sum(len(document) for document in documents if times[document] == 1) for _, documents in texts]
-    if max(sizes, default=0) > wanted / 2 or sum(sizes) < max(wanted, total / 2):
-        texts, sizes = [(document, [document]) for document in times], [*map(len, times)]
-    train, val, begin = list[bytes](), list[bytes](), 0
-    order = sorted(zip(texts, sizes, strict=True), key=lambda part: hashlib.sha1(part[0][0]).digest())
-    for (_, documents), size in order:
-        (val if begin < wanted else train).extend(documents)
-        begin += size
+    if sum(sizes) < max(wanted, total / 2):
+        texts, sizes = [(b"all texts", [*times])], [total]
+    train, val = list[bytes](), list[bytes]()
+    if max(sizes, default=0) > wanted / 2:
+        large = [size > wanted / 2 for size in sizes]
+        share = wanted / sum(compress(sizes, large))
+        names = [os.fsdecode(name) for name, _ in compress(texts, large)]
+        note(f"validation: the last {min(share, 1):.0%} of {', '.join(names[:3])}{' ...' * (len(names) > 3)}")
+        for (_, documents), is_large in zip(texts, large, strict=True):
+            end = without_end(documents, share * is_large)
+            train += documents[:end]
+            val += documents[end:]
+    else:
+        begin = 0
+        order = sorted(zip(texts, sizes, strict=True), key=lambda part: hashlib.sha1(part[0][0]).digest())
+        for (_, documents), size in order:
+            (val if begin < wanted else train).extend(documents)
+            begin += size
+        note("validation: whole texts, chosen by a hash of their names")
     return shuffle_documents(train, val)
 
 
@@ -199,6 +223,8 @@ def fit(tokenizer: Tokenizer, train: int, val: int, own: Sequence[str] = ()) -> 
 def pack(args: argparse.Namespace) -> tuple[list[str], own_text.Text]:
     """Write the shards. Return the flags of a run, and what is in them."""
     tokenizer, is_bytes = TOKENIZERS[args.tokenizer], args.tokenizer == "bytes"
+    if args.seconds is not None and not 15 <= args.seconds < math.inf:
+        raise RuntimeError(f"--seconds {args.seconds}: expected 15 or more")
     if not 0 <= args.val_fraction < 1:  # nor is NaN
         raise RuntimeError(f"--val_fraction {args.val_fraction}: expected a number from 0 to less than 1")
     files = find_files(args.inputs, {f".{end.strip(' .').lower()}" if end else "" for end in args.ext.split(",")})
@@ -207,7 +233,8 @@ def pack(args: argparse.Namespace) -> tuple[list[str], own_text.Text]:
     if old and args.out.resolve() != OWN:
         raise RuntimeError(f"{min(old)} is there already: remove the {len(old)} shards, or choose another --out")
     documents, sizes = read_documents(files, args), Counter[str]()
-    times = own_text.passes_of(sum(1 + len(d) for d in documents["train"])) if args.train and is_bytes else 1
+    size = sum(1 + len(document) for document in documents["train"])
+    times = own_text.passes_of(size, args.seconds or own_text.seconds_of(size)) if args.train and is_bytes else 1
     with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as folder:
         for split, texts in documents.items():
             count = times if split == "train" else 1  # each time in another order
@@ -228,7 +255,7 @@ def pack(args: argparse.Namespace) -> tuple[list[str], own_text.Text]:
     for split, texts in documents.items():
         print(f"{args.out}: {split}: {len(texts):,} documents, {sizes[split]:,} tokens")
         flags += [f"--{split}_files", f"{out}/{split}_*.bin"]
-    return flags, own_text.Text(documents["train"], documents["val"], sizes["train"], scored)
+    return flags, own_text.Text(documents["train"], documents["val"], sizes["train"], scored, times)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -242,10 +269,13 @@ def main(argv: list[str] | None = None) -> None:
     add("--separator", default="", help="text between texts of a file, such as '<|endoftext|>'")
     add("--field", default="text", help="that holds the text of a line of .jsonl and .ndjson [%(default)s]")
     add("--ext", default=EXTENSIONS, help="files to take from folders; --ext '' those without an ending [%(default)s]")
+    told = "that --train takes in all, from 15 on [10 + 90 sqrt(MB of text), at most 100]"
+    add("--seconds", type=float, help=told)
     add("--train", action="store_true", help="then train on the shards; after -- with other flags of train_gpt.py")
     argv = sys.argv[1:] if argv is None else argv
     end = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:end], argparse.Namespace(flags=argv[end + 1 :]))
+    began = time.monotonic()
     try:
         with held(args.out, "another pack_text.py packs or trains there: choose another --out"):
             flags, text = pack(args)
@@ -254,8 +284,9 @@ def main(argv: list[str] | None = None) -> None:
             if args.train and (theirs or args.tokenizer != "bytes"):  # with this Python: run.sh makes no environment
                 os.execve(ROOT / "run.sh", ["./run.sh", *flags, *args.flags], os.environ | {"PYTHON": sys.executable})
             elif args.train:
-                own_text.say(*own_text.why(text, args.flags))
-                sys.exit(own_text.train(flags, args.flags, text))
+                seconds = args.seconds or own_text.seconds_of(text.tokens)
+                own_text.say(*own_text.why(text, seconds, args.flags))
+                sys.exit(own_text.train(flags, args.flags, text, began, began + seconds))
     except (OSError, RuntimeError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:

@@ -20,6 +20,7 @@ from speedrun.needs import PYTHON
 MODULES = dict(
     check="Look at machine, data and flags before a training, and get the data; run.sh does it.",
     describe="Print what flags and tables mean: layers, groups of parameters, every step.",
+    texts="Hold own texts' training against PPMd, xz and a plain GPT; draw the figures.",
     evaluate="Score a model on any text: bits per byte.",
     bench="Time the parts of a step of train_gpt.py on this machine.",
     view="Show runs as one page: losses, plans, settings, a text coloured by bits.",
@@ -120,6 +121,13 @@ def command_plot(args: argparse.Namespace) -> Outcome:
     return str(path), 0
 
 
+def command_site(args: argparse.Namespace) -> Outcome:
+    """Write the line of records as pages, which open without a server."""
+    from speedrun import site
+
+    return f"{site.write_site(args.root, args.output)} files: open {args.output / 'index.html'}", 0
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m speedrun", description=__doc__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -160,6 +168,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = command(command_plot)
     add("records", metavar="RECORD", nargs="*", help="(default: all ranked records, and the plain GPT)")
     add("-o", "--output", type=Path, metavar="FILE", help="in the format of its ending (default: curves.png)")
+    add = command(command_site)
+    add("-o", "--output", type=Path, metavar="FOLDER", default=Path("site"), help="(default: %(default)s)")
     return parser
 
 

@@ -66,6 +66,8 @@ def evaluate(argv: Sequence[str] | None) -> None:
     told |= dict(canon_file=model.cfg.canon_file, texts={})
     encode, _ = tokenizer(model.cfg)
     for name, text in texts.items():
+        if isinstance(model, Mixture):
+            model.begin()
         nats, size = losses(model, encode(text), length, name), len(text.encode())
         bits = nats.sum().item() / math.log(2) / size
         told["texts"][name] = dict(bytes=size, tokens=len(nats), bits_per_byte=bits, loss=nats.mean().item())

@@ -103,14 +103,17 @@ class Model:
         return self.logits(self.features(tokens), read, torch.tensor([len(tokens) - 1], device=self.device))[0]
 
     @torch.inference_mode()
+    def predictions(self, tokens: Sequence[int]) -> Iterator[Tensor]:
+        """Yield the logits (n, vocab_size) of what follows the first n tokens, the next n and so on, but the last."""
+        x, read = self.features(tokens), torch.tensor(tokens, device=self.device)
+        for places in torch.arange(len(tokens) - 1, device=self.device).split(SLICE):
+            yield self.logits(x, read, places)
+
     def losses(self, tokens: Sequence[int]) -> Tensor:
         """Return the loss (n - 1,) in nats of each token of a sequence but the first."""
-        x, read = self.features(tokens), torch.tensor(tokens, device=self.device)
-        parts = []
-        for places in torch.arange(len(tokens) - 1, device=self.device).split(SLICE):
-            logits = self.logits(x, read, places).double()
-            parts.append(F.cross_entropy(logits, read[places + 1], reduction="none").cpu())
-        found = torch.cat(parts)
+        targets = torch.tensor(tokens[1:], device=self.device).split(SLICE)
+        both = zip(self.predictions(tokens), targets, strict=True)
+        found = torch.cat([F.cross_entropy(z.double(), target, reduction="none").cpu() for z, target in both])
         if not found.isfinite().all():
             raise UserError("the model's losses are not finite: its training diverged")
         return found

@@ -1,5 +1,11 @@
-"""Train nano on a text that pack_text.py packed as bytes: for as long as it pays, and show what came of it."""
+"""Train nano on a text that pack_text.py packed as bytes: in the seconds that are given. Show what came of it.
 
+A short run says how fast this machine is. Then come runs that each read twice as much as the one before, so that all
+end in time: models of different lengths err at different places, and are mixed. A run whose loss is above that of the
+run before, at half the way of both or at the end, is the last one.
+"""
+
+import contextlib
 import importlib.util
 import json
 import lzma
@@ -7,11 +13,14 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, islice
@@ -19,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from data.pack_nano import to_tokens
 from speedrun import ROOT
@@ -26,14 +36,21 @@ from speedrun.process import STOPS, end_with_parent
 
 LOGS = ROOT / "logs"
 STEP = 2048  # tokens
-# Up to so many steps a text is read whole, and again as long as that helps; of larger ones a part is read, whose size
-# grows with the root of theirs. Rows for pairs and triples of bytes: half and twice as many ended alike on 500 kB of
-# prose, and eight times as many on 5 MB (n = 1)
-WHOLE, MOST_STEPS, MOST_PASSES, ROWS = 1000, 2000, 8, 262_144
+# Up to so many steps a text is read whole by a run with flags of one's own; of larger ones a part is read, whose size
+# grows with the root of theirs
+WHOLE = 1000
+MOST_RUNS, MOST_PASSES = 4, 8  # beyond the short run
+READ_FASTEST = 200_000  # tokens in a second: more than any CPU
+# Rows for pairs and triples of bytes: half and twice as many ended alike on 500 kB of prose, and eight times as many on
+# 5 MB (n = 1)
+ROWS = 262_144
 MODEL = ["--ngram_order", "3", "--ngram_rows", str(ROWS)]  # the track allows nano pairs alone
 READ_BEFORE = 8_000_000  # bytes of the training text that xz and PPMd read before: their time grows with them
 MOST_COUNTED = 5_000_000  # tokens of the training text: their tables take up to 1 GB
 PPMD_ORDERS = 4, 6, 8, 12, 16  # the best stands for it
+LEAST = 20  # steps, one for each stage of the track
+BUSY = 3.0  # stages differ less in time
+LOSS = re.compile(r"step:(\d+)/\d+ (train|val)_loss:(\S+) train_time:(\d+)ms")
 # With one of these a run is the user's: what a pass is, what is validated, or where the results are
 SINGLE = "--num_iterations --run_id --log_dir --resume --preset --train_files --val_files --val_tokens --batch_tokens"
 SINGLE += " --vocab_size --eot_token"
@@ -46,71 +63,166 @@ class Text(NamedTuple):
     val: Sequence[bytes]
     tokens: int
     val_tokens: int
+    passes: int = 1  # that are packed, each in an order of its own
+
+
+class Run(NamedTuple):
+    """Hold a run that ended: where it is, its validation loss, that at half its way, and its time.
+
+    step: seconds of one; rest: all others, of the start and the validations.
+    """
+
+    path: Path
+    loss: float
+    half: float
+    step: float
+    rest: float
+
+
+class Pace:
+    """Follow the losses that a run prints, and say what they tell."""
+
+    def __init__(self, name: str, steps: int, text: Text, most: float):
+        self.name, self.steps, self.text = name, steps, text
+        self.most = most  # loss at half the way, above which the run does not help
+        self.half, self.last, self.fastest = math.inf, (0, 0), math.inf
+        self.is_busy = self.is_over = False
+
+    def __call__(self, line: str) -> bool:
+        """Read a line of the run, and return whether it may end."""
+        if not (found := LOSS.match(line)):
+            return False
+        step, kind, loss, ms = int(found[1]), found[2], float(found[3]), int(found[4])
+        if kind == "val" and step:
+            bits = bits_per_byte(loss, self.text)
+            say(f"{self.name}, step {step:,} of {self.steps:,}: {bits:.3f} bits per byte")
+            if self.half == math.inf and 2 * step >= self.steps:
+                self.half = loss
+                self.is_over = step < self.steps and loss > self.most
+        elif kind == "train":
+            pace, self.last = (ms - self.last[1]) / max(1, step - self.last[0]), (step, ms)
+            self.fastest = min(pace, self.fastest)
+            if pace > BUSY * self.fastest and not self.is_busy:
+                self.is_busy = True
+                say(f"note: steps take {pace / self.fastest:.0f} times as long as before: other programs run, too")
+        return self.is_over
 
 
 def steps_of(tokens: int) -> int:
-    """Return the steps of the first run on so many training tokens."""
+    """Return the steps of a run with flags of one's own on so many training tokens."""
     whole = (tokens - 1) // STEP
     return whole if whole <= WHOLE else round(math.sqrt(WHOLE * whole))
 
 
-def passes_of(tokens: int) -> int:
-    """Return how often a text may be read: 1, 2, 4 or 8 times."""
-    steps = max(1, steps_of(tokens))
-    return 1 if steps > WHOLE else 2 ** int(math.log2(min(MOST_PASSES, MOST_STEPS / steps)))
+def seconds_of(tokens: int) -> float:
+    """Return the seconds that so many training tokens get if nobody says: 27 for 52 kB, 100 from 1 MB."""
+    return min(100.0, 10 + 90 * math.sqrt(tokens / 1e6))
+
+
+def passes_of(tokens: int, seconds: float) -> int:
+    """Return how often a text can be read at most in this time."""
+    return min(MOST_PASSES, math.ceil(seconds * READ_FASTEST / tokens))
+
+
+def plan(text: Text, seconds: float, first: Run) -> list[int]:
+    """Return the steps of the runs that fit into these seconds, by the time that the first one took.
+
+    Mixing is as long as six steps for 2,048 tokens of validation, and a sample and a picture as two starts (measured).
+    """
+    whole, validation = (text.tokens - 1) // STEP, text.val_tokens / STEP
+    left = seconds - 2 * first.rest - 7 * validation * first.step
+    for count in range(MOST_RUNS, 0, -1):
+        steps = (left - count * first.rest) / first.step - count * validation  # five validations take a third of a step
+        shortest = steps / (2**count - 1)
+        if shortest >= whole:
+            break
+    longest = min(shortest * 2 ** (count - 1), (text.tokens * text.passes - 1) // STEP)
+    return [round(longest / 2**i) for i in reversed(range(count))] if longest >= LEAST else []
 
 
 def say(*lines: str) -> None:
-    """Print, as long as the console is there."""
+    """Print above the bar, as long as the console is there."""
     try:
-        print(*lines, sep="\n", flush=True)
+        with tqdm.external_write_mode():
+            print(*lines, sep="\n", flush=True)
     except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def why(text: Text, own: Sequence[str] = ()) -> list[str]:
+@contextlib.contextmanager
+def bar_over(began: float, end: float) -> Iterator[None]:
+    """Show on a terminal how much of the time has passed."""
+    is_over, columns = threading.Event(), shutil.get_terminal_size().columns
+    form = dict(ncols=columns - 1, bar_format="{percentage:3.0f}%|{bar}| {n:.0f} of {total:.0f} s", disable=None)
+    with tqdm(total=end - began, initial=time.monotonic() - began, **form) as bar:
+
+        def tick() -> None:
+            while not is_over.wait(1):
+                bar.update(min(time.monotonic() - began, bar.total) - bar.n)
+
+        (ticking := threading.Thread(target=tick, daemon=True)).start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            ticking.join()
+
+
+def why(text: Text, seconds: float, own: Sequence[str] = ()) -> list[str]:
     """Say in three lines what is chosen."""
-    size, val, passes = sum(map(len, text.train)), sum(map(len, text.val)), passes_of(text.tokens)
-    steps = steps_of(text.tokens)
-    again = f", then up to {passes} passes as long as validation falls" if passes > 1 else ""
-    part = min(1.0, steps * STEP / text.tokens)
+    size, val = sum(map(len, text.train)), sum(map(len, text.val))
+    flags = f"; your flags: {shlex.join(own)}" * bool(own)
     return [
         f"text: {size:,} bytes to train on, in random order, and {val:,} others to validate",
-        f"steps: {steps:,} of {STEP:,} tokens read {part:.0%} of it{again}",
-        "model: nano, with rows for triples of bytes, too; attention looks 512 bytes back"
-        + f"; your flags: {shlex.join(own)}" * bool(own),
+        f"time: about {seconds:.0f} s; --seconds N takes another",
+        f"model: nano, with rows for triples of bytes, too; attention looks 512 bytes back{flags}",
     ]
 
 
-def launch(flags: Sequence[str]) -> int:
-    """Start run.sh, pass on SIGTERM, and return its exit code, or 130 if it ended well in spite of a signal."""
+def launch(flags: Sequence[str], told: Callable[[str], bool]) -> int:
+    """Start run.sh, hand over the lines that it prints, and return its exit code, or 130 if a signal came.
+
+    Pass on SIGTERM, and send it as soon as `told` returns True for a line.
+    """
     env, asked = os.environ | {"PYTHON": sys.executable}, list[int]()
-    run = subprocess.Popen([ROOT / "run.sh", *flags], env=env, preexec_fn=end_with_parent)
+    with tempfile.TemporaryFile("w+") as errors:
+        how = dict(stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", preexec_fn=end_with_parent)
+        run = subprocess.Popen([ROOT / "run.sh", *flags], env=env, **how)  # type: ignore[call-overload]
 
-    def ask(number: int, _: object) -> None:
-        asked.append(number)
-        if number == signal.SIGTERM:
-            run.send_signal(number)  # a terminal's come to all
+        def ask(number: int, _: object) -> None:
+            asked.append(number)
+            if number == signal.SIGTERM:
+                run.send_signal(number)  # a terminal's come to all
 
-    before = {number: signal.signal(number, ask) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
-    try:
-        code = run.wait()
-        return 128 - code if code < 0 else code or 130 * bool(asked)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        before = {number: signal.signal(number, ask) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
+        try:
+            for line in run.stdout:
+                if told(line) and run.poll() is None:
+                    run.terminate()
+            code = run.wait()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        errors.seek(0)
+        if code and (last := errors.read().strip()):
+            say(last)
+    return 128 - code if code < 0 else code or 130 * bool(asked)
+
+
+def scored_bytes(text: Text) -> int:
+    """Return how many bytes the validation scores. An end of text is a token, and no byte; the first is only read."""
+    starts = accumulate(1 + len(document) for document in text.val)  # of all documents but the first
+    return text.val_tokens - sum(start <= text.val_tokens for start in islice(starts, len(text.val) - 1))
 
 
 def bits_per_byte(loss: float, text: Text) -> float:
-    """Return bits per byte of a mean loss in nats per token. An end of text is a token, and no byte."""
-    starts = accumulate(1 + len(document) for document in text.val)  # of all documents but the first
-    ends = sum(start <= text.val_tokens for start in islice(starts, len(text.val) - 1))
-    return loss * text.val_tokens / (text.val_tokens - ends) / math.log(2)
+    """Return bits per byte of a mean loss in nats per token."""
+    return loss * text.val_tokens / scored_bytes(text) / math.log(2)
 
 
 def compressed(text: Text) -> dict[str, float]:
     """Return the bits that others take for a byte of the validation text, once they have read the training text."""
-    train, val = b"".join(text.train)[:READ_BEFORE], b"".join(text.val)[: text.val_tokens]
+    train, val = b"".join(text.train)[:READ_BEFORE], b"".join(text.val)[: scored_bytes(text)]
     ways: dict[str, Callable[[bytes], bytes]]
     ways = {"xz -9e": lambda part: lzma.compress(part, preset=9 | lzma.PRESET_EXTREME)}
     if importlib.util.find_spec("pyppmd"):
@@ -123,9 +235,15 @@ def compressed(text: Text) -> dict[str, float]:
     with ThreadPoolExecutor(2) as threads:
         sizes = threads.map(lambda way: len(way(train + val)) - len(way(train)), ways.values())
         bits = [8 * size / len(val) for size in sizes]
-    found = dict(zip(ways, bits, strict=True))
-    orders = {name: found.pop(name) for name in [*found] if name.startswith("PPMd")}
-    return found | ({min(orders, key=orders.__getitem__): min(orders.values())} if orders else {})
+    told = [f"{way}, given {len(train):,} bytes of the training text" for way in ways]
+    xz, *orders = zip(bits, told, strict=True)
+    return {name: bits for bits, name in (xz, *sorted(orders)[:1])}
+
+
+def prompt_of(text: Text) -> str:
+    """Return the first words of the validation text."""
+    words = re.match(r"\s*(?:\S+\s+){1,4}", text.val[0].decode(errors="replace")[:60])
+    return words[0] if words else ""
 
 
 def mix(runs: Sequence[Path], text: Text) -> dict[str, float]:
@@ -139,62 +257,87 @@ def mix(runs: Sequence[Path], text: Text) -> dict[str, float]:
     mixture = Mixture([load_model(run.with_suffix(".pt"), "cpu") for run in runs], Counts(tokens))
     length = mixture.cfg.val_seq_len
     sequences = [val[start : start + length + 1] for start in range(0, text.val_tokens, length)]
-    parts = np.concatenate([mixture.parts(sequence) for sequence in sequences], axis=1)
-    found = {"all together": mixture.mix(parts), "the last model alone": parts[-2], "counts alone": parts[-1]}
+    losses = np.concatenate([mixture.score(sequence) for sequence in sequences], axis=1).mean(axis=1)
     write_mixture(runs[-1].with_suffix(".mixture"), runs, tokens, mixture.weights)
-    return {name: bits_per_byte(-np.log(p).mean(), text) for name, p in found.items()}
+    found = {"all together": losses[0], "the best model alone": losses[-3], "counts alone": losses[-2]}
+    return {name: bits_per_byte(loss, text) for name, loss in found.items()}
 
 
-def prompt_of(text: Text) -> str:
-    """Return the first words of the validation text."""
-    words = re.match(r"\s*(?:\S+\s+){1,4}", text.val[0].decode(errors="replace")[:60])
-    return words[0] if words else ""
+def figures(runs: Sequence[Run], text: Text, others: dict[str, float]) -> tuple[Path, dict[str, float]]:
+    """Return the file of all runs together, or of the last and best where they are not mixed, and bits per byte."""
+    best = runs[-1]
+    try:
+        return best.path.with_suffix(".mixture"), mix([run.path for run in runs], text) | others
+    except (KeyboardInterrupt, Exception) as error:  # nothing that ended is lost
+        say(f"the models are not mixed: {error!r:.200}")
+    return best.path.with_suffix(".pt"), {"the best model alone": bits_per_byte(best.loss, text)} | others
 
 
-def show(runs: Sequence[Path], loss: float, text: Text) -> None:
-    """Say how good runs are, the last the best; sample what they would go on with; draw the losses of the last."""
-    size, last = min(READ_BEFORE, sum(map(len, text.train))), runs[-1]
-    picture, model = last.with_suffix(".png"), last.with_suffix(".pt")
-    found = {"the model": bits_per_byte(loss, text)}
-    if all(run.with_suffix(".pt").exists() for run in runs):
-        found, model = mix(runs, text), last.with_suffix(".mixture")
-    found |= {f"{name}, given {size:,} bytes of the training text": n for name, n in compressed(text).items()}
-    say("", "bits per byte of the validation text:", *(f"{bits:8.3f} {name}" for name, bits in found.items()))
+def show(model: Path, bits: dict[str, float], text: Text) -> None:
+    """Say how good a model is, sample what it would go on with, and draw its losses."""
+    say("", "bits per byte of the validation text:", *(f"{bits:8.3f} {name}" for name, bits in bits.items()))
     if model.exists():
         os.utime(model)  # the newest is what sample.py takes
-        command = ["sample.py", str(model), f"--prompt={prompt_of(text)}"]
-        subprocess.run([sys.executable, *command], cwd=ROOT)
+        subprocess.run([sys.executable, "sample.py", str(model), f"--prompt={prompt_of(text)}"], cwd=ROOT)
     if importlib.util.find_spec("matplotlib"):
-        plot = ["-m", "speedrun", "plot", str(last.with_suffix(".txt")), "-o", str(picture)]
-        if subprocess.run([sys.executable, *plot], cwd=ROOT, stdout=subprocess.DEVNULL).returncode == 0:
+        plot = ["plot", str(model.with_suffix(".txt")), "-o", str(picture := model.with_suffix(".png"))]
+        if not subprocess.run(
+            [sys.executable, "-m", "speedrun", *plot], cwd=ROOT, stdout=subprocess.DEVNULL
+        ).returncode:
             say(f"curve: {picture}")
     else:
         say('no picture: pip install -e ".[race]" brings matplotlib')
 
 
-def train(flags: Sequence[str], own: Sequence[str], text: Text) -> int:
-    """Train on 1, 2, 4, ... passes until validation turns or a run fails. Show what is finished, return the last code.
+def train_one(flags: Sequence[str], path: Path, pace: Pace) -> tuple[int, Run | None]:
+    """Train, and return the exit code, and the run if it ended."""
+    began, result = time.monotonic(), path.with_suffix(".json")
+    code = launch(flags, pace)
+    if not result.exists():
+        return 0 if pace.is_over else code, None
+    found = json.loads(result.read_text())
+    seconds = found["train_time_ms"] / 1000
+    return code, Run(path, found["val_loss"], pace.half, seconds / pace.steps, time.monotonic() - began - seconds)
+
+
+def train_all(flags: Sequence[str], own: Sequence[str], text: Text, end: float, runs: list[Run]) -> int:
+    """Train until a time, fill in the runs that ended, and return the last exit code.
 
     A run whose validation is no better than that of the run before is mixed in, too: it errs elsewhere.
     """
-    start, steps, passes = time.strftime("own-%Y%m%d-%H%M%S"), steps_of(text.tokens), 1
-    ended: list[tuple[float, Path]] = []
-    code = 0
-    while passes <= passes_of(text.tokens) and not code:
-        run, count = LOGS / f"{start}-{passes}", steps * passes
-        sizes = ["--num_iterations", str(count), "--val_loss_every", str(max(1, count // 8)), "--run_id", run.name]
-        say(f"{run.name}: {'one pass' if passes == 1 else f'{passes} passes'}, {count:,} steps")
-        code, result = launch([*flags, *sizes, *own]), run.with_suffix(".json")
-        if not result.exists():  # it did not end
+    name, code = time.strftime("own-%Y%m%d-%H%M%S"), 0
+    todo = [max(LEAST, min(round(end - time.monotonic()), (text.tokens - 1) // STEP))]
+    while todo and not code:
+        path, steps = LOGS / f"{name}-{len(runs) + 1}", todo.pop(0)
+        say(f"{path.name}: {steps:,} steps, which read the text {steps * STEP / text.tokens:.1f} times")
+        sizes = f"--num_iterations {steps} --val_loss_every {math.ceil(steps / 4)} --run_id {path.name}"
+        pace = Pace(path.name, steps, text, runs[-1].half if runs else math.inf)
+        code, run = train_one([*flags, *sizes.split(), *own], path, pace)
+        if run is None:
+            say(f"{path.name} helps no more" if pace.is_over else f"{path.name} did not end")
             break
-        loss = json.loads(result.read_text())["val_loss"]
-        is_better = all(loss < other for other, _ in ended)
-        ended.append((loss, run))
-        if not is_better:
-            say(f"{passes} passes are no better")
+        runs.append(run)
+        if len(runs) == 1:
+            todo = plan(text, end - time.monotonic(), run)
+        elif run.loss >= min(other.loss for other in runs[:-1]):
             break
-        passes *= 2
-    if ended:
-        ended.sort(key=lambda one: one[0], reverse=True)
-        show([run for _, run in ended], ended[-1][0], text)
+    return code
+
+
+def train(flags: Sequence[str], own: Sequence[str], text: Text, began: float, end: float) -> int:
+    """Train until the time `end`, by time.monotonic. Show what is finished, and return the last exit code."""
+    for number in STOPS:  # what is finished is shown
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, signal.default_int_handler)
+    runs, others, code = list[Run](), dict[str, float](), 0
+    with bar_over(began, end):
+        try:
+            others = compressed(text)
+            code = train_all(flags, own, text, end, runs)
+        except KeyboardInterrupt:
+            code = 130
+        runs.sort(key=lambda run: run.loss, reverse=True)
+        found = figures(runs, text, others) if runs else None
+    if found:
+        show(*found, text)
     return code

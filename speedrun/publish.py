@@ -152,9 +152,10 @@ def rewrite_tables(root: Path, check_only: bool) -> list[str]:
     """Write the tables that pages have between markers, unless `check_only`. Return the pages that had others."""
     pages = {root / "README.md": {"leaderboards": lambda: leaderboards(root)}}
     if (page := root.parent / "docs" / "gpu.md").exists():
-        from speedrun import page_tables  # which imports torch
+        from speedrun import page_tables, texts  # which import torch
 
         pages |= {page: page_tables.TABLES, root.parent / "README.md": {"presets": page_tables.presets}}
+        pages[page.with_name("running.md")] = {"texts": texts.table}
     changed = []
     for path, tables in pages.items():
         text = new = read_text(path)

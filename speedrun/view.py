@@ -26,10 +26,9 @@ with needs.packages("race", "site"):
 
     import train_gpt
     from speedrun import pages, plots, store
-    from speedrun.counts import SYMBOLS
     from speedrun.logs import Log, ToolError
-    from speedrun.mixture import Mixture, find_model
-    from speedrun.model import SLICE, Model, choose, generate, run, tokenizer
+    from speedrun.mixture import RATE, SETS, Mixture, find_model
+    from speedrun.model import Model, choose, generate, run, tokenizer
     from train_gpt import PRESETS, TABLES, Hyperparameters, UserError
 
 PROGRAM = "python -m speedrun view"
@@ -61,9 +60,9 @@ def charts(runs: Mapping[str, Log]) -> list[Any]:
             cfg = Hyperparameters(**log.configuration)
             for plan in cfg.plans if log.configuration.keys() == vars(cfg).keys() else ():
                 lines["steps", "factor on learning rates"][name].append((plan.step, plan.lr_factor))
-                lines["steps", "tokens of a step"][name].append((plan.step, cfg.batch_sequences * plan.seq_len))
+                lines["steps", "thousand tokens"][name].append((plan.step, cfg.batch_sequences * plan.seq_len / 1000))
                 for kind, window in plan.windows.items():
-                    lines["steps", "tokens that attention sees"][f"{name}: {kind}"].append((plan.step, window.reach))
+                    lines["steps", "attention window"][f"{name}: {kind}"].append((plan.step, window.reach))
     told = {key: its for key, its in lines.items() if len({y for line in its.values() for _, y in line}) > 1}
     targets = {LOSS: plots.track_of(first)[1]}
     return [pages.chart(its, x, y, target=targets.get(y)) for (x, y), its in told.items()]
@@ -82,34 +81,30 @@ def differing(logs: Sequence[Log]) -> dict[str, list[str]]:
 @torch.inference_mode()
 def expected(model: Model | Mixture, tokens: Sequence[int]) -> Iterator[torch.Tensor]:
     """Yield for each token of a sequence but the first the probabilities (V,) of all that may stand there."""
-    n, read = len(tokens) - 1, torch.tensor(tokens, device=model.device)
     if isinstance(model, Model):
-        x = model.features(tokens)
-        for places in torch.arange(n, device=model.device).split(SLICE):
-            yield from model.logits(x, read, places).double().softmax(1).cpu()
+        for z in model.predictions(tokens):
+            yield from z.double().softmax(1).cpu()
         return
-    at, every = np.arange(1, n + 1).repeat(SYMBOLS), np.tile(np.arange(SYMBOLS), n)
-    counted = model.counts.probabilities(np.array(tokens), at, every).reshape(n, SYMBOLS)
-    parts = np.stack([*(torch.stack([*expected(one, tokens)]) for one in model.models), counted])
-    for i, token in enumerate(tokens[1:]):
-        yield torch.from_numpy(model.weights @ parts[:, i])
-        model.mix(parts[:, i, token, None])
+    read, logits = np.array(tokens), [torch.cat([*one.predictions(tokens)]) for one in model.models]
+    for logs, row, token in zip(*model.predict(read, np.arange(1, len(read)), logits), read[1:], strict=True):
+        mixed = np.exp(model.mix(logs, row))
+        yield torch.from_numpy(mixed)
+        model.weights[SETS, row] += RATE * (logs[:, token] - logs @ mixed)  # as it scores
 
 
-def pieces(model: Model | Mixture, sequences: Sequence[Sequence[int]]) -> Iterator[Piece]:
-    """Yield the characters of sequences with the tokens that they take."""
+def pieces(model: Model | Mixture, tokens: Sequence[int]) -> Iterator[Piece]:
+    """Yield the characters of a sequence, without its first token, with the tokens that they take."""
     _, decode = tokenizer(model.cfg)
     names = [repr(decode(i))[1:] for i in range(model.cfg.eot_token)] + ["end of text"]
     decoder, bits, lines = codecs.getincrementaldecoder("utf-8")("replace"), 0.0, list[str]()
-    for sequence in sequences:
-        for token, p in zip(sequence[1:], expected(model, sequence), strict=True):
-            is_end, own = token == model.cfg.eot_token, -p[token].log2().item()
-            told = ", ".join(f"{names[it]} {p[it]:.0%}" for it in p.topk(NAMED).indices.tolist())
-            lines.append(f"{names[token]}: {own:.2f} bits; expected {told}")
-            bits += own
-            if text := decoder.decode(b"\n" if is_end else decode(token)):
-                yield Piece(text, bits, "\n".join(lines))
-                bits, lines = 0.0, []
+    for token, p in zip(tokens[1:], expected(model, tokens), strict=True):
+        is_end, own = token == model.cfg.eot_token, -p[token].log2().item()
+        told = ", ".join(f"{names[it]} {p[it]:.0%}" for it in p.topk(NAMED).indices.tolist())
+        lines.append(f"{names[token]}: {own:.2f} bits; expected {told}")
+        bits += own
+        if text := decoder.decode(b"\n" if is_end else decode(token)):
+            yield Piece(text, bits, "\n".join(lines))
+            bits, lines = 0.0, []
     yield Piece(decoder.decode(b"", True), bits, "\n".join(lines))  # what a cut character has left
 
 
@@ -118,16 +113,15 @@ def read_model(path: Path) -> dict[str, Any]:
     try:
         _, model = find_model(path, "auto")
         cfg, (_, decode) = model.cfg, tokenizer(model.cfg)
-        length = min(SCORED, cfg.val_seq_len)
-        batches = train_gpt.plan_batches(cfg.val_files, [(length, 0)] * (min(SCORED, cfg.val_tokens) // length), 1, cfg)
-        sequences = [train_gpt.read_sequence(*batch[0], cfg).tolist() for batch in batches]
+        [[sequence]] = train_gpt.plan_batches(cfg.val_files, [(length := min(SCORED, cfg.val_seq_len), 0)], 1, cfg)
+        tokens = train_gpt.read_sequence(*sequence, cfg).tolist()
     except UserError as error:  # another script's, or without its text
         return dict(problem=str(error))
-    scored, prompt = [*pieces(model, sequences)], [token for token in sequences[0][:PROMPT] if token != cfg.eot_token]
+    scored, prompt = [*pieces(model, tokens)], [token for token in tokens[:PROMPT] if token != cfg.eot_token]
     chooser = partial(choose, temperature=0.8, top_k=50, rng=torch.Generator().manual_seed(0))
     texts = dict(prompt=prompt, sample=generate(model, prompt, min(SAMPLE, length - PROMPT), chooser))
-    told = {name: b"".join(map(decode, tokens)).decode("utf-8", "replace") for name, tokens in texts.items()}
-    return told | dict(pieces=scored, file=path.name, tokens=len(batches) * length)
+    told = {name: b"".join(map(decode, its)).decode("utf-8", "replace") for name, its in texts.items()}
+    return told | dict(pieces=scored, file=path.name, tokens=length)
 
 
 def view(argv: Sequence[str] | None) -> None:

@@ -50,32 +50,62 @@ def test_probabilities_are_kneser_neys_and_add_up_to_1(monkeypatch):
     monkeypatch.setattr(counts, "ORDERS", (1, 2, 3, 5))
     fast, slow = Counts(TEXT[:250]), slow_kneser_ney(TEXT[:250].tolist(), (1, 2, 3, 5))
     at = np.arange(200, 300)
-    found = fast.probabilities(TEXT, at, TEXT[at])
-    assert found == pytest.approx([slow(TEXT[:i].tolist(), TEXT[i]) for i in at], rel=1e-5)
-    every = np.arange(counts.SYMBOLS)
-    assert fast.probabilities(TEXT, np.full(counts.SYMBOLS, 260), every).sum() == pytest.approx(1, abs=1e-6)
+    found, known = fast.predict(TEXT, at)
+    wanted = [[slow(TEXT[:i].tolist(), w) for w in range(counts.SYMBOLS)] for i in at]
+    assert found == pytest.approx(np.array(wanted), rel=1e-5)
+    assert found.sum(axis=1) == pytest.approx(1, abs=1e-6)
+    seen = {tuple(TEXT[max(0, i - n + 1) : i]) for n in (1, 2, 3, 5) for i in range(250)}
+    orders = [sum(tuple(TEXT[max(0, i - n + 1) : i]) in seen for n in (1, 2, 3, 5)) for i in at]
+    assert known.tolist() == orders
 
 
-def test_weights_follow_the_text(model):
+def slow_mixture(mixed: Mixture, texts: list[list[int]]) -> list[list[float]]:
+    """Return the losses of each text, position by position."""
+    parts, rows, before, recount = len(mixed.models) + 2, [dict[int, np.ndarray]() for _ in range(3)], [], 0
+    losses = []
+    for text in texts:
+        nats = [torch.cat([*model.predictions(text)]).double().log_softmax(-1).numpy() for model in mixed.models]
+        for i in range(1, len(text)):
+            seen = np.array([*before, *text])
+            if i == 1 or len(before) + i >= recount:
+                recent = Counts(seen[: len(before) + i])
+                recount = len(before) + i + min(max(128, (len(before) + i) // 16), 1024)
+            [counted], [known] = mixed.counts.predict(np.array(text), np.array([i]))
+            [news], [fresh] = recent.predict(seen, np.array([len(before) + i]))
+            logs = np.array([*(n[i - 1] for n in nats), np.log(counted), np.log(news)]).clip(-20)
+            weights = [rows[j].setdefault(k, np.full(parts, 1 / parts)) for j, k in enumerate((0, known, fresh))]
+            p = np.exp(np.mean(weights, axis=0) @ logs)
+            p /= p.sum()
+            losses.append(-np.log(p[text[i]]))
+            for w in weights:
+                w += mixture.RATE * (logs[:, text[i]] - logs @ p)
+        before += text[:-1]
+    return losses
+
+
+def test_losses_are_those_by_definition_over_several_calls(model):
     mixed = Mixture([load_model(model, "cpu")], Counts(TEXT))
-    parts = np.array([[0.5, 0.1], [0.1, 0.5]])
-    first = 0.5 * 0.5 + 0.5 * 0.1
-    w = (1 - mixture.SHARE) * 0.5 * 0.5 / first + mixture.SHARE / 2
-    assert mixed.mix(parts) == pytest.approx([first, w * 0.1 + (1 - w) * 0.5])
+    texts = [[256, *TEXT[100:300].tolist()], [256, *TEXT[:150].tolist()]]
+    for _ in range(2):
+        found = np.concatenate([mixed.losses(text).numpy() for text in texts])
+        assert found == pytest.approx(slow_mixture(mixed, texts), rel=1e-6)
+        mixed.begin()  # the second time is the first again
 
 
 def test_a_mixture_is_written_read_and_sampled_and_predicts_as_it_scores(model, capsys, monkeypatch):
     monkeypatch.chdir(model.parent.parent)
-    path = model.with_suffix(".mixture")
-    write_mixture(path, [model.with_suffix(""), model], TEXT, np.array([0.2, 0.3, 0.5]))
-    mixed, text = load_mixture(path, "cpu"), [256, *TEXT[:40].tolist()]
+    path, text = model.with_suffix(".mixture"), [256, TEXT[0]]
+    trained = Mixture([load_model(model, "cpu")] * 2, Counts(TEXT))
+    trained.losses([256, *TEXT[:40].tolist()])
+    write_mixture(path, [model.with_suffix(""), model], TEXT, trained.weights)
+    mixed = load_mixture(path, "cpu")
     last = mixed.next_logits(text[:-1]).exp()
     assert last.sum().item() == pytest.approx(1, abs=1e-6)
-    parts = mixed.parts(text)[:, -1]
-    assert last[text[-1]].item() == pytest.approx(mixed.weights @ parts, rel=1e-5)
+    trained.begin()
+    trained.weights[:] = mixed.weights
+    assert -last[text[-1]].log() == pytest.approx(trained.losses(text)[-1].item(), rel=1e-5)
     assert sample.main(["--prompt", "ab", "--tokens", "5", "--seed", "1"]) == 0, "the newest file in logs/"
     assert capsys.readouterr().err.startswith(f"{path.relative_to(path.parent.parent)}, ")
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(models=["gone.pt"])))
     with pytest.raises(UserError, match=r"gone\.pt: there is no such file"):
         load_mixture(path, "cpu")
-    assert torch.isfinite(mixed.losses(text)).all()

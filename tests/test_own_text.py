@@ -6,6 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from itertools import pairwise
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,16 +17,54 @@ import train_gpt
 from conftest import SMALL
 from data.pack_nano import to_tokens
 from data.shards import write_shard
-from speedrun import ROOT, own_text
-from speedrun.own_text import Text
+from speedrun import ROOT, counts, own_text
+from speedrun.own_text import Pace, Run, Text
+from train_gpt import UserError
 from world_worker import wait_for
 
 
-def test_steps_and_passes_by_size():
+def test_steps_seconds_and_passes_by_size():
     sizes = [60_000, 500_000, 2_000_000, 5_000_000, 50_000_000]
     assert [own_text.steps_of(n) for n in sizes] == [29, 244, 976, 1562, 4941]
-    assert [own_text.passes_of(n) for n in sizes] == [8, 8, 2, 1, 1]
-    assert max(own_text.steps_of(n) * own_text.passes_of(n) for n in range(4096, 2_040_000, 7919)) <= 2000
+    assert [round(own_text.seconds_of(n)) for n in sizes] == [32, 74, 100, 100, 100]
+    assert [own_text.passes_of(n, 100) for n in sizes] == [8, 8, 8, 4, 1]
+
+
+@pytest.mark.parametrize("size", [54_000, 300_000, 1_000_000, 20_000_000])
+@pytest.mark.parametrize("seconds", [10, 60, 600])
+def test_runs_are_planned_to_fill_the_time(size, seconds):
+    text = Text([], [], size, min(65_536, size // 16), own_text.passes_of(size, seconds))
+    first = Run(own_text.LOGS, 1.0, 1.0, step=0.04, rest=3.0)
+    steps = own_text.plan(text, seconds, first)
+    takes = sum(first.rest + first.step * (n + text.val_tokens / own_text.STEP) for n in steps)
+    takes += 2 * first.rest + 7 * text.val_tokens / own_text.STEP * first.step
+    most = (size * text.passes - 1) // own_text.STEP
+    assert steps == sorted(steps)
+    assert all(0.48 < a / b < 0.52 for a, b in pairwise(steps))
+    assert not steps or (takes == pytest.approx(seconds, rel=0.02) if steps[-1] < most else takes < seconds * 1.01)
+    assert not steps or max(steps) <= most
+    assert bool(steps) == (seconds > 10)
+    assert len(steps) < 2 or steps[0] * own_text.STEP >= 0.9 * min(size, most * own_text.STEP / 8)
+
+
+def read_by(pace: Pace, *lines: str) -> list[bool]:
+    return [pace(f"step:{line} train_time:{ms}ms step_avg:1ms\n") for line, ms in (one.split("@") for one in lines)]
+
+
+def test_a_run_above_the_one_before_at_half_its_way_may_end_and_slow_steps_are_told(capsys):
+    text = Text([], [b"x" * 100], 0, 64)
+    pace = Pace("r", 100, text, 1.5)
+    ran = read_by(
+        pace, "0/100 val_loss:5.0@0", "25/100 val_loss:1.9@9", "50/100 val_loss:1.4@20", "75/100 val_loss:1.6@30"
+    )
+    assert (ran, pace.half) == ([False] * 4, 1.4)
+    assert read_by(Pace("r", 100, text, 1.3), "25/100 val_loss:1.9@9", "50/100 val_loss:1.4@20") == [False, True]
+    assert read_by(Pace("r", 1, text, 1.3), "1/1 val_loss:1.9@9") == [False], "it has ended"
+    assert "r, step 25 of 100: 2.741 bits per byte\n" in capsys.readouterr().out
+    read_by(pace, "25/100 train_loss:1.5@1000", "50/100 train_loss:1.5@3900")
+    assert "note" not in capsys.readouterr().out
+    read_by(pace, "75/100 train_loss:1.5@7900", "100/100 train_loss:1.5@15000")
+    assert capsys.readouterr().out == "note: steps take 4 times as long as before: other programs run, too\n"
 
 
 def test_bits_per_byte_by_hand():
@@ -42,6 +83,7 @@ def test_others_know_the_training_text():
 def test_a_mixture_is_scored_on_exactly_the_validation_of_the_runs(corpus, tmp_path, monkeypatch):
     """The last model's part of it is the loss that the run said, where its softmax has no padding."""
     monkeypatch.setattr(train_gpt.gc, "collect", lambda: 0)  # it takes as long as the run
+    monkeypatch.setattr(counts, "SYMBOLS", 320)
     words = b"muon adam rotary window shard block ".split()
     rng = np.random.default_rng(0)
     text = Text(
@@ -55,20 +97,21 @@ def test_a_mixture_is_scored_on_exactly_the_validation_of_the_runs(corpus, tmp_p
     files = f"--train_files {tmp_path}/train.bin --val_files {tmp_path}/val.bin --log_dir {tmp_path} --run_id r"
     result = train_gpt.main([*SMALL, *files.split(), "--dtype=float64", "--save_checkpoint", "--vocab_size=320"])
     found = own_text.mix([tmp_path / "r"], text)
-    assert found["the last model alone"] == pytest.approx(own_text.bits_per_byte(result["val_loss"], text), abs=1e-9)
-    assert found["all together"] < min(found["the last model alone"], found["counts alone"]) + 0.1
+    assert found["the best model alone"] == pytest.approx(own_text.bits_per_byte(result["val_loss"], text), abs=1e-9)
+    assert found["all together"] < min(found["the best model alone"], found["counts alone"]) + 0.1
     assert (tmp_path / "r.mixture").exists()
 
 
 @pytest.mark.parametrize(
     ("losses", "codes", "mixed"),
     [
-        ([2.0, 1.9, 1.95], [0, 0, 0], "142"),
+        ([4.0, 3.0, 2.0, 1.0], [0, 0, 0, 0], "1234"),
+        ([2.0, 1.9, 1.95], [0, 0, 0], "132"),
         ([2.0, 2.0], [0, 0], "12"),
-        ([4.0, 3.0, 2.0, 1.0], [0, 0, 0, 0], "1248"),
         ([None], [3], ""),
         ([2.0, None], [0, 130], "1"),
         ([2.0, 1.5], [0, 1], "12"),
+        ([2.0, 1.5, "over"], [0, 0, 0], "12"),
     ],
 )
 def test_it_trains_while_validation_falls_and_shows_what_is_finished(tmp_path, monkeypatch, losses, codes, mixed):
@@ -76,19 +119,26 @@ def test_it_trains_while_validation_falls_and_shows_what_is_finished(tmp_path, m
     monkeypatch.setattr(own_text, "LOGS", tmp_path)
     launched, shown = [], []
 
-    def launch(flags):
+    def launch(flags, pace):
         named = dict(zip(flags[::2], flags[1::2], strict=True))
-        if loss := losses[len(launched)]:
-            (tmp_path / f"{named['--run_id']}.json").write_text(json.dumps(dict(val_loss=loss)))
+        loss = losses[len(launched)]
+        pace.is_over = loss == "over"
+        if isinstance(loss, float):
+            result = dict(val_loss=loss, train_time_ms=1000)
+            (tmp_path / f"{named['--run_id']}.json").write_text(json.dumps(result))
         launched.append((int(named["--num_iterations"]), named["--muon_lr"]))
-        return codes[len(launched) - 1]
+        return 143 if pace.is_over else codes[len(launched) - 1]
 
     monkeypatch.setattr(own_text, "launch", launch)
-    monkeypatch.setattr(own_text, "show", lambda runs, loss, _: shown.append((runs, loss)))
-    assert own_text.train(["--preset", "nano"], ["--muon_lr", "0.1"], Text([], [], 60_000, 8192)) == codes[-1]
-    assert launched == [(29 * 2**i, "0.1") for i in range(len(losses))]
-    told = ["".join(run.name[-1] for run in runs) for runs, _ in shown], [loss for _, loss in shown]
-    assert told == (([mixed], [min(filter(None, losses))]) if mixed else ([], []))
+    monkeypatch.setattr(own_text, "plan", lambda *_: [29, 58, 116])
+    monkeypatch.setattr(own_text, "compressed", lambda _: {"xz": 3.0})
+    monkeypatch.setattr(own_text, "figures", lambda runs, *_: shown.append(runs) or (tmp_path, {}))
+    monkeypatch.setattr(own_text, "show", lambda *_: None)
+    text = Text([], [], 60_000, 8192)
+    now, flags = time.monotonic(), (["--preset", "nano"], ["--muon_lr", "0.1"])
+    assert own_text.train(*flags, text, now, now + 24) == codes[-1]
+    assert launched == [(n, "0.1") for n in (24, 29, 58, 116)[: len(losses)]]
+    assert ["".join(run.path.name[-1] for run in runs) for runs in shown] == ([mixed] if mixed else [])
 
 
 @pytest.mark.slow
@@ -100,13 +150,13 @@ def test_a_signal_in_the_second_pass_ends_with_the_figures_of_the_first(tmp_path
 trap 'touch told; exit 7' INT TERM
 [[ $* =~ own-[0-9-]+ ]]
 if [[ $BASH_REMATCH == *-2 ]]; then touch begun; for i in {1..60}; do sleep 0.05; done; fi
-echo '{"val_loss": 1.0}' >logs/$BASH_REMATCH.json
+echo '{"val_loss": 1.0, "train_time_ms": 1}' >logs/$BASH_REMATCH.json
 """)
     (tmp_path / "run.sh").chmod(0o755)
     code = f"""
 from speedrun import own_text
 own_text.ROOT, own_text.LOGS = own_text.Path({str(tmp_path)!r}), own_text.Path({str(tmp_path)!r}, "logs")
-raise SystemExit(own_text.train([], [], own_text.Text([b"words " * 99], [b"words " * 9], 60_000, 8)))"""
+raise SystemExit(own_text.train([], [], own_text.Text([b"words " * 99], [b"words " * 9], 60_000, 8), 0, 1e9))"""
     how = dict(cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, text=True)
     process = subprocess.Popen([sys.executable, "-c", code], **how, start_new_session=True)
     wait_for((tmp_path / "begun").exists)
@@ -123,9 +173,17 @@ def test_a_model_goes_on_from_the_first_words_and_is_then_the_newest(tmp_path, m
     monkeypatch.setattr(own_text.importlib.util, "find_spec", lambda name: None)  # no picture
     (model := tmp_path / "own-1.pt").touch()
     os.utime(model, (1, 1))
-    monkeypatch.setattr(own_text, "mix", lambda runs, text: {"all together": 1.443})
     text = Text([b"some words"], ["  --- ä ß words on and on".encode()], 11, 8)
     (mixture := tmp_path / "own-1.mixture").touch()
-    own_text.show([tmp_path / "own-1"], 1.0, text)
+    own_text.show(mixture, {"all together": 1.443}, text)
     assert "bits per byte of the validation text:\n   1.443 all together\n" in capsys.readouterr().out
     assert (prompts, mixture.stat().st_mtime > model.stat().st_mtime) == (["--prompt=  --- ä ß words "], True)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("damaged"), MemoryError()])
+def test_what_stops_the_mixing_loses_no_figure(monkeypatch, capsys, error):
+    monkeypatch.setattr(own_text, "mix", Mock(side_effect=error))
+    run = Run(own_text.LOGS / "own-1", math.log(2), 1.0, 1.0, 1.0)
+    found = own_text.figures([run], Text([], [b"x" * 100], 0, 64), {"xz": 2.0})
+    assert found == (own_text.LOGS / "own-1.pt", {"the best model alone": pytest.approx(1), "xz": 2.0})
+    assert "the models are not mixed: " in capsys.readouterr().out

@@ -106,6 +106,7 @@ def test_texts_are_split_by_name_and_what_is_left_out_or_odd_is_told(tmp_path):
         "note: 3 texts (copy, ends.rst 6, lines.ndjson 6): without text or equal to another, left out",
         "note: 1 texts (latin.md): not UTF-8, packed as it is; iconv -f ENCODING -t UTF-8 converts",
         "note: 113,372 bytes are in documents that are equal to others: each counts once",
+        "note: validation: whole texts, chosen by a hash of their names",
     ]
     assert done.stderr.splitlines() == told, "nor is there a progress bar, which is for terminals"
     texts |= {f"{'lines.ndjson' if i > 4 else 'ends.rst'} {i % 5 + 1}": text for i, text in enumerate(several)}
@@ -132,6 +133,13 @@ def test_validation_has_its_share_of_different_text(tmp_path):
         assert (share <= val < 1.2 * share, 7 * share < train + val < 12 * share) == (True, True), name
 
 
+def test_a_log_is_cut_at_line_ends(tmp_path):
+    lines = [b"%06d %s\n" % (i, b"x" * (i % 90)) for i in range(9000)]
+    documents = [*pack_text.cut_documents(b"".join(lines), pack_text.TOKENIZERS["bytes"])]
+    assert b"".join(documents) == b"".join(lines) + b"\n\n"
+    assert all(document.endswith(b"\n") and len(document) <= 2048 for document in documents)
+
+
 def test_one_file_is_split_by_document_into_many_shards_and_trained_on(tmp_path, capsys, monkeypatch):
     for name, value in dict(ROOT=tmp_path, SHARD_TOKENS=40_000, BATCH_DOCUMENTS=32).items():
         monkeypatch.setattr(pack_text, name, value)
@@ -148,9 +156,10 @@ def test_one_file_is_split_by_document_into_many_shards_and_trained_on(tmp_path,
         sizes = [path.stat().st_size for path in map(tmp_path.joinpath, glob.glob(pattern, root_dir=tmp_path))]
         assert (len(sizes) > 1, max(sizes) <= 1024 + 2 * 40_000) == (True, True)
     train, val = packed(folder).values()
-    assert {*train, *val} == {*split_documents(text)}
-    orders = {tuple(train[i : i + len(train) // 4]) for i in range(0, len(train), len(train) // 4)}
-    assert [{*order} for order in orders] == [{*train}] * 4, "it can be read four times, each time in another order"
+    assert {*train, *val} == {*(documents := split_documents(text))}
+    assert {*val} == {*documents[-len(val) :]}, "validation does not lie between what is trained on"
+    orders = {tuple(train[i : i + len(train) // 8]) for i in range(0, len(train), len(train) // 8)}
+    assert [{*order} for order in orders] == [{*train}] * 8, "it can be read eight times, each time in another order"
 
 
 def test_another_text_replaces_the_one_before_once_all_is_well_and_nobody_trains(tmp_path, capsys, monkeypatch):

@@ -3,8 +3,6 @@
 import html
 import math
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -15,9 +13,11 @@ import train_gpt
 from data.shards import write_shard
 from speedrun import view
 from speedrun.__main__ import main
+from speedrun.counts import ORDERS
 from speedrun.mixture import load_mixture, write_mixture
 from speedrun.model import load_model
 from synthetic_logs import log_text
+from test_site import in_browser, shown
 
 SPAN = re.compile(r'<span class="b(\d)"(?: tabindex="0")? title="([^"]*)">([^<]*)</span>')
 
@@ -27,7 +27,8 @@ def page(flags, corpus, tmp_path) -> tuple[str, dict, bytes]:
     """Train a small model, and return its page, its result, and the tokens that it validated on."""
     text = "if a < b & '\"' in \"</pre><script>\":\n    é = '😀'\n".encode() * 9
     write_shard(tmp_path / "val.bin", tokens := np.array([256, *text[:288]]))
-    result = train_gpt.main([*flags, f"--val_files={tmp_path}/val.bin", "--muon_lr=0.05", "--run_id=<b>"])
+    own = f"--val_files={tmp_path}/val.bin --val_seq_len=288 --muon_lr=0.05 --run_id=<b>"
+    result = train_gpt.main([*flags, *own.split()])
     assert main(["view", result["log"]]) == 0
     return (tmp_path / "logs" / "<b>.html").read_text(), result, bytes(tokens[1:].tolist())
 
@@ -40,8 +41,7 @@ def test_a_page_has_the_figures_of_a_run_and_each_token_with_its_bits(page):
     found = [[html.unescape(part) for part in span] for span in SPAN.findall(text.partition("data-walk")[2])]
     assert "".join(part for *_, part in found).replace("↵", "") == tokens.decode("utf-8", "replace")
     bits = [float(line.rpartition(" bits;")[0].split()[-1]) for _, told, _ in found for line in told.splitlines()]
-    model, read = load_model(Path(result["log"]).with_suffix(".pt"), "cpu"), [256, *tokens]
-    losses = torch.cat([model.losses(read[begin : begin + 97]) for begin in (0, 96, 192)])  # sequences of the run
+    losses = load_model(Path(result["log"]).with_suffix(".pt"), "cpu").losses([256, *tokens])
     assert bits == pytest.approx((losses / math.log(2)).tolist(), abs=0.006)
     assert re.search(r"^'<': \d+\.\d\d bits; expected '.+' \d+%, '.+' \d+%, '.+' \d+%$", found[5][1])
     assert not re.search(r"</pre><script>|(src|href)=.http|url\(.?http", text)
@@ -49,7 +49,7 @@ def test_a_page_has_the_figures_of_a_run_and_each_token_with_its_bits(page):
 
 def test_a_mixture_expects_what_it_scores(model):
     path, text = model.with_suffix(".mixture"), [256, *b"a text, a text, a text"]
-    write_mixture(path, [model.with_suffix("")], np.array(text), np.array([0.5, 0.5]))
+    write_mixture(path, [model.with_suffix("")], np.array(text), np.full((3, len(ORDERS) + 1, 3), 1 / 3))
     expected = torch.stack([*view.expected(load_mixture(path, "cpu"), text)])
     assert expected.sum(1).numpy() == pytest.approx(1, abs=1e-6)
     torch.testing.assert_close(-expected[range(22), text[1:]].log(), load_mixture(path, "cpu").losses(text))
@@ -71,10 +71,10 @@ def test_runs_are_compared_and_those_of_other_scripts_get_no_plans(tmp_path, cap
 
 
 @pytest.mark.slow
+@in_browser
 def test_a_browser_shows_it_without_errors(page, tmp_path):
-    if not (browser := shutil.which("chromium") or shutil.which("chromium-browser")):
-        pytest.skip("there is no chromium")
-    flags = "--headless --no-sandbox --enable-logging=stderr --virtual-time-budget=2000 --dump-dom".split()
-    command = [browser, *flags, (tmp_path / "logs" / "<b>.html").as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ("CONSOLE" in done.stderr, "↵" in done.stdout) == (False, True), done.stderr
+    walk = """const walk = () => document.activeElement.dispatchEvent(
+        new KeyboardEvent("keydown", {key: "ArrowRight", bubbles: true}))
+        document.querySelector("[data-walk] span").focus(); walk(); walk()"""
+    dom = shown(tmp_path / "logs" / "<b>.html", walk)  # no error in the console
+    assert re.search(r'<output class="told">\' \': ', dom), "the third character"
