@@ -7,9 +7,8 @@ The probability of token w behind a context c of n - 1 tokens:
 D is D_1, D_2 or D_3 by the count (1, 2, more), and left(c) what the discounts of c add up to. Where c never stood, P_n
 is P_{n-1}; P_0 is the same for all tokens. The highest order counts occurrences, lower ones the different continuations
 of the order above (Kneser and Ney 1995; the discounts are Chen and Goodman's, 1998). Orders need not be consecutive.
+Counts of what is read can be added to those of a text, as if both were one, but with the text's discounts.
 """
-
-from typing import NamedTuple
 
 import numpy as np
 
@@ -38,54 +37,53 @@ class Hashes:
         return (self.sums[ends] - self.sums[np.maximum(ends - n, 0)]) * self.scale[ends] >> TOKEN_BITS
 
 
-class Table(NamedTuple):
-    """Hold the contexts of an order: their hashes, ascending, and left(c); and what followed each.
+class Counts:
+    """Count the n-grams of a text of tokens (n,) below SYMBOLS, n > 0, on top of those of a text `before`.
 
-    What followed contexts[i] is tokens[begins[i] : begins[i + 1]], with (count - D) / count(c) as shares.
+    tables: for each order its n-grams, context and token in one number, ascending, and their counts.
     """
 
-    contexts: np.ndarray
-    left: np.ndarray
-    begins: np.ndarray
-    tokens: np.ndarray
-    shares: np.ndarray
-
-
-class Counts:
-    """Count the n-grams of a text of tokens (n,) below SYMBOLS, n > 0."""
-
-    def __init__(self, tokens: np.ndarray):
+    def __init__(self, tokens: np.ndarray, before: "Counts | None" = None):
+        self.before, self.tables, self.discounts = before, list[tuple[np.ndarray, np.ndarray]](), list[np.ndarray]()
         hashes, at = Hashes(tokens), np.arange(len(tokens))
-        self.tables: list[Table] = []
-        for n in reversed(ORDERS):
+        for i, n in reversed([*enumerate(ORDERS)]):
             ngrams = hashes.before(at, n - 1) << TOKEN_BITS | tokens[at].astype(np.uint64)
             ngrams, first, counts = np.unique(ngrams, return_index=True, return_counts=True)
-            at = at[first]  # an order below counts each of these once
-            of = [max(1, int((counts == i).sum())) for i in (1, 2, 3, 4)]
+            at = at[first]  # an order below counts each n-gram once, whichever text had it first
+            if before:
+                older = before.tables[i][0]
+                at = at[older[np.minimum(np.searchsorted(older, ngrams), len(older) - 1)] != ngrams]
+            self.tables.insert(0, (ngrams, counts))
+            of = [max(1, int((counts == k).sum())) for k in (1, 2, 3, 4)]
             y = of[0] / (of[0] + 2 * of[1])
-            discounts = np.array([i - (i + 1) * y * of[i] / of[i - 1] for i in (1, 2, 3)]).clip(0.1, [0.95, 1.9, 2.9])
-            cut = discounts[np.minimum(counts, 3) - 1]
-            contexts, begins, sizes = np.unique(ngrams >> TOKEN_BITS, return_index=True, return_counts=True)
-            total = np.add.reduceat(counts, begins)
-            left, shares = np.add.reduceat(cut, begins) / total, (counts - cut) / np.repeat(total, sizes)
-            followed = (ngrams & (2**TOKEN_BITS - 1)).astype(np.uint16)
-            table = Table(contexts, left, np.append(begins, len(ngrams)), followed, shares.astype(np.float32))
-            self.tables.insert(0, table)
+            cuts = np.array([k - (k + 1) * y * of[k] / of[k - 1] for k in (1, 2, 3)]).clip(0.1, [0.95, 1.9, 2.9])
+            self.discounts.insert(0, before.discounts[i] if before else np.append(0, cuts))
 
-    def predict(self, tokens: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def count(self, order: int, contexts: np.ndarray) -> np.ndarray:
+        """Return how often each token (m, SYMBOLS) followed the contexts (m,)."""
+        found = self.before.count(order, contexts) if self.before else np.zeros((len(contexts), SYMBOLS), np.int32)
+        ngrams, counts = self.tables[order]
+        begin = np.searchsorted(ngrams, contexts << TOKEN_BITS)
+        end = np.searchsorted(ngrams, contexts << TOKEN_BITS | SYMBOLS, "right")
+        sizes = end - begin
+        entries = np.repeat(end - sizes.cumsum(), sizes) + np.arange(sizes.sum())
+        tokens = ngrams[entries] & (2**TOKEN_BITS - 1)
+        found[np.repeat(np.arange(len(contexts)), sizes), tokens.astype(np.int64)] += counts[entries]
+        return found
+
+    def predict(self, text: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the probabilities (m, SYMBOLS) of what stands at the positions `at` (m,) of a text.
 
         Return, too, how many orders (m,) know what stands before.
         """
-        hashes, known = Hashes(tokens), np.zeros(len(at), np.int64)
+        hashes, known = Hashes(text), np.zeros(len(at), np.int64)
         p = np.full((len(at), SYMBOLS), 1 / SYMBOLS)
-        for order, (n, table) in enumerate(zip(ORDERS, self.tables, strict=True), start=1):
-            wanted = hashes.before(at, n - 1)
-            place = np.minimum(np.searchsorted(table.contexts, wanted), len(table.contexts) - 1)
-            rows = np.flatnonzero(table.contexts[place] == wanted)
-            begin, end, known[rows] = table.begins[place[rows]], table.begins[place[rows] + 1], order
-            sizes = end - begin
-            entries = np.repeat(end - sizes.cumsum(), sizes) + np.arange(sizes.sum())
-            p[rows] *= table.left[place[rows], None]
-            p[np.repeat(rows, sizes), table.tokens[entries]] += table.shares[entries]
+        for order, n in enumerate(ORDERS):
+            counts = self.count(order, hashes.before(at, n - 1))
+            rows, tokens = counts.nonzero()
+            counts = counts[rows, tokens]
+            cut, total = self.discounts[order][np.minimum(counts, 3)], np.bincount(rows, counts, len(at))
+            known[total > 0] = order + 1
+            p *= np.divide(np.bincount(rows, cut, len(at)), total, out=np.ones(len(at)), where=total > 0)[:, None]
+            p[rows, tokens] += (counts - cut) / total[rows]
         return p, known

@@ -127,10 +127,10 @@ def passes_of(tokens: int, seconds: float) -> int:
 def plan(text: Text, seconds: float, first: Run) -> list[int]:
     """Return the steps of the runs that fit into these seconds, by the time that the first one took.
 
-    Mixing is as long as six steps for 2,048 tokens of validation, and a sample and a picture as two starts (measured).
+    Mixing takes as long as a dozen steps for 2,048 tokens of validation, a sample and a picture as two starts (measured).
     """
     whole, validation = (text.tokens - 1) // STEP, text.val_tokens / STEP
-    left = seconds - 2 * first.rest - 7 * validation * first.step
+    left = seconds - 2 * first.rest - 12 * validation * first.step
     for count in range(MOST_RUNS, 0, -1):
         steps = (left - count * first.rest) / first.step - count * validation  # five validations take a third of a step
         shortest = steps / (2**count - 1)
@@ -184,7 +184,7 @@ def launch(flags: Sequence[str], told: Callable[[str], bool]) -> int:
 
     Pass on SIGTERM, and send it as soon as `told` returns True for a line.
     """
-    env, asked = os.environ | {"PYTHON": sys.executable}, list[int]()
+    env, asked, is_over = os.environ | {"PYTHON": sys.executable}, list[int](), False
     with tempfile.TemporaryFile("w+") as errors:
         how = dict(stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", preexec_fn=end_with_parent)
         run = subprocess.Popen([ROOT / "run.sh", *flags], env=env, **how)  # type: ignore[call-overload]
@@ -197,14 +197,14 @@ def launch(flags: Sequence[str], told: Callable[[str], bool]) -> int:
         before = {number: signal.signal(number, ask) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
         try:
             for line in run.stdout:
-                if told(line) and run.poll() is None:
+                if not is_over and (is_over := told(line)):
                     run.terminate()
             code = run.wait()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         errors.seek(0)
-        if code and (last := errors.read().strip()):
+        if (last := errors.read().strip()) and not is_over:
             say(last)
     return 128 - code if code < 0 else code or 130 * bool(asked)
 

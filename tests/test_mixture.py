@@ -17,14 +17,15 @@ from train_gpt import UserError
 TEXT = np.random.default_rng(0).integers(4, size=300) * np.random.default_rng(1).integers(2, size=300)
 
 
-def slow_kneser_ney(text: list[int], orders: tuple[int, ...]):
-    """Return P(w | history) by dictionaries of tuples."""
-    tables, places = {}, range(len(text))
+def slow_kneser_ney(texts: list[list[int]], orders: tuple[int, ...]):
+    """Return P(w | history) by dictionaries of tuples, with the first text's discounts."""
+    tables, places = {}, [(j, i) for j, text in enumerate(texts) for i in range(len(text))]
     for n in reversed(orders):
-        ngrams = [tuple(text[max(0, i - n + 1) : i + 1]) for i in places]
+        ngrams = [tuple(texts[j][max(0, i - n + 1) : i + 1]) for j, i in places]
         count = Counter(ngrams)
-        places = sorted({ngram: i for i, ngram in reversed([*zip(places, ngrams, strict=True)])}.values())
-        of = [max(1, sum(c == k for c in count.values())) for k in (1, 2, 3, 4)]
+        old = Counter(ngram for ngram, (j, _) in zip(ngrams, places, strict=True) if j == 0)
+        places = sorted(dict(reversed([*zip(ngrams, places, strict=True)])).values())
+        of = [max(1, sum(c == k for c in old.values())) for k in (1, 2, 3, 4)]
         y = of[0] / (of[0] + 2 * of[1])
         limits = (0.1, 0.95), (0.1, 1.9), (0.1, 2.9)
         cut = [min(max(k - (k + 1) * y * of[k] / of[k - 1], low), high) for k, (low, high) in enumerate(limits, 1)]
@@ -46,17 +47,21 @@ def slow_kneser_ney(text: list[int], orders: tuple[int, ...]):
     return p
 
 
-def test_probabilities_are_kneser_neys_and_add_up_to_1(monkeypatch):
-    monkeypatch.setattr(counts, "ORDERS", (1, 2, 3, 5))
-    fast, slow = Counts(TEXT[:250]), slow_kneser_ney(TEXT[:250].tolist(), (1, 2, 3, 5))
+@pytest.mark.parametrize("texts", [[TEXT[:250]], [TEXT[:150], TEXT[100:250]]], ids=["one", "two"])
+def test_probabilities_are_kneser_neys_and_add_up_to_1(monkeypatch, texts):
+    """Of one text, and of a text on top of another, which has a part of it."""
+    orders = 1, 2, 3, 5
+    monkeypatch.setattr(counts, "ORDERS", orders)
+    fast, slow = None, slow_kneser_ney([text.tolist() for text in texts], orders)
+    for text in texts:
+        fast = Counts(text, fast)
     at = np.arange(200, 300)
     found, known = fast.predict(TEXT, at)
     wanted = [[slow(TEXT[:i].tolist(), w) for w in range(counts.SYMBOLS)] for i in at]
-    assert found == pytest.approx(np.array(wanted), rel=1e-5)
-    assert found.sum(axis=1) == pytest.approx(1, abs=1e-6)
-    seen = {tuple(TEXT[max(0, i - n + 1) : i]) for n in (1, 2, 3, 5) for i in range(250)}
-    orders = [sum(tuple(TEXT[max(0, i - n + 1) : i]) in seen for n in (1, 2, 3, 5)) for i in at]
-    assert known.tolist() == orders
+    assert found == pytest.approx(np.array(wanted))
+    assert found.sum(axis=1) == pytest.approx(1)
+    seen = {tuple(text[max(0, i - n + 1) : i]) for text in texts for n in orders for i in range(len(text))}
+    assert known.tolist() == [max(k for k, n in enumerate(orders, 1) if tuple(TEXT[i - n + 1 : i]) in seen) for i in at]
 
 
 def slow_mixture(mixed: Mixture, texts: list[list[int]]) -> list[list[float]]:
@@ -68,10 +73,12 @@ def slow_mixture(mixed: Mixture, texts: list[list[int]]) -> list[list[float]]:
         for i in range(1, len(text)):
             seen = np.array([*before, *text])
             if i == 1 or len(before) + i >= recount:
-                recent = Counts(seen[: len(before) + i])
-                recount = len(before) + i + min(max(128, (len(before) + i) // 16), 1024)
-            [counted], [known] = mixed.counts.predict(np.array(text), np.array([i]))
-            [news], [fresh] = recent.predict(seen, np.array([len(before) + i]))
+                recent = seen[: len(before) + i]
+                recount = len(recent) + min(max(64, len(recent) // 32), 1024)
+            (counted, known), (news, fresh) = (
+                [it[0] for it in some.predict(seen, np.array([len(before) + i]))]
+                for some in (Counts(recent, mixed.counts), Counts(recent))
+            )
             logs = np.array([*(n[i - 1] for n in nats), np.log(counted), np.log(news)]).clip(-20)
             weights = [rows[j].setdefault(k, np.full(parts, 1 / parts)) for j, k in enumerate((0, known, fresh))]
             p = np.exp(np.mean(weights, axis=0) @ logs)
