@@ -8,7 +8,7 @@ counts know what stands before, one by how many of the recent counts do. Where m
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -63,21 +63,22 @@ class Mixture:
         mixed = self.weights[SETS, rows].mean(0) @ logs
         return mixed - np.logaddexp.reduce(mixed)
 
-    def score(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return the losses in nats (1 + parts, n - 1) of each token but the first: of the mixture, and of each part.
+    def read(self, tokens: Sequence[int]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield log probabilities for each token of a sequence but the first: of all (SYMBOLS,), of each part.
 
         The weights move, and the tokens are counted.
         """
         read = np.array(tokens)
         logits = [torch.cat([*model.predictions(tokens)]) for model in self.models]
-        every, rows = self.predict(read, np.arange(1, len(read)), logits)
-        losses = np.empty((1 + every.shape[1], len(every)))
-        for i, (logs, row, token) in enumerate(zip(every, rows, read[1:], strict=True)):
-            mixed = self.mix(logs, row)
+        for logs, row, token in zip(*self.predict(read, np.arange(1, len(read)), logits), read[1:], strict=True):
+            yield (mixed := self.mix(logs, row)), logs
             self.weights[SETS, row] += RATE * (logs[:, token] - logs @ np.exp(mixed))
-            losses[:, i] = -mixed[token], *-logs[:, token]
         self.recent = np.append(self.recent, read[:-1])[-RECENT:]
-        return losses
+
+    def score(self, tokens: Sequence[int]) -> np.ndarray:
+        """Return the losses in nats (1 + parts, n - 1) of all tokens but the first: of the mixture, of each part."""
+        every = zip(self.read(tokens), tokens[1:], strict=True)
+        return -np.array([[mixed[token], *logs[:, token]] for (mixed, logs), token in every]).T
 
     def losses(self, tokens: Sequence[int]) -> Tensor:
         """Return the loss (n - 1,) in nats of each token of a sequence but the first."""

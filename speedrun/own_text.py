@@ -127,7 +127,7 @@ def passes_of(tokens: int, seconds: float) -> int:
 def plan(text: Text, seconds: float, first: Run) -> list[int]:
     """Return the steps of the runs that fit into these seconds, by the time that the first one took.
 
-    Mixing takes as long as a dozen steps for 2,048 tokens of validation, a sample and a picture as two starts (measured).
+    Mixing takes a dozen steps' time for 2,048 tokens of validation, a sample and a picture two starts' (measured).
     """
     whole, validation = (text.tokens - 1) // STEP, text.val_tokens / STEP
     left = seconds - 2 * first.rest - 12 * validation * first.step
@@ -284,7 +284,7 @@ def show(model: Path, bits: dict[str, float], text: Text) -> None:
         if not subprocess.run(
             [sys.executable, "-m", "speedrun", *plot], cwd=ROOT, stdout=subprocess.DEVNULL
         ).returncode:
-            say(f"curve: {picture}")
+            say(f"curve: {picture}; as a page: python -m speedrun view {model.with_suffix('.txt')}")
     else:
         say('no picture: pip install -e ".[race]" brings matplotlib')
 

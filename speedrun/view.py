@@ -27,7 +27,7 @@ with needs.packages("race", "site"):
     import train_gpt
     from speedrun import pages, plots, store
     from speedrun.logs import Log, ToolError
-    from speedrun.mixture import RATE, SETS, Mixture, find_model
+    from speedrun.mixture import Mixture, find_model
     from speedrun.model import Model, choose, generate, run, tokenizer
     from train_gpt import PRESETS, TABLES, Hyperparameters, UserError
 
@@ -85,11 +85,8 @@ def expected(model: Model | Mixture, tokens: Sequence[int]) -> Iterator[torch.Te
         for z in model.predictions(tokens):
             yield from z.double().softmax(1).cpu()
         return
-    read, logits = np.array(tokens), [torch.cat([*one.predictions(tokens)]) for one in model.models]
-    for logs, row, token in zip(*model.predict(read, np.arange(1, len(read)), logits), read[1:], strict=True):
-        mixed = np.exp(model.mix(logs, row))
-        yield torch.from_numpy(mixed)
-        model.weights[SETS, row] += RATE * (logs[:, token] - logs @ mixed)  # as it scores
+    for mixed, _ in model.read(tokens):
+        yield torch.from_numpy(np.exp(mixed))
 
 
 def pieces(model: Model | Mixture, tokens: Sequence[int]) -> Iterator[Piece]:
