@@ -40,6 +40,9 @@ STEP = 2048  # tokens
 # grows with the root of theirs
 WHOLE = 1000
 MOST_RUNS, MOST_PASSES = 4, 8  # beyond the short run
+# A core is left to other programs. On two cores a step took 35 ms with two threads, and 200 to 440 beside one busy
+# process; with one thread 49 and 54
+THREADS = min(2, max(1, (os.cpu_count() or 1) - 1))
 READ_FASTEST = 200_000  # tokens in a second: more than any CPU
 # Rows for pairs and triples of bytes: half and twice as many ended alike on 500 kB of prose, and eight times as many on
 # 5 MB (n = 1)
@@ -131,13 +134,13 @@ def plan(text: Text, seconds: float, first: Run) -> list[int]:
     """
     whole, validation = (text.tokens - 1) // STEP, text.val_tokens / STEP
     left = seconds - 2 * first.rest - 12 * validation * first.step
-    for count in range(MOST_RUNS, 0, -1):
+    for count in range(MOST_RUNS, 1, -1):  # at least two, whatever part of the text the first then reads
         steps = (left - count * first.rest) / first.step - count * validation  # five validations take a third of a step
         shortest = steps / (2**count - 1)
         if shortest >= whole:
             break
     longest = min(shortest * 2 ** (count - 1), (text.tokens * text.passes - 1) // STEP)
-    return [round(longest / 2**i) for i in reversed(range(count))] if longest >= LEAST else []
+    return [round(longest / 2**i) for i in reversed(range(count))] if longest >= 2 * LEAST else []
 
 
 def say(*lines: str) -> None:
@@ -310,7 +313,7 @@ def train_all(flags: Sequence[str], own: Sequence[str], text: Text, end: float, 
     while todo and not code:
         path, steps = LOGS / f"{name}-{len(runs) + 1}", todo.pop(0)
         say(f"{path.name}: {steps:,} steps, which read the text {steps * STEP / text.tokens:.1f} times")
-        sizes = f"--num_iterations {steps} --val_loss_every {math.ceil(steps / 4)} --run_id {path.name}"
+        sizes = f"--num_iterations {steps} --val_loss_every {math.ceil(steps / 4)} --run_id {path.name} --cpu_threads {THREADS}"
         pace = Pace(path.name, steps, text, runs[-1].half if runs else math.inf)
         code, run = train_one([*flags, *sizes.split(), *own], path, pace)
         if run is None:
