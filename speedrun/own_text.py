@@ -47,7 +47,7 @@ READ_FASTEST = 200_000  # tokens in a second: more than any CPU
 # Rows for pairs and triples of bytes: half and twice as many ended alike on 500 kB of prose, and eight times as many on
 # 5 MB (n = 1)
 ROWS = 262_144
-MODEL = ["--ngram_order", "3", "--ngram_rows", str(ROWS)]  # the track allows nano pairs alone
+MODEL = f"--ngram_order 3 --ngram_rows {ROWS} --cpu_threads {THREADS}".split()  # the track allows nano pairs alone
 READ_BEFORE = 8_000_000  # bytes of the training text that xz and PPMd read before: their time grows with them
 MOST_COUNTED = 5_000_000  # tokens of the training text: their tables take up to 1 GB
 PPMD_ORDERS = 4, 6, 8, 12, 16  # the best stands for it
@@ -313,7 +313,7 @@ def train_all(flags: Sequence[str], own: Sequence[str], text: Text, end: float, 
     while todo and not code:
         path, steps = LOGS / f"{name}-{len(runs) + 1}", todo.pop(0)
         say(f"{path.name}: {steps:,} steps, which read the text {steps * STEP / text.tokens:.1f} times")
-        sizes = f"--num_iterations {steps} --val_loss_every {math.ceil(steps / 4)} --run_id {path.name} --cpu_threads {THREADS}"
+        sizes = f"--num_iterations {steps} --val_loss_every {math.ceil(steps / 4)} --run_id {path.name}"
         pace = Pace(path.name, steps, text, runs[-1].half if runs else math.inf)
         code, run = train_one([*flags, *sizes.split(), *own], path, pace)
         if run is None:
