@@ -4,7 +4,7 @@
     python speedrun/plain_gpt.py --size gpt2 --seconds 60 --data FOLDER/fineweb_
 
 nano: 4 layers of width 128, 4 heads, a context of 64; 2,000 steps of 12 random windows of the nano track's training
-shard, in fp32, on 2 threads of a CPU. gpt2: GPT-2 small, a context of 1,024, 16 windows a step; on a GPU compiled and
+shard, in fp32, on --threads of a CPU. gpt2: GPT-2 small, a context of 1,024, 16 windows a step; on a GPU compiled and
 in bf16. Validation is on the shard's first --val_tokens tokens, each position once, in consecutive contexts. Warm-up
 and validation are off the clock, as in train_gpt.py. It imports nothing of this repository, and prints the result as a
 line of JSON. Exit codes: 0 done, 2 bad input.
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BETAS, WEIGHT_DECAY, CLIP, THREADS = (0.9, 0.99), 0.1, 1.0, 2
+BETAS, WEIGHT_DECAY, CLIP = (0.9, 0.99), 0.1, 1.0
 
 
 class Size(NamedTuple):
@@ -170,9 +170,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="to train for, instead of so many steps")
     parser.add_argument("--val_tokens", type=int, default=262_144, help="(default: %(default)s)")
     parser.add_argument("--val_every", type=int, default=0, help="steps, for a curve (default: at the end alone)")
+    parser.add_argument("--threads", type=int, default=2, help="of the CPU (default: %(default)s)")
     parser.add_argument("--data", default="data/nano/nano_", help="begins the shards' names (default: %(default)s)")
     args = parser.parse_args()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(args.threads)
     try:
         patterns = [f"{args.data}{part}*.bin" for part in ("train", "val")]
         shards = [min(glob.glob(pattern), default=pattern) for pattern in patterns]  # the first, or no file

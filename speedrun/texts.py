@@ -21,6 +21,7 @@ from pathlib import Path
 
 from speedrun import ROOT, needs
 from speedrun.logs import markdown
+from speedrun.own_text import THREADS
 
 with needs.packages("race"):
     import matplotlib.pyplot as plt
@@ -54,7 +55,7 @@ def run_once(path: Path, seed: int) -> dict[str, float]:
         val_tokens = int(re.findall(r"--val_tokens (\d+)", told)[0])
         val = np.fromfile(min(Path(folder).glob("val_*.bin")), "<u2", offset=1024)[1 : val_tokens + 1]
         command = ["speedrun/plain_gpt.py", "--data", f"{folder}/", "--seconds", str(found["seconds"])]
-        command += ["--val_tokens", str(val_tokens), "--seed", str(seed)]
+        command += ["--val_tokens", str(val_tokens), "--seed", str(seed), "--threads", str(THREADS)]
         plain = json.loads(
             subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
         )
