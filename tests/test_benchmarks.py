@@ -75,8 +75,7 @@ def test_plain_gpt_learns(corpus, monkeypatch, capsys):
     tokens = np.random.default_rng(0).integers(257, size=300 * 64 + 5)
     mean = plain_gpt.validate(lambda read: torch.from_numpy(read[:, :-1] + 2 * read[:, 1:]).double().mean(), tokens, 64)
     assert mean == pytest.approx(np.mean(tokens[:-5] + 2 * tokens[1:-4])), "each position once"
-    monkeypatch.setattr(sys, "argv", f"plain --data {corpus}/ --steps 9 --val_every 3".split())
-    monkeypatch.setattr(plain_gpt, "THREADS", 1)
+    monkeypatch.setattr(sys, "argv", f"plain --data {corpus}/ --steps 9 --val_every 3 --threads 1".split())
     plain_gpt.main()
     steps, losses, ms = zip(*json.loads(capsys.readouterr().out)["val_curve"], strict=True)
     assert (steps, sorted(ms)) == ((0, 3, 6, 9), [*ms])
