@@ -1,4 +1,4 @@
-"""Make README's table, and those of docs/gpu.md: what is predicted (h100.json) and measured (h100_measured.json)."""
+"""Make tables of docs/running.md and docs/gpu.md: sizes, what is predicted (h100.json), measured (h100_measured.json).
 
 import dataclasses
 import json

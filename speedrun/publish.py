@@ -154,8 +154,8 @@ def rewrite_tables(root: Path, check_only: bool) -> list[str]:
     if (page := root.parent / "docs" / "gpu.md").exists():
         from speedrun import page_tables, texts  # which import torch
 
-        pages |= {page: page_tables.TABLES, root.parent / "README.md": {"presets": page_tables.presets}}
-        pages[page.with_name("running.md")] = {"texts": texts.table}
+        pages[page] = page_tables.TABLES
+        pages[page.with_name("running.md")] = {"presets": page_tables.presets, "texts": texts.table}
     changed = []
     for path, tables in pages.items():
         text = new = read_text(path)
