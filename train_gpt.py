@@ -3125,18 +3125,15 @@ configuration: {json.dumps(dataclasses.asdict(log.cfg))}
 {"=" * 100}"""
 
 
-def report(log: RunLog, data: Data, trainer: Trainer, recompiles: int) -> dict:
+def report(log: RunLog, trainer: Trainer, recompiles: int) -> dict:
     """Log the summary, write the model and the result, and return the latter."""
     cfg = trainer.cfg
     _, val_loss, ms = log.curves["val_loss"][-1]
     verdict = f"target {cfg.target_loss} {'not ' * (val_loss > cfg.target_loss)}reached; " if cfg.target_loss else ""
     if cfg.val_sha256 not in log.saved.must_match["validation tokens"]:  # the empty text is in all
         verdict = "these are not the track's validation tokens: do not compare losses; "
-    first, last = (f"{path} position {pieces[0, 0]}" for (path, pieces), *_ in (data["train"][0], data["train"][-1]))
     log.write(
-        f"""first batch: {first}
-last batch: {last}
-recompiles after the clock started: {recompiles}
+        f"""recompiles after the clock started: {recompiles}
 peak memory: {trainer.peak_memory_mib()} MiB
 val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
         console=True,
@@ -3171,7 +3168,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
             log.write(f"seed: {log.cfg.seed}, from step {log.saved.step} on, log: {log.path}", console=True)
             trainer.warm_up(tensors)
         recompiles = train(trainer, data, log)
-        result = report(log, data, trainer, recompiles)
+        result = report(log, trainer, recompiles)
     leave()
     return result
 
