@@ -1312,7 +1312,9 @@ class ReluSquaredMLP(torch.autograd.Function):
         grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2 if squares_q.dtype.itemsize == 1 else grad.dtype)
         dz, dz_columns, squares = relu_squared_backward(grad_q, w2_q, squares_q, scales, scale, ctx.by_kernel)
         by_w2 = matmul(grad_q.t(), squares, FP8_GRAD * scale, grad.dtype)
-        return *linear_gradients(dz, dz_columns, x_q, w1_q, grad.dtype), by_w2, None, None
+        by_x, by_w1 = linear_gradients(dz, dz_columns, x_q, w1_q, grad.dtype)
+        # As contiguous as c_fc: else PyTorch adds the gradients of all MLPs one by one, in 0.28 ms (measured: one H100)
+        return by_x, by_w1.t().contiguous().t(), by_w2, None, None
 
 
 class MLP(nn.Module):
