@@ -2578,13 +2578,10 @@ def refusing(what: str) -> Iterator[None]:
         raise UserError(f"{what}: {error!r:.300} (line {line})") from error
 
 
-def digest(value) -> str:
-    return hashlib.sha256(repr(value).encode()).hexdigest()
-
-
 def checksum(path: Path) -> str:
     """Return a hash of the checksums that a file of tensors, a zip archive, has in it."""
-    return digest([part.CRC for part in zipfile.ZipFile(path).infolist()])
+    sums = [part.CRC for part in zipfile.ZipFile(path).infolist()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
 class RunLog:
@@ -2928,8 +2925,7 @@ def save_progress(trainer: Trainer, log: RunLog, step: int, ms: float):
     slot = 1 - log.saved.slot
     checksums = log.save(f".{slot}.rank{trainer.ranks.rank}", trainer.state() | trainer.table.state(), by_all=True)
     saved = log.saved._replace(step=step, ms=ms, curves=log.curves, slot=slot, checksums=checksums)
-    state = saved._asdict()
-    if checksums and log.save(".checkpoint", state | dict(seal=digest(state))):
+    if checksums and log.save(".checkpoint", saved._asdict()):
         log.saved = saved
 
 
@@ -3053,12 +3049,11 @@ def load_checkpoint(given: Hyperparameters) -> Saved | None:
         return None
     if path.with_suffix(".json").exists():
         raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
-    state = load(path)
-    if state.pop("seal", "") != digest(state):
-        raise UserError(f"{path}: not a sound checkpoint of this script, or somebody edited it")
-    if given.run_id not in ("", state["run_id"]):
-        raise UserError(f"--run_id {given.run_id}: {path} is of run {state['run_id']}")
-    return Saved(**state)
+    with refusing(f"{path}: not a sound checkpoint of this script"):
+        saved = Saved(**load(path))
+    if given.run_id not in ("", saved.run_id):
+        raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
+    return saved
 
 
 def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, Data]:
