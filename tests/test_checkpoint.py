@@ -126,13 +126,13 @@ def flip(path: Path, tensor: str) -> bytes:
 
 
 def test_what_is_no_checkpoint_of_this_run_is_refused(run_flags, saved, tmp_path):
-    """Torn and flipped files, those of another step or run, one that is gone, what was edited, and another kind."""
+    """Torn and flipped files, those of another step or run, one that is gone, and another kind."""
     state = torch.load(saved, weights_only=True)
     share, older = (saved.with_suffix(f".{slot}.rank0") for slot in (state["slot"], 1 - state["slot"]))
     other = share.with_stem(share.stem.replace("whole", "other"))
     shares = [flip(share, "rows"), older.read_bytes(), other.read_bytes()]
     others = [saved.with_suffix(".pt").read_bytes()]
-    for odd in state | dict(ms=float("nan")), state | dict(step=Path()), {"seal": ""}, [1]:
+    for odd in state | dict(step=Path()), state | dict(other=0), {"step": 1}, [1]:
         torch.save(odd, tmp_path / "odd")
         others.append((tmp_path / "odd").read_bytes())
     for path, more in (share, shares), (saved, others):

@@ -31,13 +31,13 @@ def test_log_and_result_have_their_form(flags, corpus):
     log = Path(result["log"])
     source, environment, steps = log.read_text().split("=" * 100 + "\n")
     assert source == (ROOT / "train_gpt.py").read_text() + "\n"
-    before_last, trained = (train_gpt.num_tokens(n, train_gpt.parse_args(flags)) for n in (3, 4))
+    trained = train_gpt.num_tokens(4, train_gpt.parse_args(flags))
     scored = hashlib.sha256(np.fromfile(corpus / "val_000000.bin", dtype="<u2", offset=1024)[:288]).hexdigest()
     wanted = [f", PyTorch {torch.__version__}, ", f"train shard: {corpus}/train_000000.bin, ", '"--run_id", "form"']
     wanted += [f"training tokens: {trained}, ", f"validation tokens: 288, sha256 {scored}\n", '"num_iterations": 4']
     wanted += [f"val shard: {corpus}/val_000000.bin, ", "environment: {"]
     assert [text for text in wanted if text not in environment] == []
-    wanted = ["train_000000.bin position 0\nlast", f"position {before_last}\n", "seed: 5", "clock started: 0"]
+    wanted = ["seed: 5", "clock started: 0"]
     assert [text for text in wanted if text not in steps] == []
     lines = re.findall(r"^(step:.*) train_time:(\d+)ms step_avg:(\d+\.\d\d)ms$", steps, re.M)
     curves = {name: {step: loss for step, loss, _ in result[f"{name}_curve"]} for name in ("train", "val")}
