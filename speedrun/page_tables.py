@@ -1,13 +1,9 @@
-"""Make tables of docs/running.md and docs/gpu.md: sizes, what is predicted (h100.json), measured (h100_measured.json).
+"""Make the tables of docs/gpu.md: what is predicted (h100.json) and measured (h100_measured.json)."""
 
-import dataclasses
 import json
-
-import torch
 
 from speedrun import cards, check, roofline
 from speedrun.logs import markdown
-from train_gpt import GPT, PRESETS, num_tokens, resolve
 
 MEASURED = cards.PREDICTED.with_name("h100_measured.json")
 
@@ -44,20 +40,6 @@ def one_card() -> str:
         row = f"{name}|{cfg.ngram_rows:,}|{gib:.0f}|{least:,.0f} to {most:,.0f}|{minutes:.1f}|{loss:.3f}|{pairs:.0f}"
         rows.append(row.split("|"))
     return markdown("one|rows of n-grams|GiB|ms a step|minutes, 1,050 steps|loss|minutes, 8 pairs of an idea", rows)
-
-
-def presets() -> str:
-    """Return the sizes of the script's presets."""
-    rows = []
-    for name in ("nano", "gpt2"):
-        cfg = resolve(dataclasses.replace(PRESETS[name], device="cpu", dtype="float32", canon_file="", prefix_file=""))
-        with torch.device("meta"):
-            size = sum(p.numel() for p in GPT(cfg).parameters())
-        table, tokens = cfg.ngram_rows * cfg.model_dim, num_tokens(cfg.num_iterations, cfg) / 1e6
-        row = f"{cfg.preset}|{len(cfg.layers)}|{size:,}|{table:,}|{cfg.num_iterations:,}|{tokens:.3g}|{cfg.target_loss}"
-        rows.append(row.split("|"))
-    head = "preset|layers|parameters|and in the table of n-grams|steps|M tokens|target"
-    return markdown(head, rows)
 
 
 TABLES = {"steps": steps, "parts": parts, "memory": memory, "cards": one_card}

@@ -155,7 +155,7 @@ def rewrite_tables(root: Path, check_only: bool) -> list[str]:
         from speedrun import page_tables, texts  # which import torch
 
         pages[page] = page_tables.TABLES
-        pages[page.with_name("running.md")] = {"presets": page_tables.presets, "texts": texts.table}
+        pages[page.with_name("running.md")] = {"texts": texts.table}
     changed = []
     for path, tables in pages.items():
         text = new = read_text(path)

@@ -36,6 +36,7 @@ WAYS = {
     "xz": "xz -9e",
 }
 PLAIN = "plain GPT"
+WIDEST = 1.9  # of the bars: what is longer says so
 COLUMNS = [*WAYS.values(), PLAIN]
 
 
@@ -78,11 +79,11 @@ def draw(path: Path) -> None:
     ways = ["ours", "xz -9e", PLAIN]
     for i, way in enumerate(ways):
         means = [statistics.fmean(run[way] / run["PPMd"] for run in runs) for runs in texts.values()]
-        bars = axes.barh(
-            np.arange(len(texts)) + (i - 1) * 0.27, means, 0.25, label=way, color=("C0", "0.75", "0.55")[i]
-        )
-        axes.bar_label(bars, [f"{x:.2f}" for x in means], padding=2, fontsize=7)
+        axes.barh(np.arange(len(texts)) + (i - 1) * 0.27, means, 0.25, label=way, color=("C0", "0.75", "0.55")[i])
+        for y, x in enumerate(means):
+            axes.text(min(x, WIDEST) + 0.01, y + (i - 1) * 0.27, f"{x:.2f}", va="center", fontsize=7)
     names = [f"{name} ({runs[0]['bytes'] / 1000:,.0f} kB)" for name, runs in texts.items()]
+    axes.set_xlim(0, WIDEST + 0.1)
     axes.set_yticks(np.arange(len(texts)), names)
     axes.axvline(1, color="0.2", linewidth=1)
     axes.set_xlabel("bits per byte of held-out text, PPMd's = 1 (best of five orders); shorter is better")
