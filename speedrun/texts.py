@@ -1,7 +1,7 @@
-"""Hold --train against others on texts of your own, and draw the figures of records/own_texts.json.
+"""Hold --train against others on texts of your own, and draw the figures of docs/own_texts.json.
 
     python -m speedrun texts FILES... [--runs 3]     measure: bits per byte of each text, added to the file
-    python -m speedrun texts                         draw records/own_texts.png again
+    python -m speedrun texts                         draw docs/own_texts.png again
 
 Each text is packed and trained on by `data/pack_text.py --train`, in the time that it takes by itself. A plain GPT then
 trains for as long on the same bytes (speedrun/plain_gpt.py; starting and validating are off its clock alone).
@@ -27,7 +27,7 @@ with needs.packages("race"):
     import matplotlib.pyplot as plt
     import numpy as np
 
-FIGURES = ROOT / "records/own_texts.json"
+FIGURES = ROOT / "docs/own_texts.json"
 WAYS = {
     "all together": "ours",
     "the best model alone": "model",
