@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from itertools import pairwise
+from pathlib import Path
 from unittest.mock import Mock
 
 import numpy as np
@@ -17,7 +18,7 @@ import train_gpt
 from conftest import SMALL
 from data.pack_nano import to_tokens
 from data.shards import write_shard
-from speedrun import ROOT, counts, own_text
+from speedrun import ROOT, counts, own_text, texts
 from speedrun.own_text import Pace, Run, Text
 from train_gpt import UserError
 from world_worker import wait_for
@@ -187,3 +188,28 @@ def test_what_stops_the_mixing_loses_no_figure(monkeypatch, capsys, error):
     found = own_text.figures([run], Text([], [b"x" * 100], 0, 64), {"xz": 2.0})
     assert found == (own_text.LOGS / "own-1.pt", {"the best model alone": pytest.approx(1), "xz": 2.0})
     assert "the models are not mixed: " in capsys.readouterr().out
+
+
+def test_a_text_is_held_against_others_and_drawn(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(texts, "FIGURES", tmp_path / "figures.json")
+    val = [b"abc", b"de"]  # scored: a b c | d, of which four are bytes
+    says = """train on it: run.sh --val_tokens 5
+text: 1,200 bytes to train on
+bits per byte of the validation text:
+   1.500 all together
+   2.000 the best model alone
+   1.750 counts alone
+   2.500 xz -9e, given 1,200 bytes of the training text
+   2.000 PPMd 6, given 1,200 bytes of the training text
+"""
+
+    def run(argv, **_):
+        if argv[1] == "data/pack_text.py":
+            write_shard(Path(argv[argv.index("--out") + 1], "val_000000.bin"), to_tokens(val))
+            return Mock(stdout=says)
+        return Mock(stdout=json.dumps(dict(val_curve=[[0, 9.0, 0], [9, 2 * math.log(2), 1]])))
+
+    monkeypatch.setattr(texts.subprocess, "run", run)
+    assert texts.main([str(tmp_path / "notes.txt"), "--runs", "2"]) == 0
+    assert "| notes | 1 | 0 | 1.500 | 2.000 | 1.750 | 2.000 | 2.500 | 2.500 | 2 |" in texts.table()
+    assert (tmp_path / "figures.png").stat().st_size > 1000
