@@ -157,19 +157,21 @@ def without_end(documents: list[bytes], share: float) -> int:
 def split_texts(texts: list[tuple[bytes, list[bytes]]], fraction: float, least: int) -> dict[str, list[bytes]]:
     """Give validation a fraction of the bytes, or a sequence: whole texts, or the ends of large texts.
 
-    So it does not lie between what is trained on. If texts are alike, they are one large text.
+    So it does not lie between what is trained on. If texts are alike, or the large ones few, all are one large text.
     """
-    times = Counter(chain.from_iterable({*documents} for _, documents in texts))
+    read = sum(len(document) for _, documents in texts for document in documents)
+    texts = [(name, [*dict.fromkeys(documents)]) for name, documents in texts]
+    times = Counter(chain.from_iterable(documents for _, documents in texts))
     total = sum(map(len, times))
-    if equal := sum(len(document) for _, documents in texts for document in documents) - total:
+    if equal := read - total:
         note(f"{equal:,} bytes are in documents that are equal to others: each counts once")
     wanted = max(fraction * total, min(least + 1, total / 4))
     sizes = [sum(len(document) for document in documents if times[document] == 1) for _, documents in texts]
-    if sum(sizes) < max(wanted, total / 2):
-        texts, sizes = [(b"all texts", [*times])], [total]
+    large = [size > wanted / 2 for size in sizes]
+    if sum(sizes) < max(wanted, total / 2) or 0 < sum(compress(sizes, large)) < 2 * wanted:
+        texts, sizes, large = [(b"all texts, one after another", [*times])], [total], [True]
     train, val = list[bytes](), list[bytes]()
-    if max(sizes, default=0) > wanted / 2:
-        large = [size > wanted / 2 for size in sizes]
+    if any(large):
         share = wanted / sum(compress(sizes, large))
         names = [os.fsdecode(name) for name, _ in compress(texts, large)]
         note(f"validation: the last {min(share, 1):.0%} of {', '.join(names[:3])}{' ...' * (len(names) > 3)}")

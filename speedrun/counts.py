@@ -27,9 +27,9 @@ class Hashes:
     """Hash what stands before any position of a text: the sum of (token + 1) BASE**k, k = 1 for the nearest token."""
 
     def __init__(self, tokens: np.ndarray):
-        n = len(tokens) + 1
-        terms = (tokens.astype(np.uint64) + np.uint64(1)) * powers(pow(BASE, -1, 2**64), n)[1:]
+        self.tokens, n = tokens.astype(np.uint64), len(tokens) + 1
         self.scale = powers(BASE, n + 1)[1:]
+        terms = (self.tokens + np.uint64(1)) * powers(pow(BASE, -1, 2**64), n)[1:]
         self.sums = np.r_[np.uint64(0), np.cumsum(terms, dtype=np.uint64)]
 
     def before(self, ends: np.ndarray, n: int) -> np.ndarray:
@@ -38,26 +38,30 @@ class Hashes:
 
 
 class Counts:
-    """Count the n-grams of a text of tokens (n,) below SYMBOLS, n > 0, on top of those of a text `before`.
+    """Count the n-grams that end at the positions `at` (n,) of a text, n > 0, on top of what was counted `before`.
 
     tables: for each order its n-grams, context and token in one number, ascending, and their counts.
     """
 
-    def __init__(self, tokens: np.ndarray, before: "Counts | None" = None):
+    def __init__(self, text: Hashes, at: np.ndarray, before: "Counts | None" = None):
         self.before, self.tables, self.discounts = before, list[tuple[np.ndarray, np.ndarray]](), list[np.ndarray]()
-        hashes, at = Hashes(tokens), np.arange(len(tokens))
         for i, n in reversed([*enumerate(ORDERS)]):
-            ngrams = hashes.before(at, n - 1) << TOKEN_BITS | tokens[at].astype(np.uint64)
+            ngrams = text.before(at, n - 1) << TOKEN_BITS | text.tokens[at]
             ngrams, first, counts = np.unique(ngrams, return_index=True, return_counts=True)
-            at = at[first]  # an order below counts each n-gram once, whichever text had it first
+            at = at[first]  # an order below counts each n-gram once, wherever it was first
             if before:
-                older = before.tables[i][0]
-                at = at[older[np.minimum(np.searchsorted(older, ngrams), len(older) - 1)] != ngrams]
+                at = at[~before.has(i, ngrams)]
             self.tables.insert(0, (ngrams, counts))
             of = [max(1, int((counts == k).sum())) for k in (1, 2, 3, 4)]
             y = of[0] / (of[0] + 2 * of[1])
             cuts = np.array([k - (k + 1) * y * of[k] / of[k - 1] for k in (1, 2, 3)]).clip(0.1, [0.95, 1.9, 2.9])
             self.discounts.insert(0, before.discounts[i] if before else np.append(0, cuts))
+
+    def has(self, order: int, ngrams: np.ndarray) -> np.ndarray:
+        """Return which n-grams (m,) were counted."""
+        own, _ = self.tables[order]
+        found = self.before.has(order, ngrams) if self.before else np.zeros(len(ngrams), bool)
+        return found | (own[np.minimum(np.searchsorted(own, ngrams), len(own) - 1)] == ngrams if len(own) else False)
 
     def count(self, order: int, contexts: np.ndarray) -> np.ndarray:
         """Return how often each token (m, SYMBOLS) followed the contexts (m,)."""
@@ -71,15 +75,14 @@ class Counts:
         found[np.repeat(np.arange(len(contexts)), sizes), tokens.astype(np.int64)] += counts[entries]
         return found
 
-    def predict(self, text: np.ndarray, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def predict(self, text: Hashes, at: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the probabilities (m, SYMBOLS) of what stands at the positions `at` (m,) of a text.
 
         Return, too, how many orders (m,) know what stands before.
         """
-        hashes, known = Hashes(text), np.zeros(len(at), np.int64)
-        p = np.full((len(at), SYMBOLS), 1 / SYMBOLS)
+        p, known = np.full((len(at), SYMBOLS), 1 / SYMBOLS), np.zeros(len(at), np.int64)
         for order, n in enumerate(ORDERS):
-            counts = self.count(order, hashes.before(at, n - 1))
+            counts = self.count(order, text.before(at, n - 1))
             rows, tokens = counts.nonzero()
             counts = counts[rows, tokens]
             cut, total = self.discounts[order][np.minimum(counts, 3)], np.bincount(rows, counts, len(at))
@@ -87,3 +90,8 @@ class Counts:
             p *= np.divide(np.bincount(rows, cut, len(at)), total, out=np.ones(len(at)), where=total > 0)[:, None]
             p[rows, tokens] += (counts - cut) / total[rows]
         return p, known
+
+
+def counts_of(tokens: np.ndarray) -> Counts:
+    """Count the n-grams of a text of tokens (n,) below SYMBOLS, n > 0."""
+    return Counts(Hashes(tokens), np.arange(len(tokens)))

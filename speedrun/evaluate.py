@@ -33,9 +33,10 @@ OVERLAP = 1024  # tokens of a long text that the model reads again, before those
 def losses(model: Model | Mixture, tokens: Sequence[int], length: int, name: str = "") -> torch.Tensor:
     """Return the loss (n,) in nats of each token of a text at the beginning of a document.
 
-    The model reads pieces of at most `length` tokens, of which a quarter, or OVERLAP, is what it has read before.
+    The model reads pieces of at most `length` tokens, of which a quarter, or OVERLAP, is what it has read before. A
+    mixture would count that twice, and does not read it again.
     """
-    overlap = min(OVERLAP, length // 4)
+    overlap = 0 if isinstance(model, Mixture) else min(OVERLAP, length // 4)
     parts = []
     for start in tqdm(range(0, len(tokens), length - 1 - overlap), desc=name, disable=None):
         context = min(start, overlap)

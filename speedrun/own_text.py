@@ -1,8 +1,8 @@
 """Train nano on a text that pack_text.py packed as bytes: in the seconds that are given. Show what came of it.
 
 A short run says how fast this machine is. Then come runs that each read twice as much as the one before, so that all
-end in time: models of different lengths err at different places, and are mixed. A run whose loss is above that of the
-run before, at half the way of both or at the end, is the last one.
+end in time: models of different lengths err at different places, and are mixed. Longer runs whose loss is higher help,
+too: C headers took 1.47 bits per byte with one, 1.56 without (n = 1).
 """
 
 import contextlib
@@ -40,9 +40,10 @@ STEP = 2048  # tokens
 # grows with the root of theirs
 WHOLE = 1000
 MOST_RUNS, MOST_PASSES = 4, 8  # beyond the short run
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 # A core is left to other programs. On two cores a step took 35 ms with two threads, and 200 to 440 beside one busy
 # process; with one thread 49 and 54
-THREADS = min(2, max(1, (os.cpu_count() or 1) - 1))
+THREADS = min(2, max(1, CORES - 1))
 READ_FASTEST = 200_000  # tokens in a second: more than any CPU
 # Rows for pairs and triples of bytes: half and twice as many ended alike on 500 kB of prose, and eight times as many on
 # 5 MB (n = 1)
@@ -70,14 +71,13 @@ class Text(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Hold a run that ended: where it is, its validation loss, that at half its way, and its time.
+    """Hold a run that ended: where it is, its validation loss, and its time.
 
     step: seconds of one; rest: all others, of the start and the validations.
     """
 
     path: Path
     loss: float
-    half: float
     step: float
     rest: float
 
@@ -85,30 +85,24 @@ class Run(NamedTuple):
 class Pace:
     """Follow the losses that a run prints, and say what they tell."""
 
-    def __init__(self, name: str, steps: int, text: Text, most: float):
+    def __init__(self, name: str, steps: int, text: Text):
         self.name, self.steps, self.text = name, steps, text
-        self.most = most  # loss at half the way, above which the run does not help
-        self.half, self.last, self.fastest = math.inf, (0, 0), math.inf
-        self.is_busy = self.is_over = False
+        self.last, self.fastest, self.is_busy = (0, 0), math.inf, False
 
-    def __call__(self, line: str) -> bool:
-        """Read a line of the run, and return whether it may end."""
+    def __call__(self, line: str) -> None:
+        """Read a line of the run."""
         if not (found := LOSS.match(line)):
-            return False
+            return
         step, kind, loss, ms = int(found[1]), found[2], float(found[3]), int(found[4])
         if kind == "val" and step:
             bits = bits_per_byte(loss, self.text)
             say(f"{self.name}, step {step:,} of {self.steps:,}: {bits:.3f} bits per byte")
-            if self.half == math.inf and 2 * step >= self.steps:
-                self.half = loss
-                self.is_over = step < self.steps and loss > self.most
         elif kind == "train":
             pace, self.last = (ms - self.last[1]) / max(1, step - self.last[0]), (step, ms)
             self.fastest = min(pace, self.fastest)
             if pace > BUSY * self.fastest and not self.is_busy:
                 self.is_busy = True
                 say(f"note: steps take {pace / self.fastest:.0f} times as long as before: other programs run, too")
-        return self.is_over
 
 
 def steps_of(tokens: int) -> int:
@@ -118,7 +112,7 @@ def steps_of(tokens: int) -> int:
 
 
 def seconds_of(tokens: int) -> float:
-    """Return the seconds that so many training tokens get if nobody says: 27 for 52 kB, 100 from 1 MB."""
+    """Return the seconds that so many training tokens get if nobody says: 31 for 54 kB, 100 from 1 MB."""
     return min(100.0, 10 + 90 * math.sqrt(tokens / 1e6))
 
 
@@ -130,10 +124,11 @@ def passes_of(tokens: int, seconds: float) -> int:
 def plan(text: Text, seconds: float, first: Run) -> list[int]:
     """Return the steps of the runs that fit into these seconds, by the time that the first one took.
 
-    Mixing takes a dozen steps' time for 2,048 tokens of validation, a sample and a picture two starts' (measured).
+    Counts take a second for a million tokens, mixing a dozen steps' time for 2,048 tokens of validation, a sample and a
+    picture that of two starts (measured).
     """
     whole, validation = (text.tokens - 1) // STEP, text.val_tokens / STEP
-    left = seconds - 2 * first.rest - 12 * validation * first.step
+    left = seconds - min(text.tokens, MOST_COUNTED) / 1e6 - 2 * first.rest - 12 * validation * first.step
     for count in range(MOST_RUNS, 1, -1):  # at least two, whatever part of the text the first then reads
         steps = (left - count * first.rest) / first.step - count * validation  # five validations take a third of a step
         shortest = steps / (2**count - 1)
@@ -182,32 +177,35 @@ def why(text: Text, seconds: float, own: Sequence[str] = ()) -> list[str]:
     ]
 
 
-def launch(flags: Sequence[str], told: Callable[[str], bool]) -> int:
+def launch(flags: Sequence[str], told: Callable[[str], None]) -> int:
     """Start run.sh, hand over the lines that it prints, and return its exit code, or 130 if a signal came.
 
-    Pass on SIGTERM, and send it as soon as `told` returns True for a line.
+    Pass on SIGTERM.
     """
-    env, asked, is_over = os.environ | {"PYTHON": sys.executable}, list[int](), False
-    with tempfile.TemporaryFile("w+") as errors:
-        how = dict(stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace", preexec_fn=end_with_parent)
-        run = subprocess.Popen([ROOT / "run.sh", *flags], env=env, **how)  # type: ignore[call-overload]
+    runs, asked = list[subprocess.Popen[str]](), list[int]()
 
-        def ask(number: int, _: object) -> None:
-            asked.append(number)
+    def ask(number: int, _: object) -> None:
+        asked.append(number)
+        for run in runs:
             if number == signal.SIGTERM:
                 run.send_signal(number)  # a terminal's come to all
 
-        before = {number: signal.signal(number, ask) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
+    before = {number: signal.signal(number, ask) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        how: dict = dict(stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace")
+        how |= dict(env=os.environ | {"PYTHON": sys.executable}, preexec_fn=end_with_parent)
         try:
-            for line in run.stdout:
-                if not is_over and (is_over := told(line)):
-                    run.terminate()
+            runs.append(run := subprocess.Popen([ROOT / "run.sh", *flags], **how))
+            for line in run.stdout or ():
+                told(line)
             code = run.wait()
         finally:
+            for run in runs:
+                run.terminate()  # nothing, once it has ended
             for number, handler in before.items():
                 signal.signal(number, handler)
         errors.seek(0)
-        if (last := errors.read().strip()) and not is_over:
+        if last := errors.read().strip():
             say(last)
     return 128 - code if code < 0 else code or 130 * bool(asked)
 
@@ -254,10 +252,10 @@ def mix(runs: Sequence[Path], text: Text) -> dict[str, float]:
 
     Return bits per byte of exactly the validation that the runs score: of the mixture, the last model and the counts.
     """
-    from speedrun.mixture import Counts, Mixture, load_model, write_mixture  # torch takes seconds to load
+    from speedrun.mixture import Mixture, counts_of, load_model, write_mixture  # torch takes seconds to load
 
     tokens, val = to_tokens(text.train)[:MOST_COUNTED], to_tokens(text.val)[: text.val_tokens + 1].tolist()
-    mixture = Mixture([load_model(run.with_suffix(".pt"), "cpu") for run in runs], Counts(tokens))
+    mixture = Mixture([load_model(run.with_suffix(".pt"), "cpu") for run in runs], counts_of(tokens))
     length = mixture.cfg.val_seq_len
     sequences = [val[start : start + length + 1] for start in range(0, text.val_tokens, length)]
     losses = np.concatenate([mixture.score(sequence) for sequence in sequences], axis=1).mean(axis=1)
@@ -297,33 +295,27 @@ def train_one(flags: Sequence[str], path: Path, pace: Pace) -> tuple[int, Run | 
     began, result = time.monotonic(), path.with_suffix(".json")
     code = launch(flags, pace)
     if not result.exists():
-        return 0 if pace.is_over else code, None
+        return code, None
     found = json.loads(result.read_text())
     seconds = found["train_time_ms"] / 1000
-    return code, Run(path, found["val_loss"], pace.half, seconds / pace.steps, time.monotonic() - began - seconds)
+    return code, Run(path, found["val_loss"], seconds / pace.steps, time.monotonic() - began - seconds)
 
 
 def train_all(flags: Sequence[str], own: Sequence[str], text: Text, end: float, runs: list[Run]) -> int:
-    """Train until a time, fill in the runs that ended, and return the last exit code.
-
-    A run whose validation is no better than that of the run before is mixed in, too: it errs elsewhere.
-    """
+    """Train until a time, fill in the runs that ended, and return the last exit code."""
     name, code = time.strftime("own-%Y%m%d-%H%M%S"), 0
     todo = [max(LEAST, min(round(end - time.monotonic()), (text.tokens - 1) // STEP))]
     while todo and not code:
         path, steps = LOGS / f"{name}-{len(runs) + 1}", todo.pop(0)
         say(f"{path.name}: {steps:,} steps, which read the text {steps * STEP / text.tokens:.1f} times")
         sizes = f"--num_iterations {steps} --val_loss_every {math.ceil(steps / 4)} --run_id {path.name}"
-        pace = Pace(path.name, steps, text, runs[-1].half if runs else math.inf)
-        code, run = train_one([*flags, *sizes.split(), *own], path, pace)
+        code, run = train_one([*flags, *sizes.split(), *own], path, Pace(path.name, steps, text))
         if run is None:
-            say(f"{path.name} helps no more" if pace.is_over else f"{path.name} did not end")
+            say(f"{path.name} did not end")
             break
         runs.append(run)
         if len(runs) == 1:
             todo = plan(text, end - time.monotonic(), run)
-        elif run.loss >= min(other.loss for other in runs[:-1]):
-            break
     return code
 
 
@@ -339,6 +331,9 @@ def train(flags: Sequence[str], own: Sequence[str], text: Text, began: float, en
             code = train_all(flags, own, text, end, runs)
         except KeyboardInterrupt:
             code = 130
+        except Exception as error:  # nothing that ended is lost
+            code = 1
+            say(f"training ends: {error!r:.200}")
         runs.sort(key=lambda run: run.loss, reverse=True)
         found = figures(runs, text, others) if runs else None
     if found:

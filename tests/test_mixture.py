@@ -9,7 +9,7 @@ import torch
 
 import sample
 from speedrun import counts, mixture
-from speedrun.counts import Counts
+from speedrun.counts import Counts, Hashes, counts_of
 from speedrun.mixture import Mixture, load_mixture, write_mixture
 from speedrun.model import load_model
 from train_gpt import UserError
@@ -54,9 +54,9 @@ def test_probabilities_are_kneser_neys_and_add_up_to_1(monkeypatch, texts):
     monkeypatch.setattr(counts, "ORDERS", orders)
     fast, slow = None, slow_kneser_ney([text.tolist() for text in texts], orders)
     for text in texts:
-        fast = Counts(text, fast)
+        fast = Counts(Hashes(text), np.arange(len(text)), fast)
     at = np.arange(200, 300)
-    found, known = fast.predict(TEXT, at)
+    found, known = fast.predict(Hashes(TEXT), at)
     wanted = [[slow(TEXT[:i].tolist(), w) for w in range(counts.SYMBOLS)] for i in at]
     assert found == pytest.approx(np.array(wanted))
     assert found.sum(axis=1) == pytest.approx(1)
@@ -66,20 +66,20 @@ def test_probabilities_are_kneser_neys_and_add_up_to_1(monkeypatch, texts):
 
 def slow_mixture(mixed: Mixture, texts: list[list[int]]) -> list[list[float]]:
     """Return the losses of each text, position by position."""
-    parts, rows, before, recount = len(mixed.models) + 2, [dict[int, np.ndarray]() for _ in range(3)], [], 0
-    losses = []
+    parts, rows, before = len(mixed.models) + 2, [dict[int, np.ndarray]() for _ in range(3)], list[int]()
+    losses, recount, counted, both = [], 0, 0, list[Counts]()
     for text in texts:
         nats = [torch.cat([*model.predictions(text)]).double().log_softmax(-1).numpy() for model in mixed.models]
+        seen = Hashes(np.array([*before, *text]))
         for i in range(1, len(text)):
-            seen = np.array([*before, *text])
-            if i == 1 or len(before) + i >= recount:
-                recent = seen[: len(before) + i]
-                recount = len(recent) + min(max(64, len(recent) // 32), 1024)
-            (counted, known), (news, fresh) = (
-                [it[0] for it in some.predict(seen, np.array([len(before) + i]))]
-                for some in (Counts(recent, mixed.counts), Counts(recent))
-            )
-            logs = np.array([*(n[i - 1] for n in nats), np.log(counted), np.log(news)]).clip(-20)
+            if (i - 1) % mixture.STRETCH == 0:
+                now = len(before) + i
+                if i == 1 or now >= recount:
+                    recount, counted = now + min(max(64, now // 16), 1024), now
+                olds = [Counts(seen, np.arange(counted), some) for some in (mixed.counts, None)]
+                both = [Counts(seen, np.arange(counted, now), old) if now > counted else old for old in olds]
+            (p, known), (news, fresh) = ([it[0] for it in c.predict(seen, np.array([len(before) + i]))] for c in both)
+            logs = np.array([*(n[i - 1] for n in nats), np.log(p), np.log(news)]).clip(-20)
             weights = [rows[j].setdefault(k, np.full(parts, 1 / parts)) for j, k in enumerate((0, known, fresh))]
             p = np.exp(np.mean(weights, axis=0) @ logs)
             p /= p.sum()
@@ -91,7 +91,7 @@ def slow_mixture(mixed: Mixture, texts: list[list[int]]) -> list[list[float]]:
 
 
 def test_losses_are_those_by_definition_over_several_calls(model):
-    mixed = Mixture([load_model(model, "cpu")], Counts(TEXT))
+    mixed = Mixture([load_model(model, "cpu")], counts_of(TEXT))
     texts = [[256, *TEXT[100:300].tolist()], [256, *TEXT[:150].tolist()]]
     for _ in range(2):
         found = np.concatenate([mixed.losses(text).numpy() for text in texts])
@@ -102,7 +102,7 @@ def test_losses_are_those_by_definition_over_several_calls(model):
 def test_a_mixture_is_written_read_and_sampled_and_predicts_as_it_scores(model, capsys, monkeypatch):
     monkeypatch.chdir(model.parent.parent)
     path, text = model.with_suffix(".mixture"), [256, TEXT[0]]
-    trained = Mixture([load_model(model, "cpu")] * 2, Counts(TEXT))
+    trained = Mixture([load_model(model, "cpu")] * 2, counts_of(TEXT))
     trained.losses([256, *TEXT[:40].tolist()])
     write_mixture(path, [model.with_suffix(""), model], TEXT, trained.weights)
     mixed = load_mixture(path, "cpu")

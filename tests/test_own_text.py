@@ -35,9 +35,10 @@ def test_steps_seconds_and_passes_by_size():
 @pytest.mark.parametrize("seconds", [10, 60, 600])
 def test_runs_are_planned_to_fill_the_time(size, seconds):
     text = Text([], [], size, min(65_536, size // 16), own_text.passes_of(size, seconds))
-    first = Run(own_text.LOGS, 1.0, 1.0, step=0.04, rest=3.0)
+    first = Run(own_text.LOGS, 1.0, step=0.04, rest=3.0)
     steps = own_text.plan(text, seconds, first)
     takes = sum(first.rest + first.step * (n + text.val_tokens / own_text.STEP) for n in steps)
+    takes += size / 1e6 if size < 5e6 else 5
     takes += 2 * first.rest + 12 * text.val_tokens / own_text.STEP * first.step
     most = (size * text.passes - 1) // own_text.STEP
     assert steps == sorted(steps)
@@ -48,23 +49,19 @@ def test_runs_are_planned_to_fill_the_time(size, seconds):
     assert len(steps) <= 2 or steps[0] * own_text.STEP >= 0.9 * min(size, most * own_text.STEP / 8)
 
 
-def read_by(pace: Pace, *lines: str) -> list[bool]:
-    return [pace(f"step:{line} train_time:{ms}ms step_avg:1ms\n") for line, ms in (one.split("@") for one in lines)]
-
-
-def test_a_run_above_the_one_before_at_half_its_way_may_end_and_slow_steps_are_told(capsys):
-    text = Text([], [b"x" * 100], 0, 64)
-    pace = Pace("r", 100, text, 1.5)
-    ran = read_by(
-        pace, "0/100 val_loss:5.0@0", "25/100 val_loss:1.9@9", "50/100 val_loss:1.4@20", "75/100 val_loss:1.6@30"
-    )
-    assert (ran, pace.half) == ([False] * 4, 1.4)
-    assert read_by(Pace("r", 100, text, 1.3), "25/100 val_loss:1.9@9", "50/100 val_loss:1.4@20") == [False, True]
-    assert read_by(Pace("r", 1, text, 1.3), "1/1 val_loss:1.9@9") == [False], "it has ended"
-    assert "r, step 25 of 100: 2.741 bits per byte\n" in capsys.readouterr().out
-    read_by(pace, "25/100 train_loss:1.5@1000", "50/100 train_loss:1.5@3900")
-    assert "note" not in capsys.readouterr().out
-    read_by(pace, "75/100 train_loss:1.5@7900", "100/100 train_loss:1.5@15000")
+def test_bits_are_told_while_it_trains_and_slow_steps(capsys):
+    pace = Pace("r", 100, Text([], [b"x" * 100], 0, 64))
+    for line in (
+        "0/100 val_loss:5.0@0",
+        "25/100 val_loss:1.9@9",
+        "25/100 train_loss:1.5@1000",
+        "50/100 train_loss:1.5@3900",
+    ):
+        loss, _, ms = line.partition("@")
+        pace(f"step:{loss} train_time:{ms}ms step_avg:1ms\n")
+    assert capsys.readouterr().out == "r, step 25 of 100: 2.741 bits per byte\n"
+    pace("step:75/100 train_loss:1.5 train_time:7900ms step_avg:1ms\n")
+    pace("step:100/100 train_loss:1.5 train_time:15000ms step_avg:1ms\n")
     assert capsys.readouterr().out == "note: steps take 4 times as long as before: other programs run, too\n"
 
 
@@ -99,7 +96,7 @@ def test_a_mixture_is_scored_on_exactly_the_validation_of_the_runs(corpus, tmp_p
     result = train_gpt.main([*SMALL, *files.split(), "--dtype=float64", "--save_checkpoint", "--vocab_size=320"])
     found = own_text.mix([tmp_path / "r"], text)
     assert found["the best model alone"] == pytest.approx(own_text.bits_per_byte(result["val_loss"], text), abs=1e-9)
-    assert found["all together"] < min(found["the best model alone"], found["counts alone"]) + 0.1
+    assert found["all together"] < found["the best model alone"]
     assert (tmp_path / "r.mixture").exists()
 
 
@@ -107,15 +104,14 @@ def test_a_mixture_is_scored_on_exactly_the_validation_of_the_runs(corpus, tmp_p
     ("losses", "codes", "mixed"),
     [
         ([4.0, 3.0, 2.0, 1.0], [0, 0, 0, 0], "1234"),
-        ([2.0, 1.9, 1.95], [0, 0, 0], "132"),
-        ([2.0, 2.0], [0, 0], "12"),
+        ([2.0, 1.9, 1.95, 2.1], [0, 0, 0, 0], "4132"),
         ([None], [3], ""),
         ([2.0, None], [0, 130], "1"),
         ([2.0, 1.5], [0, 1], "12"),
-        ([2.0, 1.5, "over"], [0, 0, 0], "12"),
+        ([2.0, OSError("no memory")], [0, 1], "1"),
     ],
 )
-def test_it_trains_while_validation_falls_and_shows_what_is_finished(tmp_path, monkeypatch, losses, codes, mixed):
+def test_it_trains_what_is_planned_and_shows_what_is_finished(tmp_path, monkeypatch, losses, codes, mixed):
     """The best run is the last one of those that are mixed."""
     monkeypatch.setattr(own_text, "LOGS", tmp_path)
     launched, shown = [], []
@@ -123,12 +119,14 @@ def test_it_trains_while_validation_falls_and_shows_what_is_finished(tmp_path, m
     def launch(flags, pace):
         named = dict(zip(flags[::2], flags[1::2], strict=True))
         loss = losses[len(launched)]
-        pace.is_over = loss == "over"
-        if isinstance(loss, float):
+        if isinstance(loss, OSError):
+            launched.append((29, "0.1"))
+            raise loss
+        if loss:
             result = dict(val_loss=loss, train_time_ms=1000)
             (tmp_path / f"{named['--run_id']}.json").write_text(json.dumps(result))
         launched.append((int(named["--num_iterations"]), named["--muon_lr"]))
-        return 143 if pace.is_over else codes[len(launched) - 1]
+        return codes[len(launched) - 1]
 
     monkeypatch.setattr(own_text, "launch", launch)
     monkeypatch.setattr(own_text, "plan", lambda *_: [29, 58, 116])
@@ -184,7 +182,7 @@ def test_a_model_goes_on_from_the_first_words_and_is_then_the_newest(tmp_path, m
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), UserError("damaged"), MemoryError()])
 def test_what_stops_the_mixing_loses_no_figure(monkeypatch, capsys, error):
     monkeypatch.setattr(own_text, "mix", Mock(side_effect=error))
-    run = Run(own_text.LOGS / "own-1", math.log(2), 1.0, 1.0, 1.0)
+    run = Run(own_text.LOGS / "own-1", math.log(2), 1.0, 1.0)
     found = own_text.figures([run], Text([], [b"x" * 100], 0, 64), {"xz": 2.0})
     assert found == (own_text.LOGS / "own-1.pt", {"the best model alone": pytest.approx(1), "xz": 2.0})
     assert "the models are not mixed: " in capsys.readouterr().out
