@@ -8,6 +8,7 @@ trains for as long on the same bytes (speedrun/plain_gpt.py; starting and valida
 """
 
 import argparse
+import importlib
 import json
 import math
 import re
@@ -17,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from speedrun import ROOT, needs
@@ -26,6 +28,9 @@ from speedrun.own_text import THREADS
 with needs.packages("race"):
     import matplotlib.pyplot as plt
     import numpy as np
+
+    from speedrun.model import run
+    from train_gpt import UserError
 
 FIGURES = ROOT / "docs/own_texts.json"
 WAYS = {
@@ -40,14 +45,19 @@ WIDEST = 1.9  # of the bars: what is longer says so
 COLUMNS = [*WAYS.values(), PLAIN]
 
 
+def run_python(*command: object) -> str:
+    """Return what a program prints."""
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise UserError(f"{command[0]} ended with {done.returncode}; it says why above")
+    return done.stdout
+
+
 def run_once(path: Path, seed: int) -> dict[str, float]:
     """Return the training bytes, the seconds, and bits per byte of each way."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
-        command = ["data/pack_text.py", str(path.resolve()), "--out", folder, "--train", "--", "--seed", str(seed)]
-        told = subprocess.run(
-            [sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
-        ).stdout
+        told = run_python("data/pack_text.py", path.resolve(), "--out", folder, "--train", "--", "--seed", seed)
         found = dict(
             seconds=time.monotonic() - start, bytes=int(re.findall(r"text: ([\d,]+)", told)[0].replace(",", ""))
         )
@@ -55,11 +65,8 @@ def run_once(path: Path, seed: int) -> dict[str, float]:
             found |= {way: float(bits) for begin, way in WAYS.items() if name.startswith(begin)}
         val_tokens = int(re.findall(r"--val_tokens (\d+)", told)[0])
         val = np.fromfile(min(Path(folder).glob("val_*.bin")), "<u2", offset=1024)[1 : val_tokens + 1]
-        command = ["speedrun/plain_gpt.py", "--data", f"{folder}/", "--seconds", str(found["seconds"])]
-        command += ["--val_tokens", str(val_tokens), "--seed", str(seed), "--threads", str(THREADS)]
-        plain = json.loads(
-            subprocess.run([sys.executable, *command], cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout
-        )
+        command = "speedrun/plain_gpt.py", "--data", f"{folder}/", "--seconds", found["seconds"]
+        plain = json.loads(run_python(*command, "--val_tokens", val_tokens, "--seed", seed, "--threads", THREADS))
     return found | {PLAIN: plain["val_curve"][-1][1] * len(val) / int((val < 256).sum()) / math.log(2)}
 
 
@@ -93,18 +100,22 @@ def draw(path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def texts(argv: Sequence[str] | None) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m speedrun texts", description=__doc__, formatter_class=raw)
     parser.add_argument("files", metavar="FILE", nargs="*", type=Path)
     parser.add_argument("--runs", type=int, default=1, help="of each [%(default)s]")
     args = parser.parse_args(argv)
+    with needs.packages("own"):  # before all runs
+        importlib.import_module("pyppmd")
     for path in args.files:
         for seed in range(1, args.runs + 1):
             found = run_once(path, seed)
-            texts = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-            texts.setdefault(path.stem, []).append(found)
-            FIGURES.write_text(json.dumps(texts, indent=1) + "\n")
+            figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+            figures.setdefault(path.stem, []).append(found)
+            FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
             print(path.stem, found, flush=True)
     draw(FIGURES.with_suffix(".png"))
-    return 0
+
+
+main = partial(run, "python -m speedrun texts", texts)

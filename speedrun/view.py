@@ -105,11 +105,15 @@ def pieces(model: Model | Mixture, tokens: Sequence[int]) -> Iterator[Piece]:
     yield Piece(decoder.decode(b"", True), bits, "\n".join(lines))  # what a cut character has left
 
 
-def read_model(path: Path) -> dict[str, Any]:
+def read_model(path: Path, log: Log) -> dict[str, Any]:
     """Return what a model writes and scores, or why it cannot."""
     try:
         _, model = find_model(path, "auto")
         cfg, (_, decode) = model.cfg, tokenizer(model.cfg)
+        lengths = [(cfg.val_seq_len, 0)] * (cfg.val_tokens // cfg.val_seq_len)
+        val = train_gpt.plan_batches(cfg.val_files, lengths, 1, cfg)
+        if train_gpt.hash_tokens(val, cfg, targets=False) != log.val_sha256:
+            return dict(problem=f"{cfg.val_files}: another text by now")
         [[sequence]] = train_gpt.plan_batches(cfg.val_files, [(length := min(SCORED, cfg.val_seq_len), 0)], 1, cfg)
         tokens = train_gpt.read_sequence(*sequence, cfg).tolist()
     except UserError as error:  # another script's, or without its text
@@ -131,7 +135,7 @@ def view(argv: Sequence[str] | None) -> None:
     except ToolError as error:
         raise UserError(str(error)) from None
     files = {name: path for name in runs for kind in (".pt", ".mixture") if (path := Path(name + kind)).exists()}
-    models = {name: read_model(path) for name, path in files.items()}
+    models = {name: read_model(path, runs[name]) for name, path in files.items()}
     page = dict(runs=runs, charts=charts(runs), settings=differing([*runs.values()]), models=models)
     path = args.output or args.logs[0].with_suffix(".html")
     path.write_text(pages.render("view.html", **page), encoding="utf-8")

@@ -204,8 +204,8 @@ bits per byte of the validation text:
     def run(argv, **_):
         if argv[1] == "data/pack_text.py":
             write_shard(Path(argv[argv.index("--out") + 1], "val_000000.bin"), to_tokens(val))
-            return Mock(stdout=says)
-        return Mock(stdout=json.dumps(dict(val_curve=[[0, 9.0, 0], [9, 2 * math.log(2), 1]])))
+            return Mock(stdout=says, returncode=0)
+        return Mock(stdout=json.dumps(dict(val_curve=[[0, 9.0, 0], [9, 2 * math.log(2), 1]])), returncode=0)
 
     monkeypatch.setattr(texts.subprocess, "run", run)
     assert texts.main([str(tmp_path / "notes.txt"), "--runs", "2"]) == 0
