@@ -155,7 +155,7 @@ echo '{"val_loss": 1.0, "train_time_ms": 1}' >logs/$BASH_REMATCH.json
     code = f"""
 from speedrun import own_text
 own_text.ROOT, own_text.LOGS = own_text.Path({str(tmp_path)!r}), own_text.Path({str(tmp_path)!r}, "logs")
-raise SystemExit(own_text.train([], [], own_text.Text([b"words " * 99], [b"words " * 9], 60_000, 8), 0, 1e9))"""
+raise SystemExit(own_text.train([], [], own_text.Text([b"words " * 99], [b"words " * 9], 60_000, 8, 8), 0, 1e9))"""
     how = dict(cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, text=True)
     process = subprocess.Popen([sys.executable, "-c", code], **how, start_new_session=True)
     wait_for((tmp_path / "begun").exists)
