@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import sample
-from speedrun import counts, mixture
+from speedrun import counts, evaluate, mixture
 from speedrun.counts import Counts, Hashes, counts_of
 from speedrun.mixture import Mixture, load_mixture, write_mixture
 from speedrun.model import load_model
 from train_gpt import UserError
 
 TEXT = np.random.default_rng(0).integers(4, size=300) * np.random.default_rng(1).integers(2, size=300)
+TEXT[TEXT == 3] = 256  # an end of text
 
 
 def slow_kneser_ney(texts: list[list[int]], orders: tuple[int, ...]):
@@ -111,8 +112,22 @@ def test_a_mixture_is_written_read_and_sampled_and_predicts_as_it_scores(model, 
     trained.begin()
     trained.weights[:] = mixed.weights
     assert -last[text[-1]].log() == pytest.approx(trained.losses(text)[-1].item(), rel=1e-5)
+    for name in "once", "again":
+        (model.parent.parent / name).write_text("some text of some words")
+    assert evaluate.main(["--text=once", "--text=again"]) == 0
+    once, again = json.loads(capsys.readouterr().out)["texts"].values()
+    assert once == again, "each text is the first"
     assert sample.main(["--prompt", "ab", "--tokens", "5", "--seed", "1"]) == 0, "the newest file in logs/"
     assert capsys.readouterr().err.startswith(f"{path.relative_to(path.parent.parent)}, ")
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(models=["gone.pt"])))
     with pytest.raises(UserError, match=r"gone\.pt: there is no such file"):
         load_mixture(path, "cpu")
+
+
+def test_a_text_is_scored_in_pieces_whose_tokens_are_read_once(model):
+    """In pieces of 48 tokens, each after an end of text."""
+    mixed, text = Mixture([load_model(model, "cpu")], counts_of(TEXT)), TEXT[:100].tolist()
+    found = evaluate.losses(mixed, text, 48)
+    mixed.begin()
+    pieces = [[256, *text[i : i + 47]] for i in range(0, 100, 47)]
+    assert found.tolist() == torch.cat([mixed.losses(piece) for piece in pieces]).tolist()

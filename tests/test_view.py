@@ -47,6 +47,13 @@ def test_a_page_has_the_figures_of_a_run_and_each_token_with_its_bits(page):
     assert not re.search(r"</pre><script>|(src|href)=.http|url\(.?http", text)
 
 
+def test_a_text_that_is_another_by_now_is_not_shown(page, tmp_path, capsys):
+    _, result, _ = page
+    write_shard(tmp_path / "val.bin", np.array([256, *b"x" * 288]))
+    assert main(["view", result["log"]]) == 0
+    assert "val.bin: another text by now" in (tmp_path / "logs" / "<b>.html").read_text()
+
+
 def test_a_mixture_expects_what_it_scores(model):
     path, text = model.with_suffix(".mixture"), [256, *b"a text, a text, a text"]
     write_mixture(path, [model.with_suffix("")], np.array(text), np.full((3, len(ORDERS) + 1, 3), 1 / 3))
