@@ -123,7 +123,7 @@ def test_validation_has_its_share_of_different_text(tmp_path):
     for name, (texts, share) in {
         "little": ([prose(0, 60_000)], 8193),  # for a sequence; a tenth would be less
         "copies": ([prose(0, 200_000) + b"\n" * i for i in range(20)], 18_000),
-        "one of 15": ([prose(i, 5000 if i == 9 else 4000) for i in range(15)], 8193),
+        "one of 18": ([prose(i, 4800 if i == 9 else 3400) for i in range(18)], 8193),
         "a half twice": ([prose(0, 100_000) * 2], 10_000),
         "book and notes": ([prose(i, 500_000 if i == 9 else 3000) for i in range(20)], 50_000),
     }.items():
