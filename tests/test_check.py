@@ -147,7 +147,7 @@ def test_a_changed_number_of_the_page_is_out_of_date(tmp_path, monkeypatch, caps
     (tmp_path / "records").mkdir()
     (tmp_path / "records" / "README.md").write_text(f"{publish.BEGIN}\n\n{publish.END}\n")
     (page := tmp_path / "docs" / "gpu.md").write_text(PAGE)
-    shutil.copy(ROOT / "README.md", tmp_path)
+    shutil.copy(ROOT / "docs" / "running.md", tmp_path / "docs")
     table = ["table", f"--root={tmp_path / 'records'}"]
     assert (__main__.main(table), __main__.main([*table, "--check"])) == (0, 0)
     (row,) = re.findall(r"^\| attention .*\n", text := page.read_text(), re.M)
