@@ -98,6 +98,7 @@ def draw(path: Path) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def texts(argv: Sequence[str] | None) -> None:

@@ -120,6 +120,7 @@ def test_the_notebook_clones_trains_races_and_draws(tmp_path, monkeypatch, capsy
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     (tmp_path / "notebook.py").write_text(code.replace("https://github.com/OWNER/train_gpt", str(ROOT)))
     plt.switch_backend("agg")
+    plt.figure()
     runpy.run_path("notebook.py")
     told, changed = capsys.readouterr().out, (tmp_path / "train_gpt" / "my.py").read_text()
     assert ("target 1.45 reached" in told, "n=3 pairs" in told, "muon_lr=0.15" in changed) == (True, True, True)
