@@ -96,7 +96,7 @@ def draw(path: Path) -> None:
     axes.set_xlabel("bits per byte of held-out text, PPMd's = 1 (best of five orders); shorter is better")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
