@@ -37,7 +37,7 @@ def test_runs_are_planned_to_fill_the_time(size, seconds):
     text = Text([], [], size, min(65_536, size // 16), own_text.passes_of(size, seconds))
     first = Run(own_text.LOGS, 1.0, step=0.04, rest=3.0)
     steps = own_text.plan(text, seconds, first)
-    takes = sum(first.rest + first.step * (n + text.val_tokens / own_text.STEP) for n in steps)
+    takes = sum(first.rest + first.step * (n + 3 * text.val_tokens / own_text.STEP) for n in steps)
     takes += size / 1e6 if size < 5e6 else 5
     takes += 2 * first.rest + 12 * text.val_tokens / own_text.STEP * first.step
     most = (size * text.passes - 1) // own_text.STEP
