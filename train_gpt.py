@@ -674,24 +674,23 @@ def make_plans(cfg: Hyperparameters) -> list[Plan]:
             planned = {row.names: plan_update(row, counts[row.names] + 1, step, lr_factor, cfg) for row in cfg.groups}
             updates = {names: update for names, update in planned.items() if update}
             counts.update(updates.keys())
-            plans.append(
-                Plan(
-                    step,
-                    stage=index,
-                    trains=True,
-                    seq_len=int(cfg.train_seq_len * stage.batch),
-                    max_doc_len=stage.max_doc_len,
-                    windows=windows[index],
-                    next_weights=[first + (last - first) * done / length for first, last in stage.mtp],
-                    prefix_weight=stage.prefix[len(stage.prefix) * done // length] if cfg.prefix_file else 0.0,
-                    candidates=stage.candidates[len(stage.candidates) * done // length],
-                    lr_factor=lr_factor,
-                    updates=updates,
-                    has_slow_momentum=0 < cfg.slow_momentum_from <= step,
-                    ties=head.names in updates and is_tied(step, head, cfg),
-                    ema_rates=[row.rate_at(step, cfg.num_iterations) for row in cfg.emas],
-                )
+            plan = Plan(
+                step,
+                stage=index,
+                trains=True,
+                seq_len=int(cfg.train_seq_len * stage.batch),
+                max_doc_len=stage.max_doc_len,
+                windows=windows[index],
+                next_weights=[first + (last - first) * done / length for first, last in stage.mtp],
+                prefix_weight=stage.prefix[len(stage.prefix) * done // length] if cfg.prefix_file else 0.0,
+                candidates=stage.candidates[len(stage.candidates) * done // length],
+                lr_factor=lr_factor,
+                updates=updates,
+                has_slow_momentum=0 < cfg.slow_momentum_from <= step,
+                ties=head.names in updates and is_tied(step, head, cfg),
+                ema_rates=[row.rate_at(step, cfg.num_iterations) for row in cfg.emas],
             )
+            plans.append(plan)
     return plans
 
 

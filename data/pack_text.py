@@ -236,7 +236,8 @@ def pack(args: argparse.Namespace) -> tuple[list[str], own_text.Text]:
         raise RuntimeError(f"{min(old)} is there already: remove the {len(old)} shards, or choose another --out")
     documents, sizes = read_documents(files, args), Counter[str]()
     size = sum(1 + len(document) for document in documents["train"])
-    times = own_text.passes_of(size, args.seconds or own_text.seconds_of(size)) if args.train and is_bytes else 1
+    seconds = args.seconds or own_text.seconds_of(size)
+    times = own_text.passes_of(size, seconds) if args.train and is_bytes else 1
     with tempfile.TemporaryDirectory(dir=args.out, prefix=".packing-") as folder:
         for split, texts in documents.items():
             count = times if split == "train" else 1  # each time in another order
@@ -257,7 +258,7 @@ def pack(args: argparse.Namespace) -> tuple[list[str], own_text.Text]:
     for split, texts in documents.items():
         print(f"{args.out}: {split}: {len(texts):,} documents, {sizes[split]:,} tokens")
         flags += [f"--{split}_files", f"{out}/{split}_*.bin"]
-    return flags, own_text.Text(documents["train"], documents["val"], sizes["train"], scored, times)
+    return flags, own_text.Text(documents["train"], documents["val"], sizes["train"], scored, seconds)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -286,9 +287,8 @@ def main(argv: list[str] | None = None) -> None:
             if args.train and (theirs or args.tokenizer != "bytes"):  # with this Python: run.sh makes no environment
                 os.execve(ROOT / "run.sh", ["./run.sh", *flags, *args.flags], os.environ | {"PYTHON": sys.executable})
             elif args.train:
-                seconds = args.seconds or own_text.seconds_of(text.tokens)
-                own_text.say(*own_text.why(text, seconds, args.flags))
-                sys.exit(own_text.train(flags, args.flags, text, began, began + seconds))
+                own_text.say(*own_text.why(text, args.flags))
+                sys.exit(own_text.train(flags, args.flags, text, began))
     except (OSError, RuntimeError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:

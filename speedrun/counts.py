@@ -37,6 +37,14 @@ class Hashes:
         return (self.sums[ends] - self.sums[np.maximum(ends - n, 0)]) * self.scale[ends] >> TOKEN_BITS
 
 
+def discounts_of(counts: np.ndarray) -> np.ndarray:
+    """Return what is taken off a count of 0, 1, 2, and more, by how many n-grams occur once to four times."""
+    of = [max(1, int((counts == k).sum())) for k in (1, 2, 3, 4)]
+    y = of[0] / (of[0] + 2 * of[1])
+    cuts = np.array([k - (k + 1) * y * of[k] / of[k - 1] for k in (1, 2, 3)]).clip(0.1, [0.95, 1.9, 2.9])
+    return np.append(0, cuts)
+
+
 class Counts:
     """Count the n-grams that end at the positions `at` (n,) of a text, n > 0, on top of what was counted `before`.
 
@@ -44,7 +52,7 @@ class Counts:
     """
 
     def __init__(self, text: Hashes, at: np.ndarray, before: "Counts | None" = None):
-        self.before, self.tables, self.discounts = before, list[tuple[np.ndarray, np.ndarray]](), list[np.ndarray]()
+        self.before, self.tables = before, list[tuple[np.ndarray, np.ndarray]]()
         for i, n in reversed([*enumerate(ORDERS)]):
             ngrams = text.before(at, n - 1) << TOKEN_BITS | text.tokens[at]
             ngrams, first, counts = np.unique(ngrams, return_index=True, return_counts=True)
@@ -52,10 +60,9 @@ class Counts:
             if before:
                 at = at[~before.has(i, ngrams)]
             self.tables.insert(0, (ngrams, counts))
-            of = [max(1, int((counts == k).sum())) for k in (1, 2, 3, 4)]
-            y = of[0] / (of[0] + 2 * of[1])
-            cuts = np.array([k - (k + 1) * y * of[k] / of[k - 1] for k in (1, 2, 3)]).clip(0.1, [0.95, 1.9, 2.9])
-            self.discounts.insert(0, before.discounts[i] if before else np.append(0, cuts))
+        self.discounts: list[np.ndarray] = (
+            before.discounts if before else [discounts_of(counts) for _, counts in self.tables]
+        )
 
     def has(self, order: int, ngrams: np.ndarray) -> np.ndarray:
         """Return which n-grams (m,) were counted."""

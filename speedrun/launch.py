@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from speedrun import needs
+from speedrun.process import available_cores
 
 with needs.packages():
     import train_gpt
@@ -23,8 +24,7 @@ def torchrun(processes: int) -> list[str]:
     # torchrun would set 1 and say so at length; on a CPU train_gpt.py shares out the threads of its preset
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Every process would compile in as many workers as there are cores, up to 32: let them share the cores
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(-(-cores // processes), 32)))
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(-(-available_cores() // processes), 32)))
     # Without --local-addr the ranks look for this machine by its name, for ten minutes where that does not resolve
     flags = f"--standalone --local-addr localhost --nproc_per_node {processes}"
     flags += " --signals-to-handle SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU"

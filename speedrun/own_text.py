@@ -32,7 +32,8 @@ from tqdm import tqdm
 
 from data.pack_nano import to_tokens
 from speedrun import ROOT
-from speedrun.process import STOPS, end_with_parent
+from speedrun.logs import STEP_LINE
+from speedrun.process import STOPS, available_cores, end_with_parent
 
 LOGS = ROOT / "logs"
 STEP = 2048  # tokens
@@ -40,10 +41,9 @@ STEP = 2048  # tokens
 # grows with the root of theirs
 WHOLE = 1000
 MOST_RUNS, MOST_PASSES = 4, 8  # beyond the short run
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 # A core is left to other programs. On two cores a step took 35 ms with two threads, and 200 to 440 beside one busy
 # process; with one thread 49 and 54
-THREADS = min(2, max(1, CORES - 1))
+THREADS = min(2, max(1, available_cores() - 1))
 READ_FASTEST = 200_000  # tokens in a second: more than any CPU
 # Rows for pairs and triples of bytes: half and twice as many ended alike on 500 kB of prose, and eight times as many on
 # 5 MB (n = 1)
@@ -54,20 +54,19 @@ MOST_COUNTED = 5_000_000  # tokens of the training text: their tables take up to
 PPMD_ORDERS = 4, 6, 8, 12, 16  # the best stands for it
 LEAST = 20  # steps, one for each stage of the track
 BUSY = 3.0  # stages differ less in time
-LOSS = re.compile(r"step:(\d+)/\d+ (train|val)_loss:(\S+) train_time:(\d+)ms")
 # With one of these a run is the user's: what a pass is, what is validated, or where the results are
 SINGLE = "--num_iterations --run_id --log_dir --resume --preset --train_files --val_files --val_tokens --batch_tokens"
 SINGLE += " --vocab_size --eot_token"
 
 
 class Text(NamedTuple):
-    """Hold the bytes of a packed text, and the tokens of one pass and of the validation that is scored."""
+    """Hold the bytes of a packed text, the tokens of one pass and of what validation scores, and the time for all."""
 
     train: Sequence[bytes]
     val: Sequence[bytes]
     tokens: int
     val_tokens: int
-    passes: int = 1  # that are packed, each in an order of its own
+    seconds: float
 
 
 class Run(NamedTuple):
@@ -85,19 +84,19 @@ class Run(NamedTuple):
 class Pace:
     """Follow the losses that a run prints, and say what they tell."""
 
-    def __init__(self, name: str, steps: int, text: Text):
-        self.name, self.steps, self.text = name, steps, text
-        self.last, self.fastest, self.is_busy = (0, 0), math.inf, False
+    def __init__(self, name: str, text: Text):
+        self.name, self.text = name, text
+        self.last, self.fastest, self.is_busy = (0, 0.0), math.inf, False
 
     def __call__(self, line: str) -> None:
         """Read a line of the run."""
-        if not (found := LOSS.match(line)):
+        if not (found := STEP_LINE.fullmatch(line)):
             return
-        step, kind, loss, ms = int(found[1]), found[2], float(found[3]), int(found[4])
-        if kind == "val" and step:
-            bits = bits_per_byte(loss, self.text)
-            say(f"{self.name}, step {step:,} of {self.steps:,}: {bits:.3f} bits per byte")
-        elif kind == "train":
+        step, loss, ms = int(found[1]), found[4], float(found[5])
+        if step and loss:
+            bits = bits_per_byte(float(loss), self.text)
+            say(f"{self.name}, step {step:,} of {int(found[2]):,}: {bits:.3f} bits per byte")
+        elif found[3]:
             pace, self.last = (ms - self.last[1]) / max(1, step - self.last[0]), (step, ms)
             self.fastest = min(pace, self.fastest)
             if pace > BUSY * self.fastest and not self.is_busy:
@@ -135,7 +134,7 @@ def plan(text: Text, seconds: float, first: Run) -> list[int]:
         shortest = steps / (2**count - 1)
         if shortest >= whole:
             break
-    longest = min(shortest * 2 ** (count - 1), (text.tokens * text.passes - 1) // STEP)
+    longest = min(shortest * 2 ** (count - 1), (text.tokens * passes_of(text.tokens, text.seconds) - 1) // STEP)
     return [round(longest / 2**i) for i in reversed(range(count))] if longest >= 2 * LEAST else []
 
 
@@ -167,13 +166,13 @@ def bar_over(began: float, end: float) -> Iterator[None]:
             ticking.join()
 
 
-def why(text: Text, seconds: float, own: Sequence[str] = ()) -> list[str]:
+def why(text: Text, own: Sequence[str] = ()) -> list[str]:
     """Say in three lines what is chosen."""
     size, val = sum(map(len, text.train)), sum(map(len, text.val))
     flags = f"; your flags: {shlex.join(own)}" * bool(own)
     return [
         f"text: {size:,} bytes to train on, in random order, and {val:,} others to validate",
-        f"time: about {seconds:.0f} s; --seconds N takes another",
+        f"time: about {text.seconds:.0f} s; --seconds N takes another",
         f"model: nano, with rows for triples of bytes, too; attention looks 512 bytes back{flags}",
     ]
 
@@ -282,24 +281,18 @@ def show(model: Path, bits: dict[str, float], text: Text) -> None:
         os.utime(model)  # the newest is what sample.py takes
         subprocess.run([sys.executable, "sample.py", str(model), f"--prompt={prompt_of(text)}"], cwd=ROOT)
     if importlib.util.find_spec("matplotlib"):
-        plot = ["plot", str(model.with_suffix(".txt")), "-o", str(picture := model.with_suffix(".png"))]
-        if not subprocess.run(
-            [sys.executable, "-m", "speedrun", *plot], cwd=ROOT, stdout=subprocess.DEVNULL
-        ).returncode:
+        plot = [
+            "-m",
+            "speedrun",
+            "plot",
+            str(model.with_suffix(".txt")),
+            "-o",
+            str(picture := model.with_suffix(".png")),
+        ]
+        if not subprocess.run([sys.executable, *plot], cwd=ROOT, stdout=subprocess.DEVNULL).returncode:
             say(f"curve: {picture}; as a page: python -m speedrun view {model.with_suffix('.txt')}")
     else:
         say('no picture: pip install -e ".[race]" brings matplotlib')
-
-
-def train_one(flags: Sequence[str], path: Path, pace: Pace) -> tuple[int, Run | None]:
-    """Train, and return the exit code, and the run if it ended."""
-    began, result = time.monotonic(), path.with_suffix(".json")
-    code = launch(flags, pace)
-    if not result.exists():
-        return code, None
-    found = json.loads(result.read_text())
-    seconds = found["train_time_ms"] / 1000
-    return code, Run(path, found["val_loss"], seconds / pace.steps, time.monotonic() - began - seconds)
 
 
 def train_all(flags: Sequence[str], own: Sequence[str], text: Text, end: float, runs: list[Run]) -> int:
@@ -310,23 +303,29 @@ def train_all(flags: Sequence[str], own: Sequence[str], text: Text, end: float, 
         path, steps = LOGS / f"{name}-{len(runs) + 1}", todo.pop(0)
         say(f"{path.name}: {steps:,} steps, which read the text {steps * STEP / text.tokens:.1f} times")
         sizes = f"--num_iterations {steps} --val_loss_every {math.ceil(steps / 4)} --run_id {path.name}"
-        code, run = train_one([*flags, *sizes.split(), *own], path, Pace(path.name, steps, text))
-        if run is None:
+        began, result = time.monotonic(), path.with_suffix(".json")
+        code = launch([*flags, *sizes.split(), *own], Pace(path.name, text))
+        if not result.exists():
             say(f"{path.name} did not end")
             break
-        runs.append(run)
+        found = json.loads(result.read_text())
+        seconds = found["train_time_ms"] / 1000
+        runs.append(Run(path, found["val_loss"], seconds / steps, time.monotonic() - began - seconds))
         if len(runs) == 1:
-            todo = plan(text, end - time.monotonic(), run)
+            todo = plan(text, end - time.monotonic(), runs[0])
     return code
 
 
-def train(flags: Sequence[str], own: Sequence[str], text: Text, began: float, end: float) -> int:
-    """Train until the time `end`, by time.monotonic. Show what is finished, and return the last exit code."""
+def train(flags: Sequence[str], own: Sequence[str], text: Text, began: float) -> int:
+    """Train until the text's time is over. Show what is finished, and return the last exit code.
+
+    began: when packing did, by time.monotonic.
+    """
     for number in STOPS:  # what is finished is shown
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler)
     runs, others, code = list[Run](), dict[str, float](), 0
-    with bar_over(began, end):
+    with bar_over(began, end := began + text.seconds):
         try:
             others = compressed(text)
             code = train_all(flags, own, text, end, runs)

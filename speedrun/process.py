@@ -20,6 +20,11 @@ LIBC = ctypes.CDLL(None)  # here, as a process that has just been forked should 
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+def available_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @contextlib.contextmanager
 def held(folder: Path, told: str) -> Iterator[None]:
     """Make a folder and lock it until this process, or what takes its place, ends. Raise OSError if one holds it."""

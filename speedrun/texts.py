@@ -13,17 +13,17 @@ import json
 import math
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 from speedrun import ROOT, needs
 from speedrun.logs import markdown
 from speedrun.own_text import THREADS
+from speedrun.process import own_process
 
 with needs.packages("race"):
     import matplotlib.pyplot as plt
@@ -33,41 +33,28 @@ with needs.packages("race"):
     from train_gpt import UserError
 
 FIGURES = ROOT / "docs/own_texts.json"
-WAYS = {
-    "all together": "ours",
-    "the best model alone": "model",
-    "counts alone": "counts",
-    "PPMd": "PPMd",
-    "xz": "xz -9e",
-}
+# Columns, by how a line of --train begins
+WAYS = {"all": "ours", "the best model": "model", "counts": "counts", "PPMd": "PPMd", "xz": "xz -9e"}
 PLAIN = "plain GPT"
 WIDEST = 1.9  # of the bars: what is longer says so
 COLUMNS = [*WAYS.values(), PLAIN]
-
-
-def run_python(*command: object) -> str:
-    """Return what a program prints."""
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise UserError(f"{command[0]} ended with {done.returncode}; it says why above")
-    return done.stdout
 
 
 def run_once(path: Path, seed: int) -> dict[str, float]:
     """Return the training bytes, the seconds, and bits per byte of each way."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
-        told = run_python("data/pack_text.py", path.resolve(), "--out", folder, "--train", "--", "--seed", seed)
-        found = dict(
-            seconds=time.monotonic() - start, bytes=int(re.findall(r"text: ([\d,]+)", told)[0].replace(",", ""))
-        )
+        own = ["--out", folder, "--train", "--", "--seed", str(seed)]
+        told = own_process(["data/pack_text.py", str(path.resolve()), *own])
+        size = re.findall(r"text: ([\d,]+)", told)[0].replace(",", "")
+        found = dict(seconds=time.monotonic() - start, bytes=int(size))
         for bits, name in re.findall(r"^ +(\d+\.\d{3}) (.+)", told.partition("bits per byte of the")[2], re.M):
             found |= {way: float(bits) for begin, way in WAYS.items() if name.startswith(begin)}
         val_tokens = int(re.findall(r"--val_tokens (\d+)", told)[0])
         val = np.fromfile(min(Path(folder).glob("val_*.bin")), "<u2", offset=1024)[1 : val_tokens + 1]
-        command = "speedrun/plain_gpt.py", "--data", f"{folder}/", "--seconds", found["seconds"]
-        plain = json.loads(run_python(*command, "--val_tokens", val_tokens, "--seed", seed, "--threads", THREADS))
-    return found | {PLAIN: plain["val_curve"][-1][1] * len(val) / int((val < 256).sum()) / math.log(2)}
+        plain = f"--seconds {found['seconds']} --val_tokens {val_tokens} --seed {seed} --threads {THREADS}".split()
+        curve = json.loads(own_process(["speedrun/plain_gpt.py", "--data", f"{folder}/", *plain]))["val_curve"]
+    return found | {PLAIN: curve[-1][1] * len(val) / int((val < 256).sum()) / math.log(2)}
 
 
 def table() -> str:
@@ -107,15 +94,18 @@ def texts(argv: Sequence[str] | None) -> None:
     parser.add_argument("files", metavar="FILE", nargs="*", type=Path)
     parser.add_argument("--runs", type=int, default=1, help="of each [%(default)s]")
     args = parser.parse_args(argv)
-    with needs.packages("own"):  # before all runs
-        importlib.import_module("pyppmd")
-    for path in args.files:
-        for seed in range(1, args.runs + 1):
+    if args.files:
+        with needs.packages("own"):  # before all runs
+            importlib.import_module("pyppmd")
+    for path, seed in product(args.files, range(1, args.runs + 1)):
+        try:
             found = run_once(path, seed)
-            figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-            figures.setdefault(path.stem, []).append(found)
-            FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
-            print(path.stem, found, flush=True)
+        except RuntimeError as error:
+            raise UserError(f"{path}: {error}") from None
+        figures = json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
+        figures.setdefault(path.stem, []).append(found)
+        FIGURES.write_text(json.dumps(figures, indent=1) + "\n")
+        print(path.stem, found, flush=True)
     draw(FIGURES.with_suffix(".png"))
 
 

@@ -34,13 +34,13 @@ def test_steps_seconds_and_passes_by_size():
 @pytest.mark.parametrize("size", [54_000, 300_000, 1_000_000, 20_000_000])
 @pytest.mark.parametrize("seconds", [10, 60, 600])
 def test_runs_are_planned_to_fill_the_time(size, seconds):
-    text = Text([], [], size, min(65_536, size // 16), own_text.passes_of(size, seconds))
+    text = Text([], [], size, min(65_536, size // 16), seconds)
     first = Run(own_text.LOGS, 1.0, step=0.04, rest=3.0)
     steps = own_text.plan(text, seconds, first)
     takes = sum(first.rest + first.step * (n + 3 * text.val_tokens / own_text.STEP) for n in steps)
     takes += size / 1e6 if size < 5e6 else 5
     takes += 2 * first.rest + 12 * text.val_tokens / own_text.STEP * first.step
-    most = (size * text.passes - 1) // own_text.STEP
+    most = (size * own_text.passes_of(size, seconds) - 1) // own_text.STEP
     assert steps == sorted(steps)
     assert all(0.48 < a / b < 0.52 for a, b in pairwise(steps))
     assert not steps or (takes == pytest.approx(seconds, rel=0.02) if steps[-1] < most else takes < seconds * 1.01)
@@ -50,7 +50,7 @@ def test_runs_are_planned_to_fill_the_time(size, seconds):
 
 
 def test_bits_are_told_while_it_trains_and_slow_steps(capsys):
-    pace = Pace("r", 100, Text([], [b"x" * 100], 0, 64))
+    pace = Pace("r", Text([], [b"x" * 100], 0, 64, 60))
     for line in (
         "0/100 val_loss:5.0@0",
         "25/100 val_loss:1.9@9",
@@ -68,15 +68,15 @@ def test_bits_are_told_while_it_trains_and_slow_steps(capsys):
 def test_bits_per_byte_by_hand():
     """An end of text costs nats and is no byte. The first one is read only."""
     for tokens, size in {2: 2, 3: 2, 4: 3, 7: 5, 8: 6}.items():  # of |ab|cde|f
-        text = Text([], [b"ab", b"cde", b"f"], 0, tokens)
+        text = Text([], [b"ab", b"cde", b"f"], 0, tokens, 60)
         assert own_text.bits_per_byte(1.5, text) == pytest.approx(1.5 * tokens / size / math.log(2)), tokens
 
 
 def test_others_know_the_training_text():
     noise = os.urandom(4000)
     more = noise + os.urandom(4000)  # which is not scored
-    assert all(bits < 0.2 for bits in own_text.compressed(Text([noise], [more], 0, 4000)).values())
-    assert all(bits > 7.9 for bits in own_text.compressed(Text([b"a" * 4000], [noise], 0, 4000)).values())
+    assert all(bits < 0.2 for bits in own_text.compressed(Text([noise], [more], 0, 4000, 60)).values())
+    assert all(bits > 7.9 for bits in own_text.compressed(Text([b"a" * 4000], [noise], 0, 4000, 60)).values())
 
 
 def test_a_mixture_is_scored_on_exactly_the_validation_of_the_runs(corpus, tmp_path, monkeypatch):
@@ -90,6 +90,7 @@ def test_a_mixture_is_scored_on_exactly_the_validation_of_the_runs(corpus, tmp_p
         [b" ".join(rng.choice(words, 9)) for _ in range(9)],
         0,
         288,
+        60,
     )
     for name, documents in dict(train=text.train, val=text.val).items():
         write_shard(tmp_path / f"{name}.bin", to_tokens(documents))
@@ -134,9 +135,9 @@ def test_it_trains_what_is_planned_and_shows_what_is_finished(tmp_path, monkeypa
     monkeypatch.setattr(own_text, "compressed", lambda _: {"xz": 3.0})
     monkeypatch.setattr(own_text, "figures", lambda runs, *_: shown.append(runs) or (tmp_path, {}))
     monkeypatch.setattr(own_text, "show", lambda *_: None)
-    text = Text([], [], 60_000, 8192)
+    text = Text([], [], 60_000, 8192, 24)
     now, flags = time.monotonic(), (["--preset", "nano"], ["--muon_lr", "0.1"])
-    assert own_text.train(*flags, text, now, now + 24) == codes[-1]
+    assert own_text.train(*flags, text, now) == codes[-1]
     assert launched == [(n, "0.1") for n in (24, 29, 58, 116)[: len(losses)]]
     assert ["".join(run.path.name[-1] for run in runs) for runs in shown] == ([mixed] if mixed else [])
 
@@ -156,7 +157,7 @@ echo '{"val_loss": 1.0, "train_time_ms": 1}' >logs/$BASH_REMATCH.json
     code = f"""
 from speedrun import own_text
 own_text.ROOT, own_text.LOGS = own_text.Path({str(tmp_path)!r}), own_text.Path({str(tmp_path)!r}, "logs")
-raise SystemExit(own_text.train([], [], own_text.Text([b"words " * 99], [b"words " * 9], 60_000, 8, 8), 0, 1e9))"""
+raise SystemExit(own_text.train([], [], own_text.Text([b"words " * 99], [b"words " * 9], 60_000, 8, 1e9), 0))"""
     how = dict(cwd=tmp_path, env=os.environ | dict(PYTHONPATH=str(ROOT)), stdout=subprocess.PIPE, text=True)
     process = subprocess.Popen([sys.executable, "-c", code], **how, start_new_session=True)
     wait_for((tmp_path / "begun").exists)
@@ -173,7 +174,7 @@ def test_a_model_goes_on_from_the_first_words_and_is_then_the_newest(tmp_path, m
     monkeypatch.setattr(own_text.importlib.util, "find_spec", lambda name: None)  # no picture
     (model := tmp_path / "own-1.pt").touch()
     os.utime(model, (1, 1))
-    text = Text([b"some words"], ["  --- ä ß words on and on".encode()], 11, 8)
+    text = Text([b"some words"], ["  --- ä ß words on and on".encode()], 11, 8, 60)
     (mixture := tmp_path / "own-1.mixture").touch()
     own_text.show(mixture, {"all together": 1.443}, text)
     assert "bits per byte of the validation text:\n   1.443 all together\n" in capsys.readouterr().out
@@ -184,7 +185,7 @@ def test_a_model_goes_on_from_the_first_words_and_is_then_the_newest(tmp_path, m
 def test_what_stops_the_mixing_loses_no_figure(monkeypatch, capsys, error):
     monkeypatch.setattr(own_text, "mix", Mock(side_effect=error))
     run = Run(own_text.LOGS / "own-1", math.log(2), 1.0, 1.0)
-    found = own_text.figures([run], Text([], [b"x" * 100], 0, 64), {"xz": 2.0})
+    found = own_text.figures([run], Text([], [b"x" * 100], 0, 64, 60), {"xz": 2.0})
     assert found == (own_text.LOGS / "own-1.pt", {"the best model alone": pytest.approx(1), "xz": 2.0})
     assert "the models are not mixed: " in capsys.readouterr().out
 
@@ -202,13 +203,13 @@ bits per byte of the validation text:
    2.000 PPMd 6, given 1,200 bytes of the training text
 """
 
-    def run(argv, **_):
-        if argv[1] == "data/pack_text.py":
+    def run(argv):
+        if argv[0] == "data/pack_text.py":
             write_shard(Path(argv[argv.index("--out") + 1], "val_000000.bin"), to_tokens(val))
-            return Mock(stdout=says, returncode=0)
-        return Mock(stdout=json.dumps(dict(val_curve=[[0, 9.0, 0], [9, 2 * math.log(2), 1]])), returncode=0)
+            return says
+        return json.dumps(dict(val_curve=[[0, 9.0, 0], [9, 2 * math.log(2), 1]]))
 
-    monkeypatch.setattr(texts.subprocess, "run", run)
+    monkeypatch.setattr(texts, "own_process", run)
     assert texts.main([str(tmp_path / "notes.txt"), "--runs", "2"]) == 0
     assert "| notes | 1 | 0 | 1.500 | 2.000 | 1.750 | 2.000 | 2.500 | 2.500 | 2 |" in texts.table()
     assert (tmp_path / "figures.png").stat().st_size > 1000

@@ -186,7 +186,7 @@ def test_another_text_replaces_the_one_before_once_all_is_well_and_nobody_trains
 
 
 def test_what_changes_passes_or_validation_makes_a_run_the_users(capsys, monkeypatch):
-    monkeypatch.setattr(pack_text, "pack", Mock(return_value=([], own_text.Text([b"text"], [b"x"], 60_000, 1))))
+    monkeypatch.setattr(pack_text, "pack", Mock(return_value=([], own_text.Text([b"text"], [b"x"], 60_000, 1, 60))))
     monkeypatch.setattr(os, "execve", lambda *_: sys.exit("single"))
     monkeypatch.setattr(own_text, "train", Mock(return_value="passes"))
     theirs = "num_iterations run_id log_dir resume preset train_files val_files val_tokens batch_tokens eot_token"
