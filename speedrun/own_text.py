@@ -205,8 +205,8 @@ def launch(flags: Sequence[str], told: Callable[[str], None]) -> int:
             for number, handler in before.items():
                 signal.signal(number, handler)
         errors.seek(0)
-        if last := errors.read().strip():
-            say(last)
+        if (problems := errors.read().strip()) and not asked:  # who stops a run needs no traceback
+            say(problems)
     return 128 - code if code < 0 else code or 130 * bool(asked)
 
 
