@@ -24,7 +24,6 @@ MODULES = dict(
     evaluate="Score a model on any text: bits per byte.",
     bench="Time the parts of a step of train_gpt.py on this machine.",
     view="Show runs as one page: losses, plans, settings, a text coloured by bits.",
-    mini="Train gpt2 in small, on a CPU, as tests do.",
     lower="Lower train_gpt.py for GPUs that are not here: graph breaks, memory, spills, predicted times.",
 )
 Outcome = tuple[str, int]  # the text and the exit code

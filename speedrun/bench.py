@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, record_function
 
 import train_gpt
 from data.shards import write_shard
-from speedrun import cards, mini, roofline  # noqa: F401  (mini is a preset of its own)
+from speedrun import cards, roofline
 from speedrun.logs import markdown
 from train_gpt import Batch, Hyperparameters, Inputs, NgramTable, Plan, Ranks, Requests, Trainer, UserError
 

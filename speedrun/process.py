@@ -1,23 +1,82 @@
-"""Run Python in a process that ends with this one, and say why it failed. Keep a second process out of a folder."""
+"""What the tools share: errors of one line, packages that are missing, a lock for a folder, and child processes."""
 
 import contextlib
 import ctypes
 import fcntl
+import importlib.metadata
+import importlib.util
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from speedrun import ROOT
 
-# What environment.sh exports: short spinning of OpenMP's threads, freed memory that stays with the process
-EXPORTS = Path(__file__).with_name("environment.sh").read_text(encoding="utf-8")
-ENVIRONMENT = dict(re.findall(r"^export (\w+)=\$\{\1:-(\d+)\}$", EXPORTS, re.M))
-LIBC = ctypes.CDLL(None)  # here, as a process that has just been forked should not load libraries
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Speed on CPUs. OpenMP's threads spin while they wait for each other, by default so long that a nano step takes up to
+# 1.6 s instead of 0.04 where something else uses a core, too. glibc hands large freed blocks back to the system and
+# faults them in anew, which takes 15% of a nano step: let it keep them. environment.sh exports the same (tested)
+ENVIRONMENT = dict(GOMP_SPINCOUNT="10000", MALLOC_TRIM_THRESHOLD_="2147483647", MALLOC_MMAP_THRESHOLD_="33554432")
+
+
+class ToolError(Exception):
+    """An error that the user can fix, in one line; exits with code 2."""
+
+
+def typed(path: Path | str) -> str:
+    """Return a path as it can be typed here."""
+    text = str(path).removeprefix(f"{os.getcwd()}/")
+    return shlex.quote(text if "/" in text else f"./{text}")
+
+
+PYTHON = typed(sys.executable)
+# What installs packages for this Python: environments that uv made without --seed have no pip
+PIP = f"{PYTHON} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {PYTHON}"
+
+
+@contextlib.contextmanager
+def packages(extra: str = "") -> Iterator[None]:
+    """End the program with code 2 if an import fails, and say how to get the packages, of this extra, too."""
+    try:
+        yield
+    except (ImportError, OSError) as error:  # the latter: a shared library is missing
+        what = f'-e "{typed(ROOT)}[{extra}]"' if extra else f"-r {typed(ROOT / 'requirements.txt')}"
+        print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}; {PIP} {what}", file=sys.stderr)
+        sys.exit(2)
+
+
+def printable(text: str) -> str:
+    """Replace control characters, such as the escape sequences of a terminal, but no line ends and tabs."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "?" for character in text)
+
+
+def run(program: str, action: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> int:
+    """Do what the flags say, and return the exit code.
+
+    Errors of the user, of files and of train_gpt.py (whose UserError has a code) get one line and code 2, a signal to
+    stop 130. Other errors are bugs, and keep their traceback.
+    """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, signal.default_int_handler)
+    try:
+        code = action(argv) or 0
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read the text, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is buffered shall not fail at the exit
+        return 0
+    except KeyboardInterrupt:
+        problem, code = "interrupted", 130
+    except Exception as error:
+        if not isinstance(error, ToolError | OSError) and not hasattr(error, "code"):
+            raise
+        problem, code = " ".join(str(error).split()), getattr(error, "code", 2)
+    print(f"{program}: {printable(problem)}", file=sys.stderr)
+    return code
 
 
 def available_cores() -> int:
@@ -27,20 +86,44 @@ def available_cores() -> int:
 
 @contextlib.contextmanager
 def held(folder: Path, told: str) -> Iterator[None]:
-    """Make a folder and lock it until this process, or what takes its place, ends. Raise OSError if one holds it."""
+    """Make a folder and lock it until this process, or what takes its place, ends. Raise ToolError if one holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BlockingIOError(f"{folder}: {told}") from None
+            raise ToolError(f"{folder}: {told}") from None
         except OSError:  # the file system has no locks
             pass
         os.set_inheritable(lock, True)  # by exec; subprocess closes it
         yield
     finally:
         os.close(lock)
+
+
+def run_python(arguments: Sequence[str], **environment: str) -> str:
+    """Run Python in the repository's root, and return its stdout.
+
+    Raise ToolError with the last line of one that failed. Where this process is stopped, the other one is, first.
+    """
+    how: dict = dict(cwd=ROOT, env=ENVIRONMENT | dict(os.environ) | environment, text=True, errors="replace")
+    pipes: dict = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen([sys.executable, *arguments], **how, **pipes) as child:
+        try:
+            stdout, stderr = child.communicate()
+        except BaseException:
+            child.terminate()  # torchrun ends its ranks, after 30 s by force
+            raise
+    if child.returncode != 0:
+        *_, last = (stderr.strip() or stdout.strip() or "it printed nothing").splitlines()
+        raise ToolError(f"exit code {child.returncode}: {last}")
+    return stdout
+
+
+# ---- Below: leaves with the modules that use it
+LIBC = ctypes.CDLL(None)  # here, as a process that has just been forked should not load libraries
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def last_words(text: str) -> str:

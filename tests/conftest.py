@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+import mini
 import train_gpt
 from data.shards import write_shard
 from dense import randomize
-from speedrun import ROOT, mini
+from speedrun import ROOT
 from train_gpt import GPT, Hyperparameters, UserError
 
 torch.set_num_threads(1)  # for models so small threads cost more than they save: on a busy machine four times the time

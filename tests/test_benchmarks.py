@@ -5,11 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
-import os
-import subprocess
 import sys
-import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +13,7 @@ import torch
 
 import train_gpt
 from conftest import GPT2_FLAGS, TINY_FLAGS
-from speedrun import ROOT, bench, plain_gpt
+from speedrun import bench, plain_gpt
 from train_gpt import Ranks, Trainer
 
 
@@ -80,40 +76,3 @@ def test_plain_gpt_learns(corpus, monkeypatch, capsys):
     steps, losses, ms = zip(*json.loads(capsys.readouterr().out)["val_curve"], strict=True)
     assert (steps, sorted(ms)) == ((0, 3, 6, 9), [*ms])
     assert losses[-1] < math.log(257) - 0.05
-
-
-def first_gpu_run(out: Path, *flags: str, **variables: str) -> subprocess.CompletedProcess:
-    env = os.environ | dict(OUT=str(out), PYTHON=sys.executable, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    script = ROOT / "runs/first_gpu_run.sh"
-    return subprocess.run([script, *flags], env=env | variables, capture_output=True, text=True)
-
-
-def test_a_first_gpu_run_hides_names(tmp_path):
-    """Where no part has time."""
-    (uname := tmp_path / "uname").write_text('#!/bin/sh\n[ "$1" = -n ] && echo box.7 || exec /bin/uname "$@"\n')
-    uname.chmod(0o755)
-    home, out = f"{tmp_path}/home", tmp_path / "out"
-    out.mkdir()
-    (out / "some.txt").write_text(f"bye in {home}/logs at box.7: boxy7")
-    variables = dict(MINUTES="0", HOME=home, PATH=f"{tmp_path}:{os.environ['PATH']}")
-    first_gpu_run(out, "--device", "cpu", **variables)
-    assert (out / "some.txt").read_text() == "bye in ~/logs at HOST: boxy7"
-    parts = (out / "parts.txt").read_text().splitlines()
-    assert {"card: skipped, the time is over", "mini: skipped, the time is over"} <= set(parts), parts
-    assert not [line for line in parts if line.endswith(" s")], "a part ran"
-
-
-@pytest.mark.slow
-def test_a_first_gpu_run_on_a_cpu_packs_what_its_parts_show(tmp_path):
-    """Steps as one rank of eight among them, with the rows that it would exchange. Only the card is missing."""
-    flags = "--preset mini --device cpu --batch_tokens 512 --train_seq_len 64 --block_size 16".split()
-    done = first_gpu_run(tmp_path / "out", *flags)
-    with tarfile.open(tmp_path / "out.tar.gz") as archive:
-        names = [name for name in archive.getnames() if name.endswith((".txt", ".md"))]
-        texts = {name: archive.extractfile(name).read() for name in names}
-    failed = [line for line in texts["out/parts.txt"].splitlines() if b": ok, " not in line]
-    assert [line.partition(b":")[0] for line in failed] == [b"card"], done.stdout
-    assert b"| stage 1: step with tables |" in texts["out/one-of-8/benchmark.md"]
-    assert all(b"\nval_loss " in texts[f"out/{name}.txt"] for name in ("whole", "whole-without-fp8", "nano", "mini"))
-    assert b'{"val_curve": [[' in texts["out/plain.txt"]
-    assert not [name for name, text in texts.items() if bytes(ROOT) in text]

@@ -15,9 +15,10 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import pytest
 
+import mini
 import train_gpt
 from conftest import GPT2_FLAGS
-from speedrun import ROOT, lower, mini
+from speedrun import ROOT, lower
 
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob(".github/**/*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("records/*.md")]
 COMMAND = re.compile(r"(?:[A-Z]+=\S+ )?(?:[\w./]*python|torchrun|\./run\.sh|train_gpt\.py)(?: [^=]|$)")

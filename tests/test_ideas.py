@@ -35,7 +35,7 @@ IDEAS = {
 def test_ideas_pass(tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", "logs", "__pycache__"))
-    paths = folder / "train_gpt.py", folder / "speedrun" / "mini.py"
+    paths = folder / "train_gpt.py", folder / "tests" / "mini.py"
     for old, new in IDEAS.items():
         assert any(old in path.read_text() for path in paths), f"the script no longer has {old}"
         for path in paths:

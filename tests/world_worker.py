@@ -81,9 +81,10 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
     init = torch.distributed.init_process_group  # to which records name no backend; a CUDA build would take NCCL
     torch.distributed.init_process_group = lambda *backend, **options: init(*(backend or ["gloo"]), **options)
     if "--preset=mini" in flags:  # which is no preset of the script's own
-        from speedrun import mini
+        import mini  # noqa: F401
+        import train_gpt
 
-        sys.exit(mini.main(flags))
+        sys.exit(train_gpt.program(flags))
     runpy.run_path(script, run_name="__main__")
 
 

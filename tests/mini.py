@@ -1,18 +1,12 @@
-"""Train gpt2 in small, on a CPU: tests and benchmarks run every mechanism of gpt2 so. Each kind of row is there once.
+"""The preset mini: gpt2's rows in small, so that tests run every mechanism of gpt2 on a CPU. It proves nothing for gpt2.
 
-    python -m speedrun mini [flags of train_gpt.py]
-
-It proves nothing for gpt2, and has no leaderboard: docs/change.md says what a study of ideas in it saw.
+Each kind of row is there once.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-from speedrun import needs
-
-with needs.packages():
-    import train_gpt
-    from train_gpt import GPT2_EMAS, GPT2_STAGES, NANO, Hyperparameters, Layer
+import train_gpt
+from train_gpt import GPT2_EMAS, GPT2_STAGES, NANO, Hyperparameters, Layer
 
 LAYERS = (
     Layer("paired", half_qk=True, net=True, value_embed=True, x0=True, ngram=True),
@@ -64,7 +58,3 @@ MINI: dict[str, Any] = {name: NANO[name] for name in TEXT.split()} | dict(
     rare_from=52,
 )
 train_gpt.PRESETS["mini"] = Hyperparameters(**MINI)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    return train_gpt.program(["--preset", "mini", *(argv or [])])
