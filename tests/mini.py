@@ -1,6 +1,6 @@
-"""The preset mini: gpt2's rows in small, so that tests run every mechanism of gpt2 on a CPU. It proves nothing for gpt2.
+"""The preset mini: gpt2's rows in small, so that tests run every mechanism of gpt2 on a CPU.
 
-Each kind of row is there once.
+Each kind of row is there once. It proves nothing for gpt2.
 """
 
 from typing import Any
