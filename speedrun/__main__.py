@@ -14,10 +14,7 @@ from typing import Any
 from speedrun import plot, process, race, records
 from speedrun.process import PYTHON, printable
 
-HAVE_PARSERS = dict(
-    run="check machine and data, then train: what ./run.sh starts",
-    bench="time the parts of a step of train_gpt.py on this machine",
-)
+HAVE_PARSERS = "run", "bench"  # modules that parse their own flags
 
 
 def say(text: str) -> None:
@@ -42,9 +39,7 @@ def command_submit(args: argparse.Namespace) -> int:
     folder = records.write_record(args.name, args.logs, records.RECORDS, args.race)
     lines, _ = records.verify_records([str(folder)], records.RECORDS)
     say("\n".join(lines))
-    say(
-        f"{folder}: mend this until verify says ok; then {PYTHON} -m speedrun table, and plot. docs/submit.md has the rest"
-    )
+    say(f"mend this until verify says ok; then {PYTHON} -m speedrun table, and plot; docs/submit.md has the rest")
     return 0
 
 
@@ -99,8 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
         added.set_defaults(action=action)
         return added.add_argument
 
-    for name, text in HAVE_PARSERS.items():
-        subparsers.add_parser(name, help=text)
+    subparsers.add_parser("run", help="check machine and data, then train: what ./run.sh starts")
     usage = "%(prog)s [options] NEWEST OLDER [OLDER ...] [-- FLAGS ...]"
     epilog = "FLAGS go to all scripts. An idea may be a flag: race 'train_gpt.py --muon_lr 0.05' train_gpt.py. "
     add = command(command_race, usage=usage, epilog=epilog + race.CONTRACT)
@@ -122,6 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("records", metavar="RECORD", nargs="*", help="(default: all ranked records, and the plain GPT)")
     add("-o", "--output", type=Path, metavar="PNG", help="(default: curves.png)")
     command(command_site)("-o", "--output", type=Path, metavar="FOLDER", default=Path("site"), help="(default: site)")
+    subparsers.add_parser("bench", help="time the parts of a step of train_gpt.py on this machine")
     return parser
 
 

@@ -102,10 +102,10 @@ def record_logs(path: Path) -> list[Log]:
 
 def find_record(name: str, root: Path) -> Path:
     """Return a file, a folder with logs, or the record of this number, name, or part of a name, in any letters."""
-    path = Path(name.removesuffix(f"/{SCRIPT}"))
+    path = Path(name)
     if path.is_file() or (path.is_dir() and (FOLDER_NAME.fullmatch(path.name) or [*path.glob("*.txt")])):
         return path
-    folders, wanted = record_folders(root), path.name.lower()
+    folders, wanted = record_folders(root), Path(name.removesuffix(f"/{SCRIPT}")).name.lower()
     matches = [path for path in folders if wanted in (path.name.lower(), *path.name.lower().split("_", 1))]
     matches = matches or [path for path in folders if wanted in path.name.lower()]
     if len(matches) == 1:
@@ -156,10 +156,16 @@ def board_of(log: Log) -> str:
     return f"{track.name} on {names[0] if names else hardware}"
 
 
+def board_of_record(folder: Path) -> str:
+    for log in read_logs(folder):  # the first says it
+        return board_of(log)
+    raise ToolError(f"{folder / RUNS}: has no logs; take the file as submit wrote it")
+
+
 def newest_ranked(line: Sequence[Path], board: str) -> Path | None:
     """Return the newest record that is timed on a leaderboard whose name begins so."""
     for folder in reversed(line):
-        if read_info(folder).ranked and board_of(next(read_logs(folder))).startswith(board):
+        if read_info(folder).ranked and board_of_record(folder).startswith(board):
             return folder
     return None
 
@@ -174,8 +180,8 @@ def missing_parts(folder: Path, line: Sequence[Path]) -> Iterator[str]:
     for name in (INFO, PAGE):
         for placeholder in PLACEHOLDER.findall(read_text(folder / name)):
             yield f"{name}: write what {quote(placeholder)} asks for"
-    needs_race = info.ranked and not (folder / RACE).is_file()
-    if needs_race and (older := newest_ranked(line, board_of(record_logs(folder)[0]))):  # or it opens its leaderboard
+    older = newest_ranked(line, board_of_record(folder)) if info.ranked else None
+    if older and not (folder / RACE).is_file():  # without an older one it opens its leaderboard
         yield f"{RACE} is missing; race the script against {name_of(older)}, and put the {RACE} there"
 
 
@@ -191,8 +197,11 @@ def sort_records(root: Path) -> tuple[list[Path], dict[Path, str]]:
     while followers := [folder for folder, before in after.items() if before == name]:
         for folder in followers:
             del after[folder]
-            if problem := next(missing_parts(folder, line), None):
-                left_out[folder] = problem
+            try:
+                for problem in missing_parts(folder, line):
+                    left_out[folder] = problem
+            except ToolError as error:
+                left_out[folder] = str(error)
         whole = [folder for folder in followers if folder not in left_out]
         for other in whole[1:]:
             left_out[other] = f"{INFO}: comes after {name}, as {name_of(whole[0])} does; mend `after`"
@@ -215,7 +224,7 @@ def race_before(folder: Path, line: Sequence[Path]) -> tuple[Path, Race, dict] |
 
     None if it opens its leaderboard. Raise ToolError if the race does not do.
     """
-    older, path = newest_ranked(line, board_of(record_logs(folder)[0])), folder / RACE
+    older, path = newest_ranked(line, board_of_record(folder)), folder / RACE
     if older is None:
         return None
     race, sha256 = read_race(path), hash_of(folder)
@@ -381,7 +390,7 @@ def verify(folder: Path, line: Sequence[Path]) -> tuple[list[str], str]:
 def verify_records(names: Sequence[str], root: Path) -> tuple[list[str], int]:
     """Verify these records, or all; return lines, and how many fail."""
     line, left_out = sort_records(root.resolve())
-    folders = [find_record(name, root).resolve() for name in names] or [*line, *left_out]
+    folders = [find_record(name.removesuffix(f"/{SCRIPT}"), root).resolve() for name in names] or [*line, *left_out]
     lines, failed = [], 0
     for folder in folders:
         failures, result = verify(folder, line)
