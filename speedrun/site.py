@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import math
 import os
 import re
 import sys
@@ -31,10 +30,7 @@ with packages("tools"):
 
 MARKDOWN = MarkdownIt("commonmark").use(gfm_plugin).use(anchors_plugin, max_level=6)  # as GitHub shows it
 TEMPLATES = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
-    undefined=jinja2.StrictUndefined,
-    autoescape=True,
-    trim_blocks=True,
+    loader=jinja2.PackageLoader("speedrun"), undefined=jinja2.StrictUndefined, autoescape=True
 )
 TAG = re.compile(r"""<!--.*?-->|<[a-z](?:[^"'>]|"[^"]*"|'[^']*')*>""", re.DOTALL | re.IGNORECASE)  # or a comment
 SCRIPTS, SCRIPTS_BEGIN = "compare.js", "const DATA = "  # the file that shows that a folder holds this site
@@ -79,6 +75,7 @@ class Record:
         if self.info.after in data["scripts"]:
             equal = sum(length for *_, length in data["pairs"][f"{self.info.after} {self.key}"])
             self.removed, self.added = len(data["scripts"][self.info.after]) - equal, self.lines - equal
+        self.steps: int | None = self.public["steps"] if self.public else None
         self.seconds = self.race = None
         if self.info.ranked:
             logs = records.record_logs(folder)
@@ -88,25 +85,15 @@ class Record:
             self.race = records.race_before(folder, before)
             self.standing = "measured here"
         else:
-            steps = re.search(r"num_iterations: \w+ = (\d+)", read_text(folder / records.SCRIPT))
-            self.steps = self.public["steps"] if self.public else steps and int(steps[1])
             is_port = re.match("milestone|open proposal", self.info.kind)
             self.standing = "ported, not run on eight GPUs" if is_port else "not run on eight GPUs"
-
-
-def position(value: float, low: float, high: float) -> float:
-    """Return where a value is on a logarithmic axis, in percent."""
-    return 100 * math.log(value / low) / math.log(high / low) if high > low else 0.0
-
-
-TEMPLATES.globals |= dict(interval=race.interval, position=position, summary=race.summary)
 
 
 # ---- Pages
 
 
 class Tag(HTMLParser):
-    """The attributes of a tag, of which there are none in a comment."""
+    """A start tag; a comment is one without a name."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -120,47 +107,19 @@ class Tag(HTMLParser):
         return f"<{self.name}" + "".join(f' {key}="{escape(value)}"' for key, value in self.attributes.items()) + ">"
 
 
-def target_of(link: str, source: Path, top: Path) -> tuple[Path, str] | None:
-    """Return the file in the repository to which a page's link leads, and the anchor; None if it leads out of it."""
-    try:
-        parts = urlsplit(link)
-        path = unquote(parts.path)
-        start = top if path.startswith("/") else source.parent
-        target = (start / path.lstrip("/")).resolve() if path else source
-        if parts.scheme or parts.netloc or not target.is_relative_to(top):
-            return None
-        if target.is_dir() and (target / records.PAGE).is_file():
-            target /= records.PAGE
-        return target, unquote(parts.fragment)
-    except (ValueError, OSError):  # no address, or a name that is too long for a file
-        return None
-
-
-def markdown_of(source: Path) -> str:
-    """Return the text of a page, or a list of the pages in a folder that has none of its own."""
-    if source.is_file():
-        return read_text(source)
-    names = sorted(path.name for path in source.glob("*.md"))
-    return "\n".join([f"# {source.name}\n", *(f"- [{name}]({quote(f'{source.name}/{name}')})" for name in names)])
-
-
 class Site:
     """The files of the site by their place in it. All templates get `shared`."""
 
     def __init__(self, top: Path, **shared: Any):
         self.top, self.shared = top, shared
         self.files = dict[Path, bytes]()
-        self.anchors = dict[Path, set[str] | None]()  # by file of the repository; of pages only
+        self.anchors = dict[Path, set[str]]()  # of a page, by its file in the repository
         self.links = dict[tuple[Path, str], tuple[Path, str]]()  # by page and address: target and anchor
 
     def place_of(self, source: Path) -> Path:
-        """Return where a file or the list of a folder is in the site: in no hidden folder, which GitHub leaves out."""
-        path = source.relative_to(self.top)
-        if source.is_dir():
-            path /= "README.html"
-        elif source.suffix == ".md":
-            path = path.with_suffix(".html")
-        return Path(*(part.lstrip(".") for part in path.parts))
+        """Return where a file of the repository is in the site: in no hidden folder, which GitHub leaves out."""
+        path = source.with_suffix(".html") if source.suffix == ".md" else source
+        return Path(*(part.lstrip(".") for part in path.relative_to(self.top).parts))
 
     def add(self, place: Path, template: str, **values: Any) -> None:
         values |= dict(up=os.path.relpath(".", place.parent))
@@ -168,15 +127,15 @@ class Site:
 
     def add_source(self, source: Path, template: str = "page.html", **values: Any) -> None:
         """Add a file of the repository, Markdown as a page."""
-        place, self.anchors[source] = self.place_of(source), None
-        if source.suffix == ".md" or source.is_dir():
-            self.add(place, template, body=self.html_of(markdown_of(source), source, place), **values)
+        place = self.place_of(source)
+        if source.suffix == ".md":
+            self.add(place, template, body=self.html_of(read_text(source), source, place), **values)
         else:
             self.files[place] = source.read_bytes()
 
     def add_linked(self) -> None:
         """Add what pages link to, and what that links to."""
-        while sources := {target for target, _ in self.links.values() if target.exists()} - self.anchors.keys():
+        while sources := {it for it, _ in self.links.values() if it.is_file() and self.place_of(it) not in self.files}:
             for source in sorted(sources):
                 self.add_source(source)
 
@@ -186,39 +145,48 @@ class Site:
 
         def with_addresses(match: re.Match[str]) -> str:
             tag = Tag(match[0])
-            anchors.update(value for key, value in tag.attributes.items() if key in ("id", "name"))
-            links = {key: value for key, value in tag.attributes.items() if key in ("href", "src")}
-            for key, link in links.items():
-                tag.attributes[key] = self.address_of(link, source, place)
-            return str(tag) if links else match[0]
+            for key, value in tag.attributes.items():
+                if key in ("id", "name"):
+                    anchors.add(value)
+                elif key in ("href", "src"):
+                    tag.attributes[key] = self.address_of(value, source, place)
+            return str(tag) if tag.name else match[0]
 
         html = TAG.sub(with_addresses, MARKDOWN.render(text))
         return Markup(html.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>"))
 
     def address_of(self, link: str, source: Path, place: Path) -> str:
-        """Return where a link leads from this place of the site, and note it; one that leads out stays as it is."""
-        if (found := target_of(link, source, self.top)) is None:
+        """Return where a link leads from this place of the site, and note it. What leads out stays as it is."""
+        try:
+            parts = urlsplit(link)
+            path, anchor = unquote(parts.path), unquote(parts.fragment)
+            start = self.top if path.startswith("/") else source.parent
+            target = (start / path.lstrip("/")).resolve() if path else source
+            if (target / records.PAGE).is_file():
+                target /= records.PAGE
+        except (ValueError, OSError):  # no address, or a name that is too long for a file
             return link
-        self.links[source, link] = target, anchor = found
-        if not target.exists():
+        if parts.scheme or parts.netloc or not target.is_relative_to(self.top):
+            return link
+        self.links[source, link] = target, anchor
+        if not target.is_file():
             return link
         address = quote(os.path.relpath(self.place_of(target), place.parent))
         return f"{address}#{quote(anchor)}" if anchor else address
 
     def broken_links(self) -> Iterator[str]:
         for (source, link), (target, anchor) in self.links.items():
-            anchors = self.anchors.get(target)
-            if not target.exists():
-                yield f"{source.relative_to(self.top)}: its link {link} leads to no file"
-            elif anchor and anchors is not None and anchor not in anchors:
-                yield f"{source.relative_to(self.top)}: its link {link} leads to no anchor of that page"
+            if not target.is_file():
+                yield f"{source.relative_to(self.top)}: its link {link} leads to no file or page"
+            elif anchor and anchor not in self.anchors.get(target, {anchor}):
+                yield f"{source.relative_to(self.top)}: its link {link} leads to no anchor of its page"
 
 
 def check_output(output: Path) -> None:
     """Raise ToolError unless the folder is new or empty, or holds the site from before."""
-    is_site = (output / SCRIPTS).is_file() and read_text(output / SCRIPTS).startswith(SCRIPTS_BEGIN)
     is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
-    if not (is_site or is_free):
+    is_site = (output / SCRIPTS).is_file() and read_text(output / SCRIPTS).startswith(SCRIPTS_BEGIN)
+    if not is_free and not is_site:
         raise ToolError(f"{output}: holds other files than this site; name a new or an empty folder with -o")
 
 
@@ -231,18 +199,19 @@ def write_site(root: Path, output: Path) -> int:
         raise ToolError(f"{root}: has no whole record")
     scripts = {records.name_of(folder): records.read_script(str(folder), root)[1] for folder in line}
     scripts["root"] = read_text(root.parent / records.SCRIPT).rstrip("\n")
-    data, public, start, index = compare(scripts), read_json(records.PUBLIC), root / records.PAGE, Path("index.html")
+    data = compare(scripts)
+    public = read_json(records.PUBLIC)
     by_evidence = {f"public record {it['number']}": it for it in public["records"]}
-    described = [Record(folder, line[:i], data, by_evidence) for i, folder in enumerate(line)]
-    site = Site(root.parent, names=list(scripts), records=described, tracks=TRACKS, public=public)
+    found = [Record(folder, line[:i], data, by_evidence) for i, folder in enumerate(line)]
+    site = Site(root.parent, scripts=data["scripts"], records=found, tracks=TRACKS, public=public, race=race)
     site.files[Path(SCRIPTS)] = f"{SCRIPTS_BEGIN}{json.dumps(data, separators=(',', ':'))};\n".encode()
+    start, index = root / records.PAGE, Path("index.html")
     story = read_text(start).partition("\n## The line so far\n")[2].partition("\n## ")[0]
-    length = len(data["scripts"]["root"])
-    site.add(index, "index.html", story=site.html_of(story, start, index), length=length)
+    site.add(index, "index.html", story=site.html_of(story, start, index))
     site.add(Path("compare.html"), "compare.html")
     for source in start, root / "NOTES.md", root / "RULES.md":
         site.add_source(source)
-    for folder, record in zip(line, described, strict=True):
+    for folder, record in zip(line, found, strict=True):
         site.add_source(folder / records.PAGE, "record.html", record=record)
     site.add_linked()
     for problem in site.broken_links():
