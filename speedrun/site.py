@@ -19,7 +19,7 @@ from speedrun.logs import TRACKS, read_json, read_text
 from speedrun.process import ToolError, packages, printable
 
 with packages("tools"):
-    import jinja2
+    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markdown_it import MarkdownIt
     from markupsafe import Markup
     from mdit_py_plugins.anchors import anchors_plugin
@@ -29,9 +29,7 @@ with packages("tools"):
     from pygments.lexers import PythonLexer
 
 MARKDOWN = MarkdownIt("commonmark").use(gfm_plugin).use(anchors_plugin, max_level=6)  # as GitHub shows it
-TEMPLATES = jinja2.Environment(
-    loader=jinja2.PackageLoader("speedrun"), undefined=jinja2.StrictUndefined, autoescape=True
-)
+TEMPLATES = Environment(loader=PackageLoader("speedrun"), undefined=StrictUndefined, autoescape=True)
 TAG = re.compile(r"""<!--.*?-->|<[a-z](?:[^"'>]|"[^"]*"|'[^']*')*>""", re.DOTALL | re.IGNORECASE)  # or a comment
 SCRIPTS, SCRIPTS_BEGIN = "compare.js", "const DATA = "  # the file that shows that a folder holds this site
 UNCOLORED = re.compile(r'<span class="(?!c|k|s|m|nf|nc)\w+">(.*?)</span>')  # tokens that style.css gives no color
