@@ -98,22 +98,22 @@ def train(argv: Sequence[str] | None) -> int:
     args = parser.parse_args(argv)
     end = args.began + args.seconds
     text, val = (np.fromfile(args.folder / f"{split}_000000.bin", "<u2", offset=1024) for split in ("train", "val"))
-    # The run has shards of its own, as another text may be packed meanwhile
     log = Path("logs", time.strftime("own-%Y%m%d-%H%M%S.txt"))
-    paths = [log.with_suffix(".train.bin"), log.with_suffix(".val.bin")]
-    write_shard(paths[0], text)
-    write_shard(paths[1], val)
-    flags = [*MODEL, f"--train_files={paths[0]}", f"--val_files={paths[1]}"]
+    train_file, val_file = log.with_suffix(".train.bin"), log.with_suffix(".val.bin")
+    flags = [*MODEL, f"--train_files={train_file}", f"--val_files={val_file}"]
 
-    print(f"measuring this machine by {TRIAL} steps; all takes at most {args.seconds:.0f} s", flush=True)
+    print(f"measuring this machine by {TRIAL} steps; all takes about {args.seconds:.0f} s", flush=True)
+    write_shard(train_file, text[: TRIAL * STEP + 1])
+    write_shard(val_file, val)
     step, rest = measure([*flags, f"--val_tokens={SEQUENCE}"])
     sequences = max(1, min(8, (len(val) - 1) // SEQUENCE, int((end - time.monotonic()) / step / 150)))
     targets = val[1 : sequences * SEQUENCE + 1]
-    xz = xz_bits(bytes_of(text)[:READ_BEFORE], bytes_of(targets))
+    xz = xz_bits(bytes_of(text[:READ_BEFORE]), bytes_of(targets))
     whole = (len(text) - 1) // STEP
     steps = steps_within(end - time.monotonic() - rest, step, sequences, whole)
     what = "all of the text, once: twice would be worse" if steps == whole else f"{steps / whole:.0%} of the text"
     print(f"{steps:,} steps, of {1000 * step:.0f} ms, read {what}", flush=True)
+    write_shard(train_file, text[: steps * STEP + 1])  # a copy, as another text may be packed meanwhile
     every = math.ceil(steps / (VALIDATIONS - 1))
     sizes = [f"--num_iterations={steps}", f"--val_tokens={len(targets)}", f"--val_loss_every={every}"]
     code = train_gpt.program([*flags, *sizes, f"--run_id={log.stem}"])
