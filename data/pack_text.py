@@ -22,6 +22,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NoReturn
 
@@ -36,7 +37,7 @@ else:  # started as a file: this folder is where Python looks
     import texts  # type: ignore[import-not-found, no-redef]
 
 EXTENSIONS = ".txt,.md,.rst,.tex,.py,.c,.h,.cpp,.rs,.go,.java,.js,.ts"
-MIN_SECONDS = 20  # of --train: starting, validating and sampling take a dozen on two slow cores
+MIN_SECONDS = 30  # of --train: starting, measuring, xz and sampling take about ten on two cores without AVX-512
 # glibc hands large freed blocks back to the system, which takes 15% of a nano step (speedrun/process.py has the same)
 ENVIRONMENT = dict(MALLOC_TRIM_THRESHOLD_="2147483647", MALLOC_MMAP_THRESHOLD_="33554432")
 
@@ -151,25 +152,24 @@ def flags_of(preset: Preset, train: int, val: int) -> list[str]:
 def pack(args: argparse.Namespace) -> list[str]:
     """Write the shards, and return the flags of a run on them."""
     preset = PRESETS[args.tokenizer]
-    found, seen, read = list[list[bytes]](), set[bytes](), 0
-    for path in find_files(args.inputs, args.ext.lower().split(",")):
-        for text in read_texts(path, args.field):
-            documents = [*cut_documents(text.encode(errors="surrogateescape"), preset)]
-            found.append([document for document in dict.fromkeys(documents) if document not in seen])
-            seen.update(documents)
-            read += sum(map(len, documents))
-    total = sum(map(len, seen))
-    if read > total:
-        note(f"{read - total:,} bytes are in documents that are equal to others: each counts once")
-    least = min((preset.val_seq_len + preset.max_bytes) / max(total, 1), 0.25)  # a sequence to validate on
+    found = [
+        [*cut_documents(text.encode(errors="surrogateescape"), preset)]
+        for path in find_files(args.inputs, args.ext.lower().split(","))
+        for text in read_texts(path, args.field)
+    ]
+    documents = [*chain(*found)]
+    total, distinct = (sum(map(len, some)) for some in (documents, {*documents}))
+    if total > distinct:
+        note(f"{total - distinct:,} bytes are in documents that are equal to others: each counts once")
+    least = min((preset.val_seq_len + preset.max_bytes) / max(distinct, 1), 0.25)  # a sequence to validate on
     splits = pack_nano.shuffle_documents(*split_texts(found, max(args.val_fraction, least)))
     encode = pack_nano.to_tokens if args.tokenizer == "bytes" else encode_gpt2
-    tokens = {split: encode(documents) for split, documents in splits.items() if documents}
+    tokens = {split: encode(own) for split, own in splits.items() if own}
     flags = flags_of(preset, *(len(tokens.get(split, [])) for split in splits))
-    for split, documents in splits.items():
+    for split, own in splits.items():
         path = args.out.resolve() / f"{split}_000000.bin"
         shards.write_shard(path, tokens[split])
-        print(f"{path}: {len(documents):,} documents, {len(tokens[split]):,} tokens", flush=True)
+        print(f"{path}: {len(own):,} documents, {len(tokens[split]):,} tokens", flush=True)
         flags += [f"--{split}_files", glob.escape(str(path).removeprefix(f"{texts.ROOT}/"))]  # run.sh changes to it
     return flags
 
