@@ -32,7 +32,7 @@ STEP, SEQUENCE = 2048, 8192  # tokens of a step, and of a sequence of the valida
 # In the time of a step: a sequence of a validation; loading the model and sampling (measured, one thread)
 VALIDATION, SAMPLE = 2.5, 30
 VALIDATIONS = 4  # before the first step and after each third
-READ_BEFORE = 1_000_000  # bytes of the training text that xz reads before, in 1.3 s
+READ_BEFORE, READ_IN_A_STEP = 1_000_000, 40_000  # bytes of the training text that xz reads: in all, in a step's time
 # A core is left to other programs. On two cores a step took 35 ms with two threads, and 200 to 440 beside one busy
 # process; with one thread 49 and 54
 THREADS = min(2, max(1, available_cores() - 1))
@@ -77,14 +77,14 @@ def curve_of(log: Path) -> list[tuple[float, int, float]]:
     return [(float(loss), int(step), int(ms) / 1000) for step, loss, ms in found]
 
 
-def show(curve: Sequence[tuple[float, int, float]], targets: np.ndarray, xz: float) -> None:
+def show(curve: Sequence[tuple[float, int, float]], targets: np.ndarray, xz: float, before: int) -> None:
     """Say how well held-back text is predicted, and whether that became worse in the course of the run."""
     size = len(bytes_of(targets))
     bits = len(targets) / size / math.log(2)  # in a nat per token
     (last, step, _), (lowest, at, _) = curve[-1], min(curve)
     print(f"\nbits per byte of {size:,} bytes that were held back:")
     print(f"{bits * last:8.3f} nano after step {step:,}")
-    print(f"{xz:8.3f} xz -9e, which has read {READ_BEFORE:,} bytes of the training text at most")
+    print(f"{xz:8.3f} xz -9e, which has read {before:,} bytes of the training text")
     if last > 1.01 * lowest:
         print(f"They were lowest after step {at:,}, {bits * lowest:.3f}, and rose: a longer run does not help,")
         print("more text does, or fewer --seconds")
@@ -106,9 +106,11 @@ def train(argv: Sequence[str] | None) -> int:
     write_shard(train_file, text[: TRIAL * STEP + 1])
     write_shard(val_file, val)
     step, rest = measure([*flags, f"--val_tokens={SEQUENCE}"])
-    sequences = max(1, min(8, (len(val) - 1) // SEQUENCE, int((end - time.monotonic()) / step / 150)))
+    room = max(1, int((end - time.monotonic()) / step))  # in steps; if it is little, it is for training
+    sequences = max(1, min(8, (len(val) - 1) // SEQUENCE, room // 150))
     targets = val[1 : sequences * SEQUENCE + 1]
-    xz = xz_bits(bytes_of(text[:READ_BEFORE]), bytes_of(targets))
+    before = bytes_of(text[: min(READ_BEFORE, READ_IN_A_STEP * room // 20)])
+    xz = xz_bits(before, bytes_of(targets))
     whole = (len(text) - 1) // STEP
     steps = steps_within(end - time.monotonic() - rest, step, sequences, whole)
     what = "all of the text, once: twice would be worse" if steps == whole else f"{steps / whole:.0%} of the text"
@@ -119,10 +121,11 @@ def train(argv: Sequence[str] | None) -> int:
     code = train_gpt.program([*flags, *sizes, f"--run_id={log.stem}"])
 
     if curve := curve_of(log):
-        show(curve, targets, xz)
+        show(curve, targets, xz, len(before))
     if code == 0:
         prompt = bytes_of(targets[:24]).decode(errors="ignore")
-        code = sample.main([str(log.with_suffix(".pt")), f"--prompt={prompt}"])
+        tokens = max(50, min(300, int(10 * (end - time.monotonic()) / step)))  # ten take as long as a step
+        code = sample.main([str(log.with_suffix(".pt")), f"--prompt={prompt}", f"--tokens={tokens}"])
     training = curve[-1][2] if curve else 0
     print(f"{time.monotonic() - args.began:.0f} s in all, {training:.0f} of them training", flush=True)
     return code
