@@ -9,6 +9,7 @@ read, w written, layout (rows: the last dimension is contiguous, columns: the on
 
 An operand is read and written at most once by a launch, as a whole or as often as the kernel has indices. FLOPs of
 FlexAttention are those for one visible key of each query: how many there are is data. Phase `loss`: what has logits.
+Totals: products (own kernels with one, too), attention, fused (other kernels of the compiler), other (ATen's, own).
 A kernel's configurations are compiled until one fits and spills nothing. --kernels: those with it in their names.
 
 A test of its own imports this before torch, in a new process, calls install(90), and uses device="cuda" within
@@ -71,9 +72,6 @@ def install(arch: int) -> None:
     class device(contextlib.nullcontext):
         idx, prev_idx = 0, -1
 
-    class device_guard(device):  # what generated code enters
-        pass
-
     # The script asks for some, Dynamo and Inductor for the others. Dynamo tells functions apart by identity
     answers = dict(
         is_available=lambda: True,
@@ -86,7 +84,7 @@ def install(arch: int) -> None:
         set_device=lambda device: None,
         _lazy_init=lambda: None,
         device=device,
-        _DeviceGuard=device_guard,
+        _DeviceGuard=type("guard", (device,), {}),  # what generated code enters
     )
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
