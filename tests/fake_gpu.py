@@ -50,13 +50,14 @@ import torch
 import triton
 from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
+from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner, DebugAutotuner
 from torch._inductor.select_algorithm import extern_kernels
 from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 from triton.backends.compiler import GPUTarget
 
@@ -64,6 +65,14 @@ GPUS = json.loads(Path(__file__).with_suffix(".json").read_text())["gpus"]
 
 
 # ---- The device: each pretence says what asks for it -----------------------------------------------------------------
+class OnCPU(TorchDispatchMode, contextlib.ContextDecorator):
+    """The CPU for the folding of constants: the compiler computes one element of them."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(torch.device, lambda _: torch.device("cpu"), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
 def install(arch: int) -> None:
     """Make this process believe in a GPU of compute capability `arch`, such as 90."""
     GUARD.take_over()  # a CUDA build has put its own there
@@ -99,7 +108,8 @@ def install(arch: int) -> None:
     # torch.tensor(..., device="cuda") begins as a real tensor: on the CPU
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)
     fake_tensor.init_gpu_context = lambda device: None  # a CUDA build makes a tensor there
-    torch._inductor.config.joint_graph_constant_folding = False  # it computes constants on the GPU
+    for name in ("_deduce_value", "_add_peephole_patterns"):
+        setattr(UniformValueConstantFolder, name, OnCPU()(getattr(UniformValueConstantFolder, name)))
     methods = dict.fromkeys(("get_benchmarker", "map_python_to_cpp_type"))  # abstract
     methods |= dict(
         __init__=lambda self: None,
