@@ -1,6 +1,7 @@
 """Shared fixtures: small resolved configurations on the CPU, and models with random values in every parameter."""
 
 import dataclasses
+import gc
 import json
 import signal
 from pathlib import Path
@@ -82,9 +83,14 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+def train(flags: list[str]) -> dict:
+    """Train, and return the result."""
+    gc.freeze()  # or a run begins with a look at all that tests have imported, which takes longer than itself
+    return train_gpt.main(flags)
+
+
 @pytest.fixture
-def flags(corpus, tmp_path, monkeypatch) -> list[str]:
-    monkeypatch.setattr(train_gpt.gc, "collect", lambda: 0)  # it takes as long as such a run
+def flags(corpus, tmp_path) -> list[str]:
     data = ["--train_files", f"{corpus}/train_*.bin", "--val_files", f"{corpus}/val_*.bin"]
     return [*SMALL, *data, "--log_dir", str(tmp_path / "logs")]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import train_gpt
 from dense import randomize
-from train_gpt import Adam, Plan, Ranks, Reader, settings_of
+from train_gpt import Adam, Muon, Plan, Ranks, Reader, settings_of
 
 
 def close(found, expected) -> None:
@@ -145,7 +145,7 @@ def stepped(optimizer, cfg):
     """Yield for each update of two matrices its plan, the mean gradients, and the values before and after."""
     total, before = 0, torch.stack(optimizer.params).detach()
     for plan in cfg.plans:
-        grads = torch.randn_like(before) * (torch.arange(4) > 0)  # what has none does not decay in Adam
+        grads = torch.randn_like(before) * (torch.arange(before.size(2)) > 0)  # what has none does not decay in Adam
         optimizer.add([*grads])
         total = total + grads / cfg.batch_sequences
         if optimizer.is_due(plan):
@@ -167,6 +167,36 @@ def test_adam_takes_sums_and_knows_how_often_it_has_stepped(gpt2):
             close(torch.stack(adam.views(adam.state["exp_avg"])), m)
             rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
             close(after, p - rate * m / (v.sqrt() + cfg.adam_eps) - group.decay * n * lr**2 * p * (m * p > 0))
+
+
+def test_muon_has_two_momenta_and_decays_along_the_slow_one(gpt2):
+    """Tall matrices, which have a neuron for each row. Other tests have the Newton-Schulz steps."""
+    cfg = dataclasses.replace(gpt2, dtype="float64")
+    group = next(group for group in cfg.groups if group.optimizer == "Muon")
+    fast, slow, squares, decayed = 0, 0, torch.zeros(2, 6, 1).double(), []
+    for plan, g, p, after in stepped(Muon(matrices(), [group] * 2, {}, cfg, Ranks()), cfg):
+        momentum = plan.updates[group.names].beta1
+        beta, share = (0.85, 0.4385) if plan.step >= cfg.slow_momentum_from else (momentum, 1)
+        fast, slow = beta * fast + (1 - beta) * g, 0.98 * slow + 0.02 * g
+        m = share * fast + (1 - share) * slow
+        u = train_gpt.zeropower_via_newtonschulz5(momentum * m + (1 - momentum) * g, torch.float64)
+        squares = group.beta2 * squares + (1 - group.beta2) * u.square().mean(2, keepdim=True)
+        even = u / squares.sqrt()
+        u = even * (u.norm(dim=(1, 2), keepdim=True) / even.norm(dim=(1, 2), keepdim=True))
+        rate = cfg.muon_lr * plan.lr_factor
+        close(after, p - group.lr * rate * (u + group.decay * rate * p * (slow * p >= 0)))
+        decayed.append((slow * p >= 0) != (fast * p >= 0))
+    assert torch.stack(decayed).any(), "the momenta differ in signs"
+
+
+def test_rows_of_ngrams_step_by_their_own_squares_and_decay_where_that_is_towards_zero():
+    rows, grad, v = torch.randn(3, 20, 8, dtype=torch.float64)
+    v = v[:, :1].abs()
+    numbers = dict(rate=0.5, eps=1e-10, decay=0.1, added=0.05, sequences=4)
+    found, squares = train_gpt.row_adam_update(rows, v, grad, numbers)
+    expected = v + 0.05 * (grad / 4).square().mean(1, keepdim=True)
+    close(squares, expected)
+    close(found, rows - 0.5 * grad / 4 / expected.sqrt() - torch.where(grad * rows > 0, 0.1 * rows, 0))
 
 
 @pytest.mark.parametrize("size", [(64, 64), (48, 160)], ids=str)

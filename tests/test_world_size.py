@@ -48,7 +48,7 @@ def test_run_is_that_of_one_process(flags, corpus, tmp_path, preset, size):
         flags += ["--ngram_rows=64"]
     flags = [*flags, "--save_checkpoint", "--run_id"]
     run = Run([[*flags, "several"]] * size, tmp_path / "several")
-    expected = train_gpt.main([*flags, "one"])
+    expected = conftest.train([*flags, "one"])
     assert run.wait(timeout=200) == [0] * size, run.text("err")
     assert all(run.text(name, rank) == "" for name in ("out", "err") for rank in range(1, size)), "rank 0 alone speaks"
     logs = tmp_path / "logs"
