@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import train_gpt
 from dense import randomize
-from train_gpt import Adam, Muon, Plan, Ranks, Reader, settings_of
+from train_gpt import Adam, Muon, NgramTable, Plan, Ranks, Reader, settings_of
 
 
 def close(found, expected) -> None:
@@ -189,14 +189,26 @@ def test_muon_has_two_momenta_and_decays_along_the_slow_one(gpt2):
     assert torch.stack(decayed).any(), "the momenta differ in signs"
 
 
-def test_rows_of_ngrams_step_by_their_own_squares_and_decay_where_that_is_towards_zero():
-    rows, grad, v = torch.randn(3, 20, 8, dtype=torch.float64)
-    v = v[:, :1].abs()
-    numbers = dict(rate=0.5, eps=1e-10, decay=0.1, added=0.05, sequences=4)
-    found, squares = train_gpt.row_adam_update(rows, v, grad, numbers)
-    expected = v + 0.05 * (grad / 4).square().mean(1, keepdim=True)
-    close(squares, expected)
-    close(found, rows - 0.5 * grad / 4 / expected.sqrt() - torch.where(grad * rows > 0, 0.1 * rows, 0))
+def test_rows_of_ngrams_step_by_an_adam_without_momentum_and_with_one_v_a_row(gpt2):
+    """In three cycles, of other tokens each. Rows that none reads stay as they are, but their v decays, too."""
+    cfg = dataclasses.replace(gpt2, dtype="float64", ngram_rows=300, prefix_file="")
+    table, reader = NgramTable(cfg, Ranks(), torch.device("cpu")), Reader(cfg, Ranks(), torch.device("cpu"))
+    expected, v = table.rows.normal_().clone(), torch.zeros(300, dtype=torch.float64)
+    for step in 1, 3, 15:
+        plan = cfg.plans[step]._replace(candidates=0)
+        tokens = torch.randint(9, (cfg.batch_sequences, 129)).numpy()
+        _, requests = reader.make([plan], [[*tokens]])
+        sums = torch.randn(len(requests.ids), cfg.model_dim, dtype=torch.float64)
+        rate, decay, _, beta2 = plan.updates[table.group.names]
+        v *= beta2
+        for i, grad in zip(requests.ids.tolist(), sums / cfg.batch_sequences, strict=True):
+            v[i] += (1 - beta2) * grad.square().mean()
+            u = rate * grad / (v[i].sqrt() + cfg.adam_eps)
+            expected[i] -= u + decay * expected[i] * (u * expected[i] > 0)
+        table.send(requests, sums)
+        table.update(requests, plan)
+        close(table.v[:, 0], v)
+        close(table.rows, expected)
 
 
 @pytest.mark.parametrize("size", [(64, 64), (48, 160)], ids=str)

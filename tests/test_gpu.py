@@ -23,7 +23,7 @@ import train_gpt
 from data.shards import write_shard
 from dense import E4M3, E5M2, dense_attention, dense_head, dense_mask, dense_pointer, quantized, with_gradients
 from speedrun import ROOT
-from train_gpt import BandMask, NgramTable, Ranks, Reader
+from train_gpt import BandMask
 
 GPT2 = train_gpt.PRESETS["gpt2"]
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -263,35 +263,3 @@ def test_newton_schulz_in_bf16_is_that_in_float64(device: str):
         found = function(g)
         assert within(relative_errors(tuple(found[:2]), tuple(exact[:2])), 0.015), "on a CPU 0.008"
         assert not found[2].any()
-
-
-@on_both
-def test_rows_of_ngrams_step_as_in_a_plain_loop(device: str):
-    """In three cycles, of other tokens each; rows that none reads stay as they are."""
-    sizes = dict(ngram_rows=30_000) if device == "cuda" else dict(ngram_rows=300, model_dim=24)
-    cfg = dataclasses.replace(GPT2, **sizes, device=device, dtype="bfloat16", compile=device == "cuda", prefix_file="")
-    table = NgramTable(cfg, Ranks(), torch.device(device))
-    reader = Reader(cfg, Ranks(), table.rows.device)
-    generator = torch.Generator().manual_seed(0)
-    table.rows.copy_(torch.randn(table.rows.shape, generator=generator))
-    v = torch.zeros(len(table.rows), dtype=torch.float64)
-    for step in (1, 3, 339):
-        plan = cfg.plans[step]._replace(candidates=0)
-        tokens = torch.randint(9, (2, 129), generator=generator).numpy()
-        _, requests = reader.on_device(reader.make([plan], [[*tokens]]))
-        sums = torch.randn(len(requests.ids), cfg.model_dim, generator=generator).half()
-        rows = table.rows.cpu().clone()
-        expected = rows.double()
-        rate, decay, _, beta2 = plan.updates[table.group.names]
-        v *= beta2
-        for i, grad in zip(requests.ids.tolist(), sums.double() / cfg.batch_sequences, strict=True):
-            v[i] += (1 - beta2) * grad.square().mean()
-            u = rate * grad / (v[i].sqrt() + cfg.adam_eps)
-            expected[i] -= u + decay * expected[i] * (u * expected[i] > 0)
-        table.send(requests, sums.to(device))
-        table.update(requests, plan)
-        found = table.rows.cpu()
-        assert ((found - expected).abs() <= 2**-7 * expected.abs() + 1e-6).all()
-        assert within(relative_errors((found - rows, table.v.cpu()[:, 0]), (expected - rows, v)), 0.01)
-        is_read = torch.zeros(len(rows), dtype=torch.bool).index_fill_(0, requests.ids.cpu().long(), True)
-        assert torch.equal(found[~is_read], rows[~is_read])

@@ -15,7 +15,7 @@ from train_gpt import FP8Linear, HeadLoss, Ranks, ReluSquaredMLP, Trainer, setti
 
 SCALES = X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**13
 T, K, V = 80, 48, 112  # tokens, width, rows of the head: few, as the CPU's FP8 kernels are slow
-ONE, THREE = torch.ones(1), torch.tensor([1.0, 0.5, 0.3])  # weights of the next tokens
+THREE = torch.tensor([1.0, 0.5, 0.3])  # weights of the next tokens
 
 
 def inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,30 +62,14 @@ def test_slices_are_the_whole(slice_tokens: int):
 
 
 class Watch(TorchDispatchMode):
-    """Note the size of the largest result, and the largest number that is cast to e4m3."""
+    """Note the largest number that is cast to e4m3."""
 
-    size, cast = 0, 0.0
+    cast = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if (kwargs or {}).get("dtype") == E4M3:
             self.cast = max(self.cast, args[0].abs().max().item())
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.size = max(self.size, result.numel())
-        return result
-
-
-@pytest.mark.parametrize("with_grads", [False, True])
-def test_logits_never_exist_whole(with_grads: bool):
-    x, w, targets = inputs()
-    x, targets = x.repeat(20, 1), targets.repeat(20)
-    expected = 20 * in_slices(*inputs(), weights=ONE)[0]
-    for slice_tokens, size in (len(x), len(x) * V), (T, max(x.numel() * with_grads, T * V)):
-        with Watch() as watch:
-            none = x.new_empty(len(x), 0)
-            loss = HeadLoss.apply(x, w, none, targets[:, None], ONE, CAP, slice_tokens, None, with_grads, None)
-        assert watch.size == size
-        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        return func(*args, **(kwargs or {}))
 
 
 def fp8_by_hand(x: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
