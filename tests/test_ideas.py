@@ -16,7 +16,7 @@ from world_worker import Run
 SOURCE = (ROOT / "train_gpt.py").read_text()
 CHANGES = (ROOT / "docs" / "change.md").read_text()
 DIFFS = re.findall(r"^```diff\n(.*?)^```", CHANGES, re.M | re.S)
-pytestmark = pytest.mark.published
+pytestmark = [pytest.mark.published, pytest.mark.slow]
 
 
 def apply(diff: str, folder: Path) -> Path:
@@ -67,7 +67,6 @@ MANY = {
 }
 
 
-@pytest.mark.slow
 def test_many_ideas_train_on_three_processes_what_they_do_on_one(script_flags, tmp_path):
     script = apply(next(diff for diff in DIFFS if "class Lion" in diff), tmp_path)
     source = script.read_text()

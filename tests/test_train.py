@@ -65,7 +65,7 @@ def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags
             return function(*args)
 
         monkeypatch.setattr(owner, function.__name__, take_long)
-    other = train([*gpt2_flags, "--seed=5", "--run_id=other", "--checkpoint_every=4"])
+    other = train([*gpt2_flags, "--seed=5", "--run_id=other", "--checkpoint_every=8"])
     assert losses(usual) == losses(other)
     assert other["train_time_ms"] < 1e6
     assert skipped.count("warm_up") == 1
@@ -200,7 +200,7 @@ def test_terminal_shows_a_bar_and_a_console_may_go_away(long_flags, tmp_path):
     """A terminal that is closed fails as a pipe does whose reader leaves, or a console that is full."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, (24, 200))
-    run = Run([[*long_flags, "--num_iterations", "100", "--run_id", "closed"]], console=os.ttyname(theirs))
+    run = Run([[*long_flags, "--num_iterations", "60", "--run_id", "closed"]], console=os.ttyname(theirs))
     log, seen = tmp_path / "logs" / "closed.txt", b""
     while not re.search(rb"step:\d+/\d+ train_loss:\d", seen):
         assert select.select([ours], [], [], 30)[0], seen

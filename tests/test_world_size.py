@@ -45,7 +45,7 @@ def test_run_is_that_of_one_process(flags, corpus, tmp_path, preset, size):
     if preset == "gpt2":
         flags = [*SMALL_GPT2, *flags[len(SMALL) :], f"--train_files={corpus}/long.bin", "--dtype=float64"]
         flags += [f"--prefix_file={corpus}/prefixes", f"--batch_tokens={16 * size}", "--val_tokens=672"]
-        flags += ["--ngram_rows=64"]
+        flags += ["--ngram_rows=64", "--val_loss_every=10"]
     flags = [*flags, "--save_checkpoint", "--run_id"]
     run = Run([[*flags, "several"]] * size, tmp_path / "several")
     expected = conftest.train([*flags, "one"])
