@@ -4,10 +4,9 @@
     torchrun --standalone --nproc_per_node=8 -m speedrun bench     with communication
     python -m speedrun bench --one_of 8 --synthetic                one GPU as one rank of eight, without data
 
-As one of N a process has its sequences and its share of rows and matrices; nothing is communicated, and rows that other
-ranks own are replaced by own ones. Times are medians of cycles, after which all groups of parameters have been updated,
-in ms a step, as one step of a cycle may do more than the next. The table and a JSON document go to the folder. Exit
-codes: 0 done, 2 bad input, 130 interrupted.
+As one of N a process has its sequences and its share of rows and matrices; nothing is communicated, and own rows stand
+in for those of others. A cycle is as many steps as update all groups of parameters; times are of its mean step. The
+table and all times as JSON go to the folder. Exit codes: 0 done, 2 bad input, 130 interrupted.
 """
 
 import argparse
@@ -114,7 +113,6 @@ def read_steps(trainer: Trainer, plans: list[Plan]) -> Steps:
 def time_stage(trainer: Trainer, watch: Stopwatch, plans: list[Plan], cycles: int) -> dict[str, list[float]]:
     """Return the ms of each part of a step, and of the step, for each of some cycles after two that warm up."""
     found = defaultdict[str, list[float]](list)
-    on_cuda = trainer.device.type == "cuda"
     with contextlib.closing(read_steps(trainer, plans)) as steps:  # type: ignore[type-var]
         marks = []
         for _ in range(2 + cycles):
@@ -124,8 +122,7 @@ def time_stage(trainer: Trainer, watch: Stopwatch, plans: list[Plan], cycles: in
             watch.begin(MODEL)
             marks.append(watch.marks)
             watch.marks = []
-    if on_cuda:
-        torch.cuda.synchronize()
+    getattr(torch, trainer.device.type).synchronize()
     for watch.marks in marks[2:]:
         ms = {part: whole / len(plans) for part, whole in watch.read().items()}
         for part in PARTS:
