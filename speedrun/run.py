@@ -17,7 +17,7 @@ from train_gpt import PRESETS, Hyperparameters, UserError
 
 
 def tell(line: str) -> None:
-    print(f"run.sh: {printable(line)}", file=sys.stderr, flush=True)
+    print(f"run.sh: {printable(line.partition(chr(10))[0])}", file=sys.stderr, flush=True)
 
 
 def gpu_problem(given: Hyperparameters, is_cpu_named: bool) -> str:
@@ -29,8 +29,7 @@ def gpu_problem(given: Hyperparameters, is_cpu_named: bool) -> str:
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or told.startswith("No devices")
     if status != 127 and not is_hidden and not is_cpu_named:  # 127: there is no such program
         wheels = f"{PIP} --force-reinstall --index-url https://download.pytorch.org/whl/cu126 torch"
-        fix = f"update the driver to 580 or newer, or, if it is 525 or newer, {wheels}"
-        return f"torch {torch.__version__} does not see what nvidia-smi does ({told.splitlines()[0]}): {fix}"
+        return f"torch sees no GPU, nvidia-smi says {told.splitlines()[:1]}: update the driver to 580, or {wheels}"
     is_needed = given.device == "cuda" or (given.device, given.preset) == ("auto", "gpt2")
     return "there is no NVIDIA GPU" if is_needed else ""
 
@@ -55,9 +54,7 @@ def fit(cfg: Hyperparameters, processes: int) -> list[str]:
         told = f"a process takes {need / 2**30:.1f} GiB of {free / 2**30:.1f} (estimated)"
         if need <= free:
             if flags:
-                tell(
-                    f"{' '.join(flags)}: not the record's, but {told}; a quarter of the rows cost 0.005, a 200th 0.036"
-                )
+                tell(f"not the record's, but fits: {' '.join(flags)}; {told}; a quarter of the rows costs 0.005")
             return flags
     raise UserError(f"{told}: free some, or halve --train_seq_len and --val_seq_len")
 
@@ -121,8 +118,7 @@ def main(argv: list[str] | None = None) -> int:
         if not {"-h", "--help"} & {*flags}:
             processes, own = prepare([flag for flag in flags if flag != "--check"], is_root)
     except (UserError, OSError, torch.AcceleratorError, KeyboardInterrupt) as error:
-        line = (str(error) or "interrupted").partition("\n")[0]
-        tell(line.replace("./run.sh --check says what to do", "data/pack_text.py packs text"))
+        tell((str(error) or "interrupted").replace("./run.sh --check says what to do", "data/pack_text.py packs text"))
         return 130 if isinstance(error, KeyboardInterrupt) else 2
     if "--check" in flags:
         print(f"ready to start {processes} process{'es' * (processes > 1)}", *own)
@@ -136,7 +132,6 @@ def main(argv: list[str] | None = None) -> int:
         # Without --local-addr the ranks look for this machine by its name, for ten minutes where that does not resolve
         launcher = f"-m torch.distributed.run --standalone --local-addr localhost --nproc_per_node {processes}".split()
         launcher.append("--signals-to-handle=SIGTERM,SIGINT,SIGQUIT,SIGUSR1,SIGUSR2,SIGXCPU")
-    sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *launcher, script, *flags, *own])
 
 
