@@ -3269,7 +3269,8 @@ def failing_together(ranks: Ranks) -> Iterator[None]:
         yield
     except Exception as exception:
         error = exception
-    own = error and (exit_code(error), f"{error if isinstance(error, UserError) else repr(error):.300}")
+    text = str(error) if isinstance(error, UserError) else repr(error)
+    own = None if error is None else (exit_code(error), text)
     failures = {rank: failure for rank, failure in enumerate(all_gather_objects(own)) if failure}
     if not failures:
         return
