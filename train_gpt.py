@@ -2639,7 +2639,98 @@ class NgramTable:
                 own.index_copy_(0, places.to(own.device), new.to(own))
 
 
-# ---- Log: the clock, the losses and the files of a run ---------------------------------------------------------------
+# ---- Checkpoints: files that are whole or not there at all -----------------------------------------------------------
+class Checkpoint(NamedTuple):
+    """What a checkpoint has beside the tensors, or with what a new run begins."""
+
+    run_id: str
+    seed: int
+    must_match: dict[str, str]  # what has to be the same on all ranks, and when the run goes on
+    step: int
+    ms: float  # of training
+    curves: dict[str, list[tuple[int, float, float]]]  # (step, loss, ms) by name
+    slot: int  # which of a rank's two files has the tensors
+    checksums: list[str]  # of the ranks' files; none before there are any
+
+
+@contextlib.contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Say in one line what is wrong with a file of the user's, as reading it can fail in many ways."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{what}: {error!r:.300}") from error
+
+
+def checksum(path: Path) -> str:
+    """Return a hash of the checksums that a file of tensors, a zip archive, has in it."""
+    sums = [part.CRC for part in zipfile.ZipFile(path).infolist()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
+
+
+def load_file(path: Path, expected: str = "") -> dict:
+    """Return what `save_file` wrote. expected: its checksum, where that is known."""
+    with reading(f"{path}: not a sound file of this script"):
+        if expected not in ("", checksum(path)) or zipfile.ZipFile(path).testzip():
+            raise ValueError("it is damaged, or of another run, step or rank")
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+def save_file(path: Path, content: dict | bytes) -> str:
+    """Write a file, whole or not at all. Return the checksum of a dictionary with tensors."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                torch.save(content, file)
+        saved = "" if isinstance(content, bytes) else checksum(part)
+        part.replace(path)
+        return saved
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)  # there is one after a failure
+
+
+def find_checkpoint(given: Hyperparameters) -> Path | None:
+    """Return the file that --resume names. `latest`: the newest in log_dir, of run_id if given, of a run not complete.
+
+    If all are complete, it is the newest.
+    """
+    if given.resume != "latest":
+        return Path(given.resume) if given.resume else None
+    paths = [*Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")]
+    unfinished = [path for path in paths if not path.with_suffix(".json").exists()]
+    return max(unfinished or paths, key=os.path.getmtime, default=None)
+
+
+def load_checkpoint(given: Hyperparameters) -> Checkpoint | None:
+    """Return the checkpoint that --resume names; None: a new run."""
+    path = find_checkpoint(given)
+    if path is None:
+        return None
+    if path.with_suffix(".json").exists():
+        raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
+    with reading(f"{path}: not a sound checkpoint of this script"):
+        saved = Checkpoint(**load_file(path))
+    if given.run_id not in ("", saved.run_id):
+        raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
+    return saved
+
+
+def load_tensors(cfg: Hyperparameters, saved: Checkpoint, ranks: Ranks) -> dict[str, Tensor] | None:
+    """Return this rank's tensors of a checkpoint; None: a new run."""
+    if not saved.checksums:
+        return None
+    folder = Path(cfg.log_dir) if cfg.resume == "latest" else Path(cfg.resume).parent
+    return load_file(folder / f"{saved.run_id}.{saved.slot}.rank{ranks.rank}", saved.checksums[ranks.rank])
+
+
+# ---- Log: what a run tells, and when ---------------------------------------------------------------------------------
 class Clock:
     """The clock of a run: milliseconds of training, without validations and checkpoints."""
 
@@ -2693,7 +2784,7 @@ def open_log(path: Path, cfg: Hyperparameters, is_main: bool) -> TextIO | None:
 class Log:
     """The log of a run: its curves and, on rank 0, the file LOG_DIR/RUN_ID.txt, lines on the console and the bar."""
 
-    def __init__(self, cfg: Hyperparameters, start: "Checkpoint", is_main: bool):
+    def __init__(self, cfg: Hyperparameters, start: Checkpoint, is_main: bool):
         self.cfg = cfg
         self.start = start
         self.curves = dict(start.curves)
@@ -2777,63 +2868,6 @@ class LossQueue:
             bar.update(self.cfg.batch_sequences * self.cfg.step_schedules[step - 1].seq_len)
 
 
-# ---- Checkpoints: files that are whole or not there at all -----------------------------------------------------------
-class Checkpoint(NamedTuple):
-    """What a checkpoint has beside the tensors, or with what a new run begins."""
-
-    run_id: str
-    seed: int
-    must_match: dict[str, str]  # what has to be the same on all ranks, and when the run goes on
-    step: int
-    ms: float  # of training
-    curves: dict[str, list[tuple[int, float, float]]]  # (step, loss, ms) by name
-    slot: int  # which of a rank's two files has the tensors
-    checksums: list[str]  # of the ranks' files; none before there are any
-
-
-@contextlib.contextmanager
-def reading(what: str) -> Iterator[None]:
-    """Say in one line what is wrong with a file of the user's, as reading it can fail in many ways."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(f"{what}: {error!r:.300}") from error
-
-
-def checksum(path: Path) -> str:
-    """Return a hash of the checksums that a file of tensors, a zip archive, has in it."""
-    sums = [part.CRC for part in zipfile.ZipFile(path).infolist()]
-    return hashlib.sha256(repr(sums).encode()).hexdigest()
-
-
-def load_file(path: Path, expected: str = "") -> dict:
-    """Return what `save_file` wrote. expected: its checksum, where that is known."""
-    with reading(f"{path}: not a sound file of this script"):
-        if expected not in ("", checksum(path)) or zipfile.ZipFile(path).testzip():
-            raise ValueError("it is damaged, or of another run, step or rank")
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
-
-
-def save_file(path: Path, content: dict | bytes) -> str:
-    """Write a file, whole or not at all. Return the checksum of a dictionary with tensors."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            if isinstance(content, bytes):
-                file.write(content)
-            else:
-                torch.save(content, file)
-        saved = "" if isinstance(content, bytes) else checksum(part)
-        part.replace(path)
-        return saved
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)  # there is one after a failure
-
-
 def save_beside_log(log: Log, suffix: str, content: dict | bytes | None) -> list[str]:
     """Save a file of each rank, or of those whose content is not None. Return all checksums, or none if a rank failed.
 
@@ -2850,54 +2884,6 @@ def save_beside_log(log: Log, suffix: str, content: dict | bytes | None) -> list
     failed = [problem for problem in problems if problem]
     log.write(f"{path}: {failed[0] if failed else 'saved'}", console=True)
     return [] if failed else [*checksums]
-
-
-def find_checkpoint(given: Hyperparameters) -> Path | None:
-    """Return the file that --resume names. `latest`: the newest in log_dir, of run_id if given, of a run not complete.
-
-    If all are complete, it is the newest.
-    """
-    if given.resume != "latest":
-        return Path(given.resume) if given.resume else None
-    paths = [*Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")]
-    unfinished = [path for path in paths if not path.with_suffix(".json").exists()]
-    return max(unfinished or paths, key=os.path.getmtime, default=None)
-
-
-def load_checkpoint(given: Hyperparameters) -> Checkpoint | None:
-    """Return the checkpoint that --resume names; None: a new run."""
-    path = find_checkpoint(given)
-    if path is None:
-        return None
-    if path.with_suffix(".json").exists():
-        raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
-    with reading(f"{path}: not a sound checkpoint of this script"):
-        saved = Checkpoint(**load_file(path))
-    if given.run_id not in ("", saved.run_id):
-        raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
-    return saved
-
-
-def load_tensors(cfg: Hyperparameters, saved: Checkpoint, ranks: Ranks) -> dict[str, Tensor] | None:
-    """Return this rank's tensors of a checkpoint; None: a new run."""
-    if not saved.checksums:
-        return None
-    folder = Path(cfg.log_dir) if cfg.resume == "latest" else Path(cfg.resume).parent
-    return load_file(folder / f"{saved.run_id}.{saved.slot}.rank{ranks.rank}", saved.checksums[ranks.rank])
-
-
-def save_checkpoint(trainer: "Trainer", log: Log, last: Checkpoint, step: int, ms: float) -> Checkpoint:
-    """Save the tensors of each rank, then the file that names them. Return the newest whole checkpoint.
-
-    Two files of a rank take turns, so that the last checkpoint is whole until this one is.
-    """
-    slot = 1 - last.slot
-    tensors = trainer.state_dict() | trainer.table.state()
-    checksums = save_beside_log(log, f".{slot}.rank{trainer.ranks.rank}", tensors)
-    new = last._replace(step=step, ms=ms, curves=log.curves, slot=slot, checksums=checksums)
-    is_main = trainer.ranks.rank == 0
-    is_saved = checksums and save_beside_log(log, ".checkpoint", new._asdict() if is_main else None)
-    return new if is_saved else last
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -2917,8 +2903,8 @@ class CUDAGraphs:
 
     One by one, those of a step of gpt2 took a host 23 to 55 ms, more than the kernels of a small batch take (measured:
     one H100, 16 cores). A graph reads copies of its inputs, and its results last until the next call.
-    torch.cuda.make_graphed_callables cannot stand here: it captures forward and backward pass apart, for one shape, and
-    while it captures, the data loader's thread may pin no memory.
+    torch.cuda.make_graphed_callables would capture the forward and the backward pass apart; here one graph has both,
+    and the additions to the optimizers' buffers.
     """
 
     def __init__(self, function: Callable):
@@ -2976,8 +2962,11 @@ class Trainer:
 
     def train_step(self, schedule: StepSchedule, sequences: Sequence[ModelInputs], exchange: RowExchange) -> Tensor:
         """Take a step on this rank's sequences. Return all ranks' mean loss, and how many signals ask to stop."""
-        if exchange is not self.exchange:
-            self.begin_cycle(exchange)
+        if exchange is not self.exchange:  # a cycle begins: its rows are fetched once, their gradients summed up
+            self.exchange = exchange
+            self.look_up = self.table.fetch(exchange)
+            shape = len(exchange.ids), self.cfg.model_dim
+            self.ngram_sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
         attn_settings = make_attention_settings(schedule, self.cfg, self.device)
         mean_loss = 0
         for inputs in sequences:
@@ -2996,21 +2985,10 @@ class Trainer:
         with self.part("optimizers"):
             step_optimizers(self.optimizers, schedule, meanwhile=send_ngrams)
         if ends_cycle:
-            self.end_cycle(schedule)
+            self.table.update(exchange, schedule)
+            self.exchange = self.ngram_sums = None  # a validation needs no sums
         wait_for_loss()
         return loss_and_signals
-
-    def begin_cycle(self, exchange: RowExchange):
-        """Fetch the rows of n-grams that the steps of a cycle read, and begin to sum up their gradients."""
-        self.exchange = exchange
-        self.look_up = self.table.fetch(exchange)
-        shape = len(exchange.ids), self.cfg.model_dim
-        self.ngram_sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
-
-    def end_cycle(self, schedule: StepSchedule):
-        """Update the rows that the cycle has read, and free the sums, which a validation does not need."""
-        self.table.update(self.exchange, schedule)
-        self.exchange = self.ngram_sums = None
 
     def add_gradients(
         self, inputs: ModelInputs, ngram_embeds: Tensor, attn_settings: AttentionSettings
@@ -3130,6 +3108,20 @@ class Trainer:
             optimizer.send_params()()
 
 
+def save_checkpoint(trainer: Trainer, log: Log, last: Checkpoint, step: int, ms: float) -> Checkpoint:
+    """Save the tensors of each rank, then the file that names them. Return the newest whole checkpoint.
+
+    Two files of a rank take turns, so that the last checkpoint is whole until this one is.
+    """
+    slot = 1 - last.slot
+    tensors = trainer.state_dict() | trainer.table.state()
+    checksums = save_beside_log(log, f".{slot}.rank{trainer.ranks.rank}", tensors)
+    new = last._replace(step=step, ms=ms, curves=log.curves, slot=slot, checksums=checksums)
+    is_main = trainer.ranks.rank == 0
+    is_saved = checksums and save_beside_log(log, ".checkpoint", new._asdict() if is_main else None)
+    return new if is_saved else last
+
+
 @contextlib.contextmanager
 def deferred_signals(received: list[str]) -> Iterator[None]:
     """Add signals that ask to stop to a list, instead of stopping: a checkpoint comes first."""
@@ -3154,7 +3146,7 @@ def deferred_signals(received: list[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def frozen_garbage() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Keep the garbage collector off the clock: one collection of all there is took 0.6 s (nanochat issue 477)."""
     gc.collect()
     gc.freeze()
@@ -3211,7 +3203,7 @@ def train(trainer: Trainer, data: Data, start: Checkpoint, log: Log) -> int:
     losses = LossQueue(cfg, clock, log)
     checkpoint = start
     graphs_before = num_graphs(cfg)
-    with deferred_signals(trainer.stop_signals), frozen_garbage():
+    with deferred_signals(trainer.stop_signals), without_garbage_collection():
         log.bar.unpause()
         clock.start()
         for step in range(start.step, end + 1):
@@ -3264,13 +3256,12 @@ def leave_process_group():
 @contextlib.contextmanager
 def failing_together(ranks: Ranks) -> Iterator[None]:
     """End all ranks if one of them fails in this block. On each node one says why, and the others end in silence."""
-    error = None
+    error = own = None
     try:
         yield
     except Exception as exception:
         error = exception
-    text = str(error) if isinstance(error, UserError) else repr(error)
-    own = None if error is None else (exit_code(error), text)
+        own = exit_code(error), str(error) if isinstance(error, UserError) else repr(error)
     failures = {rank: failure for rank, failure in enumerate(all_gather_objects(own)) if failure}
     if not failures:
         return
