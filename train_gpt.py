@@ -2624,10 +2624,8 @@ class NgramTable:
 
     def state(self) -> dict[str, Tensor]:
         """Return the rows that are not as all begin, on the host. v alone would not tell: it decays to 0."""
-        begun = [
-            (v > 0).flatten() | rows.any(1) for rows, v in zip(*(t.split(ROWS_AT_ONCE) for t in (self.rows, self.v)))
-        ]
-        ids = torch.cat(begun).nonzero().flatten()
+        both = zip(self.rows.split(ROWS_AT_ONCE), self.v.split(ROWS_AT_ONCE))
+        ids = torch.cat([rows.any(1) | v.any(1) for rows, v in both]).nonzero().flatten()
         parts = ids.split(ROWS_AT_ONCE)
         rows, v = (torch.cat([t[part].cpu() for part in parts]) for t in (self.rows, self.v))
         return dict(ids=ids.cpu() + self.first, rows=rows, v=v)
