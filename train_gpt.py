@@ -26,6 +26,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ from fnmatch import fnmatchcase
 from functools import cache, cached_property
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn, get_args
+from typing import Literal, NamedTuple, NoReturn, TextIO, get_args, get_origin
 
 # Libraries read these when they load. OpenMP's threads spin while they wait for each other: by default so long that a
 # step of nano takes up to 1.6 s instead of 0.04 where another program keeps a core. Segments of GPU memory that grow
@@ -68,15 +69,25 @@ except ImportError:  # torch comes without it on Macs and machines without a GPU
 
 
 class UserError(Exception):
-    """An error that the user can fix; exits with code 2."""
+    """An error that the user can mend: a flag, a file, what the machine lacks. One line, and exit code 2."""
 
     code = 2
 
 
 class AlreadyComplete(UserError):
-    """A run to resume that has ended: nothing is left to do, and a job that was started again has not failed."""
+    """The end of a run whose result is there already: a job that was started again has not failed."""
 
     code = 0
+
+
+ONE_LINE_ERRORS = (UserError, FloatingPointError, KeyboardInterrupt)  # all others have Python's traceback
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a run that an error ends."""
+    if isinstance(error, UserError):
+        return error.code
+    return {FloatingPointError: 3, KeyboardInterrupt: 130}.get(type(error), 1)
 
 
 # ---- Configuration: layers, stages, groups of parameters, EMAs are rows of tables; other numbers are flags ----------
@@ -86,14 +97,16 @@ class Attention(NamedTuple):
     window: str  # the kind of window, see `Stage`
     heads_per_pair: int = 1  # 2: heads go in pairs, in one sequence of twice the length, and share keys
     rotary: bool = True  # queries and keys turn by their positions; or else they begin equal
-    before: float = 0.0  # the part of a key, at its end, that is taken from the token before
+    key_offset: float = 0.0  # the part of a key, at its end, that is taken from the token before
 
 
 ATTENTION = {
-    "long": Attention("long", before=0.5),  # record 49
+    "long": Attention("long", key_offset=0.5),  # record 49
     "short": Attention("short"),
     "paired": Attention("short", heads_per_pair=2),  # record 58 (@classiclarryd)
-    "nope": Attention("long", rotary=False, before=1.0),  # no positions (NoPE): what followed a token like this one?
+    "nope": Attention(
+        "long", rotary=False, key_offset=1.0
+    ),  # no positions (NoPE): what followed a token like this one?
 }
 
 
@@ -105,8 +118,8 @@ class Layer(NamedTuple):
     half_v: bool = False  # values are half as wide
     value_embed: bool = False  # values add a row of a table, by the token
     shift: tuple[int, ...] = ()  # equal parts of the stream's channels are taken from so many tokens before
-    reads: int | None = None  # attention reads the output of this layer, not the residual stream
-    net: bool = False  # a net reads the residual stream here, and makes factors for the layers up to the next net
+    attn_input: int | None = None  # attention reads the output of this layer, not the residual stream
+    gate_net: bool = False  # a net reads the residual stream here, and makes factors for the layers up to the next net
     # These have factors, see `resolve_layers`; xsa and head_gate need a net here or above
     xsa: bool = False  # heads subtract part of the token's own value
     head_gate: bool = False  # the output of each head has a factor
@@ -124,17 +137,17 @@ class Layer(NamedTuple):
 
 
 GPT2_LAYERS = (
-    Layer("paired", half_qk=True, net=True, x0=True, ngram=True),
+    Layer("paired", half_qk=True, gate_net=True, x0=True, ngram=True),
     Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True),
     Layer("paired", half_qk=True, value_embed=True, x0=True),
     Layer("long", xsa=True, head_gate=True),
-    Layer("none", net=True, x0=True, ngram=True),
+    Layer("none", gate_net=True, x0=True, ngram=True),
     Layer("paired", half_qk=True, x0=True, ngram=True),
     Layer("none", skip=3),
     Layer("none", x0=True, mlps=0),
     Layer("short", half_qk=True, half_v=True, value_embed=True, mlps=2),
     Layer("none", ngram=True),
-    Layer("long", value_embed=True, reads=7, head_gate=True, x0=True, ngram=True, mudd=7, head_mix=(7, 9, 3)),
+    Layer("long", value_embed=True, attn_input=7, head_gate=True, x0=True, ngram=True, mudd=7, head_mix=(7, 9, 3)),
 )
 NANO_LAYERS = (Layer("nope", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1, 2, 3, 4)),)
 
@@ -142,11 +155,11 @@ NANO_LAYERS = (Layer("nope", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1,
 class Stage(NamedTuple):
     """Say what holds for a part of the steps."""
 
-    share: float  # fraction of `base_steps`: num_iterations less the more_steps of all stages
+    share: float  # fraction of `base_steps`: num_iterations less the extra_steps of all stages
     batch: float  # factor on batch_tokens and train_seq_len: small batches first (record 46, @varunneal)
     max_doc_len: int  # tokens at which documents are cut; 0 in all stages: a stream, nothing is cut
     windows: dict[str, int]  # by kind, how many positions attention reaches back: in pairs half as many tokens
-    more_steps: int = 0  # in addition; those of the last stage have the lowest learning rates
+    extra_steps: int = 0  # in addition; those of the last stage have the lowest learning rates
     lr: float = 1.0  # factor on all learning rates, as they rise with the batch
     # Multi-token prediction (record 53, @varunneal): weights of the losses of tokens +1, +2, ..., at the first step and
     # after the last
@@ -154,7 +167,7 @@ class Stage(NamedTuple):
     # The next two in equal parts of the stage. Weight of the loss of the next token's prefix, the longest other token
     # that begins it (record 88, @jvarho)
     prefix: tuple[float, ...] = (0,)
-    candidates: tuple[int, ...] = (0,)  # tokens in the softmax of a sequence (record 92); 0: all
+    sampled_classes: tuple[int, ...] = (0,)  # tokens in the softmax of a sequence (record 92); 0: all
 
 
 SHARES = [share / 0.9994 for share in (0.2854, 0.3209, 0.3931)]  # the record's, which add up to 0.9994
@@ -166,7 +179,7 @@ GPT2_STAGES = (
         windows=dict(short=128, long=384),
         mtp=((1, 1), (0.5, 0.5), (0.25, 0)),
         prefix=(0.25,),
-        candidates=(10240,),
+        sampled_classes=(10240,),
     ),
     Stage(
         SHARES[1],
@@ -176,19 +189,19 @@ GPT2_STAGES = (
         lr=1.52,
         mtp=((1, 1), (0.5, 0)),
         prefix=(0.20, 0.15, 0.10, 0.05),
-        candidates=(10240,),
+        sampled_classes=(10240,),
     ),
     Stage(
         SHARES[2] - 0.06,
         batch=3,
         max_doc_len=3072,
         windows=dict(short=640, long=1408),
-        more_steps=52,
+        extra_steps=52,
         lr=1.73,
-        candidates=(14336, 14336, 24576),
+        sampled_classes=(14336, 14336, 24576),
     ),
     Stage(0.06, batch=2.5, max_doc_len=3072, windows=dict(short=640, long=1408), lr=1.73 * (2.5 / 3) ** 0.5),
-    Stage(0, batch=1, max_doc_len=3072, windows=dict(short=768, long=1664), more_steps=20),
+    Stage(0, batch=1, max_doc_len=3072, windows=dict(short=768, long=1664), extra_steps=20),
 )
 NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, windows=dict(long=512)),)
 
@@ -197,24 +210,27 @@ class Group(NamedTuple):
     """Say how the parameters whose names match one of `names` are updated."""
 
     optimizer: str  # Muon, Adam, or RowAdam for "ngrams": `NgramTable`, which is no parameter
-    names: str  # globs, separated by spaces
+    patterns: str  # globs, separated by spaces
     lr: float  # learning rate; in rows of Muon a factor on muon_lr
     # Cautious weight decay: an update takes decay * lr^2 times the value off; in Muon only one lr has the row's factor
     decay: float = 0.0
     beta1: float = 0.9  # decay of Adam's mean of gradients; Muon has muon_momentum instead
     beta2: float = 0.99  # decay of the mean of squares: of gradients in Adam, of updates in Muon
-    every: tuple[int, int] = (2, 2)  # updates take the gradients of so many steps: before rare_from, and from there on
+    update_interval: tuple[int, int] = (
+        2,
+        2,
+    )  # updates take the gradients of so many steps: before long_interval_from, and from there on
 
 
 UP = (2816 / 768) ** 0.5  # root of an MLP's hidden units by the model width
 GPT2_GROUPS = (
-    Group("Muon", "*.qk_w *.v_w *.attn.c_proj", lr=1.0, decay=2.25, beta2=0.9, every=(1, 1)),
-    Group("Muon", "*.c_fc", lr=UP, decay=2.25, beta2=0.9, every=(1, 1)),
-    Group("Muon", "*.mlps.*.c_proj", lr=2 * UP, decay=2.25, beta2=0.9, every=(1, 1)),
+    Group("Muon", "*.qk_w *.v_w *.attn.c_proj", lr=1.0, decay=2.25, beta2=0.9, update_interval=(1, 1)),
+    Group("Muon", "*.c_fc", lr=UP, decay=2.25, beta2=0.9, update_interval=(1, 1)),
+    Group("Muon", "*.mlps.*.c_proj", lr=2 * UP, decay=2.25, beta2=0.9, update_interval=(1, 1)),
     Group("Adam", "lm_head", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
     Group("Adam", "embed.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
-    Group("Adam", "value_embeds.*", lr=0.56, decay=0.025, beta1=0.75, beta2=0.95, every=(2, 4)),
-    Group("RowAdam", "ngrams", lr=0.56, decay=0.025, beta1=0.0, beta2=0.95, every=(2, 4)),
+    Group("Adam", "value_embeds.*", lr=0.56, decay=0.025, beta1=0.75, beta2=0.95, update_interval=(2, 4)),
+    Group("RowAdam", "ngrams", lr=0.56, decay=0.025, beta1=0.0, beta2=0.95, update_interval=(2, 4)),
     Group("Adam", "*.attn.lambdas *.skip_lambda smear_lambda", lr=0.04),
     Group("Adam", "*.resid_lambdas", lr=0.04, beta2=0.95),
     Group("Adam", "*.post_lambdas", lr=0.008, beta2=0.95),
@@ -228,7 +244,7 @@ GPT2_GROUPS = (
     Group("Adam", "pointer.sink pointer.gain", lr=0.008),
 )
 NANO_GROUPS = tuple(
-    group._replace(every=(1, 1))
+    group._replace(update_interval=(1, 1))
     for group in (
         Group("Muon", "*.qk_w *.v_w *.c_proj", lr=1.0, beta2=0.95),
         Group("Muon", "*.c_fc", lr=2.0, beta2=0.95),
@@ -243,30 +259,30 @@ NANO_GROUPS = tuple(
 class EMA(NamedTuple):
     """Say of which parameters a moving average is kept in the last steps, and what it changes after them."""
 
-    names: str  # globs of parameters
+    patterns: str  # globs of parameters
     window: int  # last steps in which it moves: ema += rate * (value - ema); at first it copies
     rate: float
     blend: float  # after the last step, row after row: value += blend * (ema - value)
-    every: int = 4  # steps from one move to the next
+    interval: int = 4  # steps from one move to the next
     offset: int = 1  # a step after which it moves; -1 counts from the end: the last one
     at_end: int = 0  # it also moves after each of so many last steps
-    same_norm: bool = True  # if any row sets it, an optimizer's blended values are rescaled to their norm before
+    keep_norm: bool = True  # if any row sets it, an optimizer's blended values are rescaled to their norm before
 
     def rate_at(self, step: int, num_iterations: int) -> float:
         """Return the rate of the move after a step; 0: none."""
         start = max(0, num_iterations - self.window)
         first = self.offset % num_iterations
-        is_due = (step - first) % self.every == 0 or step >= num_iterations - self.at_end
+        is_due = (step - first) % self.interval == 0 or step >= num_iterations - self.at_end
         if step < start or not is_due:
             return 0.0
-        return 1.0 if step < start + self.every else self.rate
+        return 1.0 if step < start + self.interval else self.rate
 
 
 VO_MLP = "*.v_w *.attn.c_proj *.mlps.*"
 GPT2_EMAS = (
-    EMA("lm_head embed.weight", window=298, rate=2 / 299, blend=0.65, every=1),
+    EMA("lm_head embed.weight", window=298, rate=2 / 299, blend=0.65, interval=1),
     EMA(VO_MLP, window=250, rate=4 / 53, blend=1.0, offset=-1),
-    EMA("value_embeds.*", window=250, rate=4 / 53, blend=1.0, offset=3, same_norm=False),
+    EMA("value_embeds.*", window=250, rate=4 / 53, blend=1.0, offset=3, keep_norm=False),
     EMA("*.qk_w", window=298, rate=2 / 75, blend=0.55, at_end=2),
     # Blends apply in order: this one acts on the result of the second row. The difference is the record's
     EMA(VO_MLP, window=298, rate=2 / 75, blend=0.55 - 0.2007, at_end=2),
@@ -296,25 +312,25 @@ class Hyperparameters:
     prefix_file: str = "data/gpt2_prefixes.bin"  # the longest token that begins each token; empty: no such loss
     canon_file: str = "data/gpt2_canonical.bin"  # invalid tokens: never put behind each token; empty: not used
     # Training
-    num_iterations: int = 1050  # steps, `more_steps` included
+    num_iterations: int = 1050  # steps, `extra_steps` included
     val_loss_every: int = 250  # steps between validations; 0: only after the last step
     batch_tokens: int = 8 * 16 * 1024  # tokens a step where a stage's batch is 1, a multiple of train_seq_len
     train_seq_len: int = 16 * 1024  # tokens a training sequence there, a multiple of block_size
     val_seq_len: int = 256 * 1024  # tokens of a validation sequence, a multiple of block_size
     segment: int = 2560  # tokens after which attention takes a document for a new one, in training; cuts nothing else
     final_window: int = 2560  # long window in the last validation; 0: that of the last stage
-    cooldown_frac: float = 0.8  # last part of the scheduled steps, those without the last stage's more_steps
+    cooldown_frac: float = 0.8  # last part of the scheduled steps, those without the last stage's extra_steps
     min_lr_frac: float = 0.3  # factor on learning rates at the end of the cooldown and later
     tied_frac: float = 1.0  # first part of the scheduled steps, in which embedding and head are one table; 0: none
-    grad_scale: float = 1.0  # factor on a sequence's summed loss before the backward pass
+    loss_scale: float = 1.0  # factor on a sequence's summed loss before the backward pass
     # Model
     model_dim: int = 768  # width of the residual stream
     num_heads: int = 6  # attention heads, a multiple of heads_per_matrix
     head_dim: int = 128  # dimensions per head, a multiple of 4
     block_size: int = 128  # tokens per block of the attention mask
     mlp_dim: int = 2816  # hidden units of an MLP
-    net_dim: int = 64  # hidden units of a net that makes factors
-    attn_scale: float = 0.085  # factor on the scores of long attention in the first stage, see `Window.grown`
+    gate_net_dim: int = 64  # hidden units of a net that makes factors
+    attn_scale: float = 0.085  # factor on the scores of long attention in the first stage, see `Window.extended`
     short_attn_scale: float = 0.13  # of other kinds
     resid_lambda_init: float = 1.1**0.5  # initial factor on the residual stream
     mix_groups: int = 12  # groups of channels that get factors of their own in the head's mix
@@ -344,7 +360,7 @@ class Hyperparameters:
     momentum_cooldown_steps: int = 50  # steps at the end, over which momentum falls to 0.85
     heads_per_matrix: int = 2  # heads whose queries, or keys, are one matrix for Muon (record 80, @samacqua)
     slow_momentum_from: int = 514  # step from which Muon's slow momentum takes part in updates; 0: never
-    rare_from: int = 336  # step from which the second number of a group's `every` applies
+    long_interval_from: int = 336  # step from which the second number of a group's `update_interval` applies
     adam_eps: float = 1e-10  # added to the root of the second moment
     # Machine
     seed: int | None = None  # random seed; by default a fresh one, printed and logged
@@ -362,47 +378,61 @@ class Hyperparameters:
 
     def __post_init__(self):
         """Refuse what would train something else in silence. What cannot train at all fails before the first step."""
-
-        def require(name, holds, expected):
-            if not holds:
-                raise UserError(f"--{name} {getattr(self, name)}: expected {expected}")
-
         for name, row in TABLES.items():  # from JSON they come as lists
             object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
-        for name, value in vars(self).items():  # NaN is in no range
-            require(name, not isinstance(value, float | int) or 0 <= value < 2**31, "a number from 0 to 2**31 - 1")
-        for name in """num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment vocab_size ngram_rows
-            pointer_block val_pointer_block heads_per_matrix""".split():
-            require(name, getattr(self, name) > 0, "1 or more")
-        require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
-        require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
-        for name, unit in dict(
+        self.check_numbers()
+        self.check_rows()
+
+    def require(self, name: str, holds: bool, expected: str):
+        """Raise UserError unless a field is as expected."""
+        if not holds:
+            raise UserError(f"--{name} {getattr(self, name)}: expected {expected}")
+
+    def check_numbers(self):
+        """Check the flags."""
+        for name, value in vars(self).items():
+            if isinstance(value, float | int):  # no comparison holds for NaN
+                self.require(name, 0 <= value < 2**31, "a number from 0 to 2**31 - 1")
+        for name in """num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment block_size vocab_size
+            ngram_rows pointer_block val_pointer_block heads_per_matrix""".split():
+            self.require(name, getattr(self, name) > 0, "1 or more")
+        self.require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
+        self.require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
+        units = dict(
             batch_tokens=self.train_seq_len,
             val_tokens=self.val_seq_len,
+            val_seq_len=self.block_size,
             ngram_rows=self.ngram_order - 1,
-            checkpoint_every=self.all_step,
-            rare_from=self.all_step,
+            checkpoint_every=self.common_interval,
+            long_interval_from=self.common_interval,
             num_heads=self.heads_per_matrix,
-        ).items():
-            require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
-        require("ngram_rows", self.ngram_rows >= 2 * (self.ngram_order - 1), "2 or more for each kind of n-grams")
-        require("run_id", Path(self.run_id).name == self.run_id, "a name, without folders")
-        require("num_iterations", self.base_steps >= 0, "at least the more_steps of all stages")
-        require("emas", all(row.window >= row.every for row in self.emas), "windows in which each moves")
-        require("stages", math.isclose(sum(stage.share for stage in self.stages), 1), "shares that add up to 1")
-        require("stages", len({row.max_doc_len > 0 for row in self.stages}) == 1, "max_doc_len 0 in all or in none")
-        require("groups", all(row.optimizer != "RowAdam" or not row.beta1 for row in self.groups), "RowAdam's beta1 0")
+        )
+        for name, unit in units.items():
+            self.require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
+        self.require("ngram_rows", self.ngram_rows >= 2 * (self.ngram_order - 1), "2 or more for each kind of n-grams")
+        self.require("run_id", Path(self.run_id).name == self.run_id, "a name, without folders")
+
+    def check_rows(self):
+        """Check the tables. The lengths of sequences, which stages and flags make, are checked in `plan_run`."""
+        self.require("num_iterations", self.base_steps >= 0, "at least the extra_steps of all stages")
+        self.require("emas", all(row.window >= row.interval for row in self.emas), "windows in which each moves")
+        shares = sum(stage.share for stage in self.stages)
+        self.require("stages", math.isclose(shares, 1), "shares that add up to 1")
+        cuts = {stage.max_doc_len > 0 for stage in self.stages}
+        self.require("stages", len(cuts) == 1, "max_doc_len 0 in all or in none")
+        momenta = [row.beta1 for row in self.groups if row.optimizer == "RowAdam"]
+        self.require("groups", not any(momenta), "RowAdam's beta1 0")
 
     # After how many steps all groups have been updated; steps that stages share out; steps to the end of the cooldown
-    all_step = property(lambda self: math.lcm(*chain(*(group.every for group in self.groups))))
-    base_steps = property(lambda self: self.num_iterations - sum(stage.more_steps for stage in self.stages))
-    scheduled_steps = property(lambda self: self.num_iterations - self.stages[-1].more_steps)
+    common_interval = property(lambda self: math.lcm(*chain(*(group.update_interval for group in self.groups))))
+    base_steps = property(lambda self: self.num_iterations - sum(stage.extra_steps for stage in self.stages))
+    scheduled_steps = property(lambda self: self.num_iterations - self.stages[-1].extra_steps)
     # Rows of the head: tokens, with a pointer one for a copy, padding for matmul tiles
     copy_row = property(lambda self: self.vocab_size)
     padded_vocab = property(lambda self: (self.vocab_size + (self.pointer_dim > 0) + 63) // 64 * 64)
     batch_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)
-    # What the tables mean for a run, made once: `python -m speedrun describe` prints them
-    plans = cached_property(lambda self: make_plans(self))  # of each step
+    # What the tables mean for a run, made once
+    step_schedules = cached_property(lambda self: make_step_schedules(self))  # of each step
     resolved_layers = cached_property(lambda self: resolve_layers(self))
 
 
@@ -433,7 +463,7 @@ NANO = dict(  # for CPUs, on the text in data/nano
     cooldown_frac=0.85,
     min_lr_frac=0.2,
     tied_frac=0.0,
-    grad_scale=2**-10,
+    loss_scale=2**-10,
     model_dim=128,
     num_heads=1,
     head_dim=64,
@@ -459,7 +489,7 @@ NANO = dict(  # for CPUs, on the text in data/nano
     momentum_warmup_steps=30,
     momentum_cooldown_steps=0,
     slow_momentum_from=0,
-    rare_from=0,
+    long_interval_from=0,
     heads_per_matrix=1,
 )
 GPT2 = Hyperparameters()
@@ -467,30 +497,51 @@ PRESETS = {"gpt2": GPT2, "nano": Hyperparameters(**NANO)}
 
 
 class FlagParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # instead of exiting: other ranks have to hear of it
+    """A parser that raises UserError where argparse exits: other ranks have to hear of it."""
+
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
 
 
-def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
-    """Return a preset, changed by the flags in `argv`: every field of Hyperparameters but the tables is one."""
-    if {"-h", "--help"} & {*argv}:
-        print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD\n")
-        print(inspect.getsource(Hyperparameters).partition("    def ")[0])
-        print("nano instead:", *(f"--{name}={value}" for name, value in NANO.items() if name not in TABLES))
-        sys.exit()
+def print_help():
+    """Print the fields of `Hyperparameters` as they stand above, with their comments, and nano's values."""
+    source = inspect.getsource(Hyperparameters)
+    print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD\n")
+    print(source[: source.index("    def ")])
+    print("nano instead:", *(f"--{name}={value}" for name, value in NANO.items() if name not in TABLES))
+
+
+def make_parser() -> FlagParser:
+    """Return a parser with a flag for each field of `Hyperparameters` but the tables."""
     parser = FlagParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for field in dataclasses.fields(Hyperparameters)[len(TABLES) :]:
-        kind, *others = get_args(field.type) or [field.type]  # the first of a Literal's choices, int of int | None
-        if kind is bool:
-            parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction)
-        elif isinstance(kind, str) or field.name == "preset":
-            parser.add_argument(f"--{field.name}", choices=[kind, *others] if others else PRESETS)
+    for field in dataclasses.fields(Hyperparameters):
+        flag = f"--{field.name}"
+        choices = get_args(field.type)  # of a Literal; of `int | None` its types
+        if field.name in TABLES:
+            continue
+        if field.name == "preset":
+            parser.add_argument(flag, choices=PRESETS)
+        elif get_origin(field.type) is Literal:
+            parser.add_argument(flag, choices=choices)
+        elif bool in (field.type, *choices):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction)
         else:
-            parser.add_argument(f"--{field.name}", type=kind)
-    flags = vars(parser.parse_args(argv))
+            parser.add_argument(flag, type=choices[0] if choices else field.type)
+    return parser
+
+
+def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
+    """Return a preset, changed by the flags in `argv`."""
+    if {"-h", "--help"} & {*argv}:
+        print_help()
+        sys.exit()
+    flags = vars(make_parser().parse_args(argv))
     sees_gpu = torch.cuda.is_available() and flags.get("device") != "cpu"
     if "preset" not in flags and world_size > 1 and not sees_gpu:
         raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
+    canon_file = flags.get("canon_file")  # `resolve` goes without the preset's, but not without one that is named here
+    if canon_file and not Path(canon_file).is_file():
+        raise UserError(f"--canon_file {canon_file}: there is no such file; python -m data.gpt2_canonical makes gpt2's")
     default = "gpt2" if sees_gpu else "nano"
     return dataclasses.replace(PRESETS[flags.get("preset", default)], **flags)
 
@@ -505,6 +556,8 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
     seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
     dtype = fast if cfg.dtype == "auto" else cfg.dtype
+    # gpt2's mask is made by a tokenizer that may not be at hand; `main` says where a run goes without
+    is_canon_missing = cfg.canon_file == GPT2.canon_file and not Path(cfg.canon_file).exists()
     # FP8 products with a scale for each row can only output bf16
     has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9) and dtype == "bfloat16"
     return dataclasses.replace(
@@ -513,7 +566,7 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
         dtype=dtype,
         compile=on_cuda if cfg.compile is None else cfg.compile,
         cuda_graphs=cfg.cuda_graphs and on_cuda and cfg.compile is not False,
-        canon_file="" if cfg.canon_file == GPT2.canon_file and not Path(cfg.canon_file).exists() else cfg.canon_file,
+        canon_file="" if is_canon_missing else cfg.canon_file,
         layers_fp8=cfg.layers_fp8 and has_fp8,
         lm_head_fp8=cfg.lm_head_fp8 and has_fp8,
         seed=seed,
@@ -521,7 +574,7 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     )
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return fp32, or the precision itself if it is wider: for moments, norms, averages and losses."""
     return torch.promote_types(dtype, torch.float32)
 
@@ -533,14 +586,14 @@ def compiled(function: Callable, wanted: bool, dynamic: bool) -> Callable:
 
 
 # ---- Plans: what the tables mean for each step, worked out once ------------------------------------------------------
-def matches(name: str, names: str) -> bool:
+def matches(name: str, patterns: str) -> bool:
     """Say whether a parameter's name matches one of the globs in `names`."""
-    return any(fnmatchcase(name, pattern) for pattern in names.split())
+    return any(fnmatchcase(name, pattern) for pattern in patterns.split())
 
 
-def group_of(name: str, cfg: Hyperparameters) -> Group:
+def find_group(name: str, cfg: Hyperparameters) -> Group:
     """Return the row of `groups` that names a parameter."""
-    rows = [row for row in cfg.groups if matches(name, row.names)]
+    rows = [row for row in cfg.groups if matches(name, row.patterns)]
     if len(rows) != 1:
         raise UserError(f"{name}: {len(rows)} rows of `groups` name this parameter, expected one")
     return rows[0]
@@ -549,31 +602,31 @@ def group_of(name: str, cfg: Hyperparameters) -> Group:
 class Window(NamedTuple):
     """Say how far attention reaches back, and what goes with it. A token has one position, in pairs two."""
 
-    reach: int  # positions
+    size: int  # positions
     attn_scale: float  # factor on scores
     frequencies: Tensor  # (D / 4,): rotary frequencies, in radians a position
 
-    def grown(self, reach: int) -> "Window":
+    def extended(self, size: int) -> "Window":
         """Return the window after it grew, by YaRN (arXiv:2309.00071; record 31, @classiclarryd).
 
         Frequencies of at most one turn in the old window shrink by old / new, those of 32 turns or more stay.
         """
-        shrunk = self.reach / reach
-        turns = self.reach * self.frequencies / (2 * math.pi)
+        shrunk = self.size / size
+        turns = self.size * self.frequencies / (2 * math.pi)
         kept = ((turns - 1) / (32 - 1)).clamp(0, 1)
-        scale = self.attn_scale * (1 + 0.2 * math.log(reach / self.reach))  # 0.2: the record's
-        return Window(reach, scale, self.frequencies * (shrunk + kept * (1 - shrunk)))
+        scale = self.attn_scale * (1 + 0.2 * math.log(size / self.size))  # 0.2: the record's
+        return Window(size, scale, self.frequencies * (shrunk + kept * (1 - shrunk)))
 
 
-def plan_windows(cfg: Hyperparameters) -> list[dict[str, Window]]:
+def schedule_windows(cfg: Hyperparameters) -> list[dict[str, Window]]:
     """Return for each stage its windows by kind."""
     frequencies = (1 / 1024) ** torch.linspace(0, 1, steps=cfg.head_dim // 4, dtype=torch.float64, device="cpu")
     windows = {}
-    for kind, reach in cfg.stages[0].windows.items():
-        windows[kind] = Window(reach, cfg.attn_scale if kind == "long" else cfg.short_attn_scale, frequencies)
+    for kind, size in cfg.stages[0].windows.items():
+        windows[kind] = Window(size, cfg.attn_scale if kind == "long" else cfg.short_attn_scale, frequencies)
     stages = [windows]
     for stage in cfg.stages[1:]:
-        stages.append({kind: window.grown(stage.windows[kind]) for kind, window in stages[-1].items()})
+        stages.append({kind: window.extended(stage.windows[kind]) for kind, window in stages[-1].items()})
     return stages
 
 
@@ -586,29 +639,29 @@ class Update(NamedTuple):
     beta2: float
 
 
-def steps_between(group: Group, step: int, cfg: Hyperparameters) -> int:
+def update_interval_at(group: Group, step: int, cfg: Hyperparameters) -> int:
     """Return the steps between the updates of a group, at a step."""
-    often, rarely = group.every
-    return rarely if step >= cfg.rare_from else often
+    often, rarely = group.update_interval
+    return rarely if step >= cfg.long_interval_from else often
 
 
-def plan_update(group: Group, count: int, step: int, factor: float, cfg: Hyperparameters) -> Update | None:
+def schedule_update(group: Group, count: int, step: int, factor: float, cfg: Hyperparameters) -> Update | None:
     """Return the numbers of a group's update, its `count`-th, or None if it waits. factor: on learning rates."""
-    every = steps_between(group, step, cfg)
+    every = update_interval_at(group, step, cfg)
     if (step + 1) % every:
         return None
     if group.optimizer == "Muon":
-        return Update(cfg.muon_lr * factor, group.decay, plan_momentum(step, cfg), group.beta2)
+        return Update(cfg.muon_lr * factor, group.decay, schedule_momentum(step, cfg), group.beta2)
     lr = group.lr * factor
     # An update after more steps than at first stands for several. As in the record the bias corrections take the new
     # betas for all `count` updates, also for those made with the old ones
-    several = every / group.every[0]
+    several = every / group.update_interval[0]
     beta1, beta2 = group.beta1**several, group.beta2**several
     rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
     return Update(rate, group.decay * several * lr**2, beta1, beta2)
 
 
-def plan_lr(step: int, stage: Stage, cfg: Hyperparameters) -> float:
+def schedule_lr(step: int, stage: Stage, cfg: Hyperparameters) -> float:
     """Return the factor on learning rates: the stage's, and in the cooldown linearly down to min_lr_frac.
 
     As in the record the cooldown ends where the steps begin that the last stage has in addition.
@@ -618,23 +671,23 @@ def plan_lr(step: int, stage: Stage, cfg: Hyperparameters) -> float:
     return stage.lr * (1 - done) + cfg.min_lr_frac * done
 
 
-def plan_momentum(step: int, cfg: Hyperparameters) -> float:
+def schedule_momentum(step: int, cfg: Hyperparameters) -> float:
     """Return Muon's momentum, which rises from 0.85 in its warm-up and falls back in its cooldown (record 39)."""
     left = cfg.num_iterations - step
     risen = min(step / max(1, cfg.momentum_warmup_steps), left / max(1, cfg.momentum_cooldown_steps), 1.0)
     return (1 - risen) * 0.85 + risen * cfg.muon_momentum
 
 
-def is_tied(step: int, head: Group, cfg: Hyperparameters) -> bool:
+def is_tied_step(step: int, head: Group, cfg: Hyperparameters) -> bool:
     """Say whether an update in a step is of embedding and head as one table (records 51, 53: @varunneal).
 
     An accident of the record: the first update after the tied steps still is.
     """
     last = round(cfg.tied_frac * cfg.scheduled_steps)
-    return last > 0 and step - steps_between(head, step, cfg) < last
+    return last > 0 and step - update_interval_at(head, step, cfg) < last
 
 
-class Plan(NamedTuple):
+class StepSchedule(NamedTuple):
     """Say what a training step does or, if not `trains`, what the validation before it does."""
 
     step: int
@@ -645,36 +698,38 @@ class Plan(NamedTuple):
     windows: dict[str, Window]  # by kind
     next_weights: list[float]  # of the losses of tokens +1, +2, ...
     prefix_weight: float  # of the loss of the next token's prefix; 0: none
-    candidates: int  # tokens in the softmax of a sequence; 0: all
+    sampled_classes: int  # tokens in the softmax of a sequence; 0: all
     lr_factor: float  # on all learning rates
     updates: dict[str, Update]  # of the groups that do not wait, by their `names`
     has_slow_momentum: bool  # whether Muon's slow momentum takes part
-    ties: bool  # whether embedding and head are updated as one table
+    tied: bool  # whether embedding and head are updated as one table
     ema_rates: list[float]  # of the rows of `emas`; 0: it does not move
 
 
 def stage_ends(cfg: Hyperparameters) -> list[int]:
     """Return the end of each stage: shares of the base steps, moved by the steps that have been added so far."""
     ends = accumulate(stage.share for stage in cfg.stages)
-    more = accumulate(stage.more_steps for stage in cfg.stages)
+    more = accumulate(stage.extra_steps for stage in cfg.stages)
     return [round(cfg.base_steps * end) + added for end, added in zip(ends, more)]
 
 
-def make_plans(cfg: Hyperparameters) -> list[Plan]:
+def make_step_schedules(cfg: Hyperparameters) -> list[StepSchedule]:
     """Return what each step does."""
-    windows = plan_windows(cfg)
-    head = group_of("lm_head", cfg)
+    windows = schedule_windows(cfg)
+    head = find_group("lm_head", cfg)
     counts: Counter[str] = Counter()  # of updates, by group
-    plans: list[Plan] = []
+    step_schedules: list[StepSchedule] = []
     for index, (start, end) in enumerate(pairwise([0, *stage_ends(cfg)])):
         stage, length = cfg.stages[index], end - start
         for step in range(start, end):
             done = step - start
-            lr_factor = plan_lr(step, stage, cfg)
-            planned = {row.names: plan_update(row, counts[row.names] + 1, step, lr_factor, cfg) for row in cfg.groups}
+            lr_factor = schedule_lr(step, stage, cfg)
+            planned = {
+                row.patterns: schedule_update(row, counts[row.patterns] + 1, step, lr_factor, cfg) for row in cfg.groups
+            }
             updates = {names: update for names, update in planned.items() if update}
             counts.update(updates.keys())
-            plan = Plan(
+            schedule = StepSchedule(
                 step,
                 stage=index,
                 trains=True,
@@ -683,27 +738,27 @@ def make_plans(cfg: Hyperparameters) -> list[Plan]:
                 windows=windows[index],
                 next_weights=[first + (last - first) * done / length for first, last in stage.mtp],
                 prefix_weight=stage.prefix[len(stage.prefix) * done // length] if cfg.prefix_file else 0.0,
-                candidates=stage.candidates[len(stage.candidates) * done // length],
+                sampled_classes=stage.sampled_classes[len(stage.sampled_classes) * done // length],
                 lr_factor=lr_factor,
                 updates=updates,
                 has_slow_momentum=0 < cfg.slow_momentum_from <= step,
-                ties=head.names in updates and is_tied(step, head, cfg),
+                tied=head.patterns in updates and is_tied_step(step, head, cfg),
                 ema_rates=[row.rate_at(step, cfg.num_iterations) for row in cfg.emas],
             )
-            plans.append(plan)
-    return plans
+            step_schedules.append(schedule)
+    return step_schedules
 
 
-def plan_validation(step: int, cfg: Hyperparameters) -> Plan:
+def schedule_validation(step: int, cfg: Hyperparameters) -> StepSchedule:
     """Return what a validation before a step does.
 
     The last one has a longer window, without another step of YaRN: record 33 (@classiclarryd).
     """
-    plan = cfg.plans[min(step, cfg.num_iterations - 1)]
-    windows = plan.windows
+    schedule = cfg.step_schedules[min(step, cfg.num_iterations - 1)]
+    windows = schedule.windows
     if step == cfg.num_iterations and cfg.final_window:
-        windows = windows | {"long": windows["long"]._replace(reach=cfg.final_window)}
-    return plan._replace(
+        windows = windows | {"long": windows["long"]._replace(size=cfg.final_window)}
+    return schedule._replace(
         step=step,
         trains=False,
         seq_len=cfg.val_seq_len,
@@ -711,54 +766,54 @@ def plan_validation(step: int, cfg: Hyperparameters) -> Plan:
         windows=windows,
         next_weights=[1.0],
         prefix_weight=0.0,
-        candidates=0,
+        sampled_classes=0,
         updates={},
-        ties=False,
+        tied=False,
     )
 
 
 def num_tokens(steps: int, cfg: Hyperparameters) -> int:
     """Return how many tokens the first `steps` steps train on."""
-    return cfg.batch_sequences * sum(plan.seq_len for plan in cfg.plans[:steps])
+    return cfg.batch_sequences * sum(schedule.seq_len for schedule in cfg.step_schedules[:steps])
 
 
-class Settings(NamedTuple):
+class AttentionSettings(NamedTuple):
     """Hold what a step sets in the model. They are tensors, so that nothing recompiles."""
 
     kinds: tuple[str, ...]  # of windows
-    reach: Tensor  # (kinds,) int32
+    window_sizes: Tensor  # (kinds,) int32
     attn_scales: Tensor  # (kinds,)
     rotary: Tensor  # (kinds, 2, 2 T, D / 4): cosines and sines of 2 T positions, as in pairs a token has two
 
 
-def rotary_tables(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
+def rotary_cos_sin(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
     """Return cosines and sines (kinds, 2, positions, D / 4). Within the model's graph every use would compute them."""
     angles = positions[:, None] * frequencies[:, None]
     return torch.stack([angles.cos(), angles.sin()], dim=1).to(dtype)
 
 
-def settings_of(plan: Plan, cfg: Hyperparameters, device: torch.device) -> Settings:
+def make_attention_settings(schedule: StepSchedule, cfg: Hyperparameters, device: torch.device) -> AttentionSettings:
     """Return what a step or a validation sets."""
-    reach, scales, frequencies = zip(*plan.windows.values())
+    sizes, scales, frequencies = zip(*schedule.windows.values())
     dtype = getattr(torch, cfg.dtype)
-    reaches, attn_scales, by_kind = (
+    window_sizes, attn_scales, by_kind = (
         tensor.to(device, non_blocking=True)
         for tensor in (
-            torch.tensor(reach, dtype=torch.int32),
-            torch.tensor(scales, dtype=wide(dtype)),
-            torch.stack(frequencies).to(wide(dtype)),
+            torch.tensor(sizes, dtype=torch.int32),
+            torch.tensor(scales, dtype=accum_dtype(dtype)),
+            torch.stack(frequencies).to(accum_dtype(dtype)),
         )
     )
-    positions = torch.arange(2 * plan.seq_len, device=device)
-    rotary = compiled(rotary_tables, cfg.compile, dynamic=True)(by_kind, positions, dtype)
-    return Settings(tuple(plan.windows), reaches, attn_scales, rotary)
+    positions = torch.arange(2 * schedule.seq_len, device=device)
+    rotary = compiled(rotary_cos_sin, cfg.compile, dynamic=True)(by_kind, positions, dtype)
+    return AttentionSettings(tuple(schedule.windows), window_sizes, attn_scales, rotary)
 
 
 # ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
-NONE, BEYOND = -1, -2  # targets without a loss: see `Reader.targets`
+NONE, BEYOND = -1, -2  # targets without a loss: see `DistributedDataLoader.targets`
 # For each sequence a shard and an array (pieces, 2): where its pieces of documents begin and end
-Batch = list[tuple[str, np.ndarray]]
-Data = dict[str, list[Batch]]  # what to train on, and what to validate on
+BatchPlan = list[tuple[str, np.ndarray]]
+Data = dict[str, list[BatchPlan]]  # what to train on, and what to validate on
 
 
 def read_numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
@@ -806,7 +861,9 @@ def cut_sequence(documents: deque[tuple[int, int]], length: int, max_doc_len: in
     return None if missing else np.array(pieces)
 
 
-def plan_batches(pattern: str, lengths: list[tuple[int, int]], num_sequences: int, cfg: Hyperparameters) -> list[Batch]:
+def plan_batches(
+    pattern: str, lengths: list[tuple[int, int]], num_sequences: int, cfg: Hyperparameters
+) -> list[BatchPlan]:
     """Plan a batch of `num_sequences` for each of `lengths`, shard after shard; the rest of each shard is dropped.
 
     lengths: (seq_len, max_doc_len) of each batch. Raise UserError if the shards have too few tokens.
@@ -814,7 +871,7 @@ def plan_batches(pattern: str, lengths: list[tuple[int, int]], num_sequences: in
     paths = deque(sorted(glob.glob(pattern, recursive=True)))
     path = ""
     documents: deque[tuple[int, int]] = deque()  # those of the shard at `path` that are left
-    batches: list[Batch] = []
+    batches: list[BatchPlan] = []
     while len(batches) < len(lengths):
         seq_len, max_doc_len = lengths[len(batches)]
         sequences = [cut_sequence(documents, seq_len + 1, max_doc_len) for _ in range(num_sequences)]
@@ -834,7 +891,7 @@ def plan_batches(pattern: str, lengths: list[tuple[int, int]], num_sequences: in
 
 def plan_data(cfg: Hyperparameters) -> Data:
     """Return the batches of training and those of validation, which are one sequence each."""
-    train_lengths = [(plan.seq_len, plan.max_doc_len) for plan in cfg.plans]
+    train_lengths = [(schedule.seq_len, schedule.max_doc_len) for schedule in cfg.step_schedules]
     train = plan_batches(cfg.train_files, train_lengths, cfg.batch_sequences, cfg)
     val_lengths = [(cfg.val_seq_len, 0)] * (cfg.val_tokens // cfg.val_seq_len)
     val = plan_batches(cfg.val_files, val_lengths, 1, cfg)
@@ -843,7 +900,7 @@ def plan_data(cfg: Hyperparameters) -> Data:
     return dict(train=train, val=val)
 
 
-def paths_of(batches: Sequence[Batch]) -> list[str]:
+def paths_of(batches: Sequence[BatchPlan]) -> list[str]:
     """Return the shards of batches, each once, in order."""
     return [*dict.fromkeys(path for batch in batches for path, _ in batch)]
 
@@ -878,7 +935,7 @@ def read_invalid_tokens(cfg: Hyperparameters) -> np.ndarray:
     return read_table(cfg.canon_file, "u1", cfg.padded_vocab, cfg.padded_vocab // 8)
 
 
-def hash_tokens(batches: Sequence[Batch], cfg: Hyperparameters, targets: bool) -> str:
+def hash_tokens(batches: Sequence[BatchPlan], cfg: Hyperparameters, targets: bool) -> str:
     """Return the SHA-256 of all tokens of batches; targets: with the last target of each sequence."""
     sha256 = hashlib.sha256()
     for sequence in chain(*batches):
@@ -888,32 +945,32 @@ def hash_tokens(batches: Sequence[Batch], cfg: Hyperparameters, targets: bool) -
 
 
 # ---- Inputs: what the model reads of a sequence, made by a thread ahead of the steps ---------------------------------
-class Inputs(NamedTuple):
+class ModelInputs(NamedTuple):
     """Hold a sequence of T tokens."""
 
     tokens: Tensor  # (T,) int32
-    following: Tensor  # (T,) int32: the next tokens
+    next_tokens: Tensor  # (T,) int32: the next tokens
     doc_ids: Tensor  # (T,) int32, non-decreasing: attention stays within documents
-    targets: Tensor  # (T, n) int64: see `Reader.targets`. With candidates their places there
+    targets: Tensor  # (T, n) int64: see `DistributedDataLoader.targets`. With candidates their places there
     loss_weights: Tensor  # (n,): of the losses of the targets
-    candidates: Tensor | None  # (C,): the tokens in the softmax, ascending. None: all
-    # (G, T): places of its n-grams among the rows that this rank fetches for a cycle, in the order of `Requests.ids`
+    sampled_classes: Tensor | None  # (C,): the tokens in the softmax, ascending. None: all
+    # (G, T): places of its n-grams among the rows that this rank fetches for a cycle, in the order of `RowExchange.ids`
     ngram_index: Tensor
     signs: Tensor  # (G, T): rows of the table of signs; (0,) without such a table
 
 
 # The steps up to and including an update of the table of n-grams. Its rows do not change before: they are fetched once
-Cycle = tuple[list[Plan], Sequence[Batch]]
+Cycle = tuple[list[StepSchedule], Sequence[BatchPlan]]
 
 
-def train_cycles(batches: Sequence[Batch], cfg: Hyperparameters) -> Iterator[Cycle]:
+def train_cycles(batches: Sequence[BatchPlan], cfg: Hyperparameters) -> Iterator[Cycle]:
     """Yield the cycles of a training. The last one may end without an update, and drops its n-grams' gradients."""
-    names = group_of("ngrams", cfg).names
+    names = find_group("ngrams", cfg).patterns
     first = 0
-    for plan in cfg.plans:
-        end = plan.step + 1
-        if names in plan.updates or end == cfg.num_iterations:
-            yield cfg.plans[first:end], batches[first:end]
+    for schedule in cfg.step_schedules:
+        end = schedule.step + 1
+        if names in schedule.updates or end == cfg.num_iterations:
+            yield cfg.step_schedules[first:end], batches[first:end]
             first = end
 
 
@@ -935,7 +992,7 @@ def hash_ngrams(tokens: np.ndarray, factors: Sequence[int], modulus: int, first:
     return hashed
 
 
-def find_ngrams(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
+def ngram_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
     """Return the rows (G, T) of the n-grams that end with each of the int32 tokens (T,).
 
     Bigrams (record 62, @classiclarryd) and trigrams (92, Deven Pietrzak @devenpzak) have equal parts of the table, with
@@ -949,7 +1006,7 @@ def find_ngrams(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
     return np.stack([start + hash_ngrams(read, factors, size - 1, first=size - 1) for start, read, factors in parts])
 
 
-def find_signs(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
+def sign_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
     """Return the rows (G, T) of the table of signs, by which n-grams in one row interfere less (record 83, @TrianX)."""
     kinds = SIGN_FACTORS[: cfg.ngram_order - 1]
     return np.array([hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for factors in kinds if cfg.sign_rows])
@@ -959,7 +1016,7 @@ def find_signs(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
 Ranks = namedtuple("Ranks", "rank world_size local_rank local_world_size", defaults=(0, 1, 0, 1))
 
 
-class Requests(NamedTuple):
+class RowExchange(NamedTuple):
     """Say which rows of the table of n-grams a cycle reads, as this rank sees it: what it requests, what it serves.
 
     All ranks plan from the same tokens, so nobody has to ask. Rank r owns the rows from r `rows_per_rank` on.
@@ -967,12 +1024,12 @@ class Requests(NamedTuple):
 
     # Numbered in the whole table
     ids: Tensor  # the rows that this rank requests, ascending, each once
-    counts: list[int]  # how many of them each rank owns
+    recv_counts: list[int]  # how many of them each rank owns
     # Numbered from this rank's first row
-    served: Tensor  # those of its rows that rank 0 requests, then those that rank 1 requests, ...
-    served_counts: list[int]  # how many each rank requests
-    updated: Tensor  # the served rows, each once
-    inverse: Tensor  # the place of each served row in `updated`
+    send_rows: Tensor  # those of its rows that rank 0 requests, then those that rank 1 requests, ...
+    send_counts: list[int]  # how many each rank requests
+    unique_rows: Tensor  # the served rows, each once
+    inverse_index: Tensor  # the place of each served row in `updated`
 
 
 def rows_per_rank(cfg: Hyperparameters, ranks: Ranks) -> int:
@@ -986,8 +1043,8 @@ def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return found.numpy(), places.numpy()
 
 
-def plan_requests(rows: np.ndarray, ranks: Ranks, cfg: Hyperparameters) -> tuple[Requests, np.ndarray]:
-    """Return this rank's requests, and the place in `Requests.ids` of each row that its own sequences read.
+def plan_exchange(rows: np.ndarray, ranks: Ranks, cfg: Hyperparameters) -> tuple[RowExchange, np.ndarray]:
+    """Return this rank's requests, and the place in `RowExchange.ids` of each row that its own sequences read.
 
     rows (S, G, tokens of the whole cycle): what the S sequences of each step read; rank r has every world_size-th from
     the r-th on. places (S / world_size, G, the same).
@@ -998,13 +1055,15 @@ def plan_requests(rows: np.ndarray, ranks: Ranks, cfg: Hyperparameters) -> tuple
     of_ranks = [rows[rank::size] for rank in range(size)]
     ids, places = distinct(of_ranks[ranks.rank])
     counts = np.bincount(ids // owned, minlength=size).tolist()
-    served = [distinct(read[(read >= first) & (read < first + owned)])[0] - first for read in of_ranks]
-    all_served = np.concatenate(served).astype(np.int64)
-    updated, inverse = distinct(all_served)
-    return Requests(ids, counts, all_served, [*map(len, served)], updated, inverse), places.astype(np.int32)
+    send_rows = [distinct(read[(read >= first) & (read < first + owned)])[0] - first for read in of_ranks]
+    all_served = np.concatenate(send_rows).astype(np.int64)
+    unique_rows, inverse_index = distinct(all_served)
+    return RowExchange(ids, counts, all_served, [*map(len, send_rows)], unique_rows, inverse_index), places.astype(
+        np.int32
+    )
 
 
-def choose_candidates(following: np.ndarray, count: int, offset: int, cfg: Hyperparameters) -> tuple[np.ndarray, int]:
+def sample_classes(next_tokens: np.ndarray, count: int, offset: int, cfg: Hyperparameters) -> tuple[np.ndarray, int]:
     """Return `count` tokens, ascending, for a sampled softmax, and the next offset (record 92).
 
     They include every next token, with a pointer also the row of a copy; the rest come from a sweep over the
@@ -1013,12 +1072,12 @@ def choose_candidates(following: np.ndarray, count: int, offset: int, cfg: Hyper
     """
     V = cfg.padded_vocab
     chosen = np.zeros(V, bool)
-    chosen[following] = True
+    chosen[next_tokens] = True
     if cfg.pointer_dim:
         chosen[cfg.copy_row] = True
     missing = count - chosen.sum()
     if missing < 0:
-        raise UserError(f"{chosen.sum()} different targets in a sequence: raise `candidates` {count} of its stage")
+        raise UserError(f"{chosen.sum()} different targets in a sequence: raise `sampled_classes` {count} of its stage")
     if missing:
         look = min(V, int(1.7 * missing) + 256)  # the record's: some are chosen already
         ids = 20011 * (offset + np.arange(look)) % V
@@ -1031,7 +1090,7 @@ def choose_candidates(following: np.ndarray, count: int, offset: int, cfg: Hyper
     return np.flatnonzero(chosen), offset
 
 
-class Reader:
+class DistributedDataLoader:
     """Make the inputs of this rank's sequences, cycle after cycle, from the tokens of all ranks."""
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
@@ -1043,65 +1102,69 @@ class Reader:
         # Where the next sweep for candidates begins, for the i-th sequence of a step: where the one before ended
         self.offsets = [cfg.padded_vocab * i // n for i in range(n)]
 
-    def targets(self, plan: Plan, following: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def targets(self, schedule: StepSchedule, next_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the targets (T, n) and the weights (n,) of their losses, from the next tokens (T,).
 
         Without a loss: NONE, where a token has no prefix or its prefix is no candidate; BEYOND, after the last target.
         """
         cfg = self.cfg
-        T = len(following)
-        padded = np.pad(following.astype(np.int64), (0, len(plan.next_weights)), constant_values=BEYOND)
-        columns = [(padded[k : k + T], weight) for k, weight in enumerate(plan.next_weights)]
-        if plan.prefix_weight:
-            columns.append((self.prefixes[following], plan.prefix_weight))
+        T = len(next_tokens)
+        padded = np.pad(next_tokens.astype(np.int64), (0, len(schedule.next_weights)), constant_values=BEYOND)
+        columns = [(padded[k : k + T], weight) for k, weight in enumerate(schedule.next_weights)]
+        if schedule.prefix_weight:
+            columns.append((self.prefixes[next_tokens], schedule.prefix_weight))
         if cfg.pointer_dim:  # the row of a copy is the last. It weighs 0, as `with_copies` joins it to the next token
             columns.append((np.full(T, cfg.copy_row), 0.0))
         targets, weights = zip(*columns)
         return np.column_stack(targets), np.array(weights, "f8" if cfg.dtype == "float64" else "f4")
 
-    def doc_ids(self, plan: Plan, tokens: np.ndarray) -> np.ndarray:
+    def doc_ids(self, schedule: StepSchedule, tokens: np.ndarray) -> np.ndarray:
         """Number the documents; in training, parts of at most `segment` tokens."""
         starts = tokens == self.cfg.eot_token
-        if plan.trains:
+        if schedule.trains:
             t = np.arange(len(tokens))
             last_start = np.maximum.accumulate(t * starts)
             starts |= (t - last_start) % self.cfg.segment == 0
         return starts.cumsum(dtype=np.int32)
 
-    def inputs(self, plan: Plan, i: int, sequence: np.ndarray, ngram_index: np.ndarray) -> Inputs:
+    def inputs(self, schedule: StepSchedule, i: int, sequence: np.ndarray, ngram_index: np.ndarray) -> ModelInputs:
         """Return the inputs of a step's i-th sequence (T + 1,), the last target included, and move its sweep on.
 
         They are arrays, of which `make` makes tensors.
         """
-        tokens, following = sequence[:-1], sequence[1:]
-        targets, weights = self.targets(plan, following)
-        candidates = None
-        if plan.candidates:
-            candidates, self.offsets[i] = choose_candidates(following, plan.candidates, self.offsets[i], self.cfg)
+        tokens, next_tokens = sequence[:-1], sequence[1:]
+        targets, weights = self.targets(schedule, next_tokens)
+        sampled_classes = None
+        if schedule.sampled_classes:
+            sampled_classes, self.offsets[i] = sample_classes(
+                next_tokens, schedule.sampled_classes, self.offsets[i], self.cfg
+            )
             places = np.full(self.cfg.padded_vocab, NONE)  # of tokens among the candidates
-            places[candidates] = np.arange(len(candidates))
+            places[sampled_classes] = np.arange(len(sampled_classes))
             targets = np.where(targets < 0, targets, places[targets])
-        signs = find_signs(tokens, self.cfg)
-        return Inputs(tokens, following, self.doc_ids(plan, tokens), targets, weights, candidates, ngram_index, signs)
+        signs = sign_row_ids(tokens, self.cfg)
+        return ModelInputs(
+            tokens, next_tokens, self.doc_ids(schedule, tokens), targets, weights, sampled_classes, ngram_index, signs
+        )
 
     def make(
-        self, plans: Sequence[Plan], batches: Sequence[Sequence[np.ndarray]]
-    ) -> tuple[list[list[Inputs]], Requests]:
+        self, step_schedules: Sequence[StepSchedule], batches: Sequence[Sequence[np.ndarray]]
+    ) -> tuple[list[list[ModelInputs]], RowExchange]:
         """Return for each step of a cycle this rank's inputs, and what the cycle requests, on the host.
 
         batches: for each step the tokens of all sequences (T + 1,), with their last targets.
         """
         arrays = [np.array(batch, np.int32) for batch in batches]  # (S, T + 1)
-        rows = [np.stack([find_ngrams(tokens, self.cfg) for tokens in batch[:, :-1]]) for batch in arrays]
+        rows = [np.stack([ngram_row_ids(tokens, self.cfg) for tokens in batch[:, :-1]]) for batch in arrays]
         # (S, G, T) each. All steps of a cycle have S sequences: so side by side they are one array, and are split again
-        requests, places = plan_requests(np.concatenate(rows, axis=2), self.ranks, self.cfg)
+        exchange, places = plan_exchange(np.concatenate(rows, axis=2), self.ranks, self.cfg)
         parts = np.split(places, np.cumsum([of_step.shape[2] for of_step in rows])[:-1], axis=2)
         own = range(self.ranks.rank, len(arrays[0]), self.ranks.world_size)
         steps = [
-            [self.inputs(plan, i, batch[i], index) for i, index in zip(own, part)]
-            for plan, batch, part in zip(plans, arrays, parts)
+            [self.inputs(schedule, i, batch[i], index) for i, index in zip(own, part)]
+            for schedule, batch, part in zip(step_schedules, arrays, parts)
         ]
-        return tree_map_only(np.ndarray, self.on_host, (steps, requests))
+        return tree_map_only(np.ndarray, self.on_host, (steps, exchange))
 
     def on_host(self, array: np.ndarray) -> Tensor:
         # The copy is in C's order, and begins at a multiple of 16 bytes, as compiled code wants it
@@ -1112,12 +1175,12 @@ class Reader:
         """Return what `make` has made, on the device."""
         return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), made)
 
-    def read(self, cycles: Iterable[Cycle]) -> Iterator[tuple[list[Inputs], Requests]]:
+    def read(self, cycles: Iterable[Cycle]) -> Iterator[tuple[list[ModelInputs], RowExchange]]:
         """Yield for each step this rank's inputs and what its cycle requests, on the device."""
 
-        def make(plans, batches):
+        def make(step_schedules, batches):
             return self.make(
-                plans, [[read_sequence(path, pieces, self.cfg) for path, pieces in batch] for batch in batches]
+                step_schedules, [[read_sequence(path, pieces, self.cfg) for path, pieces in batch] for batch in batches]
             )
 
         def start():
@@ -1128,10 +1191,10 @@ class Reader:
             submitted = (thread.submit(make, *cycle) for cycle in cycles)  # lazily: taking one submits it
             ahead = deque(islice(submitted, 2))
             while ahead:
-                steps, requests = self.on_device(ahead.popleft().result())
+                steps, exchange = self.on_device(ahead.popleft().result())
                 ahead.extend(islice(submitted, 1))  # two are ahead of the cycle that the steps take
                 for inputs in steps:
-                    yield inputs, requests
+                    yield inputs, exchange
 
 
 # ---- Layers: each draws its own initial values; MLPs begin with zero outputs (@Grad62304977) -------------------------
@@ -1146,7 +1209,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, weight.type_as(x))
 
 
-def delay(x: Tensor, n: int) -> Tensor:
+def shift_later(x: Tensor, n: int) -> Tensor:
     """Return x (T, ...) moved n tokens later, for n <= T; the first n tokens keep their own rows."""
     return torch.cat([x[:n], x[: len(x) - n]])
 
@@ -1172,7 +1235,7 @@ class RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        x32 = x.to(wide(x.dtype))
+        x32 = x.to(accum_dtype(x.dtype))
         scale = (x32.square().mean(-1, keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
         y = x32 * scale
         y = y if x32 is x else y.to(x.dtype)  # torch 2.11 compiles a cast to the same type without its gradient
@@ -1214,7 +1277,7 @@ def matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast
     return torch._scaled_mm(a, b, one / scale, one, out_dtype=dtype, use_fast_accum=fast)
 
 
-def has_kernels(t: Tensor) -> bool:
+def can_use_kernels(t: Tensor) -> bool:
     """Say whether kernels of this script take t, or PyTorch does what they do."""
     return triton is not None and t.is_cuda and t.dtype == torch.bfloat16
 
@@ -1231,8 +1294,8 @@ def relu_squared_rows(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     A kernel holds a row in registers. The compiler's reads long rows twice, in twice the time (measured: one H100).
     """
     if dtype.itemsize > 1:
-        return F.relu(z).square_(), z.new_ones(len(z), 1, dtype=wide(z.dtype))
-    if not has_kernels(z):
+        return F.relu(z).square_(), z.new_ones(len(z), 1, dtype=accum_dtype(z.dtype))
+    if not can_use_kernels(z):
         squares = F.relu(z).square_()
         scale = 448 / squares.amax(1, keepdim=True).float().clamp(min=1e-12)
         return quantize(squares, scale, dtype), 1 / scale
@@ -1243,7 +1306,7 @@ def relu_squared_rows(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return y, scales
 
 
-def relu_squared_backward(grad, w, squares_q, scales, column_scale, by_kernel: bool) -> tuple[Tensor, ...]:
+def relu_squared_backward(grad, w, squares_q, scales, column_scale, use_kernel: bool) -> tuple[Tensor, ...]:
     """Return dz (T, N) row-major, dz column-major, and column_scale * relu(z)^2 column-major. All may be in FP8.
 
     squares_q and scales are what `relu_squared_rows` made of z. dz = 2 relu(z) (grad @ w) is the gradient of
@@ -1252,7 +1315,7 @@ def relu_squared_backward(grad, w, squares_q, scales, column_scale, by_kernel: b
     be written and read again. Where products sum over tokens, FP8 wants both factors column-major: tokens of a hidden
     unit side by side. Without the kernel all are row-major, and `matmul` copies.
     """
-    if not by_kernel:
+    if not use_kernel:
         squares = squares_q.to(scales.dtype) * scales
         dz = matmul(grad, w, FP8_GRAD * FP8_W, scales.dtype) * squares.sqrt() * 2
         dz = quantize(dz, FP8_GRAD, grad.dtype)
@@ -1294,15 +1357,15 @@ class FP8Linear(torch.autograd.Function):
 
 
 class ReluSquaredMLP(torch.autograd.Function):
-    """Return relu(x @ w1.T)^2 @ w2.T, in FP8 if `fp8`, backward by a kernel if `by_kernel`.
+    """Return relu(x @ w1.T)^2 @ w2.T, in FP8 if `fp8`, backward by a kernel if `use_kernel`.
 
     The square of relu is 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977). In FP8 squares
     have a scale for each row. Records scale by the maximum of the step before, which a checkpoint would have to keep.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, w2, fp8, by_kernel):
-        ctx.by_kernel = by_kernel
+    def forward(ctx, x, w1, w2, fp8, use_kernel):
+        ctx.use_kernel = use_kernel
         dtype = torch.float8_e4m3fn if fp8 else x.dtype
         x_q = quantize(x, FP8_X, dtype)
         w1_q = quantize(w1, FP8_W, dtype)
@@ -1320,11 +1383,11 @@ class ReluSquaredMLP(torch.autograd.Function):
         x_q, w1_q, w2_q, squares_q, scales = ctx.saved_tensors
         scale = 1 / scales.max()  # one for all columns
         grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2 if squares_q.dtype.itemsize == 1 else grad.dtype)
-        dz, dz_columns, squares = relu_squared_backward(grad_q, w2_q, squares_q, scales, scale, ctx.by_kernel)
-        by_w2 = matmul(grad_q.t(), squares, FP8_GRAD * scale, grad.dtype)
-        by_x, by_w1 = linear_gradients(dz, dz_columns, x_q, w1_q, grad.dtype)
+        dz, dz_columns, squares = relu_squared_backward(grad_q, w2_q, squares_q, scales, scale, ctx.use_kernel)
+        grad_w2 = matmul(grad_q.t(), squares, FP8_GRAD * scale, grad.dtype)
+        grad_x, grad_w1 = linear_gradients(dz, dz_columns, x_q, w1_q, grad.dtype)
         # As contiguous as c_fc: else PyTorch adds the gradients of all MLPs one by one, in 0.28 ms (measured: one H100)
-        return by_x, by_w1.t().contiguous().t(), by_w2, None, None
+        return grad_x, grad_w1.t().contiguous().t(), grad_w2, None, None
 
 
 class MLP(nn.Module):
@@ -1337,14 +1400,14 @@ class MLP(nn.Module):
         self.c_proj = nn.Parameter(torch.zeros(K, cfg.mlp_dim))
         self.fp8 = cfg.layers_fp8
         fits = cfg.device == "cuda" and cfg.dtype == "bfloat16" and K % 16 == cfg.mlp_dim % 16 == 0
-        self.by_kernel = fits and triton is not None and torch.cuda.get_device_capability() >= (9, 0)
+        self.use_kernel = fits and triton is not None and torch.cuda.get_device_capability() >= (9, 0)
 
     def forward(self, x: Tensor, factor: Tensor) -> Tensor:
         c_proj = self.c_proj.type_as(x)
         if factor.ndim == 0:  # as in `scaled_linear`
             c_proj = factor * c_proj
         fp8 = self.fp8 and torch.is_grad_enabled()
-        y = ReluSquaredMLP.apply(x, self.c_fc.mT.type_as(x), c_proj, fp8, self.by_kernel)
+        y = ReluSquaredMLP.apply(x, self.c_fc.mT.type_as(x), c_proj, fp8, self.use_kernel)
         return factor * y if factor.ndim else y
 
 
@@ -1449,8 +1512,8 @@ class BandMask:
     the pointer's two masks it is (2, N, block, band).
     """
 
-    def __init__(self, sees: Callable, T: int, block: int, widest: int, dtype: torch.dtype):
-        band = block * (1 + math.ceil(widest / block))
+    def __init__(self, sees: Callable, T: int, block: int, max_window: int, dtype: torch.dtype):
+        band = block * (1 + math.ceil(max_window / block))
         q = torch.arange(T, dtype=torch.int32).view(-1, block, 1)
         kv = q[:, -1:] + torch.arange(1 - band, 1, dtype=torch.int32)
         heads = torch.arange(2)[:, None, None, None]  # masks that ask for no head have no such dimension
@@ -1478,13 +1541,13 @@ class BandMask:
 
 
 def attention_mask(
-    doc_ids: Tensor, window, widest: int, cfg: Hyperparameters, also: Callable | None = None
+    doc_ids: Tensor, window, max_window: int, cfg: Hyperparameters, also: Callable | None = None
 ) -> BlockMask | BandMask:
     """Return `document_mask` as the device takes it. widest: a number that is at least the window, in all steps."""
     if cfg.device == "cuda":
         return document_block_mask(doc_ids, window, cfg.block_size, also)
     sees = document_mask(doc_ids, window, also)
-    return BandMask(sees, len(doc_ids), cfg.block_size, widest, getattr(torch, cfg.dtype))
+    return BandMask(sees, len(doc_ids), cfg.block_size, max_window, getattr(torch, cfg.dtype))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_per_pair: int) -> Tensor:
@@ -1504,7 +1567,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_pe
     return y.squeeze(0).transpose(0, 1).reshape(T, H, D)
 
 
-class View(NamedTuple):
+class AttentionContext(NamedTuple):
     """Hold what a kind of attention sees of a sequence, and where it is."""
 
     mask: BlockMask | BandMask
@@ -1541,7 +1604,9 @@ class CausalSelfAttention(nn.Module):
             q, k = self.qk_w.data.chunk(2)
             k.copy_(q)
 
-    def forward(self, x: Tensor, value_embed: Tensor | None, mudd: Tensor | None, view: View, factors: dict) -> Tensor:
+    def forward(
+        self, x: Tensor, value_embed: Tensor | None, mudd: Tensor | None, view: AttentionContext, factors: dict
+    ) -> Tensor:
         """Attend, with the layer's factors: see `Block.collect`.
 
         value_embed and mudd (T, H D): a row of a table, and a mixture of streams, that join the values, if any.
@@ -1577,7 +1642,7 @@ class CausalSelfAttention(nn.Module):
         qkv = product(x, qkv_w.type_as(x)).split([H * qk_dim, H * qk_dim, H * v_dim], dim=1)
         return [t.unflatten(1, (H, -1)) for t in qkv]
 
-    def position(self, q: Tensor, k: Tensor, view: View) -> tuple[Tensor, Tensor]:
+    def position(self, q: Tensor, k: Tensor, view: AttentionContext) -> tuple[Tensor, Tensor]:
         """Give queries and keys unit RMS (QK-norm: @Grad62304977), and positions; scale the queries."""
         if self.attention.rotary:
             n = self.attention.heads_per_pair
@@ -1588,10 +1653,10 @@ class CausalSelfAttention(nn.Module):
         else:
             q = view.scale.type_as(q) * norm(q)
             k = norm(k)
-        if self.attention.before:
-            late = int(self.attention.before * k.size(-1))
+        if self.attention.key_offset:
+            late = int(self.attention.key_offset * k.size(-1))
             own, before = k.split([k.size(-1) - late, late], dim=-1)
-            k = torch.cat([own, delay(before, 1)], dim=-1)
+            k = torch.cat([own, shift_later(before, 1)], dim=-1)
         return q, k
 
     def gated(self, value_embed: Tensor, x: Tensor, factors: dict) -> Tensor:
@@ -1642,7 +1707,7 @@ def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
     net = ""  # the last one so far
     layers = []
     for i, row in enumerate(cfg.layers):
-        net = f"net {i}" if row.net else net
+        net = f"net {i}" if row.gate_net else net
         mudd = "" if row.mudd is None else "mudd_net"
         if (mudd or row.head_mix) and cfg.model_dim != H * D:
             raise UserError(f"--model_dim {cfg.model_dim}: layer {i} mixes streams with values, of {H * D} dimensions")
@@ -1689,11 +1754,11 @@ class GateNet(nn.Module):
         dtype = getattr(torch, cfg.dtype)
         self.sizes = {key: len(first) for key, first in wanted.items()}
         first = [*chain(*wanted.values())]
-        w1 = torch.empty(cfg.net_dim, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5
+        w1 = torch.empty(cfg.gate_net_dim, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5
         self.w1 = nn.Parameter(w1.to(dtype))
-        self.w2 = nn.Parameter(torch.zeros(len(first), cfg.net_dim, dtype=dtype))
+        self.w2 = nn.Parameter(torch.zeros(len(first), cfg.gate_net_dim, dtype=dtype))
         self.b2 = nn.Parameter((torch.tensor(first) / GATE_SCALE).to(dtype))
-        self.w2g = nn.Parameter(torch.zeros(len(first), groups, cfg.net_dim, dtype=dtype)) if groups else None
+        self.w2g = nn.Parameter(torch.zeros(len(first), groups, cfg.gate_net_dim, dtype=dtype)) if groups else None
 
     def forward(self, x: Tensor, scale: Tensor | float = GATE_SCALE) -> dict:
         """Return the factors by key: (n, T, 1), with groups (n, T, groups), in the precision of x."""
@@ -1710,16 +1775,16 @@ def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
     return sum(factor * source for factor, source in zip(factors, sources))  # type: ignore[return-value]
 
 
-class Sources(NamedTuple):
+class SharedInputs(NamedTuple):
     """Hold what any layer may read beside the residual stream."""
 
     x0: Tensor  # (T, K): the embedding stays at hand (record 9, @KoszarskyB),
     ngrams: Tensor  # (T, K): and the embeddings of n-grams (62, @classiclarryd)
     value_embeds: dict[int, Tensor]  # (T, H D), by layer
-    views: dict[str, View]  # by kind of attention
+    attention: dict[str, AttentionContext]  # by kind of attention
 
 
-class Streams(NamedTuple):
+class BlockOutputs(NamedTuple):
     """Hold what a layer read and made, each (T, K)."""
 
     first: Tensor  # the residual stream before the layer; in layer 0 with n-grams
@@ -1747,7 +1812,7 @@ class Block(nn.Module):
         for name, first in layer.made_by("parameter").items():
             self.register_parameter(f"{name}_lambdas", nn.Parameter(torch.tensor(first)))
 
-    def collect(self, x: Tensor, by_net: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
+    def collect(self, x: Tensor, net_gates: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
         """Return the layer's factors by name: (n,), or made by a net for each of T tokens, (n, T, 1). Pairs are split.
 
         A pair that MUDD makes becomes two of (T, 1). Those of gpt2's layer 3, of which resid and post are parameters,
@@ -1756,7 +1821,7 @@ class Block(nn.Module):
             resid_attn (), resid_mlps (), post_attn (), post_mlps (), xsa (6, T, 1), head_gate (6, T, 1)
         """
         factors = {name: getattr(self, f"{name}_lambdas") for name in self.layer.made_by("parameter")}
-        factors |= {name: factor for (number, name), factor in by_net.items() if number == self.layer.number}
+        factors |= {name: factor for (number, name), factor in net_gates.items() if number == self.layer.number}
         if self.mudd_net is not None:
             factors |= self.mudd_net(x)
         for name in "resid", "post":
@@ -1764,30 +1829,30 @@ class Block(nn.Module):
                 factors[f"{name}_attn"], factors[f"{name}_mlps"] = factors.pop(name)
         return factors
 
-    def forward(self, x: Tensor, sources: Sources, earlier: list[Streams], by_net: dict) -> Streams:
+    def forward(self, x: Tensor, sources: SharedInputs, earlier: list[BlockOutputs], net_gates: dict) -> BlockOutputs:
         """Return what the layer makes of the residual stream x (T, K). earlier: what those before it made."""
         row = self.layer.row
-        factors = self.collect(x, by_net)
+        factors = self.collect(x, net_gates)
         if row.ngram and not earlier:  # in the first layer
             x = x + factors["ngram"][0] * sources.ngrams
         first = x
         if row.shift:
             # From here on some channels are of earlier tokens, also of another document: after RWKV (arXiv:2305.13048)
             parts = x.tensor_split(len(row.shift), dim=1)
-            x = torch.cat([delay(part, n) for part, n in zip(parts, row.shift)], dim=1)
+            x = torch.cat([shift_later(part, n) for part, n in zip(parts, row.shift)], dim=1)
         mudd_values = None
         if row.mudd is not None:
             mudd_inputs = [earlier[0].first, earlier[row.mudd].output, x]
             mudd_values = mix(factors["to_values"], mudd_inputs)
             x = x + mix(factors["to_stream"], mudd_inputs)
-        attn_input = norm(x if row.reads is None else earlier[row.reads].output)  # record 77 (@classiclarryd)
+        attn_input = norm(x if row.attn_input is None else earlier[row.attn_input].output)  # record 77 (@classiclarryd)
         if row.skip is None:
             x = factors["resid_attn"] * x
         else:  # U-Net: record 11 (@brendanh0gan). As in the record the skip has two factors, and resid_attn is not used
             x = x + self.skip_lambda.sigmoid() * factors["skip"][0] * earlier[row.skip].output
         value_embed = sources.value_embeds.get(self.layer.number)
         if self.attn is not None:
-            x = x + self.attn(attn_input, value_embed, mudd_values, sources.views[row.attention], factors)
+            x = x + self.attn(attn_input, value_embed, mudd_values, sources.attention[row.attention], factors)
         if row.x0:  # with MUDD that is the input of layer 0, n-grams included, as in the record
             x = x + factors["x0"][0] * (sources.x0 if row.mudd is None else earlier[0].first)
         if row.ngram and earlier:
@@ -1796,11 +1861,11 @@ class Block(nn.Module):
         x = factors["resid_mlps"] * x
         for mlp in self.mlps:
             x = x + mlp(mlp_input, factors["post_mlps"])
-        return Streams(first, value_embed, attn_input, mlp_input, x)
+        return BlockOutputs(first, value_embed, attn_input, mlp_input, x)
 
 
 def head_sources(cfg: Hyperparameters) -> list[tuple[int, str, float]]:
-    """Return what `head_net` mixes, in its order: a layer, which of its `Streams`, and the factor's first value."""
+    """Return what `head_net` mixes, in order: a layer, which of its `BlockOutputs`, the factor's first value."""
     outputs = cfg.layers[-1].head_mix
     return [
         (0, "first", 0.0),
@@ -1812,7 +1877,7 @@ def head_sources(cfg: Hyperparameters) -> list[tuple[int, str, float]]:
     ]
 
 
-class LookUp(torch.autograd.Function):
+class AccumulatingEmbedding(torch.autograd.Function):
     """Return rows of a table (V, K). Each backward pass adds their gradients to `sums`, and returns none.
 
     Autograd would make a gradient of the table's size for each sequence: a fill, a cast and an addition more.
@@ -1849,17 +1914,17 @@ class GPT(nn.Module):
             if row.value_embed:
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
                 self.value_embeds[str(i)] = nn.Embedding.from_pretrained(table, freeze=False)
-        # By table: an optimizer's buffer, to which `LookUp` adds gradients. `Trainer` sets them; without one, the table
-        # gets its gradient from autograd: see `ShardedOptimizer.add`
-        self.row_sums: dict[str, Tensor] = {}
+        # By table: an optimizer's buffer, to which `AccumulatingEmbedding` adds gradients. `Trainer` sets them; without
+        # one, the table gets its gradient from autograd: see `ShardedOptimizer.add`
+        self.grad_buffers: dict[str, Tensor] = {}
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
         # The widest window of any step, for `BandMask`
-        self.widest = max(cfg.final_window, *chain(*(stage.windows.values() for stage in cfg.stages)))
+        self.max_window = max(cfg.final_window, *chain(*(stage.windows.values() for stage in cfg.stages)))
         self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
-        nets = {str(i): GateNet(cfg, outputs_of(f"net {i}", cfg)) for i, row in enumerate(cfg.layers) if row.net}
+        nets = {str(i): GateNet(cfg, outputs_of(f"net {i}", cfg)) for i, row in enumerate(cfg.layers) if row.gate_net}
         self.gate_nets = nn.ModuleDict(nets)  # each makes factors of its layer and of those up to the next net
         self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
         if cfg.layers[-1].head_mix:
@@ -1881,11 +1946,15 @@ class GPT(nn.Module):
         if dtype == torch.float64:
             self.double()
 
-    def forward(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings, invalid=None) -> Tensor:
+    def forward(
+        self, inputs: ModelInputs, ngram_embeds: Tensor, attn_settings: AttentionSettings, invalid=None
+    ) -> Tensor:
         """Return the summed loss, in FP8 where the configuration says so and gradients are wanted."""
-        x = self.features(inputs, ngram_embeds, settings)
-        shares = self.pointer(x, inputs) if self.pointer else x.new_empty(len(x), 0)
-        head = self.lm_head if inputs.candidates is None else self.table_rows("lm_head", inputs.candidates)
+        x = self.features(inputs, ngram_embeds, attn_settings)
+        pointer_mass = self.pointer(x, inputs) if self.pointer else x.new_empty(len(x), 0)
+        head = (
+            self.lm_head if inputs.sampled_classes is None else self.embedding_rows("lm_head", inputs.sampled_classes)
+        )
         cfg = self.cfg
         with_grads = torch.is_grad_enabled()
         softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
@@ -1893,49 +1962,51 @@ class GPT(nn.Module):
         size = cfg.lm_head_slice if with_grads and self.pointer else cfg.val_lm_head_slice
         # By position, as `apply` takes no names. with_grads: within its forward pass gradients are always off
         return HeadLoss.apply(
-            x, head, shares, inputs.targets, inputs.loss_weights, softcap, size, scales, with_grads, invalid
+            x, head, pointer_mass, inputs.targets, inputs.loss_weights, softcap, size, scales, with_grads, invalid
         )
 
-    def features(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> Tensor:
+    def features(self, inputs: ModelInputs, ngram_embeds: Tensor, attn_settings: AttentionSettings) -> Tensor:
         """Return the head's input (T, K)."""
         tokens = inputs.tokens
-        value_embeds = {int(i): self.table_rows(f"value_embeds.{i}.weight", tokens) for i in self.value_embeds}
+        value_embeds = {int(i): self.embedding_rows(f"value_embeds.{i}.weight", tokens) for i in self.value_embeds}
         if self.cfg.sign_rows:
             ngram_embeds = ngram_embeds * self.signs[inputs.signs].type_as(ngram_embeds)
-        x = self.table_rows("embed.weight", tokens)
+        x = self.embedding_rows("embed.weight", tokens)
         if self.cfg.smear_gate_inputs:  # some of the token before, of another document too: record 34 (@classiclarryd)
             before = F.pad(x[:-1], (0, 0, 1, 0))
             x = x + self.smear_lambda * gate(x, self.smear_gate) * before
         x = norm(x)
-        sources = Sources(x, ngram_embeds.sum(0), value_embeds, self.attention_views(inputs.doc_ids, settings))
-        by_net: dict[tuple[int, str], Tensor] = {}  # what the last net made: factors by layer and name
-        done: list[Streams] = []
+        sources = SharedInputs(
+            x, ngram_embeds.sum(0), value_embeds, self.attention_contexts(inputs.doc_ids, attn_settings)
+        )
+        net_gates: dict[tuple[int, str], Tensor] = {}  # what the last net made: factors by layer and name
+        done: list[BlockOutputs] = []
         for block in self.blocks:
-            if block.layer.row.net:
-                by_net = self.gate_nets[str(block.layer.number)](x, self.gate_scale)
-            done.append(block(x, sources, done, by_net))
+            if block.layer.row.gate_net:
+                net_gates = self.gate_nets[str(block.layer.number)](x, self.gate_scale)
+            done.append(block(x, sources, done, net_gates))
             x = done[-1].output
         return norm(self.mix_for_head(done) if self.cfg.layers[-1].head_mix else x)
 
     @property
     def tables(self) -> set[str]:
-        """Return the names of the parameters that `table_rows` reads."""
+        """Return the names of the parameters that `embedding_rows` reads."""
         return {"embed.weight", "lm_head", *(f"value_embeds.{i}.weight" for i in self.value_embeds)}
 
-    def table_rows(self, name: str, index: Tensor) -> Tensor:
-        """Return rows of the table of that name, so that their gradients go to its `row_sums`, if it has any."""
+    def embedding_rows(self, name: str, index: Tensor) -> Tensor:
+        """Return rows of the table of that name, so that their gradients go to its `grad_buffers`, if it has any."""
         table = self.get_parameter(name)
-        sums = self.row_sums.get(name)
-        return F.embedding(index, table) if sums is None else LookUp.apply(table, index, sums)
+        sums = self.grad_buffers.get(name)
+        return F.embedding(index, table) if sums is None else AccumulatingEmbedding.apply(table, index, sums)
 
-    def mix_for_head(self, done: list[Streams]) -> Tensor:
+    def mix_for_head(self, done: list[BlockOutputs]) -> Tensor:
         """Return the last stream (T, K) plus a mixture. Groups of channels have factors of their own (record 92)."""
         x = done[-1].output
         groups = self.cfg.mix_groups, -1
         sources = [getattr(done[layer], name).unflatten(1, groups) for layer, name, _ in head_sources(self.cfg)]
         return x + mix(self.head_net(x)["factors"][..., None], sources).flatten(1)
 
-    def attention_views(self, doc_ids: Tensor, settings: Settings) -> dict[str, View]:
+    def attention_contexts(self, doc_ids: Tensor, attn_settings: AttentionSettings) -> dict[str, AttentionContext]:
         """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions.
 
         An accident of the record: `attend` pairs the heads h and h + H / 2, but `CausalSelfAttention.position` gives h
@@ -1944,11 +2015,11 @@ class GPT(nn.Module):
         views = {}
         for name in dict.fromkeys(row.attention for row in self.cfg.layers if row.attention != "none"):
             attention = ATTENTION[name]
-            i = settings.kinds.index(attention.window)
+            i = attn_settings.kinds.index(attention.window)
             ids = doc_ids.repeat_interleave(attention.heads_per_pair)
-            mask = attention_mask(ids, settings.reach[i], self.widest, self.cfg)
-            cos, sin = settings.rotary[i, :, : len(ids)].unflatten(1, (-1, 1, attention.heads_per_pair, 1, 1))
-            views[name] = View(mask, cos, sin, settings.attn_scales[i])
+            mask = attention_mask(ids, attn_settings.window_sizes[i], self.max_window, self.cfg)
+            cos, sin = attn_settings.rotary[i, :, : len(ids)].unflatten(1, (-1, 1, attention.heads_per_pair, 1, 1))
+            views[name] = AttentionContext(mask, cos, sin, attn_settings.attn_scales[i])
         return views
 
 
@@ -1977,7 +2048,7 @@ class Pointer(nn.Module):
         q = (self.gain * self.cfg.pointer_dim**-0.5 * q).type_as(x)
         return q, k, q.to(self.sink.dtype) @ self.sink
 
-    def forward(self, x: Tensor, inputs: Inputs) -> Tensor:
+    def forward(self, x: Tensor, inputs: ModelInputs) -> Tensor:
         """Return each token's shares (T, 2): on all tokens that equal the next one, and on the sink.
 
         There are two masks: the first shows all tokens that a token sees, the second those of them that equal the next
@@ -1988,7 +2059,7 @@ class Pointer(nn.Module):
         block = cfg.pointer_block if torch.is_grad_enabled() else cfg.val_pointer_block  # or else it is a validation
 
         def sees(b, h, q, kv):
-            return (q > kv) & (q // block - kv // block < 2) & ((h == 0) | (tokens[kv] == inputs.following[q]))
+            return (q > kv) & (q // block - kv // block < 2) & ((h == 0) | (tokens[kv] == inputs.next_tokens[q]))
 
         window = min(2 * block, len(x))
         mask = attention_mask(inputs.doc_ids, window, window, cfg, also=sees)
@@ -2008,7 +2079,7 @@ class Pointer(nn.Module):
         return torch.stack([equal - total, sink_scores - total], dim=1).exp()
 
 
-def with_copies(p, alpha, copied, sunk, weight):
+def with_copies(p, alpha, copy_mass, sink_mass, weight):
     """Return p' of the next token, with its share of the copies, and gradients of the loss -weight log p'.
 
     p, alpha: what the softmax gives the next token and a copy. copied, sunk: the shares of `Pointer`. p_alone is what
@@ -2018,17 +2089,17 @@ def with_copies(p, alpha, copied, sunk, weight):
 
     The gradient by logit j is as of two targets, the next token and a copy:
 
-        (of_next + of_copy) softmax_j - of_next [j is the next token] - of_copy [j is a copy]
+        (next_weight + copy_weight) softmax_j - next_weight [j is the next token] - copy_weight [j is a copy]
 
-    of_next and of_copy are returned, then the gradients by copied and sunk. This is plain arithmetic, so that a kernel
-    takes it, too.
+    next_weight and copy_weight are returned, then the gradients with respect to copy_mass and sink_mass. This is plain
+    arithmetic, so that a kernel takes it, too.
     """
     p_alone = p / (1 - alpha)
-    mixed = p + alpha * (copied + sunk * p_alone) + 1e-9
+    mixed = p + alpha * (copy_mass + sink_mass * p_alone) + 1e-9
     scale = weight / mixed
-    of_next = scale * (p + alpha * sunk * p_alone)
-    of_copy = scale * alpha * (copied + sunk * p_alone / (1 - alpha))
-    return mixed, of_next, of_copy, -scale * alpha, -scale * alpha * p_alone
+    next_weight = scale * (p + alpha * sink_mass * p_alone)
+    copy_weight = scale * alpha * (copy_mass + sink_mass * p_alone / (1 - alpha))
+    return mixed, next_weight, copy_weight, -scale * alpha, -scale * alpha * p_alone
 
 
 # triton.jit takes the name in the appendix, as torch.compile looks for what a kernel calls by its own name
@@ -2036,8 +2107,8 @@ copies_of_tensors: Callable = with_copies
 
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
-def softcapped_cross_entropy(z, targets, weights, shares, softcap: tuple, with_grad: bool, invalid=None):
-    """Overwrite the logits z (T, V). Return the losses (T,) in nats, dz and d_shares (None without with_grad).
+def softcapped_cross_entropy(z, targets, weights, pointer_mass, softcap: tuple, with_grad: bool, invalid=None):
+    """Overwrite the logits z (T, V). Return the losses (T,) in nats, dz and d_pointer_mass (None without with_grad).
 
     targets (T, n): NONE or BEYOND for none. weights (n,): of their losses. shares (T, 2): of `Pointer`, and the last
     target is the row of a copy; (T, 0): without a pointer. softcap (c, r, d): a logit is l = r sigmoid((z + d) 2 / c),
@@ -2060,24 +2131,26 @@ def softcapped_cross_entropy(z, targets, weights, shares, softcap: tuple, with_g
     exps = shifted.exp_()
     total = exps.sum(-1, keepdim=True)
     log_p = target_logits - total.log()
-    pulls = weights * (targets != NONE)  # with which a target draws its logit up, and all of them down
-    d_shares = shares
-    if shares.size(1):
+    target_weights = weights * (targets != NONE)  # with which a target draws its logit up, and all of them down
+    d_pointer_mass = pointer_mass
+    if pointer_mass.size(1):
         alpha = log_p[:, -1].exp().clamp(max=1 - 1e-6)
-        found = copies_of_tensors(log_p[:, 0].exp(), alpha, shares[:, 0], shares[:, 1], weights[0])
-        mixed, pulls[:, 0], pulls[:, -1], *of_shares = found
+        found = copies_of_tensors(log_p[:, 0].exp(), alpha, pointer_mass[:, 0], pointer_mass[:, 1], weights[0])
+        mixed, target_weights[:, 0], target_weights[:, -1], *d_masses = found
         log_p[:, 0] = mixed.log()
-        d_shares = torch.stack(of_shares, dim=1)
+        d_pointer_mass = torch.stack(d_masses, dim=1)
     losses = -(weights * (targets >= 0) * log_p).sum(-1)
     if not with_grad:
         return losses, None, None
     # An accident of the record: a target BEYOND the end has no loss, but its pull counts here
-    d_logits = exps.mul_(pulls.sum(-1, keepdim=True) / total)  # softmax(logits) times all pulls, less pulls of targets
-    d_logits.scatter_add_(1, targets.clamp(min=0), -pulls * (targets >= 0))
-    return losses, torch.ops.aten.sigmoid_backward(d_logits, s).mul_(r * 2 / c), d_shares
+    d_logits = exps.mul_(
+        target_weights.sum(-1, keepdim=True) / total
+    )  # softmax(logits) times all pulls, less pulls of targets
+    d_logits.scatter_add_(1, targets.clamp(min=0), -target_weights * (targets >= 0))
+    return losses, torch.ops.aten.sigmoid_backward(d_logits, s).mul_(r * 2 / c), d_pointer_mass
 
 
-def cross_entropy_by_kernel(z, targets, weights, shares, softcap: tuple, scale: float):
+def cross_entropy_with_kernel(z, targets, weights, pointer_mass, softcap: tuple, scale: float):
     """Return what `softcapped_cross_entropy` does, the gradient by z times `scale`.
 
     The gradient overwrites z, in its precision, or in e5m2 where z is e4m3. z is read twice, the second time from a
@@ -2085,12 +2158,12 @@ def cross_entropy_by_kernel(z, targets, weights, shares, softcap: tuple, scale: 
     """
     c, r, d = softcap
     losses = torch.empty(len(z), dtype=torch.float32, device=z.device)
-    d_shares = torch.empty_like(shares)
+    d_pointer_mass = torch.empty_like(pointer_mass)
     cross_entropy_kernel[(len(z),)](
-        z, targets, weights, shares, losses, d_shares, z.size(1), len(weights),
+        z, targets, weights, pointer_mass, losses, d_pointer_mass, z.size(1), len(weights),
         slope=-1 / c, shift=-d / c, bits=r / math.log(2), factor=scale * r * 2 / c, BLOCK=2048,
     )  # fmt: skip
-    return losses, z.view(torch.float8_e5m2) if z.itemsize == 1 else z, d_shares
+    return losses, z.view(torch.float8_e5m2) if z.itemsize == 1 else z, d_pointer_mass
 
 
 # Of the head's input and weight: 100 and 2 become 448, e4m3's largest number. Of the logits' gradient, in e5m2: 1.6,
@@ -2110,7 +2183,7 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, w, shares, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, invalid):
+    def forward(ctx, x, w, pointer_mass, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, invalid):
         x_scale, w_scale, dz_scale = fp8_scales or (1.0, 1.0, 1.0)
         dtype, dz_dtype = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
         w_q = quantize(w, w_scale, dtype)
@@ -2118,13 +2191,13 @@ class HeadLoss(torch.autograd.Function):
         grad_w = None
         for start in range(0, len(x), slice_tokens):
             part = slice(start, start + slice_tokens)
-            of_slice = targets[part], weights, shares[part], softcap
+            of_slice = targets[part], weights, pointer_mass[part], softcap
             x_q = quantize(x[part], x_scale, dtype)
             z = matmul(x_q, w_q.t(), x_scale * w_scale, dtype, fast=True)
-            if with_grads and has_kernels(x) and shares.size(1):
-                loss, grad_q, grad_slice = cross_entropy_by_kernel(z, *of_slice, dz_scale)
+            if with_grads and can_use_kernels(x) and pointer_mass.size(1):
+                loss, grad_q, grad_slice = cross_entropy_with_kernel(z, *of_slice, dz_scale)
             else:
-                z = z.to(wide(w.dtype))
+                z = z.to(accum_dtype(w.dtype))
                 bits = None if invalid is None else invalid[part]
                 loss, grad_z, grad_slice = softcapped_cross_entropy(z, *of_slice, with_grads, bits)
                 grad_q = quantize(grad_z, dz_scale, dz_dtype) if with_grads else None
@@ -2132,7 +2205,7 @@ class HeadLoss(torch.autograd.Function):
             if with_grads:
                 found[-1] += matmul(grad_q, w_q, dz_scale * w_scale, x.dtype), grad_slice
                 # As (K, V), then transposed: faster than (V, K) directly (record 19)
-                added = matmul(x_q.t(), grad_q, x_scale * dz_scale, wide(w.dtype)).t()
+                added = matmul(x_q.t(), grad_q, x_scale * dz_scale, accum_dtype(w.dtype)).t()
                 grad_w = added if grad_w is None else grad_w + added
         losses, *grads = map(torch.cat, zip(*found))
         if with_grads:
@@ -2141,9 +2214,9 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad_x, grad_shares, grad_w = ctx.saved_tensors
+        grad_x, grad_pointer_mass, grad_w = ctx.saved_tensors
         # grad_w is a transpose; autograd accumulates slowly unless it is as contiguous as the weight
-        return grad * grad_x, (grad * grad_w).contiguous(), grad * grad_shares, *[None] * 7
+        return grad * grad_x, (grad * grad_w).contiguous(), grad * grad_pointer_mass, *[None] * 7
 
 
 # ---- Optimizers: every rank updates its share of each group of parameters, as in ZeRO-1 (arXiv:1910.02054) -----------
@@ -2156,7 +2229,7 @@ def start_collective(collective: Callable, *args) -> Callable[[], object]:
     return collective(*args, async_op=True).wait if dist.is_initialized() else lambda: None
 
 
-def gather(own) -> list:
+def all_gather_objects(own) -> list:
     """Return what each rank has. Hosts wait for each other, and for no device."""
     everyone = [own] * (dist.get_world_size() if dist.is_initialized() else 1)
     if len(everyone) > 1:
@@ -2175,9 +2248,9 @@ class ShardedOptimizer:
         values                       this rank's rows, where updates add up: param_shard, of Muon an fp32 copy
 
     groups: the table's row for each parameter; emas: by number the rows of `emas` that apply to all of them; sum_dtype:
-    in which gradients add up, for optimizers of tables, which get theirs from `LookUp`: see `GPT.row_sums`. A subclass
-    defines init_state(values), which gets the rank's rows and returns by name what to keep, and update_shard(shard,
-    grad, plan), which writes new values into these rows and may overwrite `grad`.
+    in which gradients add up, for optimizers of tables, which get theirs from `AccumulatingEmbedding`: see
+    `GPT.grad_buffers`. A subclass defines init_state(values), which gets the rank's rows and returns by name what to
+    keep, and update_shard(shard, grad, schedule), which writes new values into these rows and may overwrite `grad`.
     """
 
     update_shard: Callable
@@ -2185,7 +2258,7 @@ class ShardedOptimizer:
     wait_for_grads: Callable
     wait_for_params: Callable
     by_matrix = False  # True: a row is a matrix; else 16 numbers, as kernels want addresses that are multiples of 16
-    keeps_values = False  # True: the state has values in fp32; parameters and gradients travel as activations are
+    has_master = False  # True: the state has values in fp32; parameters and gradients travel as activations are
 
     def __init__(
         self,
@@ -2209,7 +2282,7 @@ class ShardedOptimizer:
         values = self.params[0].detach().new_zeros(sum(self.rows_per_param), *row)
         for p, view in zip(self.params, self.views(values)):
             view.copy_(p.detach())
-        self.param_buffer = values.to(getattr(torch, cfg.dtype)) if self.keeps_values else values
+        self.param_buffer = values.to(getattr(torch, cfg.dtype)) if self.has_master else values
         self.grad_buffer = torch.zeros_like(self.param_buffer, dtype=sum_dtype)
         for p, view in zip(self.params, self.views(self.param_buffer)):
             p.data = view
@@ -2218,9 +2291,9 @@ class ShardedOptimizer:
         self.grad_shard = self.grad_buffer if ranks.world_size == 1 else torch.zeros_like(self.param_shard)
         # Values of Adam are the parameters. Those of Muon are in fp32: parameters are their rounded copies
         own = self.shard(values)
-        self.state = self.init_state(own.clone() if self.keeps_values else own)  # a clone: other ranks' rows are freed
-        self.values = self.state.get("values", self.param_shard)
-        self.state |= {f"ema {i}": torch.zeros_like(own, dtype=wide(own.dtype)) for i in emas}
+        self.state = self.init_state(own.clone() if self.has_master else own)  # a clone: other ranks' rows are freed
+        self.master = self.state.get("master", self.param_shard)
+        self.state |= {f"ema {i}": torch.zeros_like(own, dtype=accum_dtype(own.dtype)) for i in emas}
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the part of a buffer that belongs to each parameter, in its shape."""
@@ -2232,25 +2305,25 @@ class ShardedOptimizer:
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
     def add(self, grads: Sequence[Tensor | None]):
-        """Add gradients of the parameters to those before. None: of a table, to which `LookUp` has added them."""
+        """Add gradients of the parameters to those before. None: of a table, whose buffer has them already."""
         if pairs := [p for p in zip(self.grad_views, grads) if p[1] is not None or not self.has_tables]:
             torch._foreach_add_(*zip(*pairs))
 
-    def is_due(self, plan: Plan) -> bool:
+    def is_due(self, schedule: StepSchedule) -> bool:
         """Say whether a step updates these parameters. Its groups differ in lr alone: see `build_optimizers`."""
-        return self.groups[0].names in plan.updates
+        return self.groups[0].patterns in schedule.updates
 
     def reduce(self):
         """Start to sum the gradients over the ranks, in the precision of parameters; each gets the sums of its rows."""
         sent = self.grad_buffer.type_as(self.grad_shard)  # with one process they are one tensor
         self.wait_for_grads = start_collective(reduce_scatter, self.grad_shard, sent)
 
-    def update(self, plan: Plan):
+    def update(self, schedule: StepSchedule):
         """Update this rank's rows with the mean over the sequences, and start to send them to the other ranks."""
         self.wait_for_grads()
         if self.cfg.batch_sequences > 1:
             self.grad_shard.div_(self.cfg.batch_sequences)
-        self.update_shard(self.param_shard, self.grad_shard, plan)
+        self.update_shard(self.param_shard, self.grad_shard, schedule)
         self.grad_buffer.zero_()
         self.wait_for_params = self.send_params()
 
@@ -2258,38 +2331,38 @@ class ShardedOptimizer:
         """Start to send this rank's parameters to the others, and return a function that waits for theirs."""
         return start_collective(all_gather, self.param_buffer, self.param_shard)
 
-    def become(self, other: "ShardedOptimizer"):
+    def copy_state_from(self, other: "ShardedOptimizer"):
         """Take the parameters and the state of another optimizer."""
         self.param_buffer.copy_(other.param_buffer)
         for name in self.state.keys() & other.state.keys():
             self.state[name].copy_(other.state[name])
 
-    def move_emas(self, plan: Plan):
+    def update_emas(self, schedule: StepSchedule):
         """Move the averages of this rank's rows towards their values."""
         for i in self.emas:
-            if rate := plan.ema_rates[i]:
+            if rate := schedule.ema_rates[i]:
                 ema = self.state[f"ema {i}"]
-                ema.lerp_(self.values.to(ema.dtype), rate)
+                ema.lerp_(self.master.to(ema.dtype), rate)
 
-    def finish(self):
+    def blend_emas(self):
         """Blend the averages in, and give the parameters together the norm that they had."""
         if not self.emas:
             return
-        before = blended = self.values.to(wide(self.values.dtype))
+        before = blended = self.master.to(accum_dtype(self.master.dtype))
         for i, row in self.emas.items():
             blended = blended.lerp(self.state[f"ema {i}"], row.blend)
         squares = torch.stack([t.square().sum() for t in (before, blended)])
         start_collective(dist.all_reduce, squares)()
-        if any(row.same_norm for row in self.emas.values()):
+        if any(row.keep_norm for row in self.emas.values()):
             blended *= (squares[0] / squares[1]).sqrt()
-        self.values.copy_(blended)
+        self.master.copy_(blended)
         self.param_shard.copy_(blended)
         self.send_params()()
 
 
 def to_tensors(cfg: Hyperparameters, numbers: dict[str, float]) -> dict[str, Tensor]:
     """Return numbers as tensors, as each new value of a Python number would need a graph of its own."""
-    dtype = wide(getattr(torch, cfg.dtype))
+    dtype = accum_dtype(getattr(torch, cfg.dtype))
     tensors = torch.tensor([*numbers.values()], dtype=dtype).to(cfg.device, non_blocking=True).unbind()
     return dict(zip(numbers, tensors))
 
@@ -2314,14 +2387,14 @@ class Adam(ShardedOptimizer):
 
     In gpt2 it steps every other time, on the sum of two gradients (record 39, @classiclarryd), with moments in fp32
     (record 56, @ChrisJMcCormick). The weight decay is cautious (record 50, @roeeshenberg). Tables later step every
-    fourth time (`plan_update`).
+    fourth time (`schedule_update`).
     """
 
     def init_state(self, values: Tensor) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(values, dtype=wide(values.dtype)) for name in ("exp_avg", "exp_avg_sq")}
+        return {name: torch.zeros_like(values, dtype=accum_dtype(values.dtype)) for name in ("exp_avg", "exp_avg_sq")}
 
-    def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan):
-        now = plan.updates[self.groups[0].names]
+    def update_shard(self, shard: Tensor, grad: Tensor, schedule: StepSchedule):
+        now = schedule.updates[self.groups[0].patterns]
         numbers = now._asdict() | dict(eps=self.cfg.adam_eps)
         update = compiled(adam_update, self.cfg.compile, dynamic=True)
         update(shard, grad, self.state["exp_avg"], self.state["exp_avg_sq"], to_tensors(self.cfg, numbers))
@@ -2369,7 +2442,7 @@ def normalize_neurons(update: Tensor, squares: Tensor, beta2: float) -> Tensor:
 
 def muon_update(shard: Tensor, grad: Tensor, factors: Tensor, state: dict, numbers: dict, decay: float, beta2: float):
     """Update matrices as `Muon` says, with its state and numbers by name."""
-    values, fast, slow = state["values"], state["fast"], state["slow"]
+    values, fast, slow = state["master"], state["fast"], state["slow"]
     grad = grad.to(values.dtype)
     fast.lerp_(grad, 1 - numbers["fast_beta"])
     slow.lerp_(grad, numbers["slow_rate"])
@@ -2399,19 +2472,19 @@ class Muon(ShardedOptimizer):
     """
 
     by_matrix = True
-    keeps_values = True  # bf16 alone would round small steps away
+    has_master = True  # bf16 alone would round small steps away
 
     def init_state(self, values: Tensor) -> dict[str, Tensor]:
         factors = [values.new_full((n, 1, 1), group.lr) for n, group in zip(self.rows_per_param, self.groups)]
         self.factors = self.shard(torch.cat(factors))
         rows, columns = values.shape[-2:]
         squares = torch.zeros_like(values[:, :, :1] if rows >= columns else values[:, :1])
-        return dict(values=values, fast=torch.zeros_like(values), slow=torch.zeros_like(values), squares=squares)
+        return dict(master=values, fast=torch.zeros_like(values), slow=torch.zeros_like(values), squares=squares)
 
-    def update_shard(self, shard: Tensor, grad: Tensor, plan: Plan):
-        now = plan.updates[self.groups[0].names]
+    def update_shard(self, shard: Tensor, grad: Tensor, schedule: StepSchedule):
+        now = schedule.updates[self.groups[0].patterns]
         momentum = now.beta1
-        fast_beta, fast_share = (0.85, 0.4385) if plan.has_slow_momentum else (momentum, 1.0)  # ANVIL's
+        fast_beta, fast_share = (0.85, 0.4385) if schedule.has_slow_momentum else (momentum, 1.0)  # ANVIL's
         numbers = dict(rate=now.rate, momentum=momentum, fast_beta=fast_beta, fast_share=fast_share, slow_rate=0.02)
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
         update(shard, grad, self.factors, self.state, to_tensors(self.cfg, numbers), now.decay, now.beta2)
@@ -2425,33 +2498,33 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     cfg = gpt.cfg
     members: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, p in gpt.named_parameters():
-        group = group_of(name, cfg)
-        emas = tuple(i for i, row in enumerate(cfg.emas) if matches(name, row.names))
+        group = find_group(name, cfg)
+        emas = tuple(i for i, row in enumerate(cfg.emas) if matches(name, row.patterns))
         alike = f"{group} {p.dtype}"  # those with equal keys share an optimizer
         if OPTIMIZERS[group.optimizer].by_matrix:
-            alike = f"{group._replace(names='', lr=0.0)} {p.shape[-2:]}"
+            alike = f"{group._replace(patterns='', lr=0.0)} {p.shape[-2:]}"
         members.setdefault((group.optimizer, emas, alike), {})[name] = p
-    embed, head = (group_of(name, cfg) for name in ("embed.weight", "lm_head"))
-    if cfg.tied_frac and (embed.names != "embed.weight" or head != embed._replace(names="lm_head")):
+    embed, head = (find_group(name, cfg) for name in ("embed.weight", "lm_head"))
+    if cfg.tied_frac and (embed.patterns != "embed.weight" or head != embed._replace(patterns="lm_head")):
         raise UserError(f"embed.weight has {embed}, lm_head {head}: expected equal rows of their own, or --tied_frac 0")
     optimizers = []
     for (kind, emas, _), params in members.items():
-        groups = [group_of(name, cfg) for name in params]
-        sum_dtype = wide(getattr(torch, cfg.dtype)) if gpt.tables & params.keys() else None
+        groups = [find_group(name, cfg) for name in params]
+        sum_dtype = accum_dtype(getattr(torch, cfg.dtype)) if gpt.tables & params.keys() else None
         optimizers.append(OPTIMIZERS[kind](params, groups, {i: cfg.emas[i] for i in emas}, cfg, ranks, sum_dtype))
     # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
     return sorted(optimizers, key=lambda optimizer: -optimizer.param_buffer.nbytes)
 
 
 @torch.no_grad()
-def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan, meanwhile: Callable = lambda: None):
+def step_optimizers(optimizers: Sequence[ShardedOptimizer], schedule: StepSchedule, meanwhile: Callable = lambda: None):
     """Take a step on the gradients, summed over this rank's sequences, and clear those that were used.
 
     Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
     the gradients of the next and the values of the last are on their way. meanwhile: starts what else may travel.
     """
-    due = [optimizer for optimizer in optimizers if optimizer.is_due(plan)]
-    if plan.ties:  # embedding and head are one table
+    due = [optimizer for optimizer in optimizers if optimizer.is_due(schedule)]
+    if schedule.tied:  # embedding and head are one table
         embed, head = (next(o for o in due if name in o.names) for name in ("embed.weight", "lm_head"))
         embed.grad_buffer += head.grad_buffer
         head.grad_buffer.zero_()
@@ -2460,13 +2533,13 @@ def step_optimizers(optimizers: Sequence[ShardedOptimizer], plan: Plan, meanwhil
         optimizer.reduce()
     meanwhile()
     for optimizer in due:
-        optimizer.update(plan)
+        optimizer.update(schedule)
     for optimizer in due:
         optimizer.wait_for_params()
-    if plan.ties:
-        head.become(embed)  # its moments and averages, too
+    if schedule.tied:
+        head.copy_state_from(embed)  # its moments and averages, too
     for optimizer in optimizers:
-        optimizer.move_emas(plan)
+        optimizer.update_emas(schedule)
 
 
 # ---- N-grams: a table of which a cycle of steps reads few rows -------------------------------------------------------
@@ -2497,35 +2570,35 @@ class NgramTable:
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg
         self.ranks = ranks
-        self.group = group_of("ngrams", cfg)
+        self.group = find_group("ngrams", cfg)
         dtype = getattr(torch, cfg.dtype)
         rows = rows_per_rank(cfg, ranks)
         self.first = rows * ranks.rank  # number of the first row
         self.rows = torch.zeros(rows, cfg.model_dim, dtype=dtype, device=device)
-        self.v = torch.zeros(rows, 1, dtype=wide(dtype), device=device)
+        self.v = torch.zeros(rows, 1, dtype=accum_dtype(dtype), device=device)
         self.sum_dtype = torch.float16 if dtype == torch.bfloat16 else dtype  # sums need bits more than range
 
-    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Callable[[], object]]:
+    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Callable[[], object]]:
         """Start to send each rank its part of the rows. Return what all send, and a function that waits for it."""
         got = rows.new_empty(sum(received), rows.size(1))
         return got, start_collective(dist.all_to_all_single, got, rows, received, sent)
 
-    def fetch(self, requests: Requests) -> Callable[[Tensor], Tensor]:
-        """Fetch the rows that a cycle reads. Return what looks them up by `Inputs.ngram_index` (G, T), as (G, T, K)."""
+    def fetch(self, exchange: RowExchange) -> Callable[[Tensor], Tensor]:
+        """Fetch the rows that a cycle reads. Return what looks them up by `ngram_index` (G, T), as (G, T, K)."""
         if self.ranks.world_size == 1:  # they are here: nothing is copied
-            return lambda index: F.embedding(requests.ids[index], self.rows)
-        rows, wait = self.exchange(self.rows[requests.served], requests.served_counts, requests.counts)
+            return lambda index: F.embedding(exchange.ids[index], self.rows)
+        rows, wait = self.all_to_all(self.rows[exchange.send_rows], exchange.send_counts, exchange.recv_counts)
         wait()
         return lambda index: F.embedding(index, rows)
 
-    def send(self, requests: Requests, sums: Tensor):
-        """Start to send the sums of the gradients of this rank's sequences, for `Requests.ids`, to the rows' owners."""
+    def send(self, exchange: RowExchange, sums: Tensor):
+        """Start to send the summed gradients of this rank's sequences, for `RowExchange.ids`, to the rows' owners."""
         if self.ranks.world_size == 1:
             self.sums, self.wait = sums, lambda: None
         else:
-            self.sums, self.wait = self.exchange(sums, requests.counts, requests.served_counts)
+            self.sums, self.wait = self.all_to_all(sums, exchange.recv_counts, exchange.send_counts)
 
-    def update(self, requests: Requests, plan: Plan):
+    def update(self, exchange: RowExchange, schedule: StepSchedule):
         """Update the rows that the cycle has read by an Adam without momentum, and with one v for each row.
 
         As in the record v decays for all rows.
@@ -2533,8 +2606,8 @@ class NgramTable:
         self.wait()
         sums, self.sums = self.sums, None
         if self.ranks.world_size > 1:  # with one process, requested and updated rows are the same
-            sums = sums.new_zeros(len(requests.updated), sums.size(1)).index_add_(0, requests.inverse, sums)
-        now = plan.updates[self.group.names]
+            sums = sums.new_zeros(len(exchange.unique_rows), sums.size(1)).index_add_(0, exchange.inverse_index, sums)
+        now = schedule.updates[self.group.patterns]
         numbers = dict(
             rate=now.rate,
             eps=self.cfg.adam_eps,
@@ -2542,7 +2615,7 @@ class NgramTable:
             added=1 - now.beta2,
             sequences=self.cfg.batch_sequences,
         )
-        ids = requests.updated
+        ids = exchange.unique_rows
         self.v *= now.beta2
         update = compiled(row_adam_update, self.cfg.compile, dynamic=True)
         rows, v = update(self.rows[ids], self.v[ids], sums, to_tensors(self.cfg, numbers))
@@ -2550,8 +2623,9 @@ class NgramTable:
         self.v.index_copy_(0, ids, v)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the rows that ever had a gradient, on the host."""
-        ids = self.v.flatten().nonzero().flatten()
+        """Return the rows that are not as all begin, on the host. v alone would not tell: it decays to 0."""
+        both = zip(self.rows.split(ROWS_AT_ONCE), self.v.split(ROWS_AT_ONCE))
+        ids = torch.cat([rows.any(1) | v.any(1) for rows, v in both]).nonzero().flatten()
         parts = ids.split(ROWS_AT_ONCE)
         rows, v = (torch.cat([t[part].cpu() for part in parts]) for t in (self.rows, self.v))
         return dict(ids=ids.cpu() + self.first, rows=rows, v=v)
@@ -2563,9 +2637,9 @@ class NgramTable:
                 own.index_copy_(0, places.to(own.device), new.to(own))
 
 
-# ---- Log: the clock, the curves and the files of a run ---------------------------------------------------------------
-class Saved(NamedTuple):
-    """Hold how far a run is: what a checkpoint has, beside the tensors."""
+# ---- Checkpoints: files that are whole or not there at all -----------------------------------------------------------
+class Checkpoint(NamedTuple):
+    """What a checkpoint has beside the tensors, or with what a new run begins."""
 
     run_id: str
     seed: int
@@ -2578,15 +2652,14 @@ class Saved(NamedTuple):
 
 
 @contextlib.contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Say in one line what is wrong and where, as it can fail in many ways."""
+def reading(what: str) -> Iterator[None]:
+    """Say in one line what is wrong with a file of the user's, as reading it can fail in many ways."""
     try:
         yield
-    except (UserError, BrokenPipeError):  # the latter: whoever read the help has seen enough
+    except UserError:
         raise
     except Exception as error:
-        *_, line = (frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == __file__)
-        raise UserError(f"{what}: {error!r:.300} (line {line})") from error
+        raise UserError(f"{what}: {error!r:.300}") from error
 
 
 def checksum(path: Path) -> str:
@@ -2595,96 +2668,151 @@ def checksum(path: Path) -> str:
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
-class RunLog:
-    """Keep the clock and the curves of a run. On rank 0 also write LOG_DIR/RUN_ID.txt and tell the console."""
+def load_file(path: Path, expected: str = "") -> dict:
+    """Return what `save_file` wrote. expected: its checksum, where that is known."""
+    with reading(f"{path}: not a sound file of this script"):
+        if expected not in ("", checksum(path)) or zipfile.ZipFile(path).testzip():
+            raise ValueError("it is damaged, or of another run, step or rank")
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
 
-    def __init__(self, cfg: Hyperparameters, is_main: bool, saved: Saved):
+
+def save_file(path: Path, content: dict | bytes):
+    """Write a file, whole or not at all."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                torch.save(content, file)
+        part.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)  # there is one after a failure
+
+
+def find_checkpoint(given: Hyperparameters) -> Path | None:
+    """Return the file that --resume names. `latest`: the newest in log_dir, of run_id if given, of a run not complete.
+
+    If all are complete, it is the newest.
+    """
+    if given.resume != "latest":
+        return Path(given.resume) if given.resume else None
+    paths = [*Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")]
+    unfinished = [path for path in paths if not path.with_suffix(".json").exists()]
+    return max(unfinished or paths, key=os.path.getmtime, default=None)
+
+
+def load_checkpoint(given: Hyperparameters) -> Checkpoint | None:
+    """Return the checkpoint that --resume names; None: a new run."""
+    path = find_checkpoint(given)
+    if path is None:
+        return None
+    if path.with_suffix(".json").exists():
+        raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
+    with reading(f"{path}: not a sound checkpoint of this script"):
+        saved = Checkpoint(**load_file(path))
+    if given.run_id not in ("", saved.run_id):
+        raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
+    return saved
+
+
+def load_tensors(cfg: Hyperparameters, saved: Checkpoint, ranks: Ranks) -> dict[str, Tensor] | None:
+    """Return this rank's tensors of a checkpoint; None: a new run."""
+    if not saved.checksums:
+        return None
+    folder = Path(cfg.log_dir) if cfg.resume == "latest" else Path(cfg.resume).parent
+    return load_file(folder / f"{saved.run_id}.{saved.slot}.rank{ranks.rank}", saved.checksums[ranks.rank])
+
+
+# ---- Log: what a run tells, and when ---------------------------------------------------------------------------------
+class Clock:
+    """The clock of a run: milliseconds of training, without validations and checkpoints."""
+
+    def __init__(self, ms: float, cfg: Hyperparameters):
+        self.ms_before = ms  # until it was started
+        self.started: float | None = None
+        self.synchronize = getattr(torch, cfg.device).synchronize  # of torch.cpu, where nothing is to be waited for
+
+    @property
+    def ms(self) -> float:
+        """Return the milliseconds so far."""
+        return self.ms_before + (0.0 if self.started is None else 1000 * (time.perf_counter() - self.started))
+
+    def start(self):
+        """Go on, once the device has done all that it was given."""
+        self.synchronize()
+        self.started = time.perf_counter()
+
+    def stop(self):
+        """Stop, once the device has done all that it was given."""
+        self.synchronize()
+        self.ms_before = self.ms
+        self.started = None
+
+
+def open_log(path: Path, cfg: Hyperparameters, is_main: bool) -> TextIO | None:
+    """Open the file of a log, on rank 0, to add to it. Refuse to overwrite what another run has written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        goes_on_here = cfg.resume == "latest" or (cfg.resume and Path(cfg.resume).parent.samefile(path.parent))
+        # In a folder of its own a resumed run finds its files; only a result, of a run that has ended, is in the way
+        for suffix in [".json"] if goes_on_here else [".json", ".checkpoint", ".pt", ".ngrams0", ".ngrams1"]:
+            if path.with_suffix(suffix).exists():
+                raise FileExistsError(suffix)
+        if not is_main:
+            return None
+        if not cfg.resume:
+            path.touch(exist_ok=False)
+        file = path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+        except BlockingIOError:  # another run writes it
+            raise
+        except OSError:  # the file system has no locks
+            pass
+        return file
+    except OSError as error:
+        raise UserError(f"log {path}: choose another --run_id or --log_dir: {error!r}") from error
+
+
+class Log:
+    """The log of a run: its curves and, on rank 0, the file LOG_DIR/RUN_ID.txt, lines on the console and the bar."""
+
+    def __init__(self, cfg: Hyperparameters, start: Checkpoint, is_main: bool):
         self.cfg = cfg
-        self.saved = saved
-        self.curves = dict(saved.curves)
-        self.asked = False  # whether a signal has asked a rank to stop
+        self.start = start
+        self.curves = dict(start.curves)
         self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
-        self.file = None
-        with refusing(f"log {self.path}: choose another --run_id or --log_dir"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            folder = Path(cfg.resume).parent if cfg.resume not in ("", "latest") else self.path.parent
-            is_there = cfg.resume and folder.samefile(self.path.parent)  # then only a result is in the way
-            for kind in [".json"] if is_there else ".json .checkpoint .pt .ngrams0 .ngrams1".split():
-                if self.path.with_suffix(kind).exists():
-                    raise FileExistsError(kind)
-            if is_main:
-                self.file = self.path.open("a" if cfg.resume else "x", encoding="utf-8")
-                try:
-                    fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-                except BlockingIOError:
-                    raise
-                except OSError:  # the file system has no locks
-                    pass
-        self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
-        self.pending: deque = deque()  # losses on their way to the host
+        self.file = open_log(self.path, cfg, is_main)
 
-    @contextlib.contextmanager
-    def going_on(self) -> Iterator[None]:
-        """Show how far the run is. If it stops, say why, and how it goes on."""
+    def __enter__(self) -> "Log":
         self.bar = tqdm(
             desc="warming up",
-            initial=num_tokens(self.saved.step, self.cfg),
+            initial=num_tokens(self.start.step, self.cfg),
             total=num_tokens(self.cfg.num_iterations, self.cfg),
             unit="tok",
             unit_scale=True,
             disable=None if self.file and sys.stderr else True,  # None: shown on a terminal alone
         )
-        try:
-            yield
-        except BaseException as error:
-            self.write(traceback.format_exc())
-            saved = self.path.with_suffix(".checkpoint")
-            resume = f"; to go on, give the same flags and --resume {saved}" if saved.exists() else ""
-            self.write(f"stopped: {error!r:.300}{resume}", console=bool(resume))
-            raise
-        finally:
-            self.bar.close()
-            if self.file:
-                with contextlib.suppress(OSError):
-                    self.file.close()
+        return self
 
-    def start_clock(self, ms: float):
-        """Go on from `ms` of training, once the device has done all that it was given."""
-        self.device.synchronize()
-        self.bar.unpause()
-        self.started = time.perf_counter() - ms / 1000
-
-    def read_clock(self) -> float:
-        """Return the milliseconds of training so far, without validations and checkpoints."""
-        return 1000 * (time.perf_counter() - self.started)
+    def __exit__(self, *_):
+        self.bar.close()
+        if self.file:
+            with contextlib.suppress(OSError):
+                self.file.close()
 
     def write(self, text: str, console: bool = False):
-        """Write a line. If the disk is full or the console has gone away, the training goes on."""
+        """Write a line. If the disk is full or the console has gone away, training goes on."""
         if self.file:
             for stream in [self.file, sys.stdout] if console else [self.file]:
                 with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode(stream):  # above the bar
                     print(text, file=stream, flush=True)
 
-    def send_loss(self, step: int, sent: Tensor):
-        """Send what `train_step` returned to the host without waiting, and log the loss of 8 steps ago."""
-        on_host = sent.to("cpu", non_blocking=True)
-        arrived = self.device.Event()
-        arrived.record()
-        self.pending.append((step, on_host, arrived))
-        self.flush(lag=8 if sent.is_cuda else 0)
-
-    def flush(self, lag: int = 0):
-        """Wait for the losses of all but the last `lag` steps, and log them; without a bar the console sees some."""
-        while len(self.pending) > lag:
-            step, sent, arrived = self.pending.popleft()
-            arrived.synchronize()
-            loss, asked = sent.tolist()
-            self.asked |= asked > 0
-            self.log_loss("train_loss", step, loss, self.read_clock(), self.bar.disable and step % 25 == 0)
-            self.bar.update(self.cfg.batch_sequences * self.cfg.plans[step - 1].seq_len)
-
-    def log_loss(self, name: str, step: int, loss: float, ms: float, console: bool = True):
-        """Log a loss, and add it to its curve."""
+    def write_loss(self, name: str, step: int, loss: float, ms: float, console: bool = True):
+        """Write a loss, and add it to its curve. Raise FloatingPointError if it is not finite."""
         if not math.isfinite(loss):
             raise FloatingPointError(f"{name} {loss:.4f} at step {step}: lower learning rates or change --seed")
         self.curves.setdefault(name, []).append((step, loss, ms))
@@ -2692,33 +2820,72 @@ class RunLog:
         self.bar.set_description_str(line, refresh=False)
         self.write(f"{line} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms", console)
 
-    def save(self, suffix: str, state: dict | bytes, by_all: bool = False) -> list[str]:
-        """Write a file beside the log, whole or not at all; by_all: each rank has one of its own.
+    def write_stop(self, error: BaseException):
+        """Write why the run stops and how it goes on. Any rank may have to, so the file is opened once more."""
+        trace = "" if isinstance(error, ONE_LINE_ERRORS) else "".join(traceback.format_exception(error))
+        checkpoint = self.path.with_suffix(".checkpoint")
+        resume = f"; to go on, give the same flags and --resume {checkpoint}" if checkpoint.exists() else ""
+        line = f"stopped: {error!r:.300}{resume}"
+        with contextlib.suppress(OSError, ValueError):
+            if self.path.exists():  # on other nodes it may not
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(f"{trace}{line}\n")
+            if resume:
+                print(line, flush=True)
 
-        Return the files' checksums, or none if a rank failed.
-        """
-        path = self.path.with_suffix(suffix)
-        part = self.path.with_suffix(f"{suffix}.part")
-        own: object = ""
-        try:
-            if self.file or by_all:
-                part.parent.mkdir(parents=True, exist_ok=True)
-                with part.open("wb") as file:
-                    torch.save(state, file) if isinstance(state, dict) else file.write(state)
-                own = checksum(part) if by_all else ""
-                part.replace(path)
-        except Exception as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            own = error
-        checksums = gather(own)
-        problems = [f"not saved: {it!r}" for it in checksums if isinstance(it, Exception)]
-        self.write(f"{path}: {[*problems, 'saved'][0]}", console=True)
-        return [] if problems else checksums
+
+class LossQueue:
+    """The training losses of the last steps, on their way to the host, so that no step waits for the device."""
+
+    def __init__(self, cfg: Hyperparameters, clock: Clock, log: Log):
+        self.cfg = cfg
+        self.clock = clock
+        self.log = log
+        self.pending: deque = deque()  # (step, what `train_step` returned, the event of its arrival)
+        self.asked_to_stop = False  # whether a signal has asked any rank to stop, as all ranks learn at the same step
+
+    def send(self, step: int, loss_and_signals: Tensor):
+        """Send what `train_step` returned to the host, and log what has arrived: the loss of 8 steps before."""
+        on_host = loss_and_signals.to("cpu", non_blocking=True)
+        arrived = getattr(torch, self.cfg.device).Event()
+        arrived.record()
+        self.pending.append((step, on_host, arrived))
+        self.flush(keep=8 if loss_and_signals.is_cuda else 0)
+
+    def flush(self, keep: int = 0):
+        """Wait for all losses but the last `keep`, and log them. Without a bar the console shows some."""
+        bar = self.log.bar
+        while len(self.pending) > keep:
+            step, on_host, arrived = self.pending.popleft()
+            arrived.synchronize()
+            loss, num_signals = on_host.tolist()
+            self.asked_to_stop |= num_signals > 0
+            self.log.write_loss("train_loss", step, loss, self.clock.ms, console=bar.disable and step % 25 == 0)
+            bar.update(self.cfg.batch_sequences * self.cfg.step_schedules[step - 1].seq_len)
+
+
+def save_beside_log(log: Log, suffix: str, content: dict | bytes, by_all: bool = False) -> list[str]:
+    """Save a file on rank 0, or by_all: on each rank one of its own. Return their checksums, or none if a rank failed.
+
+    The disk may be full: that is said, and training goes on.
+    """
+    path = log.path.with_suffix(suffix)
+    own, problem = "", ""
+    try:
+        if by_all or log.file:
+            save_file(path, content)
+        if by_all:
+            own = checksum(path)
+    except (OSError, RuntimeError) as error:  # torch.save raises the latter
+        problem = f"not saved: {error!r}"
+    checksums, problems = zip(*all_gather_objects((own, problem)))
+    failed = [problem for problem in problems if problem]
+    log.write(f"{path}: {failed[0] if failed else 'saved'}", console=True)
+    return [] if failed else [*checksums]
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
-def use_device(cfg: Hyperparameters, ranks: Ranks) -> torch.device:
+def setup_device(cfg: Hyperparameters, ranks: Ranks) -> torch.device:
     """Return this rank's device, or share out the threads of a CPU."""
     if cfg.device == "cuda":
         device = torch.device("cuda", ranks.local_rank)
@@ -2730,10 +2897,12 @@ def use_device(cfg: Hyperparameters, ranks: Ranks) -> torch.device:
 
 
 class CUDAGraphs:
-    """Replay the launches of a function by a CUDA graph for each of its inputs' shapes (record 92).
+    """A function whose launches are replayed by a CUDA graph, one for each of its inputs' shapes (record 92).
 
     One by one, those of a step of gpt2 took a host 23 to 55 ms, more than the kernels of a small batch take (measured:
     one H100, 16 cores). A graph reads copies of its inputs, and its results last until the next call.
+    torch.cuda.make_graphed_callables would capture the forward and the backward pass apart; here one graph has both,
+    and the additions to the optimizers' buffers.
     """
 
     def __init__(self, function: Callable):
@@ -2750,100 +2919,100 @@ class CUDAGraphs:
         shapes = tuple(tensor.shape for tensor in tensors)
         if shapes not in self.captured:
             result = self.function(*args)  # compiles, and computes this call's; capturing below computes nothing
-            own = tree_map_only(Tensor, torch.clone, args)
+            static_args = tree_map_only(Tensor, torch.clone, args)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                later = self.function(*own)
-            self.captured[shapes] = graph, self.tensors_in(own), later
+                static_result = self.function(*static_args)
+            self.captured[shapes] = graph, self.tensors_in(static_args), static_result
             return result
-        graph, own_tensors, result = self.captured[shapes]
-        torch._foreach_copy_(own_tensors, tensors)
+        graph, static_tensors, static_result = self.captured[shapes]
+        torch._foreach_copy_(static_tensors, tensors)
         graph.replay()
-        return result
+        return static_result
 
 
 class Trainer:
-    """Hold what a run trains, and take its steps.
+    """The model of a run, its optimizers, the n-gram table and the data loader, and what a step does with them.
 
     From `warm_up` on the model's parameters are the same on all ranks. Each has its share of the optimizers' state and
-    of the table of n-grams.
+    of the table.
     """
 
-    # Two hooks for tools that measure a step: who moves rows of n-grams, and a context for a part of it by its name
-    table_class, part = NgramTable, contextlib.nullcontext
+    # For tools that measure a step: a table that moves its rows otherwise, and a profiler's context for a named part
+    table_class = NgramTable
+    part = contextlib.nullcontext
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         self.cfg = cfg
         self.ranks = ranks
-        self.device = use_device(cfg, ranks)
+        self.device = setup_device(cfg, ranks)
         torch.manual_seed(cfg.seed)
         self.gpt = GPT(cfg).to(self.device)
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
         sums = (pair for optimizer in self.optimizers for pair in zip(optimizer.names, optimizer.grad_views))
-        self.gpt.row_sums = {name: view for name, view in sums if name in self.gpt.tables}
+        self.gpt.grad_buffers = {name: view for name, view in sums if name in self.gpt.tables}
         self.gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
-        self.reader = Reader(cfg, ranks, self.device)
-        self.requests: Requests | None = None  # of the cycle that a step belongs to: see `train_cycles`
-        self.signals: list[str] = []  # those that asked this rank to stop
+        self.loader = DistributedDataLoader(cfg, ranks, self.device)
+        self.exchange: RowExchange | None = None  # of the cycle that a step belongs to: see `train_cycles`
+        self.stop_signals: list[str] = []  # those that asked this rank to stop
 
-    def train_step(self, plan: Plan, sequences: Sequence[Inputs], requests: Requests) -> Tensor:
-        """Take a step on this rank's sequences. Return the mean loss of all ranks, and how many signals ask to stop."""
-        if requests is not self.requests:
-            self.begin_cycle(requests)
-        mean = 0
-        settings = settings_of(plan, self.cfg, self.device)
+    def train_step(self, schedule: StepSchedule, sequences: Sequence[ModelInputs], exchange: RowExchange) -> Tensor:
+        """Take a step on this rank's sequences. Return all ranks' mean loss, and how many signals ask to stop."""
+        if exchange is not self.exchange:  # a cycle begins: its rows are fetched once, their gradients summed up
+            self.exchange = exchange
+            self.look_up = self.table.fetch(exchange)
+            shape = len(exchange.ids), self.cfg.model_dim
+            self.ngram_sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
+        attn_settings = make_attention_settings(schedule, self.cfg, self.device)
+        mean_loss = 0
         for inputs in sequences:
-            loss, grad = self.gradients(inputs, self.look_up(inputs.ngram_index), settings)
-            compiled(add_rows, self.cfg.compile, dynamic=True)(self.ngram_sums, inputs.ngram_index, grad)
-            mean += loss / (len(inputs.tokens) * self.cfg.batch_sequences)
-        # Summed over ranks, so that all stop at the same step
-        sent = F.pad(mean[None], (0, 1), value=len(self.signals))
-        wait = start_collective(dist.all_reduce, sent)
-        ends_cycle = self.table.group.names in plan.updates
+            loss, grad_ngrams = self.gradients(inputs, self.look_up(inputs.ngram_index), attn_settings)
+            compiled(add_rows, self.cfg.compile, dynamic=True)(self.ngram_sums, inputs.ngram_index, grad_ngrams)
+            mean_loss += loss / (len(inputs.tokens) * self.cfg.batch_sequences)
+        # One sum over the ranks for both: so all stop at the same step
+        loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
+        wait_for_loss = start_collective(dist.all_reduce, loss_and_signals)
+        ends_cycle = self.table.group.patterns in schedule.updates
 
         def send_ngrams():
             if ends_cycle:
-                self.table.send(requests, self.ngram_sums)
+                self.table.send(exchange, self.ngram_sums)
 
         with self.part("optimizers"):
-            step_optimizers(self.optimizers, plan, meanwhile=send_ngrams)
+            step_optimizers(self.optimizers, schedule, meanwhile=send_ngrams)
         if ends_cycle:
-            self.end_cycle(plan)
-        wait()
-        return sent
+            self.table.update(exchange, schedule)
+            self.exchange = self.ngram_sums = None  # a validation needs no sums
+        wait_for_loss()
+        return loss_and_signals
 
-    def begin_cycle(self, requests: Requests):
-        """Fetch the rows of n-grams that the steps of a cycle read, and begin to sum up their gradients."""
-        self.requests = requests
-        self.look_up = self.table.fetch(requests)
-        shape = len(requests.ids), self.cfg.model_dim
-        self.ngram_sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
-
-    def end_cycle(self, plan: Plan):
-        """Update the rows that the cycle has read, and free the sums, which a validation does not need."""
-        self.table.update(self.requests, plan)
-        self.requests = self.ngram_sums = None
-
-    def add_gradients(self, inputs: Inputs, ngram_embeds: Tensor, settings: Settings) -> tuple[Tensor, Tensor]:
-        """Add the gradients of a sequence to those before. Return its summed loss, and the gradient by its n-grams."""
+    def add_gradients(
+        self, inputs: ModelInputs, ngram_embeds: Tensor, attn_settings: AttentionSettings
+    ) -> tuple[Tensor, Tensor]:
+        """Add the gradients of a sequence to those before. Return its summed loss, and the gradient of its n-grams."""
         embeds = ngram_embeds.detach().requires_grad_()
-        loss = self.model(inputs, embeds, settings)
+        loss = self.model(inputs, embeds, attn_settings)
         # The loss is a sum over tokens, as in the record: gradients grow with the sequence. Only the optimizers divide
         # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
-        wanted = [embeds, *chain(*(optimizer.params for optimizer in self.optimizers))]  # gradients come in this order
-        by_embeds, *grads = torch.autograd.grad(loss * self.cfg.grad_scale, wanted, allow_unused=True)
-        of_params = iter(grads)
+        params = [*chain(*(optimizer.params for optimizer in self.optimizers))]
+        grad_embeds, *grads = torch.autograd.grad(loss * self.cfg.loss_scale, [embeds, *params], allow_unused=True)
+        if grad_embeds is None:  # no layer reads them
+            grad_embeds = torch.zeros_like(embeds)
+        remaining = iter(grads)
         for optimizer in self.optimizers:
-            optimizer.add([*islice(of_params, len(optimizer.params))])
-        return loss.detach(), torch.zeros_like(embeds) if by_embeds is None else by_embeds  # None: no layer reads them
+            own = [*islice(remaining, len(optimizer.params))]
+            for name, grad in zip(optimizer.names, own):
+                if grad is None and name not in self.gpt.tables:  # those of tables are in the optimizer's buffer
+                    raise UserError(f"{name}: no loss depends on this parameter: use it, or leave it out")
+            optimizer.add(own)
+        return loss.detach(), grad_embeds
 
-    def finish(self):
+    def blend_emas(self):
         """Blend the averages into the parameters, after the last step."""
         for optimizer in self.optimizers:
-            optimizer.finish()
-        getattr(torch, self.device.type).synchronize()
+            optimizer.blend_emas()
 
     def invalid_tokens(self, is_last: bool) -> Tensor | None:
         """Return the mask of what no token may be followed by, of use in the last validation (record 91, @jvarho).
@@ -2853,60 +3022,64 @@ class Trainer:
         bits = read_invalid_tokens(self.cfg)
         return torch.from_numpy(bits * is_last).to(self.device) if len(bits) else None
 
-    def score(self, plan: Plan, sequences: Sequence[Inputs], requests: Requests, mask: Tensor | None) -> Tensor | int:
-        """Return the summed loss of a rank's sequences, for all ranks at once."""
-        look_up = self.table.fetch(requests)
-        settings = settings_of(plan, self.cfg, self.device)
+    def eval_step(
+        self, schedule: StepSchedule, sequences: Sequence[ModelInputs], exchange: RowExchange, mask: Tensor | None
+    ) -> Tensor | int:
+        """Return the summed loss of this rank's sequences, of which it may have none."""
+        look_up = self.table.fetch(exchange)
+        attn_settings = make_attention_settings(schedule, self.cfg, self.device)
         total = 0
         for inputs in sequences:
             # Looked up here: within the graph, all slices of logits would read one table, so become one kernel, and
             # exist at the same time
             invalid = None if mask is None else F.embedding(inputs.tokens, mask)
-            total += self.model(inputs, look_up(inputs.ngram_index), settings, invalid)
+            total += self.model(inputs, look_up(inputs.ngram_index), attn_settings, invalid)
         return total
 
     @torch.no_grad()
-    def evaluate(self, step: int, batches: Sequence[Batch]) -> float:
-        """Return the mean loss over the validation tokens. A rank may score more sequences than others, or none."""
-        plan = plan_validation(step, self.cfg)
+    def evaluate(self, step: int, batches: Sequence[BatchPlan]) -> float:
+        """Return the mean loss over the validation tokens. A rank may have more sequences than others, or none."""
+        schedule = schedule_validation(step, self.cfg)
         mask = self.invalid_tokens(is_last=step == self.cfg.num_iterations)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         size = self.ranks.world_size
-        # Each has a sequence for each rank
-        cycles = (([plan], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
-        for sequences, requests in self.reader.read(cycles):
-            total += self.score(plan, sequences, requests, mask)
+        # A cycle has one sequence for each rank
+        cycles = (([schedule], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
+        for sequences, exchange in self.loader.read(cycles):
+            total += self.eval_step(schedule, sequences, exchange, mask)
         start_collective(dist.all_reduce, total)()
         return total.item() / self.cfg.val_tokens
 
-    def dummies(self, plan: Plan) -> tuple[list[Inputs], Requests]:
-        """Return inputs of sequences as a step or a validation has."""
-        # Few, as all are candidates, and so far apart that each of 8 ranks owns several of their n-grams: a rank with
-        # none or one would compile again in training, as torch takes a dimension of 0 or 1 for a constant
-        tokens = np.arange(plan.seq_len + 1) % 48 * (self.cfg.vocab_size // 48)
-        (sequences,), requests = self.reader.on_device(self.reader.make([plan], [[tokens] * self.cfg.batch_sequences]))
-        return sequences, requests
+    def dummy_batch(self, schedule: StepSchedule) -> tuple[list[ModelInputs], RowExchange]:
+        """Return inputs of the sizes that a step or a validation has."""
+        # Few tokens, as all are sampled classes, and so far apart that each of 8 ranks owns several of their n-grams: a
+        # rank with none or one would compile again in training, as torch takes a dimension of 0 or 1 for a constant
+        tokens = np.arange(schedule.seq_len + 1) % 48 * (self.cfg.vocab_size // 48)
+        made = self.loader.make([schedule], [[tokens] * self.cfg.batch_sequences])
+        (sequences,), exchange = self.loader.on_device(made)
+        return sequences, exchange
 
     def warm_up(self, saved: dict[str, Tensor] | None = None):
-        """Run every graph once on dummy tokens, then restore this rank's state, or `saved`."""
-        saved = saved or {name: t.to("cpu", copy=True) for name, t in self.state().items()}
-        offsets = [*self.reader.offsets]
-        plans = self.cfg.plans
-        updates = dict(chain(*(plan.updates.items() for plan in plans)))  # of all groups
-        kinds = {
-            (plan.seq_len, plan.candidates, len(plan.next_weights), plan.prefix_weight > 0): plan for plan in plans
-        }
-        for plan in kinds.values():
-            self.train_step(plan._replace(updates=updates), *self.dummies(plan))
-        plan = plan_validation(self.cfg.num_iterations, self.cfg)
+        """Run every graph once on dummy batches, then set this rank's state back, or to `saved`."""
+        saved = saved or {name: t.to("cpu", copy=True) for name, t in self.state_dict().items()}
+        offsets = [*self.loader.offsets]
+        by_graph = {}  # a schedule for each graph: what its shape depends on
+        updates: dict[str, Update] = {}  # of all groups, so that each optimizer steps
+        for schedule in self.cfg.step_schedules:
+            has_prefix = schedule.prefix_weight > 0
+            by_graph[schedule.seq_len, schedule.sampled_classes, len(schedule.next_weights), has_prefix] = schedule
+            updates |= schedule.updates
+        for schedule in by_graph.values():
+            self.train_step(schedule._replace(updates=updates), *self.dummy_batch(schedule))
+        schedule = schedule_validation(self.cfg.num_iterations, self.cfg)
         with torch.no_grad():
-            sequences, requests = self.dummies(plan)
-            self.score(plan, sequences[:1], requests, self.invalid_tokens(is_last=False))
-        self.requests = None
+            sequences, exchange = self.dummy_batch(schedule)
+            self.eval_step(schedule, sequences[:1], exchange, self.invalid_tokens(is_last=False))
+        self.exchange = None
         self.table.rows.zero_()  # as all begin; of these there is no copy
         self.table.v.zero_()
-        self.reader.offsets = offsets
-        self.restore(saved)
+        self.loader.offsets = offsets
+        self.load_state_dict(saved)
 
     def peak_memory_mib(self) -> int:
         """Return the most memory that torch allocated on the GPU, or that the whole process held on a CPU."""
@@ -2914,14 +3087,18 @@ class Trainer:
             return torch.cuda.max_memory_allocated() // 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's share of what a checkpoint holds, beside the rows of n-grams."""
-        shares = [(o.names[0], o.state | dict(params=o.param_shard)) for o in self.optimizers]
-        return {f"{first} {name}": tensor for first, state in shares for name, tensor in state.items()}
+        state: dict[str, Tensor] = {}
+        for optimizer in self.optimizers:
+            first = optimizer.names[0]  # names the optimizer
+            state |= {f"{first} {name}": tensor for name, tensor in optimizer.state.items()}
+            state[f"{first} params"] = optimizer.param_shard
+        return state
 
-    def restore(self, saved: dict[str, Tensor]):
-        """Set this rank's share to what `state` returned, n-grams to those saved beside it, and send the parameters."""
-        for name, tensor in self.state().items():
+    def load_state_dict(self, saved: dict[str, Tensor]):
+        """Set this rank's share to what `state_dict` returned, n-grams to those saved with it; send the parameters."""
+        for name, tensor in self.state_dict().items():
             tensor.copy_(saved[name])
         if "ids" in saved:
             self.table.restore(saved["ids"], saved["rows"], saved["v"])
@@ -2929,143 +3106,205 @@ class Trainer:
             optimizer.send_params()()
 
 
-def save_progress(trainer: Trainer, log: RunLog, step: int, ms: float):
-    """Write the tensors of each rank, and then the file that names them. Two files of a rank take turns.
+def save_checkpoint(trainer: Trainer, log: Log, last: Checkpoint, step: int, ms: float) -> Checkpoint:
+    """Save the tensors of each rank, then the file that names them. Return the newest whole checkpoint.
 
-    So the checkpoint before is whole until there is a newer one.
+    Two files of a rank take turns, so that the last checkpoint is whole until this one is.
     """
-    slot = 1 - log.saved.slot
-    checksums = log.save(f".{slot}.rank{trainer.ranks.rank}", trainer.state() | trainer.table.state(), by_all=True)
-    saved = log.saved._replace(step=step, ms=ms, curves=log.curves, slot=slot, checksums=checksums)
-    if checksums and log.save(".checkpoint", saved._asdict()):
-        log.saved = saved
+    slot = 1 - last.slot
+    tensors = trainer.state_dict() | trainer.table.state()
+    checksums = save_beside_log(log, f".{slot}.rank{trainer.ranks.rank}", tensors, by_all=True)
+    new = last._replace(step=step, ms=ms, curves=log.curves, slot=slot, checksums=checksums)
+    return new if checksums and save_beside_log(log, ".checkpoint", new._asdict()) else last
 
 
 @contextlib.contextmanager
-def undisturbed(signals: list[str]) -> Iterator[None]:
-    """Keep signals that ask to stop in a list, so that a checkpoint comes first, and the garbage collector off."""
+def deferred_signals(received: list[str]) -> Iterator[None]:
+    """Add signals that ask to stop to a list, instead of stopping: a checkpoint comes first."""
 
-    def tell(number: int, _):
-        signals.append(signal.Signals(number).name)
+    def receive(number: int, _):
+        received.append(signal.Signals(number).name)
         # Ctrl-C again stops at once; torchrun repeats the first
-        if signals.count("SIGINT") > 1 + dist.is_initialized():
+        if received.count("SIGINT") > 1 + dist.is_initialized():
             raise KeyboardInterrupt
 
-    with contextlib.ExitStack() as stack:
-        gc.collect()
-        gc.freeze()  # one collection of all there is was measured at 0.6 s (nanochat issue 477)
-        stack.callback(gc.unfreeze)
-        gc.disable()  # `train` collects off the clock
-        stack.callback(gc.enable)
-        with contextlib.suppress(ValueError):  # only the main thread may
+    handlers = {}  # what stood there before
+    try:
+        with contextlib.suppress(ValueError):  # only the main thread may set them
             for name in "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split():
                 number = getattr(signal, name)
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup ignores one
-                    stack.callback(signal.signal, number, signal.signal(number, tell))
+                    handlers[number] = signal.signal(number, receive)
         yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
-def train(trainer: Trainer, data: Data, log: RunLog) -> int:
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Keep the garbage collector off the clock: one collection of all there is took 0.6 s (nanochat issue 477)."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def off_the_clock(clock: Clock, losses: LossQueue) -> Iterator[None]:
+    """Log all losses, and stop the clock for what is no training. Garbage is collected here."""
+    losses.flush()
+    clock.stop()
+    yield
+    gc.collect()
+    losses.log.bar.unpause()
+    clock.start()
+
+
+def may_stop(step: int, cfg: Hyperparameters) -> bool:
+    """Say whether a run may stop before a step: no gradient waits for an update."""
+    return step == cfg.num_iterations or step % cfg.common_interval == 0
+
+
+def saves(step: int, cfg: Hyperparameters) -> bool:
+    """Say whether a checkpoint is due before a step. After the last one there is the result."""
+    return cfg.checkpoint_every > 0 and step % cfg.checkpoint_every == 0 and step < cfg.num_iterations
+
+
+def validates(step: int, cfg: Hyperparameters) -> bool:
+    """Say whether a validation is due before a step, or after the last one."""
+    return step == cfg.num_iterations or (cfg.val_loss_every > 0 and step % cfg.val_loss_every == 0)
+
+
+def num_graphs(cfg: Hyperparameters) -> int:
+    """Return how many graphs this rank has compiled."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"] if cfg.compile else 0  # importing it takes a second
+
+
+def train(trainer: Trainer, data: Data, start: Checkpoint, log: Log) -> int:
     """Train to the end. Return the most graphs that a rank compiled on the clock: 0, or a bug.
 
     A signal, which schedulers send before they kill, lets the run save a checkpoint and stop.
     """
     cfg = trainer.cfg
-    start = log.saved.step
-    graphs = torch._dynamo.utils.counters["stats"] if cfg.compile else Counter()  # importing it takes a second
-    batches = trainer.reader.read(train_cycles(data["train"], cfg))
-    for _ in range(start):  # a resumed run has trained on them; candidates depend on all tokens before
+    end = cfg.num_iterations
+    batches = trainer.loader.read(train_cycles(data["train"], cfg))
+    for _ in range(start.step):  # a resumed run has trained on them; sampled classes depend on all tokens before
         next(batches)
-    with undisturbed(trainer.signals):
-        before = graphs["unique_graphs"]
-        log.start_clock(log.saved.ms)
-        for step in range(start, cfg.num_iterations + 1):  # before a step: blend, save, stop or validate
-            is_last = step == cfg.num_iterations
-            if is_last and start < step:  # a run that was saved at the last step has blended already
-                trainer.finish()
-            stops = log.asked and (is_last or step % cfg.all_step == 0)  # no gradient waits for an update
-            is_due = cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and not is_last
-            saves = start < step and (stops or is_due)
-            validates = is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0)
-            if saves or validates:
-                log.flush()
-                ms = log.read_clock()
-                if saves:
-                    save_progress(trainer, log, step, ms)
-                if stops:
-                    raise KeyboardInterrupt(" ".join({*chain(*gather(trainer.signals))}))
-                if validates:  # after saving: a run that resumes here validates, too
-                    log.log_loss("val_loss", step, trainer.evaluate(step, data["val"]), ms)
-                gc.collect()
-                log.start_clock(ms)
-            if not is_last:
-                log.send_loss(step + 1, trainer.train_step(cfg.plans[step], *next(batches)))
-        return max(gather(graphs["unique_graphs"] - before))
+    clock = Clock(start.ms, cfg)
+    losses = LossQueue(cfg, clock, log)
+    checkpoint = start
+    graphs_before = num_graphs(cfg)
+    with deferred_signals(trainer.stop_signals), without_garbage_collection():
+        log.bar.unpause()
+        clock.start()
+        for step in range(start.step, end + 1):
+            is_new = step > start.step  # a checkpoint to resume from is saved, and if it is the last, blended already
+            if is_new and step == end:
+                trainer.blend_emas()
+            stops = losses.asked_to_stop and may_stop(step, cfg)
+            if stops or (is_new and saves(step, cfg)):
+                with off_the_clock(clock, losses):
+                    checkpoint = save_checkpoint(trainer, log, checkpoint, step, clock.ms)
+            if stops:
+                raise KeyboardInterrupt(" ".join({*chain(*all_gather_objects(trainer.stop_signals))}))
+            if validates(step, cfg):  # after saving: a run that resumes here validates, too
+                with off_the_clock(clock, losses):
+                    log.write_loss("val_loss", step, trainer.evaluate(step, data["val"]), clock.ms)
+            if step < end:
+                losses.send(step + 1, trainer.train_step(cfg.step_schedules[step], *next(batches)))
+    return max(all_gather_objects(num_graphs(cfg) - graphs_before))
 
 
-# ---- Run: ranks that agree, checkpoints, summary ---------------------------------------------------------------------
-CANNOT_TRAIN = "these settings cannot train (`python -m speedrun describe` shows what they mean)"
-
-
-@refusing("RANK, WORLD_SIZE: use torchrun, or unset them")
+# ---- Run: parse, compare, restore, train, report ---------------------------------------------------------------------
 def init_distributed() -> Ranks:
     """Join the ranks that torchrun's environment names. Objects travel by gloo: ranks need not agree on a device."""
-    ranks = Ranks(*(int(os.environ.get(name.upper(), default)) for name, default in Ranks._field_defaults.items()))
-    if not (0 <= ranks.rank < ranks.world_size and 0 <= ranks.local_rank < ranks.local_world_size):
-        raise ValueError(f"impossible {ranks}")
-    if ranks.world_size > 1:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG to SIGKILL: no rank outlives its launcher
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))  # one may compile while the others wait
+    env = os.environ
+    try:
+        ranks = Ranks(
+            rank=int(env.get("RANK", 0)),
+            world_size=int(env.get("WORLD_SIZE", 1)),
+            local_rank=int(env.get("LOCAL_RANK", 0)),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
+        )
+        if not (0 <= ranks.rank < ranks.world_size and 0 <= ranks.local_rank < ranks.local_world_size):
+            raise ValueError(f"impossible {ranks}")
+        if ranks.world_size > 1:
+            if sys.platform == "linux":
+                ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG to SIGKILL: no rank outlives its launcher
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(minutes=30))  # one may compile while the others wait
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"RANK, WORLD_SIZE: use torchrun, or unset them: {error!r:.300}") from error
     return ranks
 
 
-def leave():
+def leave_process_group():
     """Leave the other ranks: a thread that is left was seen to abort a process that had done its work."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @contextlib.contextmanager
-def together(ranks: Ranks) -> Iterator[None]:
-    """Do what can fail on one rank alone: then all ranks fail, and one of each node says why."""
-    problem = None
+def failing_together(ranks: Ranks) -> Iterator[None]:
+    """End all ranks if one of them fails in this block. On each node one says why, and the others end in silence."""
+    error = own = None
     try:
         yield
-    except UserError as error:
-        problem = error
-    for rank, theirs in enumerate(gather(problem)):
-        if theirs:
-            leave()
-            if ranks.local_rank > 0:
-                sys.exit(theirs.code)
-            raise problem or type(theirs)(f"rank {rank}: {theirs}")
+    except Exception as exception:
+        error = exception
+        own = exit_code(error), str(error) if isinstance(error, UserError) else repr(error)
+    failures = {rank: failure for rank, failure in enumerate(all_gather_objects(own)) if failure}
+    if not failures:
+        return
+    leave_process_group()
+    first_here = ranks.rank - ranks.local_rank
+    failed_here = failures.keys() & range(first_here, first_here + ranks.local_world_size)
+    rank, (code, text) = min(failures.items())
+    if ranks.rank != min(failed_here, default=first_here):
+        sys.exit(code)
+    if error is None:
+        error = UserError(f"rank {rank}: {text}")
+        error.code = code
+    raise error
 
 
-def load(path: Path, expected: str = "") -> dict:
-    """Return what `RunLog.save` wrote. expected: its checksum, where that is known."""
-    with refusing(f"{path}: not a sound file of this script"):
-        if expected not in ("", checksum(path)) or zipfile.ZipFile(path).testzip():
-            raise ValueError("it is damaged, or of another run, step or rank")
-        return dict(torch.load(path, map_location="cpu", weights_only=True))
+def is_first_to_fail() -> bool:
+    """Say whether no other rank has failed before: then this one knows why the run ends. Asks the ranks' store."""
+    if not dist.is_initialized():
+        return True
+    try:
+        return dist.distributed_c10d._get_default_store().add("ranks that failed", 1) == 1
+    except RuntimeError:  # it is gone, too
+        return True
 
 
-def load_checkpoint(given: Hyperparameters) -> Saved | None:
-    """Return what --resume names. `latest`: the newest in log_dir, of run_id if given; None: a new run."""
-    path = Path(given.resume) if given.resume else None
-    if given.resume == "latest":
-        paths = Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")
-        path = max(paths, key=os.path.getmtime, default=None)
-    if path is None:
-        return None
-    if path.with_suffix(".json").exists():
-        raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
-    with refusing(f"{path}: not a sound checkpoint of this script"):
-        saved = Saved(**load(path))
-    if given.run_id not in ("", saved.run_id):
-        raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
-    return saved
+@contextlib.contextmanager
+def stopping_once(log: Log) -> Iterator[None]:
+    """Let the rank that fails first say why the run stops. Others, which fail as it is gone, end in silence."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_first_to_fail():
+            sys.exit(exit_code(error))
+        if dist.is_initialized():
+            error.add_note(f"on rank {dist.get_rank()} of {dist.get_world_size()}")
+        log.write_stop(error)
+        raise
+
+
+@contextlib.contextmanager
+def naming_flags(argv: Sequence[str]) -> Iterator[None]:
+    """Name the flags below the traceback of an error before the first step: sizes may not fit each other."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"before the first step; do these flags fit each other? {shlex.join(argv) or '(none)'}")
+        raise
 
 
 def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, Data]:
@@ -3073,6 +3312,13 @@ def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, Dat
     cfg = resolve(given)
     if cfg.batch_sequences % ranks.world_size:
         raise UserError(f"{ranks.world_size} processes: expected a divisor of {cfg.batch_sequences} sequences a step")
+    for schedule in cfg.step_schedules:
+        if schedule.seq_len < 1 or schedule.seq_len % cfg.block_size:
+            raise UserError(
+                f"stage {schedule.stage}: --train_seq_len {cfg.train_seq_len} times its batch of "
+                f"{cfg.stages[schedule.stage].batch} is {schedule.seq_len}: expected a multiple of --block_size "
+                f"{cfg.block_size}"
+            )
     return cfg, plan_data(cfg)
 
 
@@ -3090,31 +3336,14 @@ def what_must_match(source: str, given: Hyperparameters, cfg: Hyperparameters, d
     return texts
 
 
-def load_tensors(cfg: Hyperparameters, saved: Saved, ranks: Ranks) -> dict[str, Tensor] | None:
-    """Return a rank's tensors of the checkpoint that --resume names, if there is one."""
-    folder = Path(cfg.log_dir) if cfg.resume == "latest" else Path(cfg.resume).parent
-    part = folder / f"{saved.run_id}.{saved.slot}.rank{ranks.rank}"
-    return load(part, saved.checksums[ranks.rank]) if saved.checksums else None
+def compare(here: dict[str, str], began: dict[str, str]):
+    """Refuse to go on, as `what_must_match` says, otherwise than rank 0 or the run to resume began."""
+    if differing := {name: text for name, text in here.items() if text != began.get(name)}:
+        theirs = {name: began.get(name) for name in differing}
+        raise UserError(f"the run began with {theirs}, this has {differing}: give the same")
 
 
-def agree(source: str, argv: Sequence[str], ranks: Ranks) -> tuple[Data, dict[str, Tensor] | None, RunLog]:
-    """Plan a run, the same on all ranks and, if it goes on, as it began. Return data, `load_tensors`' and the log."""
-    with together(ranks), refusing(CANNOT_TRAIN):
-        given = parse_args(argv, ranks.world_size)
-        found = load_checkpoint(given) if ranks.rank == 0 else None
-        cfg, data = plan_run(given, ranks)
-        here = what_must_match(source, given, cfg, data, ranks)
-        own = found or Saved(cfg.run_id, cfg.seed, here, step=0, ms=0.0, curves={}, slot=0, checksums=[])
-    saved = gather(own)[0]  # rank 0's: its run_id and seed, too
-    with together(ranks):
-        if differing := {name: text for name, text in here.items() if text != saved.must_match.get(name)}:
-            theirs = {name: saved.must_match.get(name) for name in differing}
-            raise UserError(f"the run began with {theirs}, this has {differing}: give the same")
-        cfg = dataclasses.replace(cfg, run_id=saved.run_id, seed=saved.seed)
-        return data, load_tensors(cfg, saved, ranks), RunLog(cfg, ranks.rank == 0, saved)
-
-
-def header(source: str, argv: Sequence[str], log: RunLog, ranks: Ranks, data: Data) -> str:
+def header(source: str, argv: Sequence[str], start: Checkpoint, trainer: Trainer, data: Data) -> str:
     """Return what begins a log: script, versions, hardware, environment, data, flags and configuration."""
     hardware = subprocess.getoutput("lscpu; timeout 20 nvidia-smi")  # noqa: S605 (it hangs where the driver does)
     kinds = tuple("TORCH PYTORCH TRITON CUDA NCCL OMP".split())  # of variables that change how it runs
@@ -3123,23 +3352,34 @@ def header(source: str, argv: Sequence[str], log: RunLog, ranks: Ranks, data: Da
     return f"""{source}
 {"=" * 100}
 Running Python {sys.version}, PyTorch {torch.__version__}, numpy {np.__version__}
-{ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores
+{trainer.ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores
 {hardware}
 environment: {json.dumps(environment)}
 {chr(10).join(shards)}
-training tokens: {log.saved.must_match["training tokens"]}
-validation tokens: {log.saved.must_match["validation tokens"]}
+training tokens: {start.must_match["training tokens"]}
+validation tokens: {start.must_match["validation tokens"]}
 flags: {json.dumps(argv)}
-configuration: {json.dumps(dataclasses.asdict(log.cfg))}
+configuration: {json.dumps(dataclasses.asdict(trainer.cfg))}
 {"=" * 100}"""
 
 
-def report(log: RunLog, trainer: Trainer, recompiles: int) -> dict:
-    """Log the summary, write the model and the result, and return the latter."""
+def save_model(trainer: Trainer, log: Log):
+    """Save the final model for sample.py: RUN_ID.pt, and each rank's rows of n-grams beside it."""
+    checksums = save_beside_log(log, f".ngrams{trainer.ranks.rank}", trainer.table.state(), by_all=True)
+    if not checksums:
+        return
+    configuration = json.dumps(dataclasses.asdict(trainer.cfg))
+    model = dict(configuration=configuration, model=trainer.gpt.state_dict(), rows=checksums)
+    if save_beside_log(log, ".pt", model):
+        log.write(f"next: python sample.py {log.path.with_suffix('.pt')}", console=True)
+
+
+def report(trainer: Trainer, start: Checkpoint, log: Log, recompiles: int) -> dict:
+    """Log the summary, save the model and the result, and return the latter."""
     cfg = trainer.cfg
     _, val_loss, ms = log.curves["val_loss"][-1]
     verdict = f"target {cfg.target_loss} {'not ' * (val_loss > cfg.target_loss)}reached; " if cfg.target_loss else ""
-    if cfg.val_sha256 not in log.saved.must_match["validation tokens"]:  # the empty text is in all
+    if cfg.val_sha256 and cfg.val_sha256 not in start.must_match["validation tokens"]:
         verdict = "these are not the track's validation tokens: do not compare losses; "
     log.write(
         f"""recompiles after the clock started: {recompiles}
@@ -3147,11 +3387,8 @@ peak memory: {trainer.peak_memory_mib()} MiB
 val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
         console=True,
     )
-    ngrams = f".ngrams{trainer.ranks.rank}"
-    if cfg.save_checkpoint and (checksums := log.save(ngrams, trainer.table.state(), by_all=True)):
-        model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict(), rows=checksums)
-        if log.save(".pt", model):
-            log.write(f"next: python sample.py {log.path.with_suffix('.pt')}", console=True)
+    if cfg.save_checkpoint:
+        save_model(trainer, log)
     result = dict(
         val_loss=val_loss,
         train_time_ms=ms,
@@ -3160,36 +3397,52 @@ val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
         val_curve=log.curves["val_loss"],
         train_curve=log.curves["train_loss"],
     )
-    log.save(".json", json.dumps(result).encode())
+    save_beside_log(log, ".json", json.dumps(result).encode())
     return result
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
+    """Train as the flags say, and return the result. What ends a run in one line is one of ONE_LINE_ERRORS."""
     argv = sys.argv[1:] if argv is None else argv
     source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
     ranks = init_distributed()
-    data, tensors, log = agree(source, argv, ranks)
-    with log.going_on():
-        with refusing(CANNOT_TRAIN):
-            trainer = Trainer(log.cfg, ranks)
-            log.write(header(source, argv, log, ranks, data))
-            log.write(f"seed: {log.cfg.seed}, from step {log.saved.step} on, log: {log.path}", console=True)
+    is_main = ranks.rank == 0
+    with naming_flags(argv):
+        with failing_together(ranks):  # parse
+            given = parse_args(argv, ranks.world_size)
+            saved = load_checkpoint(given) if is_main else None
+            cfg, data = plan_run(given, ranks)
+            must_match = what_must_match(source, given, cfg, data, ranks)
+            new = Checkpoint(cfg.run_id, cfg.seed, must_match, step=0, ms=0.0, curves={}, slot=0, checksums=[])
+        start = all_gather_objects(saved or new)[0]  # rank 0's: its run_id and seed, too
+        with failing_together(ranks):  # compare and restore
+            compare(must_match, start.must_match)
+            cfg = dataclasses.replace(cfg, run_id=start.run_id, seed=start.seed)
+            tensors = load_tensors(cfg, start, ranks)
+            log = Log(cfg, start, is_main)
+    with stopping_once(log), log:
+        with naming_flags(argv):
+            trainer = Trainer(cfg, ranks)
+            if is_main:
+                log.write(header(source, argv, start, trainer, data))
+            log.write(f"seed: {cfg.seed}, from step {start.step} on, log: {log.path}", console=True)
+            if given.canon_file and not cfg.canon_file:
+                log.write(f"without {given.canon_file}, which is missing: the last val_loss is higher", console=True)
             trainer.warm_up(tensors)
-        recompiles = train(trainer, data, log)
-        result = report(log, trainer, recompiles)
-    leave()
+        recompiles = train(trainer, data, start, log)
+        result = report(trainer, start, log, recompiles)
+    leave_process_group()
     return result
 
 
-def program(argv: Sequence[str] | None = None) -> int:
-    """Do what `main` does, say in one line why it failed, and return the exit code."""
+def cli(argv: Sequence[str] | None = None) -> int:
+    """Do what `main` does, and return the exit code. Errors that are not expected have Python's traceback."""
     try:
         main(argv)
-    except (UserError, FloatingPointError, KeyboardInterrupt) as error:
+    except ONE_LINE_ERRORS as error:
         print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
-        return getattr(error, "code", 3 if isinstance(error, FloatingPointError) else 130)
-    except BrokenPipeError:
+        return exit_code(error)
+    except BrokenPipeError:  # who reads the help or the console has seen enough
         pass
     finally:
         try:
@@ -3210,7 +3463,7 @@ if triton:
     ):  # fmt: skip
         """Compute a block of dz and of the squares. The TMA unit copies blocks, and masks the edges.
 
-        Twin: `relu_squared_backward` without `by_kernel`.
+        Twin: `relu_squared_backward` without `use_kernel`.
         """
         t = tl.program_id(1) * BLOCK
         n = tl.program_id(0) * BLOCK  # programs that run side by side have the same tokens
@@ -3250,7 +3503,7 @@ if triton:
 
     @triton.jit
     def cross_entropy_kernel(
-        z, targets, weights, shares, losses, d_shares, V, n,
+        z, targets, weights, pointer_mass, losses, d_pointer_mass, V, n,
         slope: tl.constexpr, shift: tl.constexpr, bits: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Compute the loss of a token, and its gradient by the logits. Twin: `softcapped_cross_entropy`.
@@ -3260,8 +3513,8 @@ if triton:
         row = tl.program_id(0).to(tl.int64)
         z += row * V
         targets += row * n
-        shares += row * 2
-        d_shares += row * 2
+        pointer_mass += row * 2
+        d_pointer_mass += row * 2
         totals = tl.zeros((BLOCK,), tl.float32)
         for start in range(0, V, BLOCK):
             columns = start + tl.arange(0, BLOCK)
@@ -3272,10 +3525,10 @@ if triton:
         p = tl.exp2(-bits * sigmoid_at(first, z, V, slope, shift)) / total
         alpha = tl.minimum(tl.exp2(-bits * sigmoid_at(copy, z, V, slope, shift)) / total, 1 - 1e-6)
         weight = tl.load(weights)
-        found = with_copies(p, alpha, tl.load(shares), tl.load(shares + 1), weight)
+        found = with_copies(p, alpha, tl.load(pointer_mass), tl.load(pointer_mass + 1), weight)
         p, pull, copy_pull, d_copied, d_sink = found
-        tl.store(d_shares, d_copied)
-        tl.store(d_shares + 1, d_sink)
+        tl.store(d_pointer_mass, d_copied)
+        tl.store(d_pointer_mass + 1, d_sink)
         loss = -weight * tl.log(p)
         total_pull = pull + copy_pull
         for k in range(1, n - 1):
@@ -3299,4 +3552,4 @@ if triton:
 
 
 if __name__ == "__main__":
-    sys.exit(program())
+    sys.exit(cli())

@@ -9,18 +9,18 @@ import train_gpt
 from train_gpt import GPT2_EMAS, GPT2_STAGES, NANO, Hyperparameters, Layer
 
 LAYERS = (
-    Layer("paired", half_qk=True, net=True, value_embed=True, x0=True, ngram=True),
+    Layer("paired", half_qk=True, gate_net=True, value_embed=True, x0=True, ngram=True),
     Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True, mlps=2),
     Layer("long", xsa=True, head_gate=True),
-    Layer("none", net=True, skip=1, x0=True, mlps=0),
-    Layer("long", value_embed=True, reads=3, head_gate=True, x0=True, ngram=True, mudd=3, head_mix=(3, 2, 1)),
+    Layer("none", gate_net=True, skip=1, x0=True, mlps=0),
+    Layer("long", value_embed=True, attn_input=3, head_gate=True, x0=True, ngram=True, mudd=3, head_mix=(3, 2, 1)),
 )
 STAGES = tuple(
     stage._replace(
         max_doc_len=stage.max_doc_len // 2,
         windows={kind: tokens // 8 for kind, tokens in stage.windows.items()},
-        more_steps=stage.more_steps // 5,
-        candidates=tuple(min(count, 192) for count in stage.candidates),
+        extra_steps=stage.extra_steps // 5,
+        sampled_classes=tuple(min(count, 192) for count in stage.sampled_classes),
     )
     for stage in GPT2_STAGES
 )
@@ -43,7 +43,7 @@ MINI: dict[str, Any] = {name: NANO[name] for name in TEXT.split()} | dict(
     model_dim=96,
     head_dim=16,
     mlp_dim=352,
-    net_dim=16,
+    gate_net_dim=16,
     block_size=32,
     attn_scale=0.17,
     short_attn_scale=0.26,
@@ -55,6 +55,6 @@ MINI: dict[str, Any] = {name: NANO[name] for name in TEXT.split()} | dict(
     momentum_warmup_steps=30,
     momentum_cooldown_steps=5,
     slow_momentum_from=78,
-    rare_from=52,
+    long_interval_from=52,
 )
 train_gpt.PRESETS["mini"] = Hyperparameters(**MINI)
