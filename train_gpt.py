@@ -529,7 +529,7 @@ def accum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def compiled(function: Callable, wanted: bool, dynamic: bool) -> Callable:
-    """Return a function outside of the model's graph, compiled if `wanted`. dynamic: one graph serves all sizes."""
+    """Return a function, compiled if `wanted`, apart from the model's graph. dynamic: one graph serves all sizes."""
     return torch.compile(function, fullgraph=True, dynamic=dynamic) if wanted else function
 
 
@@ -1401,11 +1401,10 @@ class NormRotate(torch.autograd.Function):
 
 # ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
 def document_mask(doc_ids: Tensor, window, also: Callable | None = None) -> Callable:
-    """Return sees(b, h, q, kv): whether token q sees token kv, for head h: causal, within documents and a window.
+    """Return a mask_mod sees(b, h, q, kv) for FlexAttention: causal, within documents and a sliding window.
 
-    doc_ids (T,): non-decreasing document id of each token. window () int32: how many tokens before itself a token sees;
-    a tensor, so that a change never recompiles, or a number that never changes. also(b, h, q, kv): what else has to
-    hold.
+    doc_ids (T,): non-decreasing document id of each token. window () int32: how many tokens back a token sees; a
+    tensor, so that a change never recompiles, or a number that never changes. also(b, h, q, kv): a further condition.
     """
 
     def sees(b, h, q, kv):
@@ -1422,7 +1421,7 @@ def document_block_mask(doc_ids: Tensor, window, block: int, also: Callable | No
     all of the blocks from first_full to the one before: these are full and need no mask. Lists go from near to far.
     Eight tokens of the documents a and b, in blocks of two with a window of three:
 
-        query  keys a a   a a   a b   b b      the lists of the query block, padded with what nobody reads:
+        query  keys a a   a a   a b   b b      lists of the query block, and after | padding that is never read:
         0 a         x .   . .   . .   . .      partial 0 | 0 0 0     full none | 0 0 0 0
         1 a         x x   . .   . .   . .
         2 a         x x   x .   . .   . .      partial 1 | 0 0 0     full 0 | 0 0 0
@@ -1435,8 +1434,8 @@ def document_block_mask(doc_ids: Tensor, window, block: int, also: Callable | No
     first_doc = doc_ids[::block]  # of each block
     last_doc = doc_ids[block - 1 :: block]
     own = torch.arange(len(first_doc), dtype=torch.int32, device=doc_ids.device)  # number of each query block
-    # So many blocks back the first token of a block sees something, and so many the last one sees whole: it sees
-    # window + 1 tokens, and its own block is one of these
+    # The first token of a block sees something of so many blocks before, and the last token sees so many as a whole:
+    # it sees window + 1 tokens, its own block included
     seen_by_first = (window + block - 1) // block
     seen_by_last = (window + 1) // block - 1
     blocks_ended_before = (last_doc < first_doc[:, None]).sum(1, dtype=torch.int32)
@@ -1455,7 +1454,7 @@ def document_block_mask(doc_ids: Tensor, window, block: int, also: Callable | No
 
 
 class BandMask:
-    """Hold a mask for attention in plain PyTorch: FlexAttention has no backward pass on CPUs.
+    """A mask for attention in plain PyTorch: FlexAttention has no backward pass on CPUs.
 
     A block of queries reads a band of keys: its own tokens and those before it, as far as the widest window reaches.
     Before the first token there is padding. bias (N, block, band): 0 where a token sees another, -1e30 where not. Of
@@ -1472,19 +1471,19 @@ class BandMask:
         self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -1e30)
 
     def bands(self, t: Tensor) -> Tensor:
-        """Return for each of N blocks of queries its band of t (T, H, D), as (H, N, band, D)."""
+        """Return the band of t (T, H, D) for each of N blocks of queries, as (H, N, band, D)."""
         block, band = self.bias.shape[-2:]
         padded = F.pad(t, (0, 0, 0, 0, band - block, 0))
         parts = [padded[i : i + len(t)].unflatten(0, (-1, block)) for i in range(0, band, block)]
         return torch.cat(parts, dim=1).permute(2, 0, 1, 3)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return q k' within the mask, for q and k (T, H, D), as (H, N, block, band)."""
+        """Return the masked scores q k' of q and k (T, H, D), as (H, N, block, band)."""
         blocks = q.unflatten(0, (-1, self.bias.size(-2))).permute(2, 0, 1, 3)
         return blocks @ self.bands(k).mT + self.bias
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from q to k and v (T, H, D); v has a D of its own. The cost grows with the window, not as T^2."""
+        """Return softmax(q k') v (T, H, D); v has a D of its own. The cost grows with the window, not as T^2."""
         # Written out: scaled_dot_product_attention took 2.5 times as long, forward and backward (16 x 64 queries)
         y = torch.softmax(self.scores(q, k), dim=-1) @ self.bands(v)  # (H, N, block, D)
         return y.flatten(1, 2).transpose(0, 1)
@@ -1493,7 +1492,7 @@ class BandMask:
 def attention_mask(
     doc_ids: Tensor, window, max_window: int, cfg: Hyperparameters, also: Callable | None = None
 ) -> BlockMask | BandMask:
-    """Return `document_mask` as the device takes it. widest: a number that is at least the window, in all steps."""
+    """Return `document_mask` as the device takes it. max_window: the largest window of all steps."""
     if cfg.device == "cuda":
         return document_block_mask(doc_ids, window, cfg.block_size, also)
     sees = document_mask(doc_ids, window, also)
@@ -1501,7 +1500,7 @@ def attention_mask(
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_per_pair: int) -> Tensor:
-    """Return softmax(q k') v of each head (T, H, D), within the mask; v has a D of its own.
+    """Return softmax(q k') v of each head (T, H, D) within the mask; v has a D of its own.
 
     The heads of a pair, h and h + H / 2, alternate in one sequence of 2 T.
     """
@@ -2603,7 +2602,7 @@ def step_optimizers(
         optimizer.update_emas(schedule)
 
 
-# ---- N-grams: a table of which a cycle of steps reads few rows -------------------------------------------------------
+# ---- N-grams: a large table, of which a cycle of steps reads few rows ------------------------------------------------
 def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, numbers: dict) -> tuple[Tensor, Tensor]:
     """Return rows and their means of squares after an update as in `NgramTable.update`. v has decayed already."""
     grad = grad.to(v.dtype) / numbers["sequences"]
@@ -2640,9 +2639,9 @@ class NgramTable:
         self.sum_dtype = torch.float16 if dtype == torch.bfloat16 else dtype  # sums need bits more than range
 
     def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Callable[[], object]]:
-        """Start to send each rank its part of the rows. Return what all send, and a function that waits for it."""
-        got = rows.new_empty(sum(received), rows.size(1))
-        return got, start_collective(dist.all_to_all_single, got, rows, received, sent)
+        """Start to send each rank its part of the rows. Return the rows that arrive, and a function that waits."""
+        arriving = rows.new_empty(sum(received), rows.size(1))
+        return arriving, start_collective(dist.all_to_all_single, arriving, rows, received, sent)
 
     def fetch(self, exchange: RowExchange) -> Callable[[Tensor], Tensor]:
         """Fetch the rows that a cycle reads. Return what looks them up by `ngram_index` (G, T), as (G, T, K)."""
@@ -2660,7 +2659,7 @@ class NgramTable:
             self.sums, self.wait = self.all_to_all(sums, exchange.recv_counts, exchange.send_counts)
 
     def update(self, exchange: RowExchange, schedule: StepSchedule):
-        """Update the rows that the cycle has read by an Adam without momentum, and with one v for each row.
+        """Update the rows that the cycle has read by Adam without momentum, and with one v for each row.
 
         As in the record v decays for all rows.
         """
