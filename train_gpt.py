@@ -1673,11 +1673,14 @@ class GateNet(nn.Module):
 
 
 class Gates(NamedTuple):
-    """A layer's gates: parameters (n,), for all tokens, or (n, T, 1), which a gate network computes for each token."""
+    """A layer's gates: parameters (n,), for all tokens, or (n, T, 1), which a gate network computes for each token.
 
-    resid: Tensor  # n = 2: factors on the residual stream, before attention and before the MLPs
-    post: Tensor  # 2: on what attention and the MLPs add: record 73
-    x0: Tensor | None  # 1: on the embedding
+    Pairs are () or (T, 1) each.
+    """
+
+    resid: tuple[Tensor, Tensor]  # on the residual stream, before attention and before the MLPs
+    post: tuple[Tensor, Tensor]  # on the outputs of attention and of the MLPs: record 73
+    x0: Tensor | None  # n = 1: on the embedding
     ngram: Tensor | None  # 1: on the embeddings of n-grams
     skip: Tensor | None  # 1: on the output of an earlier layer
     xsa: Tensor | None  # H
@@ -1778,9 +1781,11 @@ class Block(nn.Module):
         """Return the layer's gates. net_gates: those that a gate network computed for this layer, by name."""
         if self.mudd_net is not None:
             net_gates = net_gates | self.mudd_net(x)
+        post = net_gates.get("post", self.post_lambdas)
         return Gates(
-            resid=net_gates.get("resid", self.resid_lambdas),
-            post=net_gates.get("post", self.post_lambdas),
+            # By unbind, as two indexed elements would get two gradients, which are added up
+            resid=net_gates.get("resid", self.resid_lambdas).unbind(),
+            post=(None, None) if post is None else post.unbind(),
             x0=net_gates.get("x0", self.x0_lambdas),
             ngram=net_gates.get("ngram", self.ngram_lambdas),
             skip=net_gates.get("skip", self.skip_lambdas),
