@@ -911,7 +911,7 @@ class ModelInputs(NamedTuple):
 
     tokens: Tensor  # (T,) int32
     next_tokens: Tensor  # (T,) int32
-    doc_ids: Tensor  # (T,) int32, non-decreasing: attention stays within documents
+    doc_starts: Tensor  # (T,) int32: where the document of each token begins, within which attention stays
     targets: Tensor  # (T, n) int64: see `DistributedDataLoader.targets`; with sampled classes indices into these
     loss_weights: Tensor  # (n,): of the losses of the targets
     sampled_classes: Tensor | None  # (C,): the tokens in the sampled softmax, ascending. None: all are in it
@@ -1078,14 +1078,11 @@ class DistributedDataLoader:
         targets, weights = zip(*columns)
         return np.column_stack(targets), np.array(weights, "f8" if cfg.dtype == "float64" else "f4")
 
-    def doc_ids(self, schedule: StepSchedule, tokens: np.ndarray) -> np.ndarray:
-        """Number the documents; in training, parts of at most `segment` tokens."""
-        starts = tokens == self.cfg.eot_token
-        if schedule.trains:
-            t = np.arange(len(tokens))
-            last_start = np.maximum.accumulate(t * starts)
-            starts |= (t - last_start) % self.cfg.segment == 0
-        return starts.cumsum(dtype=np.int32)
+    def doc_starts(self, schedule: StepSchedule, tokens: np.ndarray) -> np.ndarray:
+        """Return where each token's document begins; in training, its part of at most `segment` tokens."""
+        t = np.arange(len(tokens), dtype=np.int32)
+        starts = np.maximum.accumulate(np.where(tokens == self.cfg.eot_token, t, 0))
+        return t - (t - starts) % self.cfg.segment if schedule.trains else starts
 
     def model_inputs(
         self, schedule: StepSchedule, i: int, sequence: np.ndarray, ngram_index: np.ndarray
@@ -1099,9 +1096,9 @@ class DistributedDataLoader:
             index = np.full(self.cfg.padded_vocab, NONE)  # of each token among the sampled classes
             index[classes] = np.arange(count)
             targets = np.where(targets < 0, targets, index[targets])
-        doc_ids = self.doc_ids(schedule, tokens)
+        doc_starts = self.doc_starts(schedule, tokens)
         signs = sign_row_ids(tokens, self.cfg)
-        arrays = tokens, next_tokens, doc_ids, targets, weights, classes, ngram_index, signs
+        arrays = tokens, next_tokens, doc_starts, targets, weights, classes, ngram_index, signs
         return ModelInputs(*(None if array is None else self.to_host_tensor(array) for array in arrays))
 
     def load_cycle(
@@ -1400,26 +1397,35 @@ class NormRotate(torch.autograd.Function):
 
 
 # ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
-def document_mask(doc_ids: Tensor, window, also: Callable | None = None) -> Callable:
-    """Return a mask_mod sees(b, h, q, kv) for FlexAttention: causal, within documents and a sliding window.
+def first_visible_keys(doc_starts: Tensor, window, heads_per_pair: int = 1) -> Tensor:
+    """Return the first key (T,) that each query sees, within its document and a sliding window; it never decreases.
 
-    doc_ids (T,): non-decreasing document id of each token. window () int32: how many tokens back a token sees; a
-    tensor, so that a change never recompiles, or a number that never changes. also(b, h, q, kv): a further condition.
+    doc_starts (T,): where the document of each token begins. window () int32: how many positions back a query sees; a
+    tensor, so that a change never recompiles. In pairs of heads a token has two positions.
+    """
+    start = doc_starts.repeat_interleave(heads_per_pair) * heads_per_pair
+    return torch.maximum(start, torch.arange(len(start), dtype=torch.int32, device=start.device) - window)
+
+
+def causal_mask(start: Tensor, also: Callable | None = None) -> Callable:
+    """Return a mask_mod sees(b, h, q, kv) for FlexAttention: causal, from `first_visible_keys` on.
+
+    also(b, h, q, kv): a further condition.
     """
 
     def sees(b, h, q, kv):
-        in_document = (q >= kv) & (q - kv <= window) & (doc_ids[q] == doc_ids[kv])
-        return in_document if also is None else in_document & also(b, h, q, kv)  # torch 2.11 compiles no `if also`
+        visible = (q >= kv) & (kv >= start[q])
+        return visible if also is None else visible & also(b, h, q, kv)  # torch 2.11 compiles no `if also`
 
     return sees
 
 
-def document_block_mask(doc_ids: Tensor, window, block: int, also: Callable | None = None) -> BlockMask:
-    """Return `document_mask` for FlexAttention (records 20 and 29). Where there is `also`, no block is full.
+def causal_block_mask(start: Tensor, block: int, also: Callable | None = None) -> BlockMask:
+    """Return `causal_mask` for FlexAttention (records 20 and 29). Where there is `also`, no block is full.
 
-    A query block sees the key blocks from first_visible to its own. If it lies in one document, all of its tokens see
-    all of the blocks from first_full to the one before: these are full and need no mask. Lists go from near to far.
-    Eight tokens of the documents a and b, in blocks of two with a window of three:
+    A query block sees the key blocks from first_visible to its own. All of its queries see all of the blocks from
+    first_full to the one before its own: these are full and need no mask. Lists go from near to far. Eight tokens of
+    the documents a and b, in blocks of two with a window of three:
 
         query  keys a a   a a   a b   b b      lists of the query block, and after | padding that is never read:
         0 a         x .   . .   . .   . .      partial 0 | 0 0 0     full none | 0 0 0 0
@@ -1430,27 +1436,35 @@ def document_block_mask(doc_ids: Tensor, window, block: int, also: Callable | No
         5 b         . .   . .   . x   . .
         6 b         . .   . .   . x   x .      partial 3 2 | 1 0     full none | 2 1 0 0
         7 b         . .   . .   . x   x x
+
+    The backward pass also wants the lists of each key block, of the queries that see it. As start never decreases,
+    these are neighbors, too, and nothing has to be sorted.
     """
-    first_doc = doc_ids[::block]  # of each block
-    last_doc = doc_ids[block - 1 :: block]
-    own = torch.arange(len(first_doc), dtype=torch.int32, device=doc_ids.device)  # number of each query block
-    # The first token of a block sees something of so many blocks before, and the last token sees so many as a whole:
-    # it sees window + 1 tokens, its own block included
-    seen_by_first = (window + block - 1) // block
-    seen_by_last = (window + 1) // block - 1
-    blocks_ended_before = (last_doc < first_doc[:, None]).sum(1, dtype=torch.int32)
-    first_visible = torch.maximum(blocks_ended_before, own - seen_by_first)
-    blocks_begun_before = (first_doc < first_doc[:, None]).sum(1, dtype=torch.int32)
-    first_full = torch.maximum(blocks_begun_before, own - seen_by_last)
-    num_full = torch.where(first_doc == last_doc, own - first_full, 0).clamp(min=0) * (also is None)
-    num_partial = own - first_visible + 1 - num_full
-    query = own[:, None]
-    slot = own  # in the list of a query block
-    full = (query - 1 - slot).clamp(min=0)
-    partial = torch.where(slot == 0, query, query - num_full[:, None] - slot).clamp(min=0)
-    sees = document_mask(doc_ids, window, also)
-    lists = (t[None, None] for t in (num_partial, partial, num_full, full))  # of all heads
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, mask_mod=sees)  # type: ignore[misc]
+    first_visible = start[::block] // block
+    first_full = (start[block - 1 :: block] + block - 1) // block
+    own = torch.arange(len(first_visible), dtype=torch.int32, device=start.device)  # number of each block
+    # Of each key block, the number of the query block behind the last one that sees it, and sees it as a whole
+    end_visible = (first_visible <= own[:, None]).sum(1, dtype=torch.int32)
+    end_full = (first_full <= own[:, None]).sum(1, dtype=torch.int32)
+    num_full = (own - first_full).clamp(min=0) * (also is None)
+    num_full_queries = (end_full - own - 1).clamp(min=0) * (also is None)
+    block_mask = block_lists(own, own - first_visible + 1, num_full, step=-1)
+    queries = block_lists(own, end_visible - own, num_full_queries, step=1)
+    return BlockMask(
+        (len(start), len(start)), *block_mask, *queries, BLOCK_SIZE=(block, block), mask_mod=causal_mask(start, also)
+    )  # type: ignore[misc]
+
+
+def block_lists(own: Tensor, num_visible: Tensor, num_full: Tensor, step: int) -> tuple[Tensor, ...]:
+    """Return for each of N blocks how many others are partial, which, how many are full, which, as `BlockMask` does.
+
+    Its own block is partial; num_full neighbors in the direction of `step` are full, and those behind are partial.
+    """
+    slot = own  # in a list
+    full = own[:, None] + step * (1 + slot)
+    partial = torch.where(slot == 0, own[:, None], own[:, None] + step * (num_full[:, None] + slot))
+    lists = num_visible - num_full, partial, num_full, full
+    return tuple(t.clamp(min=0, max=len(own) - 1 if t.ndim == 2 else None)[None, None] for t in lists)  # of all heads
 
 
 class BandMask:
@@ -1490,13 +1504,12 @@ class BandMask:
 
 
 def attention_mask(
-    doc_ids: Tensor, window, max_window: int, cfg: Hyperparameters, also: Callable | None = None
+    start: Tensor, max_window: int, cfg: Hyperparameters, also: Callable | None = None
 ) -> BlockMask | BandMask:
-    """Return `document_mask` as the device takes it. max_window: the largest window of all steps."""
+    """Return `causal_mask` as the device takes it. max_window: the most positions back that any query ever sees."""
     if cfg.device == "cuda":
-        return document_block_mask(doc_ids, window, cfg.block_size, also)
-    sees = document_mask(doc_ids, window, also)
-    return BandMask(sees, len(doc_ids), cfg.block_size, max_window, getattr(torch, cfg.dtype))
+        return causal_block_mask(start, cfg.block_size, also)
+    return BandMask(causal_mask(start, also), len(start), cfg.block_size, max_window, getattr(torch, cfg.dtype))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_per_pair: int) -> Tensor:
@@ -1509,10 +1522,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_pe
     if isinstance(mask, BandMask):
         return mask.attend(q, k, v).reshape(T, H, D)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    warps = dict(bwd_num_warps=8)  # as on an H100; with the 4 of other GPUs the backward pass spills its registers,
+    options = dict(ROWS_GUARANTEED_SAFE=True)  # each query sees a key: itself
+    options |= dict(bwd_num_warps=8)  # as on an H100; with the 4 of other GPUs the backward pass spills its registers,
     if q.size(-1) == 64:  # and so does the forward pass of half heads
-        warps |= dict(fwd_num_warps=8)
-    y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=warps)  # type: ignore[call-overload]
+        options |= dict(fwd_num_warps=8)
+    y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=options)  # type: ignore[call-overload]
     return y.squeeze(0).transpose(0, 1).reshape(T, H, D)
 
 
@@ -1954,7 +1968,7 @@ class GPT(nn.Module):
             before = F.pad(x[:-1], (0, 0, 1, 0))
             x = x + self.smear_lambda * sigmoid_gate(x, self.smear_gate) * before
         x = norm(x)
-        contexts = self.attention_contexts(inputs.doc_ids, attn_settings)
+        contexts = self.attention_contexts(inputs.doc_starts, attn_settings)
         shared = SharedInputs(x, ngram_embeds.sum(0), value_embeds, contexts)
         net_gates: dict[tuple[int, str], Tensor] = {}  # of the last network, by layer and name
         outputs: list[BlockOutputs] = []
@@ -1978,15 +1992,15 @@ class GPT(nn.Module):
         streams = [stream.unflatten(1, (self.cfg.mix_groups, -1)) for stream in self.head_mix_inputs(outputs)]
         return x + mix(self.head_net(x)["weights"][..., None], streams).flatten(1)
 
-    def attention_contexts(self, doc_ids: Tensor, attn_settings: AttentionSettings) -> dict[str, AttentionContext]:
+    def attention_contexts(self, doc_starts: Tensor, attn_settings: AttentionSettings) -> dict[str, AttentionContext]:
         """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions."""
         contexts = {}
         for name in dict.fromkeys(row.attention for row in self.cfg.layers if row.attention != "none"):
             kind = ATTENTION[name]
             i = attn_settings.kinds.index(kind.window)
-            ids = doc_ids.repeat_interleave(kind.heads_per_pair)
-            mask = attention_mask(ids, attn_settings.window_sizes[i], self.max_window, self.cfg)
-            cos, sin = attn_settings.rotary[i, :, : len(ids)].unflatten(1, (-1, 1, kind.heads_per_pair, 1, 1))
+            start = first_visible_keys(doc_starts, attn_settings.window_sizes[i], kind.heads_per_pair)
+            mask = attention_mask(start, self.max_window, self.cfg)
+            cos, sin = attn_settings.rotary[i, :, : len(start)].unflatten(1, (-1, 1, kind.heads_per_pair, 1, 1))
             contexts[name] = AttentionContext(mask, cos, sin, attn_settings.attn_scales[i])
         return contexts
 
@@ -2027,11 +2041,12 @@ class Pointer(nn.Module):
         tokens = inputs.tokens
         block = cfg.pointer_block if torch.is_grad_enabled() else cfg.val_pointer_block
 
-        def sees(b, h, q, kv):
-            return (q > kv) & (q // block - kv // block < 2) & ((h == 0) | (tokens[kv] == inputs.next_tokens[q]))
+        def is_earlier(b, h, q, kv):
+            return (q > kv) & ((h == 0) | (tokens[kv] == inputs.next_tokens[q]))
 
-        window = min(2 * block, len(x))
-        mask = attention_mask(inputs.doc_ids, window, window, cfg, also=sees)
+        t = torch.arange(len(x), dtype=torch.int32, device=x.device)
+        start = torch.maximum(inputs.doc_starts, (t // block - 1) * block)
+        mask = attention_mask(start, min(2 * block, len(x)), cfg, also=is_earlier)
         q, k, sink_scores = self.project(x)
         if isinstance(mask, BandMask):
             scores = mask.scores(q[:, None].type_as(sink_scores), k[:, None].type_as(sink_scores))
