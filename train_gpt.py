@@ -1448,11 +1448,11 @@ def causal_block_mask(start: Tensor, block: int, also: Callable | None = None) -
     end_full = (first_full <= own[:, None]).sum(1, dtype=torch.int32)
     num_full = (own - first_full).clamp(min=0) * (also is None)
     num_full_queries = (end_full - own - 1).clamp(min=0) * (also is None)
-    block_mask = block_lists(own, own - first_visible + 1, num_full, step=-1)
-    queries = block_lists(own, end_visible - own, num_full_queries, step=1)
-    return BlockMask(
-        (len(start), len(start)), *block_mask, *queries, BLOCK_SIZE=(block, block), mask_mod=causal_mask(start, also)
-    )  # type: ignore[misc]
+    keys_of_queries = block_lists(own, own - first_visible + 1, num_full, step=-1)
+    queries_of_keys = block_lists(own, end_visible - own, num_full_queries, step=1)
+    lengths = len(start), len(start)
+    sees = causal_mask(start, also)
+    return BlockMask(lengths, *keys_of_queries, *queries_of_keys, BLOCK_SIZE=(block, block), mask_mod=sees)
 
 
 def block_lists(own: Tensor, num_visible: Tensor, num_full: Tensor, step: int) -> tuple[Tensor, ...]:
@@ -1461,10 +1461,10 @@ def block_lists(own: Tensor, num_visible: Tensor, num_full: Tensor, step: int) -
     Its own block is partial; num_full neighbors in the direction of `step` are full, and those behind are partial.
     """
     slot = own  # in a list
-    full = own[:, None] + step * (1 + slot)
-    partial = torch.where(slot == 0, own[:, None], own[:, None] + step * (num_full[:, None] + slot))
-    lists = num_visible - num_full, partial, num_full, full
-    return tuple(t.clamp(min=0, max=len(own) - 1 if t.ndim == 2 else None)[None, None] for t in lists)  # of all heads
+    last = len(own) - 1  # padding stays within the blocks, too
+    full = (own[:, None] + step * (1 + slot)).clamp(0, last)
+    partial = (own[:, None] + step * torch.where(slot == 0, 0, num_full[:, None] + slot)).clamp(0, last)
+    return tuple(t[None, None] for t in (num_visible - num_full, partial, num_full, full))  # of all heads
 
 
 class BandMask:
