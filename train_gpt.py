@@ -1206,6 +1206,20 @@ norm = RMSNorm.apply
 FP8_X, FP8_W, FP8_GRAD = 2.0**4, 2.0**6, 2.0**6
 
 
+if torch.version.cuda:  # elsewhere nothing is compiled, and the import takes a second
+    import torch._inductor.inductor_prims  # registers the operation that is looked up next
+# An operation of PyTorch's own compiler, which keeps a layout. Versions without it store twice, and compute the same
+FORCE_STRIDES = getattr(torch.ops.prims, "inductor_force_stride_order", None)
+
+
+def store_once(t: Tensor) -> Tensor:
+    """Return t, which compiled code then stores as it is, once.
+
+    Without it each reader may compute t again, or a wider t is stored and cast by the reader.
+    """
+    return t if FORCE_STRIDES is None else FORCE_STRIDES(t, t.stride())
+
+
 def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Return scale * t in FP8. Numbers beyond its limit are clamped: some devices saturate, others give NaN.
 
@@ -1214,7 +1228,20 @@ def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """
     limit = torch.finfo(dtype).max
     t = t * scale
-    return torch.where(t > limit, limit, torch.where(t < -limit, -limit, t)).to(dtype)
+    return store_once(torch.where(t > limit, limit, torch.where(t < -limit, -limit, t)).to(dtype))
+
+
+def row_major(t: Tensor) -> Tensor:
+    """Return FP8 numbers t (M, N) with each row side by side in memory.
+
+    A kernel transposes: where a compiler stores columns beside a reduction over rows, it takes up to twice as long.
+    """
+    if triton is None or not t.is_cuda or not t.t().is_contiguous():
+        return t.contiguous()
+    M, N = t.shape
+    rows = t.new_empty(M, N)
+    transpose_kernel[triton.cdiv(M, 128), triton.cdiv(N, 64)](t, rows, M, N)
+    return rows
 
 
 def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast: bool = False) -> Tensor:
@@ -1222,8 +1249,8 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, 
 
     fast: the hardware may sum up in less than fp32 (`use_fast_accum`).
     """
-    a = a.contiguous()  # cuBLAS wants row-major by column-major
-    b = b.t().contiguous().t()
+    a = row_major(a)  # cuBLAS wants row-major by column-major
+    b = row_major(b.t()).t()
     one = torch.ones((), dtype=torch.float32, device=a.device)
     return torch._scaled_mm(a, b, one / scale, one, out_dtype=dtype, use_fast_accum=fast)
 
@@ -1376,7 +1403,8 @@ class NormRotate(torch.autograd.Function):
 
     Forward, with a scale s, a rotation R and r = 1 / rms(x):      y = s R z,  z = r x
     Backward, for a gradient g with respect to y:                  dx = r (s R'g - z mean(z . s R'g))
-    A rotation keeps products, so z . s R'g = y . g, and z = R'y / s:    dx = r R'(s g - y mean(y . g) / s)
+    A rotation keeps products, so z . s R'g = y . g, and z = R'y / s:    dx = r (s R'g - mean(y . g) / s R'y)
+    g and y are rotated, and not their sum, which would be stored in fp32 between the mean and the rotation.
     """
 
     @staticmethod
@@ -1391,9 +1419,10 @@ class NormRotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         y, inverse_rms, cos, sin, scale = ctx.saved_tensors
-        g = grad.to(scale.dtype)
-        tangential = scale * g - y * ((g * y).mean((-3, -2, -1), keepdim=True) / scale)
-        return (inverse_rms * rotate(tangential, cos, -sin)).type_as(y), None, None, None
+        g = store_once(grad).to(scale.dtype)
+        along_y = (g * y).mean((-3, -2, -1), keepdim=True) / scale
+        dx = scale * rotate(g, cos, -sin) - along_y * rotate(y.to(scale.dtype), cos, -sin)
+        return store_once((inverse_rms * dx).type_as(y)), None, None, None
 
 
 # ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
@@ -3393,6 +3422,14 @@ if triton:
         dz.store([t, n], d)
         dz_columns.store([n, t], d.T)
         y_columns.store([n, t], (squares * tl.load(y_scale)).to(y.dtype).T)
+
+    @triton.jit
+    def transpose_kernel(columns, rows, M, N):
+        """Read a block of columns (N, M), and store it as rows (M, N). Twin: `row_major` without a kernel."""
+        m = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)[:, None]
+        n = tl.program_id(1) * 64 + tl.arange(0, 64)
+        inside = (m < M) & (n < N)
+        tl.store(rows + m * N + n, tl.load(columns + m + n.to(tl.int64) * M, inside), inside)
 
     @triton.jit
     def relu_squared_fp8_kernel(z, y, scales, N, BLOCK: tl.constexpr):
