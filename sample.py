@@ -1,81 +1,228 @@
-"""Show what a model has learned: continue a text with a model that a run with --save_checkpoint wrote.
+"""Show what a model has learned: let it go on with a text, or say how well it predicts one.
 
     python sample.py                                                 the newest model in logs/
     python sample.py logs/RUN_ID.pt --prompt "class " --seed 1       this one, and the same text every time
+    python sample.py --score README.md --score LICENSE               bits per byte, which all tokenizers share
 
-The text goes to stdout, all else to stderr. Exit codes: 0; 2 something has to be mended, one line says what; 130
-interrupted.
+The sample, or scores as JSON, go to stdout, all else to stderr. Exit codes: 0; 2 bad input, in a line; 130 interrupted.
 """
 
 import argparse
 import codecs
+import dataclasses
+import json
+import math
+import os
 import random
 import sys
-import time
-from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
 
-from speedrun import needs
+from data.texts import gpt2_encoding, read_text
+from speedrun.process import ToolError, packages, run
 
-with needs.packages():
+with packages():
+    import numpy as np
     import torch
+    import torch.nn.functional as F
+    from torch import Tensor
+    from tqdm import tqdm
 
     import train_gpt
-    from speedrun.mixture import find_model
-    from speedrun.model import add_model, choose, generate, run, tokenizer
-    from train_gpt import UserError
+    from train_gpt import GPT, Hyperparameters, Ranks, Reader
 
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # for terminals
+SLICE = 512  # tokens whose logits exist at a time
+SMALL = 10_000_000  # parameters, below which a second thread costs more than it saves (nano, busy machine: 20 times)
+LENGTH = 4096  # tokens that are scored at a time, as plain attention takes memory
+
+
+class Model:
+    """A trained model, set as in its last validation. For each token to come it reads the whole text."""
+
+    def __init__(self, gpt: GPT, ngrams: Sequence[dict[str, Tensor]]):
+        self.gpt = gpt
+        self.cfg = gpt.cfg
+        self.device = gpt.lm_head.device
+        self.ngrams = ngrams  # of each process that trained: `ids` of the rows that it ever updated, and the `rows`
+        self.plan = train_gpt.plan_validation(self.cfg.num_iterations, self.cfg)
+        self.settings = train_gpt.settings_of(self.plan, self.cfg, self.device)
+        self.reader = Reader(self.cfg, Ranks(), self.device)
+        bits = train_gpt.read_invalid_tokens(self.cfg)
+        self.canon = torch.from_numpy(bits).to(self.device) if len(bits) else None
+
+    def features(self, tokens: Sequence[int]) -> Tensor:
+        """Return the head's input (T, K) for these tokens."""
+        rest = -len(tokens) % self.cfg.block_size + 1  # to whole blocks, and a last target: no token sees what follows
+        read = np.array([*tokens, *[self.cfg.eot_token] * rest])
+        [[inputs]], requests = self.reader.make([self.plan], [[read]])
+        ids = requests.ids.long()
+        rows = torch.zeros(len(ids), self.cfg.model_dim, dtype=getattr(torch, self.cfg.dtype), device="cpu")
+        for part in self.ngrams:
+            places = torch.searchsorted(part["ids"], ids).clamp(max=len(part["ids"]) - 1)
+            is_here = part["ids"][places] == ids
+            rows[is_here] = part["rows"][places[is_here]].to(rows.dtype)
+        ngrams = rows[inputs.ngram_index].to(self.device)
+        return self.gpt.features(self.reader.on_device(inputs), ngrams, self.settings)[: len(tokens)]
+
+    def logits(self, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+        """Return logits (n, vocab_size) of what follows `tokens` (T,) at `places` (n,). x (T, K): the head's input."""
+        cfg = self.cfg
+        z = train_gpt.linear(x[places], self.gpt.lm_head)
+        z = z.to(train_gpt.wide(z.dtype))
+        logits = cfg.softcap_range * torch.sigmoid((z + cfg.softcap_shift) * 2 / cfg.lm_head_softcap)
+        if self.canon is not None:
+            bits = self.canon[tokens[places]][:, :, None] >> torch.arange(8, dtype=torch.uint8, device=self.device) & 1
+            logits = logits.masked_fill(bits.flatten(1) > 0, -60)  # as in the last validation
+        if cfg.pointer_dim:
+            logits = self.share_out_copies(logits, x, tokens, places)
+        return logits[:, : cfg.vocab_size]
+
+    def share_out_copies(self, logits: Tensor, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+        """Return logarithms of probabilities: the pointer shares out that of a copy, see `train_gpt.Pointer`."""
+        block = self.cfg.val_pointer_block
+        q, k, sink = self.gpt.pointer.project(x)
+        docs, t = (tokens == self.cfg.eot_token).cumsum(0), places[:, None]
+        other = torch.arange(len(tokens), device=self.device)
+        sees = (other < t) & (t // block - other // block < 2) & (docs == docs[t])
+        scores = (q[places].to(sink.dtype) @ k.to(sink.dtype).T).masked_fill(~sees, -torch.inf)
+        weights = torch.cat([scores, sink[t]], dim=1).softmax(1)
+        p = logits.softmax(1)
+        alpha = p[:, self.cfg.copy_row, None].clamp(max=1 - 1e-6)
+        copied = torch.zeros_like(p).index_add_(1, tokens, weights[:, :-1].to(p.dtype))
+        return train_gpt.copies_of_tensors(p, alpha, copied, weights[:, -1:], 1)[0].log()
+
+    @torch.inference_mode()
+    def predictions(self, tokens: Sequence[int], first: int = 0) -> Iterator[Tensor]:
+        """Yield logits (n, vocab_size) of what follows each token from the `first` on, at most SLICE at a time."""
+        x, read = self.features(tokens), torch.tensor(tokens, device=self.device)
+        for places in torch.arange(first, len(tokens), device=self.device).split(SLICE):
+            yield self.logits(x, read, places).double().cpu()
+
+
+def load_model(path: Path, device: str) -> Model:
+    """Load what --save_checkpoint wrote to `path`."""
+    with train_gpt.refusing(f"{path}: name a sound .pt that a run with --save_checkpoint of this script wrote"):
+        saved = train_gpt.load(path)
+        cfg = Hyperparameters(**json.loads(saved["configuration"]))
+        # What was trained in bf16 is sampled in fp32 where that is faster
+        dtype = "auto" if cfg.dtype == "bfloat16" else cfg.dtype
+        canon = cfg.canon_file if Path(cfg.canon_file).is_file() else ""
+        changes: dict = dict(device=device, dtype=dtype, prefix_file="", canon_file=canon)
+        cfg = train_gpt.resolve(dataclasses.replace(cfg, **changes))
+        if (device := cfg.device) == "cuda":
+            torch.set_default_device(device)  # where masks are made
+        cfg = dataclasses.replace(cfg, device="cpu")  # attention in plain PyTorch, which compiles for no length of text
+        with torch.device("meta"):  # the initial values are not needed
+            gpt = GPT(cfg).eval()
+        gpt.to_empty(device=device).load_state_dict(saved["model"])
+        rows = [path.with_suffix(f".ngrams{rank}") for rank in range(len(saved["rows"]))]
+        if [train_gpt.checksum(file) for file in rows] != saved["rows"]:
+            raise ValueError("the rows of n-grams beside it are of another model")
+        # They stay on the disk until they are needed: gpt2's take up to 130 GB
+        parts = [torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in rows]
+    return Model(gpt, [part for part in parts if len(part["ids"])])
+
+
+def tokenizer(cfg: Hyperparameters) -> tuple[Callable[[str], list[int]], Callable[[int], bytes]]:
+    """Return how text becomes tokens, and a token bytes."""
+    if cfg.vocab_size == 257:
+        return lambda text: list(text.encode(errors="surrogateescape")), lambda token: bytes([token])
+    try:
+        gpt2 = gpt2_encoding()
+    except RuntimeError as error:
+        raise ToolError(str(error)) from None
+    return gpt2.encode_ordinary, gpt2.decode_single_token_bytes
+
+
+def score(model: Model, path: Path) -> dict:
+    """Return bits per byte of a text at the beginning of a document, and its bytes.
+
+    The model reads pieces, of which a quarter is what it has read before.
+    """
+    text = read_text(path)
+    if not text or "\0" in text:
+        raise ToolError(f"{path}: is {'binary' if text else 'empty'}; name a file of text")
+    tokens, size = tokenizer(model.cfg)[0](text), len(text.encode(errors="surrogateescape"))
+    length = min(LENGTH, model.cfg.val_seq_len)
+    overlap = length // 4
+    nats = 0.0
+    for start in tqdm(range(0, len(tokens), length - 1 - overlap), disable=None):
+        context = min(start, overlap)
+        piece = tokens[start - context : start + length - 1 - overlap]
+        predictions = model.predictions([model.cfg.eot_token, *piece[:-1]], first=context)
+        for logits, targets in zip(predictions, torch.tensor(piece[context:], device="cpu").split(SLICE), strict=True):
+            nats += F.cross_entropy(logits, targets, reduction="sum").item()
+    return dict(file=str(path), bytes=size, bits_per_byte=nats / math.log(2) / size)
+
+
+@torch.inference_mode()
+def generate(model: Model, prompt: str, num_tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[bytes]:
+    """Yield tokens that follow `prompt` at the beginning of a document, until it ends.
+
+    They are drawn from softmax(logits / temperature) over the `top_k` largest, all if 0; at 0 the largest is taken. A
+    document does not end while it is blank: after a blank line nine of ten samples were empty.
+    """
+    encode, decode = tokenizer(model.cfg)
+    eot, most = model.cfg.eot_token, model.cfg.val_seq_len
+    tokens = [eot, *encode(prompt)]
+    if len(tokens) + num_tokens > most:
+        raise ToolError(f"--tokens {num_tokens}, --prompt of {len(tokens)}: the model reads {most} at most")
+    rng, is_blank = torch.Generator("cpu").manual_seed(seed), True
+    for _ in range(num_tokens):
+        logits = next(model.predictions(tokens, first=len(tokens) - 1))[0]
+        logits[eot] -= torch.inf if is_blank else 0
+        values, choices = logits.topk(min(top_k or len(logits), len(logits)))
+        p = ((values - values[0]) / (temperature or 1e-300)).softmax(0)
+        tokens.append(int(choices[torch.multinomial(p, 1, generator=rng)]))
+        if tokens[-1] == eot:
+            return
+        is_blank &= decode(tokens[-1]).isspace()
+        yield decode(tokens[-1])
 
 
 def write(pieces: Iterable[bytes]) -> None:
     """Print UTF-8 as it comes; print U+FFFD for what is none, and for control characters."""
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for piece in pieces:
-        print(decoder.decode(piece).translate(CONTROLS), end="", flush=True)
-    print(decoder.decode(b"", final=True), flush=True)
+    sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
+    for text in codecs.iterdecode(pieces, "utf-8", "replace"):
+        print(text.translate(CONTROLS), end="", flush=True)
+    print(flush=True)
 
 
-def sample(argv: Sequence[str] | None) -> None:
-    form = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, usage=argparse.SUPPRESS)
-    parser = argparse.ArgumentParser(prog="sample.py", description=__doc__, **form)  # type: ignore[arg-type]
-    add_model(parser)
+def sample_or_score(argv: Sequence[str] | None) -> None:
+    form: dict = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, usage=argparse.SUPPRESS)
+    parser = argparse.ArgumentParser(prog="sample.py", description=__doc__, **form)
     add = parser.add_argument
-    add("--prompt", metavar="TEXT", help="what to go on from; --prompt=TEXT if it begins with - ['def ' or 'The ']")
+    add("model", nargs="?", metavar="FILE", type=Path, help="a .pt that --save_checkpoint wrote [the newest in logs/]")
+    add("--score", type=Path, metavar="FILE", action="append", help="score this text, and sample none; repeatable")
+    add("--prompt", metavar="TEXT", default="", help="what to go on from; --prompt=TEXT if it begins with - [nothing]")
     add("--tokens", type=int, metavar="N", default=300, help="the most tokens to add [%(default)s]")
     add("--temperature", type=float, metavar="X", default=0.8, help="0: the likeliest token always [%(default)s]")
     add("--top_k", type=int, metavar="K", default=50, help="only the K likeliest tokens; 0: all [%(default)s]")
-    add("--seed", type=int, metavar="N", help="the same text again [a fresh one, printed at the end]")
+    add("--seed", type=int, metavar="N", help="the same text again [a fresh one, which is told]")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="[%(default)s]")
     args = parser.parse_args(argv)
     for name, high in dict(tokens=100_000, temperature=100, top_k=2**16, seed=2**63 - 1).items():
-        if (value := getattr(args, name)) is not None and not 0 <= value <= high:
-            raise UserError(f"--{name} {str(value)[:50]}: expected a number from 0 to {high}")
-    path, model = find_model(args.model or args.file, args.device)
-    is_code = model.cfg.train_files == train_gpt.PRESETS["nano"].train_files
-    prompt = ("def " if is_code else "The ") if args.prompt is None else args.prompt
-    seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
-    encode, decode = tokenizer(model.cfg)
-    rng, read, generated = torch.Generator().manual_seed(seed), encode(prompt), list[int]()
-    if len(read) + args.tokens > (most := model.cfg.val_seq_len):
-        raise UserError(f"--prompt of {len(read)} tokens, --tokens {args.tokens}: the model reads {most} at most")
-    print(f"{path}, {model.size:,} parameters, {model.cfg.ngram_rows:,} rows of n-grams", file=sys.stderr)
-    start = time.perf_counter()
-
-    def text() -> Iterator[bytes]:
-        yield from map(decode, read)
-        chooser = partial(choose, temperature=args.temperature, top_k=args.top_k, rng=rng)
-        for token in generate(model, read, args.tokens, chooser):
-            generated.append(token)
-            yield decode(token)
-
-    write(text())
-    rate = f"{len(generated) / (time.perf_counter() - start):.0f} tokens/s"
-    end = ", where the text ends" if len(generated) < args.tokens else ""
-    print(f"[{len(generated)} tokens{end}; {rate}, seed {seed}]", file=sys.stderr)
+        if not 0 <= (getattr(args, name) or 0) <= high:
+            raise ToolError(f"--{name} {getattr(args, name)}: expected a number from 0 to {high}")
+    path = args.model or max(Path("logs").glob("*.pt"), key=os.path.getmtime, default=Path("logs/*.pt"))
+    if not path.is_file():
+        raise ToolError(f"{path}: there is no such file; train a model with --save_checkpoint, or name its file")
+    model = load_model(path, args.device)
+    if sum(p.numel() for p in model.gpt.parameters()) < SMALL:
+        torch.set_num_threads(1)
+    for text in args.score or ():
+        print(json.dumps(score(model, text)), flush=True)
+    if not args.score:
+        seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
+        print(f"{path}, seed {seed}", file=sys.stderr)
+        generated = generate(model, args.prompt, args.tokens, args.temperature, args.top_k, seed)
+        write(chain([args.prompt.encode(errors="surrogateescape")], generated))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run("sample.py", sample, argv)
+    return run("sample.py", sample_or_score, argv)
 
 
 if __name__ == "__main__":

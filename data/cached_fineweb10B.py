@@ -3,17 +3,11 @@
     python data/cached_fineweb10B.py            # what the gpt2 preset reads: 6 files, 1.2 GB
     python data/cached_fineweb10B.py 103        # everything: 104 files, 21 GB
 
-huggingface_hub fetches https://huggingface.co/datasets/kjj0/fineweb10B-gpt2 to its cache; HF_HOME, HF_ENDPOINT (a
-mirror) and HF_HUB_OFFLINE work. Shards are hard links to the cache, or copies where it lies on another disk.
+huggingface_hub fetches https://huggingface.co/datasets/kjj0/fineweb10B-gpt2; HF_ENDPOINT (a mirror) works.
 Exit codes: 0 all shards are there, 1 a download failed, 2 bad argument, 130 interrupted.
 """
 
 import argparse
-import hashlib
-import os
-import shutil
-import tempfile
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,27 +21,6 @@ def is_shard(path: Path) -> bool:
     return path.is_file() and np.fromfile(path, "<i4", 3).tolist() == [20240520, 1, (path.stat().st_size - 1024) / 2]
 
 
-def fetch(path: Path) -> None:
-    """Let the shard of this name appear, whole or not at all."""
-    # The data are public, but a token that has expired is refused
-    get = partial(hf_hub_download, "kjj0/fineweb10B-gpt2", path.name, repo_type="dataset", token=False)
-    for force in (False, True):  # what is in the cache may be damaged: the library compares only the length
-        blob = Path(get(force_download=force)).resolve()
-        found = hashlib.sha256(blob.read_bytes()).hexdigest()
-        if is_shard(blob) and (len(blob.name) != 64 or blob.name == found):  # the name of a large one is its SHA-256
-            break
-    else:
-        raise RuntimeError(f"the hub sends no such shard, but SHA-256 {found}: try another HF_ENDPOINT")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".download-") as folder:
-        new = Path(folder) / path.name
-        try:
-            os.link(blob, new)
-        except OSError:  # another disk, or a cache that belongs to somebody else
-            shutil.copyfile(blob, new)
-        os.replace(new, path)
-
-
 def main(argv: list[str] | None = None) -> None:
     raw, own = argparse.RawDescriptionHelpFormatter, Path(__file__).with_name("fineweb10B")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, usage=argparse.SUPPRESS)
@@ -56,8 +29,15 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         for name in ["fineweb_val_000000.bin", *(f"fineweb_train_{i:06d}.bin" for i in range(1, args.shards + 1))]:
-            if not is_shard(args.out / name):
-                fetch(args.out / name)
+            path = args.out / name
+            if is_shard(path):
+                continue
+            if path.exists():  # the library would take a damaged file for what it downloaded
+                path.unlink()
+            # The data are public, but a token that has expired is refused
+            hf_hub_download("kjj0/fineweb10B-gpt2", name, repo_type="dataset", token=False, local_dir=args.out)
+            if not is_shard(path):
+                raise RuntimeError("the hub has sent no shard; try another HF_ENDPOINT")
     except KeyboardInterrupt:
         parser.exit(130, f"\n{parser.prog}: interrupted; the same command continues\n")
     except Exception as error:  # of whatever kind: to the user it is a line

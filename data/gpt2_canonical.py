@@ -1,6 +1,6 @@
 """Write data/gpt2_canonical.bin: for each GPT-2 token the tokens that the tokenizer never puts right behind it.
 
-    python data/gpt2_canonical.py       # needs tiktoken: pip install -e ".[text]"; takes some ten seconds
+    python data/gpt2_canonical.py       # needs tiktoken, of the extra "tools"; some ten seconds
 
 The tokenizer makes one list of tokens of a text, where many others would spell it, too. " under" and "stand" never
 follow each other, because it writes " understand". A model need not know that: where this mask is set, the last
@@ -13,8 +13,6 @@ no other than the one with the known hash.
 """
 
 import hashlib
-import os
-import sys
 import unicodedata
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from bisect import bisect_left
@@ -25,12 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
-if not __package__:  # `python data/gpt2_canonical.py` is `python -m data.gpt2_canonical`
-    env = os.environ | dict(PYTHONPATH=f"{Path(__file__).resolve().parents[1]}:{os.environ.get('PYTHONPATH', '')}")
-    os.execve(sys.executable, [sys.executable, "-P", "-m", "data.gpt2_canonical", *sys.argv[1:]], env)
-
-from data.shards import write_file
-from data.texts import gpt2_encoding
+if __package__:
+    from data import shards, texts
+else:  # started as a file: this folder is where Python looks
+    import shards  # type: ignore[import-not-found, no-redef]
+    import texts  # type: ignore[import-not-found, no-redef]
 
 PATH, VOCAB_SIZE = Path(__file__).with_name("gpt2_canonical.bin"), 50304
 SHA256 = "3bc096d452b0497e12da82158856669bc3bb3735281f3d676d0bf2ac20d95998"
@@ -113,12 +110,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter, usage=SUPPRESS)
     parser.parse_args(argv)
     try:
-        encoding = gpt2_encoding()
+        encoding = texts.gpt2_encoding()
         tokens = [encoding.decode_single_token_bytes(i) for i in range(encoding.eot_token)]
         mask = np.concatenate([*canonical_rows(tokens, VOCAB_SIZE)])
         if hashlib.sha256(mask).hexdigest() != SHA256:
             raise RuntimeError("another vocabulary or Unicode gave another mask: try another tiktoken or Python")
-        write_file(PATH, mask)
+        shards.write_file(PATH, mask)
     except (OSError, RuntimeError) as error:
         parser.error(str(error))
     print(f"{PATH}: 316 MB")

@@ -1,6 +1,6 @@
 """Write data/gpt2_prefixes.bin: for each GPT-2 token the longest other token that its bytes begin with.
 
-    python data/gpt2_prefixes.py        # needs tiktoken: pip install -e ".[text]"
+    python data/gpt2_prefixes.py        # needs tiktoken, of the extra "tools"
 
 One uint16 for each of 50,257 tokens; 65535: none, for single bytes and the end of text. It follows from the vocabulary
 alone. The file is in the repository: this command shows where it comes from, and refuses to write another.

@@ -11,20 +11,17 @@ import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
-import os
-import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-if not __package__:  # `python data/pack_nano.py` is `python -m data.pack_nano`
-    env = os.environ | dict(PYTHONPATH=f"{Path(__file__).resolve().parents[1]}:{os.environ.get('PYTHONPATH', '')}")
-    os.execve(sys.executable, [sys.executable, "-P", "-m", "data.pack_nano", *sys.argv[1:]], env)
-
-from data.shards import write_shard
-from speedrun import ROOT
+if __package__:
+    from data import shards, texts
+else:  # started as a file: this folder is where Python looks
+    import shards  # type: ignore[import-not-found, no-redef]
+    import texts  # type: ignore[import-not-found, no-redef]
 
 EOT = 256  # opens every document; the bytes themselves are tokens 0 ... 255
 MIN_DOCUMENT_BYTES, MAX_DOCUMENT_BYTES = 256, 2048
@@ -94,18 +91,18 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     spec = importlib.util.find_spec("torch")  # which is not imported
     if spec is None or spec.origin is None:
-        parser.error("torch is not installed here: pip install -r requirements.txt")
+        parser.error(f"torch is not installed here: {texts.PIP} -r {texts.ROOT / 'requirements.txt'}")
     try:
-        track = tomllib.loads((ROOT / "records/tracks.toml").read_text())["nano"]
+        track = tomllib.loads((texts.ROOT / "records/tracks.toml").read_text())["nano"]
         for split, documents in build_corpus(Path(spec.origin).parent).items():
             path, tokens = args.out / f"nano_{split}_000000.bin", to_tokens(documents)
-            write_shard(path, tokens)
+            shards.write_shard(path, tokens)
             print(f"{path}: {len(documents):,} documents, {len(tokens):,} tokens")
             name, content = "shard_sha256", path.read_bytes()
             if split == "val":  # of which the track reads the first tokens
                 name, content = "val_sha256", tokens[: track["val_tokens"]].tobytes()
             if hashlib.sha256(content).hexdigest() != track[name]:
-                fix = "pip install --force-reinstall --no-deps torch==2.13.0"
+                fix = f"{texts.PIP} --force-reinstall --no-deps torch==2.13.0"
                 print(f"  torch {importlib.metadata.version('torch')}, or changed: losses do not compare; {fix}")
     except OSError as error:
         parser.error(str(error))

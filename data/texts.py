@@ -1,20 +1,30 @@
-"""Decode texts that users hand over: in UTF-8 or UTF-16, perhaps with a byte order mark or the line ends of Windows."""
+"""Read what users hand over: texts of several encodings, and GPT-2's vocabulary."""
 
 import codecs
-import re
+import importlib.util
+import sys
+from pathlib import Path
 
-MARKS = {codecs.BOM_UTF8: "utf-8", codecs.BOM_UTF16_LE: "utf-16-le", codecs.BOM_UTF16_BE: "utf-16-be"}
+ROOT = Path(__file__).resolve().parents[1]
+# What installs packages for this Python: environments that uv made have no pip. `python data/NAME.py` cannot import
+# speedrun/process.py, which has the same
+PIP = f"{sys.executable} -m pip install"
+if not importlib.util.find_spec("pip"):
+    PIP = f"uv pip install --python {sys.executable}"
 
 
-def decode(content: bytes) -> str:
-    r"""Return a file's text without its mark, and with \n at the end of each line. Raise UnicodeDecodeError."""
-    mark = next((mark for mark in MARKS if content.startswith(mark)), b"")
-    return content.removeprefix(mark).decode(MARKS.get(mark, "utf-8")).replace("\r\n", "\n")
+def read_text(path: Path) -> str:
+    r"""Return a file's text without a byte order mark, and with \n at the end of each line.
 
-
-def without_surrogates(text: str) -> str:
-    """Put U+FFFD for each half of a surrogate pair, which JSON may hold and no encoding has."""
-    return re.sub("[\ud800-\udfff]", "\ufffd", text)
+    Files are UTF-8, or UTF-16 with a mark. Bytes that are no UTF-8, as in Latin-1, become surrogates, which keep them:
+    `text.encode(errors="surrogateescape")` has them again.
+    """
+    content = path.read_bytes()
+    if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        text = content.decode("utf-16", errors="replace")
+    else:
+        text = content.decode("utf-8-sig", errors="surrogateescape")
+    return text.replace("\r\n", "\n")
 
 
 def gpt2_encoding():
@@ -24,7 +34,7 @@ def gpt2_encoding():
 
         return tiktoken.get_encoding("gpt2")
     except ImportError:
-        raise RuntimeError('this needs the package tiktoken: pip install -e ".[text]"') from None
+        raise RuntimeError(f'this needs the package tiktoken: {PIP} -e "{ROOT}[tools]"') from None
     except (OSError, ValueError) as error:  # OSError includes those of requests; ValueError: unexpected content
         fix = "set TIKTOKEN_CACHE_DIR to a folder that has it from an earlier download, perhaps on another machine"
         raise RuntimeError(f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}): {fix}") from None

@@ -1,9 +1,7 @@
 """What the tools share: errors of one line, packages that are missing, a lock for a folder, and child processes."""
 
 import contextlib
-import ctypes
 import fcntl
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -85,21 +83,34 @@ def available_cores() -> int:
 
 
 @contextlib.contextmanager
-def held(folder: Path, told: str) -> Iterator[None]:
-    """Make a folder and lock it until this process, or what takes its place, ends. Raise ToolError if one holds it."""
+def held(folder: Path, message: str) -> Iterator[None]:
+    """Make a folder and lock it until this process, and what run_python started, ends; one that is locked is refused.
+
+    What takes the place of this process by exec holds it, too.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lock = os.open(folder, os.O_RDONLY)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ToolError(f"{folder}: {told}") from None
+            raise ToolError(f"{folder}: {message}") from None
         except OSError:  # the file system has no locks
             pass
-        os.set_inheritable(lock, True)  # by exec; subprocess closes it
+        os.set_inheritable(lock, True)
         yield
     finally:
         os.close(lock)
+
+
+def last_words(text: str) -> str:
+    """Return the last line that a failed process printed, or under torchrun the rank that failed first."""
+    output, _, _ = text.partition("] failed (exitcode: ")  # from here on torchrun tells where it noticed
+    lines = [line for line in output.splitlines() if line.strip() and not re.match(r"\[?[EWI]\d{4} ", line)]
+    if tracebacks := [line for line in lines if re.match(r"\[rank\d+\]: ", line)]:
+        first_rank = tracebacks[0].partition(" ")[0]
+        lines = [line for line in tracebacks if line.startswith(first_rank)]
+    return lines[-1] if lines else "it printed nothing"
 
 
 def run_python(arguments: Sequence[str], **environment: str) -> str:
@@ -108,90 +119,13 @@ def run_python(arguments: Sequence[str], **environment: str) -> str:
     Raise ToolError with the last line of one that failed. Where this process is stopped, the other one is, first.
     """
     how: dict = dict(cwd=ROOT, env=ENVIRONMENT | dict(os.environ) | environment, text=True, errors="replace")
-    pipes: dict = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    with subprocess.Popen([sys.executable, *arguments], **how, **pipes) as child:
+    how |= dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, close_fds=False)  # so that it has our locks, too
+    with subprocess.Popen([sys.executable, *arguments], **how) as child:
         try:
             stdout, stderr = child.communicate()
         except BaseException:
             child.terminate()  # torchrun ends its ranks, after 30 s by force
             raise
     if child.returncode != 0:
-        *_, last = (stderr.strip() or stdout.strip() or "it printed nothing").splitlines()
-        raise ToolError(f"exit code {child.returncode}: {last}")
-    return stdout
-
-
-# ---- Below: leaves with the modules that use it
-LIBC = ctypes.CDLL(None)  # here, as a process that has just been forked should not load libraries
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-def last_words(text: str) -> str:
-    """Return the last line that a failed process printed, or under torchrun the rank that failed first."""
-    lines, (before, report, after) = text.splitlines(), text.partition("] failed (exitcode: ")
-    if report:
-        *lines, line = before.splitlines()
-        rank = f"[rank{after.partition('local_rank: ')[2].split()[0]}]: "  # begins each line of its traceback
-        own = [line for line in lines if line.startswith(rank)]
-        own = own or [line for line in lines if not re.match(r"\[rank|[WE]\d{4} ", line)]  # the latter are torchrun's
-        lines = own or [line + report + after.partition("\n")[0]]
-    return lines[-1]
-
-
-def end_with_parent() -> None:
-    """Let this process get SIGTERM when its parent is killed, on Linux."""
-    if sys.platform == "linux":
-        LIBC.prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-
-
-def end_all(process: subprocess.Popen[str]) -> None:
-    """End a process with all that it started: torchrun's ranks are in sessions of their own."""
-    import psutil
-
-    tree = []
-    with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
-        tree = [top := psutil.Process(process.pid), *top.children(recursive=True)]
-    for action, patience in (("terminate", 40), ("kill", None)):  # torchrun ends its ranks by force after 30 s
-        for one in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                getattr(one, action)()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=patience)
-
-
-def own_process(command: Sequence[str], **environment: str) -> str:
-    """Run Python with these arguments in the repository's root and return its stdout.
-
-    Raise RuntimeError with a failed one's last words. Ctrl-C, SIGTERM and SIGHUP end the process with all that it
-    started, and raise KeyboardInterrupt here.
-    """
-    before = {number: signal.getsignal(number) for number in STOPS if signal.getsignal(number) != signal.SIG_IGN}
-    for number in before:
-        signal.signal(number, signal.default_int_handler)
-    process: subprocess.Popen[str] | None = None
-    try:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=ENVIRONMENT | dict(os.environ) | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # so that a terminal's Ctrl-C comes here alone
-            preexec_fn=end_with_parent,
-        )
-        stdout, stderr = process.communicate()
-    except BaseException:
-        for number in before:  # all goes on to its end
-            signal.signal(number, signal.SIG_IGN)
-        if process is not None:
-            end_all(process)
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if process.returncode != 0:
-        told = last_words(stderr.strip() or stdout.strip() or "it printed nothing")
-        raise RuntimeError(f"exit code {process.returncode}: {told}")
+        raise ToolError(f"exit code {child.returncode}: {last_words(stderr.strip() or stdout)}")
     return stdout

@@ -1,140 +1,321 @@
-"""Run scripts in turn on this machine and say by how much they differ."""
+"""Run scripts in turn on this machine, and say by how much they differ."""
 
-import contextlib
+import argparse
+import dataclasses
 import datetime
+import json
+import math
 import os
-import re
-import shlex
-import subprocess
+import statistics
+import string
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from speedrun import proof
-from speedrun.logs import Log, ToolError, digest, shown
-from speedrun.process import ROOT, held, own_process
-from speedrun.proof import Race, Run, Script, figures_of, read_race
-from speedrun.rules import obstacle, too_different
-from speedrun.store import RACE, SCRIPT, TRACKS, lineage, read_script, rivals
+from speedrun import ROOT
+from speedrun.logs import DAMAGED, TRACKS, Log, ToolError, quote, read_json
+from speedrun.process import held, run_python
 
-Copy = tuple[Path, Path]  # of a script, and the folder where it imports from what lay beside it
+RACE = "race.json"
+ALPHA = 0.01  # a record's p has to be below it
+MIN_PAIRS = 5  # of a race that decides; fewer are a screen
+OLD_RACES = "2026-11-27"  # before, the lower end of the loss's interval had to be low enough, and runs named no round
+DEFAULT = next(iter(TRACKS))  # the track of a race without --preset
+OWN_FLAGS = {"--seed", "--log_dir", "--run_id"}  # that a race sets
 CONTRACT = """A script has to accept --seed N, --log_dir FOLDER and --run_id NAME, and to write FOLDER/NAME.txt: its
 source, a line of 100 '=', what it says of itself, the line again, and for each validation, at last that of step TOTAL,
 'step:N/TOTAL val_loss:X train_time:Xms step_avg:Xms'."""
 
 
-def run_script(copy: Copy, flags: Sequence[str], nproc: int, run_id: str, log_dir: Path, run: dict) -> Run:
-    """Run a training script in the repository's root; `run` has index and seed, and the log says the rest."""
-    script, beside = copy
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc_per_node={nproc}"]
-    own = ["--seed", str(run["seed"]), "--log_dir", str(log_dir), "--run_id", run_id]
-    paths = os.pathsep.join([str(beside), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+# ---- Statistics
+
+
+class Sample:
+    """A summary of runs. p is that of the one-sided t-test for a mean below `target`; one run has neither p nor sd."""
+
+    def __init__(self, values: Sequence[float], target: float = math.nan):
+        from scipy.stats import ttest_1samp
+
+        self.n, self.mean, self.sd, self.p = len(values), statistics.fmean(values), math.nan, math.nan
+        if self.n > 1:
+            self.sd = statistics.stdev(values)
+            self.p = float(ttest_1samp(values, target, alternative="less").pvalue)
+
+    def __str__(self) -> str:
+        return f"n={self.n} mean {self.mean:.4f} sd {self.sd:.4f}"
+
+
+def difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
+    """Return the mean of a - b, by pairs, and if there are several the ends of its 95% t-interval."""
+    from scipy.stats import ttest_rel
+
+    mean = statistics.fmean(a) - statistics.fmean(b)
+    return (mean, *map(float, ttest_rel(a, b).confidence_interval())) if len(a) > 1 else (mean,)
+
+
+def interval(figures: dict, form: str) -> str:
+    """Return a difference or a ratio with its interval, if it has one."""
+    value = format(figures.get("difference", figures.get("ratio")), form)
+    return f"{value} ({figures['low']:{form}} to {figures['high']:{form}})" if "low" in figures else value
+
+
+def pairs_needed(effect: float, sd: float) -> str:
+    """Return the smallest number of pairs whose 95% interval excludes 0 nine times in ten at this mean and sd."""
+    from scipy.stats import nct, t
+
+    for n in range(2, 1001):
+        if effect > 0 and (sd == 0 or nct.sf(t.isf(0.025, n - 1), n - 1, effect / sd * math.sqrt(n)) >= 0.9):
+            return str(n)
+    return "more than 1000"
+
+
+def verdict(n: int, times: dict, losses: dict, slack: float, end: str) -> str:
+    """Return what n pairs say of the first script, "faster" as RULES.md defines it."""
+    from scipy.stats import t
+
+    if n == 1:
+        return "screen of 1 pair: no interval"
+    if times["high"] < 1:
+        result = "faster" if losses[end] <= slack else "faster at a loss that may be too high"
+    elif times["low"] > 1:
+        result = "slower"
+    else:
+        low, middle, high = (math.log(times[key]) for key in ("low", "ratio", "high"))
+        sd = (high - low) / 2 / float(t.isf(0.025, n - 1)) * math.sqrt(n)
+        result = f"undecided, would take about {pairs_needed(abs(middle), sd)} pairs"
+    if result != "faster" and losses["high"] < 0:
+        result += " at a lower loss"
+    return f"screen of {n} pairs: {result}" if n < MIN_PAIRS else result
+
+
+def compare(a: Sequence["Run"], b: Sequence["Run"], slack: float, end: str = "high") -> dict:
+    """Compare times a / b and losses a - b, by pairs of one seed, with 95% intervals and the verdict."""
+    runs_a, runs_b = {run.seed: run for run in a}, {run.seed: run for run in b}
+    seeds = sorted(runs_a.keys() & runs_b.keys())
+    if not seeds:
+        return {}
+    logs_of_times = difference(
+        [math.log(runs_a[seed].train_time) for seed in seeds], [math.log(runs_b[seed].train_time) for seed in seeds]
+    )
+    losses = difference([runs_a[seed].val_loss for seed in seeds], [runs_b[seed].val_loss for seed in seeds])
+    ratio = {key: round(math.exp(x), 6) for key, x in zip(("ratio", "low", "high"), logs_of_times, strict=False)}
+    loss = {key: round(x, 6) for key, x in zip(("difference", "low", "high"), losses, strict=False)}
+    n = len(seeds)
+    result = verdict(n, ratio, loss, slack, end)
+    return dict(n=[n, n], seeds=seeds, train_time=ratio, val_loss=loss, verdict=result)
+
+
+def summary(comparison: dict) -> str:
+    """Return the verdict on a comparison with its figures, in one line."""
+    time_ratio, loss = interval(comparison["train_time"], ".3f"), interval(comparison["val_loss"], "+.4f")
+    return f"{comparison['verdict']}: train time {time_ratio}, loss {loss}"
+
+
+# ---- What race.json holds
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of the script of this index, and its time in ms."""
+
+    script: int
+    seed: int
+    val_loss: float
+    train_time: float
+    step_time: float | None = field(default=None, compare=False)  # of races before 2026-11-27
+    val_sha256: str | None = None
+    hardware: str | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.train_time > 0 and math.isfinite(self.train_time + self.val_loss)):
+            raise ToolError(f"a run with seed {self.seed} has no train time or no loss; run it again")
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script by its label and hash."""
+
+    name: str
+    sha256: str
+    flags: list[str] = field(default_factory=list)  # that it has alone
+
+
+@dataclass
+class Race:
+    """The content of race.json. The fields before `note` are its plan, which stays."""
+
+    scripts: list[Script]
+    flags: list[str]
+    pairs: int
+    seed: int
+    nproc_per_node: int
+    note: str = ""
+    date: str = ""
+    runs: list[Run] = field(default_factory=list)
+    comparisons: list[dict] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not (2 <= len(self.scripts) <= 26 and self.pairs >= 1 and self.seed >= 0 and self.nproc_per_node >= 1):
+            raise ToolError("a race needs 2 to 26 scripts, --pairs and --nproc_per_node from 1, --seed from 0")
+        self.own_flags = [flag for script in self.scripts for flag in script.flags]
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        parser.add_argument("--preset", nargs="?", default=DEFAULT)
+        self.preset: str = parser.parse_known_args([*self.flags, *self.own_flags])[0].preset
+
+    @property
+    def hashes(self) -> list[str]:
+        return [script.sha256 for script in self.scripts]
+
+    @property
+    def plan(self) -> tuple:
+        own_flags = [script.flags for script in self.scripts]
+        return self.hashes, own_flags, self.flags, self.pairs, self.seed, self.nproc_per_node
+
+    @property
+    def order(self) -> list[tuple[int, int]]:
+        """Return seed and script of all runs, in the order A B C, C B A, A B C ...; all of a round have one seed."""
+        order = []
+        for i in range(self.pairs):  # a linear drift of the machine's speed cancels
+            scripts = reversed(range(len(self.scripts))) if i % 2 else range(len(self.scripts))
+            order += [(self.seed + i, script) for script in scripts]
+        return order
+
+    def runs_of(self, sha256: str) -> list[Run]:
+        """Return the runs of the first script with this hash."""
+        return [run for run in self.runs if run.script == self.hashes.index(sha256)]
+
+    def compare(self, a: Sequence[Run], b: Sequence[Run]) -> dict:
+        slack = TRACKS.get(self.preset, TRACKS[DEFAULT]).slack
+        return compare(a, b, slack, "low" if self.date < OLD_RACES else "high")
+
+    def compare_all(self) -> Iterator[tuple[Script, Script, dict]]:
+        """Compare each script with the next one, and all with the last, as far as they have runs of one seed."""
+        last = len(self.scripts) - 1
+        for a, b in [*((i, i + 1) for i in range(last)), *((i, last) for i in range(last - 1))]:
+            runs_a, runs_b = ([run for run in self.runs if run.script == i] for i in (a, b))
+            if comparison := self.compare(runs_a, runs_b):
+                yield self.scripts[a], self.scripts[b], comparison
+
+    def run_id(self, seed: int, script: int) -> str:
+        """Name a run; the round lets a reader see that none before it is left out."""
+        number = "" if self.date < OLD_RACES else f"{seed - self.seed + 1}of{self.pairs}-"
+        return f"race-{number}{seed}-{string.ascii_lowercase[script]}"
+
+    def check(self, path: Path) -> None:
+        """Raise ToolError unless the runs are the first ones of a race, on the same tokens and one kind of machine."""
+        if [(run.seed, run.script) for run in self.runs] != self.order[: len(self.runs)]:
+            raise ToolError(f"{path}: its runs are not those of a race in order; begin a new race with --out")
+        for name in ("val_sha256", "hardware"):
+            if len({getattr(run, name) for run in self.runs} - {None}) > 1:
+                raise ToolError(f"{path}: its runs differ in {name}: race with the same data, on one machine")
+
+    def write(self, path: Path) -> None:
+        """Write the file whole or not at all."""
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n", encoding="utf-8")
+        os.replace(part, path)
+
+
+def read_race(path: Path) -> Race:
+    fields = read_json(path)
     try:
-        own_process([*torchrun * (nproc > 1), str(script), *own, *flags], PYTHONPATH=paths)
-    except RuntimeError as error:
+        fields["scripts"] = [Script(**script) for script in fields["scripts"]]
+        fields["runs"] = [Run(**run) for run in fields["runs"]]
+        return Race(**fields)
+    except (*DAMAGED, ToolError) as error:
+        raise ToolError(f"{path}: not what `race` wrote ({quote(str(error))}); take the file as it was") from None
+
+
+# ---- Racing
+
+
+def run_script(command: Sequence[str], log: Path, script: int, seed: int) -> Run:
+    """Run a training that writes this log."""
+    try:
+        run_python(command)
+    except ToolError as error:
         fix = "with that mended, the same with --out goes on; with other flags or scripts, begin a new one"
-        raise ToolError(f"run {run_id} failed: {shown(str(error), 300)}; {fix}") from None
-    if not (path := ROOT / log_dir / f"{run_id}.txt").is_file():
-        raise ToolError(f"run {run_id} ended well, but wrote no {path}; `race --help` says what a script has to do")
-    if (log := Log(path)).problem:
-        raise ToolError(f"{path}: {log.problem}")
-    return Run(**run, **figures_of(log))
+        raise ToolError(f"run {log.stem} failed: {quote(str(error), 300)}; {fix}") from None
+    if not log.is_file():
+        raise ToolError(f"run {log.stem} ended well, but wrote no {log}; `race --help` says what a script has to do")
+    result = Log(log)
+    if result.problem:
+        raise ToolError(f"{log}: {result.problem}")
+    return Run(script, seed, result.val_loss, result.train_time, None, result.val_sha256, result.hardware)
 
 
-def clear(folder: Path, run_id: str, *kept: str) -> None:
+def remove_files(folder: Path, run_id: str, keep: Sequence[str] = ()) -> None:
     """Remove what a run left, such as checkpoints and the model."""
     for path in folder.glob(f"{run_id}.*"):
-        if path.suffix not in kept:
+        if path.suffix not in keep:
             path.unlink()
 
 
-def used_seeds(race: Race, paths: Iterable[Path]) -> str | None:
-    """Say that one of these races had one of the planned seeds, or return None."""
-    for path in paths:
-        with contextlib.suppress(ToolError):  # what lies in logs/ may be old or cut
-            theirs = {run.seed for run in read_race(path).runs}
-            if theirs & {*range(race.seed, race.seed + race.pairs)}:
-                return f"its seeds are not fresh, as {path} has some: race with --seed {max(theirs) + 1} or higher"
-    return None
-
-
-def in_turn(plan: Race, copies: Sequence[Copy], folder: Path) -> Race:
-    """Run what is left of the rounds; every other one is in reverse, so that a linear drift of the speed cancels."""
-    if not (path := folder / RACE).is_file():
-        plan.write(path)  # so that a race can go on whose first run fails
+def resume(plan: Race, path: Path) -> Race:
+    """Return the race that was begun there, or begin this one, so that one can go on whose first run fails."""
+    if not path.is_file():
+        plan.write(path)
     race = read_race(path)
     if race.plan != plan.plan:
         raise ToolError(f"{path}: was begun with other scripts, flags, pairs or seed: use the same, or another --out")
-    race.check_order(path)
-    stop = f"to stop it: kill -TERM {os.getpid()}; to go on: the same with --out {folder}"  # nohup and & ignore Ctrl-C
-    print(f"{len(race.runs)}/{len(race.order)} runs; {stop}", file=sys.stderr, flush=True)
-    log_dir = Path(str(folder.resolve()).removeprefix(f"{ROOT}/"))  # a log names no home folder
-    left, began = race.order[len(race.runs) :], time.monotonic()
-    if left and (load := os.getloadavg()[0]) > 0.7:  # two trainings at once were seen to take 5 to 10 times as long
-        print(f"the load of the last minute is {load:.1f}: times mean little if anything else runs", file=sys.stderr)
-    for done, (seed, script) in enumerate(left, start=1):
-        run_id = race.run_id(seed, script)
-        flags = race.flags + race.scripts[script].flags
-        clear(folder, run_id)  # what a run left that was stopped
-        try:
-            run = run_script(
-                copies[script], flags, race.nproc_per_node, run_id, log_dir, dict(script=script, seed=seed)
-            )
-        finally:
-            clear(folder, run_id, ".txt", ".json")
-        race.runs.append(run)
-        race.check_order(path)
-        race.write(path)
-        seconds = (time.monotonic() - began) / done * (len(left) - done)
-        rest = f"{len(race.runs)}/{len(race.order)}, {datetime.timedelta(seconds=round(seconds))} left"
-        print(f"{run_id}: val_loss {run.val_loss:.4f}, {run.train_time:.0f} ms; {rest}", file=sys.stderr, flush=True)
-    race.comparisons = [found for _, found in race.compared()]
-    race.write(path)
-    logs = " ".join(f"{folder / race.run_id(race.runs[-1].seed, i)}.txt" for i in range(len(race.scripts)))
-    print(f"the last round as a page: python -m speedrun view {logs}", file=sys.stderr)
+    race.check(path)
     return race
 
 
-def get_data(race: Race, sources: Sequence[str]) -> None:
-    """Let the preflight get the data before anything is written, if the scripts have our flags."""
-    text = re.sub(r"(--\w+) ", r"\1=", " ".join([*race.flags, *race.own_flags]))
-    if "--train_files" in text or not any("run_id" in source for source in sources):
-        return
-    command = [sys.executable, "-m", "speedrun", "check", *re.findall(r"--(?:preset|device)=\w+", text)]
-    environment = os.environ | dict(SCRIPT="race", NPROC=str(race.nproc_per_node))  # other flags are their own
-    if subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL).returncode:
-        raise ToolError("the machine or the data are not ready, see above: mend that, then race again")
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
-def race_scripts(names: Sequence[str], root: Path, flags: Sequence[str], out: Path | None, **settings) -> Race:
-    """Race training scripts, frozen as they are now, but not what they import from their folders, with these flags."""
-    folders, sources, scripts = list[Path](), list[str](), list[Script]()
-    for name in names:  # a script, perhaps with flags of its own
-        path, *own_flags = [name] if os.path.exists(name) else shlex.split(name) or [name]
-        label, source = read_script(path, root)
-        scripts.append(Script(shlex.join([label, *own_flags]), digest(source), own_flags))
-        folders.append(Path(path).resolve().parent)
-        sources.append(source)
-    try:
-        race = Race(scripts, [*map(str, flags)], date=str(datetime.date.today()), **settings)
-    except ValueError as error:
-        raise ToolError(str(error)) from None
-    if any(flag.split("=")[0] in proof.OWN_FLAGS for flag in race.flags + race.own_flags):
+def run_race(plan: Race, sources: Sequence[str], folder: Path) -> Race:
+    """Run what is left of a race of these scripts, and return it; it is stored after each run."""
+    if any(flag.partition("=")[0] in OWN_FLAGS for flag in plan.flags + plan.own_flags):
         raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out")
-    track = TRACKS.get(race.preset)
-    board = race.preset + (f" on {race.nproc_per_node}x" if track and track.machines else "")
-    before = rivals(lineage(root), board)
-    folder = out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
-    others = sorted({*folder.parent.glob(f"*/{RACE}"), *root.glob(f"*/*/{RACE}")} - {folder / RACE})
-    size_problem = before and too_different((names[0], sources[0]), before[-1], root.parent / SCRIPT)
-    with tempfile.TemporaryDirectory(prefix="race-") as temporary:
-        copies = [(Path(temporary) / f"script_{i}.py", beside) for i, beside in enumerate(folders)]
-        for copy, source in zip(copies, sources, strict=True):
-            copy[0].write_text(source + "\n", encoding="utf-8")
-        get_data(race, sources)
-        with held(folder, "another race runs there: wait for it, or choose another --out"):
-            if problem := obstacle(race, before) or size_problem or used_seeds(race, others):
-                print(f"no record can come of this race: {problem}", file=sys.stderr)
-            return in_turn(race, copies, folder)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
+    launcher = [*torchrun, f"--nproc_per_node={plan.nproc_per_node}"] if plan.nproc_per_node > 1 else []
+    log_dir = folder.resolve()
+    if log_dir.is_relative_to(ROOT):  # so that a log names no home folder
+        log_dir = log_dir.relative_to(ROOT)
+    path = folder / RACE
+    with (
+        tempfile.TemporaryDirectory(prefix="race-") as copies,
+        held(folder, "another race runs there: wait for it, or choose another --out"),
+    ):
+        race = resume(plan, path)
+        for i, source in enumerate(sources):  # who edits one while they race does not change it
+            Path(copies, f"script_{i}.py").write_text(source + "\n", encoding="utf-8")
+        total, left, began = len(race.order), race.order[len(race.runs) :], time.monotonic()
+        # nohup and & ignore Ctrl-C
+        say(f"{len(race.runs)}/{total} runs; to stop: kill -TERM {os.getpid()}; to go on: the same with --out {folder}")
+        for done, (seed, i) in enumerate(left, start=1):
+            run_id = race.run_id(seed, i)
+            own_flags = ["--seed", str(seed), "--log_dir", str(log_dir), "--run_id", run_id]
+            command = [*launcher, f"{copies}/script_{i}.py", *own_flags, *race.flags, *race.scripts[i].flags]
+            remove_files(folder, run_id)  # of a run that was stopped
+            try:
+                run = run_script(command, folder / f"{run_id}.txt", i, seed)
+            finally:
+                remove_files(folder, run_id, keep=(".txt", ".json"))
+            race.runs.append(run)
+            race.check(path)
+            race.write(path)
+            seconds = (time.monotonic() - began) / done * (len(left) - done)
+            rest = f"{len(race.runs)}/{total}, {datetime.timedelta(seconds=round(seconds))} left"
+            say(f"{run_id}: val_loss {run.val_loss:.4f}, {run.train_time:.0f} ms; {rest}")
+        race.comparisons = [comparison for *_, comparison in race.compare_all()]
+        race.write(path)
+    return race
+
+
+def report(race: Race) -> str:
+    """Say how the runs of the first script stand to their track's target, and how the scripts differ."""
+    lines = []
+    if track := TRACKS.get(race.preset):
+        sample = Sample([run.val_loss for run in race.runs_of(race.hashes[0])], track.target)
+        lines.append(f"{race.scripts[0].name}: {sample}, p={sample.p:.2g} against {track.target}")
+    for a, b, comparison in race.compare_all():
+        pairs = f"n={comparison['n'][0]} pairs from seed {comparison['seeds'][0]} on, 95% intervals"
+        lines += [f"{a.name} against {b.name}: {pairs}", f"  {summary(comparison)}"]
+    return "\n".join(lines)

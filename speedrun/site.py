@@ -1,154 +1,220 @@
-"""Write the line of records, and all that its pages link to, as static pages for which no server is needed."""
+"""Write the line of records as static pages, which need no server and no network."""
 
-import io
+import functools
 import itertools
 import json
 import os
 import re
-import tokenize
+import sys
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
+from html import escape
+from html.parser import HTMLParser
 from pathlib import Path
-from types import SimpleNamespace as Entry
 from typing import Any
+from urllib.parse import quote, unquote, urlsplit
 
-from speedrun import needs, plots, proof, publish, rules, store
-from speedrun.logs import read_json, read_text
-from speedrun.pages import render
+from speedrun import race, records
+from speedrun.logs import TRACKS, read_json, read_text
+from speedrun.process import ToolError, packages, printable
 
-with needs.packages("site"):
+with packages("tools"):
+    from jinja2 import Environment, PackageLoader, StrictUndefined
     from markdown_it import MarkdownIt
     from markupsafe import Markup
     from mdit_py_plugins.anchors import anchors_plugin
+    from mdit_py_plugins.gfm import gfm_plugin
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import PythonLexer
 
-LAYOUT = {tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-MARKDOWN = MarkdownIt("commonmark").enable("table").use(anchors_plugin, max_level=4)
-UNREAD = {tokenize.COMMENT, tokenize.NL}
-F_STRING, END = (getattr(tokenize, f"FSTRING_{name}", None) for name in ("START", "END"))  # from Python 3.12 on
-PLAIN = re.compile(r'<span class="(?!c|k|s|m|nf|nc)\w+">(.*?)</span>')  # tokens that need no color
+MARKDOWN = MarkdownIt("commonmark").use(gfm_plugin).use(anchors_plugin, max_level=6)  # as GitHub shows it
+TEMPLATES = Environment(loader=PackageLoader("speedrun"), undefined=StrictUndefined, autoescape=True)
+TAG = re.compile(r"""<!--.*?-->|<[a-z](?:[^"'>]|"[^"]*"|'[^']*')*>""", re.DOTALL | re.IGNORECASE)  # or a comment
+SCRIPTS, SCRIPTS_BEGIN = "compare.js", "const DATA = "  # the file that shows that a folder holds this site
+UNCOLORED = re.compile(r'<span class="(?!c|k|s|m|nf|nc)\w+">(.*?)</span>')  # tokens that style.css gives no color
 
 
-def count_tokens(script: str) -> int:
-    """Return how many tokens a reader reads: Python's, without comments, docstrings and layout."""
-    count, depth, before = 0, 0, tokenize.NEWLINE
-    for kind, *_ in tokenize.generate_tokens(io.StringIO(script).readline):
-        depth += (kind == F_STRING) - (kind == END)  # an f-string is one token, as in Python 3.11
-        is_docstring = kind == tokenize.STRING and before in LAYOUT
-        count += not (depth or is_docstring or kind in LAYOUT | UNREAD)
-        before = before if kind in UNREAD else kind
-    return count
+# ---- Scripts and records
+
+
+@functools.cache
+def color(code: str) -> str:
+    """Return Python as HTML, with as many lines."""
+    html = highlight(code, PythonLexer(stripnl=False, ensurenl=False), HtmlFormatter(nowrap=True))
+    return UNCOLORED.sub(r"\1", html if code.endswith("\n") else html.removesuffix("\n"))
 
 
 def compare(scripts: dict[str, str]) -> dict[str, Any]:
     """Return each line once, as HTML; scripts as numbers of lines; for `A B` the runs of lines in which they agree."""
-    html: dict[str, str] = {}
+    lines: dict[str, str] = {}
     for script in scripts.values():
-        colored = highlight(script, PythonLexer(stripnl=False, ensurenl=False), HtmlFormatter(nowrap=True))
-        html = dict(zip(script.split("\n"), PLAIN.sub(r"\1", colored).split("\n"), strict=False)) | html
-    numbers = {text: i for i, text in enumerate(html)}
-    found = {name: [numbers[text] for text in script.split("\n")] for name, script in scripts.items()}
-    pairs = itertools.combinations(found.items(), 2)
-    blocks = {f"{a} {b}": SequenceMatcher(None, x, y).get_matching_blocks() for (a, x), (b, y) in pairs}
-    return dict(lines=[*html.values()], scripts=found, pairs=blocks)
+        html = "\n\n\n".join(map(color, script.split("\n\n\n")))  # most functions are in several scripts
+        for line, html_line in zip(script.split("\n"), html.split("\n"), strict=True):
+            lines.setdefault(line, html_line)
+    numbers = {line: i for i, line in enumerate(lines)}
+    numbered = {name: [numbers[line] for line in script.split("\n")] for name, script in scripts.items()}
+    blocks = {}
+    for a, b in itertools.combinations(scripts, 2):
+        blocks[f"{a} {b}"] = SequenceMatcher(None, numbered[a], numbered[b]).get_matching_blocks()
+    return dict(lines=list(lines.values()), scripts=numbered, pairs=blocks)
 
 
-def measured(folder: Path, line: Sequence[Path]) -> dict[str, Any]:
-    """Return the figures of a record whose runs are in its folder; `line` has the records before."""
-    own, curve = store.record_logs(folder), plots.curve_of_runs(folder)
-    _, _, steps, loss, _, seconds, *_ = publish.row(folder, own, "", None)
-    axes = {"steps": curve.steps, "train time (s)": curve.seconds}
-    curves = {axis: [*zip(axes[axis], curve.mean, strict=True)] for axis in axes}
-    figures, board = dict(steps=steps, loss=loss, seconds=seconds, curves=curves), store.board_of(own[0])
-    if not any(store.is_on_board(other, board) for other in line):
-        return figures | dict(ratio="no race: it opens its leaderboard")
-    name, found = rules.record_race(folder, line, board)
-    race, rounds = proof.read_race(folder / store.RACE), {}
-    for it in folder.parents[1] / name, folder:
-        runs = race.of(race.hashes.index(rules.sha256_of(it)))
-        rounds[store.short_name(it.name)] = [(run.seed - race.seed + 1, run.train_time / 1000) for run in runs]
-    ratio = f"{proof.interval(found['train_time'], '.3f')} times {store.short_name(Path(name).name)}"
-    return figures | dict(ratio=ratio, rounds=rounds, race=proof.standing(found))
+class Record:
+    """A record as templates show it. One that was not timed here has no seconds."""
+
+    def __init__(self, folder: Path, before: Sequence[Path], data: dict[str, Any], public: dict[str, dict]):
+        self.key, self.info, self.track = records.name_of(folder), records.read_info(folder), TRACKS[folder.parent.name]
+        self.number, _, self.name = folder.name.partition("_")
+        self.page = f"records/{self.key}/README.html"
+        self.authors = sorted({*re.findall(r"(?<!\w)@[\w.-]*\w", read_text(folder / records.PAGE))}, key=str.lower)
+        self.public = public.get(self.info.evidence)
+        self.lines = len(data["scripts"][self.key])
+        if self.info.after in data["scripts"]:
+            equal = sum(length for *_, length in data["pairs"][f"{self.info.after} {self.key}"])
+            self.removed, self.added = len(data["scripts"][self.info.after]) - equal, self.lines - equal
+        self.steps: int | None = self.public["steps"] if self.public else None
+        self.seconds = self.race = None
+        if self.info.ranked:
+            logs = records.record_logs(folder)
+            self.steps = logs[0].num_steps
+            self.loss = race.Sample([log.val_loss for log in logs])
+            self.seconds = race.Sample([log.train_time / 1000 for log in logs])
+            self.race = records.race_before(folder, before)
+            self.standing = "measured here"
+        else:
+            is_port = re.match("milestone|open proposal", self.info.kind)
+            self.standing = "ported, not run on eight GPUs" if is_port else "not run on eight GPUs"
 
 
-def unmeasured(folder: Path, public: dict | None) -> dict[str, Any]:
-    """Return the steps of a record that was not timed here, and losses: published ones, or of a run on one card."""
-    steps = re.findall(r"num_iterations: \w+ = (\d+)", read_text(folder / store.SCRIPT))
-    log = "".join(map(read_text, folder.glob("*.txt")))
-    curve = public.get("curve", {}) if public else dict(re.findall(r"^step:(\d+)/\d+ val_loss:(\S+)", log, re.M))
-    points = [(int(step), float(loss)) for step, loss in curve.items()]
-    return dict(steps=f"{public['steps'] if public else int(steps[0]):,}", curves=dict(steps=points))
+# ---- Pages
 
 
-def entries(line: Sequence[Path], scripts: dict[str, str], data: dict[str, Any]) -> Iterator[Entry]:
-    """Describe all records in order, for the templates."""
-    public = {f"public record {record['number']}": record for record in read_json(store.PUBLIC)["records"]}
-    milestone = None
-    for i, folder in enumerate(line):
-        name, card, track = store.name_of(folder), store.read_card(folder), store.TRACKS[folder.parent.name]
-        entry = Entry(key=name, card=card, track=track, public=public.get(card.evidence), milestone=milestone)
-        entry.number, _, entry.name = folder.name.partition("_")
-        entry.tokens, milestone = count_tokens(scripts[name]), entry.public or milestone
-        named = {*re.findall(r"(?<!\w)@[\w-]+", read_text(folder / store.PAGE))}
-        entry.authors = sorted(named, key=str.lower) or ["this repository"] * ("proposal" not in card.kind)
-        equal = sum(count for *_, count in data["pairs"].get(f"{card.after} {name}", ()))
-        entry.gone, entry.come = (len(data["scripts"].get(it, ())) - equal for it in (card.after, name))
-        vars(entry).update(measured(folder, line[:i]) if card.ranked else unmeasured(folder, entry.public))
-        yield entry
+class Tag(HTMLParser):
+    """A start tag; a comment is one without a name."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.name, self.attributes = "", dict[str, str]()
+        self.feed(text)
+
+    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.name, self.attributes = name, {key: value or "" for key, value in attributes}
+
+    def __str__(self) -> str:
+        return f"<{self.name}" + "".join(f' {key}="{escape(value)}"' for key, value in self.attributes.items()) + ">"
 
 
-def page_of(source: Path, top: Path) -> Path:
-    """Return where a file lies in the site: in no hidden folder, as GitHub Pages leaves these out."""
-    return Path(re.sub(r"\.md$", ".html", source.relative_to(top).as_posix().lstrip(".")))
+class Site:
+    """The files of the site by their place in it. All templates get `shared`."""
+
+    def __init__(self, top: Path, **shared: Any):
+        self.top, self.shared = top, shared
+        self.files = dict[Path, bytes]()
+        self.anchors = dict[Path, set[str]]()  # of a page, by its file in the repository
+        self.links = dict[tuple[Path, str], tuple[Path, str]]()  # by page and address: target and anchor
+
+    def place_of(self, source: Path) -> Path:
+        """Return where a file of the repository is in the site: in no hidden folder, which GitHub leaves out."""
+        path = source.with_suffix(".html") if source.suffix == ".md" else source
+        return Path(*(part.lstrip(".") for part in path.relative_to(self.top).parts))
+
+    def add(self, place: Path, template: str, **values: Any) -> None:
+        values |= dict(up=os.path.relpath(".", place.parent))
+        self.files[place] = TEMPLATES.get_template(template).render(self.shared, **values).encode()
+
+    def add_source(self, source: Path, template: str = "page.html", **values: Any) -> None:
+        """Add a file of the repository, Markdown as a page."""
+        place = self.place_of(source)
+        if source.suffix == ".md":
+            self.add(place, template, body=self.html_of(read_text(source), source, place), **values)
+        else:
+            self.files[place] = source.read_bytes()
+
+    def add_linked(self) -> None:
+        """Add what pages link to, and what that links to."""
+        while sources := {it for it, _ in self.links.values() if it.is_file() and self.place_of(it) not in self.files}:
+            for source in sorted(sources):
+                self.add_source(source)
+
+    def html_of(self, text: str, source: Path, place: Path) -> Markup:
+        """Return Markdown of a page as HTML for a place of the site."""
+        anchors = self.anchors[source] = set[str]()
+
+        def with_addresses(match: re.Match[str]) -> str:
+            tag = Tag(match[0])
+            for key, value in tag.attributes.items():
+                if key in ("id", "name"):
+                    anchors.add(value)
+                elif key in ("href", "src"):
+                    tag.attributes[key] = self.address_of(value, source, place)
+            return str(tag) if tag.name else match[0]
+
+        html = TAG.sub(with_addresses, MARKDOWN.render(text))
+        return Markup(html.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>"))
+
+    def address_of(self, link: str, source: Path, place: Path) -> str:
+        """Return where a link leads from this place of the site, and note it. What leads out stays as it is."""
+        try:
+            parts = urlsplit(link)
+            path, anchor = unquote(parts.path), unquote(parts.fragment)
+            start = self.top if path.startswith("/") else source.parent
+            target = (start / path.lstrip("/")).resolve() if path else source
+            if (target / records.PAGE).is_file():
+                target /= records.PAGE
+        except (ValueError, OSError):  # no address, or a name that is too long for a file
+            return link
+        if parts.scheme or parts.netloc or not target.is_relative_to(self.top):
+            return link
+        self.links[source, link] = target, anchor
+        if not target.is_file():
+            return link
+        address = quote(os.path.relpath(self.place_of(target), place.parent))
+        return f"{address}#{quote(anchor)}" if anchor else address
+
+    def broken_links(self) -> Iterator[str]:
+        for (source, link), (target, anchor) in self.links.items():
+            if not target.is_file():
+                yield f"{source.relative_to(self.top)}: its link {link} leads to no file or page"
+            elif anchor and anchor not in self.anchors.get(target, {anchor}):
+                yield f"{source.relative_to(self.top)}: its link {link} leads to no anchor of its page"
 
 
-def html_of(text: str, folder: Path, page: Path, top: Path, linked: set[Path]) -> Markup:
-    """Return Markdown of a folder as HTML of a page of the site; add to `linked` what it links to."""
-    tokens = MARKDOWN.parse(text)
-    for token in [*tokens, *(child for parent in tokens for child in parent.children or ())]:
-        for name in "href", "src":
-            path, mark, anchor = str(token.attrs.get(name, "")).partition("#")
-            if path and "://" not in path:
-                target = (folder / path).resolve()
-                linked.add(target := target / store.PAGE if target.is_dir() else target)
-                token.attrs[name] = os.path.relpath(page_of(target, top), page.parent) + mark + anchor
-    html = MARKDOWN.renderer.render(tokens, MARKDOWN.options, {})
-    return Markup(html.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>"))
+def check_output(output: Path) -> None:
+    """Raise ToolError unless the folder is new or empty, or holds the site from before."""
+    is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
+    is_site = (output / SCRIPTS).is_file() and read_text(output / SCRIPTS).startswith(SCRIPTS_BEGIN)
+    if not is_free and not is_site:
+        raise ToolError(f"{output}: holds other files than this site; name a new or an empty folder with -o")
 
 
-def write_site(root: Path, out: Path) -> int:
+def write_site(root: Path, output: Path) -> int:
     """Write the pages of all records, and what they link to; return how many files that makes."""
-    root, line = root.resolve(), store.lineage(root.resolve())
-    scripts = {store.name_of(folder): store.read_script(str(folder), root)[1] for folder in line}
-    scripts["root"] = read_text(root.parent / store.SCRIPT).rstrip("\n")
+    check_output(output)
+    root = root.resolve()
+    line = records.lineage(root)
+    if not line:
+        raise ToolError(f"{root}: has no whole record")
+    scripts = {records.name_of(folder): records.read_script(str(folder), root)[1] for folder in line}
+    scripts["root"] = read_text(root.parent / records.SCRIPT).rstrip("\n")
     data = compare(scripts)
-    records = {root / entry.key / store.PAGE: entry for entry in entries(line, scripts, data)}
-    shared = dict(names=[*scripts], records=[*records.values()], tracks=store.TRACKS, public=read_json(store.PUBLIC))
-    shared |= dict(a=store.name_of(line[-1]), b="root", tokens=count_tokens(scripts["root"]))
-    plain = {it.name: read_json(root / it.anchor)["val_curve"][1:] for it in store.TRACKS.values() if it.anchor}
-    shared["anchors"] = {name: {plots.ANCHOR: [(ms / 1000, loss) for _, loss, ms in plain[name]]} for name in plain}
-    written = {Path("compare.js"): f"const DATA = {json.dumps(data, separators=(',', ':'))};\n".encode()}
-    done, linked = set[Path](), {root / "NOTES.md", root / "RULES.md", *records}
-
-    def write(page: Path, template: str, **texts: tuple[str, Path]) -> None:
-        htmls = {name: html_of(text, folder, page, root.parent, linked) for name, (text, folder) in texts.items()}
-        written[page] = render(template, up=os.path.relpath(".", page.parent), **shared, **htmls).encode()
-
-    story = read_text(root / store.PAGE).partition("\n## The line so far\n")[2].partition("\n## ")[0]
-    write(Path("index.html"), "index.html", story=(story, root), lost=(read_text(root / "NOTES.md"), root))
-    write(Path("compare.html"), "compare.html")
-    while todo := linked - done:
-        for source in todo:
-            if source.suffix == ".md":
-                shared["record"] = records.get(source)
-                template = "record.html" if source in records else "page.html"
-                write(page_of(source, root.parent), template, body=(read_text(source), source.parent))
-            else:
-                written[page_of(source, root.parent)] = source.read_bytes()
-        done |= todo
-    for page, content in written.items():
-        (out / page).parent.mkdir(parents=True, exist_ok=True)
-        (out / page).write_bytes(content)
-    return len(written)
+    public = read_json(records.PUBLIC)
+    by_evidence = {f"public record {it['number']}": it for it in public["records"]}
+    found = [Record(folder, line[:i], data, by_evidence) for i, folder in enumerate(line)]
+    site = Site(root.parent, scripts=data["scripts"], records=found, tracks=TRACKS, public=public, race=race)
+    site.files[Path(SCRIPTS)] = f"{SCRIPTS_BEGIN}{json.dumps(data, separators=(',', ':'))};\n".encode()
+    start, index = root / records.PAGE, Path("index.html")
+    story = read_text(start).partition("\n## The line so far\n")[2].partition("\n## ")[0]
+    site.add(index, "index.html", story=site.html_of(story, start, index))
+    site.add(Path("compare.html"), "compare.html")
+    for source in start, root / "NOTES.md", root / "RULES.md":
+        site.add_source(source)
+    for folder, record in zip(line, found, strict=True):
+        site.add_source(folder / records.PAGE, "record.html", record=record)
+    site.add_linked()
+    for problem in site.broken_links():
+        print(printable(problem), file=sys.stderr)
+    for place, content in site.files.items():  # first what shows that the folder holds this site
+        (output / place).parent.mkdir(parents=True, exist_ok=True)
+        (output / place).write_bytes(content)
+    return len(site.files)

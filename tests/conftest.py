@@ -1,6 +1,7 @@
 """Shared fixtures: small resolved configurations on the CPU, and models with random values in every parameter."""
 
 import dataclasses
+import gc
 import json
 import signal
 from pathlib import Path
@@ -28,7 +29,7 @@ TINY = dict(preset="nano", num_iterations=8, batch_tokens=128, train_seq_len=64,
 TINY |= dict(block_size=8, model_dim=32, num_heads=2, head_dim=16, mlp_dim=128, ngram_rows=61) | CPU
 # Stages of mini begin at steps 0, 2, 4, 16 and 16; updates of tables become rare at step 8, the slow
 # momentum begins at 12. EMAs would begin earlier than the run
-GPT2 = dict(preset="mini", num_iterations=20, val_loss_every=4, batch_tokens=32, train_seq_len=16, segment=12)
+GPT2 = dict(preset="mini", num_iterations=20, val_loss_every=8, batch_tokens=32, train_seq_len=16, segment=12)
 GPT2 |= dict(val_seq_len=96, val_tokens=288, block_size=16, model_dim=24, num_heads=2, head_dim=12, mlp_dim=40)
 GPT2 |= dict(net_dim=6, ngram_rows=66, sign_rows=16, value_gate_inputs=6, smear_gate_inputs=6, slow_momentum_from=12)
 GPT2 |= dict(lm_head_slice=20, momentum_warmup_steps=4, momentum_cooldown_steps=3, rare_from=8) | CPU
@@ -82,9 +83,14 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+def train(flags: list[str]) -> dict:
+    """Train, and return the result."""
+    gc.freeze()  # or a run begins with a look at all that tests have imported, which takes longer than itself
+    return train_gpt.main(flags)
+
+
 @pytest.fixture
-def flags(corpus, tmp_path, monkeypatch) -> list[str]:
-    monkeypatch.setattr(train_gpt.gc, "collect", lambda: 0)  # it takes as long as such a run
+def flags(corpus, tmp_path) -> list[str]:
     data = ["--train_files", f"{corpus}/train_*.bin", "--val_files", f"{corpus}/val_*.bin"]
     return [*SMALL, *data, "--log_dir", str(tmp_path / "logs")]
 

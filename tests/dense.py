@@ -63,6 +63,20 @@ def dense_head(x, w, targets: Tensor, weights: Tensor, cap=CAP, *pointer: Tensor
     return with_gradients(loss, x, w, *pointer)
 
 
+def assert_trained_alike(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+    """Compare trained tensors by name, to `limit` of the largest number of each.
+
+    An Adam step divides by the root of v: where a gradient is nearly zero, the order of sums decides a visible part of
+    a step. So one number of a thousand may be further off, by a hundredth of a step of tables.
+    """
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        off = (found[name] - wanted).abs() / wanted.abs().max().clamp(min=1e-9)
+        count = int((off > limit).sum())
+        assert count <= off.numel() // 1000, f"{name}: {count} of {off.numel()} numbers, by {off.max():.1e} at most"
+        assert off.max() <= 1e-3, f"{name}: a number by {off.max():.1e}"
+
+
 def quantized(t: Tensor, scale: float | Tensor, kind: torch.dtype) -> Tensor:
     """Return what FP8 makes of numbers, in float64."""
     limit = torch.finfo(kind).max

@@ -6,13 +6,13 @@ import numpy as np
 import torch
 
 import train_gpt as m
-from speedrun.store import RECORDS
+from speedrun import ROOT
 
 
 class Golden:
     def __init__(self, record: str):
-        self.facts = json.loads((RECORDS / "gpt2" / "golden.json").read_text())[record]
-        arrays = np.load(RECORDS / "gpt2" / "golden.npz")
+        self.facts = json.loads((ROOT / "records/gpt2/golden.json").read_text())[record]
+        arrays = np.load(ROOT / "records/gpt2/golden.npz")
         self.arrays = {n.removeprefix(f"{record}/"): arrays[n] for n in arrays.files if n.startswith(f"{record}/")}
 
     def __getitem__(self, name: str) -> np.ndarray:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from data import gpt2_canonical as canonical
+from data import texts
 
 tiktoken = pytest.importorskip("tiktoken")
 # Contractions and a letter behind them, equal letters, joins that compete, spaces in a row, parts of a character
@@ -42,7 +43,7 @@ def test_only_the_known_mask_is_kept_and_errors_are_one_line(tmp_path, monkeypat
     monkeypatch.setattr(canonical, "VOCAB_SIZE", 32)
     offline, other = Mock(get_encoding=Mock(side_effect=ConnectionError)), Mock(get_encoding={"gpt2": TOY}.get)
     for stand_in, line in {
-        None: 'this needs the package tiktoken: pip install -e ".[text]"',
+        None: f'this needs the package tiktoken: {texts.PIP} -e "{texts.ROOT}[tools]"',
         offline: "could not be downloaded (ConnectionError): set TIKTOKEN",
         other: "another vocabulary or Unicode gave another mask: try another tiktoken or Python",
     }.items():

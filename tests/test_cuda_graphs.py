@@ -2,6 +2,7 @@
 
 import contextlib
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -45,6 +46,7 @@ def record(tape: Tape, **options):
         tensor.detach().copy_(held)
 
 
+@pytest.mark.slow
 def test_a_run_by_graphs_is_the_run_without(monkeypatch, corpus, tmp_path):
     """Every bit is the same in all stages, with one graph for each shape, and a graph reads nothing back."""
     tapes: list[Tape] = []

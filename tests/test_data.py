@@ -90,13 +90,6 @@ def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_len
             assert (x.tokens.tolist(), x.targets[:, 0].tolist()) == (row[:-1], row[1:])
 
 
-def test_each_sequence_of_a_process_begins_at_16_bytes(tmp_path):
-    plan = train_gpt.plan_batches(make_shards(tmp_path, 2000), [(64, 0)], 4, NANO)
-    for sequences in read(plan):
-        for x in sequences:
-            assert all(t.data_ptr() % 16 == 0 for t in x if t is not None)
-
-
 def test_reader_starts_with_the_first_batch_and_reads_ahead(tmp_path, monkeypatch):
     plan = plan_stream(make_shards(tmp_path, 2000), [64] * 20)
     read_sequence, reads = train_gpt.read_sequence, []

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import train_gpt
 from dense import randomize
-from train_gpt import Adam, Plan, Ranks, Reader, settings_of
+from train_gpt import Adam, Muon, NgramTable, Plan, Ranks, Reader, settings_of
 
 
 def close(found, expected) -> None:
@@ -145,7 +145,7 @@ def stepped(optimizer, cfg):
     """Yield for each update of two matrices its plan, the mean gradients, and the values before and after."""
     total, before = 0, torch.stack(optimizer.params).detach()
     for plan in cfg.plans:
-        grads = torch.randn_like(before) * (torch.arange(4) > 0)  # what has none does not decay in Adam
+        grads = torch.randn_like(before) * (torch.arange(before.size(2)) > 0)  # what has none does not decay in Adam
         optimizer.add([*grads])
         total = total + grads / cfg.batch_sequences
         if optimizer.is_due(plan):
@@ -167,6 +167,48 @@ def test_adam_takes_sums_and_knows_how_often_it_has_stepped(gpt2):
             close(torch.stack(adam.views(adam.state["exp_avg"])), m)
             rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
             close(after, p - rate * m / (v.sqrt() + cfg.adam_eps) - group.decay * n * lr**2 * p * (m * p > 0))
+
+
+def test_muon_has_two_momenta_and_decays_along_the_slow_one(gpt2):
+    """Tall matrices, which have a neuron for each row. Other tests have the Newton-Schulz steps."""
+    cfg = dataclasses.replace(gpt2, dtype="float64")
+    group = next(group for group in cfg.groups if group.optimizer == "Muon")
+    fast, slow, squares, decayed = 0, 0, torch.zeros(2, 6, 1).double(), []
+    for plan, g, p, after in stepped(Muon(matrices(), [group] * 2, {}, cfg, Ranks()), cfg):
+        momentum = plan.updates[group.names].beta1
+        beta, share = (0.85, 0.4385) if plan.step >= cfg.slow_momentum_from else (momentum, 1)
+        fast, slow = beta * fast + (1 - beta) * g, 0.98 * slow + 0.02 * g
+        m = share * fast + (1 - share) * slow
+        u = train_gpt.zeropower_via_newtonschulz5(momentum * m + (1 - momentum) * g, torch.float64)
+        squares = group.beta2 * squares + (1 - group.beta2) * u.square().mean(2, keepdim=True)
+        even = u / squares.sqrt()
+        u = even * (u.norm(dim=(1, 2), keepdim=True) / even.norm(dim=(1, 2), keepdim=True))
+        rate = cfg.muon_lr * plan.lr_factor
+        close(after, p - group.lr * rate * (u + group.decay * rate * p * (slow * p >= 0)))
+        decayed.append((slow * p >= 0) != (fast * p >= 0))
+    assert torch.stack(decayed).any(), "the momenta differ in signs"
+
+
+def test_rows_of_ngrams_step_by_an_adam_without_momentum_and_with_one_v_a_row(gpt2):
+    """In three cycles, of other tokens each. Rows that none reads stay as they are, but their v decays, too."""
+    cfg = dataclasses.replace(gpt2, dtype="float64", ngram_rows=300, prefix_file="")
+    table, reader = NgramTable(cfg, Ranks(), torch.device("cpu")), Reader(cfg, Ranks(), torch.device("cpu"))
+    expected, v = table.rows.normal_().clone(), torch.zeros(300, dtype=torch.float64)
+    for step in 1, 3, 15:
+        plan = cfg.plans[step]._replace(candidates=0)
+        tokens = torch.randint(9, (cfg.batch_sequences, 129)).numpy()
+        _, requests = reader.make([plan], [[*tokens]])
+        sums = torch.randn(len(requests.ids), cfg.model_dim, dtype=torch.float64)
+        rate, decay, _, beta2 = plan.updates[table.group.names]
+        v *= beta2
+        for i, grad in zip(requests.ids.tolist(), sums / cfg.batch_sequences, strict=True):
+            v[i] += (1 - beta2) * grad.square().mean()
+            u = rate * grad / (v[i].sqrt() + cfg.adam_eps)
+            expected[i] -= u + decay * expected[i] * (u * expected[i] > 0)
+        table.send(requests, sums)
+        table.update(requests, plan)
+        close(table.v[:, 0], v)
+        close(table.rows, expected)
 
 
 @pytest.mark.parametrize("size", [(64, 64), (48, 160)], ids=str)

@@ -1,8 +1,6 @@
 """The head's loss and gradients, in slices, against autograd of the whole, and in FP8 against quantized factors."""
 
 import dataclasses
-import sys
-from collections import defaultdict
 
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from train_gpt import FP8Linear, HeadLoss, Ranks, ReluSquaredMLP, Trainer, setti
 
 SCALES = X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**13
 T, K, V = 80, 48, 112  # tokens, width, rows of the head: few, as the CPU's FP8 kernels are slow
-ONE, THREE = torch.ones(1), torch.tensor([1.0, 0.5, 0.3])  # weights of the next tokens
+THREE = torch.tensor([1.0, 0.5, 0.3])  # weights of the next tokens
 
 
 def inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,30 +62,14 @@ def test_slices_are_the_whole(slice_tokens: int):
 
 
 class Watch(TorchDispatchMode):
-    """Note the size of the largest result, and the largest number that is cast to e4m3."""
+    """Note the largest number that is cast to e4m3."""
 
-    size, cast = 0, 0.0
+    cast = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if (kwargs or {}).get("dtype") == E4M3:
             self.cast = max(self.cast, args[0].abs().max().item())
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor):
-            self.size = max(self.size, result.numel())
-        return result
-
-
-@pytest.mark.parametrize("with_grads", [False, True])
-def test_logits_never_exist_whole(with_grads: bool):
-    x, w, targets = inputs()
-    x, targets = x.repeat(20, 1), targets.repeat(20)
-    expected = 20 * in_slices(*inputs(), weights=ONE)[0]
-    for slice_tokens, size in (len(x), len(x) * V), (T, max(x.numel() * with_grads, T * V)):
-        with Watch() as watch:
-            none = x.new_empty(len(x), 0)
-            loss = HeadLoss.apply(x, w, none, targets[:, None], ONE, CAP, slice_tokens, None, with_grads, None)
-        assert watch.size == size
-        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+        return func(*args, **(kwargs or {}))
 
 
 def fp8_by_hand(x: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,39 +140,6 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     assert len(given[FP8Linear]) == count, "not in validation"
     assert not given[ReluSquaredMLP][-1][3]
     assert [args[6] for args in given[HeadLoss][-2:]] == [40, 40]
-
-
-def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, out_dtype, use_fast_accum: bool) -> Tensor:
-    return (a.float() @ b.float() * scale_a * scale_b).to(out_dtype)
-
-
-@pytest.mark.slow
-def test_mini_trains_in_fp8(script_flags, tmp_path, monkeypatch):
-    """As without it. Few numbers saturate or become zero."""
-    flags = "--preset mini --seed 1 --dtype float32 --num_iterations 20 --val_tokens 8192 --no-save_checkpoint"
-    flags += f" --batch_tokens 512 --train_seq_len 512 --log_dir {tmp_path} --cpu_threads 1"
-    without = train_gpt.main([*flags.split(), *script_flags, "--run_id=without"])["val_loss"]
-    counts: dict[str, Tensor] = defaultdict(lambda: torch.zeros(3, dtype=torch.float64))
-    quantize, resolve = train_gpt.quantize, train_gpt.resolve
-
-    def counted(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
-        q, caller = quantize(t, scale, dtype), sys._getframe(1)
-        if dtype.itemsize == 1:
-            saturated = (t * scale).abs() > torch.finfo(dtype).max * 1.0001  # rows are scaled to end there
-            flushed = (q.float() == 0) & (t != 0)
-            counts[f"line {caller.f_lineno}"] += torch.stack([saturated.sum(), flushed.sum(), (t != 0).sum()])
-        return q
-
-    monkeypatch.setattr(train_gpt, "quantize", counted)
-    monkeypatch.setattr(torch, "_scaled_mm", multiply)
-    fp8 = dict(lm_head_fp8=True, layers_fp8=True)
-    monkeypatch.setattr(train_gpt, "resolve", lambda cfg: dataclasses.replace(resolve(cfg), **fp8))
-    found = train_gpt.main([*flags.split(), *script_flags, "--run_id=fp8"])["val_loss"]
-    for name, (saturated, flushed, numbers) in counts.items():
-        assert saturated <= 1e-6 * numbers, name
-        assert flushed <= 0.02 * numbers, name
-    assert found != without
-    assert abs(found - without) < 0.05, "all 182 steps differed by 0.016 at most, of eight seeds"
 
 
 @pytest.mark.parametrize("candidates", [0, 192])

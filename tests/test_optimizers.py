@@ -76,13 +76,6 @@ def test_muon_keeps_steps_that_bf16_would_lose():
     assert (moved > 1e-3).all(), "each step is about 1e-4: bf16 loses that from 0.05 on"
 
 
-def test_every_rank_has_the_factors_of_its_own_matrices(gpt2):
-    for own in zip(*(build_optimizers(GPT(gpt2), Ranks(rank, 2)) for rank in range(2)), strict=True):
-        if own[0].by_matrix:
-            expected = [g.lr for g, n in zip(own[0].groups, own[0].rows_per_param, strict=True) for _ in range(n)]
-            assert torch.cat([o.factors for o in own]).flatten().tolist() == pytest.approx(expected)
-
-
 def test_moments_of_adam_are_wider_than_parameters(gpt2):
     for optimizer in build_optimizers(GPT(dataclasses.replace(gpt2, dtype="bfloat16")), Ranks()):
         if isinstance(optimizer, train_gpt.Adam):

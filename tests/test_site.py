@@ -1,105 +1,90 @@
-"""python -m speedrun site: pages hold what records hold, diffs and links are right, and a browser shows them."""
+"""python -m speedrun site: pages hold what records hold, links lead somewhere, and a browser shows the diffs."""
 
 import html
-import itertools
 import re
 import shutil
-import statistics
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from speedrun import ROOT, pages, rules, site, store
+from speedrun import records, site
 from speedrun.__main__ import main
-from speedrun.logs import read_json, read_text
-from speedrun.proof import interval
 
-LINE = store.lineage(store.RECORDS)
-NEWEST = store.find_record("LongSteps", store.RECORDS)
-PAGE = f"records/{store.name_of(NEWEST)}/README.html"
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("site")
-    assert main(["site", "-o", str(path)]) == 0
-    return path
+LINKS = {  # Markdown, and what the page in records/ makes of it
+    "[a](mailto:a@b.c) [b](//host) [c](../../x/3)": 'mailto:a@b.c">a</a> <a href="//host">b</a> <a href="../../x/3"',
+    "[e](<../docs/my file.md>) [f](/docs/my%20file.md#Two)": '../docs/my%20file.html">e</a> <a href="../docs/my%20f',
+    '<img alt="a > b" src="/docs/x.png"> <a href=nano/01_ValueEmbed>g</a>': '../docs/x.png"> <a href="nano/01_Value',
+    "text[^1] [h](#a-title)\n\n[^1]: a footnote": 'href="NOTES.html#a-title"',
+    "![i](../docs/x.png?raw=true) ~~j~~ https://a.b/c [k](http://[": 'x.png" alt="i"> <s>j</s> <a href="https://a.b/c">',
+    "- [x] done `<a href=code.md>` nano/x.py": 'type="checkbox"',
+}
+BROKEN = "[](none.md)", '<img src="none.png">', "[](/docs/)", "[](RULES.md#none)", "[](#none)", '<a href="http://[">'
 
 
-def test_lines_and_equal_runs_give_back_all_scripts():
-    odd = 'x = """a < b & c\n\n</script>"""  # a\n\nprint(x)\n\n\ny = f"{x!r}"'
-    scripts = {path.name: read_text(path / store.SCRIPT).rstrip("\n") for path in LINE[2:6]}
-    scripts |= dict(odd=odd, other=odd.replace("print", "# </script>"))
-    data = site.compare(scripts)
-    texts = [html.unescape(re.sub(r"</?span[^>]*>", "", line)) for line in data["lines"]]
-    assert not any("<" in re.sub(r"</?span[^<>]*>", "", line) for line in data["lines"])
-    for name, script in scripts.items():
-        assert "\n".join(texts[number] for number in data["scripts"][name]) == script
-    for a, b in itertools.combinations(scripts, 2):
-        (x, y), old, new = (data["scripts"][name] for name in (a, b)), [], []
-        for (i, j, n), (next_i, next_j, _) in itertools.pairwise([(0, 0, 0), *data["pairs"][f"{a} {b}"]]):
-            old += y[j : j + n] + x[i + n : next_i]
-            new += x[i : i + n] + y[j + n : next_j]
-        assert (old, new) == (x, y)
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Make a small repository, and return the folder of its three records."""
+    for name in "nano/01_ValueEmbed", "nano/02_UNetValueEmbed", "gpt2/18_SoftCap":
+        shutil.copytree(records.RECORDS / name, tmp_path / "records" / name)
+        (tmp_path / "records" / name / "README.md").write_text("# A title\n\nby @somebody\n")
+    (tmp_path / "docs").mkdir()
+    for name in "train_gpt.py", "records/README.md", "records/RULES.md", "docs/my file.md", "docs/x.png":
+        (tmp_path / name).write_text("# One\n\n<a name=Two></a>\n")
+    (tmp_path / "records" / "NOTES.md").write_text("# A title\n\n" + "\n\n".join(LINKS))
+    return tmp_path / "records"
 
 
-def test_tokens_are_those_that_a_reader_reads():
-    script = '"""Title."""\n\ndef f(x):\n    """Text."""\n    # Why\n    return f"{x:.2f} s", "text"  # because\n'
-    assert site.count_tokens(script) == 10  # def f ( x ) : return f"" , ""
+def test_lines_give_back_all_scripts_and_equal_runs_are_equal():
+    odd = 'x = """a < b & c\n\n\n\n</script>"""  # a\n\nprint(x)\n\n\ny = f"{x!r}"\n'
+    data = site.compare(scripts := dict(odd=odd, other=odd.replace("print", "# <b>")))
+    texts = [html.unescape(re.sub(r"</?span[^<>]*>", "", line)) for line in data["lines"]]
+    assert {name: "\n".join(texts[i] for i in numbers) for name, numbers in data["scripts"].items()} == scripts
+    assert data["pairs"]["odd other"] == [(0, 0, 6), (7, 7, 4), (11, 11, 0)]
 
 
-def test_a_chart_escapes_names_and_says_its_values():
-    drawn = pages.chart({"a<b": [(1, 4.5), (2, 3.25)]}, "steps", "loss", target=3.28)
-    assert [text in drawn for text in ("a&lt;b", "a<b", "2: 3.25", "target 3.28")] == [True, False, True, True]
+def test_pages_hold_figures_and_links_lead_where_they_do_on_github(root: Path, tmp_path: Path, capsys):
+    site.write_site(root, folder := tmp_path / "site")
+    (folder / "mine").touch()
+    assert site.write_site(root, folder) == sum(path.is_file() for path in folder.rglob("*")) - 1
+    assert capsys.readouterr().err == ""
+    index, notes, _ = ((folder / it).read_text() for it in ("index.html", "records/NOTES.html", "docs/my file.html"))
+    texts = "0.825 (0.750 to 0.908) times that of ValueEmbed", "+50 ", "ported, not run on eight GPUs", "@somebody"
+    assert [text for text in LINKS.values() if text not in notes] + [text for text in texts if text not in index] == []
+    assert "69.27 s (sd 7.92, n=8), measured" in next(folder.rglob("02_UNetValueEmbed/README.html")).read_text()
 
 
-def test_pages_hold_what_records_hold_and_links_lead_somewhere(folder: Path):
-    index, page = read_text(folder / "index.html"), read_text(folder / PAGE)
-    losses = [run["val_loss"] for run in read_json(NEWEST / store.RACE)["runs"] if run["script"] == 0]
-    _, found = rules.record_race(NEWEST, LINE[: LINE.index(NEWEST)], "nano")
-    _, gone, come = store.diff(*(store.read_script(name, store.RECORDS) for name in ("CopyHead", "LongSteps")))
-    facts = f"{statistics.fmean(losses):.4f} (sd ", interval(found["train_time"], ".3f"), f"+{come} \u2212{gone}"
-    assert [text for text in facts if text not in index or text not in page] == []
-    first = read_json(store.PUBLIC)["records"][0]
-    told = [f"{first['train_time_s']:.1f}", f"{site.count_tokens(read_text(ROOT / store.SCRIPT)):,}", "GELU"]
-    told += [f'href="records/{store.name_of(path)}/README.html"' for path in LINE]
-    assert [text for text in told if text not in index] == []
-    for path in folder.rglob("*.html"):
-        text = re.sub("(?s)<script>.*?</script>", "", read_text(path))
-        assert re.findall(r'<(?:link|script|img|iframe)[^>]*?(?:src|href)="https?:[^"]*', text) == []
-        for link in re.findall(r'(?:href|src)="((?!https?:|data:)[^"]+)"', text):
-            name, _, anchor = html.unescape(link).partition("#")
-            target = (path.parent / name).resolve() if name else path
-            assert target.is_file(), f"{path}: {link}"
-            is_pair = target.name == "compare.html" and all(it in read_text(target) for it in anchor.split(".."))
-            assert is_pair or not anchor or f'id="{anchor}"' in read_text(target), f"{path}: {link}"
+def test_what_is_broken_is_named_and_the_rest_is_written(root: Path, tmp_path: Path, capsys):
+    (root / "NOTES.md").write_text("\n\n".join(BROKEN))
+    (root / "gpt2/20_Draft").mkdir()
+    site.write_site(root, tmp_path / "site")
+    assert "20_Draft" not in (tmp_path / "site/index.html").read_text()
+    lines = [line.split()[3] for line in capsys.readouterr().err.splitlines() if "20_Draft is left out" not in line]
+    assert lines == ["none.md", "none.png", "/docs/", "RULES.md#none", "#none"]
 
 
-def shown(page: Path, script: str = "", address: str = "") -> str:
-    """Return the document that a browser makes of a page in a narrow window, with a script at its end."""
-    copy = page.with_name(f"copy-of-{page.name}")
-    copy.write_text(f"{read_text(page)}<script>{script}</script>")
-    flags = "--headless --no-sandbox --disable-gpu --enable-logging=stderr --virtual-time-budget=5000 --dump-dom"
-    flags += " --window-size=500,800 --disable-background-networking"  # it makes no narrower window
-    command = [CHROMIUM, *flags.split(), f"--user-data-dir={page.parent / 'profile'}", f"{copy.as_uri()}{address}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert [line for line in done.stderr.splitlines() if ":CONSOLE" in line] == []
-    return done.stdout
+def test_other_files_are_never_overwritten(root: Path, tmp_path: Path, capsys):
+    before = sorted(tmp_path.rglob("*"))
+    for name in "records", "docs", ".", "docs/x.png":
+        assert main(["site", "-o", str(tmp_path / name)]) == 2
+        assert re.fullmatch("python -m speedrun: .*holds other files.*\n", capsys.readouterr().err)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.slow
-@in_browser
-def test_a_browser_shows_pages_and_the_diff_of_two_scripts(folder: Path):
-    fits = "document.title = innerWidth - document.documentElement.scrollWidth;"  # 15: that of the scrollbar
-    for page in "index.html", PAGE, "records/NOTES.html", "compare.html":
-        assert "<title>15</title>" in shown(folder / page, fits), f"{page} scrolls sideways"
-    assert 'class="come">    num_iterations=<span class="mi">32</span>' in shown(folder / PAGE)
-    diff = shown(folder / "compare.html", address="#nano/08_OneHead..nano/09_CopyHead")
-    assert ("+6 \u22122 lines" in diff, "1117 unchanged lines" in diff, "def plan_steps" in diff) == (True, True, False)
-    chosen = "[from.value, to.value] = ['nano/09_CopyHead', 'nano/08_OneHead']; to.dispatchEvent(new Event('change'));"
-    back = shown(folder / "compare.html", f"{chosen} rows.querySelectorAll('button')[2].click()")
-    assert ("+2 \u22126 lines" in back, "1117 unchanged lines" in back) == (True, False)
-    assert len(re.findall("<tr>", back)) > 1117
+def test_a_browser_shows_our_records_and_the_diff_of_two_scripts(tmp_path: Path, capsys):
+    chromium = shutil.which("chromium") or pytest.skip("no browser: apt-get install chromium")
+    assert (main(["site", "-o", str(tmp_path)]), capsys.readouterr().err) == (0, ""), "our links lead somewhere"
+    swap = "[from.value, to.value] = [to.value, from.value], to.dispatchEvent(new Event('change'))"
+    swap += r", rows.querySelectorAll('button')[2].click(), told.textContent.match(/\d+/g) + (rows.rows.length > 1117)"
+    title = f"innerWidth - document.documentElement.scrollWidth + ' ' + (window.rows ? ({swap}) : '')"
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom"
+    flags += " --enable-logging=stderr --virtual-time-budget=5000 --window-size=500,800"
+    for name, told in {"index": "", "compare": "2,6true", "records/nano/10_LongSteps/README": "2,6true"}.items():
+        page = (tmp_path / name).with_name("shown.html")
+        page.write_text((tmp_path / f"{name}.html").read_text() + f"<script>document.title = {title}</script>")
+        address = f"{page.as_uri()}#nano/08_OneHead..nano/09_CopyHead"
+        command = [chromium, f"--user-data-dir={tmp_path}/profile", *flags.split(), address]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        found = f"<title>15 {told}</title>" in done.stdout, ":CONSOLE" in done.stderr  # 15 is the scrollbar's width
+        assert found == (True, False), name

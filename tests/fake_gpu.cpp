@@ -4,7 +4,6 @@
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
-namespace {
 using namespace c10;
 const Device gpu{DeviceType::CUDA, 0};
 
@@ -27,10 +26,8 @@ struct CUDAHooks final : at::CUDAHooksInterface {
 };
 
 impl::DeviceGuardImplRegistrar registrar(DeviceType::CUDA, new Guard());
-}  // namespace
+extern "C" void take_over() { impl::DeviceGuardImplRegistrar again(DeviceType::CUDA, new Guard()); }
 
 namespace at {
 C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }
-
-extern "C" void take_over() { c10::impl::DeviceGuardImplRegistrar again(c10::DeviceType::CUDA, new Guard()); }
