@@ -35,14 +35,14 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     result = train_gpt.main(flags)
     text = torch.from_numpy(np.fromfile(corpus / "val_000000.bin", "<u2", 97, offset=1024).astype(np.int64))
     path, rows = tmp_path / f"{preset}.pt", [tmp_path / f"{preset}.ngrams{rank}" for rank in range(4)]
-    saved, whole = torch.load(path), torch.load(rows[0])
+    saved, whole = torch.load_file(path), torch.load(rows[0])
     for file, part in zip(rows, (slice(20), slice(20, None), slice(0), slice(20)), strict=True):
         torch.save({name: values[part] for name, values in whole.items()}, file)
     torch.save(saved | dict(rows=[*map(train_gpt.checksum, rows[:3])]), path)  # the last is of an older run
     model = models.load_model(path, "cpu")
     logits = torch.stack([model.next_logits(text[:n].tolist()) for n in range(1, 97)])
     score = F.cross_entropy if preset == "nano" else F.nll_loss  # with a pointer they are logarithms of probabilities
-    assert score(logits, text[1:]).item() == pytest.approx(result["val_loss"], abs=1e-10)
+    assert eval_step(logits, text[1:]).item() == pytest.approx(result["val_loss"], abs=1e-10)
 
 
 def test_probabilities_with_copies_add_up_to_1_and_none_is_0(gpt2):
@@ -94,7 +94,7 @@ def test_text_of_single_bytes_is_printed_but_nothing_that_would_command_a_termin
 
 def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeypatch):
     monkeypatch.chdir(model.parent)
-    saved = torch.load(model, weights_only=True)
+    saved = torch.load_file(model, weights_only=True)
     saved["model"]["lm_head"].fill_(torch.nan)
     torch.save(saved | dict(rows=[]), "nan.pt")
     for argv, message in {
