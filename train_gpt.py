@@ -26,6 +26,7 @@ import json
 import math
 import os
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -40,7 +41,7 @@ from fnmatch import fnmatchcase
 from functools import cache, cached_property, partial
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
-from typing import Literal, NamedTuple, NoReturn, get_args
+from typing import Literal, NamedTuple, NoReturn, TextIO, get_args, get_origin
 
 # Libraries read these when they load. OpenMP's threads spin while they wait for each other: by default so long that a
 # step of nano takes up to 1.6 s instead of 0.04 where another program keeps a core. Segments of GPU memory that grow
@@ -68,15 +69,25 @@ except ImportError:  # torch comes without it on Macs and machines without a GPU
 
 
 class UserError(Exception):
-    """An error that the user can fix; exits with code 2."""
+    """An error that the user can mend: a flag, a file, what the machine lacks. One line, and exit code 2."""
 
     code = 2
 
 
 class AlreadyComplete(UserError):
-    """A run to resume that has ended: nothing is left to do, and a job that was started again has not failed."""
+    """The end of a run whose result is there already: a job that was started again has not failed."""
 
     code = 0
+
+
+ONE_LINE_ERRORS = (UserError, FloatingPointError, KeyboardInterrupt)  # all others have Python's traceback
+
+
+def exit_code(error: BaseException) -> int:
+    """Return the exit code of a run that an error ends."""
+    if isinstance(error, UserError):
+        return error.code
+    return {FloatingPointError: 3, KeyboardInterrupt: 130}.get(type(error), 1)
 
 
 # ---- Configuration: layers, stages, groups of parameters, EMAs are rows of tables; other numbers are flags ----------
@@ -365,36 +376,50 @@ class Hyperparameters:
 
     def __post_init__(self):
         """Refuse what would train something else in silence. What cannot train at all fails before the first step."""
-
-        def require(name, holds, expected):
-            if not holds:
-                raise UserError(f"--{name} {getattr(self, name)}: expected {expected}")
-
         for name, row in TABLES.items():  # from JSON they come as lists
             object.__setattr__(self, name, tuple(row(*values) for values in getattr(self, name)))
-        for name, value in vars(self).items():  # NaN is in no range
-            require(name, not isinstance(value, float | int) or 0 <= value < 2**31, "a number from 0 to 2**31 - 1")
-        for name in """num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment vocab_size ngram_rows
-            pointer_block val_pointer_block heads_per_matrix""".split():
-            require(name, getattr(self, name) > 0, "1 or more")
-        require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
-        require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
-        for name, unit in dict(
+        self.check_numbers()
+        self.check_rows()
+
+    def require(self, name: str, holds: bool, expected: str):
+        """Raise UserError unless a field is as expected."""
+        if not holds:
+            raise UserError(f"--{name} {getattr(self, name)}: expected {expected}")
+
+    def check_numbers(self):
+        """Check the flags."""
+        for name, value in vars(self).items():
+            if isinstance(value, float | int):  # no comparison holds for NaN
+                self.require(name, 0 <= value < 2**31, "a number from 0 to 2**31 - 1")
+        for name in """num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment block_size vocab_size
+            ngram_rows pointer_block val_pointer_block heads_per_matrix""".split():
+            self.require(name, getattr(self, name) > 0, "1 or more")
+        self.require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
+        self.require("ngram_order", self.ngram_order in (2, 3), "2 or 3")
+        units = dict(
             batch_tokens=self.train_seq_len,
             val_tokens=self.val_seq_len,
+            val_seq_len=self.block_size,
             ngram_rows=self.ngram_order - 1,
             checkpoint_every=self.common_interval,
             long_interval_from=self.common_interval,
             num_heads=self.heads_per_matrix,
-        ).items():
-            require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
-        require("ngram_rows", self.ngram_rows >= 2 * (self.ngram_order - 1), "2 or more for each kind of n-grams")
-        require("run_id", Path(self.run_id).name == self.run_id, "a name, without folders")
-        require("num_iterations", self.base_steps >= 0, "at least the extra_steps of all stages")
-        require("emas", all(row.window >= row.interval for row in self.emas), "windows in which each moves")
-        require("stages", math.isclose(sum(stage.share for stage in self.stages), 1), "shares that add up to 1")
-        require("stages", len({row.max_doc_len > 0 for row in self.stages}) == 1, "max_doc_len 0 in all or in none")
-        require("groups", all(row.optimizer != "RowAdam" or not row.beta1 for row in self.groups), "RowAdam's beta1 0")
+        )
+        for name, unit in units.items():
+            self.require(name, getattr(self, name) % unit == 0, f"a multiple of {unit}")
+        self.require("ngram_rows", self.ngram_rows >= 2 * (self.ngram_order - 1), "2 or more for each kind of n-grams")
+        self.require("run_id", Path(self.run_id).name == self.run_id, "a name, without folders")
+
+    def check_rows(self):
+        """Check the tables. The lengths of sequences, which stages and flags make, are checked in `plan_run`."""
+        self.require("num_iterations", self.base_steps >= 0, "at least the extra_steps of all stages")
+        self.require("emas", all(row.window >= row.interval for row in self.emas), "windows in which each moves")
+        shares = sum(stage.share for stage in self.stages)
+        self.require("stages", math.isclose(shares, 1), "shares that add up to 1")
+        cuts = {stage.max_doc_len > 0 for stage in self.stages}
+        self.require("stages", len(cuts) == 1, "max_doc_len 0 in all or in none")
+        momenta = [row.beta1 for row in self.groups if row.optimizer == "RowAdam"]
+        self.require("groups", not any(momenta), "RowAdam's beta1 0")
 
     # A multiple of all update intervals; steps that stages share; steps to the end of the cooldown
     common_interval = property(lambda self: math.lcm(*chain(*(group.update_interval for group in self.groups))))
@@ -468,30 +493,51 @@ PRESETS = {"gpt2": GPT2, "nano": Hyperparameters(**NANO)}
 
 
 class FlagParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:  # instead of exiting: other ranks have to hear of it
+    """A parser that raises UserError where argparse exits: other ranks have to hear of it."""
+
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")
 
 
-def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
-    """Return a preset, changed by the flags in `argv`: every field of Hyperparameters but the tables is one."""
-    if {"-h", "--help"} & {*argv}:
-        print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD\n")
-        print(inspect.getsource(Hyperparameters).partition("    def ")[0])
-        print("nano instead:", *(f"--{name}={value}" for name, value in NANO.items() if name not in TABLES))
-        sys.exit()
+def print_help():
+    """Print the fields of `Hyperparameters` as they stand above, with their comments, and nano's values."""
+    source = inspect.getsource(Hyperparameters)
+    print("Flags: --FIELD VALUE, or --FIELD and --no-FIELD\n")
+    print(source[: source.index("    def ")])
+    print("nano instead:", *(f"--{name}={value}" for name, value in NANO.items() if name not in TABLES))
+
+
+def make_parser() -> FlagParser:
+    """Return a parser with a flag for each field of `Hyperparameters` but the tables."""
     parser = FlagParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    for field in dataclasses.fields(Hyperparameters)[len(TABLES) :]:
-        kind, *others = get_args(field.type) or [field.type]  # the first of a Literal's choices, int of int | None
-        if kind is bool:
-            parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction)
-        elif isinstance(kind, str) or field.name == "preset":
-            parser.add_argument(f"--{field.name}", choices=[kind, *others] if others else PRESETS)
+    for field in dataclasses.fields(Hyperparameters):
+        flag = f"--{field.name}"
+        choices = get_args(field.type)  # of a Literal; of `int | None` its types
+        if field.name in TABLES:
+            continue
+        if field.name == "preset":
+            parser.add_argument(flag, choices=PRESETS)
+        elif get_origin(field.type) is Literal:
+            parser.add_argument(flag, choices=choices)
+        elif bool in (field.type, *choices):
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction)
         else:
-            parser.add_argument(f"--{field.name}", type=kind)
-    flags = vars(parser.parse_args(argv))
+            parser.add_argument(flag, type=choices[0] if choices else field.type)
+    return parser
+
+
+def parse_args(argv: Sequence[str], world_size: int = 1) -> Hyperparameters:
+    """Return a preset, changed by the flags in `argv`."""
+    if {"-h", "--help"} & {*argv}:
+        print_help()
+        sys.exit()
+    flags = vars(make_parser().parse_args(argv))
     sees_gpu = torch.cuda.is_available() and flags.get("device") != "cpu"
     if "preset" not in flags and world_size > 1 and not sees_gpu:
         raise UserError(f"{world_size} processes, but torch {torch.__version__} sees no GPU: say --preset nano or gpt2")
+    canon_file = flags.get("canon_file")  # `resolve` goes without the preset's, but not without one that is named here
+    if canon_file and not Path(canon_file).is_file():
+        raise UserError(f"--canon_file {canon_file}: there is no such file; python -m data.gpt2_canonical makes gpt2's")
     default = "gpt2" if sees_gpu else "nano"
     return dataclasses.replace(PRESETS[flags.get("preset", default)], **flags)
 
@@ -506,6 +552,8 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
     fast = "bfloat16" if on_cuda or (native and torch.ops.mkldnn._is_mkldnn_bf16_supported()) else "float32"
     seed = int.from_bytes(os.urandom(4)) // 2 if cfg.seed is None else cfg.seed
     dtype = fast if cfg.dtype == "auto" else cfg.dtype
+    # gpt2's mask is made by a tokenizer that may not be at hand; `main` says where a run goes without
+    is_canon_missing = cfg.canon_file == GPT2.canon_file and not Path(cfg.canon_file).exists()
     # FP8 products with a scale for each row can only output bf16
     has_fp8 = on_cuda and torch.cuda.get_device_capability() >= (8, 9) and dtype == "bfloat16"
     return dataclasses.replace(
@@ -514,7 +562,7 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
         dtype=dtype,
         compile=on_cuda if cfg.compile is None else cfg.compile,
         cuda_graphs=cfg.cuda_graphs and on_cuda and cfg.compile is not False,
-        canon_file="" if cfg.canon_file == GPT2.canon_file and not Path(cfg.canon_file).exists() else cfg.canon_file,
+        canon_file="" if is_canon_missing else cfg.canon_file,
         layers_fp8=cfg.layers_fp8 and has_fp8,
         lm_head_fp8=cfg.lm_head_fp8 and has_fp8,
         seed=seed,
@@ -1950,6 +1998,10 @@ class GPT(nn.Module):
         if dtype == torch.float64:
             self.double()
 
+    def tables(self) -> list[Table]:
+        """Return the tables, of which sequences read rows."""
+        return [module for module in self.modules() if isinstance(module, Table)]
+
     def add_blocks(self):
         """Make the layers, and the gate networks that serve them."""
         cfg = self.cfg
@@ -2352,7 +2404,6 @@ class ShardedOptimizer:
         ranks: Ranks,
         sum_dtype: torch.dtype | None = None,
     ):
-        self.has_tables = sum_dtype is not None
         self.names = [*params]
         self.params = [*params.values()]
         self.groups = groups
@@ -2390,7 +2441,7 @@ class ShardedOptimizer:
 
     def add(self, grads: Sequence[Tensor | None]):
         """Add gradients of the parameters to those before. None: of a table, whose buffer has them already."""
-        if pairs := [p for p in zip(self.grad_views, grads) if p[1] is not None or not self.has_tables]:
+        if pairs := [pair for pair in zip(self.grad_views, grads) if pair[1] is not None]:
             torch._foreach_add_(*zip(*pairs))
 
     def numbers(self, schedule: StepSchedule) -> AdamStep | MuonStep | None:
@@ -2596,7 +2647,7 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
         raise UserError(
             f"embed.weight has {embed}, lm_head.weight {head}: expected equal rows of their own, or --tied_frac 0"
         )
-    tables = {table.weight for table in gpt.modules() if isinstance(table, Table)}
+    tables = {table.weight for table in gpt.tables()}
     optimizers = []
     for (emas, group, _), params in members.items():
         groups = [find_group(name, cfg) for name in params]
@@ -2732,8 +2783,9 @@ class NgramTable:
         self.v.index_copy_(0, ids, v)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the rows that ever had a gradient, on the host."""
-        ids = self.v.flatten().nonzero().flatten()
+        """Return the rows that are not as all begin, on the host. v alone would not tell: it decays to 0."""
+        both = zip(self.rows.split(ROWS_AT_ONCE), self.v.split(ROWS_AT_ONCE))
+        ids = torch.cat([rows.any(1) | v.any(1) for rows, v in both]).nonzero().flatten()
         parts = ids.split(ROWS_AT_ONCE)
         rows, v = (torch.cat([t[part].cpu() for part in parts]) for t in (self.rows, self.v))
         return dict(ids=ids.cpu() + self.first, rows=rows, v=v)
@@ -2745,9 +2797,9 @@ class NgramTable:
                 own.index_copy_(0, places.to(own.device), new.to(own))
 
 
-# ---- Log: the clock, the curves and the files of a run ---------------------------------------------------------------
+# ---- Checkpoints: files that are whole or not there at all -----------------------------------------------------------
 class Checkpoint(NamedTuple):
-    """Hold how far a run is: what a checkpoint has, beside the tensors."""
+    """What a checkpoint has beside the tensors, or with what a new run begins."""
 
     run_id: str
     seed: int
@@ -2760,15 +2812,14 @@ class Checkpoint(NamedTuple):
 
 
 @contextlib.contextmanager
-def refusing(what: str) -> Iterator[None]:
-    """Say in one line what is wrong and where, as it can fail in many ways."""
+def reading(what: str) -> Iterator[None]:
+    """Say in one line what is wrong with a file of the user's, as reading it can fail in many ways."""
     try:
         yield
-    except (UserError, BrokenPipeError):  # the latter: whoever read the help has seen enough
+    except UserError:
         raise
     except Exception as error:
-        *_, line = (frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == __file__)
-        raise UserError(f"{what}: {error!r:.300} (line {line})") from error
+        raise UserError(f"{what}: {error!r:.300}") from error
 
 
 def checksum(path: Path) -> str:
@@ -2777,96 +2828,153 @@ def checksum(path: Path) -> str:
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
-class RunLog:
-    """Keep the clock and the curves of a run. On rank 0 also write LOG_DIR/RUN_ID.txt and tell the console."""
+def load_file(path: Path, expected: str = "") -> dict:
+    """Return what `save_file` wrote. expected: its checksum, where that is known."""
+    with reading(f"{path}: not a sound file of this script"):
+        if expected not in ("", checksum(path)) or zipfile.ZipFile(path).testzip():
+            raise ValueError("it is damaged, or of another run, step or rank")
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
 
-    def __init__(self, cfg: Hyperparameters, is_main: bool, saved: Checkpoint):
+
+def save_file(path: Path, content: dict | bytes) -> str:
+    """Write a file, whole or not at all. Return the checksum of a dictionary with tensors."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with part.open("wb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                torch.save(content, file)
+        saved = "" if isinstance(content, bytes) else checksum(part)
+        part.replace(path)
+        return saved
+    finally:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)  # there is one after a failure
+
+
+def find_checkpoint(given: Hyperparameters) -> Path | None:
+    """Return the file that --resume names. `latest`: the newest in log_dir, of run_id if given, of a run not complete.
+
+    If all are complete, it is the newest.
+    """
+    if given.resume != "latest":
+        return Path(given.resume) if given.resume else None
+    paths = [*Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")]
+    unfinished = [path for path in paths if not path.with_suffix(".json").exists()]
+    return max(unfinished or paths, key=os.path.getmtime, default=None)
+
+
+def load_checkpoint(given: Hyperparameters) -> Checkpoint | None:
+    """Return the checkpoint that --resume names; None: a new run."""
+    path = find_checkpoint(given)
+    if path is None:
+        return None
+    if path.with_suffix(".json").exists():
+        raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
+    with reading(f"{path}: not a sound checkpoint of this script"):
+        saved = Checkpoint(**load_file(path))
+    if given.run_id not in ("", saved.run_id):
+        raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
+    return saved
+
+
+def load_tensors(cfg: Hyperparameters, saved: Checkpoint, ranks: Ranks) -> dict[str, Tensor] | None:
+    """Return this rank's tensors of a checkpoint; None: a new run."""
+    if not saved.checksums:
+        return None
+    folder = Path(cfg.log_dir) if cfg.resume == "latest" else Path(cfg.resume).parent
+    return load_file(folder / f"{saved.run_id}.{saved.slot}.rank{ranks.rank}", saved.checksums[ranks.rank])
+
+
+# ---- Log: what a run tells, and when ---------------------------------------------------------------------------------
+class Clock:
+    """The clock of a run: milliseconds of training, without validations and checkpoints."""
+
+    def __init__(self, ms: float, cfg: Hyperparameters):
+        self.ms_before = ms  # until it was started
+        self.started: float | None = None
+        self.synchronize = getattr(torch, cfg.device).synchronize  # of torch.cpu, where nothing is to be waited for
+
+    @property
+    def ms(self) -> float:
+        """Return the milliseconds so far."""
+        return self.ms_before + (0.0 if self.started is None else 1000 * (time.perf_counter() - self.started))
+
+    def start(self):
+        """Go on, once the device has done all that it was given."""
+        self.synchronize()
+        self.started = time.perf_counter()
+
+    def stop(self):
+        """Stop, once the device has done all that it was given."""
+        self.synchronize()
+        self.ms_before = self.ms
+        self.started = None
+
+
+def open_log(path: Path, cfg: Hyperparameters, is_main: bool) -> TextIO | None:
+    """Open the file of a log, on rank 0, to add to it. Refuse to overwrite what another run has written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        goes_on_here = cfg.resume == "latest" or (cfg.resume and Path(cfg.resume).parent.samefile(path.parent))
+        # In a folder of its own a resumed run finds its files; only a result, of a run that has ended, is in the way
+        for suffix in [".json"] if goes_on_here else [".json", ".checkpoint", ".pt", ".ngrams0", ".ngrams1"]:
+            if path.with_suffix(suffix).exists():
+                raise FileExistsError(suffix)
+        if not is_main:
+            return None
+        if not cfg.resume:
+            path.touch(exist_ok=False)
+        file = path.open("a", encoding="utf-8")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
+        except BlockingIOError:  # another run writes it
+            raise
+        except OSError:  # the file system has no locks
+            pass
+        return file
+    except OSError as error:
+        raise UserError(f"log {path}: choose another --run_id or --log_dir: {error!r}") from error
+
+
+class Log:
+    """The log of a run: its curves and, on rank 0, the file LOG_DIR/RUN_ID.txt, lines on the console and the bar."""
+
+    def __init__(self, cfg: Hyperparameters, start: Checkpoint, is_main: bool):
         self.cfg = cfg
-        self.saved = saved
-        self.curves = dict(saved.curves)
-        self.asked = False  # whether a signal has asked a rank to stop
+        self.start = start
+        self.curves = dict(start.curves)
         self.path = Path(cfg.log_dir) / f"{cfg.run_id}.txt"
-        self.file = None
-        with refusing(f"log {self.path}: choose another --run_id or --log_dir"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            folder = Path(cfg.resume).parent if cfg.resume not in ("", "latest") else self.path.parent
-            is_there = cfg.resume and folder.samefile(self.path.parent)  # then only a result is in the way
-            for kind in [".json"] if is_there else ".json .checkpoint .pt .ngrams0 .ngrams1".split():
-                if self.path.with_suffix(kind).exists():
-                    raise FileExistsError(kind)
-            if is_main:
-                self.file = self.path.open("a" if cfg.resume else "x", encoding="utf-8")
-                try:
-                    fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until this process ends
-                except BlockingIOError:
-                    raise
-                except OSError:  # the file system has no locks
-                    pass
-        self.device = getattr(torch, cfg.device)  # torch.cuda, or torch.cpu, where there is nothing to wait for
-        self.pending: deque = deque()  # losses on their way to the host
+        self.file = open_log(self.path, cfg, is_main)
 
-    @contextlib.contextmanager
-    def going_on(self) -> Iterator[None]:
-        """Show how far the run is. If it stops, say why, and how it goes on."""
+    def __enter__(self) -> "Log":
         self.bar = tqdm(
             desc="warming up",
-            initial=num_tokens(self.saved.step, self.cfg),
+            initial=num_tokens(self.start.step, self.cfg),
             total=num_tokens(self.cfg.num_iterations, self.cfg),
             unit="tok",
             unit_scale=True,
             disable=None if self.file and sys.stderr else True,  # None: shown on a terminal alone
         )
-        try:
-            yield
-        except BaseException as error:
-            self.write(traceback.format_exc())
-            saved = self.path.with_suffix(".checkpoint")
-            resume = f"; to go on, give the same flags and --resume {saved}" if saved.exists() else ""
-            self.write(f"stopped: {error!r:.300}{resume}", console=bool(resume))
-            raise
-        finally:
-            self.bar.close()
-            if self.file:
-                with contextlib.suppress(OSError):
-                    self.file.close()
+        return self
 
-    def start_clock(self, ms: float):
-        """Go on from `ms` of training, once the device has done all that it was given."""
-        self.device.synchronize()
-        self.bar.unpause()
-        self.started = time.perf_counter() - ms / 1000
-
-    def read_clock(self) -> float:
-        """Return the milliseconds of training so far, without validations and checkpoints."""
-        return 1000 * (time.perf_counter() - self.started)
+    def __exit__(self, *_):
+        self.bar.close()
+        if self.file:
+            with contextlib.suppress(OSError):
+                self.file.close()
 
     def write(self, text: str, console: bool = False):
-        """Write a line. If the disk is full or the console has gone away, the training goes on."""
+        """Write a line. If the disk is full or the console has gone away, training goes on."""
         if self.file:
             for stream in [self.file, sys.stdout] if console else [self.file]:
                 with contextlib.suppress(OSError, ValueError), tqdm.external_write_mode(stream):  # above the bar
                     print(text, file=stream, flush=True)
 
-    def send_loss(self, step: int, sent: Tensor):
-        """Send what `train_step` returned to the host without waiting, and log the loss of 8 steps ago."""
-        on_host = sent.to("cpu", non_blocking=True)
-        arrived = self.device.Event()
-        arrived.record()
-        self.pending.append((step, on_host, arrived))
-        self.flush(lag=8 if sent.is_cuda else 0)
-
-    def flush(self, lag: int = 0):
-        """Wait for the losses of all but the last `lag` steps, and log them; without a bar the console sees some."""
-        while len(self.pending) > lag:
-            step, sent, arrived = self.pending.popleft()
-            arrived.synchronize()
-            loss, asked = sent.tolist()
-            self.asked |= asked > 0
-            self.log_loss("train_loss", step, loss, self.read_clock(), self.bar.disable and step % 25 == 0)
-            self.bar.update(self.cfg.batch_sequences * self.cfg.step_schedules[step - 1].seq_len)
-
-    def log_loss(self, name: str, step: int, loss: float, ms: float, console: bool = True):
-        """Log a loss, and add it to its curve."""
+    def write_loss(self, name: str, step: int, loss: float, ms: float, console: bool = True):
+        """Write a loss, and add it to its curve. Raise FloatingPointError if it is not finite."""
         if not math.isfinite(loss):
             raise FloatingPointError(f"{name} {loss:.4f} at step {step}: lower learning rates or change --seed")
         self.curves.setdefault(name, []).append((step, loss, ms))
@@ -2874,29 +2982,66 @@ class RunLog:
         self.bar.set_description_str(line, refresh=False)
         self.write(f"{line} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms", console)
 
-    def save(self, suffix: str, state: dict | bytes, by_all: bool = False) -> list[str]:
-        """Write a file beside the log, whole or not at all; by_all: each rank has one of its own.
+    def write_stop(self, error: BaseException):
+        """Write why the run stops and how it goes on. Any rank may have to, so the file is opened once more."""
+        trace = "" if isinstance(error, ONE_LINE_ERRORS) else "".join(traceback.format_exception(error))
+        checkpoint = self.path.with_suffix(".checkpoint")
+        resume = f"; to go on, give the same flags and --resume {checkpoint}" if checkpoint.exists() else ""
+        line = f"stopped: {error!r:.300}{resume}"
+        with contextlib.suppress(OSError, ValueError):
+            if self.path.exists():  # on other nodes it may not
+                with self.path.open("a", encoding="utf-8") as file:
+                    file.write(f"{trace}{line}\n")
+            if resume:
+                print(line, flush=True)
 
-        Return the files' checksums, or none if a rank failed.
-        """
-        path = self.path.with_suffix(suffix)
-        part = self.path.with_suffix(f"{suffix}.part")
-        own: object = ""
-        try:
-            if self.file or by_all:
-                part.parent.mkdir(parents=True, exist_ok=True)
-                with part.open("wb") as file:
-                    torch.save(state, file) if isinstance(state, dict) else file.write(state)
-                own = checksum(part) if by_all else ""
-                part.replace(path)
-        except Exception as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
-            own = error
-        checksums = all_gather_objects(own)
-        problems = [f"not saved: {it!r}" for it in checksums if isinstance(it, Exception)]
-        self.write(f"{path}: {[*problems, 'saved'][0]}", console=True)
-        return [] if problems else checksums
+
+class LossQueue:
+    """The training losses of the last steps, on their way to the host, so that no step waits for the device."""
+
+    def __init__(self, cfg: Hyperparameters, clock: Clock, log: Log):
+        self.cfg = cfg
+        self.clock = clock
+        self.log = log
+        self.pending: deque = deque()  # (step, what `train_step` returned, the event of its arrival)
+        self.asked_to_stop = False  # whether a signal has asked any rank to stop, as all ranks learn at the same step
+
+    def send(self, step: int, loss_and_signals: Tensor):
+        """Send what `train_step` returned to the host, and log what has arrived: the loss of 8 steps before."""
+        on_host = loss_and_signals.to("cpu", non_blocking=True)
+        arrived = getattr(torch, self.cfg.device).Event()
+        arrived.record()
+        self.pending.append((step, on_host, arrived))
+        self.flush(keep=8 if loss_and_signals.is_cuda else 0)
+
+    def flush(self, keep: int = 0):
+        """Wait for all losses but the last `keep`, and log them. Without a bar the console shows some."""
+        bar = self.log.bar
+        while len(self.pending) > keep:
+            step, on_host, arrived = self.pending.popleft()
+            arrived.synchronize()
+            loss, num_signals = on_host.tolist()
+            self.asked_to_stop |= num_signals > 0
+            self.log.write_loss("train_loss", step, loss, self.clock.ms, console=bar.disable and step % 25 == 0)
+            bar.update(self.cfg.batch_sequences * self.cfg.step_schedules[step - 1].seq_len)
+
+
+def save_beside_log(log: Log, suffix: str, content: dict | bytes | None) -> list[str]:
+    """Save a file of each rank, or of those whose content is not None. Return all checksums, or none if a rank failed.
+
+    The disk may be full: that is said, and training goes on.
+    """
+    path = log.path.with_suffix(suffix)
+    own, problem = "", ""
+    try:
+        if content is not None:
+            own = save_file(path, content)
+    except (OSError, RuntimeError) as error:  # torch.save raises the latter
+        problem = f"not saved: {error!r}"
+    checksums, problems = zip(*all_gather_objects((own, problem)))
+    failed = [problem for problem in problems if problem]
+    log.write(f"{path}: {failed[0] if failed else 'saved'}", console=True)
+    return [] if failed else [*checksums]
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -2912,10 +3057,12 @@ def setup_device(cfg: Hyperparameters, ranks: Ranks) -> torch.device:
 
 
 class CUDAGraphs:
-    """Replay the launches of a function by a CUDA graph for each of its inputs' shapes (record 92).
+    """A function whose launches are replayed by a CUDA graph, one for each of its inputs' shapes (record 92).
 
     One by one, those of a step of gpt2 took a host 23 to 55 ms, more than the kernels of a small batch take (measured:
     one H100, 16 cores). A graph reads copies of its inputs, and its results last until the next call.
+    torch.cuda.make_graphed_callables would capture the forward and the backward pass apart; here one graph has both,
+    and the additions to the optimizers' buffers.
     """
 
     def __init__(self, function: Callable):
@@ -2932,27 +3079,28 @@ class CUDAGraphs:
         shapes = tuple(tensor.shape for tensor in tensors)
         if shapes not in self.captured:
             result = self.function(*args)  # compiles, and computes this call's; capturing below computes nothing
-            own = tree_map_only(Tensor, torch.clone, args)
+            static_args = tree_map_only(Tensor, torch.clone, args)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-                later = self.function(*own)
-            self.captured[shapes] = graph, self.tensors_in(own), later
+                static_result = self.function(*static_args)
+            self.captured[shapes] = graph, self.tensors_in(static_args), static_result
             return result
-        graph, own_tensors, result = self.captured[shapes]
-        torch._foreach_copy_(own_tensors, tensors)
+        graph, static_tensors, static_result = self.captured[shapes]
+        torch._foreach_copy_(static_tensors, tensors)
         graph.replay()
-        return result
+        return static_result
 
 
 class Trainer:
-    """Hold what a run trains, and take its steps.
+    """The model of a run, its optimizers, the n-gram table and the data loader, and what a step does with them.
 
     From `warm_up` on the model's parameters are the same on all ranks. Each has its share of the optimizers' state and
-    of the table of n-grams.
+    of the table.
     """
 
-    # Two hooks for tools that measure a step: who moves rows of n-grams, and a context for a part of it by its name
-    table_class, part = NgramTable, contextlib.nullcontext
+    # For tools that measure a step: a table that moves its rows otherwise, and a profiler's context for a named part
+    table_class = NgramTable
+    part = contextlib.nullcontext
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks):
         self.cfg = cfg
@@ -2963,28 +3111,31 @@ class Trainer:
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
         grad_views = dict(chain(*(zip(optimizer.params, optimizer.grad_views) for optimizer in self.optimizers)))
-        for table in self.gpt.modules():
-            if isinstance(table, Table):
-                table.grad_buffer = grad_views[table.weight]
+        self.table_weights = {table.weight for table in self.gpt.tables()}
+        for table in self.gpt.tables():
+            table.grad_buffer = grad_views[table.weight]
         self.gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
         self.loader = DistributedDataLoader(cfg, ranks, self.device)
         self.exchange: RowExchange | None = None  # of the cycle that a step belongs to: see `train_cycles`
-        self.signals: list[str] = []  # those that asked this rank to stop
+        self.stop_signals: list[str] = []  # those that asked this rank to stop
 
     def train_step(self, schedule: StepSchedule, sequences: Sequence[ModelInputs], exchange: RowExchange) -> Tensor:
-        """Take a step on this rank's sequences. Return the mean loss of all ranks, and how many signals ask to stop."""
-        if exchange is not self.exchange:
-            self.begin_cycle(exchange)
-        mean = 0
+        """Take a step on this rank's sequences. Return all ranks' mean loss, and how many signals ask to stop."""
+        if exchange is not self.exchange:  # a cycle begins: its rows are fetched once, their gradients summed up
+            self.exchange = exchange
+            self.look_up = self.table.fetch(exchange)
+            shape = len(exchange.recv_ids), self.cfg.model_dim
+            self.ngram_sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
         attn_settings = make_attention_settings(schedule, self.cfg, self.device)
+        mean_loss = 0
         for inputs in sequences:
-            loss, grad = self.gradients(inputs, self.look_up(inputs.ngram_index), attn_settings)
-            compiled(add_rows, self.cfg.compile, dynamic=True)(self.ngram_sums, inputs.ngram_index, grad)
-            mean += loss / (len(inputs.tokens) * self.cfg.batch_sequences)
-        # Summed over ranks, so that all stop at the same step
-        sent = F.pad(mean[None], (0, 1), value=len(self.signals))
-        wait = start_collective(dist.all_reduce, sent)
+            loss, grad_ngrams = self.gradients(inputs, self.look_up(inputs.ngram_index), attn_settings)
+            compiled(add_rows, self.cfg.compile, dynamic=True)(self.ngram_sums, inputs.ngram_index, grad_ngrams)
+            mean_loss += loss / (len(inputs.tokens) * self.cfg.batch_sequences)
+        # One sum over the ranks for both: so all stop at the same step
+        loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
+        wait_for_loss = start_collective(dist.all_reduce, loss_and_signals)
         ends_cycle = self.table.group.patterns in schedule.updates
 
         def send_ngrams():
@@ -2994,44 +3145,36 @@ class Trainer:
         with self.part("optimizers"):
             step_optimizers(self.optimizers, schedule, while_reducing=send_ngrams)
         if ends_cycle:
-            self.end_cycle(schedule)
-        wait()
-        return sent
-
-    def begin_cycle(self, exchange: RowExchange):
-        """Fetch the rows of n-grams that the steps of a cycle read, and begin to sum up their gradients."""
-        self.exchange = exchange
-        self.look_up = self.table.fetch(exchange)
-        shape = len(exchange.recv_ids), self.cfg.model_dim
-        self.ngram_sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
-
-    def end_cycle(self, schedule: StepSchedule):
-        """Update the rows that the cycle has read, and free the sums, which a validation does not need."""
-        self.table.update(self.exchange, schedule)
-        self.exchange = self.ngram_sums = None
+            self.table.update(exchange, schedule)
+            self.exchange = self.ngram_sums = None  # a validation needs no sums
+        wait_for_loss()
+        return loss_and_signals
 
     def add_gradients(
         self, inputs: ModelInputs, ngram_embeds: Tensor, attn_settings: AttentionSettings
     ) -> tuple[Tensor, Tensor]:
-        """Add the gradients of a sequence to those before. Return its summed loss, and the gradient by its n-grams."""
+        """Add the gradients of a sequence to those before. Return its summed loss, and the gradient of its n-grams."""
         embeds = ngram_embeds.detach().requires_grad_()
         loss = self.model(inputs, embeds, attn_settings)
         # The loss is a sum over tokens, as in the record: gradients grow with the sequence. Only the optimizers divide
         # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
-        wanted = [embeds, *chain(*(optimizer.params for optimizer in self.optimizers))]  # gradients come in this order
-        grad_embeds, *grads = torch.autograd.grad(loss * self.cfg.loss_scale, wanted, allow_unused=True)
-        of_params = iter(grads)
+        params = [*chain(*(optimizer.params for optimizer in self.optimizers))]
+        grad_embeds, *grads = torch.autograd.grad(loss * self.cfg.loss_scale, [embeds, *params], allow_unused=True)
+        if grad_embeds is None:  # no layer reads them
+            grad_embeds = torch.zeros_like(embeds)
+        remaining = iter(grads)
         for optimizer in self.optimizers:
-            optimizer.add([*islice(of_params, len(optimizer.params))])
-        return loss.detach(), torch.zeros_like(
-            embeds
-        ) if grad_embeds is None else grad_embeds  # None: no layer reads them
+            own = [*islice(remaining, len(optimizer.params))]
+            for name, p, grad in zip(optimizer.names, optimizer.params, own):
+                if grad is None and p not in self.table_weights:  # those of tables are in the optimizer's buffer
+                    raise UserError(f"{name}: no loss depends on this parameter: use it, or leave it out")
+            optimizer.add(own)
+        return loss.detach(), grad_embeds
 
     def blend_emas(self):
         """Blend the averages into the parameters, after the last step."""
         for optimizer in self.optimizers:
             optimizer.blend_emas()
-        getattr(torch, self.device.type).synchronize()
 
     def invalid_tokens(self, is_last: bool) -> Tensor | None:
         """Return the mask of what no token may be followed by, of use in the last validation (record 91, @jvarho).
@@ -3044,7 +3187,7 @@ class Trainer:
     def eval_step(
         self, schedule: StepSchedule, sequences: Sequence[ModelInputs], exchange: RowExchange, mask: Tensor | None
     ) -> Tensor | int:
-        """Return the summed loss of a rank's sequences, for all ranks at once."""
+        """Return the summed loss of this rank's sequences, of which it may have none."""
         look_up = self.table.fetch(exchange)
         attn_settings = make_attention_settings(schedule, self.cfg, self.device)
         total = 0
@@ -3057,12 +3200,12 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self, step: int, batches: Sequence[BatchPlan]) -> float:
-        """Return the mean loss over the validation tokens. A rank may score more sequences than others, or none."""
+        """Return the mean loss over the validation tokens. A rank may have more sequences than others, or none."""
         schedule = schedule_validation(step, self.cfg)
         mask = self.invalid_tokens(is_last=step == self.cfg.num_iterations)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         size = self.ranks.world_size
-        # Each has a sequence for each rank
+        # A cycle has one sequence for each rank
         cycles = (([schedule], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
         for sequences, exchange in self.loader.steps(cycles):
             total += self.eval_step(schedule, sequences, exchange, mask)
@@ -3070,31 +3213,25 @@ class Trainer:
         return total.item() / self.cfg.val_tokens
 
     def dummy_batch(self, schedule: StepSchedule) -> tuple[list[ModelInputs], RowExchange]:
-        """Return inputs of sequences as a step or a validation has."""
-        # Few, as all are candidates, and so far apart that each of 8 ranks owns several of their n-grams: a rank with
-        # none or one would compile again in training, as torch takes a dimension of 0 or 1 for a constant
+        """Return inputs of the sizes that a step or a validation has."""
+        # Few tokens, as all are sampled classes, and so far apart that each of 8 ranks owns several of their n-grams: a
+        # rank with none or one would compile again in training, as torch takes a dimension of 0 or 1 for a constant
         tokens = np.arange(schedule.seq_len + 1) % 48 * (self.cfg.vocab_size // 48)
-        (sequences,), exchange = self.loader.to_device(
-            self.loader.load_cycle([schedule], [[tokens] * self.cfg.batch_sequences])
-        )
+        loaded = self.loader.load_cycle([schedule], [[tokens] * self.cfg.batch_sequences])
+        (sequences,), exchange = self.loader.to_device(loaded)
         return sequences, exchange
 
     def warm_up(self, saved: dict[str, Tensor] | None = None):
-        """Run every graph once on dummy tokens, then restore this rank's state, or `saved`."""
-        saved = saved or {name: t.to("cpu", copy=True) for name, t in self.state().items()}
+        """Run every graph once on dummy batches, then set this rank's state back, or to `saved`."""
+        saved = saved or {name: t.to("cpu", copy=True) for name, t in self.state_dict().items()}
         offsets = [*self.loader.offsets]
-        step_schedules = self.cfg.step_schedules
-        updates = dict(chain(*(schedule.updates.items() for schedule in step_schedules)))  # of all groups
-        kinds = {
-            (
-                schedule.seq_len,
-                schedule.sampled_classes,
-                len(schedule.mtp_weights),
-                schedule.prefix_weight > 0,
-            ): schedule
-            for schedule in step_schedules
-        }
-        for schedule in kinds.values():
+        by_graph = {}  # a schedule for each graph: what its shape depends on
+        updates: dict[str, AdamStep | MuonStep] = {}  # of all groups, so that each optimizer steps
+        for schedule in self.cfg.step_schedules:
+            has_prefix = schedule.prefix_weight > 0
+            by_graph[schedule.seq_len, schedule.sampled_classes, len(schedule.mtp_weights), has_prefix] = schedule
+            updates |= schedule.updates
+        for schedule in by_graph.values():
             self.train_step(schedule._replace(updates=updates), *self.dummy_batch(schedule))
         schedule = schedule_validation(self.cfg.num_iterations, self.cfg)
         with torch.no_grad():
@@ -3104,7 +3241,7 @@ class Trainer:
         self.table.rows.zero_()  # as all begin; of these there is no copy
         self.table.v.zero_()
         self.loader.offsets = offsets
-        self.restore(saved)
+        self.load_state_dict(saved)
 
     def peak_memory_mib(self) -> int:
         """Return the most memory that torch allocated on the GPU, or that the whole process held on a CPU."""
@@ -3112,14 +3249,18 @@ class Trainer:
             return torch.cuda.max_memory_allocated() // 2**20
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // (2**20 if sys.platform == "darwin" else 2**10)
 
-    def state(self) -> dict[str, Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's share of what a checkpoint holds, beside the rows of n-grams."""
-        parts = [(o.names[0], o.state | dict(params=o.param_shard)) for o in self.optimizers]
-        return {f"{first} {name}": tensor for first, state in parts for name, tensor in state.items()}
+        state = {}
+        for optimizer in self.optimizers:
+            first = optimizer.names[0]  # names the optimizer
+            state |= {f"{first} {name}": tensor for name, tensor in optimizer.state.items()}
+            state[f"{first} params"] = optimizer.param_shard
+        return state
 
-    def restore(self, saved: dict[str, Tensor]):
-        """Set this rank's share to what `state` returned, n-grams to those saved beside it, and send the parameters."""
-        for name, tensor in self.state().items():
+    def load_state_dict(self, saved: dict[str, Tensor]):
+        """Set this rank's share to what `state_dict` returned, n-grams to those saved with it; send the parameters."""
+        for name, tensor in self.state_dict().items():
             tensor.copy_(saved[name])
         if "ids" in saved:
             self.table.restore(saved["ids"], saved["rows"], saved["v"])
@@ -3127,95 +3268,142 @@ class Trainer:
             optimizer.send_params()()
 
 
-def save_progress(trainer: Trainer, log: RunLog, step: int, ms: float):
-    """Write the tensors of each rank, and then the file that names them. Two files of a rank take turns.
+def save_checkpoint(trainer: Trainer, log: Log, last: Checkpoint, step: int, ms: float) -> Checkpoint:
+    """Save the tensors of each rank, then the file that names them. Return the newest whole checkpoint.
 
-    So the checkpoint before is whole until there is a newer one.
+    Two files of a rank take turns, so that the last checkpoint is whole until this one is.
     """
-    slot = 1 - log.saved.slot
-    checksums = log.save(f".{slot}.rank{trainer.ranks.rank}", trainer.state() | trainer.table.state(), by_all=True)
-    saved = log.saved._replace(step=step, ms=ms, curves=log.curves, slot=slot, checksums=checksums)
-    if checksums and log.save(".checkpoint", saved._asdict()):
-        log.saved = saved
+    slot = 1 - last.slot
+    tensors = trainer.state_dict() | trainer.table.state()
+    checksums = save_beside_log(log, f".{slot}.rank{trainer.ranks.rank}", tensors)
+    new = last._replace(step=step, ms=ms, curves=log.curves, slot=slot, checksums=checksums)
+    is_main = trainer.ranks.rank == 0
+    is_saved = checksums and save_beside_log(log, ".checkpoint", new._asdict() if is_main else None)
+    return new if is_saved else last
 
 
 @contextlib.contextmanager
-def undisturbed(signals: list[str]) -> Iterator[None]:
-    """Keep signals that ask to stop in a list, so that a checkpoint comes first, and the garbage collector off."""
+def deferred_signals(received: list[str]) -> Iterator[None]:
+    """Add signals that ask to stop to a list, instead of stopping: a checkpoint comes first."""
 
-    def tell(number: int, _):
-        signals.append(signal.Signals(number).name)
+    def receive(number: int, _):
+        received.append(signal.Signals(number).name)
         # Ctrl-C again stops at once; torchrun repeats the first
-        if signals.count("SIGINT") > 1 + dist.is_initialized():
+        if received.count("SIGINT") > 1 + dist.is_initialized():
             raise KeyboardInterrupt
 
-    with contextlib.ExitStack() as stack:
-        gc.collect()
-        gc.freeze()  # one collection of all there is was measured at 0.6 s (nanochat issue 477)
-        stack.callback(gc.unfreeze)
-        gc.disable()  # `train` collects off the clock
-        stack.callback(gc.enable)
-        with contextlib.suppress(ValueError):  # only the main thread may
+    handlers = {}  # what stood there before
+    try:
+        with contextlib.suppress(ValueError):  # only the main thread may set them
             for name in "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split():
                 number = getattr(signal, name)
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup ignores one
-                    stack.callback(signal.signal, number, signal.signal(number, tell))
+                    handlers[number] = signal.signal(number, receive)
         yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
-def train(trainer: Trainer, data: Data, log: RunLog) -> int:
+@contextlib.contextmanager
+def without_garbage_collection() -> Iterator[None]:
+    """Keep the garbage collector off the clock: one collection of all there is took 0.6 s (nanochat issue 477)."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def off_the_clock(clock: Clock, losses: LossQueue) -> Iterator[None]:
+    """Log all losses, and stop the clock for what is no training. Garbage is collected here."""
+    losses.flush()
+    clock.stop()
+    yield
+    gc.collect()
+    losses.log.bar.unpause()
+    clock.start()
+
+
+def may_stop(step: int, cfg: Hyperparameters) -> bool:
+    """Say whether a run may stop before a step: no gradient waits for an update."""
+    return step == cfg.num_iterations or step % cfg.common_interval == 0
+
+
+def saves(step: int, cfg: Hyperparameters) -> bool:
+    """Say whether a checkpoint is due before a step. After the last one there is the result."""
+    return cfg.checkpoint_every > 0 and step % cfg.checkpoint_every == 0 and step < cfg.num_iterations
+
+
+def validates(step: int, cfg: Hyperparameters) -> bool:
+    """Say whether a validation is due before a step, or after the last one."""
+    return step == cfg.num_iterations or (cfg.val_loss_every > 0 and step % cfg.val_loss_every == 0)
+
+
+def num_graphs(cfg: Hyperparameters) -> int:
+    """Return how many graphs this rank has compiled."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"] if cfg.compile else 0  # importing it takes a second
+
+
+def train(trainer: Trainer, data: Data, start: Checkpoint, log: Log) -> int:
     """Train to the end. Return the most graphs that a rank compiled on the clock: 0, or a bug.
 
     A signal, which schedulers send before they kill, lets the run save a checkpoint and stop.
     """
     cfg = trainer.cfg
-    start = log.saved.step
-    graphs = torch._dynamo.utils.counters["stats"] if cfg.compile else Counter()  # importing it takes a second
+    end = cfg.num_iterations
     batches = trainer.loader.steps(train_cycles(data["train"], cfg))
-    for _ in range(start):  # a resumed run has trained on them; candidates depend on all tokens before
+    for _ in range(start.step):  # a resumed run has trained on them; sampled classes depend on all tokens before
         next(batches)
-    with undisturbed(trainer.signals):
-        before = graphs["unique_graphs"]
-        log.start_clock(log.saved.ms)
-        for step in range(start, cfg.num_iterations + 1):  # before a step: blend, save, stop or validate
-            is_last = step == cfg.num_iterations
-            if is_last and start < step:  # a run that was saved at the last step has blended already
+    clock = Clock(start.ms, cfg)
+    losses = LossQueue(cfg, clock, log)
+    checkpoint = start
+    graphs_before = num_graphs(cfg)
+    with deferred_signals(trainer.stop_signals), without_garbage_collection():
+        log.bar.unpause()
+        clock.start()
+        for step in range(start.step, end + 1):
+            is_new = step > start.step  # a checkpoint to resume from is saved, and if it is the last, blended already
+            if is_new and step == end:
                 trainer.blend_emas()
-            stops = log.asked and (is_last or step % cfg.common_interval == 0)  # no gradient waits for an update
-            is_due = cfg.checkpoint_every and step % cfg.checkpoint_every == 0 and not is_last
-            saves = start < step and (stops or is_due)
-            validates = is_last or (cfg.val_loss_every and step % cfg.val_loss_every == 0)
-            if saves or validates:
-                log.flush()
-                ms = log.read_clock()
-                if saves:
-                    save_progress(trainer, log, step, ms)
-                if stops:
-                    raise KeyboardInterrupt(" ".join({*chain(*all_gather_objects(trainer.signals))}))
-                if validates:  # after saving: a run that resumes here validates, too
-                    log.log_loss("val_loss", step, trainer.evaluate(step, data["val"]), ms)
-                gc.collect()
-                log.start_clock(ms)
-            if not is_last:
-                log.send_loss(step + 1, trainer.train_step(cfg.step_schedules[step], *next(batches)))
-        return max(all_gather_objects(graphs["unique_graphs"] - before))
+            stops = losses.asked_to_stop and may_stop(step, cfg)
+            if stops or (is_new and saves(step, cfg)):
+                with off_the_clock(clock, losses):
+                    checkpoint = save_checkpoint(trainer, log, checkpoint, step, clock.ms)
+            if stops:
+                raise KeyboardInterrupt(" ".join({*chain(*all_gather_objects(trainer.stop_signals))}))
+            if validates(step, cfg):  # after saving: a run that resumes here validates, too
+                with off_the_clock(clock, losses):
+                    log.write_loss("val_loss", step, trainer.evaluate(step, data["val"]), clock.ms)
+            if step < end:
+                losses.send(step + 1, trainer.train_step(cfg.step_schedules[step], *next(batches)))
+    return max(all_gather_objects(num_graphs(cfg) - graphs_before))
 
 
-# ---- Run: ranks that agree, checkpoints, summary ---------------------------------------------------------------------
-CANNOT_TRAIN = "these settings cannot train (`python -m speedrun describe` shows what they mean)"
-
-
-@refusing("RANK, WORLD_SIZE: use torchrun, or unset them")
+# ---- Run: parse, compare, restore, train, report ---------------------------------------------------------------------
 def init_distributed() -> Ranks:
     """Join the ranks that torchrun's environment names. Objects travel by gloo: ranks need not agree on a device."""
-    ranks = Ranks(*(int(os.environ.get(name.upper(), default)) for name, default in Ranks._field_defaults.items()))
-    if not (0 <= ranks.rank < ranks.world_size and 0 <= ranks.local_rank < ranks.local_world_size):
-        raise ValueError(f"impossible {ranks}")
-    if ranks.world_size > 1:
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG to SIGKILL: no rank outlives its launcher
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))  # one may compile while the others wait
+    env = os.environ
+    try:
+        ranks = Ranks(
+            rank=int(env.get("RANK", 0)),
+            world_size=int(env.get("WORLD_SIZE", 1)),
+            local_rank=int(env.get("LOCAL_RANK", 0)),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
+        )
+        if not (0 <= ranks.rank < ranks.world_size and 0 <= ranks.local_rank < ranks.local_world_size):
+            raise ValueError(f"impossible {ranks}")
+        if ranks.world_size > 1:
+            if sys.platform == "linux":
+                ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG to SIGKILL: no rank outlives its launcher
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(minutes=30))  # one may compile while the others wait
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"RANK, WORLD_SIZE: use torchrun, or unset them: {error!r:.300}") from error
     return ranks
 
 
@@ -3226,44 +3414,61 @@ def leave_process_group():
 
 
 @contextlib.contextmanager
-def together(ranks: Ranks) -> Iterator[None]:
-    """Do what can fail on one rank alone: then all ranks fail, and one of each node says why."""
-    problem = None
+def failing_together(ranks: Ranks) -> Iterator[None]:
+    """End all ranks if one of them fails in this block. On each node one says why, and the others end in silence."""
+    error = own = None
     try:
         yield
-    except UserError as error:
-        problem = error
-    for rank, theirs in enumerate(all_gather_objects(problem)):
-        if theirs:
-            leave_process_group()
-            if ranks.local_rank > 0:
-                sys.exit(theirs.code)
-            raise problem or type(theirs)(f"rank {rank}: {theirs}")
+    except Exception as exception:
+        error = exception
+        own = exit_code(error), str(error) if isinstance(error, UserError) else repr(error)
+    failures = {rank: failure for rank, failure in enumerate(all_gather_objects(own)) if failure}
+    if not failures:
+        return
+    leave_process_group()
+    first_here = ranks.rank - ranks.local_rank
+    failed_here = failures.keys() & range(first_here, first_here + ranks.local_world_size)
+    rank, (code, text) = min(failures.items())
+    if ranks.rank != min(failed_here, default=first_here):
+        sys.exit(code)
+    if error is None:
+        error = UserError(f"rank {rank}: {text}")
+        error.code = code
+    raise error
 
 
-def load_file(path: Path, expected: str = "") -> dict:
-    """Return what `RunLog.save` wrote. expected: its checksum, where that is known."""
-    with refusing(f"{path}: not a sound file of this script"):
-        if expected not in ("", checksum(path)) or zipfile.ZipFile(path).testzip():
-            raise ValueError("it is damaged, or of another run, step or rank")
-        return dict(torch.load_file(path, map_location="cpu", weights_only=True))
+def is_first_to_fail() -> bool:
+    """Say whether no other rank has failed before: then this one knows why the run ends. Asks the ranks' store."""
+    if not dist.is_initialized():
+        return True
+    try:
+        return dist.distributed_c10d._get_default_store().add("ranks that failed", 1) == 1
+    except RuntimeError:  # it is gone, too
+        return True
 
 
-def load_checkpoint(given: Hyperparameters) -> Checkpoint | None:
-    """Return what --resume names. `latest`: the newest in log_dir, of run_id if given; None: a new run."""
-    path = Path(given.resume) if given.resume else None
-    if given.resume == "latest":
-        paths = Path(given.log_dir).glob(f"{glob.escape(given.run_id) or '*'}.checkpoint")
-        path = max(paths, key=os.path.getmtime, default=None)
-    if path is None:
-        return None
-    if path.with_suffix(".json").exists():
-        raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
-    with refusing(f"{path}: not a sound checkpoint of this script"):
-        saved = Checkpoint(**load_file(path))
-    if given.run_id not in ("", saved.run_id):
-        raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
-    return saved
+@contextlib.contextmanager
+def stopping_once(log: Log) -> Iterator[None]:
+    """Let the rank that fails first say why the run stops. Others, which fail as it is gone, end in silence."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_first_to_fail():
+            sys.exit(exit_code(error))
+        if dist.is_initialized():
+            error.add_note(f"on rank {dist.get_rank()} of {dist.get_world_size()}")
+        log.write_stop(error)
+        raise
+
+
+@contextlib.contextmanager
+def naming_flags(argv: Sequence[str]) -> Iterator[None]:
+    """Name the flags below the traceback of an error before the first step: sizes may not fit each other."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"before the first step; do these flags fit each other? {shlex.join(argv) or '(none)'}")
+        raise
 
 
 def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, Data]:
@@ -3271,6 +3476,13 @@ def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, Dat
     cfg = resolve(given)
     if cfg.batch_sequences % ranks.world_size:
         raise UserError(f"{ranks.world_size} processes: expected a divisor of {cfg.batch_sequences} sequences a step")
+    for schedule in cfg.step_schedules:
+        if schedule.seq_len < 1 or schedule.seq_len % cfg.block_size:
+            raise UserError(
+                f"stage {schedule.stage}: --train_seq_len {cfg.train_seq_len} times its batch of "
+                f"{cfg.stages[schedule.stage].batch} is {schedule.seq_len}: expected a multiple of --block_size "
+                f"{cfg.block_size}"
+            )
     return cfg, plan_data(cfg)
 
 
@@ -3288,31 +3500,14 @@ def what_must_match(source: str, given: Hyperparameters, cfg: Hyperparameters, d
     return texts
 
 
-def load_tensors(cfg: Hyperparameters, saved: Checkpoint, ranks: Ranks) -> dict[str, Tensor] | None:
-    """Return a rank's tensors of the checkpoint that --resume names, if there is one."""
-    folder = Path(cfg.log_dir) if cfg.resume == "latest" else Path(cfg.resume).parent
-    part = folder / f"{saved.run_id}.{saved.slot}.rank{ranks.rank}"
-    return load_file(part, saved.checksums[ranks.rank]) if saved.checksums else None
+def compare(here: dict[str, str], began: dict[str, str]):
+    """Refuse to go on, as `what_must_match` says, otherwise than rank 0 or the run to resume began."""
+    if differing := {name: text for name, text in here.items() if text != began.get(name)}:
+        theirs = {name: began.get(name) for name in differing}
+        raise UserError(f"the run began with {theirs}, this has {differing}: give the same")
 
 
-def agree(source: str, argv: Sequence[str], ranks: Ranks) -> tuple[Data, dict[str, Tensor] | None, RunLog]:
-    """Plan a run, the same on all ranks and, if it goes on, as it began. Return data, `load_tensors`' and the log."""
-    with together(ranks), refusing(CANNOT_TRAIN):
-        given = parse_args(argv, ranks.world_size)
-        found = load_checkpoint(given) if ranks.rank == 0 else None
-        cfg, data = plan_run(given, ranks)
-        here = what_must_match(source, given, cfg, data, ranks)
-        own = found or Checkpoint(cfg.run_id, cfg.seed, here, step=0, ms=0.0, curves={}, slot=0, checksums=[])
-    saved = all_gather_objects(own)[0]  # rank 0's: its run_id and seed, too
-    with together(ranks):
-        if differing := {name: text for name, text in here.items() if text != saved.must_match.get(name)}:
-            theirs = {name: saved.must_match.get(name) for name in differing}
-            raise UserError(f"the run began with {theirs}, this has {differing}: give the same")
-        cfg = dataclasses.replace(cfg, run_id=saved.run_id, seed=saved.seed)
-        return data, load_tensors(cfg, saved, ranks), RunLog(cfg, ranks.rank == 0, saved)
-
-
-def header(source: str, argv: Sequence[str], log: RunLog, ranks: Ranks, data: Data) -> str:
+def header(source: str, argv: Sequence[str], start: Checkpoint, trainer: Trainer, data: Data) -> str:
     """Return what begins a log: script, versions, hardware, environment, data, flags and configuration."""
     hardware = subprocess.getoutput("lscpu; timeout 20 nvidia-smi")  # noqa: S605 (it hangs where the driver does)
     kinds = tuple("TORCH PYTORCH TRITON CUDA NCCL OMP".split())  # of variables that change how it runs
@@ -3321,23 +3516,34 @@ def header(source: str, argv: Sequence[str], log: RunLog, ranks: Ranks, data: Da
     return f"""{source}
 {"=" * 100}
 Running Python {sys.version}, PyTorch {torch.__version__}, numpy {np.__version__}
-{ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores
+{trainer.ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores
 {hardware}
 environment: {json.dumps(environment)}
 {chr(10).join(shards)}
-training tokens: {log.saved.must_match["training tokens"]}
-validation tokens: {log.saved.must_match["validation tokens"]}
+training tokens: {start.must_match["training tokens"]}
+validation tokens: {start.must_match["validation tokens"]}
 flags: {json.dumps(argv)}
-configuration: {json.dumps(dataclasses.asdict(log.cfg))}
+configuration: {json.dumps(dataclasses.asdict(trainer.cfg))}
 {"=" * 100}"""
 
 
-def report(log: RunLog, trainer: Trainer, recompiles: int) -> dict:
-    """Log the summary, write the model and the result, and return the latter."""
+def save_model(trainer: Trainer, log: Log):
+    """Save the final model for sample.py: RUN_ID.pt, and each rank's rows of n-grams beside it."""
+    checksums = save_beside_log(log, f".ngrams{trainer.ranks.rank}", trainer.table.state())
+    if not checksums:
+        return
+    configuration = json.dumps(dataclasses.asdict(trainer.cfg))
+    model = dict(configuration=configuration, model=trainer.gpt.state_dict(), rows=checksums)
+    if save_beside_log(log, ".pt", model if trainer.ranks.rank == 0 else None):
+        log.write(f"next: python sample.py {log.path.with_suffix('.pt')}", console=True)
+
+
+def report(trainer: Trainer, start: Checkpoint, log: Log, recompiles: int) -> dict:
+    """Log the summary, save the model and the result, and return the latter."""
     cfg = trainer.cfg
     _, val_loss, ms = log.curves["val_loss"][-1]
     verdict = f"target {cfg.target_loss} {'not ' * (val_loss > cfg.target_loss)}reached; " if cfg.target_loss else ""
-    if cfg.val_sha256 not in log.saved.must_match["validation tokens"]:  # the empty text is in all
+    if cfg.val_sha256 and cfg.val_sha256 not in start.must_match["validation tokens"]:
         verdict = "these are not the track's validation tokens: do not compare losses; "
     log.write(
         f"""recompiles after the clock started: {recompiles}
@@ -3345,11 +3551,8 @@ peak memory: {trainer.peak_memory_mib()} MiB
 val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
         console=True,
     )
-    ngrams = f".ngrams{trainer.ranks.rank}"
-    if cfg.save_checkpoint and (checksums := log.save(ngrams, trainer.table.state(), by_all=True)):
-        model = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=trainer.gpt.state_dict(), rows=checksums)
-        if log.save(".pt", model):
-            log.write(f"next: python sample.py {log.path.with_suffix('.pt')}", console=True)
+    if cfg.save_checkpoint:
+        save_model(trainer, log)
     result = dict(
         val_loss=val_loss,
         train_time_ms=ms,
@@ -3358,36 +3561,52 @@ val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
         val_curve=log.curves["val_loss"],
         train_curve=log.curves["train_loss"],
     )
-    log.save(".json", json.dumps(result).encode())
+    save_beside_log(log, ".json", json.dumps(result).encode() if trainer.ranks.rank == 0 else None)
     return result
 
 
 def main(argv: Sequence[str] | None = None) -> dict:
-    """Train as the flags say, and return the result. Raise UserError, FloatingPointError or KeyboardInterrupt."""
+    """Train as the flags say, and return the result. What ends a run in one line is one of ONE_LINE_ERRORS."""
     argv = sys.argv[1:] if argv is None else argv
     source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
     ranks = init_distributed()
-    data, tensors, log = agree(source, argv, ranks)
-    with log.going_on():
-        with refusing(CANNOT_TRAIN):
-            trainer = Trainer(log.cfg, ranks)
-            log.write(header(source, argv, log, ranks, data))
-            log.write(f"seed: {log.cfg.seed}, from step {log.saved.step} on, log: {log.path}", console=True)
+    is_main = ranks.rank == 0
+    with naming_flags(argv):
+        with failing_together(ranks):  # parse
+            given = parse_args(argv, ranks.world_size)
+            saved = load_checkpoint(given) if is_main else None
+            cfg, data = plan_run(given, ranks)
+            must_match = what_must_match(source, given, cfg, data, ranks)
+            new = Checkpoint(cfg.run_id, cfg.seed, must_match, step=0, ms=0.0, curves={}, slot=0, checksums=[])
+        start = all_gather_objects(saved or new)[0]  # rank 0's: its run_id and seed, too
+        with failing_together(ranks):  # compare and restore
+            compare(must_match, start.must_match)
+            cfg = dataclasses.replace(cfg, run_id=start.run_id, seed=start.seed)
+            tensors = load_tensors(cfg, start, ranks)
+            log = Log(cfg, start, is_main)
+    with stopping_once(log), log:
+        with naming_flags(argv):
+            trainer = Trainer(cfg, ranks)
+            if is_main:
+                log.write(header(source, argv, start, trainer, data))
+            log.write(f"seed: {cfg.seed}, from step {start.step} on, log: {log.path}", console=True)
+            if given.canon_file and not cfg.canon_file:
+                log.write(f"without {given.canon_file}, which is missing: the last val_loss is higher", console=True)
             trainer.warm_up(tensors)
-        recompiles = train(trainer, data, log)
-        result = report(log, trainer, recompiles)
+        recompiles = train(trainer, data, start, log)
+        result = report(trainer, start, log, recompiles)
     leave_process_group()
     return result
 
 
 def cli(argv: Sequence[str] | None = None) -> int:
-    """Do what `main` does, say in one line why it failed, and return the exit code."""
+    """Do what `main` does, and return the exit code. Errors that are not expected have Python's traceback."""
     try:
         main(argv)
-    except (UserError, FloatingPointError, KeyboardInterrupt) as error:
+    except ONE_LINE_ERRORS as error:
         print(f"train_gpt.py: {str(error) or 'interrupted'}", file=sys.stderr)
-        return getattr(error, "code", 3 if isinstance(error, FloatingPointError) else 130)
-    except BrokenPipeError:
+        return exit_code(error)
+    except BrokenPipeError:  # who reads the help or the console has seen enough
         pass
     finally:
         try:
