@@ -1926,7 +1926,7 @@ class Block(nn.Module):
 
 
 class AccumulatingEmbedding(torch.autograd.Function):
-    """Rows of a table (V, K), whose gradients each backward pass adds to `grad_buffer`; the table gets none.
+    """Rows (..., K) of a table (V, K), by their index (...). Their gradients are added to `grad_buffer`.
 
     Autograd would make a gradient of the table's size for each sequence: a fill, a cast and an addition more.
     """
@@ -1940,7 +1940,8 @@ class AccumulatingEmbedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
-        ctx.grad_buffer.index_add_(0, index, grad.to(ctx.grad_buffer.dtype))
+        grad = grad.flatten(0, -2).to(ctx.grad_buffer.dtype)
+        ctx.grad_buffer.index_add_(0, index.flatten(), grad)
         return None, None, None
 
 
@@ -1976,6 +1977,9 @@ class GPT(nn.Module):
             if row.value_embed:
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
                 self.value_embeds[str(i)] = Table(table)
+        # The rows of n-grams that a cycle reads, and where their gradients go: `NgramTable` has these buffers
+        self.ngram_rows: Tensor | None = None
+        self.ngram_grad_buffer: Tensor | None = None
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
@@ -2023,25 +2027,26 @@ class GPT(nn.Module):
             weights[1] = -0.5
             self.head_net = GateNet(cfg, dict(weights=weights), groups=cfg.mix_groups)
 
-    def forward(
-        self, inputs: ModelInputs, ngram_embeds: Tensor, attn_settings: AttentionSettings, invalid: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, inputs: ModelInputs, attn_settings: AttentionSettings, invalid: Tensor | None = None) -> Tensor:
         """Return the summed loss, in FP8 where the configuration says so and gradients are wanted.
 
-        ngram_embeds (G, T, K): the rows of the sequence's n-grams. invalid (T, V / 8): rows of `read_invalid_tokens`,
-        for validation.
+        invalid (T, V / 8): rows of `read_invalid_tokens`, for validation.
         """
-        x = self.features(inputs, ngram_embeds, attn_settings)
+        x = self.features(inputs, attn_settings)
         pointer_mass = self.pointer(x, inputs) if self.pointer else x.new_empty(len(x), 0)
         head = self.lm_head.weight if inputs.sampled_classes is None else self.lm_head(inputs.sampled_classes)
         if not torch.is_grad_enabled():
             return validation_loss(x, head, pointer_mass, inputs, self.cfg, invalid)
         return TrainingLoss.apply(x, head, pointer_mass, inputs.targets, inputs.loss_weights, self.cfg)
 
-    def features(self, inputs: ModelInputs, ngram_embeds: Tensor, attn_settings: AttentionSettings) -> Tensor:
+    def features(self, inputs: ModelInputs, attn_settings: AttentionSettings) -> Tensor:
         """Return the head's input (T, K)."""
         tokens = inputs.tokens
         value_embeds = {int(i): table(tokens) for i, table in self.value_embeds.items()}
+        if torch.is_grad_enabled():
+            ngram_embeds = AccumulatingEmbedding.apply(self.ngram_rows, inputs.ngram_index, self.ngram_grad_buffer)
+        else:
+            ngram_embeds = F.embedding(inputs.ngram_index, self.ngram_rows)
         if self.cfg.sign_rows:
             ngram_embeds = ngram_embeds * self.signs[inputs.signs].type_as(ngram_embeds)
         x = self.embed(tokens)
@@ -2710,11 +2715,6 @@ def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, numbers: dict) -> tup
     return adam_values(rows.to(v.dtype), grad, v, numbers).to(rows.dtype), v
 
 
-def add_rows(sums: Tensor, index: Tensor, grad: Tensor):
-    """Add gradients of n-grams (G, T, K) to the rows of `sums` that `index` (G, T) names."""
-    sums.index_add_(0, index.flatten(), grad.flatten(0, 1).to(sums.dtype))
-
-
 ROWS_AT_ONCE = 2**18  # that are copied between device and host: 400 MB in gpt2
 
 
@@ -2723,9 +2723,13 @@ class NgramTable:
 
     Each rank owns an equal part of the rows, and the table exists once across all: no other tensor has its size. When a
     cycle begins, its ranks fetch the rows that they will read; when it ends, summed gradients go back: `RowExchange`.
+
+        rows, v             this rank's part of the table, and the mean square of the gradients of each row
+        fetched, grads      the rows that a cycle reads, in the order of recv_ids, and the sums of their gradients.
+                            Their addresses stay, so that the model's graph reads them
     """
 
-    wait: Callable[[], object]  # for the sums that all ranks send
+    wait: Callable[[], object]  # for the gradients that all ranks send
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg
@@ -2736,27 +2740,31 @@ class NgramTable:
         self.first = rows * ranks.rank  # number of the first row
         self.rows = torch.zeros(rows, cfg.model_dim, dtype=dtype, device=device)
         self.v = torch.zeros(rows, 1, dtype=accum_dtype(dtype), device=device)
-        self.sum_dtype = torch.float16 if dtype == torch.bfloat16 else dtype  # sums need bits more than range
+        longest = max(schedule.seq_len for schedule in cfg.step_schedules)
+        in_cycle = max(self.group.update_interval) * longest * cfg.batch_sequences // ranks.world_size
+        most = min((cfg.ngram_order - 1) * max(in_cycle, cfg.val_seq_len), cfg.ngram_rows)
+        self.fetched = torch.zeros(most, cfg.model_dim, dtype=dtype, device=device, requires_grad=True)
+        sum_dtype = torch.float16 if dtype == torch.bfloat16 else dtype  # sums need bits more than range
+        self.grads = torch.zeros(most, cfg.model_dim, dtype=sum_dtype, device=device)
 
-    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Callable[[], object]]:
-        """Start to send each rank its part of the rows. Return the rows that arrive, and a function that waits."""
-        arriving = rows.new_empty(sum(received), rows.size(1))
-        return arriving, start_collective(dist.all_to_all_single, arriving, rows, received, sent)
-
-    def fetch(self, exchange: RowExchange) -> Callable[[Tensor], Tensor]:
-        """Fetch the rows that a cycle reads. Return what looks them up by `ngram_index` (G, T), as (G, T, K)."""
-        if self.ranks.world_size == 1:  # they are here: nothing is copied
-            return lambda index: F.embedding(exchange.recv_ids[index], self.rows)
-        rows, wait = self.all_to_all(self.rows[exchange.send_rows], exchange.send_counts, exchange.recv_counts)
-        wait()
-        return lambda index: F.embedding(index, rows)
-
-    def send(self, exchange: RowExchange, sums: Tensor):
-        """Start to send the summed gradients of this rank's sequences, for recv_ids, to the rows' owners."""
+    def all_to_all(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Callable[[], object]:
+        """Start to send each rank its part of `rows`, into its `out`. Return a function that waits for one's own."""
         if self.ranks.world_size == 1:
-            self.sums, self.wait = sums, lambda: None
-        else:
-            self.sums, self.wait = self.all_to_all(sums, exchange.recv_counts, exchange.send_counts)
+            out.copy_(rows)
+        return start_collective(dist.all_to_all_single, out, rows, received, sent)
+
+    @torch.no_grad()
+    def fetch(self, exchange: RowExchange):
+        """Fetch the rows that a cycle reads."""
+        rows = self.rows[exchange.send_rows]
+        fetched = self.fetched[: len(exchange.recv_ids)]
+        self.all_to_all(fetched, rows, exchange.recv_counts, exchange.send_counts)()
+
+    def send(self, exchange: RowExchange):
+        """Start to send the gradients of this rank's sequences to the rows' owners."""
+        grads = self.grads[: len(exchange.recv_ids)]
+        self.arriving = grads.new_empty(len(exchange.send_rows), grads.size(1))
+        self.wait = self.all_to_all(self.arriving, grads, exchange.send_counts, exchange.recv_counts)
 
     def update(self, exchange: RowExchange, schedule: StepSchedule):
         """Update the rows that the cycle has read by Adam without momentum, and with one v for each row.
@@ -2764,8 +2772,9 @@ class NgramTable:
         As in the record v decays for all rows.
         """
         self.wait()
-        sums, self.sums = self.sums, None
-        if self.ranks.world_size > 1:  # with one process, requested and updated rows are the same
+        self.grads[: len(exchange.recv_ids)].zero_()
+        sums = self.arriving
+        if self.ranks.world_size > 1:  # several ranks may have read a row
             sums = sums.new_zeros(len(exchange.unique_rows), sums.size(1)).index_add_(0, exchange.inverse_index, sums)
         now = schedule.updates[self.group.patterns]
         numbers = dict(
@@ -3116,22 +3125,21 @@ class Trainer:
             table.grad_buffer = grad_views[table.weight]
         self.gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
+        self.gpt.ngram_rows = self.table.fetched
+        self.gpt.ngram_grad_buffer = self.table.grads
         self.loader = DistributedDataLoader(cfg, ranks, self.device)
         self.exchange: RowExchange | None = None  # of the cycle that a step belongs to: see `train_cycles`
         self.stop_signals: list[str] = []  # those that asked this rank to stop
 
     def train_step(self, schedule: StepSchedule, sequences: Sequence[ModelInputs], exchange: RowExchange) -> Tensor:
         """Take a step on this rank's sequences. Return all ranks' mean loss, and how many signals ask to stop."""
-        if exchange is not self.exchange:  # a cycle begins: its rows are fetched once, their gradients summed up
+        if exchange is not self.exchange:  # a cycle begins
             self.exchange = exchange
-            self.look_up = self.table.fetch(exchange)
-            shape = len(exchange.recv_ids), self.cfg.model_dim
-            self.ngram_sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
+            self.table.fetch(exchange)
         attn_settings = make_attention_settings(schedule, self.cfg, self.device)
         mean_loss = 0
         for inputs in sequences:
-            loss, grad_ngrams = self.gradients(inputs, self.look_up(inputs.ngram_index), attn_settings)
-            compiled(add_rows, self.cfg.compile, dynamic=True)(self.ngram_sums, inputs.ngram_index, grad_ngrams)
+            loss = self.gradients(inputs, attn_settings)
             mean_loss += loss / (len(inputs.tokens) * self.cfg.batch_sequences)
         # One sum over the ranks for both: so all stop at the same step
         loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
@@ -3140,28 +3148,24 @@ class Trainer:
 
         def send_ngrams():
             if ends_cycle:
-                self.table.send(exchange, self.ngram_sums)
+                self.table.send(exchange)
 
         with self.part("optimizers"):
             step_optimizers(self.optimizers, schedule, while_reducing=send_ngrams)
         if ends_cycle:
             self.table.update(exchange, schedule)
-            self.exchange = self.ngram_sums = None  # a validation needs no sums
+            self.exchange = None
         wait_for_loss()
         return loss_and_signals
 
-    def add_gradients(
-        self, inputs: ModelInputs, ngram_embeds: Tensor, attn_settings: AttentionSettings
-    ) -> tuple[Tensor, Tensor]:
-        """Add the gradients of a sequence to those before. Return its summed loss, and the gradient of its n-grams."""
-        embeds = ngram_embeds.detach().requires_grad_()
-        loss = self.model(inputs, embeds, attn_settings)
+    def add_gradients(self, inputs: ModelInputs, attn_settings: AttentionSettings) -> Tensor:
+        """Add the gradients of a sequence to those before. Return its summed loss."""
+        loss = self.model(inputs, attn_settings)
         # The loss is a sum over tokens, as in the record: gradients grow with the sequence. Only the optimizers divide
         # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
         params = [*chain(*(optimizer.params for optimizer in self.optimizers))]
-        grad_embeds, *grads = torch.autograd.grad(loss * self.cfg.loss_scale, [embeds, *params], allow_unused=True)
-        if grad_embeds is None:  # no layer reads them
-            grad_embeds = torch.zeros_like(embeds)
+        wanted = [self.table.fetched, *params]  # the first gets no gradient: `AccumulatingEmbedding` adds it to grads
+        _, *grads = torch.autograd.grad(loss * self.cfg.loss_scale, wanted, allow_unused=True)
         remaining = iter(grads)
         for optimizer in self.optimizers:
             own = [*islice(remaining, len(optimizer.params))]
@@ -3169,7 +3173,7 @@ class Trainer:
                 if grad is None and p not in self.table_weights:  # those of tables are in the optimizer's buffer
                     raise UserError(f"{name}: no loss depends on this parameter: use it, or leave it out")
             optimizer.add(own)
-        return loss.detach(), grad_embeds
+        return loss.detach()
 
     def blend_emas(self):
         """Blend the averages into the parameters, after the last step."""
@@ -3188,14 +3192,14 @@ class Trainer:
         self, schedule: StepSchedule, sequences: Sequence[ModelInputs], exchange: RowExchange, mask: Tensor | None
     ) -> Tensor | int:
         """Return the summed loss of this rank's sequences, of which it may have none."""
-        look_up = self.table.fetch(exchange)
+        self.table.fetch(exchange)
         attn_settings = make_attention_settings(schedule, self.cfg, self.device)
         total = 0
         for inputs in sequences:
             # Looked up here: within the graph, all slices of logits would read one table, so become one kernel, and
             # exist at the same time
             invalid = None if mask is None else F.embedding(inputs.tokens, mask)
-            total += self.model(inputs, look_up(inputs.ngram_index), attn_settings, invalid)
+            total += self.model(inputs, attn_settings, invalid)
         return total
 
     @torch.no_grad()
@@ -3209,6 +3213,8 @@ class Trainer:
         cycles = (([schedule], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
         for sequences, exchange in self.loader.steps(cycles):
             total += self.eval_step(schedule, sequences, exchange, mask)
+        if self.exchange is not None:  # within a cycle of the training: its rows are fetched again
+            self.table.fetch(self.exchange)
         start_collective(dist.all_reduce, total)()
         return total.item() / self.cfg.val_tokens
 
