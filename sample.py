@@ -29,7 +29,7 @@ with packages():
     from tqdm import tqdm
 
     import train_gpt
-    from train_gpt import GPT, Hyperparameters, Ranks, Reader
+    from train_gpt import GPT, Hyperparameters, Ranks, DistributedDataLoader
 
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # for terminals
 SLICE = 512  # tokens whose logits exist at a time
@@ -43,11 +43,11 @@ class Model:
     def __init__(self, gpt: GPT, ngrams: Sequence[dict[str, Tensor]]):
         self.gpt = gpt
         self.cfg = gpt.cfg
-        self.device = gpt.lm_head.device
+        self.device = gpt.lm_head.weight.device
         self.ngrams = ngrams  # of each process that trained: `ids` of the rows that it ever updated, and the `rows`
-        self.plan = train_gpt.plan_validation(self.cfg.num_iterations, self.cfg)
-        self.settings = train_gpt.settings_of(self.plan, self.cfg, self.device)
-        self.reader = Reader(self.cfg, Ranks(), self.device)
+        self.plan = train_gpt.schedule_validation(self.cfg.num_iterations, self.cfg)
+        self.attn_settings = train_gpt.make_attention_settings(self.plan, self.cfg, self.device)
+        self.loader = DistributedDataLoader(self.cfg, Ranks(), self.device)
         bits = train_gpt.read_invalid_tokens(self.cfg)
         self.canon = torch.from_numpy(bits).to(self.device) if len(bits) else None
 
@@ -55,21 +55,21 @@ class Model:
         """Return the head's input (T, K) for these tokens."""
         rest = -len(tokens) % self.cfg.block_size + 1  # to whole blocks, and a last target: no token sees what follows
         read = np.array([*tokens, *[self.cfg.eot_token] * rest])
-        [[inputs]], requests = self.reader.make([self.plan], [[read]])
-        ids = requests.ids.long()
+        [[inputs]], exchange = self.loader.load_cycle([self.plan], [[read]])
+        ids = exchange.recv_ids.long()
         rows = torch.zeros(len(ids), self.cfg.model_dim, dtype=getattr(torch, self.cfg.dtype), device="cpu")
         for part in self.ngrams:
             places = torch.searchsorted(part["ids"], ids).clamp(max=len(part["ids"]) - 1)
             is_here = part["ids"][places] == ids
             rows[is_here] = part["rows"][places[is_here]].to(rows.dtype)
         ngrams = rows[inputs.ngram_index].to(self.device)
-        return self.gpt.features(self.reader.on_device(inputs), ngrams, self.settings)[: len(tokens)]
+        return self.gpt.features(self.loader.to_device(inputs), ngrams, self.attn_settings)[: len(tokens)]
 
     def logits(self, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
         """Return logits (n, vocab_size) of what follows `tokens` (T,) at `places` (n,). x (T, K): the head's input."""
         cfg = self.cfg
-        z = train_gpt.linear(x[places], self.gpt.lm_head)
-        z = z.to(train_gpt.wide(z.dtype))
+        z = train_gpt.linear(x[places], self.gpt.lm_head.weight)
+        z = z.to(train_gpt.accum_dtype(z.dtype))
         logits = cfg.softcap_range * torch.sigmoid((z + cfg.softcap_shift) * 2 / cfg.lm_head_softcap)
         if self.canon is not None:
             bits = self.canon[tokens[places]][:, :, None] >> torch.arange(8, dtype=torch.uint8, device=self.device) & 1
@@ -103,7 +103,7 @@ class Model:
 def load_model(path: Path, device: str) -> Model:
     """Load what --save_checkpoint wrote to `path`."""
     with train_gpt.refusing(f"{path}: name a sound .pt that a run with --save_checkpoint of this script wrote"):
-        saved = train_gpt.load(path)
+        saved = train_gpt.load_file(path)
         cfg = Hyperparameters(**json.loads(saved["configuration"]))
         # What was trained in bf16 is sampled in fp32 where that is faster
         dtype = "auto" if cfg.dtype == "bfloat16" else cfg.dtype

@@ -7,10 +7,10 @@
 The preset gpt2 has the mathematics of record 92 of the NanoGPT speedrun (ANVIL2 by Deven Pietrzak, 2026-08-30,
 https://github.com/KellerJordan/modded-nanogpt), and a pointer, proposal 379 (CPLM by Nathan Godey): 1,050 steps.
 nano is a model of one layer that looks for repetitions from the first step on. "Record n"
-credits the record in which an idea first appeared. The file follows a token: configuration, plans, data, inputs,
-layers, attention, model, pointer, head, optimizers, n-grams, log, training, run. Shapes: T tokens, H heads, D
-dimensions per head, N blocks of tokens (of an MLP: hidden units), K model width, V vocabulary with padding, C
-candidates in the softmax, G kinds of n-grams, n targets of a token, S sequences of a step.
+credits the record in which an idea first appeared; docs/tour.md explains all of it. The file follows a token:
+configuration, schedules, data, data loader, layers, attention, model, pointer, head, optimizers, n-grams, log,
+training, run. Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens (of an MLP: hidden units), K model
+width, V vocabulary with padding, C sampled classes of the softmax, G kinds of n-grams, n targets of a token.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, TextIO, get_args, get_origin
@@ -92,12 +92,12 @@ def exit_code(error: BaseException) -> int:
 
 # ---- Configuration: layers, stages, groups of parameters, EMAs are rows of tables; other numbers are flags ----------
 class Attention(NamedTuple):
-    """Say what a kind of attention is."""
+    """A kind of attention."""
 
     window: str  # the kind of window, see `Stage`
-    heads_per_pair: int = 1  # 2: heads go in pairs, in one sequence of twice the length, and share keys
-    rotary: bool = True  # queries and keys turn by their positions; or else they begin equal
-    key_offset: float = 0.0  # the part of a key, at its end, that is taken from the token before
+    heads_per_pair: int = 1  # 2: pairs of heads attend as one, in a sequence of twice the length, and share keys
+    rotary: bool = True  # queries and keys are rotated by their positions; if not, both start from equal weights
+    key_offset: float = 0.0  # this fraction of a key, its last dimensions, comes from the token before
 
 
 ATTENTION = {
@@ -111,28 +111,28 @@ ATTENTION = {
 
 
 class Layer(NamedTuple):
-    """Say what a layer has. Numbers name earlier layers, counted from 0."""
+    """A layer. Numbers name earlier layers, counted from 0."""
 
     attention: str  # one of ATTENTION, or none
     half_qk: bool = False  # queries and keys are half as wide
     half_v: bool = False  # values are half as wide
     value_embed: bool = False  # values add a row of a table, by the token
-    shift: tuple[int, ...] = ()  # equal parts of the stream's channels are taken from so many tokens before
-    attn_input: int | None = None  # attention reads the output of this layer, not the residual stream
-    gate_net: bool = False  # a net reads the residual stream here, and makes factors for the layers up to the next net
-    # These have factors, see `resolve_layers`; xsa and head_gate need a net here or above
-    xsa: bool = False  # heads subtract part of the token's own value
-    head_gate: bool = False  # the output of each head has a factor
-    x0: bool = False  # the residual stream adds the embedding
-    ngram: bool = False  # the residual stream adds the embeddings of the n-grams that end with the token
-    skip: int | None = None  # the residual stream adds the output of this layer (U-Net)
-    mlps: int = 1  # all read the same
-    # MUDD: a net of this layer mixes the first stream, the output of the layer named here and the residual stream, once
-    # into the residual stream and once into the values; and it makes the factors on the stream, x0, n-grams, outputs
-    # and, instead of a gate, on the value embedding
+    shift: tuple[int, ...] = ()  # token shift: equal groups of channels come from so many tokens before
+    attn_input: int | None = None  # attention reads the output of this layer instead of the residual stream
+    gate_net: bool = False  # a gate network reads the residual stream here; it serves the layers up to the next one
+    # The next five are gated: by the gate network, or without one by a parameter, see `Block`
+    xsa: bool = False  # heads subtract part of the token's own value; needs a gate network
+    head_gate: bool = False  # the output of each head is gated; needs a gate network
+    x0: bool = False  # the embedding is added to the residual stream
+    ngram: bool = False  # the embeddings of the n-grams that end with the token are added to the residual stream
+    skip: int | None = None  # the output of this layer is added to the residual stream (U-Net)
+    mlps: int = 1  # all with the same input
+    # MUDD: a network of this layer mixes the first stream, the output of the layer named here and the residual stream,
+    # once into the residual stream and once into the values. It also makes this layer's gates: on the stream, x0,
+    # n-grams, outputs and the value embedding
     mudd: int | None = None
-    # In the last layer: the head reads, beside the residual stream, a mixture of the first stream, the outputs of these
-    # layers, the value embeddings, and what this layer's MLPs and attention read
+    # Last layer only: the head's input is the residual stream plus a mix of the first stream, the outputs of these
+    # layers, all value embeddings, and the inputs of this layer's MLPs and attention
     head_mix: tuple[int, ...] = ()
 
 
@@ -153,21 +153,21 @@ NANO_LAYERS = (Layer("nope", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1,
 
 
 class Stage(NamedTuple):
-    """Say what holds for a part of the steps."""
+    """A part of the training steps."""
 
     share: float  # fraction of `base_steps`: num_iterations less the extra_steps of all stages
     batch: float  # factor on batch_tokens and train_seq_len: small batches first (record 46, @varunneal)
-    max_doc_len: int  # tokens at which documents are cut; 0 in all stages: a stream, nothing is cut
-    windows: dict[str, int]  # by kind, how many positions attention reaches back: in pairs half as many tokens
-    extra_steps: int = 0  # in addition; those of the last stage have the lowest learning rates
-    lr: float = 1.0  # factor on all learning rates, as they rise with the batch
+    max_doc_len: int  # documents are cut after so many tokens; 0 in all stages: one stream, nothing is cut
+    windows: dict[str, int]  # window size by kind, in positions: paired heads have two a token
+    extra_steps: int = 0  # beyond the share; those of the last stage run at the lowest learning rates
+    lr: float = 1.0  # factor on all learning rates: larger batches take larger ones
     # Multi-token prediction (record 53, @varunneal): weights of the losses of tokens +1, +2, ..., at the first step and
     # after the last
     mtp: tuple[tuple[float, float], ...] = ((1, 1),)
-    # The next two in equal parts of the stage. Weight of the loss of the next token's prefix, the longest other token
-    # that begins it (record 88, @jvarho)
+    # The next two hold one value for each equal part of the stage. Weight of the loss of predicting the next token's
+    # prefix, the longest other token that the next one begins with (record 88, @jvarho)
     prefix: tuple[float, ...] = (0,)
-    sampled_classes: tuple[int, ...] = (0,)  # tokens in the softmax of a sequence (record 92); 0: all
+    sampled_classes: tuple[int, ...] = (0,)  # tokens in the sampled softmax of a sequence (record 92); 0: all
 
 
 SHARES = [share / 0.9994 for share in (0.2854, 0.3209, 0.3931)]  # the record's, which add up to 0.9994
@@ -207,7 +207,7 @@ NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, windows=dict(long=512)),)
 
 
 class Group(NamedTuple):
-    """Say how the parameters whose names match one of `names` are updated."""
+    """A group of parameters, named by patterns, and how it is updated."""
 
     optimizer: str  # Muon, Adam, or RowAdam for "ngrams": `NgramTable`, which is no parameter
     patterns: str  # globs, separated by spaces
@@ -216,10 +216,9 @@ class Group(NamedTuple):
     decay: float = 0.0
     beta1: float = 0.9  # decay of Adam's mean of gradients; Muon has muon_momentum instead
     beta2: float = 0.99  # decay of the mean of squares: of gradients in Adam, of updates in Muon
-    update_interval: tuple[int, int] = (
-        2,
-        2,
-    )  # updates take the gradients of so many steps: before long_interval_from, and from there on
+    # Steps whose gradients an update accumulates: before step long_interval_from, and from there on
+    update_interval: tuple[int, int] = (2, 2)
+    keep_norm: bool = True  # blending the EMAs in at the end keeps the norm
 
 
 UP = (2816 / 768) ** 0.5  # root of an MLP's hidden units by the model width
@@ -227,9 +226,9 @@ GPT2_GROUPS = (
     Group("Muon", "*.qk_w *.v_w *.attn.c_proj", lr=1.0, decay=2.25, beta2=0.9, update_interval=(1, 1)),
     Group("Muon", "*.c_fc", lr=UP, decay=2.25, beta2=0.9, update_interval=(1, 1)),
     Group("Muon", "*.mlps.*.c_proj", lr=2 * UP, decay=2.25, beta2=0.9, update_interval=(1, 1)),
-    Group("Adam", "lm_head", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
+    Group("Adam", "lm_head.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
     Group("Adam", "embed.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
-    Group("Adam", "value_embeds.*", lr=0.56, decay=0.025, beta1=0.75, beta2=0.95, update_interval=(2, 4)),
+    Group("Adam", "value_embeds.*", 0.56, 0.025, beta1=0.75, beta2=0.95, update_interval=(2, 4), keep_norm=False),
     Group("RowAdam", "ngrams", lr=0.56, decay=0.025, beta1=0.0, beta2=0.95, update_interval=(2, 4)),
     Group("Adam", "*.attn.lambdas *.skip_lambda smear_lambda", lr=0.04),
     Group("Adam", "*.resid_lambdas", lr=0.04, beta2=0.95),
@@ -248,7 +247,7 @@ NANO_GROUPS = tuple(
     for group in (
         Group("Muon", "*.qk_w *.v_w *.c_proj", lr=1.0, beta2=0.95),
         Group("Muon", "*.c_fc", lr=2.0, beta2=0.95),
-        Group("Adam", "lm_head", lr=0.015, beta1=0.5, beta2=0.9),
+        Group("Adam", "lm_head.weight", lr=0.015, beta1=0.5, beta2=0.9),
         Group("Adam", "embed.weight value_embeds.*", lr=0.18, beta1=0.5, beta2=0.9),
         Group("RowAdam", "ngrams", lr=0.25, beta1=0.0, beta2=0.9),
         Group("Adam", "*lambdas", lr=0.04, beta1=0.5, beta2=0.9),
@@ -257,19 +256,18 @@ NANO_GROUPS = tuple(
 
 
 class EMA(NamedTuple):
-    """Say of which parameters a moving average is kept in the last steps, and what it changes after them."""
+    """A moving average of parameters over the last steps, and its weight in the final parameters."""
 
     patterns: str  # globs of parameters
-    window: int  # last steps in which it moves: ema += rate * (value - ema); at first it copies
+    window: int  # last steps in which it is updated: ema += rate * (value - ema); the first update copies
     rate: float
     blend: float  # after the last step, row after row: value += blend * (ema - value)
-    interval: int = 4  # steps from one move to the next
-    offset: int = 1  # a step after which it moves; -1 counts from the end: the last one
-    at_end: int = 0  # it also moves after each of so many last steps
-    keep_norm: bool = True  # if any row sets it, an optimizer's blended values are rescaled to their norm before
+    interval: int = 4  # steps between updates
+    offset: int = 1  # a step after which it is updated; -1 counts from the end: the last one
+    at_end: int = 0  # it is also updated after each of so many last steps
 
     def rate_at(self, step: int, num_iterations: int) -> float:
-        """Return the rate of the move after a step; 0: none."""
+        """Return the rate of the update after a step; 0: none."""
         start = max(0, num_iterations - self.window)
         first = self.offset % num_iterations
         is_due = (step - first) % self.interval == 0 or step >= num_iterations - self.at_end
@@ -280,9 +278,9 @@ class EMA(NamedTuple):
 
 VO_MLP = "*.v_w *.attn.c_proj *.mlps.*"
 GPT2_EMAS = (
-    EMA("lm_head embed.weight", window=298, rate=2 / 299, blend=0.65, interval=1),
+    EMA("lm_head.weight embed.weight", window=298, rate=2 / 299, blend=0.65, interval=1),
     EMA(VO_MLP, window=250, rate=4 / 53, blend=1.0, offset=-1),
-    EMA("value_embeds.*", window=250, rate=4 / 53, blend=1.0, offset=3, keep_norm=False),
+    EMA("value_embeds.*", window=250, rate=4 / 53, blend=1.0, offset=3),
     EMA("*.qk_w", window=298, rate=2 / 75, blend=0.55, at_end=2),
     # Blends apply in order: this one acts on the result of the second row. The difference is the record's
     EMA(VO_MLP, window=298, rate=2 / 75, blend=0.55 - 0.2007, at_end=2),
@@ -294,7 +292,7 @@ TABLES = dict(layers=Layer, stages=Stage, groups=Group, emas=EMA)
 
 @dataclasses.dataclass(frozen=True)
 class Hyperparameters:
-    """Hold what defines a run, here gpt2's. Every field is a flag, except for the four tables."""
+    """The configuration of a run, by default gpt2's. Every field but the four tables is a flag."""
 
     layers: tuple[Layer, ...] = GPT2_LAYERS
     stages: tuple[Stage, ...] = GPT2_STAGES
@@ -317,7 +315,7 @@ class Hyperparameters:
     batch_tokens: int = 8 * 16 * 1024  # tokens a step where a stage's batch is 1, a multiple of train_seq_len
     train_seq_len: int = 16 * 1024  # tokens a training sequence there, a multiple of block_size
     val_seq_len: int = 256 * 1024  # tokens of a validation sequence, a multiple of block_size
-    segment: int = 2560  # tokens after which attention takes a document for a new one, in training; cuts nothing else
+    segment: int = 2560  # longer documents are split for attention, in training: it stays within so many tokens
     final_window: int = 2560  # long window in the last validation; 0: that of the last stage
     cooldown_frac: float = 0.8  # last part of the scheduled steps, those without the last stage's extra_steps
     min_lr_frac: float = 0.3  # factor on learning rates at the end of the cooldown and later
@@ -329,15 +327,15 @@ class Hyperparameters:
     head_dim: int = 128  # dimensions per head, a multiple of 4
     block_size: int = 128  # tokens per block of the attention mask
     mlp_dim: int = 2816  # hidden units of an MLP
-    gate_net_dim: int = 64  # hidden units of a net that makes factors
+    gate_net_dim: int = 64  # hidden units of a gate network
     attn_scale: float = 0.085  # factor on the scores of long attention in the first stage, see `Window.extended`
     short_attn_scale: float = 0.13  # of other kinds
     resid_lambda_init: float = 1.1**0.5  # initial factor on the residual stream
-    mix_groups: int = 12  # groups of channels that get factors of their own in the head's mix
+    mix_groups: int = 12  # groups of channels that are weighted separately in the head's mix
     ngram_rows: int = 84_602_880  # rows of the hashed table for n-grams of tokens, a multiple of ngram_order - 1
     ngram_order: int = 3  # longest n-grams that have rows
     ngram_lambda_init: float = 0.05  # initial factor on the embeddings of n-grams in each layer
-    sign_rows: int = 8192  # rows of the table of signs for n-grams that share a row; 0: no table
+    sign_rows: int = 8192  # rows of the table of signs, which tell n-grams that share a row apart; 0: no table
     value_embed_std: float = 0.01  # initial standard deviation of the value embeddings
     value_gate_inputs: int = 12  # inputs of value gates, half from x, half from the value embedding; 0: no gates
     smear_gate_inputs: int = 12  # input channels of the smear gate; 0: no smear
@@ -423,7 +421,7 @@ class Hyperparameters:
         momenta = [row.beta1 for row in self.groups if row.optimizer == "RowAdam"]
         self.require("groups", not any(momenta), "RowAdam's beta1 0")
 
-    # After how many steps all groups have been updated; steps that stages share out; steps to the end of the cooldown
+    # A multiple of all update intervals; steps that stages share; steps to the end of the cooldown
     common_interval = property(lambda self: math.lcm(*chain(*(group.update_interval for group in self.groups))))
     base_steps = property(lambda self: self.num_iterations - sum(stage.extra_steps for stage in self.stages))
     scheduled_steps = property(lambda self: self.num_iterations - self.stages[-1].extra_steps)
@@ -431,9 +429,7 @@ class Hyperparameters:
     copy_row = property(lambda self: self.vocab_size)
     padded_vocab = property(lambda self: (self.vocab_size + (self.pointer_dim > 0) + 63) // 64 * 64)
     batch_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)
-    # What the tables mean for a run, made once
-    step_schedules = cached_property(lambda self: make_step_schedules(self))  # of each step
-    resolved_layers = cached_property(lambda self: resolve_layers(self))
+    step_schedules = cached_property(lambda self: make_step_schedules(self))  # of each step, made once
 
 
 NANO = dict(  # for CPUs, on the text in data/nano
@@ -581,13 +577,13 @@ def accum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def compiled(function: Callable, wanted: bool, dynamic: bool) -> Callable:
-    """Return a function outside of the model's graph, compiled if `wanted`. dynamic: one graph serves all sizes."""
+    """Return a function, compiled if `wanted`, apart from the model's graph. dynamic: one graph serves all sizes."""
     return torch.compile(function, fullgraph=True, dynamic=dynamic) if wanted else function
 
 
-# ---- Plans: what the tables mean for each step, worked out once ------------------------------------------------------
+# ---- Schedules: what the tables mean for each step, made once --------------------------------------------------------
 def matches(name: str, patterns: str) -> bool:
-    """Say whether a parameter's name matches one of the globs in `names`."""
+    """Return whether a parameter's name matches one of the globs in `patterns`."""
     return any(fnmatchcase(name, pattern) for pattern in patterns.split())
 
 
@@ -600,14 +596,14 @@ def find_group(name: str, cfg: Hyperparameters) -> Group:
 
 
 class Window(NamedTuple):
-    """Say how far attention reaches back, and what goes with it. A token has one position, in pairs two."""
+    """A sliding window of attention, and what changes with its size. A token has one position, in pairs two."""
 
     size: int  # positions
     attn_scale: float  # factor on scores
     frequencies: Tensor  # (D / 4,): rotary frequencies, in radians a position
 
     def extended(self, size: int) -> "Window":
-        """Return the window after it grew, by YaRN (arXiv:2309.00071; record 31, @classiclarryd).
+        """Return the window at another size, extended by YaRN (arXiv:2309.00071; record 31, @classiclarryd).
 
         Frequencies of at most one turn in the old window shrink by old / new, those of 32 turns or more stay.
         """
@@ -630,13 +626,24 @@ def schedule_windows(cfg: Hyperparameters) -> list[dict[str, Window]]:
     return stages
 
 
-class Update(NamedTuple):
-    """Hold the numbers of a group's update in a step."""
+class AdamStep(NamedTuple):
+    """The numbers of an update by Adam."""
 
-    rate: float  # of Adam lr with both bias corrections, of Muon lr without the row's factor, which each matrix has
-    decay: float  # weight decay: of Adam with the learning rates, of Muon without
-    beta1: float  # of Muon its momentum
+    step_size: float  # the learning rate with both bias corrections
+    decay: float  # this part of a value is subtracted: weight decay times lr^2
+    beta1: float
     beta2: float
+
+
+class MuonStep(NamedTuple):
+    """The numbers of an update by Muon."""
+
+    lr: float  # without the factor of the group
+    decay: float  # weight decay; an update subtracts decay * lr^2 of a value
+    momentum: float
+    fast_beta: float  # decay of the fast momentum
+    fast_share: float  # its share beside the slow momentum
+    beta2: float  # decay of the neurons' mean squares
 
 
 def update_interval_at(group: Group, step: int, cfg: Hyperparameters) -> int:
@@ -645,20 +652,23 @@ def update_interval_at(group: Group, step: int, cfg: Hyperparameters) -> int:
     return rarely if step >= cfg.long_interval_from else often
 
 
-def schedule_update(group: Group, count: int, step: int, factor: float, cfg: Hyperparameters) -> Update | None:
-    """Return the numbers of a group's update, its `count`-th, or None if it waits. factor: on learning rates."""
-    every = update_interval_at(group, step, cfg)
-    if (step + 1) % every:
-        return None
-    if group.optimizer == "Muon":
-        return Update(cfg.muon_lr * factor, group.decay, schedule_momentum(step, cfg), group.beta2)
-    lr = group.lr * factor
-    # An update after more steps than at first stands for several. As in the record the bias corrections take the new
-    # betas for all `count` updates, also for those made with the old ones
-    several = every / group.update_interval[0]
+def schedule_adam(group: Group, count: int, step: int, lr_factor: float, cfg: Hyperparameters) -> AdamStep:
+    """Return the numbers of a group's `count`-th update."""
+    lr = group.lr * lr_factor
+    # An update that accumulates more steps than at first stands for several. As in the record the bias corrections take
+    # the new betas for all `count` updates, also for those made with the old ones
+    several = update_interval_at(group, step, cfg) / group.update_interval[0]
     beta1, beta2 = group.beta1**several, group.beta2**several
-    rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
-    return Update(rate, group.decay * several * lr**2, beta1, beta2)
+    step_size = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
+    return AdamStep(step_size, group.decay * several * lr**2, beta1, beta2)
+
+
+def schedule_muon(group: Group, count: int, step: int, lr_factor: float, cfg: Hyperparameters) -> MuonStep:
+    """Return the numbers of a group's update. From slow_momentum_from on they are ANVIL's (record 92)."""
+    momentum = schedule_momentum(step, cfg)
+    has_slow_momentum = 0 < cfg.slow_momentum_from <= step
+    fast_beta, fast_share = (0.85, 0.4385) if has_slow_momentum else (momentum, 1.0)
+    return MuonStep(cfg.muon_lr * lr_factor, group.decay, momentum, fast_beta, fast_share, group.beta2)
 
 
 def schedule_lr(step: int, stage: Stage, cfg: Hyperparameters) -> float:
@@ -679,16 +689,16 @@ def schedule_momentum(step: int, cfg: Hyperparameters) -> float:
 
 
 def is_tied_step(step: int, head: Group, cfg: Hyperparameters) -> bool:
-    """Say whether an update in a step is of embedding and head as one table (records 51, 53: @varunneal).
+    """Return whether a step updates embedding and head as one table (records 51, 53: @varunneal).
 
-    An accident of the record: the first update after the tied steps still is.
+    An accident of the record: the first update after the tied steps still does.
     """
     last = round(cfg.tied_frac * cfg.scheduled_steps)
     return last > 0 and step - update_interval_at(head, step, cfg) < last
 
 
 class StepSchedule(NamedTuple):
-    """Say what a training step does or, if not `trains`, what the validation before it does."""
+    """The settings of a training step or, if `trains` is false, of the validation before it."""
 
     step: int
     stage: int  # number of its row
@@ -696,27 +706,26 @@ class StepSchedule(NamedTuple):
     seq_len: int  # tokens of a sequence
     max_doc_len: int  # 0: documents are not cut
     windows: dict[str, Window]  # by kind
-    next_weights: list[float]  # of the losses of tokens +1, +2, ...
+    mtp_weights: list[float]  # of the losses of tokens +1, +2, ...
     prefix_weight: float  # of the loss of the next token's prefix; 0: none
-    sampled_classes: int  # tokens in the softmax of a sequence; 0: all
+    sampled_classes: int  # tokens in the sampled softmax of a sequence; 0: all
     lr_factor: float  # on all learning rates
-    updates: dict[str, Update]  # of the groups that do not wait, by their `names`
-    has_slow_momentum: bool  # whether Muon's slow momentum takes part
+    updates: dict[str, AdamStep | MuonStep]  # by the `patterns` of the groups that are updated in this step
     tied: bool  # whether embedding and head are updated as one table
-    ema_rates: list[float]  # of the rows of `emas`; 0: it does not move
+    ema_rates: list[float]  # of the rows of `emas`; 0: no update
 
 
 def stage_ends(cfg: Hyperparameters) -> list[int]:
-    """Return the end of each stage: shares of the base steps, moved by the steps that have been added so far."""
+    """Return the step at which each stage ends: its share of the base steps, after the extra steps so far."""
     ends = accumulate(stage.share for stage in cfg.stages)
     more = accumulate(stage.extra_steps for stage in cfg.stages)
     return [round(cfg.base_steps * end) + added for end, added in zip(ends, more)]
 
 
 def make_step_schedules(cfg: Hyperparameters) -> list[StepSchedule]:
-    """Return what each step does."""
+    """Return the schedule of each training step."""
     windows = schedule_windows(cfg)
-    head = find_group("lm_head", cfg)
+    head = find_group("lm_head.weight", cfg)
     counts: Counter[str] = Counter()  # of updates, by group
     step_schedules: list[StepSchedule] = []
     for index, (start, end) in enumerate(pairwise([0, *stage_ends(cfg)])):
@@ -724,11 +733,12 @@ def make_step_schedules(cfg: Hyperparameters) -> list[StepSchedule]:
         for step in range(start, end):
             done = step - start
             lr_factor = schedule_lr(step, stage, cfg)
-            planned = {
-                row.patterns: schedule_update(row, counts[row.patterns] + 1, step, lr_factor, cfg) for row in cfg.groups
-            }
-            updates = {names: update for names, update in planned.items() if update}
-            counts.update(updates.keys())
+            updates: dict[str, AdamStep | MuonStep] = {}
+            for group in cfg.groups:
+                if (step + 1) % update_interval_at(group, step, cfg) == 0:
+                    counts[group.patterns] += 1
+                    numbers = schedule_muon if group.optimizer == "Muon" else schedule_adam
+                    updates[group.patterns] = numbers(group, counts[group.patterns], step, lr_factor, cfg)
             schedule = StepSchedule(
                 step,
                 stage=index,
@@ -736,12 +746,11 @@ def make_step_schedules(cfg: Hyperparameters) -> list[StepSchedule]:
                 seq_len=int(cfg.train_seq_len * stage.batch),
                 max_doc_len=stage.max_doc_len,
                 windows=windows[index],
-                next_weights=[first + (last - first) * done / length for first, last in stage.mtp],
+                mtp_weights=[first + (last - first) * done / length for first, last in stage.mtp],
                 prefix_weight=stage.prefix[len(stage.prefix) * done // length] if cfg.prefix_file else 0.0,
                 sampled_classes=stage.sampled_classes[len(stage.sampled_classes) * done // length],
                 lr_factor=lr_factor,
                 updates=updates,
-                has_slow_momentum=0 < cfg.slow_momentum_from <= step,
                 tied=head.patterns in updates and is_tied_step(step, head, cfg),
                 ema_rates=[row.rate_at(step, cfg.num_iterations) for row in cfg.emas],
             )
@@ -750,9 +759,9 @@ def make_step_schedules(cfg: Hyperparameters) -> list[StepSchedule]:
 
 
 def schedule_validation(step: int, cfg: Hyperparameters) -> StepSchedule:
-    """Return what a validation before a step does.
+    """Return the settings of a validation before a step.
 
-    The last one has a longer window, without another step of YaRN: record 33 (@classiclarryd).
+    The last one has a longer window, without another extension by YaRN: record 33 (@classiclarryd).
     """
     schedule = cfg.step_schedules[min(step, cfg.num_iterations - 1)]
     windows = schedule.windows
@@ -764,7 +773,7 @@ def schedule_validation(step: int, cfg: Hyperparameters) -> StepSchedule:
         seq_len=cfg.val_seq_len,
         max_doc_len=0,
         windows=windows,
-        next_weights=[1.0],
+        mtp_weights=[1.0],
         prefix_weight=0.0,
         sampled_classes=0,
         updates={},
@@ -773,12 +782,12 @@ def schedule_validation(step: int, cfg: Hyperparameters) -> StepSchedule:
 
 
 def num_tokens(steps: int, cfg: Hyperparameters) -> int:
-    """Return how many tokens the first `steps` steps train on."""
+    """Return the number of tokens that the first `steps` steps train on."""
     return cfg.batch_sequences * sum(schedule.seq_len for schedule in cfg.step_schedules[:steps])
 
 
 class AttentionSettings(NamedTuple):
-    """Hold what a step sets in the model. They are tensors, so that nothing recompiles."""
+    """Window sizes, scales and rotary tables of a step, as tensors: a change of a Python number would recompile."""
 
     kinds: tuple[str, ...]  # of windows
     window_sizes: Tensor  # (kinds,) int32
@@ -787,13 +796,13 @@ class AttentionSettings(NamedTuple):
 
 
 def rotary_cos_sin(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return cosines and sines (kinds, 2, positions, D / 4). Within the model's graph every use would compute them."""
+    """Return cosines and sines (kinds, 2, positions, D / 4). Inside the model's graph each use would recompute them."""
     angles = positions[:, None] * frequencies[:, None]
     return torch.stack([angles.cos(), angles.sin()], dim=1).to(dtype)
 
 
 def make_attention_settings(schedule: StepSchedule, cfg: Hyperparameters, device: torch.device) -> AttentionSettings:
-    """Return what a step or a validation sets."""
+    """Return the attention settings of a step or a validation."""
     sizes, scales, frequencies = zip(*schedule.windows.values())
     dtype = getattr(torch, cfg.dtype)
     window_sizes, attn_scales, by_kind = (
@@ -944,34 +953,18 @@ def hash_tokens(batches: Sequence[BatchPlan], cfg: Hyperparameters, targets: boo
     return sha256.hexdigest()
 
 
-# ---- Inputs: what the model reads of a sequence, made by a thread ahead of the steps ---------------------------------
+# ---- Data loader: a thread prepares what the model reads of each sequence, ahead of the steps ------------------------
 class ModelInputs(NamedTuple):
-    """Hold a sequence of T tokens."""
+    """What the model reads of a sequence of T tokens."""
 
     tokens: Tensor  # (T,) int32
-    next_tokens: Tensor  # (T,) int32: the next tokens
-    doc_ids: Tensor  # (T,) int32, non-decreasing: attention stays within documents
-    targets: Tensor  # (T, n) int64: see `DistributedDataLoader.targets`. With candidates their places there
+    next_tokens: Tensor  # (T,) int32
+    doc_starts: Tensor  # (T,) int32: where the document of each token begins, within which attention stays
+    targets: Tensor  # (T, n) int64: see `DistributedDataLoader.targets`; with sampled classes indices into these
     loss_weights: Tensor  # (n,): of the losses of the targets
-    sampled_classes: Tensor | None  # (C,): the tokens in the softmax, ascending. None: all
-    # (G, T): places of its n-grams among the rows that this rank fetches for a cycle, in the order of `RowExchange.ids`
-    ngram_index: Tensor
+    sampled_classes: Tensor | None  # (C,): the tokens in the sampled softmax, ascending. None: all are in it
+    ngram_index: Tensor  # (G, T): indices of its n-grams into `RowExchange.recv_ids`
     signs: Tensor  # (G, T): rows of the table of signs; (0,) without such a table
-
-
-# The steps up to and including an update of the table of n-grams. Its rows do not change before: they are fetched once
-Cycle = tuple[list[StepSchedule], Sequence[BatchPlan]]
-
-
-def train_cycles(batches: Sequence[BatchPlan], cfg: Hyperparameters) -> Iterator[Cycle]:
-    """Yield the cycles of a training. The last one may end without an update, and drops its n-grams' gradients."""
-    names = find_group("ngrams", cfg).patterns
-    first = 0
-    for schedule in cfg.step_schedules:
-        end = schedule.step + 1
-        if names in schedule.updates or end == cfg.num_iterations:
-            yield cfg.step_schedules[first:end], batches[first:end]
-            first = end
 
 
 # The record's factors of the current token, the one before, ...: of bigrams and of trigrams
@@ -980,9 +973,9 @@ SIGN_FACTORS = (48271, 30011), (58699, 39779, 26801)
 
 
 def hash_ngrams(tokens: np.ndarray, factors: Sequence[int], modulus: int, first: int) -> np.ndarray:
-    """Return (f0 t_p XOR f1 t_{p-1} ...) mod modulus for int32 tokens (T,), or `first` without enough tokens before.
+    """Return (f0 t_p XOR f1 t_{p-1} ...) mod modulus for int32 tokens (T,). Products wrap around.
 
-    Products wrap.
+    first: the hash of tokens at the beginning, which have too few before them.
     """
     hashed = tokens * np.int32(factors[0])
     for back, factor in enumerate(factors[1:], start=1):
@@ -993,43 +986,67 @@ def hash_ngrams(tokens: np.ndarray, factors: Sequence[int], modulus: int, first:
 
 
 def ngram_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
-    """Return the rows (G, T) of the n-grams that end with each of the int32 tokens (T,).
+    """Return the table's rows (G, T) for the n-grams that end with each of the int32 tokens (T,).
 
-    Bigrams (record 62, @classiclarryd) and trigrams (92, Deven Pietrzak @devenpzak) have equal parts of the table, with
-    a last row for tokens with too few before them.
+    Bigrams (record 62, @classiclarryd) and trigrams (92, Deven Pietrzak @devenpzak) have equal parts of the table. The
+    last row of a part is for tokens with too few before them.
     """
     kinds = ROW_FACTORS[: cfg.ngram_order - 1]
     size = cfg.ngram_rows // len(kinds)
-    # An accident of the record: the bigram of the second token takes size - 1 for the first token
+    # An accident of the record: the bigram of the second token is hashed as if the first token were size - 1
     for_bigrams = np.concatenate([[size - 1], tokens[1:]], dtype=np.int32)
     parts = zip(range(0, cfg.ngram_rows, size), [for_bigrams, tokens], kinds)
     return np.stack([start + hash_ngrams(read, factors, size - 1, first=size - 1) for start, read, factors in parts])
 
 
 def sign_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
-    """Return the rows (G, T) of the table of signs, by which n-grams in one row interfere less (record 83, @TrianX)."""
+    """Return rows (G, T) of the table of signs, which tell n-grams that share a row apart (record 83, @TrianX)."""
     kinds = SIGN_FACTORS[: cfg.ngram_order - 1]
     return np.array([hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for factors in kinds if cfg.sign_rows])
 
 
-# The place of this process among all, as torchrun names it
+# This process among all, as torchrun names it
 Ranks = namedtuple("Ranks", "rank world_size local_rank local_world_size", defaults=(0, 1, 0, 1))
+
+# A cycle: the steps up to and including an update of the table of n-grams, whose rows do not change before that
+Cycle = tuple[list[StepSchedule], Sequence[BatchPlan]]
+
+
+def train_cycles(batches: Sequence[BatchPlan], cfg: Hyperparameters) -> Iterator[Cycle]:
+    """Yield the cycles of a training. The last one may end without an update, and drops its n-grams' gradients."""
+    patterns = find_group("ngrams", cfg).patterns
+    first = 0
+    for schedule in cfg.step_schedules:
+        end = schedule.step + 1
+        if patterns in schedule.updates or end == cfg.num_iterations:
+            yield cfg.step_schedules[first:end], batches[first:end]
+            first = end
 
 
 class RowExchange(NamedTuple):
-    """Say which rows of the table of n-grams a cycle reads, as this rank sees it: what it requests, what it serves.
+    """The rows of n-grams that travel between ranks in a cycle: each rank owns an equal part of the table.
 
-    All ranks plan from the same tokens, so nobody has to ask. Rank r owns the rows from r `rows_per_rank` on.
+    All ranks know the tokens of all sequences, so nobody has to ask for rows. A cycle of two ranks, of a table of eight
+    rows, in which rank 0 reads rows 1, 2, 5 and rank 1 reads rows 2, 7:
+
+                        rank 0, owner of rows 0 to 3         rank 1, owner of rows 4 to 7
+        send_rows       1 2 (for rank 0), 2 (for rank 1)     5 (for rank 0), 7 (for rank 1)
+        send_counts     2 1                                  1 1
+        recv_ids        1 2 5                                2 7
+        recv_counts     2 1                                  1 1
+        unique_rows     1 2                                  5 7
+        inverse_index   0 1 1                                0 1
+
+    Rows travel from send_rows to recv_ids when the cycle begins. When it ends, gradients travel back, and those of
+    equal rows are added up. On rank 1 send_rows and unique_rows are counted from its first row: 1 and 3.
     """
 
-    # Numbered in the whole table
-    ids: Tensor  # the rows that this rank requests, ascending, each once
-    recv_counts: list[int]  # how many of them each rank owns
-    # Numbered from this rank's first row
-    send_rows: Tensor  # those of its rows that rank 0 requests, then those that rank 1 requests, ...
-    send_counts: list[int]  # how many each rank requests
-    unique_rows: Tensor  # the served rows, each once
-    inverse_index: Tensor  # the place of each served row in `updated`
+    recv_ids: Tensor  # rows of the whole table that this rank reads, ascending, each once
+    recv_counts: list[int]  # how many of them come from each rank
+    send_rows: Tensor  # own rows that are sent to rank 0, then those sent to rank 1, ...
+    send_counts: list[int]  # how many go to each rank
+    unique_rows: Tensor  # send_rows, each once
+    inverse_index: Tensor  # unique_rows[inverse_index] is send_rows
 
 
 def rows_per_rank(cfg: Hyperparameters, ranks: Ranks) -> int:
@@ -1037,38 +1054,29 @@ def rows_per_rank(cfg: Hyperparameters, ranks: Ranks) -> int:
     return -(-cfg.ngram_rows // ranks.world_size)
 
 
-def distinct(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct numbers of `ids`, ascending, and the place of each of `ids` among them."""
-    found, places = torch.unique(torch.from_numpy(ids), return_inverse=True)  # np.unique took 3 to 9 times as long
-    return found.numpy(), places.numpy()
+def unique(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return what np.unique does with return_inverse, in a third to a ninth of the time."""
+    values, inverse = torch.unique(torch.from_numpy(ids), return_inverse=True)
+    return values.numpy(), inverse.numpy()
 
 
-def plan_exchange(rows: np.ndarray, ranks: Ranks, cfg: Hyperparameters) -> tuple[RowExchange, np.ndarray]:
-    """Return this rank's requests, and the place in `RowExchange.ids` of each row that its own sequences read.
-
-    rows (S, G, tokens of the whole cycle): what the S sequences of each step read; rank r has every world_size-th from
-    the r-th on. places (S / world_size, G, the same).
-    """
-    size = ranks.world_size
+def plan_exchange(ids_by_rank: Sequence[np.ndarray], ranks: Ranks, cfg: Hyperparameters) -> RowExchange:
+    """Return what this rank sends and receives in a cycle. ids_by_rank: the rows that each rank's sequences read."""
     owned = rows_per_rank(cfg, ranks)
     first = ranks.rank * owned
-    of_ranks = [rows[rank::size] for rank in range(size)]
-    ids, places = distinct(of_ranks[ranks.rank])
-    counts = np.bincount(ids // owned, minlength=size).tolist()
-    send_rows = [distinct(read[(read >= first) & (read < first + owned)])[0] - first for read in of_ranks]
-    all_served = np.concatenate(send_rows).astype(np.int64)
-    unique_rows, inverse_index = distinct(all_served)
-    return RowExchange(ids, counts, all_served, [*map(len, send_rows)], unique_rows, inverse_index), places.astype(
-        np.int32
-    )
+    recv_ids, _ = unique(ids_by_rank[ranks.rank])
+    recv_counts = np.bincount(recv_ids // owned, minlength=ranks.world_size).tolist()
+    sent = [unique(ids[(ids >= first) & (ids < first + owned)])[0] - first for ids in ids_by_rank]
+    send_rows = np.concatenate(sent).astype(np.int64)
+    return RowExchange(recv_ids, recv_counts, send_rows, [*map(len, sent)], *unique(send_rows))
 
 
 def sample_classes(next_tokens: np.ndarray, count: int, offset: int, cfg: Hyperparameters) -> tuple[np.ndarray, int]:
     """Return `count` tokens, ascending, for a sampled softmax, and the next offset (record 92).
 
-    They include every next token, with a pointer also the row of a copy; the rest come from a sweep over the
-    vocabulary, whose k-th token is 20011 k mod V: as 20011 and V have no common factor, V steps name each token once.
-    As in the record, the next sweep goes on behind all that this one looked at.
+    All next tokens are among them, with a pointer also the row of a copy. The rest come from a sweep over the
+    vocabulary, whose k-th token is 20011 k mod V: 20011 and V have no common factor, so V steps visit each token once.
+    As in the record, the next sweep begins after all tokens that this one looked at.
     """
     V = cfg.padded_vocab
     chosen = np.zeros(V, bool)
@@ -1082,7 +1090,7 @@ def sample_classes(next_tokens: np.ndarray, count: int, offset: int, cfg: Hyperp
         look = min(V, int(1.7 * missing) + 256)  # the record's: some are chosen already
         ids = 20011 * (offset + np.arange(look)) % V
         others = ids[~chosen[ids]]
-        if len(others) < missing:  # if nearly all that it looked at are chosen
+        if len(others) < missing:  # nearly all that the sweep looked at are chosen
             others = np.flatnonzero(~chosen)
             others = others[:: max(1, len(others) // missing)]
         chosen[others[:missing]] = True
@@ -1091,108 +1099,106 @@ def sample_classes(next_tokens: np.ndarray, count: int, offset: int, cfg: Hyperp
 
 
 class DistributedDataLoader:
-    """Make the inputs of this rank's sequences, cycle after cycle, from the tokens of all ranks."""
+    """A loader of this rank's sequences. It reads the tokens of all ranks, see `RowExchange`."""
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg
         self.ranks = ranks
         self.device = device
         self.prefixes = read_prefixes(cfg)
-        n = cfg.batch_sequences
-        # Where the next sweep for candidates begins, for the i-th sequence of a step: where the one before ended
-        self.offsets = [cfg.padded_vocab * i // n for i in range(n)]
+        # Where the next sweep of `sample_classes` begins, for each sequence of a step: where the one before ended
+        self.offsets = [cfg.padded_vocab * i // cfg.batch_sequences for i in range(cfg.batch_sequences)]
 
     def targets(self, schedule: StepSchedule, next_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the targets (T, n) and the weights (n,) of their losses, from the next tokens (T,).
 
-        Without a loss: NONE, where a token has no prefix or its prefix is no candidate; BEYOND, after the last target.
+        A target without a loss is NONE, where a token has no prefix or its prefix is no sampled class, or BEYOND, past
+        the end of the sequence.
         """
         cfg = self.cfg
         T = len(next_tokens)
-        padded = np.pad(next_tokens.astype(np.int64), (0, len(schedule.next_weights)), constant_values=BEYOND)
-        columns = [(padded[k : k + T], weight) for k, weight in enumerate(schedule.next_weights)]
+        padded = np.pad(next_tokens.astype(np.int64), (0, len(schedule.mtp_weights)), constant_values=BEYOND)
+        columns = [(padded[k : k + T], weight) for k, weight in enumerate(schedule.mtp_weights)]
         if schedule.prefix_weight:
             columns.append((self.prefixes[next_tokens], schedule.prefix_weight))
-        if cfg.pointer_dim:  # the row of a copy is the last. It weighs 0, as `with_copies` joins it to the next token
+        if cfg.pointer_dim:  # the row of a copy comes last. Its weight is 0: the loss joins it to the next token
             columns.append((np.full(T, cfg.copy_row), 0.0))
         targets, weights = zip(*columns)
         return np.column_stack(targets), np.array(weights, "f8" if cfg.dtype == "float64" else "f4")
 
-    def doc_ids(self, schedule: StepSchedule, tokens: np.ndarray) -> np.ndarray:
-        """Number the documents; in training, parts of at most `segment` tokens."""
-        starts = tokens == self.cfg.eot_token
-        if schedule.trains:
-            t = np.arange(len(tokens))
-            last_start = np.maximum.accumulate(t * starts)
-            starts |= (t - last_start) % self.cfg.segment == 0
-        return starts.cumsum(dtype=np.int32)
+    def doc_starts(self, schedule: StepSchedule, tokens: np.ndarray) -> np.ndarray:
+        """Return where each token's document begins; in training, its part of at most `segment` tokens."""
+        t = np.arange(len(tokens), dtype=np.int32)
+        starts = np.maximum.accumulate(np.where(tokens == self.cfg.eot_token, t, 0))
+        return t - (t - starts) % self.cfg.segment if schedule.trains else starts
 
-    def inputs(self, schedule: StepSchedule, i: int, sequence: np.ndarray, ngram_index: np.ndarray) -> ModelInputs:
-        """Return the inputs of a step's i-th sequence (T + 1,), the last target included, and move its sweep on.
-
-        They are arrays, of which `make` makes tensors.
-        """
+    def model_inputs(
+        self, schedule: StepSchedule, i: int, sequence: np.ndarray, ngram_index: np.ndarray
+    ) -> ModelInputs:
+        """Return the inputs of a step's i-th sequence (T + 1,), the last target included, and move its sweep on."""
         tokens, next_tokens = sequence[:-1], sequence[1:]
         targets, weights = self.targets(schedule, next_tokens)
-        sampled_classes = None
-        if schedule.sampled_classes:
-            sampled_classes, self.offsets[i] = sample_classes(
-                next_tokens, schedule.sampled_classes, self.offsets[i], self.cfg
-            )
-            places = np.full(self.cfg.padded_vocab, NONE)  # of tokens among the candidates
-            places[sampled_classes] = np.arange(len(sampled_classes))
-            targets = np.where(targets < 0, targets, places[targets])
+        classes = None
+        if count := schedule.sampled_classes:
+            classes, self.offsets[i] = sample_classes(next_tokens, count, self.offsets[i], self.cfg)
+            index = np.full(self.cfg.padded_vocab, NONE)  # of each token among the sampled classes
+            index[classes] = np.arange(count)
+            targets = np.where(targets < 0, targets, index[targets])
+        doc_starts = self.doc_starts(schedule, tokens)
         signs = sign_row_ids(tokens, self.cfg)
-        return ModelInputs(
-            tokens, next_tokens, self.doc_ids(schedule, tokens), targets, weights, sampled_classes, ngram_index, signs
-        )
+        arrays = tokens, next_tokens, doc_starts, targets, weights, classes, ngram_index, signs
+        return ModelInputs(*(None if array is None else self.to_host_tensor(array) for array in arrays))
 
-    def make(
-        self, step_schedules: Sequence[StepSchedule], batches: Sequence[Sequence[np.ndarray]]
+    def load_cycle(
+        self, schedules: Sequence[StepSchedule], batches: Sequence[Sequence[np.ndarray]]
     ) -> tuple[list[list[ModelInputs]], RowExchange]:
-        """Return for each step of a cycle this rank's inputs, and what the cycle requests, on the host.
+        """Return for each step of a cycle this rank's inputs, and the cycle's exchange of rows, on the host.
 
-        batches: for each step the tokens of all sequences (T + 1,), with their last targets.
+        batches: for each step the tokens of all sequences (T + 1,), the last targets included. Rank r has the r-th of
+        them, and every world_size-th after that.
         """
-        arrays = [np.array(batch, np.int32) for batch in batches]  # (S, T + 1)
-        rows = [np.stack([ngram_row_ids(tokens, self.cfg) for tokens in batch[:, :-1]]) for batch in arrays]
-        # (S, G, T) each. All steps of a cycle have S sequences: so side by side they are one array, and are split again
-        exchange, places = plan_exchange(np.concatenate(rows, axis=2), self.ranks, self.cfg)
-        parts = np.split(places, np.cumsum([of_step.shape[2] for of_step in rows])[:-1], axis=2)
-        own = range(self.ranks.rank, len(arrays[0]), self.ranks.world_size)
-        steps = [
-            [self.inputs(schedule, i, batch[i], index) for i, index in zip(own, part)]
-            for schedule, batch, part in zip(step_schedules, arrays, parts)
+        rank, size = self.ranks.rank, self.ranks.world_size
+        batches = [[tokens.astype(np.int32) for tokens in batch] for batch in batches]
+        row_ids = [[ngram_row_ids(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]
+        nothing = np.empty(0, np.int32)  # in a validation a rank may have no sequence
+        ids_by_rank = [
+            np.concatenate([nothing, *(ids.ravel() for of_step in row_ids for ids in of_step[r::size])])
+            for r in range(size)
         ]
-        return tree_map_only(np.ndarray, self.on_host, (steps, exchange))
+        exchange = plan_exchange(ids_by_rank, self.ranks, self.cfg)
+        steps = []
+        for schedule, batch, of_step in zip(schedules, batches, row_ids):
+            own = range(rank, len(batch), size)
+            index = {i: np.searchsorted(exchange.recv_ids, of_step[i]).astype(np.int32) for i in own}
+            steps.append([self.model_inputs(schedule, i, batch[i], index[i]) for i in own])
+        return steps, tree_map_only(np.ndarray, self.to_host_tensor, exchange)
 
-    def on_host(self, array: np.ndarray) -> Tensor:
+    def to_host_tensor(self, array: np.ndarray) -> Tensor:
         # The copy is in C's order, and begins at a multiple of 16 bytes, as compiled code wants it
         tensor = torch.from_numpy(array.copy())
         return tensor.pin_memory() if self.device.type == "cuda" else tensor  # here, as pinning may allocate
 
-    def on_device(self, made):
-        """Return what `make` has made, on the device."""
-        return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), made)
+    def to_device(self, loaded):
+        """Return what `load_cycle` returned, on the device."""
+        return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), loaded)
 
-    def read(self, cycles: Iterable[Cycle]) -> Iterator[tuple[list[ModelInputs], RowExchange]]:
-        """Yield for each step this rank's inputs and what its cycle requests, on the device."""
+    def steps(self, cycles: Iterable[Cycle]) -> Iterator[tuple[list[ModelInputs], RowExchange]]:
+        """Yield for each step this rank's inputs and its cycle's exchange, on the device. Two cycles are read ahead."""
 
-        def make(step_schedules, batches):
-            return self.make(
-                step_schedules, [[read_sequence(path, pieces, self.cfg) for path, pieces in batch] for batch in batches]
-            )
+        def read(schedules: Sequence[StepSchedule], batches: Sequence[BatchPlan]):
+            tokens = [[read_sequence(path, pieces, self.cfg) for path, pieces in batch] for batch in batches]
+            return self.load_cycle(schedules, tokens)
 
         def start():
-            if self.device.type == "cuda":  # else the thread opens GPU 0
+            if self.device.type == "cuda":  # or else the thread opens GPU 0
                 torch.cuda.set_device(self.device)
 
-        with ThreadPoolExecutor(1, "reader", start) as thread:
-            submitted = (thread.submit(make, *cycle) for cycle in cycles)  # lazily: taking one submits it
-            ahead = deque(islice(submitted, 2))
-            while ahead:
-                steps, exchange = self.on_device(ahead.popleft().result())
-                ahead.extend(islice(submitted, 1))  # two are ahead of the cycle that the steps take
+        with ThreadPoolExecutor(1, "loader", start) as thread:
+            cycles = iter(cycles)
+            queue = deque(thread.submit(read, *cycle) for cycle in islice(cycles, 2))
+            while queue:
+                steps, exchange = self.to_device(queue.popleft().result())
+                queue.extend(thread.submit(read, *cycle) for cycle in islice(cycles, 1))
                 for inputs in steps:
                     yield inputs, exchange
 
@@ -1214,23 +1220,15 @@ def shift_later(x: Tensor, n: int) -> Tensor:
     return torch.cat([x[:n], x[: len(x) - n]])
 
 
-def scaled_linear(x: Tensor, weight: Tensor, factor: Tensor) -> Tensor:
-    """Return factor * x @ weight.T, for one factor () or one for each token (T, 1).
-
-    One for all tokens goes into the weight, which is smaller; then its gradient needs no product saved.
-    """
-    return factor * linear(x, weight) if factor.ndim else linear(x, factor * weight)
-
-
-def gate(x: Tensor, weight: Tensor) -> Tensor:
-    """Return factors from 0 to 1 for each token, from its first channels."""
+def sigmoid_gate(x: Tensor, weight: Tensor) -> Tensor:
+    """Return gates from 0 to 1 for each token, computed from its first channels."""
     return linear(x[:, : weight.size(1)], weight).sigmoid()
 
 
 class RMSNorm(torch.autograd.Function):
-    """Divide x by its RMS over the last dimension. Save the result y, which the next product saves anyway, and not x.
+    """x / rms(x) over the last dimension. It saves its result y, which the next product saves anyway, and not x.
 
-    With r = 1 / rms(x) and a gradient g by y = r x, that by x is r (g - y mean(g . y)).
+    With r = 1 / rms(x) and a gradient g with respect to y = r x, that with respect to x is r (g - y mean(g . y)).
     """
 
     @staticmethod
@@ -1250,171 +1248,197 @@ class RMSNorm(torch.autograd.Function):
 
 norm = RMSNorm.apply
 
+# Inputs, weights and gradients of the layers' products are multiplied by these before they are rounded to FP8. Inputs
+# have unit RMS: over 768 channels none exceeds 27.7, times 16 443 of 448. Weights saturate beyond 7, gradients, in
+# e5m2, beyond 896. Records 84 (@sisovicm), 89 (@Mister-dev-oss and others) and 90 (@Glitchfix) brought FP8 to layers
+FP8_X, FP8_W, FP8_GRAD = 2.0**4, 2.0**6, 2.0**6
+
+
+if torch.version.cuda:  # elsewhere nothing is compiled, and the import takes a second
+    import torch._inductor.inductor_prims  # registers the operation that is looked up next
+# An operation of PyTorch's own compiler, which keeps a layout. Versions without it store twice, and compute the same
+FORCE_STRIDES = getattr(torch.ops.prims, "inductor_force_stride_order", None)
+
+
+def store_once(t: Tensor) -> Tensor:
+    """Return t, which compiled code then stores as it is, once.
+
+    Without it each reader may compute t again, or a wider t is stored and cast by the reader.
+    """
+    return t if FORCE_STRIDES is None else FORCE_STRIDES(t, t.stride())
+
 
 def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
-    """Return t in `dtype`, in FP8 scale * t. Beyond FP8's limit some devices saturate and others give NaN: clamp.
+    """Return scale * t in FP8. Numbers beyond its limit are clamped: some devices saturate, others give NaN.
 
     By comparisons: where a compiler makes min.NaN of `clamp`, and stores rows and columns, ptxas 12.9 was seen to spoil
     the columns (triton issue 11111, torchao issue 4652).
     """
-    if dtype.itemsize > 1:
-        return t.to(dtype)
     limit = torch.finfo(dtype).max
     t = t * scale
-    return torch.where(t > limit, limit, torch.where(t < -limit, -limit, t)).to(dtype)
+    return store_once(torch.where(t > limit, limit, torch.where(t < -limit, -limit, t)).to(dtype))
 
 
-def matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """Return a @ b. FP8 operands come multiplied by numbers whose product is `scale`: divide it out.
+def row_major(t: Tensor) -> Tensor:
+    """Return FP8 numbers t (M, N) with each row side by side in memory.
+
+    A kernel transposes: where a compiler stores columns beside a reduction over rows, it takes up to twice as long.
+    """
+    if triton is None or not t.is_cuda or not t.t().is_contiguous():
+        return t.contiguous()
+    M, N = t.shape
+    rows = t.new_empty(M, N)
+    transpose_kernel[triton.cdiv(M, 128), triton.cdiv(N, 64)](t, rows, M, N)
+    return rows
+
+
+def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """Return a @ b / scale in `dtype`. scale: the product of the scales with which a and b were quantized.
 
     fast: the hardware may sum up in less than fp32 (`use_fast_accum`).
     """
-    if a.dtype.itemsize > 1:
-        return (a @ b).to(dtype)
-    a = a.contiguous()  # cuBLAS wants row-major by column-major
-    b = b.t().contiguous().t()
+    a = row_major(a)  # cuBLAS wants row-major by column-major
+    b = row_major(b.t()).t()
     one = torch.ones((), dtype=torch.float32, device=a.device)
     return torch._scaled_mm(a, b, one / scale, one, out_dtype=dtype, use_fast_accum=fast)
 
 
-def can_use_kernels(t: Tensor) -> bool:
-    """Say whether kernels of this script take t, or PyTorch does what they do."""
-    return triton is not None and t.is_cuda and t.dtype == torch.bfloat16
-
-
-# What inputs, weights and gradients of products in layers are multiplied by before they are rounded to FP8. Inputs have
-# unit RMS: over 768 channels none exceeds 27.7, times 16 443 of 448. Weights saturate beyond 7, gradients, in e5m2,
-# beyond 896. Records 84 (@sisovicm), 89 (@Mister-dev-oss and others) and 90 (@Glitchfix) brought FP8 to layers
-FP8_X, FP8_W, FP8_GRAD = 2.0**4, 2.0**6, 2.0**6
-
-
-def relu_squared_rows(z: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return relu(z)^2 (T, N) / scales and scales (T, 1). In FP8 the largest of a row is 448, or else scales are 1.
-
-    A kernel holds a row in registers. The compiler's reads long rows twice, in twice the time (measured: one H100).
-    """
-    if dtype.itemsize > 1:
-        return F.relu(z).square_(), z.new_ones(len(z), 1, dtype=accum_dtype(z.dtype))
-    if not can_use_kernels(z):
-        squares = F.relu(z).square_()
-        scale = 448 / squares.amax(1, keepdim=True).float().clamp(min=1e-12)
-        return quantize(squares, scale, dtype), 1 / scale
-    T, N = z.shape
-    y = torch.empty_like(z, dtype=dtype)
-    scales = z.new_empty(T, 1, dtype=torch.float32)
-    relu_squared_fp8_kernel[(T,)](z, y, scales, N, triton.next_power_of_2(N))
-    return y, scales
-
-
-def relu_squared_backward(grad, w, squares_q, scales, column_scale, use_kernel: bool) -> tuple[Tensor, ...]:
-    """Return dz (T, N) row-major, dz column-major, and column_scale * relu(z)^2 column-major. All may be in FP8.
-
-    squares_q and scales are what `relu_squared_rows` made of z. dz = 2 relu(z) (grad @ w) is the gradient of
-    relu(z)^2 @ w.T, for grad (T, K) and w (K, N); relu(z) is the root of its square (record 87). In FP8 w is times
-    FP8_W, and gradients are times FP8_GRAD. A kernel multiplies while the product is in registers: in memory it would
-    be written and read again. Where products sum over tokens, FP8 wants both factors column-major: tokens of a hidden
-    unit side by side. Without the kernel all are row-major, and `matmul` copies.
-    """
-    if not use_kernel:
-        squares = squares_q.to(scales.dtype) * scales
-        dz = matmul(grad, w, FP8_GRAD * FP8_W, scales.dtype) * squares.sqrt() * 2
-        dz = quantize(dz, FP8_GRAD, grad.dtype)
-        return dz, dz, quantize(squares, column_scale, squares_q.dtype)
-    (T, N), K = squares_q.shape, len(w)
-    dz = torch.empty_like(squares_q, dtype=grad.dtype)
-    dz_columns = dz.new_empty(N, T)
-    squares_columns = squares_q.new_empty(N, T)
-    block, block_k = 128, 128 // grad.itemsize  # with 3 stages two programs fit into a multiprocessor
-    shapes = [[block, block_k]] * 2 + [[block, block]] * 4
-    tensors = grad.contiguous(), w.t().contiguous(), squares_q, dz, dz_columns, squares_columns
-    grid = triton.cdiv(N, block), triton.cdiv(T, block)
-    numbers = T, K, 2 / FP8_W if grad.itemsize == 1 else 2.0, block, block_k
-    blocks = map(TensorDescriptor.from_tensor, tensors, shapes)
-    relu_squared_backward_kernel[grid](*blocks, scales, column_scale, *numbers, num_warps=8, num_stages=3)
-    return dz, dz_columns.t(), squares_columns.t()
-
-
-def linear_gradients(rows: Tensor, columns: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x @ w.T with respect to x and w, in dtype. rows and columns: its own, in both layouts."""
-    return matmul(rows, w, FP8_GRAD * FP8_W, dtype), matmul(columns.t(), x, FP8_GRAD * FP8_X, dtype)
+def fp8_linear_backward(
+    rows: Tensor, columns: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x @ w.T with respect to x and w. rows, columns: that of the product, in both layouts."""
+    return fp8_matmul(rows, w, FP8_GRAD * FP8_W, dtype), fp8_matmul(columns.t(), x, FP8_GRAD * FP8_X, dtype)
 
 
 class FP8Linear(torch.autograd.Function):
-    """Return x @ w.T in FP8."""
+    """x @ w.T in FP8."""
 
     @staticmethod
     def forward(ctx, x, w):
         x_q = quantize(x, FP8_X, torch.float8_e4m3fn)
         w_q = quantize(w, FP8_W, torch.float8_e4m3fn)
         ctx.save_for_backward(x_q, w_q)
-        return matmul(x_q, w_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
+        return fp8_matmul(x_q, w_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
         grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2)
-        return linear_gradients(grad_q, grad_q, x, w, grad.dtype)
+        return fp8_linear_backward(grad_q, grad_q, x, w, grad.dtype)
 
 
-class ReluSquaredMLP(torch.autograd.Function):
-    """Return relu(x @ w1.T)^2 @ w2.T, in FP8 if `fp8`, backward by a kernel if `use_kernel`.
+def can_use_kernels(t: Tensor) -> bool:
+    """Return whether this script's kernels take t; if not, PyTorch does what they do."""
+    return triton is not None and t.is_cuda and t.dtype == torch.bfloat16
 
-    The square of relu is 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977). In FP8 squares
-    have a scale for each row. Records scale by the maximum of the step before, which a checkpoint would have to keep.
+
+def relu_squared_fp8(z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return relu(z)^2 (T, N) in FP8, the largest of each row as 448, and what to multiply the rows by (T, 1).
+
+    A kernel holds a row in registers. The compiler's reads long rows twice, in twice the time (measured: one H100).
+    """
+    if not can_use_kernels(z):
+        squares = F.relu(z).square_()
+        scale = 448 / squares.amax(1, keepdim=True).float().clamp(min=1e-12)
+        return quantize(squares, scale, torch.float8_e4m3fn), 1 / scale
+    T, N = z.shape
+    squares_q = torch.empty_like(z, dtype=torch.float8_e4m3fn)
+    scales = z.new_empty(T, 1, dtype=torch.float32)
+    relu_squared_fp8_kernel[(T,)](z, squares_q, scales, N, triton.next_power_of_2(N))
+    return squares_q, scales
+
+
+def relu_squared_backward(grad_q, w_q, squares_q, scales, column_scale, use_kernel: bool) -> tuple[Tensor, ...]:
+    """Return dz (T, N) row-major, dz column-major, and column_scale * relu(z)^2 column-major, all in FP8.
+
+    squares_q and scales are what `relu_squared_fp8` made of z. dz = 2 relu(z) (grad @ w) is the gradient with respect
+    to z of relu(z)^2 @ w.T, for grad (T, K) and w (K, N); relu(z) is the root of its square (record 87). A kernel
+    multiplies while the product is in registers: in memory it would be written and read again. Where products sum over
+    tokens, FP8 wants both operands column-major: tokens of a hidden unit side by side. Without the kernel all are
+    row-major, and `fp8_matmul` copies.
+    """
+    if not use_kernel:
+        squares = squares_q.to(scales.dtype) * scales
+        dz = fp8_matmul(grad_q, w_q, FP8_GRAD * FP8_W, scales.dtype) * squares.sqrt() * 2
+        dz = quantize(dz, FP8_GRAD, grad_q.dtype)
+        return dz, dz, quantize(squares, column_scale, squares_q.dtype)
+    (T, N), K = squares_q.shape, len(w_q)
+    dz = torch.empty_like(squares_q, dtype=grad_q.dtype)
+    dz_columns = dz.new_empty(N, T)
+    squares_columns = squares_q.new_empty(N, T)
+    block = 128  # with 3 stages two programs fit into a multiprocessor
+    tensors = grad_q.contiguous(), w_q.t().contiguous(), squares_q, dz, dz_columns, squares_columns
+    blocks = [TensorDescriptor.from_tensor(tensor, [block, block]) for tensor in tensors]
+    grid = triton.cdiv(N, block), triton.cdiv(T, block)
+    numbers = T, K, 2 / FP8_W, block
+    relu_squared_backward_kernel[grid](*blocks, scales, column_scale, *numbers, num_warps=8, num_stages=3)
+    return dz, dz_columns.t(), squares_columns.t()
+
+
+class FP8ReluSquaredMLP(torch.autograd.Function):
+    """relu(x @ w1.T)^2 @ w2.T in FP8, with a scale for each row of squares.
+
+    Records scale squares by the maximum of the step before, which a checkpoint would have to keep.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, w2, fp8, use_kernel):
+    def forward(ctx, x, w1, w2, use_kernel):
         ctx.use_kernel = use_kernel
-        dtype = torch.float8_e4m3fn if fp8 else x.dtype
-        x_q = quantize(x, FP8_X, dtype)
-        w1_q = quantize(w1, FP8_W, dtype)
-        w2_q = quantize(w2, FP8_W, dtype)
-        z = matmul(x_q, w1_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
-        squares_q, scales = relu_squared_rows(z, dtype)
+        x_q = quantize(x, FP8_X, torch.float8_e4m3fn)
+        w1_q = quantize(w1, FP8_W, torch.float8_e4m3fn)
+        w2_q = quantize(w2, FP8_W, torch.float8_e4m3fn)
+        z = fp8_matmul(x_q, w1_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
+        squares_q, scales = relu_squared_fp8(z)
         ctx.save_for_backward(x_q, w1_q, w2_q, squares_q, scales)
-        if not fp8:
-            return F.linear(squares_q, w2)
-        of_w2 = scales.new_full((1, len(w2)), 1 / FP8_W)
-        return torch._scaled_mm(squares_q, w2_q.t(), scales, of_w2, out_dtype=x.dtype, use_fast_accum=True)
+        w2_scales = scales.new_full((1, len(w2)), 1 / FP8_W)
+        return torch._scaled_mm(squares_q, w2_q.t(), scales, w2_scales, out_dtype=x.dtype, use_fast_accum=True)
 
     @staticmethod
     def backward(ctx, grad):
         x_q, w1_q, w2_q, squares_q, scales = ctx.saved_tensors
         scale = 1 / scales.max()  # one for all columns
-        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2 if squares_q.dtype.itemsize == 1 else grad.dtype)
+        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2)
         dz, dz_columns, squares = relu_squared_backward(grad_q, w2_q, squares_q, scales, scale, ctx.use_kernel)
-        grad_w2 = matmul(grad_q.t(), squares, FP8_GRAD * scale, grad.dtype)
-        grad_x, grad_w1 = linear_gradients(dz, dz_columns, x_q, w1_q, grad.dtype)
+        grad_w2 = fp8_matmul(grad_q.t(), squares, FP8_GRAD * scale, grad.dtype)
+        grad_x, grad_w1 = fp8_linear_backward(dz, dz_columns, x_q, w1_q, grad.dtype)
         # As contiguous as c_fc: else PyTorch adds the gradients of all MLPs one by one, in 0.28 ms (measured: one H100)
-        return grad_x, grad_w1.t().contiguous().t(), grad_w2, None, None
+        return grad_x, grad_w1.t().contiguous().t(), grad_w2, None
 
 
 class MLP(nn.Module):
-    """Map x (T, K) to (T, K) through hidden units, times a factor."""
+    """A map of x (T, K) to (T, K) through hidden units, whose activation is the square of relu.
 
-    def __init__(self, cfg: Hyperparameters):
+    That is 1 to 2% better than GELU (arXiv:2109.08668; @SKYLINEZ007 and @Grad62304977).
+    """
+
+    def __init__(self, cfg: Hyperparameters, scale_per_token: bool):
         super().__init__()
         K = cfg.model_dim
         self.c_fc = uniform_weight(K, K, cfg.mlp_dim)  # stored transposed, so that Muon can batch it with c_proj
         self.c_proj = nn.Parameter(torch.zeros(K, cfg.mlp_dim))
+        self.scale_per_token = scale_per_token
         self.fp8 = cfg.layers_fp8
         fits = cfg.device == "cuda" and cfg.dtype == "bfloat16" and K % 16 == cfg.mlp_dim % 16 == 0
         self.use_kernel = fits and triton is not None and torch.cuda.get_device_capability() >= (9, 0)
 
-    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
-        c_proj = self.c_proj.type_as(x)
-        if factor.ndim == 0:  # as in `scaled_linear`
-            c_proj = factor * c_proj
-        fp8 = self.fp8 and torch.is_grad_enabled()
-        y = ReluSquaredMLP.apply(x, self.c_fc.mT.type_as(x), c_proj, fp8, self.use_kernel)
-        return factor * y if factor.ndim else y
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        """Return the MLP's output times `scale`, which is () for all tokens or (T, 1) for each.
+
+        One for all tokens goes into the weight, which is smaller; then its gradient needs no product saved.
+        """
+        c_fc = self.c_fc.mT.type_as(x)
+        c_proj = self.c_proj.type_as(x) if self.scale_per_token else scale * self.c_proj.type_as(x)
+        if self.fp8 and torch.is_grad_enabled():
+            y = FP8ReluSquaredMLP.apply(x, c_fc, c_proj, self.use_kernel)
+        else:
+            y = F.linear(F.relu(F.linear(x, c_fc)).square(), c_proj)
+        return scale * y if self.scale_per_token else y
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate a head's first half, its first quarter against its second: x (..., halves, 2, D / 4).
+    """Rotate the first half of heads x (..., halves, 2, D / 4), in pairs of its two quarters (record 17).
 
-    A second half, if there is one, stays. One formula serves all: with a split and a cat the compiler makes three
+    A second half, if there is one, stays as it is. It is not split off: with a split and a cat the compiler makes three
     kernels.
     """
     half = torch.arange(x.size(-3), device=x.device).view(-1, 1, 1)
@@ -1423,56 +1447,64 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class NormRotate(torch.autograd.Function):
-    """Divide heads x, in halves as in `rotate`, by their RMS, rotate them, multiply by `scale`. Save y, and not x.
+    """QK-norm, rotary embedding (arXiv:2104.09864) and a scale for heads x, shaped as in `rotate`. It saves y, not x.
 
-    Two quarters of a head rotate by the position (arXiv:2104.09864; record 17).
-
-    Forward, with a scale s, a rotation R and r = 1 / rms(x):    y = s R z,  z = r x
-    Backward, for a gradient g by y:                             dx = r (s R'g - z mean(z . s R'g))
-    A rotation keeps products, so z . s R'g = y . g, and z = R'y / s:   dx = r R'(s g - y mean(y . g) / s)
+    Forward, with a scale s, a rotation R and r = 1 / rms(x):      y = s R z,  z = r x
+    Backward, for a gradient g with respect to y:                  dx = r (s R'g - z mean(z . s R'g))
+    A rotation keeps products, so z . s R'g = y . g, and z = R'y / s:    dx = r (s R'g - mean(y . g) / s R'y)
+    g and y are rotated, and not their sum, which would be stored in fp32 between the mean and the rotation.
     """
 
     @staticmethod
     def forward(ctx, x, cos, sin, scale):
         x32 = x.to(scale.dtype)
-        by_rms = (x32.square().mean((-3, -2, -1), keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
-        y = rotate(x32 * by_rms, cos, sin) * scale
+        inverse_rms = (x32.square().mean((-3, -2, -1), keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
+        y = rotate(x32 * inverse_rms, cos, sin) * scale
         y = y if x32 is x else y.type_as(x)  # as in RMSNorm
-        ctx.save_for_backward(y, by_rms, cos, sin, scale)
+        ctx.save_for_backward(y, inverse_rms, cos, sin, scale)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        y, by_rms, cos, sin, scale = ctx.saved_tensors
-        g = grad.to(scale.dtype)
-        across = scale * g - y * ((g * y).mean((-3, -2, -1), keepdim=True) / scale)
-        return (by_rms * rotate(across, cos, -sin)).type_as(y), None, None, None
+        y, inverse_rms, cos, sin, scale = ctx.saved_tensors
+        g = store_once(grad).to(scale.dtype)
+        along_y = (g * y).mean((-3, -2, -1), keepdim=True) / scale
+        dx = scale * rotate(g, cos, -sin) - along_y * rotate(y.to(scale.dtype), cos, -sin)
+        return store_once((inverse_rms * dx).type_as(y)), None, None, None
 
 
 # ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
-def document_mask(doc_ids: Tensor, window, also: Callable | None = None) -> Callable:
-    """Return sees(b, h, q, kv): whether token q sees token kv, for head h: causal, within documents and a window.
+def first_visible_keys(doc_starts: Tensor, window, heads_per_pair: int = 1) -> Tensor:
+    """Return the first key (T,) that each query sees, within its document and a sliding window; it never decreases.
 
-    doc_ids (T,): non-decreasing document id of each token. window () int32: how many tokens before itself a token sees;
-    a tensor, so that a change never recompiles, or a number that never changes. also(b, h, q, kv): what else has to
-    hold.
+    doc_starts (T,): where the document of each token begins. window () int32: how many positions back a query sees; a
+    tensor, so that a change never recompiles. In pairs of heads a token has two positions.
+    """
+    start = doc_starts.repeat_interleave(heads_per_pair) * heads_per_pair
+    return torch.maximum(start, torch.arange(len(start), dtype=torch.int32, device=start.device) - window)
+
+
+def causal_mask(start: Tensor, also: Callable | None = None) -> Callable:
+    """Return a mask_mod sees(b, h, q, kv) for FlexAttention: causal, from `first_visible_keys` on.
+
+    also(b, h, q, kv): a further condition.
     """
 
     def sees(b, h, q, kv):
-        in_document = (q >= kv) & (q - kv <= window) & (doc_ids[q] == doc_ids[kv])
-        return in_document if also is None else in_document & also(b, h, q, kv)  # torch 2.11 compiles no `if also`
+        visible = (q >= kv) & (kv >= start[q])
+        return visible if also is None else visible & also(b, h, q, kv)  # torch 2.11 compiles no `if also`
 
     return sees
 
 
-def document_block_mask(doc_ids: Tensor, window, block: int, also: Callable | None = None) -> BlockMask:
-    """Return `document_mask` for FlexAttention (records 20 and 29). Where there is `also`, no block is full.
+def causal_block_mask(start: Tensor, block: int, also: Callable | None = None) -> BlockMask:
+    """Return `causal_mask` for FlexAttention (records 20 and 29). Where there is `also`, no block is full.
 
-    A query block sees the key blocks from first_visible to its own. If it lies in one document, all of its tokens see
-    all of the blocks from first_full to the one before: these are full and need no mask. Lists go from near to far.
-    Eight tokens of the documents a and b, in blocks of two with a window of three:
+    A query block sees the key blocks from first_visible to its own. All of its queries see all of the blocks from
+    first_full to the one before its own: these are full and need no mask. Lists go from near to far. Eight tokens of
+    the documents a and b, in blocks of two with a window of three:
 
-        query  keys a a   a a   a b   b b      the lists of the query block, padded with what nobody reads:
+        query  keys a a   a a   a b   b b      lists of the query block, and after | padding that is never read:
         0 a         x .   . .   . .   . .      partial 0 | 0 0 0     full none | 0 0 0 0
         1 a         x x   . .   . .   . .
         2 a         x x   x .   . .   . .      partial 1 | 0 0 0     full 0 | 0 0 0
@@ -1481,31 +1513,39 @@ def document_block_mask(doc_ids: Tensor, window, block: int, also: Callable | No
         5 b         . .   . .   . x   . .
         6 b         . .   . .   . x   x .      partial 3 2 | 1 0     full none | 2 1 0 0
         7 b         . .   . .   . x   x x
+
+    The backward pass also wants the lists of each key block, of the queries that see it. As start never decreases,
+    these are neighbors, too, and nothing has to be sorted.
     """
-    first_doc = doc_ids[::block]  # of each block
-    last_doc = doc_ids[block - 1 :: block]
-    own = torch.arange(len(first_doc), dtype=torch.int32, device=doc_ids.device)  # number of each query block
-    # So many blocks back the first token of a block sees something, and so many the last one sees whole: it sees
-    # window + 1 tokens, and its own block is one of these
-    seen_by_first = (window + block - 1) // block
-    seen_by_last = (window + 1) // block - 1
-    blocks_ended_before = (last_doc < first_doc[:, None]).sum(1, dtype=torch.int32)
-    first_visible = torch.maximum(blocks_ended_before, own - seen_by_first)
-    blocks_begun_before = (first_doc < first_doc[:, None]).sum(1, dtype=torch.int32)
-    first_full = torch.maximum(blocks_begun_before, own - seen_by_last)
-    num_full = torch.where(first_doc == last_doc, own - first_full, 0).clamp(min=0) * (also is None)
-    num_partial = own - first_visible + 1 - num_full
-    query = own[:, None]
-    slot = own  # in the list of a query block
-    full = (query - 1 - slot).clamp(min=0)
-    partial = torch.where(slot == 0, query, query - num_full[:, None] - slot).clamp(min=0)
-    sees = document_mask(doc_ids, window, also)
-    lists = (t[None, None] for t in (num_partial, partial, num_full, full))  # of all heads
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=block, mask_mod=sees)  # type: ignore[misc]
+    first_visible = start[::block] // block
+    first_full = (start[block - 1 :: block] + block - 1) // block
+    own = torch.arange(len(first_visible), dtype=torch.int32, device=start.device)  # number of each block
+    # Of each key block, the number of the query block behind the last one that sees it, and sees it as a whole
+    end_visible = (first_visible <= own[:, None]).sum(1, dtype=torch.int32)
+    end_full = (first_full <= own[:, None]).sum(1, dtype=torch.int32)
+    num_full = (own - first_full).clamp(min=0) * (also is None)
+    num_full_queries = (end_full - own - 1).clamp(min=0) * (also is None)
+    keys_of_queries = block_lists(own, own - first_visible + 1, num_full, step=-1)
+    queries_of_keys = block_lists(own, end_visible - own, num_full_queries, step=1)
+    lengths = len(start), len(start)
+    sees = causal_mask(start, also)
+    return BlockMask(lengths, *keys_of_queries, *queries_of_keys, BLOCK_SIZE=(block, block), mask_mod=sees)
+
+
+def block_lists(own: Tensor, num_visible: Tensor, num_full: Tensor, step: int) -> tuple[Tensor, ...]:
+    """Return for each of N blocks how many others are partial, which, how many are full, which, as `BlockMask` does.
+
+    Its own block is partial; num_full neighbors in the direction of `step` are full, and those behind are partial.
+    """
+    slot = own  # in a list
+    last = len(own) - 1  # padding stays within the blocks, too
+    full = (own[:, None] + step * (1 + slot)).clamp(0, last)
+    partial = (own[:, None] + step * torch.where(slot == 0, 0, num_full[:, None] + slot)).clamp(0, last)
+    return tuple(t[None, None] for t in (num_visible - num_full, partial, num_full, full))  # of all heads
 
 
 class BandMask:
-    """Hold a mask for attention in plain PyTorch: FlexAttention has no backward pass on CPUs.
+    """A mask for attention in plain PyTorch: FlexAttention has no backward pass on CPUs.
 
     A block of queries reads a band of keys: its own tokens and those before it, as far as the widest window reaches.
     Before the first token there is padding. bias (N, block, band): 0 where a token sees another, -1e30 where not. Of
@@ -1522,36 +1562,35 @@ class BandMask:
         self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -1e30)
 
     def bands(self, t: Tensor) -> Tensor:
-        """Return for each of N blocks of queries its band of t (T, H, D), as (H, N, band, D)."""
+        """Return the band of t (T, H, D) for each of N blocks of queries, as (H, N, band, D)."""
         block, band = self.bias.shape[-2:]
         padded = F.pad(t, (0, 0, 0, 0, band - block, 0))
         parts = [padded[i : i + len(t)].unflatten(0, (-1, block)) for i in range(0, band, block)]
         return torch.cat(parts, dim=1).permute(2, 0, 1, 3)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return q k' within the mask, for q and k (T, H, D), as (H, N, block, band)."""
+        """Return the masked scores q k' of q and k (T, H, D), as (H, N, block, band)."""
         blocks = q.unflatten(0, (-1, self.bias.size(-2))).permute(2, 0, 1, 3)
         return blocks @ self.bands(k).mT + self.bias
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend from q to k and v (T, H, D); v has a D of its own. The cost grows with the window, not as T^2."""
+        """Return softmax(q k') v (T, H, D); v has a D of its own. The cost grows with the window, not as T^2."""
         # Written out: scaled_dot_product_attention took 2.5 times as long, forward and backward (16 x 64 queries)
         y = torch.softmax(self.scores(q, k), dim=-1) @ self.bands(v)  # (H, N, block, D)
         return y.flatten(1, 2).transpose(0, 1)
 
 
 def attention_mask(
-    doc_ids: Tensor, window, max_window: int, cfg: Hyperparameters, also: Callable | None = None
+    start: Tensor, max_window: int, cfg: Hyperparameters, also: Callable | None = None
 ) -> BlockMask | BandMask:
-    """Return `document_mask` as the device takes it. widest: a number that is at least the window, in all steps."""
+    """Return `causal_mask` as the device takes it. max_window: the most positions back that any query ever sees."""
     if cfg.device == "cuda":
-        return document_block_mask(doc_ids, window, cfg.block_size, also)
-    sees = document_mask(doc_ids, window, also)
-    return BandMask(sees, len(doc_ids), cfg.block_size, max_window, getattr(torch, cfg.dtype))
+        return causal_block_mask(start, cfg.block_size, also)
+    return BandMask(causal_mask(start, also), len(start), cfg.block_size, max_window, getattr(torch, cfg.dtype))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_per_pair: int) -> Tensor:
-    """Return softmax(q k') v of each head (T, H, D), within the mask; v has a D of its own.
+    """Return softmax(q k') v of each head (T, H, D) within the mask; v has a D of its own.
 
     The heads of a pair, h and h + H / 2, alternate in one sequence of 2 T.
     """
@@ -1560,37 +1599,40 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_pe
     if isinstance(mask, BandMask):
         return mask.attend(q, k, v).reshape(T, H, D)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    warps = dict(bwd_num_warps=8)  # as on an H100; with the 4 of other GPUs the backward pass spills its registers,
+    options = dict(ROWS_GUARANTEED_SAFE=True)  # each query sees a key: itself
+    options |= dict(bwd_num_warps=8)  # as on an H100; with the 4 of other GPUs the backward pass spills its registers,
     if q.size(-1) == 64:  # and so does the forward pass of half heads
-        warps |= dict(fwd_num_warps=8)
-    y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=warps)  # type: ignore[call-overload]
+        options |= dict(fwd_num_warps=8)
+    y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=options)  # type: ignore[call-overload]
     return y.squeeze(0).transpose(0, 1).reshape(T, H, D)
 
 
 class AttentionContext(NamedTuple):
-    """Hold what a kind of attention sees of a sequence, and where it is."""
+    """What a kind of attention needs beside queries, keys and values."""
 
     mask: BlockMask | BandMask
-    cos: Tensor  # (T, 1, heads_per_pair, 1, 1, D / 4): see `CausalSelfAttention.position`
+    cos: Tensor  # (T, 1, heads_per_pair, 1, 1, D / 4): see `CausalSelfAttention.normalize`
     sin: Tensor
     scale: Tensor  # (): factor on scores
 
 
 class CausalSelfAttention(nn.Module):
-    """Map x (T, K), of unit RMS, to (T, K): attention with QK-norm, rotary and value embeddings.
+    """Attention with QK-norm, rotary and value embeddings, from x (T, K), of unit RMS, to (T, K).
 
-    Half heads (record 92) read the first half of a head's rows, or columns of c_proj. Matrices are whole all the same,
-    so that Muon has few shapes: the rest is never read, and only decays.
+    Half heads (record 92) use the first half of a head's rows, or columns of c_proj. The matrices are whole all the
+    same, so that Muon has few shapes: the other half is never read, and only decays.
     """
 
-    def __init__(self, cfg: Hyperparameters, layer: "ResolvedLayer"):
+    def __init__(self, cfg: Hyperparameters, row: Layer):
         super().__init__()
         H = cfg.num_heads
         D = cfg.head_dim
         K = cfg.model_dim
         self.cfg = cfg
-        self.layer = layer
-        self.attention = ATTENTION[layer.row.attention]
+        self.kind = ATTENTION[row.attention]
+        self.qk_dim = D // 2 if row.half_qk else D
+        self.v_dim = D // 2 if row.half_v else D
+        self.scale_per_token = row.mudd is not None
         rows = cfg.heads_per_matrix * D
         self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
         self.v_w = uniform_weight(K, H * D, K)
@@ -1598,194 +1640,191 @@ class CausalSelfAttention(nn.Module):
         # On values and on the output: records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))
         self.value_gate = None
-        if layer.row.value_embed and cfg.value_gate_inputs and layer.row.mudd is None:
+        if row.value_embed and cfg.value_gate_inputs and row.mudd is None:
             self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype)))
-        if not self.attention.rotary:  # queries and keys begin alike (arXiv:2305.09828)
+        if not self.kind.rotary:  # queries and keys begin alike (arXiv:2305.09828)
             q, k = self.qk_w.data.chunk(2)
             k.copy_(q)
 
     def forward(
-        self, x: Tensor, value_embed: Tensor | None, mudd: Tensor | None, view: AttentionContext, factors: dict
+        self,
+        x: Tensor,
+        value_embed: Tensor | None,
+        mudd_values: Tensor | None,
+        context: AttentionContext,
+        gates: "Gates",
     ) -> Tensor:
-        """Attend, with the layer's factors: see `Block.collect`.
+        """Return the output times post[0] of the gates.
 
-        value_embed and mudd (T, H D): a row of a table, and a mixture of streams, that join the values, if any.
+        value_embed and mudd_values (T, H D): a row of a table, and a mix of streams, that are added to the values.
         """
         value_lambda, output_lambda = self.lambdas
         q, k, v = self.project(x, value_lambda)
-        q, k = self.position(q, k, view)
+        q, k = self.normalize(q, k, context)
         if value_embed is not None:
-            v = v + self.gated(value_embed, x, factors)
-        if mudd is not None:
-            v = v + mudd.view_as(v)
-        y = attend(q, k, v, view.mask, self.attention.heads_per_pair)
-        if "xsa" in factors:  # a head leaves out what it shares with the token's own value: record 82 (@_djdumpling)
+            v = v + self.gate_value_embed(value_embed, x, gates)
+        if mudd_values is not None:
+            v = v + mudd_values.view_as(v)
+        y = attend(q, k, v, context.mask, self.kind.heads_per_pair)
+        if (
+            gates.xsa is not None
+        ):  # a head leaves out what it shares with the token's own value: record 82 (@_djdumpling)
             overlap = (y * v).sum(-1, keepdim=True)
             along_v = overlap / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
-            y = y - factors["xsa"].transpose(0, 1).tanh() * along_v * v
-        if "head_gate" in factors:  # a head may attend to nothing: record 28 (@classiclarryd)
-            y = y * factors["head_gate"].transpose(0, 1)
+            y = y - gates.xsa.transpose(0, 1).tanh() * along_v * v
+        if gates.head_gate is not None:  # a head may attend to nothing: record 28 (@classiclarryd)
+            y = y * gates.head_gate.transpose(0, 1)
         c_proj = self.c_proj.unflatten(1, (y.size(1), -1))[..., : y.size(-1)].flatten(1)
-        return scaled_linear(y.flatten(1), output_lambda * c_proj, factors["post_attn"])
+        if self.scale_per_token:
+            return gates.post[0] * linear(y.flatten(1), output_lambda * c_proj)
+        return linear(y.flatten(1), gates.post[0] * (output_lambda * c_proj))  # as in `MLP.forward`
 
     def project(self, x: Tensor, value_lambda: Tensor) -> list[Tensor]:
-        """Return queries and keys (T, H, qk_dim), and values (T, H, v_dim), of one product."""
+        """Return queries and keys (T, H, qk_dim), and values (T, H, v_dim), from one merged product."""
         H = self.cfg.num_heads
         D = self.cfg.head_dim
-        qk_dim = self.layer.qk_dim
-        v_dim = self.layer.v_dim
-        qk_w = self.qk_w.view(2 * H, D, -1)[:, :qk_dim]
-        v_w = value_lambda * self.v_w.view(H, D, -1)[:, :v_dim]
+        qk_w = self.qk_w.view(2 * H, D, -1)[:, : self.qk_dim]
+        v_w = value_lambda * self.v_w.view(H, D, -1)[:, : self.v_dim]
         qkv_w = torch.cat([qk_w.flatten(0, 1), v_w.flatten(0, 1)])
         product = FP8Linear.apply if self.cfg.layers_fp8 and torch.is_grad_enabled() else F.linear
         # One split of all three: each then writes its gradient where the product reads it, and none is copied
-        qkv = product(x, qkv_w.type_as(x)).split([H * qk_dim, H * qk_dim, H * v_dim], dim=1)
+        qkv = product(x, qkv_w.type_as(x)).split([H * self.qk_dim, H * self.qk_dim, H * self.v_dim], dim=1)
         return [t.unflatten(1, (H, -1)) for t in qkv]
 
-    def position(self, q: Tensor, k: Tensor, view: AttentionContext) -> tuple[Tensor, Tensor]:
-        """Give queries and keys unit RMS (QK-norm: @Grad62304977), and positions; scale the queries."""
-        if self.attention.rotary:
-            n = self.attention.heads_per_pair
+    def normalize(self, q: Tensor, k: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
+        """Return queries, scaled, and keys: QK-norm (@Grad62304977), rotary embedding and key offset.
+
+        An accident of the record: of pairs of heads, head h is rotated to the position 2 t + h % 2, but `attend` pairs
+        the heads h and h + H / 2. So of the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
+        """
+        if self.kind.rotary:
+            n = self.kind.heads_per_pair
             quarter = self.cfg.head_dim // 4
-            split = len(q), -1, n, self.layer.qk_dim // (2 * quarter), 2, quarter  # T, H / n, n, halves, 2, D / 4
-            q = NormRotate.apply(q.reshape(split), view.cos, view.sin, view.scale).view_as(q)
-            k = NormRotate.apply(k.reshape(split), view.cos, view.sin, torch.ones_like(view.scale)).view_as(k)
+            split = len(q), -1, n, self.qk_dim // (2 * quarter), 2, quarter  # T, H / n, n, halves, 2, D / 4
+            q = NormRotate.apply(q.reshape(split), context.cos, context.sin, context.scale).view_as(q)
+            k = NormRotate.apply(k.reshape(split), context.cos, context.sin, torch.ones_like(context.scale)).view_as(k)
         else:
-            q = view.scale.type_as(q) * norm(q)
+            q = context.scale.type_as(q) * norm(q)
             k = norm(k)
-        if self.attention.key_offset:
-            late = int(self.attention.key_offset * k.size(-1))
-            own, before = k.split([k.size(-1) - late, late], dim=-1)
+        if self.kind.key_offset:
+            offset_dims = int(self.kind.key_offset * k.size(-1))
+            own, before = k.split([k.size(-1) - offset_dims, offset_dims], dim=-1)
             k = torch.cat([own, shift_later(before, 1)], dim=-1)
         return q, k
 
-    def gated(self, value_embed: Tensor, x: Tensor, factors: dict) -> Tensor:
-        """Return the value embedding (T, H, v_dim), as much of it as a gate lets through.
+    def gate_value_embed(self, value_embed: Tensor, x: Tensor, gates: "Gates") -> Tensor:
+        """Return the gated value embedding (T, H, v_dim).
 
-        After value residuals (arXiv:2410.17897): record 14 (@KoszarskyB). Gates: record 55 (@classiclarryd); the
-        embedding decides, too: 70 (@photon_mz).
+        After value residuals (arXiv:2410.17897): record 14 (@KoszarskyB). Gates: record 55 (@classiclarryd); they read
+        the embedding, too: 70 (@photon_mz).
         """
         H = self.cfg.num_heads
-        embed = value_embed.unflatten(1, (H, -1))[..., : self.layer.v_dim]
+        embed = value_embed.unflatten(1, (H, -1))[..., : self.v_dim]
         if self.value_gate is not None:
             n = self.value_gate.size(1) // 2
-            decides = torch.cat([x[:, :n], value_embed[:, :n]], dim=-1)
-            embed = 2 * gate(decides, self.value_gate)[:, :, None] * embed
-        elif "value_embed" in factors:  # one factor for either half of the heads
-            embed = factors["value_embed"].transpose(0, 1).repeat_interleave(H // 2, dim=1) * embed
+            gate_inputs = torch.cat([x[:, :n], value_embed[:, :n]], dim=-1)
+            return 2 * sigmoid_gate(gate_inputs, self.value_gate)[:, :, None] * embed
+        if gates.value_embed is not None:  # one for either half of the heads
+            return gates.value_embed.transpose(0, 1).repeat_interleave(H // 2, dim=1) * embed
         return embed
 
 
 # ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
-class Factor(NamedTuple):
-    """Say where a factor of a layer comes from, and the numbers that it begins with."""
-
-    name: str
-    source: str  # net N, the gate net of layer N; or the layer's own mudd_net; or parameter, which is NAME_lambdas
-    first: list[float]
-
-
-class ResolvedLayer(NamedTuple):
-    """Say what a row of `layers` means."""
-
-    number: int  # from 0
-    row: Layer
-    window: str  # kind of window, if it has attention
-    qk_dim: int  # dimensions of a query or a key
-    v_dim: int  # dimensions of a value
-    factors: list[Factor]
-
-    def made_by(self, source: str) -> dict[str, list[float]]:
-        """Return by name the first values of the factors from a source."""
-        return {factor.name: factor.first for factor in self.factors if factor.source == source}
-
-
-def resolve_layers(cfg: Hyperparameters) -> list[ResolvedLayer]:
-    """Return what the rows of `layers` mean."""
-    H = cfg.num_heads
-    D = cfg.head_dim
-    net = ""  # the last one so far
-    layers = []
-    for i, row in enumerate(cfg.layers):
-        net = f"net {i}" if row.gate_net else net
-        mudd = "" if row.mudd is None else "mudd_net"
-        if (mudd or row.head_mix) and cfg.model_dim != H * D:
-            raise UserError(f"--model_dim {cfg.model_dim}: layer {i} mixes streams with values, of {H * D} dimensions")
-        adds = row.attention != "none" or row.mlps > 0
-        # Whether the layer has the factor, its name, the net that makes it ("": it is a parameter), first values
-        table = (
-            (mudd, "to_values", mudd, [0.0] * 3),
-            (mudd, "to_stream", mudd, [0.0] * 3),
-            (mudd, "value_embed", mudd, [2.0] * 2),  # for either half of the heads
-            (True, "resid", mudd, [cfg.resid_lambda_init] * 2),  # on the stream: before attention, before MLPs
-            (adds, "post", mudd, [1.0] * 2),  # on what attention adds, and on what MLPs add: record 73
-            (row.xsa, "xsa", net, [0.0] * H),
-            (row.head_gate, "head_gate", net, [0.25] * H),
-            (row.x0, "x0", mudd or net, [0.0]),
-            (row.ngram, "ngram", mudd or net, [cfg.ngram_lambda_init]),
-            (row.skip is not None, "skip", net, [0.5]),
-        )
-        factors = [Factor(name, source or "parameter", first) for has, name, source, first in table if has]
-        window = ATTENTION[row.attention].window if row.attention != "none" else ""
-        layers.append(ResolvedLayer(i, row, window, D // (1 + row.half_qk), D // (1 + row.half_v), factors))
-    return layers
-
-
-def outputs_of(net: str, cfg: Hyperparameters) -> dict[tuple[int, str], list[float]]:
-    """Return by layer and name the first values of the factors that a gate net makes."""
-    layers = cfg.resolved_layers
-    return {(layer.number, name): first for layer in layers for name, first in layer.made_by(net).items()}
-
-
-GATE_SCALE = 0.1  # factor on what nets make; that of the gate nets is a parameter, and begins so
+GATE_SCALE = 0.1  # factor on what gate networks output; that of GPT.gate_nets is a parameter, and begins so
 
 
 class GateNet(nn.Module):
-    """Make factors for each token from the residual stream x (T, K): scale (W2 gelu(W1 x) + b2).
+    """A network that computes gates for each token from the residual stream x (T, K): scale (W2 gelu(W1 x) + b2).
 
-    wanted: the numbers that factors begin with, by a key for each. groups: factors also have a part for each group of
-    channels, scale W2g gelu(W1 x) (record 92). Multiway dynamic dense connections (MUDD, arXiv:2502.12170; record 81)
-    and gates (85): both by @Lisennlp.
+    init: the initial values of the gates, in lists by a key. groups: if not 0, gates differ for so many groups of
+    channels, by scale W2g gelu(W1 x) (record 92). Multiway dynamic dense connections (MUDD, arXiv:2502.12170; record
+    81) and gates (85): both by @Lisennlp.
     """
 
-    def __init__(self, cfg: Hyperparameters, wanted: dict, groups: int = 0):
+    def __init__(self, cfg: Hyperparameters, init: dict, groups: int = 0):
         super().__init__()
         # bf16 as in the record, where steps of 8e-4 do not move a bias of 2.5 = 0.25 / GATE_SCALE
         dtype = getattr(torch, cfg.dtype)
-        self.sizes = {key: len(first) for key, first in wanted.items()}
-        first = [*chain(*wanted.values())]
+        self.sizes = {key: len(values) for key, values in init.items()}
+        bias = [*chain(*init.values())]
         w1 = torch.empty(cfg.gate_net_dim, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5
         self.w1 = nn.Parameter(w1.to(dtype))
-        self.w2 = nn.Parameter(torch.zeros(len(first), cfg.gate_net_dim, dtype=dtype))
-        self.b2 = nn.Parameter((torch.tensor(first) / GATE_SCALE).to(dtype))
-        self.w2g = nn.Parameter(torch.zeros(len(first), groups, cfg.gate_net_dim, dtype=dtype)) if groups else None
+        self.w2 = nn.Parameter(torch.zeros(len(bias), cfg.gate_net_dim, dtype=dtype))
+        self.b2 = nn.Parameter((torch.tensor(bias) / GATE_SCALE).to(dtype))
+        self.w2g = nn.Parameter(torch.zeros(len(bias), groups, cfg.gate_net_dim, dtype=dtype)) if groups else None
 
     def forward(self, x: Tensor, scale: Tensor | float = GATE_SCALE) -> dict:
-        """Return the factors by key: (n, T, 1), with groups (n, T, groups), in the precision of x."""
+        """Return the gates by key: (n, T, 1), with groups (n, T, groups), in the precision of x."""
         hidden = F.gelu(linear(x, self.w1))
-        factors = (scale * (linear(hidden, self.w2) + self.b2.type_as(x))).mT[:, :, None]
+        gates = (scale * (linear(hidden, self.w2) + self.b2.type_as(x))).mT[:, :, None]
         if self.w2g is not None:
             by_group = linear(hidden, self.w2g.flatten(0, 1)).unflatten(1, self.w2g.shape[:2])
-            factors = factors + scale * by_group.transpose(0, 1)
-        return dict(zip(self.sizes, factors.split([*self.sizes.values()])))
+            gates = gates + scale * by_group.transpose(0, 1)
+        return dict(zip(self.sizes, gates.split([*self.sizes.values()])))
 
 
-def mix(factors: Iterable[Tensor], sources: Sequence[Tensor]) -> Tensor:
-    """Return the sum of factors times sources."""
-    return sum(factor * source for factor, source in zip(factors, sources))  # type: ignore[return-value]
+class Gates(NamedTuple):
+    """A layer's gates: parameters (n,), for all tokens, or (n, T, 1), which a gate network computes for each token.
+
+    Pairs are () or (T, 1) each.
+    """
+
+    resid: tuple[Tensor, Tensor]  # on the residual stream, before attention and before the MLPs
+    post: tuple[Tensor, Tensor]  # on the outputs of attention and of the MLPs: record 73
+    x0: Tensor | None  # n = 1: on the embedding
+    ngram: Tensor | None  # 1: on the embeddings of n-grams
+    skip: Tensor | None  # 1: on the output of an earlier layer
+    xsa: Tensor | None  # H
+    head_gate: Tensor | None  # H
+    # MUDD alone makes these:
+    to_stream: Tensor | None  # 3: weights of the mix for the residual stream
+    to_values: Tensor | None  # 3: weights of the mix for the values
+    value_embed: Tensor | None  # 2: on the value embedding, for either half of the heads
+
+
+def gate_net_init(row: Layer, cfg: Hyperparameters) -> dict[str, list[float]]:
+    """Return by name the initial values of those of a layer's `Gates` that a gate network computes, if there is one."""
+    init = {}
+    if row.xsa:
+        init["xsa"] = [0.0] * cfg.num_heads
+    if row.head_gate:
+        init["head_gate"] = [0.25] * cfg.num_heads
+    if row.x0 and row.mudd is None:
+        init["x0"] = [0.0]
+    if row.ngram and row.mudd is None:
+        init["ngram"] = [cfg.ngram_lambda_init]
+    if row.skip is not None:
+        init["skip"] = [0.5]
+    return init
+
+
+def mudd_net_init(row: Layer, cfg: Hyperparameters) -> dict[str, list[float]]:
+    """Return by name the initial values of those of a layer's `Gates` that its MUDD network computes."""
+    init = dict(to_values=[0.0] * 3, to_stream=[0.0] * 3, value_embed=[2.0] * 2)
+    init |= dict(resid=[cfg.resid_lambda_init] * 2, post=[1.0] * 2)
+    if row.x0:
+        init["x0"] = [0.0]
+    if row.ngram:
+        init["ngram"] = [cfg.ngram_lambda_init]
+    return init
+
+
+def mix(weights: Iterable[Tensor], streams: Sequence[Tensor]) -> Tensor:
+    """Return the weighted sum of streams."""
+    return sum(weight * stream for weight, stream in zip(weights, streams))  # type: ignore[return-value]
 
 
 class SharedInputs(NamedTuple):
-    """Hold what any layer may read beside the residual stream."""
+    """What every layer may read beside the residual stream."""
 
     x0: Tensor  # (T, K): the embedding stays at hand (record 9, @KoszarskyB),
-    ngrams: Tensor  # (T, K): and the embeddings of n-grams (62, @classiclarryd)
+    ngrams: Tensor  # (T, K): and so do the embeddings of n-grams (62, @classiclarryd)
     value_embeds: dict[int, Tensor]  # (T, H D), by layer
     attention: dict[str, AttentionContext]  # by kind of attention
 
 
 class BlockOutputs(NamedTuple):
-    """Hold what a layer read and made, each (T, K)."""
+    """What a layer read and made, each (T, K): later layers and the head read it."""
 
     first: Tensor  # the residual stream before the layer; in layer 0 with n-grams
     value_embed: Tensor | None
@@ -1795,242 +1834,272 @@ class BlockOutputs(NamedTuple):
 
 
 class Block(nn.Module):
-    """Add attention, embeddings or an earlier layer to the residual stream and then MLPs, with factors on all of these.
+    """A layer: attention, embeddings or an earlier layer, and then MLPs, are added to the residual stream, all gated.
 
     The first layer adds its n-grams before all else, later layers after attention.
     """
 
-    def __init__(self, cfg: Hyperparameters, layer: ResolvedLayer):
+    def __init__(self, cfg: Hyperparameters, number: int, has_gate_net: bool):
         super().__init__()
-        self.layer = layer
-        self.attn = CausalSelfAttention(cfg, layer) if layer.window else None
-        self.mlps = nn.ModuleList(MLP(cfg) for _ in range(layer.row.mlps))
-        if layer.row.skip is not None:
+        row = cfg.layers[number]
+        self.number = number
+        self.row = row
+        has_mudd = row.mudd is not None
+        if (has_mudd or row.head_mix) and cfg.model_dim != cfg.num_heads * cfg.head_dim:
+            raise UserError(f"layer {number} mixes streams with values: expected --model_dim num_heads * head_dim")
+        if (row.xsa or row.head_gate) and not has_gate_net:
+            raise UserError(f"layer {number}: xsa and head_gate need a gate_net in this layer or before")
+        self.attn = CausalSelfAttention(cfg, row) if row.attention != "none" else None
+        self.mlps = nn.ModuleList(MLP(cfg, scale_per_token=has_mudd) for _ in range(row.mlps))
+        if row.skip is not None:
             self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
-        by_mudd = layer.made_by("mudd_net")
-        self.mudd_net = GateNet(cfg, by_mudd) if by_mudd else None
-        for name, first in layer.made_by("parameter").items():
-            self.register_parameter(f"{name}_lambdas", nn.Parameter(torch.tensor(first)))
+        self.mudd_net = GateNet(cfg, mudd_net_init(row, cfg)) if has_mudd else None
+        # The gates that no network computes are parameters
+        self.resid_lambdas = self.post_lambdas = self.x0_lambdas = self.ngram_lambdas = self.skip_lambdas = None
+        if not has_mudd:
+            self.resid_lambdas = nn.Parameter(torch.full((2,), cfg.resid_lambda_init))
+            if self.attn or self.mlps:
+                self.post_lambdas = nn.Parameter(torch.ones(2))
+        if not (has_mudd or has_gate_net):
+            if row.x0:
+                self.x0_lambdas = nn.Parameter(torch.zeros(1))
+            if row.ngram:
+                self.ngram_lambdas = nn.Parameter(torch.full((1,), cfg.ngram_lambda_init))
+        if row.skip is not None and not has_gate_net:
+            self.skip_lambdas = nn.Parameter(torch.full((1,), 0.5))
 
-    def collect(self, x: Tensor, net_gates: dict[tuple[int, str], Tensor]) -> dict[str, Tensor]:
-        """Return the layer's factors by name: (n,), or made by a net for each of T tokens, (n, T, 1). Pairs are split.
-
-        A pair that MUDD makes becomes two of (T, 1). Those of gpt2's layer 3, of which resid and post are parameters,
-        and net 0 makes the others for six heads:
-
-            resid_attn (), resid_mlps (), post_attn (), post_mlps (), xsa (6, T, 1), head_gate (6, T, 1)
-        """
-        factors = {name: getattr(self, f"{name}_lambdas") for name in self.layer.made_by("parameter")}
-        factors |= {name: factor for (number, name), factor in net_gates.items() if number == self.layer.number}
+    def gates(self, x: Tensor, net_gates: dict[str, Tensor]) -> Gates:
+        """Return the layer's gates. net_gates: those that a gate network computed for this layer, by name."""
         if self.mudd_net is not None:
-            factors |= self.mudd_net(x)
-        for name in "resid", "post":
-            if name in factors:
-                factors[f"{name}_attn"], factors[f"{name}_mlps"] = factors.pop(name)
-        return factors
+            net_gates = net_gates | self.mudd_net(x)
+        post = net_gates.get("post", self.post_lambdas)
+        return Gates(
+            # By unbind, as two indexed elements would get two gradients, which are added up
+            resid=net_gates.get("resid", self.resid_lambdas).unbind(),
+            post=(None, None) if post is None else post.unbind(),
+            x0=net_gates.get("x0", self.x0_lambdas),
+            ngram=net_gates.get("ngram", self.ngram_lambdas),
+            skip=net_gates.get("skip", self.skip_lambdas),
+            xsa=net_gates.get("xsa"),
+            head_gate=net_gates.get("head_gate"),
+            to_stream=net_gates.get("to_stream"),
+            to_values=net_gates.get("to_values"),
+            value_embed=net_gates.get("value_embed"),
+        )
 
-    def forward(self, x: Tensor, sources: SharedInputs, earlier: list[BlockOutputs], net_gates: dict) -> BlockOutputs:
-        """Return what the layer makes of the residual stream x (T, K). earlier: what those before it made."""
-        row = self.layer.row
-        factors = self.collect(x, net_gates)
+    def forward(
+        self, x: Tensor, shared: SharedInputs, earlier: list[BlockOutputs], net_gates: dict[str, Tensor]
+    ) -> BlockOutputs:
+        """Return what the layer makes of the residual stream x (T, K). earlier: the outputs of the layers before."""
+        row = self.row
+        gates = self.gates(x, net_gates)
         if row.ngram and not earlier:  # in the first layer
-            x = x + factors["ngram"][0] * sources.ngrams
+            x = x + gates.ngram[0] * shared.ngrams
         first = x
         if row.shift:
-            # From here on some channels are of earlier tokens, also of another document: after RWKV (arXiv:2305.13048)
+            # From here on some channels are those of earlier tokens, even of another document: after RWKV
+            # (arXiv:2305.13048)
             parts = x.tensor_split(len(row.shift), dim=1)
             x = torch.cat([shift_later(part, n) for part, n in zip(parts, row.shift)], dim=1)
         mudd_values = None
         if row.mudd is not None:
             mudd_inputs = [earlier[0].first, earlier[row.mudd].output, x]
-            mudd_values = mix(factors["to_values"], mudd_inputs)
-            x = x + mix(factors["to_stream"], mudd_inputs)
+            mudd_values = mix(gates.to_values, mudd_inputs)
+            x = x + mix(gates.to_stream, mudd_inputs)
         attn_input = norm(x if row.attn_input is None else earlier[row.attn_input].output)  # record 77 (@classiclarryd)
         if row.skip is None:
-            x = factors["resid_attn"] * x
-        else:  # U-Net: record 11 (@brendanh0gan). As in the record the skip has two factors, and resid_attn is not used
-            x = x + self.skip_lambda.sigmoid() * factors["skip"][0] * earlier[row.skip].output
-        value_embed = sources.value_embeds.get(self.layer.number)
+            x = gates.resid[0] * x
+        else:  # U-Net: record 11 (@brendanh0gan). As in the record the skip has two factors, and resid[0] is not used
+            x = x + self.skip_lambda.sigmoid() * gates.skip[0] * earlier[row.skip].output
+        value_embed = shared.value_embeds.get(self.number)
         if self.attn is not None:
-            x = x + self.attn(attn_input, value_embed, mudd_values, sources.attention[row.attention], factors)
+            x = x + self.attn(attn_input, value_embed, mudd_values, shared.attention[row.attention], gates)
         if row.x0:  # with MUDD that is the input of layer 0, n-grams included, as in the record
-            x = x + factors["x0"][0] * (sources.x0 if row.mudd is None else earlier[0].first)
+            x = x + gates.x0[0] * (shared.x0 if row.mudd is None else earlier[0].first)
         if row.ngram and earlier:
-            x = x + factors["ngram"][0] * sources.ngrams
+            x = x + gates.ngram[0] * shared.ngrams
         mlp_input = norm(x)
-        x = factors["resid_mlps"] * x
+        x = gates.resid[1] * x
         for mlp in self.mlps:
-            x = x + mlp(mlp_input, factors["post_mlps"])
+            x = x + mlp(mlp_input, gates.post[1])
         return BlockOutputs(first, value_embed, attn_input, mlp_input, x)
 
 
-def head_sources(cfg: Hyperparameters) -> list[tuple[int, str, float]]:
-    """Return what `head_net` mixes, in order: a layer, which of its `BlockOutputs`, the factor's first value."""
-    outputs = cfg.layers[-1].head_mix
-    return [
-        (0, "first", 0.0),
-        # Half of the output that is named first is taken off: record 40 (@snimu, @classiclarryd)
-        *((i, "output", -0.5 if i == outputs[0] else 0.0) for i in outputs),
-        *((i, "value_embed", 0.0) for i, row in enumerate(cfg.layers) if row.value_embed),
-        (-1, "mlp_input", 0.0),
-        (-1, "attn_input", 0.0),
-    ]
-
-
 class AccumulatingEmbedding(torch.autograd.Function):
-    """Return rows of a table (V, K). Each backward pass adds their gradients to `sums`, and returns none.
+    """Rows (..., K) of a table (V, K), by their index (...). Their gradients are added to `grad_buffer`.
 
     Autograd would make a gradient of the table's size for each sequence: a fill, a cast and an addition more.
     """
 
     @staticmethod
-    def forward(ctx, table, index, sums):
+    def forward(ctx, table, index, grad_buffer):
         ctx.save_for_backward(index)
-        ctx.sums = sums
+        ctx.grad_buffer = grad_buffer
         return F.embedding(index, table)
 
     @staticmethod
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
-        ctx.sums.index_add_(0, index, grad.to(ctx.sums.dtype))
+        grad = grad.flatten(0, -2).to(ctx.grad_buffer.dtype)
+        ctx.grad_buffer.index_add_(0, index.flatten(), grad)
         return None, None, None
 
 
-class GPT(nn.Module):
-    """Map the inputs of a sequence to the sum of losses.
+class Table(nn.Module):
+    """A table of which a sequence reads rows.
 
-    ngram_embeds (G, T, K): the rows of its n-grams. invalid (T, V / 8): rows of `read_invalid_tokens`, for validation.
+    grad_buffer: the optimizer's, which `Trainer` sets. Without it autograd makes the gradient of `weight`.
     """
+
+    def __init__(self, weight: Tensor):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.grad_buffer: Tensor | None = None
+
+    def forward(self, index: Tensor) -> Tensor:
+        if self.grad_buffer is None:
+            return F.embedding(index, self.weight)
+        return AccumulatingEmbedding.apply(self.weight, index, self.grad_buffer)
+
+
+class GPT(nn.Module):
+    """The language model, from the inputs of a sequence to the sum of its losses."""
 
     def __init__(self, cfg: Hyperparameters):
         super().__init__()
         self.cfg = cfg
         K = cfg.model_dim
         V = cfg.vocab_size
-        dtype = getattr(torch, cfg.dtype)  # of tables, nets and gates, as of activations; the rest is in fp32 at first
-        self.embed = nn.Embedding(cfg.padded_vocab if cfg.tied_frac else V, K, dtype=dtype)
+        dtype = getattr(torch, cfg.dtype)  # of tables, networks and gates, as of activations; the rest begins in fp32
+        self.embed = Table(torch.empty(cfg.padded_vocab if cfg.tied_frac else V, K, dtype=dtype).normal_())
         self.value_embeds = nn.ModuleDict()
         for i, row in enumerate(cfg.layers):
             if row.value_embed:
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
-                self.value_embeds[str(i)] = nn.Embedding.from_pretrained(table, freeze=False)
-        # By table: an optimizer's buffer, to which `AccumulatingEmbedding` adds gradients. `Trainer` sets them; without
-        # one, the table gets its gradient from autograd: see `ShardedOptimizer.add`
-        self.grad_buffers: dict[str, Tensor] = {}
+                self.value_embeds[str(i)] = Table(table)
+        # The rows of n-grams that a cycle reads, and where their gradients go: `NgramTable` has these buffers
+        self.ngram_rows: Tensor | None = None
+        self.ngram_grad_buffer: Tensor | None = None
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
-        # The widest window of any step, for `BandMask`
         self.max_window = max(cfg.final_window, *chain(*(stage.windows.values() for stage in cfg.stages)))
-        self.blocks = nn.ModuleList(Block(cfg, layer) for layer in cfg.resolved_layers)
-        nets = {str(i): GateNet(cfg, outputs_of(f"net {i}", cfg)) for i, row in enumerate(cfg.layers) if row.gate_net}
-        self.gate_nets = nn.ModuleDict(nets)  # each makes factors of its layer and of those up to the next net
-        self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
-        if cfg.layers[-1].head_mix:
-            first = [factor for _, _, factor in head_sources(cfg)]
-            self.head_net = GateNet(cfg, dict(factors=first), groups=cfg.mix_groups)
+        self.add_blocks()
         if n := cfg.smear_gate_inputs:
             self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
             self.smear_lambda = nn.Parameter(torch.tensor(0.0))
         self.pointer = Pointer(cfg) if cfg.pointer_dim else None
         head = torch.empty(cfg.padded_vocab, K, dtype=dtype if cfg.tied_frac else torch.float32)
-        self.lm_head = nn.Parameter(head.normal_(0, cfg.head_std))
+        self.lm_head = Table(head.normal_(0, cfg.head_std))
         last = self.blocks[-1]
-        if last.attn and not last.attn.attention.rotary and last.layer.row.value_embed:
+        if last.attn and not last.attn.kind.rotary and last.row.value_embed:
             # The head begins by predicting what attention finds: a row is what its value adds to the residual stream
-            values = self.value_embeds[str(last.layer.number)].weight
-            self.lm_head.data[:V] = F.normalize(linear(values, last.attn.c_proj)).detach()
+            values = self.value_embeds[str(last.number)].weight
+            self.lm_head.weight.data[:V] = F.normalize(linear(values, last.attn.c_proj)).detach()
         if cfg.tied_frac:  # they begin equal, and stay so while updates tie them
-            self.embed.weight.data.copy_(head)
+            self.embed.weight.data.copy_(self.lm_head.weight)
         if dtype == torch.float64:
             self.double()
 
-    def forward(
-        self, inputs: ModelInputs, ngram_embeds: Tensor, attn_settings: AttentionSettings, invalid=None
-    ) -> Tensor:
-        """Return the summed loss, in FP8 where the configuration says so and gradients are wanted."""
-        x = self.features(inputs, ngram_embeds, attn_settings)
-        pointer_mass = self.pointer(x, inputs) if self.pointer else x.new_empty(len(x), 0)
-        head = (
-            self.lm_head if inputs.sampled_classes is None else self.embedding_rows("lm_head", inputs.sampled_classes)
-        )
-        cfg = self.cfg
-        with_grads = torch.is_grad_enabled()
-        softcap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
-        scales = FP8_SCALES if cfg.lm_head_fp8 and with_grads else None
-        size = cfg.lm_head_slice if with_grads and self.pointer else cfg.val_lm_head_slice
-        # By position, as `apply` takes no names. with_grads: within its forward pass gradients are always off
-        return HeadLoss.apply(
-            x, head, pointer_mass, inputs.targets, inputs.loss_weights, softcap, size, scales, with_grads, invalid
-        )
+    def tables(self) -> list[Table]:
+        """Return the tables, of which sequences read rows."""
+        return [module for module in self.modules() if isinstance(module, Table)]
 
-    def features(self, inputs: ModelInputs, ngram_embeds: Tensor, attn_settings: AttentionSettings) -> Tensor:
+    def add_blocks(self):
+        """Make the layers, and the gate networks that serve them."""
+        cfg = self.cfg
+        self.blocks = nn.ModuleList()
+        net_inits: dict[int, dict[tuple[int, str], list[float]]] = {}  # by the layer of the network
+        for i, row in enumerate(cfg.layers):
+            if row.gate_net:
+                net_inits[i] = {}
+            self.blocks.append(Block(cfg, i, has_gate_net=bool(net_inits)))
+            if net_inits:
+                own = net_inits[max(net_inits)]  # of the last network so far
+                own |= {(i, name): values for name, values in gate_net_init(row, cfg).items()}
+        self.gate_nets = nn.ModuleDict({str(i): GateNet(cfg, init) for i, init in net_inits.items()})
+        self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
+        if outputs := cfg.layers[-1].head_mix:
+            # One weight for each of `head_mix_inputs`. Half of the output that is named first is taken off: record 40
+            # (@snimu, @classiclarryd)
+            weights = [0.0] * (1 + len(outputs) + len(self.value_embeds) + 2)
+            weights[1] = -0.5
+            self.head_net = GateNet(cfg, dict(weights=weights), groups=cfg.mix_groups)
+
+    def forward(self, inputs: ModelInputs, attn_settings: AttentionSettings, invalid: Tensor | None = None) -> Tensor:
+        """Return the summed loss, in FP8 where the configuration says so and gradients are wanted.
+
+        invalid (T, V / 8): rows of `read_invalid_tokens`, for validation.
+        """
+        x = self.features(inputs, attn_settings)
+        pointer_mass = self.pointer(x, inputs) if self.pointer else x.new_empty(len(x), 0)
+        head = self.lm_head.weight if inputs.sampled_classes is None else self.lm_head(inputs.sampled_classes)
+        if not torch.is_grad_enabled():
+            return validation_loss(x, head, pointer_mass, inputs, self.cfg, invalid)
+        return TrainingLoss.apply(x, head, pointer_mass, inputs.targets, inputs.loss_weights, self.cfg)
+
+    def features(self, inputs: ModelInputs, attn_settings: AttentionSettings) -> Tensor:
         """Return the head's input (T, K)."""
         tokens = inputs.tokens
-        value_embeds = {int(i): self.embedding_rows(f"value_embeds.{i}.weight", tokens) for i in self.value_embeds}
+        value_embeds = {int(i): table(tokens) for i, table in self.value_embeds.items()}
+        if torch.is_grad_enabled():
+            ngram_embeds = AccumulatingEmbedding.apply(self.ngram_rows, inputs.ngram_index, self.ngram_grad_buffer)
+        else:
+            ngram_embeds = F.embedding(inputs.ngram_index, self.ngram_rows)
         if self.cfg.sign_rows:
             ngram_embeds = ngram_embeds * self.signs[inputs.signs].type_as(ngram_embeds)
-        x = self.embedding_rows("embed.weight", tokens)
-        if self.cfg.smear_gate_inputs:  # some of the token before, of another document too: record 34 (@classiclarryd)
+        x = self.embed(tokens)
+        if self.cfg.smear_gate_inputs:  # some of the token before, even of another document: record 34 (@classiclarryd)
             before = F.pad(x[:-1], (0, 0, 1, 0))
-            x = x + self.smear_lambda * gate(x, self.smear_gate) * before
+            x = x + self.smear_lambda * sigmoid_gate(x, self.smear_gate) * before
         x = norm(x)
-        sources = SharedInputs(
-            x, ngram_embeds.sum(0), value_embeds, self.attention_contexts(inputs.doc_ids, attn_settings)
-        )
-        net_gates: dict[tuple[int, str], Tensor] = {}  # what the last net made: factors by layer and name
-        done: list[BlockOutputs] = []
+        contexts = self.attention_contexts(inputs.doc_starts, attn_settings)
+        shared = SharedInputs(x, ngram_embeds.sum(0), value_embeds, contexts)
+        net_gates: dict[tuple[int, str], Tensor] = {}  # of the last network, by layer and name
+        outputs: list[BlockOutputs] = []
         for block in self.blocks:
-            if block.layer.row.gate_net:
-                net_gates = self.gate_nets[str(block.layer.number)](x, self.gate_scale)
-            done.append(block(x, sources, done, net_gates))
-            x = done[-1].output
-        return norm(self.mix_for_head(done) if self.cfg.layers[-1].head_mix else x)
+            if block.row.gate_net:
+                net_gates = self.gate_nets[str(block.number)](x, self.gate_scale)
+            own = {name: gate for (number, name), gate in net_gates.items() if number == block.number}
+            outputs.append(block(x, shared, outputs, own))
+            x = outputs[-1].output
+        return norm(self.mix_for_head(outputs) if self.cfg.layers[-1].head_mix else x)
 
-    @property
-    def tables(self) -> set[str]:
-        """Return the names of the parameters that `embedding_rows` reads."""
-        return {"embed.weight", "lm_head", *(f"value_embeds.{i}.weight" for i in self.value_embeds)}
+    def head_mix_inputs(self, outputs: list[BlockOutputs]) -> list[Tensor]:
+        """Return what the last layer's head_mix names, each (T, K)."""
+        named = [outputs[i].output for i in self.cfg.layers[-1].head_mix]
+        value_embeds = [block.value_embed for block in outputs if block.value_embed is not None]
+        return [outputs[0].first, *named, *value_embeds, outputs[-1].mlp_input, outputs[-1].attn_input]
 
-    def embedding_rows(self, name: str, index: Tensor) -> Tensor:
-        """Return rows of the table of that name, so that their gradients go to its `grad_buffers`, if it has any."""
-        table = self.get_parameter(name)
-        sums = self.grad_buffers.get(name)
-        return F.embedding(index, table) if sums is None else AccumulatingEmbedding.apply(table, index, sums)
+    def mix_for_head(self, outputs: list[BlockOutputs]) -> Tensor:
+        """Return the last stream (T, K) plus a mix, in which groups of channels have their own weights (record 92)."""
+        x = outputs[-1].output
+        streams = [stream.unflatten(1, (self.cfg.mix_groups, -1)) for stream in self.head_mix_inputs(outputs)]
+        return x + mix(self.head_net(x)["weights"][..., None], streams).flatten(1)
 
-    def mix_for_head(self, done: list[BlockOutputs]) -> Tensor:
-        """Return the last stream (T, K) plus a mixture. Groups of channels have factors of their own (record 92)."""
-        x = done[-1].output
-        groups = self.cfg.mix_groups, -1
-        sources = [getattr(done[layer], name).unflatten(1, groups) for layer, name, _ in head_sources(self.cfg)]
-        return x + mix(self.head_net(x)["factors"][..., None], sources).flatten(1)
-
-    def attention_contexts(self, doc_ids: Tensor, attn_settings: AttentionSettings) -> dict[str, AttentionContext]:
-        """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions.
-
-        An accident of the record: `attend` pairs the heads h and h + H / 2, but `CausalSelfAttention.position` gives h
-        the position 2 t + h % 2. So of the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
-        """
-        views = {}
+    def attention_contexts(self, doc_starts: Tensor, attn_settings: AttentionSettings) -> dict[str, AttentionContext]:
+        """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions."""
+        contexts = {}
         for name in dict.fromkeys(row.attention for row in self.cfg.layers if row.attention != "none"):
-            attention = ATTENTION[name]
-            i = attn_settings.kinds.index(attention.window)
-            ids = doc_ids.repeat_interleave(attention.heads_per_pair)
-            mask = attention_mask(ids, attn_settings.window_sizes[i], self.max_window, self.cfg)
-            cos, sin = attn_settings.rotary[i, :, : len(ids)].unflatten(1, (-1, 1, attention.heads_per_pair, 1, 1))
-            views[name] = AttentionContext(mask, cos, sin, attn_settings.attn_scales[i])
-        return views
+            kind = ATTENTION[name]
+            i = attn_settings.kinds.index(kind.window)
+            start = first_visible_keys(doc_starts, attn_settings.window_sizes[i], kind.heads_per_pair)
+            mask = attention_mask(start, self.max_window, self.cfg)
+            cos, sin = attn_settings.rotary[i, :, : len(start)].unflatten(1, (-1, 1, kind.heads_per_pair, 1, 1))
+            contexts[name] = AttentionContext(mask, cos, sin, attn_settings.attn_scales[i])
+        return contexts
 
 
 # ---- Pointer: the next token may stand in the document already (CPLM by Nathan Godey, proposal 379 of the speedrun) --
 class Pointer(nn.Module):
-    """Weigh the earlier tokens of a document: which of them comes next?
+    """Attention over the earlier tokens of a document: which of them comes next?
 
-    One more token, row vocab_size of lm_head, takes part in the softmax: "a copy". Attention without positions shares
-    out its probability alpha: to earlier tokens, and to a sink, a key of its own for "none of them", whose share goes
-    back to the vocabulary. `with_copies` has the formulas. Queries and keys are made of what lm_head reads. A sequence
-    is in blocks of pointer_block tokens; a token sees those of its document in its own block and the one before.
+    One more token, row vocab_size of lm_head, takes part in the softmax: "a copy". Attention without positions
+    distributes its probability alpha over earlier tokens and a sink, a key of its own for "none of them", whose mass
+    goes back to the vocabulary. `mix_copies` has the formulas. Queries and keys are projections of the head's input. A
+    sequence is in blocks of pointer_block tokens; a token sees those of its document in its own block and the one
+    before.
     """
 
     def __init__(self, cfg: Hyperparameters):
@@ -2043,120 +2112,162 @@ class Pointer(nn.Module):
         self.gain = nn.Parameter(torch.ones(1))
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries and keys (T, D), and scores (T,) of the sink's key, of the head's input x (T, K)."""
+        """Return queries and keys (T, D), and scores (T,) of the sink's key, from the head's input x (T, K)."""
         q, k = norm(linear(x, self.weight).unflatten(1, (2, -1))).unbind(1)
         q = (self.gain * self.cfg.pointer_dim**-0.5 * q).type_as(x)
         return q, k, q.to(self.sink.dtype) @ self.sink
 
     def forward(self, x: Tensor, inputs: ModelInputs) -> Tensor:
-        """Return each token's shares (T, 2): on all tokens that equal the next one, and on the sink.
+        """Return each token's attention mass (T, 2): on all tokens that equal the next one, and on the sink.
 
         There are two masks: the first shows all tokens that a token sees, the second those of them that equal the next
         one. As two heads h with the same queries and keys they give logarithms of sums of exp(score), seen and equal.
         """
         cfg = self.cfg
         tokens = inputs.tokens
-        block = cfg.pointer_block if torch.is_grad_enabled() else cfg.val_pointer_block  # or else it is a validation
+        block = cfg.pointer_block if torch.is_grad_enabled() else cfg.val_pointer_block
 
-        def sees(b, h, q, kv):
-            return (q > kv) & (q // block - kv // block < 2) & ((h == 0) | (tokens[kv] == inputs.next_tokens[q]))
+        def is_earlier(b, h, q, kv):
+            return (q > kv) & ((h == 0) | (tokens[kv] == inputs.next_tokens[q]))
 
-        window = min(2 * block, len(x))
-        mask = attention_mask(inputs.doc_ids, window, window, cfg, also=sees)
+        t = torch.arange(len(x), dtype=torch.int32, device=x.device)
+        start = torch.maximum(inputs.doc_starts, (t // block - 1) * block)
+        mask = attention_mask(start, min(2 * block, len(x)), cfg, also=is_earlier)
         q, k, sink_scores = self.project(x)
         if isinstance(mask, BandMask):
             scores = mask.scores(q[:, None].type_as(sink_scores), k[:, None].type_as(sink_scores))
             seen, equal = scores.logsumexp(-1).flatten(1)
         else:
             q, k = q.expand(1, 2, -1, -1), k[None, None]
-            some = k[..., :16]  # values are not wanted: these are the fewest that the kernel takes
-            y, found = flex_attention(
-                q, k, some, block_mask=mask, scale=1.0, enable_gqa=True, return_aux=AuxRequest(lse=True)
+            values = k[..., :16]  # their sums are not wanted: 16 dimensions are the fewest that the kernel takes
+            y, aux = flex_attention(
+                q, k, values, block_mask=mask, scale=1.0, enable_gqa=True, return_aux=AuxRequest(lse=True)
             )
             # 0 * y changes nothing: torch 2.13 cannot compile a y that gets no gradient
-            seen, equal = found.lse[0] + 0 * y[0, ..., 0]
+            seen, equal = aux.lse[0] + 0 * y[0, ..., 0]
         total = torch.logaddexp(seen, sink_scores)
         return torch.stack([equal - total, sink_scores - total], dim=1).exp()
 
 
-def with_copies(p, alpha, copy_mass, sink_mass, weight):
-    """Return p' of the next token, with its share of the copies, and gradients of the loss -weight log p'.
+def mix_copies(p, alpha, copy_mass, sink_mass):
+    """Return p', the probability of the next token with its part of alpha, the probability of a copy.
 
-    p, alpha: what the softmax gives the next token and a copy. copied, sunk: the shares of `Pointer`. p_alone is what
-    the softmax would give the next token without a copy:
+    p is the softmax of the next token. copy_mass, sink_mass: what `Pointer` returns. Without a copy the softmax would
+    give the next token p / (1 - alpha):
 
-        p' = p + alpha (copied + sunk p_alone) + 1e-9,  p_alone = p / (1 - alpha)
+        p' = p + alpha (copy_mass + sink_mass p / (1 - alpha)) + 1e-9
 
-    The gradient by logit j is as of two targets, the next token and a copy:
+    This and the next function are plain arithmetic, so that kernels can call them, too.
+    """
+    return p + alpha * (copy_mass + sink_mass * (p / (1 - alpha))) + 1e-9
+
+
+def mix_copies_backward(p, alpha, copy_mass, sink_mass, scale):
+    """Return gradients of the loss -weight log p', with scale = weight / p'.
+
+    With respect to the logits it is as of two targets, the next token and a copy: that of logit j is
 
         (next_weight + copy_weight) softmax_j - next_weight [j is the next token] - copy_weight [j is a copy]
 
-    next_weight and copy_weight are returned, then the gradients with respect to copy_mass and sink_mass. This is plain
-    arithmetic, so that a kernel takes it, too.
+    Returned are next_weight and copy_weight, and the gradients with respect to copy_mass and sink_mass.
     """
     p_alone = p / (1 - alpha)
-    mixed = p + alpha * (copy_mass + sink_mass * p_alone) + 1e-9
-    scale = weight / mixed
     next_weight = scale * (p + alpha * sink_mass * p_alone)
     copy_weight = scale * alpha * (copy_mass + sink_mass * p_alone / (1 - alpha))
-    return mixed, next_weight, copy_weight, -scale * alpha, -scale * alpha * p_alone
+    return next_weight, copy_weight, -scale * alpha, -scale * alpha * p_alone
 
 
-# triton.jit takes the name in the appendix, as torch.compile looks for what a kernel calls by its own name
-copies_of_tensors: Callable = with_copies
+# In the appendix triton.jit takes these two names, as torch.compile looks for what a kernel calls by its own name
+mix_copies_of_tensors: Callable = mix_copies
+mix_copies_of_tensors_backward: Callable = mix_copies_backward
 
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
-def softcapped_cross_entropy(z, targets, weights, pointer_mass, softcap: tuple, with_grad: bool, invalid=None):
-    """Overwrite the logits z (T, V). Return the losses (T,) in nats, dz and d_pointer_mass (None without with_grad).
+class Softmax(NamedTuple):
+    """The softmax over softcapped logits of some tokens, up to the sum of exponentials."""
 
-    targets (T, n): NONE or BEYOND for none. weights (n,): of their losses. shares (T, 2): of `Pointer`, and the last
-    target is the row of a copy; (T, 0): without a pointer. softcap (c, r, d): a logit is l = r sigmoid((z + d) 2 / c),
-    after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15 since record 18 (@KoszarskyB), lopsided since record
-    54 (@classiclarryd). invalid: bits (T, V / 8) of tokens whose logit becomes -60 (record 91, @jvarho). The padding of
-    the vocabulary is in the softmax, as in the record.
+    s: Tensor  # (T, V): sigmoid(-(z + d) 2 / c) of the logits z
+    exps: Tensor  # (T, V): exponentials of the softcapped logits less r
+    total: Tensor  # (T, 1): their sums
+    log_p: Tensor  # (T, n): log probabilities of the targets
+
+
+def softcapped_softmax(z: Tensor, targets: Tensor, cfg: Hyperparameters, invalid: Tensor | None = None) -> Softmax:
+    """Return the softmax of the logits z (T, V), which it overwrites. targets (T, n): negative where there is none.
+
+    A softcapped logit is l = r sigmoid((z + d) 2 / c), after Gemma 2's c tanh(z / c) (arXiv:2408.00118), with c = 15
+    since record 18 (@KoszarskyB), lopsided since record 54 (@classiclarryd). invalid: bits (T, V / 8) of tokens whose
+    logit becomes -60 (record 91, @jvarho). The padding of the vocabulary is in the softmax, as in the record.
 
         s = sigmoid(-(z + d) 2 / c)
         l - r = -r s          a softmax ignores the shift by r; never above 0, so exp needs no maximum subtracted
 
     Written out, as log_softmax would keep the logits of all slices alive (10 GB more in gpt2, estimated).
     """
-    c, r, d = softcap
-    s = z.add_(d).mul_(-2 / c).sigmoid_()  # in place, as eager CPUs gain by it
-    shifted = -r * s  # logits less r
+    s = z.add_(cfg.softcap_shift).mul_(-2 / cfg.lm_head_softcap).sigmoid_()  # in place: eager CPUs gain by it
+    shifted = -cfg.softcap_range * s
     if invalid is not None:
         bits = invalid[:, :, None] >> torch.arange(8, dtype=torch.uint8, device=z.device) & 1
-        shifted.masked_fill_(bits.flatten(1) > 0, -60 - r)
+        shifted.masked_fill_(bits.flatten(1) > 0, -60 - cfg.softcap_range)
     target_logits = shifted.gather(1, targets.clamp(min=0))
     exps = shifted.exp_()
     total = exps.sum(-1, keepdim=True)
-    log_p = target_logits - total.log()
-    target_weights = weights * (targets != NONE)  # with which a target draws its logit up, and all of them down
+    return Softmax(s, exps, total, target_logits - total.log())
+
+
+def copy_arguments(softmax: Softmax, pointer_mass: Tensor) -> tuple[Tensor, ...]:
+    """Return p, alpha, copy_mass and sink_mass of `mix_copies`: the first target is the next token, the last a copy."""
+    alpha = softmax.log_p[:, -1].exp().clamp(max=1 - 1e-6)
+    return softmax.log_p[:, 0].exp(), alpha, *pointer_mass.unbind(1)
+
+
+def target_losses(softmax: Softmax, targets: Tensor, weights: Tensor, pointer_mass: Tensor) -> Tensor:
+    """Return the losses (T,) in nats, of the targets with weights (n,). pointer_mass (T, 2), or (T, 0) without one."""
+    log_p = softmax.log_p
+    if pointer_mass.size(1):
+        mixed = mix_copies_of_tensors(*copy_arguments(softmax, pointer_mass))
+        log_p = torch.cat([mixed.log()[:, None], log_p[:, 1:]], dim=1)
+    return -(weights * (targets >= 0) * log_p).sum(-1)
+
+
+def cross_entropy_gradients(
+    softmax: Softmax, targets: Tensor, weights: Tensor, pointer_mass: Tensor, cfg: Hyperparameters
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of `target_losses` with respect to z (T, V) and to pointer_mass. Overwrites softmax.exps."""
+    # A target raises its own logit and lowers all by its weight. An accident of the record: a target BEYOND the end has
+    # no loss, but its weight lowers the logits
+    target_weights = weights * (targets != NONE)
     d_pointer_mass = pointer_mass
     if pointer_mass.size(1):
-        alpha = log_p[:, -1].exp().clamp(max=1 - 1e-6)
-        found = copies_of_tensors(log_p[:, 0].exp(), alpha, pointer_mass[:, 0], pointer_mass[:, 1], weights[0])
-        mixed, target_weights[:, 0], target_weights[:, -1], *d_masses = found
-        log_p[:, 0] = mixed.log()
+        arguments = copy_arguments(softmax, pointer_mass)
+        scale = weights[0] / mix_copies_of_tensors(*arguments)
+        next_weight, copy_weight, *d_masses = mix_copies_of_tensors_backward(*arguments, scale)
+        target_weights = torch.cat([next_weight[:, None], target_weights[:, 1:-1], copy_weight[:, None]], dim=1)
         d_pointer_mass = torch.stack(d_masses, dim=1)
-    losses = -(weights * (targets >= 0) * log_p).sum(-1)
-    if not with_grad:
-        return losses, None, None
-    # An accident of the record: a target BEYOND the end has no loss, but its pull counts here
-    d_logits = exps.mul_(
-        target_weights.sum(-1, keepdim=True) / total
-    )  # softmax(logits) times all pulls, less pulls of targets
+    d_logits = softmax.exps.mul_(target_weights.sum(-1, keepdim=True) / softmax.total)
     d_logits.scatter_add_(1, targets.clamp(min=0), -target_weights * (targets >= 0))
-    return losses, torch.ops.aten.sigmoid_backward(d_logits, s).mul_(r * 2 / c), d_pointer_mass
+    dz = torch.ops.aten.sigmoid_backward(d_logits, softmax.s).mul_(cfg.softcap_range * 2 / cfg.lm_head_softcap)
+    return dz, d_pointer_mass
 
 
-def cross_entropy_with_kernel(z, targets, weights, pointer_mass, softcap: tuple, scale: float):
-    """Return what `softcapped_cross_entropy` does, the gradient by z times `scale`.
+def softcapped_cross_entropy(z, scale: float, targets, weights, pointer_mass, cfg: Hyperparameters):
+    """Return losses (T,), their gradients with respect to the logits z (T, V), times `scale`, and to pointer_mass.
 
-    The gradient overwrites z, in its precision, or in e5m2 where z is e4m3. z is read twice, the second time from a
-    cache; the compiler's kernel took up to twice as long (measured: one H100).
+    Gradients are in the precision of z, or in e5m2 where z is e4m3. z may be overwritten.
     """
-    c, r, d = softcap
+    softmax = softcapped_softmax(z.to(weights.dtype), targets, cfg)
+    losses = target_losses(softmax, targets, weights, pointer_mass)
+    dz, d_pointer_mass = cross_entropy_gradients(softmax, targets, weights, pointer_mass, cfg)
+    dz = quantize(dz, scale, torch.float8_e5m2) if z.itemsize == 1 else dz.to(z.dtype)
+    return losses, dz, d_pointer_mass
+
+
+def cross_entropy_with_kernel(z, scale: float, targets, weights, pointer_mass, cfg: Hyperparameters):
+    """Do what `softcapped_cross_entropy` does. The gradient overwrites z.
+
+    z is read twice, the second time from a cache; the compiler's kernel took up to twice as long (measured: one H100).
+    """
+    c, r, d = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
     losses = torch.empty(len(z), dtype=torch.float32, device=z.device)
     d_pointer_mass = torch.empty_like(pointer_mass)
     cross_entropy_kernel[(len(z),)](
@@ -2168,55 +2279,84 @@ def cross_entropy_with_kernel(z, targets, weights, pointer_mass, softcap: tuple,
 
 # Of the head's input and weight: 100 and 2 become 448, e4m3's largest number. Of the logits' gradient, in e5m2: 1.6,
 # about its largest, becomes 956 of 57,344. All are the record's
-FP8_SCALES = 448 / 100, 448 / 2, 448 / 0.75
+HEAD_FP8_X, HEAD_FP8_W, HEAD_FP8_DZ = 448 / 100, 448 / 2, 448 / 0.75
 
 
-class HeadLoss(torch.autograd.Function):
-    """Return the summed `softcapped_cross_entropy` of z = x @ w.T, for x (T, K), w (V, K), targets (T, n).
+def head_loss(x: Tensor, w: Tensor, cross_entropy: Callable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return losses, and their gradients with respect to x (T, K), w (V, K) and pointer mass, in the precision of x.
 
-    Only `slice_tokens` rows of the logits (T, V) exist at a time. The forward pass computes the gradients of a slice as
-    well, as computing its logits again in the backward pass took 27 to 41% of the head's time.
-    fp8_scales of x, w and the logits' gradient, or None: multiply in FP8 (record 19, @YouJiacheng), with x, w and the
-    logits (92) in e4m3, and the gradient, which needs range more than precision, in e5m2. Static scales suffice: x has
-    unit RMS, w saturates, and the gradient of a token's loss by a logit is below 1.6 in gpt2. invalid (T, V / 8):
-    `read_invalid_tokens`'s rows for the tokens.
+    cross_entropy(z, scale): `softcapped_cross_entropy` of these tokens.
+    """
+    w_x = w.to(x.dtype)
+    losses, dz, d_pointer_mass = cross_entropy(x @ w_x.T, scale=1.0)
+    # As (K, V), then transposed: faster than (V, K) directly (record 19)
+    grad_w = (x.T @ dz).to(accum_dtype(w.dtype)).T
+    return losses, dz @ w_x, grad_w, d_pointer_mass
+
+
+def head_loss_fp8(x: Tensor, w: Tensor, cross_entropy: Callable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `head_loss` does, with products in FP8 (record 19, @YouJiacheng).
+
+    x, w and the logits (record 92) are in e4m3, their gradient, which needs range more than precision, in e5m2. Static
+    scales suffice: x has unit RMS, w saturates, and the gradient of a token's loss with respect to a logit is below 1.6
+    in gpt2.
+    """
+    x_q = quantize(x, HEAD_FP8_X, torch.float8_e4m3fn)
+    w_q = quantize(w, HEAD_FP8_W, torch.float8_e4m3fn)
+    z = fp8_matmul(x_q, w_q.t(), HEAD_FP8_X * HEAD_FP8_W, torch.float8_e4m3fn, fast=True)
+    losses, dz, d_pointer_mass = cross_entropy(z, scale=HEAD_FP8_DZ)
+    grad_x = fp8_matmul(dz, w_q, HEAD_FP8_DZ * HEAD_FP8_W, x.dtype)
+    grad_w = fp8_matmul(x_q.t(), dz, HEAD_FP8_X * HEAD_FP8_DZ, accum_dtype(w.dtype)).t()
+    return losses, grad_x, grad_w, d_pointer_mass
+
+
+class TrainingLoss(torch.autograd.Function):
+    """The summed `softcapped_cross_entropy` of z = x @ w.T, for x (T, K), w (V, K), targets (T, n), weights (n,).
+
+    Only a slice of the logits (T, V) exists at a time. The forward pass computes the gradients of a slice as well, as
+    computing its logits again in the backward pass took 27 to 41% of the head's time.
     """
 
     @staticmethod
-    def forward(ctx, x, w, pointer_mass, targets, weights, softcap, slice_tokens, fp8_scales, with_grads, invalid):
-        x_scale, w_scale, dz_scale = fp8_scales or (1.0, 1.0, 1.0)
-        dtype, dz_dtype = (torch.float8_e4m3fn, torch.float8_e5m2) if fp8_scales else (x.dtype, x.dtype)
-        w_q = quantize(w, w_scale, dtype)
-        found = []  # losses, and gradients by x and by shares
+    def forward(ctx, x, w, pointer_mass, targets, weights, cfg):
+        has_pointer = pointer_mass.size(1) > 0
+        size = cfg.lm_head_slice if has_pointer else cfg.val_lm_head_slice
+        loss_of_slice = head_loss_fp8 if cfg.lm_head_fp8 else head_loss
+        function = cross_entropy_with_kernel if can_use_kernels(x) and has_pointer else softcapped_cross_entropy
+        losses, grads_x, grads_mass = [], [], []
         grad_w = None
-        for start in range(0, len(x), slice_tokens):
-            part = slice(start, start + slice_tokens)
-            of_slice = targets[part], weights, pointer_mass[part], softcap
-            x_q = quantize(x[part], x_scale, dtype)
-            z = matmul(x_q, w_q.t(), x_scale * w_scale, dtype, fast=True)
-            if with_grads and can_use_kernels(x) and pointer_mass.size(1):
-                loss, grad_q, grad_slice = cross_entropy_with_kernel(z, *of_slice, dz_scale)
-            else:
-                z = z.to(accum_dtype(w.dtype))
-                bits = None if invalid is None else invalid[part]
-                loss, grad_z, grad_slice = softcapped_cross_entropy(z, *of_slice, with_grads, bits)
-                grad_q = quantize(grad_z, dz_scale, dz_dtype) if with_grads else None
-            found.append([loss])
-            if with_grads:
-                found[-1] += matmul(grad_q, w_q, dz_scale * w_scale, x.dtype), grad_slice
-                # As (K, V), then transposed: faster than (V, K) directly (record 19)
-                added = matmul(x_q.t(), grad_q, x_scale * dz_scale, accum_dtype(w.dtype)).t()
-                grad_w = added if grad_w is None else grad_w + added
-        losses, *grads = map(torch.cat, zip(*found))
-        if with_grads:
-            ctx.save_for_backward(*grads, grad_w.to(w.dtype))
-        return losses.sum()
+        for start in range(0, len(x), size):
+            part = slice(start, start + size)
+            cross_entropy = partial(
+                function, targets=targets[part], weights=weights, pointer_mass=pointer_mass[part], cfg=cfg
+            )
+            loss, grad_x, grad_w_part, grad_mass = loss_of_slice(x[part], w, cross_entropy)
+            losses.append(loss)
+            grads_x.append(grad_x)
+            grads_mass.append(grad_mass)
+            grad_w = grad_w_part if grad_w is None else grad_w + grad_w_part
+        ctx.save_for_backward(torch.cat(grads_x), torch.cat(grads_mass), grad_w.to(w.dtype))
+        return torch.cat(losses).sum()
 
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_pointer_mass, grad_w = ctx.saved_tensors
         # grad_w is a transpose; autograd accumulates slowly unless it is as contiguous as the weight
-        return grad * grad_x, (grad * grad_w).contiguous(), grad * grad_pointer_mass, *[None] * 7
+        return grad * grad_x, (grad * grad_w).contiguous(), grad * grad_pointer_mass, None, None, None
+
+
+def validation_loss(
+    x: Tensor, w: Tensor, pointer_mass: Tensor, inputs: ModelInputs, cfg: Hyperparameters, invalid: Tensor | None
+) -> Tensor:
+    """Return the summed loss of z = x @ w.T without gradients, in slices, in the precision of x."""
+    losses = []
+    for start in range(0, len(x), cfg.val_lm_head_slice):
+        part = slice(start, start + cfg.val_lm_head_slice)
+        z = linear(x[part], w)
+        bits = None if invalid is None else invalid[part]
+        softmax = softcapped_softmax(z.to(inputs.loss_weights.dtype), inputs.targets[part], cfg, bits)
+        losses.append(target_losses(softmax, inputs.targets[part], inputs.loss_weights, pointer_mass[part]))
+    return torch.cat(losses).sum()
 
 
 # ---- Optimizers: every rank updates its share of each group of parameters, as in ZeRO-1 (arXiv:1910.02054) -----------
@@ -2238,19 +2378,19 @@ def all_gather_objects(own) -> list:
 
 
 class ShardedOptimizer:
-    """Update parameters of one precision, every rank an equal shard of their rows.
+    """An optimizer of parameters of one precision. Every rank updates an equal shard of their rows.
 
     Parameters become views of one buffer: each starts at a row and is zero-padded. With one process its shard is the
     whole buffer.
 
         param_buffer, param_shard    all parameters, of Muon in the precision of activations, and this rank's rows
         grad_buffer, grad_shard      this rank's gradients of all, and the sums over all ranks of its own rows
-        values                       this rank's rows, where updates add up: param_shard, of Muon an fp32 copy
+        master                       this rank's rows, to which updates are added: param_shard, or an fp32 copy
 
-    groups: the table's row for each parameter; emas: by number the rows of `emas` that apply to all of them; sum_dtype:
-    in which gradients add up, for optimizers of tables, which get theirs from `AccumulatingEmbedding`: see
-    `GPT.grad_buffers`. A subclass defines init_state(values), which gets the rank's rows and returns by name what to
-    keep, and update_shard(shard, grad, schedule), which writes new values into these rows and may overwrite `grad`.
+    groups: the table's row for each parameter; emas: the rows of `emas` that apply to all of them, by number;
+    sum_dtype: of grad_buffer, for tables, whose gradients `AccumulatingEmbedding` adds there. A subclass defines
+    init_state(), which returns by name what to keep for this rank's rows, and update_shard(grad, schedule), which
+    writes new values into `master` and, where that is a copy, into param_shard. It may overwrite `grad`.
     """
 
     update_shard: Callable
@@ -2258,7 +2398,7 @@ class ShardedOptimizer:
     wait_for_grads: Callable
     wait_for_params: Callable
     by_matrix = False  # True: a row is a matrix; else 16 numbers, as kernels want addresses that are multiples of 16
-    has_master = False  # True: the state has values in fp32; parameters and gradients travel as activations are
+    has_master = False  # True: master is an fp32 copy; parameters and gradients travel in the precision of activations
 
     def __init__(
         self,
@@ -2269,7 +2409,6 @@ class ShardedOptimizer:
         ranks: Ranks,
         sum_dtype: torch.dtype | None = None,
     ):
-        self.has_tables = sum_dtype is not None
         self.names = [*params]
         self.params = [*params.values()]
         self.groups = groups
@@ -2289,11 +2428,12 @@ class ShardedOptimizer:
         self.grad_views = self.views(self.grad_buffer)
         self.param_shard = self.shard(self.param_buffer)
         self.grad_shard = self.grad_buffer if ranks.world_size == 1 else torch.zeros_like(self.param_shard)
-        # Values of Adam are the parameters. Those of Muon are in fp32: parameters are their rounded copies
-        own = self.shard(values)
-        self.state = self.init_state(own.clone() if self.has_master else own)  # a clone: other ranks' rows are freed
-        self.master = self.state.get("master", self.param_shard)
-        self.state |= {f"ema {i}": torch.zeros_like(own, dtype=accum_dtype(own.dtype)) for i in emas}
+        self.master = self.shard(values).clone() if self.has_master else self.param_shard
+        self.state = self.init_state()
+        if self.has_master:
+            self.state["master"] = self.master
+        ema_dtype = accum_dtype(self.master.dtype)
+        self.state |= {f"ema {i}": torch.zeros_like(self.master, dtype=ema_dtype) for i in emas}
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the part of a buffer that belongs to each parameter, in its shape."""
@@ -2306,12 +2446,12 @@ class ShardedOptimizer:
 
     def add(self, grads: Sequence[Tensor | None]):
         """Add gradients of the parameters to those before. None: of a table, whose buffer has them already."""
-        if pairs := [p for p in zip(self.grad_views, grads) if p[1] is not None or not self.has_tables]:
+        if pairs := [pair for pair in zip(self.grad_views, grads) if pair[1] is not None]:
             torch._foreach_add_(*zip(*pairs))
 
-    def is_due(self, schedule: StepSchedule) -> bool:
-        """Say whether a step updates these parameters. Its groups differ in lr alone: see `build_optimizers`."""
-        return self.groups[0].patterns in schedule.updates
+    def numbers(self, schedule: StepSchedule) -> AdamStep | MuonStep | None:
+        """Return the numbers of the update in a step, or None if it accumulates only. Groups differ in lr alone."""
+        return schedule.updates.get(self.groups[0].patterns)
 
     def reduce(self):
         """Start to sum the gradients over the ranks, in the precision of parameters; each gets the sums of its rows."""
@@ -2323,7 +2463,7 @@ class ShardedOptimizer:
         self.wait_for_grads()
         if self.cfg.batch_sequences > 1:
             self.grad_shard.div_(self.cfg.batch_sequences)
-        self.update_shard(self.param_shard, self.grad_shard, schedule)
+        self.update_shard(self.grad_shard, schedule)
         self.grad_buffer.zero_()
         self.wait_for_params = self.send_params()
 
@@ -2332,28 +2472,28 @@ class ShardedOptimizer:
         return start_collective(all_gather, self.param_buffer, self.param_shard)
 
     def copy_state_from(self, other: "ShardedOptimizer"):
-        """Take the parameters and the state of another optimizer."""
+        """Take over the parameters and the state of another optimizer."""
         self.param_buffer.copy_(other.param_buffer)
         for name in self.state.keys() & other.state.keys():
             self.state[name].copy_(other.state[name])
 
     def update_emas(self, schedule: StepSchedule):
-        """Move the averages of this rank's rows towards their values."""
+        """Update the averages of this rank's rows."""
         for i in self.emas:
             if rate := schedule.ema_rates[i]:
                 ema = self.state[f"ema {i}"]
                 ema.lerp_(self.master.to(ema.dtype), rate)
 
     def blend_emas(self):
-        """Blend the averages in, and give the parameters together the norm that they had."""
+        """Blend the averages into the parameters, and give these together the norm that they had, see `Group`."""
         if not self.emas:
             return
         before = blended = self.master.to(accum_dtype(self.master.dtype))
         for i, row in self.emas.items():
             blended = blended.lerp(self.state[f"ema {i}"], row.blend)
-        squares = torch.stack([t.square().sum() for t in (before, blended)])
-        start_collective(dist.all_reduce, squares)()
-        if any(row.keep_norm for row in self.emas.values()):
+        if self.groups[0].keep_norm:
+            squares = torch.stack([t.square().sum() for t in (before, blended)])
+            start_collective(dist.all_reduce, squares)()
             blended *= (squares[0] / squares[1]).sqrt()
         self.master.copy_(blended)
         self.param_shard.copy_(blended)
@@ -2369,7 +2509,7 @@ def to_tensors(cfg: Hyperparameters, numbers: dict[str, float]) -> dict[str, Ten
 
 def adam_values(old: Tensor, mean: Tensor, squares: Tensor, numbers: dict) -> Tensor:
     """Return new values from the means of gradients and of their squares. Decay only where the step goes towards 0."""
-    update = numbers["rate"] * mean / (squares.sqrt() + numbers["eps"])
+    update = numbers["step_size"] * mean / (squares.sqrt() + numbers["eps"])
     return old - update - numbers["decay"] * old * (mean * old > 0)
 
 
@@ -2383,21 +2523,23 @@ def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, numbers: dict
 
 
 class Adam(ShardedOptimizer):
-    """Update tables, head, scalars and gates by Adam (arXiv:1412.6980).
+    """Adam (arXiv:1412.6980), for tables, head, scalars and gates.
 
     In gpt2 it steps every other time, on the sum of two gradients (record 39, @classiclarryd), with moments in fp32
     (record 56, @ChrisJMcCormick). The weight decay is cautious (record 50, @roeeshenberg). Tables later step every
-    fourth time (`schedule_update`).
+    fourth time (`schedule_adam`).
     """
 
-    def init_state(self, values: Tensor) -> dict[str, Tensor]:
-        return {name: torch.zeros_like(values, dtype=accum_dtype(values.dtype)) for name in ("exp_avg", "exp_avg_sq")}
+    def init_state(self) -> dict[str, Tensor]:
+        dtype = accum_dtype(self.master.dtype)
+        return dict(
+            exp_avg=torch.zeros_like(self.master, dtype=dtype), exp_avg_sq=torch.zeros_like(self.master, dtype=dtype)
+        )
 
-    def update_shard(self, shard: Tensor, grad: Tensor, schedule: StepSchedule):
-        now = schedule.updates[self.groups[0].patterns]
-        numbers = now._asdict() | dict(eps=self.cfg.adam_eps)
+    def update_shard(self, grad: Tensor, schedule: StepSchedule):
+        numbers = self.numbers(schedule)._asdict() | dict(eps=self.cfg.adam_eps)
         update = compiled(adam_update, self.cfg.compile, dynamic=True)
-        update(shard, grad, self.state["exp_avg"], self.state["exp_avg_sq"], to_tensors(self.cfg, numbers))
+        update(self.master, grad, self.state["exp_avg"], self.state["exp_avg_sq"], to_tensors(self.cfg, numbers))
 
 
 NEWTON_SCHULZ = (  # a, b, c of each step: together they take singular values from 0.003 to 1 / 1.05 near 1
@@ -2440,23 +2582,23 @@ def normalize_neurons(update: Tensor, squares: Tensor, beta2: float) -> Tensor:
     return even * (norms / new_norms.clamp(min=1e-10))
 
 
-def muon_update(shard: Tensor, grad: Tensor, factors: Tensor, state: dict, numbers: dict, decay: float, beta2: float):
-    """Update matrices as `Muon` says, with its state and numbers by name."""
-    values, fast, slow = state["master"], state["fast"], state["slow"]
-    grad = grad.to(values.dtype)
+def muon_update(params: Tensor, grad: Tensor, factors: Tensor, state: dict, numbers: dict, decay: float, beta2: float):
+    """Update matrices as `Muon` says, with its state and numbers by name. params: rounded copies of the master."""
+    master, fast, slow = state["master"], state["fast"], state["slow"]
+    grad = grad.to(master.dtype)
     fast.lerp_(grad, 1 - numbers["fast_beta"])
     slow.lerp_(grad, numbers["slow_rate"])
     m = slow.lerp(fast, numbers["fast_share"])
-    u = zeropower_via_newtonschulz5(grad.lerp(m, numbers["momentum"]), shard.dtype)
-    u = normalize_neurons(u.to(values.dtype), state["squares"], beta2)
+    u = zeropower_via_newtonschulz5(grad.lerp(m, numbers["momentum"]), params.dtype)
+    u = normalize_neurons(u.to(master.dtype), state["squares"], beta2)
     if decay:
-        u += decay * numbers["rate"] * values * (slow * values >= 0)
-    values -= numbers["rate"] * factors * u
-    shard.copy_(values)
+        u += decay * numbers["lr"] * master * (slow * master >= 0)
+    master -= numbers["lr"] * factors * u
+    params.copy_(master)
 
 
 class Muon(ShardedOptimizer):
-    """Update hidden matrices of one shape by MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024).
+    """MomentUm Orthogonalized by Newton-Schulz (Keller Jordan and others, 2024), for hidden matrices of one shape.
 
     With g the mean gradient of the step, in the lerp form of record 15, and two momenta (ANVIL, record 92):
 
@@ -2464,108 +2606,130 @@ class Muon(ShardedOptimizer):
         slow <- 0.98 slow + 0.02 g
         m = fast, from slow_momentum_from on 0.4385 fast + 0.5615 slow
         u <- normalize_neurons(zeropower(momentum m + (1 - momentum) g))
-        p <- p - factor rate (u + decay rate p [slow p >= 0])
+        p <- p - factor lr (u + decay lr p [slow p >= 0])
 
-    rate is muon_lr by the schedule, factor the lr of a matrix's group. The weight decay is cautious: it acts only
-    where a step along the slow momentum would shrink the value, too, from the first step on (record 43, @varunneal).
-    Ranks have whole matrices: the 22 of gpt2's MLPs take 24 places on 8 ranks, two of them padding.
+    lr is muon_lr by the schedule, factor the lr of a matrix's group. The weight decay is cautious: it acts only where a
+    step along the slow momentum would shrink the value, too, from the first step on (record 43, @varunneal). Ranks
+    have whole matrices: the 22 of gpt2's MLPs take 24 places on 8 ranks, two of them padding.
     """
 
     by_matrix = True
     has_master = True  # bf16 alone would round small steps away
 
-    def init_state(self, values: Tensor) -> dict[str, Tensor]:
-        factors = [values.new_full((n, 1, 1), group.lr) for n, group in zip(self.rows_per_param, self.groups)]
+    def init_state(self) -> dict[str, Tensor]:
+        master = self.master
+        factors = [master.new_full((n, 1, 1), group.lr) for n, group in zip(self.rows_per_param, self.groups)]
         self.factors = self.shard(torch.cat(factors))
-        rows, columns = values.shape[-2:]
-        squares = torch.zeros_like(values[:, :, :1] if rows >= columns else values[:, :1])
-        return dict(master=values, fast=torch.zeros_like(values), slow=torch.zeros_like(values), squares=squares)
+        rows, columns = master.shape[-2:]
+        squares = torch.zeros_like(master[:, :, :1] if rows >= columns else master[:, :1])
+        return dict(fast=torch.zeros_like(master), slow=torch.zeros_like(master), squares=squares)
 
-    def update_shard(self, shard: Tensor, grad: Tensor, schedule: StepSchedule):
-        now = schedule.updates[self.groups[0].patterns]
-        momentum = now.beta1
-        fast_beta, fast_share = (0.85, 0.4385) if schedule.has_slow_momentum else (momentum, 1.0)  # ANVIL's
-        numbers = dict(rate=now.rate, momentum=momentum, fast_beta=fast_beta, fast_share=fast_share, slow_rate=0.02)
+    def update_shard(self, grad: Tensor, schedule: StepSchedule):
+        now = self.numbers(schedule)
+        numbers = dict(lr=now.lr, momentum=now.momentum, fast_beta=now.fast_beta, fast_share=now.fast_share)
+        numbers = to_tensors(self.cfg, numbers | dict(slow_rate=0.02))
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
-        update(shard, grad, self.factors, self.state, to_tensors(self.cfg, numbers), now.decay, now.beta2)
+        update(self.param_shard, grad, self.factors, self.state, numbers, now.decay, now.beta2)
 
 
 OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
 
 
 def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
-    """Put every parameter into exactly one group. Muon updates all matrices of a shape together, whatever their lr."""
+    """Return optimizers for all parameters, each in exactly one group. Muon batches all matrices of a shape."""
     cfg = gpt.cfg
     members: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, p in gpt.named_parameters():
         group = find_group(name, cfg)
         emas = tuple(i for i, row in enumerate(cfg.emas) if matches(name, row.patterns))
-        alike = f"{group} {p.dtype}"  # those with equal keys share an optimizer
         if OPTIMIZERS[group.optimizer].by_matrix:
-            alike = f"{group._replace(patterns='', lr=0.0)} {p.shape[-2:]}"
-        members.setdefault((group.optimizer, emas, alike), {})[name] = p
-    embed, head = (find_group(name, cfg) for name in ("embed.weight", "lm_head"))
-    if cfg.tied_frac and (embed.patterns != "embed.weight" or head != embed._replace(patterns="lm_head")):
-        raise UserError(f"embed.weight has {embed}, lm_head {head}: expected equal rows of their own, or --tied_frac 0")
+            key = emas, group._replace(patterns="", lr=0.0), p.shape[-2:]
+        else:
+            key = emas, group, p.dtype
+        members.setdefault(key, {})[name] = p  # those with equal keys share an optimizer
+    embed, head = (find_group(name, cfg) for name in ("embed.weight", "lm_head.weight"))
+    if cfg.tied_frac and (embed.patterns != "embed.weight" or head != embed._replace(patterns="lm_head.weight")):
+        raise UserError(
+            f"embed.weight has {embed}, lm_head.weight {head}: expected equal rows of their own, or --tied_frac 0"
+        )
+    tables = {table.weight for table in gpt.tables()}
     optimizers = []
-    for (kind, emas, _), params in members.items():
+    for (emas, group, _), params in members.items():
         groups = [find_group(name, cfg) for name in params]
-        sum_dtype = accum_dtype(getattr(torch, cfg.dtype)) if gpt.tables & params.keys() else None
-        optimizers.append(OPTIMIZERS[kind](params, groups, {i: cfg.emas[i] for i in emas}, cfg, ranks, sum_dtype))
+        sum_dtype = accum_dtype(getattr(torch, cfg.dtype)) if tables & {*params.values()} else None
+        own_emas = {i: cfg.emas[i] for i in emas}
+        optimizers.append(OPTIMIZERS[group.optimizer](params, groups, own_emas, cfg, ranks, sum_dtype))
     # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
     return sorted(optimizers, key=lambda optimizer: -optimizer.param_buffer.nbytes)
 
 
+class TiedTables:
+    """Embedding and head while they are one table: the embedding is updated, and the head copies it."""
+
+    def __init__(self, optimizers: Sequence[ShardedOptimizer]):
+        self.embed = next(optimizer for optimizer in optimizers if "embed.weight" in optimizer.names)
+        self.head = next(optimizer for optimizer in optimizers if "lm_head.weight" in optimizer.names)
+
+    def merge_gradients(self):
+        """Move the gradient of the head to that of the embedding."""
+        self.embed.grad_buffer += self.head.grad_buffer
+        self.head.grad_buffer.zero_()
+
+    def copy_to_head(self):
+        """Copy the embedding's parameters, moments and averages to the head."""
+        self.head.copy_state_from(self.embed)
+
+
 @torch.no_grad()
-def step_optimizers(optimizers: Sequence[ShardedOptimizer], schedule: StepSchedule, meanwhile: Callable = lambda: None):
+def step_optimizers(
+    optimizers: Sequence[ShardedOptimizer], schedule: StepSchedule, while_reducing: Callable = lambda: None
+):
     """Take a step on the gradients, summed over this rank's sequences, and clear those that were used.
 
     Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
-    the gradients of the next and the values of the last are on their way. meanwhile: starts what else may travel.
+    the gradients of the next and the values of the last are on their way. while_reducing: starts what else may travel.
     """
-    due = [optimizer for optimizer in optimizers if optimizer.is_due(schedule)]
-    if schedule.tied:  # embedding and head are one table
-        embed, head = (next(o for o in due if name in o.names) for name in ("embed.weight", "lm_head"))
-        embed.grad_buffer += head.grad_buffer
-        head.grad_buffer.zero_()
-        due.remove(head)
+    due = [optimizer for optimizer in optimizers if optimizer.numbers(schedule)]
+    tied = TiedTables(due) if schedule.tied else None
+    if tied:
+        tied.merge_gradients()
+        due.remove(tied.head)
     for optimizer in due:
         optimizer.reduce()
-    meanwhile()
+    while_reducing()
     for optimizer in due:
         optimizer.update(schedule)
     for optimizer in due:
         optimizer.wait_for_params()
-    if schedule.tied:
-        head.copy_state_from(embed)  # its moments and averages, too
+    if tied:
+        tied.copy_to_head()
     for optimizer in optimizers:
         optimizer.update_emas(schedule)
 
 
-# ---- N-grams: a table of which a cycle of steps reads few rows -------------------------------------------------------
+# ---- N-grams: a large table, of which a cycle of steps reads few rows ------------------------------------------------
 def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, numbers: dict) -> tuple[Tensor, Tensor]:
-    """Return rows and their means of squares after a step as `NgramTable.update` says. v has decayed already."""
+    """Return rows and their means of squares after an update as in `NgramTable.update`. v has decayed already."""
     grad = grad.to(v.dtype) / numbers["sequences"]
     v = v + numbers["added"] * grad.square().mean(1, keepdim=True)
     return adam_values(rows.to(v.dtype), grad, v, numbers).to(rows.dtype), v
-
-
-def add_rows(sums: Tensor, index: Tensor, grad: Tensor):
-    """Add gradients of n-grams (G, T, K) to the rows of `sums` that `index` (G, T) names."""
-    sums.index_add_(0, index.flatten(), grad.flatten(0, 1).to(sums.dtype))
 
 
 ROWS_AT_ONCE = 2**18  # that are copied between device and host: 400 MB in gpt2
 
 
 class NgramTable:
-    """Hold the embeddings of n-grams, and update those that were read.
+    """The embeddings of n-grams, of which only those that were read are updated.
 
     Each rank owns an equal part of the rows, and the table exists once across all: no other tensor has its size. When a
-    cycle begins, its ranks fetch the rows that they will read; when it ends, summed gradients go back.
+    cycle begins, its ranks fetch the rows that they will read; when it ends, summed gradients go back: `RowExchange`.
+
+        rows, v             this rank's part of the table, and the mean square of the gradients of each row
+        fetched, grads      the rows that a cycle reads, in the order of recv_ids, and the sums of their gradients.
+                            Their addresses stay, so that the model's graph reads them
     """
 
-    wait: Callable[[], object]  # for the sums that all ranks send
+    wait: Callable[[], object]  # for the gradients that all ranks send
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg
@@ -2576,40 +2740,45 @@ class NgramTable:
         self.first = rows * ranks.rank  # number of the first row
         self.rows = torch.zeros(rows, cfg.model_dim, dtype=dtype, device=device)
         self.v = torch.zeros(rows, 1, dtype=accum_dtype(dtype), device=device)
-        self.sum_dtype = torch.float16 if dtype == torch.bfloat16 else dtype  # sums need bits more than range
+        longest = max(schedule.seq_len for schedule in cfg.step_schedules)
+        in_cycle = max(self.group.update_interval) * longest * cfg.batch_sequences // ranks.world_size
+        most = min((cfg.ngram_order - 1) * max(in_cycle, cfg.val_seq_len), cfg.ngram_rows)
+        self.fetched = torch.zeros(most, cfg.model_dim, dtype=dtype, device=device, requires_grad=True)
+        sum_dtype = torch.float16 if dtype == torch.bfloat16 else dtype  # sums need bits more than range
+        self.grads = torch.zeros(most, cfg.model_dim, dtype=sum_dtype, device=device)
 
-    def all_to_all(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Callable[[], object]]:
-        """Start to send each rank its part of the rows. Return what all send, and a function that waits for it."""
-        got = rows.new_empty(sum(received), rows.size(1))
-        return got, start_collective(dist.all_to_all_single, got, rows, received, sent)
-
-    def fetch(self, exchange: RowExchange) -> Callable[[Tensor], Tensor]:
-        """Fetch the rows that a cycle reads. Return what looks them up by `ngram_index` (G, T), as (G, T, K)."""
-        if self.ranks.world_size == 1:  # they are here: nothing is copied
-            return lambda index: F.embedding(exchange.ids[index], self.rows)
-        rows, wait = self.all_to_all(self.rows[exchange.send_rows], exchange.send_counts, exchange.recv_counts)
-        wait()
-        return lambda index: F.embedding(index, rows)
-
-    def send(self, exchange: RowExchange, sums: Tensor):
-        """Start to send the summed gradients of this rank's sequences, for `RowExchange.ids`, to the rows' owners."""
+    def all_to_all(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Callable[[], object]:
+        """Start to send each rank its part of `rows`, into its `out`. Return a function that waits for one's own."""
         if self.ranks.world_size == 1:
-            self.sums, self.wait = sums, lambda: None
-        else:
-            self.sums, self.wait = self.all_to_all(sums, exchange.recv_counts, exchange.send_counts)
+            out.copy_(rows)
+        return start_collective(dist.all_to_all_single, out, rows, received, sent)
+
+    @torch.no_grad()
+    def fetch(self, exchange: RowExchange):
+        """Fetch the rows that a cycle reads."""
+        rows = self.rows[exchange.send_rows]
+        fetched = self.fetched[: len(exchange.recv_ids)]
+        self.all_to_all(fetched, rows, exchange.recv_counts, exchange.send_counts)()
+
+    def send(self, exchange: RowExchange):
+        """Start to send the gradients of this rank's sequences to the rows' owners."""
+        grads = self.grads[: len(exchange.recv_ids)]
+        self.arriving = grads.new_empty(len(exchange.send_rows), grads.size(1))
+        self.wait = self.all_to_all(self.arriving, grads, exchange.send_counts, exchange.recv_counts)
 
     def update(self, exchange: RowExchange, schedule: StepSchedule):
-        """Update the rows that the cycle has read by an Adam without momentum, and with one v for each row.
+        """Update the rows that the cycle has read by Adam without momentum, and with one v for each row.
 
         As in the record v decays for all rows.
         """
         self.wait()
-        sums, self.sums = self.sums, None
-        if self.ranks.world_size > 1:  # with one process, requested and updated rows are the same
+        self.grads[: len(exchange.recv_ids)].zero_()
+        sums = self.arriving
+        if self.ranks.world_size > 1:  # several ranks may have read a row
             sums = sums.new_zeros(len(exchange.unique_rows), sums.size(1)).index_add_(0, exchange.inverse_index, sums)
         now = schedule.updates[self.group.patterns]
         numbers = dict(
-            rate=now.rate,
+            step_size=now.step_size,
             eps=self.cfg.adam_eps,
             decay=now.decay,
             added=1 - now.beta2,
@@ -2950,26 +3119,27 @@ class Trainer:
         self.gpt = GPT(cfg).to(self.device)
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
-        sums = (pair for optimizer in self.optimizers for pair in zip(optimizer.names, optimizer.grad_views))
-        self.gpt.grad_buffers = {name: view for name, view in sums if name in self.gpt.tables}
+        grad_views = dict(chain(*(zip(optimizer.params, optimizer.grad_views) for optimizer in self.optimizers)))
+        self.table_weights = {table.weight for table in self.gpt.tables()}
+        for table in self.gpt.tables():
+            table.grad_buffer = grad_views[table.weight]
         self.gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
+        self.gpt.ngram_rows = self.table.fetched
+        self.gpt.ngram_grad_buffer = self.table.grads
         self.loader = DistributedDataLoader(cfg, ranks, self.device)
         self.exchange: RowExchange | None = None  # of the cycle that a step belongs to: see `train_cycles`
         self.stop_signals: list[str] = []  # those that asked this rank to stop
 
     def train_step(self, schedule: StepSchedule, sequences: Sequence[ModelInputs], exchange: RowExchange) -> Tensor:
         """Take a step on this rank's sequences. Return all ranks' mean loss, and how many signals ask to stop."""
-        if exchange is not self.exchange:  # a cycle begins: its rows are fetched once, their gradients summed up
+        if exchange is not self.exchange:  # a cycle begins
             self.exchange = exchange
-            self.look_up = self.table.fetch(exchange)
-            shape = len(exchange.ids), self.cfg.model_dim
-            self.ngram_sums = torch.zeros(shape, dtype=self.table.sum_dtype, device=self.device)
+            self.table.fetch(exchange)
         attn_settings = make_attention_settings(schedule, self.cfg, self.device)
         mean_loss = 0
         for inputs in sequences:
-            loss, grad_ngrams = self.gradients(inputs, self.look_up(inputs.ngram_index), attn_settings)
-            compiled(add_rows, self.cfg.compile, dynamic=True)(self.ngram_sums, inputs.ngram_index, grad_ngrams)
+            loss = self.gradients(inputs, attn_settings)
             mean_loss += loss / (len(inputs.tokens) * self.cfg.batch_sequences)
         # One sum over the ranks for both: so all stop at the same step
         loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
@@ -2978,36 +3148,32 @@ class Trainer:
 
         def send_ngrams():
             if ends_cycle:
-                self.table.send(exchange, self.ngram_sums)
+                self.table.send(exchange)
 
         with self.part("optimizers"):
-            step_optimizers(self.optimizers, schedule, meanwhile=send_ngrams)
+            step_optimizers(self.optimizers, schedule, while_reducing=send_ngrams)
         if ends_cycle:
             self.table.update(exchange, schedule)
-            self.exchange = self.ngram_sums = None  # a validation needs no sums
+            self.exchange = None
         wait_for_loss()
         return loss_and_signals
 
-    def add_gradients(
-        self, inputs: ModelInputs, ngram_embeds: Tensor, attn_settings: AttentionSettings
-    ) -> tuple[Tensor, Tensor]:
-        """Add the gradients of a sequence to those before. Return its summed loss, and the gradient of its n-grams."""
-        embeds = ngram_embeds.detach().requires_grad_()
-        loss = self.model(inputs, embeds, attn_settings)
+    def add_gradients(self, inputs: ModelInputs, attn_settings: AttentionSettings) -> Tensor:
+        """Add the gradients of a sequence to those before. Return its summed loss."""
+        loss = self.model(inputs, attn_settings)
         # The loss is a sum over tokens, as in the record: gradients grow with the sequence. Only the optimizers divide
         # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
         params = [*chain(*(optimizer.params for optimizer in self.optimizers))]
-        grad_embeds, *grads = torch.autograd.grad(loss * self.cfg.loss_scale, [embeds, *params], allow_unused=True)
-        if grad_embeds is None:  # no layer reads them
-            grad_embeds = torch.zeros_like(embeds)
+        wanted = [self.table.fetched, *params]  # the first gets no gradient: `AccumulatingEmbedding` adds it to grads
+        _, *grads = torch.autograd.grad(loss * self.cfg.loss_scale, wanted, allow_unused=True)
         remaining = iter(grads)
         for optimizer in self.optimizers:
             own = [*islice(remaining, len(optimizer.params))]
-            for name, grad in zip(optimizer.names, own):
-                if grad is None and name not in self.gpt.tables:  # those of tables are in the optimizer's buffer
+            for name, p, grad in zip(optimizer.names, optimizer.params, own):
+                if grad is None and p not in self.table_weights:  # those of tables are in the optimizer's buffer
                     raise UserError(f"{name}: no loss depends on this parameter: use it, or leave it out")
             optimizer.add(own)
-        return loss.detach(), grad_embeds
+        return loss.detach()
 
     def blend_emas(self):
         """Blend the averages into the parameters, after the last step."""
@@ -3026,14 +3192,14 @@ class Trainer:
         self, schedule: StepSchedule, sequences: Sequence[ModelInputs], exchange: RowExchange, mask: Tensor | None
     ) -> Tensor | int:
         """Return the summed loss of this rank's sequences, of which it may have none."""
-        look_up = self.table.fetch(exchange)
+        self.table.fetch(exchange)
         attn_settings = make_attention_settings(schedule, self.cfg, self.device)
         total = 0
         for inputs in sequences:
             # Looked up here: within the graph, all slices of logits would read one table, so become one kernel, and
             # exist at the same time
             invalid = None if mask is None else F.embedding(inputs.tokens, mask)
-            total += self.model(inputs, look_up(inputs.ngram_index), attn_settings, invalid)
+            total += self.model(inputs, attn_settings, invalid)
         return total
 
     @torch.no_grad()
@@ -3045,8 +3211,10 @@ class Trainer:
         size = self.ranks.world_size
         # A cycle has one sequence for each rank
         cycles = (([schedule], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
-        for sequences, exchange in self.loader.read(cycles):
+        for sequences, exchange in self.loader.steps(cycles):
             total += self.eval_step(schedule, sequences, exchange, mask)
+        if self.exchange is not None:  # within a cycle of the training: its rows are fetched again
+            self.table.fetch(self.exchange)
         start_collective(dist.all_reduce, total)()
         return total.item() / self.cfg.val_tokens
 
@@ -3055,8 +3223,8 @@ class Trainer:
         # Few tokens, as all are sampled classes, and so far apart that each of 8 ranks owns several of their n-grams: a
         # rank with none or one would compile again in training, as torch takes a dimension of 0 or 1 for a constant
         tokens = np.arange(schedule.seq_len + 1) % 48 * (self.cfg.vocab_size // 48)
-        made = self.loader.make([schedule], [[tokens] * self.cfg.batch_sequences])
-        (sequences,), exchange = self.loader.on_device(made)
+        loaded = self.loader.load_cycle([schedule], [[tokens] * self.cfg.batch_sequences])
+        (sequences,), exchange = self.loader.to_device(loaded)
         return sequences, exchange
 
     def warm_up(self, saved: dict[str, Tensor] | None = None):
@@ -3064,10 +3232,10 @@ class Trainer:
         saved = saved or {name: t.to("cpu", copy=True) for name, t in self.state_dict().items()}
         offsets = [*self.loader.offsets]
         by_graph = {}  # a schedule for each graph: what its shape depends on
-        updates: dict[str, Update] = {}  # of all groups, so that each optimizer steps
+        updates: dict[str, AdamStep | MuonStep] = {}  # of all groups, so that each optimizer steps
         for schedule in self.cfg.step_schedules:
             has_prefix = schedule.prefix_weight > 0
-            by_graph[schedule.seq_len, schedule.sampled_classes, len(schedule.next_weights), has_prefix] = schedule
+            by_graph[schedule.seq_len, schedule.sampled_classes, len(schedule.mtp_weights), has_prefix] = schedule
             updates |= schedule.updates
         for schedule in by_graph.values():
             self.train_step(schedule._replace(updates=updates), *self.dummy_batch(schedule))
@@ -3192,7 +3360,7 @@ def train(trainer: Trainer, data: Data, start: Checkpoint, log: Log) -> int:
     """
     cfg = trainer.cfg
     end = cfg.num_iterations
-    batches = trainer.loader.read(train_cycles(data["train"], cfg))
+    batches = trainer.loader.steps(train_cycles(data["train"], cfg))
     for _ in range(start.step):  # a resumed run has trained on them; sampled classes depend on all tokens before
         next(batches)
     clock = Clock(start.ms, cfg)
@@ -3454,12 +3622,13 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 # ---- Appendix: kernels in Triton. The functions above that start them have a twin of each in plain PyTorch -----------
 if triton:
-    with_copies = triton.jit(with_copies)
+    mix_copies = triton.jit(mix_copies)
+    mix_copies_backward = triton.jit(mix_copies_backward)
 
     @triton.jit
     def relu_squared_backward_kernel(
         grad, w, y, dz, dz_columns, y_columns, scales, y_scale, T, K,
-        factor: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+        factor: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Compute a block of dz and of the squares. The TMA unit copies blocks, and masks the edges.
 
@@ -3468,7 +3637,7 @@ if triton:
         t = tl.program_id(1) * BLOCK
         n = tl.program_id(0) * BLOCK  # programs that run side by side have the same tokens
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
-        for k in range(0, K, BLOCK_K):  # in FP8 the hardware sums up in less than fp32: dz keeps 2 bits of mantissa
+        for k in range(0, K, BLOCK):  # the hardware sums up in less than fp32: dz keeps 2 bits of mantissa
             total = tl.dot(grad.load([t, k]), w.load([n, k]).T, total)
         rows = t + tl.arange(0, BLOCK)
         squares = y.load([t, n]).to(tl.float32) * tl.load(scales + rows, rows < T, other=0)[:, None]
@@ -3478,8 +3647,16 @@ if triton:
         y_columns.store([n, t], (squares * tl.load(y_scale)).to(y.dtype).T)
 
     @triton.jit
+    def transpose_kernel(columns, rows, M, N):
+        """Read a block of columns (N, M), and store it as rows (M, N). Twin: `row_major` without a kernel."""
+        m = tl.program_id(0).to(tl.int64) * 128 + tl.arange(0, 128)[:, None]
+        n = tl.program_id(1) * 64 + tl.arange(0, 64)
+        inside = (m < M) & (n < N)
+        tl.store(rows + m * N + n, tl.load(columns + m + n.to(tl.int64) * M, inside), inside)
+
+    @triton.jit
     def relu_squared_fp8_kernel(z, y, scales, N, BLOCK: tl.constexpr):
-        """Compute a row of squares in FP8, and its scale. Twin: `relu_squared_rows` where there are no kernels."""
+        """Compute a row of squares in FP8, and its scale. Twin: `relu_squared_fp8` where there are no kernels."""
         row = tl.program_id(0).to(tl.int64)
         columns = tl.arange(0, BLOCK)
         relu = tl.maximum(tl.load(z + row * N + columns, columns < N, other=0).to(tl.float32), 0)
@@ -3525,25 +3702,27 @@ if triton:
         p = tl.exp2(-bits * sigmoid_at(first, z, V, slope, shift)) / total
         alpha = tl.minimum(tl.exp2(-bits * sigmoid_at(copy, z, V, slope, shift)) / total, 1 - 1e-6)
         weight = tl.load(weights)
-        found = with_copies(p, alpha, tl.load(pointer_mass), tl.load(pointer_mass + 1), weight)
-        p, pull, copy_pull, d_copied, d_sink = found
-        tl.store(d_pointer_mass, d_copied)
+        copy_mass = tl.load(pointer_mass)
+        sink_mass = tl.load(pointer_mass + 1)
+        mixed = mix_copies(p, alpha, copy_mass, sink_mass)
+        loss = -weight * tl.log(mixed)
+        next_weight, copy_weight, d_copy, d_sink = mix_copies_backward(p, alpha, copy_mass, sink_mass, weight / mixed)
+        tl.store(d_pointer_mass, d_copy)
         tl.store(d_pointer_mass + 1, d_sink)
-        loss = -weight * tl.log(p)
-        total_pull = pull + copy_pull
+        total_weight = next_weight + copy_weight
         for k in range(1, n - 1):
             target = tl.load(targets + k)
             weight = tl.load(weights + k)
             s = sigmoid_at(tl.maximum(target, 0), z, V, slope, shift)
             loss += tl.where(target >= 0, -weight * tl.log(tl.exp2(-bits * s) / total), 0)
-            total_pull += tl.where(target != -1, weight, 0)  # as there: -1 is NONE
+            total_weight += tl.where(target != -1, weight, 0)  # as there: -1 is NONE
         tl.store(losses + row, loss)
         tl.debug_barrier()  # no thread may overwrite logits of targets that another has not read yet
         for start in range(0, V, BLOCK):
             columns = start + tl.arange(0, BLOCK)
             s = sigmoid_at(columns, z, V, slope, shift)
-            d = total_pull / total * tl.exp2(-bits * s)
-            d -= tl.where(columns == first, pull, 0) + tl.where(columns == copy, copy_pull, 0)
+            d = total_weight / total * tl.exp2(-bits * s)
+            d -= tl.where(columns == first, next_weight, 0) + tl.where(columns == copy, copy_weight, 0)
             for k in range(1, n - 1):
                 d -= tl.where(columns == tl.load(targets + k), tl.load(weights + k), 0)
             dtype = z.dtype.element_ty

@@ -118,7 +118,7 @@ def train(argv: Sequence[str] | None) -> int:
     write_shard(train_file, text[: steps * STEP + 1])  # a copy, as another text may be packed meanwhile
     every = math.ceil(steps / (VALIDATIONS - 1))
     sizes = [f"--num_iterations={steps}", f"--val_tokens={len(targets)}", f"--val_loss_every={every}"]
-    code = train_gpt.program([*flags, *sizes, f"--run_id={log.stem}"])
+    code = train_gpt.cli([*flags, *sizes, f"--run_id={log.stem}"])
 
     if curve := curve_of(log):
         show(curve, targets, xz, len(before))

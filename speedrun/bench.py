@@ -31,12 +31,12 @@ from torch import Tensor
 import train_gpt
 from data.shards import write_shard
 from speedrun.process import ToolError, run
-from train_gpt import Hyperparameters, Inputs, Plan, Ranks, Requests, Trainer
+from train_gpt import Hyperparameters, ModelInputs, StepSchedule, Ranks, RowExchange, Trainer
 
 MODEL = "forward and backward"
 PARTS = MODEL, "optimizers", "rows of n-grams", "waiting for other ranks"
 START_COLLECTIVE = train_gpt.start_collective  # which a stopwatch replaces
-Steps = Iterator[tuple[Plan, list[Inputs], Requests]]  # what `Trainer.train_step` takes
+Steps = Iterator[tuple[StepSchedule, list[ModelInputs], RowExchange]]  # what `Trainer.train_step` takes
 
 
 class Stopwatch:
@@ -86,45 +86,45 @@ def own_rows(rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor
     return rows[torch.arange(sum(received), device=rows.device) % max(1, len(rows))], lambda: None
 
 
-def find_stages(cfg: Hyperparameters, wanted: Sequence[int] | None) -> dict[int, list[Plan]]:
+def find_stages(cfg: Hyperparameters, wanted: Sequence[int] | None) -> dict[int, list[StepSchedule]]:
     """Return of each stage, by its number from 1 on, the steps of its first whole cycle."""
     stages = {}
     for number, (first, end) in enumerate(itertools.pairwise([0, *train_gpt.stage_ends(cfg)]), start=1):
-        first += -first % cfg.all_step
-        if first + cfg.all_step <= end:
-            stages[number] = cfg.plans[first : first + cfg.all_step]
+        first += -first % cfg.common_interval
+        if first + cfg.common_interval <= end:
+            stages[number] = cfg.step_schedules[first : first + cfg.common_interval]
     if strange := {*(wanted or ())} - {*stages}:
         raise ToolError(f"--stages {min(strange)}: expected numbers of {', '.join(map(str, stages))}")
     return {number: stages[number] for number in wanted or stages}
 
 
-def read_steps(trainer: Trainer, plans: list[Plan]) -> Steps:
+def read_steps(trainer: Trainer, step_schedules: list[StepSchedule]) -> Steps:
     """Read the steps of a cycle again and again."""
     cfg = trainer.cfg
-    lengths = [(plan.seq_len, plan.max_doc_len) for plan in plans]
+    lengths = [(schedule.seq_len, schedule.max_doc_len) for schedule in step_schedules]
     batches = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg)
-    ends = [i for i, plan in enumerate(plans, start=1) if trainer.table.group.names in plan.updates]
-    cycles = [(plans[start:end], batches[start:end]) for start, end in itertools.pairwise([0, *ends])]
-    with contextlib.closing(trainer.reader.read(itertools.cycle(cycles))) as read:  # type: ignore[type-var]
-        for plan, inputs in zip(itertools.cycle(plans), read, strict=False):
-            yield plan, *inputs
+    ends = [i for i, schedule in enumerate(step_schedules, start=1) if trainer.table.group.patterns in schedule.updates]
+    cycles = [(step_schedules[start:end], batches[start:end]) for start, end in itertools.pairwise([0, *ends])]
+    with contextlib.closing(trainer.loader.read(itertools.cycle(cycles))) as read:  # type: ignore[type-var]
+        for schedule, inputs in zip(itertools.cycle(step_schedules), read, strict=False):
+            yield schedule, *inputs
 
 
-def time_stage(trainer: Trainer, watch: Stopwatch, plans: list[Plan], cycles: int) -> dict[str, list[float]]:
+def time_stage(trainer: Trainer, watch: Stopwatch, step_schedules: list[StepSchedule], cycles: int) -> dict[str, list[float]]:
     """Return the ms of each part of a step, and of the step, for each of some cycles after two that warm up."""
     found = defaultdict[str, list[float]](list)
-    with contextlib.closing(read_steps(trainer, plans)) as steps:  # type: ignore[type-var]
+    with contextlib.closing(read_steps(trainer, step_schedules)) as steps:  # type: ignore[type-var]
         marks = []
         for _ in range(2 + cycles):
             watch.begin(MODEL)
-            for _ in plans:
+            for _ in step_schedules:
                 trainer.train_step(*next(steps))
             watch.begin(MODEL)
             marks.append(watch.marks)
             watch.marks = []
     getattr(torch, trainer.device.type).synchronize()
     for watch.marks in marks[2:]:
-        ms = {part: whole / len(plans) for part, whole in watch.read().items()}
+        ms = {part: whole / len(step_schedules) for part, whole in watch.read().items()}
         for part in PARTS:
             found[part].append(ms.get(part, 0.0))
         found["step"].append(sum(ms.values()))
@@ -148,8 +148,8 @@ def write_tokens(cfg: Hyperparameters, path: Path) -> Hyperparameters:
     They are few enough for the smallest softmax.
     """
     rng, longest = np.random.default_rng(0), max(stage.batch for stage in cfg.stages)
-    most = [plan.candidates // 2 for plan in cfg.plans if plan.candidates]
-    count = max(int(2 * cfg.all_step * longest * cfg.batch_tokens), cfg.val_tokens) + 2**16
+    most = [schedule.sampled_classes // 2 for schedule in cfg.step_schedules if schedule.sampled_classes]
+    count = max(int(2 * cfg.common_interval * longest * cfg.batch_tokens), cfg.val_tokens) + 2**16
     tokens = rng.zipf(1.2, count) % min([cfg.eot_token, *most])
     tokens[rng.random(count) < 1 / 700] = cfg.eot_token
     write_shard(path, tokens)
@@ -191,10 +191,10 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
     document: dict = dict(machine=machine, torch=torch.__version__, flags=" ".join(flags), one_of=args.one_of)
     document |= dict(processes=ranks.world_size, configuration=dataclasses.asdict(cfg), stages={})
     gc.disable()  # as in training
-    for number, plans in stages.items():
+    for number, step_schedules in stages.items():
         if watch.on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        figures = document["stages"][f"stage {number}"] = time_stage(trainer, watch, plans, args.cycles)
+        figures = document["stages"][f"stage {number}"] = time_stage(trainer, watch, step_schedules, args.cycles)
         if args.validation:
             figures["validation, ms of all"] = time_validation(trainer)
         figures["peak memory, MiB"] = [trainer.peak_memory_mib()]

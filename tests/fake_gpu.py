@@ -282,44 +282,44 @@ def take_steps(script: Any, cfg, stage: int, one_of: int, recorder: Recorder) ->
         fetch = recorder.part("rows")(script.NgramTable.fetch)
         update = recorder.part("rows")(script.NgramTable.update)
 
-        def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Any]:
-            return rows.new_empty(sum(received), rows.size(1)), lambda: None
+        def all_to_all(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Any:
+            return lambda: None
 
     class Trainer(script.Trainer):
         table_class, part = Table, recorder.part
 
-    def read(plans: list, sequences: int) -> tuple[list, Any]:
-        size = len(plans), sequences, plans[0].seq_len + 1
+    def read(step_schedules: list, sequences: int) -> tuple[list, Any]:
+        size = len(step_schedules), sequences, step_schedules[0].seq_len + 1
         tokens = rng.choice(cfg.vocab_size, size, p=frequencies / frequencies.sum()).astype(np.uint16)
         tokens[rng.random(size) < 1 / 690] = cfg.eot_token  # documents of FineWeb have 690 tokens on average
         with fake_tensor.unset_fake_temporarily():
-            made = trainer.reader.make(plans, tokens)
+            made = trainer.loader.load_cycle(step_schedules, tokens)
         with recorder.part("input"):
-            return trainer.reader.on_device(made)
+            return trainer.loader.to_device(made)
 
     with torch.device("cuda"):
         trainer = Trainer(cfg, script.Ranks(0, one_of, 0, one_of))
-    trainer.reader.on_host = lambda array: torch.from_numpy(array.copy())
-    steps = [plan.step for plan in cfg.plans if plan.stage == stage - 1]
-    first = steps[len(steps) // 3] // cfg.all_step * cfg.all_step
-    all_updates = {name: update for plan in cfg.plans for name, update in plan.updates.items()}
-    warm_up = cfg.plans[first]._replace(updates=all_updates)
-    recorder.classes = warm_up.candidates or cfg.padded_vocab
-    (sequences,), requests = read([warm_up], cfg.batch_sequences)
-    trainer.train_step(warm_up, sequences, requests)
+    trainer.loader.to_host_tensor = lambda array: torch.from_numpy(array.copy())
+    steps = [schedule.step for schedule in cfg.step_schedules if schedule.stage == stage - 1]
+    first = steps[len(steps) // 3] // cfg.common_interval * cfg.common_interval
+    all_updates = {name: update for schedule in cfg.step_schedules for name, update in schedule.updates.items()}
+    warm_up = cfg.step_schedules[first]._replace(updates=all_updates)
+    recorder.classes = warm_up.sampled_classes or cfg.padded_vocab
+    (sequences,), exchange = read([warm_up], cfg.batch_sequences)
+    trainer.train_step(warm_up, sequences, exchange)
     recorder.calls.clear()
     stats = torch._dynamo.utils.counters["stats"]
     before = stats["unique_graphs"]
-    for plans, _ in script.train_cycles(range(len(cfg.plans)), cfg):
-        if first <= plans[0].step < first + cfg.all_step:
-            cycle, requests = read(plans, cfg.batch_sequences)
-            for plan, sequences in zip(plans, cycle, strict=True):
-                trainer.train_step(plan, sequences, requests)
+    for step_schedules, _ in script.train_cycles(range(len(cfg.step_schedules)), cfg):
+        if first <= step_schedules[0].step < first + cfg.common_interval:
+            cycle, exchange = read(step_schedules, cfg.batch_sequences)
+            for schedule, sequences in zip(step_schedules, cycle, strict=True):
+                trainer.train_step(schedule, sequences, exchange)
     recompiles = stats["unique_graphs"] - before
-    (sequences,), requests = read([validation := script.plan_validation(cfg.num_iterations, cfg)], one_of)
+    (sequences,), exchange = read([validation := script.schedule_validation(cfg.num_iterations, cfg)], one_of)
     with recorder.part("validation"), torch.no_grad():
         mask = torch.empty(cfg.padded_vocab, cfg.padded_vocab // 8, dtype=torch.uint8, device="cuda")
-        trainer.score(validation, sequences, requests, mask)
+        trainer.eval_step(validation, sequences, exchange, mask)
     return recompiles
 
 
@@ -336,7 +336,7 @@ def measure(args: argparse.Namespace, flags: list[str]) -> dict:
         recompiles = take_steps(script, cfg, args.stage, args.one_of, recorder)
     calls = [call for call in recorder.calls.values() if call["phase"] != "input"]
     for call in calls:
-        call["count"] /= 1 if call["phase"] == "validation" else cfg.all_step
+        call["count"] /= 1 if call["phase"] == "validation" else cfg.common_interval
     failed = [f"graph break: {reason}" for reason in breaks] + [f"{recompiles} recompiles"] * (recompiles > 0)
     failed += {f"too much shared memory: {call['name']}" for call in calls if call.get("excess")}
     return dict(failed=failed, totals=totals(calls), calls=calls)

@@ -58,38 +58,38 @@ class Golden:
 
 def planned(cfg) -> dict:
     """Return what is planned, under the files' names: for all steps, for those and the last validation, for updates."""
-    steps, ends = cfg.plans, m.stage_ends(cfg)
-    plans = [*steps, m.plan_validation(cfg.num_iterations, cfg)]
+    steps, ends = cfg.step_schedules, m.stage_ends(cfg)
+    step_schedules = [*steps, m.schedule_validation(cfg.num_iterations, cfg)]
     names = "lm_head", "ngrams", "blocks.0.attn.qk_w", "value_embeds.1.weight"
-    head, tables, muon, values = (m.group_of(name, cfg) for name in names)
-    momenta = [plan.updates[muon.names].beta1 for plan in steps]
-    of_values, of_tables = ([p.updates[row.names] for p in steps if row.names in p.updates] for row in (values, tables))
-    lrs = [values.lr * plan.lr_factor for plan in steps if values.names in plan.updates]
+    head, tables, muon, values = (m.find_group(name, cfg) for name in names)
+    momenta = [schedule.updates[muon.names].beta1 for schedule in steps]
+    of_values, of_tables = ([p.updates[row.patterns] for p in steps if row.patterns in p.updates] for row in (values, tables))
+    lrs = [values.lr * schedule.lr_factor for schedule in steps if values.names in schedule.updates]
     found = {
-        "lr": [plan.updates[muon.names].rate / cfg.muon_lr for plan in steps],
-        "batch_tokens": [plan.seq_len * 8 for plan in steps],
-        "adam_updates": [head.names in plan.updates for plan in steps],
-        "table_updates": [tables.names in plan.updates for plan in steps],
-        "tied": [m.is_tied(plan.step, head, cfg) for plan in steps],
-        "last_tied": max(plan.step for plan in steps if plan.ties),
-        "max_doc_len": [plan.max_doc_len for plan in steps],
+        "lr": [schedule.updates[muon.names].rate / cfg.muon_lr for schedule in steps],
+        "batch_tokens": [schedule.seq_len * 8 for schedule in steps],
+        "adam_updates": [head.patterns in schedule.updates for schedule in steps],
+        "table_updates": [tables.names in schedule.updates for schedule in steps],
+        "tied": [m.is_tied_step(schedule.step, head, cfg) for schedule in steps],
+        "last_tied": max(schedule.step for schedule in steps if schedule.tied),
+        "max_doc_len": [schedule.max_doc_len for schedule in steps],
         "momentum": momenta,
         "fast_momentum": [0.85 if p.has_slow_momentum else beta for p, beta in zip(steps, momenta, strict=True)],
-        "fast_weight": [0.4385 if plan.has_slow_momentum else 1.0 for plan in steps],
+        "fast_weight": [0.4385 if schedule.has_slow_momentum else 1.0 for schedule in steps],
         "stages": [*zip([0, *ends], ends, strict=False)],
-        "stage": [plan.stage for plan in plans],
-        "candidates": [plan.candidates for plan in plans],
-        "prefix_weight": [plan.prefix_weight for plan in plans],
-        "next_weights": [plan.next_weights + [0.0] * (3 - len(plan.next_weights)) for plan in plans],
-        "num_next": [len(plan.next_weights) for plan in plans],
+        "stage": [schedule.stage for schedule in step_schedules],
+        "candidates": [schedule.sampled_classes for schedule in step_schedules],
+        "prefix_weight": [schedule.prefix_weight for schedule in step_schedules],
+        "next_weights": [schedule.next_weights + [0.0] * (3 - len(schedule.next_weights)) for schedule in step_schedules],
+        "num_next": [len(schedule.next_weights) for schedule in step_schedules],
         "value_embeds_betas": [(update.beta1, update.beta2) for update in of_values],
         "value_embeds_decay": [update.decay / lr**2 / 0.005 for update, lr in zip(of_values, lrs, strict=True)],
         "ngrams_beta2": [update.beta2 for update in of_tables],
     }
     for kind in "long", "short":
-        found[f"window_{kind}"] = [plan.windows[kind].reach for plan in plans]
-        found[f"attn_scale_{kind}"] = [plan.windows[kind].attn_scale for plan in plans]
-        found[f"frequencies_{kind}"] = np.stack([windows[kind].frequencies for windows in m.plan_windows(cfg)])
+        found[f"window_{kind}"] = [schedule.windows[kind].size for schedule in step_schedules]
+        found[f"attn_scale_{kind}"] = [schedule.windows[kind].attn_scale for schedule in step_schedules]
+        found[f"frequencies_{kind}"] = np.stack([windows[kind].frequencies for windows in m.schedule_windows(cfg)])
     if cfg.pointer_dim:
         found["pointer_block"] = [cfg.pointer_block] * len(steps) + [cfg.val_pointer_block]
     return found

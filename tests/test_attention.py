@@ -79,9 +79,9 @@ def test_attention_in_bands_is_dense_attention(case):
     qkv = [(factor * t).requires_grad_() for factor, t in zip((1, 0.5, 1), qkv, strict=True)]  # uneven weights
     expected = dense_attention(*qkv, dense_mask(docs, window))
     expected_grads = torch.autograd.grad(expected, qkv, grad)
-    for widest in window, block * (window + 2):
-        mask = BandMask(document_mask(docs, torch.tensor(window)), len(docs), block, widest, torch.float64)
-        assert mask.bias.shape == (len(docs) // block, block, block - -widest // block * block)
+    for max_window in window, block * (window + 2):
+        mask = BandMask(document_mask(docs, torch.tensor(window)), len(docs), block, max_window, torch.float64)
+        assert mask.bias.shape == (len(docs) // block, block, block - -max_window // block * block)
         actual = mask.attend(*qkv)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
         torch.testing.assert_close(torch.autograd.grad(actual, qkv, grad), expected_grads, rtol=0, atol=1e-11)

@@ -15,16 +15,16 @@ from train_gpt import Layer, Ranks, Stage, Trainer
 
 # In 14 steps they begin at 0, 6 and 12; the last two have equal lengths, and the second has two numbers of candidates
 STAGES = (
-    Stage(1 / 2, 1, 28, dict(short=8, long=24), mtp=((1, 1), (0.5, 0.5), (0.25, 0)), candidates=(64,)),
-    Stage(1 / 2, 2, 64, dict(short=24, long=56), lr=1.5, candidates=(88, 96)),
-    Stage(0, 2, 64, dict(short=48, long=104), more_steps=2, lr=1.7, candidates=(96,)),
+    Stage(1 / 2, 1, 28, dict(short=8, long=24), mtp=((1, 1), (0.5, 0.5), (0.25, 0)), sampled_classes=(64,)),
+    Stage(1 / 2, 2, 64, dict(short=24, long=56), lr=1.5, sampled_classes=(88, 96)),
+    Stage(0, 2, 64, dict(short=48, long=104), extra_steps=2, lr=1.7, sampled_classes=(96,)),
 )
 # Fewer layers, as flex without code takes long: two nets, all that they make, MUDD, heads in pairs and halves, nano's
 LAYERS = (
-    Layer("paired", half_qk=True, net=True, x0=True, ngram=True),
+    Layer("paired", half_qk=True, gate_net=True, x0=True, ngram=True),
     Layer("long", half_v=True, value_embed=True, xsa=True),
-    Layer("none", shift=(0, 2, 1), net=True, skip=1, mlps=0),
-    Layer("nope", value_embed=True, reads=1, head_gate=True, ngram=True, mlps=2, mudd=1, head_mix=(1, 0)),
+    Layer("none", shift=(0, 2, 1), gate_net=True, skip=1, mlps=0),
+    Layer("nope", value_embed=True, attn_input=1, head_gate=True, ngram=True, mlps=2, mudd=1, head_mix=(1, 0)),
 )
 LONG = dict(num_iterations=14, val_seq_len=256, val_tokens=512, head_dim=16, model_dim=32, tied_frac=0.5)
 LONG |= dict(vocab_size=128, eot_token=127, final_window=120, mix_groups=8, dtype="float64", compile=True)
@@ -67,12 +67,12 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path):
     before, data = (len(graphs), counters["unique_graphs"]), train_gpt.plan_data(cfg)
     for t in (trainer, plain):
         t.batches = t.reader.read(train_gpt.train_cycles(data["train"], cfg))
-    for plan in cfg.plans:
-        ours, expected = (t.train_step(plan, *next(t.batches))[0].item() for t in (trainer, plain))
+    for schedule in cfg.step_schedules:
+        ours, expected = (t.train_step(schedule, *next(t.batches))[0].item() for t in (trainer, plain))
         assert ours == pytest.approx(expected, rel=1e-9)
-    ours, expected = (t.evaluate(len(cfg.plans), data["val"]) for t in (trainer, plain))
+    ours, expected = (t.evaluate(len(cfg.step_schedules), data["val"]) for t in (trainer, plain))
     assert ours == pytest.approx(expected, rel=1e-9)
-    assert (plan.stage, plan.windows["long"].reach) == (2, 104)
+    assert (schedule.stage, schedule.windows["long"].size) == (2, 104)
     assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head), "two tables in the end"
     assert (len(graphs), counters["unique_graphs"]) == before
 
@@ -91,7 +91,7 @@ def test_no_rank_compiles_on_the_clock(gpt2, monkeypatch: pytest.MonkeyPatch, co
     monkeypatch.setattr(train_gpt.NgramTable, "exchange", sent)
     files = dict(train_files=f"{corpus}/long.bin", prefix_file=f"{corpus}/prefixes")
     cfg = dataclasses.replace(gpt2, batch_tokens=8 * gpt2.train_seq_len, ngram_rows=10**6, compile=True, **files)
-    data = train_gpt.plan_batches(cfg.train_files, [(p.seq_len, p.max_doc_len) for p in cfg.plans], 8, cfg)
+    data = train_gpt.plan_batches(cfg.train_files, [(p.seq_len, p.max_doc_len) for p in cfg.step_schedules], 8, cfg)
     counters = torch._dynamo.utils.counters["stats"]
     for rank in 0, 5, 7:
         torch._dynamo.reset()
@@ -99,6 +99,6 @@ def test_no_rank_compiles_on_the_clock(gpt2, monkeypatch: pytest.MonkeyPatch, co
         trainer = Trainer(cfg, Ranks(rank, 8))
         trainer.warm_up()
         before = counters["unique_graphs"]
-        for plan, inputs in zip(cfg.plans, trainer.reader.read(train_gpt.train_cycles(data, cfg)), strict=True):
-            trainer.train_step(plan, *inputs)
+        for schedule, inputs in zip(cfg.step_schedules, trainer.loader.read(train_gpt.train_cycles(data, cfg)), strict=True):
+            trainer.train_step(schedule, *inputs)
         assert counters["unique_graphs"] == before > 0

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import train_gpt
 from data.shards import write_shard
-from train_gpt import Batch, Hyperparameters, Ranks, Reader, UserError, plan_validation
+from train_gpt import BatchPlan, Hyperparameters, Ranks, DistributedDataLoader, UserError, schedule_validation
 from world_worker import wait_for
 
 NANO = train_gpt.PRESETS["nano"]
@@ -28,15 +28,15 @@ def make_shards(folder: Path, *lengths: int) -> str:
     return f"{folder}/x_*.bin"
 
 
-def plan_stream(pattern: str, seq_lens: list[int]) -> list[Batch]:
+def plan_stream(pattern: str, seq_lens: list[int]) -> list[BatchPlan]:
     return train_gpt.plan_batches(pattern, [(seq_len, 0) for seq_len in seq_lens], 1, NANO)
 
 
-def read(plan: list[Batch], cfg: Hyperparameters = NANO, rank: int = 0, size: int = 1):
+def read(schedule: list[BatchPlan], cfg: Hyperparameters = NANO, rank: int = 0, size: int = 1):
     """Yield what a rank reads for each batch, as in validations."""
-    cfg = dataclasses.replace(cfg, batch_tokens=len(plan[0]) * cfg.train_seq_len) if plan else cfg
-    cycles = (([plan_validation(0, cfg)], [batch]) for batch in plan)
-    return (sequences for sequences, _ in Reader(cfg, Ranks(rank, size), torch.device("cpu")).read(cycles))
+    cfg = dataclasses.replace(cfg, batch_tokens=len(schedule[0]) * cfg.train_seq_len) if schedule else cfg
+    cycles = (([schedule_validation(0, cfg)], [batch]) for batch in schedule)
+    return (sequences for sequences, _ in DistributedDataLoader(cfg, Ranks(rank, size), torch.device("cpu")).read(cycles))
 
 
 def slow_row(documents: list[list[int]], seq_len: int, cut: int) -> list[int] | None:
@@ -82,19 +82,19 @@ def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_len
     if len(expected) < len(seq_lens):
         with pytest.raises(UserError, match=f"{len(expected)} .*{len(seq_lens)}"):
             train_gpt.plan_batches(f"{folder}/*.bin", lengths, num_sequences, SMALL)
-    plan = train_gpt.plan_batches(f"{folder}/*.bin", lengths[: len(expected)], num_sequences, SMALL)
+    schedule = train_gpt.plan_batches(f"{folder}/*.bin", lengths[: len(expected)], num_sequences, SMALL)
     for rank in range(2):
-        found = [x for sequences in read(plan, SMALL, rank, 2) for x in sequences]
+        found = [x for sequences in read(schedule, SMALL, rank, 2) for x in sequences]
         for x, row in zip(found, [row for batch in expected for row in batch[rank::2]], strict=True):
             assert (x.tokens.dtype, x.targets.dtype) == (torch.int32, torch.int64)
             assert (x.tokens.tolist(), x.targets[:, 0].tolist()) == (row[:-1], row[1:])
 
 
 def test_reader_starts_with_the_first_batch_and_reads_ahead(tmp_path, monkeypatch):
-    plan = plan_stream(make_shards(tmp_path, 2000), [64] * 20)
+    schedule = plan_stream(make_shards(tmp_path, 2000), [64] * 20)
     read_sequence, reads = train_gpt.read_sequence, []
     monkeypatch.setattr(train_gpt, "read_sequence", lambda *args: (reads.append(None), read_sequence(*args))[1])
-    batches = read(plan)
+    batches = read(schedule)
     assert reads == []
     next(batches)
     wait_for(lambda: len(reads) == 3)  # the first, and two ahead: the GPU waits for none
@@ -114,8 +114,8 @@ def test_a_spoiled_shard_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("spoil", [os.remove, lambda path: os.truncate(path, 1200)])
 def test_a_shard_that_goes_away_while_training_is_noticed(tmp_path, spoil):
-    plan = plan_stream(make_shards(tmp_path, 2000), [64] * 30)
-    batches = read(plan)
+    schedule = plan_stream(make_shards(tmp_path, 2000), [64] * 30)
+    batches = read(schedule)
     next(batches)
     spoil(tmp_path / "x_000000.bin")
     with pytest.raises(UserError, match=r"x_000000\.bin"):

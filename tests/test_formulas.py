@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import train_gpt
 from dense import randomize
-from train_gpt import Adam, Muon, NgramTable, Plan, Ranks, Reader, settings_of
+from train_gpt import Adam, Muon, NgramTable, StepSchedule, Ranks, DistributedDataLoader, make_attention_settings
 
 
 def close(found, expected) -> None:
@@ -21,19 +21,19 @@ def test_targets_and_parts_of_documents_are_those_of_a_slow_loop(gpt2):
     tokens = np.random.default_rng(0).integers(gpt2.eot_token, size=gpt2.train_seq_len + 1).astype(np.int32)
     tokens[[0, 3, 20, 51]] = gpt2.eot_token
     text = tokens.tolist()
-    reader = Reader(gpt2, Ranks(), torch.device("cpu"))
+    reader = DistributedDataLoader(gpt2, Ranks(), torch.device("cpu"))
     reader.prefixes = np.random.default_rng(1).integers(-1, 200, size=gpt2.vocab_size)
-    plan = gpt2.plans[0]._replace(prefix_weight=0.125, next_weights=[1.0, 0.5, 0.25], candidates=100)
-    inputs = reader.inputs(plan, 0, tokens, None)
-    targets, candidates, ids, begin = inputs.targets, inputs.candidates, inputs.doc_ids, 0
-    assert len(candidates) == 100
+    schedule = gpt2.plans[0]._replace(prefix_weight=0.125, next_weights=[1.0, 0.5, 0.25], sampled_classes=100)
+    inputs = reader.inputs(schedule, 0, tokens, None)
+    targets, sampled_classes, ids, begin = inputs.targets, inputs.sampled_classes, inputs.doc_ids, 0
+    assert len(sampled_classes) == 100
     assert inputs.loss_weights.tolist() == [1, 0.5, 0.25, 0.125, 0], "in this order"
-    whole = reader.doc_ids(plan._replace(trains=False), tokens[:-1])
+    whole = reader.doc_ids(schedule._replace(trains=False), tokens[:-1])
     assert whole.tolist() == (tokens[:-1] == gpt2.eot_token).cumsum().tolist(), "in validation"
     for t, token in enumerate(text[:-1]):
         prefix = reader.prefixes[text[t + 1]]
-        expected = [*[*text[t + 1 : t + 4], -2, -2][:3], prefix if prefix in candidates else -1, gpt2.vocab_size]
-        assert [x if x < 0 else candidates[x] for x in targets[t]] == expected
+        expected = [*[*text[t + 1 : t + 4], -2, -2][:3], prefix if prefix in sampled_classes else -1, gpt2.vocab_size]
+        assert [x if x < 0 else sampled_classes[x] for x in targets[t]] == expected
         begin = t if token == gpt2.eot_token else begin
         assert ids[t] - ids[max(t - 1, 0)] == (t > 0 and (t - begin) % gpt2.segment == 0)
 
@@ -46,12 +46,12 @@ def shifted(x: Tensor, shift: tuple[int, ...]) -> Tensor:
 
 
 def attend_slowly(
-    cfg, attn, x: Tensor, value_embed: Tensor | None, mudd: Tensor | None, docs: Tensor, plan: Plan, f: dict
+    cfg, attn, x: Tensor, value_embed: Tensor | None, mudd: Tensor | None, docs: Tensor, schedule: StepSchedule, f: dict
 ) -> Tensor:
     """Return attention's output. A head of a token sees all heads of all tokens but for a mask."""
     T, H, D, layer, kind = len(x), cfg.num_heads, cfg.head_dim, attn.layer.row, attn.layer.row.attention
     n, t, h = 1 + (kind == "paired"), torch.arange(T)[:, None], torch.arange(H)
-    reach, scale, frequencies = plan.windows[dict(paired="short", nope="long").get(kind, kind)]
+    reach, scale, frequencies = schedule.windows[dict(paired="short", nope="long").get(kind, kind)]
     qk = torch.einsum("gdc,tc->tgd", attn.qk_w.view(2 * H, D, -1)[:, : D // (1 + layer.half_qk)], x)
     qk = F.rms_norm(qk, qk.shape[-1:]).unflatten(1, (2, H))
     if kind != "nope":
@@ -87,22 +87,22 @@ def test_layers_are_dense_ones(request, preset: str):
     """Each layer on what it gets in a forward pass, what its nets read, the smear, and the head's mix."""
     sizes = dict(num_heads=6, head_dim=8, model_dim=48)  # with two heads a pair's places are their numbers
     cfg = dataclasses.replace(request.getfixturevalue(preset), dtype="float64", **sizes)
-    gpt, plan, calls, nets = randomize(train_gpt.GPT(cfg)), cfg.plans[0], [], {}
+    gpt, schedule, calls, nets = randomize(train_gpt.GPT(cfg)), cfg.step_schedules[0], [], {}
     tokens = np.random.default_rng(0).integers(cfg.eot_token, size=cfg.train_seq_len + 1)
     tokens[[0, 5, 6, 40]] = cfg.eot_token
-    [[inputs]], _ = Reader(cfg, Ranks(), torch.device("cpu")).make([plan], [[tokens]])
+    [[inputs]], _ = DistributedDataLoader(cfg, Ranks(), torch.device("cpu")).make([schedule], [[tokens]])
     for block in gpt.blocks:
         block.register_forward_hook(lambda _, args, out: calls.append((args, out)))
     for i, net in gpt.gate_nets.items():
         net.register_forward_pre_hook(lambda _, args, i=int(i): nets.update({i: args[0]}))
     ngrams = torch.randn(len(inputs.ngram_index), len(tokens) - 1, cfg.model_dim, dtype=torch.float64)
-    found = gpt.features(inputs, ngrams, settings_of(plan, cfg, torch.device("cpu")))
+    found = gpt.features(inputs, ngrams, make_attention_settings(schedule, cfg, torch.device("cpu")))
     first, outputs = calls[0][1].first, [made.output for _, made in calls]
     tables = {int(i): table(inputs.tokens) for i, table in gpt.value_embeds.items()}
     ngram = (ngrams * gpt.signs[inputs.signs] if cfg.sign_rows else ngrams).sum(0)
     for i, (row, block) in enumerate(zip(cfg.layers, gpt.blocks, strict=True)):
-        (x, sources, _, by_net), made = calls[i]
-        x0, mudd, f = sources.x0, None, block.collect(x, by_net)
+        (x, sources, _, net_gates), made = calls[i]
+        x0, mudd, f = sources.x0, None, block.collect(x, net_gates)
         if i == 0:
             x = x + row.ngram * f.get("ngram", [0])[0] * ngram
             close(first, x)
@@ -112,14 +112,14 @@ def test_layers_are_dense_ones(request, preset: str):
         if row.mudd is not None:
             read = torch.stack([first, outputs[row.mudd], x])
             x, x0, mudd = x + (f["to_stream"] * read).sum(0), first, (f["to_values"] * read).sum(0)
-        read = x if row.reads is None else outputs[row.reads]
+        read = x if row.attn_input is None else outputs[row.attn_input]
         close(made.attn_input, F.rms_norm(read, x.shape[-1:]))
         if row.skip is None:
             x = f["resid_attn"] * x
         else:
             x = x + block.skip_lambda.sigmoid() * f["skip"][0] * outputs[row.skip]
         if block.attn is not None:
-            args = cfg, block.attn, made.attn_input, tables.get(i), mudd, inputs.doc_ids, plan, f
+            args = cfg, block.attn, made.attn_input, tables.get(i), mudd, inputs.doc_ids, schedule, f
             x = x + attend_slowly(*args)
         x = x + row.x0 * f.get("x0", [0])[0] * x0 + (row.ngram and i > 0) * f.get("ngram", [0])[0] * ngram
         close(made.mlp_input, F.rms_norm(x, x.shape[-1:]))
@@ -144,15 +144,15 @@ def matrices() -> dict[str, nn.Parameter]:
 def stepped(optimizer, cfg):
     """Yield for each update of two matrices its plan, the mean gradients, and the values before and after."""
     total, before = 0, torch.stack(optimizer.params).detach()
-    for plan in cfg.plans:
+    for schedule in cfg.step_schedules:
         grads = torch.randn_like(before) * (torch.arange(before.size(2)) > 0)  # what has none does not decay in Adam
         optimizer.add([*grads])
         total = total + grads / cfg.batch_sequences
-        if optimizer.is_due(plan):
+        if optimizer.is_due(schedule):
             optimizer.reduce()
-            optimizer.update(plan)
+            optimizer.update(schedule)
             after = torch.stack(optimizer.params).detach()
-            yield plan, total, before, after
+            yield schedule, total, before, after
             total, before = 0, after
 
 
@@ -160,9 +160,9 @@ def test_adam_takes_sums_and_knows_how_often_it_has_stepped(gpt2):
     cfg = dataclasses.replace(gpt2, dtype="float64", batch_tokens=2 * gpt2.train_seq_len)
     for group in [group for group in cfg.groups if group.optimizer == "Adam"]:
         m, v, adam = 0, 0, Adam(matrices(), [group] * 2, {}, cfg, Ranks())
-        for count, (plan, g, p, after) in enumerate(stepped(adam, cfg), 1):
-            n = group.every[plan.step >= cfg.rare_from] / group.every[0]
-            beta1, beta2, lr = group.beta1**n, group.beta2**n, group.lr * plan.lr_factor
+        for count, (schedule, g, p, after) in enumerate(stepped(adam, cfg), 1):
+            n = group.update_interval[schedule.step >= cfg.long_interval_from] / group.update_interval[0]
+            beta1, beta2, lr = group.beta1**n, group.beta2**n, group.lr * schedule.lr_factor
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
             close(torch.stack(adam.views(adam.state["exp_avg"])), m)
             rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
@@ -174,16 +174,16 @@ def test_muon_has_two_momenta_and_decays_along_the_slow_one(gpt2):
     cfg = dataclasses.replace(gpt2, dtype="float64")
     group = next(group for group in cfg.groups if group.optimizer == "Muon")
     fast, slow, squares, decayed = 0, 0, torch.zeros(2, 6, 1).double(), []
-    for plan, g, p, after in stepped(Muon(matrices(), [group] * 2, {}, cfg, Ranks()), cfg):
-        momentum = plan.updates[group.names].beta1
-        beta, share = (0.85, 0.4385) if plan.step >= cfg.slow_momentum_from else (momentum, 1)
+    for schedule, g, p, after in stepped(Muon(matrices(), [group] * 2, {}, cfg, Ranks()), cfg):
+        momentum = schedule.updates[group.patterns].beta1
+        beta, share = (0.85, 0.4385) if schedule.step >= cfg.slow_momentum_from else (momentum, 1)
         fast, slow = beta * fast + (1 - beta) * g, 0.98 * slow + 0.02 * g
         m = share * fast + (1 - share) * slow
         u = train_gpt.zeropower_via_newtonschulz5(momentum * m + (1 - momentum) * g, torch.float64)
         squares = group.beta2 * squares + (1 - group.beta2) * u.square().mean(2, keepdim=True)
         even = u / squares.sqrt()
         u = even * (u.norm(dim=(1, 2), keepdim=True) / even.norm(dim=(1, 2), keepdim=True))
-        rate = cfg.muon_lr * plan.lr_factor
+        rate = cfg.muon_lr * schedule.lr_factor
         close(after, p - group.lr * rate * (u + group.decay * rate * p * (slow * p >= 0)))
         decayed.append((slow * p >= 0) != (fast * p >= 0))
     assert torch.stack(decayed).any(), "the momenta differ in signs"
@@ -192,21 +192,21 @@ def test_muon_has_two_momenta_and_decays_along_the_slow_one(gpt2):
 def test_rows_of_ngrams_step_by_an_adam_without_momentum_and_with_one_v_a_row(gpt2):
     """In three cycles, of other tokens each. Rows that none reads stay as they are, but their v decays, too."""
     cfg = dataclasses.replace(gpt2, dtype="float64", ngram_rows=300, prefix_file="")
-    table, reader = NgramTable(cfg, Ranks(), torch.device("cpu")), Reader(cfg, Ranks(), torch.device("cpu"))
+    table, reader = NgramTable(cfg, Ranks(), torch.device("cpu")), DistributedDataLoader(cfg, Ranks(), torch.device("cpu"))
     expected, v = table.rows.normal_().clone(), torch.zeros(300, dtype=torch.float64)
     for step in 1, 3, 15:
-        plan = cfg.plans[step]._replace(candidates=0)
+        schedule = cfg.step_schedules[step]._replace(sampled_classes=0)
         tokens = torch.randint(9, (cfg.batch_sequences, 129)).numpy()
-        _, requests = reader.make([plan], [[*tokens]])
-        sums = torch.randn(len(requests.ids), cfg.model_dim, dtype=torch.float64)
-        rate, decay, _, beta2 = plan.updates[table.group.names]
+        _, exchange = reader.make([schedule], [[*tokens]])
+        sums = torch.randn(len(exchange.ids), cfg.model_dim, dtype=torch.float64)
+        rate, decay, _, beta2 = schedule.updates[table.group.patterns]
         v *= beta2
-        for i, grad in zip(requests.ids.tolist(), sums / cfg.batch_sequences, strict=True):
+        for i, grad in zip(exchange.ids.tolist(), sums / cfg.batch_sequences, strict=True):
             v[i] += (1 - beta2) * grad.square().mean()
             u = rate * grad / (v[i].sqrt() + cfg.adam_eps)
             expected[i] -= u + decay * expected[i] * (u * expected[i] > 0)
-        table.send(requests, sums)
-        table.update(requests, plan)
+        table.send(exchange, sums)
+        table.update(exchange, schedule)
         close(table.v[:, 0], v)
         close(table.rows, expected)
 
@@ -224,24 +224,24 @@ def test_singular_values_become_1_and_vectors_stay(size: tuple):
 
 @pytest.mark.parametrize("window", [13, 100])
 def test_emas_move_and_blend_as_their_rows_say(gpt2, window: int):
-    """Also in a run that is shorter than their windows, and whose steps are no multiple of `every`."""
+    """Also in a run that is shorter than their windows, and whose steps are no multiple of `update_interval`."""
     cfg, n = dataclasses.replace(gpt2, dtype="float64"), gpt2.num_iterations - 2
     start = max(0, n - window)
-    for names in dict.fromkeys(row.names for row in cfg.emas):
-        rows = [row._replace(window=window, rate=0.2) for row in cfg.emas if row.names == names]
-        rows.append(rows[0]._replace(same_norm=False))  # one that keeps the norm keeps it for all
+    for names in dict.fromkeys(row.patterns for row in cfg.emas):
+        rows = [row._replace(window=window, rate=0.2) for row in cfg.emas if row.patterns == names]
+        rows.append(rows[0]._replace(keep_norm=False))  # one that keeps the norm keeps it for all
         adam = Adam(matrices(), [cfg.groups[-1]] * 2, dict(enumerate(rows)), cfg, Ranks())
         values = torch.randn(n, *adam.param_shard.shape, dtype=torch.float64)
         for step in range(n):
             adam.param_shard.copy_(values[step])
             rates = [row.rate_at(step, n) for row in rows]
-            adam.move_emas(cfg.plans[step]._replace(ema_rates=rates))
-        adam.finish()
+            adam.update_emas(cfg.step_schedules[step]._replace(ema_rates=rates))
+        adam.blend_emas()
         blended = values[-1]
         for row in rows:
-            due = [s for s in range(start, n) if (s - row.offset % n) % row.every == 0 or s >= n - row.at_end]
+            due = [s for s in range(start, n) if (s - row.offset % n) % row.interval == 0 or s >= n - row.at_end]
             average = values[due[0]]
             for s in due:
                 average = average.lerp(values[s], 0.2)
             blended = blended.lerp(average, row.blend)
-        close(adam.param_shard, blended * values[-1].norm() / blended.norm() if rows[0].same_norm else blended)
+        close(adam.param_shard, blended * values[-1].norm() / blended.norm() if rows[0].keep_norm else blended)

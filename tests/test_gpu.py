@@ -41,12 +41,12 @@ def both(function: Callable, device: str) -> list[Callable]:
     return [function, compiled(function)] if device == "cuda" else [function]
 
 
-# Flags reach all but the rows of stages: without `more_steps` four steps are one of each of gpt2's first two stages and
+# Flags reach all but the rows of stages: without `extra_steps` four steps are one of each of gpt2's first two stages and
 # two of the third
 FEW_STEPS = """
 import dataclasses, train_gpt
 cfg = train_gpt.PRESETS["gpt2"]
-stages = tuple(stage._replace(more_steps=0) for stage in cfg.stages)
+stages = tuple(stage._replace(extra_steps=0) for stage in cfg.stages)
 train_gpt.PRESETS["gpt2"] = dataclasses.replace(cfg, stages=stages)
 train_gpt.main()
 """
@@ -119,7 +119,7 @@ def test_attention_equals_dense_forward_and_backward(window: int, mean_document:
     q, k, v, grad = (torch.randn(T, H, width, generator=generator).to(device) for width in widths)
     qkv = [0.12 * train_gpt.norm(q), train_gpt.norm(k), v]
     settings = dict(docs=docs.to(device), window=torch.tensor(window, dtype=torch.int32, device=device), block=block)
-    function = functools.partial(compiled(attention) if device == "cuda" else attention, **settings)
+    function = functools.partial(compiled(attention) if device == "cuda" else attention, **attn_settings)
     actual = with_gradients(function, *(t.bfloat16() for t in qkv), grad=grad)
     errors = relative_errors(actual, with_gradients(dense, *qkv, grad=grad))
     assert within(errors, 0.015), f"output, grad q, k, v: {errors}; bf16 gives 0.005, a CPU's softmax in it 0.01"
@@ -137,15 +137,15 @@ def test_the_pointer_equals_a_dense_one_forward_and_backward(mean_document: int,
     read = (torch.rand(T + 1, generator=generator) ** 3 * 300).int()
     x = train_gpt.norm(torch.randn(T, K, generator=generator)).bfloat16()
     grad = torch.randn(T, 2, generator=generator).to(device)
-    x, docs, tokens, following = (t.to(device) for t in (x, docs, read[:-1], read[1:]))
-    inputs = train_gpt.Inputs(tokens, following, docs, *[None] * 5)
+    x, docs, tokens, next_tokens = (t.to(device) for t in (x, docs, read[:-1], read[1:]))
+    inputs = train_gpt.ModelInputs(tokens, next_tokens, docs, *[None] * 5)
     names = ("weight", "sink", "gain")
     values = [x, 2 * pointer.weight, 3 * pointer.sink, 4 * pointer.gain]  # uneven weights
 
     def ours(x, *values):
         return torch.func.functional_call(pointer, dict(zip(names, values, strict=True)), (x, inputs))
 
-    dense = functools.partial(dense_pointer, tokens=tokens, following=following, docs=docs, block=block)
+    dense = functools.partial(dense_pointer, tokens=tokens, next_tokens=next_tokens, docs=docs, block=block)
     expected = with_gradients(dense, *(t.double() for t in values), grad=grad)
     assert min(expected[0].amax(0)) > 0.5 > 0.2 > max(expected[0].amin(0))
     for function in both(ours, device):
@@ -163,30 +163,30 @@ def test_head_equals_autograd_of_the_whole(precision: str, is_sampled: bool, dev
     generator = torch.Generator(device).manual_seed(0)
     x = train_gpt.norm(torch.randn(T, K, device=device, generator=generator)).bfloat16()
     w = (torch.randn(V, K, device=device, generator=generator) * 0.02).bfloat16()
-    candidates = torch.randperm(V, device=device, generator=generator)[: C if is_sampled else V].sort().values
-    targets = torch.randint(len(candidates), (T,), device=device, generator=generator)
+    sampled_classes = torch.randperm(V, device=device, generator=generator)[: C if is_sampled else V].sort().values
+    targets = torch.randint(len(sampled_classes), (T,), device=device, generator=generator)
     weights = torch.tensor([1.0, 0.5, 0.25], device=device)
     softcap = GPT2.lm_head_softcap, GPT2.softcap_range, GPT2.softcap_shift
     scales = train_gpt.FP8_SCALES if precision == "fp8" else None
-    copy = len(candidates) - 2
+    copy = len(sampled_classes) - 2
     columns = torch.nn.functional.pad(targets, (0, 2), value=-2).unfold(0, 3, 1)
     columns = torch.cat([columns, torch.full_like(targets, copy)[:, None]], dim=1)
     pointer = torch.rand(T, 3, device=device, generator=generator).softmax(1)[:, :2].contiguous()
-    w[candidates[copy]] += 0.1 * x[0]  # a copy has a part
+    w[sampled_classes[copy]] += 0.1 * x[0]  # a copy has a part
 
     def head(x, w, pointer):
-        rows = torch.nn.functional.embedding(candidates, w)
+        rows = torch.nn.functional.embedding(sampled_classes, w)
         with_copy = torch.cat([weights, weights.new_zeros(1)])
         return train_gpt.HeadLoss.apply(x, rows, pointer, columns, with_copy, softcap, T // 4, scales, True, None)
 
-    loss, grad_x, grad_rows, *rest = dense_head(x, w[candidates], targets, weights, softcap, pointer, copy=copy)
-    expected = loss, grad_x, torch.zeros_like(w).index_copy_(0, candidates, grad_rows), *rest
+    loss, grad_x, grad_rows, *rest = dense_head(x, w[sampled_classes], targets, weights, softcap, pointer, copy=copy)
+    expected = loss, grad_x, torch.zeros_like(w).index_copy_(0, sampled_classes, grad_rows), *rest
     limit = 0.09 if scales else 0.01
     for function in both(head, device):
         found = with_gradients(function, x, w, pointer)
         errors = relative_errors(found, expected)
         assert within(errors, limit), f"loss, grad x, w, pointer: {errors}; e5m2 rounds by 0.066, root mean square"
-        assert found[2].any(1).sum() == len(candidates)
+        assert found[2].any(1).sum() == len(sampled_classes)
 
 
 def fp8_by_hand(x: Tensor, grad: Tensor, w1: Tensor, w2: Tensor | None = None) -> list[Tensor]:
@@ -222,8 +222,8 @@ def test_fp8_equals_rounded_factors_and_is_near_the_exact_product(is_mlp: bool, 
     grad = ((grad if is_mlp else grad[:, :1] * w1[:, 0]) * torch.logspace(-3, 1, T, device=device)[:, None]).bfloat16()
     if is_mlp:
         plain = lambda x, w1, w2: (x @ w1.T).relu().square() @ w2.T  # noqa: E731
-        by_kernel = train_gpt.MLP(dataclasses.replace(GPT2, device=device, dtype="bfloat16")).by_kernel
-        ours = lambda *args: train_gpt.ReluSquaredMLP.apply(*args, True, by_kernel)  # noqa: E731
+        use_kernel = train_gpt.MLP(dataclasses.replace(GPT2, device=device, dtype="bfloat16")).use_kernel
+        ours = lambda *args: train_gpt.ReluSquaredMLP.apply(*args, True, use_kernel)  # noqa: E731
     else:
         plain, ours = torch.nn.functional.linear, lambda *args: train_gpt.FP8Linear.apply(*args)
     exact = with_gradients(plain, *(t.double() for t in (x, *weights)), grad=grad)
@@ -245,8 +245,8 @@ def test_mlp_equals_autograd_in_float64(T: int, device: str):
     x, c_fc, c_proj, grad = (randn(device, *shape, seed=n).bfloat16() for n, shape in enumerate(shapes))
     args = x, c_fc / K**0.5, c_proj / K**0.5
     exact = with_gradients(lambda x, a, b: (x @ a.T).relu().square() @ b.T, *(t.double() for t in args), grad=grad)
-    by_kernel = train_gpt.MLP(dataclasses.replace(GPT2, device=device, dtype="bfloat16")).by_kernel
-    mlp = lambda *args: train_gpt.ReluSquaredMLP.apply(*args, False, by_kernel)  # noqa: E731
+    use_kernel = train_gpt.MLP(dataclasses.replace(GPT2, device=device, dtype="bfloat16")).use_kernel
+    mlp = lambda *args: train_gpt.ReluSquaredMLP.apply(*args, False, use_kernel)  # noqa: E731
     for function in both(mlp, device):
         errors = relative_errors(with_gradients(function, *args, grad=grad), exact)
         assert within(errors, 0.006), f"output, grad x, c_fc, c_proj: {errors}; on a CPU at most 0.0045"

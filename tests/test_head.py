@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from dense import CAP, E4M3, E5M2, dense_head, quantized, randomize, softcapped_loss, with_gradients
-from train_gpt import FP8Linear, HeadLoss, Ranks, ReluSquaredMLP, Trainer, settings_of
+from train_gpt import FP8Linear, HeadLoss, Ranks, ReluSquaredMLP, Trainer, make_attention_settings
 
 SCALES = X_S, W_S, GRAD_S = 2.0, 2.0**9, 2.0**13
 T, K, V = 80, 48, 112  # tokens, width, rows of the head: few, as the CPU's FP8 kernels are slow
@@ -41,18 +41,18 @@ def in_slices(x: Tensor, w: Tensor, targets: Tensor, slice_tokens: int = T, scal
 def test_slices_are_the_whole(slice_tokens: int):
     """In float64, also with a pointer where nearly all is a copy, any weights, and a factor on all; and in bf16."""
     x, w, targets = inputs(torch.float64)
-    copy, wide = V - 5, (6.0, 40.0, 1.5)
+    copy, accum_dtype = V - 5, (6.0, 40.0, 1.5)
     x[:9], w[copy] = x[0], x[0] / 2
-    alpha = (wide[1] * ((x @ w.T + wide[2]) * 2 / wide[0]).sigmoid()).softmax(-1)[:, copy]
+    alpha = (accum_dtype[1] * ((x @ w.T + accum_dtype[2]) * 2 / accum_dtype[0]).sigmoid()).softmax(-1)[:, copy]
     assert alpha[0] > 0.99 > 0.01 > alpha[10:].min()
     weights = torch.tensor([0.7, 0.5, 0.0], dtype=torch.float64)
     columns = torch.cat([next_targets(targets, 2), torch.full((T, 1), copy)], dim=1)
     for pointer in [], [torch.rand(T, 3, dtype=torch.float64).softmax(1)[:, :2]]:
         n = 2 + len(pointer)
-        rest = columns[:, :n], weights[:n], wide, slice_tokens, None, True, None
+        rest = columns[:, :n], weights[:n], accum_dtype, slice_tokens, None, True, None
         none = () if pointer else (x.new_empty(T, 0),)
         head = lambda *given, rest=none + rest: 3 * HeadLoss.apply(*given, *rest)  # noqa: E731
-        expected = dense_head(x, w, targets, weights[:2], wide, *pointer, copy=copy)
+        expected = dense_head(x, w, targets, weights[:2], accum_dtype, *pointer, copy=copy)
         for got, want in zip(with_gradients(head, x, w, *pointer), expected, strict=True):
             torch.testing.assert_close(got, 3 * want, rtol=1e-10, atol=1e-11)
     actual, expected = in_slices(*inputs(), slice_tokens), dense_head(*inputs(), THREE)
@@ -120,9 +120,9 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     plain = randomize(trainer.gpt)
     fp8 = Trainer(dataclasses.replace(cfg, lm_head_fp8=True, layers_fp8=True), Ranks()).gpt
     fp8.load_state_dict(plain.state_dict())
-    plan = cfg.plans[0]
-    [inputs], _ = trainer.dummies(plan)
-    batch = inputs, torch.randn(2, plan.seq_len, 96).bfloat16(), settings_of(plan, cfg, trainer.device)
+    schedule = cfg.step_schedules[0]
+    [inputs], _ = trainer.dummy_batch(schedule)
+    batch = inputs, torch.randn(2, schedule.seq_len, 96).bfloat16(), make_attention_settings(schedule, cfg, trainer.device)
     given = {FP8Linear: [], ReluSquaredMLP: [], HeadLoss: []}
     for function, calls in given.items():
         apply = lambda *args, calls=calls, apply=function.apply: calls.append(args) or apply(*args)  # noqa: E731
@@ -143,20 +143,20 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
 
 
 @pytest.mark.parametrize("candidates", [0, 192])
-def test_gradients_are_those_of_the_loss(gpt2, candidates: int):
+def test_gradients_are_those_of_the_loss(gpt2, sampled_classes: int):
     """The pointer's, the layers' and the head's, by a difference along a random direction."""
     cfg = dataclasses.replace(gpt2, dtype="float64", prefix_file="")
     trainer = Trainer(cfg, Ranks())
     gpt = randomize(trainer.gpt)
-    plan = cfg.plans[0]._replace(next_weights=[0.7], candidates=candidates)  # the gradients of more have an accident
-    tokens = np.random.default_rng(0).integers(40, size=plan.seq_len + 1)
-    [[read]], _ = trainer.reader.make([plan], [[tokens]])
-    ngrams = torch.randn(2, plan.seq_len, cfg.model_dim, dtype=torch.float64)
-    settings = settings_of(plan, cfg, trainer.device)
-    gpt.lm_head.data[cfg.vocab_size] = 0.3 * gpt.features(read, ngrams, settings)[3].detach()
+    schedule = cfg.step_schedules[0]._replace(next_weights=[0.7], sampled_classes=sampled_classes)  # the gradients of more have an accident
+    tokens = np.random.default_rng(0).integers(40, size=schedule.seq_len + 1)
+    [[read]], _ = trainer.loader.make([schedule], [[tokens]])
+    ngrams = torch.randn(2, schedule.seq_len, cfg.model_dim, dtype=torch.float64)
+    attn_settings = make_attention_settings(schedule, cfg, trainer.device)
+    gpt.lm_head.data[cfg.vocab_size] = 0.3 * gpt.features(read, ngrams, attn_settings)[3].detach()
     start = {name: p.detach().clone() for name, p in gpt.named_parameters()}
-    gpt.row_sums.clear()
-    gpt(read, ngrams, settings).backward()
+    gpt.grad_buffers.clear()
+    gpt(read, ngrams, attn_settings).backward()
     for prefix in "pointer.weight", "pointer.sink", "pointer.gain", "blocks.", "lm_head":
         names = [name for name in start if name.startswith(prefix)]
         way = {name: torch.randn_like(start[name]) for name in names}
@@ -165,7 +165,7 @@ def test_gradients_are_those_of_the_loss(gpt2, candidates: int):
         for step in 1e-6, -1e-6:
             for name in names:
                 gpt.get_parameter(name).data.copy_(start[name] + step * way[name])
-            losses.append(gpt(read, ngrams, settings).item())
+            losses.append(gpt(read, ngrams, attn_settings).item())
             for name in names:
                 gpt.get_parameter(name).data.copy_(start[name])
         assert (losses[0] - losses[1]) / 2e-6 == pytest.approx(expected.item(), rel=1e-4), prefix

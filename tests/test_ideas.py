@@ -60,7 +60,7 @@ MANY = {
     '    "short": Attention("short"),': '    "short": Attention("short"),\n    "mid": Attention("mid"),',
     "NANO_LAYERS = (": 'NANO_LAYERS = (Layer("mid", x0=True), ',
     "        self.c_fc =": "        self.c_gate = uniform_weight(K, K, cfg.mlp_dim)\n        self.c_fc =",
-    "ReluSquaredMLP.apply(x, self.c_fc.mT.type_as(x), c_proj, fp8, self.by_kernel)": "linear("
+    "ReluSquaredMLP.apply(x, self.c_fc.mT.type_as(x), c_proj, fp8, self.use_kernel)": "linear("
     "F.silu(linear(x, self.c_gate.mT)) * linear(x, self.c_fc.mT), c_proj)",
     'Group("Muon", "*.c_fc", lr=2.0': 'Group("Muon", "*.c_fc *.c_gate", lr=2.0',
     'Group("Adam", "embed.weight value_embeds.*", lr=0.18': 'Group("Lion", "embed.weight value_embeds.*", lr=0.018',

@@ -25,8 +25,8 @@ def check_mlp_kernel():
         scales = torch.rand(T, 1, generator=generator)
         exact = 2 * (y.double() * scales).sqrt() * (grad.double() @ w.double())
         scale = torch.tensor(0.5)
-        found = train_gpt.relu_squared_backward(grad, w, y, scales, scale, by_kernel=True)
-        twin = train_gpt.relu_squared_backward(grad, w, y, scales, torch.tensor(1.0), by_kernel=False)
+        found = train_gpt.relu_squared_backward(grad, w, y, scales, scale, use_kernel=True)
+        twin = train_gpt.relu_squared_backward(grad, w, y, scales, torch.tensor(1.0), use_kernel=False)
         torch.testing.assert_close(found[2], (scale * y * scales).half(), rtol=0.001, atol=1e-7)
         torch.testing.assert_close(twin[2], (y * scales).half(), rtol=0.001, atol=1e-7)
         assert torch.equal(found[0], found[1])
@@ -66,7 +66,7 @@ def check_cross_entropy_kernel():
         exact = train_gpt.softcapped_cross_entropy(
             z.double(), targets, weights.double(), pointer.double(), softcap, True
         )
-        found = train_gpt.cross_entropy_by_kernel(z, targets, weights, pointer, softcap, 2.0)
+        found = train_gpt.cross_entropy_with_kernel(z, targets, weights, pointer, softcap, 2.0)
         for a, b, scale in zip(found, exact, (1, 2, 1), strict=True):
             copy = torch.arange(12) == 6  # there float32 rounds what is left to other tokens
             torch.testing.assert_close(a[~copy].double(), scale * b[~copy], rtol=1e-5, atol=1e-6)

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import train_gpt
 from train_gpt import GPT, Muon, Ranks, UserError, build_optimizers, step_optimizers
 
-MUON = train_gpt.Group("Muon", "*", lr=1.0, beta2=0.95, every=(1, 1))
+MUON = train_gpt.Group("Muon", "*", lr=1.0, beta2=0.95, update_interval=(1, 1))
 EMA = train_gpt.EMA("w", window=30, rate=0.5, blend=1.0)
 
 
 @pytest.mark.parametrize("rows", [0, 2])
 def test_a_parameter_without_exactly_one_row_is_refused_by_name(gpt2, rows: int):
-    gpt = GPT(dataclasses.replace(gpt2, groups=gpt2.groups + (MUON._replace(names="mlp.*ext* *.extra"),) * rows))
+    gpt = GPT(dataclasses.replace(gpt2, groups=gpt2.groups + (MUON._replace(patterns="mlp.*ext* *.extra"),) * rows))
     gpt.blocks[1].register_parameter("extra", nn.Parameter(torch.zeros(3, 3)))
     with pytest.raises(UserError, match=rf"^blocks.1.extra: {rows} rows of `groups`"):
         build_optimizers(gpt, Ranks())
@@ -31,9 +31,9 @@ def test_tied_tables_need_equal_rows(gpt2, monkeypatch, changes: dict | None):
     """Or one of them would leave the other in silence. None: one row for both."""
     monkeypatch.setitem(train_gpt.OPTIMIZERS, "Other", type("Other", (train_gpt.Adam,), {}))
     row = train_gpt.Group("Adam", "lm_head", lr=0.01, decay=0.1, beta1=0.5, beta2=0.95)
-    others = (row._replace(names=re.sub("lm_head|embed.weight", "", row.names)) for row in gpt2.groups)
-    both = (row._replace(names="lm_head embed.weight"),)
-    groups = (*others, *(both if changes is None else (row, row._replace(names="embed.weight", **changes))))
+    others = (row._replace(patterns=re.sub("lm_head|embed.weight", "", row.patterns)) for row in gpt2.groups)
+    both = (row._replace(patterns="lm_head embed.weight"),)
+    groups = (*others, *(both if changes is None else (row, row._replace(patterns="embed.weight", **changes))))
     cfg = dataclasses.replace(gpt2, groups=groups, tied_frac=0.5)
     with pytest.raises(UserError, match=r"^embed\.weight has .*--tied_frac 0$"):
         build_optimizers(GPT(cfg), Ranks())
@@ -45,15 +45,15 @@ def test_gradients_of_rows_add_up_in_place_without_loss(gpt2):
     table = nn.Parameter(torch.randn(7, 16).bfloat16())
     index = torch.tensor([3] * 1000 + [5])
     sums = torch.ones(7, 16)
-    rows = train_gpt.LookUp.apply(table, index, sums)
+    rows = train_gpt.AccumulatingEmbedding.apply(table, index, sums)
     assert torch.equal(rows, table[index])
     for _ in range(2):
         assert torch.autograd.grad(rows.sum(), table, retain_graph=True, allow_unused=True) == (None,)
     assert sums.mean(1).tolist() == [1, 1, 1, 2001, 1, 3, 1]
     trainer = train_gpt.Trainer(dataclasses.replace(gpt2, dtype="bfloat16"), Ranks())
-    assert all(sums.dtype == torch.float32 for sums in trainer.gpt.row_sums.values())
+    assert all(sums.dtype == torch.float32 for sums in trainer.gpt.grad_buffers.values())
     large = {name for name, p in trainer.gpt.named_parameters() if p.ndim == 2 and len(p) >= 256}
-    assert {*trainer.gpt.row_sums} == large
+    assert {*trainer.gpt.grad_buffers} == large
 
 
 def test_muon_keeps_steps_that_bf16_would_lose():
@@ -61,15 +61,15 @@ def test_muon_keeps_steps_that_bf16_would_lose():
     first = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     params = dict(w=nn.Parameter(first.clone()))
     muon = Muon(params, [MUON], {0: EMA}, cfg, Ranks())
-    values = muon.state["values"][0]
+    values = muon.state["master"][0]
     assert torch.equal(values, first)
     for step in range(30):
         before = values.clone()
         muon.add([torch.eye(16).bfloat16()])
         muon.reduce()
-        muon.update(cfg.plans[step])
+        muon.update(cfg.step_schedules[step])
         assert torch.equal(params["w"], values.bfloat16())
-        muon.move_emas(cfg.plans[step]._replace(ema_rates=[1.0]))
+        muon.update_emas(cfg.step_schedules[step]._replace(ema_rates=[1.0]))
         assert torch.equal(muon.state["ema 0"][0], values), "nor does an average"
         assert (values.diag() < before.diag()).all()
     moved = (first - values).diag()
@@ -141,11 +141,11 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, gp
     for step in range(2):
         for optimizer in optimizers:
             optimizer.add([torch.randn_like(p) for p in optimizer.params])
-        plan = gpt2.plans[gpt2.all_step - 1]
-        step_optimizers(optimizers, plan, lambda: network.events.append("rows"))
+        schedule = gpt2.plans[gpt2.common_interval - 1]
+        step_optimizers(optimizers, schedule, lambda: network.events.append("rows"))
         assert not network.under_way
         assert all(p.isfinite().all() for p in gpt.parameters()), "a result was used before it was there"
-        groups = len(optimizers) - plan.ties  # then embedding and head are one table
+        groups = len(optimizers) - schedule.tied  # then embedding and head are one table
         assert network.events == ["reduce_scatter"] * groups + ["rows"] + ["update", "all_gather"] * groups
         assert network.now <= (2 * groups + 2) * (step + 1)
         network.events.clear()
@@ -155,22 +155,22 @@ def test_rows_of_ngrams_wait_for_what_other_ranks_send(gpt2):
     """Both ways. The other of two ranks sends what this one does."""
 
     class Table(train_gpt.NgramTable):
-        def exchange(self, rows, sent, received):
-            got = torch.full((sum(received), rows.size(1)), math.nan, dtype=rows.dtype)
+        def all_to_all(self, out, rows, received, sent):
             assert rows.isfinite().all()
-            return got, lambda: got.copy_(rows[torch.arange(len(got)) % len(rows)])
+            out.fill_(math.nan)
+            return lambda: out.copy_(rows[torch.arange(len(out)) % len(rows)])
 
-    plan = gpt2.plans[gpt2.all_step - 1]
+    schedule = gpt2.plans[gpt2.common_interval - 1]
     table = Table(gpt2, Ranks(0, 2, 0, 2), torch.device("cpu"))
-    reader = train_gpt.Reader(gpt2, table.ranks, torch.device("cpu"))
-    tokens = np.arange(plan.seq_len + 1) % 7
-    ((inputs, *_),), requests = reader.on_device(reader.make([plan], [[tokens] * gpt2.batch_sequences]))
+    reader = train_gpt.DistributedDataLoader(gpt2, table.ranks, torch.device("cpu"))
+    tokens = np.arange(schedule.seq_len + 1) % 7
+    ((inputs, *_),), exchange = reader.on_device(reader.make([schedule], [[tokens] * gpt2.batch_sequences]))
     for _ in range(2):
-        assert table.fetch(requests)(inputs.ngram_index).isfinite().all()
-        table.send(requests, torch.ones(len(requests.ids), gpt2.model_dim, dtype=table.sum_dtype))
-        table.update(requests, plan)
+        assert table.fetch(exchange)(inputs.ngram_index).isfinite().all()
+        table.send(exchange, torch.ones(len(exchange.ids), gpt2.model_dim, dtype=table.sum_dtype))
+        table.update(exchange, schedule)
         assert table.rows.isfinite().all()
-        assert table.rows.any(1).sum() == len(requests.updated)
+        assert table.rows.any(1).sum() == len(exchange.unique_rows)
 
 
 def test_rows_of_ngrams_are_saved_and_restored_in_blocks(gpt2, monkeypatch):

@@ -23,27 +23,27 @@ def test_loss_and_gradients(gpt2, monkeypatch, case: dict):
     cfg = dataclasses.replace(gpt2, **GOLDEN.facts["config"], dtype="float64", block_size=16, prefix_file="")
     pointer = m.Pointer(cfg).double()
     pointer.load_state_dict({name: GOLDEN.tensor(name) for name in ("weight", "sink", "gain")})
-    reader = m.Reader(cfg, m.Ranks(), torch.device("cpu"))
+    reader = m.DistributedDataLoader(cfg, m.Ranks(), torch.device("cpu"))
     reader.prefixes, reader.offsets = GOLDEN["prefixes"], [case.get("offset", 0)]
-    plan = cfg.plans[0] if trains else m.plan_validation(0, cfg)
-    plan = plan._replace(**{key: case[key] for key in ("next_weights", "prefix_weight", "candidates")})
-    found = reader.inputs(plan, 0, GOLDEN[f"sequence/{case['data']}"].astype(np.int32), None)
+    schedule = cfg.step_schedules[0] if trains else m.schedule_validation(0, cfg)
+    schedule = schedule._replace(**{key: case[key] for key in ("next_weights", "prefix_weight", "candidates")})
+    found = reader.inputs(schedule, 0, GOLDEN[f"sequence/{case['data']}"].astype(np.int32), None)
     if case["candidates"]:
         assert reader.offsets == [case["offset_after"]]
-        GOLDEN.compare(f"candidates/{name}", found.candidates)
+        GOLDEN.compare(f"sampled_classes/{name}", found.sampled_classes)
     if case["prefix_weight"]:
         assert (found.targets[:, -2] >= 0).sum() == case["prefix_terms"]
-    inputs = m.Inputs(*(None if t is None else torch.from_numpy(t) for t in found))
+    inputs = m.ModelInputs(*(None if t is None else torch.from_numpy(t) for t in found))
     inputs = inputs._replace(doc_ids=GOLDEN.tensor(f"doc_ids/{case['data']}"))  # parts of documents begin sequences
     never = torch.from_numpy(GOLDEN["canon"])[inputs.tokens] if case.get("mask") else None
     hidden, head = (GOLDEN.tensor(name).requires_grad_() for name in ("hidden", "lm_head"))
     with torch.set_grad_enabled(trains):
         y = m.norm(hidden)
-        rows = head if inputs.candidates is None else head[inputs.candidates]
-        shares = pointer(y, inputs)
-        GOLDEN.compare(f"shares/{name}", shares)
+        rows = head if inputs.sampled_classes is None else head[inputs.sampled_classes]
+        pointer_mass = pointer(y, inputs)
+        GOLDEN.compare(f"shares/{name}", pointer_mass)
         targets, weights, softcap = inputs.targets, inputs.loss_weights, GOLDEN.facts["softcap"]
-        loss = m.HeadLoss.apply(y, rows, shares, targets, weights, softcap, 50, None, trains, never)
+        loss = m.HeadLoss.apply(y, rows, pointer_mass, targets, weights, softcap, 50, None, trains, never)
         GOLDEN.compare(f"loss/{name}", loss if trains else loss / len(inputs.tokens))
     if trains:
         wanted = dict(hidden=hidden, lm_head=head, **dict(pointer.named_parameters()))
@@ -55,26 +55,26 @@ def test_candidates_have_the_row_of_a_copy(monkeypatch):
     """Of real size, rank after rank, step after step: the copy is one of those that the sweep leaves out."""
     monkeypatch.setattr(m, "read_prefixes", lambda cfg: None)
     cfg = m.resolve(dataclasses.replace(m.PRESETS["gpt2"], device="cpu", run_id="r", seed=0))
-    reader = m.Reader(cfg, m.Ranks(), torch.device("cpu"))
+    reader = m.DistributedDataLoader(cfg, m.Ranks(), torch.device("cpu"))
     for case in GOLDEN.facts["real_candidates"]:
         states = [case["lcg_seed"]]
         for _ in range(case["tokens"]):
             states.append((1664525 * states[-1] + 1013904223) % 2**32)
         uniform = [(state >> 16) ** 4 >> 48 for state in states[1:]]
-        following = np.array([((u * u >> 16) * 50257) >> 16 for u in uniform])
-        sequence = np.append(0, following).astype(np.int32)
-        plan = cfg.plans[0]._replace(candidates=case["candidates"], next_weights=[1.0], prefix_weight=0.0)
-        inputs = reader.inputs(plan, case["rank"], sequence, None)
-        targets, found = inputs.targets, inputs.candidates
+        next_tokens = np.array([((u * u >> 16) * 50257) >> 16 for u in uniform])
+        sequence = np.append(0, next_tokens).astype(np.int32)
+        schedule = cfg.step_schedules[0]._replace(sampled_classes=case["candidates"], next_weights=[1.0], prefix_weight=0.0)
+        inputs = reader.inputs(schedule, case["rank"], sequence, None)
+        targets, found = inputs.targets, inputs.sampled_classes
         assert hashlib.sha256(found.astype("<i4")).hexdigest() == case["sha256_int32_le"]
-        assert (found[targets] == np.column_stack([following, np.full_like(following, 50257)])).all()
+        assert (found[targets] == np.column_stack([next_tokens, np.full_like(next_tokens, 50257)])).all()
         assert reader.offsets[case["rank"]] == case["offset_after"]
 
 
 def test_schedules():
     """Of 1,050 steps and the last validation, with all that record 92 does after so many steps where it was."""
     cfg = dataclasses.replace(m.PRESETS["gpt2"], prefix_file="p")
-    assert m.num_tokens(1050, cfg) == sum(plan.seq_len * 8 for plan in cfg.plans) == 289_472_512
+    assert m.num_tokens(1050, cfg) == sum(schedule.seq_len * 8 for schedule in cfg.step_schedules) == 289_472_512
     GOLDEN.compare_schedule(cfg)
 
 
@@ -82,9 +82,9 @@ def test_updates_of_its_parameters():
     """Adam's of the proposal, in no average."""
     cfg = m.PRESETS["gpt2"]
     for name, public in GOLDEN.facts["groups"].items():
-        row = m.group_of(name, cfg)
+        row = m.find_group(name, cfg)
         assert (row.optimizer, [row.beta1, row.beta2], row.lr / 0.008) == ("Adam", public["betas"], public["lr"])
-        assert (row.decay, row.every) == (0.005 * public["decay"], (2, 2))
+        assert (row.decay, row.interval) == (0.005 * public["decay"], (2, 2))
         assert not any(m.matches(name, ema.names) for ema in cfg.emas)
     torch.manual_seed(0)
     pointer = m.Pointer(dataclasses.replace(cfg, dtype="bfloat16"))

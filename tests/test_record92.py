@@ -32,14 +32,14 @@ def golden() -> Golden:
 
 def test_schedules(golden):
     cfg = dataclasses.replace(RECORD92, prefix_file="p")
-    assert m.num_tokens(1194, cfg) == sum(plan.seq_len * 8 for plan in cfg.plans) == 328_663_040
+    assert m.num_tokens(1194, cfg) == sum(schedule.seq_len * 8 for schedule in cfg.step_schedules) == 328_663_040
     golden.compare_schedule(cfg)
 
 
 def test_hashes(golden):
     tokens = golden["hash/tokens"].astype(np.int32)
-    golden.compare("hash/rows", m.find_ngrams(tokens, RECORD92))
-    golden.compare("hash/sign_rows", m.find_signs(tokens, RECORD92))
+    golden.compare("hash/rows", m.ngram_row_ids(tokens, RECORD92))
+    golden.compare("hash/sign_rows", m.sign_row_ids(tokens, RECORD92))
 
 
 def test_prefixes(golden):
@@ -71,26 +71,26 @@ class SmallRun:
         self.trainer.warm_up()
         gpt, table = self.trainer.gpt, self.trainer.table
         gpt.signs.copy_(golden.tensor("data/signs"))
-        self.values = dict(gpt.named_parameters()) | {"ngrams": table.rows}
+        self.master = dict(gpt.named_parameters()) | {"ngrams": table.rows}
         with torch.no_grad():
-            for name, p in self.values.items():
+            for name, p in self.master.items():
                 p.copy_(golden.tensor("start/lm_head" if name == "embed.weight" else f"start/{name}"))
         for optimizer in self.trainer.optimizers:  # which keep values of their own
-            if "values" in optimizer.state:
-                optimizer.state["values"].copy_(optimizer.param_shard)
-        self.grads = {name: torch.zeros_like(p) for name, p in self.values.items()}
+            if "master" in optimizer.state:
+                optimizer.state["master"].copy_(optimizer.param_shard)
+        self.grads = {name: torch.zeros_like(p) for name, p in self.master.items()}
         self.losses: list[float] = []
         self.add_gradients, self.trainer.gradients = self.trainer.gradients, self.observed
 
-    def observed(self, inputs, ngrams, settings):
+    def observed(self, inputs, ngrams, attn_settings):
         """Do what a trainer does for a sequence, and keep its loss, and its gradients beside those before."""
         views = [pair for o in self.trainer.optimizers for pair in zip(o.names, o.grad_views, strict=True)]
         before = [view.clone() for _, view in views]
-        loss, grad = self.add_gradients(inputs, ngrams, settings)
+        loss, grad = self.add_gradients(inputs, ngrams, attn_settings)
         self.losses.append(loss.item())
         for (name, view), old in zip(views, before, strict=True):
             self.grads[name] += view - old
-        rows = self.trainer.requests.ids[inputs.ngram_index.flatten()]
+        rows = self.trainer.exchange.ids[inputs.ngram_index.flatten()]
         self.grads["ngrams"].index_add_(0, rows, grad.flatten(0, 1))
         return loss, grad
 
@@ -110,7 +110,7 @@ class SmallRun:
         """Return those of NORMS. The record's MLPs have a matrix that nothing reads."""
         norms = []
         for globs in NORMS:
-            own = [p.flatten() for name, p in self.values.items() if any(fnmatch(name, glob) for glob in globs.split())]
+            own = [p.flatten() for name, p in self.master.items() if any(fnmatch(name, glob) for glob in globs.split())]
             beside = [self.golden.tensor("frozen_c_fc").flatten()] if "mlps" in globs else []
             norms.append(torch.cat([*own, *beside]).norm().item())
         return np.array(norms)
@@ -122,14 +122,14 @@ def test_a_whole_small_run(golden, tmp_path):
     cfg, trainer, val_steps = run.cfg, run.trainer, golden.facts["val_steps"]
     ends = m.stage_ends(cfg)
     assert [*map(list, zip([0, *ends], ends, strict=False))] == golden.facts["stage_steps"]
-    steps = trainer.reader.read(m.train_cycles(run.data["train"], cfg))
-    for step, (plan, inputs) in enumerate(zip(cfg.plans, steps, strict=True)):
+    steps = trainer.loader.read(m.train_cycles(run.data["train"], cfg))
+    for step, (schedule, inputs) in enumerate(zip(cfg.step_schedules, steps, strict=True)):
         if step in val_steps:
             golden.compare("val_loss", run.evaluate(step), val_steps.index(step))
         run.losses.clear()
         for total in run.grads.values():
             total.zero_()
-        trainer.train_step(plan, *inputs)
+        trainer.train_step(schedule, *inputs)
         golden.compare("loss", run.losses, step)
         norms = [torch.cat([run.grads[ours].flatten() for ours in names[name]]).norm() / 8 for name in names]
         golden.compare("grad_norm", norms, step)
@@ -152,10 +152,10 @@ def compare_end(run: SmallRun) -> None:
     cfg, trainer, golden, N = run.cfg, run.trainer, run.golden, run.cfg.num_iterations
     golden.compare("val_final_before_ship", run.evaluate(N))
     before = run.norms()
-    no_norm = [row._replace(same_norm=False) for row in cfg.emas]
+    no_norm = [row._replace(keep_norm=False) for row in cfg.emas]
     for o in trainer.optimizers:
         o.emas = {i: no_norm[i] for i in o.emas}
-        o.finish()
+        o.blend_emas()
     after = run.norms()
     golden.compare("norm_before", before)
     golden.compare("ratio", before / after)

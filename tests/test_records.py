@@ -25,7 +25,7 @@ SHORT += "--num_heads 2 --head_dim 16 --block_size 16 --train_seq_len 128 --batc
 SHORT += "--val_tokens 1280"
 
 
-def load(path: Path):
+def load_file(path: Path):
     """Import a record's script."""
     spec = importlib.util.spec_from_file_location(f"script_of_{path.parent.name}", path)
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look it up
@@ -62,7 +62,7 @@ PATHS = [(path, pytest.mark.slow if path in IN_THE_GATE else pytest.mark.frozen)
 
 @pytest.mark.parametrize("path", [pytest.param(path, marks=mark, id=path.parent.name) for path, mark in PATHS])
 def test_a_record_still_trains(path: Path, script_flags, tmp_path):
-    script = load(path)
+    script = load_file(path)
     nano, flags = script.PRESETS["nano"], [*SHORT.split(), *script_flags]
     if not hasattr(nano, "block_size"):  # it was called so once
         flags = [flag.replace("--block_size", "--mask_block") for flag in flags]

@@ -126,7 +126,7 @@ def test_rows_that_do_not_fit_together_are_refused(gpt2):
     for name, changes in {
         "stages": dict(stages=[stage._replace(share=0.9 * stage.share) for stage in gpt2.stages]),
         "emas": dict(emas=[train_gpt.EMA("x", window=2, rate=0.5, blend=1)]),
-        "checkpoint_every": dict(checkpoint_every=gpt2.all_step + 1),
+        "checkpoint_every": dict(checkpoint_every=gpt2.common_interval + 1),
         "stages .*max_doc_len": dict(stages=[gpt2.stages[0]._replace(max_doc_len=0), *gpt2.stages[1:]]),
         "groups .*beta1": dict(groups=[group._replace(beta1=0.9) for group in gpt2.groups]),
     }.items():

@@ -60,13 +60,13 @@ def test_what_ended_is_shown(tmp_path, monkeypatch, capsys, code):
     monkeypatch.chdir(tmp_path)
     launched = []
 
-    def program(flags):
+    def cli(flags):
         launched.extend(flags)
         Path("logs", flags[-1].partition("=")[2] + ".txt").write_text("step:9/44 val_loss:2.7726 train_time:9000ms x\n")
         return code
 
     monkeypatch.setattr(train_text, "measure", lambda _: (0.01, 1.0))
-    monkeypatch.setattr(train_text.train_gpt, "program", program)
+    monkeypatch.setattr(train_text.train_gpt, "program", cli)
     monkeypatch.setattr(train_text.sample, "main", Mock(return_value=0))
     is_late = code == 3  # starting took longer than all should: the smallest run, and little of xz
     began = time.monotonic() - 99 * is_late

@@ -84,7 +84,7 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
         import mini  # noqa: F401
         import train_gpt
 
-        sys.exit(train_gpt.program(flags))
+        sys.exit(train_gpt.cli(flags))
     runpy.run_path(script, run_name="__main__")
 
 
