@@ -31,7 +31,9 @@ TINY |= dict(block_size=8, model_dim=32, num_heads=2, head_dim=16, mlp_dim=128, 
 # momentum begins at 12. EMAs would begin earlier than the run
 GPT2 = dict(preset="mini", num_iterations=20, val_loss_every=8, batch_tokens=32, train_seq_len=16, segment=12)
 GPT2 |= dict(val_seq_len=96, val_tokens=288, block_size=16, model_dim=24, num_heads=2, head_dim=12, mlp_dim=40)
-GPT2 |= dict(gate_net_dim=6, ngram_rows=66, sign_rows=16, value_gate_inputs=6, smear_gate_inputs=6, slow_momentum_from=12)
+GPT2 |= dict(
+    gate_net_dim=6, ngram_rows=66, sign_rows=16, value_gate_inputs=6, smear_gate_inputs=6, slow_momentum_from=12
+)
 GPT2 |= dict(lm_head_slice=20, momentum_warmup_steps=4, momentum_cooldown_steps=3, long_interval_from=8) | CPU
 GPT2 |= dict(pointer_dim=8, pointer_block=16, val_pointer_block=32, mix_groups=12, heads_per_matrix=2)
 TINY_FLAGS, GPT2_FLAGS = ([f"--{name}={value}" for name, value in numbers.items()] for numbers in (TINY, GPT2))

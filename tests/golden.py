@@ -63,7 +63,9 @@ def planned(cfg) -> dict:
     names = "lm_head", "ngrams", "blocks.0.attn.qk_w", "value_embeds.1.weight"
     head, tables, muon, values = (m.find_group(name, cfg) for name in names)
     momenta = [schedule.updates[muon.names].beta1 for schedule in steps]
-    of_values, of_tables = ([p.updates[row.patterns] for p in steps if row.patterns in p.updates] for row in (values, tables))
+    of_values, of_tables = (
+        [p.updates[row.patterns] for p in steps if row.patterns in p.updates] for row in (values, tables)
+    )
     lrs = [values.lr * schedule.lr_factor for schedule in steps if values.names in schedule.updates]
     found = {
         "lr": [schedule.updates[muon.names].rate / cfg.muon_lr for schedule in steps],
@@ -80,7 +82,9 @@ def planned(cfg) -> dict:
         "stage": [schedule.stage for schedule in step_schedules],
         "candidates": [schedule.sampled_classes for schedule in step_schedules],
         "prefix_weight": [schedule.prefix_weight for schedule in step_schedules],
-        "next_weights": [schedule.next_weights + [0.0] * (3 - len(schedule.next_weights)) for schedule in step_schedules],
+        "next_weights": [
+            schedule.next_weights + [0.0] * (3 - len(schedule.next_weights)) for schedule in step_schedules
+        ],
         "num_next": [len(schedule.next_weights) for schedule in step_schedules],
         "value_embeds_betas": [(update.beta1, update.beta2) for update in of_values],
         "value_embeds_decay": [update.decay / lr**2 / 0.005 for update, lr in zip(of_values, lrs, strict=True)],

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import train_gpt
 from data.shards import write_shard
-from train_gpt import BatchPlan, Hyperparameters, Ranks, DistributedDataLoader, UserError, schedule_validation
+from train_gpt import BatchPlan, DistributedDataLoader, Hyperparameters, Ranks, UserError, schedule_validation
 from world_worker import wait_for
 
 NANO = train_gpt.PRESETS["nano"]
@@ -36,7 +36,9 @@ def read(schedule: list[BatchPlan], cfg: Hyperparameters = NANO, rank: int = 0, 
     """Yield what a rank reads for each batch, as in validations."""
     cfg = dataclasses.replace(cfg, batch_tokens=len(schedule[0]) * cfg.train_seq_len) if schedule else cfg
     cycles = (([schedule_validation(0, cfg)], [batch]) for batch in schedule)
-    return (sequences for sequences, _ in DistributedDataLoader(cfg, Ranks(rank, size), torch.device("cpu")).read(cycles))
+    return (
+        sequences for sequences, _ in DistributedDataLoader(cfg, Ranks(rank, size), torch.device("cpu")).read(cycles)
+    )
 
 
 def slow_row(documents: list[list[int]], seq_len: int, cut: int) -> list[int] | None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from dense import dense_mask, randomize
-from train_gpt import PRESETS, Ranks, Trainer, schedule_lr, schedule_validation, make_attention_settings
+from train_gpt import PRESETS, Ranks, Trainer, make_attention_settings, schedule_lr, schedule_validation
 
 
 def text(cfg) -> Tensor:
@@ -136,7 +136,10 @@ def test_schedules_are_what_the_rows_say(preset: str):
     muon = next(group for group in cfg.groups if group.optimizer == "Muon")
     pointer_mass = [stage.share for stage in cfg.stages]
     more = [stage.extra_steps for stage in cfg.stages]
-    ends = [round((len(step_schedules) - sum(more)) * sum(pointer_mass[:i])) + sum(more[:i]) for i in range(1, len(pointer_mass) + 1)]
+    ends = [
+        round((len(step_schedules) - sum(more)) * sum(pointer_mass[:i])) + sum(more[:i])
+        for i in range(1, len(pointer_mass) + 1)
+    ]
     assert train_gpt.stage_ends(cfg) == ends
     assert ends[-1] == len(step_schedules)
     for stage, start, end in zip(cfg.stages, [0, *ends], ends, strict=False):
@@ -148,7 +151,11 @@ def test_schedules_are_what_the_rows_say(preset: str):
             assert schedule.prefix_weight == stage.prefix[int(len(stage.prefix) * done)]
             assert schedule.sampled_classes == stage.sampled_classes[int(len(stage.sampled_classes) * done)]
             assert schedule.next_weights == pytest.approx([first + done * (last - first) for first, last in stage.mtp])
-            due = {row.patterns for row in cfg.groups if (schedule.step + 1) % row.interval[schedule.step >= cfg.long_interval_from] == 0}
+            due = {
+                row.patterns
+                for row in cfg.groups
+                if (schedule.step + 1) % row.interval[schedule.step >= cfg.long_interval_from] == 0
+            }
             assert {*schedule.updates} == due
     assert [schedule.step for schedule in step_schedules] == [*range(cfg.num_iterations)]
     rates = [schedule_lr(schedule.step, cfg.stages[schedule.stage], cfg) for schedule in step_schedules]
@@ -159,7 +166,12 @@ def test_schedules_are_what_the_rows_say(preset: str):
     assert last.windows["long"].size == (cfg.final_window or cfg.stages[-1].windows["long"]), "in the last validation"
     assert last.windows["long"].attn_scale == step_schedules[-1].windows["long"].attn_scale, "no step of YaRN"
     for schedule in (schedule_validation(step, cfg) for step in range(len(step_schedules) + 1)):
-        assert (schedule.next_weights, schedule.prefix_weight, schedule.sampled_classes, schedule.updates) == ([1.0], 0, 0, {})
+        assert (schedule.next_weights, schedule.prefix_weight, schedule.sampled_classes, schedule.updates) == (
+            [1.0],
+            0,
+            0,
+            {},
+        )
         assert (schedule.seq_len, schedule.max_doc_len, schedule.trains) == (cfg.val_seq_len, 0, False)
 
 
