@@ -16,7 +16,6 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 
 from data.texts import gpt2_encoding, read_text
@@ -136,7 +135,7 @@ def tokenizer(cfg: Hyperparameters) -> tuple[Callable[[str], list[int]], Callabl
     return gpt2.encode_ordinary, gpt2.decode_single_token_bytes
 
 
-def score(model: Model, path: Path) -> dict:
+def eval_step(model: Model, path: Path) -> dict:
     """Return bits per byte of a text at the beginning of a document, and its bytes.
 
     The model reads pieces, of which a quarter is what it has read before.
@@ -159,7 +158,7 @@ def score(model: Model, path: Path) -> dict:
 
 @torch.inference_mode()
 def generate(model: Model, prompt: str, num_tokens: int, temperature: float, top_k: int, seed: int) -> Iterator[bytes]:
-    """Yield tokens that follow `prompt` at the beginning of a document, until it ends.
+    """Yield `prompt`, then tokens that follow it at the beginning of a document, until that ends.
 
     They are drawn from softmax(logits / temperature) over the `top_k` largest, all if 0; at 0 the largest is taken. A
     document does not end while it is blank: after a blank line nine of ten samples were empty.
@@ -169,6 +168,7 @@ def generate(model: Model, prompt: str, num_tokens: int, temperature: float, top
     tokens = [eot, *encode(prompt)]
     if len(tokens) + num_tokens > most:
         raise ToolError(f"--tokens {num_tokens}, --prompt of {len(tokens)}: the model reads {most} at most")
+    yield prompt.encode(errors="surrogateescape")
     rng, is_blank = torch.Generator("cpu").manual_seed(seed), True
     for _ in range(num_tokens):
         logits = next(model.predictions(tokens, first=len(tokens) - 1))[0]
@@ -213,12 +213,11 @@ def sample_or_score(argv: Sequence[str] | None) -> None:
     if sum(p.numel() for p in model.gpt.parameters()) < SMALL:
         torch.set_num_threads(1)
     for text in args.score or ():
-        print(json.dumps(score(model, text)), flush=True)
+        print(json.dumps(eval_step(model, text)), flush=True)
     if not args.score:
         seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
         print(f"{path}, seed {seed}", file=sys.stderr)
-        generated = generate(model, args.prompt, args.tokens, args.temperature, args.top_k, seed)
-        write(chain([args.prompt.encode(errors="surrogateescape")], generated))
+        write(generate(model, args.prompt, args.tokens, args.temperature, args.top_k, seed))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

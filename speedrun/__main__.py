@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 
 def command_race(args: argparse.Namespace) -> int:
-    """run scripts in turn on equal seeds, and compare them"""
+    """Run scripts in turn on equal seeds, and compare them."""
     scripts, sources = zip(*(records.read_entrant(words, records.RECORDS) for words in args.scripts), strict=True)
     today = time.strftime("%Y-%m-%d")
     plan = race.Race([*scripts], args.flags, args.pairs, args.seed, args.nproc_per_node, date=today)
@@ -35,7 +35,7 @@ def command_race(args: argparse.Namespace) -> int:
 
 
 def command_submit(args: argparse.Namespace) -> int:
-    """make a record's folder from finished logs and their race"""
+    """Make a record's folder from finished logs and their race."""
     folder = records.write_record(args.name, args.logs, records.RECORDS, args.race)
     lines, _ = records.verify_records([str(folder)], records.RECORDS)
     say("\n".join(lines))
@@ -44,14 +44,14 @@ def command_submit(args: argparse.Namespace) -> int:
 
 
 def command_verify(args: argparse.Namespace) -> int:
-    """check records; exit code 1 if one fails"""
+    """Check records; exit code 1 if one fails."""
     lines, failed = records.verify_records(args.records, records.RECORDS)
     say("\n".join(lines) or "no records yet")
     return int(failed > 0)
 
 
 def command_diff(args: argparse.Namespace) -> int:
-    """compare two scripts, each named by a record, a log or a file"""
+    """Compare two scripts, each named by a record, a log or a file."""
     names = args.a or str(records.RECORDS.parent / records.SCRIPT), args.b
     lines, removed, added = records.diff(*(records.read_script(name, records.RECORDS) for name in names))
     print(f"{removed} lines removed, {added} added", file=sys.stderr)
@@ -60,7 +60,7 @@ def command_diff(args: argparse.Namespace) -> int:
 
 
 def command_table(args: argparse.Namespace) -> int:
-    """rewrite the boards of records/README.md"""
+    """Rewrite the boards of records/README.md."""
     is_old = records.update_boards(records.RECORDS, args.check)
     hint = f"out of date: run {PYTHON} -m speedrun table" if args.check else "written"
     say(f"{records.RECORDS / records.PAGE}: {hint if is_old else 'up to date'}")
@@ -68,7 +68,7 @@ def command_table(args: argparse.Namespace) -> int:
 
 
 def command_plot(args: argparse.Namespace) -> int:
-    """draw loss against train time of records or logs, as a PNG"""
+    """Draw loss against train time of records or logs, as a PNG."""
     path = args.output or (Path() if args.records else records.RECORDS) / "curves.png"
     plot.plot(args.records, records.RECORDS, path)
     say(str(path))
@@ -76,7 +76,7 @@ def command_plot(args: argparse.Namespace) -> int:
 
 
 def command_site(args: argparse.Namespace) -> int:
-    """write the line of records as pages, which open without a server"""
+    """Write the line of records as pages, which open without a server."""
     from speedrun import site
 
     say(f"{site.write_site(records.RECORDS, args.output)} files: open {args.output / 'index.html'}")
@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
         added.set_defaults(action=action)
         return added.add_argument
 
-    subparsers.add_parser("run", help="check machine and data, then train: what ./run.sh starts")
+    subparsers.add_parser("run", help="Check machine and data, then train: what ./run.sh starts.")
     usage = "%(prog)s [options] NEWEST OLDER [OLDER ...] [-- FLAGS ...]"
     epilog = "FLAGS go to all scripts. An idea may be a flag: race 'train_gpt.py --muon_lr 0.05' train_gpt.py. "
     add = command(command_race, usage=usage, epilog=epilog + race.CONTRACT)
@@ -116,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("records", metavar="RECORD", nargs="*", help="(default: all ranked records, and the plain GPT)")
     add("-o", "--output", type=Path, metavar="PNG", help="(default: curves.png)")
     command(command_site)("-o", "--output", type=Path, metavar="FOLDER", default=Path("site"), help="(default: site)")
-    subparsers.add_parser("bench", help="time the parts of a step of train_gpt.py on this machine")
+    subparsers.add_parser("bench", help="Time the parts of a step of train_gpt.py on this machine.")
     return parser
 
 

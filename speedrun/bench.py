@@ -4,10 +4,9 @@
     torchrun --standalone --nproc_per_node=8 -m speedrun bench     with communication
     python -m speedrun bench --one_of 8 --synthetic                one GPU as one rank of eight, without data
 
-As one of N a process has its sequences and its share of rows and matrices; nothing is communicated, and rows that other
-ranks own are replaced by own ones. Times are medians of cycles, after which all groups of parameters have been updated,
-in ms a step, as one step of a cycle may do more than the next. The table and a JSON document go to the folder. Exit
-codes: 0 done, 2 bad input, 130 interrupted.
+As one of N a process has its sequences and its share of rows and matrices; nothing is communicated, and own rows stand
+in for those of others. A cycle is as many steps as update all groups of parameters; times are of its mean step. The
+table and all times as JSON go to the folder. Exit codes: 0 done, 2 bad input, 130 interrupted.
 """
 
 import argparse
@@ -106,7 +105,7 @@ def read_steps(trainer: Trainer, step_schedules: list[StepSchedule]) -> Steps:
     batches = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg)
     ends = [i for i, schedule in enumerate(step_schedules, start=1) if trainer.table.group.patterns in schedule.updates]
     cycles = [(step_schedules[start:end], batches[start:end]) for start, end in itertools.pairwise([0, *ends])]
-    with contextlib.closing(trainer.loader.steps(itertools.cycle(cycles))) as read:  # type: ignore[type-var]
+    with contextlib.closing(trainer.loader.read(itertools.cycle(cycles))) as read:  # type: ignore[type-var]
         for schedule, inputs in zip(itertools.cycle(step_schedules), read, strict=False):
             yield schedule, *inputs
 
@@ -114,7 +113,6 @@ def read_steps(trainer: Trainer, step_schedules: list[StepSchedule]) -> Steps:
 def time_stage(trainer: Trainer, watch: Stopwatch, step_schedules: list[StepSchedule], cycles: int) -> dict[str, list[float]]:
     """Return the ms of each part of a step, and of the step, for each of some cycles after two that warm up."""
     found = defaultdict[str, list[float]](list)
-    on_cuda = trainer.device.type == "cuda"
     with contextlib.closing(read_steps(trainer, step_schedules)) as steps:  # type: ignore[type-var]
         marks = []
         for _ in range(2 + cycles):
@@ -124,8 +122,7 @@ def time_stage(trainer: Trainer, watch: Stopwatch, step_schedules: list[StepSche
             watch.begin(MODEL)
             marks.append(watch.marks)
             watch.marks = []
-    if on_cuda:
-        torch.cuda.synchronize()
+    getattr(torch, trainer.device.type).synchronize()
     for watch.marks in marks[2:]:
         ms = {part: whole / len(step_schedules) for part, whole in watch.read().items()}
         for part in PARTS:

@@ -13,7 +13,6 @@ import glob
 import json
 import math
 import random
-import sys
 import time
 from collections.abc import Callable
 
@@ -71,28 +70,18 @@ def learning_rate(step: int, steps: int) -> float:
     return LEARNING_RATE * (min(1.0, (step + 1) / (WARMUP + 1)) if step < WARMUP else 0.1 + 0.9 * cosine)
 
 
-def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, lr: float, read: np.ndarray) -> Tensor:
-    """Take a step on windows (batch, context + 1) of tokens, and return its loss."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    window = torch.from_numpy(read.astype(np.int64))
-    loss = model(window[:, :-1], window[:, 1:])
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+def loss_at(model: Callable, tokens: np.ndarray, starts: np.ndarray) -> Tensor:
+    """Return the mean loss of the windows that begin at `starts` (n,)."""
+    window = torch.from_numpy(tokens[starts[:, None] + np.arange(CONTEXT + 1)].astype(np.int64))
+    return model(window[:, :-1], window[:, 1:])
 
 
 @torch.no_grad()
 def validate(model: Callable, tokens: np.ndarray) -> float:
     """Return the mean loss of predicting all tokens but the first, each once, in consecutive contexts, 16 at a time."""
     starts = np.arange(0, len(tokens) - CONTEXT, CONTEXT)
-    total = 0.0
-    for part in np.split(starts, range(16, len(starts), 16)):
-        window = torch.from_numpy(tokens[part[:, None] + np.arange(CONTEXT + 1)].astype(np.int64))
-        total += model(window[:, :-1], window[:, 1:]).item() * len(part)
-    return total / len(starts)
+    parts = np.split(starts, range(16, len(starts), 16))
+    return sum(loss_at(model, tokens, part).item() * len(part) for part in parts) / len(starts)
 
 
 def train(tokens: np.ndarray, val_tokens: np.ndarray, steps: int, val_every: int, seed: int) -> list[tuple]:
@@ -113,10 +102,12 @@ def train(tokens: np.ndarray, val_tokens: np.ndarray, steps: int, val_every: int
             curve.append((step, validate(model, val_tokens), 1000 * elapsed))
             start = time.perf_counter() - elapsed
         if step < steps:
-            at = rng.integers(len(tokens) - CONTEXT, size=(BATCH, 1)) + np.arange(CONTEXT + 1)
-            loss = take_step(model, optimizer, learning_rate(step, steps), tokens[at])
-            if step % 100 == 99:
-                print(f"step {step + 1}/{steps}: training loss {loss.item():.3f}", file=sys.stderr, flush=True)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, steps)
+            loss_at(model, tokens, rng.integers(len(tokens) - CONTEXT, size=BATCH)).backward()
+            nn.utils.clip_grad_norm_(parameters, CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
     return curve
 
 

@@ -170,19 +170,15 @@ def newest_ranked(line: Sequence[Path], board: str) -> Path | None:
     return None
 
 
-def missing_parts(folder: Path, line: Sequence[Path]) -> Iterator[str]:
-    """Yield what a record after `line` lacks until boards and pages can show it."""
-    info = read_info(folder)
-    for name in (SCRIPT, PAGE, *([RUNS] if info.ranked else [])):
+def missing_parts(folder: Path) -> Iterator[str]:
+    """Yield what a record lacks that submit has begun."""
+    for name in (SCRIPT, PAGE, *([RUNS] if read_info(folder).ranked else [])):
         if not (folder / name).is_file():
             yield f"{name} is missing; a record has one"
             return
     for name in (INFO, PAGE):
         for placeholder in PLACEHOLDER.findall(read_text(folder / name)):
             yield f"{name}: write what {quote(placeholder)} asks for"
-    older = newest_ranked(line, board_of_record(folder)) if info.ranked else None
-    if older and not (folder / RACE).is_file():  # without an older one it opens its leaderboard
-        yield f"{RACE} is missing; race the script against {name_of(older)}, and put the {RACE} there"
 
 
 def sort_records(root: Path) -> tuple[list[Path], dict[Path, str]]:
@@ -198,10 +194,12 @@ def sort_records(root: Path) -> tuple[list[Path], dict[Path, str]]:
         for folder in followers:
             del after[folder]
             try:
-                for problem in missing_parts(folder, line):
-                    left_out[folder] = problem
+                for problem in missing_parts(folder):
+                    raise ToolError(problem)
+                if read_info(folder).ranked:
+                    race_before(folder, line)
             except ToolError as error:
-                left_out[folder] = str(error)
+                left_out[folder] = str(error).removeprefix(f"{folder}{os.sep}")
         whole = [folder for folder in followers if folder not in left_out]
         for other in whole[1:]:
             left_out[other] = f"{INFO}: comes after {name}, as {name_of(whole[0])} does; mend `after`"
@@ -219,14 +217,16 @@ def lineage(root: Path) -> list[Path]:
     return line
 
 
-def race_before(folder: Path, line: Sequence[Path]) -> tuple[Path, Race, dict] | None:
-    """Return the record in `line` that this one was raced against, the race, and how it compares them.
+def race_before(folder: Path, line: Sequence[Path]) -> tuple[Path, Race] | None:
+    """Return the newest record in `line` on the board of this one, and their race; None if it opens its board.
 
-    None if it opens its leaderboard. Raise ToolError if the race does not do.
+    Raise ToolError if there is no such race that is whole.
     """
     older, path = newest_ranked(line, board_of_record(folder)), folder / RACE
     if older is None:
         return None
+    if not path.is_file():
+        raise ToolError(f"{path}: is missing; race the script against {name_of(older)}, and put the {RACE} there")
     race, sha256 = read_race(path), hash_of(folder)
     if sha256 not in race.hashes:
         raise ToolError(f"{path}: lacks this record's script, SHA-256 {sha256}; race it as it is")
@@ -235,7 +235,7 @@ def race_before(folder: Path, line: Sequence[Path]) -> tuple[Path, Race, dict] |
     if len(race.runs) != len(race.order):
         raise ToolError(f"{path}: has {len(race.runs)} runs, not {race.pairs} of each script; finish the race")
     race.check(path)
-    return older, race, race.compare(race.runs_of(sha256), race.runs_of(hash_of(older)))
+    return older, race
 
 
 def obstacle(race: Race, older: Path | None) -> str | None:
@@ -351,7 +351,8 @@ def verify_runs(folder: Path, kind: str, line: Sequence[Path]) -> tuple[list[str
     elif kind != "form" and not sample.p < ALPHA:
         failures.append(f"n too small: p={sample.p:.2g} is not below {ALPHA} at n={sample.n}; race with more pairs")
     if raced := race_before(folder, line):
-        older, race, comparison = raced
+        older, race = raced
+        comparison = race.compare(race.runs_of(sha256), race.runs_of(hash_of(older)))
         result += f"; {summary(comparison)}, against {name_of(older)}"
         if kind == "idea" and comparison["verdict"] != "faster":  # a public record gained elsewhere
             failures.append(f"{RACE}: against {name_of(older)} {summary(comparison)}")
@@ -365,11 +366,11 @@ def verify_runs(folder: Path, kind: str, line: Sequence[Path]) -> tuple[list[str
 
 def verify(folder: Path, line: Sequence[Path]) -> tuple[list[str], str]:
     """Check a record by its files and those before it in `line`; return failures and a summary."""
-    failures, result = [], ""
+    failures, result = list[str](), ""
     try:
         info, names = read_info(folder), [name_of(other) for other in line]
         before = line[: names.index(info.after) + 1] if info.after in names else []
-        failures += missing_parts(folder, before)
+        failures += missing_parts(folder)
         script = read_script(str(folder), folder.parent)[1]
         for match in COMPILER_SETTING.finditer(script):
             place = f"line {script.count(chr(10), 0, match.end()) + 1} uses {quote(match[0])}"
@@ -497,7 +498,8 @@ def leaderboards(root: Path) -> str:
         board, ratio = board_of(logs[0]), ""
         products.setdefault(board, 1.0)
         if raced:
-            times = raced[2]["train_time"]
+            older, race = raced
+            times = race.compare(race.runs_of(hash_of(folder)), race.runs_of(hash_of(older)))["train_time"]
             ratio = interval(times, ".3f")
             products[board] *= times["ratio"]
         boards.setdefault(board, []).append(board_row(folder, logs, ratio, products[board]))

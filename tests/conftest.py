@@ -141,12 +141,12 @@ def tiny() -> Hyperparameters:
 @pytest.fixture
 def gpt2() -> Hyperparameters:
     """Return mini with less work: all of its layers, 8 blocks of 8 tokens."""
-    wide = dict(train_seq_len=64, batch_tokens=64, val_seq_len=192, val_tokens=192, block_size=8, final_window=160)
+    accum_dtype = dict(train_seq_len=64, batch_tokens=64, val_seq_len=192, val_tokens=192, block_size=8, final_window=160)
     stages = []
     for row in mini.STAGES:
         windows = {kind: window // 16 * 8 for kind, window in row.windows.items()}
         stages.append(row._replace(windows=windows, max_doc_len=row.max_doc_len // 16))
-    return small(GPT2 | wide, stages=tuple(stages))
+    return small(GPT2 | accum_dtype, stages=tuple(stages))
 
 
 def random_ngrams(cfg) -> dict[str, torch.Tensor]:

@@ -100,7 +100,8 @@ def test_a_resumed_run_goes_on_in_its_log_with_its_seed_and_on_its_clock(run_fla
     assert log.read_text().startswith(before)
     assert Log(log).problem.startswith("was started 2 times: not one whole run")
     added = log.read_text().removeprefix(before)
-    assert re.search(r"\nseed: \d+, from step 16 on, .*\nstep:16/20 val.*\nstep:17/20 train", added)
+    seed = re.search(r"^seed: (\d+), from step 0 on", before, re.M)[1]
+    assert re.search(rf"\nseed: {seed}, from step 16 on, .*\nstep:16/20 val.*\nstep:17/20 train", added)
 
 
 def test_a_run_that_has_ended_or_has_another_name_is_left_alone(run_flags, saved, tmp_path):

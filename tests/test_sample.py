@@ -1,11 +1,14 @@
-"""sample.py: its logits are those of training, what it draws, what it prints, and how it ends."""
+"""sample.py: its logits are those of training, what it draws, its scores, what it prints, and how it ends."""
 
 import dataclasses
+import json
+import math
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,16 +18,14 @@ from scipy import stats
 
 import sample
 import train_gpt
-from conftest import SMALL, SMALL_GPT2
+from conftest import SMALL, SMALL_GPT2, random_ngrams
 from dense import randomize
 from speedrun import ROOT
-from speedrun import model as models
 
 
 @pytest.mark.parametrize("preset", ["nano", "gpt2"])
-def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpus, tmp_path, monkeypatch):
+def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpus, tmp_path):
     """From the flag to the loss: every logit, with the last windows, the mask, and rows of n-grams in several files."""
-    monkeypatch.setattr(train_gpt.gc, "collect", lambda: 0)  # it takes as long as the run
     files = f"--train_files {corpus}/long.bin --val_files {corpus}/val_*.bin --log_dir {tmp_path} --run_id {preset}"
     canon = np.random.default_rng(0).integers(256, size=(320, 40), dtype=np.uint8)
     canon[:, : 256 // 8 + 1] = 0  # of bytes nothing
@@ -39,15 +40,16 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     for file, part in zip(rows, (slice(20), slice(20, None), slice(0), slice(20)), strict=True):
         torch.save({name: values[part] for name, values in whole.items()}, file)
     torch.save(saved | dict(rows=[*map(train_gpt.checksum, rows[:3])]), path)  # the last is of an older run
-    model = models.load_model(path, "cpu")
-    logits = torch.stack([model.next_logits(text[:n].tolist()) for n in range(1, 97)])
+    model = sample.load_model(path, "cpu")
+    logits = torch.cat([*model.predictions(text[:96].tolist())])
+    torch.testing.assert_close(next(model.predictions(text[:50].tolist(), first=49))[0], logits[49])
     score = F.cross_entropy if preset == "nano" else F.nll_loss  # with a pointer they are logarithms of probabilities
     assert eval_step(logits, text[1:]).item() == pytest.approx(result["val_loss"], abs=1e-10)
 
 
 def test_probabilities_with_copies_add_up_to_1_and_none_is_0(gpt2):
     gpt = randomize(train_gpt.GPT(dataclasses.replace(gpt2, vocab_size=255, eot_token=254, canon_file="")))
-    model, read = models.Model(gpt.float(), []), torch.randint(254, (192,))
+    model, read = sample.Model(gpt.float(), []), torch.randint(254, (192,))
     x = model.features(read.tolist())
     gpt.lm_head.data[255] = 0.1 * x[5]
     logits = model.logits(x, read, torch.arange(192))
@@ -57,54 +59,86 @@ def test_probabilities_with_copies_add_up_to_1_and_none_is_0(gpt2):
     assert model.logits(x, read, torch.tensor([5])).isfinite().all()
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 4)])
-def test_tokens_come_as_often_as_the_softmax_says(temperature, top_k):
-    logits, rng = torch.tensor([2.0, 0.5, 3.0, 1.0, -1.0, 2.5, 0.0]), torch.Generator().manual_seed(0)
-    kept = np.argsort(logits.numpy())[-top_k:]
-    p = np.exp(logits.double().numpy()[kept] / temperature)
-    seen = np.bincount([models.choose(logits, temperature, top_k, rng) for _ in range(4000)], minlength=7)
-    assert seen[kept].sum() == 4000
-    assert stats.chisquare(seen[kept], 4000 * p / p.sum()).pvalue > 0.001
+def constant_model(tiny, **logits: float) -> SimpleNamespace:
+    """A model that always gives these characters these logits, and all others none."""
+    row = torch.full((257,), -1e4, dtype=torch.float64)
+    for name, value in logits.items():
+        row[256 if name == "eot" else ord(name)] = value
+    return SimpleNamespace(cfg=tiny, predictions=lambda tokens, first: iter([row.clone()[None]]))
 
 
-def test_a_text_ends_with_its_document(tiny):
-    model, script = models.Model(randomize(train_gpt.GPT(tiny)), []), iter([7, 8, tiny.eot_token, 9])
-    assert list(models.generate(model, [1, 2], 10, lambda logits: next(script))) == [7, 8]
-    assert list(models.generate(model, [], 3, lambda logits: 7)) == [7, 7, 7]
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 3)])
+def test_tokens_come_as_often_as_the_softmax_says(temperature, top_k, tiny):
+    logits = dict(a=2.0, b=0.5, c=3.0, d=1.0, e=2.5)
+    model = constant_model(dataclasses.replace(tiny, val_seq_len=8000, val_tokens=8000), **logits)
+    drawn = b"".join(sample.generate(model, "", 4000, temperature, top_k, seed=1))
+    kept = sorted(logits, key=logits.get)[-top_k:]
+    p = np.exp(np.array([logits[name] for name in kept]) / temperature)
+    seen = [drawn.count(name.encode()) for name in kept]
+    assert sum(seen) == 4000
+    assert stats.chisquare(seen, 4000 * p / p.sum()).pvalue > 0.001
+
+
+def test_a_text_ends_with_its_document_but_not_while_it_is_blank(tiny):
+    blank = constant_model(tiny, **{"eot": 9.0, "\n": 5.0, "x": 4.0})
+    found = [b"".join(sample.generate(blank, "a\n\n", 100, 1.0, 0, seed)) for seed in range(10)]
+    assert all(b"x" in text and len(text) < 100 for text in found), found
+
+
+@pytest.mark.parametrize("preset", ["nano", "gpt2"])
+def test_pieces_that_overlap_score_as_one_token_at_a_time(preset, tiny, tmp_path, monkeypatch):
+    """A text is cut into pieces of 36 tokens, of which 12 were read before."""
+    cfg = train_gpt.resolve(train_gpt.parse_args(SMALL_GPT2)) if preset == "gpt2" else tiny
+    stages = tuple(stage._replace(windows=dict.fromkeys(stage.windows, 1000)) for stage in cfg.stages)
+    cfg = dataclasses.replace(cfg, dtype="float64", stages=stages, final_window=1000)
+    model = sample.Model(randomize(train_gpt.GPT(cfg)), [random_ngrams(cfg)])
+    (path := tmp_path / "text").write_bytes(text := b"Some text, which is read in pieces.\r\n" * 2)
+    text, nats = text.replace(b"\r", b""), 0.0
+    for i, token in enumerate(text):
+        read = [cfg.eot_token, *text[max(0, i - i % 35 - 12) : i]]
+        nats += F.cross_entropy(next(model.predictions(read, first=len(read) - 1))[0], torch.tensor(token)).item()
+    monkeypatch.setattr(sample, "LENGTH", 48)
+    found = sample.score(model, path)
+    assert (found["bytes"], found["bits_per_byte"]) == (72, pytest.approx(nats / math.log(2) / 72))
 
 
 def test_text_is_the_same_with_the_same_seed(model, capsys, monkeypatch):
-    """Without a name the newest model is taken, though another lies beside it."""
+    """Without a name the newest model is taken, though another lies beside it. No byte commands the terminal."""
     monkeypatch.chdir(model.parent.parent)
     Path("logs/older.pt").touch()
     os.utime("logs/older.pt", (1, 1))
     found = []
-    for option in "--seed 1", "--model logs/random.pt --seed 1", "--seed 2", "--temperature 0", "--top_k 1":
-        sample.main(["--tokens=30", "--prompt=naïve \x1b\udcff", *option.split()])  # a byte that is no text is a token
+    for option in "--seed 1", "logs/random.pt --seed 1", "--seed 2", "--temperature 0", "--top_k 1":
+        assert sample.main(["--tokens=30", "--prompt=naïve\t\x1b\udcff", *option.split()]) == 0
         found.append(capsys.readouterr())
     first, again, other, *greedy = (text for text, _ in found)
-    assert (first == again != other, len({*greedy}), first.startswith("naïve \ufffd\ufffd")) == (True, 1, True)
-    assert found[2].err.endswith("seed 2]\n"), "a fresh seed is told, too"
+    assert (first == again != other, len({*greedy}), first.startswith("naïve\t\ufffd\ufffd")) == (True, 1, True)
+    assert found[2].err == "logs/random.pt, seed 2\n"
 
 
-def test_text_of_single_bytes_is_printed_but_nothing_that_would_command_a_terminal(capsys):
-    sample.write(bytes([byte]) for byte in "é😀".encode() + b"\xff\x1b[\t\xe2\x82")
-    assert capsys.readouterr().out == "é😀\ufffd\ufffd[\t\ufffd\n"
-
-
-def test_what_can_be_mended_gets_one_line_and_exit_code_2(model, capsys, monkeypatch):
-    monkeypatch.chdir(model.parent)
-    saved = torch.load_file(model, weights_only=True)
-    saved["model"]["lm_head"].fill_(torch.nan)
-    torch.save(saved | dict(rows=[]), "nan.pt")
+def test_scores_are_of_what_is_packed_or_a_line_says_what_is_wrong(model, capsys, monkeypatch):
+    monkeypatch.chdir(model.parent.parent)
+    contents = dict(
+        utf8="\ufeffnaïve\r\n".encode(), utf16="naïve\n".encode("utf-16"), latin="naïve\n".encode("latin-1")
+    )
+    for name, content in contents.items():
+        Path(name).write_bytes(content)
+    assert sample.main([f"--score={name}" for name in contents]) == 0
+    utf8, utf16, latin = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (utf8["bytes"], utf16, latin["bytes"]) == (7, utf8 | dict(file="utf16"), 6)
+    Path("empty").touch()
     for argv, message in {
-        "random.ngrams0": "random.ngrams0: is no model, or damaged: name a .pt that a run with --save_checkpoint wrote",
-        "nan.pt": "logits are not finite",
-        "random.pt --prompt ab --tokens 79999": "--prompt of 2 tokens, --tokens 79999: the model reads 80000 at most",
+        "--score=empty": "empty: is empty; name",
+        "--score=logs/random.pt": "logs/random.pt: is binary; name",
+        "--score=logs": "directory: 'logs'",
+        "none.pt": "none.pt: there is no such file; train",
+        "utf8": "utf8: not a sound file",
+        "logs/random.ngrams0": "logs/random.ngrams0: name a sound .pt",
+        "--tokens=79998 --prompt=ab": "--tokens 79998, --prompt of 3: the model reads 80000 at most",
+        "--top_k=-1": "--top_k -1: expected",
     }.items():
-        code, (_, errors) = sample.main(argv.split()), capsys.readouterr()
-        *told, line = errors.splitlines()  # the model's size comes before its first token
-        assert (code, message in line, len(told)) == (2, True, argv == "nan.pt"), errors
+        code, (out, err) = sample.main(argv.split()), capsys.readouterr()
+        assert (code, out, message in err.splitlines()[-1]) == (2, "", True), err
 
 
 @pytest.mark.slow
