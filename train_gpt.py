@@ -3257,7 +3257,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return this rank's share of what a checkpoint holds, beside the rows of n-grams."""
-        state = {}
+        state: dict[str, Tensor] = {}
         for optimizer in self.optimizers:
             first = optimizer.names[0]  # names the optimizer
             state |= {f"{first} {name}": tensor for name, tensor in optimizer.state.items()}

@@ -121,5 +121,5 @@ def test_latest_is_the_newest_run_that_is_not_complete(tiny, tmp_path):
     for complete, expected in ("", "c"), ("c", "b"), ("b", "a"), ("a", "c"):
         if complete:
             (tmp_path / f"{complete}.json").touch()
-        assert train_gpt.find_checkpoint(given).stem == expected
-    assert train_gpt.find_checkpoint(dataclasses.replace(given, run_id="b")).stem == "b"
+        assert train_gpt.find_checkpoint(given) == tmp_path / f"{expected}.checkpoint"
+    assert train_gpt.find_checkpoint(dataclasses.replace(given, run_id="b")) == tmp_path / "b.checkpoint"
