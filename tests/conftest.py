@@ -31,8 +31,8 @@ TINY |= dict(block_size=8, model_dim=32, num_heads=2, head_dim=16, mlp_dim=128, 
 # momentum begins at 12. EMAs would begin earlier than the run
 GPT2 = dict(preset="mini", num_iterations=20, val_loss_every=8, batch_tokens=32, train_seq_len=16, segment=12)
 GPT2 |= dict(val_seq_len=96, val_tokens=288, block_size=16, model_dim=24, num_heads=2, head_dim=12, mlp_dim=40)
-GPT2 |= dict(gate_net_dim=6, ngram_rows=66, sign_rows=16, value_gate_inputs=6, smear_gate_inputs=6, slow_momentum_from=12)
-GPT2 |= dict(lm_head_slice=20, momentum_warmup_steps=4, momentum_cooldown_steps=3, long_interval_from=8) | CPU
+GPT2 |= dict(gate_net_dim=6, ngram_rows=66, sign_rows=16, value_gate_inputs=6, smear_gate_inputs=6, lm_head_slice=20)
+GPT2 |= dict(momentum_warmup_steps=4, momentum_cooldown_steps=3, slow_momentum_from=12, long_interval_from=8) | CPU
 GPT2 |= dict(pointer_dim=8, pointer_block=16, val_pointer_block=32, mix_groups=12, heads_per_matrix=2)
 TINY_FLAGS, GPT2_FLAGS = ([f"--{name}={value}" for name, value in numbers.items()] for numbers in (TINY, GPT2))
 SMALL = [*TINY_FLAGS, *"--seed 5 --num_iterations 4 --val_loss_every 2 --val_seq_len 96 --val_tokens 288".split()]
@@ -139,12 +139,12 @@ def tiny() -> Hyperparameters:
 @pytest.fixture
 def gpt2() -> Hyperparameters:
     """Return mini with less work: all of its layers, 8 blocks of 8 tokens."""
-    wide = dict(train_seq_len=64, batch_tokens=64, val_seq_len=192, val_tokens=192, block_size=8, final_window=160)
+    sizes = dict(train_seq_len=64, batch_tokens=64, val_seq_len=192, val_tokens=192, block_size=8, final_window=160)
     stages = []
     for row in mini.STAGES:
         windows = {kind: window // 16 * 8 for kind, window in row.windows.items()}
         stages.append(row._replace(windows=windows, max_doc_len=row.max_doc_len // 16))
-    return small(GPT2 | wide, stages=tuple(stages))
+    return small(GPT2 | sizes, stages=tuple(stages))
 
 
 def random_ngrams(cfg) -> dict[str, torch.Tensor]:

@@ -35,7 +35,7 @@ class Golden:
 
     def compare_schedule(self, cfg) -> None:
         """Compare every number of every step and of the last validation."""
-        ours = {f"schedule/{name}": numbers for name, numbers in planned(cfg).items()}
+        ours = {f"schedule/{name}": numbers for name, numbers in scheduled(cfg).items()}
         assert set(ours) == {n for n in self.arrays if n.startswith("schedule/") and not n.startswith("schedule/tick/")}
         for name, numbers in ours.items():
             self.compare(name, numbers)
@@ -56,39 +56,42 @@ class Golden:
             self.compare(f"{folder}/{label}", found[i])
 
 
-def planned(cfg) -> dict:
-    """Return what is planned, under the files' names: for all steps, for those and the last validation, for updates."""
+def scheduled(cfg) -> dict:
+    """Return what is scheduled, under the files' names: for all steps, for those and the last validation, for updates."""
     steps, ends = cfg.step_schedules, m.stage_ends(cfg)
-    step_schedules = [*steps, m.schedule_validation(cfg.num_iterations, cfg)]
-    names = "lm_head", "ngrams", "blocks.0.attn.qk_w", "value_embeds.1.weight"
+    schedules = [*steps, m.schedule_validation(cfg.num_iterations, cfg)]
+    names = "lm_head.weight", "ngrams", "blocks.0.attn.qk_w", "value_embeds.1.weight"
     head, tables, muon, values = (m.find_group(name, cfg) for name in names)
-    momenta = [schedule.updates[muon.names].beta1 for schedule in steps]
-    of_values, of_tables = ([p.updates[row.patterns] for p in steps if row.patterns in p.updates] for row in (values, tables))
-    lrs = [values.lr * schedule.lr_factor for schedule in steps if values.names in schedule.updates]
+    muon_steps = [schedule.updates[muon.patterns] for schedule in steps]
+    value_steps, table_steps = (
+        [schedule.updates[row.patterns] for schedule in steps if row.patterns in schedule.updates]
+        for row in (values, tables)
+    )
+    lrs = [values.lr * schedule.lr_factor for schedule in steps if values.patterns in schedule.updates]
     found = {
-        "lr": [schedule.updates[muon.names].rate / cfg.muon_lr for schedule in steps],
+        "lr": [update.lr / cfg.muon_lr for update in muon_steps],
         "batch_tokens": [schedule.seq_len * 8 for schedule in steps],
         "adam_updates": [head.patterns in schedule.updates for schedule in steps],
-        "table_updates": [tables.names in schedule.updates for schedule in steps],
+        "table_updates": [tables.patterns in schedule.updates for schedule in steps],
         "tied": [m.is_tied_step(schedule.step, head, cfg) for schedule in steps],
         "last_tied": max(schedule.step for schedule in steps if schedule.tied),
         "max_doc_len": [schedule.max_doc_len for schedule in steps],
-        "momentum": momenta,
-        "fast_momentum": [0.85 if p.has_slow_momentum else beta for p, beta in zip(steps, momenta, strict=True)],
-        "fast_weight": [0.4385 if schedule.has_slow_momentum else 1.0 for schedule in steps],
+        "momentum": [update.momentum for update in muon_steps],
+        "fast_momentum": [update.fast_beta for update in muon_steps],
+        "fast_weight": [update.fast_share for update in muon_steps],
         "stages": [*zip([0, *ends], ends, strict=False)],
-        "stage": [schedule.stage for schedule in step_schedules],
-        "candidates": [schedule.sampled_classes for schedule in step_schedules],
-        "prefix_weight": [schedule.prefix_weight for schedule in step_schedules],
-        "next_weights": [schedule.next_weights + [0.0] * (3 - len(schedule.next_weights)) for schedule in step_schedules],
-        "num_next": [len(schedule.next_weights) for schedule in step_schedules],
-        "value_embeds_betas": [(update.beta1, update.beta2) for update in of_values],
-        "value_embeds_decay": [update.decay / lr**2 / 0.005 for update, lr in zip(of_values, lrs, strict=True)],
-        "ngrams_beta2": [update.beta2 for update in of_tables],
+        "stage": [schedule.stage for schedule in schedules],
+        "candidates": [schedule.sampled_classes for schedule in schedules],
+        "prefix_weight": [schedule.prefix_weight for schedule in schedules],
+        "next_weights": [schedule.mtp_weights + [0.0] * (3 - len(schedule.mtp_weights)) for schedule in schedules],
+        "num_next": [len(schedule.mtp_weights) for schedule in schedules],
+        "value_embeds_betas": [(update.beta1, update.beta2) for update in value_steps],
+        "value_embeds_decay": [update.decay / lr**2 / 0.005 for update, lr in zip(value_steps, lrs, strict=True)],
+        "ngrams_beta2": [update.beta2 for update in table_steps],
     }
     for kind in "long", "short":
-        found[f"window_{kind}"] = [schedule.windows[kind].size for schedule in step_schedules]
-        found[f"attn_scale_{kind}"] = [schedule.windows[kind].attn_scale for schedule in step_schedules]
+        found[f"window_{kind}"] = [schedule.windows[kind].size for schedule in schedules]
+        found[f"attn_scale_{kind}"] = [schedule.windows[kind].attn_scale for schedule in schedules]
         found[f"frequencies_{kind}"] = np.stack([windows[kind].frequencies for windows in m.schedule_windows(cfg)])
     if cfg.pointer_dim:
         found["pointer_block"] = [cfg.pointer_block] * len(steps) + [cfg.val_pointer_block]

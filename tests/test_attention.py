@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from dense import dense_attention, dense_mask
-from train_gpt import BandMask, document_block_mask, document_mask
+from train_gpt import BandMask, causal_block_mask, causal_mask, first_visible_keys
 
 
 @st.composite
@@ -20,19 +20,22 @@ def cases(draw) -> tuple[Tensor, int, int]:
     return is_eot.cumsum(0).int(), block, draw(st.integers(0, block * blocks + 9))
 
 
-def build(docs: Tensor, window: int, mask_block: int) -> BlockMask:
-    return document_block_mask(docs, torch.tensor(window, dtype=torch.int32), mask_block)
+def visible_from(docs: Tensor, window: int) -> Tensor:
+    """Return the first visible key of each token."""
+    doc_starts = torch.searchsorted(docs, docs).int()
+    return first_visible_keys(doc_starts, torch.tensor(window, dtype=torch.int32))
 
 
 def as_dense(mask: BlockMask, kind: str) -> Tensor:
-    """Return which key blocks each query block has in its list."""
-    counts, indices = (getattr(mask, kind + name)[0, 0] for name in ("kv_num_blocks", "kv_indices"))
+    """Return which blocks each block has in its list of a kind: kv, full_kv, q or full_q."""
+    counts, indices = (getattr(mask, kind + name)[0, 0] for name in ("_num_blocks", "_indices"))
     assert all(t.dtype == torch.int32 and t.is_contiguous() for t in (counts, indices))
     # Kernels and `gather` read entries beyond the counts, too; FlexAttention on a CPU crashes at a count of -1
     assert min(counts.min(), indices.min()) >= 0
     assert indices.max() < len(counts)
     is_listed = torch.arange(len(counts)) < counts[:, None]
-    assert (indices.diff(dim=1)[is_listed[:, 1:]] < 0).all(), "nearest first, none twice"
+    distances = (indices - torch.arange(len(counts))[:, None]).abs()
+    assert (distances.diff(dim=1)[is_listed[:, 1:]] > 0).all(), "nearest first, none twice"
     return torch.zeros(is_listed.shape).scatter_add(1, indices.long(), is_listed.float()).bool()
 
 
@@ -42,26 +45,27 @@ def test_blocks_with_element_mask_are_the_definition(case):
     """No block too few, none too many; full where no element of a block before the diagonal is masked."""
     docs, block, window = case
     position = torch.arange(len(docs))
-    mask, dense = build(docs, window, block), dense_mask(docs, window)
-    partial, full = as_dense(mask, ""), as_dense(mask, "full_")
+    mask, dense = causal_block_mask(visible_from(docs, window), block), dense_mask(docs, window)
+    partial, full = as_dense(mask, "kv"), as_dense(mask, "full_kv")
     assert partial.diagonal().all(), "every query block has a partial one: itself"
     blocks = dense.unflatten(1, (-1, block)).unflatten(0, (-1, block))
     assert torch.equal(full, blocks.all(1).all(-1).tril(-1))
     assert torch.equal(partial, blocks.any(1).any(-1) & ~full)
     in_list = (partial | full).repeat_interleave(block, 0).repeat_interleave(block, 1)
     assert torch.equal(in_list & mask.mask_mod(None, None, position[:, None], position[None, :]), dense)
-    assert mask.q_indices is not None, "FlexAttention's backward pass takes the lists by key block"
-    assert torch.equal(mask.q_num_blocks[0, 0].long(), partial.sum(0))
+    assert torch.equal(as_dense(mask, "q"), partial.T), "the backward pass takes the lists by key block"
+    assert torch.equal(as_dense(mask, "full_q"), full.T)
 
 
 def test_a_further_condition_leaves_no_block_full():
     """A full block would not ask for it."""
     docs = torch.zeros(64, dtype=torch.int32)
-    mask = document_block_mask(docs, 40, 8, also=lambda b, h, q, kv: kv % 2 == h)
+    mask = causal_block_mask(visible_from(docs, 40), 8, also=lambda b, h, q, kv: kv % 2 == h)
     assert not mask.full_kv_num_blocks.any()
+    assert not mask.full_q_num_blocks.any()
     position = torch.arange(64)
     dense = dense_mask(docs, 40)
-    in_list = as_dense(mask, "").repeat_interleave(8, 0).repeat_interleave(8, 1)
+    in_list = as_dense(mask, "kv").repeat_interleave(8, 0).repeat_interleave(8, 1)
     for head in 0, 1:
         seen = in_list & mask.mask_mod(None, head, position[:, None], position)
         assert torch.equal(seen, dense & (position % 2 == head))
@@ -80,7 +84,7 @@ def test_attention_in_bands_is_dense_attention(case):
     expected = dense_attention(*qkv, dense_mask(docs, window))
     expected_grads = torch.autograd.grad(expected, qkv, grad)
     for max_window in window, block * (window + 2):
-        mask = BandMask(document_mask(docs, torch.tensor(window)), len(docs), block, max_window, torch.float64)
+        mask = BandMask(causal_mask(visible_from(docs, window)), len(docs), block, max_window, torch.float64)
         assert mask.bias.shape == (len(docs) // block, block, block - -max_window // block * block)
         actual = mask.attend(*qkv)
         torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)

@@ -99,6 +99,8 @@ def test_no_rank_compiles_on_the_clock(gpt2, monkeypatch: pytest.MonkeyPatch, co
         trainer = Trainer(cfg, Ranks(rank, 8))
         trainer.warm_up()
         before = counters["unique_graphs"]
-        for schedule, inputs in zip(cfg.step_schedules, trainer.loader.read(train_gpt.train_cycles(data, cfg)), strict=True):
+        for schedule, inputs in zip(
+            cfg.step_schedules, trainer.loader.read(train_gpt.train_cycles(data, cfg)), strict=True
+        ):
             trainer.train_step(schedule, *inputs)
         assert counters["unique_graphs"] == before > 0

@@ -1,4 +1,4 @@
-"""The plan of a run's batches, and the reader: the same tokens in the same order for any number of processes."""
+"""The plan of a run's batches, and the data loader: the same tokens in the same order for any number of processes."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import train_gpt
 from data.shards import write_shard
-from train_gpt import BatchPlan, Hyperparameters, Ranks, DistributedDataLoader, UserError, schedule_validation
+from train_gpt import BatchPlan, DistributedDataLoader, Hyperparameters, Ranks, UserError, schedule_validation
 from world_worker import wait_for
 
 NANO = train_gpt.PRESETS["nano"]
@@ -32,11 +32,12 @@ def plan_stream(pattern: str, seq_lens: list[int]) -> list[BatchPlan]:
     return train_gpt.plan_batches(pattern, [(seq_len, 0) for seq_len in seq_lens], 1, NANO)
 
 
-def read(schedule: list[BatchPlan], cfg: Hyperparameters = NANO, rank: int = 0, size: int = 1):
+def read(batches: list[BatchPlan], cfg: Hyperparameters = NANO, rank: int = 0, size: int = 1):
     """Yield what a rank reads for each batch, as in validations."""
-    cfg = dataclasses.replace(cfg, batch_tokens=len(schedule[0]) * cfg.train_seq_len) if schedule else cfg
-    cycles = (([schedule_validation(0, cfg)], [batch]) for batch in schedule)
-    return (sequences for sequences, _ in DistributedDataLoader(cfg, Ranks(rank, size), torch.device("cpu")).read(cycles))
+    cfg = dataclasses.replace(cfg, batch_tokens=len(batches[0]) * cfg.train_seq_len) if batches else cfg
+    loader = DistributedDataLoader(cfg, Ranks(rank, size), torch.device("cpu"))
+    cycles = (([schedule_validation(0, cfg)], [batch]) for batch in batches)
+    return (sequences for sequences, _ in loader.steps(cycles))
 
 
 def slow_row(documents: list[list[int]], seq_len: int, cut: int) -> list[int] | None:
@@ -82,19 +83,19 @@ def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_len
     if len(expected) < len(seq_lens):
         with pytest.raises(UserError, match=f"{len(expected)} .*{len(seq_lens)}"):
             train_gpt.plan_batches(f"{folder}/*.bin", lengths, num_sequences, SMALL)
-    schedule = train_gpt.plan_batches(f"{folder}/*.bin", lengths[: len(expected)], num_sequences, SMALL)
+    plan = train_gpt.plan_batches(f"{folder}/*.bin", lengths[: len(expected)], num_sequences, SMALL)
     for rank in range(2):
-        found = [x for sequences in read(schedule, SMALL, rank, 2) for x in sequences]
+        found = [x for sequences in read(plan, SMALL, rank, 2) for x in sequences]
         for x, row in zip(found, [row for batch in expected for row in batch[rank::2]], strict=True):
             assert (x.tokens.dtype, x.targets.dtype) == (torch.int32, torch.int64)
             assert (x.tokens.tolist(), x.targets[:, 0].tolist()) == (row[:-1], row[1:])
 
 
-def test_reader_starts_with_the_first_batch_and_reads_ahead(tmp_path, monkeypatch):
-    schedule = plan_stream(make_shards(tmp_path, 2000), [64] * 20)
+def test_the_loader_starts_with_the_first_batch_and_reads_ahead(tmp_path, monkeypatch):
+    plan = plan_stream(make_shards(tmp_path, 2000), [64] * 20)
     read_sequence, reads = train_gpt.read_sequence, []
     monkeypatch.setattr(train_gpt, "read_sequence", lambda *args: (reads.append(None), read_sequence(*args))[1])
-    batches = read(schedule)
+    batches = read(plan)
     assert reads == []
     next(batches)
     wait_for(lambda: len(reads) == 3)  # the first, and two ahead: the GPU waits for none
@@ -114,8 +115,8 @@ def test_a_spoiled_shard_is_refused_by_name(tmp_path):
 
 @pytest.mark.parametrize("spoil", [os.remove, lambda path: os.truncate(path, 1200)])
 def test_a_shard_that_goes_away_while_training_is_noticed(tmp_path, spoil):
-    schedule = plan_stream(make_shards(tmp_path, 2000), [64] * 30)
-    batches = read(schedule)
+    plan = plan_stream(make_shards(tmp_path, 2000), [64] * 30)
+    batches = read(plan)
     next(batches)
     spoil(tmp_path / "x_000000.bin")
     with pytest.raises(UserError, match=r"x_000000\.bin"):

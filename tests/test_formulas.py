@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import train_gpt
 from dense import randomize
-from train_gpt import Adam, Muon, NgramTable, StepSchedule, Ranks, DistributedDataLoader, make_attention_settings
+from train_gpt import Adam, DistributedDataLoader, Muon, NgramTable, Ranks, StepSchedule, make_attention_settings
 
 
 def close(found, expected) -> None:
@@ -21,21 +21,21 @@ def test_targets_and_parts_of_documents_are_those_of_a_slow_loop(gpt2):
     tokens = np.random.default_rng(0).integers(gpt2.eot_token, size=gpt2.train_seq_len + 1).astype(np.int32)
     tokens[[0, 3, 20, 51]] = gpt2.eot_token
     text = tokens.tolist()
-    reader = DistributedDataLoader(gpt2, Ranks(), torch.device("cpu"))
-    reader.prefixes = np.random.default_rng(1).integers(-1, 200, size=gpt2.vocab_size)
-    schedule = gpt2.plans[0]._replace(prefix_weight=0.125, next_weights=[1.0, 0.5, 0.25], sampled_classes=100)
-    inputs = reader.inputs(schedule, 0, tokens, None)
-    targets, sampled_classes, ids, begin = inputs.targets, inputs.sampled_classes, inputs.doc_ids, 0
-    assert len(sampled_classes) == 100
+    loader = DistributedDataLoader(gpt2, Ranks(), torch.device("cpu"))
+    loader.prefixes = np.random.default_rng(1).integers(-1, 200, size=gpt2.vocab_size)
+    schedule = gpt2.step_schedules[0]._replace(prefix_weight=0.125, mtp_weights=[1.0, 0.5, 0.25], sampled_classes=100)
+    inputs = loader.model_inputs(schedule, 0, tokens, None)
+    targets, classes, begin = inputs.targets.tolist(), inputs.sampled_classes.tolist(), 0
+    assert len(classes) == 100
     assert inputs.loss_weights.tolist() == [1, 0.5, 0.25, 0.125, 0], "in this order"
-    whole = reader.doc_ids(schedule._replace(trains=False), tokens[:-1])
-    assert whole.tolist() == (tokens[:-1] == gpt2.eot_token).cumsum().tolist(), "in validation"
+    whole = loader.doc_starts(schedule._replace(trains=False), tokens[:-1]).tolist()
     for t, token in enumerate(text[:-1]):
-        prefix = reader.prefixes[text[t + 1]]
-        expected = [*[*text[t + 1 : t + 4], -2, -2][:3], prefix if prefix in sampled_classes else -1, gpt2.vocab_size]
-        assert [x if x < 0 else sampled_classes[x] for x in targets[t]] == expected
+        prefix = loader.prefixes[text[t + 1]]
+        expected = [*[*text[t + 1 : t + 4], -2, -2][:3], prefix if prefix in classes else -1, gpt2.vocab_size]
+        assert [x if x < 0 else classes[x] for x in targets[t]] == expected
         begin = t if token == gpt2.eot_token else begin
-        assert ids[t] - ids[max(t - 1, 0)] == (t > 0 and (t - begin) % gpt2.segment == 0)
+        assert whole[t] == begin, "in validation"
+        assert inputs.doc_starts[t] == t - (t - begin) % gpt2.segment
 
 
 def shifted(x: Tensor, shift: tuple[int, ...]) -> Tensor:
@@ -46,13 +46,13 @@ def shifted(x: Tensor, shift: tuple[int, ...]) -> Tensor:
 
 
 def attend_slowly(
-    cfg, attn, x: Tensor, value_embed: Tensor | None, mudd: Tensor | None, docs: Tensor, schedule: StepSchedule, f: dict
+    cfg, attn, row, x: Tensor, value_embed: Tensor | None, mudd: Tensor | None, docs: Tensor, schedule: StepSchedule, f
 ) -> Tensor:
     """Return attention's output. A head of a token sees all heads of all tokens but for a mask."""
-    T, H, D, layer, kind = len(x), cfg.num_heads, cfg.head_dim, attn.layer.row, attn.layer.row.attention
+    T, H, D, kind = len(x), cfg.num_heads, cfg.head_dim, row.attention
     n, t, h = 1 + (kind == "paired"), torch.arange(T)[:, None], torch.arange(H)
-    reach, scale, frequencies = schedule.windows[dict(paired="short", nope="long").get(kind, kind)]
-    qk = torch.einsum("gdc,tc->tgd", attn.qk_w.view(2 * H, D, -1)[:, : D // (1 + layer.half_qk)], x)
+    window, scale, frequencies = schedule.windows[dict(paired="short", nope="long").get(kind, kind)]
+    qk = torch.einsum("gdc,tc->tgd", attn.qk_w.view(2 * H, D, -1)[:, : D // (1 + row.half_qk)], x)
     qk = F.rms_norm(qk, qk.shape[-1:]).unflatten(1, (2, H))
     if kind != "nope":
         z = torch.complex(*qk[..., : D // 2].chunk(2, dim=-1))
@@ -61,9 +61,9 @@ def attend_slowly(
     q, k = qk.unbind(1)
     late = dict(long=D // 2, nope=0).get(kind, D)  # from this channel on a key is the token before's
     k = torch.cat([k[..., :late], torch.cat([k[:1], k[:-1]])[..., late:]], dim=-1)
-    v = attn.lambdas[0] * torch.einsum("hdc,tc->thd", attn.v_w.view(H, D, -1)[:, : D // (1 + layer.half_v)], x)
+    v = attn.lambdas[0] * torch.einsum("hdc,tc->thd", attn.v_w.view(H, D, -1)[:, : D // (1 + row.half_v)], x)
     if value_embed is not None:
-        factor = f["value_embed"][h * 2 // H].transpose(0, 1) if "value_embed" in f else 1
+        factor = 1 if f.value_embed is None else f.value_embed[h * 2 // H].transpose(0, 1)
         if attn.value_gate is not None:
             w = attn.value_gate.shape[1] // 2
             factor = 2 * (torch.cat([x[:, :w], value_embed[:, :w]], 1) @ attn.value_gate.T).sigmoid()[..., None]
@@ -71,13 +71,13 @@ def attend_slowly(
     v = v if mudd is None else v + mudd.view_as(v)
     place, group = (n * t + h // (H // n)).flatten(), (docs[:, None] * H + h % (H // n)).flatten()
     back = place[:, None] - place
-    seen = (back >= 0) & (back <= reach) & (group[:, None] == group)
+    seen = (back >= 0) & (back <= window) & (group[:, None] == group)
     weights = (scale * q.flatten(0, 1) @ k.flatten(0, 1).T).masked_fill(~seen, -torch.inf).softmax(1)
     y = (weights @ v.flatten(0, 1)).view_as(v)
-    if "xsa" in f:
-        y = y - f["xsa"].transpose(0, 1).tanh() * (y * v).sum(2, keepdim=True) / v.square().sum(2, keepdim=True) * v
-    y = y * f["head_gate"].transpose(0, 1) if "head_gate" in f else y
-    return f["post_attn"] * attn.lambdas[1] * y.flatten(1) @ attn.c_proj.view(-1, H, D)[..., : v.shape[-1]].flatten(1).T
+    if f.xsa is not None:
+        y = y - f.xsa.transpose(0, 1).tanh() * (y * v).sum(2, keepdim=True) / v.square().sum(2, keepdim=True) * v
+    y = y if f.head_gate is None else y * f.head_gate.transpose(0, 1)
+    return f.post[0] * attn.lambdas[1] * y.flatten(1) @ attn.c_proj.view(-1, H, D)[..., : v.shape[-1]].flatten(1).T
 
 
 @pytest.mark.published  # the record's mathematics, which an idea may change
@@ -90,40 +90,41 @@ def test_layers_are_dense_ones(request, preset: str):
     gpt, schedule, calls, nets = randomize(train_gpt.GPT(cfg)), cfg.step_schedules[0], [], {}
     tokens = np.random.default_rng(0).integers(cfg.eot_token, size=cfg.train_seq_len + 1)
     tokens[[0, 5, 6, 40]] = cfg.eot_token
-    [[inputs]], _ = DistributedDataLoader(cfg, Ranks(), torch.device("cpu")).make([schedule], [[tokens]])
+    [[inputs]], _ = DistributedDataLoader(cfg, Ranks(), torch.device("cpu")).load_cycle([schedule], [[tokens]])
     for block in gpt.blocks:
         block.register_forward_hook(lambda _, args, out: calls.append((args, out)))
     for i, net in gpt.gate_nets.items():
         net.register_forward_pre_hook(lambda _, args, i=int(i): nets.update({i: args[0]}))
-    ngrams = torch.randn(len(inputs.ngram_index), len(tokens) - 1, cfg.model_dim, dtype=torch.float64)
-    found = gpt.features(inputs, ngrams, make_attention_settings(schedule, cfg, torch.device("cpu")))
+    gpt.ngram_rows = torch.randn(1 + inputs.ngram_index.max(), cfg.model_dim, dtype=torch.float64)
+    ngrams = gpt.ngram_rows[inputs.ngram_index]
+    found = gpt.features(inputs, make_attention_settings(schedule, cfg, torch.device("cpu")))
     first, outputs = calls[0][1].first, [made.output for _, made in calls]
     tables = {int(i): table(inputs.tokens) for i, table in gpt.value_embeds.items()}
     ngram = (ngrams * gpt.signs[inputs.signs] if cfg.sign_rows else ngrams).sum(0)
     for i, (row, block) in enumerate(zip(cfg.layers, gpt.blocks, strict=True)):
         (x, sources, _, net_gates), made = calls[i]
-        x0, mudd, f = sources.x0, None, block.collect(x, net_gates)
+        x0, mudd, f = sources.x0, None, block.gates(x, net_gates)
         if i == 0:
-            x = x + row.ngram * f.get("ngram", [0])[0] * ngram
+            x = x + (f.ngram[0] * ngram if row.ngram else 0)
             close(first, x)
             x = shifted(x, row.shift)
         else:
             assert torch.equal(x, outputs[i - 1])
         if row.mudd is not None:
             read = torch.stack([first, outputs[row.mudd], x])
-            x, x0, mudd = x + (f["to_stream"] * read).sum(0), first, (f["to_values"] * read).sum(0)
+            x, x0, mudd = x + (f.to_stream * read).sum(0), first, (f.to_values * read).sum(0)
         read = x if row.attn_input is None else outputs[row.attn_input]
         close(made.attn_input, F.rms_norm(read, x.shape[-1:]))
         if row.skip is None:
-            x = f["resid_attn"] * x
+            x = f.resid[0] * x
         else:
-            x = x + block.skip_lambda.sigmoid() * f["skip"][0] * outputs[row.skip]
+            x = x + block.skip_lambda.sigmoid() * f.skip[0] * outputs[row.skip]
         if block.attn is not None:
-            args = cfg, block.attn, made.attn_input, tables.get(i), mudd, inputs.doc_ids, schedule, f
+            args = cfg, block.attn, row, made.attn_input, tables.get(i), mudd, inputs.doc_starts, schedule, f
             x = x + attend_slowly(*args)
-        x = x + row.x0 * f.get("x0", [0])[0] * x0 + (row.ngram and i > 0) * f.get("ngram", [0])[0] * ngram
+        x = x + (f.x0[0] * x0 if row.x0 else 0) + (f.ngram[0] * ngram if row.ngram and i > 0 else 0)
         close(made.mlp_input, F.rms_norm(x, x.shape[-1:]))
-        close(made.output, f["resid_mlps"] * x + sum(mlp(made.mlp_input, f["post_mlps"]) for mlp in block.mlps))
+        close(made.output, f.resid[1] * x + sum(mlp(made.mlp_input, f.post[1]) for mlp in block.mlps))
         assert i == 0 or i not in nets or torch.equal(nets[i], outputs[i - 1])
     if w := cfg.smear_gate_inputs:
         e = gpt.embed(inputs.tokens)
@@ -131,7 +132,7 @@ def test_layers_are_dense_ones(request, preset: str):
         close(sources.x0, F.rms_norm(e, e.shape[-1:]))
     if row.head_mix:
         out = made.output
-        factors = gpt.head_net(out)["factors"].repeat_interleave(cfg.model_dim // cfg.mix_groups, dim=2)
+        factors = gpt.head_net(out)["weights"].repeat_interleave(cfg.model_dim // cfg.mix_groups, dim=2)
         read = [first, *(outputs[i] for i in row.head_mix), *tables.values(), made.mlp_input, made.attn_input]
         outputs.append(out + (factors * torch.stack(read)).sum(0))
     close(found, F.rms_norm(outputs[-1], x.shape[-1:]))
@@ -148,7 +149,7 @@ def stepped(optimizer, cfg):
         grads = torch.randn_like(before) * (torch.arange(before.size(2)) > 0)  # what has none does not decay in Adam
         optimizer.add([*grads])
         total = total + grads / cfg.batch_sequences
-        if optimizer.is_due(schedule):
+        if optimizer.numbers(schedule):
             optimizer.reduce()
             optimizer.update(schedule)
             after = torch.stack(optimizer.params).detach()
@@ -175,7 +176,7 @@ def test_muon_has_two_momenta_and_decays_along_the_slow_one(gpt2):
     group = next(group for group in cfg.groups if group.optimizer == "Muon")
     fast, slow, squares, decayed = 0, 0, torch.zeros(2, 6, 1).double(), []
     for schedule, g, p, after in stepped(Muon(matrices(), [group] * 2, {}, cfg, Ranks()), cfg):
-        momentum = schedule.updates[group.patterns].beta1
+        momentum = schedule.updates[group.patterns].momentum
         beta, share = (0.85, 0.4385) if schedule.step >= cfg.slow_momentum_from else (momentum, 1)
         fast, slow = beta * fast + (1 - beta) * g, 0.98 * slow + 0.02 * g
         m = share * fast + (1 - share) * slow
@@ -192,23 +193,26 @@ def test_muon_has_two_momenta_and_decays_along_the_slow_one(gpt2):
 def test_rows_of_ngrams_step_by_an_adam_without_momentum_and_with_one_v_a_row(gpt2):
     """In three cycles, of other tokens each. Rows that none reads stay as they are, but their v decays, too."""
     cfg = dataclasses.replace(gpt2, dtype="float64", ngram_rows=300, prefix_file="")
-    table, reader = NgramTable(cfg, Ranks(), torch.device("cpu")), DistributedDataLoader(cfg, Ranks(), torch.device("cpu"))
+    table = NgramTable(cfg, Ranks(), torch.device("cpu"))
+    loader = DistributedDataLoader(cfg, Ranks(), torch.device("cpu"))
     expected, v = table.rows.normal_().clone(), torch.zeros(300, dtype=torch.float64)
     for step in 1, 3, 15:
         schedule = cfg.step_schedules[step]._replace(sampled_classes=0)
         tokens = torch.randint(9, (cfg.batch_sequences, 129)).numpy()
-        _, exchange = reader.make([schedule], [[*tokens]])
-        sums = torch.randn(len(exchange.ids), cfg.model_dim, dtype=torch.float64)
+        _, exchange = loader.load_cycle([schedule], [[*tokens]])
+        sums = torch.randn(len(exchange.recv_ids), cfg.model_dim, dtype=torch.float64)
         rate, decay, _, beta2 = schedule.updates[table.group.patterns]
         v *= beta2
-        for i, grad in zip(exchange.ids.tolist(), sums / cfg.batch_sequences, strict=True):
+        for i, grad in zip(exchange.recv_ids.tolist(), sums / cfg.batch_sequences, strict=True):
             v[i] += (1 - beta2) * grad.square().mean()
             u = rate * grad / (v[i].sqrt() + cfg.adam_eps)
             expected[i] -= u + decay * expected[i] * (u * expected[i] > 0)
-        table.send(exchange, sums)
+        table.grads[: len(sums)] = sums
+        table.send(exchange)
         table.update(exchange, schedule)
         close(table.v[:, 0], v)
         close(table.rows, expected)
+        assert not table.grads.any()
 
 
 @pytest.mark.parametrize("size", [(64, 64), (48, 160)], ids=str)
@@ -227,10 +231,10 @@ def test_emas_move_and_blend_as_their_rows_say(gpt2, window: int):
     """Also in a run that is shorter than their windows, and whose steps are no multiple of `update_interval`."""
     cfg, n = dataclasses.replace(gpt2, dtype="float64"), gpt2.num_iterations - 2
     start = max(0, n - window)
-    for names in dict.fromkeys(row.patterns for row in cfg.emas):
-        rows = [row._replace(window=window, rate=0.2) for row in cfg.emas if row.patterns == names]
-        rows.append(rows[0]._replace(keep_norm=False))  # one that keeps the norm keeps it for all
-        adam = Adam(matrices(), [cfg.groups[-1]] * 2, dict(enumerate(rows)), cfg, Ranks())
+    for i, patterns in enumerate(dict.fromkeys(row.patterns for row in cfg.emas)):
+        rows = [row._replace(window=window, rate=0.2) for row in cfg.emas if row.patterns == patterns]
+        group = cfg.groups[-1]._replace(keep_norm=i % 2 == 0)
+        adam = Adam(matrices(), [group] * 2, dict(enumerate(rows)), cfg, Ranks())
         values = torch.randn(n, *adam.param_shard.shape, dtype=torch.float64)
         for step in range(n):
             adam.param_shard.copy_(values[step])
@@ -244,4 +248,4 @@ def test_emas_move_and_blend_as_their_rows_say(gpt2, window: int):
             for s in due:
                 average = average.lerp(values[s], 0.2)
             blended = blended.lerp(average, row.blend)
-        close(adam.param_shard, blended * values[-1].norm() / blended.norm() if rows[0].keep_norm else blended)
+        close(adam.param_shard, blended * values[-1].norm() / blended.norm() if group.keep_norm else blended)

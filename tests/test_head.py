@@ -122,7 +122,11 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     fp8.load_state_dict(plain.state_dict())
     schedule = cfg.step_schedules[0]
     [inputs], _ = trainer.dummy_batch(schedule)
-    batch = inputs, torch.randn(2, schedule.seq_len, 96).bfloat16(), make_attention_settings(schedule, cfg, trainer.device)
+    batch = (
+        inputs,
+        torch.randn(2, schedule.seq_len, 96).bfloat16(),
+        make_attention_settings(schedule, cfg, trainer.device),
+    )
     given = {FP8Linear: [], ReluSquaredMLP: [], HeadLoss: []}
     for function, calls in given.items():
         apply = lambda *args, calls=calls, apply=function.apply: calls.append(args) or apply(*args)  # noqa: E731
@@ -148,7 +152,9 @@ def test_gradients_are_those_of_the_loss(gpt2, sampled_classes: int):
     cfg = dataclasses.replace(gpt2, dtype="float64", prefix_file="")
     trainer = Trainer(cfg, Ranks())
     gpt = randomize(trainer.gpt)
-    schedule = cfg.step_schedules[0]._replace(next_weights=[0.7], sampled_classes=sampled_classes)  # the gradients of more have an accident
+    schedule = cfg.step_schedules[0]._replace(
+        next_weights=[0.7], sampled_classes=sampled_classes
+    )  # the gradients of more have an accident
     tokens = np.random.default_rng(0).integers(40, size=schedule.seq_len + 1)
     [[read]], _ = trainer.loader.make([schedule], [[tokens]])
     ngrams = torch.randn(2, schedule.seq_len, cfg.model_dim, dtype=torch.float64)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt
 from dense import dense_mask, randomize
-from train_gpt import PRESETS, Ranks, Trainer, schedule_lr, schedule_validation, make_attention_settings
+from train_gpt import PRESETS, Ranks, Trainer, make_attention_settings, schedule_lr, schedule_validation
 
 
 def text(cfg) -> Tensor:
@@ -32,9 +32,9 @@ def random_trainer(cfg) -> Trainer:
 def features(trainer: Trainer, tokens: Tensor) -> Tensor:
     """Return the head's input, as in validation."""
     schedule = schedule_validation(0, trainer.cfg)
-    [[inputs]], exchange = trainer.loader.make([schedule], [[np.append(tokens.numpy(), 0)]])
-    ngrams = trainer.table.fetch(exchange)(inputs.ngram_index)
-    return trainer.gpt.features(inputs, ngrams, make_attention_settings(schedule, trainer.cfg, trainer.device))
+    [[inputs]], exchange = trainer.loader.load_cycle([schedule], [[np.append(tokens.numpy(), 0)]])
+    trainer.table.fetch(exchange)
+    return trainer.gpt.features(inputs, make_attention_settings(schedule, trainer.cfg, trainer.device))
 
 
 class Products(TorchDispatchMode):
@@ -55,7 +55,7 @@ def test_products_are_in_the_precision_of_the_activations(request, preset: str):
     """A factor of shape (1,) in fp32 once made fp32 of nano's stream, and bf16 brought nothing."""
     cfg = dataclasses.replace(request.getfixturevalue(preset), dtype="bfloat16")
     trainer = random_trainer(cfg)
-    assert trainer.gpt.lm_head.dtype == (torch.bfloat16 if cfg.tied_frac else torch.float32), "of its own"
+    assert trainer.gpt.lm_head.weight.dtype == (torch.bfloat16 if cfg.tied_frac else torch.float32), "of its own"
     fresh = dict(train_gpt.GPT(cfg).named_parameters())
     for optimizer in trainer.optimizers:  # those of Muon become copies in the precision of the activations
         for name, p in zip(optimizer.names, optimizer.params, strict=True):
@@ -132,46 +132,40 @@ def test_rotated_heads_and_their_derivative_are_right_to_rounding():
 def test_schedules_are_what_the_rows_say(preset: str):
     """At every step, and in the last validation."""
     cfg = dataclasses.replace(PRESETS[preset], prefix_file="prefixes")
-    step_schedules = cfg.step_schedules
+    schedules = cfg.step_schedules
     muon = next(group for group in cfg.groups if group.optimizer == "Muon")
-    pointer_mass = [stage.share for stage in cfg.stages]
-    more = [stage.extra_steps for stage in cfg.stages]
-    ends = [round((len(step_schedules) - sum(more)) * sum(pointer_mass[:i])) + sum(more[:i]) for i in range(1, len(pointer_mass) + 1)]
+    shares = [stage.share for stage in cfg.stages]
+    extra = [stage.extra_steps for stage in cfg.stages]
+    ends = [round((len(schedules) - sum(extra)) * sum(shares[:i])) + sum(extra[:i]) for i in range(1, len(shares) + 1)]
     assert train_gpt.stage_ends(cfg) == ends
-    assert ends[-1] == len(step_schedules)
+    assert ends[-1] == len(schedules)
     for stage, start, end in zip(cfg.stages, [0, *ends], ends, strict=False):
-        for schedule in step_schedules[start:end]:
+        for schedule in schedules[start:end]:
             done = (schedule.step - start) / (end - start)
             assert cfg.stages[schedule.stage] == stage
             assert {kind: window.size for kind, window in schedule.windows.items()} == stage.windows
             assert (schedule.seq_len, schedule.max_doc_len) == (stage.batch * cfg.train_seq_len, stage.max_doc_len)
             assert schedule.prefix_weight == stage.prefix[int(len(stage.prefix) * done)]
             assert schedule.sampled_classes == stage.sampled_classes[int(len(stage.sampled_classes) * done)]
-            assert schedule.next_weights == pytest.approx([first + done * (last - first) for first, last in stage.mtp])
-            due = {row.patterns for row in cfg.groups if (schedule.step + 1) % row.interval[schedule.step >= cfg.long_interval_from] == 0}
-            assert {*schedule.updates} == due
-    assert [schedule.step for schedule in step_schedules] == [*range(cfg.num_iterations)]
-    rates = [schedule_lr(schedule.step, cfg.stages[schedule.stage], cfg) for schedule in step_schedules]
+            assert schedule.mtp_weights == pytest.approx([first + done * (last - first) for first, last in stage.mtp])
+            is_late = schedule.step >= cfg.long_interval_from
+            due = [row.patterns for row in cfg.groups if (schedule.step + 1) % row.update_interval[is_late] == 0]
+            assert [*schedule.updates] == due
+    assert [schedule.step for schedule in schedules] == [*range(cfg.num_iterations)]
+    rates = [schedule_lr(schedule.step, cfg.stages[schedule.stage], cfg) for schedule in schedules]
     assert rates[0] == cfg.stages[0].lr
     assert schedule_lr(cfg.scheduled_steps, cfg.stages[-1], cfg) == pytest.approx(cfg.min_lr_frac)
-    assert [schedule.updates[muon.names].rate for schedule in step_schedules] == [cfg.muon_lr * rate for rate in rates]
-    last = schedule_validation(len(step_schedules), cfg)
+    assert [schedule.updates[muon.patterns].lr for schedule in schedules] == [cfg.muon_lr * rate for rate in rates]
+    last = schedule_validation(len(schedules), cfg)
     assert last.windows["long"].size == (cfg.final_window or cfg.stages[-1].windows["long"]), "in the last validation"
-    assert last.windows["long"].attn_scale == step_schedules[-1].windows["long"].attn_scale, "no step of YaRN"
-    for schedule in (schedule_validation(step, cfg) for step in range(len(step_schedules) + 1)):
-        assert (schedule.next_weights, schedule.prefix_weight, schedule.sampled_classes, schedule.updates) == ([1.0], 0, 0, {})
+    assert last.windows["long"].attn_scale == schedules[-1].windows["long"].attn_scale, "no step of YaRN"
+    for schedule in (schedule_validation(step, cfg) for step in range(len(schedules) + 1)):
+        assert (schedule.mtp_weights, schedule.updates) == ([1.0], {})
+        assert (schedule.prefix_weight, schedule.sampled_classes) == (0, 0)
         assert (schedule.seq_len, schedule.max_doc_len, schedule.trains) == (cfg.val_seq_len, 0, False)
 
 
-def test_sums_of_ngrams_are_there_within_a_cycle_alone(gpt2):
-    """A validation, and the rows that the next cycle fetches, need their memory."""
-    trainer = train_gpt.Trainer(gpt2, train_gpt.Ranks())
-    for schedule in gpt2.plans[: 2 * gpt2.common_interval]:
-        trainer.train_step(schedule, *trainer.dummy_batch(schedule))
-        assert (trainer.ngram_sums is None) == (trainer.table.group.patterns in schedule.updates)
-
-
-def test_a_warm_up_leaves_the_sweep_of_candidates_where_it_was(gpt2):
+def test_a_warm_up_leaves_the_sweep_of_sampled_classes_where_it_was(gpt2):
     """With mini's few tokens a sweep always comes round to where it was."""
     stages = tuple(stage._replace(sampled_classes=(100,)) for stage in gpt2.stages)
     trainer = Trainer(dataclasses.replace(gpt2, vocab_size=2000, stages=stages), Ranks())

@@ -63,7 +63,9 @@ def test_candidates_have_the_row_of_a_copy(monkeypatch):
         uniform = [(state >> 16) ** 4 >> 48 for state in states[1:]]
         next_tokens = np.array([((u * u >> 16) * 50257) >> 16 for u in uniform])
         sequence = np.append(0, next_tokens).astype(np.int32)
-        schedule = cfg.step_schedules[0]._replace(sampled_classes=case["candidates"], next_weights=[1.0], prefix_weight=0.0)
+        schedule = cfg.step_schedules[0]._replace(
+            sampled_classes=case["candidates"], next_weights=[1.0], prefix_weight=0.0
+        )
         inputs = reader.inputs(schedule, case["rank"], sequence, None)
         targets, found = inputs.targets, inputs.sampled_classes
         assert hashlib.sha256(found.astype("<i4")).hexdigest() == case["sha256_int32_le"]
