@@ -40,16 +40,18 @@ def fit(cfg: Hyperparameters, processes: int) -> list[str]:
     with torch.device("meta"):
         parameters = sum(p.numel() for p in train_gpt.GPT(cfg).parameters())
     # Bytes of gpt2's compiled code. Below compute capability 9.0 its MLP has no kernel
-    longest = max(plan.seq_len for plan in cfg.plans)
+    longest = max(schedule.seq_len for schedule in cfg.step_schedules)
     factor = 1 if torch.cuda.get_device_capability() >= (9, 0) else 1.3
     buffers = factor * max(22.7 * longest, 3.75 * cfg.val_seq_len) * len(cfg.layers) * cfg.model_dim
     row = cfg.model_dim * getattr(torch, cfg.dtype).itemsize
-    fetched = 8 * cfg.batch_sequences * longest * row  # 4 steps read 2 kinds of n-grams for each token
-    fixed = 2**30 + 7 * parameters + (13 * parameters + fetched * min(processes, 2)) / processes
+    # 4 steps of a cycle, or a validation, read 2 kinds of n-grams for each token: rows, gradients, and what is sent
+    fetched = 2 * max(4 * longest * cfg.batch_sequences // processes, cfg.val_seq_len)
+    fixed = 2**30 + 7 * parameters + 13 * parameters / processes
     halvings = range(9 if cfg.ngram_rows == PRESETS[cfg.preset].ngram_rows else 1)
+    # Graphs keep buffers of their own
     for i, has_graphs in [(i, on) for i in halvings for on in (True, False) if on <= cfg.cuda_graphs]:
         rows = cfg.ngram_rows // (2 << i) * 2
-        need = fixed + buffers * (1 + has_graphs) + rows * (row + 4) / processes  # graphs keep buffers of their own
+        need = fixed + buffers * (1 + has_graphs) + rows * (row + 4) / processes + 3 * min(fetched, rows) * row
         flags = ["--no-cuda_graphs"] * (has_graphs < cfg.cuda_graphs) + [f"--ngram_rows={rows}"] * (i > 0)
         told = f"a process takes {need / 2**30:.1f} GiB of {free / 2**30:.1f} (estimated)"
         if need <= free:
@@ -125,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a console that goes away does not end a training
     if processes == 1 and is_root:
-        return train_gpt.program([*flags, *own])
+        return train_gpt.cli([*flags, *own])
     if processes > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun would, but it says so at length
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(min(-(-available_cores() // processes), 32)))
