@@ -1529,7 +1529,7 @@ def causal_block_mask(start: Tensor, block: int, also: Callable | None = None) -
     queries_of_keys = block_lists(own, end_visible - own, num_full_queries, step=1)
     lengths = len(start), len(start)
     sees = causal_mask(start, also)
-    return BlockMask(lengths, *keys_of_queries, *queries_of_keys, BLOCK_SIZE=(block, block), mask_mod=sees)
+    return BlockMask(lengths, *keys_of_queries, *queries_of_keys, (block, block), sees)
 
 
 def block_lists(own: Tensor, num_visible: Tensor, num_full: Tensor, step: int) -> tuple[Tensor, ...]:
@@ -1599,10 +1599,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_pe
     if isinstance(mask, BandMask):
         return mask.attend(q, k, v).reshape(T, H, D)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    options = dict(ROWS_GUARANTEED_SAFE=True)  # each query sees a key: itself
-    options |= dict(bwd_num_warps=8)  # as on an H100; with the 4 of other GPUs the backward pass spills its registers,
+    options: dict = dict(ROWS_GUARANTEED_SAFE=True)  # each query sees a key: itself
+    options["bwd_num_warps"] = 8  # as on an H100; with the 4 of other GPUs the backward pass spills its registers,
     if q.size(-1) == 64:  # and so does the forward pass of half heads
-        options |= dict(fwd_num_warps=8)
+        options["fwd_num_warps"] = 8
     y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=options)  # type: ignore[call-overload]
     return y.squeeze(0).transpose(0, 1).reshape(T, H, D)
 
@@ -2627,9 +2627,9 @@ class Muon(ShardedOptimizer):
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
         now = self.numbers(schedule)
         numbers = dict(lr=now.lr, momentum=now.momentum, fast_beta=now.fast_beta, fast_share=now.fast_share)
-        numbers = to_tensors(self.cfg, numbers | dict(slow_rate=0.02))
+        tensors = to_tensors(self.cfg, numbers | dict(slow_rate=0.02))
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
-        update(self.param_shard, grad, self.factors, self.state, numbers, now.decay, now.beta2)
+        update(self.param_shard, grad, self.factors, self.state, tensors, now.decay, now.beta2)
 
 
 OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
@@ -2642,6 +2642,7 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     for name, p in gpt.named_parameters():
         group = find_group(name, cfg)
         emas = tuple(i for i, row in enumerate(cfg.emas) if matches(name, row.patterns))
+        key: tuple
         if OPTIMIZERS[group.optimizer].by_matrix:
             key = emas, group._replace(patterns="", lr=0.0), p.shape[-2:]
         else:
