@@ -34,7 +34,7 @@ import sys
 import time
 import traceback
 import zipfile
-from collections import Counter, deque, namedtuple
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -113,7 +113,7 @@ ATTENTION = {
 class Layer(NamedTuple):
     """A layer. attn_input, skip, mudd and head_mix name earlier layers, counted from 0."""
 
-    attention: str  # one of ATTENTION, or none
+    attention: str | None  # one of ATTENTION
     half_qk: bool = False  # queries and keys are half as wide
     half_v: bool = False  # values are half as wide
     value_embed: bool = False  # values add a row of a table, by the token
@@ -141,12 +141,12 @@ GPT2_LAYERS = (
     Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True),
     Layer("paired", half_qk=True, value_embed=True, x0=True),
     Layer("long", xsa=True, head_gate=True),
-    Layer("none", gate_net=True, x0=True, ngram=True),
+    Layer(None, gate_net=True, x0=True, ngram=True),
     Layer("paired", half_qk=True, x0=True, ngram=True),
-    Layer("none", skip=3),
-    Layer("none", x0=True, mlps=0),
+    Layer(None, skip=3),
+    Layer(None, x0=True, mlps=0),
     Layer("short", half_qk=True, half_v=True, value_embed=True, mlps=2),
-    Layer("none", ngram=True),
+    Layer(None, ngram=True),
     Layer("long", value_embed=True, attn_input=7, head_gate=True, x0=True, ngram=True, mudd=7, head_mix=(7, 9, 3)),
 )
 NANO_LAYERS = (Layer("nope", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1, 2, 3, 4)),)
@@ -610,6 +610,15 @@ def compiled(function: Callable, wanted: bool, dynamic: bool) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=dynamic) if wanted else function
 
 
+class Ranks(NamedTuple):
+    """This process among all, as torchrun names it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
 # ---- Schedules: what the tables mean for each step, made once --------------------------------------------------------
 def matches(name: str, patterns: str) -> bool:
     """Return whether a parameter's name matches one of the globs in `patterns`."""
@@ -1039,9 +1048,6 @@ def sign_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
     return np.array([hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for factors in kinds if cfg.sign_rows])
 
 
-# This process among all, as torchrun names it
-Ranks = namedtuple("Ranks", "rank world_size local_rank local_world_size", defaults=(0, 1, 0, 1))
-
 # A cycle: the steps up to and including an update of the table of n-grams, whose rows do not change before that
 Cycle = tuple[list[StepSchedule], Sequence[BatchPlan]]
 
@@ -1405,8 +1411,10 @@ def relu_squared_backward(grad_q, w_q, squares_q, scales, column_scale, use_kern
     tensors = grad_q.contiguous(), w_q.t().contiguous(), squares_q, dz, dz_columns, squares_columns
     blocks = [TensorDescriptor.from_tensor(tensor, [block, block]) for tensor in tensors]
     grid = triton.cdiv(N, block), triton.cdiv(T, block)
-    numbers = T, K, 2 / FP8_W, block
-    relu_squared_backward_kernel[grid](*blocks, scales, column_scale, *numbers, num_warps=8, num_stages=3)
+    # The factor: the product comes times FP8_GRAD * FP8_W, and dz is to be times FP8_GRAD
+    relu_squared_backward_kernel[grid](
+        *blocks, scales, column_scale, T, K, factor=2 / FP8_W, BLOCK=block, num_warps=8, num_stages=3
+    )
     return dz, dz_columns.t(), squares_columns.t()
 
 
@@ -1885,7 +1893,7 @@ class Block(nn.Module):
             raise UserError(f"layer {number} mixes streams with values: expected --model_dim num_heads * head_dim")
         if (row.xsa or row.head_gate) and not has_gate_net:
             raise UserError(f"layer {number}: xsa and head_gate need a gate_net in this layer or before")
-        self.attn = CausalSelfAttention(cfg, row) if row.attention != "none" else None
+        self.attn = CausalSelfAttention(cfg, row) if row.attention is not None else None
         self.mlps = nn.ModuleList(MLP(cfg, scale_per_token=has_mudd) for _ in range(row.mlps))
         if row.skip is not None:
             self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
@@ -2014,8 +2022,8 @@ class GPT(nn.Module):
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
                 self.value_embeds[str(i)] = Table(table)
         # The rows of n-grams that a cycle reads, and where their gradients go: `NgramTable` has these buffers
-        self.ngram_rows: Tensor | None = None
-        self.ngram_grad_buffer: Tensor | None = None
+        self.fetched_ngrams: Tensor | None = None
+        self.ngram_grads: Tensor | None = None
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
@@ -2080,9 +2088,9 @@ class GPT(nn.Module):
         tokens = inputs.tokens
         value_embeds = {int(i): table(tokens) for i, table in self.value_embeds.items()}
         if torch.is_grad_enabled():
-            ngram_embeds = AccumulatingEmbedding.apply(self.ngram_rows, inputs.ngram_index, self.ngram_grad_buffer)
+            ngram_embeds = AccumulatingEmbedding.apply(self.fetched_ngrams, inputs.ngram_index, self.ngram_grads)
         else:
-            ngram_embeds = F.embedding(inputs.ngram_index, self.ngram_rows)
+            ngram_embeds = F.embedding(inputs.ngram_index, self.fetched_ngrams)
         if self.cfg.sign_rows:
             ngram_embeds = ngram_embeds * self.signs[inputs.signs].type_as(ngram_embeds)
         x = self.embed(tokens)
@@ -2117,7 +2125,7 @@ class GPT(nn.Module):
     def attention_contexts(self, doc_starts: Tensor, attn_settings: AttentionSettings) -> dict[str, AttentionContext]:
         """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions."""
         contexts = {}
-        for name in dict.fromkeys(row.attention for row in self.cfg.layers if row.attention != "none"):
+        for name in dict.fromkeys(row.attention for row in self.cfg.layers if row.attention is not None):
             kind = ATTENTION[name]
             i = attn_settings.kinds.index(kind.window)
             start = first_visible_keys(doc_starts, attn_settings.window_sizes[i], kind.heads_per_pair)
@@ -2489,7 +2497,7 @@ class ShardedOptimizer:
         if pairs := [pair for pair in zip(self.grad_views, grads) if pair[1] is not None]:
             torch._foreach_add_(*zip(*pairs))
 
-    def numbers(self, schedule: StepSchedule) -> AdamStep | MuonStep | None:
+    def scheduled_update(self, schedule: StepSchedule) -> AdamStep | MuonStep | None:
         """Return the numbers of the update in a step, or None if it accumulates only. Groups differ in lr alone."""
         return schedule.updates.get(self.groups[0].patterns)
 
@@ -2543,26 +2551,26 @@ class ShardedOptimizer:
         self.send_params()()
 
 
-def to_tensors(cfg: Hyperparameters, numbers: dict[str, float]) -> dict[str, Tensor]:
+def to_tensors(cfg: Hyperparameters, scalars: dict[str, float]) -> dict[str, Tensor]:
     """Return numbers as tensors, as each new value of a Python number would need a graph of its own."""
     dtype = accum_dtype(getattr(torch, cfg.dtype))
-    tensors = torch.tensor([*numbers.values()], dtype=dtype).to(cfg.device, non_blocking=True).unbind()
-    return dict(zip(numbers, tensors))
+    tensors = torch.tensor([*scalars.values()], dtype=dtype).to(cfg.device, non_blocking=True).unbind()
+    return dict(zip(scalars, tensors))
 
 
-def adam_values(old: Tensor, mean: Tensor, squares: Tensor, numbers: dict) -> Tensor:
+def adam_values(old: Tensor, mean: Tensor, squares: Tensor, scalars: dict) -> Tensor:
     """Return new values from the means of gradients and of their squares. Decay only where the step goes towards 0."""
-    update = numbers["step_size"] * mean / (squares.sqrt() + numbers["eps"])
-    return old - update - numbers["decay"] * old * (mean * old > 0)
+    update = scalars["step_size"] * mean / (squares.sqrt() + scalars["eps"])
+    return old - update - scalars["decay"] * old * (mean * old > 0)
 
 
-def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, numbers: dict):
+def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, scalars: dict):
     """Update rows as `Adam` says, in operations of which the compiler makes one kernel, casts and all."""
     assert shard.size(1) == 16  # tells the compiler that a thread may move several numbers at once
     grad = grad.to(m.dtype)
-    m += (1 - numbers["beta1"]) * (grad - m)
-    v += (1 - numbers["beta2"]) * (grad * grad - v)
-    shard.copy_(adam_values(shard.to(m.dtype), m, v, numbers))
+    m += (1 - scalars["beta1"]) * (grad - m)
+    v += (1 - scalars["beta2"]) * (grad * grad - v)
+    shard.copy_(adam_values(shard.to(m.dtype), m, v, scalars))
 
 
 class Adam(ShardedOptimizer):
@@ -2580,9 +2588,9 @@ class Adam(ShardedOptimizer):
         )
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
-        numbers = self.numbers(schedule)._asdict() | dict(eps=self.cfg.adam_eps)
+        scalars = self.scheduled_update(schedule)._asdict() | dict(eps=self.cfg.adam_eps)
         update = compiled(adam_update, self.cfg.compile, dynamic=True)
-        update(self.master, grad, self.state["exp_avg"], self.state["exp_avg_sq"], to_tensors(self.cfg, numbers))
+        update(self.master, grad, self.state["exp_avg"], self.state["exp_avg_sq"], to_tensors(self.cfg, scalars))
 
 
 NEWTON_SCHULZ = (  # a, b, c of each step: together they take singular values from 0.003 to 1 / 1.05 near 1
@@ -2625,18 +2633,18 @@ def normalize_neurons(update: Tensor, squares: Tensor, beta2: float) -> Tensor:
     return even * (norms / new_norms.clamp(min=1e-10))
 
 
-def muon_update(params: Tensor, grad: Tensor, factors: Tensor, state: dict, numbers: dict, decay: float, beta2: float):
-    """Update matrices as `Muon` says, with its state and numbers by name. params: rounded copies of the master."""
+def muon_update(params: Tensor, grad: Tensor, factors: Tensor, state: dict, scalars: dict, decay: float, beta2: float):
+    """Update matrices as `Muon` says, with its state and scalars by name. params: rounded copies of the master."""
     master, fast, slow = state["master"], state["fast"], state["slow"]
     grad = grad.to(master.dtype)
-    fast.lerp_(grad, 1 - numbers["fast_beta"])
-    slow.lerp_(grad, numbers["slow_rate"])
-    m = slow.lerp(fast, numbers["fast_share"])
-    u = zeropower_via_newtonschulz5(grad.lerp(m, numbers["momentum"]), params.dtype)
+    fast.lerp_(grad, 1 - scalars["fast_beta"])
+    slow.lerp_(grad, scalars["slow_rate"])
+    m = slow.lerp(fast, scalars["fast_share"])
+    u = zeropower_via_newtonschulz5(grad.lerp(m, scalars["momentum"]), params.dtype)
     u = normalize_neurons(u.to(master.dtype), state["squares"], beta2)
     if decay:
-        u += decay * numbers["lr"] * master * (slow * master >= 0)
-    master -= numbers["lr"] * factors * u
+        u += decay * scalars["lr"] * master * (slow * master >= 0)
+    master -= scalars["lr"] * factors * u
     params.copy_(master)
 
 
@@ -2668,9 +2676,9 @@ class Muon(ShardedOptimizer):
         return dict(fast=torch.zeros_like(master), slow=torch.zeros_like(master), squares=squares)
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
-        now = self.numbers(schedule)
-        numbers = dict(lr=now.lr, momentum=now.momentum, fast_beta=now.fast_beta, fast_share=now.fast_share)
-        tensors = to_tensors(self.cfg, numbers | dict(slow_rate=0.02))
+        now = self.scheduled_update(schedule)
+        scalars = dict(lr=now.lr, momentum=now.momentum, fast_beta=now.fast_beta, fast_share=now.fast_share)
+        tensors = to_tensors(self.cfg, scalars | dict(slow_rate=0.02))
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
         update(self.param_shard, grad, self.factors, self.state, tensors, now.decay, now.beta2)
 
@@ -2733,7 +2741,7 @@ def step_optimizers(
     Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
     the gradients of the next and the values of the last are on their way. while_reducing: starts what else may travel.
     """
-    due = [optimizer for optimizer in optimizers if optimizer.numbers(schedule)]
+    due = [optimizer for optimizer in optimizers if optimizer.scheduled_update(schedule)]
     tied = TiedTables(due) if schedule.tied else None
     if tied:
         tied.merge_gradients()
@@ -2752,11 +2760,11 @@ def step_optimizers(
 
 
 # ---- N-grams: a large table, of which a cycle of steps reads few rows ------------------------------------------------
-def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, numbers: dict) -> tuple[Tensor, Tensor]:
+def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, scalars: dict) -> tuple[Tensor, Tensor]:
     """Return rows and their means of squares after an update as in `NgramTable.update`. v has decayed already."""
-    grad = grad.to(v.dtype) / numbers["sequences"]
-    v = v + numbers["added"] * grad.square().mean(1, keepdim=True)
-    return adam_values(rows.to(v.dtype), grad, v, numbers).to(rows.dtype), v
+    grad = grad.to(v.dtype) / scalars["sequences"]
+    v = v + scalars["added"] * grad.square().mean(1, keepdim=True)
+    return adam_values(rows.to(v.dtype), grad, v, scalars).to(rows.dtype), v
 
 
 ROWS_AT_ONCE = 2**18  # that are copied between device and host: 400 MB in gpt2
@@ -2821,7 +2829,7 @@ class NgramTable:
         if self.ranks.world_size > 1:  # several ranks may have read a row
             sums = sums.new_zeros(len(exchange.unique_rows), sums.size(1)).index_add_(0, exchange.inverse_index, sums)
         now = schedule.updates[self.group.patterns]
-        numbers = dict(
+        scalars = dict(
             step_size=now.step_size,
             eps=self.cfg.adam_eps,
             decay=now.decay,
@@ -2831,7 +2839,7 @@ class NgramTable:
         ids = exchange.unique_rows
         self.v *= now.beta2
         update = compiled(row_adam_update, self.cfg.compile, dynamic=True)
-        rows, v = update(self.rows[ids], self.v[ids], sums, to_tensors(self.cfg, numbers))
+        rows, v = update(self.rows[ids], self.v[ids], sums, to_tensors(self.cfg, scalars))
         self.rows.index_copy_(0, ids, rows)
         self.v.index_copy_(0, ids, v)
 
@@ -3039,7 +3047,7 @@ class Log:
         trace = "" if isinstance(error, ONE_LINE_ERRORS) else "".join(traceback.format_exception(error))
         checkpoint = self.path.with_suffix(".checkpoint")
         resume = f"; to go on, give the same flags and --resume {checkpoint}" if checkpoint.exists() else ""
-        line = f"stopped: {error!r:.300}{resume}"
+        line = f"stopped: {str(error)[:300] or type(error).__name__}{resume}"
         with contextlib.suppress(OSError, ValueError):
             if self.path.exists():  # on other nodes it may not
                 with self.path.open("a", encoding="utf-8") as file:
@@ -3167,8 +3175,8 @@ class Trainer:
             table.grad_buffer = grad_views[table.weight]
         self.replayed_add_gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
-        self.gpt.ngram_rows = self.table.fetched
-        self.gpt.ngram_grad_buffer = self.table.grads
+        self.gpt.fetched_ngrams = self.table.fetched
+        self.gpt.ngram_grads = self.table.grads
         self.loader = DistributedDataLoader(cfg, ranks, self.device)
         self.exchange: RowExchange | None = None  # of the cycle that a step belongs to: see `train_cycles`
         self.stop_signals: list[str] = []  # those that asked this rank to stop
@@ -3466,23 +3474,25 @@ def leave_process_group():
 @contextlib.contextmanager
 def failing_together(ranks: Ranks) -> Iterator[None]:
     """End all ranks if one of them fails in this block. On each node one says why, and the others end in silence."""
-    error = own = None
+    error = own_failure = None
     try:
         yield
     except Exception as exception:
         error = exception
-        own = exit_code(error), str(error) if isinstance(error, UserError) else repr(error)
-    failures = {rank: failure for rank, failure in enumerate(all_gather_objects(own)) if failure}
+        own_failure = exit_code(error), str(error) if isinstance(error, UserError) else repr(error)
+    failures = {rank: failure for rank, failure in enumerate(all_gather_objects(own_failure)) if failure}
     if not failures:
         return
     leave_process_group()
+    first_failed = min(failures)
+    code, text = failures[first_failed]
+    # On a node where a rank has failed the first of these speaks, on others their first rank
     first_here = ranks.rank - ranks.local_rank
     failed_here = failures.keys() & range(first_here, first_here + ranks.local_world_size)
-    rank, (code, text) = min(failures.items())
     if ranks.rank != min(failed_here, default=first_here):
         sys.exit(code)
     if error is None:
-        error = UserError(f"rank {rank}: {text}")
+        error = UserError(f"rank {first_failed}: {text}")
         error.code = code
     raise error
 
@@ -3538,9 +3548,10 @@ def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, Dat
 
 def what_must_match(source: str, given: Hyperparameters, cfg: Hyperparameters, data: Data, ranks: Ranks) -> dict:
     """Return by name, as text, what has to be the same on all ranks, and when a run goes on."""
-    may_differ = "run_id log_dir train_files val_files prefix_file canon_file save_checkpoint checkpoint_every resume"
+    may_differ = {"run_id", "log_dir", "train_files", "val_files", "prefix_file", "canon_file"}
+    may_differ |= {"save_checkpoint", "checkpoint_every", "resume"}
     fields = dataclasses.asdict(cfg) | dict(seed=given.seed)  # where none is given, ranks draw different ones
-    texts = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ.split()}
+    texts = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ}
     texts["processes"] = f"{ranks.world_size}, of torch {torch.__version__} and numpy {np.__version__}"
     files = {"script": source.encode(), "prefixes": read_prefixes(cfg), "canonical mask": read_invalid_tokens(cfg)}
     texts |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
@@ -3560,16 +3571,17 @@ def compare(here: dict[str, str], began: dict[str, str]):
 def header(source: str, argv: Sequence[str], start: Checkpoint, trainer: Trainer, data: Data) -> str:
     """Return what begins a log: script, versions, hardware, environment, data, flags and configuration."""
     hardware = subprocess.getoutput("lscpu; timeout 20 nvidia-smi")  # noqa: S605 (it hangs where the driver does)
-    kinds = tuple("TORCH PYTORCH TRITON CUDA NCCL OMP".split())  # of variables that change how it runs
+    kinds = "TORCH", "PYTORCH", "TRITON", "CUDA", "NCCL", "OMP"  # of variables that change how it runs
     environment = {name: value for name, value in os.environ.items() if name.startswith(kinds)}
     shards = [f"{name} shard: {path}, {os.path.getsize(path)} bytes" for name in data for path in paths_of(data[name])]
+    shard_lines = "\n".join(shards)
     return f"""{source}
 {"=" * 100}
 Running Python {sys.version}, PyTorch {torch.__version__}, numpy {np.__version__}
 {trainer.ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores
 {hardware}
 environment: {json.dumps(environment)}
-{chr(10).join(shards)}
+{shard_lines}
 training tokens: {start.must_match["training tokens"]}
 validation tokens: {start.must_match["validation tokens"]}
 flags: {json.dumps(argv)}
@@ -3676,7 +3688,7 @@ if triton:
 
     @triton.jit
     def relu_squared_backward_kernel(
-        grad, w, y, dz, dz_columns, y_columns, scales, y_scale, T, K,
+        grad_q, w_q, squares_q, dz, dz_columns, squares_columns, scales, column_scale, T, K,
         factor: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Compute a block of dz and of the squares. The TMA unit copies blocks, and masks the edges.
@@ -3687,13 +3699,13 @@ if triton:
         n = tl.program_id(0) * BLOCK  # programs that run side by side have the same tokens
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
         for k in range(0, K, BLOCK):  # the hardware sums up in less than fp32: dz keeps 2 bits of mantissa
-            total = tl.dot(grad.load([t, k]), w.load([n, k]).T, total)
+            total = tl.dot(grad_q.load([t, k]), w_q.load([n, k]).T, total)
         rows = t + tl.arange(0, BLOCK)
-        squares = y.load([t, n]).to(tl.float32) * tl.load(scales + rows, rows < T, other=0)[:, None]
+        squares = squares_q.load([t, n]).to(tl.float32) * tl.load(scales + rows, rows < T, other=0)[:, None]
         d = (factor * tl.sqrt(squares) * total).to(dz.dtype)
         dz.store([t, n], d)
         dz_columns.store([n, t], d.T)
-        y_columns.store([n, t], (squares * tl.load(y_scale)).to(y.dtype).T)
+        squares_columns.store([n, t], (squares * tl.load(column_scale)).to(squares_q.dtype).T)
 
     @triton.jit
     def transpose_kernel(columns, rows, M, N):

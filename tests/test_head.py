@@ -133,7 +133,7 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
         monkeypatch.setattr(function, "apply", apply)
     loss = fp8(*batch)
     loss.backward()
-    assert len(given[FP8Linear]) == sum(layer.attention != "none" for layer in cfg.layers)
+    assert len(given[FP8Linear]) == sum(layer.attention is not None for layer in cfg.layers)
     assert [args[3] for args in given[ReluSquaredMLP]] == [True] * sum(layer.mlps for layer in cfg.layers)
     cap = cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift
     assert [args[5:8] for args in given[HeadLoss]] == [(cap, 24, train_gpt.FP8_SCALES)]
