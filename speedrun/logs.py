@@ -7,18 +7,12 @@ import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace as Track
-from typing import Any, NamedTuple
+from typing import Any
 
 from speedrun import ROOT
 from speedrun.process import ToolError as ToolError
 
 RULE = "=" * 100
-NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
-OTHERS = r"(?: (?!train_loss|val_loss:|train_time|step_avg)\w+:\S+)*"  # fields that some public logs have
-STEP_LINE = re.compile(
-    rf"step:(\d{{1,9}})/(\d{{1,9}})(?: train_loss:(?:{NUMBER}|nan|inf))?(?: val_loss:(?:{NUMBER}|nan|inf))?{OTHERS}"
-    rf" train_time:{NUMBER}(m?s) step_avg:\S+ms{OTHERS}\s*"
-)
 HEADER_BYTES, TOKEN_BYTES = 1024, 2  # of a shard
 # What reading a damaged file may raise
 DAMAGED = ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError
@@ -52,14 +46,17 @@ TRACKS = {
 }
 
 
-class Line(NamedTuple):
-    """A step line, times in ms; that of a training step has no val_loss."""
+def read_step(line: str) -> tuple[int, int, float | None, float]:
+    """Return step, number of steps, validation loss and train time in ms of a step line.
 
-    step: int
-    total: int
-    train_loss: float | None
-    val_loss: float | None
-    time: float
+    That of a training step has no validation loss. Public logs have more fields, and some have seconds.
+    """
+    fields = dict(field.split(":", 1) for field in line.split())
+    step, num_steps = map(int, fields["step"].split("/"))
+    val_loss = float(fields["val_loss"]) if "val_loss" in fields else None
+    time = fields["train_time"]
+    ms = float(time.removesuffix("ms")) if time.endswith("ms") else 1000 * float(time.removesuffix("s"))
+    return step, num_steps, val_loss, round(ms, 6)
 
 
 class Log:
@@ -92,22 +89,21 @@ class Log:
         self.read_header()
 
     def read_steps(self, text: str) -> None:
-        lines = []
+        self.curve: dict[int, tuple[float, float]] = {}  # loss, and train time in ms, of the validations, by step
+        self.train_steps, self.num_steps, self.train_time = list[int](), 0, 0.0
         for line in re.findall("^(step:.*)\n", text, re.MULTILINE):  # a run may be writing the last one
-            match = STEP_LINE.fullmatch(line)
-            if match is None:
-                raise ToolError(f"{self.path}: {quote(line)} is no step line: cut short or edited; run it again")
-            train_loss, val_loss = (float(loss) if loss else None for loss in (match[3], match[4]))
-            time = round(float(match[5]) * (1000 if match[6] == "s" else 1), 6)
-            lines.append(Line(int(match[1]), int(match[2]), train_loss, val_loss, time))
-        if not lines:
+            try:
+                step, self.num_steps, val_loss, ms = read_step(line)
+            except DAMAGED:
+                message = f"{quote(line)} is no step line: cut short or edited; run it again"
+                raise ToolError(f"{self.path}: {message}") from None
+            if val_loss is None:
+                self.train_steps.append(step)
+            else:
+                self.curve[step] = val_loss, ms
+            self.train_time = max(self.train_time, ms)
+        if not self.num_steps:
             raise ToolError(f"{self.path}: no step lines ({quote(self.ended or 'never started')}); leave it out")
-        # A training loss is printed a few steps late, perhaps after the validation of a later step
-        self.lines = sorted(lines, key=lambda line: (line.step, line.val_loss is not None))
-        self.training = [line for line in self.lines if line.val_loss is None]
-        # Loss, and train time in ms, of the validations, by step
-        self.curve = {line.step: (line.val_loss, line.time) for line in self.lines if line.val_loss is not None}
-        self.num_steps, self.train_time = self.lines[-1].total, self.lines[-1].time
 
     def read_header(self) -> None:
         self.configuration: dict = self.find("configuration: (.*)", json.loads) or {}  # the public form has none
@@ -126,9 +122,8 @@ class Log:
         self.num_threads = processes and threads and processes * threads
         gpu = self.find(r"\|\s+\d+\s+(NVIDIA .+?)\s{2,}.*")  # the first that nvidia-smi lists
         device = self.configuration.get("device") or ("cuda" if gpu else "cpu")
-        self.has_gpu = device == "cuda"
         self.hardware = None
-        if self.has_gpu:
+        if device == "cuda":
             self.hardware = f"{processes or 1}x {gpu or 'GPU'}"
         elif processes:
             self.hardware = f"{self.find(r' *Model name: +(.+)') or 'CPU'}, {processes} processes of {threads} threads"
@@ -146,14 +141,14 @@ class Log:
     @property
     def problem(self) -> str | None:
         """Say why this is not the log of one whole run that agrees with itself, or return None."""
-        last, steps = self.lines[-1], [line.step for line in self.training]
         if self.starts > 1:
             return f"was started {self.starts} times: not one whole run; run it again"
         if self.ended is not None:
             return f"has the line {quote(self.ended)}: not one whole run; run it again"
-        if last.val_loss is None or last.step != last.total:
-            return f"ends at step {last.step} of {last.total} without the last validation: cut short; run it again"
-        # Public logs may have lines of validations alone
-        if (steps or self.configuration) and steps != [*range(1, last.total + 1)]:
-            return f"lacks a step line of 1 to {last.total}, or has one twice; run it again"
+        last = max([*self.train_steps, *self.curve])
+        if self.num_steps not in self.curve or last != self.num_steps:
+            return f"ends at step {last} of {self.num_steps} without the last validation: cut short; run it again"
+        # A training loss is printed a few steps late. Public logs may have lines of validations alone
+        if (self.train_steps or self.configuration) and sorted(self.train_steps) != [*range(1, last + 1)]:
+            return f"lacks a step line of 1 to {last}, or has one twice; run it again"
         return None

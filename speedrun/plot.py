@@ -2,14 +2,12 @@
 
 import json
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from speedrun import records
-from speedrun.logs import TRACKS, ToolError, read_json
-from speedrun.process import printable
+from speedrun.logs import TRACKS, Log, ToolError, read_json
 
 ANCHOR = "plain GPT"
 
@@ -18,60 +16,58 @@ class Curve(NamedTuple):
     """The mean of runs: time in s and loss, at each step at which all have a loss."""
 
     name: str
-    board: str
     target: float | None
     steps: list[int]
     seconds: list[float]
     mean: list[float]
 
 
-def average(name: str, board: str, target: float | None, runs: Sequence[dict[int, tuple[float, float]]]) -> Curve:
+def average(name: str, target: float | None, runs: Sequence[dict[int, tuple[float, float]]]) -> Curve:
     """Return the curve of runs, of which each has loss and train time in ms by step."""
     steps = sorted(set.intersection(*map(set, runs)))
     if not steps:
         raise ToolError(f"{name}: no step at which all its logs have a loss; name logs that do")
     seconds = [statistics.fmean(run[step][1] for run in runs) / 1000 for step in steps]
-    return Curve(
-        name, board, target, steps, seconds, [statistics.fmean(run[step][0] for run in runs) for step in steps]
-    )
+    mean = [statistics.fmean(run[step][0] for run in runs) for step in steps]
+    return Curve(name, target, steps, seconds, mean)
 
 
 def curve_of(path: Path) -> Curve:
-    """Return the curve of a log or a record. Runs in a record's folder `curve` give the losses on the race's clock."""
-    logs = records.record_logs(path)
-    often = [] if path.is_file() else [*records.read_logs(path, beside="curve")]
-    name = str(path.with_suffix("")) if path.is_file() else records.short_name(path.name)
+    """Return the curve of a log or a record. A run of a record for its curve is drawn on the clock of its race."""
+    logs = [Log(path)] if path.is_file() else records.read_logs(path)
+    name = str(path.with_suffix("")) if path.is_file() else records.short_name(path)
     track = TRACKS.get(logs[0].track or "")
-    target = track.target if track and not records.validation_problem(logs[0], track) else None
-    curve = average(name, records.board_of(logs[0]), target, [log.curve for log in often or logs])
-    if often:
-        scale = statistics.fmean(log.train_time for log in logs) / 1000 / curve.seconds[-1]
-        curve = curve._replace(seconds=[seconds * scale for seconds in curve.seconds])
-    return curve
+    target = track.target if track and logs[0].val_tokens == track.val_tokens else None
+    of_curve = [] if path.is_file() else records.read_logs(path, beside="curve")
+    curve = average(name, target, [log.curve for log in of_curve or logs])
+    scale = statistics.fmean(log.train_time for log in logs) / 1000 / curve.seconds[-1] if of_curve else 1.0
+    return curve._replace(seconds=[seconds * scale for seconds in curve.seconds])
 
 
 def curves_of(names: Sequence[str], root: Path) -> list[Curve]:
-    """Read the curves of records and logs; without names, of all ranked records and plain GPTs."""
-    paths = [records.find_record(name, root) for name in names]
-    curves = []
-    for path in paths or [folder for folder in records.lineage(root) if records.read_info(folder).ranked]:
-        try:
-            curves.append(curve_of(path))
-        except ToolError as error:
-            print(printable(f"left out: {error}"), file=sys.stderr)
+    """Read the curves of records and logs; without names, of all ranked records and the plain GPT."""
+    if names:
+        return [curve_of(records.find_record(name, root)) for name in names]
+    curves = [curve_of(folder) for folder in records.lineage(root) if records.read_info(folder).ranked]
     for track in TRACKS.values():
-        if not names and track.anchor and (path := root / track.anchor).is_file():  # as plain_gpt.py printed it
-            curve = {step: (loss, ms) for step, loss, ms in read_json(path)["val_curve"]}
-            curves.append(average(ANCHOR, track.name, track.target, [curve]))
-    if curves:
-        return curves
-    raise ToolError("nothing to draw: name records or logs of runs")
+        if track.anchor and (path := root / track.anchor).is_file():  # as plain_gpt.py printed it
+            plain = {step: (loss, ms) for step, loss, ms in read_json(path)["val_curve"]}
+            curves.append(average(ANCHOR, track.target, [plain]))
+    return curves
 
 
-def draw_panel(panel: Any, board: str, curves: Sequence[Curve]) -> None:
-    """Draw the curves of one leaderboard. The plain GPT is grey."""
+def plot(names: Sequence[str], root: Path, path: Path) -> None:
+    """Draw curves as a PNG, which has their numbers as a comment. The plain GPT is grey."""
     from matplotlib import color_sequences
+    from matplotlib.figure import Figure
 
+    if path.suffix.lower() != ".png":
+        raise ToolError(f"{path}: the picture is a PNG; say -o NAME.png")
+    curves = curves_of(names, root)
+    if not curves:
+        raise ToolError("nothing to draw: name records or logs of runs")
+    figure = Figure(figsize=(8.4, 5.2), layout="constrained")
+    panel = figure.add_subplot()
     for i, curve in enumerate(curves):
         color, line = ("0.5", "--") if curve.name == ANCHOR else (color_sequences["tab20"][i % 20], "-")
         label = curve.name.replace("$", r"\$")
@@ -90,23 +86,6 @@ def draw_panel(panel: Any, board: str, curves: Sequence[Curve]) -> None:
         panel.xaxis.set_major_formatter("{x:g}")
     panel.grid(color="0.9", linewidth=0.6)
     panel.set(xlabel="train time (s)", ylabel="validation loss (nats)")
-    panel.set_title(f"{board}: validation loss against train time", fontsize=10, parse_math=False)
     panel.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-
-
-def plot(names: Sequence[str], root: Path, path: Path) -> None:
-    """Draw one panel for each leaderboard as a PNG, which has its numbers as a comment."""
-    from matplotlib.figure import Figure
-
-    if path.suffix.lower() != ".png":
-        raise ToolError(f"{path}: the picture is a PNG; say -o NAME.png")
-    if path.exists() and any(path.samefile(records.find_record(name, root)) for name in names):
-        raise ToolError(f"{path} is one of the logs: choose another -o")
-    curves = curves_of(names, root)
-    boards = sorted({curve.board for curve in curves})
-    figure = Figure(figsize=(8.4, 5.2 * len(boards)), layout="constrained")
-    for i, board in enumerate(boards, start=1):
-        panel = figure.add_subplot(len(boards), 1, i)
-        draw_panel(panel, board, [curve for curve in curves if curve.board == board])
     numbers = json.dumps(dict(curves=[curve._asdict() for curve in curves]))
     figure.savefig(path, dpi=110, format="png", metadata={"Comment": numbers})
