@@ -9,11 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from speedrun import plot, process, race, records
+from speedrun import ROOT, plot, process, race, records
 from speedrun.logs import digest
-from speedrun.process import PYTHON, printable
+from speedrun.process import printable
 
 HAVE_PARSERS = "run", "bench"  # modules that parse their own flags
 
@@ -24,7 +23,7 @@ def say(text: str) -> None:
 
 
 def command_race(args: argparse.Namespace) -> None:
-    """Run scripts in turn on equal seeds, and compare each with the last."""
+    """Race scripts, in turn on equal seeds, against the last."""
     labels, sources = zip(*(records.read_script(name, records.RECORDS) for name in args.scripts), strict=True)
     scripts = [race.Script(label, digest(source)) for label, source in zip(labels, sources, strict=True)]
     plan = race.Race(scripts, args.flags, args.pairs, args.seed, args.nproc_per_node, time.strftime("%Y-%m-%d"))
@@ -47,8 +46,8 @@ def command_verify(args: argparse.Namespace) -> int:
 
 def command_diff(args: argparse.Namespace) -> None:
     """Compare two scripts, each named by a record, a log or a file."""
-    names = args.a or str(records.RECORDS.parent / records.SCRIPT), args.b
-    lines, removed, added = records.diff(*(records.read_script(name, records.RECORDS) for name in names))
+    scripts = (records.read_script(name, records.RECORDS) for name in (args.a, args.b))
+    lines, removed, added = records.diff(*scripts)
     print(f"{removed} lines removed, {added} added", file=sys.stderr)
     say("\n".join(lines))
 
@@ -56,16 +55,13 @@ def command_diff(args: argparse.Namespace) -> None:
 def command_table(args: argparse.Namespace) -> int:
     """Rewrite the boards of records/README.md."""
     is_old = records.update_boards(records.RECORDS, args.check)
-    hint = f"out of date: run {PYTHON} -m speedrun table" if args.check else "written"
-    say(f"{records.RECORDS / records.PAGE}: {hint if is_old else 'up to date'}")
+    say(("out of date" if args.check else "written") if is_old else "up to date")
     return int(is_old and args.check)
 
 
 def command_plot(args: argparse.Namespace) -> None:
     """Draw loss against train time of records or logs, as a PNG."""
-    path = args.output or (Path() if args.records else records.RECORDS) / "curves.png"
-    plot.plot(args.records, records.RECORDS, path)
-    say(str(path))
+    plot.plot(args.records, records.RECORDS, args.output)
 
 
 def command_site(args: argparse.Namespace) -> None:
@@ -79,33 +75,32 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m speedrun", description=__doc__)
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def command(action: Callable[[argparse.Namespace], int | None], **settings: Any) -> Callable:
+    def command(action: Callable[[argparse.Namespace], int | None]) -> Callable:
         """Add a command; return what adds its flags."""
         name, text = action.__name__.removeprefix("command_"), action.__doc__
-        added = subparsers.add_parser(name, help=text, description=text, allow_abbrev=False, **settings)
+        added = subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.set_defaults(action=action)
         return added.add_argument
 
     subparsers.add_parser("run", help="Check machine and data, then train: what ./run.sh starts.")
-    usage = "%(prog)s [options] SCRIPT [SCRIPT ...] OLDER [-- FLAGS ...]"
-    add = command(command_race, usage=usage, epilog="FLAGS go to all scripts.")
-    add("scripts", nargs="+", metavar="SCRIPT", help="a record, a log, or a script that takes flags as train_gpt.py")
+    add = command(command_race)
+    add("scripts", nargs="+", metavar="SCRIPT", help="a record, a log or a file; after -- stand flags for all of them")
     add("--pairs", type=int, default=6, help="rounds, of one run of each script; 1 to 4 are a screen (default: 6)")
     add("--seed", type=int, default=1, help="of the first round; each next one is higher (default: 1)")
     add("--nproc_per_node", type=int, default=1, metavar="N", help="processes of each run; above 1 with torchrun")
     add("--out", type=Path, metavar="FOLDER", help="of the race, which resumes there (default: logs/race-TIME)")
     add = command(command_submit)
     add("name", metavar="NAME")
-    add("logs", nargs="*", metavar="LOG")
+    add("logs", nargs="+", metavar="LOG")
     add("--race", type=Path, metavar="FILE", help="race.json against the record before, to be stored, too")
     command(command_verify)("records", metavar="RECORD", nargs="*", help="(default: all)")
     add = command(command_diff)
-    add("a", metavar="A", nargs="?", help="(default: the root's train_gpt.py)")
+    add("a", metavar="A", nargs="?", default=str(ROOT / records.SCRIPT), help="(default: the root's train_gpt.py)")
     add("b", metavar="B")
     command(command_table)("--check", action="store_true", help="only say, by exit code 1, if they are out of date")
     add = command(command_plot)
     add("records", metavar="RECORD", nargs="*", help="(default: all ranked records, and the plain GPT)")
-    add("-o", "--output", type=Path, metavar="PNG", help="(default: curves.png)")
+    add("-o", "--output", type=Path, metavar="PNG", default=Path("curves.png"), help="(default: curves.png)")
     command(command_site)("-o", "--output", type=Path, metavar="FOLDER", default=Path("site"), help="(default: site)")
     subparsers.add_parser("bench", help="Time the parts of a step of train_gpt.py on this machine.")
     return parser

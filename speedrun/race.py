@@ -68,11 +68,11 @@ def verdict(n: int, times: dict, losses: dict, slack: float, end: str) -> str:
     elif times["low"] > 1:
         result = "slower"
     else:
-        low, middle, high = (math.log(times[key]) for key in ("low", "ratio", "high"))
-        sd = (high - low) / 2 / float(t.isf(0.025, n - 1)) * math.sqrt(n)
-        # So many that the interval excludes 1 nine times in ten; 3.24 = 1.96 + 1.28 are normal quantiles
-        needed = (3.24 * sd / max(abs(middle), 1e-6)) ** 2
-        result = f"undecided, would take about {max(needed, n + 1):,.0f} pairs"
+        half_width, effect = math.log(times["high"] / times["low"]) / 2, abs(math.log(times["ratio"])) or 1e-6
+        sd = half_width * math.sqrt(n) / float(t.isf(0.025, n - 1))
+        # So that the interval excludes 1 nine times in ten; 1.96 and 1.28 are quantiles of the normal distribution
+        pairs = ((1.96 + 1.28) * sd / effect) ** 2 + 1.96**2 / 2
+        result = f"undecided, would take about {pairs:,.0f} pairs"
     if result != "faster" and losses["high"] < 0:
         result += " at a lower loss"
     return f"screen of {n} pairs: {result}" if n < MIN_PAIRS else result
@@ -168,9 +168,7 @@ class Race:
         return f"race-{seed - self.seed + 1}of{self.pairs}-{seed}-{string.ascii_lowercase[script]}"
 
     def check(self, path: Path) -> None:
-        """Raise ToolError unless the runs are the first ones of a race, on the same tokens and one kind of machine."""
-        if [(run.seed, run.script) for run in self.runs] != self.order[: len(self.runs)]:
-            raise ToolError(f"{path}: its runs are not those of a race in order; begin a new race with --out")
+        """Raise ToolError unless the runs are on the same tokens and one kind of machine."""
         for name in ("val_sha256", "hardware"):
             if len({getattr(run, name) for run in self.runs} - {None}) > 1:
                 raise ToolError(f"{path}: its runs differ in {name}: race with the same data, on one machine")
@@ -209,8 +207,6 @@ def run_script(command: Sequence[str], log: Path, script: int, seed: int) -> Run
     except ToolError as error:
         fix = "with that mended, the same with --out goes on; with other flags or scripts, begin a new one"
         raise ToolError(f"run {log.stem} failed: {quote(str(error), 300)}; {fix}") from None
-    if not log.is_file():
-        raise ToolError(f"run {log.stem} ended well, but wrote no {log}; docs/submit.md says what a script has to do")
     result = Log(log)
     if result.problem:
         raise ToolError(f"{log}: {result.problem}")
@@ -222,21 +218,6 @@ def remove_files(folder: Path, run_id: str, keep: Sequence[str] = ()) -> None:
     for path in folder.glob(f"{run_id}.*"):
         if path.suffix not in keep:
             path.unlink()
-
-
-def resume(plan: Race, path: Path) -> Race:
-    """Return the race that was begun there, or begin this one, so that one can go on whose first run fails."""
-    if not path.is_file():
-        plan.write(path)
-    race = read_race(path)
-    if race.plan != plan.plan:
-        raise ToolError(f"{path}: was begun with other scripts, flags, pairs or seed: use the same, or another --out")
-    race.check(path)
-    return race
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def run_race(plan: Race, sources: Sequence[str], folder: Path) -> Race:
@@ -251,12 +232,16 @@ def run_race(plan: Race, sources: Sequence[str], folder: Path) -> Race:
         tempfile.TemporaryDirectory(prefix="race-") as copies,
         held(folder, "another race runs there: wait for it, or choose another --out"),
     ):
-        race = resume(plan, path)
+        if not path.is_file():  # so that a race goes on whose first run fails
+            plan.write(path)
+        race = read_race(path)
+        if race.plan != plan.plan:
+            raise ToolError(f"{path}: was begun with other scripts, flags, pairs or seed: use those, or another --out")
         for i, source in enumerate(sources):  # who edits one while they race does not change it
             Path(copies, f"script_{i}.py").write_text(source + "\n", encoding="utf-8")
         total = len(race.order)
-        # nohup and & ignore Ctrl-C
-        say(f"{len(race.runs)}/{total} runs; to stop: kill -TERM {os.getpid()}; to go on: the same with --out {folder}")
+        how = f"to stop: kill -TERM {os.getpid()}; to go on: the same with --out {folder}"  # nohup ignores Ctrl-C
+        print(f"{len(race.runs)}/{total} runs; {how}", file=sys.stderr, flush=True)
         for seed, i in race.order[len(race.runs) :]:
             run_id = race.run_id(seed, i)
             own_flags = ["--seed", str(seed), "--log_dir", log_dir, "--run_id", run_id]
@@ -267,7 +252,8 @@ def run_race(plan: Race, sources: Sequence[str], folder: Path) -> Race:
             race.runs.append(run)
             race.check(path)
             race.write(path)
-            say(f"{run_id}: val_loss {run.val_loss:.4f}, {run.train_time:.0f} ms; {len(race.runs)}/{total}")
+            result = f"{run_id}: val_loss {run.val_loss:.4f}, {run.train_time:.0f} ms"
+            print(f"{result}; {len(race.runs)}/{total}", file=sys.stderr, flush=True)
         *others, last = race.hashes
         race.comparisons = [race.compare(other, last) for other in others]
         race.write(path)

@@ -2,7 +2,6 @@
 
 import datetime
 import difflib
-import itertools
 import json
 import os
 import re
@@ -22,11 +21,11 @@ SCRIPT, PAGE, INFO, RUNS = "train_gpt.py", "README.md", "record.json", "runs.txt
 FOLDER_NAME = re.compile(r"\d+[a-z]?_[\w.-]+", re.ASCII)  # of a record, in the order of its track's line
 LOG_NAME = re.compile(r"^==> (.+) <==\n", re.MULTILINE)  # before each log of RUNS, as `tail -n +1` writes it
 PLACEHOLDER = re.compile(r"<say[^>\n]*>?")
-MAX_CHANGED = 200  # lines, removed and added, of a script that carries an idea
 BEGIN = "<!-- table leaderboards: python -m speedrun table -->"
 END = "<!-- end of table -->"
-COLUMNS = "record|what|steps|val_loss, mean|p|train time (s)|times the one before (95%)|times the first|peak memory (MiB)|hardware"
-NEW_PAGE = "# {}\n\n## What changed\n\n<say what the script does now>\n\n## Why\n\n<say what you measured, whose idea it was>\n"
+COLUMNS = "record|what|steps|val_loss, mean|p|train time (s)|times the one before (95%)|times the first"
+COLUMNS += "|peak memory (MiB)|hardware"
+NEW_PAGE = "# {}\n\n## What changed\n\n<say what the script does now>\n\n## Why\n\n<say what you measured>\n"
 
 
 # ---- Find and read
@@ -82,12 +81,11 @@ def read_logs(folder: Path, beside: str = "") -> list[Log]:
 
 def find_record(name: str, root: Path) -> Path:
     """Return the file or folder that `name` is, or the record of this name, such as LongSteps."""
-    if (path := Path(name)).exists():
-        return path
+    if Path(name).exists():
+        return Path(name)
     folders = {short_name(folder): folder for folder in record_folders(root)}
-    for its_name, folder in folders.items():
-        if its_name.lower() == name.lower():
-            return folder
+    if name in folders:
+        return folders[name]
     raise ToolError(f"{quote(name)} is neither a file nor a record; the records are {', '.join(folders) or 'none yet'}")
 
 
@@ -119,49 +117,40 @@ def board_of(log: Log) -> str:
     return f"{log.track} on {log.hardware or 'unknown hardware'}" if is_for_gpus else str(log.track)
 
 
-def check_parts(folder: Path) -> None:
-    """Raise ToolError if a record lacks something, such as what submit leaves to be written."""
+def missing_part(folder: Path) -> str | None:
+    """Say what a record lacks, such as what submit leaves to be written, or return None."""
     for name in (SCRIPT, PAGE, *([RUNS] if read_info(folder).ranked else [])):
         if not (folder / name).is_file():
-            raise ToolError(f"{name} is missing; a record has one")
+            return f"{name} is missing; a record has one"
     for name in (INFO, PAGE):
         if placeholders := PLACEHOLDER.findall(read_text(folder / name)):
-            raise ToolError(f"{name}: write what {quote(', '.join(placeholders))} asks for")
+            return f"{name}: write what {quote(', '.join(placeholders))} asks for"
+    return None
 
 
-def sort_records(root: Path) -> tuple[list[Path], dict[Path, str]]:
-    """Return the whole records in order, as each names the one before; and what is wrong with the others."""
-    line, left_out, followers = list[Path](), dict[Path, str](), dict[str | None, Path]()
+def lineage(root: Path) -> list[Path]:
+    """Return the whole records in order, as each names the one before, and name the others on stderr."""
+    followers, left_out, line = dict[str | None, Path](), dict[Path, str](), list[Path]()
     for folder in record_folders(root):
         try:
-            after = read_info(folder).after
-            check_parts(folder)
-            if after in followers:
-                raise ToolError(f"{INFO}: comes after {after}, as {name_of(followers[after])} does; mend `after`")
-            followers[after] = folder
+            if problem := missing_part(folder):
+                left_out[folder] = problem
+            elif followers.setdefault(after := read_info(folder).after, folder) != folder:
+                left_out[folder] = f"{INFO}: {name_of(followers[after])} comes after {after}, too; mend `after`"
         except ToolError as error:
-            left_out[folder] = str(error).removeprefix(f"{folder}{os.sep}")
+            left_out[folder] = str(error)
     name = None
     while name in followers:
         line.append(followers.pop(name))
         name = name_of(line[-1])
     left_out |= dict.fromkeys(followers.values(), f"{INFO}: no whole records lead there; mend `after`")
-    return line, left_out
-
-
-def lineage(root: Path) -> list[Path]:
-    """Return all whole records in order, and name the others on stderr."""
-    line, left_out = sort_records(root)
     for folder, problem in left_out.items():
         print(printable(f"{name_of(folder)} is left out: {problem}"), file=sys.stderr)
     return line
 
 
 def race_before(folder: Path, line: Sequence[Path]) -> tuple[Path, Race, dict] | None:
-    """Return the newest record in `line` on the board of this one, their race and comparison; None if there is none.
-
-    Raise ToolError if there is no such race that is whole.
-    """
+    """Return the newest record in `line` on this one's board, their race and comparison; None if it opens the board."""
     board, path = board_of(read_logs(folder)[0]), folder / RACE
     ranked = (other for other in reversed(line) if read_info(other).ranked)
     older = next((other for other in ranked if board_of(read_logs(other)[0]) == board), None)
@@ -173,8 +162,8 @@ def race_before(folder: Path, line: Sequence[Path]) -> tuple[Path, Race, dict] |
     for script, sha256 in zip((folder, older), hashes, strict=True):
         if sha256 not in race.hashes:
             raise ToolError(f"{path}: lacks the script of {name_of(script)}; race it as it is")
-    if len(race.runs) != len(race.order):
-        raise ToolError(f"{path}: has {len(race.runs)} runs, not {race.pairs} of each script; finish the race")
+    if [(run.seed, run.script) for run in race.runs] != race.order:
+        raise ToolError(f"{path}: has {len(race.runs)} runs, not {race.pairs} of each script in turn; finish the race")
     race.check(path)
     return older, race, race.compare(*hashes)
 
@@ -183,16 +172,6 @@ def forbidden_flags(flags: Sequence[str], track: Track) -> list[str]:
     """Return the flags that a record's runs may not have."""
     names = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
     return [name for name in names if name.removeprefix("--") not in track.flags]
-
-
-def too_many_changes(folder: Path, before: Sequence[Path]) -> Iterator[str]:
-    """Say that an idea changes more lines of the record before and of the root than it may."""
-    newer = read_script(str(folder), folder.parent)
-    others = [read_script(str(path), folder.parent) for path in (*before[-1:], folder.parents[2] / SCRIPT)]
-    changed, name = min((sum(diff(other, newer)[1:]), other[0]) for other in others)
-    if changed > MAX_CHANGED:
-        problem = f"{changed} lines change against {name}, for an idea at most {MAX_CHANGED}"
-        yield f"{SCRIPT}: {problem}: take out what it can spare"
 
 
 # ---- Verify
@@ -221,9 +200,6 @@ def log_problems(log: Log, sha256: str) -> Iterator[str]:
     flags = [flag for flag in log.flags if flag.partition("=")[0] not in OWN_FLAGS]
     for name in forbidden_flags(flags, track):
         yield f"has the flag {name}: put settings into the script, run it without"
-    for name in log.environment:
-        if re.match("TORCHINDUCTOR_(?!COMPILE_THREADS|CACHE_DIR)", name):
-            yield f"ran with {name}: the track allows no compiler flags; unset it and run it again"
     if log.recompiles != 0:
         yield f"recompiles after the clock started: {log.recompiles}; cover them in the warm-up, then run it again"
     if track.max_threads and not 0 < (log.num_threads or 0) <= track.max_threads:
@@ -236,13 +212,12 @@ def verify_runs(folder: Path, kind: str, line: Sequence[Path], failures: list[st
     failures += [f"{log.name}: {problem}" for log in logs for problem in log_problems(log, sha256)]
     if any(log.problem for log in logs):
         return ""
-    for other, log in itertools.combinations(logs, 2):
-        if log.seed is not None and log.seed == other.seed:
-            failures.append(f"{log.name}: has seed {log.seed}, as {other.name} has; run another --seed instead")
+    if len({log.seed for log in logs}) < len(logs):
+        failures.append("two of its runs have one seed: leave one out, or run another --seed")
     target = track_of(logs[0]).target
     sample = Sample([log.val_loss for log in logs], target)
     result = f"{sample} p={sample.p:.2g} ({board_of(logs[0])}, {logs[0].num_steps} steps)"
-    if not sample.mean <= target:  # nor is it nan
+    if sample.mean > target:
         failures.append(f"mean {sample.mean:.4f} is above the target {target}; train better or longer")
     elif kind != "form" and not sample.p < ALPHA:
         failures.append(f"n too small: p={sample.p:.2g} is not below {ALPHA} at n={sample.n}; race with more pairs")
@@ -261,10 +236,11 @@ def verify_runs(folder: Path, kind: str, line: Sequence[Path], failures: list[st
 
 def verify(folder: Path, line: Sequence[Path], failures: list[str]) -> str:
     """Check a record by its files and those before it in `line`; add to `failures`, and return a summary."""
-    info, names = read_info(folder), [name_of(other) for other in line]
-    before = line[: names.index(info.after) + 1] if info.after in names else []
-    if info.kind == "idea" and not info.evidence:  # which may name an older script that has left the tree
-        failures += too_many_changes(folder, before)
+    info, before = read_info(folder), line[: line.index(folder)] if folder in line else line
+    if problem := missing_part(folder):
+        failures.append(problem)
+    elif folder not in line:
+        failures.append(f"{INFO}: no whole records lead here, or another one comes after {info.after}; mend `after`")
     if info.ranked:
         return verify_runs(folder, info.kind, before, failures)
     return f"not ranked: script and page; {source_of(info)}"
@@ -272,18 +248,17 @@ def verify(folder: Path, line: Sequence[Path], failures: list[str]) -> str:
 
 def verify_records(names: Sequence[str], root: Path) -> tuple[list[str], int]:
     """Verify these records, or all; return lines, and how many fail."""
-    line, left_out = sort_records(root.resolve())
-    folders = [find_record(name, root).resolve() for name in names] or [*line, *left_out]
-    lines, failed = [], 0
-    for folder in folders:
-        failures = [left_out[folder]] if folder in left_out else []
+    root, lines, failed = root.resolve(), [], 0
+    line = lineage(root)
+    others = [folder for folder in record_folders(root) if folder not in line]
+    for folder in [find_record(name, root).resolve() for name in names] or line + others:
+        failures = list[str]()
         try:
             result = verify(folder, line, failures)
         except (ToolError, OSError) as error:
             failures.append(str(error).removeprefix(f"{folder}{os.sep}"))
+        lines += [f"FAIL {name_of(folder)}: {failure}" for failure in failures] or [f"ok {name_of(folder)}: {result}"]
         failed += bool(failures)
-        failures = [f"FAIL {name_of(folder)}: {failure}" for failure in dict.fromkeys(failures)]
-        lines += failures or [f"ok {name_of(folder)}: {result}"]
     return lines, failed
 
 
@@ -294,8 +269,6 @@ def write_record(name: str, paths: Sequence[str], root: Path, race: Path | None)
     """Make a record's folder, the newest, from the logs of one script and its race; return it."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9.-]*", name):
         raise ToolError(f"{quote(name)} is no name for a record: take letters, digits, '-' and '.'")
-    if not paths:
-        raise ToolError("name the logs of its runs")
     logs = [Log(Path(path)) for path in paths]
     for log in logs:
         if log.problem or log.sha256 != logs[0].sha256:
@@ -306,17 +279,12 @@ def write_record(name: str, paths: Sequence[str], root: Path, race: Path | None)
     last = max((folder.name for folder in folders if folder.parent.name == track.name), default="00_")
     number, letter = re.findall(r"^(\d+)([a-z]?)_", last)[0]
     number = number + chr(ord(letter or "a") + 1) if track.lettered else f"{int(number) + 1:02}"
-    info = dict(
-        date=str(datetime.date.today()),
-        what="<say in one line what it is>",
-        kind="idea",
-        after=name_of(line[-1]) if line else None,
-        ranked=True,
-    )
+    what, after = "<say in one line what it is>", name_of(line[-1]) if line else None
+    info = RecordInfo(str(datetime.date.today()), what, "idea", after, ranked=True)
     texts = {
         PAGE: NEW_PAGE.format(name),
         SCRIPT: logs[0].source + "\n",
-        INFO: json.dumps(info, indent=1) + "\n",
+        INFO: json.dumps(info._asdict(), indent=1) + "\n",
         RUNS: "".join(f"==> {log.name} <==\n{log.stored}\n" for log in logs),
     }
     if race:
@@ -351,7 +319,6 @@ def board_row(folder: Path, logs: Sequence[Log], ratio: str, product: float) -> 
     """Return a record's row of its leaderboard."""
     sample = Sample([log.val_loss for log in logs], track_of(logs[0]).target)
     times = Sample([log.train_time / 1000 for log in logs])
-    peak_mib = max(log.peak_mib or 0 for log in logs)
     return [
         link(folder),
         cell(read_info(folder).what),
@@ -361,7 +328,7 @@ def board_row(folder: Path, logs: Sequence[Log], ratio: str, product: float) -> 
         f"{times.mean:.2f} (sd {times.sd:.2f})",
         ratio,
         f"{product:.3f}",
-        f"{peak_mib:,}" if peak_mib else "",
+        f"{max(log.peak_mib or 0 for log in logs):,}",
         cell("; ".join(sorted({log.hardware or "not stated" for log in logs}))),
     ]
 
