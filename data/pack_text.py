@@ -5,10 +5,10 @@
     python data/pack_text.py FILES_OR_FOLDERS... --tokenizer gpt2    # needs tiktoken, of the extra "tools"
 
 Without --train the last line of output is the command that trains on the shards. Files are UTF-8, or UTF-16 with a byte
-order mark; of other encodings the bytes are packed. Of folders .txt, .md, .rst, .tex and the sources of some languages
-are taken. Texts are cut, where possible at blank lines, into documents of 256 to 2,048 bytes, for gpt2 of 4 to 8 KiB;
-equal ones count once. Validation is the end of each text, a tenth of the documents. Exit codes: 0; 2 something has
-to be fixed first: older shards are as they were; 130 interrupted.
+order mark; of other encodings the bytes are packed. Of folders .txt, .md, .rst, .tex and sources of programs are taken.
+Texts are cut, where possible at blank lines, into documents of 256 to 2,048 bytes, for gpt2 of 4 to 8 KiB; equal ones
+count once. The last tenth of each text is for validation. Exit codes: 0; 2 bad input, and older shards stay; 130
+interrupted.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -45,17 +46,14 @@ PRESETS = {
 }
 
 
-def find_files(arguments: Iterable[Path]) -> Iterator[Path]:
-    """Yield the files, and of folders those that have an ending of text and are not hidden."""
-    for argument in arguments:
-        if argument.is_file():
-            yield argument
-        elif not argument.is_dir():  # a pipe or a device might never end
-            raise RuntimeError(f"{argument}: no regular file and no folder")
-        for path in sorted(argument.rglob("*")):
-            is_hidden = any(part.startswith(".") for part in path.relative_to(argument).parts)
-            if path.is_file() and path.suffix.lower() in EXTENSIONS and not is_hidden:
-                yield path
+def find_files(argument: Path) -> list[Path]:
+    """Return the file, or of a folder those that have an ending of text and are not hidden."""
+    if argument.is_file():
+        return [argument]
+    if not argument.is_dir():  # a pipe or a device might never end
+        raise RuntimeError(f"{argument}: no regular file and no folder")
+    paths = [path for path in sorted(argument.rglob("*")) if path.suffix.lower() in EXTENSIONS and path.is_file()]
+    return [path for path in paths if not any(part.startswith(".") for part in path.relative_to(argument).parts)]
 
 
 def read_texts(paths: Iterable[Path]) -> Iterator[bytes]:
@@ -109,7 +107,8 @@ def pack(inputs: Iterable[Path], out: Path, tokenizer: str) -> list[str]:
     """Write the shards, and return the flags of a run on them."""
     preset = PRESETS[tokenizer]
     sizes = preset.min_bytes, preset.max_bytes
-    found = [pack_nano.split_documents(text, *sizes) for text in read_texts(find_files(inputs))]
+    paths = chain(*map(find_files, inputs))
+    found = [pack_nano.split_documents(text, *sizes) for text in read_texts(paths)]
     splits = pack_nano.shuffle_documents(*split_texts(found))
     encode = pack_nano.to_tokens if tokenizer == "bytes" else encode_gpt2
     tokens = {split: encode(documents) if documents else [] for split, documents in splits.items()}

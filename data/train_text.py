@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import numpy as np
 
@@ -27,15 +26,13 @@ import train_gpt
 from data.pack_nano import EOT
 from speedrun.process import available_cores, run
 
-TRIAL = 20  # steps, one for each stage of the track: no run can have fewer
 STEP, SEQUENCE = 2048, 8192  # tokens of a step, and of a sequence of the validation
-SAMPLE = 25  # steps take as long as loading the model and sampling
+TRIAL, SAMPLE = 20, 25  # steps: one for each stage of the track, no run can have fewer; what the sample takes, in steps
 PLANNED, LATE = 0.9, 1.1  # parts of the time: warm processors become slower; a run that is still going on is stopped
 # On two cores a step took 35 ms with two threads, and 200 to 440 beside one busy process; with one thread 49 and 54
 THREADS = min(2, max(1, available_cores() - 1))
-# Rows for pairs and triples of bytes: half and twice as many ended alike on 500 kB of prose (n = 1)
 MODEL = f"--preset nano --target_loss 0 --val_sha256= --ngram_order 3 --ngram_rows 262144 --cpu_threads {THREADS}"
-Curve = list[tuple[float, int, float]]  # of each validation the loss, the step and the seconds of training until then
+Curve = list[tuple[float, int, float]]  # of each validation the loss, the step and the seconds of training
 
 
 def bytes_of(tokens: np.ndarray) -> bytes:
@@ -56,10 +53,6 @@ def launch(flags: Sequence[str], log: Path, steps: int) -> tuple[int, Curve]:
     text = log.read_text() if log.exists() else ""
     found = re.findall(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms", text, re.MULTILINE)
     return code, [(float(loss), int(step), int(ms) / 1000) for step, loss, ms in found]
-
-
-def late(*_) -> NoReturn:
-    raise KeyboardInterrupt("this machine became slower than it was when measured, and the time is over")
 
 
 def show(curve: Curve, targets: np.ndarray, xz: float) -> None:
@@ -100,11 +93,12 @@ def train(argv: Sequence[str] | None) -> int:
     print(f"{steps:,} steps, of {1000 * step:.0f} ms, read {steps / whole:.0%} of the text", flush=True)
     if steps > TRIAL:
         log = log.with_stem(log.stem.removesuffix("20") + str(steps))
-        signal.signal(signal.SIGALRM, late)
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
         signal.setitimer(signal.ITIMER_REAL, max(args.began + LATE * args.seconds - time.monotonic(), 1))
         code, longer = launch(flags, log, steps)
+        if signal.setitimer(signal.ITIMER_REAL, 0) == (0, 0):
+            print("The time is over, as this machine became slower than it was when measured")
         curve = longer if len(longer) > 1 else curve  # that of the 20 steps, if it was stopped before a third
-        signal.setitimer(signal.ITIMER_REAL, 0)
     show(curve, targets, xz)
     if code == 0:
         prompt = bytes_of(targets[:24]).decode(errors="ignore")

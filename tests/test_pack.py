@@ -61,18 +61,6 @@ def test_nano_is_the_corpus_of_the_track(tmp_path):
     assert digests == {"c468b0db", "1d93c563"}
 
 
-def test_documents_have_256_to_2048_bytes_and_are_cut_at_blank_lines():
-    short, long = b"x" * 100, b"y" * 4300
-    assert pack_nano.split_documents(b"\n\n".join([short] * 4 + [long, b"end"])) == [
-        (short + b"\n\n") * 3,
-        short + b"\n\n" + b"y" * (2048 - 102),
-        b"y" * 2048,
-        b"y" * (4300 - 2 * 2048 + 102) + b"\n\n",
-        b"end\n\n",
-    ]
-    assert pack_nano.split_documents(b"y" * 2050) == [b"y" * 2048], "a rest that is short"
-
-
 def test_files_of_all_kinds_are_packed_and_what_is_none_is_told(tmp_path):
     """As a file that is started elsewhere: pytest's path would hide an import that does not work."""
     files = {f"{'more/' * (i % 2)}{i}.txt": prose(i, 20_000).replace(b"\n", b"\r\n") for i in range(30)}
