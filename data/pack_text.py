@@ -71,7 +71,8 @@ def split_texts(documents: Sequence[Sequence[bytes]]) -> tuple[list[bytes], list
 
     So they do not lie between what is trained on. What a text is too small to give, the next ones give for it.
     """
-    train, val, owed = [], [], 0
+    train, val = list[bytes](), list[bytes]()
+    owed = 0
     for text in documents:
         owed += len(text)
         end = len(text) - owed // 10
@@ -111,7 +112,7 @@ def pack(inputs: Iterable[Path], out: Path, tokenizer: str) -> list[str]:
     found = [pack_nano.split_documents(text, *sizes) for text in read_texts(paths)]
     splits = pack_nano.shuffle_documents(*split_texts(found))
     encode = pack_nano.to_tokens if tokenizer == "bytes" else encode_gpt2
-    tokens = {split: encode(documents) if documents else [] for split, documents in splits.items()}
+    tokens = {split: encode(documents) if documents else np.zeros(0) for split, documents in splits.items()}
     flags = flags_of(preset, len(tokens["train"]), len(tokens["val"]))
     for split, documents in splits.items():
         path = out.resolve() / f"{split}_000000.bin"
