@@ -977,7 +977,7 @@ def read_table(path: str, dtype: str, *shape: int) -> np.ndarray:
 
 
 def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
-    """Return for each token the longest other token that its bytes begin with, or -1 (data/gpt2_prefixes.py)."""
+    """Return for each token the longest other token that its bytes begin with, or -1 (data/gpt2_prefixes.bin)."""
     table = read_table(cfg.prefix_file, "<u2", cfg.vocab_size).astype(np.int64)
     return np.where(table < cfg.vocab_size, table, NONE)
 
