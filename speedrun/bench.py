@@ -81,9 +81,10 @@ class Stopwatch:
         return ms
 
 
-def own_rows(rows: Tensor, sent: list[int], received: list[int]) -> tuple[Tensor, Callable[[], None]]:
-    """Stand in for `NgramTable.exchange` where there are no other ranks."""
-    return rows[torch.arange(sum(received), device=rows.device) % max(1, len(rows))], lambda: None
+def own_rows(out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Callable[[], None]:
+    """Stand in for `NgramTable.all_to_all` where there are no other ranks."""
+    out.copy_(rows[torch.arange(len(out), device=rows.device) % max(1, len(rows))])
+    return lambda: None
 
 
 def find_stages(cfg: Hyperparameters, wanted: Sequence[int] | None) -> dict[int, list[StepSchedule]]:
@@ -110,7 +111,9 @@ def read_steps(trainer: Trainer, step_schedules: list[StepSchedule]) -> Steps:
             yield schedule, *inputs
 
 
-def time_stage(trainer: Trainer, watch: Stopwatch, step_schedules: list[StepSchedule], cycles: int) -> dict[str, list[float]]:
+def time_stage(
+    trainer: Trainer, watch: Stopwatch, step_schedules: list[StepSchedule], cycles: int
+) -> dict[str, list[float]]:
     """Return the ms of each part of a step, and of the step, for each of some cycles after two that warm up."""
     found = defaultdict[str, list[float]](list)
     with contextlib.closing(read_steps(trainer, step_schedules)) as steps:  # type: ignore[type-var]
@@ -185,7 +188,7 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
         cfg = write_tokens(cfg, args.out / f"random{ranks.rank}.bin")
     trainer = Trainer(cfg, ranks)
     if args.one_of:
-        trainer.table.exchange = own_rows  # type: ignore[method-assign]
+        trainer.table.all_to_all = own_rows  # type: ignore[method-assign]
     watch = Stopwatch(trainer)
     machine = torch.cuda.get_device_name() if watch.on_cuda else f"{os.cpu_count()} CPU cores"
     document: dict = dict(machine=machine, torch=torch.__version__, flags=" ".join(flags), one_of=args.one_of)
