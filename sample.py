@@ -29,7 +29,7 @@ with packages():
     from tqdm import tqdm
 
     import train_gpt
-    from train_gpt import GPT, Hyperparameters, Ranks, DistributedDataLoader
+    from train_gpt import GPT, DistributedDataLoader, Hyperparameters, Ranks
 
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # for terminals
 SLICE = 512  # tokens whose logits exist at a time
@@ -45,8 +45,8 @@ class Model:
         self.cfg = gpt.cfg
         self.device = gpt.lm_head.weight.device
         self.ngrams = ngrams  # of each process that trained: `ids` of the rows that it ever updated, and the `rows`
-        self.plan = train_gpt.schedule_validation(self.cfg.num_iterations, self.cfg)
-        self.attn_settings = train_gpt.make_attention_settings(self.plan, self.cfg, self.device)
+        self.schedule = train_gpt.schedule_validation(self.cfg.num_iterations, self.cfg)
+        self.attn_settings = train_gpt.make_attention_settings(self.schedule, self.cfg, self.device)
         self.loader = DistributedDataLoader(self.cfg, Ranks(), self.device)
         bits = train_gpt.read_invalid_tokens(self.cfg)
         self.canon = torch.from_numpy(bits).to(self.device) if len(bits) else None
@@ -55,15 +55,15 @@ class Model:
         """Return the head's input (T, K) for these tokens."""
         rest = -len(tokens) % self.cfg.block_size + 1  # to whole blocks, and a last target: no token sees what follows
         read = np.array([*tokens, *[self.cfg.eot_token] * rest])
-        [[inputs]], exchange = self.loader.load_cycle([self.plan], [[read]])
+        [[inputs]], exchange = self.loader.load_cycle([self.schedule], [[read]])
         ids = exchange.recv_ids.long()
         rows = torch.zeros(len(ids), self.cfg.model_dim, dtype=getattr(torch, self.cfg.dtype), device="cpu")
         for part in self.ngrams:
             places = torch.searchsorted(part["ids"], ids).clamp(max=len(part["ids"]) - 1)
             is_here = part["ids"][places] == ids
             rows[is_here] = part["rows"][places[is_here]].to(rows.dtype)
-        ngrams = rows[inputs.ngram_index].to(self.device)
-        return self.gpt.features(self.loader.to_device(inputs), ngrams, self.attn_settings)[: len(tokens)]
+        self.gpt.ngram_rows = rows.to(self.device)
+        return self.gpt.features(self.loader.to_device(inputs), self.attn_settings)[: len(tokens)]
 
     def logits(self, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
         """Return logits (n, vocab_size) of what follows `tokens` (T,) at `places` (n,). x (T, K): the head's input."""
@@ -90,7 +90,7 @@ class Model:
         p = logits.softmax(1)
         alpha = p[:, self.cfg.copy_row, None].clamp(max=1 - 1e-6)
         copied = torch.zeros_like(p).index_add_(1, tokens, weights[:, :-1].to(p.dtype))
-        return train_gpt.copies_of_tensors(p, alpha, copied, weights[:, -1:], 1)[0].log()
+        return train_gpt.mix_copies_of_tensors(p, alpha, copied, weights[:, -1:]).log()
 
     @torch.inference_mode()
     def predictions(self, tokens: Sequence[int], first: int = 0) -> Iterator[Tensor]:
@@ -102,7 +102,7 @@ class Model:
 
 def load_model(path: Path, device: str) -> Model:
     """Load what --save_checkpoint wrote to `path`."""
-    with train_gpt.refusing(f"{path}: name a sound .pt that a run with --save_checkpoint of this script wrote"):
+    with train_gpt.reading(f"{path}: name a sound .pt that a run with --save_checkpoint of this script wrote"):
         saved = train_gpt.load_file(path)
         cfg = Hyperparameters(**json.loads(saved["configuration"]))
         # What was trained in bf16 is sampled in fp32 where that is faster

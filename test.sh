@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Set up what is missing and run the tests: ./test.sh [flags of pytest]
 #
-#   ./test.sh            the unit tests: a minute on two cores, which needs neither a GPU nor the network
+#   ./test.sh            the unit tests: 35 s on two cores, which need neither a GPU nor the network
 #   ./test.sh --idea     without those that hold train_gpt.py to a record's numbers: for a script with an idea in it
 #   ./test.sh -m slow    those that take longer: kills, processes, a record's numbers, compilation
 #   ./test.sh -m frozen  those that run once a week: older records, and an idea in a copy
@@ -15,5 +15,5 @@ if [[ " $* " == *" -m gpu "* ]]; then # where there may be no network, and no ne
     find_python pytest
     exec "$python" -m pytest tests/test_gpu.py "$@"
 fi
-find_python dev race text own site
+find_python dev tools
 exec "$python" -m pytest --numprocesses 2 --dist worksteal "$@"

@@ -2845,8 +2845,8 @@ def load_file(path: Path, expected: str = "") -> dict:
         return dict(torch.load(path, map_location="cpu", weights_only=True))
 
 
-def save_file(path: Path, content: dict | bytes) -> str:
-    """Write a file, whole or not at all. Return the checksum of a dictionary with tensors."""
+def save_file(path: Path, content: dict | bytes):
+    """Write a file, whole or not at all."""
     part = path.with_name(f"{path.name}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -2855,9 +2855,7 @@ def save_file(path: Path, content: dict | bytes) -> str:
                 file.write(content)
             else:
                 torch.save(content, file)
-        saved = "" if isinstance(content, bytes) else checksum(part)
         part.replace(path)
-        return saved
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)  # there is one after a failure
@@ -3035,16 +3033,18 @@ class LossQueue:
             bar.update(self.cfg.batch_sequences * self.cfg.step_schedules[step - 1].seq_len)
 
 
-def save_beside_log(log: Log, suffix: str, content: dict | bytes | None) -> list[str]:
-    """Save a file of each rank, or of those whose content is not None. Return all checksums, or none if a rank failed.
+def save_beside_log(log: Log, suffix: str, content: dict | bytes, by_all: bool = False) -> list[str]:
+    """Save a file on rank 0, or by_all: on each rank one of its own. Return their checksums, or none if a rank failed.
 
     The disk may be full: that is said, and training goes on.
     """
     path = log.path.with_suffix(suffix)
     own, problem = "", ""
     try:
-        if content is not None:
-            own = save_file(path, content)
+        if by_all or log.file:
+            save_file(path, content)
+        if by_all:
+            own = checksum(path)
     except (OSError, RuntimeError) as error:  # torch.save raises the latter
         problem = f"not saved: {error!r}"
     checksums, problems = zip(*all_gather_objects((own, problem)))
@@ -3281,11 +3281,9 @@ def save_checkpoint(trainer: Trainer, log: Log, last: Checkpoint, step: int, ms:
     """
     slot = 1 - last.slot
     tensors = trainer.state_dict() | trainer.table.state()
-    checksums = save_beside_log(log, f".{slot}.rank{trainer.ranks.rank}", tensors)
+    checksums = save_beside_log(log, f".{slot}.rank{trainer.ranks.rank}", tensors, by_all=True)
     new = last._replace(step=step, ms=ms, curves=log.curves, slot=slot, checksums=checksums)
-    is_main = trainer.ranks.rank == 0
-    is_saved = checksums and save_beside_log(log, ".checkpoint", new._asdict() if is_main else None)
-    return new if is_saved else last
+    return new if checksums and save_beside_log(log, ".checkpoint", new._asdict()) else last
 
 
 @contextlib.contextmanager
@@ -3535,12 +3533,12 @@ configuration: {json.dumps(dataclasses.asdict(trainer.cfg))}
 
 def save_model(trainer: Trainer, log: Log):
     """Save the final model for sample.py: RUN_ID.pt, and each rank's rows of n-grams beside it."""
-    checksums = save_beside_log(log, f".ngrams{trainer.ranks.rank}", trainer.table.state())
+    checksums = save_beside_log(log, f".ngrams{trainer.ranks.rank}", trainer.table.state(), by_all=True)
     if not checksums:
         return
     configuration = json.dumps(dataclasses.asdict(trainer.cfg))
     model = dict(configuration=configuration, model=trainer.gpt.state_dict(), rows=checksums)
-    if save_beside_log(log, ".pt", model if trainer.ranks.rank == 0 else None):
+    if save_beside_log(log, ".pt", model):
         log.write(f"next: python sample.py {log.path.with_suffix('.pt')}", console=True)
 
 
@@ -3567,7 +3565,7 @@ val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
         val_curve=log.curves["val_loss"],
         train_curve=log.curves["train_loss"],
     )
-    save_beside_log(log, ".json", json.dumps(result).encode() if trainer.ranks.rank == 0 else None)
+    save_beside_log(log, ".json", json.dumps(result).encode())
     return result
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 import train_gpt
 from data.shards import write_shard
 from speedrun.process import ToolError, run
-from train_gpt import Hyperparameters, ModelInputs, StepSchedule, Ranks, RowExchange, Trainer
+from train_gpt import Hyperparameters, ModelInputs, Ranks, RowExchange, StepSchedule, Trainer
 
 MODEL = "forward and backward"
 PARTS = MODEL, "optimizers", "rows of n-grams", "waiting for other ranks"
@@ -99,35 +99,35 @@ def find_stages(cfg: Hyperparameters, wanted: Sequence[int] | None) -> dict[int,
     return {number: stages[number] for number in wanted or stages}
 
 
-def read_steps(trainer: Trainer, step_schedules: list[StepSchedule]) -> Steps:
+def read_steps(trainer: Trainer, schedules: list[StepSchedule]) -> Steps:
     """Read the steps of a cycle again and again."""
     cfg = trainer.cfg
-    lengths = [(schedule.seq_len, schedule.max_doc_len) for schedule in step_schedules]
+    lengths = [(schedule.seq_len, schedule.max_doc_len) for schedule in schedules]
     batches = train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg)
-    ends = [i for i, schedule in enumerate(step_schedules, start=1) if trainer.table.group.patterns in schedule.updates]
-    cycles = [(step_schedules[start:end], batches[start:end]) for start, end in itertools.pairwise([0, *ends])]
-    with contextlib.closing(trainer.loader.read(itertools.cycle(cycles))) as read:  # type: ignore[type-var]
-        for schedule, inputs in zip(itertools.cycle(step_schedules), read, strict=False):
+    ends = [i for i, schedule in enumerate(schedules, start=1) if trainer.table.group.patterns in schedule.updates]
+    cycles = [(schedules[start:end], batches[start:end]) for start, end in itertools.pairwise([0, *ends])]
+    with contextlib.closing(trainer.loader.steps(itertools.cycle(cycles))) as read:  # type: ignore[type-var]
+        for schedule, inputs in zip(itertools.cycle(schedules), read, strict=False):
             yield schedule, *inputs
 
 
 def time_stage(
-    trainer: Trainer, watch: Stopwatch, step_schedules: list[StepSchedule], cycles: int
+    trainer: Trainer, watch: Stopwatch, schedules: list[StepSchedule], cycles: int
 ) -> dict[str, list[float]]:
     """Return the ms of each part of a step, and of the step, for each of some cycles after two that warm up."""
     found = defaultdict[str, list[float]](list)
-    with contextlib.closing(read_steps(trainer, step_schedules)) as steps:  # type: ignore[type-var]
+    with contextlib.closing(read_steps(trainer, schedules)) as steps:  # type: ignore[type-var]
         marks = []
         for _ in range(2 + cycles):
             watch.begin(MODEL)
-            for _ in step_schedules:
+            for _ in schedules:
                 trainer.train_step(*next(steps))
             watch.begin(MODEL)
             marks.append(watch.marks)
             watch.marks = []
     getattr(torch, trainer.device.type).synchronize()
     for watch.marks in marks[2:]:
-        ms = {part: whole / len(step_schedules) for part, whole in watch.read().items()}
+        ms = {part: whole / len(schedules) for part, whole in watch.read().items()}
         for part in PARTS:
             found[part].append(ms.get(part, 0.0))
         found["step"].append(sum(ms.values()))
@@ -194,10 +194,10 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
     document: dict = dict(machine=machine, torch=torch.__version__, flags=" ".join(flags), one_of=args.one_of)
     document |= dict(processes=ranks.world_size, configuration=dataclasses.asdict(cfg), stages={})
     gc.disable()  # as in training
-    for number, step_schedules in stages.items():
+    for number, schedules in stages.items():
         if watch.on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        figures = document["stages"][f"stage {number}"] = time_stage(trainer, watch, step_schedules, args.cycles)
+        figures = document["stages"][f"stage {number}"] = time_stage(trainer, watch, schedules, args.cycles)
         if args.validation:
             figures["validation, ms of all"] = time_validation(trainer)
         figures["peak memory, MiB"] = [trainer.peak_memory_mib()]

@@ -1,0 +1,193 @@
+"""run.py, run.sh and environment.sh: on invented machines, with data of a few tokens, and packages of one file."""
+
+import dataclasses
+import ensurepip
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_gpt
+from conftest import TINY, TINY_FLAGS
+from speedrun import ROOT, process, run
+
+SMALL = [*TINY_FLAGS, *"--num_iterations 4 --val_seq_len 96 --val_tokens 288 --block_size 16".split()]
+H100, RTX_4090 = ((9, 0), 79e9), ((8, 9), 24.5e9)  # compute capability, and bytes that are free
+
+
+@pytest.fixture(autouse=True)
+def machine(tmp_path, monkeypatch):
+    """Invent what torch sees, and what nvidia-smi, a program on the PATH, prints."""
+    for name in ("CUDA_VISIBLE_DEVICES", "NPROC", "SCRIPT", "OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+
+    def invent(*gpus: tuple, nvidia_smi: str = "echo No devices were found; exit 6") -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: gpus[0][0])
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: (gpus[i][1], 0))
+        put_program("nvidia-smi", nvidia_smi)
+
+    def put_program(name: str, text: str) -> None:
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+
+    invent()
+    invent.program = put_program
+    return invent
+
+
+@pytest.fixture
+def check(corpus, capfd):
+    """Check a small run of nano: the exit code, stdout and stderr."""
+
+    def check_flags(*flags: str) -> tuple[int, str, str]:
+        files = f"--train_files={corpus}/train_*.bin", f"--val_files={corpus}/val_*.bin"
+        return run.main([train_gpt.__file__, "--check", *SMALL, *files, *flags]), *capfd.readouterr()
+
+    return check_flags
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--preset", "--preset: expected one argument"),
+        ("--device cuda", "there is no NVIDIA GPU; --preset nano trains on a CPU"),
+        ("--num_iterations 999", "the run needs 999; documents begin with --eot_token 256"),
+        ("--train_files README.md", "README.md: not a whole shard of tokens; data/pack_text.py packs text"),
+        ("NPROC=3", "NPROC=3: expected one of [1, 2]"),
+        ("NPROC=two", "NPROC=two: expected one of [1, 2]"),
+    ],
+)
+def test_bad_input_is_one_line_that_says_what_to_do(check, monkeypatch, flags, message):
+    if flags.startswith("NPROC"):
+        monkeypatch.setenv(*flags.split("="))
+    code, out, line = check(*flags.split() * flags.startswith("-"))
+    assert (code, out, line.startswith("run.sh: "), line.count("\n"), message in line) == (2, "", True, 1, True), line
+
+
+@pytest.mark.parametrize("nvidia_smi", ["echo GPU 0: RTX A5000", "echo GPU 0: driver mismatch; exit 18"])
+def test_a_gpu_that_torch_cannot_use_is_never_a_silent_run_on_the_cpu(machine, check, monkeypatch, nvidia_smi):
+    machine(nvidia_smi=nvidia_smi)
+    assert run.main([train_gpt.__file__, "--check"]) == 2
+    code, out, errors = check("--device=auto")
+    assert (code, out, "GPU 0: " in errors, "update the driver to 580" in errors) == (2, "", True, True)
+    assert check()[0] == 0  # --device cpu
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
+    assert check("--device=auto")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "code", "found"),
+    [
+        ([H100] * 7, 0, "4 processes\n"),
+        ([H100], 0, "1 process --ngram_rows=21150720\n"),
+        ([RTX_4090] * 2, 0, "2 processes --no-cuda_graphs --ngram_rows=2643840 --no-layers_fp8\n"),
+        ([((8, 0), 8e9)], 2, "free some, or halve --train_seq_len"),
+        ([((7, 5), 8e10)], 2, "compute capability 8.0 or newer"),
+    ],
+)
+def test_processes_and_flags_suit_the_machine(machine, monkeypatch, capfd, gpus, code, found):
+    machine(*gpus)
+    monkeypatch.setattr(train_gpt, "plan_data", lambda cfg: None)
+    monkeypatch.setattr(run, "get", lambda command: False)  # no mask
+    monkeypatch.setattr(torch, "__version__", "2.9.1")  # FP8 may hang with it
+    assert run.main([train_gpt.__file__, "--check"]) == code
+    assert found in "".join(capfd.readouterr())
+    if "ngram_rows" in found:  # twice as many do not fit
+        rows = int(found.partition("--ngram_rows=")[2].split()[0])
+        assert run.main([train_gpt.__file__, "--check", f"--ngram_rows={2 * rows}"]) == 2
+
+
+def test_a_presets_data_are_fetched_where_they_are_missing_or_damaged(corpus, tmp_path, monkeypatch, capfd):
+    """With the packer replaced by one that copies a small corpus into place; for another script, too, as race does."""
+    monkeypatch.chdir(tmp_path)
+    nano = dataclasses.replace(train_gpt.PRESETS["nano"], **TINY)
+    monkeypatch.setitem(train_gpt.PRESETS, "nano", nano)
+    (tmp_path / "data" / "nano").mkdir(parents=True)
+    packer, shard = tmp_path / "data" / "pack_nano.py", tmp_path / "data" / "nano" / "nano_train_0.bin"
+    copy = f"shutil.copy(f'{corpus}/{{role}}_000000.bin', f'data/nano/nano_{{role}}_0.bin')"
+    packer.write_text(f"import shutil\nfor role in ('train', 'val'):\n    {copy}")
+    for _ in range(2):
+        assert run.main([train_gpt.__file__, "--check"]) == 0
+        assert capfd.readouterr().err == f"run.sh: getting data: {process.PYTHON} data/pack_nano.py\n"
+        assert (run.main([train_gpt.__file__, "--check"]), capfd.readouterr().err) == (0, "")
+        shard.write_text("damaged")
+    monkeypatch.setenv("SCRIPT", "another.py")
+    packer.write_text("raise SystemExit(1)")
+    assert run.main(["--check", "--preset=nano", "--own_flag", "3"]) == 2
+    assert "the data could not be fetched: see above" in capfd.readouterr().err
+    packer.write_text("import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(20)")
+    assert (run.main(["--check"]), capfd.readouterr().err.splitlines()[-1]) == (130, "run.sh: interrupted")
+
+
+def test_what_starts(monkeypatch):
+    """One process of the root's script trains here, other scripts and torchrun take this one's place."""
+    monkeypatch.setattr(run, "prepare", lambda flags, is_root: (1 + ("--two" in flags), ["--own"]))
+    monkeypatch.setattr(os, "execv", lambda _, argv: started.append(argv[1:]))
+    monkeypatch.setattr(train_gpt, "program", len)
+    started: list[list[str]] = []
+    assert run.main([train_gpt.__file__, "--seed=1", "--a=2"]) == 3  # the script's exit code
+    run.main(["another.py", "--seed=1"])
+    run.main(["another.py", "--help"])
+    assert started == [["another.py", "--seed=1", "--own"], ["another.py", "--help"]]
+    run.main([train_gpt.__file__, "--two"])
+    assert "--local-addr localhost --nproc_per_node 2" in " ".join(started[-1])
+
+
+def shell(command: str, cwd: Path = ROOT, **env: str) -> tuple[int, str, str]:
+    env = os.environ | dict(PYTHON=sys.executable) | env
+    done = subprocess.run(["bash", "-c", command, "run.sh"], cwd=cwd, env=env, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_run_sh(corpus, tmp_path):
+    (tmp_path / "run").symlink_to(ROOT / "run.sh")
+    flags = [*SMALL, f"--train_files={corpus}/train_*.bin", f"--val_files={corpus}/val_*.bin", f"--log_dir={tmp_path}"]
+    code, out, _ = shell(f"./run {' '.join(flags)}", tmp_path, NPROC="2", PYTHONSAFEPATH="1")
+    assert (code, "val_loss" in out) == (0, True)
+    assert shell("./run.sh", SCRIPT="no.py") == (2, "", f"run.sh: SCRIPT=no.py: there is no such file in {ROOT}\n")
+
+
+UV = f"""case "$1" in
+venv) exec {sys.executable} -m venv --without-pip .venv ;;
+pip) shift 6 && exec {sys.executable} -m pip --quiet --python .venv install "$@" ;;
+esac"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("uv", ["exit 2", UV])
+def test_environment_is_made_once_and_completed_and_has_pip(machine, tmp_path, uv):
+    """By uv, and by pip where that fails: with pip itself, and a package of one file, from folders."""
+    machine.program("uv", uv)
+    folder = tmp_path / "a clone"
+    (folder / "speedrun").mkdir(parents=True)
+    shutil.copy(ROOT / "speedrun" / "environment.sh", folder / "speedrun")
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    (folder / "requirements.txt").write_text("tiny==1.0\n")
+    with zipfile.ZipFile(tmp_path / "tiny-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
+        wheel.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr("tiny-1.0.dist-info/RECORD", "")
+    wheels = dict(PIP_FIND_LINKS=f"{tmp_path} {Path(ensurepip.__file__).parent / '_bundled'}", PIP_NO_INDEX="1")
+    find = "set -euo pipefail; source speedrun/environment.sh; find_python; echo $python; env"
+    activated = "source .venv/bin/activate; pip --version; python -m pip --version"  # as README says next
+    for _ in range(2):
+        code, out, errors = shell(find, folder, **wheels)
+        assert (code, out.startswith(".venv/bin/python\n"), "completing" in errors) == (0, True, True), errors
+        assert all(f"{name}={value}\n" in out for name, value in process.ENVIRONMENT.items())
+        assert shell(activated, folder)[1].count(str(folder / ".venv")) == 2
+        assert shell(find, folder)[::2] == (0, "")  # nothing is left to do
+        [metadata] = folder.glob(".venv/lib/*/site-packages/tiny*/METADATA")
+        metadata.unlink()  # pip writes it last, so it is missing where pip was killed
+        shell(".venv/bin/python -m pip uninstall --yes pip", folder)  # as uv left environments before
+    assert shell(find, folder, PYTHON="/no")[2] == "run.sh: PYTHON=/no is not Python 3.11 or newer\n"
