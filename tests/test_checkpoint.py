@@ -61,7 +61,7 @@ def step_of(checkpoint: Path) -> int:
 
 @pytest.mark.slow
 def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path):
-    """On two nodes with disks of their own, in bf16, as Muon then has a master copy. At last nobody chose the moment."""
+    """On two nodes with disks of their own, in bf16, where Muon has a master copy. At last nobody chose the moment."""
 
     def start(name: str, *more: str, **options) -> Run:
         argv = [*run_flags, "--seed=5", "--dtype=bfloat16", "--run_id", name, *more, "--log_dir"]

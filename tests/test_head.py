@@ -145,13 +145,11 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     given = {}
     for owner, name in (FP8Linear, "apply"), (FP8ReluSquaredMLP, "apply"), *((train_gpt, name) for name in names):
         calls = given[owner if name == "apply" else name] = []
-        function = getattr(owner, name)
-        noted = lambda *args, calls=calls, function=function, **more: (
+
+        def noted(*args, calls=calls, function=getattr(owner, name), **more):  # noqa: B008
             calls.append((args, more))
-            or function(  # noqa: E731
-                *args, **more
-            )
-        )
+            return function(*args, **more)
+
         monkeypatch.setattr(owner, name, noted)
     loss = fp8(*batch)
     loss.backward()

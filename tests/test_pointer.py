@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import train_gpt as m
+from dense import find_doc_starts
 from golden import Golden
 
 pytestmark = pytest.mark.published
@@ -36,7 +37,7 @@ def test_loss_and_gradients(gpt2, monkeypatch, case: dict):
     if case["prefix_weight"]:
         assert (inputs.targets[:, -2] >= 0).sum() == case["prefix_terms"]
     docs = GOLDEN.tensor(f"doc_ids/{case['data']}")  # parts of documents begin sequences
-    inputs = inputs._replace(doc_starts=torch.searchsorted(docs, docs).int())
+    inputs = inputs._replace(doc_starts=find_doc_starts(docs))
     invalid = torch.from_numpy(GOLDEN["canon"])[inputs.tokens] if case.get("mask") else None
     hidden, head = (GOLDEN.tensor(name).requires_grad_() for name in ("hidden", "lm_head"))
     with torch.set_grad_enabled(trains):

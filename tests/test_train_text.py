@@ -66,7 +66,7 @@ def test_what_ended_is_shown(tmp_path, monkeypatch, capsys, code):
         return code
 
     monkeypatch.setattr(train_text, "measure", lambda _: (0.01, 1.0))
-    monkeypatch.setattr(train_text.train_gpt, "program", cli)
+    monkeypatch.setattr(train_text.train_gpt, "cli", cli)
     monkeypatch.setattr(train_text.sample, "main", Mock(return_value=0))
     is_late = code == 3  # starting took longer than all should: the smallest run, and little of xz
     began = time.monotonic() - 99 * is_late
