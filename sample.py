@@ -135,7 +135,7 @@ def tokenizer(cfg: Hyperparameters) -> tuple[Callable[[str], list[int]], Callabl
     return gpt2.encode_ordinary, gpt2.decode_single_token_bytes
 
 
-def eval_step(model: Model, path: Path) -> dict:
+def score(model: Model, path: Path) -> dict:
     """Return bits per byte of a text at the beginning of a document, and its bytes.
 
     The model reads pieces, of which a quarter is what it has read before.
@@ -213,7 +213,7 @@ def sample_or_score(argv: Sequence[str] | None) -> None:
     if sum(p.numel() for p in model.gpt.parameters()) < SMALL:
         torch.set_num_threads(1)
     for text in args.score or ():
-        print(json.dumps(eval_step(model, text)), flush=True)
+        print(json.dumps(score(model, text)), flush=True)
     if not args.score:
         seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
         print(f"{path}, seed {seed}", file=sys.stderr)

@@ -16,13 +16,18 @@ def dense_mask(docs: Tensor, window: int) -> Tensor:
     return (back >= 0) & (back <= window) & (docs[:, None] == docs[None, :])
 
 
+def find_doc_starts(docs: Tensor) -> Tensor:
+    """Return where the document of each token begins, for documents that are counted."""
+    return torch.searchsorted(docs, docs).int()
+
+
 def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Write down softmax attention of q, k, v (T, H, D); v has a D of its own."""
     weights = torch.einsum("qhd,khd->hqk", q, k).masked_fill(~mask, -torch.inf).exp()
     return torch.einsum("hqk,khd->qhd", weights / weights.sum(-1, keepdim=True), v)
 
 
-def dense_pointer(y, weight, sink, gain, tokens: Tensor, following: Tensor, docs: Tensor, block: int) -> Tensor:
+def dense_pointer(y, weight, sink, gain, tokens: Tensor, next_tokens: Tensor, docs: Tensor, block: int) -> Tensor:
     """Return the pointer's weights (T, 2) on tokens that equal the next one, and on the sink."""
     w_q, w_k = weight.chunk(2)
     q, k = (F.rms_norm(y @ w.T, (len(w),)) for w in (w_q, w_k))
@@ -30,7 +35,7 @@ def dense_pointer(y, weight, sink, gain, tokens: Tensor, following: Tensor, docs
     sees = (t < t[:, None]) & (t >= (t[:, None] // block - 1) * block) & (docs == docs[:, None])
     scores = torch.cat([(gain * q @ k.T).masked_fill(~sees, -torch.inf), (gain * q @ sink)[:, None]], dim=1)
     weights = (scores / len(sink) ** 0.5).softmax(1)
-    return torch.stack([(weights[:, :-1] * (tokens == following[:, None])).sum(1), weights[:, -1]], dim=1)
+    return torch.stack([(weights[:, :-1] * (tokens == next_tokens[:, None])).sum(1), weights[:, -1]], dim=1)
 
 
 def with_gradients(function: Callable, *inputs: Tensor, grad: Tensor | None = None) -> tuple[Tensor, ...]:

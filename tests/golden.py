@@ -57,7 +57,7 @@ class Golden:
 
 
 def scheduled(cfg) -> dict:
-    """Return what is scheduled, under the files' names: for all steps, for those and the last validation, for updates."""
+    """Return what is scheduled, by the files' names: for all steps, for these and the last validation, for updates."""
     steps, ends = cfg.step_schedules, m.stage_ends(cfg)
     schedules = [*steps, m.schedule_validation(cfg.num_iterations, cfg)]
     names = "lm_head.weight", "ngrams", "blocks.0.attn.qk_w", "value_embeds.1.weight"

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from dense import dense_attention, dense_mask
+from dense import dense_attention, dense_mask, find_doc_starts
 from train_gpt import BandMask, causal_block_mask, causal_mask, first_visible_keys
 
 
@@ -22,8 +22,7 @@ def cases(draw) -> tuple[Tensor, int, int]:
 
 def visible_from(docs: Tensor, window: int) -> Tensor:
     """Return the first visible key of each token."""
-    doc_starts = torch.searchsorted(docs, docs).int()
-    return first_visible_keys(doc_starts, torch.tensor(window, dtype=torch.int32))
+    return first_visible_keys(find_doc_starts(docs), torch.tensor(window, dtype=torch.int32))
 
 
 def as_dense(mask: BlockMask, kind: str) -> Tensor:

@@ -33,10 +33,10 @@ def test_measured_steps_are_steps_of_training(gpt2, corpus):
     """They leave the same parameters as steps that nobody measures; groups step as rarely as in training."""
     cfg = dataclasses.replace(gpt2, train_files=f"{corpus}/long.bin")
     trainer, other = Trainer(cfg, Ranks()), Trainer(cfg, Ranks())
-    [plans] = bench.find_stages(cfg, [3]).values()
-    bench.time_stage(trainer, bench.Stopwatch(trainer), plans, cycles=1)
-    taken = [*itertools.islice(bench.read_steps(other, plans), 3 * cfg.all_step)]
-    ends = [later is not requests for (*_, requests), (*_, later) in itertools.pairwise(taken)]
+    [schedules] = bench.find_stages(cfg, [3]).values()
+    bench.time_stage(trainer, bench.Stopwatch(trainer), schedules, cycles=1)
+    taken = [*itertools.islice(bench.read_steps(other, schedules), 3 * cfg.common_interval)]
+    ends = [later is not exchange for (*_, exchange), (*_, later) in itertools.pairwise(taken)]
     assert ends == [(step + 1) % 2 == 0 for step in range(len(ends))]
     for step in taken:
         other.train_step(*step)

@@ -21,7 +21,7 @@ import train_gpt
 from conftest import gpt2_run, losses, refusal, train
 from speedrun import ROOT
 from speedrun.logs import Log
-from train_gpt import Ranks, RunLog, Trainer, UserError
+from train_gpt import LossQueue, Ranks, Trainer, UserError
 from world_worker import ENVIRONMENT, Run, wait_for
 
 MORE = "--checkpoint_every 4 --save_checkpoint --ngram_rows 2000".split()  # of which a run trains some
@@ -61,7 +61,7 @@ def step_of(checkpoint: Path) -> int:
 
 @pytest.mark.slow
 def test_killed_and_resumed_is_undisturbed(run_flags, tmp_path):
-    """On two nodes with disks of their own, in bf16, as Muon then keeps its values. At last nobody chose the moment."""
+    """On two nodes with disks of their own, in bf16, where Muon has a master copy. At last nobody chose the moment."""
 
     def start(name: str, *more: str, **options) -> Run:
         argv = [*run_flags, "--seed=5", "--dtype=bfloat16", "--run_id", name, *more, "--log_dir"]
@@ -158,7 +158,7 @@ def test_another_configuration_or_number_of_processes_is_refused(run_flags, save
 
 
 SIGNALS = [(name, "train_step", 2, 3) for name in "SIGTERM SIGINT SIGHUP".split()]
-SIGNALS += [("SIGTERM", "score", 2, 3), ("SIGTERM", "score", 4, 4), ("SIGTERM", "train_step", 17, 20)]
+SIGNALS += [("SIGTERM", "eval_step", 2, 3), ("SIGTERM", "eval_step", 4, 4), ("SIGTERM", "train_step", 17, 20)]
 
 
 @pytest.mark.parametrize(("name", "where", "at", "saved"), SIGNALS)
@@ -195,15 +195,15 @@ def test_a_signal_saves_and_stops(flags, gpt2_flags, tmp_path, monkeypatch, requ
 
 def test_ctrl_c_twice_stops_at_once(flags, tmp_path, monkeypatch):
     told = signal.raise_signal
-    monkeypatch.setattr(RunLog, "send_loss", lambda *_: (told(signal.SIGINT), told(signal.SIGINT)))
+    monkeypatch.setattr(LossQueue, "send", lambda *_: (told(signal.SIGINT), told(signal.SIGINT)))
     with pytest.raises(KeyboardInterrupt):
         train(flags)
     assert not [*tmp_path.glob("logs/*.checkpoint")]
 
 
 def test_a_thread_may_train_and_an_ignored_signal_stays_ignored(flags, monkeypatch):
-    send_loss, before = RunLog.send_loss, signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    monkeypatch.setattr(RunLog, "send_loss", lambda *args: (os.kill(os.getpid(), signal.SIGHUP), send_loss(*args)))
+    send, before = LossQueue.send, signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(LossQueue, "send", lambda *args: (os.kill(os.getpid(), signal.SIGHUP), send(*args)))
     with ThreadPoolExecutor(1) as thread:
         assert thread.submit(train, [*flags, "--run_id=thread"]).result()["val_loss"] < 6
     assert train(flags)["val_loss"] < 6

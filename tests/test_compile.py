@@ -1,4 +1,4 @@
-"""torch.compile sees a training graph for each length and number of next weights, a validation graph, and no more."""
+"""torch.compile sees a training graph for each length and number of targets, a validation graph, and no more."""
 
 import dataclasses
 import functools
@@ -11,9 +11,10 @@ from torch.nn.attention import flex_attention as flex_module
 
 import train_gpt
 from data.shards import write_shard
+from speedrun.bench import own_rows
 from train_gpt import Layer, Ranks, Stage, Trainer
 
-# In 14 steps they begin at 0, 6 and 12; the last two have equal lengths, and the second has two numbers of candidates
+# In 14 steps they begin at 0, 6 and 12; the last two have equal lengths, and the second has two numbers of classes
 STAGES = (
     Stage(1 / 2, 1, 28, dict(short=8, long=24), mtp=((1, 1), (0.5, 0.5), (0.25, 0)), sampled_classes=(64,)),
     Stage(1 / 2, 2, 64, dict(short=24, long=56), lr=1.5, sampled_classes=(88, 96)),
@@ -62,18 +63,18 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path):
         module.cfg = dataclasses.replace(cfg, device="cuda")  # what the masks go by
     trainer.warm_up()
     models = [graph for graph in graphs if "flex_attention" in graph.code]
-    assert len(models) == 4, "two lengths, the second with two numbers of candidates, and a validation"
+    assert len(models) == 4, "two lengths, the second with two numbers of classes, and a validation"
     counters = torch._dynamo.utils.counters["stats"]
     before, data = (len(graphs), counters["unique_graphs"]), train_gpt.plan_data(cfg)
     for t in (trainer, plain):
-        t.batches = t.reader.read(train_gpt.train_cycles(data["train"], cfg))
+        t.batches = t.loader.steps(train_gpt.train_cycles(data["train"], cfg))
     for schedule in cfg.step_schedules:
         ours, expected = (t.train_step(schedule, *next(t.batches))[0].item() for t in (trainer, plain))
         assert ours == pytest.approx(expected, rel=1e-9)
     ours, expected = (t.evaluate(len(cfg.step_schedules), data["val"]) for t in (trainer, plain))
     assert ours == pytest.approx(expected, rel=1e-9)
     assert (schedule.stage, schedule.windows["long"].size) == (2, 104)
-    assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head), "two tables in the end"
+    assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head.weight), "two tables in the end"
     assert (len(graphs), counters["unique_graphs"]) == before
 
 
@@ -86,9 +87,7 @@ def test_no_rank_compiles_on_the_clock(gpt2, monkeypatch: pytest.MonkeyPatch, co
         return it if isinstance(it, torch.nn.Module) else torch_compile(it, backend="eager", **how)
 
     monkeypatch.setattr(torch, "compile", compile_functions)
-    # The others send what this one does
-    sent = lambda self, rows, sent, received: (rows[torch.arange(sum(received)) % max(1, len(rows))], lambda: None)  # noqa: E731
-    monkeypatch.setattr(train_gpt.NgramTable, "exchange", sent)
+    monkeypatch.setattr(train_gpt.NgramTable, "all_to_all", lambda table, *args: own_rows(*args))
     files = dict(train_files=f"{corpus}/long.bin", prefix_file=f"{corpus}/prefixes")
     cfg = dataclasses.replace(gpt2, batch_tokens=8 * gpt2.train_seq_len, ngram_rows=10**6, compile=True, **files)
     data = train_gpt.plan_batches(cfg.train_files, [(p.seq_len, p.max_doc_len) for p in cfg.step_schedules], 8, cfg)
@@ -99,8 +98,7 @@ def test_no_rank_compiles_on_the_clock(gpt2, monkeypatch: pytest.MonkeyPatch, co
         trainer = Trainer(cfg, Ranks(rank, 8))
         trainer.warm_up()
         before = counters["unique_graphs"]
-        for schedule, inputs in zip(
-            cfg.step_schedules, trainer.loader.read(train_gpt.train_cycles(data, cfg)), strict=True
-        ):
+        steps = trainer.loader.steps(train_gpt.train_cycles(data, cfg))
+        for schedule, inputs in zip(cfg.step_schedules, steps, strict=True):
             trainer.train_step(schedule, *inputs)
         assert counters["unique_graphs"] == before > 0

@@ -61,12 +61,12 @@ def test_a_run_by_graphs_is_the_run_without(monkeypatch, corpus, tmp_path):
     trainers = [Trainer(cfg, Ranks()) for _ in range(2)]
     trainers[1].replayed_add_gradients = CUDAGraphs(trainers[1].add_gradients)
     for trainer in trainers:
-        inputs = trainer.loader.read(train_cycles(batches, cfg))
+        inputs = trainer.loader.steps(train_cycles(batches, cfg))
         trainer.losses = [trainer.train_step(schedule, *next(inputs)) for schedule in cfg.step_schedules]
     assert torch.equal(*(torch.stack(trainer.losses) for trainer in trainers))
-    assert all(map(torch.equal, *(trainer.state().values() for trainer in trainers)))
+    assert all(map(torch.equal, *(trainer.state_dict().values() for trainer in trainers)))
     assert torch.equal(*(trainer.table.rows for trainer in trainers))
-    shapes = {(p.seq_len, p.sampled_classes, len(p.next_weights), p.prefix_weight > 0) for p in cfg.step_schedules}
+    shapes = {(s.seq_len, s.sampled_classes, len(s.mtp_weights), s.prefix_weight > 0) for s in cfg.step_schedules}
     assert len(tapes) == len(shapes) > 1
     names = {function.name().split("::")[1].split(".")[0] for tape in tapes for function, *_ in tape.operations}
     assert "mm" in names

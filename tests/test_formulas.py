@@ -115,10 +115,7 @@ def test_layers_are_dense_ones(request, preset: str):
             x, x0, mudd = x + (f.to_stream * read).sum(0), first, (f.to_values * read).sum(0)
         read = x if row.attn_input is None else outputs[row.attn_input]
         close(made.attn_input, F.rms_norm(read, x.shape[-1:]))
-        if row.skip is None:
-            x = f.resid[0] * x
-        else:
-            x = x + block.skip_lambda.sigmoid() * f.skip[0] * outputs[row.skip]
+        x = f.resid[0] * x if row.skip is None else x + block.skip_lambda.sigmoid() * f.skip[0] * outputs[row.skip]
         if block.attn is not None:
             args = cfg, block.attn, row, made.attn_input, tables.get(i), mudd, inputs.doc_starts, schedule, f
             x = x + attend_slowly(*args)

@@ -17,16 +17,18 @@ from speedrun import ROOT
 
 
 def check_mlp_kernel():
-    """Compare the MLP's kernel with float64, also where tiles reach beyond the edge; the twin that CPUs run rounds."""
+    """Compare the MLP's kernel and its twin with float64, also where tiles reach beyond the edge."""
+    train_gpt.fp8_matmul = lambda a, b, scale, dtype: a.to(dtype) @ b.to(dtype) / scale
     generator = torch.Generator().manual_seed(0)
     for T, K, N in ((256, 128, 256), (200, 96, 384), (8, 8, 16)):
         grad, w, y = (torch.randn(shape, generator=generator).half() for shape in ((T, K), (K, N), (T, N)))
         y.relu_()
+        w_q = train_gpt.FP8_W * w
         scales = torch.rand(T, 1, generator=generator)
         exact = 2 * (y.double() * scales).sqrt() * (grad.double() @ w.double())
         scale = torch.tensor(0.5)
-        found = train_gpt.relu_squared_backward(grad, w, y, scales, scale, use_kernel=True)
-        twin = train_gpt.relu_squared_backward(grad, w, y, scales, torch.tensor(1.0), use_kernel=False)
+        found = train_gpt.relu_squared_backward(grad, w_q, y, scales, scale, use_kernel=True)
+        twin = train_gpt.relu_squared_backward(grad, w_q, y, scales, torch.tensor(1.0), use_kernel=False)
         torch.testing.assert_close(found[2], (scale * y * scales).half(), rtol=0.001, atol=1e-7)
         torch.testing.assert_close(twin[2], (y * scales).half(), rtol=0.001, atol=1e-7)
         assert torch.equal(found[0], found[1])
@@ -45,6 +47,14 @@ def check_squares_kernel():
         torch.testing.assert_close(y, squares / scales, rtol=1e-6, atol=0)
 
 
+def check_transpose_kernel():
+    for M, N in ((300, 70), (5, 64)):
+        columns = torch.randn(N, M, generator=torch.Generator().manual_seed(0))
+        rows = torch.empty(M, N)
+        train_gpt.transpose_kernel[train_gpt.triton.cdiv(M, 128), train_gpt.triton.cdiv(N, 64)](columns, rows, M, N)
+        assert torch.equal(rows, columns.t())
+
+
 def check_cross_entropy_kernel():
     """Compare losses and gradients with float64: with some targets missing, and some that are equal or a copy.
 
@@ -52,7 +62,6 @@ def check_cross_entropy_kernel():
     """
     train_gpt.tanh = lambda x: 2 * train_gpt.tl.sigmoid(2 * x) - 1
     generator = torch.Generator().manual_seed(0)
-    softcap = 15.0, 23.0, 5.0
     for V, n in ((320, 4), (2112, 2), (4096, 3)):  # the first target is always there, the last one is the row of a copy
         z = 3 * torch.randn(12, V, generator=generator)
         targets = torch.randint(-2, V, (12, n), generator=generator)
@@ -63,19 +72,21 @@ def check_cross_entropy_kernel():
         z[6], z[6, V - 3] = -50, 50  # nothing but a copy
         pointer = torch.rand(12, 3, generator=generator).softmax(1)[:, :2].contiguous()
         weights = torch.tensor([0.7, 0.5, 0.25, 0.0])[[*range(n - 1), 3]]
-        exact = train_gpt.softcapped_cross_entropy(
-            z.double(), targets, weights.double(), pointer.double(), softcap, True
-        )
-        found = train_gpt.cross_entropy_with_kernel(z, targets, weights, pointer, softcap, 2.0)
+        cfg = train_gpt.GPT2
+        exact = train_gpt.softcapped_cross_entropy(z.double(), 1.0, targets, weights.double(), pointer.double(), cfg)
+        found = train_gpt.cross_entropy_with_kernel(z, 2.0, targets, weights, pointer, cfg)
         for a, b, scale in zip(found, exact, (1, 2, 1), strict=True):
             copy = torch.arange(12) == 6  # there float32 rounds what is left to other tokens
             torch.testing.assert_close(a[~copy].double(), scale * b[~copy], rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(a[copy].double(), scale * b[copy], rtol=0.02, atol=1e-6)
 
 
+CHECKS = check_mlp_kernel, check_squares_kernel, check_transpose_kernel, check_cross_entropy_kernel
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton: pip install '.[proof]'")
-@pytest.mark.parametrize("check", [check_mlp_kernel, check_squares_kernel, check_cross_entropy_kernel])
+@pytest.mark.parametrize("check", CHECKS)
 def test_kernels_interpreted(check: Callable[[], None]):
     code = f"import test_kernels; test_kernels.{check.__name__}()"
     env = os.environ | dict(TRITON_INTERPRET="1", PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}")

@@ -30,9 +30,9 @@ def test_a_parameter_without_exactly_one_row_is_refused_by_name(gpt2, rows: int)
 def test_tied_tables_need_equal_rows(gpt2, monkeypatch, changes: dict | None):
     """Or one of them would leave the other in silence. None: one row for both."""
     monkeypatch.setitem(train_gpt.OPTIMIZERS, "Other", type("Other", (train_gpt.Adam,), {}))
-    row = train_gpt.Group("Adam", "lm_head", lr=0.01, decay=0.1, beta1=0.5, beta2=0.95)
-    others = (row._replace(patterns=re.sub("lm_head|embed.weight", "", row.patterns)) for row in gpt2.groups)
-    both = (row._replace(patterns="lm_head embed.weight"),)
+    row = train_gpt.Group("Adam", "lm_head.weight", lr=0.01, decay=0.1, beta1=0.5, beta2=0.95)
+    others = (row._replace(patterns=re.sub("lm_head.weight|embed.weight", "", row.patterns)) for row in gpt2.groups)
+    both = (row._replace(patterns="lm_head.weight embed.weight"),)
     groups = (*others, *(both if changes is None else (row, row._replace(patterns="embed.weight", **changes))))
     cfg = dataclasses.replace(gpt2, groups=groups, tied_frac=0.5)
     with pytest.raises(UserError, match=r"^embed\.weight has .*--tied_frac 0$"):
@@ -51,9 +51,10 @@ def test_gradients_of_rows_add_up_in_place_without_loss(gpt2):
         assert torch.autograd.grad(rows.sum(), table, retain_graph=True, allow_unused=True) == (None,)
     assert sums.mean(1).tolist() == [1, 1, 1, 2001, 1, 3, 1]
     trainer = train_gpt.Trainer(dataclasses.replace(gpt2, dtype="bfloat16"), Ranks())
-    assert all(sums.dtype == torch.float32 for sums in trainer.gpt.grad_buffers.values())
-    large = {name for name, p in trainer.gpt.named_parameters() if p.ndim == 2 and len(p) >= 256}
-    assert {*trainer.gpt.grad_buffers} == large
+    tables = trainer.gpt.tables()
+    assert all(table.grad_buffer.dtype == torch.float32 for table in tables)
+    large = {p for p in trainer.gpt.parameters() if p.ndim == 2 and len(p) >= 256}
+    assert {table.weight for table in tables} == large
 
 
 def test_muon_keeps_steps_that_bf16_would_lose():
@@ -141,7 +142,7 @@ def test_buffers_are_safe_and_communication_hides_behind_compute(monkeypatch, gp
     for step in range(2):
         for optimizer in optimizers:
             optimizer.add([torch.randn_like(p) for p in optimizer.params])
-        schedule = gpt2.plans[gpt2.common_interval - 1]
+        schedule = gpt2.step_schedules[gpt2.common_interval - 1]
         step_optimizers(optimizers, schedule, lambda: network.events.append("rows"))
         assert not network.under_way
         assert all(p.isfinite().all() for p in gpt.parameters()), "a result was used before it was there"
@@ -160,15 +161,18 @@ def test_rows_of_ngrams_wait_for_what_other_ranks_send(gpt2):
             out.fill_(math.nan)
             return lambda: out.copy_(rows[torch.arange(len(out)) % len(rows)])
 
-    schedule = gpt2.plans[gpt2.common_interval - 1]
+    schedule = gpt2.step_schedules[gpt2.common_interval - 1]
     table = Table(gpt2, Ranks(0, 2, 0, 2), torch.device("cpu"))
-    reader = train_gpt.DistributedDataLoader(gpt2, table.ranks, torch.device("cpu"))
+    loader = train_gpt.DistributedDataLoader(gpt2, table.ranks, torch.device("cpu"))
     tokens = np.arange(schedule.seq_len + 1) % 7
-    ((inputs, *_),), exchange = reader.on_device(reader.make([schedule], [[tokens] * gpt2.batch_sequences]))
+    _, exchange = loader.load_cycle([schedule], [[tokens] * gpt2.batch_sequences])
     for _ in range(2):
-        assert table.fetch(exchange)(inputs.ngram_index).isfinite().all()
-        table.send(exchange, torch.ones(len(exchange.ids), gpt2.model_dim, dtype=table.sum_dtype))
+        table.fetch(exchange)
+        assert table.fetched.isfinite().all()
+        table.grads[: len(exchange.recv_ids)] += 1
+        table.send(exchange)
         table.update(exchange, schedule)
+        assert not table.grads.any()
         assert table.rows.isfinite().all()
         assert table.rows.any(1).sum() == len(exchange.unique_rows)
 

@@ -18,7 +18,7 @@ RECORD92 = dataclasses.replace(m.PRESETS["gpt2"], num_iterations=1194, pointer_d
 # What the averages rescale to its norm before: by names of parameters, and one of those that are updated together
 NORMS = {
     "embed.weight": "embed.weight",
-    "lm_head": "lm_head",
+    "lm_head.weight": "lm_head.weight",
     "*.mlps.*": "blocks.0.mlps.0.c_fc",
     "*.qk_w": "blocks.0.attn.qk_w",
     "*.v_w *.attn.c_proj": "blocks.0.attn.v_w",
@@ -71,28 +71,28 @@ class SmallRun:
         self.trainer.warm_up()
         gpt, table = self.trainer.gpt, self.trainer.table
         gpt.signs.copy_(golden.tensor("data/signs"))
-        self.master = dict(gpt.named_parameters()) | {"ngrams": table.rows}
+        self.params = dict(gpt.named_parameters()) | {"ngrams": table.rows}
         with torch.no_grad():
-            for name, p in self.master.items():
-                p.copy_(golden.tensor("start/lm_head" if name == "embed.weight" else f"start/{name}"))
-        for optimizer in self.trainer.optimizers:  # which keep values of their own
-            if "master" in optimizer.state:
-                optimizer.state["master"].copy_(optimizer.param_shard)
-        self.grads = {name: torch.zeros_like(p) for name, p in self.master.items()}
+            for name, p in self.params.items():
+                start = "lm_head" if name in ("embed.weight", "lm_head.weight") else name
+                p.copy_(golden.tensor(f"start/{start}"))
+        for optimizer in self.trainer.optimizers:  # some have a master copy
+            optimizer.master.copy_(optimizer.param_shard)
+        self.grads = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.losses: list[float] = []
         self.add_gradients, self.trainer.replayed_add_gradients = self.trainer.replayed_add_gradients, self.observed
 
-    def observed(self, inputs, ngrams, attn_settings):
+    def observed(self, inputs, attn_settings):
         """Do what a trainer does for a sequence, and keep its loss, and its gradients beside those before."""
         views = [pair for o in self.trainer.optimizers for pair in zip(o.names, o.grad_views, strict=True)]
-        before = [view.clone() for _, view in views]
-        loss, grad = self.add_gradients(inputs, ngrams, attn_settings)
+        ids, table = self.trainer.exchange.recv_ids, self.trainer.table
+        before, rows_before = [view.clone() for _, view in views], table.grads.clone()
+        loss = self.add_gradients(inputs, attn_settings)
         self.losses.append(loss.item())
         for (name, view), old in zip(views, before, strict=True):
             self.grads[name] += view - old
-        rows = self.trainer.exchange.ids[inputs.ngram_index.flatten()]
-        self.grads["ngrams"].index_add_(0, rows, grad.flatten(0, 1))
-        return loss, grad
+        self.grads["ngrams"].index_add_(0, ids, (table.grads - rows_before)[: len(ids)])
+        return loss
 
     def digest(self, name: str, values: dict, rest: int = 1) -> np.ndarray:
         """Return sum, norm and some entries of an array of the record; rest: a factor on what we do not have of it."""
@@ -110,7 +110,7 @@ class SmallRun:
         """Return those of NORMS. The record's MLPs have a matrix that nothing reads."""
         norms = []
         for globs in NORMS:
-            own = [p.flatten() for name, p in self.master.items() if any(fnmatch(name, glob) for glob in globs.split())]
+            own = [p.flatten() for name, p in self.params.items() if any(fnmatch(name, glob) for glob in globs.split())]
             beside = [self.golden.tensor("frozen_c_fc").flatten()] if "mlps" in globs else []
             norms.append(torch.cat([*own, *beside]).norm().item())
         return np.array(norms)
@@ -122,7 +122,7 @@ def test_a_whole_small_run(golden, tmp_path):
     cfg, trainer, val_steps = run.cfg, run.trainer, golden.facts["val_steps"]
     ends = m.stage_ends(cfg)
     assert [*map(list, zip([0, *ends], ends, strict=False))] == golden.facts["stage_steps"]
-    steps = trainer.loader.read(m.train_cycles(run.data["train"], cfg))
+    steps = trainer.loader.steps(m.train_cycles(run.data["train"], cfg))
     for step, (schedule, inputs) in enumerate(zip(cfg.step_schedules, steps, strict=True)):
         if step in val_steps:
             golden.compare("val_loss", run.evaluate(step), val_steps.index(step))
@@ -134,7 +134,7 @@ def test_a_whole_small_run(golden, tmp_path):
         norms = [torch.cat([run.grads[ours].flatten() for ours in names[name]]).norm() / 8 for name in names]
         golden.compare("grad_norm", norms, step)
         for name in names:
-            golden.compare(f"digest/{name}", run.digest(name, run.values), step)
+            golden.compare(f"digest/{name}", run.digest(name, run.params), step)
     golden.compare_ticks("tick", cfg)
     for kind in "fast", "slow", "exp_avg", "exp_avg_sq":
         state = {}
@@ -152,9 +152,8 @@ def compare_end(run: SmallRun) -> None:
     cfg, trainer, golden, N = run.cfg, run.trainer, run.golden, run.cfg.num_iterations
     golden.compare("val_final_before_ship", run.evaluate(N))
     before = run.norms()
-    no_norm = [row._replace(keep_norm=False) for row in cfg.emas]
     for o in trainer.optimizers:
-        o.emas = {i: no_norm[i] for i in o.emas}
+        o.groups = [row._replace(keep_norm=False) for row in o.groups]
         o.blend_emas()
     after = run.norms()
     golden.compare("norm_before", before)
@@ -166,6 +165,6 @@ def compare_end(run: SmallRun) -> None:
     golden.compare("val_final", run.evaluate(N))
     for name in golden.facts["parameters"]:
         if f"shipped/{name}" in golden.arrays:
-            golden.compare(f"shipped/{name}", run.digest(name, run.values))
+            golden.compare(f"shipped/{name}", run.digest(name, run.params))
     trainer.cfg = dataclasses.replace(cfg, canon_file="")
     golden.compare("val_final_unmasked", run.evaluate(N))

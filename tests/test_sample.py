@@ -36,7 +36,7 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     result = train_gpt.main(flags)
     text = torch.from_numpy(np.fromfile(corpus / "val_000000.bin", "<u2", 97, offset=1024).astype(np.int64))
     path, rows = tmp_path / f"{preset}.pt", [tmp_path / f"{preset}.ngrams{rank}" for rank in range(4)]
-    saved, whole = torch.load_file(path), torch.load(rows[0])
+    saved, whole = torch.load(path), torch.load(rows[0])
     for file, part in zip(rows, (slice(20), slice(20, None), slice(0), slice(20)), strict=True):
         torch.save({name: values[part] for name, values in whole.items()}, file)
     torch.save(saved | dict(rows=[*map(train_gpt.checksum, rows[:3])]), path)  # the last is of an older run
@@ -44,18 +44,18 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     logits = torch.cat([*model.predictions(text[:96].tolist())])
     torch.testing.assert_close(next(model.predictions(text[:50].tolist(), first=49))[0], logits[49])
     score = F.cross_entropy if preset == "nano" else F.nll_loss  # with a pointer they are logarithms of probabilities
-    assert eval_step(logits, text[1:]).item() == pytest.approx(result["val_loss"], abs=1e-10)
+    assert score(logits, text[1:]).item() == pytest.approx(result["val_loss"], abs=1e-10)
 
 
 def test_probabilities_with_copies_add_up_to_1_and_none_is_0(gpt2):
     gpt = randomize(train_gpt.GPT(dataclasses.replace(gpt2, vocab_size=255, eot_token=254, canon_file="")))
     model, read = sample.Model(gpt.float(), []), torch.randint(254, (192,))
     x = model.features(read.tolist())
-    gpt.lm_head.data[255] = 0.1 * x[5]
+    gpt.lm_head.weight.data[255] = 0.1 * x[5]
     logits = model.logits(x, read, torch.arange(192))
     torch.testing.assert_close(logits.exp().sum(1), torch.ones(192), rtol=1e-5, atol=0)
-    gpt.lm_head.data[:] = -1e3 * x[5]
-    gpt.lm_head.data[255] = 1e3 * x[5]  # in float32 a copy has all of the probability
+    gpt.lm_head.weight.data[:] = -1e3 * x[5]
+    gpt.lm_head.weight.data[255] = 1e3 * x[5]  # in float32 a copy has all of the probability
     assert model.logits(x, read, torch.tensor([5])).isfinite().all()
 
 

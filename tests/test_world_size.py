@@ -59,7 +59,8 @@ def test_run_is_that_of_one_process(flags, corpus, tmp_path, preset, size):
         assert tuple(point[0] for point in got[curve]) == steps
         np.testing.assert_allclose([point[1] for point in got[curve]], losses, rtol=1e-9)
     alone, model = (torch.load(logs / f"{name}.pt")["model"] for name in ("one", "several"))
-    assert not torch.equal(alone["lm_head"], alone["embed.weight"][: len(alone["lm_head"])]), "they part in gpt2"
+    head = alone["lm_head.weight"]
+    assert not torch.equal(head, alone["embed.weight"][: len(head)]), "they part in gpt2"
     for name, p in alone.items():
         assert p.dtype == (torch.int8 if name == "signs" else torch.float64)
     parts = [torch.load(logs / f"several.ngrams{rank}") for rank in range(size)]
