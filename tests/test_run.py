@@ -133,7 +133,7 @@ def test_what_starts(monkeypatch):
     """One process of the root's script trains here, other scripts and torchrun take this one's place."""
     monkeypatch.setattr(run, "prepare", lambda flags, is_root: (1 + ("--two" in flags), ["--own"]))
     monkeypatch.setattr(os, "execv", lambda _, argv: started.append(argv[1:]))
-    monkeypatch.setattr(train_gpt, "program", len)
+    monkeypatch.setattr(train_gpt, "cli", len)
     started: list[list[str]] = []
     assert run.main([train_gpt.__file__, "--seed=1", "--a=2"]) == 3  # the script's exit code
     run.main(["another.py", "--seed=1"])
