@@ -14,8 +14,6 @@ from speedrun import ROOT, plot, process, race, records
 from speedrun.logs import digest
 from speedrun.process import printable
 
-HAVE_PARSERS = "run", "bench"  # modules that parse their own flags
-
 
 def say(text: str) -> None:
     """Print without the control characters that names, scripts and logs may hold."""
@@ -109,7 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
 def act(argv: Sequence[str] | None) -> int | None:
     """Do what the flags say, and return the exit code."""
     argv = list(argv or [])
-    if argv[:1] and argv[0] in HAVE_PARSERS:
+    if argv[:1] in (["run"], ["bench"]):  # which parse their own flags
         with process.packages():
             module = importlib.import_module(f"speedrun.{argv[0]}")
         return module.main(argv[1:])

@@ -205,8 +205,7 @@ def run_script(command: Sequence[str], log: Path, script: int, seed: int) -> Run
     try:
         run_python(command)
     except ToolError as error:
-        fix = "with that mended, the same with --out goes on; with other flags or scripts, begin a new one"
-        raise ToolError(f"run {log.stem} failed: {quote(str(error), 300)}; {fix}") from None
+        raise ToolError(f"run {log.stem} failed: {quote(str(error), 300)}; mend it, go on with --out") from None
     result = Log(log)
     if result.problem:
         raise ToolError(f"{log}: {result.problem}")
@@ -239,9 +238,8 @@ def run_race(plan: Race, sources: Sequence[str], folder: Path) -> Race:
             raise ToolError(f"{path}: was begun with other scripts, flags, pairs or seed: use those, or another --out")
         for i, source in enumerate(sources):  # who edits one while they race does not change it
             Path(copies, f"script_{i}.py").write_text(source + "\n", encoding="utf-8")
-        total = len(race.order)
         how = f"to stop: kill -TERM {os.getpid()}; to go on: the same with --out {folder}"  # nohup ignores Ctrl-C
-        print(f"{len(race.runs)}/{total} runs; {how}", file=sys.stderr, flush=True)
+        print(f"{len(race.runs)}/{len(race.order)} runs; {how}", file=sys.stderr, flush=True)
         for seed, i in race.order[len(race.runs) :]:
             run_id = race.run_id(seed, i)
             own_flags = ["--seed", str(seed), "--log_dir", log_dir, "--run_id", run_id]
@@ -253,7 +251,7 @@ def run_race(plan: Race, sources: Sequence[str], folder: Path) -> Race:
             race.check(path)
             race.write(path)
             result = f"{run_id}: val_loss {run.val_loss:.4f}, {run.train_time:.0f} ms"
-            print(f"{result}; {len(race.runs)}/{total}", file=sys.stderr, flush=True)
+            print(f"{result}; {len(race.runs)}/{len(race.order)}", file=sys.stderr, flush=True)
         *others, last = race.hashes
         race.comparisons = [race.compare(other, last) for other in others]
         race.write(path)

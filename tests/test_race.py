@@ -11,186 +11,143 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from scipy import stats
 
-import fake_training
 import train_gpt
-from fake_training import log_text
 from speedrun import ROOT, process, race, records
 from speedrun.__main__ import main
-from speedrun.logs import RULE, TRACKS, Log, digest
+from speedrun.logs import RULE, TRACKS
 from world_worker import wait_for
 
-FAKE = Path(fake_training.__file__).read_text()
-SOURCE = "print()"
-LOSSES = 1.431, 1.428, 1.433, 1.430, 1.429  # by seed
+NANO = "--", "--preset", "nano"
+RACE = "race", "fast.py", "slow.py", "--pairs", "5", "--seed", "7", "--out", "logs/a", *NANO
 
 
-@pytest.fixture
-def root(tmp_path, monkeypatch) -> Path:
-    """Stand beside a folder of records that has none yet."""
-    monkeypatch.chdir(tmp_path)
-    (root := tmp_path / "records").mkdir()
-    for name in "tracks.toml", "public.json":
-        shutil.copy(ROOT / "records" / name, root)
+def edit(path: Path | str, old: str, new: str) -> None:
+    Path(path).write_text(re.sub(old, new, Path(path).read_text(), count=1))
+
+
+@pytest.fixture(scope="module")
+def raced(tmp_path_factory) -> Path:
+    """Make a folder with two scripts, their race, and a record of each."""
+    (root := tmp_path_factory.mktemp("raced") / "records").mkdir()
     (root / "README.md").write_text(f"# Records\n\n{records.BEGIN}\n{records.END}\n\nMore.\n")
     for name, slowness in dict(fast=1.0, slow=1.5).items():
-        Path(f"{name}.py").write_text(FAKE.replace("SLOWNESS = 1.0", f"SLOWNESS = {slowness}"))
-    monkeypatch.setattr(records, "RECORDS", root)
-    return root
+        shutil.copy(ROOT / "tests" / "fake_training.py", root.parent / f"{name}.py")
+        edit(root.parent / f"{name}.py", "SLOWNESS = 1.0", f"SLOWNESS = {slowness}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root.parent)
+        patch.setattr(records, "RECORDS", root)
+        assert main(RACE) == 0
+        for name, letter, more in ("01_Slow", "b", []), ("02_Fast", "a", ["--race", "logs/a/race.json"]):
+            assert main(["submit", name[3:], *map(str, sorted(Path("logs/a").glob(f"*-{letter}.txt"))), *more]) == 0
+            (root / "nano" / name / "README.md").write_text("# Name\n")
+            edit(root / "nano" / name / "record.json", "<say.*?>", "a|b")
+    return root.parent
 
 
 @pytest.fixture
-def tool(root, capsys):
+def tool(raced, tmp_path, monkeypatch, capsys):
+    """Stand in a copy of that folder; return what runs a command, and returns exit code, stdout and stderr."""
+    shutil.copytree(raced, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(records, "RECORDS", tmp_path / "records")
     return lambda *argv: (main([*map(str, argv)]), *capsys.readouterr())
 
 
-def write_record(root: Path, name: str, texts: list[str], source=SOURCE, page="# Name\n", **info) -> Path:
-    (folder := root / name).mkdir(parents=True, exist_ok=True)
-    info = dict(date="2026-12-02", what="one <line>", kind="idea", after=None, ranked=True) | info
-    scripts_and_rest = [text.split(f"\n{RULE}\n", maxsplit=1) for text in texts]
-    stored = [f"{digest(script)}\n{RULE}\n{rest}" for script, rest in scripts_and_rest]
-    logs = "".join(f"==> run{i}.txt <==\n{text}\n" for i, text in enumerate(stored))
-    files = {"train_gpt.py": source, "README.md": page, "record.json": json.dumps(info), "runs.txt": logs}
-    for file, text in files.items():
-        (folder / file).write_text(text)
-    return folder
-
-
-def good() -> list[str]:
-    return [log_text(seed, loss) for seed, loss in enumerate(LOSSES)]
-
-
-def write_race(folder: Path, newer=SOURCE, older="older", drop=0.0, n=5) -> dict:
-    """Write the race of a record of `good` runs, at 0.9 of the time of the older script."""
-    scripts = [race.Script(name, digest(name)) for name in (newer, older)]
-    found = race.Race(scripts, [], n, 0, 1, date="2026-12-02")
-    for seed, i in found.order:
-        loss = (LOSSES * 2)[seed] - drop * i
-        found.runs.append(race.Run(i, seed, round(loss, 4), 800 / 0.9**i, hardware="x", val_sha256="y"))
-    found.write(folder / "race.json")
-    return json.loads((folder / "race.json").read_text())
-
-
-def test_from_a_race_to_boards_and_curves(tool, root):
-    """A race, the record that opens a board, the next one with the race, boards and picture."""
-    argv = "race", "fast.py", "slow.py", "--pairs", 5, "--seed", 7, "--out", "logs/a", "--", "--preset", "nano"
-    code, out, err = tool(*argv)
-    order = "7-a 7-b 8-b 8-a 9-a 9-b 10-b 10-a 11-a 11-b"
-    assert (code, " ".join(re.findall(r"race-\dof5-(\d+-\w): val_loss", err))) == (0, order)
+def test_from_a_race_to_boards_and_curves(tool):
+    runs = [f"{seed}-{letter}" for seed in range(7, 12) for letter in ("ab" if seed % 2 else "ba")]
+    stored = json.loads(Path("logs/a/race.json").read_text())["runs"]
+    assert [f"{it['seed']}-{'ab'[it['script']]}" for it in stored] == runs
+    assert {path.suffix for path in Path("logs/a").iterdir()} == {".json", ".txt"}, "no model stays"
+    code, out, err = tool(*RACE)
+    assert (code, err.startswith("10/10 runs; to stop: kill -TERM ")) == (0, True)
     assert re.search(r"fast.py: n=5 mean 1.4222 sd 0.0008, p=9.8e-08 against 1.45\n5 pairs from seed 7 on", out)
     assert out.endswith(": faster: train time 0.673 (0.668 to 0.679), loss -0.0005 (-0.0005 to -0.0005)\n")
-    assert sorted({path.suffix for path in Path("logs/a").iterdir()}) == [".json", ".txt"], "no model stays"
     assert tool("diff", "slow.py", "fast.py")[2] == "1 lines removed, 1 added\n"
-    for name, letter, more in ("Slow", "b", ()), ("Fast", "a", ("--race", "logs/a/race.json")):
-        submit = "submit", name, *sorted(Path("logs/a").glob(f"*-{letter}.txt")), *more
-        assert tool(*submit)[0] == 0
-        folder = records.find_record(name, root)
-        assert "asks for" in tool("verify", name)[1]
-        for path in folder / "README.md", folder / "record.json":
-            path.write_text(re.sub("<say.*?>", "a|b", path.read_text()))
-    assert (tool(*submit)[0], "02_Fast is there" in tool(*submit)[2]) == (2, True), "and it is as it was:"
-    code, out, _ = tool("verify")
-    assert re.fullmatch(
-        r"ok nano/01_Slow: n=5 .*\nok nano/02_Fast: n=5 mean 1.4222 sd 0.0008 p=\S+ \(nano, 20 steps\); "
-        r"faster: train time 0.673 .*, against nano/01_Slow\n",
-        out,
+    out, result = (
+        tool("verify")[1],
+        "n=5 mean 1.4222 sd 0.0008 p=9.8e-08 (nano, 20 steps); faster: train time 0.673 (0.668 to 0.679)",
     )
+    assert out.splitlines()[1] == f"ok nano/02_Fast: {result}, loss -0.0005 (-0.0005 to -0.0005), against nano/01_Slow"
     assert (tool("table", "--check")[0], tool("table")[0], tool("table", "--check")[0]) == (1, 0, 0)
     row = r"\| \[Fast\]\(nano/02_Fast\) \| a&#124;b \| 20 \| 1.4222 \(sd 0.0008, n=5\) \| .* \| 0.673 \| 499 \| Some &#"
-    assert re.search(row, (root / "README.md").read_text())
-    assert tool("plot", "-o", "x.png")[0] == 0
+    assert re.search(row, Path("records/README.md").read_text())
+    tool("plot", "-o", "x.png")
     curves = json.loads(Image.open("x.png").text["Comment"])["curves"]
-    expected = [(name, 1.45, [0, 5, 10, 15, 20]) for name in ("Slow", "Fast")]
-    assert [(it["name"], it["target"], it["steps"]) for it in curves] == expected
+    assert [(it["name"], it["target"], it["steps"][-1]) for it in curves] == [("Slow", 1.45, 20), ("Fast", 1.45, 20)]
 
 
-def edit(old: str, new: str):
-    return lambda texts: [re.sub(old, new, texts[0], count=1), *texts[1:]]
-
-
-FAULTS = {
-    "run0.txt: ends at step 20 of 20 without": edit("step:20/20 val_loss", "no"),
-    "run0.txt: the script of the log is not": edit("print", "other"),
-    "two of its runs have one seed": lambda texts: [*texts, log_text(2)],
-    "run0.txt: validates on other tokens: 26": edit("sha256 .*", f"sha256 {'ab' * 32}"),
-    "run0.txt: validates on other tokens: 4096": edit(r"tokens: \d+", "tokens: 4096"),
-    "run0.txt: trains on": edit("train_000000.bin, ", "train_000001.bin, "),
-    "run0.txt: has the flag --muon_lr": edit(r"flags: \[\]", 'flags: ["--muon_lr=1", "--seed", "2"]'),
-    "run0.txt: recompiles after the clock started: 2": edit("started: 0", "started: 2"),
-    "run0.txt: uses 4 CPU threads": edit("1 processes, 2", "2 processes, 2"),
-    "n too small: p=nan": lambda texts: texts[:1],
-    "n too small: p=0.23": lambda texts: [texts[0], log_text(9, 1.449)],
-    "mean 1.4501 is above the target": lambda _: [log_text(val_loss=1.4501)],
-    "run0.txt: ends at step 20 of 20 without the last": edit("val_loss:1.4310", "val_loss:nan"),
-    "run0.txt: 'step:x/20.*' is no step line": edit("step:7/20", "step:x/20"),
+FAULTS = {  # what verify says, and what is replaced in the logs of a record
+    "ends at step 20 of 20 without the last validation": ("step:20/20 val_loss", "no"),
+    "ends at step 20 of 20 without the last": (r"(step:20/20 val_loss:)\S+", r"\1nan"),
+    "the script of the log is not": ("\n[0-9a-f]{64}\n", f"\n{'ab' * 32}\n"),
+    "two of its runs have one seed": ("\nseed: 7", "\nseed: 8"),
+    "validates on other tokens: 26": (r"(validation tokens.*sha256 ).*", rf"\1{'ab' * 32}"),
+    "trains on": ("train_000000.bin, ", "train_000001.bin, "),
+    "has the flag --muon_lr": (r"flags: \[", 'flags: ["--muon_lr=1", '),
+    "recompiles after the clock started: 2": ("started: 0", "started: 2"),
+    "uses 4 CPU threads": ("1 processes, 2", "2 processes, 2"),
+    "n too small: p=nan": ("(?s)(==> .*?)==> .*", r"\1"),
+    "n too small: p=0.5": (r"(step:20/20 val_loss:)\S+", r"\g<1>1.56"),
+    "mean 1.4578 is above the target": (r"(step:20/20 val_loss:)\S+", r"\g<1>1.6"),
+    "'step:x/20.*' is no step line": ("step:7/20", "step:x/20"),
+    "race.json: its 5 runs of the script are not the 4 logs": ("(?s)==> .*?(?===> )", ""),
 }
 
 
-@pytest.mark.parametrize("message", FAULTS)
-def test_verify_names_the_fault_of_a_log(tool, root, message):
-    write_record(root, "nano/01_Good", FAULTS[message](good()))
-    code, out, _ = tool("verify", "Good")
-    assert (code, bool(re.search(f"FAIL nano/01_Good: (?:{message})", out))) == (1, True), out
+def test_verify_names_the_fault_of_a_log(tool):
+    path = Path("records/nano/02_Fast/runs.txt")
+    text = path.read_text()
+    for message, (old, new) in FAULTS.items():
+        path.write_text(text)
+        edit(path, old, new)
+        code, out, _ = tool("verify", "Fast")
+        assert (code, bool(re.search(f"FAIL nano/02_Fast: .*{message}", out))) == (1, True), (message, out)
+    edit("records/nano/01_Slow/runs.txt", "(?s)(==> .*?)==> .*", r"\1")
+    edit("records/nano/01_Slow/record.json", "idea", "form")
+    assert tool("verify", "Slow")[1].startswith("ok nano/01_Slow: n=1"), "a form needs no p"
 
 
-def test_verify_names_the_fault_of_a_race(tool, root):
-    write_record(root, "nano/01_Older", good(), source="older")
-    folder = write_record(root, "nano/02_Newer", good(), after="nano/01_Older")
-    plan = write_race(folder)
-    assert tool("verify", "Newer")[1].endswith(", loss +0.0000 (+0.0000 to +0.0000), against nano/01_Older\n")
-    scripts, runs, other = plan["scripts"], plan["runs"], dict(sha256="ab" * 32)
+def test_verify_names_the_fault_of_a_race(tool):
+    path = Path("records/nano/02_Fast/race.json")
+    plan, other = json.loads(path.read_text()), dict(sha256="ab" * 32)
+    scripts, runs = plan["scripts"], plan["runs"]
     for problem, change in {
-        "lacks the script of nano/02_Newer": dict(scripts=[scripts[0] | other, scripts[1]]),
-        "lacks the script of nano/01_Older": dict(scripts=[scripts[0], scripts[1] | other]),
-        "has 9 runs, not 5 of each script in turn; finish the race": dict(runs=runs[:-1]),
-        "has 10 runs, not 5 of each script in turn": dict(runs=[*runs[:8], runs[9], runs[8]]),
+        "lacks the script of nano/02_Fast": dict(scripts=[scripts[0] | other, scripts[1]]),
+        "lacks the script of nano/01_Slow": dict(scripts=[scripts[0], scripts[1] | other]),
+        "has 9 runs, not 5 of each": dict(runs=runs[:-1]),
         "its runs differ in val_sha256": dict(runs=[*runs[:9], runs[9] | dict(val_sha256="z")]),
         "screen of 4 pairs: faster": dict(pairs=4, runs=runs[:8]),
-        "its 5 runs of the script are not the 5 logs": dict(runs=[runs[0] | dict(train_time=799.0), *runs[1:]]),
-        "not what `race` wrote": dict(runs=[runs[0] | dict(train_time="1")]),
+        "not what `race` wrote .*flags": dict(scripts=[scripts[0] | dict(flags=["--x"]), scripts[1]]),
     }.items():
-        (folder / "race.json").write_text(json.dumps(plan | change))
-        assert re.match(f"FAIL nano/02_Newer: race.json: {problem}", tool("verify", "Newer")[1]), problem
-    write_race(folder, drop=0.006)
-    assert "race.json: faster at a loss that may be too high: train time 0.9" in tool("verify", "Newer")[1]
-    (folder / "race.json").write_text(json.dumps(plan)[:-9])
-    assert "race.json: no JSON object" in tool("verify", "Newer")[1]
-    assert re.match(r".*/02_Newer/race.json: no JSON object", tool("table")[2].rpartition("speedrun: ")[2])
+        path.write_text(json.dumps(plan | change))
+        assert re.match(f"FAIL nano/02_Fast: race.json: {problem}", tool("verify", "Fast")[1]), problem
 
 
-def test_unfinished_records_are_named_and_left_out(tool, root):
-    """Each of these is the newest, and the boards are as they were."""
-    write_record(root, "nano/01_Good", good())
+def test_unfinished_records_are_named_and_left_out(tool):
     tool("table")
-    (root / "nano/02_Draft").mkdir()
-    after = dict(after="nano/01_Good")
-    drafts = {
-        "empty": lambda: None,
-        "placeholder": lambda: write_record(root, "nano/02_Draft", good(), page="<say why>", **after),
-        "no page": lambda: (root / "nano/02_Draft/README.md").unlink(),
-        "no line": lambda: write_record(root, "nano/02_Draft", [], after="nano/00_Gone", ranked=False),
-        "two after one": lambda: [write_record(root, f"nano/0{i}_Draft", [], ranked=False, **after) for i in (3, 2)],
-    }
-    for name, make in drafts.items():
-        make()
+    log, draft = "logs/a/race-1of5-7-a.txt", Path("records/nano/03_Draft")
+    assert [tool("submit", name, log)[0] for name in ("../Draft", "fast")] == [2, 2], "and the records stay"
+    tool("submit", "Draft", log)
+    edit(draft / "record.json", "02_Fast", "01_Slow")
+    for message, file, old, new in (
+        ("record.json: write what '<say", "runs.txt", "", ""),
+        ("README.md: write what '<say", "record.json", "<say.*>", "x"),
+        ("02_Fast comes after nano/01_Slow, too", "README.md", "(?s).*", "# Draft"),
+        ("no whole records lead", "record.json", "01_Slow", "00_Gone"),
+    ):
+        edit(draft / file, old, new)
         code, _, err = tool("table", "--check")
-        assert (code, "_Draft is left out: " in err) == (int(name == "two after one"), True), name
-        code, out, _ = tool("verify")
-        assert (code, out.splitlines()[-1].partition("_")[2][:6]) == (1, "Draft:"), name
-    write_record(root, "nano/01_Good", [log_text(val_loss=1.4491)], kind="form")
-    assert tool("verify", "Good")[1].startswith("ok nano/01_Good: n=1"), "a form needs no p"
+        assert (code, bool(re.search(f"nano/03_Draft is left out: .*{message}", err))) == (0, True), err
+        assert tool("verify")[1].splitlines()[-1].startswith("FAIL nano/03_Draft: ")
 
 
-def test_a_comparison_has_t_intervals_of_pairs_and_a_verdict():
+def test_a_comparison_ends_with_a_verdict():
     for ratio, drop, n, verdict in (  # mean ratio of times, mean difference of losses, pairs
         (0.9, 0.002, 20, "faster"),
         (0.9, 0.002, 5, "faster at a loss that may be too high"),
-        (1.1, 0.02, 5, "slower"),
         (1.1, -0.02, 5, "slower at a lower loss"),
         (0.99, 0.02, 5, "undecided, would take about 30 pairs"),
-        (0.9, 0.002, 4, "screen of 4 pairs: faster at a loss that may be too high"),
-        (0.9, -0.02, 1, "screen of 1 pair: no interval"),
     ):
         nano = race.Race([race.Script("x", "ab"), race.Script("y", "cd")], ["--preset=nano"], n, 0, 1, "2026-12-01")
         spread = np.array([(-1) ** seed * (seed > 0) for seed in range(n)])
@@ -198,116 +155,76 @@ def test_a_comparison_has_t_intervals_of_pairs_and_a_verdict():
         for seed, i in nano.order:
             loss, ms = (1.44, 800.0) if i else (1.44 + losses[seed], 800 * times[seed])
             nano.runs.append(race.Run(i, seed, loss, ms))
-        comparison = nano.compare("ab", "cd")
-        assert comparison["verdict"] == verdict
-        if n > 1:
-            ends = [stats.ttest_1samp(values, 0).confidence_interval() for values in (np.log(times), losses)]
-            found = [[comparison[key][end] for end in ("low", "high")] for key in ("train_time", "val_loss")]
-            assert np.allclose(found, [np.exp(ends[0]), ends[1]], atol=1e-6)
+        assert nano.compare("ab", "cd")["verdict"] == verdict
 
 
-def test_a_race_says_in_one_line_what_is_wrong_and_goes_on(tool, root):
+def test_a_race_says_in_one_line_what_is_wrong_and_goes_on(tool):
     argv = "race", "fast.py", "slow.py", "--pairs", 1, "--out", "race"
-    nano = "--", "--preset", "nano"
     for wrong, message in (
-        ((*argv, *nano, "--fail", "mend\x1bthis"), r"run race-1of1-1-a failed: 'exit code 1: mend.*this'; with that"),
-        ((*argv[:2], *argv[3:], *nano), "needs 2 to 26 scripts"),
+        ((*argv, *NANO, "--fail", "mend\x1bthis"), r"run race-1of1-1-a failed: 'exit code 1: mend.*this'; mend it"),
+        (("race", "fast.py"), "needs 2 to 26 scripts"),
         ((*argv, "--", "--seed", "1"), "--seed, --log_dir and --run_id are the race's own"),
         ((*argv[:6], "race2", "--", "--cut", "1"), "race-1of1-1-a.txt: ends at step 20 of 20 without"),
         (("race", "fast.py", "none.py"), "'none.py' is neither a file nor a record"),
-        ((*argv, *nano), "was begun with other scripts, flags, pairs or seed"),
+        ((*argv, *NANO), "was begun with other scripts, flags, pairs or seed"),
     ):
         code, _, err = tool(*wrong)
         assert (code, bool(re.match(f"python -m speedrun: .*{message}", err.splitlines()[-1]))) == (2, True), err
-    (root.parent / "race/race.json").unlink()
     with process.held(Path("race"), ""):
-        assert "another race runs there: wait for it, or choose another --out" in tool(*argv, *nano)[2]
-    code, out, err = tool(*argv, *nano)
-    assert (code, "screen of 1 pair" in out) == (0, True)
+        assert "another race runs there: wait for it, or choose another --out" in tool(*argv, *NANO)[2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_stopped_race_ends_its_run_and_goes_on(root, number):
-    Path("gate").mkdir()
-    flags = f"--pairs 1 --out {root.parent}/race -- --preset nano --gate {root.parent}/gate"
-    scripts = f"{root.parent}/fast.py {root.parent}/slow.py"
-    command = [sys.executable, "-m", "speedrun", "race", *scripts.split(), *flags.split()]
+def test_a_stopped_race_ends_its_run_and_goes_on(tool, number):
+    (here := Path.cwd() / "gate").mkdir()
+    command = [sys.executable, "-m", "speedrun", "race", f"{here.parent}/fast.py", f"{here.parent}/slow.py"]
+    command += ["--pairs", "1", "--out", f"{here.parent}/race", *NANO, "--gate", str(here)]
     options = dict(cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     racing = subprocess.Popen(command, **options)
-    wait_for(Path("gate/running").exists)
+    wait_for((here / "running").exists)
     racing.send_signal(number)
     err = racing.communicate(timeout=20)[1]
     assert (racing.returncode, err.splitlines()[-1]) == (130, "python -m speedrun: interrupted")
     with process.held(Path("race"), "the run holds the lock until it ends"):
-        Path("gate/open").touch()
+        (here / "open").touch()
     done = subprocess.run(command, timeout=60, **options)
     assert (done.returncode, "screen of 1 pair" in done.stdout) == (0, True)
 
 
-@pytest.mark.slow
-def test_the_rank_that_failed_first_is_named(tmp_path):
-    """Rank 0 waits for rank 1, which fails, and loses it."""
-    script = tmp_path / "fails.py"
-    begin = "from torch.distributed import *\ninit_process_group('gloo')\n"
-    script.write_text(f"{begin}if get_rank():\n    raise ValueError('mend this')\nbarrier()")
-    torchrun = "-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=2"
-    with pytest.raises(process.ToolError, match=r"^exit code 1: \[rank1\]: ValueError: mend this$"):
-        process.run_python([*torchrun.split(), str(script)])
+def test_the_rank_that_failed_first_is_named():
+    text = "[rank1]: ValueError: mend this\n[rank0]: RuntimeError: lost\n[E1128] failed (exitcode: 1)\nRoot Cause:"
+    assert process.last_words(text) == "[rank1]: ValueError: mend this"
 
 
-def test_a_plot_spares_its_inputs_and_names_what_is_no_log(tool):
-    Path("cut.txt").write_text("cut short")
-    for output, message in ("x.png", "cut.txt: not a log"), ("cut.txt", "the picture is a PNG"):
-        code, _, err = tool("plot", "cut.txt", "-o", output)
-        assert (code, message in err, Path("cut.txt").read_text()) == (2, True, "cut short")
-
-
-def test_public_logs_are_drawn(tool):
-    for form in (  # of the main, the medium and the optimizer track
-        "step:{0}/250 val_loss:{1:.4f} train_time:{2}ms step_avg:96.38ms",
-        "step:{0}/250 val_loss:{1:.5f} train_time:{3:.3f}s step_avg:nanms",
-        "step:{0}/250 val_loss:{1:.5f} val_ema_loss:4.5 train_time:{3:.3f}s step_avg:191.7ms extrap:1e-3 handoff:keep",
-    ):
-        points = (0, 10.82584, 0), (125, 4.62997, 23_965), (250, 3.27, 47_930)
-        lines = [form.format(step, loss, ms, ms / 1000) for step, loss, ms in points]
-        Path("a.txt").write_text("\n".join(["import sys", RULE, "Running Python 3", RULE, *lines, ""]))
-        assert tool("plot", "a.txt", "-o", "x.png")[0] == 0
-        (curve,) = json.loads(Image.open("x.png").text["Comment"])["curves"]
-        assert (curve["seconds"], curve["mean"][1]) == ([0, 23.965, 47.93], pytest.approx(4.63, abs=1e-4))
+def test_public_logs_are_drawn_and_others_spared(tool):
+    line = "step:{}/250 val_loss:{:.5f} val_ema_loss:4.5 train_time:{}s step_avg:nanms extrap:1e-3 handoff:keep"
+    lines = [line.format(*point) for point in ((0, 10.82584, 0), (125, 4.62997, 23.965), (250, 3.27, 47.93))]
+    Path("a.txt").write_text("\n".join(["import sys", RULE, "Running Python 3", RULE, *lines, ""]))
+    tool("plot", "a.txt", "-o", "x.png")
+    (curve,) = json.loads(Image.open("x.png").text["Comment"])["curves"]
+    assert (curve["seconds"], curve["mean"]) == ([0, 23.965, 47.93], [10.82584, 4.62997, 3.27])
+    assert "fast.py: not a log, or cut short" in tool("plot", "fast.py", "-o", "x.png")[2]
+    assert "a.txt: the picture is a PNG" in tool("plot", "a.txt", "-o", "a.txt")[2]
 
 
 def test_the_picture_of_the_records_is_what_its_command_draws(tmp_path):
     assert main(["plot", "-o", str(tmp_path / "new.png")]) == 0
     new, kept = (Image.open(path).text["Comment"] for path in (tmp_path / "new.png", ROOT / "records" / "curves.png"))
-    assert json.loads(new) == json.loads(kept), "draw it anew: python -m speedrun plot"
+    assert json.loads(new) == json.loads(kept), "draw it anew: python -m speedrun plot -o records/curves.png"
 
 
-def test_scripts_have_the_numbers_of_the_tracks():
+def test_scripts_and_pages_have_the_numbers_of_tracks_and_public_records():
     for name, track in TRACKS.items():
         cfg = train_gpt.PRESETS[name]
         assert (cfg.target_loss, cfg.val_tokens, cfg.val_sha256) == (track.target, track.val_tokens, track.val_sha256)
-
-
-def test_each_kind_of_gpu_has_a_leaderboard():
-    gpus = "\n".join(f"|   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:2D |" for i in range(8))
-    head = f'8 processes, 2 threads each, 64 cores\n{gpus}\nconfiguration: {{"preset": "gpt2", "device": "cuda"}}'
-    text = f"x\n{RULE}\n{head}\n{RULE}\nstep:0/9 val_loss:9 train_time:0ms step_avg:0ms\n"
-    assert records.board_of(Log(Path("x.txt"), text)) == "gpt2 on 8x NVIDIA H100 80GB HBM3"
-
-
-def test_the_public_history_of_the_page_is_that_of_the_file():
-    page = (records.RECORDS / "README.md").read_text()
     for it in json.loads(records.PUBLIC.read_text())["records"]:
-        assert f"| {it['number']} | {it['date']} | {it['name']} | {it['steps']:,} | " in page
-        assert f" | {it['train_time_s']:.2f} | {it['official_minutes']:g} | {it['val_loss']:.4f} (" in page
+        row = f"| {it['number']} | {it['date']} | {it['name']} | {it['steps']:,} | .* | {it['train_time_s']:.2f} | "
+        assert re.search(row.replace("|", r"\|"), (ROOT / "records" / "README.md").read_text())
 
 
-def test_nine_commands_have_a_line_each_and_two_need_no_packages():
-    """Help and diff are for a Python that has nothing yet."""
+def test_help_and_diff_need_no_packages():
     code = "import sys; from speedrun.__main__ import main; main(['diff', 'CopyHead', 'LongSteps']); "
     code += "print({*sys.modules} & {'torch', 'numpy', 'scipy', 'matplotlib'}); main(['-h'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    lines = done.stdout.partition("COMMAND\n")[2].splitlines()
-    assert "\nset()\n" in done.stdout
-    assert [line.split()[0] for line in lines] == "run race submit verify diff table plot site bench".split()
+    assert "\nset()\nusage: " in done.stdout
