@@ -120,7 +120,7 @@ class Layer(NamedTuple):
     shift: tuple[int, ...] = ()  # token shift: equal groups of channels come from so many tokens before
     attn_input: int | None = None  # attention reads the output of this layer instead of the residual stream
     gate_net: bool = False  # a gate network reads the residual stream here; it serves the layers up to the next one
-    # Gated by the gate network, which the first two need; without one the others have a parameter, see `Block`
+    # The next five are gates. xsa and head_gate need a gate network; without one x0, ngram and skip have a parameter
     xsa: bool = False  # heads subtract part of the token's own value
     head_gate: bool = False  # the output of each head is gated
     x0: bool = False  # the embedding is added to the residual stream
@@ -343,9 +343,7 @@ class Hyperparameters:
     value_gate_inputs: int = 12  # inputs of value gates, half from x, half from the value embedding; 0: no gates
     smear_gate_inputs: int = 12  # input channels of the smear gate; 0: no smear
     # Head
-    head_from_values: bool = (
-        False  # the head begins as the values of the last layer, so that it copies what is attended
-    )
+    head_from_values: bool = False  # the head begins as the last layer's values, and so copies what is attended
     head_std: float = 0.005  # initial standard deviation of the head, and of the embedding that is tied to it
     lm_head_softcap: float = 15.0  # c in the softcap r sigmoid((z + d) 2 / c) of the logits z
     softcap_range: float = 23.0  # r in the softcap
@@ -1011,7 +1009,7 @@ class ModelInputs(NamedTuple):
     loss_weights: Tensor  # (n,): of the losses of the targets
     sampled_classes: Tensor | None  # (C,): the tokens in the sampled softmax, ascending. None: all are in it
     ngram_index: Tensor  # (G, T): indices of its n-grams into `RowExchange.recv_ids`
-    signs: Tensor  # (G, T): rows of the table of signs; (0,) without such a table
+    sign_index: Tensor  # (G, T): rows of the table of signs; (0,) without such a table
 
 
 # The record's factors of the current token, the one before, ...: of bigrams and of trigrams
@@ -1042,14 +1040,18 @@ def ngram_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
     size = cfg.ngram_rows // len(kinds)
     # An accident of the record: the bigram of the second token is hashed as if the first token were size - 1
     for_bigrams = np.concatenate([[size - 1], tokens[1:]], dtype=np.int32)
-    parts = zip(range(0, cfg.ngram_rows, size), [for_bigrams, tokens], kinds)
-    return np.stack([start + hash_ngrams(read, factors, size - 1, first=size - 1) for start, read, factors in parts])
+    rows = []
+    for i, (hashed_tokens, factors) in enumerate(zip([for_bigrams, tokens], kinds)):
+        rows.append(i * size + hash_ngrams(hashed_tokens, factors, size - 1, first=size - 1))
+    return np.stack(rows)
 
 
 def sign_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
     """Return rows (G, T) of the table of signs, which tell n-grams that share a row apart (record 83, @TrianX)."""
+    if not cfg.sign_rows:
+        return np.empty(0)
     kinds = SIGN_FACTORS[: cfg.ngram_order - 1]
-    return np.array([hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for factors in kinds if cfg.sign_rows])
+    return np.stack([hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for factors in kinds])
 
 
 # A cycle: the steps up to and including an update of the table of n-grams, whose rows do not change before that
@@ -1112,7 +1114,8 @@ def plan_exchange(ids_by_rank: Sequence[np.ndarray], ranks: Ranks, cfg: Hyperpar
     recv_counts = np.bincount(recv_ids // owned, minlength=ranks.world_size).tolist()
     sent = [unique(ids[(ids >= first) & (ids < first + owned)])[0] - first for ids in ids_by_rank]
     send_rows = np.concatenate(sent).astype(np.int64)
-    return RowExchange(recv_ids, recv_counts, send_rows, [*map(len, sent)], *unique(send_rows))
+    unique_rows, inverse_index = unique(send_rows)
+    return RowExchange(recv_ids, recv_counts, send_rows, [*map(len, sent)], unique_rows, inverse_index)
 
 
 def sample_classes(next_tokens: np.ndarray, count: int, offset: int, cfg: Hyperparameters) -> tuple[np.ndarray, int]:
@@ -1539,9 +1542,8 @@ def causal_mask(start: Tensor, extra_mask_mod: Callable | None = None) -> Callab
 
     def sees(b, h, q, kv):
         visible = (q >= kv) & (kv >= start[q])
-        return (
-            visible if extra_mask_mod is None else visible & extra_mask_mod(b, h, q, kv)
-        )  # torch 2.11 compiles no `if extra_mask_mod`
+        # torch 2.11 compiles no `if extra_mask_mod`
+        return visible if extra_mask_mod is None else visible & extra_mask_mod(b, h, q, kv)
 
     return sees
 
@@ -1817,7 +1819,7 @@ class GateNet(nn.Module):
 class Gates(NamedTuple):
     """A layer's gates: parameters (n,), for all tokens, or (n, T, 1), which a gate network computes for each token.
 
-    Pairs are () or (T, 1) each.
+    resid and post are pairs, of which each is () or (T, 1).
     """
 
     resid: tuple[Tensor, Tensor]  # on the residual stream, before attention and before the MLPs
@@ -1957,9 +1959,8 @@ class Block(nn.Module):
             mudd_inputs = [earlier[0].first, earlier[layer.mudd].output, x]
             mudd_values = mix(gates.to_values, mudd_inputs)
             x = x + mix(gates.to_stream, mudd_inputs)
-        attn_input = norm(
-            x if layer.attn_input is None else earlier[layer.attn_input].output
-        )  # record 77 (@classiclarryd)
+        # From an earlier layer: record 77 (@classiclarryd)
+        attn_input = norm(x if layer.attn_input is None else earlier[layer.attn_input].output)
         if layer.skip is None:
             x = gates.resid[0] * x
         else:  # U-Net: record 11 (@brendanh0gan). As in the record the skip has two factors, and resid[0] is not used
@@ -2105,7 +2106,7 @@ class GPT(nn.Module):
         else:
             ngram_embeds = F.embedding(inputs.ngram_index, self.fetched_ngrams)
         if self.cfg.sign_rows:
-            ngram_embeds = ngram_embeds * self.signs[inputs.signs].type_as(ngram_embeds)
+            ngram_embeds = ngram_embeds * self.signs[inputs.sign_index].type_as(ngram_embeds)
         x = self.embed(tokens)
         if self.cfg.smear_gate_inputs:  # some of the token before, even of another document: record 34 (@classiclarryd)
             before = F.pad(x[:-1], (0, 0, 1, 0))
@@ -2209,11 +2210,10 @@ class Pointer(nn.Module):
 def mix_copies(p, alpha, copy_mass, sink_mass):
     """Return p', the probability of the next token with its part of alpha, the probability of a copy.
 
-    p is the softmax of the next token. copy_mass, sink_mass: what `Pointer` returns. Without a copy the softmax would
-    give the next token p / (1 - alpha):
+    p is the softmax of the next token. copy_mass, sink_mass: what `Pointer` returns. alpha is split between copies and,
+    through the sink, the vocabulary without "a copy", where the next token has p / (1 - alpha):
 
         p' = p + alpha (copy_mass + sink_mass p / (1 - alpha)) + 1e-9
-
     """
     return p + alpha * (copy_mass + sink_mass * (p / (1 - alpha))) + 1e-9
 
@@ -2301,9 +2301,9 @@ def cross_entropy_gradients(
 
 
 def softcapped_cross_entropy(z, scale: float, targets, weights, pointer_mass, cfg: Hyperparameters):
-    """Return losses (T,), their gradients with respect to the logits z (T, V), times `scale`, and to pointer_mass.
+    """Return losses (T,), `scale` times their gradients with respect to z (T, V), and those of pointer_mass.
 
-    Gradients are in the precision of z, or in e5m2 where z is e4m3. z may be overwritten.
+    Gradients with respect to the logits z are in the precision of z, or in e5m2 where z is e4m3. z may be overwritten.
     """
     softmax = softcapped_softmax(z.to(weights.dtype), targets, cfg)
     losses = target_losses(softmax, targets, weights, pointer_mass)
@@ -2369,7 +2369,7 @@ class TrainingLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, pointer_mass, targets, weights, cfg):
-        # The kernel is for runs with a pointer; without it, logits are in fp32, so slices are smaller
+        # The kernel computes the pointer's terms, too. Without a pointer logits are in fp32, so slices are smaller
         has_pointer = pointer_mass is not None
         size = cfg.lm_head_slice if has_pointer else cfg.val_lm_head_slice
         loss_of_slice = head_loss_fp8 if cfg.lm_head_fp8 else head_loss
@@ -2392,8 +2392,8 @@ class TrainingLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_pointer_mass, grad_w = ctx.saved_tensors
-        # grad_w is a transpose; autograd accumulates slowly unless it is as contiguous as the weight
         grad_mass = None if grad_pointer_mass is None else grad * grad_pointer_mass
+        # grad_w is a transpose; autograd accumulates slowly unless it is as contiguous as the weight
         return grad * grad_x, (grad * grad_w).contiguous(), grad_mass, None, None, None
 
 
@@ -2790,7 +2790,8 @@ class NgramTable:
                             Their addresses stay, so that the model's graph reads them
     """
 
-    wait: Callable[[], object]  # for the gradients that all ranks send
+    arriving: Tensor  # the gradients that all ranks send for rows of this one
+    wait: Callable[[], object]  # for them
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg
@@ -3052,7 +3053,7 @@ class Log:
         self.write(f"{line} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms", console)
 
     def write_stop(self, error: BaseException):
-        """Write why the run should_stop and how it goes on. Any rank may have to, so the file is opened once more."""
+        """Write why the run stops and how it goes on. Any rank may have to, so the file is opened once more."""
         trace = "" if isinstance(error, ONE_LINE_ERRORS) else "".join(traceback.format_exception(error))
         checkpoint = self.path.with_suffix(".checkpoint")
         resume = f"; to go on, give the same flags and --resume {checkpoint}" if checkpoint.exists() else ""
@@ -3225,13 +3226,12 @@ class Trainer:
         params = [*chain(*(optimizer.params for optimizer in self.optimizers))]
         wanted = [self.table.fetched, *params]  # the first gets no gradient: `AccumulatingEmbedding` adds it to grads
         _, *grads = torch.autograd.grad(loss * self.cfg.loss_scale, wanted, allow_unused=True)
-        remaining = iter(grads)
+        grad_of = dict(zip(params, grads))
         for optimizer in self.optimizers:
-            own = [*islice(remaining, len(optimizer.params))]
-            for name, p, grad in zip(optimizer.names, optimizer.params, own):
-                if grad is None and p not in self.table_weights:  # those of tables are in the optimizer's buffer
+            for name, p in zip(optimizer.names, optimizer.params):
+                if grad_of[p] is None and p not in self.table_weights:  # gradients of tables are in a buffer already
                     raise UserError(f"{name}: no loss depends on this parameter: use it, or leave it out")
-            optimizer.add(own)
+            optimizer.add([grad_of[p] for p in optimizer.params])
         return loss.detach()
 
     def blend_emas(self):
@@ -3354,7 +3354,7 @@ def deferred_signals(received: list[str]) -> Iterator[None]:
 
     def receive(number: int, _):
         received.append(signal.Signals(number).name)
-        # Ctrl-C again should_stop at once; torchrun repeats the first
+        # A second Ctrl-C stops at once; torchrun repeats the first
         if received.count("SIGINT") > 1 + dist.is_initialized():
             raise KeyboardInterrupt
 
@@ -3518,7 +3518,7 @@ def is_first_to_fail() -> bool:
 
 @contextlib.contextmanager
 def report_first_failure(log: Log) -> Iterator[None]:
-    """Let the rank that fails first say why the run should_stop. Others, which fail as it is gone, end in silence."""
+    """Let the rank that fails first say why the run stops. Others, which fail as it is gone, end in silence."""
     try:
         yield
     except BaseException as error:

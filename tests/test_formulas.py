@@ -100,7 +100,7 @@ def test_layers_are_dense_ones(request, preset: str):
     found = gpt.features(inputs, make_attention_settings(schedule, cfg, torch.device("cpu")))
     first, outputs = calls[0][1].first, [made.output for _, made in calls]
     tables = {int(i): table(inputs.tokens) for i, table in gpt.value_embeds.items()}
-    ngram = (ngrams * gpt.signs[inputs.signs] if cfg.sign_rows else ngrams).sum(0)
+    ngram = (ngrams * gpt.signs[inputs.sign_index] if cfg.sign_rows else ngrams).sum(0)
     for i, (row, block) in enumerate(zip(cfg.layers, gpt.blocks, strict=True)):
         (x, sources, _, net_gates), made = calls[i]
         x0, mudd, f = sources.x0, None, block.gates(x, net_gates)
