@@ -62,7 +62,7 @@ class Model:
             places = torch.searchsorted(part["ids"], ids).clamp(max=len(part["ids"]) - 1)
             is_here = part["ids"][places] == ids
             rows[is_here] = part["rows"][places[is_here]].to(rows.dtype)
-        self.gpt.ngram_rows = rows.to(self.device)
+        self.gpt.fetched_ngrams = rows.to(self.device)
         return self.gpt.features(self.loader.to_device(inputs), self.attn_settings)[: len(tokens)]
 
     def logits(self, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:

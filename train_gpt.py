@@ -7,10 +7,11 @@
 The preset gpt2 has the mathematics of record 92 of the NanoGPT speedrun (ANVIL2 by Deven Pietrzak, 2026-08-30,
 https://github.com/KellerJordan/modded-nanogpt), and a pointer, proposal 379 (CPLM by Nathan Godey): 1,050 steps.
 nano is a model of one layer that looks for repetitions from the first step on. "Record n"
-credits the record in which an idea first appeared; docs/tour.md explains all of it. The file follows a token:
-configuration, schedules, data, data loader, layers, attention, model, pointer, head, optimizers, n-grams, log,
-training, run. Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens (of an MLP: hidden units), K model
-width, V vocabulary with padding, C sampled classes of the softmax, G kinds of n-grams, n targets of a token.
+credits the record in which an idea first appeared; docs/tour.md explains all of it. The order: configuration,
+schedules, data, data loader, layers, attention, model, pointer, head, optimizers, n-grams, checkpoints, log, training,
+run, kernels. Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens (of an MLP: hidden units), K model
+width, V rows of the head (the vocabulary with padding), C sampled classes of the softmax, G kinds of n-grams, n targets
+of a token.
 """
 
 import argparse
@@ -33,7 +34,7 @@ import sys
 import time
 import traceback
 import zipfile
-from collections import Counter, deque, namedtuple
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -90,7 +91,7 @@ def exit_code(error: BaseException) -> int:
     return {FloatingPointError: 3, KeyboardInterrupt: 130}.get(type(error), 1)
 
 
-# ---- Configuration: layers, stages, groups of parameters, EMAs are rows of tables; other numbers are flags ----------
+# ---- Configuration: layers, stages, groups of parameters, EMAs are rows of tables; most other numbers are flags ------
 class Attention(NamedTuple):
     """A kind of attention."""
 
@@ -104,25 +105,24 @@ ATTENTION = {
     "long": Attention("long", key_offset=0.5),  # record 49
     "short": Attention("short"),
     "paired": Attention("short", heads_per_pair=2),  # record 58 (@classiclarryd)
-    "nope": Attention(
-        "long", rotary=False, key_offset=1.0
-    ),  # no positions (NoPE): what followed a token like this one?
+    # No positions (NoPE): what followed a token like this one?
+    "nope": Attention("long", rotary=False, key_offset=1.0),
 }
 
 
 class Layer(NamedTuple):
-    """A layer. Numbers name earlier layers, counted from 0."""
+    """A layer. attn_input, skip, mudd and head_mix name earlier layers, counted from 0."""
 
-    attention: str  # one of ATTENTION, or none
+    attention: str | None  # one of ATTENTION
     half_qk: bool = False  # queries and keys are half as wide
     half_v: bool = False  # values are half as wide
     value_embed: bool = False  # values add a row of a table, by the token
     shift: tuple[int, ...] = ()  # token shift: equal groups of channels come from so many tokens before
     attn_input: int | None = None  # attention reads the output of this layer instead of the residual stream
     gate_net: bool = False  # a gate network reads the residual stream here; it serves the layers up to the next one
-    # The next five are gated: by the gate network, or without one by a parameter, see `Block`
-    xsa: bool = False  # heads subtract part of the token's own value; needs a gate network
-    head_gate: bool = False  # the output of each head is gated; needs a gate network
+    # Gated by the gate network, which the first two need; without one the others have a parameter, see `Block`
+    xsa: bool = False  # heads subtract part of the token's own value
+    head_gate: bool = False  # the output of each head is gated
     x0: bool = False  # the embedding is added to the residual stream
     ngram: bool = False  # the embeddings of the n-grams that end with the token are added to the residual stream
     skip: int | None = None  # the output of this layer is added to the residual stream (U-Net)
@@ -141,12 +141,12 @@ GPT2_LAYERS = (
     Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True),
     Layer("paired", half_qk=True, value_embed=True, x0=True),
     Layer("long", xsa=True, head_gate=True),
-    Layer("none", gate_net=True, x0=True, ngram=True),
+    Layer(None, gate_net=True, x0=True, ngram=True),
     Layer("paired", half_qk=True, x0=True, ngram=True),
-    Layer("none", skip=3),
-    Layer("none", x0=True, mlps=0),
+    Layer(None, skip=3),
+    Layer(None, x0=True, mlps=0),
     Layer("short", half_qk=True, half_v=True, value_embed=True, mlps=2),
-    Layer("none", ngram=True),
+    Layer(None, ngram=True),
     Layer("long", value_embed=True, attn_input=7, head_gate=True, x0=True, ngram=True, mudd=7, head_mix=(7, 9, 3)),
 )
 NANO_LAYERS = (Layer("nope", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1, 2, 3, 4)),)
@@ -164,10 +164,11 @@ class Stage(NamedTuple):
     # Multi-token prediction (record 53, @varunneal): weights of the losses of tokens +1, +2, ..., at the first step and
     # after the last
     mtp: tuple[tuple[float, float], ...] = ((1, 1),)
-    # The next two hold one value for each equal part of the stage. Weight of the loss of predicting the next token's
-    # prefix, the longest other token that the next one begins with (record 88, @jvarho)
+    # Weight of the loss of predicting the next token's prefix, the longest other token that the next one begins with
+    # (record 88, @jvarho). The i-th value holds in the i-th of len(prefix) equal parts of the stage
     prefix: tuple[float, ...] = (0,)
-    sampled_classes: tuple[int, ...] = (0,)  # tokens in the sampled softmax of a sequence (record 92); 0: all
+    # Tokens in the sampled softmax of a sequence (record 92), by parts of the stage likewise; 0: all
+    sampled_classes: tuple[int, ...] = (0,)
 
 
 SHARES = [share / 0.9994 for share in (0.2854, 0.3209, 0.3931)]  # the record's, which add up to 0.9994
@@ -212,7 +213,7 @@ class Group(NamedTuple):
     optimizer: str  # Muon, Adam, or RowAdam for "ngrams": `NgramTable`, which is no parameter
     patterns: str  # globs, separated by spaces
     lr: float  # learning rate; in rows of Muon a factor on muon_lr
-    # Cautious weight decay: an update takes decay * lr^2 times the value off; in Muon only one lr has the row's factor
+    # Cautious weight decay. Adam subtracts decay * lr^2 of a value, Muon decay * lr * muon_lr^2, at the scheduled rates
     decay: float = 0.0
     beta1: float = 0.9  # decay of Adam's mean of gradients; Muon has muon_momentum instead
     beta2: float = 0.99  # decay of the mean of squares: of gradients in Adam, of updates in Muon
@@ -221,14 +222,16 @@ class Group(NamedTuple):
     keep_norm: bool = True  # blending the EMAs in at the end keeps the norm
 
 
-UP = (2816 / 768) ** 0.5  # root of an MLP's hidden units by the model width
+MLP_LR = (2816 / 768) ** 0.5  # sqrt(mlp_dim / model_dim)
 GPT2_GROUPS = (
     Group("Muon", "*.qk_w *.v_w *.attn.c_proj", lr=1.0, decay=2.25, beta2=0.9, update_interval=(1, 1)),
-    Group("Muon", "*.c_fc", lr=UP, decay=2.25, beta2=0.9, update_interval=(1, 1)),
-    Group("Muon", "*.mlps.*.c_proj", lr=2 * UP, decay=2.25, beta2=0.9, update_interval=(1, 1)),
+    Group("Muon", "*.c_fc", lr=MLP_LR, decay=2.25, beta2=0.9, update_interval=(1, 1)),
+    Group("Muon", "*.mlps.*.c_proj", lr=2 * MLP_LR, decay=2.25, beta2=0.9, update_interval=(1, 1)),
     Group("Adam", "lm_head.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
     Group("Adam", "embed.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
-    Group("Adam", "value_embeds.*", 0.56, 0.025, beta1=0.75, beta2=0.95, update_interval=(2, 4), keep_norm=False),
+    Group(
+        "Adam", "value_embeds.*", lr=0.56, decay=0.025, beta1=0.75, beta2=0.95, update_interval=(2, 4), keep_norm=False
+    ),
     Group("RowAdam", "ngrams", lr=0.56, decay=0.025, beta1=0.0, beta2=0.95, update_interval=(2, 4)),
     Group("Adam", "*.attn.lambdas *.skip_lambda smear_lambda", lr=0.04),
     Group("Adam", "*.resid_lambdas", lr=0.04, beta2=0.95),
@@ -384,7 +387,8 @@ class Hyperparameters:
     def require(self, name: str, holds: bool, expected: str):
         """Raise UserError unless a field is as expected."""
         if not holds:
-            raise UserError(f"--{name} {getattr(self, name)}: expected {expected}")
+            what = f"`{name}`" if name in TABLES else f"--{name} {getattr(self, name)}"
+            raise UserError(f"{what}: expected {expected}")
 
     def check_numbers(self):
         """Check the flags."""
@@ -421,15 +425,40 @@ class Hyperparameters:
         momenta = [row.beta1 for row in self.groups if row.optimizer == "RowAdam"]
         self.require("groups", not any(momenta), "RowAdam's beta1 0")
 
-    # A multiple of all update intervals; steps that stages share; steps to the end of the cooldown
-    common_interval = property(lambda self: math.lcm(*chain(*(group.update_interval for group in self.groups))))
-    base_steps = property(lambda self: self.num_iterations - sum(stage.extra_steps for stage in self.stages))
-    scheduled_steps = property(lambda self: self.num_iterations - self.stages[-1].extra_steps)
-    # Rows of the head: tokens, with a pointer one for a copy, padding for matmul tiles
-    copy_row = property(lambda self: self.vocab_size)
-    padded_vocab = property(lambda self: (self.vocab_size + (self.pointer_dim > 0) + 63) // 64 * 64)
-    batch_sequences = property(lambda self: self.batch_tokens // self.train_seq_len)
-    step_schedules = cached_property(lambda self: make_step_schedules(self))  # of each step, made once
+    @property
+    def batch_sequences(self) -> int:
+        """Return the sequences of a step, of all ranks."""
+        return self.batch_tokens // self.train_seq_len
+
+    @property
+    def base_steps(self) -> int:
+        """Return the steps that the stages share."""
+        return self.num_iterations - sum(stage.extra_steps for stage in self.stages)
+
+    @property
+    def scheduled_steps(self) -> int:
+        """Return the steps to the end of the cooldown."""
+        return self.num_iterations - self.stages[-1].extra_steps
+
+    @property
+    def common_interval(self) -> int:
+        """Return the steps after which all groups are updated."""
+        return math.lcm(*chain(*(group.update_interval for group in self.groups)))
+
+    @property
+    def copy_row(self) -> int:
+        """Return the row of the head that stands for a copy, behind those of the tokens."""
+        return self.vocab_size
+
+    @property
+    def padded_vocab(self) -> int:
+        """Return the rows of the head: tokens, with a pointer one for a copy, and padding for matmul tiles."""
+        return (self.vocab_size + (self.pointer_dim > 0) + 63) // 64 * 64
+
+    @cached_property
+    def step_schedules(self) -> list["StepSchedule"]:
+        """Return the schedule of each step, made once."""
+        return make_step_schedules(self)
 
 
 NANO = dict(  # for CPUs, on the text in data/nano
@@ -581,6 +610,15 @@ def compiled(function: Callable, wanted: bool, dynamic: bool) -> Callable:
     return torch.compile(function, fullgraph=True, dynamic=dynamic) if wanted else function
 
 
+class Ranks(NamedTuple):
+    """This process among all, as torchrun names it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
 # ---- Schedules: what the tables mean for each step, made once --------------------------------------------------------
 def matches(name: str, patterns: str) -> bool:
     """Return whether a parameter's name matches one of the globs in `patterns`."""
@@ -596,7 +634,10 @@ def find_group(name: str, cfg: Hyperparameters) -> Group:
 
 
 class Window(NamedTuple):
-    """A sliding window of attention, and what changes with its size. A token has one position, in pairs two."""
+    """A sliding window of attention, and what changes with its size.
+
+    Sizes count positions; in paired attention each token takes two.
+    """
 
     size: int  # positions
     attn_scale: float  # factor on scores
@@ -630,7 +671,7 @@ class AdamStep(NamedTuple):
     """The numbers of an update by Adam."""
 
     step_size: float  # the learning rate with both bias corrections
-    decay: float  # this part of a value is subtracted: weight decay times lr^2
+    decay: float  # subtracted from a value as a fraction of it: weight decay times lr^2
     beta1: float
     beta2: float
 
@@ -639,7 +680,7 @@ class MuonStep(NamedTuple):
     """The numbers of an update by Muon."""
 
     lr: float  # without the factor of the group
-    decay: float  # weight decay; an update subtracts decay * lr^2 of a value
+    decay: float  # weight decay as in the group's row
     momentum: float
     fast_beta: float  # decay of the fast momentum
     fast_share: float  # its share beside the slow momentum
@@ -655,15 +696,15 @@ def update_interval_at(group: Group, step: int, cfg: Hyperparameters) -> int:
 def schedule_adam(group: Group, count: int, step: int, lr_factor: float, cfg: Hyperparameters) -> AdamStep:
     """Return the numbers of a group's `count`-th update."""
     lr = group.lr * lr_factor
-    # An update that accumulates more steps than at first stands for several. As in the record the bias corrections take
-    # the new betas for all `count` updates, also for those made with the old ones
-    several = update_interval_at(group, step, cfg) / group.update_interval[0]
-    beta1, beta2 = group.beta1**several, group.beta2**several
+    # An update that accumulates twice as many steps as at first stands for two. As in the record the bias corrections
+    # take the new betas for all `count` updates, also for those made with the old ones
+    interval_ratio = update_interval_at(group, step, cfg) / group.update_interval[0]
+    beta1, beta2 = group.beta1**interval_ratio, group.beta2**interval_ratio
     step_size = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
-    return AdamStep(step_size, group.decay * several * lr**2, beta1, beta2)
+    return AdamStep(step_size, group.decay * interval_ratio * lr**2, beta1, beta2)
 
 
-def schedule_muon(group: Group, count: int, step: int, lr_factor: float, cfg: Hyperparameters) -> MuonStep:
+def schedule_muon(group: Group, step: int, lr_factor: float, cfg: Hyperparameters) -> MuonStep:
     """Return the numbers of a group's update. From slow_momentum_from on they are ANVIL's (record 92)."""
     momentum = schedule_momentum(step, cfg)
     has_slow_momentum = 0 < cfg.slow_momentum_from <= step
@@ -674,7 +715,7 @@ def schedule_muon(group: Group, count: int, step: int, lr_factor: float, cfg: Hy
 def schedule_lr(step: int, stage: Stage, cfg: Hyperparameters) -> float:
     """Return the factor on learning rates: the stage's, and in the cooldown linearly down to min_lr_frac.
 
-    As in the record the cooldown ends where the steps begin that the last stage has in addition.
+    The cooldown ends at `scheduled_steps`; the last stage's extra steps follow at min_lr_frac, as in the record.
     """
     start = int(cfg.scheduled_steps * (1 - cfg.cooldown_frac))
     done = min(max(0.0, (step - start) / max(1, cfg.scheduled_steps - start)), 1.0)
@@ -691,7 +732,7 @@ def schedule_momentum(step: int, cfg: Hyperparameters) -> float:
 def is_tied_step(step: int, head: Group, cfg: Hyperparameters) -> bool:
     """Return whether a step updates embedding and head as one table (records 51, 53: @varunneal).
 
-    An accident of the record: the first update after the tied steps still does.
+    An accident of the record: the first update after the tied steps is tied, too.
     """
     last = round(cfg.tied_frac * cfg.scheduled_steps)
     return last > 0 and step - update_interval_at(head, step, cfg) < last
@@ -737,8 +778,10 @@ def make_step_schedules(cfg: Hyperparameters) -> list[StepSchedule]:
             for group in cfg.groups:
                 if (step + 1) % update_interval_at(group, step, cfg) == 0:
                     counts[group.patterns] += 1
-                    numbers = schedule_muon if group.optimizer == "Muon" else schedule_adam
-                    updates[group.patterns] = numbers(group, counts[group.patterns], step, lr_factor, cfg)
+                    if group.optimizer == "Muon":
+                        updates[group.patterns] = schedule_muon(group, step, lr_factor, cfg)
+                    else:
+                        updates[group.patterns] = schedule_adam(group, counts[group.patterns], step, lr_factor, cfg)
             schedule = StepSchedule(
                 step,
                 stage=index,
@@ -934,7 +977,7 @@ def read_table(path: str, dtype: str, *shape: int) -> np.ndarray:
 
 
 def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
-    """Return for each token the longest other token that its bytes begin with, or -1 (data/gpt2_prefixes.py)."""
+    """Return for each token the longest other token that its bytes begin with, or -1 (data/gpt2_prefixes.bin)."""
     table = read_table(cfg.prefix_file, "<u2", cfg.vocab_size).astype(np.int64)
     return np.where(table < cfg.vocab_size, table, NONE)
 
@@ -1004,9 +1047,6 @@ def sign_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
     kinds = SIGN_FACTORS[: cfg.ngram_order - 1]
     return np.array([hash_ngrams(tokens, factors, cfg.sign_rows, first=0) for factors in kinds if cfg.sign_rows])
 
-
-# This process among all, as torchrun names it
-Ranks = namedtuple("Ranks", "rank world_size local_rank local_world_size", defaults=(0, 1, 0, 1))
 
 # A cycle: the steps up to and including an update of the table of n-grams, whose rows do not change before that
 Cycle = tuple[list[StepSchedule], Sequence[BatchPlan]]
@@ -1161,10 +1201,10 @@ class DistributedDataLoader:
         batches = [[tokens.astype(np.int32) for tokens in batch] for batch in batches]
         row_ids = [[ngram_row_ids(tokens[:-1], self.cfg) for tokens in batch] for batch in batches]
         nothing = np.empty(0, np.int32)  # in a validation a rank may have no sequence
-        ids_by_rank = [
-            np.concatenate([nothing, *(ids.ravel() for of_step in row_ids for ids in of_step[r::size])])
-            for r in range(size)
-        ]
+        ids_by_rank = []
+        for r in range(size):
+            own_ids = [ids.ravel() for of_step in row_ids for ids in of_step[r::size]]
+            ids_by_rank.append(np.concatenate([nothing, *own_ids]))
         exchange = plan_exchange(ids_by_rank, self.ranks, self.cfg)
         steps = []
         for schedule, batch, of_step in zip(schedules, batches, row_ids):
@@ -1174,6 +1214,7 @@ class DistributedDataLoader:
         return steps, tree_map_only(np.ndarray, self.to_host_tensor, exchange)
 
     def to_host_tensor(self, array: np.ndarray) -> Tensor:
+        """Return a tensor on the host, pinned where there is a GPU."""
         # The copy is in C's order, and begins at a multiple of 16 bytes, as compiled code wants it
         tensor = torch.from_numpy(array.copy())
         return tensor.pin_memory() if self.device.type == "cuda" else tensor  # here, as pinning may allocate
@@ -1193,12 +1234,12 @@ class DistributedDataLoader:
             if self.device.type == "cuda":  # or else the thread opens GPU 0
                 torch.cuda.set_device(self.device)
 
-        with ThreadPoolExecutor(1, "loader", start) as thread:
+        with ThreadPoolExecutor(1, "loader", start) as executor:
             cycles = iter(cycles)
-            queue = deque(thread.submit(read, *cycle) for cycle in islice(cycles, 2))
+            queue = deque(executor.submit(read, *cycle) for cycle in islice(cycles, 2))
             while queue:
                 steps, exchange = self.to_device(queue.popleft().result())
-                queue.extend(thread.submit(read, *cycle) for cycle in islice(cycles, 1))
+                queue.extend(executor.submit(read, *cycle) for cycle in islice(cycles, 1))
                 for inputs in steps:
                     yield inputs, exchange
 
@@ -1249,12 +1290,12 @@ class RMSNorm(torch.autograd.Function):
 norm = RMSNorm.apply
 
 # Inputs, weights and gradients of the layers' products are multiplied by these before they are rounded to FP8. Inputs
-# have unit RMS: over 768 channels none exceeds 27.7, times 16 443 of 448. Weights saturate beyond 7, gradients, in
-# e5m2, beyond 896. Records 84 (@sisovicm), 89 (@Mister-dev-oss and others) and 90 (@Glitchfix) brought FP8 to layers
+# have unit RMS: over 768 channels |x| <= 27.7, so 16 |x| <= 443 < 448. Weights saturate beyond 7, gradients, in e5m2,
+# beyond 896. Records 84 (@sisovicm), 89 (@Mister-dev-oss and others) and 90 (@Glitchfix) brought FP8 to layers
 FP8_X, FP8_W, FP8_GRAD = 2.0**4, 2.0**6, 2.0**6
 
 
-if torch.version.cuda:  # elsewhere nothing is compiled, and the import takes a second
+if torch.version.cuda:  # elsewhere nothing is in FP8, and the import takes a second
     import torch._inductor.inductor_prims  # registers the operation that is looked up next
 # An operation of PyTorch's own compiler, which keeps a layout. Versions without it store twice, and compute the same
 FORCE_STRIDES = getattr(torch.ops.prims, "inductor_force_stride_order", None)
@@ -1280,7 +1321,7 @@ def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
 
 
 def row_major(t: Tensor) -> Tensor:
-    """Return FP8 numbers t (M, N) with each row side by side in memory.
+    """Return FP8 numbers t (M, N) in row-major order.
 
     A kernel transposes: where a compiler stores columns beside a reduction over rows, it takes up to twice as long.
     """
@@ -1304,10 +1345,10 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, 
 
 
 def fp8_linear_backward(
-    rows: Tensor, columns: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype
+    grad_rows: Tensor, grad_columns: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x @ w.T with respect to x and w. rows, columns: that of the product, in both layouts."""
-    return fp8_matmul(rows, w, FP8_GRAD * FP8_W, dtype), fp8_matmul(columns.t(), x, FP8_GRAD * FP8_X, dtype)
+    """Return the gradients of x @ w.T with respect to x and w, from that of the product in both layouts."""
+    return fp8_matmul(grad_rows, w, FP8_GRAD * FP8_W, dtype), fp8_matmul(grad_columns.t(), x, FP8_GRAD * FP8_X, dtype)
 
 
 class FP8Linear(torch.autograd.Function):
@@ -1370,8 +1411,10 @@ def relu_squared_backward(grad_q, w_q, squares_q, scales, column_scale, use_kern
     tensors = grad_q.contiguous(), w_q.t().contiguous(), squares_q, dz, dz_columns, squares_columns
     blocks = [TensorDescriptor.from_tensor(tensor, [block, block]) for tensor in tensors]
     grid = triton.cdiv(N, block), triton.cdiv(T, block)
-    numbers = T, K, 2 / FP8_W, block
-    relu_squared_backward_kernel[grid](*blocks, scales, column_scale, *numbers, num_warps=8, num_stages=3)
+    # The factor: the product comes times FP8_GRAD * FP8_W, and dz is to be times FP8_GRAD
+    relu_squared_backward_kernel[grid](
+        *blocks, scales, column_scale, T, K, factor=2 / FP8_W, BLOCK=block, num_warps=8, num_stages=3
+    )
     return dz, dz_columns.t(), squares_columns.t()
 
 
@@ -1424,7 +1467,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return the MLP's output times `scale`, which is () for all tokens or (T, 1) for each.
 
-        One for all tokens goes into the weight, which is smaller; then its gradient needs no product saved.
+        A scale for all tokens is folded into c_proj, so that its gradient needs no saved (T, K) product.
         """
         c_fc = self.c_fc.mT.type_as(x)
         c_proj = self.c_proj.type_as(x) if self.scale_per_token else scale * self.c_proj.type_as(x)
@@ -1498,7 +1541,7 @@ def causal_mask(start: Tensor, also: Callable | None = None) -> Callable:
 
 
 def causal_block_mask(start: Tensor, block: int, also: Callable | None = None) -> BlockMask:
-    """Return `causal_mask` for FlexAttention (records 20 and 29). Where there is `also`, no block is full.
+    """Return `causal_mask` for FlexAttention (records 20 and 29). With `also` all visible blocks count as partial.
 
     A query block sees the key blocks from first_visible to its own. All of its queries see all of the blocks from
     first_full to the one before its own: these are full and need no mask. Lists go from near to far. Eight tokens of
@@ -1529,15 +1572,15 @@ def causal_block_mask(start: Tensor, block: int, also: Callable | None = None) -
     queries_of_keys = block_lists(own, end_visible - own, num_full_queries, step=1)
     lengths = len(start), len(start)
     sees = causal_mask(start, also)
-    return BlockMask(lengths, *keys_of_queries, *queries_of_keys, BLOCK_SIZE=(block, block), mask_mod=sees)
+    return BlockMask(lengths, *keys_of_queries, *queries_of_keys, BLOCK_SIZE=(block, block), mask_mod=sees)  # type: ignore[misc]
 
 
 def block_lists(own: Tensor, num_visible: Tensor, num_full: Tensor, step: int) -> tuple[Tensor, ...]:
-    """Return for each of N blocks how many others are partial, which, how many are full, which, as `BlockMask` does.
+    """Return what `BlockMask` wants for each of N blocks: how many blocks are partial, which, how many full, which.
 
-    Its own block is partial; num_full neighbors in the direction of `step` are full, and those behind are partial.
+    A block itself is partial; num_full neighbors in the direction of `step` are full, and those behind are partial.
     """
-    slot = own  # in a list
+    slot = own  # position in a list
     last = len(own) - 1  # padding stays within the blocks, too
     full = (own[:, None] + step * (1 + slot)).clamp(0, last)
     partial = (own[:, None] + step * torch.where(slot == 0, 0, num_full[:, None] + slot)).clamp(0, last)
@@ -1556,7 +1599,7 @@ class BandMask:
         band = block * (1 + math.ceil(max_window / block))
         q = torch.arange(T, dtype=torch.int32).view(-1, block, 1)
         kv = q[:, -1:] + torch.arange(1 - band, 1, dtype=torch.int32)
-        heads = torch.arange(2)[:, None, None, None]  # masks that ask for no head have no such dimension
+        heads = torch.arange(2)[:, None, None, None]  # only the pointer's mask asks for heads: then bias has two
         visible = (kv >= 0) & sees(None, heads, q, kv.clamp(min=0))
         # Not -inf, which has no gradient where the pointer's second mask shows nothing
         self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -1e30)
@@ -1599,10 +1642,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_pe
     if isinstance(mask, BandMask):
         return mask.attend(q, k, v).reshape(T, H, D)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))
-    options = dict(ROWS_GUARANTEED_SAFE=True)  # each query sees a key: itself
-    options |= dict(bwd_num_warps=8)  # as on an H100; with the 4 of other GPUs the backward pass spills its registers,
-    if q.size(-1) == 64:  # and so does the forward pass of half heads
-        options |= dict(fwd_num_warps=8)
+    # Each query sees a key: itself. 8 warps, as on an H100: with 4 the backward pass, and for half heads the forward
+    # pass, spill registers
+    options: dict = dict(ROWS_GUARANTEED_SAFE=True, bwd_num_warps=8)
+    if q.size(-1) == 64:
+        options["fwd_num_warps"] = 8
     y = flex_attention(q, k, v, block_mask=mask, scale=1.0, kernel_options=options)  # type: ignore[call-overload]
     return y.squeeze(0).transpose(0, 1).reshape(T, H, D)
 
@@ -1849,13 +1893,13 @@ class Block(nn.Module):
             raise UserError(f"layer {number} mixes streams with values: expected --model_dim num_heads * head_dim")
         if (row.xsa or row.head_gate) and not has_gate_net:
             raise UserError(f"layer {number}: xsa and head_gate need a gate_net in this layer or before")
-        self.attn = CausalSelfAttention(cfg, row) if row.attention != "none" else None
+        self.attn = CausalSelfAttention(cfg, row) if row.attention is not None else None
         self.mlps = nn.ModuleList(MLP(cfg, scale_per_token=has_mudd) for _ in range(row.mlps))
         if row.skip is not None:
             self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
         self.mudd_net = GateNet(cfg, mudd_net_init(row, cfg)) if has_mudd else None
         # The gates that no network computes are parameters
-        self.resid_lambdas = self.post_lambdas = self.x0_lambdas = self.ngram_lambdas = self.skip_lambdas = None
+        self.resid_lambdas = self.post_lambdas = self.x0_lambdas = self.ngram_lambdas = self.skip_gate = None
         if not has_mudd:
             self.resid_lambdas = nn.Parameter(torch.full((2,), cfg.resid_lambda_init))
             if self.attn or self.mlps:
@@ -1866,7 +1910,7 @@ class Block(nn.Module):
             if row.ngram:
                 self.ngram_lambdas = nn.Parameter(torch.full((1,), cfg.ngram_lambda_init))
         if row.skip is not None and not has_gate_net:
-            self.skip_lambdas = nn.Parameter(torch.full((1,), 0.5))
+            self.skip_gate = nn.Parameter(torch.full((1,), 0.5))
 
     def gates(self, x: Tensor, net_gates: dict[str, Tensor]) -> Gates:
         """Return the layer's gates. net_gates: those that a gate network computed for this layer, by name."""
@@ -1879,7 +1923,7 @@ class Block(nn.Module):
             post=(None, None) if post is None else post.unbind(),
             x0=net_gates.get("x0", self.x0_lambdas),
             ngram=net_gates.get("ngram", self.ngram_lambdas),
-            skip=net_gates.get("skip", self.skip_lambdas),
+            skip=net_gates.get("skip", self.skip_gate),
             xsa=net_gates.get("xsa"),
             head_gate=net_gates.get("head_gate"),
             to_stream=net_gates.get("to_stream"),
@@ -1978,8 +2022,8 @@ class GPT(nn.Module):
                 table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
                 self.value_embeds[str(i)] = Table(table)
         # The rows of n-grams that a cycle reads, and where their gradients go: `NgramTable` has these buffers
-        self.ngram_rows: Tensor | None = None
-        self.ngram_grad_buffer: Tensor | None = None
+        self.fetched_ngrams: Tensor | None = None
+        self.ngram_grads: Tensor | None = None
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
@@ -2044,9 +2088,9 @@ class GPT(nn.Module):
         tokens = inputs.tokens
         value_embeds = {int(i): table(tokens) for i, table in self.value_embeds.items()}
         if torch.is_grad_enabled():
-            ngram_embeds = AccumulatingEmbedding.apply(self.ngram_rows, inputs.ngram_index, self.ngram_grad_buffer)
+            ngram_embeds = AccumulatingEmbedding.apply(self.fetched_ngrams, inputs.ngram_index, self.ngram_grads)
         else:
-            ngram_embeds = F.embedding(inputs.ngram_index, self.ngram_rows)
+            ngram_embeds = F.embedding(inputs.ngram_index, self.fetched_ngrams)
         if self.cfg.sign_rows:
             ngram_embeds = ngram_embeds * self.signs[inputs.signs].type_as(ngram_embeds)
         x = self.embed(tokens)
@@ -2081,7 +2125,7 @@ class GPT(nn.Module):
     def attention_contexts(self, doc_starts: Tensor, attn_settings: AttentionSettings) -> dict[str, AttentionContext]:
         """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions."""
         contexts = {}
-        for name in dict.fromkeys(row.attention for row in self.cfg.layers if row.attention != "none"):
+        for name in dict.fromkeys(row.attention for row in self.cfg.layers if row.attention is not None):
             kind = ATTENTION[name]
             i = attn_settings.kinds.index(kind.window)
             start = first_visible_keys(doc_starts, attn_settings.window_sizes[i], kind.heads_per_pair)
@@ -2121,7 +2165,7 @@ class Pointer(nn.Module):
         """Return each token's attention mass (T, 2): on all tokens that equal the next one, and on the sink.
 
         There are two masks: the first shows all tokens that a token sees, the second those of them that equal the next
-        one. As two heads h with the same queries and keys they give logarithms of sums of exp(score), seen and equal.
+        one. Both run as two heads with the same queries and keys, whose log-sum-exps are `seen` and `equal`.
         """
         cfg = self.cfg
         tokens = inputs.tokens
@@ -2177,7 +2221,8 @@ def mix_copies_backward(p, alpha, copy_mass, sink_mass, scale):
     return next_weight, copy_weight, -scale * alpha, -scale * alpha * p_alone
 
 
-# In the appendix triton.jit takes these two names, as torch.compile looks for what a kernel calls by its own name
+# The appendix rebinds both names to their Triton versions, as torch.compile finds what a kernel calls by its __name__.
+# Code on tensors calls these
 mix_copies_of_tensors: Callable = mix_copies
 mix_copies_of_tensors_backward: Callable = mix_copies_backward
 
@@ -2202,7 +2247,6 @@ def softcapped_softmax(z: Tensor, targets: Tensor, cfg: Hyperparameters, invalid
         s = sigmoid(-(z + d) 2 / c)
         l - r = -r s          a softmax ignores the shift by r; never above 0, so exp needs no maximum subtracted
 
-    Written out, as log_softmax would keep the logits of all slices alive (10 GB more in gpt2, estimated).
     """
     s = z.add_(cfg.softcap_shift).mul_(-2 / cfg.lm_head_softcap).sigmoid_()  # in place: eager CPUs gain by it
     shifted = -cfg.softcap_range * s
@@ -2277,13 +2321,13 @@ def cross_entropy_with_kernel(z, scale: float, targets, weights, pointer_mass, c
     return losses, z.view(torch.float8_e5m2) if z.itemsize == 1 else z, d_pointer_mass
 
 
-# Of the head's input and weight: 100 and 2 become 448, e4m3's largest number. Of the logits' gradient, in e5m2: 1.6,
-# about its largest, becomes 956 of 57,344. All are the record's
+# The head's scales, the record's: x of 100 and w of 2 become 448, e4m3's largest number; a gradient with respect to a
+# logit of 1.6, about its largest, becomes 956 of e5m2's 57,344
 HEAD_FP8_X, HEAD_FP8_W, HEAD_FP8_DZ = 448 / 100, 448 / 2, 448 / 0.75
 
 
 def head_loss(x: Tensor, w: Tensor, cross_entropy: Callable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return losses, and their gradients with respect to x (T, K), w (V, K) and pointer mass, in the precision of x.
+    """Return losses, and their gradients with respect to x (T, K), w (V, K) and pointer mass.
 
     cross_entropy(z, scale): `softcapped_cross_entropy` of these tokens.
     """
@@ -2319,7 +2363,7 @@ class TrainingLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, pointer_mass, targets, weights, cfg):
-        has_pointer = pointer_mass.size(1) > 0
+        has_pointer = pointer_mass.size(1) > 0  # the kernel always computes its terms; without, logits are in fp32
         size = cfg.lm_head_slice if has_pointer else cfg.val_lm_head_slice
         loss_of_slice = head_loss_fp8 if cfg.lm_head_fp8 else head_loss
         function = cross_entropy_with_kernel if can_use_kernels(x) and has_pointer else softcapped_cross_entropy
@@ -2388,15 +2432,11 @@ class ShardedOptimizer:
         master                       this rank's rows, to which updates are added: param_shard, or an fp32 copy
 
     groups: the table's row for each parameter; emas: the rows of `emas` that apply to all of them, by number;
-    sum_dtype: of grad_buffer, for tables, whose gradients `AccumulatingEmbedding` adds there. A subclass defines
-    init_state(), which returns by name what to keep for this rank's rows, and update_shard(grad, schedule), which
-    writes new values into `master` and, where that is a copy, into param_shard. It may overwrite `grad`.
+    sum_dtype: of grad_buffer, for tables, whose gradients `AccumulatingEmbedding` adds there.
     """
 
-    update_shard: Callable
-    init_state: Callable
-    wait_for_grads: Callable
-    wait_for_params: Callable
+    wait_for_grads: Callable[[], object]
+    wait_for_params: Callable[[], object]
     by_matrix = False  # True: a row is a matrix; else 16 numbers, as kernels want addresses that are multiples of 16
     has_master = False  # True: master is an fp32 copy; parameters and gradients travel in the precision of activations
 
@@ -2435,6 +2475,14 @@ class ShardedOptimizer:
         ema_dtype = accum_dtype(self.master.dtype)
         self.state |= {f"ema {i}": torch.zeros_like(self.master, dtype=ema_dtype) for i in emas}
 
+    def init_state(self) -> dict[str, Tensor]:
+        """Return by name what to keep for this rank's rows."""
+        raise NotImplementedError
+
+    def update_shard(self, grad: Tensor, schedule: StepSchedule):
+        """Write new values into `master` and, where that is a copy, into param_shard. May overwrite `grad`."""
+        raise NotImplementedError
+
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the part of a buffer that belongs to each parameter, in its shape."""
         parts = buffer.split(self.rows_per_param)
@@ -2449,12 +2497,15 @@ class ShardedOptimizer:
         if pairs := [pair for pair in zip(self.grad_views, grads) if pair[1] is not None]:
             torch._foreach_add_(*zip(*pairs))
 
-    def numbers(self, schedule: StepSchedule) -> AdamStep | MuonStep | None:
+    def scheduled_update(self, schedule: StepSchedule) -> AdamStep | MuonStep | None:
         """Return the numbers of the update in a step, or None if it accumulates only. Groups differ in lr alone."""
         return schedule.updates.get(self.groups[0].patterns)
 
     def reduce(self):
-        """Start to sum the gradients over the ranks, in the precision of parameters; each gets the sums of its rows."""
+        """Start to sum the gradients over the ranks; each gets the sums of its rows.
+
+        They travel in the precision of parameters. One process keeps the sums of tables in sum_dtype.
+        """
         sent = self.grad_buffer.type_as(self.grad_shard)  # with one process they are one tensor
         self.wait_for_grads = start_collective(reduce_scatter, self.grad_shard, sent)
 
@@ -2500,26 +2551,26 @@ class ShardedOptimizer:
         self.send_params()()
 
 
-def to_tensors(cfg: Hyperparameters, numbers: dict[str, float]) -> dict[str, Tensor]:
+def to_tensors(cfg: Hyperparameters, scalars: dict[str, float]) -> dict[str, Tensor]:
     """Return numbers as tensors, as each new value of a Python number would need a graph of its own."""
     dtype = accum_dtype(getattr(torch, cfg.dtype))
-    tensors = torch.tensor([*numbers.values()], dtype=dtype).to(cfg.device, non_blocking=True).unbind()
-    return dict(zip(numbers, tensors))
+    tensors = torch.tensor([*scalars.values()], dtype=dtype).to(cfg.device, non_blocking=True).unbind()
+    return dict(zip(scalars, tensors))
 
 
-def adam_values(old: Tensor, mean: Tensor, squares: Tensor, numbers: dict) -> Tensor:
+def adam_values(old: Tensor, mean: Tensor, squares: Tensor, scalars: dict) -> Tensor:
     """Return new values from the means of gradients and of their squares. Decay only where the step goes towards 0."""
-    update = numbers["step_size"] * mean / (squares.sqrt() + numbers["eps"])
-    return old - update - numbers["decay"] * old * (mean * old > 0)
+    update = scalars["step_size"] * mean / (squares.sqrt() + scalars["eps"])
+    return old - update - scalars["decay"] * old * (mean * old > 0)
 
 
-def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, numbers: dict):
+def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, scalars: dict):
     """Update rows as `Adam` says, in operations of which the compiler makes one kernel, casts and all."""
     assert shard.size(1) == 16  # tells the compiler that a thread may move several numbers at once
     grad = grad.to(m.dtype)
-    m += (1 - numbers["beta1"]) * (grad - m)
-    v += (1 - numbers["beta2"]) * (grad * grad - v)
-    shard.copy_(adam_values(shard.to(m.dtype), m, v, numbers))
+    m += (1 - scalars["beta1"]) * (grad - m)
+    v += (1 - scalars["beta2"]) * (grad * grad - v)
+    shard.copy_(adam_values(shard.to(m.dtype), m, v, scalars))
 
 
 class Adam(ShardedOptimizer):
@@ -2537,9 +2588,9 @@ class Adam(ShardedOptimizer):
         )
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
-        numbers = self.numbers(schedule)._asdict() | dict(eps=self.cfg.adam_eps)
+        scalars = self.scheduled_update(schedule)._asdict() | dict(eps=self.cfg.adam_eps)
         update = compiled(adam_update, self.cfg.compile, dynamic=True)
-        update(self.master, grad, self.state["exp_avg"], self.state["exp_avg_sq"], to_tensors(self.cfg, numbers))
+        update(self.master, grad, self.state["exp_avg"], self.state["exp_avg_sq"], to_tensors(self.cfg, scalars))
 
 
 NEWTON_SCHULZ = (  # a, b, c of each step: together they take singular values from 0.003 to 1 / 1.05 near 1
@@ -2582,18 +2633,18 @@ def normalize_neurons(update: Tensor, squares: Tensor, beta2: float) -> Tensor:
     return even * (norms / new_norms.clamp(min=1e-10))
 
 
-def muon_update(params: Tensor, grad: Tensor, factors: Tensor, state: dict, numbers: dict, decay: float, beta2: float):
-    """Update matrices as `Muon` says, with its state and numbers by name. params: rounded copies of the master."""
+def muon_update(params: Tensor, grad: Tensor, factors: Tensor, state: dict, scalars: dict, decay: float, beta2: float):
+    """Update matrices as `Muon` says, with its state and scalars by name. params: rounded copies of the master."""
     master, fast, slow = state["master"], state["fast"], state["slow"]
     grad = grad.to(master.dtype)
-    fast.lerp_(grad, 1 - numbers["fast_beta"])
-    slow.lerp_(grad, numbers["slow_rate"])
-    m = slow.lerp(fast, numbers["fast_share"])
-    u = zeropower_via_newtonschulz5(grad.lerp(m, numbers["momentum"]), params.dtype)
+    fast.lerp_(grad, 1 - scalars["fast_beta"])
+    slow.lerp_(grad, scalars["slow_rate"])
+    m = slow.lerp(fast, scalars["fast_share"])
+    u = zeropower_via_newtonschulz5(grad.lerp(m, scalars["momentum"]), params.dtype)
     u = normalize_neurons(u.to(master.dtype), state["squares"], beta2)
     if decay:
-        u += decay * numbers["lr"] * master * (slow * master >= 0)
-    master -= numbers["lr"] * factors * u
+        u += decay * scalars["lr"] * master * (slow * master >= 0)
+    master -= scalars["lr"] * factors * u
     params.copy_(master)
 
 
@@ -2625,11 +2676,11 @@ class Muon(ShardedOptimizer):
         return dict(fast=torch.zeros_like(master), slow=torch.zeros_like(master), squares=squares)
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
-        now = self.numbers(schedule)
-        numbers = dict(lr=now.lr, momentum=now.momentum, fast_beta=now.fast_beta, fast_share=now.fast_share)
-        numbers = to_tensors(self.cfg, numbers | dict(slow_rate=0.02))
+        now = self.scheduled_update(schedule)
+        scalars = dict(lr=now.lr, momentum=now.momentum, fast_beta=now.fast_beta, fast_share=now.fast_share)
+        tensors = to_tensors(self.cfg, scalars | dict(slow_rate=0.02))
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
-        update(self.param_shard, grad, self.factors, self.state, numbers, now.decay, now.beta2)
+        update(self.param_shard, grad, self.factors, self.state, tensors, now.decay, now.beta2)
 
 
 OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
@@ -2642,6 +2693,7 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     for name, p in gpt.named_parameters():
         group = find_group(name, cfg)
         emas = tuple(i for i, row in enumerate(cfg.emas) if matches(name, row.patterns))
+        key: tuple
         if OPTIMIZERS[group.optimizer].by_matrix:
             key = emas, group._replace(patterns="", lr=0.0), p.shape[-2:]
         else:
@@ -2689,7 +2741,7 @@ def step_optimizers(
     Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
     the gradients of the next and the values of the last are on their way. while_reducing: starts what else may travel.
     """
-    due = [optimizer for optimizer in optimizers if optimizer.numbers(schedule)]
+    due = [optimizer for optimizer in optimizers if optimizer.scheduled_update(schedule)]
     tied = TiedTables(due) if schedule.tied else None
     if tied:
         tied.merge_gradients()
@@ -2708,11 +2760,11 @@ def step_optimizers(
 
 
 # ---- N-grams: a large table, of which a cycle of steps reads few rows ------------------------------------------------
-def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, numbers: dict) -> tuple[Tensor, Tensor]:
+def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, scalars: dict) -> tuple[Tensor, Tensor]:
     """Return rows and their means of squares after an update as in `NgramTable.update`. v has decayed already."""
-    grad = grad.to(v.dtype) / numbers["sequences"]
-    v = v + numbers["added"] * grad.square().mean(1, keepdim=True)
-    return adam_values(rows.to(v.dtype), grad, v, numbers).to(rows.dtype), v
+    grad = grad.to(v.dtype) / scalars["sequences"]
+    v = v + scalars["added"] * grad.square().mean(1, keepdim=True)
+    return adam_values(rows.to(v.dtype), grad, v, scalars).to(rows.dtype), v
 
 
 ROWS_AT_ONCE = 2**18  # that are copied between device and host: 400 MB in gpt2
@@ -2777,7 +2829,7 @@ class NgramTable:
         if self.ranks.world_size > 1:  # several ranks may have read a row
             sums = sums.new_zeros(len(exchange.unique_rows), sums.size(1)).index_add_(0, exchange.inverse_index, sums)
         now = schedule.updates[self.group.patterns]
-        numbers = dict(
+        scalars = dict(
             step_size=now.step_size,
             eps=self.cfg.adam_eps,
             decay=now.decay,
@@ -2787,12 +2839,12 @@ class NgramTable:
         ids = exchange.unique_rows
         self.v *= now.beta2
         update = compiled(row_adam_update, self.cfg.compile, dynamic=True)
-        rows, v = update(self.rows[ids], self.v[ids], sums, to_tensors(self.cfg, numbers))
+        rows, v = update(self.rows[ids], self.v[ids], sums, to_tensors(self.cfg, scalars))
         self.rows.index_copy_(0, ids, rows)
         self.v.index_copy_(0, ids, v)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the rows that are not as all begin, on the host. v alone would not tell: it decays to 0."""
+        """Return the rows that differ from their initial zeros, on the host. v alone may have decayed to 0."""
         both = zip(self.rows.split(ROWS_AT_ONCE), self.v.split(ROWS_AT_ONCE))
         ids = torch.cat([rows.any(1) | v.any(1) for rows, v in both]).nonzero().flatten()
         parts = ids.split(ROWS_AT_ONCE)
@@ -2926,10 +2978,11 @@ def open_log(path: Path, cfg: Hyperparameters, is_main: bool) -> TextIO | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         goes_on_here = cfg.resume == "latest" or (cfg.resume and Path(cfg.resume).parent.samefile(path.parent))
-        # In a folder of its own a resumed run finds its files; only a result, of a run that has ended, is in the way
-        for suffix in [".json"] if goes_on_here else [".json", ".checkpoint", ".pt", ".ngrams0", ".ngrams1"]:
-            if path.with_suffix(suffix).exists():
-                raise FileExistsError(suffix)
+        # A resumed run finds its own files here; only a result, of a run that has ended, is in the way
+        suffixes = [".json"] if goes_on_here else [".json", ".checkpoint", ".pt", ".ngrams*"]
+        for suffix in suffixes:
+            for old in path.parent.glob(glob.escape(cfg.run_id) + suffix):
+                raise FileExistsError(str(old))
         if not is_main:
             return None
         if not cfg.resume:
@@ -2994,7 +3047,7 @@ class Log:
         trace = "" if isinstance(error, ONE_LINE_ERRORS) else "".join(traceback.format_exception(error))
         checkpoint = self.path.with_suffix(".checkpoint")
         resume = f"; to go on, give the same flags and --resume {checkpoint}" if checkpoint.exists() else ""
-        line = f"stopped: {error!r:.300}{resume}"
+        line = f"stopped: {str(error)[:300] or type(error).__name__}{resume}"
         with contextlib.suppress(OSError, ValueError):
             if self.path.exists():  # on other nodes it may not
                 with self.path.open("a", encoding="utf-8") as file:
@@ -3033,24 +3086,21 @@ class LossQueue:
             bar.update(self.cfg.batch_sequences * self.cfg.step_schedules[step - 1].seq_len)
 
 
-def save_beside_log(log: Log, suffix: str, content: dict | bytes, by_all: bool = False) -> list[str]:
-    """Save a file on rank 0, or by_all: on each rank one of its own. Return their checksums, or none if a rank failed.
+def save_beside_log(log: Log, suffix: str, content: dict | bytes | None) -> bool:
+    """Save a file beside the log, on each rank that has content. Return whether no rank failed; all ranks take part.
 
-    The disk may be full: that is said, and training goes on.
+    The disk may be full: the log says so, and training goes on.
     """
     path = log.path.with_suffix(suffix)
-    own, problem = "", ""
+    problem = ""
     try:
-        if by_all or log.file:
+        if content is not None:
             save_file(path, content)
-        if by_all:
-            own = checksum(path)
     except (OSError, RuntimeError) as error:  # torch.save raises the latter
         problem = f"not saved: {error!r}"
-    checksums, problems = zip(*all_gather_objects((own, problem)))
-    failed = [problem for problem in problems if problem]
-    log.write(f"{path}: {failed[0] if failed else 'saved'}", console=True)
-    return [] if failed else [*checksums]
+    problems = [theirs for theirs in all_gather_objects(problem) if theirs]
+    log.write(f"{path}: {problems[0] if problems else 'saved'}", console=True)
+    return not problems
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -3123,10 +3173,10 @@ class Trainer:
         self.table_weights = {table.weight for table in self.gpt.tables()}
         for table in self.gpt.tables():
             table.grad_buffer = grad_views[table.weight]
-        self.gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
+        self.replayed_add_gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
-        self.gpt.ngram_rows = self.table.fetched
-        self.gpt.ngram_grad_buffer = self.table.grads
+        self.gpt.fetched_ngrams = self.table.fetched
+        self.gpt.ngram_grads = self.table.grads
         self.loader = DistributedDataLoader(cfg, ranks, self.device)
         self.exchange: RowExchange | None = None  # of the cycle that a step belongs to: see `train_cycles`
         self.stop_signals: list[str] = []  # those that asked this rank to stop
@@ -3137,9 +3187,9 @@ class Trainer:
             self.exchange = exchange
             self.table.fetch(exchange)
         attn_settings = make_attention_settings(schedule, self.cfg, self.device)
-        mean_loss = 0
+        mean_loss: Tensor | float = 0.0
         for inputs in sequences:
-            loss = self.gradients(inputs, attn_settings)
+            loss = self.replayed_add_gradients(inputs, attn_settings)
             mean_loss += loss / (len(inputs.tokens) * self.cfg.batch_sequences)
         # One sum over the ranks for both: so all stop at the same step
         loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
@@ -3181,9 +3231,9 @@ class Trainer:
             optimizer.blend_emas()
 
     def invalid_tokens(self, is_last: bool) -> Tensor | None:
-        """Return the mask of what no token may be followed by, of use in the last validation (record 91, @jvarho).
+        """Return the mask of what no token may be followed by, for the last validation (record 91, @jvarho).
 
-        Before it is zeros, so that one graph serves all validations.
+        Validations before the last get zeros, so that all run the same graph.
         """
         bits = read_invalid_tokens(self.cfg)
         return torch.from_numpy(bits * is_last).to(self.device) if len(bits) else None
@@ -3244,7 +3294,7 @@ class Trainer:
             sequences, exchange = self.dummy_batch(schedule)
             self.eval_step(schedule, sequences[:1], exchange, self.invalid_tokens(is_last=False))
         self.exchange = None
-        self.table.rows.zero_()  # as all begin; of these there is no copy
+        self.table.rows.zero_()  # their initial values: a copy would be too large
         self.table.v.zero_()
         self.loader.offsets = offsets
         self.load_state_dict(saved)
@@ -3281,9 +3331,12 @@ def save_checkpoint(trainer: Trainer, log: Log, last: Checkpoint, step: int, ms:
     """
     slot = 1 - last.slot
     tensors = trainer.state_dict() | trainer.table.state()
-    checksums = save_beside_log(log, f".{slot}.rank{trainer.ranks.rank}", tensors, by_all=True)
+    suffix = f".{slot}.rank{trainer.ranks.rank}"
+    if not save_beside_log(log, suffix, tensors):
+        return last
+    checksums = all_gather_objects(checksum(log.path.with_suffix(suffix)))
     new = last._replace(step=step, ms=ms, curves=log.curves, slot=slot, checksums=checksums)
-    return new if checksums and save_beside_log(log, ".checkpoint", new._asdict()) else last
+    return new if save_beside_log(log, ".checkpoint", new._asdict() if trainer.ranks.rank == 0 else None) else last
 
 
 @contextlib.contextmanager
@@ -3299,8 +3352,9 @@ def deferred_signals(received: list[str]) -> Iterator[None]:
     handlers = {}  # what stood there before
     try:
         with contextlib.suppress(ValueError):  # only the main thread may set them
-            for name in "SIGTERM SIGINT SIGHUP SIGUSR1 SIGUSR2 SIGXCPU".split():
-                number = getattr(signal, name)
+            for number in (
+                signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU,
+            ):  # fmt: skip
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):  # nohup ignores one
                     handlers[number] = signal.signal(number, receive)
         yield
@@ -3334,17 +3388,17 @@ def off_the_clock(clock: Clock, losses: LossQueue) -> Iterator[None]:
 
 
 def may_stop(step: int, cfg: Hyperparameters) -> bool:
-    """Say whether a run may stop before a step: no gradient waits for an update."""
+    """Return whether a run may stop before a step: no gradient waits for an update."""
     return step == cfg.num_iterations or step % cfg.common_interval == 0
 
 
 def saves(step: int, cfg: Hyperparameters) -> bool:
-    """Say whether a checkpoint is due before a step. After the last one there is the result."""
+    """Return whether a checkpoint is due before a step. After the last one there is the result."""
     return cfg.checkpoint_every > 0 and step % cfg.checkpoint_every == 0 and step < cfg.num_iterations
 
 
 def validates(step: int, cfg: Hyperparameters) -> bool:
-    """Say whether a validation is due before a step, or after the last one."""
+    """Return whether a validation is due before a step, or after the last one."""
     return step == cfg.num_iterations or (cfg.val_loss_every > 0 and step % cfg.val_loss_every == 0)
 
 
@@ -3371,11 +3425,11 @@ def train(trainer: Trainer, data: Data, start: Checkpoint, log: Log) -> int:
         log.bar.unpause()
         clock.start()
         for step in range(start.step, end + 1):
-            is_new = step > start.step  # a checkpoint to resume from is saved, and if it is the last, blended already
-            if is_new and step == end:
+            just_resumed = step == start.step  # its checkpoint exists and, after the last step, has blended already
+            if step == end and not just_resumed:
                 trainer.blend_emas()
             stops = losses.asked_to_stop and may_stop(step, cfg)
-            if stops or (is_new and saves(step, cfg)):
+            if stops or (saves(step, cfg) and not just_resumed):
                 with off_the_clock(clock, losses):
                     checkpoint = save_checkpoint(trainer, log, checkpoint, step, clock.ms)
             if stops:
@@ -3420,29 +3474,31 @@ def leave_process_group():
 @contextlib.contextmanager
 def failing_together(ranks: Ranks) -> Iterator[None]:
     """End all ranks if one of them fails in this block. On each node one says why, and the others end in silence."""
-    error = own = None
+    error = own_failure = None
     try:
         yield
     except Exception as exception:
         error = exception
-        own = exit_code(error), str(error) if isinstance(error, UserError) else repr(error)
-    failures = {rank: failure for rank, failure in enumerate(all_gather_objects(own)) if failure}
+        own_failure = exit_code(error), str(error) if isinstance(error, UserError) else repr(error)
+    failures = {rank: failure for rank, failure in enumerate(all_gather_objects(own_failure)) if failure}
     if not failures:
         return
     leave_process_group()
+    first_failed = min(failures)
+    code, text = failures[first_failed]
+    # On a node where a rank has failed the first of these speaks, on others their first rank
     first_here = ranks.rank - ranks.local_rank
     failed_here = failures.keys() & range(first_here, first_here + ranks.local_world_size)
-    rank, (code, text) = min(failures.items())
     if ranks.rank != min(failed_here, default=first_here):
         sys.exit(code)
     if error is None:
-        error = UserError(f"rank {rank}: {text}")
+        error = UserError(f"rank {first_failed}: {text}")
         error.code = code
     raise error
 
 
 def is_first_to_fail() -> bool:
-    """Say whether no other rank has failed before: then this one knows why the run ends. Asks the ranks' store."""
+    """Return whether no other rank has failed before: then this one knows why the run ends. Asks the ranks' store."""
     if not dist.is_initialized():
         return True
     try:
@@ -3492,9 +3548,10 @@ def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, Dat
 
 def what_must_match(source: str, given: Hyperparameters, cfg: Hyperparameters, data: Data, ranks: Ranks) -> dict:
     """Return by name, as text, what has to be the same on all ranks, and when a run goes on."""
-    may_differ = "run_id log_dir train_files val_files prefix_file canon_file save_checkpoint checkpoint_every resume"
+    may_differ = {"run_id", "log_dir", "train_files", "val_files", "prefix_file", "canon_file"}
+    may_differ |= {"save_checkpoint", "checkpoint_every", "resume"}
     fields = dataclasses.asdict(cfg) | dict(seed=given.seed)  # where none is given, ranks draw different ones
-    texts = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ.split()}
+    texts = {f"--{name}": str(value) for name, value in fields.items() if name not in may_differ}
     texts["processes"] = f"{ranks.world_size}, of torch {torch.__version__} and numpy {np.__version__}"
     files = {"script": source.encode(), "prefixes": read_prefixes(cfg), "canonical mask": read_invalid_tokens(cfg)}
     texts |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
@@ -3505,7 +3562,7 @@ def what_must_match(source: str, given: Hyperparameters, cfg: Hyperparameters, d
 
 
 def compare(here: dict[str, str], began: dict[str, str]):
-    """Refuse to go on, as `what_must_match` says, otherwise than rank 0 or the run to resume began."""
+    """Raise UserError if anything of `what_must_match` differs from what rank 0, or the run to resume, began with."""
     if differing := {name: text for name, text in here.items() if text != began.get(name)}:
         theirs = {name: began.get(name) for name in differing}
         raise UserError(f"the run began with {theirs}, this has {differing}: give the same")
@@ -3514,16 +3571,17 @@ def compare(here: dict[str, str], began: dict[str, str]):
 def header(source: str, argv: Sequence[str], start: Checkpoint, trainer: Trainer, data: Data) -> str:
     """Return what begins a log: script, versions, hardware, environment, data, flags and configuration."""
     hardware = subprocess.getoutput("lscpu; timeout 20 nvidia-smi")  # noqa: S605 (it hangs where the driver does)
-    kinds = tuple("TORCH PYTORCH TRITON CUDA NCCL OMP".split())  # of variables that change how it runs
+    kinds = "TORCH", "PYTORCH", "TRITON", "CUDA", "NCCL", "OMP"  # of variables that change how it runs
     environment = {name: value for name, value in os.environ.items() if name.startswith(kinds)}
     shards = [f"{name} shard: {path}, {os.path.getsize(path)} bytes" for name in data for path in paths_of(data[name])]
+    shard_lines = "\n".join(shards)
     return f"""{source}
 {"=" * 100}
 Running Python {sys.version}, PyTorch {torch.__version__}, numpy {np.__version__}
 {trainer.ranks.world_size} processes, {torch.get_num_threads()} threads each, {os.cpu_count()} cores
 {hardware}
 environment: {json.dumps(environment)}
-{chr(10).join(shards)}
+{shard_lines}
 training tokens: {start.must_match["training tokens"]}
 validation tokens: {start.must_match["validation tokens"]}
 flags: {json.dumps(argv)}
@@ -3533,12 +3591,13 @@ configuration: {json.dumps(dataclasses.asdict(trainer.cfg))}
 
 def save_model(trainer: Trainer, log: Log):
     """Save the final model for sample.py: RUN_ID.pt, and each rank's rows of n-grams beside it."""
-    checksums = save_beside_log(log, f".ngrams{trainer.ranks.rank}", trainer.table.state(), by_all=True)
-    if not checksums:
+    suffix = f".ngrams{trainer.ranks.rank}"
+    if not save_beside_log(log, suffix, trainer.table.state()):
         return
+    checksums = all_gather_objects(checksum(log.path.with_suffix(suffix)))
     configuration = json.dumps(dataclasses.asdict(trainer.cfg))
     model = dict(configuration=configuration, model=trainer.gpt.state_dict(), rows=checksums)
-    if save_beside_log(log, ".pt", model):
+    if save_beside_log(log, ".pt", model if trainer.ranks.rank == 0 else None):
         log.write(f"next: python sample.py {log.path.with_suffix('.pt')}", console=True)
 
 
@@ -3546,8 +3605,10 @@ def report(trainer: Trainer, start: Checkpoint, log: Log, recompiles: int) -> di
     """Log the summary, save the model and the result, and return the latter."""
     cfg = trainer.cfg
     _, val_loss, ms = log.curves["val_loss"][-1]
-    verdict = f"target {cfg.target_loss} {'not ' * (val_loss > cfg.target_loss)}reached; " if cfg.target_loss else ""
-    if cfg.val_sha256 and cfg.val_sha256 not in start.must_match["validation tokens"]:
+    reached = "reached" if val_loss <= cfg.target_loss else "not reached"
+    verdict = f"target {cfg.target_loss} {reached}; " if cfg.target_loss else ""
+    *_, val_sha256 = start.must_match["validation tokens"].split()
+    if cfg.val_sha256 and cfg.val_sha256 != val_sha256:
         verdict = "these are not the track's validation tokens: do not compare losses; "
     log.write(
         f"""recompiles after the clock started: {recompiles}
@@ -3565,7 +3626,7 @@ val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
         val_curve=log.curves["val_loss"],
         train_curve=log.curves["train_loss"],
     )
-    save_beside_log(log, ".json", json.dumps(result).encode())
+    save_beside_log(log, ".json", json.dumps(result).encode() if trainer.ranks.rank == 0 else None)
     return result
 
 
@@ -3615,7 +3676,7 @@ def cli(argv: Sequence[str] | None = None) -> int:
     finally:
         try:
             sys.stdout.flush()
-        except (AttributeError, OSError):  # there is no console, or it has gone away: the flush at exit shall not fail
+        except (AttributeError, OSError):  # there is no console, or it has gone away: the flush at exit must not fail
             sys.stdout = None
     return 0
 
@@ -3627,7 +3688,7 @@ if triton:
 
     @triton.jit
     def relu_squared_backward_kernel(
-        grad, w, y, dz, dz_columns, y_columns, scales, y_scale, T, K,
+        grad_q, w_q, squares_q, dz, dz_columns, squares_columns, scales, column_scale, T, K,
         factor: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
         """Compute a block of dz and of the squares. The TMA unit copies blocks, and masks the edges.
@@ -3638,13 +3699,13 @@ if triton:
         n = tl.program_id(0) * BLOCK  # programs that run side by side have the same tokens
         total = tl.zeros((BLOCK, BLOCK), tl.float32)
         for k in range(0, K, BLOCK):  # the hardware sums up in less than fp32: dz keeps 2 bits of mantissa
-            total = tl.dot(grad.load([t, k]), w.load([n, k]).T, total)
+            total = tl.dot(grad_q.load([t, k]), w_q.load([n, k]).T, total)
         rows = t + tl.arange(0, BLOCK)
-        squares = y.load([t, n]).to(tl.float32) * tl.load(scales + rows, rows < T, other=0)[:, None]
+        squares = squares_q.load([t, n]).to(tl.float32) * tl.load(scales + rows, rows < T, other=0)[:, None]
         d = (factor * tl.sqrt(squares) * total).to(dz.dtype)
         dz.store([t, n], d)
         dz_columns.store([n, t], d.T)
-        y_columns.store([n, t], (squares * tl.load(y_scale)).to(y.dtype).T)
+        squares_columns.store([n, t], (squares * tl.load(column_scale)).to(squares_q.dtype).T)
 
     @triton.jit
     def transpose_kernel(columns, rows, M, N):
@@ -3675,7 +3736,7 @@ if triton:
 
     @triton.jit
     def sigmoid_at(columns, z, V, slope, shift):
-        """Return s of `softcapped_cross_entropy` for columns of a token's logits: sigmoid(2 x) = (1 + tanh(x)) / 2."""
+        """Return s of `softcapped_softmax` for columns of a token's logits: sigmoid(2 x) = (1 + tanh(x)) / 2."""
         return 0.5 + 0.5 * tanh(slope * tl.load(z + columns, columns < V).to(tl.float32) + shift)
 
     @triton.jit
@@ -3683,9 +3744,9 @@ if triton:
         z, targets, weights, pointer_mass, losses, d_pointer_mass, V, n,
         slope: tl.constexpr, shift: tl.constexpr, bits: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Compute the loss of a token, and its gradient by the logits. Twin: `softcapped_cross_entropy`.
+        """Compute the loss of a token, and its gradient with respect to the logits. Twin: `softcapped_cross_entropy`.
 
-        bits: its r in bits, as tl.exp2 takes one instruction.
+        bits: softcap_range / ln 2, as tl.exp2 takes one instruction.
         """
         row = tl.program_id(0).to(tl.int64)
         z += row * V
@@ -3715,7 +3776,7 @@ if triton:
             weight = tl.load(weights + k)
             s = sigmoid_at(tl.maximum(target, 0), z, V, slope, shift)
             loss += tl.where(target >= 0, -weight * tl.log(tl.exp2(-bits * s) / total), 0)
-            total_weight += tl.where(target != -1, weight, 0)  # as there: -1 is NONE
+            total_weight += tl.where(target != -1, weight, 0)  # -1 is NONE, as in `cross_entropy_gradients`
         tl.store(losses + row, loss)
         tl.debug_barrier()  # no thread may overwrite logits of targets that another has not read yet
         for start in range(0, V, BLOCK):

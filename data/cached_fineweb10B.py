@@ -32,8 +32,7 @@ def main(argv: list[str] | None = None) -> None:
             path = args.out / name
             if is_shard(path):
                 continue
-            if path.exists():  # the library would take a damaged file for what it downloaded
-                path.unlink()
+            path.unlink(missing_ok=True)  # the library would take a damaged file for what it downloaded
             # The data are public, but a token that has expired is refused
             hf_hub_download("kjj0/fineweb10B-gpt2", name, repo_type="dataset", token=False, local_dir=args.out)
             if not is_shard(path):

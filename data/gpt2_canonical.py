@@ -2,20 +2,17 @@
 
     python data/gpt2_canonical.py       # needs tiktoken, of the extra "tools"; some ten seconds
 
-The tokenizer makes one list of tokens of a text, where many others would spell it, too. " under" and "stand" never
-follow each other, because it writes " understand". A model need not know that: where this mask is set, the last
-validation takes the logit away. No target in a tokenized text is ever hit. The mask follows from the vocabulary alone,
-and training does not read it. The idea is @jvarho's, of public record 91; the rule in code is ours.
+" under" and "stand" never follow each other, because the tokenizer writes " understand". A model need not know that:
+where this mask is set, the last validation takes the logit away. The mask follows from the vocabulary alone, and
+training does not read it. The idea is @jvarho's, of public record 91; the rule in code is ours.
 
 The file has bits (50304, 6288) uint8, 316 MB: bit x % 8 of byte x // 8 in row p is 1 if x never stands right behind p.
-Rows and columns of the end of text and of padding are 0. It is not in the repository: this command makes it, and keeps
-no other than the one with the known hash.
+Rows and columns of the end of text and of padding are 0. No other mask is written than the one with the known hash.
 """
 
 import hashlib
 import unicodedata
 from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
@@ -87,18 +84,19 @@ def canonical_rows(tokens: list[bytes], vocab_size: int) -> Iterator[np.ndarray]
     for x, (_, first, _) in enumerate(built):
         for piece, end in first:
             begun_by[piece].append((x, end))
-    merges, excluded = defaultdict(list), defaultdict(list)  # a left piece: its merges; what begins with the right one
+    excluded = defaultdict(list)  # a left piece: its merges, and what begins with the right one
     for rank, (pair, _, _) in enumerate(built):
         if pair:
             x, end = np.array(begun_by[pair[1]], np.int32).T
-            merges[pair[0]].append(rank)
-            excluded[pair[0]].append(x[rank < end])
+            excluded[pair[0]].append((rank, x[rank < end]))
     starts = np.array([character_class(text, at_end=False) for text in tokens])
     joined = {end: (starts != "?") & (starts != dict(S="S", O="L").get(end)) for end in "SLNO?"}
     for text, (_, _, last) in zip(tokens, built, strict=True):
         row = np.zeros(vocab_size, bool)
         for piece, end in [] if text in CONTRACTIONS else last:
-            for x in excluded[piece][: bisect_left(merges[piece], end)]:
+            for rank, x in excluded[piece]:
+                if rank >= end:
+                    break
                 row[x] = True
         row[: len(tokens)] &= joined[character_class(text, at_end=True)]
         yield np.packbits(row, bitorder="little")

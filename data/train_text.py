@@ -2,19 +2,19 @@
 
     python data/pack_text.py FILES_OR_FOLDERS... --train [--seconds N]
 
-A few steps say how fast this machine is, and so how many fit. The run reads the text at most once. Then come bits per
-byte of text that was held back, beside xz's, and a sample. Exit codes: train_gpt.py's; 130 interrupted, after the
-figures that are known.
+A run of 20 steps says how fast this machine is; another takes as many as fit, or read the text once. Exit codes:
+train_gpt.py's; 130 interrupted, or stopped where the machine became much slower: what is known is shown.
 """
 
 import argparse
 import contextlib
+import glob
 import io
 import lzma
 import math
 import re
+import signal
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,21 +24,15 @@ import numpy as np
 import sample
 import train_gpt
 from data.pack_nano import EOT
-from data.shards import write_shard
 from speedrun.process import available_cores, run
 
-TRIAL = 20  # steps, one for each stage of the track: no run can have fewer
 STEP, SEQUENCE = 2048, 8192  # tokens of a step, and of a sequence of the validation
-# In the time of a step: a sequence of a validation; loading the model and sampling (measured, one thread)
-VALIDATION, SAMPLE = 2.5, 30
-VALIDATIONS = 4  # before the first step and after each third
-READ_BEFORE, READ_IN_A_STEP = 1_000_000, 40_000  # bytes of the training text that xz reads: in all, in a step's time
-# A core is left to other programs. On two cores a step took 35 ms with two threads, and 200 to 440 beside one busy
-# process; with one thread 49 and 54
+TRIAL, SAMPLE = 20, 25  # steps: one for each stage of the track, no run can have fewer; what the sample takes, in steps
+PLANNED, LATE = 0.9, 1.1  # parts of the time: warm processors become slower; a run that is still going on is stopped
+# On two cores a step took 35 ms with two threads, and 200 to 440 beside one busy process; with one thread 49 and 54
 THREADS = min(2, max(1, available_cores() - 1))
-# Rows for pairs and triples of bytes: half and twice as many ended alike on 500 kB of prose (n = 1)
-MODEL = "--preset nano --target_loss 0 --val_sha256= --ngram_order 3 --ngram_rows 262144".split()
-MODEL += ["--cpu_threads", str(THREADS)]
+MODEL = f"--preset nano --target_loss 0 --val_sha256= --ngram_order 3 --ngram_rows 262144 --cpu_threads {THREADS}"
+Curve = list[tuple[float, int, float]]  # of each validation the loss, the step and the seconds of training
 
 
 def bytes_of(tokens: np.ndarray) -> bytes:
@@ -52,82 +46,64 @@ def xz_bits(train: bytes, val: bytes) -> float:
     return 8 * (both - before) / len(val)
 
 
-def measure(flags: Sequence[str]) -> tuple[float, float]:
-    """Return the seconds of a step here, and those that a run takes beside its steps."""
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as logs, contextlib.redirect_stdout(io.StringIO()):
-        result = train_gpt.main([*flags, f"--num_iterations={TRIAL}", "--no-save_checkpoint", f"--log_dir={logs}"])
-    training = result["train_time_ms"] / 1000
-    return training / TRIAL, time.monotonic() - began - training
+def launch(flags: Sequence[str], log: Path, steps: int) -> tuple[int, Curve]:
+    """Return the exit code of a run, and its curve, however it ended."""
+    sizes = [f"--num_iterations={steps}", f"--val_loss_every={math.ceil(steps / 3)}"]
+    code = train_gpt.cli([*MODEL.split(), *flags, *sizes, f"--log_dir={log.parent}", f"--run_id={log.stem}"])
+    text = log.read_text() if log.exists() else ""
+    found = re.findall(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms", text, re.MULTILINE)
+    return code, [(float(loss), int(step), int(ms) / 1000) for step, loss, ms in found]
 
 
-def steps_within(seconds: float, step: float, sequences: int, whole: int) -> int:
-    """Return the steps of a run that is over in these seconds, its sample, too. It reads the text at most once.
-
-    step: seconds of one. sequences: of a validation. whole: steps that read all of the text.
-    """
-    others = VALIDATIONS * VALIDATION * sequences + SAMPLE
-    return max(TRIAL, min(whole, int(seconds / step - others)))
-
-
-def curve_of(log: Path) -> list[tuple[float, int, float]]:
-    """Return loss, step and seconds of training of each validation in a log, however the run ended."""
-    line = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms", re.MULTILINE)
-    found = line.findall(log.read_text()) if log.exists() else []
-    return [(float(loss), int(step), int(ms) / 1000) for step, loss, ms in found]
-
-
-def show(curve: Sequence[tuple[float, int, float]], targets: np.ndarray, xz: float, before: int) -> None:
+def show(curve: Curve, targets: np.ndarray, xz: float) -> None:
     """Say how well held-back text is predicted, and whether that became worse in the course of the run."""
     size = len(bytes_of(targets))
-    bits = len(targets) / size / math.log(2)  # in a nat per token
+    bits = len(targets) / size / math.log(2)  # per byte, in a nat per token
     (last, step, _), (lowest, at, _) = curve[-1], min(curve)
     print(f"\nbits per byte of {size:,} bytes that were held back:")
     print(f"{bits * last:8.3f} nano after step {step:,}")
-    print(f"{xz:8.3f} xz -9e, which has read {before:,} bytes of the training text")
     if last > 1.01 * lowest:
-        print(f"They were lowest after step {at:,}, {bits * lowest:.3f}, and rose: a longer run does not help,")
-        print("more text does, or fewer --seconds")
+        print(f"{bits * lowest:8.3f} nano after step {at:,}: longer is worse; more text helps, or fewer --seconds")
+    print(f"{xz:8.3f} xz -9e, which has read up to 1 MB of the training text", flush=True)
 
 
 def train(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data.train_text", description=__doc__)
-    parser.add_argument("folder", type=Path, help="where pack_text.py has put the shards")
-    parser.add_argument("--seconds", type=float, required=True, help="that all of it may take")
-    parser.add_argument("--began", type=float, default=time.monotonic(), help="when it did, by time.monotonic")
+    parser = argparse.ArgumentParser(prog="python -m data.train_text", description="started by pack_text.py --train")
+    for name, kind in dict(folder=Path, seconds=float, began=float).items():  # began: by time.monotonic
+        parser.add_argument(name, type=kind)
     args = parser.parse_args(argv)
-    end = args.began + args.seconds
-    text, val = (np.fromfile(args.folder / f"{split}_000000.bin", "<u2", offset=1024) for split in ("train", "val"))
-    log = Path("logs", time.strftime("own-%Y%m%d-%H%M%S.txt"))
-    train_file, val_file = log.with_suffix(".train.bin"), log.with_suffix(".val.bin")
-    flags = [*MODEL, f"--train_files={train_file}", f"--val_files={val_file}"]
-
-    print(f"measuring this machine by {TRIAL} steps; all takes about {args.seconds:.0f} s", flush=True)
-    write_shard(train_file, text[: TRIAL * STEP + 1])
-    write_shard(val_file, val)
-    step, rest = measure([*flags, f"--val_tokens={SEQUENCE}"])
-    room = max(1, int((end - time.monotonic()) / step))  # in steps; if it is little, it is for training
-    sequences = max(1, min(8, (len(val) - 1) // SEQUENCE, room // 150))
-    targets = val[1 : sequences * SEQUENCE + 1]
-    before = bytes_of(text[: min(READ_BEFORE, READ_IN_A_STEP * room // 20)])
-    xz = xz_bits(before, bytes_of(targets))
+    files = [args.folder / f"{split}_000000.bin" for split in ("train", "val")]
+    text, val = (np.fromfile(file, "<u2", offset=1024) for file in files)
+    targets = val[1:][: SEQUENCE * max(1, min(8, (len(val) - 1) // SEQUENCE, int(args.seconds / 15)))]
+    train_files, val_files = (glob.escape(str(file)) for file in files)
+    flags = [f"--train_files={train_files}", f"--val_files={val_files}", f"--val_tokens={len(targets)}"]
+    log = Path("logs", time.strftime("own-%Y%m%d-%H%M%S-20.txt"))
+    print(f"measuring this machine by {TRIAL} steps; all takes {args.seconds:.0f} s at most", flush=True)
+    before = time.monotonic()
+    with contextlib.redirect_stdout(io.StringIO()):
+        code, curve = launch(flags, log, TRIAL)
+    if code:
+        return code
+    step = curve[-1][2] / TRIAL
+    others = time.monotonic() - before - TRIAL * step  # seconds of a run beside its steps
+    xz = xz_bits(bytes_of(text[: min(1_000_000, int(20_000 * args.seconds))]), bytes_of(targets))
     whole = (len(text) - 1) // STEP
-    steps = steps_within(end - time.monotonic() - rest, step, sequences, whole)
-    what = "all of the text, once: twice would be worse" if steps == whole else f"{steps / whole:.0%} of the text"
-    print(f"{steps:,} steps, of {1000 * step:.0f} ms, read {what}", flush=True)
-    write_shard(train_file, text[: steps * STEP + 1])  # a copy, as another text may be packed meanwhile
-    every = math.ceil(steps / (VALIDATIONS - 1))
-    sizes = [f"--num_iterations={steps}", f"--val_tokens={len(targets)}", f"--val_loss_every={every}"]
-    code = train_gpt.cli([*flags, *sizes, f"--run_id={log.stem}"])
-
-    if curve := curve_of(log):
-        show(curve, targets, xz, len(before))
+    left = args.began + PLANNED * args.seconds - time.monotonic() - others
+    steps = max(TRIAL, min(whole, int(left / step) - SAMPLE))
+    print(f"{steps:,} steps, of {1000 * step:.0f} ms, read {steps / whole:.0%} of the text", flush=True)
+    if steps > TRIAL:
+        log = log.with_stem(log.stem.removesuffix("20") + str(steps))
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, max(args.began + LATE * args.seconds - time.monotonic(), 1))
+        code, longer = launch(flags, log, steps)
+        if signal.setitimer(signal.ITIMER_REAL, 0) == (0, 0):
+            print("The time is over, as this machine became slower than it was when measured")
+        curve = longer if len(longer) > 1 else curve  # that of the 20 steps, if it was stopped before a third
+    show(curve, targets, xz)
     if code == 0:
         prompt = bytes_of(targets[:24]).decode(errors="ignore")
-        tokens = max(50, min(300, int(10 * (end - time.monotonic()) / step)))  # ten take as long as a step
-        code = sample.main([str(log.with_suffix(".pt")), f"--prompt={prompt}", f"--tokens={tokens}"])
-    training = curve[-1][2] if curve else 0
-    print(f"{time.monotonic() - args.began:.0f} s in all, {training:.0f} of them training", flush=True)
+        code = sample.main([str(log.with_suffix(".pt")), f"--prompt={prompt}", "--tokens=200"])
+    print(f"{time.monotonic() - args.began:.0f} s in all, of --seconds {args.seconds:.0f}", flush=True)
     return code
 
 

@@ -1,4 +1,4 @@
-"""The tools around train_gpt.py: python -m speedrun COMMAND --help. A record is named by its folder or a part of that.
+"""The tools around train_gpt.py: python -m speedrun COMMAND --help. A record is named by its folder or by its name.
 
 Exit codes: 0 done, 1 a check failed, 2 something has to be mended, 130 interrupted.
 """
@@ -9,12 +9,10 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from speedrun import plot, process, race, records
-from speedrun.process import PYTHON, printable
-
-HAVE_PARSERS = "run", "bench"  # modules that parse their own flags
+from speedrun import ROOT, plot, process, race, records
+from speedrun.logs import digest
+from speedrun.process import printable
 
 
 def say(text: str) -> None:
@@ -22,25 +20,19 @@ def say(text: str) -> None:
     print(printable(text), flush=True)
 
 
-def command_race(args: argparse.Namespace) -> int:
-    """Run scripts in turn on equal seeds, and compare them."""
-    scripts, sources = zip(*(records.read_entrant(words, records.RECORDS) for words in args.scripts), strict=True)
-    today = time.strftime("%Y-%m-%d")
-    plan = race.Race([*scripts], args.flags, args.pairs, args.seed, args.nproc_per_node, date=today)
-    if problem := records.obstacle_ahead(plan, sources[0], records.RECORDS):
-        print(printable(f"no record can come of this race: {problem}"), file=sys.stderr)
+def command_race(args: argparse.Namespace) -> None:
+    """Race scripts, in turn on equal seeds, against the last."""
+    labels, sources = zip(*(records.read_script(name, records.RECORDS) for name in args.scripts), strict=True)
+    scripts = [race.Script(label, digest(source)) for label, source in zip(labels, sources, strict=True)]
+    plan = race.Race(scripts, args.flags, args.pairs, args.seed, args.nproc_per_node, time.strftime("%Y-%m-%d"))
     folder = args.out or Path("logs") / time.strftime("race-%Y%m%d-%H%M%S")
     say(race.report(race.run_race(plan, sources, folder)))
-    return 0
 
 
-def command_submit(args: argparse.Namespace) -> int:
+def command_submit(args: argparse.Namespace) -> None:
     """Make a record's folder from finished logs and their race."""
     folder = records.write_record(args.name, args.logs, records.RECORDS, args.race)
-    lines, _ = records.verify_records([str(folder)], records.RECORDS)
-    say("\n".join(lines))
-    say(f"mend this until verify says ok; then {PYTHON} -m speedrun table, and plot; docs/submit.md has the rest")
-    return 0
+    say(f"{folder}: fill in its page and {records.INFO}; then verify, table and plot: docs/submit.md has the rest")
 
 
 def command_verify(args: argparse.Namespace) -> int:
@@ -50,80 +42,72 @@ def command_verify(args: argparse.Namespace) -> int:
     return int(failed > 0)
 
 
-def command_diff(args: argparse.Namespace) -> int:
+def command_diff(args: argparse.Namespace) -> None:
     """Compare two scripts, each named by a record, a log or a file."""
-    names = args.a or str(records.RECORDS.parent / records.SCRIPT), args.b
-    lines, removed, added = records.diff(*(records.read_script(name, records.RECORDS) for name in names))
+    scripts = (records.read_script(name, records.RECORDS) for name in (args.a, args.b))
+    lines, removed, added = records.diff(*scripts)
     print(f"{removed} lines removed, {added} added", file=sys.stderr)
     say("\n".join(lines))
-    return 0
 
 
 def command_table(args: argparse.Namespace) -> int:
     """Rewrite the boards of records/README.md."""
     is_old = records.update_boards(records.RECORDS, args.check)
-    hint = f"out of date: run {PYTHON} -m speedrun table" if args.check else "written"
-    say(f"{records.RECORDS / records.PAGE}: {hint if is_old else 'up to date'}")
+    say(("out of date" if args.check else "written") if is_old else "up to date")
     return int(is_old and args.check)
 
 
-def command_plot(args: argparse.Namespace) -> int:
+def command_plot(args: argparse.Namespace) -> None:
     """Draw loss against train time of records or logs, as a PNG."""
-    path = args.output or (Path() if args.records else records.RECORDS) / "curves.png"
-    plot.plot(args.records, records.RECORDS, path)
-    say(str(path))
-    return 0
+    plot.plot(args.records, records.RECORDS, args.output)
 
 
-def command_site(args: argparse.Namespace) -> int:
+def command_site(args: argparse.Namespace) -> None:
     """Write the line of records as pages, which open without a server."""
     from speedrun import site
 
     say(f"{site.write_site(records.RECORDS, args.output)} files: open {args.output / 'index.html'}")
-    return 0
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m speedrun", description=__doc__)
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    def command(action: Callable[[argparse.Namespace], int], **settings: Any) -> Callable:
+    def command(action: Callable[[argparse.Namespace], int | None]) -> Callable:
         """Add a command; return what adds its flags."""
         name, text = action.__name__.removeprefix("command_"), action.__doc__
-        added = subparsers.add_parser(name, help=text, description=text, allow_abbrev=False, **settings)
+        added = subparsers.add_parser(name, help=text, description=text, allow_abbrev=False)
         added.set_defaults(action=action)
         return added.add_argument
 
     subparsers.add_parser("run", help="Check machine and data, then train: what ./run.sh starts.")
-    usage = "%(prog)s [options] NEWEST OLDER [OLDER ...] [-- FLAGS ...]"
-    epilog = "FLAGS go to all scripts. An idea may be a flag: race 'train_gpt.py --muon_lr 0.05' train_gpt.py. "
-    add = command(command_race, usage=usage, epilog=epilog + race.CONTRACT)
-    add("scripts", nargs="+", metavar="SCRIPT", help="a record, a log, a script, or 'SCRIPT FLAGS OF ITS OWN'")
+    add = command(command_race)
+    add("scripts", nargs="+", metavar="SCRIPT", help="a record, a log or a file; after -- stand flags for all of them")
     add("--pairs", type=int, default=6, help="rounds, of one run of each script; 1 to 4 are a screen (default: 6)")
     add("--seed", type=int, default=1, help="of the first round; each next one is higher (default: 1)")
     add("--nproc_per_node", type=int, default=1, metavar="N", help="processes of each run; above 1 with torchrun")
     add("--out", type=Path, metavar="FOLDER", help="of the race, which resumes there (default: logs/race-TIME)")
     add = command(command_submit)
     add("name", metavar="NAME")
-    add("logs", nargs="*", metavar="LOG")
+    add("logs", nargs="+", metavar="LOG")
     add("--race", type=Path, metavar="FILE", help="race.json against the record before, to be stored, too")
     command(command_verify)("records", metavar="RECORD", nargs="*", help="(default: all)")
     add = command(command_diff)
-    add("a", metavar="A", nargs="?", help="(default: the root's train_gpt.py)")
+    add("a", metavar="A", nargs="?", default=str(ROOT / records.SCRIPT), help="(default: the root's train_gpt.py)")
     add("b", metavar="B")
     command(command_table)("--check", action="store_true", help="only say, by exit code 1, if they are out of date")
     add = command(command_plot)
     add("records", metavar="RECORD", nargs="*", help="(default: all ranked records, and the plain GPT)")
-    add("-o", "--output", type=Path, metavar="PNG", help="(default: curves.png)")
+    add("-o", "--output", type=Path, metavar="PNG", default=Path("curves.png"), help="(default: curves.png)")
     command(command_site)("-o", "--output", type=Path, metavar="FOLDER", default=Path("site"), help="(default: site)")
     subparsers.add_parser("bench", help="Time the parts of a step of train_gpt.py on this machine.")
     return parser
 
 
-def act(argv: Sequence[str] | None) -> int:
+def act(argv: Sequence[str] | None) -> int | None:
     """Do what the flags say, and return the exit code."""
     argv = list(argv or [])
-    if argv[:1] and argv[0] in HAVE_PARSERS:
+    if argv[:1] in (["run"], ["bench"]):  # which parse their own flags
         with process.packages():
             module = importlib.import_module(f"speedrun.{argv[0]}")
         return module.main(argv[1:])

@@ -2,23 +2,18 @@
 
 import hashlib
 import json
+import math
 import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace as Track
-from typing import Any, NamedTuple
+from typing import Any
 
 from speedrun import ROOT
 from speedrun.process import ToolError as ToolError
 
 RULE = "=" * 100
-NUMBER = r"(\d{1,15}(?:\.\d{1,15})?)"
-OTHERS = r"(?: (?!train_loss|val_loss:|train_time|step_avg)\w+:\S+)*"  # fields that some public logs have
-STEP_LINE = re.compile(
-    rf"step:(\d{{1,9}})/(\d{{1,9}})(?: train_loss:(?:{NUMBER}|nan|inf))?(?: val_loss:(?:{NUMBER}|nan|inf))?{OTHERS}"
-    rf" train_time:{NUMBER}(m?s) step_avg:\S+ms{OTHERS}\s*"
-)
 HEADER_BYTES, TOKEN_BYTES = 1024, 2  # of a shard
 # What reading a damaged file may raise
 DAMAGED = ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError
@@ -52,16 +47,6 @@ TRACKS = {
 }
 
 
-class Line(NamedTuple):
-    """A step line, times in ms; that of a training step has no val_loss."""
-
-    step: int
-    total: int
-    train_loss: float | None
-    val_loss: float | None
-    time: float
-
-
 class Log:
     """A log. What it does not state is None; train_shards are (name, number of tokens).
 
@@ -92,27 +77,26 @@ class Log:
         self.read_header()
 
     def read_steps(self, text: str) -> None:
-        lines = []
+        self.curve: dict[int, tuple[float, float]] = {}  # loss, and train time in ms, of the validations, by step
+        self.last_step, self.num_steps, self.train_time = 0, 0, 0.0
         for line in re.findall("^(step:.*)\n", text, re.MULTILINE):  # a run may be writing the last one
-            match = STEP_LINE.fullmatch(line)
-            if match is None:
-                raise ToolError(f"{self.path}: {quote(line)} is no step line: cut short or edited; run it again")
-            train_loss, val_loss = (float(loss) if loss else None for loss in (match[3], match[4]))
-            time = round(float(match[5]) * (1000 if match[6] == "s" else 1), 6)
-            lines.append(Line(int(match[1]), int(match[2]), train_loss, val_loss, time))
-        if not lines:
+            try:
+                fields = dict(field.split(":", 1) for field in line.split())  # public logs have more of them
+                step, self.num_steps = map(int, fields["step"].split("/"))
+                time = fields["train_time"]  # some public ones are in seconds
+                ms = float(time.removesuffix("ms")) if time.endswith("ms") else 1000 * float(time.removesuffix("s"))
+                if math.isfinite(loss := float(fields.get("val_loss", "nan"))):
+                    self.curve[step] = loss, round(ms, 6)
+                self.last_step, self.train_time = max(self.last_step, step), max(self.train_time, round(ms, 6))
+            except DAMAGED:
+                message = f"{quote(line)} is no step line: cut short or edited; run it again"
+                raise ToolError(f"{self.path}: {message}") from None
+        if not self.num_steps:
             raise ToolError(f"{self.path}: no step lines ({quote(self.ended or 'never started')}); leave it out")
-        # A training loss is printed a few steps late, perhaps after the validation of a later step
-        self.lines = sorted(lines, key=lambda line: (line.step, line.val_loss is not None))
-        self.training = [line for line in self.lines if line.val_loss is None]
-        # Loss, and train time in ms, of the validations, by step
-        self.curve = {line.step: (line.val_loss, line.time) for line in self.lines if line.val_loss is not None}
-        self.num_steps, self.train_time = self.lines[-1].total, self.lines[-1].time
 
     def read_header(self) -> None:
         self.configuration: dict = self.find("configuration: (.*)", json.loads) or {}  # the public form has none
         self.flags = [str(flag) for flag in self.find("flags: (.*)", json.loads) or []]
-        self.environment = dict(self.find("environment: (.*)", json.loads) or {})  # older logs have none
         self.track: str | None = self.configuration.get("preset")
         self.seed = self.find(r"seed: (\d+)\b.*", int)
         shards = re.findall(r"^train shard: (.+), (\d{1,15}) bytes$", self.text, re.MULTILINE)
@@ -126,9 +110,8 @@ class Log:
         self.num_threads = processes and threads and processes * threads
         gpu = self.find(r"\|\s+\d+\s+(NVIDIA .+?)\s{2,}.*")  # the first that nvidia-smi lists
         device = self.configuration.get("device") or ("cuda" if gpu else "cpu")
-        self.has_gpu = device == "cuda"
         self.hardware = None
-        if self.has_gpu:
+        if device == "cuda":
             self.hardware = f"{processes or 1}x {gpu or 'GPU'}"
         elif processes:
             self.hardware = f"{self.find(r' *Model name: +(.+)') or 'CPU'}, {processes} processes of {threads} threads"
@@ -146,14 +129,11 @@ class Log:
     @property
     def problem(self) -> str | None:
         """Say why this is not the log of one whole run that agrees with itself, or return None."""
-        last, steps = self.lines[-1], [line.step for line in self.training]
         if self.starts > 1:
             return f"was started {self.starts} times: not one whole run; run it again"
         if self.ended is not None:
             return f"has the line {quote(self.ended)}: not one whole run; run it again"
-        if last.val_loss is None or last.step != last.total:
-            return f"ends at step {last.step} of {last.total} without the last validation: cut short; run it again"
-        # Public logs may have lines of validations alone
-        if (steps or self.configuration) and steps != [*range(1, last.total + 1)]:
-            return f"lacks a step line of 1 to {last.total}, or has one twice; run it again"
+        if self.num_steps not in self.curve or self.last_step != self.num_steps:
+            last = f"ends at step {self.last_step} of {self.num_steps}"
+            return f"{last} without the last validation: cut short; run it again"
         return None

@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import datetime
 import json
 import math
 import os
@@ -10,8 +9,7 @@ import statistics
 import string
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,12 +20,9 @@ from speedrun.process import held, run_python
 RACE = "race.json"
 ALPHA = 0.01  # a record's p has to be below it
 MIN_PAIRS = 5  # of a race that decides; fewer are a screen
-OLD_RACES = "2026-11-27"  # before, the lower end of the loss's interval had to be low enough, and runs named no round
+OLD_RACES = "2026-11-27"  # before, the lower end of the loss's interval had to be low enough
 DEFAULT = next(iter(TRACKS))  # the track of a race without --preset
 OWN_FLAGS = {"--seed", "--log_dir", "--run_id"}  # that a race sets
-CONTRACT = """A script has to accept --seed N, --log_dir FOLDER and --run_id NAME, and to write FOLDER/NAME.txt: its
-source, a line of 100 '=', what it says of itself, the line again, and for each validation, at last that of step TOTAL,
-'step:N/TOTAL val_loss:X train_time:Xms step_avg:Xms'."""
 
 
 # ---- Statistics
@@ -62,16 +57,6 @@ def interval(figures: dict, form: str) -> str:
     return f"{value} ({figures['low']:{form}} to {figures['high']:{form}})" if "low" in figures else value
 
 
-def pairs_needed(effect: float, sd: float) -> str:
-    """Return the smallest number of pairs whose 95% interval excludes 0 nine times in ten at this mean and sd."""
-    from scipy.stats import nct, t
-
-    for n in range(2, 1001):
-        if effect > 0 and (sd == 0 or nct.sf(t.isf(0.025, n - 1), n - 1, effect / sd * math.sqrt(n)) >= 0.9):
-            return str(n)
-    return "more than 1000"
-
-
 def verdict(n: int, times: dict, losses: dict, slack: float, end: str) -> str:
     """Return what n pairs say of the first script, "faster" as RULES.md defines it."""
     from scipy.stats import t
@@ -83,29 +68,14 @@ def verdict(n: int, times: dict, losses: dict, slack: float, end: str) -> str:
     elif times["low"] > 1:
         result = "slower"
     else:
-        low, middle, high = (math.log(times[key]) for key in ("low", "ratio", "high"))
-        sd = (high - low) / 2 / float(t.isf(0.025, n - 1)) * math.sqrt(n)
-        result = f"undecided, would take about {pairs_needed(abs(middle), sd)} pairs"
+        half_width, effect = math.log(times["high"] / times["low"]) / 2, abs(math.log(times["ratio"])) or 1e-6
+        sd = half_width * math.sqrt(n) / float(t.isf(0.025, n - 1))
+        # So that the interval excludes 1 nine times in ten; 1.96 and 1.28 are quantiles of the normal distribution
+        pairs = ((1.96 + 1.28) * sd / effect) ** 2 + 1.96**2 / 2
+        result = f"undecided, would take about {pairs:,.0f} pairs"
     if result != "faster" and losses["high"] < 0:
         result += " at a lower loss"
     return f"screen of {n} pairs: {result}" if n < MIN_PAIRS else result
-
-
-def compare(a: Sequence["Run"], b: Sequence["Run"], slack: float, end: str = "high") -> dict:
-    """Compare times a / b and losses a - b, by pairs of one seed, with 95% intervals and the verdict."""
-    runs_a, runs_b = {run.seed: run for run in a}, {run.seed: run for run in b}
-    seeds = sorted(runs_a.keys() & runs_b.keys())
-    if not seeds:
-        return {}
-    logs_of_times = difference(
-        [math.log(runs_a[seed].train_time) for seed in seeds], [math.log(runs_b[seed].train_time) for seed in seeds]
-    )
-    losses = difference([runs_a[seed].val_loss for seed in seeds], [runs_b[seed].val_loss for seed in seeds])
-    ratio = {key: round(math.exp(x), 6) for key, x in zip(("ratio", "low", "high"), logs_of_times, strict=False)}
-    loss = {key: round(x, 6) for key, x in zip(("difference", "low", "high"), losses, strict=False)}
-    n = len(seeds)
-    result = verdict(n, ratio, loss, slack, end)
-    return dict(n=[n, n], seeds=seeds, train_time=ratio, val_loss=loss, verdict=result)
 
 
 def summary(comparison: dict) -> str:
@@ -125,7 +95,6 @@ class Run:
     seed: int
     val_loss: float
     train_time: float
-    step_time: float | None = field(default=None, compare=False)  # of races before 2026-11-27
     val_sha256: str | None = None
     hardware: str | None = None
 
@@ -140,19 +109,17 @@ class Script:
 
     name: str
     sha256: str
-    flags: list[str] = field(default_factory=list)  # that it has alone
 
 
 @dataclass
 class Race:
-    """The content of race.json. The fields before `note` are its plan, which stays."""
+    """The content of race.json. The fields before `date` are its plan, which stays."""
 
     scripts: list[Script]
     flags: list[str]
     pairs: int
     seed: int
     nproc_per_node: int
-    note: str = ""
     date: str = ""
     runs: list[Run] = field(default_factory=list)
     comparisons: list[dict] = field(default_factory=list)
@@ -160,10 +127,9 @@ class Race:
     def __post_init__(self) -> None:
         if not (2 <= len(self.scripts) <= 26 and self.pairs >= 1 and self.seed >= 0 and self.nproc_per_node >= 1):
             raise ToolError("a race needs 2 to 26 scripts, --pairs and --nproc_per_node from 1, --seed from 0")
-        self.own_flags = [flag for script in self.scripts for flag in script.flags]
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("--preset", nargs="?", default=DEFAULT)
-        self.preset: str = parser.parse_known_args([*self.flags, *self.own_flags])[0].preset
+        self.preset: str = parser.parse_known_args(self.flags)[0].preset
 
     @property
     def hashes(self) -> list[str]:
@@ -171,8 +137,7 @@ class Race:
 
     @property
     def plan(self) -> tuple:
-        own_flags = [script.flags for script in self.scripts]
-        return self.hashes, own_flags, self.flags, self.pairs, self.seed, self.nproc_per_node
+        return self.hashes, self.flags, self.pairs, self.seed, self.nproc_per_node
 
     @property
     def order(self) -> list[tuple[int, int]]:
@@ -184,30 +149,26 @@ class Race:
         return order
 
     def runs_of(self, sha256: str) -> list[Run]:
-        """Return the runs of the first script with this hash."""
+        """Return the runs of the first script with this hash, in the order of seeds."""
         return [run for run in self.runs if run.script == self.hashes.index(sha256)]
 
-    def compare(self, a: Sequence[Run], b: Sequence[Run]) -> dict:
+    def compare(self, newer: str, older: str) -> dict:
+        """Compare two scripts, by their hashes, of a whole race: ratio of times, difference of losses, verdict."""
+        a, b = self.runs_of(newer), self.runs_of(older)
+        times = difference([math.log(run.train_time) for run in a], [math.log(run.train_time) for run in b])
+        losses = difference([run.val_loss for run in a], [run.val_loss for run in b])
+        ratio = {key: round(math.exp(x), 6) for key, x in zip(("ratio", "low", "high"), times, strict=False)}
+        loss = {key: round(x, 6) for key, x in zip(("difference", "low", "high"), losses, strict=False)}
         slack = TRACKS.get(self.preset, TRACKS[DEFAULT]).slack
-        return compare(a, b, slack, "low" if self.date < OLD_RACES else "high")
-
-    def compare_all(self) -> Iterator[tuple[Script, Script, dict]]:
-        """Compare each script with the next one, and all with the last, as far as they have runs of one seed."""
-        last = len(self.scripts) - 1
-        for a, b in [*((i, i + 1) for i in range(last)), *((i, last) for i in range(last - 1))]:
-            runs_a, runs_b = ([run for run in self.runs if run.script == i] for i in (a, b))
-            if comparison := self.compare(runs_a, runs_b):
-                yield self.scripts[a], self.scripts[b], comparison
+        result = verdict(self.pairs, ratio, loss, slack, "low" if self.date < OLD_RACES else "high")
+        return dict(n=self.pairs, train_time=ratio, val_loss=loss, verdict=result)
 
     def run_id(self, seed: int, script: int) -> str:
         """Name a run; the round lets a reader see that none before it is left out."""
-        number = "" if self.date < OLD_RACES else f"{seed - self.seed + 1}of{self.pairs}-"
-        return f"race-{number}{seed}-{string.ascii_lowercase[script]}"
+        return f"race-{seed - self.seed + 1}of{self.pairs}-{seed}-{string.ascii_lowercase[script]}"
 
     def check(self, path: Path) -> None:
-        """Raise ToolError unless the runs are the first ones of a race, on the same tokens and one kind of machine."""
-        if [(run.seed, run.script) for run in self.runs] != self.order[: len(self.runs)]:
-            raise ToolError(f"{path}: its runs are not those of a race in order; begin a new race with --out")
+        """Raise ToolError unless the runs are on the same tokens and one kind of machine."""
         for name in ("val_sha256", "hardware"):
             if len({getattr(run, name) for run in self.runs} - {None}) > 1:
                 raise ToolError(f"{path}: its runs differ in {name}: race with the same data, on one machine")
@@ -219,12 +180,19 @@ class Race:
         os.replace(part, path)
 
 
+def known(kind: type, fields: dict) -> dict:
+    """Return those of the fields that this class has: older races had more."""
+    return {name: fields[name] for name in (field.name for field in dataclasses.fields(kind)) if name in fields}
+
+
 def read_race(path: Path) -> Race:
     fields = read_json(path)
     try:
-        fields["scripts"] = [Script(**script) for script in fields["scripts"]]
-        fields["runs"] = [Run(**run) for run in fields["runs"]]
-        return Race(**fields)
+        if any(script.get("flags") for script in fields["scripts"]):
+            raise ToolError("a script has flags that the others lack: put them into it, and begin a new race")
+        fields["scripts"] = [Script(**known(Script, script)) for script in fields["scripts"]]
+        fields["runs"] = [Run(**known(Run, run)) for run in fields["runs"]]
+        return Race(**known(Race, fields))
     except (*DAMAGED, ToolError) as error:
         raise ToolError(f"{path}: not what `race` wrote ({quote(str(error))}); take the file as it was") from None
 
@@ -237,14 +205,11 @@ def run_script(command: Sequence[str], log: Path, script: int, seed: int) -> Run
     try:
         run_python(command)
     except ToolError as error:
-        fix = "with that mended, the same with --out goes on; with other flags or scripts, begin a new one"
-        raise ToolError(f"run {log.stem} failed: {quote(str(error), 300)}; {fix}") from None
-    if not log.is_file():
-        raise ToolError(f"run {log.stem} ended well, but wrote no {log}; `race --help` says what a script has to do")
+        raise ToolError(f"run {log.stem} failed: {quote(str(error), 300)}; mend it, go on with --out") from None
     result = Log(log)
     if result.problem:
         raise ToolError(f"{log}: {result.problem}")
-    return Run(script, seed, result.val_loss, result.train_time, None, result.val_sha256, result.hardware)
+    return Run(script, seed, result.val_loss, result.train_time, result.val_sha256, result.hardware)
 
 
 def remove_files(folder: Path, run_id: str, keep: Sequence[str] = ()) -> None:
@@ -254,57 +219,41 @@ def remove_files(folder: Path, run_id: str, keep: Sequence[str] = ()) -> None:
             path.unlink()
 
 
-def resume(plan: Race, path: Path) -> Race:
-    """Return the race that was begun there, or begin this one, so that one can go on whose first run fails."""
-    if not path.is_file():
-        plan.write(path)
-    race = read_race(path)
-    if race.plan != plan.plan:
-        raise ToolError(f"{path}: was begun with other scripts, flags, pairs or seed: use the same, or another --out")
-    race.check(path)
-    return race
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def run_race(plan: Race, sources: Sequence[str], folder: Path) -> Race:
     """Run what is left of a race of these scripts, and return it; it is stored after each run."""
-    if any(flag.partition("=")[0] in OWN_FLAGS for flag in plan.flags + plan.own_flags):
+    if any(flag.partition("=")[0] in OWN_FLAGS for flag in plan.flags):
         raise ToolError("--seed, --log_dir and --run_id are the race's own: leave them out")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=localhost"]
     launcher = [*torchrun, f"--nproc_per_node={plan.nproc_per_node}"] if plan.nproc_per_node > 1 else []
-    log_dir = folder.resolve()
-    if log_dir.is_relative_to(ROOT):  # so that a log names no home folder
-        log_dir = log_dir.relative_to(ROOT)
+    log_dir = os.path.relpath(folder, ROOT)  # so that a log names no home folder
     path = folder / RACE
     with (
         tempfile.TemporaryDirectory(prefix="race-") as copies,
         held(folder, "another race runs there: wait for it, or choose another --out"),
     ):
-        race = resume(plan, path)
+        if not path.is_file():  # so that a race goes on whose first run fails
+            plan.write(path)
+        race = read_race(path)
+        if race.plan != plan.plan:
+            raise ToolError(f"{path}: was begun with other scripts, flags, pairs or seed: use those, or another --out")
         for i, source in enumerate(sources):  # who edits one while they race does not change it
             Path(copies, f"script_{i}.py").write_text(source + "\n", encoding="utf-8")
-        total, left, began = len(race.order), race.order[len(race.runs) :], time.monotonic()
-        # nohup and & ignore Ctrl-C
-        say(f"{len(race.runs)}/{total} runs; to stop: kill -TERM {os.getpid()}; to go on: the same with --out {folder}")
-        for done, (seed, i) in enumerate(left, start=1):
+        how = f"to stop: kill -TERM {os.getpid()}; to go on: the same with --out {folder}"  # nohup ignores Ctrl-C
+        print(f"{len(race.runs)}/{len(race.order)} runs; {how}", file=sys.stderr, flush=True)
+        for seed, i in race.order[len(race.runs) :]:
             run_id = race.run_id(seed, i)
-            own_flags = ["--seed", str(seed), "--log_dir", str(log_dir), "--run_id", run_id]
-            command = [*launcher, f"{copies}/script_{i}.py", *own_flags, *race.flags, *race.scripts[i].flags]
+            own_flags = ["--seed", str(seed), "--log_dir", log_dir, "--run_id", run_id]
+            command = [*launcher, f"{copies}/script_{i}.py", *own_flags, *race.flags]
             remove_files(folder, run_id)  # of a run that was stopped
-            try:
-                run = run_script(command, folder / f"{run_id}.txt", i, seed)
-            finally:
-                remove_files(folder, run_id, keep=(".txt", ".json"))
+            run = run_script(command, folder / f"{run_id}.txt", i, seed)
+            remove_files(folder, run_id, keep=(".txt", ".json"))
             race.runs.append(run)
             race.check(path)
             race.write(path)
-            seconds = (time.monotonic() - began) / done * (len(left) - done)
-            rest = f"{len(race.runs)}/{total}, {datetime.timedelta(seconds=round(seconds))} left"
-            say(f"{run_id}: val_loss {run.val_loss:.4f}, {run.train_time:.0f} ms; {rest}")
-        race.comparisons = [comparison for *_, comparison in race.compare_all()]
+            result = f"{run_id}: val_loss {run.val_loss:.4f}, {run.train_time:.0f} ms"
+            print(f"{result}; {len(race.runs)}/{len(race.order)}", file=sys.stderr, flush=True)
+        *others, last = race.hashes
+        race.comparisons = [race.compare(other, last) for other in others]
         race.write(path)
     return race
 
@@ -315,7 +264,8 @@ def report(race: Race) -> str:
     if track := TRACKS.get(race.preset):
         sample = Sample([run.val_loss for run in race.runs_of(race.hashes[0])], track.target)
         lines.append(f"{race.scripts[0].name}: {sample}, p={sample.p:.2g} against {track.target}")
-    for a, b, comparison in race.compare_all():
-        pairs = f"n={comparison['n'][0]} pairs from seed {comparison['seeds'][0]} on, 95% intervals"
-        lines += [f"{a.name} against {b.name}: {pairs}", f"  {summary(comparison)}"]
+    lines.append(f"{race.pairs} pairs from seed {race.seed} on, 95% intervals")
+    *others, last = race.scripts
+    for script, comparison in zip(others, race.comparisons, strict=True):
+        lines.append(f"{script.name} against {last.name}: {summary(comparison)}")
     return "\n".join(lines)

@@ -76,7 +76,7 @@ class Record:
         self.steps: int | None = self.public["steps"] if self.public else None
         self.seconds = self.race = None
         if self.info.ranked:
-            logs = records.record_logs(folder)
+            logs = records.read_logs(folder)
             self.steps = logs[0].num_steps
             self.loss = race.Sample([log.val_loss for log in logs])
             self.seconds = race.Sample([log.train_time / 1000 for log in logs])

@@ -12,7 +12,7 @@ LAYERS = (
     Layer("paired", half_qk=True, gate_net=True, value_embed=True, x0=True, ngram=True),
     Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True, mlps=2),
     Layer("long", xsa=True, head_gate=True),
-    Layer("none", gate_net=True, skip=1, x0=True, mlps=0),
+    Layer(None, gate_net=True, skip=1, x0=True, mlps=0),
     Layer("long", value_embed=True, attn_input=3, head_gate=True, x0=True, ngram=True, mudd=3, head_mix=(3, 2, 1)),
 )
 STAGES = tuple(

@@ -59,9 +59,16 @@ def test_only_the_known_mask_is_kept_and_errors_are_one_line(tmp_path, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(CACHE.glob("*")), reason="TIKTOKEN_CACHE_DIR has to have GPT-2's vocabulary")
-def test_mask_of_gpt2(tmp_path, monkeypatch):
-    """The numbers are the public record's."""
+def test_what_follows_from_the_vocabulary_of_gpt2(tmp_path, monkeypatch):
+    """The numbers of the mask are the public record's. For a prefix, 65535: none."""
     monkeypatch.setattr(canonical, "PATH", tmp_path / "mask.bin")
     canonical.main([])  # compares the hash of all
     counts = np.bitwise_count(np.fromfile(tmp_path / "mask.bin", np.uint8).reshape(50304, 6288)).sum(1)
     assert (counts.sum(), (counts > 0).sum()) == (70_889_701, 47_432)
+    encoding = tiktoken.get_encoding("gpt2")
+    ranks = {encoding.decode_single_token_bytes(i): i for i in range(50256)}
+    prefixes = [
+        max((p for n in range(len(token)) if (p := token[:n]) in ranks), key=len, default=b"") for token in ranks
+    ]
+    table = np.fromfile(Path(canonical.__file__).with_name("gpt2_prefixes.bin"), "<u2")
+    assert table.tolist() == [*(ranks.get(prefix, 65535) for prefix in prefixes), 65535]

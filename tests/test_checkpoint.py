@@ -108,7 +108,7 @@ def test_a_run_that_has_ended_or_has_another_name_is_left_alone(run_flags, saved
     flags, taken = [*run_flags, f"--resume={saved}"], tmp_path / "elsewhere" / "whole.checkpoint"
     taken.parent.mkdir()
     taken.write_text("another's")
-    with pytest.raises(UserError, match=r"FileExistsError\('.checkpoint'\)"):
+    with pytest.raises(UserError, match=r"FileExistsError\('.*.checkpoint'\)"):
         train([*flags, f"--log_dir={taken.parent}"])
     assert taken.read_text() == "another's"
     with pytest.raises(UserError, match=r"--run_id other: .* is of run whole"):
@@ -187,7 +187,7 @@ def test_a_signal_saves_and_stops(flags, gpt2_flags, tmp_path, monkeypatch, requ
     assert (signal.getsignal(number), gc.get_freeze_count(), gc.isenabled()) == (before, 0, True)
     log = tmp_path / "logs" / "told.txt"
     resume = f"; to go on, give the same flags and --resume {log.with_suffix('.checkpoint')}\n"
-    assert log.read_text().endswith(f"\nstopped: KeyboardInterrupt('{name}'){resume}")
+    assert log.read_text().endswith(f"\nstopped: {name}{resume}")
     assert step_of(log.with_suffix(".checkpoint")) == saved
     monkeypatch.undo()
     assert losses(train([*flags, "--resume=latest"])) == losses(whole)
@@ -219,7 +219,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step(run_flags, tmp_path):
     wait_for(lambda: log.exists() and "\nstep:5/" in log.read_text())
     os.kill(run.processes[-1].pid, signal.SIGTERM)
     assert run.wait() == [130] * 2, run.text("err")
-    assert "\nstopped: KeyboardInterrupt('SIGTERM'); to go on, give the same flags and --resume " in log.read_text()
+    assert "\nstopped: SIGTERM; to go on, give the same flags and --resume " in log.read_text()
     assert step_of(log.with_suffix(".checkpoint")) in range(8, 300, 4)
 
 

@@ -24,7 +24,7 @@ STAGES = (
 LAYERS = (
     Layer("paired", half_qk=True, gate_net=True, x0=True, ngram=True),
     Layer("long", half_v=True, value_embed=True, xsa=True),
-    Layer("none", shift=(0, 2, 1), gate_net=True, skip=1, mlps=0),
+    Layer(None, shift=(0, 2, 1), gate_net=True, skip=1, mlps=0),
     Layer("nope", value_embed=True, attn_input=1, head_gate=True, ngram=True, mlps=2, mudd=1, head_mix=(1, 0)),
 )
 LONG = dict(num_iterations=14, val_seq_len=256, val_tokens=512, head_dim=16, model_dim=32, tied_frac=0.5)

@@ -95,8 +95,8 @@ def test_layers_are_dense_ones(request, preset: str):
         block.register_forward_hook(lambda _, args, out: calls.append((args, out)))
     for i, net in gpt.gate_nets.items():
         net.register_forward_pre_hook(lambda _, args, i=int(i): nets.update({i: args[0]}))
-    gpt.ngram_rows = torch.randn(1 + inputs.ngram_index.max(), cfg.model_dim, dtype=torch.float64)
-    ngrams = gpt.ngram_rows[inputs.ngram_index]
+    gpt.fetched_ngrams = torch.randn(1 + inputs.ngram_index.max(), cfg.model_dim, dtype=torch.float64)
+    ngrams = gpt.fetched_ngrams[inputs.ngram_index]
     found = gpt.features(inputs, make_attention_settings(schedule, cfg, torch.device("cpu")))
     first, outputs = calls[0][1].first, [made.output for _, made in calls]
     tables = {int(i): table(inputs.tokens) for i, table in gpt.value_embeds.items()}
@@ -146,7 +146,7 @@ def stepped(optimizer, cfg):
         grads = torch.randn_like(before) * (torch.arange(before.size(2)) > 0)  # what has none does not decay in Adam
         optimizer.add([*grads])
         total = total + grads / cfg.batch_sequences
-        if optimizer.numbers(schedule):
+        if optimizer.scheduled_update(schedule):
             optimizer.reduce()
             optimizer.update(schedule)
             after = torch.stack(optimizer.params).detach()

@@ -139,7 +139,7 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     [inputs], exchange = trainer.dummy_batch(schedule)
     trainer.table.rows.normal_()
     trainer.table.fetch(exchange)
-    fp8.ngram_rows = plain.ngram_rows
+    fp8.fetched_ngrams = plain.fetched_ngrams
     batch = inputs, make_attention_settings(schedule, cfg, trainer.device)
     names = "softcapped_cross_entropy", "softcapped_softmax"
     given = {}
@@ -153,7 +153,7 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
         monkeypatch.setattr(owner, name, noted)
     loss = fp8(*batch)
     loss.backward()
-    counts = [sum(layer.attention != "none" for layer in cfg.layers), sum(layer.mlps for layer in cfg.layers)]
+    counts = [sum(layer.attention is not None for layer in cfg.layers), sum(layer.mlps for layer in cfg.layers)]
     assert [len(given[FP8Linear]), len(given[FP8ReluSquaredMLP])] == counts
     for (z, *_), more in given["softcapped_cross_entropy"]:
         assert (z.dtype, more["scale"], more["cfg"]) == (E4M3, HEAD_FP8_DZ, fp8.cfg)

@@ -77,7 +77,7 @@ def test_no_output_depends_on_later_tokens_or_other_documents(request, preset: s
     stages = tuple(stage._replace(windows=dict.fromkeys(stage.windows, 120)) for stage in cfg.stages)
     cfg, tokens = dataclasses.replace(cfg, dtype="float64", stages=stages), text(cfg)
     if is_strict:
-        layers = (layer._replace(attention=layer.attention.replace("long", "short")) for layer in cfg.layers)
+        layers = (layer._replace(attention="short") if layer.attention == "long" else layer for layer in cfg.layers)
         cfg = dataclasses.replace(cfg, layers=tuple(layers), smear_gate_inputs=0)
     trainer = random_trainer(cfg)
     if is_strict:

@@ -17,64 +17,65 @@ from data.pack_nano import to_tokens
 from speedrun import ROOT
 
 
-def test_a_run_ends_in_time_and_reads_the_text_once():
-    for seconds in 5, 20, 90:
-        steps = train_text.steps_within(seconds, step=0.05, sequences=2, whole=10_000)
-        others = train_text.VALIDATIONS * train_text.VALIDATION * 2 + train_text.SAMPLE
-        assert steps == 20 or seconds - 0.05 < (steps + others) * 0.05 <= seconds
-    assert train_text.steps_within(90, step=0.05, sequences=2, whole=100) == 100
-
-
 def test_xz_knows_the_training_text():
     noise = os.urandom(4000)
     assert abs(train_text.xz_bits(noise, noise[:1000])) < 1
     assert train_text.xz_bits(b"a" * 4000, noise) > 7.9
 
 
-def test_bits_per_byte_by_hand_and_a_loss_that_rose(tmp_path, capsys):
+def test_bits_per_byte_by_hand_and_a_loss_that_rose(capsys):
     """An end of text costs nats and is no byte."""
-    (tmp_path / "log").write_text(
-        "'step:{step}/9 val_loss:{loss}'\n"
-        + "".join(
-            f"step:{step}/9 val_loss:{loss:.4f} train_time:{step}000ms\nstep:{step + 1}/9 train_loss:1 train_time:1ms\n"
-            for step, loss in ((0, 5), (3, 1.5), (6, 2))
-        )
-    )
-    curve = train_text.curve_of(tmp_path / "log")
-    assert curve == [(5, 0, 0), (1.5, 3, 3), (2, 6, 6)]
-    targets = to_tokens([b"ab", b"cde"])[1:]
-    train_text.show(curve[:2], targets, 3.0, 9)
+    targets, curve = to_tokens([b"ab", b"cde"])[1:], [(5, 0, 0), (1.5, 3, 3), (2, 6, 6)]
+    wanted = f"{1.5 * 6 / 5 / math.log(2):8.3f} nano after step 3"
+    train_text.show(curve[:2], targets, 3.0)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "bits per byte of 5 bytes that were held back:"
-    assert lines[2] == f"{1.5 * 6 / 5 / math.log(2):8.3f} nano after step 3"
-    assert len(lines) == 4
-    train_text.show(curve, targets, 3.0, 9)
-    assert f"lowest after step 3, {1.5 * 6 / 5 / math.log(2):.3f}, and rose" in capsys.readouterr().out
+    assert lines[1:3] == ["bits per byte of 5 bytes that were held back:", wanted]
+    assert lines[3].startswith("   3.000 xz -9e")
+    train_text.show(curve, targets, 3.0)
+    assert f"{wanted}: longer is worse" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("code", [0, 3, 130])
-def test_what_ended_is_shown(tmp_path, monkeypatch, capsys, code):
-    pack = tmp_path / "book.txt"
-    pack.write_bytes(np.random.default_rng(0).bytes(50_000).hex().encode())
-    pack_text.main([str(pack), f"--out={tmp_path}/own"])
+@pytest.mark.parametrize(
+    ("end", "code", "runs", "last_step"),
+    [
+        ("whole", 0, [20, 177], 177),
+        ("time", 0, [20, 70], 70),
+        ("late", 0, [20], 20),  # the time is over when the machine has been measured
+        ("slower", 130, [20, 70], 20),
+        ("interrupted", 130, [20, 70], 35),
+        ("diverged", 3, [20], None),
+    ],
+)
+def test_steps_fit_into_the_time_and_what_is_known_is_shown(tmp_path, monkeypatch, capsys, end, code, runs, last_step):
+    """A pretended run takes 2 s and its steps. 27 of the 30 s are planned: 70 steps and 25 for the sample fit."""
+    (tmp_path / "book.txt").write_bytes(np.random.default_rng(0).bytes(200_000).hex().encode())
+    pack_text.main([f"{tmp_path}/book.txt", f"--out={tmp_path}/own"])
     monkeypatch.chdir(tmp_path)
-    launched = []
+    Path("logs").mkdir()
+    done, known = [], dict(slower=1, interrupted=2).get(end, 3)  # validations of the second run
+    clock, ms = Mock(wraps=time, monotonic=Mock(return_value=0)), dict(whole=1, late=900).get(end, 200)
 
-    def cli(flags):
-        launched.extend(flags)
-        Path("logs", flags[-1].partition("=")[2] + ".txt").write_text("step:9/44 val_loss:2.7726 train_time:9000ms x\n")
-        return code
+    def program(flags):
+        flags = dict(flag.split("=") for flag in flags if "=" in flag)
+        done.append(steps := int(flags["--num_iterations"]))
+        clock.monotonic.return_value += 2 + steps * ms / 1000
+        lines = [f"step:{step}/{steps} val_loss:2 train_time:{ms * step}ms x\n" for step in (0, steps // 2, steps)]
+        lines = lines[: known if len(done) > 1 else 3]
+        Path("logs", flags["--run_id"] + ".txt").write_text("'step:{step}'\n" + "".join(lines))
+        if len(done) > 1 and end == "slower":
+            with pytest.raises(KeyboardInterrupt):
+                time.sleep(9)
+        return code if len(done) == len(runs) else 0
 
-    monkeypatch.setattr(train_text, "measure", lambda _: (0.01, 1.0))
-    monkeypatch.setattr(train_text.train_gpt, "cli", cli)
+    monkeypatch.setattr(train_text, "time", clock)
+    monkeypatch.setattr(train_text.train_gpt, "cli", program)
     monkeypatch.setattr(train_text.sample, "main", Mock(return_value=0))
-    is_late = code == 3  # starting took longer than all should: the smallest run, and little of xz
-    began = time.monotonic() - 99 * is_late
-    assert train_text.train([f"{tmp_path}/own", "--seconds=30", f"--began={began}"]) == code
-    assert f"--num_iterations={20 if is_late else 44}" in launched
+    if end == "slower":
+        monkeypatch.setattr(train_text, "LATE", 0)
+    assert (train_text.train([f"{tmp_path}/own", "30", "0"]), done) == (code, runs)
     out = capsys.readouterr().out
-    assert f"has read {'1,99' if is_late else '90,'}" in out
-    assert ("4.0" in out, "9 of them training" in out) == (True, True)
+    assert ("bits per byte" in out, "became slower" in out) == (last_step is not None, end == "slower")
+    assert last_step is None or f"nano after step {last_step}\n" in out
     assert train_text.sample.main.called == (code == 0)
 
 
