@@ -90,7 +90,7 @@ class Model:
         p = logits.softmax(1)
         alpha = p[:, self.cfg.copy_row, None].clamp(max=1 - 1e-6)
         copied = torch.zeros_like(p).index_add_(1, tokens, weights[:, :-1].to(p.dtype))
-        return train_gpt.mix_copies_of_tensors(p, alpha, copied, weights[:, -1:]).log()
+        return train_gpt.mix_copies(p, alpha, copied, weights[:, -1:]).log()
 
     @torch.inference_mode()
     def predictions(self, tokens: Sequence[int], first: int = 0) -> Iterator[Tensor]:
@@ -102,7 +102,7 @@ class Model:
 
 def load_model(path: Path, device: str) -> Model:
     """Load what --save_checkpoint wrote to `path`."""
-    with train_gpt.reading(f"{path}: name a sound .pt that a run with --save_checkpoint of this script wrote"):
+    with train_gpt.file_errors(f"{path}: name a sound .pt that a run with --save_checkpoint of this script wrote"):
         saved = train_gpt.load_file(path)
         cfg = Hyperparameters(**json.loads(saved["configuration"]))
         # What was trained in bf16 is sampled in fp32 where that is faster

@@ -323,7 +323,7 @@ class Hyperparameters:
     cooldown_frac: float = 0.8  # last part of the scheduled steps, those without the last stage's extra_steps
     min_lr_frac: float = 0.3  # factor on learning rates at the end of the cooldown and later
     tied_frac: float = 1.0  # first part of the scheduled steps, in which embedding and head are one table; 0: none
-    loss_scale: float = 1.0  # factor on a sequence's summed loss before the backward pass
+    loss_scale: float = 1.0  # factor on a sequence's summed loss; never undone, as updates depend on it by eps alone
     # Model
     model_dim: int = 768  # width of the residual stream
     num_heads: int = 6  # attention heads, a multiple of heads_per_matrix
@@ -343,6 +343,9 @@ class Hyperparameters:
     value_gate_inputs: int = 12  # inputs of value gates, half from x, half from the value embedding; 0: no gates
     smear_gate_inputs: int = 12  # input channels of the smear gate; 0: no smear
     # Head
+    head_from_values: bool = (
+        False  # the head begins as the values of the last layer, so that it copies what is attended
+    )
     head_std: float = 0.005  # initial standard deviation of the head, and of the embedding that is tied to it
     lm_head_softcap: float = 15.0  # c in the softcap r sigmoid((z + d) 2 / c) of the logits z
     softcap_range: float = 23.0  # r in the softcap
@@ -502,6 +505,7 @@ NANO = dict(  # for CPUs, on the text in data/nano
     value_embed_std=0.2,
     value_gate_inputs=0,
     smear_gate_inputs=0,
+    head_from_values=True,
     head_std=0.0,
     pointer_dim=0,
     val_lm_head_slice=1024,
@@ -862,7 +866,7 @@ def make_attention_settings(schedule: StepSchedule, cfg: Hyperparameters, device
 
 
 # ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
-NONE, BEYOND = -1, -2  # targets without a loss: see `DistributedDataLoader.targets`
+NO_TARGET, PAST_END = -1, -2  # targets without a loss: see `DistributedDataLoader.targets`
 # For each sequence a shard and an array (pieces, 2): where its pieces of documents begin and end
 BatchPlan = list[tuple[str, np.ndarray]]
 Data = dict[str, list[BatchPlan]]  # what to train on, and what to validate on
@@ -979,7 +983,7 @@ def read_table(path: str, dtype: str, *shape: int) -> np.ndarray:
 def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
     """Return for each token the longest other token that its bytes begin with, or -1 (data/gpt2_prefixes.bin)."""
     table = read_table(cfg.prefix_file, "<u2", cfg.vocab_size).astype(np.int64)
-    return np.where(table < cfg.vocab_size, table, NONE)
+    return np.where(table < cfg.vocab_size, table, NO_TARGET)
 
 
 def read_invalid_tokens(cfg: Hyperparameters) -> np.ndarray:
@@ -1152,12 +1156,12 @@ class DistributedDataLoader:
     def targets(self, schedule: StepSchedule, next_tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the targets (T, n) and the weights (n,) of their losses, from the next tokens (T,).
 
-        A target without a loss is NONE, where a token has no prefix or its prefix is no sampled class, or BEYOND, past
-        the end of the sequence.
+        A target without a loss is NO_TARGET, where a token has no prefix or its prefix is no sampled class, or
+        PAST_END, behind the sequence.
         """
         cfg = self.cfg
         T = len(next_tokens)
-        padded = np.pad(next_tokens.astype(np.int64), (0, len(schedule.mtp_weights)), constant_values=BEYOND)
+        padded = np.pad(next_tokens.astype(np.int64), (0, len(schedule.mtp_weights)), constant_values=PAST_END)
         columns = [(padded[k : k + T], weight) for k, weight in enumerate(schedule.mtp_weights)]
         if schedule.prefix_weight:
             columns.append((self.prefixes[next_tokens], schedule.prefix_weight))
@@ -1181,7 +1185,7 @@ class DistributedDataLoader:
         classes = None
         if count := schedule.sampled_classes:
             classes, self.offsets[i] = sample_classes(next_tokens, count, self.offsets[i], self.cfg)
-            index = np.full(self.cfg.padded_vocab, NONE)  # of each token among the sampled classes
+            index = np.full(self.cfg.padded_vocab, NO_TARGET)  # of each token among the sampled classes
             index[classes] = np.arange(count)
             targets = np.where(targets < 0, targets, index[targets])
         doc_starts = self.doc_starts(schedule, tokens)
@@ -1312,12 +1316,12 @@ def store_once(t: Tensor) -> Tensor:
 def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Return scale * t in FP8. Numbers beyond its limit are clamped: some devices saturate, others give NaN.
 
-    By comparisons: where a compiler makes min.NaN of `clamp`, and stores rows and columns, ptxas 12.9 was seen to spoil
-    the columns (triton issue 11111, torchao issue 4652).
+    By torch.where and not clamp: with ptxas 12.9, kernels that clamped and stored both layouts corrupted the columns
+    (triton issue 11111, torchao issue 4652).
     """
     limit = torch.finfo(dtype).max
     t = t * scale
-    return store_once(torch.where(t > limit, limit, torch.where(t < -limit, -limit, t)).to(dtype))
+    return torch.where(t > limit, limit, torch.where(t < -limit, -limit, t)).to(dtype)
 
 
 def row_major(t: Tensor) -> Tensor:
@@ -1356,15 +1360,15 @@ class FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w):
-        x_q = quantize(x, FP8_X, torch.float8_e4m3fn)
-        w_q = quantize(w, FP8_W, torch.float8_e4m3fn)
+        x_q = store_once(quantize(x, FP8_X, torch.float8_e4m3fn))
+        w_q = store_once(quantize(w, FP8_W, torch.float8_e4m3fn))
         ctx.save_for_backward(x_q, w_q)
         return fp8_matmul(x_q, w_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2)
+        grad_q = store_once(quantize(grad, FP8_GRAD, torch.float8_e5m2))
         return fp8_linear_backward(grad_q, grad_q, x, w, grad.dtype)
 
 
@@ -1427,9 +1431,9 @@ class FP8ReluSquaredMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w2, use_kernel):
         ctx.use_kernel = use_kernel
-        x_q = quantize(x, FP8_X, torch.float8_e4m3fn)
-        w1_q = quantize(w1, FP8_W, torch.float8_e4m3fn)
-        w2_q = quantize(w2, FP8_W, torch.float8_e4m3fn)
+        x_q = store_once(quantize(x, FP8_X, torch.float8_e4m3fn))
+        w1_q = store_once(quantize(w1, FP8_W, torch.float8_e4m3fn))
+        w2_q = store_once(quantize(w2, FP8_W, torch.float8_e4m3fn))
         z = fp8_matmul(x_q, w1_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
         squares_q, scales = relu_squared_fp8(z)
         ctx.save_for_backward(x_q, w1_q, w2_q, squares_q, scales)
@@ -1440,7 +1444,7 @@ class FP8ReluSquaredMLP(torch.autograd.Function):
     def backward(ctx, grad):
         x_q, w1_q, w2_q, squares_q, scales = ctx.saved_tensors
         scale = 1 / scales.max()  # one for all columns
-        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2)
+        grad_q = store_once(quantize(grad, FP8_GRAD, torch.float8_e5m2))
         dz, dz_columns, squares = relu_squared_backward(grad_q, w2_q, squares_q, scales, scale, ctx.use_kernel)
         grad_w2 = fp8_matmul(grad_q.t(), squares, FP8_GRAD * scale, grad.dtype)
         grad_x, grad_w1 = fp8_linear_backward(dz, dz_columns, x_q, w1_q, grad.dtype)
@@ -1527,21 +1531,23 @@ def first_visible_keys(doc_starts: Tensor, window, heads_per_pair: int = 1) -> T
     return torch.maximum(start, torch.arange(len(start), dtype=torch.int32, device=start.device) - window)
 
 
-def causal_mask(start: Tensor, also: Callable | None = None) -> Callable:
+def causal_mask(start: Tensor, extra_mask_mod: Callable | None = None) -> Callable:
     """Return a mask_mod sees(b, h, q, kv) for FlexAttention: causal, from `first_visible_keys` on.
 
-    also(b, h, q, kv): a further condition.
+    extra_mask_mod(b, h, q, kv): a further condition.
     """
 
     def sees(b, h, q, kv):
         visible = (q >= kv) & (kv >= start[q])
-        return visible if also is None else visible & also(b, h, q, kv)  # torch 2.11 compiles no `if also`
+        return (
+            visible if extra_mask_mod is None else visible & extra_mask_mod(b, h, q, kv)
+        )  # torch 2.11 compiles no `if extra_mask_mod`
 
     return sees
 
 
-def causal_block_mask(start: Tensor, block: int, also: Callable | None = None) -> BlockMask:
-    """Return `causal_mask` for FlexAttention (records 20 and 29). With `also` all visible blocks count as partial.
+def causal_block_mask(start: Tensor, block: int, extra_mask_mod: Callable | None = None) -> BlockMask:
+    """Return `causal_mask` for FlexAttention (records 20 and 29). With extra_mask_mod all blocks count as partial.
 
     A query block sees the key blocks from first_visible to its own. All of its queries see all of the blocks from
     first_full to the one before its own: these are full and need no mask. Lists go from near to far. Eight tokens of
@@ -1566,12 +1572,12 @@ def causal_block_mask(start: Tensor, block: int, also: Callable | None = None) -
     # Of each key block, the number of the query block behind the last one that sees it, and sees it as a whole
     end_visible = (first_visible <= own[:, None]).sum(1, dtype=torch.int32)
     end_full = (first_full <= own[:, None]).sum(1, dtype=torch.int32)
-    num_full = (own - first_full).clamp(min=0) * (also is None)
-    num_full_queries = (end_full - own - 1).clamp(min=0) * (also is None)
+    num_full = (own - first_full).clamp(min=0) * (extra_mask_mod is None)
+    num_full_queries = (end_full - own - 1).clamp(min=0) * (extra_mask_mod is None)
     keys_of_queries = block_lists(own, own - first_visible + 1, num_full, step=-1)
     queries_of_keys = block_lists(own, end_visible - own, num_full_queries, step=1)
     lengths = len(start), len(start)
-    sees = causal_mask(start, also)
+    sees = causal_mask(start, extra_mask_mod)
     return BlockMask(lengths, *keys_of_queries, *queries_of_keys, BLOCK_SIZE=(block, block), mask_mod=sees)  # type: ignore[misc]
 
 
@@ -1599,7 +1605,7 @@ class BandMask:
         band = block * (1 + math.ceil(max_window / block))
         q = torch.arange(T, dtype=torch.int32).view(-1, block, 1)
         kv = q[:, -1:] + torch.arange(1 - band, 1, dtype=torch.int32)
-        heads = torch.arange(2)[:, None, None, None]  # only the pointer's mask asks for heads: then bias has two
+        heads = torch.arange(2)[:, None, None, None]  # the pointer's mask asks for the head: its bias is for both
         visible = (kv >= 0) & sees(None, heads, q, kv.clamp(min=0))
         # Not -inf, which has no gradient where the pointer's second mask shows nothing
         self.bias = torch.where(visible, torch.zeros((), dtype=dtype), -1e30)
@@ -1624,12 +1630,14 @@ class BandMask:
 
 
 def attention_mask(
-    start: Tensor, max_window: int, cfg: Hyperparameters, also: Callable | None = None
+    start: Tensor, max_window: int, cfg: Hyperparameters, extra_mask_mod: Callable | None = None
 ) -> BlockMask | BandMask:
     """Return `causal_mask` as the device takes it. max_window: the most positions back that any query ever sees."""
     if cfg.device == "cuda":
-        return causal_block_mask(start, cfg.block_size, also)
-    return BandMask(causal_mask(start, also), len(start), cfg.block_size, max_window, getattr(torch, cfg.dtype))
+        return causal_block_mask(start, cfg.block_size, extra_mask_mod)
+    return BandMask(
+        causal_mask(start, extra_mask_mod), len(start), cfg.block_size, max_window, getattr(torch, cfg.dtype)
+    )
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | BandMask, heads_per_pair: int) -> Tensor:
@@ -1667,16 +1675,16 @@ class CausalSelfAttention(nn.Module):
     same, so that Muon has few shapes: the other half is never read, and only decays.
     """
 
-    def __init__(self, cfg: Hyperparameters, row: Layer):
+    def __init__(self, cfg: Hyperparameters, layer: Layer):
         super().__init__()
         H = cfg.num_heads
         D = cfg.head_dim
         K = cfg.model_dim
         self.cfg = cfg
-        self.kind = ATTENTION[row.attention]
-        self.qk_dim = D // 2 if row.half_qk else D
-        self.v_dim = D // 2 if row.half_v else D
-        self.scale_per_token = row.mudd is not None
+        self.kind = ATTENTION[layer.attention]
+        self.qk_dim = D // 2 if layer.half_qk else D
+        self.v_dim = D // 2 if layer.half_v else D
+        self.scale_per_token = layer.mudd is not None
         rows = cfg.heads_per_matrix * D
         self.qk_w = uniform_weight(K, 2 * H * D // rows, rows, K)  # a stack of matrices for Muon
         self.v_w = uniform_weight(K, H * D, K)
@@ -1684,7 +1692,7 @@ class CausalSelfAttention(nn.Module):
         # On values and on the output: records 47 (@roeeshenberg) and 48 (@ChrisJMcCormick)
         self.lambdas = nn.Parameter(torch.tensor([0.5, 1.0]))
         self.value_gate = None
-        if row.value_embed and cfg.value_gate_inputs and row.mudd is None:
+        if layer.value_embed and cfg.value_gate_inputs and layer.mudd is None:
             self.value_gate = nn.Parameter(torch.zeros(H, cfg.value_gate_inputs, dtype=getattr(torch, cfg.dtype)))
         if not self.kind.rotary:  # queries and keys begin alike (arXiv:2305.09828)
             q, k = self.qk_w.data.chunk(2)
@@ -1710,9 +1718,8 @@ class CausalSelfAttention(nn.Module):
         if mudd_values is not None:
             v = v + mudd_values.view_as(v)
         y = attend(q, k, v, context.mask, self.kind.heads_per_pair)
-        if (
-            gates.xsa is not None
-        ):  # a head leaves out what it shares with the token's own value: record 82 (@_djdumpling)
+        # A head leaves out what it shares with the token's own value: record 82 (@_djdumpling)
+        if gates.xsa is not None:
             overlap = (y * v).sum(-1, keepdim=True)
             along_v = overlap / v.square().sum(-1, keepdim=True).clamp(min=1e-8)
             y = y - gates.xsa.transpose(0, 1).tanh() * along_v * v
@@ -1826,29 +1833,29 @@ class Gates(NamedTuple):
     value_embed: Tensor | None  # 2: on the value embedding, for either half of the heads
 
 
-def gate_net_init(row: Layer, cfg: Hyperparameters) -> dict[str, list[float]]:
+def gate_net_init(layer: Layer, cfg: Hyperparameters) -> dict[str, list[float]]:
     """Return by name the initial values of those of a layer's `Gates` that a gate network computes, if there is one."""
     init = {}
-    if row.xsa:
+    if layer.xsa:
         init["xsa"] = [0.0] * cfg.num_heads
-    if row.head_gate:
+    if layer.head_gate:
         init["head_gate"] = [0.25] * cfg.num_heads
-    if row.x0 and row.mudd is None:
+    if layer.x0 and layer.mudd is None:
         init["x0"] = [0.0]
-    if row.ngram and row.mudd is None:
+    if layer.ngram and layer.mudd is None:
         init["ngram"] = [cfg.ngram_lambda_init]
-    if row.skip is not None:
+    if layer.skip is not None:
         init["skip"] = [0.5]
     return init
 
 
-def mudd_net_init(row: Layer, cfg: Hyperparameters) -> dict[str, list[float]]:
+def mudd_net_init(layer: Layer, cfg: Hyperparameters) -> dict[str, list[float]]:
     """Return by name the initial values of those of a layer's `Gates` that its MUDD network computes."""
     init = dict(to_values=[0.0] * 3, to_stream=[0.0] * 3, value_embed=[2.0] * 2)
     init |= dict(resid=[cfg.resid_lambda_init] * 2, post=[1.0] * 2)
-    if row.x0:
+    if layer.x0:
         init["x0"] = [0.0]
-    if row.ngram:
+    if layer.ngram:
         init["ngram"] = [cfg.ngram_lambda_init]
     return init
 
@@ -1861,8 +1868,8 @@ def mix(weights: Iterable[Tensor], streams: Sequence[Tensor]) -> Tensor:
 class SharedInputs(NamedTuple):
     """What every layer may read beside the residual stream."""
 
-    x0: Tensor  # (T, K): the embedding stays at hand (record 9, @KoszarskyB),
-    ngrams: Tensor  # (T, K): and so do the embeddings of n-grams (62, @classiclarryd)
+    x0: Tensor  # (T, K): the normalized embedding (record 9, @KoszarskyB)
+    ngrams: Tensor  # (T, K): the sum of the embeddings of the token's n-grams (62, @classiclarryd)
     value_embeds: dict[int, Tensor]  # (T, H D), by layer
     attention: dict[str, AttentionContext]  # by kind of attention
 
@@ -1885,19 +1892,19 @@ class Block(nn.Module):
 
     def __init__(self, cfg: Hyperparameters, number: int, has_gate_net: bool):
         super().__init__()
-        row = cfg.layers[number]
+        layer = cfg.layers[number]
         self.number = number
-        self.row = row
-        has_mudd = row.mudd is not None
-        if (has_mudd or row.head_mix) and cfg.model_dim != cfg.num_heads * cfg.head_dim:
+        self.layer = layer
+        has_mudd = layer.mudd is not None
+        if (has_mudd or layer.head_mix) and cfg.model_dim != cfg.num_heads * cfg.head_dim:
             raise UserError(f"layer {number} mixes streams with values: expected --model_dim num_heads * head_dim")
-        if (row.xsa or row.head_gate) and not has_gate_net:
+        if (layer.xsa or layer.head_gate) and not has_gate_net:
             raise UserError(f"layer {number}: xsa and head_gate need a gate_net in this layer or before")
-        self.attn = CausalSelfAttention(cfg, row) if row.attention is not None else None
-        self.mlps = nn.ModuleList(MLP(cfg, scale_per_token=has_mudd) for _ in range(row.mlps))
-        if row.skip is not None:
+        self.attn = CausalSelfAttention(cfg, layer) if layer.attention is not None else None
+        self.mlps = nn.ModuleList(MLP(cfg, scale_per_token=has_mudd) for _ in range(layer.mlps))
+        if layer.skip is not None:
             self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
-        self.mudd_net = GateNet(cfg, mudd_net_init(row, cfg)) if has_mudd else None
+        self.mudd_net = GateNet(cfg, mudd_net_init(layer, cfg)) if has_mudd else None
         # The gates that no network computes are parameters
         self.resid_lambdas = self.post_lambdas = self.x0_lambdas = self.ngram_lambdas = self.skip_gate = None
         if not has_mudd:
@@ -1905,11 +1912,11 @@ class Block(nn.Module):
             if self.attn or self.mlps:
                 self.post_lambdas = nn.Parameter(torch.ones(2))
         if not (has_mudd or has_gate_net):
-            if row.x0:
+            if layer.x0:
                 self.x0_lambdas = nn.Parameter(torch.zeros(1))
-            if row.ngram:
+            if layer.ngram:
                 self.ngram_lambdas = nn.Parameter(torch.full((1,), cfg.ngram_lambda_init))
-        if row.skip is not None and not has_gate_net:
+        if layer.skip is not None and not has_gate_net:
             self.skip_gate = nn.Parameter(torch.full((1,), 0.5))
 
     def gates(self, x: Tensor, net_gates: dict[str, Tensor]) -> Gates:
@@ -1935,32 +1942,34 @@ class Block(nn.Module):
         self, x: Tensor, shared: SharedInputs, earlier: list[BlockOutputs], net_gates: dict[str, Tensor]
     ) -> BlockOutputs:
         """Return what the layer makes of the residual stream x (T, K). earlier: the outputs of the layers before."""
-        row = self.row
+        layer = self.layer
         gates = self.gates(x, net_gates)
-        if row.ngram and not earlier:  # in the first layer
+        if layer.ngram and not earlier:  # in the first layer
             x = x + gates.ngram[0] * shared.ngrams
         first = x
-        if row.shift:
+        if layer.shift:
             # From here on some channels are those of earlier tokens, even of another document: after RWKV
             # (arXiv:2305.13048)
-            parts = x.tensor_split(len(row.shift), dim=1)
-            x = torch.cat([shift_later(part, n) for part, n in zip(parts, row.shift)], dim=1)
+            parts = x.tensor_split(len(layer.shift), dim=1)
+            x = torch.cat([shift_later(part, n) for part, n in zip(parts, layer.shift)], dim=1)
         mudd_values = None
-        if row.mudd is not None:
-            mudd_inputs = [earlier[0].first, earlier[row.mudd].output, x]
+        if layer.mudd is not None:
+            mudd_inputs = [earlier[0].first, earlier[layer.mudd].output, x]
             mudd_values = mix(gates.to_values, mudd_inputs)
             x = x + mix(gates.to_stream, mudd_inputs)
-        attn_input = norm(x if row.attn_input is None else earlier[row.attn_input].output)  # record 77 (@classiclarryd)
-        if row.skip is None:
+        attn_input = norm(
+            x if layer.attn_input is None else earlier[layer.attn_input].output
+        )  # record 77 (@classiclarryd)
+        if layer.skip is None:
             x = gates.resid[0] * x
         else:  # U-Net: record 11 (@brendanh0gan). As in the record the skip has two factors, and resid[0] is not used
-            x = x + self.skip_lambda.sigmoid() * gates.skip[0] * earlier[row.skip].output
+            x = x + self.skip_lambda.sigmoid() * gates.skip[0] * earlier[layer.skip].output
         value_embed = shared.value_embeds.get(self.number)
         if self.attn is not None:
-            x = x + self.attn(attn_input, value_embed, mudd_values, shared.attention[row.attention], gates)
-        if row.x0:  # with MUDD that is the input of layer 0, n-grams included, as in the record
-            x = x + gates.x0[0] * (shared.x0 if row.mudd is None else earlier[0].first)
-        if row.ngram and earlier:
+            x = x + self.attn(attn_input, value_embed, mudd_values, shared.attention[layer.attention], gates)
+        if layer.x0:  # with MUDD that is the input of layer 0, n-grams included, as in the record
+            x = x + gates.x0[0] * (shared.x0 if layer.mudd is None else earlier[0].first)
+        if layer.ngram and earlier:
             x = x + gates.ngram[0] * shared.ngrams
         mlp_input = norm(x)
         x = gates.resid[1] * x
@@ -1970,7 +1979,7 @@ class Block(nn.Module):
 
 
 class AccumulatingEmbedding(torch.autograd.Function):
-    """Rows (..., K) of a table (V, K), by their index (...). Their gradients are added to `grad_buffer`.
+    """Rows (..., K) of a table (rows, K), by their index (...). Their gradients are added to `grad_buffer`.
 
     Autograd would make a gradient of the table's size for each sequence: a fill, a cast and an addition more.
     """
@@ -2013,13 +2022,15 @@ class GPT(nn.Module):
         super().__init__()
         self.cfg = cfg
         K = cfg.model_dim
-        V = cfg.vocab_size
+        vocab_size = cfg.vocab_size
         dtype = getattr(torch, cfg.dtype)  # of tables, networks and gates, as of activations; the rest begins in fp32
-        self.embed = Table(torch.empty(cfg.padded_vocab if cfg.tied_frac else V, K, dtype=dtype).normal_())
+        self.embed = Table(torch.empty(cfg.padded_vocab if cfg.tied_frac else vocab_size, K, dtype=dtype).normal_())
         self.value_embeds = nn.ModuleDict()
-        for i, row in enumerate(cfg.layers):
-            if row.value_embed:
-                table = torch.empty(V, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(0, cfg.value_embed_std)
+        for i, layer in enumerate(cfg.layers):
+            if layer.value_embed:
+                table = torch.empty(vocab_size, cfg.num_heads * cfg.head_dim, dtype=dtype).normal_(
+                    0, cfg.value_embed_std
+                )
                 self.value_embeds[str(i)] = Table(table)
         # The rows of n-grams that a cycle reads, and where their gradients go: `NgramTable` has these buffers
         self.fetched_ngrams: Tensor | None = None
@@ -2036,11 +2047,11 @@ class GPT(nn.Module):
         self.pointer = Pointer(cfg) if cfg.pointer_dim else None
         head = torch.empty(cfg.padded_vocab, K, dtype=dtype if cfg.tied_frac else torch.float32)
         self.lm_head = Table(head.normal_(0, cfg.head_std))
-        last = self.blocks[-1]
-        if last.attn and not last.attn.kind.rotary and last.row.value_embed:
+        if cfg.head_from_values:
             # The head begins by predicting what attention finds: a row is what its value adds to the residual stream
+            last = self.blocks[-1]
             values = self.value_embeds[str(last.number)].weight
-            self.lm_head.weight.data[:V] = F.normalize(linear(values, last.attn.c_proj)).detach()
+            self.lm_head.weight.data[:vocab_size] = F.normalize(linear(values, last.attn.c_proj)).detach()
         if cfg.tied_frac:  # they begin equal, and stay so while updates tie them
             self.embed.weight.data.copy_(self.lm_head.weight)
         if dtype == torch.float64:
@@ -2054,21 +2065,23 @@ class GPT(nn.Module):
         """Make the layers, and the gate networks that serve them."""
         cfg = self.cfg
         self.blocks = nn.ModuleList()
-        net_inits: dict[int, dict[tuple[int, str], list[float]]] = {}  # by the layer of the network
-        for i, row in enumerate(cfg.layers):
-            if row.gate_net:
+        net_inits: dict[int, dict[tuple[int, str], list[float]]] = {}  # by the network's layer, then layer and gate
+        last_net = None
+        for i, layer in enumerate(cfg.layers):
+            if layer.gate_net:
+                last_net = i
                 net_inits[i] = {}
-            self.blocks.append(Block(cfg, i, has_gate_net=bool(net_inits)))
-            if net_inits:
-                own = net_inits[max(net_inits)]  # of the last network so far
-                own |= {(i, name): values for name, values in gate_net_init(row, cfg).items()}
+            self.blocks.append(Block(cfg, i, has_gate_net=last_net is not None))
+            if last_net is not None:
+                for name, values in gate_net_init(layer, cfg).items():
+                    net_inits[last_net][i, name] = values
         self.gate_nets = nn.ModuleDict({str(i): GateNet(cfg, init) for i, init in net_inits.items()})
         self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
         if outputs := cfg.layers[-1].head_mix:
-            # One weight for each of `head_mix_inputs`. Half of the output that is named first is taken off: record 40
-            # (@snimu, @classiclarryd)
-            weights = [0.0] * (1 + len(outputs) + len(self.value_embeds) + 2)
-            weights[1] = -0.5
+            # Weights of `head_mix_inputs`. Half of the output that is named first is taken off: record 40 (@snimu,
+            # @classiclarryd)
+            of_outputs = [-0.5] + [0.0] * (len(outputs) - 1)
+            weights = [0.0, *of_outputs, *[0.0] * len(self.value_embeds), 0.0, 0.0]
             self.head_net = GateNet(cfg, dict(weights=weights), groups=cfg.mix_groups)
 
     def forward(self, inputs: ModelInputs, attn_settings: AttentionSettings, invalid: Tensor | None = None) -> Tensor:
@@ -2077,7 +2090,7 @@ class GPT(nn.Module):
         invalid (T, V / 8): rows of `read_invalid_tokens`, for validation.
         """
         x = self.features(inputs, attn_settings)
-        pointer_mass = self.pointer(x, inputs) if self.pointer else x.new_empty(len(x), 0)
+        pointer_mass = self.pointer(x, inputs) if self.pointer else None
         head = self.lm_head.weight if inputs.sampled_classes is None else self.lm_head(inputs.sampled_classes)
         if not torch.is_grad_enabled():
             return validation_loss(x, head, pointer_mass, inputs, self.cfg, invalid)
@@ -2103,7 +2116,7 @@ class GPT(nn.Module):
         net_gates: dict[tuple[int, str], Tensor] = {}  # of the last network, by layer and name
         outputs: list[BlockOutputs] = []
         for block in self.blocks:
-            if block.row.gate_net:
+            if block.layer.gate_net:
                 net_gates = self.gate_nets[str(block.number)](x, self.gate_scale)
             own = {name: gate for (number, name), gate in net_gates.items() if number == block.number}
             outputs.append(block(x, shared, outputs, own))
@@ -2125,7 +2138,7 @@ class GPT(nn.Module):
     def attention_contexts(self, doc_starts: Tensor, attn_settings: AttentionSettings) -> dict[str, AttentionContext]:
         """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions."""
         contexts = {}
-        for name in dict.fromkeys(row.attention for row in self.cfg.layers if row.attention is not None):
+        for name in dict.fromkeys(layer.attention for layer in self.cfg.layers if layer.attention is not None):
             kind = ATTENTION[name]
             i = attn_settings.kinds.index(kind.window)
             start = first_visible_keys(doc_starts, attn_settings.window_sizes[i], kind.heads_per_pair)
@@ -2176,7 +2189,7 @@ class Pointer(nn.Module):
 
         t = torch.arange(len(x), dtype=torch.int32, device=x.device)
         start = torch.maximum(inputs.doc_starts, (t // block - 1) * block)
-        mask = attention_mask(start, min(2 * block, len(x)), cfg, also=is_earlier)
+        mask = attention_mask(start, min(2 * block, len(x)), cfg, extra_mask_mod=is_earlier)
         q, k, sink_scores = self.project(x)
         if isinstance(mask, BandMask):
             scores = mask.scores(q[:, None].type_as(sink_scores), k[:, None].type_as(sink_scores))
@@ -2201,7 +2214,6 @@ def mix_copies(p, alpha, copy_mass, sink_mass):
 
         p' = p + alpha (copy_mass + sink_mass p / (1 - alpha)) + 1e-9
 
-    This and the next function are plain arithmetic, so that kernels can call them, too.
     """
     return p + alpha * (copy_mass + sink_mass * (p / (1 - alpha))) + 1e-9
 
@@ -2219,12 +2231,6 @@ def mix_copies_backward(p, alpha, copy_mass, sink_mass, scale):
     next_weight = scale * (p + alpha * sink_mass * p_alone)
     copy_weight = scale * alpha * (copy_mass + sink_mass * p_alone / (1 - alpha))
     return next_weight, copy_weight, -scale * alpha, -scale * alpha * p_alone
-
-
-# The appendix rebinds both names to their Triton versions, as torch.compile finds what a kernel calls by its __name__.
-# Code on tensors calls these
-mix_copies_of_tensors: Callable = mix_copies
-mix_copies_of_tensors_backward: Callable = mix_copies_backward
 
 
 # ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
@@ -2259,33 +2265,33 @@ def softcapped_softmax(z: Tensor, targets: Tensor, cfg: Hyperparameters, invalid
     return Softmax(s, exps, total, target_logits - total.log())
 
 
-def copy_arguments(softmax: Softmax, pointer_mass: Tensor) -> tuple[Tensor, ...]:
+def copy_arguments(softmax: Softmax, pointer_mass: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return p, alpha, copy_mass and sink_mass of `mix_copies`: the first target is the next token, the last a copy."""
     alpha = softmax.log_p[:, -1].exp().clamp(max=1 - 1e-6)
-    return softmax.log_p[:, 0].exp(), alpha, *pointer_mass.unbind(1)
+    return softmax.log_p[:, 0].exp(), alpha, pointer_mass[:, 0], pointer_mass[:, 1]
 
 
-def target_losses(softmax: Softmax, targets: Tensor, weights: Tensor, pointer_mass: Tensor) -> Tensor:
-    """Return the losses (T,) in nats, of the targets with weights (n,). pointer_mass (T, 2), or (T, 0) without one."""
+def target_losses(softmax: Softmax, targets: Tensor, weights: Tensor, pointer_mass: Tensor | None) -> Tensor:
+    """Return the losses (T,) in nats, of the targets with weights (n,). pointer_mass (T, 2): None without a pointer."""
     log_p = softmax.log_p
-    if pointer_mass.size(1):
-        mixed = mix_copies_of_tensors(*copy_arguments(softmax, pointer_mass))
+    if pointer_mass is not None:
+        mixed = mix_copies(*copy_arguments(softmax, pointer_mass))
         log_p = torch.cat([mixed.log()[:, None], log_p[:, 1:]], dim=1)
     return -(weights * (targets >= 0) * log_p).sum(-1)
 
 
 def cross_entropy_gradients(
-    softmax: Softmax, targets: Tensor, weights: Tensor, pointer_mass: Tensor, cfg: Hyperparameters
-) -> tuple[Tensor, Tensor]:
+    softmax: Softmax, targets: Tensor, weights: Tensor, pointer_mass: Tensor | None, cfg: Hyperparameters
+) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of `target_losses` with respect to z (T, V) and to pointer_mass. Overwrites softmax.exps."""
-    # A target raises its own logit and lowers all by its weight. An accident of the record: a target BEYOND the end has
-    # no loss, but its weight lowers the logits
-    target_weights = weights * (targets != NONE)
-    d_pointer_mass = pointer_mass
-    if pointer_mass.size(1):
+    # A target raises its own logit and lowers all by its weight. An accident of the record: a target PAST_END has no
+    # loss, but its weight lowers the logits
+    target_weights = weights * (targets != NO_TARGET)
+    d_pointer_mass = None
+    if pointer_mass is not None:
         arguments = copy_arguments(softmax, pointer_mass)
-        scale = weights[0] / mix_copies_of_tensors(*arguments)
-        next_weight, copy_weight, *d_masses = mix_copies_of_tensors_backward(*arguments, scale)
+        scale = weights[0] / mix_copies(*arguments)
+        next_weight, copy_weight, *d_masses = mix_copies_backward(*arguments, scale)
         target_weights = torch.cat([next_weight[:, None], target_weights[:, 1:-1], copy_weight[:, None]], dim=1)
         d_pointer_mass = torch.stack(d_masses, dim=1)
     d_logits = softmax.exps.mul_(target_weights.sum(-1, keepdim=True) / softmax.total)
@@ -2321,8 +2327,8 @@ def cross_entropy_with_kernel(z, scale: float, targets, weights, pointer_mass, c
     return losses, z.view(torch.float8_e5m2) if z.itemsize == 1 else z, d_pointer_mass
 
 
-# The head's scales, the record's: x of 100 and w of 2 become 448, e4m3's largest number; a gradient with respect to a
-# logit of 1.6, about its largest, becomes 956 of e5m2's 57,344
+# The head's scales, the record's: x of 100 and w of 2 become 448, e4m3's largest number; a gradient of 1.6
+# with respect to a logit, about the largest, becomes 956 of e5m2's 57,344
 HEAD_FP8_X, HEAD_FP8_W, HEAD_FP8_DZ = 448 / 100, 448 / 2, 448 / 0.75
 
 
@@ -2363,7 +2369,8 @@ class TrainingLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, pointer_mass, targets, weights, cfg):
-        has_pointer = pointer_mass.size(1) > 0  # the kernel always computes its terms; without, logits are in fp32
+        # The kernel is for runs with a pointer; without it, logits are in fp32, so slices are smaller
+        has_pointer = pointer_mass is not None
         size = cfg.lm_head_slice if has_pointer else cfg.val_lm_head_slice
         loss_of_slice = head_loss_fp8 if cfg.lm_head_fp8 else head_loss
         function = cross_entropy_with_kernel if can_use_kernels(x) and has_pointer else softcapped_cross_entropy
@@ -2371,26 +2378,27 @@ class TrainingLoss(torch.autograd.Function):
         grad_w = None
         for start in range(0, len(x), size):
             part = slice(start, start + size)
-            cross_entropy = partial(
-                function, targets=targets[part], weights=weights, pointer_mass=pointer_mass[part], cfg=cfg
-            )
+            mass = pointer_mass[part] if has_pointer else None
+            cross_entropy = partial(function, targets=targets[part], weights=weights, pointer_mass=mass, cfg=cfg)
             loss, grad_x, grad_w_part, grad_mass = loss_of_slice(x[part], w, cross_entropy)
             losses.append(loss)
             grads_x.append(grad_x)
             grads_mass.append(grad_mass)
             grad_w = grad_w_part if grad_w is None else grad_w + grad_w_part
-        ctx.save_for_backward(torch.cat(grads_x), torch.cat(grads_mass), grad_w.to(w.dtype))
+        grad_pointer_mass = torch.cat(grads_mass) if has_pointer else None
+        ctx.save_for_backward(torch.cat(grads_x), grad_pointer_mass, grad_w.to(w.dtype))
         return torch.cat(losses).sum()
 
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_pointer_mass, grad_w = ctx.saved_tensors
         # grad_w is a transpose; autograd accumulates slowly unless it is as contiguous as the weight
-        return grad * grad_x, (grad * grad_w).contiguous(), grad * grad_pointer_mass, None, None, None
+        grad_mass = None if grad_pointer_mass is None else grad * grad_pointer_mass
+        return grad * grad_x, (grad * grad_w).contiguous(), grad_mass, None, None, None
 
 
 def validation_loss(
-    x: Tensor, w: Tensor, pointer_mass: Tensor, inputs: ModelInputs, cfg: Hyperparameters, invalid: Tensor | None
+    x: Tensor, w: Tensor, pointer_mass: Tensor | None, inputs: ModelInputs, cfg: Hyperparameters, invalid: Tensor | None
 ) -> Tensor:
     """Return the summed loss of z = x @ w.T without gradients, in slices, in the precision of x."""
     losses = []
@@ -2399,7 +2407,8 @@ def validation_loss(
         z = linear(x[part], w)
         bits = None if invalid is None else invalid[part]
         softmax = softcapped_softmax(z.to(inputs.loss_weights.dtype), inputs.targets[part], cfg, bits)
-        losses.append(target_losses(softmax, inputs.targets[part], inputs.loss_weights, pointer_mass[part]))
+        mass = None if pointer_mass is None else pointer_mass[part]
+        losses.append(target_losses(softmax, inputs.targets[part], inputs.loss_weights, mass))
     return torch.cat(losses).sum()
 
 
@@ -2622,7 +2631,7 @@ def zeropower_via_newtonschulz5(G: Tensor, dtype: torch.dtype = torch.bfloat16) 
 def normalize_neurons(update: Tensor, squares: Tensor, beta2: float) -> Tensor:
     """Divide neurons of matrices by their RMS, and keep the norm of each matrix.
 
-    Neurons are columns, or rows where these are no fewer: so there is one for each hidden unit of an MLP. `squares`,
+    Neurons are the longer dimension, rows if both are equal: one for each hidden unit of an MLP. `squares`,
     (n, rows, 1) or (n, 1, columns), averages their mean squares over steps (NorMuon, arXiv:2510.05491; records 41,
     @li_zichong, 48, @ChrisJMcCormick).
     """
@@ -2796,7 +2805,7 @@ class NgramTable:
         in_cycle = max(self.group.update_interval) * longest * cfg.batch_sequences // ranks.world_size
         most = min((cfg.ngram_order - 1) * max(in_cycle, cfg.val_seq_len), cfg.ngram_rows)
         self.fetched = torch.zeros(most, cfg.model_dim, dtype=dtype, device=device, requires_grad=True)
-        sum_dtype = torch.float16 if dtype == torch.bfloat16 else dtype  # sums need bits more than range
+        sum_dtype = torch.float16 if dtype == torch.bfloat16 else dtype  # fp16 has three more bits than bf16
         self.grads = torch.zeros(most, cfg.model_dim, dtype=sum_dtype, device=device)
 
     def all_to_all(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Callable[[], object]:
@@ -2873,7 +2882,7 @@ class Checkpoint(NamedTuple):
 
 
 @contextlib.contextmanager
-def reading(what: str) -> Iterator[None]:
+def file_errors(what: str) -> Iterator[None]:
     """Say in one line what is wrong with a file of the user's, as reading it can fail in many ways."""
     try:
         yield
@@ -2891,7 +2900,7 @@ def checksum(path: Path) -> str:
 
 def load_file(path: Path, expected: str = "") -> dict:
     """Return what `save_file` wrote. expected: its checksum, where that is known."""
-    with reading(f"{path}: not a sound file of this script"):
+    with file_errors(f"{path}: not a sound file of this script"):
         if expected not in ("", checksum(path)) or zipfile.ZipFile(path).testzip():
             raise ValueError("it is damaged, or of another run, step or rank")
         return dict(torch.load(path, map_location="cpu", weights_only=True))
@@ -2932,7 +2941,7 @@ def load_checkpoint(given: Hyperparameters) -> Checkpoint | None:
         return None
     if path.with_suffix(".json").exists():
         raise AlreadyComplete(f"{path.with_suffix('.json')}: this run is already complete")
-    with reading(f"{path}: not a sound checkpoint of this script"):
+    with file_errors(f"{path}: not a sound checkpoint of this script"):
         saved = Checkpoint(**load_file(path))
     if given.run_id not in ("", saved.run_id):
         raise UserError(f"--run_id {given.run_id}: {path} is of run {saved.run_id}")
@@ -3043,7 +3052,7 @@ class Log:
         self.write(f"{line} train_time:{ms:.0f}ms step_avg:{ms / max(step, 1):.2f}ms", console)
 
     def write_stop(self, error: BaseException):
-        """Write why the run stops and how it goes on. Any rank may have to, so the file is opened once more."""
+        """Write why the run should_stop and how it goes on. Any rank may have to, so the file is opened once more."""
         trace = "" if isinstance(error, ONE_LINE_ERRORS) else "".join(traceback.format_exception(error))
         checkpoint = self.path.with_suffix(".checkpoint")
         resume = f"; to go on, give the same flags and --resume {checkpoint}" if checkpoint.exists() else ""
@@ -3173,7 +3182,7 @@ class Trainer:
         self.table_weights = {table.weight for table in self.gpt.tables()}
         for table in self.gpt.tables():
             table.grad_buffer = grad_views[table.weight]
-        self.replayed_add_gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
+        self.run_add_gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
         self.gpt.fetched_ngrams = self.table.fetched
         self.gpt.ngram_grads = self.table.grads
@@ -3189,7 +3198,7 @@ class Trainer:
         attn_settings = make_attention_settings(schedule, self.cfg, self.device)
         mean_loss: Tensor | float = 0.0
         for inputs in sequences:
-            loss = self.replayed_add_gradients(inputs, attn_settings)
+            loss = self.run_add_gradients(inputs, attn_settings)
             mean_loss += loss / (len(inputs.tokens) * self.cfg.batch_sequences)
         # One sum over the ranks for both: so all stop at the same step
         loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
@@ -3345,7 +3354,7 @@ def deferred_signals(received: list[str]) -> Iterator[None]:
 
     def receive(number: int, _):
         received.append(signal.Signals(number).name)
-        # Ctrl-C again stops at once; torchrun repeats the first
+        # Ctrl-C again should_stop at once; torchrun repeats the first
         if received.count("SIGINT") > 1 + dist.is_initialized():
             raise KeyboardInterrupt
 
@@ -3392,12 +3401,12 @@ def may_stop(step: int, cfg: Hyperparameters) -> bool:
     return step == cfg.num_iterations or step % cfg.common_interval == 0
 
 
-def saves(step: int, cfg: Hyperparameters) -> bool:
+def is_save_due(step: int, cfg: Hyperparameters) -> bool:
     """Return whether a checkpoint is due before a step. After the last one there is the result."""
     return cfg.checkpoint_every > 0 and step % cfg.checkpoint_every == 0 and step < cfg.num_iterations
 
 
-def validates(step: int, cfg: Hyperparameters) -> bool:
+def is_validation_due(step: int, cfg: Hyperparameters) -> bool:
     """Return whether a validation is due before a step, or after the last one."""
     return step == cfg.num_iterations or (cfg.val_loss_every > 0 and step % cfg.val_loss_every == 0)
 
@@ -3428,13 +3437,13 @@ def train(trainer: Trainer, data: Data, start: Checkpoint, log: Log) -> int:
             just_resumed = step == start.step  # its checkpoint exists and, after the last step, has blended already
             if step == end and not just_resumed:
                 trainer.blend_emas()
-            stops = losses.asked_to_stop and may_stop(step, cfg)
-            if stops or (saves(step, cfg) and not just_resumed):
+            should_stop = losses.asked_to_stop and may_stop(step, cfg)
+            if should_stop or (is_save_due(step, cfg) and not just_resumed):
                 with off_the_clock(clock, losses):
                     checkpoint = save_checkpoint(trainer, log, checkpoint, step, clock.ms)
-            if stops:
+            if should_stop:
                 raise KeyboardInterrupt(" ".join({*chain(*all_gather_objects(trainer.stop_signals))}))
-            if validates(step, cfg):  # after saving: a run that resumes here validates, too
+            if is_validation_due(step, cfg):  # after saving: a run that resumes here validates, too
                 with off_the_clock(clock, losses):
                     log.write_loss("val_loss", step, trainer.evaluate(step, data["val"]), clock.ms)
             if step < end:
@@ -3472,7 +3481,7 @@ def leave_process_group():
 
 
 @contextlib.contextmanager
-def failing_together(ranks: Ranks) -> Iterator[None]:
+def fail_on_all_ranks(ranks: Ranks) -> Iterator[None]:
     """End all ranks if one of them fails in this block. On each node one says why, and the others end in silence."""
     error = own_failure = None
     try:
@@ -3508,8 +3517,8 @@ def is_first_to_fail() -> bool:
 
 
 @contextlib.contextmanager
-def stopping_once(log: Log) -> Iterator[None]:
-    """Let the rank that fails first say why the run stops. Others, which fail as it is gone, end in silence."""
+def report_first_failure(log: Log) -> Iterator[None]:
+    """Let the rank that fails first say why the run should_stop. Others, which fail as it is gone, end in silence."""
     try:
         yield
     except BaseException as error:
@@ -3522,7 +3531,7 @@ def stopping_once(log: Log) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def naming_flags(argv: Sequence[str]) -> Iterator[None]:
+def note_flags(argv: Sequence[str]) -> Iterator[None]:
     """Name the flags below the traceback of an error before the first step: sizes may not fit each other."""
     try:
         yield
@@ -3546,7 +3555,7 @@ def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, Dat
     return cfg, plan_data(cfg)
 
 
-def what_must_match(source: str, given: Hyperparameters, cfg: Hyperparameters, data: Data, ranks: Ranks) -> dict:
+def fingerprint(source: str, given: Hyperparameters, cfg: Hyperparameters, data: Data, ranks: Ranks) -> dict:
     """Return by name, as text, what has to be the same on all ranks, and when a run goes on."""
     may_differ = {"run_id", "log_dir", "train_files", "val_files", "prefix_file", "canon_file"}
     may_differ |= {"save_checkpoint", "checkpoint_every", "resume"}
@@ -3557,12 +3566,13 @@ def what_must_match(source: str, given: Hyperparameters, cfg: Hyperparameters, d
     texts |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     tokens = num_tokens(cfg.num_iterations, cfg)
     texts["training tokens"] = f"{tokens}, sha256 {hash_tokens(data['train'], cfg, targets=True)}"
-    texts["validation tokens"] = f"{cfg.val_tokens}, sha256 {hash_tokens(data['val'], cfg, targets=False)}"
+    texts["validation sha256"] = hash_tokens(data["val"], cfg, targets=False)
+    texts["validation tokens"] = f"{cfg.val_tokens}, sha256 {texts['validation sha256']}"
     return texts
 
 
-def compare(here: dict[str, str], began: dict[str, str]):
-    """Raise UserError if anything of `what_must_match` differs from what rank 0, or the run to resume, began with."""
+def check_fingerprint(here: dict[str, str], began: dict[str, str]):
+    """Raise UserError if anything of `fingerprint` differs from what rank 0, or the run to resume, began with."""
     if differing := {name: text for name, text in here.items() if text != began.get(name)}:
         theirs = {name: began.get(name) for name in differing}
         raise UserError(f"the run began with {theirs}, this has {differing}: give the same")
@@ -3607,8 +3617,7 @@ def report(trainer: Trainer, start: Checkpoint, log: Log, recompiles: int) -> di
     _, val_loss, ms = log.curves["val_loss"][-1]
     reached = "reached" if val_loss <= cfg.target_loss else "not reached"
     verdict = f"target {cfg.target_loss} {reached}; " if cfg.target_loss else ""
-    *_, val_sha256 = start.must_match["validation tokens"].split()
-    if cfg.val_sha256 and cfg.val_sha256 != val_sha256:
+    if cfg.val_sha256 and cfg.val_sha256 != start.must_match["validation sha256"]:
         verdict = "these are not the track's validation tokens: do not compare losses; "
     log.write(
         f"""recompiles after the clock started: {recompiles}
@@ -3636,21 +3645,21 @@ def main(argv: Sequence[str] | None = None) -> dict:
     source = Path(__file__).read_text(encoding="utf-8")  # before anybody edits it
     ranks = init_distributed()
     is_main = ranks.rank == 0
-    with naming_flags(argv):
-        with failing_together(ranks):  # parse
+    with note_flags(argv):
+        with fail_on_all_ranks(ranks):  # parse
             given = parse_args(argv, ranks.world_size)
             saved = load_checkpoint(given) if is_main else None
             cfg, data = plan_run(given, ranks)
-            must_match = what_must_match(source, given, cfg, data, ranks)
+            must_match = fingerprint(source, given, cfg, data, ranks)
             new = Checkpoint(cfg.run_id, cfg.seed, must_match, step=0, ms=0.0, curves={}, slot=0, checksums=[])
         start = all_gather_objects(saved or new)[0]  # rank 0's: its run_id and seed, too
-        with failing_together(ranks):  # compare and restore
-            compare(must_match, start.must_match)
+        with fail_on_all_ranks(ranks):  # compare and restore
+            check_fingerprint(must_match, start.must_match)
             cfg = dataclasses.replace(cfg, run_id=start.run_id, seed=start.seed)
             tensors = load_tensors(cfg, start, ranks)
             log = Log(cfg, start, is_main)
-    with stopping_once(log), log:
-        with naming_flags(argv):
+    with report_first_failure(log), log:
+        with note_flags(argv):
             trainer = Trainer(cfg, ranks)
             if is_main:
                 log.write(header(source, argv, start, trainer, data))
@@ -3683,8 +3692,19 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 # ---- Appendix: kernels in Triton. The functions above that start them have a twin of each in plain PyTorch -----------
 if triton:
-    mix_copies = triton.jit(mix_copies)
-    mix_copies_backward = triton.jit(mix_copies_backward)
+
+    @triton.jit
+    def mix_copies_triton(p, alpha, copy_mass, sink_mass):
+        """Twin: `mix_copies`."""
+        return p + alpha * (copy_mass + sink_mass * (p / (1 - alpha))) + 1e-9
+
+    @triton.jit
+    def mix_copies_backward_triton(p, alpha, copy_mass, sink_mass, scale):
+        """Twin: `mix_copies_backward`."""
+        p_alone = p / (1 - alpha)
+        next_weight = scale * (p + alpha * sink_mass * p_alone)
+        copy_weight = scale * alpha * (copy_mass + sink_mass * p_alone / (1 - alpha))
+        return next_weight, copy_weight, -scale * alpha, -scale * alpha * p_alone
 
     @triton.jit
     def relu_squared_backward_kernel(
@@ -3740,6 +3760,13 @@ if triton:
         return 0.5 + 0.5 * tanh(slope * tl.load(z + columns, columns < V).to(tl.float32) + shift)
 
     @triton.jit
+    def store_gradient(z, d, inside):
+        """Overwrite logits by their gradient, in their precision, or in e5m2 where they are e4m3."""
+        dtype = z.dtype.element_ty
+        d = d.to(tl.float8e5 if dtype == tl.float8e4nv else dtype)
+        tl.store(z, d.to(dtype, bitcast=True), inside)
+
+    @triton.jit
     def cross_entropy_kernel(
         z, targets, weights, pointer_mass, losses, d_pointer_mass, V, n,
         slope: tl.constexpr, shift: tl.constexpr, bits: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr,
@@ -3765,9 +3792,10 @@ if triton:
         weight = tl.load(weights)
         copy_mass = tl.load(pointer_mass)
         sink_mass = tl.load(pointer_mass + 1)
-        mixed = mix_copies(p, alpha, copy_mass, sink_mass)
+        mixed = mix_copies_triton(p, alpha, copy_mass, sink_mass)
         loss = -weight * tl.log(mixed)
-        next_weight, copy_weight, d_copy, d_sink = mix_copies_backward(p, alpha, copy_mass, sink_mass, weight / mixed)
+        found = mix_copies_backward_triton(p, alpha, copy_mass, sink_mass, weight / mixed)
+        next_weight, copy_weight, d_copy, d_sink = found
         tl.store(d_pointer_mass, d_copy)
         tl.store(d_pointer_mass + 1, d_sink)
         total_weight = next_weight + copy_weight
@@ -3776,7 +3804,7 @@ if triton:
             weight = tl.load(weights + k)
             s = sigmoid_at(tl.maximum(target, 0), z, V, slope, shift)
             loss += tl.where(target >= 0, -weight * tl.log(tl.exp2(-bits * s) / total), 0)
-            total_weight += tl.where(target != -1, weight, 0)  # -1 is NONE, as in `cross_entropy_gradients`
+            total_weight += tl.where(target != -1, weight, 0)  # -1 is NO_TARGET, as in `cross_entropy_gradients`
         tl.store(losses + row, loss)
         tl.debug_barrier()  # no thread may overwrite logits of targets that another has not read yet
         for start in range(0, V, BLOCK):
@@ -3786,9 +3814,7 @@ if triton:
             d -= tl.where(columns == first, next_weight, 0) + tl.where(columns == copy, copy_weight, 0)
             for k in range(1, n - 1):
                 d -= tl.where(columns == tl.load(targets + k), tl.load(weights + k), 0)
-            dtype = z.dtype.element_ty
-            d = (factor * d * s * (1 - s)).to(tl.float8e5 if dtype == tl.float8e4nv else dtype)
-            tl.store(z + columns, d.to(dtype, bitcast=True), columns < V)
+            store_gradient(z + columns, factor * d * s * (1 - s), columns < V)
 
 
 if __name__ == "__main__":

@@ -59,7 +59,7 @@ def test_blocks_with_element_mask_are_the_definition(case):
 def test_a_further_condition_leaves_no_block_full():
     """A full block would not ask for it."""
     docs = torch.zeros(64, dtype=torch.int32)
-    mask = causal_block_mask(visible_from(docs, 40), 8, also=lambda b, h, q, kv: kv % 2 == h)
+    mask = causal_block_mask(visible_from(docs, 40), 8, extra_mask_mod=lambda b, h, q, kv: kv % 2 == h)
     assert not mask.full_kv_num_blocks.any()
     assert not mask.full_q_num_blocks.any()
     position = torch.arange(64)

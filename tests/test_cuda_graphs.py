@@ -59,7 +59,7 @@ def test_a_run_by_graphs_is_the_run_without(monkeypatch, corpus, tmp_path):
     cfg = small(GPT2, dtype="float64", train_files=f"{tmp_path}/tokens.bin", val_files=f"{corpus}/val_000000.bin")
     batches = train_gpt.plan_data(cfg)["train"]
     trainers = [Trainer(cfg, Ranks()) for _ in range(2)]
-    trainers[1].replayed_add_gradients = CUDAGraphs(trainers[1].add_gradients)
+    trainers[1].run_add_gradients = CUDAGraphs(trainers[1].add_gradients)
     for trainer in trainers:
         inputs = trainer.loader.steps(train_cycles(batches, cfg))
         trainer.losses = [trainer.train_step(schedule, *next(inputs)) for schedule in cfg.step_schedules]

@@ -80,7 +80,7 @@ class SmallRun:
             optimizer.master.copy_(optimizer.param_shard)
         self.grads = {name: torch.zeros_like(p) for name, p in self.params.items()}
         self.losses: list[float] = []
-        self.add_gradients, self.trainer.replayed_add_gradients = self.trainer.replayed_add_gradients, self.observed
+        self.add_gradients, self.trainer.run_add_gradients = self.trainer.run_add_gradients, self.observed
 
     def observed(self, inputs, attn_settings):
         """Do what a trainer does for a sequence, and keep its loss, and its gradients beside those before."""
