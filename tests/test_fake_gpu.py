@@ -14,7 +14,7 @@ from speedrun import ROOT
 STEPS = json.loads((ROOT / "tests" / "fake_gpu.json").read_text())["steps"]
 THREE_LAYERS = """
 PRESETS["gpt2"] = dataclasses.replace(
-    PRESETS["gpt2"], layers=(*GPT2_LAYERS[:2], GPT2_LAYERS[-1]._replace(reads=0, mudd=0, head_mix=(1, 0)))
+    PRESETS["gpt2"], layers=(*GPT2_LAYERS[:2], GPT2_LAYERS[-1]._replace(attn_input=0, mudd=0, head_mix=(1, 0)))
 )
 """
 MARKS = dict.fromkeys(STEPS, pytest.mark.frozen) | {"three layers": pytest.mark.slow}
