@@ -39,35 +39,25 @@ def as_dense(mask: BlockMask, kind: str) -> Tensor:
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=cases())
-def test_blocks_with_element_mask_are_the_definition(case):
-    """No block too few, none too many; full where no element of a block before the diagonal is masked."""
+@given(case=cases(), also=st.sampled_from([None, lambda b, h, q, kv: kv % 2 == h]))
+def test_blocks_with_element_mask_are_the_definition(case, also):
+    """No block too few, none too many; full where no element of a block before the diagonal is masked.
+
+    A full block would not ask for a further condition, so there is none then.
+    """
     docs, block, window = case
     position = torch.arange(len(docs))
-    mask, dense = causal_block_mask(visible_from(docs, window), block), dense_mask(docs, window)
+    mask, dense = causal_block_mask(visible_from(docs, window), block, also=also), dense_mask(docs, window)
     partial, full = as_dense(mask, "kv"), as_dense(mask, "full_kv")
     assert partial.diagonal().all(), "every query block has a partial one: itself"
     blocks = dense.unflatten(1, (-1, block)).unflatten(0, (-1, block))
-    assert torch.equal(full, blocks.all(1).all(-1).tril(-1))
+    assert torch.equal(full, blocks.all(1).all(-1).tril(-1) & (also is None))
     assert torch.equal(partial, blocks.any(1).any(-1) & ~full)
     in_list = (partial | full).repeat_interleave(block, 0).repeat_interleave(block, 1)
-    assert torch.equal(in_list & mask.mask_mod(None, None, position[:, None], position[None, :]), dense)
+    seen = in_list & mask.mask_mod(None, 1, position[:, None], position[None, :])
+    assert torch.equal(seen, dense & (also is None or position % 2 == 1))
     assert torch.equal(as_dense(mask, "q"), partial.T), "the backward pass takes the lists by key block"
     assert torch.equal(as_dense(mask, "full_q"), full.T)
-
-
-def test_a_further_condition_leaves_no_block_full():
-    """A full block would not ask for it."""
-    docs = torch.zeros(64, dtype=torch.int32)
-    mask = causal_block_mask(visible_from(docs, 40), 8, also=lambda b, h, q, kv: kv % 2 == h)
-    assert not mask.full_kv_num_blocks.any()
-    assert not mask.full_q_num_blocks.any()
-    position = torch.arange(64)
-    dense = dense_mask(docs, 40)
-    in_list = as_dense(mask, "kv").repeat_interleave(8, 0).repeat_interleave(8, 1)
-    for head in 0, 1:
-        seen = in_list & mask.mask_mod(None, head, position[:, None], position)
-        assert torch.equal(seen, dense & (position % 2 == head))
 
 
 @settings(max_examples=50, deadline=None)

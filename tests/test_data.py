@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import train_gpt
 from data.shards import write_shard
 from train_gpt import BatchPlan, DistributedDataLoader, Hyperparameters, Ranks, UserError, schedule_validation
-from world_worker import wait_for
 
 NANO = train_gpt.PRESETS["nano"]
 SMALL = dataclasses.replace(NANO, vocab_size=9, eot_token=8)
@@ -89,16 +88,6 @@ def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_len
         for x, row in zip(found, [row for batch in expected for row in batch[rank::2]], strict=True):
             assert (x.tokens.dtype, x.targets.dtype) == (torch.int32, torch.int64)
             assert (x.tokens.tolist(), x.targets[:, 0].tolist()) == (row[:-1], row[1:])
-
-
-def test_the_loader_starts_with_the_first_batch_and_reads_ahead(tmp_path, monkeypatch):
-    plan = plan_stream(make_shards(tmp_path, 2000), [64] * 20)
-    read_sequence, reads = train_gpt.read_sequence, []
-    monkeypatch.setattr(train_gpt, "read_sequence", lambda *args: (reads.append(None), read_sequence(*args))[1])
-    batches = read(plan)
-    assert reads == []
-    next(batches)
-    wait_for(lambda: len(reads) == 3)  # the first, and two ahead: the GPU waits for none
 
 
 def test_a_spoiled_shard_is_refused_by_name(tmp_path):

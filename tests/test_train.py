@@ -6,11 +6,9 @@ import hashlib
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
-import termios
 import time
 from pathlib import Path
 
@@ -49,18 +47,6 @@ def test_log_and_result_have_their_form(flags, corpus):
     )
     assert json.loads(log.with_suffix(".json").read_text()) == json.loads(json.dumps(result))
     assert {path.name for path in log.parent.iterdir()} == {"form.txt", "form.json", "form.pt", "form.ngrams0"}
-
-
-def test_a_step_is_in_the_log_at_once(flags, tmp_path, monkeypatch):
-    """Who kills a run still has its steps."""
-    evaluate = Trainer.evaluate
-
-    def look(trainer, step, *args):
-        assert step == 0 or f"\nstep:{step}/4 train_loss:" in (tmp_path / "logs" / "now.txt").read_text()
-        return evaluate(trainer, step, *args)
-
-    monkeypatch.setattr(Trainer, "evaluate", look)
-    train([*flags, "--run_id=now"])
 
 
 def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags, monkeypatch):
@@ -196,23 +182,6 @@ def test_a_full_disk_ends_neither_the_training_nor_the_checkpoint_before(flags, 
     assert "not saved: OSError(28, 'No space left on device')" in capsys.readouterr().out
     assert {path.name for path in tmp_path.glob("logs/*")} == {"full.txt", "full.1.rank0", "full.checkpoint"}
     assert torch.load(before, weights_only=True)["step"] == 1
-
-
-def test_terminal_shows_a_bar_and_a_console_may_go_away(long_flags, tmp_path):
-    """A terminal that is closed fails as a pipe does whose reader leaves, or a console that is full."""
-    ours, theirs = os.openpty()
-    termios.tcsetwinsize(theirs, (24, 200))
-    run = Run([[*long_flags, "--num_iterations", "60", "--run_id", "closed"]], console=os.ttyname(theirs))
-    log, seen = tmp_path / "logs" / "closed.txt", b""
-    while not re.search(rb"step:\d+/\d+ train_loss:\d", seen):
-        assert select.select([ours], [], [], 30)[0], seen
-        seen += os.read(ours, 10_000)
-    os.close(theirs)
-    os.close(ours)
-    at = len(log.read_text())
-    run.wait()
-    assert log.read_text().count("\nstep:", at) > 20, "it was closed after the run"
-    assert log.with_suffix(".json").exists()
 
 
 @pytest.mark.slow
