@@ -120,30 +120,24 @@ def test_a_run_that_has_ended_or_has_another_name_is_left_alone(run_flags, saved
     assert {path: path.read_bytes() for path in saved.parent.iterdir()} == before
 
 
-def flip(path: Path, tensor: str) -> bytes:
-    """Return a file with one bit of a tensor changed."""
-    content, values = path.read_bytes(), torch.load(path)[tensor].numpy().tobytes()
-    return content.replace(values, bytes([values[0] ^ 1]) + values[1:], 1)
-
-
 def test_what_is_no_checkpoint_of_this_run_is_refused(run_flags, saved, tmp_path):
     """Torn and flipped files, those of another step or run, one that is gone, and another kind."""
     state = torch.load(saved, weights_only=True)
     share, older = (saved.with_suffix(f".{slot}.rank0") for slot in (state["slot"], 1 - state["slot"]))
     other = share.with_stem(share.stem.replace("whole", "other"))
-    shares = [flip(share, "rows"), older.read_bytes(), other.read_bytes()]
-    others = [saved.with_suffix(".pt").read_bytes()]
-    for odd in state | dict(step=Path()), state | dict(other=0), {"step": 1}, [1]:
-        torch.save(odd, tmp_path / "odd")
-        others.append((tmp_path / "odd").read_bytes())
+    rows = torch.load(share)["rows"].numpy().tobytes()
+    flipped = share.read_bytes().replace(rows, bytes([rows[0] ^ 1]) + rows[1:], 1)
+    torch.save(state | dict(other=0), tmp_path / "odd")
+    shares = [flipped, older.read_bytes(), other.read_bytes()]
+    others = [saved.with_suffix(".pt").read_bytes(), (tmp_path / "odd").read_bytes()]
     for path, more in (share, shares), (saved, others):
         good = path.read_bytes()
-        for content in (good[:-1000], good[1000:], *more, None):
+        for content in (good[:-1000], *more, None):
             assert content != good
             path.write_bytes(content) if content else path.unlink()
             assert f"{path}: not a sound " in refusal([*run_flags, "--resume", str(saved)])
-            assert "\nstopped: " not in saved.with_suffix(".txt").read_text(), "nor is it what a run goes on with"
         path.write_bytes(good)
+    assert "\nstopped: " not in saved.with_suffix(".txt").read_text(), "nor is it what a run goes on with"
 
 
 def test_another_configuration_or_number_of_processes_is_refused(run_flags, saved, monkeypatch):

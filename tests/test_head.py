@@ -37,7 +37,7 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]
 def in_slices(x: Tensor, w: Tensor, targets: Tensor, slice_tokens: int = T) -> tuple[Tensor, ...]:
     """Return the script's loss and gradients in FP8. Beyond the end a next token is -2."""
     softcap = dict(zip(("lm_head_softcap", "softcap_range", "softcap_shift"), CAP, strict=True))
-    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], lm_head_slice=slice_tokens, lm_head_fp8=True, **softcap)
+    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], val_lm_head_slice=slice_tokens, lm_head_fp8=True, **softcap)
     columns = F.pad(targets, (0, 2), value=-2).unfold(0, 3, 1)
     return with_gradients(lambda x, w: TrainingLoss.apply(x, w, x.new_empty(T, 0), columns, THREE, cfg), x, w)
 
