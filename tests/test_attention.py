@@ -1,4 +1,4 @@
-"""Masks against dense ones, and attention in bands against dense attention."""
+"""Lists of blocks against dense masks. test_gpu has attention in bands, test_formulas that of whole layers."""
 
 import torch
 from hypothesis import given, settings
@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from dense import dense_attention, dense_mask, find_doc_starts
-from train_gpt import BandMask, causal_block_mask, causal_mask, first_visible_keys
+from dense import dense_mask, find_doc_starts
+from train_gpt import causal_block_mask, first_visible_keys
 
 
 @st.composite
@@ -58,23 +58,3 @@ def test_blocks_with_element_mask_are_the_definition(case, also):
     assert torch.equal(seen, dense & (also is None or position % 2 == 1))
     assert torch.equal(as_dense(mask, "q"), partial.T), "the backward pass takes the lists by key block"
     assert torch.equal(as_dense(mask, "full_q"), full.T)
-
-
-@settings(max_examples=50, deadline=None)
-@given(case=cases())
-def test_attention_in_bands_is_dense_attention(case):
-    """A key that is there twice, or not at all, changes the result; the window may be narrower than the widest.
-
-    Values are wider than keys.
-    """
-    docs, block, window = case
-    *qkv, grad = (torch.randn(len(docs), 3, width, dtype=torch.float64) for width in (8, 8, 16, 16))
-    qkv = [(factor * t).requires_grad_() for factor, t in zip((1, 0.5, 1), qkv, strict=True)]  # uneven weights
-    expected = dense_attention(*qkv, dense_mask(docs, window))
-    expected_grads = torch.autograd.grad(expected, qkv, grad)
-    for max_window in window, block * (window + 2):
-        mask = BandMask(causal_mask(visible_from(docs, window)), len(docs), block, max_window, torch.float64)
-        assert mask.bias.shape == (len(docs) // block, block, block - -max_window // block * block)
-        actual = mask.attend(*qkv)
-        torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
-        torch.testing.assert_close(torch.autograd.grad(actual, qkv, grad), expected_grads, rtol=0, atol=1e-11)
