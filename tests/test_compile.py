@@ -11,7 +11,6 @@ from torch.nn.attention import flex_attention as flex_module
 
 import train_gpt
 from data.shards import write_shard
-from speedrun.bench import own_rows
 from train_gpt import Layer, Ranks, Stage, Trainer
 
 # In 14 steps they begin at 0, 6 and 12; the last two have equal lengths, and the second has two numbers of classes
@@ -76,29 +75,3 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path):
     assert (schedule.stage, schedule.windows["long"].size) == (2, 104)
     assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head.weight), "two tables in the end"
     assert (len(graphs), counters["unique_graphs"]) == before
-
-
-@pytest.mark.slow
-def test_no_rank_compiles_on_the_clock(gpt2, monkeypatch: pytest.MonkeyPatch, corpus: Path):
-    """What is compiled beside the model, by three of 8 ranks as if the others were there."""
-    torch_compile = torch.compile
-
-    def compile_functions(it, **how):
-        return it if isinstance(it, torch.nn.Module) else torch_compile(it, backend="eager", **how)
-
-    monkeypatch.setattr(torch, "compile", compile_functions)
-    monkeypatch.setattr(train_gpt.NgramTable, "all_to_all", lambda table, *args: own_rows(*args))
-    files = dict(train_files=f"{corpus}/long.bin", prefix_file=f"{corpus}/prefixes")
-    cfg = dataclasses.replace(gpt2, batch_tokens=8 * gpt2.train_seq_len, ngram_rows=10**6, compile=True, **files)
-    data = train_gpt.plan_batches(cfg.train_files, [(p.seq_len, p.max_doc_len) for p in cfg.step_schedules], 8, cfg)
-    counters = torch._dynamo.utils.counters["stats"]
-    for rank in 0, 5, 7:
-        torch._dynamo.reset()
-        train_gpt.compiled.cache_clear()
-        trainer = Trainer(cfg, Ranks(rank, 8))
-        trainer.warm_up()
-        before = counters["unique_graphs"]
-        steps = trainer.loader.steps(train_gpt.train_cycles(data, cfg))
-        for schedule, inputs in zip(cfg.step_schedules, steps, strict=True):
-            trainer.train_step(schedule, *inputs)
-        assert counters["unique_graphs"] == before > 0

@@ -7,11 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import train_gpt
 from conftest import GPT2_FLAGS
-from dense import assert_trained_alike
 from speedrun import ROOT
 
 # Each record names the one before
@@ -69,27 +67,3 @@ def test_a_record_still_trains(path: Path, script_flags, tmp_path):
     if hasattr(nano, "window_tokens"):
         flags += ["--window_tokens=64"]
     assert train(script, flags, tmp_path) < 5.2, "ln 257 = 5.55 is the loss of no training"
-
-
-@pytest.mark.slow
-@pytest.mark.published
-def test_the_root_trains_what_the_newest_record_does(script_flags, corpus, tmp_path):
-    """Losses of 20 steps, and then all parameters and rows of n-grams; sums in another order make 2e-10 of most."""
-    small = [*GPT2_FLAGS, f"--prefix_file={corpus}/prefixes"]
-    more = [*script_flags, "--seed=1", "--dtype=float64", "--num_iterations=20", "--save_checkpoint"]
-    for name, flags in dict(gpt2=small, nano=SHORT.split()).items():
-        found = []
-        for script in load(SCRIPTS[-1]), train_gpt:
-            folder = tmp_path / f"{name}-{script.__name__}"
-            argv = [*flags, *more, f"--log_dir={folder}", "--run_id=r"]
-            if script is not train_gpt:
-                argv = [flag.replace("gate_net_dim", "net_dim").replace("long_interval", "rare") for flag in argv]
-            result = script.main(argv)
-            curve = [loss for _, loss, _ in result["train_curve"] + result["val_curve"]]
-            tensors = torch.load(folder / "r.pt")["model"] | torch.load(folder / "r.ngrams0")
-            if "lm_head" in tensors:  # as the record calls it
-                tensors["lm_head.weight"] = tensors.pop("lm_head")
-            found.append((curve, tensors))
-        (expected_curve, expected), (curve, tensors) = found
-        assert curve == pytest.approx(expected_curve, rel=0, abs=1e-9)
-        assert_trained_alike(tensors, expected, limit=1e-8)
