@@ -114,15 +114,12 @@ FAULTS = {
     "run0.txt: the script of the log is not": edit("print", "other"),
     "two of its runs have one seed": lambda texts: [*texts, log_text(2)],
     "run0.txt: validates on other tokens: 26": edit("sha256 .*", f"sha256 {'ab' * 32}"),
-    "run0.txt: validates on other tokens: 4096": edit(r"tokens: \d+", "tokens: 4096"),
     "run0.txt: trains on": edit("train_000000.bin, ", "train_000001.bin, "),
     "run0.txt: has the flag --muon_lr": edit(r"flags: \[\]", 'flags: ["--muon_lr=1", "--seed", "2"]'),
     "run0.txt: recompiles after the clock started: 2": edit("started: 0", "started: 2"),
     "run0.txt: uses 4 CPU threads": edit("1 processes, 2", "2 processes, 2"),
-    "n too small: p=nan": lambda texts: texts[:1],
     "n too small: p=0.23": lambda texts: [texts[0], log_text(9, 1.449)],
     "mean 1.4501 is above the target": lambda _: [log_text(val_loss=1.4501)],
-    "run0.txt: ends at step 20 of 20 without the last": edit("val_loss:1.4310", "val_loss:nan"),
     "run0.txt: 'step:x/20.*' is no step line": edit("step:7/20", "step:x/20"),
 }
 
@@ -159,27 +156,20 @@ def test_verify_names_the_fault_of_a_race(tool, root):
     assert re.match(r".*/02_Newer/race.json: no JSON object", tool("table")[2].rpartition("speedrun: ")[2])
 
 
-def test_unfinished_records_are_named_and_left_out(tool, root):
+def test_an_unfinished_record_is_named_and_left_out(tool, root):
     """Each of these is the newest, and the boards are as they were."""
     write_record(root, "nano/01_Good", good())
     tool("table")
-    (root / "nano/02_Draft").mkdir()
-    after = dict(after="nano/01_Good")
-    drafts = {
-        "empty": lambda: None,
-        "placeholder": lambda: write_record(root, "nano/02_Draft", good(), page="<say why>", **after),
-        "no page": lambda: (root / "nano/02_Draft/README.md").unlink(),
-        "no line": lambda: write_record(root, "nano/02_Draft", [], after="nano/00_Gone", ranked=False),
-        "two after one": lambda: [write_record(root, f"nano/0{i}_Draft", [], ranked=False, **after) for i in (3, 2)],
-    }
-    for name, make in drafts.items():
+    for make in (
+        lambda: (root / "nano/02_Draft").mkdir(),
+        lambda: write_record(root, "nano/02_Draft", good(), page="<say why>", after="nano/01_Good"),
+        lambda: write_record(root, "nano/02_Draft", [], after="nano/00_Gone", ranked=False),
+    ):
         make()
         code, _, err = tool("table", "--check")
-        assert (code, "_Draft is left out: " in err) == (int(name == "two after one"), True), name
+        assert (code, "02_Draft is left out: " in err) == (0, True)
         code, out, _ = tool("verify")
-        assert (code, out.splitlines()[-1].partition("_")[2][:6]) == (1, "Draft:"), name
-    write_record(root, "nano/01_Good", [log_text(val_loss=1.4491)], kind="form")
-    assert tool("verify", "Good")[1].startswith("ok nano/01_Good: n=1"), "a form needs no p"
+        assert (code, out.splitlines()[-1].partition("_")[2][:6]) == (1, "Draft:")
 
 
 def test_a_comparison_has_t_intervals_of_pairs_and_a_verdict():
@@ -245,36 +235,15 @@ def test_a_stopped_race_ends_its_run_and_goes_on(root, number):
     assert (done.returncode, "screen of 1 pair" in done.stdout) == (0, True)
 
 
-@pytest.mark.slow
-def test_the_rank_that_failed_first_is_named(tmp_path):
-    """Rank 0 waits for rank 1, which fails, and loses it."""
-    script = tmp_path / "fails.py"
-    begin = "from torch.distributed import *\ninit_process_group('gloo')\n"
-    script.write_text(f"{begin}if get_rank():\n    raise ValueError('mend this')\nbarrier()")
-    torchrun = "-m torch.distributed.run --standalone --local-addr=localhost --nproc_per_node=2"
-    with pytest.raises(process.ToolError, match=r"^exit code 1: \[rank1\]: ValueError: mend this$"):
-        process.run_python([*torchrun.split(), str(script)])
-
-
-def test_a_plot_spares_its_inputs_and_names_what_is_no_log(tool):
-    Path("cut.txt").write_text("cut short")
-    for output, message in ("x.png", "cut.txt: not a log"), ("cut.txt", "the picture is a PNG"):
-        code, _, err = tool("plot", "cut.txt", "-o", output)
-        assert (code, message in err, Path("cut.txt").read_text()) == (2, True, "cut short")
-
-
-def test_public_logs_are_drawn(tool):
-    for form in (  # of the main, the medium and the optimizer track
-        "step:{0}/250 val_loss:{1:.4f} train_time:{2}ms step_avg:96.38ms",
-        "step:{0}/250 val_loss:{1:.5f} train_time:{3:.3f}s step_avg:nanms",
-        "step:{0}/250 val_loss:{1:.5f} val_ema_loss:4.5 train_time:{3:.3f}s step_avg:191.7ms extrap:1e-3 handoff:keep",
-    ):
-        points = (0, 10.82584, 0), (125, 4.62997, 23_965), (250, 3.27, 47_930)
-        lines = [form.format(step, loss, ms, ms / 1000) for step, loss, ms in points]
-        Path("a.txt").write_text("\n".join(["import sys", RULE, "Running Python 3", RULE, *lines, ""]))
-        assert tool("plot", "a.txt", "-o", "x.png")[0] == 0
-        (curve,) = json.loads(Image.open("x.png").text["Comment"])["curves"]
-        assert (curve["seconds"], curve["mean"][1]) == ([0, 23.965, 47.93], pytest.approx(4.63, abs=1e-4))
+def test_a_public_log_is_drawn_and_an_input_is_never_the_output(tool):
+    text = "import sys\nstep:0/250 val_loss:10.8 train_time:0ms\nstep:250/250 val_loss:3.27000 val_ema_loss:4.5 "
+    Path("a.txt").write_text(text := text + "train_time:47.930s step_avg:191.7ms extrap:1e-3\n")
+    assert tool("plot", "a.txt", "-o", "x.png")[0] == 0
+    (curve,) = json.loads(Image.open("x.png").text["Comment"])["curves"]
+    assert (curve["seconds"], curve["mean"]) == ([0, 47.93], [10.8, 3.27])
+    for name, message in ("fast.py", "fast.py: not a log"), ("a.txt", "the picture is a PNG"):
+        code, _, err = tool("plot", name, "-o", "a.txt" if name == "a.txt" else "x.png")
+        assert (code, message in err, Path("a.txt").read_text()) == (2, True, text)
 
 
 def test_the_picture_of_the_records_is_what_its_command_draws(tmp_path):
@@ -287,27 +256,3 @@ def test_scripts_have_the_numbers_of_the_tracks():
     for name, track in TRACKS.items():
         cfg = train_gpt.PRESETS[name]
         assert (cfg.target_loss, cfg.val_tokens, cfg.val_sha256) == (track.target, track.val_tokens, track.val_sha256)
-
-
-def test_each_kind_of_gpu_has_a_leaderboard():
-    gpus = "\n".join(f"|   {i}  NVIDIA H100 80GB HBM3          On  |   00000000:2D |" for i in range(8))
-    head = f'8 processes, 2 threads each, 64 cores\n{gpus}\nconfiguration: {{"preset": "gpt2", "device": "cuda"}}'
-    text = f"x\n{RULE}\n{head}\n{RULE}\nstep:0/9 val_loss:9 train_time:0ms step_avg:0ms\n"
-    assert records.board_of(Log(Path("x.txt"), text)) == "gpt2 on 8x NVIDIA H100 80GB HBM3"
-
-
-def test_the_public_history_of_the_page_is_that_of_the_file():
-    page = (records.RECORDS / "README.md").read_text()
-    for it in json.loads(records.PUBLIC.read_text())["records"]:
-        assert f"| {it['number']} | {it['date']} | {it['name']} | {it['steps']:,} | " in page
-        assert f" | {it['train_time_s']:.2f} | {it['official_minutes']:g} | {it['val_loss']:.4f} (" in page
-
-
-def test_nine_commands_have_a_line_each_and_two_need_no_packages():
-    """Help and diff are for a Python that has nothing yet."""
-    code = "import sys; from speedrun.__main__ import main; main(['diff', 'CopyHead', 'LongSteps']); "
-    code += "print({*sys.modules} & {'torch', 'numpy', 'scipy', 'matplotlib'}); main(['-h'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    lines = done.stdout.partition("COMMAND\n")[2].splitlines()
-    assert "\nset()\n" in done.stdout
-    assert [line.split()[0] for line in lines] == "run race submit verify diff table plot site bench".split()

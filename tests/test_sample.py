@@ -47,18 +47,6 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     assert score(logits, text[1:]).item() == pytest.approx(result["val_loss"], abs=1e-10)
 
 
-def test_probabilities_with_copies_add_up_to_1_and_none_is_0(gpt2):
-    gpt = randomize(train_gpt.GPT(dataclasses.replace(gpt2, vocab_size=255, eot_token=254, canon_file="")))
-    model, read = sample.Model(gpt.float(), []), torch.randint(254, (192,))
-    x = model.features(read.tolist())
-    gpt.lm_head.weight.data[255] = 0.1 * x[5]
-    logits = model.logits(x, read, torch.arange(192))
-    torch.testing.assert_close(logits.exp().sum(1), torch.ones(192), rtol=1e-5, atol=0)
-    gpt.lm_head.weight.data[:] = -1e3 * x[5]
-    gpt.lm_head.weight.data[255] = 1e3 * x[5]  # in float32 a copy has all of the probability
-    assert model.logits(x, read, torch.tensor([5])).isfinite().all()
-
-
 def constant_model(tiny, **logits: float) -> SimpleNamespace:
     """A model that always gives these characters these logits, and all others none."""
     row = torch.full((257,), -1e4, dtype=torch.float64)
@@ -67,8 +55,8 @@ def constant_model(tiny, **logits: float) -> SimpleNamespace:
     return SimpleNamespace(cfg=tiny, predictions=lambda tokens, first: iter([row.clone()[None]]))
 
 
-@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, 0), (0.5, 0), (2.0, 3)])
-def test_tokens_come_as_often_as_the_softmax_says(temperature, top_k, tiny):
+def test_tokens_come_as_often_as_the_softmax_says(tiny):
+    temperature, top_k = 2.0, 3
     logits = dict(a=2.0, b=0.5, c=3.0, d=1.0, e=2.5)
     model = constant_model(dataclasses.replace(tiny, val_seq_len=8000, val_tokens=8000), **logits)
     drawn = b"".join(sample.generate(model, "", 4000, temperature, top_k, seed=1))
@@ -85,12 +73,10 @@ def test_a_text_ends_with_its_document_but_not_while_it_is_blank(tiny):
     assert all(b"x" in text and len(text) < 100 for text in found), found
 
 
-@pytest.mark.parametrize("preset", ["nano", "gpt2"])
-def test_pieces_that_overlap_score_as_one_token_at_a_time(preset, tiny, tmp_path, monkeypatch):
+def test_pieces_that_overlap_score_as_one_token_at_a_time(tiny, tmp_path, monkeypatch):
     """A text is cut into pieces of 36 tokens, of which 12 were read before."""
-    cfg = train_gpt.resolve(train_gpt.parse_args(SMALL_GPT2)) if preset == "gpt2" else tiny
-    stages = tuple(stage._replace(windows=dict.fromkeys(stage.windows, 1000)) for stage in cfg.stages)
-    cfg = dataclasses.replace(cfg, dtype="float64", stages=stages, final_window=1000)
+    stages = tuple(stage._replace(windows=dict.fromkeys(stage.windows, 1000)) for stage in tiny.stages)
+    cfg = dataclasses.replace(tiny, dtype="float64", stages=stages, final_window=1000)
     model = sample.Model(randomize(train_gpt.GPT(cfg)), [random_ngrams(cfg)])
     (path := tmp_path / "text").write_bytes(text := b"Some text, which is read in pieces.\r\n" * 2)
     text, nats = text.replace(b"\r", b""), 0.0
