@@ -15,15 +15,12 @@ from scipy import stats
 
 import fake_training
 import train_gpt
-from fake_training import log_text
 from speedrun import ROOT, process, race, records
 from speedrun.__main__ import main
-from speedrun.logs import RULE, TRACKS, Log, digest
+from speedrun.logs import RULE, TRACKS
 from world_worker import wait_for
 
 FAKE = Path(fake_training.__file__).read_text()
-SOURCE = "print()"
-LOSSES = 1.431, 1.428, 1.433, 1.430, 1.429  # by seed
 
 
 @pytest.fixture
@@ -41,35 +38,19 @@ def root(tmp_path, monkeypatch) -> Path:
 
 
 @pytest.fixture
+def newest(root) -> Path:
+    """Copy two of our records, as if there were no others, and return the newer one's folder."""
+    for name in "09_CopyHead", "10_LongSteps":
+        shutil.copytree(ROOT / "records" / "nano" / name, root / "nano" / name)
+    (root / "nano/09_CopyHead/race.json").unlink()
+    info = root / "nano/09_CopyHead/record.json"
+    info.write_text(info.read_text().replace('"nano/08_OneHead"', "null"))
+    return root / "nano/10_LongSteps"
+
+
+@pytest.fixture
 def tool(root, capsys):
     return lambda *argv: (main([*map(str, argv)]), *capsys.readouterr())
-
-
-def write_record(root: Path, name: str, texts: list[str], source=SOURCE, page="# Name\n", **info) -> Path:
-    (folder := root / name).mkdir(parents=True, exist_ok=True)
-    info = dict(date="2026-12-02", what="one <line>", kind="idea", after=None, ranked=True) | info
-    scripts_and_rest = [text.split(f"\n{RULE}\n", maxsplit=1) for text in texts]
-    stored = [f"{digest(script)}\n{RULE}\n{rest}" for script, rest in scripts_and_rest]
-    logs = "".join(f"==> run{i}.txt <==\n{text}\n" for i, text in enumerate(stored))
-    files = {"train_gpt.py": source, "README.md": page, "record.json": json.dumps(info), "runs.txt": logs}
-    for file, text in files.items():
-        (folder / file).write_text(text)
-    return folder
-
-
-def good() -> list[str]:
-    return [log_text(seed, loss) for seed, loss in enumerate(LOSSES)]
-
-
-def write_race(folder: Path, newer=SOURCE, older="older", drop=0.0, n=5) -> dict:
-    """Write the race of a record of `good` runs, at 0.9 of the time of the older script."""
-    scripts = [race.Script(name, digest(name)) for name in (newer, older)]
-    found = race.Race(scripts, [], n, 0, 1, date="2026-12-02")
-    for seed, i in found.order:
-        loss = (LOSSES * 2)[seed] - drop * i
-        found.runs.append(race.Run(i, seed, round(loss, 4), 800 / 0.9**i, hardware="x", val_sha256="y"))
-    found.write(folder / "race.json")
-    return json.loads((folder / "race.json").read_text())
 
 
 def test_from_a_race_to_boards_and_curves(tool, root):
@@ -105,71 +86,67 @@ def test_from_a_race_to_boards_and_curves(tool, root):
     assert [(it["name"], it["target"], it["steps"]) for it in curves] == expected
 
 
-def edit(old: str, new: str):
-    return lambda texts: [re.sub(old, new, texts[0], count=1), *texts[1:]]
-
-
-FAULTS = {
-    "run0.txt: ends at step 20 of 20 without": edit("step:20/20 val_loss", "no"),
-    "run0.txt: the script of the log is not": edit("print", "other"),
-    "two of its runs have one seed": lambda texts: [*texts, log_text(2)],
-    "run0.txt: validates on other tokens: 26": edit("sha256 .*", f"sha256 {'ab' * 32}"),
-    "run0.txt: trains on": edit("train_000000.bin, ", "train_000001.bin, "),
-    "run0.txt: has the flag --muon_lr": edit(r"flags: \[\]", 'flags: ["--muon_lr=1", "--seed", "2"]'),
-    "run0.txt: recompiles after the clock started: 2": edit("started: 0", "started: 2"),
-    "run0.txt: uses 4 CPU threads": edit("1 processes, 2", "2 processes, 2"),
-    "n too small: p=0.23": lambda texts: [texts[0], log_text(9, 1.449)],
-    "mean 1.4501 is above the target": lambda _: [log_text(val_loss=1.4501)],
-    "run0.txt: 'step:x/20.*' is no step line": edit("step:7/20", "step:x/20"),
+FAULTS = {  # of its first log: a message, and what makes it
+    "ends at step 32 of 32 without the last": ("step:32/32 val_loss", "no"),
+    "the script of the log is not the folder's": ("312fd0", "412fd0"),
+    "validates on other tokens: 262144 of sha256 f": ("sha256 e6", "sha256 f6"),
+    "trains on": ("nano_train_000000.bin, ", "nano_train_000001.bin, "),
+    "has the flag --muon_lr": (r'flags: \["', 'flags: ["--muon_lr=1", "'),
+    "recompiles after the clock started: 2": ("clock started: 0", "clock started: 2"),
+    "uses 4 CPU threads": ("2 threads each", "4 threads each"),
+    "'step:x/32.*' is no step line": ("step:7/32", "step:x/32"),
+    "two of its runs have one seed": ("seed: 6201", "seed: 6202"),
+    "n too small: p=0.": ("val_loss:1.4359", "val_loss:1.4859"),
+    "mean 1.4628 is above the target": ("val_loss:1.4359", "val_loss:1.7000"),
 }
 
 
 @pytest.mark.parametrize("message", FAULTS)
-def test_verify_names_the_fault_of_a_log(tool, root, message):
-    write_record(root, "nano/01_Good", FAULTS[message](good()))
-    code, out, _ = tool("verify", "Good")
-    assert (code, bool(re.search(f"FAIL nano/01_Good: (?:{message})", out))) == (1, True), out
+def test_verify_names_the_fault_of_a_log(tool, newest, message):
+    logs = newest / "runs.txt"
+    logs.write_text(re.sub(*FAULTS[message], logs.read_text(), count=1))
+    code, out, _ = tool("verify", "LongSteps")
+    assert (code, bool(re.search(f"FAIL nano/10_LongSteps: (race-6201-a.txt: )?{message}", out))) == (1, True), out
 
 
-def test_verify_names_the_fault_of_a_race(tool, root):
-    write_record(root, "nano/01_Older", good(), source="older")
-    folder = write_record(root, "nano/02_Newer", good(), after="nano/01_Older")
-    plan = write_race(folder)
-    assert tool("verify", "Newer")[1].endswith(", loss +0.0000 (+0.0000 to +0.0000), against nano/01_Older\n")
+def test_verify_names_the_fault_of_a_race(tool, newest):
+    path = newest / "race.json"
+    plan = json.loads(path.read_text())
     scripts, runs, other = plan["scripts"], plan["runs"], dict(sha256="ab" * 32)
+    worse = [run | dict(val_loss=run["val_loss"] + 0.02 * (run["script"] == 0)) for run in runs]
     for problem, change in {
-        "lacks the script of nano/02_Newer": dict(scripts=[scripts[0] | other, scripts[1]]),
-        "lacks the script of nano/01_Older": dict(scripts=[scripts[0], scripts[1] | other]),
-        "has 9 runs, not 5 of each script in turn; finish the race": dict(runs=runs[:-1]),
-        "has 10 runs, not 5 of each script in turn": dict(runs=[*runs[:8], runs[9], runs[8]]),
-        "its runs differ in val_sha256": dict(runs=[*runs[:9], runs[9] | dict(val_sha256="z")]),
-        "screen of 4 pairs: faster": dict(pairs=4, runs=runs[:8]),
-        "its 5 runs of the script are not the 5 logs": dict(runs=[runs[0] | dict(train_time=799.0), *runs[1:]]),
+        "lacks the script of nano/10_LongSteps": dict(scripts=[scripts[0] | other, *scripts[1:]]),
+        "lacks the script of nano/09_CopyHead": dict(scripts=[scripts[0], scripts[1] | other, *scripts[2:]]),
+        "has 79 runs, not 10 of each script in turn; finish the race": dict(runs=runs[:-1]),
+        "has 80 runs, not 10 of each script in turn": dict(runs=[*runs[:78], runs[79], runs[78]]),
+        "its runs differ in val_sha256": dict(runs=[*runs[:79], runs[79] | dict(val_sha256="z")]),
+        "screen of 4 pairs: faster": dict(pairs=4, runs=runs[:32]),
+        "faster at a loss that may be too high: train time 0.714": dict(runs=worse),
+        "its 10 runs of the script are not the 10 logs": dict(runs=[runs[0] | dict(train_time=1142.5), *runs[1:]]),
         "not what `race` wrote": dict(runs=[runs[0] | dict(train_time="1")]),
     }.items():
-        (folder / "race.json").write_text(json.dumps(plan | change))
-        assert re.match(f"FAIL nano/02_Newer: race.json: {problem}", tool("verify", "Newer")[1]), problem
-    write_race(folder, drop=0.006)
-    assert "race.json: faster at a loss that may be too high: train time 0.9" in tool("verify", "Newer")[1]
-    (folder / "race.json").write_text(json.dumps(plan)[:-9])
-    assert "race.json: no JSON object" in tool("verify", "Newer")[1]
-    assert re.match(r".*/02_Newer/race.json: no JSON object", tool("table")[2].rpartition("speedrun: ")[2])
+        path.write_text(json.dumps(plan | change))
+        out = tool("verify", "LongSteps")[1]
+        assert re.match(f"FAIL nano/10_LongSteps: race.json: {problem}", out), (problem, out)
+    path.write_text(json.dumps(plan)[:-9])
+    assert "race.json: no JSON object" in tool("verify", "LongSteps")[1]
 
 
-def test_an_unfinished_record_is_named_and_left_out(tool, root):
-    """Each of these is the newest, and the boards are as they were."""
-    write_record(root, "nano/01_Good", good())
+def test_an_unfinished_record_is_named_and_left_out(tool, root, newest):
+    """The boards are as they were, and whoever verifies all learns what is missing."""
+    shutil.move(newest, root / "finished")
     tool("table")
     for make in (
-        lambda: (root / "nano/02_Draft").mkdir(),
-        lambda: write_record(root, "nano/02_Draft", good(), page="<say why>", after="nano/01_Good"),
-        lambda: write_record(root, "nano/02_Draft", [], after="nano/00_Gone", ranked=False),
+        newest.mkdir,
+        lambda: shutil.copytree(root / "finished", newest, dirs_exist_ok=True) / "README.md",
+        (newest / "record.json").unlink,
     ):
-        make()
+        if page := make():
+            page.write_text("<say why>")
         code, _, err = tool("table", "--check")
-        assert (code, "02_Draft is left out: " in err) == (0, True)
+        assert (code, "10_LongSteps is left out: " in err) == (0, True), err
         code, out, _ = tool("verify")
-        assert (code, out.splitlines()[-1].partition("_")[2][:6]) == (1, "Draft:")
+        assert (code, "FAIL nano/10_LongSteps: " in out, "ok nano/09_CopyHead: " in out) == (1, True, True), out
 
 
 def test_a_comparison_has_t_intervals_of_pairs_and_a_verdict():
@@ -203,7 +180,6 @@ def test_a_race_says_in_one_line_what_is_wrong_and_goes_on(tool, root):
         ((*argv, *nano, "--fail", "mend\x1bthis"), r"run race-1of1-1-a failed: 'exit code 1: mend.*this'; with that"),
         ((*argv[:2], *argv[3:], *nano), "needs 2 to 26 scripts"),
         ((*argv, "--", "--seed", "1"), "--seed, --log_dir and --run_id are the race's own"),
-        ((*argv[:6], "race2", "--", "--cut", "1"), "race-1of1-1-a.txt: ends at step 20 of 20 without"),
         (("race", "fast.py", "none.py"), "'none.py' is neither a file nor a record"),
         ((*argv, *nano), "was begun with other scripts, flags, pairs or seed"),
     ):
@@ -236,13 +212,13 @@ def test_a_stopped_race_ends_its_run_and_goes_on(root, number):
 
 
 def test_a_public_log_is_drawn_and_an_input_is_never_the_output(tool):
-    text = "import sys\nstep:0/250 val_loss:10.8 train_time:0ms\nstep:250/250 val_loss:3.27000 val_ema_loss:4.5 "
-    Path("a.txt").write_text(text := text + "train_time:47.930s step_avg:191.7ms extrap:1e-3\n")
+    lines = "step:0/250 val_loss:10.8 train_time:0ms", "step:250/250 val_loss:3.27 val_ema_loss:4 train_time:47.930s"
+    Path("a.txt").write_text(text := "\n".join(["import sys", RULE, "Running Python 3", RULE, *lines, ""]))
     assert tool("plot", "a.txt", "-o", "x.png")[0] == 0
     (curve,) = json.loads(Image.open("x.png").text["Comment"])["curves"]
     assert (curve["seconds"], curve["mean"]) == ([0, 47.93], [10.8, 3.27])
-    for name, message in ("fast.py", "fast.py: not a log"), ("a.txt", "the picture is a PNG"):
-        code, _, err = tool("plot", name, "-o", "a.txt" if name == "a.txt" else "x.png")
+    for name, output, message in ("fast.py", "x.png", "fast.py: not a log"), ("a.txt", "a.txt", "the picture is a PNG"):
+        code, _, err = tool("plot", name, "-o", output)
         assert (code, message in err, Path("a.txt").read_text()) == (2, True, text)
 
 
