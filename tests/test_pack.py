@@ -53,6 +53,7 @@ def test_a_shard_is_written_whole_or_not_at_all_and_damage_is_seen(tmp_path, mon
         assert not cached_fineweb10B.is_shard(path), content
 
 
+@pytest.mark.slow
 def test_nano_is_the_corpus_of_the_track(tmp_path):
     pack_nano.main(["--out", str(tmp_path)])
     digests = {hashlib.sha256(content).hexdigest()[:8] for content in contents(tmp_path).values()}
