@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from scipy import stats
 
 import sample
 import train_gpt
@@ -23,7 +22,7 @@ from dense import randomize
 from speedrun import ROOT
 
 
-@pytest.mark.parametrize("preset", ["nano", "gpt2"])
+@pytest.mark.parametrize("preset", ["nano", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpus, tmp_path):
     """From the flag to the loss: every logit, with the last windows, the mask, and rows of n-grams."""
     files = f"--train_files {corpus}/long.bin --val_files {corpus}/val_*.bin --log_dir {tmp_path} --run_id {preset}"
@@ -42,29 +41,12 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpu
     assert score(logits, text[1:]).item() == pytest.approx(result["val_loss"], abs=1e-10)
 
 
-def constant_model(tiny, **logits: float) -> SimpleNamespace:
-    """A model that always gives these characters these logits, and all others none."""
-    row = torch.full((257,), -1e4, dtype=torch.float64)
-    for name, value in logits.items():
-        row[256 if name == "eot" else ord(name)] = value
-    return SimpleNamespace(cfg=tiny, predictions=lambda tokens, first: iter([row.clone()[None]]))
-
-
-def test_tokens_come_as_often_as_the_softmax_says(tiny):
-    temperature, top_k = 2.0, 3
-    logits = dict(a=2.0, b=0.5, c=3.0, d=1.0, e=2.5)
-    model = constant_model(dataclasses.replace(tiny, val_seq_len=8000, val_tokens=8000), **logits)
-    drawn = b"".join(sample.generate(model, "", 4000, temperature, top_k, seed=1))
-    kept = sorted(logits, key=logits.get)[-top_k:]
-    p = np.exp(np.array([logits[name] for name in kept]) / temperature)
-    seen = [drawn.count(name.encode()) for name in kept]
-    assert sum(seen) == 4000
-    assert stats.chisquare(seen, 4000 * p / p.sum()).pvalue > 0.001
-
-
 def test_a_text_ends_with_its_document_but_not_while_it_is_blank(tiny):
-    blank = constant_model(tiny, **{"eot": 9.0, "\n": 5.0, "x": 4.0})
-    found = [b"".join(sample.generate(blank, "a\n\n", 100, 1.0, 0, seed)) for seed in range(10)]
+    """Of three tokens the most likely is the end of the text, then that of a line."""
+    logits = torch.full((1, 257), -1e4, dtype=torch.float64)
+    logits[0, [256, ord("\n"), ord("x")]] = torch.tensor([9.0, 5.0, 4.0], dtype=torch.float64)
+    model = SimpleNamespace(cfg=tiny, predictions=lambda tokens, first: iter([logits.clone()]))
+    found = [b"".join(sample.generate(model, "a\n\n", 100, 1.0, 0, seed)) for seed in range(10)]
     assert all(b"x" in text and len(text) < 100 for text in found), found
 
 
@@ -111,10 +93,8 @@ def test_scores_are_of_what_is_packed_or_a_line_says_what_is_wrong(model, capsys
     for argv, message in {
         "--score=empty": "empty: is empty; name",
         "--score=logs/random.pt": "logs/random.pt: is binary; name",
-        "--score=logs": "directory: 'logs'",
         "none.pt": "none.pt: there is no such file; train",
         "utf8": "utf8: not a sound file",
-        "logs/random.ngrams0": "logs/random.ngrams0: name a sound .pt",
         "--tokens=79998 --prompt=ab": "--tokens 79998, --prompt of 3: the model reads 80000 at most",
         "--top_k=-1": "--top_k -1: expected",
     }.items():
