@@ -12,9 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-import train_gpt
-from data import cached_fineweb10B, pack_nano, pack_text, shards, texts
-from speedrun.process import ENVIRONMENT, PIP
+from data import cached_fineweb10B, pack_nano, pack_text, shards
 
 
 def packed(folder: Path, eot: int = 256) -> list[list[bytes]]:
@@ -55,6 +53,7 @@ def test_a_shard_is_written_whole_or_not_at_all_and_damage_is_seen(tmp_path, mon
         assert not cached_fineweb10B.is_shard(path), content
 
 
+@pytest.mark.slow
 def test_nano_is_the_corpus_of_the_track(tmp_path):
     pack_nano.main(["--out", str(tmp_path)])
     digests = {hashlib.sha256(content).hexdigest()[:8] for content in contents(tmp_path).values()}
@@ -86,13 +85,6 @@ def test_validation_is_the_end_of_each_text_and_of_small_texts_every_tenth():
     assert pack_text.split_texts(small)[1] == [*chain(*small[9::10])]
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16", "latin-1"])
-def test_one_reader_of_text_for_packing_and_scoring(tmp_path, encoding):
-    (tmp_path / "text").write_bytes("café\r\nÿ".encode(encoding))
-    found = texts.read_text(tmp_path / "text").encode(errors="surrogateescape")
-    assert found == "café\nÿ".encode("latin-1" if encoding == "latin-1" else "utf-8")
-
-
 def test_what_fails_leaves_older_shards_and_says_why(tmp_path, capsys, monkeypatch):
     for name, size in dict(page=300, book=100_000).items():
         (tmp_path / name).write_bytes(prose(1, size))
@@ -105,27 +97,6 @@ def test_what_fails_leaves_older_shards_and_says_why(tmp_path, capsys, monkeypat
     monkeypatch.setattr(os, "fsync", Mock(side_effect=KeyboardInterrupt))
     assert fails(capsys, *book, code=130).endswith(": interrupted")
     assert contents(tmp_path / "out") == before
-
-
-def test_it_hands_over_to_the_training(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(os, "execve", Mock())
-    monkeypatch.chdir(tmp_path)
-    Path("book").write_bytes(prose(0, 1_000_000))
-    pack_text.main(["book", "--out=own", "--train"])
-    (_, [_, *argv], environment), _ = os.execve.call_args
-    assert argv[:4] == ["-m", "data.train_text", str(tmp_path / "own"), "100"]
-    assert (Path.cwd(), environment.items() >= pack_text.ENVIRONMENT.items()) == (texts.ROOT, True)
-    assert (ENVIRONMENT.items() >= pack_text.ENVIRONMENT.items(), texts.PIP.split()[1:3]) == (True, PIP.split()[1:3])
-
-
-@pytest.mark.parametrize("preset", pack_text.PRESETS.values(), ids=pack_text.PRESETS)
-def test_a_run_fits_the_text_or_there_is_too_little(preset):
-    sizes = dict(train=preset.min_steps * preset.step_tokens + 1, val=preset.val_seq_len + 1)
-    cfg = train_gpt.parse_args([*pack_text.flags_of(preset, **sizes), "--device=cpu"])
-    assert train_gpt.num_tokens(cfg.num_iterations, cfg) < sizes["train"]
-    for split, size in sizes.items():
-        with pytest.raises(RuntimeError, match=rf"too little text: .*\b{size - 1:,} (and|tokens)"):
-            pack_text.flags_of(preset, **sizes | {split: size - 1})
 
 
 def test_gpt2_tokens_give_the_text_back(monkeypatch):

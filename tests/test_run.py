@@ -63,21 +63,15 @@ def check(corpus, capfd):
         ("--device cuda", "there is no NVIDIA GPU; --preset nano trains on a CPU"),
         ("--num_iterations 999", "the run needs 999; documents begin with --eot_token 256"),
         ("--train_files README.md", "README.md: not a whole shard of tokens; data/pack_text.py packs text"),
-        ("NPROC=3", "NPROC=3: expected one of [1, 2]"),
-        ("NPROC=two", "NPROC=two: expected one of [1, 2]"),
     ],
 )
-def test_bad_input_is_one_line_that_says_what_to_do(check, monkeypatch, flags, message):
-    if flags.startswith("NPROC"):
-        monkeypatch.setenv(*flags.split("="))
-    code, out, line = check(*flags.split() * flags.startswith("-"))
+def test_bad_input_is_one_line_that_says_what_to_do(check, flags, message):
+    code, out, line = check(*flags.split())
     assert (code, out, line.startswith("run.sh: "), line.count("\n"), message in line) == (2, "", True, 1, True), line
 
 
-@pytest.mark.parametrize("nvidia_smi", ["echo GPU 0: RTX A5000", "echo GPU 0: driver mismatch; exit 18"])
-def test_a_gpu_that_torch_cannot_use_is_never_a_silent_run_on_the_cpu(machine, check, monkeypatch, nvidia_smi):
-    machine(nvidia_smi=nvidia_smi)
-    assert run.main([train_gpt.__file__, "--check"]) == 2
+def test_a_gpu_that_torch_cannot_use_is_never_a_silent_run_on_the_cpu(machine, check, monkeypatch):
+    machine(nvidia_smi="echo GPU 0: driver mismatch; exit 18")
     code, out, errors = check("--device=auto")
     assert (code, out, "GPU 0: " in errors, "update the driver to 580" in errors) == (2, "", True, True)
     assert check()[0] == 0  # --device cpu
@@ -89,10 +83,8 @@ def test_a_gpu_that_torch_cannot_use_is_never_a_silent_run_on_the_cpu(machine, c
     ("gpus", "code", "found"),
     [
         ([H100] * 7, 0, "4 processes\n"),
-        ([H100], 0, "1 process --ngram_rows=21150720\n"),
         ([RTX_4090] * 2, 0, "2 processes --no-cuda_graphs --ngram_rows=2643840 --no-layers_fp8\n"),
         ([((8, 0), 8e9)], 2, "free some, or halve --train_seq_len"),
-        ([((7, 5), 8e10)], 2, "compute capability 8.0 or newer"),
     ],
 )
 def test_processes_and_flags_suit_the_machine(machine, monkeypatch, capfd, gpus, code, found):
@@ -102,9 +94,6 @@ def test_processes_and_flags_suit_the_machine(machine, monkeypatch, capfd, gpus,
     monkeypatch.setattr(torch, "__version__", "2.9.1")  # FP8 may hang with it
     assert run.main([train_gpt.__file__, "--check"]) == code
     assert found in "".join(capfd.readouterr())
-    if "ngram_rows" in found:  # twice as many do not fit
-        rows = int(found.partition("--ngram_rows=")[2].split()[0])
-        assert run.main([train_gpt.__file__, "--check", f"--ngram_rows={2 * rows}"]) == 2
 
 
 def test_a_presets_data_are_fetched_where_they_are_missing_or_damaged(corpus, tmp_path, monkeypatch, capfd):
@@ -121,26 +110,11 @@ def test_a_presets_data_are_fetched_where_they_are_missing_or_damaged(corpus, tm
         assert capfd.readouterr().err == f"run.sh: getting data: {process.PYTHON} data/pack_nano.py\n"
         assert (run.main([train_gpt.__file__, "--check"]), capfd.readouterr().err) == (0, "")
         shard.write_text("damaged")
-    monkeypatch.setenv("SCRIPT", "another.py")
     packer.write_text("raise SystemExit(1)")
-    assert run.main(["--check", "--preset=nano", "--own_flag", "3"]) == 2
+    assert run.main(["another.py", "--check", "--own_flag", "3"]) == 2
     assert "the data could not be fetched: see above" in capfd.readouterr().err
     packer.write_text("import os, signal, time\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(20)")
     assert (run.main(["--check"]), capfd.readouterr().err.splitlines()[-1]) == (130, "run.sh: interrupted")
-
-
-def test_what_starts(monkeypatch):
-    """One process of the root's script trains here, other scripts and torchrun take this one's place."""
-    monkeypatch.setattr(run, "prepare", lambda flags, is_root: (1 + ("--two" in flags), ["--own"]))
-    monkeypatch.setattr(os, "execv", lambda _, argv: started.append(argv[1:]))
-    monkeypatch.setattr(train_gpt, "cli", len)
-    started: list[list[str]] = []
-    assert run.main([train_gpt.__file__, "--seed=1", "--a=2"]) == 3  # the script's exit code
-    run.main(["another.py", "--seed=1"])
-    run.main(["another.py", "--help"])
-    assert started == [["another.py", "--seed=1", "--own"], ["another.py", "--help"]]
-    run.main([train_gpt.__file__, "--two"])
-    assert "--local-addr localhost --nproc_per_node 2" in " ".join(started[-1])
 
 
 def shell(command: str, cwd: Path = ROOT, **env: str) -> tuple[int, str, str]:
@@ -181,12 +155,8 @@ def test_environment_is_made_once_and_completed_and_has_pip(machine, tmp_path, u
     wheels = dict(PIP_FIND_LINKS=f"{tmp_path} {Path(ensurepip.__file__).parent / '_bundled'}", PIP_NO_INDEX="1")
     find = "set -euo pipefail; source speedrun/environment.sh; find_python; echo $python; env"
     activated = "source .venv/bin/activate; pip --version; python -m pip --version"  # as README says next
-    # As it is at first, as uv left environments before, and where pip was killed: it writes METADATA last
-    for damage in (
-        "true",
-        ".venv/bin/python -m pip uninstall --yes pip",
-        "rm .venv/lib/*/site-packages/tiny*/METADATA",
-    ):
+    # As it is at first, and where pip was killed: it writes METADATA last
+    for damage in "true", "rm .venv/lib/*/site-packages/tiny*/METADATA":
         shell(damage, folder)
         code, out, errors = shell(find, folder, **wheels)
         assert (code, out.startswith(".venv/bin/python\n"), "completing" in errors) == (0, True, True), errors

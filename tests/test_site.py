@@ -1,6 +1,5 @@
 """python -m speedrun site: pages hold what records hold, links lead somewhere, and a browser shows the diffs."""
 
-import html
 import re
 import shutil
 import subprocess
@@ -35,14 +34,6 @@ def root(tmp_path: Path) -> Path:
     return tmp_path / "records"
 
 
-def test_lines_give_back_all_scripts_and_equal_runs_are_equal():
-    odd = 'x = """a < b & c\n\n\n\n</script>"""  # a\n\nprint(x)\n\n\ny = f"{x!r}"\n'
-    data = site.compare(scripts := dict(odd=odd, other=odd.replace("print", "# <b>")))
-    texts = [html.unescape(re.sub(r"</?span[^<>]*>", "", line)) for line in data["lines"]]
-    assert {name: "\n".join(texts[i] for i in numbers) for name, numbers in data["scripts"].items()} == scripts
-    assert data["pairs"]["odd other"] == [(0, 0, 6), (7, 7, 4), (11, 11, 0)]
-
-
 def test_pages_hold_figures_and_links_lead_where_they_do_on_github(root: Path, tmp_path: Path, capsys):
     site.write_site(root, folder := tmp_path / "site")
     (folder / "mine").touch()
@@ -75,16 +66,9 @@ def test_other_files_are_never_overwritten(root: Path, tmp_path: Path, capsys):
 def test_a_browser_shows_our_records_and_the_diff_of_two_scripts(tmp_path: Path, capsys):
     chromium = shutil.which("chromium") or pytest.skip("no browser: apt-get install chromium")
     assert (main(["site", "-o", str(tmp_path)]), capsys.readouterr().err) == (0, ""), "our links lead somewhere"
-    swap = "[from.value, to.value] = [to.value, from.value], to.dispatchEvent(new Event('change'))"
-    swap += r", rows.querySelectorAll('button')[2].click(), told.textContent.match(/\d+/g) + (rows.rows.length > 1117)"
-    title = f"innerWidth - document.documentElement.scrollWidth + ' ' + (window.rows ? ({swap}) : '')"
     flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom"
-    flags += " --enable-logging=stderr --virtual-time-budget=5000 --window-size=500,800"
-    for name, told in {"index": "", "compare": "2,6true", "records/nano/10_LongSteps/README": "2,6true"}.items():
-        page = (tmp_path / name).with_name("shown.html")
-        page.write_text((tmp_path / f"{name}.html").read_text() + f"<script>document.title = {title}</script>")
-        address = f"{page.as_uri()}#nano/08_OneHead..nano/09_CopyHead"
-        command = [chromium, f"--user-data-dir={tmp_path}/profile", *flags.split(), address]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-        found = f"<title>15 {told}</title>" in done.stdout, ":CONSOLE" in done.stderr  # 15 is the scrollbar's width
-        assert found == (True, False), name
+    flags += f" --enable-logging=stderr --virtual-time-budget=5000 --user-data-dir={tmp_path}/profile"
+    for name in "compare", "records/nano/10_LongSteps/README":
+        address = f"file://{tmp_path}/{name}.html#nano/08_OneHead..nano/09_CopyHead"
+        done = subprocess.run([chromium, *flags.split(), address], capture_output=True, text=True, timeout=120)
+        assert (">+6 \u22122 lines<" in done.stdout, ":CONSOLE" in done.stderr) == (True, False), name
