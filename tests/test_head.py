@@ -39,7 +39,7 @@ def in_slices(x: Tensor, w: Tensor, targets: Tensor, slice_tokens: int = T) -> t
     softcap = dict(zip(("lm_head_softcap", "softcap_range", "softcap_shift"), CAP, strict=True))
     cfg = dataclasses.replace(train_gpt.PRESETS["nano"], val_lm_head_slice=slice_tokens, lm_head_fp8=True, **softcap)
     columns = F.pad(targets, (0, 2), value=-2).unfold(0, 3, 1)
-    return with_gradients(lambda x, w: TrainingLoss.apply(x, w, x.new_empty(T, 0), columns, THREE, cfg), x, w)
+    return with_gradients(lambda x, w: TrainingLoss.apply(x, w, None, columns, THREE, cfg), x, w)
 
 
 def fp8_by_hand(x: Tensor, w: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
