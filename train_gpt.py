@@ -1324,7 +1324,7 @@ def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """
     limit = torch.finfo(dtype).max
     t = t * scale
-    return torch.where(t > limit, limit, torch.where(t < -limit, -limit, t)).to(dtype)
+    return store_once(torch.where(t > limit, limit, torch.where(t < -limit, -limit, t)).to(dtype))
 
 
 def row_major(t: Tensor) -> Tensor:
@@ -1363,15 +1363,15 @@ class FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w):
-        x_q = store_once(quantize(x, FP8_X, torch.float8_e4m3fn))
-        w_q = store_once(quantize(w, FP8_W, torch.float8_e4m3fn))
+        x_q = quantize(x, FP8_X, torch.float8_e4m3fn)
+        w_q = quantize(w, FP8_W, torch.float8_e4m3fn)
         ctx.save_for_backward(x_q, w_q)
         return fp8_matmul(x_q, w_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
 
     @staticmethod
     def backward(ctx, grad):
         x, w = ctx.saved_tensors
-        grad_q = store_once(quantize(grad, FP8_GRAD, torch.float8_e5m2))
+        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2)
         return fp8_linear_backward(grad_q, grad_q, x, w, grad.dtype)
 
 
@@ -1434,9 +1434,9 @@ class FP8ReluSquaredMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w1, w2, use_kernel):
         ctx.use_kernel = use_kernel
-        x_q = store_once(quantize(x, FP8_X, torch.float8_e4m3fn))
-        w1_q = store_once(quantize(w1, FP8_W, torch.float8_e4m3fn))
-        w2_q = store_once(quantize(w2, FP8_W, torch.float8_e4m3fn))
+        x_q = quantize(x, FP8_X, torch.float8_e4m3fn)
+        w1_q = quantize(w1, FP8_W, torch.float8_e4m3fn)
+        w2_q = quantize(w2, FP8_W, torch.float8_e4m3fn)
         z = fp8_matmul(x_q, w1_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
         squares_q, scales = relu_squared_fp8(z)
         ctx.save_for_backward(x_q, w1_q, w2_q, squares_q, scales)
@@ -1447,7 +1447,7 @@ class FP8ReluSquaredMLP(torch.autograd.Function):
     def backward(ctx, grad):
         x_q, w1_q, w2_q, squares_q, scales = ctx.saved_tensors
         scale = 1 / scales.max()  # one for all columns
-        grad_q = store_once(quantize(grad, FP8_GRAD, torch.float8_e5m2))
+        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2)
         dz, dz_columns, squares = relu_squared_backward(grad_q, w2_q, squares_q, scales, scale, ctx.use_kernel)
         grad_w2 = fp8_matmul(grad_q.t(), squares, FP8_GRAD * scale, grad.dtype)
         grad_x, grad_w1 = fp8_linear_backward(dz, dz_columns, x_q, w1_q, grad.dtype)
