@@ -45,6 +45,18 @@ def test_log_and_result_have_their_form(flags, corpus):
     assert {path.name for path in log.parent.iterdir()} == {"form.txt", "form.json", "form.pt", "form.ngrams0"}
 
 
+def test_a_step_is_in_the_log_at_once(flags, tmp_path, monkeypatch):
+    """Who kills a run still has its steps."""
+    evaluate = Trainer.evaluate
+
+    def look(trainer, step, *args):
+        assert step == 0 or f"\nstep:{step}/4 train_loss:" in (tmp_path / "logs" / "now.txt").read_text()
+        return evaluate(trainer, step, *args)
+
+    monkeypatch.setattr(Trainer, "evaluate", look)
+    train([*flags, "--run_id=now"])
+
+
 def test_warm_up_and_checkpoints_change_nothing_and_are_off_the_clock(gpt2_flags, monkeypatch):
     """Leave out the warm-up and write checkpoints. Hosts that wait for each other, too, take 1,000 seconds."""
     usual = train([*gpt2_flags, "--seed=5", "--run_id=usual"])
