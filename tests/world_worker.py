@@ -1,5 +1,6 @@
 """Run train_gpt.py in processes forked from one that has imported torch, which saves seconds for each."""
 
+import functools
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -84,6 +85,8 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
         import mini  # noqa: F401
         import train_gpt
 
+        if variables:  # communicate not before it is waited for: who does not wait has old values
+            train_gpt.start_collective = lambda collective, *args: functools.cache(lambda: collective(*args))
         sys.exit(train_gpt.cli(flags))
     runpy.run_path(script, run_name="__main__")
 
