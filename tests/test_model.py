@@ -72,3 +72,12 @@ def test_norms_rotations_and_their_derivatives_are_right_to_rounding(quarters: i
     for a, b in (y, exact_y), (rounded.grad, exact.grad):
         assert a.dtype == torch.bfloat16
         assert (a - b).norm() < torch.finfo(torch.bfloat16).eps * b.norm()
+
+
+def test_a_warm_up_leaves_the_sweep_of_sampled_classes_where_it_was(gpt2):
+    """With mini's few tokens a sweep always comes round to where it was."""
+    stages = tuple(stage._replace(sampled_classes=(100,)) for stage in gpt2.stages)
+    trainer = Trainer(dataclasses.replace(gpt2, vocab_size=2000, stages=stages), Ranks())
+    before = [*trainer.loader.offsets]
+    trainer.warm_up()
+    assert trainer.loader.offsets == before
