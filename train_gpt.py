@@ -3057,7 +3057,9 @@ class Log:
         trace = "" if isinstance(error, ONE_LINE_ERRORS) else "".join(traceback.format_exception(error))
         checkpoint = self.path.with_suffix(".checkpoint")
         resume = f"; to go on, give the same flags and --resume {checkpoint}" if checkpoint.exists() else ""
-        line = f"stopped: {str(error)[:300] or type(error).__name__}{resume}"
+        kind = type(error).__name__
+        what = str(error) or kind if isinstance(error, ONE_LINE_ERRORS) else f"{kind}: {error}"
+        line = f"stopped: {what:.300}{resume}"
         with contextlib.suppress(OSError, ValueError):
             if self.path.exists():  # on other nodes it may not
                 with self.path.open("a", encoding="utf-8") as file:

@@ -1,0 +1,128 @@
+"""Who may mend an error sees one line of it, who has to find it a traceback, once for all ranks; none is swallowed."""
+
+import dataclasses
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import train_gpt
+from conftest import refusal
+from speedrun import ROOT
+from train_gpt import Group, NgramTable, Ranks, Trainer, UserError
+from world_worker import Run
+
+
+def changed_script(path: Path, *changes: tuple[str, str]) -> Path:
+    """Write a copy of the script in which texts, each of which it has once, are others."""
+    source = (ROOT / "train_gpt.py").read_text()
+    for old, new in changes:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    path.write_text(source)
+    return path
+
+
+SLIPS = {  # on all ranks, on one while the others wait to agree with it, on one while the others train
+    "plans": ("    start = int(cfg.scheduled_steps *", "    1 / (step - 3)\n    start = int(cfg.scheduled_steps *"),
+    "agrees": ("    cfg = resolve(given)\n", "    1 / (1 - ranks.rank)\n    cfg = resolve(given)\n"),
+    "trains": (
+        "        mean_loss: Tensor",
+        "        1 / (2 - schedule.step * self.ranks.rank)\n        mean_loss: Tensor",
+    ),
+}
+
+
+@pytest.mark.slow
+def test_a_slip_keeps_its_traceback_once_for_all_ranks(flags, tmp_path):
+    """On the console, in the log if there is one, with the flags if no step was taken. No rank goes on."""
+    headers = tmp_path / "headers"
+    counted = ("lscpu; timeout 20 nvidia-smi", f"echo built >> {headers}")
+    runs = {}
+    for name, slip in SLIPS.items():
+        script = changed_script(tmp_path / f"{name}.py", slip, counted)
+        argv = [*flags, "--batch_tokens=256", "--num_iterations=5", "--dtype=float32", f"--run_id={name}"]
+        runs[name] = Run([argv] * 2, tmp_path / name, scripts=[script] * 2)
+    for name, run in runs.items():
+        assert run.wait() == [1, 1], name
+        log = tmp_path / "logs" / f"{name}.txt"
+        assert log.exists() == (name == "trains")
+        texts = [run.text("err") + run.text("err", 1), log.read_text() if log.exists() else ""]
+        for text in filter(None, texts):
+            told = text.split("=" * 100)[-1]
+            assert told.count("ZeroDivisionError") == 1 + (text is texts[1]), "the log's last line names it, too"
+            assert told.count("Traceback (most recent call last)") == 1, told
+            assert ("\non rank 1 of 2\n" in told) == (name == "trains")
+            assert ("before the first step; " in told and "--batch_tokens=256" in told) == (name != "trains")
+        assert not log.exists() or texts[1].splitlines()[-1] == "stopped: ZeroDivisionError: division by zero"
+    assert headers.read_text() == "built\n", "rank 0 alone asks for the hardware, once it is known to train"
+
+
+def test_a_size_that_fits_nothing_has_its_traceback_in_the_log_and_names_the_flags(flags, tmp_path):
+    with pytest.raises((RuntimeError, ValueError, ArithmeticError)) as error:  # whatever torch says
+        train_gpt.main([*flags, "--num_heads=0", "--run_id=odd"])
+    assert re.search(r"^before the first step; .* --num_heads=0 --run_id=odd$", "\n".join(error.value.__notes__))
+    log = (tmp_path / "logs" / "odd.txt").read_text().split("=" * 100)[-1]
+    assert "Traceback (most recent call last)" in log
+    assert "--num_heads=0 --run_id=odd" in log
+    assert log.splitlines()[-1].startswith("stopped: ")
+
+
+def test_lengths_that_blocks_do_not_fit_into_are_named(flags, tiny):
+    assert refusal([*flags, "--block_size=0"]) == "--block_size 0: expected 1 or more"
+    assert refusal([*flags, "--block_size=17"]) == "--val_seq_len 96: expected a multiple of 17"
+    for batch, length in (0.3, 19), (-1, -64):
+        cfg = dataclasses.replace(tiny, stages=[tiny.stages[0]._replace(batch=batch)])
+        wanted = rf"^stage 0: .* 64 times its batch of {batch} is {length}: expected a multiple of --block_size 8$"
+        with pytest.raises(UserError, match=wanted):
+            train_gpt.plan_run(cfg, Ranks())
+
+
+def test_a_parameter_that_no_loss_uses_is_named(tiny, monkeypatch):
+    build = train_gpt.GPT.__init__
+
+    def build_with_spare(gpt, cfg):
+        build(gpt, cfg)
+        gpt.spare = nn.Parameter(torch.zeros(3))
+
+    monkeypatch.setattr(train_gpt.GPT, "__init__", build_with_spare)
+    trainer = Trainer(dataclasses.replace(tiny, groups=[*tiny.groups, Group("Adam", "spare", 0.1)]), Ranks())
+    with pytest.raises(UserError, match=r"^spare: no loss depends on this parameter"):
+        trainer.warm_up()
+
+
+def test_rows_of_ngrams_are_kept_when_their_squares_have_decayed_to_nothing(tiny):
+    tables = [NgramTable(tiny, Ranks(), torch.device("cpu")) for _ in range(2)]
+    tables[0].rows[[3, 50]] = 0.25
+    tables[0].v[[4, 50]] = 1.0
+    saved = tables[0].state()
+    assert saved["ids"].tolist() == [3, 4, 50]
+    tables[1].restore(**saved)
+    assert torch.equal(tables[0].rows, tables[1].rows)
+    assert torch.equal(tables[0].v, tables[1].v)
+
+
+def test_a_missing_mask_is_told_and_one_named_by_hand_is_refused(flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    path = train_gpt.GPT2.canon_file
+    preset = dataclasses.replace(train_gpt.PRESETS["nano"], preset="masked", canon_file=path)
+    monkeypatch.setitem(train_gpt.PRESETS, "masked", preset)
+    train_gpt.main([*flags, "--preset=masked", "--run_id=masked"])
+    for text in capsys.readouterr().out, (tmp_path / "logs" / "masked.txt").read_text().split("=" * 100)[-1]:
+        assert f"without {path}, which is missing" in text
+    assert refusal([*flags, f"--canon_file={path}"]).startswith(f"--canon_file {path}: there is no such file; ")
+
+
+def test_latest_is_the_newest_run_that_is_not_complete(tiny, tmp_path):
+    for i, name in enumerate("abc"):
+        (tmp_path / f"{name}.checkpoint").touch()
+        os.utime(tmp_path / f"{name}.checkpoint", (i, i))
+    given = dataclasses.replace(tiny, resume="latest", run_id="", log_dir=str(tmp_path))
+    for complete, expected in ("", "c"), ("c", "b"), ("b", "a"), ("a", "c"):
+        if complete:
+            (tmp_path / f"{complete}.json").touch()
+        assert train_gpt.find_checkpoint(given) == tmp_path / f"{expected}.checkpoint"
+    assert train_gpt.find_checkpoint(dataclasses.replace(given, run_id="b")) == tmp_path / "b.checkpoint"
