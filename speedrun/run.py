@@ -39,16 +39,14 @@ def fit(cfg: Hyperparameters, processes: int) -> list[str]:
     free = min(torch.cuda.mem_get_info(i)[0] for i in range(processes))
     with torch.device("meta"):
         parameters = sum(p.numel() for p in train_gpt.GPT(cfg).parameters())
-    # Bytes of gpt2's compiled code. Below compute capability 9.0 its MLP has no kernel
+    # Bytes of gpt2's compiled code: graphs keep buffers of their own. Below compute capability 9.0 its MLP has no kernel
     longest = max(schedule.seq_len for schedule in cfg.step_schedules)
     factor = 1 if torch.cuda.get_device_capability() >= (9, 0) else 1.3
     buffers = factor * max(22.7 * longest, 3.75 * cfg.val_seq_len) * len(cfg.layers) * cfg.model_dim
     row = cfg.model_dim * getattr(torch, cfg.dtype).itemsize
-    # 4 steps of a cycle, or a validation, read 2 kinds of n-grams for each token: their rows and gradients
     fetched = 2 * max(4 * longest * cfg.batch_sequences // processes, cfg.val_seq_len)
     fixed = 2**30 + 7 * parameters + 13 * parameters / processes
     halvings = range(9 if cfg.ngram_rows == PRESETS[cfg.preset].ngram_rows else 1)
-    # Graphs keep buffers of their own
     for i, has_graphs in [(i, on) for i in halvings for on in (True, False) if on <= cfg.cuda_graphs]:
         rows = cfg.ngram_rows // (2 << i) * 2
         need = fixed + buffers * (1 + has_graphs) + rows * (row + 4) / processes + 2 * min(fetched, rows) * row
