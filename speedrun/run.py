@@ -39,7 +39,7 @@ def fit(cfg: Hyperparameters, processes: int) -> list[str]:
     free = min(torch.cuda.mem_get_info(i)[0] for i in range(processes))
     with torch.device("meta"):
         parameters = sum(p.numel() for p in train_gpt.GPT(cfg).parameters())
-    # Bytes of gpt2's compiled code: graphs keep buffers of their own. Below compute capability 9.0 its MLP has no kernel
+    # Bytes of gpt2's compiled code: graphs keep buffers of their own. Below capability 9.0 its MLP has no kernel
     longest = max(schedule.seq_len for schedule in cfg.step_schedules)
     factor = 1 if torch.cuda.get_device_capability() >= (9, 0) else 1.3
     buffers = factor * max(22.7 * longest, 3.75 * cfg.val_seq_len) * len(cfg.layers) * cfg.model_dim
