@@ -52,5 +52,5 @@ def test_the_notebook_clones_trains_races_and_draws(tmp_path, monkeypatch, capsy
     plt.figure()
     runpy.run_path("notebook.py")
     told, changed = capsys.readouterr().out, (tmp_path / "train_gpt" / "my.py").read_text()
-    assert ("target 1.45 reached" in told, "n=3 pairs" in told, "muon_lr=0.15" in changed) == (True, True, True)
+    assert ("target 1.45 reached" in told, "3 pairs from seed" in told, "muon_lr=0.15" in changed) == (True, True, True)
     assert len(plt.gca().lines) == 6
