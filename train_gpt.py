@@ -2011,6 +2011,7 @@ class Table(nn.Module):
         self.grad_buffer: Tensor | None = None
 
     def forward(self, index: Tensor) -> Tensor:
+        """Return the rows (..., K) of an index (...)."""
         if self.grad_buffer is None:
             return F.embedding(index, self.weight)
         return AccumulatingEmbedding.apply(self.weight, index, self.grad_buffer)
@@ -2776,7 +2777,7 @@ def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, scalars: dict) -> tup
     return adam_values(rows.to(v.dtype), grad, v, scalars).to(rows.dtype), v
 
 
-ROWS_AT_ONCE = 2**18  # that are copied between device and host: 400 MB in gpt2
+ROWS_AT_ONCE = 2**18  # rows copied between device and host at a time: 400 MB in gpt2
 
 
 class NgramTable:
@@ -2791,7 +2792,7 @@ class NgramTable:
     """
 
     arriving: Tensor  # the gradients that all ranks send for rows of this one
-    wait: Callable[[], object]  # for them
+    wait: Callable[[], object]  # waits for them
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg
@@ -3143,6 +3144,7 @@ class CUDAGraphs:
 
     @staticmethod
     def tensors_in(args) -> list[Tensor]:
+        """Return the tensors in nested tuples, in order."""
         return [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
 
     def __call__(self, *args):

@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--tokenizer", choices=PRESETS, default="bytes", help="[%(default)s]")
     add("--out", type=Path, default=own, help="folder for the shards [%(default)s]")
     add("--train", action="store_true", help="then train nano on the shards, and show what came of it")
-    add("--seconds", type=float, default=100, help=f"that --train takes in all at most, from {MIN_SECONDS} on [100]")
+    add("--seconds", type=float, default=100, help=f"what --train is to take at most, from {MIN_SECONDS} on [100]")
     args = parser.parse_args(argv)
     if not MIN_SECONDS <= args.seconds < math.inf:
         parser.error(f"--seconds {args.seconds}: expected {MIN_SECONDS} or more")

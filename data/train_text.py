@@ -78,7 +78,7 @@ def train(argv: Sequence[str] | None) -> int:
     train_files, val_files = (glob.escape(str(file)) for file in files)
     flags = [f"--train_files={train_files}", f"--val_files={val_files}", f"--val_tokens={len(targets)}"]
     log = Path("logs", time.strftime("own-%Y%m%d-%H%M%S-20.txt"))
-    print(f"measuring this machine by {TRIAL} steps; all takes {args.seconds:.0f} s at most", flush=True)
+    print(f"measuring this machine by {TRIAL} steps; all is to take {args.seconds:.0f} s at most", flush=True)
     before = time.monotonic()
     with contextlib.redirect_stdout(io.StringIO()):
         code, curve = launch(flags, log, TRIAL)

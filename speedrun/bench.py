@@ -72,12 +72,16 @@ class Stopwatch:
 
         return call
 
-    def read(self) -> dict[str, float]:
-        """Return the ms of each part up to the last mark, and forget the marks."""
+    def take_marks(self) -> list[tuple[Any, str]]:
+        """Return the marks, and begin anew."""
+        marks, self.marks = self.marks, []
+        return marks
+
+    def read(self, marks: list[tuple[Any, str]]) -> dict[str, float]:
+        """Return the ms of each part up to the last mark, once the device has done all."""
         ms = defaultdict[str, float](float)
-        for (start, part), (end, _) in itertools.pairwise(self.marks):
+        for (start, part), (end, _) in itertools.pairwise(marks):
             ms[part] += start.elapsed_time(end) if self.on_cuda else 1000 * (end - start)
-        self.marks = []
         return ms
 
 
@@ -117,17 +121,16 @@ def time_stage(
     """Return the ms of each part of a step, and of the step, for each of some cycles after two that warm up."""
     found = defaultdict[str, list[float]](list)
     with contextlib.closing(read_steps(trainer, schedules)) as steps:  # type: ignore[type-var]
-        marks = []
+        marks_of_cycles = []
         for _ in range(2 + cycles):
             watch.begin(MODEL)
             for _ in schedules:
                 trainer.train_step(*next(steps))
             watch.begin(MODEL)
-            marks.append(watch.marks)
-            watch.marks = []
+            marks_of_cycles.append(watch.take_marks())
     getattr(torch, trainer.device.type).synchronize()
-    for watch.marks in marks[2:]:
-        ms = {part: whole / len(schedules) for part, whole in watch.read().items()}
+    for marks in marks_of_cycles[2:]:
+        ms = {part: whole / len(schedules) for part, whole in watch.read(marks).items()}
         for part in PARTS:
             found[part].append(ms.get(part, 0.0))
         found["step"].append(sum(ms.values()))
