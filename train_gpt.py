@@ -220,6 +220,9 @@ class Group(NamedTuple):
     # Steps whose gradients an update accumulates: before step long_interval_from, and from there on
     update_interval: tuple[int, int] = (2, 2)
     keep_norm: bool = True  # blending the EMAs in at the end keeps the norm
+    # Of tables: gradients of bf16 tables are summed up and sent in fp16, which has three more bits than bf16, and half
+    # the bytes of fp32. It ends at 65,504
+    fp16_sums: bool = False
 
 
 MLP_LR = (2816 / 768) ** 0.5  # sqrt(mlp_dim / model_dim)
@@ -230,9 +233,17 @@ GPT2_GROUPS = (
     Group("Adam", "lm_head.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
     Group("Adam", "embed.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
     Group(
-        "Adam", "value_embeds.*", lr=0.56, decay=0.025, beta1=0.75, beta2=0.95, update_interval=(2, 4), keep_norm=False
+        "Adam",
+        "value_embeds.*",
+        lr=0.56,
+        decay=0.025,
+        beta1=0.75,
+        beta2=0.95,
+        update_interval=(2, 4),
+        keep_norm=False,
+        fp16_sums=True,
     ),
-    Group("RowAdam", "ngrams", lr=0.56, decay=0.025, beta1=0.0, beta2=0.95, update_interval=(2, 4)),
+    Group("RowAdam", "ngrams", lr=0.56, decay=0.025, beta1=0.0, beta2=0.95, update_interval=(2, 4), fp16_sums=True),
     Group("Adam", "*.attn.lambdas *.skip_lambda smear_lambda", lr=0.04),
     Group("Adam", "*.resid_lambdas", lr=0.04, beta2=0.95),
     Group("Adam", "*.post_lambdas", lr=0.008, beta2=0.95),
@@ -252,7 +263,7 @@ NANO_GROUPS = tuple(
         Group("Muon", "*.c_fc", lr=2.0, beta2=0.95),
         Group("Adam", "lm_head.weight", lr=0.015, beta1=0.5, beta2=0.9),
         Group("Adam", "embed.weight value_embeds.*", lr=0.18, beta1=0.5, beta2=0.9),
-        Group("RowAdam", "ngrams", lr=0.25, beta1=0.0, beta2=0.9),
+        Group("RowAdam", "ngrams", lr=0.25, beta1=0.0, beta2=0.9, fp16_sums=True),
         Group("Adam", "*lambdas", lr=0.04, beta1=0.5, beta2=0.9),
     )
 )
@@ -604,6 +615,12 @@ def resolve(cfg: Hyperparameters) -> Hyperparameters:
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return fp32, or the precision itself if it is wider: for moments, norms, averages and losses."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def sum_dtype(group: Group, cfg: Hyperparameters) -> torch.dtype:
+    """Return the precision in which gradients of a group's tables are summed up."""
+    dtype = getattr(torch, cfg.dtype)
+    return torch.float16 if group.fp16_sums and dtype == torch.bfloat16 else accum_dtype(dtype)
 
 
 @cache
@@ -1426,13 +1443,13 @@ def relu_squared_backward(grad_q, w_q, squares_q, scales, column_scale, use_kern
 
 
 class FP8ReluSquaredMLP(torch.autograd.Function):
-    """relu(x @ w1.T)^2 @ w2.T in FP8, with a scale for each row of squares.
+    """relu(x @ w1.T)^2 @ w2.T in FP8, with a scale for each row of squares. w2_scales (1, K): 1 / FP8_W.
 
     Records scale squares by the maximum of the step before, which a checkpoint would have to keep.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, w2, use_kernel):
+    def forward(ctx, x, w1, w2, w2_scales, use_kernel):
         ctx.use_kernel = use_kernel
         x_q = quantize(x, FP8_X, torch.float8_e4m3fn)
         w1_q = quantize(w1, FP8_W, torch.float8_e4m3fn)
@@ -1440,7 +1457,6 @@ class FP8ReluSquaredMLP(torch.autograd.Function):
         z = fp8_matmul(x_q, w1_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
         squares_q, scales = relu_squared_fp8(z)
         ctx.save_for_backward(x_q, w1_q, w2_q, squares_q, scales)
-        w2_scales = scales.new_full((1, len(w2)), 1 / FP8_W)
         return torch._scaled_mm(squares_q, w2_q.t(), scales, w2_scales, out_dtype=x.dtype, use_fast_accum=True)
 
     @staticmethod
@@ -1452,7 +1468,7 @@ class FP8ReluSquaredMLP(torch.autograd.Function):
         grad_w2 = fp8_matmul(grad_q.t(), squares, FP8_GRAD * scale, grad.dtype)
         grad_x, grad_w1 = fp8_linear_backward(dz, dz_columns, x_q, w1_q, grad.dtype)
         # As contiguous as c_fc: else PyTorch adds the gradients of all MLPs one by one, in 0.28 ms (measured: one H100)
-        return grad_x, grad_w1.t().contiguous().t(), grad_w2, None
+        return grad_x, grad_w1.t().contiguous().t(), grad_w2, None, None
 
 
 class MLP(nn.Module):
@@ -1468,6 +1484,8 @@ class MLP(nn.Module):
         self.c_proj = nn.Parameter(torch.zeros(K, cfg.mlp_dim))
         self.scale_per_token = scale_per_token
         self.fp8 = cfg.layers_fp8
+        if self.fp8:
+            self.register_buffer("w2_scales", torch.full((1, K), 1 / FP8_W), persistent=False)
         fits = cfg.device == "cuda" and cfg.dtype == "bfloat16" and K % 16 == cfg.mlp_dim % 16 == 0
         self.use_kernel = fits and triton is not None and torch.cuda.get_device_capability() >= (9, 0)
 
@@ -1479,7 +1497,7 @@ class MLP(nn.Module):
         c_fc = self.c_fc.mT.type_as(x)
         c_proj = self.c_proj.type_as(x) if self.scale_per_token else scale * self.c_proj.type_as(x)
         if self.fp8 and torch.is_grad_enabled():
-            y = FP8ReluSquaredMLP.apply(x, c_fc, c_proj, self.use_kernel)
+            y = FP8ReluSquaredMLP.apply(x, c_fc, c_proj, self.w2_scales, self.use_kernel)
         else:
             y = F.linear(F.relu(F.linear(x, c_fc)).square(), c_proj)
         return scale * y if self.scale_per_token else y
@@ -2357,7 +2375,8 @@ def head_loss_fp8(x: Tensor, w: Tensor, cross_entropy: Callable) -> tuple[Tensor
     z = fp8_matmul(x_q, w_q.t(), HEAD_FP8_X * HEAD_FP8_W, torch.float8_e4m3fn, fast=True)
     losses, dz, d_pointer_mass = cross_entropy(z, scale=HEAD_FP8_DZ)
     grad_x = fp8_matmul(dz, w_q, HEAD_FP8_DZ * HEAD_FP8_W, x.dtype)
-    grad_w = fp8_matmul(x_q.t(), dz, HEAD_FP8_X * HEAD_FP8_DZ, accum_dtype(w.dtype)).t()
+    # As (V, K), unlike `head_loss`: where w are rows of a table, each is then added to the table's gradient as a whole
+    grad_w = fp8_matmul(dz.t(), x_q, HEAD_FP8_X * HEAD_FP8_DZ, accum_dtype(w.dtype))
     return losses, grad_x, grad_w, d_pointer_mass
 
 
@@ -2394,7 +2413,7 @@ class TrainingLoss(torch.autograd.Function):
     def backward(ctx, grad):
         grad_x, grad_pointer_mass, grad_w = ctx.saved_tensors
         grad_mass = None if grad_pointer_mass is None else grad * grad_pointer_mass
-        # grad_w is a transpose; autograd accumulates slowly unless it is as contiguous as the weight
+        # grad_w may be a transpose; autograd accumulates slowly unless it is as contiguous as the weight
         return grad * grad_x, (grad * grad_w).contiguous(), grad_mass, None, None, None
 
 
@@ -2442,7 +2461,7 @@ class ShardedOptimizer:
         master                       this rank's rows, to which updates are added: param_shard, or an fp32 copy
 
     groups: the table's row for each parameter; emas: the rows of `emas` that apply to all of them, by number;
-    sum_dtype: of grad_buffer, for tables, whose gradients `AccumulatingEmbedding` adds there.
+    grad_dtype: of grad_buffer, for tables, whose gradients `AccumulatingEmbedding` adds there.
     """
 
     wait_for_grads: Callable[[], object]
@@ -2457,7 +2476,7 @@ class ShardedOptimizer:
         emas: dict[int, EMA],
         cfg: Hyperparameters,
         ranks: Ranks,
-        sum_dtype: torch.dtype | None = None,
+        grad_dtype: torch.dtype | None = None,
     ):
         self.names = [*params]
         self.params = [*params.values()]
@@ -2472,12 +2491,15 @@ class ShardedOptimizer:
         for p, view in zip(self.params, self.views(values)):
             view.copy_(p.detach())
         self.param_buffer = values.to(getattr(torch, cfg.dtype)) if self.has_master else values
-        self.grad_buffer = torch.zeros_like(self.param_buffer, dtype=sum_dtype)
+        self.grad_buffer = torch.zeros_like(self.param_buffer, dtype=grad_dtype)
         for p, view in zip(self.params, self.views(self.param_buffer)):
             p.data = view
         self.grad_views = self.views(self.grad_buffer)
         self.param_shard = self.shard(self.param_buffer)
-        self.grad_shard = self.grad_buffer if ranks.world_size == 1 else torch.zeros_like(self.param_shard)
+        self.grad_shard = self.grad_buffer
+        if ranks.world_size > 1:
+            sent_dtype = min(self.grad_buffer.dtype, self.param_buffer.dtype, key=lambda dtype: dtype.itemsize)
+            self.grad_shard = torch.zeros_like(self.param_shard, dtype=sent_dtype)
         self.master = self.shard(values).clone() if self.has_master else self.param_shard
         self.state = self.init_state()
         if self.has_master:
@@ -2490,7 +2512,7 @@ class ShardedOptimizer:
         raise NotImplementedError
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
-        """Write new values into `master` and, where that is a copy, into param_shard. May overwrite `grad`."""
+        """Write new values into `master` and, where that is a copy, into param_shard. grad: the sum over sequences."""
         raise NotImplementedError
 
     def views(self, buffer: Tensor) -> list[Tensor]:
@@ -2502,11 +2524,6 @@ class ShardedOptimizer:
         """Return the rows of a buffer that belong to this rank."""
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
-    def add(self, grads: Sequence[Tensor | None]):
-        """Add gradients of the parameters to those before. None: of a table, whose buffer has them already."""
-        if pairs := [pair for pair in zip(self.grad_views, grads) if pair[1] is not None]:
-            torch._foreach_add_(*zip(*pairs))
-
     def scheduled_update(self, schedule: StepSchedule) -> AdamStep | MuonStep | None:
         """Return the numbers of the update in a step, or None if it accumulates only. Groups differ in lr alone."""
         return schedule.updates.get(self.groups[0].patterns)
@@ -2514,7 +2531,7 @@ class ShardedOptimizer:
     def reduce(self):
         """Start to sum the gradients over the ranks; each gets the sums of its rows.
 
-        They travel in the precision of parameters. One process keeps the sums of tables in sum_dtype.
+        They travel in the precision of parameters if that is shorter than the sums' own.
         """
         sent = self.grad_buffer.type_as(self.grad_shard)  # with one process they are one tensor
         self.wait_for_grads = start_collective(reduce_scatter, self.grad_shard, sent)
@@ -2522,10 +2539,7 @@ class ShardedOptimizer:
     def update(self, schedule: StepSchedule):
         """Update this rank's rows with the mean over the sequences, and start to send them to the other ranks."""
         self.wait_for_grads()
-        if self.cfg.batch_sequences > 1:
-            self.grad_shard.div_(self.cfg.batch_sequences)
         self.update_shard(self.grad_shard, schedule)
-        self.grad_buffer.zero_()
         self.wait_for_params = self.send_params()
 
     def send_params(self) -> Callable[[], object]:
@@ -2577,7 +2591,7 @@ def adam_values(old: Tensor, mean: Tensor, squares: Tensor, scalars: dict) -> Te
 def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, scalars: dict):
     """Update rows as `Adam` says, in operations of which the compiler makes one kernel, casts and all."""
     assert shard.size(1) == 16  # tells the compiler that a thread may move several numbers at once
-    grad = grad.to(m.dtype)
+    grad = grad.to(m.dtype) / scalars["sequences"]
     m += (1 - scalars["beta1"]) * (grad - m)
     v += (1 - scalars["beta2"]) * (grad * grad - v)
     shard.copy_(adam_values(shard.to(m.dtype), m, v, scalars))
@@ -2598,7 +2612,8 @@ class Adam(ShardedOptimizer):
         )
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
-        scalars = self.scheduled_update(schedule)._asdict() | dict(eps=self.cfg.adam_eps)
+        scalars = dict(eps=self.cfg.adam_eps, sequences=self.cfg.batch_sequences)
+        scalars |= self.scheduled_update(schedule)._asdict()
         update = compiled(adam_update, self.cfg.compile, dynamic=True)
         update(self.master, grad, self.state["exp_avg"], self.state["exp_avg_sq"], to_tensors(self.cfg, scalars))
 
@@ -2646,7 +2661,7 @@ def normalize_neurons(update: Tensor, squares: Tensor, beta2: float) -> Tensor:
 def muon_update(params: Tensor, grad: Tensor, factors: Tensor, state: dict, scalars: dict, decay: float, beta2: float):
     """Update matrices as `Muon` says, with its state and scalars by name. params: rounded copies of the master."""
     master, fast, slow = state["master"], state["fast"], state["slow"]
-    grad = grad.to(master.dtype)
+    grad = grad.to(master.dtype) / scalars["sequences"]
     fast.lerp_(grad, 1 - scalars["fast_beta"])
     slow.lerp_(grad, scalars["slow_rate"])
     m = slow.lerp(fast, scalars["fast_share"])
@@ -2688,7 +2703,7 @@ class Muon(ShardedOptimizer):
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
         now = self.scheduled_update(schedule)
         scalars = dict(lr=now.lr, momentum=now.momentum, fast_beta=now.fast_beta, fast_share=now.fast_share)
-        tensors = to_tensors(self.cfg, scalars | dict(slow_rate=0.02))
+        tensors = to_tensors(self.cfg, scalars | dict(slow_rate=0.02, sequences=self.cfg.batch_sequences))
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
         update(self.param_shard, grad, self.factors, self.state, tensors, now.decay, now.beta2)
 
@@ -2718,9 +2733,9 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     optimizers = []
     for (emas, group, _), params in members.items():
         groups = [find_group(name, cfg) for name in params]
-        sum_dtype = accum_dtype(getattr(torch, cfg.dtype)) if tables & {*params.values()} else None
+        grad_dtype = sum_dtype(group, cfg) if tables & {*params.values()} else None
         own_emas = {i: cfg.emas[i] for i in emas}
-        optimizers.append(OPTIMIZERS[group.optimizer](params, groups, own_emas, cfg, ranks, sum_dtype))
+        optimizers.append(OPTIMIZERS[group.optimizer](params, groups, own_emas, cfg, ranks, grad_dtype))
     # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
     return sorted(optimizers, key=lambda optimizer: -optimizer.param_buffer.nbytes)
 
@@ -2744,12 +2759,16 @@ class TiedTables:
 
 @torch.no_grad()
 def step_optimizers(
-    optimizers: Sequence[ShardedOptimizer], schedule: StepSchedule, while_reducing: Callable = lambda: None
+    optimizers: Sequence[ShardedOptimizer],
+    schedule: StepSchedule,
+    while_reducing: Callable = lambda: None,
+    while_gathering: Callable = lambda: None,
 ):
     """Take a step on the gradients, summed over this rank's sequences, and clear those that were used.
 
     Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
-    the gradients of the next and the values of the last are on their way. while_reducing: starts what else may travel.
+    the gradients of the next and the values of the last are on their way. while_reducing starts what else may travel,
+    while_gathering computes beside the values of all.
     """
     due = [optimizer for optimizer in optimizers if optimizer.scheduled_update(schedule)]
     tied = TiedTables(due) if schedule.tied else None
@@ -2761,6 +2780,10 @@ def step_optimizers(
     while_reducing()
     for optimizer in due:
         optimizer.update(schedule)
+    used = [optimizer.grad_buffer for optimizer in due]
+    for dtype in {buffer.dtype for buffer in used}:  # in one launch each
+        torch._foreach_zero_([buffer for buffer in used if buffer.dtype == dtype])
+    while_gathering()
     for optimizer in due:
         optimizer.wait_for_params()
     if tied:
@@ -2807,8 +2830,7 @@ class NgramTable:
         in_cycle = max(self.group.update_interval) * longest * cfg.batch_sequences // ranks.world_size
         most = min((cfg.ngram_order - 1) * max(in_cycle, cfg.val_seq_len), cfg.ngram_rows)
         self.fetched = torch.zeros(most, cfg.model_dim, dtype=dtype, device=device, requires_grad=True)
-        sum_dtype = torch.float16 if dtype == torch.bfloat16 else dtype  # fp16 has three more bits than bf16
-        self.grads = torch.zeros(most, cfg.model_dim, dtype=sum_dtype, device=device)
+        self.grads = torch.zeros(most, cfg.model_dim, dtype=sum_dtype(self.group, cfg), device=device)
 
     def all_to_all(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Callable[[], object]:
         """Start to send each rank its part of `rows`, into its `out`. Return a function that waits for one's own."""
@@ -3183,10 +3205,10 @@ class Trainer:
         self.gpt = GPT(cfg).to(self.device)
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
-        grad_views = dict(chain(*(zip(optimizer.params, optimizer.grad_views) for optimizer in self.optimizers)))
+        self.grad_views = dict(chain(*(zip(optimizer.params, optimizer.grad_views) for optimizer in self.optimizers)))
         self.table_weights = {table.weight for table in self.gpt.tables()}
         for table in self.gpt.tables():
-            table.grad_buffer = grad_views[table.weight]
+            table.grad_buffer = self.grad_views[table.weight]
         self.run_add_gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
         self.gpt.fetched_ngrams = self.table.fetched
@@ -3208,17 +3230,13 @@ class Trainer:
         # One sum over the ranks for both: so all stop at the same step
         loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
         wait_for_loss = start_collective(dist.all_reduce, loss_and_signals)
-        ends_cycle = self.table.group.patterns in schedule.updates
-
-        def send_ngrams():
-            if ends_cycle:
-                self.table.send(exchange)
-
         with self.part("optimizers"):
-            step_optimizers(self.optimizers, schedule, while_reducing=send_ngrams)
-        if ends_cycle:
-            self.table.update(exchange, schedule)
-            self.exchange = None
+            if self.table.group.patterns in schedule.updates:  # the cycle ends
+                self.exchange = None
+                send, update = partial(self.table.send, exchange), partial(self.table.update, exchange, schedule)
+                step_optimizers(self.optimizers, schedule, while_reducing=send, while_gathering=update)
+            else:
+                step_optimizers(self.optimizers, schedule)
         wait_for_loss()
         return loss_and_signals
 
@@ -3227,15 +3245,19 @@ class Trainer:
         loss = self.model(inputs, attn_settings)
         # The loss is a sum over tokens, as in the record: gradients grow with the sequence. Only the optimizers divide
         # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
-        params = [*chain(*(optimizer.params for optimizer in self.optimizers))]
-        wanted = [self.table.fetched, *params]  # the first gets no gradient: `AccumulatingEmbedding` adds it to grads
+        params = dict(self.gpt.named_parameters())
+        # The first gets no gradient: `AccumulatingEmbedding` adds it to the table's grads
+        wanted = [self.table.fetched, *params.values()]
         _, *grads = torch.autograd.grad(loss * self.cfg.loss_scale, wanted, allow_unused=True)
-        grad_of = dict(zip(params, grads))
-        for optimizer in self.optimizers:
-            for name, p in zip(optimizer.names, optimizer.params):
-                if grad_of[p] is None and p not in self.table_weights:  # gradients of tables are in a buffer already
-                    raise UserError(f"{name}: no loss depends on this parameter: use it, or leave it out")
-            optimizer.add([grad_of[p] for p in optimizer.params])
+        by_dtype: dict[tuple, list] = {}  # as PyTorch adds only tensors of one precision together, in one launch
+        for (name, p), grad in zip(params.items(), grads):
+            if grad is not None:
+                view = self.grad_views[p]
+                by_dtype.setdefault((view.dtype, grad.dtype), []).append((view, grad))
+            elif p not in self.table_weights:  # gradients of tables are in a buffer already
+                raise UserError(f"{name}: no loss depends on this parameter: use it, or leave it out")
+        for pairs in by_dtype.values():
+            torch._foreach_add_(*zip(*pairs))
         return loss.detach()
 
     def blend_emas(self):

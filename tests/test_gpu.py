@@ -232,7 +232,8 @@ def test_fp8_equals_rounded_factors_and_is_near_the_exact_product(is_mlp: bool, 
         plain = lambda x, w1, w2: (x @ w1.T).relu().square() @ w2.T  # noqa: E731
         cfg = dataclasses.replace(GPT2, device=device, dtype="bfloat16")
         use_kernel = train_gpt.MLP(cfg, scale_per_token=False).use_kernel
-        ours = lambda *args: train_gpt.FP8ReluSquaredMLP.apply(*args, use_kernel)  # noqa: E731
+        w2_scales = torch.full((1, K), 1 / train_gpt.FP8_W, device=device)
+        ours = lambda *args: train_gpt.FP8ReluSquaredMLP.apply(*args, w2_scales, use_kernel)  # noqa: E731
     else:
         plain, ours = torch.nn.functional.linear, lambda *args: train_gpt.FP8Linear.apply(*args)
     exact = with_gradients(plain, *(t.double() for t in (x, *weights)), grad=grad)
