@@ -3,6 +3,10 @@
     python -m speedrun bench [--stages 3,1] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
     torchrun --standalone --nproc_per_node=8 -m speedrun bench     with communication
     python -m speedrun bench --one_of 8 --synthetic                one GPU as one rank of eight, without data
+    python -m speedrun bench --one_of 8 --synthetic --cycles 5 --against OTHER.py flex_tma    and in turns with others
+
+--against times this script and each other one in turns, both in memory at once: their ratio has a 95% interval. A
+name is an edit of this script: {variants}.
 
 As one of N a process has its sequences and its share of rows and matrices; nothing is communicated, and own rows stand
 in for those of others. A cycle is as many steps as update all groups of parameters; times are of its mean step. The
@@ -15,7 +19,10 @@ import dataclasses
 import gc
 import itertools
 import json
+import math
 import os
+import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -30,12 +37,26 @@ from torch import Tensor
 
 import train_gpt
 from data.shards import write_shard
+from speedrun import ROOT, race
 from speedrun.process import ToolError, run
 from train_gpt import Hyperparameters, ModelInputs, Ranks, RowExchange, StepSchedule, Trainer
 
 MODEL = "forward and backward"
 PARTS = MODEL, "optimizers", "rows of n-grams", "waiting for other ranks"
 START_COLLECTIVE = train_gpt.start_collective  # which a stopwatch replaces
+# Edits of the script that only a card can judge
+VARIANTS = {
+    "flex_tma": ("ROWS_GUARANTEED_SAFE=True", "ROWS_GUARANTEED_SAFE=True, USE_TMA=True"),
+    "flex_stages_2": ("bwd_num_warps=8", "bwd_num_warps=8, num_stages=2"),
+    "flex_tiles_64": ("bwd_num_warps=8", "bwd_num_warps=8, fwd_BLOCK_M=64, fwd_BLOCK_N=64"),
+    "dz_stages_4": ("num_warps=8, num_stages=3", "num_warps=8, num_stages=4"),
+    "dz_warps_4": ("num_warps=8, num_stages=3", "num_warps=4, num_stages=3"),
+    "combo_kernels": (
+        "fullgraph=True, dynamic=False)",
+        'fullgraph=True, dynamic=False, options={"combo_kernels": True})',
+    ),
+}
+TimeTurn = Callable[[int], float]  # takes the number of a stage, and returns ms a step
 Steps = Iterator[tuple[StepSchedule, list[ModelInputs], RowExchange]]  # what `Trainer.train_step` takes
 
 
@@ -177,6 +198,12 @@ def table(document: dict) -> str:
     return "\n".join([head, "", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
+def conditions(args: argparse.Namespace, flags: Sequence[str]) -> dict[str, Any]:
+    """Return what figures depend on."""
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPU cores"
+    return dict(machine=machine, torch=torch.__version__, flags=" ".join(flags), one_of=args.one_of)
+
+
 def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
     """Time stages, and write what there is after each."""
     ranks = Ranks(0, args.one_of, 0, args.one_of) if args.one_of else train_gpt.init_distributed()
@@ -193,9 +220,12 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
     if args.one_of:
         trainer.table.all_to_all = own_rows  # type: ignore[method-assign]
     watch = Stopwatch(trainer)
-    machine = torch.cuda.get_device_name() if watch.on_cuda else f"{os.cpu_count()} CPU cores"
-    document: dict = dict(machine=machine, torch=torch.__version__, flags=" ".join(flags), one_of=args.one_of)
-    document |= dict(processes=ranks.world_size, configuration=dataclasses.asdict(cfg), stages={})
+    if args.turns:
+        for line in sys.stdin:
+            print(json.dumps(time_stage(trainer, watch, stages[int(line)], args.cycles)["step"]), flush=True)
+        return
+    document = conditions(args, flags) | dict(processes=ranks.world_size, stages={})
+    document["configuration"] = dataclasses.asdict(cfg)
     gc.disable()  # as in training
     for number, schedules in stages.items():
         if watch.on_cuda:
@@ -212,9 +242,52 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
         print(f"{table(document)}\n\nwritten to {args.out}", flush=True)
 
 
+@contextlib.contextmanager
+def worker(name: str, folder: Path, args: argparse.Namespace, flags: Sequence[str]) -> Iterator[TimeTurn]:
+    """Start a process whose `train_gpt` is this script, and yield what times a stage there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = Path(name) if name not in VARIANTS else ROOT / "train_gpt.py"
+    (folder / "train_gpt.py").write_text(source.read_text().replace(*VARIANTS.get(name, ("", ""))))
+    own = ["--turns", "--out", str(folder), f"--cycles={args.cycles}", f"--one_of={args.one_of}"]
+    own += ["--stages", ",".join(map(str, args.stages))] + ["--synthetic"] * args.synthetic
+    command = [sys.executable, "-P", "-m", "speedrun", "bench", *own, *flags]
+    environment = os.environ | dict(PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]))
+    pipes: dict = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as child:
+
+        def time_turn(stage: int) -> float:
+            with contextlib.suppress(BrokenPipeError):
+                child.stdin.write(f"{stage}\n")  # type: ignore[union-attr]
+            if not (line := child.stdout.readline()):  # type: ignore[union-attr]
+                raise ToolError(f"{name}: its process ended, as it says above")
+            return statistics.median(json.loads(line))
+
+        yield time_turn
+
+
+def compare(args: argparse.Namespace, flags: Sequence[str]) -> None:
+    """Time the root in turns with each of the others, and write how their steps compare."""
+    document, out = conditions(args, flags) | dict(pairs=[]), args.out.resolve()
+    with worker(str(ROOT / "train_gpt.py"), out / "root", args, flags) as root:
+        for number, name in enumerate(args.against, start=1):
+            with worker(name, out / str(number), args, flags) as other:
+                for stage in args.stages:
+                    ms: dict[TimeTurn, list[float]] = {root: [], other: []}
+                    for i in range(args.pairs):
+                        for time_turn in [*ms][:: -1 if i % 2 else 1]:  # a drift of the machine's speed cancels
+                            ms[time_turn].append(time_turn(stage))
+                    logs = ([math.log(value) for value in values] for values in (ms[other], ms[root]))
+                    ratio = "{:.4f} (95% {:.4f} to {:.4f})".format(*map(math.exp, race.difference(*logs)))
+                    medians = "{:.2f} ms a step, the root {:.2f}".format(*map(statistics.median, (ms[other], ms[root])))
+                    print(f"{name}, stage {stage}: {medians}, ratio {ratio}, n = {args.pairs}", flush=True)
+                    document["pairs"].append(dict(name=name, stage=stage, ms=ms[other], ms_of_root=ms[root]))
+                    (out / "pairs.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
 def bench(argv: Sequence[str] | None) -> None:
     form: dict = dict(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, usage=argparse.SUPPRESS)
-    parser = argparse.ArgumentParser(prog="python -m speedrun bench", description=__doc__, **form)
+    description = __doc__.format(variants=", ".join(VARIANTS))
+    parser = argparse.ArgumentParser(prog="python -m speedrun bench", description=description, **form)
     out = Path("logs") / time.strftime("bench-%Y%m%d-%H%M%S")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=out, help="[logs/bench-TIME]")
     of_list = dict(type=lambda text: [int(number) for number in text.split(",")], metavar="N,N")
@@ -223,11 +296,20 @@ def bench(argv: Sequence[str] | None) -> None:
     parser.add_argument("--one_of", type=int, default=0, metavar="N", help="as one rank of N, without communication")
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens, which need no data")
     parser.add_argument("--validation", action="store_true", help="time a validation, too")
+    parser.add_argument("--against", nargs="+", default=[], metavar="NAME", help="scripts, or names of edits")
+    parser.add_argument("--pairs", type=int, default=10, metavar="N", help="of turns with each [%(default)s]")
+    parser.add_argument("--turns", action="store_true", help=argparse.SUPPRESS)  # for each stage on stdin times a line
     args, flags = parser.parse_known_args(argv)
-    if args.one_of < 0 or args.cycles < 1:
-        raise ToolError(f"--one_of {args.one_of} --cycles {args.cycles}: expected 1 or more")
+    if args.one_of < 0 or args.cycles < 1 or args.pairs < 2:
+        raise ToolError(
+            f"--one_of {args.one_of} --cycles {args.cycles} --pairs {args.pairs}: expected 1 or more, 2 pairs"
+        )
     try:
-        measure(args, flags)
+        if args.against:
+            args.stages = args.stages or [3, 1]
+            compare(args, flags)
+        else:
+            measure(args, flags)
     finally:
         gc.enable()
         train_gpt.start_collective = START_COLLECTIVE

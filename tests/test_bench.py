@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import GPT2_FLAGS, TINY_FLAGS
-from speedrun import bench, plain_gpt
+from speedrun import ROOT, bench, plain_gpt
 
 
 @pytest.mark.parametrize("share", [["--validation"], ["--one_of=2", "--synthetic"]], ids=["alone", "as one of two"])
@@ -23,6 +23,29 @@ def test_parts_of_a_step_add_up_to_it(share: list[str], script_flags, tmp_path, 
     np.testing.assert_allclose(np.sum([figures[part] for part in bench.PARTS], axis=0), figures["step"])
     assert f"| step | {np.median(figures['step']):,.2f} (" in told
     assert told.startswith((tmp_path / "bench.md").read_text().strip())
+
+
+@pytest.mark.slow
+def test_scripts_are_timed_in_turns(script_flags, tmp_path, capfd):
+    """A cycle of nano is a step. Each turn has two before the one that is timed."""
+    noted = f"    def train_step(self, *args):\n        print(1, file=open('{tmp_path}/steps', 'a'))\n"
+    noted += "        return self.step(*args)\n\n    def step("
+    source = (ROOT / "train_gpt.py").read_text()
+    (other := tmp_path / "train_gpt.py").write_text(source.replace("    def train_step(", noted))
+    flags = ["--stages=1", "--pairs=2", "--cycles=1", *TINY_FLAGS, *script_flags, f"--out={tmp_path}/out"]
+    assert bench.main(["--against", str(other), "combo_kernels", *flags]) == 0
+    assert len((tmp_path / "steps").read_text().split()) == 2 * 3
+    told, document = capfd.readouterr().out, json.loads((tmp_path / "out" / "pairs.json").read_text())
+    assert [pair["name"] for pair in document["pairs"]] == [str(other), "combo_kernels"]
+    assert all(min(pair["ms"] + pair["ms_of_root"]) > 0 and len(pair["ms"]) == 2 for pair in document["pairs"])
+    assert told.count("n = 2\n") == 2
+    assert bench.main(["--against", "none.py", *flags]) == 2
+    assert "none.py" in capfd.readouterr().err
+
+
+def test_edits_of_the_script_are_of_what_it_has():
+    script = (ROOT / "train_gpt.py").read_text()
+    assert {name: script.count(old) for name, (old, _) in bench.VARIANTS.items()} == dict.fromkeys(bench.VARIANTS, 1)
 
 
 def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path, capsys):
