@@ -63,7 +63,7 @@ def command_plot(args: argparse.Namespace) -> None:
 
 
 def command_site(args: argparse.Namespace) -> None:
-    """Write the line of records as pages, which open without a server."""
+    """Write the script beside its explanation, and the line of records, as pages that open without a server."""
     from speedrun import site
 
     say(f"{site.write_site(records.RECORDS, args.output)} files: open {args.output / 'index.html'}")

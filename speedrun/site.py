@@ -1,10 +1,11 @@
-"""Write the line of records as static pages, which need no server and no network."""
+"""Write the script beside its explanation and the line of records as static pages: no server, no network."""
 
 import functools
 import itertools
 import json
 import os
 import re
+import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
@@ -14,13 +15,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
 
-from speedrun import race, records
+from speedrun import race, records, tour
 from speedrun.logs import TRACKS, read_json, read_text
 from speedrun.process import ToolError, packages, printable
 
 with packages("tools"):
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markdown_it import MarkdownIt
+    from markdown_it.token import Token
     from markupsafe import Markup
     from mdit_py_plugins.anchors import anchors_plugin
     from mdit_py_plugins.gfm import gfm_plugin
@@ -32,6 +34,7 @@ MARKDOWN = MarkdownIt("commonmark").use(gfm_plugin).use(anchors_plugin, max_leve
 TEMPLATES = Environment(loader=PackageLoader("speedrun"), undefined=StrictUndefined, autoescape=True)
 TAG = re.compile(r"""<!--.*?-->|<[a-z](?:[^"'>]|"[^"]*"|'[^']*')*>""", re.DOTALL | re.IGNORECASE)  # or a comment
 SCRIPTS, SCRIPTS_BEGIN = "compare.js", "const DATA = "  # the file that shows that a folder holds this site
+TOUR, SCRIPT_PAGE = Path("docs/tour.md"), Path("script.html")
 UNCOLORED = re.compile(r'<span class="(?!c|k|s|m|nf|nc)\w+">(.*?)</span>')  # tokens that style.css gives no color
 
 
@@ -116,6 +119,8 @@ class Site:
 
     def place_of(self, source: Path) -> Path:
         """Return where a file of the repository is in the site: in no hidden folder, which GitHub leaves out."""
+        if source == self.top / TOUR:
+            return SCRIPT_PAGE
         path = source.with_suffix(".html") if source.suffix == ".md" else source
         return Path(*(part.lstrip(".") for part in path.relative_to(self.top).parts))
 
@@ -137,8 +142,8 @@ class Site:
             for source in sorted(sources):
                 self.add_source(source)
 
-    def html_of(self, text: str, source: Path, place: Path) -> Markup:
-        """Return Markdown of a page as HTML for a place of the site."""
+    def html_of(self, text: str | list[Token], source: Path, place: Path) -> Markup:
+        """Return Markdown of a page, or what it was parsed to, as HTML for a place of the site."""
         anchors = self.anchors[source] = set[str]()
 
         def with_addresses(match: re.Match[str]) -> str:
@@ -150,7 +155,8 @@ class Site:
                     tag.attributes[key] = self.address_of(value, source, place)
             return str(tag) if tag.name else match[0]
 
-        html = TAG.sub(with_addresses, MARKDOWN.render(text))
+        tokens = MARKDOWN.parse(text) if isinstance(text, str) else text
+        html = TAG.sub(with_addresses, MARKDOWN.renderer.render(tokens, MARKDOWN.options, {}))
         return Markup(html.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>"))
 
     def address_of(self, link: str, source: Path, place: Path) -> str:
@@ -180,6 +186,24 @@ class Site:
                 yield f"{source.relative_to(self.top)}: its link {link} leads to no anchor of its page"
 
 
+def add_script(site: Site) -> None:
+    """Add the page of the root's script beside the tour; raise ToolError if they do not fit."""
+    source, path = site.top / TOUR, site.top / records.SCRIPT
+    script = read_text(path).rstrip("\n")
+    layout = tour.Layout(MARKDOWN.parse(read_text(source)), script, site.top)
+    for problem in layout.problems:
+        print(printable(problem), file=sys.stderr)
+    if layout.problems:
+        raise ToolError(f"{TOUR}: does not fit {records.SCRIPT} in {len(layout.problems)} places, see above")
+    lines, text = color(script).split("\n"), site.html_of(layout.tokens, source, SCRIPT_PAGE)
+    site.anchors[source] |= {f"L{i + 1}" for i in range(len(lines))}
+    values = runpy.run_path(str(path))
+    tables = {name: table for name, value in values.items() if (table := tour.table_of(value))}
+    sections = re.findall(r'<h2 id="(.+?)".*?>(.+?)[:<]', text)
+    rows = zip(text.split(tour.ROW)[1:], layout.code(tables), strict=True)
+    site.add(SCRIPT_PAGE, "script.html", rows=rows, sections=sections, lines=lines, tables=tables)
+
+
 def check_output(output: Path) -> None:
     """Raise ToolError unless the folder is new or empty, or holds the site from before."""
     is_free = not output.exists() or (output.is_dir() and not any(output.iterdir()))
@@ -189,7 +213,7 @@ def check_output(output: Path) -> None:
 
 
 def write_site(root: Path, output: Path) -> int:
-    """Write the pages of all records, and what they link to; return how many files that makes."""
+    """Write the pages of the script and of all records, and what they link to; return how many files that makes."""
     check_output(output)
     root = root.resolve()
     line = records.lineage(root)
@@ -207,6 +231,7 @@ def write_site(root: Path, output: Path) -> int:
     story = read_text(start).partition("\n## The line so far\n")[2].partition("\n## ")[0]
     site.add(index, "index.html", story=site.html_of(story, start, index))
     site.add(Path("compare.html"), "compare.html")
+    add_script(site)
     for source in start, root / "NOTES.md", root / "RULES.md":
         site.add_source(source)
     for folder, record in zip(line, found, strict=True):

@@ -3,12 +3,14 @@
 import re
 import shutil
 import subprocess
+from html import unescape
 from pathlib import Path
 
 import pytest
 
 from speedrun import records, site
 from speedrun.__main__ import main
+from speedrun.process import ToolError
 
 LINKS = {  # Markdown, and what the page in records/ makes of it
     "[a](mailto:a@b.c) [b](//host) [c](../../x/3)": 'mailto:a@b.c">a</a> <a href="//host">b</a> <a href="../../x/3"',
@@ -20,6 +22,57 @@ LINKS = {  # Markdown, and what the page in records/ makes of it
 }
 BROKEN = "[](none.md)", '<img src="none.png">', "[](/docs/)", "[](RULES.md#none)", "[](#none)", '<a href="http://[">'
 
+SCRIPT = '''"""A script."""
+
+from typing import NamedTuple
+
+
+# ---- First: rows ----
+class Row(NamedTuple):
+    """A row."""
+
+    size: int
+    name: str = "a"
+
+    def area(self):
+        """Square."""
+        return self.size**2
+
+
+ROWS = (Row(3), Row(4, name="b"))
+
+
+# ---- Second ----
+# Of the function
+def one(x):
+    return x
+
+
+@property
+def two(x):
+    return one(x)
+'''
+TOUR = """# A tour
+
+Of `train_gpt.py`.
+
+## An hour's path
+
+1. **One**: `one`, `Row.area`.
+
+## First: what there is
+
+Words. `Row.size` and `ROWS`, of `Row`.
+
+    x^2
+
+## Second
+
+`one` takes `x`.
+
+`two`
+"""
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -28,8 +81,10 @@ def root(tmp_path: Path) -> Path:
         shutil.copytree(records.RECORDS / name, tmp_path / "records" / name)
         (tmp_path / "records" / name / "README.md").write_text("# A title\n\nby @somebody\n")
     (tmp_path / "docs").mkdir()
-    for name in "train_gpt.py", "records/README.md", "records/RULES.md", "docs/my file.md", "docs/x.png":
+    for name in "records/README.md", "records/RULES.md", "docs/my file.md", "docs/x.png":
         (tmp_path / name).write_text("# One\n\n<a name=Two></a>\n")
+    (tmp_path / "train_gpt.py").write_text(SCRIPT)
+    (tmp_path / "docs" / "tour.md").write_text(TOUR)
     (tmp_path / "records" / "NOTES.md").write_text("# A title\n\n" + "\n\n".join(LINKS))
     return tmp_path / "records"
 
@@ -60,6 +115,45 @@ def test_other_files_are_never_overwritten(root: Path, tmp_path: Path, capsys):
         assert main(["site", "-o", str(tmp_path / name)]) == 2
         assert re.fullmatch("python -m speedrun: .*holds other files.*\n", capsys.readouterr().err)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_each_line_of_the_script_stands_once_beside_its_text(root: Path, tmp_path: Path):
+    site.write_site(root, tmp_path / "site")
+    page = (tmp_path / "site/script.html").read_text()
+    lines = re.findall(r'<a id="L(\d+)" href="#L\1">\1</a><code>(.*?)</code></div>', page)
+    numbered = [*enumerate(SCRIPT.rstrip("\n").split("\n"), 1)]
+    assert [(int(number), unescape(re.sub("<.*?>", "", line))) for number, line in lines] == numbered
+    rows = [(row, re.findall("<details( open)?><summary><code>(.*?)<", row)) for row in page.split("<section")[1:]]
+    names = [[name + is_open for is_open, name in pieces if " " not in name] for _, pieces in rows]
+    assert names == [[], [], [], ["Row open", "Row.area", "ROWS"], [], ["one open"], ["two open"]]
+    first, path, _, table, *_ = (row for row, _ in rows)
+    assert ("A tour" in first, '<a href="script.html#L13"><code>Row.area' in path) == (True, True)
+    texts = (
+        'script.html#L10"><code>Row.size',
+        "<code>x^2",
+        "<td>3</td><td></td>",
+        "<td>4</td><td>b</td>",
+        'href="#row4"',
+    )
+    assert [text for text in texts if text not in table] == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ("`x`", "`y`", "docs/tour.md:17: y is no name of train_gpt.py"),
+        ("`Row.size`", "`Row.x`", "docs/tour.md:11: Row.x is no name of train_gpt.py"),
+        ("## Second", "## Third", "docs/tour.md:15: "),
+        ("`one` takes `x`.", "`two`\n\n`one`", "docs/tour.md:19: one stands above two"),
+        ("## First: what there is", "Of", "docs/tour.md: no section First, as in line 6"),
+    ],
+)
+def test_a_tour_that_does_not_fit_the_script_fails(root: Path, tmp_path: Path, capsys, old, new, problem):
+    (tmp_path / "docs/tour.md").write_text(TOUR.replace(old, new))
+    with pytest.raises(ToolError, match=r"docs/tour.md: does not fit .* in \d places"):
+        site.write_site(root, tmp_path / "site")
+    assert problem in capsys.readouterr().err
+    assert not (tmp_path / "site").exists()
 
 
 @pytest.mark.slow
