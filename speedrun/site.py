@@ -63,6 +63,27 @@ def compare(scripts: dict[str, str]) -> dict[str, Any]:
     return dict(lines=list(lines.values()), scripts=numbered, pairs=blocks)
 
 
+def explain(page: str, a: str, b: str, blocks: Sequence[tuple[int, int, int]]) -> dict[str, str]:
+    """Return the sentences of a page that name what a hunk of a diff changes, by the lines above it in both scripts."""
+    texts: list[list[str]] = [[]]  # of a paragraph, or of the cells of a row
+    for token in MARKDOWN.parse(page):
+        if token.type == "inline":
+            texts[-1].append(token.content)
+        elif not token.type.startswith("td"):
+            texts.append([])
+    sentences = [it for text in texts for it in re.split(r"(?<=[.!?])\s+(?=[^a-z])", " · ".join(text))]
+    explained, before, i, j = dict[str, str](), list[str](), 0, 0
+    for i_end, j_end, length in blocks:
+        words = tour.words_of(a, i, i_end) | tour.words_of(b, j, j_end)
+        named = [it for it in sentences if any(tour.is_named(span, words) for span in re.findall("`(.+?)`", it))]
+        if named and named != before:
+            html = MARKDOWN.renderInline(" ".join(named))
+            explained[f"{i} {j}"] = re.sub("</?a.*?>", "", html)  # links lead on from the page alone
+            before = named
+        i, j = i_end + length, j_end + length
+    return explained
+
+
 class Record:
     """A record as templates show it. One that was not timed here has no seconds."""
 
@@ -78,16 +99,15 @@ class Record:
             self.removed, self.added = len(data["scripts"][self.info.after]) - equal, self.lines - equal
         self.steps: int | None = self.public["steps"] if self.public else None
         self.seconds = self.race = None
+        self.standing = "ported, not run on eight GPUs"
         if self.info.ranked:
             logs = records.read_logs(folder)
             self.steps = logs[0].num_steps
             self.loss = race.Sample([log.val_loss for log in logs])
             self.seconds = race.Sample([log.train_time / 1000 for log in logs])
             self.race = records.race_before(folder, before)
-            self.standing = "measured here"
-        else:
-            is_port = re.match("milestone|open proposal", self.info.kind)
-            self.standing = "ported, not run on eight GPUs" if is_port else "not run on eight GPUs"
+            processor, cores = str(logs[0].hardware).partition(",")[0], self.track.max_threads
+            self.standing = f"measured here on {processor}" + (f", {cores} cores" if cores else "")
 
 
 # ---- Pages
@@ -222,9 +242,14 @@ def write_site(root: Path, output: Path) -> int:
     scripts = {records.name_of(folder): records.read_script(str(folder), root)[1] for folder in line}
     scripts["root"] = read_text(root.parent / records.SCRIPT).rstrip("\n")
     data = compare(scripts)
+    notes = data["notes"] = {}
     public = read_json(records.PUBLIC)
     by_evidence = {f"public record {it['number']}": it for it in public["records"]}
     found = [Record(folder, line[:i], data, by_evidence) for i, folder in enumerate(line)]
+    for folder, record in zip(line, found, strict=True):
+        if record.info.after in scripts:
+            before, pair = scripts[record.info.after], f"{record.info.after} {record.key}"
+            notes[pair] = explain(read_text(folder / records.PAGE), before, scripts[record.key], data["pairs"][pair])
     site = Site(root.parent, scripts=data["scripts"], records=found, tracks=TRACKS, public=public, race=race)
     site.files[Path(SCRIPTS)] = f"{SCRIPTS_BEGIN}{json.dumps(data, separators=(',', ':'))};\n".encode()
     start, index = root / records.PAGE, Path("index.html")

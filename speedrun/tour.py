@@ -1,9 +1,11 @@
-"""Put docs/tour.md beside the script that it explains."""
+"""Put text beside the code that it names: docs/tour.md beside the script, and sentences beside what a diff changes."""
 
 import ast
 import re
+from bisect import bisect
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
+from functools import cache
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -48,6 +50,7 @@ def definitions(body: Sequence[ast.stmt], prefix: str = "") -> Iterator[tuple[as
             yield from ((it, names) for it, names in definitions(node.body) if isinstance(it, DEFINITIONS))
 
 
+@cache
 def split_script(script: str) -> list[Piece]:
     """Return the pieces of a script, in order. Comments belong to what follows them."""
     lines, pieces = script.split("\n"), list[Piece]()
@@ -83,6 +86,21 @@ def find_names(script: str, pieces: Sequence[Piece]) -> dict[str, int]:
         for field in "id", "attr", "arg", "name", "value":
             places.setdefault(str(getattr(node, field, "")), 0)
     return places
+
+
+def words_of(script: str, start: int, end: int) -> set[str]:
+    """Return the words of some lines of a script, and the names of the definitions that these lines belong to."""
+    words = set(re.findall(r"\w+", "\n".join(script.split("\n")[start:end])))
+    pieces = split_script(script)
+    for i in range(start, end):
+        for name in pieces[bisect(pieces, i + 1, key=lambda piece: piece.first) - 1].names:
+            words |= {name, name.rpartition(".")[2]}
+    return words
+
+
+def is_named(span: str, words: Container[str]) -> bool:
+    """Return whether the text of a code span is one of these words, or a dotted name of some of them."""
+    return bool(NAME.fullmatch(span)) and (span in words or all(part in words for part in span.split(".")))
 
 
 def show(value: Any) -> str:

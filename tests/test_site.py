@@ -1,5 +1,6 @@
 """python -m speedrun site: pages hold what records hold, links lead somewhere, and a browser shows the diffs."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -72,6 +73,7 @@ Words. `Row.size` and `ROWS`, of `Row`.
 
 `two`
 """
+SENTENCES = "New [`max_blocks`](../../NOTES.md), `all_gather`. Not `max_block`. In `document_block_mask`\n`any word`."
 
 
 @pytest.fixture
@@ -79,7 +81,7 @@ def root(tmp_path: Path) -> Path:
     """Make a small repository, and return the folder of its three records."""
     for name in "nano/01_ValueEmbed", "nano/02_UNetValueEmbed", "gpt2/18_SoftCap":
         shutil.copytree(records.RECORDS / name, tmp_path / "records" / name)
-        (tmp_path / "records" / name / "README.md").write_text("# A title\n\nby @somebody\n")
+        (tmp_path / "records" / name / "README.md").write_text("# A title\n\nby @somebody\n\n" + SENTENCES)
     (tmp_path / "docs").mkdir()
     for name in "records/README.md", "records/RULES.md", "docs/my file.md", "docs/x.png":
         (tmp_path / name).write_text("# One\n\n<a name=Two></a>\n")
@@ -98,6 +100,17 @@ def test_pages_hold_figures_and_links_lead_where_they_do_on_github(root: Path, t
     texts = "0.825 (0.750 to 0.908) times that of ValueEmbed", "+50 ", "ported, not run on eight GPUs", "@somebody"
     assert [text for text in LINKS.values() if text not in notes] + [text for text in texts if text not in index] == []
     assert "69.27 s (sd 7.92, n=8), measured" in next(folder.rglob("02_UNetValueEmbed/README.html")).read_text()
+
+
+def test_sentences_stand_beside_the_hunks_that_they_explain(root: Path, tmp_path: Path):
+    site.write_site(root, tmp_path / "site")
+    data = json.loads((tmp_path / "site/compare.js").read_text().removeprefix(site.SCRIPTS_BEGIN).removesuffix(";\n"))
+    name, shown = "nano/02_UNetValueEmbed", dict[str, str]()
+    for place, note in data["notes"][f"nano/01_ValueEmbed {name}"].items():
+        line = data["lines"][data["scripts"][name][int(place.split()[1])]]
+        shown[re.sub("<.*?>", "", line).strip()[:12]] = re.sub("</?code>", "`", note)
+    settings, mask = "New `max_blocks`, `all_gather`.", "In `document_block_mask`\n`any word`."
+    assert shown == {"READ_AHEAD =": settings, "doc_ids (T,)": mask, "max_blocks =": settings}
 
 
 def test_what_is_broken_is_named_and_the_rest_is_written(root: Path, tmp_path: Path, capsys):
@@ -157,12 +170,19 @@ def test_a_tour_that_does_not_fit_the_script_fails(root: Path, tmp_path: Path, c
 
 
 @pytest.mark.slow
-def test_a_browser_shows_our_records_and_the_diff_of_two_scripts(tmp_path: Path, capsys):
+def test_a_browser_shows_the_diff_of_two_scripts_and_unfolds_what_a_link_leads_to(tmp_path: Path, capsys):
     chromium = shutil.which("chromium") or pytest.skip("no browser: apt-get install chromium")
     assert (main(["site", "-o", str(tmp_path)]), capsys.readouterr().err) == (0, ""), "our links lead somewhere"
     flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --dump-dom"
     flags += f" --enable-logging=stderr --virtual-time-budget=5000 --user-data-dir={tmp_path}/profile"
-    for name in "compare", "records/nano/10_LongSteps/README":
-        address = f"file://{tmp_path}/{name}.html#nano/08_OneHead..nano/09_CopyHead"
+    pair, line = "nano/08_OneHead..nano/09_CopyHead", "L18"  # the second import
+    for name, target, text in (
+        ("compare", pair, ">+6 \u22122 lines<"),
+        ("records/nano/10_LongSteps/README", pair, ">+6 \u22122 lines<"),
+        ("records/nano/09_CopyHead/README", "", 'class="note"><strong>'),
+        ("script", line, ' open=""><summary><code>import argparse</code>'),
+    ):
+        address = f"file://{tmp_path}/{name}.html#{target}"
         done = subprocess.run([chromium, *flags.split(), address], capture_output=True, text=True, timeout=120)
-        assert (">+6 \u22122 lines<" in done.stdout, ":CONSOLE" in done.stderr) == (True, False), name
+        assert (text in done.stdout, ":CONSOLE" in done.stderr) == (True, False), name
+    assert " open><summary><code>import argparse" not in (tmp_path / "script.html").read_text()
