@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -42,15 +43,21 @@ def test_flags_files_and_links_of_a_page_are_there(page: Path):
 
 
 @pytest.mark.slow
-def test_the_notebook_clones_trains_races_and_draws(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_the_notebook_finds_its_clone_trains_races_and_draws(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTHON", sys.executable)
-    cells = json.loads((ROOT / "notebooks" / "train_gpt.ipynb").read_text())["cells"]
-    source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
-    (tmp_path / "notebook.py").write_text(source.replace("https://github.com/OWNER/train_gpt", str(ROOT)))
+    clone = tmp_path / "a clone"
+    subprocess.run(["git", "clone", "-q", "--depth", "1", f"file://{ROOT}", clone], check=True)
+    cells = json.loads((clone / "notebooks" / "train_gpt.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    for name, text in ("first.py", sources[0]), ("all.py", "\n".join(sources)):
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)  # where Colab is
+    runpy.run_path(str(tmp_path / "first.py"))
+    assert Path.cwd() == clone
+    monkeypatch.chdir(clone / "notebooks")  # where Jupyter is
     plt.switch_backend("agg")
     plt.figure()
-    runpy.run_path("notebook.py")
-    told, changed = capsys.readouterr().out, (tmp_path / "train_gpt" / "my.py").read_text()
+    runpy.run_path(str(tmp_path / "all.py"))
+    told, changed = capsys.readouterr().out, (clone / "my.py").read_text()
     assert ("target 1.45 reached" in told, "3 pairs from seed" in told, "muon_lr=0.15" in changed) == (True, True, True)
     assert len(plt.gca().lines) == 6
