@@ -58,8 +58,11 @@ def command_table(args: argparse.Namespace) -> int:
 
 
 def command_plot(args: argparse.Namespace) -> None:
-    """Draw loss against train time of records or logs, as a PNG."""
-    plot.plot(args.records, records.RECORDS, args.output)
+    """Draw loss against train time of records or logs, as a PNG, or the line of records as SVGs."""
+    if args.line:
+        plot.plot_line(records.RECORDS, args.output)
+    else:
+        plot.plot(args.records, records.RECORDS, args.output)
 
 
 def command_site(args: argparse.Namespace) -> None:
@@ -98,7 +101,8 @@ def build_parser() -> argparse.ArgumentParser:
     command(command_table)("--check", action="store_true", help="only say, by exit code 1, if they are out of date")
     add = command(command_plot)
     add("records", metavar="RECORD", nargs="*", help="(default: all ranked records, and the plain GPT)")
-    add("-o", "--output", type=Path, metavar="PNG", default=Path("curves.png"), help="(default: curves.png)")
+    add("--line", action="store_true", help="the train times of all records, -o NAME.svg: also NAME-dark.svg")
+    add("-o", "--output", type=Path, metavar="FILE", default=Path("curves.png"), help="(default: curves.png)")
     command(command_site)("-o", "--output", type=Path, metavar="FOLDER", default=Path("site"), help="(default: site)")
     subparsers.add_parser("bench", help="Time the parts of a step of train_gpt.py on this machine.")
     return parser

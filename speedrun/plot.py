@@ -1,4 +1,4 @@
-"""Draw loss against train time."""
+"""Draw loss against train time, and the line of records."""
 
 import json
 import statistics
@@ -9,6 +9,14 @@ from speedrun import records
 from speedrun.logs import TRACKS, Log, ToolError, read_json
 
 ANCHOR = "plain GPT"
+TITLES = """KellerJordan/modded-nanogpt: 8xH100 80GB
+to a loss of 3.28 on FineWeb; published, not measured here
+filled: ported, the script is here; hollow: it is not
+
+Ours, the preset nano: 2 cores of an AMD EPYC
+to a loss of 1.45 on PyTorch's Python sources; measured here
+line broken: times of two races do not compare""".split("\n\n")
+LIGHT, DARK = "#1f2328 #fff #0969da #bc4c00", "#e6edf3 #0d1117 #4493f8 #f0883e"  # ink, paper, colors of both
 
 
 def mean_curve(
@@ -75,3 +83,42 @@ def plot(names: Sequence[str], root: Path, path: Path) -> None:
     panel.set(xlabel="train time (s)", ylabel="validation loss (nats)")
     panel.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
     figure.savefig(path, dpi=110, format="png", metadata={"Comment": json.dumps(dict(curves=curves))})
+
+
+def read_line(root: Path) -> Iterator[list[tuple]]:
+    """Yield the public records, then ours, as (name, seconds, whether its script is in the tree, race)."""
+    line = {folder: records.read_info(folder) for folder in records.lineage(root)}
+    here = {info.evidence for info in line.values()}
+    public = [(it["number"], it["name"], it["train_time_s"]) for it in read_json(records.PUBLIC)["records"]]
+    yield [(f"{number} {name}", second, f"public record {number}" in here, None) for number, name, second in public]
+    ours = [(folder.name.replace("_", " "), records.read_logs(folder)) for folder, info in line.items() if info.ranked]
+    means = [statistics.fmean(log.train_time for log in logs) / 1000 for _, logs in ours]
+    yield [(name, mean, True, {log.seed for log in logs}) for (name, logs), mean in zip(ours, means, strict=True)]
+
+
+def plot_line(root: Path, path: Path) -> None:
+    """Draw the train times of all records as SVGs: NAME.svg for light pages, NAME-dark.svg for dark ones."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    for suffix, ink, paper, *colors in ("", *LIGHT.split()), ("-dark", *DARK.split()):
+        style: dict = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "axes.edgecolor"), ink)
+        with rc_context(style | {"svg.fonttype": "none", "svg.hashsalt": ""}):  # text stays text
+            figure = Figure(figsize=(5, 6.4), layout="constrained")
+            panels = figure.subplots(2, gridspec_kw=dict(hspace=0.09))
+            for panel, color, title, rows in zip(panels, colors, TITLES, read_line(root), strict=True):
+                head, _, text = title.partition("\n")
+                panel.set_title(head, loc="left", pad=32, color=color, weight="bold", size=11)
+                panel.text(0, 1.03, text, transform=panel.transAxes)
+                margin = (rows[0][1] / rows[-1][1]) ** 0.05
+                for i, (name, second, is_here, race) in enumerate(rows):
+                    if i and race == rows[i - 1][3]:
+                        panel.plot([rows[i - 1][1], second, second], [i - 1, i - 1, i], color=color, zorder=1)
+                    panel.plot(second, i, "o", color=color, markerfacecolor=color if is_here else paper)
+                    panel.text(second * margin, i, f"{name}: {second:.3g} s", va="center")
+                panel.set(xscale="log", xticks=[1, 2, 5, 10, 20, 50, 100, 200], yticks=[], ylim=(len(rows) - 0.3, -0.7))
+                panel.set(xlim=(second / margin, rows[0][1] * margin**15), xlabel="mean train time, log scale")
+                panel.xaxis.set_major_formatter("{x:g} s")
+                panel.minorticks_off()
+                panel.spines[["left", "right", "top"]].set_visible(False)
+            figure.savefig(path.with_name(f"{path.stem}{suffix}.svg"), transparent=True, metadata=dict(Date=None))

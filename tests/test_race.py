@@ -214,6 +214,13 @@ def test_the_picture_of_the_records_is_what_its_command_draws(tmp_path):
     assert json.loads(new) == json.loads(kept), "draw it anew: python -m speedrun plot -o records/curves.png"
 
 
+def test_the_pictures_of_the_line_have_the_texts_that_their_command_writes(tmp_path):
+    assert main(["plot", "--line", "-o", str(tmp_path / "speedrun.svg")]) == 0
+    for name in "speedrun.svg", "speedrun-dark.svg":
+        new, kept = (re.findall(">(.+)</text>", (folder / name).read_text()) for folder in (tmp_path, ROOT / "docs"))
+        assert new == kept != [], "draw them anew: python -m speedrun plot --line -o docs/speedrun.svg"
+
+
 def test_scripts_and_pages_have_the_numbers_of_tracks_and_public_records():
     for name, track in TRACKS.items():
         cfg = train_gpt.PRESETS[name]
