@@ -352,10 +352,11 @@ def leaderboards(root: Path) -> str:
         boards.setdefault(board, []).append(board_row(folder, logs, ratio, products[board]))
     parts = []
     for board in sorted(boards, reverse=True):
-        target = TRACKS[board.split()[0]].target
-        parts += [f"### {cell(board)}: at most {target}, measured here", markdown_table(COLUMNS, boards[board])]
-    for track, rows in untimed.items():
-        parts += [f"### {track}: ported, not run on eight GPUs", markdown_table("record|what|of", rows)]
+        track = TRACKS[board.split()[0]]
+        goal = f"at most {track.target} nats per {track.unit} of {track.text}"
+        parts += [f"### {cell(board)}: {goal}, measured here", markdown_table(COLUMNS, boards[board])]
+    for name, rows in untimed.items():
+        parts += [f"### {name}: ported, not run on eight GPUs", markdown_table("record|what|of", rows)]
     return "\n\n".join(parts)
 
 
