@@ -104,7 +104,7 @@ def plot_line(root: Path, path: Path) -> None:
     for suffix, ink, paper, *colors in ("", *LIGHT.split()), ("-dark", *DARK.split()):
         style: dict = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "axes.edgecolor"), ink)
         with rc_context(style | {"svg.fonttype": "none", "svg.hashsalt": ""}):  # text stays text
-            figure = Figure(figsize=(5, 6.4), layout="constrained")
+            figure = Figure(figsize=(5, 5.8), layout="constrained")
             panels = figure.subplots(2, gridspec_kw=dict(hspace=0.09))
             for panel, color, title, rows in zip(panels, colors, TITLES, read_line(root), strict=True):
                 head, _, text = title.partition("\n")
