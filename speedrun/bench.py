@@ -51,7 +51,6 @@ VARIANTS = {
     "flex_tiles_64": ("bwd_num_warps=8", "bwd_num_warps=8, fwd_BLOCK_M=64, fwd_BLOCK_N=64"),
     "dz_stages_4": ("num_warps=8, num_stages=3", "num_warps=8, num_stages=4"),
     "dz_warps_4": ("num_warps=8, num_stages=3", "num_warps=4, num_stages=3"),
-    "head_mix_apart": ("norm(self.mix_for_head(outputs)", "norm(store_once(self.mix_for_head(outputs))"),
     "combo_kernels": (
         "fullgraph=True, dynamic=False)",
         'fullgraph=True, dynamic=False, options={"combo_kernels": True})',
