@@ -78,7 +78,7 @@ def explain(page: str, a: str, b: str, blocks: Sequence[tuple[int, int, int]]) -
         named = [it for it in sentences if any(tour.is_named(span, words) for span in re.findall("`(.+?)`", it))]
         if named and named != before:
             html = MARKDOWN.renderInline(" ".join(named))
-            explained[f"{i} {j}"] = re.sub("</?a.*?>", "", html)  # links lead on from the page alone
+            explained[f"{i} {j}"] = re.sub(r"</?a\b.*?>", "", html)  # links lead on from the page alone
             before = named
         i, j = i_end + length, j_end + length
     return explained
@@ -217,11 +217,11 @@ def add_script(site: Site) -> None:
         raise ToolError(f"{TOUR}: does not fit {records.SCRIPT} in {len(layout.problems)} places, see above")
     lines, text = color(script).split("\n"), site.html_of(layout.tokens, source, SCRIPT_PAGE)
     site.anchors[source] |= {f"L{i + 1}" for i in range(len(lines))}
-    values = runpy.run_path(str(path))
-    tables = {name: table for name, value in values.items() if (table := tour.table_of(value))}
+    rows = zip(text.split(tour.ROW)[1:], layout.code(), strict=True)
+    tables = {name: it for name, it in runpy.run_path(str(path)).items() if isinstance(it, tuple) and it}
+    tables = {name: rows for name, rows in tables.items() if hasattr(rows[0], "_fields")}
     sections = re.findall(r'<h2 id="(.+?)".*?>(.+?)[:<]', text)
-    rows = zip(text.split(tour.ROW)[1:], layout.code(tables), strict=True)
-    site.add(SCRIPT_PAGE, "script.html", rows=rows, sections=sections, lines=lines, tables=tables)
+    site.add(SCRIPT_PAGE, "script.html", rows=rows, sections=sections, lines=lines, named=layout.named, tables=tables)
 
 
 def check_output(output: Path) -> None:
