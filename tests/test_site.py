@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from speedrun import records, site
+from speedrun import ROOT, records, site, tour
 from speedrun.__main__ import main
 from speedrun.process import ToolError
 
@@ -19,6 +19,7 @@ LINKS = {  # Markdown, and what the page in records/ makes of it
     '<img alt="a > b" src="/docs/x.png"> <a href=nano/01_ValueEmbed>g</a>': '../docs/x.png"> <a href="nano/01_Value',
     "text[^1] [h](#a-title)\n\n[^1]: a footnote": 'href="NOTES.html#a-title"',
     "![i](../docs/x.png?raw=true) ~~j~~ https://a.b/c [k](http://[": 'x.png" alt="i"> <s>j</s> <a href="https://a.b/c">',
+    "[l](../docs/tour.md#second)": 'href="../script.html#second"',
     "- [x] done `<a href=code.md>` nano/x.py": 'type="checkbox"',
 }
 BROKEN = "[](none.md)", '<img src="none.png">', "[](/docs/)", "[](RULES.md#none)", "[](#none)", '<a href="http://[">'
@@ -176,6 +177,13 @@ def test_a_tour_that_does_not_fit_the_script_fails(root: Path, tmp_path: Path, c
     assert not (tmp_path / "site").exists()
 
 
+@pytest.mark.published  # an idea may leave the tour as it is
+def test_the_tour_fits_the_script():
+    tokens = site.MARKDOWN.parse((ROOT / "docs/tour.md").read_text())
+    assert tour.Layout(tokens, (ROOT / "train_gpt.py").read_text(), ROOT).problems == []
+
+
+@pytest.mark.published  # likewise
 @pytest.mark.slow
 def test_a_browser_shows_the_diff_of_two_scripts_and_unfolds_what_a_link_leads_to(tmp_path: Path, capsys):
     chromium = shutil.which("chromium") or pytest.skip("no browser: apt-get install chromium")
