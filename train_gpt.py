@@ -5,13 +5,13 @@
     torchrun --standalone --nproc_per_node=8 train_gpt.py     what run.sh starts on one 8xH100 node
 
 The preset gpt2 has the mathematics of record 92 of the NanoGPT speedrun (ANVIL2 by Deven Pietrzak, 2026-08-30,
-https://github.com/KellerJordan/modded-nanogpt), and a pointer, proposal 379 (CPLM by Nathan Godey): 1,050 steps.
-nano is a model of one layer that looks for repetitions from the first step on. "Record n"
-credits the record in which an idea first appeared; docs/tour.md explains all of it. The order: configuration,
-schedules, data, data loader, layers, attention, model, pointer, head, optimizers, n-grams, checkpoints, log, training,
-run, kernels. Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens (of an MLP: hidden units), K model
-width, V rows of the head (the vocabulary with padding), C sampled classes of the softmax, G kinds of n-grams, n targets
-of a token.
+https://github.com/KellerJordan/modded-nanogpt), and a pointer, proposal 379 (CPLM by Nathan Godey): 1,050 steps. nano
+is a model of one layer that looks for repetitions from the first step on. "Record n" credits the record in which an
+idea first appeared. docs/tour.md explains all of it; `python -m speedrun site` puts it beside the code. The order:
+configuration, schedules, data, data loader, layers, attention, model, pointer, head, optimizers, n-grams, checkpoints,
+log, training, run, kernels. Shapes: T tokens, H heads, D dimensions per head, N blocks of tokens (of an MLP: hidden
+units), K model width, V rows of the head (the vocabulary with padding), C sampled classes of the softmax, G kinds of
+n-grams, n targets of a token.
 """
 
 import argparse
@@ -220,8 +220,8 @@ class Group(NamedTuple):
     # Steps whose gradients an update accumulates: before step long_interval_from, and from there on
     update_interval: tuple[int, int] = (2, 2)
     keep_norm: bool = True  # blending the EMAs in at the end keeps the norm
-    # Of tables: gradients of bf16 tables are summed up and sent in fp16, which has three more bits than bf16, and half
-    # the bytes of fp32. It ends at 65,504
+    # Of tables in bf16: gradients are summed up, on a rank and between ranks, in fp16 instead of fp32. It takes half
+    # the bytes, and has three bits more than bf16 from 6e-5 on. Sums above 65,504 would overflow
     fp16_sums: bool = False
 
 
@@ -617,9 +617,8 @@ def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def sum_dtype(group: Group, cfg: Hyperparameters) -> torch.dtype:
-    """Return the precision in which gradients of a group's tables are summed up."""
-    dtype = getattr(torch, cfg.dtype)
+def sum_dtype(group: Group, dtype: torch.dtype) -> torch.dtype:
+    """Return the precision in which gradients of a group's tables of this dtype are summed up: `Group.fp16_sums`."""
     return torch.float16 if group.fp16_sums and dtype == torch.bfloat16 else accum_dtype(dtype)
 
 
@@ -1090,16 +1089,16 @@ class RowExchange(NamedTuple):
     """The rows of n-grams that travel between ranks in a cycle: each rank owns an equal part of the table.
 
     All ranks know the tokens of all sequences, so nobody has to ask for rows. A cycle of two ranks, of a table of eight
-    rows, in which rank 0 reads rows 1, 2, 5 and rank 1 reads rows 2, 7:
+    rows, in which rank 0 reads rows 1, 2, 5 and rank 1 reads rows 1, 7:
 
                         rank 0, owner of rows 0 to 3         rank 1, owner of rows 4 to 7
-        send_rows       1 2 (for rank 0), 2 (for rank 1)     5 (for rank 0), 7 (for rank 1)
+        send_rows       1 2 (for rank 0), 1 (for rank 1)     5 (for rank 0), 7 (for rank 1)
         send_counts     2 1                                  1 1
-        recv_ids        1 2 5                                2 7
+        recv_ids        1 2 5                                1 7
         recv_counts     2 1                                  1 1
         unique_rows     1 2                                  5 7
-        order           0 1 2                                0 1
-        offsets         0 1                                  0 1
+        order           0 2 1                                0 1
+        offsets         0 2                                  0 1
 
     Rows travel from send_rows to recv_ids when the cycle begins. When it ends, gradients travel back, and those of
     equal rows are added up. On rank 1 send_rows and unique_rows are counted from its first row: 1 and 3.
@@ -1110,8 +1109,8 @@ class RowExchange(NamedTuple):
     send_rows: Tensor  # own rows that are sent to rank 0, then those sent to rank 1, ...
     send_counts: list[int]  # how many go to each rank
     unique_rows: Tensor  # send_rows, each once
-    order: Tensor  # places in send_rows, those of equal rows side by side
-    offsets: Tensor  # for each of unique_rows the first of its places in `order`
+    order: Tensor  # indices into send_rows that sort it: equal rows become neighbors
+    offsets: Tensor  # for each of unique_rows, where its indices begin in `order`
 
 
 def rows_per_rank(cfg: Hyperparameters, ranks: Ranks) -> int:
@@ -1120,7 +1119,7 @@ def rows_per_rank(cfg: Hyperparameters, ranks: Ranks) -> int:
 
 
 def unique(ids: np.ndarray) -> np.ndarray:
-    """Return what np.unique does, in a third to a ninth of the time."""
+    """Return what np.unique does, by torch: at gpt2's sizes in a half to a thirtieth of the time."""
     return torch.unique(torch.from_numpy(ids)).numpy()
 
 
@@ -1134,8 +1133,15 @@ def plan_exchange(ids_by_rank: Sequence[np.ndarray], ranks: Ranks, cfg: Hyperpar
     send_rows = np.concatenate(sent).astype(np.int64)
     ascending, order = torch.sort(torch.from_numpy(send_rows), stable=True)
     unique_rows, counts = torch.unique_consecutive(ascending, return_counts=True)
-    grouped = unique_rows.numpy(), order.numpy(), (counts.cumsum(0) - counts).numpy()
-    return RowExchange(recv_ids, recv_counts, send_rows, [*map(len, sent)], *grouped)
+    return RowExchange(
+        recv_ids=recv_ids,
+        recv_counts=recv_counts,
+        send_rows=send_rows,
+        send_counts=[*map(len, sent)],
+        unique_rows=unique_rows.numpy(),
+        order=order.numpy(),
+        offsets=(counts.cumsum(0) - counts).numpy(),
+    )
 
 
 def sample_classes(next_tokens: np.ndarray, count: int, offset: int, cfg: Hyperparameters) -> tuple[np.ndarray, int]:
@@ -1324,16 +1330,16 @@ FP8_X, FP8_W, FP8_GRAD = 2.0**4, 2.0**6, 2.0**6
 
 if torch.version.cuda:  # elsewhere nothing is in FP8, and the import takes a second
     import torch._inductor.inductor_prims  # registers the operation that is looked up next
-# An operation of PyTorch's own compiler, which keeps a layout. Versions without it store twice, and compute the same
+# Of PyTorch's compiler: a tensor is stored in a given layout. Versions without it compute the same, but store twice
 FORCE_STRIDES = getattr(torch.ops.prims, "inductor_force_stride_order", None)
 
 
 def store_once(t: Tensor) -> Tensor:
-    """Return t, which compiled code then stores as it is, once.
+    """Return t, and let compiled code store it here, in its precision.
 
-    Without it each reader may compute t again, or a wider t is stored and cast by the reader.
+    Without this each reader may compute t again, or a wider t is stored and each reader casts it.
     """
-    return t if FORCE_STRIDES is None else FORCE_STRIDES(t, t.stride())
+    return FORCE_STRIDES(t, t.stride()) if FORCE_STRIDES is not None and torch.compiler.is_compiling() else t
 
 
 def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
@@ -1446,8 +1452,9 @@ def relu_squared_backward(grad_q, w_q, squares_q, scales, column_scale, use_kern
 
 
 class FP8ReluSquaredMLP(torch.autograd.Function):
-    """relu(x @ w1.T)^2 @ w2.T in FP8, with a scale for each row of squares. w2_scales (1, K): 1 / FP8_W.
+    """relu(x @ w1.T)^2 @ w2.T in FP8, with a scale for each row of squares.
 
+    w2_scales (1, K) is 1 / FP8_W for each column: where a product has scales of rows, it wants some of columns, too.
     Records scale squares by the maximum of the step before, which a checkpoint would have to keep.
     """
 
@@ -1465,12 +1472,13 @@ class FP8ReluSquaredMLP(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x_q, w1_q, w2_q, squares_q, scales = ctx.saved_tensors
-        scale = 1 / scales.max()  # one for all columns
+        scale = 1 / scales.max()  # one for all: a product that sums over tokens cannot have a scale for each
         grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2)
         dz, dz_columns, squares = relu_squared_backward(grad_q, w2_q, squares_q, scales, scale, ctx.use_kernel)
         grad_w2 = fp8_matmul(grad_q.t(), squares, FP8_GRAD * scale, grad.dtype)
         grad_x, grad_w1 = fp8_linear_backward(dz, dz_columns, x_q, w1_q, grad.dtype)
-        # As contiguous as c_fc: else PyTorch adds the gradients of all MLPs one by one, in 0.28 ms (measured: one H100)
+        # Laid out as c_fc: with one gradient in another order PyTorch adds all of them one by one, in 0.28 ms
+        # (measured: one H100)
         return grad_x, grad_w1.t().contiguous().t(), grad_w2, None, None
 
 
@@ -1488,6 +1496,7 @@ class MLP(nn.Module):
         self.scale_per_token = scale_per_token
         self.fp8 = cfg.layers_fp8
         if self.fp8:
+            # A constant. As a buffer it is filled once, and not in every call
             self.register_buffer("w2_scales", torch.full((1, K), 1 / FP8_W), persistent=False)
         fits = cfg.device == "cuda" and cfg.dtype == "bfloat16" and K % 16 == cfg.mlp_dim % 16 == 0
         self.use_kernel = fits and triton is not None and torch.cuda.get_device_capability() >= (9, 0)
@@ -1522,7 +1531,7 @@ class NormRotate(torch.autograd.Function):
 
     Forward, with a scale s, a rotation R and r = 1 / rms(x):      y = s R z,  z = r x
     Backward, for a gradient g with respect to y:                  dx = r (s R'g - z mean(z . s R'g))
-    A rotation keeps products, so z . s R'g = y . g, and z = R'y / s:    dx = r (s R'g - mean(y . g) / s R'y)
+    A rotation keeps products, so z . s R'g = y . g, and z = R'y / s:    dx = r (s R'g - (mean(y . g) / s) R'y)
     g and y are rotated, and not their sum, which would be stored in fp32 between the mean and the rotation.
     """
 
@@ -1576,7 +1585,7 @@ def causal_block_mask(start: Tensor, block: int, extra_mask_mod: Callable | None
     first_full to the one before its own: these are full and need no mask. Lists go from near to far. Eight tokens of
     the documents a and b, in blocks of two with a window of three:
 
-        query  keys a a   a a   a b   b b      lists of the query block, and after | padding that is never read:
+        query  keys a a   a a   a b   b b      lists of the query block, and after | padding, which nobody attends to:
         0 a         x .   . .   . .   . .      partial 0 | 0 0 0     full none | 0 0 0 0
         1 a         x x   . .   . .   . .
         2 a         x x   x .   . .   . .      partial 1 | 0 0 0     full 0 | 0 0 0
@@ -1592,9 +1601,11 @@ def causal_block_mask(start: Tensor, block: int, extra_mask_mod: Callable | None
     first_visible = start[::block] // block
     first_full = (start[block - 1 :: block] + block - 1) // block
     own = torch.arange(len(first_visible), dtype=torch.int32, device=start.device)  # number of each block
-    # Of each key block, the number of the query block behind the last one that sees it, and sees it as a whole
+    # For each key block: the query block behind the last that sees any of it, and behind the last that sees all of it.
+    # As both starts never decrease, it is enough to count
     end_visible = (first_visible <= own[:, None]).sum(1, dtype=torch.int32)
     end_full = (first_full <= own[:, None]).sum(1, dtype=torch.int32)
+    # With a further condition no block is known to be full
     num_full = (own - first_full).clamp(min=0) * (extra_mask_mod is None)
     num_full_queries = (end_full - own - 1).clamp(min=0) * (extra_mask_mod is None)
     keys_of_queries = block_lists(own, own - first_visible + 1, num_full, step=-1)
@@ -1607,10 +1618,10 @@ def causal_block_mask(start: Tensor, block: int, extra_mask_mod: Callable | None
 def block_lists(own: Tensor, num_visible: Tensor, num_full: Tensor, step: int) -> tuple[Tensor, ...]:
     """Return what `BlockMask` wants for each of N blocks: how many blocks are partial, which, how many full, which.
 
-    A block itself is partial; num_full neighbors in the direction of `step` are full, and those behind are partial.
+    A block itself is partial. The next num_full blocks in the direction of `step` are full, those after them partial.
     """
-    slot = own  # position in a list
-    last = len(own) - 1  # padding stays within the blocks, too
+    slot = own  # 0 to N - 1 again, now as positions in a list
+    last = len(own) - 1  # padding names blocks, too: FlexAttention loads the first entry even of an empty list
     full = (own[:, None] + step * (1 + slot)).clamp(0, last)
     partial = (own[:, None] + step * torch.where(slot == 0, 0, num_full[:, None] + slot)).clamp(0, last)
     return tuple(t[None, None] for t in (num_visible - num_full, partial, num_full, full))  # of all heads
@@ -2378,7 +2389,8 @@ def head_loss_fp8(x: Tensor, w: Tensor, cross_entropy: Callable) -> tuple[Tensor
     z = fp8_matmul(x_q, w_q.t(), HEAD_FP8_X * HEAD_FP8_W, torch.float8_e4m3fn, fast=True)
     losses, dz, d_pointer_mass = cross_entropy(z, scale=HEAD_FP8_DZ)
     grad_x = fp8_matmul(dz, w_q, HEAD_FP8_DZ * HEAD_FP8_W, x.dtype)
-    # As (V, K), unlike `head_loss`: where w are rows of a table, each is then added to the table's gradient as a whole
+    # As (V, K), unlike `head_loss`: sampled rows are then added to the table's gradient four numbers at a time, and not
+    # each number alone
     grad_w = fp8_matmul(dz.t(), x_q, HEAD_FP8_X * HEAD_FP8_DZ, accum_dtype(w.dtype))
     return losses, grad_x, grad_w, d_pointer_mass
 
@@ -2392,7 +2404,7 @@ class TrainingLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, pointer_mass, targets, weights, cfg):
-        # The kernel computes the pointer's terms, too. Without a pointer logits are in fp32, so slices are smaller
+        # The kernel is for heads with a pointer. Without one logits are in fp32, so slices are smaller
         has_pointer = pointer_mass is not None
         size = cfg.lm_head_slice if has_pointer else cfg.val_lm_head_slice
         loss_of_slice = head_loss_fp8 if cfg.lm_head_fp8 else head_loss
@@ -2416,7 +2428,7 @@ class TrainingLoss(torch.autograd.Function):
     def backward(ctx, grad):
         grad_x, grad_pointer_mass, grad_w = ctx.saved_tensors
         grad_mass = None if grad_pointer_mass is None else grad * grad_pointer_mass
-        # grad_w may be a transpose; autograd accumulates slowly unless it is as contiguous as the weight
+        # `head_loss` returns a transpose: it is stored by rows, as the buffer is to which it is added
         return grad * grad_x, (grad * grad_w).contiguous(), grad_mass, None, None, None
 
 
@@ -2464,7 +2476,7 @@ class ShardedOptimizer:
         master                       this rank's rows, to which updates are added: param_shard, or an fp32 copy
 
     groups: the table's row for each parameter; emas: the rows of `emas` that apply to all of them, by number;
-    grad_dtype: of grad_buffer, for tables, whose gradients `AccumulatingEmbedding` adds there.
+    grad_dtype: of grad_buffer, if not the parameters': of tables, whose gradients `AccumulatingEmbedding` adds there.
     """
 
     wait_for_grads: Callable[[], object]
@@ -2501,6 +2513,7 @@ class ShardedOptimizer:
         self.param_shard = self.shard(self.param_buffer)
         self.grad_shard = self.grad_buffer
         if ranks.world_size > 1:
+            # The shorter one; fp16 sums of bf16 tables stay fp16, as min takes the first of equals
             sent_dtype = min(self.grad_buffer.dtype, self.param_buffer.dtype, key=lambda dtype: dtype.itemsize)
             self.grad_shard = torch.zeros_like(self.param_shard, dtype=sent_dtype)
         self.master = self.shard(values).clone() if self.has_master else self.param_shard
@@ -2515,7 +2528,10 @@ class ShardedOptimizer:
         raise NotImplementedError
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
-        """Write new values into `master` and, where that is a copy, into param_shard. grad: the sum over sequences."""
+        """Write new values into `master` and, where that is a copy, into param_shard.
+
+        grad: the sum over the sequences of all ranks, which the update divides by their number.
+        """
         raise NotImplementedError
 
     def views(self, buffer: Tensor) -> list[Tensor]:
@@ -2534,13 +2550,13 @@ class ShardedOptimizer:
     def reduce(self):
         """Start to sum the gradients over the ranks; each gets the sums of its rows.
 
-        They travel in the precision of parameters if that is shorter than the sums' own.
+        They travel in their precision, or in that of the parameters if it is shorter.
         """
         sent = self.grad_buffer.type_as(self.grad_shard)  # with one process they are one tensor
         self.wait_for_grads = start_collective(reduce_scatter, self.grad_shard, sent)
 
     def update(self, schedule: StepSchedule):
-        """Update this rank's rows with the mean over the sequences, and start to send them to the other ranks."""
+        """Update this rank's rows, and start to send them to the other ranks."""
         self.wait_for_grads()
         self.update_shard(self.grad_shard, schedule)
         self.wait_for_params = self.send_params()
@@ -2736,7 +2752,8 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     optimizers = []
     for (emas, group, _), params in members.items():
         groups = [find_group(name, cfg) for name in params]
-        grad_dtype = sum_dtype(group, cfg) if tables & {*params.values()} else None
+        first = next(iter(params.values()))
+        grad_dtype = sum_dtype(group, first.dtype) if first in tables else None
         own_emas = {i: cfg.emas[i] for i in emas}
         optimizers.append(OPTIMIZERS[group.optimizer](params, groups, own_emas, cfg, ranks, grad_dtype))
     # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
@@ -2769,9 +2786,9 @@ def step_optimizers(
 ):
     """Take a step on the gradients, summed over this rank's sequences, and clear those that were used.
 
-    Three phases, in which the due optimizers' gradients travel, are used, and values travel back: while one computes,
-    the gradients of the next and the values of the last are on their way. while_reducing starts what else may travel,
-    while_gathering computes beside the values of all.
+    First the gradients of all due optimizers start to travel. Then one after the other updates its rows and starts to
+    send them: meanwhile the next one's gradients and the last one's values are on their way. At last all values are
+    waited for. while_reducing starts what else may travel, while_gathering computes while the last values travel.
     """
     due = [optimizer for optimizer in optimizers if optimizer.scheduled_update(schedule)]
     tied = TiedTables(due) if schedule.tied else None
@@ -2784,7 +2801,7 @@ def step_optimizers(
     for optimizer in due:
         optimizer.update(schedule)
     used = [optimizer.grad_buffer for optimizer in due]
-    for dtype in {buffer.dtype for buffer in used}:  # in one launch each
+    for dtype in {buffer.dtype for buffer in used}:  # a launch clears all buffers of one precision
         torch._foreach_zero_([buffer for buffer in used if buffer.dtype == dtype])
     while_gathering()
     for optimizer in due:
@@ -2814,7 +2831,7 @@ class NgramTable:
 
         rows, v             this rank's part of the table, and the mean square of the gradients of each row
         fetched, grads      the rows that a cycle reads, in the order of recv_ids, and the sums of their gradients.
-                            Their addresses stay, so that the model's graph reads them
+                            Their addresses stay: the model's CUDA graph reads the one and adds to the other
     """
 
     arriving: Tensor  # the gradients that all ranks send for rows of this one
@@ -2833,7 +2850,7 @@ class NgramTable:
         in_cycle = max(self.group.update_interval) * longest * cfg.batch_sequences // ranks.world_size
         most = min((cfg.ngram_order - 1) * max(in_cycle, cfg.val_seq_len), cfg.ngram_rows)
         self.fetched = torch.zeros(most, cfg.model_dim, dtype=dtype, device=device, requires_grad=True)
-        self.grads = torch.zeros(most, cfg.model_dim, dtype=sum_dtype(self.group, cfg), device=device)
+        self.grads = torch.zeros(most, cfg.model_dim, dtype=sum_dtype(self.group, dtype), device=device)
 
     def all_to_all(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Callable[[], object]:
         """Start to send each rank its part of `rows`, into its `out`. Return a function that waits for one's own."""
@@ -2863,7 +2880,8 @@ class NgramTable:
         self.grads[: len(exchange.recv_ids)].zero_()
         sums = self.arriving
         if self.ranks.world_size > 1:  # several ranks may have read a row
-            # Not by index_add_, which has fp16 atomics for single numbers, and wants a zeroed sum
+            # It sums in fp32 and in a fixed order. index_add_ adds fp16 numbers one by one, atomically, to zeros that
+            # are written first
             sums = F.embedding_bag(exchange.order, sums, exchange.offsets, mode="sum")
         now = schedule.updates[self.group.patterns]
         scalars = dict(
@@ -2879,6 +2897,7 @@ class NgramTable:
         rows, v = update(self.rows[ids], self.v[ids], sums, to_tensors(self.cfg, scalars))
         self.rows.index_copy_(0, ids, rows)
         self.v.index_copy_(0, ids, v)
+        del self.arriving  # as large as the rows that were sent
 
     def state(self) -> dict[str, Tensor]:
         """Return the rows that differ from their initial zeros, on the host. v alone may have decayed to 0."""
@@ -3209,10 +3228,11 @@ class Trainer:
         self.gpt = GPT(cfg).to(self.device)
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
-        self.grad_views = dict(chain(*(zip(optimizer.params, optimizer.grad_views) for optimizer in self.optimizers)))
+        # By parameter: where its gradient is summed up, in an optimizer's buffer
+        self.grad_view_of = dict(chain(*(zip(optimizer.params, optimizer.grad_views) for optimizer in self.optimizers)))
         self.table_weights = {table.weight for table in self.gpt.tables()}
         for table in self.gpt.tables():
-            table.grad_buffer = self.grad_views[table.weight]
+            table.grad_buffer = self.grad_view_of[table.weight]
         self.run_add_gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
         self.gpt.fetched_ngrams = self.table.fetched
@@ -3235,9 +3255,10 @@ class Trainer:
         loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
         wait_for_loss = start_collective(dist.all_reduce, loss_and_signals)
         with self.part("optimizers"):
-            if self.table.group.patterns in schedule.updates:  # the cycle ends
+            if self.table.group.patterns in schedule.updates:  # the cycle ends: its rows travel and are updated, too
                 self.exchange = None
-                send, update = partial(self.table.send, exchange), partial(self.table.update, exchange, schedule)
+                send = partial(self.table.send, exchange)
+                update = partial(self.table.update, exchange, schedule)
                 step_optimizers(self.optimizers, schedule, while_reducing=send, while_gathering=update)
             else:
                 step_optimizers(self.optimizers, schedule)
@@ -3250,15 +3271,16 @@ class Trainer:
         # The loss is a sum over tokens, as in the record: gradients grow with the sequence. Only the optimizers divide
         # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
         params = dict(self.gpt.named_parameters())
-        # The first gets no gradient: `AccumulatingEmbedding` adds it to the table's grads
+        # `fetched` gets no gradient, as `AccumulatingEmbedding` adds it to the table's grads. It is named so that
+        # autograd goes there
         wanted = [self.table.fetched, *params.values()]
         _, *grads = torch.autograd.grad(loss * self.cfg.loss_scale, wanted, allow_unused=True)
-        by_dtype: dict[tuple, list] = {}  # as PyTorch adds only tensors of one precision together, in one launch
+        by_dtype: dict[tuple, list] = {}  # a launch adds many gradients, if all have one precision
         for (name, p), grad in zip(params.items(), grads):
             if grad is not None:
-                view = self.grad_views[p]
+                view = self.grad_view_of[p]
                 by_dtype.setdefault((view.dtype, grad.dtype), []).append((view, grad))
-            elif p not in self.table_weights:  # gradients of tables are in a buffer already
+            elif p not in self.table_weights:  # rows of tables have added theirs already
                 raise UserError(f"{name}: no loss depends on this parameter: use it, or leave it out")
         for pairs in by_dtype.values():
             torch._foreach_add_(*zip(*pairs))
