@@ -3,7 +3,7 @@
     python -m speedrun bench [--stages 3,1] [--out FOLDER] [flags of train_gpt.py, such as --preset nano]
     torchrun --standalone --nproc_per_node=8 -m speedrun bench     with communication
     python -m speedrun bench --one_of 8 --synthetic                one GPU as one rank of eight, without data
-    python -m speedrun bench --one_of 8 --synthetic --cycles 5 --against OTHER.py flex_tma    and in turns with others
+    python -m speedrun bench --one_of 8 --synthetic --stages 3,1 --against OTHER.py flex_tma  and in turns with others
 
 --against times this script and each other one in turns, both in memory at once: their ratio has a 95% interval. A
 name is an edit of this script: {variants}.
@@ -21,9 +21,11 @@ import itertools
 import json
 import math
 import os
+import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +40,7 @@ from torch import Tensor
 import train_gpt
 from data.shards import write_shard
 from speedrun import ROOT, race
+from speedrun.logs import read_text
 from speedrun.process import ToolError, run
 from train_gpt import Hyperparameters, ModelInputs, Ranks, RowExchange, StepSchedule, Trainer
 
@@ -221,8 +224,10 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
         trainer.table.all_to_all = own_rows  # type: ignore[method-assign]
     watch = Stopwatch(trainer)
     if args.turns:
-        for line in sys.stdin:
-            print(json.dumps(time_stage(trainer, watch, stages[int(line)], args.cycles)["step"]), flush=True)
+        with socket.socket(fileno=sys.stdin.fileno()) as line, line.makefile("rw") as pipe:
+            for stage in pipe:
+                ms = time_stage(trainer, watch, stages[int(stage)], args.cycles)["step"]
+                print(json.dumps(ms), file=pipe, flush=True)
         return
     document = conditions(args, flags) | dict(processes=ranks.world_size, stages={})
     document["configuration"] = dataclasses.asdict(cfg)
@@ -243,34 +248,49 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def worker(name: str, folder: Path, args: argparse.Namespace, flags: Sequence[str]) -> Iterator[TimeTurn]:
-    """Start a process whose `train_gpt` is this script, and yield what times a stage there."""
-    folder.mkdir(parents=True, exist_ok=True)
-    source = Path(name) if name not in VARIANTS else ROOT / "train_gpt.py"
-    (folder / "train_gpt.py").write_text(source.read_text().replace(*VARIANTS.get(name, ("", ""))))
-    own = ["--turns", "--out", str(folder), f"--cycles={args.cycles}", f"--one_of={args.one_of}"]
-    own += ["--stages", ",".join(map(str, args.stages))] + ["--synthetic"] * args.synthetic
-    command = [sys.executable, "-P", "-m", "speedrun", "bench", *own, *flags]
-    environment = os.environ | dict(PYTHONPATH=os.pathsep.join([str(folder), str(ROOT)]))
-    pipes: dict = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-    with subprocess.Popen(command, cwd=ROOT, env=environment, **pipes) as child:
+def worker(name: str, script: str, args: argparse.Namespace, flags: Sequence[str]) -> Iterator[TimeTurn]:
+    """Start a process whose `train_gpt` is this script, and yield what times a stage there.
+
+    They talk over its stdin, a socket, as the script may print. It never outlives this process.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "train_gpt.py").write_text(script)
+        own = ["--turns", "--out", folder, f"--cycles={args.cycles}", f"--one_of={args.one_of}"]
+        own += ["--stages", ",".join(map(str, args.stages))] + ["--synthetic"] * args.synthetic
+        command = [sys.executable, "-P", "-m", "speedrun", "bench", *own, *flags]
+        environment = os.environ | dict(PYTHONPATH=os.pathsep.join([folder, str(ROOT)]))
+        line, its_end = socket.socketpair()
+        with its_end:
+            child = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=its_end.fileno(), stdout=sys.stderr)
 
         def time_turn(stage: int) -> float:
-            with contextlib.suppress(BrokenPipeError):
-                child.stdin.write(f"{stage}\n")  # type: ignore[union-attr]
-            if not (line := child.stdout.readline()):  # type: ignore[union-attr]
+            answer = ""
+            with contextlib.suppress(ConnectionError):
+                line.sendall(f"{stage}\n".encode())
+                answer = answers.readline()
+            if not answer:
                 raise ToolError(f"{name}: its process ended, as it says above")
-            return statistics.median(json.loads(line))
+            return statistics.median(json.loads(answer))
 
-        yield time_turn
+        try:
+            with line, line.makefile() as answers:
+                yield time_turn
+        except BaseException:
+            child.kill()
+            raise
+        finally:
+            child.wait()
 
 
 def compare(args: argparse.Namespace, flags: Sequence[str]) -> None:
     """Time the root in turns with each of the others, and write how their steps compare."""
-    document, out = conditions(args, flags) | dict(pairs=[]), args.out.resolve()
-    with worker(str(ROOT / "train_gpt.py"), out / "root", args, flags) as root:
-        for number, name in enumerate(args.against, start=1):
-            with worker(name, out / str(number), args, flags) as other:
+    document, source = conditions(args, flags) | dict(pairs=[]), read_text(ROOT / "train_gpt.py")
+    args.stages = [*find_stages(train_gpt.resolve(train_gpt.parse_args(flags, args.one_of or 1)), args.stages)]
+    scripts = [source.replace(*VARIANTS[it]) if it in VARIANTS else read_text(Path(it)) for it in args.against]
+    args.out.mkdir(parents=True, exist_ok=True)
+    with worker("the root", source, args, flags) as root:
+        for name, script in zip(args.against, scripts, strict=True):
+            with worker(name, script, args, flags) as other:
                 for stage in args.stages:
                     ms: dict[TimeTurn, list[float]] = {root: [], other: []}
                     for i in range(args.pairs):
@@ -281,7 +301,11 @@ def compare(args: argparse.Namespace, flags: Sequence[str]) -> None:
                     medians = "{:.2f} ms a step, the root {:.2f}".format(*map(statistics.median, (ms[other], ms[root])))
                     print(f"{name}, stage {stage}: {medians}, ratio {ratio}, n = {args.pairs}", flush=True)
                     document["pairs"].append(dict(name=name, stage=stage, ms=ms[other], ms_of_root=ms[root]))
-                    (out / "pairs.json").write_text(json.dumps(document, indent=1) + "\n")
+                    (args.out / "pairs.json").write_text(json.dumps(document, indent=1) + "\n")
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
 
 
 def bench(argv: Sequence[str] | None) -> None:
@@ -290,8 +314,7 @@ def bench(argv: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(prog="python -m speedrun bench", description=description, **form)
     out = Path("logs") / time.strftime("bench-%Y%m%d-%H%M%S")
     parser.add_argument("--out", type=Path, metavar="FOLDER", default=out, help="[logs/bench-TIME]")
-    of_list = dict(type=lambda text: [int(number) for number in text.split(",")], metavar="N,N")
-    parser.add_argument("--stages", **of_list, help="these alone, in this order [all]")  # type: ignore[arg-type]
+    parser.add_argument("--stages", type=numbers, metavar="N,N", help="these alone, in this order [all]")
     parser.add_argument("--cycles", type=int, default=20, metavar="N", help="to time of each stage [%(default)s]")
     parser.add_argument("--one_of", type=int, default=0, metavar="N", help="as one rank of N, without communication")
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens, which need no data")
@@ -306,7 +329,6 @@ def bench(argv: Sequence[str] | None) -> None:
         )
     try:
         if args.against:
-            args.stages = args.stages or [3, 1]
             compare(args, flags)
         else:
             measure(args, flags)

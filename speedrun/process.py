@@ -54,8 +54,8 @@ def printable(text: str) -> str:
 def run(program: str, action: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None) -> int:
     """Do what the flags say, and return the exit code.
 
-    Errors of the user, of files and of train_gpt.py (whose UserError has a code) get one line and code 2, a signal to
-    stop 130. Other errors are bugs, and keep their traceback.
+    Errors of the user, of files (a script may be no Python) and of train_gpt.py (whose UserError has a code) get one
+    line and code 2, a signal to stop 130. Other errors are bugs, and keep their traceback.
     """
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) == signal.SIG_DFL:
@@ -70,7 +70,7 @@ def run(program: str, action: Callable[[Sequence[str] | None], int | None], argv
     except KeyboardInterrupt:
         problem, code = "interrupted", 130
     except Exception as error:
-        if not isinstance(error, ToolError | OSError) and not hasattr(error, "code"):
+        if not isinstance(error, ToolError | OSError | SyntaxError) and not hasattr(error, "code"):
             raise
         problem, code = " ".join(str(error).split()), getattr(error, "code", 2)
     print(f"{program}: {printable(problem)}", file=sys.stderr)

@@ -2,7 +2,11 @@
 
 import json
 import math
+import re
+import signal
+import subprocess
 import sys
+import time
 from unittest.mock import Mock
 
 import numpy as np
@@ -28,19 +32,33 @@ def test_parts_of_a_step_add_up_to_it(share: list[str], script_flags, tmp_path, 
 @pytest.mark.slow
 def test_scripts_are_timed_in_turns(script_flags, tmp_path, capfd):
     """A cycle of nano is a step. Each turn has two before the one that is timed."""
-    noted = f"    def train_step(self, *args):\n        print(1, file=open('{tmp_path}/steps', 'a'))\n"
-    noted += "        return self.step(*args)\n\n    def step("
+    noted = (
+        "    def train_step(self, *args):\n        print('a step')\n        return self.step(*args)\n\n    def step("
+    )
     source = (ROOT / "train_gpt.py").read_text()
-    (other := tmp_path / "train_gpt.py").write_text(source.replace("    def train_step(", noted))
-    flags = ["--stages=1", "--pairs=2", "--cycles=1", *TINY_FLAGS, *script_flags, f"--out={tmp_path}/out"]
+    (other := tmp_path / "1.py").write_text(source.replace("    def train_step(", noted))
+    flags = ["--pairs=2", "--cycles=1", *TINY_FLAGS, *script_flags, f"--out={tmp_path}/out"]
     assert bench.main(["--against", str(other), "combo_kernels", *flags]) == 0
-    assert len((tmp_path / "steps").read_text().split()) == 2 * 3
-    told, document = capfd.readouterr().out, json.loads((tmp_path / "out" / "pairs.json").read_text())
+    told, document = capfd.readouterr(), json.loads((tmp_path / "out" / "pairs.json").read_text())
+    assert told.err.count("a step\n") == 2 * 3
     assert [pair["name"] for pair in document["pairs"]] == [str(other), "combo_kernels"]
     assert all(min(pair["ms"] + pair["ms_of_root"]) > 0 and len(pair["ms"]) == 2 for pair in document["pairs"])
-    assert told.count("n = 2\n") == 2
-    assert bench.main(["--against", "none.py", *flags]) == 2
-    assert "none.py" in capfd.readouterr().err
+    assert told.out.count("n = 2\n") == 2
+    other.write_text("def (")
+    assert bench.main(["--against", str(other), *flags]) == 2
+    assert re.search(r"invalid syntax .*\n.* bench: \S*1.py: its process ended.*\n$", capfd.readouterr().err)
+
+
+@pytest.mark.slow
+def test_no_process_outlives_turns_that_are_stopped(script_flags, tmp_path):
+    (other := tmp_path / "1.py").write_text(f"import os, time\nos.mkfifo('{tmp_path}/began')\ntime.sleep(99)\n")
+    command = [sys.executable, "-m", "speedrun", "bench", f"--out={tmp_path}/out", *TINY_FLAGS, *script_flags]
+    with subprocess.Popen([*command, "--against", str(other)], cwd=ROOT, stderr=subprocess.PIPE, text=True) as parent:
+        while not (tmp_path / "began").exists():
+            time.sleep(0.1)
+        parent.send_signal(signal.SIGINT)
+        assert parent.communicate(timeout=30)[1] == "python -m speedrun bench: interrupted\n"  # others have its stderr
+    assert parent.returncode == 130
 
 
 def test_edits_of_the_script_are_of_what_it_has():
@@ -49,9 +67,12 @@ def test_edits_of_the_script_are_of_what_it_has():
 
 
 def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path, capsys):
-    for flags, message in {"--stages=9": "--stages 9: expected", "--one_of=3": "3 ranks: expected a divisor"}.items():
-        assert bench.main([flags, *GPT2_FLAGS, "--num_iterations=40", "--synthetic", f"--out={tmp_path}"]) == 2
-        assert message in capsys.readouterr().err
+    problems = {"--stages=9": "--stages 9: expected", "--one_of=3": "3 ranks: expected a divisor"}
+    problems |= {"--against=none.py": "No such file", "--stages=8 --against=dz_warps_4": "--stages 8: expected"}
+    for flags, message in problems.items():
+        more = [*GPT2_FLAGS, "--num_iterations=40", "--synthetic", f"--out={tmp_path}/out"]
+        assert bench.main([*flags.split(), *more]) == 2
+        assert re.fullmatch(f"python -m speedrun bench: .*{message}.*\n", capsys.readouterr().err)
 
 
 def test_plain_gpt_learns(corpus, monkeypatch, capsys):
