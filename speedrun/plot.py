@@ -19,6 +19,11 @@ line broken: times of two races do not compare""".split("\n\n")
 LIGHT, DARK = "#1f2328 #fff #0969da #bc4c00", "#e6edf3 #0d1117 #4493f8 #f0883e"  # ink, paper, colors of both
 
 
+def check_ending(path: Path, ending: str) -> None:
+    if path.suffix != ending:
+        raise ToolError(f"{path}: expected -o NAME{ending}")
+
+
 def mean_curve(
     name: str, target: float | None, runs: Sequence[dict[int, tuple[float, float]]], last: float = 0
 ) -> dict:
@@ -59,8 +64,7 @@ def plot(names: Sequence[str], root: Path, path: Path) -> None:
     from matplotlib import color_sequences
     from matplotlib.figure import Figure
 
-    if path.suffix.lower() != ".png":
-        raise ToolError(f"{path}: the picture is a PNG; say -o NAME.png")
+    check_ending(path, ".png")
     curves = [*read_curves(names, root)]
     figure = Figure(figsize=(8.4, 5.2), layout="constrained")
     panel = figure.add_subplot()
@@ -101,12 +105,16 @@ def plot_line(root: Path, path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
+    check_ending(path, ".svg")
+    lines = [*read_line(root)]
+    if not all(lines):
+        raise ToolError(f"{root}: expected public records, and a ranked one")
     for suffix, ink, paper, *colors in ("", *LIGHT.split()), ("-dark", *DARK.split()):
         style: dict = dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "axes.edgecolor"), ink)
         with rc_context(style | {"svg.fonttype": "none", "svg.hashsalt": ""}):  # text stays text
             figure = Figure(figsize=(5, 5.8), layout="constrained")
             panels = figure.subplots(2, gridspec_kw=dict(hspace=0.09))
-            for panel, color, title, rows in zip(panels, colors, TITLES, read_line(root), strict=True):
+            for panel, color, title, rows in zip(panels, colors, TITLES, lines, strict=True):
                 head, _, text = title.partition("\n")
                 panel.set_title(head, loc="left", pad=32, color=color, weight="bold", size=11)
                 panel.text(0, 1.03, text, transform=panel.transAxes)

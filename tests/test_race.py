@@ -205,7 +205,9 @@ def test_public_logs_are_drawn_and_others_spared(tool):
     (curve,) = json.loads(Image.open("x.png").text["Comment"])["curves"]
     assert (curve["seconds"], curve["mean"]) == ([0, 23.965, 47.93], [10.82584, 4.62997, 3.27])
     assert "fast.py: not a log, or cut short" in tool("plot", "fast.py", "-o", "x.png")[2]
-    assert "a.txt: the picture is a PNG" in tool("plot", "a.txt", "-o", "a.txt")[2]
+    for flags in ["a.txt"], ["--line"]:
+        assert "a.txt: expected -o NAME." in tool("plot", *flags, "-o", "a.txt")[2]
+    assert "--line draws all" in tool("plot", "--line", "a.txt", "-o", "x.svg")[2]
 
 
 def test_the_picture_of_the_records_is_what_its_command_draws(tmp_path):
