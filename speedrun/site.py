@@ -9,8 +9,7 @@ import runpy
 import sys
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
-from html import escape
-from html.parser import HTMLParser
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit
@@ -32,7 +31,9 @@ with packages("tools"):
 
 MARKDOWN = MarkdownIt("commonmark").use(gfm_plugin).use(anchors_plugin, max_level=6)  # as GitHub shows it
 TEMPLATES = Environment(loader=PackageLoader("speedrun"), undefined=StrictUndefined, autoescape=True)
-TAG = re.compile(r"""<!--.*?-->|<[a-z](?:[^"'>]|"[^"]*"|'[^']*')*>""", re.DOTALL | re.IGNORECASE)  # or a comment
+TAG = re.compile(r"""<[a-z](?:[^"'>]|"[^"]*"|'[^']*')*>""", re.IGNORECASE)
+ATTRIBUTE = re.compile(r"""\s([\w-]+)=("[^"]*"|'[^']*'|[^\s>]+)""")
+SPAN = re.compile(r"`([A-Za-z_][\w.]*)`")  # of code, a name
 SCRIPTS, SCRIPTS_BEGIN = "compare.js", "const DATA = "  # the file that shows that a folder holds this site
 TOUR, SCRIPT_PAGE = Path("docs/tour.md"), Path("script.html")
 UNCOLORED = re.compile(r'<span class="(?!c|k|s|m|nf|nc)\w+">(.*?)</span>')  # tokens that style.css gives no color
@@ -63,6 +64,14 @@ def compare(scripts: dict[str, str]) -> dict[str, Any]:
     return dict(lines=list(lines.values()), scripts=numbered, pairs=blocks)
 
 
+def words_of(script: str, start: int, end: int) -> set[str]:
+    """Return the words of some lines of a script, and the names of the definitions that these lines belong to."""
+    pieces = [piece for piece in tour.split_script(script) if piece.first < end and start < piece.end]
+    names = [name for piece in pieces for name in piece.names]
+    short = [name.rpartition(".")[2] for name in names]
+    return {*re.findall(r"\w+", "\n".join(script.split("\n")[start:end])), *names, *short}
+
+
 def explain(page: str, a: str, b: str, blocks: Sequence[tuple[int, int, int]]) -> dict[str, str]:
     """Return the sentences of a page that name what a hunk of a diff changes, by the lines above it in both scripts."""
     texts: list[list[str]] = [[]]  # of a paragraph, or of the cells of a row
@@ -72,10 +81,11 @@ def explain(page: str, a: str, b: str, blocks: Sequence[tuple[int, int, int]]) -
         elif not token.type.startswith("td"):
             texts.append([])
     sentences = [it for text in texts for it in re.split(r"(?<=[.!?])\s+(?=[^a-z])", " · ".join(text))]
+    names = {sentence: SPAN.findall(sentence) for sentence in sentences}
     explained, before, i, j = dict[str, str](), list[str](), 0, 0
     for i_end, j_end, length in blocks:
-        words = tour.words_of(a, i, i_end) | tour.words_of(b, j, j_end)
-        named = [it for it in sentences if any(tour.is_named(span, words) for span in re.findall("`(.+?)`", it))]
+        words = words_of(a, i, i_end) | words_of(b, j, j_end)
+        named = [it for it, spans in names.items() if any(x in words or {*x.split(".")} <= words for x in spans)]
         if named and named != before:
             html = MARKDOWN.renderInline(" ".join(named))
             explained[f"{i} {j}"] = re.sub(r"</?a\b.*?>", "", html)  # links lead on from the page alone
@@ -113,21 +123,6 @@ class Record:
 # ---- Pages
 
 
-class Tag(HTMLParser):
-    """A start tag; a comment is one without a name."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.name, self.attributes = "", dict[str, str]()
-        self.feed(text)
-
-    def handle_starttag(self, name: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.name, self.attributes = name, {key: value or "" for key, value in attributes}
-
-    def __str__(self) -> str:
-        return f"<{self.name}" + "".join(f' {key}="{escape(value)}"' for key, value in self.attributes.items()) + ">"
-
-
 class Site:
     """The files of the site by their place in it. All templates get `shared`."""
 
@@ -162,21 +157,22 @@ class Site:
             for source in sorted(sources):
                 self.add_source(source)
 
-    def html_of(self, text: str | list[Token], source: Path, place: Path) -> Markup:
+    def html_of(self, text: str | Sequence[Token], source: Path, place: Path) -> Markup:
         """Return Markdown of a page, or what it was parsed to, as HTML for a place of the site."""
-        anchors = self.anchors[source] = set[str]()
+        anchors = self.anchors.setdefault(source, set())
 
-        def with_addresses(match: re.Match[str]) -> str:
-            tag = Tag(match[0])
-            for key, value in tag.attributes.items():
-                if key in ("id", "name"):
-                    anchors.add(value)
-                elif key in ("href", "src"):
-                    tag.attributes[key] = self.address_of(value, source, place)
-            return str(tag) if tag.name else match[0]
+        def with_address(attribute: re.Match[str]) -> str:
+            name, value = attribute[1].lower(), unescape(attribute[2].strip("\"'"))
+            if name in ("id", "name"):
+                anchors.add(value)
+            elif name in ("href", "src"):
+                return f' {name}="{escape(self.address_of(value, source, place))}"'
+            return attribute[0]
 
         tokens = MARKDOWN.parse(text) if isinstance(text, str) else text
-        html = TAG.sub(with_addresses, MARKDOWN.renderer.render(tokens, MARKDOWN.options, {}))
+        html = TAG.sub(
+            lambda tag: ATTRIBUTE.sub(with_address, tag[0]), MARKDOWN.renderer.render(tokens, MARKDOWN.options, {})
+        )
         return Markup(html.replace("<table>", '<div class="scroll"><table>').replace("</table>", "</table></div>"))
 
     def address_of(self, link: str, source: Path, place: Path) -> str:
@@ -215,13 +211,14 @@ def add_script(site: Site) -> None:
         print(printable(problem), file=sys.stderr)
     if layout.problems:
         raise ToolError(f"{TOUR}: does not fit {records.SCRIPT} in {len(layout.problems)} places, see above")
-    lines, text = color(script).split("\n"), site.html_of(layout.tokens, source, SCRIPT_PAGE)
+    lines = color(script).split("\n")
+    rows = [(site.html_of(tokens, source, SCRIPT_PAGE), pieces) for tokens, pieces in layout.rows()]
     site.anchors[source] |= {f"L{i + 1}" for i in range(len(lines))}
-    rows = zip(text.split(tour.ROW)[1:], layout.code(), strict=True)
-    tables = {name: it for name, it in runpy.run_path(str(path)).items() if isinstance(it, tuple) and it}
-    tables = {name: rows for name, rows in tables.items() if hasattr(rows[0], "_fields")}
-    sections = re.findall(r'<h2 id="(.+?)".*?>(.+?)[:<]', text)
-    site.add(SCRIPT_PAGE, "script.html", rows=rows, sections=sections, lines=lines, named=layout.named, tables=tables)
+    values = runpy.run_path(str(path)).items()
+    tables = {name: it for name, it in values if isinstance(it, tuple) and it and hasattr(it[0], "_fields")}
+    named = [layout.pieces[i] for i in layout.named]
+    shown = dict(rows=rows, sections=layout.sections, lines=lines, named=named, tables=tables)
+    site.add(SCRIPT_PAGE, "script.html", **shown)
 
 
 def check_output(output: Path) -> None:

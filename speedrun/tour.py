@@ -1,9 +1,8 @@
-"""Put text beside the code that it names: docs/tour.md beside the script, sentences beside what a diff changes."""
+"""Put docs/tour.md beside the script: each paragraph beside the code that it names."""
 
 import ast
 import re
-from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from html import escape
 from itertools import pairwise
@@ -18,7 +17,6 @@ with packages("tools"):
 PATH = "An hour's path"  # a section of the tour that has only links
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 SECTION = re.compile(r"# ---- (.+?)(:| --)")
-ROW = "<!-- row -->"  # stands in the tour's HTML where a row of the page begins
 
 
 class Piece(NamedTuple):
@@ -35,7 +33,7 @@ class Piece(NamedTuple):
 def split_script(script: str) -> list[Piece]:
     """Return the pieces of a script, in order. Comments belong to what follows them."""
     lines, nodes, pieces = script.split("\n"), list[tuple[Any, str]](), list[Piece]()
-    for node in ast.parse(script).body:
+    for node in ast.parse(script, "train_gpt.py").body:
         nodes.append((node, ""))
         if isinstance(node, ast.ClassDef | ast.If):
             owner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
@@ -56,39 +54,20 @@ def split_script(script: str) -> list[Piece]:
             pieces.append(Piece(first, 0, names))
         else:
             pieces[-1].names.update(names)
-    ends = [*(piece.first for piece in pieces[1:]), len(lines)]
+    ends = [*(piece.first for piece in pieces), len(lines)][1:]
     return [piece._replace(end=end) for piece, end in zip(pieces, ends, strict=True)]
 
 
 def find_names(script: str) -> dict[str, int]:
-    """Return all names of a script, with the lines of definitions and of members of classes; 0 for the others."""
+    """Return the lines of a script's definitions, and of members of classes, which need not name their class."""
     places = {name: line for piece in split_script(script) for name, line in piece.names.items()}
-    short = Counter(name.rpartition(".")[2] for name in places)
-    places |= {it: line for name, line in places.items() if short[it := name.rpartition(".")[2]] == 1}
-    tree = ast.parse(script)
-    for owner in [node for node in tree.body if isinstance(node, ast.ClassDef)]:
+    for owner in [node for node in ast.parse(script).body if isinstance(node, ast.ClassDef)]:
         for node in ast.walk(owner):
             match node:
                 case ast.AnnAssign(target=ast.Name(id=member)) | ast.Attribute(attr=member, ctx=ast.Store()):
                     places.setdefault(f"{owner.name}.{member}", node.lineno)
                     places.setdefault(member, node.lineno)
-    for node in ast.walk(tree):
-        for field in "id", "attr", "arg", "name", "value":
-            places.setdefault(str(getattr(node, field, "")), 0)
     return places
-
-
-def words_of(script: str, start: int, end: int) -> set[str]:
-    """Return the words of some lines of a script, and the names of the definitions that these lines belong to."""
-    pieces = [piece for piece in split_script(script) if piece.first < end and start < piece.end]
-    names = {name for piece in pieces for name in piece.names}
-    words = re.findall(r"\w+", "\n".join(script.split("\n")[start:end]))
-    return {*words, *names, *(name.rpartition(".")[2] for name in names)}
-
-
-def is_named(span: str, words: Container[str]) -> bool:
-    """Return whether the text of a code span is one of these words, or a dotted name of some of them."""
-    return bool(NAME.fullmatch(span)) and (span in words or all(part in words for part in span.split(".")))
 
 
 class Layout:
@@ -99,46 +78,47 @@ class Layout:
     first in the file if it names several. What follows, text and code, belongs to this row up to the next one.
     """
 
-    def __init__(self, tokens: list[Token], script: str, top: Path):
-        self.tokens, self.top, self.problems = tokens, top, list[str]()
-        self.pieces, self.places = split_script(script), find_names(script)
-        self.named = list[Piece]()  # by a paragraph of their section
-        self.rows = [(0, 0)]  # the token and the piece with which each begins
-        starts = {piece.section: i for i, piece in enumerate(self.pieces) if piece.section}
-        ends = dict(pairwise([*starts.values(), len(self.pieces)]))
-        section, titles = range(min([*starts.values(), len(self.pieces)])), list[str]()
-        parts = [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]
-        for start, end in pairwise([*parts, len(tokens)]):
-            texts = [token for token in tokens[start:end] if token.type == "inline"]
-            if tokens[start].tag == "h2":
-                titles.append(texts[0].content.partition(":")[0])
-                begin = starts.get(titles[-1], section.stop)
-                section = range(begin, ends[begin] if titles[-1] in starts else begin)
-                self.rows.append((start, begin))
+    def __init__(self, tokens: Sequence[Token], script: str, top: Path):
+        self.pieces, self.places, self.top = split_script(script), find_names(script), top
+        self.problems, self.sections = list[str](), list[tuple[Any, str]]()  # anchor and title
+        self.named = set[int]()  # pieces, by a paragraph of their section
+        self.texts, self.starts = [list[Token]()], [0]  # of each row the text, and the first piece
+        marks = [i for i, piece in enumerate(self.pieces) if piece.section] + [len(self.pieces)]
+        sections = {self.pieces[a].section: range(a, b) for a, b in pairwise(marks)}
+        section = range(marks[0])
+        blocks = [i for i, token in enumerate(tokens) if token.level == 0 and token.nesting >= 0]
+        for start, end in pairwise([*blocks, len(tokens)]):
+            block = tokens[start:end]
+            if block[0].tag == "h2":
+                title = block[1].content.partition(":")[0]
+                self.sections.append((block[0].attrGet("id"), title))
+                section = sections.get(title, range(section.stop, section.stop))
+                self.texts.append([])
+                self.starts.append(section.start)
             else:
-                self.add_part(start, texts, section)
-        titles = [title for title in titles if title != PATH]
-        if titles != [*starts]:
-            wrong = ", ".join(sorted({*titles} ^ {*starts})) or "order"
+                self.place(block, section)
+            self.texts[-1] += block
+        titles = [title for _, title in self.sections if title != PATH]
+        if titles != [*sections]:
+            wrong = ", ".join(sorted({*titles} ^ {*sections})) or "order"
             self.problems.append(f"docs/tour.md: its sections are not those of train_gpt.py: {wrong}")
-        for token, _ in reversed(self.rows):
-            tokens.insert(token, Token("html_block", "", 0, content=ROW))
 
-    def code(self) -> list[list[Piece]]:
-        """Return the pieces of each row."""
-        return [self.pieces[a:b] for a, b in pairwise([*(piece for _, piece in self.rows), len(self.pieces)])]
+    def rows(self) -> Iterator[tuple[list[Token], list[Piece]]]:
+        for text, (start, end) in zip(self.texts, pairwise([*self.starts, len(self.pieces)]), strict=True):
+            yield text, self.pieces[start:end]
 
-    def add_part(self, start: int, texts: Sequence[Token], section: range) -> None:
+    def place(self, block: Sequence[Token], section: range) -> None:
         """Link the names of a paragraph, list..., and open a row if it is the first to name code of its section."""
-        lines = [line for text in texts for line in self.link_names(text)]
-        named = [i for i in section if any(line in lines for line in self.pieces[i].names.values())]
-        if new := [i for i in named if self.pieces[i] not in self.named]:
-            self.named += [self.pieces[i] for i in new]
-            above = self.rows[-1][1]
-            if new[0] < above:
-                names = (", ".join(self.pieces[i].names) for i in (new[0], above))
-                self.tell(texts[0], "{} stands above {}, of the text before, in train_gpt.py".format(*names))
-            self.rows.append((start, new[0]))
+        texts = [token for token in block if token.type == "inline"]
+        lines = {line for text in texts for line in self.link_names(text)}
+        new = [i for i in section if i not in self.named and lines & {*self.pieces[i].names.values()}]
+        self.named |= {*new}
+        if new and new[0] < self.starts[-1]:
+            names = (", ".join(self.pieces[i].names) for i in (new[0], self.starts[-1]))
+            self.tell(texts[0], "{} stands above {}, of the text before, in train_gpt.py".format(*names))
+        if new:
+            self.texts.append([])
+            self.starts.append(new[0])
 
     def tell(self, text: Token, problem: str) -> None:
         self.problems.append(f"docs/tour.md:{text.map[0] + 1 if text.map else 0}: {problem}")
@@ -155,6 +135,5 @@ class Layout:
                 yield line
                 if not depth:
                     child.type, child.content = "html_inline", f'<a href="#L{line}"><code>{escape(name)}</code></a>'
-            is_member = any(it.startswith(name.partition(".")[0] + ".") for it in self.places)
-            if name not in self.places and (is_member or not is_named(name, self.places)):
-                self.tell(text, f"{name} is no name of train_gpt.py")
+            else:
+                self.tell(text, f"train_gpt.py defines no {name}")

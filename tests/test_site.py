@@ -18,7 +18,7 @@ LINKS = {  # Markdown, and what the page in records/ makes of it
     "[e](<../docs/my file.md>) [f](/docs/my%20file.md#Two)": '../docs/my%20file.html">e</a> <a href="../docs/my%20f',
     '<img alt="a > b" src="/docs/x.png"> <a href=nano/01_ValueEmbed>g</a>': '../docs/x.png"> <a href="nano/01_Value',
     "text[^1] [h](#a-title)\n\n[^1]: a footnote": 'href="NOTES.html#a-title"',
-    "![i](../docs/x.png?raw=true) ~~j~~ https://a.b/c [k](http://[": 'x.png" alt="i"> <s>j</s> <a href="https://a.b/c">',
+    "![i](../docs/x.png?raw=true) ~~j~~ https://a.b/c [k](http://[": 'x.png" alt="i" /> <s>j</s> <a href="https://a.b/c">',
     "[l](../docs/tour.md#second)": 'href="../script.html#second"',
     "- [x] done `<a href=code.md>` nano/x.py": 'type="checkbox"',
 }
@@ -73,7 +73,7 @@ And `Row`.
 
 ## Second
 
-[`one`](#second) takes `x`.
+[`one`](#second) takes x.
 
 `two`
 """
@@ -146,7 +146,7 @@ def test_other_files_are_never_overwritten(root: Path, tmp_path: Path, capsys):
 def test_each_line_of_the_script_stands_once_beside_its_text(root: Path, tmp_path: Path):
     site.write_site(root, tmp_path / "site")
     page = (tmp_path / "site/script.html").read_text()
-    lines = re.findall(r'<a id="L(\d+)" href="#L\1">\1</a><code>(.*?)</code></div>', page)
+    lines = re.findall(r'<a id="L(\d+)" href="#L\1" tabindex="-1">\1</a><code>(.*?)</code></div>', page)
     numbered = [*enumerate(SCRIPT.rstrip("\n").split("\n"), 1)]
     assert [(int(number), unescape(re.sub("<.*?>", "", line))) for number, line in lines] == numbered
     rows = [(row, re.findall("<details( open)?><summary><code>(.*?)<", row)) for row in page.split("<section")[1:]]
@@ -154,7 +154,7 @@ def test_each_line_of_the_script_stands_once_beside_its_text(root: Path, tmp_pat
     assert names == [[], [], [], ["Row open", "Row.area", "ROWS"], [], ["one open"], ["two open"]]
     assert '<a href="script.html#L14"><code>Row.area' in rows[1][0]
     assert '<p><a href="script.html#second"><code>one</code></a> takes' in rows[5][0]
-    texts = '#L10"><code>Row.size', "<code>x^2", "<td>3</td><td></td>", "<td>4</td><td>b</td>", 'href="#row4"'
+    texts = '#L10"><code>Row.size', "<code>x^2", 'row">1</th><td>3</td><td></td>', "<td>4</td><td>b</td>"
     assert [text for text in texts if text not in rows[3][0]] == []
     assert re.findall('"col">(.*?)<', rows[3][0]) == ["size", "name"]
 
@@ -162,11 +162,11 @@ def test_each_line_of_the_script_stands_once_beside_its_text(root: Path, tmp_pat
 @pytest.mark.parametrize(
     ("old", "new", "problem"),
     [
-        ("`x`", "`y`", "docs/tour.md:19: y is no name of train_gpt.py"),
-        ("`Row.size`", "`Row.x`", "docs/tour.md:11: Row.x is no name of train_gpt.py"),
+        ("takes x", "takes `x`", "docs/tour.md:19: train_gpt.py defines no x"),
+        ("`Row.size`", "`Row.x`", "docs/tour.md:11: train_gpt.py defines no Row.x"),
         ("## Second", "## Third", "docs/tour.md: its sections are not those of train_gpt.py: Second, Third"),
         ("## First", "## Second\n\n## First", "docs/tour.md: its sections are not those of train_gpt.py: order"),
-        ("[`one`](#second) takes `x`.", "`two`\n\n`one`", "docs/tour.md:21: one stands above two"),
+        ("[`one`](#second) takes x.", "`two`\n\n`one`", "docs/tour.md:21: one stands above two"),
     ],
 )
 def test_a_tour_that_does_not_fit_the_script_fails(root: Path, tmp_path: Path, capsys, old, new, problem):
