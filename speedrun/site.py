@@ -67,9 +67,8 @@ def compare(scripts: dict[str, str]) -> dict[str, Any]:
 def words_of(script: str, start: int, end: int) -> set[str]:
     """Return the words of some lines of a script, and the names of the definitions that these lines belong to."""
     pieces = [piece for piece in tour.split_script(script) if piece.first < end and start < piece.end]
-    names = [name for piece in pieces for name in piece.names]
-    short = [name.rpartition(".")[2] for name in names]
-    return {*re.findall(r"\w+", "\n".join(script.split("\n")[start:end])), *names, *short}
+    words = re.findall(r"\w+", "\n".join(script.split("\n")[start:end]))
+    return {*words, *(name for piece in pieces for name in piece.names)}
 
 
 def explain(page: str, a: str, b: str, blocks: Sequence[tuple[int, int, int]]) -> dict[str, str]:

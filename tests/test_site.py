@@ -18,7 +18,8 @@ LINKS = {  # Markdown, and what the page in records/ makes of it
     "[e](<../docs/my file.md>) [f](/docs/my%20file.md#Two)": '../docs/my%20file.html">e</a> <a href="../docs/my%20f',
     '<img alt="a > b" src="/docs/x.png"> <a href=nano/01_ValueEmbed>g</a>': '../docs/x.png"> <a href="nano/01_Value',
     "text[^1] [h](#a-title)\n\n[^1]: a footnote": 'href="NOTES.html#a-title"',
-    "![i](../docs/x.png?raw=true) ~~j~~ https://a.b/c [k](http://[": 'x.png" alt="i" /> <s>j</s> <a href="https://a.b/c">',
+    "![i](../docs/x.png?raw=true) ~~j~~ https://a.b/?c&d [k](http://[": '"i" /> <s>j</s> <a href="https://a.b/?c&amp;d">',
+    "[m](../.github/m.md)": 'href="../github/m.html"',
     "[l](../docs/tour.md#second)": 'href="../script.html#second"',
     "- [x] done `<a href=code.md>` nano/x.py": 'type="checkbox"',
 }
@@ -80,10 +81,10 @@ And `Row`.
 SENTENCES = """New [`max_blocks`](../../NOTES.md), `all_gather`. Not `max_block`. In `document_block_mask`
 `any word`.
 
-| What | Where        |
-| ---- | ------------ |
-| Long | `any_window` |
-| Less | `READ_AHEAD` |
+| What | Where             |
+| ---- | ----------------- |
+| Long | `Trainer.warm_up` |
+| Less | `READ_AHEAD`      |
 """
 
 
@@ -94,7 +95,8 @@ def root(tmp_path: Path) -> Path:
         shutil.copytree(records.RECORDS / name, tmp_path / "records" / name)
         (tmp_path / "records" / name / "README.md").write_text("# A title\n\nby @somebody\n\n" + SENTENCES)
     (tmp_path / "docs").mkdir()
-    for name in "records/README.md", "records/RULES.md", "docs/my file.md", "docs/x.png":
+    (tmp_path / ".github").mkdir()
+    for name in "records/README.md", "records/RULES.md", "docs/my file.md", "docs/x.png", ".github/m.md":
         (tmp_path / name).write_text("# One\n\n<a name=Two></a>\n")
     (tmp_path / "train_gpt.py").write_text(SCRIPT)
     (tmp_path / "docs" / "tour.md").write_text(TOUR)
@@ -121,8 +123,9 @@ def test_sentences_stand_beside_the_hunks_that_they_explain(root: Path, tmp_path
         line = data["lines"][data["scripts"][name][int(place.split()[1])]]
         shown[re.sub("<.*?>", "", line).strip()[:12]] = re.sub("</?code>", "`", note)
     settings, mask = "New `max_blocks`, `all_gather`.", "In `document_block_mask`\n`any word`."
-    less = "Less · `READ_AHEAD`"
+    less, whole = "Less · `READ_AHEAD`", "Long · `Trainer.warm_up`"
     hunks = {"READ_AHEAD =": f"{settings} {less}", "doc_ids (T,)": mask, "max_blocks =": settings, '"""Yield for': less}
+    hunks["train, val ="] = whole
     assert shown == hunks
 
 
@@ -150,8 +153,10 @@ def test_each_line_of_the_script_stands_once_beside_its_text(root: Path, tmp_pat
     numbered = [*enumerate(SCRIPT.rstrip("\n").split("\n"), 1)]
     assert [(int(number), unescape(re.sub("<.*?>", "", line))) for number, line in lines] == numbered
     rows = [(row, re.findall("<details( open)?><summary><code>(.*?)<", row)) for row in page.split("<section")[1:]]
-    names = [[name + is_open for is_open, name in pieces if " " not in name] for _, pieces in rows]
-    assert names == [[], [], [], ["Row open", "Row.area", "ROWS"], [], ["one open"], ["two open"]]
+    names = [[name + is_open for is_open, name in pieces] for _, pieces in rows]
+    first, then = ["lines 1 to 2 open", "lines 3 to 5"], ["Row open", "Row.area", "ROWS"]
+    assert names == [first, [], [], then, [], ["one open"], ["two open"]]
+    assert "@property" in unescape(re.sub("<.*?>", "", rows[6][0]))
     assert '<a href="script.html#L14"><code>Row.area' in rows[1][0]
     assert '<p><a href="script.html#second"><code>one</code></a> takes' in rows[5][0]
     texts = '#L10"><code>Row.size', "<code>x^2", 'row">1</th><td>3</td><td></td>', "<td>4</td><td>b</td>"
