@@ -61,6 +61,8 @@ def command_plot(args: argparse.Namespace) -> None:
     """Draw loss against train time of records or logs, as a PNG, or the line of records as SVGs."""
     if args.line and args.records:
         raise process.ToolError("--line draws all records; name none")
+    if args.output.suffix != (ending := ".svg" if args.line else ".png"):
+        raise process.ToolError(f"{args.output}: expected -o NAME{ending}")
     if args.line:
         plot.plot_line(records.RECORDS, args.output)
     else:

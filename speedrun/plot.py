@@ -19,11 +19,6 @@ line broken: times of two races do not compare""".split("\n\n")
 LIGHT, DARK = "#1f2328 #fff #0969da #bc4c00", "#e6edf3 #0d1117 #4493f8 #f0883e"  # ink, paper, colors of both
 
 
-def check_ending(path: Path, ending: str) -> None:
-    if path.suffix != ending:
-        raise ToolError(f"{path}: expected -o NAME{ending}")
-
-
 def mean_curve(
     name: str, target: float | None, runs: Sequence[dict[int, tuple[float, float]]], last: float = 0
 ) -> dict:
@@ -64,7 +59,6 @@ def plot(names: Sequence[str], root: Path, path: Path) -> None:
     from matplotlib import color_sequences
     from matplotlib.figure import Figure
 
-    check_ending(path, ".png")
     curves = [*read_curves(names, root)]
     figure = Figure(figsize=(8.4, 5.2), layout="constrained")
     panel = figure.add_subplot()
@@ -105,7 +99,6 @@ def plot_line(root: Path, path: Path) -> None:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    check_ending(path, ".svg")
     lines = [*read_line(root)]
     if not all(lines):
         raise ToolError(f"{root}: expected public records, and a ranked one")

@@ -1,5 +1,6 @@
 """Write the script beside its explanation and the line of records as static pages: no server, no network."""
 
+import ast
 import functools
 import itertools
 import json
@@ -45,8 +46,8 @@ UNCOLORED = re.compile(r'<span class="(?!c|k|s|m|nf|nc)\w+">(.*?)</span>')  # to
 @functools.cache
 def color(code: str) -> str:
     """Return Python as HTML, with as many lines."""
-    html = highlight(code, PythonLexer(stripnl=False, ensurenl=False), HtmlFormatter(nowrap=True))
-    return UNCOLORED.sub(r"\1", html if code.endswith("\n") else html.removesuffix("\n"))
+    html = highlight(f"{code}\n", PythonLexer(stripnl=False), HtmlFormatter(nowrap=True))
+    return UNCOLORED.sub(r"\1", html.removesuffix("\n"))
 
 
 def compare(scripts: dict[str, str]) -> dict[str, Any]:
@@ -215,8 +216,7 @@ def add_script(site: Site) -> None:
     site.anchors[source] |= {f"L{i + 1}" for i in range(len(lines))}
     values = runpy.run_path(str(path)).items()
     tables = {name: it for name, it in values if isinstance(it, tuple) and it and hasattr(it[0], "_fields")}
-    named = [layout.pieces[i] for i in layout.named]
-    shown = dict(rows=rows, sections=layout.sections, lines=lines, named=named, tables=tables)
+    shown = dict(rows=rows, sections=layout.sections, named=layout.named, lines=lines, tables=tables)
     site.add(SCRIPT_PAGE, "script.html", **shown)
 
 
@@ -237,6 +237,8 @@ def write_site(root: Path, output: Path) -> int:
         raise ToolError(f"{root}: has no whole record")
     scripts = {records.name_of(folder): records.read_script(str(folder), root)[1] for folder in line}
     scripts["root"] = read_text(root.parent / records.SCRIPT).rstrip("\n")
+    for name, script in scripts.items():
+        ast.parse(script, name)  # one that is no Python is named
     data = compare(scripts)
     notes = data["notes"] = {}
     public = read_json(records.PUBLIC)

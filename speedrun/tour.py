@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 def split_script(script: str) -> list[Piece]:
     """Return the pieces of a script, in order. Comments belong to what follows them."""
     lines, nodes, pieces = script.split("\n"), list[tuple[Any, str]](), list[Piece]()
-    for node in ast.parse(script, "train_gpt.py").body:
+    for node in ast.parse(script).body:
         nodes.append((node, ""))
         if isinstance(node, ast.ClassDef | ast.If):
             owner = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
@@ -48,8 +48,9 @@ def split_script(script: str) -> list[Piece]:
             about = (ast.get_docstring(node) or "").partition("\n")[0]
             pieces.append(Piece(first, 0, {owner + name: node.lineno}, about))
             continue
-        targets = [it for target in getattr(node, "targets", ()) for it in ast.walk(target)]
-        names = {it.id: it.lineno for it in targets if isinstance(it, ast.Name)}
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", ())
+        parts = [part for target in targets for part in ast.walk(target)]
+        names = {part.id: part.lineno for part in parts if isinstance(part, ast.Name)}
         if section or not first or not lines[first - 1]:
             pieces.append(Piece(first, 0, names))
         else:
@@ -81,7 +82,7 @@ class Layout:
     def __init__(self, tokens: Sequence[Token], script: str, top: Path):
         self.pieces, self.places, self.top = split_script(script), find_names(script), top
         self.problems, self.sections = list[str](), list[tuple[Any, str]]()  # anchor and title
-        self.named = set[int]()  # pieces, by a paragraph of their section
+        self.named = list[Piece]()  # by a paragraph of their section
         self.texts, self.starts = [list[Token]()], [0]  # of each row the text, and the first piece
         marks = [i for i, piece in enumerate(self.pieces) if piece.section] + [len(self.pieces)]
         sections = {self.pieces[a].section: range(a, b) for a, b in pairwise(marks)}
@@ -98,10 +99,8 @@ class Layout:
             else:
                 self.place(block, section)
             self.texts[-1] += block
-        titles = [title for _, title in self.sections if title != PATH]
-        if titles != [*sections]:
-            wrong = ", ".join(sorted({*titles} ^ {*sections})) or "order"
-            self.problems.append(f"docs/tour.md: its sections are not those of train_gpt.py: {wrong}")
+        if [title for _, title in self.sections if title != PATH] != [*sections]:
+            self.problems.append(f"docs/tour.md: expected the sections of train_gpt.py: {', '.join(sections)}")
 
     def rows(self) -> Iterator[tuple[list[Token], list[Piece]]]:
         for text, (start, end) in zip(self.texts, pairwise([*self.starts, len(self.pieces)]), strict=True):
@@ -111,14 +110,15 @@ class Layout:
         """Link the names of a paragraph, list..., and open a row if it is the first to name code of its section."""
         texts = [token for token in block if token.type == "inline"]
         lines = {line for text in texts for line in self.link_names(text)}
-        new = [i for i in section if i not in self.named and lines & {*self.pieces[i].names.values()}]
-        self.named |= {*new}
-        if new and new[0] < self.starts[-1]:
-            names = (", ".join(self.pieces[i].names) for i in (new[0], self.starts[-1]))
-            self.tell(texts[0], "{} stands above {}, of the text before, in train_gpt.py".format(*names))
-        if new:
+        named = [piece for piece in self.pieces[section.start : section.stop] if lines & {*piece.names.values()}]
+        if new := [piece for piece in named if piece not in self.named]:
+            self.named += new
             self.texts.append([])
-            self.starts.append(new[0])
+            self.starts.append(self.pieces.index(new[0]))
+            if self.starts[-1] < self.starts[-2]:
+                self.tell(
+                    texts[0], f"{', '.join(new[0].names)} stands in train_gpt.py above what the text before names"
+                )
 
     def tell(self, text: Token, problem: str) -> None:
         self.problems.append(f"docs/tour.md:{text.map[0] + 1 if text.map else 0}: {problem}")

@@ -43,7 +43,7 @@ class Row(NamedTuple):
         return self.size**2
 
 
-ROWS = (Row(3), Row(4, name="b"))
+ROWS: tuple = (Row(3), Row(4, name="b"))
 
 
 # ---- Second ----
@@ -138,6 +138,12 @@ def test_what_is_broken_is_named_and_the_rest_is_written(root: Path, tmp_path: P
     assert lines == ["none.md", "none.png", "/docs/", "RULES.md#none", "#none"]
 
 
+def test_a_script_that_is_no_python_is_named(root: Path, tmp_path: Path):
+    (root / "gpt2/18_SoftCap/train_gpt.py").write_text("def (")
+    with pytest.raises(SyntaxError, match="18_SoftCap, line 1"):
+        site.write_site(root, tmp_path / "site")
+
+
 def test_other_files_are_never_overwritten(root: Path, tmp_path: Path, capsys):
     before = sorted(tmp_path.rglob("*"))
     for name in "records", "docs", ".", "docs/x.png":
@@ -169,9 +175,9 @@ def test_each_line_of_the_script_stands_once_beside_its_text(root: Path, tmp_pat
     [
         ("takes x", "takes `x`", "docs/tour.md:19: train_gpt.py defines no x"),
         ("`Row.size`", "`Row.x`", "docs/tour.md:11: train_gpt.py defines no Row.x"),
-        ("## Second", "## Third", "docs/tour.md: its sections are not those of train_gpt.py: Second, Third"),
-        ("## First", "## Second\n\n## First", "docs/tour.md: its sections are not those of train_gpt.py: order"),
-        ("[`one`](#second) takes x.", "`two`\n\n`one`", "docs/tour.md:21: one stands above two"),
+        ("## Second", "## Third", "docs/tour.md: expected the sections of train_gpt.py: First, Second"),
+        ("## First", "## Second\n\n## First", "docs/tour.md: expected the sections of train_gpt.py: First, Second"),
+        ("[`one`](#second) takes x.", "`two`\n\n`one`", "docs/tour.md:21: one stands in train_gpt.py above"),
     ],
 )
 def test_a_tour_that_does_not_fit_the_script_fails(root: Path, tmp_path: Path, capsys, old, new, problem):
