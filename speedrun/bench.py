@@ -161,17 +161,6 @@ def time_stage(
     return dict(found)
 
 
-def time_validation(trainer: Trainer) -> list[float]:
-    """Return the ms of a validation, the second of two."""
-    cfg = trainer.cfg
-    lengths = [(cfg.val_seq_len, 0)] * (cfg.val_tokens // cfg.val_seq_len)
-    batches = train_gpt.plan_batches(cfg.val_files, lengths, 1, cfg)
-    for _ in range(2):
-        began = time.perf_counter()
-        trainer.evaluate(cfg.num_iterations, batches)
-    return [1000 * (time.perf_counter() - began)]
-
-
 def write_tokens(cfg: Hyperparameters, path: Path) -> Hyperparameters:
     """Write a shard of random tokens, few of them frequent, in documents of about 700. Return what trains on it.
 
@@ -223,6 +212,7 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
     if args.one_of:
         trainer.table.all_to_all = own_rows  # type: ignore[method-assign]
     watch = Stopwatch(trainer)
+    gc.disable()  # as in training
     if args.turns:
         with socket.socket(fileno=sys.stdin.fileno()) as line, line.makefile("rw") as pipe:
             for stage in pipe:
@@ -231,13 +221,10 @@ def measure(args: argparse.Namespace, flags: Sequence[str]) -> None:
         return
     document = conditions(args, flags) | dict(processes=ranks.world_size, stages={})
     document["configuration"] = dataclasses.asdict(cfg)
-    gc.disable()  # as in training
     for number, schedules in stages.items():
         if watch.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         figures = document["stages"][f"stage {number}"] = time_stage(trainer, watch, schedules, args.cycles)
-        if args.validation:
-            figures["validation, ms of all"] = time_validation(trainer)
         figures["peak memory, MiB"] = [trainer.peak_memory_mib()]
         if ranks.rank == 0:
             (args.out / "bench.md").write_text(table(document) + "\n")
@@ -318,7 +305,6 @@ def bench(argv: Sequence[str] | None) -> None:
     parser.add_argument("--cycles", type=int, default=20, metavar="N", help="to time of each stage [%(default)s]")
     parser.add_argument("--one_of", type=int, default=0, metavar="N", help="as one rank of N, without communication")
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens, which need no data")
-    parser.add_argument("--validation", action="store_true", help="time a validation, too")
     parser.add_argument("--against", nargs="+", default=[], metavar="NAME", help="scripts, or names of edits")
     parser.add_argument("--pairs", type=int, default=10, metavar="N", help="of turns with each [%(default)s]")
     parser.add_argument("--turns", action="store_true", help=argparse.SUPPRESS)  # for each stage on stdin times a line
