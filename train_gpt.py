@@ -153,7 +153,7 @@ NANO_LAYERS = (Layer("nope", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1,
 
 
 class Stage(NamedTuple):
-    """A part of the training steps."""
+    """A part of the training steps. Messages and pages count stages from 1."""
 
     share: float  # fraction of `base_steps`: num_iterations less the extra_steps of all stages
     batch: float  # factor on batch_tokens and train_seq_len: small batches first (record 46, @varunneal)
@@ -3600,7 +3600,7 @@ def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, Dat
     for schedule in cfg.step_schedules:
         if schedule.seq_len < 1 or schedule.seq_len % cfg.block_size:
             raise UserError(
-                f"stage {schedule.stage}: --train_seq_len {cfg.train_seq_len} times its batch of "
+                f"stage {schedule.stage + 1}: --train_seq_len {cfg.train_seq_len} times its batch of "
                 f"{cfg.stages[schedule.stage].batch} is {schedule.seq_len}: expected a multiple of --block_size "
                 f"{cfg.block_size}"
             )

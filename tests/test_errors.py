@@ -76,7 +76,7 @@ def test_lengths_that_blocks_do_not_fit_into_are_named(flags, tiny):
     assert refusal([*flags, "--block_size=17"]) == "--val_seq_len 96: expected a multiple of 17"
     for batch, length in (0.3, 19), (-1, -64):
         cfg = dataclasses.replace(tiny, stages=[tiny.stages[0]._replace(batch=batch)])
-        wanted = rf"^stage 0: .* 64 times its batch of {batch} is {length}: expected a multiple of --block_size 8$"
+        wanted = rf"^stage 1: .* 64 times its batch of {batch} is {length}: expected a multiple of --block_size 8$"
         with pytest.raises(UserError, match=wanted):
             train_gpt.plan_run(cfg, Ranks())
 
