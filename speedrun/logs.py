@@ -1,4 +1,4 @@
-"""Read logs, ours and the public speedrun's, and what the tracks are."""
+"""Read logs, and what the tracks are."""
 
 import hashlib
 import json
@@ -80,22 +80,17 @@ class Log:
         self.curve: dict[int, tuple[float, float]] = {}  # loss, and train time in ms, of the validations, by step
         self.last_step, self.num_steps, self.train_time = 0, 0, 0.0
         for line in re.findall("^(step:.*)\n", text, re.MULTILINE):  # a run may be writing the last one
-            try:
-                fields = dict(field.split(":", 1) for field in line.split())  # public logs have more of them
-                step, self.num_steps = map(int, fields["step"].split("/"))
-                time = fields["train_time"]  # some public ones are in seconds
-                ms = float(time.removesuffix("ms")) if time.endswith("ms") else 1000 * float(time.removesuffix("s"))
-                if math.isfinite(loss := float(fields.get("val_loss", "nan"))):
-                    self.curve[step] = loss, round(ms, 6)
-                self.last_step, self.train_time = max(self.last_step, step), max(self.train_time, round(ms, 6))
-            except DAMAGED:
-                message = f"{quote(line)} is no step line: cut short or edited; run it again"
-                raise ToolError(f"{self.path}: {message}") from None
+            fields = dict(field.split(":", 1) for field in line.split())
+            step, self.num_steps = map(int, fields["step"].split("/"))
+            ms = float(fields["train_time"].removesuffix("ms"))
+            if math.isfinite(loss := float(fields.get("val_loss", "nan"))):
+                self.curve[step] = loss, ms
+            self.last_step, self.train_time = max(self.last_step, step), max(self.train_time, ms)
         if not self.num_steps:
             raise ToolError(f"{self.path}: no step lines ({quote(self.ended or 'never started')}); leave it out")
 
     def read_header(self) -> None:
-        self.configuration: dict = self.find("configuration: (.*)", json.loads) or {}  # the public form has none
+        self.configuration: dict = self.find("configuration: (.*)", json.loads) or {}
         self.flags = [str(flag) for flag in self.find("flags: (.*)", json.loads) or []]
         self.track: str | None = self.configuration.get("preset")
         self.seed = self.find(r"seed: (\d+)\b.*", int)

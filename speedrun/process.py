@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import importlib.util
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -103,29 +102,19 @@ def held(folder: Path, message: str) -> Iterator[None]:
         os.close(lock)
 
 
-def last_words(text: str) -> str:
-    """Return the last line that a failed process printed, or under torchrun the rank that failed first."""
-    output, _, _ = text.partition("] failed (exitcode: ")  # from here on torchrun tells where it noticed
-    lines = [line for line in output.splitlines() if line.strip() and not re.match(r"\[?[EWI]\d{4} ", line)]
-    if tracebacks := [line for line in lines if re.match(r"\[rank\d+\]: ", line)]:
-        first_rank = tracebacks[0].partition(" ")[0]
-        lines = [line for line in tracebacks if line.startswith(first_rank)]
-    return lines[-1] if lines else "it printed nothing"
+def run_python(arguments: Sequence[str]) -> None:
+    """Run Python in the repository's root. Raise ToolError if it fails, after what it had to say.
 
-
-def run_python(arguments: Sequence[str], **environment: str) -> str:
-    """Run Python in the repository's root, and return its stdout.
-
-    Raise ToolError with the last line of one that failed. Where this process is stopped, the other one is, first.
+    Where this process is stopped, the other one is, first.
     """
-    how: dict = dict(cwd=ROOT, env=ENVIRONMENT | dict(os.environ) | environment, text=True, errors="replace")
-    how |= dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, close_fds=False)  # so that it has our locks, too
+    how: dict = dict(cwd=ROOT, env=ENVIRONMENT | os.environ, text=True, errors="replace")
+    how |= dict(stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, close_fds=False)  # so that it has our locks, too
     with subprocess.Popen([sys.executable, *arguments], **how) as child:
         try:
-            stdout, stderr = child.communicate()
+            _, told = child.communicate()
         except BaseException:
             child.terminate()  # torchrun ends its ranks, after 30 s by force
             raise
     if child.returncode != 0:
-        raise ToolError(f"exit code {child.returncode}: {last_words(stderr.strip() or stdout)}")
-    return stdout
+        print(printable(told), file=sys.stderr)
+        raise ToolError(f"exit code {child.returncode}, see above")

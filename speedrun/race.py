@@ -205,7 +205,7 @@ def run_script(command: Sequence[str], log: Path, script: int, seed: int) -> Run
     try:
         run_python(command)
     except ToolError as error:
-        raise ToolError(f"run {log.stem} failed: {quote(str(error), 300)}; mend it, go on with --out") from None
+        raise ToolError(f"run {log.stem} failed, {error}: mend it, go on with --out") from None
     result = Log(log)
     if result.problem:
         raise ToolError(f"{log}: {result.problem}")

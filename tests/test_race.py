@@ -15,7 +15,7 @@ from PIL import Image
 import train_gpt
 from speedrun import ROOT, process, race, records
 from speedrun.__main__ import main
-from speedrun.logs import RULE, TRACKS
+from speedrun.logs import TRACKS
 from world_worker import wait_for
 
 NANO = "--", "--preset", "nano"
@@ -90,7 +90,7 @@ FAULTS = {  # what verify says, and what is replaced in the logs of a record
     "n too small: p=nan": ("(?s)(==> .*?)==> .*", r"\1"),
     "n too small: p=0.5": (r"(step:20/20 val_loss:)\S+", r"\g<1>1.56"),
     "mean 1.4578 is above the target": (r"(step:20/20 val_loss:)\S+", r"\g<1>1.6"),
-    "'step:x/20.*' is no step line": ("step:7/20", "step:x/20"),
+    "cut short or edited .*int": ("step:7/20", "step:x/20"),
     "race.json: its 5 runs of the script are not the 4 logs": ("(?s)==> .*?(?===> )", ""),
 }
 
@@ -160,8 +160,9 @@ def test_a_comparison_ends_with_a_verdict():
 
 def test_a_race_says_in_one_line_what_is_wrong_and_goes_on(tool):
     argv = "race", "fast.py", "slow.py", "--pairs", 1, "--out", "race"
+    assert "mend?this\n" in tool(*argv, *NANO, "--fail", "mend\x1bthis")[2]
     for wrong, message in (
-        ((*argv, *NANO, "--fail", "mend\x1bthis"), r"run race-1of1-1-a failed: 'exit code 1: mend.*this'; mend it"),
+        ((*argv, *NANO, "--fail", "mend\x1bthis"), "run race-1of1-1-a failed, exit code 1, see above: mend it"),
         (("race", "fast.py"), "needs 2 to 26 scripts"),
         ((*argv, "--", "--seed", "1"), "--seed, --log_dir and --run_id are the race's own"),
         ((*argv[:6], "race2", "--", "--cut", "1"), "race-1of1-1-a.txt: ends at step 20 of 20 without"),
@@ -192,18 +193,7 @@ def test_a_stopped_race_ends_its_run_and_goes_on(tool, number):
     assert (done.returncode, "screen of 1 pair" in done.stdout) == (0, True)
 
 
-def test_the_rank_that_failed_first_is_named():
-    text = "[rank1]: ValueError: mend this\n[rank0]: RuntimeError: lost\n[E1128] failed (exitcode: 1)\nRoot Cause:"
-    assert process.last_words(text) == "[rank1]: ValueError: mend this"
-
-
-def test_public_logs_are_drawn_and_others_spared(tool):
-    line = "step:{}/250 val_loss:{:.5f} val_ema_loss:4.5 train_time:{}s step_avg:nanms extrap:1e-3 handoff:keep"
-    lines = [line.format(*point) for point in ((0, 10.82584, 0), (125, 4.62997, 23.965), (250, 3.27, 47.93))]
-    Path("a.txt").write_text("\n".join(["import sys", RULE, "Running Python 3", RULE, *lines, ""]))
-    tool("plot", "a.txt", "-o", "x.png")
-    (curve,) = json.loads(Image.open("x.png").text["Comment"])["curves"]
-    assert (curve["seconds"], curve["mean"]) == ([0, 23.965, 47.93], [10.82584, 4.62997, 3.27])
+def test_a_picture_is_of_logs_and_over_none(tool):
     assert "fast.py: not a log, or cut short" in tool("plot", "fast.py", "-o", "x.png")[2]
     for flags in ["a.txt"], ["--line"]:
         assert "a.txt: expected -o NAME." in tool("plot", *flags, "-o", "a.txt")[2]
