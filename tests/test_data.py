@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import os
 from pathlib import Path
 
 import numpy as np
@@ -111,13 +110,3 @@ def test_a_spoiled_shard_is_refused_by_name(tmp_path):
         spoil()
         with pytest.raises(UserError, match=r"^\S*x_000001\.bin[^\n]*$"):
             plan_stream(pattern, [10] * 12)
-
-
-@pytest.mark.parametrize("spoil", [os.remove, lambda path: os.truncate(path, 1200)])
-def test_a_shard_that_goes_away_while_training_is_noticed(tmp_path, spoil):
-    plan = plan_stream(make_shards(tmp_path, 2000), [64] * 30)
-    batches = read(plan)
-    next(batches)
-    spoil(tmp_path / "x_000000.bin")
-    with pytest.raises(UserError, match=r"x_000000\.bin"):
-        list(batches)

@@ -12,7 +12,7 @@ from torch import nn
 import train_gpt
 from conftest import refusal
 from speedrun import ROOT
-from train_gpt import Group, NgramTable, Ranks, Trainer, UserError
+from train_gpt import Group, Ranks, Trainer, UserError
 from world_worker import Run
 
 
@@ -92,17 +92,6 @@ def test_a_parameter_that_no_loss_uses_is_named(tiny, monkeypatch):
     trainer = Trainer(dataclasses.replace(tiny, groups=[*tiny.groups, Group("Adam", "spare", 0.1)]), Ranks())
     with pytest.raises(UserError, match=r"^spare: no loss depends on this parameter"):
         trainer.warm_up()
-
-
-def test_rows_of_ngrams_are_kept_when_their_squares_have_decayed_to_nothing(tiny):
-    tables = [NgramTable(tiny, Ranks(), torch.device("cpu")) for _ in range(2)]
-    tables[0].rows[[3, 50]] = 0.25
-    tables[0].v[[4, 50]] = 1.0
-    saved = tables[0].state()
-    assert saved["ids"].tolist() == [3, 4, 50]
-    tables[1].restore(**saved)
-    assert torch.equal(tables[0].rows, tables[1].rows)
-    assert torch.equal(tables[0].v, tables[1].v)
 
 
 def test_a_missing_mask_is_told_and_one_named_by_hand_is_refused(flags, tmp_path, monkeypatch, capsys):

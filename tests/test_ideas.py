@@ -1,7 +1,6 @@
-"""The script takes ideas: those of the pages, one by one, and many at once."""
+"""The script takes the ideas of the pages."""
 
 import importlib.util
-import json
 import re
 import subprocess
 from pathlib import Path
@@ -9,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import mini
-from conftest import GPT2_FLAGS, TINY_FLAGS
+from conftest import GPT2_FLAGS
 from speedrun import ROOT
-from world_worker import Run
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
 CHANGES = (ROOT / "docs" / "change.md").read_text()
@@ -49,34 +47,3 @@ def test_changes_of_the_pages_apply_and_train_something_else(tmp_path, corpus):
         losses = losses_of(apply(diff, tmp_path), corpus, tmp_path / str(i))
         assert losses != before
         assert all(0 < loss < 20 for loss in losses)  # and so not NaN
-
-
-# In nano: two stages, of batches that grow; a layer more, with another kind of window; SwiGLU; Lion for tables
-MANY = {
-    "NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, windows=dict(long=512)),)": "NANO_STAGES = tuple("
-    "Stage(0.5, batch=batch, max_doc_len=0, windows=dict(long=512, mid=24)) for batch in (1, 2))",
-    '    "short": Attention("short"),': '    "short": Attention("short"),\n    "mid": Attention("mid"),',
-    "NANO_LAYERS = (": 'NANO_LAYERS = (Layer("mid", x0=True), ',
-    "        self.c_fc =": "        self.c_gate = uniform_weight(K, K, cfg.mlp_dim)\n        self.c_fc =",
-    "F.linear(F.relu(F.linear(x, c_fc)).square(), c_proj)": "linear("
-    "F.silu(linear(x, self.c_gate.mT)) * linear(x, c_fc), c_proj)",
-    'Group("Muon", "*.c_fc", lr=2.0': 'Group("Muon", "*.c_fc *.c_gate", lr=2.0',
-    'Group("Adam", "embed.weight value_embeds.*", lr=0.18': 'Group("Lion", "embed.weight value_embeds.*", lr=0.018',
-}
-
-
-def test_many_ideas_train_on_three_processes_what_they_do_on_one(script_flags, tmp_path):
-    script = apply(next(diff for diff in DIFFS if "class Lion" in diff), tmp_path)
-    source = script.read_text()
-    for old, new in MANY.items():
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    script.write_text(source)
-    flags = [*TINY_FLAGS, *script_flags, "--seed=1", "--dtype=float64", "--batch_tokens=192", f"--log_dir={tmp_path}"]
-    runs = [Run([[*flags, f"--run_id={n}"]] * n, tmp_path / f"out{n}", scripts=[script] * n) for n in (1, 3)]
-    assert [run.wait() for run in runs] == [[0], [0] * 3], [run.text("err") for run in runs]
-    alone, several = (json.loads((tmp_path / f"{n}.json").read_text()) for n in (1, 3))
-    assert [loss for _, loss, _ in several["train_curve"]] == pytest.approx(
-        [loss for _, loss, _ in alone["train_curve"]]
-    )
-    assert alone["val_loss"] < alone["train_curve"][0][1] - 0.1

@@ -97,6 +97,7 @@ def test_rows_of_ngrams_are_saved_and_restored_in_blocks(gpt2, monkeypatch):
     touched = torch.arange(len(tables[0].rows)) % 3 > 0
     tables[0].rows[touched] = torch.randn(int(touched.sum()), gpt2.model_dim)
     tables[0].v[touched] = torch.rand(int(touched.sum()), 1).round()
+    tables[0].rows[1], tables[0].v[1] = 0, 1
     tables[1].restore(**(saved := tables[0].state()))
     assert len(saved["ids"]) == touched.sum() > 16
     assert torch.equal(tables[1].rows, tables[0].rows)

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import conftest
-import train_gpt
 from conftest import SMALL_GPT2
 from data.shards import write_shard
 from dense import assert_trained_alike
@@ -27,17 +26,6 @@ def flags(corpus, tmp_path) -> list[str]:
     """Return flags for two shards with tails that are dropped, and for logs."""
     data = ["--train_files", f"{corpus}/train_*.bin", "--val_files", f"{corpus}/val_*.bin"]
     return [*SMALL, *data, "--log_dir", str(tmp_path / "logs")]
-
-
-@pytest.mark.parametrize(("sees_gpu", "backend"), [(True, "cpu:gloo,cuda:nccl"), (False, "gloo")])
-def test_objects_travel_by_gloo_before_each_rank_has_its_device(monkeypatch, sees_gpu, backend):
-    """On GPUs PyTorch's default is NCCL alone."""
-    begun = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_gpu)
-    monkeypatch.setattr(torch.distributed, "init_process_group", lambda name, **_: begun.append(name))
-    for name, value in dict(RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2).items():
-        monkeypatch.setenv(name, str(value))
-    assert (train_gpt.init_distributed(), begun) == (train_gpt.Ranks(1, 2, 1, 2), [backend])
 
 
 @pytest.mark.parametrize(("preset", "size"), SIZES)

@@ -35,7 +35,7 @@ class Run:
     `nodes`: each rank is a machine of its own. `kill`: a moment (see `kill_at`) and a rank.
     """
 
-    def __init__(self, ranks, out="", console="", nodes=False, kill=None, scripts=()):
+    def __init__(self, ranks, out="", nodes=False, kill=None, scripts=()):
         size, self.out, self.processes = len(ranks), out, []
         # Serve the store that the ranks meet at, as torchrun does: a port looked for and let go can be taken
         self.store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -44,7 +44,7 @@ class Run:
         for rank, flags in enumerate(ranks):
             local = dict(RANK=rank, LOCAL_RANK=0 if nodes else rank, LOCAL_WORLD_SIZE=1 if nodes else size)
             variables = {name: str(value) for name, value in (shared | local).items() if size > 1}
-            paths = [console or f"{out}.{rank}.{name}" for name in ("out", "err")]
+            paths = [f"{out}.{rank}.{name}" for name in ("out", "err")]
             moment = kill[0] if kill and kill[1] == rank else ""
             script = str(scripts[rank]) if scripts else "train_gpt.py"
             args = (script, [str(flag) for flag in flags], variables, paths, moment)
