@@ -168,12 +168,6 @@ def race_before(folder: Path, line: Sequence[Path]) -> tuple[Path, Race, dict] |
     return older, race, race.compare(*hashes)
 
 
-def forbidden_flags(flags: Sequence[str], track: Track) -> list[str]:
-    """Return the flags that a record's runs may not have."""
-    names = [flag.partition("=")[0] for flag in flags if flag.startswith("--")]
-    return [name for name in names if name.removeprefix("--") not in track.flags]
-
-
 # ---- Verify
 
 
@@ -197,8 +191,8 @@ def log_problems(log: Log, sha256: str) -> Iterator[str]:
     shards = [(Path(track.shard.format(number)).name, track.shard_tokens) for number in numbers]
     if log.train_shards != shards:
         yield f"trains on {quote(str(log.train_shards))}, the track on {shards[0]} and the next; get the track's data"
-    flags = [flag for flag in log.flags if flag.partition("=")[0] not in OWN_FLAGS]
-    for name in forbidden_flags(flags, track):
+    names = {flag.partition("=")[0] for flag in log.flags if flag.startswith("--")}
+    for name in sorted(names - OWN_FLAGS - {f"--{name}" for name in track.flags}):
         yield f"has the flag {name}: put settings into the script, run it without"
     if log.recompiles != 0:
         yield f"recompiles after the clock started: {log.recompiles}; cover them in the warm-up, then run it again"
