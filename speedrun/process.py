@@ -23,13 +23,7 @@ class ToolError(Exception):
     """An error that the user can fix, in one line; exits with code 2."""
 
 
-def typed(path: Path | str) -> str:
-    """Return a path as it can be typed here."""
-    text = str(path).removeprefix(f"{os.getcwd()}/")
-    return shlex.quote(text if "/" in text else f"./{text}")
-
-
-PYTHON = typed(sys.executable)
+PYTHON = shlex.quote(sys.executable)
 # What installs packages for this Python: environments that uv made without --seed have no pip
 PIP = f"{PYTHON} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {PYTHON}"
 
@@ -40,7 +34,7 @@ def packages(extra: str = "") -> Iterator[None]:
     try:
         yield
     except (ImportError, OSError) as error:  # the latter: a shared library is missing
-        what = f'-e "{typed(ROOT)}[{extra}]"' if extra else f"-r {typed(ROOT / 'requirements.txt')}"
+        what = f'-e "{ROOT}[{extra}]"' if extra else f'-r "{ROOT}/requirements.txt"'
         print(f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}; {PIP} {what}", file=sys.stderr)
         sys.exit(2)
 

@@ -23,17 +23,11 @@ torch.set_num_threads(1)  # for models so small threads cost more than they save
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The presets with little to do. Their layers and stages are their own, so the script itself runs them, by flags
+# nano with little to do. Its layers and stages are its own, so the script itself runs it, by flags
 CPU = dict(dtype="float32", device="cpu", cpu_threads=1)
 TINY = dict(preset="nano", num_iterations=8, batch_tokens=128, train_seq_len=64, val_seq_len=128, val_tokens=256)
 TINY |= dict(block_size=8, model_dim=32, num_heads=2, head_dim=16, mlp_dim=128, ngram_rows=61) | CPU
-# Stages of mini begin at steps 0, 2, 4, 16 and 16; updates of tables become rare at step 8, the slow
-# momentum begins at 12. EMAs would begin earlier than the run
-GPT2 = dict(preset="mini", num_iterations=20, val_loss_every=8, batch_tokens=32, train_seq_len=16, segment=12)
-GPT2 |= dict(val_seq_len=96, val_tokens=288, block_size=16, model_dim=24, num_heads=2, head_dim=12, mlp_dim=40)
-GPT2 |= dict(gate_net_dim=6, ngram_rows=66, sign_rows=16, value_gate_inputs=6, smear_gate_inputs=6, lm_head_slice=20)
-GPT2 |= dict(momentum_warmup_steps=4, momentum_cooldown_steps=3, slow_momentum_from=12, long_interval_from=8) | CPU
-GPT2 |= dict(pointer_dim=8, pointer_block=16, val_pointer_block=32, mix_groups=12, heads_per_matrix=2)
+GPT2 = dict(preset="mini") | CPU
 TINY_FLAGS, GPT2_FLAGS = ([f"--{name}={value}" for name, value in numbers.items()] for numbers in (TINY, GPT2))
 SMALL = [*TINY_FLAGS, *"--seed 5 --num_iterations 4 --val_loss_every 2 --val_seq_len 96 --val_tokens 288".split()]
 SMALL += ["--block_size=16", "--val_sha256="]

@@ -66,7 +66,7 @@ CHECKS = check_mlp_kernel, check_cross_entropy_kernel
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton: pip install '.[proof]'")
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs triton: pip install -e '.[dev]'")
 @pytest.mark.parametrize("check", CHECKS)
 def test_kernels_interpreted(check: Callable[[], None]):
     code = f"import test_kernels; test_kernels.{check.__name__}()"

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 import train_gpt
-from conftest import TINY, TINY_FLAGS
+from conftest import SMALL, TINY
 from speedrun import ROOT, process, run
 
-SMALL = [*TINY_FLAGS, *"--num_iterations 4 --val_seq_len 96 --val_tokens 288 --block_size 16".split()]
 H100, RTX_4090 = ((9, 0), 79e9), ((8, 9), 24.5e9)  # compute capability, and bytes that are free
 
 
