@@ -1,16 +1,10 @@
 """Read what users hand over: texts of several encodings, and GPT-2's vocabulary."""
 
 import codecs
-import importlib.util
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# What installs packages for this Python: environments that uv made have no pip. `python data/NAME.py` cannot import
-# speedrun/process.py, which has the same
-PIP = f"{sys.executable} -m pip install"
-if not importlib.util.find_spec("pip"):
-    PIP = f"uv pip install --python {sys.executable}"
 
 
 def read_text(path: Path) -> str:
@@ -34,7 +28,8 @@ def gpt2_encoding():
 
         return tiktoken.get_encoding("gpt2")
     except ImportError:
-        raise RuntimeError(f'this needs the package tiktoken: {PIP} -e "{ROOT}[tools]"') from None
+        install = f'{sys.executable} -m pip install -e "{ROOT}[tools]"'
+        raise RuntimeError(f"this needs the package tiktoken: {install}") from None
     except (OSError, ValueError) as error:  # OSError includes those of requests; ValueError: unexpected content
         fix = "set TIKTOKEN_CACHE_DIR to a folder that has it from an earlier download, perhaps on another machine"
         raise RuntimeError(f"the GPT-2 vocabulary could not be downloaded ({type(error).__name__}): {fix}") from None

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import importlib.util
 import os
 import shlex
 import signal
@@ -24,8 +23,7 @@ class ToolError(Exception):
 
 
 PYTHON = shlex.quote(sys.executable)
-# What installs packages for this Python: environments that uv made without --seed have no pip
-PIP = f"{PYTHON} -m pip install" if importlib.util.find_spec("pip") else f"uv pip install --python {PYTHON}"
+PIP = f"{PYTHON} -m pip install"  # environment.sh sees to it that .venv has pip, which uv leaves out
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from data import gpt2_canonical as canonical
-from data import texts
+from speedrun import ROOT
 
 # Contractions and a letter behind them, equal letters, joins that compete, spaces in a row, parts of a character
 TOKENS = b"a|s|t|'| |\n|\xc3|\xa9|aa|sa|st|'s| a|'t|aaaa|a\xc3|\xc3\xa9|as|ast|  |''|\xc3\xa9s|\n\n".split(b"|")
@@ -21,7 +21,7 @@ def test_only_the_known_mask_is_kept_and_errors_are_one_line(tmp_path, monkeypat
     encoding = Mock(eot_token=len(TOKENS), decode_single_token_bytes=TOKENS.__getitem__)
     offline, other = Mock(get_encoding=Mock(side_effect=ConnectionError)), Mock(get_encoding={"gpt2": encoding}.get)
     for stand_in, line in {
-        None: f'this needs the package tiktoken: {texts.PIP} -e "{texts.ROOT}[tools]"',
+        None: f'this needs the package tiktoken: {sys.executable} -m pip install -e "{ROOT}[tools]"',
         offline: "could not be downloaded (ConnectionError): set TIKTOKEN",
         other: "another vocabulary or Unicode gave another mask: try another tiktoken or Python",
     }.items():

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-import conftest
-from conftest import SMALL_GPT2
+from conftest import train
 from data.shards import write_shard
 from dense import assert_trained_alike
 from speedrun import ROOT
@@ -18,25 +17,23 @@ from world_worker import Run
 SLOW = [pytest.param(preset, size, marks=pytest.mark.slow) for preset, size in (("nano", 4), ("gpt2", 2))]
 SIZES = [("gpt2", 3), *SLOW]
 MORE = "--dtype float64 --seed 0 --num_iterations 6 --val_loss_every 3 --model_dim 25 --batch_tokens 768 "
-SMALL = [*conftest.SMALL, *MORE.split(), "--val_tokens=672", "--momentum_warmup_steps=3"]
+MORE += "--val_tokens 672 --momentum_warmup_steps 3"
 
 
 @pytest.fixture
-def flags(corpus, tmp_path) -> list[str]:
-    """Return flags for two shards with tails that are dropped, and for logs."""
-    data = ["--train_files", f"{corpus}/train_*.bin", "--val_files", f"{corpus}/val_*.bin"]
-    return [*SMALL, *data, "--log_dir", str(tmp_path / "logs")]
+def flags(flags) -> list[str]:
+    """Return flags for two shards with tails that are dropped."""
+    return [*flags, *MORE.split()]
 
 
 @pytest.mark.parametrize(("preset", "size"), SIZES)
-def test_run_is_that_of_one_process(flags, corpus, tmp_path, preset, size):
+def test_run_is_that_of_one_process(flags, gpt2_flags, tmp_path, preset, size):
     if preset == "gpt2":
-        flags = [*SMALL_GPT2, *flags[len(SMALL) :], f"--train_files={corpus}/long.bin", "--dtype=float64"]
-        flags += [f"--prefix_file={corpus}/prefixes", f"--batch_tokens={16 * size}", "--val_tokens=672"]
+        flags = [*gpt2_flags, "--seed=5", "--dtype=float64", f"--batch_tokens={16 * size}", "--val_tokens=672"]
         flags += ["--ngram_rows=64", "--val_loss_every=10"]
     flags = [*flags, "--save_checkpoint", "--run_id"]
     run = Run([[*flags, "several"]] * size, tmp_path / "several")
-    expected = conftest.train([*flags, "one"])
+    expected = train([*flags, "one"])
     assert run.wait(timeout=200) == [0] * size, run.text("err")
     assert all(run.text(name, rank) == "" for name in ("out", "err") for rank in range(1, size)), "rank 0 alone speaks"
     logs = tmp_path / "logs"
