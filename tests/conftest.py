@@ -31,7 +31,6 @@ GPT2 = dict(preset="mini") | CPU
 TINY_FLAGS, GPT2_FLAGS = ([f"--{name}={value}" for name, value in numbers.items()] for numbers in (TINY, GPT2))
 SMALL = [*TINY_FLAGS, *"--seed 5 --num_iterations 4 --val_loss_every 2 --val_seq_len 96 --val_tokens 288".split()]
 SMALL += ["--block_size=16", "--val_sha256="]
-SMALL_GPT2 = [*GPT2_FLAGS, "--seed", "5"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory) -> Path:
-    """Write shards of words as bytes: two for training, one for validation, one long. Two for gpt2, two of a script."""
+    """Write shards of words as bytes: two for training, one for validation, one long. Two are of a script."""
     folder, rng = tmp_path_factory.mktemp("corpus"), np.random.default_rng(0)
     words = [b"muon ", b"adam ", b"rotary ", b"window ", b"shard ", b"block\n"]
     for name, count in dict(train_000000=400, train_000001=400, val_000000=400, long=50_000).items():
@@ -57,8 +56,6 @@ def corpus(tmp_path_factory) -> Path:
         tokens[rng.random(len(tokens)) < 0.01] = 256
         write_shard(folder / f"{name}.bin", tokens)
     np.where(np.arange(257) % 3, 65535, np.arange(257) // 2).astype("<u2").tofile(folder / "prefixes")
-    for name, token in dict(gpt2=5, other_gpt2=6).items():
-        write_shard(folder / f"{name}.bin", np.where(np.arange(700_000) % 1000, token, 50256))
     # It does not change: the root has a golden loss on it
     script = np.fromfile(ROOT / "records" / "nano" / "01_ValueEmbed" / "train_gpt.py", dtype=np.uint8).astype(int)
     tokens = np.where(np.arange(60_000) % 500, np.resize(script, 60_000), 256)
@@ -96,7 +93,7 @@ def gpt2_run(corpus: Path, logs: Path) -> list[str]:
 
 
 @pytest.fixture
-def gpt2_flags(flags, corpus, tmp_path) -> list[str]:
+def gpt2_flags(corpus, tmp_path) -> list[str]:
     return gpt2_run(corpus, tmp_path / "logs")
 
 

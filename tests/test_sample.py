@@ -17,24 +17,23 @@ import torch.nn.functional as F
 
 import sample
 import train_gpt
-from conftest import SMALL, SMALL_GPT2, random_ngrams
+from conftest import random_ngrams
 from dense import randomize
 from speedrun import ROOT
 
 
 @pytest.mark.parametrize("preset", ["nano", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_a_trained_model_scores_the_validation_text_as_its_run_did(preset, corpus, tmp_path):
+def test_a_trained_model_scores_the_validation_text_as_its_run_did(flags, gpt2_flags, preset, corpus, tmp_path):
     """From the flag to the loss: every logit, with the last windows, the mask, and rows of n-grams."""
-    files = f"--train_files {corpus}/long.bin --val_files {corpus}/val_*.bin --log_dir {tmp_path} --run_id {preset}"
     canon = np.random.default_rng(0).integers(256, size=(320, 40), dtype=np.uint8)
     canon[:, : 256 // 8 + 1] = 0  # of bytes nothing
     canon.tofile(tmp_path / "canon")
     size = 320 if preset == "nano" else 319  # no padding of the head, which training's softmax sees, but a copy's row
     more = f"--vocab_size={size} --val_tokens=96 --final_window=40 --canon_file={tmp_path}/canon --dtype=float64"
-    flags = [*(SMALL if preset == "nano" else SMALL_GPT2), *files.split(), *more.split(), "--save_checkpoint"]
-    result = train_gpt.main(flags)
+    more += " --prefix_file= --seed=5 --run_id=r --save_checkpoint"
+    result = train_gpt.main([*(flags if preset == "nano" else gpt2_flags), *more.split()])
     text = torch.from_numpy(np.fromfile(corpus / "val_000000.bin", "<u2", 97, offset=1024).astype(np.int64))
-    model = sample.load_model(tmp_path / f"{preset}.pt", "cpu")
+    model = sample.load_model(tmp_path / "logs" / "r.pt", "cpu")
     logits = torch.cat([*model.predictions(text[:96].tolist())])
     torch.testing.assert_close(next(model.predictions(text[:50].tolist(), first=49))[0], logits[49])
     score = F.cross_entropy if preset == "nano" else F.nll_loss  # with a pointer they are logarithms of probabilities
