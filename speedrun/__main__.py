@@ -122,10 +122,9 @@ def act(argv: Sequence[str] | None) -> int | None:
     end = argv.index("--") if argv[:1] == ["race"] and "--" in argv else len(argv)
     args = build_parser().parse_args(argv[:end])
     args.flags = argv[end + 1 :]
-    if args.action is not command_diff:
-        with process.packages("tools"):  # to miss them now, and not after all runs of a race
-            importlib.import_module("matplotlib")
-            importlib.import_module("scipy.stats")
+    with process.packages("tools"):  # to miss them now, and not after all runs of a race
+        importlib.import_module("matplotlib")
+        importlib.import_module("scipy.stats")
     return args.action(args)
 
 

@@ -220,10 +220,3 @@ def test_scripts_and_pages_have_the_numbers_of_tracks_and_public_records():
     for it in json.loads(records.PUBLIC.read_text())["records"]:
         row = f"| {it['number']} | {it['date']} | {it['name']} | {it['steps']:,} | .* | {it['train_time_s']:.2f} | "
         assert re.search(row.replace("|", r"\|"), (ROOT / "records" / "README.md").read_text())
-
-
-def test_help_and_diff_need_no_packages():
-    code = "import sys; from speedrun.__main__ import main; main(['diff', 'CopyHead', 'LongSteps']); "
-    code += "print({*sys.modules} & {'torch', 'numpy', 'scipy', 'matplotlib'}); main(['-h'])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert "\nset()\nusage: " in done.stdout

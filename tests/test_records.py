@@ -10,14 +10,9 @@ import pytest
 
 import train_gpt
 from conftest import GPT2_FLAGS
-from speedrun import ROOT
+from speedrun import records
 
-# Each record names the one before
-AFTER = {json.loads(card.read_text())["after"]: card.parent for card in ROOT.glob("records/*/*/record.json")}
-LINE = [AFTER[None]]
-while follower := AFTER.get(f"{LINE[-1].parent.name}/{LINE[-1].name}"):
-    LINE.append(follower)
-SCRIPTS = [folder / "train_gpt.py" for folder in LINE]
+SCRIPTS = [folder / records.SCRIPT for folder in records.lineage(records.RECORDS)]
 SHORT = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --seed 1 --num_iterations 8 --model_dim 32 "
 SHORT += "--num_heads 2 --head_dim 16 --block_size 16 --train_seq_len 128 --batch_tokens 768 --val_seq_len 256 "
 SHORT += "--val_tokens 1280"
