@@ -20,11 +20,6 @@ def cases(draw) -> tuple[Tensor, int, int]:
     return is_eot.cumsum(0).int(), block, draw(st.integers(0, block * blocks + 9))
 
 
-def visible_from(docs: Tensor, window: int) -> Tensor:
-    """Return the first visible key of each token."""
-    return first_visible_keys(find_doc_starts(docs), torch.tensor(window, dtype=torch.int32))
-
-
 def as_dense(mask: BlockMask, kind: str) -> Tensor:
     """Return which blocks each block has in its list of a kind: kv, full_kv, q or full_q."""
     counts, indices = (getattr(mask, kind + name)[0, 0] for name in ("_num_blocks", "_indices"))
@@ -47,7 +42,8 @@ def test_blocks_with_element_mask_are_the_definition(case, also):
     """
     docs, block, window = case
     position = torch.arange(len(docs))
-    mask, dense = causal_block_mask(visible_from(docs, window), block, extra_mask_mod=also), dense_mask(docs, window)
+    start = first_visible_keys(find_doc_starts(docs), torch.tensor(window, dtype=torch.int32))
+    mask, dense = causal_block_mask(start, block, extra_mask_mod=also), dense_mask(docs, window)
     partial, full = as_dense(mask, "kv"), as_dense(mask, "full_kv")
     assert partial.diagonal().all(), "every query block has a partial one: itself"
     blocks = dense.unflatten(1, (-1, block)).unflatten(0, (-1, block))

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,17 +13,6 @@ from conftest import refusal
 from speedrun import ROOT
 from train_gpt import Group, Ranks, Trainer, UserError
 from world_worker import Run
-
-
-def changed_script(path: Path, *changes: tuple[str, str]) -> Path:
-    """Write a copy of the script in which texts, each of which it has once, are others."""
-    source = (ROOT / "train_gpt.py").read_text()
-    for old, new in changes:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    path.write_text(source)
-    return path
-
 
 SLIPS = {  # on all ranks, on one while the others wait to agree with it, on one while the others train
     "plans": ("    start = int(cfg.scheduled_steps *", "    1 / (step - 3)\n    start = int(cfg.scheduled_steps *"),
@@ -43,7 +31,11 @@ def test_a_slip_keeps_its_traceback_once_for_all_ranks(flags, tmp_path):
     counted = ("lscpu; timeout 20 nvidia-smi", f"echo built >> {headers}")
     runs = {}
     for name, slip in SLIPS.items():
-        script = changed_script(tmp_path / f"{name}.py", slip, counted)
+        source = (ROOT / "train_gpt.py").read_text()
+        for old, new in (slip, counted):
+            assert source.count(old) == 1, old
+            source = source.replace(old, new)
+        (script := tmp_path / f"{name}.py").write_text(source)
         argv = [*flags, "--batch_tokens=256", "--num_iterations=5", "--dtype=float32", f"--run_id={name}"]
         runs[name] = Run([argv] * 2, tmp_path / name, scripts=[script] * 2)
     for name, run in runs.items():
