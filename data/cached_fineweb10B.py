@@ -35,6 +35,8 @@ def main(argv: list[str] | None = None) -> None:
             path.unlink(missing_ok=True)  # the library would take a damaged file for what it downloaded
             # The data are public, but a token that has expired is refused
             hf_hub_download("kjj0/fineweb10B-gpt2", name, repo_type="dataset", token=False, local_dir=args.out)
+            if not is_shard(path):
+                raise RuntimeError("the hub has sent no shard; try another HF_ENDPOINT")
     except KeyboardInterrupt:
         parser.exit(130, f"\n{parser.prog}: interrupted; the same command continues\n")
     except Exception as error:  # of whatever kind: to the user it is a line

@@ -27,6 +27,7 @@ def test_shards_appear_whole_and_the_same_command_continues_whatever_happens(tmp
     for train, code, line in (
         (KeyboardInterrupt(), 130, "interrupted; the same command continues"),
         (ConnectionError("no network\nmore"), 1, f"{TRAIN}: ConnectionError: no network; the same command continues"),
+        (SOUND[TRAIN][:-1], 1, f"{TRAIN}: RuntimeError: the hub has sent no shard; try another HF_ENDPOINT"),
     ):
         sent[TRAIN] = train
         with pytest.raises(SystemExit, match=str(code)):
@@ -35,4 +36,4 @@ def test_shards_appear_whole_and_the_same_command_continues_whatever_happens(tmp
     sent.clear()
     cached_fineweb10B.main(command)
     assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == SOUND
-    assert asked == [VAL, TRAIN, TRAIN, TRAIN], "what is whole is not asked for again"
+    assert asked == [VAL, TRAIN, TRAIN, TRAIN, TRAIN], "what is whole is not asked for again"
