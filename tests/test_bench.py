@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from conftest import GPT2_FLAGS, TINY_FLAGS
-from speedrun import ROOT, bench, plain_gpt
+from speedrun import ROOT, bench
 
 
 @pytest.mark.parametrize("share", [[], ["--one_of=2", "--synthetic"]], ids=["alone", "as one of two"])
@@ -77,7 +78,7 @@ def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path, capsys):
 def test_plain_gpt_learns(corpus, monkeypatch, capsys):
     monkeypatch.setattr(torch, "set_num_threads", Mock())  # two would wait for each other on a busy machine
     monkeypatch.setattr(sys, "argv", f"plain --data {corpus}/ --steps 9 --val_every 3".split())
-    plain_gpt.main()
+    runpy.run_path(str(ROOT / "records" / "plain_gpt.py"), run_name="__main__")
     steps, losses, ms = zip(*json.loads(capsys.readouterr().out)["val_curve"], strict=True)
     assert (steps, sorted(ms)) == ((0, 3, 6, 9), [*ms])
     assert losses[-1] < math.log(257) - 0.05

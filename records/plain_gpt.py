@@ -1,6 +1,6 @@
 """The starting point: a plain GPT on torch.nn, trained as people train one, with AdamW and a cosine schedule.
 
-    python speedrun/plain_gpt.py --seed 1 --val_every 200     # in the repository's root
+    python records/plain_gpt.py --seed 1 --val_every 200     # in the repository's root
 
 4 layers of width 128, 4 heads, a context of 64; 2,000 steps of 12 random windows of the nano track's training shard, in
 fp32, on two threads of a CPU. Validation is on the shard's first 262,144 tokens, each position once, in consecutive
