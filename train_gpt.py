@@ -1131,16 +1131,17 @@ def plan_exchange(ids_by_rank: Sequence[np.ndarray], ranks: Ranks, cfg: Hyperpar
     recv_counts = np.bincount(recv_ids // owned, minlength=ranks.world_size).tolist()
     sent = [unique(ids[(ids >= first) & (ids < first + owned)]) - first for ids in ids_by_rank]
     send_rows = np.concatenate(sent).astype(np.int64)
-    ascending, order = torch.sort(torch.from_numpy(send_rows), stable=True)
-    unique_rows, counts = torch.unique_consecutive(ascending, return_counts=True)
+    order = np.argsort(send_rows, kind="stable")  # merges what is ascending for each rank
+    ascending = send_rows[order]
+    offsets = np.flatnonzero(np.diff(ascending, prepend=-1))
     return RowExchange(
         recv_ids=recv_ids,
         recv_counts=recv_counts,
         send_rows=send_rows,
         send_counts=[*map(len, sent)],
-        unique_rows=unique_rows.numpy(),
-        order=order.numpy(),
-        offsets=(counts.cumsum(0) - counts).numpy(),
+        unique_rows=ascending[offsets],
+        order=order,
+        offsets=offsets,
     )
 
 
@@ -2607,10 +2608,16 @@ def adam_values(old: Tensor, mean: Tensor, squares: Tensor, scalars: dict) -> Te
     return old - update - scalars["decay"] * old * (mean * old > 0)
 
 
-def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, scalars: dict):
+def mean_gradient(total: Tensor, sequences: int, dtype: torch.dtype) -> Tensor:
+    """Return the mean gradient from the sum over sequences."""
+    total = total.to(dtype)
+    return total if sequences == 1 else total / sequences
+
+
+def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, scalars: dict, sequences: int):
     """Update rows as `Adam` says, in operations of which the compiler makes one kernel, casts and all."""
     assert shard.size(1) == 16  # tells the compiler that a thread may move several numbers at once
-    grad = grad.to(m.dtype) / scalars["sequences"]
+    grad = mean_gradient(grad, sequences, m.dtype)
     m += (1 - scalars["beta1"]) * (grad - m)
     v += (1 - scalars["beta2"]) * (grad * grad - v)
     shard.copy_(adam_values(shard.to(m.dtype), m, v, scalars))
@@ -2631,10 +2638,10 @@ class Adam(ShardedOptimizer):
         )
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
-        scalars = dict(eps=self.cfg.adam_eps, sequences=self.cfg.batch_sequences)
-        scalars |= self.scheduled_update(schedule)._asdict()
+        scalars = to_tensors(self.cfg, self.scheduled_update(schedule)._asdict() | dict(eps=self.cfg.adam_eps))
+        m, v = self.state["exp_avg"], self.state["exp_avg_sq"]
         update = compiled(adam_update, self.cfg.compile, dynamic=True)
-        update(self.master, grad, self.state["exp_avg"], self.state["exp_avg_sq"], to_tensors(self.cfg, scalars))
+        update(self.master, grad, m, v, scalars, self.cfg.batch_sequences)
 
 
 NEWTON_SCHULZ = (  # a, b, c of each step: together they take singular values from 0.003 to 1 / 1.05 near 1
@@ -2677,10 +2684,19 @@ def normalize_neurons(update: Tensor, squares: Tensor, beta2: float) -> Tensor:
     return even * (norms / new_norms.clamp(min=1e-10))
 
 
-def muon_update(params: Tensor, grad: Tensor, factors: Tensor, state: dict, scalars: dict, decay: float, beta2: float):
+def muon_update(
+    params: Tensor,
+    grad: Tensor,
+    factors: Tensor,
+    state: dict,
+    scalars: dict,
+    decay: float,
+    beta2: float,
+    sequences: int,
+):
     """Update matrices as `Muon` says, with its state and scalars by name. params: rounded copies of the master."""
     master, fast, slow = state["master"], state["fast"], state["slow"]
-    grad = grad.to(master.dtype) / scalars["sequences"]
+    grad = mean_gradient(grad, sequences, master.dtype)
     fast.lerp_(grad, 1 - scalars["fast_beta"])
     slow.lerp_(grad, scalars["slow_rate"])
     m = slow.lerp(fast, scalars["fast_share"])
@@ -2722,9 +2738,10 @@ class Muon(ShardedOptimizer):
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
         now = self.scheduled_update(schedule)
         scalars = dict(lr=now.lr, momentum=now.momentum, fast_beta=now.fast_beta, fast_share=now.fast_share)
-        tensors = to_tensors(self.cfg, scalars | dict(slow_rate=0.02, sequences=self.cfg.batch_sequences))
+        tensors = to_tensors(self.cfg, scalars | dict(slow_rate=0.02))
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
-        update(self.param_shard, grad, self.factors, self.state, tensors, now.decay, now.beta2)
+        sequences = self.cfg.batch_sequences
+        update(self.param_shard, grad, self.factors, self.state, tensors, now.decay, now.beta2, sequences)
 
 
 OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
@@ -3228,6 +3245,7 @@ class Trainer:
         self.gpt = GPT(cfg).to(self.device)
         self.model = torch.compile(self.gpt, fullgraph=True, dynamic=False) if cfg.compile else self.gpt
         self.optimizers = build_optimizers(self.gpt, ranks)
+        self.params = dict(self.gpt.named_parameters())
         # By parameter: where its gradient is summed up, in an optimizer's buffer
         self.grad_view_of = dict(chain(*(zip(optimizer.params, optimizer.grad_views) for optimizer in self.optimizers)))
         self.table_weights = {table.weight for table in self.gpt.tables()}
@@ -3270,13 +3288,12 @@ class Trainer:
         loss = self.model(inputs, attn_settings)
         # The loss is a sum over tokens, as in the record: gradients grow with the sequence. Only the optimizers divide
         # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
-        params = dict(self.gpt.named_parameters())
         # `fetched` gets no gradient, as `AccumulatingEmbedding` adds it to the table's grads. It is named so that
         # autograd goes there
-        wanted = [self.table.fetched, *params.values()]
+        wanted = [self.table.fetched, *self.params.values()]
         _, *grads = torch.autograd.grad(loss * self.cfg.loss_scale, wanted, allow_unused=True)
         by_dtype: dict[tuple, list] = {}  # a launch adds many gradients, if all have one precision
-        for (name, p), grad in zip(params.items(), grads):
+        for (name, p), grad in zip(self.params.items(), grads):
             if grad is not None:
                 view = self.grad_view_of[p]
                 by_dtype.setdefault((view.dtype, grad.dtype), []).append((view, grad))
