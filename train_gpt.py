@@ -2611,7 +2611,7 @@ def adam_values(old: Tensor, mean: Tensor, squares: Tensor, scalars: dict) -> Te
 def mean_gradient(total: Tensor, sequences: int, dtype: torch.dtype) -> Tensor:
     """Return the mean gradient from the sum over sequences."""
     total = total.to(dtype)
-    return total if sequences == 1 else total / sequences
+    return total if sequences == 1 else total / sequences  # nano has one, and eager code would copy it
 
 
 def adam_update(shard: Tensor, grad: Tensor, m: Tensor, v: Tensor, scalars: dict, sequences: int):
@@ -2830,9 +2830,9 @@ def step_optimizers(
 
 
 # ---- N-grams: a large table, of which a cycle of steps reads few rows ------------------------------------------------
-def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, scalars: dict) -> tuple[Tensor, Tensor]:
+def row_adam_update(rows: Tensor, v: Tensor, grad: Tensor, scalars: dict, sequences: int) -> tuple[Tensor, Tensor]:
     """Return rows and their means of squares after an update as in `NgramTable.update`. v has decayed already."""
-    grad = grad.to(v.dtype) / scalars["sequences"]
+    grad = mean_gradient(grad, sequences, v.dtype)
     v = v + scalars["added"] * grad.square().mean(1, keepdim=True)
     return adam_values(rows.to(v.dtype), grad, v, scalars).to(rows.dtype), v
 
@@ -2906,12 +2906,12 @@ class NgramTable:
             eps=self.cfg.adam_eps,
             decay=now.decay,
             added=1 - now.beta2,
-            sequences=self.cfg.batch_sequences,
         )
         ids = exchange.unique_rows
         self.v *= now.beta2
         update = compiled(row_adam_update, self.cfg.compile, dynamic=True)
-        rows, v = update(self.rows[ids], self.v[ids], sums, to_tensors(self.cfg, scalars))
+        tensors = to_tensors(self.cfg, scalars)
+        rows, v = update(self.rows[ids], self.v[ids], sums, tensors, self.cfg.batch_sequences)
         self.rows.index_copy_(0, ids, rows)
         self.v.index_copy_(0, ids, v)
         del self.arriving  # as large as the rows that were sent

@@ -1,18 +1,15 @@
-"""bench: its figures add up, and what it cannot measure is refused. The plain GPT learns."""
+"""bench: its figures add up, and what it cannot measure is refused."""
 
 import json
 import math
 import re
-import runpy
 import signal
 import subprocess
 import sys
 import time
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
 
 from conftest import GPT2_FLAGS, TINY_FLAGS
 from speedrun import ROOT, bench
@@ -73,12 +70,3 @@ def test_what_cannot_be_measured_is_refused_in_a_line(tmp_path, capsys):
         more = [*GPT2_FLAGS, "--num_iterations=40", "--synthetic", f"--out={tmp_path}/out"]
         assert bench.main([*flags.split(), *more]) == 2
         assert re.fullmatch(f"python -m speedrun bench: .*{message}.*\n", capsys.readouterr().err)
-
-
-def test_plain_gpt_learns(corpus, monkeypatch, capsys):
-    monkeypatch.setattr(torch, "set_num_threads", Mock())  # two would wait for each other on a busy machine
-    monkeypatch.setattr(sys, "argv", f"plain --data {corpus}/ --steps 9 --val_every 3".split())
-    runpy.run_path(str(ROOT / "records" / "plain_gpt.py"), run_name="__main__")
-    steps, losses, ms = zip(*json.loads(capsys.readouterr().out)["val_curve"], strict=True)
-    assert (steps, sorted(ms)) == ((0, 3, 6, 9), [*ms])
-    assert losses[-1] < math.log(257) - 0.05
