@@ -104,7 +104,14 @@ def install(arch: int) -> None:
     CudaInterface.device = device
     CudaInterface.get_raw_stream = staticmethod(lambda index: 0)
     torch._C._cuda_getCurrentRawStream = lambda index: 0
-    torch.nn.Module.to = lambda self, *args: self  # it cannot move fake parameters: modules are built on the GPU
+
+    def to(module: torch.nn.Module, *args) -> torch.nn.Module:
+        # It cannot move fake parameters: modules are built on the GPU. But some buffers are built on the CPU
+        for owner in module.modules():
+            owner._buffers |= {name: torch.empty_like(t, device="cuda:0") for name, t in owner._buffers.items()}
+        return module
+
+    torch.nn.Module.to = to
     # torch.tensor(..., device="cuda") begins as a real tensor: on the CPU
     fake_tensor.FakeTensorMode.avoid_device_init = property(lambda self: True)
     fake_tensor.init_gpu_context = lambda device: None  # a CUDA build makes a tensor there
