@@ -1123,18 +1123,25 @@ def unique(ids: np.ndarray) -> np.ndarray:
     return torch.unique(torch.from_numpy(ids)).numpy()
 
 
-def plan_exchange(ids_by_rank: Sequence[np.ndarray], ranks: Ranks, cfg: Hyperparameters) -> RowExchange:
-    """Return what this rank sends and receives in a cycle. ids_by_rank: the rows that each rank's sequences read."""
+def plan_exchange(
+    ids_by_rank: Sequence[np.ndarray], ranks: Ranks, cfg: Hyperparameters
+) -> tuple[RowExchange, np.ndarray]:
+    """Return what this rank sends and receives in a cycle, and where in recv_ids each of its ids stands.
+
+    ids_by_rank: the rows that each rank's sequences read.
+    """
     owned = rows_per_rank(cfg, ranks)
     first = ranks.rank * owned
-    recv_ids = unique(ids_by_rank[ranks.rank])
+    # The inverse takes a fifteenth of the time of a search for each id
+    found = torch.unique(torch.from_numpy(ids_by_rank[ranks.rank]), return_inverse=True)
+    recv_ids, places = (t.numpy() for t in found)
     recv_counts = np.bincount(recv_ids // owned, minlength=ranks.world_size).tolist()
     sent = [unique(ids[(ids >= first) & (ids < first + owned)]) - first for ids in ids_by_rank]
     send_rows = np.concatenate(sent).astype(np.int64)
     order = np.argsort(send_rows, kind="stable")  # merges what is ascending for each rank
     ascending = send_rows[order]
     offsets = np.flatnonzero(np.diff(ascending, prepend=-1))
-    return RowExchange(
+    exchange = RowExchange(
         recv_ids=recv_ids,
         recv_counts=recv_counts,
         send_rows=send_rows,
@@ -1143,6 +1150,7 @@ def plan_exchange(ids_by_rank: Sequence[np.ndarray], ranks: Ranks, cfg: Hyperpar
         order=order,
         offsets=offsets,
     )
+    return exchange, places.astype(np.int32)
 
 
 def sample_classes(next_tokens: np.ndarray, count: int, offset: int, cfg: Hyperparameters) -> tuple[np.ndarray, int]:
@@ -1239,11 +1247,13 @@ class DistributedDataLoader:
         for r in range(size):
             own_ids = [ids.ravel() for of_step in row_ids for ids in of_step[r::size]]
             ids_by_rank.append(np.concatenate([nothing, *own_ids]))
-        exchange = plan_exchange(ids_by_rank, self.ranks, self.cfg)
+        exchange, places = plan_exchange(ids_by_rank, self.ranks, self.cfg)
+        ends = np.cumsum([ids.size for of_step in row_ids for ids in of_step[rank::size]], dtype=int)
+        places_of = iter(np.split(places, ends))  # of one sequence after the other
         steps = []
         for schedule, batch, of_step in zip(schedules, batches, row_ids):
             own = range(rank, len(batch), size)
-            index = {i: np.searchsorted(exchange.recv_ids, of_step[i]).astype(np.int32) for i in own}
+            index = {i: next(places_of).reshape(of_step[i].shape) for i in own}
             steps.append([self.model_inputs(schedule, i, batch[i], index[i]) for i in own])
         return steps, tree_map_only(np.ndarray, self.to_host_tensor, exchange)
 
