@@ -2558,6 +2558,15 @@ class ShardedOptimizer:
         """Return the numbers of the update in a step, or None if it accumulates only. Groups differ in lr alone."""
         return schedule.updates.get(self.groups[0].patterns)
 
+    @property
+    def accumulates(self) -> bool:
+        """Return whether a rank adds up several gradients for an update. A single one is copied, not added to zeros.
+
+        Tables always add: of a table a sequence has a gradient for some rows.
+        """
+        is_single = self.cfg.batch_sequences == self.ranks.world_size and max(self.groups[0].update_interval) == 1
+        return not (self.by_matrix and is_single)
+
     def reduce(self):
         """Start to sum the gradients over the ranks; each gets the sums of its rows.
 
@@ -2827,7 +2836,7 @@ def step_optimizers(
     while_reducing()
     for optimizer in due:
         optimizer.update(schedule)
-    used = [optimizer.grad_buffer for optimizer in due]
+    used = [optimizer.grad_buffer for optimizer in due if optimizer.accumulates]
     for dtype in {buffer.dtype for buffer in used}:  # a launch clears all buffers of one precision
         torch._foreach_zero_([buffer for buffer in used if buffer.dtype == dtype])
     while_gathering()
@@ -3212,6 +3221,7 @@ class CUDAGraphs:
     def __init__(self, function: Callable):
         self.function = function
         self.captured: dict[tuple, tuple] = {}
+        self.copied: dict[tuple, list[Tensor]] = {}  # the last call's inputs, which are not changed in place
         self.pool = torch.cuda.graph_pool_handle()  # of memory for all graphs, as one runs at a time
 
     @staticmethod
@@ -3229,9 +3239,13 @@ class CUDAGraphs:
             with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
                 static_result = self.function(*static_args)
             self.captured[shapes] = graph, self.tensors_in(static_args), static_result
+            self.copied[shapes] = tensors
             return result
         graph, static_tensors, static_result = self.captured[shapes]
-        torch._foreach_copy_(static_tensors, tensors)
+        # Rotary tables stay the same tensors throughout a stage
+        if new := [pair for *pair, old in zip(static_tensors, tensors, self.copied[shapes]) if pair[1] is not old]:
+            torch._foreach_copy_(*zip(*new))
+        self.copied[shapes] = tensors
         graph.replay()
         return static_result
 
@@ -3258,6 +3272,7 @@ class Trainer:
         self.params = dict(self.gpt.named_parameters())
         # By parameter: where its gradient is summed up, in an optimizer's buffer
         self.grad_view_of = dict(chain(*(zip(optimizer.params, optimizer.grad_views) for optimizer in self.optimizers)))
+        self.accumulated = {p for optimizer in self.optimizers if optimizer.accumulates for p in optimizer.params}
         self.table_weights = {table.weight for table in self.gpt.tables()}
         for table in self.gpt.tables():
             table.grad_buffer = self.grad_view_of[table.weight]
@@ -3266,6 +3281,7 @@ class Trainer:
         self.gpt.fetched_ngrams = self.table.fetched
         self.gpt.ngram_grads = self.table.grads
         self.loader = DistributedDataLoader(cfg, ranks, self.device)
+        self.attn_settings: tuple[int, AttentionSettings] | None = None  # number of a stage, and its settings
         self.exchange: RowExchange | None = None  # of the cycle that a step belongs to: see `train_cycles`
         self.stop_signals: list[str] = []  # those that asked this rank to stop
 
@@ -3274,10 +3290,11 @@ class Trainer:
         if exchange is not self.exchange:  # a cycle begins
             self.exchange = exchange
             self.table.fetch(exchange)
-        attn_settings = make_attention_settings(schedule, self.cfg, self.device)
+        if self.attn_settings is None or self.attn_settings[0] != schedule.stage:
+            self.attn_settings = schedule.stage, make_attention_settings(schedule, self.cfg, self.device)
         mean_loss: Tensor | float = 0.0
         for inputs in sequences:
-            loss = self.run_add_gradients(inputs, attn_settings)
+            loss = self.run_add_gradients(inputs, self.attn_settings[1])
             mean_loss += loss / (len(inputs.tokens) * self.cfg.batch_sequences)
         # One sum over the ranks for both: so all stop at the same step
         loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
@@ -3294,7 +3311,7 @@ class Trainer:
         return loss_and_signals
 
     def add_gradients(self, inputs: ModelInputs, attn_settings: AttentionSettings) -> Tensor:
-        """Add the gradients of a sequence to those before. Return its summed loss."""
+        """Add the gradients of a sequence to those before it since the last update. Return its summed loss."""
         loss = self.model(inputs, attn_settings)
         # The loss is a sum over tokens, as in the record: gradients grow with the sequence. Only the optimizers divide
         # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
@@ -3302,15 +3319,15 @@ class Trainer:
         # autograd goes there
         wanted = [self.table.fetched, *self.params.values()]
         _, *grads = torch.autograd.grad(loss * self.cfg.loss_scale, wanted, allow_unused=True)
-        by_dtype: dict[tuple, list] = {}  # a launch adds many gradients, if all have one precision
+        by_kind: dict[tuple, list] = {}  # a launch takes many gradients, if all have one precision
         for (name, p), grad in zip(self.params.items(), grads):
             if grad is not None:
                 view = self.grad_view_of[p]
-                by_dtype.setdefault((view.dtype, grad.dtype), []).append((view, grad))
+                by_kind.setdefault((p in self.accumulated, view.dtype, grad.dtype), []).append((view, grad))
             elif p not in self.table_weights:  # rows of tables have added theirs already
                 raise UserError(f"{name}: no loss depends on this parameter: use it, or leave it out")
-        for pairs in by_dtype.values():
-            torch._foreach_add_(*zip(*pairs))
+        for (accumulates, *_), pairs in by_kind.items():
+            (torch._foreach_add_ if accumulates else torch._foreach_copy_)(*zip(*pairs))
         return loss.detach()
 
     def blend_emas(self):

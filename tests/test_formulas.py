@@ -144,7 +144,8 @@ def stepped(optimizer, cfg):
     total, before = 0, torch.stack(optimizer.params).detach()
     for schedule in cfg.step_schedules:
         grads = torch.randn_like(before) * (torch.arange(before.size(2)) > 0)  # what has none does not decay in Adam
-        torch._foreach_add_(optimizer.grad_views, [*grads])
+        take = torch._foreach_add_ if optimizer.accumulates else torch._foreach_copy_
+        take(optimizer.grad_views, [*grads])
         total = total + grads / cfg.batch_sequences
         if optimizer.scheduled_update(schedule):
             train_gpt.step_optimizers([optimizer], schedule._replace(tied=False))
