@@ -879,19 +879,34 @@ def make_attention_settings(schedule: StepSchedule, cfg: Hyperparameters, device
     return AttentionSettings(tuple(schedule.windows), window_sizes, attn_scales, rotary)
 
 
-# ---- Data: the tokens of every step are planned before the first one, the same for any number of processes -----------
+# ---- Data: the same tokens in every step for any number of processes -------------------------------------------------
 NO_TARGET, PAST_END = -1, -2  # targets without a loss: see `DistributedDataLoader.targets`
 # For each sequence a shard and an array (pieces, 2): where its pieces of documents begin and end
 BatchPlan = list[tuple[str, np.ndarray]]
-Data = dict[str, list[BatchPlan]]  # what to train on, and what to validate on
+TOKENS_AT_ONCE = 2**20  # of a shard, in which documents are looked for
+
+
+def file_version(path: str) -> tuple[int, int]:
+    """Return what changes when somebody writes to a file, or puts another one in its place."""
+    status = os.stat(path)
+    return status.st_size, status.st_mtime_ns
+
+
+first_version = cache(file_version)  # of a file when the run first read it: `check_data` begins anew
 
 
 def read_numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
-    """Return `count` numbers of a file from byte `offset` on; -1: all to its end."""
+    """Return `count` numbers of a file from byte `offset` on; -1: all to its end.
+
+    Raise UserError if the file has changed since the run first read it: it would train on what nobody has checked.
+    """
     try:
         if not os.path.isfile(path):  # a pipe would never end
             raise OSError("there is no such file")
+        version = first_version(path)
         numbers = np.fromfile(path, dtype, count, offset=offset)  # not mmap: a truncated mapped file raises SIGBUS
+        if file_version(path) != version:
+            raise OSError("it has changed since the run began: start anew, and keep it as it is")
         if len(numbers) < count:
             raise OSError("it is too short")
         return numbers
@@ -899,80 +914,118 @@ def read_numbers(path: str, dtype: str, count: int, offset: int) -> np.ndarray:
         raise UserError(f"{path}: {error.strerror or error}; ./run.sh --check says what to do") from None
 
 
-def find_documents(path: str, cfg: Hyperparameters, is_stream: bool) -> list[tuple[int, int]]:
-    """Return where a shard's documents begin and end; of a stream all is one."""
-    # The format of llm.c: a header of 256 int32 [20240520, 1, number of tokens, 0 ...], then uint16 tokens
+def find_documents(path: str, cfg: Hyperparameters, is_stream: bool) -> Iterator[tuple[int, int]]:
+    """Yield where each document of a shard begins and ends; of a stream all is one. Tokens are read as they are needed.
+
+    A shard has the format of llm.c: a header of 256 int32 [20240520, 1, number of tokens, 0 ...], then uint16 tokens.
+    """
     header = read_numbers(path, "<i4", 3, 0).tolist()
     if header != [20240520, 1, (os.path.getsize(path) - 1024) / 2]:
         raise UserError(f"{path}: not a whole shard of tokens; ./run.sh --check says what to do")
     count = header[2]
     if is_stream:
-        return [(0, count)]
-    begins = np.flatnonzero(read_numbers(path, "<u2", count, 1024) == cfg.eot_token)
-    return list(pairwise([*begins.tolist(), count]))
+        yield 0, count
+        return
+    begin = None
+    for first in range(0, count, TOKENS_AT_ONCE):
+        tokens = read_numbers(path, "<u2", min(TOKENS_AT_ONCE, count - first), 1024 + 2 * first)
+        for i in np.flatnonzero(tokens == cfg.eot_token).tolist():
+            if begin is not None:
+                yield begin, first + i
+            begin = first + i
+    if begin is not None:
+        yield begin, count
 
 
-def cut_sequence(documents: deque[tuple[int, int]], length: int, max_doc_len: int) -> np.ndarray | None:
-    """Take a sequence of `length` tokens from the front of `documents`; None if they have fewer.
+def cut_sequence(
+    documents: Iterator[tuple[int, int]], rest: list[tuple[int, int]], length: int, max_doc_len: int
+) -> np.ndarray | None:
+    """Take a sequence of `length` tokens from the next documents; None if they have fewer.
 
-    Documents are cut to max_doc_len, and their rest is dropped (record 29, @varunneal); sequences begin with a document
-    (record 26, @classiclarryd).
+    Documents are cut to max_doc_len, and what is left of them is dropped (record 29, @varunneal); sequences begin with
+    a document (record 26, @classiclarryd). A stream, where max_doc_len is 0, goes on with its rest.
     """
     pieces = []
     missing = length
-    while missing and documents:
-        begin, end = documents.popleft()
+    while missing and (document := rest.pop() if rest else next(documents, None)):
+        begin, end = document
         stop = min(end, begin + missing, begin + (max_doc_len or missing))
         pieces.append((begin, stop))
         missing -= stop - begin
-        if not max_doc_len:  # a stream: the next sequence begins with the last target of this one
-            documents.appendleft((stop - 1, end))
+        if not max_doc_len:
+            rest.append((stop - 1, end))  # the next sequence begins with the last target of this one
             break
     return None if missing else np.array(pieces)
 
 
 def plan_batches(
-    pattern: str, lengths: list[tuple[int, int]], num_sequences: int, cfg: Hyperparameters
-) -> list[BatchPlan]:
-    """Plan a batch of `num_sequences` for each of `lengths`, shard after shard; the rest of each shard is dropped.
+    pattern: str, lengths: Sequence[tuple[int, int]], num_sequences: int, cfg: Hyperparameters
+) -> Iterator[BatchPlan]:
+    """Yield a batch of `num_sequences` for each of `lengths`, shard after shard; the end of each shard is dropped.
 
     lengths: (seq_len, max_doc_len) of each batch. Raise UserError if the shards have too few tokens.
     """
     paths = deque(sorted(glob.glob(pattern, recursive=True)))
     path = ""
-    documents: deque[tuple[int, int]] = deque()  # those of the shard at `path` that are left
-    batches: list[BatchPlan] = []
-    while len(batches) < len(lengths):
-        seq_len, max_doc_len = lengths[len(batches)]
-        sequences = [cut_sequence(documents, seq_len + 1, max_doc_len) for _ in range(num_sequences)]
+    documents: Iterator[tuple[int, int]] = iter(())  # those of the shard at `path` that are left
+    rest: list[tuple[int, int]] = []  # what is left of a stream
+    done = 0
+    while done < len(lengths):
+        seq_len, max_doc_len = lengths[done]
+        sequences = [cut_sequence(documents, rest, seq_len + 1, max_doc_len) for _ in range(num_sequences)]
         if all(sequence is not None for sequence in sequences):  # else the shard has too little left
-            batches.append([(path, sequence) for sequence in sequences])
+            yield [(path, sequence) for sequence in sequences]
+            done += 1
         elif paths:
             path = paths.popleft()
-            documents = deque(find_documents(path, cfg, is_stream=max_doc_len == 0))
+            documents = find_documents(path, cfg, is_stream=max_doc_len == 0)
+            rest.clear()
         else:
             raise UserError(
-                f"{pattern} in {os.getcwd()}: tokens for {len(batches)} batches, the run needs {len(lengths)}; "
+                f"{pattern} in {os.getcwd()}: tokens for {done} batches, the run needs {len(lengths)}; "
                 f"documents begin with --eot_token {cfg.eot_token}; ./run.sh gets a preset's data, "
                 "data/pack_text.py packs text"
             )
-    return batches
 
 
-def plan_data(cfg: Hyperparameters) -> Data:
-    """Return the batches of training and those of validation, which are one sequence each."""
-    train_lengths = [(schedule.seq_len, schedule.max_doc_len) for schedule in cfg.step_schedules]
-    train = plan_batches(cfg.train_files, train_lengths, cfg.batch_sequences, cfg)
-    val_lengths = [(cfg.val_seq_len, 0)] * (cfg.val_tokens // cfg.val_seq_len)
-    val = plan_batches(cfg.val_files, val_lengths, 1, cfg)
-    if shared := {*paths_of(train)} & {*paths_of(val)}:
+def train_batches(cfg: Hyperparameters) -> Iterator[BatchPlan]:
+    """Yield the batch of each training step."""
+    lengths = [(schedule.seq_len, schedule.max_doc_len) for schedule in cfg.step_schedules]
+    return plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg)
+
+
+def val_batches(cfg: Hyperparameters) -> Iterator[BatchPlan]:
+    """Yield the batches of a validation, of one sequence each."""
+    return plan_batches(cfg.val_files, [(cfg.val_seq_len, 0)] * (cfg.val_tokens // cfg.val_seq_len), 1, cfg)
+
+
+class DataSummary(NamedTuple):
+    """What is known before the clock starts of the tokens to train on, or to validate on. No step uses it."""
+
+    paths: list[str]  # of the shards
+    sha256: str  # of all tokens
+
+
+def summarize(batches: Iterable[BatchPlan], cfg: Hyperparameters, targets: bool) -> DataSummary:
+    """Read all tokens of batches; targets: with the last target of each sequence. Raise UserError if one is missing."""
+    paths: dict[str, None] = {}  # in order
+    sha256 = hashlib.sha256()
+    for path, pieces in chain.from_iterable(batches):
+        paths[path] = None
+        tokens = read_sequence(path, pieces, cfg)
+        sha256.update((tokens if targets else tokens[:-1]).tobytes())
+    return DataSummary([*paths], sha256.hexdigest())
+
+
+def check_data(cfg: Hyperparameters) -> dict[str, DataSummary]:
+    """Return the summaries of a run's data. Raise UserError unless all of it is there."""
+    first_version.cache_clear()
+    data = dict(
+        train=summarize(train_batches(cfg), cfg, targets=True), val=summarize(val_batches(cfg), cfg, targets=False)
+    )
+    if shared := {*data["train"].paths} & {*data["val"].paths}:
         raise UserError(f"{min(shared)}: trains and validates: change --train_files or --val_files")
-    return dict(train=train, val=val)
-
-
-def paths_of(batches: Sequence[BatchPlan]) -> list[str]:
-    """Return the shards of batches, each once, in order."""
-    return [*dict.fromkeys(path for batch in batches for path, _ in batch)]
+    return data
 
 
 def read_sequence(path: str, pieces: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
@@ -1003,15 +1056,6 @@ def read_prefixes(cfg: Hyperparameters) -> np.ndarray:
 def read_invalid_tokens(cfg: Hyperparameters) -> np.ndarray:
     """Return bits (V, V / 8): bit x of row p says that the tokenizer never puts x behind p (data/gpt2_canonical.py)."""
     return read_table(cfg.canon_file, "u1", cfg.padded_vocab, cfg.padded_vocab // 8)
-
-
-def hash_tokens(batches: Sequence[BatchPlan], cfg: Hyperparameters, targets: bool) -> str:
-    """Return the SHA-256 of all tokens of batches; targets: with the last target of each sequence."""
-    sha256 = hashlib.sha256()
-    for sequence in chain(*batches):
-        tokens = read_sequence(*sequence, cfg)
-        sha256.update((tokens if targets else tokens[:-1]).tobytes())
-    return sha256.hexdigest()
 
 
 # ---- Data loader: a thread prepares what the model reads of each sequence, ahead of the steps ------------------------
@@ -1071,17 +1115,17 @@ def sign_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
 
 
 # A cycle: the steps up to and including an update of the table of n-grams, whose rows do not change before that
-Cycle = tuple[list[StepSchedule], Sequence[BatchPlan]]
+Cycle = tuple[list[StepSchedule], list[BatchPlan]]
 
 
-def train_cycles(batches: Sequence[BatchPlan], cfg: Hyperparameters) -> Iterator[Cycle]:
+def train_cycles(batches: Iterator[BatchPlan], cfg: Hyperparameters) -> Iterator[Cycle]:
     """Yield the cycles of a training. The last one may end without an update, and drops its n-grams' gradients."""
     patterns = find_group("ngrams", cfg).patterns
     first = 0
     for schedule in cfg.step_schedules:
         end = schedule.step + 1
         if patterns in schedule.updates or end == cfg.num_iterations:
-            yield cfg.step_schedules[first:end], batches[first:end]
+            yield cfg.step_schedules[first:end], [*islice(batches, end - first)]
             first = end
 
 
@@ -1268,9 +1312,17 @@ class DistributedDataLoader:
         return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), loaded)
 
     def steps(self, cycles: Iterable[Cycle]) -> Iterator[tuple[list[ModelInputs], RowExchange]]:
-        """Yield for each step this rank's inputs and its cycle's exchange, on the device. Two cycles are read ahead."""
+        """Yield for each step this rank's inputs and its cycle's exchange, on the device.
 
-        def read(schedules: Sequence[StepSchedule], batches: Sequence[BatchPlan]):
+        A thread plans and reads: from the first call on, which is on the clock, and two cycles ahead.
+        """
+        cycles = iter(cycles)
+
+        def read():
+            cycle = next(cycles, None)
+            if cycle is None:
+                return None
+            schedules, batches = cycle
             tokens = [[read_sequence(path, pieces, self.cfg) for path, pieces in batch] for batch in batches]
             return self.load_cycle(schedules, tokens)
 
@@ -1279,11 +1331,10 @@ class DistributedDataLoader:
                 torch.cuda.set_device(self.device)
 
         with ThreadPoolExecutor(1, "loader", start) as executor:
-            cycles = iter(cycles)
-            queue = deque(executor.submit(read, *cycle) for cycle in islice(cycles, 2))
-            while queue:
-                steps, exchange = self.to_device(queue.popleft().result())
-                queue.extend(executor.submit(read, *cycle) for cycle in islice(cycles, 1))
+            queue = deque([executor.submit(read), executor.submit(read)])
+            while (loaded := queue.popleft().result()) is not None:
+                queue.append(executor.submit(read))
+                steps, exchange = self.to_device(loaded)
                 for inputs in steps:
                     yield inputs, exchange
 
@@ -3358,9 +3409,10 @@ class Trainer:
         return total
 
     @torch.no_grad()
-    def evaluate(self, step: int, batches: Sequence[BatchPlan]) -> float:
+    def evaluate(self, step: int) -> float:
         """Return the mean loss over the validation tokens. A rank may have more sequences than others, or none."""
         schedule = schedule_validation(step, self.cfg)
+        batches = [*val_batches(self.cfg)]
         mask = self.invalid_tokens(is_last=step == self.cfg.num_iterations)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         size = self.ranks.world_size
@@ -3512,14 +3564,14 @@ def num_graphs(cfg: Hyperparameters) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"] if cfg.compile else 0  # importing it takes a second
 
 
-def train(trainer: Trainer, data: Data, start: Checkpoint, log: Log) -> int:
+def train(trainer: Trainer, start: Checkpoint, log: Log) -> int:
     """Train to the end. Return the most graphs that a rank compiled on the clock: 0, or a bug.
 
     A signal, which schedulers send before they kill, lets the run save a checkpoint and stop.
     """
     cfg = trainer.cfg
     end = cfg.num_iterations
-    batches = trainer.loader.steps(train_cycles(data["train"], cfg))
+    batches = trainer.loader.steps(train_cycles(train_batches(cfg), cfg))
     for _ in range(start.step):  # a resumed run has trained on them; sampled classes depend on all tokens before
         next(batches)
     clock = Clock(start.ms, cfg)
@@ -3541,7 +3593,7 @@ def train(trainer: Trainer, data: Data, start: Checkpoint, log: Log) -> int:
                 raise KeyboardInterrupt(" ".join({*chain(*all_gather_objects(trainer.stop_signals))}))
             if is_validation_due(step, cfg):  # after saving: a run that resumes here validates, too
                 with off_the_clock(clock, losses):
-                    log.write_loss("val_loss", step, trainer.evaluate(step, data["val"]), clock.ms)
+                    log.write_loss("val_loss", step, trainer.evaluate(step), clock.ms)
             if step < end:
                 losses.send(step + 1, trainer.train_step(cfg.step_schedules[step], *next(batches)))
     return max(all_gather_objects(num_graphs(cfg) - graphs_before))
@@ -3636,8 +3688,8 @@ def note_flags(argv: Sequence[str]) -> Iterator[None]:
         raise
 
 
-def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, Data]:
-    """Return the whole configuration, and the tokens of every step."""
+def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, dict[str, DataSummary]]:
+    """Return the whole configuration, and a summary of the data."""
     cfg = resolve(given)
     if cfg.batch_sequences % ranks.world_size:
         raise UserError(f"{ranks.world_size} processes: expected a divisor of {cfg.batch_sequences} sequences a step")
@@ -3648,10 +3700,12 @@ def plan_run(given: Hyperparameters, ranks: Ranks) -> tuple[Hyperparameters, Dat
                 f"{cfg.stages[schedule.stage].batch} is {schedule.seq_len}: expected a multiple of --block_size "
                 f"{cfg.block_size}"
             )
-    return cfg, plan_data(cfg)
+    return cfg, check_data(cfg)
 
 
-def fingerprint(source: str, given: Hyperparameters, cfg: Hyperparameters, data: Data, ranks: Ranks) -> dict:
+def fingerprint(
+    source: str, given: Hyperparameters, cfg: Hyperparameters, data: dict[str, DataSummary], ranks: Ranks
+) -> dict[str, str]:
     """Return by name, as text, what has to be the same on all ranks, and when a run goes on."""
     may_differ = {"run_id", "log_dir", "train_files", "val_files", "prefix_file", "canon_file"}
     may_differ |= {"save_checkpoint", "checkpoint_every", "resume"}
@@ -3661,9 +3715,9 @@ def fingerprint(source: str, given: Hyperparameters, cfg: Hyperparameters, data:
     files = {"script": source.encode(), "prefixes": read_prefixes(cfg), "canonical mask": read_invalid_tokens(cfg)}
     texts |= {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     tokens = num_tokens(cfg.num_iterations, cfg)
-    texts["training tokens"] = f"{tokens}, sha256 {hash_tokens(data['train'], cfg, targets=True)}"
-    texts["validation sha256"] = hash_tokens(data["val"], cfg, targets=False)
-    texts["validation tokens"] = f"{cfg.val_tokens}, sha256 {texts['validation sha256']}"
+    texts["training tokens"] = f"{tokens}, sha256 {data['train'].sha256}"
+    texts["validation sha256"] = data["val"].sha256
+    texts["validation tokens"] = f"{cfg.val_tokens}, sha256 {data['val'].sha256}"
     return texts
 
 
@@ -3674,12 +3728,12 @@ def check_fingerprint(here: dict[str, str], began: dict[str, str]):
         raise UserError(f"the run began with {theirs}, this has {differing}: give the same")
 
 
-def header(source: str, argv: Sequence[str], start: Checkpoint, trainer: Trainer, data: Data) -> str:
+def header(source: str, argv: Sequence[str], start: Checkpoint, trainer: Trainer, data: dict[str, DataSummary]) -> str:
     """Return what begins a log: script, versions, hardware, environment, data, flags and configuration."""
     hardware = subprocess.getoutput("lscpu; timeout 20 nvidia-smi")  # noqa: S605 (it hangs where the driver does)
     kinds = "TORCH", "PYTORCH", "TRITON", "CUDA", "NCCL", "OMP"  # of variables that change how it runs
     environment = {name: value for name, value in os.environ.items() if name.startswith(kinds)}
-    shards = [f"{name} shard: {path}, {os.path.getsize(path)} bytes" for name in data for path in paths_of(data[name])]
+    shards = [f"{name} shard: {path}, {os.path.getsize(path)} bytes" for name in data for path in data[name].paths]
     shard_lines = "\n".join(shards)
     return f"""{source}
 {"=" * 100}
@@ -3763,7 +3817,7 @@ def main(argv: Sequence[str] | None = None) -> dict:
             if given.canon_file and not cfg.canon_file:
                 log.write(f"without {given.canon_file}, which is missing: the last val_loss is higher", console=True)
             trainer.warm_up(tensors)
-        recompiles = train(trainer, data, start, log)
+        recompiles = train(trainer, start, log)
         result = report(trainer, start, log, recompiles)
     leave_process_group()
     return result

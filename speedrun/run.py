@@ -69,14 +69,14 @@ def get_data(cfg: Hyperparameters) -> None:
     """Get a preset's shards where they are missing or damaged."""
     preset = PRESETS[cfg.preset]
     try:
-        train_gpt.plan_data(cfg)
+        train_gpt.check_data(cfg)
     except UserError:
         if (cfg.train_files, cfg.val_files) != (preset.train_files, preset.val_files):
             raise
         shards = math.ceil(1.5 * train_gpt.num_tokens(cfg.num_iterations, cfg) / 10**8)  # cut documents lose a third
         if not get(f"data/cached_fineweb10B.py {shards}" if cfg.preset == "gpt2" else "data/pack_nano.py"):
             raise UserError("the data could not be fetched: see above, then run this again") from None
-        train_gpt.plan_data(cfg)
+        train_gpt.check_data(cfg)
 
 
 def prepare(flags: list[str], is_root: bool) -> tuple[int, list[str]]:

@@ -317,7 +317,7 @@ def take_steps(script: Any, cfg, stage: int, one_of: int, recorder: Recorder) ->
     recorder.calls.clear()
     stats = torch._dynamo.utils.counters["stats"]
     before = stats["unique_graphs"]
-    for step_schedules, _ in script.train_cycles(range(len(cfg.step_schedules)), cfg):
+    for step_schedules, _ in script.train_cycles(iter(cfg.step_schedules), cfg):
         if first <= step_schedules[0].step < first + cfg.common_interval:
             cycle, exchange = read(step_schedules, cfg.batch_sequences)
             for schedule, sequences in zip(step_schedules, cycle, strict=True):

@@ -64,13 +64,13 @@ def test_all_graphs_are_there_after_the_warm_up(gpt2, graphs, tmp_path: Path):
     models = [graph for graph in graphs if "flex_attention" in graph.code]
     assert len(models) == 4, "two lengths, the second with two numbers of classes, and a validation"
     counters = torch._dynamo.utils.counters["stats"]
-    before, data = (len(graphs), counters["unique_graphs"]), train_gpt.plan_data(cfg)
+    before = len(graphs), counters["unique_graphs"]
     for t in (trainer, plain):
-        t.batches = t.loader.steps(train_gpt.train_cycles(data["train"], cfg))
+        t.batches = t.loader.steps(train_gpt.train_cycles(train_gpt.train_batches(cfg), cfg))
     for schedule in cfg.step_schedules:
         ours, expected = (t.train_step(schedule, *next(t.batches))[0].item() for t in (trainer, plain))
         assert ours == pytest.approx(expected, rel=1e-9)
-    ours, expected = (t.evaluate(len(cfg.step_schedules), data["val"]) for t in (trainer, plain))
+    ours, expected = (t.evaluate(len(cfg.step_schedules)) for t in (trainer, plain))
     assert ours == pytest.approx(expected, rel=1e-9)
     assert (schedule.stage, schedule.windows["long"].size) == (2, 104)
     assert not torch.equal(trainer.gpt.embed.weight, trainer.gpt.lm_head.weight), "two tables in the end"

@@ -53,11 +53,10 @@ def test_a_run_by_graphs_is_the_run_without(monkeypatch, corpus):
     monkeypatch.setattr(torch.cuda, "graph", record)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     cfg = small(GPT2, dtype="float64", train_files=f"{corpus}/long.bin", val_files=f"{corpus}/val_000000.bin")
-    batches = train_gpt.plan_data(cfg)["train"]
     trainers = [Trainer(cfg, Ranks()) for _ in range(2)]
     trainers[1].run_add_gradients = CUDAGraphs(trainers[1].add_gradients)
     for trainer in trainers:
-        inputs = trainer.loader.steps(train_cycles(batches, cfg))
+        inputs = trainer.loader.steps(train_cycles(train_gpt.train_batches(cfg), cfg))
         trainer.losses = [trainer.train_step(schedule, *next(inputs)) for schedule in cfg.step_schedules]
     assert torch.equal(*(torch.stack(trainer.losses) for trainer in trainers))
     assert all(map(torch.equal, *(trainer.state_dict().values() for trainer in trainers)))

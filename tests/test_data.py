@@ -19,6 +19,14 @@ NANO = train_gpt.PRESETS["nano"]
 SMALL = dataclasses.replace(NANO, vocab_size=9, eot_token=8)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_tokens_at_once():
+    """Look for documents in so few tokens at a time that some reach from one part to the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_gpt, "TOKENS_AT_ONCE", 16)
+        yield
+
+
 def make_shards(folder: Path, *lengths: int) -> str:
     """Write shards of random tokens, and return the pattern of their names."""
     rng = np.random.default_rng(0)
@@ -28,7 +36,7 @@ def make_shards(folder: Path, *lengths: int) -> str:
 
 
 def plan_stream(pattern: str, seq_lens: list[int]) -> list[BatchPlan]:
-    return train_gpt.plan_batches(pattern, [(seq_len, 0) for seq_len in seq_lens], 1, NANO)
+    return [*train_gpt.plan_batches(pattern, [(seq_len, 0) for seq_len in seq_lens], 1, NANO)]
 
 
 def read(batches: list[BatchPlan], cfg: Hyperparameters = NANO, rank: int = 0, size: int = 1):
@@ -81,8 +89,8 @@ def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_len
     lengths = [*zip(seq_lens, cuts, strict=False)]
     if len(expected) < len(seq_lens):
         with pytest.raises(UserError, match=f"{len(expected)} .*{len(seq_lens)}"):
-            train_gpt.plan_batches(f"{folder}/*.bin", lengths, num_sequences, SMALL)
-    plan = train_gpt.plan_batches(f"{folder}/*.bin", lengths[: len(expected)], num_sequences, SMALL)
+            [*train_gpt.plan_batches(f"{folder}/*.bin", lengths, num_sequences, SMALL)]
+    plan = [*train_gpt.plan_batches(f"{folder}/*.bin", lengths[: len(expected)], num_sequences, SMALL)]
     for rank in range(2):
         found = [x for sequences in read(plan, SMALL, rank, 2) for x in sequences]
         for x, row in zip(found, [row for batch in expected for row in batch[rank::2]], strict=True):
@@ -91,13 +99,30 @@ def test_batches_are_those_of_a_slow_reference(tmp_path_factory, shards, seq_len
 
 
 def test_the_loader_starts_with_the_first_batch_and_reads_ahead(tmp_path, monkeypatch):
-    plan = plan_stream(make_shards(tmp_path, 2000), [64] * 20)
-    read_sequence, reads = train_gpt.read_sequence, []
-    monkeypatch.setattr(train_gpt, "read_sequence", lambda *args: (reads.append(None), read_sequence(*args))[1])
-    batches = read(plan)
+    """Nothing is planned or read before that: the clock has started."""
+    read_numbers, reads = train_gpt.read_numbers, list[int]()
+    monkeypatch.setattr(train_gpt, "read_numbers", lambda *args: (reads.append(args[2]), read_numbers(*args))[1])
+    cfg = dataclasses.replace(NANO, train_files=make_shards(tmp_path, 2000), batch_tokens=128, train_seq_len=64)
+    batches = DistributedDataLoader(cfg, Ranks(), torch.device("cpu")).steps(
+        train_gpt.train_cycles(train_gpt.train_batches(cfg), cfg)
+    )
     assert reads == []
     next(batches)
-    wait_for(lambda: len(reads) == 3)  # the first, and two ahead: the GPU waits for none
+    wait_for(lambda: reads == [3, *[65] * 6])  # the header, the first batch, and two ahead: the GPU waits for none
+
+
+@pytest.mark.parametrize("same_size", [True, False])
+def test_a_shard_that_changes_under_a_run_ends_it(tmp_path, same_size):
+    """Written to, or replaced by another text of the same length, as pack_text.py does."""
+    pattern = make_shards(tmp_path, 4000)
+    batches = plan_stream(pattern, [64] * 40)
+    sequences = read(batches)
+    next(sequences)
+    (tmp_path / "other").mkdir()
+    make_shards(tmp_path / "other", 4000 if same_size else 4001)
+    (tmp_path / "other" / "x_000000.bin").replace(tmp_path / "x_000000.bin")
+    with pytest.raises(UserError, match=r"^\S*x_000000.bin: it has changed since the run began[^\n]*$"):
+        list(sequences)
 
 
 def test_a_spoiled_shard_is_refused_by_name(tmp_path):
@@ -108,5 +133,6 @@ def test_a_spoiled_shard_is_refused_by_name(tmp_path):
     for spoil in (*spoils, path.mkdir, lambda: path.symlink_to("nowhere")):
         path.rmdir() if path.is_dir() else path.unlink()
         spoil()
+        train_gpt.first_version.cache_clear()
         with pytest.raises(UserError, match=r"^\S*x_000001\.bin[^\n]*$"):
             plan_stream(pattern, [10] * 12)

@@ -67,7 +67,7 @@ class SmallRun:
         tables["groups"] = tuple(row._replace(lr=lr_of.get(row.lr, row.lr)) for row in m.GPT2_GROUPS)
         fixed = dict(device="cpu", dtype="float64", seed=0, compile=False, run_id="golden")
         self.cfg = m.resolve(dataclasses.replace(RECORD92, **fixed | files | tables | facts["config"]))
-        self.trainer, self.data = m.Trainer(self.cfg, m.Ranks()), m.plan_data(self.cfg)
+        self.trainer = m.Trainer(self.cfg, m.Ranks())
         self.trainer.warm_up()
         gpt, table = self.trainer.gpt, self.trainer.table
         gpt.signs.copy_(golden.tensor("data/signs"))
@@ -104,7 +104,7 @@ class SmallRun:
         return np.array([t.sum(), np.linalg.norm(t), *t[self.golden[f"index/{name}"]]])
 
     def evaluate(self, step: int) -> float:
-        return self.trainer.evaluate(step, self.data["val"])
+        return self.trainer.evaluate(step)
 
     def norms(self) -> np.ndarray:
         """Return those of NORMS. The record's MLPs have a matrix that nothing reads."""
@@ -122,7 +122,7 @@ def test_a_whole_small_run(golden, tmp_path):
     cfg, trainer, val_steps = run.cfg, run.trainer, golden.facts["val_steps"]
     ends = m.stage_ends(cfg)
     assert [*map(list, zip([0, *ends], ends, strict=False))] == golden.facts["stage_steps"]
-    steps = trainer.loader.steps(m.train_cycles(run.data["train"], cfg))
+    steps = trainer.loader.steps(m.train_cycles(m.train_batches(cfg), cfg))
     for step, (schedule, inputs) in enumerate(zip(cfg.step_schedules, steps, strict=True)):
         if step in val_steps:
             golden.compare("val_loss", run.evaluate(step), val_steps.index(step))

@@ -88,7 +88,7 @@ def test_a_gpu_that_torch_cannot_use_is_never_a_silent_run_on_the_cpu(machine, c
 )
 def test_processes_and_flags_suit_the_machine(machine, monkeypatch, capfd, gpus, code, found):
     machine(*gpus)
-    monkeypatch.setattr(train_gpt, "plan_data", lambda cfg: None)
+    monkeypatch.setattr(train_gpt, "check_data", lambda cfg: None)
     monkeypatch.setattr(run, "get", lambda command: False)  # no mask
     monkeypatch.setattr(torch, "__version__", "2.9.1")  # FP8 may hang with it
     assert run.main([train_gpt.__file__, "--check"]) == code
