@@ -34,7 +34,7 @@ def test_run_is_that_of_one_process(flags, gpt2_flags, tmp_path, preset, size):
     flags = [*flags, "--save_checkpoint", "--run_id"]
     run = Run([[*flags, "several"]] * size, tmp_path / "several")
     expected = train([*flags, "one"])
-    assert run.wait(timeout=200) == [0] * size, run.text("err")
+    assert run.wait(timeout=200) == [0] * size, "".join(run.text("err", rank) for rank in range(size))
     assert all(run.text(name, rank) == "" for name in ("out", "err") for rank in range(1, size)), "rank 0 alone speaks"
     logs = tmp_path / "logs"
     got = json.loads((logs / "several.json").read_text())

@@ -85,10 +85,23 @@ def run_rank(script: str, flags: list[str], variables: dict, paths: list[str], m
         import mini  # noqa: F401
         import train_gpt
 
-        if variables:  # communicate not before it is waited for: who does not wait has old values
-            train_gpt.start_collective = lambda collective, *args: functools.cache(lambda: collective(*args))
+        if variables:
+            train_gpt.start_collective = start_strictly
         sys.exit(train_gpt.cli(flags))
     runpy.run_path(script, run_name="__main__")
+
+
+def start_strictly(collective, out, *args):
+    """Read what is sent at once, and write `out` not before it is waited for: whoever reads early has old values."""
+    arrived, sent = out.clone(), [(t, t.clone()) for t in args if isinstance(t, torch.Tensor)]
+    collective(arrived, *args)
+
+    @functools.cache
+    def wait():
+        assert all(torch.equal(now, before) for now, before in sent), "was written to while it travelled"
+        out.copy_(arrived)
+
+    return wait
 
 
 def kill_at(event: str, suffix: str, count: str) -> None:
