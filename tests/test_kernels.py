@@ -51,6 +51,7 @@ def check_cross_entropy_kernel():
         targets[:, -1] = V - 3
         z[:6, V - 3] += torch.arange(6)
         z[6], z[6, V - 3] = -50, 50  # nothing but a copy
+        z[7:9].scatter_(1, targets[7:9][:, [0, -1]], 10)  # the next token or a copy
         pointer = torch.rand(12, 3, generator=generator).softmax(1)[:, :2].contiguous()
         weights = torch.tensor([0.7, 0.5, 0.25, 0.0])[[*range(n - 1), 3]]
         cfg = train_gpt.GPT2
