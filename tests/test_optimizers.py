@@ -51,15 +51,16 @@ def test_gradients_of_rows_add_up_in_place_without_loss(gpt2):
 
 
 def test_muon_keeps_steps_that_bf16_would_lose():
+    """As the second of two ranks, which has the second matrix and its factor."""
     cfg = dataclasses.replace(train_gpt.PRESETS["nano"], dtype="bfloat16", device="cpu", muon_lr=1e-4, groups=(MUON,))
     first = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
-    params = dict(w=nn.Parameter(first.clone()))
-    muon = Muon(params, [MUON], {0: EMA}, cfg, Ranks())
+    params = {name: nn.Parameter(first.clone()) for name in ("other", "w")}
+    muon = Muon(params, [MUON._replace(lr=0.0), MUON], {0: EMA}, cfg, Ranks(1, 2, 1, 2))
     values = muon.state["master"][0]
     assert torch.equal(values, first)
     for step in range(30):
         before = values.clone()
-        muon.grad_views[0].add_(torch.eye(16).bfloat16())
+        muon.grad_shard.copy_(torch.eye(16))
         train_gpt.step_optimizers([muon], cfg.step_schedules[step]._replace(ema_rates=[1.0]))
         assert torch.equal(params["w"], values.bfloat16())
         assert torch.equal(muon.state["ema 0"][0], values), "nor does an average"
@@ -92,11 +93,12 @@ def test_communication_hides_behind_updates(monkeypatch, gpt2):
 
 def test_rows_of_ngrams_are_saved_and_restored_in_blocks(gpt2, monkeypatch):
     """As the second of two ranks has them: 33 rows, in blocks of four. A row's squares may have decayed to nothing."""
+    cfg = dataclasses.replace(gpt2, dtype="bfloat16")  # v is in fp32
     monkeypatch.setattr(train_gpt, "ROWS_AT_ONCE", 4)
-    tables = [train_gpt.NgramTable(gpt2, Ranks(1, 2, 1, 2), torch.device("cpu")) for _ in range(2)]
+    tables = [train_gpt.NgramTable(cfg, Ranks(1, 2, 1, 2), torch.device("cpu")) for _ in range(2)]
     touched = torch.arange(len(tables[0].rows)) % 3 > 0
-    tables[0].rows[touched] = torch.randn(int(touched.sum()), gpt2.model_dim)
-    tables[0].v[touched] = torch.rand(int(touched.sum()), 1).round()
+    tables[0].rows[touched] = torch.randn(int(touched.sum()), gpt2.model_dim).bfloat16()
+    tables[0].v[touched] = torch.randn(int(touched.sum()), 1).relu()
     tables[0].rows[1], tables[0].v[1] = 0, 1
     tables[1].restore(**(saved := tables[0].state()))
     assert len(saved["ids"]) == touched.sum() > 16
