@@ -88,6 +88,7 @@ def test_layers_are_dense_ones(request, preset: str):
     sizes = dict(num_heads=6, head_dim=8, model_dim=48)  # with two heads a pair's places are their numbers
     cfg = dataclasses.replace(request.getfixturevalue(preset), dtype="float64", **sizes)
     gpt, schedule, calls, nets = randomize(train_gpt.GPT(cfg)), cfg.step_schedules[0], [], {}
+    computed, given = [], []  # gates
     tokens = np.random.default_rng(0).integers(cfg.eot_token, size=cfg.train_seq_len + 1)
     tokens[[0, 5, 6, 40]] = cfg.eot_token
     [[inputs]], _ = DistributedDataLoader(cfg, Ranks(), torch.device("cpu")).load_cycle([schedule], [[tokens]])
@@ -95,6 +96,7 @@ def test_layers_are_dense_ones(request, preset: str):
         block.register_forward_hook(lambda _, args, out: calls.append((args, out)))
     for i, net in gpt.gate_nets.items():
         net.register_forward_pre_hook(lambda _, args, i=int(i): nets.update({i: args[0]}))
+        net.register_forward_hook(lambda _, args, out: computed.extend(out.values()))
     gpt.fetched_ngrams = torch.randn(1 + inputs.ngram_index.max(), cfg.model_dim, dtype=torch.float64)
     ngrams = gpt.fetched_ngrams[inputs.ngram_index]
     found = gpt.features(inputs, make_attention_settings(schedule, cfg, torch.device("cpu")))
@@ -104,6 +106,7 @@ def test_layers_are_dense_ones(request, preset: str):
     for i, (row, block) in enumerate(zip(cfg.layers, gpt.blocks, strict=True)):
         (x, sources, _, net_gates), made = calls[i]
         x0, mudd, f = sources.x0, None, block.gates(x, net_gates)
+        given += net_gates.values()
         if i == 0:
             x = x + (f.ngram[0] * ngram if row.ngram else 0)
             close(first, x)
@@ -123,6 +126,7 @@ def test_layers_are_dense_ones(request, preset: str):
         close(made.mlp_input, F.rms_norm(x, x.shape[-1:]))
         close(made.output, f.resid[1] * x + sum(mlp(made.mlp_input, f.post[1]) for mlp in block.mlps))
         assert i == 0 or i not in nets or torch.equal(nets[i], outputs[i - 1])
+    assert all(torch.equal(a, b) for a, b in zip(given, computed, strict=True)), "each layer gets its own gates"
     if w := cfg.smear_gate_inputs:
         e = gpt.embed(inputs.tokens)
         e[1:] += gpt.smear_lambda * (e[1:, :w] @ gpt.smear_gate.T).sigmoid() * e[:-1].clone()
@@ -188,8 +192,9 @@ def test_muon_has_two_momenta_and_decays_along_the_slow_one(gpt2):
 
 
 def test_rows_of_ngrams_step_by_an_adam_without_momentum_and_with_one_v_a_row(gpt2):
-    """In three cycles, of other tokens each. Rows that none reads stay as they are, but their v decays, too."""
-    cfg = dataclasses.replace(gpt2, dtype="float64", ngram_rows=300, prefix_file="")
+    """In three cycles of other tokens. Rows that none reads stay as they are, but their v decays, too."""
+    sizes = dict(ngram_rows=300, batch_tokens=2 * gpt2.train_seq_len)
+    cfg = dataclasses.replace(gpt2, **sizes, dtype="float64", prefix_file="")
     table = NgramTable(cfg, Ranks(), torch.device("cpu"))
     loader = DistributedDataLoader(cfg, Ranks(), torch.device("cpu"))
     expected, v = table.rows.normal_().clone(), torch.zeros(300, dtype=torch.float64)

@@ -25,7 +25,7 @@ from world_worker import ENVIRONMENT, Run, wait_for
 
 
 def test_log_and_result_have_their_form(flags, corpus):
-    result = train([*flags, "--run_id", "form", "--target_loss", "5.5"])
+    result = train([*flags, "--run_id", "form", "--target_loss", "5.5", "--loss_scale=0.5"])
     log = Path(result["log"])
     source, environment, steps = log.read_text().split("=" * 100 + "\n")
     assert source == (ROOT / "train_gpt.py").read_text() + "\n"
@@ -40,6 +40,7 @@ def test_log_and_result_have_their_form(flags, corpus):
     lines = re.findall(r"^(step:.*) train_time:\d+ms step_avg:\d+\.\d\dms$", steps, re.M)
     curves = {name: {step: loss for step, loss, _ in result[f"{name}_curve"]} for name in ("train", "val")}
     order = [("val", 0), ("train", 1), ("train", 2), ("val", 2), ("train", 3), ("train", 4), ("val", 4)]
+    assert abs(curves["train"][1] - curves["val"][0]) < 1, "both before the first update"
     assert lines == [f"step:{i}/4 {name}_loss:{curves[name][i]:.4f}" for name, i in order]
     assert json.loads(log.with_suffix(".json").read_text()) == json.loads(json.dumps(result))
     assert {path.name for path in log.parent.iterdir()} == {"form.txt", "form.json", "form.pt", "form.ngrams0"}
