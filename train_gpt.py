@@ -2605,9 +2605,9 @@ class ShardedOptimizer:
         """Return the rows of a buffer that belong to this rank."""
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
-    def scheduled_update(self, schedule: StepSchedule) -> AdamStep | MuonStep | None:
-        """Return the numbers of the update in a step, or None if it accumulates only. Groups differ in lr alone."""
-        return schedule.updates.get(self.groups[0].patterns)
+    def is_due(self, schedule: StepSchedule) -> bool:
+        """Return whether a step updates the parameters; if not, it accumulates only. All groups have equal intervals."""
+        return self.groups[0].patterns in schedule.updates
 
     @property
     def accumulates(self) -> bool:
@@ -2698,18 +2698,26 @@ class Adam(ShardedOptimizer):
 
     In gpt2 it steps every other time, on the sum of two gradients (record 39, @classiclarryd), with moments in fp32
     (record 56, @ChrisJMcCormick). The weight decay is cautious (record 50, @roeeshenberg). Tables later step every
-    fourth time (`schedule_adam`).
+    fourth time (`schedule_adam`). Small parameters of several groups share a buffer, whose rows have the numbers of
+    their groups.
     """
 
     def init_state(self) -> dict[str, Tensor]:
         dtype = accum_dtype(self.master.dtype)
+        self.param_of_row: Tensor | slice = slice(1)  # in one group the numbers of the first parameter serve all rows
+        if len({*self.groups}) > 1:
+            params = torch.arange(len(self.params)).repeat_interleave(torch.tensor(self.rows_per_param))
+            self.param_of_row = self.shard(params).to(self.master.device)
         return dict(
             exp_avg=torch.zeros_like(self.master, dtype=dtype), exp_avg_sq=torch.zeros_like(self.master, dtype=dtype)
         )
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
-        scalars = to_tensors(self.cfg, self.scheduled_update(schedule)._asdict() | dict(eps=self.cfg.adam_eps))
         m, v = self.state["exp_avg"], self.state["exp_avg_sq"]
+        by_param = [(*schedule.updates[group.patterns], self.cfg.adam_eps) for group in self.groups]
+        numbers = torch.tensor(by_param, dtype=m.dtype).to(m.device, non_blocking=True)
+        by_row = numbers[self.param_of_row, :, None].unbind(1)  # each (rows, 1) or (1, 1)
+        scalars = dict(zip((*AdamStep._fields, "eps"), by_row))
         update = compiled(adam_update, self.cfg.compile, dynamic=True)
         update(self.master, grad, m, v, scalars, self.cfg.batch_sequences)
 
@@ -2806,7 +2814,7 @@ class Muon(ShardedOptimizer):
         return dict(fast=torch.zeros_like(master), slow=torch.zeros_like(master), squares=squares)
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
-        now = self.scheduled_update(schedule)
+        now = schedule.updates[self.groups[0].patterns]  # groups differ in their factors alone
         scalars = dict(lr=now.lr, momentum=now.momentum, fast_beta=now.fast_beta, fast_share=now.fast_share)
         tensors = to_tensors(self.cfg, scalars | dict(slow_rate=0.02))
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
@@ -2818,8 +2826,13 @@ OPTIMIZERS = {"Muon": Muon, "Adam": Adam}
 
 
 def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
-    """Return optimizers for all parameters, each in exactly one group. Muon batches all matrices of a shape."""
+    """Return optimizers for all parameters, each in exactly one group.
+
+    Muon batches all matrices of a shape. Tables of a group share an optimizer, and so do all small parameters that are
+    updated in the same steps: fewer collectives.
+    """
     cfg = gpt.cfg
+    tables = {table.weight for table in gpt.tables()}
     members: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, p in gpt.named_parameters():
         group = find_group(name, cfg)
@@ -2827,22 +2840,23 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
         key: tuple
         if OPTIMIZERS[group.optimizer].by_matrix:
             key = emas, group._replace(patterns="", lr=0.0), p.shape[-2:]
-        else:
+        elif p in tables:
             key = emas, group, p.dtype
+        else:
+            key = emas, group.optimizer, group.update_interval, group.keep_norm, p.dtype
         members.setdefault(key, {})[name] = p  # those with equal keys share an optimizer
     embed, head = (find_group(name, cfg) for name in ("embed.weight", "lm_head.weight"))
     if cfg.tied_frac and (embed.patterns != "embed.weight" or head != embed._replace(patterns="lm_head.weight")):
         raise UserError(
             f"embed.weight has {embed}, lm_head.weight {head}: expected equal rows of their own, or --tied_frac 0"
         )
-    tables = {table.weight for table in gpt.tables()}
     optimizers = []
-    for (emas, group, _), params in members.items():
+    for (emas, *_), params in members.items():
         groups = [find_group(name, cfg) for name in params]
         first = next(iter(params.values()))
-        grad_dtype = sum_dtype(group, first.dtype) if first in tables else None
+        grad_dtype = sum_dtype(groups[0], first.dtype) if first in tables else None
         own_emas = {i: cfg.emas[i] for i in emas}
-        optimizers.append(OPTIMIZERS[group.optimizer](params, groups, own_emas, cfg, ranks, grad_dtype))
+        optimizers.append(OPTIMIZERS[groups[0].optimizer](params, groups, own_emas, cfg, ranks, grad_dtype))
     # Largest first: its update overlaps the other reduce-scatters, and only the smallest all-gather overlaps nothing
     return sorted(optimizers, key=lambda optimizer: -optimizer.param_buffer.nbytes)
 
@@ -2877,7 +2891,7 @@ def step_optimizers(
     send them: meanwhile the next one's gradients and the last one's values are on their way. At last all values are
     waited for. while_reducing starts what else may travel, while_gathering computes while the last values travel.
     """
-    due = [optimizer for optimizer in optimizers if optimizer.scheduled_update(schedule)]
+    due = [optimizer for optimizer in optimizers if optimizer.is_due(schedule)]
     tied = TiedTables(due) if schedule.tied else None
     if tied:
         tied.merge_gradients()

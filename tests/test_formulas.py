@@ -151,7 +151,7 @@ def stepped(optimizer, cfg):
         take = torch._foreach_add_ if optimizer.accumulates else torch._foreach_copy_
         take(optimizer.grad_views, [*grads])
         total = total + grads / cfg.batch_sequences
-        if optimizer.scheduled_update(schedule):
+        if optimizer.is_due(schedule):
             train_gpt.step_optimizers([optimizer], schedule._replace(tied=False))
             after = torch.stack(optimizer.params).detach()
             yield schedule, total, before, after
