@@ -1231,6 +1231,7 @@ class DistributedDataLoader:
         self.cfg = cfg
         self.ranks = ranks
         self.device = device
+        self.stream = torch.cuda.Stream() if device.type == "cuda" else None  # of copies to the device
         self.prefixes = read_prefixes(cfg)
         # Where the next sweep of `sample_classes` begins, for each sequence of a step: where the one before ended
         self.offsets = [cfg.padded_vocab * i // cfg.batch_sequences for i in range(cfg.batch_sequences)]
@@ -1308,8 +1309,15 @@ class DistributedDataLoader:
         return tensor.pin_memory() if self.device.type == "cuda" else tensor  # here, as pinning may allocate
 
     def to_device(self, loaded):
-        """Return what `load_cycle` returned, on the device."""
-        return tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), loaded)
+        """Return what `load_cycle` returned, on the device. A GPU copies on a stream of its own, beside the steps."""
+        if self.stream is None:
+            return loaded
+        now = torch.cuda.current_stream()
+        with torch.cuda.stream(self.stream):
+            loaded = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), loaded)
+        now.wait_stream(self.stream)
+        tree_map_only(Tensor, lambda t: t.record_stream(now), loaded)  # no other tensor takes its memory before
+        return loaded
 
     def steps(self, cycles: Iterable[Cycle]) -> Iterator[tuple[list[ModelInputs], RowExchange]]:
         """Yield for each step this rank's inputs and its cycle's exchange, on the device.

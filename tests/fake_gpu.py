@@ -91,6 +91,7 @@ def install(arch: int) -> None:
         get_rng_state=lambda device="cuda": torch.zeros(16, dtype=torch.uint8),  # Dynamo saves and restores it
         set_rng_state=lambda state, device="cuda": None,
         set_device=lambda device: None,
+        Stream=contextlib.nullcontext,
         _lazy_init=lambda: None,
         device=device,
         _DeviceGuard=type("guard", (device,), {}),  # what generated code enters
@@ -307,6 +308,7 @@ def take_steps(script: Any, cfg, stage: int, one_of: int, recorder: Recorder) ->
     with torch.device("cuda"):
         trainer = Trainer(cfg, script.Ranks(0, one_of, 0, one_of))
     trainer.loader.to_host_tensor = lambda array: torch.from_numpy(array.copy())
+    trainer.loader.to_device = lambda made: tree_map_only(Tensor, lambda t: t.to("cuda"), made)
     steps = [schedule.step for schedule in cfg.step_schedules if schedule.stage == stage - 1]
     first = steps[len(steps) // 3] // cfg.common_interval * cfg.common_interval
     all_updates = {name: update for schedule in cfg.step_schedules for name, update in schedule.updates.items()}
