@@ -1319,10 +1319,11 @@ class DistributedDataLoader:
         tree_map_only(Tensor, lambda t: t.record_stream(now), loaded)  # no other tensor takes its memory before
         return loaded
 
-    def steps(self, cycles: Iterable[Cycle]) -> Iterator[tuple[list[ModelInputs], RowExchange]]:
-        """Yield for each step this rank's inputs and its cycle's exchange, on the device.
+    def steps(self, cycles: Iterable[Cycle]) -> Iterator[tuple[list[ModelInputs], RowExchange, RowExchange | None]]:
+        """Yield for each step this rank's inputs, its cycle's exchange and, with a cycle's last step, the next cycle's.
 
-        A thread plans and reads: from the first call on, which is on the clock, and two cycles ahead.
+        All are on the device. A thread plans and reads: from the first call on, which is on the clock, and two cycles
+        ahead.
         """
         cycles = iter(cycles)
 
@@ -1340,11 +1341,18 @@ class DistributedDataLoader:
 
         with ThreadPoolExecutor(1, "loader", start) as executor:
             queue = deque([executor.submit(read), executor.submit(read)])
-            while (loaded := queue.popleft().result()) is not None:
+
+            def take():
                 queue.append(executor.submit(read))
-                steps, exchange = self.to_device(loaded)
+                return self.to_device(queue.popleft().result())
+
+            loaded = take()
+            while loaded is not None:
+                (*steps, last_step), exchange = loaded
                 for inputs in steps:
-                    yield inputs, exchange
+                    yield inputs, exchange, None
+                loaded = take()
+                yield last_step, exchange, None if loaded is None else loaded[1]
 
 
 # ---- Layers: each draws its own initial values; MLPs begin with zero outputs (@Grad62304977) -------------------------
@@ -2614,7 +2622,7 @@ class ShardedOptimizer:
         return buffer.chunk(self.ranks.world_size)[self.ranks.rank]
 
     def is_due(self, schedule: StepSchedule) -> bool:
-        """Return whether a step updates the parameters; if not, it accumulates only. All groups have equal intervals."""
+        """Return whether a step updates the parameters, of whichever group; if not, it accumulates only."""
         return self.groups[0].patterns in schedule.updates
 
     @property
@@ -2626,12 +2634,19 @@ class ShardedOptimizer:
         is_single = self.cfg.batch_sequences == self.ranks.world_size and max(self.groups[0].update_interval) == 1
         return not (self.by_matrix and is_single)
 
-    def reduce(self):
+    def reduce(self, tied: "ShardedOptimizer | None" = None):
         """Start to sum the gradients over the ranks; each gets the sums of its rows.
 
-        They travel in their precision, or in that of the parameters if it is shorter.
+        They travel in their precision, or in that of the parameters if it is shorter. tied: the head's optimizer, whose
+        gradients are added, while it is one table with the embedding.
         """
-        sent = self.grad_buffer.type_as(self.grad_shard)  # with one process they are one tensor
+        sent = self.grad_buffer  # with one process it is grad_shard, too
+        if sent.dtype != self.grad_shard.dtype:
+            sent = torch.empty_like(sent, dtype=self.grad_shard.dtype)
+        if tied:
+            torch.add(self.grad_buffer, tied.grad_buffer, out=sent)
+        elif sent is not self.grad_buffer:
+            sent.copy_(self.grad_buffer)
         self.wait_for_grads = start_collective(reduce_scatter, self.grad_shard, sent)
 
     def update(self, schedule: StepSchedule):
@@ -2869,54 +2884,36 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     return sorted(optimizers, key=lambda optimizer: -optimizer.param_buffer.nbytes)
 
 
-class TiedTables:
-    """Embedding and head while they are one table: the embedding is updated, and the head copies it."""
-
-    def __init__(self, optimizers: Sequence[ShardedOptimizer]):
-        self.embed = next(optimizer for optimizer in optimizers if "embed.weight" in optimizer.names)
-        self.head = next(optimizer for optimizer in optimizers if "lm_head.weight" in optimizer.names)
-
-    def merge_gradients(self):
-        """Move the gradient of the head to that of the embedding."""
-        self.embed.grad_buffer += self.head.grad_buffer
-        self.head.grad_buffer.zero_()
-
-    def copy_to_head(self):
-        """Copy the embedding's parameters, moments and averages to the head."""
-        self.head.copy_state_from(self.embed)
-
-
 @torch.no_grad()
 def step_optimizers(
-    optimizers: Sequence[ShardedOptimizer],
-    schedule: StepSchedule,
-    while_reducing: Callable = lambda: None,
-    while_gathering: Callable = lambda: None,
+    optimizers: Sequence[ShardedOptimizer], schedule: StepSchedule, while_reducing: Callable = lambda: None
 ):
     """Take a step on the gradients, summed over this rank's sequences, and clear those that were used.
 
     First the gradients of all due optimizers start to travel. Then one after the other updates its rows and starts to
     send them: meanwhile the next one's gradients and the last one's values are on their way. At last all values are
-    waited for. while_reducing starts what else may travel, while_gathering computes while the last values travel.
+    waited for. while_reducing: what else is computed while the first gradients travel.
     """
     due = [optimizer for optimizer in optimizers if optimizer.is_due(schedule)]
-    tied = TiedTables(due) if schedule.tied else None
-    if tied:
-        tied.merge_gradients()
-        due.remove(tied.head)
+    used = [optimizer.grad_buffer for optimizer in due if optimizer.accumulates]
+    embed = head = None
+    if schedule.tied:  # one table: the embedding is updated by the gradients of both, and the head copies it
+        embed, head = (
+            next(optimizer for optimizer in due if name in optimizer.names)
+            for name in ("embed.weight", "lm_head.weight")
+        )
+        due.remove(head)
     for optimizer in due:
-        optimizer.reduce()
+        optimizer.reduce(tied=head if optimizer is embed else None)
     while_reducing()
     for optimizer in due:
         optimizer.update(schedule)
-    used = [optimizer.grad_buffer for optimizer in due if optimizer.accumulates]
     for dtype in {buffer.dtype for buffer in used}:  # a launch clears all buffers of one precision
         torch._foreach_zero_([buffer for buffer in used if buffer.dtype == dtype])
-    while_gathering()
     for optimizer in due:
         optimizer.wait_for_params()
-    if tied:
-        tied.copy_to_head()
+    if head:
+        head.copy_state_from(embed)
     for optimizer in optimizers:
         optimizer.update_emas(schedule)
 
@@ -2935,8 +2932,9 @@ ROWS_AT_ONCE = 2**18  # rows copied between device and host at a time: 400 MB in
 class NgramTable:
     """The embeddings of n-grams, of which only those that were read are updated.
 
-    Each rank owns an equal part of the rows, and the table exists once across all: no other tensor has its size. When a
-    cycle begins, its ranks fetch the rows that they will read; when it ends, summed gradients go back: `RowExchange`.
+    Each rank owns an equal part of the rows, and the table exists once across all: no other tensor has its size. Before
+    a cycle its ranks fetch the rows that they will read; when it ends, summed gradients go back: `RowExchange`. Then
+    the next cycle's rows travel while the other parameters are updated.
 
         rows, v             this rank's part of the table, and the mean square of the gradients of each row
         fetched, grads      the rows that a cycle reads, in the order of recv_ids, and the sums of their gradients.
@@ -2944,7 +2942,10 @@ class NgramTable:
     """
 
     arriving: Tensor  # the gradients that all ranks send for rows of this one
-    wait: Callable[[], object]  # waits for them
+    wait_for_grads: Callable[[], object]  # waits for them
+    wait_for_rows: Callable[[], object] = staticmethod(
+        lambda: None
+    )  # waits for rows that are on their way to `fetched`
 
     def __init__(self, cfg: Hyperparameters, ranks: Ranks, device: torch.device):
         self.cfg = cfg
@@ -2967,25 +2968,26 @@ class NgramTable:
             out.copy_(rows)
         return start_collective(dist.all_to_all_single, out, rows, received, sent)
 
-    @torch.no_grad()
     def fetch(self, exchange: RowExchange):
-        """Fetch the rows that a cycle reads."""
+        """Start to fetch the rows that a cycle reads."""
+        self.wait_for_rows()  # if others are still on their way, these must come later
         rows = self.rows[exchange.send_rows]
-        fetched = self.fetched[: len(exchange.recv_ids)]
-        self.all_to_all(fetched, rows, exchange.recv_counts, exchange.send_counts)()
+        fetched = self.fetched.detach()[: len(exchange.recv_ids)]
+        # `cache`: each step waits, the first one for real
+        self.wait_for_rows = cache(self.all_to_all(fetched, rows, exchange.recv_counts, exchange.send_counts))
 
     def send(self, exchange: RowExchange):
         """Start to send the gradients of this rank's sequences to the rows' owners."""
         grads = self.grads[: len(exchange.recv_ids)]
         self.arriving = grads.new_empty(len(exchange.send_rows), grads.size(1))
-        self.wait = self.all_to_all(self.arriving, grads, exchange.send_counts, exchange.recv_counts)
+        self.wait_for_grads = self.all_to_all(self.arriving, grads, exchange.send_counts, exchange.recv_counts)
 
     def update(self, exchange: RowExchange, schedule: StepSchedule):
         """Update the rows that the cycle has read by Adam without momentum, and with one v for each row.
 
         As in the record v decays for all rows.
         """
-        self.wait()
+        self.wait_for_grads()
         self.grads[: len(exchange.recv_ids)].zero_()
         sums = self.arriving
         if self.ranks.world_size > 1:  # several ranks may have read a row
@@ -3358,11 +3360,20 @@ class Trainer:
         self.exchange: RowExchange | None = None  # of the cycle that a step belongs to: see `train_cycles`
         self.stop_signals: list[str] = []  # those that asked this rank to stop
 
-    def train_step(self, schedule: StepSchedule, sequences: Sequence[ModelInputs], exchange: RowExchange) -> Tensor:
-        """Take a step on this rank's sequences. Return all ranks' mean loss, and how many signals ask to stop."""
-        if exchange is not self.exchange:  # a cycle begins
-            self.exchange = exchange
-            self.table.fetch(exchange)
+    def train_step(
+        self,
+        schedule: StepSchedule,
+        sequences: Sequence[ModelInputs],
+        exchange: RowExchange,
+        next_exchange: RowExchange | None = None,
+    ) -> Tensor:
+        """Take a step on this rank's sequences. Return all ranks' mean loss, and how many signals ask to stop.
+
+        next_exchange: in the last step of a cycle, that of the next one, whose rows then start to travel.
+        """
+        if exchange is not self.exchange:  # the first cycle of a run
+            self.start_cycle(exchange)
+        self.table.wait_for_rows()
         if self.attn_settings is None or self.attn_settings[0] != schedule.stage:
             self.attn_settings = schedule.stage, make_attention_settings(schedule, self.cfg, self.device)
         mean_loss: Tensor | float = 0.0
@@ -3373,15 +3384,24 @@ class Trainer:
         loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
         wait_for_loss = start_collective(dist.all_reduce, loss_and_signals)
         with self.part("optimizers"):
-            if self.table.group.patterns in schedule.updates:  # the cycle ends: its rows travel and are updated, too
-                self.exchange = None
-                send = partial(self.table.send, exchange)
-                update = partial(self.table.update, exchange, schedule)
-                step_optimizers(self.optimizers, schedule, while_reducing=send, while_gathering=update)
+            if self.table.group.patterns in schedule.updates:  # the cycle ends
+                self.table.send(exchange)  # first, as the next cycle waits for these rows
+
+                def turn_cycle():
+                    self.table.update(exchange, schedule)
+                    self.start_cycle(next_exchange)
+
+                step_optimizers(self.optimizers, schedule, while_reducing=turn_cycle)
             else:
                 step_optimizers(self.optimizers, schedule)
         wait_for_loss()
         return loss_and_signals
+
+    def start_cycle(self, exchange: RowExchange | None):
+        """Start to fetch the rows of a cycle; None: it is not known yet."""
+        self.exchange = exchange
+        if exchange is not None:
+            self.table.fetch(exchange)
 
     def add_gradients(self, inputs: ModelInputs, attn_settings: AttentionSettings) -> Tensor:
         """Add the gradients of a sequence to those before it since the last update. Return its summed loss."""
@@ -3421,6 +3441,7 @@ class Trainer:
     ) -> Tensor | int:
         """Return the summed loss of this rank's sequences, of which it may have none."""
         self.table.fetch(exchange)
+        self.table.wait_for_rows()
         attn_settings = make_attention_settings(schedule, self.cfg, self.device)
         total = 0
         for inputs in sequences:
@@ -3440,10 +3461,9 @@ class Trainer:
         size = self.ranks.world_size
         # A cycle has one sequence for each rank
         cycles = (([schedule], [[*chain(*batches[i : i + size])]]) for i in range(0, len(batches), size))
-        for sequences, exchange in self.loader.steps(cycles):
+        for sequences, exchange, _ in self.loader.steps(cycles):
             total += self.eval_step(schedule, sequences, exchange, mask)
-        if self.exchange is not None:  # within a cycle of the training: its rows are fetched again
-            self.table.fetch(self.exchange)
+        self.start_cycle(self.exchange)  # of the training: its rows are fetched again
         start_collective(dist.all_reduce, total)()
         return total.item() / self.cfg.val_tokens
 
@@ -3472,6 +3492,7 @@ class Trainer:
         with torch.no_grad():
             sequences, exchange = self.dummy_batch(schedule)
             self.eval_step(schedule, sequences[:1], exchange, self.invalid_tokens(is_last=False))
+        self.blend_emas()
         self.exchange = None
         self.table.rows.zero_()  # their initial values: a copy would be too large
         self.table.v.zero_()

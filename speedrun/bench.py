@@ -60,7 +60,9 @@ VARIANTS = {
     ),
 }
 TimeTurn = Callable[[int], float]  # takes the number of a stage, and returns ms a step
-Steps = Iterator[tuple[StepSchedule, list[ModelInputs], RowExchange]]  # what `Trainer.train_step` takes
+Steps = Iterator[
+    tuple[StepSchedule, list[ModelInputs], RowExchange, RowExchange | None]
+]  # what `Trainer.train_step` takes
 
 
 class Stopwatch:

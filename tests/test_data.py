@@ -44,7 +44,7 @@ def read(batches: list[BatchPlan], cfg: Hyperparameters = NANO, rank: int = 0, s
     cfg = dataclasses.replace(cfg, batch_tokens=len(batches[0]) * cfg.train_seq_len) if batches else cfg
     loader = DistributedDataLoader(cfg, Ranks(rank, size), torch.device("cpu"))
     cycles = (([schedule_validation(0, cfg)], [batch]) for batch in batches)
-    return (sequences for sequences, _ in loader.steps(cycles))
+    return (sequences for sequences, *_ in loader.steps(cycles))
 
 
 def slow_row(documents: list[list[int]], seq_len: int, cut: int) -> list[int] | None:
@@ -108,7 +108,7 @@ def test_the_loader_starts_with_the_first_batch_and_reads_ahead(tmp_path, monkey
     )
     assert reads == []
     next(batches)
-    wait_for(lambda: reads == [3, *[65] * 6])  # the header, the first batch, and two ahead: the GPU waits for none
+    wait_for(lambda: reads == [3, *[65] * 8])  # the header, the first batch, and three ahead: the GPU waits for none
 
 
 @pytest.mark.parametrize("same_size", [True, False])
