@@ -144,12 +144,12 @@ class Race:
             order += [(self.seed + i, script) for script in scripts]
         return order
 
-    def runs_of(self, sha256: str) -> list[Run]:
-        """Return the runs of the first script with this hash, in the order of seeds."""
-        return [run for run in self.runs if run.script == self.hashes.index(sha256)]
+    def runs_of(self, script: int) -> list[Run]:
+        """Return the runs of the script of this index, in the order of seeds."""
+        return [run for run in self.runs if run.script == script]
 
-    def compare(self, newer: str, older: str) -> dict:
-        """Compare two scripts, by their hashes, of a whole race: ratio of times, difference of losses, verdict."""
+    def compare(self, newer: int, older: int) -> dict:
+        """Compare two scripts, by their indices, of a whole race: ratio of times, difference of losses, verdict."""
         a, b = self.runs_of(newer), self.runs_of(older)
         times = difference([math.log(run.train_time) for run in a], [math.log(run.train_time) for run in b])
         losses = difference([run.val_loss for run in a], [run.val_loss for run in b])
@@ -246,7 +246,7 @@ def run_race(plan: Race, sources: Sequence[str], folder: Path) -> Race:
             race.write(path)
             result = f"{run_id}: val_loss {run.val_loss:.4f}, {run.train_time:.0f} ms"
             print(f"{result}; {len(race.runs)}/{len(race.order)}", file=sys.stderr, flush=True)
-        *others, last = race.hashes
+        *others, last = range(len(race.scripts))
         race.comparisons = [race.compare(other, last) for other in others]
         race.write(path)
     return race
@@ -256,10 +256,12 @@ def report(race: Race) -> str:
     """Say how the runs of the first script stand to their track's target, and how the scripts differ."""
     lines = []
     if track := TRACKS.get(race.preset):
-        sample = Sample([run.val_loss for run in race.runs_of(race.hashes[0])], track.target)
+        sample = Sample([run.val_loss for run in race.runs_of(0)], track.target)
         lines.append(f"{race.scripts[0].name}: {sample}, p={sample.p:.2g} against {track.target}")
     lines.append(f"{race.pairs} pairs from seed {race.seed} on, 95% intervals")
     *others, last = race.scripts
     for script, comparison in zip(others, race.comparisons, strict=True):
         lines.append(f"{script.name} against {last.name}: {summary(comparison)}")
+        if script.sha256 == last.sha256:
+            lines.append("the two are equal: the interval is how far this machine's runs differ")
     return "\n".join(lines)

@@ -165,7 +165,7 @@ def race_before(folder: Path, line: Sequence[Path]) -> tuple[Path, Race, dict] |
     if [(run.seed, run.script) for run in race.runs] != race.order:
         raise ToolError(f"{path}: has {len(race.runs)} runs, not {race.pairs} of each script in turn; finish the race")
     race.check(path)
-    return older, race, race.compare(*hashes)
+    return older, race, race.compare(*map(race.hashes.index, hashes))
 
 
 # ---- Verify
@@ -220,7 +220,7 @@ def verify_runs(folder: Path, kind: str, line: Sequence[Path], failures: list[st
         outcome = f"{summary(comparison)}, against {name_of(older)}"
         if kind == "idea" and comparison["verdict"] != "faster":  # a public record gained elsewhere
             failures.append(f"{RACE}: {outcome}")
-        runs = {(run.seed, run.val_loss, run.train_time) for run in race.runs_of(sha256)}
+        runs = {(run.seed, run.val_loss, run.train_time) for run in race.runs_of(race.hashes.index(sha256))}
         if {(log.seed, log.val_loss, log.train_time) for log in logs} != runs:
             problem = f"its {len(runs)} runs of the script are not the {len(logs)} logs: submit all those"
             failures.append(f"{RACE}: {problem}")

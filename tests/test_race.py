@@ -155,7 +155,15 @@ def test_a_comparison_ends_with_a_verdict():
         for seed, i in nano.order:
             loss, ms = (1.44, 800.0) if i else (1.44 + losses[seed], 800 * times[seed])
             nano.runs.append(race.Run(i, seed, loss, ms))
-        assert nano.compare("ab", "cd")["verdict"] == verdict
+        assert nano.compare(0, 1)["verdict"] == verdict
+
+
+def test_a_script_raced_against_its_copy_shows_how_the_machine_varies(tool, monkeypatch):
+    shutil.copy("fast.py", "copy.py")
+    times = iter([900.0, 800.0, 820.0, 910.0, 890.0, 810.0])  # by seeds 900/800, 910/820, 890/810
+    monkeypatch.setattr(race, "run_script", lambda _, log, i, seed: race.Run(i, seed, 1.44 + seed / 1e3, next(times)))
+    code, out, _ = tool("race", "fast.py", "copy.py", "--pairs", 3, *NANO)
+    assert (code, "train time 1.111 (1.079 to 1.144)" in out, "the two are equal" in out) == (0, True, True), out
 
 
 def test_a_race_says_in_one_line_what_is_wrong_and_goes_on(tool):
