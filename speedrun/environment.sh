@@ -1,6 +1,7 @@
 # shellcheck shell=bash disable=SC2086 # $missing is a list
 # Sourced in the repository's root. `find_python [EXTRA...]` sets $python to one that has the packages of requirements.txt
-# and these extras: $PYTHON or python3 if they do, else that of .venv, which is made or completed, without removing any.
+# and these extras: $PYTHON or python3 if they do, else that of .venv, which is made or completed, without removing any;
+# one that does not start, or came here from another folder, is made anew.
 export GOMP_SPINCOUNT=${GOMP_SPINCOUNT:-10000} # as in speedrun/process.py, which says why
 export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-2147483647}
 export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432}
@@ -36,9 +37,19 @@ meets() { # NAME...: set $missing to what $python lacks, and tell whether that i
     missing=$(lacks "$python" "$@") && [ -z "$missing" ]
 }
 
+is_stale() { # tell whether .venv has a Python that is gone, or an `activate` and a pip of another folder
+    [ -d .venv ] && ! { .venv/bin/python -c "" && (
+        set +u
+        VIRTUAL_ENV=.venv # if there is no `activate`
+        source .venv/bin/activate
+        [ "$VIRTUAL_ENV" -ef .venv ]
+    ); } &>/dev/null
+}
+
 make_environment() { # NAME..., with a file to lock as file descriptor 9
     local missing base=${PYTHON:-python3}
     flock 9 2>/dev/null || true # not all file systems have locks
+    ! is_stale || rm -rf .venv || true # where it is mounted, its folder stays
     meets "$@" && return # another process has made it
     echo "completing the environment .venv, once: this can take some minutes" >&2
     if command -v uv >/dev/null; then # finds or fetches a Python, and chooses the wheels of torch; else pip goes on
@@ -61,5 +72,5 @@ find_python() { # NAME...
     [ -z "${PYTHON:-}" ] || lacks "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON is not Python 3.11 or newer"
     meets "$@" && return
     python=.venv/bin/python
-    meets "$@" || make_environment "$@" 9<speedrun/environment.sh
+    ! is_stale && meets "$@" || make_environment "$@" 9<speedrun/environment.sh
 }

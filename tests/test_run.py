@@ -154,11 +154,16 @@ def test_environment_is_made_once_and_completed_and_has_pip(machine, tmp_path, u
     wheels = dict(PIP_FIND_LINKS=f"{tmp_path} {Path(ensurepip.__file__).parent / '_bundled'}", PIP_NO_INDEX="1")
     find = "set -euo pipefail; source speedrun/environment.sh; find_python; echo $python; env"
     activated = "source .venv/bin/activate; pip --version; python -m pip --version"  # as README says next
-    # As it is at first, and where pip was killed: it writes METADATA last
-    for damage in "true", "rm .venv/lib/*/site-packages/tiny*/METADATA":
-        shell(damage, folder)
+    for damage, is_kept in (
+        ("mkdir -p .venv/bin; ln -s /gone/python3.10 .venv/bin/python3", False),
+        ("rm .venv/lib/*/site-packages/tiny*/METADATA", True),  # pip was killed: it writes METADATA last
+        (f"cp -r . '{tmp_path}/a copy'", False),  # its `activate` leads to the first clone
+    ):
+        shell(f"touch .venv/mark; {damage}", folder)
+        folder = tmp_path / "a copy" if "a copy" in damage else folder
         code, out, errors = shell(find, folder, **wheels)
         assert (code, out.startswith(".venv/bin/python\n"), "completing" in errors) == (0, True, True), errors
+        assert (folder / ".venv" / "mark").exists() == is_kept
         assert all(f"{name}={value}\n" in out for name, value in process.ENVIRONMENT.items())
         assert shell(activated, folder)[1].count(str(folder / ".venv")) == 2
         assert shell(find, folder)[::2] == (0, "")  # nothing is left to do
