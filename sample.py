@@ -3,22 +3,31 @@
     python sample.py                                                 the newest model in logs/
     python sample.py logs/RUN_ID.pt --prompt "class " --seed 1       this one, and the same text every time
     python sample.py --score README.md --score LICENSE               bits per byte, which all tokenizers share
+    python sample.py logs/RUN_ID.pt --script logs/RUN_ID.txt         run by the script in this log, or in a file
 
+A model is run by the script that trained it, if that is the root's or still where it was; else --script names one.
 The sample, or scores as JSON, go to stdout, all else to stderr. Exit codes: 0; 2 bad input, in a line; 130 interrupted.
 """
 
 import argparse
 import codecs
+import contextlib
 import dataclasses
+import hashlib
 import json
 import math
 import os
 import random
 import sys
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from data.texts import gpt2_encoding, read_text
+from speedrun import ROOT
+from speedrun.logs import load_script, script_in
 from speedrun.process import ToolError, packages, run
 
 with packages():
@@ -27,9 +36,6 @@ with packages():
     import torch.nn.functional as F
     from torch import Tensor
     from tqdm import tqdm
-
-    import train_gpt
-    from train_gpt import GPT, DistributedDataLoader, Hyperparameters, Ranks
 
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}  # for terminals
 SLICE = 512  # tokens whose logits exist at a time
@@ -40,15 +46,17 @@ LENGTH = 4096  # tokens that are scored at a time, as plain attention takes memo
 class Model:
     """A trained model, set as in its last validation. For each token to come it reads the whole text."""
 
-    def __init__(self, gpt: GPT, ngrams: Sequence[dict[str, Tensor]]):
+    def __init__(self, script: ModuleType, gpt: Any, ngrams: Sequence[dict[str, Tensor]]):
+        """Take the `GPT` of a script, whose code runs it."""
+        self.script = script
         self.gpt = gpt
         self.cfg = gpt.cfg
         self.device = gpt.lm_head.weight.device
         self.ngrams = ngrams  # of each process that trained: `ids` of the rows that it ever updated, and the `rows`
-        self.schedule = train_gpt.schedule_validation(self.cfg.num_iterations, self.cfg)
-        self.attn_settings = train_gpt.make_attention_settings(self.schedule, self.cfg, self.device)
-        self.loader = DistributedDataLoader(self.cfg, Ranks(), self.device)
-        bits = train_gpt.read_invalid_tokens(self.cfg)
+        self.schedule = script.schedule_validation(self.cfg.num_iterations, self.cfg)
+        self.attn_settings = script.make_attention_settings(self.schedule, self.cfg, self.device)
+        self.loader = script.DistributedDataLoader(self.cfg, script.Ranks(), self.device)
+        bits = script.read_invalid_tokens(self.cfg)
         self.canon = torch.from_numpy(bits).to(self.device) if len(bits) else None
 
     def features(self, tokens: Sequence[int]) -> Tensor:
@@ -68,8 +76,8 @@ class Model:
     def logits(self, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
         """Return logits (n, vocab_size) of what follows `tokens` (T,) at `places` (n,). x (T, K): the head's input."""
         cfg = self.cfg
-        z = train_gpt.linear(x[places], self.gpt.lm_head.weight)
-        z = z.to(train_gpt.accum_dtype(z.dtype))
+        z = self.script.linear(x[places], self.gpt.lm_head.weight)
+        z = z.to(self.script.accum_dtype(z.dtype))
         logits = cfg.softcap_range * torch.sigmoid((z + cfg.softcap_shift) * 2 / cfg.lm_head_softcap)
         if self.canon is not None:
             bits = self.canon[tokens[places]][:, :, None] >> torch.arange(8, dtype=torch.uint8, device=self.device) & 1
@@ -79,7 +87,7 @@ class Model:
         return logits[:, : cfg.vocab_size]
 
     def share_out_copies(self, logits: Tensor, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-        """Return logarithms of probabilities: the pointer shares out that of a copy, see `train_gpt.Pointer`."""
+        """Return logarithms of probabilities: the pointer shares out that of a copy, see `Pointer` in train_gpt.py."""
         block = self.cfg.val_pointer_block
         q, k, sink = self.gpt.pointer.project(x)
         docs, t = (tokens == self.cfg.eot_token).cumsum(0), places[:, None]
@@ -90,7 +98,7 @@ class Model:
         p = logits.softmax(1)
         alpha = p[:, self.cfg.copy_row, None].clamp(max=1 - 1e-6)
         copied = torch.zeros_like(p).index_add_(1, tokens, weights[:, :-1].to(p.dtype))
-        return train_gpt.mix_copies(p, alpha, copied, weights[:, -1:]).log()
+        return self.script.mix_copies(p, alpha, copied, weights[:, -1:]).log()
 
     @torch.inference_mode()
     def predictions(self, tokens: Sequence[int], first: int = 0) -> Iterator[Tensor]:
@@ -100,31 +108,69 @@ class Model:
             yield self.logits(x, read, places).double().cpu()
 
 
-def load_model(path: Path, device: str) -> Model:
-    """Load what --save_checkpoint wrote to `path`."""
-    with train_gpt.file_errors(f"{path}: name a sound .pt that a run with --save_checkpoint of this script wrote"):
-        saved = train_gpt.load_file(path)
-        cfg = Hyperparameters(**json.loads(saved["configuration"]))
+@contextlib.contextmanager
+def file_errors(what: str) -> Iterator[None]:
+    """Say in one line what is wrong with a file, as reading and running it can fail in many ways."""
+    try:
+        yield
+    except Exception as error:
+        if hasattr(error, "code"):  # UserError of a script, which is such a line
+            raise
+        raise ToolError(f"{what}: {error!r:.300}") from error
+
+
+def find_script(path: Path, saved: dict, given: Path | None) -> Path:
+    """Return the file of the script that runs the model at `path`: the one that is given, or that trained it."""
+
+    def sha256(file: Path) -> str:
+        return hashlib.sha256(script_in(file).encode()).hexdigest()
+
+    if given:
+        if saved.get("script", sha256(given)) != sha256(given):
+            print(f"sample.py: the code in {given} is not what trained {path}", file=sys.stderr)
+        return given
+    name, log = saved.get("script_path", "an older script"), path.with_suffix(".txt")
+    places = ROOT / "train_gpt.py", Path(name), log
+    found = [file for file in places if file.is_file() and sha256(file) == saved.get("script")]
+    if found and found[0] != log:
+        return found[0]
+    advice = f"--script {log}" if found else "name its file, or a log of it, by --script FILE"
+    raise ToolError(f"{path}: was trained by {name}, which is not there as it was: {advice}")
+
+
+def load_model(path: Path, device: str, script_file: Path | None = None) -> Model:
+    """Load what --save_checkpoint wrote to `path`, and the script that runs it."""
+    with file_errors(f"{path}: name a sound .pt that a run with --save_checkpoint wrote"):
+        if zipfile.ZipFile(path).testzip():
+            raise ValueError("it is damaged")
+        saved = dict(torch.load(path, map_location="cpu", weights_only=True))
+    file = find_script(path, saved, script_file)
+    advice = "name what trained it by --script, or take the sample.py of its time"
+    with file_errors(f"{path}: the code in {file} does not run it here; {advice}"):
+        script = load_script(file)
+        cfg = script.Hyperparameters(**json.loads(saved["configuration"]))
         # What was trained in bf16 is sampled in fp32 where that is faster
         dtype = "auto" if cfg.dtype == "bfloat16" else cfg.dtype
         canon = cfg.canon_file if Path(cfg.canon_file).is_file() else ""
         changes: dict = dict(device=device, dtype=dtype, prefix_file="", canon_file=canon)
-        cfg = train_gpt.resolve(dataclasses.replace(cfg, **changes))
+        cfg = script.resolve(dataclasses.replace(cfg, **changes))
         if (device := cfg.device) == "cuda":
             torch.set_default_device(device)  # where masks are made
         cfg = dataclasses.replace(cfg, device="cpu")  # attention in plain PyTorch, which compiles for no length of text
         with torch.device("meta"):  # the initial values are not needed
-            gpt = GPT(cfg).eval()
+            gpt = script.GPT(cfg).eval()
         gpt.to_empty(device=device).load_state_dict(saved["model"])
         rows = [path.with_suffix(f".ngrams{rank}") for rank in range(len(saved["rows"]))]
-        if [train_gpt.checksum(file) for file in rows] != saved["rows"]:
+        if [script.checksum(file) for file in rows] != saved["rows"]:
             raise ValueError("the rows of n-grams beside it are of another model")
         # They stay on the disk until they are needed: gpt2's take up to 130 GB
         parts = [torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in rows]
-    return Model(gpt, [part for part in parts if len(part["ids"])])
+        model = Model(script, gpt, [part for part in parts if len(part["ids"])])
+        next(model.predictions([cfg.eot_token]))  # what another script lacks is missed now
+    return model
 
 
-def tokenizer(cfg: Hyperparameters) -> tuple[Callable[[str], list[int]], Callable[[int], bytes]]:
+def tokenizer(cfg: Any) -> tuple[Callable[[str], list[int]], Callable[[int], bytes]]:
     """Return how text becomes tokens, and a token bytes."""
     if cfg.vocab_size == 257:
         return lambda text: list(text.encode(errors="surrogateescape")), lambda token: bytes([token])
@@ -195,6 +241,7 @@ def sample_or_score(argv: Sequence[str] | None) -> None:
     parser = argparse.ArgumentParser(prog="sample.py", description=__doc__, **form)
     add = parser.add_argument
     add("model", nargs="?", metavar="FILE", type=Path, help="a .pt that --save_checkpoint wrote [the newest in logs/]")
+    add("--script", type=Path, metavar="FILE", help="run the model by the script in this file or log")
     add("--score", type=Path, metavar="FILE", action="append", help="score this text, and sample none; repeatable")
     add("--prompt", metavar="TEXT", default="", help="what to go on from; --prompt=TEXT if it begins with - [nothing]")
     add("--tokens", type=int, metavar="N", default=300, help="the most tokens to add [%(default)s]")
@@ -209,7 +256,7 @@ def sample_or_score(argv: Sequence[str] | None) -> None:
     path = args.model or max(Path("logs").glob("*.pt"), key=os.path.getmtime, default=Path("logs/*.pt"))
     if not path.is_file():
         raise ToolError(f"{path}: there is no such file; train a model with --save_checkpoint, or name its file")
-    model = load_model(path, args.device)
+    model = load_model(path, args.device, args.script)
     if sum(p.numel() for p in model.gpt.parameters()) < SMALL:
         torch.set_num_threads(1)
     for text in args.score or ():

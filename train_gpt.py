@@ -3792,14 +3792,18 @@ configuration: {json.dumps(dataclasses.asdict(trainer.cfg))}
 {"=" * 100}"""
 
 
-def save_model(trainer: Trainer, log: Log):
-    """Save the final model for sample.py: RUN_ID.pt, and each rank's rows of n-grams beside it."""
+def save_model(trainer: Trainer, start: Checkpoint, log: Log):
+    """Save the final model for sample.py: RUN_ID.pt, and each rank's rows of n-grams beside it.
+
+    It names this script, whose code alone knows what the weights mean.
+    """
     suffix = f".ngrams{trainer.ranks.rank}"
     if not save_beside_log(log, suffix, trainer.table.state()):
         return
     checksums = all_gather_objects(checksum(log.path.with_suffix(suffix)))
     configuration = json.dumps(dataclasses.asdict(trainer.cfg))
-    model = dict(configuration=configuration, model=trainer.gpt.state_dict(), rows=checksums)
+    script = dict(script=start.must_match["script"], script_path=os.path.relpath(__file__))
+    model = dict(configuration=configuration, model=trainer.gpt.state_dict(), rows=checksums) | script
     if save_beside_log(log, ".pt", model if trainer.ranks.rank == 0 else None):
         log.write(f"next: python sample.py {log.path.with_suffix('.pt')}", console=True)
 
@@ -3819,7 +3823,7 @@ val_loss {val_loss:.4f} after {ms / 1000:.2f} s; {verdict}log: {log.path}""",
         console=True,
     )
     if cfg.save_checkpoint:
-        save_model(trainer, log)
+        save_model(trainer, start, log)
     result = dict(
         val_loss=val_loss,
         train_time_ms=ms,

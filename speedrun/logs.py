@@ -4,9 +4,11 @@ import hashlib
 import json
 import math
 import re
+import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from types import SimpleNamespace as Track
 from typing import Any
 
@@ -38,6 +40,19 @@ def read_json(path: Path) -> dict:
 def digest(script: str) -> str:
     """Return the SHA-256 of the file that holds this script."""
     return hashlib.sha256(f"{script}\n".encode()).hexdigest()
+
+
+def script_in(path: Path) -> str:
+    """Return the script in a file, or in the log that begins with it."""
+    return read_text(path).partition(f"\n{RULE}\n")[0]
+
+
+def load_script(path: Path) -> ModuleType:
+    """Import the script in a file or a log."""
+    sys.modules[str(path)] = module = ModuleType(str(path))  # dataclasses look it up
+    module.__file__ = str(path)
+    exec(compile(script_in(path), path, "exec"), vars(module))  # noqa: S102 (importlib takes no log)
+    return module
 
 
 # Each has the fields that tracks.toml explains, and its name

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from speedrun import ROOT
-from speedrun.logs import RULE, TRACKS, Log, ToolError, Track, digest, quote, read_json, read_text
+from speedrun.logs import TRACKS, Log, ToolError, Track, digest, quote, read_json, read_text, script_in
 from speedrun.process import printable
 from speedrun.race import ALPHA, OWN_FLAGS, RACE, Race, Sample, interval, read_race, summary
 
@@ -94,7 +94,7 @@ def read_script(name: str, root: Path) -> tuple[str, str]:
     path = find_record(name, root)
     if path.is_dir():
         return name_of(path), read_text(path / SCRIPT).rstrip("\n")
-    return str(path), read_text(path).partition(f"\n{RULE}\n")[0].rstrip("\n")
+    return str(path), script_in(path).rstrip("\n")
 
 
 def hash_of(folder: Path) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import hashlib
 import json
 import signal
 from pathlib import Path
@@ -152,5 +153,6 @@ def model(tiny, tmp_path) -> Path:
     path.parent.mkdir()
     torch.save(random_ngrams(cfg), rows := path.with_suffix(".ngrams0"))
     saved = dict(configuration=json.dumps(dataclasses.asdict(cfg)), model=randomize(GPT(cfg)).state_dict())
+    saved["script"] = hashlib.sha256(Path(train_gpt.__file__).read_bytes()).hexdigest()
     torch.save(saved | dict(rows=[train_gpt.checksum(rows)]), path)
     return path

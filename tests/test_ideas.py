@@ -1,6 +1,5 @@
 """The script takes the ideas of the pages."""
 
-import importlib.util
 import re
 import subprocess
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import mini
 from conftest import GPT2_FLAGS
 from speedrun import ROOT
+from speedrun.logs import load_script
 
 SOURCE = (ROOT / "train_gpt.py").read_text()
 CHANGES = (ROOT / "docs" / "change.md").read_text()
@@ -28,8 +28,7 @@ def apply(diff: str, folder: Path) -> Path:
 
 def losses_of(path: Path, corpus: Path, folder: Path) -> list[float]:
     """Train gpt2's layers in small with a script."""
-    spec = importlib.util.spec_from_file_location("changed", path)
-    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    module = load_script(path)
     module.PRESETS["mini"] = module.Hyperparameters(**mini.MINI | dict(layers=module.GPT2_LAYERS))
     # Six heads, of which 1, 2, 3 or 6 are a matrix; three steps have an update of every group
     flags = "--batch_tokens=16 --num_heads=6 --head_dim=8 --model_dim=48 --seed=0 --run_id=r --val_loss_every=0".split()

@@ -1,6 +1,5 @@
 """The root beside the newest record, and a short training of nano by each record's script."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -11,19 +10,12 @@ import pytest
 import train_gpt
 from conftest import GPT2_FLAGS
 from speedrun import records
+from speedrun.logs import load_script
 
 SCRIPTS = [folder / records.SCRIPT for folder in records.lineage(records.RECORDS)]
 SHORT = "--preset nano --device cpu --dtype float64 --cpu_threads 1 --seed 1 --num_iterations 8 --model_dim 32 "
 SHORT += "--num_heads 2 --head_dim 16 --block_size 16 --train_seq_len 128 --batch_tokens 768 --val_seq_len 256 "
 SHORT += "--val_tokens 1280"
-
-
-def load(path: Path):
-    """Import a record's script."""
-    spec = importlib.util.spec_from_file_location(f"script_of_{path.parent.name}", path)
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
 
 
 def train(script, flags: list[str], tmp_path) -> float:
@@ -55,7 +47,7 @@ PATHS = [(path, pytest.mark.slow if path in IN_THE_GATE else pytest.mark.frozen)
 
 @pytest.mark.parametrize("path", [pytest.param(path, marks=mark, id=path.parent.name) for path, mark in PATHS])
 def test_a_record_still_trains(path: Path, script_flags, tmp_path):
-    script = load(path)
+    script = load_script(path)
     nano, flags = script.PRESETS["nano"], [*SHORT.split(), *script_flags]
     if not hasattr(nano, "block_size"):  # it was called so once
         flags = [flag.replace("--block_size", "--mask_block") for flag in flags]

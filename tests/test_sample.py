@@ -20,6 +20,11 @@ import train_gpt
 from conftest import random_ngrams
 from dense import randomize
 from speedrun import ROOT
+from speedrun.logs import load_script
+
+
+def validation_text(corpus: Path) -> torch.Tensor:
+    return torch.from_numpy(np.fromfile(corpus / "val_000000.bin", "<u2", 97, offset=1024).astype(np.int64))
 
 
 @pytest.mark.parametrize("preset", ["nano", pytest.param("gpt2", marks=pytest.mark.slow)])
@@ -32,12 +37,48 @@ def test_a_trained_model_scores_the_validation_text_as_its_run_did(flags, gpt2_f
     more = f"--vocab_size={size} --val_tokens=96 --final_window=40 --canon_file={tmp_path}/canon --dtype=float64"
     more += " --prefix_file= --seed=5 --run_id=r --save_checkpoint"
     result = train_gpt.main([*(flags if preset == "nano" else gpt2_flags), *more.split()])
-    text = torch.from_numpy(np.fromfile(corpus / "val_000000.bin", "<u2", 97, offset=1024).astype(np.int64))
+    text = validation_text(corpus)
     model = sample.load_model(tmp_path / "logs" / "r.pt", "cpu")
     logits = torch.cat([*model.predictions(text[:96].tolist())])
     torch.testing.assert_close(next(model.predictions(text[:50].tolist(), first=49))[0], logits[49])
     score = F.cross_entropy if preset == "nano" else F.nll_loss  # with a pointer they are logarithms of probabilities
     assert score(logits, text[1:]).item() == pytest.approx(result["val_loss"], abs=1e-10)
+
+
+def test_a_model_is_run_by_the_code_that_trained_it_alone(flags, corpus, tmp_path, monkeypatch, capsys):
+    """That of a copy of the script whose forward differs: by its path, by its log, and never by the root's."""
+    monkeypatch.chdir(tmp_path)
+    source, text = Path(train_gpt.__file__).read_text(), validation_text(corpus)
+    changed = "features = GPT.features\nGPT.features = lambda *args: 3 * features(*args)\n"
+    Path("my.py").write_text(f"{source}{changed}")
+    more = "--vocab_size=320 --val_tokens=96 --final_window=40 --dtype=float64 --run_id=r --save_checkpoint"
+    trained = load_script(Path("my.py")).main([*flags, *more.split()])["val_loss"]
+    path = Path(tmp_path, "logs", "r.pt")
+
+    def loss(*script: Path) -> float:
+        logits = torch.cat([*sample.load_model(path, "cpu", *script).predictions(text[:96].tolist())])
+        return F.cross_entropy(logits, text[1:]).item()
+
+    def refusal(*argv: str) -> str:
+        code, (out, err) = sample.main([str(path), *argv]), capsys.readouterr()
+        assert (code, out, err.count("\n")) == (2, "", 1), err
+        return err
+
+    capsys.readouterr()
+    assert (loss(), capsys.readouterr().err) == (pytest.approx(trained, abs=1e-10), "")
+    assert abs(loss(ROOT / "train_gpt.py") - trained) > 1e-3
+    assert f"train_gpt.py is not what trained {path}" in capsys.readouterr().err
+    Path("my.py").write_text("# another\n")
+    assert f"was trained by my.py, which is not there as it was: --script {path.with_suffix('.txt')}" in refusal()
+    assert (loss(path.with_suffix(".txt")), capsys.readouterr().err) == (pytest.approx(trained, abs=1e-10), "")
+    path.with_suffix(".txt").write_text("")
+    assert "name its file, or a log of it, by --script FILE" in refusal()
+    assert "No such file or directory: 'none.py'" in refusal("--script=none.py")
+    older = torch.load(path, weights_only=True)
+    del older["script"], older["script_path"]
+    torch.save(older, path)
+    assert "was trained by an older script, which is not there as it was: name its file" in refusal()
+    assert "the code in my.py does not run it here; name what trained it by --script" in refusal("--script=my.py")
 
 
 def test_a_text_ends_with_its_document_but_not_while_it_is_blank(tiny):
@@ -53,7 +94,7 @@ def test_pieces_that_overlap_score_as_one_token_at_a_time(tiny, tmp_path, monkey
     """A text is cut into pieces of 36 tokens, of which 12 were read before."""
     stages = tuple(stage._replace(windows=dict.fromkeys(stage.windows, 1000)) for stage in tiny.stages)
     cfg = dataclasses.replace(tiny, dtype="float64", stages=stages, final_window=1000)
-    model = sample.Model(randomize(train_gpt.GPT(cfg)), [random_ngrams(cfg)])
+    model = sample.Model(train_gpt, randomize(train_gpt.GPT(cfg)), [random_ngrams(cfg)])
     (path := tmp_path / "text").write_bytes(text := b"Some text, which is read in pieces.\r\n" * 2)
     text, nats = text.replace(b"\r", b""), 0.0
     for i, token in enumerate(text):
@@ -93,7 +134,7 @@ def test_scores_are_of_what_is_packed_or_a_line_says_what_is_wrong(model, capsys
         "--score=empty": "empty: is empty; name",
         "--score=logs/random.pt": "logs/random.pt: is binary; name",
         "none.pt": "none.pt: there is no such file; train",
-        "utf8": "utf8: not a sound file",
+        "utf8": "utf8: name a sound .pt",
         "--tokens=79998 --prompt=ab": "--tokens 79998, --prompt of 3: the model reads 80000 at most",
         "--top_k=-1": "--top_k -1: expected",
     }.items():
