@@ -1462,23 +1462,6 @@ def fp8_linear_backward(
     return fp8_matmul(grad_rows, w, FP8_GRAD * FP8_W, dtype), fp8_matmul(grad_columns.t(), x, FP8_GRAD * FP8_X, dtype)
 
 
-class FP8Linear(torch.autograd.Function):
-    """x @ w.T in FP8."""
-
-    @staticmethod
-    def forward(ctx, x, w):
-        x_q = quantize(x, FP8_X, torch.float8_e4m3fn)
-        w_q = quantize(w, FP8_W, torch.float8_e4m3fn)
-        ctx.save_for_backward(x_q, w_q)
-        return fp8_matmul(x_q, w_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2)
-        return fp8_linear_backward(grad_q, grad_q, x, w, grad.dtype)
-
-
 def can_use_kernels(t: Tensor) -> bool:
     """Return whether this script's kernels take t; if not, PyTorch does what they do."""
     return triton is not None and t.is_cuda and t.dtype == torch.bfloat16
@@ -1604,31 +1587,102 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.where(half == 0, x * cos + x.flip(-2) * sin * sign, x)
 
 
-class NormRotate(torch.autograd.Function):
-    """QK-norm, rotary embedding (arXiv:2104.09864) and a scale for heads x, shaped as in `rotate`. It saves y, not x.
+def norm_rotate(x: Tensor, cos: Tensor, sin: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return y = scale R (x / rms(x)), for the rotation R of `rotate`, and 1 / rms(x) (T, heads, n, 1, 1, 1)."""
+    x32 = x.to(scale.dtype)
+    inverse_rms = (x32.square().mean((-3, -2, -1), keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
+    y = rotate(x32 * inverse_rms, cos, sin) * scale
+    return y if x32 is x else y.type_as(x), inverse_rms  # as in RMSNorm
 
-    Forward, with a scale s, a rotation R and r = 1 / rms(x):      y = s R z,  z = r x
-    Backward, for a gradient g with respect to y:                  dx = r (s R'g - z mean(z . s R'g))
+
+def norm_rotate_backward(grad, y, inverse_rms, cos, sin, scale) -> Tensor:
+    """Return the gradient with respect to x of `norm_rotate`, from that with respect to y.
+
+    With r = 1 / rms(x), z = r x and a gradient g:    dx = r (s R'g - z mean(z . s R'g))
     A rotation keeps products, so z . s R'g = y . g, and z = R'y / s:    dx = r (s R'g - (mean(y . g) / s) R'y)
     g and y are rotated, and not their sum, which would be stored in fp32 between the mean and the rotation.
     """
+    g = store_once(grad).to(scale.dtype)
+    along_y = (g * y).mean((-3, -2, -1), keepdim=True) / scale
+    dx = scale * rotate(g, cos, -sin) - along_y * rotate(y.to(scale.dtype), cos, -sin)
+    return store_once((inverse_rms * dx).type_as(y))
+
+
+class NormRotate(torch.autograd.Function):
+    """QK-norm, rotary embedding (arXiv:2104.09864) and a scale for heads, shaped as in `rotate`. It saves y, not x."""
 
     @staticmethod
     def forward(ctx, x, cos, sin, scale):
-        x32 = x.to(scale.dtype)
-        inverse_rms = (x32.square().mean((-3, -2, -1), keepdim=True) + torch.finfo(x32.dtype).eps).rsqrt()
-        y = rotate(x32 * inverse_rms, cos, sin) * scale
-        y = y if x32 is x else y.type_as(x)  # as in RMSNorm
+        y, inverse_rms = norm_rotate(x, cos, sin, scale)
         ctx.save_for_backward(y, inverse_rms, cos, sin, scale)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        y, inverse_rms, cos, sin, scale = ctx.saved_tensors
-        g = store_once(grad).to(scale.dtype)
-        along_y = (g * y).mean((-3, -2, -1), keepdim=True) / scale
-        dx = scale * rotate(g, cos, -sin) - along_y * rotate(y.to(scale.dtype), cos, -sin)
-        return store_once((inverse_rms * dx).type_as(y)), None, None, None
+        return norm_rotate_backward(grad, *ctx.saved_tensors), None, None, None
+
+
+class FP8QKV(torch.autograd.Function):
+    """x @ w.T in FP8 as queries, keys and values, of which the first two pass through `NormRotate`.
+
+    x (T, K); w (N, K): rows of queries, keys, values; split: the shape of a token's queries, as in `rotate`.
+    """
+
+    @staticmethod
+    def forward(ctx, x, w, cos, sin, scale, split):
+        x_q = quantize(x, FP8_X, torch.float8_e4m3fn)
+        w_q = quantize(w, FP8_W, torch.float8_e4m3fn)
+        width = math.prod(split)
+        qkv = fp8_matmul(x_q, w_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
+        q, k, v = qkv.split([width, width, len(w) - 2 * width], dim=1)
+        one = torch.ones_like(scale)
+        q, q_inverse_rms = norm_rotate(q.reshape(len(x), *split), cos, sin, scale)
+        k, k_inverse_rms = norm_rotate(k.reshape(len(x), *split), cos, sin, one)
+        ctx.save_for_backward(x_q, w_q, q, q_inverse_rms, scale, k, k_inverse_rms, one, cos, sin)
+        return q, k, v
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x_q, w_q, *saved = ctx.saved_tensors
+        backward = qkv_backward_with_kernel if can_use_kernels(grads[0]) else qkv_backward
+        dz_row, dz_col = backward(grads, saved[:3], saved[3:6], *saved[6:])
+        return *fp8_linear_backward(dz_row, dz_col, x_q, w_q, grads[0].dtype), None, None, None, None
+
+
+def qkv_backward(grads, saved_q, saved_k, cos, sin) -> tuple[Tensor, Tensor]:
+    """Return the gradient dz (T, N) of the product in `FP8QKV`, in e5m2: row-major for x, column-major for w.
+
+    grads: of queries, keys and values. saved_q, saved_k: y, 1 / rms(x) and the scale of `norm_rotate`.
+    """
+    q, k = (norm_rotate_backward(grad, y, r, cos, sin, s) for grad, (y, r, s) in zip(grads, (saved_q, saved_k)))
+    dz = quantize(torch.cat([q.flatten(1), k.flatten(1), grads[2]], dim=1), FP8_GRAD, torch.float8_e5m2)
+    return dz, dz  # `fp8_matmul` copies what it wants column-major
+
+
+def qkv_backward_with_kernel(
+    grads, saved_q, saved_k, cos, sin, dtype: torch.dtype = torch.float8_e5m2
+) -> tuple[Tensor, Tensor]:
+    """Do what `qkv_backward` does. A kernel stores both layouts, for queries, keys and values by a launch each.
+
+    The compiler stores a bf16 gradient, reads it to store the rows, and these to store the columns: in stage 3 of gpt2
+    it moves 1.8 GB more.
+    """
+    T, n, quarter = len(cos), cos.size(2), cos.size(-1)
+    widths = [grad.numel() // T for grad in grads]
+    N = sum(widths)
+    dz_row = torch.empty(T, N, dtype=dtype, device=cos.device)
+    dz_col = dz_row.new_empty(N, T)
+    first = 0  # column of dz
+    for grad, width, saved in zip(grads, widths, (saved_q, saved_k, None)):
+        y, inverse_rms, scale = saved or [grad] * 3  # of values nothing is read
+        D = grad.shape[3:].numel() if saved else 128  # columns of a program: a head, or some of the values
+        block = 4096 // D  # tokens of a program
+        qkv_backward_kernel[triton.cdiv(width, D), triton.cdiv(T, block)](
+            grad.contiguous(), y, inverse_rms, scale, cos, sin, dz_row, dz_col, T, width, N, first,
+            n=n, D=D, quarter=quarter, factor=FP8_GRAD, is_rotated=saved is not None, BLOCK=block, num_warps=8,
+        )  # fmt: skip
+        first += width
+    return dz_row, dz_col.t()
 
 
 # ---- Attention: causal, within documents, in sliding windows ---------------------------------------------------------
@@ -1823,8 +1877,7 @@ class CausalSelfAttention(nn.Module):
         value_embed and mudd_values (T, H D): a row of a table, and a mix of streams, that are added to the values.
         """
         value_lambda, output_lambda = self.lambdas
-        q, k, v = self.project(x, value_lambda)
-        q, k = self.normalize(q, k, context)
+        q, k, v = self.project(x, value_lambda, context)
         if value_embed is not None:
             v = v + self.gate_value_embed(value_embed, x, gates)
         if mudd_values is not None:
@@ -1842,38 +1895,42 @@ class CausalSelfAttention(nn.Module):
             return gates.post[0] * linear(y.flatten(1), output_lambda * c_proj)
         return linear(y.flatten(1), gates.post[0] * (output_lambda * c_proj))  # as in `MLP.forward`
 
-    def project(self, x: Tensor, value_lambda: Tensor) -> list[Tensor]:
-        """Return queries and keys (T, H, qk_dim), and values (T, H, v_dim), from one merged product."""
+    def project(self, x: Tensor, value_lambda: Tensor, context: AttentionContext) -> list[Tensor]:
+        """Return queries, scaled, and keys (T, H, qk_dim), and values (T, H, v_dim), from one merged product."""
         H = self.cfg.num_heads
         D = self.cfg.head_dim
         qk_w = self.qk_w.view(2 * H, D, -1)[:, : self.qk_dim]
         v_w = value_lambda * self.v_w.view(H, D, -1)[:, : self.v_dim]
-        qkv_w = torch.cat([qk_w.flatten(0, 1), v_w.flatten(0, 1)])
-        product = FP8Linear.apply if self.cfg.layers_fp8 and torch.is_grad_enabled() else F.linear
-        # One split of all three: each then writes its gradient where the product reads it, and none is copied
-        qkv = product(x, qkv_w.type_as(x)).split([H * self.qk_dim, H * self.qk_dim, H * self.v_dim], dim=1)
-        return [t.unflatten(1, (H, -1)) for t in qkv]
+        qkv_w = torch.cat([qk_w.flatten(0, 1), v_w.flatten(0, 1)]).type_as(x)
+        n = self.kind.heads_per_pair
+        split = H // n, n, 2 * self.qk_dim // D, 2, D // 4  # of a token: H / n, n, halves, 2, D / 4
+        # Without rotary embedding attention is in bf16: no preset for GPUs has it
+        if self.cfg.layers_fp8 and torch.is_grad_enabled() and self.kind.rotary:
+            q, k, v = FP8QKV.apply(x, qkv_w, context.cos, context.sin, context.scale, split)
+        else:
+            # One split of all three: each then writes its gradient where the product reads it, and none is copied
+            sizes = [H * self.qk_dim, H * self.qk_dim, H * self.v_dim]
+            q, k, v = F.linear(x, qkv_w).split(sizes, dim=1)
+            q, k = self.normalize(q.reshape(len(x), *split), k.reshape(len(x), *split), context)
+        q, k, v = (t.reshape(len(x), H, -1) for t in (q, k, v))
+        if self.kind.key_offset:
+            offset_dims = int(self.kind.key_offset * k.size(-1))
+            own, before = k.split([k.size(-1) - offset_dims, offset_dims], dim=-1)
+            k = torch.cat([own, shift_later(before, 1)], dim=-1)
+        return [q, k, v]
 
     def normalize(self, q: Tensor, k: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
-        """Return queries, scaled, and keys: QK-norm (@Grad62304977), rotary embedding and key offset.
+        """Return queries, scaled, and keys: QK-norm (@Grad62304977), and rotary embedding; all shaped as in `rotate`.
 
         An accident of the record: of pairs of heads, head h is rotated to the position 2 t + h % 2, but `attend` pairs
         the heads h and h + H / 2. So of the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
         """
         if self.kind.rotary:
-            n = self.kind.heads_per_pair
-            quarter = self.cfg.head_dim // 4
-            split = len(q), -1, n, self.qk_dim // (2 * quarter), 2, quarter  # T, H / n, n, halves, 2, D / 4
-            q = NormRotate.apply(q.reshape(split), context.cos, context.sin, context.scale).view_as(q)
-            k = NormRotate.apply(k.reshape(split), context.cos, context.sin, torch.ones_like(context.scale)).view_as(k)
-        else:
-            q = context.scale.type_as(q) * norm(q)
-            k = norm(k)
-        if self.kind.key_offset:
-            offset_dims = int(self.kind.key_offset * k.size(-1))
-            own, before = k.split([k.size(-1) - offset_dims, offset_dims], dim=-1)
-            k = torch.cat([own, shift_later(before, 1)], dim=-1)
-        return q, k
+            q = NormRotate.apply(q, context.cos, context.sin, context.scale)
+            k = NormRotate.apply(k, context.cos, context.sin, torch.ones_like(context.scale))
+            return q, k
+        q, k = (norm(t.flatten(-3)) for t in (q, k))
+        return context.scale.type_as(q) * q, k
 
     def gate_value_embed(self, value_embed: Tensor, x: Tensor, gates: "Gates") -> Tensor:
         """Return the gated value embedding (T, H, v_dim).
@@ -3923,6 +3980,39 @@ if triton:
         dz.store([t, n], d)
         dz_columns.store([n, t], d.T)
         squares_columns.store([n, t], (squares * tl.load(column_scale)).to(squares_q.dtype).T)
+
+    @triton.jit
+    def qkv_backward_kernel(
+        grad, y, inverse_rms, scale, cos, sin, dz_row, dz_col, T, width, N, first,
+        n: tl.constexpr, D: tl.constexpr, quarter: tl.constexpr, factor: tl.constexpr, is_rotated: tl.constexpr,
+        BLOCK: tl.constexpr,
+    ):  # fmt: skip
+        """Compute a head of dz for some tokens, and store it as (T, N) and as (N, T). Twin: `qkv_backward`.
+
+        In registers the sum s g - mean(y . g) / s y can be rotated, instead of g and y (see `norm_rotate_backward`).
+        """
+        t = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+        head = tl.program_id(0)  # programs that run side by side have the same tokens
+        d = tl.arange(0, D)
+        inside = (t < T) & (head * D + d < width)
+        at = t * width + head * D
+        dz = tl.load(grad + at + d, inside, other=0).to(tl.float32)
+        if is_rotated:
+            s = tl.load(scale)
+            y_own = tl.load(y + at + d, inside, other=0).to(tl.float32)
+            along_y = tl.sum(dz * y_own, 1)[:, None] / D / s
+            own = s * dz - along_y * y_own
+            partner = d + quarter * (1 - d // quarter % 2 * 2)  # what d is rotated with
+            g_partner = tl.load(grad + at + partner, inside, other=0).to(tl.float32)
+            other = s * g_partner - along_y * tl.load(y + at + partner, inside, other=0)
+            angle = (t * n + head % n) * quarter + d % quarter
+            c = tl.load(cos + angle, inside, other=0).to(tl.float32)
+            back = own * c + tl.where(partner < d, 1, -1) * other * tl.load(sin + angle, inside, other=0)
+            rotated = tl.where(d < 2 * quarter, back, own)
+            dz = rotated * tl.load(inverse_rms + t * (width // D) + head, t < T)
+        dz = (dz.to(grad.dtype.element_ty).to(tl.float32) * factor).to(dz_row.dtype.element_ty)  # the cast saturates
+        tl.store(dz_row + t * N + first + head * D + d, dz, inside)
+        tl.store(dz_col + (first + head * D + d).to(tl.int64) * T + t, dz, inside)
 
     @triton.jit
     def transpose_kernel(columns, rows, M, N):

@@ -11,10 +11,10 @@ from torch import Tensor
 import train_gpt
 from dense import CAP, E4M3, E5M2, dense_head, quantized, randomize, softcapped_loss, with_gradients
 from train_gpt import (
+    FP8QKV,
     HEAD_FP8_DZ,
     HEAD_FP8_W,
     HEAD_FP8_X,
-    FP8Linear,
     FP8ReluSquaredMLP,
     Ranks,
     Trainer,
@@ -87,13 +87,13 @@ def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     got, want = (gpt.blocks[0].mlps[0](x, torch.tensor(1.0)) for gpt in (fp8, plain))
     assert 0 < (got - want).norm() < 0.1 * want.norm()
     calls = []
-    for product in FP8Linear, FP8ReluSquaredMLP:
+    for product in FP8QKV, FP8ReluSquaredMLP:
         apply = product.apply
         noted = lambda *args, product=product, apply=apply: (calls.append(product), apply(*args))[1]  # noqa: E731
         monkeypatch.setattr(product, "apply", noted)
     assert fp8(*batch) != plain(*batch)
     attentions = sum(layer.attention is not None for layer in cfg.layers)
-    counts = {FP8Linear: attentions, FP8ReluSquaredMLP: sum(layer.mlps for layer in cfg.layers)}
+    counts = {FP8QKV: attentions, FP8ReluSquaredMLP: sum(layer.mlps for layer in cfg.layers)}
     assert Counter(calls) == counts
     with torch.no_grad():
         assert fp8(*batch) == plain(*batch)

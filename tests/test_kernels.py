@@ -63,7 +63,26 @@ def check_cross_entropy_kernel():
             torch.testing.assert_close(a[copy].double(), scale * b[copy], rtol=0.02, atol=1e-6)
 
 
-CHECKS = check_mlp_kernel, check_cross_entropy_kernel
+def check_qkv_kernel():
+    """Compare gradients of queries, keys and values, in both layouts, with float64; the last tile reaches beyond T."""
+    generator = torch.Generator().manual_seed(0)
+    for T, n, halves, quarter, width in ((130, 2, 1, 16, 192), (600, 1, 2, 32, 384), (70, 1, 1, 8, 128)):
+        split = (T, 6 // n, n, halves, 2, quarter)
+        x_q, x_k, *grads = torch.randn(4, *split, generator=generator).double()
+        angles = 99 * torch.rand(T, 1, n, 1, 1, quarter, generator=generator)
+        cos, sin = angles.cos().double(), angles.sin().double()
+        scales = torch.tensor(0.13).double(), torch.tensor(1.0).double()
+        saved = [[*train_gpt.norm_rotate(x, cos, sin, s), s] for x, s in zip((x_q, x_k), scales, strict=True)]
+        grads.append(torch.randn(T, width, generator=generator).double())
+        heads = [train_gpt.norm_rotate_backward(g, y, r, cos, sin, s) for g, (y, r, s) in zip(grads, saved)]  # noqa: B905
+        exact = train_gpt.FP8_GRAD * torch.cat([t.flatten(1) for t in (*heads, grads[2])], dim=1)
+        args = [[t.float() for t in tensors] for tensors in (grads, *saved)]
+        found = train_gpt.qkv_backward_with_kernel(*args, cos.float(), sin.float(), dtype=torch.float32)
+        for layout in found:
+            torch.testing.assert_close(layout.double(), exact, rtol=1e-5, atol=1e-4)
+
+
+CHECKS = check_mlp_kernel, check_cross_entropy_kernel, check_qkv_kernel
 
 
 @pytest.mark.slow
