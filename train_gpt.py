@@ -2786,8 +2786,8 @@ class Adam(ShardedOptimizer):
         dtype = accum_dtype(self.master.dtype)
         self.param_of_row: Tensor | slice = slice(1)  # in one group the numbers of the first parameter serve all rows
         if len({*self.groups}) > 1:
-            params = torch.arange(len(self.params)).repeat_interleave(torch.tensor(self.rows_per_param))
-            self.param_of_row = self.shard(params).to(self.master.device)
+            params = [i for i, count in enumerate(self.rows_per_param) for _ in range(count)]
+            self.param_of_row = self.shard(torch.tensor(params)).to(self.master.device)
         return dict(
             exp_avg=torch.zeros_like(self.master, dtype=dtype), exp_avg_sq=torch.zeros_like(self.master, dtype=dtype)
         )
