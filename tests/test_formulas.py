@@ -159,16 +159,23 @@ def stepped(optimizer, cfg):
 
 
 def test_adam_takes_sums_and_knows_how_often_it_has_stepped(gpt2):
+    """Two parameters share a buffer, of one group or of two."""
     cfg = dataclasses.replace(gpt2, dtype="float64", batch_tokens=2 * gpt2.train_seq_len)
-    for group in [group for group in cfg.groups if group.optimizer == "Adam"]:
-        m, v, adam = 0, 0, Adam(matrices(), [group] * 2, {}, cfg, Ranks())
+    groups = [group for group in cfg.groups if group.optimizer == "Adam"]
+    for pair in [*zip(groups, groups, strict=True), (groups[4], groups[-2]), (groups[-1], groups[5])]:
+        m, v, adam = 0, 0, Adam(matrices(), [*pair], {}, cfg, Ranks())
         for count, (schedule, g, p, after) in enumerate(stepped(adam, cfg), 1):
-            n = group.update_interval[schedule.step >= cfg.long_interval_from] / group.update_interval[0]
-            beta1, beta2, lr = group.beta1**n, group.beta2**n, group.lr * schedule.lr_factor
+            interval, first = (pair[0].update_interval[i] for i in (schedule.step >= cfg.long_interval_from, 0))
+            n = interval / first
+            beta1, beta2, lr, decay = (
+                torch.tensor([getattr(group, name) for group in pair], dtype=torch.float64)[:, None, None]
+                for name in ("beta1", "beta2", "lr", "decay")
+            )
+            beta1, beta2, lr = beta1**n, beta2**n, lr * schedule.lr_factor
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g**2
             close(torch.stack(adam.views(adam.state["exp_avg"])), m)
             rate = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
-            close(after, p - rate * m / (v.sqrt() + cfg.adam_eps) - group.decay * n * lr**2 * p * (m * p > 0))
+            close(after, p - rate * m / (v.sqrt() + cfg.adam_eps) - decay * n * lr**2 * p * (m * p > 0))
 
 
 def test_muon_has_two_momenta_and_decays_along_the_slow_one(gpt2):
