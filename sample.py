@@ -70,8 +70,8 @@ class Model:
             places = torch.searchsorted(part["ids"], ids).clamp(max=len(part["ids"]) - 1)
             is_here = part["ids"][places] == ids
             rows[is_here] = part["rows"][places[is_here]].to(rows.dtype)
-        self.gpt.fetched_ngrams = rows.to(self.device)
-        return self.gpt.features(self.loader.to_device(inputs), self.attn_settings)[: len(tokens)]
+        inputs = self.loader.to_device(inputs)
+        return self.gpt.hidden_states(inputs, self.attn_settings, rows.to(self.device))[: len(tokens)]
 
     def logits(self, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
         """Return logits (n, vocab_size) of what follows `tokens` (T,) at `places` (n,). x (T, K): the head's input."""

@@ -111,7 +111,7 @@ ATTENTION = {
 
 
 class Layer(NamedTuple):
-    """A layer. attn_input, skip, mudd and head_mix name earlier layers, counted from 0."""
+    """A layer: `Block` has its formula. attn_input, skip, mudd and head_mix name earlier layers, counted from 0."""
 
     attention: str | None  # one of ATTENTION
     half_qk: bool = False  # queries and keys are half as wide
@@ -119,25 +119,25 @@ class Layer(NamedTuple):
     value_embed: bool = False  # values add a row of a table, by the token
     shift: tuple[int, ...] = ()  # token shift: equal groups of channels come from so many tokens before
     attn_input: int | None = None  # attention reads the output of this layer instead of the residual stream
-    gate_net: bool = False  # a gate network reads the residual stream here; it serves the layers up to the next one
-    # The next five are gates. xsa and head_gate need a gate network; without one x0, ngram and skip have a parameter
+    gate_net: bool = False  # a network reads the residual stream here and makes gates, up to the next such layer
+    # The next six have gates: `MAKERS` says who makes them
     xsa: bool = False  # heads subtract part of the token's own value
     head_gate: bool = False  # the output of each head is gated
     x0: bool = False  # the embedding is added to the residual stream
-    ngram: bool = False  # the embeddings of the n-grams that end with the token are added to the residual stream
+    ngram_input: bool = False  # the embeddings of the n-grams that end with the token are added to the layer's input
+    ngram: bool = False  # or after attention
     skip: int | None = None  # the output of this layer is added to the residual stream (U-Net)
     mlps: int = 1  # all with the same input
-    # MUDD: a network of this layer mixes the first stream, the output of the layer named here and the residual stream,
-    # once into the residual stream and once into the values. It also makes this layer's gates: on the stream, x0,
-    # n-grams, outputs and the value embedding
+    # MUDD: a network mixes the input of layer 0, the output of the layer named here and the residual stream, once into
+    # the residual stream and once into the values. It makes most gates of this layer
     mudd: int | None = None
-    # Last layer only: the head's input is the residual stream plus a mix of the first stream, the outputs of these
+    # Last layer only: the head's input is the residual stream plus a mix of the input of layer 0, the outputs of these
     # layers, all value embeddings, and the inputs of this layer's MLPs and attention
     head_mix: tuple[int, ...] = ()
 
 
 GPT2_LAYERS = (
-    Layer("paired", half_qk=True, gate_net=True, x0=True, ngram=True),
+    Layer("paired", half_qk=True, gate_net=True, x0=True, ngram_input=True),
     Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True),
     Layer("paired", half_qk=True, value_embed=True, x0=True),
     Layer("long", xsa=True, head_gate=True),
@@ -149,7 +149,7 @@ GPT2_LAYERS = (
     Layer(None, ngram=True),
     Layer("long", value_embed=True, attn_input=7, head_gate=True, x0=True, ngram=True, mudd=7, head_mix=(7, 9, 3)),
 )
-NANO_LAYERS = (Layer("nope", value_embed=True, ngram=True, shift=(0, 0, 0, 1, 1, 2, 3, 4)),)
+NANO_LAYERS = (Layer("nope", value_embed=True, ngram_input=True, shift=(0, 0, 0, 1, 1, 2, 3, 4)),)
 
 
 class Stage(NamedTuple):
@@ -245,8 +245,8 @@ GPT2_GROUPS = (
     ),
     Group("RowAdam", "ngrams", lr=0.56, decay=0.025, beta1=0.0, beta2=0.95, update_interval=(2, 4), fp16_sums=True),
     Group("Adam", "*.attn.lambdas *.skip_lambda smear_lambda", lr=0.04),
-    Group("Adam", "*.resid_lambdas", lr=0.04, beta2=0.95),
-    Group("Adam", "*.post_lambdas", lr=0.008, beta2=0.95),
+    Group("Adam", "*.gates.resid", lr=0.04, beta2=0.95),
+    Group("Adam", "*.gates.post", lr=0.008, beta2=0.95),
     Group("Adam", "gate_nets.*.w?", lr=8e-4, decay=0.005),
     Group("Adam", "gate_nets.*.b2 gate_scale", lr=8e-4),
     Group("Adam", "*.mudd_net.w? head_net.w?*", lr=0.002, decay=0.005),
@@ -264,7 +264,7 @@ NANO_GROUPS = tuple(
         Group("Adam", "lm_head.weight", lr=0.015, beta1=0.5, beta2=0.9),
         Group("Adam", "embed.weight value_embeds.*", lr=0.18, beta1=0.5, beta2=0.9),
         Group("RowAdam", "ngrams", lr=0.25, beta1=0.0, beta2=0.9, fp16_sums=True),
-        Group("Adam", "*lambdas", lr=0.04, beta1=0.5, beta2=0.9),
+        Group("Adam", "*.attn.lambdas *.gates.*", lr=0.04, beta1=0.5, beta2=0.9),
     )
 )
 
@@ -1871,18 +1871,19 @@ class CausalSelfAttention(nn.Module):
         mudd_values: Tensor | None,
         context: AttentionContext,
         gates: "Gates",
+        scale: Tensor,
     ) -> Tensor:
-        """Return the output times post[0] of the gates.
+        """Return the output (T, K) times `scale`, as in `MLP.forward`.
 
         value_embed and mudd_values (T, H D): a row of a table, and a mix of streams, that are added to the values.
         """
         value_lambda, output_lambda = self.lambdas
-        q, k, v = self.project(x, value_lambda, context)
+        q, k, v = self.project(x, value_lambda, context)  # (T, H, qk_dim) twice, (T, H, v_dim)
         if value_embed is not None:
             v = v + self.gate_value_embed(value_embed, x, gates)
         if mudd_values is not None:
             v = v + mudd_values.view_as(v)
-        y = attend(q, k, v, context.mask, self.kind.heads_per_pair)
+        y = attend(q, k, v, context.mask, self.kind.heads_per_pair)  # (T, H, v_dim)
         # A head leaves out what it shares with the token's own value: record 82 (@_djdumpling)
         if gates.xsa is not None:
             overlap = (y * v).sum(-1, keepdim=True)
@@ -1890,10 +1891,10 @@ class CausalSelfAttention(nn.Module):
             y = y - gates.xsa.transpose(0, 1).tanh() * along_v * v
         if gates.head_gate is not None:  # a head may attend to nothing: record 28 (@classiclarryd)
             y = y * gates.head_gate.transpose(0, 1)
-        c_proj = self.c_proj.unflatten(1, (y.size(1), -1))[..., : y.size(-1)].flatten(1)
+        c_proj = self.c_proj.unflatten(1, (y.size(1), -1))[..., : y.size(-1)].flatten(1)  # (K, H v_dim)
         if self.scale_per_token:
-            return gates.post[0] * linear(y.flatten(1), output_lambda * c_proj)
-        return linear(y.flatten(1), gates.post[0] * (output_lambda * c_proj))  # as in `MLP.forward`
+            return scale * linear(y.flatten(1), output_lambda * c_proj)
+        return linear(y.flatten(1), scale * (output_lambda * c_proj))
 
     def project(self, x: Tensor, value_lambda: Tensor, context: AttentionContext) -> list[Tensor]:
         """Return queries, scaled, and keys (T, H, qk_dim), and values (T, H, v_dim), from one merged product."""
@@ -1950,83 +1951,102 @@ class CausalSelfAttention(nn.Module):
 
 
 # ---- Model: a decoder-only transformer, with what the speedrun's records changed in GPT-2 ----------------------------
-GATE_SCALE = 0.1  # factor on what gate networks output; that of GPT.gate_nets is a parameter, and begins so
+MUDD, GATE_NET, PARAMETER = "MUDD", "gate network", "parameter"
+# Gates are factors that a layer learns, some for all tokens and some for each. Who makes which: the first that a layer
+# has. A gate network serves the layers from its own up to the next network's
+MAKERS = dict(
+    to_values=[MUDD],
+    to_stream=[MUDD],
+    value_embed=[MUDD],
+    resid=[MUDD, PARAMETER],
+    post=[MUDD, PARAMETER],
+    xsa=[GATE_NET],
+    head_gate=[GATE_NET],
+    x0=[MUDD, GATE_NET],
+    ngram=[MUDD, GATE_NET, PARAMETER],
+    skip=[GATE_NET],
+)
+
+
+class Gates(NamedTuple):
+    """A layer's gates, of n values each: (n,) for all tokens, if it is a parameter, or (n, T, 1) for each token."""
+
+    resid: Tensor  # n = 2: on the residual stream, before attention and before the MLPs
+    post: Tensor | None = None  # 2: on the outputs of attention and of the MLPs (record 73)
+    x0: Tensor | None = None  # 1: on the embedding
+    ngram: Tensor | None = None  # 1: on the embeddings of n-grams
+    skip: Tensor | None = None  # 1: on the output of an earlier layer
+    xsa: Tensor | None = None  # H: before a tanh, on the part along the token's own value that a head subtracts
+    head_gate: Tensor | None = None  # H: on the output of each head
+    to_stream: Tensor | None = None  # 3: weights of MUDD's mix for the residual stream
+    to_values: Tensor | None = None  # 3: weights of its mix for the values
+    value_embed: Tensor | None = None  # 2: on the value embedding, for either half of the heads
+
+
+GateValues = dict[str, list[float]]  # by name the initial values of gates
+
+
+def gate_inits(number: int, maker: str, cfg: Hyperparameters) -> GateValues:
+    """Return those gates of a layer that `maker` makes. Raise UserError if it has one that nobody makes."""
+    layer = cfg.layers[number]
+    init: GateValues = {}
+    if layer.mudd is not None:
+        init |= dict(to_values=[0.0] * 3, to_stream=[0.0] * 3, value_embed=[2.0] * 2)
+    init["resid"] = [cfg.resid_lambda_init] * 2
+    if layer.attention is not None or layer.mlps:
+        init["post"] = [1.0] * 2
+    if layer.xsa:
+        init["xsa"] = [0.0] * cfg.num_heads
+    if layer.head_gate:
+        init["head_gate"] = [0.25] * cfg.num_heads
+    if layer.x0:
+        init["x0"] = [0.0]
+    if layer.ngram_input or layer.ngram:
+        init["ngram"] = [cfg.ngram_lambda_init]
+    if layer.skip is not None:
+        init["skip"] = [0.5]
+    has_net = any(row.gate_net for row in cfg.layers[: number + 1])
+    there = {MUDD: layer.mudd is not None, GATE_NET: has_net, PARAMETER: True}
+    made_by = {name: next((it for it in MAKERS[name] if there[it]), None) for name in init}
+    for name, it in made_by.items():
+        if it is None:
+            raise UserError(f"layer {number}: its gate {name} needs a gate_net in this layer or before")
+    return {name: values for name, values in init.items() if made_by[name] == maker}
+
+
+GATE_SCALE = 0.1  # factor on what networks output; that of GPT.gate_nets is a parameter, and begins so
 
 
 class GateNet(nn.Module):
     """A network that computes gates for each token from the residual stream x (T, K): scale (W2 gelu(W1 x) + b2).
 
-    init: the initial values of the gates, in lists by a key. groups: if not 0, gates differ for so many groups of
-    channels, by scale W2g gelu(W1 x) (record 92). Multiway dynamic dense connections (MUDD, arXiv:2502.12170; record
-    81) and gates (85): both by @Lisennlp.
+    init: its gates by layer. groups: if not 0, gates differ for so many groups of channels, by scale W2g gelu(W1 x)
+    (record 92). Multiway dynamic dense connections (MUDD, arXiv:2502.12170; record 81) and gates (85): both by
+    @Lisennlp.
     """
 
-    def __init__(self, cfg: Hyperparameters, init: dict, groups: int = 0):
+    def __init__(self, cfg: Hyperparameters, init: dict[int, GateValues], groups: int = 0):
         super().__init__()
         # bf16 as in the record, where steps of 8e-4 do not move a bias of 2.5 = 0.25 / GATE_SCALE
         dtype = getattr(torch, cfg.dtype)
-        self.sizes = {key: len(values) for key, values in init.items()}
-        bias = [*chain(*init.values())]
+        self.init = init
+        bias = [*chain(*(values for gates in init.values() for values in gates.values()))]
         w1 = torch.empty(cfg.gate_net_dim, cfg.model_dim).uniform_(-1, 1) * cfg.model_dim**-0.5
         self.w1 = nn.Parameter(w1.to(dtype))
         self.w2 = nn.Parameter(torch.zeros(len(bias), cfg.gate_net_dim, dtype=dtype))
         self.b2 = nn.Parameter((torch.tensor(bias) / GATE_SCALE).to(dtype))
         self.w2g = nn.Parameter(torch.zeros(len(bias), groups, cfg.gate_net_dim, dtype=dtype)) if groups else None
 
-    def forward(self, x: Tensor, scale: Tensor | float = GATE_SCALE) -> dict:
-        """Return the gates by key: (n, T, 1), with groups (n, T, groups), in the precision of x."""
-        hidden = F.gelu(linear(x, self.w1))
-        gates = (scale * (linear(hidden, self.w2) + self.b2.type_as(x))).mT[:, :, None]
+    def forward(self, x: Tensor, scale: Tensor | float = GATE_SCALE) -> dict[int, dict[str, Tensor]]:
+        """Return the gates by layer and name: (n, T, 1), with groups (n, T, groups), in the precision of x."""
+        hidden = F.gelu(linear(x, self.w1))  # (T, gate_net_dim)
+        values = (scale * (linear(hidden, self.w2) + self.b2.type_as(x))).mT[:, :, None]  # (all n, T, 1)
         if self.w2g is not None:
-            by_group = linear(hidden, self.w2g.flatten(0, 1)).unflatten(1, self.w2g.shape[:2])
-            gates = gates + scale * by_group.transpose(0, 1)
-        return dict(zip(self.sizes, gates.split([*self.sizes.values()])))
-
-
-class Gates(NamedTuple):
-    """A layer's gates: parameters (n,), for all tokens, or (n, T, 1), which a gate network computes for each token.
-
-    resid and post are pairs, of which each is () or (T, 1).
-    """
-
-    resid: tuple[Tensor, Tensor]  # on the residual stream, before attention and before the MLPs
-    post: tuple[Tensor, Tensor]  # on the outputs of attention and of the MLPs: record 73
-    x0: Tensor | None  # n = 1: on the embedding
-    ngram: Tensor | None  # 1: on the embeddings of n-grams
-    skip: Tensor | None  # 1: on the output of an earlier layer
-    xsa: Tensor | None  # H
-    head_gate: Tensor | None  # H
-    # MUDD alone makes these:
-    to_stream: Tensor | None  # 3: weights of the mix for the residual stream
-    to_values: Tensor | None  # 3: weights of the mix for the values
-    value_embed: Tensor | None  # 2: on the value embedding, for either half of the heads
-
-
-def gate_net_init(layer: Layer, cfg: Hyperparameters) -> dict[str, list[float]]:
-    """Return by name the initial values of those of a layer's `Gates` that a gate network computes, if there is one."""
-    init = {}
-    if layer.xsa:
-        init["xsa"] = [0.0] * cfg.num_heads
-    if layer.head_gate:
-        init["head_gate"] = [0.25] * cfg.num_heads
-    if layer.x0 and layer.mudd is None:
-        init["x0"] = [0.0]
-    if layer.ngram and layer.mudd is None:
-        init["ngram"] = [cfg.ngram_lambda_init]
-    if layer.skip is not None:
-        init["skip"] = [0.5]
-    return init
-
-
-def mudd_net_init(layer: Layer, cfg: Hyperparameters) -> dict[str, list[float]]:
-    """Return by name the initial values of those of a layer's `Gates` that its MUDD network computes."""
-    init = dict(to_values=[0.0] * 3, to_stream=[0.0] * 3, value_embed=[2.0] * 2)
-    init |= dict(resid=[cfg.resid_lambda_init] * 2, post=[1.0] * 2)
-    if layer.x0:
-        init["x0"] = [0.0]
-    if layer.ngram:
-        init["ngram"] = [cfg.ngram_lambda_init]
-    return init
+            by_group = linear(hidden, self.w2g.flatten(0, 1)).unflatten(1, self.w2g.shape[:2])  # (T, all n, groups)
+            values = values + scale * by_group.transpose(0, 1)
+        sizes = [len(init) for gates in self.init.values() for init in gates.values()]
+        parts = iter(values.split(sizes))
+        return {number: {name: next(parts) for name in gates} for number, gates in self.init.items()}
 
 
 def mix(weights: Iterable[Tensor], streams: Sequence[Tensor]) -> Tensor:
@@ -2046,20 +2066,30 @@ class SharedInputs(NamedTuple):
 class BlockOutputs(NamedTuple):
     """What a layer read and made, each (T, K): later layers and the head read it."""
 
-    first: Tensor  # the residual stream before the layer; in layer 0 with n-grams
-    value_embed: Tensor | None
+    block_input: Tensor  # the residual stream before the layer; with n-grams, if they are added to the input
+    value_embed: Tensor | None  # (T, H D)
     attn_input: Tensor  # of unit RMS
     mlp_input: Tensor  # of unit RMS
     output: Tensor  # the residual stream after the layer
 
 
 class Block(nn.Module):
-    """A layer: attention, embeddings or an earlier layer, and then MLPs, are added to the residual stream, all gated.
+    """A layer. With the gates in `Gates`, and for the residual stream x (T, K):
 
-    The first layer adds its n-grams before all else, later layers after attention.
+    x <- x + ngram ngrams                                         ngram_input
+    x <- x, with channels of tokens before                        shift
+    x <- x + to_stream . (input of layer 0, outputs[mudd], x)     mudd
+    attn_input = norm(x), or norm(outputs[attn_input])
+    x <- resid[0] x                                               without skip
+    x <- x + sigmoid(skip_lambda) skip outputs[skip]              with skip, instead
+    x <- x + post[0] attention(attn_input)                        attention
+    x <- x + x0 x0                                                x0
+    x <- x + ngram ngrams                                         ngram
+    mlp_input = norm(x)
+    x <- resid[1] x + post[1] mlp(mlp_input) + ...                as many as mlps
     """
 
-    def __init__(self, cfg: Hyperparameters, number: int, has_gate_net: bool):
+    def __init__(self, cfg: Hyperparameters, number: int):
         super().__init__()
         layer = cfg.layers[number]
         self.number = number
@@ -2067,83 +2097,63 @@ class Block(nn.Module):
         has_mudd = layer.mudd is not None
         if (has_mudd or layer.head_mix) and cfg.model_dim != cfg.num_heads * cfg.head_dim:
             raise UserError(f"layer {number} mixes streams with values: expected --model_dim num_heads * head_dim")
-        if (layer.xsa or layer.head_gate) and not has_gate_net:
-            raise UserError(f"layer {number}: xsa and head_gate need a gate_net in this layer or before")
         self.attn = CausalSelfAttention(cfg, layer) if layer.attention is not None else None
         self.mlps = nn.ModuleList(MLP(cfg, scale_per_token=has_mudd) for _ in range(layer.mlps))
         if layer.skip is not None:
             self.skip_lambda = nn.Parameter(torch.tensor(-1.5))  # before a sigmoid: record 32 (@bernard24)
-        self.mudd_net = GateNet(cfg, mudd_net_init(layer, cfg)) if has_mudd else None
-        # The gates that no network computes are parameters
-        self.resid_lambdas = self.post_lambdas = self.x0_lambdas = self.ngram_lambdas = self.skip_gate = None
-        if not has_mudd:
-            self.resid_lambdas = nn.Parameter(torch.full((2,), cfg.resid_lambda_init))
-            if self.attn or self.mlps:
-                self.post_lambdas = nn.Parameter(torch.ones(2))
-        if not (has_mudd or has_gate_net):
-            if layer.x0:
-                self.x0_lambdas = nn.Parameter(torch.zeros(1))
-            if layer.ngram:
-                self.ngram_lambdas = nn.Parameter(torch.full((1,), cfg.ngram_lambda_init))
-        if layer.skip is not None and not has_gate_net:
-            self.skip_gate = nn.Parameter(torch.full((1,), 0.5))
+        self.mudd_net = GateNet(cfg, {number: gate_inits(number, MUDD, cfg)}) if has_mudd else None
+        self.gates = nn.ParameterDict()
+        for name, values in gate_inits(number, PARAMETER, cfg).items():
+            self.gates[name] = nn.Parameter(torch.tensor(values))
 
-    def gates(self, x: Tensor, net_gates: dict[str, Tensor]) -> Gates:
-        """Return the layer's gates. net_gates: those that a gate network computed for this layer, by name."""
-        if self.mudd_net is not None:
-            net_gates = net_gates | self.mudd_net(x)
-        post = net_gates.get("post", self.post_lambdas)
-        return Gates(
-            # By unbind, as two indexed elements would get two gradients, which are added up
-            resid=net_gates.get("resid", self.resid_lambdas).unbind(),
-            post=(None, None) if post is None else post.unbind(),
-            x0=net_gates.get("x0", self.x0_lambdas),
-            ngram=net_gates.get("ngram", self.ngram_lambdas),
-            skip=net_gates.get("skip", self.skip_gate),
-            xsa=net_gates.get("xsa"),
-            head_gate=net_gates.get("head_gate"),
-            to_stream=net_gates.get("to_stream"),
-            to_values=net_gates.get("to_values"),
-            value_embed=net_gates.get("value_embed"),
-        )
+    def all_gates(self, x: Tensor, net_gates: dict[str, Tensor]) -> Gates:
+        """Return the layer's gates, whoever makes them. net_gates: those that a gate network has made for it."""
+        of_mudd = self.mudd_net(x)[self.number] if self.mudd_net is not None else {}
+        return Gates(**self.gates, **net_gates, **of_mudd)
 
     def forward(
-        self, x: Tensor, shared: SharedInputs, earlier: list[BlockOutputs], net_gates: dict[str, Tensor]
+        self, x: Tensor, net_gates: dict[str, Tensor], shared: SharedInputs, earlier: list[BlockOutputs]
     ) -> BlockOutputs:
         """Return what the layer makes of the residual stream x (T, K). earlier: the outputs of the layers before."""
         layer = self.layer
-        gates = self.gates(x, net_gates)
-        if layer.ngram and not earlier:  # in the first layer
+        gates = self.all_gates(x, net_gates)
+        # By unbind, as two indexed elements would get two gradients, which are added up
+        resid_attn, resid_mlp = gates.resid.unbind()
+        post_attn, post_mlp = (None, None) if gates.post is None else gates.post.unbind()
+        if layer.ngram_input:
             x = x + gates.ngram[0] * shared.ngrams
-        first = x
+        block_input = x
         if layer.shift:
             # From here on some channels are those of earlier tokens, even of another document: after RWKV
             # (arXiv:2305.13048)
             parts = x.tensor_split(len(layer.shift), dim=1)
             x = torch.cat([shift_later(part, n) for part, n in zip(parts, layer.shift)], dim=1)
         mudd_values = None
+        x0 = shared.x0
         if layer.mudd is not None:
-            mudd_inputs = [earlier[0].first, earlier[layer.mudd].output, x]
-            mudd_values = mix(gates.to_values, mudd_inputs)
-            x = x + mix(gates.to_stream, mudd_inputs)
+            x0 = earlier[0].block_input  # quirk: with n-grams, unlike the x0 of other layers
+            streams = [x0, earlier[layer.mudd].output, x]
+            mudd_values = mix(gates.to_values, streams)
+            x = x + mix(gates.to_stream, streams)
         # From an earlier layer: record 77 (@classiclarryd)
         attn_input = norm(x if layer.attn_input is None else earlier[layer.attn_input].output)
         if layer.skip is None:
-            x = gates.resid[0] * x
-        else:  # U-Net: record 11 (@brendanh0gan). As in the record the skip has two factors, and resid[0] is not used
+            x = resid_attn * x
+        else:  # U-Net: record 11 (@brendanh0gan). Quirk: the skip has two factors, and resid[0] is not used
             x = x + self.skip_lambda.sigmoid() * gates.skip[0] * earlier[layer.skip].output
         value_embed = shared.value_embeds.get(self.number)
         if self.attn is not None:
-            x = x + self.attn(attn_input, value_embed, mudd_values, shared.attention[layer.attention], gates)
-        if layer.x0:  # with MUDD that is the input of layer 0, n-grams included, as in the record
-            x = x + gates.x0[0] * (shared.x0 if layer.mudd is None else earlier[0].first)
-        if layer.ngram and earlier:
+            context = shared.attention[layer.attention]
+            x = x + self.attn(attn_input, value_embed, mudd_values, context, gates, post_attn)
+        if layer.x0:
+            x = x + gates.x0[0] * x0
+        if layer.ngram:
             x = x + gates.ngram[0] * shared.ngrams
         mlp_input = norm(x)
-        x = gates.resid[1] * x
+        x = resid_mlp * x
         for mlp in self.mlps:
-            x = x + mlp(mlp_input, gates.post[1])
-        return BlockOutputs(first, value_embed, attn_input, mlp_input, x)
+            x = x + mlp(mlp_input, post_mlp)
+        return BlockOutputs(block_input, value_embed, attn_input, mlp_input, x)
 
 
 class AccumulatingEmbedding(torch.autograd.Function):
@@ -2201,15 +2211,20 @@ class GPT(nn.Module):
                     0, cfg.value_embed_std
                 )
                 self.value_embeds[str(i)] = Table(table)
-        # The rows of n-grams that a cycle reads, and where their gradients go: `NgramTable` has these buffers
-        self.fetched_ngrams: Tensor | None = None
-        self.ngram_grads: Tensor | None = None
         if cfg.sign_rows:  # a constant, the same in all runs
             generator = torch.Generator().manual_seed(83)
             signs = torch.randint(2, (cfg.sign_rows, K), generator=generator, device="cpu")
             self.register_buffer("signs", (2 * signs - 1).to(torch.int8))
         self.max_window = max(cfg.final_window, *chain(*(stage.windows.values() for stage in cfg.stages)))
-        self.add_blocks()
+        self.blocks = nn.ModuleList(Block(cfg, i) for i in range(len(cfg.layers)))
+        self.gate_nets = self.make_gate_nets()
+        self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
+        if outputs := cfg.layers[-1].head_mix:
+            # Weights of `head_mix_streams`. Half of the output that is named first is taken off: record 40 (@snimu,
+            # @classiclarryd)
+            of_outputs = [-0.5] + [0.0] * (len(outputs) - 1)
+            weights = [0.0, *of_outputs, *[0.0] * len(self.value_embeds), 0.0, 0.0]
+            self.head_net = GateNet(cfg, {len(cfg.layers) - 1: dict(head_mix=weights)}, groups=cfg.mix_groups)
         if n := cfg.smear_gate_inputs:
             self.smear_gate = nn.Parameter(torch.zeros(1, n, dtype=dtype))
             self.smear_lambda = nn.Parameter(torch.tensor(0.0))
@@ -2230,79 +2245,88 @@ class GPT(nn.Module):
         """Return the tables, of which sequences read rows."""
         return [module for module in self.modules() if isinstance(module, Table)]
 
-    def add_blocks(self):
-        """Make the layers, and the gate networks that serve them."""
+    def make_gate_nets(self) -> nn.ModuleDict:
+        """Return the gate networks by layer. Each serves its own layer and those up to the next network's."""
         cfg = self.cfg
-        self.blocks = nn.ModuleList()
-        net_inits: dict[int, dict[tuple[int, str], list[float]]] = {}  # by the network's layer, then layer and gate
-        last_net = None
-        for i, layer in enumerate(cfg.layers):
-            if layer.gate_net:
-                last_net = i
-                net_inits[i] = {}
-            self.blocks.append(Block(cfg, i, has_gate_net=last_net is not None))
-            if last_net is not None:
-                for name, values in gate_net_init(layer, cfg).items():
-                    net_inits[last_net][i, name] = values
-        self.gate_nets = nn.ModuleDict({str(i): GateNet(cfg, init) for i, init in net_inits.items()})
-        self.gate_scale = nn.Parameter(torch.tensor(GATE_SCALE)) if self.gate_nets else None
-        if outputs := cfg.layers[-1].head_mix:
-            # Weights of `head_mix_inputs`. Half of the output that is named first is taken off: record 40 (@snimu,
-            # @classiclarryd)
-            of_outputs = [-0.5] + [0.0] * (len(outputs) - 1)
-            weights = [0.0, *of_outputs, *[0.0] * len(self.value_embeds), 0.0, 0.0]
-            self.head_net = GateNet(cfg, dict(weights=weights), groups=cfg.mix_groups)
+        numbers = [i for i, layer in enumerate(cfg.layers) if layer.gate_net]
+        nets = nn.ModuleDict()
+        for first, end in pairwise([*numbers, len(cfg.layers)]):
+            nets[str(first)] = GateNet(cfg, {i: gate_inits(i, GATE_NET, cfg) for i in range(first, end)})
+        return nets
 
-    def forward(self, inputs: ModelInputs, attn_settings: AttentionSettings, invalid: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        inputs: ModelInputs,
+        attn_settings: AttentionSettings,
+        ngram_rows: Tensor,
+        ngram_grads: Tensor | None = None,
+        invalid: Tensor | None = None,
+    ) -> Tensor:
         """Return the summed loss, in FP8 where the configuration says so and gradients are wanted.
 
+        ngram_rows (n, K): the rows that `ModelInputs.ngram_index` means; ngram_grads: where their gradients are added.
         invalid (T, V / 8): rows of `read_invalid_tokens`, for validation.
         """
-        x = self.features(inputs, attn_settings)
-        pointer_mass = self.pointer(x, inputs) if self.pointer else None
+        x = self.hidden_states(inputs, attn_settings, ngram_rows, ngram_grads)  # (T, K)
+        pointer_mass = self.pointer(x, inputs) if self.pointer else None  # (T, 2)
         head = self.lm_head.weight if inputs.sampled_classes is None else self.lm_head(inputs.sampled_classes)
         if not torch.is_grad_enabled():
             return validation_loss(x, head, pointer_mass, inputs, self.cfg, invalid)
         return TrainingLoss.apply(x, head, pointer_mass, inputs.targets, inputs.loss_weights, self.cfg)
 
-    def features(self, inputs: ModelInputs, attn_settings: AttentionSettings) -> Tensor:
-        """Return the head's input (T, K)."""
-        tokens = inputs.tokens
-        value_embeds = {int(i): table(tokens) for i, table in self.value_embeds.items()}
-        if torch.is_grad_enabled():
-            ngram_embeds = AccumulatingEmbedding.apply(self.fetched_ngrams, inputs.ngram_index, self.ngram_grads)
-        else:
-            ngram_embeds = F.embedding(inputs.ngram_index, self.fetched_ngrams)
-        if self.cfg.sign_rows:
-            ngram_embeds = ngram_embeds * self.signs[inputs.sign_index].type_as(ngram_embeds)
+    def hidden_states(
+        self,
+        inputs: ModelInputs,
+        attn_settings: AttentionSettings,
+        ngram_rows: Tensor,
+        ngram_grads: Tensor | None = None,
+    ) -> Tensor:
+        """Return the head's input (T, K), of unit RMS."""
+        shared = SharedInputs(
+            x0=self.embed_tokens(inputs.tokens),
+            ngrams=self.embed_ngrams(inputs, ngram_rows, ngram_grads),
+            value_embeds={int(i): table(inputs.tokens) for i, table in self.value_embeds.items()},
+            attention=self.attention_contexts(inputs.doc_starts, attn_settings),
+        )
+        x = shared.x0
+        gates: dict[int, dict[str, Tensor]] = {}  # of the last gate network, by layer and name
+        outputs: list[BlockOutputs] = []
+        for number, block in enumerate(self.blocks):
+            if block.layer.gate_net:
+                gates = self.gate_nets[str(number)](x, self.gate_scale)
+            outputs.append(block(x, gates.get(number, {}), shared, outputs))
+            x = outputs[-1].output
+        if self.cfg.layers[-1].head_mix:
+            x = x + self.head_mix(outputs)
+        return norm(x)
+
+    def embed_tokens(self, tokens: Tensor) -> Tensor:
+        """Return the normalized embedding (T, K)."""
         x = self.embed(tokens)
         if self.cfg.smear_gate_inputs:  # some of the token before, even of another document: record 34 (@classiclarryd)
             before = F.pad(x[:-1], (0, 0, 1, 0))
             x = x + self.smear_lambda * sigmoid_gate(x, self.smear_gate) * before
-        x = norm(x)
-        contexts = self.attention_contexts(inputs.doc_starts, attn_settings)
-        shared = SharedInputs(x, ngram_embeds.sum(0), value_embeds, contexts)
-        net_gates: dict[tuple[int, str], Tensor] = {}  # of the last network, by layer and name
-        outputs: list[BlockOutputs] = []
-        for block in self.blocks:
-            if block.layer.gate_net:
-                net_gates = self.gate_nets[str(block.number)](x, self.gate_scale)
-            own = {name: gate for (number, name), gate in net_gates.items() if number == block.number}
-            outputs.append(block(x, shared, outputs, own))
-            x = outputs[-1].output
-        return norm(self.mix_for_head(outputs) if self.cfg.layers[-1].head_mix else x)
+        return norm(x)
 
-    def head_mix_inputs(self, outputs: list[BlockOutputs]) -> list[Tensor]:
+    def embed_ngrams(self, inputs: ModelInputs, rows: Tensor, grads: Tensor | None) -> Tensor:
+        """Return the sum (T, K) of the embeddings of each token's n-grams, with their signs."""
+        embeds = AccumulatingEmbedding.apply(rows, inputs.ngram_index, grads)  # (G, T, K)
+        if self.cfg.sign_rows:
+            embeds = embeds * self.signs[inputs.sign_index].type_as(embeds)
+        return embeds.sum(0)
+
+    def head_mix_streams(self, outputs: list[BlockOutputs]) -> list[Tensor]:
         """Return what the last layer's head_mix names, each (T, K)."""
         named = [outputs[i].output for i in self.cfg.layers[-1].head_mix]
         value_embeds = [block.value_embed for block in outputs if block.value_embed is not None]
-        return [outputs[0].first, *named, *value_embeds, outputs[-1].mlp_input, outputs[-1].attn_input]
+        return [outputs[0].block_input, *named, *value_embeds, outputs[-1].mlp_input, outputs[-1].attn_input]
 
-    def mix_for_head(self, outputs: list[BlockOutputs]) -> Tensor:
-        """Return the last stream (T, K) plus a mix, in which groups of channels have their own weights (record 92)."""
-        x = outputs[-1].output
-        streams = [stream.unflatten(1, (self.cfg.mix_groups, -1)) for stream in self.head_mix_inputs(outputs)]
-        return x + mix(self.head_net(x)["weights"][..., None], streams).flatten(1)
+    def head_mix(self, outputs: list[BlockOutputs]) -> Tensor:
+        """Return the mix (T, K) for the head, in which groups of channels have their own weights (record 92)."""
+        groups = self.cfg.mix_groups
+        [weights] = self.head_net(outputs[-1].output).values()
+        streams = [stream.unflatten(1, (groups, -1)) for stream in self.head_mix_streams(outputs)]  # (T, groups, K / g)
+        return mix(weights["head_mix"][..., None], streams).flatten(1)
 
     def attention_contexts(self, doc_starts: Tensor, attn_settings: AttentionSettings) -> dict[str, AttentionContext]:
         """Return for each kind of attention its mask and rotary tables. In pairs a token has two positions."""
@@ -3410,8 +3434,6 @@ class Trainer:
             table.grad_buffer = self.grad_view_of[table.weight]
         self.run_add_gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
-        self.gpt.fetched_ngrams = self.table.fetched
-        self.gpt.ngram_grads = self.table.grads
         self.loader = DistributedDataLoader(cfg, ranks, self.device)
         self.attn_settings: tuple[int, AttentionSettings] | None = None  # number of a stage, and its settings
         self.exchange: RowExchange | None = None  # of the cycle that a step belongs to: see `train_cycles`
@@ -3462,7 +3484,7 @@ class Trainer:
 
     def add_gradients(self, inputs: ModelInputs, attn_settings: AttentionSettings) -> Tensor:
         """Add the gradients of a sequence to those before it since the last update. Return its summed loss."""
-        loss = self.model(inputs, attn_settings)
+        loss = self.model(inputs, attn_settings, self.table.fetched, self.table.grads)
         # The loss is a sum over tokens, as in the record: gradients grow with the sequence. Only the optimizers divide
         # by the number of sequences: FP8 sees the same for any number of processes, and fewer gradients become 0
         # `fetched` gets no gradient, as `AccumulatingEmbedding` adds it to the table's grads. It is named so that
@@ -3505,7 +3527,7 @@ class Trainer:
             # Looked up here: within the graph, all slices of logits would read one table, so become one kernel, and
             # exist at the same time
             invalid = None if mask is None else F.embedding(inputs.tokens, mask)
-            total += self.model(inputs, attn_settings, invalid)
+            total += self.model(inputs, attn_settings, self.table.fetched, invalid=invalid)
         return total
 
     @torch.no_grad()

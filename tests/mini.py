@@ -9,7 +9,7 @@ import train_gpt
 from train_gpt import GPT2_EMAS, GPT2_STAGES, NANO, Hyperparameters, Layer
 
 LAYERS = (
-    Layer("paired", half_qk=True, gate_net=True, value_embed=True, x0=True, ngram=True),
+    Layer("paired", half_qk=True, gate_net=True, value_embed=True, x0=True, ngram_input=True),
     Layer("short", half_qk=True, half_v=True, value_embed=True, xsa=True, x0=True, ngram=True, mlps=2),
     Layer("long", xsa=True, head_gate=True),
     Layer(None, gate_net=True, skip=1, x0=True, mlps=0),

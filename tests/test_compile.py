@@ -21,7 +21,7 @@ STAGES = (
 )
 # Fewer layers, as flex without code takes long: two nets, all that they make, MUDD, heads in pairs and halves, nano's
 LAYERS = (
-    Layer("paired", half_qk=True, gate_net=True, x0=True, ngram=True),
+    Layer("paired", half_qk=True, gate_net=True, x0=True, ngram_input=True),
     Layer("long", half_v=True, value_embed=True, xsa=True),
     Layer(None, shift=(0, 2, 1), gate_net=True, skip=1, mlps=0),
     Layer("nope", value_embed=True, attn_input=1, head_gate=True, ngram=True, mlps=2, mudd=1, head_mix=(1, 0)),

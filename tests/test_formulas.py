@@ -1,6 +1,7 @@
 """What the script computes, against formulas written down here. Numbers come from the script's own tables."""
 
 import dataclasses
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -96,19 +97,19 @@ def test_layers_are_dense_ones(request, preset: str):
         block.register_forward_hook(lambda _, args, out: calls.append((args, out)))
     for i, net in gpt.gate_nets.items():
         net.register_forward_pre_hook(lambda _, args, i=int(i): nets.update({i: args[0]}))
-        net.register_forward_hook(lambda _, args, out: computed.extend(out.values()))
-    gpt.fetched_ngrams = torch.randn(1 + inputs.ngram_index.max(), cfg.model_dim, dtype=torch.float64)
-    ngrams = gpt.fetched_ngrams[inputs.ngram_index]
-    found = gpt.features(inputs, make_attention_settings(schedule, cfg, torch.device("cpu")))
-    first, outputs = calls[0][1].first, [made.output for _, made in calls]
+        net.register_forward_hook(lambda _, args, out: computed.extend(chain(*(own.values() for own in out.values()))))
+    rows = torch.randn(1 + inputs.ngram_index.max(), cfg.model_dim, dtype=torch.float64)
+    ngrams = rows[inputs.ngram_index]
+    found = gpt.hidden_states(inputs, make_attention_settings(schedule, cfg, torch.device("cpu")), rows)
+    first, outputs = calls[0][1].block_input, [made.output for _, made in calls]
     tables = {int(i): table(inputs.tokens) for i, table in gpt.value_embeds.items()}
     ngram = (ngrams * gpt.signs[inputs.sign_index] if cfg.sign_rows else ngrams).sum(0)
     for i, (row, block) in enumerate(zip(cfg.layers, gpt.blocks, strict=True)):
-        (x, sources, _, net_gates), made = calls[i]
-        x0, mudd, f = sources.x0, None, block.gates(x, net_gates)
+        (x, net_gates, sources, _), made = calls[i]
+        x0, mudd, f = sources.x0, None, block.all_gates(x, net_gates)
         given += net_gates.values()
         if i == 0:
-            x = x + (f.ngram[0] * ngram if row.ngram else 0)
+            x = x + (f.ngram[0] * ngram if row.ngram_input else 0)
             close(first, x)
             x = shifted(x, row.shift)
         else:
@@ -122,7 +123,7 @@ def test_layers_are_dense_ones(request, preset: str):
         if block.attn is not None:
             args = cfg, block.attn, row, made.attn_input, tables.get(i), mudd, inputs.doc_starts, schedule, f
             x = x + attend_slowly(*args)
-        x = x + (f.x0[0] * x0 if row.x0 else 0) + (f.ngram[0] * ngram if row.ngram and i > 0 else 0)
+        x = x + (f.x0[0] * x0 if row.x0 else 0) + (f.ngram[0] * ngram if row.ngram else 0)
         close(made.mlp_input, F.rms_norm(x, x.shape[-1:]))
         close(made.output, f.resid[1] * x + sum(mlp(made.mlp_input, f.post[1]) for mlp in block.mlps))
         assert i == 0 or i not in nets or torch.equal(nets[i], outputs[i - 1])
@@ -133,7 +134,7 @@ def test_layers_are_dense_ones(request, preset: str):
         close(sources.x0, F.rms_norm(e, e.shape[-1:]))
     if row.head_mix:
         out = made.output
-        factors = gpt.head_net(out)["weights"].repeat_interleave(cfg.model_dim // cfg.mix_groups, dim=2)
+        factors = gpt.head_net(out)[i]["head_mix"].repeat_interleave(cfg.model_dim // cfg.mix_groups, dim=2)
         read = [first, *(outputs[i] for i in row.head_mix), *tables.values(), made.mlp_input, made.attn_input]
         outputs.append(out + (factors * torch.stack(read)).sum(0))
     close(found, F.rms_norm(outputs[-1], x.shape[-1:]))

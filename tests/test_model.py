@@ -17,7 +17,8 @@ def features(trainer: Trainer, tokens: Tensor) -> Tensor:
     schedule = schedule_validation(0, trainer.cfg)
     [[inputs]], exchange = trainer.loader.load_cycle([schedule], [[np.append(tokens.numpy(), 0)]])
     trainer.table.fetch(exchange)
-    return trainer.gpt.features(inputs, make_attention_settings(schedule, trainer.cfg, trainer.device))
+    settings = make_attention_settings(schedule, trainer.cfg, trainer.device)
+    return trainer.gpt.hidden_states(inputs, settings, trainer.table.fetched)
 
 
 @pytest.mark.parametrize(("preset", "is_strict"), [("tiny", False), ("gpt2", False), ("gpt2", True)])

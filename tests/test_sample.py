@@ -49,7 +49,7 @@ def test_a_model_is_run_by_the_code_that_trained_it_alone(flags, corpus, tmp_pat
     """That of a copy of the script whose forward differs: by its path, by its log, and never by the root's."""
     monkeypatch.chdir(tmp_path)
     source, text = Path(train_gpt.__file__).read_text(), validation_text(corpus)
-    changed = "features = GPT.features\nGPT.features = lambda *args: 3 * features(*args)\n"
+    changed = "hidden_states = GPT.hidden_states\nGPT.hidden_states = lambda *args: 3 * hidden_states(*args)\n"
     Path("my.py").write_text(f"{source}{changed}")
     more = "--vocab_size=320 --val_tokens=96 --final_window=40 --dtype=float64 --run_id=r --save_checkpoint"
     trained = load_script(Path("my.py")).main([*flags, *more.split()])["val_loss"]
