@@ -96,7 +96,7 @@ class Model:
         scores = (q[places].to(sink.dtype) @ k.to(sink.dtype).T).masked_fill(~sees, -torch.inf)
         weights = torch.cat([scores, sink[t]], dim=1).softmax(1)
         p = logits.softmax(1)
-        alpha = p[:, self.cfg.copy_row, None].clamp(max=1 - 1e-6)
+        alpha = p[:, self.cfg.copy_token, None].clamp(max=1 - 1e-6)
         copied = torch.zeros_like(p).index_add_(1, tokens, weights[:, :-1].to(p.dtype))
         return self.script.mix_copies(p, alpha, copied, weights[:, -1:]).log()
 

@@ -155,11 +155,11 @@ NANO_LAYERS = (Layer("nope", value_embed=True, ngram_input=True, shift=(0, 0, 0,
 class Stage(NamedTuple):
     """A part of the training steps. Messages and pages count stages from 1."""
 
-    share: float  # fraction of `base_steps`: num_iterations less the extra_steps of all stages
+    duration: float  # fraction of `base_steps`: num_iterations less the extra_steps of all stages
     batch: float  # factor on batch_tokens and train_seq_len: small batches first (record 46, @varunneal)
     max_doc_len: int  # documents are cut after so many tokens; 0 in all stages: one stream, nothing is cut
     windows: dict[str, int]  # window size by kind, in positions: paired heads have two a token
-    extra_steps: int = 0  # beyond the share; those of the last stage run at the lowest learning rates
+    extra_steps: int = 0  # beyond the duration; those of the last stage run at the lowest learning rates
     lr: float = 1.0  # factor on all learning rates: larger batches take larger ones
     # Multi-token prediction (record 53, @varunneal): weights of the losses of tokens +1, +2, ..., at the first step and
     # after the last
@@ -171,10 +171,11 @@ class Stage(NamedTuple):
     sampled_classes: tuple[int, ...] = (0,)
 
 
-SHARES = [share / 0.9994 for share in (0.2854, 0.3209, 0.3931)]  # the record's, which add up to 0.9994
+DURATIONS = [duration / 0.9994 for duration in (0.2854, 0.3209, 0.3931)]  # record 92's, which add up to 0.9994
+TAPER = 0.06  # record 92: of all steps the last have 5/6 of the batch. Not measured alone
 GPT2_STAGES = (
     Stage(
-        SHARES[0],
+        DURATIONS[0],
         batch=1,
         max_doc_len=896,
         windows=dict(short=128, long=384),
@@ -183,7 +184,7 @@ GPT2_STAGES = (
         sampled_classes=(10240,),
     ),
     Stage(
-        SHARES[1],
+        DURATIONS[1],
         batch=2,
         max_doc_len=2048,
         windows=dict(short=384, long=896),
@@ -193,7 +194,7 @@ GPT2_STAGES = (
         sampled_classes=(10240,),
     ),
     Stage(
-        SHARES[2] - 0.06,
+        DURATIONS[2] - TAPER,
         batch=3,
         max_doc_len=3072,
         windows=dict(short=640, long=1408),
@@ -201,38 +202,51 @@ GPT2_STAGES = (
         lr=1.73,
         sampled_classes=(14336, 14336, 24576),
     ),
-    Stage(0.06, batch=2.5, max_doc_len=3072, windows=dict(short=640, long=1408), lr=1.73 * (2.5 / 3) ** 0.5),
+    # Rates as the root of the batch
+    Stage(TAPER, batch=2.5, max_doc_len=3072, windows=dict(short=640, long=1408), lr=1.73 * (2.5 / 3) ** 0.5),
     Stage(0, batch=1, max_doc_len=3072, windows=dict(short=768, long=1664), extra_steps=20),
 )
 NANO_STAGES = (Stage(1, batch=1, max_doc_len=0, windows=dict(long=512)),)
 
 
 class Group(NamedTuple):
-    """A group of parameters, named by patterns, and how it is updated."""
+    """A group of parameters, and how it is updated."""
 
-    optimizer: str  # Muon, Adam, or RowAdam for "ngrams": `NgramTable`, which is no parameter
-    patterns: str  # globs, separated by spaces
-    lr: float  # learning rate; in rows of Muon a factor on muon_lr
+    name: str
+    optimizer: str  # Muon, Adam, or RowAdam: of `NgramTable`, which is no parameter
+    patterns: str  # globs of parameters, separated by spaces
+    lr: float = 0.0  # Adam: learning rate
+    lr_mul: float = 1.0  # Muon: factor on muon_lr
     # Cautious weight decay. Adam subtracts decay * lr^2 of a value, Muon decay * lr * muon_lr^2, at the scheduled rates
     decay: float = 0.0
-    beta1: float = 0.9  # decay of Adam's mean of gradients; Muon has muon_momentum instead
+    beta1: float = 0.9  # Adam: decay of the mean of gradients; Muon has muon_momentum instead
     beta2: float = 0.99  # decay of the mean of squares: of gradients in Adam, of updates in Muon
     # Steps whose gradients an update accumulates: before step long_interval_from, and from there on
     update_interval: tuple[int, int] = (2, 2)
     keep_norm: bool = True  # blending the EMAs in at the end keeps the norm
-    # Of tables in bf16: gradients are summed up, on a rank and between ranks, in fp16 instead of fp32. It takes half
-    # the bytes, and has three bits more than bf16 from 6e-5 on. Sums above 65,504 would overflow
+    # Of tables in bf16: gradients are accumulated and reduced in fp16 instead of fp32. It takes half the bytes, and has
+    # three bits more than bf16 from 6e-5 on. Sums above 65,504 would overflow
     fp16_sums: bool = False
 
 
-MLP_LR = (2816 / 768) ** 0.5  # sqrt(mlp_dim / model_dim)
+MLP_LR_MUL = (2816 / 768) ** 0.5  # sqrt(mlp_dim / model_dim)
+EVERY_STEP = (1, 1)
 GPT2_GROUPS = (
-    Group("Muon", "*.qk_w *.v_w *.attn.c_proj", lr=1.0, decay=2.25, beta2=0.9, update_interval=(1, 1)),
-    Group("Muon", "*.c_fc", lr=MLP_LR, decay=2.25, beta2=0.9, update_interval=(1, 1)),
-    Group("Muon", "*.mlps.*.c_proj", lr=2 * MLP_LR, decay=2.25, beta2=0.9, update_interval=(1, 1)),
-    Group("Adam", "lm_head.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
-    Group("Adam", "embed.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
+    Group("attention", "Muon", "*.qk_w *.v_w *.attn.c_proj", decay=2.25, beta2=0.9, update_interval=EVERY_STEP),
+    Group("mlp_up", "Muon", "*.c_fc", lr_mul=MLP_LR_MUL, decay=2.25, beta2=0.9, update_interval=EVERY_STEP),
     Group(
+        "mlp_down",
+        "Muon",
+        "*.mlps.*.c_proj",
+        lr_mul=2 * MLP_LR_MUL,  # since record 24
+        decay=2.25,
+        beta2=0.9,
+        update_interval=EVERY_STEP,
+    ),
+    Group("lm_head", "Adam", "lm_head.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
+    Group("embed", "Adam", "embed.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
+    Group(
+        "value_embeds",
         "Adam",
         "value_embeds.*",
         lr=0.56,
@@ -243,28 +257,38 @@ GPT2_GROUPS = (
         keep_norm=False,
         fp16_sums=True,
     ),
-    Group("RowAdam", "ngrams", lr=0.56, decay=0.025, beta1=0.0, beta2=0.95, update_interval=(2, 4), fp16_sums=True),
-    Group("Adam", "*.attn.lambdas *.skip_lambda smear_lambda", lr=0.04),
-    Group("Adam", "*.gates.resid", lr=0.04, beta2=0.95),
-    Group("Adam", "*.gates.post", lr=0.008, beta2=0.95),
-    Group("Adam", "gate_nets.*.w?", lr=8e-4, decay=0.005),
-    Group("Adam", "gate_nets.*.b2 gate_scale", lr=8e-4),
-    Group("Adam", "*.mudd_net.w? head_net.w?*", lr=0.002, decay=0.005),
-    Group("Adam", "*.mudd_net.b2 head_net.b2", lr=0.002),
-    Group("Adam", "*.value_gate", lr=0.008, decay=0.005),
-    Group("Adam", "smear_gate", lr=8e-5),
-    Group("Adam", "pointer.weight", lr=0.008, decay=0.005),
-    Group("Adam", "pointer.sink pointer.gain", lr=0.008),
+    Group(
+        "ngrams",
+        "RowAdam",
+        "ngrams",
+        lr=0.56,
+        decay=0.025,
+        beta1=0.0,
+        beta2=0.95,
+        update_interval=(2, 4),
+        fp16_sums=True,
+    ),
+    Group("lambdas", "Adam", "*.attn.lambdas *.skip_lambda smear_lambda", lr=0.04),
+    Group("resid_gates", "Adam", "*.gates.resid", lr=0.04, beta2=0.95),
+    Group("post_gates", "Adam", "*.gates.post", lr=0.008, beta2=0.95),
+    Group("gate_nets", "Adam", "gate_nets.*.w?", lr=8e-4, decay=0.005),
+    Group("gate_net_biases", "Adam", "gate_nets.*.b2 gate_scale", lr=8e-4),
+    Group("mudd_nets", "Adam", "*.mudd_net.w? head_net.w?*", lr=0.002, decay=0.005),
+    Group("mudd_net_biases", "Adam", "*.mudd_net.b2 head_net.b2", lr=0.002),
+    Group("value_gates", "Adam", "*.value_gate", lr=0.008, decay=0.005),
+    Group("smear_gate", "Adam", "smear_gate", lr=8e-5),
+    Group("pointer", "Adam", "pointer.weight", lr=0.008, decay=0.005),
+    Group("pointer_scalars", "Adam", "pointer.sink pointer.gain", lr=0.008),
 )
 NANO_GROUPS = tuple(
-    group._replace(update_interval=(1, 1))
+    group._replace(update_interval=EVERY_STEP)
     for group in (
-        Group("Muon", "*.qk_w *.v_w *.c_proj", lr=1.0, beta2=0.95),
-        Group("Muon", "*.c_fc", lr=2.0, beta2=0.95),
-        Group("Adam", "lm_head.weight", lr=0.015, beta1=0.5, beta2=0.9),
-        Group("Adam", "embed.weight value_embeds.*", lr=0.18, beta1=0.5, beta2=0.9),
-        Group("RowAdam", "ngrams", lr=0.25, beta1=0.0, beta2=0.9, fp16_sums=True),
-        Group("Adam", "*.attn.lambdas *.gates.*", lr=0.04, beta1=0.5, beta2=0.9),
+        Group("matrices", "Muon", "*.qk_w *.v_w *.c_proj", beta2=0.95),
+        Group("mlp_up", "Muon", "*.c_fc", lr_mul=2.0, beta2=0.95),
+        Group("lm_head", "Adam", "lm_head.weight", lr=0.015, beta1=0.5, beta2=0.9),
+        Group("embeds", "Adam", "embed.weight value_embeds.*", lr=0.18, beta1=0.5, beta2=0.9),
+        Group("ngrams", "RowAdam", "ngrams", lr=0.25, beta1=0.0, beta2=0.9, fp16_sums=True),
+        Group("lambdas", "Adam", "*.attn.lambdas *.gates.*", lr=0.04, beta1=0.5, beta2=0.9),
     )
 )
 
@@ -291,13 +315,15 @@ class EMA(NamedTuple):
 
 
 VO_MLP = "*.v_w *.attn.c_proj *.mlps.*"
+# Record 92's. A rate of 2 / (n + 1) averages about n updates: 298, and every fourth of 298 steps
+SLOW, FAST = 2 / (298 + 1), 2 / (298 // 4 + 1)
 GPT2_EMAS = (
-    EMA("lm_head.weight embed.weight", window=298, rate=2 / 299, blend=0.65, interval=1),
+    EMA("lm_head.weight embed.weight", window=298, rate=SLOW, blend=0.65, interval=1),
     EMA(VO_MLP, window=250, rate=4 / 53, blend=1.0, offset=-1),
     EMA("value_embeds.*", window=250, rate=4 / 53, blend=1.0, offset=3),
-    EMA("*.qk_w", window=298, rate=2 / 75, blend=0.55, at_end=2),
-    # Blends apply in order: this one acts on the result of the second row. The difference is the record's
-    EMA(VO_MLP, window=298, rate=2 / 75, blend=0.55 - 0.2007, at_end=2),
+    EMA("*.qk_w", window=298, rate=FAST, blend=0.55, at_end=2),
+    # Blends apply in order: this one acts on the result of the second row. The record takes 0.2007 off for that
+    EMA(VO_MLP, window=298, rate=FAST, blend=0.55 - 0.2007, at_end=2),
 )
 
 
@@ -329,7 +355,7 @@ class Hyperparameters:
     batch_tokens: int = 8 * 16 * 1024  # tokens a step where a stage's batch is 1, a multiple of train_seq_len
     train_seq_len: int = 16 * 1024  # tokens a training sequence there, a multiple of block_size
     val_seq_len: int = 256 * 1024  # tokens of a validation sequence, a multiple of block_size
-    segment: int = 2560  # longer documents are split for attention, in training: it stays within so many tokens
+    max_attn_len: int = 2560  # longer documents are split for attention, in training: it stays within so many tokens
     final_window: int = 2560  # long window in the last validation; 0: that of the last stage
     cooldown_frac: float = 0.8  # last part of the scheduled steps, those without the last stage's extra_steps
     min_lr_frac: float = 0.3  # factor on learning rates at the end of the cooldown and later
@@ -362,8 +388,8 @@ class Hyperparameters:
     pointer_dim: int = 128  # dimensions of the pointer's queries and keys; 0: no pointer
     pointer_block: int = 2048  # the pointer sees tokens of its own block of so many, and of the one before
     val_pointer_block: int = 8192  # the same in validation
-    lm_head_slice: int = 49152  # tokens whose logits exist at a time, in training: in gpt2 a whole sequence
-    val_lm_head_slice: int = 8192  # the same in validation and without a pointer, as logits are in fp32 then
+    logits_chunk: int = 49152  # tokens whose logits exist at a time, in training; without a pointer in fp32: take 8192
+    val_logits_chunk: int = 8192  # the same in validation, where they are in fp32
     lm_head_fp8: bool = True  # train the head in FP8 where the GPU can; validation never uses it
     layers_fp8: bool = True  # the same for MLPs, and for queries, keys and values
     # Optimizers
@@ -407,7 +433,9 @@ class Hyperparameters:
         for name, value in vars(self).items():
             if isinstance(value, float | int):  # no comparison holds for NaN
                 self.require(name, 0 <= value < 2**31, "a number from 0 to 2**31 - 1")
-        for name in """num_iterations batch_tokens train_seq_len val_tokens val_seq_len segment block_size vocab_size
+        for (
+            name
+        ) in """num_iterations batch_tokens train_seq_len val_tokens val_seq_len max_attn_len block_size vocab_size
             ngram_rows pointer_block val_pointer_block heads_per_matrix""".split():
             self.require(name, getattr(self, name) > 0, "1 or more")
         self.require("eot_token", self.eot_token < self.vocab_size, "a token below vocab_size")
@@ -430,8 +458,8 @@ class Hyperparameters:
         """Check the tables. The lengths of sequences, which stages and flags make, are checked in `plan_run`."""
         self.require("num_iterations", self.base_steps >= 0, "at least the extra_steps of all stages")
         self.require("emas", all(row.window >= row.interval for row in self.emas), "windows in which each moves")
-        shares = sum(stage.share for stage in self.stages)
-        self.require("stages", math.isclose(shares, 1), "shares that add up to 1")
+        whole = sum(stage.duration for stage in self.stages)
+        self.require("stages", math.isclose(whole, 1), "durations that add up to 1")
         cuts = {stage.max_doc_len > 0 for stage in self.stages}
         self.require("stages", len(cuts) == 1, "max_doc_len 0 in all or in none")
         momenta = [row.beta1 for row in self.groups if row.optimizer == "RowAdam"]
@@ -458,7 +486,7 @@ class Hyperparameters:
         return math.lcm(*chain(*(group.update_interval for group in self.groups)))
 
     @property
-    def copy_row(self) -> int:
+    def copy_token(self) -> int:
         """Return the row of the head that stands for a copy, behind those of the tokens."""
         return self.vocab_size
 
@@ -517,7 +545,8 @@ NANO = dict(  # for CPUs, on the text in data/nano
     head_from_values=True,
     head_std=0.0,
     pointer_dim=0,
-    val_lm_head_slice=1024,
+    logits_chunk=1024,
+    val_logits_chunk=1024,
     softcap_range=30.0,
     softcap_shift=0.0,
     lm_head_fp8=False,
@@ -750,7 +779,7 @@ def schedule_momentum(step: int, cfg: Hyperparameters) -> float:
 def is_tied_step(step: int, head: Group, cfg: Hyperparameters) -> bool:
     """Return whether a step updates embedding and head as one table (records 51, 53: @varunneal).
 
-    An accident of the record: the first update after the tied steps is tied, too.
+    Quirk: the first update after the tied steps is tied, too.
     """
     last = round(cfg.tied_frac * cfg.scheduled_steps)
     return last > 0 and step - update_interval_at(head, step, cfg) < last
@@ -769,14 +798,14 @@ class StepSchedule(NamedTuple):
     prefix_weight: float  # of the loss of the next token's prefix; 0: none
     sampled_classes: int  # tokens in the sampled softmax of a sequence; 0: all
     lr_factor: float  # on all learning rates
-    updates: dict[str, AdamStep | MuonStep]  # by the `patterns` of the groups that are updated in this step
+    updates: dict[str, AdamStep | MuonStep]  # by the names of the groups that are updated in this step
     tied: bool  # whether embedding and head are updated as one table
     ema_rates: list[float]  # of the rows of `emas`; 0: no update
 
 
 def stage_ends(cfg: Hyperparameters) -> list[int]:
     """Return the step at which each stage ends: its share of the base steps, after the extra steps so far."""
-    ends = accumulate(stage.share for stage in cfg.stages)
+    ends = accumulate(stage.duration for stage in cfg.stages)
     more = accumulate(stage.extra_steps for stage in cfg.stages)
     return [round(cfg.base_steps * end) + added for end, added in zip(ends, more)]
 
@@ -795,11 +824,11 @@ def make_step_schedules(cfg: Hyperparameters) -> list[StepSchedule]:
             updates: dict[str, AdamStep | MuonStep] = {}
             for group in cfg.groups:
                 if (step + 1) % update_interval_at(group, step, cfg) == 0:
-                    counts[group.patterns] += 1
+                    counts[group.name] += 1
                     if group.optimizer == "Muon":
-                        updates[group.patterns] = schedule_muon(group, step, lr_factor, cfg)
+                        updates[group.name] = schedule_muon(group, step, lr_factor, cfg)
                     else:
-                        updates[group.patterns] = schedule_adam(group, counts[group.patterns], step, lr_factor, cfg)
+                        updates[group.name] = schedule_adam(group, counts[group.name], step, lr_factor, cfg)
             schedule = StepSchedule(
                 step,
                 stage=index,
@@ -812,7 +841,7 @@ def make_step_schedules(cfg: Hyperparameters) -> list[StepSchedule]:
                 sampled_classes=stage.sampled_classes[len(stage.sampled_classes) * done // length],
                 lr_factor=lr_factor,
                 updates=updates,
-                tied=head.patterns in updates and is_tied_step(step, head, cfg),
+                tied=head.name in updates and is_tied_step(step, head, cfg),
                 ema_rates=[row.rate_at(step, cfg.num_iterations) for row in cfg.emas],
             )
             step_schedules.append(schedule)
@@ -1098,7 +1127,7 @@ def ngram_row_ids(tokens: np.ndarray, cfg: Hyperparameters) -> np.ndarray:
     """
     kinds = ROW_FACTORS[: cfg.ngram_order - 1]
     size = cfg.ngram_rows // len(kinds)
-    # An accident of the record: the bigram of the second token is hashed as if the first token were size - 1
+    # Quirk: the bigram of the second token is hashed as if the first token were size - 1
     for_bigrams = np.concatenate([[size - 1], tokens[1:]], dtype=np.int32)
     rows = []
     for i, (hashed_tokens, factors) in enumerate(zip([for_bigrams, tokens], kinds)):
@@ -1120,11 +1149,11 @@ Cycle = tuple[list[StepSchedule], list[BatchPlan]]
 
 def train_cycles(batches: Iterator[BatchPlan], cfg: Hyperparameters) -> Iterator[Cycle]:
     """Yield the cycles of a training. The last one may end without an update, and drops its n-grams' gradients."""
-    patterns = find_group("ngrams", cfg).patterns
+    group = find_group("ngrams", cfg)
     first = 0
     for schedule in cfg.step_schedules:
         end = schedule.step + 1
-        if patterns in schedule.updates or end == cfg.num_iterations:
+        if group.name in schedule.updates or end == cfg.num_iterations:
             yield cfg.step_schedules[first:end], [*islice(batches, end - first)]
             first = end
 
@@ -1208,7 +1237,7 @@ def sample_classes(next_tokens: np.ndarray, count: int, offset: int, cfg: Hyperp
     chosen = np.zeros(V, bool)
     chosen[next_tokens] = True
     if cfg.pointer_dim:
-        chosen[cfg.copy_row] = True
+        chosen[cfg.copy_token] = True
     missing = count - chosen.sum()
     if missing < 0:
         raise UserError(f"{chosen.sum()} different targets in a sequence: raise `sampled_classes` {count} of its stage")
@@ -1249,15 +1278,15 @@ class DistributedDataLoader:
         if schedule.prefix_weight:
             columns.append((self.prefixes[next_tokens], schedule.prefix_weight))
         if cfg.pointer_dim:  # the row of a copy comes last. Its weight is 0: the loss joins it to the next token
-            columns.append((np.full(T, cfg.copy_row), 0.0))
+            columns.append((np.full(T, cfg.copy_token), 0.0))
         targets, weights = zip(*columns)
         return np.column_stack(targets), np.array(weights, "f8" if cfg.dtype == "float64" else "f4")
 
     def doc_starts(self, schedule: StepSchedule, tokens: np.ndarray) -> np.ndarray:
-        """Return where each token's document begins; in training, its part of at most `segment` tokens."""
+        """Return where each token's document begins; in training, its part of at most `max_attn_len` tokens."""
         t = np.arange(len(tokens), dtype=np.int32)
         starts = np.maximum.accumulate(np.where(tokens == self.cfg.eot_token, t, 0))
-        return t - (t - starts) % self.cfg.segment if schedule.trains else starts
+        return t - (t - starts) % self.cfg.max_attn_len if schedule.trains else starts
 
     def model_inputs(
         self, schedule: StepSchedule, i: int, sequence: np.ndarray, ngram_index: np.ndarray
@@ -1412,7 +1441,7 @@ if torch.version.cuda:  # elsewhere nothing is in FP8, and the import takes a se
 FORCE_STRIDES = getattr(torch.ops.prims, "inductor_force_stride_order", None)
 
 
-def store_once(t: Tensor) -> Tensor:
+def materialize(t: Tensor) -> Tensor:
     """Return t, and let compiled code store it here, in its precision.
 
     Without this each reader may compute t again, or a wider t is stored and each reader casts it.
@@ -1428,7 +1457,7 @@ def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """
     limit = torch.finfo(dtype).max
     t = t * scale
-    return store_once(torch.where(t > limit, limit, torch.where(t < -limit, -limit, t)).to(dtype))
+    return materialize(torch.where(t > limit, limit, torch.where(t < -limit, -limit, t)).to(dtype))
 
 
 def row_major(t: Tensor) -> Tensor:
@@ -1602,10 +1631,10 @@ def norm_rotate_backward(grad, y, inverse_rms, cos, sin, scale) -> Tensor:
     A rotation keeps products, so z . s R'g = y . g, and z = R'y / s:    dx = r (s R'g - (mean(y . g) / s) R'y)
     g and y are rotated, and not their sum, which would be stored in fp32 between the mean and the rotation.
     """
-    g = store_once(grad).to(scale.dtype)
+    g = materialize(grad).to(scale.dtype)
     along_y = (g * y).mean((-3, -2, -1), keepdim=True) / scale
     dx = scale * rotate(g, cos, -sin) - along_y * rotate(y.to(scale.dtype), cos, -sin)
-    return store_once((inverse_rms * dx).type_as(y))
+    return materialize((inverse_rms * dx).type_as(y))
 
 
 class NormRotate(torch.autograd.Function):
@@ -1923,7 +1952,7 @@ class CausalSelfAttention(nn.Module):
     def normalize(self, q: Tensor, k: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor]:
         """Return queries, scaled, and keys: QK-norm (@Grad62304977), and rotary embedding; all shaped as in `rotate`.
 
-        An accident of the record: of pairs of heads, head h is rotated to the position 2 t + h % 2, but `attend` pairs
+        Quirk: of pairs of heads, head h is rotated to the position 2 t + h % 2, but `attend` pairs
         the heads h and h + H / 2. So of the pairs (0, 3), (1, 4), (2, 5) the second has its positions swapped.
         """
         if self.kind.rotary:
@@ -2476,7 +2505,7 @@ def cross_entropy_gradients(
     softmax: Softmax, targets: Tensor, weights: Tensor, pointer_mass: Tensor | None, cfg: Hyperparameters
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of `target_losses` with respect to z (T, V) and to pointer_mass. Overwrites softmax.exps."""
-    # A target raises its own logit and lowers all by its weight. An accident of the record: a target PAST_END has no
+    # A target raises its own logit and lowers all by its weight. Quirk: a target PAST_END has no
     # loss, but its weight lowers the logits
     target_weights = weights * (targets != NO_TARGET)
     d_pointer_mass = None
@@ -2563,9 +2592,8 @@ class TrainingLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, w, pointer_mass, targets, weights, cfg):
-        # The kernel is for heads with a pointer. Without one logits are in fp32, so slices are smaller
         has_pointer = pointer_mass is not None
-        size = cfg.lm_head_slice if has_pointer else cfg.val_lm_head_slice
+        size = cfg.logits_chunk
         loss_of_slice = head_loss_fp8 if cfg.lm_head_fp8 else head_loss
         function = cross_entropy_with_kernel if can_use_kernels(x) and has_pointer else softcapped_cross_entropy
         losses, grads_x, grads_mass = [], [], []
@@ -2596,8 +2624,8 @@ def validation_loss(
 ) -> Tensor:
     """Return the summed loss of z = x @ w.T without gradients, in slices, in the precision of x."""
     losses = []
-    for start in range(0, len(x), cfg.val_lm_head_slice):
-        part = slice(start, start + cfg.val_lm_head_slice)
+    for start in range(0, len(x), cfg.val_logits_chunk):
+        part = slice(start, start + cfg.val_logits_chunk)
         z = linear(x[part], w)
         bits = None if invalid is None else invalid[part]
         softmax = softcapped_softmax(z.to(inputs.loss_weights.dtype), inputs.targets[part], cfg, bits)
@@ -2704,7 +2732,7 @@ class ShardedOptimizer:
 
     def is_due(self, schedule: StepSchedule) -> bool:
         """Return whether a step updates the parameters, of whichever group; if not, it accumulates only."""
-        return self.groups[0].patterns in schedule.updates
+        return self.groups[0].name in schedule.updates
 
     @property
     def accumulates(self) -> bool:
@@ -2818,7 +2846,7 @@ class Adam(ShardedOptimizer):
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
         m, v = self.state["exp_avg"], self.state["exp_avg_sq"]
-        by_param = [(*schedule.updates[group.patterns], self.cfg.adam_eps) for group in self.groups]
+        by_param = [(*schedule.updates[group.name], self.cfg.adam_eps) for group in self.groups]
         numbers = torch.tensor(by_param, dtype=m.dtype).to(m.device, non_blocking=True)
         by_row = numbers[self.param_of_row, :, None].unbind(1)  # each (rows, 1) or (1, 1)
         scalars = dict(zip((*AdamStep._fields, "eps"), by_row))
@@ -2901,9 +2929,9 @@ class Muon(ShardedOptimizer):
         u <- normalize_neurons(zeropower(momentum m + (1 - momentum) g))
         p <- p - factor lr (u + decay lr p [slow p >= 0])
 
-    lr is muon_lr by the schedule, factor the lr of a matrix's group. The weight decay is cautious: it acts only where a
-    step along the slow momentum would shrink the value, too, from the first step on (record 43, @varunneal). Ranks
-    have whole matrices: the 22 of gpt2's MLPs take 24 places on 8 ranks, two of them padding.
+    lr is muon_lr by the schedule, factor the lr_mul of a matrix's group. The weight decay is cautious: it acts only
+    where a step along the slow momentum would shrink the value, too, from the first step on (record 43, @varunneal).
+    Ranks have whole matrices: the 22 of gpt2's MLPs take 24 places on 8 ranks, two of them padding.
     """
 
     by_matrix = True
@@ -2911,14 +2939,14 @@ class Muon(ShardedOptimizer):
 
     def init_state(self) -> dict[str, Tensor]:
         master = self.master
-        factors = [master.new_full((n, 1, 1), group.lr) for n, group in zip(self.rows_per_param, self.groups)]
+        factors = [master.new_full((n, 1, 1), group.lr_mul) for n, group in zip(self.rows_per_param, self.groups)]
         self.factors = self.shard(torch.cat(factors))
         rows, columns = master.shape[-2:]
         squares = torch.zeros_like(master[:, :, :1] if rows >= columns else master[:, :1])
         return dict(fast=torch.zeros_like(master), slow=torch.zeros_like(master), squares=squares)
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
-        now = schedule.updates[self.groups[0].patterns]  # groups differ in their factors alone
+        now = schedule.updates[self.groups[0].name]  # groups differ in their factors alone
         scalars = dict(lr=now.lr, momentum=now.momentum, fast_beta=now.fast_beta, fast_share=now.fast_share)
         tensors = to_tensors(self.cfg, scalars | dict(slow_rate=0.02))
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
@@ -2943,14 +2971,16 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
         emas = tuple(i for i, row in enumerate(cfg.emas) if matches(name, row.patterns))
         key: tuple
         if OPTIMIZERS[group.optimizer].by_matrix:
-            key = emas, group._replace(patterns="", lr=0.0), p.shape[-2:]
+            key = emas, group._replace(name="", patterns="", lr_mul=1.0), p.shape[-2:]
         elif p in tables:
             key = emas, group, p.dtype
         else:
             key = emas, group.optimizer, group.update_interval, group.keep_norm, p.dtype
         members.setdefault(key, {})[name] = p  # those with equal keys share an optimizer
     embed, head = (find_group(name, cfg) for name in ("embed.weight", "lm_head.weight"))
-    if cfg.tied_frac and (embed.patterns != "embed.weight" or head != embed._replace(patterns="lm_head.weight")):
+    if cfg.tied_frac and (
+        embed.patterns != "embed.weight" or head != embed._replace(name=head.name, patterns="lm_head.weight")
+    ):
         raise UserError(
             f"embed.weight has {embed}, lm_head.weight {head}: expected equal rows of their own, or --tied_frac 0"
         )
@@ -3075,7 +3105,7 @@ class NgramTable:
             # It sums in fp32 and in a fixed order. index_add_ adds fp16 numbers one by one, atomically, to zeros that
             # are written first
             sums = F.embedding_bag(exchange.order, sums, exchange.offsets, mode="sum")
-        now = schedule.updates[self.group.patterns]
+        now = schedule.updates[self.group.name]
         scalars = dict(
             step_size=now.step_size,
             eps=self.cfg.adam_eps,
@@ -3463,7 +3493,7 @@ class Trainer:
         loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
         wait_for_loss = start_collective(dist.all_reduce, loss_and_signals)
         with self.part("optimizers"):
-            if self.table.group.patterns in schedule.updates:  # the cycle ends
+            if self.table.group.name in schedule.updates:  # the cycle ends
                 self.table.send(exchange)  # first, as the next cycle waits for these rows
 
                 def turn_cycle():

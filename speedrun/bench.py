@@ -134,7 +134,7 @@ def read_steps(trainer: Trainer, schedules: list[StepSchedule]) -> Steps:
     cfg = trainer.cfg
     lengths = [(schedule.seq_len, schedule.max_doc_len) for schedule in schedules]
     batches = [*train_gpt.plan_batches(cfg.train_files, lengths, cfg.batch_sequences, cfg)]
-    ends = [i for i, schedule in enumerate(schedules, start=1) if trainer.table.group.patterns in schedule.updates]
+    ends = [i for i, schedule in enumerate(schedules, start=1) if trainer.table.group.name in schedule.updates]
     cycles = [(schedules[start:end], batches[start:end]) for start, end in itertools.pairwise([0, *ends])]
     with contextlib.closing(trainer.loader.steps(itertools.cycle(cycles))) as read:  # type: ignore[type-var]
         for schedule, inputs in zip(itertools.cycle(schedules), read, strict=False):

@@ -170,7 +170,11 @@ def kernel_moves(source: str, arguments: dict[str, Any], mutated: list[str]) -> 
             loads, stores = ((count[kind] + count["atomic_add"]) * indices for kind in ("load", "store"))
             loads *= not name.startswith("out_ptr")  # what a kernel reads back of its own output is in a cache
         else:
+            if any(t is other for other, *_ in moves):
+                continue  # under another name, as a part of the kernel does not read it
             stores = nbytes(t) * bool(name in mutated or re.search(rf"store\({name}\b|\b{name}\.store\(", body))
+            if "width" in arguments:  # of N columns it stores so many
+                stores = stores * arguments["width"] // arguments["N"]
             reads = rf"load\({name}\b|\b{name}\.load\(|[(,] {name}[,)]"
             loads = nbytes(t) * bool(not stores or re.search(reads, body))
         moves.append((t, *(min(nbytes(t), n * t.itemsize) for n in (loads, stores))))

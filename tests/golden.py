@@ -62,17 +62,16 @@ def scheduled(cfg) -> dict:
     schedules = [*steps, m.schedule_validation(cfg.num_iterations, cfg)]
     names = "lm_head.weight", "ngrams", "blocks.0.attn.qk_w", "value_embeds.1.weight"
     head, tables, muon, values = (m.find_group(name, cfg) for name in names)
-    muon_steps = [schedule.updates[muon.patterns] for schedule in steps]
+    muon_steps = [schedule.updates[muon.name] for schedule in steps]
     value_steps, table_steps = (
-        [schedule.updates[row.patterns] for schedule in steps if row.patterns in schedule.updates]
-        for row in (values, tables)
+        [schedule.updates[row.name] for schedule in steps if row.name in schedule.updates] for row in (values, tables)
     )
-    lrs = [values.lr * schedule.lr_factor for schedule in steps if values.patterns in schedule.updates]
+    lrs = [values.lr * schedule.lr_factor for schedule in steps if values.name in schedule.updates]
     found = {
         "lr": [update.lr / cfg.muon_lr for update in muon_steps],
         "batch_tokens": [schedule.seq_len * 8 for schedule in steps],
-        "adam_updates": [head.patterns in schedule.updates for schedule in steps],
-        "table_updates": [tables.patterns in schedule.updates for schedule in steps],
+        "adam_updates": [head.name in schedule.updates for schedule in steps],
+        "table_updates": [tables.name in schedule.updates for schedule in steps],
         "tied": [m.is_tied_step(schedule.step, head, cfg) for schedule in steps],
         "last_tied": max(schedule.step for schedule in steps if schedule.tied),
         "max_doc_len": [schedule.max_doc_len for schedule in steps],

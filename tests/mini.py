@@ -26,7 +26,7 @@ STAGES = tuple(
 )
 EMAS = tuple(row._replace(window=row.window // 6, rate=6 * row.rate) for row in GPT2_EMAS)
 TEXT = "train_files val_files vocab_size eot_token prefix_file canon_file "
-TEXT += "val_lm_head_slice device cpu_threads save_checkpoint"
+TEXT += "val_logits_chunk device cpu_threads save_checkpoint"
 MINI: dict[str, Any] = {name: NANO[name] for name in TEXT.split()} | dict(
     layers=LAYERS,
     stages=STAGES,
@@ -40,9 +40,9 @@ MINI: dict[str, Any] = {name: NANO[name] for name in TEXT.split()} | dict(
 )
 # Its stages begin at steps 0, 2, 4, 16 and 16; updates of tables become rare at step 8, the slow momentum begins at 12.
 # EMAs would begin earlier than the run
-MINI |= dict(num_iterations=20, val_loss_every=8, batch_tokens=32, train_seq_len=16, segment=12)
+MINI |= dict(num_iterations=20, val_loss_every=8, batch_tokens=32, train_seq_len=16, max_attn_len=12)
 MINI |= dict(val_seq_len=96, val_tokens=288, block_size=16, model_dim=24, num_heads=2, head_dim=12, mlp_dim=40)
-MINI |= dict(gate_net_dim=6, ngram_rows=66, sign_rows=16, value_gate_inputs=6, smear_gate_inputs=6, lm_head_slice=20)
+MINI |= dict(gate_net_dim=6, ngram_rows=66, sign_rows=16, value_gate_inputs=6, smear_gate_inputs=6, logits_chunk=20)
 MINI |= dict(momentum_warmup_steps=4, momentum_cooldown_steps=3, slow_momentum_from=12, long_interval_from=8)
 MINI |= dict(pointer_dim=8, pointer_block=16, val_pointer_block=32, mix_groups=12, heads_per_matrix=2)
 train_gpt.PRESETS["mini"] = Hyperparameters(**MINI)

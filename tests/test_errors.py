@@ -81,7 +81,7 @@ def test_a_parameter_that_no_loss_uses_is_named(tiny, monkeypatch):
         gpt.spare = nn.Parameter(torch.zeros(3))
 
     monkeypatch.setattr(train_gpt.GPT, "__init__", build_with_spare)
-    trainer = Trainer(dataclasses.replace(tiny, groups=[*tiny.groups, Group("Adam", "spare", 0.1)]), Ranks())
+    trainer = Trainer(dataclasses.replace(tiny, groups=[*tiny.groups, Group("spare", "Adam", "spare", 0.1)]), Ranks())
     with pytest.raises(UserError, match=r"^spare: no loss depends on this parameter"):
         trainer.warm_up()
 

@@ -36,7 +36,7 @@ def test_targets_and_parts_of_documents_are_those_of_a_slow_loop(gpt2):
         assert [x if x < 0 else classes[x] for x in targets[t]] == expected
         begin = t if token == gpt2.eot_token else begin
         assert whole[t] == begin, "in validation"
-        assert inputs.doc_starts[t] == t - (t - begin) % gpt2.segment
+        assert inputs.doc_starts[t] == t - (t - begin) % gpt2.max_attn_len
 
 
 def shifted(x: Tensor, shift: tuple[int, ...]) -> Tensor:
@@ -185,7 +185,7 @@ def test_muon_has_two_momenta_and_decays_along_the_slow_one(gpt2):
     group = next(group for group in cfg.groups if group.optimizer == "Muon")
     fast, slow, squares, decayed = 0, 0, torch.zeros(2, 6, 1).double(), []
     for schedule, g, p, after in stepped(Muon(matrices(), [group] * 2, {}, cfg, Ranks()), cfg):
-        momentum = schedule.updates[group.patterns].momentum
+        momentum = schedule.updates[group.name].momentum
         beta, share = (0.85, 0.4385) if schedule.step >= cfg.slow_momentum_from else (momentum, 1)
         fast, slow = beta * fast + (1 - beta) * g, 0.98 * slow + 0.02 * g
         m = share * fast + (1 - share) * slow
@@ -194,7 +194,7 @@ def test_muon_has_two_momenta_and_decays_along_the_slow_one(gpt2):
         even = u / squares.sqrt()
         u = even * (u.norm(dim=(1, 2), keepdim=True) / even.norm(dim=(1, 2), keepdim=True))
         rate = cfg.muon_lr * schedule.lr_factor
-        close(after, p - group.lr * rate * (u + group.decay * rate * p * (slow * p >= 0)))
+        close(after, p - group.lr_mul * rate * (u + group.decay * rate * p * (slow * p >= 0)))
         decayed.append((slow * p >= 0) != (fast * p >= 0))
     assert torch.stack(decayed).any(), "the momenta differ in signs"
 
@@ -211,7 +211,7 @@ def test_rows_of_ngrams_step_by_an_adam_without_momentum_and_with_one_v_a_row(gp
         tokens = torch.randint(9, (cfg.batch_sequences, 129)).numpy()
         _, exchange = loader.load_cycle([schedule], [[*tokens]])
         sums = torch.randn(len(exchange.recv_ids), cfg.model_dim, dtype=torch.float64)
-        rate, decay, _, beta2 = schedule.updates[table.group.patterns]
+        rate, decay, _, beta2 = schedule.updates[table.group.name]
         v *= beta2
         for i, grad in zip(exchange.recv_ids.tolist(), sums / cfg.batch_sequences, strict=True):
             v[i] += (1 - beta2) * grad.square().mean()

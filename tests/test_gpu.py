@@ -174,7 +174,7 @@ def test_head_equals_autograd_of_the_whole(precision: str, is_sampled: bool, dev
     targets = torch.randint(len(sampled_classes), (T,), device=device, generator=generator)
     weights = torch.tensor([1.0, 0.5, 0.25], device=device)
     softcap = GPT2.lm_head_softcap, GPT2.softcap_range, GPT2.softcap_shift
-    cfg = dataclasses.replace(GPT2, lm_head_slice=T // 4, lm_head_fp8=precision == "fp8")
+    cfg = dataclasses.replace(GPT2, logits_chunk=T // 4, lm_head_fp8=precision == "fp8")
     copy = len(sampled_classes) - 2
     columns = torch.nn.functional.pad(targets, (0, 2), value=-2).unfold(0, 3, 1)
     columns = torch.cat([columns, torch.full_like(targets, copy)[:, None]], dim=1)

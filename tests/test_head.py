@@ -37,7 +37,7 @@ def inputs(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]
 def in_slices(x: Tensor, w: Tensor, targets: Tensor, slice_tokens: int = T) -> tuple[Tensor, ...]:
     """Return the script's loss and gradients in FP8. Beyond the end a next token is -2."""
     softcap = dict(zip(("lm_head_softcap", "softcap_range", "softcap_shift"), CAP, strict=True))
-    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], val_lm_head_slice=slice_tokens, lm_head_fp8=True, **softcap)
+    cfg = dataclasses.replace(train_gpt.PRESETS["nano"], val_logits_chunk=slice_tokens, lm_head_fp8=True, **softcap)
     columns = F.pad(targets, (0, 2), value=-2).unfold(0, 3, 1)
     return with_gradients(lambda x, w: TrainingLoss.apply(x, w, None, columns, THREE, cfg), x, w)
 
@@ -72,7 +72,7 @@ def test_fp8_is_exact_but_for_quantization(dtype: torch.dtype):
 def test_the_model_takes_fp8_in_training_only(gpt2, monkeypatch):
     """In MLPs and products to q, k, v."""
     sizes = dict(model_dim=96, num_heads=6, head_dim=16, mlp_dim=64)
-    cfg = dataclasses.replace(gpt2, **sizes, dtype="bfloat16", lm_head_slice=24, val_lm_head_slice=40)
+    cfg = dataclasses.replace(gpt2, **sizes, dtype="bfloat16", logits_chunk=24, val_logits_chunk=40)
     trainer = Trainer(cfg, Ranks())
     plain = randomize(trainer.gpt)
     fp8 = Trainer(dataclasses.replace(cfg, lm_head_fp8=True, layers_fp8=True), Ranks()).gpt

@@ -11,7 +11,7 @@ from torch import nn
 import train_gpt
 from train_gpt import GPT, Muon, Ranks, UserError, build_optimizers
 
-MUON = train_gpt.Group("Muon", "*", lr=1.0, beta2=0.95, update_interval=(1, 1))
+MUON = train_gpt.Group("all", "Muon", "*", beta2=0.95, update_interval=(1, 1))
 EMA = train_gpt.EMA("w", window=30, rate=0.5, blend=1.0)
 
 
@@ -55,7 +55,7 @@ def test_muon_keeps_steps_that_bf16_would_lose():
     cfg = dataclasses.replace(train_gpt.PRESETS["nano"], dtype="bfloat16", device="cpu", muon_lr=1e-4, groups=(MUON,))
     first = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
     params = {name: nn.Parameter(first.clone()) for name in ("other", "w")}
-    muon = Muon(params, [MUON._replace(lr=0.0), MUON], {0: EMA}, cfg, Ranks(1, 2, 1, 2))
+    muon = Muon(params, [MUON._replace(lr_mul=0.0), MUON], {0: EMA}, cfg, Ranks(1, 2, 1, 2))
     values = muon.state["master"][0]
     assert torch.equal(values, first)
     for step in range(30):

@@ -21,7 +21,7 @@ def test_loss_and_gradients(gpt2, monkeypatch, case: dict):
     """Of all tokens and of some, with one to three next tokens and prefixes, short documents, a validation's blocks."""
     name, trains = case["case"], case["trains"]
     monkeypatch.setattr(m.Hyperparameters, "padded_vocab", GOLDEN.facts["padded_vocab"])
-    sizes = GOLDEN.facts["config"] | dict(block_size=16, lm_head_slice=50, val_lm_head_slice=50)
+    sizes = GOLDEN.facts["config"] | dict(block_size=16, logits_chunk=50, val_logits_chunk=50)
     cfg = dataclasses.replace(gpt2, **sizes, dtype="float64", prefix_file="")
     assert [cfg.lm_head_softcap, cfg.softcap_range, cfg.softcap_shift] == GOLDEN.facts["softcap"]
     pointer = m.Pointer(cfg).double()

@@ -68,8 +68,8 @@ class SmallRun:
         for name, rows in tables.items():
             tables[name] = tuple(row._replace(**new) for row, new in zip(rows, facts[name], strict=True))
         up = (facts["config"]["mlp_dim"] / facts["config"]["model_dim"]) ** 0.5
-        lr_of = {m.MLP_LR: up, 2 * m.MLP_LR: 2 * up}
-        tables["groups"] = tuple(row._replace(lr=lr_of.get(row.lr, row.lr)) for row in m.GPT2_GROUPS)
+        lr_mul_of = {m.MLP_LR_MUL: up, 2 * m.MLP_LR_MUL: 2 * up}
+        tables["groups"] = tuple(row._replace(lr_mul=lr_mul_of.get(row.lr_mul, row.lr_mul)) for row in m.GPT2_GROUPS)
         fixed = dict(device="cpu", dtype="float64", seed=0, compile=False, run_id="golden")
         self.cfg = m.resolve(dataclasses.replace(RECORD92, **fixed | files | tables | facts["config"]))
         self.trainer = m.Trainer(self.cfg, m.Ranks())

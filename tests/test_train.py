@@ -104,7 +104,7 @@ def test_exit_codes_and_messages(flags, long_flags, tmp_path):
 
 BAD = """preset gpt3;device tpu;num_iterations five;num_iteration 5;layers 1;num_iterations 0;
 batch_tokens -1;batch_tokens 100;val_tokens 100;batch_tokens 2147483648;block_size 0;block_size 17;
-ngram_rows 3 --ngram_order 3;ngram_rows 1;ngram_order 5;ngram_order 1;segment 0;final_window -1;cooldown_frac nan;
+ngram_rows 3 --ngram_order 3;ngram_rows 1;ngram_order 5;ngram_order 1;max_attn_len 0;final_window -1;cooldown_frac nan;
 eot_token 257;train_files nowhere/*.bin;train_files {fifo};num_iterations 1000;prefix_file LICENSE;canon_file {fifo};
 log_dir LICENSE;run_id ../x;resume nowhere"""
 BAD += ";device cuda" * (not torch.cuda.is_available())
@@ -121,7 +121,7 @@ def test_bad_input_is_refused_by_name(flags, tmp_path, monkeypatch, flag):
 
 def test_rows_that_do_not_fit_together_are_refused(gpt2):
     for name, changes in {
-        "stages": dict(stages=[stage._replace(share=0.9 * stage.share) for stage in gpt2.stages]),
+        "stages": dict(stages=[stage._replace(duration=0.9 * stage.duration) for stage in gpt2.stages]),
         "emas": dict(emas=[train_gpt.EMA("x", window=2, rate=0.5, blend=1)]),
         "checkpoint_every": dict(checkpoint_every=gpt2.common_interval + 1),
         "stages.*max_doc_len": dict(stages=[gpt2.stages[0]._replace(max_doc_len=0), *gpt2.stages[1:]]),
