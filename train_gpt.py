@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, TextIO, get_args, get_origin
@@ -743,8 +743,8 @@ def update_interval_at(group: Group, step: int, cfg: Hyperparameters) -> int:
 def schedule_adam(group: Group, count: int, step: int, lr_factor: float, cfg: Hyperparameters) -> AdamStep:
     """Return the numbers of a group's `count`-th update."""
     lr = group.lr * lr_factor
-    # An update that accumulates twice as many steps as at first stands for two. As in the record the bias corrections
-    # take the new betas for all `count` updates, also for those made with the old ones
+    # An update that accumulates twice as many steps as at first has the betas and the decay of two, but the step size
+    # of one. Quirk: bias corrections take the new betas for all `count` updates, also for those made with the old ones
     interval_ratio = update_interval_at(group, step, cfg) / group.update_interval[0]
     beta1, beta2 = group.beta1**interval_ratio, group.beta2**interval_ratio
     step_size = lr * (1 - beta2**count) ** 0.5 / (1 - beta1**count)
@@ -893,16 +893,12 @@ def rotary_cos_sin(frequencies: Tensor, positions: Tensor, dtype: torch.dtype) -
 
 def make_attention_settings(schedule: StepSchedule, cfg: Hyperparameters, device: torch.device) -> AttentionSettings:
     """Return the attention settings of a step or a validation."""
-    sizes, scales, frequencies = zip(*schedule.windows.values())
+    windows = schedule.windows.values()
     dtype = getattr(torch, cfg.dtype)
-    window_sizes, attn_scales, by_kind = (
-        tensor.to(device, non_blocking=True)
-        for tensor in (
-            torch.tensor(sizes, dtype=torch.int32),
-            torch.tensor(scales, dtype=accum_dtype(dtype)),
-            torch.stack(frequencies).to(accum_dtype(dtype)),
-        )
-    )
+    wide = accum_dtype(dtype)
+    window_sizes = torch.tensor([window.size for window in windows], dtype=torch.int32).to(device, non_blocking=True)
+    attn_scales = torch.tensor([window.attn_scale for window in windows], dtype=wide).to(device, non_blocking=True)
+    by_kind = torch.stack([window.frequencies for window in windows]).to(wide).to(device, non_blocking=True)
     positions = torch.arange(2 * schedule.seq_len, device=device)
     rotary = compiled(rotary_cos_sin, cfg.compile, dynamic=True)(by_kind, positions, dtype)
     return AttentionSettings(tuple(schedule.windows), window_sizes, attn_scales, rotary)
@@ -1449,6 +1445,11 @@ def materialize(t: Tensor) -> Tensor:
     return FORCE_STRIDES(t, t.stride()) if FORCE_STRIDES is not None and torch.compiler.is_compiling() else t
 
 
+def can_use_kernels(t: Tensor) -> bool:
+    """Return whether this script's kernels take t, in bf16 or FP8; if not, PyTorch does what they do."""
+    return triton is not None and t.is_cuda and t.itemsize <= 2
+
+
 def quantize(t: Tensor, scale: Tensor | float, dtype: torch.dtype) -> Tensor:
     """Return scale * t in FP8. Numbers beyond its limit are clamped: some devices saturate, others give NaN.
 
@@ -1465,7 +1466,7 @@ def row_major(t: Tensor) -> Tensor:
 
     A kernel transposes: where a compiler stores columns beside a reduction over rows, it takes up to twice as long.
     """
-    if triton is None or not t.is_cuda or not t.t().is_contiguous():
+    if not (can_use_kernels(t) and t.t().is_contiguous()):
         return t.contiguous()
     M, N = t.shape
     rows = t.new_empty(M, N)
@@ -1485,88 +1486,82 @@ def fp8_matmul(a: Tensor, b: Tensor, scale: Tensor | float, dtype: torch.dtype, 
 
 
 def fp8_linear_backward(
-    grad_rows: Tensor, grad_columns: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype
+    dz_row: Tensor, dz_col: Tensor, x: Tensor, w: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x @ w.T with respect to x and w, from that of the product in both layouts."""
-    return fp8_matmul(grad_rows, w, FP8_GRAD * FP8_W, dtype), fp8_matmul(grad_columns.t(), x, FP8_GRAD * FP8_X, dtype)
-
-
-def can_use_kernels(t: Tensor) -> bool:
-    """Return whether this script's kernels take t; if not, PyTorch does what they do."""
-    return triton is not None and t.is_cuda and t.dtype == torch.bfloat16
+    """Return the gradients with respect to x (T, K) and w (N, K) of z = x @ w.T, from dz (T, N) in both layouts."""
+    return fp8_matmul(dz_row, w, FP8_GRAD * FP8_W, dtype), fp8_matmul(dz_col.t(), x, FP8_GRAD * FP8_X, dtype)
 
 
 def relu_squared_fp8(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return relu(z)^2 (T, N) in FP8, the largest of each row as 448, and what to multiply the rows by (T, 1).
+    """Return act = relu(z)^2 (T, N) in FP8, the largest of each row as 448, and what to multiply the rows by (T, 1).
 
     A kernel holds a row in registers. The compiler's reads long rows twice, in twice the time (measured: one H100).
     """
     if not can_use_kernels(z):
-        squares = F.relu(z).square_()
-        scale = 448 / squares.amax(1, keepdim=True).float().clamp(min=1e-12)
-        return quantize(squares, scale, torch.float8_e4m3fn), 1 / scale
+        act = F.relu(z).square_()
+        scale = 448 / act.amax(1, keepdim=True).float().clamp(min=1e-12)
+        return quantize(act, scale, torch.float8_e4m3fn), 1 / scale
     T, N = z.shape
-    squares_q = torch.empty_like(z, dtype=torch.float8_e4m3fn)
+    act_q = torch.empty_like(z, dtype=torch.float8_e4m3fn)
     scales = z.new_empty(T, 1, dtype=torch.float32)
-    relu_squared_fp8_kernel[(T,)](z, squares_q, scales, N, triton.next_power_of_2(N))
-    return squares_q, scales
+    relu_squared_fp8_kernel[(T,)](z, act_q, scales, N, triton.next_power_of_2(N))
+    return act_q, scales
 
 
-def relu_squared_backward(grad_q, w_q, squares_q, scales, column_scale, use_kernel: bool) -> tuple[Tensor, ...]:
-    """Return dz (T, N) row-major, dz column-major, and column_scale * relu(z)^2 column-major, all in FP8.
+def relu_squared_backward(grad_q, w_q, act_q, scales, act_scale, has_tma: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradient dz (T, N) row-major and column-major, and act_scale * act column-major, all in FP8.
 
-    squares_q and scales are what `relu_squared_fp8` made of z. dz = 2 relu(z) (grad @ w) is the gradient with respect
-    to z of relu(z)^2 @ w.T, for grad (T, K) and w (K, N); relu(z) is the root of its square (record 87). A kernel
-    multiplies while the product is in registers: in memory it would be written and read again. Where products sum over
-    tokens, FP8 wants both operands column-major: tokens of a hidden unit side by side. Without the kernel all are
-    row-major, and `fp8_matmul` copies.
+    act_q (T, N) and scales (T, 1) are what `relu_squared_fp8` made of z. dz = 2 relu(z) (grad @ w) is the gradient with
+    respect to z of act @ w.T, for grad (T, K) and w (K, N); relu(z) is the root of act (record 87). A kernel multiplies
+    while the product is in registers: in memory it would be written and read again. Where products sum over tokens, FP8
+    wants both operands column-major: tokens of a hidden unit side by side.
     """
-    if not use_kernel:
-        squares = squares_q.to(scales.dtype) * scales
-        dz = fp8_matmul(grad_q, w_q, FP8_GRAD * FP8_W, scales.dtype) * squares.sqrt() * 2
+    if not (has_tma and can_use_kernels(grad_q)):
+        act = act_q.to(scales.dtype) * scales
+        dz = fp8_matmul(grad_q, w_q, FP8_GRAD * FP8_W, scales.dtype) * act.sqrt() * 2
         dz = quantize(dz, FP8_GRAD, grad_q.dtype)
-        return dz, dz, quantize(squares, column_scale, squares_q.dtype)
-    (T, N), K = squares_q.shape, len(w_q)
-    dz = torch.empty_like(squares_q, dtype=grad_q.dtype)
-    dz_columns = dz.new_empty(N, T)
-    squares_columns = squares_q.new_empty(N, T)
+        return dz, dz, quantize(act, act_scale, act_q.dtype)  # row-major: `fp8_matmul` copies
+    (T, N), K = act_q.shape, len(w_q)
+    dz_row = torch.empty_like(act_q, dtype=grad_q.dtype)
+    dz_col = dz_row.new_empty(N, T)
+    act_col = act_q.new_empty(N, T)
     block = 128  # with 3 stages two programs fit into a multiprocessor
-    tensors = grad_q.contiguous(), w_q.t().contiguous(), squares_q, dz, dz_columns, squares_columns
+    tensors = grad_q.contiguous(), w_q.t().contiguous(), act_q, dz_row, dz_col, act_col
     blocks = [TensorDescriptor.from_tensor(tensor, [block, block]) for tensor in tensors]
     grid = triton.cdiv(N, block), triton.cdiv(T, block)
     # The factor: the product comes times FP8_GRAD * FP8_W, and dz is to be times FP8_GRAD
     relu_squared_backward_kernel[grid](
-        *blocks, scales, column_scale, T, K, factor=2 / FP8_W, BLOCK=block, num_warps=8, num_stages=3
+        *blocks, scales, act_scale, T, K, factor=2 / FP8_W, BLOCK=block, num_warps=8, num_stages=3
     )
-    return dz, dz_columns.t(), squares_columns.t()
+    return dz_row, dz_col.t(), act_col.t()
 
 
 class FP8ReluSquaredMLP(torch.autograd.Function):
-    """relu(x @ w1.T)^2 @ w2.T in FP8, with a scale for each row of squares.
+    """relu(x @ w1.T)^2 @ w2.T in FP8, with a scale for each row of the activation.
 
     w2_scales (1, K) is 1 / FP8_W for each column: where a product has scales of rows, it wants some of columns, too.
-    Records scale squares by the maximum of the step before, which a checkpoint would have to keep.
+    Records scale by the maximum of the step before, which a checkpoint would have to keep.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, w2, w2_scales, use_kernel):
-        ctx.use_kernel = use_kernel
+    def forward(ctx, x, w1, w2, w2_scales, has_tma):
+        ctx.has_tma = has_tma
         x_q = quantize(x, FP8_X, torch.float8_e4m3fn)
         w1_q = quantize(w1, FP8_W, torch.float8_e4m3fn)
         w2_q = quantize(w2, FP8_W, torch.float8_e4m3fn)
-        z = fp8_matmul(x_q, w1_q.t(), FP8_X * FP8_W, x.dtype, fast=True)
-        squares_q, scales = relu_squared_fp8(z)
-        ctx.save_for_backward(x_q, w1_q, w2_q, squares_q, scales)
-        return torch._scaled_mm(squares_q, w2_q.t(), scales, w2_scales, out_dtype=x.dtype, use_fast_accum=True)
+        z = fp8_matmul(x_q, w1_q.t(), FP8_X * FP8_W, x.dtype, fast=True)  # (T, N)
+        act_q, scales = relu_squared_fp8(z)
+        ctx.save_for_backward(x_q, w1_q, w2_q, act_q, scales)
+        return torch._scaled_mm(act_q, w2_q.t(), scales, w2_scales, out_dtype=x.dtype, use_fast_accum=True)  # (T, K)
 
     @staticmethod
     def backward(ctx, grad):
-        x_q, w1_q, w2_q, squares_q, scales = ctx.saved_tensors
-        scale = 1 / scales.max()  # one for all: a product that sums over tokens cannot have a scale for each
+        x_q, w1_q, w2_q, act_q, scales = ctx.saved_tensors
+        act_scale = 1 / scales.max()  # one for all: a product that sums over tokens cannot have a scale for each
         grad_q = quantize(grad, FP8_GRAD, torch.float8_e5m2)
-        dz, dz_columns, squares = relu_squared_backward(grad_q, w2_q, squares_q, scales, scale, ctx.use_kernel)
-        grad_w2 = fp8_matmul(grad_q.t(), squares, FP8_GRAD * scale, grad.dtype)
-        grad_x, grad_w1 = fp8_linear_backward(dz, dz_columns, x_q, w1_q, grad.dtype)
+        dz_row, dz_col, act_col = relu_squared_backward(grad_q, w2_q, act_q, scales, act_scale, ctx.has_tma)
+        grad_w2 = fp8_matmul(grad_q.t(), act_col, FP8_GRAD * act_scale, grad.dtype)
+        grad_x, grad_w1 = fp8_linear_backward(dz_row, dz_col, x_q, w1_q, grad.dtype)
         # Laid out as c_fc: with one gradient in another order PyTorch adds all of them one by one, in 0.28 ms
         # (measured: one H100)
         return grad_x, grad_w1.t().contiguous().t(), grad_w2, None, None
@@ -1588,8 +1583,7 @@ class MLP(nn.Module):
         if self.fp8:
             # A constant. As a buffer it is filled once, and not in every call
             self.register_buffer("w2_scales", torch.full((1, K), 1 / FP8_W), persistent=False)
-        fits = cfg.device == "cuda" and cfg.dtype == "bfloat16" and K % 16 == cfg.mlp_dim % 16 == 0
-        self.use_kernel = fits and triton is not None and torch.cuda.get_device_capability() >= (9, 0)
+        self.has_tma = cfg.device == "cuda" and torch.cuda.get_device_capability() >= (9, 0)
 
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         """Return the MLP's output times `scale`, which is () for all tokens or (T, 1) for each.
@@ -1599,7 +1593,7 @@ class MLP(nn.Module):
         c_fc = self.c_fc.mT.type_as(x)
         c_proj = self.c_proj.type_as(x) if self.scale_per_token else scale * self.c_proj.type_as(x)
         if self.fp8 and torch.is_grad_enabled():
-            y = FP8ReluSquaredMLP.apply(x, c_fc, c_proj, self.w2_scales, self.use_kernel)
+            y = FP8ReluSquaredMLP.apply(x, c_fc, c_proj, self.w2_scales, self.has_tma)
         else:
             y = F.linear(F.relu(F.linear(x, c_fc)).square(), c_proj)
         return scale * y if self.scale_per_token else y
@@ -2413,19 +2407,26 @@ class Pointer(nn.Module):
         start = torch.maximum(inputs.doc_starts, (t // block - 1) * block)
         mask = attention_mask(start, min(2 * block, len(x)), cfg, extra_mask_mod=is_earlier)
         q, k, sink_scores = self.project(x)
-        if isinstance(mask, BandMask):
-            scores = mask.scores(q[:, None].type_as(sink_scores), k[:, None].type_as(sink_scores))
-            seen, equal = scores.logsumexp(-1).flatten(1)
-        else:
-            q, k = q.expand(1, 2, -1, -1), k[None, None]
-            values = k[..., :16]  # their sums are not wanted: 16 dimensions are the fewest that the kernel takes
-            y, aux = flex_attention(
-                q, k, values, block_mask=mask, scale=1.0, enable_gqa=True, return_aux=AuxRequest(lse=True)
-            )
-            # 0 * y changes nothing: torch 2.13 cannot compile a y that gets no gradient
-            seen, equal = aux.lse[0] + 0 * y[0, ..., 0]
+        seen, equal = two_logsumexps(q, k, mask)  # (T,) each
         total = torch.logaddexp(seen, sink_scores)
         return torch.stack([equal - total, sink_scores - total], dim=1).exp()
+
+
+def two_logsumexps(q: Tensor, k: Tensor, mask: BlockMask | BandMask) -> tuple[Tensor, Tensor]:
+    """Return the log-sum-exps (T,) of the scores q k' of q and k (T, D), within either of the pointer's masks."""
+    if isinstance(mask, BandMask):
+        dtype = accum_dtype(q.dtype)
+        seen, equal = mask.scores(q[:, None].to(dtype), k[:, None].to(dtype)).logsumexp(-1).flatten(1)
+        return seen, equal
+    # FlexAttention also returns sums of values, which nobody wants: 16 dimensions are the fewest that it takes
+    k = k[None, None]
+    y, aux = flex_attention(
+        q.expand(1, 2, -1, -1), k, k[..., :16], block_mask=mask, scale=1.0, enable_gqa=True,
+        return_aux=AuxRequest(lse=True),
+    )  # fmt: skip
+    # 0 * y changes nothing: torch 2.13 cannot compile a y that gets no gradient
+    seen, equal = aux.lse[0] + 0 * y[0, ..., 0]
+    return seen, equal
 
 
 def mix_copies(p, alpha, copy_mass, sink_mass):
@@ -2454,11 +2455,11 @@ def mix_copies_backward(p, alpha, copy_mass, sink_mass, scale):
     return next_weight, copy_weight, -scale * alpha, -scale * alpha * p_alone
 
 
-# ---- Head: softcapped logits and their cross entropy, in slices of tokens, in FP8 where the GPU can ------------------
+# ---- Head: softcapped logits and their cross entropy, in chunks of tokens, in FP8 where the GPU can ------------------
 class Softmax(NamedTuple):
     """The softmax over softcapped logits of some tokens, up to the sum of exponentials."""
 
-    s: Tensor  # (T, V): sigmoid(-(z + d) 2 / c) of the logits z
+    sigmoid: Tensor  # (T, V): s = sigmoid(-(z + d) 2 / c) of the logits z
     exps: Tensor  # (T, V): exponentials of the softcapped logits less r
     total: Tensor  # (T, 1): their sums
     log_p: Tensor  # (T, n): log probabilities of the targets
@@ -2517,24 +2518,30 @@ def cross_entropy_gradients(
         d_pointer_mass = torch.stack(d_masses, dim=1)
     d_logits = softmax.exps.mul_(target_weights.sum(-1, keepdim=True) / softmax.total)
     d_logits.scatter_add_(1, targets.clamp(min=0), -target_weights * (targets >= 0))
-    dz = torch.ops.aten.sigmoid_backward(d_logits, softmax.s).mul_(cfg.softcap_range * 2 / cfg.lm_head_softcap)
+    dz = torch.ops.aten.sigmoid_backward(d_logits, softmax.sigmoid).mul_(cfg.softcap_range * 2 / cfg.lm_head_softcap)
     return dz, d_pointer_mass
 
 
-def softcapped_cross_entropy(z, scale: float, targets, weights, pointer_mass, cfg: Hyperparameters):
-    """Return losses (T,), `scale` times their gradients with respect to z (T, V), and those of pointer_mass.
+def cross_entropy(
+    z: Tensor, scale: float, targets: Tensor, weights: Tensor, pointer_mass: Tensor | None, cfg: Hyperparameters
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return losses (T,), `scale` times their gradients dz with respect to z (T, V), and those of pointer_mass.
 
-    Gradients with respect to the logits z are in the precision of z, or in e5m2 where z is e4m3. z may be overwritten.
+    dz is in the precision of z, or in e5m2 where z is in e4m3. z may be overwritten.
     """
+    if can_use_kernels(z) and pointer_mass is not None:
+        return cross_entropy_with_kernel(z, scale, targets, weights, pointer_mass, cfg)
+    fp8 = z.dtype == torch.float8_e4m3fn
     softmax = softcapped_softmax(z.to(weights.dtype), targets, cfg)
     losses = target_losses(softmax, targets, weights, pointer_mass)
     dz, d_pointer_mass = cross_entropy_gradients(softmax, targets, weights, pointer_mass, cfg)
-    dz = quantize(dz, scale, torch.float8_e5m2) if z.itemsize == 1 else dz.to(z.dtype)
-    return losses, dz, d_pointer_mass
+    return losses, quantize(dz, scale, torch.float8_e5m2) if fp8 else dz.to(z.dtype), d_pointer_mass
 
 
-def cross_entropy_with_kernel(z, scale: float, targets, weights, pointer_mass, cfg: Hyperparameters):
-    """Do what `softcapped_cross_entropy` does. The gradient overwrites z.
+def cross_entropy_with_kernel(
+    z: Tensor, scale: float, targets: Tensor, weights: Tensor, pointer_mass: Tensor, cfg: Hyperparameters
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `cross_entropy` does. The gradient overwrites z.
 
     z is read twice, the second time from a cache; the compiler's kernel took up to twice as long (measured: one H100).
     """
@@ -2545,7 +2552,8 @@ def cross_entropy_with_kernel(z, scale: float, targets, weights, pointer_mass, c
         z, targets, weights, pointer_mass, losses, d_pointer_mass, z.size(1), len(weights),
         slope=-1 / c, shift=-d / c, bits=r / math.log(2), factor=scale * r * 2 / c, BLOCK=2048,
     )  # fmt: skip
-    return losses, z.view(torch.float8_e5m2) if z.itemsize == 1 else z, d_pointer_mass
+    fp8 = z.dtype == torch.float8_e4m3fn
+    return losses, z.view(torch.float8_e5m2) if fp8 else z, d_pointer_mass
 
 
 # The head's scales, the record's: x of 100 and w of 2 become 448, e4m3's largest number; a gradient of 1.6
@@ -2553,19 +2561,20 @@ def cross_entropy_with_kernel(z, scale: float, targets, weights, pointer_mass, c
 HEAD_FP8_X, HEAD_FP8_W, HEAD_FP8_DZ = 448 / 100, 448 / 2, 448 / 0.75
 
 
-def head_loss(x: Tensor, w: Tensor, cross_entropy: Callable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return losses, and their gradients with respect to x (T, K), w (V, K) and pointer mass.
-
-    cross_entropy(z, scale): `softcapped_cross_entropy` of these tokens.
-    """
+def head_loss(
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, pointer_mass: Tensor | None, cfg: Hyperparameters
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return losses (T,), and their gradients with respect to x (T, K), w (V, K) and pointer_mass (T, 2)."""
     w_x = w.to(x.dtype)
-    losses, dz, d_pointer_mass = cross_entropy(x @ w_x.T, scale=1.0)
+    losses, dz, d_pointer_mass = cross_entropy(x @ w_x.T, 1.0, targets, weights, pointer_mass, cfg)
     # As (K, V), then transposed: faster than (V, K) directly (record 19)
     grad_w = (x.T @ dz).to(accum_dtype(w.dtype)).T
     return losses, dz @ w_x, grad_w, d_pointer_mass
 
 
-def head_loss_fp8(x: Tensor, w: Tensor, cross_entropy: Callable) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def head_loss_fp8(
+    x: Tensor, w: Tensor, targets: Tensor, weights: Tensor, pointer_mass: Tensor | None, cfg: Hyperparameters
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return what `head_loss` does, with products in FP8 (record 19, @YouJiacheng).
 
     x, w and the logits (record 92) are in e4m3, their gradient, which needs range more than precision, in e5m2. Static
@@ -2575,7 +2584,7 @@ def head_loss_fp8(x: Tensor, w: Tensor, cross_entropy: Callable) -> tuple[Tensor
     x_q = quantize(x, HEAD_FP8_X, torch.float8_e4m3fn)
     w_q = quantize(w, HEAD_FP8_W, torch.float8_e4m3fn)
     z = fp8_matmul(x_q, w_q.t(), HEAD_FP8_X * HEAD_FP8_W, torch.float8_e4m3fn, fast=True)
-    losses, dz, d_pointer_mass = cross_entropy(z, scale=HEAD_FP8_DZ)
+    losses, dz, d_pointer_mass = cross_entropy(z, HEAD_FP8_DZ, targets, weights, pointer_mass, cfg)
     grad_x = fp8_matmul(dz, w_q, HEAD_FP8_DZ * HEAD_FP8_W, x.dtype)
     # As (V, K), unlike `head_loss`: sampled rows are then added to the table's gradient four numbers at a time, and not
     # each number alone
@@ -2584,30 +2593,26 @@ def head_loss_fp8(x: Tensor, w: Tensor, cross_entropy: Callable) -> tuple[Tensor
 
 
 class TrainingLoss(torch.autograd.Function):
-    """The summed `softcapped_cross_entropy` of z = x @ w.T, for x (T, K), w (V, K), targets (T, n), weights (n,).
+    """The summed `cross_entropy` of z = x @ w.T, for x (T, K), w (V, K), targets (T, n), weights (n,).
 
-    Only a slice of the logits (T, V) exists at a time. The forward pass computes the gradients of a slice as well, as
+    Only a chunk of the logits (T, V) exists at a time. The forward pass computes the gradients of a chunk as well, as
     computing its logits again in the backward pass took 27 to 41% of the head's time.
     """
 
     @staticmethod
     def forward(ctx, x, w, pointer_mass, targets, weights, cfg):
-        has_pointer = pointer_mass is not None
-        size = cfg.logits_chunk
-        loss_of_slice = head_loss_fp8 if cfg.lm_head_fp8 else head_loss
-        function = cross_entropy_with_kernel if can_use_kernels(x) and has_pointer else softcapped_cross_entropy
+        loss_of_chunk = head_loss_fp8 if cfg.lm_head_fp8 else head_loss
         losses, grads_x, grads_mass = [], [], []
         grad_w = None
-        for start in range(0, len(x), size):
-            part = slice(start, start + size)
-            mass = pointer_mass[part] if has_pointer else None
-            cross_entropy = partial(function, targets=targets[part], weights=weights, pointer_mass=mass, cfg=cfg)
-            loss, grad_x, grad_w_part, grad_mass = loss_of_slice(x[part], w, cross_entropy)
+        for start in range(0, len(x), cfg.logits_chunk):
+            chunk = slice(start, start + cfg.logits_chunk)
+            mass = None if pointer_mass is None else pointer_mass[chunk]
+            loss, grad_x, grad_w_part, grad_mass = loss_of_chunk(x[chunk], w, targets[chunk], weights, mass, cfg)
             losses.append(loss)
             grads_x.append(grad_x)
             grads_mass.append(grad_mass)
             grad_w = grad_w_part if grad_w is None else grad_w + grad_w_part
-        grad_pointer_mass = torch.cat(grads_mass) if has_pointer else None
+        grad_pointer_mass = None if pointer_mass is None else torch.cat(grads_mass)
         ctx.save_for_backward(torch.cat(grads_x), grad_pointer_mass, grad_w.to(w.dtype))
         return torch.cat(losses).sum()
 
@@ -2622,15 +2627,15 @@ class TrainingLoss(torch.autograd.Function):
 def validation_loss(
     x: Tensor, w: Tensor, pointer_mass: Tensor | None, inputs: ModelInputs, cfg: Hyperparameters, invalid: Tensor | None
 ) -> Tensor:
-    """Return the summed loss of z = x @ w.T without gradients, in slices, in the precision of x."""
+    """Return the summed loss of z = x @ w.T without gradients, in chunks, in the precision of x."""
     losses = []
     for start in range(0, len(x), cfg.val_logits_chunk):
-        part = slice(start, start + cfg.val_logits_chunk)
-        z = linear(x[part], w)
-        bits = None if invalid is None else invalid[part]
-        softmax = softcapped_softmax(z.to(inputs.loss_weights.dtype), inputs.targets[part], cfg, bits)
-        mass = None if pointer_mass is None else pointer_mass[part]
-        losses.append(target_losses(softmax, inputs.targets[part], inputs.loss_weights, mass))
+        chunk = slice(start, start + cfg.val_logits_chunk)
+        z = linear(x[chunk], w)
+        bits = None if invalid is None else invalid[chunk]
+        softmax = softcapped_softmax(z.to(inputs.loss_weights.dtype), inputs.targets[chunk], cfg, bits)
+        mass = None if pointer_mass is None else pointer_mass[chunk]
+        losses.append(target_losses(softmax, inputs.targets[chunk], inputs.loss_weights, mass))
     return torch.cat(losses).sum()
 
 
@@ -2687,8 +2692,9 @@ class ShardedOptimizer:
         self.cfg = cfg
         self.ranks = ranks
         row = self.params[0].shape[-2:] if self.by_matrix else (16,)
-        self.rows_per_param = [-(-p.numel() // math.prod(row)) for p in self.params]
-        self.rows_per_param[-1] += -sum(self.rows_per_param) % ranks.world_size  # padding: equal shards
+        self.rows_per_param = [math.ceil(p.numel() / math.prod(row)) for p in self.params]
+        shard_rows = math.ceil(sum(self.rows_per_param) / ranks.world_size)
+        self.rows_per_param[-1] += shard_rows * ranks.world_size - sum(self.rows_per_param)  # padding: equal shards
         values = self.params[0].detach().new_zeros(sum(self.rows_per_param), *row)
         for p, view in zip(self.params, self.views(values)):
             view.copy_(p.detach())
@@ -2700,8 +2706,8 @@ class ShardedOptimizer:
         self.param_shard = self.shard(self.param_buffer)
         self.grad_shard = self.grad_buffer
         if ranks.world_size > 1:
-            # The shorter one; fp16 sums of bf16 tables stay fp16, as min takes the first of equals
-            sent_dtype = min(self.grad_buffer.dtype, self.param_buffer.dtype, key=lambda dtype: dtype.itemsize)
+            is_shorter = self.param_buffer.itemsize < self.grad_buffer.itemsize
+            sent_dtype = self.param_buffer.dtype if is_shorter else self.grad_buffer.dtype
             self.grad_shard = torch.zeros_like(self.param_shard, dtype=sent_dtype)
         self.master = self.shard(values).clone() if self.has_master else self.param_shard
         self.state = self.init_state()
@@ -2782,7 +2788,7 @@ class ShardedOptimizer:
                 ema.lerp_(self.master.to(ema.dtype), rate)
 
     def blend_emas(self):
-        """Blend the averages into the parameters, and give these together the norm that they had, see `Group`."""
+        """Blend the averages into the parameters. With keep_norm these get back the joint norm that they had."""
         if not self.emas:
             return
         before = blended = self.master.to(accum_dtype(self.master.dtype))
@@ -2889,9 +2895,9 @@ def normalize_neurons(update: Tensor, squares: Tensor, beta2: float) -> Tensor:
     """
     dim = -1 if squares.size(-1) == 1 else -2
     squares.lerp_(update.square().mean(dim, keepdim=True), 1 - beta2)
-    even = update / squares.clamp(min=1e-10).sqrt()
-    norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, even))
-    return even * (norms / new_norms.clamp(min=1e-10))
+    normalized = update / squares.clamp(min=1e-10).sqrt()
+    norms, new_norms = (t.norm(dim=(-2, -1), keepdim=True) for t in (update, normalized))
+    return normalized * (norms / new_norms.clamp(min=1e-10))
 
 
 def muon_update(
@@ -3052,8 +3058,6 @@ class NgramTable:
                             Their addresses stay: the model's CUDA graph reads the one and adds to the other
     """
 
-    arriving: Tensor  # the gradients that all ranks send for rows of this one
-    wait_for_grads: Callable[[], object]  # waits for them
     wait_for_rows: Callable[[], object] = staticmethod(
         lambda: None
     )  # waits for rows that are on their way to `fetched`
@@ -3073,11 +3077,13 @@ class NgramTable:
         self.fetched = torch.zeros(most, cfg.model_dim, dtype=dtype, device=device, requires_grad=True)
         self.grads = torch.zeros(most, cfg.model_dim, dtype=sum_dtype(self.group, dtype), device=device)
 
-    def all_to_all(self, out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Callable[[], object]:
+    def all_to_all(
+        self, out: Tensor, rows: Tensor, out_counts: list[int], row_counts: list[int]
+    ) -> Callable[[], object]:
         """Start to send each rank its part of `rows`, into its `out`. Return a function that waits for one's own."""
         if self.ranks.world_size == 1:
             out.copy_(rows)
-        return start_collective(dist.all_to_all_single, out, rows, received, sent)
+        return start_collective(dist.all_to_all_single, out, rows, out_counts, row_counts)
 
     def fetch(self, exchange: RowExchange):
         """Start to fetch the rows that a cycle reads."""
@@ -3087,20 +3093,27 @@ class NgramTable:
         # `cache`: each step waits, the first one for real
         self.wait_for_rows = cache(self.all_to_all(fetched, rows, exchange.recv_counts, exchange.send_counts))
 
-    def send(self, exchange: RowExchange):
-        """Start to send the gradients of this rank's sequences to the rows' owners."""
-        grads = self.grads[: len(exchange.recv_ids)]
-        self.arriving = grads.new_empty(len(exchange.send_rows), grads.size(1))
-        self.wait_for_grads = self.all_to_all(self.arriving, grads, exchange.send_counts, exchange.recv_counts)
+    def send(self, exchange: RowExchange) -> Callable[[], Tensor]:
+        """Start to send the gradients of this rank's sequences to the rows' owners.
 
-    def update(self, exchange: RowExchange, schedule: StepSchedule):
+        Return a function that waits for those of own rows, and returns them (n, K), in the order of send_rows.
+        """
+        grads = self.grads[: len(exchange.recv_ids)]
+        arrived = grads.new_empty(len(exchange.send_rows), grads.size(1))
+        wait = self.all_to_all(arrived, grads, exchange.send_counts, exchange.recv_counts)
+
+        def receive() -> Tensor:
+            wait()
+            return arrived
+
+        return receive
+
+    def update(self, sums: Tensor, exchange: RowExchange, schedule: StepSchedule):
         """Update the rows that the cycle has read by Adam without momentum, and with one v for each row.
 
-        As in the record v decays for all rows.
+        sums: what `send` has brought. As in the record v decays for all rows.
         """
-        self.wait_for_grads()
         self.grads[: len(exchange.recv_ids)].zero_()
-        sums = self.arriving
         if self.ranks.world_size > 1:  # several ranks may have read a row
             # It sums in fp32 and in a fixed order. index_add_ adds fp16 numbers one by one, atomically, to zeros that
             # are written first
@@ -3119,7 +3132,6 @@ class NgramTable:
         rows, v = update(self.rows[ids], self.v[ids], sums, tensors, self.cfg.batch_sequences)
         self.rows.index_copy_(0, ids, rows)
         self.v.index_copy_(0, ids, v)
-        del self.arriving  # as large as the rows that were sent
 
     def state(self) -> dict[str, Tensor]:
         """Return the rows that differ from their initial zeros, on the host. v alone may have decayed to 0."""
@@ -3494,10 +3506,10 @@ class Trainer:
         wait_for_loss = start_collective(dist.all_reduce, loss_and_signals)
         with self.part("optimizers"):
             if self.table.group.name in schedule.updates:  # the cycle ends
-                self.table.send(exchange)  # first, as the next cycle waits for these rows
+                receive = self.table.send(exchange)  # first, as the next cycle waits for these rows
 
                 def turn_cycle():
-                    self.table.update(exchange, schedule)
+                    self.table.update(receive(), exchange, schedule)
                     self.start_cycle(next_exchange)
 
                 step_optimizers(self.optimizers, schedule, while_reducing=turn_cycle)
@@ -3998,28 +4010,17 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 # ---- Appendix: kernels in Triton. The functions above that start them have a twin of each in plain PyTorch -----------
 if triton:
-
-    @triton.jit
-    def mix_copies_triton(p, alpha, copy_mass, sink_mass):
-        """Twin: `mix_copies`."""
-        return p + alpha * (copy_mass + sink_mass * (p / (1 - alpha))) + 1e-9
-
-    @triton.jit
-    def mix_copies_backward_triton(p, alpha, copy_mass, sink_mass, scale):
-        """Twin: `mix_copies_backward`."""
-        p_alone = p / (1 - alpha)
-        next_weight = scale * (p + alpha * sink_mass * p_alone)
-        copy_weight = scale * alpha * (copy_mass + sink_mass * p_alone / (1 - alpha))
-        return next_weight, copy_weight, -scale * alpha, -scale * alpha * p_alone
+    mix_copies_triton = triton.jit(mix_copies)
+    mix_copies_backward_triton = triton.jit(mix_copies_backward)
 
     @triton.jit
     def relu_squared_backward_kernel(
-        grad_q, w_q, squares_q, dz, dz_columns, squares_columns, scales, column_scale, T, K,
+        grad_q, w_q, act_q, dz_row, dz_col, act_col, scales, act_scale, T, K,
         factor: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Compute a block of dz and of the squares. The TMA unit copies blocks, and masks the edges.
+        """Compute a block of dz and of the activation. The TMA unit copies blocks, and masks the edges.
 
-        Twin: `relu_squared_backward` without `use_kernel`.
+        Twin: `relu_squared_backward` without TMA.
         """
         t = tl.program_id(1) * BLOCK
         n = tl.program_id(0) * BLOCK  # programs that run side by side have the same tokens
@@ -4027,11 +4028,11 @@ if triton:
         for k in range(0, K, BLOCK):  # the hardware sums up in less than fp32: dz keeps 2 bits of mantissa
             total = tl.dot(grad_q.load([t, k]), w_q.load([n, k]).T, total)
         rows = t + tl.arange(0, BLOCK)
-        squares = squares_q.load([t, n]).to(tl.float32) * tl.load(scales + rows, rows < T, other=0)[:, None]
-        d = (factor * tl.sqrt(squares) * total).to(dz.dtype)
-        dz.store([t, n], d)
-        dz_columns.store([n, t], d.T)
-        squares_columns.store([n, t], (squares * tl.load(column_scale)).to(squares_q.dtype).T)
+        act = act_q.load([t, n]).to(tl.float32) * tl.load(scales + rows, rows < T, other=0)[:, None]
+        dz = (factor * tl.sqrt(act) * total).to(dz_row.dtype)
+        dz_row.store([t, n], dz)
+        dz_col.store([n, t], dz.T)
+        act_col.store([n, t], (act * tl.load(act_scale)).to(act_q.dtype).T)
 
     @triton.jit
     def qkv_backward_kernel(
@@ -4110,7 +4111,7 @@ if triton:
         z, targets, weights, pointer_mass, losses, d_pointer_mass, V, n,
         slope: tl.constexpr, shift: tl.constexpr, bits: tl.constexpr, factor: tl.constexpr, BLOCK: tl.constexpr,
     ):  # fmt: skip
-        """Compute the loss of a token, and its gradient with respect to the logits. Twin: `softcapped_cross_entropy`.
+        """Compute the loss of a token, and its gradient with respect to the logits. Twin: `cross_entropy`.
 
         bits: softcap_range / ln 2, as tl.exp2 takes one instruction.
         """

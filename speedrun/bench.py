@@ -111,7 +111,7 @@ class Stopwatch:
         return ms
 
 
-def own_rows(out: Tensor, rows: Tensor, received: list[int], sent: list[int]) -> Callable[[], None]:
+def own_rows(out: Tensor, rows: Tensor, out_counts: list[int], row_counts: list[int]) -> Callable[[], None]:
     """Stand in for `NgramTable.all_to_all` where there are no other ranks."""
     out.copy_(rows[torch.arange(len(out), device=rows.device) % max(1, len(rows))])
     return lambda: None

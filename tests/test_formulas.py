@@ -218,8 +218,7 @@ def test_rows_of_ngrams_step_by_an_adam_without_momentum_and_with_one_v_a_row(gp
             u = rate * grad / (v[i].sqrt() + cfg.adam_eps)
             expected[i] -= u + decay * expected[i] * (u * expected[i] > 0)
         table.grads[: len(sums)] = sums
-        table.send(exchange)
-        table.update(exchange, schedule)
+        table.update(table.send(exchange)(), exchange, schedule)
         close(table.v[:, 0], v)
         close(table.rows, expected)
         assert not table.grads.any()

@@ -244,9 +244,9 @@ def test_fp8_equals_rounded_factors_and_is_near_the_exact_product(is_mlp: bool, 
     if is_mlp:
         plain = lambda x, w1, w2: (x @ w1.T).relu().square() @ w2.T  # noqa: E731
         cfg = dataclasses.replace(GPT2, device=device, dtype="bfloat16")
-        use_kernel = train_gpt.MLP(cfg, scale_per_token=False).use_kernel
+        has_tma = train_gpt.MLP(cfg, scale_per_token=False).has_tma
         w2_scales = torch.full((1, K), 1 / train_gpt.FP8_W, device=device)
-        ours = lambda *args: train_gpt.FP8ReluSquaredMLP.apply(*args, w2_scales, use_kernel)  # noqa: E731
+        ours = lambda *args: train_gpt.FP8ReluSquaredMLP.apply(*args, w2_scales, has_tma)  # noqa: E731
     else:  # queries and keys of six heads, two of them a pair, and values
         split = (3, 2, 1, 2, 32) if device == "cuda" else (1, 2, 1, 2, 8)
         angles = 99 * randn(device, T, 1, 2, 1, 1, split[-1], seed=9)
