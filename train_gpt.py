@@ -462,8 +462,26 @@ class Hyperparameters:
         self.require("stages", math.isclose(whole, 1), "durations that add up to 1")
         cuts = {stage.max_doc_len > 0 for stage in self.stages}
         self.require("stages", len(cuts) == 1, "max_doc_len 0 in all or in none")
-        momenta = [row.beta1 for row in self.groups if row.optimizer == "RowAdam"]
-        self.require("groups", not any(momenta), "RowAdam's beta1 0")
+        kinds = {ATTENTION[layer.attention].window for layer in self.layers if layer.attention is not None}
+        has_windows = all({*stage.windows} >= kinds for stage in self.stages)
+        self.require("stages", has_windows, f"windows for {', '.join(sorted(kinds))} in each, as layers have them")
+        # What nothing would read
+        for row in self.groups:
+            self.require("groups", row.beta1 == 0 or row.optimizer != "RowAdam", f"beta1=0 for {row.name}")
+            self.require("groups", row.lr == 0 or row.optimizer != "Muon", f"lr_mul instead of lr for {row.name}")
+            self.require("groups", row.lr > 0 or row.optimizer == "Muon", f"an lr for {row.name}")
+        for number, layer in enumerate(self.layers):
+            of_attention = layer.xsa or layer.head_gate or layer.attn_input is not None or layer.mudd is not None
+            unread = {
+                "xsa, head_gate, attn_input or mudd without attention": layer.attention is None and of_attention,
+                "value_embed without attention or a head_mix": layer.value_embed
+                and layer.attention is None
+                and not self.layers[-1].head_mix,
+                "head_mix before the last layer": layer.head_mix and number < len(self.layers) - 1,
+                "ngram beside ngram_input": layer.ngram and layer.ngram_input,
+            }
+            for what, is_there in unread.items():
+                self.require("layers", not is_there, f"no {what}, as in layer {number}")
 
     @property
     def batch_sequences(self) -> int:
@@ -2640,8 +2658,9 @@ def validation_loss(
 
 
 # ---- Optimizers: every rank updates its share of each group of parameters, as in ZeRO-1 (arXiv:1910.02054) -----------
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)  # renamed in torch 2.13
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# torch 2.13 renamed both
+reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 
 def start_collective(collective: Callable, *args) -> Callable[[], object]:
@@ -2974,6 +2993,10 @@ def build_optimizers(gpt: GPT, ranks: Ranks) -> list[ShardedOptimizer]:
     members: dict[tuple, dict[str, nn.Parameter]] = {}
     for name, p in gpt.named_parameters():
         group = find_group(name, cfg)
+        if group.optimizer not in OPTIMIZERS:
+            raise UserError(
+                f"{name}: group {group.name} has optimizer {group.optimizer}, expected one of {[*OPTIMIZERS]}"
+            )
         emas = tuple(i for i, row in enumerate(cfg.emas) if matches(name, row.patterns))
         key: tuple
         if OPTIMIZERS[group.optimizer].by_matrix:

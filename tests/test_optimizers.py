@@ -23,6 +23,13 @@ def test_a_parameter_without_exactly_one_row_is_refused_by_name(gpt2, rows: int)
         build_optimizers(gpt, Ranks())
 
 
+def test_a_parameter_in_the_row_of_the_ngrams_is_refused_by_name(gpt2):
+    groups = [row._replace(patterns="ngrams *.lambdas") if row.name == "ngrams" else row for row in gpt2.groups]
+    groups = [row._replace(patterns="*.skip_lambda smear_lambda") if row.name == "lambdas" else row for row in groups]
+    with pytest.raises(UserError, match=r"^blocks\.\S*: group ngrams has optimizer RowAdam, expected one of"):
+        build_optimizers(GPT(dataclasses.replace(gpt2, groups=groups)), Ranks())
+
+
 def test_tied_tables_need_equal_rows(gpt2):
     """Or one of them would leave the other in silence."""
     groups = [row._replace(lr=row.lr / 2) if "lm_head.weight" in row.patterns else row for row in gpt2.groups]

@@ -126,6 +126,15 @@ def test_rows_that_do_not_fit_together_are_refused(gpt2):
         "checkpoint_every": dict(checkpoint_every=gpt2.common_interval + 1),
         "stages.*max_doc_len": dict(stages=[gpt2.stages[0]._replace(max_doc_len=0), *gpt2.stages[1:]]),
         "groups.*beta1": dict(groups=[group._replace(beta1=0.9) for group in gpt2.groups]),
+        "groups.*lr_mul instead": dict(groups=[gpt2.groups[0]._replace(lr=1.0), *gpt2.groups[1:]]),
+        "groups.*an lr for lm_head": dict(groups=[group._replace(lr=0.0) for group in gpt2.groups]),
+        "stages.*long": dict(stages=[stage._replace(windows=dict(short=8)) for stage in gpt2.stages]),
+        "layers.*xsa.*layer 3": dict(layers=[layer._replace(xsa=True, head_gate=True) for layer in gpt2.layers]),
+        "layers.*value_embed.*layer 3": dict(
+            layers=[row._replace(value_embed=True, head_mix=()) for row in gpt2.layers]
+        ),
+        "layers.*head_mix.*layer 0": dict(layers=[layer._replace(head_mix=(0,)) for layer in gpt2.layers]),
+        "layers.*ngram.*layer 0": dict(layers=[layer._replace(ngram=True, ngram_input=True) for layer in gpt2.layers]),
     }.items():
         with pytest.raises(UserError, match=rf"^(--|`){name}[^\n]*$"):
             dataclasses.replace(gpt2, **changes)
