@@ -229,45 +229,19 @@ class Group(NamedTuple):
     fp16_sums: bool = False
 
 
-MLP_LR_MUL = (2816 / 768) ** 0.5  # sqrt(mlp_dim / model_dim)
 EVERY_STEP = (1, 1)
+MLP_LR_MUL = (2816 / 768) ** 0.5  # sqrt(mlp_dim / model_dim)
+ANVIL = dict(decay=2.25, beta2=0.9, update_interval=EVERY_STEP)  # record 92's; `schedule_muon` has its other numbers
+# Tables of which a sequence reads few rows
+SPARSE = dict(lr=0.56, decay=0.025, beta2=0.95, update_interval=(2, 4), fp16_sums=True)
 GPT2_GROUPS = (
-    Group("attention", "Muon", "*.qk_w *.v_w *.attn.c_proj", decay=2.25, beta2=0.9, update_interval=EVERY_STEP),
-    Group("mlp_up", "Muon", "*.c_fc", lr_mul=MLP_LR_MUL, decay=2.25, beta2=0.9, update_interval=EVERY_STEP),
-    Group(
-        "mlp_down",
-        "Muon",
-        "*.mlps.*.c_proj",
-        lr_mul=2 * MLP_LR_MUL,  # since record 24
-        decay=2.25,
-        beta2=0.9,
-        update_interval=EVERY_STEP,
-    ),
+    Group("attention", "Muon", "*.qk_w *.v_w *.attn.c_proj", **ANVIL),
+    Group("mlp_up", "Muon", "*.c_fc", lr_mul=MLP_LR_MUL, **ANVIL),
+    Group("mlp_down", "Muon", "*.mlps.*.c_proj", lr_mul=2 * MLP_LR_MUL, **ANVIL),
     Group("lm_head", "Adam", "lm_head.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
     Group("embed", "Adam", "embed.weight", lr=0.008, decay=0.75, beta1=0.5, beta2=0.95),
-    Group(
-        "value_embeds",
-        "Adam",
-        "value_embeds.*",
-        lr=0.56,
-        decay=0.025,
-        beta1=0.75,
-        beta2=0.95,
-        update_interval=(2, 4),
-        keep_norm=False,
-        fp16_sums=True,
-    ),
-    Group(
-        "ngrams",
-        "RowAdam",
-        "ngrams",
-        lr=0.56,
-        decay=0.025,
-        beta1=0.0,
-        beta2=0.95,
-        update_interval=(2, 4),
-        fp16_sums=True,
-    ),
+    Group("value_embeds", "Adam", "value_embeds.*", beta1=0.75, keep_norm=False, **SPARSE),
+    Group("ngrams", "RowAdam", "ngrams", beta1=0.0, **SPARSE),
     Group("lambdas", "Adam", "*.attn.lambdas *.skip_lambda smear_lambda", lr=0.04),
     Group("resid_gates", "Adam", "*.gates.resid", lr=0.04, beta2=0.95),
     Group("post_gates", "Adam", "*.gates.post", lr=0.008, beta2=0.95),
@@ -745,10 +719,11 @@ class MuonStep(NamedTuple):
     """The numbers of an update by Muon."""
 
     lr: float  # without the factor of the group
-    decay: float  # weight decay as in the group's row
     momentum: float
     fast_beta: float  # decay of the fast momentum
     fast_share: float  # its share beside the slow momentum
+    slow_rate: float  # of the slow momentum
+    decay: float  # weight decay as in the group's row
     beta2: float  # decay of the neurons' mean squares
 
 
@@ -770,11 +745,18 @@ def schedule_adam(group: Group, count: int, step: int, lr_factor: float, cfg: Hy
 
 
 def schedule_muon(group: Group, step: int, lr_factor: float, cfg: Hyperparameters) -> MuonStep:
-    """Return the numbers of a group's update. From slow_momentum_from on they are ANVIL's (record 92)."""
+    """Return the numbers of a group's update: those of ANVIL (record 92), which gives no reason for its constants."""
     momentum = schedule_momentum(step, cfg)
     has_slow_momentum = 0 < cfg.slow_momentum_from <= step
-    fast_beta, fast_share = (0.85, 0.4385) if has_slow_momentum else (momentum, 1.0)
-    return MuonStep(cfg.muon_lr * lr_factor, group.decay, momentum, fast_beta, fast_share, group.beta2)
+    return MuonStep(
+        cfg.muon_lr * lr_factor,
+        momentum,
+        fast_beta=0.85 if has_slow_momentum else momentum,
+        fast_share=0.4385 if has_slow_momentum else 1.0,
+        slow_rate=0.02,
+        decay=group.decay,
+        beta2=group.beta2,
+    )
 
 
 def schedule_lr(step: int, stage: Stage, cfg: Hyperparameters) -> float:
@@ -2972,8 +2954,7 @@ class Muon(ShardedOptimizer):
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
         now = schedule.updates[self.groups[0].name]  # groups differ in their factors alone
-        scalars = dict(lr=now.lr, momentum=now.momentum, fast_beta=now.fast_beta, fast_share=now.fast_share)
-        tensors = to_tensors(self.cfg, scalars | dict(slow_rate=0.02))
+        tensors = to_tensors(self.cfg, now._asdict())
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
         sequences = self.cfg.batch_sequences
         update(self.param_shard, grad, self.factors, self.state, tensors, now.decay, now.beta2, sequences)
