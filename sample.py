@@ -59,8 +59,8 @@ class Model:
         bits = script.read_invalid_tokens(self.cfg)
         self.canon = torch.from_numpy(bits).to(self.device) if len(bits) else None
 
-    def features(self, tokens: Sequence[int]) -> Tensor:
-        """Return the head's input (T, K) for these tokens."""
+    def inputs(self, tokens: Sequence[int]) -> tuple[Any, Any, Tensor]:
+        """Return what the script's model reads for these tokens: its inputs, attention settings, rows of n-grams."""
         rest = -len(tokens) % self.cfg.block_size + 1  # to whole blocks, and a last target: no token sees what follows
         read = np.array([*tokens, *[self.cfg.eot_token] * rest])
         [[inputs]], exchange = self.loader.load_cycle([self.schedule], [[read]])
@@ -70,11 +70,22 @@ class Model:
             places = torch.searchsorted(part["ids"], ids).clamp(max=len(part["ids"]) - 1)
             is_here = part["ids"][places] == ids
             rows[is_here] = part["rows"][places[is_here]].to(rows.dtype)
-        inputs = self.loader.to_device(inputs)
-        return self.gpt.hidden_states(inputs, self.attn_settings, rows.to(self.device))[: len(tokens)]
+        return self.loader.to_device(inputs), self.attn_settings, rows.to(self.device)
 
-    def logits(self, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
-        """Return logits (n, vocab_size) of what follows `tokens` (T,) at `places` (n,). x (T, K): the head's input."""
+    @torch.inference_mode()
+    def check_head(self) -> None:
+        """Raise ValueError unless `log_probabilities` gives the script's own loss: it may have changed its head."""
+        read = torch.arange(self.cfg.block_size, device=self.device) % self.cfg.vocab_size
+        inputs = self.inputs(read.tolist())
+        invalid = None if self.canon is None else self.canon[read]
+        log_p = self.log_probabilities(self.gpt.hidden_states(*inputs), read, torch.arange(len(read)))
+        found = -log_p.gather(1, inputs[0].next_tokens[:, None].long()).sum()
+        expected = self.gpt(*inputs, invalid=invalid)
+        if not torch.isclose(found, expected.to(found.dtype), rtol=0.01):
+            raise ValueError(f"sample.py computes another loss, {found:.2f} instead of {expected:.2f}")
+
+    def log_probabilities(self, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+        """Return those (n, V) of what follows `tokens` (T,) at `places` (n,). x (T, K): the head's input."""
         cfg = self.cfg
         z = self.script.linear(x[places], self.gpt.lm_head.weight)
         z = z.to(self.script.accum_dtype(z.dtype))
@@ -83,8 +94,8 @@ class Model:
             bits = self.canon[tokens[places]][:, :, None] >> torch.arange(8, dtype=torch.uint8, device=self.device) & 1
             logits = logits.masked_fill(bits.flatten(1) > 0, -60)  # as in the last validation
         if cfg.pointer_dim:
-            logits = self.share_out_copies(logits, x, tokens, places)
-        return logits[:, : cfg.vocab_size]
+            return self.share_out_copies(logits, x, tokens, places)
+        return logits.log_softmax(1)
 
     def share_out_copies(self, logits: Tensor, x: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
         """Return logarithms of probabilities: the pointer shares out that of a copy, see `Pointer` in train_gpt.py."""
@@ -103,9 +114,10 @@ class Model:
     @torch.inference_mode()
     def predictions(self, tokens: Sequence[int], first: int = 0) -> Iterator[Tensor]:
         """Yield logits (n, vocab_size) of what follows each token from the `first` on, at most SLICE at a time."""
-        x, read = self.features(tokens), torch.tensor(tokens, device=self.device)
+        x = self.gpt.hidden_states(*self.inputs(tokens))[: len(tokens)]
+        read = torch.tensor(tokens, device=self.device)
         for places in torch.arange(first, len(tokens), device=self.device).split(SLICE):
-            yield self.logits(x, read, places).double().cpu()
+            yield self.log_probabilities(x, read, places)[:, : self.cfg.vocab_size].double().cpu()
 
 
 @contextlib.contextmanager
@@ -166,7 +178,7 @@ def load_model(path: Path, device: str, script_file: Path | None = None) -> Mode
         # They stay on the disk until they are needed: gpt2's take up to 130 GB
         parts = [torch.load(file, map_location="cpu", weights_only=True, mmap=True) for file in rows]
         model = Model(script, gpt, [part for part in parts if len(part["ids"])])
-        next(model.predictions([cfg.eot_token]))  # what another script lacks is missed now
+        model.check_head()  # what another script lacks is missed here, too
     return model
 
 

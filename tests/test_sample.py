@@ -71,7 +71,11 @@ def test_a_model_is_run_by_the_code_that_trained_it_alone(flags, corpus, tmp_pat
     Path("my.py").write_text("# another\n")
     assert f"was trained by my.py, which is not there as it was: --script {path.with_suffix('.txt')}" in refusal()
     assert (loss(path.with_suffix(".txt")), capsys.readouterr().err) == (pytest.approx(trained, abs=1e-10), "")
+    Path("head.py").write_text(source.replace("mul_(-2 / cfg.lm_head_softcap)", "mul_(-3 / cfg.lm_head_softcap)"))
+    with pytest.raises(sample.ToolError, match="sample.py computes another loss"):  # of a head that it does not know
+        sample.load_model(path, "cpu", Path("head.py"))
     path.with_suffix(".txt").write_text("")
+    capsys.readouterr()
     assert "name its file, or a log of it, by --script FILE" in refusal()
     assert "No such file or directory: 'none.py'" in refusal("--script=none.py")
     older = torch.load(path, weights_only=True)
