@@ -72,7 +72,7 @@ def test_a_model_is_run_by_the_code_that_trained_it_alone(flags, corpus, tmp_pat
     assert f"was trained by my.py, which is not there as it was: --script {path.with_suffix('.txt')}" in refusal()
     assert (loss(path.with_suffix(".txt")), capsys.readouterr().err) == (pytest.approx(trained, abs=1e-10), "")
     Path("head.py").write_text(source.replace("mul_(-2 / cfg.lm_head_softcap)", "mul_(-3 / cfg.lm_head_softcap)"))
-    with pytest.raises(sample.ToolError, match="sample.py computes another loss"):  # of a head that it does not know
+    with pytest.raises(sample.ToolError, match="computes another loss"):  # of a head that it does not know
         sample.load_model(path, "cpu", Path("head.py"))
     path.with_suffix(".txt").write_text("")
     capsys.readouterr()
