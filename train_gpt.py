@@ -39,7 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from fnmatch import fnmatchcase
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate, chain, islice, pairwise
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn, TextIO, get_args, get_origin
@@ -2778,8 +2778,8 @@ class ShardedOptimizer:
     def copy_state_from(self, other: "ShardedOptimizer"):
         """Take over the parameters and the state of another optimizer."""
         self.param_buffer.copy_(other.param_buffer)
-        for name in self.state.keys() & other.state.keys():
-            self.state[name].copy_(other.state[name])
+        names = self.state.keys() & other.state.keys()
+        torch._foreach_copy_([self.state[name] for name in names], [other.state[name] for name in names])
 
     def update_emas(self, schedule: StepSchedule):
         """Update the averages of this rank's rows."""
@@ -2804,10 +2804,10 @@ class ShardedOptimizer:
         self.send_params()()
 
 
-def to_tensors(cfg: Hyperparameters, scalars: dict[str, float]) -> dict[str, Tensor]:
+@lru_cache(maxsize=1)  # in gpt2 three Muon optimizers take the same numbers in a step
+def to_tensors(dtype: torch.dtype, device: torch.device, **scalars: float) -> dict[str, Tensor]:
     """Return numbers as tensors, as each new value of a Python number would need a graph of its own."""
-    dtype = accum_dtype(getattr(torch, cfg.dtype))
-    tensors = torch.tensor([*scalars.values()], dtype=dtype).to(cfg.device, non_blocking=True).unbind()
+    tensors = torch.tensor([*scalars.values()], dtype=dtype).to(device, non_blocking=True).unbind()
     return dict(zip(scalars, tensors))
 
 
@@ -2954,7 +2954,7 @@ class Muon(ShardedOptimizer):
 
     def update_shard(self, grad: Tensor, schedule: StepSchedule):
         now = schedule.updates[self.groups[0].name]  # groups differ in their factors alone
-        tensors = to_tensors(self.cfg, now._asdict())
+        tensors = to_tensors(self.master.dtype, self.master.device, **now._asdict())
         update = compiled(muon_update, self.cfg.compile, dynamic=False)
         sequences = self.cfg.batch_sequences
         update(self.param_shard, grad, self.factors, self.state, tensors, now.decay, now.beta2, sequences)
@@ -3123,16 +3123,11 @@ class NgramTable:
             # are written first
             sums = F.embedding_bag(exchange.order, sums, exchange.offsets, mode="sum")
         now = schedule.updates[self.group.name]
-        scalars = dict(
-            step_size=now.step_size,
-            eps=self.cfg.adam_eps,
-            decay=now.decay,
-            added=1 - now.beta2,
-        )
         ids = exchange.unique_rows
         self.v *= now.beta2
         update = compiled(row_adam_update, self.cfg.compile, dynamic=True)
-        tensors = to_tensors(self.cfg, scalars)
+        scalars = dict(step_size=now.step_size, decay=now.decay, added=1 - now.beta2, eps=self.cfg.adam_eps)
+        tensors = to_tensors(self.v.dtype, self.v.device, **scalars)
         rows, v = update(self.rows[ids], self.v[ids], sums, tensors, self.cfg.batch_sequences)
         self.rows.index_copy_(0, ids, rows)
         self.v.index_copy_(0, ids, v)
@@ -3478,6 +3473,7 @@ class Trainer:
         self.table_weights = {table.weight for table in self.gpt.tables()}
         for table in self.gpt.tables():
             table.grad_buffer = self.grad_view_of[table.weight]
+        self.loss_scale = torch.tensor(cfg.loss_scale, dtype=accum_dtype(getattr(torch, cfg.dtype)), device=self.device)
         self.run_add_gradients = CUDAGraphs(self.add_gradients) if cfg.cuda_graphs else self.add_gradients
         self.table = self.table_class(cfg, ranks, self.device)
         self.loader = DistributedDataLoader(cfg, ranks, self.device)
@@ -3501,10 +3497,11 @@ class Trainer:
         self.table.wait_for_rows()
         if self.attn_settings is None or self.attn_settings[0] != schedule.stage:
             self.attn_settings = schedule.stage, make_attention_settings(schedule, self.cfg, self.device)
-        mean_loss: Tensor | float = 0.0
+        mean_loss = None
         for inputs in sequences:
-            loss = self.run_add_gradients(inputs, self.attn_settings[1])
-            mean_loss += loss / (len(inputs.tokens) * self.cfg.batch_sequences)
+            loss = self.run_add_gradients(inputs, self.attn_settings[1])  # a sum over tokens
+            share = loss / (len(inputs.tokens) * self.cfg.batch_sequences)
+            mean_loss = share if mean_loss is None else mean_loss + share
         # One sum over the ranks for both: so all stop at the same step
         loss_and_signals = F.pad(mean_loss[None], (0, 1), value=len(self.stop_signals))
         wait_for_loss = start_collective(dist.all_reduce, loss_and_signals)
@@ -3536,7 +3533,7 @@ class Trainer:
         # `fetched` gets no gradient, as `AccumulatingEmbedding` adds it to the table's grads. It is named so that
         # autograd goes there
         wanted = [self.table.fetched, *self.params.values()]
-        _, *grads = torch.autograd.grad(loss * self.cfg.loss_scale, wanted, allow_unused=True)
+        _, *grads = torch.autograd.grad(loss, wanted, self.loss_scale, allow_unused=True)
         by_kind: dict[tuple, list] = {}  # a launch takes many gradients, if all have one precision
         for (name, p), grad in zip(self.params.items(), grads):
             if grad is not None:
