@@ -4011,8 +4011,19 @@ def cli(argv: Sequence[str] | None = None) -> int:
 
 # ---- Appendix: kernels in Triton. The functions above that start them have a twin of each in plain PyTorch -----------
 if triton:
-    mix_copies_triton = triton.jit(mix_copies)
-    mix_copies_backward_triton = triton.jit(mix_copies_backward)
+    # Not triton.jit(mix_copies): torch.compile writes a kernel's functions anew, by their own names
+    @triton.jit
+    def mix_copies_triton(p, alpha, copy_mass, sink_mass):
+        """Twin: `mix_copies`."""
+        return p + alpha * (copy_mass + sink_mass * (p / (1 - alpha))) + 1e-9
+
+    @triton.jit
+    def mix_copies_backward_triton(p, alpha, copy_mass, sink_mass, scale):
+        """Twin: `mix_copies_backward`."""
+        p_alone = p / (1 - alpha)
+        next_weight = scale * (p + alpha * sink_mass * p_alone)
+        copy_weight = scale * alpha * (copy_mass + sink_mass * p_alone / (1 - alpha))
+        return next_weight, copy_weight, -scale * alpha, -scale * alpha * p_alone
 
     @triton.jit
     def relu_squared_backward_kernel(
