@@ -65,7 +65,10 @@ train_gpt.main()
 # First, while this process holds nothing on the GPU: the runs may need most of it
 @pytest.mark.gpu
 def test_four_steps_are_the_same_on_one_gpu_and_on_all(tmp_path: Path):
-    """Random tokens are enough for them, and for a validation before and after them."""
+    """Random tokens are enough for them, and for a validation before and after them.
+
+    They have every kind of collective: sums of losses, reduce-scatter, all-gather, and n-grams' all-to-all both ways.
+    """
     tokens = np.random.default_rng(0).zipf(1.2, 4 * 3 * GPT2.batch_tokens + 2**16) % 5000
     tokens[::700] = GPT2.eot_token
     flags = "--num_iterations=4 --ngram_rows=262144 --canon_file= --seed=1".split()
@@ -87,6 +90,8 @@ def test_four_steps_are_the_same_on_one_gpu_and_on_all(tmp_path: Path):
     for result in results:
         assert result["val_loss"] < math.log(GPT2.vocab_size) - 0.3
         assert abs(result["val_loss"] - results[0]["val_loss"]) < 0.02
+        losses, of_one = ([loss for _, loss, _ in r["train_curve"]] for r in (result, results[0]))
+        assert losses == pytest.approx(of_one, rel=0.01)
         assert result["recompiles"] == 0
 
 
